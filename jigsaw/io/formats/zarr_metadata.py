@@ -1,6 +1,4 @@
-"""Reads that zarr itself makes of a remote store, with the retries of `RemoteFiles`: metadata, coordinates,
-odd codecs.
-"""
+"""Reads that zarr itself makes of a remote store, retried like `RemoteFiles`: metadata, coordinates, odd codecs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Volumes: crops of scans."""
+"""Crops of scans: images and label maps in two and three dims."""

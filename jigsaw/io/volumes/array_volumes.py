@@ -16,7 +16,7 @@ from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.formats.array_source import SourceArray, open_array_source
 
 GIVEN_DIMS = ("channel", "z", "y", "x")
-"""The dims that a volume may have, by the names that `dims=` gives, in the order of an array without names."""
+"""Dims that a volume may have, by the names that `dims=` gives, in the order of an array without names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class ArrayVolume:
 
 
 def values_of_array(given: Any) -> NDArray[Any] | None:
-    """The values of an array or tensor, not copied where numpy has their dtype; None for anything else."""
+    """Return the values of an array or tensor, not copied where numpy has their dtype; None for anything else."""
     if isinstance(given, torch.Tensor):
         given = given.detach().cpu()
         given = (given.float() if given.dtype == torch.bfloat16 else given).numpy()
@@ -45,7 +45,7 @@ def values_of_array(given: Any) -> NDArray[Any] | None:
 
 
 def store_of_array(values: NDArray[Any], dims: Sequence[str] | None) -> ArrayStore:
-    """The array as a store.  Raises: `GridError` for another number of dims than those of a volume."""
+    """Return the array as a store. Raises: `GridError` for another number of dims than those of a volume."""
     usual = GIVEN_DIMS[-values.ndim :] if 2 <= values.ndim <= len(GIVEN_DIMS) else ()
     found = _dims_for(values.ndim, usual if dims is None else dims)
     if not found:
@@ -58,7 +58,7 @@ def store_of_array(values: NDArray[Any], dims: Sequence[str] | None) -> ArraySto
 
 
 def with_given_dims(store: ArrayStore, dims: Sequence[str] | None) -> ArrayStore:
-    """The store with these names of the dims of each array that has as many, or as many as its dims of space."""
+    """Return the store with these names of the dims of each array that has as many, or as many as its dims of space."""
     if dims is None:
         return store
     named = {name: _dims_for(len(table.shape), dims) for name, table in store.arrays.items()}
@@ -69,7 +69,7 @@ def with_given_dims(store: ArrayStore, dims: Sequence[str] | None) -> ArrayStore
 
 
 def _dims_for(count: int, dims: Sequence[str]) -> tuple[str, ...] | None:
-    """Which of the given dims an array of so many has: a label map may lack the channels."""
+    """Return those of the given dims that an array with so many has: a label map may lack the channels."""
     whole = tuple(dims)
     return next(
         (each for each in (whole, tuple(d for d in whole if d != "channel")) if each and len(each) == count), None
@@ -77,7 +77,7 @@ def _dims_for(count: int, dims: Sequence[str]) -> tuple[str, ...] | None:
 
 
 def checked_dims(dims: Any) -> tuple[str, ...] | None:
-    """Raises: `FieldError` for what does not name the dims of a volume."""
+    """Check and return the dims of a volume. Raises: `FieldError` for anything that does not name them."""
     if dims is None:
         return None
     found = tuple(dims) if isinstance(dims, Sequence) and not isinstance(dims, str) else ()

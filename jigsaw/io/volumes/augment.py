@@ -1,17 +1,17 @@
-"""Augmentation at the read: each rank makes its own part of the augmented sample, of the voxels that this part needs.
+"""Augmentation while reading: each rank makes its own part of the augmented sample from the voxels that it needs.
 
 ``open_volumes(..., augment=[Flip(), Affine(degrees=15), Noise(std=(0, 0.1))])`` takes the steps in this order, each
-with its own probability `p`.  What is drawn follows from (seed, epoch, sample) alone, and noise and displacements from
-the place in the sample too, so a sample is the same on every mesh: that of the same augmentation of the whole scan, of
-which it shows a crop.  Labels follow flips, turns and warps, by their nearest voxel.  Beyond the scan lies `fill`.
+with its own probability `p`. The drawn parameters follow from (seed, epoch, sample) alone, and noise and displacements
+also from the place in the sample. So a sample is the same on every mesh: a crop of the same augmentation of the whole
+scan. Labels follow flips, turns and warps, by their nearest voxel. Beyond the scan lies `fill`.
 
 - `Flip`, `Rotate90`: the crop backwards, or turned; bit for bit;
 - `Gamma`, `Brightness`, `Noise`: of an image alone, bit for bit;
 - `LowResolution`: of an image alone;
 - `Affine`, `Elastic`: other voxels are read, those within their reach; an image is interpolated linearly.
 
-A function of (tile, generator) comes last: it gets the image of each sample, as a `Tile`, when the sample is handed
-over, and may do with it what tiles can; the generator has the same numbers on every rank.
+A function of (tile, generator) comes last. It gets the image of each sample, as a `Tile`, when the sample is handed
+over, and may do with it what tiles can do. The generator has the same numbers on every rank.
 
 >>> flip = jigsaw.io.augment.Flip(p=1, dims=("x",))
 >>> how = {"mesh": jigsaw.init_mesh(depth=1), "crop": (4, 4, 4)}
@@ -71,16 +71,16 @@ class Augmentation(ABC):
         self._check()
 
     def _check(self) -> None:
-        """Raises: `FieldError` for values that say nothing."""
+        """Raise `FieldError` for invalid values."""
         return  # any say something
 
     def check_fits(self, grid: SampleGrid) -> None:
-        """Raises: `GridError` where samples on this grid cannot be augmented so."""
+        """Raise `GridError` where samples on this grid cannot be augmented this way."""
         return  # all can
 
     @abstractmethod
     def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
-        """What it does to one sample."""
+        """Draw the step for one sample; None where it changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Noise(Augmentation):
 
 @dataclass(frozen=True)
 class LowResolution(Augmentation):
-    """What a scanner with longer voxels shows: 1 / `zoom` as long along `dims` (all by default), on the same grid."""
+    """View of a scanner with longer voxels: 1 / `zoom` as long along `dims` (all by default), on the same grid."""
 
     zoom: NumberRange = (0.5, 1.0)
     dims: tuple[str, ...] | None = None
@@ -278,7 +278,7 @@ class AskedAugmentations:
 
     @classmethod
     def of(cls, given: Any) -> AskedAugmentations:
-        """Raises: `FieldError` for what is no list of augmentations and functions, the functions last."""
+        """Make it from a list. Raises: `FieldError` unless the list has augmentations and then functions."""
         if given is None:
             return cls()
         wanted = "a list of jigsaw.io.augment.Flip(...) and the like, then functions of (tile, generator)"
@@ -291,12 +291,14 @@ class AskedAugmentations:
         return cls(steps, own)
 
     def drawn(self, seed: int, epoch: int, sample: int, grid: SampleGrid) -> tuple[VoxelStep, ...]:
-        """What is done to a sample; each step has draws of its own, so one more changes none of the others."""
+        """Draw the steps for a sample; each step draws for itself, so that another step does not change the others."""
         each = (step.drawn(RandomDraws(seed, epoch, sample, 1 + at), grid) for at, step in enumerate(self.steps))
         return tuple(step for step in each if step is not None)
 
     def finished(self, tile: Tile, seed: int, epoch: int, sample: int) -> Tile:
-        """The image of a sample after the functions.  Raises: `FieldError` for one that is cut otherwise then."""
+        """Apply the functions to the image of a sample. Raises: `FieldError` where one returns another layout
+        or dtype.
+        """
         for at, own in enumerate(self.own):
             generator = torch.Generator()
             generator.manual_seed(RandomDraws(seed, epoch, sample, 1 + len(self.steps) + at).word() >> 1)

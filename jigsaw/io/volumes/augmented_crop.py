@@ -1,4 +1,4 @@
-"""`AugmentedCrop`: the steps drawn for one sample, and what each rank must read for its own part of it."""
+"""`AugmentedCrop`: the steps drawn for one sample, and the rows that each rank must read for its own part of it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class AugmentedCrop:
     sizes: tuple[int, ...]
 
     def of_labels(self) -> AugmentedCrop:
-        """The steps that label maps follow."""
+        """Return the steps that label maps follow."""
         return replace(self, steps=tuple(step for step in self.steps if step.moves_labels))
 
     def after(self, step: VoxelStep) -> AugmentedCrop:
-        """The same after another step."""
+        """Return the same crop with another step before the others."""
         return replace(self, steps=(step, *self.steps))
 
     def stages(self, layout: Layout) -> list[list[Cut]]:
-        """What is held along each dim before each step, and after the last, in rows of the window."""
+        """Return the cuts along each dim before each step, and after the last, in rows of the window."""
         cuts = [
             replace(cut, held=tuple((a - first, b - first) for a, b in cut.held), wraps=True)
             for cut, first in zip(layout.cuts[2:], self.first, strict=True)
@@ -47,12 +47,12 @@ class AugmentedCrop:
         return found[::-1]
 
     def boxes(self, layout: Layout, coordinate: MeshCoordinate) -> list[Box]:
-        """The box that a rank holds at each stage."""
+        """Return the box that a rank holds at each stage."""
         return [Layout(tuple(cuts), layout.axes).held(coordinate) for cuts in self.stages(layout)]
 
     def read_layout(self, layout: Layout, origin: Sequence[int], shape: Sequence[int]) -> tuple[Layout, list[int]]:
-        """The layout of what is read for a crop that begins at `origin` of a volume, and the volume's row where that
-        begins along each dim.
+        """Return the layout of what is read for a crop that begins at `origin` of a volume, and the volume's row where
+        that layout begins along each dim.
         """
         cuts, begins = list(layout.cuts), list[int]()
         where = zip(self.stages(layout)[0], origin, self.first, shape, strict=True)
@@ -66,13 +66,15 @@ class AugmentedCrop:
         return Layout(tuple(cuts), layout.axes), begins
 
     def applied(self, block: Tensor, boxes: Sequence[Box], is_label: bool) -> Tensor:
-        r"""The values [C, \*box] of the last of the `boxes`, made of those of the first."""
+        r"""Return the values [C, \*box] of the last of the `boxes`, made from those of the first."""
         for step, source, target in zip(self.steps, boxes, boxes[1:], strict=False):
             block = step.applied(block, source, target, self.sizes, is_label)
         return block
 
     def turned_affine(self, affine: AffineMatrix, dims: Sequence[str]) -> AffineMatrix:
-        """The affine of the augmented sample, of one whose voxels (x, y, z) `affine` takes to the world."""
+        """Return the affine of the augmented sample; `affine` takes the voxels (x, y, z) before augmentation to the
+        world.
+        """
         to_source = np.eye(len(dims) + 1)
         for step in self.steps:
             to_source = to_source @ step.to_source(self.sizes)

@@ -1,4 +1,4 @@
-"""Where a random crop lies: the same on every rank without talking, from (seed, epoch, sample) alone."""
+"""Places of random crops, from (seed, epoch, sample) alone: the same on every rank without communication."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class RandomDraws:
         self._source = np.random.Philox(key=key, counter=counter)
 
     def word(self) -> int:
-        """The next 64 bits."""
+        """Draw the next 64 bits."""
         return int(self._source.random_raw())
 
     def below(self, count: int) -> int:
-        """An integer in ``range(count)``, each alike."""
+        """Draw an integer in ``range(count)``, uniformly."""
         return (self.word() * count) >> 64
 
     def chance(self, p: float) -> bool:
-        """True with probability `p`."""
+        """Draw True with probability `p`."""
         return self.word() < p * _WORD_VALUES
 
     def between(self, low: float, high: float) -> float:
-        """A number from `low` to `high`, each alike."""
+        """Draw a number from `low` to `high`, uniformly."""
         return low + (high - low) * (self.word() / _WORD_VALUES)
 
 
@@ -49,7 +49,9 @@ def crop_origin(
     found: FoundVoxels | None,
     respacing: GridRespacing | None = None,
 ) -> tuple[int, ...]:
-    """The first row of a crop along each dim; below 0 where the volume is smaller, which then lies in its middle."""
+    """Draw the first row of a crop along each dim; below 0 where the volume is smaller, which then lies in
+    its middle.
+    """
     stored = respacing.stored if respacing else shape  # where foreground was found
     centre = None if how is None or found is None else _foreground_centre(stored, draws, how, found)
     if centre and respacing:
@@ -68,7 +70,7 @@ def _clamp_first_row(first: int, size: int, rows: int) -> int:
 def _foreground_centre(
     shape: Sequence[int], draws: RandomDraws, how: Foreground, found: FoundVoxels
 ) -> tuple[int, ...] | None:
-    """A voxel of the kind that is drawn, or of the other kind where a volume has none of it."""
+    """Draw a voxel of the kind that is drawn, or of the other kind where a volume has none of the first."""
     wants = draws.chance(how.pos / (how.pos + how.neg))
     present = [kept.at for kept in found.classes.values() if kept.at.size]
     if not present or (not wants and found.background.at.size):

@@ -1,11 +1,11 @@
-"""What was drawn for one sample, as steps from the voxels that are read to those of the sample.
+"""Steps drawn for one sample, from the voxels that are read to those of the sample.
 
-A step works on any box of the sample, and says which box it needs for it; positions count from the first voxel of the
-sample, and what a voxel becomes follows from them alone.  So each rank reads what its own box needs and no more, and
-all find what the whole sample would show, without talking.
+A step works on any box of the sample, and says which box it needs for it. Positions count from the first voxel of the
+sample, and the value of a voxel follows from its position alone. So each rank reads what its own box needs and no more.
+All ranks find the values of the whole augmented sample, without communication.
 
-Say 12 rows, cut into four pieces of 3, are shown backwards and then warped by up to 2 rows.  Rank 1 holds the rows 3-5:
-for the warp it needs the rows 1-7 of what is shown, and for those the rows 4-10 of the scan, which is what it reads.
+Say 12 rows, cut into four pieces of 3, are shown backwards and then warped by up to 2 rows. Rank 1 holds the rows 3-5.
+For the warp it needs the rows 1-7 of the reversed scan, and for those the rows 4-10 of the scan, which it reads.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class VoxelStep(ABC):
     moves_labels: ClassVar[bool] = False
 
     def needed(self, cuts: Sequence[Cut], sizes: Sequence[int]) -> list[Cut]:
-        """What must be held before it, along each dim, for what `cuts` say is held after it."""
+        """Return the cuts that must be held before it, along each dim, when `cuts` are held after it."""
         return list(cuts)
 
     @abstractmethod
     def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], is_label: bool) -> Tensor:
-        """The values of the box `target`, made of those of the box `source`."""
+        """Return the values of the box `target`, made from those of the box `source`."""
 
     def to_source(self, sizes: Sequence[int]) -> Matrix:
-        """Where a voxel (its place along each dim, and 1) comes from."""
+        """Return the matrix from a voxel (its place along each dim, and 1) to the one that it comes from."""
         return np.eye(len(sizes) + 1)
 
 
@@ -110,12 +110,12 @@ class NoiseStep(VoxelStep):
 
 @dataclass(frozen=True)
 class CoarseStep(VoxelStep):
-    """What a scan with voxels `factor` times as long shows: the nearest voxels, and lines between them."""
+    """View of a scan with voxels `factor` times as long: the nearest voxels, and lines between them."""
 
     factor: tuple[float, ...]
 
     def _rows(self, d: int, rows: Interval) -> tuple[NDArray[np.int64], NDArray[np.int64], Matrix]:
-        """The two rows that each row lies between, and how far on from the first it lies."""
+        """Return the two rows that each row lies between, and how far on from the first it lies."""
         f = self.factor[d]
         at: Values = (np.arange(*rows, dtype=np.float64) + 0.5) / f - 0.5
         below = np.floor(at)
@@ -144,13 +144,13 @@ class CoarseStep(VoxelStep):
 
 
 class WarpStep(VoxelStep):
-    """Each voxel is that at another place: of an image between its neighbours, of a label map the nearest."""
+    """Voxels taken from other places: interpolated for an image, the nearest for a label map."""
 
     moves_labels: ClassVar[bool] = True
 
     @abstractmethod
     def places(self, target: Box, sizes: Sequence[int]) -> list[Tensor]:
-        """Where the voxels of a box come from: their places along each dim."""
+        """Return where the voxels of a box come from: their places along each dim."""
 
     def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], is_label: bool) -> Tensor:
         shape = box_shape(target)
@@ -183,7 +183,7 @@ def _reach_of_places(low: float, high: float) -> Interval:
 
 @dataclass(frozen=True)
 class AffineStep(WarpStep):
-    """The voxel at p comes from ``centre + matrix (p - centre) + shift``, with the centre that of the sample."""
+    """Affine map: the voxel at p comes from ``center + matrix (p - center) + shift``, with the sample's center."""
 
     matrix: tuple[tuple[float, ...], ...]
     shift: tuple[float, ...]
@@ -263,10 +263,10 @@ class ElasticStep(WarpStep):
 
 
 def _in_whole_vectors(function: Callable[[Values], Values], values: Values) -> Values:
-    """A function that is not correctly rounded, alike wherever a value stands in memory.
+    """Apply a function that is not correctly rounded, with the same result wherever a value stands in memory.
 
-    A processor's vectors and what is left over at the end are computed by other code, whose last bits may differ: rows
-    are filled up, so that nothing is left over.  (Torch also cuts at its threads' shares, so numpy it is.)
+    A processor computes its vectors and the remainder at the end by different code, whose last bits may differ. So rows
+    are filled up until there is no remainder. (Torch also cuts at its threads' shares, so numpy is used.)
     """
     flat = np.ones(-(-values.size // _VECTOR) * _VECTOR)
     flat[: values.size] = values.ravel()

@@ -1,7 +1,7 @@
-"""Which voxels of a label map are foreground: a uniform sample of each class, bounded in size, the same on every rank.
+"""Foreground voxels of a label map: a uniform sample of each class, bounded in size, the same on every rank.
 
-Of each class the voxels with the smallest hashes are kept (bottom-k sampling, Cohen and Kaplan 2007): a uniform sample
-without replacement that can be taken chunk by chunk, by any rank, in any order, and merged.
+For each class the voxels with the smallest hashes are kept (bottom-k sampling, Cohen and Kaplan 2007). This is a
+uniform sample without replacement that can be taken chunk by chunk, by any rank, in any order, and merged.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ _VOXELS_AT_ONCE = 1 << 20
 """Voxels that are hashed at a time."""
 _MOST_CLASSES = 512
 ANY_CLASS = 1
-"""The one class where voxels of all classes count alike."""
+"""Key of the one class where voxels of all classes count alike."""
 
 _label_scratch = ScratchMemory()
 
 
 @dataclass(frozen=True)
 class Foreground:
-    """How crops are weighted towards the foreground of the label map.
+    """Weights that pull crops towards the foreground of the label map.
 
-    A crop is centred on a foreground voxel with the probability ``pos / (pos + neg)``, else on a background voxel, as
-    MONAI's ``RandCropByPosNegLabel``; the centre moves inwards where the crop would reach beyond the volume.  Missing
+    A crop is centered on a foreground voxel with the probability ``pos / (pos + neg)``, else on a background voxel, as
+    in MONAI's ``RandCropByPosNegLabel``. The center moves inwards where the crop would reach beyond the volume. Missing
     values of a label map are neither.
 
     - `classes`: the labels that count as foreground; by default all but 0;
-    - `by`: ``"voxels"``, every foreground voxel alike, or ``"classes"``, every class of the volume alike, then a voxel
-      of it;
-    - `kept`: how many voxels of each are remembered, drawn uniformly: all of them in a class that has no more;
-    - `cache`: a folder in which what was found is kept for the next run.
+    - `by`: ``"voxels"``, where every foreground voxel is equally likely, or ``"classes"``, where every class of the
+      volume is equally likely, then a voxel of it;
+    - `kept`: how many voxels of each class are remembered, drawn uniformly: all of a class that has no more;
+    - `cache`: a folder in which the voxels are kept for the next run.
 
-    Raises: `FieldError` for values that say nothing.
+    Raises: `FieldError` for invalid values.
 
     >>> how = {"mesh": jigsaw.init_mesh(depth=1), "crop": (8, 8, 8), "crops": 4}
     >>> half = jigsaw.io.Foreground(pos=1, neg=1)
@@ -98,14 +98,14 @@ class KeptVoxels:
         return KeptVoxels(self.count + other.count, at[first], hashes[first])
 
     def bound(self, kept: int) -> np.uint64:
-        """Voxels with a larger hash than this are not kept."""
+        """Return the hash above which voxels are not kept."""
         return self.hashes[-1] if self.at.size >= kept else np.uint64(2**64 - 1)
 
 
 @dataclass(frozen=True)
 class FoundVoxels:
-    """Of one label map: the background, and each class of its foreground; `labels` are some of those that it has, 0
-    and others, known where classes were asked for.
+    """Voxels of one label map: of the background, and of each class of its foreground. `labels` are some of the labels
+    that it has, 0 and others, known where classes were asked for.
     """
 
     background: KeptVoxels = field(default_factory=KeptVoxels)
@@ -123,7 +123,7 @@ class FoundVoxels:
 
 @dataclass(frozen=True)
 class _LabelSearch:
-    """What is looked for, and what labels become before."""
+    """Foreground to search for, and the renaming of labels that comes first."""
 
     how: Foreground
     renamed: RenamedLabels
@@ -135,14 +135,14 @@ def find_foreground(
     mesh: DeviceMesh | None,
     renamed: RenamedLabels = RenamedLabels(),  # noqa: B008 (it is frozen)
 ) -> tuple[FoundVoxels, ...]:
-    """The foreground of every label map, once labels are `renamed`; an image without one has none.
+    """Find the foreground of every label map, once labels are `renamed`; an image without a label map has none.
 
     Collective over `mesh`, whose ranks share out the chunks.
 
-    *Sends*: one agreement on what the cache has, one a label map that it has not, and one more where that is kept.
+    *Sends*: one agreement on what the cache has, one for each label map that it lacks, and one more where that is kept.
 
-    Raises: `GridError` for label maps of several channels, `FieldError` for too many classes, where no label map has
-    any foreground, or for a cache that cannot be written, or the `ReadError` of a chunk, alike on every rank.
+    Raises: `GridError` for label maps of several channels; `FieldError` for too many classes, where no label map has
+    any foreground, or for a cache that cannot be written; or the `ReadError` of a chunk. All are alike on every rank.
     """
     search = _LabelSearch(how, renamed)
     for volume in labels:
@@ -187,7 +187,7 @@ def _check_foreground_found(found: Sequence[FoundVoxels], how: Foreground) -> No
 def _search_volume(
     volume: StoredVolume, asked: _LabelSearch, mesh: DeviceMesh | None, me: int, ranks: int, number: int
 ) -> FoundVoxels:
-    """Every rank looks through its chunks; all hear of what each found, or failed with."""
+    """Search a volume: every rank looks through its chunks, and all learn the voxels, or the error, of each."""
 
     def search() -> FoundVoxels:
         stored, mine = volume.stored[0], FoundVoxels()
@@ -284,7 +284,9 @@ def _class_masks(
 
 
 def _hash_indices(flat: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): different indices have different hashes."""
+    """Hash indices by the finalizer of splitmix64 (Steele, Lea, Flood 2014): different indices have different
+    hashes.
+    """
     x = flat.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -295,7 +297,7 @@ def _hash_indices(flat: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def _foreground_file(volume: StoredVolume, asked: _LabelSearch) -> str:
-    """Named by what was looked for and by the files that it was found in, as they are now."""
+    """Return the name of a cache file, made from the search and the state of the files that it was made on."""
     table, how = volume.stored[0].table, asked.how
     about = (volume.url, table.name, table.shape, table.dims, table.dtype, how.classes, how.by, how.kept)
     about = (*about, volume.turn, asked.renamed)
@@ -315,7 +317,7 @@ def _foreground_cache(asked: _LabelSearch) -> CacheFolder:
 
 
 def _read_foreground(volume: StoredVolume, asked: _LabelSearch) -> FoundVoxels | None:
-    """What the cache has; None where there is none, or a torn file, which is then written again."""
+    """Read the voxels from the cache; None where they are absent, or the file is torn, which is then written again."""
     name = _foreground_file(volume, asked)
     try:
         file = _foreground_cache(asked).opened(name)

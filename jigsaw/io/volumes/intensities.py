@@ -1,4 +1,4 @@
-"""What the values of an image become as they are read: clipped to a window, and scaled."""
+"""Intensities of an image as it is read: clipped to a window, and scaled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ImageIntensities:
 
     @classmethod
     def of(cls, normalize: Any, window: Any, channels: int) -> ImageIntensities:
-        """Raises: `FieldError` for what are no (mean, std) and no (low, high)."""
+        """Make the intensities of an image. Raises: `FieldError` unless given (mean, std) and (low, high)."""
         ends = None if window is None else _channel_pair(_window_ends(window), channels)
         if window is not None and (ends is None or not (ends[0] < ends[1]).all()):
             raise FieldError(
@@ -53,12 +53,12 @@ class ImageIntensities:
             np.clip(values, low, high, out=values)
 
     def holds(self, value: float) -> bool:
-        """Whether a scaled value is within the window of every channel."""
+        """Say whether a scaled value is within the window of every channel."""
         return all(low <= value <= high for low, high in zip(self.low, self.high, strict=True))
 
 
 def intensities_of_volumes(normalize: Any, window: Any, channels: int, volumes: int) -> tuple[ImageIntensities, ...]:
-    """Those of each volume.  Raises: `FieldError` for another number of statistics than volumes."""
+    """Return the intensities of each volume. Raises: `FieldError` for another number of statistics than volumes."""
     if isinstance(normalize, str | os.PathLike):
         normalize = Statistics.read(normalize)
     means, windows = (_one_a_volume(*each, volumes) for each in (("normalize", normalize), ("window", window)))
@@ -66,7 +66,7 @@ def intensities_of_volumes(normalize: Any, window: Any, channels: int, volumes: 
 
 
 def _one_a_volume(name: str, given: Any, volumes: int) -> list[Any]:
-    """What is given for all, or a list of statistics, for each volume."""
+    """Return one argument for each volume, from one for all or from a list of statistics."""
     if not isinstance(given, list) or not any(isinstance(one, Statistics) for one in given):
         return [given] * volumes
     if len(given) != volumes:
@@ -75,7 +75,7 @@ def _one_a_volume(name: str, given: Any, volumes: int) -> list[Any]:
 
 
 def _window_ends(given: Any) -> Any:
-    """What is given; of statistics the lowest and the highest percentile that they have."""
+    """Return the window as given; for statistics, their lowest and highest percentile."""
     if not isinstance(given, Statistics):
         return given
     numbers = sorted(float(n.removeprefix(PERCENTILE_PREFIX)) for n in given.columns if n.startswith(PERCENTILE_PREFIX))
@@ -96,7 +96,7 @@ def _given_mean_std(given: Any, channels: int) -> ChannelPair:
 
 
 def _channel_pair(given: Any, channels: int) -> ChannelPair | None:
-    """Two finite numbers for each channel; None for anything else."""
+    """Return two finite numbers for each channel; None for anything else."""
     if not isinstance(given, Sequence | np.ndarray) or isinstance(given, str) or len(given) != 2:
         return None
     try:

@@ -1,8 +1,8 @@
-"""OME-Zarr with its levels: each rank makes its own part of every level, of the level before.
+"""OME-Zarr with its levels: each rank makes its own part of every level from the level before.
 
-The metadata are those of OME-NGFF 0.5 (https://ngff.openmicroscopy.org/0.5/), on Zarr v3.  A level has half the rows of
-the one before along each dim whose voxels are less than twice as long as the shortest, so that voxels become cubes; an
-odd row at the end is a row by itself.
+The metadata are those of OME-NGFF 0.5 (https://ngff.openmicroscopy.org/0.5/), on Zarr v3. A level halves the rows of
+the one before along each dim whose voxels are less than twice as long as the shortest, so that voxels become cubes. An
+odd row at the end stays by itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jigsaw.tile import Tile
 COARSER_RULES = ("mean", "mode")
 _CHUNK_ROWS = 64
 _SMALL_SIDE = 256
-"""Levels are made until no side is longer, where their number is not given."""
+"""Longest side of the last level, where the number of levels is not given."""
 _BUDGET_BYTES = 256 << 20
 _MOST_TILT = 1e-4
 
@@ -47,7 +47,7 @@ class PyramidLevel:
     origin: tuple[float, ...]
 
     def coarser(self) -> PyramidLevel | None:
-        """The next level; None where nothing is left to halve."""
+        """Return the next level; None where no dim is left to halve."""
         lengths = [step for n, step in zip(self.sizes, self.spacing, strict=True) if n > 1]
         if not lengths:
             return None
@@ -62,9 +62,9 @@ class PyramidLevel:
 
 
 def pyramid_levels(sizes: Sequence[int], affine: AffineMatrix, levels: int | None) -> list[PyramidLevel]:
-    """The levels of a volume.
+    """Return the levels of a volume.
 
-    Raises: `WriteError` for a number of levels that cannot be; `GridError` for an affine that the format has not.
+    Raises: `WriteError` for an impossible number of levels; `GridError` for an affine that the format cannot store.
     """
     if levels is not None and (not is_whole_number(levels) or levels < 1):
         raise WriteError(f"levels={levels!r} must be a whole number >= 1, the volume itself counted")
@@ -90,7 +90,7 @@ def pyramid_levels(sizes: Sequence[int], affine: AffineMatrix, levels: int | Non
 def ome_attributes(
     name: str, levels: Sequence[PyramidLevel], has_channels: bool, unit: str, how: str
 ) -> dict[str, Any]:
-    """The attributes of the group; a channel comes first, where there are any, and is 1 apart from the next."""
+    """Return the attributes of the group; a channel dim comes first, where there is one, with a step of 1."""
     channel = [{"name": "c", "type": "channel"}] * has_channels
     lead = [1.0] * has_channels
     datasets = [
@@ -143,7 +143,7 @@ def write_pyramid(
 
 
 def coarser_tile(tile: Tile, factors: Sequence[int], how: str) -> Tile:
-    """A tile [C, z, y, x] of which as many rows as `factors` say have become one.
+    """Return a tile [C, z, y, x] in which every `factors` rows have become one.
 
     *Sends*: the rows beyond the last whole block of a rank, to the next.
     """
@@ -158,7 +158,7 @@ def coarser_tile(tile: Tile, factors: Sequence[int], how: str) -> Tile:
 
 
 def _whole_blocks(block: Tensor, factors: Sequence[int]) -> Tensor:
-    """With the last row of an odd dim once more, which changes neither the mean nor the mode of what is there."""
+    """Repeat the last row of an odd dim, which changes neither the mean nor the mode of its block."""
     for d, f in enumerate(factors, start=1):
         if f == 2 and block.shape[d] % 2:
             block = torch.cat([block, block.narrow(d, block.shape[d] - 1, 1)], d)
@@ -176,7 +176,7 @@ def _mean_of_blocks(block: Tensor, factors: Sequence[int]) -> Tensor:
 
 
 def _mode_of_blocks(block: Tensor, factors: Sequence[int]) -> Tensor:
-    """The value that most voxels of a block have, of several the smallest."""
+    """Return the most frequent value of each block, and of several the smallest."""
     steps = [
         tuple(slice(first, None, f) for first, f in zip(start, factors, strict=True))
         for start in product(*map(range, factors))

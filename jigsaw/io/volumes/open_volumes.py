@@ -1,4 +1,4 @@
-"""`open_volumes`: what the user asked of images and label maps, checked, as `Volumes`."""
+"""`open_volumes`: the user's arguments for images and label maps, checked, as `Volumes`."""
 
 from __future__ import annotations
 
@@ -71,53 +71,55 @@ def open_volumes(
     seed: int = 0,
     mode: str = "auto",
 ) -> Volumes:
-    r"""Random crops of volumes, cut over `mesh` while they are read: of each chunk that a crop touches, no more.
+    r"""Open random crops of volumes, cut over `mesh` while they are read: no more of each chunk than a crop touches.
 
-    A sample is an image tile [C, \*crop] and, with labels, the label tile [C, \*crop] of the same box; space is
-    ``z, y, x`` (or ``y, x``) in whatever order it is stored.  A dim beyond space holds the channels.
+    A sample is an image tile [C, \*crop] and, with labels, the label tile [C, \*crop] of the same box; space is ``z, y,
+    x`` (or ``y, x``) in whatever order it is stored. A dim beyond space holds the channels.
 
-    - `images`, `labels`: a path or URL each, an opened store, or an array or tensor [z, y, x], [C, z, y, x] or [y, x],
-      which every rank has then; a list of them where channels have files of their own;
-      None among `labels` for an image that has none, whose labels are `label_fill` everywhere;
+    - `images`, `labels`: for each a path or URL, an opened store, or an array or tensor [z, y, x], [C, z, y, x] or [y,
+      x], which every rank then has; a list of them where channels have files of their own. None among `labels` stands
+      for an image that has no label map, whose labels are `label_fill` everywhere;
     - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
-    - `crop`: rows along z, y, x; what a smaller volume lacks is `fill` (`label_fill`), half of it on either side; None
-      for whole volumes, each filled up to a multiple of `align`, and of a batch to the largest in it;
+    - `crop`: rows along z, y, x. What a smaller volume lacks is `fill` (`label_fill`), half of it on either side. None
+      takes whole volumes, each filled up to a multiple of `align`, and in a batch to the largest in it;
     - `crops`: how many of each volume make an epoch;
-    - `orientation`: towards which end of the world x, y and z run, like ``"RAS"``: axes are permuted and flipped while
-      they are read, each volume by its own affine (a label map without one as its image), as MONAI's ``Orientation``
-      and, for RAS, nibabel's ``as_closest_canonical`` do; by default they stay as stored;
-    - `spacing`: the distance of voxels along z, y, x, or one for all, in the unit of the files (mm in most): each rank
-      reads the stored rows that its own lie between, after `orientation`, and interpolates images linearly, labels to
+    - `orientation`: the end of the world towards which x, y and z run, like ``"RAS"``. Axes are permuted and flipped
+      while they are read, each volume by its own affine (a label map without one like its image). The result is that of
+      MONAI's ``Orientation`` and, for RAS, of nibabel's ``as_closest_canonical``; by default axes stay as stored;
+    - `spacing`: the distance of voxels along z, y, x, or one for all, in the unit of the files (mm in most). Each rank
+      reads the stored rows that its own lie between, after `orientation`. It interpolates images linearly and labels to
       the nearest, on the grid of MONAI's ``Spacing``; `crop` counts voxels of that grid;
-    - `foreground`: weights crops towards labelled voxels (`jigsaw.io.Foreground`), of the stored label maps; without it
-      every place is alike;
-    - `spec`, `halo`, `split`, `align`: how a crop is cut, as in `jigsaw.io.open`; labels have no halo;
-    - `boundary`: what the halo holds beyond the ends of a crop, by dim: with ``"reflect"``, ``"replicate"`` or
-      ``("fill", number)`` the volume's own rows, and beyond the volume what the rule says (see
-      `jigsaw.io.series.boundary`), but for `fill` where the volume is smaller than the crop; by default, ``"clip"``,
-      it ends with the crop;
-    - `window`: (low, high) of the stored values, a number each or one a channel: what is below or above becomes low or
-      high, after `spacing` and before `augment`; without `normalize` low is 0 then and high 1, as in MONAI's
-      ``ScaleIntensityRange(clip=True)``; of statistics (as for `normalize`) the lowest and the highest percentile;
-    - `normalize`: (mean, std) of the image, a number each or one a channel, fused into the read; or what
-      `jigsaw.io.volume_statistics` gives, the path of a file of it, or a list with those of each volume;
-    - `missing`: what becomes of chunks that a store has not, ``"error"`` or ``"fill"``, as in `jigsaw.io.open`; label
-      maps in Zarr often leave out chunks of background;
-    - `label_map`: which stored label becomes which, like ``{2: 1, 3: 1}``, before `foreground` looks for classes; the
-      others stay;
-    - `augment`: what is done to each sample as it is read, drawn from (seed, epoch, sample), alike on every mesh: a
-      list of steps (see `jigsaw.io.augment`), then functions of (tile, generator); not to ``whole(i)``;
-    - `dtype`, `label_dtype`: of the tiles; labels are rounded to the nearest integer, and missing ones `label_fill`;
-    - `image_array`, `label_array`: which array of a store, where it has several; `level`: of an OME-Zarr image;
+    - `foreground`: weights crops towards labeled voxels (`jigsaw.io.Foreground`) of the stored label maps; without it
+      every place is equally likely;
+    - `spec`, `halo`, `split`, `align`: how a crop is cut, as in `jigsaw.io.open`; labels do not have a halo;
+    - `boundary`: the content of the halo beyond the ends of a crop, by dim. With ``"reflect"``, ``"replicate"`` or
+      ``("fill", number)`` it has the volume's own rows, and beyond the volume what the rule says (see
+      `jigsaw.io.series.boundary`). It is `fill` where the volume is smaller than the crop. By default, ``"clip"``, the
+      halo ends with the crop;
+    - `window`: (low, high) of the stored values, for each a number or one for each channel. Values outside become low
+      or high, after `spacing` and before `augment`. Without `normalize`, low then becomes 0 and high 1, as in MONAI's
+      ``ScaleIntensityRange(clip=True)``. For statistics (as for `normalize`) it is the lowest and the highest
+      percentile;
+    - `normalize`: (mean, std) of the image, for each a number or one for each channel, fused into the read. It may also
+      be the result of `jigsaw.io.volume_statistics`, the path of a file of it, or a list with those of each volume;
+    - `missing`: the rule for chunks that a store lacks, ``"error"`` or ``"fill"``, as in `jigsaw.io.open`; label maps
+      in Zarr often leave out chunks of background;
+    - `label_map`: a mapping from stored labels to new ones, like ``{2: 1, 3: 1}``, applied before `foreground` looks
+      for classes; the others stay;
+    - `augment`: changes made to each sample as it is read, drawn from (seed, epoch, sample), alike on every mesh: a
+      list of steps (see `jigsaw.io.augment`), then functions of (tile, generator); not applied to ``whole(i)``;
+    - `dtype`, `label_dtype`: of the tiles; labels are rounded to the nearest integer, and missing ones are
+      `label_fill`;
+    - `image_array`, `label_array`: the array of a store that has several; `level`: that of an OME-Zarr image;
     - `dims`: the names of the stored dims, ``channel``, ``z``, ``y`` and ``x`` in their order, where files (plain HDF5)
       do not name them, or an array has another order; a label map may lack the channels;
     - `seed`: of the crops that ``volumes[i]`` gives; a `VolumeLoader` has its own;
     - `mode`: ``"cooperative"``, ``"independent"`` or ``"auto"``, as in `jigsaw.io.open`.
 
-    *Sends*: nothing without `foreground`; with it, what was found of each label map.
+    *Sends*: nothing without `foreground`; with it, the voxels found in each label map.
 
-    Raises: a `ReadError` of `jigsaw.errors`, or `ShardingError` for cuts that cannot be, naming what was asked and
-    what there is, alike on every rank.  Reading raises `FieldError` for a label that `label_dtype` cannot hold.
+    Raises: a `ReadError` of `jigsaw.errors`, or `ShardingError` for impossible cuts, naming the request and what
+    exists, alike on every rank. Reading raises `FieldError` for a label that `label_dtype` cannot hold.
 
     >>> mesh = jigsaw.init_mesh(depth=1)
     >>> volumes = jigsaw.io.open_volumes(["scan.zarr"], ["label.zarr"], mesh=mesh, crop=(16, 16, 16), crops=4)
@@ -182,14 +184,14 @@ def open_volumes(
 
 
 def _check_augment_fits(made: Volumes) -> None:
-    """Raises: `GridError` where a step does not fit the samples."""
+    """Raise `GridError` where a step does not fit the samples."""
     for step in made.augment.steps:
         for volume in range(len(made.images)):
             step.check_fits(made.sample_grid(volume))
 
 
 def _check_nothing_beyond(made: Volumes) -> None:
-    """Raises: `GridError` where rows beyond a crop are asked for, and crops are no boxes of the stored scan, or where
+    """Raise `GridError` where rows beyond a crop are asked for and crops are not boxes of the stored scan, or where
     those rows would be clipped.
     """
     for dim, rule in zip(made.frame.dims, made.frame.boundary, strict=True):
@@ -211,7 +213,7 @@ def _check_nothing_beyond(made: Volumes) -> None:
 
 
 def _volume_space(images: Sequence[StoredVolume], crop: Sequence[int] | None, *how: Any) -> SampleSpace:
-    """How crops are cut; of whole volumes the largest, once each of them can be."""
+    """Return how crops are cut; for whole volumes that of the largest, once each of them can be cut."""
     dims = images[0].dims
     if crop is not None:
         return _crop_space(_crop_sizes(crop, dims), *how)
@@ -221,7 +223,7 @@ def _volume_space(images: Sequence[StoredVolume], crop: Sequence[int] | None, *h
 
 
 def _crop_space(sizes: Mapping[str, int], *how: Any) -> SampleSpace:
-    """Raises: `GridError` for a boundary that joins ends, which crops do not have; `HaloError`."""
+    """Return the space of crops. Raises: `GridError` for a boundary that joins ends, which crops lack; `HaloError`."""
     frame = SampleSpace.of(sizes, *how).on({})
     for dim, wraps in zip(frame.dims, frame.periodic, strict=True):
         if wraps:
@@ -254,7 +256,9 @@ def _given_labels(
 def _turn_volumes(
     images: Sequence[StoredVolume], labels: Sequence[StoredVolume | None], codes: str | None
 ) -> tuple[tuple[StoredVolume, ...], tuple[StoredVolume | None, ...]]:
-    """Images and label maps whose axes run as `codes` say.  Raises: `GridError` for an image without an affine."""
+    """Turn images and label maps so that axes run as `codes` say. Raises: `GridError` for an image without an
+    affine.
+    """
     if codes is None:
         return tuple(images), tuple(labels)
     turns = [_turn_of(image, codes) for image in images]
@@ -273,7 +277,7 @@ def _turn_of(image: StoredVolume, codes: str) -> AxisTurn:
 def _respace_volumes(
     images: Sequence[StoredVolume], labels: Sequence[StoredVolume | None], spacing: tuple[float, ...] | None
 ) -> tuple[tuple[StoredVolume, ...], tuple[StoredVolume | None, ...]]:
-    """Images with voxels at these distances, and label maps on the grids of their images."""
+    """Return images with voxels at these distances, and label maps on the grids of their images."""
     if spacing is None:
         return tuple(images), tuple(labels)
     for image in images:
@@ -286,7 +290,7 @@ def _respace_volumes(
 
 
 def _check_has_affine(image: StoredVolume, asked: str, argument: str) -> None:
-    """Raises: `GridError` for an image of which nobody knows where it lies in the world."""
+    """Raise `GridError` for an image whose place in the world is unknown."""
     if not image.affines:
         raise GridError(
             f"{asked}: {image.url} has no affine, so nobody knows how it lies; write one into its "
@@ -305,7 +309,7 @@ def _warn_of_orientations(images: Sequence[StoredVolume]) -> None:
 
 
 def _check_volumes_match(images: Sequence[StoredVolume], labels: Sequence[StoredVolume | None]) -> None:
-    """Raises: `GridError` naming the two that do not fit together."""
+    """Raise `GridError` naming two volumes that do not fit together."""
     maps = [label for label in labels if label is not None]
     for kind, volumes in (("channels", images), ("channels", maps), ("dims", [*images, *maps])):
         for other in volumes[1:]:
@@ -323,7 +327,7 @@ def _check_volumes_match(images: Sequence[StoredVolume], labels: Sequence[Stored
 
 
 def _check_affines_match(image: StoredVolume, what: str, affines: Sequence[tuple[str, AffineMatrix]]) -> None:
-    """Raises: `GridError` where a corner of one lies more than half a voxel of the first from that of the first."""
+    """Raise `GridError` where a corner of one lies more than half a voxel of the first from that of the first."""
     ends = [dict(zip(image.dims, image.shape, strict=True)).get(d, 1) - 1 for d in "xyz"]
     corners = np.array(np.meshgrid(*[(0, n) for n in ends], [1], indexing="ij")).reshape(4, -1)
     for url, affine in affines[1:]:

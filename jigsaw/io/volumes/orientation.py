@@ -1,4 +1,4 @@
-"""How the axes of a scan lie in the world, and how they are turned: in nibabel's words, and with its answers."""
+"""Orientation of a scan's axes in the world, and their turning: in nibabel's terms, and with its results."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from jigsaw.errors import FieldError, GridError
 
 _VOXEL_AXES = "xyz"
 _WORLD_ENDS = ("LR", "PA", "IS")
-"""The low and the high end of each axis of the world."""
+"""Names of the low and the high end of each axis of the world."""
 
 
 def orientation_codes(affine: NDArray[np.float64]) -> str:
-    """Towards which end of the world x, y and z run, as ``"RAS"`` or ``"LPS"``: nibabel's ``aff2axcodes``."""
+    """Return the world ends that x, y and z run towards, as ``"RAS"`` or ``"LPS"``: nibabel's ``aff2axcodes``."""
     return "".join(_WORLD_ENDS[axis][sign > 0] for axis, sign in _world_axes(affine))
 
 
 def _world_axes(affine: NDArray[np.float64]) -> tuple[tuple[int, int], ...]:
-    """For x, y and z the axis of the world that each runs along most, and which way: nibabel's ``io_orientation``."""
+    """Return for x, y and z the world axis that each runs along most, and its sign: nibabel's ``io_orientation``."""
     columns = affine[:3, :3] / np.linalg.norm(affine[:3, :3], axis=0)
     u, _, v = np.linalg.svd(columns)
     turned = u @ v  # the closest rotation: shears are out
@@ -37,14 +37,14 @@ def _world_axes(affine: NDArray[np.float64]) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class AxisTurn:
-    """What the stored x, y and z become: the axis that each is afterwards, and whether it runs the other way then."""
+    """Turn of the stored x, y and z: the axis that each becomes, and whether it then runs the other way."""
 
     to: tuple[int, ...]
     flipped: tuple[bool, ...]
 
     @classmethod
     def of(cls, affine: NDArray[np.float64], codes: str) -> AxisTurn:
-        """What makes axes that `affine` places run towards the ends that `codes` name."""
+        """Return the turn that makes axes placed by `affine` run towards the ends that `codes` name."""
         asked = [next(w for w, ends in enumerate(_WORLD_ENDS) if code in ends) for code in codes]
         have = _world_axes(affine)
         to = tuple(asked.index(world) for world, _ in have)
@@ -52,15 +52,15 @@ class AxisTurn:
         return cls(to, tuple(sign != signs[axis] for axis, (_, sign) in zip(to, have, strict=True)))
 
     def role(self, role: str) -> str:
-        """What a stored dim of this role becomes; any but x, y, z stays what it is."""
+        """Return the role that a stored dim of this role gets; any but x, y, z keeps its own."""
         return _VOXEL_AXES[self.to[_VOXEL_AXES.index(role)]] if role and role in _VOXEL_AXES else role
 
     def flips(self, role: str) -> bool:
-        """Whether the stored dim of this role is read from its end on."""
+        """Say whether the stored dim of this role is read backwards."""
         return bool(role) and role in _VOXEL_AXES and self.flipped[_VOXEL_AXES.index(role)]
 
     def check_dims(self, url: str, roles: tuple[str, ...]) -> None:
-        """Raises: `GridError` for a plane whose dims would no longer be y and x."""
+        """Raise `GridError` for a plane whose dims would no longer be y and x."""
         space = {role for role in roles if role and role in _VOXEL_AXES}
         if {self.role(role) for role in space} != space:
             raise GridError(
@@ -69,7 +69,7 @@ class AxisTurn:
             )
 
     def turned_affine(self, affine: NDArray[np.float64], sizes: dict[str, int]) -> NDArray[np.float64]:
-        """The affine of the turned voxels, of a volume that is stored with these sizes."""
+        """Return the affine of the turned voxels of a volume that is stored with these sizes."""
         back = np.zeros((4, 4))
         back[3, 3] = 1
         for stored, (to, flipped) in enumerate(zip(self.to, self.flipped, strict=True)):
@@ -79,7 +79,7 @@ class AxisTurn:
 
 
 def checked_orientation(orientation: Any) -> str | None:
-    """Raises: `FieldError` for what is no orientation."""
+    """Check an orientation and return it in capitals. Raises: `FieldError` for anything else."""
     if orientation is None:
         return None
     codes = orientation.upper() if isinstance(orientation, str) else ""
@@ -95,7 +95,7 @@ def checked_orientation(orientation: Any) -> str | None:
 
 
 def differing_orientations(named: list[tuple[str, str]]) -> str:
-    """The first two of (name, orientation) that differ, in words; nothing where all are alike."""
+    """Describe the first two of (name, orientation) that differ; empty where all are alike."""
     for (one, mine), (other, theirs) in pairwise(named):
         if mine != theirs:
             return f"{one} is stored {mine} and {other} {theirs}"

@@ -1,4 +1,4 @@
-"""Labels that become others as they are read."""
+"""Renaming of labels as they are read."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from jigsaw.io.series.times import is_whole_number
 
 @dataclass(frozen=True)
 class RenamedLabels:
-    """What stored labels become, by rising old label; those that are not named stay."""
+    """Map from stored labels to new ones, by rising old label; those not named stay."""
 
     old: tuple[int, ...] = ()
     new: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, given: Mapping[int, int] | None, dtype: torch.dtype, fill: int) -> RenamedLabels:
-        """Raises: `FieldError` for what is no mapping of integers, or would rename what is missing."""
+        """Make it from a mapping. Raises: `FieldError` unless it maps integers, or where it would rename missing
+        values.
+        """
         if given is None:
             return cls()
         held = torch.iinfo(dtype)
@@ -43,7 +45,7 @@ class RenamedLabels:
         return cls(tuple(old for old, _ in known), tuple(new for _, new in known))
 
     def applied(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The labels that whole numbers become, in a dtype that holds both."""
+        """Return the new labels of integers, in a dtype that holds both."""
         if not self.old:
             return values
         old, new = np.array(self.old), np.array(self.new)

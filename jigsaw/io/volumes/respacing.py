@@ -1,8 +1,8 @@
-"""Voxels as far apart as the user asks: the grid that a scan gets, and how its voxels are made of the stored ones.
+"""Voxels at the distances that the user asks for: the new grid of a scan, and its voxels made from the stored ones.
 
 The grid and the values are those of MONAI's ``Spacing``: the first voxel stays where it is, and beyond the last stored
-row the scan goes on as that row.  (Of an oblique scan MONAI keeps the first voxel or the middle, as the last bits of
-its affine will have it.)  An axis is resampled by itself, so a rank reads the stored rows that its own lie between.
+row that row is repeated. (For an oblique scan MONAI keeps the first voxel or the middle, depending on the last bits of
+its affine.) Each axis is resampled by itself, so a rank reads the stored rows that its own lie between.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from jigsaw.io.volumes.drawn_steps import VoxelStep
 from jigsaw.io.volumes.intensities import ImageIntensities
 
 _SAME_ROW = 1e-5
-"""Rows that lie closer are one: a header's float32 makes 0.9 mm 0.89999998, and no row is read for that."""
+"""Distance within which rows are one: a header's float32 makes 0.9 mm 0.89999998, which must not cost another row."""
 _ALIKE = 1e-3
-"""Distances that differ by less stay as they are stored, as in MONAI; those below 1 by less of themselves, for files in
-metres have small ones.  Axes closer to a right angle are not sheared.
+"""Differences of distances below this keep them as stored, as in MONAI. For distances below 1 the difference is
+relative, because files in meters have small ones. Axes closer to a right angle do not count as sheared.
 """
 
 
 def checked_spacing(spacing: Any, dims: Sequence[str]) -> tuple[float, ...] | None:
-    """A distance for each of `dims`.  Raises: `FieldError` for what is none."""
+    """Return a distance for each of `dims`. Raises: `FieldError` for anything that is not a distance."""
     if spacing is None:
         return None
     is_each = isinstance(spacing, Sequence | np.ndarray) and len(spacing) > 0
@@ -60,7 +60,7 @@ class GridRespacing:
     def of(
         cls, url: str, affine: NDArray[np.float64], dims: Sequence[str], stored: tuple[int, ...], asked: Sequence[float]
     ) -> GridRespacing | None:
-        """What brings voxels that `affine` places to the distances `asked`; None where they have them.
+        """Return the respacing from voxels that `affine` places to the distances `asked`; None where they have them.
 
         Raises: `GridError` for axes that are not at right angles.
         """
@@ -82,19 +82,19 @@ class GridRespacing:
         return None if all(step == 1 for step in steps) else cls(stored, tuple(sizes), tuple(map(float, steps)))
 
     def respaced_affine(self, affine: NDArray[np.float64], dims: Sequence[str]) -> NDArray[np.float64]:
-        """The affine of the new voxels, of stored ones whose affine is given."""
+        """Return the affine of the new voxels; `affine` is that of the stored ones."""
         found = affine.copy()
         for d, step in zip(dims, self.step, strict=True):
             found[:3, "xyz".index(d)] *= step
         return found
 
     def nearest_voxel(self, stored: Sequence[int]) -> tuple[int, ...]:
-        """The new voxel that is nearest to a stored one."""
+        """Return the new voxel that is nearest to a stored one."""
         found = zip(stored, self.step, self.sizes, strict=True)
         return tuple(min(round(row / step), size - 1) for row, step, size in found)
 
     def places(self, d: int, rows: Interval) -> NDArray[np.float64]:
-        """Where rows of the new grid lie among the stored ones."""
+        """Return where rows of the new grid lie among the stored ones."""
         return np.minimum(np.arange(*rows, dtype=np.float64) * self.step[d], self.stored[d] - 1)
 
 
@@ -114,12 +114,12 @@ class RespaceStep(VoxelStep):
     moves_labels: ClassVar[bool] = True
 
     def _inside(self, d: int, rows: Interval) -> Interval:
-        """What of the rows of the window is in the volume, in rows of the new grid."""
+        """Return the rows of the window that lie in the volume, in rows of the new grid."""
         low, high = (min(max(row + self.offset[d], 0), self.grid.sizes[d]) for row in rows)
         return low, max(low, high)
 
     def _stored_rows(self, d: int, rows: Interval) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The stored row at or before each row, and how far on from it that lies."""
+        """Return the stored row at or before each row, and how far on from it that row lies."""
         at = self.grid.places(d, rows)
         whole = np.rint(at)
         if not self.nearest:
@@ -154,7 +154,7 @@ class RespaceStep(VoxelStep):
         return found
 
     def _between(self, block: Tensor, d: int, rows: Interval, first: int) -> Tensor:
-        """The rows of a dim, of a block that begins at the row `first` of the window."""
+        """Interpolate the rows of a dim from a block that begins at the row `first` of the window."""
         below, part = self._stored_rows(d, rows)
         index = torch.from_numpy(below - self.offset[d] - first)
         one = block.index_select(1 + d, index)

@@ -16,7 +16,7 @@ _BIDS_LABEL_SUFFIX = "dseg"
 
 
 class FoundScans(NamedTuple):
-    """Of each scan the paths of its channels, and its label map or None; `labels` is None where no scan has one.
+    """Paths of the channels of each scan, and its label map or None; `labels` is None where no scan has one.
 
     >>> found = jigsaw.io.FoundScans([["a_0000.nii.gz", "a_0001.nii.gz"]], None)
     >>> len(found.images[0])
@@ -28,16 +28,16 @@ class FoundScans(NamedTuple):
 
 
 def find_scans(folder: str | os.PathLike[str], channels: Sequence[str] | None = None, part: str = "Tr") -> FoundScans:
-    """The scans of a folder, by rising name: ``open_volumes(*find_scans("Dataset004_Hippocampus"), ...)``.
+    """Find the scans of a folder, by rising name: ``open_volumes(*find_scans("Dataset004_Hippocampus"), ...)``.
 
     - nnU-Net's and the Decathlon's: ``imagesTr/CASE_0000.nii.gz`` (a number a channel, or a file with all of them) and
       ``labelsTr/CASE.nii.gz``; `part` is ``"Tr"``, ``"Ts"`` or ``"Va"``; `channels` are names of ``dataset.json``;
     - BIDS: ``sub-01/[ses-1/]anat/sub-01_[...]T1w.nii.gz``, with label maps ``*_dseg.nii.gz`` of the same subject and
       session there or under ``derivatives``; `channels` are suffixes, like ``["T1w", "FLAIR"]``.
 
-    Nothing but names is read, and ``dataset.json``.
+    Only names and ``dataset.json`` are read.
 
-    Raises: `FieldError` for a folder that is neither, for channels that it has not, and for a scan that lacks a channel
+    Raises: `FieldError` for a folder of neither kind, for channels that it lacks, and for a scan that lacks a channel
     or has several files or label maps of one kind.
 
     >>> import pathlib
@@ -63,7 +63,7 @@ def find_scans(folder: str | os.PathLike[str], channels: Sequence[str] | None = 
 
 
 def _scans_in(folder: Path) -> dict[str, Path]:
-    """The scans of a folder, by their names without ending."""
+    """Return the scans of a folder, by their names without suffix."""
     found = {p.name[: -len(end)]: p for end in _SCAN_ENDINGS for p in folder.glob(f"*{end}")}
     return dict(sorted(found.items()))
 
@@ -84,8 +84,8 @@ def _nnunet_scans(root: Path, part: str, channels: Sequence[str] | None) -> Foun
         groups.setdefault(case if is_channel else name, {})[number if is_channel else "0000"] = path
     cases: dict[str, dict[str, Path]] = {}
     for case, paths in groups.items():
-        # The Decathlon's names are like `la_0007`, and each is a scan: it has a label map of its own, or they are no
-        # numbers of channels that there are.
+        # The Decathlon's names are like `la_0007`, and each is a scan: it has its own label map, or the numbers are not
+        # those of channels.
         known = set(names) or {f"{k:04d}" for k in range(len(paths))}
         if set(paths) <= known and not any(f"{case}_{number}" in maps for number in paths):
             cases[case] = paths
@@ -98,7 +98,7 @@ def _nnunet_scans(root: Path, part: str, channels: Sequence[str] | None) -> Foun
 
 
 def _channels_of_dataset(root: Path) -> dict[str, str]:
-    """The names of channels by number, as ``dataset.json`` has them, if it is there."""
+    """Return the names of channels by number, as ``dataset.json`` has them, if that exists."""
     about = root / "dataset.json"
     try:
         given: Any = json.loads(about.read_text()) if about.is_file() else {}

@@ -48,7 +48,7 @@ class VolumeArray:
         return self.table.shape[self.roles.index(dim)]
 
     def chunk_rows(self, dim: str) -> int:
-        """The rows of a chunk along a dim."""
+        """Return the rows of a chunk along a dim."""
         return self.table.chunks[self.roles.index(dim)]
 
     def unpacked(self, values: NDArray[Any]) -> NDArray[Any]:
@@ -61,13 +61,15 @@ class VolumeArray:
         return values
 
     def in_order(self, values: NDArray[Any], dims: Sequence[str]) -> NDArray[Any]:
-        r"""The values of a stored box, turned, as [\*dims, channels]."""
+        r"""Return the values of a stored box, turned, as [\*dims, channels]."""
         order = [self.roles.index(d) for d in dims]
         rest = [d for d in range(values.ndim) if d not in order]
         return np.flip(values, self.flip).transpose(*order, *rest).reshape([*(values.shape[d] for d in order), -1])
 
     def part(self, name: str, window: Mapping[str, Interval], channel: int, space: Sequence[str]) -> ReadPart:
-        """What is read of it for a window, from and to which row; its channels become those from `channel` on."""
+        """Return the part that is read for a window, given as (start, stop) rows; its channels begin at
+        `channel`.
+        """
         channels: IndexPicks = tuple((c, channel + c) for c in range(self.channels))
         taken = {CHANNEL_ROLE: (channels, 1), "": (((0, 0),), DROPPED_DIM)}
         picks, to = zip(*(taken.get(role) or (None, 2 + space.index(role)) for role in self.roles), strict=True)
@@ -81,11 +83,11 @@ class VolumeArray:
 
 @dataclass(frozen=True, eq=False)
 class StoredVolume:
-    r"""An image [C, \*space] in the order ``z, y, x`` (or ``y, x``), whatever the order in which it is stored.
+    r"""Image [C, \*space] in the order ``z, y, x`` (or ``y, x``), in whatever order it is stored.
 
-    `given` are its stores, whose channels follow each other, `given_dims` the names of their dims where the user gives
-    those, `turn` what its stored axes become, `respacing` how far apart its voxels are then.  It pickles as those, and
-    is opened when it is asked for.  `missing` says what becomes of chunks that its stores have not.
+    `given` are its stores, whose channels follow each other; `given_dims` are the names of their dims where the user
+    gives them. `turn` says what its stored axes become, and `respacing` the distances of its voxels after that. It
+    pickles as those, and is opened on first use. `missing` is the rule for chunks that its stores lack.
     """
 
     given: tuple[Any, ...]
@@ -104,12 +106,12 @@ class StoredVolume:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def turned(self, turn: AxisTurn) -> StoredVolume:
-        """The same stores, with their axes turned.  Raises: `GridError` for a plane that would be none of y and x."""
+        """Return the same stores, with their axes turned. Raises: `GridError` for a plane that would lose y or x."""
         turn.check_dims(self.url, self.stored[0].roles)
         return self._opened_as(replace(self, turn=turn))
 
     def respaced(self, respacing: GridRespacing | None) -> StoredVolume:
-        """The same stores, on another grid."""
+        """Return the same stores, on another grid."""
         return self._opened_as(replace(self, respacing=respacing))
 
     def _opened_as(self, other: StoredVolume) -> StoredVolume:
@@ -118,7 +120,7 @@ class StoredVolume:
 
     @property
     def url(self) -> str:
-        """What names it in messages: its first store."""
+        """Name in messages: that of its first store."""
         return self._stores[0].url
 
     @cached_property
@@ -159,7 +161,7 @@ class StoredVolume:
         return {_plan_name(i, s): s.table for i, s in enumerate(self.stored)}
 
     def parts(self, window: Sequence[Interval]) -> tuple[ReadPart, ...]:
-        """What a window, from and to which stored row along each dim, takes of each array."""
+        """Return the part of each array that a window takes, given as stored (start, stop) rows along each dim."""
         at, channel = dict(zip(self.dims, window, strict=True)), 0
         found: list[ReadPart] = []
         for i, stored in enumerate(self.stored):
@@ -168,7 +170,7 @@ class StoredVolume:
         return tuple(found)
 
     def read_window(self, window: Sequence[Interval]) -> NDArray[Any]:
-        r"""The values [C, \*space] of stored rows, read by this rank alone."""
+        r"""Read the values [C, \*space] of stored rows, by this rank alone."""
         at, found = dict(zip(self.dims, window, strict=True)), list[NDArray[Any]]()
         for stored in self.stored:
             rows = [at.get(role, (0, n)) for role, n in zip(stored.roles, stored.table.shape, strict=True)]
@@ -206,7 +208,7 @@ class StoredVolume:
         return voxel_spacing(self.affine, self.dims)
 
     def affine_at(self, origin: Sequence[int]) -> AffineMatrix:
-        """The affine of the part that begins at `origin`, given in the order of `dims`."""
+        """Return the affine of the part that begins at `origin`, given in the order of `dims`."""
         at = dict(zip(self.dims, origin, strict=True))
         moved = self.affine.copy()
         moved[:3, 3] += self.affine[:3, :3] @ np.array([at.get(d, 0) for d in "xyz"], np.float64)
@@ -214,7 +216,7 @@ class StoredVolume:
 
 
 def voxel_spacing(affine: AffineMatrix, dims: Sequence[str]) -> tuple[float, ...]:
-    """The length of a step along each dim."""
+    """Return the length of a step along each dim."""
     lengths = np.linalg.norm(affine[:3, :3], axis=0)
     return tuple(float(lengths["xyz".index(d)]) for d in dims)
 
@@ -262,7 +264,7 @@ def _space_roles(table: ArrayTable) -> tuple[str, ...]:
 
 
 def _with_channel_role(store: ArrayStore, table: ArrayTable, roles: tuple[str, ...]) -> tuple[str, ...]:
-    """The one dim beyond space is that of channels; of several, those of size 1 are dropped."""
+    """Give the one dim beyond space the role of channels; of several, those of size 1 are dropped."""
     others = [d for d, role in enumerate(roles) if not role]
     long = [d for d in others if table.shape[d] != 1]
     if len(long) > 1:
@@ -274,7 +276,7 @@ def _with_channel_role(store: ArrayStore, table: ArrayTable, roles: tuple[str, .
 
 
 def affine_of_array(store: ArrayStore, table: ArrayTable) -> AffineMatrix | None:
-    """The affine that an array, or its store, has among its attributes.  Raises: `GridError` for what is none."""
+    """Return the affine in the attributes of an array, or of its store. Raises: `GridError` for an invalid one."""
     value = table.attrs.get("affine", store.attrs.get("affine"))
     if value is None:
         return None

@@ -37,12 +37,12 @@ from jigsaw.mesh import mesh_coordinate
 from jigsaw.tile import Tile
 
 _VOLUMES_COMPARED = 8
-"""The volumes that ranks compare before they read, spread over all."""
+"""Number of volumes that ranks compare before they read, spread over all."""
 
 
 @dataclass(frozen=True)
 class VolumeSample(TileRecord):
-    r"""A crop, or a whole volume: `image` and `label` tiles [C, \*space] of one box (`label` None without labels).
+    r"""Crop, or whole volume: `image` and `label` tiles [C, \*space] of one box (`label` None without labels).
 
     `origin` is the volume's voxel where it begins (below 0 where the volume is padded), in the order of the dims.
     `affine` takes its voxels (x, y, z, 1) to the world, 4 x 4, as nibabel has it; `spacing` is in the order of dims.
@@ -66,7 +66,7 @@ class VolumeSample(TileRecord):
 
 @dataclass(frozen=True)
 class VolumeCrop:
-    """Which box of which volume a sample is; `augmented` is what is done to it."""
+    """Box and volume of a sample; `augmented` has the changes made to it."""
 
     volume: int
     origin: tuple[int, ...]
@@ -75,7 +75,7 @@ class VolumeCrop:
     def chain(
         self, volume: StoredVolume, is_label: bool, fill: float = 0, intensities: ImageIntensities | None = None
     ) -> AugmentedCrop | None:
-        """What the stored voxels of its image or label map go through; None where that is nothing."""
+        """Return the steps that the stored voxels of its image or label map go through; None where there are none."""
         found = self.augmented or AugmentedCrop((), (0,) * len(self.origin), volume.shape)
         found = found.of_labels() if is_label else found
         if volume.respacing:
@@ -86,18 +86,18 @@ class VolumeCrop:
 
 @dataclass(frozen=True, eq=False)
 class Volumes(MeshSamples):
-    """Random crops of volumes, or whole ones; made by `jigsaw.io.open_volumes`.
+    """Random crops of volumes, or whole volumes; made by `jigsaw.io.open_volumes`.
 
-    ``len(ds)`` samples, `crops` of each volume, or each volume where it `is_whole` (`frame` is that of the largest).
+    ``len(ds)`` samples: `crops` of each volume, or each volume where it `is_whole` (`frame` is that of the largest).
     ``ds[i]`` reads one (every rank of the mesh must ask for it, in the same order), a `jigsaw.io.VolumeLoader` reads
-    batches in the background.  Where a crop lies follows from (`seed`, `epoch`, i) alone; `at` gives the dataset of
+    batches in the background. The place of a crop follows from (`seed`, `epoch`, i) alone; `at` gives the dataset of
     another epoch.
 
-    It pickles as what it describes: unpickled in another process, it joins the mesh when it first reads.
+    It pickles as its description: unpickled in another process, it joins the mesh when it first reads.
 
-    *Sends*: what `plan` says, on a process group of its own.
+    *Sends*: what `plan` says, on its own process group.
 
-    Raises: `IndexError` for a sample that there is not; the `ReadError` of a read that failed, on every rank.
+    Raises: `IndexError` for a sample that does not exist; the `ReadError` of a read that failed, on every rank.
 
     >>> mesh = jigsaw.init_mesh(depth=1)
     >>> volumes = jigsaw.io.open_volumes(["scan.zarr"], ["label.zarr"], mesh=mesh, crop=(16, 16, 16), crops=4)
@@ -138,7 +138,7 @@ class Volumes(MeshSamples):
         return ArrayStore("volumes", {}, {}, _refuse_array)
 
     def identity(self) -> StoreIdentity:
-        """What some of the volumes are and hold; of many not all, for each would be opened."""
+        """Return the identity of some of the volumes; of many not all, because each would be opened."""
         every = [volume for volume in (*self.images, *self.labels) if volume is not None]
         some = every[:: -(-len(every) // _VOLUMES_COMPARED)]
         return look_at_store(
@@ -154,31 +154,31 @@ class Volumes(MeshSamples):
 
     @cached_property
     def label_layout(self) -> Layout:
-        r"""The layout of a sample's label [C, \*space]; labels have no halo."""
+        r"""Layout of a sample's label [C, \*space]; labels do not have a halo."""
         return self.frame.layout((self.label_channels,), (None,), halo=False)
 
     @property
     def label_channels(self) -> int:
-        """How many channels a label has; 0 without labels."""
+        """Number of channels of a label; 0 without labels."""
         return next((label.channels for label in self.labels if label is not None), 0)
 
     def sample_bytes(self) -> int:
-        """The most bytes that any rank holds of one sample, image and label."""
+        """Return the most bytes that any rank holds of one sample, image and label."""
         kinds = ((self.layout, self.dtype), (self.label_layout, self.label_dtype))
         return max(sum(prod(k.local_shape(c)) * d.itemsize for k, d in kinds) for c in self.layout.coords())
 
     # -- where crops lie ---------------------------------------------------------------------------------------------
 
     def at(self, seed: int, epoch: int) -> Volumes:
-        """The same volumes with the crops of another seed and epoch."""
+        """Return the same volumes with the crops of another seed and epoch."""
         return self.changed(seed=seed, epoch=epoch)
 
     def crop(self, sample: int) -> VolumeCrop:
-        """Which box of which volume a sample is: O(1), the same on every rank."""
+        """Return the box and volume of a sample: O(1), the same on every rank."""
         return self.crop_within(sample, self.frame_of([sample]))
 
     def crop_within(self, sample: int, frame: SampleSpace) -> VolumeCrop:
-        """The box that a sample is in a batch of this frame."""
+        """Return the box of a sample in a batch of this frame."""
         index = self._index(sample)
         volume = index // self.crops
         draws = RandomDraws(self.seed, self.epoch, index)
@@ -188,7 +188,7 @@ class Volumes(MeshSamples):
         return VolumeCrop(volume, origin, self._augmented(index, volume, origin, frame))
 
     def sample_grid(self, volume: int) -> SampleGrid:
-        """What is augmented of a volume: its crops, or all of it."""
+        """Return the grid that is augmented of a volume: of its crops, or of all of it."""
         image = self.images[volume]
         return SampleGrid(image.dims, image.shape if self.is_whole else self.frame.sizes, image.spacing)
 
@@ -199,7 +199,7 @@ class Volumes(MeshSamples):
         return AugmentedCrop(steps, first, grid.sizes) if steps else None
 
     def frame_of(self, samples: Sequence[int]) -> SampleSpace:
-        """The frame of a batch: that of crops, or of whole volumes the smallest that holds each of them."""
+        """Return the frame of a batch: that of crops, or for whole volumes the smallest that holds each of them."""
         if not self.is_whole:
             return self.frame
         each = (whole_volume_sizes(self.images[self._index(i)].shape, self.frame.align) for i in samples)
@@ -208,9 +208,9 @@ class Volumes(MeshSamples):
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def plan(self, sample: int = 0) -> tuple[ReadPlan, ...]:
-        """The read plans of a crop: of its image, and of its label where there are labels.
+        """Return the read plans of a crop: of its image, and of its label where there are labels.
 
-        Of a store far away it asks for the sizes of the objects that hold one chunk each, which reading does without.
+        For a far store it looks up the sizes of the objects that hold one chunk each, which reading does without.
         """
         return tuple(plan.ask_sizes() for plan in self.plans_of(self.crop(sample), self.frame_of([sample])))
 
@@ -244,7 +244,7 @@ class Volumes(MeshSamples):
     def read(
         self, engine: ReadEngine, crops: Sequence[VolumeCrop], frame: SampleSpace | None = None
     ) -> tuple[Tensor, Tensor]:
-        r"""This rank's part of crops: images [B, C, \*held] and labels [B, C, \*owned].
+        r"""Read this rank's part of crops: images [B, C, \*held] and labels [B, C, \*owned].
 
         *Sends*: what the plans say.
         """
@@ -282,9 +282,9 @@ class Volumes(MeshSamples):
         return self._sample(index, self.crop(index), self.frame_of([index]))
 
     def whole(self, volume: int) -> VolumeSample:
-        """A whole volume, cut like crops are: no rank holds more than its tile, without halo.  For inference.
+        """Read a whole volume, cut like crops are: no rank holds more than its tile, without halo. For inference.
 
-        Raises: `IndexError` for a volume that there is not.
+        Raises: `IndexError` for a volume that does not exist.
         """
         number = self._volume_number(volume)
         image = self.images[number]
@@ -295,12 +295,12 @@ class Volumes(MeshSamples):
         return self._sample(-1, VolumeCrop(number, (0,) * len(sizes)), frame)
 
     def affine_of(self, crop: VolumeCrop) -> AffineMatrix:
-        """From the voxels (x, y, z, 1) of a sample to the world."""
+        """Return the affine from the voxels (x, y, z, 1) of a sample to the world."""
         affine = self.images[crop.volume].affine_at(crop.origin)
         return crop.augmented.turned_affine(affine, self.frame.dims) if crop.augmented else affine
 
     def _volume_number(self, volume: int) -> int:
-        """The number of a volume, of which a negative one counts from the end."""
+        """Return the number of a volume; a negative one counts from the end."""
         count = len(self.images)
         if not is_whole_number(volume):
             raise TypeError(f"volume {volume!r} of {count} volumes must be an integer, its place among images=")
@@ -327,7 +327,7 @@ class Volumes(MeshSamples):
 
 
 def whole_volume_sizes(shape: Sequence[int], align: Sequence[int]) -> tuple[int, ...]:
-    """The rows of a sample that is a whole volume: up to a multiple of `align` along each dim."""
+    """Return the rows of a sample that is a whole volume: up to a multiple of `align` along each dim."""
     return tuple(-(-n // rows) * rows for n, rows in zip(shape, align, strict=True))
 
 
@@ -335,7 +335,8 @@ def whole_volume_sizes(shape: Sequence[int], align: Sequence[int]) -> tuple[int,
 
 
 def _crop_layout(layout: Layout, at: Sequence[int], shape: Sequence[int]) -> tuple[Layout, tuple[int, ...]]:
-    """The layout of what the volume has of a crop, and the row of the volume where that begins along each dim.
+    """Return the layout of the part of a crop that the volume has, and the volume's row where that begins along each
+    dim.
 
     With a boundary it has rows of the crop's halo too; where a volume is smaller than the crop, all beyond it is fill.
     """
@@ -359,14 +360,14 @@ def _clip_cut(cut: Cut, low: int, high: int) -> Cut:
 
 
 def _widen_cut(cut: Cut, low: int, high: int) -> Cut:
-    """The rows from `low` to `high`: the crop's and its halo's, which the ranks at its ends own in this read."""
+    """Cut the rows from `low` to `high`: the crop's and its halo's, which the ranks at its ends own in this read."""
     points = (0, *(p - low for p in cut.points[1:-1]), high - low)
     return Cut(high - low, points, cut.axes, tuple((a - low, b - low) for a, b in cut.held), wraps=False)
 
 
 @dataclass(frozen=True)
 class VolumeRead:
-    """What a plan reads of a volume for a crop from `origin` on, clipped; `fill` is what the volume lacks."""
+    """Read of a volume for a crop from `origin` on, clipped; `fill` stands for what the volume lacks."""
 
     plan: ReadPlan
     origin: Sequence[int]
@@ -388,7 +389,7 @@ class VolumeRead:
     def of_box(
         self, engine: ReadEngine, chain: AugmentedCrop, box: Box, shape: Sequence[int], dtype: np.dtype[Any]
     ) -> NDArray[Any]:
-        r"""What an augmented crop is made of [C, \*box]: a box of its window."""
+        r"""Read a box of an augmented crop's window, [C, \*box]."""
         channels = self.plan.request.layout.cuts[1].size
         out = np.full((channels, *box_shape(box)), self.fill, dtype)
         inside: list[slice] = []

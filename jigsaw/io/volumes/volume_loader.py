@@ -19,9 +19,9 @@ from jigsaw.tile import Tile
 
 @dataclass(frozen=True)
 class VolumeBatch(TileRecord):
-    r"""`image` and `label` tiles [B, C, \*space] (`label` None without labels), and of each sample where it lies.
+    r"""Batch of `image` and `label` tiles [B, C, \*space] (`label` None without labels), and the place of each sample.
 
-    Values are in the units of the file, unless `normalize` says otherwise; labels have no halo.  Whole volumes of
+    Values are in the units of the file, unless `normalize` says otherwise; labels do not have a halo. Whole volumes of
     several sizes (``crop=None``) each lie in the middle of a batch as large as the largest of them.
 
     `volumes` [B], `origins` [B, dims], `affines` [B, 4, 4] and `spacings` [B, dims]: as in `VolumeSample`.
@@ -46,23 +46,23 @@ _LocalCrops = tuple[Tensor, Tensor]
 
 
 class VolumeLoader(EpochLoader[Volumes, _LocalCrops, VolumeBatch]):
-    """Batches of crops: iterate it once for each epoch, which has crops of its own.
+    """Loader of batches of crops: iterate it once for each epoch, which has its own crops.
 
-    `batch_size` counts samples over the whole mesh.  The mesh axis ``data`` cuts the batch dim, and all ranks along the
-    other axes share their samples; each reads its own tile of them.  Which crops come, and in which order, depends on
-    `seed` and epoch alone, never on the mesh; `state_dict` resumes in O(1) on any mesh.
+    `batch_size` counts samples over the whole mesh. The mesh axis ``data`` cuts the batch dim, and all ranks along the
+    other axes share their samples; each reads its own tile of them. The crops and their order depend on `seed` and
+    epoch alone, never on the mesh; `state_dict` resumes in O(1) on any mesh.
 
     A background thread reads ahead in order, at most `prefetch_bytes` a rank (0: no thread; None: two batches), and
     `threads` decode (None: this machine's cores, shared among its ranks).  An iteration that is left early ends its
     epoch.
 
-    Making one, and every step of an iteration, is collective over the mesh.  It pickles as what it was made of and its
-    state; one that was unpickled joins the mesh when it first reads.
+    Making one, and every step of an iteration, is collective over the mesh. It pickles as its arguments and its state;
+    an unpickled one joins the mesh when it first reads.
 
     *Shapes*: see `VolumeBatch`.
     *Sends*: what `Volumes.plan` says, on process groups of its own.
 
-    Raises: `FieldError` for what are no `Volumes`, a seed below 0, a batch size below 1, or larger than the dataset
+    Raises: `FieldError` for anything but `Volumes`, a seed below 0, a batch size below 1, or larger than the dataset
     with `drop_last`; while iterating, the `ReadError` of the read that failed, with its traceback.
 
     >>> mesh = jigsaw.init_mesh(depth=1)
@@ -110,7 +110,7 @@ class VolumeLoader(EpochLoader[Volumes, _LocalCrops, VolumeBatch]):
         )
 
     def _own_samples(self, turn: BatchTurn) -> tuple[int, ...]:
-        """Those of the batch that the ranks along this one's ``data`` read."""
+        """Return the samples of the batch that the ranks along this one's ``data`` read."""
         first, stop = self._layouts(turn)[0].owned(self._coordinate)[0]
         return turn.samples[first:stop]
 

@@ -1,8 +1,8 @@
 """`volume_statistics`: mean, std, range and percentiles of volumes, exact, the same bits on every mesh.
 
-Volumes are taken in slabs that follow from their chunks alone, shared out among the ranks.  Percentiles are those of
-all voxels, not of a sample of them: the order of float32 is that of integers of 32 bits, of which a first pass counts
-the upper halves and a second one the lower halves of those between which a percentile lies (a radix selection).
+Volumes are taken in slabs that follow from their chunks alone, shared out among the ranks. Percentiles are those of all
+voxels, not of a sample, by a radix selection: the order of float32 is that of integers of 32 bits. A first pass counts
+their upper halves, a second one the lower halves of those around a percentile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SLAB_VALUES = 1 << 23
 _HALF = 1 << 16
 
 HalfCounts = NDArray[np.int64]
-"""How many values have each of the 65536 upper (or lower) halves of their key."""
+"""Counts of values by the 65536 upper (or lower) halves of their key."""
 
 
 @overload
@@ -51,23 +51,23 @@ def volume_statistics(
 ) -> Statistics | list[Statistics]:
     """Count, missing, mean, std, min, max and percentiles of every channel, over all voxels of all volumes.
 
-    Of the voxels as they are stored, whatever crops, spacing or intensities the `volumes` are opened with.  Each rank
-    of their mesh takes its share of slabs; every rank returns the same, with the same bits on every mesh.  NaN is
+    They are those of the voxels as stored, whatever crops, spacing or intensities the `volumes` are opened with. Each
+    rank of their mesh takes its share of slabs; every rank returns the same, with the same bits on every mesh. NaN is
     skipped and counted (`missing`); std is the population's; values are float32, as they are read.
 
     - `percentiles`: as numpy's ``percentile`` has them, in the columns ``percentile_0.5`` …; they take a second pass
       over the files, an empty list none;
-    - `foreground`: voxels whose label is not 0 alone, once ``label_map`` is applied, as nnU-Net normalises CT; images
+    - `foreground`: only voxels whose label is not 0, once ``label_map`` is applied, as nnU-Net normalizes CT; images
       without a label map are left out;
     - `each`: a list with the statistics of each volume.
 
-    The result is what ``open_volumes(window=, normalize=)`` take, a list of `each` too.
+    The result can be given to ``open_volumes(window=, normalize=)``, as can the list of `each`.
 
-    *Sends*: 512 KiB a channel to every other rank, and then as much, at most twice, for each percentile; with `each`,
+    *Sends*: 512 KiB a channel to every other rank, then as much again, at most twice, for each percentile; with `each`,
     for each volume.
 
-    Raises: `FieldError` for percentiles that are none, `foreground` without labels, or where there is no foreground;
-    the `ReadError` of a chunk.  Alike on every rank.
+    Raises: `FieldError` for invalid percentiles, for `foreground` without labels, or where there is no foreground; the
+    `ReadError` of a chunk. All are alike on every rank.
 
     >>> how = {"mesh": jigsaw.init_mesh(depth=1), "crop": (8, 8, 8)}
     >>> stats = jigsaw.io.volume_statistics(jigsaw.io.open_volumes(["scan.zarr"], **how))
@@ -117,7 +117,7 @@ def _statistics_of_group(slabs: VolumeSlabs, percentiles: tuple[float, ...]) -> 
 def _percentile_columns(
     slabs: VolumeSlabs, uppers: HalfCounts, percentiles: tuple[float, ...]
 ) -> dict[str, NDArray[np.float64]]:
-    """Each percentile lies between two values of known places in the order: a second pass finds those."""
+    """Find each percentile between two values of known places in the order, by a second pass."""
     starts = np.cumsum(uppers, axis=1) - uppers  # how many values come before each upper half
     counts = uppers.sum(axis=1)
     places = [sorted({at for q in percentiles for at in _places_around(q, int(n))[:2]}) for n in counts]
@@ -152,13 +152,17 @@ def _percentile_columns(
 
 
 def _places_around(q: float, count: int) -> tuple[int, int, float]:
-    """The two places in the order of `count` values that a percentile lies between, and how far on from the first."""
+    """Return the two places in the order of `count` values that a percentile lies between, and how far past
+    the first.
+    """
     at = q / 100 * (count - 1)
     return int(at), min(int(at) + 1, count - 1), at - int(at)
 
 
 def _ordered_keys(values: NDArray[np.float32]) -> NDArray[np.uint32]:
-    """Integers in the order of the numbers, NaN left out: of negative ones all bits are turned, of others the first."""
+    """Return integers in the order of the numbers, without NaN: all bits of negative ones are flipped, of others the
+    first.
+    """
     bits = (values[~np.isnan(values)] + np.float32(0)).view(np.uint32)  # -0.0 as 0.0
     return np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
 
@@ -211,7 +215,7 @@ class VolumeSlabs:
         return len(self._windows_here)
 
     def mine(self) -> Iterator[NDArray[np.float32]]:
-        """This rank's slabs: every one whose number leaves its own when divided by that of the ranks."""
+        """Yield this rank's slabs: every one whose number leaves the rank's own when divided by the number of ranks."""
         mesh, me, ranks = self._mesh, 0, 1
         if mesh is not None:
             me, ranks = Layout.of((), (), axes_of_mesh(mesh)).index(mesh_coordinate(mesh)), mesh.size()
@@ -223,5 +227,5 @@ class VolumeSlabs:
         return None if self.volumes.mesh is None else self.volumes.device_mesh()
 
     def results(self, look: Callable[[], T]) -> list[T]:
-        """What `look` sees on each rank, in mesh order.  Collective."""
+        """Return what `look` returns on each rank, in mesh order. Collective."""
         return results_of_ranks(self._mesh, look, ReadError)

@@ -1,8 +1,8 @@
 """`jigsaw.io.write_volume`: a tile as a NIfTI file, each rank its own slab of it, or as OME-Zarr.
 
-A NIfTI image has x fastest and channels last, so a slab of z is one run of bytes for each channel: a rank writes its
-own at its own place.  A `.nii.gz` is a gzip file of several members, as RFC 1952 (2.2) has it: each rank compresses its
-slabs by itself, and all of them one after the other unpack to the whole file.
+A NIfTI image has x fastest and channels last, so a slab of z is one run of bytes for each channel, which a rank writes
+at its own place. A `.nii.gz` is a gzip file of several members, as in RFC 1952 (2.2). Each rank compresses its slabs by
+itself, and all of them, one after the other, unpack to the whole file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STORED_AS = {
 }  # fmt: skip
 _UNITS_AT, _MILLIMETRES, _SCANNER = 123, 2, 1
 _KEPT_FIELDS = ((_UNITS_AT, 1), (148, 80), (228, 24))
-"""Offset and length of what is taken of a header that is given: units, description, auxiliary file."""
+"""Offset and length of what is taken from a given header: units, description, auxiliary file."""
 
 
 def write_volume(
@@ -51,28 +51,29 @@ def write_volume(
     r"""Write a tile [z, y, x] or [C, z, y, x] (a batch dim of 1 before it is left out) as ``.nii``, ``.nii.gz`` or
     ``.ome.zarr``.
 
-    - `like`: where it lies in the world: a `VolumeSample` or anything else with an `affine`, or the path of an image of
-      as many voxels, in any format that `open_volumes` reads; of a NIfTI file the description is taken, too;
-    - `affine`: 4 x 4, from voxels (x, y, z, 1) to the world, in its place; without either it is the identity;
+    - `like`: its place in the world: a `VolumeSample` or anything else with an `affine`, or the path of an image of as
+      many voxels, in any format that `open_volumes` reads; from a NIfTI file the description is taken, too;
+    - `affine`: 4 x 4, from voxels (x, y, z, 1) to the world, used instead; without either it is the identity;
     - `dtype`: of the file; by default the tile's, but bool as uint8, bfloat16 and float16 as float32, and int64, which
       few programs read, as int32;
     - `mode`: ``"w-"`` makes a new file, ``"w"`` replaces one;
-    - `levels`: of OME-Zarr (0.5, on Zarr v3), the volume itself counted; by default until no side is above 256; a level
-      has half the rows of the one before, fewer along dims of long voxels only once the others have become as long;
-    - `coarser`: what a voxel of a coarser level is of those of the level before: their ``"mean"``, by default of
-      floats, or the ``"mode"``, which most have and of several the smallest, by default of integers.
+    - `levels`: of OME-Zarr (0.5, on Zarr v3), counting the volume itself; by default until no side is above 256. A
+      level has half the rows of the one before; dims of long voxels are halved only once the others have become as
+      long;
+    - `coarser`: how a voxel of a coarser level is made from those of the level before. ``"mean"`` is the default for
+      floats. ``"mode"``, the most frequent value and of several the smallest, is the default for integers.
 
-    A NIfTI file takes its name when it is whole; OME-Zarr lists its arrays then.  Programs that read gzip by members,
-    as zlib, nibabel, ITK and SimpleITK do, read what several ranks have compressed.
+    A NIfTI file takes its name when it is whole; OME-Zarr lists its arrays then. Programs that read gzip by members, as
+    zlib, nibabel, ITK and SimpleITK do, read what several ranks have compressed.
 
-    *Shapes*: global ``data.shape``; per rank its own tile, then a slab of z of ``ceil(z / P)`` rows, of OME-Zarr its
+    *Shapes*: global ``data.shape``; per rank its own tile, then a slab of z of ``ceil(z / P)`` rows, for OME-Zarr its
     part of every level.
-    *Sends*: the rows that another rank writes, once; of each coarser level a row a cut.  Besides, less than
-    a kilobyte a rank.
-    *Raises*: `WriteError` for another suffix or mode, a dtype that NIfTI has not, values that do not fit it, sides
-    above 32767, levels that cannot be, or a file that is there; `GridError` for an affine that is not 4 x 4, an image
-    `like` of other sides, or in OME-Zarr an affine of turned axes; `ShardingError` for other shapes.  Alike on every
-    rank; of a NIfTI file nothing is left then.
+    *Sends*: the rows that another rank writes, once; for each coarser level one row for each cut. Besides, less than a
+    kilobyte for each rank.
+    *Raises*: `WriteError` for another suffix or mode, a dtype that NIfTI lacks, values that do not fit it, sides above
+    32767, impossible levels, or a file that exists; `GridError` for an affine that is not 4 x 4, an image `like` of
+    other sides, or in OME-Zarr an affine of turned axes; `ShardingError` for other shapes. All are alike on every rank;
+    no NIfTI file is left then.
 
     >>> mask = jigsaw.shard(torch.ones(4, 6, 5, dtype=torch.uint8), jigsaw.init_mesh(depth=1), ("depth", None, None))
     >>> jigsaw.io.write_volume("mask.nii.gz", mask, affine=np.diag([1.0, 1, 2, 1]))
@@ -119,13 +120,13 @@ def _write_ome(
     begun = results_of_ranks(image.mesh, begin, WriteError)
     if any(other != begun[0] for other in begun):
         raise WriteError(f"{where}: the ranks give it other affines, levels or units; give all of them the same")
-    # halves have no sums of their own everywhere, and numpy no bfloat16
+    # halves cannot be summed everywhere, and numpy lacks bfloat16
     wide = _STORED_AS.get(image.dtype, image.dtype)
     write_pyramid(where, image if image.dtype == torch.int64 else image.to(wide), kind, *begun[0], how, mode == "w")
 
 
 def _unit_of(like: Any) -> str:
-    """The unit of the world, as OME-NGFF has it: that of the file that is given, else mm."""
+    """Return the unit of the world, as OME-NGFF names it: that of the given file, else mm."""
     told = StoredVolume((like,)).stored[0].table.attrs if isinstance(like, str | os.PathLike) else {}
     unit = str(told.get("space_units") or "mm")
     return {"m": "meter", "mm": "millimeter", "um": "micrometer"}.get(unit, unit)
@@ -213,7 +214,7 @@ def _stored_dtype(given: torch.dtype, wanted: str | torch.dtype | None) -> np.dt
 
 
 def _fits(values: Tensor, kind: np.dtype[Any]) -> bool:
-    """Whether a file of integers holds the very values; floats are rounded as any cast does."""
+    """Say whether a file of integers holds exactly these values; floats are rounded as in any cast."""
     if kind.kind == "f" or not values.numel():
         return True
     low, high = (float(v) for v in torch.aminmax(values.float() if values.dtype == torch.bool else values))
@@ -223,7 +224,7 @@ def _fits(values: Tensor, kind: np.dtype[Any]) -> bool:
 
 
 def _as_bytes_of(channel: Tensor, kind: np.dtype[Any]) -> memoryview:
-    """A slab [z, y, x] as the file has it: z slowest, x fastest."""
+    """Return a slab [z, y, x] as the file has it: z slowest, x fastest."""
     values = channel.cpu()
     values = values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
     stored = np.ascontiguousarray(values.resolve_neg().numpy().astype(kind, copy=False))
@@ -246,7 +247,7 @@ def _write_runs(
 
 
 def _header_bytes(shape: Sequence[int], kind: np.dtype[Any], like: Any, affine: AffineMatrix | None) -> bytes:
-    """That of NIfTI-1 (Cox et al. 2004, nifti1.h), up to where voxels begin; `shape` is [C, z, y, x]."""
+    """Return the header of NIfTI-1 (Cox et al. 2004, nifti1.h), up to where voxels begin; `shape` is [C, z, y, x]."""
     given, world = _place_in_world(like, affine, shape[1:])
     head = bytearray(_VOXELS_BEGIN)
     for at, length in _KEPT_FIELDS:
@@ -271,7 +272,7 @@ def _header_bytes(shape: Sequence[int], kind: np.dtype[Any], like: Any, affine: 
 
 
 def _place_in_world(like: Any, affine: AffineMatrix | None, space: Sequence[int]) -> tuple[bytes, AffineMatrix]:
-    """The header of a NIfTI-1 file that is given, else nothing; and the affine.
+    """Return the header of a given NIfTI-1 file, else empty bytes; and the affine.
 
     Raises: `GridError` for an image with other sides than `space`, whose affine is that of its own voxels.
     """
