@@ -1,1 +1,1 @@
-"""What a store means: dims and coordinates, times, fields, windows, boundaries, forcings; statistics as data."""
+"""Meaning of a store: dims and coordinates, times, fields, windows, boundaries, forcings; statistics as data."""

@@ -1,4 +1,4 @@
-"""What lies beyond the ends of a dim: an integer map from rows beyond an end to stored rows.
+"""Rows beyond the ends of a dim: an integer map from rows beyond an end to stored rows.
 
 With n rows, row -k (k = 1, 2, …) beyond the first end and row n - 1 + k beyond the last are
 
@@ -11,12 +11,12 @@ With n rows, row -k (k = 1, 2, …) beyond the first end and row n - 1 + k beyon
 ``"pole"``           row k or k - 1, turned           of ``lat``, where the grid goes round the globe in ``lon``
 ===================  ===============================  =======================================================
 
-Across a pole a meridian goes on half-way round the globe: the row is *turned*, its column j is column
-j + n_lon / 2, and the components of vectors change sign, since east and north have swapped sides with west and south.
-Where the first row is the pole itself, the row beyond it is the row before it, row 1 (k = 1); where the grid's cells
-end at the pole, so that the first row lies about half a step from it, it is row 0.  So at the other pole.
+Across a pole a meridian continues half-way round the globe. The row is *turned*: its column j is column j + n_lon / 2,
+and the components of vectors change sign, since east and north have swapped sides with west and south. Where the first
+row is the pole itself, the row beyond it is the row before it, row 1 (k = 1). Where the grid's cells end at the pole,
+so that the first row lies about half a step from it, it is row 0. The same holds at the other pole.
 
-Where rows and columns beyond meet, the map of each dim is taken by itself; columns are turned last, and of two fills
+Where rows and columns beyond meet, the map of each dim is taken by itself. Columns are turned last, and of two fills
 that of the later dim stands.
 """
 
@@ -48,9 +48,9 @@ class HeldRow(NamedTuple):
 
 @dataclass(frozen=True)
 class DimBoundary:
-    """What lies beyond the ends of one spatial dim.
+    """Boundary rule beyond the ends of one spatial dim.
 
-    Of ``pole``: `at_pole` says of the first and last row whether it is the pole, and `circle` is the place of ``lon``
+    For ``pole``, `at_pole` says for the first and last row whether it is the pole, and `circle` is the place of ``lon``
     among the spatial dims.
     """
 
@@ -73,7 +73,7 @@ class DimBoundary:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether rows beyond the ends are held that are not those of the other end."""
+        """True where rows beyond the ends are held that are not those of the other end."""
         return self.rule not in ("clip", "periodic")
 
     def check_width(self, dim: str, size: int, halo: tuple[int, int]) -> None:
@@ -87,7 +87,7 @@ class DimBoundary:
                 )
 
     def show(self, x: int, size: int) -> tuple[int, bool] | None:
-        """The row that row `x` shows and whether it is turned; None where a number stands."""
+        """Return the row that row `x` shows and whether it is turned; None where a number stands."""
         if 0 <= x < size:
             return x, False
         if self.rule == "fill":
@@ -101,7 +101,7 @@ class DimBoundary:
         return x % size, False
 
     def rows(self, held: Interval, size: int) -> Iterator[HeldRow]:
-        """The rows of an interval that show a row of the array."""
+        """Yield the rows of an interval that show a row of the array."""
         for x in range(*held):
             found = self.show(x, size)
             if found is not None:
@@ -117,7 +117,7 @@ PERIODIC_BOUNDARY = DimBoundary("periodic")
 def shown_rows(
     held: Sequence[Interval], sizes: Sequence[int], boundary: Sequence[DimBoundary]
 ) -> Iterator[tuple[tuple[slice, ...], list[list[int]]]]:
-    """What is held as products of rows: where each lies, and the rows of the array that it shows along each dim."""
+    """Yield the held rows as products: where each lies, and the rows of the array that it shows along each dim."""
     dims = [list(b.rows(span, n)) for b, span, n in zip(boundary, held, sizes, strict=True)]
     runs = [[(turned, list(run)) for turned, run in groupby(rows, lambda row: row.turned)] for rows in dims]
     for cell in product(*runs):

@@ -1,4 +1,4 @@
-"""What is picked along the further dims of fields: ensemble members, lead times, initial times.
+"""Choices along the further dims of fields: ensemble members, lead times, initial times.
 
 A choice along a dim is
 
@@ -27,8 +27,8 @@ DimChoices = Mapping[str, tuple[int, ...]]
 def choose_positions(
     found: StoreSurvey, variables: Sequence[StoreVariable], select: Mapping[str, Any] | None
 ) -> DimChoices:
-    """The positions that `select` picks, named by the store's dims or by role (`member`, `lead`, `init`); a dim of
-    several positions must not be left open.
+    """Return the positions that `select` picks, named by the store's dims or by role (`member`, `lead`, `init`). A dim
+    of several positions must not be left open.
     """
     further = {v.table.dims[d]: v for v in variables for d in v.further}
     wanted = {_chosen_dim(name, further, select or {}): value for name, value in (select or {}).items()}
@@ -54,7 +54,9 @@ def choose_positions(
 
 
 def time_origins(found: StoreSurvey, variables: Sequence[StoreVariable]) -> dict[str, NDArray[Any]]:
-    """What the position along a dim adds to the times of a sample: the lead time, or when the forecast began."""
+    """Return what the position along a dim adds to the times of a sample: the lead time, or the start of the
+    forecast.
+    """
     made: dict[str, NDArray[Any]] = {}
     for variable in (v for v in variables if "time" in v.roles):
         for d in variable.further:
@@ -80,7 +82,7 @@ def _chosen_dim(name: str, further: Mapping[str, StoreVariable], select: Mapping
 
 
 def _time_axis_along(found: StoreSurvey, variable: StoreVariable, d: int) -> TimeAxis | None:
-    """The times or durations along a dim; None where its coordinate says neither."""
+    """Return the times or durations along a dim; None where its coordinate has neither."""
     dim = variable.table.dims[d]
     values = found.values_along(variable, dim)
     if variable.roles[d] not in ("lead", "init") and values.dtype.kind not in "mM":
@@ -134,7 +136,7 @@ def _position_range(
 
 
 def _single_position(found: StoreSurvey, variable: StoreVariable, d: int, value: Any) -> int:
-    """The position of a coordinate's value."""
+    """Return the position of a coordinate's value."""
     dim = variable.table.dims[d]
     there = found.values_along(variable, dim)
     axis = _time_axis_along(found, variable, d) if isinstance(value, str | date | timedelta | np.generic) else None

@@ -1,4 +1,4 @@
-"""What a store's dims mean: roles by what the user says, then by CF attributes, then by name.
+"""Meaning of a store's dims: roles by what the user says, then by CF attributes, then by name.
 
 A *role* is the canonical name of a dim, whatever the store calls it: `time, level, lat, lon` on the globe, `z, y, x`
 in a volume, `y, x` on a curvilinear or projected grid; `member` for an ensemble, `lead` for the time since a forecast
@@ -63,7 +63,9 @@ _LARGEST_COORDINATE = 1 << 31
 
 
 def role_of_dim(dim: str, attrs: Mapping[str, Any]) -> str | None:
-    """The role of one dim from its coordinate's attributes (standard_name, units, axis, positive), then its name."""
+    """Return the role of a dim from its coordinate's attributes (standard_name, units, axis, positive), then
+    its name.
+    """
     said = _said_role(attrs)
     axis, named = _ROLE_OF_AXIS.get(str(attrs.get("axis", "")).upper()), _ROLE_OF_NAME.get(dim.lower())
     if said:
@@ -79,7 +81,7 @@ def role_of_dim(dim: str, attrs: Mapping[str, Any]) -> str | None:
 
 
 def _said_role(attrs: Mapping[str, Any]) -> str | None:
-    """The role that standard_name or units give."""
+    """Return the role that standard_name or units give."""
     standard = str(attrs.get("standard_name", "")).lower()
     units = str(attrs.get("units", "")).lower()
     return _ROLE_OF_STANDARD_NAME.get(standard) or _ROLE_OF_UNITS.get(units) or ("time" if " since " in units else None)
@@ -87,14 +89,14 @@ def _said_role(attrs: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class DimNaming:
-    """What the user says of a store: the role of a dim, and the coordinate variable whose values it has."""
+    """Naming of a store's dims by the user: the role of a dim, and the coordinate variable that has its values."""
 
     roles: Mapping[str, str] = field(default_factory=dict[str, str])
     coordinates: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
     def of(cls, dims: Mapping[str, str] | None, along: str, arrays: Mapping[str, ArrayTable]) -> DimNaming:
-        """From ``{"time": "valid_time"}``: a role, and the store's dim, or its coordinate variable of one dim.
+        """Make it from ``{"time": "valid_time"}``: a role, and the store's dim, or its coordinate variable of one dim.
 
         `along` is the dim that windows run along: its role becomes `time`, and that of the time dim `init`.
         """
@@ -119,7 +121,7 @@ class DimNaming:
 
 
 def _dims_along(along: str, known: set[str], arrays: Mapping[str, ArrayTable]) -> list[str]:
-    """The store's dims that `along` means: by their own name, or by their role."""
+    """Return the store's dims that `along` means: by their own name, or by their role."""
     if isinstance(along, str) and along in known:
         return [along]
     meant = sorted(d for d in known if role_of_dim(d, arrays[d].attrs if d in arrays else {}) == along)
@@ -149,8 +151,8 @@ class StoreCoordinates:
                 self._auxiliary.setdefault((group, table.dims[0]), name)
 
     def name(self, array: ArrayTable, dim: str) -> str | None:
-        """The coordinate variable of a dim: as the user says, the one of its name, the only other one along it, or that
-        of its name and length in a group around the array's.
+        """Return the coordinate variable of a dim: the user's choice, the one of its name, the only other one along it,
+        or one of its name and length in a group around the array's.
         """
         group = _group_prefix(array.name)
         own = self.arrays.get(group + dim)
@@ -161,7 +163,9 @@ class StoreCoordinates:
         return self._auxiliary.get((group, dim)) or self._around(group, array, dim)
 
     def _around(self, group: str, array: ArrayTable, dim: str) -> str | None:
-        """A dim of NetCDF-4 is that of the groups in its own too, and so are its values."""
+        """Return a variable of an enclosing group: in NetCDF-4, a dim and its values are also those of the groups
+        inside.
+        """
         while group:
             group = _group_prefix(group[:-1])
             found = self.arrays.get(group + dim)
@@ -170,14 +174,14 @@ class StoreCoordinates:
         return None
 
     def attrs(self, array: ArrayTable, dim: str) -> Mapping[str, Any]:
-        """The attributes of that coordinate variable; none where there is no such."""
+        """Return the attributes of that coordinate variable; empty where it does not exist."""
         name = self.name(array, dim)
         return {} if name is None else self.arrays[name].attrs
 
     def values(self, store: ArrayStore, array: ArrayTable, dim: str) -> NDArray[Any]:
-        """The values along a dim of `array`: its coordinate variable, decoded, what is missing as NaN.
+        """Return the values along a dim of `array`: its coordinate variable, decoded, with missing values as NaN.
 
-        The places 0, 1, 2… stand only for a dim of which the store has no such variable: they are what it says of one.
+        The places 0, 1, 2… are used only for a dim without such a variable in the store.
         """
         name, size = self.name(array, dim), array.shape[array.dims.index(dim)]
         if name is None:
@@ -192,19 +196,21 @@ class StoreCoordinates:
         return decoded_coordinate(table, store.read_small(name))
 
     def is_field(self, array: ArrayTable) -> bool:
-        """Whether an array has values on a grid: along two spatial dims, and no coordinates or bounds of cells."""
+        """Say whether an array has values on a grid: along two spatial dims, and not as coordinates or bounds
+        of cells.
+        """
         if len(array.dims) < 2 or _said_role(array.attrs) in ("lat", "lon") or array.name in self._bounds:
             return False
         return len(set(SPATIAL_ROLES).intersection(self._roles(array))) >= 2
 
     def is_scattered(self, array: ArrayTable, dim: str) -> bool:
-        """Whether each place along a dim has a latitude and a longitude of its own, as on a reduced grid."""
+        """Say whether each place along a dim has its own latitude and longitude, as on a reduced grid."""
         group = _group_prefix(array.name)
         along = [t for n, t in self.arrays.items() if _group_prefix(n) == group and tuple(t.dims) == (dim,)]
         return {"lat", "lon"} <= {_said_role(t.attrs) for t in along}
 
     def roles(self, array: ArrayTable) -> tuple[str, ...]:
-        """The role of every dim of `array`, or its own name where it has none; no two dims may have one role.
+        """Return the role of every dim of `array`, or its own name where it lacks one; two dims must not have one role.
 
         A vertical dim is `level` beside lat and lon (or time), and `z` in a volume.
         """
@@ -226,7 +232,7 @@ class StoreCoordinates:
             for i, dim in enumerate(array.dims)
         ]
         roles = _without_rivals(found, said, array.dims)
-        if "time" not in roles:  # when forecasts began is the time of an array that has no other
+        if "time" not in roles:  # when forecasts began is the time of an array that lacks another
             roles = ["time" if role == "init" else role for role in roles]
         globe = bool(plane) or {"lat", "lon"} <= set(roles)
         channels = [dim for dim in array.dims if dim.lower() in _CHANNEL_DIMS and dim in roles]
@@ -235,7 +241,9 @@ class StoreCoordinates:
         return _with_vertical_role(roles, globe)
 
     def _plane(self, array: ArrayTable) -> dict[str, str]:
-        """The dims `y, x` of an array on a curvilinear grid: latitudes depend on both, and neither has any alone."""
+        """Return the dims `y, x` of an array on a curvilinear grid: latitudes depend on both, and neither has any
+        alone.
+        """
         for group, dims in self._planes:
             if group == _group_prefix(array.name) and set(dims) <= set(array.dims):
                 alone = [self.attrs(array, d) for d in dims]
@@ -245,7 +253,7 @@ class StoreCoordinates:
 
 
 def decoded_coordinate(table: ArrayTable, stored: NDArray[Any], wide: bool = False) -> NDArray[Any]:
-    """The values that the stored ones of a coordinate stand for, `wide` as float64; what is missing is NaN."""
+    """Decode the stored values of a coordinate, `wide` as float64; missing values become NaN."""
     if str(table.attrs.get("_Unsigned", "")).lower() == "true" and stored.dtype.kind == "i":
         stored = stored.view(stored.dtype.str.replace("i", "u"))
     missing = np.isin(stored, table.masks) if table.masks and stored.dtype.kind in "iuf" else np.zeros(0, bool)
@@ -255,7 +263,7 @@ def decoded_coordinate(table: ArrayTable, stored: NDArray[Any], wide: bool = Fal
 
 
 def _can_be_role(dim: str, role: str) -> bool:
-    """Whether a variable of another name may say what a dim is: a series of pressures along time does not."""
+    """Say whether a variable of another name may define a dim's role: a series of pressures along time does not."""
     named = _ROLE_OF_NAME.get(dim.lower())
     if named is None or named in _TIME_ROLES:
         return named is None or role in _TIME_ROLES
@@ -263,13 +271,15 @@ def _can_be_role(dim: str, role: str) -> bool:
 
 
 def _group_prefix(name: str) -> str:
-    """The group where an array is: "" or "group/"."""
+    """Return the group where an array is: "" or "group/"."""
     group, slash, _ = name.rpartition("/")
     return group + slash
 
 
 def _without_rivals(found: list[str], said: Sequence[str | None], dims: Sequence[str]) -> list[str]:
-    """What the user says wins: another dim that looks like it is `init` beside `time`, else it has its own name."""
+    """Give the user's choice its role: another dim that looks like it is `init` beside `time`, else keeps its
+    own name.
+    """
     taken = {role for role in said if role}
     kept: list[str] = []
     for role, mine, dim in zip(found, said, dims, strict=True):
@@ -290,7 +300,7 @@ def _with_vertical_role(found: Sequence[str], globe: bool) -> tuple[str, ...]:
 
 
 def check_lon_periodic(values: NDArray[Any], dim: str = "lon", rule: str = "periodic") -> None:
-    """Longitudes that are to be wrapped must go round once, n steps of 360/n degrees; `rule` of `dim` asks for it.  A
+    """Check that longitudes to be wrapped go round once, n steps of 360/n degrees; `rule` of `dim` asks for it. A
     region is refused, and a grid that stores both 0 and 360.
     """
     if len(values) < 2 or values.dtype.kind not in "fiu":
@@ -305,8 +315,9 @@ def check_lon_periodic(values: NDArray[Any], dim: str = "lon", rule: str = "peri
 
 
 def rolled_longitudes(values: NDArray[Any], convention: str) -> tuple[int, NDArray[Any]]:
-    """By how many rows to roll longitudes so that they rise in a convention, ``"0..360"`` or ``"-180..180"``, and
-    those longitudes: row i of the result is the stored row i + shift.  A region across the edge would tear.
+    """Return the number of rows to roll longitudes by so that they rise in a convention, and those longitudes.
+    `convention` is ``"0..360"`` or ``"-180..180"``; row i of the result is the stored row i + shift. A region across
+    the edge would be torn apart, and is refused.
     """
     if convention == "store":
         return 0, values

@@ -1,4 +1,4 @@
-"""What a user asks for by name: variables and levels of a store, as channels.
+"""Fields that a user asks for by name: variables and levels of a store, as channels.
 
 A field is one of
 
@@ -8,8 +8,8 @@ A field is one of
 - one channel of an array with a dim of channels that have names, as makani and anemoi-datasets store them: ``t2m``.
 
 A short name finds the long names of WeatherBench2, ARCO-ERA5 and CDS, those of earth2studio's lexicon (``u10m``), and
-the other way round (the tables below).  The store's own name always wins, and a surface name never falls through to a
-pressure level: ``u10`` is the wind at 10 m, the wind at 10 hPa is ``u@10``.
+the other way round (the tables below). The store's own name always wins. A surface name never stands for a pressure
+level: ``u10`` is the wind at 10 m, and the wind at 10 hPa is ``u@10``.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ PRESSURE_NAMES = (
 _NAMES_OF_QUANTITY = {name: row for row in (*SURFACE_NAMES, *PRESSURE_NAMES) for name in row}
 SHORT_NAMES = {name: row[0] for name, row in _NAMES_OF_QUANTITY.items()}
 _NAMES_OF_TWO_MEANINGS = ("u100", "v100")
-"""Winds at 100 m, but of channels, for makani and earth2studio, at 100 hPa: there no other name stands for them."""
+"""Winds at 100 m, except as channel names, which makani and earth2studio use for 100 hPa: no other name
+matches those.
+"""
 
 
 @dataclass(frozen=True)
@@ -102,15 +104,15 @@ class LevelCoordinate:
     names: tuple[str, ...] = ()
 
     def of_hpa(self, pressure: float) -> float:
-        """A pressure in hPa in this coordinate's units."""
+        """Convert a pressure in hPa to this coordinate's units."""
         return pressure * 100 if self.units.lower() == "pa" else pressure
 
 
 @dataclass(frozen=True)
 class FieldChannel:
-    """One channel: an array, and the position of a level in it (None where the array has no level dim).
+    """Channel of a field: an array, and the position of a level in it (None where the array has no level dim).
 
-    `own_name` is what the store, or the user, calls it along a dim of channels.
+    `own_name` is its name, by the store or the user, along a dim of channels.
     """
 
     name: str
@@ -123,8 +125,8 @@ class FieldChannel:
 def channels_of_fields(
     fields: Sequence[str], arrays: Mapping[str, LevelCoordinate | None], argument: str = "fields"
 ) -> tuple[FieldChannel, ...]:
-    """The channels that `fields`, given as `argument`, name, in their order; `arrays` maps each variable to its levels,
-    or to None.  A field that is not there is refused with a list of what is, and one that comes twice.
+    """Return the channels that `fields`, given as `argument`, name, in their order; `arrays` maps each variable to its
+    levels, or to None. A missing field is refused with a list of those that exist, as is one that comes twice.
     """
     found = tuple(channel for field in checked_names(argument, fields) for channel in _channels_of_one(field, arrays))
     if not found:
@@ -165,12 +167,12 @@ def _channels_of_one(field: str, arrays: Mapping[str, LevelCoordinate | None]) -
 
 
 def _array_named(name: str, arrays: Mapping[str, LevelCoordinate | None]) -> str | None:
-    """The store's variable of that quantity, whichever of its names is used."""
+    """Return the store's variable of that quantity, whichever of its names is used."""
     return next((n for n in (name, *_NAMES_OF_QUANTITY.get(name, ())) if n in arrays), None)
 
 
 def _named_channel(field: str, arrays: Mapping[str, LevelCoordinate | None]) -> FieldChannel | None:
-    """The channel of that name; where there is none, one that has the same quantity under another."""
+    """Return the channel of that name; else one that has the same quantity under another name."""
     there = [(array, i, name) for array, levels in arrays.items() if levels for i, name in enumerate(levels.names)]
     found = [each for each in there if each[2] == field] or [each for each in there if _is_same_channel(field, each[2])]
     if len(found) > 1:
@@ -182,9 +184,9 @@ def _named_channel(field: str, arrays: Mapping[str, LevelCoordinate | None]) -> 
 
 
 def _is_same_channel(field: str, name: str) -> bool:
-    """Whether a channel's name stands for the quantity that a field names: ``z_500`` for ``geopotential@500``.
+    """Say whether a channel's name stands for the quantity that a field names: ``z_500`` for ``geopotential@500``.
 
-    Without a level a name like ``z`` says too little: of channels it is the height of the ground.
+    Without a level a name like ``z`` is ambiguous: as a channel it is the height of the ground.
     """
     quantity, level = quantity_and_level(name)
     told = level is not None or any(quantity == row[0] for row in SURFACE_NAMES)
@@ -192,7 +194,9 @@ def _is_same_channel(field: str, name: str) -> bool:
 
 
 def quantity_and_level(name: str) -> tuple[str, float | None]:
-    """The short name and the level of a channel: ("z", 500.0) of ``z500``, ``z_500`` and ``geopotential@500``."""
+    """Return the short name and the level of a channel: ("z", 500.0) for ``z500``, ``z_500`` and
+    ``geopotential@500``.
+    """
     base, at, level = name.partition("@")
     if at:
         try:

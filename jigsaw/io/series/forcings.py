@@ -7,12 +7,12 @@
 - ``year_progress``: ``year_progress_sin, year_progress_cos`` of the fraction of the tropical year since 1970;
 - ``latlon``: ``sin_lat, cos_lat, sin_lon, cos_lon``.
 
-``cos_zenith@6h`` and ``toa_radiation@1h`` are means over the hours, minutes or days *before* the time, as
-accumulated fields are stamped; times 3600 s, the latter is ERA5's ``tisr`` but for its solar constant.  The progress
-of day and year is GraphCast's (Lam et al., Science 382, 2023); on a calendar of 360, 365 or 366 days a year it is that
-of the calendar's year.  The sun is that of `jigsaw.io.series.solar`.
+``cos_zenith@6h`` and ``toa_radiation@1h`` are means over the hours, minutes or days *before* the time, as accumulated
+fields are stamped. Times 3600 s, the latter is ERA5's ``tisr`` except for its solar constant. The progress of day and
+year is GraphCast's (Lam et al., Science 382, 2023). On a calendar of 360, 365 or 366 days a year it is that of the
+calendar's year. The sun is that of `jigsaw.io.series.solar`.
 
-Static fields of the store (land-sea mask, orography) need no forcing: they are fields like others, at every step.
+Static fields of the store (land-sea mask, orography) do not need a forcing: they are fields like others, at every step.
 
 >>> jigsaw.io.forcings.cos_zenith(["2020-06-21T12:00"], lat=[23.5], lon=[0.0, 180.0]).round(4)
 array([[[1., 0.]]])
@@ -40,7 +40,7 @@ from jigsaw.io.series.times import parse_duration
 ForcingValues = NDArray[np.float64]
 
 SOLAR_CONSTANT = 1361.0
-"""W m-2 at the mean distance of the sun: Kopp and Lean, Geophys. Res. Lett. 38, 2011."""
+"""Solar constant in W m-2 at the mean distance of the sun: Kopp and Lean, Geophys. Res. Lett. 38, 2011."""
 
 FORCING_NAMES = ("cos_zenith", "toa_radiation", "day_progress", "year_progress", "latlon")
 _AVERAGED_FORCINGS = ("cos_zenith", "toa_radiation")
@@ -79,7 +79,7 @@ class AskedForcing:
         return self.name == "latlon"
 
     def at(self, instant: SolarInstant, places: GridAngles) -> tuple[ForcingValues, ...]:
-        """The values of its channels, each of a shape that broadcasts to [lat, lon]."""
+        """Return the values of its channels, each of a shape that broadcasts to [lat, lon]."""
         return _FORCING_FUNCTIONS[self.name](instant, self.days, places)
 
 
@@ -134,12 +134,13 @@ _FORCING_FUNCTIONS: Mapping[str, Callable[[SolarInstant, float, GridAngles], tup
 
 
 def cos_zenith(times: ArrayLike, lat: ArrayLike, lon: ArrayLike, interval: str | None = None) -> ForcingValues:
-    """The cosine of the solar zenith angle [T, lat, lon], 0 at night; or its mean over the `interval` before each time.
+    """Return the cosine of the solar zenith angle [T, lat, lon], 0 at night; or its mean over `interval` before each
+    time.
 
     `times` are UTC: datetime64, `datetime`, ISO strings or cftime objects; `lat` and `lon` 1-d, in degrees.
 
-    Raises: `GridError`, `UnsupportedStoreError` for coordinates that are no degrees or dates, `FieldError` for an
-    interval that is none.
+    Raises: `GridError`, `UnsupportedStoreError` for coordinates that are not degrees or dates, `FieldError` for an
+    invalid interval.
 
     >>> jigsaw.io.forcings.cos_zenith("2020-03-20T12:00", lat=[0.0, 60.0], lon=[0.0]).round(2)
     array([[[1. ],
@@ -211,8 +212,8 @@ class GridForcings:
     def of(
         cls, asked: Sequence[str], places: GridAngles, fields: Sequence[str] = (), normalize: NormalizeArgument = None
     ) -> GridForcings:
-        """`normalize` may name forcings or their channels, each (mean, std); one that it does not name stays as it is.
-        A file of statistics is for the fields alone.
+        """Make forcings from their names. `normalize` may name forcings or their channels, each (mean, std); others
+        stay as they are. A file of statistics is for the fields alone.
         """
         parsed = tuple(map(AskedForcing.parse, arguments.checked_names("forcings", asked, FORCING_NAMES[0])))
         names = [name for forcing in parsed for name in forcing.channels]
@@ -229,7 +230,7 @@ class GridForcings:
 
     @property
     def is_static(self) -> bool:
-        """Whether they are the same at all times."""
+        """True where they are the same at all times."""
         return all(forcing.is_static for forcing in self.forcings)
 
     def check(self, times: ArrayLike) -> None:
@@ -238,7 +239,7 @@ class GridForcings:
             solar.solar_instants(times)
 
     def unnamed(self, normalize: NormalizeArgument) -> NormalizeArgument:
-        """What of `normalize` is for the fields; None when all of it is for the forcings."""
+        """Return the part of `normalize` that is for the fields; None when all of it is for the forcings."""
         if not isinstance(normalize, Mapping) or isinstance(normalize, Statistics):
             return normalize
         mine = {*self.names, *(forcing.asked for forcing in self.forcings)}
@@ -246,11 +247,13 @@ class GridForcings:
         return rest if rest or not normalize else None
 
     def taken(self, rows: Sequence[int], columns: Sequence[int]) -> GridForcings:
-        """These forcings over some rows and columns of the grid: those that a rank holds, wrapped ones included."""
+        """Return these forcings over some rows and columns of the grid: those that a rank holds, including wrapped
+        ones.
+        """
         return GridForcings(self.forcings, self.places.taken(rows, columns), self.scale, self.offset)
 
     def write(self, out: NDArray[Any], times: NDArray[Any]) -> None:
-        """The values at `times` into `out` [T, C, lat, lon], rounded to its dtype."""
+        """Write the values at `times` into `out` [T, C, lat, lon], rounded to its dtype."""
         when = [SolarInstant(0.0, 0.0, 0.0)] * len(out) if self.is_static else solar.solar_instants(times)
         rows, columns = self.places.shape
         for first in range(0, rows, _ROWS_AT_ONCE):
@@ -276,8 +279,8 @@ def _forcing_scale(forcing: AskedForcing, channel: str, normalize: Mapping[str, 
 def geographic_angles(
     grid: Mapping[str, ArrayLike], attrs: Mapping[str, Mapping[str, Any]], asked: Sequence[str]
 ) -> GridAngles:
-    """The places of a grid, from the coordinates along its spatial dims and their attributes.  Refused is what does not
-    lie along geographic latitudes and longitudes: a projection, a volume, a rotated pole, dims without coordinates.
+    """Return the places of a grid, from the coordinates along its spatial dims and their attributes. Anything but
+    geographic latitudes and longitudes is refused: a projection, a volume, a rotated pole, dims without coordinates.
     """
     if tuple(grid) != ("lat", "lon"):
         raise GridError(

@@ -1,4 +1,4 @@
-"""Normalisation as one multiply-add a channel: (x - mean) / std = x * scale + offset."""
+"""Normalization as one multiply-add for each channel: (x - mean) / std = x * scale + offset."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ NormalizeArgument = Mapping[str, Any] | Statistics | str | os.PathLike[str] | No
 
 
 def with_stored_statistics(normalize: NormalizeArgument, store: ArrayStore) -> NormalizeArgument:
-    """What is given; for ``"store"`` the statistics that the store has itself, as anemoi-datasets writes them.
+    """Return the argument as given; for ``"store"``, the store's own statistics, as anemoi-datasets writes them.
 
-    Raises: `FieldError` where it has none.
+    Raises: `FieldError` where the store has none.
     """
     if not (isinstance(normalize, str) and normalize == "store"):
         return normalize
@@ -61,7 +61,7 @@ def channel_scales(
 
 
 def _by_own_names(given: Mapping[str, Any], channels: Sequence[FieldChannel]) -> dict[str, Any]:
-    """What is `given`, by the names that the channels have here."""
+    """Return `given` under the names that the channels have here."""
     strange = [key for key in given if not isinstance(key, str)]
     if strange:
         raise FieldError(f"normalize names {strange[0]!r}, which is no string; its keys are names of fields")
@@ -99,7 +99,7 @@ def _mean_and_std(
 
 
 def _pick_level(value: Any, channel: FieldChannel, channels: Sequence[FieldChannel]) -> float:
-    """A number, or this channel's entry of one a level of its field."""
+    """Return a number, or this channel's entry in a list with one for each level of its field."""
     found = np.asarray(value, dtype=np.float64)
     if found.ndim == 0:
         return float(found)

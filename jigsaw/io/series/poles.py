@@ -1,4 +1,4 @@
-"""What the poles ask of a grid and its fields: rows up to them, longitudes all round, and vectors that change sign."""
+"""Needs of the poles: rows up to them, longitudes all round, and vectors that change sign."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _AT_POLE_SHARE = 0.05  # of a step: a first row that near to the pole is the pol
 
 
 def pole_boundary(values: NDArray[Any], columns: int, halo: tuple[int, int], circle: int) -> DimBoundary:
-    """The rule ``pole`` for latitudes `values`, of which those at ends with a halo must be at a pole, or less than a
-    step from it.
+    """Return the rule ``pole`` for latitudes `values`. Ends that have a halo must be at a pole, or less than a step
+    from it.
     """
     if columns % 2:
         raise GridError(
@@ -44,10 +44,10 @@ def pole_boundary(values: NDArray[Any], columns: int, halo: tuple[int, int], cir
 def vector_channels(
     channels: Sequence[FieldChannel], given: Sequence[str] | None, attrs: Mapping[str, Mapping[str, Any]]
 ) -> tuple[int, ...]:
-    """The channels that change sign across a pole.
+    """Return the channels that change sign across a pole.
 
-    Those of the fields or arrays `given`; else the components of wind, by their names or by a CF standard name that
-    says eastward or northward.  `attrs` are those of each array.
+    They are those of the fields or arrays `given`. Without it they are the components of wind, by name or by a CF
+    standard name that says eastward or northward. `attrs` are those of each array.
     """
     names = [{c.name, c.field, c.array, c.array.rpartition("/")[2], c.name.partition("@")[0]} for c in channels]
     if given is None:

@@ -1,4 +1,4 @@
-"""What one sample asks of the stored arrays, and where each value goes.  Integers and numbers only."""
+"""Request of one sample: what it needs of the stored arrays, and where each value goes. Integers and numbers only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ IndexPicks = tuple[tuple[int, int], ...]
 
 DROPPED_DIM = -1
 MISSING_RULES = ("error", "fill")
-"""What becomes of a chunk that the store does not have."""
+"""Rules for a chunk that the store lacks."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ReadRequest:
 
 
 def runs_of_pairs(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Pairs (source, target) as runs (source, source step, target, target step, count), in their order."""
+    """Return pairs (source, target) as runs (source, source step, target, target step, count), in their order."""
     runs: list[tuple[int, int, int, int, int]] = []
     for source, target in pairs:
         if runs:

@@ -1,4 +1,4 @@
-"""How the space of a sample is cut: the one place of the reader that makes layouts."""
+"""Cut of a sample's space: the one place of the reader that makes layouts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ DATA_AXIS = "data"
 
 @dataclass(frozen=True)
 class SampleSpace:
-    """The spatial dims of a sample in canonical order, and for each its size, axes, halo (below, above) and boundary.
+    """Spatial dims of a sample in canonical order, and for each its size, axes, halo (below, above) and boundary.
 
     `axes` are those of the mesh.  The axis `data` cuts batches and never space: the other axes make up a *domain
     group*, the ranks that share a sample.
 
-    At the ends of a dim whose boundary is neither ``clip`` nor ``periodic``, ranks hold rows that are none of the
-    sample's (`jigsaw.Cut.wraps`): a convolution without padding on ``tile.local`` reads them, while the tile
-    stays the whole sample and no more, and whatever jigsaw computes on it (padded layers, reductions, losses, norms,
-    `full_tensor`) is what torch computes on the whole sample.
+    At the ends of a dim whose boundary is neither ``clip`` nor ``periodic``, ranks hold rows outside of the sample
+    (`jigsaw.Cut.wraps`). A convolution without padding on ``tile.local`` reads them, while the tile stays exactly the
+    whole sample. So whatever jigsaw computes on it (padded layers, reductions, losses, norms, `full_tensor`) equals
+    torch on the whole sample.
     """
 
     dims: tuple[str, ...]
@@ -77,7 +77,7 @@ class SampleSpace:
         return frame
 
     def on(self, grid: Mapping[str, NDArray[Any]]) -> SampleSpace:
-        """This space on a grid whose coordinates say where longitudes wrap and latitudes meet the poles."""
+        """Return this space on a grid whose coordinates say where longitudes wrap and latitudes meet the poles."""
         made = [self._boundary_on(i, grid) for i in range(len(self.dims))]
         for dim, rule, size, width in zip(self.dims, made, self.sizes, self.halo, strict=True):
             rule.check_width(dim, size, width)
@@ -108,13 +108,13 @@ class SampleSpace:
         return tuple((name, size) for name, size in self.axes if name != DATA_AXIS)
 
     def in_domain(self, coordinate: MeshCoordinate) -> MeshCoordinate:
-        """A mesh coordinate within its domain group."""
+        """Return a mesh coordinate within its domain group."""
         return tuple(c for (name, _), c in zip(self.axes, coordinate, strict=True) if name != DATA_AXIS)
 
     def layout(
         self, lead: Sequence[int], lead_spec: Sequence[DimSpec], halo: bool = True, axes: AxisSizes | None = None
     ) -> Layout:
-        """The layout of [*lead, *space]."""
+        """Return the layout of [*lead, *space]."""
         first = len(lead)
         beyond = {
             first + i: width
@@ -135,13 +135,13 @@ class SampleSpace:
         return made
 
     def inner(self, coordinate: MeshCoordinate) -> tuple[slice, ...]:
-        """Where the owned rows lie in what a mesh coordinate holds, a slice a spatial dim."""
+        """Return where the owned rows lie among those that a mesh coordinate holds, a slice for each spatial dim."""
         layout = self.layout((1,), (None,))
         return box_slices(layout.owned(coordinate)[1:], layout.held(coordinate)[1:])
 
 
 def _check_dim_names(name: str, given: Any, dims: Sequence[str], alike: bool) -> None:
-    """Refuse names that are no dims, and what says nothing by name where it cannot be `alike` for all dims."""
+    """Refuse names that are not dims, and an argument without names unless it may be `alike` for all dims."""
     if isinstance(given, Mapping):
         unknown = sorted(set(map(str, given)) - set(dims))
         if unknown:

@@ -1,12 +1,12 @@
-r"""Where the sun stands: instants, the sun's position at one, and the cosine of its zenith angle over a lat-lon grid.
+r"""Position of the sun: instants, its position at one, and the cosine of its zenith angle over a lat-lon grid.
 
 The position is that of Meeus, Astronomical Algorithms (2nd ed., 1998, chapters 25 and 28), the low-precision theory
 that NOAA's solar calculator uses: 0.01 degrees between the years 1900 and 2100, with the mean orbit drifting slowly
 outside.  With latitude :math:`\varphi`, declination :math:`\delta` and hour angle h,
 :math:`\cos z = \sin\varphi \sin\delta + \cos\varphi \cos\delta \cos h`.
 
-Sines and cosines are taken of one row, one column or one instant at a time; over the rows that a rank holds there are
-products and sums alone, which are rounded alike wherever they are computed.  So a value does not depend on how the grid
+Sines and cosines are taken of one row, one column or one instant at a time. Over the rows that a rank holds there are
+products and sums alone, which are rounded alike wherever they are computed. So a value does not depend on how the grid
 is cut.
 """
 
@@ -39,10 +39,10 @@ _LONGEST_PIECE = 0.25  # days for which the sun's declination is held when a mea
 
 @dataclass(frozen=True)
 class SolarInstant:
-    """A time as the sun sees it: days since noon of 2000-01-01, the fraction of the UTC day, that of the year.
+    """Time as the sun sees it: days since noon of 2000-01-01, the fraction of the UTC day, and that of the year.
 
-    On a calendar of years of 360, 365 or 366 days the year is the calendar's own, and `days` those of the same season
-    of 2001; on a real calendar it is the tropical year counted from 1970, as GraphCast counts it.
+    On a calendar of years of 360, 365 or 366 days the year is the calendar's own, and `days` are those of the same
+    season of 2001. On a real calendar the year is the tropical year counted from 1970, as GraphCast counts it.
     """
 
     days: float
@@ -50,12 +50,12 @@ class SolarInstant:
     year: float
 
     def shifted(self, days: float) -> SolarInstant:
-        """The instant so many days later; the clock may leave 0..1."""
+        """Return the instant `days` later; the clock may leave 0..1."""
         return replace(self, days=self.days + days, clock=self.clock + days)
 
 
 def solar_instants(times: ArrayLike) -> tuple[SolarInstant, ...]:
-    """Instants of datetime64, `datetime`, ISO strings, or cftime objects of any calendar; all are UTC."""
+    """Return instants of datetime64, `datetime`, ISO strings, or cftime objects of any calendar; all are UTC."""
     given = np.atleast_1d(np.asarray(times)).ravel()
     if given.dtype.kind == "O" and given.size and hasattr(given[0], "calendar"):
         return tuple(_instant_of_cftime(t) for t in given)
@@ -103,7 +103,9 @@ class SunPosition:
 
     @classmethod
     def at(cls, instant: SolarInstant) -> SunPosition:
-        """Meeus, chapters 25 (position) and 28 (equation of time); nutation by its largest term."""
+        """Compute the position by Meeus, chapters 25 (position) and 28 (equation of time); nutation by its largest
+        term.
+        """
         t = instant.days / 36525.0
         mean_longitude = 280.46646 + t * (36000.76983 + t * 0.0003032)
         anomaly = math.radians(357.52911 + t * (35999.05029 - t * 0.0001537))
@@ -147,7 +149,7 @@ class GridAngles:
         return cls(east, *(_map_each(f, values) for values in (north, east) for f in (math.sin, math.cos)))
 
     def taken(self, rows: Sequence[int], columns: Sequence[int]) -> GridAngles:
-        """The angles of some rows and columns."""
+        """Return the angles of some rows and columns."""
         r, c = np.array(rows, dtype=np.int64), np.array(columns, dtype=np.int64)
         return GridAngles(self.lon[c], self.sin_lat[r], self.cos_lat[r], self.sin_lon[c], self.cos_lon[c])
 
@@ -170,12 +172,14 @@ def _checked_radians(name: str, values: ArrayLike, most: float) -> SolarValues:
 
 
 def _map_each(function: Callable[[float], float], values: SolarValues) -> SolarValues:
-    """One call a value: vectorised sines may differ in the last bit with a value's place in its array."""
+    """Apply the function to each value: vectorized sines may differ in the last bit with a value's place in
+    its array.
+    """
     return np.array([function(x) for x in values.tolist()], dtype=np.float64)
 
 
 def cos_zenith_now(sun: SunPosition, at: GridAngles) -> SolarValues:
-    """The cosine of the sun's zenith angle now [lat, lon], 0 where it is below the horizon."""
+    """Return the cosine of the sun's zenith angle now [lat, lon], 0 where it is below the horizon."""
     hour = math.cos(sun.hour) * at.cos_lon - math.sin(sun.hour) * at.sin_lon
     cosine = np.multiply.outer(at.cos_lat * sun.cos_declination, hour)
     cosine += (at.sin_lat * sun.sin_declination)[:, None]
@@ -183,7 +187,7 @@ def cos_zenith_now(sun: SunPosition, at: GridAngles) -> SolarValues:
 
 
 def mean_cos_zenith(instant: SolarInstant, days: float, at: GridAngles) -> SolarValues:
-    """The mean of `cos_zenith_now` [lat, lon] over the `days` that end at an instant.
+    """Return the mean of `cos_zenith_now` [lat, lon] over the `days` that end at an instant.
 
     The integral over the hour angle between sunrise and sunset is taken exactly; the declination is held for a quarter
     of a day at most.
@@ -192,7 +196,7 @@ def mean_cos_zenith(instant: SolarInstant, days: float, at: GridAngles) -> Solar
 
 
 def mean_insolation(instant: SolarInstant, days: float, at: GridAngles) -> SolarValues:
-    """The mean of `cos_zenith_now` over the inverse square of the sun's distance (au), as `mean_cos_zenith`."""
+    """Return the mean of `cos_zenith_now` over the squared distance of the sun (au), like `mean_cos_zenith`."""
     return _mean_over_interval(instant, days, at, lambda sun: sun.distance**-2)
 
 
@@ -208,7 +212,7 @@ def _mean_over_interval(
 
 
 def _daylight_integral(sun: SunPosition, half: float, at: GridAngles) -> SolarValues:
-    """The integral of max(0, cos z) over the hour angles within `half` (at most pi) of the sun's."""
+    """Integrate max(0, cos z) over the hour angles within `half` (at most pi) of the sun's."""
     a, b = at.sin_lat * sun.sin_declination, at.cos_lat * sun.cos_declination
     cos_set = np.clip(-a / b, -1.0, 1.0)
     sunset = _SunsetIntegral(
@@ -224,7 +228,7 @@ def _daylight_integral(sun: SunPosition, half: float, at: GridAngles) -> SolarVa
 
 
 def _hour_angles(greenwich: float, at: GridAngles) -> tuple[SolarValues, SolarValues]:
-    """The hour angle along the columns, in -pi..pi, and its sine."""
+    """Return the hour angle along the columns, in -pi..pi, and its sine."""
     sine = math.sin(greenwich) * at.cos_lon + math.cos(greenwich) * at.sin_lon
     return (at.lon + (greenwich + math.pi)) % math.tau - math.pi, sine
 
@@ -239,7 +243,7 @@ class _SunsetIntegral:
     sine: SolarValues
 
     def until(self, hour: SolarValues, sine: SolarValues) -> SolarValues:
-        """The integral [lat, lon] of max(0, cos z) from noon to hour angles [lon]."""
+        """Return the integral [lat, lon] of max(0, cos z) from noon to hour angles [lon]."""
         lit = np.clip(hour, -self.hour, self.hour)
         risen = np.where(hour > self.hour, self.sine, np.where(hour < -self.hour, -self.sine, sine))
         lit *= self.a
@@ -247,5 +251,5 @@ class _SunsetIntegral:
         return np.add(lit, risen, out=lit)
 
     def day(self) -> SolarValues:
-        """The integral [lat] over the whole day."""
+        """Return the integral [lat] over the whole day."""
         return (2.0 * (self.a * self.hour + self.b * self.sine))[:, 0]

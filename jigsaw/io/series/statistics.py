@@ -1,15 +1,15 @@
 """`Statistics`: mean, std and range of each channel, from jigsaw's own files, makani's and GraphCast's.
 
-What is read (see `Statistics.read`):
+`Statistics.read` reads
 
 - jigsaw's own: ``stats.nc`` (a variable for each statistic along a dim ``channel``), ``.npz`` (the same arrays) or
-  ``.json`` (an object a channel);
-- makani: a folder with ``global_means.npy``, ``global_stds.npy`` and, where there are, ``time_diff_means.npy``,
-  ``time_diff_stds.npy``, ``mins.npy``, ``maxs.npy``, each [1, C, 1, 1].  They hold no names: the channels are taken in
+  ``.json`` (an object for each channel);
+- makani: a folder with ``global_means.npy``, ``global_stds.npy`` and optionally ``time_diff_means.npy``,
+  ``time_diff_stds.npy``, ``mins.npy``, ``maxs.npy``, each [1, C, 1, 1]. They lack names: the channels are taken in
   order, or named by `fields`;
-- GraphCast: a folder (or any one of the files) with ``mean_by_level.nc``, ``stddev_by_level.nc`` and, where there are,
-  ``diffs_stddev_by_level.nc``, ``min_by_level.nc``, all behind one prefix or none: a scalar variable is a surface
-  field, one along ``level`` a channel a level.
+- GraphCast: a folder (or any one of the files) with ``mean_by_level.nc``, ``stddev_by_level.nc`` and optionally
+  ``diffs_stddev_by_level.nc``, ``min_by_level.nc``, all with the same prefix or none. A scalar variable is a surface
+  field, one along ``level`` a channel for each level.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PERCENTILE_PREFIX = "percentile_"
 
 
 def is_statistic(name: str) -> bool:
-    """Whether a column of this name is a statistic."""
+    """Say whether a column of this name is a statistic."""
     return name in ALL_STATISTICS or name.startswith(PERCENTILE_PREFIX)
 
 
@@ -43,9 +43,9 @@ class Statistics(Mapping[str, dict[str, float]]):
     """Statistics of channels: ``stats["t2m"]["mean"]``, or ``stats.columns["mean"]`` for all of them, [C] float64.
 
     The statistics are ``count, missing, mean, std, min, max`` of the values, and ``diff_count`` … ``diff_max`` of the
-    differences between consecutive steps, in the units of the fields; a file of another origin has some of them, and
-    those of volumes have ``percentile_0.5`` … instead of differences.
-    `fields` is empty where the file has no names.  `attrs` say what they were taken of.
+    differences between consecutive steps, in the units of the fields. A file of another origin has some of them, and
+    those of volumes have ``percentile_0.5`` … instead of differences. `fields` is empty where the file lacks names.
+    `attrs` describe the data that they were taken of.
 
     >>> data = jigsaw.io.open("globe.zarr", mesh=jigsaw.init_mesh(lat=1), fields=["t2m"])
     >>> jigsaw.io.statistics(data).write("stats.json")
@@ -88,11 +88,13 @@ class Statistics(Mapping[str, dict[str, float]]):
     def read(
         cls, path: StatisticsPath | Mapping[str, StatisticsPath], fields: Sequence[str] | None = None
     ) -> Statistics:
-        """Read a file or folder, or one file a statistic: ``{"mean": "m.npy", "std": "s.npy"}`` (`.npy` or NetCDF).
+        """Read a file or folder, or one file for each statistic: ``{"mean": "m.npy", "std": "s.npy"}`` (`.npy` or
+        NetCDF).
 
-        `fields` names the channels of files that have no names, in their order.
+        `fields` names the channels of files that lack names, in their order.
 
-        Raises: `FieldError` for what is not there or is no statistics, and for another number of names than channels.
+        Raises: `FieldError` for a path that does not exist or does not hold statistics, and for another number of names
+        than channels.
         """
         from jigsaw.io.series import statistics_files as stats_files
 
@@ -108,12 +110,12 @@ class Statistics(Mapping[str, dict[str, float]]):
         stats_files.write_statistics(self, path)
 
     def mean_std(self, channels: Sequence[FieldChannel]) -> dict[str, tuple[float, float]]:
-        """The mean and std of every channel by its name: what `normalize=` takes.
+        """Return the mean and std of every channel by its name: what `normalize=` takes.
 
         A channel is found by its own name, else by its quantity and level under any name of `jigsaw.io.series.fields`:
         ``z500`` is ``geopotential@500``.  Levels are compared as numbers, so their units must be the same.
 
-        Raises: `FieldError` for a channel that is not there, or when nothing has names and the numbers differ.
+        Raises: `FieldError` for a missing channel, or when nothing has names and the numbers differ.
         """
         lacking = [name for name in ("mean", "std") if name not in self.columns]
         if lacking:

@@ -1,4 +1,4 @@
-"""The files that hold statistics: jigsaw's `.nc`, `.npz` and `.json`, makani's `.npy`, GraphCast's `*_by_level.nc`."""
+"""Files that hold statistics: jigsaw's `.nc`, `.npz` and `.json`, makani's `.npy`, GraphCast's `*_by_level.nc`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _files_in_folder(folder: Path) -> dict[str, Path]:
 
 
 def _files_of_set(folder: Path, name: str, names: Mapping[str, str]) -> dict[str, Path]:
-    """The files of the set that `name` belongs to: those with the same prefix; none when it belongs to none."""
+    """Return the files of the set that `name` belongs to: those with the same prefix; empty when it belongs to none."""
     ending = next((n for n in names.values() if name.endswith(n)), None)
     if ending is None or (names is _MAKANI_FILES and ending != name):
         return {}
@@ -87,7 +87,7 @@ def _files_of_set(folder: Path, name: str, names: Mapping[str, str]) -> dict[str
 
 
 def _read_each(files: Mapping[str, Path], fields: FieldNames | None, source: str) -> Statistics:
-    """One file a statistic."""
+    """Read one file for each statistic."""
     unknown = sorted(set(files) - set(ALL_STATISTICS))
     if unknown or not files:
         raise FieldError(f"{source}: {unknown[:1] or 'nothing'} is no statistic; they are {list(ALL_STATISTICS)}")
@@ -102,13 +102,13 @@ def _read_each(files: Mapping[str, Path], fields: FieldNames | None, source: str
         raise FieldError(f"{source}: {files[next(iter(unnamed))].name} has no names and the other files have; mix none")
     order = tuple(dict.fromkeys(name for names, _ in columns.values() for name in names))
     named = {stat: dict(zip(names, v.tolist(), strict=True)) for stat, (names, v) in columns.items()}
-    # NaN where a file has no such channel: GraphCast's forcings have no diffs
+    # NaN where a file lacks such a channel: GraphCast's forcings do not have diffs
     values = {stat: np.array([at.get(name, math.nan) for name in order]) for stat, at in named.items()}
     return _with_field_names(Statistics(order, values, source=source), fields)
 
 
 def _read_column(path: Path) -> tuple[FieldNames, ChannelValues]:
-    """One statistic: the channels' names, none in a `.npy`, and a number each."""
+    """Read one statistic: the channels' names, empty for a `.npy`, and a number for each."""
     if path.suffix == ".npy":
         found = _read_or_refuse(path, lambda: np.load(path, allow_pickle=False))
         if found.dtype.kind not in "fiu" or found.size != max(found.shape, default=0):
@@ -118,7 +118,9 @@ def _read_column(path: Path) -> tuple[FieldNames, ChannelValues]:
 
 
 def _read_by_level(path: Path) -> tuple[FieldNames, ChannelValues]:
-    """The scalars and the variables along one level dim of a NetCDF file; others are no statistics of a channel."""
+    """Read the scalars and the variables along one level dim of a NetCDF file; others are not statistics of a
+    channel.
+    """
     with _open_statistics_nc(path) as file:
         names: list[str] = []
         values: list[float] = []
@@ -214,7 +216,7 @@ def _open_statistics_nc(path: Path, mode: Literal["r", "w"] = "r", **how: Any) -
 
 
 def check_statistics_path(path: str | os.PathLike[str]) -> Path:
-    """The path, when its ending is one that is written, and its folder is there."""
+    """Return the path, when its ending can be written and its folder exists."""
     if Path(path).suffix not in STATISTICS_SUFFIXES:
         raise FieldError(
             f"statistics are written as {', '.join(STATISTICS_SUFFIXES)}, not {str(path)!r}; choose one of the endings"
@@ -262,7 +264,7 @@ def _as_npz(found: Statistics) -> bytes:
 
 
 def npz_bytes(arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """What `numpy.savez` makes of arrays by name."""
+    """Return the bytes that `numpy.savez` makes of arrays by name."""
     made = BytesIO()
     np.savez(made, **arrays)  # pyright: ignore[reportArgumentType]
     return made.getvalue()

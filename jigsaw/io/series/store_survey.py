@@ -1,4 +1,4 @@
-"""A store understood: its variables with canonical dims, their one grid, levels and time."""
+"""Survey of a store: its variables with canonical dims, their one grid, levels and time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jigsaw.io.series.times import TimeAxis, decode_times
 
 TIME_AT, CHANNEL_AT = 0, 1
 FIELD_ROLES = ("time", "level", *SPATIAL_ROLES)
-"""The roles of dims that are read whole, or picked by field and step; of any other dim a place must be chosen."""
+"""Roles of dims that are read whole, or picked by field and step; of any other dim a place must be chosen."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,19 @@ class StoreVariable:
         return self.table.shape[self.roles.index(role)]
 
     def dim(self, role: str) -> str:
-        """What the store calls a dim."""
+        """Return the store's name of a dim."""
         return self.table.dims[self.roles.index(role)]
 
     @property
     def further(self) -> tuple[int, ...]:
-        """The dims of which a place must be chosen: members, lead times, and what has no role."""
+        """Dims of which a place must be chosen: members, lead times, and those without a role."""
         return tuple(d for d, role in enumerate(self.roles) if role not in FIELD_ROLES)
 
 
 class StoreSurvey:
-    """What a store has for a reader of fields: its data variables, and what their dims mean.
+    """Data variables that a store has for a reader of fields, and the meaning of their dims.
 
-    `channels` are the names along a dim of channels of which the store does not say any.
+    `channels` are the names along a dim of channels for which the store has none.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class StoreSurvey:
         }
 
     def values(self, variable: StoreVariable, role: str) -> NDArray[Any]:
-        """The coordinate values along the dim of a role, read once."""
+        """Return the coordinate values along the dim of a role, read once."""
         return self.values_along(variable, variable.dim(role))
 
     def values_along(self, variable: StoreVariable, dim: str) -> NDArray[Any]:
-        """The coordinate values along a dim, by the store's name of it, read once."""
+        """Return the coordinate values along a dim, by the store's name of it, read once."""
         table = variable.table
         key = self.coords.name(table, dim) or table.name, dim, table.shape[table.dims.index(dim)]
         if key not in self._values:
@@ -85,22 +85,22 @@ class StoreSurvey:
         return self._values[key]
 
     def states(self, variable: StoreVariable, role: str) -> bool:
-        """Whether the store has a coordinate along the dim of a role; where not, `values` are places 0, 1, 2…"""
+        """Say whether the store has a coordinate along the dim of a role; without one, `values` are places 0, 1, 2…"""
         return self.coords.name(variable.table, variable.dim(role)) is not None
 
     def attrs(self, variable: StoreVariable, role: str) -> Mapping[str, Any]:
-        """The attributes of that coordinate."""
+        """Return the attributes of that coordinate."""
         return self.attrs_along(variable, variable.dim(role))
 
     def attrs_along(self, variable: StoreVariable, dim: str) -> Mapping[str, Any]:
-        """The attributes of the coordinate along a dim, by the store's name of it."""
+        """Return the attributes of the coordinate along a dim, by the store's name of it."""
         return self.coords.attrs(variable.table, dim)
 
     @cached_property
     def levels(self) -> dict[str, LevelCoordinate | None]:
-        """The levels of every variable, None for one that has no level dim.
+        """Levels of every variable, None for one without a level dim.
 
-        Raises: `FieldError` for `channels` that no dim lacks, or not so many.
+        Raises: `FieldError` for `channels` that no dim lacks, or in another number.
         """
         found = {name: self._levels(v) for name, v in self.variables.items()}
         if self._channels is not None and self._channels not in [levels.names for levels in found.values() if levels]:
@@ -115,7 +115,8 @@ class StoreSurvey:
         if "level" not in variable.roles:
             return None
         values = self.values(variable, "level")
-        # levels that are texts are channels by name; those, and what has no coordinate, are asked for by places, too
+        # levels that are texts are channels by name; those, and levels without a coordinate, may be chosen by place,
+        # too
         counted = values.dtype.kind not in "fiu" or not self.states(variable, "level")
         numeric = np.arange(len(values)) if counted else values
         names = () if values.dtype.kind in "fiu" else tuple(_text_of(value) for value in values.tolist())
@@ -125,7 +126,7 @@ class StoreSurvey:
         return LevelCoordinate(numeric.astype(np.float64), units, counted, names)
 
     def check_fields(self) -> None:
-        """Raises: `FieldError` where nothing lies on a grid, naming what there is and how to say what its dims are."""
+        """Raise `FieldError` where nothing lies on a grid, naming what exists and how to say what its dims are."""
         if self.variables:
             return
         arrays = [t for t in self.store.arrays.values() if len(t.dims) > 1]
@@ -147,14 +148,16 @@ class StoreSurvey:
         raise FieldError(f"the store {self.store.url} has no variable on a lat-lon grid or in a volume: {why}")
 
     def of(self, channels: Sequence[FieldChannel]) -> tuple[StoreVariable, ...]:
-        """The variables of these channels, each once, in order; scale and offset of each must be numbers."""
+        """Return the variables of these channels, each once, in order; scale and offset of each must be numbers."""
         found = tuple(self.variables[name] for name in dict.fromkeys(c.array for c in channels))
         for variable in found:
             variable.table.check_packing()
         return found
 
     def grid(self, variables: Sequence[StoreVariable]) -> dict[str, NDArray[Any]]:
-        """The coordinate values along each spatial dim, in canonical order, of variables that must share one grid."""
+        """Return the coordinate values along each spatial dim, in canonical order, of variables that must share one
+        grid.
+        """
         first = variables[0]
         values = {role: self.values(first, role) for role in first.space}
         for role in ("lat", "lon"):
@@ -180,7 +183,7 @@ class StoreSurvey:
         return values
 
     def time(self, variables: Sequence[StoreVariable]) -> TimeAxis | None:
-        """The time axis that the variables must share; None when none of them has time."""
+        """Return the time axis that the variables must share; None when none of them has time."""
         timed = [v for v in variables if "time" in v.roles]
         if not timed:
             return None
@@ -198,12 +201,12 @@ class StoreSurvey:
 
 
 def _text_of(value: Any) -> str:
-    """A text of a store, where it may be bytes that are padded to the length of the longest."""
+    """Return a text of a store, where it may be bytes that are padded to the length of the longest."""
     return (value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)).rstrip("\0 ")
 
 
 def _same_coordinates(mine: NDArray[Any], theirs: NDArray[Any]) -> bool:
-    """Whether two coordinates are the same, missing values at the same places included."""
+    """Say whether two coordinates are equal, including missing values at the same places."""
     floats = mine.dtype.kind == theirs.dtype.kind == "f"
     return np.array_equal(mine, theirs, equal_nan=floats)
 
@@ -214,21 +217,23 @@ def _grid_text(variable: StoreVariable) -> str:
 
 @dataclass(frozen=True)
 class RowOrder:
-    """How rows run against those stored: the spatial dims that are `flipped`, and where each of `rolled` begins."""
+    """Direction of rows against those stored: the spatial dims that are `flipped`, and where each of `rolled`
+    begins.
+    """
 
     flipped: tuple[str, ...] = ()
     rolled: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 ChoiceSteps = Sequence[tuple[Mapping[str, int], IndexPicks]]
-"""For each choice along further dims, the pairs of stored and destination step."""
+"""Pairs of stored and destination step, for each choice along further dims."""
 
 
 def read_parts_of(
     channels: Sequence[FieldChannel], variables: Iterable[StoreVariable], moments: ChoiceSteps, turn: RowOrder
 ) -> tuple[ReadPart, ...]:
-    """A part for each array and choice, of its time steps and all its levels; a variable without time fills every
-    destination step by a part of its own.
+    """Return a part for each array and choice, of its time steps and all its levels. A variable without time fills
+    every destination step by a part of its own.
     """
     mine: defaultdict[str, list[tuple[int, int | None]]] = defaultdict(list)
     for i, channel in enumerate(channels):

@@ -1,4 +1,4 @@
-"""The times of a store's steps: CF units and calendars, selections of dates, frequencies, gaps."""
+"""Times of a store's steps: CF units and calendars, selections of dates, frequencies, gaps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DATE = re.compile(
     r"^\s*(\d{4})(?:-(\d{1,2})(?:-(\d{1,2})(?:[T ](\d{2})(?::?(\d{2})(?::?(\d{2})(?:\.\d*)?)?)?Z?)?)?)?\s*$"
 )
 FURTHEST_STEP = 1 << 62
-"""What sums of steps, and of microseconds, stay within 64 bits of."""
+"""Limit on steps and microseconds, so that their sums stay within 64 bits."""
 _LARGEST_ELAPSED = float(FURTHEST_STEP)
 _CALENDAR_REFORM = np.datetime64("1582-10-15")
 _GREGORIAN_CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
@@ -49,11 +49,11 @@ _GREGORIAN_CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
 
 @dataclass(frozen=True, eq=False)
 class TimeAxis:
-    """The times of a series of steps.
+    """Times of a series of steps.
 
     `stamps` are datetime64 on a Gregorian calendar, cftime objects on another, timedelta64 for durations (lead times),
-    plain numbers without units; `elapsed` are microseconds (or a million times those numbers) on one scale; `digits`
-    are YYYYMMDDhhmmss, None where there are no dates.  `at` says which step of the store each is.
+    plain numbers without units. `elapsed` are microseconds (or a million times those numbers) on one scale; `digits`
+    are YYYYMMDDhhmmss, None without dates. `at` has the step of the store for each.
 
     `ticks` rise by `usual` from step to step: microseconds, or months where the steps are `monthly`.
     """
@@ -92,18 +92,18 @@ class TimeAxis:
 
     @property
     def _slack(self) -> int:
-        """How far rounded times may be off."""
+        """Tolerance for rounded times."""
         exact = self.digits is None and self.stamps.dtype.kind != "m"
         return 0 if self.monthly else max(0 if exact else 1_000_000, self.usual // 1000)
 
     def take(self, steps: slice | NDArray[Any]) -> TimeAxis:
-        """Some of the steps; what is a gap stays one."""
+        """Return some of the steps; a gap stays a gap."""
         names = ("stamps", "elapsed", "digits", "at", "ticks")
         found = {name: getattr(self, name) for name in names}
         return replace(self, **{name: each if each is None else each[steps] for name, each in found.items()})
 
     def shifted(self, by: np.timedelta64) -> TimeAxis:
-        """The axis with every time `by` later."""
+        """Return the axis with every time `by` later."""
         moved = later_times(self.stamps, by)
         microseconds = int(by.astype("timedelta64[us]").astype(np.int64))
         digits = None if self.digits is None else stamp_digits(moved)
@@ -112,9 +112,10 @@ class TimeAxis:
     # -- selections ---------------------------------------------------------------------------------------------------
 
     def select(self, wanted: slice | tuple[Any, Any] | None) -> tuple[int, int]:
-        """The half-open range of steps inside `wanted`: a slice or pair of dates (both ends included, ``"2008"`` is the
-        whole year), of durations such as ``"24h"`` where the steps are durations (both ends included), or of integers
-        (step positions, the end excluded).  Anything else is refused, and what has no step inside.
+        """Return the half-open range of steps inside `wanted`: a slice or pair of dates, durations or integers. Both
+        ends of dates are included (``"2008"`` is the whole year), and of durations such as ``"24h"``, where the steps
+        are durations. Integers are step positions, and the end is excluded. Anything else is refused, as is a range
+        without a step.
         """
         if wanted is None:
             return 0, len(self)
@@ -156,12 +157,16 @@ class TimeAxis:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def series(self, time: slice | tuple[Any, Any] | None, every: Any) -> TimeAxis:
-        """The steps that `select` finds inside `time`, of them those of `every`; of 1 all, however far apart."""
+        """Return the steps that `select` finds inside `time`, and of them those of `every`; 1 takes all, however far
+        apart.
+        """
         selected = self.take(slice(*self.select(time)))
         return selected if is_whole_number(every) and every == 1 else selected.every(every)
 
     def every(self, frequency: Any) -> TimeAxis:
-        """The steps that lie whole multiples of `frequency` (``"6h"``, or a number of usual steps) after the first."""
+        """Return the steps that lie whole multiples of `frequency` (``"6h"``, or a number of usual steps) after the
+        first.
+        """
         count = self.steps_in("every", frequency)
         if count < 1:
             raise WindowError(f"every={frequency!r} must be at least one step of the series, {self._step()}")
@@ -176,7 +181,9 @@ class TimeAxis:
         return replace(self.take(np.flatnonzero(off <= self._slack)), usual=wide)
 
     def steps_in(self, name: str, wanted: Any) -> int:
-        """A whole number of steps: an integer, or a duration such as ``"-6h"``, ``"3 months"`` or a timedelta."""
+        """Return a whole number of steps: an integer, or a duration such as ``"-6h"``, ``"3 months"`` or a
+        timedelta.
+        """
         if is_whole_number(wanted):
             return int(wanted)
         microseconds, months = parse_duration(wanted)
@@ -198,8 +205,8 @@ class TimeAxis:
 
 
 def is_accumulated(attrs: Mapping[str, Any], time_dim: str) -> bool:
-    """Whether values are sums over the step before their time: ``time: sum`` among CF's cell methods, or ``accum`` as
-    GRIB's step type.
+    """Say whether values are sums over the step before their time: ``time: sum`` among CF's cell methods, or ``accum``
+    as GRIB's step type.
     """
     if attrs.get("GRIB_stepType") == "accum":
         return True
@@ -224,12 +231,14 @@ def _two_ends(wanted: Any) -> tuple[Any, Any]:
 
 
 def is_whole_number(value: Any) -> bool:
-    """Whether a value is a whole number, and no truth value."""
+    """Say whether a value is a whole number and not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64)
 
 
 def later_times(stamps: NDArray[Any], by: Any) -> NDArray[Any]:
-    """`stamps`, each by a duration later, on any calendar; either may be the times and the other the duration."""
+    """Return `stamps`, each by a duration later, on any calendar; either may be the times and the other the
+    duration.
+    """
     if isinstance(by, np.timedelta64) and stamps.dtype.kind == "O":
         return np.asarray(stamps + by.astype("timedelta64[us]").item(), dtype=object)
     if stamps.dtype.kind == "m" and not isinstance(by, np.generic):  # durations after a cftime date
@@ -238,7 +247,7 @@ def later_times(stamps: NDArray[Any], by: Any) -> NDArray[Any]:
 
 
 def parse_duration(wanted: Any) -> tuple[int, int]:
-    """A duration as (microseconds, months), one of which is 0."""
+    """Return a duration as (microseconds, months), one of which is 0."""
     if isinstance(wanted, np.timedelta64):
         unit = np.datetime_data(wanted)[0]
         if unit in ("Y", "M"):
@@ -261,7 +270,7 @@ def parse_duration(wanted: Any) -> tuple[int, int]:
 
 
 def date_digit_range(first: Any, last: Any) -> tuple[int, int]:
-    """The YYYYMMDDhhmmss that dates include, ``"2008"`` the whole year; None is no limit."""
+    """Return the range of YYYYMMDDhhmmss that dates include, for ``"2008"`` the whole year; None means open."""
     return (0 if first is None else _date_digits(first, "0")), (10**15 if last is None else _date_digits(last, "9"))
 
 
@@ -269,13 +278,13 @@ def date_digit_range(first: Any, last: Any) -> tuple[int, int]:
 
 
 def decode_times(raw: NDArray[Any], attrs: Mapping[str, Any]) -> TimeAxis:
-    """Times of numbers with CF ``units`` ("hours since 1900-01-01") and ``calendar``, or of datetime64; durations of
-    numbers with units alone ("hours"), or of timedelta64.
+    """Decode times from numbers with CF ``units`` ("hours since 1900-01-01") and ``calendar``, or from datetime64.
+    Durations come from numbers with units alone ("hours"), or from timedelta64.
 
-    Times are UTC: those of units with a zone ("since 2000-01-01 00:00 +02:00") are moved there.  A reference may be a
-    year or month alone, its beginning, or eight digits ("since 20000101").  A step that differs from the usual one is a
-    gap; steps of calendar months or years are equal steps.  Refused are texts, units that have no fixed length on their
-    calendar, and times that fall, are missing or are there twice.
+    Times are UTC: those of units with a zone ("since 2000-01-01 00:00 +02:00") are converted. A reference may be a year
+    or month alone, its beginning, or eight digits ("since 20000101"). A step that differs from the usual one is a gap;
+    steps of calendar months or years are equal steps. Texts are refused, as are units without a fixed length on their
+    calendar, and times that fall, are missing or occur twice.
     """
     units, calendar = str(attrs.get("units", "")), str(attrs.get("calendar", "standard")).lower()
     _check_time_values(raw)
@@ -310,7 +319,9 @@ def _check_present(there: NDArray[np.bool_]) -> None:
 
 
 def _check_distinct_times(stamps: NDArray[Any], elapsed: NDArray[np.int64]) -> None:
-    """Raises: `GridError` naming times that the store has twice: which of the steps is meant, nobody can say."""
+    """Raise `GridError` naming times that occur twice in the store: the choice between such steps would be
+    ambiguous.
+    """
     again = np.flatnonzero(elapsed[1:] == elapsed[:-1])
     if len(again):
         shown = ", ".join(f"{stamps[i]} (steps {i} and {i + 1})" for i in again[:3])
@@ -326,7 +337,7 @@ def _axis_of_dates(stamps: NDArray[Any], elapsed: NDArray[np.int64]) -> TimeAxis
 
 
 def _cftime_elapsed(stamps: NDArray[Any]) -> NDArray[np.int64]:
-    """Microseconds of cftime objects."""
+    """Return the microseconds of cftime objects."""
     import cftime
 
     if not len(stamps):
@@ -372,7 +383,7 @@ def _elapsed_microseconds(raw: NDArray[Any], unit: str) -> NDArray[np.int64]:
 
 
 def _multiply_rounded(raw: NDArray[Any], by: int) -> NDArray[np.int64]:
-    """`by` times as much, rounded to whole numbers, which int64 must hold."""
+    """Return `by` times as much, rounded to whole numbers, which int64 must hold."""
     wide = raw.astype(np.float64) * by
     _check_present(np.abs(wide) < _LARGEST_ELAPSED)
     return raw.astype(np.int64) * by if raw.dtype.kind in "iu" else np.rint(wide).astype(np.int64)
@@ -388,7 +399,7 @@ class _TimeReference:
 
     @classmethod
     def of(cls, match: re.Match[str]) -> _TimeReference:
-        """Of what `_SINCE` found."""
+        """Make it from a match of `_SINCE`."""
         digits = match["digits"] or ""
         year, month, day = (
             int(part or 1)
@@ -440,7 +451,7 @@ def _date_digits(when: Any, pad: str) -> int:
 
 
 def _month_numbers(elapsed: NDArray[np.int64], digits: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
-    """The number of each step's month, where the steps are calendar months or years; else None."""
+    """Return the number of each step's month, where the steps are calendar months or years; else None."""
     if digits is None or len(elapsed) < 2 or np.median(np.diff(elapsed)) < 28 * _MICROSECONDS["day"]:
         return None
     days = digits // 10**6 % 100

@@ -1,4 +1,4 @@
-"""Which samples a series has: anchors whose input and target steps all exist and touch no gap.  Integers only."""
+"""Windows of a series: anchors whose input and target steps all exist and touch no gap. Integers only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jigsaw.io.series.times import FURTHEST_STEP, TimeAxis, is_whole_number
 
 
 def window_offsets(name: str, given: Any, axis: TimeAxis | None = None) -> tuple[int, ...]:
-    """The steps of a window relative to its anchor, checked: integers, or durations such as ``"-6h"`` along `axis`."""
+    """Check the steps of a window relative to its anchor: integers, or durations such as ``"-6h"`` along `axis`."""
     if isinstance(given, str) or not isinstance(given, Iterable) or (isinstance(given, np.ndarray) and not given.ndim):
         what = "one string" if isinstance(given, str) else "no list"
         raise WindowError(f"{name}={given!r} is {what}; give a list: {name}=[{given!r}]")
@@ -48,9 +48,9 @@ def _offset_steps(name: str, offset: Any, axis: TimeAxis | None) -> int:
 def window_anchors(
     start: int, stop: int, inputs: Sequence[int], targets: Sequence[int] = (), breaks: Sequence[int] = ()
 ) -> NDArray[np.int64]:
-    """Every step a whose window, a + min(offsets) to a + max(offsets), lies in ``start..stop`` with no gap inside.
+    """Return every step a whose window, a + min(offsets) to a + max(offsets), lies in ``start..stop`` without a gap.
 
-    `breaks` holds each i such that a gap lies between the steps i and i + 1.  One anchor at least must be left.
+    `breaks` holds each i such that a gap lies between the steps i and i + 1. At least one anchor must be left.
     """
     window = (*inputs, *targets)
     if not inputs:

@@ -67,9 +67,7 @@ class VolumeArray:
         return np.flip(values, self.flip).transpose(*order, *rest).reshape([*(values.shape[d] for d in order), -1])
 
     def part(self, name: str, window: Mapping[str, Interval], channel: int, space: Sequence[str]) -> ReadPart:
-        """Return the part that is read for a window, given as (start, stop) rows; its channels begin at
-        `channel`.
-        """
+        """Return the part that is read for a window of (start, stop) rows; its channels begin at `channel`."""
         channels: IndexPicks = tuple((c, channel + c) for c in range(self.channels))
         taken = {CHANNEL_ROLE: (channels, 1), "": (((0, 0),), DROPPED_DIM)}
         picks, to = zip(*(taken.get(role) or (None, 2 + space.index(role)) for role in self.roles), strict=True)
