@@ -1,1 +1,1 @@
-"""Stored chunks: where their bytes lie, how they are fetched, what they cost, how they decode."""
+"""Stored chunks: where their bytes lie, how they are fetched, their cost, and their decoding."""

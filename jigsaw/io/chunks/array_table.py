@@ -1,4 +1,4 @@
-"""What every file format becomes: for each array, where the stored bytes of each chunk lie and how they decode."""
+"""Tables of arrays, made from every file format: where the stored bytes of each chunk lie and how they decode."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def _no_library(box: Box) -> NDArray[Any]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ArrayTable:
-    """One array as a table of chunks.
+    """Array as a table of chunks.
 
     `chunks` is the shape of what is fetched and decoded as one (the inner chunk of a shard), the largest where
-    `lengths` gives those along a dim one by one; `clipped` says that the last chunk along a dim holds no padding.
-    `dtype` is the stored numpy dtype with its byte order; `masks` the stored values that mean "missing".  `decoder` is
-    None for an array that only its library can read: `load_slowly` gives the values of a box, and reads no more than
-    the box where `slices` says so.
+    `lengths` gives those along a dim one by one. `clipped` says that the last chunk along a dim does not hold padding.
+    `dtype` is the stored numpy dtype with its byte order; `masks` are the stored values that mean "missing". `decoder`
+    is None for an array that only its library can read. Then `load_slowly` gives the values of a box, and reads no more
+    than the box where `slices` says so.
 
-    What is made of these facts is its `grid` (where chunks lie in the array), its `finder` (where their bytes lie) and
-    its `loader` (their values); `dataclasses.replace` makes them anew.
+    These facts make its `grid` (where chunks lie in the array), its `finder` (where their bytes lie) and its `loader`
+    (their values); `dataclasses.replace` makes them anew.
     """
 
     name: str
@@ -64,7 +64,7 @@ class ArrayTable:
         object.__setattr__(self, "loader", self._make_loader())
 
     def make_finder(self) -> ChunkFinder:
-        """What finds its chunks."""
+        """Return the finder of its chunks."""
         return ChunkFinder(self.name, self.grid, self.places, self.decoder, self.slices)
 
     def _make_loader(self) -> ChunkLoader | LibraryLoader:
@@ -90,12 +90,14 @@ class ArrayTable:
 
     @property
     def scale(self) -> float:
-        """What stored values are multiplied with; an attribute that is no number is refused, as for `offset`."""
+        """Factor by which stored values are multiplied; an attribute that is not a number is refused, as for
+        `offset`.
+        """
         return self._number("scale_factor", 1.0)
 
     @property
     def offset(self) -> float:
-        """What is then added."""
+        """Offset that is then added."""
         return self._number("add_offset", 0.0)
 
     def check_packing(self) -> None:
@@ -127,5 +129,5 @@ class ArrayStore:
         object.__setattr__(self, "url", redacted_text(self.url))
 
     def read_small(self, name: str) -> NDArray[Any]:
-        """A whole array as it is stored: for coordinates."""
+        """Read a whole array as it is stored: for coordinates."""
         return self._read(name)

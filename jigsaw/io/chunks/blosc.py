@@ -42,24 +42,25 @@ class BloscFrame:
 
     @property
     def is_copied(self) -> bool:
-        """Whether the blocks are stored as they are."""
+        """True where the blocks are stored as they are."""
         return bool(self.head[2] & _STORED_AS_IS)
 
     def portion(self, spans: ByteSpans, gap: int) -> ChunkPortion:
-        """The blocks that hold these decoded bytes; those stored less than `gap` bytes apart are one request."""
+        """Return the blocks that hold these decoded bytes; those stored less than `gap` bytes apart are one request."""
         return self.part(blosc_blocks_of_spans(spans, self.block), gap)
 
     def part(self, runs: ByteSpans, gap: int) -> ChunkPortion:
-        """The portion of these runs of blocks, [first, stop)."""
+        """Return the portion of these runs of blocks, [first, stop)."""
         stored = join_spans(self._stored(runs), gap).tolist()
         valid = np.minimum(runs * self.block, self.size).tolist()
         ranges, spans = tuple((a, b - a) for a, b in stored), tuple((a, b) for a, b in valid)
         return ChunkPortion(ranges, spans, decoded=sum(b - a for a, b in spans))
 
     def count_parts(self, runs: ByteSpans, firsts: NDArray[np.int64], gap: int) -> NDArray[np.int64]:
-        """Of many parts at once requests, stored and decoded bytes [3, part]; their runs of blocks begin at `firsts`.
+        """Count requests, stored and decoded bytes [3, part] of many parts at once; their runs of blocks begin at
+        `firsts`.
 
-        What `part` says of each.
+        The counts are those of `part` for each.
         """
         if not self._is_rising:
             parts = [self.part(each, gap) for each in np.split(runs, firsts[1:])]
@@ -78,14 +79,14 @@ class BloscFrame:
         return np.add.reduceat(each, firsts, axis=1)
 
     def _stored(self, runs: ByteSpans) -> ByteSpans:
-        """Where the blocks of each run are stored."""
+        """Return where the blocks of each run are stored."""
         if self._is_rising:
             return np.stack([self.begin[runs[:, 0]], self.end[runs[:, 1] - 1]], axis=1)
         return np.array([(self.begin[a:b].min(), self.end[a:b].max()) for a, b in runs], np.int64)
 
     @cached_property
     def _is_rising(self) -> bool:
-        """Whether blocks are stored in their order, as they nearly always are."""
+        """Say whether blocks are stored in their order, as they nearly always are."""
         return bool((self.begin[1:] > self.begin[:-1]).all())
 
     def decode(self, portion: ChunkPortion, raw: ByteArray, out: ByteArray) -> None:
@@ -121,8 +122,8 @@ class BloscFrame:
 
 
 def check_blosc_header(raw: bytes, chunk_bytes: int, stored: int | None) -> tuple[int, int]:
-    """The block size and the number of blocks that a frame's 16-byte header claims; it is refused where it contradicts
-    the chunk's decoded or stored size, or itself.
+    """Return the block size and the number of blocks that a frame's 16-byte header claims. A header that contradicts
+    itself, or the chunk's decoded or stored size, is refused.
     """
     if len(raw) < BLOSC_HEADER_BYTES:
         raise ShortChunkError(f"it has {len(raw)} bytes, too few for a Blosc header")
@@ -149,7 +150,7 @@ def check_blosc_header(raw: bytes, chunk_bytes: int, stored: int | None) -> tupl
 
 
 def _is_block_split(block: int, typesize: int) -> bool:
-    """Whether Blosc stores each byte of the elements of a block by itself."""
+    """Say whether Blosc stores each byte of the elements of a block by itself."""
     return typesize <= _MOST_SPLITS and block // typesize >= _LEAST_SPLIT
 
 
@@ -163,7 +164,7 @@ def check_blosc_frame(raw: ByteArray, chunk_bytes: int) -> None:
 
 
 def _block_starts(table: ByteArray, stored: int) -> list[int]:
-    """Where the blocks of a table begin, in its order.  Mostly few: a list is faster than numpy."""
+    """Return where the blocks of a table begin, in its order. They are mostly few: a list is faster than numpy."""
     begin: list[int] = table.view("<i4").tolist()
     if min(begin) < BLOSC_HEADER_BYTES + table.size or max(begin) > stored - 4 or len(set(begin)) < len(begin):
         raise BadChunkError("its table of blocks points outside the frame, or twice to one place")
@@ -171,7 +172,9 @@ def _block_starts(table: ByteArray, stored: int) -> list[int]:
 
 
 def blosc_frame_of(head: bytes, table: ByteArray) -> BloscFrame:
-    """The frame of a checked header and its table of block offsets (empty where blocks are stored as they are)."""
+    """Return the frame of a checked header and its table of block offsets (empty where blocks are stored as
+    they are).
+    """
     *_, size, block, stored = _HEADER_STRUCT.unpack(head)
     count = -(-size // block)
     if head[2] & _STORED_AS_IS:

@@ -1,4 +1,4 @@
-"""Blosc's tables of blocks: which bytes of a chunk hold which of its blocks; read when a part of it may do."""
+"""Blosc's tables of blocks: which bytes of a chunk hold which of its blocks; read when a part of it may be enough."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jigsaw.io.chunks.memory import fresh_memory
 _HEADER_BYTES = blosc.BLOSC_HEADER_BYTES
 _TABLES_KEPT = 1024
 _SMALLEST_BLOCK = 1 << 14
-"""Blosc's blocks are hardly ever smaller."""
+"""Size below which Blosc's blocks hardly ever are."""
 
 
 class BloscBlockTables:
@@ -31,12 +31,14 @@ class BloscBlockTables:
         return self._tally.counted
 
     def took(self, index: ChunkIndex) -> LookupCounts:
-        """What reading the table of a chunk took, while it is kept."""
+        """Return the look-ups for the table of a chunk, while it is kept."""
         found = self._kept.get(index)
         return LookupCounts() if found is None else found[1]
 
     def frame(self, index: ChunkIndex, ref: ChunkRef, size: int, files: StoreFiles) -> blosc.BloscFrame | None:
-        """The frame that a chunk of `size` decoded bytes is, its header and table checked; None when it is missing."""
+        """Return the Blosc frame of a chunk of `size` decoded bytes, its header and table checked; None when it is
+        missing.
+        """
         with self._lock:
             if index in self._kept:
                 return self._kept[index][0]

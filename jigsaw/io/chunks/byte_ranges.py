@@ -1,4 +1,4 @@
-"""Intervals (start, stop) of bytes or rows, as few of them as cover some: the requests that fetch some bytes, say.
+"""Intervals (start, stop) of bytes or rows, merged into as few as cover them: for example requests for some bytes.
 
 `jigsaw.io.chunks.portion.join_spans` does the same with arrays of them.
 """
@@ -12,7 +12,7 @@ ByteRange = tuple[int, int]
 
 
 def merge_ranges(parts: Iterable[tuple[int, int]], gap: int = 0) -> list[tuple[int, int]]:
-    """The intervals in rising order, those that overlap, touch or lie at most `gap` apart as one."""
+    """Return the intervals in rising order, with those that overlap, touch or lie at most `gap` apart as one."""
     made: list[ByteRange] = []
     for start, stop in sorted(parts):
         if made and start <= made[-1][1] + gap:

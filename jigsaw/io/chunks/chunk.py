@@ -1,4 +1,4 @@
-"""One stored chunk: where its bytes lie, what decodes them, and what loading it took."""
+"""One stored chunk: where its bytes lie, its decoder, and the counts of its loading."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jigsaw.io.chunks.portion import ChunkPortion
 
 
 class ChunkRef(NamedTuple):
-    """Where a chunk's stored bytes lie: `length` bytes at `offset` of an object.
+    """Place of a chunk's stored bytes: `length` bytes at `offset` of an object.
 
-    `length` is None where the store does not tell, and the whole object is meant.  `mask` has bit k set where HDF5 left
-    out filter k for this chunk.
+    `length` is None where the store does not give it, and the whole object is meant. `mask` has bit k set where HDF5
+    left out filter k for this chunk.
     """
 
     path: str
@@ -26,7 +26,7 @@ class ChunkRef(NamedTuple):
 
 
 class ChunkPlaces(Protocol):
-    """Where an array's chunks lie, in one format."""
+    """Places of an array's chunks, in one format."""
 
     @property
     def files(self) -> StoreFiles: ...
@@ -52,11 +52,11 @@ class ObjectPerChunk(Protocol):
     """
 
     def lacks_object(self, index: ChunkIndex) -> bool:
-        """Whether a missing chunk's object is absent, rather than left out by an index of the store."""
+        """Say whether a missing chunk's object is absent, rather than left out by an index of the store."""
         ...
 
     def lost_metadata(self) -> str | None:
-        """The name of the array's metadata, where these are gone.  It asks the store."""
+        """Return the name of the array's metadata, where these are gone. It asks the store."""
         ...
 
 
@@ -83,7 +83,7 @@ class ChunkDecoder(Protocol):
 
 
 class ChunkLoadCounts(NamedTuple):
-    """What loading a chunk took; `stored` is None for a missing chunk."""
+    """Counts of loading a chunk; `stored` is None for a missing chunk."""
 
     stored: int | None
     fallback: bool

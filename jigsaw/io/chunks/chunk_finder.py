@@ -1,4 +1,4 @@
-"""Where the bytes of each chunk of one array lie, and which of them a part of it needs."""
+"""Finder of the bytes of each chunk of one array, and of those that a part of it needs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from jigsaw.io.chunks.portion import ChunkPortion
 T = TypeVar("T")
 
 SMALLEST_DIVIDED_CHUNK = 1 << 18
-"""Chunks of fewer bytes are decoded whole: the bookkeeping of a part costs as much."""
+"""Smallest chunk that is decoded in part: for a smaller one the bookkeeping of a part costs as much."""
 _MOST_OVERHEAD = 1 << 16
-"""Bytes of headers and checksums that a chunk never has."""
+"""Limit that the bytes of a chunk's headers and checksums never reach."""
 
 
 def most_stored_bytes(size: int) -> int:
-    """The stored bytes that a chunk of `size` decoded ones never exceeds.
+    """Return the number of stored bytes that a chunk of `size` decoded ones never exceeds.
 
-    Of what cannot be compressed Blosc makes 16 bytes more, Zstandard and LZ4 1 in 255, deflate 5 in 16 KiB.
+    On data that cannot be compressed Blosc adds 16 bytes, Zstandard and LZ4 1 in 255, deflate 5 in 16 KiB.
     """
     return 2 * size + _MOST_OVERHEAD
 
@@ -48,18 +48,20 @@ class ChunkFinder:
 
     @cached_property
     def far(self) -> bool:
-        """Whether fetching a chunk costs a round trip over a network."""
+        """True where fetching a chunk costs a round trip over a network."""
         return self._decoder is not None and self.places.files.far
 
     def path(self, index: ChunkIndex) -> str:
         return self.places.path(index)
 
     def locate(self, index: ChunkIndex) -> ChunkRef | None:
-        """Where a chunk lies; None when it is missing, which the format defines as the fill value."""
+        """Return where a chunk lies; None when it is missing, which the format defines as the fill value."""
         return self.naming_chunk(index, lambda: self.checked_ref(index))
 
     def checked_ref(self, index: ChunkIndex) -> ChunkRef | None:
-        """What `locate` gives; its errors do not name the chunk yet.  A loader asks for it within `naming_chunk`."""
+        """Return the result of `locate`, with errors that do not name the chunk yet: a loader calls it in
+        `naming_chunk`.
+        """
         ref = self.places.locate(index)
         self._check_size(ref, self.grid.bytes_of(index))
         return ref
@@ -70,11 +72,11 @@ class ChunkFinder:
             raise BadChunkError(f"it has {ref.length} stored bytes, for a chunk of {size}")
 
     def lacks_object(self, index: ChunkIndex) -> bool:
-        """Whether a missing chunk may be one that was removed: no index of the store says that it was never there."""
+        """Say whether a missing chunk may have been removed: no index of the store says that it never existed."""
         return isinstance(self.places, ObjectPerChunk) and self.places.lacks_object(index)
 
     def check_metadata(self) -> None:
-        """Raises: `MissingArrayError` where the array's own metadata are gone, and its chunks with them."""
+        """Raise `MissingArrayError` where the array's own metadata are gone, and its chunks with them."""
         gone = self.places.lost_metadata() if isinstance(self.places, ObjectPerChunk) else None
         if gone is not None:
             raise MissingArrayError(
@@ -83,7 +85,7 @@ class ChunkFinder:
             )
 
     def missing_error(self, index: ChunkIndex, more: str = "") -> MissingChunkError:
-        """The error that refuses a missing chunk; `more` says how many others are."""
+        """Make the error that refuses a missing chunk; `more` says how many others are missing."""
         return MissingChunkError(
             f"chunk {index} of array {self.name!r} is missing: the store has no {self.path(index)}{more}. It was never "
             "written, or left out because all its values are the fill value, or removed since; restore it, or open "
@@ -91,13 +93,13 @@ class ChunkFinder:
         )
 
     def stored_bytes(self, index: ChunkIndex) -> int:
-        """The stored size of a chunk: 0 when it is missing, or when the store does not tell."""
+        """Return the stored size of a chunk: 0 when it is missing, or when the store does not give it."""
         found = self.locate(index)
         return 0 if found is None else found.length or 0
 
     @cached_property
     def is_divisible(self) -> bool:
-        """Whether less than a chunk can be read, and chunks are large enough for that to pay."""
+        """Say whether less than a chunk can be read, and chunks are large enough for that to pay."""
         if self.grid.chunk_bytes < SMALLEST_DIVIDED_CHUNK:
             return False
         return self._slices if self._decoder is None else self._decoder.splits
@@ -110,7 +112,7 @@ class ChunkFinder:
         return 4 * self.places.files.gap if self.far and not is_plain else 0
 
     def portion(self, index: ChunkIndex, rects: Sequence[ChunkRows]) -> ChunkPortion | None:
-        """What to fetch and decode of a chunk of which these boxes are needed; None for all of it."""
+        """Return what to fetch and decode of a chunk of which these boxes are needed; None for all of it."""
         if not self.may_part(index, portion.needed_share(rects, self.grid.shape_of(index))):
             return None
         if self._decoder is None:
@@ -120,7 +122,9 @@ class ChunkFinder:
         return None if ref is None or ref.mask else self._portion(index, ref, rects, self._decoder)
 
     def portion_key(self, index: ChunkIndex, ref: ChunkRef | None) -> Hashable:
-        """Of chunks with one key the same boxes have one portion; None where the stored bytes have a say in it."""
+        """Return a key: chunks with one key have one portion for the same boxes. None where it depends on the stored
+        bytes.
+        """
         if self._decoder is None:
             return self.grid.shape_of(index), self.grid.itemsize
         if ref is None or ref.mask or not self._decoder.is_plain:
@@ -128,7 +132,7 @@ class ChunkFinder:
         return self.grid.shape_of(index), self.grid.itemsize, self._decoder.order, self.places.files.gap, self.far
 
     def may_part(self, index: ChunkIndex, needed: float) -> bool:
-        """Whether a part of so much of a chunk may do, as far as geometry says."""
+        """Say whether a part may be enough when the share `needed` of a chunk is needed, as far as geometry says."""
         return (
             self.is_divisible
             and needed <= portion.MOST_PORTION_SHARE
@@ -151,15 +155,15 @@ class ChunkFinder:
         return None if found.decoded > portion.MOST_PORTION_SHARE * self.grid.bytes_of(index) else found
 
     def blosc_frame(self, index: ChunkIndex, ref: ChunkRef) -> BloscFrame | None:
-        """The Blosc frame that a chunk is stored as, its table read once; None when it is missing."""
+        """Return the Blosc frame that a chunk is stored as, its table read once; None when it is missing."""
         return self._tables.frame(index, ref, self.grid.bytes_of(index), self.places.files)
 
     def blosc_frame_of(self, index: ChunkIndex, ref: ChunkRef) -> BloscFrame | None:
-        """What `blosc_frame` gives; its errors name the chunk."""
+        """Return the result of `blosc_frame`, with errors that name the chunk."""
         return self.naming_chunk(index, lambda: self.blosc_frame(index, ref))
 
     def locate_strip(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
-        """Where so many chunks lie that follow each other along the last dim; the errors do not name them."""
+        """Return where `count` chunks lie that follow each other along the last dim; the errors do not name them."""
         refs = self._locate_strip(first, count)
         for ref in refs:
             self._check_size(ref, self.grid.chunk_bytes)
@@ -181,17 +185,19 @@ class ChunkFinder:
         return total_lookups([*indices, self._tables.counted])
 
     def index_of(self, index: ChunkIndex) -> tuple[str, LookupCounts] | None:
-        """The object whose index says where a chunk lies, and what reading it takes; None where there is none."""
+        """Return the object whose index says where a chunk lies, and the look-ups of reading it; None without
+        an index.
+        """
         return self.places.index_of(index) if isinstance(self.places, IndexedPlaces) else None
 
     def table_of(self, index: ChunkIndex) -> LookupCounts:
-        """What reading the table of blocks of a chunk took."""
+        """Return the look-ups of reading the table of blocks of a chunk."""
         return self._tables.took(index)
 
     # -- errors --------------------------------------------------------------------------------------------------------
 
     def naming_chunk(self, index: ChunkIndex, step: Callable[[], T]) -> T:
-        """What a step gives; what it raises names array, chunk and file."""
+        """Run a step and return its result; its errors name array, chunk and file."""
         try:
             return step()
         except BadChunkError as e:
@@ -205,5 +211,5 @@ class ChunkFinder:
             raise self.chunk_error(FetchError, index, e) from None
 
     def chunk_error(self, kind: type[ReadError], index: ChunkIndex, why: Exception) -> ReadError:
-        """The error that says that a chunk cannot be read, and why."""
+        """Make the error that says that a chunk cannot be read, and why."""
         return kind(f"chunk {index} of array {self.name!r} in {self.path(index)} cannot be read: {why}")

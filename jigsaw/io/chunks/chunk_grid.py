@@ -1,4 +1,4 @@
-"""How an array is cut into chunks, along each dim all alike or each of its own length.  Integers only."""
+"""Grid of an array's chunks: along each dim of equal length, or each of its own length. Integers only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from math import prod
 from jigsaw.cut import Box, Interval
 
 ChunkIndex = tuple[int, ...]
-"""Which chunk along each dim."""
+"""Number of a chunk along each dim."""
 ChunkRows = tuple[tuple[Interval, ...], ...]
 """Rows of a chunk: for each of its dims the intervals whose product is needed."""
 
@@ -48,36 +48,36 @@ class DimChunks:
         return -(-self.size // self.chunk) if self._edges is None else len(self._edges) - 1
 
     def find(self, row: int) -> int:
-        """The chunk that holds a row."""
+        """Return the chunk that holds a row."""
         return row // self.chunk if self._edges is None else bisect_right(self._edges, row) - 1
 
     def start(self, index: int) -> int:
-        """The first row of a chunk."""
+        """Return the first row of a chunk."""
         return index * self.chunk if self._edges is None else self._edges[index]
 
     def length(self, index: int) -> int:
-        """How many rows a chunk stores; what lies beyond the dim's end is padding."""
+        """Return how many rows a chunk stores; those beyond the dim's end are padding."""
         if self._edges is not None:
             return self._edges[index + 1] - self._edges[index]
         return min(self.chunk, self.size - index * self.chunk) if self._clipped else self.chunk
 
     def inside(self, index: int) -> tuple[int, int]:
-        """The rows of the dim that a chunk covers, padding left out."""
+        """Return the rows of the dim that a chunk covers, without padding."""
         start = self.start(index)
         return start, min(start + self.length(index), self.size)
 
     def edges(self) -> list[int]:
-        """The first row of each chunk, then the number of rows."""
+        """Return the first row of each chunk, then the number of rows."""
         return [self.start(i) for i in range(self.count)] + [self.size]
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkGrid:
-    """Where the chunks of an array lie in it, and how many bytes they decode to.
+    """Places of an array's chunks in the array, and the bytes that they decode to.
 
     `chunks` is the shape of a chunk, the largest where `lengths` gives those along a dim one by one; `clipped` says
-    that the last chunk along a dim holds no padding.  Of 10 x 6 values of 4 bytes in chunks of 4 x 4, chunk (2, 1) has
-    the box ((8, 10), (4, 6)) and is stored as 4 x 4 values in 64 bytes, or clipped, as 2 x 2 in 16.
+    that the last chunk along a dim does not hold padding. Take 10 x 6 values of 4 bytes in chunks of 4 x 4. Chunk (2,
+    1) has the box ((8, 10), (4, 6)); it is stored as 4 x 4 values in 64 bytes, or clipped, as 2 x 2 in 16.
     """
 
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ class ChunkGrid:
 
     @cached_property
     def is_uniform(self) -> bool:
-        """Whether every chunk is stored with the same shape."""
+        """True where every chunk is stored with the same shape."""
         return not self.lengths and not self.clipped
 
     @cached_property
@@ -109,13 +109,13 @@ class ChunkGrid:
         return prod(self.chunks) * self.itemsize
 
     def shape_of(self, index: ChunkIndex) -> tuple[int, ...]:
-        """The stored shape of a chunk, padding included."""
+        """Return the stored shape of a chunk, including padding."""
         if self.is_uniform:
             return self.chunks
         return tuple(a.length(i) for a, i in zip(self.along, index, strict=True))
 
     def bytes_of(self, index: ChunkIndex) -> int:
-        """The decoded size of a chunk."""
+        """Return the decoded size of a chunk."""
         return self.chunk_bytes if self.is_uniform else prod(self.shape_of(index)) * self.itemsize
 
     @property
@@ -124,9 +124,9 @@ class ChunkGrid:
         return tuple(a.count for a in self.along)
 
     def indices(self) -> Iterator[ChunkIndex]:
-        """The index of every chunk, in C order."""
+        """Yield the index of every chunk, in C order."""
         return product(*(range(n) for n in self.counts))
 
     def box_of(self, index: ChunkIndex) -> Box:
-        """The rows of the array that a chunk covers."""
+        """Return the rows of the array that a chunk covers."""
         return tuple(a.inside(i) for a, i in zip(self.along, index, strict=True))

@@ -1,4 +1,4 @@
-"""From the stored bytes of an array's chunks to their values, in memory that the caller gives."""
+"""Loader from the stored bytes of an array's chunks to their values, in memory that the caller gives."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class DecodedChunks:
         self._order = None if tuple(order) == tuple(range(len(order))) else tuple(order)
 
     def view(self, out: ByteArray, index: ChunkIndex, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
-        """The loaded bytes as an array of the chunk's shape, or of another one, without copying."""
+        """View the loaded bytes as an array of the chunk's shape, or of another one, without copying."""
         return self._view(out, shape or self.grid.shape_of(index))[0, ...]  # an array, of a chunk without dims too
 
     def view_strip(self, out: ByteArray) -> NDArray[Any]:
-        """The bytes of chunks of one size, one after the other, as an array [K, \\*chunk], without copying."""
+        """View the bytes of chunks of one size, one after the other, as an array [K, \\*chunk], without copying."""
         return self._view(out, self.grid.chunks)
 
     def _view(self, out: ByteArray, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -61,8 +61,8 @@ class ChunkLoader(DecodedChunks):
         self._finder, self._decoder = finder, decoder
 
     def load(self, index: ChunkIndex, out: ByteArray, part: ChunkPortion | None = None) -> ChunkLoadCounts:
-        """Fetch and decode one chunk, or a part of it, into `out`, which has the chunk's size and keeps what it holds
-        where the chunk is missing; a damaged one is a `CorruptChunkError` that names array, index and file.
+        """Fetch and decode one chunk, or a part of it, into `out`, which has the chunk's size. `out` keeps its content
+        where the chunk is missing. A damaged chunk is a `CorruptChunkError` that names array, index and file.
         """
         fetched = self.fetch(index, _load_scratch, part, out)
         return ChunkLoadCounts(None, False) if fetched is None else self.decode(index, fetched, out)
@@ -97,7 +97,7 @@ class ChunkLoader(DecodedChunks):
         return [None if ref is None or ref.path not in there else ref.length or 0 for ref in refs]
 
     def stream(self, index: ChunkIndex) -> Callable[[ByteArray], None]:
-        """What fills memory with the next decoded bytes of a chunk that `splits`, at each call."""
+        """Return a function that fills memory with the next decoded bytes of a chunk that `splits`, at each call."""
         stream = self._finder.naming_chunk(index, lambda: self._stream(index))
         return lambda out: self._finder.naming_chunk(index, lambda: stream.read(out))
 
@@ -113,9 +113,9 @@ class ChunkLoader(DecodedChunks):
     def fetch(
         self, index: ChunkIndex, room: ByteAllocator, part: ChunkPortion | None = None, out: ByteArray | None = None
     ) -> FetchedBytes | None:
-        """The stored bytes of a chunk or of a part of it, in memory that `room` gives; None for a missing chunk.
+        """Fetch the stored bytes of a chunk or of a part of it, in memory that `room` gives; None for a missing chunk.
 
-        Where the stored bytes are the values, and `out` is given, they are read to where they belong in it.
+        Where the stored bytes are the values, and `out` is given, they are read to their places in it.
         """
         return self._finder.naming_chunk(index, lambda: self._fetch(index, room, part, out))
 
@@ -141,7 +141,7 @@ class ChunkLoader(DecodedChunks):
     def fetch_together(
         self, wanted: Sequence[tuple[ChunkIndex, ChunkPortion | None]], requests: int
     ) -> list[FetchedBytes | None]:
-        """The stored bytes of chunks that lie in one object, each in memory of its own, by so many requests."""
+        """Fetch the stored bytes of chunks that lie in one object, each in memory of its own, by so many requests."""
         if len(wanted) == 1:
             return [self.fetch(wanted[0][0], fresh_memory, wanted[0][1])]
         return self._finder.naming_chunk(wanted[0][0], lambda: self._fetch_together(wanted, requests))
@@ -192,7 +192,7 @@ class ChunkLoader(DecodedChunks):
 def _portion_targets(
     ref: ChunkRef, part: ChunkPortion, raw: ByteArray | None, out: ByteArray | None
 ) -> list[FillTarget]:
-    """Where the ranges of a part go: one after the other in `raw`, or each to its place in `out`."""
+    """Return where the ranges of a part go: one after the other in `raw`, or each to its place in `out`."""
     if raw is not None:
         memory, starts = raw, np.cumsum([0, *(length for _, length in part.ranges)]).tolist()
     else:

@@ -1,4 +1,4 @@
-"""A chunk that is decoded as it is fetched, beginning to end: in the memory of a few blocks instead of its own."""
+"""Chunk that is decoded as it is fetched, from beginning to end, in the memory of a few blocks instead of its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ChunkStream:
             self._blocks(self._frame, out[done:])
 
     def _blocks(self, frame: BloscFrame, out: ByteArray) -> None:
-        """The blocks that end within `out`, and the beginning of the one that does not, whose rest is kept."""
+        """Decode the blocks that end within `out`, and the beginning of the one that does not, whose rest is kept."""
         whole = out.size if self._at + out.size == self._size else out.size // frame.block * frame.block
         if whole:
             self._decode(frame, out[:whole])

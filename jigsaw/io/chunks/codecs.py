@@ -1,8 +1,8 @@
-"""From a chunk's stored bytes to its values in the caller's memory: Blosc, Zstandard and LZ4 decode straight into it,
-without holding the GIL; zlib's output is copied there.
+"""Codecs from a chunk's stored bytes to its values in the caller's memory: Blosc, Zstandard and LZ4 decode straight
+into it, without holding the GIL; zlib's output is copied there.
 
-A `CodecDecoder` knows the codecs that nearly all stores use.  `decoder_of_zarr_v2` and `decoder_of_zarr_v3` return None
-for a pipeline that it does not know; the reader then asks zarr's own for that array, and counts it.
+A `CodecDecoder` knows the codecs that nearly all stores use. `decoder_of_zarr_v2` and `decoder_of_zarr_v3` return None
+for a pipeline that it does not know. The reader then decodes that array by zarr itself, and counts it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DecodeStep = Callable[[ByteArray, ByteArray], None]
 
 
 class BadChunkError(Exception):
-    """Why a chunk cannot be decoded; the caller adds which chunk."""
+    """Reason why a chunk cannot be decoded; the caller adds the chunk's name."""
 
 
 class ShortChunkError(BadChunkError):
@@ -75,7 +75,7 @@ def check_same_size(raw: ByteArray, out: ByteArray) -> None:
 
 
 def without_crc(raw: ByteArray) -> ByteArray:
-    """The stored bytes before their closing CRC-32C, which must match."""
+    """Return the stored bytes without their closing CRC-32C, which must match."""
     from google_crc32c import value as crc32c
 
     if raw.size < 4:
@@ -93,7 +93,9 @@ def _check_claimed_size(claimed: int, out: ByteArray) -> None:
 
 @cache
 def _blosc_functions() -> tuple[Callable[[ByteArray, int], None], DecodeStep]:
-    """What checks a frame, and what decodes it: to import them at every chunk would take as long as to check it."""
+    """Return the functions that check and decode a frame: importing them at every chunk would take as long as the
+    check.
+    """
     from numcodecs import blosc  # pyright: ignore[reportAttributeAccessIssue]
 
     from jigsaw.io.chunks.blosc import check_blosc_frame  # which builds on this file
@@ -112,7 +114,7 @@ def decode_blosc_frame(frame: ByteArray, out: ByteArray) -> None:
 
 
 def zstd_frame_size(raw: ByteArray) -> int | None:
-    """The decoded size that a Zstandard frame's header gives, if it does."""
+    """Return the decoded size in a Zstandard frame's header, if it is there."""
     if raw.size < 6 or raw[:4].tobytes() != b"\x28\xb5\x2f\xfd":
         raise BadChunkError("it does not begin with a Zstandard frame")
     descriptor = int(raw[4])
@@ -172,7 +174,7 @@ _DECODE_STEPS: dict[str, DecodeStep] = {
 def decoder_of_zarr_v2(
     dtype: np.dtype[Any], order: str, ndim: int, filters: Sequence[Any], compressor: Any
 ) -> CodecDecoder | None:
-    """The decoder of a zarr v2 array, or None when it is not one of the fast ones."""
+    """Return the decoder of a zarr v2 array, or None when it is not one of the fast ones."""
     name = None if compressor is None else str(compressor.codec_id)
     if filters or not _is_number_dtype(dtype) or name not in (None, *_DECODE_STEPS):
         return None
@@ -181,7 +183,7 @@ def decoder_of_zarr_v2(
 
 
 def decoder_of_zarr_v3(dtype: np.dtype[Any], ndim: int, codecs: Sequence[Any]) -> CodecDecoder | None:
-    """The decoder of a zarr v3 codec chain: [transpose], bytes, [one compressor], [crc32c]; else None."""
+    """Return the decoder of a zarr v3 codec chain: [transpose], bytes, [one compressor], [crc32c]; else None."""
     rest = [codec.to_dict() for codec in codecs]
     order = tuple(range(ndim))
     if rest and rest[0]["name"] == "transpose":
@@ -199,13 +201,13 @@ def decoder_of_zarr_v3(dtype: np.dtype[Any], ndim: int, codecs: Sequence[Any]) -
 
 
 def codec_that_runs_code(codecs: Sequence[Any]) -> str | None:
-    """The name of the first of zarr's codecs that decodes a chunk by running what the chunk says; else None."""
+    """Return the name of the first of zarr's codecs that decodes a chunk by running code in the chunk; else None."""
     said = [codec.get_config() if hasattr(codec, "get_config") else codec.to_dict() for codec in codecs]
     return next((name for name in _codec_names(said) if any(each in name.lower() for each in _RUN_CODE)), None)
 
 
 def _codec_names(said: Any) -> Iterator[str]:
-    """The names of codecs, and of those within them, as a shard has some."""
+    """Yield the names of codecs, and of those inside them, such as a shard's."""
     if isinstance(said, Mapping):
         yield from (str(said[key]) for key in ("id", "name") if key in said)
         said = list(said.values())

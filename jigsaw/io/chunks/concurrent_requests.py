@@ -1,4 +1,4 @@
-"""Questions to a store that answers after a round trip, asked many at a time, for as long as somebody waits."""
+"""Requests to a store that answers after a round trip, made many at a time, as long as a caller waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _waits_for_answer: ContextVar[Callable[[], bool] | None] = ContextVar("jigsaw_so
 
 
 def ask_at_once(ask: Callable[[T], Any], items: Sequence[T]) -> None:
-    """Ask for every item; raises what the first that fails raises."""
+    """Ask for every item; raises the error of the first that fails."""
     if len(items) == 1:
         ask(items[0])
     if len(items) < 2:
@@ -28,7 +28,7 @@ def ask_at_once(ask: Callable[[T], Any], items: Sequence[T]) -> None:
 
 
 def ask_in_pool(pool: ThreadPoolExecutor, ask: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """The answers, in order, of questions asked in a pool's threads for whoever waits for them here."""
+    """Yield the answers, in order, of requests made in a pool's threads for the caller that waits here."""
 
     def run(context: Context, item: T) -> R:
         return context.run(ask, item)
@@ -38,7 +38,7 @@ def ask_in_pool(pool: ThreadPoolExecutor, ask: Callable[[T], R], items: Sequence
 
 @contextmanager
 def while_waited_for(waits: Callable[[], bool]) -> Generator[None]:
-    """What is asked for inside is tried again only while `waits()`."""
+    """Retry requests made inside only while `waits()`."""
     before = _waits_for_answer.set(waits)
     try:
         yield
@@ -47,13 +47,13 @@ def while_waited_for(waits: Callable[[], bool]) -> Generator[None]:
 
 
 def is_waited_for() -> bool:
-    """Whether it is worth asking once more."""
+    """Say whether another try is worthwhile."""
     waits = _waits_for_answer.get()
     return (waits is None or waits()) and not _is_python_ending()
 
 
 def _is_python_ending() -> bool:
-    """Whether Python ends, and waits for this thread: pools take no more work then."""
+    """Say whether Python is ending, and waits for this thread: pools then take no more work."""
     try:
         _idle_pool.submit(int)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Where stored bytes come from: named objects, read whole or by ranges straight into the caller's memory."""
+"""Files of stored bytes: named objects, read whole or by ranges straight into the caller's memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_AT_ONCE = 1 << 30  # macOS refuses to read 2 GiB and more in one call
 
 
 def size_and_change(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """What tells a file from the one that it becomes: its bytes, and when it changed (ns); None where there is none."""
+    """Return what distinguishes a file from its later self: its size and modification time (ns); None if missing."""
     try:
         found = os.stat(path)
     except OSError:
@@ -37,9 +37,9 @@ def size_and_change(path: str | os.PathLike[str]) -> tuple[int, int] | None:
 class StoreFiles(Protocol):
     """Objects of bytes by name.
 
-    `far` says that a request costs a round trip, so that many must be under way at a time; `gap` is how many unwanted
-    bytes are cheaper to read than a second request.  A missing object is None or False, never an error; one that ends
-    before a range does is a `ShortChunkError`, one that has changed a `BadChunkError`, and so is one of which `whole`
+    `far` says that a request costs a round trip, so that many must be under way at a time. `gap` is how many unwanted
+    bytes are cheaper to read than a second request. A missing object is None or False, never an error. One that ends
+    before a range does is a `ShortChunkError`. One that has changed is a `BadChunkError`, as is one of which `whole`
     would read more than `most` bytes.
     """
 
@@ -54,8 +54,8 @@ class StoreFiles(Protocol):
 
 
 class ObjectIdentity(NamedTuple):
-    """What tells an object from all others, in another process too, and its `state`, as far as that is known, from
-    those that it had before.
+    """Identity that distinguishes an object from all others, also in another process. Its `state`, as far as known,
+    distinguishes it from its own earlier versions.
     """
 
     place: str
@@ -77,7 +77,7 @@ class CachingFiles(Protocol):
 
 
 def identity_of_object(files: StoreFiles, path: str) -> ObjectIdentity | None:
-    """The identity of an object; None where `files` do not know it."""
+    """Return the identity of an object; None where `files` do not know it."""
     return files.identity(path) if isinstance(files, IdentifiedFiles) else None
 
 
@@ -121,12 +121,12 @@ class StoreBounds:
         self.__init__(*state)
 
     def opened(self, path: str, flags: int) -> int:
-        """`os.open` of a file within the bounds.
+        """Open a file within the bounds by `os.open`.
 
-        Raises: `UnsupportedStoreError` for one that lies elsewhere.
+        Raises: `UnsupportedStoreError` for a file that lies elsewhere.
         """
         folder, name = os.path.split(path)
-        # ".." is no link, so that O_NOFOLLOW would let it lead out of a sound folder.
+        # ".." is not a link, so that O_NOFOLLOW would let it lead out of a sound folder.
         if not self._is_sound(folder) or (name == os.pardir and not self._holds(os.path.realpath(path))):
             raise self._refusal(path)
         try:
@@ -204,7 +204,7 @@ class LocalFiles:
             raise BadChunkError("the file is gone since it was opened; restore it")
 
     def identity(self, path: str) -> ObjectIdentity:
-        """Its whole path, its size and time of change."""
+        """Return its absolute path, its size and its modification time."""
         path = os.path.abspath(os.path.join(self._folder, path))
         stamp = size_and_change(path)
         return ObjectIdentity(path, "" if stamp is None else f"{stamp[0]} {stamp[1]}")
@@ -245,7 +245,9 @@ class LocalFiles:
         return file
 
     def _as_before(self, path: str, file: _OpenFile) -> _OpenFile:
-        """A file that is opened once more: indices and tables of blocks that were read of it are kept elsewhere."""
+        """Check a file that is opened once more: indices and tables of blocks that were read from it are kept
+        elsewhere.
+        """
         at, stamp = hash(path), hash(file.stamp)
         if self._seen.setdefault(at, stamp) != stamp:
             raise BadChunkError(_FILE_CHANGED)

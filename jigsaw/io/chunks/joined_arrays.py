@@ -1,4 +1,4 @@
-"""An array that is stored as several, one after another along a dim: which of them has which rows.  Integers only."""
+"""Array that is stored as several, one after another along a dim, and the rows that each has. Integers only."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class JoinedArrays:
     edges: tuple[int, ...]
 
     def find(self, row: int) -> int:
-        """The number of the array that has a row of the whole."""
+        """Return the number of the array that has a row of the whole."""
         return bisect_right(self.edges, row) - 1
 
     def inside(self, rows: Interval) -> Iterator[tuple[int, Interval]]:
-        """The arrays that have some of `rows`, by number, and which of those."""
+        """Yield the arrays that have some of `rows`, by number, and the rows that each has."""
         if rows[0] < rows[1]:
             for i in range(self.find(rows[0]), self.find(rows[1] - 1) + 1):
                 yield i, (max(rows[0], self.edges[i]), min(rows[1], self.edges[i + 1]))
 
     def local(self, box: Box, number: int, rows: Interval) -> Box:
-        """A box of the whole as one of the array `number`, of which it takes `rows`."""
+        """Return a box of the whole in the coordinates of the array `number`, of which it takes `rows`."""
         start = self.edges[number]
         return (*box[: self.dim], (rows[0] - start, rows[1] - start), *box[self.dim + 1 :])

@@ -29,7 +29,7 @@ class LibraryLoader(DecodedChunks):
         self._finder, self._read_box = finder, read_box
 
     def _is_absent(self, path: str) -> bool:
-        """Whether a far store has no such object; its library would read fill values without a word."""
+        """Say whether a far store lacks an object; its library would silently read fill values."""
         files = self._finder.places.files
         return files.far and files.size(path) is None
 

@@ -1,4 +1,4 @@
-"""What it takes to find chunks: reads of the indices of shards and of Blosc's tables of blocks, each once and kept.
+"""Look-ups that find chunks: reads of the indices of shards and of Blosc's tables of blocks, each once and kept.
 
 They are made while a read is planned, so they are counted apart from those of the read itself.  The index of an HDF5
 file is read when it is opened, and not counted here.
@@ -14,14 +14,14 @@ from jigsaw.io.chunks.chunk_grid import ChunkIndex
 
 
 class LookupCounts(NamedTuple):
-    """So many requests, for so many bytes."""
+    """Numbers of requests and of bytes."""
 
     requests: int = 0
     bytes: int = 0
 
 
 def total_lookups(each: Iterable[LookupCounts]) -> LookupCounts:
-    """Their sum."""
+    """Sum look-ups."""
     found = tuple(each)
     return LookupCounts(sum(one.requests for one in found), sum(one.bytes for one in found))
 
@@ -48,5 +48,5 @@ class IndexedPlaces(Protocol):
     def counted(self) -> LookupCounts: ...
 
     def index_of(self, index: ChunkIndex) -> tuple[str, LookupCounts]:
-        """The object whose index says where a chunk lies, and what reading that index takes."""
+        """Return the object whose index says where a chunk lies, and the look-ups of reading that index."""
         ...

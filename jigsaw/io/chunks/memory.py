@@ -30,7 +30,7 @@ class ScratchMemory(threading.local):
 
 
 def fresh_memory(size: int) -> NDArray[np.uint8]:
-    """Uninitialised memory of its own, that begins where a cache line does; a `ReadError` when there is not so much."""
+    """Return uninitialized memory that begins at a cache line; a `ReadError` when there is not enough."""
     try:
         room = np.empty(size + _CACHE_LINE - 1, np.uint8)
         start = -room.ctypes.data % _CACHE_LINE

@@ -1,5 +1,5 @@
-"""Packed numbers: which values the stored ones mean, or that one is missing, by CF's and NetCDF's attributes, read as
-xarray reads them.
+"""Packed numbers: the values that stored ones mean, or that one is missing, by CF's and NetCDF's attributes, as xarray
+reads them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def dtype_with_declared_sign(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> np.dtype[Any]:
-    """The dtype of the stored values: ``_Unsigned`` is how NetCDF-3 spells what its types lack."""
+    """Return the dtype of the stored values: by ``_Unsigned`` NetCDF-3 declares signs that its types lack."""
     said = str(attrs.get("_Unsigned", "")).lower()
     other = {("i", "true"): "u", ("u", "false"): "i"}.get((dtype.kind, said), dtype.kind)
     return np.dtype(dtype.str.replace(dtype.kind, other))
@@ -20,8 +20,8 @@ def dtype_with_declared_sign(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> 
 def missing_values_of(
     dtype: np.dtype[Any], missing: Iterable[Any], stored: np.dtype[Any] | None = None
 ) -> tuple[float, ...]:
-    """The stored values that mean "missing": numbers and lists of them, as an array of `dtype` holds them.  A number
-    that it cannot hold is none of its values, as for xarray and netCDF4.
+    """Return the stored values that mean "missing": numbers and lists of them, as an array of `dtype` holds them. A
+    number that it cannot hold is left out, as in xarray and netCDF4.
 
     `stored` is the dtype before `dtype_with_declared_sign`, in which such numbers are written.
     """
@@ -37,12 +37,12 @@ def missing_values_of(
 
 
 def fill_is_missing(fill: Any, attrs: Mapping[str, Any]) -> bool:
-    """Whether the `fill_value` of a Zarr v2 array means "missing"."""
+    """Say whether the `fill_value` of a Zarr v2 array means "missing"."""
     return bool(fill) or "scale_factor" in attrs  # a 0, which nobody need have chosen, does of packed numbers alone
 
 
 def stored_number_of(value: float, dtype: np.dtype[Any]) -> float:
-    """The value that an array of `dtype` holds for it: rounded, or of the other sign; whole numbers stay exact."""
+    """Return the value that an array of `dtype` holds for it: rounded, or with the other sign; integers stay exact."""
     if dtype.kind == "f":
         return float(np.asarray(value).astype(dtype))
     number = int(value) if isinstance(value, int) or value.is_integer() else value
@@ -50,9 +50,9 @@ def stored_number_of(value: float, dtype: np.dtype[Any]) -> float:
 
 
 def fill_value_of(value: Any, dtype: np.dtype[Any]) -> Any:
-    """A fill value as a Python number that `dtype` holds: one that was written for the other sign has the same bits.
+    """Return a fill value as a Python number that `dtype` holds: one written for the other sign has the same bits.
 
-    What is no number stays as it is.
+    Anything but a number stays as it is.
     """
     if not isinstance(value, int | float | np.number) or dtype.kind not in "iuf":
         return value.item() if isinstance(value, np.generic) else value

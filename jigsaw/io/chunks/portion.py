@@ -1,4 +1,4 @@
-"""Less than a chunk: which bytes of its values some boxes need, and which stored bytes hold those."""
+"""Parts of a chunk: the bytes of its values that some boxes need, and the stored bytes that hold those."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jigsaw.cut import Interval
 from jigsaw.io.chunks.chunk_grid import ChunkRows
 
 MOST_PORTION_SHARE = 0.75
-"""A part that needs more than this share of a chunk is decoded as the whole."""
+"""Largest share of a chunk that is decoded as a part; beyond it the whole chunk is decoded."""
 
 ByteSpans = NDArray[np.int64]
 """Bytes of the decoded chunk as rows (start, stop), rising and apart."""
@@ -39,13 +39,13 @@ class ChunkPortion(NamedTuple):
 
 
 def needed_share(rects: Sequence[ChunkRows], shape: Sequence[int]) -> float:
-    """At most which part of a chunk these boxes need."""
+    """Return an upper bound on the share of a chunk that these boxes need."""
     needed = sum(prod(sum(b - a for a, b in each) for each in rect) for rect in rects)
     return needed / max(prod(shape), 1)
 
 
 def bounding_rows(rects: Sequence[ChunkRows]) -> tuple[Interval, ...]:
-    """The smallest box of rows around all of them."""
+    """Return the smallest box of rows around all of them."""
     return tuple(
         (min(a for each in dim for a, _ in each), max(b for each in dim for _, b in each))
         for dim in zip(*rects, strict=True)
@@ -55,14 +55,16 @@ def bounding_rows(rects: Sequence[ChunkRows]) -> tuple[Interval, ...]:
 def needed_byte_spans(
     rects: Sequence[ChunkRows], shape: Sequence[int], order: Sequence[int], itemsize: int, gap: int
 ) -> ByteSpans:
-    """The bytes of a decoded chunk, its dims stored in `order`, that the boxes need; those `gap` apart are joined."""
+    """Return the bytes of a decoded chunk, its dims stored in `order`, that the boxes need; those `gap` apart are
+    joined.
+    """
     sizes = [shape[d] for d in order]
     parts = [_element_spans([rect[d] for d in order], sizes) for rect in rects]
     return join_spans(np.concatenate(parts) * itemsize, gap)
 
 
 def blosc_blocks_of_spans(spans: ByteSpans, block: int) -> ByteSpans:
-    """The blocks of so many bytes that hold these: runs [first, stop), rising and apart."""
+    """Return the blocks of so many bytes that hold these: runs [first, stop), rising and apart."""
     return join_spans(np.stack([spans[:, 0] // block, -(-spans[:, 1] // block)], axis=1), 0)
 
 
@@ -70,14 +72,16 @@ def blosc_blocks_of_spans(spans: ByteSpans, block: int) -> ByteSpans:
 def blosc_blocks_of_rows(
     rects: tuple[ChunkRows, ...], shape: tuple[int, ...], order: tuple[int, ...], itemsize: int, block: int
 ) -> ByteSpans:
-    """The runs of blocks that hold what boxes need of a decoded chunk; most chunks of an array are asked for alike."""
+    """Return the runs of blocks that hold what boxes need of a decoded chunk; most chunks of an array need the same
+    ones.
+    """
     runs = blosc_blocks_of_spans(needed_byte_spans(rects, shape, order, itemsize, 0), block)
     runs.flags.writeable = False
     return runs
 
 
 def _element_spans(rect: Sequence[Sequence[Interval]], sizes: Sequence[int]) -> ByteSpans:
-    """The elements of one rect as spans: dims from the last partial one on are contiguous."""
+    """Return the elements of one rect as spans: dims from the last partial one on are contiguous."""
     partial = [d for d, (rows, n) in enumerate(zip(rect, sizes, strict=True)) if sum(b - a for a, b in rows) < n]
     inner = partial[-1] if partial else 0
     tail = prod(sizes[inner + 1 :])
@@ -93,7 +97,7 @@ def _element_spans(rect: Sequence[Sequence[Interval]], sizes: Sequence[int]) -> 
 
 
 def join_spans(spans: NDArray[Any], gap: int) -> ByteSpans:
-    """The spans in rising order, those that overlap or lie at most `gap` apart as one."""
+    """Return the spans in rising order, with those that overlap or lie at most `gap` apart as one."""
     if len(spans) < 2:
         return spans.astype(np.int64)
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
@@ -105,6 +109,6 @@ def join_spans(spans: NDArray[Any], gap: int) -> ByteSpans:
 
 
 def plain_portion(spans: ByteSpans) -> ChunkPortion:
-    """The portion of a chunk that is stored as its values."""
+    """Return the portion of a chunk that is stored as its values."""
     pairs = [(int(a), int(b)) for a, b in spans]
     return ChunkPortion(tuple((a, b - a) for a, b in pairs), tuple(pairs), decoded=sum(b - a for a, b in pairs))

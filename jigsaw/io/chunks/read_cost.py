@@ -1,4 +1,4 @@
-"""What a way of reading costs, in CPU seconds over all ranks: the planner takes the cheapest.
+"""Cost of a way of reading, in CPU seconds over all ranks: the planner takes the cheapest.
 
 The rates are of one core of the machine that `benchmarks/read.py` was run on, rounded; only their ratios matter.
 """
@@ -15,7 +15,9 @@ _SHARED_JOB_SECONDS = 4e-4
 
 
 def read_cost(table: ArrayTable, requests: int, stored: int, decoded: int, sent: int, shared: int) -> float:
-    """The CPU seconds of so many requests, bytes stored, decoded and handed to other ranks, and chunks handed over."""
+    """Return the CPU seconds of so many requests, bytes stored, decoded and handed to other ranks, and chunks handed
+    over.
+    """
     # a shared chunk wakes every rank that waits for it; a request to a far store is time in which a thread waits
     return (
         requests * _REQUEST_SECONDS[table.far]

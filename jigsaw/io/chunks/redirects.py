@@ -1,9 +1,9 @@
-"""Where an HTTP server's redirects may lead: to public addresses, and to no others unless the user names them.
+"""Redirects of HTTP servers, which may lead to public addresses; to others only where the user names them.
 
-A server on the internet may answer "look there", and name an address that the reader alone can ask: a service of its
-own machine or network.  The HTTP client has no rule for redirects, but one for proxies: it is told that a proxy stands
-before all hosts but the store's own.  That proxy is ours, passes nothing on, and knows from then on which host was
-meant; it is asked directly where it is public.
+A server on the internet may answer with a redirect to an address that only the reader can reach: a service of its own
+machine or network. The HTTP client does not have a rule for redirects, but has one for proxies. It is told that all
+hosts but the store's own are behind a proxy. That proxy is ours and passes nothing on, but it learns which host was
+meant. The host is then asked directly where it is public.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class GuardedHttp:
         return HTTPStore(self._root, **options)
 
     def follow_new(self, called: str) -> bool:
-        """Whether requests were led to hosts that may be asked from now on, by a store that is opened again.
+        """Say whether requests were led to hosts that may be asked from now on, by a store that is opened again.
 
-        Raises: `FetchError` for a private one; `called` is the object that was asked for.
+        Raises: `FetchError` for a private host; `called` is the object that was asked for.
         """
         if self._port is None:
             return False
@@ -87,7 +87,7 @@ class GuardedHttp:
 
 
 def _private_address(host: str) -> str | None:
-    """The first address of a host that is not public; None where all are, or it has none."""
+    """Return the first address of a host that is not public; None where all are, or it lacks addresses."""
     addresses: list[str] = []
     with suppress(OSError, UnicodeError):
         addresses = [str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
@@ -110,7 +110,7 @@ class _RefusingProxy:
         self._lock, self._selector = threading.Lock(), selectors.DefaultSelector()
 
     def listen(self) -> int:
-        """A port that nobody else uses."""
+        """Open a port that only the caller uses."""
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setblocking(False)
         port: int = listener.getsockname()[1]
@@ -130,7 +130,7 @@ class _RefusingProxy:
         listener.close()
 
     def hosts_asked_for(self, port: int) -> set[str]:
-        """The hosts of requests to a port so far."""
+        """Return the hosts of requests to a port so far."""
         with self._lock:
             return set(self._hosts.get(port, ()))
 
@@ -160,5 +160,5 @@ class _RefusingProxy:
 
 @cache
 def _refusing_proxy(process: int) -> _RefusingProxy:
-    """That of this process: a forked one has no thread that answers."""
+    """Return the proxy of this process: a forked process lacks the thread that answers."""
     return _RefusingProxy()

@@ -1,9 +1,8 @@
 """Objects of S3, Google Cloud Storage, Azure and HTTP servers, read with `obstore`, which does not hold the GIL.
 
-Every request is tried again after a pause that grows (exponential backoff with jitter) where a server may answer
-better the next time: 408, 429 and 5xx, connections that fail or stall, bodies that end early, ranges that were not the
-ones asked for.  What cannot pass (401, 403, other 4xx, a server without ranges) is an error at once.  Nothing is tried
-again for a read that was given up.
+Every request is tried again after a growing pause (exponential backoff with jitter) where the next try may succeed:
+408, 429 and 5xx, connections that fail or stall, bodies that end early, wrong ranges. Permanent failures (401, 403,
+other 4xx, a server without ranges) are errors at once. Nothing is tried again for a read that was given up.
 """
 
 from __future__ import annotations
@@ -44,27 +43,27 @@ _STAMPS_KEPT = 1024
 _LOOK_EVERY_S = 0.1
 _PIECE_BYTES = 1 << 23
 _MOST_OF_AN_OBJECT = 1 << 31
-"""Of objects whose size nothing tells: metadata, and chunks that zarr decodes."""
+"""Limit for objects of unknown size: metadata, and chunks that zarr decodes."""
 _STATUS_PATTERN = re.compile(r"status code: (\d{3})\b ?([^:\n]*)")
 _ERROR_CODE_PATTERN = re.compile(r"<Code>(\w+)</Code>")
 _TIMED_OUT_PATTERN = re.compile(r"TimedOut|\btimed? ?out\b", re.IGNORECASE)
 _URL_PATTERN = re.compile(r"\b\w+://\S+")
 _ENDPOINT_VARIABLES = re.compile(r"(AWS|AZURE|GOOGLE)_\w*(ENDPOINT|ACCOUNT_NAME|BASE_URL)\w*")
-"""Variables of the environment that say where a bucket lies."""
+"""Names of environment variables that say where a bucket lies."""
 _PASSING_STATUSES = ("408", "429")
 _CLIENT_OPTIONS = {"connect_timeout": "10s", "read_timeout": "20s", "timeout": "120s"}
 
 
 def is_remote_url(url: Any) -> bool:
-    """Whether it is a URL that `obstore` reads."""
+    """Say whether it is a URL that `obstore` reads."""
     return isinstance(url, str) and url.partition("://")[0] in REMOTE_SCHEMES and "://" in url
 
 
 def files_of_url(url: str, options: Mapping[str, Any] | None = None) -> tuple[RemoteFiles, str]:
-    """The store that a URL lies in, and the name of the object, or the prefix of the objects, there.
+    """Return the store that a URL lies in, and the name of the object, or the prefix of the objects, there.
 
     `options` go to obstore's store of that kind, such as ``region``, ``endpoint``, ``skip_signature`` or
-    ``client_options``; ``retry_config`` is obstore's too, and carried out by `RemoteFiles`.  ``redirects`` names hosts
+    ``client_options``; ``retry_config`` is obstore's too, and carried out by `RemoteFiles`. ``redirects`` names hosts
     with private addresses that an HTTP server may lead to (see `jigsaw.io.chunks.redirects`).
 
     Raises: `UnsupportedStoreError` for options that obstore refuses.
@@ -105,7 +104,7 @@ def _without_urls(error: BaseException, options: Mapping[str, Any] | None = None
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often a request is tried again, and within how many seconds; pauses grow from `first` to `longest`."""
+    """Number of tries of a request, and the seconds that they may take; pauses grow from `first` to `longest`."""
 
     tries: int = 10
     within: float = 60.0
@@ -115,7 +114,7 @@ class RetryPolicy:
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None) -> RetryPolicy:
-        """From obstore's ``retry_config``."""
+        """Make it from obstore's ``retry_config``."""
         config = config or {}
         backoff = config.get("backoff", {})
         return cls(
@@ -127,7 +126,7 @@ class RetryPolicy:
         )
 
     def pause(self, failures: int) -> float:
-        """How long to wait after so many failures."""
+        """Return how long to wait after so many failures."""
         return min(self.longest, self.first * self.base ** (failures - 1)) * random.uniform(0.5, 1.0)
 
 
@@ -155,7 +154,7 @@ class RemoteFiles:
 
     @classmethod
     def of(cls, store: Any) -> RemoteFiles:
-        """The objects of a store that the user made."""
+        """Return the objects of a store that the user made."""
         return cls(store, redacted_text(repr(store)))
 
     @property
@@ -172,13 +171,15 @@ class RemoteFiles:
     # -- `StoreFiles` ------------------------------------------------------------------------------------------------
 
     def size(self, path: str) -> int | None:
-        """One request."""
+        """Return the size of an object, by one request."""
         import obstore
 
         return self._tried(path, lambda: int(obstore.head(self.store, path)["size"]))
 
     def identity(self, path: str) -> ObjectIdentity | None:
-        """Its URL and the server, and its stamp when a part of it was read; None of a store in memory.  No request."""
+        """Return its URL, the server, and its stamp when a part of it was read; None for a store in memory.
+        No request.
+        """
         if type(self.store).__name__ == "MemoryStore":
             return None
         with self._lock:
@@ -195,37 +196,39 @@ class RemoteFiles:
         return repr((type(self.store).__name__, self.name, url, prefix and str(prefix), given, around))
 
     def stamp(self, path: str) -> tuple[int, str] | None:
-        """The size of an object and what tells it from one that replaces it; None when it is missing.  One request."""
+        """Return the size of an object and what distinguishes it from a later one; None when it is missing. One
+        request.
+        """
         import obstore
 
         meta = self._tried(path, lambda: obstore.head(self.store, path))
         return None if meta is None else (int(meta["size"]), repr(self._check_unchanged(path, meta)))
 
     def whole(self, path: str, room: ByteAllocator, most: int | None = None) -> ByteArray | None:
-        """All bytes of an object, in memory of our own; `room` is not used.  One request.
+        """Read all bytes of an object into new memory; `room` is not used. One request.
 
-        One that says that it has more than `most` bytes (2 GiB) is refused before its body is read.
+        An object that claims more than `most` bytes (2 GiB) is refused before its body is read.
         """
         return self._tried(path, lambda: self._get(path, None, _MOST_OF_AN_OBJECT if most is None else most)[0])
 
     def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
-        """Targets that lie at most `gap` bytes apart are one request."""
+        """Fill the targets; those that lie at most `gap` bytes apart are one request."""
         parts = merge_ranges(((offset, offset + memory.size) for offset, memory in targets), self.gap)
         found = [self._part(path, parts[0])] if len(parts) == 1 else self._at_once(path, parts)
         return fill_targets(targets, parts, found)
 
     def edge(self, path: str, length: int, at_end: bool) -> tuple[ByteArray, int] | None:
-        """The first or last bytes of an object, at most `length`, and its size; None when it is missing."""
+        """Return the first or last bytes of an object, at most `length`, and its size; None when it is missing."""
         asked: Any = {"suffix": length} if at_end else (0, length)
         found = self._tried(path, lambda: self._get(path, asked, length), at_end)
         if found is not _NO_SUFFIX:
             return found
-        size = self.size(path)  # Azure has no ranges from the end
+        size = self.size(path)  # Azure lacks ranges from the end
         raw = None if size is None else self._part(path, (max(size - length, 0), size))
         return None if raw is None or size is None else (raw, size)
 
     def names(self, prefix: str) -> list[str]:
-        """What lies right below a prefix."""
+        """Return the names right below a prefix."""
         import obstore
 
         found: Any = self._tried(prefix, lambda: obstore.list_with_delimiter(self.store, prefix=prefix))
@@ -252,7 +255,7 @@ class RemoteFiles:
         return raw
 
     def _get(self, path: str, part: ByteRange | dict[str, int] | None, most: int) -> tuple[ByteArray, int]:
-        """One request: its bytes, at most so many, and the size of the object."""
+        """Make one request: return its bytes, at most so many, and the size of the object."""
         import obstore
 
         options: Any = {} if part is None else {"range": part}
@@ -266,7 +269,7 @@ class RemoteFiles:
         return raw, int(meta["size"])
 
     def _check_unchanged(self, path: str, meta: Any) -> Any:
-        """The stamp of an object that is read in parts: it stays the one whose first part was read."""
+        """Check that an object that is read in parts stays the one whose first part was read, and return its stamp."""
         stamp = (meta["e_tag"] or "").removeprefix("W/") or (meta["size"], meta["last_modified"])
         with self._lock:
             if self._stamps.setdefault(path, stamp) != stamp:
@@ -277,7 +280,7 @@ class RemoteFiles:
         return stamp
 
     def _tried(self, path: str, step: Callable[[], T], suffix: bool = False) -> Any:
-        """What a request gives, tried again while that may help; None for a missing object."""
+        """Make a request, again while that may help, and return its result; None for a missing object."""
         from obstore.exceptions import BaseError, NotSupportedError
 
         begun = time.monotonic()
@@ -325,7 +328,7 @@ _NO_SUFFIX: Any = object()
 
 
 def _body_of_answer(answer: Any, size: int) -> ByteArray:
-    """The body of an answer that says that it has `size` bytes, which is read no further than that."""
+    """Return the body of an answer that claims to have `size` bytes, and read no further than that."""
     raw, done = np.empty(0, np.uint8), 0
     for piece in answer.stream(min_chunk_size=_PIECE_BYTES):
         more = np.frombuffer(memoryview(piece), np.uint8)
@@ -351,9 +354,9 @@ def _wait_before_retry(pause: float) -> bool:
 
 
 def _status_and_answer(error: Exception) -> tuple[str, str]:
-    """The status of a failed request, if the server gave one, and the answer in words, without anything secret.
+    """Return the status of a failed request, if the server gave one, and the answer in words, without secrets.
 
-    The body of an answer is left out but for S3's error code: it may repeat the credentials of the request.
+    The body of an answer is left out except for S3's error code, because it may repeat the credentials of the request.
     """
     text = str(error)
     if found := _STATUS_PATTERN.search(text):

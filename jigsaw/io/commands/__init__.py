@@ -1,1 +1,1 @@
-"""The commands of ``python -m jigsaw`` that are the reader's."""
+"""Commands of ``python -m jigsaw`` that belong to the reader."""

@@ -17,7 +17,7 @@ from jigsaw.io.text_tables import bytes_text
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     parser.add_argument("source", nargs="+", help="paths, a URL, or a quoted glob; several files are joined")
     parser.add_argument("target", help="the Zarr store to make; a conversion that was ended goes on")
     options.add_shared_options(parser, "--fields", "--time", "--every", "--dims", "--outside", "--scheduler")
@@ -54,7 +54,7 @@ def _run_conversion(args: argparse.Namespace) -> Converted:
 
 
 def conversion_report(made: Converted) -> str:
-    """A line an array: its chunks, shards and size."""
+    """Return a line for each array: its chunks, shards and size."""
     lines = [f"{made.path}: {made.written} regions written and read back, {made.kept} were there"]
     for array in made.arrays:
         shape = ", ".join(f"{d} {n}" for d, n in zip(array.dims, array.shape, strict=True))
@@ -75,7 +75,7 @@ def _verify_target(target: str) -> int:
 
 
 def _progress_line() -> ConversionProgress:
-    """One line of progress that is written over."""
+    """Return a function that shows progress in one line, which it overwrites."""
     began = time.monotonic()
 
     def tell(done: int, whole: int) -> None:

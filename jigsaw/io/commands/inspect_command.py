@@ -1,4 +1,4 @@
-"""``python -m jigsaw inspect``: what is in a store, as a person wants to see it."""
+"""``python -m jigsaw inspect``: the contents of a store, as a person wants to see them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jigsaw.io.text_tables import align_columns, bytes_text
 _TEXT_WIDTH = 70
 _ATTRIBUTES_SHOWN = 12
 _PLACE_ATTRIBUTES = ("affine", "zooms", "space_units")
-"""Told in words where there is an affine."""
+"""Attributes that are described in words where there is an affine."""
 _WORLD_WORDS = {"L": "left", "R": "right", "P": "back", "A": "front", "I": "feet", "S": "head"}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     options.add_shared_options(parser, "store", "--fields", "--dims", "--select", "--outside")
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument("--plot", metavar="map.png", help="draw a map of the first field")
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def inspection_report(found: StoreSummary) -> str:
-    """The summary as text: the store, its grids, times and variables, how they are stored, attributes."""
+    """Return the summary as text: the store, its grids, times and variables, how they are stored, attributes."""
     parts: tuple[Callable[[StoreSummary], Iterable[str]], ...] = (
         _summary_lines,
         _volume_lines,
@@ -131,7 +131,7 @@ def _shape_text(sizes: tuple[int, ...]) -> str:
 
 
 def _packing_lines(found: StoreSummary) -> list[str]:
-    """How stored values are to be read, where that is not as they are."""
+    """Say how stored values are decoded, where they are not values as they are."""
     lines: list[str] = []
     for v in found.variables:
         packed = f"value = stored * {v.scale:g} + {v.offset:g}" if (v.scale, v.offset) != (1.0, 0.0) else ""

@@ -1,4 +1,4 @@
-"""What the commands share: options (lists of names, sizes by dim, spans of time), clusters, and how they refuse."""
+"""Options shared by the commands (lists of names, sizes by dim, spans of time), clusters, and refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CommandFunction = Callable[[argparse.Namespace], int]
 
 
 def report_refusals(command: CommandFunction) -> CommandFunction:
-    """The command, with what it refuses told in one line, and the exit status 1 then."""
+    """Wrap the command so that a refusal is printed in one line, with exit status 1."""
 
     @wraps(command)
     def told(args: argparse.Namespace) -> int:
@@ -37,12 +37,12 @@ def report_refusals(command: CommandFunction) -> CommandFunction:
 
 
 def parse_names(text: str) -> list[str]:
-    """``t2m,z500``."""
+    """Parse ``t2m,z500``."""
     return [name for name in text.split(",") if name]
 
 
 def parse_pairs(text: str) -> dict[str, str]:
-    """``lat=a,lon=b``."""
+    """Parse ``lat=a,lon=b``."""
     found = [entry.partition("=") for entry in parse_names(text)]
     if any(not (key and sign and value) for key, sign, value in found):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list like lat=2,lon=2")
@@ -54,7 +54,7 @@ def parse_pairs(text: str) -> dict[str, str]:
 
 
 def parse_integers(text: str) -> dict[str, int]:
-    """``lat=2,lon=2``."""
+    """Parse ``lat=2,lon=2``."""
     try:
         return {key: int(value) for key, value in parse_pairs(text).items()}
     except ValueError:
@@ -62,12 +62,12 @@ def parse_integers(text: str) -> dict[str, int]:
 
 
 def parse_halo(text: str) -> int | dict[str, int]:
-    """``2`` for all dims, or ``lat=2,lon=3``."""
+    """Parse ``2`` for all dims, or ``lat=2,lon=3``."""
     return int(text) if text.isdecimal() else parse_integers(text)
 
 
 def parse_boundary(text: str) -> dict[str, Any]:
-    """``lon=periodic,lat=fill:0``: what lies beyond the ends of which dim."""
+    """Parse ``lon=periodic,lat=fill:0``: the rule beyond the ends of each dim."""
     found: dict[str, Any] = {}
     for dim, rule in parse_pairs(text).items():
         name, colon, value = rule.partition(":")
@@ -79,12 +79,12 @@ def parse_boundary(text: str) -> dict[str, Any]:
 
 
 def parse_spec(text: str) -> dict[str, Any]:
-    """``lat=lat,lon=lon+depth``: which axes cut which dim."""
+    """Parse ``lat=lat,lon=lon+depth``: the axes that cut each dim."""
     return {dim: tuple(axes.split("+")) for dim, axes in parse_pairs(text).items()}
 
 
 def parse_offsets(text: str) -> list[int]:
-    """``-1,0``."""
+    """Parse ``-1,0``."""
     try:
         return [int(entry) for entry in parse_names(text)]
     except ValueError:
@@ -92,7 +92,7 @@ def parse_offsets(text: str) -> list[int]:
 
 
 def parse_samples(text: str) -> list[int]:
-    """``0,1``, at least one."""
+    """Parse ``0,1``, at least one."""
     found = parse_offsets(text)
     if not found:
         raise argparse.ArgumentTypeError("names no sample; give at least one, like 0")
@@ -100,14 +100,14 @@ def parse_samples(text: str) -> list[int]:
 
 
 def parse_count(text: str) -> int:
-    """``4``, at least 1."""
+    """Parse ``4``, at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def parse_time_span(text: str) -> tuple[Any, Any]:
-    """``1979..2015``, dates with both ends included, or positions like ``0..100``."""
+    """Parse ``1979..2015``, dates with both ends included, or positions like ``0..100``."""
     first, dots, last = text.partition("..")
     if not dots:
         raise argparse.ArgumentTypeError(f"{text!r} is no span like 1979..2015, 2020-01-01..2020-06-30 or 0..100")
@@ -119,12 +119,12 @@ def parse_time_span(text: str) -> tuple[Any, Any]:
 
 
 def parse_every(text: str) -> str | int:
-    """``6h``, or a number of steps."""
+    """Parse ``6h``, or a number of steps."""
     return int(text) if text.isdecimal() else text
 
 
 def parse_outside(text: str) -> bool | list[str]:
-    """``s3://bucket,/data``, or ``all``."""
+    """Parse ``s3://bucket,/data``, or ``all``."""
     return text == "all" or parse_names(text)
 
 
@@ -155,13 +155,13 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def add_shared_options(parser: Any, *names: str) -> None:
-    """The options that several commands have, alike in all."""
+    """Add the options that several commands have, alike in all."""
     for name in names:
         parser.add_argument(name, **_SHARED_OPTIONS[name])
 
 
 def scheduler_client(scheduler: str, workers: int | None) -> AbstractContextManager[Client | None]:
-    """The client of the cluster that ``--scheduler`` names or starts; None for threads."""
+    """Return the client of the cluster that ``--scheduler`` names or starts; None for threads."""
     if scheduler == "threads":
         return nullcontext()
     return dask_client(None if scheduler == "local" else scheduler, workers)

@@ -1,4 +1,4 @@
-"""``python -m jigsaw plan``: what each rank of a mesh would read of a store.  It needs no ranks."""
+"""``python -m jigsaw plan``: what each rank of a mesh would read of a store. It does not need ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jigsaw.io.series import coords
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     options.add_shared_options(parser, "store", "--fields", "--select", "--outside", "--missing")
     sizes: dict[str, Any] = {"type": options.parse_integers, "default": {}}
     parser.add_argument("--mesh", **sizes, metavar="lat=2,lon=2", help="mesh axes and their sizes")
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _advice_lines(args: argparse.Namespace, dataset: Dataset, plan: ReadPlan) -> list[str]:
-    """What would be read cheaper: in short where that is known soon, as tables where it is asked for."""
+    """Recommend cheaper ways to read: in short where these are found quickly, as tables where asked for."""
     if args.recommend is None and not is_cheap_recommendation(dataset, plan):
         return ["recommended: there are many chunks to weigh; --recommend does"]
     if args.recommend is not None and args.recommend < 0:

@@ -18,7 +18,7 @@ from jigsaw.mesh import init_mesh, mesh_coordinate
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     options.add_shared_options(parser, "store", "--fields", "--time", "--every", "--select", "--outside", "--missing")
     parser.add_argument("--output", required=True, metavar="stats.nc", help="where to: .nc, .npz or .json")
     parser.add_argument(
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def statistics_report(found: Statistics) -> str:
-    """A table: a line a channel."""
+    """Return a table with a line for each channel."""
     width = max(map(len, ("channel", *found.fields)))
     shown = ("mean", "std", "min", "max", "diff_std", "missing")
     lines = [f"{'channel':<{width}} " + " ".join(f"{name:>12}" for name in shown)]

@@ -1,1 +1,1 @@
-"""Writing: every rank its own tile."""
+"""Writing: every rank writes its own tile."""

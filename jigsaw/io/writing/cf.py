@@ -43,16 +43,16 @@ class StoredCoordinate:
 
 
 def encode_coordinate(name: str, given: Any, stored: StoredCoordinate | None = None) -> StoredCoordinate:
-    """What a user gives for a coordinate, encoded.
+    """Encode a coordinate that the user gives.
 
     `given` is an array along the dim of that name, ``(array, attrs)``, ``(dims, array)``, ``(dims, array, attrs)`` or
-    an xarray variable.  Dates, durations and cftime objects become numbers: in the units among its attributes, or those
-    of a coordinate that is stored already (`stored`), else in the coarsest that is exact.  They are integers, unless
-    the stored ones are floats or one is missing, which is NaN.  Without attributes those of the CF conventions for its
-    name are set.
+    an xarray variable. Dates, durations and cftime objects become numbers: in the units among its attributes, or those
+    of a coordinate that is stored already (`stored`), else in the coarsest unit that is exact. They are integers,
+    unless the stored ones are floats or one is missing, which is NaN. Without attributes it gets those of the CF
+    conventions for its name.
 
-    Raises: `GridError` for a shape that does not fit its dims, or dates that are no whole units where integers are
-    stored.
+    Raises: `GridError` for a shape that does not fit its dims, or dates that are not a whole number of units where
+    integers are stored.
     """
     dims, values, attrs = _dims_values_attrs(name, given)
     if values.ndim != len(dims):
@@ -71,7 +71,7 @@ def encode_coordinate(name: str, given: Any, stored: StoredCoordinate | None = N
 
 
 def _stored_units(name: str, stored: StoredCoordinate) -> Mapping[str, Any]:
-    """The attributes by which readers decode what is stored: without a calendar it is the standard one."""
+    """Return the attributes by which readers decode the stored values: without a calendar it is the standard one."""
     if stored.values.dtype.kind in "mMO":  # xarray has decoded it
         return stored.attrs
     if stored.attrs.get("units") is None:
@@ -123,7 +123,7 @@ def _encode_times(
 
 
 def _exact_nanoseconds(values: NDArray[Any]) -> NDArray[Any]:
-    """Dates or durations [n] as Python's integers: 64 bits of nanoseconds end 292 years from 1970."""
+    """Return dates or durations [n] as Python's integers: 64 bits of nanoseconds end 292 years from 1970."""
     kind, fine = values.dtype.kind, np.datetime_data(values.dtype)[0] in ("ns", "ps", "fs", "as")
     ticks = values.astype(f"{kind}8[{'ns' if fine else 'us'}]").astype(np.int64)
     return np.multiply(ticks.astype(object), 1 if fine else 1000, dtype=object)
@@ -134,7 +134,7 @@ def _coarsest_unit(nanoseconds: NDArray[Any]) -> str:
 
 
 def _duration_units(name: str, exact: NDArray[Any], attrs: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The nanoseconds of the units that durations are stored in, and their attributes."""
+    """Return the nanoseconds of the units that durations are stored in, and their attributes."""
     steps = {"days": 86_400_000_000_000, "minutes": 60_000_000_000, **_NANOSECONDS}
     units = str(attrs.get("units", _coarsest_unit(exact)))
     if units not in steps:
@@ -144,10 +144,10 @@ def _duration_units(name: str, exact: NDArray[Any], attrs: Mapping[str, Any]) ->
 
 
 def _date_units(name: str, exact: NDArray[Any], attrs: Mapping[str, Any]) -> tuple[int, int, dict[str, Any]]:
-    """Where the units that dates are stored in begin, how long one is (nanoseconds), and their attributes."""
+    """Return where the units of dates begin, how long one is (nanoseconds), and their attributes."""
     units = str(attrs.get("units", f"{_coarsest_unit(exact)} since 1970-01-01"))
     calendar = str(attrs.get("calendar", "proleptic_gregorian"))
-    try:  # where the reader sees 0 and 1000 is where these units put them; it has no nanoseconds
+    try:  # the reader's places of 0 and 1000 are those of these units; its dates lack nanoseconds
         origin, after = decode_times(np.array([0, 1000]), {"units": units, "calendar": calendar}).stamps
     except UnsupportedStoreError as error:
         raise GridError(f"coords[{name!r}]: {error}") from error
@@ -177,7 +177,7 @@ def _encode_cftime(
 
 
 def plain_attribute(value: Any) -> Any:
-    """An attribute as JSON and NetCDF hold it: numpy scalars and arrays as Python's own, dates as text."""
+    """Return an attribute as JSON and NetCDF hold it: numpy scalars and arrays as Python's own, dates as text."""
     if isinstance(value, date | timedelta | np.datetime64 | np.timedelta64):
         return str(value)
     if isinstance(value, np.generic):

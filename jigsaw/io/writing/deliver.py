@@ -1,4 +1,4 @@
-"""Boxes on their way from the tiles that own them to the ranks that write them; what fails on one fails on all."""
+"""Boxes on their way from the tiles that own them to the ranks that write them; a failure on one rank fails on all."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _WRITER_THREADS = 4
 
 
 def gather_results(mesh: DeviceMesh, step: Callable[[], T]) -> list[T]:
-    """What `step` returned on every rank, in mesh order; when it failed on any, all raise.
+    """Return what `step` returned on every rank, in mesh order; when it failed on any, all raise.
 
-    *Sends*: what it returned, pickled, to each of the other ranks.
+    *Sends*: the pickled result of `step`, to each of the other ranks.
     """
     return _hear_or_refuse(mesh, lambda: results_of_ranks(mesh, step, WriteError))
 
 
 def agreed_outline(mesh: DeviceMesh, describe: Callable[[], AppendOutline]) -> AppendOutline:
-    """What every rank describes, once it is known to be the same on all."""
+    """Return the outline that every rank describes, once it is known to be the same on all."""
     found: list[AppendOutline] = []
 
     def digest() -> str:
@@ -52,7 +52,7 @@ def agreed_outline(mesh: DeviceMesh, describe: Callable[[], AppendOutline]) -> A
 
 
 def _hear_or_refuse(mesh: DeviceMesh, talk: Callable[[], T]) -> T:
-    """What `talk` returns; where another rank has ended, a `WriteError` on those that wait for it."""
+    """Return what `talk` returns; where another rank has ended, a `WriteError` on those that wait for it."""
     try:
         return talk()
     except RuntimeError as error:
@@ -90,7 +90,7 @@ def deliver_boxes(
 
 
 def _swap_round(source: TileSource, batch: Sequence[WriteUnit], mesh: DeviceMesh, me: int) -> dict[Box, Tensor]:
-    """The boxes of one round that this rank needs to write, its own and those of others, by where they lie."""
+    """Return the boxes that this rank must write in one round, its own and those of others, by where they lie."""
     local, owned = source.tile.local, source.tile.layout.owned(mesh_coordinate(mesh))
     sends: dict[int, list[Tensor]] = {}
     wanted: dict[int, list[Box]] = {}

@@ -34,10 +34,10 @@ def metadata_of_dataset(
     fields: Sequence[WrittenField] | None = None,
     given: Collection[str] = (),
 ) -> LentMetadata:
-    """What of a dataset belongs to tiles with these dims and `fields`, by default those of its target.
+    """Return the metadata of a dataset for tiles with these dims and `fields`, by default those of its target.
 
-    A spatial dim is found by its canonical name, or by the store's own.  Attributes that name what is written neither
-    as a field nor among the coordinates `given` (bounds, a grid mapping) are left out.
+    A spatial dim is found by its canonical name, or by the store's own. An attribute is left out where it names a
+    variable (bounds, a grid mapping) that is neither written as a field nor among the coordinates `given`.
     """
     store, variables, survey = dataset.store, dataset.variables, StoreSurvey(dataset.store)
     own = dict(zip(variables[0].table.dims, variables[0].roles, strict=True))
@@ -72,14 +72,14 @@ def metadata_of_dataset(
 
 
 def _written_field(survey: StoreSurvey, by_name: Mapping[str, StoreVariable], channel: FieldChannel) -> WrittenField:
-    """An array, and a level of it; what has a name of its own along a dim of channels is an array by that name."""
+    """Return an array, and a level of it; a named channel is an array by that name."""
     if channel.own_name or channel.level is None:
         return WrittenField(channel.own_name or channel.array, None)
     return WrittenField(channel.array, float(survey.values(by_name[channel.array], LEVEL_DIM)[channel.level]))
 
 
 def _attrs_that_hold(attrs: Mapping[str, Any], written: Collection[str]) -> dict[str, Any]:
-    """The attributes that still hold beside the variables that are `written`."""
+    """Return the attributes that still hold beside the variables that are `written`."""
 
     def refers(reference: str) -> set[str]:  # ``crs``, or ``area: cell_area``
         return {word for word in reference.split() if not word.endswith(":")}

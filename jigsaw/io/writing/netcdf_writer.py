@@ -1,11 +1,11 @@
 """NetCDF-4: one rank writes, the others send it their boxes, a few units at a time.
 
 HDF5 without MPI cannot be written by several processes at once, and a file that a killed process was writing may not
-open.  So the file grows beside its name, as ``NAME.part``, and takes its name when it is whole; what is at the path
-before stays there until then.  After every append the part is flushed and says how many steps are complete.
+open. So the file grows beside its name, as ``NAME.part``, and takes its name when it is whole; an older file at the
+path stays there until then. After every append the part is flushed and says how many steps are complete.
 
-A full disk in the middle of a step would leave a part that libhdf5 cannot even close.  So room for a whole step is made
-sure of before any of it is written, and where there is none the part stays as it was; ``mode="a"`` goes on with it.
+A full disk in the middle of a step would leave a part that libhdf5 cannot even close. So room for a whole step is
+reserved before any of it is written. Without room the part stays as it was; ``mode="a"`` goes on with it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from jigsaw.io.writing.sink import (
 _DEFLATE_ENCODING: Mapping[str, Any] = {"compression": "zlib", "complevel": 1, "shuffle": True, "fletcher32": True}
 _NETCDF_CHUNK_STEPS = 1024
 _METADATA, _OF_A_CHUNK = 1 << 18, 512
-"""Bytes that a file needs beside its values, at most, and each of their chunks."""
+"""Largest number of bytes that a file needs beside its values, and beside each of their chunks."""
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _GREW_FROM = "jigsaw_grew_from"
-"""The attribute of a part that began as a copy: of which file."""
+"""Attribute of a part that began as a copy: the file that was copied."""
 # what NetCDF lacks, and what holds it exactly
 _HELD_DTYPES = {"bool": "i1", "float16": "f4"}
 
@@ -69,7 +69,7 @@ class NetcdfSink:
     # -- the first rank ----------------------------------------------------------------------------------------------
 
     def find(self, append_dim: str) -> GrowingStore | None:
-        """The complete steps of the file.  A copy of it grows, or the part that an ended run has left."""
+        """Return the complete steps of the file. A copy of it grows, or the part that an ended run has left."""
         if not self._goes_on():
             if not self.path.exists():
                 return None
@@ -103,7 +103,7 @@ class NetcdfSink:
         return True
 
     def _new_part(self, size: int) -> None:
-        """An empty part: not the one that was there, nor through a link to anything else."""
+        """Make an empty part: never the existing one, nor anything that a link leads to."""
         self._part.parent.mkdir(parents=True, exist_ok=True)
         if not _is_replaceable(self._part):
             raise WriteError(f"{self._part} is there, and jigsaw did not write it; move it away, or write elsewhere")
@@ -113,7 +113,7 @@ class NetcdfSink:
         self._make_sure_of(size + _METADATA)
 
     def _make_sure_of(self, size: int) -> None:
-        """Raises: `OSError` when the part cannot grow by so many bytes."""
+        """Raise `OSError` when the part cannot grow by so many bytes."""
         if not hasattr(os, "posix_fallocate"):  # macOS: a disk that is full then shows while a step is written
             return
         handle = open_unlinked(self._part, os.O_RDWR)
@@ -156,7 +156,7 @@ class NetcdfSink:
             sizes = zip(c.dims, c.values.shape, strict=True)
             chunks = [_NETCDF_CHUNK_STEPS if d == self._dim else max(n, 1) for d, n in sizes]
             dtype = str if c.values.dtype.kind == "U" else _HELD_DTYPES.get(c.values.dtype.name, c.values.dtype)
-            checked = bool(chunks) and dtype is not str  # texts have no checksum in HDF5
+            checked = bool(chunks) and dtype is not str  # HDF5 cannot checksum texts
             how = {"fletcher32": True} if checked else {}
             self._create_variable(c, dtype, chunks if checked or self._dim in c.dims else None, None, how)
         self._file.set_auto_maskandscale(False)  # values are written as they are given: no masks, no packing
@@ -175,14 +175,14 @@ class NetcdfSink:
             self._make_sure_of(_METADATA + sum(map(self._bytes, arrays)) + self._bytes_of_coordinates(arrays))
 
     def _bytes(self, array: ArrayOutline) -> int:
-        """What the chunks of the steps that are not complete take at most: uncompressed, and whole."""
+        """Return how many bytes the chunks of incomplete steps take at most: uncompressed, and whole."""
         first = [self._complete if d == self._dim else 0 for d in array.dims]
         chunks = [c or max(n, 1) for c, n in zip(array.chunks or array.shape, array.shape, strict=True)]
         counts = [ceil(n / c) - a // c for n, c, a in zip(array.shape, chunks, first, strict=True)]
         return prod(counts) * (prod(chunks) * np.dtype(array.dtype).itemsize * 101 // 100 + _OF_A_CHUNK)
 
     def _bytes_of_coordinates(self, arrays: Sequence[ArrayOutline]) -> int:
-        """A chunk of those that grow, and all of the others where nothing is complete."""
+        """Return the bytes of a chunk of those that grow, and of all of the others where nothing is complete."""
         found, written = 0, {a.name for a in arrays}
         for name, v in self._file.variables.items():
             grows = self._dim in v.dimensions
@@ -245,7 +245,7 @@ def _read_attrs(thing: Any) -> dict[str, Any]:
 
 
 def _netcdf_attribute(value: Any) -> Any:
-    """An attribute as NetCDF holds it: text, numbers, lists of numbers; those of numpy keep their type."""
+    """Return an attribute as NetCDF holds it: text, numbers, lists of numbers; those of numpy keep their type."""
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "iuf" and value.ndim < 2:
         return value
     value = plain_attribute(value)
@@ -267,7 +267,7 @@ def _netcdf_coordinate(name: str, variable: Any, whole: tuple[slice, ...]) -> St
 
 
 def _attrs_of_kept(part: Path) -> Mapping[str, Any]:
-    """The attributes of a part with complete steps, of a run that ended; empty where there is none, or none of ours."""
+    """Return the attributes of a part with complete steps, left by a run that ended; empty for any other file."""
     if part.is_symlink() or not part.is_file():
         return {}
     try:
@@ -278,7 +278,7 @@ def _attrs_of_kept(part: Path) -> Mapping[str, Any]:
 
 
 def _is_replaceable(part: Path) -> bool:
-    """Whether a part is a link, which goes and not where it leads, or looks like one that a writer of ours has left.
+    """Say whether a part is a link, which alone is replaced, or looks like one left by a writer of jigsaw's.
 
     A writer that was killed may have left a file that cannot be opened; it begins as HDF5 does, or is empty.
     """
@@ -295,6 +295,6 @@ def _is_replaceable(part: Path) -> bool:
 
 
 def netcdf_attrs(path: Path) -> Mapping[str, Any]:
-    """The global attributes of a file."""
+    """Return the global attributes of a file."""
     with _open_netcdf4(path, "r") as file:
         return _read_attrs(file)

@@ -1,4 +1,4 @@
-"""What a store will hold: tiles as arrays with names, dims, chunks and attributes, channels split into variables."""
+"""Outline of a store: tiles as arrays with names, dims, chunks and attributes, channels split into variables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TileData = Tile | Mapping[str, Tile]
 ArrayDims = Sequence[str] | Mapping[str, Sequence[str]]
 CHANNEL_DIM, LEVEL_DIM = "channel", "level"
 _DIMS_ONE_BY_ONE = ("time", "prediction_timedelta")
-# what numpy has no name for is stored as what holds it exactly
+# dtypes that numpy lacks are stored as ones that hold them exactly
 _STORED_DTYPES = {"bfloat16": "float32"}
 _ENCODING_OPTIONS = {
     ".zarr": ("dtype", "compressors", "filters", "serializer"),
@@ -43,18 +43,18 @@ class ArrayOutline:
 
     @property
     def units(self) -> tuple[int, ...]:
-        """What one process must write as one."""
+        """Shape that one process must write as one."""
         return self.shards or self.chunks
 
     @property
     def fill(self) -> Any:
-        """What stands where nothing was written."""
+        """Value where nothing was written."""
         return np.nan if np.dtype(self.dtype).kind in "fc" else 0
 
 
 @dataclass(frozen=True)
 class TileSource:
-    """A tile and the array made of it; one that is made of a single channel has no dim `dropped` of the tile."""
+    """Tile and the array made from it; an array made from a single channel lacks the dim `dropped` of the tile."""
 
     tile: Tile
     array: ArrayOutline
@@ -63,14 +63,14 @@ class TileSource:
     dropped: int | None = None
 
     def target(self) -> WriteTarget:
-        """The array as the planner sees it, with every dim of the tile."""
+        """Return the array as the planner sees it, with every dim of the tile."""
         return WriteTarget(self._wide(self.array.shape), self._wide(self.array.units), self.channel, self.runs)
 
     def _wide(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         return sizes if self.dropped is None else (*sizes[: self.dropped], 1, *sizes[self.dropped :])
 
     def phase(self, dim: str | None, rows: int) -> tuple[int, ...]:
-        """`rows` along the dim of that name, 0 along the others, for each dim of the tile."""
+        """Return `rows` along the dim of that name and 0 along the others, in the order of the tile's dims."""
         return self._wide(tuple(rows if d == dim else 0 for d in self.array.dims))
 
 
@@ -85,7 +85,7 @@ class GrowingStore:
 
 @dataclass(frozen=True, eq=False)
 class AppendOutline:
-    """What one append writes: arrays of tiles, coordinates, and how many rows along the dim that grows."""
+    """Content of one append: arrays of tiles, coordinates, and the number of rows along the dim that grows."""
 
     sources: tuple[TileSource, ...]
     coords: tuple[StoredCoordinate, ...]
@@ -97,7 +97,7 @@ class AppendOutline:
         return GrowingStore(arrays, coords if before is None else before.coords, steps)
 
     def digest(self) -> str:
-        """The same on every rank that writes the same."""
+        """Return a digest that is the same on every rank that writes the same."""
         facts = [(s.array, s.tile.layout, s.runs, str(s.tile.dtype)) for s in self.sources]
         whole = hashlib.sha256(repr(facts).encode())
         for c in self.coords:
@@ -108,7 +108,7 @@ class AppendOutline:
 
 @dataclass(frozen=True)
 class StorageOptions:
-    """How a user wants it stored.  Raises: `WriteError` for what the format does not have."""
+    """Storage options of the user. Raises: `WriteError` for what the format does not have."""
 
     suffix: str
     append_dim: str | None
@@ -142,9 +142,9 @@ class WrittenField:
 
 
 def parse_written_field(field: str) -> WrittenField:
-    """``t2m`` is an array, ``z@500`` the level 500 of an array.
+    """Parse a field: ``t2m`` is an array, ``z@500`` the level 500 of an array.
 
-    Raises: `FieldError` for a level that is no number.
+    Raises: `FieldError` for a level that is not a number.
     """
     name, at, level = field.partition("@")
     try:
@@ -154,7 +154,7 @@ def parse_written_field(field: str) -> WrittenField:
 
 
 def _level_values(fields: Sequence[WrittenField], given: NDArray[Any] | None) -> NDArray[Any] | None:
-    """The values along the level dim: those given, else all that fields name, in their order; None without any.
+    """Return the values along the level dim: those given, else all that fields name, in their order; None without any.
 
     Raises: `FieldError` for a field whose level is not among those given.
     """
@@ -176,7 +176,7 @@ def _tile_sources(
     levels: NDArray[Any] | None,
     how: StorageOptions,
 ) -> tuple[TileSource, ...]:
-    """Every array to write, with the tile that it is made of, its halo left out.
+    """Return every array to write, with the tile that it is made from, without its halo.
 
     Raises: `FieldError`, `ShardingError` or `WriteError` naming what does not fit.
     """
@@ -230,7 +230,7 @@ def _split_channels(
         if len(set(where)) != len(where):
             raise FieldError(f"fields name a level of {name!r} twice; name each channel once")
         shape = tuple(tile.shape)
-        if not named or levels is None:  # without a level the array has no dim in the place of the channels
+        if not named or levels is None:  # without a level, the array lacks a dim in the place of the channels
             kept = [d for d in range(tile.ndim) if d != at]
             array = _outline_array(name, tuple(dims[d] for d in kept), tuple(shape[d] for d in kept), tile, kept, how)
             found.append(TileSource(tile, array, at, ((channels[0], channels[0] + 1, 0),), dropped=at))
@@ -286,7 +286,9 @@ def _dtype_to_store(tile: Tile, how: StorageOptions) -> str:
 
 
 def _chunk_rows(dim: str, size: int, layout: Layout, at: int, how: StorageOptions) -> int:
-    """What is asked for, else one step of time and the largest piece of a cut dim, so that chunks and tiles align."""
+    """Return the rows asked for, else one step of time and the largest piece of a cut dim: chunks and tiles
+    then align.
+    """
     grows = dim == how.append_dim
     if dim in how.chunks:
         return int(how.chunks[dim]) if grows else max(1, min(int(how.chunks[dim]), size))
@@ -310,7 +312,7 @@ def _shard_rows(name: str, dim: str, size: int, chunk: int, how: StorageOptions)
 
 
 def _check_dim_sizes(how: StorageOptions, sources: Sequence[TileSource]) -> dict[str, int]:
-    """The size of each dim; what names a dim that no array has is a mistake."""
+    """Return the size of each dim; options for a dim that no array has are refused."""
     sizes: dict[str, int] = {}
     for source in sources:
         for dim, size in zip(source.array.dims, source.array.shape, strict=True):
@@ -335,8 +337,8 @@ def outline_append(
     known: GrowingStore | None,
     like: Mapping[str, StoredCoordinate] | None = None,
 ) -> AppendOutline:
-    """What one append writes, checked against the store that there is (`known`); coordinates that are given without
-    attributes are stored as those of `like`.
+    """Return what one append writes, checked against the existing store (`known`). Coordinates that are given without
+    attributes are stored like those of `like`.
 
     Raises: `FieldError`, `GridError`, `ShardingError` or `WriteError` naming what does not fit.
     """
@@ -366,7 +368,7 @@ def outline_append(
 
 
 def _check_array_names(names: Sequence[str]) -> None:
-    """A name becomes a folder in one format: none may lead elsewhere."""
+    """Check the names of arrays, which become folders in one format: none may lead elsewhere."""
     for name in names:
         if not name or "/" in name or name in (".", "..") or name.startswith("__"):
             raise FieldError(f"{name!r} cannot name an array; choose one without '/', not '.', '..' or '__…'")
@@ -392,7 +394,7 @@ def _name_coordinates(source: TileSource, coords: Sequence[StoredCoordinate]) ->
 def _growing_coordinates(
     coords: Sequence[StoredCoordinate], known: GrowingStore, dim: str | None
 ) -> tuple[StoredCoordinate, ...]:
-    """The coordinates along the dim that grows; the others must be those of the store."""
+    """Return the coordinates along the dim that grows; the others must equal those of the store."""
     strange = sorted({c.name for c in coords} - set(known.coords))
     missing = sorted({n for n, c in known.coords.items() if dim in c.dims} - {c.name for c in coords})
     if strange or missing:
@@ -407,7 +409,7 @@ def _growing_coordinates(
 
 
 def _check_stored_exactly(c: StoredCoordinate, there: StoredCoordinate) -> None:
-    """What the store's dtype would round or cut off is refused."""
+    """Refuse values that the store's dtype would round or cut off."""
     numbers = c.values.dtype.kind in "fiu" and there.values.dtype.kind in "fiu"
     with np.errstate(invalid="ignore"):
         kept = c.values.astype(there.values.dtype) if numbers else c.values

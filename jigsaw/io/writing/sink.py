@@ -1,4 +1,4 @@
-"""What a format offers to a writer, and what a store says about how far it is written."""
+"""Sinks, which formats offer to a writer, and the record of how far a store is written."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ APPEND_DIM_ATTRIBUTE, COMPLETE_ATTRIBUTE, CLOSED_ATTRIBUTE = "jigsaw_append_dim"
 
 @dataclass(frozen=True)
 class StoreCompleteness:
-    """How far a store is written: whole steps along the dim that grows, and whether its writer came to its end."""
+    """Completeness of a store: whole steps along the dim that grows, and whether its writer came to its end."""
 
     append_dim: str | None
     steps: int
     closed: bool
 
     def attrs(self) -> dict[str, Any]:
-        """The global attributes that say so."""
+        """Return the global attributes that record it."""
         grows = {} if self.append_dim is None else {APPEND_DIM_ATTRIBUTE: self.append_dim}
         return {**grows, COMPLETE_ATTRIBUTE: self.steps, CLOSED_ATTRIBUTE: int(self.closed)}
 
 
 def completeness_from_attrs(attrs: Mapping[str, Any]) -> StoreCompleteness | None:
-    """What the attributes of a store say; None for one that jigsaw did not write."""
+    """Return the completeness in a store's attributes; None for a store that jigsaw did not write."""
     if COMPLETE_ATTRIBUTE not in attrs:
         return None
     dim = attrs.get(APPEND_DIM_ATTRIBUTE)
@@ -43,7 +43,7 @@ def completeness_from_attrs(attrs: Mapping[str, Any]) -> StoreCompleteness | Non
 
 
 def part_path(path: Path) -> Path:
-    """Where a file that others may not see yet grows until it is whole."""
+    """Return where a file grows, unseen by others, until it is whole."""
     return path.with_name(f"{path.name}.part")
 
 
@@ -57,7 +57,7 @@ class FormatSink(Protocol):
 
     @property
     def remedy(self) -> str:
-        """What to do when writing failed."""
+        """Advice for when writing failed."""
         ...
 
     @property
@@ -66,7 +66,7 @@ class FormatSink(Protocol):
         ...
 
     def find(self, append_dim: str) -> GrowingStore | None:
-        """What is there to append to, if anything."""
+        """Return the existing store to append to, if any."""
 
     def create(
         self,
@@ -75,7 +75,7 @@ class FormatSink(Protocol):
         attrs: Mapping[str, Any],
         replace: bool,
     ) -> None:
-        """A store without a complete step."""
+        """Make a store without a complete step."""
 
     def attach(self, arrays: Sequence[ArrayOutline]) -> None:
         """Get ready to write boxes of arrays of these shapes, those of the whole store."""
@@ -96,7 +96,7 @@ T = TypeVar("T")
 
 
 def failing_with_remedy(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """A method of a sink whose failures are each a `WriteError` that names the store and the sink's remedy."""
+    """Wrap a method of a sink so that each failure is a `WriteError` that names the store and the sink's remedy."""
 
     @wraps(method)
     def told(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -107,5 +107,5 @@ def failing_with_remedy(method: Callable[Concatenate[S, P], T]) -> Callable[Conc
 
 
 def listed_coordinates(attrs: Iterable[Mapping[str, Any]]) -> set[str]:
-    """The coordinates that the ``coordinates`` attributes of arrays name."""
+    """Return the coordinates that the ``coordinates`` attributes of arrays name."""
     return {name for each in attrs for name in str(each.get("coordinates", "")).split()}

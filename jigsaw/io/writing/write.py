@@ -1,8 +1,8 @@
 """Writing: every rank gives its own tile, and together they make one Zarr store or NetCDF file.
 
-What crosses between ranks is what must: where a chunk (or shard) lies on several tiles, the rank that owns most of it
-writes it and the others send it their boxes.  Zarr is written by all ranks at once; a NetCDF-4 file by the first rank,
-which the others send their boxes a budget at a time.
+Only what must cross between ranks does: where a chunk (or shard) lies on several tiles, the rank that owns most of it
+writes it and the others send it their boxes. Zarr is written by all ranks at once; a NetCDF-4 file by the first rank,
+to which the others send their boxes, a budget at a time.
 
 **Killed runs.**  A Zarr store opens at any moment and shows whole steps only: new chunks are not part of it until one
 small file, the root ``zarr.json``, is replaced atomically after each append.  A NetCDF file takes its name when it is
@@ -69,7 +69,7 @@ def write(
     encoding: Mapping[str, Any] | None = None,
     budget: int = 256 << 20,
 ) -> None:
-    """Write tiles to a Zarr v3 store or a NetCDF-4 file: one `Writer.append` and the end of it.
+    """Write tiles to a Zarr v3 store or a NetCDF-4 file: one `Writer.append`, then `close`.
 
     *Shapes*: global ``data.shape`` = the sizes of `dims`; per rank its own tile.  See `Writer` for the arguments,
     what is sent and what is raised.
@@ -100,11 +100,11 @@ def write(
 
 
 def completeness(path: str | os.PathLike[str]) -> StoreCompleteness:
-    """How far a store that jigsaw wrote is complete: whole steps along its `append_dim`, and whether it was `closed`.
+    """Return how far a store that jigsaw wrote is complete: whole steps along `append_dim`, and whether it is `closed`.
 
-    A NetCDF file that is not there is looked for as the ``NAME.part`` that it grows as.
+    Where a NetCDF file does not exist, its growing ``NAME.part`` is looked for.
 
-    Raises: `WriteError` when there is no such store, or something else wrote it.
+    Raises: `WriteError` when the store does not exist, or jigsaw did not write it.
 
     >>> tile = jigsaw.shard(torch.zeros(2, 9), jigsaw.init_mesh(lat=1), (None, "lat"))
     >>> jigsaw.io.write("means.zarr", {"t2m": tile}, dims=("time", "lat"), append_dim="time")
@@ -126,18 +126,19 @@ class Writer:
     r"""A store that grows: opened once, appended to as a rollout goes on, closed when it is whole.
 
     - `path`: a local ``.zarr`` or ``.nc``; `format` (``"zarr"``, ``"netcdf"``) for other suffixes;
-    - `dims`: the name of each dim of the tiles, or names by array; `fields`: an array for each entry of the dim
-      ``channel``: ``t2m`` an array without levels, ``z@500`` the level 500 of ``z``, along a dim ``level`` in the place
-      of ``channel`` (levels that an array lacks are NaN).  A mapping of tiles needs no fields: its keys name arrays;
+    - `dims`: the name of each dim of the tiles, or names by array;
+    - `fields`: an array for each entry of the dim ``channel``. ``t2m`` is an array without levels, ``z@500`` the level
+      500 of ``z``, along a dim ``level`` in the place of ``channel`` (levels that an array lacks are NaN). A mapping of
+      tiles does not need fields: its keys name arrays;
     - `coords`: by name an array along the dim of that name, ``(array, attrs)``, ``(dims, array, attrs)`` or an xarray
-      variable; whole, the same on every rank, in the order of the tiles' rows.  Dates are stored in CF units and
+      variable; whole, the same on every rank, in the order of the tiles' rows. Dates are stored in CF units and
       calendars; a coordinate without attributes gets those of the CF conventions;
-    - `attrs`: of the store, `field_attrs`: of each array; `like`: a `jigsaw.io.Dataset` that lends its space and level
-      coordinates (space along dims named as in jigsaw, ``lat``, or as in its store), the units of time, all attributes
-      but those that name what is not written, and as `fields` the channels of its target by the names that its store
-      has for them;
-    - `chunks`, `shards`: sizes by dim; by default one step of time, all levels, and in space the largest tile, so
-      that chunks and tiles align; shards hold whole chunks, Zarr alone has them;
+    - `attrs`: of the store, `field_attrs`: of each array;
+    - `like`: a `jigsaw.io.Dataset` that lends its space and level coordinates (space along dims named as in jigsaw,
+      ``lat``, or as in its store) and the units of time. It also lends all attributes but those that name variables
+      that are not written. As `fields` it lends the channels of its target by their names in its store;
+    - `chunks`, `shards`: sizes by dim; by default one step of time, all levels, and in space the largest tile, so that
+      chunks and tiles align. Shards hold whole chunks, and only Zarr has them;
     - `append_dim`: the dim along which it grows, such as ``time`` or ``prediction_timedelta``;
     - `mode`: ``"w-"`` makes a new store, ``"w"`` replaces one, ``"a"`` goes on after its last complete step;
     - `encoding`: ``dtype`` (bfloat16 is stored as float32, else tiles keep theirs) and, in Zarr, ``compressors``,
@@ -210,7 +211,7 @@ class Writer:
 
     @property
     def steps(self) -> int:
-        """How many steps along `append_dim` are complete."""
+        """Number of complete steps along `append_dim`."""
         return self._steps
 
     def append(self, data: TileData, coords: Mapping[str, Any] | None = None) -> None:
@@ -275,7 +276,7 @@ class Writer:
     # -- the steps of an append --------------------------------------------------------------------------------------
 
     def _by_first_rank(self, mesh: DeviceMesh, step: Callable[[], T]) -> T | None:
-        """What `step` returns on the first rank, on all; they wait for it, and fail where it fails."""
+        """Return on all ranks what `step` returns on the first; they wait for it, and fail where it fails."""
         # the root of a store, and a file of HDF5, are one rank's to write
         return gather_results(mesh, lambda: step() if not any(mesh_coordinate(mesh)) else None)[0]
 
@@ -334,7 +335,9 @@ def _store_suffix(path: Path, format: str | None) -> str:
 
 
 def _attrs_at_path(path: Path) -> Mapping[str, Any]:
-    """Raises: `WriteError` for what is neither a Zarr group nor NetCDF, or damaged."""
+    """Return the attributes of a store. Raises: `WriteError` for what is neither a Zarr group nor NetCDF, or
+    damaged.
+    """
     try:
         return zarr_store_attrs(path) if path.is_dir() else netcdf_attrs(path)
     except (OSError, ValueError, KeyError) as e:  # netCDF4's errors, and zarr's of groups and of metadata

@@ -1,7 +1,8 @@
-"""Who writes which piece of a stored array, and who gives which box of it.  Integers, alike on every rank.
+"""Plan of which rank writes which piece of a stored array, and which gives which box of it. Integers, alike on all
+ranks.
 
-A *unit* is what one process must write as one: a chunk, or a whole shard.  The rank that owns most of a unit writes it,
-the others send it their boxes; where several own about as much, the one that has least to write so far does.
+A *unit* is what one process must write as one: a chunk, or a whole shard. The rank that owns most of a unit writes it,
+and the others send it their boxes. Where several own about as much, the one that has least to write so far does.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class WriteUnit:
 
     @property
     def is_full(self) -> bool:
-        """Whether the parts cover the box: levels that no channel has remain missing."""
+        """Say whether the parts cover the box: levels that no channel has remain missing."""
         return sum(box_elements(p.placed) for p in self.parts) == self.size
 
 
@@ -70,9 +71,9 @@ class _OwnedRows:
 def plan_units(
     layout: Layout, target: WriteTarget, phase: tuple[int, ...], writers: tuple[int, ...] = ()
 ) -> tuple[WriteUnit, ...]:
-    """Every unit that a tile of `layout` touches, in C order.
+    """Return every unit that a tile of `layout` touches, in C order.
 
-    `phase` is how many rows of the first unit along each dim were written before; `writers` the only mesh positions
+    `phase` is how many rows of the first unit along each dim were written before; `writers` are the only mesh positions
     that may write (all of them when empty).
     """
     owners = _owners_of_pieces(layout)
@@ -89,7 +90,7 @@ def plan_units(
 
 
 def _owners_of_pieces(layout: Layout) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """The mesh positions that own each combination of pieces: several, where an axis replicates."""
+    """Return the mesh positions that own each combination of pieces: several, where an axis replicates."""
     found: dict[tuple[int, ...], tuple[int, ...]] = {}
     for position, coord in enumerate(layout.coords()):
         key = tuple(layout.piece(cut, coord) for cut in layout.cuts)
@@ -98,7 +99,7 @@ def _owners_of_pieces(layout: Layout) -> dict[tuple[int, ...], tuple[int, ...]]:
 
 
 def _unit_slots(layout: Layout, target: WriteTarget, dim: int, phase: int) -> list[tuple[Interval, list[_OwnedRows]]]:
-    """Along one dim, each unit's interval in the array and the rows of every owner in it."""
+    """Return, along one dim, each unit's interval in the array and the rows of every owner in it."""
     size, step = target.shape[dim], target.units[dim]
     cut = layout.cuts[dim]
     runs = target.runs if dim == target.channel else ((0, cut.size, 0),)
@@ -122,7 +123,7 @@ def _unit_slots(layout: Layout, target: WriteTarget, dim: int, phase: int) -> li
 def _choose_writer(
     pieces: Sequence[tuple[tuple[int, ...], tuple[_OwnedRows, ...]]], load: Sequence[int], writers: tuple[int, ...]
 ) -> int:
-    """Of the ranks that own at least half as much of a unit as the one with most, the one with least to write."""
+    """Choose the rank with least to write among those that own at least half as much of a unit as the one with most."""
     owned: dict[int, int] = dict.fromkeys(writers, 0)
     for positions, entries in pieces:
         for position in positions:
@@ -142,7 +143,9 @@ def _unit_part(
 
 
 def write_rounds(units: Sequence[WriteUnit], most: int) -> Iterator[tuple[WriteUnit, ...]]:
-    """The units in order, as many at a time as let no rank put together more than `most` elements (or one unit)."""
+    """Yield the units in order, as many at a time as let no rank put together more than `most` elements (or
+    one unit).
+    """
     batch: list[WriteUnit] = []
     held: dict[int, int] = {}
     for unit in units:

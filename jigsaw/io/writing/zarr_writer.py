@@ -1,8 +1,8 @@
 """Zarr v3: every rank writes its own chunks or shards; one file, replaced atomically, says what is complete.
 
-Chunks of new steps are written while the store's metadata still has its old shape.  Then the first rank writes the root
-``zarr.json``, which holds the metadata of all arrays (consolidated) and the attributes that say how many steps are
-complete: whoever opens the store sees whole steps only, whenever its writers ended.
+Chunks of new steps are written while the store's metadata still has its old shape. Then the first rank writes the root
+``zarr.json``, which holds the metadata of all arrays (consolidated) and the number of complete steps. So readers see
+whole steps only, whenever its writers ended.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class ZarrSink:
         self._arrays: dict[str, Any] = {}
         self._attrs: dict[str, Any] = {}
         self._documents: dict[str, dict[str, Any]] = {}
-        """What the ``zarr.json`` of each array says, or will."""
+        """Documents that each array's ``zarr.json`` holds, or will hold."""
 
     # -- the first rank ----------------------------------------------------------------------------------------------
 
     def find(self, append_dim: str) -> GrowingStore | None:
-        """The store as far as it is complete, whatever was being added when its writer ended."""
+        """Return the store as far as it is complete, whatever was being added when its writer ended."""
         if not self.path.exists() or not any(self.path.iterdir()):
             return None
         group = _import_zarr().open_group(str(self.path), mode="r")
@@ -98,7 +98,7 @@ class ZarrSink:
         attrs: Mapping[str, Any],
         replace: bool,
     ) -> None:
-        """The root first, with nothing complete, then the arrays that it does not list yet."""
+        """Write the root first, with nothing complete, then the arrays that it does not list yet."""
         if self.path.exists():
             self._clear(replace)
         self._attrs = {k: plain_attribute(v) for k, v in attrs.items()}
@@ -116,7 +116,7 @@ class ZarrSink:
     def _create_array(
         self, made: ArrayOutline | StoredCoordinate, shape: tuple[int, ...], dtype: Any, fill: Any, how: dict[str, Any]
     ) -> None:
-        """An array without a row along the dim that grows."""
+        """Create an array without a row along the dim that grows."""
         _import_zarr().create_array(
             f"{self.path}/{made.name}",
             shape=tuple(0 if d == self._dim else n for d, n in zip(made.dims, shape, strict=True)),
@@ -177,7 +177,7 @@ class ZarrSink:
             self._open(array.name, array.shape)
 
     def _open(self, name: str, shape: tuple[int, ...]) -> Any:
-        """An array of the shape that it will have; the one on disk does not grow by it."""
+        """Open an array with the shape that it will have; the one on disk does not grow by it."""
         zarr = _import_zarr()
         if name not in self._arrays:
             known = zarr.open_array(f"{self.path}/{name}", mode="r+", zarr_format=3)
@@ -198,7 +198,7 @@ class ZarrSink:
 
 
 def _import_zarr() -> Any:
-    """The package, which a program that only reads other formats can do without."""
+    """Import the package, which a program that only reads other formats can do without."""
     try:
         import zarr
     except ImportError as missing:
@@ -208,13 +208,13 @@ def _import_zarr() -> Any:
 
 
 def _writing_all_chunks(document: Mapping[str, Any], array: Any) -> Any:
-    """An array of a shape of ours.  It leaves out no chunk of fill values, so that a chunk that is missing was lost."""
+    """Return an array of a given shape. It writes chunks of fill values too, so that a missing chunk was lost."""
     zarr = _import_zarr()
     return zarr.Array(zarr.AsyncArray(document, array.store_path, config={"write_empty_chunks": True}))
 
 
 def _with_checksum(given: Any) -> tuple[Any, ...]:
-    """The compressors of an array, and a CRC-32C of what they made at the end: a flipped bit is found at reading."""
+    """Return the compressors of an array, then a CRC-32C over their output: a flipped bit is found at reading."""
     from zarr.codecs import Crc32cCodec, ZstdCodec
 
     if isinstance(given, str) and given == "auto":
@@ -227,7 +227,7 @@ def _with_checksum(given: Any) -> tuple[Any, ...]:
 
 
 def _zarr_attributes(attrs: Mapping[str, Any], dtype: DTypeLike) -> dict[str, Any]:
-    """Attributes as JSON; the ``_FillValue`` of floats as xarray has it in Zarr v3, base64 of its eight bytes."""
+    """Return attributes as JSON; the ``_FillValue`` of floats is base64 of its eight bytes, as in xarray's Zarr v3."""
     found = {k: plain_attribute(v) for k, v in attrs.items()}
     fill = found.get("_FillValue")
     if isinstance(fill, int | float) and np.dtype(dtype).kind == "f":
@@ -236,7 +236,7 @@ def _zarr_attributes(attrs: Mapping[str, Any], dtype: DTypeLike) -> dict[str, An
 
 
 def remove_zarr_store(path: Path) -> None:
-    """Remove a store that is there: at once, for what is left of it would still say that it is whole.
+    """Remove an existing store at once, because what is left of it would still say that it is whole.
 
     Raises: `WriteError` for a symbolic link.
     """
@@ -248,10 +248,10 @@ def remove_zarr_store(path: Path) -> None:
 
 
 def is_zarr_group(path: Path) -> bool:
-    """Whether a folder is a Zarr group."""
+    """Say whether a folder is a Zarr group."""
     return any((path / name).exists() for name in ("zarr.json", ".zgroup"))
 
 
 def zarr_store_attrs(path: Path) -> Mapping[str, Any]:
-    """The global attributes of a store."""
+    """Return the global attributes of a store."""
     return dict(_import_zarr().open_group(str(path), mode="r").attrs)
