@@ -24,7 +24,7 @@ version = release = jigsaw.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md", "docs/reference/*.rst", "examples/**/README.md"]
+include_patterns = ["*.md", "docs/*.md", "docs/decisions/*.md", "docs/reference/*.rst", "examples/**/README.md"]
 
 html_theme = "furo"
 html_title = f"jigsaw {release}"
@@ -77,11 +77,16 @@ ABOUT_EXAMPLES = (
 
 
 def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
-    """README.md with the table of contents that the margin shows."""
+    """Add to README.md and docs/design.md the tables of contents that the margin shows."""
     if page == root_doc:
-        for caption, pages in PAGES.items():
-            fence = ["```{toctree}", ":hidden:", ":glob:", f":caption: {caption}", "", *pages, "```"]
-            source[0] += "\n" + "\n".join(fence) + "\n"
+        source[0] += "".join(contents_fence(pages, f":caption: {caption}") for caption, pages in PAGES.items())
+    if page == "docs/design":
+        source[0] += contents_fence(["decisions/*"])
+
+
+def contents_fence(pages: list[str], *options: str) -> str:
+    """A hidden table of contents, as MyST writes it."""
+    return "\n".join(["", "```{toctree}", ":hidden:", ":glob:", *options, "", *pages, "```", ""])
 
 
 def copy_start_page(app: Sphinx, failure: Exception | None) -> None:

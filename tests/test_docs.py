@@ -27,7 +27,7 @@ import jigsaw.testing
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = (jigsaw, jigsaw.nn, jigsaw.metrics, jigsaw.ops, jigsaw.io, jigsaw.dryrun, jigsaw.testing)
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/README.md")])
+PAGES = sorted(page for kind in ("*.md", "docs/**/*.md", "examples/**/README.md") for page in ROOT.glob(kind))
 SOURCES = sorted((ROOT / "jigsaw").rglob("*.py"))
 PUBLIC = {f"{package.__name__}.{name}": getattr(package, name) for package in PACKAGES for name in package.__all__}
 OURS = {path: value for path, value in PUBLIC.items() if not getattr(value, "__module__", "").startswith("torch.")}
@@ -160,6 +160,15 @@ def test_a_broken_link_is_found(tmp_path):
         "# Some `words`, here\n[a](page.md) [b](#some-words-here) [c](#no) [d](no.md) [e](https://x.org/no)\n"
     )
     assert list(_broken_links(page)) == ["#no", "no.md"]
+
+
+def test_every_decision_is_listed():
+    listed = re.findall(
+        r"\]\(decisions/([\w.-]+)\)", (ROOT / "docs" / "design.md").read_text().split("## All decisions")[1]
+    )
+    pages = sorted(page.name for page in (ROOT / "docs" / "decisions").iterdir())
+    assert sorted(listed) == pages
+    assert [int(name[:4]) for name in pages] == list(range(1, len(pages) + 1)), "each has a number of its own"
 
 
 def test_every_result_file_stands_in_the_benchmarks():
