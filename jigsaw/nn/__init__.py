@@ -1,4 +1,6 @@
-"""Layers: torch.nn signatures, exact on tiles.  Unmodified `torch.nn` modules run through the same functions."""
+"""Layers with the signatures of torch.nn, exact on tiles.  Unmodified `torch.nn` modules run through the same
+functions.
+"""
 
 # layers without weights are torch's own
 from torch.nn import AvgPool1d, AvgPool2d, AvgPool3d, MaxPool1d, MaxPool2d, MaxPool3d

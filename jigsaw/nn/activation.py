@@ -1,4 +1,4 @@
-"""Activations that torch writes in Python, or that look at channels or along a dim: on tiles, whatever is cut.
+"""Activations for tiles that torch writes in Python, or that look at channels or along a dim, whatever is cut.
 
 >>> tile = jigsaw.shard(torch.tensor([[-1.0, 2.0, 3.0, 4.0]]), jigsaw.init_mesh(lat=1), (None, "lat"))
 >>> torch.nn.functional.prelu(tile, torch.tensor([0.5])).local
@@ -38,7 +38,7 @@ def _softmin(input: Tile, dim: int | None = None, _stacklevel: int = 3, dtype: t
 # F.threshold is the private function that dispatches
 @implements_torch(F.threshold, torch.threshold)
 def _threshold(input: Tile, threshold: float, value: float, inplace: bool = False) -> Any:
-    """y = x where x > threshold, else value."""
+    """Return x where x > threshold, else value."""
     run = run_in_place if inplace else run_on_tiles
     return run(torch.threshold_ if inplace else torch.threshold, input, threshold, value)
 
@@ -50,7 +50,9 @@ def _threshold_in_place(input: Tile, threshold: float, value: float) -> Any:
 
 @implements_torch(F.prelu, torch.prelu)
 def prelu(input: Any, weight: StoredWeight) -> Any:
-    """y = x where x > 0, else w x, with one w or one a channel (dim 1); *Sends*: a weight that is cut, to all ranks."""
+    """Return x where x > 0, else w x, with one w or one a channel (dim 1).  *Sends*: a weight that is cut, to all
+    ranks.
+    """
     if not isinstance(input, Tile):
         raise (
             refusal_error(
@@ -70,9 +72,9 @@ def prelu(input: Any, weight: StoredWeight) -> Any:
 
 @implements_torch(F.glu)
 def _glu(input: Tile, dim: int = -1) -> Any:
-    """y = a sigmoid(b) for the two halves of a dim, which may be cut.
+    """Return a sigmoid(b) for the two halves a and b of a dim, which may be cut.
 
-    *Sends*: along a cut dim the rows of both halves that another rank owns when each half is cut evenly; backward the
+    *Sends*: along a cut dim, the rows of both halves that another rank owns when each half is cut evenly; backward the
     same.
     """
     (at,) = reduced_dims(input, dim)

@@ -1,7 +1,7 @@
-"""Adaptive pooling to any size: windows that differ by a row, along cut dims too.
+"""Adaptive pooling to any size, along cut dims too, where windows differ in size by a row.
 
-Seven rows pooled to three on two ranks, cut at 0, 4, 7: the windows are rows 0:3, 2:5 and 4:7, so the first rank, which
-makes the first two, takes row 4 from the second.
+Example: two ranks pool seven rows, cut at 0, 4, 7, to three.  The windows are rows 0:3, 2:5 and 4:7.  The first rank
+makes the first two and takes row 4 from the second.
 
 >>> tile = jigsaw.shard(torch.arange(7.0)[None, None], jigsaw.init_mesh(lat=1), (None, None, "lat"))
 >>> torch.nn.functional.adaptive_max_pool1d(tile, 3).local
@@ -37,16 +37,16 @@ OutputSize = int | Sequence[int | None] | None
 
 @lru_cache(maxsize=512)
 def _adaptive_windows(n: int, m: int) -> InterpolationTable:
-    """Output row o covers the rows from floor(o n / m) to ceil((o + 1) n / m)."""
+    """Return the table of windows: output row o covers the rows from floor(o n / m) to ceil((o + 1) n / m)."""
     return InterpolationTable(
         tuple(o * n // m for o in range(m)), tuple(ceil_div((o + 1) * n, m) - 1 for o in range(m))
     )
 
 
 def adaptive_sizes(input: Tile, dims: int, output_size: OutputSize) -> dict[int, int]:
-    """The output size of every spatial dim; None keeps a dim's own.
+    """Return the output size of every spatial dim; None keeps a dim's own.
 
-    Raises: `ShardingError` for a size below 1, or another number of sizes than of dims.
+    Raises: `ShardingError` for a size below 1, or a number of sizes that is not that of the dims.
     """
     sizes = [output_size] * dims if output_size is None or isinstance(output_size, int) else list(output_size)
     first = input.ndim - dims
@@ -59,9 +59,9 @@ def adaptive_sizes(input: Tile, dims: int, output_size: OutputSize) -> dict[int,
 
 
 def pool_adaptive_windows(input: Tile, sizes: Mapping[int, int], reduce: Callable[..., Tensor]) -> Tile:
-    """The windows of each dim in `sizes`, reduced one dim after the other, the last one first.
+    """Reduce the windows of each dim in `sizes`, one dim after the other, the last one first.
 
-    *Sends*: forward the rows of windows that reach into a neighbour, backward their gradients.
+    *Sends*: forward, the rows of windows that reach into a neighbor; backward, their gradients.
     """
     tables = {d: _adaptive_windows(input.shape[d], m) for d, m in sizes.items()}
     along = tuple(DimStencil(d, table, always=True) for d, table in tables.items())
@@ -78,7 +78,7 @@ def pool_adaptive_windows(input: Tile, sizes: Mapping[int, int], reduce: Callabl
 
 
 def mean_of_windows(x: Tensor, dim: int, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """The mean of the rows of each span, as a product with a matrix of their shares."""
+    """Return the mean of the rows of each span, as a product with a matrix of their shares."""
     shares = torch.zeros(len(spans), x.shape[dim], dtype=x.dtype, device=x.device)
     for o, (start, stop) in enumerate(spans):
         shares[o, start:stop] = 1 / (stop - start)
@@ -86,16 +86,16 @@ def mean_of_windows(x: Tensor, dim: int, spans: Sequence[tuple[int, int]]) -> Te
 
 
 def _max_of_windows(x: Tensor, dim: int, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """The largest of the rows of each span; of equal ones the first has the gradient, as in torch."""
+    """Return the largest of the rows of each span; among equal ones the first has the gradient, as in torch."""
     longest = max(stop - start for start, stop in spans)
-    # a shorter window has its last row again, which the first of equal ones hides
+    # a shorter window repeats its last row, which gets no gradient because the first of equal ones has it
     rows = [min(start + k, stop - 1) for start, stop in spans for k in range(longest)]
     picked = x.index_select(dim, torch.tensor(rows, device=x.device))
     return picked.unflatten(dim, (len(spans), longest)).max(dim + 1).values
 
 
 def _max_of_all_rows(x: Tile, dim: int) -> Tile:
-    """One row, the largest; *Sends*: each rank's to the others along the axes that cut the dim."""
+    """Return one row, the largest.  *Sends*: each rank's largest to the others along the axes that cut the dim."""
     if x.local.shape[dim]:
         local = x.local.max(dim, keepdim=True).values
     else:
@@ -105,14 +105,14 @@ def _max_of_all_rows(x: Tile, dim: int) -> Tile:
 
 
 def _adaptive_max_pool(input: Tile, dims: int, output_size: OutputSize, function: Callable[..., Any]) -> Tile:
-    """y[o] = max of the rows from floor(o n / m) to ceil((o + 1) n / m).
+    """Return y with y[o] the maximum of the rows from floor(o n / m) to ceil((o + 1) n / m).
 
-    *Sends*: for size 1 each rank's largest row, else as `jigsaw.nn.pool.max_pool`.
+    *Sends*: for size 1, each rank's largest row; else as `jigsaw.nn.pool.max_pool`.
     """
     sizes = adaptive_sizes(input, dims, output_size)
     cut = [d for d in sizes if is_cut_or_haloed(input.layout, d)]
     out = input
-    # the last dim first: of equal elements the first one in the order of rows has the gradient then
+    # the last dim first: then, of equal elements, the first one in the order of rows has the gradient
     for d in reversed(list(sizes)):
         if sizes[d] == 1 and d in cut:
             out = _max_of_all_rows(out.owned(), d)
@@ -148,7 +148,7 @@ def _answer_adaptive_max(dims: int, function: Any, with_indices: Any) -> None:
         layout = input.layout
         for d, m in sizes.items():
             layout = layout.replace_dim(d, whole_dim(m))
-        if not input.local.numel():  # torch's own refuses a rank that has nothing
+        if not input.local.numel():  # torch's own function refuses the empty tensor of a rank that has no rows
             shape = layout.local_shape(input.coordinate)
             places = input.local.new_zeros(shape, dtype=torch.int64)
             return Tile(empty_result(shape, input.local), layout, input.mesh), Tile(places, layout, input.mesh)

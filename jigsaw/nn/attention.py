@@ -1,10 +1,10 @@
-"""Attention over cut tokens: every rank's queries meet all keys and values, one of four ways (`attention_ways`).
+"""Attention over cut tokens: every rank's queries meet all keys and values, in one of four ways (`attention_ways`).
 
-*gathered*: the keys and values of the other ranks are a halo as wide as the dim, so the planner that fetches halos
-fetches them, and its adjoint brings their gradients back.  *ring*: they come by, block by block.  *heads*: each rank
-gets all tokens of some heads.  *heads+ring*: heads along some axes, a ring along the others.  Where axes cut the keys
-alone (a few queries that every rank has, over the tokens of a globe), the keys stay too, and the softmax is taken over
-the ranks.
+*gathered*: the keys and values of the other ranks are a halo as wide as the dim.  The planner that fetches halos
+fetches them, and its adjoint brings their gradients back.  *ring*: they pass by, block by block.  *heads*: each rank
+gets all tokens of some heads.  *heads+ring*: heads along some axes, a ring along the others.  Axes may cut the keys
+alone, as with a few queries that every rank has over the tokens of a globe.  Then the keys stay too, and the softmax is
+taken over the ranks.
 
 >>> mesh = jigsaw.init_mesh(lat=1)
 >>> q, k, v = (jigsaw.shard(torch.randn(2, 4, 16, 8), mesh, (None, None, "lat", None)) for _ in range(3))
@@ -61,13 +61,13 @@ AttentionMask = Tile | Tensor | None
 
 
 def _repeat_heads(x: Any, times: int) -> Any:
-    """Each head as often as queries share it."""
+    """Repeat each head for every query head that shares it."""
     heads = x.unsqueeze(-3)
     return heads.expand(*heads.shape[:-3], times, *heads.shape[-2:]).flatten(-4, -3)
 
 
 def as_whole_tile(x: Any, like: Tile) -> Tile:
-    """A plain tensor, which every rank has, as a tile that nothing cuts, on the mesh of `like`."""
+    """Return a plain tensor, which every rank has, as an uncut tile on the mesh of `like`."""
     if isinstance(x, Tile):
         return x
     axes = like.layout.axes
@@ -80,10 +80,10 @@ def as_whole_tile(x: Any, like: Tile) -> Tile:
 def _local_mask(
     masks: Sequence[Any], is_causal: bool, plan: LabelCuts, sizes: Sequence[int], like: Tile
 ) -> Tensor | None:
-    """This rank's rows and columns of all masks [..., L, S] together: True where a query may attend to a key, or what
-    is added to the scores.
+    """Return this rank's rows and columns of all masks [..., L, S] together: True where a query may attend to a key, or
+    numbers to add to the scores.
 
-    Each mask may be a tile, however it is cut, or plain; a causal one is made from the global positions.
+    Each mask may be a plain tensor or a tile, cut in any way; a causal one is made from the global positions.
     """
     batch = tuple(by for by in plan.cuts if by.startswith("batch"))
     found = [plan.bring_operand(m, labels_of_operand(m.ndim, batch, QUERY_LABEL, KEY_LABEL), like) for m in masks]
@@ -100,7 +100,7 @@ def _local_mask(
 
 
 def _places_along(label: str, size: int, plan: LabelCuts, like: Tile) -> Tensor:
-    """The global places of this rank's rows."""
+    """Return the global places of this rank's rows."""
     with host_values():
         return take_owned_rows(torch.arange(size), 0, plan.cuts[label], plan.work, like.coordinate)
 
@@ -123,22 +123,22 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tile:
-    """y = softmax(q k^T scale + mask) v, exact over tokens that are cut by one axis or several.
+    """Return y = softmax(q k^T scale + mask) v, exact over tokens that are cut by one axis or several.
 
-    *Shapes*: q [..., L, E], k [..., S, E], v [..., S, Ev], y [..., L, Ev]; each of them, and the mask [..., L, S], is a
-    Tile, cut in any dim, or plain and whole.  An axis keeps the first dim of y that it cuts in q, k or v
+    *Shapes*: q [..., L, E], k [..., S, E], v [..., S, Ev], y [..., L, Ev]; each of them, and the mask [..., L, S], is
+    either a Tile, cut in any dim, or a plain whole tensor.  An axis keeps the first dim of y that it cuts in q, k or v
     (`jigsaw.nn.label_cuts`): where tokens are cut, y is cut as q is.  Along an axis that cuts no dim of y (S alone, or
     E), y is held alike.
     *Sends*: where axes cut L and S both, one of four ways (`jigsaw.nn.attention_ways`; `jigsaw.nn.explain_attention`
-    tells which).  Gathered: forward this rank's keys and values to each rank that shares batch and heads; backward the
-    same, reversed; a rank holds all S keys and values of its batch and heads meanwhile.  Ring: as many bytes forward,
-    backward these again and their gradients.  Heads: the heads of q, k and v that are another rank's, and y; heads and
-    ring: those of neighbours, then as a ring of what they have.  Where axes cut S alone, keys and values stay: three
-    all-reduces, of y, and of a maximum and a sum for each query and head.  A mask that is cut along S sends its rows.
-    With dropout the scores are made, [..., L, S], cut as y; in a ring those of a block.
-    *Raises*: `ShardingError` where the mask alone is a Tile.
+    tells which).  Gathered: forward, this rank's keys and values to each rank that shares batch and heads; backward,
+    the same reversed.  A rank holds all S keys and values of its batch and heads meanwhile.  Ring: as many bytes
+    forward; backward, these again and their gradients.  Heads: the heads of q, k and v that are another rank's, and y.
+    Heads and ring: those of neighbors, then a ring of what they have.  Where axes cut S alone, keys and values stay:
+    three all-reduces, of y, and of a maximum and a sum for each query and head.  A mask that is cut along S sends its
+    rows. Dropout needs the scores [..., L, S] in memory, cut as y; in a ring, those of one block.
+    *Raises*: `ShardingError` where only the mask is a Tile.
 
-    The dropout mask is that of `jigsaw.nn.dropout`, the same on every mesh, not that of plain torch.
+    The dropout mask is that of `jigsaw.nn.dropout`: the same on every mesh, but not that of plain torch.
     """
     if is_causal and attn_mask is not None:
         raise RuntimeError(f"{ATTENTION_NAME}: attn_mask must not be set when is_causal=True")
@@ -148,7 +148,7 @@ def scaled_dot_product_attention(
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What `scaled_dot_product_attention` was asked for, but for its tensors."""
+    """Arguments of a call of `scaled_dot_product_attention`, except its tensors."""
 
     masks: Sequence[Any]
     dropout: float = 0.0
@@ -157,12 +157,12 @@ class AttentionCall:
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether queries change ranks in a ring, so that all have as much to do."""
+        """True where queries change ranks in a ring, so that all ranks have as much to do."""
         return self.is_causal and not self.masks and not self.dropout
 
 
 def attend_to_keys(query: Any, key: Any, value: Any, call: AttentionCall, enable_gqa: bool = False) -> Tile:
-    """`scaled_dot_product_attention` with several masks, the way that is said or chosen."""
+    """Run `scaled_dot_product_attention` with several masks, in the way that the user names or the rule chooses."""
     shared_by = _check_head_counts(query, key, value) if enable_gqa else 1
     slabs = [x for x in (key, value) if isinstance(x, Tile) and isinstance(x.mesh, SlabMesh)]
     if slabs and any(slabs_cut(x, x.ndim - 2) for x in slabs):
@@ -220,9 +220,10 @@ def explain_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
 ) -> AttentionChoice:
-    """Which way `scaled_dot_product_attention` of these would go, why, and what each way would cost; print it.
+    """Say which way `scaled_dot_product_attention` of these would go, why, and what each way would cost; print the
+    result.
 
-    Nothing is sent.
+    This sends nothing.
 
     >>> mesh = jigsaw.init_mesh(lat=1)
     >>> q = jigsaw.shard(torch.randn(2, 4, 16, 8), mesh, (None, None, "lat", None))
@@ -241,14 +242,14 @@ def explain_attention(
 
 
 def _attend_to_gathered(operands: Sequence[Any], call: AttentionCall, plan: AttentionPlan) -> Tile:
-    """Attention to keys that are brought whole, or, where axes cut them alone, stay."""
+    """Attend to keys that are brought whole, or that stay where axes cut them alone."""
     query, key, value = operands
     like = next(tiles_in(tuple(operands)))
     if plan.keys_alone or call.dropout:
         weights = attention_weights(query, key, call.masks, call.is_causal, call.scale, like, without_nan=True)
         return mix_values(cast(Any, F.dropout(cast(Any, weights), call.dropout)), value)
     q, k, v = [plan.cuts.bring_operand(x, by, like) for x, by in zip(operands, plan.labels, strict=True)]
-    # torch's own flag is for whole queries: it has kernels that leave out what the mask hides
+    # torch's own flag is for whole queries: its kernels skip what the mask hides
     is_whole = not any(c.is_cut for c in plan.cuts.cuts[QUERY_LABEL])
     makes_causal = call.is_causal and not (is_whole and not call.masks)
     sizes = query.shape[-2], key.shape[-2]
@@ -257,16 +258,16 @@ def _attend_to_gathered(operands: Sequence[Any], call: AttentionCall, plan: Atte
         q, k, v, mask, is_causal=call.is_causal and mask is None, scale=call.scale, enable_gqa=plan.shared_by > 1
     )
     if out.numel() == 0:
-        # where there are no rows torch's kernels broadcast nothing and leave no graph behind, but this rank's part in
-        # the way back of keys and values is awaited all the same; relu saves its operand, as the kernels do, for a
-        # checkpoint runs again, and sends, only where something was saved
+        # without rows torch's kernels leave no graph behind, but other ranks still wait for this one in the backward
+        # pass of keys and values; relu saves its operand, as the kernels do, because a checkpoint runs again, and
+        # sends, only where something was saved
         out = out.new_zeros(plan.out.local_shape(like.coordinate))
         out = out + sum(x.relu().sum() for x in (q, k, v, mask) if x is not None and x.is_floating_point())
     return Tile(out, plan.out, like.mesh)
 
 
 def _attend_over_slabs(operands: Sequence[Any], call: AttentionCall, shared_by: int) -> Tile:
-    """Attention of a slab's queries to the keys of all slabs (`jigsaw.nn.chunked`)."""
+    """Attend from a slab's queries to the keys of all slabs (`jigsaw.nn.chunked`)."""
     query, key, value = operands
     alike = all(isinstance(x, Tile) and x.layout.dims()[:-2] == query.layout.dims()[:-2] for x in operands)
     if not alike or call.dropout or any(not x.layout.complete_dims[-1] for x in operands):
@@ -288,7 +289,7 @@ def _attend_over_slabs(operands: Sequence[Any], call: AttentionCall, shared_by: 
 
 
 def _attend_around_ring(operands: Sequence[Any], call: AttentionCall, plan: AttentionPlan) -> Tile:
-    """Attention to keys that come by in blocks; backward they do again."""
+    """Attend to keys that pass by in blocks; they pass by again in the backward pass."""
     assert plan.around is not None
     like, around, shared_by = next(tiles_in(tuple(operands))), plan.around, plan.shared_by
     q, k, v = [
@@ -304,7 +305,7 @@ def _attend_around_ring(operands: Sequence[Any], call: AttentionCall, plan: Atte
     options = RingOptions(1 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale, order)
     if call.dropout:
         layout = layout_of_weights(plan, _shapes_of(operands))
-        # a tile of these rows without memory: what is asked of it are their places
+        # a tile of these rows without memory: only their places are read from it
         rows = Tile(q.new_empty(()).expand(layout.local_shape(like.coordinate)), layout, like.mesh)
         seed, index = shared_seed(rows), global_index(rows, rows.ndim)
         options = options._replace(dropout=call.dropout, seed=seed, places_of_weights=index)
@@ -322,8 +323,8 @@ def _attend_around_ring(operands: Sequence[Any], call: AttentionCall, plan: Atte
 
 
 def _attend_by_heads(operands: Sequence[Any], call: AttentionCall, plan: AttentionPlan, axes: tuple[str, ...]) -> Tile:
-    """Attention of each rank's share of the heads, there by one exchange each, and back by one: of all tokens, or,
-    where other axes than these cut the tokens too, of those that go around a ring of the others.
+    """Attend with each rank's share of the heads, which one exchange brings for each operand and one takes back.  The
+    tokens are all of them, or, where other axes cut them too, those that go around a ring of the other ranks.
     """
     layouts = layouts_by_heads(plan, axes, _layouts_of(operands), _shapes_of(operands))
     query, key, value = [
@@ -334,7 +335,7 @@ def _attend_by_heads(operands: Sequence[Any], call: AttentionCall, plan: Attenti
     assert by_heads is not None
     is_ring = by_heads.around is not None and axes != plan.moving
     y = (_attend_around_ring if is_ring else _attend_to_gathered)((query, key, value), call, by_heads)
-    # queries may be flattened from several dims, which the result of whole ones has forgotten
+    # queries may be flattened from several dims; the result of whole queries no longer knows them
     dim = y.ndim - 2
     y = Tile(y.local, y.layout.replace_dim(dim, *by_heads.cuts.cuts[QUERY_LABEL]), y.mesh)
     there = plan.out.replace_dim(dim, *plan.cuts.cuts[QUERY_LABEL])
@@ -342,7 +343,7 @@ def _attend_by_heads(operands: Sequence[Any], call: AttentionCall, plan: Attenti
 
 
 def _attend_both_ways(operands: Sequence[Any], call: AttentionCall, plan: AttentionPlan, split: RankSplit) -> Tile:
-    """Attention by heads among neighbours, around a ring of those that have the same heads of other tokens."""
+    """Attend by heads among neighbors, and around a ring of the ranks that have the same heads of other tokens."""
     axes = SplitAxes.of(split, moving_cuts(plan), plan.out.axes)
     mesh = next(tiles_in(tuple(operands))).mesh
     parted = [axes.tile(x) if isinstance(x, Tile) else x for x in operands]
@@ -358,7 +359,7 @@ def _exchanged_heads(x: Tile, layout: Layout) -> Tile:
 
 
 def _check_head_counts(query: Any, key: Any, value: Any) -> int:
-    """How many heads of queries share one of keys."""
+    """Return how many heads of queries share one head of keys."""
     of_query, *of_others = (x.shape[-3] if x.ndim > 2 else 1 for x in (query, key, value))
     if of_others[0] != of_others[1] or not of_others[0] or of_query % of_others[0]:
         raise RuntimeError(
@@ -377,12 +378,13 @@ def attention_weights(
     like: Tile,
     without_nan: bool = False,
 ) -> Tile:
-    """softmax(q k^T scale + masks): [..., L, S], cut as the queries, and along S by the axes that cut the keys alone.
+    """Return softmax(q k^T scale + masks) [..., L, S], cut as the queries, and along S by the axes that cut the keys
+    alone.
 
     A query that may attend to no key has NaN, or zeros where `without_nan`, as torch has with and without weights.
 
-    *Sends*: the keys, as attention; over a cut S a maximum and a sum for each query and head, and 1 byte more for each
-    where `without_nan`.
+    *Sends*: the keys, as attention does; over a cut S, a maximum and a sum for each query and head, and 1 byte more for
+    each where `without_nan`.
     """
     batch = batch_labels(query.ndim, key.ndim)
     out = (*batch, QUERY_LABEL, KEY_LABEL)
@@ -410,7 +412,7 @@ def attention_weights(
 
 
 def mix_values(weights: Tile, value: Any) -> Tile:
-    """weights v: [..., L, Ev]. *Sends*: the values, where the weights are whole along S; else one all-reduce."""
+    """Return weights v [..., L, Ev].  *Sends*: the values, where the weights are whole along S; else one all-reduce."""
     batch = batch_labels(weights.ndim, value.ndim)
     labels = [
         labels_of_operand(weights.ndim, batch, QUERY_LABEL, KEY_LABEL),

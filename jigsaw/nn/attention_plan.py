@@ -1,4 +1,4 @@
-"""How queries, keys and values are cut while attention is worked on, whichever way it goes."""
+"""Plans of how queries, keys and values are cut while attention is computed, in each of its ways."""
 
 from __future__ import annotations
 
@@ -25,39 +25,40 @@ GivenLayouts = tuple[Layout | None, ...]
 
 
 def labels_of_operand(ndim: int, batch: tuple[str, ...], *last: str) -> tuple[str, ...]:
-    """The labels of an operand of `ndim` dims that ends in the dims `last` and has some of the batch dims or all of
-    them; the last of those are the heads.
+    """Return the labels of an operand of `ndim` dims that ends in the dims `last`, after some or all of the batch dims;
+    the last of those are the heads.
     """
     return (*batch, *last)[len(batch) + len(last) - ndim :]
 
 
 def batch_labels(*ndims: int) -> tuple[str, ...]:
-    """The labels of the batch dims of operands of so many dims."""
+    """Return the labels of the batch dims of operands of so many dims."""
     return tuple([f"batch {d}" for d in range(max(ndims) - 2)])
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How queries, keys and values are cut while they are worked on, and the labels of each."""
+    """Cuts of queries, keys and values during the computation, and the labels of each."""
 
     cuts: LabelCuts
     labels: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
     out: Layout
     keys_alone: bool  # an axis cuts the keys or values alone
     shared_by: int = 1  # so many of a rank's query heads share one of its key heads
-    # the same with keys cut by the axes that cut queries and keys both, and queries by the others; None without such
+    # the same with keys cut by the axes that cut both queries and keys, and queries by the others; None without such
+    # axes
     around: LabelCuts | None = None
 
     @property
     def moving(self) -> tuple[str, ...]:
-        """The axes along which keys and values have to move to meet all queries."""
+        """Axes along which keys and values have to move to meet all queries."""
         return () if self.around is None else axes_of_cuts(self.around.cuts[KEY_LABEL])
 
 
 @lru_cache(maxsize=1024)
 def plan_attention(given: GivenLayouts, sizes: Shapes, shared_by: int) -> AttentionPlan | None:
-    """The plan for queries, keys and values of these layouts and shapes, whose heads of keys are shared by so many
-    queries' each, or None where a rank's query heads do not have key heads of their own.
+    """Return the plan for queries, keys and values of these layouts and shapes, or None.  `shared_by` query heads share
+    each key head.  None: a rank's query heads do not have key heads of their own.
     """
     ndims = [len(size) for size in sizes]
     batch = batch_labels(*ndims)
@@ -112,7 +113,7 @@ def _cuts_around_ring(given: GivenLayouts, plan: LabelCuts) -> LabelCuts | None:
     others = [a for a in of_queries if a not in moving]
     queries = tuple([cut_by_some_axes(c, others, sizes) for c in plan.cuts[QUERY_LABEL]])
     cuts = {**plan.cuts, QUERY_LABEL: queries, KEY_LABEL: keys}
-    # heads of keys are those of queries, counted otherwise: one of them stands for both
+    # heads of keys are those of queries in another count: one of them stands for both
     counted = [group for by, group in cuts.items() if by != _KEY_HEAD_LABEL]
     return LabelCuts(cuts, Layout.from_dims(counted, plan.work.axes))
 
@@ -123,7 +124,7 @@ def _have_blocks_of(group: CutGroup, keys: CutGroup) -> bool:
 
 
 def heads_of_keys(plan: AttentionPlan, shapes: Shapes) -> Cut | None:
-    """The dim of heads that ranks could share out, as keys count them; None where there is none."""
+    """Return the dim of heads that ranks could share out, in the count of the keys; None where there is none."""
     head = plan.labels[1][-3:-2]
     if not head or min(map(len, shapes)) < 3 or len(plan.cuts.cuts[head[0]]) > 1:
         return None
@@ -136,8 +137,8 @@ def heads_of_keys(plan: AttentionPlan, shapes: Shapes) -> Cut | None:
 def attention_sizes(
     plan: AttentionPlan, shapes: Shapes, itemsize: int, is_mirrored: bool = False, within_axes: bool = True
 ) -> AttentionSizes:
-    """What the first of the ranks along the axes that cut queries and keys both have; `is_mirrored` where queries
-    change ranks in a ring, `within_axes` where an axis may go to heads and to a ring.
+    """Return the sizes on the first of the ranks along the axes that cut both queries and keys.  `is_mirrored`: queries
+    change ranks in a ring.  `within_axes`: an axis may be divided between heads and a ring.
     """
     assert plan.around is not None
     first = (0,) * len(plan.out.axes)
@@ -164,20 +165,20 @@ def attention_sizes(
 
 
 def moving_cuts(plan: AttentionPlan) -> CutGroup:
-    """The cuts of the keys by the axes along which they move."""
+    """Return the cuts of the keys by the axes along which they move."""
     return () if plan.around is None else tuple([c for c in plan.around.cuts[KEY_LABEL] if c.axes])
 
 
 def _rows_at(group: Sequence[Cut], layout: Layout, at: MeshCoordinate) -> int:
-    """How many rows of a dim the rank at a coordinate owns."""
+    """Return how many rows of a dim the rank at a coordinate owns."""
     owned = (c.owned(layout.piece(c, at)) for c in group)
     return math.prod(stop - start for start, stop in owned)
 
 
 @lru_cache(maxsize=1024)
 def layouts_by_heads(plan: AttentionPlan, axes: tuple[str, ...], given: GivenLayouts, shapes: Shapes) -> GivenLayouts:
-    """The layouts of queries, keys and values once `axes`, which cut the tokens of both, cut their heads; operands that
-    are plain, or cannot be cut so, stay as they are.
+    """Return the layouts of queries, keys and values once `axes`, which cut the tokens of both, cut their heads
+    instead.  Operands that are plain, or that cannot be cut so, stay as they are.
     """
     heads = heads_of_keys(plan, shapes)
     assert heads is not None
@@ -201,7 +202,7 @@ def _onto_heads(layout: Layout, heads: Cut) -> Layout:
 
 @lru_cache(maxsize=1024)
 def layout_of_weights(plan: AttentionPlan, shapes: Shapes) -> Layout:
-    """The layout of the weights [..., L, S] without S: dims that neither queries nor keys have are 1."""
+    """Return the layout of the weights [..., L, S] without S; dims that neither queries nor keys have are 1."""
     ndims = [len(size) for size in shapes[:2]]
     batch = batch_labels(*map(len, shapes))[-max(ndims) + 2 :] if max(ndims) > 2 else ()
     dims: list[CutGroup] = []

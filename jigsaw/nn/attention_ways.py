@@ -1,17 +1,17 @@
-"""Four ways of attention over cut tokens: what each sends and holds, and the rule that takes one.
+"""Four ways of attention over cut tokens: what each sends and holds, and the rule that chooses one.
 
-P ranks cut the tokens of queries and keys.  *gathered*: each gets all keys and values, one message from each of the
-others.  *ring*: keys and values go around the ranks block by block (`jigsaw.nn.ring_attention`).  *heads*: queries,
-keys and values are exchanged so that each rank has all tokens of its share of the heads, and y goes back (Jacobs et
-al., "DeepSpeed Ulysses", arXiv 2309.14509).  *heads+ring*: neighbours share out heads, so that each has their tokens of
-its share, which go around the ranks that have the same share of others (`jigsaw.nn.rank_split`; Fang and Zhao, "USP",
-arXiv 2405.07719; Gu et al., "LoongTrain", arXiv 2406.18485).
+P ranks cut the tokens of queries and keys.  *gathered*: each rank gets all keys and values, in one message from each of
+the others.  *ring*: keys and values go around the ranks block by block (`jigsaw.nn.ring_attention`).  *heads*: an
+exchange of queries, keys and values gives each rank all tokens of its share of the heads, and y goes back (Jacobs et
+al., "DeepSpeed Ulysses", arXiv 2309.14509).  *heads+ring*: neighbors share out heads, so that each has their tokens of
+its share.  These go around the ranks that have the same share of other tokens (`jigsaw.nn.rank_split`; Fang and Zhao,
+"USP", arXiv 2405.07719; Gu et al., "LoongTrain", arXiv 2406.18485).
 
-Four ranks, 1000 tokens of 8 heads of 64 features in bfloat16, 2 kB a token in k and v together.  Gathered, each rank
-sends its 250 tokens to three others, 1.5 MB, and holds 2 MB.  Around the ring it sends as much, in three steps, and
-holds three blocks, 1.5 MB.  By heads it sends 3/4 of its 250 tokens of q, k, v and y, 0.75 MB, and holds these and all
-tokens of two heads, 1 MB.  By heads and rings of two it sends half of its 250 tokens of q, k, v and y, 0.5 MB, and then
-500 tokens of four heads in k and v, 0.5 MB.
+Example: four ranks, 1000 tokens of 8 heads of 64 features in bfloat16, 2 kB a token in k and v together.  Gathered,
+each rank sends its 250 tokens to three others, 1.5 MB, and holds 2 MB.  Around the ring it sends as much, in three
+steps, and holds three blocks, 1.5 MB.  By heads it sends 3/4 of its 250 tokens of q, k, v and y, 0.75 MB, and holds
+these and all tokens of two heads, 1 MB.  By heads and rings of two it sends half of its 250 tokens of q, k, v and y,
+0.5 MB, and then 500 tokens of four heads in k and v, 0.5 MB.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from jigsaw.nn.ring_order import mirrored_counts
 
 AttentionWay = Literal["gathered", "ring", "heads", "heads+ring"]
 _WAYS: tuple[AttentionWay, ...] = ("gathered", "ring", "heads", "heads+ring")
-# keys and values of fewer bytes than this are gathered: what counts then is the number of messages
+# keys and values of fewer bytes than this are gathered: then the number of messages counts
 SMALL_KEYS_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """What the ranks that cut the tokens of an attention have: tokens of each of them, and elements of a token."""
+    """Sizes on the ranks that cut the tokens of an attention: tokens of each of them, and elements of a token."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
-    key_heads: int  # those that the ranks could share out; 0 where there is no such dim
+    key_heads: int  # heads that the ranks could share out; 0 where there is no such dim
     query_row: int  # elements of a token in q and y together, of all heads and all of the batch that a rank has
     key_row: int  # in k and v together
     itemsize: int
     splits: tuple[RankSplit, ...] = ()  # of these ranks in those that share out heads and those that make rings
-    is_mirrored: bool = False  # whether ranks of a ring exchange queries (`jigsaw.nn.ring_order`)
+    is_mirrored: bool = False  # True where ranks of a ring exchange queries (`jigsaw.nn.ring_order`)
 
     @classmethod
     def of_tokens(
         cls, tokens: int, ranks: int, heads: int, features: int, itemsize: int = 2, is_mirrored: bool = False
     ) -> AttentionSizes:
-        """Self-attention of so many heads of so many features, its tokens balanced."""
+        """Return the sizes of a self-attention with so many heads of so many features, and balanced tokens."""
         rows = tuple([b - a for a, b in pairwise(cut_points(tokens, ranks))])
         row, splits = 2 * heads * features, splits_of_pieces((ranks,))
         return cls(rows, rows, heads, row, row, itemsize, splits, is_mirrored)
@@ -58,8 +58,8 @@ class AttentionSizes:
 
 @dataclass(frozen=True)
 class WayCost:
-    """Bytes that one way sends forward and backward, by all ranks that cut the tokens, and keys and values that a rank
-    holds at a time in the forward pass, its own included.
+    """Bytes that one way sends forward and backward, on all ranks that cut the tokens, and bytes that one rank holds.
+    The latter are the keys and values that a rank has at a time in the forward pass, its own included.
     """
 
     forward: int
@@ -73,8 +73,8 @@ class WayCost:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The way that was taken and why, and what each way costs; ways that cannot be gone are left out.  `split` says
-    which ranks share out heads where others make rings.
+    """The way that was chosen and why, and the cost of each possible way.  `split` says which ranks share out heads
+    where others make rings.
     """
 
     way: AttentionWay
@@ -92,7 +92,7 @@ class AttentionChoice:
 
 
 def way_costs(sizes: AttentionSizes) -> dict[AttentionWay, WayCost]:
-    """What each way costs: integers, as `jigsaw.comm.count` has them."""
+    """Return the cost of each way, in integers, as `jigsaw.comm.count` has them."""
     return _costs_and_split(sizes)[0]
 
 
@@ -113,14 +113,14 @@ def _costs_and_split(sizes: AttentionSizes) -> tuple[dict[AttentionWay, WayCost]
     if not sizes.splits:
         return costs, None
     both = {split: _split_cost(sizes, split) for split in sizes.splits}
-    # where no split has heads enough, the one that leaves the fewest ranks without
+    # where no split has enough heads, the one that leaves the fewest ranks without any
     split = min(both, key=lambda s: (max(s.head_ranks - sizes.key_heads, 0), both[s].sent))
     costs["heads+ring"] = both[split]
     return costs, split
 
 
 def _ring_cost(sizes: AttentionSizes, queries: Sequence[int], keys: Sequence[int]) -> WayCost:
-    """What rings cost whose ranks have so many tokens, those of all shares of the heads together."""
+    """Return the cost of rings whose ranks have so many tokens, those of all shares of the heads together."""
     around = (len(keys) - 1) * sum(keys) * sizes.key_row
     # gradients of bfloat16 and float16 are summed in float32 on their way
     returned = around * max(sizes.itemsize, 4)
@@ -134,10 +134,12 @@ def _most_heads(sizes: AttentionSizes, ranks: int) -> int:
 
 
 def _bytes_by_heads(sizes: AttentionSizes, shares: Sequence[int], ranks: int) -> int:
-    """What is sent so that each rank has its share of the heads, of which there are as many as `ranks`, and back."""
+    """Return the bytes that give each rank its share of the heads, of which there are as many as `ranks`, and that go
+    back.
+    """
     heads = [b - a for a, b in pairwise(cut_points(sizes.key_heads, ranks))]
-    # each rank sends of its tokens the heads that are not its own, and gets y of those back; y comes from the ranks of
-    # the other heads: the same sum, seen from the other side
+    # for its own tokens, each rank sends the heads that are not its share and gets their y back; summed over ranks, y
+    # is as many bytes as q
     moved = sum(
         (q * sizes.query_row + k * sizes.key_row) * (sizes.key_heads - heads[share]) // sizes.key_heads
         for q, k, share in zip(sizes.queries, sizes.keys, shares, strict=True)
@@ -157,21 +159,21 @@ def _split_cost(sizes: AttentionSizes, split: RankSplit) -> WayCost:
 def choose_attention_way(
     sizes: AttentionSizes, said: AttentionWay | None = None, is_mask_cut: bool = False
 ) -> AttentionChoice:
-    """The way by the rule, or the one that was `said`.  The first that holds:
+    """Choose the way by the rule, or take the one that the user `said`.  The first of these that holds:
 
-    1. *gathered* where all keys and values are at most a mebibyte: fewest messages;
+    1. *gathered* where all keys and values are at most a mebibyte, because it has the fewest messages;
     2. *heads* or *heads+ring* where there is a head of keys for each rank that shares them out and no other way sends
        less, forward and backward together, and no axis cuts a mask, for whose rows all ranks would have to be asked;
     3. *ring* where all keys and values are more than what a rank has of queries, keys, values and results; *heads+ring*
        where that sends less, under the conditions of 2;
     4. *gathered*.
 
-    *Raises*: `ShardingError` where heads were said and there is no dim of heads, or heads+ring and the ranks cannot go
-    both ways.
+    *Raises*: `ShardingError` where the user says heads and there is no dim of heads, or says heads+ring and the ranks
+    cannot go both ways.
 
-    A vision transformer of 4 billion parameters (42 layers, 2816 features in 44 heads) on 64,980 tokens in bfloat16,
-    P = 8.  A rank sends a layer, forward and backward: gathered 640 and 640 MB, ring 640 and 1,921 MB, heads 160 and
-    160 MB, heads and rings of two 229 and 412 MB; it holds keys and values of 732, 274, 191 and 366 MB.
+    A vision transformer of 4 billion parameters (42 layers, 2816 features in 44 heads) on 64,980 tokens in bfloat16, P
+    = 8.  A rank sends for each layer, forward and backward: gathered 640 and 640 MB, ring 640 and 1,921 MB, heads 160
+    and 160 MB, heads and rings of two 229 and 412 MB; it holds keys and values of 732, 274, 191 and 366 MB.
 
     >>> from jigsaw.nn.attention_ways import AttentionSizes, choose_attention_way
     >>> choice = choose_attention_way(AttentionSizes.of_tokens(64_980, ranks=8, heads=44, features=64))
@@ -194,7 +196,7 @@ def choose_attention_way(
     for_heads: dict[AttentionWay, int] = {"heads": ranks}
     if split is not None:
         for_heads["heads+ring"] = split.head_ranks
-    # those that leave no rank without a head
+    # the splits that leave no rank without a head
     usable: list[AttentionWay] = [
         by for by, n in for_heads.items() if not is_mask_cut and by in costs and sizes.key_heads >= n
     ]
@@ -236,20 +238,20 @@ def _check_said(said: AttentionWay, costs: dict[AttentionWay, WayCost], sizes: A
 
 # -- what a user says -------------------------------------------------------------------------------------------------
 
-# of the process, not of a thread: autograd runs a checkpointed layer again in threads of its own
+# a value of the process, not of a thread, because autograd runs a checkpointed layer again in its own threads
 _said: list[AttentionWay | None] = [None]
 
 
 @contextmanager
 def attention_way(way: AttentionWay | None) -> Generator[None]:
-    """Within it, attention over cut tokens goes this way: ``"gathered"``, ``"ring"``, ``"heads"`` or ``"heads+ring"``;
-    None: by the rule (`jigsaw.nn.explain_attention` tells which).  All are exact.
+    """Let attention over cut tokens go this way within the block: ``"gathered"``, ``"ring"``, ``"heads"`` or
+    ``"heads+ring"``.  None: by the rule (`jigsaw.nn.explain_attention` tells which).  All ways are exact.
 
-    Attention whose queries and keys no axis cuts both goes as it does.  Layers that are checkpointed run again in the
-    backward pass, which then belongs within it, too.
+    This changes nothing for attention where no axis cuts both queries and keys.  Checkpointed layers run again in the
+    backward pass, which then belongs within the block, too.
 
-    *Raises*: `ShardingError` for another word; where attention is called, for heads where there is no dim of heads,
-    and for heads and rings where a prime number of ranks cuts the tokens.
+    *Raises*: `ShardingError` for another word.  A call of attention raises it for heads without a dim of heads, and for
+    heads and rings where a prime number of ranks cuts the tokens.
 
     >>> mesh = jigsaw.init_mesh(lat=1)
     >>> q = jigsaw.shard(torch.randn(2, 4, 16, 8), mesh, (None, None, "lat", None))
@@ -267,5 +269,5 @@ def attention_way(way: AttentionWay | None) -> Generator[None]:
 
 
 def said_attention_way() -> AttentionWay | None:
-    """What the innermost `attention_way` says."""
+    """Return the way that the innermost `attention_way` says."""
     return _said[-1]

@@ -1,7 +1,8 @@
-"""Attention of some queries to one block of keys, as a part of attention to several: what a ring does at each step.
+"""Attention of some queries to one block of keys, as a part of attention to several: one step of a ring.
 
-Two kernels, alike in what they give: products of matrices, for any device, dtype, mask and dropout, and torch's fused
-one on CPUs, where `has_fused_kernel` says so: half the time forward, two thirds backward, and no scores in memory.
+There are two kernels with the same results.  Matrix products serve any device, dtype, mask and dropout.  Torch's fused
+kernel serves CPUs where `has_fused_kernel` says so: half the time forward, two thirds backward, and no scores in
+memory.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Some rows of queries and columns of keys, those at the global places `at`, and what is done to their scores."""
+    """Some rows of queries and columns of keys, those at the global places `at`, and what happens to their scores."""
 
     rows: slice
     columns: slice
     at: Tensor
     mask: Tensor | None = None  # [..., 1 or rows, 1 or keys], True where a query may attend, or what is added
-    places: Tensor | None = None  # of the queries, where some of the keys come later
-    is_triangle: bool = False  # whether these are the places of the keys
-    kept: Tensor | None = None  # what weights are multiplied by, where some are dropped
+    places: Tensor | None = None  # places of the queries, where some of the keys come later
+    is_triangle: bool = False  # True where these are the places of the keys
+    kept: Tensor | None = None  # the factor of each weight, where some are dropped
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """q k^T, masked."""
+        """Return q k^T, masked."""
         scores = torch.matmul(q, k.mT)
         if self.mask is not None and self.mask.dtype != torch.bool:
             scores = scores.add_(self.mask)
@@ -36,11 +37,11 @@ class BlockRows:
 
     @property
     def is_causal(self) -> bool:
-        """Whether torch's own flag says which scores are hidden."""
+        """True where torch's own flag says which scores are hidden."""
         return self.is_triangle and self.mask is None
 
     def added(self, like: Tensor) -> Tensor | None:
-        """What is added to the scores, in four dims, in the dtype of `like`."""
+        """Return what is added to the scores, in four dims, in the dtype of `like`."""
         if self.is_causal or (self.mask is None and self.places is None):
             return None
         added = like.new_zeros(self.rows.stop - self.rows.start, len(self.at))
@@ -58,7 +59,7 @@ class BlockRows:
 
 @dataclass(frozen=True)
 class BlockSums:
-    """Of each query its highest score, and the sums of exp(score - highest), alone and times the values."""
+    """Highest score of each query, and the sums of exp(score - highest), alone and times the values."""
 
     highest: Tensor
     total: Tensor
@@ -67,7 +68,7 @@ class BlockSums:
 
 @dataclass(frozen=True)
 class BlockGradients:
-    """What a block gives to the gradients; that of the scores where they were made."""
+    """The share of a block in the gradients, and the gradient of the scores where they were made."""
 
     q: Tensor
     k: Tensor
@@ -76,17 +77,17 @@ class BlockGradients:
 
 
 def has_fused_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether torch's fused kernel does blocks of these, whose mask needs no gradient, and where none are dropped."""
+    """Say whether torch's fused kernel can do blocks of these, without a gradient of the mask and without dropout."""
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     if q.device.type != "cpu" or not 0 < k.shape[-1] == v.shape[-1] or 0 in batch:
         return False
-    # four dims: all but the last of the batch dims become one, which a mask must have whole or not at all
+    # four dims: all batch dims but the last become one, which a mask must have whole or not at all
     of_mask = (1,) * len(batch) if mask is None else (*(1,) * (len(batch) + 2 - mask.ndim), *mask.shape[:-2])
     return all(n == 1 for n in of_mask[:-1]) or of_mask[:-1] == batch[:-1]
 
 
 def sum_block(part: BlockRows, q: Tensor, k: Tensor, v: Tensor, is_fused: bool) -> BlockSums:
-    """Of these rows of scaled queries and one block of keys and values."""
+    """Return the sums of these rows of scaled queries over one block of keys and values."""
     if is_fused:
         return _sum_block_fused(part, q, k, v)
     scores = part.scores(q, k)
@@ -99,8 +100,8 @@ def sum_block(part: BlockRows, q: Tensor, k: Tensor, v: Tensor, is_fused: bool) 
 def block_gradients(
     part: BlockRows, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, grad: Tensor, is_fused: bool
 ) -> BlockGradients:
-    """Of these rows and one block, where `out` and `log_sum` are of all blocks: dS = P (dP - D), with dP = dY V^T and D
-    the sum of dY Y over features.
+    """Return the gradients from these rows and one block, where `out` and `log_sum` belong to all blocks.  dS = P (dP -
+    D), with dP = dY V^T and D the sum of dY Y over features.
     """
     if is_fused:
         return _block_gradients_fused(part, q, k, v, out, log_sum, grad)
@@ -122,7 +123,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def _in_four_dims(x: Tensor, batch: torch.Size) -> Tensor:
-    """The batch dims as two, and the elements of a row side by side: the kernel does not ask whether they are."""
+    """Return x with two batch dims and with the elements of a row side by side, which the kernel takes for granted."""
     x = x.expand(*batch, *x.shape[-2:]).reshape(math.prod(batch[:-1]), *(batch[-1:] or (1,)), *x.shape[-2:])
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -132,7 +133,7 @@ def _sum_block_fused(part: BlockRows, q: Tensor, k: Tensor, v: Tensor) -> BlockS
     y, log_sum = _flash(*(_in_four_dims(x, batch) for x in (q, k, v)), 0.0, part.is_causal, attn_mask=added, scale=1.0)
     total = torch.ones_like(log_sum)
     if added is not None:
-        # where all keys are hidden the kernel says nothing of use
+        # where all keys are hidden, the kernel's output is of no use
         is_dead = (added == -math.inf).all(-1)
         y, total = y.masked_fill(is_dead[..., None], 0.0), total.masked_fill_(is_dead, 0.0)
         log_sum = log_sum.masked_fill(is_dead, -math.inf)

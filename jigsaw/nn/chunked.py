@@ -1,16 +1,16 @@
-"""`jigsaw.nn.chunked`: a module run over slabs of the tile, one after the other, and again in the backward pass.
+"""`jigsaw.nn.chunked`: a module that runs over slabs of the tile, one after the other, and again in the backward pass.
 
-A slab is what a rank of a finer mesh would have (`jigsaw.slab_mesh`), so the module is run on it as on any tile: the
-rows that it reads beyond a slab are slices of the tile, or come from neighbours, and each layer makes what they
-suffice for.  For the backward pass the inputs are kept; of what lies between there is one slab's at a time.
+A slab is what a rank of a finer mesh would have (`jigsaw.slab_mesh`), so the module runs on it as on any tile.  The
+rows that it reads beyond a slab are slices of the tile, or come from neighbors, and each layer computes all that they
+allow.  For the backward pass the inputs are kept; intermediate results exist for one slab at a time.
 
 Norms over positions need a value of all slabs: y = F(x, s), s = S(x), where s is a mean and a sum of squares.  The
-slabs are run up to the norm, which gives s, and then to the end, with s as if it were a weight.  Backward first the
-gradient of s is summed over the slabs; then x gets both, that of F with s fixed, and that of s: for a row x of n,
+slabs run up to the norm, which gives s, and then to the end, with s as if it were a weight.  The backward pass first
+sums the gradient of s over the slabs.  Then x gets both that of F with s fixed, and that of s: for a row x of n,
 
     dL/dx = dF/dx + dL/dmean / n + 2 (x - mean) dL/dsquares.
 
-With a second norm it is y = F(x, s, t), t = T(x, s), and so on: each costs one pass more, forward and backward.  Keys
+With a second norm, y = F(x, s, t) and t = T(x, s), and so on.  Each costs one more pass, forward and backward.  Keys
 and values of attention over the dim that slabs cut are such an s, too.
 
 >>> net = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.GELU(), torch.nn.Conv2d(4, 1, 3, padding=1))
@@ -46,31 +46,32 @@ from jigsaw.tile import Tile, shared_mesh, tiles_in
 
 M = TypeVar("M", bound=nn.Module)
 
-# For the axes of a cut: rows below and above that a slab holds, in rows of the input that has the fewest, and whether
-# the dim is a circle.
+# For the axes of a cut: the halo of a slab below and above, in rows of the input that has the fewest, and whether the
+# dim is a circle.
 _HaloWidths = dict[tuple[str, ...], tuple[int, int, bool]]
 
 
 def chunked(module: M, slabs: int, dim: int = 2, align: int = 1) -> M:
-    """Let `module` compute over `slabs` slabs of its input along `dim`, recomputed in the backward pass: exactly.
+    """Let `module` compute over `slabs` slabs of its input along `dim`, recomputed in the backward pass, with exact
+    results.
 
-    Returns `module` itself, with the same parameters; what it takes and gives stays the same, on tiles and on plain
-    tensors.  Each rank cuts its own rows into slabs, at multiples of `align` (the strides within, for less overlap).
-    Submodules can be chunked one by one (``unet.encoder1``): between them tensors are whole.
+    Returns `module` itself, with the same parameters, inputs and outputs, on tiles and on plain tensors.  Each rank
+    cuts its own rows into slabs, at multiples of `align` (the strides within, for less overlap). Submodules can be
+    chunked one by one (``unet.encoder1``); tensors between them are whole.
 
     Memory: for the backward pass the inputs are kept; the peak is the output, the gradients of inputs and outputs, and
-    what the module needs for 1 / `slabs` of the rows and the halo that they read.  Compute: a pass over all slabs for
-    each norm over positions (batch, instance, group norm in training) and each attention along `dim`, and one more; the
-    same again backward.  So a step without those costs 4/3 of an unchunked one, a convolution with a norm 2 times, two
-    of them 2.7 times: smaller modules cost less and keep more.
+    what the module needs for 1 / `slabs` of the rows and their halo.  Compute: one pass over all slabs, and one more
+    for each norm over positions (batch, instance, group norm in training) and each attention along `dim`; the same
+    again backward.  So a step without those costs 4/3 of an unchunked one, a convolution with a norm 2 times, two of
+    them 2.7 times.  Smaller modules cost less and keep more.
 
     *Shapes*: unchanged.
-    *Sends*: in every pass the rows that the module's output rows need of neighbours, for all its layers at once;
-    backward their gradients.  A norm sends a mean and a sum of squares, backward their gradients; an attention all keys
-    and values, to every rank that cuts tokens, as an all-reduce.
-    *Raises*: `ShardingError` for fewer rows than slabs on a rank, tiles that are cut otherwise along `dim` (at the same
-    places of a multiple of the rows is well), weights that are cut (DTensors), results without slabs, and, when it
-    runs, functions that need all slabs at once, and second derivatives.
+    *Sends*: in every pass, the rows that the module's output rows need from neighbors, for all its layers at once;
+    backward, their gradients.  A norm sends a mean and a sum of squares, and backward their gradients; an attention all
+    keys and values, to every rank that cuts tokens, as an all-reduce.
+    *Raises*: `ShardingError` for fewer rows than slabs on a rank, weights that are cut (DTensors), results without
+    slabs, and tiles that are cut otherwise along `dim` (the same places of a multiple of the rows are allowed).  When
+    it runs, also for functions that need all slabs at once, and for second derivatives.
 
     The method is that of activation checkpointing (Chen et al., arXiv 1604.06174), over slabs of space.
 
@@ -95,14 +96,14 @@ def chunked(module: M, slabs: int, dim: int = 2, align: int = 1) -> M:
 
 @dataclass(frozen=True)
 class _TensorSlot:
-    """The place of a tile, or of a plain tensor, among those that were given or came out."""
+    """The place of a tile or plain tensor among the inputs or outputs."""
 
     place: int
     is_tile: bool
 
 
 class ChunkedForward:
-    """The forward pass of a chunked module, in the place of its own."""
+    """The forward pass of a chunked module, in place of its own."""
 
     def __init__(self, module: nn.Module, slabs: int, dim: int, align: int) -> None:
         self.module, self.slabs, self.dim, self.align = module, slabs, dim, align
@@ -118,7 +119,7 @@ class ChunkedForward:
 
         def as_slot(x: Tensor) -> _TensorSlot:
             is_tile = isinstance(x, Tile)
-            if not tiles and not given:  # plain tensors: the first is the one that is cut, as if one rank had it
+            if not tiles and not given:  # of plain tensors the first is cut, as if it were a tile on one rank
                 is_tile = True
                 x = Tile(x, Layout.of(x.shape, (None,) * x.ndim, ()), cast(DeviceMesh, SlabMesh((), (), x.device.type)))
             if isinstance(x, Tile):
@@ -152,7 +153,7 @@ class ChunkedForward:
 
 
 def _replaced(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """A structure of tuples, lists and dicts with all values of a kind changed."""
+    """Return a structure of tuples, lists and dicts with all values of a kind changed."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)):
@@ -194,7 +195,7 @@ class _InsideForward(nn.Module):
 
 
 class _SlabJob:
-    """One call of a chunked module: what it was given, how that lies in slabs, and what its statistics were."""
+    """One call of a chunked module: its inputs, their slabs, and its statistics."""
 
     def __init__(
         self, chunk: ChunkedForward, structure: Any, given: Sequence[Tile], mesh: DeviceMesh | None, names: list[str]
@@ -209,7 +210,7 @@ class _SlabJob:
         self.device = given[0].local.device
         self.points = self._slab_points()
         self.widths = chunk.widths.setdefault((*self.layouts, chunk.module.training), [{}])
-        # what the module draws and changes must be alike for all slabs and in the backward pass
+        # random numbers and buffers must be alike for all slabs and in the backward pass
         self.random = random_states(given[0])
         self.buffers = {f"inner.{name}": b.clone() for name, b in chunk.module.named_buffers()}
         self.autocast = (
@@ -223,7 +224,7 @@ class _SlabJob:
     # -- geometry -----------------------------------------------------------------------------------------------------
 
     def _slab_points(self) -> tuple[int, ...]:
-        """Where the slabs of all ranks begin, in rows of the input that has the fewest."""
+        """Return where the slabs of all ranks begin, in rows of the input that has the fewest."""
         first = self.layouts[0]
         if not -first.ndim <= self.dim < first.ndim:
             raise ShardingError(f"{CHUNKED_NAME}: dim={self.dim} of shape {first.shape}; say one that it has")
@@ -251,7 +252,7 @@ class _SlabJob:
         return tuple(points)
 
     def _slab_layout(self, layout: Layout, widths: _HaloWidths) -> Layout:
-        """How the finer mesh has an input: its slabs, with the halo that they were found to need."""
+        """Return the layout of an input on the finer mesh: its slabs, with the halo that they are known to need."""
         dims = [list(group) for group in layout.dims()]
         cut = dims[self.dim][0]
         finer = cut.size // self.points[-1]
@@ -260,20 +261,20 @@ class _SlabJob:
         return Layout.from_dims(wide, (*layout.axes, (SLAB_AXIS, self.slabs)))
 
     def _row_count(self, axes: tuple[str, ...], default: int) -> int:
-        """The rows that the axes cut, of the slab mesh too, in the input that has the fewest."""
+        """Return the rows that the axes cut, of the slab mesh too, in the input that has the fewest."""
         if SLAB_AXIS in axes:
             return self.points[-1]
         return min((c.size for each in self.layouts for c in each.cuts if c.axes == axes), default=default)
 
     def _source_target(self, layout: Layout, fine: Layout, slab: int) -> Layout:
-        """What the ranks fetch for their slab of that number."""
+        """Return the layout of what the ranks fetch for their slab of that number."""
         for d, group in enumerate(fine.dims()):
             held = [c.held[slab :: self.slabs] if SLAB_AXIS in c.axes else c.held for c in group]
             layout = layout.replace_dim(d, *(c.holding(h) for c, h in zip(layout.dim(d), held, strict=True)))
         return layout
 
     def _out_layout(self, fine: Layout) -> Layout:
-        """How the ranks have a result, whose slabs lie on the finer mesh as `fine`."""
+        """Return the layout of a result whose slabs lie on the finer mesh as `fine`."""
         if SLAB_AXIS not in fine.cut_axes:
             raise ShardingError(
                 f"{CHUNKED_NAME}: {self.name} gives a result of shape {fine.shape} that has no slabs; chunk the "
@@ -288,14 +289,14 @@ class _SlabJob:
         return Layout.from_dims([[merged(c) for c in group] for group in fine.dims()], self.layouts[0].axes)
 
     def _slab_box(self, tile: Tile, layout: Layout) -> tuple[list[int], tuple[slice, ...]]:
-        """A rank's shape of a result, an entry a cut, and the box of it that a slab without halo is."""
+        """Return a rank's shape of a result, an entry a cut, and the box of a slab without halo in it."""
         whole, mine = layout.owned(self.coordinate), tile.layout.owned(tile.coordinate)
         return list(box_shape(whole)), tuple(
             slice(a - low, b - low) for (a, b), (low, _) in zip(mine, whole, strict=True)
         )
 
     def _widen(self, missing: RowsMissing, widths: _HaloWidths) -> None:
-        """Let slabs hold the rows that were missing, counted in rows of the input."""
+        """Widen the halo of slabs by the missing rows, counted in rows of the input."""
         for axes, (below, above, size, wraps) in missing.lacking.items():
             low, high, wrapped = widths.get(axes, (0, 0, False))
             rows = self._row_count(axes, 0)
@@ -326,7 +327,7 @@ class _SlabJob:
         known: Sequence[SlabStatistic],
         buffers: dict[str, Tensor],
     ) -> list[Tile]:
-        """The results of a slab, without halo."""
+        """Return the results of a slab, without halo."""
         place = SlabMesh(fine[0].axes, (*self.coordinate, slab), self.device.type, self.mesh, SlabRun(known))
         plain = operands[: len(operands) - len(self.names)]
         tiles = [Tile(x, layout, cast(DeviceMesh, place)) for x, layout in zip(inputs, fine, strict=True)]
@@ -358,27 +359,27 @@ class _SlabJob:
             torch.cuda.set_rng_state(states[1], self.device)
 
     def _own_buffers(self) -> dict[str, Tensor]:
-        """As they were before the first slab: each slab changes its own."""
+        """Return the buffers as they were before the first slab, because each slab changes its own."""
         return {name: b.clone() for name, b in self.buffers.items()}
 
     def _as_leaves(self, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
         replicas = self.layouts[0].replicas
         leaves = [x.detach().requires_grad_(needed) for x, needed in zip(tensors, needs, strict=True)]
         for leaf in leaves:
-            setattr(leaf, AVERAGED_MARK, replicas)  # it was scaled where it entered: within, once more by 1
+            setattr(leaf, AVERAGED_MARK, replicas)  # it was scaled where it entered, so within the factor is 1
         return leaves
 
     # -- all slabs ----------------------------------------------------------------------------------------------------
 
     def run_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The results, once as many passes have found the statistics as there are."""
+        """Return the results, after one pass for each statistic."""
         operands = self._as_leaves(tensors[len(self.layouts) :], [False] * (len(tensors) - len(self.layouts)))
         while True:
             if len(self.widths) <= len(self.statistics):
                 self.widths.append(dict(self.widths[-1]))
             try:
                 found = self._run_pass(tensors[: len(self.layouts)], operands)
-            except RowsMissing as missing:  # all ranks find the same, before they make anything of it
+            except RowsMissing as missing:  # all ranks find the same, before they allocate anything
                 self._widen(missing, self.widths[len(self.statistics)])
                 continue
             if found is not None:
@@ -414,7 +415,7 @@ class _SlabJob:
         return [y.reshape(o.local_shape(self.coordinate)) for y, o in zip(whole, self.out_layouts, strict=True)]
 
     def _keep_changes(self, buffers: dict[str, Tensor]) -> None:
-        """Running statistics and the like, which each slab has changed alike."""
+        """Keep running statistics and other buffers, which each slab has changed alike."""
         for name, mine in self.runner.named_buffers():
             if buffers[name]._version:
                 mine.copy_(buffers[name])
@@ -422,7 +423,7 @@ class _SlabJob:
     def run_backward(
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        """The gradients of `tensors`: of statistics first, from the last to the first."""
+        """Return the gradients of `tensors`; those of statistics come first, from the last to the first."""
         inputs, operands = tensors[: len(self.layouts)], tensors[len(self.layouts) :]
         before = random_states(Tile(inputs[0], self.layouts[0], self.source_mesh))
         enabled, dtype = self.autocast
@@ -458,7 +459,7 @@ class _SlabJob:
         operands: Sequence[Tensor],
         grads: Sequence[Tensor],
     ) -> list[Tensor]:
-        """This rank's part; nothing before the statistic is differentiated."""
+        """Return this rank's part; nothing before the statistic is differentiated."""
         totals = [torch.zeros_like(v) for v in known[at].values]
         weights = self._as_leaves(operands, [False] * len(operands))
         fine = [self._slab_layout(layout, self.widths[len(known)]) for layout in self.layouts]
@@ -499,7 +500,7 @@ class _SlabJob:
                     if g is not None:
                         total.add_(g)
                     continue
-                # halos are fetched from neighbours, so their gradients go back, also where a rank has none to give
+                # halos come from neighbors, so their gradients go back, even where a rank has none to give
                 target = self._source_target(self.layouts[place], fine[place], slab)
                 back = torch.zeros_like(taken[place]) if g is None else g
                 AsyncExchangeAdjoint([back], self.layouts[place], [target], self.source_mesh).wait(total)
@@ -507,13 +508,13 @@ class _SlabJob:
 
 
 def _is_finer(cut: Cut, coarse: Cut) -> bool:
-    """Whether a cut has as many rows for each of the other's, at the same places."""
+    """Say whether a cut has equally many rows for each of the other's, at the same places."""
     finer, rest = divmod(cut.size, max(coarse.size, 1))
     return not rest and cut.has_same_rows(Cut(cut.size, tuple(finer * p for p in coarse.points), coarse.axes))
 
 
 def _with_width(cut: Cut, widths: _HaloWidths, rows: int) -> Cut:
-    """With the halo that `widths` say in rows of an input with so many of them."""
+    """Return the cut with the halo that `widths` give in rows of an input with so many of them."""
     below, above, wraps = widths.get(cut.axes, (0, 0, False))
     below, above = (ceil_div(width * cut.size, rows) if width else 0 for width in (below, above))
     return cut.with_halo(below, above, wraps) if below or above else cut.bare()

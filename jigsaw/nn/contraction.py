@@ -1,9 +1,9 @@
-"""A linear whose contraction meets cuts: which axis plays which part, on what grid, and where the result lies.
+"""A linear whose contraction meets cuts: the role of each axis, the grid, and where the result lies.
 
-Four ranks on lat=2, lon=2, x [6, 8] with rows cut by lat and K by lon, W whole.  With N = 4 the grid is (2,2,1): the
-ranks of a row of the mesh add up partial sums of y [3, 4], and each keeps 2 of its columns.  With N = 32 y is larger
-than x, and the grid is (2,1,2): the parts [3, 4] of x travel along lon, and each rank makes 16 columns of y by itself.
-Either way y is cut by lat and lon, as x was.
+Example: four ranks on lat=2, lon=2, x [6, 8] with rows cut by lat and K by lon, W whole.  With N = 4 the grid is
+(2,2,1): the ranks of a row of the mesh add up partial sums of y [3, 4], and each keeps 2 of its columns.  With N = 32 y
+is larger than x, and the grid is (2,1,2): the parts [3, 4] of x travel along lon, and each rank makes 16 columns of y
+by itself. Either way y is cut by lat and lon, as x was.
 """
 
 from __future__ import annotations
@@ -38,30 +38,32 @@ from jigsaw.tile import Tile
 
 @dataclass(frozen=True)
 class LinearContraction:
-    """A linear whose contraction meets cuts: the grid, and the cuts of the last dims of x and y and of K as it is
-    worked on.
+    """A linear whose contraction meets cuts: the grid, and the cuts of the last dims of x and y and of K during the
+    product.
     """
 
     grid: MatmulGrid
     inner: CutGroup
     outer: CutGroup
-    stored: Layout  # the weight, once its rows are where they are worked on
+    stored: Layout  # the weight, once its rows are where they are multiplied
 
     def result(self, x: Layout) -> Layout:
-        """The layout of y."""
+        """Return the layout of y."""
         return x.replace_dim(x.ndim - 1, *self.outer)
 
     def rows_at_work(self, w: Tensor, x: Tile) -> Tensor:
-        """What this rank multiplies by, of its part of a weight that is cut as ``self.stored``."""
-        # a whole W is cut here without a message; a dim whose block is whole is only put in rank order, that of the
-        # rows of x and y that it meets
+        """Return this rank's factor, from its part of a weight that is cut as ``self.stored``."""
+        # a whole W is cut here without a message; a dim whose block is whole is only put in the order of ranks, as the
+        # rows of x and y are
         for dim, group, block in ((0, self.outer, self.grid.n), (1, self.inner, self.grid.k)):
             if not self.stored.is_cut(dim):
                 w = take_owned_rows(w, dim, group, self.stored, x.coordinate if block.is_cut else None)
         return w
 
     def parameter_at_work(self, parameter: nn.Parameter, x: Tile, scale: float) -> Tensor | None:
-        """The same of a whole parameter whose gradient may travel in blocks; None where it has none to itself."""
+        """Return the same for a whole parameter whose gradient may travel in blocks; None where it has no gradient of
+        its own.
+        """
         dims = (0, self.outer, self.grid.n), (1, self.inner, self.grid.k)
         record = recorded_blocks(parameter, x.mesh)
         if record is None or not any(block.is_cut for _, _, block in dims):
@@ -73,10 +75,10 @@ class LinearContraction:
         return w
 
     def run(self, x: Tile, w: Tensor) -> Tile:
-        """y = x Wᵀ; `w` is what `rows_at_work` gives."""
+        """Return y = x Wᵀ; `w` is the result of `rows_at_work`."""
         grid, stored, coord, last = self.grid, self.stored, x.coordinate, x.ndim - 1
-        # along these axes the ranks have x alike and use it for other columns of y (or of K): its gradient there is a
-        # part on each, summed on the way back
+        # along these axes the ranks have the same x and use it for other columns of y (or of K): each has a part of its
+        # gradient, summed in the backward pass
         alike = [a for a in (*grid.n.axes, *grid.k.axes) if a not in x.layout.cut_axes]
         rows = comm.use_in_parts(x.local, x.mesh, alike)
         if grid.k.is_cut and not x.layout.is_cut(last):
@@ -93,8 +95,8 @@ class LinearContraction:
 
 @lru_cache(maxsize=1024)
 def plan_contraction(x: Layout, stored: Layout, wanted: CutGroup | None = None) -> LinearContraction:
-    """How to multiply a tile cut as `x` by a weight that is stored as `stored`; `wanted` are the cuts of the last dim
-    of y, where the axes allow a choice.
+    """Plan the product of a tile cut as `x` and a weight stored as `stored`; `wanted` are the cuts of the last dim of
+    y, where the axes allow a choice.
 
     Raises: `ShardingError` when the axes of x and W do not form a grid.
     """
@@ -105,12 +107,12 @@ def plan_contraction(x: Layout, stored: Layout, wanted: CutGroup | None = None) 
 
 
 def _possible_roles(x: Layout, stored: Layout) -> list[str]:
-    """What the axes that cut K of x may do: go on cutting K, then y is reduced over them ("k", row), or cut N, then x
-    travels ("n", column).
+    """Return the possible roles of the axes that cut K of x: go on cutting K, so that y is reduced over them ("k",
+    row), or cut N, so that x travels ("n", column).
     """
     along = set(x.dim_axes(x.ndim - 1))
     (by_rows, rows_move), (by_columns, columns_move) = (_staying_axes_and_moves(x, stored, d) for d in (0, 1))
-    # axes cut K once, and a dim of W that is cut finer by its travels cannot be cut by them as well
+    # axes cut K once, and a dim of W that is cut finer for its travel cannot be cut by them as well
     as_k = along.isdisjoint(by_rows) and not (along and columns_move)
     as_n = along.isdisjoint(by_columns) and not (along and rows_move) and (not by_rows or along <= by_rows)
     if not (as_k or as_n):
@@ -123,7 +125,7 @@ def _possible_roles(x: Layout, stored: Layout) -> list[str]:
 
 
 def _contraction_in_role(role: str, x: Layout, stored: Layout, wanted: CutGroup | None) -> LinearContraction:
-    """The contraction whose axes along K play `role`."""
+    """Return the contraction whose axes along K play `role`."""
     inner, rows_of_x = x.dim(x.ndim - 1), _leading_axes(x)
     m = cut_in_rank_order(x, range(x.ndim - 1), rows_of_x)
     of_n, of_k = (_weight_block_cut(stored, d, rows_of_x) for d in (0, 1))
@@ -143,7 +145,9 @@ def _contraction_in_role(role: str, x: Layout, stored: Layout, wanted: CutGroup 
 
 
 def _layout_at_work(x: Layout, stored: Layout, wanted: CutGroup | None) -> Layout:
-    """The layout of a weight whose rows go where y is wanted, or known, to be cut by the axes along which they lie."""
+    """Return the layout of a weight whose rows go where y is wanted, or known, to be cut by the axes along which they
+    lie.
+    """
     inner, rows = x.dim(x.ndim - 1), stored.dim(0)
     axes = axes_of_cuts(rows)
     known = (
@@ -153,7 +157,7 @@ def _layout_at_work(x: Layout, stored: Layout, wanted: CutGroup | None) -> Layou
 
 
 def _known_cuts(inner: CutGroup, size: int, axes: Sequence[str]) -> CutGroup | None:
-    """The cuts that a dim of `size` over `axes` had: those of K, or of the dim that K was made from."""
+    """Return the cuts that a dim of `size` over `axes` had: those of K, or of the dim that K was made from."""
     for group in (inner, inner[0].source):
         if group and size_of_cuts(group) == size and set(axes_of_cuts(group)) == set(axes):
             return bare_cuts(group)
@@ -161,20 +165,20 @@ def _known_cuts(inner: CutGroup, size: int, axes: Sequence[str]) -> CutGroup | N
 
 
 def _leading_axes(x: Layout) -> tuple[str, ...]:
-    """The axes that cut the leading dims of x, in mesh order."""
+    """Return the axes that cut the leading dims of x, in mesh order."""
     return tuple(a for a in x.cut_axes if a not in x.dim_axes(x.ndim - 1))
 
 
 def _staying_axes_and_moves(x: Layout, stored: Layout, dim: int) -> tuple[set[str], bool]:
-    """The axes that cut a dim of W and stay, and whether W travels along others: those that cut the leading dims of
-    x.
+    """Return the axes that cut a dim of W and stay, and whether W travels along others: those that cut the leading dims
+    of x.
     """
     axes, moving = set(stored.dim_axes(dim)), set(_leading_axes(x))
     return axes - moving, bool(axes & moving)
 
 
 def _check_flattened_order(stored: Layout, dim: int, group: CutGroup) -> None:
-    """A dim of W that is cut can only meet a dim of x or y of several cuts when it has the same ones."""
+    """Check that a cut dim of W which meets a dim of x or y of several cuts has the same ones."""
     mine = stored.dim(dim)
     are_both_cut = stored.is_cut(dim) and any(c.is_cut for c in group)
     if are_both_cut and max(len(mine), len(group)) > 1 and not have_same_rows(mine, group):
@@ -186,7 +190,7 @@ def _check_flattened_order(stored: Layout, dim: int, group: CutGroup) -> None:
 
 
 def _weight_block_cut(stored: Layout, dim: int, moving: Sequence[str]) -> Cut:
-    """The block cut of a dim of W: without the axes along which W travels, which must be its minor ones."""
+    """Return the block cut of a dim of W: without the axes along which W travels, which must be its minor ones."""
     cut = as_one_cut(stored.dim(dim), stored)
     kept = _kept_axes(cut.axes, moving)
     every = math.prod(stored.size_of(a) for a in cut.axes if a in moving)
@@ -203,7 +207,7 @@ def _kept_axes(axes: Sequence[str], without: Sequence[str]) -> tuple[str, ...]:
 
 
 def _cut_at_rest(dim: int, moving: Sequence[str], block: Cut, stored: Layout) -> Cut:
-    """How a dim of W is cut at rest: as its block, or finer where W travels."""
+    """Return how a dim of W is cut at rest: as its block, or finer where W travels."""
     cut = as_one_cut(stored.dim(dim), stored)
     return cut if set(cut.axes) & set(moving) else block
 
@@ -211,7 +215,7 @@ def _cut_at_rest(dim: int, moving: Sequence[str], block: Cut, stored: Layout) ->
 def _output_cuts(
     rows: CutGroup, of_n: Cut, axes: tuple[str, ...], inner: CutGroup, x: Layout, wanted: CutGroup | None
 ) -> CutGroup:
-    """The cuts of the last dim of y: those of W's rows, finer by `axes`, or those that its size is known to have
+    """Return the cuts of the last dim of y: those of W's rows, finer by `axes`, or those that its size is known to have
     had.
     """
     if of_n.is_cut:
@@ -224,8 +228,8 @@ def _output_cuts(
         )
     if not axes:
         return (whole_dim(of_n.size),)
-    # tokens cut at 0, 3, 10 that went through 6 hidden ones, cut at 0, 3, 6, lie at 0, 3, 10 again: what is added to
-    # them then (the residual) needs no message; a size that leads nowhere is cut evenly
+    # tokens cut at 0, 3, 10 that went through 6 hidden ones, cut at 0, 3, 6, lie at 0, 3, 10 again, so that adding the
+    # residual needs no message; an unknown size is cut evenly
     known = wanted or _known_cuts(inner, of_n.size, axes)
     if known and axes_of_cuts(known) == axes:
         return known
@@ -235,14 +239,14 @@ def _output_cuts(
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
-    """What autocast makes of an operand of a product."""
+    """Return an operand of a product in the dtype that autocast gives it."""
     kind = x.device.type
     narrow = torch.is_autocast_enabled(kind) and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return x.to(torch.get_autocast_dtype(kind)) if narrow else x
 
 
 def tile_in_autocast_dtype(x: Any) -> Any:
-    """The same of a tile, before it moves; what is no tile stays."""
+    """Return the same of a tile, before it moves; anything else stays."""
     if not isinstance(x, Tile) or not torch.is_autocast_enabled(x.local.device.type):
         return x
     return Tile(in_autocast_dtype(x.local), x.layout, x.mesh)

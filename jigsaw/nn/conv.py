@@ -1,4 +1,4 @@
-"""Convolutions and transposed convolutions in 1, 2 and 3 dims: torch's functions, and modules, on tiles.
+"""Convolutions and transposed convolutions of tiles in 1, 2 and 3 dims: torch's functions, and modules.
 
 >>> mesh = jigsaw.init_mesh(lat=1)
 >>> tile = jigsaw.shard(torch.randn(2, 3, 9, 16), mesh, (None, None, "lat", None))
@@ -40,14 +40,14 @@ from jigsaw.tile import Tile, implements_torch
 
 
 def convolve(input: Tile, weight: Tensor, bias: Tensor | None, how: ConvGeometry) -> Tile:
-    """y = `input` convolved with `weight`, plus `bias`; the functions and modules of this file are its names.
+    """Return `input` convolved with `weight`, plus `bias`; the functions and modules of this file are its names.
 
-    *Shapes*: ``[batch, channel, *space]`` or ``[channel, *space]``, global as torch; per rank a spatial dim that is
-    cut at p is cut at ceil(p / stride) afterwards (about p x stride, transposed), so multiples of the stride stay
-    aligned.  What a halo makes computable is computed and held.
-    *Sends*: forward the rows of windows that reach into a neighbour, one message each; backward their gradients.
+    *Shapes*: ``[batch, channel, *space]`` or ``[channel, *space]``, global as in torch.  A spatial dim that is cut at p
+    is cut at ceil(p / stride) afterwards (about p x stride, transposed), so multiples of the stride stay aligned.  Rows
+    that a halo allows to compute are computed and held.
+    *Sends*: forward, the rows of windows that reach into a neighbor, one message each; backward, their gradients.
     Nothing where a halo holds them.  Where P ranks cut the channels of `input`, each sends (P-1)/P of the smaller of
-    the input and the output, forward and backward; where only the weight is cut, by output channels, nothing, and
+    the input and the output, forward and backward.  Where only the weight is cut, by output channels: nothing, and
     backward an all-reduce of the gradient of `input`.  A weight cut by input channels: an all-reduce of y, and backward
     one of the gradient of an `input` whose channels are whole.
     *Raises*: `ShardingError` for channels that do not fit, windows larger than the padded input, flattened dims.
@@ -73,7 +73,7 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, how: ConvGeometry
             input.layout.replace_dim(1, whole_dim(input.shape[1]))
         )  # a halo of channels is dropped
     if is_dtensor(weight) and how.transposed and how.groups > 1:
-        # cut within groups, or between them: whole, each rank works on the groups whose channels it has
+        # channels are cut within groups, or between them: then each rank works on the whole groups that it has
         weight, bias = cast(Tensor, gathered_weight(weight, input)), gathered_weight(bias, input)
     if is_dtensor(weight) and how.groups == 1:
         input = bring_to_cuts(input, 1, weight_layout(weight, input).dim(0 if how.transposed else 1))
@@ -105,7 +105,9 @@ def _is_pointwise_in_space(weight: Tensor, how: ConvGeometry) -> bool:
 
 
 def _without_flattened_space(input: Tile) -> Tile:
-    """Tokens of lat x lon as the two dims that they were flattened from: a kernel of one row needs no order of them."""
+    """Return tokens of lat x lon as the two dims that they were flattened from, because a kernel of one row needs no
+    order.
+    """
     sizes = [c.size for d in range(2, input.ndim) for c in input.layout.dim(d)]
     return input.reshape((*input.shape[:2], *sizes))
 
@@ -124,7 +126,7 @@ def _convolve_cut_channels(
     out: Layout,
     ways: ChannelPlan,
 ) -> Tile:
-    """`convolve`, where the input's channels or the weight's output channels are cut."""
+    """Run `convolve` where the input's channels or the weight's output channels are cut."""
     w, b, groups = channel_weight(ways, input, weight, bias, out, how.groups, how.transposed)
     how = replace(how, groups=groups)
     if ways.row:
@@ -138,7 +140,7 @@ def _convolve_cut_channels(
         held = out.replace_dim(1, whole_dim(ways.out.size))
         sums = Tile(_convolve_local(mine, w, None, how, along, to, held), held, input.mesh)
         if not ways.taken:
-            # two ranks that hold a row would both add to it: a halo saves the exchange of rows, and ends here
+            # two ranks that hold a row would both add to it, so a halo, which saves the exchange of rows, ends here
             sums, out = sums.owned(), out.without_halo()
         # a weight cut by its input channels: y is whole, so one all-reduce instead of a reduce-scatter and a gather
         y = (
@@ -166,11 +168,13 @@ def _convolve_local(
     to: StencilPlan,
     out: Layout,
 ) -> Tensor:
-    """This rank's rows of the result, with its own part of the weight; `to` says which rows and channels it needs."""
+    """Return this rank's rows of the result, with its own part of the weight; `to` says which rows and channels it
+    needs.
+    """
     x, weight, bias = _autocast_operands(input.local, weight, bias)
     shape, layout, mesh = out.local_shape(input.coordinate), input.layout, input.mesh
-    is_empty = 0 in shape or not weight.numel()  # of no input channel torch makes none
-    needs_channels = layout.is_cut(1)  # of other ranks: they come with the rows, in one exchange
+    is_empty = 0 in shape or not weight.numel()  # without input channels torch makes no output
+    needs_channels = layout.is_cut(1)  # channels of other ranks come with the rows, in one exchange
     if not (to.derived or needs_channels or is_empty):
         return _torch_convolution(x, weight, bias, how, [p for p, _ in how.padding], how.output_padding)
     if not (how.transposed or needs_channels or is_empty):
@@ -188,7 +192,7 @@ def _convolve_local(
 def _convolve_gathered(
     layout: Layout, mesh: DeviceMesh, to: StencilPlan, how: ConvGeometry, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """The convolution of rows that one exchange has assembled, padding included."""
+    """Convolve the rows that one exchange has assembled, padding included."""
     spread = _convolve_transposed if how.transposed else _convolve_padded_rows
     return spread(gather_input_rows(Tile(x, layout, mesh), to), weight, bias, how, to)
 
@@ -211,7 +215,7 @@ def _check_convolution(input: Tile, weight: Tensor, how: ConvGeometry) -> None:
 
 
 def _autocast_operands(x: Tensor, *others: Tensor | None) -> list[Any]:
-    """Operands in the dtype of autocast, where it is on: before an exchange, which is then smaller."""
+    """Return operands in the dtype of autocast, where it is on, before an exchange, which is then smaller."""
     operands = [x, *others]
     if not torch.is_autocast_enabled(x.device.type):
         return operands
@@ -233,14 +237,14 @@ def _torch_convolution(
 
 
 def _convolve_padded_rows(x: Tensor, weight: Tensor, bias: Tensor | None, how: ConvGeometry, to: StencilPlan) -> Tensor:
-    """A convolution of rows that include their padding; the op pads only the dims that nothing cuts."""
+    """Convolve rows that include their padding; the op pads only the dims that nothing cuts."""
     gathered = {dim - 2 for dim, _, _ in to.derived}
     padding = [0 if i in gathered else low for i, (low, _) in enumerate(how.padding)]
     return _torch_convolution(x, weight, bias, how, padding, how.output_padding)
 
 
 def _convolve_transposed(x: Tensor, weight: Tensor, bias: Tensor | None, how: ConvGeometry, to: StencilPlan) -> Tensor:
-    """A transposed convolution of the needed rows, cropped to the output rows of this rank."""
+    """Return a transposed convolution of the needed rows, cropped to the output rows of this rank."""
     padding, extra = [low for low, _ in how.padding], list(how.output_padding)
     crops: list[tuple[int, int, int]] = []
     for dim, derived, piece in to.derived:
@@ -250,7 +254,7 @@ def _convolve_transposed(x: Tensor, weight: Tensor, bias: Tensor | None, how: Co
         (start, stop), need = derived.out.held[piece], derived.needs[piece]
         below = start - (need[0] * rule.stride - rule.crop)
         above = (need[1] - need[0] - 1) * rule.stride + rule.span - below - (stop - start)
-        # the op crops alike on both sides, then adds fewer rows than a stride or a dilation above
+        # the op crops both sides alike, then adds fewer rows than a stride or a dilation above
         low, more = below, below - above
         if more >= max(rule.stride, rule.dilation):
             low = max(above, 0)
@@ -277,7 +281,7 @@ def conv_as_torch(
     groups: int = 1,
     wrap: bool = False,
 ) -> Tile:
-    """`convolve` with the arguments of `torch.conv2d`, for any number of spatial dims; with `wrap`, padding is
+    """Run `convolve` with the arguments of `torch.conv2d`, for any number of spatial dims; with `wrap`, padding is
     circular.
     """
     stride = tuple(stride) if isinstance(stride, list) else stride
@@ -296,7 +300,7 @@ def conv_transpose_as_torch(
     groups: int = 1,
     dilation: ConvSize = 1,
 ) -> Tile:
-    """`convolve` with the arguments of `torch.conv_transpose2d`, for any number of spatial dims."""
+    """Run `convolve` with the arguments of `torch.conv_transpose2d`, for any number of spatial dims."""
     stride = tuple(stride) if isinstance(stride, list) else stride
     padding = tuple(padding) if isinstance(padding, list) else padding
     output_padding = tuple(output_padding) if isinstance(output_padding, list) else output_padding
@@ -331,8 +335,8 @@ class _CutConv(nn.Module):
 
     The arguments are those of torch.nn's layer of the same name.  Each rank holds 1/P of the weight, its gradient and
     its optimizer state, as a DTensor with torch's names and full shapes; the sizes need not divide.  On a mesh without
-    that axis it is torch's layer.  A periodic halo that reaches farther than a kernel is left
-    on the result for the next layer, so that several circular ones exchange nothing.
+    that axis it is torch's layer.  A periodic halo that reaches farther than a kernel stays on the result for the next
+    layer, so several circular layers exchange nothing.
 
     *Shapes*: weight [out, in / groups, ...], per rank ceil(out / P) of the output channels; x whole or cut along
     `axis`.

@@ -1,8 +1,8 @@
-"""Convolutions whose channels are cut: which channels each rank makes, which it needs, and which rows of the weight.
+"""Convolutions whose channels are cut: the channels that each rank makes and needs, and its rows of the weight.
 
-Either every rank gathers the input channels of the outputs that it makes ("column"), or it convolves the channels that
-it has and the partial sums of y are added up where they belong ("row"), whichever moves less.  A weight that is cut by
-its input channels is a row of its own kind: every rank gets the whole sum.
+In a "column", every rank gathers the input channels of the outputs that it makes.  In a "row", it convolves the
+channels that it has, and the partial sums of y are added up where they belong.  The plan takes whichever moves less.  A
+weight that is cut by its input channels makes a special row: every rank gets the whole sum.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ChannelPlan:
     taken: Cut | None = None
 
     def input(self, layout: Layout) -> Layout:
-        """What every rank needs of an input whose channels are cut."""
+        """Return the layout of what every rank needs of an input whose channels are cut."""
         cut = layout.dim(1)[0]
         return layout if self.row or not cut.is_cut else layout.replace_dim(1, cut.holding(self.needs))
 
@@ -48,7 +48,7 @@ class ChannelPlan:
 def plan_channels(
     input: Tile, weight: Tensor, groups: int, transposed: bool, sizes: tuple[int, int]
 ) -> ChannelPlan | None:
-    """How the channels are worked on; None where neither those of `input` nor the weight are cut.
+    """Plan the work on channels; None where neither those of `input` nor the weight's are cut.
 
     `sizes` are the numbers of elements of the input and of the output.
 
@@ -78,7 +78,7 @@ def plan_channels(
 
 
 def _made_channels(stored: Layout, groups: int, transposed: bool, shape: Sequence[int]) -> Cut:
-    """The cut of the output channels that the weight gives."""
+    """Return the cut of the output channels that the weight gives."""
     along = 1 if transposed and groups == 1 else 0
     wrong = [d for d in stored.cut_dims if d != along]
     if wrong or (stored.cut_dims and transposed and groups > 1):
@@ -93,10 +93,10 @@ def _made_channels(stored: Layout, groups: int, transposed: bool, shape: Sequenc
 
 @lru_cache(maxsize=1024)
 def _output_channels(cut: Cut, made: Cut, groups: int, smaller_output: bool) -> ChannelPlan:
-    """The cut of the output channels, by the weight where it has one, else after the input."""
-    # 12 channels on four ranks, 3 each, made into 8: y is cut at 0, 2, 4, 6, 8.  In 4 groups rank 1 needs its own 3
-    # channels for channels 2:4 of y, and nothing is sent; in one group it needs all 12, and since y is the smaller,
-    # each rank convolves its 3 for all 8 channels (`row`), and the sums travel instead.
+    """Plan the cut of the output channels: that of the weight where it has one, else after the input."""
+    # Example: 12 channels on four ranks, 3 each, become 8: y is cut at 0, 2, 4, 6, 8.  In 4 groups rank 1 needs its own
+    # 3 channels for channels 2:4 of y, and nothing is sent.  In one group it needs all 12.  Because y is smaller, each
+    # rank convolves its 3 for all 8 channels (`row`), and the sums travel instead.
     total, inside, outside = made.size, cut.size // groups, made.size // groups
     if made.is_cut:
         out = made
@@ -128,7 +128,7 @@ def _output_channels(cut: Cut, made: Cut, groups: int, smaller_output: bool) -> 
 def channel_weight(
     ways: ChannelPlan, input: Tile, weight: Tensor, bias: Tensor | None, out: Layout, groups: int, transposed: bool
 ) -> tuple[Tensor, Tensor | None, int]:
-    """This rank's part of the weight and the bias, and how many groups it works on."""
+    """Return this rank's part of the weight and the bias, and how many groups it works on."""
     cut = input.layout.dim(1)[0]
     piece = input.layout.piece(ways.out, input.coordinate)
     start, stop = ways.out.owned(piece)
@@ -158,7 +158,7 @@ def _spread_rows(y: Tensor, out: Layout, every: Layout, mesh: DeviceMesh) -> Ten
 
 
 class _AddPartialSums(torch.autograd.Function):
-    """Partial sums of all channels -> the sum of those that this rank owns."""
+    """Autograd function from partial sums of all channels to the sum of those that this rank owns."""
 
     @staticmethod
     def forward(
@@ -189,8 +189,8 @@ def add_partial_sums(partial: Tensor, out: Layout, tile: Tile) -> Tensor:
 
     *Sends*: (P-1)/P of the bytes of all channels, forward and backward, along the axes that cut them.
     """
-    # every rank has partial sums of all channels, as if it had fetched all of y; the adjoint of that fetch adds them
-    # up where they are owned
+    # every rank has partial sums of all channels, as if it had fetched all of y; the adjoint of that fetch sums them on
+    # their owners
     cut = out.dim(1)[0]
     every = out.replace_dim(1, cut.holding([(0, cut.size)] * cut.pieces))
     return _AddPartialSums.apply(partial, out, every, tile.mesh, out.local_shape(tile.coordinate))

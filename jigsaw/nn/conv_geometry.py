@@ -1,4 +1,4 @@
-"""How a convolution slides, read from torch's arguments, and what follows from it for the layouts: integers only.
+"""Geometry of a convolution, read from torch's arguments, and what follows from it for the layouts: integers only.
 
 >>> from jigsaw.nn.conv_geometry import read_convolution
 >>> read_convolution((3, 3), 1, "same", 2, 1, False).padding
@@ -21,7 +21,7 @@ ConvSize = int | Sequence[int]
 
 @dataclass(frozen=True, eq=False)
 class ConvGeometry(FrozenValue):
-    """How a convolution slides, an entry a spatial dim; `padding` is (below, above)."""
+    """Geometry of a convolution, an entry a spatial dim; `padding` is (below, above)."""
 
     stride: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
@@ -36,27 +36,27 @@ class ConvGeometry(FrozenValue):
         return len(self.stride)
 
     def rule(self, i: int, kernel: int) -> StencilRule:
-        """The interval rule along spatial dim `i`."""
+        """Return the interval rule along spatial dim `i`."""
         low, high = self.padding[i]
         if self.transposed:
             return TransposedWindow(kernel, self.stride[i], self.dilation[i], low, self.output_padding[i])
         return StencilWindow(kernel, self.stride[i], self.dilation[i], low, high)
 
     def even(self, i: int) -> bool:
-        """Whether the plain op can pad spatial dim `i` itself."""
+        """Say whether the plain op can pad spatial dim `i` itself."""
         return self.padding[i][0] == self.padding[i][1] and not self.wrap
 
 
 @lru_cache(maxsize=4096)
 def conv_dim_stencils(first: int, kernel: tuple[int, ...], how: ConvGeometry) -> tuple[DimStencil, ...]:
-    """The stencil along each spatial dim, of which `first` is the first."""
+    """Return the stencil along each spatial dim, of which `first` is the first."""
     return tuple(DimStencil(first + i, how.rule(i, k), how.wrap, always=not how.even(i)) for i, k in enumerate(kernel))
 
 
 @dataclass(frozen=True)
 class WholeChannelsPlan:
-    """A convolution of an input whose channels are whole, by a plain weight; `padding` is the op's own where every
-    rank has all rows that it needs at hand, some of the result, and no others: else None.
+    """A convolution of an input whose channels are whole, by a plain weight.  `padding` is the op's own where every
+    rank has all rows that it needs at hand, some of the result, and no others; else None.
     """
 
     along: tuple[DimStencil, ...]
@@ -69,8 +69,8 @@ class WholeChannelsPlan:
 def plan_of_whole_channels(
     layout: Layout, shape: tuple[int, ...], how: ConvGeometry, coord: MeshCoordinate
 ) -> WholeChannelsPlan | None:
-    """The plan for a plain weight of that `shape` and an input whose channels are whole and no dim is flattened: most
-    are.  None for any other.
+    """Return the plan for a plain weight of that `shape` and an input with whole channels and no flattened dim, which
+    most are; None for any other.
     """
     channels = shape[0] if how.transposed else shape[1] * how.groups
     if layout.groups != (1,) * (how.dims + 2) or layout.shape[1] != channels:
@@ -83,7 +83,7 @@ def plan_of_whole_channels(
     moved = {d for d, _, _ in to.derived}
     has_margins = any(low or high for _, derived, _ in to.derived for low, high in derived.margins)
     is_empty = 0 in shape or any(0 in out.local_shape(at) for at in out.coords())
-    # of all ranks, not of this one: a rank that exchanges waits for the others
+    # a fact of all ranks, not of this one, because a rank that exchanges waits for the others
     at_hand = not is_empty and (not moved or (to.target == layout and not has_margins and not how.transposed))
     padding = tuple(0 if 2 + i in moved else low for i, (low, _) in enumerate(how.padding))
     return WholeChannelsPlan(along, to, out, padding if at_hand else None)
@@ -111,7 +111,7 @@ def _padding_per_dim(
 def read_convolution(
     kernel: tuple[int, ...], stride: ConvSize, padding: str | ConvSize, dilation: ConvSize, groups: int, wrap: bool
 ) -> ConvGeometry:
-    """The geometry that the arguments of `torch.conv2d` say, for a kernel of these sizes."""
+    """Read the geometry from the arguments of `torch.conv2d`, for a kernel of these sizes."""
     dims = len(kernel)
     strides, dilations = entry_per_dim(stride, dims, "stride"), entry_per_dim(dilation, dims, "dilation")
     pads = _padding_per_dim(padding, kernel, strides, dilations)
@@ -122,7 +122,7 @@ def read_convolution(
 def read_transposed_convolution(
     dims: int, stride: ConvSize, padding: ConvSize, output_padding: ConvSize, groups: int, dilation: ConvSize
 ) -> ConvGeometry:
-    """The geometry that the arguments of `torch.conv_transpose2d` say."""
+    """Read the geometry from the arguments of `torch.conv_transpose2d`."""
     strides, dilations = entry_per_dim(stride, dims, "stride"), entry_per_dim(dilation, dims, "dilation")
     extra, pads = entry_per_dim(output_padding, dims, "output_padding"), entry_per_dim(padding, dims, "padding")
     for e, s, d in zip(extra, strides, dilations, strict=True):

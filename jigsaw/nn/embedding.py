@@ -1,4 +1,4 @@
-"""Embeddings: rows of a table at the indices of a tile; the table whole, or cut by its rows (the vocabulary).
+"""Embeddings: rows of a table at the indices of a tile.  The table is whole, or cut by its rows (the vocabulary).
 
 >>> tile = jigsaw.shard(torch.tensor([[2, 0, 1]]), jigsaw.init_mesh(lat=1), (None, "lat"))
 >>> torch.nn.Embedding(3, 4)(tile).shape
@@ -35,16 +35,16 @@ def tile_embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """y = weight[input]; y is cut as the index is, its last dim is whole.
+    """Return y = weight[input]; y is cut as the index is, and its last dim is whole.
 
-    Where a DTensor weight is cut by rows, each rank looks up what it has and the others' are zeros (Megatron's
+    Where a DTensor weight is cut by rows, each rank looks up its own rows and has zeros for the others (Megatron's
     vocabulary cut).
 
     *Shapes*: input [...], weight [V, E], per rank its rows; y [..., E].
-    *Sends*: nothing for a whole weight, forward or backward, for the gradient of a parameter is a part.  For one cut by
-    rows, forward an all-reduce of y over the axes that cut it, backward nothing; where these axes cut the indices too,
-    the indices to each other, and a reduce-scatter of y, backward a gather of its gradient.  A weight cut by columns is
-    gathered.
+    *Sends*: nothing for a whole weight, forward or backward, because the gradient of a parameter is a part.  For one
+    cut by rows: forward, an all-reduce of y over the axes that cut it; backward, nothing.  Where these axes cut the
+    indices too: the indices to each other and a reduce-scatter of y; backward, a gather of its gradient.  A weight cut
+    by columns is gathered.
     *Raises*: `ShardingError` for max_norm and scale_grad_by_freq, which depend on all indices.
     """
     if isinstance(weight, Tile):
@@ -70,7 +70,7 @@ def tile_embedding(
 
 
 def _sum_over_rows(own: Tile, weight: Tensor, padding_idx: int | None, stored: Layout, out: Layout) -> Tile:
-    """y = sum over the ranks of the rows that each has of the table, zeros elsewhere."""
+    """Sum over the ranks the rows of the table that each has, with zeros elsewhere."""
     (cut,) = stored.dim(0)
     axes = cut.axes
     are_cut = [a for a in axes if a in own.layout.cut_axes]
@@ -85,7 +85,7 @@ def _sum_over_rows(own: Tile, weight: Tensor, padding_idx: int | None, stored: L
     places, (start, stop) = index.local, cut.owned(stored.piece(cut, own.coordinate))
     if not (places.is_cuda or lacks_values()) and not ((places >= 0) & (places < cut.size)).all():
         raise IndexError(f"embedding: an index is out of range for a table of {cut.size} rows")
-    # each rank along `axes` looks up other rows of the table, whether or not they cut the indices
+    # each rank along `axes` looks up other rows of the table, even where they do not cut the indices
     work = out if are_cut else Layout.from_dims([stored.dim(0), *out.dims()], out.axes)
     table = local_weight(weight, own, work)
     is_mine = (places >= start) & (places < stop)
@@ -108,7 +108,7 @@ class Embedding(nn.Embedding):
 
     Each rank holds 1/P of the table, its gradient and its optimizer state, as a DTensor with torch's name and full
     shape; the sizes need not divide.  On a mesh without that axis it is `torch.nn.Embedding`.  A `jigsaw.nn.Linear` to
-    as many classes is cut alike, and may share its weight.
+    equally many classes has the same cut, and may share its weight.
 
     *Shapes*: weight [num_embeddings, embedding_dim], per rank ceil(num_embeddings / P) rows (the last may have fewer);
     y whole along `axis`, or cut as the indices are.

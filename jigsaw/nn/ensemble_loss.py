@@ -1,12 +1,12 @@
 """The continuous ranked probability score of an ensemble, whose members an axis of the mesh may cut.
 
-Each member is compared with each, in M - 1 passes over the tile, and nothing is kept for the way back but the members.
-In their order one pass would do, but sorting a dim of few is slower up to a dozen members, and of equal members
-(no rain) it would push one up and another down.
+M - 1 passes over the tile compare all pairs of members; only the members are kept for the backward pass.  Sorted
+members would need one pass.  But sorting is slower up to a dozen members, and its gradient pushes one of equal members
+(no rain) up and another down.
 
-Four ranks on ensemble=2, lat=2, eight members of 33 rows: each rank has four members of 17 or 16 rows.  One exchange
-gives it eight members of 9 or 8 rows, half of which it had; the target, of which it has the rows already, is cut
-there without a message.
+Example: four ranks on ensemble=2, lat=2, eight members of 33 rows: each rank has four members of 17 or 16 rows.  One
+exchange gives it eight members of 9 or 8 rows, half of which it had; the rank already has those rows of the target, so
+cutting it needs no message.
 
 >>> x, y = torch.tensor([[0.0, 1.0, 5.0]]), torch.tensor([2.0])
 >>> [round(jigsaw.nn.crps_loss(x, y, alpha=alpha).item(), 3) for alpha in (0.0, 0.95, 1.0)]
@@ -38,15 +38,15 @@ def crps_loss(
     """``y = sum_j |x_j - t| / M - (1 - (1 - alpha) / M) sum_j<k |x_j - x_k| / (M (M - 1))``, then reduced.
 
     The sums are over M members. `alpha` 0 is the CRPS of the ensemble as it is (biased by its size), 1 the fair one,
-    whose expectation does not depend on M; the fair one leaves one member free where all others are right, so a little
-    less is trained with ("almost fair": Lang et al., AIFS-CRPS, arXiv 2412.15832). `weight` (of area, of channels)
+    whose expectation does not depend on M. The fair one leaves one member free where all others are right, so people
+    train with a little less ("almost fair": Lang et al., AIFS-CRPS, arXiv 2412.15832). `weight` (of area, of channels)
     broadcasts to the target; ``"mean"`` is divided by the sum of the weights. Missing values (NaN) make NaN. bfloat16
     and float16 are computed in float32.
 
     *Shapes*: input ``[batch, member, *rest]``, or members along another `member_dim`; target ``[batch, *rest]``; any
     dim may be cut.  With ``reduction="none"`` the result is the target's shape, cut finer by the axes of the members.
-    *Sends*: where P ranks cut the members, (P-1)/P of the input's bytes on a rank, backward as many; the all-reduces
-    of the mean.
+    *Sends*: where P ranks cut the members, (P-1)/P of the input's bytes on a rank, and as many backward; the
+    all-reduces of the mean.
     *Raises*: `ShardingError` for other shapes, and for a single member unless `alpha` is 0.
 
     >>> forecast, truth = torch.tensor([[[1.0, 5.0], [3.0, 5.0]]]), torch.tensor([[2.0, 4.0]])
@@ -57,7 +57,7 @@ def crps_loss(
 
 
 def ensemble_crps(name: str, input: LossValues, target: LossValues, member_dim: int, alpha: float) -> Any:
-    """The score at each element of the target."""
+    """Return the score at each element of the target."""
     dim = _checked_member_dim(name, input, target, member_dim, alpha)
     members = input.shape[dim]
     input, target = as_wide_floats(input), as_wide_floats(target)
@@ -71,7 +71,7 @@ def ensemble_crps(name: str, input: LossValues, target: LossValues, member_dim: 
 
 
 class _PairDistances(torch.autograd.Function):
-    """The sum of all |x_j - x_k| with j < k along a dim: members that lie s apart, for each s."""
+    """The sum of all |x_j - x_k| with j < k along a dim, taken over members that lie s apart, for each s."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:

@@ -1,10 +1,10 @@
-"""Rows on their way to the ranks of their experts, and back: who sends how many to whom, and which are dropped.
+"""Routes of rows to the ranks of their experts, and back: how many go where, and which are dropped.
 
-Four ranks along `lat`, five experts cut as 2, 2, 1, 0 (torch.chunk's rule), each token sent to its two best.  Rank 1
-has three tokens, which chose experts (0, 4), (2, 0) and (3, 1).  By expert its six rows are those of tokens 0, 1, 2, 1,
-2, 0, of which rank 0 gets three (experts 0, 0, 1), rank 1 keeps two (2, 3), and rank 2 gets one (4).  All ranks tell
-each other how many rows each expert gets, so each knows what will come: first what rank 0 sends, by expert, then rank
-1's, and so on, which it puts in the order of its own experts.  What comes of them returns the same way.
+Example: four ranks along `lat`, five experts cut as 2, 2, 1, 0 (torch.chunk's rule), each token sent to its two best.
+Rank 1 has three tokens, which chose experts (0, 4), (2, 0) and (3, 1).  Sorted by expert, its six rows are those of
+tokens 0, 1, 2, 1, 2, 0, of which rank 0 gets three (experts 0, 0, 1), rank 1 keeps two (2, 3), and rank 2 gets one (4).
+All ranks tell each other how many rows each expert gets, so each knows what will come: first the rows from rank 0, by
+expert, then rank 1's, and so on.  It sorts them by its own experts.  The results return the same way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DIGIT_BITS = 8
 
 @dataclass(frozen=True, eq=False)
 class ExpertRoute:
-    """How rows travel along the axes that cut the experts: `gives` and `takes` rows to and from each mesh position.
+    """Route of rows along the axes that cut the experts: `gives` and `takes` rows to and from each mesh position.
 
     `order` are the places of this rank's rows by expert, `arrived` those of the rows that came, by expert of this rank,
     which get `counts` each.
@@ -43,14 +43,16 @@ class ExpertRoute:
     counts: tuple[int, ...]
 
     def to_experts(self, rows: Tensor, mesh: DeviceMesh) -> Tensor:
-        """The rows of this rank's experts, one expert's after the other's, of `rows` in `order`.
+        """Return the rows of this rank's experts, one expert's after the other's, from the ranks' `rows` in `order`.
 
-        *Sends*: the rows of other ranks' experts, one message a rank; backward their gradients return.
+        *Sends*: the rows of other ranks' experts, one message a rank; backward, their gradients return.
         """
         return _ExpertSwap.apply(rows, self, False, mesh).index_select(0, self.arrived)
 
     def from_experts(self, rows: Tensor, mesh: DeviceMesh) -> Tensor:
-        """What experts made of this rank's rows, in `order`: the adjoint of `to_experts`, with as many bytes."""
+        """Return the experts' results for this rank's rows, in `order`: the adjoint of `to_experts`, with as many
+        bytes.
+        """
         return _ExpertSwap.apply(rows.index_select(0, self.arrived.argsort()), self, True, mesh)
 
 
@@ -79,9 +81,9 @@ def _swap_expert_rows(rows: Tensor, route: ExpertRoute, returns: bool, mesh: Dev
 
 
 def plan_expert_route(chosen: Tensor, experts: Cut, tile: Tile) -> ExpertRoute:
-    """The route of rows that go to the experts in `chosen`, on the mesh of `tile`.
+    """Plan the route of rows that go to the experts in `chosen`, on the mesh of `tile`.
 
-    *Sends*: how many rows each expert gets of this rank, 8 bytes each, to every other rank along the axes.
+    *Sends*: the number of rows that each expert gets from this rank, 8 bytes each, to every other rank along the axes.
     """
     here = tile.layout.piece(experts, tile.coordinate)
     positions = [tile.layout.index(at) for at in coordinates_along(tile.layout, experts.axes, tile.coordinate)]
@@ -105,11 +107,11 @@ def plan_expert_route(chosen: Tensor, experts: Cut, tile: Tile) -> ExpertRoute:
 def kept_by_capacity(
     chosen: Tensor, place: Tensor, places: int, capacity: int, experts: int, mesh: DeviceMesh, axes: Sequence[str]
 ) -> Tensor:
-    """Whether each row is among the first `capacity` of its expert, by `place`, over all ranks along `axes`.
+    """Say of each row whether it is among the first `capacity` of its expert, by `place`, over all ranks along `axes`.
 
     Places are integers below `places`, no two alike.  The first place that is left out is found for all experts at
-    once, digit by digit from the highest: how many rows have which digit is summed over the ranks, and the digit where
-    the rows no longer fit is the next one.  So it does not matter which rank has which tokens, and nobody sees all.
+    once, digit by digit from the highest.  The ranks sum how many rows have each digit; the next digit is the one where
+    the rows no longer fit.  So it does not matter which rank has which tokens, and no rank sees them all.
 
     *Sends*: for each byte of `places` one all-reduce of 256 counts an expert.
     """
@@ -120,7 +122,7 @@ def kept_by_capacity(
         undecided = (chosen * 2**_DIGIT_BITS + digit)[above == first_out[chosen]]
         counts = torch.bincount(undecided, minlength=experts * 2**_DIGIT_BITS).view(experts, -1)
         up_to = comm.all_reduce(counts, mesh, axes).cumsum(1)
-        # 2^8 where all fit, which only the highest digit can be: the next ones then match no place
+        # 2^8 where all fit, which can only be the highest digit; then the next ones match no place
         fitting = (up_to <= room[:, None]).sum(1, keepdim=True)
         room = room - torch.where(fitting > 0, up_to.gather(1, (fitting - 1).clamp_min(0)), 0).squeeze(1)
         first_out = first_out * 2**_DIGIT_BITS + fitting.squeeze(1)

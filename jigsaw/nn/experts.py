@@ -32,13 +32,13 @@ from jigsaw.tile import Tile
 
 
 class MoE(nn.Module):
-    """y = sum over the `top_k` best experts e of p_e(x) W2_e (silu(W1_e x) * W3_e x), for each token x by itself.
+    """Layer y = sum over the `top_k` best experts e of p_e(x) W2_e (silu(W1_e x) * W3_e x), for each token x by itself.
 
     Experts are cut along `axis`: one axis of the mesh, or several.  These are axes that also cut tokens, the data's or
-    space's (``axis=("data", "lat")``), so that experts need no ranks of their own; along one that cuts no tokens, such
-    as an axis `expert` for itself, each rank takes its share of those that it has alike with the others.  Along the
-    mesh's other axes every rank has its experts alike.  The experts need not divide (5 on 4 ranks are 2, 2, 1 and 0,
-    torch.chunk's rule).
+    space's (``axis=("data", "lat")``), so that experts need no ranks of their own.  Along an axis that cuts no tokens,
+    such as a separate axis `expert`, the ranks have the same tokens, and each takes a share.  Along the mesh's other
+    axes every rank has the same experts.  The experts need not divide (5 on 4 ranks are 2, 2, 1 and 0, torch.chunk's
+    rule).
 
     - *Router*: p = softmax(R x) over all experts, in float32 or better (Switch); the `top_k` largest, which with
       `normalize` are divided by their sum.  That is Mixtral's; by default it is so for ``top_k > 1`` alone, for a
@@ -123,7 +123,7 @@ class MoE(nn.Module):
 
     def forward(self, input: Any) -> Any:
         refuse_in_graph("MoE, whose messages depend on values,")
-        if not isinstance(input, Tile):  # alike on every rank, as plain inputs are
+        if not isinstance(input, Tile):  # the same on every rank, as plain inputs are
             whole = Layout(tuple(map(whole_dim, input.shape)), axes_of_mesh(self._mesh))
             return self.forward(Tile(input, whole, self._mesh)).full_tensor()
         if input.ndim < 2 or input.shape[-1] != self.dim:
@@ -131,7 +131,7 @@ class MoE(nn.Module):
                 f"MoE takes tokens of {self.dim} features, the last of at least 2 dims, but the Tile has shape "
                 f"{tuple(input.shape)}; move the features there, x.movedim(1, -1), or make the layer for another dim"
             )
-        if is_shape_run():  # where a token goes is a value
+        if is_shape_run():  # the route of a token is decided by values
             self.balance_loss = self.z_loss = input.local.new_zeros(())
             here = input.owned()
             return Tile(in_autocast_dtype(here.local).clone(), here.layout, here.mesh)
@@ -155,8 +155,9 @@ class MoE(nn.Module):
         return out.with_layout(input.layout.without_halo())
 
     def _choose_experts(self, rows: Tensor, router: Tensor, tokens: Tile) -> tuple[Tensor, Tensor]:
-        """The weights and numbers of each token's experts [tokens, top_k]; sets the losses, before the experts run:
-        their part of the backward pass then comes after that of y, for which FSDP2 gathers the weights.
+        """Return the weights and numbers of each token's experts [tokens, top_k], and set the losses.  The losses come
+        before the experts run: their part of the backward pass then comes after that of y, for which FSDP2 gathers the
+        weights.
         """
         wide = torch.float32 if rows.dtype in (torch.bfloat16, torch.float16) else rows.dtype
         with torch.autocast(rows.device.type, enabled=False):
@@ -177,7 +178,7 @@ class MoE(nn.Module):
         return math.prod(tokens.shape[:-1]) * self.top_k
 
     def _kept_choices(self, chosen: Tensor, tokens: Tile) -> Tensor:
-        """Whether each choice [tokens, top_k] is followed, or dropped."""
+        """Say of each choice [tokens, top_k] whether it is followed, or dropped."""
         if self.capacity_factor is None:
             return torch.ones_like(chosen, dtype=torch.bool)
         choices = self._choices(tokens)
@@ -204,14 +205,14 @@ def _check_sizes(dim: int, hidden: int, experts: int, top_k: int, shared: int, c
 
 
 def _drawn_weight(shape: tuple[int, ...], device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
-    """As `torch.nn.Linear` draws it, for each expert by itself."""
+    """Draw a weight as `torch.nn.Linear` does, for each expert by itself."""
     bound = 1 / math.sqrt(shape[-1])
     return torch.empty(shape, device=device, dtype=dtype).uniform_(-bound, bound)
 
 
 def _layout_of_tokens(layout: Layout, axes: Sequence[str]) -> Layout:
-    """Whole features, and tokens that all of `axes` cut, as well as the axes that cut the features before; those that
-    did not cut tokens cut what has the longest pieces.
+    """Return the layout with whole features, and tokens that all of `axes` cut, as well as the axes that cut the
+    features before.  Axes that did not cut tokens cut the dim with the longest pieces.
     """
     bare, last = layout.without_halo(), layout.ndim - 1
     free = [a for a in (*bare.dim_axes(last), *axes) if not any(a in bare.dim_axes(d) for d in range(last))]
@@ -230,10 +231,10 @@ def _gated_network(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
 
 
 def _run_experts(rows: Tensor, counts: Sequence[int], w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    """Each expert on its rows, which lie one expert's after the other's."""
+    """Run each expert on its rows, which lie one expert's after the other's."""
     if not counts:
-        # no expert lies here: nothing came, but the result belongs to the graph as it does on the other ranks, which
-        # wait for this one in the backward pass
+        # no expert lies here and no row came, but the result belongs to the graph as on the other ranks, which wait for
+        # this one in the backward pass
         return torch.cat([rows, *(w.reshape(0, rows.shape[1]) for w in (w1, w2, w3))])
     weights = zip(w1.unbind(0), w2.unbind(0), w3.unbind(0), strict=True)
     return torch.cat([_gated_network(x, *w) for x, w in zip(rows.split(counts), weights, strict=True)])

@@ -1,9 +1,7 @@
-"""A convolution that never copies its input: that of the rows at hand, plus what the halo adds to the rows at the
-edges.
+"""Convolution that never copies its input: that of the rows at hand, plus what the halo adds to the rows at the edges.
 
-A convolution is linear, so rows that a neighbour holds can be convolved by themselves, a strip a side, and added.  The
-large tensor is neither padded nor copied, forward or backward, nor kept alive twice; strips travel while it is
-convolved.
+A convolution is linear, so rows that a neighbor holds can be convolved by themselves, a strip a side, and added.  The
+large tensor is not padded, copied or kept alive twice, forward or backward.  Strips travel while it is convolved.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ from jigsaw.layout import Layout, MeshCoordinate
 from jigsaw.nn.stencil import DimStencil, plan_stencil
 from jigsaw.stencil_rules import DerivedCut, StencilWindow, ceil_div
 
-# Four ranks with 8 rows each of 32, kernel 3: rank 1 has 8:16 and needs 7:17.  It convolves 8:16 as if zeros lay around
-# them while rows 7 and 16 travel; row 7 alone, convolved, is what the zeros below left out of output 8, and is added to
-# it, and row 16 to output 15.  Neither 7:17 nor its gradient is ever put together.
-_STRIP_SHARE = 8  # strips are worth it while the rows that they touch are less than one in so many
+# Example: four ranks with 8 rows each of 32, kernel 3: rank 1 has 8:16 and needs 7:17.  It convolves 8:16 as if zeros
+# lay around them while rows 7 and 16 travel; row 7 alone, convolved, is what the zeros below left out of output 8, and
+# is added to it, and row 16 to output 15.  Neither 7:17 nor its gradient is ever put together.
+_STRIP_SHARE = 8  # strips pay while they touch less than one row in so many
 
 
 # -- one dim: integers ------------------------------------------------------------------------------------------------
@@ -37,7 +35,7 @@ _STRIP_SHARE = 8  # strips are worth it while the rows that they touch are less 
 
 @dataclass(frozen=True)
 class StripRows:
-    """Rows of a neighbour: `rows` of the dim, padded by `pads`, add to `count` output rows from `first`."""
+    """Rows of a neighbor: `rows` of the dim, padded by `pads`, add to `count` output rows from `first`."""
 
     rows: Interval
     pads: tuple[int, int]
@@ -80,7 +78,7 @@ def split_dim(cut: Cut, rule: StencilWindow, derived: DerivedCut, piece: int, wr
     count = out[1] - out[0]
     # the op pads both sides alike, but a piece at the edge of the array may need more above than below
     padding, skip = _covering_padding(rule, box, need)
-    if box[1] < held[1]:  # keep rows that no window reads, where they cost nothing, rather than cut them off
+    if box[1] < held[1]:  # keep rows that no window reads rather than cut them off, because they cost nothing
         longer, more = (box[0], held[1]), _covering_padding(rule, (box[0], held[1]), need)
         if (held[1] - box[0] + 2 * more[0] - rule.span) // rule.stride + 1 - more[1] == count:
             box, (padding, skip) = longer, more
@@ -88,7 +86,7 @@ def split_dim(cut: Cut, rule: StencilWindow, derived: DerivedCut, piece: int, wr
 
 
 def _covering_padding(rule: StencilWindow, box: Interval, need: Interval) -> tuple[int, int]:
-    """The op's even padding that covers `need`, and how many output rows more that makes below."""
+    """Return the op's even padding that covers `need`, and how many output rows more that makes below."""
     below, above = box[0] - need[0], need[1] - box[1]
     skip = max(ceil_div(above - below, rule.stride), 0)
     return below + skip * rule.stride, skip
@@ -97,7 +95,7 @@ def _covering_padding(rule: StencilWindow, box: Interval, need: Interval) -> tup
 def _strip_rows(
     rule: StencilWindow, box: Interval, need: Interval, inside: Interval, count: int
 ) -> tuple[StripRows, StripRows]:
-    # windows that begin before the box read the strip below; those that end behind it, the one above
+    # windows that begin before the box read the strip below; those that end after it read the one above
     windows = min(ceil_div(box[0] - need[0], rule.stride), count)
     rows = inside[0], box[0]
     stop = need[0] + (windows - 1) * rule.stride + rule.span
@@ -116,7 +114,7 @@ def _strip_rows(
 class HaloStrip:
     """A strip along one dim, as wide as the whole halo in the later dims and as the box in the earlier ones.
 
-    `shape` is that of this rank's strip, `pads` are as `torch.nn.functional.pad` takes them, `place` is where it adds
+    `shape` is that of this rank's strip; `pads` are as `torch.nn.functional.pad` takes them.  `place` is where it adds
     in the op's output; `adds` says whether there is any such row.
     """
 
@@ -129,8 +127,8 @@ class HaloStrip:
 
 @dataclass(frozen=True)
 class HaloPlan:
-    """A convolution of one rank: the `box` of its local rows, the op's `padding`, `wanted` output rows, and the
-    slabs, which the op pads by `own`: its own padding along whole dims, 0 along those that strips pad themselves.
+    """Convolution of one rank: the `box` of its local rows, the op's `padding`, `wanted` output rows, and the slabs.
+    The op pads the slabs by `own`: its own padding along whole dims, 0 along those that strips pad themselves.
     """
 
     box: tuple[slice, ...]
@@ -142,11 +140,11 @@ class HaloPlan:
 
 @lru_cache(maxsize=1024)
 def plan_halo(layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoordinate) -> HaloPlan | None:
-    """How this rank convolves by strips; None where they would not be worth it on every rank (`_STRIP_SHARE`)."""
+    """Plan how this rank convolves by strips; None where they would not pay on every rank (`_STRIP_SHARE`)."""
     derived = {d: (found, piece) for d, found, piece in plan_stencil(layout, along, coord, "convolution").derived}
     ways = {a.dim: a for a in along}
     cuts = {d: layout.dim(d)[0] for d in derived}
-    # of every piece, not of this rank's alone: all ranks must come to the same decision, for they send or don't
+    # from every piece, not this rank's alone, because all ranks must make the same decision to send
     splits: dict[int, list[DimSplit]] = {}
     for d, (found, _) in derived.items():
         rule = cast(StencilWindow, ways[d].rule)
@@ -173,7 +171,7 @@ def _halo_strip(
     mine: dict[int, DimSplit],
     coord: MeshCoordinate,
 ) -> HaloStrip | None:
-    """The slab below or above along the `at`-th of the dims; None where no rank has any."""
+    """Return the slab below or above along the `at`-th of the dims; None where no rank has any."""
 
     def strip(s: DimSplit) -> StripRows:
         return s.high if high else s.low
@@ -185,8 +183,8 @@ def _halo_strip(
     target = layout
     for i, d in enumerate(splits):
         s = mine[d]
-        # a corner belongs to one strip: that of the first dim.  The rows of lat's strips reach over all that lon needs,
-        # lon's only over the box of lat; else the corner's rows would be added twice
+        # a corner belongs to one strip, that of the first dim.  The rows of lat's strips reach over all that lon needs,
+        # lon's only over the box of lat; otherwise the corner's rows would be added twice
         rows = [strip(p).rows if i == at else p.box if i < at else p.inside for p in splits[d]]
         target = target.replace_dim(d, layout.dim(d)[0].holding(rows))
         if i == at:
@@ -206,9 +204,7 @@ def _halo_strip(
 
 @dataclass(frozen=True)
 class PlainConvolution:
-    """The plain op and its gradient, without padding; `again` is the same convolution by an exchange,
-    differentiable.
-    """
+    """The plain op and its gradient, without padding; `again` is the same convolution by an exchange, differentiable."""
 
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -222,7 +218,7 @@ class PlainConvolution:
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor, padding: Sequence[int], mask: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of the input, the weight and the bias, where `mask` asks for them."""
+        """Return the gradients of the input, the weight and the bias, where `mask` asks for them."""
         none = (0,) * len(self.stride)
         sizes = [weight.shape[0]]
         return torch.ops.aten.convolution_backward(
@@ -240,8 +236,8 @@ def _convolve_with_strips(
     layout: Layout,
     mesh: DeviceMesh,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The op's output, and the padded strips, which the gradients need again."""
-    # started first: strips travel while the rows at hand, by far the most, are convolved
+    """Return the op's output, and the padded strips, which the gradients need again."""
+    # started first, so that strips travel while the rows at hand, by far the most, are convolved
     strips = AsyncExchange(x, layout, [s.target for s in halo.slabs], mesh)
     out = op(x[halo.box], weight, bias, halo.padding)
     if results_are_kept():
@@ -266,7 +262,7 @@ def _gradients_with_strips(
     layout: Layout,
     mesh: DeviceMesh,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of the input, the weight and the bias, where `mask` asks for them."""
+    """Return the gradients of the input, the weight and the bias, where `mask` asks for them."""
     slabs = [
         _strip_gradients(op, halo, slab, strip, grad, weight, mask)
         for slab, strip in zip(halo.slabs, padded, strict=True)
