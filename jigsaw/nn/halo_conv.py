@@ -204,7 +204,9 @@ def _halo_strip(
 
 @dataclass(frozen=True)
 class PlainConvolution:
-    """The plain op and its gradient, without padding; `again` is the same convolution by an exchange, differentiable."""
+    """The plain op and its gradient, without padding; `again` is the same convolution by an exchange and can be
+    differentiated.
+    """
 
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -267,7 +269,7 @@ def _gradients_with_strips(
         _strip_gradients(op, halo, slab, strip, grad, weight, mask)
         for slab, strip in zip(halo.slabs, padded, strict=True)
     ]
-    # the strips' gradients first, for others wait for them; the large one is computed while they travel
+    # the strips' gradients come first, because others wait for them; the large one is computed while they travel
     pending = None
     if mask[0]:
         pending = AsyncExchangeAdjoint(
@@ -323,16 +325,16 @@ def _strip_gradients(
     weight: Tensor,
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of the rows of a strip, and of the weight through it."""
+    """Return the gradients of the rows of a strip, and of the weight through it."""
     if strip is None:
-        # it came here although no output row reads it; its owner waits for a gradient all the same
+        # no output row reads this strip, but its owner still waits for a gradient
         return grad.new_zeros(slab.shape), None
     gx, gw, _ = op.gradients(grad[slab.place], strip, weight, halo.own, (*mask[:2], False))
     return (None if gx is None else F.pad(gx, [-p for p in slab.pads])), gw
 
 
 def _into_local_rows(gx: Tensor, x: Tensor, halo: HaloPlan) -> Tensor:
-    """The gradient of all local rows, from that of the box."""
+    """Return the gradient of all local rows, from that of the box."""
     if gx.shape == x.shape:
         return gx
     whole = torch.zeros_like(x, memory_format=memory_format_of(x))
@@ -349,9 +351,9 @@ def halo_convolution(
     layout: Layout,
     mesh: DeviceMesh,
 ) -> Tensor:
-    """The convolution of the local rows `x` of `layout` and of the halo that this rank lacks.
+    """Convolve the local rows `x` of `layout` and the halo that this rank lacks.
 
-    *Sends*: forward the rows that neighbours lack, one message a strip and neighbour; backward their gradients.
+    *Sends*: forward, the rows that neighbors lack, one message a strip and neighbor; backward, their gradients.
     """
     out = cast(Tensor, _HaloConvolution.apply(x, weight, bias, op, halo, layout, mesh))
     for d in range(2, x.ndim):

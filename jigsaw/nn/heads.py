@@ -1,4 +1,4 @@
-"""Attention heads cut along a mesh axis: projections to them and from them, and the module whose weights lie there."""
+"""Attention heads cut along a mesh axis: projections into and out of them, and the module that holds their weights."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from jigsaw.tile import Tile
 
 
 def head_axes(query: Tile, in_weight: StoredWeight) -> tuple[str, ...]:
-    """The axes that are to cut the heads: those along which the projection is stored, or the features arrive."""
+    """Return the axes that are to cut the heads: those along which the projection is stored, or the features arrive."""
     return weight_layout(in_weight, query).dim_axes(0) or query.layout.dim_axes(query.ndim - 1)
 
 
 def weights_of_heads(
     query: Tile, heads: int, in_weight: Tensor | None, *others: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """The weights as the heads can be worked on: gathered where there is no head for each rank, or where queries, keys
-    and values have weights of their own.
+    """Return the weights that the heads can use, gathered where there are fewer heads than ranks, or where queries,
+    keys and values have separate weights.
 
-    *Sends*: nothing for packed weights and heads enough; else as `jigsaw.nn.weights.gathered_weight`.
+    *Sends*: nothing for packed weights and enough heads; else as `jigsaw.nn.weights.gathered_weight`.
     """
     if in_weight is not None and comm.rank_count(query.mesh, weight_layout(in_weight, query).dim_axes(0)) <= heads:
         return in_weight, *others
@@ -39,10 +39,10 @@ def weights_of_heads(
 def project_heads_in(
     inputs: Sequence[Tile], weight: StoredWeight, bias: StoredWeight | None, heads: int, axes: tuple[str, ...]
 ) -> tuple[Tile, ...]:
-    """q, k and v [..., E] of x W[:E]ᵀ, x W[E:2E]ᵀ and x W[2E:]ᵀ, each cut between whole heads along `axes`.
+    """Return q, k and v [..., E] of x W[:E]ᵀ, x W[E:2E]ᵀ and x W[2E:]ᵀ, each cut between whole heads along `axes`.
 
-    *Sends*: the rows of the weight and bias that belong to heads of other ranks; else as `tile_linear`,
-    once for inputs that are one.
+    *Sends*: the rows of the weight and bias that belong to heads of other ranks; else as `tile_linear`, once where one
+    tensor is all inputs.
     *Raises*: `ShardingError` when there are fewer heads than ranks along the axes.
     """
     first = inputs[0]
@@ -62,7 +62,7 @@ def project_heads_in(
 
 
 def _project_one_of_three(x: Tile, i: int, weight: StoredWeight, bias: StoredWeight | None, packed: CutGroup) -> Tile:
-    """Row block `i` of three of the projection."""
+    """Return row block `i` of three of the projection."""
     if not weight_layout(weight, x).is_cut(0):
         embed = packed[1].size
         part_of_bias = None if bias is None else bias[i * embed : (i + 1) * embed]
@@ -85,10 +85,10 @@ def _project_one_of_three(x: Tile, i: int, weight: StoredWeight, bias: StoredWei
 
 
 def project_heads_out(mixed: Tile, weight: StoredWeight, bias: StoredWeight | None, query: Tile) -> Tile:
-    """y = x Wᵀ + b, cut along the features as the query is; a whole query gets a whole y.
+    """Return y = x Wᵀ + b, cut along the features as the query is; a whole query gets a whole y.
 
-    *Sends*: as `tile_linear`; then, for a whole query, each rank's part of y to the others along the axes, or, where
-    the tokens had been gathered along them, to whom the tokens belong.
+    *Sends*: as `tile_linear`; then, for a whole query, each rank's part of y to the others along the axes, or to the
+    owners of the tokens where these had been gathered.
     """
     last = query.layout.dim(query.ndim - 1)
     y = add_bias(linear_onto_cuts(mixed, weight, None, last), bias)
@@ -99,8 +99,7 @@ def project_heads_out(mixed: Tile, weight: StoredWeight, bias: StoredWeight | No
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` whose heads and weights are cut along `axis`; tokens and batch may be cut by
-    others.
+    """`torch.nn.MultiheadAttention` whose heads and weights are cut along `axis`; others may cut tokens and batch.
 
     Each rank holds 1/P of the weights, as DTensors with torch's names and full shapes, and works on its own heads.
     Query, key and value have whole features, or features cut along `axis`; so has the output.  On a mesh without that

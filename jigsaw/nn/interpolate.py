@@ -1,5 +1,4 @@
-"""Interpolation along cut dims: nearest, nearest-exact, linear, bilinear, trilinear, bicubic and area, as torch has
-them.
+"""Interpolation along cut dims: torch's nearest, nearest-exact, linear, bilinear, trilinear, bicubic and area modes.
 
 >>> mesh = jigsaw.init_mesh(lat=1)
 >>> tile = jigsaw.shard(torch.randn(2, 3, 9, 16), mesh, (None, None, "lat", None))
@@ -59,7 +58,7 @@ class ResampledDim(FrozenValue):
 
     @property
     def pace(self) -> float:
-        """How many input rows an output row advances."""
+        """The number of input rows that an output row advances."""
         if self.align_corners:
             return (self.n - 1) / (self.m - 1) if self.m > 1 else 0.0
         return self.n / self.m if self.scale is None else 1 / self.scale
@@ -72,7 +71,7 @@ class ResampledDim(FrozenValue):
 
     @property
     def is_regular(self) -> bool:
-        """Whether a block, cut out at a multiple of the ratio, interpolates by itself as it does in the whole."""
+        """True where a block, cut out at a multiple of the ratio, interpolates by itself as it does in the whole."""
         p, _ = self.ratio
         has_ratio = self.scale is None and not self.antialias and p <= _LARGEST_DENOMINATOR
         return has_ratio and not (self.align_corners and self.n != self.m)
@@ -80,11 +79,11 @@ class ResampledDim(FrozenValue):
 
 @lru_cache(maxsize=512)
 def _input_rows_read(r: ResampledDim, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
-    """For every output row the first and last input row that it reads, and the weight of the second of two."""
+    """Return for every output row the first and last input row that it reads, and the weight of the second of two."""
     if r.mode in _NEAREST:
-        # torch's own rounding decides: it finds the row in floating point
+        # torch finds the row in floating point, so its own rounding decides
         how: dict[str, Any] = {"size": r.m} if r.scale is None else {"scale_factor": r.scale}
-        with _disable_current_modes():  # of a graph that is made, whose tensors have no values
+        with _disable_current_modes():  # while a graph is traced, tensors have no values
             rows = torch.arange(r.n, dtype=dtype if dtype in (torch.float32, torch.float64) else torch.float32)
             first = tuple(int(i) for i in F.interpolate(rows[None, None], mode=r.mode, **how)[0, 0])
         return first, first, (0.0,) * r.m
@@ -112,9 +111,7 @@ def _interpolation_table(r: ResampledDim, dtype: torch.dtype) -> InterpolationTa
 
 @lru_cache(maxsize=512)
 def _can_run_plain(r: ResampledDim, dtype: torch.dtype) -> bool:
-    """Whether the plain op on blocks gives the same; for nearest, whose rows are found in floating point, it is
-    tried.
-    """
+    """Say whether the plain op on blocks gives the same; for nearest, which finds rows in floating point, try it."""
     if not r.is_regular or r.mode not in _NEAREST:
         return r.is_regular
     p, q = r.ratio
@@ -133,12 +130,12 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Tile:
-    """y[o] = `input` interpolated at (o + 0.5) n / m - 0.5 (or as torch has it for the mode), n rows to m along each
-    dim.
+    """Return y[o] = `input` interpolated at (o + 0.5) n / m - 0.5 (or as torch does in the mode), n rows to m along
+    each dim.
 
     *Shapes*: ``[batch, channel, *space]``, global as torch; per rank the output is cut at ceil(point m / n).
-    *Sends*: forward the one or two rows a side that the ends of a piece read (with `antialias` once or twice n / m
-    rows), backward their gradients.
+    *Sends*: forward, the one or two rows a side that the ends of a piece read (with `antialias`, once or twice n / m
+    rows); backward, their gradients.
     *Raises*: `ShardingError` along cut dims for other modes.
     """
     dims = input.ndim - 2
@@ -195,7 +192,9 @@ def _resized_layout(layout: Layout, sizes: Sequence[int]) -> Layout:
 def _sizes_and_scales(
     input: Tile, size: int | Sequence[int] | None, scale_factor: float | Sequence[float] | None, recompute: bool
 ) -> tuple[list[int], list[float | None]]:
-    """The output size of every spatial dim, and its scale where it is not the ratio of the sizes, by torch's rules."""
+    """Return the output size of every spatial dim, and its scale where it is not the ratio of the sizes, by torch's
+    rules.
+    """
     rows = list(input.shape[2:])
     if (size is None) == (scale_factor is None):
         raise ShardingError(
@@ -217,9 +216,9 @@ def _sizes_and_scales(
 
 @dataclass(frozen=True)
 class ResamplingPlan:
-    """One rank's side: the rows that it needs, then the sizes that the plain op makes of them (None: it is not called)
-    and the rows of that which are the result (dim, start, length), then dims that go row by row: how, the first input
-    row at hand, and which rows to make.
+    """One rank's side: the rows that it needs, then the sizes that the plain op makes of them (None: no call).  The
+    result is the rows (dim, start, length) of that.  Then come the dims that go row by row: how, the first input row at
+    hand, and which rows to make.
     """
 
     rows: StencilPlan
@@ -260,7 +259,7 @@ def _plan_resampling(
 
 
 def _resample_local(x: Tensor, to: ResamplingPlan) -> Tensor:
-    """The gathered rows interpolated: by the plain op where that is exact, then row by row."""
+    """Interpolate the gathered rows: by the plain op where that is exact, then row by row."""
     given = memory_format_of(x) if to.by_row else None
     if to.sizes is not None:
         x = F.interpolate(x, to.sizes, **to.how)
@@ -269,12 +268,12 @@ def _resample_local(x: Tensor, to: ResamplingPlan) -> Tensor:
             x = x.narrow(d, start, length)
     for d, r, low, out in to.by_row:
         x = _interpolate_by_row(x, d, r, low, out)
-    # picked rows forget that channels came last
+    # picked rows lose the memory format of channels last
     return x if given is None else x.contiguous(memory_format=given)
 
 
 def _interpolate_by_row(x: Tensor, dim: int, r: ResampledDim, low: int, out: tuple[int, int]) -> Tensor:
-    """y[o] = x[first] + w (x[last] - x[first]) along one dim, or the sum of more rows."""
+    """Return y[o] = x[first] + w (x[last] - x[first]) along one dim, or the sum of more rows."""
     if r.mode == "bicubic" or r.antialias:
         return _sum_weighted_rows(x, dim, r, low, out)
     first, last, weights = (values[out[0] : out[1]] for values in _input_rows_read(r, x.dtype))
@@ -288,7 +287,7 @@ def _interpolate_by_row(x: Tensor, dim: int, r: ResampledDim, low: int, out: tup
 
 @lru_cache(maxsize=512)
 def _cubic_taps(r: ResampledDim) -> tuple[tuple[tuple[int, float], ...], ...]:
-    """For every output row the four input rows that it reads, with their weights (Keys, a = -0.75, as in torch)."""
+    """Return for every output row the four input rows that it reads, with their weights (Keys, a = -0.75, as torch)."""
     taps: list[tuple[tuple[int, float], ...]] = []
     for o in range(r.m):
         at = o * r.pace if r.align_corners else (o + 0.5) * r.pace - 0.5
@@ -303,8 +302,9 @@ def _cubic_taps(r: ResampledDim) -> tuple[tuple[tuple[int, float], ...], ...]:
 
 @lru_cache(maxsize=512)
 def _antialias_taps(r: ResampledDim) -> tuple[tuple[tuple[int, float], ...], ...]:
-    """For every output row the input rows under the filter, which is as wide as an output row where that is the
-    wider, with their weights (Keys, a = -0.5, for bicubic), as in torch's ``_compute_indices_min_size_weights_aa``.
+    """Return for every output row the input rows under the filter, with their weights, as in torch's
+    ``_compute_indices_min_size_weights_aa``.  The filter is at least as wide as an output row (Keys, a = -0.5, for
+    bicubic).
     """
     reach, weigh = (2, _keys_filter) if r.mode == "bicubic" else (1, _hat_filter)
     width = max(r.pace, 1.0)
@@ -331,7 +331,9 @@ def _keys_filter(t: float) -> float:
 
 
 def _sum_weighted_rows(x: Tensor, dim: int, r: ResampledDim, low: int, out: tuple[int, int]) -> Tensor:
-    """y[o] = the sum of its rows, each times its weight; a row that has fewer than others takes its first, times 0."""
+    """Sum the rows of each output row, each times its weight; one with fewer rows than others takes its first again,
+    times 0.
+    """
     reads = (_antialias_taps if r.antialias else _cubic_taps)(r)[out[0] : out[1]]
     most = max(map(len, reads))
     taps = torch.tensor([(*t, *((t[0][0], 0.0),) * (most - len(t))) for t in reads], dtype=torch.float64).to(x.device)

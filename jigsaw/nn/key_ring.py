@@ -1,4 +1,4 @@
-"""The ranks that pass keys and values on to each other."""
+"""Rings of ranks that pass keys and values on to each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, coordinates_along, size
 
 @dataclass(frozen=True)
 class KeyRing:
-    """The ranks that pass keys on to each other, as one of them sees it: how their tokens are cut, where each is."""
+    """A ring as one of its ranks sees it: how the tokens of the keys are cut, and where each rank is."""
 
     keys: CutGroup
     layout: Layout
@@ -25,7 +25,7 @@ class KeyRing:
 
     @classmethod
     def through(cls, keys: CutGroup, layout: Layout, here: MeshCoordinate) -> KeyRing:
-        """The ring through the rank `here`, along the axes that cut the keys."""
+        """Return the ring through the rank `here`, along the axes that cut the keys."""
         places = tuple(coordinates_along(layout, axes_of_cuts(keys), here))
         return cls(keys, layout, places, places.index(here))
 
@@ -34,15 +34,15 @@ class KeyRing:
         return len(self.places)
 
     def rows(self, member: int) -> int:
-        """How many keys a member has."""
+        """Return how many keys a member has."""
         owned = (c.owned(self.layout.piece(c, self.places[member])) for c in self.keys)
         return math.prod(stop - start for start, stop in owned)
 
     def positions(self, member: int) -> Tensor:
-        """The global places of its keys."""
+        """Return the global places of a member's keys."""
         return take_owned_rows(torch.arange(size_of_cuts(self.keys)), 0, self.keys, self.layout, self.places[member])
 
     def pass_on(self, mesh: DeviceMesh, given: Tensor, taken: Tensor) -> comm.PendingWork:
-        """Start one step."""
+        """Start one step: give a block to the next rank and take one from the rank before."""
         after, before = (self.layout.index(self.places[(self.me + d) % self.size]) for d in (1, -1))
         return comm.swap_messages(mesh, [(after, given)], [(before, taken)], "ring attention")

@@ -1,16 +1,15 @@
-"""Products by label: which label each mesh axis cuts, and how the operands get there.
+"""Products by label: which label each mesh axis cuts, and how the operands move for it.
 
 Each dim of each operand has a label, as in einsum.  An axis that cuts two labels would spread their products over the
-ranks, so it goes on cutting one of them, and the operands that it cuts elsewhere move:
+ranks.  So it keeps one of them, and the operands that it cuts elsewhere move:
 
-1. the label that comes first in the result keeps the axis;
-2. where none of them is in the result (all are summed), the one for which fewer elements move, then the first
-   operand's.
+1. the label that comes first in the result keeps the axis; 2. where the result has none of them (all are summed), the
+one for which fewer elements move, then the first operand's.
 
-This follows from the layouts alone, so it is the same on every rank.  Four ranks on lat=2, lon=2, scores "bid,bjd->bij"
-of tokens i and j that are both cut by lat and lon: i comes first, so queries stay, each rank gets all keys, and the
-scores are cut along i.  Then "bij,bjd->bid": i keeps both axes again, and the values travel.  In "bid,bie->bde" only i
-is cut: nothing moves, and the sums are added up.
+This follows from the layouts alone, so it is the same on every rank.  Example: four ranks on lat=2, lon=2, scores
+"bid,bjd->bij" of tokens i and j that are both cut by lat and lon: i comes first, so queries stay, each rank gets all
+keys, and the scores are cut along i.  Then "bij,bjd->bid": i keeps both axes again, and the values travel.  In
+"bid,bie->bde" only i is cut: nothing moves, and the sums are added up.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ DimLabels = Sequence[str]
 
 @dataclass(frozen=True, eq=False)
 class LabelCuts:
-    """How each label of a product is cut while it is worked on; an axis cuts one of those that `work` has."""
+    """The cut of each label of a product during its computation; an axis cuts one of those that `work` has."""
 
     cuts: Mapping[str, CutGroup]
     work: Layout
 
     def bring_operand(self, operand: Tensor | Tile, labels: DimLabels, like: Tile) -> Tensor:
-        """The local part of an operand, whose dims have `labels`, where the product needs it; one row that meets more
-        is whole.
+        """Return the local part of an operand, whose dims have `labels`, where the product needs it; a dim of one row
+        that broadcasts is whole.
 
         A plain tensor is the whole one, on the mesh of `like`.
 
-        *Sends*: the rows of a tile that is cut otherwise, to each rank that works with them; backward their gradients,
-        which are added up, and one all-reduce of the gradient of a tile that is held alike along an axis that cuts a
-        label which it lacks.
-        *Raises*: `ShardingError` where other dims were flattened into this one than into the other operands', and other
-        axes cut it.
+        *Sends*: the rows of a tile that is cut otherwise, to each rank that works with them; backward, their gradients,
+        which are added up.  One more all-reduce sums the gradient of a tile that lacks a cut label and is the same on
+        the ranks along its axis.
+        *Raises*: `ShardingError` where this dim was flattened from other dims than those of the other operands, and
+        other axes cut it.
         """
         if isinstance(operand, Tile):
             own = operand.owned()
@@ -66,7 +65,7 @@ class LabelCuts:
         return x
 
     def wanted_cuts(self, shape: Sequence[int], labels: DimLabels) -> tuple[CutGroup, ...]:
-        """How each dim of an operand of this shape is needed."""
+        """Return how each dim of an operand of this shape is needed."""
         sizes = [size_of_cuts(self.cuts[by]) for by in labels]
         if any(n not in (1, size) for n, size in zip(shape, sizes, strict=True)):
             raise RuntimeError(f"an operand of shape {tuple(shape)} does not broadcast to {tuple(sizes)}")
@@ -76,11 +75,11 @@ class LabelCuts:
         )
 
     def result_layout(self, out: DimLabels) -> Layout:
-        """The layout of a result whose dims have the labels `out`."""
+        """Return the layout of a result whose dims have the labels `out`."""
         return Layout.from_dims([merge_cut_group(self.cuts[by]) for by in out], self.work.axes)
 
     def axes_along(self, labels: DimLabels) -> list[str]:
-        """The axes that cut these labels."""
+        """Return the axes that cut these labels."""
         return [a for by in labels for a in axes_of_cuts(self.cuts[by])]
 
 
@@ -88,13 +87,13 @@ class LabelCuts:
 def _cuts_of_plain(
     cuts: LabelCuts, shape: tuple[int, ...], labels: tuple[str, ...]
 ) -> tuple[tuple[int, CutGroup], ...]:
-    """The dims of a plain operand of which each rank takes its rows, and how they are cut."""
+    """Return the dims of a plain operand of which each rank takes its rows, and how they are cut."""
     wanted = cuts.wanted_cuts(shape, labels)
     return tuple((d, group) for d, group in enumerate(wanted) if any(c.is_cut for c in group))
 
 
 def cuts_of_tile(tile: Tile, labels: DimLabels) -> LabelCuts:
-    """The cuts that a tile has, for operands that are to meet it."""
+    """Return the cuts that a tile has, for operands that are to meet it."""
     return LabelCuts(dict(zip(labels, tile.layout.dims(), strict=True)), tile.layout)
 
 
@@ -107,8 +106,8 @@ def choose_label_cuts(
     out: tuple[str, ...],
     whole: tuple[str, ...] = (),
 ) -> LabelCuts:
-    """The cuts of a product of operands of these layouts (None: plain) and shapes, whose dims have `labels`, by the
-    rule above; nothing is to cut the labels `whole`.
+    """Choose the cuts of a product of operands of these layouts (None: plain) and shapes, by the rule above.  The dims
+    have `labels`; nothing is to cut the labels `whole`.
 
     *Raises*: `RuntimeError` where the sizes of a label differ.
     """
@@ -117,7 +116,7 @@ def choose_label_cuts(
     groups: dict[str, list[CutGroup]] = {by: [] for by in sizes}
     for layout, operand in zip(layouts, labels, strict=True):
         for d, by in enumerate(operand):
-            # one row that broadcasts is no part of the label, it follows what it meets
+            # a row that broadcasts is not a part of the label, it follows the other operands
             if layout is not None and layout.shape[d] == sizes[by]:
                 groups[by].append(bare_cuts(layout.dim(d)))
     owners: dict[str, str] = {}
@@ -131,7 +130,7 @@ def choose_label_cuts(
 
 
 def _label_sizes(name: str, shapes: Sequence[Sequence[int]], labels: Sequence[DimLabels]) -> dict[str, int]:
-    """The size of each label; a dim of size 1 broadcasts."""
+    """Return the size of each label; a dim of size 1 broadcasts."""
     sizes: dict[str, int] = {}
     for shape, operand in zip(shapes, labels, strict=True):
         for size, by in zip(shape, operand, strict=True):
@@ -143,12 +142,12 @@ def _label_sizes(name: str, shapes: Sequence[Sequence[int]], labels: Sequence[Di
 
 
 def _elements_moved(axis: str, by: str, layouts: Sequence[Layout | None], labels: Sequence[DimLabels]) -> float:
-    """About how many elements move, for all ranks, where `axis` is to cut the label `by`."""
+    """Estimate how many elements move, for all ranks, where `axis` is to cut the label `by`."""
     moved = 0.0
     for layout, operand in zip(layouts, labels, strict=True):
         cut = [] if layout is None else [label for d, label in enumerate(operand) if axis in layout.dim_axes(d)]
         if layout is not None and cut and by not in cut:
-            # an operand with this label is cut along it instead; one without must be had by all ranks along the axis
+            # an operand with this label is cut along it instead; all ranks along the axis need one without it
             moved += math.prod(layout.shape) * (1 if by in operand else layout.size_of(axis))
     return moved
 
@@ -156,7 +155,7 @@ def _elements_moved(axis: str, by: str, layouts: Sequence[Layout | None], labels
 def _cuts_along(
     groups: Sequence[CutGroup], size: int, kept: Sequence[str], axes: Sequence[tuple[str, int]]
 ) -> CutGroup:
-    """How a label is cut by the axes that it keeps: as in the first of the operands that most of them cut."""
+    """Return the cuts of a label by the axes that it keeps: as in the first of the operands that most of them cut."""
     thinned = [tuple(cut_by_some_axes(c, kept, dict(axes)) for c in group) for group in groups]
     return max(thinned, key=lambda group: len(axes_of_cuts(group)), default=(whole_dim(size),))
 
@@ -166,16 +165,18 @@ def _cuts_along(
 
 @dataclass(frozen=True)
 class _OperandMove:
-    """From where an operand lies to where it is needed; `reordered` dims are put in the order of other cuts before."""
+    """Move of an operand from where it lies to where it is needed; `reordered` dims first take the order of
+    other cuts.
+    """
 
     source: Layout
     target: Layout
     reordered: tuple[tuple[int, CutGroup], ...]
-    in_parts: tuple[str, ...]  # along these it is held alike then, and each rank uses it for other results
+    in_parts: tuple[str, ...]  # along these it is then the same on all ranks, and each uses it for other results
 
     @cached_property
     def is_there(self) -> bool:
-        """Whether the operand lies where it is needed."""
+        """True where the operand lies where it is needed."""
         return self.source == self.target and not self.reordered and not self.in_parts
 
 
@@ -195,7 +196,7 @@ def _bring_tile(x: Tile, move: _OperandMove) -> Tensor:
 
 
 def _plan_operand_move(layout: Layout, wanted: tuple[CutGroup, ...], work: Layout) -> _OperandMove:
-    """How a tile of `layout` gets to the cuts `wanted` in a product that is cut as `work`."""
+    """Plan how a tile of `layout` gets to the cuts `wanted` in a product that is cut as `work`."""
     sources: list[CutGroup] = []
     targets: list[CutGroup] = []
     reordered: list[tuple[int, CutGroup]] = []
@@ -214,7 +215,7 @@ def _plan_operand_move(layout: Layout, wanted: tuple[CutGroup, ...], work: Layou
         sources.append(pair[0])
         targets.append(pair[1])
     kept = Layout.from_dims(targets, layout.axes).cut_axes
-    # along these axes it is cut, and they cut a label that it lacks: each rank gets all of it, for its own results
+    # it is cut along these axes, and they cut a label that it lacks: each rank gets all of it, for its own results
     shared = [a for a in layout.cut_axes if a not in kept and a in work.cut_axes]
     held = [
         [_held_along(mine, wanted_cut, shared, layout) for mine, wanted_cut in zip(source, target, strict=True)]
@@ -226,8 +227,8 @@ def _plan_operand_move(layout: Layout, wanted: tuple[CutGroup, ...], work: Layou
 
 
 def _held_along(mine: Cut, wanted: Cut, shared: Sequence[str], layout: Layout) -> Cut:
-    """The cut `wanted`, each piece held by all ranks along those axes that cut `mine` and are `shared`: a halo as wide
-    as the piece, whose adjoint adds their gradients up.
+    """Return the cut `wanted`, with each piece on all ranks along those axes that cut `mine` and are `shared`.  That is
+    a halo as wide as the piece, whose adjoint adds up the gradients.
     """
     axes = [a for a in mine.axes if a in shared]
     if not axes:
@@ -238,7 +239,7 @@ def _held_along(mine: Cut, wanted: Cut, shared: Sequence[str], layout: Layout) -
 
 
 def _in_one_structure(mine: CutGroup, wanted: CutGroup) -> tuple[CutGroup, CutGroup] | None:
-    """The cuts of a dim as it lies and as it is wanted, as pairs of cuts of the same sizes, or None where it was
+    """Return the cuts of a dim as it lies and as it is wanted, as pairs of cuts of the same sizes, or None where it was
     flattened from other dims.
     """
     if not any(c.is_cut for c in wanted):

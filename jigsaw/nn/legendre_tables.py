@@ -1,8 +1,8 @@
-"""Quadrature in latitude and associated Legendre functions, in numpy: what spherical harmonic transforms multiply by.
+"""Quadrature in latitude and associated Legendre functions, in numpy: the tables of spherical harmonic transforms.
 
 Each order m stands by itself, so a rank makes the table of its own orders alone.  At order 500 the first functions of a
-table are below 1e-400 near the poles and grow, along the degrees, to what counts: so each is a number and an exponent
-of its own until it has left what double precision cannot tell (Schaeffer, section 4; Fukushima's X-numbers).
+table are below 1e-400 near the poles and grow along the degrees.  So each is a number with a separate exponent until
+double precision can hold it (Schaeffer, section 4; Fukushima's X-numbers).
 
 Sources: Driscoll and Healy, Computing Fourier transforms and convolutions on the 2-sphere, 1994; Schaeffer, Efficient
 spherical harmonic transforms aimed at pseudospectral numerical simulations, arXiv 1202.6522, 2013.  The convention is
@@ -24,8 +24,8 @@ Reals = NDArray[np.float64]
 
 SPHERE_GRIDS = ("equiangular", "legendre-gauss", "lobatto")
 
-_TINY = 1e-150  # the unit of an exponent: squares of it and of its inverse are still numbers
-_ORDERS_AT_ONCE = 32  # how many orders go through the recurrence together: their rows fit a cache
+_TINY = 1e-150  # the unit of an exponent: squares of it and of its inverse are still finite
+_ORDERS_AT_ONCE = 32  # as many orders go through the recurrence together as fit a cache
 
 
 # -- quadrature -------------------------------------------------------------------------------------------------------

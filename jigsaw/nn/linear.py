@@ -1,4 +1,4 @@
-"""Linear layers on tiles: over a whole last dim each rank by itself, over a cut one through the matmul core.
+"""Linear layers on tiles: each rank by itself over a whole last dim, the matmul core over a cut one.
 
 >>> mesh = jigsaw.init_mesh(lat=1)
 >>> tile = jigsaw.shard(torch.randn(2, 144, 8), mesh, (None, "lat", None))
@@ -38,7 +38,7 @@ from jigsaw.tile import Tile, implements_torch, refusal_error
 
 @implements_torch(F.linear)
 def tile_linear(input: Tile | Tensor, weight: StoredWeight, bias: StoredWeight | None = None) -> Tile:
-    """y = x Wᵀ + b over the last dim of x, whatever cuts x and W.
+    """Return y = x Wᵀ + b over the last dim of x, whatever cuts x and W.
 
     *Shapes*: x [..., K], W [N, K], b [N], y [..., N]; the leading dims of y are cut as those of x.  The last dim of y
     is
@@ -49,15 +49,15 @@ def tile_linear(input: Tile | Tensor, weight: StoredWeight, bias: StoredWeight |
     - else cut by the axes that cut K: where N = K at the same points, where N leads back to the size that x was made
       from at the points that it had then, else balanced.
 
-    Tokens that x holds of all ranks along the axes of W's rows (`gathered_tokens`) are whole in y, which remembers how
-    they were cut; a row-cut W brings them back there.
+    Where x holds the tokens of all ranks along the axes of W's rows (`gathered_tokens`), they are whole in y, which
+    remembers their cuts; a row-cut W brings them back there.
 
-    *Sends*: with K whole and W whole or column-cut, nothing; backward one all-reduce of the gradient of x over the
-    axes of W's rows.  With W row-cut, one all-reduce of y; backward one of the gradient of x, where x is whole; with
-    tokens that were gathered, a reduce-scatter of y, and backward a gather of its gradient.  Else
-    what the core's grid says (`jigsaw.matmul.grid_matmul`): over a cut K either the parts of x travel (column) or
-    partial sums of y do (row), whichever moves less in a training step; a W stored 1/P along the axes that cut the
-    rows of x travels to them.  The input is never gathered on one rank, only passed around.
+    *Sends*: with K whole and W whole or column-cut, nothing; backward, one all-reduce of the gradient of x over the
+    axes of W's rows.  With W row-cut, one all-reduce of y; backward, one of the gradient of x, where x is whole.  With
+    gathered tokens, a reduce-scatter of y, and backward a gather of its gradient.  Else the bytes of the core's grid
+    (`jigsaw.matmul.grid_matmul`): over a cut K either the parts of x travel (column) or partial sums of y (row),
+    whichever moves less in a training step.  A W stored 1/P along the axes that cut the rows of x travels to them.  The
+    input is never gathered on one rank, only passed around.
     *Raises*: `ShardingError` when the axes of x and W do not form a grid.
     """
     if not isinstance(input, Tile):
@@ -83,7 +83,7 @@ def tile_linear(input: Tile | Tensor, weight: StoredWeight, bias: StoredWeight |
 def linear_onto_cuts(
     input: Tile, weight: StoredWeight, bias: StoredWeight | None, last: CutGroup | None = None
 ) -> Tile:
-    """`tile_linear` over cut dims, whose result's last dim is cut as `last` where the axes that cut x and W allow a
+    """Run `tile_linear` over cut dims; the result's last dim is cut as `last` where the axes that cut x and W allow a
     choice.
     """
     x = _without_halo_along_last(input)
@@ -99,14 +99,14 @@ def linear_onto_cuts(
         mine = job.parameter_at_work(weight, x, averaged_over(weight) / out.replicas)
         if mine is not None:
             return add_bias(job.run(x, mine), bias)
-        # taken before it enters: then it is the gradient of this rank's rows that is scaled, not zeros beside it
+        # taken before it enters, so that the gradient of this rank's rows is scaled, not zeros beside it
         return add_bias(job.run(x, local_weight(job.rows_at_work(weight, x), x, out)), bias)
     w = rearrange_rows(local_weight(weight, x, out), stored.dim(0), job.stored.dim(0), x)
     return add_bias(job.run(x, job.rows_at_work(w, x)), bias)
 
 
 def _bring_contracted_dim_together(input: Tile, weight: Tile) -> list[Tile]:
-    """x and a W that is a tile, with the dim that they share at the same points where the same axes cut it."""
+    """Return x and a W that is a tile, with the dim that they share at the same points where the same axes cut it."""
     mine, other = input.layout.dim(input.ndim - 1), weight.layout.dim(1)
     if [(c.size, c.axes) for c in mine] != [(c.size, c.axes) for c in other]:
         return [input, weight]
@@ -114,14 +114,14 @@ def _bring_contracted_dim_together(input: Tile, weight: Tile) -> list[Tile]:
 
 
 def _is_cut_by_inputs(x: Layout, stored: Layout) -> bool:
-    """Whether each rank has the columns of W for its own features of x, or for a piece of those that it has."""
+    """Say whether each rank has the columns of W for its own features of x, or for a piece of those that it has."""
     last, axes = x.ndim - 1, stored.dim_axes(1)
     fits = not x.is_cut(last) or have_same_rows(x.dim(last), stored.dim(1))
     return stored.cut_dims == (1,) and fits and not any(set(axes) & set(x.dim_axes(d)) for d in range(last))
 
 
 def _sum_over_input_pieces(input: Tile, weight: StoredWeight, bias: StoredWeight | None, stored: Layout) -> Tile:
-    """y = sum over the ranks of x[:, mine] W[:, mine]ᵀ, plus b once; y is whole.
+    """Return y = sum over the ranks of x[:, mine] W[:, mine]ᵀ, plus b once; y is whole.
 
     One sum here, where the grid's reduce-scatter and a gather after it would be two calls of as many bytes.
     """
@@ -130,7 +130,7 @@ def _sum_over_input_pieces(input: Tile, weight: StoredWeight, bias: StoredWeight
     rows = x.local
     if not x.layout.is_cut(last):
         rows = take_owned_rows(comm.use_in_parts(rows, x.mesh, axes), last, mine, x.layout, x.coordinate)
-    # the products differ along `axes`, so no gradient of W is to be divided among replicas: its columns are one rank's
+    # the products differ along `axes`, so no gradient of W is divided among replicas: its columns belong to one rank
     partial = F.linear(rows, local_weight(weight, x, x.layout.replace_dim(last, *mine)))
     out = x.layout.replace_dim(last, whole_dim(weight.shape[0]))
     home = layout_before_gather(out, axes, out.dim(last))
@@ -154,9 +154,9 @@ def _sum_over_input_pieces(input: Tile, weight: StoredWeight, bias: StoredWeight
 
 
 def gathered_tokens(x: Tile, axes: Sequence[str]) -> Tile:
-    """The tile with the tokens of all ranks along `axes`, which cut one of its leading dims, as a halo.
+    """Return the tile with the tokens of all ranks along `axes`, which cut one of its leading dims, as a halo.
 
-    *Sends*: this rank's tokens to the others; backward the gradients of theirs, which are added up.
+    *Sends*: this rank's tokens to the others; backward, the gradients of theirs, which are added up.
     *Raises*: `ShardingError` where other axes cut the same dim finer.
     """
     return x.with_layout(_holding_tokens(x.layout, axes))
@@ -171,8 +171,8 @@ def _holding_tokens(layout: Layout, axes: Sequence[str]) -> Layout:
 
 
 def layout_of_held_tokens(x: Layout, stored: Layout) -> Layout | None:
-    """The layout of y where each rank makes its channels of the tokens of all ranks along the axes of W's rows; None
-    where x does not hold them.
+    """Return the layout of y where each rank makes its channels for the tokens of all ranks along the axes of W's rows;
+    None where x does not hold them.
     """
     axes, sizes, last = stored.dim_axes(0), dict(x.axes), x.ndim - 1
     if stored.cut_dims != (0,) or not set(axes) <= set(x.cut_axes) or x.is_cut(last):
@@ -190,8 +190,8 @@ def layout_of_held_tokens(x: Layout, stored: Layout) -> Layout | None:
 
 
 def layout_before_gather(layout: Layout, axes: Sequence[str], last: CutGroup) -> Layout | None:
-    """The tokens where they were before those of the ranks along `axes` were gathered, with the last dim cut as `last`;
-    None where nothing is remembered.
+    """Return the layout of the tokens before those of the ranks along `axes` were gathered, with the last dim cut as
+    `last`; None where nothing is remembered.
     """
     dims = [list(group) for group in (*layout.dims()[:-1], last)]
     for group in dims[:-1]:
@@ -204,7 +204,7 @@ def layout_before_gather(layout: Layout, axes: Sequence[str], last: CutGroup) ->
 
 
 def _linear_of_plain(input: Tensor, weight: StoredWeight, bias: StoredWeight | None) -> Tile:
-    """A whole input and a tile among the weights: the weight is the tile that the input multiplies."""
+    """Run a linear of a whole input and a weight that is a tile: the input multiplies the weight."""
     if not isinstance(weight, Tile) or input.ndim != 2:
         tile = next(t for t in (weight, bias) if isinstance(t, Tile))
         raise refusal_error(
@@ -226,7 +226,7 @@ def _linear_by_itself(input: Tile, weight: StoredWeight, bias: StoredWeight | No
 
 
 def _without_halo_along_last(input: Tile) -> Tile:
-    """The tile without halo rows along the contracted dim; those of other dims stay."""
+    """Return the tile without halo rows along the contracted dim; those of other dims stay."""
     last = input.layout.ndim - 1
     cuts = input.layout.dim(last)
     if input.layout.complete_dims[last] or not any(c.has_halo for c in cuts):
@@ -235,7 +235,7 @@ def _without_halo_along_last(input: Tile) -> Tile:
 
 
 def add_bias(y: Tile, bias: StoredWeight | None) -> Tile:
-    """y + bias; a DTensor's rows are brought to where y is cut, or gathered for a last dim that is whole."""
+    """Return y + bias; a DTensor's rows go to where y is cut, or are gathered for a last dim that is whole."""
     if bias is None:
         return y
     if not is_dtensor(bias):
@@ -262,7 +262,7 @@ def add_bias(y: Tile, bias: StoredWeight | None) -> Tile:
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` whose weight and bias are cut along `axis`: y = x Wᵀ + b, y cut along it as the rows of W are.
+    """`torch.nn.Linear` whose weight and bias are cut along `axis`: y = x Wᵀ + b is cut along it as the rows of W are.
 
     Each rank holds 1/P of the weight, its gradient and its optimizer state, as a DTensor with torch's names and full
     shapes; the sizes need not divide.  On a mesh without that axis it is `torch.nn.Linear`.

@@ -1,14 +1,14 @@
-"""`jigsaw.local`: a function of one's own, whose output rows need a few input rows each, on tiles.
+"""`jigsaw.local`: your own function, whose output rows each need a few input rows, on tiles.
 
-The function is the one that runs on the whole tensor.  Each rank gives it the rows that it holds and those around them
-that its output rows need, and keeps of the result the rows that are its own.  What the function does at the ends of
-the rows that it is given (padding, one-sided differences, wrapping) is right at the ends of the array, where it is
-kept; inside it lies in rows that are cut off.
+The function is written for the whole tensor.  Each rank gives it the rows that its output rows need, and keeps its own
+rows of the result.  At the ends of its rows the function may pad, wrap or take one-sided differences.  That is right at
+the ends of the array, where it is kept; elsewhere it lies in rows that are cut off.
 
-Four ranks, 33 rows cut at 0, 9, 17, 25, 33, reach (2, 1): rank 1 owns 9:17 and gives the function rows 7:18; of the
-eleven results the first two and the last are cut off.  Rank 3 gives 23:33 and cuts off two: row 32 is the array's last,
-and there the function does as it does on the whole.  With stride 2 the 17 outputs are cut at 0, 5, 9, 13, 17: rank 1
-makes 5:9, which need rows 8:18, and the function begins at row 8, a multiple of the stride, so its first output is 4.
+Example: four ranks, 33 rows cut at 0, 9, 17, 25, 33, reach (2, 1).  Rank 1 owns 9:17 and gives the function rows 7:18;
+of the eleven results the first two and the last are cut off.  Rank 3 gives 23:33 and cuts off two: row 32 is the
+array's last, where the function does the same as on the whole.  With stride 2 the 17 outputs are cut at 0, 5, 9, 13,
+17: rank 1 makes 5:9, which need rows 8:18.  The function begins at row 8, a multiple of the stride, so its first output
+is 4.
 
 >>> mesh = jigsaw.init_mesh(lat=1)
 >>> tile = jigsaw.shard(torch.arange(5.0), mesh, ("lat",))
@@ -50,22 +50,22 @@ def local(
     wrap: Collection[int] = (),
     rows: Mapping[int, int] | None = None,
 ) -> LocalFunction:
-    """`op`, a function or a module that runs on whole tensors, as one that runs on tiles too, with the same result.
+    """Make `op`, a function or a module that runs on whole tensors, run on tiles too, with the same result.
 
-    y = op(x) where row o of y along dim d depends on no other rows of x than ``o * stride[d] - below`` to
-    ``o * stride[d] + above``, with ``reach[d] = (below, above)`` (one number for both).  Near the ends of a dim
-    `op` does as it does on the whole tensor; a dim in `wrap` continues at its other end.  Along a cut dim without a
-    reach `op` works row by row.  ``rows[d]`` is how many rows `op` makes of the whole dim, by default size / stride,
-    rounded up.
+    y = op(x) where row o of y along dim d depends on no other rows of x than ``o * stride[d] - below`` to ``o *
+    stride[d] + above``, with ``reach[d] = (below, above)`` (one number for both).  Near the ends of a dim `op` does the
+    same as on the whole tensor; a dim in `wrap` continues at its other end.  Along a cut dim without a reach `op` works
+    row by row.  ``rows[d]`` is how many rows `op` makes of the whole dim, by default size / stride, rounded up.
 
-    Any arguments: tiles come together as for ``x + y`` (all have the rows that `op` reaches for, or one); plain tensors
-    are whole, and `op` gets them as they are.  Parameters of `op`, where it is a module, and plain arguments get their
-    gradients as with any layer.
+    All arguments are allowed.  Tiles meet as in ``x + y`` (all have the rows that `op` reaches for, or one row).  Plain
+    tensors are whole, and `op` gets them as they are.  Parameters of `op`, where it is a module, and plain arguments
+    get their gradients as with any layer.
 
     *Shapes*: global those of ``op(whole)``, with as many dims as the tile; per rank cut at the same rows / stride.
-    *Sends*: forward the rows within reach that neighbours hold, backward their gradients.
-    *Raises*: `ShardingError` for a dim that the tile lacks, a stride that does not close a circle, a result of other
-    rows than reach, stride and rows say, a changed argument, random numbers, or a parameter that `op` was not given.
+    *Sends*: forward, the rows within reach that neighbors hold; backward, their gradients.
+    *Raises*: `ShardingError` for a dim that the tile lacks, a stride that does not close a circle, a changed argument,
+    random numbers, or a parameter that is not an argument.  Also for a result with another number of rows than reach,
+    stride and rows say.
 
     >>> mesh = jigsaw.init_mesh(lat=1, lon=1)
     >>> tile = jigsaw.shard(torch.randn(2, 3, 9, 16), mesh, (None, None, "lat", "lon"))
@@ -89,10 +89,10 @@ def local(
 
 @dataclass(frozen=True)
 class ReachRule:
-    """Output row o reads the input rows ``o * stride - below`` to ``o * stride + above``, both included.
+    """Rule that output row o reads the input rows ``o * stride - below`` to ``o * stride + above``, both included.
 
-    The function makes `rows` output rows of the whole dim.  Rows are given to it from a multiple of the stride, so that
-    its first output is one of the whole's.
+    The function makes `rows` output rows of the whole dim.  Its rows begin at a multiple of the stride, so that its
+    first output is a row of the whole result.
     """
 
     below: int
@@ -116,7 +116,8 @@ class ReachRule:
 
 
 class LocalFunction(nn.Module):
-    """What `jigsaw.local` makes: call it as the function itself.  Where that is a module, its parameters are here too.
+    """The result of `jigsaw.local`: call it like the function itself.  It has the parameters of a function that is a
+    module.
 
     >>> jigsaw.local(torch.nn.Conv1d(2, 2, 3, padding=1), reach={-1: 1})(torch.ones(1, 2, 9)).shape
     torch.Size([1, 2, 9])
@@ -135,7 +136,7 @@ class LocalFunction(nn.Module):
         self.reach, self.stride, self.wrap, self.rows = reach, stride, wrap, rows
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result: tiles where it is given any, else what it returns."""
+        """Return the function's result: tiles where an argument is a tile, else what it returns."""
         tiles = list(tiles_in((args, kwargs)))
         if not tiles:
             return self.op(*args, **kwargs)
@@ -156,7 +157,7 @@ class LocalFunction(nn.Module):
             return plain[-1]
 
         parameters = self._parameter_operands(as_operand)
-        # a tile that an axis does not cut is alike along it, and each rank's gradient is that of its own rows
+        # a tile is the same along an axis that does not cut it, and each rank's gradient is that of its own rows
         axes = [[a for a in to.out.cut_axes if a not in t.layout.cut_axes] for t in together]
         needed = [_rows_within_reach(t, first, along) for t in together]
         sources = [comm.use_in_parts(x, first.mesh, alike) for x, alike in zip(needed, axes, strict=True)]
@@ -202,7 +203,9 @@ class LocalFunction(nn.Module):
         return tuple(found)
 
     def _parameter_operands(self, as_operand: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """The parameters of the function as `plain_operand` gives them, so that each rank's gradient is its part."""
+        """Return the parameters of the function as `plain_operand` gives them, so that each rank's gradient is its
+        part.
+        """
         found: dict[str, Tensor] = {}
         for name, parameter in self.op.named_parameters() if isinstance(self.op, nn.Module) else ():
             if is_dtensor(parameter):
@@ -223,7 +226,7 @@ class LocalFunction(nn.Module):
         along: Sequence[DimStencil],
         sources: Sequence[Tensor],
     ) -> Tile:
-        """This rank's rows of a result, as a tile; its gradient reaches `sources`."""
+        """Return this rank's rows of a result, as a tile; its gradient reaches `sources`."""
         if y.ndim != first.ndim:
             raise ShardingError(
                 f"{_NAME}: {_name_of(self.op)} makes {y.ndim} dims of a Tile of {first.ndim}; keep them (keepdim=True) "
@@ -259,9 +262,9 @@ class LocalFunction(nn.Module):
         )
 
     def _reached_tensors(self, y: Tensor, known: Sequence[Tensor]) -> set[int]:
-        """The places of the tensors, of those that the function was given, which the gradient of `y` reaches.
+        """Return which of the tensor arguments the gradient of `y` reaches, by their places.
 
-        A leaf that it was not given would get each rank's part as if it were the whole gradient.
+        A leaf that is not an argument would get each rank's part as if it were the whole gradient.
         """
         at = {get_gradient_edge(x).node: k for k, x in enumerate(known) if x.requires_grad}
         found, seen = set[int](), set[Any]()
@@ -295,7 +298,7 @@ def _of_dim(by_dim: Mapping[int, T], dim: int, ndim: int, default: T) -> T:
 
 
 def _rows_within_reach(tile: Tile, first: Tile, along: Sequence[DimStencil]) -> Tensor:
-    """The rows of a tile that this rank's output rows need.
+    """Return the rows of a tile that this rank's output rows need.
 
     A tile of fewer dims than `first` is aligned from the right; a dim of one row, which nothing cuts, meets any number.
     """
@@ -307,7 +310,7 @@ def _rows_within_reach(tile: Tile, first: Tile, along: Sequence[DimStencil]) -> 
 
 
 def _stand_in(x: Tensor, first: Tile, along: Sequence[DimStencil]) -> Tensor:
-    """Zeros of so many rows that the function makes something of them, with a gradient where `x` has one."""
+    """Return enough zeros for the function to make a result of them, with a gradient where `x` has one."""
     shape = [max(n, 1) for n in x.shape]
     for a in along:
         d = a.dim - first.ndim + x.ndim

@@ -1,5 +1,5 @@
-"""Losses on tiles: one global number, an ordinary scalar tensor that is equal on every rank.  Area or voxel weights are
-plain whole tensors or tiles.
+"""Losses on tiles: one global number, an ordinary scalar tensor that is equal on every rank.  Weights of area or voxels
+are plain whole tensors or tiles.
 
 >>> mesh = jigsaw.init_mesh(lat=1)
 >>> x, y = (jigsaw.shard(torch.full((2, 9, 16), value), mesh, (None, "lat", None)) for value in (1.0, 3.0))
@@ -32,7 +32,7 @@ LossValues = Any
 
 
 def reduce_losses(values: Any, reduction: str) -> Any:
-    """Elementwise losses as torch reduces them: ``"none"``, ``"sum"`` or ``"mean"``."""
+    """Reduce elementwise losses as torch does: ``"none"``, ``"sum"`` or ``"mean"``."""
     if reduction == "none":
         return values
     if reduction == "sum":
@@ -43,7 +43,7 @@ def reduce_losses(values: Any, reduction: str) -> Any:
 
 
 def weighted_mean(values: Any, weight: LossValues, dim: ReducedDims = None) -> Any:
-    """sum(weight * values) / sum(weight), both over all elements of `values` or along `dim`: the area or voxel mean.
+    """Return sum(weight * values) / sum(weight), over all elements of `values` or along `dim`: the area or voxel mean.
 
     *Shapes*: `weight` broadcasts to `values`, e.g. cos(latitude) as [lat, 1].
     *Sends*: two all-reduces of the result, of one number each without `dim`; backward nothing.
@@ -59,14 +59,14 @@ def weighted_mean(values: Any, weight: LossValues, dim: ReducedDims = None) -> A
 
 
 def reduce_weighted(values: Any, weight: LossValues | None, reduction: str) -> Any:
-    """Elementwise losses times their weights, as torch reduces them; the mean is divided by the sum of the weights."""
+    """Reduce elementwise losses times their weights, as torch does; the mean is divided by the sum of the weights."""
     if weight is None:
         return reduce_losses(values, reduction)
     return weighted_mean(values, weight) if reduction == "mean" else reduce_losses(values * weight, reduction)
 
 
 def as_wide_floats(values: Any) -> Any:
-    """Narrow floats in float32: sums of many elements have no room in float16, and no digits in bfloat16."""
+    """Return narrow floats in float32, because sums of many elements overflow float16 and lose digits in bfloat16."""
     return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
 
 
@@ -80,7 +80,7 @@ def check_same_shape(name: str, input: LossValues, target: LossValues) -> None:
 
 
 def refuse_old_arguments(name: str, size_average: object, reduce: object) -> None:
-    """Raise for the words that torch had before ``reduction=``."""
+    """Raise for the arguments that torch had before ``reduction=``."""
     if size_average is not None or reduce is not None:
         raise ShardingError(f"{name}(size_average=, reduce=) on tiles is not supported: use reduction=")
 
@@ -95,7 +95,7 @@ def _answer_elementwise_loss(
     """Answer a torch loss that is a pointwise function of input and target, then reduced.
 
     With `mean_by_weight` the weighted mean is divided by the sum of weights, else by the number of elements: torch has
-    both.
+    both kinds.
     """
 
     def answer(input: LossValues, target: LossValues, *args: Any, **kwargs: Any) -> Any:
@@ -114,13 +114,13 @@ def _answer_elementwise_loss(
 
 
 def _widened_input(values: Any) -> Any:
-    """Narrow floats in float32 under autocast, which runs torch's own losses there."""
+    """Return narrow floats in float32 under autocast, where torch runs its own losses in float32."""
     narrow = values.dtype in (torch.bfloat16, torch.float16)
     return values.float() if narrow and torch.is_autocast_enabled(values.device.type) else values
 
 
 def _absolute_error(input: Any, target: Any) -> Any:
-    # torch 2.13's l1_loss leaves its weight= out when it dispatches; what a caller passed can only be seen in its frame
+    # torch 2.13's l1_loss leaves its weight= out when it dispatches, so only its frame has the caller's value
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not F.l1_loss.__code__:
         frame = frame.f_back
@@ -133,7 +133,7 @@ def _absolute_error(input: Any, target: Any) -> Any:
 
 
 def _unreduced_loss(function: Callable[..., Tensor]) -> Callable[..., Tile]:
-    """The unreduced torch loss, run on the rows that both tiles hold."""
+    """Return the unreduced torch loss, which runs on the rows that both tiles hold."""
 
     def run(input: LossValues, target: LossValues, **options: Any) -> Tile:
         tiles = [t for t in (input, target) if isinstance(t, Tile)]
@@ -169,7 +169,7 @@ def binary_cross_entropy_with_logits(
     reduction: str = "mean",
     pos_weight: LossValues | None = None,
 ) -> Any:
-    """y = (1 - t) x - log sigmoid x, with `pos_weight` for the positive class, then reduced."""
+    """Return y = (1 - t) x - log sigmoid x, with `pos_weight` for the positive class, then reduced."""
     refuse_old_arguments("binary_cross_entropy_with_logits", size_average, reduce)
     check_same_shape("binary_cross_entropy_with_logits", input, target)
     input, target = _widened_input(input), _widened_input(target)
@@ -189,15 +189,16 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """y = -log softmax(input)[target] over the class dim 1, averaged over the global positions (by class weight where
-    given).
+    """Return y = -log softmax(input)[target] over the class dim 1, averaged over the global positions, by class weight
+    if there is one.
 
     *Shapes*: input ``[batch, class, *space]``, target ``[batch, *space]`` of class indices, or of the input's shape of
     probabilities.
-    *Sends*: forward all-reduces of one or two numbers; backward nothing.  Where the classes are cut, besides, the
-    maximum over the ranks' classes at each position, and the sum of exponentials and the target's logit together (with
-    `label_smoothing` the sum of logits too): three all-reduces' worth of positions, no logits; backward nothing.  With
-    probabilities of cut classes, as `log_softmax`, and one more of positions.  After Shoeybi et al., arXiv 1909.08053.
+    *Sends*: forward, all-reduces of one or two numbers; backward, nothing.  Where the classes are cut, also the maximum
+    over the ranks' classes at each position, and the sum of exponentials and the target's logit together (with
+    `label_smoothing`, the sum of logits too).  That is three all-reduces of positions, without logits; backward,
+    nothing.  With probabilities of cut classes, as `log_softmax`, and one more of positions.  After Shoeybi et al.,
+    arXiv 1909.08053.
     """
     refuse_old_arguments("cross_entropy", size_average, reduce)
     dim = 1 if input.ndim > 1 else 0
@@ -222,7 +223,7 @@ def _loss_with_indices(
     dim: int,
     are_logits: bool = True,
 ) -> Any:
-    """The loss of log probabilities; over cut classes, of the logits themselves where `are_logits`."""
+    """Return the loss of log probabilities; over cut classes, of the logits themselves where `are_logits`."""
     if not _lies_alike(log_p, target, dim):
         log_p, target = _brought_beside(log_p, target, dim)
     if log_p.layout.is_cut(dim):
@@ -240,14 +241,14 @@ def _loss_with_indices(
 
 
 def _lies_alike(log_p: Tile, target: LossValues, dim: int) -> bool:
-    """Whether the target is a tile that lies as the input without its classes does, no row twice."""
+    """Say whether the target is a tile that lies as the input without its classes does, no row twice."""
     layout = log_p.layout
     is_tile = type(target) is Tile and target.mesh is log_p.mesh
     return is_tile and not layout.has_halo and target.layout is layout.drop((dim,))
 
 
 def _brought_beside(log_p: Tile, target: LossValues, dim: int) -> tuple[Tile, Tile]:
-    """The owned rows of the input, and of the target those of the same positions."""
+    """Return the owned rows of the input, and the target's rows at the same positions."""
     rows = log_p
     if isinstance(target, Tile) and target.ndim == rows.ndim - 1:
         places = list(range(rows.ndim))
@@ -267,19 +268,19 @@ def _brought_beside(log_p: Tile, target: LossValues, dim: int) -> tuple[Tile, Ti
 
 
 def _class_weights(log_p: Tensor, index: Tensor, weight: Tensor | None, ignore: int) -> Tensor:
-    """What the losses at the local positions count for in the mean."""
+    """Return the weights of the losses at the local positions in the mean."""
     counted = (index != ignore).to(log_p.dtype)
     return counted if weight is None else weight[index.clamp(0, len(weight) - 1)] * counted
 
 
 def _class_losses(log_p: Tensor, index: Tensor, weight: Tensor | None, ignore: int, smoothing: float) -> Tensor:
-    """The losses at the local positions."""
+    """Return the losses at the local positions."""
     dim = 1 if log_p.ndim > 1 else 0
     losses = F.nll_loss(log_p, index, weight, ignore_index=ignore, reduction="none")
     if smoothing:
         ignored = index == ignore
         each = log_p if weight is None else log_p * weight.view(-1, *(1,) * (log_p.ndim - 1 - dim))
-        # filled, not multiplied by zero: what is ignored may be infinite
+        # filled, not multiplied by zero, because an ignored value may be infinite
         losses = (1 - smoothing) * losses - smoothing / log_p.shape[dim] * each.sum(dim).masked_fill(ignored, 0.0)
     return losses
 
@@ -287,7 +288,8 @@ def _class_losses(log_p: Tensor, index: Tensor, weight: Tensor | None, ignore: i
 def _losses_of_cut_classes(
     x: Tile, index: Tensor, weight: Tensor | None, ignore: int, smoothing: float, dim: int, are_logits: bool
 ) -> Tensor:
-    """The losses at the local positions, of which each rank has the logits (or log probabilities) of its own classes.
+    """Return the losses at the local positions, of which each rank has the logits (or log probabilities) of its own
+    classes.
 
     Two ranks, six classes cut at 3, target 4: the second rank has the logit of the target, both have a part of the sum
     of exponentials.  What is added up is held alike, so its gradient is whole, and nothing is sent for that of x.
@@ -344,8 +346,8 @@ def nll_loss(
     reduce: None = None,
     reduction: str = "mean",
 ) -> Any:
-    """y = -input[target] over the class dim 1, reduced as `cross_entropy`; *Sends*: over cut classes one all-reduce
-    more, of the positions.
+    """Return y = -input[target] over the class dim 1, reduced as `cross_entropy`; *Sends*: over cut classes, one more
+    all-reduce of the positions.
     """
     refuse_old_arguments("nll_loss", size_average, reduce)
     dim = 1 if input.ndim > 1 else 0
@@ -356,21 +358,21 @@ def nll_loss(
 def gaussian_nll_loss(
     input: LossValues, target: LossValues, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Any:
-    """y = (log var + (input - target)^2 / var) / 2, then reduced; `var` is not below `eps`."""
+    """Return y = (log var + (input - target)^2 / var) / 2, then reduced; `var` is at least `eps`."""
     spread = _raised_variances(input, var, eps)
     losses = 0.5 * (torch.log(spread) + (input - target).square() / spread)
     return reduce_losses(losses + 0.9189385332046727 if full else losses, reduction)
 
 
 def _raised_variances(input: LossValues, var: Any, eps: float) -> LossValues:
-    """The variances as torch takes them: one number, one an element, or one for all of the last dim."""
+    """Return the variances as torch takes them: one number, one an element, or one for all of the last dim."""
     if isinstance(var, (int, float)):
         var = torch.full_like(input, var)
-    if not (var < 0).logical_not().all():  # not a number is none below 0
+    if not (var < 0).logical_not().all():  # NaN is not below 0
         raise ValueError("gaussian_nll_loss: var has negative entries")
     if tuple(var.shape) == tuple(input.shape)[:-1]:
         var = var.unsqueeze(-1)
-    # raised to eps with the gradient of what it was, as in torch
+    # raised to eps with the gradient of the value before, as in torch
     return var + (torch.clamp(var, min=eps) - var).detach()
 
 
@@ -385,7 +387,7 @@ def _poisson_nll_loss(
     reduce: None = None,
     reduction: str = "mean",
 ) -> Any:
-    """y = exp x - t x of logarithms, or x - t log x, then reduced; `full` adds Stirling's log t! where t > 1."""
+    """Return y = exp x - t x of logarithms, or x - t log x, then reduced; `full` adds Stirling's log t! where t > 1."""
     refuse_old_arguments("poisson_nll_loss", size_average, reduce)
     check_same_shape("poisson_nll_loss", input, target)
     losses = torch.exp(input) - target * input if log_input else input - target * torch.log(input + eps)

@@ -1,4 +1,4 @@
-"""Losses of margins and distances, and of sequences: what torch makes of functions that tiles answer, made of them.
+"""Losses of margins, distances and sequences, composed from functions that tiles answer.
 
 >>> mesh = jigsaw.init_mesh(lat=1)
 >>> x, y = (jigsaw.shard(torch.tensor(rows), mesh, ("lat", None)) for rows in ([[1.0, 0.0]], [[0.0, 1.0]]))
@@ -21,7 +21,7 @@ from jigsaw.tile import Tile, implements_torch
 
 
 def _answers_reduced(function: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Answer a loss of torch by its unreduced values, which the decorated function gives of torch's own arguments."""
+    """Answer a loss of torch by its unreduced values, which the decorated function makes from torch's own arguments."""
     signature = inspect.signature(function)
 
     def register(values: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,21 +50,21 @@ def _check_dims(function: Any, *operands: Any) -> None:
 
 @_answers_reduced(F.margin_ranking_loss)
 def _margin_ranking(input1: Any, input2: Any, target: Any, margin: float) -> Any:
-    """max(0, -t (x1 - x2) + margin)."""
+    """Return max(0, -t (x1 - x2) + margin)."""
     _check_dims(F.margin_ranking_loss, input1, input2, target)
     return (-target * (input1 - input2) + margin).clamp_min(0)
 
 
 @_answers_reduced(F.hinge_embedding_loss)
 def _hinge_embedding(input: Any, target: Any, margin: float) -> Any:
-    """x where t = 1, max(0, margin - x) where t = -1, and their sum elsewhere."""
+    """Return x where t = 1, max(0, margin - x) where t = -1, and their sum elsewhere."""
     apart = torch.where(target != 1, (margin - input).clamp_min(0), 0.0)
     return apart + torch.where(target != -1, input, 0.0)
 
 
 @_answers_reduced(F.cosine_embedding_loss)
 def _cosine_embedding(input1: Any, input2: Any, target: Any, margin: float) -> Any:
-    """1 - cos where t = 1, max(0, cos - margin) where t = -1, else 0."""
+    """Return 1 - cos where t = 1, max(0, cos - margin) where t = -1, else 0."""
     if target.ndim > 1 or input1.ndim != target.ndim + 1 or input2.ndim != input1.ndim:
         shapes = [tuple(x.shape) for x in (input1, input2, target)]
         raise RuntimeError(f"cosine_embedding_loss of shapes {shapes}: pass [batch, features] twice, and [batch]")
@@ -79,7 +79,7 @@ def _cosine_embedding(input1: Any, input2: Any, target: Any, margin: float) -> A
 def _triplet_by_distance(
     anchor: Any, positive: Any, negative: Any, distance_function: Any, margin: float, swap: bool
 ) -> Any:
-    """max(0, margin + d(anchor, positive) - d(anchor, negative))."""
+    """Return max(0, margin + d(anchor, positive) - d(anchor, negative))."""
     _check_dims(F.triplet_margin_with_distance_loss, anchor, positive, negative)
     if margin <= 0:
         raise ValueError(f"margin must be greater than 0, got {margin}")
@@ -103,11 +103,11 @@ def _triplet(anchor: Any, positive: Any, negative: Any, margin: float, p: float,
 
 @_answers_reduced(F.multi_margin_loss)
 def _multi_margin(input: Any, target: Any, p: int, margin: float, weight: Any) -> Any:
-    """sum over classes k other than t of w[t] max(0, margin - x[t] + x[k])^p / classes."""
+    """Sum over classes k other than t of w[t] max(0, margin - x[t] + x[k])^p / classes."""
     if p not in (1, 2):
         raise ValueError(f"multi_margin_loss: p={p} is not 1 or 2")
     classes, places = input.shape[-1], target.reshape((*input.shape[:-1], 1))
-    # relu, whose gradient at 0 is 0 as that of the loss is
+    # relu's gradient at 0 is 0, as that of the loss
     losses = F.relu(margin - input.gather(-1, places) + input)
     losses = (losses if p == 1 else losses.square()) * (torch.arange(classes, device=input.device) != places)
     losses = losses if weight is None else losses * weight[places]
@@ -116,7 +116,9 @@ def _multi_margin(input: Any, target: Any, p: int, margin: float, weight: Any) -
 
 @_answers_reduced(F.multilabel_margin_loss)
 def _multilabel_margin(input: Any, target: Any) -> Any:
-    """sum over the labels j before the first -1, and classes k that are none, of max(0, 1 - x[j] + x[k]) / classes."""
+    """Sum over the labels j before the first -1, and classes k that are not labels, of max(0, 1 - x[j] + x[k]) /
+    classes.
+    """
     input, target = (with_whole_dims(x, (x.ndim - 1,)) if isinstance(x, Tile) else x for x in (input, target))
     classes, places = input.shape[-1], target.clamp_min(0)
     is_label = ((target < 0).cumsum(-1) == 0).unsqueeze(-1)
@@ -127,7 +129,7 @@ def _multilabel_margin(input: Any, target: Any) -> Any:
 
 @_answers_reduced(F.multilabel_soft_margin_loss)
 def _multilabel_soft_margin(input: Any, target: Any, weight: Any) -> Any:
-    """The mean over classes of -t log sigmoid x - (1 - t) log sigmoid -x, times their weights."""
+    """Return the mean over classes of -t log sigmoid x - (1 - t) log sigmoid -x, times their weights."""
     losses = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
     losses = losses if weight is None else losses * weight
     return losses.sum(-1) / input.shape[-1]
@@ -146,11 +148,11 @@ def _ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Any:
-    """-log of the sum over all alignments of a sequence with its labels, of their probabilities.
+    """Return -log of the sum of the probabilities of all alignments of a sequence with its labels.
 
-    *Shapes*: log_probs ``[time, batch, classes]`` or ``[time, classes]``.  Time and classes are brought whole: the axes
-    that cut them cut the batch.  Targets and lengths are integers, whole on every rank.
-    *Sends*: what brings a cut dim whole, cut targets to every rank, and one all-reduce of the sum.
+    *Shapes*: log_probs ``[time, batch, classes]`` or ``[time, classes]``.  Time and classes become whole: the axes that
+    cut them cut the batch instead.  Targets and lengths are integers, whole on every rank.
+    *Sends*: the exchange that makes a cut dim whole, cut targets to every rank, and one all-reduce of the sum.
     """
     x: Any = log_probs if log_probs.ndim == 3 else log_probs.unsqueeze(1)
     x = with_whole_dims(x.owned(), (0, 2))

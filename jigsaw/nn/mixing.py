@@ -1,4 +1,4 @@
-"""Token mixing: a linear whose contraction runs along dims that may be cut, the tokens of a lat x lon tile for example.
+"""Token mixing: a linear whose contraction runs along dims that may be cut, such as the tokens of a lat x lon tile.
 
 An unmodified MLP-Mixer (Tolstikhin et al., arXiv 2105.01601) needs nothing of this file: `F.linear` on a transposed
 tile does the same.
@@ -27,13 +27,13 @@ from jigsaw.tile import Tile
 def mix_tokens(
     input: Tile, weight: StoredWeight, bias: StoredWeight | None = None, dims: int | Sequence[int] = -2
 ) -> Tile:
-    """y[..., m, ...] = sum_n x[..., n, ...] W[m, n] + b[m], where n runs over `dims` flattened together.
+    """Return y[..., m, ...] = sum_n x[..., n, ...] W[m, n] + b[m], where n runs over `dims` flattened together.
 
     *Shapes*: x ``[..., *dims, ...]`` with N tokens, W [M, N], b [M]; y has M in place of the dims, or the same dims,
     cut as before, when M = N.
-    *Sends*: when the P ranks that cut the tokens hold R other elements each, the fewer of: partial sums of y,
-    ``(1-1/P) R M`` elements received a rank forward and as much backward; or the parts of x, ``(1-1/P) R N`` forward
-    and twice that backward.  A W stored 1/P by rows adds its rows that lie elsewhere, at most ``N M / P``.
+    *Sends*: with P ranks that cut the tokens and hold R other elements each, the fewer of two.  Partial sums of y:
+    ``(1-1/P) R M`` elements received a rank forward, and as many backward.  Parts of x: ``(1-1/P) R N`` forward and
+    twice that backward.  A W stored 1/P by rows adds its rows that lie elsewhere, at most ``N M / P``.
     *Raises*: `ShardingError` for dims that are not consecutive.
 
     >>> mesh = jigsaw.init_mesh(lat=1)
@@ -63,8 +63,8 @@ def _consecutive_dims(input: Tile, dims: int | Sequence[int]) -> list[int]:
 
 
 class Mix(Linear):
-    """`mix_tokens` as a module: `torch.nn.Linear` over the tokens of `dims`; names and full shapes of its parameters
-    are those.
+    """`mix_tokens` as a module: `torch.nn.Linear` over the tokens of `dims`, with the same names and full shapes of
+    parameters.
 
     With an `axis` (or several, those that cut the tokens) each rank holds 1/P of the rows of the weight at rest.
 
@@ -93,5 +93,5 @@ class Mix(Linear):
         self.dims = dims
 
     def forward(self, input: Any) -> Any:
-        """`mix_tokens` of the tile `input`."""
+        """Mix the tokens of the tile `input`."""
         return mix_tokens(input, self.weight, self.bias, self.dims)

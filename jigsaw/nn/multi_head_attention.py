@@ -21,12 +21,12 @@ from jigsaw.tile import Tile, implements_torch, tiles_in
 
 
 def _split_heads(x: Tile, heads: int) -> Tile:
-    """[tokens, batch, features] -> [batch, heads, tokens, features of a head]."""
+    """Return [tokens, batch, features] as [batch, heads, tokens, features of a head]."""
     return x.unflatten(-1, (heads, x.shape[-1] // heads)).permute(1, 2, 0, 3)
 
 
 def _masks_of_scores(mask: Any, padding: Any, heads: int) -> list[Any]:
-    """torch's masks (True: may not attend) as those of scaled_dot_product_attention, [batch, heads, L, S]."""
+    """Return torch's masks (True: may not attend) as those of scaled_dot_product_attention, [batch, heads, L, S]."""
     found: list[Any] = []
     if mask is not None:
         found.append(mask.unflatten(0, (-1, heads)) if mask.ndim == 3 else mask)
@@ -36,7 +36,7 @@ def _masks_of_scores(mask: Any, padding: Any, heads: int) -> list[Any]:
 
 
 def _with_more_tokens(q: Any, k: Any, v: Any, bias_k: Any, bias_v: Any, zeros: bool) -> tuple[Any, Any, Any]:
-    """Projected keys and values [S, batch, E] with a learned token behind them, and one of zeros."""
+    """Return projected keys and values [S, batch, E] with a learned token behind them, and one of zeros."""
     rows: list[tuple[Any, Any]] = [] if bias_k is None else [(as_whole_tile(bias_k, k), as_whole_tile(bias_v, v))]
     if zeros:
         nothing = torch.zeros(1, 1, k.shape[-1], dtype=k.dtype, device=k.device)
@@ -73,7 +73,7 @@ def multi_head_attention_forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Any, Any]:
-    """What `nn.MultiheadAttention` calls: projections, attention over cut tokens, output projection.
+    """Answer the function of `nn.MultiheadAttention`: projections, attention over cut tokens, output projection.
 
     *Shapes*: query [L, batch, E] (or [L, E]), key and value [S, batch, E]; tokens and batch may be cut, masks are tiles
     or plain. Where E or the rows of the weights are cut, the heads are (`jigsaw.nn.heads`).
@@ -86,7 +86,7 @@ def multi_head_attention_forward(
             "MultiheadAttention on tiles has no static_k or static_v: pass key= and value=, which may be tiles"
         )
     like = next(tiles_in((query, key, value)))
-    # one tensor stays one: a packed projection is then made once
+    # one tensor stays one, so a packed projection is made once
     tiles = {id(x): as_whole_tile(x, like) for x in (query, key, value)}
     query, key, value = (tiles[id(x)] for x in (query, key, value))
     if query.ndim == 2:

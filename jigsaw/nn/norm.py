@@ -1,7 +1,7 @@
-"""Normalisation with exact global statistics: layer, group, instance, batch and RMS norm, whatever is cut.
+"""Normalization with exact global statistics: layer, group, instance, batch and RMS norm, whatever is cut.
 
-The statistics are those of the whole tensor, in float32 or better, by two passes.  They are held alike by the ranks
-that share them, and so are the running statistics of batch norm.
+The statistics are those of the whole tensor, in float32 or better, by two passes.  All ranks that share them hold the
+same values; so it is with the running statistics of batch norm.
 
 >>> mesh = jigsaw.init_mesh(lat=1)
 >>> tile = jigsaw.shard(torch.arange(18.0).reshape(1, 2, 9), mesh, (None, None, "lat"))
@@ -35,7 +35,7 @@ def _widened_tile(tile: Tile) -> Tile:
 
 
 def _has_plain_weights(*values: Any) -> bool:
-    """Whether weight and bias are ordinary tensors (or missing), not tiles."""
+    """Say whether weight and bias are ordinary tensors (or missing), not tiles."""
     return all(map(_is_plain_weight, values))
 
 
@@ -48,14 +48,14 @@ def _weight_parts(input: Tile, *values: Any) -> list[Tensor | None]:
 
 
 def _norm_operand(value: Tensor | None, shape: Sequence[int], input: Tile) -> Tensor | None:
-    """A weight or bias as this rank's operand, broadcast to the last dims of the local tensor.
+    """Return a weight or bias as this rank's operand, broadcast to the last dims of the local tensor.
 
     Raises: `ShardingError` for a DTensor that is not cut as the input is.
     """
     if not is_dtensor(value):
         if value is None:
             return None
-        # it enters before it is reshaped: of a leaf there is no graph to be looked at
+        # it enters before it is reshaped, while it is still a leaf without a graph
         return cut_entered_tensor(plain_operand(value, input).reshape(tuple(shape)), input, input.layout)
     stored, last = weight_layout(value, input), range(input.ndim - len(shape), input.ndim)
 
@@ -73,7 +73,7 @@ def _norm_operand(value: Tensor | None, shape: Sequence[int], input: Tile) -> Te
 def _standardize_and_scale(
     input: Tile, dims: Sequence[int], eps: float, weight: Any, bias: Any, shape: Sequence[int]
 ) -> tuple[Tile, Tensor, Tensor]:
-    """(y, mean, sum of squared deviations), y in the dtype of the input."""
+    """Return (y, mean, sum of squared deviations), y in the dtype of the input."""
     wide = _widened_tile(input)
     if isinstance(weight, Tile) or isinstance(bias, Tile):
         y, mean, squares = standardize_tile(wide, dims, eps)
@@ -96,10 +96,11 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tile:
-    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last dims, cut or not (Ba et al., arXiv 1607.06450).
+    """Return y = (x - mean) / sqrt(var + eps) * weight + bias over the last dims, cut or not (Ba et al., arXiv
+    1607.06450).
 
     *Shapes*: input and output alike, globally and per rank; weight and bias are whole, of `normalized_shape`.
-    *Sends*: nothing when the last dims are whole; else two all-reduces of one value a position, backward two.
+    *Sends*: nothing when the last dims are whole; else two all-reduces of one value a position, and two backward.
     *Raises*: `ShardingError` when `normalized_shape` is not that of the last dims.
     """
     count = len(normalized_shape)
@@ -119,8 +120,8 @@ def layer_norm(
 def rms_norm(
     input: Tile, normalized_shape: Sequence[int], weight: StoredWeight | None = None, eps: float | None = None
 ) -> Tile:
-    """y = x / sqrt(mean x^2 + eps) * weight over the last dims (Zhang and Sennrich, arXiv 1910.07467); bytes as
-    `layer_norm`, once.
+    """Return y = x / sqrt(mean x^2 + eps) * weight over the last dims (Zhang and Sennrich, arXiv 1910.07467); *Sends*:
+    as `layer_norm`, but once.
     """
     count = len(normalized_shape)
     if tuple(input.shape[input.ndim - count :]) != tuple(normalized_shape):
@@ -153,11 +154,11 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tile:
-    """y = (x - mean) / sqrt(var + eps) * weight + bias over a group of channels and all positions (Wu and He, arXiv
-    1803.08494).
+    """Return y = (x - mean) / sqrt(var + eps) * weight + bias over a group of channels and all positions (Wu and He,
+    arXiv 1803.08494).
 
     *Shapes*: ``[batch, channel, *space]``, cut anywhere; channels may be cut where the cut points fall on groups.
-    *Sends*: two all-reduces of one value a sample and group, backward two.
+    *Sends*: two all-reduces of one value a sample and group, and two backward.
     *Raises*: `ShardingError` when channels do not divide into groups, or are cut inside a group.
     """
     channels = input.shape[1]
@@ -183,7 +184,8 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tile:
-    """`group_norm` with one channel a group; running statistics are means over the batch, updated alike on every rank.
+    """Run `group_norm` with one channel a group; running statistics are means over the batch, updated alike on every
+    rank.
 
     *Sends*: as `group_norm`; with running statistics their values too, where the batch or the channels are cut.
     """
@@ -200,7 +202,7 @@ def instance_norm(
 
 
 def _statistic_tile(value: Tensor, input: Tile, dims: Sequence[int]) -> Tile:
-    """A statistic over `dims`, of size 1 there, as a tile; its other dims are cut as the input's."""
+    """Return a statistic over `dims`, of size 1 there, as a tile; its other dims are cut as the input's."""
     layout = input.layout.drop(dims, keepdim=True)
     return Tile(value.detach(), layout, input.mesh).owned()
 
@@ -213,7 +215,7 @@ def _by_running(
     bias: StoredWeight | None,
     eps: float,
 ) -> Tile:
-    """y = (x - running mean) / sqrt(running var + eps) * weight + bias, each of one value a channel."""
+    """Return y = (x - running mean) / sqrt(running var + eps) * weight + bias, each of one value a channel."""
     shape = (input.shape[1], *(1,) * (input.ndim - 2))
     wide = _widened_tile(input)
     centered = wide - cast(Tensor, running_mean).to(wide.dtype).reshape(shape)
@@ -233,14 +235,14 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tile:
-    """y = (x - mean) / sqrt(var + eps) * weight + bias over the global batch and all positions (Ioffe and Szegedy,
-    arXiv 1502.03167).
+    """Return y = (x - mean) / sqrt(var + eps) * weight + bias over the global batch and all positions (Ioffe and
+    Szegedy, arXiv 1502.03167).
 
-    Synchronised by nature: the batch dim is cut like any other. Running statistics are updated alike on every rank.
+    It is always synchronized: the batch dim is cut like any other. Running statistics are updated alike on every rank.
 
     *Shapes*: ``[batch, channel, *space]``, cut anywhere.
-    *Sends*: in training two all-reduces of one value a channel, backward two; with running statistics of cut channels
-    their values to every rank; in evaluation nothing.
+    *Sends*: in training, two all-reduces of one value a channel, and two backward; with running statistics of cut
+    channels, their values to every rank; in evaluation, nothing.
     """
     if input.ndim < 2:
         raise ShardingError(f"batch_norm of a Tile of shape {tuple(input.shape)}: it needs [batch, channel, *space]")
@@ -278,15 +280,15 @@ def _update_running(running: Tensor, value: Tile, momentum: float) -> None:
 
 @implements_torch(F.normalize)
 def l2_normalize(input: Tile, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None) -> Tile:
-    """``y = x / max(|x|_p, eps)`` along `dim`, cut or not."""
+    """Return ``x / max(|x|_p, eps)`` along `dim`, cut or not."""
     return input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
 
 
 @implements_torch(F.local_response_norm)
 def _local_response_norm(input: Tile, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Tile:
-    """y = x / (k + alpha mean x^2)^beta, the mean over `size` neighbouring channels.
+    """Return y = x / (k + alpha mean x^2)^beta, the mean over `size` neighboring channels.
 
-    *Sends*: along cut channels the squares of the channels that windows reach into a neighbour; backward the same.
+    *Sends*: along cut channels, the squares of the neighbor's channels that windows reach; backward, the same.
     *Raises*: `ShardingError` for cut channels of a tile of 5 dims.
     """
     if not input.layout.is_cut(1):
@@ -298,7 +300,7 @@ def _local_response_norm(input: Tile, size: int, alpha: float = 1e-4, beta: floa
     squares = F.pad(input.square().unsqueeze(1), (*(0,) * 2 * space, size // 2, (size - 1) // 2))
     pool: Any = F.avg_pool2d if space == 1 else F.avg_pool3d
     means = pool(squares, (size, *(1,) * space), 1).squeeze(1)
-    # the pool's cuts follow its windows' centres
+    # the pool's cuts follow its windows' centers
     return input / (means.with_layout(input.layout.without_halo()) * alpha + k) ** beta
 
 

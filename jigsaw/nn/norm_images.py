@@ -1,9 +1,9 @@
-"""The passes of a norm over its values, on the CPU, by the kernels of torch's own norms: as few, and as fast.
+"""Passes of a norm over its values on the CPU, by the kernels of torch's own norms: as few and as fast.
 
-A U-Net's groups [1, 4, 4, 360, 1440] are normalised over their last three dims.  They are 16 *images* of 360 x 1440
-values, each of one mean, one variance and one weight; those of a group, or of a batch, are combined afterwards, and
-then those of all ranks.  `torch.var_mean` goes value by value, many times slower than the statistics within torch's
-group norm; a product with a factor an image, broadcast, is slower than its batch norm.
+Example: a U-Net's groups [1, 4, 4, 360, 1440] are normalized over their last three dims.  They are 16 *images* of 360 x
+1440 values, each with one mean, one variance and one weight.  The statistics of a group, or of a batch, are combined
+afterwards, and then those of all ranks.  `torch.var_mean` goes value by value, many times slower than the statistics
+within torch's group norm.  A broadcast product with a factor an image is slower than torch's batch norm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from jigsaw.graph_calls import lacks_values
 
 _LEAST_VALUES = 256
-_CHUNK_BYTES = 1 << 20  # what a kernel makes beside statistics is thrown away: it should not leave the cache
+_CHUNK_BYTES = 1 << 20  # a kernel's output beside the statistics is thrown away, so it should stay in the cache
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class NormImages:
     whole: torch.Size
 
     def moments(self, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """(variance, mean) along `dims` of the tensor, as `torch.var_mean` with ``correction=0, keepdim=True``."""
+        """Return (variance, mean) along `dims`, as `torch.var_mean` with ``correction=0, keepdim=True``."""
         size = self.values.shape[2]
         parts: list[tuple[Tensor, Tensor]] = []
         for some in self.values.split(max(_CHUNK_BYTES // (size * self.values.itemsize), 1), 1):
@@ -43,14 +43,14 @@ class NormImages:
         return spread.mean(dims, keepdim=True) + between, own
 
     def scaled(self, scale: Tensor, shift: Tensor) -> Tensor:
-        """The tensor times `scale` plus `shift`, which have a value an image."""
+        """Return the tensor times `scale` plus `shift`, which have a value an image."""
         by, to = self._an_image(scale), self._an_image(shift)
         y = torch.native_batch_norm(self.values, by, to, torch.zeros_like(by), torch.ones_like(by), False, 0.0, 0.0)
-        # no view to autograd, for the result of a Function that is one cannot be changed in place
+        # not a view to autograd, because a view that a Function returns cannot be changed in place
         return torch.ops.aten._unsafe_view(y[0], self.whole)
 
     def sums(self, grad: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums of ``grad * (x - mean) * inverse`` and of `grad`, a value an image."""
+        """Return the sums of ``grad * (x - mean) * inverse`` and of `grad`, a value an image."""
         like, center, scale = grad.reshape(self.values.shape), self._an_image(mean), self._an_image(inverse)
         _, along, total = torch.ops.aten.native_batch_norm_backward(
             like, self.values, None, None, None, center, scale, True, 0.0, [False, True, True]
@@ -62,8 +62,8 @@ class NormImages:
 
 
 def as_norm_images(x: Tensor, dims: tuple[int, ...], *scales: Tensor | None) -> NormImages | None:
-    """The images of a tensor that is normalised over `dims` and has these `scales`, a value an image; None where images
-    are small or do not lie in order, and where another device, or a compiler, does better.
+    """Return the images of a tensor that is normalized over `dims` and has these `scales`, a value an image, or None.
+    None: images are small or do not lie in order, or another device, or a compiler, does better.
     """
     if x.device.type != "cpu" or lacks_values() or not x.is_contiguous():
         return None
@@ -76,7 +76,9 @@ def as_norm_images(x: Tensor, dims: tuple[int, ...], *scales: Tensor | None) -> 
 
 @lru_cache(maxsize=4096)
 def _first_dim_within(shape: tuple[int, ...], dims: tuple[int, ...], scales: tuple[tuple[int, ...] | None, ...]) -> int:
-    """The first of the dims that lie within an image: the last ones, normalised over, along which no scale varies."""
+    """Return the first of the dims that lie within an image: the last ones, normalized over, along which no scale
+    varies.
+    """
     first = len(shape)
     while first - 1 in dims and all(s is None or _size_along(s, first - 1 - len(shape)) == 1 for s in scales):
         first -= 1
@@ -84,5 +86,5 @@ def _first_dim_within(shape: tuple[int, ...], dims: tuple[int, ...], scales: tup
 
 
 def _size_along(shape: tuple[int, ...], dim: int) -> int:
-    """The size along `dim`, counted from the last, as broadcasting sees it."""
+    """Return the size along `dim`, counted from the last, as broadcasting sees it."""
     return shape[dim] if -dim <= len(shape) else 1

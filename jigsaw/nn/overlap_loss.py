@@ -1,4 +1,4 @@
-"""Losses of segmentation: how little what was found and what is there overlap, and what is hard to find.
+"""Losses of segmentation that count how little prediction and truth overlap, or weigh what is hard to predict.
 
 >>> truth = torch.tensor([[[1.0, 1.0, 0.0, 0.0]]])
 >>> round(jigsaw.nn.dice_loss(torch.tensor([[[1.0, 0.0, 0.0, 0.0]]]), truth).item(), 4)
@@ -27,7 +27,7 @@ def tversky_loss(
     smooth: float = 1e-5,
     reduction: str = "mean",
 ) -> Any:
-    """y = 1 - (TP + smooth) / (TP + alpha FP + beta FN + smooth) of each class, sums over space, then reduced.
+    """Return y = 1 - (TP + smooth) / (TP + alpha FP + beta FN + smooth) of each class, sums over space, then reduced.
 
     TP = sum p t, FP = sum p (1 - t), FN = sum (1 - p) t of probabilities p and targets t, each voxel times its
     `weight`.  With `over_batch` the sums are over the batch as well.  Missing values (NaN) make NaN of their class;
@@ -36,7 +36,7 @@ def tversky_loss(
     *Shapes*: input ``[batch, class, *space]`` of probabilities (after a sigmoid or softmax), target of one shape (after
     `one_hot`); any dim may be cut.  ``reduction="none"`` gives ``[batch, class]``.
     *Sends*: three all-reduces of [batch, class]; backward nothing.
-    *Raises*: `ShardingError` for two shapes, and without space.
+    *Raises*: `ShardingError` for two different shapes, and without space.
 
     >>> found, truth = torch.tensor([[[1.0, 1.0, 0.0]]]), torch.tensor([[[1.0, 0.0, 0.0]]])
     >>> round(jigsaw.nn.tversky_loss(found, truth, alpha=0.3, beta=0.7).item(), 4)
@@ -63,7 +63,7 @@ def dice_loss(
     smooth: float = 1e-5,
     reduction: str = "mean",
 ) -> Any:
-    """y = 1 - (2 sum p t + smooth) / (sum p + sum t + smooth) of each class, then reduced.
+    """Return y = 1 - (2 sum p t + smooth) / (sum p + sum t + smooth) of each class, then reduced.
 
     The soft Dice loss of Milletari et al. (arXiv 1606.04797), without squares; arguments, shapes and messages as in
     `tversky_loss`, of which it is the case alpha = beta = 1/2.
@@ -84,11 +84,11 @@ def focal_loss(
     weight: LossValues | None = None,
     reduction: str = "mean",
 ) -> Any:
-    """y = -(1 - q)^gamma log q, where q is the probability given to what is true, then reduced.
+    """Return y = -(1 - q)^gamma log q, where q is the predicted probability of the truth, then reduced.
 
     The sigmoid focal loss (Lin et al., arXiv 1708.02002): `input` is logits, `target` 0 or 1 (or between) of each
-    class; with `alpha` what is true counts alpha times, what is not 1 - alpha.  `weight` of voxels or area broadcasts
-    to the input; ``"mean"`` is divided by its sum.  Missing values (NaN) make NaN.
+    class; with `alpha` true classes count alpha times, others 1 - alpha.  `weight` of voxels or area broadcasts to the
+    input; ``"mean"`` is divided by its sum.  Missing values (NaN) make NaN.
 
     *Shapes*: input and target of one shape, any dim cut.
     *Sends*: the all-reduces of the mean; backward nothing.

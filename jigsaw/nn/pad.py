@@ -25,13 +25,11 @@ PadsByDim = dict[int, tuple[int, int]]
 
 @implements_torch(F.pad)
 def pad(input: Tile, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tile:
-    """y = `input` with rows added (or, where negative, cropped) below and above each of the last dims, as
-    `torch.nn.functional.pad`.
+    """Pad (or, where negative, crop) `input` below and above each of the last dims, as `torch.nn.functional.pad`.
 
-    *Shapes*: global as torch; per rank the rows of padding belong to the first and last pieces.  The modes that copy
-    rows make every rank hold the padding's width of its neighbours' rows too, so that the convolution that follows
-    sends nothing.
-    *Sends*: for "constant" nothing; else forward `pad` rows a side of every cut, and backward their gradients.
+    *Shapes*: global as torch; per rank the rows of padding belong to the first and last pieces.  In the modes that copy
+    rows every rank also holds the padding's width of its neighbors' rows, so that the next convolution sends nothing.
+    *Sends*: for "constant", nothing; else forward, `pad` rows a side of every cut, and backward, their gradients.
     *Raises*: `ShardingError` for an unknown mode, too many pads, or pads wider than the dim.
     """
     pads = _pads_by_dim(input, pad)
@@ -57,7 +55,7 @@ def pad(input: Tile, pad: Sequence[int], mode: str = "constant", value: float | 
 
 
 def _pads_by_dim(input: Tile, pad: Sequence[int]) -> PadsByDim:
-    """The pads of every dim that has any, last dim first, as torch lists them."""
+    """Return the pads of every dim that has any, last dim first, as torch lists them."""
     if len(pad) % 2 or len(pad) // 2 > input.ndim:
         raise ShardingError(
             f"pad={tuple(pad)} must have two entries a dim, for at most the {input.ndim} dims of {tuple(input.shape)}"
@@ -67,7 +65,7 @@ def _pads_by_dim(input: Tile, pad: Sequence[int]) -> PadsByDim:
 
 
 def _pad_uncut(input: Tile, pads: PadsByDim, pad: Sequence[int], mode: str, value: float | None) -> Tile:
-    """Nothing cuts the dims that are padded: torch's own op, which takes no empty tensor but for "constant"."""
+    """Pad dims that nothing cuts by torch's own op, which takes an empty tensor only for "constant"."""
     layout, x = input.layout, input.local
     for d, (low, high) in pads.items():
         layout = layout.replace_dim(d, whole_dim(layout.shape[d] + low + high))
@@ -83,7 +81,7 @@ def _pad_by_exchange(input: Tile, along: tuple[DimStencil, ...], fill: float = 0
 
 
 def _remembering_sources(padded: Tile, input: Tile) -> Tile:
-    """Low modes of a spectrum still know their way home among zeros, as they do in a slice."""
+    """Return the padded low modes of a spectrum with their memory of the cuts of the field, as a slice keeps it."""
     dims = [
         tuple(replace(c, source=was.source) if was.source else c for c, was in zip(group, before, strict=True))
         for group, before in zip(padded.layout.dims(), input.layout.dims(), strict=True)
@@ -103,7 +101,7 @@ def _circular_stencil(input: Tile, dim: int, low: int, high: int) -> DimStencil:
 
 
 def _pad_folded(input: Tile, pads: PadsByDim, mode: str) -> Tile:
-    """Reflection and replication: the rows come by one exchange, then the ends are folded on the spot."""
+    """Pad by reflection or replication: one exchange brings the rows, then the ends are folded in place."""
     along = tuple(
         DimStencil(d, FoldedPadding(low, high, mode == "reflect"), grow=(max(low, 0), max(high, 0)))
         for d, (low, high) in pads.items()
@@ -111,7 +109,7 @@ def _pad_folded(input: Tile, pads: PadsByDim, mode: str) -> Tile:
     to = plan_stencil(input.layout, along, input.coordinate, "pad")
     x = gather_input_rows(input, to)
     if to.is_empty:
-        again = any(not is_cut_or_haloed(input.layout, d) for d in pads)  # else rows are picked, nothing more
+        again = any(not is_cut_or_haloed(input.layout, d) for d in pads)  # else rows are only picked
         return Tile(empty_result(to.shape, x, again=again), to.out, input.mesh)
     rules = {a.dim: a.rule for a in along}
     for dim, derived, piece in to.derived:

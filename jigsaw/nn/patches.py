@@ -1,4 +1,4 @@
-"""Windows as columns (`unfold`) and back (`fold`), pools by powers, and maxima put back where they were.
+"""Windows as columns (`unfold`) and back (`fold`), pools by powers, and unpooling of maxima.
 
 >>> tile = jigsaw.shard(torch.ones(1, 2, 6, 4), jigsaw.init_mesh(lat=1), (None, None, "lat", None))
 >>> columns = torch.nn.functional.unfold(tile, 3, padding=1)
@@ -38,10 +38,10 @@ WindowSize = int | Sequence[int]
 def _unfold_columns(
     input: Tile, kernel_size: WindowSize, dilation: WindowSize = 1, padding: WindowSize = 0, stride: WindowSize = 1
 ) -> Any:
-    """y[:, c k + j, o] = the j-th element of the window of o in channel c.
+    """Return y[:, c k + j, o] = the j-th element of the window of o in channel c.
 
     *Shapes*: ``[batch, channel, H, W]`` to ``[batch, channel k, oh ow]``; the last dim is cut as oh x ow is.
-    *Sends*: forward the rows of windows that reach into a neighbour, backward their gradients.
+    *Sends*: forward, the rows of windows that reach into a neighbor; backward, their gradients.
     """
     if input.ndim == 3:
         return _unfold_columns(input.unsqueeze(0), kernel_size, dilation, padding, stride).squeeze(0)
@@ -74,7 +74,7 @@ def _fold_columns(
     padding: WindowSize = 0,
     stride: WindowSize = 1,
 ) -> Any:
-    """The sum, at each place, of the elements of all windows that cover it: `unfold`'s adjoint.
+    """Sum, at each place, the elements of all windows that cover it: `unfold`'s adjoint.
 
     A transposed convolution of each channel with the unit windows.  *Sends*: as one.
     *Raises*: `ShardingError` for columns that are not cut as oh x ow is (as those of `unfold` are).
@@ -106,9 +106,9 @@ def _fold_columns(
 
 @implements_torch(Tensor.unfold)
 def _unfold_dim(input: Tile, dimension: int, size: int, step: int) -> Tile:
-    """The windows of `size` rows of a dim, each `step` from the last, as a new last dim.
+    """Return the windows of `size` rows of a dim, each `step` from the last, as a new last dim.
 
-    *Sends*: forward the rows of windows that reach into a neighbour, backward their gradients.
+    *Sends*: forward, the rows of windows that reach into a neighbor; backward, their gradients.
     """
     (at,) = reduced_dims(input, dimension)
     if size > input.shape[at] or size < 0 or step < 1:
@@ -136,7 +136,7 @@ def _answer_power_pool(dims: int, function: Any, average: Callable[..., Any]) ->
         stride: WindowSize | None = None,
         ceil_mode: bool = False,
     ) -> Any:
-        """y[o] = (sum over the window of o of x^p)^(1/p); *Sends*: as `jigsaw.nn.pool.avg_pool`."""
+        """Return y[o] = (sum over the window of o of x^p)^(1/p); *Sends*: as `jigsaw.nn.pool.avg_pool`."""
         out = average(input**norm_type, kernel_size, stride, 0, ceil_mode)
         elements = math.prod(entry_per_dim(kernel_size, dims, "kernel_size"))
         return (out.sign() * F.relu(out.abs()) * elements) ** (1 / norm_type)
@@ -175,9 +175,9 @@ def _put_back(
     padding: WindowSize,
     output_size: Sequence[int] | None,
 ) -> Tile:
-    """Zeros, but for the maxima at the flat positions where they were found.
+    """Return zeros, with the maxima at the flat positions where they were found.
 
-    *Sends*: forward the values and indices of windows that reach into a neighbour, backward their gradients.
+    *Sends*: forward, the values and indices of windows that reach into a neighbor; backward, their gradients.
     """
     sizes = entry_per_dim(kernel_size, dims, "kernel_size")
     strides = entry_per_dim(kernel_size if stride is None or stride == () else stride, dims, "stride")
@@ -207,7 +207,7 @@ def _put_back(
         here &= (at >= low) & (at < high)
         row += (at - low) * stride_here
         stride_here *= high - low
-    # what belongs to a neighbour goes to one more place, which is left out
+    # values of a neighbor go to one extra place, which is left out
     flat = torch.where(here, row, stride_here).flatten(first)
     out = values.new_zeros((*values.shape[:first], stride_here + 1)).scatter(first, flat, values.flatten(first))
     return Tile(out.narrow(first, 0, stride_here).reshape(to.shape), to.out, input.mesh)

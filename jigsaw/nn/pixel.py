@@ -32,7 +32,7 @@ def _stencils_of_space(h: int, w: int, rule: StencilRule) -> tuple[DimStencil, .
 
 
 def _shuffle_input(input: Tile, rule: StencilRule, channels: int, name: str) -> tuple[Tile, Layout]:
-    """The rows that this rank needs, and the layout of the result."""
+    """Return the rows that this rank needs, and the layout of the result."""
     c, h, w = range(input.ndim - 3, input.ndim)
     if input.layout.has_halo:
         input = input.with_layout(
@@ -50,11 +50,11 @@ def _shuffle_result(function: Callable[[Tensor, int], Tensor], x: Tile, r: int, 
 
 @implements_torch(torch.pixel_shuffle)
 def pixel_shuffle(input: Tile, upscale_factor: int) -> Tile:
-    """[..., C r², H, W] -> [..., C, H r, W r], r = `upscale_factor`.
+    """Return [..., C r², H, W] as [..., C, H r, W r], r = `upscale_factor`.
 
     *Shapes*: global as torch; per rank rows and columns are cut at r times the points.
     *Sends*: nothing.
-    *Raises*: `ShardingError` for channels that are cut, or no multiple of r².
+    *Raises*: `ShardingError` for channels that are cut, or not a multiple of r².
     """
     channels, r = input.shape[-3], upscale_factor
     if channels % r**2:
@@ -67,11 +67,11 @@ def pixel_shuffle(input: Tile, upscale_factor: int) -> Tile:
 
 @implements_torch(torch.pixel_unshuffle)
 def pixel_unshuffle(input: Tile, downscale_factor: int) -> Tile:
-    """[..., C, H r, W r] -> [..., C r², H, W], r = `downscale_factor`.
+    """Return [..., C, H r, W r] as [..., C r², H, W], r = `downscale_factor`.
 
     *Shapes*: global as torch; per rank rows and columns are cut at ceil(point / r).
-    *Sends*: nothing where the cut points are multiples of r; else the rows of blocks that reach into a neighbour.
-    *Raises*: `ShardingError` for channels that are cut, or rows or columns that are no multiple of r.
+    *Sends*: nothing where the cut points are multiples of r; else the rows of blocks that reach into a neighbor.
+    *Raises*: `ShardingError` for channels that are cut, or rows or columns that are not a multiple of r.
     """
     r = downscale_factor
     if input.shape[-1] % r or input.shape[-2] % r:
@@ -86,7 +86,9 @@ def pixel_unshuffle(input: Tile, downscale_factor: int) -> Tile:
 
 @implements_torch(torch.channel_shuffle)
 def _channel_shuffle(input: Tile, groups: int) -> Tile:
-    """[B, (g c), ...] -> [B, (c g), ...].  *Sends*: nothing, unless the channels are cut; then the rows that move."""
+    """Return [B, (g c), ...] as [B, (c g), ...].  *Sends*: nothing, unless the channels are cut; then the rows that
+    move.
+    """
     channels = input.shape[1]
     if groups < 1 or channels % groups:
         raise ShardingError(f"channel_shuffle of {channels} channels into {groups} groups: they must divide evenly")

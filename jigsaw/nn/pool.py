@@ -1,4 +1,4 @@
-"""Pooling: maxima and means over windows, and adaptive means, as torch has them, along cut dims too.
+"""Pooling: torch's maxima and means over windows, and adaptive means, along cut dims too.
 
 >>> mesh = jigsaw.init_mesh(lat=1)
 >>> tile = jigsaw.shard(torch.randn(2, 3, 9, 16), mesh, (None, None, "lat", None))
@@ -78,7 +78,7 @@ def _pool_stencils(first: int, windows: tuple[StencilWindow, ...]) -> tuple[DimS
 
 @lru_cache(maxsize=4096)
 def _own_padding(layout: Layout, windows: tuple[StencilWindow, ...]) -> tuple[int, ...]:
-    """The padding that is left to the op: that of the dims that nothing cuts."""
+    """Return the padding that is left to the op: that of the dims that nothing cuts."""
     first = layout.ndim - len(windows)
     return tuple(0 if is_cut_or_haloed(layout, first + i) else w.below for i, w in enumerate(windows))
 
@@ -95,10 +95,11 @@ def max_pool(
     dilation: PoolSize,
     ceil_mode: bool,
 ) -> Tile:
-    """y[o] = max over the window of o; padding never wins.
+    """Return y[o] = max over the window of o; padding never wins.
 
-    *Shapes*: as torch, globally; per rank the output is cut at ceil(point / stride), the centre of windows decides.
-    *Sends*: forward the rows of windows that reach into a neighbour, backward their gradients.
+    *Shapes*: as torch, globally; per rank the output is cut at ceil(point / stride), because the center of a window
+    decides.
+    *Sends*: forward, the rows of windows that reach into a neighbor; backward, their gradients.
     *Raises*: `ShardingError` for a padding of more than half a window.
     """
     windows = _pool_windows(input, dims, kernel, stride, padding, dilation, ceil_mode)
@@ -116,7 +117,7 @@ def max_pool(
 def _max_pool_and_places(
     input: Tile, dims: int, kernel: PoolSize, stride: PoolSize | None, padding: PoolSize, dilation: PoolSize, ceil: bool
 ) -> tuple[Tile, Tile]:
-    """Maxima and their flat positions in the whole of the spatial dims; *Sends*: as `max_pool`."""
+    """Return maxima and their flat positions in the whole of the spatial dims; *Sends*: as `max_pool`."""
     windows = _pool_windows(input, dims, kernel, stride, padding, dilation, ceil)
     to = _plan_pool(input, windows, "max_pool")
     lowest = float("-inf") if input.dtype.is_floating_point else torch.iinfo(input.dtype).min
@@ -131,7 +132,7 @@ def _max_pool_and_places(
 
 
 def _global_places(flat: Tensor, x: Tensor, input: Tile, dims: int, to: StencilPlan) -> Tensor:
-    """Flat positions in this rank's rows `x`, padding included, as positions in the whole."""
+    """Return flat positions in this rank's rows `x`, padding included, as positions in the whole."""
     lows = {dim: derived.needs[piece][0] - derived.margins[piece][0] for dim, derived, piece in to.derived}
     places, step = torch.zeros_like(flat), 1
     for d in reversed(range(input.ndim - dims, input.ndim)):
@@ -182,7 +183,8 @@ def avg_pool(
     include_pad: bool,
     divisor: int | None = None,
 ) -> Tile:
-    """y[o] = sum over the window of o / count; what padding counts for is `include_pad`, or the count is `divisor`.
+    """Return y[o] = sum over the window of o / count; `include_pad` says whether padding counts, and `divisor` replaces
+    the count.
 
     *Shapes*, *Sends*, *Raises*: as `max_pool`.
     """
@@ -203,7 +205,7 @@ def avg_pool(
 def _recount_means(
     y: Tensor, input: Tile, to: StencilPlan, windows: Sequence[StencilWindow], include_pad: bool
 ) -> Tensor:
-    """Windows at the ends of a cut dim were divided by the whole window; make it the rows that count."""
+    """Divide windows at the ends of a cut dim by the rows that count, not by the whole window."""
     first = input.ndim - len(windows)
     for dim, derived, piece in to.derived:
         rows, window = input.shape[dim], windows[dim - first]
@@ -245,10 +247,10 @@ implements_torch(F.avg_pool3d)(_avg_pool_handler(3))
 
 
 def adaptive_avg_pool(input: Tile, dims: int, output_size: OutputSize) -> Tile:
-    """y[o] = mean of the rows from floor(o n / m) to ceil((o + 1) n / m), n rows to m = `output_size`.
+    """Return y[o] = mean of the rows from floor(o n / m) to ceil((o + 1) n / m), n rows to m = `output_size`.
 
     *Shapes*: as torch, globally; a dim of output size 1 is held whole by every rank, others stay cut.
-    *Sends*: for size 1 one all-reduce; else, as `avg_pool`.
+    *Sends*: for size 1, one all-reduce; else as `avg_pool`.
     """
     sizes = adaptive_sizes(input, dims, output_size)
     first, wanted = input.ndim - dims, list(sizes.values())
@@ -264,7 +266,7 @@ def adaptive_avg_pool(input: Tile, dims: int, output_size: OutputSize) -> Tile:
 
 
 def _adaptive_uncut(x: Tile, dims: int, first: int, wanted: Sequence[int]) -> Tile:
-    """The dims that nothing cuts, by the plain op; the others have their size already."""
+    """Pool the dims that nothing cuts by the plain op; the others have their size already."""
     here = x.layout.local_shape(x.coordinate)
     local_sizes = [here[first + i] if is_cut_or_haloed(x.layout, first + i) else wanted[i] for i in range(dims)]
     layout = x.layout

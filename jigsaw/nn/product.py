@@ -30,15 +30,15 @@ from jigsaw.tile import Tile, implements_torch, leave_tile, shared_mesh
 def contract_labels(
     name: str, function: Callable[..., Tensor], operands: Sequence[Any], labels: Sequence[DimLabels], out: DimLabels
 ) -> Any:
-    """``function`` on the local parts of `operands`, whose dims have `labels`; sums over cut labels that `out` lacks
-    are global.
+    """Run ``function`` on the local parts of `operands`, whose dims have `labels`; sums over cut labels that `out`
+    lacks are global.
 
     *Shapes*: every label is cut as the tiles cut it; plain tensors are whole and cut to fit.  An axis that cuts several
     labels keeps the first of `out` (`jigsaw.nn.label_cuts`).
-    *Sends*: the operands that such an axis cuts elsewhere, this rank's part to each of the P-1 others along it (or 1/P
-    of that, where the operand has the label that stays cut); backward their gradients, the same, reversed.  One
-    all-reduce of the result over the axes that cut contracted labels (it is then held alike along them); backward one
-    all-reduce of the gradient of each tile that is held alike along an axis that cuts another operand.
+    *Sends*: the operands that such an axis cuts elsewhere: this rank's part to each of the P-1 others along it (or 1/P
+    of that, where the operand has the label that stays cut); backward, their gradients the same way reversed.  One
+    all-reduce of the result over the axes that cut contracted labels, which makes it the same along them.  Backward,
+    one all-reduce of the gradient of each tile that is the same along an axis that cuts another operand.
     """
     tiles = [t for t in operands if isinstance(t, Tile)]
     mesh = shared_mesh(tiles)
@@ -58,7 +58,7 @@ def _plan_product(
     labels: tuple[tuple[str, ...], ...],
     out: tuple[str, ...],
 ) -> tuple[LabelCuts, tuple[str, ...], Layout]:
-    """The cuts of a product while it is worked on, the axes that it is summed over, and the layout of the result."""
+    """Return the cuts of a product during its computation, the axes of its sum, and the layout of the result."""
     plan = choose_label_cuts(name, layouts, shapes, labels, out)
     return plan, tuple(plan.axes_along([by for by in plan.cuts if by not in out])), plan.result_layout(out)
 
@@ -68,10 +68,10 @@ def _plan_product(
 
 @implements_torch(torch.matmul, torch.linalg.matmul, Tensor.__matmul__, torch.mm, torch.bmm, torch.mv)
 def tile_matmul(input: Any, other: Any) -> Any:
-    """y = a b, batched as in torch.
+    """Return y = a b, batched as in torch.
 
     Where one operand is a matrix, and the axes that cut both form a grid, it is a `jigsaw.nn.linear.tile_linear`; else
-    each rank multiplies what it has, a cut contraction is summed, and of two dims that one axis cuts the first stays
+    each rank multiplies what it has, and a cut contraction is summed.  Of two dims that one axis cuts, the first stays
     cut (see `contract_labels`).
     """
     if is_sparse_matrix(input) or is_sparse_matrix(other):
@@ -90,7 +90,7 @@ def tile_matmul(input: Any, other: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _labels_of_matmul(ndim: int, other_ndim: int) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], tuple[str, ...]]:
-    """The labels of both operands, and of the result."""
+    """Return the labels of both operands, and of the result."""
     lead = max(ndim, other_ndim, 2) - 2
     batch = tuple(f"batch {d}" for d in range(lead))
     first = (*batch[lead - (ndim - 2) :], "m", "k") if ndim > 1 else ("k",)
@@ -99,8 +99,8 @@ def _labels_of_matmul(ndim: int, other_ndim: int) -> tuple[tuple[tuple[str, ...]
 
 
 def _as_linear(x: Tile, w: Tensor | Tile, is_turned: bool) -> Any:
-    """x w, or w x where `is_turned`, as a linear whose weight is `w` of 1 or 2 dims; None where the axes that cut both
-    form no grid.
+    """Return x w, or w x where `is_turned`, as a linear whose weight is `w` of 1 or 2 dims; None where the axes that
+    cut both do not form a grid.
     """
     rows = x.mT if is_turned and x.ndim > 1 else x
     weight = w.unsqueeze(0) if w.ndim == 1 else w if is_turned else w.t()
@@ -131,7 +131,7 @@ def _rmatmul(input: Any, other: Any) -> Any:
 
 @implements_torch(torch.addmm, torch.baddbmm)
 def addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    """y = beta input + alpha mat1 mat2; see `tile_matmul`."""
+    """Return y = beta input + alpha mat1 mat2; see `tile_matmul`."""
     return _add_to_product(input, torch.matmul(mat1, mat2), beta, alpha)
 
 
@@ -151,7 +151,7 @@ def _addr(input: Any, vec1: Any, vec2: Any, *, beta: float = 1, alpha: float = 1
 
 
 def _add_to_product(input: Any, product: Any, beta: float, alpha: float) -> Any:
-    """beta input + alpha product; of beta = 0 torch does not look at the input, which may hold anything."""
+    """Return beta input + alpha product; where beta = 0, torch does not read the input, which may hold anything."""
     product = product * alpha if alpha != 1 else product
     if beta == 0:
         return product
@@ -172,7 +172,7 @@ def _add_to_product(input: Any, product: Any, beta: float, alpha: float) -> Any:
 
 @implements_torch(torch.tensordot)
 def _tensordot(a: Any, b: Any, dims: Any = 2) -> Any:
-    """The sum of products over pairs of dims; see `contract_labels`."""
+    """Sum products over pairs of dims; see `contract_labels`."""
     if isinstance(dims, Tensor):
         dims = dims.tolist() if dims.numel() > 1 else int(dims)
     if isinstance(dims, int):
@@ -211,7 +211,9 @@ def _outer(input: Any, vec2: Any) -> Any:
 
 @implements_torch(torch.linalg.multi_dot)
 def _multi_dot(tensors: Sequence[Any]) -> Any:
-    """The product of several matrices, in the order that takes the fewest multiplications; the ends may be vectors."""
+    """Return the product of several matrices, in the order that takes the fewest multiplications; the ends may be
+    vectors.
+    """
     if len(tensors) < 2:
         raise RuntimeError(f"multi_dot: {len(tensors)} operands; it takes two or more")
     rows = [x.shape[0] if x.ndim > 1 or i else 1 for i, x in enumerate(tensors)]
@@ -233,7 +235,7 @@ def _multiply_between(tensors: Sequence[Any], sizes: tuple[int, ...], start: int
 
 @lru_cache(maxsize=1024)
 def _cheapest_split(sizes: tuple[int, ...], start: int, stop: int) -> tuple[int, int]:
-    """How many multiplications the matrices from `start` to `stop` take at least, and where their last product splits
+    """Return the fewest multiplications for the matrices from `start` to `stop`, and where their last product splits
     them.
     """
     if stop - start == 1:
@@ -250,7 +252,7 @@ def _cheapest_split(sizes: tuple[int, ...], start: int, stop: int) -> tuple[int,
 
 @implements_torch(torch.einsum)
 def einsum(equation: str, *operands: Any) -> Any:
-    """The sum of products that `equation` says; see `contract_labels`.  Of a repeated label the diagonal is taken."""
+    """Sum the products that `equation` names; see `contract_labels`.  A repeated label takes the diagonal."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
     labels, out = _read_equation(equation, tuple([t.ndim for t in operands]))
@@ -267,7 +269,7 @@ def einsum(equation: str, *operands: Any) -> Any:
 
 @lru_cache(maxsize=1024)
 def _read_equation(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """The labels of the dims of each operand, and of the result."""
+    """Return the labels of the dims of each operand, and of the result."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if len(terms) != len(ndims):
@@ -283,7 +285,7 @@ def _read_equation(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[tuple[s
 
 
 def _without_repeats(labels: Sequence[str], x: Any) -> tuple[list[str], Any]:
-    """An operand with the diagonal of the dims of each repeated label, which then comes last."""
+    """Return an operand with the diagonal of the dims of each repeated label, which then comes last."""
     names = list(labels)
     while len(set(names)) != len(names):
         label = next(x for x in names if names.count(x) > 1)
@@ -297,7 +299,7 @@ def _without_repeats(labels: Sequence[str], x: Any) -> tuple[list[str], Any]:
 
 
 def _expand_term(term: str, ndim: int) -> list[str]:
-    """The labels of an operand's dims; those under the dots are numbered from the right."""
+    """Return the labels of an operand's dims; those under the dots are numbered from the right."""
     count = ndim - len(term.replace("...", ""))
     if count < 0 or (count and "..." not in term):
         raise RuntimeError(f"einsum term {term!r} does not fit an operand of {ndim} dims")

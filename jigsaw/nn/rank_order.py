@@ -1,9 +1,8 @@
-"""Rows of a dim in rank order: each rank's after the other's.  A sum over a cut dim does not care for any other
-order.
+"""Rows of a dim in the order of ranks: each rank's after the other's.  A sum over a cut dim needs no other order.
 
-Four ranks on lat=2, lon=2 and the 16 tokens of a 4 x 4 grid: rank 0 has 0, 1, 4, 5, rank 1 has 2, 3, 6, 7, rank 2 has
-8, 9, 12, 13, rank 3 has 10, 11, 14, 15.  In rank order they are one cut at 0, 4, 8, 12, 16, and a product over them
-needs the rows of its other operand in that order too, not the tokens in theirs.
+Example: four ranks on lat=2, lon=2 and the 16 tokens of a 4 x 4 grid. rank 0 has 0, 1, 4, 5, rank 1 has 2, 3, 6, 7,
+rank 2 has 8, 9, 12, 13, rank 3 has 10, 11, 14, 15.  In rank order they are one cut at 0, 4, 8, 12, 16.  A product over
+them needs the rows of its other operand in the same order; the tokens stay as they are.
 """
 
 from __future__ import annotations
@@ -32,37 +31,37 @@ CutGroup = tuple[Cut, ...]
 
 
 def axes_of_cuts(group: Sequence[Cut]) -> tuple[str, ...]:
-    """The mesh axes that cut a dim made of several cuts, major to minor."""
+    """Return the mesh axes that cut a dim made of several cuts, major to minor."""
     return tuple(a for c in group for a in c.axes)
 
 
 def size_of_cuts(group: Sequence[Cut]) -> int:
-    """The size of a dim made of several cuts."""
+    """Return the size of a dim made of several cuts."""
     return math.prod(c.size for c in group)
 
 
 def bare_cuts(group: Sequence[Cut]) -> CutGroup:
-    """The same cuts without halo."""
+    """Return the same cuts without halo."""
     return tuple(c.bare() for c in group)
 
 
 def cut_in_rank_order(layout: Layout, dims: Sequence[int], axes: Sequence[str]) -> Cut:
-    """Some dims as one, each rank's local rows after the other's; `axes` are those that cut them."""
-    # pieces of a product of cuts are no intervals, but their counts give points all the same
+    """Return some dims as one, each rank's local rows after the other's; `axes` are those that cut them."""
+    # pieces of a product of cuts are not intervals, but their counts still give points
     counts = [0, *(math.prod(layout.local_shape(at)[d] for d in dims) for at in coordinates_along(layout, axes))]
     points = tuple(accumulate(counts))
     return Cut(points[-1], points, tuple(axes)) if axes else whole_dim(points[-1])
 
 
 def as_one_cut(group: CutGroup, layout: Layout) -> Cut:
-    """A dim of flattened cuts as one cut, in rank order."""
+    """Return a dim of flattened cuts as one cut, in rank order."""
     return cut_in_rank_order(Layout(group, layout.axes, (len(group),)), [0], axes_of_cuts(group))
 
 
 def coordinates_along(
     layout: Layout, axes: Sequence[str], here: MeshCoordinate | None = None
 ) -> Iterator[MeshCoordinate]:
-    """The coordinates along `axes`, major to minor, through `here` (by default the first rank)."""
+    """Iterate over the coordinates along `axes`, major to minor, through `here` (by default the first rank)."""
     base = here or (0,) * len(layout.axes)
     for place in product(*(range(layout.size_of(a)) for a in axes)):
         at = dict(zip(axes, place, strict=True))
@@ -70,8 +69,8 @@ def coordinates_along(
 
 
 def take_owned_rows(w: Tensor, dim: int, group: CutGroup, layout: Layout, coord: MeshCoordinate | None) -> Tensor:
-    """The rows of a whole `dim` that the rank at `coord` has of one cut as `group`; without it, all of them in rank
-    order.
+    """Return the rows that the rank at `coord` has of a whole `dim` cut as `group`; without `coord`, all of them in
+    rank order.
     """
     if not any(c.is_cut for c in group):
         return w
@@ -87,12 +86,14 @@ def take_owned_rows(w: Tensor, dim: int, group: CutGroup, layout: Layout, coord:
 
 
 def host_values() -> AbstractContextManager[Any]:
-    """Within it tensors of places on the host have values, in a dry run, too; not in a graph that is being made."""
+    """Give tensors of places on the host values within the block, in a dry run, too, but not while a graph
+    is traced.
+    """
     return nullcontext() if lacks_values() else _disable_current_modes()
 
 
 def put_in_dim_order(w: Tensor, dim: int, group: CutGroup, layout: Layout) -> Tensor:
-    """The rows of a whole `dim`, which came in rank order, in the order of the dim."""
+    """Return the rows of a whole `dim`, which came in rank order, in the order of the dim."""
     return w if len(group) == 1 else w.index_select(dim, _rows_in_rank_order(group, layout).argsort().to(w.device))
 
 
@@ -101,7 +102,7 @@ def _rows_in_rank_order(group: CutGroup, layout: Layout) -> Tensor:
 
 
 def _global_rows(group: CutGroup, layout: Layout, coord: MeshCoordinate) -> Tensor:
-    """The global rows that a rank has, in the order in which it has them."""
+    """Return the global rows that a rank has, in the order in which it has them."""
     return take_owned_rows(torch.arange(size_of_cuts(group)), 0, group, layout, coord)
 
 
@@ -112,14 +113,14 @@ PeerRows = tuple[tuple[int, Tensor], ...]
 
 @lru_cache(maxsize=256)
 def _row_trades(source: CutGroup, target: CutGroup, layout: Layout, here: MeshCoordinate) -> tuple[PeerRows, PeerRows]:
-    """(peer, local rows) that this rank gives, and (peer, places) where it puts what it gets.
+    """Return (peer, local rows) that this rank gives, and (peer, places) where it puts what it gets.
 
-    Of the tokens above, cut anew as 0:4, 4:8, 8:12, 12:16: rank 1 has 2, 3, 6, 7 and is to have 4 to 7.  It gives rank
-    0 its rows 0 and 1 (2 and 3), puts what comes from there (4 and 5) at places 0 and 1, and keeps 6 and 7.
+    Example: the tokens above are cut anew as 0:4, 4:8, 8:12, 12:16.  Rank 1 has 2, 3, 6, 7 and is to have 4 to 7.  It
+    gives rank 0 its rows 0 and 1 (2 and 3), puts what comes from there (4 and 5) at places 0 and 1, and keeps 6 and 7.
     """
     gives: list[tuple[int, Tensor]] = []
     takes: list[tuple[int, Tensor]] = []
-    with _disable_current_modes():  # of a dry run, or of a graph that is made, whose tensors must not be kept
+    with _disable_current_modes():  # in a dry run, or while a graph is traced, tensors must not be kept
         mine, wanted = _global_rows(source, layout, here), _global_rows(target, layout, here)
         for there in coordinates_along(layout, axes_of_cuts(target), here):
             given, taken = (
@@ -132,10 +133,10 @@ def _row_trades(source: CutGroup, target: CutGroup, layout: Layout, here: MeshCo
 
 
 def _shared_positions(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions in `a` and in `b` of the rows that are in both, by ascending row: the order of a message, which giver
-    and taker find each by itself.
+    """Return the positions in `a` and in `b` of the rows that are in both, by ascending row.  This is the order of a
+    message, which giver and taker find each by itself.
     """
-    # ascending, not in the order of either side: both derive the same order without a word between them
+    # ascending, not in the order of either side, so both derive the same order without a message
     order_a, order_b = a.argsort(), b.argsort()
     in_a, in_b = torch.isin(a[order_a], b), torch.isin(b[order_b], a)
     return order_a[in_a], order_b[in_b]
@@ -157,7 +158,7 @@ def _swap_rows(w: Tensor, source: CutGroup, target: CutGroup, layout: Layout, me
     places = [(peer, at) for peer, at in takes if peer != me]
     shapes = [(peer, [(len(at), *w.shape[1:])]) for peer, at in places]
     swap = PackedSwap(mesh, given, shapes, w, "rows")
-    # what stays is copied while the messages travel
+    # rows that stay are copied while the messages travel
     out[dict(takes)[me]] = w[dict(gives)[me]]
     for (_, at), values in zip(places, swap.wait(), strict=True):
         out[at] = values
@@ -173,15 +174,15 @@ class _RearrangedRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        # a permutation of rows over ranks: its adjoint is its inverse, giving what was taken
+        # a permutation of rows over ranks: its adjoint is its inverse, which gives back what was taken
         return _RearrangedRows.apply(grads[0], *ctx.how), None, None, None, None
 
 
 def rearrange_rows(w: Tensor, source: CutGroup, target: CutGroup, tile: Tile) -> Tensor:
-    """The rows of dim 0 of `w`, cut as `source`, where `target` has them: other points, or the tokens of a lat x lon
-    tile.
+    """Return the rows of dim 0 of `w`, cut as `source`, where `target` has them: other points, or the tokens of a lat x
+    lon tile.
 
-    *Sends*: forward the rows that change owner, at most this rank's; backward the same, reversed.
+    *Sends*: forward, the rows that change owner, at most this rank's; backward, the same reversed.
     """
     if have_same_rows(source, target):
         return w

@@ -1,9 +1,9 @@
-"""Ranks that go two ways at once: of those that cut the tokens, neighbours share out heads, the others make rings.
+"""Ranks of heads and rings together: of those that cut the tokens, neighbors share out heads, the others make rings.
 
-Eight ranks that cut the tokens, ``lat=4, lon=2``, and heads for four of them.  Those of ranks 0 to 3 share out the
-heads of the first half of the tokens, ranks 4 to 7 those of the second, and rings of two pass the halves on: 0 and 4
-those of the first share of the heads, 1 and 5 of the second.  So lon goes to the heads, and of lat the minor half,
-which gets a name of its own: lat becomes ``lat.ring=2, lat.heads=2``.
+Example: eight ranks cut the tokens, ``lat=4, lon=2``, and there are heads for four of them.  Ranks 0 to 3 share out the
+heads of the first half of the tokens, ranks 4 to 7 those of the second.  Rings of two pass the halves on: 0 and 4 those
+of the first share of the heads, 1 and 5 of the second.  So the heads get lon and the minor half of lat, which gets a
+separate name: lat becomes ``lat.ring=2, lat.heads=2``.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from jigsaw.tile import Tile
 
 @dataclass(frozen=True)
 class RankSplit:
-    """Of each cut of the tokens, into how many pieces it is cut, and how many neighbouring ones share out heads."""
+    """For each cut of the tokens, the number of its pieces, and how many neighboring ones share out heads."""
 
     pieces: tuple[int, ...]
     shares: tuple[int, ...]
 
     @property
     def head_ranks(self) -> int:
-        """The ranks that share out heads."""
+        """Number of ranks that share out heads."""
         return math.prod(self.shares)
 
     @property
     def ring_ranks(self) -> int:
-        """The ranks of a ring."""
+        """Number of ranks of a ring."""
         return math.prod(self.pieces) // self.head_ranks
 
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """For each of the ranks its place in its ring, and its share of the heads."""
+        """Place of each rank in its ring, and its share of the heads."""
         found: list[tuple[int, int]] = []
         for at in product(*map(range, self.pieces)):
             in_ring = of_heads = 0
@@ -53,7 +53,7 @@ class RankSplit:
         return tuple(found)
 
     def summed_by_ring(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """Rows of each rank, summed over those that have one place in their rings."""
+        """Sum rows of each rank over those that have one place in their rings."""
         sums = [0] * self.ring_ranks
         for count, (at, _) in zip(rows, self.places, strict=True):
             sums[at] += count
@@ -65,8 +65,8 @@ class RankSplit:
 
 @lru_cache(maxsize=1024)
 def splits_of_cuts(cuts: CutGroup, sizes: AxisSizes, within_axes: bool) -> tuple[RankSplit, ...]:
-    """Every split of the ranks that cut some tokens, minor axes first to the heads; `within_axes`: an axis may go both
-    ways, too.
+    """Return every split of the ranks that cut some tokens, minor axes first to the heads.  `within_axes`: an axis may
+    also be divided between heads and a ring.
     """
     known = dict(sizes)
 
@@ -78,7 +78,7 @@ def splits_of_cuts(cuts: CutGroup, sizes: AxisSizes, within_axes: bool) -> tuple
 
 
 def splits_of_pieces(pieces: tuple[int, ...]) -> tuple[RankSplit, ...]:
-    """Every split of the ranks that cut some tokens into so many pieces."""
+    """Return every split of the ranks that cut some tokens into so many pieces."""
     shares = [[n for n in range(1, count + 1) if count % n == 0] for count in pieces]
     found = [RankSplit(pieces, some) for some in product(*shares)]
     return tuple([split for split in found if min(split.head_ranks, split.ring_ranks) > 1])
@@ -87,7 +87,7 @@ def splits_of_pieces(pieces: tuple[int, ...]) -> tuple[RankSplit, ...]:
 def _axes_of_share(
     axes: Sequence[str], share: int, sizes: Mapping[str, int], within_axes: bool
 ) -> tuple[tuple[str, int], ...] | None:
-    """How many places of each axis make `share` neighbouring pieces, minor axes first, or None where none do."""
+    """Return how many places of each axis make `share` neighboring pieces, minor axes first, or None where none do."""
     found: list[tuple[str, int]] = []
     for axis in reversed(axes):
         size = sizes[axis]
@@ -103,16 +103,14 @@ def _axes_of_share(
 
 @dataclass(frozen=True)
 class SplitAxes:
-    """The axes of the tokens once each goes one way: those that go to the heads, and what became of those that went
-    both.
-    """
+    """Axes of the tokens once each goes one way: those of the heads, and the parts of the axes that went both."""
 
     heads: tuple[str, ...]
     parted: tuple[tuple[str, AxisSizes], ...]
 
     @classmethod
     def of(cls, split: RankSplit, cuts: CutGroup, sizes: AxisSizes) -> SplitAxes:
-        """The axes of these cuts of the tokens."""
+        """Return the axes of these cuts of the tokens."""
         known, heads = dict(sizes), list[str]()
         parted: list[tuple[str, AxisSizes]] = []
         for cut, share in zip(cuts, split.shares, strict=True):
@@ -125,13 +123,13 @@ class SplitAxes:
         return cls(tuple(heads), tuple(parted))
 
     def mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The mesh with these axes; collective where it is asked for the first time."""
+        """Return the mesh with these axes; the first call is collective."""
         for axis, parts in self.parted:
             mesh = split_axis_mesh(mesh, axis, parts)
         return mesh
 
     def tile(self, x: Tile) -> Tile:
-        """The same tile, its layout by these axes."""
+        """Return the same tile, its layout by these axes."""
         own = x.owned()
         return Tile(own.local, _layout_by_parts(own.layout, self.parted), self.mesh(x.mesh)) if self.parted else own
 

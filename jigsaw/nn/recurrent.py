@@ -1,8 +1,8 @@
 """Recurrent layers: LSTM, GRU and RNN along a dim that is whole on each rank, and their cells.
 
-Sequences that lie on one rank are its own: the pixels of a lat x lon tile as a batch of series need no message.  The
-axes that cut the sequence itself visit the batch (`jigsaw.ops.whole_dims`) and come back: on lat=4, [16, 32, 8] cut
-along 32 steps in pieces of 8 becomes 4 sequences of 32 steps a rank, and the result goes the other way.
+Whole sequences on one rank need no message: for example, the pixels of a lat x lon tile as a batch of series.  Axes
+that cut the sequence itself cut the batch meanwhile (`jigsaw.ops.whole_dims`).  On lat=4, [16, 32, 8] cut along 32
+steps in pieces of 8 becomes 4 sequences of 32 steps a rank, and the result returns.
 
 >>> series = jigsaw.shard(torch.randn(6, 9, 4), jigsaw.init_mesh(lat=1), ("lat", None, None))
 >>> output, (last, _) = torch.nn.LSTM(4, 5, batch_first=True, bidirectional=True)(series)
@@ -28,7 +28,7 @@ from jigsaw.tile import Tile, implements_torch, refusal_error
 
 
 def _answer_recurrence(function: Any) -> None:
-    """Answer a recurrent layer, whose state is one tensor, or of an LSTM two."""
+    """Answer a recurrent layer, whose state is one tensor, or two for an LSTM."""
 
     def handler(
         input: Any,
@@ -41,11 +41,11 @@ def _answer_recurrence(function: Any) -> None:
         bidirectional: bool = False,
         batch_first: bool = False,
     ) -> Any:
-        """(output, last states) of the sequences along dim 0, or dim 1 with `batch_first`.
+        """Return (output, last states) of the sequences along dim 0, or dim 1 with `batch_first`.
 
         *Shapes*: the output is cut as the input; last states are cut along the batch, as the sequences were while they
         were computed.
-        *Sends*: where the sequence or the features are cut, (P-1)/P of a tile before and after; backward as many.
+        *Sends*: where the sequence or the features are cut, (P-1)/P of a tile before and after, and as many backward.
         *Raises*: `ShardingError` for packed sequences, a plain input, weights that are tiles, dropout between layers.
         """
         states: Sequence[Any] = hx if isinstance(hx, (list, tuple)) else [hx]
@@ -90,7 +90,7 @@ def _check_recurrence(function: Any, operands: Sequence[Any], params: Any, has_b
 
 
 def _state_layout(state: Any, sequences: Layout, batch: int) -> Layout:
-    """[layers, batch, features], cut along the batch as the sequences are."""
+    """Return the layout of [layers, batch, features], cut along the batch as the sequences are."""
     layers, _, features = state.shape
     return Layout.from_dims([[whole_dim(layers)], sequences.dim(batch), [whole_dim(features)]], sequences.axes)
 
@@ -115,7 +115,7 @@ for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
 
 @implements_torch(torch.lstm_cell)
 def _lstm_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> tuple[Any, Any]:
-    """One step of an LSTM: (h, c), cut as the input's rows."""
+    """Do one step of an LSTM; return (h, c), cut as the input's rows."""
     hidden, cell = hx
     gates = F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh)
     enter, forget, new, leave = gates.chunk(4, -1)
@@ -125,7 +125,7 @@ def _lstm_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh
 
 @implements_torch(torch.gru_cell)
 def _gru_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
-    """One step of a GRU, cut as the input's rows."""
+    """Do one step of a GRU, cut as the input's rows."""
     of_input, of_state = F.linear(input, w_ih, b_ih).chunk(3, -1), F.linear(hx, w_hh, b_hh).chunk(3, -1)
     reset, keep = (of_input[0] + of_state[0]).sigmoid(), (of_input[1] + of_state[1]).sigmoid()
     new = (of_input[2] + reset * of_state[2]).tanh()
@@ -134,7 +134,7 @@ def _gru_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh:
 
 def _answer_plain_cell(function: Any, activation: Any) -> None:
     def handler(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
-        """One step of a recurrent layer, cut as the input's rows."""
+        """Do one step of a recurrent layer, cut as the input's rows."""
         return activation(F.linear(input, w_ih, b_ih) + F.linear(hx, w_hh, b_hh))
 
     implements_torch(function)(handler)

@@ -1,11 +1,11 @@
 """Attention around a ring: queries stay, keys and values travel block by block, and no rank ever holds all of them.
 
-After Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (arXiv 2310.01889); what is
-done with a block is Dao, "FlashAttention-2" (arXiv 2307.08691): a softmax that goes on from block to block forward, and
-backward the weights made again from the scores and their log-sum-exp.
+After Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (arXiv 2310.01889); the work on
+a block is that of Dao, "FlashAttention-2" (arXiv 2307.08691).  Forward, a softmax continues from block to block;
+backward, the weights are made again from the scores and their log-sum-exp.
 
-Four ranks, blocks 0 to 3: in step s rank r has the block of rank (r - s) mod 4, and passes it on to rank r + 1 while it
-works on it, so that the next one is there when it has done.
+Example: four ranks, blocks 0 to 3.  In step s rank r has the block of rank (r - s) mod 4.  It passes the block on to
+rank r + 1 while it works on it, so that the next one has arrived when it is done.
 
             rank 0   rank 1   rank 2   rank 3
     step 0    0        1        2        3
@@ -13,9 +13,9 @@ works on it, so that the next one is there when it has done.
     step 2    2        3        0        1
     step 3    1        2        3        0
 
-Backward the blocks go around again, and their gradients behind them, a step later, for each rank first adds its part:
-those of block 0 begin at rank 1 in step 1, and leave rank 3 for rank 0 after step 3, where the part of step 0 waited.
-That last message has no block behind it: so each rank keeps half of its queries of step 0 for then.
+Backward, the blocks go around again.  Their gradients follow a step later, because each rank first adds its part: those
+of block 0 begin at rank 1 in step 1, and after step 3 go from rank 3 to rank 0, where the part of step 0 waits.  No
+block travels with that last message, so each rank keeps half of its queries of step 0 for then.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ from jigsaw.nn.key_ring import KeyRing
 from jigsaw.nn.rank_order import host_values, size_of_cuts
 from jigsaw.ops.random_numbers import chances_at
 
-# scores of a block, or its mask, are made for as many queries at a time as fit in here
+# scores of a block, or its mask, are made for as many queries at a time as fit in this
 SCORE_BYTES = 64 << 20
 
 
 class RingOptions(NamedTuple):
-    """What is alike in the forward and the backward pass."""
+    """Options that the forward and the backward pass share."""
 
     scale: float
-    # where attention is causal the places of the queries, in runs: of each the blocks are left out that it does not see
+    # where attention is causal, the places of the queries, in runs; each run skips the blocks that it does not see
     query_places: tuple[Tensor, ...] = ()
     dropout: float = 0.0
     seed: int | Tensor = 0
-    # of each weight [..., L, S] without the place along S: [..., L], where weights are dropped
+    # where weights are dropped: of each weight [..., L, S] its place but that along S, [..., L]
     places_of_weights: Tensor | None = None
 
 
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: KeyRing, mesh: DeviceMesh, options: RingOptions
 ) -> Tensor:
-    """y = softmax(q k^T scale + mask) v of this rank's queries and all keys of the ring.
+    """Return y = softmax(q k^T scale + mask) v of this rank's queries and all keys of the ring.
 
     Scores, the softmax and sums are in float32 or better.  A query that may attend to no key has zeros.
 
     *Shapes*: per rank q [..., L/P, E], k [..., S/P, E], v [..., S/P, Ev], mask [..., L/P, S], y [..., L/P, Ev]; dims
-    before the last two broadcast.  Held at a time: this rank's keys and values and two blocks more, no scores but
-    those of one block and so many queries as fit in `SCORE_BYTES`; backward also gradients of three blocks.
-    *Sends*: forward P-1 blocks of keys and values; backward these again, and P-1 blocks of their gradients (in float32
-    for narrower types).
+    before the last two broadcast.  Held at a time: this rank's keys and values, two more blocks, and the scores of one
+    block and as many queries as fit in `SCORE_BYTES`; backward, also gradients of three blocks.
+    *Sends*: forward, P-1 blocks of keys and values; backward, these again, and P-1 blocks of their gradients (in
+    float32 for narrower types).
     """
     makes_scores = options.places_of_weights is not None or (mask is not None and mask.requires_grad)
     is_fused = not makes_scores and has_fused_kernel(q, k, v, mask)
@@ -73,7 +73,7 @@ def ring_attention(
 
 @dataclass(frozen=True)
 class _RingKernel:
-    """Who passes blocks on, and what is done with a block."""
+    """The ring that passes blocks on, and the computation for a block."""
 
     ring: KeyRing
     mesh: DeviceMesh
@@ -81,8 +81,8 @@ class _RingKernel:
 
 
 class _SeenBlock(NamedTuple):
-    """Rows of queries and the keys among a member's that they see: which, at what places; the places of the queries
-    where these hide some of the keys, and whether they are those of the keys.
+    """Rows of queries and the keys among a member's that they see, with their places.  The places of the queries are
+    there where these hide some of the keys; the last field is True where they are those of the keys.
     """
 
     rows: slice
@@ -93,7 +93,7 @@ class _SeenBlock(NamedTuple):
 
 
 class _RingPass:
-    """One rank's way through the blocks."""
+    """The way of one rank through the blocks."""
 
     def __init__(self, kernel: _RingKernel, options: RingOptions, k: Tensor, v: Tensor) -> None:
         self.ring, self.mesh, self.is_fused = kernel.ring, kernel.mesh, kernel.is_fused
@@ -101,20 +101,20 @@ class _RingPass:
         self.key_shape, self.value_shape = k.shape, v.shape
 
     def unpack(self, packed: Tensor, member: int) -> tuple[Tensor, Tensor]:
-        """The keys and values (or their gradients) of a member out of one message."""
+        """Unpack the keys and values (or their gradients) of a member from one message."""
         rows = self.ring.rows(member)
         shapes = [(*shape[:-2], rows, shape[-1]) for shape in (self.key_shape, self.value_shape)]
         keys, values = packed.split([math.prod(shape) for shape in shapes])
         return keys.view(shapes[0]), values.view(shapes[1])
 
     def size_of(self, member: int) -> int:
-        """The elements of a message of a member's keys and values."""
+        """Return the number of elements in a message of a member's keys and values."""
         return self.ring.rows(member) * sum(
             math.prod((*shape[:-2], shape[-1])) for shape in (self.key_shape, self.value_shape)
         )
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(member, its keys and values), this rank's own first; the next is under way meanwhile."""
+        """Iterate over (member, its keys and values), this rank's own first; the next one travels meanwhile."""
         ring, block = self.ring, torch.cat([k.reshape(-1), v.reshape(-1)])
         for step in range(ring.size):
             member = (ring.me - step) % ring.size
@@ -130,8 +130,8 @@ class _RingPass:
     def parts(
         self, q: Tensor, mask: Tensor | None, member: int, queries: Interval | None = None
     ) -> Iterator[BlockRows]:
-        """All queries, or an interval of them, before a member's keys, some at a time; keys that the order of the
-        tokens hides are left out.
+        """Iterate over all queries, or an interval of them, for a member's keys, some at a time.  Keys that the order
+        of the tokens hides are left out.
         """
         for rows, columns, here, order, is_triangle in self._blocks_seen(q, mask, member, queries):
             at = here.to(q.device)
@@ -141,7 +141,7 @@ class _RingPass:
 
     def _blocks_seen(self, q: Tensor, mask: Tensor | None, member: int, queries: Interval | None) -> list[_SeenBlock]:
         found: list[_SeenBlock] = []
-        with host_values():  # what is seen follows from them
+        with host_values():  # the visible keys follow from them
             places = self.ring.positions(member)
             for rows, order in self._some_rows(q, len(places), mask, queries or (0, q.shape[-2])):
                 for columns, is_hidden in _seen_columns(places, order):
@@ -152,7 +152,9 @@ class _RingPass:
     def _some_rows(
         self, q: Tensor, keys: int, mask: Tensor | None, queries: Interval
     ) -> Iterator[tuple[slice, Tensor | None]]:
-        """Rows of queries whose scores with so many keys fit, and where attention is causal their places."""
+        """Iterate over the rows of queries whose scores with so many keys fit, with their places where attention is
+        causal.
+        """
         start, order = 0, self.options.query_places
         made = q.shape[:-2] if not self.is_fused else () if mask is None else mask.shape[:-2]
         step = max(1, SCORE_BYTES // max(1, math.prod(made) * keys * q.itemsize))
@@ -166,7 +168,7 @@ class _RingPass:
             start = end
 
     def _kept(self, rows: slice, at: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """What the weights are multiplied by where some are dropped."""
+        """Return the factor of the weights where some are dropped."""
         p, index = self.options.dropout, self.options.places_of_weights
         if index is None:
             return None
@@ -175,7 +177,9 @@ class _RingPass:
 
 
 def _seen_columns(places: Tensor, order: Tensor | None) -> Iterator[tuple[slice, bool]]:
-    """The keys at places that rise: those that all queries see, and those that the order hides from some."""
+    """Iterate over the keys at places that rise: those that all queries see, and those that the order hides
+    from some.
+    """
     low = high = len(places)
     if order is not None:
         low, high = int((places < order.min()).sum()), int((places <= order.max()).sum())
@@ -215,7 +219,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 class _SavedOperands(NamedTuple):
-    """What the backward pass needs of the forward pass."""
+    """Tensors of the forward pass that the backward pass needs."""
 
     q: Tensor
     k: Tensor
@@ -237,7 +241,7 @@ def _result_of_blocks(
 def _attend_to_blocks(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: RingOptions, kernel: _RingKernel
 ) -> tuple[Tensor, Tensor]:
-    """y, and the log-sum-exp of each query's scores: infinite for one that may attend to no key."""
+    """Return y, and the log-sum-exp of each query's scores: infinite for one that may attend to no key."""
     way, wide = _RingPass(kernel, options, k, v), _wide_dtype(q)
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     sums = q.new_zeros((*batch, q.shape[-2], v.shape[-1]), dtype=wide)
@@ -249,7 +253,7 @@ def _attend_to_blocks(
         for part in way.parts(scaled, mask, member):
             some = keys[..., part.columns, :], values[..., part.columns, :]
             found = sum_block(part, scaled[..., part.rows, :], *some, way.is_fused)
-            # what was summed so far and what is new are scaled to one maximum; where that is -inf, there is nothing yet
+            # old and new sums are scaled to one maximum; where that is -inf, there is nothing yet
             before, total, y = highest[..., part.rows], totals[..., part.rows], sums[..., part.rows, :]
             now = torch.maximum(before, found.highest)
             shift = now.masked_fill(now == -math.inf, 0.0)
@@ -268,7 +272,7 @@ RingGradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None
 def _like_operands_of_ring(
     saved: _SavedOperands, grad: Tensor, options: RingOptions, kernel: _RingKernel, needs: tuple[bool, ...]
 ) -> RingGradients:
-    # the gradient of keys is a block that went around, so it is made where that of values is needed, too
+    # the gradient of keys is part of the block that went around, so it is made where only that of values is needed, too
     needs = needs[0], needs[1] or needs[2], needs[1] or needs[2], needs[3]
     kept = saved.q, saved.k.contiguous(), saved.v.contiguous(), saved.mask
     made = [torch.empty_like(x) if x is not None and need else None for x, need in zip(kept, needs, strict=True)]
@@ -298,7 +302,7 @@ class _RingGradients:
         self.dmask = torch.zeros_like(self.mask, dtype=wide) if for_mask and self.mask is not None else None
 
     def all_of_them(self) -> RingGradients:
-        """The gradients of q, k, v and the mask."""
+        """Return the gradients of q, k, v and the mask."""
         way, ring = self.way, self.way.ring
         count = self.q.shape[-2]
         own = self._zeros_like_block(ring.me)
@@ -306,7 +310,7 @@ class _RingGradients:
         for member, block in way.blocks(self.k, self.v):
             keys, values = way.unpack(block, member)
             if member == ring.me:
-                # the rest when there is nothing else to do but to wait for what the others add
+                # the rest, while this rank waits for what the others add
                 self._add_block(member, keys, values, (0, count // 2), own)
                 continue
             part = self._zeros_like_block(member)
@@ -331,8 +335,8 @@ class _RingGradients:
         return self.scaled.new_zeros(self.way.size_of(member) if self.for_keys else 0)
 
     def _add_block(self, member: int, keys: Tensor, values: Tensor, queries: Interval, into: Tensor) -> None:
-        """Add what some queries and the keys and values of a member give to the gradients here, and to those of these
-        keys and values, which are packed in `into`.
+        """Add the share of some queries and a member's keys and values to the gradients here, and to those packed in
+        `into`.
         """
         keys, values = (x.to(self.scaled.dtype) for x in (keys, values))
         for part in self.way.parts(self.scaled, self.mask, member, queries):

@@ -1,8 +1,8 @@
-"""Queries of causal attention around a ring: halves change ranks, so that all have as much to do.
+"""Queries of causal attention around a ring: ranks exchange halves, so that all have as much to do.
 
-A query attends to what lies before it, so of P blocks of keys the ranks need 1, 2, ... P.  The rank r gives the second
-half of its queries to the rank P-1-r, and has the second half of that one's; y goes back.  Four ranks, by their halves
-of queries 0 to 7 and the blocks of keys that these need:
+A query attends to earlier tokens, so of P blocks of keys the ranks need 1, 2, ... P.  Rank r exchanges the second half
+of its queries with rank P-1-r, and y goes back.  Example: four ranks, by their halves of queries 0 to 7 and the blocks
+of keys that these need:
 
     rank       0        1        2        3
     its own    0, 1     2, 3     4, 5     6, 7
@@ -34,7 +34,7 @@ MIRRORED_QUERIES = 256
 
 
 def mirrored_counts(queries: Sequence[int]) -> tuple[int, ...]:
-    """How many queries each rank of a ring gives away, of so many."""
+    """Return how many queries each rank of a ring gives away, of so many."""
     if max(queries) < MIRRORED_QUERIES:
         return (0,) * len(queries)
     # the rank in the middle of an odd number is its own mirror
@@ -43,8 +43,8 @@ def mirrored_counts(queries: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class QueryMirror:
-    """The rank of a ring that this one exchanges queries with, by its position in the mesh, and the queries that this
-    one has then: its own first ones, and the last ones of the other.
+    """The rank of a ring that this one exchanges queries with, by its position in the mesh, and this one's queries
+    then.  These are its own first ones, and the last ones of the other.
     """
 
     mesh: DeviceMesh
@@ -54,7 +54,7 @@ class QueryMirror:
 
     @classmethod
     def through(cls, queries: CutGroup, ring: KeyRing, mesh: DeviceMesh) -> QueryMirror:
-        """Of this rank of a ring."""
+        """Return the mirror of this rank of a ring."""
         with host_values():
             every = torch.arange(size_of_cuts(queries))
             rows = [take_owned_rows(every, 0, queries, ring.layout, at) for at in ring.places]
@@ -64,14 +64,14 @@ class QueryMirror:
         return cls(mesh, ring.layout.index(ring.places[other]), counts[ring.me], places)
 
     def exchange(self, q: Tensor) -> Tensor:
-        """The queries [..., L, E] that this rank works on.
+        """Return the queries [..., L, E] that this rank works on.
 
-        *Sends*: forward half of its own, backward the gradients of those that it took.
+        *Sends*: forward, half of its own; backward, the gradients of those that it took.
         """
         return _MirroredRows.apply(q, self, self.given, len(self.places[1]))
 
     def give_back(self, y: Tensor) -> Tensor:
-        """The rows of the result where the queries came from."""
+        """Return the rows of the result to the ranks of their queries."""
         return _MirroredRows.apply(y, self, len(self.places[1]), self.given)
 
 
@@ -92,5 +92,5 @@ class _MirroredRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        # rows change their ranks and nothing else: the adjoint is the way back
+        # rows only change ranks, so the adjoint is the way back
         return _MirroredRows.apply(grads[0], *ctx.how), None, None, None

@@ -1,6 +1,6 @@
 """Sampling at places that a grid names, and the grid of an affine map.
 
-How far a grid displaces is not known before it is looked at, so every rank gets the whole input along space.
+Only the values of a grid tell how far it displaces, so every rank gets the whole input along space.
 
 >>> tile = jigsaw.shard(torch.arange(16.0).reshape(1, 1, 4, 4), jigsaw.init_mesh(lat=1), (None, None, "lat", None))
 >>> grid = torch.nn.functional.affine_grid(torch.eye(2, 3)[None], (1, 1, 4, 4), align_corners=False)
@@ -27,7 +27,7 @@ from jigsaw.tile import Tile, implements_torch, tiles_in
 
 
 def _grid_layout(input: Any, grid: Any, first: Tile) -> Layout:
-    """Where the places of the result lie: where a cut grid's do, else as the input's space is cut."""
+    """Return the layout of the result's places: that of a cut grid, else as the input's space is cut."""
     axes = first.layout.axes
     if isinstance(grid, Tile):
         own = grid.layout.without_halo()
@@ -53,11 +53,11 @@ def _as_space(input: Any, grid: Any, axes: Any) -> Layout:
 def _grid_sample(
     input: Any, grid: Any, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
 ) -> Tile:
-    """y[n, c, i, j] = `input` interpolated at grid[n, i, j].
+    """Return y[n, c, i, j] = `input` interpolated at grid[n, i, j].
 
     *Shapes*: the result is cut as the grid is; for a plain or uncut grid its space is cut as the input's.
-    *Sends*: the whole input along space to every rank that samples it (its bytes times P - 1 ranks along the axes that
-    cut its space, in all); backward an all-reduce of its gradient over them.
+    *Sends*: the whole input along space to every rank that samples it (in all, its bytes times the P - 1 other ranks
+    along the axes that cut its space); backward, an all-reduce of its gradient over them.
     """
     first = next(tiles_in((input, grid)))
     input, grid = _with_samples_alike(input, grid)
@@ -80,7 +80,9 @@ def _grid_sample(
 
 
 def _with_samples_alike(input: Any, grid: Any) -> tuple[Any, Any]:
-    """Both with their samples in one interval a rank, where they were flattened from other dims and both are cut."""
+    """Return both with their samples in one interval a rank, where they were flattened from other dims and both are
+    cut.
+    """
     if isinstance(input, Tile) and isinstance(grid, Tile):
         samples = (Layout.from_dims([t.layout.dim(0)], t.layout.axes) for t in (input, grid))
         if matched_structures(*samples) is None:
@@ -89,7 +91,7 @@ def _with_samples_alike(input: Any, grid: Any) -> tuple[Any, Any]:
 
 
 def _sampled_part(value: Any, like: Tile, layout: Layout) -> Tensor:
-    """This rank's part of an operand; 256 whole samples and 16 x 16 that were flattened lie in memory alike."""
+    """Return this rank's part of an operand; 256 whole samples and 16 x 16 flattened ones lie in memory alike."""
     if isinstance(value, Tile):
         value = value.owned()
         pair = matched_structures(value.layout, layout)
@@ -100,9 +102,9 @@ def _sampled_part(value: Any, like: Tile, layout: Layout) -> Tensor:
 
 @implements_torch(F.affine_grid)
 def _affine_grid(theta: Tile, size: Sequence[int], align_corners: bool | None = None) -> Tile:
-    """The grid of an affine map of each sample: its batch dim is cut as `theta`'s.
+    """Return the grid of an affine map of each sample; its batch dim is cut as `theta`'s.
 
-    *Sends*: nothing, but for a `theta` that is cut inside a matrix.
+    *Sends*: nothing, except for a `theta` that is cut inside a matrix.
     """
     own = theta.owned()
     for d in (1, 2):

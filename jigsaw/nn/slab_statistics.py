@@ -1,8 +1,9 @@
-"""What a slab needs of all slabs: the moments of a norm, the keys and values of an attention (`jigsaw.nn.chunked`).
+"""Values that a slab needs from all slabs: the moments of a norm, the keys and values of an attention
+(`jigsaw.nn.chunked`).
 
-Each is a function s of the whole input that the rest of the module reads like a weight.  Slabs are run up to it and say
-their part (`SlabPaused`); then they are run with its values, and, backward, with its gradient, which the slab's own
-rows then get beside their own.
+Each is a function s of the whole input that the rest of the module reads like a weight.  Slabs run up to it and hand
+out their part (`SlabPaused`); then they run with its values.  Backward, they run with its gradient, which is added to
+that of the slab's rows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jigsaw.tile import Tile
 
 @dataclass
 class SlabStatistic:
-    """The values, alike on the ranks along `axes`, and, once they are known, their gradients, summed over these."""
+    """Values, the same on the ranks along `axes`, and, once they are known, their gradients, summed over these."""
 
     values: tuple[Tensor, ...]
     axes: tuple[str, ...]
@@ -37,7 +38,7 @@ class SlabStatistic:
 
 
 class SlabPaused(BaseException):
-    """A slab has come to a statistic that is not known yet; `part` is the slab's share in it."""
+    """Raised where a slab comes to a statistic that is not known yet; `part` is the slab's share in it."""
 
     def __init__(self, part: MomentsPart | KeysPart) -> None:
         super().__init__(part)
@@ -45,13 +46,13 @@ class SlabPaused(BaseException):
 
 
 class SlabRun:
-    """One run of a module over one slab: which statistics are known, in the order in which the module asks."""
+    """One run of a module over one slab, with the statistics that are known, in the order in which the module asks."""
 
     def __init__(self, known: Sequence[SlabStatistic]) -> None:
         self._known, self._next = known, 0
 
     def statistic(self, part: MomentsPart | KeysPart) -> SlabStatistic:
-        """The next one, or `SlabPaused`."""
+        """Return the next statistic, or raise `SlabPaused`."""
         if self._next == len(self._known):
             raise SlabPaused(part)
         self._next += 1
@@ -67,23 +68,25 @@ def _axes_of_ranks(axes: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class MomentsPart:
-    """The rows of a slab that a norm takes its statistics over: `x` without halo along `dims`."""
+    """Rows of a slab that a norm takes its statistics over: `x` without halo along `dims`."""
 
     x: Tile
     dims: tuple[int, ...]
 
     def counted(self) -> tuple[int, Tensor, Tensor]:
-        """(rows, mean, sum of squared deviations); the slab itself can be forgotten then."""
+        """Return (rows, mean, sum of squared deviations), after which the slab itself is not needed."""
         rows = math.prod(self.x.local.shape[d] for d in self.dims)
         x = self.x.local.detach()
-        if not rows:  # another dim leaves this rank without any
+        if not rows:  # another dim leaves this rank without rows
             none = x.new_zeros([1 if d in self.dims else n for d, n in enumerate(x.shape)])
             return 0, none, none
         spread, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
         return rows, mean, spread * rows
 
     def merge(self, parts: Sequence[tuple[int, Tensor, Tensor]], mesh: DeviceMesh | None) -> SlabStatistic:
-        """The mean and the sum of squared deviations over all slabs of all ranks (Chan, Golub and LeVeque, 1979)."""
+        """Return the mean and the sum of squared deviations over all slabs of all ranks (Chan, Golub and LeVeque,
+        1979).
+        """
         axes = _axes_of_ranks(reducing_axes(self.x.layout, self.dims))
         count = elements_per_value(self.x, self.dims)
 
@@ -97,8 +100,8 @@ class MomentsPart:
 
 
 class _StandardizeSlab(torch.autograd.Function):
-    """y = (x - mean) / sqrt(squares / count + eps) * weight + bias, and the gradient of mean and squares for the rows
-    of x that they were made of.
+    """Function y = (x - mean) / sqrt(squares / count + eps) * weight + bias, with gradients of mean and squares for the
+    rows of x in them.
     """
 
     @staticmethod
@@ -132,20 +135,20 @@ class _StandardizeSlab(torch.autograd.Function):
         of_mean = (g * inverse).sum(dims, keepdim=True).neg_() if needs[3] else None
         of_squares = (g * unit).sum(dims, keepdim=True) * inverse.square() * (-0.5 / count) if needs[4] else None
         of_x = g * inverse if needs[0] else None
-        if of_x is not None and of_all is not None:  # of halo rows others have the gradient of the statistics
+        if of_x is not None and of_all is not None:  # for halo rows, other ranks have the gradient of the statistics
             of_x[own].add_(unit[own].mul_(of_all[1] * 2 / inverse)).add_(of_all[0] / count)
         return of_x, of_weight, of_bias, of_mean, of_squares, None, None, None
 
 
 def slabs_cut(x: Tile, *dims: int) -> bool:
-    """Whether `x` is a slab's, and the slabs cut one of its `dims`."""
+    """Say whether `x` is a slab's tile, and the slabs cut one of its `dims`."""
     return isinstance(x.mesh, SlabMesh) and SLAB_AXIS in reducing_axes(x.layout, dims)
 
 
 def standardize_slab(
     x: Tile, dims: tuple[int, ...], eps: float, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `jigsaw.nn.standardize.standardize_tile` gives, for a tile on a `SlabMesh` whose slabs cut `dims`."""
+    """Do as `jigsaw.nn.standardize.standardize_tile`, for a tile on a `SlabMesh` whose slabs cut `dims`."""
     layout = x.layout
     for d in dims:
         layout = layout.replace_dim(d, *(c.bare() for c in layout.dim(d)))
@@ -167,7 +170,7 @@ def _run_of(x: Tile) -> SlabRun:
 
 @dataclass(frozen=True)
 class KeysPart:
-    """The keys and values of a slab, whose tokens, their last dim but one, the slabs cut."""
+    """Keys and values of a slab; the slabs cut their tokens, the last dim but one."""
 
     key: Tile
     value: Tile
@@ -176,14 +179,14 @@ class KeysPart:
         return (self,)
 
     def merge(self, parts: Sequence[tuple[KeysPart]], mesh: DeviceMesh | None) -> SlabStatistic:
-        """All keys and values, in the order of the whole."""
+        """Return all keys and values, in the order of the whole."""
         keys, values = ([getattr(part, name) for (part,) in parts] for name in ("key", "value"))
         axes = _axes_of_ranks(self.key.layout.dim_axes(self.key.ndim - 2))
         return SlabStatistic((_tokens_of_all(keys, axes, mesh), _tokens_of_all(values, axes, mesh)), axes)
 
 
 def _token_box(tile: Tile) -> tuple[Layout, Any]:
-    """The layout with whole tokens, and the box of it, a slice a cut, that a tile without halo has."""
+    """Return the layout with whole tokens, and the box of it, a slice a cut, that a tile without halo has."""
     tokens = tile.ndim - 2
     layout = tile.layout.replace_dim(tokens, *(c.uncut() for c in tile.layout.dim(tokens)))
     return layout, box_slices(tile.layout.held(tile.coordinate), layout.held(tile.coordinate))
@@ -196,13 +199,13 @@ def _tokens_of_all(slabs: Sequence[Tile], axes: Sequence[str], mesh: DeviceMesh 
     for tile in slabs:
         box = _token_box(tile)[1]
         whole[box] = tile.local.detach().reshape(whole[box].shape)
-    # zeros elsewhere: the sum has every token once
+    # zeros elsewhere, so the sum has every token once
     whole = whole if mesh is None else comm.all_reduce(whole, mesh, axes)
     return whole.reshape(layout.local_shape(coord))
 
 
 class _WithGradients(torch.autograd.Function):
-    """`y` as it is; backward `others` get `gradients`, which come from elsewhere."""
+    """Function that returns `y` unchanged; backward, `others` get `gradients`, which come from elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, gradients: tuple[Tensor, ...], *others: Tensor) -> Tensor:
@@ -215,10 +218,11 @@ class _WithGradients(torch.autograd.Function):
 
 
 def keys_of_all_slabs(key: Tile, value: Tile) -> tuple[list[tuple[Tensor, Layout]], Callable[[Tensor], Tensor]]:
-    """Keys and values with all tokens, each with its layout, and what the local result is to pass through.
+    """Return keys and values with all tokens, each with its layout, and the function that the local result is to pass
+    through.
 
     *Sends*: an all-reduce of all keys and values over the ranks that cut their tokens, in the pass that finds them;
-    backward one of their gradients.
+    backward, one of their gradients.
     """
     key, value = key.owned(), value.owned()
     found = _run_of(key).statistic(KeysPart(key, value))

@@ -1,4 +1,4 @@
-"""How far the spectra of two fields differ, wherever their waves lie.
+"""Loss between the spectra of two fields, wherever their waves lie.
 
 >>> x = torch.arange(8.0).sin()
 >>> jigsaw.nn.spectral_loss(x, x.roll(3)) < 1e-12, torch.nn.functional.mse_loss(x, x.roll(3)) > 0.5
@@ -27,18 +27,19 @@ def spectral_loss(
     eps: float = 1e-8,
     reduction: str = "mean",
 ) -> Any:
-    """y = (a(F x) - a(F t))² of every mode, then reduced, where F is the orthonormal Fourier transform along `dim`.
+    """Return y = (a(F x) - a(F t))² of every mode, then reduced, where F is the orthonormal Fourier transform along
+    `dim`.
 
     `quantity`: a is ``"amplitude"`` (abs F), ``"power"`` (its square), or ``"log_power"`` (log of that plus eps). `dim`
     is longitude, or (-2, -1) for both dims of a plane. Modes of a real field come in pairs; one of each is computed,
     and counted twice in the sum and the mean, which are those over the full spectrum. `weight` (of latitudes, of modes)
     broadcasts to the modes that are computed; the mean is divided by its sum. Missing values (NaN) make NaN.
 
-    *Shapes*: real input and target of one shape, any dim cut; with ``reduction="none"`` the last of `dim` has
-    n // 2 + 1 modes.
+    *Shapes*: real input and target of one shape, any dim cut; with ``reduction="none"`` the last of `dim` has n // 2 +
+    1 modes.
     *Sends*: of input and target where `dim` is cut, what `torch.fft.rfftn` of a tile sends; the all-reduces of the
     mean.
-    *Raises*: `ShardingError` for two shapes, `ValueError` for another quantity.
+    *Raises*: `ShardingError` for two different shapes, `ValueError` for another quantity.
 
     >>> x = torch.tensor([0.0, 1.0, 0.0, -1.0])
     >>> jigsaw.nn.spectral_loss(2 * x, x, quantity="power", reduction="none")

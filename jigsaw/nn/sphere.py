@@ -1,14 +1,13 @@
-"""The operators of torch-harmonics on cut spheres: DISCO convolution, its transpose, and neighbourhood attention.
+"""Operators of torch-harmonics on cut spheres: DISCO convolution, its transpose, and neighborhood attention.
 
-The package registers them with torch (``torch.ops.disco_kernels``, ``torch.ops.attention_kernels``); they are answered
-by their names, so that it need not be installed.  Each makes a row of latitude from a band of rows, and from all of
-their longitudes: the sparse matrix psi that the package hands over has one row of entries for each output latitude (the
-transpose: for each input latitude), with columns ``lat * nlon + lon``.  So a rank makes its own rows of latitude from
-the rows that psi names, with the entries of psi that are about them; where longitude is cut, its axes cut latitude
-finer meanwhile.
+The package registers them with torch (``torch.ops.disco_kernels``, ``torch.ops.attention_kernels``); jigsaw answers
+them by name, so the package need not be installed.  Each makes a row of latitude from all longitudes of a band of rows.
+The package's sparse matrix psi has one row of entries for each output latitude (the transpose: for each input
+latitude), with columns ``lat * nlon + lon``.  So a rank makes its own rows of latitude from the rows that psi names,
+with the entries of psi for them.  Where longitude is cut, its axes cut latitude finer meanwhile.
 
-Two ranks on lat=2, x [1, 8, 24, 48], a filter that reaches three rows: rank 0 makes rows 0:12 of [1, 8, 7, 24, 48] and
-reads rows 0:15, of which it lacks three; what is seven times as large, one for each basis function, does not travel.
+Example: two ranks on lat=2, x [1, 8, 24, 48], a filter that reaches three rows.  Rank 0 makes rows 0:12 of [1, 8, 7,
+24, 48] and reads rows 0:15, of which it lacks three.  The result, seven times as large, does not travel.
 
 Source of the method: Ocampo, Price, McEwen, Scalable and equivariant spherical CNNs by discrete-continuous (DISCO)
 convolutions, arXiv 2209.13603; Bonev et al., Attention on the sphere, arXiv 2505.11157.
@@ -37,7 +36,7 @@ from jigsaw.nn.stencil import empty_result, single_cut
 from jigsaw.stencil_rules import ceil_div
 from jigsaw.tile import Tile, implements_torch, shared_mesh
 
-# For each output row of latitude the input rows that it is made of; (0, 0) for one that nothing makes.
+# For each output row of latitude, the input rows that make it; (0, 0) for one without any.
 LatitudeBands = tuple[Interval, ...]
 
 
@@ -46,8 +45,8 @@ LatitudeBands = tuple[Interval, ...]
 
 @dataclass(frozen=True)
 class SpherePlan:
-    """`needs`: the input rows of each piece of `made`, the latitudes of the result while longitude is whole; `home`:
-    how latitude and longitude of the result are cut in the end.
+    """Plan of rows: `needs` are the input rows of each piece of `made`, the latitudes of the result while longitude is
+    whole.  `home` is how latitude and longitude of the result are cut in the end.
     """
 
     made: Cut
@@ -55,7 +54,9 @@ class SpherePlan:
     home: tuple[Cut, Cut]
 
     def source(self, layout: Layout, lat: int) -> Layout:
-        """What an input of that layout is brought to: every rank holds the rows that it needs, and whole circles."""
+        """Return the layout to which an input is brought: every rank holds the rows that it needs, and
+        whole circles.
+        """
         size = layout.shape[lat]
         held = stretched_cut(self.made, size).holding(self.needs)
         return layout.replace_dim(lat + 1, whole_dim(layout.shape[lat + 1])).replace_dim(lat, held)
@@ -63,7 +64,7 @@ class SpherePlan:
 
 @lru_cache(maxsize=1024)
 def plan_sphere(layout: Layout, lat: int, bands: LatitudeBands, columns: int, name: str) -> SpherePlan:
-    """How rows of latitude are shared out that are made from a tile of `layout`: `columns` of longitude each.
+    """Plan how ranks share out rows of latitude made from a tile of `layout`: `columns` of longitude each.
 
     *Raises*: `ShardingError` for latitudes or longitudes that were flattened with other dims.
     """
@@ -74,7 +75,7 @@ def plan_sphere(layout: Layout, lat: int, bands: LatitudeBands, columns: int, na
 
 
 def stretched_cut(cut: Cut, size: int) -> Cut:
-    """The same cut of a dim that has another number of rows."""
+    """Return the same cut for a dim that has another number of rows."""
     if cut.size == size:
         return cut
     return Cut(size, tuple(ceil_div(p * size, cut.size) for p in cut.points), cut.axes)
@@ -87,13 +88,13 @@ def _needed_rows(bands: LatitudeBands, made: Interval) -> Interval:
 
 # -- psi --------------------------------------------------------------------------------------------------------------
 
-# What follows from the indices of psi, which a module keeps: reading them on the host waits for a GPU.
+# Values derived from the indices of psi, which a module keeps because reading them on the host waits for a GPU.
 _kept_bands: MutableMapping[Tensor, dict[int, LatitudeBands]] = WeakIdKeyDictionary()
 _kept_parts: MutableMapping[Tensor, dict[Any, tuple[Tensor, ...]]] = WeakIdKeyDictionary()
 
 
 def _latitude_bands(columns: Tensor, rows: int, entries: Callable[[], tuple[Tensor, Tensor]]) -> LatitudeBands:
-    """The bands of psi, each of whose `entries` reads a row and makes one of `rows`; kept by `columns`."""
+    """Return the bands of psi, each of whose `entries` reads a row and makes one of `rows`; kept by `columns`."""
     kept = _kept_bands.setdefault(columns, {})
     if rows not in kept:
         reads, makes = entries()
@@ -112,15 +113,15 @@ def _kept_part(columns: Tensor, key: Any, make: Callable[[], tuple[Tensor, ...]]
 
 
 def _row_offsets(rows: Tensor, count: int) -> Tensor:
-    """Where each of `count` rows begins in a rising list of rows, and where the last one ends."""
+    """Return where each of `count` rows begins in a rising list of rows, and where the last one ends."""
     return torch.searchsorted(rows.contiguous(), torch.arange(count + 1, device=rows.device))
 
 
 def _psi_of_rows(
     kernels: Tensor, rows: Tensor, columns: Tensor, made: Interval, held: Interval, width: int, transposed: bool
 ) -> tuple[Tensor, ...]:
-    """Of a DISCO psi the entries that make the rows `made` from the rows `held`, counted from the first of each: which
-    they are, where each row of entries begins, and their kernel, row and column.
+    """Return the entries of a DISCO psi that make the rows `made` from the rows `held`, counted from the first of each.
+    That is which they are, where each row of entries begins, and their kernel, row and column.
     """
     makes = columns // width if transposed else rows
     (at,) = ((makes >= made[0]) & (makes < made[1])).nonzero(as_tuple=True)
@@ -150,7 +151,7 @@ def _answer_contraction(name: str, *, transposed: bool) -> None:
         nlat_out: int,
         nlon_out: int,
     ) -> Tile:
-        """Formula: y[b, c, k, t, p] = sum over i, j of psi[k, t, i, j] x[b, c, i, j + p * nlon_in / nlon_out].
+        """Return y[b, c, k, t, p] = sum over i, j of psi[k, t, i, j] x[b, c, i, j + p * nlon_in / nlon_out].
 
         *Shapes*: [B, C, H, W] -> [B, C, K, H', W']; the transpose back; per rank the same of its own rows.
         *Sends*: the rows of latitude that a filter reaches beyond a border; where longitude is cut also the tile to
@@ -200,7 +201,7 @@ for _name in ("backward", "_disco_s2_transpose_contraction_optimized"):
 
 @implements_torch("disco_kernels::_disco_s2_fused_conv_optimized")
 def _fused_convolution(inp: Any, weight: Any, *psi: Any) -> Any:
-    """The contraction and the weights after it: the operator that saves memory does both at once.
+    """Run the contraction and the weights after it: the operator that saves memory does both at once.
 
     *Sends*: as the contraction does.
     """
@@ -241,7 +242,7 @@ def _answer_attention(name: str) -> None:
         nlat_out: int,
         nlon_out: int,
     ) -> Tile:
-        """Softmax over the neighbours of each point, weighted by the area of each.
+        """Return the softmax over the neighbors of each point, weighted by the area of each.
 
         *Shapes*: keys [B, H, W, C], values [B, H, W, D], queries [B, H', W', C] -> [B, H', W', D]; per rank the same of
         its own queries.
@@ -284,7 +285,9 @@ def _answer_attention(name: str) -> None:
 
 
 def _with_whole_channels(x: Tile) -> Tile:
-    """Heads are packed along the last dim; where axes cut it, they cut latitude finer from here on."""
+    """Return x with whole channels, because heads are packed along the last dim; axes that cut it cut latitude finer
+    from here on.
+    """
     if not x.layout.is_cut(3):
         return x
     own = x.layout.without_halo()
@@ -302,8 +305,8 @@ def _neighbours_of_rows(
     width: int,
     upward: bool,
 ) -> tuple[Tensor, ...]:
-    """Of an attention's psi what makes the rows `made` from the rows `held`, counted from the first of each: columns
-    and the row offsets of them, and the same as arcs of longitude.
+    """Return what makes the rows `made` from the rows `held` in an attention's psi, counted from the first of each.
+    That is columns and their row offsets, and the same as arcs of longitude.
     """
     if not upward:
         (a, b), low = made, held[0]

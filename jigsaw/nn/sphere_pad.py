@@ -1,10 +1,10 @@
-"""Padding on the sphere: longitudes go round, and beyond a pole a meridian goes on half-way round the globe.
+"""Padding on the sphere: longitude wraps around, and beyond a pole a meridian continues half-way round the globe.
 
 The words are those of the reader's boundary ``pole`` (`jigsaw.io.series.boundary`): rows beyond a pole are *turned*.
 
-Four ranks on lat=2, lon=2, x [6, 8] padded by a row and a column: rank 0 owns rows 0:3 of columns 0:4, and needs row 3
-from rank 2 and columns 7 and 4 from rank 1.  The row beyond the pole is row 0 half round, for the columns -1:5 that it
-holds the columns 3:9: column 3 is its own, 4:8 are rank 1's, and 8 is column 0, its own.
+Example: four ranks on lat=2, lon=2, x [6, 8] padded by a row and a column: rank 0 owns rows 0:3 of columns 0:4, and
+needs row 3 from rank 2 and columns 7 and 4 from rank 1.  The row beyond the pole is row 0 half-way round: for the
+columns -1:5 that the rank holds, columns 3:9.  Column 3 is its own, 4:8 are rank 1's, and 8 is column 0, its own.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from jigsaw.tile import Tile
 
 
 class SpherePad(nn.Module):
-    """y = x with rows and columns around it: column j is column j mod nlon, and row -k beyond the north pole is row
-    k - 1 (or k, where row 0 is the pole itself), turned: its column j is column j + nlon / 2.  So at the south pole.
+    """Module that pads a field on a sphere with rows and columns.  Column j is column j mod nlon.  Row -k beyond the
+    north pole is row k - 1 (or k, where row 0 is the pole itself), turned: its column j is column j + nlon / 2.  The
+    south pole is the same.
 
     `padding` is that of `torch.nn.CircularPad2d`: one number, or (left, right, top, bottom) of the last two dims,
     latitude and longitude, whichever way latitude runs.  `at_pole` says whether the first and last rows lie at the
     poles.  `vectors` are the channels, along `channel_dim`, that change sign beyond a pole: components of vectors.
 
     *Shapes*: [..., nlat, nlon] -> [..., nlat + top + bottom, nlon + left + right]; per rank the rows and columns of
-    padding belong to the first and last pieces, and every rank holds the padding's width of its neighbours' rows too,
-    so that the convolution that follows sends nothing.
-    *Sends*: forward the rows and columns that a rank holds beyond its own, from those that own them: of (top + bottom)
-    rows at each border of latitude, (left + right) columns at each of longitude, the corners between, and of turned
-    rows those columns that are not its own: nothing where longitude is whole.  Backward their gradients.
+    padding belong to the first and last pieces.  Every rank holds the padding's width of its neighbors' rows too, so
+    that the next convolution sends nothing.
+    *Sends*: forward, the rows and columns that a rank holds beyond its own, from their owners: (top + bottom) rows at
+    each border of latitude, (left + right) columns at each of longitude, and the corners between.  Of turned rows,
+    those columns that are not its own; none where longitude is whole.  Backward, their gradients.
     *Raises*: `ShardingError` for padding that is negative, or wider than the dim; rows beyond a pole where nlon is odd;
-    vectors that are no channels; dims that were flattened.
+    vectors that are not channels; dims that were flattened.
 
     >>> tile = jigsaw.shard(torch.arange(8.0).view(2, 4), jigsaw.init_mesh(lat=1, lon=1), ("lat", "lon"))
     >>> jigsaw.nn.SpherePad((0, 0, 1, 1))(tile).full_tensor()
@@ -63,11 +64,11 @@ class SpherePad(nn.Module):
         self.vectors, self.channel_dim = tuple(vectors), channel_dim
 
     def extra_repr(self) -> str:
-        """The arguments."""
+        """Return the arguments."""
         return f"{self.padding}, at_pole={self.at_pole}, vectors={self.vectors}"
 
     def forward(self, x: Any) -> Any:
-        """The padded field, of a tile or a plain tensor."""
+        """Return the padded field, of a tile or a plain tensor."""
         self._check(tuple(x.shape))
         signs = self._signs(x)
         if not isinstance(x, Tile):
@@ -84,7 +85,7 @@ class SpherePad(nn.Module):
             signs = cut_whole_tensor(signs, x)
         ends = [_turned_rows(x, to, needs, signs) for needs in self._rows_beyond(x.shape[lat], to.derived[0][1])]
         y = torch.cat([ends[0], rows, ends[1]], lat)
-        # where longitude is whole its columns of padding are at hand, also those of rows that came from others
+        # where longitude is whole, its columns of padding are at hand, even for rows from other ranks
         return Tile(y if is_cut_or_haloed(x.layout, lon) else self._pad_columns(y), to.out, x.mesh)
 
     def _check(self, shape: tuple[int, ...]) -> None:
@@ -111,7 +112,7 @@ class SpherePad(nn.Module):
             )
 
     def _signs(self, x: Any) -> Tensor | None:
-        """What turned rows are multiplied by."""
+        """Return the factors of turned rows."""
         if not self.vectors:
             return None
         shape = [1] * x.ndim
@@ -136,7 +137,7 @@ class SpherePad(nn.Module):
         return x.index_select(-1, torch.arange(-left, nlon + right, device=x.device) % nlon)
 
     def _rows_beyond(self, n: int, lat: DerivedCut) -> tuple[list[Interval], list[Interval]]:
-        """The rows that show, turned, what each piece holds beyond the first pole, and beyond the last."""
+        """Return the rows that show, turned, what each piece holds beyond the first pole, and beyond the last."""
         top, (first, last) = self.padding[2], map(int, self.at_pole)
         held = [(start - top, stop - top) for start, stop in lat.out.held]
         north = [(first - min(stop, 0), first - start) if start < min(stop, 0) else (0, 0) for start, stop in held]
@@ -148,7 +149,7 @@ class SpherePad(nn.Module):
 
 
 def _turned_rows(x: Tile, to: StencilPlan, needs: Sequence[Interval], signs: Tensor | None) -> Tensor:
-    """This rank's rows beyond one pole, of the columns that it holds; no rows for most ranks."""
+    """Return this rank's rows beyond one pole, of the columns that it holds; no rows for most ranks."""
     lat, lon = x.ndim - 2, x.ndim - 1
     needed = next((circle.needs for d, circle, _ in to.derived if d == lon), ((0, x.shape[lon]),))
     columns = [(start + x.shape[lon] // 2, stop + x.shape[lon] // 2) for start, stop in needed]

@@ -1,4 +1,4 @@
-"""Convolution on the sphere by spherical harmonics: what a spherical Fourier neural operator is made of.
+"""Convolution on the sphere by spherical harmonics: the layer of spherical Fourier neural operators.
 
 Source of the method: Bonev et al., Spherical Fourier neural operators: learning stable dynamics on the sphere, arXiv
 2306.03838; Driscoll and Healy 1994 for the theorem.
@@ -16,17 +16,17 @@ from jigsaw.nn.spherical_harmonics import InverseSphericalHarmonicTransform, Sph
 
 
 class SphericalConv(nn.Module):
-    """y = S^-1(W S(x)): coefficients are mixed over channels by complex weights, one matrix for each degree l
+    """Layer y = S^-1(W S(x)): complex weights mix coefficients over channels.  They are one matrix for each degree l
     ("dhconv", the same for all orders: a convolution with a filter round a pole, after Driscoll and Healy), or for each
     degree and order ("diagonal").
 
-    The transforms are modules of their own, so that layers share them and their tables; between other grids the field
+    The transforms are separate modules, so that layers share them and their tables; between different grids the field
     is resampled.
 
     *Shapes*: [..., in, nlat, nlon] -> [..., out, nlat', nlon'], cut alike; weight complex [in, out, lmax], or [in, out,
     lmax, mmax], whole on every rank; bias [out].
-    *Sends*: what the transforms send, nothing between them; where channels are cut, one all-reduce of the coefficients
-    over their axes, and y has whole channels.
+    *Sends*: what the transforms send, and nothing between them; where channels are cut, one all-reduce of the
+    coefficients over their axes, and y has whole channels.
     *Raises*: `ShardingError` for transforms of other degrees, or another `operator_type`.
 
     >>> there = jigsaw.nn.SphericalHarmonicTransform(9, 16)
@@ -63,7 +63,7 @@ class SphericalConv(nn.Module):
         self.bias = nn.Parameter(weight.new_zeros(out_channels, dtype=dtype.to_real())) if bias else None
 
     def forward(self, x: Any) -> Any:
-        """The convolved field, of a tile or a plain tensor."""
+        """Return the convolved field, of a tile or a plain tensor."""
         equation = "...ilm,iol->...olm" if self.operator_type == "dhconv" else "...ilm,iolm->...olm"
         y = self.inverse_transform(torch.einsum(equation, self.forward_transform(x), self.weight))
         return y if self.bias is None else y + self.bias[:, None, None]

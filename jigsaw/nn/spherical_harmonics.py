@@ -2,16 +2,17 @@ r"""Spherical harmonic transforms of fields that are cut along latitude and long
 
 c[l, m] = sum over the rows k of w_k P_l^m(cos theta_k) x_m(theta_k), where x_m are the Fourier modes of the circle of
 latitude theta_k, w_k quadrature weights and P associated Legendre functions (`jigsaw.nn.legendre_tables`); the inverse
-sums over the degrees l.  Grids, norms and truncation are those of torch-harmonics, whose `RealSHT` this is on one rank.
+sums over the degrees l.  Grids, norms and truncation are those of torch-harmonics, and on one rank this is its
+`RealSHT`.
 
-Fourier modes need whole circles and Legendre functions whole meridians, of one order m each.  So where longitude is
-cut, its axes first cut latitude finer; then all axes go to the orders, and **stay** there: a rank has some orders, all
-degrees, and the Legendre functions of its own orders alone.  The inverse goes back the same way and comes home, for the
-cut of the orders remembers (`Cut.source`) how latitude and longitude were cut.
+Fourier modes need whole circles; Legendre functions need whole meridians, of one order m each.  So where longitude is
+cut, its axes first cut latitude finer.  Then all axes cut the orders, and **stay** there: a rank has some orders, all
+degrees, and the Legendre functions of its own orders alone.  The inverse returns to the old cuts of latitude and
+longitude, because the cut of the orders remembers them (`Cut.source`).
 
-Four ranks on lat=2, lon=2, x [8, 33, 64] cut at row 17 and column 32: rank 0 has rows 0:17 of columns 0:32, gives rank
-1 rows 9:17 and gets the other half of rows 0:9.  It transforms these nine circles into 33 modes each, keeps orders 0:9
-of the 33, and gets these of all other rows; with the table [9, 33, 33] of its orders it makes c [8, 33, 9].
+Example: four ranks on lat=2, lon=2, x [8, 33, 64] cut at row 17 and column 32: rank 0 has rows 0:17 of columns 0:32,
+gives rank 1 rows 9:17 and gets the other half of rows 0:9.  It transforms these nine circles into 33 modes each, keeps
+orders 0:9 of the 33, and gets these of all other rows; with the table [9, 33, 33] of its orders it makes c [8, 33, 9].
 
 Sources: Driscoll and Healy, Computing Fourier transforms and convolutions on the 2-sphere, 1994; Schaeffer, Efficient
 spherical harmonic transforms, arXiv 1202.6522, 2013; Bonev et al., Spherical Fourier neural operators, arXiv
@@ -53,8 +54,8 @@ _NAME = "a spherical harmonic transform"
 
 @dataclass(frozen=True)
 class HarmonicPlan:
-    """The layouts of a transform on its way: `field` [..., lat, lon] as it lies in the end or in the beginning, the
-    same of whole `circles`, and the `orders` [..., lat, m], all latitudes of some orders.
+    """Layouts of a transform: `field` [..., lat, lon] as it lies in the end or in the beginning, and two steps between.
+    These are the same of whole `circles`, and the `orders` [..., lat, m], all latitudes of some orders.
     """
 
     field: Layout
@@ -62,21 +63,21 @@ class HarmonicPlan:
     orders: Layout
 
     def with_rows(self, rows: int) -> Layout:
-        """The layout of the orders with `rows` degrees, or latitudes, each."""
+        """Return the layout of the orders with `rows` degrees, or latitudes, each."""
         return self.orders.replace_dim(self.orders.ndim - 2, whole_dim(rows))
 
     def modes(self, count: int) -> Layout:
-        """The layout of `count` modes of the circles."""
+        """Return the layout of `count` modes of the circles."""
         return self.circles.replace_dim(self.circles.ndim - 1, whole_dim(count))
 
     def held_orders(self, coord: MeshCoordinate) -> Interval:
-        """The orders that a rank works on."""
+        """Return the orders that a rank works on."""
         return self.orders.owned(coord)[-1]
 
 
 @lru_cache(maxsize=1024)
 def plan_harmonics(field: Layout, orders: int) -> HarmonicPlan:
-    """How a field of that layout, without halo, gets to the first `orders` orders.
+    """Plan how a field of that layout, without halo, gets to the first `orders` orders.
 
     *Raises*: `ShardingError` for latitudes or longitudes that were flattened with other dims.
     """
@@ -93,9 +94,9 @@ def plan_harmonics(field: Layout, orders: int) -> HarmonicPlan:
 
 @lru_cache(maxsize=1024)
 def plan_inverse_harmonics(coefficients: Layout, rows: int, columns: int) -> HarmonicPlan:
-    """How coefficients [..., l, m] of that layout, without halo, become a field of `rows` and `columns`.
+    """Plan how coefficients [..., l, m] of that layout, without halo, become a field of `rows` and `columns`.
 
-    It comes home to where the cut of its orders knows that it was; where that knows nothing, latitude is cut.
+    The field gets the cuts that the cut of the orders remembers; without any, latitude is cut.
     """
     n = coefficients.ndim
     of_l, of_m = (single_cut(coefficients, d, _NAME) for d in (n - 2, n - 1))
@@ -118,7 +119,7 @@ def plan_inverse_harmonics(coefficients: Layout, rows: int, columns: int) -> Har
 
 
 class TableKey(NamedTuple):
-    """What a table of Legendre functions, or of their derivatives, follows from."""
+    """Key of a table of Legendre functions, or of their derivatives."""
 
     grid: str
     rows: int
@@ -130,7 +131,7 @@ class TableKey(NamedTuple):
     device: torch.device
 
 
-# One for all modules of a process that need the same: a transform and its inverse do.
+# All modules of a process that need the same table share it, as a transform and its inverse do.
 _kept_tables: MutableMapping[TableKey, Tensor] = WeakValueDictionary()
 
 
@@ -142,12 +143,12 @@ def _make_table(key: TableKey) -> Tensor:
 
 
 def _plain_constant(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # what is kept must be good for training, too
+    with torch.inference_mode(False):  # a kept table must also serve training
         return torch.from_numpy(values).to(device, dtype)
 
 
 def truncated_degrees(nlat: int, nlon: int, lmax: int | None, mmax: int | None, grid: str) -> int:
-    """As many degrees and orders as a grid tells apart: torch-harmonics' rule, one number for both.
+    """Return the number of degrees and orders that a grid resolves: torch-harmonics' rule, one number for both.
 
     >>> from jigsaw.nn.spherical_harmonics import truncated_degrees
     >>> truncated_degrees(721, 1440, None, None, "equiangular"), truncated_degrees(32, 64, 20, None, "legendre-gauss")
@@ -161,7 +162,7 @@ def truncated_degrees(nlat: int, nlon: int, lmax: int | None, mmax: int | None, 
 
 
 class _SphereTransform(nn.Module):
-    """What the transforms share: the grid, and the tables of the orders that this rank has worked on."""
+    """Shared part of the transforms: the grid, and the tables of the orders that this rank has worked on."""
 
     of_vectors = False
 
@@ -197,7 +198,7 @@ class _SphereTransform(nn.Module):
         return {**self.__dict__, "_kept": {}}
 
     def extra_repr(self) -> str:
-        """The grid and the truncation."""
+        """Return the grid and the truncation."""
         size = f"nlat={self.nlat}, nlon={self.nlon}, lmax={self.lmax}, mmax={self.mmax}"
         return f"{size}, grid={self.grid!r}, norm={self.norm!r}, csphase={self.csphase}"
 
@@ -217,7 +218,7 @@ class _SphereTransform(nn.Module):
         return self._kept[key]
 
     def _checked_input(self, x: Any, sizes: tuple[int, int]) -> Any:
-        """`x` without halo, in single precision or better."""
+        """Return `x` without halo, in single precision or better."""
         wanted = (2, *sizes) if self.of_vectors else sizes
         if tuple(x.shape[-len(wanted) :]) != wanted:
             raise ShardingError(
@@ -234,7 +235,7 @@ class _SphereTransform(nn.Module):
 
 
 def _legendre_product(x: Tensor, table: Tensor, inverse: bool) -> Tensor:
-    """Complex [..., lat, m] -> [..., l, m], or back, by a real table [m, l, lat]: one matrix for each order."""
+    """Map complex [..., lat, m] to [..., l, m], or back, by a real table [m, l, lat]: one matrix for each order."""
     if not x.numel():  # a rank without orders, or an empty batch
         return empty_result((*x.shape[:-2], table.shape[2 if inverse else 1], x.shape[-1]), x)
     equation = "...lmr,mlk->...kmr" if inverse else "...kmr,mlk->...lmr"
@@ -243,17 +244,16 @@ def _legendre_product(x: Tensor, table: Tensor, inverse: bool) -> Tensor:
 
 
 class SphericalHarmonicTransform(_SphereTransform):
-    """The coefficients c[l, m] of a real field on a sphere; torch-harmonics' `RealSHT`, and its arguments.
+    """Transform to the coefficients c[l, m] of a real field on a sphere; torch-harmonics' `RealSHT`, and its arguments.
 
     *Shapes*: [..., nlat, nlon] -> complex [..., lmax, mmax]; per rank the orders are cut by all axes that cut latitude
     and longitude, degrees are whole, and leading dims stay as they are.
     *Holds*: the Legendre functions of a rank's own orders, about mmax / P x lmax x nlat numbers, in the dtype of x.
-    *Sends*: with N leading elements on P = p q ranks, p of them along latitude and q along longitude: where q > 1,
-    (1 - 1/q) N nlat nlon / P real numbers; then (1 - 1/P) N nlat mmax / P complex ones.  Backward the same, of the
+    *Sends*: with N leading elements on P = p q ranks, p of them along latitude and q along longitude: where q > 1, (1 -
+    1/q) N nlat nlon / P real numbers; then (1 - 1/P) N nlat mmax / P complex ones.  Backward the same, of the
     gradients.
-    *Raises*: `ShardingError` for an unknown grid or norm, more orders than nlon tells apart, other sizes, and
-    latitudes or longitudes that were flattened with other dims.
-    Source of the method: see `jigsaw.nn.spherical_harmonics`.
+    *Raises*: `ShardingError` for an unknown grid or norm, more orders than nlon resolves, other sizes, and latitudes or
+    longitudes that were flattened with other dims. Source of the method: see `jigsaw.nn.spherical_harmonics`.
 
     >>> transform = jigsaw.nn.SphericalHarmonicTransform(9, 16)
     >>> tile = jigsaw.shard(torch.ones(2, 9, 16), jigsaw.init_mesh(lat=1, lon=1), (None, "lat", "lon"))
@@ -263,7 +263,7 @@ class SphericalHarmonicTransform(_SphereTransform):
     """
 
     def forward(self, x: Any) -> Any:
-        """The coefficients of `x`, a tile or a plain tensor."""
+        """Return the coefficients of `x`, a tile or a plain tensor."""
         x = self._checked_input(x, (self.nlat, self.nlon))
         if not isinstance(x, Tile):
             return self._analyse(self._fourier_modes(x), (0, self.mmax))
@@ -276,7 +276,7 @@ class SphericalHarmonicTransform(_SphereTransform):
         return torch.fft.rfft(x, norm="forward")[..., : self.mmax]
 
     def _analyse(self, modes: Tensor, orders: Interval) -> Tensor:
-        """[..., lat, m] -> [..., l, m] of some orders."""
+        """Map [..., lat, m] to [..., l, m] for some orders."""
         c = self._contract(modes * self._constant("weights", modes), self._table(orders, modes))
         return c if self.norm == "ortho" else c * self._constant("scale", c)
 
@@ -285,14 +285,14 @@ class SphericalHarmonicTransform(_SphereTransform):
 
 
 class InverseSphericalHarmonicTransform(_SphereTransform):
-    """The real field of coefficients c[l, m]; torch-harmonics' `InverseRealSHT`, and its arguments.
+    """Transform from coefficients c[l, m] to their real field; torch-harmonics' `InverseRealSHT`, and its arguments.
 
-    *Shapes*: complex [..., lmax, mmax] -> [..., nlat, nlon]; per rank cut as the field was that the coefficients are
-    of, at proportionate points where the grid has other sizes; where no such field is known, latitude is cut.
+    *Shapes*: complex [..., lmax, mmax] -> [..., nlat, nlon]; per rank cut as the field of the coefficients was, at
+    proportionate points where the grid has other sizes; without such a field, latitude is cut.
     *Holds*: the same table as the transform, once for both.
-    *Sends*: what the transform sends, the other way: (1 - 1/P) N nlat mmax / P complex numbers, then, where longitude
-    is cut, (1 - 1/q) N nlat nlon / P real ones; where degrees are cut too, coefficients first go to orders alone.
-    Backward the same, of the gradients.
+    *Sends*: the same as the transform, the other way: (1 - 1/P) N nlat mmax / P complex numbers, then, where longitude
+    is cut, (1 - 1/q) N nlat nlon / P real ones.  Where degrees are cut too, an exchange first makes them whole.
+    Backward, the same of the gradients.
     *Raises*: as `SphericalHarmonicTransform`.
 
     >>> inverse = jigsaw.nn.InverseSphericalHarmonicTransform(9, 16)
@@ -304,7 +304,7 @@ class InverseSphericalHarmonicTransform(_SphereTransform):
     """
 
     def forward(self, c: Any) -> Any:
-        """The field of `c`, a tile or a plain tensor."""
+        """Return the field of `c`, a tile or a plain tensor."""
         c = self._checked_input(c, (self.lmax, self.mmax))
         if not isinstance(c, Tile):
             return self._fields_of_modes(self._synthesise(c, (0, self.mmax)))
@@ -318,11 +318,13 @@ class InverseSphericalHarmonicTransform(_SphereTransform):
         return torch.fft.irfft(modes, n=self.nlon, norm="forward")
 
     def _synthesise(self, c: Tensor, orders: Interval) -> Tensor:
-        """[..., l, m] -> [..., lat, m] of some orders."""
+        """Map [..., l, m] to [..., lat, m] for some orders."""
         c = c if self.norm == "ortho" else c / self._constant("scale", c)
         modes = self._contract(c, self._table(orders, c))
         real = [m - orders[0] for m in (0, self.nlon / 2) if orders[0] <= m < orders[1]]
-        if real and modes.numel():  # what irfft takes for real numbers: the CPU's looks past the rest, a GPU's may not
+        if (
+            real and modes.numel()
+        ):  # irfft takes these for real numbers: the CPU's ignores their imaginary parts, a GPU's may not
             keep = torch.ones(modes.shape[-1], 2, dtype=modes.real.dtype, device=modes.device)
             for m in real:
                 keep[int(m), 1] = 0
@@ -334,16 +336,17 @@ class InverseSphericalHarmonicTransform(_SphereTransform):
 
 
 class VectorSphericalHarmonicTransform(SphericalHarmonicTransform):
-    """The spheroidal and toroidal coefficients of a tangential vector field; torch-harmonics' `RealVectorSHT`.
+    """Transform to the spheroidal and toroidal coefficients of a tangential vector field; torch-harmonics'
+    `RealVectorSHT`.
 
-    Components point along colatitude (southward) and longitude (eastward).  The coefficients of a gradient are
-    spheroidal alone, and those of its scalar.
+    Components point along colatitude (southward) and longitude (eastward).  A gradient has only spheroidal
+    coefficients, which are those of its scalar.
 
     *Shapes*: [..., 2, nlat, nlon] -> complex [..., 2, lmax, mmax], cut as those of `SphericalHarmonicTransform`; the
     two components are whole.
-    *Holds*: two tables, of the derivatives of Legendre functions: twice what the scalar transform holds.
-    *Sends*, *Raises*: as `SphericalHarmonicTransform`, with both components among the N elements; `ShardingError` also
-    where the components are cut.
+    *Holds*: two tables of derivatives of Legendre functions, twice as much as the scalar transform. *Sends*, *Raises*:
+    as `SphericalHarmonicTransform`, with both components among the N elements; `ShardingError` also where the
+    components are cut.
 
     >>> transform = jigsaw.nn.VectorSphericalHarmonicTransform(9, 16)
     >>> transform(torch.randn(3, 2, 9, 16)).shape
@@ -358,7 +361,8 @@ class VectorSphericalHarmonicTransform(SphericalHarmonicTransform):
 
 
 class InverseVectorSphericalHarmonicTransform(InverseSphericalHarmonicTransform):
-    """The tangential vector field of spheroidal and toroidal coefficients; torch-harmonics' `InverseRealVectorSHT`.
+    """Transform from spheroidal and toroidal coefficients to their tangential vector field; torch-harmonics'
+    `InverseRealVectorSHT`.
 
     *Shapes*: complex [..., 2, lmax, mmax] -> [..., 2, nlat, nlon], cut as by `InverseSphericalHarmonicTransform`.
     *Holds*, *Sends*, *Raises*: as `VectorSphericalHarmonicTransform`.
@@ -377,7 +381,9 @@ class InverseVectorSphericalHarmonicTransform(InverseSphericalHarmonicTransform)
 
 
 def _of_both_components(x: Tensor, tables: Tensor, inverse: bool) -> Tensor:
-    """(D x_0 + s i E x_1, - D x_1 + s i E x_0), where D and E are the two tables, s = 1 for the inverse and -1 else."""
+    """Return (D x_0 + s i E x_1, - D x_1 + s i E x_0), where D and E are the two tables, s = 1 for the inverse and -1
+    else.
+    """
     along, across = (_legendre_product(x, table, inverse) for table in tables)
     (first, second), (other_first, other_second) = along.unbind(-3), across.unbind(-3)
     i = 1j if inverse else -1j

@@ -1,5 +1,5 @@
-"""(x - mean) / sqrt(var + eps) * weight + bias over cut dims: the core of the norms, with one tensor kept for the way
-back.
+"""Core of the norms, (x - mean) / sqrt(var + eps) * weight + bias over cut dims, with one tensor kept for the backward
+pass.
 
 The statistics of the ranks are combined as Chan, Golub and LeVeque do ("Updating formulae and a pairwise algorithm for
 computing sample variances", 1979), so no digits cancel; the gradient is the closed formula of Ioffe and Szegedy (arXiv
@@ -24,12 +24,14 @@ from jigsaw.tile import Tile
 
 
 def is_whole_along(tile: Tile, dims: Sequence[int]) -> bool:
-    """Whether each rank has all rows of `dims` once, so that plain torch's own norm is exact there."""
+    """Say whether each rank has all rows of `dims` once, so that plain torch's own norm is exact there."""
     return all(map(tile.layout.complete_dims.__getitem__, dims))
 
 
 def owned_along(tile: Tile, dims: Sequence[int]) -> Tile:
-    """The tile without halo rows along `dims`, so that a statistic over them counts each row once; nothing is sent."""
+    """Return the tile without halo rows along `dims`, so that a statistic over them counts each row once; nothing is
+    sent.
+    """
     layout = tile.layout
     for d in dims:
         layout = layout.replace_dim(d, *(c.bare() for c in layout.dim(d)))
@@ -39,12 +41,12 @@ def owned_along(tile: Tile, dims: Sequence[int]) -> Tile:
 def standardize_tile(
     x: Tile, dims: Sequence[int], eps: float, weight: Tensor | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, sum of squared deviations): local tensors; y for all rows of x, halo included, statistics of owned
-    ones.
+    """Return (y, mean, sum of squared deviations): local tensors; y for all rows of x, halo included, statistics of
+    owned ones.
 
-    *Shapes*: y as x.local, which is float32 or wider; the statistics with size 1 along `dims`, held alike by the ranks
-    that the axes of `dims` join; `weight` and `bias` broadcast to x.local.
-    *Sends*: forward two all-reduces of one value a statistic, backward one of two values.
+    *Shapes*: y as x.local, which is float32 or wider; the statistics with size 1 along `dims`, the same on the ranks
+    along the axes of `dims`; `weight` and `bias` broadcast to x.local.
+    *Sends*: forward, two all-reduces of one value a statistic; backward, one of two values.
     """
     dims = tuple(dims)
     if slabs_cut(x, *dims):
@@ -61,7 +63,7 @@ def standardize_tile(
 def _standardize_composed(
     x: Tile, dims: tuple[int, ...], eps: float, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same from differentiable pieces, for halo rows along `dims`."""
+    """Compute the same from differentiable pieces, for halo rows along `dims`."""
     mean, squares = global_moments(owned_along(x, dims), dims)
     axes = reducing_axes(x.layout, dims)
     return (
@@ -84,7 +86,7 @@ def _apply_statistics(
 def _global_statistics(
     x: Tensor, images: NormImages | None, mesh: DeviceMesh, axes: Sequence[str], dims: tuple[int, ...], count: int
 ) -> tuple[Tensor, Tensor]:
-    """(mean, sum of squared deviations) over the rows of all ranks along `axes`."""
+    """Return (mean, sum of squared deviations) over the rows of all ranks along `axes`."""
     rows = math.prod(x.shape[d] for d in dims)
     if images is not None:
         spread, own = images.moments(dims)
@@ -98,8 +100,8 @@ def _global_statistics(
 
 
 def _are_near_zero(mean: Tensor, inverse: Tensor) -> bool:
-    """Whether x * scale + shift, one pass, has the digits of (x - mean) * scale, two: of large means it lacks some, in
-    plain torch too.
+    """Say whether x * scale + shift, one pass, keeps the digits of (x - mean) * scale, two passes.  With large means it
+    loses some, in plain torch too.
     """
     return bool((mean * inverse).abs().max() < _LARGEST_MEAN)
 
@@ -131,7 +133,7 @@ class _Standardize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight, bias, mean, inverse = ctx.saved_tensors
-        if torch.is_grad_enabled():  # differentiable twice, from the pieces
+        if torch.is_grad_enabled():  # from the pieces, which can be differentiated twice
             return *_differentiable_gradients(x, weight, bias, ctx.how, grads[0], ctx.needs_input_grad), None
         images = as_norm_images(x, ctx.how[2], weight, bias)
         if images is not None and _are_near_zero(mean, inverse):
@@ -165,7 +167,7 @@ def _gradients_by_images(
     how: tuple[Any, ...],
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of the values, the weight and the bias."""
+    """Return the gradients of the values, the weight and the bias."""
     mesh, axes, dims, _, count = how
     along, total = images.sums(grad, mean, inverse)
     of_weight = along.sum_to_size(weight.shape) if weight is not None and needs[1] else None
@@ -185,7 +187,7 @@ def _gradients_by_images(
 def _differentiable_gradients(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[Any, ...], grad: Tensor, needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The gradients as functions that can be differentiated again."""
+    """Return the gradients as functions that can be differentiated again."""
     mesh, axes, dims, _, count = how
     mean = comm.sum_parts(x.sum(dims, keepdim=True), mesh, axes) / count
     squares = comm.sum_parts((x - comm.use_in_parts(mean, mesh, axes)).square().sum(dims, keepdim=True), mesh, axes)

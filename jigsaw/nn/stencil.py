@@ -1,8 +1,8 @@
-"""The one engine of all stencils: output cuts -> needed rows -> exchange -> a plain torch op without padding.
+"""Engine of all stencils: output cuts -> needed rows -> exchange -> a plain torch op without padding.
 
-Convolution, pooling, padding and interpolation say which `StencilRule` each of their dims follows; here those of a
-tile's cut dims become one exchange, so that every rank holds the input rows of its output rows, in one copy that
-includes the padding. Dims that nothing cuts are left to the op.
+Convolution, pooling, padding and interpolation name the `StencilRule` of each of their dims.  Here the rules of a
+tile's cut dims become one exchange.  Then every rank holds the input rows of its output rows, in one copy that includes
+the padding. Dims that nothing cuts are left to the op.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from jigsaw.tile import Tile
 
 @dataclass(frozen=True, eq=False)
 class DimStencil(FrozenValue):
-    """A stencil along one tensor dim: its rule, whether the dim wraps, and how many more output rows a side to hold.
+    """Stencil along one tensor dim: its rule, whether the dim wraps, and how many more output rows a side to hold.
 
-    With `always`, the engine pads the dim also where nothing cuts it.
+    With `always`, the engine pads the dim even where nothing cuts it.
     """
 
     dim: int
@@ -38,7 +38,7 @@ class DimStencil(FrozenValue):
 
 @dataclass(frozen=True)
 class StencilPlan:
-    """One rank's side of a stencil.
+    """Stencil of one rank.
 
     `out` is the layout of the result, `target` what every rank needs of the input; `margins` the rows of padding around
     this rank's part, an entry a cut; `derived` the arithmetic of every touched dim and `piece` this rank's place in it.
@@ -52,17 +52,17 @@ class StencilPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank has no output element."""
+        """True where this rank has no output element."""
         return 0 in self.shape
 
 
 def is_cut_or_haloed(layout: Layout, dim: int) -> bool:
-    """Whether the engine has work along `dim`: something cuts it, or it has halo rows."""
+    """Say whether the engine has work along `dim`: something cuts it, or it has halo rows."""
     return not layout.complete_dims[dim]
 
 
 def single_cut(layout: Layout, dim: int, name: str) -> Cut:
-    """The one cut of a dim that a stencil slides along.
+    """Return the one cut of a dim that a stencil slides along.
 
     Raises: `ShardingError` for dims that were flattened together.
     """
@@ -77,15 +77,17 @@ def single_cut(layout: Layout, dim: int, name: str) -> Cut:
 
 @lru_cache(maxsize=4096)
 def plan_stencil(layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoordinate, name: str) -> StencilPlan:
-    """What the rank at `coord` needs, gets and gives; the dims that are not `is_cut_or_haloed` only change their size.
+    """Plan what the rank at `coord` needs, gets and gives; the dims that are not `is_cut_or_haloed` only change their
+    size.
 
     Raises: `ShardingError` for dims that were flattened together, or a window that does not fit.
     """
     out = target = layout
     margins: dict[int, tuple[int, int]] = dict.fromkeys(range(layout.ndim), (0, 0))
     derived: list[tuple[int, DerivedCut, int]] = []
-    # Four ranks on 33 rows cut at 0, 9, 17, 25, 33, kernel 3, stride 2, padding 1: 17 outputs cut at 0, 5, 9, 13, 17.
-    # Rank 1 makes outputs 5:9 and reads rows 9:18, of which it lacks 17; rank 0 reads 0:10, and one row of padding.
+    # Example: four ranks on 33 rows cut at 0, 9, 17, 25, 33, kernel 3, stride 2, padding 1: 17 outputs cut at 0, 5, 9,
+    # 13, 17. Rank 1 makes outputs 5:9 and reads rows 9:18, of which it lacks 17; rank 0 reads 0:10, and one row of
+    # padding.
     for a in along:
         cut = single_cut(layout, a.dim, name)
         if not (a.always or is_cut_or_haloed(layout, a.dim)):
@@ -97,27 +99,30 @@ def plan_stencil(layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoord
         target = target.replace_dim(a.dim, cut.holding(found.needs))
         margins[a.dim] = found.margins[piece]
         derived.append((a.dim, found, piece))
-    # margins are per cut, as the boxes of an exchange are; a dim of several cuts is no stencil's, so it has none
+    # margins are per cut, as the boxes of an exchange are; no stencil slides along a dim of several cuts, so it has
+    # none
     by_cut = tuple(m for d, group in enumerate(layout.dims()) for m in [margins[d]] * len(group))
     return StencilPlan(out, target, by_cut, out.local_shape(coord), tuple(derived))
 
 
 def gather_input_rows(x: Tile, to: StencilPlan, fill: float = 0.0) -> Tensor:
-    """The input rows of this rank's output rows, padding included.
+    """Return the input rows of this rank's output rows, padding included.
 
-    *Sends*: forward the rows that neighbours need and do not hold, backward their gradients.
+    *Sends*: forward, the rows that neighbors need and do not hold; backward, their gradients.
     """
-    if not to.derived and to.target == x.layout:  # nothing cuts the dims that it slides along, nor brings channels
+    if (
+        not to.derived and to.target == x.layout
+    ):  # nothing cuts the dims that it slides along, and no channels have to come
         return x.local
     return exchange_rows(x.local, x.layout, to.target, x.mesh, margins=to.margins, fill=fill)
 
 
 class _EmptyResult(torch.autograd.Function):
-    """Zeros that still hand (zero) gradients to their sources, whose exchanges other ranks wait for."""
+    """Zeros that still pass (zero) gradients to their sources, whose exchanges other ranks wait for."""
 
     @staticmethod
     def forward(ctx: Any, shape: Sequence[int], again: bool, *sources: Tensor) -> Tensor:
-        # a graph that ended here would leave out the exchange behind `sources`, and its neighbours would wait for it
+        # a graph that ended here would leave out the exchange behind `sources`, and the neighbors would wait for it
         ctx.shapes = [s.shape for s in sources]
         ctx.save_for_backward(*(sources if again else ()))
         return sources[0].new_zeros(shape)
@@ -129,7 +134,7 @@ class _EmptyResult(torch.autograd.Function):
 
 
 def empty_result(shape: Sequence[int], *sources: Tensor | None, again: bool = True) -> Tensor:
-    """The result of a stencil on a rank that has no output element, or nothing to make one of.
+    """Return the result of a stencil on a rank that has no output element, or nothing to make one of.
 
     `again` says whether the plain op's gradients reach its operands in the autograd graph, as those of most ops do: a
     second derivative then passes through the same exchanges on every rank.
@@ -138,12 +143,14 @@ def empty_result(shape: Sequence[int], *sources: Tensor | None, again: bool = Tr
 
 
 def nonempty_like(x: Tensor) -> Tensor:
-    """One row for every dim of an empty tensor, for plain ops that refuse it: this rank then raises what others do."""
+    """Return one row for every dim of an empty tensor, for plain ops that refuse it: this rank then raises the same
+    errors as others.
+    """
     return x.new_empty([max(n, 1) for n in x.shape])
 
 
 def entry_per_dim(value: int | Sequence[int], dims: int, name: str) -> tuple[int, ...]:
-    """An integer or a sequence as one entry a spatial dim, as torch reads it."""
+    """Return an integer or a sequence as one entry a spatial dim, as torch reads it."""
     values = (value,) * dims if isinstance(value, int) else tuple(value)
     if len(values) == 1:
         values *= dims

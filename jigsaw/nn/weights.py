@@ -1,4 +1,4 @@
-"""How a weight is stored: whole on every rank, as a DTensor cut along mesh axes, or as a Tile."""
+"""Storage of a weight: whole on every rank, as a DTensor cut along mesh axes, or as a Tile."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ StoredWeight = Tensor | Tile
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor.
+    """Say whether it is a DTensor.
 
-    Their module loads sympy, 40 MB a rank, so it is not loaded to ask: while nobody has loaded it, there is none.
+    Their module loads sympy, 40 MB a rank, so this does not load it: while no one has loaded it, there are none.
     """
     if type(value) is nn.Parameter or type(value) is Tensor:
         return False
@@ -35,7 +35,7 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def weight_layout(weight: StoredWeight, tile: Tile) -> Layout:
-    """How `weight` is cut over the mesh of `tile`.
+    """Return how `weight` is cut over the mesh of `tile`.
 
     Raises: `ShardingError` for a DTensor on other axes than the mesh's, cut twice along a dim, or partial.
     """
@@ -72,10 +72,10 @@ def _check_weight_axis(name: str, size: int, tile: Tile) -> None:
 
 
 def local_weight(weight: StoredWeight, tile: Tile, work: Layout) -> Tensor:
-    """This rank's part of `weight`, as an operand of work that is cut over the mesh as `work` is.
+    """Return this rank's part of `weight`, as an operand of work that is cut over the mesh as `work` is.
 
-    Its gradient is complete along the axes that cut it; along the others it becomes this rank's part for a parameter,
-    and is summed (backward: one all-reduce) for a Tile, which every rank there holds alike.
+    Its gradient is complete along the axes that cut it; along the others it becomes this rank's part for a parameter.
+    For a Tile, which is the same on every rank there, it is summed (backward: one all-reduce).
     """
     if type(weight) is nn.Parameter or type(weight) is Tensor:
         return plain_operand(weight, tile, work)
@@ -87,7 +87,7 @@ def local_weight(weight: StoredWeight, tile: Tile, work: Layout) -> Tensor:
 
 
 def gathered_weight(weight: Tensor | None, tile: Tile) -> Tensor | None:
-    """A weight as a whole plain tensor, for work that each rank does with all of it.
+    """Return a weight as a whole plain tensor, for work that each rank does with all of it.
 
     *Sends*: the pieces of a DTensor to the ranks along the axes that cut it; backward an all-reduce of the gradient.
     """
@@ -100,9 +100,10 @@ def gathered_weight(weight: Tensor | None, tile: Tile) -> Tensor | None:
 
 
 def cut_parameter(whole_value: Tensor, mesh: DeviceMesh, axis: str | Sequence[str], dim: int = 0) -> nn.Parameter:
-    """A parameter cut along `dim` by the axes (major to minor as in the mesh); a plain one where none has size > 1.
+    """Return a parameter cut along `dim` by the axes (major to minor as in the mesh); a plain one where none has size >
+    1.
 
-    *Sends*: once, the parts of the first rank's values.
+    *Sends*: the parts of the first rank's values, once.
     """
     asked = (axis,) if isinstance(axis, str) else tuple(axis)
     names = tuple(name for name, size in axes_of_mesh(mesh) if name in asked and size > 1)
