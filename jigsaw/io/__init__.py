@@ -1,4 +1,4 @@
-"""Reading: stores of any format as samples that are cut while they are read.  Writing: tiles, each rank its own."""
+"""Reading: stores of any format as samples that are cut while they are read. Writing: tiles, each rank its own."""
 
 from jigsaw.errors import (
     CacheError,

@@ -1,4 +1,4 @@
-"""What users pass, before any of it is understood: lists of names, mappings by name."""
+"""Checks of users' arguments before they are interpreted: lists of names, mappings by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def checked_names(argument: str, given: Any, example: str = "t2m") -> tuple[str, ...]:
-    """The strings of a list; one string is refused, and what holds anything else."""
+    """Return the strings of a list; a single string is refused, as is a list of anything else."""
     if isinstance(given, str):
         raise FieldError(f"{argument}={given!r} is one string; give a list: {argument}=[{given!r}]")
     try:
@@ -29,7 +29,7 @@ def checked_names(argument: str, given: Any, example: str = "t2m") -> tuple[str,
 
 
 def checked_mapping(argument: str, given: Any, example: str, error: type[ReadError]) -> Mapping[str, Any]:
-    """A mapping, empty for None; anything else is an `error`, which shows an `example`."""
+    """Return a mapping, empty for None; anything else is an `error`, which shows an `example`."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -40,7 +40,7 @@ def checked_mapping(argument: str, given: Any, example: str, error: type[ReadErr
 
 
 def checked_choice(argument: str, given: T, known: Sequence[T], error: type[ReadError] = FieldError) -> T:
-    """One of what is `known`.
+    """Return one of the `known` choices.
 
     Raises: `error` for anything else.
     """

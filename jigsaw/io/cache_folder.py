@@ -1,7 +1,8 @@
-"""A folder of files that can be made again: so many bytes at most, each file whole or absent, whoever writes them.
+"""Folder of files that can be made again: at most so many bytes, each file whole or absent, whoever writes them.
 
-It is the user's own: what others put there is not read, and what is put there others cannot read.  One that several
-users share is asked for by name (``DiskCache(..., shared=True)``, $JIGSAW_CACHE_SHARED): they trust each other.
+It belongs to this user alone: files that others put there are not read, and others cannot read its files. One that
+several users share is requested explicitly (``DiskCache(..., shared=True)``, $JIGSAW_CACHE_SHARED): they trust each
+other.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class CacheFolder:
     def make_ready(self) -> None:
         """Make the folder, for this user alone unless it is `shared`.
 
-        Raises: `CacheError` for one that others own or may write to; `OSError` where none can be made.
+        Raises: `CacheError` for a folder that others own or may write to; `OSError` where it cannot be made.
         """
         if self.shared:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -81,7 +82,7 @@ class CacheFolder:
             )
 
     def opened(self, name: str) -> BinaryIO | None:
-        """A file of the folder, open for reading; None where there is none that may be read."""
+        """Open a file of the folder for reading; None where there is none that may be read."""
         handle = -1
         try:
             handle = open_unlinked(self.path / name, os.O_RDONLY | os.O_NONBLOCK)
@@ -95,7 +96,7 @@ class CacheFolder:
 
     @contextmanager
     def draft(self, name: str, size: int) -> Generator[BinaryIO]:
-        """A file of `size` bytes to be written, for which there is room; named `name` when the block ends well."""
+        """Write a file of `size` bytes, for which room is made; it is named `name` when the block ends well."""
         self.make_ready()
         with ExitStack() as writing:
             with self._flock(CACHE_COUNT_FILE) as (count, _):
@@ -110,34 +111,36 @@ class CacheFolder:
 
     @contextmanager
     def locked(self, name: str) -> Generator[Callable[[], None]]:
-        """For one thread of one process at a time; ends with the process, however that ends.
+        """Hold a lock for one thread of one process at a time; it ends with the process, however that ends.
 
-        Who holds it calls what is given now and then, for others wait no longer than $JIGSAW_CACHE_TIMEOUT seconds
-        (120) without a sign of life.  Names share 256 locks, which stay: who removes one that another holds or waits
-        for lets a third in.
+        The holder calls the yielded function now and then, because others wait no longer than $JIGSAW_CACHE_TIMEOUT
+        seconds (120) without a sign of life. Names share 256 locks, which stay: removing one that another process holds
+        or waits for would let a third in.
 
-        Raises: `CacheError` for a lock that somebody else keeps; it names who.
+        Raises: `CacheError` for a lock that another process keeps; it names the holder.
         """
         self.make_ready()
         with self._flock(f"{blake2b(name.encode(), digest_size=1).hexdigest()}.lock") as (_, beat):
             yield beat
 
     def mark_used(self, name: str) -> None:
-        """The time of use is now; that of change stays, by which a file that changes while it is read is known."""
+        """Set the time of use to now; the modification time stays, by which a file that changes while it is read is
+        known.
+        """
         with suppress(OSError):  # another process needed its room
             place = self.path / name
             os.utime(place, ns=(time.time_ns(), place.stat().st_mtime_ns))
 
     def remove(self, prefix: str) -> None:
-        """Every file whose name begins so."""
+        """Remove every file whose name begins with the prefix."""
         for file, _ in self._files():
             if file.name.startswith(prefix):
                 file.unlink(missing_ok=True)
 
     def _used_with_room(self, counted: int | None, size: int) -> int:
-        """The bytes in the folder, after others made room for `size` more.
+        """Return the bytes in the folder, after others made room for `size` more.
 
-        The count is too high after a file was replaced or its writer killed, and then found again in the folder.
+        The count is too high after a file was replaced or its writer killed, and is then found again from the folder.
         """
         if counted is not None and counted + size <= self.limit:
             return counted
@@ -232,7 +235,8 @@ def _number_of_environment(name: str, usual: float, unit: str) -> float:
 
 
 def user_cache_folder(chosen: str | os.PathLike[str] | None = None) -> CacheFolder | None:
-    """`chosen`, else $JIGSAW_CACHE, else ~/.cache/jigsaw, of at most $JIGSAW_CACHE_BYTES; an empty name is none.
+    """Return the folder `chosen`, else $JIGSAW_CACHE, else ~/.cache/jigsaw; None for an empty name. It holds at most
+    $JIGSAW_CACHE_BYTES.
 
     Others may write to it where $JIGSAW_CACHE_SHARED is 1.
     """
@@ -252,6 +256,6 @@ def _encode_count(used: int) -> bytes:
 
 
 def _decode_count(kept: bytes) -> int | None:
-    """The count that is kept; None when it is damaged."""
+    """Return the count that is kept; None when it is damaged."""
     used = int.from_bytes(kept[:8], "little")
     return used if _encode_count(used) == kept else None

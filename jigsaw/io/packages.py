@@ -1,4 +1,4 @@
-"""Why a package cannot be imported: it is not installed, or what is installed fails."""
+"""Reasons why a package cannot be imported: it is not installed, or the installed one fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 
 def why_not_imported(error: ImportError, absent: str) -> str:
-    """`absent` where a package is not there; else which version is, and what its import said."""
+    """Return `absent` where a package is not installed; else its version, and the error of its import."""
     names = [each.name.partition(".")[0] for each in _error_chain(error) if each.name]
     if any(find_spec(name) is None for name in names):
         return absent

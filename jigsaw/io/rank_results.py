@@ -1,4 +1,4 @@
-"""What a step gives on every rank of a mesh; where it fails on one, all raise alike."""
+"""Results of a step on every rank of a mesh; where it fails on one, all raise alike."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 def results_of_ranks(mesh: DeviceMesh | None, step: Callable[[], T], other: type[Exception]) -> list[T]:
-    """What `step` returned on every rank, in mesh order; when it failed on any, all raise.
+    """Return what `step` returned on every rank, in mesh order; when it failed on any, all raise.
 
-    A failure that is no refusal of ours (a full disk, whatever a library raises) becomes an `other`.  Type and text
-    travel, for an exception itself may hold what does not pickle: its rank would fail while the others wait.
+    A failure other than jigsaw's own refusals (a full disk, an error of a library) becomes an `other`. Type and text
+    are sent, because an exception itself may hold what does not pickle: its rank would fail while the others wait.
 
-    *Sends*: what it returned, pickled, to each of the other ranks.
+    *Sends*: the pickled result of `step`, to each of the other ranks.
     """
     value, problem = None, None
     try:
@@ -44,6 +44,6 @@ def results_of_ranks(mesh: DeviceMesh | None, step: Callable[[], T], other: type
 
 
 def result_of_first_rank(mesh: DeviceMesh | None, first: bool, step: Callable[[], T]) -> T:
-    """What `step` gives on the `first` rank, on every rank; a failure there is raised on all, as a `ReadError`."""
+    """Return on every rank what `step` returns on the `first`; a failure there is raised on all, as a `ReadError`."""
     found = results_of_ranks(mesh, lambda: step() if first else None, ReadError)
     return found[0]  # pyright: ignore[reportReturnType] # that of the first rank

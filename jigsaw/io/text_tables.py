@@ -1,4 +1,4 @@
-"""Numbers of bytes and tables of cells, as a person reads them."""
+"""Texts of numbers of bytes and of tables of cells, for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _BYTE_UNITS = ((3, "kB"), (6, "MB"), (9, "GB"))
 
 
 def bytes_text(count: int | None) -> str:
-    """A number of bytes in the unit that shows it best; None is unknown."""
+    """Return a number of bytes in the unit that shows it best; None is unknown."""
     if count is None:
         return "unknown"
     if count < 1000:
@@ -18,7 +18,7 @@ def bytes_text(count: int | None) -> str:
 
 
 def align_columns(lines: Sequence[Sequence[str]], left: bool = False) -> list[str]:
-    """Cells under each other, flush right or left."""
+    """Align cells in columns, flush right or left."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     put = str.ljust if left else str.rjust
     return ["  ".join(put(cell, width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]

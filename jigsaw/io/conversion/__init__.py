@@ -1,1 +1,1 @@
-"""Anything that xarray opens, as a training store."""
+"""Conversion of anything that xarray opens to a store for training."""

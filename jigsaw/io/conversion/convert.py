@@ -1,8 +1,8 @@
 """`convert`: anything that xarray opens as a sharded Zarr v3 store for training, a region at a time.
 
-**Killed conversions.**  Each region is written, read back, compared by digest, and only then entered in a journal
-beside the store (``NAME.journal``): the same call goes on with what is not entered.  Until the end the store's root
-says that nothing is complete and lists no array; then one file, replaced atomically, lists all
+**Killed conversions.** Each region is written, read back, compared by digest, and only then entered in a journal beside
+the store (``NAME.journal``). The same call goes on with the regions that are not entered. Until the end the store's
+root says that nothing is complete and lists no array; then one file, replaced atomically, lists all
 (`jigsaw.io.completeness`).
 """
 
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 
 DIGESTS_ATTRIBUTE = "jigsaw_digests"
 ConversionProgress = Callable[[int, int], None]
-"""Told the bytes that are written, and of how many."""
+"""Callback that takes the bytes written so far, and their total."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion made at `path`: its arrays, and the digest of each one's values, by name.
+    """Result of a conversion at `path`: its arrays, and the digest of each one's values, by name.
 
     `written` and `kept` count the units (chunks, or shards where there are any) of this run and of those before it.
 
@@ -157,7 +157,7 @@ def verify(target: str | os.PathLike[str]) -> dict[str, bool]:
 
 
 def is_complete_store(path: Path) -> bool:
-    """Whether a store is there and says that it is whole."""
+    """Say whether a store exists and says that it is whole."""
     done = completeness_from_attrs(zarr_store_attrs(path)) if (path / "zarr.json").exists() else None
     return done is not None and done.closed
 
@@ -179,12 +179,12 @@ class ConversionRegion:
 
 
 def unit_indices(array: ArrayOutline) -> Iterator[UnitIndex]:
-    """What is written as one: the index of every shard, or chunk, in C order."""
+    """Yield what is written as one: the index of every shard, or chunk, in C order."""
     return product(*(range(ceil(n / u)) for n, u in zip(array.shape, array.units, strict=True)))
 
 
 def unit_box(array: ArrayOutline, index: UnitIndex) -> Box:
-    """The rows of a unit."""
+    """Return the rows of a unit."""
     spans = zip(index, array.units, array.shape, strict=True)
     return tuple((i * u, min((i + 1) * u, n)) for i, u, n in spans)
 
@@ -192,7 +192,7 @@ def unit_box(array: ArrayOutline, index: UnitIndex) -> Box:
 def _regions_to_move(
     array: ArrayOutline, data: xr.Dataset, done: Mapping[UnitKey, str], budget: int
 ) -> Iterator[ConversionRegion]:
-    """The units that are still to be written: along the first dim as many together as one chunk of the source has."""
+    """Yield the units still to be written: along the first dim as many together as one chunk of the source has."""
     together = _units_together(array, data, budget)
     groups: dict[UnitIndex, list[UnitIndex]] = {}
     for index in unit_indices(array):
@@ -205,7 +205,9 @@ def _regions_to_move(
 
 
 def _units_together(array: ArrayOutline, data: xr.Dataset, budget: int) -> int:
-    """Units along the first dim that the chunks of the source span, so that none is decoded again and again."""
+    """Return the number of units along the first dim that the source's chunks span, so that each chunk is
+    decoded once.
+    """
     if not array.dims:
         return 1
     variable = data.variables[array.name]
@@ -217,7 +219,7 @@ def _units_together(array: ArrayOutline, data: xr.Dataset, budget: int) -> int:
 
 
 def _thread_count(threads: int | None, regions: Sequence[ConversionRegion], budget: int) -> int:
-    """Threads such that what they hold (the region, what is read back, what is encoded) stays within the budget."""
+    """Return a number of threads whose memory (region, read-back copy, encoded bytes) stays within the budget."""
     largest = max((r.nbytes for r in regions), default=1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(threads or cores, budget // max(1, 3 * largest)))
@@ -247,7 +249,7 @@ MovedRegion = tuple[ConversionRegion, list[tuple[UnitKey, str]]]
 def _move_by_threads(
     regions: Sequence[ConversionRegion], data: xr.Dataset, path: Path, threads: int
 ) -> Iterator[MovedRegion]:
-    """Each region and the digests of its units, as they are done."""
+    """Yield each region and the digests of its units, as they are done."""
     with ThreadPoolExecutor(threads) as pool:
         running = {pool.submit(move_region, region, data, path): region for region in regions}
         try:
@@ -260,7 +262,7 @@ def _move_by_threads(
 def _move_by_workers(
     regions: Sequence[ConversionRegion], data: xr.Dataset, path: Path, client: Client
 ) -> Iterator[MovedRegion]:
-    """The same by the workers of a cluster, in the order of the regions; only digests come back."""
+    """Yield the same from the workers of a cluster, in the order of the regions; only digests come back."""
     threads = sum(worker_threads(client).values())
     shared: Any = client.scatter(data, broadcast=True, hash=False)
     return results_in_order(
@@ -298,7 +300,7 @@ def move_region(region: ConversionRegion, data: xr.Dataset, path: Path) -> list[
 
 
 def _remove_target(path: Path, chosen: SelectedSource) -> None:
-    """What `replace` removes: a Zarr store and its journal, nothing else, and never what is to be read."""
+    """Remove what `replace` removes: a Zarr store and its journal, nothing else, and never what is to be read."""
     if path.exists() and not is_zarr_group(path):
         raise WriteError(f"{path} is no Zarr store, so it is not replaced; remove it yourself")
     read = [Path(p).resolve() for p in chosen.places if "://" not in p]
@@ -337,7 +339,7 @@ class _ConversionTarget(ZarrSink):
         self.create(self._shapes, self._coords, self._attrs, replace=True)
 
     def finish(self, digests: Mapping[str, str]) -> None:
-        """Everything is there: the root lists the arrays, and the digests of their values."""
+        """Finish the store: the root lists the arrays, and the digests of their values."""
         self.attach(self._shapes)
         self._attrs[DIGESTS_ATTRIBUTE] = dict(digests)
         steps = {n for a in self._shapes for d, n in zip(a.dims, a.shape, strict=True) if d == self._time}

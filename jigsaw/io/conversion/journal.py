@@ -1,4 +1,4 @@
-"""Which regions of a conversion are written: a file beside the store, a line a region, each with its digest."""
+"""Journal of the written regions of a conversion: a file beside the store, with a line and a digest for each region."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jigsaw.errors import WriteError, writing_to
 CONVERT_AGAIN = "convert again with the same arguments: it goes on with what is not there yet"
 UnitIndex = tuple[int, ...]
 UnitKey = tuple[str, UnitIndex]
-"""An array, and which of its units (shards, or chunks where there are none)."""
+"""Array, and one of its units (shards, or chunks where there are none)."""
 
 
 def values_digest(values: NDArray[Any]) -> str:
-    """Of the values in C order; every NaN counts alike, as a store's fill value does."""
+    """Return the digest of the values in C order; every NaN counts alike, as a store's fill value does."""
     plain = np.ascontiguousarray(values)
     if plain.dtype.kind == "f" and (missing := np.isnan(plain)).any():
         plain = np.where(missing, np.array(np.nan, plain.dtype), plain)
@@ -32,7 +32,7 @@ def values_digest(values: NDArray[Any]) -> str:
 
 
 def combine_digests(digests: Iterable[str]) -> str:
-    """The digest of an array: of those of its units in C order."""
+    """Return the digest of an array from those of its units in C order."""
     return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
 
 

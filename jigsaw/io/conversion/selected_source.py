@@ -1,4 +1,4 @@
-"""What a conversion reads: anything that xarray opens, as arrays to move and coordinates to keep."""
+"""Source of a conversion: anything that xarray opens, as arrays to move and coordinates to keep."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SelectedSource:
 
     @property
     def coordinates(self) -> list[StoredCoordinate]:
-        """All that is no array to move: coordinates, their bounds, labels; stored whole."""
+        """All but the arrays to move: coordinates, their bounds, labels; stored whole."""
         return [_as_coordinate(str(n), v) for n, v in self.data.variables.items() if n not in self.arrays]
 
     @property
@@ -70,9 +70,9 @@ class SelectedSource:
     def outline(
         self, chunks: Mapping[str, int], shards: Mapping[str, int] | None, floats: str | None = None
     ) -> list[ArrayOutline]:
-        """The arrays of the store that is made: `chunks` and `shards` are sizes by role or name.
+        """Return the arrays of the store to be made: `chunks` and `shards` are sizes by role or name.
 
-        Raises: `FieldError` for `floats` that are none, `GridError` for sizes along a dim that no array has.
+        Raises: `FieldError` for an invalid `floats`, `GridError` for sizes along a dim that no array has.
         """
         if floats not in (None, "float16", "float32", "float64"):
             raise FieldError(f"dtype={floats!r} must be float16, float32 or float64")
@@ -102,7 +102,7 @@ class SelectedSource:
         return ArrayOutline(name, names, tuple(variable.shape), dtype.name, one, held if held != one else None, attrs)
 
     def _beside(self, name: str) -> dict[str, str]:
-        """The attribute by which CF readers find coordinates that are no dims."""
+        """Return the attribute by which CF readers find coordinates that are not dims."""
         dims = set(self.data.variables[name].dims)
         referred = {
             word for v in self.data.variables.values() for k in REFERENCE_ATTRIBUTES for word in _reference_words(v, k)
@@ -115,7 +115,7 @@ class SelectedSource:
         return {"coordinates": " ".join(sorted(beside))} if beside else {}
 
     def identity(self) -> str:
-        """A digest of what is read: files by size and time, shapes, dtypes and coordinates."""
+        """Return a digest of what is read: files by size and time, shapes, dtypes and coordinates."""
         stamps = [(path, size_and_change(path)) for path in self.files if Path(path).is_file()]
         facts: list[Any] = [self.name, *self.files, *stamps]
         facts += [(n, self.data.variables[n].dims, self.data.variables[n].shape) for n in self.arrays]
@@ -131,10 +131,11 @@ class SelectedSource:
 def open_with_xarray(
     source: Any, engine: str | None = None, outside: Any = False
 ) -> tuple[str, tuple[str, ...], xr.Dataset]:
-    """The name, files and dataset of a path, URL, glob or list of files (joined by their coordinates), or dataset.
+    """Open a path, URL, glob or list of files (joined by their coordinates), or dataset; return name, files and
+    dataset.
 
-    Of a Zarr v2 store that is given by its place, the same values are missing as for `jigsaw.io.open`: a 0 seldom is.
-    Links of a Zarr store and references lead to no other place than `outside` allows.
+    In a Zarr v2 store that is given by its place, the same values are missing as for `jigsaw.io.open`: a 0 seldom is.
+    Links of a Zarr store and references only lead where `outside` allows.
 
     Raises: `UnsupportedStoreError` for what xarray does not open, and for codecs that run code; `GridError` for files
     that do not join.
@@ -168,8 +169,8 @@ def open_with_xarray(
 
 
 def _checked_store(path: str, engine: str | None, outside: Any) -> Any:
-    """What xarray is given for a path, before it opens it and reads coordinates: a Zarr store leads nowhere else, and
-    neither code nor references of others do harm.
+    """Return what to give to xarray for a path, before it opens it and reads coordinates. A Zarr store then leads
+    nowhere else, and others' code or references can do no harm.
     """
     if engine == "kerchunk":
         from jigsaw.io.formats.zarr_reach import check_reference_file, checked_outside
@@ -186,14 +187,14 @@ def _checked_store(path: str, engine: str | None, outside: Any) -> Any:
 
 
 def _is_read_by_zarr(path: str, engine: str | None) -> bool:
-    """Whether xarray may read it by zarr: of URLs without an engine it does where they end in .zarr."""
+    """Say whether xarray may read it by zarr: of URLs without an engine it does where they end in .zarr."""
     named = "://" not in path or path.rstrip("/").endswith(".zarr")
     return engine == "zarr" or (engine is None and named and not os.path.isfile(path))
 
 
 def _decode_as_reader(raw: xr.Dataset) -> xr.Dataset:
-    """What xarray decodes once only what is missing is named so: it takes every `fill_value` of Zarr v2 for that, also
-    the 0 that stands there when nobody chose another.
+    """Decode by xarray with only the truly missing values named. Xarray takes every `fill_value` of Zarr v2 as missing,
+    even a default 0.
     """
     import xarray as xr
 
@@ -239,9 +240,10 @@ def select_source(
     engine: str | None = None,
     outside: Any = False,
 ) -> SelectedSource:
-    """What of a source is converted: variables, levels and steps.
+    """Select what is converted of a source: variables, levels and steps.
 
-    `fields` as in `jigsaw.io.open`; levels that one of them names are kept of all.  By default all is.
+    `fields` as in `jigsaw.io.open`; levels that one of them names are kept for all variables. By default all is
+    converted.
 
     Raises: a `ReadError` as `jigsaw.io.open` does.
     """
@@ -269,7 +271,7 @@ def select_source(
 
 
 def _keep_coordinates(data: xr.Dataset, chosen: Sequence[str]) -> xr.Dataset:
-    """The chosen variables, their coordinates, and what these name (the bounds of cells, a grid mapping)."""
+    """Return the chosen variables, their coordinates, and what these name (the bounds of cells, a grid mapping)."""
     kept: set[str] = {str(n) for n in data[list(chosen)].variables}
     named = {word for n in kept for key in REFERENCE_ATTRIBUTES for word in _reference_words(data.variables[n], key)}
     return data.drop_vars([n for n in data.variables if str(n) not in kept | named])
@@ -284,7 +286,7 @@ def _take_levels(data: xr.Dataset, found: StoreSurvey, channels: Iterable[FieldC
 
 
 def _steps_to_convert(found: StoreSurvey, chosen: Sequence[str], time: Any, every: Any) -> Any:
-    """The positions of the steps that are kept: a slice where they are equally far apart."""
+    """Return the positions of the steps that are kept: a slice where they are equally far apart."""
     if time is None and is_whole_number(every) and every == 1:
         return None
     axis = found.time([found.variables[name] for name in chosen])
@@ -298,7 +300,7 @@ def _steps_to_convert(found: StoreSurvey, chosen: Sequence[str], time: Any, ever
 def recommended_chunks(
     selected: SelectedSource, mesh: Mapping[str, int], dims: Mapping[str, str] | None
 ) -> dict[str, int]:
-    """The chunk sizes by role that this mesh reads cheapest."""
+    """Return the chunk sizes by role that this mesh reads cheapest."""
     on_grid = [selected.found.variables[n] for n in selected.arrays if n in selected.found.variables]
     space = {r: on_grid[0].size(r) for r in on_grid[0].space}
     alike = [v for v in on_grid if {r: v.size(r) for r in v.space} == space]
@@ -330,12 +332,12 @@ def _reference_words(variable: Any, key: str) -> list[str]:
 
 
 def _xarray_attributes(variable: Any) -> dict[str, Any]:
-    """The attributes as they are stored: xarray moves those that name other variables aside."""
+    """Return the attributes as they are stored: xarray moves those that name other variables aside."""
     return {**variable.attrs, **{k: variable.encoding[k] for k in REFERENCE_ATTRIBUTES if k in variable.encoding}}
 
 
 def _as_coordinate(name: str, variable: Any) -> StoredCoordinate:
-    """A coordinate with its own attributes, dates in the units that the source has them in where these are exact."""
+    """Encode a coordinate with its own attributes, dates in the units of the source where these are exact."""
     attrs, dims = _xarray_attributes(variable), tuple(map(str, variable.dims))
     values = np.asarray(variable.values)
     if values.dtype.kind not in "mMO":

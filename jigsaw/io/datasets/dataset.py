@@ -43,8 +43,8 @@ class Sample(TileRecord):
     Values are in the units of the store, unless `normalize` says otherwise; times are datetime64, or cftime dates of
     other calendars.
 
-    With forcings, they are the last channels of the input, and `target_forcings` [T, C, \*space] are those of the
-    target's times, with the input's halo: what a rollout puts beside the state that it has predicted.
+    With forcings, they are the last channels of the input. `target_forcings` [T, C, \*space] are those of the target's
+    times, with the input's halo: a rollout puts them beside the state that it has predicted.
 
     >>> mesh = jigsaw.init_mesh(lat=1, lon=1)
     >>> sample = jigsaw.io.open("globe.zarr", mesh=mesh, fields=["t2m"], targets=[1, 2])[0]
@@ -64,10 +64,10 @@ class Sample(TileRecord):
 
 @dataclass(frozen=True)
 class SampleReading:
-    """What is read for some samples: each step once, and where a sample's steps lie in the block that comes back.
+    """Reading of some samples: each step once, and where a sample's steps lie in the block that is returned.
 
-    `steps` are the store's, `times` what they are valid at; `keys` tell them apart where samples choose along further
-    dims.  Those `known` are not read.
+    `steps` are the store's, `times` are the times that they are valid at; `keys` distinguish them where samples choose
+    along further dims. Those `known` are not read.
     """
 
     request: ReadRequest
@@ -148,7 +148,7 @@ class Dataset(MeshSamples):
 
     @property
     def select(self) -> dict[str, Any]:
-        """What is picked along each further dim, as `jigsaw.io.open` takes it."""
+        """Choice along each further dim, as `jigsaw.io.open` takes it."""
         return {dim: at[0] if len(at) == 1 else list(at) for dim, at in self.choices.items()}
 
     @property
@@ -162,12 +162,16 @@ class Dataset(MeshSamples):
         return self.turn.flipped
 
     def identity(self) -> StoreIdentity:
-        """What the arrays are and hold, and the places and times of the samples."""
+        """Return the identity of what is read: the arrays and their content, and the places and times of the
+        samples.
+        """
         places = [(dim, values.tobytes()) for dim, values in self.whole_coords.items()]
         return look_at_store(self.store.url, self._compared_tables, (places, self.times.tolist(), self.fields))
 
     def _compared_tables(self) -> list[ArrayTable]:
-        """The arrays that are read; of one that is joined from many files, the first, middle and last of these."""
+        """Return the arrays that are read; of one that is joined from many files, the first, middle and last
+        of these.
+        """
         found: list[ArrayTable] = []
         for table in (v.table for v in self.variables):
             names = table.members.names if table.members else ()
@@ -184,7 +188,7 @@ class Dataset(MeshSamples):
 
     @cached_property
     def target_layout(self) -> Layout:
-        r"""The layout of a sample's target [T, C, \*space]; targets have no halo."""
+        r"""Layout of a sample's target [T, C, \*space]; targets do not have a halo."""
         return self.frame.layout((len(self.targets), len(self.target_channels)), (None, None), halo=False)
 
     @cached_property
@@ -209,7 +213,7 @@ class Dataset(MeshSamples):
         return {d: self.whole_coords[d][a:b] for d, (a, b) in zip(self.frame.dims, owned, strict=True)}
 
     def sample_bytes(self) -> int:
-        """The most bytes that any rank holds of one sample, input and target."""
+        """Return the most bytes that any rank holds of one sample, input and target."""
         layouts = (self.layout, self.target_layout, self.forcing_layout)
         sizes = [sum(prod(layout.local_shape(c)) for layout in layouts) for c in self.layout.coords()]
         return max(sizes) * self.dtype.itemsize
@@ -221,7 +225,7 @@ class Dataset(MeshSamples):
         return prod(len(at) for at in self.choices.values())
 
     def choice(self, sample: int) -> dict[str, int]:
-        """The position of a sample along each further dim, by the store's own name."""
+        """Return the position of a sample along each further dim, by the store's own name."""
         return self._choice(self._index(sample) // len(self.anchors))
 
     def _choice(self, number: int) -> dict[str, int]:
@@ -229,11 +233,11 @@ class Dataset(MeshSamples):
         return {dim: at[int(p)] for (dim, at), p in zip(self.choices.items(), places, strict=True)}
 
     def input_times(self, sample: int) -> NDArray[Any]:
-        """The times that the steps of a sample's input are valid at: of a forecast, when it began and its lead time."""
+        """Return the times that a sample's input steps are valid at; in a forecast, its start plus the lead time."""
         return self._times(sample, self.inputs)
 
     def target_times(self, sample: int) -> NDArray[Any]:
-        """The same of its target."""
+        """Return the same times for the sample's target."""
         return self._times(sample, self.targets)
 
     def _times(self, sample: int, steps: tuple[int, ...]) -> NDArray[Any]:
@@ -247,9 +251,9 @@ class Dataset(MeshSamples):
         return times
 
     def rollout(self, steps: int) -> Dataset:
-        """The same samples with the first `steps` targets.
+        """Return the same samples with the first `steps` targets.
 
-        Raises: `WindowError` when there are not so many.
+        Raises: `WindowError` when there are fewer targets.
         """
         if not is_whole_number(steps) or not 1 <= steps <= len(self.targets):
             raise WindowError(
@@ -261,7 +265,7 @@ class Dataset(MeshSamples):
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def reading(self, samples: Sequence[int], kept: HeldSteps | None = None) -> SampleReading:
-        """What to read for these samples: every step once, inputs before targets; what is `kept` is not read."""
+        """Return what to read for these samples: every step once, inputs before targets, without what is `kept`."""
         wanted = self._wanted(samples)
         keys = self.keys(samples)
         place = {key: i for i, key in enumerate(keys)}
@@ -288,7 +292,7 @@ class Dataset(MeshSamples):
         return SampleReading(request, keys, known, tuple(steps), self._block_times(keys), given, target)
 
     def _wanted(self, samples: Sequence[int]) -> list[NDArray[np.int64]]:
-        """The keys [B, T] of these samples' input steps, and of their target steps."""
+        """Return the keys [B, T] of these samples' input steps, and of their target steps."""
         places = np.array([self._index(s) for s in samples], dtype=np.int64)
         chosen, at = places // len(self.anchors), self.anchors[places % len(self.anchors)]
         # One number for a step of a choice: of 8 stored steps and members 0 and 1, step 3 of member 1 is 1 * 8 + 3.  Of
@@ -298,11 +302,15 @@ class Dataset(MeshSamples):
         return [first + np.array(steps, dtype=np.int64) for steps in (self.inputs, self.targets)]
 
     def keys(self, samples: Sequence[int]) -> tuple[int, ...]:
-        """The steps that these samples need, each once, as numbers that tell steps of different choices apart."""
+        """Return the steps that these samples need, each once, as numbers that distinguish steps of different
+        choices.
+        """
         return tuple(dict.fromkeys(key for wanted in self._wanted(samples) for key in wanted.ravel().tolist()))
 
     def new_steps(self, cache_bytes: int) -> HeldSteps:
-        """A memory for steps that samples share: of at most so many bytes a rank, 0 for what the next read needs."""
+        """Return a memory for steps that samples share, of at most so many bytes a rank; 0 keeps only the
+        next read's.
+        """
         layout = self.frame.layout((1, len(self.channels)), (None, None))
         # of the rank that holds most: all keep equally many steps, and so read the same ones again
         item = np.dtype(numpy_dtype_name(self.dtype)).itemsize
@@ -327,9 +335,9 @@ class Dataset(MeshSamples):
         return np.concatenate(found)
 
     def plan(self, sample: int | Sequence[int] = 0) -> ReadPlan:
-        """The read plan of one sample, or of several read together: bytes, chunks, who decodes what, amplification.
+        """Return the read plan of one or several samples read together: bytes, chunks, who decodes what, amplification.
 
-        Of a store far away it asks for the sizes of the objects that hold one chunk each, which reading does without.
+        For a far store it looks up the sizes of the objects that hold one chunk each, which reading does without.
 
         >>> data = jigsaw.io.open("globe.zarr", mesh={"lat": 2, "lon": 2}, fields=["t2m"], mode="cooperative")
         >>> print(data.plan(0))
@@ -370,9 +378,9 @@ class Dataset(MeshSamples):
     def read(
         self, engine: ReadEngine, reading: SampleReading, kept: HeldSteps | None = None, wanted: Collection[int] = ()
     ) -> NDArray[Any]:
-        r"""The block [steps, C, \*held] of a reading: what is stored, then the forcings.
+        r"""Read the block [steps, C, \*held] of a reading: the stored channels, then the forcings.
 
-        `kept` gives what the reading leaves out, and takes in what the next reading has `wanted`.
+        `kept` provides the steps that the reading leaves out, and takes in those that the next reading has `wanted`.
 
         *Sends*: what `plan_of` says; nothing for the forcings.
         """
@@ -402,9 +410,10 @@ class Dataset(MeshSamples):
         return [(where, self.forcings.taken(*rows)) for where, rows in pieces]
 
     def unpack(self, block: NDArray[Any], reading: SampleReading) -> tuple[Tensor, Tensor, Tensor]:
-        r"""The local input [B, T, C, \*held], target [B, T, C, \*owned], target forcings [B, T, C, \*held] of a block.
+        r"""Return the local input [B, T, C, \*held], target [B, T, C, \*owned], target forcings [B, T, C, \*held] of a
+        block.
 
-        Views of the block where no two samples share a step and the channels follow each other, else copies.
+        They are views of the block where no two samples share a step and the channels follow each other, else copies.
         """
         # Every step was read with the input's halo, as one window's target may be the next one's input; `inner` are the
         # owned rows within what is held.
@@ -418,7 +427,7 @@ class Dataset(MeshSamples):
 
 
 def _take_channels(x: Tensor, picked: tuple[int, ...]) -> Tensor:
-    r"""Channels of [B, T, C, \*space]; a view where they follow each other."""
+    r"""Take channels of [B, T, C, \*space]; a view where they follow each other."""
     first = picked[0] if picked else 0
     if picked == tuple(range(first, first + len(picked))):
         return x.narrow(2, first, len(picked))
@@ -426,7 +435,7 @@ def _take_channels(x: Tensor, picked: tuple[int, ...]) -> Tensor:
 
 
 def _take_steps(x: Tensor, at: NDArray[np.int64]) -> Tensor:
-    """``x[at]``; a view where `at` counts up by one."""
+    """Return ``x[at]``; a view where `at` counts up by one."""
     flat, first = at.ravel(), int(at.flat[0]) if at.size else 0
     rising = bool((flat == np.arange(first, first + at.size)).all())
     picked = x.narrow(0, first, at.size) if rising else x.index_select(0, torch.from_numpy(flat))

@@ -1,4 +1,4 @@
-"""From the reader's memory to the device that computes: nothing on a CPU, a copy beside the computation on a GPU."""
+"""Copies from the reader's memory to the device that computes: none on a CPU, beside the computation on a GPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class DeviceCopier:
-    """Brings tensors to a device, for one reading thread.
+    """Copier of tensors to a device, for one reading thread.
 
-    On CUDA they are copied from pinned memory on a stream of their own, by the thread that read them, which waits for
-    the copy: so the memory can be used again at once, and the stream that computes never waits.
+    On CUDA, the thread that read them copies them from pinned memory on its own stream, and waits for the copy. So the
+    memory can be used again at once, and the stream that computes never waits.
     """
 
     def __init__(self, device: str) -> None:
@@ -21,7 +21,7 @@ class DeviceCopier:
         self._stream = torch.cuda.Stream(self._device) if device == "cuda" else None
 
     def bring(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors on the device: in the thread that read them."""
+        """Copy the tensors to the device, in the thread that read them."""
         if self._stream is None:
             return [x.to(self._device) for x in tensors]
         with torch.cuda.stream(self._stream):

@@ -1,4 +1,4 @@
-"""`EpochLoader`: what every loader does: an order that resumes anywhere, read ahead in the background."""
+"""`EpochLoader`: the base of every loader: an order that resumes anywhere, read ahead in the background."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BatchType = TypeVar("BatchType")
 
 BATCHES_AHEAD = 2
 BATCHES_FORESEEN = 4
-"""So many batches are known when one is read: planning one of a far store takes a round trip, and fetching another."""
+"""Number of batches known when one is read: planning one of a far store takes a round trip, and fetching another."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
     """Batches of a dataset; a subclass says how one is read (in the background, in order) and what it becomes."""
 
     _arrays = 1
-    """How many arrays a batch is read into."""
+    """Number of arrays that a batch is read into."""
     _kind: type[MeshSamples]
     _opener: str
-    """Of which datasets a loader is, and what makes them."""
+    """Class of the loader's datasets, and the function that makes them."""
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         if "num_workers" in given:
@@ -111,7 +111,7 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
 
     @classmethod
     def _revive(cls, dataset: SamplesType, made_of: Mapping[str, Any], state: Mapping[str, int]) -> Self:
-        """An unpickled loader, at the place where it was pickled: in the middle of an epoch it goes on."""
+        """Make an unpickled loader, at the place where it was pickled: in the middle of an epoch it goes on."""
         loader = cls(dataset, **made_of)
         loader.load_state_dict(state)
         return loader
@@ -126,7 +126,7 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
         }
 
     def __len__(self) -> int:
-        """The number of batches in an epoch."""
+        """Return the number of batches in an epoch."""
         return math.ceil(self._order.usable / self._order.batch_size)
 
     # -- what a subclass says ----------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
 
     @property
     def read_counts(self) -> ReadCounts:
-        """What this rank has done over all iterations, counted as the `rows` of a plan: requests, chunks, bytes."""
+        """Counts of this rank over all iterations, counted as the `rows` of a plan: requests, chunks, bytes."""
         return self._engine.stats if "_engine" in vars(self) else ReadCounts()
 
     @property
@@ -196,7 +196,9 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
         return self._waited_s + (self._current.waited_s if self._current else 0.0)
 
     def state_dict(self) -> dict[str, int]:
-        """The seed, the epoch, and the next sample in its order that was not handed out: the same on every rank."""
+        """Return the seed, the epoch, and the next sample in its order that was not handed out: the same on
+        every rank.
+        """
         return self._state.as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -267,12 +269,12 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
 
     @property
     def _ahead(self) -> int:
-        """How many batches may be ready before they are asked for."""
+        """Number of batches that may be ready before they are requested."""
         budget = self._prefetch_bytes
         return BATCHES_AHEAD if budget is None else budget // max(self.batch_bytes, 1)
 
 
 def check_whole_number(name: str, value: int, least: int, meaning: str = "") -> None:
-    """Raises: `FieldError` for what is no whole number of at least so much."""
+    """Raise `FieldError` unless `value` is a whole number of at least `least`."""
     if not is_whole_number(value) or value < least:
         raise FieldError(f"{name}={value!r} must be a whole number, {least} or more{meaning}")

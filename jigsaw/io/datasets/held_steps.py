@@ -1,7 +1,7 @@
-"""Steps that were decoded and will be needed again: those that windows share, and fields that have no time.
+"""Decoded steps that will be needed again: those that windows share, and fields without time.
 
-What is kept depends on the order of the samples and on sizes that every rank knows, so all ranks of a domain group keep
-the same, and read the same, without talking.
+The choice of steps depends on the order of the samples and on sizes that every rank knows. So all ranks of a domain
+group keep the same, and read the same, without communication.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class HeldSteps:
         return frozenset(key for key in keys if key in self._known)
 
     def foreseen(self, keys: Iterable[int], wanted: Collection[int]) -> HeldSteps:
-        """What will be known, without its values, once these steps have been read and those `wanted` are kept."""
+        """Return the memory, without values, as it will be once these steps have been read and those `wanted`
+        are kept.
+        """
         nothing = np.empty(0)
         # The same order of use that `write` and `keep` will leave: what is not used, what is used again, what is new.
         # Of steps 1 to 4 in memory and 3 to 6 read, with room for 5: 1 2 | 3 4 | 5 6, of which 1 goes.

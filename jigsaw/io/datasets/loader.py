@@ -28,7 +28,7 @@ class Batch(TileRecord):
     r"""`input` and `target` tiles [B, T, C, \*space] (None without targets), the samples, and their times [B, T].
 
     Values are in the units of the store, unless `normalize` says otherwise; times are datetime64, or cftime dates of
-    other calendars.  Per rank each tile has its own rows, the input those of its halo, too.
+    other calendars. On each rank a tile has the rank's own rows, the input also those of its halo.
 
     With forcings, they are the last channels of the input, and `target_forcings` those of the target's times.
 
@@ -57,28 +57,29 @@ _LocalBatch = tuple[Dataset, list[Tensor]]
 class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
     """Batches of a dataset: iterate it once for each epoch.
 
-    `batch_size` counts samples over the whole mesh.  The mesh axis ``data`` cuts the batch dim, and all ranks along the
-    other axes share their samples; each reads its own tile of them.  The order depends on `seed` and epoch alone, never
-    on the mesh.  Steps that the windows of a batch share, or those of a batch and the next, are read once, and fields
-    without time once in all; `cache_bytes` keeps further steps in memory, the last used ones of so many bytes a rank.
+    `batch_size` counts samples over the whole mesh. The mesh axis ``data`` cuts the batch dim, and all ranks along the
+    other axes share their samples; each reads its own tile of them. The order depends on `seed` and epoch alone, never
+    on the mesh. Steps that the windows of a batch share, or those of a batch and the next, are read once, and fields
+    without time are read only once. `cache_bytes` keeps further steps in memory, the last used ones of so many bytes a
+    rank.
 
-    `rollout` says how many of the dataset's targets an epoch gives: ``{0: 1, 5: 4, 10: 12}`` is one in the epochs 0 to
-    4, four from 5 on, twelve from 10 on.  The samples are those of the longest, so that epochs are equally long and a
-    state means the same place.
+    `rollout` says how many of the dataset's targets an epoch has: ``{0: 1, 5: 4, 10: 12}`` is one in the epochs 0 to 4,
+    four from 5 on, twelve from 10 on. The samples are those of the longest rollout, so that epochs are equally long and
+    a state means the same place.
 
     A background thread reads ahead in order, at most `prefetch_bytes` a rank (0: no thread; None: two batches), and
-    `threads` decode (None: this machine's cores, shared among its ranks).  An iteration that is left early ends its
-    epoch: the next one begins a new epoch, as with torch's.  `state_dict` resumes in O(1) on any mesh.
+    `threads` decode (None: this machine's cores, shared among its ranks). An iteration that is left early ends its
+    epoch: the next one begins a new epoch, as in torch. `state_dict` resumes in O(1) on any mesh.
 
-    Making one, and every step of an iteration, is collective over the mesh.  It pickles as what it was made of and its
-    state; one that was unpickled joins the mesh when it first reads.
+    Making one, and every step of an iteration, is collective over the mesh. It pickles as its arguments and its state;
+    an unpickled one joins the mesh when it first reads.
 
     *Shapes*: see `Batch`.
     *Sends*: what `Dataset.plan` says, on process groups of its own.
 
-    Raises: `FieldError` for what is no `Dataset`, a seed below 0, a batch size below 1, or larger than the dataset with
-    `drop_last`; `WindowError` for a `rollout` that the targets cannot give; while iterating, the `ReadError` of the
-    read that failed, with its traceback.
+    Raises: `FieldError` for anything but a `Dataset`, a seed below 0, a batch size below 1, or larger than the dataset
+    with `drop_last`; `WindowError` for a `rollout` that the targets cannot give; while iterating, the `ReadError` of
+    the read that failed, with its traceback.
 
     >>> mesh = jigsaw.init_mesh(lat=1, lon=1)
     >>> data = jigsaw.io.open("globe.zarr", mesh=mesh, fields=["t2m"], targets=[1])
@@ -176,7 +177,7 @@ class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
             ahead.expect(reading.request, partial(dataset.plan_of, reading))
 
     def _mine(self, samples: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of a batch that this rank reads: none where there are fewer than ranks along `data`."""
+        """Return the samples of a batch that this rank reads: none where there are fewer than ranks along `data`."""
         layout = self.dataset.frame.layout((len(samples), 1), (DATA_AXIS, None))
         first, stop = layout.owned(self._coordinate)[0]
         return samples[first:stop]

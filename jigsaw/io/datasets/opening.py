@@ -1,4 +1,4 @@
-"""`open`: what the user asked of a store, checked, as a `Dataset`."""
+"""`open`: the user's arguments for a store, checked, as a `Dataset`."""
 
 from __future__ import annotations
 
@@ -69,69 +69,69 @@ def open(
     level: int | None = None,
     channels: Sequence[str] | None = None,
 ) -> Dataset:
-    r"""The samples of a store, cut over `mesh` while they are read.
+    r"""Open the samples of a store, cut over `mesh` while they are read.
 
-    A sample at anchor a is its input, the steps ``a + inputs``, and its target, the steps ``a + targets``, both tiles
-    [T, C, \*space]: space is ``lat, lon`` on the globe and ``z, y, x`` or ``y, x`` elsewhere.
+    A sample at anchor a is its input, the steps ``a + inputs``, and its target, the steps ``a + targets``. Both are
+    tiles [T, C, \*space]: space is ``lat, lon`` on the globe and ``z, y, x`` or ``y, x`` elsewhere.
 
     - `store`: a path (Zarr, NetCDF, HDF5, NIfTI, `.npy`), a URL, a glob or a list of files along time, an
-      `xarray.Dataset` (read through xarray, as it is), an `ArraySource` of one's own, or an opened store;
+      `xarray.Dataset` (read through xarray, as it is), a user's own `ArraySource`, or an opened store;
     - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
     - `fields`: names (see `jigsaw.io.series.fields`), in channel order; by default every variable on the first one's
       grid;
-    - `target_fields`: those of the target, by default `fields` without those that have no time; the union is read for
+    - `target_fields`: those of the target, by default `fields` without those that lack time; the union is read for
       every step;
-    - `spec`: which axis, or axes, cut which spatial dim; by default the axis of its own name (``lat``, whatever the
-      store calls it).  `data` cuts batches.  An axis that the mesh lacks counts as size 1, and ranks along one that
+    - `spec`: the axis, or axes, that cut each spatial dim; by default the axis of its own name (``lat``, whatever the
+      store calls it). `data` cuts batches. An axis that the mesh lacks counts as size 1, and ranks along an axis that
       cuts nothing read the same;
-    - `halo`: rows of the input beyond those owned, a number or (below, above), for all spatial dims or by dim;
-      targets have none;
-    - `boundary`: what the halo holds beyond the ends of a dim (see `jigsaw.io.series.boundary`): ``"periodic"`` the
-      rows of the other end, ``"pole"`` (of ``lat``) those across the pole, ``"reflect"``, ``"replicate"`` or
-      ``("fill", number)``; by default, ``"clip"``, it ends with the domain;
+    - `halo`: rows of the input beyond those owned, a number or (below, above), for all spatial dims or by dim; targets
+      do not have a halo;
+    - `boundary`: the content of the halo beyond the ends of a dim (see `jigsaw.io.series.boundary`). ``"periodic"``
+      takes the rows of the other end, ``"pole"`` (of ``lat``) those across the pole. Other rules are ``"reflect"``,
+      ``"replicate"`` or ``("fill", number)``. By default, ``"clip"``, the halo ends with the domain;
     - `vectors`: the fields that change sign across a pole; by default the components of wind, by their names or CF
       standard names;
     - `inputs`, `targets`: steps relative to the anchor, as numbers of steps or as durations: ``["-6h", "0h"]``;
     - `time`: a slice or pair of dates, both ends included, or of step positions; no window crosses a gap;
     - `every`: the distance of the steps that make up the series, from its first on: ``"6h"``, or a number of steps;
-      refused of arrays that are sums over a step (by `cell_methods`, or GRIB's step type);
+      refused for arrays that are sums over a step (by `cell_methods`, or GRIB's step type);
     - `along`: the dim that windows run along; ``"lead"`` (or its own name, such as ``"prediction_timedelta"``) for the
       lead times of a forecast;
-    - `select`: what is picked along any further dim (members, lead or initial times), by its name or as `member`,
-      `lead`, `init`: an integer is a position; a float, string, date or duration is a value (``"24h"``); a list, a
-      slice or pair of ends, or ``"all"`` makes samples of each;
-    - `dims`: what the store's dims are, where that is not found: ``{"time": "valid_time", "lat": "j"}``;
-    - `normalize`: the path of a file of statistics (see `jigsaw.io.statistics`), a `jigsaw.io.Statistics`,
-      ``{"t2m": (mean, std)}`` by field, or ``"store"`` for the store's own (anemoi's); fused into the read;
-    - `nan`: ``"keep"``, ``"raise"``, or the number that stands in the result for missing values;
-    - `missing`: what becomes of chunks that are not in the store: ``"error"``, or ``"fill"`` for the array's fill
-      value, where it is known that chunks were never written or that those of fill values alone were left out; a store
-      whose index says so itself (HDF5, within a shard, Icechunk, references) is taken at its word;
+    - `select`: the choice along any further dim (members, lead or initial times), by its name or as `member`, `lead`,
+      `init`. An integer is a position; a float, string, date or duration is a value (``"24h"``). A list, a slice or
+      pair of ends, or ``"all"`` makes samples of each;
+    - `dims`: the roles of the store's dims, where they are not found: ``{"time": "valid_time", "lat": "j"}``;
+    - `normalize`: the path of a file of statistics (see `jigsaw.io.statistics`), a `jigsaw.io.Statistics`, ``{"t2m":
+      (mean, std)}`` by field, or ``"store"`` for the store's own (anemoi's); fused into the read;
+    - `nan`: ``"keep"``, ``"raise"``, or the number that replaces missing values in the result;
+    - `missing`: the rule for chunks that are not in the store: ``"error"``, or ``"fill"`` for the array's fill value.
+      Use ``"fill"`` where chunks are known to be unwritten, or left out because they hold fill values alone. A store
+      whose index says so itself (HDF5, within a shard, Icechunk, references) is believed;
     - `dtype`: of the tiles;
     - `lat_order`: ``"store"``, ``"north-first"`` or ``"south-first"``;
-    - `lon`: ``"store"``, or ``"0..360"`` or ``"-180..180"``: longitudes rise within these, the grid is rolled;
+    - `lon`: ``"store"``, or ``"0..360"`` or ``"-180..180"``: longitudes rise within these, and the grid is rolled;
     - `split`, `align`: where the cuts lie (see `jigsaw.Layout`), for all spatial dims or by dim;
-    - `mode`: ``"cooperative"`` (each chunk decoded by one rank), ``"neighbours"`` (by every rank that owns rows of it,
-      halos come from them), ``"independent"``, or ``"auto"``, the cheapest;
-    - `forcings`: names (see `jigsaw.io.series.forcings`), such as ``["cos_zenith", "day_progress", "latlon"]``:
-      computed, not read, as the last channels of the input, and at the target's times as `target_forcings`;
+    - `mode`: ``"cooperative"`` (each chunk is decoded by one rank), ``"neighbours"`` (by every rank that owns rows of
+      it, which also sends the halos), ``"independent"``, or ``"auto"``, the cheapest;
+    - `forcings`: names (see `jigsaw.io.series.forcings`), such as ``["cos_zenith", "day_progress", "latlon"]``. They
+      are computed, not read, as the last channels of the input, and at the target's times as `target_forcings`;
     - `options`: of the object store behind a URL: credentials, region, endpoint, time-outs, retries;
     - `disk_cache`: a `DiskCache`, where fetched bytes are kept on a local disk;
     - `level`: of an OME-Zarr image, 0 the finest and the default;
-    - `channels`: the names along a dim of channels (``[time, channel, lat, lon]``) where the store says none.
+    - `channels`: the names along a dim of channels (``[time, channel, lat, lon]``) where the store lacks them.
 
     Missing values are those that ``_FillValue`` and ``missing_value`` name; ``valid_min``, ``valid_max`` and
-    ``valid_range`` change nothing, as in xarray.  The `fill_value` of a Zarr v2 array names them too, but not a 0 where
-    values are not packed: stored zeros stay zeros, and chunks that were never written are zeros (xarray makes NaN of
-    both).  Who means them as missing gives the array the attribute ``_FillValue``, 0, and says by `nan` what stands
-    there; chunks of Zarr v3 that were never written are its `fill_value`, whatever that is.  What NetCDF-4 lacks at the
-    end of an unlimited dim is missing.  A coordinate that is there is taken as it is, or refused; a dim without one is
-    counted, 0, 1, 2…, and named by the dataset's `counted` where it is one of space.
+    ``valid_range`` change nothing, as in xarray. The `fill_value` of a Zarr v2 array also names them, except for a 0
+    where values are not packed: stored zeros stay zeros, and chunks that were never written are zeros (xarray makes
+    both NaN). To read such zeros as missing, give the array the attribute ``_FillValue``, 0, and choose their
+    replacement by `nan`. Chunks of Zarr v3 that were never written are its `fill_value`, whatever that is. What
+    NetCDF-4 lacks at the end of an unlimited dim is missing. An existing coordinate is used as it is, or refused. A dim
+    without one is counted, 0, 1, 2…, and named by the dataset's `counted` where it is a dim of space.
 
     *Sends*: nothing.
 
-    Raises: a `ReadError` of `jigsaw.errors`, or `ShardingError` for cuts that cannot be, naming what was asked and
-    what there is, alike on every rank.
+    Raises: a `ReadError` of `jigsaw.errors`, or `ShardingError` for impossible cuts, naming the request and what
+    exists, alike on every rank.
 
     >>> mesh = jigsaw.init_mesh(lat=1, lon=1)
     >>> data = jigsaw.io.open("globe.zarr", mesh=mesh, fields=["t2m", "u10"], inputs=["-6h", "0h"], targets=["6h"])
@@ -236,7 +236,7 @@ def _selected_steps(found: StoreSurvey, variables: Sequence[StoreVariable], time
 
 
 def _check_no_sums(variables: Sequence[StoreVariable], every: Any) -> None:
-    """Raises: `WindowError` for an array of sums over a step, of which some steps would be skipped."""
+    """Raise `WindowError` for an array of sums over a step, of which some steps would be skipped."""
     for variable in variables:
         if "time" in variable.roles and is_accumulated(variable.table.attrs, variable.dim("time")):
             raise WindowError(
@@ -247,7 +247,7 @@ def _check_no_sums(variables: Sequence[StoreVariable], every: Any) -> None:
 
 
 def _default_fields(found: StoreSurvey, select: Mapping[str, Any] | None) -> list[str]:
-    """Every numeric variable on the grid of the first; those that need a choice only where there are no others."""
+    """Return every numeric variable on the grid of the first; those that need a choice only where all do."""
     every = [v for v in found.variables.values() if np.dtype(v.table.dtype).kind in "fiu"]
     named = set(select or {})  # by the store's own name of a dim, or by its role
     numeric = [v for v in every if all({v.table.dims[d], v.roles[d]} & named for d in v.further)] or every
@@ -260,7 +260,7 @@ def _default_fields(found: StoreSurvey, select: Mapping[str, Any] | None) -> lis
 def _turning_channels(
     chosen: Sequence[FieldChannel], vectors: Sequence[str] | None, found: StoreSurvey, frame: SampleSpace
 ) -> tuple[int, ...]:
-    """The channels that change sign across a pole, where there is one."""
+    """Return the channels that change sign across a pole, where there is one."""
     attrs = {c.array: found.variables[c.array].table.attrs for c in chosen}
     changing = vector_channels(chosen, vectors, attrs)
     if any(b.rule == "pole" for b in frame.boundary):
@@ -292,7 +292,7 @@ def _make_row_order(
 def _check_orders(
     found: StoreSurvey, first: StoreVariable, grid: Mapping[str, NDArray[Any]], orders: Mapping[str, str]
 ) -> None:
-    """Raises: `GridError` for an order of rows whose places nobody tells."""
+    """Raise `GridError` for an order of rows whose places are unknown."""
     for dim, order in orders.items():
         if order == "store" or dim not in grid:
             continue

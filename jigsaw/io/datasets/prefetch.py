@@ -1,4 +1,4 @@
-"""Reading ahead: one thread that works through a list of reads in order, so many at a time as a budget allows."""
+"""Reading ahead: one thread that works through a list of reads in order, as many at a time as a budget allows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JobType = TypeVar("JobType")
 ResultType = TypeVar("ResultType")
 
 _END_WAIT_S = 5.0
-"""How long the end of the process waits for reads that are due: other ranks may never take part in theirs."""
+"""Seconds that the end of the process waits for reads that are due: other ranks may never take part in them."""
 
 
 class BatchPrefetch(Generic[JobType, ResultType]):
@@ -112,7 +112,7 @@ class BatchPrefetch(Generic[JobType, ResultType]):
 
 
 _running_prefetches: weakref.WeakSet[BatchPrefetch[Any, Any]] = weakref.WeakSet()
-"""Those whose thread may run: each is alive as long as its thread."""
+"""Prefetches whose thread may run: each is alive as long as its thread."""
 
 
 @atexit.register

@@ -1,4 +1,4 @@
-"""Which sample comes when: a seeded shuffle that needs no table, and the loader's place in it.
+"""Order of samples: a seeded shuffle that does not need a table, and the loader's place in it.
 
 Every rank computes the same order from three integers, whatever the mesh, so a run resumes in O(1) on another one.
 """
@@ -17,7 +17,7 @@ _WORD_MASK = (1 << 64) - 1
 
 
 def _mix_bits(x: int) -> int:
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
+    """Mix bits by the finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
     x = (x + 0x9E3779B97F4A7C15) & _WORD_MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD_MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD_MASK
@@ -25,13 +25,14 @@ def _mix_bits(x: int) -> int:
 
 
 def shuffled_sample(position: int, count: int, seed: int, epoch: int) -> int:
-    """The sample at `position` of a pseudo-random permutation of ``range(count)``, in O(1) time and memory.
+    """Return the sample at `position` of a pseudo-random permutation of ``range(count)``, in O(1) time and memory.
 
-    A Feistel network over the next even power of two, walked until it lands inside (Black and Rogaway, 2002).  Unlike
-    numpy's, it is the same in every version, and no rank holds a table of all samples.
+    It is a Feistel network over the next even power of two, walked until it lands inside (Black and Rogaway, 2002).
+    Unlike numpy's, it is the same in every version, and no rank holds a table of all samples.
     """
-    # Ten samples take 4 bits, two halves of 2: a permutation of 0..15.  Position 3 may lead to 12, which is no sample;
-    # 12 leads on to 7, which is one.  As each number has one successor and one predecessor, no two positions end alike.
+    # Ten samples take 4 bits, two halves of 2: a permutation of 0..15. Position 3 may lead to 12, which is not a
+    # sample; 12 leads on to 7, which is one. As each number has one successor and one predecessor, no two positions end
+    # alike.
     half = ((count - 1).bit_length() + 1) // 2 or 1
     mask = (1 << half) - 1
     keys = [_mix_bits(_mix_bits(_mix_bits(seed) ^ epoch) + r) for r in range(_FEISTEL_ROUNDS)]
@@ -47,7 +48,7 @@ def shuffled_sample(position: int, count: int, seed: int, epoch: int) -> int:
 
 @dataclass(frozen=True)
 class LoaderState:
-    """Where a loader is: the `next_sample` in the order of an `epoch`."""
+    """Place of a loader: the `next_sample` in the order of an `epoch`."""
 
     seed: int
     epoch: int = 0
@@ -58,9 +59,9 @@ class LoaderState:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any], count: int) -> LoaderState:
-        """The state in a dict that `as_dict` made, for a series of `count` samples.
+        """Return the state in a dict that `as_dict` made, in a series of `count` samples.
 
-        Raises: `StateError` for missing or foreign keys, values that are no integers, or a place beyond the series.
+        Raises: `StateError` for missing or foreign keys, values that are not integers, or a place beyond the series.
         """
         names = list(cls.__dataclass_fields__)
         # a checkpoint may hold anything
@@ -85,7 +86,7 @@ class LoaderState:
 
 
 def _is_count(value: Any) -> bool:
-    """Whether a value is a whole number >= 0 of any kind that a checkpoint may hand back."""
+    """Say whether a value is a whole number >= 0 of any kind that a checkpoint may return."""
     try:
         return not isinstance(value, bool) and index(value) >= 0
     except TypeError:
@@ -106,14 +107,14 @@ class SampleOrder:
         return self.count - self.count % self.batch_size if self.drop_last else self.count
 
     def settled(self, state: LoaderState) -> LoaderState:
-        """The same place, but the end of an epoch is the beginning of the next."""
+        """Return the same place, with the end of an epoch as the beginning of the next."""
         # not `usable`: a place that another batch size led to, on another mesh, may leave more whole batches
         left = self.count - state.next_sample
         done = left <= 0 or (self.drop_last and left < self.batch_size)
         return LoaderState(state.seed, state.epoch + 1, 0) if done else state
 
     def batches(self, state: LoaderState) -> Iterator[tuple[tuple[int, ...], LoaderState]]:
-        """The samples of each batch left in the epoch, and the state once it was handed out."""
+        """Yield the samples of each batch left in the epoch, and the state once it was handed out."""
         state = self.settled(state)
         epoch = state.epoch
         while state.epoch == epoch:
@@ -130,16 +131,16 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class RolloutLengths:
-    """How many targets an epoch has: pairs (first epoch, targets), or all of them without any."""
+    """Numbers of targets by epoch: pairs (first epoch, targets), or all targets without any."""
 
     lengths: tuple[tuple[int, int], ...]
     longest: int
 
     @classmethod
     def of(cls, given: Mapping[int, int] | int | None, targets: int) -> RolloutLengths:
-        """From ``{0: 1, 5: 4, 10: 12}``, or a number for all epochs; `targets` is what there is.
+        """Make it from ``{0: 1, 5: 4, 10: 12}``, or a number for all epochs; `targets` is how many exist.
 
-        Raises: `WindowError` for a schedule that does not begin at epoch 0, or asks for more or fewer than there are.
+        Raises: `WindowError` for a schedule that does not begin at epoch 0, or is outside of 1 to `targets`.
         """
         lengths: Mapping[Any, Any] = {} if given is None else given if isinstance(given, Mapping) else {0: given}
         wrong = [n for pair in lengths.items() for n in pair if not _is_count(n)]

@@ -1,4 +1,4 @@
-"""`MeshSamples`: what every dataset is: samples by their number, cut by a mesh that it belongs to or joins."""
+"""`MeshSamples`: the base of every dataset: samples by their number, cut by a mesh that it belongs to or joins."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from jigsaw.misuse import warn_once
 from jigsaw.tile import Tile
 
 TileIfAny: TypeAlias = Tile | Any
-"""A Tile where there is one, else None: who asked for it knows, and need not tell a type checker again."""
+"""Tile where there is one, else None: callers know which, and need not tell a type checker again."""
 
 
 class TileRecord:
     """A dataclass of tiles and of what is said about them, which goes where its tiles go."""
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """The same with its tiles on another device, or of another dtype, as `torch.Tensor.to` takes it."""
+        """Return the same with its tiles on another device, or of another dtype, as `torch.Tensor.to` takes it."""
         held = ((f.name, getattr(self, f.name)) for f in dataclass_fields(cast(Any, self)))
         moved = {name: value.to(*args, **kwargs) for name, value in held if isinstance(value, Tile)}
         return replace(cast(Any, self), **moved)
@@ -44,8 +44,8 @@ class TileRecord:
 class MeshSamples(ABC, data.Dataset[Any]):
     """Samples that the ranks of `mesh` read together, cut as `frame` says; torch's loader takes them, too.
 
-    It pickles as what it describes, without its mesh: unpickled in another process, it joins one of the same axes on
-    the same `device` when it first reads.  Opened with integers for a mesh, it has no `device`, and plans only.
+    It pickles as its description, without its mesh: unpickled in another process, it joins one of the same axes on the
+    same `device` when it first reads. Opened with integers for a mesh, it lacks a `device`, and only plans.
     """
 
     mesh: DeviceMesh | None
@@ -65,11 +65,11 @@ class MeshSamples(ABC, data.Dataset[Any]):
 
     @abstractmethod
     def sample_bytes(self) -> int:
-        """The most bytes that any rank holds of one sample."""
+        """Return the most bytes that any rank holds of one sample."""
 
     @abstractmethod
     def identity(self) -> StoreIdentity:
-        """What this rank sees of what it reads, which all ranks must see alike."""
+        """Return what this rank sees of what it reads, which all ranks must see alike."""
 
     def check_same_everywhere(self) -> None:
         """Compare what the ranks have opened.  Ranks that share samples do so by themselves when they first read.
@@ -83,13 +83,13 @@ class MeshSamples(ABC, data.Dataset[Any]):
 
     @property
     def is_live(self) -> bool:
-        """Whether it belongs to this process: a dataset that was unpickled does not before it first reads."""
+        """True where it belongs to this process; an unpickled dataset does so only once it reads."""
         return self.mesh is not None or self.device is None
 
     def device_mesh(self) -> DeviceMesh:
-        """The mesh; of an unpickled dataset it is made now, over all ranks.
+        """Return the mesh; for an unpickled dataset it is made now, over all ranks.
 
-        Raises: `ReadError` when the dataset was opened with integers for one.
+        Raises: `ReadError` when the dataset was opened with integers for a mesh.
         """
         if self.device is None:
             raise ReadError(
@@ -102,11 +102,11 @@ class MeshSamples(ABC, data.Dataset[Any]):
         return init_mesh(device=self.device, **dict(self.frame.axes))
 
     def changed(self, **fields: Any) -> Self:
-        """The same with other fields, on the mesh that this one has joined."""
+        """Return the same with other fields, on the mesh that this one has joined."""
         return replace(self, **({"mesh": vars(self).get("_joined", self.mesh)} | fields))
 
     def new_engine(self, threads: int | None = None) -> ReadEngine:
-        """A reader of plans with process groups of its own; making one is collective over the mesh."""
+        """Make a reader of plans with its own process groups; this is collective over the mesh."""
         return ReadEngine(self.store, self.device_mesh(), threads, apart=(DATA_AXIS,), identity=self.identity)
 
     @cached_property
@@ -114,7 +114,7 @@ class MeshSamples(ABC, data.Dataset[Any]):
         return self.new_engine()
 
     def _index(self, sample: int) -> int:
-        """The number of a sample, of which a negative one counts from the end."""
+        """Return the number of a sample; a negative one counts from the end."""
         try:
             at = index(sample)
         except TypeError:
@@ -127,9 +127,9 @@ class MeshSamples(ABC, data.Dataset[Any]):
 
 
 def mesh_and_axes(mesh: DeviceMesh | Mapping[str, int]) -> tuple[DeviceMesh | None, str | None, AxisSizes]:
-    """The mesh, its device and its axes; only axes where it was given as integers.
+    """Return the mesh, its device and its axes; only axes where it was given as integers.
 
-    Raises: `ShardingError` for what is no mesh, and for sizes below 1.
+    Raises: `ShardingError` for anything but a mesh, and for sizes below 1.
     """
     if isinstance(mesh, DeviceMesh):
         return mesh, mesh.device_type, axes_of_mesh(mesh)

@@ -16,19 +16,19 @@ SplitRange = tuple[int, int]
 
 
 def split(dataset: Dataset, **ranges: Any) -> dict[str, Dataset]:
-    """Datasets of the samples whose steps, inputs and targets, all lie inside a range of time, by its name.
+    """Return datasets of the samples whose steps, inputs and targets, all lie inside a range of time, by its name.
 
     ``split(ds, train=("1979", "2015"), validation=("2016", "2016"), test=("2017", None))``: pairs or slices of dates,
-    both ends included, or of step positions, the end excluded.  Ranges may not overlap, so no step is in two of them.
-    Samples are what they are, so the longest rollout counts; those that reach over an end are in none.
+    both ends included, or of step positions, the end excluded. Ranges may not overlap, so no step is in two of them.
+    Samples keep all their targets, so the longest rollout counts; samples that reach over an end are left out.
 
-    Times are those that steps are *valid* at: of a forecast, when it began and its lead time.  Of forecasts with
-    windows along the lead time, a forecast is kept whole or not at all.
+    Times are those that steps are *valid* at: in a forecast, its start plus the lead time. With windows along the lead
+    time, a forecast is kept whole or not at all.
 
     *Sends*: nothing.
 
-    Raises: `WindowError` for what is no dataset, ranges that overlap or hold no sample, or for dates where the store
-    has none.
+    Raises: `WindowError` for anything but a dataset, ranges that overlap or hold no sample, or for dates where the
+    store lacks them.
 
     >>> data = jigsaw.io.open("globe.zarr", mesh={"lat": 1}, fields=["t2m"], targets=[1])
     >>> parts = jigsaw.io.split(data, train=("2020-01-01T00", "2020-01-01T18"), test=("2020-01-02", None))
@@ -63,7 +63,7 @@ def _range_ends(name: str, wanted: Any) -> tuple[Any, Any]:
 
 
 def _included_ends(dataset: Dataset, ends: tuple[Any, Any], dated: bool) -> SplitRange:
-    """The first and last place that a range includes: dates as YYYYMMDDhhmmss, or step positions."""
+    """Return the first and last place that a range includes: dates as YYYYMMDDhhmmss, or step positions."""
     if dated:
         return date_digit_range(*ends)
     start, stop, _ = slice(*ends).indices(len(dataset.times))
@@ -97,7 +97,7 @@ class _SampleSpans:
         return made
 
     def _places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of each anchor, over all choices of lead time."""
+        """Return the first and last place of each anchor, over all choices of lead time."""
         if not self.dated:
             return self.low, self.high
         low, high = self.dataset.times[self.low], self.dataset.times[self.high]
@@ -108,7 +108,7 @@ class _SampleSpans:
         return _digits_of_times(low), _digits_of_times(high)
 
     def _forecasts(self, dim: str, ends: SplitRange) -> tuple[int, ...]:
-        """The chosen forecasts that lie between the ends, from their first step to their last."""
+        """Return the chosen forecasts that lie between the ends, from their first step to their last."""
         began, leads = self.dataset.origins[dim], self.dataset.times
         if leads.dtype.kind != "m":
             raise WindowError("split by dates needs lead times with units, such as hours")

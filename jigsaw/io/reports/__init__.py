@@ -1,1 +1,1 @@
-"""What a plan or a store means for a person, and what would be better."""
+"""Reports for people on a plan or a store, and recommendations."""

@@ -1,4 +1,4 @@
-"""A map of one field of a store."""
+"""Maps of one field of a store."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def draw_field_map(
     select: Mapping[str, int] | None = None,
     dims: Mapping[str, str] | None = None,
 ) -> str:
-    """Draw the first of `fields` at a step; of a volume its middle slice.  Says what was drawn.
+    """Draw the first of `fields` at a step; for a volume, its middle slice. Returns a description of the picture.
 
-    Raises: a `ReadError` as `jigsaw.io.open`, `IndexError` for a step that there is not, `UnsupportedStoreError`
-    where matplotlib or xarray is not installed, or no such file is written.
+    Raises: a `ReadError` as `jigsaw.io.open`, `IndexError` for a step that does not exist, `UnsupportedStoreError`
+    where matplotlib or xarray is not installed, or cannot write such a file.
     """
     for package in ("matplotlib", "xarray"):
         if find_spec(package) is None:
@@ -60,7 +60,7 @@ def draw_field_map(
 
 
 def _labelled_values(values: Any, dataset: Dataset) -> xr.DataArray:
-    """The values with what xarray draws beside them: coordinates that are numbers, and attributes."""
+    """Return the values with what xarray draws beside them: coordinates that are numbers, and attributes."""
     import xarray as xr
 
     dims, variable = dataset.frame.dims[-2:], dataset.variables[0]

@@ -1,4 +1,4 @@
-"""A read plan drawn: the map with chunk borders, tiles and their halos, and what each rank reads."""
+"""Picture of a read plan: the map with chunk borders, tiles and their halos, and the bytes that each rank reads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def draw_plan(dataset: Dataset, plan: ReadPlan, path: str | Path) -> None:
 
 
 def plan_figure(dataset: Dataset, plan: ReadPlan) -> Any:
-    """The picture as a figure of matplotlib.
+    """Return the picture as a figure of matplotlib.
 
     Raises: `UnsupportedStoreError` where that is not installed.
     """
@@ -66,7 +66,7 @@ def save_figure(figure: Any, path: str | Path) -> None:
 
 
 def _draw_tiles(axes: Any, dataset: Dataset, plan: ReadPlan, shades: list[Any]) -> None:
-    """The last two spatial dims in rows and columns: tiles filled, halos hatched, chunk borders dashed."""
+    """Draw the last two spatial dims in rows and columns: tiles filled, halos hatched, chunk borders dashed."""
     from matplotlib.patches import Rectangle
 
     down, across = dataset.frame.dims[-2:]
@@ -98,7 +98,7 @@ def _set_ticks(axis: Any, dim: str, values: NDArray[Any]) -> None:
 
 
 def tick_text(value: Any) -> str:
-    """A value of a coordinate: a number in short, anything else as it is."""
+    """Return a value of a coordinate as text: a number in short, anything else as it is."""
     return f"{value:g}" if np.asarray(value).dtype.kind in "fiu" else str(value)
 
 
@@ -107,7 +107,7 @@ def _rectangle_of(rows: Interval, columns: Interval) -> tuple[tuple[int, int], i
 
 
 def _wrap_interval(held: Interval, cut: Cut) -> Iterator[Interval]:
-    """The parts of an interval that lie in the dim, what is beyond its ends wrapped round where the dim wraps."""
+    """Yield the parts of an interval that lie in the dim; parts beyond its ends wrap round where the dim wraps."""
     for turn in (-cut.size, 0, cut.size) if cut.wraps else (0,):
         part = max(held[0] + turn, 0), min(held[1] + turn, cut.size)
         if part[0] < part[1]:
@@ -115,7 +115,7 @@ def _wrap_interval(held: Interval, cut: Cut) -> Iterator[Interval]:
 
 
 def _draw_chunk_borders(axes: Any, dataset: Dataset, height: int, width: int) -> None:
-    """The chunk borders of every array that is read; arrays that are chunked alike share theirs."""
+    """Draw the chunk borders of every array that is read; arrays that are chunked alike share theirs."""
     lines: dict[str, set[int]] = {"h": {0, height}, "v": {0, width}}
     for variable in dataset.variables:
         for key, dim, size in (("h", dataset.frame.dims[-2], height), ("v", dataset.frame.dims[-1], width)):
@@ -125,7 +125,7 @@ def _draw_chunk_borders(axes: Any, dataset: Dataset, height: int, width: int) ->
 
 
 def _draw_bars(axes: Any, plan: ReadPlan, shades: list[Any]) -> None:
-    """A group of bars a rank; where they share chunks, one more of what the busiest would do by itself."""
+    """Draw a group of bars for each rank; where ranks share chunks, one more for the busiest one reading by itself."""
     rows, names, wide = list(plan.rows), [str(rank) for rank in range(plan.ranks)], 0.8 / len(_DRAWN_BYTES)
     if any(mode != "independent" for mode in plan.modes.values()):
         rows.append(max(plan.in_mode("independent").rows, key=lambda row: row.decoded_bytes))

@@ -1,4 +1,4 @@
-"""What the read plan of a store means for a person, and what would be read cheaper."""
+"""Report on the read plan of a store for a person, with recommendations of cheaper ones."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jigsaw.io.reports.recommend import ChunkOption, MeshOption, ReadFigures, Re
 from jigsaw.io.text_tables import align_columns, bytes_text
 
 _BOUNDARY_TEXTS = {"clip": "", "periodic": " (wraps round)"}
-_WORTH_TELLING = 1.05  # predictions are no better
+_WORTH_TELLING = 1.05  # predictions are not more accurate
 
 
 def plan_report(dataset: Dataset, plan: ReadPlan) -> str:
-    """The plan of some samples as text: what is read of which store, and what `plan_blocks` says."""
+    """Return the plan of some samples as text: what is read of which store, and the text of `plan_blocks`."""
     blocks = (_plan_lines(dataset, plan), *plan_blocks(plan, dataset.frame.dims))
     return "\n\n".join("\n".join(lines) for lines in blocks)
 
@@ -47,7 +47,7 @@ def _plan_lines(dataset: Dataset, plan: ReadPlan) -> list[str]:
 
 
 def advice_report(dataset: Dataset, found: Recommendation, tables: bool = False) -> str:
-    """The best mesh and the best chunks, and how many times cheaper they read; with `tables`, all that were weighed."""
+    """Describe the best mesh and chunks, and how many times cheaper they read; with `tables`, all candidates."""
     mesh, chunks = found.meshes[0], found.chunks[0]
     sizes, shards = _sizes_by_dim_text(chunks.chunks), _sizes_by_dim_text(chunks.shards)
     lines = [

@@ -1,4 +1,4 @@
-"""Arrays that are not there: with chunks and shards of given sizes, in the codec that `jigsaw.io.convert` writes."""
+"""Arrays that do not exist: with chunks and shards of given sizes, in the codec that `jigsaw.io.convert` writes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from jigsaw.io.series.coords import SPATIAL_ROLES
 from jigsaw.io.series.store_survey import StoreVariable
 
 MOST_SHARD_BYTES = 1 << 27
-"""Decoded bytes that a shard holds at most, unless one chunk is larger: what a writer keeps in memory at a time."""
+"""Largest number of decoded bytes in a shard, unless one chunk is larger: a writer keeps these in memory at a time."""
 BLOSC_BLOCK_BYTES = 1 << 18
-"""The blocks of a Blosc frame, each of which is decoded alone; Blosc chooses about this size."""
+"""Size of the blocks of a Blosc frame, each of which is decoded alone; Blosc chooses about this size."""
 SPACELESS_CHUNK_BYTES = 1 << 26
-"""Arrays without space are stored in chunks of at most so many bytes."""
+"""Largest number of bytes in a chunk of an array without space."""
 
 
 def chunk_shape_of(dims: Sequence[tuple[str, str, int]], itemsize: int, wanted: Mapping[str, int]) -> tuple[int, ...]:
-    """The chunk of an array whose dims are (role, own name, size), by sizes by role or name.
+    """Return the chunk of an array whose dims are (role, own name, size), given sizes by role or name.
 
-    Levels and space that are not named are whole, of any other dim a chunk has one row.  An array without space is one
+    Levels and space that are not named are whole; of any other dim a chunk has one row. An array without space is one
     chunk, or as many as keep each small.
     """
     whole = [max(n, 1) for _, _, n in dims]
@@ -66,7 +66,7 @@ def dims_with_roles(variable: StoreVariable) -> list[tuple[str, str, int]]:
 
 
 def proposed_table(variable: StoreVariable, chunks: Mapping[str, int], ratio: float) -> ArrayTable:
-    """The array in chunks of these sizes; each is stored in `ratio` of its decoded bytes."""
+    """Return the array in chunks of these sizes; each is stored in `ratio` of its decoded bytes."""
     table = variable.table
     shape = chunk_shape_of(dims_with_roles(variable), table.grid.itemsize, chunks)
     stored = max(1, int(prod(shape) * table.grid.itemsize * ratio))

@@ -1,7 +1,8 @@
 """`recommend`: the mesh and cuts that read a store cheapest, and the chunks that a mesh would read cheapest.
 
-Candidates are planned as if they were there (`jigsaw.io.reading.read_plan`), on one typical sample, and ranked by the
-predicted cost (`jigsaw.io.chunks.read_cost`).  Integers only: no ranks, and of the store only where its chunks lie.
+Candidates are planned as if they existed (`jigsaw.io.reading.read_plan`), on one typical sample, and ranked by the
+predicted cost (`jigsaw.io.chunks.read_cost`). Integers only: it needs no ranks, and asks the store only where its
+chunks lie.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jigsaw.io.series.sample_space import DATA_AXIS, SampleSpace
 from jigsaw.io.series.store_survey import StoreVariable
 
 TILE_GROWTH = 1.1
-"""Cuts move to the edges of chunks where the largest tile grows by no more than this: all ranks wait for it."""
+"""Largest growth of the largest tile for which cuts move to the edges of chunks: all ranks wait for that tile."""
 _CHUNK_ROWS, _CHUNK_LEVELS = (128, 256), 4  # sizes that are tried beside those that fit the cuts
 _LARGEST_CHUNK = 1 << 26
 _USUAL_RATIO = 0.5  # stored by decoded bytes, where the store does not tell
@@ -34,7 +35,7 @@ _CHEAP_JOBS = 3000  # chunks times candidates that are planned in about a second
 
 
 class ReadFigures(NamedTuple):
-    """What reading costs: CPU seconds and bytes over all ranks (None: unknown), bytes that the busiest decodes."""
+    """Figures of a read: CPU seconds and bytes over all ranks (None: unknown), bytes that the busiest rank decodes."""
 
     seconds: float
     stored_bytes: int | None
@@ -89,12 +90,12 @@ class Recommendation:
 
     @property
     def mesh_gain(self) -> float:
-        """How many times cheaper the best mesh reads; 1 where it is as it is."""
+        """Factor by which the best mesh reads cheaper; 1 where it is the present one."""
         return self._times_cheaper(self.meshes[0].figures.seconds if self.meshes else 0.0)
 
     @property
     def chunk_gain(self) -> float:
-        """How many times cheaper a store with the best chunks is read by the dataset's mesh."""
+        """Factor by which the dataset's mesh reads a store with the best chunks cheaper."""
         return self._times_cheaper(self.chunks[0].seconds if self.chunks else 0.0)
 
     def _times_cheaper(self, then: float) -> float:
@@ -109,10 +110,10 @@ def recommend(
     sample: int | None = None,
     **how: Any,
 ) -> Recommendation:
-    """The best meshes of `ranks` ranks for a store, and the best chunks and shards for `mesh`.
+    """Recommend the best meshes of `ranks` ranks for a store, and the best chunks and shards for `mesh`.
 
     - `store`: a `Dataset`, or what `jigsaw.io.open` takes; `how` are further arguments of it (fields, halo, …);
-    - `ranks`: into how many tiles a sample is cut; by default as many as the mesh cuts it into;
+    - `ranks`: the number of tiles that a sample is cut into; by default as many as the mesh cuts it into;
     - `mesh`: axis sizes as integers, for a store that is not open yet;
     - `sample`: the one that is planned, by default the middle one.
 
@@ -135,14 +136,14 @@ def recommend(
 
 
 def best_chunks(dataset: Dataset) -> ChunkOption:
-    """The chunks and shards that the dataset's mesh would read cheapest."""
+    """Return the chunks and shards that the dataset's mesh would read cheapest."""
     request = dataset.reading([len(dataset) // 2]).request
     plan = plan_read(request, dataset.store.arrays, dataset.mode)
     return _chunk_options(dataset, request, plan)[0]
 
 
 def is_cheap_recommendation(dataset: Dataset, plan: ReadPlan) -> bool:
-    """Whether `recommend` takes no longer than a second or so: few chunks times few candidates, and no far store."""
+    """Say whether `recommend` takes about a second at most: few chunks times few candidates, and not a far store."""
     if any(table.far for table in plan.tables.values()):
         return False
     whole = sum(plan.tables[name].grid.chunk_bytes for name, *_ in plan.jobs)
@@ -154,7 +155,7 @@ def is_cheap_recommendation(dataset: Dataset, plan: ReadPlan) -> bool:
 
 
 def _mesh_options(dataset: Dataset, request: ReadRequest, ranks: int) -> tuple[MeshOption, ...]:
-    """The meshes of `ranks` ranks over the spatial dims, the cheapest first."""
+    """Return the meshes of `ranks` ranks over the spatial dims, the cheapest first."""
     found = [
         _weigh_mesh(dataset, request, frame)
         for sizes in _rank_factors(ranks, dataset)
@@ -168,7 +169,7 @@ def _mesh_options(dataset: Dataset, request: ReadRequest, ranks: int) -> tuple[M
 
 
 def _to_three_digits(seconds: float) -> float:
-    """A cost to three digits: predictions are no better."""
+    """Round a cost to three digits: predictions are not more accurate."""
     return float(f"{seconds:.2e}")
 
 
@@ -181,7 +182,7 @@ def _rank_factors(ranks: int, dataset: Dataset) -> Iterator[tuple[int, ...]]:
 
 
 def _sample_spaces(dataset: Dataset, pieces: Sequence[int]) -> Iterator[SampleSpace]:
-    """The frame of a mesh with balanced cuts, and that with cuts at the edges of chunks where those differ."""
+    """Yield the frame of a mesh with balanced cuts, and that with cuts at the edges of chunks where those differ."""
     old = dataset.frame
     data = tuple((name, n) for name, n in old.axes if name == DATA_AXIS)
     axes = (*data, *((d, n) for d, n in zip(old.dims, pieces, strict=True) if n > 1))
@@ -208,7 +209,7 @@ def _points_at_edges(dataset: Dataset, dim: int, pieces: int) -> tuple[int, ...]
 
 
 def edges_in_sample(dataset: Dataset, variable: StoreVariable, dim: str, size: int) -> set[int]:
-    """Where a variable's chunks end, in rows of a sample: they may be flipped, or begin at another longitude."""
+    """Return where a variable's chunks end, in rows of a sample: they may be flipped, or begin at another longitude."""
     stored, begin = variable.table.grid.along[variable.roles.index(dim)].edges(), dataset.turn.rolled.get(dim, 0)
     return {size - e for e in stored} if dim in dataset.flipped else {(e - begin) % size for e in stored}
 
@@ -260,7 +261,7 @@ def _largest_variable(variables: Iterable[StoreVariable]) -> StoreVariable:
 
 
 def _chunk_shapes(dataset: Dataset, request: ReadRequest, alike: Sequence[_AlikeArrays]) -> Iterator[dict[str, int]]:
-    """Sizes by role: one step, one to all levels, and space whole, aligned with the cuts, or in powers of two."""
+    """Yield sizes by role: one step, one to all levels, and space whole, aligned with the cuts, or in powers of two."""
     largest = _largest_variable(a.variable for a in alike)
     choices: dict[str, list[int]] = {"time": [1]} if "time" in largest.roles else {}
     if "level" in largest.roles:

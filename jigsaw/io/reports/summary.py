@@ -1,4 +1,4 @@
-"""What is in a store, as facts: variables by their canonical dims, levels, time, grid, chunks, sizes, attributes."""
+"""Summary of a store in facts: variables by their canonical dims, levels, time, grid, chunks, sizes, attributes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TimeSummary:
 
 @dataclass(frozen=True)
 class VolumeSummary:
-    """How an image lies in the world, by its affine; all along x, y, z."""
+    """Place of an image in the world, by its affine; all along x, y, z."""
 
     name: str
     shape: tuple[int, ...]
@@ -112,7 +112,7 @@ class VariableSummary:
 
 @dataclass(frozen=True)
 class StoreSummary:
-    """What is in a store; a variable's `grid` and `times` count into those of the store."""
+    """Contents of a store; a variable's `grid` and `times` are indices into those of the store."""
 
     url: str
     format: str
@@ -126,7 +126,7 @@ class StoreSummary:
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Return it as JSON holds it."""
         return plain_attribute(asdict(self))
 
 
@@ -136,9 +136,9 @@ def summarize_store(
     dims: Mapping[str, str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> StoreSummary:
-    """What is in a store; of the variables that `fields` name, by default of all.  `options` are those of `open_store`.
+    """Summarize a store, or the variables that `fields` name; `options` are those of `open_store`.
 
-    Reads coordinates, and asks where a few chunks of each variable lie.
+    It reads coordinates, and asks where a few chunks of each variable lie.
 
     Raises: a `ReadError` as `jigsaw.io.open` does.
     """
@@ -173,7 +173,7 @@ def summarize_store(
 
 
 def _why_no_fields(found: StoreSurvey) -> tuple[str, ...]:
-    """Why nothing in a store is a field, where that is so: cells, say, are not on a grid of rows."""
+    """Return the reason why nothing in a store is a field, if so: cells, say, are not on a grid of rows."""
     try:
         found.check_fields()
     except FieldError as e:
@@ -245,7 +245,7 @@ def _summarize_grid(found: StoreSurvey, variable: StoreVariable) -> GridSummary:
 
 
 def _summarize_dim(role: str, values: NDArray[Any], attrs: Mapping[str, Any]) -> DimSummary:
-    # texts have no distances: their places are told
+    # the places of texts stand for them, because texts do not have distances
     numbers = values.astype(np.float64) if values.dtype.kind in "fiu" else np.arange(len(values), dtype=np.float64)
     steps = np.diff(numbers)
     # coordinates are often rounded to float32
@@ -312,7 +312,9 @@ class _StorageSummary(NamedTuple):
 
 
 def _summarize_storage(store: ArrayStore, table: ArrayTable) -> _StorageSummary:
-    """Of an array of many files: the chunks of the first, all else from some files spread over the series."""
+    """Summarize the storage of an array; of many files, the chunks of the first, all else from files spread over the
+    series.
+    """
     if table.members is None:
         return _StorageSummary(table.chunks, prod(table.grid.counts), codec_text(table), _estimated_bytes(table))
     names = table.members.names
@@ -329,7 +331,7 @@ def _summarize_storage(store: ArrayStore, table: ArrayTable) -> _StorageSummary:
 
 
 def codec_text(table: ArrayTable) -> str:
-    """What the chunks are compressed by, as far as the reader needs to know."""
+    """Name the compression of the chunks, as far as the reader needs to know."""
     decoder = table.decoder
     if decoder is None:
         return "read by its library"
@@ -342,7 +344,7 @@ def codec_text(table: ArrayTable) -> str:
 
 
 def _shard_shape(table: ArrayTable) -> tuple[int, ...] | None:
-    """How far the object that holds the first chunk reaches along each dim, where it holds several."""
+    """Return the extent of the object that holds the first chunk along each dim, where it holds several chunks."""
     if not table.grid.ndim or table.decoder is None or 0 in table.grid.counts:
         return None
     first = table.finder.path((0,) * table.grid.ndim)
@@ -356,7 +358,7 @@ def _shard_shape(table: ArrayTable) -> tuple[int, ...] | None:
 
 
 def _estimated_bytes(table: ArrayTable) -> int | None:
-    """The stored size, from some chunks spread over the array."""
+    """Estimate the stored size from some chunks spread over the array."""
     count = prod(table.grid.counts)
     if not count:
         return 0

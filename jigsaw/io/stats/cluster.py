@@ -19,7 +19,7 @@ _TASKS_AHEAD = 2  # tasks that each worker has at a time: one under way, one tha
 
 @contextmanager
 def dask_client(address: str | None, workers: int | None = None) -> Generator[Client]:
-    """A client of the cluster at `address`; without one, of a local cluster of so many workers (one a core).
+    """Connect to the cluster at `address`; without one, start a local cluster of so many workers (one for each core).
 
     Raises: `FieldError` where dask's scheduler is not installed, or none answers at the address.
     """
@@ -44,9 +44,9 @@ def dask_client(address: str | None, workers: int | None = None) -> Generator[Cl
 
 
 def worker_threads(client: Client) -> Mapping[str, int]:
-    """How many threads each worker has.
+    """Return the number of threads of each worker.
 
-    Raises: `FieldError` when there is no worker.
+    Raises: `FieldError` when there are no workers.
     """
     found: Any = client.nthreads()
     if not found:
@@ -55,9 +55,9 @@ def worker_threads(client: Client) -> Mapping[str, int]:
 
 
 def results_in_order(client: Client, given: Iterator[tuple[T, Any]], working: int) -> Iterator[tuple[T, Any]]:
-    """The results of futures in the order in which they are `given`, each with what comes beside it.
+    """Yield the results of futures in the order in which they are `given`, each with what comes beside it.
 
-    `given` submits as it is iterated: a few for each of the `working`; those that are left in the end are cancelled.
+    `given` submits as it is iterated: a few for each of the `working`; those that are left in the end are canceled.
 
     Raises: whatever the work raises.
     """

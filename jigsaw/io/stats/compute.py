@@ -48,16 +48,17 @@ def statistics(
     progress: bool | StatisticsProgress = False,
     client: Client | None = None,
 ) -> Statistics:
-    """Count, mean, std, min and max of each channel of a dataset of single steps, and of its step-to-step differences.
+    """Compute count, mean, std, min and max of each channel of a dataset of single steps, and of its step-to-step
+    differences.
 
-    One pass in float64 reads every step once.  Each rank of the dataset's mesh takes its tile, and its share of the
-    steps along the axis `data`; the ranks' moments are merged exactly at the end, and every rank returns the same.
-    NaN is skipped and counted (`missing`); std is the population's.  There is no difference over a gap in time.
+    One pass in float64 reads every step once. Each rank of the dataset's mesh takes its tile, and its share of the
+    steps along the axis `data`. The ranks' moments are merged exactly at the end, and every rank returns the same. NaN
+    is skipped and counted (`missing`); std is the population's. No difference is taken over a gap in time.
 
     - `weights`: ``"area"`` weighs latitude rows by their share of the sphere, ``"none"`` counts each value alike;
     - `block`: steps that a rank reads together, by default 128 MiB of them;
-    - `checkpoint`: a file that is replaced whole after each block, and yours to remove once the result is safe; with
-      `resume` the run goes on from it, if it is there, with the same bits as a run that was never interrupted;
+    - `checkpoint`: a file that is replaced whole after each block, and yours to remove once the result is safe. With
+      `resume` the run goes on from it, if it exists, with the same bits as a run that was never interrupted;
     - `progress`: a bar (tqdm) on the first rank, or a function of the steps done and their number;
     - `client`: a `dask.distributed.Client`: its workers get the dataset pickled and read blocks of steps, and the
       result has the same bits as on one rank.
@@ -65,8 +66,8 @@ def statistics(
     *Sends*: what reading sends; with `data`, a tile a rank and block; at the end (with `checkpoint`, after each block)
     112 C bytes to every other rank.
 
-    Raises: `FieldError` or `GridError` for what cannot be asked of the dataset, `StateError` for a
-    checkpoint of something else, `WriteError` for one that cannot be written.
+    Raises: `FieldError` or `GridError` for a request that the dataset cannot fulfill, `StateError` for a checkpoint of
+    something else, `WriteError` for one that cannot be written.
 
     >>> data = jigsaw.io.open("globe.zarr", mesh=jigsaw.init_mesh(lat=1), fields=["t2m", "u10"])
     >>> stats = jigsaw.io.statistics(data, weights="area")
@@ -102,7 +103,7 @@ class _RankMoments:
         self.is_first = self.me == 0
 
     def begin(self, resume: bool) -> StatisticsState:
-        """The state to go on from, alike on every rank or an error on every rank."""
+        """Return the state to go on from, alike on every rank, or raise an error on every rank."""
         nothing = ChannelMoments.nothing(len(self.series.channels)).table
         path, shape = self.checkpoint, (len(self.coords), 2, *nothing.shape)
         found = None
@@ -128,7 +129,9 @@ class _RankMoments:
             result_of_first_rank(self.mesh, self.is_first, lambda: save_moments(path, identity, state.done, tables))
 
     def merged(self, state: StatisticsState) -> list[ChannelMoments]:
-        """Of the values and of the differences; of ranks that hold the same tile, the first counts."""
+        """Return the moments of the values and of the differences; of ranks that hold the same tile, the
+        first counts.
+        """
         layout = self.series.dataset.layout
         spare = [i for i, (name, _) in enumerate(layout.axes) if name not in {*layout.cut_axes, DATA_AXIS}]
         firsts = [not any(coord[i] for i in spare) for coord in self.coords]
@@ -141,7 +144,9 @@ class _RankMoments:
 def _report_progress(
     progress: bool | StatisticsProgress, first: bool, done: int, steps: int
 ) -> Generator[StatisticsProgress]:
-    """What is told the steps done and their number: a bar, the caller's function, or nobody."""
+    """Yield the function that takes the steps done and their number: of a bar, the caller's, or one that does
+    nothing.
+    """
     if callable(progress):
         yield progress
     elif progress and first:

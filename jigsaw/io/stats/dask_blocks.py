@@ -1,7 +1,7 @@
-"""Blocks of steps read by the workers of a `dask.distributed` cluster, each through a reader of its own.
+"""Blocks of steps read by the workers of a `dask.distributed` cluster, each through its own reader.
 
-A worker keeps the first and last tile of its block; the difference between two blocks is taken by whichever worker
-has one of them, so that every step is read once and only moments come back.
+A worker keeps the first and last tile of its block. The difference between two blocks is taken by whichever worker has
+one of them, so that every step is read once and only moments come back.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def _check_dataset_travels(dataset: Dataset) -> None:
-    """Raises: `FieldError` for a dataset that a worker cannot take over."""
+    """Raise `FieldError` for a dataset that a worker cannot take over."""
     if dataset.device is None or any(size > 1 for _, size in dataset.frame.axes):
         raise FieldError(
             f"client= spreads the work over dask's workers, but the dataset's mesh is {dict(dataset.frame.axes)}; "
@@ -53,9 +53,9 @@ def _check_dataset_travels(dataset: Dataset) -> None:
 
 
 def blocks_by_workers(series: StepSeries, start: int, client: Client) -> Iterator[StepBlock]:
-    """The blocks from step `start` on, in order, however the workers finish; a bounded number is under way.
+    """Yield the blocks from step `start` on, in order, however the workers finish; a bounded number is under way.
 
-    Raises: what a worker's read raised, and `FieldError` when the cluster has no worker.
+    Raises: the error of a worker's read, and `FieldError` when the cluster lacks workers.
     """
     workers = len(worker_threads(client))
     _check_dataset_travels(series.dataset)
@@ -109,7 +109,7 @@ class _WorkerReader:
         self.engine = self.dataset.new_engine()
 
     def tiles(self, samples: Sequence[int]) -> StepTiles:
-        r"""The steps [n, C, \*space] of some samples."""
+        r"""Read the steps [n, C, \*space] of some samples."""
         reading = self.dataset.reading(samples)
         given, *_ = self.dataset.unpack(self.dataset.read(self.engine, reading), reading)
         return steps_as_numpy(given)[(..., *self.inner)]
@@ -143,7 +143,7 @@ def _read_block(work: _WorkerTask, samples: Sequence[int], follows: NDArray[np.b
 def _join_block(
     work: _WorkerTask, part: _DaskBlock, before: StepTiles | None
 ) -> tuple[list[ChannelMoments], list[ChannelMoments]]:
-    """All moments of a block: with the difference of its first step to the step before."""
+    """Return all moments of a block, including the difference of its first step to the step before."""
     if before is None or not part.joins:
         return part.values, part.differences
     seam = ChannelMoments.of(part.first, _worker_reader(work).weights, minus=before)

@@ -22,11 +22,11 @@ StepTiles = NDArray[Any]
 
 
 def blocks_on_mesh(series: StepSeries, start: int) -> Iterator[StepBlock]:
-    """This rank's part of each block from step `start` on.
+    """Yield this rank's part of each block from step `start` on.
 
     The axis `data` cuts a block's steps; the last tile of a rank's part travels to the rank that has the next steps.
 
-    *Sends*: what reading sends, and with an axis `data` one tile a block.
+    *Sends*: what reading sends, and with an axis `data` one tile for each block.
     """
     ranks = dict(series.dataset.frame.axes).get(DATA_AXIS, 1)
     loader = DataLoader(series.dataset, batch_size=series.block * ranks)
@@ -53,7 +53,7 @@ class _CarriedTile:
         self.before = None if start == 0 else self._tile(dataset[start - 1].input.local[None])[0]
 
     def _tile(self, local: torch.Tensor) -> StepTiles:
-        r"""The owned rows [n, C, \*space] of [n, 1, C, \*held]."""
+        r"""Return the owned rows [n, C, \*space] of [n, 1, C, \*held]."""
         return steps_as_numpy(local)[(..., *self.inner)]
 
     def block(self, batch: Batch) -> StepBlock:
@@ -66,7 +66,7 @@ class _CarriedTile:
         )
 
     def _handed_on(self, tiles: StepTiles, layout: Layout) -> StepTiles | None:
-        """The tile of the step before this rank's first, if any; keeps the one that the next block needs."""
+        """Return the tile of the step before this rank's first, if any, and keep the one that the next block needs."""
         ranks = layout.size_of(DATA_AXIS)
         before = self.before
         if ranks == 1:
@@ -88,18 +88,20 @@ class _CarriedTile:
         return found
 
     def _at(self, layout: Layout, rank: int) -> int:
-        """The mesh position of this rank's counterpart along `data`."""
+        """Return the mesh position of this rank's counterpart along `data`."""
         return layout.index(tuple(rank if n == DATA_AXIS else c for n, c in zip(self.names, self.at, strict=True)))
 
 
 def _has_steps_after(layout: Layout, rank: int) -> bool:
-    """Whether a rank along `data` hands its last tile on: it has steps, and so has the next, in this block or later."""
+    """Say whether a rank along `data` hands on its last tile: both it and the next have steps, in this block
+    or later.
+    """
     counts = [stop - first for first, stop in map(layout.cuts[0].owned, range(layout.size_of(DATA_AXIS)))]
     return counts[rank] > 0 and (rank == len(counts) - 1 or counts[rank + 1] > 0)
 
 
 def steps_as_numpy(local: torch.Tensor) -> StepTiles:
-    r"""[n, C, \*held] of a batch of single steps [n, 1, C, \*held]; numpy has no bfloat16."""
+    r"""Return [n, C, \*held] of a batch of single steps [n, 1, C, \*held]; numpy lacks bfloat16."""
     steps = local[:, 0].cpu()
     return (steps.float() if steps.dtype == torch.bfloat16 else steps).numpy()
 
@@ -107,7 +109,7 @@ def steps_as_numpy(local: torch.Tensor) -> StepTiles:
 def moments_of_steps(
     follows: NDArray[np.bool_], tiles: StepTiles, before: StepTiles | None, weights: MomentValues | None
 ) -> tuple[list[ChannelMoments], list[ChannelMoments]]:
-    r"""The moments of each of `tiles` [n, C, \*space], and of its difference to the one it follows, if any."""
+    r"""Return the moments of each of `tiles` [n, C, \*space], and of its difference to the one it follows, if any."""
     values = [ChannelMoments.of(tile, weights) for tile in tiles]
     earlier = [before, *tiles[:-1]]
     differences = [

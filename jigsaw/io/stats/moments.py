@@ -1,4 +1,4 @@
-"""Count, mean, variance and range of values that come in pieces, a number a channel, in float64.
+"""Count, mean, variance and range of values that come in pieces, one number for each channel, in float64.
 
 A piece is reduced in two passes; pieces are merged by Chan, Golub and LeVeque's formula (The American Statistician 37,
 1983), which for a piece of one value is Welford's.  Sums of squares are never formed, so nothing cancels.
@@ -24,10 +24,10 @@ _MOMENTS_OF_NOTHING = np.array([0, 0, 0, 0, 0, np.inf, -np.inf])
 
 @dataclass(frozen=True)
 class ChannelMoments:
-    """What is known of the values seen so far: `table` is [7, C] float64, a row for each of `MOMENT_ROWS`.
+    """Moments of the values seen so far: `table` is [7, C] float64, a row for each of `MOMENT_ROWS`.
 
-    `count` values and `missing` NaN, the sum of weights, the weighted mean, the weighted sum of squared deviations from
-    it (`m2`), and the range.  It holds numbers only, so that it travels and is stored as one array.
+    The rows are the `count` of values, the `missing` NaN, the sum of weights, the weighted mean, the weighted sum of
+    squared deviations from it (`m2`), and the range. It holds numbers only, so that it is sent and stored as one array.
     """
 
     table: MomentValues
@@ -40,7 +40,7 @@ class ChannelMoments:
     def of(
         cls, tile: TileValues, weights: MomentValues | None = None, minus: TileValues | None = None
     ) -> ChannelMoments:
-        r"""Of a tile [C, \*space], or of its difference to the tile `minus`; NaN counts as missing.
+        r"""Compute the moments of a tile [C, \*space], or of its difference to the tile `minus`; NaN counts as missing.
 
         `weights` [\*space] weigh the rows; without them each value counts alike.
         """
@@ -50,7 +50,7 @@ class ChannelMoments:
         return cls(np.stack(columns, axis=1)) if columns else cls.nothing(0)
 
     def merge(self, other: ChannelMoments) -> ChannelMoments:
-        """Of the values of both: exact but for rounding, in either order."""
+        """Return the moments of the values of both: exact up to rounding, in either order."""
         a, b = self.table, other.table
         out = a + b
         share = np.divide(b[_WEIGHT], out[_WEIGHT], out=np.zeros_like(out[_WEIGHT]), where=out[_WEIGHT] > 0)
@@ -83,7 +83,7 @@ class ChannelMoments:
 
 
 def _moments_of_channel(x: TileValues, less: TileValues | None, weights: MomentValues | None) -> MomentValues:
-    """The column of one channel, in pieces that stay in the processor's cache."""
+    """Return the column of one channel, in pieces that stay in the processor's cache."""
     flat, earlier = x.reshape(-1), None if less is None else less.reshape(-1)
     starts = range(0, flat.size, _VALUES_AT_ONCE)
     pieces = [_moments_of_slice(flat, earlier, weights, slice(i, i + _VALUES_AT_ONCE)) for i in starts]
@@ -113,7 +113,7 @@ def _moments_of_slice(
 
 
 def _merge_columns(pieces: MomentValues) -> MomentValues:
-    """The column of pieces [n, 7]: Chan's formula for all of them at once."""
+    """Return the column of pieces [n, 7]: Chan's formula for all of them at once."""
     weight, means = pieces[:, _WEIGHT], pieces[:, _MEAN]
     out = pieces.sum(axis=0)
     out[_MEAN] = (weight * means).sum() / out[_WEIGHT] if out[_WEIGHT] > 0 else 0.0

@@ -1,4 +1,4 @@
-"""How far statistics have come: the moments of the steps so far, and the checkpoint that they go on from."""
+"""Progress of statistics: the moments of the steps so far, and the checkpoint to go on from."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def save_moments(path: Path, identity: Mapping[str, Any], done: int, tables: Mom
 
 
 def load_moments(path: Path, identity: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, MomentTables] | None:
-    """The steps done and the tables of a checkpoint; None when there is none yet.
+    """Return the steps done and the tables of a checkpoint; None when it does not exist yet.
 
-    Raises: `StateError` for a file that is no checkpoint, or one of other statistics, naming what differs.
+    Raises: `StateError` for a file that is not a checkpoint, or one of other statistics, naming what differs.
     """
     if not path.exists():
         return None
@@ -77,7 +77,7 @@ def load_moments(path: Path, identity: Mapping[str, Any], shape: tuple[int, ...]
 
 
 def check_moments(path: Path) -> None:
-    """Raises: `StateError` where a file that is not a checkpoint of statistics would be replaced by one."""
+    """Raise `StateError` where a checkpoint would replace a file that is not a checkpoint of statistics."""
     if os.path.lexists(path) and not path.is_symlink():
         _ = _read_checkpoint(path)
 

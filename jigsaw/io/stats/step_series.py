@@ -1,4 +1,4 @@
-"""The steps that statistics run over: which follow which, how rows weigh, how many are read together."""
+"""Series of steps that statistics run over: which follow which, the weights of rows, the steps read together."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class StepSeries:
         return len(self.dataset)
 
     def row_weights(self, box: Sequence[tuple[int, int]]) -> MomentValues | None:
-        r"""The weights [\*space] of the rows of a spatial box; 1 on average over the globe."""
+        r"""Return the weights [\*space] of the rows of a spatial box; 1 on average over the globe."""
         if self.weights == "none":
             return None
         shape = tuple(b - a for a, b in box)
@@ -77,7 +77,7 @@ class StepSeries:
         return np.ascontiguousarray(np.broadcast_to(lined, shape))
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint must have in common with the run that goes on with it."""
+        """Return the facts that a checkpoint must share with the run that goes on with it."""
         d = self.dataset
         steps = hashlib.sha256(elapsed_times(d).tobytes()).hexdigest()[:16]
         scales = [x.hex() for x in (*d.scale, *d.offset)]
@@ -109,7 +109,7 @@ class StepSeries:
 
 
 def area_weights(lat: MomentValues) -> MomentValues:
-    """The share of the sphere of each latitude row, 1 on average: rows reach half-way to their neighbours or the pole.
+    """Return each latitude row's share of the sphere, 1 on average: rows reach half-way to the next row or the pole.
 
     Raises: `GridError` for latitudes that do not rise or fall, or lie beyond the poles.
     """
@@ -124,7 +124,7 @@ def area_weights(lat: MomentValues) -> MomentValues:
 
 
 def elapsed_times(dataset: Dataset) -> MomentValues:
-    """The time of each step, in seconds on one scale, or as the store's plain numbers."""
+    """Return the time of each step, in seconds on one scale, or as the store's plain numbers."""
     stamps = dataset.times[dataset.anchors + dataset.inputs[0]]
     if stamps.dtype.kind in "mM":
         return stamps.astype(f"{stamps.dtype.kind}8[us]").astype(np.int64) / 1e6
@@ -138,14 +138,16 @@ def _usual_step(times: MomentValues) -> float:
 
 
 def _follows_last(times: MomentValues) -> NDArray[np.bool_]:
-    """Whether the step before lies less than 1.5 usual steps back: months differ by less, gaps by more."""
+    """Say for each step whether the one before lies less than 1.5 usual steps back: months differ by less, gaps by
+    more.
+    """
     found = np.zeros(len(times), dtype=np.bool_)
     found[1:] = np.diff(times) < 1.5 * _usual_step(times)
     return found
 
 
 def _default_block(dataset: Dataset) -> int:
-    """As many steps as fit into 128 MiB a rank, whole chunks where one holds several."""
+    """Return the number of steps that fit into 128 MiB a rank, in whole chunks where one holds several."""
     fit = max(1, _BLOCK_BYTES // max(1, dataset.sample_bytes()))
     along = [v.table.chunks[v.roles.index("time")] for v in dataset.variables if "time" in v.roles]
     chunk = math.lcm(*along) if along else 1
