@@ -183,8 +183,36 @@ def test_a_file_that_does_not_fit_is_named(tmp_path, change, match):
     other = change(xr.open_dataset(paths[2], decode_cf=False).load())
     os.remove(paths[2])
     other.to_netcdf(paths[2], format="NETCDF3_64BIT")
-    with pytest.raises(GridError, match=match):
-        open_many(paths, opener)
+    for fields in (None, ["z500", "t500"]):
+        with pytest.raises(GridError, match=match):
+            jigsaw.io.open(open_many(paths, opener), mesh=world_mesh(lat=1), fields=fields)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.drop_vars("temperature"),
+        lambda d: d.assign(temperature=d.temperature.assign_attrs(units="degC")),
+        lambda d: d.assign(
+            temperature=d.temperature.isel(latitude=slice(12)).rename(latitude="south").drop_vars("south")
+        ),
+        lambda d: d.assign_coords(level=d.level + 1),
+    ],
+)
+def test_only_what_is_asked_for_has_to_fit(tmp_path, change):
+    paths = write(tmp_path)
+    expected = truth(paths)["2m_temperature"].values
+    other = change(xr.open_dataset(paths[2], decode_cf=False).load())
+    os.remove(paths[2])
+    other.to_netcdf(paths[2], format="NETCDF3_64BIT")
+    for order in (paths, paths[::-1], [paths[2], *paths[:2], paths[3]]):
+        ds = jigsaw.io.open(open_many(order, opener), mesh=world_mesh(lat=1), fields=["t2m"])
+        got = np.stack([ds[i].input.local[0, 0].numpy() for i in range(10)])
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+        with pytest.raises(GridError, match=r"7\.nc (has|lies on another).*(9\.nc|here)"):
+            jigsaw.io.open(ds.store, mesh=world_mesh(lat=1), fields=["t2m", "t500"])
+        with pytest.raises(GridError, match=r"7\.nc"):
+            ds.store.read_small("temperature")
 
 
 def test_files_without_times_are_joined_as_given(tmp_path):

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from dask.distributed import LocalCluster
 from globe_store import LAT, LON, globe, write
 
 import jigsaw
+from jigsaw.__main__ import main
 from jigsaw.errors import CorruptChunkError, MissingArrayError, MissingChunkError, PeerError, ReadError
-from jigsaw.io import DataLoader, open_store
+from jigsaw.io import DataLoader, convert, open_store
 from jigsaw.io.chunks.codecs import BadChunkError
 from jigsaw.testing import on_ranks, world_mesh
 
@@ -303,3 +305,46 @@ def test_ranks_that_open_different_stores_are_told(alike):
                 what = "its arrays, coordinates or times differ" if other == "later" else "the bytes of its chunks"
                 with pytest.raises(PeerError, match=f"ranks read different stores: of .*{kind}-a.* {what}"):
                     DataLoader(ds, batch_size=2)
+
+
+# -- conversions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["v2", "v3", "sharded"])
+def test_a_conversion_refuses_or_counts_the_chunks_that_its_source_lacks(whole, tmp_path, layout):
+    path, made = copied(whole, tmp_path, layout), tmp_path / "made.zarr"
+    (path / "2m_temperature" / {"v2": "3.0.0", "v3": "c/3/0/0", "sharded": "c/0/0/0"}[layout]).unlink()
+    with pytest.raises(MissingChunkError, match=r"array '2m_temperature' is missing: the store has no 2m_temp.*'fill'"):
+        convert(path, made)
+    # smaller chunks than those of the source, of which none is counted twice
+    assert convert(path, made, missing="fill", chunks={"time": 1, "lat": 5}, replace=True).filled == 1
+    ours = opened(path, missing="fill")
+    for step in range(10):
+        # xarray unpacks in another order: the last bit may differ
+        torch.testing.assert_close(opened(made)[step].input.local, ours[step].input.local, equal_nan=True)
+    (path / "2m_temperature" / {"v2": ".zarray"}.get(layout, "zarr.json")).unlink()
+    with pytest.raises(MissingArrayError, match="2m_temperature"):
+        convert(path, tmp_path / "again.zarr", missing="fill")  # its metadata are listed by the root still
+
+
+def test_a_conversion_refuses_a_coordinate_that_lacks_a_chunk(whole, tmp_path):
+    path = copied(whole, tmp_path)
+    shutil.rmtree(path / "latitude/c")
+    with pytest.raises(ReadError, match=r"chunk c/0 of array 'latitude' is missing"):
+        convert(path, tmp_path / "made.zarr", missing="fill")
+
+
+def test_workers_and_servers_refuse_and_count_alike(whole, tmp_path, capsys):
+    path, quiet = copied(whole, tmp_path), {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
+    (path / "2m_temperature/c/3/0/0").unlink()
+    how = {"n_workers": 2, "processes": False, "protocol": "tcp", "host": "127.0.0.1", "scheduler_kwargs": quiet}
+    with LocalCluster(**how) as cluster:
+        argv = ["convert", str(path), "--scheduler", cluster.scheduler_address, "--chunks", "time=1,lat=5"]
+        assert main([*argv, str(tmp_path / "refused.zarr")]) == 1
+        assert "MissingChunkError: chunk c/3/0/0 of array '2m_temperature'" in capsys.readouterr().err
+        assert main([*argv, str(tmp_path / "workers.zarr"), "--missing", "fill"]) == 0
+    assert "  1 chunks that the source lacks were read as fill values\n" in capsys.readouterr().out
+    with requests_served(tmp_path) as (url, _):
+        with pytest.raises(MissingChunkError, match="c/3/0/0"):
+            convert(url, tmp_path / "refused.zarr", replace=True)
+        assert convert(url, tmp_path / "far.zarr", missing="fill").filled == 1

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.cut import Box
-from jigsaw.errors import UnsupportedStoreError
+from jigsaw.errors import GridError, UnsupportedStoreError
 from jigsaw.io.chunks.chunk import ChunkDecoder, ChunkPlaces
 from jigsaw.io.chunks.chunk_finder import ChunkFinder
 from jigsaw.io.chunks.chunk_grid import ChunkGrid
@@ -32,7 +32,7 @@ class ArrayTable:
     `lengths` gives those along a dim one by one. `clipped` says that the last chunk along a dim does not hold padding.
     `dtype` is the stored numpy dtype with its byte order; `masks` are the stored values that mean "missing". `decoder`
     is None for an array that only its library can read. Then `load_slowly` gives the values of a box, and reads no more
-    than the box where `slices` says so.
+    than the box where `slices` says so. `unfit` says why the array is refused where it is asked for.
 
     These facts make its `grid` (where chunks lie in the array), its `finder` (where their bytes lie) and its `loader`
     (their values); `dataclasses.replace` makes them anew.
@@ -53,6 +53,7 @@ class ArrayTable:
     clipped: bool = False
     slices: bool = False
     members: JoinedArrays | None = None
+    unfit: str = ""
     grid: ChunkGrid = field(init=False, repr=False)
     finder: ChunkFinder = field(init=False, repr=False)
     loader: ChunkLoader | LibraryLoader = field(init=False, repr=False)
@@ -100,7 +101,10 @@ class ArrayTable:
         """Offset that is then added."""
         return self._number("add_offset", 0.0)
 
-    def check_packing(self) -> None:
+    def check_readable(self) -> None:
+        """Raise `GridError` for an array that is unfit, `UnsupportedStoreError` for a scale or offset that is not a number."""
+        if self.unfit:
+            raise GridError(self.unfit)
         _ = self.scale, self.offset
 
     def _number(self, attr: str, usual: float) -> float:

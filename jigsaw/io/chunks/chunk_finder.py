@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jigsaw.errors import CorruptChunkError, FetchError, MissingArrayError, MissingChunkError, ReadError, TruncatedError
 from jigsaw.io.chunks import portion
@@ -32,6 +32,23 @@ def most_stored_bytes(size: int) -> int:
     On data that cannot be compressed Blosc adds 16 bytes, Zstandard and LZ4 1 in 255, deflate 5 in 16 KiB.
     """
     return 2 * size + _MOST_OVERHEAD
+
+
+def vanished_array_error(array: str, metadata: str) -> MissingArrayError:
+    """Make the error that refuses an array whose metadata are gone."""
+    return MissingArrayError(
+        f"array {array!r} has vanished from its store: {metadata} is gone since the store was opened, so its missing "
+        "chunks are not read as fill values; restore the store, or open another one"
+    )
+
+
+def missing_chunk_error(chunk: Any, array: str, place: str, more: str = "") -> MissingChunkError:
+    """Make the error that refuses a missing chunk; `more` says how many others are missing."""
+    return MissingChunkError(
+        f"chunk {chunk} of array {array!r} is missing: the store has no {place}{more}. It was never written, or left "
+        "out because all its values are the fill value, or removed since; restore it, or give missing='fill' to read "
+        "the fill value in place of every missing chunk"
+    )
 
 
 class ChunkFinder:
@@ -79,18 +96,11 @@ class ChunkFinder:
         """Raise `MissingArrayError` where the array's own metadata are gone, and its chunks with them."""
         gone = self.places.lost_metadata() if isinstance(self.places, ObjectPerChunk) else None
         if gone is not None:
-            raise MissingArrayError(
-                f"array {self.name!r} has vanished from its store: {gone} is gone since the store was opened, so its "
-                "missing chunks are not read as fill values; restore the store, or open another one"
-            )
+            raise vanished_array_error(self.name, gone)
 
     def missing_error(self, index: ChunkIndex, more: str = "") -> MissingChunkError:
         """Make the error that refuses a missing chunk; `more` says how many others are missing."""
-        return MissingChunkError(
-            f"chunk {index} of array {self.name!r} is missing: the store has no {self.path(index)}{more}. It was never "
-            "written, or left out because all its values are the fill value, or removed since; restore it, or open "
-            "with missing='fill' to read the fill value in place of every missing chunk"
-        )
+        return missing_chunk_error(index, self.name, self.path(index), more)
 
     def stored_bytes(self, index: ChunkIndex) -> int:
         """Return the stored size of a chunk: 0 when it is missing, or when the store does not give it."""

@@ -20,7 +20,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("source", nargs="+", help="paths, a URL, or a quoted glob; several files are joined")
     parser.add_argument("target", help="the Zarr store to make; a conversion that was ended goes on")
-    options.add_shared_options(parser, "--fields", "--time", "--every", "--dims", "--outside", "--scheduler")
+    options.add_shared_options(
+        parser, "--fields", "--time", "--every", "--dims", "--outside", "--missing", "--scheduler"
+    )
     sizes: dict[str, Any] = {"type": options.parse_integers}
     parser.add_argument(
         "--mesh", **sizes, default={}, metavar="lat=2,lon=2", help="what will read it: chunks are for it"
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_conversion(args: argparse.Namespace) -> Converted:
     names = ("fields", "time", "every", "mesh", "chunks", "shards", "dims", "dtype", "engine", "replace", "outside")
-    asked = {name: getattr(args, name) for name in names} | {"threads": args.workers}
+    asked = {name: getattr(args, name) for name in (*names, "missing")} | {"threads": args.workers}
     source = args.source[0] if len(args.source) == 1 else args.source
     with options.scheduler_client(args.scheduler, args.workers) as client:
         progress = _progress_line() if sys.stderr.isatty() else None
@@ -56,6 +58,8 @@ def _run_conversion(args: argparse.Namespace) -> Converted:
 def conversion_report(made: Converted) -> str:
     """Return a line for each array: its chunks, shards and size."""
     lines = [f"{made.path}: {made.written} regions written and read back, {made.kept} were there"]
+    if made.filled:
+        lines.append(f"  {made.filled} chunks that the source lacks were read as fill values")
     for array in made.arrays:
         shape = ", ".join(f"{d} {n}" for d, n in zip(array.dims, array.shape, strict=True))
         nbytes = bytes_text(prod(array.shape) * np.dtype(array.dtype).itemsize)

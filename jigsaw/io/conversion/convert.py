@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import ceil, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     import xarray as xr
     from dask.distributed import Client
 
+    from jigsaw.io.conversion.watched_store import WatchedStore
+
 DIGESTS_ATTRIBUTE = "jigsaw_digests"
 ConversionProgress = Callable[[int, int], None]
 """Callback that takes the bytes written so far, and their total."""
@@ -51,7 +53,8 @@ ConversionProgress = Callable[[int, int], None]
 class Converted:
     """Result of a conversion at `path`: its arrays, and the digest of each one's values, by name.
 
-    `written` and `kept` count the units (chunks, or shards where there are any) of this run and of those before it.
+    `written` and `kept` count the units (chunks, or shards where there are any) of this run and of those before it;
+    `filled` the chunks that a Zarr source lacks and that this run read as fill values.
 
     >>> made = jigsaw.io.convert("globe-01.nc", "short.zarr")
     >>> [array.name for array in made.arrays], made.kept
@@ -63,6 +66,7 @@ class Converted:
     written: int
     kept: int
     digests: Mapping[str, str]
+    filled: int = 0
 
 
 def convert(
@@ -84,6 +88,7 @@ def convert(
     replace: bool = False,
     progress: ConversionProgress | None = None,
     outside: bool | Sequence[str] = False,
+    missing: str = "error",
 ) -> Converted:
     """Write what xarray reads of a source to a local Zarr v3 store, decoded: missing values are NaN, packed numbers are
     what they stand for.  Coordinates, attributes and CF metadata are kept.
@@ -98,7 +103,9 @@ def convert(
     - `budget`: bytes that this process (or a worker's thread) holds at a time, at least one region;
     - `replace`: start again, whatever Zarr store there is at `target`, unless it is the source;
     - `outside`: folders and URLs that links of a Zarr store and references may lead to beyond their own folder, or True
-      for all.
+      for all;
+    - `missing`: what becomes of chunks that a Zarr source has not, ``"error"`` or ``"fill"``, as in `jigsaw.io.open`;
+      a dataset that was opened elsewhere is read as it is.
 
     Raises: `WriteError` for a target that is complete already, belongs to another conversion, cannot be written (on a
     full disk: the same call goes on once there is room), or reads back other than written; a `ReadError` for the
@@ -109,7 +116,7 @@ def convert(
     Dataset(file://train.zarr: 8 samples, 1 channels, lat 9, lon 16; [1, 1, 9, 16])
     """
     path = Path(target)
-    chosen = select_source(source, fields, time, every, dims, engine, outside)
+    chosen = select_source(source, fields, time, every, dims, engine, outside, missing)
     sizes = recommended_chunks(chosen, mesh or {}, dims) if chunks is None else chunks
     arrays = tuple(chosen.outline(sizes, shards, dtype))
     if replace:
@@ -121,11 +128,12 @@ def convert(
         journal.made()
     kept = len(journal.done)
     regions = [r for array in arrays for r in _regions_to_move(array, chosen.data, journal.done, budget)]
-    _move_all(regions, chosen.data, path, journal, client, _thread_count(threads, regions, budget), progress)
+    read = WatchedDataset(chosen.data, chosen.watched)
+    filled = _move_all(regions, read, path, journal, client, _thread_count(threads, regions, budget), progress)
     digests = {a.name: combine_digests(journal.done[a.name, i] for i in unit_indices(a)) for a in arrays}
     store.finish(digests)
     journal.remove()
-    return Converted(str(path), arrays, len(journal.done) - kept, kept, digests)
+    return Converted(str(path), arrays, len(journal.done) - kept, kept, digests, filled)
 
 
 def verify(target: str | os.PathLike[str]) -> dict[str, bool]:
@@ -225,33 +233,52 @@ def _thread_count(threads: int | None, regions: Sequence[ConversionRegion], budg
     return max(1, min(threads or cores, budget // max(1, 3 * largest)))
 
 
+@dataclass(frozen=True)
+class WatchedDataset:
+    """The source of a region, and the Zarr stores below it; they travel to other processes together."""
+
+    data: xr.Dataset
+    watched: tuple[WatchedStore, ...]
+
+    def take_filled(self) -> set[tuple[int, str]]:
+        """Return the chunks that were read as fill values in this process since the last call."""
+        return {(n, key) for n, store in enumerate(self.watched) for key in store.take_filled()}
+
+
 def _move_all(
     regions: Sequence[ConversionRegion],
-    data: xr.Dataset,
+    read: WatchedDataset,
     path: Path,
     journal: ConversionJournal,
     client: Client | None,
     threads: int,
     progress: ConversionProgress | None,
-) -> None:
-    whole, written = sum(r.nbytes for r in regions), 0
-    moved = _move_by_workers(regions, data, path, client) if client else _move_by_threads(regions, data, path, threads)
+) -> int:
+    """Move all regions, and count the chunks of the source that were read as fill values."""
+    whole, written, filled = sum(r.nbytes for r in regions), 0, set[tuple[int, str]]()
+    moved = _move_by_workers(regions, read, path, client) if client else _move_by_threads(regions, read, path, threads)
     for region, found in moved:
-        journal.add(found)
+        journal.add(found.digests)
+        filled |= found.filled
         written += region.nbytes
         if progress:
             progress(written, whole)
+    return len(filled | read.take_filled())
 
 
-MovedRegion = tuple[ConversionRegion, list[tuple[UnitKey, str]]]
+class MovedRegion(NamedTuple):
+    """The digests of a region's units; `filled` are chunks that were read as fill values, here or in other threads."""
+
+    digests: list[tuple[UnitKey, str]]
+    filled: set[tuple[int, str]]
 
 
 def _move_by_threads(
-    regions: Sequence[ConversionRegion], data: xr.Dataset, path: Path, threads: int
-) -> Iterator[MovedRegion]:
+    regions: Sequence[ConversionRegion], read: WatchedDataset, path: Path, threads: int
+) -> Iterator[tuple[ConversionRegion, MovedRegion]]:
     """Yield each region and the digests of its units, as they are done."""
     with ThreadPoolExecutor(threads) as pool:
-        running = {pool.submit(move_region, region, data, path): region for region in regions}
+        running = {pool.submit(move_region, region, read, path): region for region in regions}
         try:
             for done in as_completed(running):
                 yield running[done], done.result()
@@ -260,17 +287,17 @@ def _move_by_threads(
 
 
 def _move_by_workers(
-    regions: Sequence[ConversionRegion], data: xr.Dataset, path: Path, client: Client
-) -> Iterator[MovedRegion]:
+    regions: Sequence[ConversionRegion], read: WatchedDataset, path: Path, client: Client
+) -> Iterator[tuple[ConversionRegion, MovedRegion]]:
     """Yield the same from the workers of a cluster, in the order of the regions; only digests come back."""
     threads = sum(worker_threads(client).values())
-    shared: Any = client.scatter(data, broadcast=True, hash=False)
+    shared: Any = client.scatter(read, broadcast=True, hash=False)
     return results_in_order(
         client, ((r, client.submit(move_region, r, shared, path, pure=False)) for r in regions), threads
     )
 
 
-def move_region(region: ConversionRegion, data: xr.Dataset, path: Path) -> list[tuple[UnitKey, str]]:
+def move_region(region: ConversionRegion, read: WatchedDataset, path: Path) -> MovedRegion:
     """Read a region of the source, write it, and read it back: the digest of each of its units.
 
     Raises: `WriteError` when what is read back is not what was written.
@@ -278,7 +305,7 @@ def move_region(region: ConversionRegion, data: xr.Dataset, path: Path) -> list[
     import zarr
 
     array = region.array
-    part = data.variables[array.name][box_slices(region.box)]
+    part = read.data.variables[array.name][box_slices(region.box)]
     loaded = part.load(scheduler="synchronous") if part.chunks else part  # every region has a thread of ours already
     values: NDArray[Any] = np.asarray(loaded.values).astype(array.dtype, copy=False)
     sink = ZarrSink(path, None, {}, CONVERT_AGAIN)
@@ -293,7 +320,7 @@ def move_region(region: ConversionRegion, data: xr.Dataset, path: Path) -> list[
         if values_digest(np.asarray(stored[box_slices(box)])) != digest:
             raise WriteError(f"{path}: rows {box} of array {array.name!r} read back other than they were written")
         written.append(((array.name, index), digest))
-    return written
+    return MovedRegion(written, read.take_filled())
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------

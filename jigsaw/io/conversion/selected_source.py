@@ -9,11 +9,12 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jigsaw.errors import FieldError, GridError, UnsupportedStoreError, WindowError
+from jigsaw.io.arguments import checked_choice
 from jigsaw.io.chunks.files import size_and_change
 from jigsaw.io.chunks.packing import fill_is_missing
 from jigsaw.io.datasets.opening import open
@@ -22,6 +23,7 @@ from jigsaw.io.packages import why_not_imported
 from jigsaw.io.reports.proposed_tables import chunk_shape_of, shard_shape_of
 from jigsaw.io.reports.recommend import best_chunks
 from jigsaw.io.series.fields import FieldChannel, channels_of_fields
+from jigsaw.io.series.request import MISSING_RULES
 from jigsaw.io.series.store_survey import StoreSurvey
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.writing.cf import REFERENCE_ATTRIBUTES, StoredCoordinate, encode_coordinate
@@ -30,6 +32,8 @@ from jigsaw.redacted import cause_without_secrets, redacted_text
 
 if TYPE_CHECKING:
     import xarray as xr
+
+    from jigsaw.io.conversion.watched_store import WatchedStore
 
 _CONVERTED_KINDS = "biuf"
 _DECODED: dict[str, Any] = {"decode_timedelta": False, "decode_coords": "all"}
@@ -49,6 +53,7 @@ class SelectedSource:
     arrays: tuple[str, ...]
     time: str | None
     outside: Any = False
+    watched: tuple[WatchedStore, ...] = ()
 
     @property
     def coordinates(self) -> list[StoredCoordinate]:
@@ -128,11 +133,17 @@ class SelectedSource:
 # -- opening -----------------------------------------------------------------------------------------------------------
 
 
-def open_with_xarray(
-    source: Any, engine: str | None = None, outside: Any = False
-) -> tuple[str, tuple[str, ...], xr.Dataset]:
-    """Open a path, URL, glob or list of files (joined by their coordinates), or dataset; return name, files and
-    dataset.
+class OpenedSource(NamedTuple):
+    """Dataset that xarray opened; `watched` are the Zarr stores that it reads, where the user gave no dataset."""
+
+    name: str
+    files: tuple[str, ...]
+    data: xr.Dataset
+    watched: tuple[WatchedStore, ...] = ()
+
+
+def open_with_xarray(source: Any, engine: str | None = None, outside: Any = False) -> OpenedSource:
+    """Open a path, URL, glob or list of files (joined by their coordinates) with xarray; a dataset stays as it is.
 
     In a Zarr v2 store that is given by its place, the same values are missing as for `jigsaw.io.open`: a 0 seldom is.
     Links of a Zarr store and references only lead where `outside` allows.
@@ -146,7 +157,8 @@ def open_with_xarray(
         absent = "converting needs xarray: pip install 'jigsaw-torch[xarray]'"
         raise UnsupportedStoreError(why_not_imported(missing, absent)) from missing
     if isinstance(source, xr.Dataset):
-        return redacted_text(f"xarray dataset of {source.encoding.get('source', 'computed values')}"), (), source
+        called = redacted_text(f"xarray dataset of {source.encoding.get('source', 'computed values')}")
+        return OpenedSource(called, (), source)
     paths = _source_paths(source)
     raw = any(engine in ("zarr", "kerchunk") or (engine is None and not os.path.isfile(path)) for path in paths)
     options: dict[str, Any] = {"engine": engine, **({"decode_cf": False} if raw else _DECODED)}
@@ -154,21 +166,23 @@ def open_with_xarray(
         # an index that lies beside the file is a pickle, and whoever wrote the file may have written it
         options |= {"engine": "cfgrib", "backend_kwargs": {"indexpath": ""}}
     stores: list[Any] = [_checked_store(path, engine, outside) for path in paths]
-    if not all(isinstance(store, str) for store in stores):
+    watched = tuple(store for store in stores if not isinstance(store, str))
+    if watched:
         options["engine"] = "zarr"
     try:
         with warnings.catch_warnings():  # a store without consolidated metadata is as good
             warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated", RuntimeWarning)
             if len(paths) == 1:
                 found = xr.open_dataset(stores[0], **options)
-                return redacted_text(paths[0]), (paths[0],), _decode_as_reader(found) if raw else found
+                data = _decode_as_reader(found) if raw else found
+                return OpenedSource(redacted_text(paths[0]), (paths[0],), data, watched)
             made = _join_files(stores, {**options, "preprocess": _decode_as_reader} if raw else options)
-            return redacted_text(f"{paths[0]} and {len(paths) - 1} more"), tuple(paths), made
+            return OpenedSource(redacted_text(f"{paths[0]} and {len(paths) - 1} more"), tuple(paths), made, watched)
     except (OSError, ValueError, ImportError, KeyError) as e:
         raise UnsupportedStoreError(f"xarray does not open {paths[0]!r}: {e}") from cause_without_secrets(e)
 
 
-def _checked_store(path: str, engine: str | None, outside: Any) -> Any:
+def _checked_store(path: str, engine: str | None, outside: Any) -> str | WatchedStore:
     """Return what to give to xarray for a path, before it opens it and reads coordinates. A Zarr store then leads
     nowhere else, and others' code or references can do no harm.
     """
@@ -178,12 +192,18 @@ def _checked_store(path: str, engine: str | None, outside: Any) -> Any:
         check_reference_file(path, checked_outside(outside))
     if not _is_read_by_zarr(path, engine):
         return path
-    from jigsaw.io.formats.zarr_group import refuse_code_in
+    from zarr.storage import FsspecStore
+
+    from jigsaw.io.conversion.watched_store import WatchedStore
+    from jigsaw.io.formats.zarr_group import arrays_without_code
     from jigsaw.io.formats.zarr_reach import bounded_zarr_folder, checked_outside
 
     store = bounded_zarr_folder(path, checked_outside(outside))
-    refuse_code_in(store)
-    return store
+    arrays = arrays_without_code(store)
+    if arrays and isinstance(store, str) and "://" in store:
+        store = FsspecStore.from_url(store, read_only=True)
+    # a zip file says itself which chunks it has
+    return path if isinstance(store, str) else WatchedStore.of(store, arrays)
 
 
 def _is_read_by_zarr(path: str, engine: str | None) -> bool:
@@ -239,15 +259,17 @@ def select_source(
     dims: Mapping[str, str] | None = None,
     engine: str | None = None,
     outside: Any = False,
+    missing: str = "error",
 ) -> SelectedSource:
     """Select what is converted of a source: variables, levels and steps.
 
-    `fields` as in `jigsaw.io.open`; levels that one of them names are kept for all variables. By default all is
-    converted.
+    `fields` and `missing` as in `jigsaw.io.open`; levels that one of them names are kept for all variables. By default
+    all is converted.
 
     Raises: a `ReadError` as `jigsaw.io.open` does.
     """
-    name, files, data = open_with_xarray(source, engine, outside)
+    checked_choice("missing", missing, MISSING_RULES)
+    name, files, data, watched = open_with_xarray(source, engine, outside)
     found = StoreSurvey(open_xarray(data, {"outside": outside}), dims)
     channels = [] if fields is None else channels_of_fields(fields, found.levels)
     chosen = list(found.variables if fields is None else dict.fromkeys(c.array for c in channels))
@@ -265,9 +287,10 @@ def select_source(
         [str(n) for n, v in data.data_vars.items() if v.dtype.kind in _CONVERTED_KINDS] if fields is None else chosen
     )
     kept = data if fields is None else _keep_coordinates(data, chosen)
-    return SelectedSource(
-        name, files, kept, StoreSurvey(open_xarray(kept, {"outside": outside}), dims), tuple(moved), time_dim, outside
-    )
+    for store in watched:
+        store.filled_arrays = frozenset(moved if missing == "fill" else ())
+    survey = StoreSurvey(open_xarray(kept, {"outside": outside}), dims)
+    return SelectedSource(name, files, kept, survey, tuple(moved), time_dim, outside, watched)
 
 
 def _keep_coordinates(data: xr.Dataset, chosen: Sequence[str]) -> xr.Dataset:

@@ -28,7 +28,7 @@ from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.files import LocalFiles, StoreFiles, size_and_change
 from jigsaw.io.chunks.joined_arrays import JoinedArrays
-from jigsaw.io.formats import in_memory as _values
+from jigsaw.io.formats.in_memory import FilelessPlaces, table_of_values
 from jigsaw.io.formats.slab_arrays import read_table_box
 from jigsaw.io.series.coords import decoded_coordinate, role_of_dim
 from jigsaw.io.series.times import TimeAxis, decode_times
@@ -59,8 +59,11 @@ def open_many(
 
     A gap in time is reported in the store's `notes`, and no window crosses it.
 
-    Raises: `UnsupportedStoreError` when there are no files; `GridError` naming the file for one on another grid, in
-    other units, that lacks an array, or whose times overlap with another's; what opening a file raises.
+    An array that a file lacks, or has on another grid or in other units, is refused when it is read, with a `GridError`
+    that names the file; the others are joined.
+
+    Raises: `UnsupportedStoreError` when there is no file; `GridError` naming the file for one whose times overlap with
+    another's; what opening a file raises.
 
     >>> store = jigsaw.io.open_many("globe-*.nc")
     >>> jigsaw.io.open(store, mesh={"lat": 1}, fields=["t2m"])
@@ -75,10 +78,9 @@ def open_many(
     dim = along or _time_dim_of_store(first)
     with ThreadPoolExecutor(min(_FILES_OPENED_AT_ONCE, len(files.paths)), thread_name_prefix="jigsaw-open") as pool:
         found = list(pool.map(partial(_know_file, files, dim), files.paths))
-    for other in found[1:]:
-        _check_files_alike(found[0], other, dim)
     series = _files_in_time_order([f for f in found if f.steps] or found[:1])
-    return _JoinedFiles(files, series, dim).store()
+    unfit = _unfit_arrays([series[0], *(f for f in found if f is not series[0])], dim)
+    return _JoinedFiles(files, series, dim, unfit).store()
 
 
 def _listed_paths(paths: str | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
@@ -189,25 +191,31 @@ def _known_of_store(files: _OpenStores, dim: str, path: str) -> _KnownFile:
     return _KnownFile(path, sizes.pop(), axis, units, arrays, coords)
 
 
-def _check_files_alike(first: _KnownFile, other: _KnownFile, dim: str) -> None:
-    for name, mine in first.arrays.items():
-        theirs = other.arrays.get(name)
-        if theirs is None:
-            raise GridError(
-                f"{other.path} has no array {name!r}, which {first.path} has; join files with the same ones"
-            )
-        if _sizes_but_joined(mine, dim) != _sizes_but_joined(theirs, dim):
-            raise GridError(
-                f"{other.path} lies on another grid than {first.path}: array {name!r} is {_shown_dims(theirs)} there "
-                f"and {_shown_dims(mine)} here"
-            )
-        if mine.units != theirs.units and " since " not in mine.units:
-            raise GridError(
-                f"{other.path} has array {name!r} in units {theirs.units!r} and {first.path} in {mine.units!r}"
-            )
-    for name, values in first.coords.items():
-        if not np.array_equal(values, other.coords[name]):
-            raise GridError(f"{other.path} lies on another grid than {first.path}: its {name!r} has other values")
+def _unfit_arrays(files: Sequence[_KnownFile], dim: str) -> dict[str, str]:
+    """Why arrays of the first file cannot be joined with those of the others, by name; all that fit are left out."""
+    first, own = files[0], dict[str, str]()
+    for other in files[1:]:
+        for name in first.arrays.keys() - own.keys():
+            if (why := _why_unlike(name, first, other, dim)) is not None:
+                own[name] = why
+    # what lies along a dim lies where the coordinate of that name says
+    return {n: own[k] for n, a in first.arrays.items() for k in reversed((n, *a.dims)) if k in own}
+
+
+def _why_unlike(name: str, first: _KnownFile, other: _KnownFile, dim: str) -> str | None:
+    mine, theirs = first.arrays[name], other.arrays.get(name)
+    if theirs is None:
+        return f"{other.path} has no array {name!r}, which {first.path} has; join files with the same ones"
+    if _sizes_but_joined(mine, dim) != _sizes_but_joined(theirs, dim):
+        return (
+            f"{other.path} lies on another grid than {first.path}: array {name!r} is {_shown_dims(theirs)} there "
+            f"and {_shown_dims(mine)} here"
+        )
+    if mine.units != theirs.units and " since " not in mine.units:
+        return f"{other.path} has array {name!r} in units {theirs.units!r} and {first.path} in {mine.units!r}"
+    if name in first.coords and not np.array_equal(first.coords[name], other.coords[name]):
+        return f"{other.path} lies on another grid than {first.path}: its {name!r} has other values"
+    return None
 
 
 def _sizes_but_joined(array: _ArrayOfFile, dim: str) -> list[tuple[str, int | None]]:
@@ -251,8 +259,8 @@ def _times_of_file(file: _KnownFile) -> NDArray[Any]:
 class _JoinedFiles:
     """The arrays of a series of files, as those of one store."""
 
-    def __init__(self, files: _OpenStores, series: list[_KnownFile], dim: str) -> None:
-        self.files, self.series, self.dim = files, series, dim
+    def __init__(self, files: _OpenStores, series: list[_KnownFile], dim: str, unfit: Mapping[str, str]) -> None:
+        self.files, self.series, self.dim, self.unfit = files, series, dim, unfit
         self.edges = (0, *accumulate(f.steps for f in series))
         self.first = files.store(series[0].path)
 
@@ -261,7 +269,9 @@ class _JoinedFiles:
         held: dict[str, NDArray[Any]] = {}
         members: dict[str, tuple[str, str]] = {}
         for name, table in self.first.arrays.items():
-            if self.dim in table.dims:
+            if name in self.unfit:
+                arrays[name] = self._refused(table, self.unfit[name])
+            elif self.dim in table.dims:
                 names = {f"{name} of {f.path}": (f.path, name) for f in self.series}
                 members |= names
                 arrays[name] = self._array(table, JoinedArrays(table.dims.index(self.dim), tuple(names), self.edges))
@@ -274,7 +284,7 @@ class _JoinedFiles:
             if name in held:
                 return held[name]
             joined = arrays[name]
-            if joined.members is None:
+            if self.dim not in joined.dims:
                 return self.first.read_small(name)
             return joined.load_slowly(tuple((0, n) for n in joined.shape))
 
@@ -286,7 +296,7 @@ class _JoinedFiles:
         stamps = np.concatenate([_times_of_file(f) for f in self.series])
         dropped = {"units", "calendar", *_PACKING_ATTRS} if stamps.dtype.kind in "mMO" else set(_PACKING_ATTRS)
         attrs = {k: v for k, v in self.first.arrays[self.dim].attrs.items() if k not in dropped}
-        return _values.table_of_values(self.dim, stamps, (self.dim,), attrs, "the times of all files"), stamps
+        return table_of_values(self.dim, stamps, (self.dim,), attrs, "the times of all files"), stamps
 
     def _gaps(self, stamps: NDArray[Any], attrs: Mapping[str, Any]) -> Iterator[str]:
         for i in decode_times(stamps, attrs).breaks:
@@ -314,6 +324,23 @@ class _JoinedFiles:
             clipped=True,
             slices=True,
             members=members,
+        )
+
+    def _refused(self, table: ArrayTable, why: str) -> ArrayTable:
+        """An array that is listed, and refused where it is asked for."""
+
+        def refuse(box: Box) -> NDArray[Any]:
+            raise GridError(why)
+
+        sizes = [self.edges[-1] if d == self.dim else n for d, n in zip(table.dims, table.shape, strict=True)]
+        return replace(
+            table,
+            shape=tuple(sizes),
+            decoder=None,
+            places=FilelessPlaces(f"array {table.name!r} of some of the files"),
+            load_slowly=refuse,
+            lengths={},
+            unfit=why,
         )
 
     def _load(self, name: str, members: JoinedArrays, decoded: bool, box: Box) -> NDArray[Any]:

@@ -103,26 +103,27 @@ def _box_by_zarr(array: Any, box: Any) -> NDArray[Any]:
     return np.asarray(array[box])
 
 
-def refuse_code_in(url: Any) -> None:
-    """Refuse code in stores that another library reads for us.
+def arrays_without_code(url: Any) -> dict[str, Any]:
+    """The arrays of a zarr group that another library reads for us; empty where there is no group.
 
-    Raises: `UnsupportedStoreError` when `url` is a zarr group with an array whose codec runs code. Also raised when its
-    arrays cannot all be listed, because an unlisted one may be such.
+    Raises: `UnsupportedStoreError` when one has a codec that runs code. Also raised when its arrays cannot all be
+    listed, because an unlisted one may be such.
     """
     try:
         with zarr.config.set({"array.rectilinear_chunks": True}):
             try:
                 group = zarr.open_group(url, mode="r")
             except (FileNotFoundError, ContainsArrayError, ImportError):  # no group, as that library says in its turn
-                return
-            arrays = list(_listed_zarr_arrays(group))
+                return {}
+            arrays = dict(_listed_zarr_arrays(group))
     except Exception as e:  # zarr may make anything of metadata that lie
         raise UnsupportedStoreError(
             f"the arrays of {redacted_text(str(url))} cannot all be listed ({redacted_text(str(e))}), so nothing says "
             "that none has a codec that runs code; remove or mend the metadata that cannot be read"
         ) from cause_without_secrets(e)
-    for _, array in arrays:
+    for array in arrays.values():
         _refuse_code_in_array(array)
+    return arrays
 
 
 def _refuse_code_in_array(array: Any) -> None:

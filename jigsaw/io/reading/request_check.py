@@ -29,7 +29,7 @@ def _check_part_fits(part: ReadPart, tables: Mapping[str, ArrayTable], request: 
         raise UnsupportedStoreError(
             f"array {part.array!r} has dtype {table.dtype!r}; only numbers can be read into a sample"
         )
-    table.check_packing()  # refused here, alike on every rank
+    table.check_readable()  # refused here, alike on every rank
     if not len(part.picks) == len(part.to) == table.grid.ndim:
         raise FieldError(
             f"array {part.array!r} has dims {table.dims} and the part {len(part.picks)} picks, "

@@ -151,7 +151,7 @@ class StoreSurvey:
         """Return the variables of these channels, each once, in order; scale and offset of each must be numbers."""
         found = tuple(self.variables[name] for name in dict.fromkeys(c.array for c in channels))
         for variable in found:
-            variable.table.check_packing()
+            variable.table.check_readable()
         return found
 
     def grid(self, variables: Sequence[StoreVariable]) -> dict[str, NDArray[Any]]:

@@ -1,0 +1,85 @@
+"""Zarr stores that a conversion reads through xarray, watched for chunks that are not there.
+
+Zarr makes fill values of them without a word; here they are an error, or counted, by the same evidence as in
+`jigsaw.io.open`: an object that is absent, of an array whose metadata are there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Any
+
+import zarr
+from zarr.abc.buffer import Buffer, BufferPrototype
+from zarr.abc.store import ByteRequest, Store
+from zarr.buffer import default_buffer_prototype
+from zarr.storage import WrapperStore
+
+from jigsaw.io.chunks.chunk_finder import missing_chunk_error, vanished_array_error
+
+_METADATA_NAMES = {"zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata"}
+
+
+class WatchedStore(WrapperStore[Store]):
+    """A store of zarr's whose missing chunks are errors, but for `filled_arrays`, where they are counted.
+
+    A single value may be missing: Zarr leaves out one that is the fill value.
+    """
+
+    def __init__(self, store: Store, arrays: Mapping[str, tuple[str, int]]) -> None:
+        super().__init__(store)
+        self.inner, self.arrays = store, arrays
+        self.filled_arrays: frozenset[str] = frozenset()
+        self._filled: set[str] = set()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, store: Store, arrays: Mapping[str, zarr.Array[Any]]) -> WatchedStore:
+        """The store of these arrays by their paths: of each the metadata's key and how many values it has."""
+        kinds = {2: ".zarray", 3: "zarr.json"}
+        facts = {p: (f"{p}/{kinds[a.metadata.zarr_format]}", prod(a.shape)) for p, a in arrays.items()}
+        return cls(store, facts)
+
+    def take_filled(self) -> set[str]:
+        """The keys of the chunks that were read as fill values in this process since the last call."""
+        with self._lock:
+            taken, self._filled = self._filled, set()
+        return taken
+
+    def with_read_only(self, read_only: bool = False) -> WatchedStore:
+        return self
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.inner, self.arrays, self.filled_arrays
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        store, arrays, filled = state
+        self.__init__(store, arrays)
+        self.filled_arrays = filled
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        found = await self.inner.get(key, prototype, byte_range)
+        if found is None and key.rpartition("/")[2] not in _METADATA_NAMES:
+            await self._account_for(key)
+        return found
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        return [await self.get(key, prototype, part) for key, part in key_ranges]
+
+    async def _account_for(self, key: str) -> None:
+        """Raises: `MissingArrayError`, `MissingChunkError` for a chunk that is not read as fill values."""
+        parts = key.split("/")
+        name = next((p for n in range(len(parts), 0, -1) if (p := "/".join(parts[:n])) in self.arrays), None)
+        if name is None:
+            return
+        metadata, count = self.arrays[name]
+        if await self.inner.get(metadata, default_buffer_prototype()) is None:
+            raise vanished_array_error(name, metadata)
+        if name not in self.filled_arrays and count > 1:
+            raise missing_chunk_error(key[len(name) + 1 :], name, key)
+        with self._lock:
+            self._filled.add(key)
