@@ -1,6 +1,7 @@
 """Servers that lie about sizes or send readers elsewhere: refused with the object's name, in bounded memory."""
 
 import gc
+import gzip
 import http.server
 import pickle
 import resource
@@ -9,6 +10,7 @@ import threading
 import zipfile
 from contextlib import contextmanager
 
+import fsspec
 import numpy as np
 import pytest
 import xarray as xr
@@ -360,3 +362,65 @@ def test_a_port_is_closed_with_its_store():
     gc.collect()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
+
+
+# -- references ------------------------------------------------------------------------------------------------------
+
+
+def referring(root, address, whole):
+    """References to the chunks of the store behind a server, each to all of an object or to so many bytes of it."""
+    found = {}
+    for path in sorted((root / "s.zarr").rglob("*")):
+        name = str(path.relative_to(root / "s.zarr"))
+        if path.name.startswith("."):
+            found[name] = path.read_text()
+        elif path.is_file():
+            url = f"http://{address}/s.zarr/{name}"
+            found[name] = [url] if whole else [url, 0, path.stat().st_size]
+    far = {"remote_protocol": "http", "remote_options": {"asynchronous": True}, "skip_instance_cache": True}
+    system = fsspec.filesystem("reference", fo={"version": 1, "refs": found}, asynchronous=True, **far)
+    store = zarr.storage.FsspecStore(system, read_only=True, path="")
+    ds = jigsaw.io.open(
+        zarr.open_group(store, mode="r"),
+        mesh=world_mesh(lat=1),
+        fields=["t2m"],
+        missing="fill",
+        options={"outside": [f"http://{address}"]},
+    )
+    return np.stack([ds[i].input.local.numpy() for i in range(len(ds))])
+
+
+def says_nothing(handler):
+    """A body that ends when the connection does, however long it is."""
+    handler.send_response(200)
+    handler.end_headers()
+    handler.wfile.write(b"x" * 100)
+    handler.close_connection = True
+
+
+def is_packed(handler):
+    reply(handler, gzip.compress(bytes(10**6)), Content_Encoding="gzip")
+
+
+def is_gone(handler):
+    reply(handler, status=404)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("lie", [says_huge, says_more, sends_more, says_nothing, is_packed, is_gone])
+def test_sizes_of_what_references_lead_to_are_looked_at_before_the_body(root, lie, whole):
+    sent = []
+
+    def answer(handler):
+        if handler.path.endswith("t2m/1.0.0"):
+            lie(handler)
+            sent.append(lie)
+        else:
+            from_folder(handler, root)
+
+    with server(from_folder_of(root)) as address:
+        assert (referring(root, address, whole) == 1).all()
+    before = peak()
+    with server(answer) as address, pytest.raises(ReadError, match=r"chunk \(1, 0, 0\) of array 't2m'"):
+        referring(root, address, whole)
+    assert peak() - before < 1 << 27

@@ -307,7 +307,6 @@ def test_references_beside_the_file_are_followed(tmp_path):
 
 
 def test_references_in_parquet(tmp_path, secret):
-    pytest.importorskip("fastparquet")
     (tmp_path / "refs").mkdir()
     lazy = LazyReferenceMapper.create(str(tmp_path / "refs" / "r.parq"), fs=fsspec.filesystem("file"), record_size=4)
     for key, value in references_to(str(secret))["refs"].items():

@@ -102,7 +102,7 @@ class ArrayTable:
         return self._number("add_offset", 0.0)
 
     def check_readable(self) -> None:
-        """Raise `GridError` for an array that is unfit, `UnsupportedStoreError` for a scale or offset that is not a number."""
+        """Raise `GridError` for an array that is unfit, `UnsupportedStoreError` for a scale that is not a number."""
         if self.unfit:
             raise GridError(self.unfit)
         _ = self.scale, self.offset

@@ -42,7 +42,7 @@ OWN_OPTIONS = ("arrays", "outside")
 _STAMPS_KEPT = 1024
 _LOOK_EVERY_S = 0.1
 _PIECE_BYTES = 1 << 23
-_MOST_OF_AN_OBJECT = 1 << 31
+MOST_OBJECT_BYTES = 1 << 31
 """Limit for objects of unknown size: metadata, and chunks that zarr decodes."""
 _STATUS_PATTERN = re.compile(r"status code: (\d{3})\b ?([^:\n]*)")
 _ERROR_CODE_PATTERN = re.compile(r"<Code>(\w+)</Code>")
@@ -209,7 +209,7 @@ class RemoteFiles:
 
         An object that claims more than `most` bytes (2 GiB) is refused before its body is read.
         """
-        return self._tried(path, lambda: self._get(path, None, _MOST_OF_AN_OBJECT if most is None else most)[0])
+        return self._tried(path, lambda: self._get(path, None, MOST_OBJECT_BYTES if most is None else most)[0])
 
     def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
         """Fill the targets; those that lie at most `gap` bytes apart are one request."""

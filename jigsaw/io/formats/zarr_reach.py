@@ -15,7 +15,7 @@ import posixpath
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import zarr
@@ -25,10 +25,12 @@ from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest
 from zarr.buffer import default_buffer_prototype
 from zarr.storage import FsspecStore, LocalStore, WrapperStore
 
-from jigsaw.errors import UnsupportedStoreError
+from jigsaw.errors import FetchError, UnsupportedStoreError
+from jigsaw.io.chunks.codecs import BadChunkError
 from jigsaw.io.chunks.files import LocalFiles, StoreBounds
 from jigsaw.io.chunks.memory import fresh_memory
-from jigsaw.redacted import redacted_text
+from jigsaw.io.chunks.remote_files import MOST_OBJECT_BYTES
+from jigsaw.redacted import cause_without_secrets, redacted_text
 
 OutsidePlaces = bool | tuple[str, ...]
 """Places that a store may lead to beyond its own folder: nothing, anything (True), or what lies below these."""
@@ -112,7 +114,10 @@ class BoundedReferences(WrapperStore[FsspecStore]):
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         self._reach.check_key(f"{self.inner.path}/{key}")
-        return await self.inner.get(key, prototype, byte_range)
+        part = self._reach.http_part(f"{self.inner.path}/{key}", byte_range)
+        if part is None:
+            return await self.inner.get(key, prototype, byte_range)
+        return prototype.buffer.from_bytes(await part.read())
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
@@ -151,6 +156,25 @@ class ReferenceReach:
         for key in self._system.references:
             self.check_key(key)
 
+    def http_part(self, key: str, asked: ByteRequest | None) -> HttpPart | None:
+        """What of an HTTP server's object is meant by a part of a key; None where it lies elsewhere."""
+        reference = self._system.references.get(key.strip("/"))
+        if not isinstance(reference, list | tuple):
+            return None
+        url = self._system.target if reference[0] is None else reference[0]
+        system = self._system.fss.get(url.partition("://")[0]) if "://" in url else self._system.fss[None]
+        if not _is_http_system(system):
+            return None
+        offset, size = reference[1:] if len(reference) == 3 else (0, None)
+        start, stop = offset, None if size is None else offset + size
+        if isinstance(asked, RangeByteRequest):
+            start, stop = offset + asked.start, min(offset + asked.end, offset + asked.end if stop is None else stop)
+        elif isinstance(asked, OffsetByteRequest):
+            start = offset + asked.offset
+        elif asked is not None:
+            start = -asked.suffix if stop is None else max(offset, stop - asked.suffix)
+        return HttpPart(system, url, start, stop)
+
     def _check(self, reference: Any, key: str) -> None:
         if not isinstance(reference, list | tuple):
             return  # the bytes themselves
@@ -170,6 +194,47 @@ class ReferenceReach:
     def _usual_protocol(self) -> str:
         found = self._system.fss[None].protocol
         return str(found if isinstance(found, str) else found[0])
+
+
+class HttpPart(NamedTuple):
+    """Bytes of an object that fsspec reads from an HTTP server, to its end where `stop` is None."""
+
+    system: Any
+    url: str
+    start: int
+    stop: int | None
+
+    async def read(self) -> bytes:
+        """The bytes.
+
+        Raises: `BadChunkError` for an answer that says no size, or more bytes than were asked for; its body is not
+        read.  `FetchError` for any other.
+        """
+        if self.stop is not None and self.start >= self.stop:
+            return b""
+        headers = {**self.system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
+        part = {} if (self.start, self.stop) == (0, None) else {"start": self.start, "end": self.stop}
+        try:
+            # the client asks this before it reads the body
+            return await self.system._cat_file(self.url, **part, headers=headers, raise_for_status=self._check_answer)
+        except BadChunkError:
+            raise
+        except Exception as e:  # the client, and the server's own answer, may raise anything
+            why = redacted_text(str(e) or type(e).__name__)
+            raise FetchError(f"{redacted_text(self.url)} cannot be read: {why}") from cause_without_secrets(e)
+
+    async def _check_answer(self, answer: Any) -> None:
+        answer.raise_for_status()
+        size, most = answer.content_length, MOST_OBJECT_BYTES if self.stop is None else self.stop - self.start
+        if size is None or answer.headers.get("Content-Encoding", "identity") != "identity":
+            raise BadChunkError("the server does not say how many bytes it sends; serve the file as it is")
+        if size > most:
+            raise BadChunkError(f"the server says that it sends {size} bytes, and at most {most} can be right")
+
+
+def _is_http_system(system: Any) -> bool:
+    module = sys.modules.get("fsspec.implementations.http")
+    return module is not None and isinstance(system, module.HTTPFileSystem)
 
 
 def _folder_of(url: str) -> str:
