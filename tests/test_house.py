@@ -139,6 +139,18 @@ def test_contributing_names_only_targets_that_exist():
     assert named <= targets | {"your"}, "a Markdown file names a make target that does not exist"
 
 
+def test_contributing_names_what_is_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    files = set(re.findall(r"`((?:jigsaw|tests|benchmarks)/[\w/]+(?:\.py)?)/?`", text)) - {"jigsaw/io/formats/NAME.py"}
+    assert len(files) > 20
+    assert not {name for name in files if not (ROOT / name).exists()}
+    code = "\n".join(file.read_text() for file in [*SOURCES, ROOT / "tests" / "test_tile_ops.py"])
+    names = set(re.findall(r"`(_?[A-Za-z]\w*_\w+|[A-Z]\w+)`", text)) - {"open_NAME"}
+    assert not {name for name in names if not re.search(rf"\b{name}\b", code)}
+    for name, quoted in re.findall(r"^```python\n# (jigsaw/\S+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        assert quoted in (ROOT / name).read_text(), f"{name} has changed: quote it as it is"
+
+
 def _made(*arguments, **variables):
     """What make prints with these variables, and none of a make that runs this test."""
     env = {k: v for k, v in os.environ.items() if k not in ("CI", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")} | variables
