@@ -1,4 +1,4 @@
-"""One training step on a mesh that is not there yet: its memory, messages and time, and which mesh to take."""
+"""One training step on a mesh that does not exist yet: its memory, messages and time, and which mesh to take."""
 
 from jigsaw.dryrun.devices import DEVICES as DEVICES
 from jigsaw.dryrun.devices import Device

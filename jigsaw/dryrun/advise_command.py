@@ -1,4 +1,4 @@
-"""``python -m jigsaw advise``: which mesh and strategy to take for a model, by dry runs.  It needs no ranks."""
+"""``python -m jigsaw advise``: recommend a mesh and a strategy for a model, by dry runs.  It needs no ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jigsaw.errors import ReadError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     parser.add_argument("model", nargs="?", metavar="MODULE:MODEL", help="a torch model, or what makes one when called")
     sizes: dict[str, Any] = {"type": _parse_sizes, "metavar": "1,69,721,1440"}
     parser.add_argument("--input", **sizes, help="the global shape of the input: N, C, lat, lon or N, C, z, y, x")
@@ -40,7 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the best five and what would be better; 1 with the reason when there is none."""
+    """Print the best five options and what would be better; return 1, with the reason, when there is none."""
     try:
         device = _chosen_device(args)
         if args.model is None and args.calibrate:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tell_progress(option: StepOption) -> None:
-    """Say on the error stream which option was tried, so that a search of minutes is seen to go on."""
+    """Print each tried option to stderr, so that a search of minutes shows that it goes on."""
     if option.report is None or not option.report.is_complete:
         said = "does not run"
     else:

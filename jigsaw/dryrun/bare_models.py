@@ -1,4 +1,4 @@
-"""The model of a dry run: made by a function or copied, its weights without memory."""
+"""Model of a dry run: made by a function or copied, its weights without memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _PARALLELIZED = "_jigsaw_parallelized"
 
 
 def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
-    """The model of a function that makes one without a mesh, its weights without memory, to be copied for each run; one
-    that has tensors beside weights and buffers is made anew each time.
+    """Return the model of a function that makes one without a mesh, with weights without memory, to copy for each run.
+    A model with tensors beside weights and buffers is made anew each time.
     """
     if isinstance(model, nn.Module) or wants_mesh(model):
         return model
@@ -35,16 +35,16 @@ def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
         try:
             made: nn.Module = model()
         except RuntimeError:
-            return model  # `make_bare` has more ways, and a dry run ends in a report of what they raise
+            return model  # `make_bare` has more ways, and a dry run reports what they raise
     check_model_made(made)
     return model if any(_plain_tensors(m) for m in made.modules()) else made
 
 
 def make_bare(make: ModelMaker, *mesh: DeviceMesh) -> nn.Module:
-    """The model that a function makes in the caller's fake mode.
+    """Return the model that a function makes in the caller's fake mode.
 
     ``Net().to(torch.bfloat16)`` raises there, because torch exchanges a fake weight in place, which it refuses for one
-    that the fake mode watches.  So what raises is made on the meta device instead, and copied into the fake mode.
+    that the fake mode watches.  A model that raises is made on the meta device instead, and copied into the fake mode.
     """
     try:
         made = make(*mesh)
@@ -61,9 +61,10 @@ def make_bare(make: ModelMaker, *mesh: DeviceMesh) -> nn.Module:
 
 
 class _AssumedValues(TorchDispatchMode):
-    """Answer what Python reads of tensors on the meta device: nothing is true, and numbers are 1.
+    """Answers for values that Python reads from tensors on the meta device: nothing is true, and numbers are 1.
 
-    Initializations look at their random numbers (`torch.nn.init.trunc_normal_`), and draw again where one is too large.
+    Some initializations (`torch.nn.init.trunc_normal_`) read their random numbers, and draw again where one is too
+    large.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,14 +74,14 @@ class _AssumedValues(TorchDispatchMode):
 
 
 def _plain_tensors(module: nn.Module) -> list[Tensor]:
-    """The tensors that a module has as plain attributes, beside weights and buffers."""
+    """Return the tensors that a module has as plain attributes, beside weights and buffers."""
     kept = {"_parameters", "_buffers", "_modules"}
     leaves = pytree.tree_leaves([value for name, value in vars(module).items() if name not in kept])
     return [x for x in leaves if isinstance(x, Tensor)]
 
 
 def wants_mesh(make: ModelMaker) -> bool:
-    """Whether a function makes its model of the mesh: it has an argument without a default, and no more."""
+    """Say whether a function makes its model from the mesh: it has exactly one argument without a default."""
     if not callable(make):
         raise ShardingError(f"model={make!r} must be a torch.nn.Module, or a function that makes one")
     variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
@@ -96,7 +97,9 @@ def wants_mesh(make: ModelMaker) -> bool:
 
 
 def check_model_made(model: Any) -> None:
-    """*Raises*: `ShardingError` where a function made no module, or one whose weights have no shapes yet."""
+    """Check the model. *Raises*: `ShardingError` where a function made no module, or one whose weights have no shapes
+    yet.
+    """
     if not isinstance(model, nn.Module):
         raise ShardingError(f"the model is made by a function that gives {model!r}, no torch.nn.Module")
     for name, p in model.named_parameters():
@@ -105,10 +108,10 @@ def check_model_made(model: Any) -> None:
 
 
 def bare_copy(model: nn.Module, left_out: set[nn.Module]) -> nn.Module:
-    """A copy whose parameters have no memory, with nothing in the place of some modules."""
+    """Return a copy whose parameters have no memory, with nothing in the place of some modules."""
     if hasattr(model, _PARALLELIZED):
         raise ShardingError("dry_run takes the model before jigsaw.parallelize, which it calls on a copy by itself")
-    # deepcopy takes for copied already what is in here
+    # deepcopy takes entries of this for copied already
     known: dict[int, Any] = {id(module): nn.Identity() for module in left_out}
     inside = {module for each in left_out for module in each.modules()}
     for module in model.modules():
@@ -125,7 +128,7 @@ def bare_copy(model: nn.Module, left_out: set[nn.Module]) -> nn.Module:
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """``model.to(dtype)``, which cannot exchange tensors that somebody watches, as the meter does."""
+    """Do ``model.to(dtype)``, which itself cannot exchange tensors that the meter watches."""
     cast: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""What the processor of this machine does, measured: a `Device` for dry runs of CPU ranks."""
+"""Measured speed of this machine's processor: a `Device` for dry runs of CPU ranks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def measure_device(ranks: int = 2, rounds: int = 3) -> Device:
-    """This machine's processor, one thread a rank: what peaks it has, what Python adds to an operator, and messages.
+    """Measure this machine's processor, one thread a rank: its peaks, Python's cost for an operator, and messages.
 
-    Kernels are timed as they are called, each by itself, so the device holds for dry runs on this machine; how much
-    longer all takes in steps of one, `ranks` and twice as many ranks is measured in `rounds`, of some ten seconds each.
-    Counted are processor seconds of the thread that works, so that others on the machine, and ranks that share its
-    cores, disturb little; what gloo's own threads take comes on top (docs/dry_run.md).
+    Kernels are timed as they are called, each by itself, so the device is valid for dry runs on this machine.  Each of
+    the `rounds`, of some ten seconds, measures how much longer everything takes in steps of one, `ranks` and twice as
+    many ranks.  The measure is processor seconds of the working thread, which other processes and ranks disturb little;
+    gloo's own threads come on top (docs/dry_run.md).
     """
     from jigsaw.testing import run_on_ranks
 
@@ -68,7 +68,7 @@ def measure_device(ranks: int = 2, rounds: int = 3) -> Device:
 
 
 def _best_time(work: Callable[[], object], times: int = 5) -> float:
-    """The least processor seconds of this thread in some runs."""
+    """Return the least processor seconds of this thread in some runs."""
     return max(min(_times_of(work, times)), 1e-9)
 
 
@@ -83,7 +83,7 @@ def _times_of(work: Callable[[], object], times: int) -> list[float]:
 
 
 def _usual_time(work: Callable[[], object], times: int = 15) -> float:
-    """The median of the processor seconds of this thread."""
+    """Return the median of the processor seconds of this thread."""
     work()
     return statistics.median(_times_of(work, times))
 
@@ -94,7 +94,7 @@ def _product_rate(dtype: torch.dtype, size: int = 512) -> float:
 
 
 def _copy_rate(size: int = 2**24) -> float:
-    # what a net's kernels move lies in caches partly; an addition of 16 MiB is read and written
+    # a net's kernels move data that lies partly in caches; so does an addition of 16 MiB
     x = torch.ones(size // 4)
     return 3 * size / _best_time(lambda: x + x)
 
@@ -113,7 +113,7 @@ def _kernel_seconds(times: int = 2000) -> float:
 
 
 class _TinyNet(nn.Module):
-    """The layers of usual nets, so small that a step is Python and the starts of kernels."""
+    """Layers of usual nets, so small that a step is only Python and the starts of kernels."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ _TINY = 1, 8, 8, 8
 
 
 def _tiny_step_seconds() -> dict[str, float]:
-    """On a rank alone: the processor seconds of the phases of a step."""
+    """Return the processor seconds of the phases of a step, on a rank alone."""
     from jigsaw.testing import world_mesh
 
     mesh = world_mesh(lat=1)
@@ -157,7 +157,7 @@ def _tiny_step_seconds() -> dict[str, float]:
 
 
 def _host_seconds(measured: Mapping[str, float]) -> dict[str, float]:
-    """What a step takes beside its kernels, for each of them."""
+    """Return the seconds that a step takes beside its kernels, for each of them."""
     report = dry_run(_TinyNet(), _TINY, {"lat": 1}, device=replace(DEVICES["cpu"], times_kernels=True))
     found: dict[str, float] = {}
     for name, phase in report.ranks[0].phases.items():
@@ -169,7 +169,7 @@ def _host_seconds(measured: Mapping[str, float]) -> dict[str, float]:
 
 
 class _UsualNet(nn.Module):
-    """Convolutions, attention over patches, and layers over the channels, of sizes at which a step is kernels."""
+    """Convolutions, attention over patches, and layers over channels, of sizes at which kernels dominate a step."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ _USUAL = 2, 4, 80, 112
 
 
 def _usual_step_seconds() -> tuple[float, float]:
-    """On each rank: the processor seconds of a training step of its own, and of one that all take, on tiles."""
+    """Return on each rank the processor seconds of a training step of its own, and of one that all take, on tiles."""
     from jigsaw.testing import world_mesh
 
     mesh = world_mesh(lat=dist.get_world_size())
@@ -224,11 +224,10 @@ def _train(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
 
 
 def _crowding(device: Device, counts: Sequence[int], rounds: int) -> tuple[dict[int, float], dict[int, float]]:
-    """How many times as long kernels, and Python and messages, take in a step of so many ranks as each by itself.
+    """Return how many times as long kernels, and Python and messages, take in a step of so many ranks as by themselves.
 
-    In a step a kernel's arguments come from other kernels, memory is taken anew, Python is no longer in the caches, and
-    other ranks use these, too.  The speed of a machine changes from minute to minute: so both sides are measured by
-    turns.
+    In a step a kernel's arguments come from other kernels, memory is allocated anew, and other ranks use the caches,
+    too.  The speed of a machine changes from minute to minute, so both sides are measured by turns.
     """
     from jigsaw.testing import run_on_ranks
 
@@ -248,7 +247,7 @@ def _crowding(device: Device, counts: Sequence[int], rounds: int) -> tuple[dict[
 
 
 def _priced_usual_step(device: Device, ranks: int) -> tuple[float, float]:
-    """The seconds of a rank's kernels each by itself, and of its Python and messages."""
+    """Return the seconds of a rank's kernels each by itself, and of its Python and messages."""
     mesh, spec = {"lat": ranks}, _spec_of_rows()
     report = dry_run(_UsualNet(), _USUAL, mesh, spec=spec, align=4, device=device, ranks=[0], ranks_per_node=ranks)
     phases = report.ranks[0].phases
@@ -263,8 +262,9 @@ _LARGE = 2**23
 
 
 def _call_seconds() -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-    """On each of two ranks: the processor seconds of a call beside its bytes, and of a byte that is sent, for a
-    message to another rank and for each kind of collective; and what layers take more where they send.
+    """Return on each of two ranks the processor seconds of a call beside its bytes, of a sent byte, and of layers that
+    send.  The first two are for a message to another rank and for each kind of collective; the last is what layers take
+    more.
     """
     from jigsaw.testing import world_mesh
 
@@ -303,8 +303,8 @@ _ROWS = 8  # of a rank
 
 
 def _more_of_layers(mesh: DeviceMesh) -> dict[str, float]:
-    """What layers take more where they send than where they do not, with all that Python does for it: a convolution
-    with a halo, gradients and weights of one that is cut, the optimizer's step of parts.
+    """Return the extra seconds of layers that send, with all Python for it.  The layers are a convolution with a halo,
+    gradients and weights of one that is cut, and the optimizer's step of parts.
     """
     x = torch.randn(1, 4, _ROWS * mesh.size(), 8)
     halves = shard(x, mesh, (None, None, "lat", None)), shard(x, mesh, (None, None, None, None))
@@ -340,8 +340,8 @@ def _beside_kernels(
     kernel: float,
     ranks: int,
 ) -> dict[str, tuple[float, float]]:
-    """What messages take where layers send them, beside their bytes and the kernels that pack and unpack them: a dry
-    run counts these, with what Python adds to each.
+    """Return the seconds of messages in layers, beside their bytes and the kernels that pack and unpack them.  A dry
+    run counts these kernels, with Python's cost for each.
     """
 
     def kernels(model: nn.Module, spec: tuple[str | None, ...], **how: Any) -> dict[str, int]:
@@ -379,7 +379,7 @@ def save_device(device: Device, path: str | Path) -> None:
 
 
 def load_device(path: str | Path) -> Device:
-    """A device that `save_device` wrote.
+    """Load a device that `save_device` wrote.
 
     >>> from jigsaw.dryrun.calibration import load_device, save_device
     >>> save_device(jigsaw.dryrun.DEVICES["h100"], "mine.json")

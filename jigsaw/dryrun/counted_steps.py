@@ -1,15 +1,15 @@
-"""What the phases of a step came to; and the counts of many blocks that are alike, from those of a few.
+"""Counts of the phases of a step, and the counts of many equal blocks, derived from those of a few.
 
-A step is a list of what happened: memory that began and ceased to be alive, kernels, messages.  One block more makes
-the list longer by one stretch, in one place, and where that holds the list of n blocks has the stretch as many times.
-For example memory of the forward pass with 1 and 2 blocks, x the input and y what a block keeps:
+A step is a list of events: memory that began and ceased to be alive, kernels, messages.  One more block adds one
+stretch to the list, in one place; then the list of n blocks repeats the stretch as often. For example memory of the
+forward pass with 1 and 2 blocks, x the input and y what a block keeps:
 
     +x +y -x
     +x +y +y -x         so n blocks have  +x, n times +y, -x
 
-Nothing is added up for it: the highest point of n blocks is looked for in the list of n blocks.  Something may also be
-larger by a block, as what FSDP2 gathers for the rest of a model, which has the norms of all blocks.  Such a number of
-n blocks lies on the line through those of 1 and 2.
+The highest point of n blocks is found in the list of n blocks.  An event may also grow with each block, as the weights
+that FSDP2 gathers for the rest of a model, with the norms of all blocks.  Such a number for n blocks lies on the line
+through those of 1 and 2.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class KernelCost:
-    """One operator: its floating-point operations, the bytes it reads and writes, what it computes in, its call."""
+    """One operator: its floating-point operations, the bytes it reads and writes, its dtype, its call."""
 
     flop: int
     moved_bytes: int
@@ -43,9 +43,10 @@ class KernelCost:
 
 @dataclass
 class CountedPhase:
-    """A phase of a step: its kernels, and of them those of a forward pass that runs again in the backward pass; the
-    bytes that were alive before it, and began (> 0) or ceased to be alive in it, by kind, while nodes of the graph ran
-    and once the last one had; its messages, and those by which FSDP2 gathers weights and sums gradients.
+    """One phase of a step: its kernels, also those of a forward pass that runs again in the backward pass, and its
+    memory.  Memory is the bytes that were alive before it, and began (> 0) or ceased to be alive in it, by kind: while
+    nodes of the graph ran, and after the last one.  Its messages are apart from those by which FSDP2 gathers weights
+    and sums gradients.
     """
 
     kernels: list[KernelCost] = field(default_factory=list[KernelCost])
@@ -67,7 +68,7 @@ class CountedPhase:
 
     @property
     def peak(self) -> dict[str, int]:
-        """The bytes alive at the phase's highest point, by kind."""
+        """Bytes alive at the phase's highest point, by kind."""
         total = highest = sum(self.alive_before.values())
         where, changes = 0, [*self.changes, *self.changes_at_end]
         for at, (_, size) in enumerate(changes, 1):
@@ -81,8 +82,8 @@ class CountedPhase:
 
 
 def phase_of_more_blocks(fewer: CountedPhase, more: CountedPhase, times: int) -> CountedPhase | None:
-    """The phase with `times` stretches more than `fewer`, of which `more` has one more; None where they have another
-    difference.
+    """Return the phase with `times` more stretches than `fewer`, of which `more` has one more; None where they differ
+    otherwise.
 
     >>> from jigsaw.dryrun.counted_steps import CountedPhase, phase_of_more_blocks
     >>> two, three = (CountedPhase(changes=[("activations", 1)] * n + [("temporary", 9)]) for n in (2, 3))
@@ -101,7 +102,7 @@ def phase_of_more_blocks(fewer: CountedPhase, more: CountedPhase, times: int) ->
 
 
 def are_same_steps(some: CountedPhase, other: CountedPhase) -> bool:
-    """Whether two phases are equal but for what is kept to time kernels."""
+    """Say whether two phases are equal, except for what is kept to time kernels."""
     if (some.kernels_again, some.alive_before) != (other.kernels_again, other.alive_before):
         return False
     return all([*map(look, getattr(some, n))] == [*map(look, getattr(other, n))] for n, (look, _) in _LISTS.items())
@@ -111,7 +112,7 @@ def _on_line(few: int, more: int, times: int) -> int:
     return few + times * (more - few)
 
 
-Look = tuple[Any, tuple[int, ...]]  # what something is, and its numbers
+Look = tuple[Any, tuple[int, ...]]  # the kind of something, and its numbers
 
 
 def _look_of_change(change: tuple[str, int]) -> Look:
@@ -152,8 +153,8 @@ _LISTS: dict[str, tuple[Any, Any]] = {
 
 
 def _with_stretches(shorter: Sequence[T], longer: Sequence[T], times: int, look: Any, make: Any) -> list[T] | None:
-    """`shorter` with `times` stretches where `longer` has one, and its numbers on the line through both; None where
-    they differ otherwise.
+    """Return `shorter` with `times` stretches where `longer` has one, and its numbers on the line through both; None
+    where they differ otherwise.
     """
     few, more = [*map(look, shorter)], [*map(look, longer)]
     places = _places_of_stretches(few, more)
@@ -170,12 +171,12 @@ def _with_stretches(shorter: Sequence[T], longer: Sequence[T], times: int, look:
     return found + list(longer[places[-1] + 1 if places else 0 :]) * times
 
 
-_GAP, _NEVER = 3, 10**6  # that a stretch begins costs as much as three numbers that differ
+_GAP, _NEVER = 3, 10**6  # the beginning of a stretch costs as much as three numbers that differ
 
 
 def _places_of_stretches(shorter: Sequence[Look], longer: Sequence[Look]) -> list[int] | None:
-    """The place in `longer` of each item of `shorter`, in order, so that stretches in `longer` that `shorter` lacks are
-    few, and few numbers differ; None where items differ in what they are.
+    """Return the place in `longer` of each item of `shorter`, in order, with few extra stretches and few different
+    numbers.  None: items differ in kind.
     """
     extra = len(longer) - len(shorter)
     if extra < 0:
@@ -187,7 +188,7 @@ def _places_of_stretches(shorter: Sequence[Look], longer: Sequence[Look]) -> lis
         for part in (0, 1)
     ]  # fmt: skip
     firsts = [np.array([look[1][0] for look in looks], dtype=np.float64) for looks in (shorter, longer)]
-    # costs[d]: of the items so far, where the last one lies d places further on in `longer`; and d of the one before it
+    # costs[d]: of the items so far, if the last one lies d places further on in `longer`; and d of the one before it
     costs = np.full(extra + 1, _NEVER, dtype=np.float64)
     costs[0] = 0
     came_from: list[Any] = []

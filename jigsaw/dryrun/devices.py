@@ -1,4 +1,4 @@
-"""What devices do in a second, and what a rank's work and messages take on them."""
+"""Speeds of devices, and the time that a rank's work and messages take on them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from jigsaw.cut import ShardingError
 
 @dataclass(frozen=True)
 class Device:
-    """The peaks of a device as its maker states them, and the shares of them that are taken as reached.
+    """Peaks of a device as its maker states them, and the shares of them that count as reached.
 
     `flop_per_second` by dtype (a dtype that is not there counts as float32), `memory_bytes`, `memory_bandwidth` in
     bytes a second.  A kernel takes at least `kernel_seconds`.  `node_bandwidth` and `network_bandwidth` are bytes a
-    second that one rank sends to ranks of its own node, and to others while its neighbours do so, too; `node_seconds`
-    and `network_seconds` what a message takes beside that.  `overlap` is the share of the computing behind which
-    gradients that are being summed, and weights that are being gathered, may hide; `reader_cores` are the processor
-    cores that read for a rank.  One that `is_processor` widens bfloat16 before products of cut dims; a GPU adds them up
-    in float32 by itself.
+    second that one rank sends to ranks of its own node, and to others while its neighbors do so, too; `node_seconds`
+    and `network_seconds` are the time of a message beside that.  `overlap` is the share of the computing that can hide
+    sums of gradients and gathers of weights; `reader_cores` are the processor cores that read for a rank.  One that
+    `is_processor` widens bfloat16 before products of cut dims; a GPU adds them up in float32 by itself.
 
-    Of a processor that was measured (`measure_device`): `host_seconds` is what Python adds to an operator, by phase,
-    ``"step of parts"`` that of an optimizer of cut weights; `call_seconds` a call, and a byte of it, by kind, where
-    ``"message"`` is an exchange with one rank and ``"further message"`` one with one more; with `times_kernels` kernels
-    are run here and timed, each by itself; `crowding` is how many times as long they take within a step of so many
-    ranks of a machine, whose caches and memory they share, and `host_crowding` the same of Python and messages.
+    Of a processor that was measured (`measure_device`): `host_seconds` is Python's time for an operator, by phase;
+    ``"step of parts"`` is that of an optimizer of cut weights.  `call_seconds` are those of a call, and of a byte of
+    it, by kind: ``"message"`` is an exchange with one rank, ``"further message"`` one with one more.  With
+    `times_kernels` kernels run here and are timed, each by itself.  `crowding` is how many times as long they take in a
+    step of so many ranks that share a machine's caches and memory, `host_crowding` the same of Python and messages.
 
     >>> from dataclasses import replace
     >>> slow = replace(jigsaw.dryrun.DEVICES["h100"], name="mine", network_bandwidth=1e9)
@@ -58,7 +57,9 @@ class Device:
     host_crowding: Mapping[int, float] = field(default_factory=dict[int, float])
 
     def kernel_time(self, flop: int, moved_bytes: int, dtype: torch.dtype) -> tuple[float, str]:
-        """The seconds of one kernel, and which of the three bounds them: ``"flop"``, ``"memory"`` or ``"kernels"``."""
+        """Return the seconds of one kernel, and which of the three bounds them: ``"flop"``, ``"memory"`` or
+        ``"kernels"``.
+        """
         peak = self.flop_per_second.get(dtype, self.flop_per_second[torch.float32]) * self.flop_share
         times = (
             (flop / peak, "flop"),
@@ -68,22 +69,22 @@ class Device:
         return max(times)
 
     def call_time(self, kind: str, link: str, sent_bytes: int, messages: int) -> float:
-        """The seconds that a call of a kind takes over a link, as they were measured where they were."""
+        """Return the seconds of a call of a kind over a link, from measurements where there are any."""
         measured = self.call_seconds.get(kind, self.call_seconds.get("message")) if link == "node" else None
         if measured is None:
             return self.link_time(link, sent_bytes, messages)
-        # a collective is one call, whose ring turns in threads of gloo; of an exchange with several ranks Python is
-        # there once
+        # a collective is one call, whose ring turns in threads of gloo; an exchange with several ranks needs Python
+        # once
         start, each_byte = measured
         further = 0.0 if kind in self.call_seconds else self.call_seconds.get("further message", measured)[0]
         return min(messages, 1) * start + max(messages - 1, 0) * further + sent_bytes * each_byte
 
     def ring_time(self, sent_bytes: int, messages: int, ranks: int, nodes: int) -> float:
-        """The seconds of a collective of `ranks` ranks on several nodes, of which each sends so much on a ring.
+        """Return the seconds of a collective of `ranks` ranks on several nodes, of which each sends so much on a ring.
 
-        As NCCL foresees it, to choose between rings and trees (its ``src/graph/tuning.cc``): a ring goes from node to
-        node once a turn, with all adapters of the node's ranks that are on it; a sum takes a tree where that is faster:
-        as many bytes again as a ring over very many ranks, at 0.92 of its rate, and a start for each level alone.
+        This is NCCL's estimate for its choice between rings and trees (``src/graph/tuning.cc``).  A ring goes from node
+        to node once a turn, with all adapters of the node's ranks that are on it.  A sum takes a tree where that is
+        faster: as many bytes as a ring over very many ranks, at 0.92 of its rate, and one start for each level.
 
         >>> h100 = jigsaw.dryrun.DEVICES["h100"]
         >>> on_ring, by_tree = (h100.ring_time(1000, n, ranks=64, nodes=8) for n in (63, 126))
@@ -101,15 +102,15 @@ class Device:
         return min(ring, sent_bytes * ranks / (ranks - 1) / (0.92 * bandwidth) + levels)
 
     def link_time(self, link: str, sent_bytes: int, messages: int) -> float:
-        """The seconds that messages of one rank take over a link, ``"node"`` or ``"network"``."""
+        """Return the seconds that messages of one rank take over a link, ``"node"`` or ``"network"``."""
         bandwidth = self.node_bandwidth if link == "node" else self.network_bandwidth
         start = self.node_seconds if link == "node" else self.network_seconds
         return sent_bytes / (bandwidth * self.link_share) + messages * start
 
 
 def crowding_among(crowding: Mapping[int, float], ranks: int) -> float:
-    """How many times as long something takes beside so many ranks, on a line between the numbers that were measured; of
-    more, as of the most.
+    """Return how many times as long something takes beside so many ranks, on a line between the measured numbers; of
+    more ranks, as of the most.
 
     >>> from jigsaw.dryrun.devices import crowding_among
     >>> crowding_among({1: 1.0, 2: 1.5, 4: 2.5}, 3)
@@ -183,7 +184,7 @@ DEVICES: dict[str, Device] = {
 
 
 def device_named(given: str | Device) -> Device:
-    """The device of a name, or the one that is given.
+    """Return the device of a name, or the given device.
 
     >>> from jigsaw.dryrun.devices import device_named
     >>> device_named("a100").name

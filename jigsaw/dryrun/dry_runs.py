@@ -1,4 +1,6 @@
-"""`dry_run`: one training step of a model on a mesh, counted on one CPU: no ranks, no memory for tensors."""
+"""`dry_run`: one training step of a model on a mesh, counted on one CPU, without ranks and without memory
+for tensors.
+"""
 
 from __future__ import annotations
 
@@ -49,33 +51,32 @@ def dry_run(
     blocks: int | None = None,
     every_block: bool = False,
 ) -> DryRunReport:
-    """What one training step of `model` takes on every kind of rank of a mesh that need not be there.
+    """Report what one training step of `model` takes on every kind of rank of a mesh that need not exist.
 
-    The step runs as it would: `parallelize`, a tile of the input, forward pass and loss, backward pass, optimizer, on
-    tensors without values, as one rank of a job that carries nothing.  So its messages, shapes and refusals are those
-    of the real one; nothing is estimated but seconds.
+    The step is the real one: `parallelize`, a tile of the input, forward pass and loss, backward pass, optimizer.  But
+    tensors have no values, and messages carry nothing.  So its messages, shapes and errors are those of the real step;
+    only seconds are estimated.
 
-    `model` is left as it is; one that cannot be made here, for its size or because its layers take a mesh, is given
-    as a function that makes it, without arguments or with the mesh.  `x_shape` is the global shape of the input (or
-    several, with a spec each, or one of names and None for all), `dtype` that of the input and the weights, by default
-    the weights' own; one of integers is the input's alone.  `spec`, `split` and `align` cut the input as `jigsaw.shard`
-    does; by default axes named as dims usually are cut those.  `loss` takes the model's output; by default the mean
-    square of all of it.  `optimizer=None` leaves the step out.
-    `shard_weights` and `replicate` are those of `jigsaw.parallelize`.  ``checkpoint="blocks"`` recomputes the elements
-    of ``ModuleList`` (without one, of the outermost ``Sequential``) in the backward pass; or name modules.  `device` is
-    one of `DEVICES` or a `Device`.
+    `model` stays unchanged.  If it is too large to make here, or its layers take a mesh, pass a function that makes it,
+    without arguments or with the mesh.  `x_shape` is the global shape of the input (or several, with a spec each, or
+    one of names and None for all), `dtype` that of the input and the weights, by default the weights' own; one of
+    integers is the input's alone.  `spec`, `split` and `align` cut the input as `jigsaw.shard` does; by default axes
+    with the usual names of dims cut those.  `loss` takes the model's output; by default the mean square of all of it.
+    `optimizer=None` leaves the step out. `shard_weights` and `replicate` are those of `jigsaw.parallelize`.
+    ``checkpoint="blocks"`` recomputes the elements of ``ModuleList`` (without one, of the outermost ``Sequential``) in
+    the backward pass; or name modules.  `device` is one of `DEVICES` or a `Device`.
 
-    Played are all ranks of up to 4, else the first, the last, and one inside; or `ranks`.  With a `dataset` of
-    `jigsaw.io.open` on this mesh, the step waits for its reader where that is slower.  With `blocks` only so many of
-    each row of three or more blocks that are alike (``ModuleList``, ``Sequential``) are there: a quick look at a deep
-    model.  A row of seven or more that are alike in everything is played with one to four of them where these say
-    the same to the byte; `every_block` plays all in any case.  Of a mesh with an axis `pipe`, `x_shape` is that of a
-    microbatch, which runs through all stages on ranks of the first; `jigsaw.dryrun.advise_mesh` makes a step of it.
+    The dry run plays all ranks of up to 4, else the first, the last, and one inside; or `ranks`.  With a `dataset` of
+    `jigsaw.io.open` on this mesh, the step waits for its reader where that is slower.  `blocks` keeps only so many of
+    each row of three or more equal blocks (``ModuleList``, ``Sequential``), for a quick look at a deep model.  A row of
+    seven or more blocks that are equal in everything is played with one to four of them where these give the same to
+    the byte; `every_block` always plays all.  On a mesh with an axis `pipe`, `x_shape` is that of a microbatch, which
+    runs through all stages on ranks of the first; `jigsaw.dryrun.advise_mesh` makes a step of it.
 
     *Sends*: nothing.
-    *Raises*: `ShardingError` for a model that was parallelized before, a spec that does not fit, or another argument
-    that is none.  What would be refused at more than one rank is no error here, but one of ``report.remarks``; nor is
-    what the model or the loss raises, which stops the step there.
+    *Raises*: `ShardingError` for a model that was parallelized before, a spec that does not fit, or another invalid
+    argument.  Functions that jigsaw refuses at more than one rank are not errors here, but ``report.remarks``; so is an
+    error of the model or the loss, which stops the step there.
 
     >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.GELU(), torch.nn.Conv2d(8, 3, 1))
     >>> report = jigsaw.dry_run(net, (1, 3, 33, 64), mesh={"lat": 4, "lon": 2})
@@ -124,7 +125,7 @@ def dry_run(
 
 
 def _priced_with_sums(played: PlayedRank, device: Device, ranks_per_node: int, ranks: int) -> RankCost:
-    """The rank's step on the device, with what a pipeline does once behind its backward passes."""
+    """Return the rank's step on the device, with what a pipeline does once after its backward passes."""
     found = priced_rank(played, device, ranks_per_node, ranks)
     sums = {
         name: priced_rank(replace(played, phases={"backward": played.phases[name]}), device, ranks_per_node, ranks)
@@ -167,8 +168,8 @@ def _check_types_given(dtype: Any, loss: Any, optimizer: Any, dataset: Any) -> N
 
 
 def _usual_ranks(axes: Mapping[str, int]) -> list[int]:
-    """The ranks to play: all of a few; else a corner of the mesh, which has the larger parts, one with neighbours all
-    round, and the opposite corner.
+    """Return the ranks to play: all of a few; else a corner of the mesh, which has the larger parts, one with neighbors
+    on all sides, and the opposite corner.
     """
     sizes = torch.Size(axes.values())
     if sizes.numel() <= 4:
@@ -180,7 +181,7 @@ def _usual_ranks(axes: Mapping[str, int]) -> list[int]:
 
 
 def _reader_seconds(dataset: Any, shape: Sequence[int], ranks: int, device: Device) -> float:
-    """How long the readers of all ranks work for the samples of one step, by the costs that plans go by."""
+    """Return how long the readers of all ranks work for the samples of one step, by the costs that plans use."""
     if dataset is None:
         return 0.0
     plan = dataset.plan(len(dataset) // 2)
@@ -188,7 +189,7 @@ def _reader_seconds(dataset: Any, shape: Sequence[int], ranks: int, device: Devi
 
 
 def _merged_remarks(played: Sequence[PlayedRank]) -> tuple[Remark, ...]:
-    """Each remark once: the bytes of all its calls on a rank, of the rank with the most."""
+    """Return each remark once, with the bytes of all its calls on the rank with the most."""
     most: dict[Remark, int] = {}
     for rank in played:
         mine: dict[Remark, int] = {}

@@ -1,9 +1,9 @@
-"""One rank of a job that is not there: torch's fake process group, beside whatever group the process is in.
+"""One rank of a job that does not exist: torch's fake process group, beside any group that the process is in.
 
 A fake group carries nothing and never waits, so one process plays any rank of any mesh.  torch keeps its process groups
-in one object, which it calls the point where others may put their own.  A dry run puts one there that shows its own
-thread an empty world, and every other thread the old one: a save in the background, a loader and a watch go on with the
-groups of the job.  Thus a dry run works in a notebook, under torchrun, and within a test that has joined a real group.
+in one object, and documents that others may replace it.  A dry run puts one there that shows its own thread an empty
+world, and every other thread the old one.  So a save in the background, a loader and a watch continue with the groups
+of the job.  Thus a dry run works in a notebook, under torchrun, and within a test that has joined a real group.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 
 from jigsaw import debug
 
-_one_at_a_time = threading.RLock()  # what a dry run changes of torch it changes for the process
+_one_at_a_time = threading.RLock()  # a dry run changes torch for the whole process
 
-# Groups are found by name in C++ as well, where the real ones are "0", "1", ...; each dry run has names of its own.
+# C++ finds groups by name as well, where the real ones are "0", "1", ...; each dry run has unique names.
 _first_names = count(10**6, 10**6)
 
 
 @contextmanager
 def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
-    """A mesh of CPU ranks of which this thread plays `rank`, within the block; dry runs of other threads wait."""
+    """Make a mesh of CPU ranks of which this thread plays `rank`, within the block; dry runs of other threads wait."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with _one_at_a_time, debug.without_comparing():
@@ -64,7 +64,7 @@ def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
 
 
 class _WorldOfThread:
-    """The process groups that torch knows: for the thread that makes this `mine`, for all others `theirs`."""
+    """Process groups that torch knows: `mine` for the thread that makes this, `theirs` for all others."""
 
     def __init__(self, mine: Any, theirs: Any) -> None:
         self.__dict__.update(thread=threading.get_ident(), mine=mine, theirs=theirs)
@@ -80,8 +80,8 @@ _mesh_numbers = count(-1, -1)
 
 
 def _numbered(make: Any, number: int) -> Any:
-    # Meshes are told apart by their ranks and names, not by whose they are: what is kept for rank 0 of a dry run, by
-    # us or by torch for operators on DTensors, must never answer rank 1 of the next one; parts of its mesh neither.
+    # Meshes compare by their ranks and names, not by the rank that has them.  But caches for rank 0 of a dry run, ours
+    # or torch's for operators on DTensors, must never answer rank 1 of the next one, nor parts of its mesh.
     thread = threading.get_ident()
 
     @wraps(make)
@@ -94,13 +94,15 @@ def _numbered(make: Any, number: int) -> Any:
 
 
 def _with_values(function: Any, *args: Any) -> Any:
-    # FSDP2 joins the meshes of a weight that `channel` cuts as well, and looks for its rank in a tensor
+    # FSDP2 joins the meshes of a weight that `channel` cuts as well, and looks up its rank in a tensor
     with _disable_current_modes():
         return function(*args)
 
 
 class _ChunksOfRanks(Sequence[torch.Tensor]):
-    """The parts of a weight for all ranks, of which FSDP2 makes all and reads one or two: here those that it reads."""
+    """Parts of a weight for all ranks.  FSDP2 makes all and reads one or two; here only those that it reads
+    are made.
+    """
 
     def __init__(self, chunk: Any, x: torch.Tensor, ranks: int, dim: int) -> None:
         self._chunk, self._x, self._ranks, self._dim = chunk, x, ranks, dim
@@ -119,7 +121,7 @@ class _ChunksOfRanks(Sequence[torch.Tensor]):
 
 
 def _empty_world() -> Any:
-    """What `torch.distributed` asks of its own `_World`."""
+    """Return what `torch.distributed` asks of its own `_World`."""
     dicts: dict[str, dict[Any, Any]] = {
         name: {}
         for name in (

@@ -1,15 +1,15 @@
-"""A step of many blocks from those of a few of them: exact, or not done.
+"""A step of many blocks, derived from those of a few of them: exact, or not done.
 
-Blocks of a row (``ModuleList``, ``Sequential``) that are alike in all that a module has, and are called one after the
-other with the same sizes, do the same.  So the step of twenty is played with one and with two (or two and three), and
-what the last one adds stands for each of the others (`counted_steps`).  Four things are looked at first, for a net may
-do at one of its blocks what it does at no other:
+Blocks of a row (``ModuleList``, ``Sequential``) that are equal, and are called one after the other with the same sizes,
+do the same.  So the step of twenty is played with one and with two (or two and three).  The share of the last one
+stands for each of the others (`counted_steps`).  Four checks come first, because a net may treat one of its blocks
+differently:
 
 - the blocks: types, sizes of weights and buffers, and plain attributes all the way down;
-- an outline of the forward pass, once with all blocks, of which the first alone is run, and with two and three: what
-  the net does around them must be the same at each, with tensors of the same age;
-- gradients travel in buckets, which end where the bytes of all parameters say; they do so alike in all blocks where
-  each block has a parameter that is a bucket by itself, or none of its parameters is in one;
+- an outline of the forward pass, with all blocks (only the first is run), and with two and three: the net must do the
+  same around each block, with tensors of the same age;
+- gradients travel in buckets, whose ends depend on the bytes of all parameters; all blocks have the same ends where
+  each has a parameter that is a bucket by itself, or none of its parameters is in one;
 - one more block, played once for each way to keep weights, must do what follows from those.
 
 Where one of these does not hold, all blocks are played.
@@ -44,14 +44,14 @@ from jigsaw.dryrun.rank_playing import (
 from jigsaw.dryrun.step_meter import StepMeter
 from jigsaw.tile import Tile
 
-_WORTH = 7  # blocks: more than are played, one, two and three; four now and then
+_WORTH = 7  # a row has more blocks than are played: one, two and three, and sometimes four
 _Known = dict[tuple[Any, ...], int]
 _known: _Known | None = None
 
 
 @contextmanager
 def remembered_models() -> Generator[None]:
-    """Within the block models do not change: what was found of one holds for its next meshes, too."""
+    """Take models as unchanged within the block, so that what is known of one holds for its next meshes, too."""
     global _known
     before, _known = _known, {} if _known is None else _known
     try:
@@ -61,7 +61,7 @@ def remembered_models() -> Generator[None]:
 
 
 def play_rank_shortly(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
-    """Run the step as `rank` of a mesh of these axes, with all blocks or with a few that say as much."""
+    """Run the step as `rank` of a mesh of these axes, with all blocks or with a few that give the same."""
     if plan.blocks is None and not plan.every_block and isinstance(plan.checkpoint, str):
         found = play_few_blocks(plan, axes, rank)
         if found is not None:
@@ -70,7 +70,7 @@ def play_rank_shortly(plan: StepPlan, axes: Mapping[str, int], rank: int) -> Pla
 
 
 def play_few_blocks(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank | None:
-    """From one block and two, or two and three, if what the next number of blocks does follows from these."""
+    """Play one block and two, or two and three, if the next number of blocks follows from these."""
     if isinstance(plan.model, nn.Module):
         row = longest_row(plan.model)
     else:
@@ -92,8 +92,8 @@ def play_few_blocks(plan: StepPlan, axes: Mapping[str, int], rank: int) -> Playe
             played[n] = play_rank(replace(plan, row=(name, n)), axes, rank)
         return played[n]
 
-    # FSDP2 gathers the weights of a block while the one before it computes: what a second block adds is then another
-    # thing than what a third one does
+    # FSDP2 gathers the weights of a block while the one before it computes, so a second block adds something else than
+    # a third one
     for few in (known[way],) if way in known else (1, 2):
         found = _of_more_blocks(play(few), play(few + 1), blocks - few)
         if found is not None and (way in known or _is_foretold(play(few), play(few + 1), play(few + 2))):
@@ -108,7 +108,7 @@ def _is_foretold(few: PlayedRank, more: PlayedRank, still_more: PlayedRank) -> b
 
 
 def _of_more_blocks(fewer: PlayedRank, more: PlayedRank, times: int) -> PlayedRank | None:
-    """What is played with so many blocks more than `fewer`, of which `more` has one more."""
+    """Return the played rank with so many more blocks than `fewer`, of which `more` has one more."""
     if not (fewer.is_periodic and more.is_periodic) or set(fewer.phases) != set(more.phases):
         return None
     if any(r.kind != "value" for r in fewer.remarks) or len(fewer.remarks) != len(more.remarks):
@@ -127,7 +127,9 @@ def _of_more_blocks(fewer: PlayedRank, more: PlayedRank, times: int) -> PlayedRa
 
 
 def longest_row(model: nn.Module) -> tuple[str, int] | None:
-    """The name of the row of the most blocks that are alike in everything, and how many; None where few are."""
+    """Return the name and length of the longest row of blocks that are equal in everything; None where there
+    are few.
+    """
     names = {module: name for name, module in model.named_modules()}
     rows = [row for row in rows_of_blocks(model) if len(row) >= _WORTH]
     for row in sorted(rows, key=len, reverse=True):
@@ -142,7 +144,7 @@ _OWN_OF_MODULES = set(vars(nn.Module())) - {"training"}
 
 
 def _look_of(module: nn.Module) -> tuple[Any, ...]:
-    """All that decides what a module does but for its values, to be compared."""
+    """Return all that decides what a module does, except its values, for comparison."""
     hooks = [name for name, value in vars(module).items() if name.endswith("_hooks") and value]
     plain = {name: _plain_look(value) for name, value in vars(module).items() if name not in _OWN_OF_MODULES}
     tensors = [
@@ -173,17 +175,17 @@ class _UnlikeCallError(Exception):
 
 
 def _passes_blocks_alike(plan: StepPlan, axes: Mapping[str, int], rank: int, name: str, blocks: int) -> bool:
-    """Whether the forward pass does the same around each block of a row."""
+    """Say whether the forward pass does the same around each block of a row."""
     try:
         few, more, all_of_them = (_outline(replace(plan, row=(name, n)), axes, rank) for n in (2, 3, blocks))
     except Exception:
-        return False  # it shall stop, if it does, where all blocks are played
+        return False  # an error belongs to the run with all blocks
     found = phase_of_more_blocks(few, more, blocks - 2)
     return found is not None and are_same_steps(found, all_of_them)
 
 
 def _outline(plan: StepPlan, axes: Mapping[str, int], rank: int) -> CountedPhase:
-    """What a forward pass does around the blocks of its row, of which the first is run once."""
+    """Return what a forward pass does around the blocks of its row, of which it runs the first once."""
     meter = _OutlineMeter()
     assert plan.row is not None
     with fake_mesh(axes, rank) as mesh:
@@ -205,15 +207,15 @@ def _outline(plan: StepPlan, axes: Mapping[str, int], rank: int) -> CountedPhase
 
 
 class _OutlineMeter(StepMeter):
-    """Notes of each operator which tensors it is given: one that was made before the first block by its number, others
-    by how many have been made since.
+    """Notes of the tensors that each operator gets: one from before the first block by its number, others by how many
+    have been made since.
     """
 
     def __init__(self) -> None:
         super().__init__(keeps_calls=False)
         self.asked: list[KernelCost] = []
         self._begun = 0
-        self.is_quiet = False  # while a block is answered for
+        self.is_quiet = False  # while the answer stands for a block
         self._first: int | None = None
 
     def begin_phase(self, name: str) -> None:
@@ -222,7 +224,7 @@ class _OutlineMeter(StepMeter):
         self._begun = self._numbers
 
     def begin_row(self) -> None:
-        """The first block is called."""
+        """Note that the first block is called."""
         self._first = self._numbers
 
     def note(self, what: Any, given: Any) -> None:
@@ -242,14 +244,14 @@ class _OutlineMeter(StepMeter):
 
 
 def _in_one_order(phase: CountedPhase) -> CountedPhase:
-    """Memory that ceases to be alive at one time in the order of sizes: what autocast kept goes in any order."""
+    """Sort by size the memory that ceases to be alive at one time, because what autocast kept goes in any order."""
     runs = groupby(phase.changes, lambda change: change[1] > 0)
     phase.changes = [each for begins, run in runs for each in (run if begins else sorted(run))]
     return phase
 
 
 class _BlockCalls:
-    """Answers the calls of the blocks of a row as the first one did."""
+    """Calls of the blocks of a row, answered as the first one was."""
 
     def __init__(self, meter: _OutlineMeter) -> None:
         self.next = 0
@@ -258,7 +260,7 @@ class _BlockCalls:
         self._said: Any = None
 
     def answer(self, at: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the block at a place returns, in its order."""
+        """Return what the block at a place returns, in its order."""
         if at != self.next:
             raise _UnlikeCallError
         self.next += 1

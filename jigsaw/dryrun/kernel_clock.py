@@ -1,7 +1,7 @@
-"""Kernels as they were called in a dry run, run once more with memory and timed: what peaks cannot say of a processor.
+"""Kernels of a dry run, run once more with memory and timed, because peaks do not predict a processor's times.
 
-On a CPU the same number of operations takes from one to several times as long by library, shape, strides and caches, so
-that no table of rates comes near.  A step has a hundred or two kernels that differ; each runs a few times.
+On a CPU the same number of operations takes from one to several times as long, depending on library, shape, strides and
+caches.  A step has a hundred or two different kernels; each runs a few times.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True)
 class TensorLook:
-    """What a kernel's speed depends on of a tensor."""
+    """Properties of a tensor that a kernel's speed depends on."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     def made_tensor(self) -> Tensor:
-        """A tensor like it, with values; integers are 0, indices that any tensor has."""
+        """Return a similar tensor with values; integers are 0, valid indices of any tensor."""
         reach = max(1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)), 0)
         made = torch.empty(reach, dtype=self.dtype)
         if self.dtype.is_floating_point or self.dtype.is_complex:
@@ -41,7 +41,7 @@ class TensorLook:
 
 @lru_cache
 def _values_of(dtype: torch.dtype) -> Tensor:
-    """Values from 0.5 to 1.5 in no order that a processor could foresee; no denormals, which are slow."""
+    """Return values from 0.5 to 1.5 in an order that a processor cannot predict, without denormals, which are slow."""
     given = torch.rand(2**20, generator=torch.Generator().manual_seed(0))
     return given.add_(0.5).to(dtype)
 
@@ -56,12 +56,12 @@ class KernelCall:
 
     @classmethod
     def of(cls, operator: Any, args: Any, kwargs: Any) -> KernelCall:
-        """The call of an operator."""
+        """Return the call of an operator."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         return cls(operator, tuple(map(_looked_at, leaves)), spec)
 
     def made_arguments(self) -> Any:
-        """Arguments with values."""
+        """Return arguments with values."""
         leaves = [leaf.made_tensor() if isinstance(leaf, TensorLook) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
@@ -73,13 +73,13 @@ def _looked_at(leaf: Any) -> Hashable:
 
 
 _KNOWN: dict[KernelCall, float | None] = {}
-_COLD_BYTES = 2**26  # arguments take turns, so that caches have forgotten those of the last time, as in a step
+_COLD_BYTES = 2**26  # arguments take turns, so that the caches have dropped those of the last run, as in a step
 _LEAST_SECONDS, _MOST_CALLS = 1e-3, 2**14
 
 
 def timed_kernel(call: KernelCall) -> float | None:
-    """The processor seconds of a kernel on this machine, by one thread; None for one that cannot be run by itself, with
-    tensors of ones and zeros for those of the step: the device's rates are its price then.
+    """Return the processor seconds of a kernel on this machine, by one thread, or None, and then the device's rates
+    price it.  None: it cannot run by itself, with tensors of ones and zeros for those of the step.
     """
     if call not in _KNOWN:
         threads = torch.get_num_threads()
@@ -95,7 +95,7 @@ def timed_kernel(call: KernelCall) -> float | None:
 
 
 def forget_kernels() -> None:
-    """Time each kernel anew the next time: what was measured is of the machine as it was."""
+    """Time each kernel anew the next time, because old times are of the machine as it was."""
     _KNOWN.clear()
 
 

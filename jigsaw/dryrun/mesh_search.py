@@ -1,4 +1,4 @@
-"""Which mesh to take: a dry run of each that so many devices can make, with each way to spend memory or time."""
+"""Search for the best mesh: a dry run of each that so many devices can make, with each way to spend memory or time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StepOption:
 
     @property
     def hindrance(self) -> str:
-        """What would have to change for this option to work; empty where it does."""
+        """The change that would let this option work; empty where it does."""
         if self.report is None:
             return self.refusal
         for remark in self.report.remarks:
@@ -69,7 +69,7 @@ class StepOption:
 
     @property
     def strategy(self) -> str:
-        """In words: what is cut beside the input, and what is computed twice."""
+        """The strategy in words: what is cut beside the input, and what is computed twice."""
         weights = "weights cut (shard_weights=True)" if self.shard_weights else "whole weights"
         if self.replicate:
             weights = f"weights cut within the node (shard_weights=True, replicate={self.replicate[0]!r})"
@@ -91,22 +91,22 @@ def advise_mesh(
     progress: Callable[[StepOption], object] | None = None,
     **how: Any,
 ) -> list[StepOption]:
-    """Every option for so many devices, those that work first, each group by the seconds of a step.
+    """Return every option for so many devices, those that work first, each group by the seconds of a step.
 
-    Meshes cut the batch by `data` and the last dims by ``lat`` and ``lon``, or ``z``, ``y`` and ``x`` of a volume; one
-    of those that are the same but for the order of two dims of one size.  Within a node `channel` cuts weights
-    (`jigsaw.parallelize`), and `pipe` a model with a row of blocks that are alike, for a batch of several samples: that
-    is estimated from one microbatch (`pipelined_report`), with stages that are balanced (`balanced_cuts`).  An axis of
-    the three fastest meshes gives them its ranks.  The fastest is also run with ``shard_weights``, on several nodes cut
-    over all ranks or within a node (`replicate`), with checkpointing of blocks, and with both; the next two, and the
-    fastest with `channel` and `pipe`, with the two of these ways that are fastest there.
+    Meshes cut the batch by `data` and the last dims by ``lat`` and ``lon``, or ``z``, ``y`` and ``x`` of a volume; only
+    one of those that differ just in the order of two dims of one size.  Within a node `channel` cuts weights
+    (`jigsaw.parallelize`).  `pipe` cuts a model with a row of equal blocks, for a batch of several samples: an estimate
+    from one microbatch (`pipelined_report`), with balanced stages (`balanced_cuts`).  An axis of the three fastest
+    meshes gives these its ranks.  The fastest is also run with ``shard_weights``, on several nodes cut over all ranks
+    or within a node (`replicate`), with checkpointing of blocks, and with both; the next two, and the fastest with
+    `channel` and `pipe`, with the two of these ways that are fastest there.
 
     Of more than eight meshes the fastest are found by dry runs of one block of each row, from those that cut space the
-    least; where one takes a tenth longer than the best, those that cut its space further are left out.  `how` are
+    least; where one takes a tenth longer than the best, those that cut its space further are left out.  `how` takes
     further arguments of `dry_run`; a `store`, or arguments of `jigsaw.io.open` with it, adds the reader.
 
-    The model first runs on one device, so that a wrong input is told before the search.  A search may take minutes:
-    `progress` is called with each option as soon as it was tried, that of one device first.
+    The model first runs on one device, so that a wrong input raises before the search.  A search may take minutes; it
+    calls `progress` with each option as soon as it was tried, that of one device first.
 
     *Raises*: `ShardingError` for a model that does not run on such an input.
 
@@ -151,7 +151,7 @@ class _MeshSearch:
         self._borders: dict[Any, Borders] = {}
 
     def tried_alone(self) -> StepOption:
-        """The option of one device.
+        """Return the option of one device.
 
         *Raises*: `ShardingError` where the model does not run there: it would run on no mesh.
         """
@@ -172,7 +172,7 @@ class _MeshSearch:
         blocks: int | None = None,
         replicate: tuple[str, ...] = (),
     ) -> StepOption:
-        """The option of a mesh; one with ``pipe`` by the microbatch of a stage."""
+        """Return the option of a mesh; one with ``pipe`` by the microbatch of a stage."""
         option = self._attempted(axes, shard_weights, checkpoint, microbatches, blocks, replicate)
         option = replace(option, blocks=blocks)
         if self._progress is not None:
@@ -224,7 +224,9 @@ class _MeshSearch:
     def _pipelined(
         self, report: DryRunReport, plan: StepPlan, axes: Mapping[str, int], microbatches: int
     ) -> tuple[tuple[str, ...], DryRunReport]:
-        """The modules that begin the later stages, balanced, and the report of a step, from that of a microbatch."""
+        """Return the modules that begin the later stages, balanced, and the report of a step, from that of a
+        microbatch.
+        """
         here, stages = {name: size for name, size in axes.items() if name != "pipe"}, axes["pipe"]
         pieces = piece_costs(plan, here, stages, self._device, self._node)
         cuts = balanced_cuts(pieces, stages, microbatches, self._device.memory_bytes)
@@ -236,8 +238,8 @@ class _MeshSearch:
         return begins, pipelined_report(report, shares, borders, microbatches, self._device, self._node)
 
     def tried_ways(self, options: Sequence[StepOption], ranks_per_node: int) -> list[StepOption]:
-        """The first option's mesh with each way to keep weights and to compute blocks twice; those of the others with
-        the two that are fastest there: which they are hardly depends on the mesh.
+        """Try each way to keep weights and to compute blocks twice on the first option's mesh; on the others' only the
+        two that are fastest there.  Which two they are hardly depends on the mesh.
         """
         found: list[StepOption] = []
         chosen = [(is_cut, twice) for is_cut in ("whole", "cut", "within nodes") for twice in (False, True)][1:]
@@ -245,7 +247,7 @@ class _MeshSearch:
             tried = {way: self._other_way(option, *way, ranks_per_node) for way in chosen}
             made = {way: each for way, each in tried.items() if each is not None}
             plain = {"whole": option.report} | {way[0]: each.report for way, each in made.items() if not way[1]}
-            # of a model without blocks there is nothing to compute twice
+            # a model without blocks has nothing to compute twice
             made = {way: each for way, each in made.items() if not way[1] or each.report != plain.get(way[0])}
             if not found:
                 able = sorted((way for way in made if made[way].works), key=lambda way: _by_seconds(made[way]))
@@ -254,7 +256,9 @@ class _MeshSearch:
         return found
 
     def _other_way(self, option: StepOption, weights: str, twice: bool, ranks_per_node: int) -> StepOption | None:
-        """The mesh of an option with weights that are whole, or cut over all ranks or those of a node; or None."""
+        """Return the mesh of an option with weights that are whole, or cut over all ranks or those of a node;
+        or None.
+        """
         axes, batches = option.mesh, option.microbatches
         if weights == "whole":
             return self.attempt(axes, False, twice, batches)
@@ -270,15 +274,16 @@ class _MeshSearch:
         return self.attempt({**stages, **hybrid[0]}, True, twice, batches, replicate=(hybrid[1],))
 
     def tried_meshes(self, meshes: Sequence[Mapping[str, int]]) -> list[StepOption]:
-        """Options with whole weights, the fastest first; of many meshes those that are fastest with one block a row."""
+        """Return options with whole weights, the fastest first; of many meshes, those that are fastest with one block a
+        row.
+        """
         if len(meshes) > _MANY and self._block_count(min(meshes, key=_ranks_in_space)):
             meshes = self._fastest_by_a_block(meshes)
         return sorted(map(self.attempt, meshes), key=_by_seconds)
 
     def _fastest_by_a_block(self, meshes: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
-        """Those that are fastest with one block a row.  A mesh is left out where one that cuts a dim of space into
-        fewer parts, and the batch into more, takes longer than the best: it sends still
-        more.
+        """Return the meshes that are fastest with one block a row.  A mesh is left out where one that cuts a dim of
+        space into fewer parts, and the batch into more, takes longer than the best, because it sends even more.
         """
         seconds: dict[tuple[int, ...], float] = {}
         chosen: list[Mapping[str, int]] = []
@@ -293,7 +298,9 @@ class _MeshSearch:
         return sorted(chosen, key=lambda axes: seconds[tuple(axes.values())])[:_MESHES]
 
     def tried_pipes(self, fastest: Sequence[Mapping[str, int]]) -> list[StepOption]:
-        """Options with stages along ``pipe``, where the model has as many blocks and the batch as many samples."""
+        """Return options with stages along ``pipe``, where the model has as many blocks and the batch as
+        many samples.
+        """
         batch = self._shape[0]
         found: list[StepOption] = []
         for stages in (2, 4, 8):
@@ -301,7 +308,7 @@ class _MeshSearch:
             if batch < stages or not meshes or self._block_count(fastest[0]) < stages:
                 continue
             for axes in meshes[:1]:
-                # as many microbatches as there can be: each more makes the bubble smaller
+                # as many microbatches as possible, because each one more makes the bubble smaller
                 possible = [n for n in range(stages, batch + 1) if batch % (n * axes.get("data", 1)) == 0]
                 found += [self.attempt(axes, microbatches=n) for n in possible[-1:]]
         return sorted(found, key=_by_seconds)
@@ -318,7 +325,7 @@ class _MeshSearch:
 
 
 def _giving_ranks(meshes: Sequence[Mapping[str, int]], name: str, size: int) -> list[dict[str, int]]:
-    """The meshes with one more axis, to which one of theirs gives its ranks."""
+    """Return the meshes with one more axis, to which one of theirs gives its ranks."""
     found: list[dict[str, int]] = []
     for axes in meshes:
         for given, ranks in axes.items():
@@ -330,8 +337,9 @@ def _giving_ranks(meshes: Sequence[Mapping[str, int]], name: str, size: int) -> 
 
 
 def hybrid_axes(axes: Mapping[str, int], ranks_per_node: int) -> tuple[dict[str, int], str] | None:
-    """The mesh with an axis along which every node has the same parts of the weights, and its name: what of `data` goes
-    over the nodes.  None where weights cannot be cut within nodes and be alike between them.
+    """Return the mesh with an axis along which every node has the same parts of the weights, and its name, or None.
+    That axis is the part of `data` over the nodes.  None: weights cannot be cut within nodes and be the same between
+    them.
 
     >>> from jigsaw.dryrun.mesh_search import hybrid_axes
     >>> hybrid_axes({"data": 64, "lat": 4}, 8)
@@ -355,7 +363,7 @@ def _ranks_in_space(axes: Mapping[str, int]) -> int:
 
 
 def _wider_meshes(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """The meshes of as many ranks with one axis of space shorter, by a prime factor, and `data` longer."""
+    """Return the meshes of as many ranks with one axis of space shorter, by a prime factor, and `data` longer."""
     for name, size in axes.items():
         for factor in range(2, size + 1) if name not in ("data", "channel") else ():
             if size % factor == 0 and all(factor % n for n in range(2, factor)):
@@ -367,7 +375,7 @@ def _by_seconds(option: StepOption) -> float:
 
 
 def _inside_rank(axes: Mapping[str, int]) -> int:
-    """A rank with neighbours all round, where there is one: such a rank sends most."""
+    """Return a rank with neighbors on all sides, where there is one, because such a rank sends most."""
     rank = 0
     for size in axes.values():
         rank = rank * size + min(1, size - 1)
@@ -377,8 +385,8 @@ def _inside_rank(axes: Mapping[str, int]) -> int:
 def possible_meshes(
     x_shape: Sequence[int], devices: int, align: int | Mapping[int, int] = 1
 ) -> Iterator[dict[str, int]]:
-    """The meshes of so many ranks whose axes cut dims that are long enough, without those that are the same; of rows
-    that stay together (`align`) each rank has some.
+    """Return the meshes of so many ranks whose axes cut dims that are long enough, without equal ones.  Each rank has
+    some of the rows that stay together (`align`).
     """
     names = _SPACE.get(len(x_shape))
     if names is None:
@@ -423,7 +431,8 @@ def _opened_store(store: Any, axes: Mapping[str, int]) -> Any:
 
 
 def advice_text(options: Sequence[StepOption]) -> str:
-    """The best five that work, each with its reasons; and what would have to change for the next better one.
+    """Describe the best five options that work, each with its reasons, and what would have to change for the next
+    better one.
 
     >>> found = jigsaw.dryrun.advise_mesh(torch.nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), 1)
     >>> jigsaw.dryrun.advice_text(found).startswith("1. one rank: whole weights")

@@ -1,8 +1,8 @@
-"""Which piece of a model a kernel, a message or memory of a step belongs to.
+"""Marks of the piece of a model that a kernel, a message or memory of a step belongs to.
 
-A *piece* is what a stage of a pipeline may begin with.  All that the forward pass does from the first call in a piece
-to that in the next counts as the first one's, and of the backward pass what leads back through it: nodes of the graph
-are numbered as the forward pass makes them.
+A stage of a pipeline may begin with a *piece*.  All that the forward pass does from the first call in a piece to that
+in the next belongs to the first one.  So do the parts of the backward pass that lead back through it: nodes of the
+graph are numbered as the forward pass makes them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 
 class PieceMarks:
-    """Says of each piece where in a forward pass it begins, by the numbers of the graph's nodes."""
+    """Marks of where each piece begins in a forward pass, by the numbers of the graph's nodes."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self.names = list(names)
@@ -35,7 +35,7 @@ class PieceMarks:
         return hook
 
     def piece_here(self, before: int) -> int:
-        """The piece under way; `before`, that of the last look, where nothing says it."""
+        """Return the piece under way; `before`, that of the last call, where nothing tells."""
         c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
         if c._current_graph_task_id() == -1:
             return self.order[-1] if self.order else before

@@ -1,11 +1,11 @@
-"""What a pipeline would make of a step, from the dry run of one microbatch that runs through all of its stages.
+"""Estimate of a pipelined step, from the dry run of one microbatch that runs through all of its stages.
 
-For example 12 blocks on pipe=4, 8 microbatches: a stage has 3 blocks, a quarter of the seconds of a microbatch, and the
-step takes 8 + 4 - 1 = 11 of these instead of 8: of the time 3/11 is the bubble.  With 10 blocks the longest stage has 3
-as well, a share of 0.3, so all is 1.2 times as long.
+For example 12 blocks on pipe=4, 8 microbatches: a stage has 3 blocks, a quarter of the seconds of a microbatch.  The
+step takes 8 + 4 - 1 = 11 of these instead of 8; the bubble is 3/11 of the time.  With 10 blocks the longest stage has 3
+as well, a share of 0.3, so the step is 1.2 times as long.
 
-What is sent is counted as often as it is: messages of layers, weights that are gathered and gradients of cut weights in
-each microbatch, gradients of whole weights once a step, and what stages send to each other by the pipeline's own plan.
+Messages of layers, gathers of weights and gradients of cut weights count in each microbatch.  Gradients of whole
+weights count once a step.  Messages between stages follow the pipeline's own plan.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Borders = Sequence[Sequence[TileOnPaper]]
 
 @dataclass(frozen=True)
 class StageShare:
-    """The shares of a stage: of a microbatch's seconds, of the weights, of what is kept for the backward pass."""
+    """Shares of a stage: of a microbatch's seconds, of the weights, of what is kept for the backward pass."""
 
     seconds: float
     weights: float
@@ -47,7 +47,7 @@ class StageShare:
 
 
 def stage_shares(pieces: Sequence[PieceCost], cuts: Sequence[int]) -> list[StageShare]:
-    """The shares of the stages that begin with these pieces."""
+    """Return the shares of the stages that begin with these pieces."""
     each = [
         [(p.seconds, p.weight_bytes, p.kept_bytes) for p in pieces[a:b]] for a, b in pairwise([0, *cuts, len(pieces)])
     ]
@@ -57,7 +57,7 @@ def stage_shares(pieces: Sequence[PieceCost], cuts: Sequence[int]) -> list[Stage
 
 
 def tiles_at_borders(plan: StepPlan, axes: Mapping[str, int], begins: Sequence[str]) -> Borders:
-    """The tiles that each stage is sent for a microbatch, as `jigsaw.pipeline` plans it.
+    """Return the tiles that each stage gets for a microbatch, as `jigsaw.pipeline` plans it.
 
     *Raises*: `ShardingError` for a model that cannot be cut there.
     """
@@ -81,8 +81,8 @@ def pipelined_report(
     device: Device,
     ranks_per_node: int,
 ) -> DryRunReport:
-    """The report of a step of so many microbatches, 1F1B, from that of one on a mesh with ``pipe``; of each rank of it
-    one for every stage.
+    """Return the report of a step of so many microbatches, 1F1B, from that of one on a mesh with ``pipe``.  Each rank
+    of that has one for every stage.
 
     Its bound ``"bubble"`` is the time in which a rank has nothing to do.
     """
@@ -96,7 +96,7 @@ def pipelined_report(
 
 @dataclass(frozen=True)
 class _BorderMessage:
-    """What a stage sends to another one for each microbatch."""
+    """Message of a stage to another one for each microbatch."""
 
     link: str
     traffic: Traffic
@@ -107,7 +107,7 @@ _NOTHING = _BorderMessage("node", Traffic(), 0.0)
 
 
 class _StagesOfRank:
-    """The ranks of all stages at the place of one within its stage."""
+    """Ranks of all stages at the place of one within its stage."""
 
     def __init__(
         self, mesh: Mapping[str, int], rank: RankCost, borders: Borders, device: Device, ranks_per_node: int
@@ -116,7 +116,7 @@ class _StagesOfRank:
         self._axis, self._sizes = list(mesh).index(PIPE_AXIS), list(mesh.values())
 
     def costs(self, shares: Sequence[StageShare], microbatches: int) -> list[RankCost]:
-        """What each stage's rank does in a step."""
+        """Return what each stage's rank does in a step."""
         phases, last = self._rank.phases, len(shares) - 1
         sent = {
             "forward": [*(self._message(at, at + 1, at + 1) for at in range(last)), _NOTHING],
@@ -149,7 +149,7 @@ class _StagesOfRank:
         return number
 
     def _message(self, stage: int, to: int, border: int) -> _BorderMessage:
-        """The tiles at a border, or their gradients on the way back."""
+        """Return the tiles at a border, or their gradients on the way back."""
         here = self._rank.coordinate
         within = (*here[: self._axis], *here[self._axis + 1 :]) or (0,)
         tiles = [x for x in self._borders[border] if to > stage or x.dtype.is_floating_point or x.dtype.is_complex]
@@ -164,7 +164,9 @@ _SENT_OF_WEIGHTS = ("gathered weights", "gradients")
 
 
 def _phase_of_stage(phase: PhaseCost, share: StageShare, under_way: int, times: int) -> PhaseCost:
-    """The stage's part of a phase for so many microbatches; what each keeps is there for all that are under way."""
+    """Return the stage's part of a phase for so many microbatches; memory that each keeps counts for all that are under
+    way.
+    """
     parts = {kind: share.weights if kind in _SENT_OF_WEIGHTS else share.seconds for kind in phase.traffic}
     traffic = {kind: _part_of_traffic(t, times * parts[kind]) for kind, t in phase.traffic.items()}
     before, after = (sum(found.values(), Traffic()) for found in (phase.traffic, traffic))
@@ -183,7 +185,7 @@ def _phase_of_stage(phase: PhaseCost, share: StageShare, under_way: int, times: 
 
 
 def _with_messages(phase: PhaseCost, message: _BorderMessage, times: int, seconds: float) -> PhaseCost:
-    """The phase with what goes to another stage in each microbatch; it ends when all stages have ended."""
+    """Return the phase with the messages to another stage in each microbatch; it ends when all stages have ended."""
     waiting, sent = times * message.seconds, _part_of_traffic(message.traffic, times)
     traffic, links = dict(phase.traffic), dict(phase.links)
     if sent.messages:
@@ -215,7 +217,7 @@ def _part_of_phase(phase: PhaseCost, part: float) -> PhaseCost:
 
 
 def _one_after_other(first: PhaseCost, then: PhaseCost) -> PhaseCost:
-    """Two phases as one."""
+    """Return two phases as one."""
     bounds = {**then.seconds_by_bound, **first.seconds_by_bound}
     return PhaseCost(
         first.flop + then.flop,

@@ -55,7 +55,7 @@ ONCE_A_STEP = ("sums", "shared")
 
 
 def mean_square_of_tiles(output: Any) -> Tensor:
-    """The sum over all floating tiles of an output of the mean of their squares."""
+    """Return the sum over all floating tiles of an output of the mean of their squares."""
     tiles = tiles_in(output if isinstance(output, (list, tuple, dict, Tensor)) else getattr(output, "__dict__", ()))
     values: Any = [t.square().mean() for t in tiles if t.is_floating_point()]
     if not values:
@@ -68,7 +68,7 @@ def mean_square_of_tiles(output: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What is run: the model, its input, and how; the arguments of `jigsaw.dry_run`."""
+    """Arguments of `jigsaw.dry_run`: the model, its input, and how to run it."""
 
     model: nn.Module | ModelMaker
     shapes: tuple[tuple[int, ...], ...]
@@ -91,8 +91,8 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class PlayedPiece:
-    """What was counted of a piece of the model in the forward and backward pass, but for sums of gradients; bytes of
-    its weights, with gradients and optimizer state, and of what it keeps for the backward pass.
+    """Counts of a piece of the model in the forward and backward pass, without sums of gradients.  They have the bytes
+    of its weights, with gradients and optimizer state, and of what it keeps for the backward pass.
     """
 
     name: str
@@ -103,7 +103,7 @@ class PlayedPiece:
 
 @dataclass
 class PlayedRank:
-    """What was counted of one rank, before anything is priced."""
+    """Counts of one rank, before prices."""
 
     rank: int
     coordinate: tuple[int, ...]
@@ -111,9 +111,9 @@ class PlayedRank:
     phases: dict[str, CountedPhase]
     remarks: list[Remark]
     blocks: int = 0
-    is_periodic: bool = True  # gradients of each block of the row travel in buckets that end alike
+    is_periodic: bool = True  # gradients of each block of the row travel in buckets with the same ends
     pieces: tuple[PlayedPiece, ...] = ()
-    cut_share: float = 0.0  # of the parameters, those that are DTensors
+    cut_share: float = 0.0  # bytes of those parameters that are DTensors
 
 
 def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
@@ -146,7 +146,7 @@ def _sum_copies_once(phases: Mapping[str, CountedPhase], copies: tuple[int, ...]
 
 
 def know_neighbours(mesh: DeviceMesh) -> None:
-    """Ask a mesh for what it has in tensors, which have no values later."""
+    """Ask a mesh for its tensors in advance, because later they have no values."""
     names = [name for name, _ in axes_of_mesh(mesh)]
     for some in [*([name] for name in names), names]:
         ranks_along(mesh, some)
@@ -200,7 +200,7 @@ def _play_step(
         if value.requires_grad:
             with phase("backward"), hearing_costs(watch.tell_refusal):
                 value.backward()
-    except Exception as error:  # of the model or the loss, whatever it is: the report says where it ends
+    except Exception as error:  # any error of the model or the loss: the report says where it ends
         why = _why_it_stopped(error, guessed=bool(meter.value_reads))
         played.remarks.append(Remark("stopped", watch.module_of_error(error), type(error).__name__, 0, why))
         return
@@ -253,7 +253,7 @@ def _played_pieces(
 
 
 class PlayedStages:
-    """The model of a dry run as stages of a pipeline have it (`jigsaw.pipeline`), all of them on one rank."""
+    """Model of a dry run as stages of a pipeline have it (`jigsaw.pipeline`), all of them on one rank."""
 
     def __init__(self, plan: StepPlan, model: nn.Module, mesh: DeviceMesh, stage_mesh: DeviceMesh) -> None:
         names = whole_names(model, [name for name, _ in cut_places(model, 1)])
@@ -269,7 +269,9 @@ class PlayedStages:
         self._held.enter_context(reduced_at_end(self.holder))  # backward passes send no gradients of whole weights
 
     def play_sums(self, phase: Callable[[str], Any]) -> None:
-        """What a step sends once: gradients of whole weights, those of parameters that all stages have, the loss."""
+        """Send what a step sends once: gradients of whole weights, those of parameters that all stages have,
+        the loss.
+        """
         with phase("sums"):
             self._held.close()
         axes = [name for name, _ in axes_of_mesh(self._mesh)]
@@ -289,7 +291,7 @@ _WANT_VALUES = (
 
 
 def prepared_model(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank | None = None) -> tuple[nn.Module, torch.dtype]:
-    """The model as it is before `parallelize`, with the blocks that are to be played; and the dtype of its input."""
+    """Return the model as it is before `parallelize`, with the blocks to play, and the dtype of its input."""
     given = plan.model
     arguments = () if isinstance(given, nn.Module) or not wants_mesh(given) else (mesh,)
     source: Any = given if isinstance(given, nn.Module) else make_bare(given, *arguments)
@@ -316,7 +318,7 @@ def prepared_model(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank | None =
 
 
 def _with_state(make: OptimizerMaker, parameters: Sequence[nn.Parameter], meter: StepMeter) -> Optimizer:
-    """The optimizer, with the state that it has after its first step."""
+    """Return the optimizer, with the state that it has after its first step."""
     optimizer = make([p for p in parameters if p.requires_grad])
     for p in parameters:
         p.grad = torch.zeros_like(p) if p.requires_grad else None
@@ -340,7 +342,7 @@ _USUAL_PLACES = {"replicate": 0, "data": 0, "z": -3, "depth": -3, "y": -2, "lat"
 
 
 def prepared_inputs(plan: StepPlan, mesh: DeviceMesh, dtype: torch.dtype) -> list[Tile]:
-    """The tiles of this rank that the model is called with."""
+    """Return the tiles of this rank that the model is called with."""
     tiles: list[Tile] = []
     for shape, spec in zip(plan.shapes, _specs_of_inputs(plan, axes_of_mesh(mesh)), strict=True):
         layout = Layout.of(shape, spec, axes_of_mesh(mesh), split=plan.split, align=plan.align)
@@ -398,7 +400,7 @@ def _checkpointed_modules(model: nn.Module, which: str | Sequence[str]) -> list[
 
 
 def rows_of_blocks(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
-    """Lists of at least three modules that are alike in type and weights."""
+    """Return lists of at least three modules that are equal in type and weights."""
 
     def look(module: nn.Module) -> Any:
         return type(module), [(name, p.shape) for name, p in module.named_parameters()]
@@ -408,7 +410,7 @@ def rows_of_blocks(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
 
 
 class _ModuleWatch:
-    """Which module of the model is under way, and what is to be remarked about it."""
+    """Watch of the module that is under way, and remarks about it."""
 
     def __init__(self, model: nn.Module, remarks: list[Remark]) -> None:
         self._open: list[str] = []
@@ -423,7 +425,7 @@ class _ModuleWatch:
         return self._open[-1] if self._open else ""
 
     def module_of_error(self, error: BaseException) -> str:
-        """The innermost module whose forward the error came out of."""
+        """Return the innermost module whose forward raised the error."""
         found, at = "", error.__traceback__
         while at is not None:
             found = self._names.get(id(at.tb_frame.f_locals.get("self")), "") or found
@@ -434,7 +436,7 @@ class _ModuleWatch:
         self._calls, self._seen, self._open = counted.calls, 0, []
 
     def attribute(self) -> None:
-        """Remark the rows that were re-cut since the last look, in the module that is under way."""
+        """Remark the rows that were re-cut since the last call, in the module that is under way."""
         is_forward = torch._C._current_graph_task_id() == -1  # pyright: ignore[reportPrivateUsage]
         for call in self._calls[self._seen :]:
             if is_forward and call.kind in (REALIGN_KIND, RECUT_KIND):

@@ -1,4 +1,4 @@
-"""What a dry run found: per rank and phase memory, operations, messages and seconds; and what would not run."""
+"""Report of a dry run: memory, operations, messages and seconds per rank and phase, and what would not run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PHASES = ("forward", "backward", "step")
 
 @dataclass(frozen=True)
 class Remark:
-    """Something a person would rather know before the job starts.
+    """Something that a user should know before the job starts.
 
     `kind` is one of
 
@@ -18,8 +18,7 @@ class Remark:
       whole on every rank and brings `sent_bytes` to it;
     - ``"re-cut"``: rows that lay at other cut points travel, `sent_bytes` of them;
     - ``"repeated"``: each rank computes the whole of a plain tensor (learned queries of each place) by a product, and
-      takes its own rows of it; nothing is sent, `sent_bytes` are those of the rows that it makes for others, a mebibyte
-      or more;
+      takes its own rows of it; nothing is sent, `sent_bytes` are those of other ranks' rows, a mebibyte or more;
     - ``"value"``: Python reads a value of a tensor; the dry run assumed 1, or False;
     - ``"stopped"``: the dry run could not go on, and its numbers end there.
 
@@ -60,7 +59,7 @@ class PhaseCost:
     `peak` are bytes alive at the phase's highest point, by kind: weights, gradients, optimizer, activations (what the
     forward pass keeps for the backward pass, and its inputs), temporary.  `traffic` is by kind of message, as
     `jigsaw.comm` counts them, `links` by link: node or network.  `seconds` is computing, messages that nothing hides,
-    and what is left of those behind which work goes on.
+    and the part of others that work does not hide.
 
     >>> report = jigsaw.dry_run(torch.nn.Linear(4, 2), (6, 4), mesh={"data": 2})
     >>> forward = report.ranks[0].phases["forward"]
@@ -94,7 +93,7 @@ class PhaseCost:
 
 @dataclass(frozen=True)
 class RankCost:
-    """What one rank does in a step, by phase.
+    """Costs of one rank in a step, by phase.
 
     >>> report = jigsaw.dry_run(torch.nn.Linear(4, 2), (6, 4), mesh={"data": 2})
     >>> report.ranks[1].coordinate, list(report.ranks[1].phases)
@@ -107,7 +106,7 @@ class RankCost:
 
     @property
     def highest(self) -> PhaseCost:
-        """The phase with the most bytes alive."""
+        """Phase with the most bytes alive."""
         return max(self.phases.values(), key=lambda phase: phase.peak_bytes)
 
     @property
@@ -129,9 +128,9 @@ class RankCost:
 
 @dataclass(frozen=True)
 class DryRunReport:
-    """The ranks that were played, and over them the busiest one's `sent_bytes`, `messages`, `peak_bytes`, `flop` and
-    `seconds` of one training step, each by itself; ``print(report)`` shows it as a table.  `blocks` of the model lie in
-    rows of three or more that are alike, also where a dry run left some of them out.
+    """Report of the ranks that were played; ``print(report)`` shows it as a table.  Over the ranks it has the busiest
+    one's `sent_bytes`, `messages`, `peak_bytes`, `flop` and `seconds` of one training step, each by itself.  `blocks`
+    of the model lie in rows of three or more equal ones, also where a dry run left some of them out.
 
     >>> report = jigsaw.dry_run(torch.nn.Linear(4, 2), (6, 4), mesh={"data": 2})
     >>> report.fits, report.bound
@@ -162,7 +161,7 @@ class DryRunReport:
 
     @property
     def peak(self) -> Mapping[str, int]:
-        """The bytes alive at the highest point, by kind, on the rank with the most."""
+        """Bytes alive at the highest point, by kind, on the rank with the most."""
         return max((r.highest for r in self.ranks), key=lambda phase: phase.peak_bytes).peak
 
     @property
@@ -171,18 +170,18 @@ class DryRunReport:
 
     @property
     def seconds(self) -> float:
-        """Of a step: ranks wait for the slowest, and all of them for a reader that is slower still."""
+        """Seconds of a step: ranks wait for the slowest, and all of them for a reader that is slower still."""
         return max(*(r.seconds for r in self.ranks), self.reader_seconds)
 
     @property
     def bound(self) -> str:
-        """What the step's time is made of most: flop, memory, kernels, messages or reader."""
+        """The largest part of the step's time: flop, memory, kernels, messages or reader."""
         return max(self.seconds_by_bound.items(), key=lambda item: item[1])[0]
 
     @property
     def seconds_by_bound(self) -> Mapping[str, float]:
-        """Of the slowest rank: the seconds of kernels that are bound by flop, memory and their number, of messages that
-        show; the reader's, where the step waits for it.
+        """Seconds of the slowest rank: of kernels that are bound by flop, memory and their number, and of messages that
+        show.  The reader's are there where the step waits for it.
         """
         slowest = max(self.ranks, key=lambda r: r.seconds)
         found: dict[str, float] = dict.fromkeys(("flop", "memory", "kernels", "messages"), 0.0)
@@ -194,12 +193,12 @@ class DryRunReport:
 
     @property
     def fits(self) -> bool:
-        """Whether the highest point of memory is within nine tenths of the device's."""
+        """True where the highest point of memory is within nine tenths of the device's."""
         return self.peak_bytes <= 0.9 * self.device_memory
 
     @property
     def is_complete(self) -> bool:
-        """Whether the step ran to its end."""
+        """True where the step ran to its end."""
         return not any(r.kind == "stopped" for r in self.remarks)
 
     def print(self) -> None:
@@ -252,7 +251,7 @@ def _parts_text(parts: Mapping[str, int]) -> str:
 
 
 def size_text(size: float) -> str:
-    """Bytes in the unit that suits them.
+    """Write bytes in a unit that suits them.
 
     >>> from jigsaw.dryrun.report import size_text
     >>> size_text(3 * 2**20)
@@ -266,7 +265,7 @@ def size_text(size: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds in the unit that suits them.
+    """Write seconds in a unit that suits them.
 
     >>> from jigsaw.dryrun.report import seconds_text
     >>> seconds_text(0.0123)

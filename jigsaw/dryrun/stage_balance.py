@@ -1,4 +1,4 @@
-"""Stages of a pipeline that take about as long, and fit: from a dry run whose costs are told by piece of the model.
+"""Stages of a pipeline that take about the same time, and fit, from a dry run with costs by piece of the model.
 
 For example six pieces of 1, 1, 1, 1, 1 and 4 ms for three stages: 2, 3 and 4 ms, where equal numbers of pieces would
 wait for one of 5 ms.
@@ -29,8 +29,9 @@ from jigsaw.tile import Tile
 
 @dataclass(frozen=True)
 class PieceCost:
-    """What a piece of the model takes: seconds of a microbatch, forward and backward; the bytes of its weights with
-    their gradients and the optimizer's state; what it keeps of a microbatch for the backward pass.
+    """Costs of a piece of the model: seconds of a microbatch, forward and backward; bytes of its state and of a
+    microbatch.  The former are its weights with their gradients and the optimizer's state; the latter what it keeps of
+    a microbatch for the backward pass.
     """
 
     name: str
@@ -48,12 +49,12 @@ def balanced_stages(
     stages: int,
     microbatches: int,
 ) -> tuple[str, ...]:
-    """The modules that begin the later stages of a pipeline on `mesh`, balanced by a dry run of one microbatch; every
-    rank finds the same.
+    """Return the modules that begin the later stages of a pipeline on `mesh`, balanced by a dry run of one microbatch.
+    Every rank finds the same.
 
     *Sends*: nothing.
     *Raises*: `ShardingError` for a model of fewer modules with parameters than stages, one that does not run, and a
-    batch that is no multiple of the microbatches.
+    batch that is not a multiple of the microbatches.
     """
     axes = {name: size for name, size in axes_of_mesh(mesh) if name != axis} or {"alone": 1}
     batch, *rest = example.layout.shape
@@ -78,8 +79,8 @@ def _without_axis(entry: Any, axis: str) -> Any:
 def piece_costs(
     plan: StepPlan, axes: Mapping[str, int], stages: int, device: Device, ranks_per_node: int
 ) -> list[PieceCost]:
-    """What each piece of a model takes, of those that so many stages may begin with; of a row of blocks that are alike
-    two are played.
+    """Return the cost of each piece of a model that so many stages may begin with; of a row of equal blocks two are
+    played.
     """
     with fake_mesh(axes, 0) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         model = prepared_model(plan, mesh)[0]
@@ -98,7 +99,7 @@ def piece_costs(
             f"{stopped[0].reason}; name modules in stages="
         )
     costs = _costs_of(played, device, ranks_per_node, torch.Size(axes.values()).numel())
-    # a block that was not played is as the second one
+    # a block that was not played costs as much as the second one
     return [costs[name] if name in costs else replace(costs[blocks[1]], name=name) for name in names]
 
 
@@ -112,8 +113,8 @@ def _costs_of(played: PlayedRank, device: Device, ranks_per_node: int, ranks: in
 
 
 def balanced_cuts(pieces: Sequence[PieceCost], stages: int, microbatches: int, memory: float) -> list[int]:
-    """Where stages 1, 2, ... begin, so that the slowest stage is the fastest that can be among the ways in which each
-    stage fits into nine tenths of the memory; where none does, that of the least memory.
+    """Return where stages 1, 2, ... begin, so that the slowest stage is as fast as possible.  Each stage must fit into
+    nine tenths of the memory; if none of the ways does, take that of the least memory.
 
     Of 1F1B's microbatches stage s of P has P - s under way, or all where these are fewer.
 
@@ -131,8 +132,8 @@ def balanced_cuts(pieces: Sequence[PieceCost], stages: int, microbatches: int, m
         size = weights[end] - weights[begin] + under_way * (kept[end] - kept[begin])
         return max(size - 0.9 * memory, 0.0), seconds[end] - seconds[begin]
 
-    # best[n]: what the stages so far lack of memory at most, and their longest seconds, of the first n pieces; and
-    # where these stages begin
+    # best[n]: for the first n pieces, the most memory that a stage so far lacks, their longest seconds, and where these
+    # stages begin
     best = {n: (cost(0, 0, n), list[int]()) for n in range(1, len(pieces) + 1)}
     for stage in range(1, stages):
         best = {

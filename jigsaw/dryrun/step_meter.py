@@ -1,9 +1,9 @@
-"""What one rank does in a step, counted operator by operator: memory that is alive, floating-point operations, bytes.
+"""Meter of one rank's step, operator by operator: memory that is alive, floating-point operations, bytes.
 
-The operators are those below autograd, so those of the backward pass and of the optimizer are met as well.  Counted on
-tensors without values (`FakeTensorMode`) they say what a step would take; the same meter over a real step is how that
-is checked.  torch's own memory tracker hangs on modules and their tensor arguments, which tiles are not below autograd;
-floating-point operations are counted by torch's own formulas.
+The operators are those below autograd, so the meter sees those of the backward pass and of the optimizer as well.  On
+tensors without values (`FakeTensorMode`) it counts what a step would take; the same meter over a real step checks that.
+torch's own memory tracker depends on modules and their tensor arguments, which tiles are not below autograd.  torch's
+own formulas count floating-point operations.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ aten = torch.ops.aten
 
 @dataclass
 class PhaseCount:
-    """What is counted in one phase of a step; `events` are bytes that began (> 0) or ceased to be alive, by memory."""
+    """Counts of one phase of a step; `events` are bytes that began (> 0) or ceased to be alive, by memory."""
 
     kernels: list[KernelCost] = field(default_factory=list[KernelCost])
     kernels_again: int = 0
@@ -54,12 +54,14 @@ class PhaseCount:
     end: tuple[int, int] | None = None  # events and kernels until the last node of a backward pass had run
     # where pieces of the model are told apart, that of each kernel, of each call of jigsaw and of each of FSDP2
     pieces: tuple[list[int], list[int], list[int]] = field(default_factory=lambda: ([], [], []))
-    # what FSDP2 sends, which jigsaw.comm does not see
+    # messages of FSDP2, which jigsaw.comm does not see
     of_weights: list[TrafficCall] = field(default_factory=list[TrafficCall])
 
 
 class StepMeter(TorchDispatchMode):
-    """Counts what runs within it, in phases; `value_reads` are lines that asked tensors without values for one."""
+    """Counter of what runs within it, in phases; `value_reads` are lines that read a value of a tensor
+    without values.
+    """
 
     def __init__(self, keeps_calls: bool = True) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ class StepMeter(TorchDispatchMode):
         self._numbers = 0
         self._phase = PhaseCount()
         self._is_backward = False
-        # where pieces of the model are told apart: the one under way, that of each memory; messages of jigsaw so far
+        # where pieces of the model are told apart: the current one, that of each memory; messages of jigsaw so far
         self.marks: PieceMarks | None = None
         self.calls: list[TrafficCall] = []
         self._piece = 0
@@ -96,7 +98,7 @@ class StepMeter(TorchDispatchMode):
             self._kinds.setdefault(number, kind)
 
     def _number_of(self, storage: torch.UntypedStorage) -> int:
-        """The number of a memory, which begins to be alive where it was not known."""
+        """Return the number of a memory, which begins to be alive where it was not known."""
         at = _address_of(storage)
         known = self._live.get(at)
         if known is None:
@@ -105,7 +107,7 @@ class StepMeter(TorchDispatchMode):
             if self.marks is not None:
                 self._piece_of_memory[self._numbers] = self._piece
             self._phase.events.append(known)
-            # a storage has one Python object as long as it lives; who holds it keeps the reference alive, too
+            # a storage has one Python object as long as it lives, and whoever holds it keeps the reference alive, too
             weakref.finalize(storage, self._end, at, known[0]).atexit = False
         return known[0]
 
@@ -116,14 +118,14 @@ class StepMeter(TorchDispatchMode):
             self._phase.events.append((number, -known[1]))
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """FSDP2 frees gathered weights by making their memory empty, and fills it again."""
+        """Note a changed size: FSDP2 frees gathered weights by making their memory empty, and fills it again."""
         known = self._live.get(_address_of(storage))
         if known is not None and storage.nbytes() != known[1]:
             self._phase.events.append((known[0], storage.nbytes() - known[1]))
             self._live[_address_of(storage)] = known[0], storage.nbytes()
 
     def counted_phase(self, name: str, calls: Sequence[TrafficCall]) -> CountedPhase:
-        """What a phase came to, with the calls of `jigsaw.comm` in it; asked when it is known what each memory is."""
+        """Return the counts of a phase, with the calls of `jigsaw.comm` in it, once each memory's kind is known."""
         phase = self.phases[name]
         before: Counter[str] = Counter()
         for number, size in phase.begins_with.items():
@@ -145,12 +147,12 @@ class StepMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # its own operators on local tensors come by themselves
+            return NotImplemented  # its own operators on local tensors arrive separately
         kwargs = kwargs or {}
         if func in _READ_BY_PYTHON:
             if isinstance(args[0], FakeTensor):
                 return self._assumed_value(func, args[0])
-            with _disable_current_modes():  # states of random numbers are real
+            with _disable_current_modes():  # states of random numbers are real tensors
                 return func(*args, **kwargs)
         if self._is_backward and self._phase.end is None and _is_behind_nodes():
             self._phase.end = len(self._phase.events), len(self._phase.kernels)
@@ -166,7 +168,7 @@ class StepMeter(TorchDispatchMode):
         return marks.piece_here(self._piece)
 
     def phase_of_piece(self, name: str, piece: int, calls: Sequence[TrafficCall]) -> CountedPhase:
-        """The kernels of a piece in a phase, and its messages but for sums of gradients, behind which work goes on."""
+        """Return the kernels of a piece in a phase, and its messages without sums of gradients, which work hides."""
         phase = self.phases[name]
         of_kernels, of_calls, of_weights = phase.pieces
         of_calls = of_calls + [self._piece] * (len(calls) - len(of_calls))
@@ -176,7 +178,7 @@ class StepMeter(TorchDispatchMode):
         return CountedPhase(kernels, calls=sent, calls_of_weights=gathered)
 
     def kept_by_piece(self) -> Counter[int]:
-        """The bytes of activations that each piece keeps for the backward pass."""
+        """Return the bytes of activations that each piece keeps for the backward pass."""
         found: Counter[int] = Counter()
         for number, size in self.phases["backward"].begins_with.items():
             if self._kinds.get(number) == "activations":
@@ -215,8 +217,10 @@ class StepMeter(TorchDispatchMode):
         self._phase.kernels.append(KernelCost(flop, moved, dtype, func, call))
 
     def _assumed_value(self, func: Any, x: FakeTensor) -> Any:
-        """What Python reads of a tensor without values: jigsaw's own looks find all well; others are told of."""
-        if x.constant is not None and func is not aten.equal.default:  # of a number that Python wrote down
+        """Return the value that Python reads of a tensor without values; jigsaw's own checks always pass, other reads
+        are noted.
+        """
+        if x.constant is not None and func is not aten.equal.default:  # a number that Python wrote down
             with _disable_current_modes():
                 return x.constant.item()
         place, is_own = _reading_line()
@@ -249,7 +253,7 @@ class StepMeter(TorchDispatchMode):
 
 
 def _is_behind_nodes() -> bool:
-    """Whether a backward pass is under way whose nodes have all run: callbacks follow."""
+    """Say whether a backward pass is under way whose nodes have all run; then callbacks follow."""
     c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
     return c._current_graph_task_id() != -1 and c._current_autograd_node() is None
 
@@ -267,7 +271,7 @@ def _attention_backward_flop(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *res
     return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
 
 
-# what torch's own table leaves out: attention as CPUs have it
+# missing in torch's own table: attention on CPUs
 _MORE_FLOP: dict[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flop,
@@ -279,7 +283,7 @@ _OF_WEIGHTS = {_c10d._allgather_base_.default: "gathered weights", _c10d._reduce
 
 
 def _call_of_weights(func: Any, args: Any) -> TrafficCall:
-    """What a rank sends, on a ring, while weights are gathered or gradients summed into parts."""
+    """Return what a rank sends, on a ring, while weights are gathered or gradients summed into parts."""
     into, given, box = args[:3]
     group: dist.ProcessGroup = dist.ProcessGroup.unbox(box)
     ranks = dist.get_process_group_ranks(group)
@@ -289,7 +293,9 @@ def _call_of_weights(func: Any, args: Any) -> TrafficCall:
 
 
 def _sum_of_parts(args: Any) -> TrafficCall:
-    """What a rank sends, on a ring, while gradients are summed over ranks that have the same part (`replicate`)."""
+    """Return what a rank sends, on a ring, while gradients are summed over ranks that have the same
+    part (`replicate`).
+    """
     group: dist.ProcessGroup = dist.ProcessGroup.unbox(args[1])
     ranks = dist.get_process_group_ranks(group)
     moved = 2 * (len(ranks) - 1) * sum(x.nbytes for x in args[0]) // len(ranks)
@@ -298,7 +304,7 @@ def _sum_of_parts(args: Any) -> TrafficCall:
 
 
 def _is_called_by_fsdp() -> bool:
-    """Whether FSDP2 calls this; sums of jigsaw's own are counted where they are begun."""
+    """Say whether FSDP2 calls this; sums of jigsaw's own are counted where they begin."""
     frame: Any = sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and not frame.f_code.co_filename.startswith(_OWN_FILES):
         if "_fully_shard" in frame.f_code.co_filename:
@@ -311,8 +317,8 @@ _CHANNEL_BLOCK = 16
 
 
 def _scratch_bytes(func: Any, args: Any, out: Any) -> int:
-    """What a convolution takes while it runs: its library (oneDNN, cuDNN) copies what it reads, and what it writes
-    where the channels fill no block, into a format of its own.
+    """Return the memory of a convolution while it runs: its library (oneDNN, cuDNN) copies inputs into a format of its
+    own.  It copies outputs, too, where the channels do not fill a block.
     """
     if func is aten.convolution.default:
         x, y = args[0], out
@@ -328,7 +334,7 @@ def _in_blocks(x: Tensor) -> int:
 
 
 def _bytes_touched(x: Tensor) -> int:
-    # an expanded tensor is read as often as it has elements, from memory that is there once
+    # an expanded tensor is read once per element, from memory that exists once
     return min(x.numel() * x.itemsize, x.untyped_storage().nbytes())
 
 
@@ -351,12 +357,12 @@ _MOST_READS = 1000  # by one line
 
 
 def _reading_line() -> tuple[str, bool]:
-    """The line that reads a value, and whether it is one of jigsaw's own."""
+    """Return the line that reads a value, and whether it is one of jigsaw's own."""
     frame: Any = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and call_places.is_of_packages(frame.f_code.co_filename):
         file = frame.f_code.co_filename
         if file == bare_models.__file__:
-            break  # a model is being made: what reads is its own code, even where a package made all of it
+            break  # while a model is made, its own code reads, even where a package made all of it
         if file.startswith(_OWN_FILES) and not file.endswith(_SHOWN_BY):
             return f"{file}:{frame.f_lineno}", True
         frame = frame.f_back

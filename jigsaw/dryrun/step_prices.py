@@ -1,8 +1,8 @@
-"""What a rank was counted to do, as seconds on a device.
+"""Prices of a rank's counts: seconds on a device.
 
-A phase takes the sum of its kernels, each the longest of its operations, its bytes and the least a kernel takes; its
-messages, by link; and of those behind which work goes on what does not fit behind that work.  Messages between the
-ranks of a node go over its links, others over the network; ranks lie on nodes in order.
+A phase takes the sum of its kernels, each the longest of its operations, its bytes and the least time of a kernel.  It
+also takes its messages, by link, except for those that work hides.  Messages between the ranks of a node go over its
+links, others over the network; ranks lie on nodes in order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jigsaw.dryrun.report import PHASES, PhaseCost, RankCost, Traffic
 
 
 def priced_rank(played: PlayedRank, device: Device, ranks_per_node: int, ranks: int) -> RankCost:
-    """The rank's step on the device, one of so many ranks, `ranks_per_node` to a node."""
+    """Return the rank's step on the device, one of so many ranks, `ranks_per_node` to a node."""
     phases = {
         name: _priced_phase(played, name, device, ranks_per_node, ranks) for name in PHASES if name in played.phases
     }
@@ -51,7 +51,7 @@ def _priced_phase(played: PlayedRank, name: str, device: Device, ranks_per_node:
         for link, part in by_link.items():
             links[link] += part
         nodes = len({rank // ranks_per_node for rank in call.ring})
-        if nodes > 1:  # the slowest link holds up all ranks, also one that sends within its node
+        if nodes > 1:  # the slowest link holds up all ranks, even one that sends within its node
             seconds = device.ring_time(call.sent_bytes, call.messages, len(call.ring), nodes)
         else:
             seconds = sum(device.call_time(call.kind, link, x.sent_bytes, x.messages) for link, x in by_link.items())
@@ -73,7 +73,7 @@ def _priced_phase(played: PlayedRank, name: str, device: Device, ranks_per_node:
 
 
 def _split_by_link(call: TrafficCall, node: int, ranks_per_node: int) -> dict[str, Traffic]:
-    """The bytes and messages of a call over the links of the node and over the network."""
+    """Return the bytes and messages of a call over the links of the node and over the network."""
     found: defaultdict[str, Traffic] = defaultdict(Traffic)
     places = len(call.sent_to)
     for to, size in call.sent_to:

@@ -1,7 +1,7 @@
-"""Metrics: the same numbers on tiles, on every mesh, as on the whole tensor.  Plain tensors are answered alike.
+"""Metrics: the same numbers on tiles, on every mesh, as on the whole tensor.  They take plain tensors, too.
 
-`dim` is what is averaged, by default all dims, and then the answer is an ordinary number, equal on every rank; what
-dims are left are cut as they were.  `weights` broadcast to what is averaged.  A missing value (NaN) makes NaN, unless
+They average over `dim`, by default all dims; then the result is an ordinary number, equal on every rank.  The other
+dims are cut as they were.  `weights` broadcast to the values.  A missing value (NaN) makes NaN, unless
 ``skip_missing=True`` leaves it out of both sums.
 """
 

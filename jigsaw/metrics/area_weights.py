@@ -1,4 +1,4 @@
-"""What a row of latitude counts for, and means of values that may be missing."""
+"""Weights of rows of latitude, and means of values that may be missing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MetricValues = Any
 
 
 def latitude_weights(latitudes: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """w = sin(upper edge) - sin(lower edge) of each row's cells, divided by their mean: [lat, 1].
+    """Return w = sin(upper edge) - sin(lower edge) of each row's cells, divided by their mean: [lat, 1].
 
     Cells end halfway between rows, the outer ones at the poles or half a row out (a region's), so that a row at a pole
-    counts for what little it covers.  On a globe these are WeatherBench2's weights.
+    counts for the little area that it covers.  On a globe these are WeatherBench2's weights.
 
-    Raises: `GridError` for what is no latitude in degrees, north or south first.
+    Raises: `GridError` for values that are not latitudes in degrees, north or south first.
 
     >>> jigsaw.metrics.latitude_weights([90, 45, 0, -45, -90]).flatten()
     tensor([0.1903, 1.3530, 1.9134, 1.3530, 0.1903])
@@ -34,7 +34,7 @@ def latitude_weights(latitudes: Any, dtype: torch.dtype | None = None) -> Tensor
 
 
 def average_over(values: Any, dim: ReducedDims, weights: MetricValues | None, skip_missing: bool) -> Any:
-    """The weighted mean along `dim`; of nothing, or of missing values alone, it is NaN.
+    """Return the weighted mean along `dim`; of nothing, or of missing values alone, it is NaN.
 
     *Sends*: one all-reduce of the result, two with weights or where values may be missing.
     """

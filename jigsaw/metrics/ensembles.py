@@ -1,4 +1,4 @@
-"""How good an ensemble is: its score, how wide it is, and how wide for its error."""
+"""Metrics of ensembles: the score, the spread, and the ratio of spread to error."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def crps(
     alpha: float = 1.0,
     skip_missing: bool = False,
 ) -> Any:
-    """The mean of the continuous ranked probability score along `dim` of the truth: the fair `jigsaw.nn.crps_loss`.
+    """Return the mean of the continuous ranked probability score along `dim` of the truth: the fair
+    `jigsaw.nn.crps_loss`.
 
     ``alpha=0`` is that of the ensemble as it is; the package scores calls them ``"fair"`` and ``"ecdf"``.  With
-    `skip_missing` a place that the truth or any member lacks is left out.
+    `skip_missing` a place that is missing in the truth or any member is left out.
 
     *Shapes*: forecast ``[time, member, *space]`` or members along another `member_dim`, truth ``[time, *space]``.
     *Sends*: where P ranks cut the members, (P-1)/P of the forecast's bytes on a rank; then as `rmse`.
@@ -45,7 +46,7 @@ def spread(
     *,
     skip_missing: bool = False,
 ) -> Any:
-    """The root of the mean along `dim` of the members' variance, divided by M - 1.
+    """Return the root of the mean along `dim` of the members' variance, divided by M - 1.
 
     *Shapes*: forecast ``[time, member, *space]``; `dim` and `weights` are of ``[time, *space]``.
     *Sends*: where the members are cut, two all-reduces of a member; then as `rmse`.
@@ -65,10 +66,11 @@ def spread_skill(
     *,
     skip_missing: bool = False,
 ) -> Any:
-    """sqrt((M + 1) / M) spread / RMSE of the members' mean: 1 for an ensemble from which the truth might be drawn.
+    """Return sqrt((M + 1) / M) spread / RMSE of the members' mean: 1 for an ensemble from which the truth might be
+    drawn.
 
-    Below 1 it is too sure.  The factor takes out that the mean of M members errs more than that of many (Fortin et al.,
-    J. Hydrometeorol. 15, 2014).
+    Below 1 the ensemble is too confident.  The factor corrects for the larger error of the mean of few members (Fortin
+    et al., J. Hydrometeorol. 15, 2014).
 
     *Shapes*: as in `crps`.
     *Sends*: as `spread` and `rmse`, and where the members are cut, one all-reduce of a member.

@@ -1,4 +1,4 @@
-"""How far a forecast is from the truth."""
+"""Errors of a forecast against the truth."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rmse(
     *,
     skip_missing: bool = False,
 ) -> Any:
-    """The root of the mean of (forecast - truth)² along `dim`.
+    """Return the root of the mean of (forecast - truth)² along `dim`.
 
     With time in `dim` the root is taken after the mean over time, as WeatherBench2 does it.
 
@@ -44,7 +44,7 @@ def mae(
     *,
     skip_missing: bool = False,
 ) -> Any:
-    """The mean of ``abs(forecast - truth)`` along `dim`; all else as in `rmse`.
+    """Return the mean of ``abs(forecast - truth)`` along `dim`; all else as in `rmse`.
 
     >>> jigsaw.metrics.mae(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0]))
     tensor(1.5000)
@@ -61,7 +61,7 @@ def bias(
     *,
     skip_missing: bool = False,
 ) -> Any:
-    """The mean of forecast - truth along `dim`; all else as in `rmse`.
+    """Return the mean of forecast - truth along `dim`; all else as in `rmse`.
 
     >>> jigsaw.metrics.bias(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0]))
     tensor(-1.5000)
@@ -79,7 +79,8 @@ def acc(
     *,
     skip_missing: bool = False,
 ) -> Any:
-    """mean(f t) / sqrt(mean(f²) mean(t²)) along `dim` of the anomalies f and t: forecast, truth minus climatology.
+    """Return mean(f t) / sqrt(mean(f²) mean(t²)) along `dim` of the anomalies f and t: forecast, truth minus
+    climatology.
 
     The anomaly correlation of WeatherBench2, which does not subtract the anomalies' own means; it takes `dim` over
     space, and averages over time afterwards.  With `skip_missing` a place that either lacks is left out of all three

@@ -1,4 +1,4 @@
-"""How much of what is there was found."""
+"""Overlap of two masks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jigsaw.ops.reductions import ReducedDims
 def dice(
     prediction: MetricValues, truth: MetricValues, dim: ReducedDims = None, weights: MetricValues | None = None
 ) -> Any:
-    """``2 |P and T| / (|P| + |T|)`` of two masks along `dim`, in float64; NaN where both are empty.
+    """Return ``2 |P and T| / (|P| + |T|)`` of two masks along `dim`, in float64; NaN where both are empty.
 
-    A mask is what is not zero; of label maps there is one for each class, ``dice(found == 2, truth == 2)``, or all by
-    `one_hot`.  With `weights` voxels count for their weight.
+    A mask is True where a value is not zero.  Label maps have one for each class, ``dice(found == 2, truth == 2)``, or
+    all by `one_hot`.  With `weights` voxels count for their weight.
 
     *Shapes*: prediction and truth of one shape; with ``dim=(2, 3, 4)``, [batch, class, z, y, x] gives [batch, class].
     *Sends*: three all-reduces of the result.
-    *Raises*: `ShardingError` for two shapes.
+    *Raises*: `ShardingError` for two different shapes.
 
     >>> jigsaw.metrics.dice(torch.tensor([1, 1, 0, 0]), torch.tensor([1, 0, 0, 0])).item()
     0.6666666666666666

@@ -1,4 +1,4 @@
-"""How much energy the waves of each length have."""
+"""Energy of waves by their length."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import torch
 
 from jigsaw.metrics.area_weights import MetricValues
 
-# the mean of the radii at the poles and the equator in metres, WeatherBench2's
+# the mean of the radii at the poles and the equator in meters, WeatherBench2's
 EARTH_RADIUS = 6_367_500.0
 
 
 def spectrum(field: MetricValues, latitudes: Any = None, lat_dim: int = -2, lon_dim: int = -1) -> Any:
-    """``S[0] = C |F[0]|²``, ``S[k] = 2 C |F[k]|²`` for k > 0: the zonal energy spectrum, by wavenumber and latitude.
+    """Return ``S[0] = C |F[0]|²``, ``S[k] = 2 C |F[k]|²`` for k > 0: the zonal energy spectrum, by wavenumber and
+    latitude.
 
     F is the Fourier transform along longitude divided by its n points, C the length of the circle of latitude in
-    metres, or 1 without `latitudes` (degrees).  It is WeatherBench2's `ZonalEnergySpectrum`: of an odd n the sum of
-    S / C is the mean of squares along longitude, of an even n the last mode counts twice, too.  Averages over time or
-    latitudes are the user's, e.g. ``spectrum(x, lats)[..., 30:60, :].mean((0, -2))``.  A missing value makes its
-    circle NaN.
+    meters, or 1 without `latitudes` (degrees).  It is WeatherBench2's `ZonalEnergySpectrum`: for an odd n the sum of S
+    / C is the mean of squares along longitude; for an even n the last mode counts twice, too.  Averages over time or
+    latitudes are the user's, e.g. ``spectrum(x, lats)[..., 30:60, :].mean((0, -2))``.  A missing value makes its circle
+    NaN.
 
     *Shapes*: any dims, [.., lat, lon] by default; the result has n // 2 + 1 wavenumbers in the place of `lon_dim`, and
     is cut as the field.

@@ -1,12 +1,12 @@
-"""How far apart the surfaces of two masks are, and how much of them lies close.
+"""Distances between the surfaces of two masks, and the share of them that lies close.
 
-A surface has few of the volume's voxels, so it is their places that travel, never the volume: each rank finds the
-surface voxels of its tile (a convolution with a cross, one row from each neighbour), all ranks gather the places, and
-each measures the distances of its own voxels to all of the other mask's.  Of a ball of radius 60 in 256³, 16.8 million
+A surface has few of the volume's voxels, so only their places travel, never the volume.  Each rank finds the surface
+voxels of its tile (a convolution with a cross, one row from each neighbor).  All ranks gather the places, and each
+measures the distances of its own voxels to all of the other mask's.  Of a ball of radius 60 in 256³, 16.8 million
 voxels, 37 thousand lie on the surface.
 
-The nearest voxel is found exactly, without comparing all pairs: voxels are sorted into cells of 8 along the coarsest
-dim; the voxels of a cell are compared with those of one near cell of the other mask, and then only with cells that may
+The nearest voxel is exact, without a comparison of all pairs.  Voxels are sorted into cells of 8 along the coarsest
+dim.  The voxels of a cell are compared with those of one near cell of the other mask, and then only with cells that may
 have a nearer one.
 """
 
@@ -35,18 +35,19 @@ _MOST_PAIRS = 1 << 22
 def hausdorff95(
     prediction: MetricValues, truth: MetricValues, spacing: Sequence[float] = (1.0, 1.0, 1.0), percentile: float = 95.0
 ) -> Tensor:
-    """max(p(d(P, T)), p(d(T, P))), where d(A, B) are the distances from the surface voxels of A to the nearest of B.
+    """Return max(p(d(P, T)), p(d(T, P))), where d(A, B) are the distances from the surface voxels of A to the nearest
+    of B.
 
-    p is the `percentile` (linear between two distances; 100 is the Hausdorff distance itself).  A mask is what is not
-    zero; its surface voxels are those of which a face lies beside the background or the volume's end.  So it is MONAI's
-    `compute_hausdorff_distance`; other packages take one percentile of both directions together.  NaN where both masks
-    are empty, infinite where one is.
+    p is the `percentile` (linear between two distances; 100 is the Hausdorff distance itself).  A mask is True where a
+    value is not zero; its surface voxels have a face beside the background or the volume's end.  So the result is that
+    of MONAI's `compute_hausdorff_distance`; other packages take one percentile of both directions together.  NaN where
+    both masks are empty, infinite where one is.
 
     *Shapes*: prediction and truth ``[*classes, *space]`` of one shape, any dim cut; `spacing` has a voxel's size along
     each dim of space.  An ordinary tensor ``[*classes]`` in float64, on every rank.
-    *Sends*: of each mask 16 bytes a surface voxel (as many as the rank with the most has) and 16 more to each other
+    *Sends*: for each mask, 16 bytes a surface voxel (as many as the rank with the most has) and 16 more to each other
     rank, and the rows beside the cuts in float32.
-    *Raises*: `ShardingError` for two shapes, or a spacing of other than one to three dims of space.
+    *Raises*: `ShardingError` for two different shapes, or a spacing that is not of one to three dims of space.
 
     >>> mesh, truth = jigsaw.init_mesh(z=1), torch.zeros(2, 9, 9, 9)
     >>> truth[0, 2:5, 2:5, 2:5] = 1
@@ -66,14 +67,15 @@ def surface_dice(
     tolerance: float | Sequence[float],
     spacing: Sequence[float] = (1.0, 1.0, 1.0),
 ) -> Tensor:
-    """The share of both surfaces' voxels that lie within `tolerance` of the other surface, in the unit of `spacing`.
+    """Return the share of both surfaces' voxels that lie within `tolerance` of the other surface, in the unit of
+    `spacing`.
 
     Surfaces and distances are those of `hausdorff95`, so it is MONAI's `compute_surface_dice`: the normalized surface
     Dice of Nikolov et al. (2018), with voxels counted for area (Seidlitz et al. 2022).  `tolerance` is one number, or
     one for each of the last dim of classes.  NaN where both masks are empty, 0 where one is.
 
     *Shapes*, *Sends*: as `hausdorff95`.
-    *Raises*: `ShardingError` as there, and for tolerances that are not as many as classes.
+    *Raises*: `ShardingError` as there, and where there are not as many tolerances as classes.
 
     >>> mesh, truth = jigsaw.init_mesh(z=1), torch.zeros(2, 9, 9, 9)
     >>> truth[0, 2:5, 2:5, 2:5] = 1
@@ -86,7 +88,7 @@ def surface_dice(
     if most.ndim > 1 or (most.ndim and (not classes or len(most) != classes[-1])):
         raise ShardingError(f"surface_dice(tolerance={tolerance}): one number, or one for each class of {classes}")
     both = _distances_both_ways("surface_dice", prediction, truth, spacing)
-    # steps of 0.8 mm are rounded as any number is: a tolerance of 0.8 has all of them
+    # distances of 0.8 mm are rounded: a tolerance of 0.8 includes all of them
     limits = (most.expand(classes).flatten() * (1 + 1e-9)).tolist()
     within = [torch.cat([there, back]) <= limit for there, back, limit in zip(*both, limits, strict=True)]
     return torch.stack([near.to(torch.float64).mean() for near in within]).view(classes)  # the mean of nothing is NaN
@@ -95,7 +97,9 @@ def surface_dice(
 def _distances_both_ways(
     name: str, prediction: MetricValues, truth: MetricValues, spacing: Sequence[float]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Of each class the distances from the surface of the prediction to that of the truth, and the other way."""
+    """Return for each class the distances from the surface of the prediction to that of the truth, and the
+    other way.
+    """
     check_same_shape(name, prediction, truth)
     space = len(spacing)
     if space not in _CONVOLUTIONS or space > prediction.ndim:
@@ -110,7 +114,7 @@ def _distances_both_ways(
 
 
 class SurfaceVoxels(NamedTuple):
-    """The surface voxels of a mask, by their numbers in the whole tensor: this rank's, and those of all ranks by rank.
+    """Surface voxels of a mask, by their numbers in the whole tensor: this rank's, and those of all ranks by rank.
 
     `tile` says which ranks have others; it is None where each has all.
     """
@@ -121,7 +125,7 @@ class SurfaceVoxels(NamedTuple):
 
 
 def _surface_voxels(mask: MetricValues, space: int) -> SurfaceVoxels:
-    """Voxels of the mask that lack one of their neighbours beyond a face; beyond the volume there are none."""
+    """Return voxels of the mask that lack one of their neighbors beyond a face; there are none beyond the volume."""
     sizes = tuple(mask.shape)[-space:]
     inside = (mask != 0).reshape(-1, 1, *sizes)
     cross = torch.zeros((3,) * space, device=inside.device)
@@ -142,7 +146,7 @@ def _surface_voxels(mask: MetricValues, space: int) -> SurfaceVoxels:
 
 
 def _gather_uneven(mine: Tensor, tile: Tile) -> Tensor:
-    """What the ranks that share `tile` have, one after the other; each may have another number of values.
+    """Return the values of the ranks that share `tile`, one after the other; each may have another number.
 
     *Sends*: 8 bytes, then as many values as the rank with the most has, to each of the other ranks.
     """
@@ -155,7 +159,7 @@ def _gather_uneven(mine: Tensor, tile: Tile) -> Tensor:
 def _distances_by_class(
     own: SurfaceVoxels, other: SurfaceVoxels, shape: Sequence[int], spacing: Sequence[float]
 ) -> list[Tensor]:
-    """The distances from `own` to `other`, for each class; infinite where `other` is empty."""
+    """Return the distances from `own` to `other`, for each class; infinite where `other` is empty."""
     volume = math.prod(shape[-len(spacing) :])
     classes = math.prod(shape[: -len(spacing)])
     distances = own.mine.new_full(own.mine.shape, torch.inf, dtype=torch.float64)
@@ -174,7 +178,7 @@ def _distances_by_class(
 
 
 def _points_in_space(places: Tensor, sizes: Sequence[int], spacing: Sequence[float]) -> Tensor:
-    """[voxels, space] in float64."""
+    """Return the points [voxels, space] in float64."""
     columns: list[Tensor] = []
     for n, step in zip(reversed(sizes), reversed(spacing), strict=True):
         columns.insert(0, (places % n).to(torch.float64) * step)
@@ -183,7 +187,7 @@ def _points_in_space(places: Tensor, sizes: Sequence[int], spacing: Sequence[flo
 
 
 def _nearest_distances(points: Tensor, targets: Tensor, spacing: Sequence[float]) -> Tensor:
-    """How far each of the points is from the nearest of the targets."""
+    """Return the distance of each of the points from the nearest of the targets."""
     nearest = torch.empty_like(points[:, 0])
     cells = [targets[at] for at in _by_cell(targets, spacing)]
     low, high = (torch.stack([getattr(cell, end)(0) for cell in cells]) for end in ("amin", "amax"))
@@ -202,12 +206,12 @@ def _nearest_distances(points: Tensor, targets: Tensor, spacing: Sequence[float]
 
 def _least_distances(points: Tensor, targets: Tensor) -> Tensor:
     rows = points.split(max(_MOST_PAIRS // len(targets), 1))
-    # the way through a product of matrices cancels: two voxels side by side are small numbers apart
+    # distances by a product of matrices lose digits where two voxels lie side by side
     return torch.cat([torch.cdist(x, targets, compute_mode="donot_use_mm_for_euclid_dist").amin(1) for x in rows])
 
 
 def _by_cell(points: Tensor, spacing: Sequence[float]) -> tuple[Tensor, ...]:
-    """The numbers of the points of each cell that has some."""
+    """Return the numbers of the points of each cell that has some."""
     places = (points / (_CELL * max(spacing))).long()
     number = torch.zeros_like(places[:, 0])
     for column in places.unbind(1):
@@ -217,7 +221,7 @@ def _by_cell(points: Tensor, spacing: Sequence[float]) -> tuple[Tensor, ...]:
 
 
 def _linear_percentile(values: Tensor, percentile: float) -> Tensor:
-    """`torch.quantile`'s, for any number of values, infinite ones and none."""
+    """Do as `torch.quantile`, for any number of values, infinite ones and none."""
     if not len(values):
         return values.new_tensor(torch.nan)
     ranked, place = values.sort().values, percentile / 100 * (len(values) - 1)

@@ -32,7 +32,7 @@ _ORDERS_AT_ONCE = 32  # as many orders go through the recurrence together as fit
 
 
 def latitude_quadrature(grid: str, rows: int) -> tuple[Reals, Reals]:
-    """Colatitudes of the rows of a grid, from the north pole on, and their weights, which sum to 2.
+    """Return colatitudes of the rows of a grid, from the north pole on, and their weights, which sum to 2.
 
     *Raises*: `ShardingError` for an unknown grid, or too few rows for it.
     """
@@ -47,7 +47,7 @@ def latitude_quadrature(grid: str, rows: int) -> tuple[Reals, Reals]:
 
 
 def _clenshaw_curtiss(rows: int) -> tuple[Reals, Reals]:
-    """Equal steps from pole to pole."""
+    """Return equal steps from pole to pole, with their weights."""
     steps = rows - 1
     theta = np.linspace(0, np.pi, rows)
     j = np.arange(1, steps // 2 + 1)
@@ -58,7 +58,7 @@ def _clenshaw_curtiss(rows: int) -> tuple[Reals, Reals]:
 
 
 def _last_two_legendre(degree: int, x: Reals) -> tuple[Reals, Reals]:
-    """The Legendre polynomials of `degree` and of the one before."""
+    """Return the Legendre polynomials of `degree` and of the one before."""
     before, last = np.zeros_like(x), np.ones_like(x)
     for n in range(1, degree + 1):
         before, last = last, ((2 * n - 1) * x * last - (n - 1) * before) / n
@@ -76,7 +76,7 @@ def _gauss_points(rows: int) -> tuple[Reals, Reals]:
 
 
 def _lobatto_points(rows: int) -> tuple[Reals, Reals]:
-    """The poles, and the extrema of a Legendre polynomial between them."""
+    """Return the poles, and the extrema of a Legendre polynomial between them."""
     n = rows - 1
     x = np.cos(np.linspace(0, np.pi, rows))
     for _ in range(20):
@@ -92,7 +92,7 @@ def _lobatto_points(rows: int) -> tuple[Reals, Reals]:
 def legendre_table(
     theta: Reals, degrees: int, orders: Interval, phase: bool = True, dtype: DTypeLike = np.float64
 ) -> NDArray[np.floating]:
-    r"""P[m, l, k] = N(l, m) P_l^m(cos theta_k) for the orders m of an interval and l from 0, zero where l < m.
+    r"""Return P[m, l, k] = N(l, m) P_l^m(cos theta_k) for the orders m of an interval and l from 0, zero where l < m.
 
     Orthonormal: ``P[m, l] exp(i m phi)`` has a square that integrates to 1 over the sphere; with the Condon-Shortley
     `phase` it is the spherical harmonic Y_lm.
@@ -108,9 +108,10 @@ def legendre_table(
 def legendre_derivatives(
     theta: Reals, degrees: int, orders: Interval, phase: bool = True, dtype: DTypeLike = np.float64
 ) -> NDArray[np.floating]:
-    """D[0, m, l, k] = dP/dtheta and D[1, m, l, k] = m P / sin theta, of the P of `legendre_table`; finite at the poles.
+    """Return D[0, m, l, k] = dP/dtheta and D[1, m, l, k] = m P / sin theta, of the P of `legendre_table`; finite at the
+    poles.
 
-    Both are sums of P at the orders and degrees beside, so that nothing is divided by the sine (as torch-harmonics).
+    Both are sums of P at neighboring orders and degrees, so nothing is divided by the sine (as in torch-harmonics).
     """
     first, stop = orders
     out = np.zeros((2, stop - first, degrees, len(theta)), dtype)
@@ -143,7 +144,7 @@ def _with_phase(table: NDArray[np.floating], first: int) -> NDArray[np.floating]
 
 
 def _some_orders(theta: Reals, degrees: int, orders: Interval) -> Reals:
-    """P of consecutive orders, without phase; -1 may be the first, for derivatives: minus that of order 1."""
+    """Return P of consecutive orders, without phase; -1 may be the first, for derivatives: minus that of order 1."""
     m = np.arange(max(orders[0], 0), orders[1])
     x, out, squares = np.cos(theta), np.zeros((len(m), degrees, len(theta))), (m[:, None] * 1.0) ** 2
     last, exponent = _sectoral_functions(np.sin(theta), m)
@@ -168,7 +169,7 @@ def _some_orders(theta: Reals, degrees: int, orders: Interval) -> Reals:
 
 
 def _sectoral_functions(sine: Reals, orders: NDArray[np.int_]) -> tuple[Reals, NDArray[np.int_]]:
-    """P of degree m at the orders m, as numbers and exponents of 1e150."""
+    """Return P of degree m at the orders m, as numbers and exponents of 1e150."""
     value, exponent = np.full_like(sine, np.sqrt(1 / (4 * np.pi))), np.zeros(len(sine), np.int_)
     values, exponents = np.empty((len(orders), len(sine))), np.empty((len(orders), len(sine)), np.int_)
     for m in range(orders[-1] + 1):

@@ -322,9 +322,7 @@ class InverseSphericalHarmonicTransform(_SphereTransform):
         c = c if self.norm == "ortho" else c / self._constant("scale", c)
         modes = self._contract(c, self._table(orders, c))
         real = [m - orders[0] for m in (0, self.nlon / 2) if orders[0] <= m < orders[1]]
-        if (
-            real and modes.numel()
-        ):  # irfft takes these for real numbers: the CPU's ignores their imaginary parts, a GPU's may not
+        if real and modes.numel():  # a GPU's irfft may not ignore imaginary parts, as the CPU's does
             keep = torch.ones(modes.shape[-1], 2, dtype=modes.real.dtype, device=modes.device)
             for m in real:
                 keep[int(m), 1] = 0

@@ -110,9 +110,7 @@ def gather_input_rows(x: Tile, to: StencilPlan, fill: float = 0.0) -> Tensor:
 
     *Sends*: forward, the rows that neighbors need and do not hold; backward, their gradients.
     """
-    if (
-        not to.derived and to.target == x.layout
-    ):  # nothing cuts the dims that it slides along, and no channels have to come
+    if not to.derived and to.target == x.layout:  # no rows and no channels have to come
         return x.local
     return exchange_rows(x.local, x.layout, to.target, x.mesh, margins=to.margins, fill=fill)
 

@@ -1,7 +1,7 @@
-"""Rectilinear lat-lon grids and the weights that take one into another, a dim at a time, in float64.
+"""Rectilinear lat-lon grids and the weights that map one to another, a dim at a time, in float64.
 
 On such grids regridding is separable: ``Y = A X Bᵀ``, where A [M, N] works along latitude and B along longitude.  Each
-row of A and B draws on a few consecutive source rows, so both are a `BandedMatrix`.
+row of A and B uses a few consecutive source rows, so both are a `BandedMatrix`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ CIRCLE, POLE = 360.0, 90.0
 class GridRows:
     """One dim of a grid in degrees: the `centres` of its rows, rising and unwrapped, however the grid stores them.
 
-    `edges` bound the cells: halfway between centres, half a row beyond the outer ones, no further than a pole; a cell
-    that ends less than half a row from a pole reaches it.  `noise` is the precision of the coordinate's dtype: points
-    that close are one point.
+    `edges` bound the cells: halfway between centers, half a row beyond the outer ones, at most at a pole.  A cell that
+    ends less than half a row from a pole reaches it.  `noise` is the precision of the coordinate's dtype; points that
+    are that close are one point.
     """
 
     name: str
@@ -60,7 +60,7 @@ class GridRows:
 
 
 def latitude_rows(values: Any) -> GridRows:
-    """The rows of a latitude coordinate, north or south first.
+    """Return the rows of a latitude coordinate, north or south first.
 
     Raises: `GridError` for values that do not rise or fall throughout, or lie beyond a pole.
     """
@@ -74,8 +74,8 @@ def latitude_rows(values: Any) -> GridRows:
 
 
 def longitude_rows(values: Any) -> GridRows:
-    """The rows of a longitude coordinate, 0..360 or -180..180 or any other cut of the circle, rolled or not, or a
-    region; periodic when the rows go round the globe.
+    """Return the rows of a longitude coordinate, periodic when they go round the globe.  It may be 0..360 or -180..180
+    or any other cut of the circle, rolled or not, or a region.
 
     Raises: `GridError` for values that turn back, or go round more than once.
     """
@@ -128,7 +128,7 @@ class BandedMatrix:
         return len(self.first)
 
     def need(self, out: Interval) -> Interval:
-        """The columns that the rows `out` draw on: from a start in [0, N), wrapped beyond N; or all of them once."""
+        """Return the columns that the rows `out` use: from a start in [0, N), wrapped beyond N; or all of them once."""
         touched = self.values[slice(*out)] > 0
         if not touched.size:
             return 0, 0
@@ -140,7 +140,7 @@ class BandedMatrix:
         return start % self.size, start % self.size + stop - start
 
     def dense(self, out: Interval, need: Interval) -> LatLonValues:
-        """The rows `out` as a matrix over the columns `need`, which hold all that they draw on."""
+        """Return the rows `out` as a matrix over the columns `need`, which include all that they use."""
         values = self.values[slice(*out)]
         found = np.zeros((len(values), need[1] - need[0]))
         rows, at = np.nonzero(values)
@@ -150,7 +150,7 @@ class BandedMatrix:
 
 
 def regrid_weights(source: GridRows, target: GridRows, method: str) -> BandedMatrix:
-    """The weights from `source` to `target`; every row sums to 1.
+    """Return the weights from `source` to `target`; every row sums to 1.
 
     Raises: `GridError` when the target reaches beyond the source.
     """
@@ -163,7 +163,7 @@ def regrid_weights(source: GridRows, target: GridRows, method: str) -> BandedMat
 
 
 def _conservative_weights(source: GridRows, target: GridRows) -> tuple[NDArray[np.int64], LatLonValues]:
-    """The share of each target cell's area that lies in each source cell.
+    """Return the share of each target cell's area that lies in each source cell.
 
     Area is longitude times the sine of latitude.  First-order conservative remapping (Jones, Monthly Weather Review
     127, 1999), which factorizes on rectilinear grids.
@@ -175,7 +175,7 @@ def _conservative_weights(source: GridRows, target: GridRows) -> tuple[NDArray[n
     last = np.searchsorted(edges, wanted[1:], "left") - 1
     columns = np.minimum(first[:, None] + np.arange(int((last - first).max()) + 1), len(edges) - 2)
     measure = _sine_of_degrees if source.name == "lat" else np.asarray
-    # a column that was moved back to the last one counts once, where it belongs
+    # a column that was moved back to the last one counts once, at its own place
     inside = columns == first[:, None] + np.arange(columns.shape[1])
     overlap = measure(np.minimum(high, edges[columns + 1])) - measure(np.maximum(low, edges[columns]))
     overlap = np.where(inside, np.maximum(overlap, 0.0), 0.0)
@@ -187,7 +187,9 @@ def _sine_of_degrees(degrees: LatLonValues) -> LatLonValues:
 
 
 def _bilinear_weights(source: GridRows, target: GridRows) -> tuple[NDArray[np.int64], LatLonValues]:
-    """Linear between the two source centres around each target centre; the outermost row holds up to its pole."""
+    """Interpolate linearly between the two source centers around each target center; the outermost row holds up to its
+    pole.
+    """
     centres = _unroll_circle(source, source.centres)
     reach = centres
     if source.name == "lat" and len(source) > 1:
@@ -211,7 +213,7 @@ REGRID_METHODS = tuple(_METHOD_WEIGHTS)
 
 
 def _unroll_circle(source: GridRows, points: LatLonValues) -> LatLonValues:
-    """Centres or edges of the source, twice round the globe where it is periodic."""
+    """Return centers or edges of the source, twice round the globe where it is periodic."""
     if not source.periodic:
         return points
     once = points[: len(source)]
@@ -219,14 +221,14 @@ def _unroll_circle(source: GridRows, points: LatLonValues) -> LatLonValues:
 
 
 def _snap_points(points: LatLonValues, onto: LatLonValues, noise: float) -> LatLonValues:
-    """`points`, those that differ from one of `onto` by rounding alone replaced by it, so that no sliver is left."""
+    """Replace those `points` that differ from one of `onto` only by rounding, so that no sliver is left."""
     after = np.clip(np.searchsorted(onto, points), 1, len(onto) - 1) if len(onto) > 1 else np.zeros(len(points), int)
     nearest = np.where(points - onto[after - 1] < onto[after] - points, onto[after - 1], onto[after])
     return np.where(np.abs(points - nearest) <= noise, nearest, points)
 
 
 def _turn_points(source: GridRows, target: GridRows, reach: LatLonValues, points: LatLonValues) -> LatLonValues:
-    """The target's `points`, turned by whole circles to where the source begins.
+    """Turn the target's `points` by whole circles to where the source begins.
 
     Raises: `GridError` where they leave `reach`.
     """

@@ -1,4 +1,4 @@
-"""How a cut field is regridded: which rows travel, or which sums, and where the result is cut.  Integers only."""
+"""Plans of regridding a cut field: which rows travel, or which sums, and where the result is cut.  Integers only."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ LAT_LON_DIMS = ("lat", "lon")
 
 @dataclass(frozen=True)
 class RegridPlan:
-    """How a layout is regridded along `dims`, those of latitude and longitude.
+    """Plan of regridding a layout along `dims`, those of latitude and longitude.
 
     Every rank fetches its rows of `fetch`; the dims in `summed` go through the matmul core instead, where partial sums
-    travel; `out` is the layout of the result. `received` has the bytes that each rank receives, forward, in mesh order.
+    travel.  `out` is the layout of the result. `received` has the bytes that each rank receives, forward, in mesh
+    order.
     """
 
     dims: tuple[int, int]
@@ -36,18 +37,20 @@ class RegridPlan:
 
     @property
     def fetched(self) -> tuple[int, ...]:
-        """The dims whose rows are all at hand after the fetch."""
+        """Dims whose rows are all at hand after the fetch."""
         return tuple(d for d in self.dims if d not in self.summed)
 
     def box(self, dim: int, coord: MeshCoordinate) -> tuple[Interval, Interval]:
-        """The target rows that the rank at `coord` makes along a fetched dim, and the source rows that it then has."""
+        """Return the target rows that the rank at `coord` makes along a fetched dim, and the source rows that it then
+        has.
+        """
         made, held = self.out.dim(dim)[0], self.fetch.dim(dim)[0]
         piece = self.out.piece(made, coord)
         return made.owned(piece), held.held[piece]
 
     @property
     def pairs(self) -> Layout:
-        """The layout of (values, count) [2, ...] before the first sum."""
+        """Layout of (values, count) [2, ...] before the first sum."""
         stage = self.fetch
         for dim in self.fetched:
             stage = stage.replace_dim(dim, *self.out.dim(dim))
@@ -61,7 +64,7 @@ def choose_regrid_plan(
     splits: Mapping[str, SplitRule],
     itemsize: int,
 ) -> RegridPlan:
-    """The way of fewest bytes on the busiest rank; where it is a tie, rows are fetched.
+    """Choose the way of fewest bytes on the busiest rank; in a tie, fetch rows.
 
     Raises: `GridError` for dims that were flattened together.
     """
@@ -99,7 +102,7 @@ def _plan_with_sums(
 
 
 def _result_cut(cut: Cut, size: int, split: SplitRule | None) -> Cut:
-    """The cut of a target dim: as asked, or in proportion to that of the source."""
+    """Return the cut of a target dim: as asked, or in proportion to that of the source."""
     if split is not None:
         points = cut_points(size, cut.pieces, split)
     else:
@@ -108,7 +111,7 @@ def _result_cut(cut: Cut, size: int, split: SplitRule | None) -> Cut:
 
 
 def _fetched_elements(source: Layout, target: Layout, coord: MeshCoordinate) -> int:
-    """The elements that a rank needs and does not hold."""
+    """Return how many elements a rank needs and does not hold."""
     needed = there = 1
     for cut, wanted in zip(source.cuts, target.cuts, strict=True):
         piece = source.piece(cut, coord)
@@ -120,7 +123,7 @@ def _fetched_elements(source: Layout, target: Layout, coord: MeshCoordinate) -> 
 
 @lru_cache(maxsize=4096)
 def _shared_rows(size: int, need: Interval, held: Interval) -> int:
-    """How many of the needed rows are held, on a dim that may wrap."""
+    """Return how many of the needed rows are held, on a dim that may wrap."""
     if need == held:
         return need[1] - need[0]
     return int(np.isin(np.arange(*need) % size, np.arange(*held) % size).sum())
@@ -128,8 +131,8 @@ def _shared_rows(size: int, need: Interval, held: Interval) -> int:
 
 @lru_cache(maxsize=512)
 def contraction_grid(layout: Layout, dim: int, made: Cut) -> MatmulGrid:
-    """The grid of a product that contracts the cut dim `dim`, the rest of the tile being the rows of X; the result is
-    cut as `made`.
+    """Return the grid of a product that contracts the cut dim `dim`, whose result is cut as `made`.  The rest of the
+    tile are the rows of X.
     """
     k = layout.dim(dim)[0].bare()
     axes = tuple(a for a in layout.cut_axes if a not in k.axes)

@@ -1,4 +1,4 @@
-"""`regrid`: fields from one lat-lon grid to another, conservative or bilinear, whole or cut into tiles."""
+"""Regridding of fields from one lat-lon grid to another, conservative or bilinear, whole or cut into tiles."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from jigsaw.tile import Tile
 
 LatLonGrid = tuple[Any, Any] | Mapping[str, Any]
 TileOrTensor = TypeVar("TileOrTensor", Tensor, Tile)
-# by place (0 lat, 1 lon): the target rows made, the source rows here
+# by place (0 lat, 1 lon): the target rows to make, the source rows here
 RowsByPlace = Mapping[int, tuple[Interval, Interval]]
 
 _NAN_RULES = ("keep", "skip")
-_PRODUCT_COLUMNS = 64  # a product runs in blocks of about as many columns: few zeros of the band, and still a matmul
+_PRODUCT_COLUMNS = (
+    64  # a product runs in blocks of about so many columns, which have few zeros of the band and still make a matmul
+)
 
 
 class TileBatch(Protocol):
-    """What is regridded of a `jigsaw.io.Batch`, a dataclass of tiles."""
+    """Fields of a `jigsaw.io.Batch`, a dataclass of tiles, that are regridded."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -54,9 +56,9 @@ def regrid(
     coverage: float = 0.0,
     split: SplitRule | Mapping[str, SplitRule] | None = None,
 ) -> TileOrTensor:
-    """y = A x Bᵀ: `tile` (or a plain tensor), a field on the grid `source`, on the grid `target`.
+    """Return y = A x Bᵀ: `tile` (or a plain tensor), a field on the grid `source`, on the grid `target`.
 
-    `Regridder` says how, what it sends and what it refuses; made once, it does the same many times.
+    `Regridder` documents the method, its messages and errors; it does the same many times at the price of one plan.
 
     >>> fine = np.linspace(90, -90, 721), np.arange(0, 360, 0.25)
     >>> coarse = np.linspace(-88.5, 88.5, 60), np.arange(-180, 180, 3.0)
@@ -67,34 +69,34 @@ def regrid(
 
 
 class Regridder:
-    r"""From one rectilinear lat-lon grid to another: y = A x Bᵀ, with A along latitude and B along longitude.
+    r"""Module from one rectilinear lat-lon grid to another: y = A x Bᵀ, with A along latitude and B along longitude.
 
-    - `source`, `target`: (lat, lon) cell centres in degrees, or a mapping that has them under these names, such as
+    - `source`, `target`: (lat, lon) cell centers in degrees, or a mapping that has them under these names, such as
       ``dataset.whole_coords``. Latitudes may rise or fall, longitudes lie in 0..360, -180..180 or any other turn; a
       grid that goes round the globe is periodic. The target may be a part of a regional source, never more;
     - `method`: ``"conservative"``, first order: the mean over each target cell, weighted by area (longitude times the
-      sine of latitude), so that the area integral is that of the source; cells end halfway between centres, and at the
-      poles. ``"bilinear"``: between the four centres around each target centre; beyond the outermost row of a grid
+      sine of latitude), so that the area integral is that of the source; cells end halfway between centers, and at the
+      poles. ``"bilinear"``: between the four centers around each target center; beyond the outermost row of a grid
       whose cells reach the pole, that row's values hold;
     - `dims`: those of latitude and longitude, in this order;
-    - `nan`: ``"keep"`` makes missing what draws on a missing value; ``"skip"`` takes the mean of those that are there,
-      and is missing where they make up less than the share `coverage` of a cell, or nothing. A value that is not
-      finite is missing;
+    - `nan`: ``"keep"`` gives a missing value wherever a source value is missing; ``"skip"`` takes the mean of the
+      present ones, and is missing where they are less than the share `coverage` of a cell, or nothing. A value that is
+      not finite is missing;
     - `split`: the cuts of the result's dims, for both or by ``"lat"`` and ``"lon"``: a rule or explicit points (see
       `jigsaw.Layout`); by default in proportion to the cuts of the input.
 
-    Calling it takes a tile, or a plain tensor, and returns the same; gradients flow to the values that are there.  On
+    A call takes a tile, or a plain tensor, and returns the same; gradients flow to the values that are present.  On
     load: ``for batch in map(regridder.batch, loader)``.  Sums are taken in float32 or wider, autocast or not.
 
     *Shapes*: x [..., lat, lon, ...] -> y [..., lat', lon', ...]; per rank x as it is cut, halo included, and y cut by
     the same axes, without halo along these dims.
-    *Sends*: along each cut dim whichever is fewer bytes on the busiest rank (`way`): the source rows that a rank's
-    target rows draw on and that it does not hold, one or two a side where both grids run alike, in one exchange for
-    both dims; or partial sums of all target rows through the matmul core, ``2 (1-1/P) M R`` elements for R others a
-    rank (values, and how much of each is there), where the grids run against each other (latitude flipped, longitude
-    turned) and the target is coarse.  Backward as many.
-    *Raises*: `GridError` for grids that cannot be understood, a target beyond the source, or dims that do not fit;
-    `FieldError` for a method, `nan`, `coverage` or dtype that there is not.
+    *Sends*: along each cut dim, the fewer bytes on the busiest rank (`way`) of two.  One: the source rows that a rank's
+    target rows use and that it does not hold, one or two a side where both grids run alike, in one exchange for both
+    dims.  Two: partial sums of all target rows through the matmul core, ``2 (1-1/P) M R`` elements for R others a rank
+    (values, and how much of each is present).  It wins where the grids run against each other (latitude flipped,
+    longitude turned) and the target is coarse.  Backward, as many.
+    *Raises*: `GridError` for invalid grids, a target beyond the source, or dims that do not fit; `FieldError` for an
+    unknown method, `nan`, `coverage` or dtype.
 
     >>> globe = np.linspace(90, -90, 9), np.arange(16) * 22.5
     >>> coarse = np.linspace(-67.5, 67.5, 4), np.arange(8) * 45.0
@@ -133,14 +135,16 @@ class Regridder:
         return f"Regridder({self.method}, {' to '.join(sizes)}, nan={self.nan!r})"
 
     def batch(self, batch: LoaderBatch) -> LoaderBatch:
-        """The batch of a `jigsaw.io.DataLoader` with input, target and the target's forcings regridded; halos are used
-        up.
+        """Return the batch of a `jigsaw.io.DataLoader` with input, target and the target's forcings regridded; halos
+        are used up.
         """
         target, forced = (None if tile is None else self(tile) for tile in (batch.target, batch.target_forcings))
         return replace(batch, input=self(batch.input), target=target, target_forcings=forced)
 
     def way(self, layout: Layout, dtype: torch.dtype = torch.float32) -> RegridPlan:
-        """How a tile of this layout is regridded: the layout of the result, and the bytes that each rank receives."""
+        """Return the plan for a tile of this layout: the layout of the result, and the bytes that each
+        rank receives.
+        """
         key = layout, dtype.itemsize
         if key not in self._ways:
             dims = self._dims_of(layout.shape, dtype)
@@ -175,9 +179,9 @@ class Regridder:
     # -- products ------------------------------------------------------------------------------------------------------
 
     def _whole(self, x: Tensor, dims: Sequence[int], boxes: RowsByPlace) -> Tensor:
-        """The field, from rows that are all here; how much is missing is counted only where something is."""
+        """Regrid the field, from rows that are all here; missing values are counted only where there are some."""
         wide = _as_wide(x)
-        if bool(wide.detach().sum().isfinite()):  # one pass; a sum that overflows only takes the longer way
+        if bool(wide.detach().sum().isfinite()):  # one pass; a sum that overflows only costs the slower path
             return self._products_of(wide, dims, boxes).to(x.dtype)
         there = wide.isfinite()
         values = self._products_of(torch.where(there, wide, 0.0), dims, boxes)
@@ -185,7 +189,7 @@ class Regridder:
         return self._judged(values, count).to(x.dtype)
 
     def _products_of(self, x: Tensor, dims: Sequence[int], boxes: RowsByPlace) -> Tensor:
-        """The products along the dims of `boxes`; what shrinks most comes first."""
+        """Return the products along the dims of `boxes`, the one that shrinks most first."""
         for place, (out, need) in sorted(boxes.items(), key=lambda box: _row_growth(*box[1])):
             key = place, out, need, x.dtype, x.device
             if key not in self._products:
@@ -194,7 +198,7 @@ class Regridder:
         return x
 
     def _sum(self, tile: Tile, place: int, dim: int, made: Cut) -> Tile:
-        """One product over a cut dim, through the matmul core."""
+        """Return one product over a cut dim, through the matmul core."""
         found, cut = self.bands[place], tile.layout.dim(dim)[0]
         mine = slice(*cut.owned(tile.layout.piece(cut, tile.coordinate)))
         w = torch.from_numpy(found.dense((0, len(found)), (0, found.size))[:, mine].copy()).to(tile.local)
@@ -207,7 +211,7 @@ class Regridder:
     # -- missing values ------------------------------------------------------------------------------------------------
 
     def _counted(self, there: Tensor, dtype: torch.dtype) -> Tensor:
-        """What is summed beside the values: those that are there, to be averaged, or those that are missing."""
+        """Return the counts to sum beside the values: of present ones, for the mean, or of missing ones."""
         return (there if self.nan == "skip" else ~there).to(dtype)
 
     def _judged(self, values: Tensor, count: Tensor) -> Tensor:
@@ -234,13 +238,15 @@ class Regridder:
 
 @dataclass(frozen=True)
 class BandProduct:
-    """Some rows of a band times the source rows at hand, in blocks: each the columns that it reads, and its weights."""
+    """Product of some rows of a band and the source rows at hand, in blocks: each has the columns that it reads, and
+    its weights.
+    """
 
     blocks: tuple[tuple[Interval, Tensor], ...]
 
     @classmethod
     def of(cls, band: BandedMatrix, out: Interval, need: Interval, like: Tensor) -> BandProduct:
-        """The rows `out`, applied to a tensor that has the source rows `need`."""
+        """Return the product of the rows `out` and a tensor that has the source rows `need`."""
         rows = max(8, int(_PRODUCT_COLUMNS * _row_growth(out, need)))
         blocks: list[tuple[Interval, Tensor]] = []
         for start in range(out[0], max(out[1], out[0] + 1), rows):
@@ -265,7 +271,7 @@ def _join_products(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _row_growth(out: Interval, need: Interval) -> float:
-    """Target rows a source row."""
+    """Return the number of target rows a source row."""
     return (out[1] - out[0]) / max(need[1] - need[0], 1)
 
 

@@ -1,4 +1,6 @@
-"""Test your own distributed code: real ranks in milliseconds, and plain torch on the whole tensor as the oracle."""
+"""Test your own distributed code: real ranks that start in milliseconds, and plain torch on the whole tensor as the
+oracle.
+"""
 
 from jigsaw.testing.adjoint import assert_adjoint
 from jigsaw.testing.failure import RankFailedError

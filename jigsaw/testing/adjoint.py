@@ -33,7 +33,7 @@ def assert_adjoint(
 
     x is a random tensor of the global `shape`, cut by `spec` (and split=, align=, halo=, periodic=, as in
     `jigsaw.shard`); y is random on what each rank holds of F x. The products are sums over the ranks, in which a part
-    that several ranks hold alike counts once. `op` returns a Tile, or a tensor that every rank holds alike; it must
+    that several ranks hold counts once. `op` returns a Tile, or a tensor that is the same on every rank; it must
     pickle. The error may be ``rtol * |F x| |y|``.
 
     Source: Hewett and Grady, A linear algebraic approach to model parallelism in deep learning, arXiv 2006.03108.
@@ -64,14 +64,14 @@ def _adjoint_products(
     dtype: torch.dtype,
     cut: dict[str, Any],
 ) -> tuple[float, float, float, float]:
-    """This rank's share of <F x, y>, <x, F* y>, |F x|² and |y|²."""
+    """Return this rank's share of <F x, y>, <x, F* y>, |F x|² and |y|²."""
     mesh = world_mesh(**axes)
     x = shard(torch.randn(shape, dtype=dtype), mesh, spec, **cut)
     x.local.requires_grad_()
     out = op(x)
     fx: Tensor = out.local if isinstance(out, Tile) else out
     box = out.layout.held(out.coordinate) if isinstance(out, Tile) else ()
-    # ranks that hold the same box draw the same y: the gradient of what is held alike is held alike
+    # ranks that hold the same box draw the same y, because gradients of equal parts are equal
     y = torch.randn(fx.shape, generator=torch.Generator().manual_seed(hash(box) % 2**63), dtype=fx.dtype)
     gradient = torch.autograd.grad(fx, x.local, y, allow_unused=True)[0] if fx.requires_grad else None
     gradient = torch.zeros_like(x.local) if gradient is None else gradient

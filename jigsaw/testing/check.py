@@ -1,6 +1,6 @@
-"""``python -m jigsaw check``: what is installed, what it can use, and whether tiles compute what torch computes.
+"""``python -m jigsaw check``: report what is installed and usable, and whether tiles compute what torch computes.
 
-Started as several ranks, by srun, torchrun or mpirun, it says instead what keeps their nodes from working together.
+Started as several ranks, by srun, torchrun or mpirun, it reports instead what keeps their nodes from working together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PACKAGES = ("jigsaw-torch", "torch", "numpy", "zarr", "numcodecs", "h5py", "net
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the arguments of the command."""
     parser.add_argument("--ranks", type=int, choices=(1, 2, 4), default=4, help="ranks of the parity test (default 4)")
     parser.add_argument("--store", help="on several nodes: a store that all of them should read")
     waits = "on several nodes: how long they wait for each other, in seconds (default 60)"
@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 1 when the parity test fails, or ranks cannot work together."""
+    """Print the report; return 1 when the parity test fails, or ranks cannot work together."""
     try:
         place = place_in_job(os.environ)
     except ShardingError as e:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report_nodes(place: JobPlace, store: str | None, seconds: float) -> int:
-    """Print what is wrong with the nodes; rank 0 says as well that nothing is."""
+    """Print what is wrong with the nodes; rank 0 also prints when nothing is."""
     facts = facts_of_node(store)
     wrong = check_nodes(place, facts, seconds)
     own = ", ".join(f"{name} {value}" for name, value in facts.items())
@@ -81,7 +81,9 @@ def _device_names() -> str:
 
 
 def _has_parity(ranks: int) -> bool:
-    """A small convolution net, forward and every gradient, on tiles and on the whole tensor."""
+    """Say whether a small convolution net gives the same on tiles as on the whole tensor, forward and
+    every gradient.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 2, 3, stride=2, padding=1))
     axes = {"lat": min(ranks, 2), "lon": max(ranks // 2, 1)}

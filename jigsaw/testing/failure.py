@@ -1,4 +1,4 @@
-"""What a rank says when its test fails, and the one error that tells it all to a person."""
+"""Failures of a test on its ranks, and the one error that shows them all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-# What the neighbours of a dead or failed rank say: true, but never the cause.
+# Errors on the neighbors of a dead or failed rank: true, but never the cause.
 _ECHOES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -23,7 +23,7 @@ _ECHOES = (
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How one rank failed: `summary` in a line, `text` in full, `error` the exception where it pickles."""
+    """Failure of one rank: `summary` in a line, `text` in full, `error` the exception where it pickles."""
 
     rank: int
     summary: str
@@ -33,19 +33,19 @@ class RankFailure:
 
     @property
     def is_echo(self) -> bool:
-        """Whether this is only the news that another rank is gone."""
+        """True where this is only the news that another rank is gone."""
         return any(words in self.summary for words in _ECHOES)
 
     def exception(self) -> BaseException | None:
-        """The rank's own exception, or None where it had none or it does not pickle."""
+        """Return the rank's own exception, or None where it had none or it does not pickle."""
         try:
             return pickle.loads(self.error) if self.error else None
-        except Exception:  # an exception class whose __init__ does not take its own args; the text has it all
+        except Exception:  # an exception class whose __init__ does not take its own args; the text has everything
             return None
 
     @classmethod
     def of_exception(cls, rank: int, error: BaseException, skip_frames: int, file: str | None) -> RankFailure:
-        """The failure of a rank whose body raised `error`; the locals are those of the last frame in `file`."""
+        """Return the failure of a rank whose body raised `error`; the locals are those of the last frame in `file`."""
         tb = error.__traceback__
         for _ in range(skip_frames):
             tb = tb.tb_next if tb is not None and tb.tb_next is not None else tb
@@ -54,7 +54,7 @@ class RankFailure:
         summary = traceback.format_exception_only(error)[-1].strip()
         try:
             pickled = pickle.dumps(error)
-        except Exception:  # it holds something that does not pickle; the text has it all
+        except Exception:  # it holds something that does not pickle; the text has everything
             pickled = b""
         return cls(rank, summary, text, pickled, time.monotonic())
 
@@ -74,13 +74,13 @@ class RankFailedError(AssertionError):
 
 
 def combined_error(name: str, size: int, failures: Sequence[RankFailure]) -> BaseException:
-    """The error to raise in the test's own process: the first real cause, then one line for every other rank."""
+    """Return the error to raise in the test's own process: the first real cause, then one line for every other rank."""
     ordered = sorted(failures, key=lambda f: (f.is_echo, f.moment))
     first = ordered[0]
     cause = first.exception()
     if (
         first.summary.startswith("Skipped: ") and "pytest" in sys.modules
-    ):  # means the test, not the rank, and does not pickle
+    ):  # belongs to the test, not the rank, and does not pickle
         return sys.modules["pytest"].skip.Exception(first.summary.removeprefix("Skipped: "))
     lines = [f"{name} failed on rank {first.rank} of {size}:", "", first.text.rstrip()]
     others = [f for f in ordered[1:] if f.summary != first.summary]
@@ -95,7 +95,7 @@ def combined_error(name: str, size: int, failures: Sequence[RankFailure]) -> Bas
 
 
 def _locals_text(tb: TracebackType | None, file: str | None) -> str:
-    """The local variables of the innermost frame of the test's own file: what an assertion's values were."""
+    """Return the local variables of the innermost frame of the test's own file, which show an assertion's values."""
     frame = None
     while tb is not None:
         if tb.tb_frame.f_code.co_filename == file:

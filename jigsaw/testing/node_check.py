@@ -1,8 +1,8 @@
-"""What keeps the processes of a job from working together: each looks at its own node, then all compare.
+"""Checks of what keeps the processes of a job from working together: each checks its own node, then all compare.
 
-Process 0 keeps the store that torch would keep, at ``MASTER_ADDR`` and ``MASTER_PORT``.  Each of four processes on two
-nodes says there what it has, waits for the others' words, and so can tell who did not come; the last step is a sum over
-gloo, which needs connections between all of them and not to process 0 alone.
+Process 0 keeps the store that torch would keep, at ``MASTER_ADDR`` and ``MASTER_PORT``.  For example, each of four
+processes on two nodes writes its facts there and waits for those of the others, so it knows which did not come.  The
+last step is a sum over gloo, which needs connections between all of them, not only to process 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COMPARED = ("python", "torch", "jigsaw", "numpy", "store")
 
 
 class JobPlace(NamedTuple):
-    """Which of how many processes this is, and where they meet; `is_kept` where the launcher keeps the store there."""
+    """Place of this process among how many, and where they meet; `is_kept` where the launcher keeps the store there."""
 
     rank: int
     ranks: int
@@ -38,9 +38,9 @@ class JobPlace(NamedTuple):
 
 
 def place_in_job(given: Mapping[str, str]) -> JobPlace | None:
-    """What the variables of torchrun, srun or mpirun say; None for a process that was started alone.
+    """Read the variables of torchrun, srun or mpirun; return None for a process that was started alone.
 
-    Raises: `ShardingError` where they do not say where to meet.
+    Raises: `ShardingError` where they name no place to meet.
     """
     found = {**given, **torchrun_variables(given)}
     if int(found.get("WORLD_SIZE", "1")) == 1:
@@ -51,7 +51,7 @@ def place_in_job(given: Mapping[str, str]) -> JobPlace | None:
 
 
 def facts_of_node(store: str | None) -> NodeFacts:
-    """What this process has, of which most should be the same on all."""
+    """Return the facts of this process, most of which should be the same on all."""
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
         "host": socket.gethostname(),
@@ -65,7 +65,7 @@ def facts_of_node(store: str | None) -> NodeFacts:
 
 
 def _seen_of_store(path: str) -> str:
-    """The arrays of a store and their sizes, or why it cannot be opened."""
+    """Return the arrays of a store and their sizes, or why it cannot be opened."""
     try:
         arrays = open_store(path).arrays
     except (ReadError, OSError) as e:
@@ -74,13 +74,13 @@ def _seen_of_store(path: str) -> str:
 
 
 def check_nodes(place: JobPlace, facts: NodeFacts, seconds: float) -> list[str]:
-    """What is wrong, an entry a finding, each with a remedy; empty where the processes can work together.
+    """Return what is wrong, an entry a problem, each with a remedy; empty where the processes can work together.
 
-    Every process of the job calls it.  What it compares all find alike, what is of one node that one alone.
+    Every process of the job calls it.  All report the same differences; problems of one node are reported there alone.
     """
     wrong = _wrong_with_meeting_point(place)
     if wrong:
-        return wrong  # the others find that this process does not come
+        return wrong  # the others notice that this process does not come
     limit = timedelta(seconds=seconds)
     try:
         keeps = place.rank == 0 and not place.is_kept
@@ -104,7 +104,7 @@ def check_nodes(place: JobPlace, facts: NodeFacts, seconds: float) -> list[str]:
 
 
 def _wrong_with_meeting_point(place: JobPlace) -> list[str]:
-    """Whether the host of process 0 has an address, and on that host its port is free."""
+    """Say whether the host of process 0 has an address, and whether its port is free on that host."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
     except OSError as e:
@@ -131,7 +131,7 @@ def _await_keys(store: dist.Store, keys: list[str], limit: timedelta) -> bool:
 
 
 def _facts_of_all(store: dist.Store, ranks: int, limit: timedelta) -> tuple[list[NodeFacts], list[int]]:
-    """What each process said of itself, or who has said nothing."""
+    """Return the facts of each process, and the ranks that wrote none."""
     keys = [f"facts/{rank}" for rank in range(ranks)]
     if not _await_keys(store, keys, limit):
         return [], [rank for rank, key in enumerate(keys) if not store.check([key])]
@@ -139,7 +139,7 @@ def _facts_of_all(store: dist.Store, ranks: int, limit: timedelta) -> tuple[list
 
 
 def _differences(said: list[NodeFacts]) -> list[str]:
-    """What should be the same on all processes and is not, and stores that nobody can open."""
+    """Return what differs between processes and should not, and stores that no one can open."""
     wrong: list[str] = []
     for name in _COMPARED:
         places: dict[str, list[int]] = {}
@@ -153,7 +153,7 @@ def _differences(said: list[NodeFacts]) -> list[str]:
 
 
 def _wrong_with_gloo(place: JobPlace, facts: NodeFacts, store: dist.Store, limit: timedelta) -> list[str]:
-    """Whether all processes can connect to each other: a sum over gloo."""
+    """Check by a sum over gloo that all processes can connect to each other."""
     try:
         group: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), place.rank, place.ranks, limit)
         total = torch.ones(1)

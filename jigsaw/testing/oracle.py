@@ -1,4 +1,4 @@
-"""The oracle: plain torch on the whole tensor in one process, and the same model on tiles on every mesh."""
+"""Oracle of tests: plain torch on the whole tensor in one process, and the same model on tiles on every mesh."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jigsaw.tile_making import shard
 OracleModel = Callable[..., Any]
 OracleMesh = Mapping[str, int]
 
-# Where the canonical axes cut when no spec is given; a channel axis cuts weights, not inputs.
+# Dims that the canonical axes cut when there is no spec; a channel axis cuts weights, not inputs.
 _USUAL_DIMS = {"data": 0, "depth": -3, "z": -3, "lat": -2, "y": -2, "lon": -1, "x": -1}
 
 
@@ -51,12 +51,12 @@ def assert_same_on_every_mesh(
 ) -> None:
     """Assert that `model` on tiles gives what it gives on the whole tensor, on every mesh.
 
-    Compared are outputs, loss, buffers, and the gradients of every parameter and input.
+    It compares outputs, loss, buffers, and the gradients of every parameter and input.
 
     `model` is a module, or a function of tensors; it and the `batch` (one tensor, or the sequence of the arguments) are
-    taken to `dtype` (complex ones to complex numbers of it), run once in this process, and then on real ranks for each
-    of `meshes` (mappings from axis to size; by default 1, 2, 3, 4 and 2 x 2 ranks of the axes that `spec` names).
-    Everything must pickle. Use it from plain code or a test, not inside ``on_ranks``.
+    converted to `dtype` (complex ones to complex numbers of it). They run once in this process, and then on real ranks
+    for each of `meshes` (mappings from axis to size; by default 1, 2, 3, 4 and 2 x 2 ranks of the axes that `spec`
+    names). Everything must pickle. Use it from plain code or a test, not inside ``on_ranks``.
 
     - `spec` cuts a single tensor; for a sequence, it has one entry for each argument (None: passed whole). Without it,
       ``data`` cuts dim 0 and ``lat``, ``lon`` (or ``z``, ``y``, ``x``) the last dims. `cut` goes to `jigsaw.shard`:
@@ -66,7 +66,7 @@ def assert_same_on_every_mesh(
     - `build(model, mesh)` makes what runs on the ranks, ``jigsaw.parallelize`` for example. `gradients` says what its
       plain parameters hold after the backward pass: each rank its part, to be summed over the mesh (``"parts"``, the
       default without `build`), or the whole gradient (``"whole"``, the default with it). A parameter that meets only
-      plain tensors on its way has no parts: test such a model through ``build=jigsaw.parallelize``.
+      plain tensors has no parts: test such a model through ``build=jigsaw.parallelize``.
 
     Each tensor may be off by ``atol + rtol * max |expected|``.
 
@@ -114,7 +114,7 @@ def assert_same_on_every_mesh(
 
 @dataclass(frozen=True)
 class OracleCase:
-    """What runs on every mesh. The `target`, if any, is the input after the `arguments`."""
+    """Case that runs on every mesh.  The `target`, if any, is the input after the `arguments`."""
 
     model: OracleModel
     inputs: list[Any]
@@ -135,7 +135,7 @@ class OracleResult:
 
 
 def random_functional(output: Any) -> Tensor:
-    """Sum over all output elements times fixed random numbers: every element has a gradient of its own."""
+    """Sum all output elements times fixed random numbers, so that every element has its own gradient."""
     generator = torch.Generator().manual_seed(1)
     terms: list[Tensor] = []
     for _, leaf in _output_leaves(output):
@@ -148,7 +148,7 @@ def random_functional(output: Any) -> Tensor:
 
 
 def _run_whole(case: OracleCase) -> OracleResult:
-    """Plain torch on the whole tensors."""
+    """Run plain torch on the whole tensors."""
     model = copy.deepcopy(case.model)
     inputs = [_leaf_copy(x) for x in case.inputs]
     result = _run_case(case, model, inputs)
@@ -163,7 +163,7 @@ def _run_whole(case: OracleCase) -> OracleResult:
 def _rank_differences(
     case: OracleCase, expected: OracleResult, axes: dict[str, int], rtol: float, atol: float
 ) -> list[str]:
-    """One rank's side: run on tiles, gather what is compared, and say in words what differs."""
+    """Run one rank's side on tiles, gather what is compared, and return what differs, in words."""
     mesh = world_mesh(**axes)
     model = case.model if case.build is None else case.build(case.model, mesh)
     wholes, tiles = _cut_inputs(case, mesh)
@@ -202,7 +202,9 @@ def _run_case(case: OracleCase, model: OracleModel, inputs: list[Any]) -> Oracle
 
 
 def _cut_inputs(case: OracleCase, mesh: DeviceMesh) -> tuple[dict[str, Any], list[Any]]:
-    """The whole inputs by name, and their tiles. With a halo, the gradient goes through `shard`: it sums the parts."""
+    """Return the whole inputs by name, and their tiles. With a halo, the gradient goes through `shard`: it sums the
+    parts.
+    """
     wholes: dict[str, Any] = {}
     tiles: list[Any] = []
     for i, (x, spec) in enumerate(zip(case.inputs, case.specs, strict=True)):
@@ -216,7 +218,7 @@ def _cut_inputs(case: OracleCase, mesh: DeviceMesh) -> tuple[dict[str, Any], lis
 
 
 def _input_gradient(x: Any, whole: Any, mesh: DeviceMesh) -> Tensor:
-    if not isinstance(x, Tile):  # passed whole: a rank's gradient is its part, as a parameter's
+    if not isinstance(x, Tile):  # passed whole: a rank's gradient is its part, as that of a parameter
         return _whole_gradient(torch.zeros_like(x) if x.grad is None else x.grad, mesh, parts=True)
     if not x.local.is_leaf:
         return torch.zeros_like(whole) if whole.grad is None else whole.grad
@@ -225,7 +227,9 @@ def _input_gradient(x: Any, whole: Any, mesh: DeviceMesh) -> Tensor:
 
 
 def _whole_gradient(gradient: Tensor, mesh: DeviceMesh, parts: bool) -> Tensor:
-    """The whole gradient out of what this rank holds: parts are summed over the axes that do not cut the tensor."""
+    """Return the whole gradient from what this rank holds: parts are summed over the axes that do not cut
+    the tensor.
+    """
     others = [name for name, _ in axes_of_mesh(mesh)]
     if isinstance(gradient, DTensor):
         names = gradient.device_mesh.mesh_dim_names or ()
@@ -283,7 +287,7 @@ def _output_leaves(output: Any, name: str = "output") -> Iterator[tuple[str, Any
 
 
 def _in_dtype(x: Any, dtype: torch.dtype) -> Any:
-    """Floating numbers in `dtype`, complex ones of two of them."""
+    """Return floating numbers in `dtype`, complex ones of two of them."""
     if isinstance(x, nn.Module):
         return copy.deepcopy(x)._apply(partial(_in_dtype, dtype=dtype))  # pyright: ignore[reportPrivateUsage]
     if not isinstance(x, Tensor) or not _has_gradient(x):
@@ -328,7 +332,7 @@ def _input_specs(inputs: Sequence[Any], given: Any) -> list[LayoutSpec | None]:
 
 
 def _checked_specs(case: OracleCase, axes: OracleMesh) -> list[LayoutSpec | None]:
-    """The spec of each input on this mesh.
+    """Return the spec of each input on this mesh.
 
     Raises: `ValueError` when the mesh cuts nothing: such a test could not fail.
     """
@@ -353,7 +357,7 @@ def _usual_spec(x: Any, axes: OracleMesh) -> LayoutSpec | None:
 
 
 def _named_axes(specs: Sequence[LayoutSpec | None]) -> list[str]:
-    """The axes that the specs name, in order."""
+    """Return the axes that the specs name, in order."""
     entries = [entry for spec in specs if spec is not None for entry in spec if entry is not None]
     return list(dict.fromkeys(a for entry in entries for a in ((entry,) if isinstance(entry, str) else entry)))
 

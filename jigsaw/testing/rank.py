@@ -34,7 +34,8 @@ _world_meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 
 
 def world_mesh(**axes: int) -> DeviceMesh:
-    """`jigsaw.init_mesh(**axes)` on CPU, made once for each set of axes in a world: later tests get it in microseconds.
+    """Return `jigsaw.init_mesh(**axes)` on CPU, made once for each set of axes in a world: later tests get it in
+    microseconds.
 
     Raises: `ShardingError` when the product of the axes is not the number of ranks.
 
@@ -49,14 +50,14 @@ def world_mesh(**axes: int) -> DeviceMesh:
 
 @dataclass(frozen=True)
 class RankBody:
-    """A module-level function by name: it may be hidden under decorators, which a pickle could not reach."""
+    """A module-level function by name, because it may be hidden under decorators, which a pickle could not reach."""
 
     module: str
     file: str | None
     name: str
 
     def find(self) -> Callable[..., Any]:
-        """The function that `on_ranks` decorated, or the function itself."""
+        """Return the function that `on_ranks` decorated, or the function itself."""
         found: Any = _find_module(self.module, self.file)
         for part in self.name.split("."):
             found = getattr(found, part)
@@ -68,7 +69,7 @@ class RankBody:
 
 @dataclass(frozen=True)
 class RankJob:
-    """A test body for every rank. `arguments` are pickled apart, as they may need the body's module."""
+    """A test body for every rank. `arguments` are pickled apart, because they may need the body's module."""
 
     body: RankBody
     arguments: bytes
@@ -77,7 +78,7 @@ class RankJob:
 
 @dataclass(frozen=True)
 class RankReport:
-    """A rank's answer to a job (or its first word, when it has joined): a pickled value, or a failure."""
+    """A rank's answer to a job (or its first message, when it has joined): a pickled value, or a failure."""
 
     value: bytes = b""
     failure: RankFailure | None = None
@@ -87,7 +88,8 @@ class RankReport:
 def serve_jobs(connection: Connection, rank: int, size: int, folder: str, environment: dict[str, str]) -> None:
     """Join the world, then run what arrives on `connection`; the rank's whole life.
 
-    `environment` is the parent's at this moment: the process that this one was forked from may have an older one.
+    `environment` is the parent's at this moment, because the process that this one was forked from may have an older
+    one.
     """
     os.environ.clear()
     os.environ.update(environment)
@@ -129,7 +131,7 @@ def _run_job(job: RankJob, rank: int) -> RankReport:
 
 
 def _same_start() -> None:
-    """Every rank starts every body alike, whatever ran before: one seed, float32, gradients on, one time-out."""
+    """Start every body in the same state on every rank: one seed, float32, gradients on, one time-out."""
     world = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
     dist.distributed_c10d._set_pg_timeout(_GROUP_TIMEOUT, world)  # pyright: ignore[reportPrivateUsage]
     torch.manual_seed(0)
@@ -149,7 +151,7 @@ def _be_one_cpu_rank(rank: int, size: int) -> None:
 
 
 def _die_with_parent() -> None:
-    """A rank in the middle of a collective does not read its pipe: this thread sees the parent's end."""
+    """End with the parent: a rank in a collective does not read its pipe, so a thread watches for the parent's end."""
     parent = parent_process()
     if parent is not None:
         parent.join()
@@ -157,7 +159,7 @@ def _die_with_parent() -> None:
 
 
 def _find_module(name: str, file: str | None) -> ModuleType:
-    """The module of that name and file, imported by name where that gives this file, else from the file."""
+    """Return the module of that name and file, imported by name where that gives this file, else from the file."""
     found = sys.modules.get(name)
     if found is None and (file is None or _module_file(name) == file):
         return importlib.import_module(name)

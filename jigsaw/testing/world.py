@@ -27,7 +27,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _START_SECONDS = 180.0  # importing torch on every rank of a busy machine
-_GRACE_SECONDS = 1.0  # after a rank failed, the others may still tell their part
+_GRACE_SECONDS = 1.0  # after a rank failed, the others may still report
 _MOST_GROUPS = 96  # gloo keeps sockets and threads for each process group that tests leave behind
 
 _worlds: dict[int, RankWorld] = {}
@@ -38,7 +38,7 @@ def on_ranks(ranks: int, *, timeout: float = 60.0) -> Callable[[Callable[P, T]],
 
     The ranks are gloo processes with one thread each that all tests share; each starts a body with the same seed, in
     float32. The arguments (parameters, fixture values) must pickle, and the function must be at module level. It
-    returns the list of what each rank returned, or None when no rank returned anything (as pytest wants of a test).
+    returns the list of what each rank returned, or None when no rank returned anything (as pytest expects of a test).
 
     Raises: `RankFailedError`, with the failing rank's own traceback first, when a rank raises, dies, or runs longer
     than `timeout` seconds; the world is then killed and the next test starts a fresh one.
@@ -101,25 +101,25 @@ class RankWorld:
 
     @property
     def alive(self) -> bool:
-        """Whether every rank can take a job."""
+        """True where every rank can take a job."""
         return bool(self._processes) and all(p.is_alive() for p in self._processes)
 
     @property
     def is_worn(self) -> bool:
-        """Whether tests have left so many groups that a fresh world is better.
+        """True where tests have left so many groups that a fresh world is better.
 
-        Joining anew in the same processes is not enough: DTensor's caches keep meshes, and with them the names of
+        A new world in the same processes is not enough: DTensor's caches keep meshes, and with them the names of
         groups.
         """
         return self._groups > _MOST_GROUPS
 
     @property
     def pids(self) -> list[int]:
-        """The process id of each rank."""
+        """Process id of each rank."""
         return [p.pid or 0 for p in self._processes]
 
     def run(self, body: RankBody, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> list[Any]:
-        """Run one body on every rank; what each returned, in rank order."""
+        """Run one body on every rank; return what each returned, in rank order."""
         __tracebackhide__ = True
         job = RankJob(body, _pickled_arguments(body, args, kwargs), tuple(sys.path))
         message = pickle.dumps(job)
@@ -145,7 +145,7 @@ class RankWorld:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _gather(self, name: str, timeout: float) -> list[RankReport]:
-        """One report of each rank; kills the world and raises when one fails, dies or is late."""
+        """Return one report of each rank; kill the world and raise when one fails, dies or is late."""
         __tracebackhide__ = True
         reports: dict[int, RankReport] = {}
         failures: dict[int, RankFailure] = {}
@@ -174,7 +174,7 @@ class RankWorld:
         return [s for r in ranks for s in (self._connections[r], self._processes[r].sentinel)]
 
     def _hear(self, rank: int) -> RankReport:
-        """What a ready rank has to say: its report, or how it died."""
+        """Return the report of a ready rank, or how it died."""
         try:
             if self._connections[rank].poll():
                 return pickle.loads(self._connections[rank].recv_bytes())
@@ -188,7 +188,9 @@ class RankWorld:
         return RankReport(failure=RankFailure(rank, text, text, moment=time.monotonic()))
 
     def _late(self, ranks: Iterable[int], timeout: float, stacks: bool) -> dict[int, RankFailure]:
-        """The failures of ranks that are still busy: the cause when nobody failed (`stacks`), else bystanders."""
+        """Return the failures of ranks that are still busy: the cause when no rank failed (`stacks`),
+        else bystanders.
+        """
         moment = time.monotonic() if stacks else float("inf")
         dumps = self._stacks(ranks) if stacks else {}
         found: dict[int, RankFailure] = {}
@@ -200,7 +202,7 @@ class RankWorld:
         return found
 
     def _stacks(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Where each rank is: every one dumps its Python stacks on SIGUSR1, even inside a collective."""
+        """Return where each rank is: every one dumps its Python stacks on SIGUSR1, even inside a collective."""
         for r in ranks:
             os.kill(self.pids[r], signal.SIGUSR1)
         files = {r: Path(self._folder) / f"stack{r}" for r in ranks}
@@ -212,7 +214,7 @@ class RankWorld:
 
 
 def _process_context() -> ForkServerContext | SpawnContext:
-    """How ranks start: forked from a process that has imported torch and done nothing else, so in a tenth of a second.
+    """Choose how ranks start: forked from a process that has only imported torch, so in a tenth of a second.
 
     A fork of this process would copy torch's threads and locks. Apple's libraries do not survive a fork at all.
     """
@@ -224,7 +226,7 @@ def _process_context() -> ForkServerContext | SpawnContext:
 
 
 def _live_world(size: int) -> RankWorld:
-    """The live world of that size, started when there is none."""
+    """Return the live world of that size, started when there is none."""
     if size < 1:
         raise ValueError(f"on_ranks({size}): a world has at least 1 rank")
     if multiprocessing.parent_process() is not None:
