@@ -200,7 +200,7 @@ class CacheFolder:
 
 
 class _Heartbeat:
-    """Shows those who wait for a lock that its holder is at work."""
+    """Signal to those that wait for a lock that its holder is at work."""
 
     def __init__(self, lock: BinaryIO) -> None:
         self._lock, self._last = lock, time.monotonic()

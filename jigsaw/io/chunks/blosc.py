@@ -86,7 +86,7 @@ class BloscFrame:
 
     @cached_property
     def _is_rising(self) -> bool:
-        """Say whether blocks are stored in their order, as they nearly always are."""
+        """True where blocks are stored in their order, as they nearly always are."""
         return bool((self.begin[1:] > self.begin[:-1]).all())
 
     def decode(self, portion: ChunkPortion, raw: ByteArray, out: ByteArray) -> None:

@@ -38,17 +38,17 @@ class ChunkPlaces(Protocol):
 
 @runtime_checkable
 class StripPlaces(Protocol):
-    """Places that know those of chunks that follow each other along the last dim in one go."""
+    """Places that look up chunks that follow each other along the last dim together."""
 
     def locate_strip(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]: ...
 
 
 @runtime_checkable
 class ObjectPerChunk(Protocol):
-    """Places in objects of their own, which somebody may remove one by one.
+    """Places in objects of their own, which others may remove one by one.
 
     A chunk may be missing there because it was never written, because all its values are the fill value, or because it
-    was removed.  Where an index says which chunks there are (HDF5, shards, Icechunk), the store itself tells.
+    was removed. Where an index lists the chunks (HDF5, shards, Icechunk), the store itself tells.
     """
 
     def lacks_object(self, index: ChunkIndex) -> bool:
@@ -61,8 +61,8 @@ class ObjectPerChunk(Protocol):
 
 
 class ChunkDecoder(Protocol):
-    """From the stored bytes of a chunk to its values: `CodecDecoder` of Zarr's codecs and of bytes as they are, or
-    `FilterPipeline` of HDF5's.
+    """Decoder from the stored bytes of a chunk to its values: `CodecDecoder` of Zarr's codecs and of bytes as they are,
+    or `FilterPipeline` of HDF5's.
 
     `is_plain`: the stored bytes are the values.  `splits`: a part can be decoded alone (plain bytes and Blosc frames).
     """

@@ -52,9 +52,9 @@ def missing_chunk_error(chunk: Any, array: str, place: str, more: str = "") -> M
 
 
 class ChunkFinder:
-    """Finds the chunks of the array `name`, by its format's `places`.
+    """Finder of the chunks of the array `name`, by its format's `places`.
 
-    `decoder` is None for an array that only its library can read, of less than a chunk where it `slices`.
+    `decoder` is None for an array that only its library can read, in boxes smaller than a chunk where it `slices`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ChunkFinder:
 
     @cached_property
     def is_divisible(self) -> bool:
-        """Say whether less than a chunk can be read, and chunks are large enough for that to pay."""
+        """True where less than a chunk can be read, and chunks are large enough for that to pay."""
         if self.grid.chunk_bytes < SMALLEST_DIVIDED_CHUNK:
             return False
         return self._slices if self._decoder is None else self._decoder.splits

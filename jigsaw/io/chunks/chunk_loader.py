@@ -54,7 +54,7 @@ class DecodedChunks:
 
 
 class ChunkLoader(DecodedChunks):
-    """Loads the chunks of an array that is fetched and decoded here."""
+    """Loader of the chunks of an array that is fetched and decoded here."""
 
     def __init__(self, finder: ChunkFinder, decoder: ChunkDecoder, fill_value: Any) -> None:
         super().__init__(finder.grid, decoder.dtype, decoder.order, fill_value)

@@ -147,7 +147,7 @@ def _decode_lz4(raw: ByteArray, out: ByteArray) -> None:
 
 
 def _decode_deflate(raw: ByteArray, out: ByteArray) -> None:
-    """Zlib and gzip, several members included; never decodes more than the chunk's size."""
+    """Decode zlib and gzip, also of several members, and never more than the chunk's size."""
     done, rest = 0, memoryview(raw.data)
     while rest:
         engine = zlib.decompressobj(wbits=47)  # either header

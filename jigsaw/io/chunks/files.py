@@ -15,7 +15,7 @@ from jigsaw.errors import UnsupportedStoreError
 from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError
 
 ByteAllocator = Callable[[int], ByteArray]
-"""Gives memory for so many bytes."""
+"""Function that returns memory for so many bytes."""
 FillTarget = tuple[int, ByteArray]
 """An offset within an object, and the memory that the bytes from there on fill."""
 
@@ -64,7 +64,7 @@ class ObjectIdentity(NamedTuple):
 
 @runtime_checkable
 class IdentifiedFiles(Protocol):
-    """Files that know what their objects are; None for those that nothing tells from others."""
+    """Files that know what their objects are; None for those that cannot be told from others."""
 
     def identity(self, path: str) -> ObjectIdentity | None: ...
 
@@ -105,8 +105,8 @@ class StoreBounds:
     """The folders that the files of a store may lie in, wherever names and symbolic links lead: its own, `root`, and
     those that the user names.
 
-    What lies under one name is looked at once for a folder and each time for a file.  It protects from what a store
-    holds when it is read, and not from somebody who may write to it meanwhile.
+    A name of a file is looked at each time, a folder once. This protects from what a store holds when it is read, and
+    not from others who may write to it meanwhile.
     """
 
     def __init__(self, root: str, others: Sequence[str] = ()) -> None:
@@ -268,10 +268,10 @@ _FILE_CHANGED = "the file has changed since it was opened; open the store again"
 
 
 class _OpenFile:
-    """An open file, closed when nobody uses it any more."""
+    """Open file, closed when it is no longer used."""
 
     def __init__(self, path: str, bounds: StoreBounds | None) -> None:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would keep us waiting for somebody who writes
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe would wait for a writer
         self._fd = os.open(path, flags) if bounds is None else bounds.opened(path, flags)
         found = os.fstat(self._fd)
         if not stat.S_ISREG(found.st_mode):

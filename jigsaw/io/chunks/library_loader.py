@@ -22,7 +22,7 @@ BoxReader = Callable[[Box], NDArray[Any]]
 
 
 class LibraryLoader(DecodedChunks):
-    """Loads the chunks of an array through `read_box`."""
+    """Loader of the chunks of an array through `read_box`."""
 
     def __init__(self, finder: ChunkFinder, dtype: np.dtype[Any], read_box: BoxReader, fill_value: Any) -> None:
         super().__init__(finder.grid, dtype, range(finder.grid.ndim), fill_value)

@@ -27,7 +27,7 @@ def total_lookups(each: Iterable[LookupCounts]) -> LookupCounts:
 
 
 class LookupTally:
-    """Adds up the lookups that threads make."""
+    """Sum of the look-ups that threads make."""
 
     def __init__(self) -> None:
         self._lock, self.counted = threading.Lock(), LookupCounts()

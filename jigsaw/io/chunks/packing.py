@@ -38,7 +38,7 @@ def missing_values_of(
 
 def fill_is_missing(fill: Any, attrs: Mapping[str, Any]) -> bool:
     """Say whether the `fill_value` of a Zarr v2 array means "missing"."""
-    return bool(fill) or "scale_factor" in attrs  # a 0, which nobody need have chosen, does of packed numbers alone
+    return bool(fill) or "scale_factor" in attrs  # a 0 may be a default; it is missing in packed numbers alone
 
 
 def stored_number_of(value: float, dtype: np.dtype[Any]) -> float:

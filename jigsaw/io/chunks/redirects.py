@@ -29,7 +29,7 @@ _PATIENCE_SECONDS = 1.0
 
 
 class GuardedHttp:
-    """An HTTP server that is asked directly, as are the hosts that its redirects may lead to.
+    """HTTP server that is asked directly, as are the hosts that its redirects may lead to.
 
     `redirects` names hosts that these may be whatever their address is; True lets all be followed.
     """
@@ -52,7 +52,7 @@ class GuardedHttp:
         self.__init__(*state)
 
     def open_store(self) -> Any:
-        """Obstore's store of the server.  Behind a proxy of the user's that proxy decides where requests go."""
+        """Open obstore's store of the server. Behind the user's own proxy, that proxy decides where requests go."""
         from obstore.store import HTTPStore
 
         client = dict(self._options.get("client_options", {}))
@@ -100,8 +100,8 @@ def _private_address(host: str) -> str | None:
 
 
 class _RefusingProxy:
-    """Listens on this machine alone, at a port for each server, answers every request with 503, and knows which hosts
-    were asked for.
+    """Proxy that listens on this machine alone, at a port for each server, answers every request with 503, and knows
+    which hosts were asked for.
     """
 
     def __init__(self) -> None:

@@ -100,7 +100,9 @@ class ConversionJournal:
         self._path.unlink(missing_ok=True)
 
     def _append(self, entries: Iterable[Any]) -> None:
-        """Whole lines or none: a full disk takes what it can of one, and the next would follow in its middle."""
+        """Append whole lines or none: a full disk takes only part of a line, and the next would follow in its
+        middle.
+        """
         text = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         with writing_to(self._path, CONVERT_AGAIN), FileIO(open_unlinked(self._path, flags), "a") as out:

@@ -67,7 +67,7 @@ class SelectedSource:
         return {*self.files, *(str(e["source"]) for e in encodings if e.get("source"))}
 
     def dims(self, name: str) -> list[tuple[str, str, int]]:
-        """(role, own name, size) of each dim of an array."""
+        """Return (role, own name, size) of each dim of an array."""
         variable = self.data.variables[name]
         roles = self.found.coords.roles(self.found.store.arrays[name])
         return [(r, str(d), n) for r, d, n in zip(roles, variable.dims, variable.shape, strict=True)]
@@ -163,7 +163,7 @@ def open_with_xarray(source: Any, engine: str | None = None, outside: Any = Fals
     raw = any(engine in ("zarr", "kerchunk") or (engine is None and not os.path.isfile(path)) for path in paths)
     options: dict[str, Any] = {"engine": engine, **({"decode_cf": False} if raw else _DECODED)}
     if engine == "cfgrib" or (engine is None and paths[0].lower().endswith(_GRIB)):
-        # an index that lies beside the file is a pickle, and whoever wrote the file may have written it
+        # an index that lies beside the file is a pickle, possibly from the untrusted writer of the file
         options |= {"engine": "cfgrib", "backend_kwargs": {"indexpath": ""}}
     stores: list[Any] = [_checked_store(path, engine, outside) for path in paths]
     watched = tuple(store for store in stores if not isinstance(store, str))

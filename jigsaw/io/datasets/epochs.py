@@ -224,8 +224,8 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
         self._engine.memory.keep((self._ahead + 1) * self._arrays)  # that of a batch in use, and of those ahead
         at = self._order.settled(self._state)
         alone = all(size == 1 for _, size in self.dataset.frame.domain)
-        # One thread reads all batches in their order, the same on every rank, so reads pair up without a word.  `alone`
-        # is a rank that shares its samples with nobody: it may leave reads undone that were due.
+        # One thread reads all batches in their order, the same on every rank, so reads pair up without messages.
+        # `alone` is a rank that shares its samples with no other: it may leave reads undone that were due.
         current = self._current = BatchPrefetch(self._read_or_refuse, self._turns(at), self._ahead, alone)
         try:
             for turn, block in current:
@@ -240,9 +240,9 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
         try:
             return turn, self._read(turn)
         except BaseException as e:
-            # Four ranks, and rank 2 has no memory left on its device.  Before its read of a batch (`reads` as before)
-            # it takes part in that read as one that failed; after it, in the read of the batch that follows, and so
-            # the others raise there.  After the last batch of an epoch there is no read of theirs to take part in.
+            # Say rank 2 of four has run out of memory on its device. Before its read of a batch (`reads` as before) it
+            # takes part in that read as one that failed; after it, in the read of the batch that follows, and so the
+            # others raise there. After the last batch of an epoch the others do not read, so it takes no part.
             if getattr(e, "heard", False) or self._engine.reads == before or turn.following:
                 self._failed()
                 self._engine.refuse(e)

@@ -210,7 +210,7 @@ def _channels_to_read(
     if target_fields is None:
         every = tuple(range(len(given)))
         moving = tuple(i for i in every if "time" in found.variables[given[i].array].roles)
-        return given, every, moving or every  # a static field is known already, unless there are no others
+        return given, every, moving or every  # a static field is known already, unless all fields are static
     if len(targets) == 0:
         raise FieldError(f"target_fields={list(target_fields)} needs targets, such as targets=[1]; there are none")
     wanted = channels_of_fields(target_fields, found.levels, "target_fields")

@@ -59,7 +59,7 @@ class BatchPrefetch(Generic[JobType, ResultType]):
             self._changed.wait_for(lambda: self._ready or self._stopped)
             if self._stopped:
                 raise ReadError("this iteration has ended: a newer one, or a loaded state, took over its loader")
-            result, error = self._ready[0]  # an error or the end stays there, for whoever asks again
+            result, error = self._ready[0]  # an error or the end stays there, because callers may ask again
             if error is not None:
                 raise error
             if result is None:

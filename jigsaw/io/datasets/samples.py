@@ -31,7 +31,7 @@ TileIfAny: TypeAlias = Tile | Any
 
 
 class TileRecord:
-    """A dataclass of tiles and of what is said about them, which goes where its tiles go."""
+    """Dataclass of tiles and of facts about them, which moves where its tiles go."""
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return the same with its tiles on another device, or of another dtype, as `torch.Tensor.to` takes it."""

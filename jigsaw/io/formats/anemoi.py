@@ -155,7 +155,7 @@ class _CellPlaces:
 
 
 class _IndexedCells(_CellPlaces):
-    """Those that are looked up in the indices of shards."""
+    """Places of cells that are looked up in the indices of shards."""
 
     def __init__(self, places: ChunkPlaces, indexed: IndexedPlaces) -> None:
         super().__init__(places)

@@ -90,7 +90,7 @@ class _CachedTables(Mapping[str, ArrayTable]):
 
     def _of(self, table: ArrayTable) -> ArrayTable:
         if table.decoder is None or identity_of_object(table.places.files, "") is None:
-            return replace(table)  # its library fetches for itself, or nothing tells its objects from others
+            return replace(table)  # its library fetches for itself, or its objects cannot be told from others
         files = _CachedFiles(table.places.files, self._answers)
         if isinstance(table.places, IndexedPlaces):
             return replace(table, places=_CachedIndexedPlaces(table.places, table.places, files))

@@ -129,7 +129,7 @@ class _Hdf5Opening:
         """Return the tables of all datasets of numbers and lists of texts; linked files stay open in `held`."""
         self._held = held
         found = list(self._walk(source, file, "", set()))
-        for each in found:  # before anybody asks for a shape: libhdf5 opens the sources of some virtual ones for it
+        for each in found:  # before any shape is read: libhdf5 opens the sources of some virtual datasets for it
             self._reach.check(each.source, each.dataset)
         known = {s: Hdf5Dims([f.dataset for f in found if f.source is s]) for s in {f.source for f in found}}
         for each in found:

@@ -61,7 +61,7 @@ _zlib_decoder, _zstd_decoder = (CodecDecoder(np.dtype(np.uint8), (0,), name) for
 
 
 class Hdf5Filter(NamedTuple):
-    """A filter of a dataset: its registered number, and the values that parametrise it."""
+    """Filter of a dataset: its registered number, and the values of its parameters."""
 
     id: int
     values: tuple[int, ...]

@@ -230,7 +230,7 @@ def _h5py_symbols() -> ctypes.PyDLL:
 
 
 def _visit_chunks(dataset: Any, see: Callable[[Any], None]) -> None:
-    """Libhdf5 before 1.12.3 can only tell the chunks one by one."""
+    """Visit all chunks, one by one before libhdf5 1.12.3."""
     if hasattr(dataset, "chunk_iter"):
         dataset.chunk_iter(see)
     else:

@@ -64,7 +64,7 @@ def _grows_with_sources(space: Any) -> bool:
 
 
 class FileReach:
-    """Follows datasets into other files; `source_of` opens one, `followed` finds an object there by its path."""
+    """Follower of datasets into other files; `source_of` opens one, `followed` finds an object there by its path."""
 
     def __init__(
         self, outside: bool, source_of: Callable[[str], Hdf5File], followed: Callable[[Hdf5File, Any, str], Any]
@@ -142,7 +142,7 @@ class FileReach:
         return sorted(glob.glob(re.sub("%[b%]", lambda m: "[0-9]*" if m[0] == "%b" else "%", glob.escape(path))))
 
     def _check_elsewhere(self, source: Hdf5File, name: str, found: bool, what: str) -> None:
-        """Libhdf5 takes what it does not find in the folder from the working directory, by name or by last name."""
+        """Check files in the working directory: libhdf5 takes from it, by name or last name, what the folder lacks."""
         folder = os.path.abspath(os.path.dirname(source.path))
         if "%" not in name and not found:
             raise UnsupportedStoreError(f"{what} in {source.path} needs {name!r}, which does not exist; bring it back")

@@ -32,7 +32,7 @@ _LARGEST_GRID = 1 << 26
 
 
 class Hdf5SlabPlaces(Hdf5Places):
-    """The virtual chunks of an array that lies in one piece; there are none where it was never `written`."""
+    """Virtual chunks of an array that lies in one piece; an array that was never `written` has none."""
 
     def __init__(self, source: Hdf5File, slabs: plain.SlabPlaces, written: bool) -> None:
         super().__init__(source)

@@ -53,7 +53,7 @@ def table_of_values(
 
 
 class FilelessPlaces:
-    """Nowhere in a file: `label` stands for one in messages; `length` is what a chunk would have in one."""
+    """Places outside of any file: `label` names them in messages; `length` is that of a chunk if it were in a file."""
 
     def __init__(self, label: str, length: int | None = None) -> None:
         self._label, self._length = label, length

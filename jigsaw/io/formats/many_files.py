@@ -139,7 +139,7 @@ class _OpenStores:
 
 @dataclass(frozen=True)
 class _ArrayOfFile:
-    """One array of a file: `packing` is what turns its stored values into those meant."""
+    """One array of a file: `packing` turns its stored values into those meant."""
 
     dims: tuple[str, ...]
     shape: tuple[int, ...]
@@ -364,7 +364,7 @@ class _JoinedFiles:
 
 
 class _JoinedTables(Mapping[str, ArrayTable]):
-    """The joined arrays; what they are made of is found by name, but not listed."""
+    """Joined arrays; those that they are made of are found by name, but not listed."""
 
     def __init__(
         self, arrays: Mapping[str, ArrayTable], members: Mapping[str, tuple[str, str]], files: _OpenStores

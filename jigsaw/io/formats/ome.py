@@ -92,7 +92,9 @@ def _listed_metadata(store: ArrayStore, image: Mapping[str, Any], key: str) -> S
 def _index_to_world(
     store: ArrayStore, steps: Sequence[Mapping[str, Any]], ndim: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """World = index * scale + shift, of transformations that follow each other: the level's, then the image's."""
+    """Return scale and shift, in world = index * scale + shift, of the level's transformations followed by
+    the image's.
+    """
     scale, shift = np.ones(ndim), np.zeros(ndim)
     for step in steps:
         kind = step.get("type")

@@ -26,7 +26,7 @@ class StoreSource:
 
     @cached_property
     def store(self) -> ArrayStore:
-        """The opened store.  Raises what `open_store` raises, and `FieldError` for what is no `DiskCache`."""
+        """The opened store. Raises what `open_store` raises, and `FieldError` for anything but a `DiskCache`."""
         if self.disk_cache is not None and not isinstance(self.disk_cache, DiskCache):
             raise FieldError(
                 f"disk_cache={self.disk_cache!r} must be a DiskCache: a folder, and how many bytes it may take, like "

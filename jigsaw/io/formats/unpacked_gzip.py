@@ -267,7 +267,7 @@ def unpacked_head(files: StoreFiles, path: str, size: int, length: int) -> bytes
 
 
 def _exact_contents(packed: Iterator[bytes], length: int) -> Iterator[bytes]:
-    """Exactly `length` decompressed bytes; the stream is read, and its checksum compared, to the end."""
+    """Yield exactly `length` decompressed bytes; the stream is read, and its checksum compared, to the end."""
     done = 0
     for block in _unpacked_blocks(packed):
         yield block[: max(0, length - done)]

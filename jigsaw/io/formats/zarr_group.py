@@ -113,7 +113,7 @@ def arrays_without_code(url: Any) -> dict[str, Any]:
         with zarr.config.set({"array.rectilinear_chunks": True}):
             try:
                 group = zarr.open_group(url, mode="r")
-            except (FileNotFoundError, ContainsArrayError, ImportError):  # no group, as that library says in its turn
+            except (FileNotFoundError, ContainsArrayError, ImportError):  # not a group, as that library reports too
                 return {}
             arrays = dict(_listed_zarr_arrays(group))
     except Exception as e:  # zarr may make anything of metadata that lie
@@ -320,7 +320,7 @@ def _zarr_missing_values(meta: Any, dtype: np.dtype[Any], own: np.dtype[Any]) ->
 
 
 def _decoded_fill_value(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Xarray writes the ``_FillValue`` of a zarr v3 float as base64 of its eight bytes, others as "NaN"."""
+    """Decode xarray's ``_FillValue`` of a zarr v3 float: base64 of its eight bytes, or a text like "NaN"."""
     if not isinstance(value, str) or dtype.kind != "f":
         return value
     try:

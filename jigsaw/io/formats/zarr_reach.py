@@ -242,7 +242,7 @@ def _folder_of(url: str) -> str:
 
 
 def _canonical_place(url: Any, usual: str = "file") -> tuple[str, str] | None:
-    """Protocol and path of a place, by which it is compared with others; None of one that may lead anywhere."""
+    """Return protocol and path of a place, by which it is compared with others; None for one that may lead anywhere."""
     if not isinstance(url, str) or "::" in url:
         return None
     protocol, mark, path = url.rpartition("://")

@@ -240,7 +240,7 @@ class Arena:
         """Let go of the memory; it goes when the last rank lets go."""
         if self._fd < 0:
             return
-        if self._home.is_here:  # a process that was forked is no rank: what it lets go of is not closed
+        if self._home.is_here:  # a forked process is not a rank: what it lets go of is not closed
             self.leave(_CLOSED_READER)
         for fd in self._deaths:
             os.close(fd)
@@ -248,7 +248,7 @@ class Arena:
         self._fd, self._data = -1, None
 
     def __del__(self) -> None:
-        self.close()  # a reader that nobody closed lets go of its memory with its last reference
+        self.close()  # a reader that was not closed lets go of its memory with its last reference
 
 
 def slot_ticket(read: int, place: int) -> int:

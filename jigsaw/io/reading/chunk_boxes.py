@@ -74,7 +74,7 @@ class ChunkBox(NamedTuple):
 
     @property
     def repeats(self) -> bool:
-        """Say whether it takes a row of the chunk more than once, as rows beyond an edge do."""
+        """True where it takes a row of the chunk more than once, as rows beyond an edge do."""
         rows = [[x for run in runs for x in run.each] for runs in self.runs if len(runs) > 1]
         return any(len(set(taken)) < len(taken) for taken in rows)
 

@@ -110,7 +110,7 @@ class ReaderGroup:
 
     @cached_property
     def share(self) -> float:
-        """At most which part of the chunk they need together."""
+        """Upper bound on the share of the chunk that they need together."""
         return needed_share(self.rects, self._readers.shape)
 
 
@@ -181,7 +181,7 @@ class ChunkReaders:
 
     @cached_property
     def _rows(self) -> list[tuple[list[NDArray[np.object_]], ...]]:
-        """For each part and dim the rows that each reader takes."""
+        """Rows that each reader takes, for each part and dim."""
         mesh = tuple(size for _, size in self._parts[0].stored[0].axes)
         return [
             tuple([np.broadcast_to(dim.rows, mesh).ravel()[self.at] for dim in dims] for dims in part)

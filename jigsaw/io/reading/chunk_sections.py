@@ -141,9 +141,9 @@ def _sections_of_job(plan: ReadPlan, job: ChunkJob, number: int, lane: int, cut:
 def _can_stream(plan: ReadPlan, job: ChunkJob) -> bool:
     """Say whether a chunk can be decoded whole, from its beginning to its end, as it is fetched."""
     table = plan.tables[job.array]
-    # What is asked here must be alike on every rank, or they would count other places for the same slots.  Far chunks
-    # come whole, by batches; chunks in part, and those whose filters were left out in part (`mask`), are no stream of
-    # rows from the first to the last.
+    # The questions here must have the same answers on every rank, or ranks would count other places for the same slots.
+    # Far chunks come whole, by batches. Chunks in part, and those whose filters were left out in part (`mask`), are not
+    # a stream of rows from the first to the last.
     if table.decoder is None or not table.decoder.splits or table.far:
         return False
     ref = plan.ref(job.array, job.chunk)

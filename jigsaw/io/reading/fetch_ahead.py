@@ -114,8 +114,8 @@ class FetchAhead:
             if any(not group.started for group in groups.values()):
                 self._waiting = deque(group for group in self._waiting if group.plan is not plan)
             for group in groups.values():
-                # A promise that nobody works on is cancelled; one under way too, as it is never marked as running: its
-                # thread finds that by `while_waited_for`, and its result has nowhere to go (InvalidStateError).
+                # A promise that no thread works on is canceled. One under way is too, as it is never marked as running:
+                # its thread finds that by `while_waited_for`, and its result has nowhere to go (InvalidStateError).
                 group.promise.cancel()
                 self._let_go(group, group.left)
 

@@ -15,7 +15,7 @@ class HomeProcess:
 
     @property
     def is_here(self) -> bool:
-        """Say whether this is that process, not one that was forked from it."""
+        """True in that process, but not in one that was forked from it."""
         return os.getpid() == self._pid
 
     def check_home(self) -> None:

@@ -171,7 +171,7 @@ class FoundChunks:
 
     @cached_property
     def _are_few(self) -> bool:
-        """Say whether the chunks whose size may be looked up are few."""
+        """True where the chunks whose size may be looked up are few."""
         asked = (name for name in self.needed.readers if not self.tables[name].far)
         return sum(len(self.needed.readers[n]) for n in asked if not self.tables[n].finder.is_divisible) <= MOST_SIZES
 

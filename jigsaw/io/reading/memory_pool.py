@@ -1,4 +1,4 @@
-"""Memory for samples, used again once the sample in it is no longer held.
+"""Memory for samples, used again once the sample in it is gone.
 
 Fresh memory costs as much as the copy into it: the kernel clears every page first.
 """
@@ -80,7 +80,7 @@ class MemoryPool:
             elif time.monotonic() < until:
                 time.sleep(_PAUSE_S)
             else:
-                self._most *= 2  # whoever holds so many means to
+                self._most *= 2  # holding so many pieces is intended
         return memory
 
     def _pick(self, size: int | None) -> NDArray[np.uint8] | None:

@@ -61,7 +61,7 @@ class BoxParcels:
         self._coming = np.empty(sum(self._sizes), np.uint8)
 
     def exchange_boxes(self) -> Iterator[tuple[ChunkJob, ChunkBox, AnyArray]]:
-        """Send what was laid out; what comes, box by box, in the stored dtype.  Collective over the peers.
+        """Send the packed boxes, and yield those received, box by box, in the stored dtype. Collective over the peers.
 
         *Sends*: the packed boxes, by one all-to-all.
         """

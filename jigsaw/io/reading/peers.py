@@ -49,7 +49,7 @@ class PeerGroup:
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """Those on this machine, this one included."""
+        """Ranks on this machine, this one included."""
         return tuple(m for m, host in enumerate(self.hosts) if host == self.hosts[self.me])
 
     @property
@@ -108,7 +108,7 @@ class PeerGroup:
 
     @property
     def is_idle(self) -> bool:
-        """Say whether every thread is outside of a message."""
+        """True where every thread is outside of a message."""
         return self._talks == 0
 
 

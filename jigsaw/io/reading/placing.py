@@ -174,7 +174,7 @@ class PartPlacing:
 
     @cached_property
     def lands_as_stored(self) -> bool:
-        """Say whether decoded bytes may be scaled where they lie: dims in order, and no value means "missing"."""
+        """True where decoded bytes may be scaled where they lie: dims in order, and no value means "missing"."""
         return self.is_ordered and not self.masks and self.memory == tuple(range(len(self.memory)))
 
     def _where(self, runs: Sequence[RowRun], box: ChunkBox, ndim: int) -> tuple[slice, ...]:

@@ -79,7 +79,7 @@ class ReadPlan:
 
     @property
     def reasons(self) -> str:
-        """Explain why it is read this way: which rank has which chunks, and what each way of reading would cost."""
+        """Explanation of the plan: which rank has which chunks, and what each way of reading would cost."""
         return "\n".join(plan_reasons(self))
 
     def __str__(self) -> str:
@@ -166,7 +166,7 @@ class ReadPlan:
 
     @cached_property
     def rows(self) -> tuple[ReadCounts, ...]:
-        """Return what each rank will do; the engine's counters equal it."""
+        """Work that each rank will do; the engine's counters equal it."""
         table = np.zeros((self.ranks, len(COUNT_COLUMN)), np.int64)
         singly = np.zeros(self.ranks, np.int64)
         useful, sent, requests = (COUNT_COLUMN[name] for name in ("useful_bytes", "sent_bytes", "requests"))
@@ -235,7 +235,7 @@ class ReadPlan:
 
     @property
     def lookups(self) -> LookupCounts:
-        """Count the look-ups for all `rows` of a rank that knows nothing yet; `ReadEngine.looked_up` counts its own."""
+        """Look-ups for all `rows` by a rank that knows nothing yet; `ReadEngine.looked_up` has those done."""
         _ = self.rows  # asks for every part
         return self.found.lookups()
 
@@ -246,7 +246,7 @@ class ReadPlan:
 
     @cached_property
     def digest(self) -> int:
-        """A number that ranks compare: equal when their plans are."""
+        """Number that ranks compare: equal when their plans are."""
         # Private jobs follow from request and modes.  What a rank finds of a store enters by `shared`: ranks that see
         # other chunks there, of a store that is written meanwhile, balance them otherwise, and must not go on: their
         # order and owners differ, all else of them follows too.  Seven bytes fit the arena's signed words.

@@ -247,7 +247,7 @@ class RunningRead:
         return flow
 
     def _show(self, at: int, section: ChunkSection, room: ByteArray) -> None:
-        """Let all that read a section have it."""
+        """Show a section to all ranks that read it."""
         job, table = section.job, self.plan.tables[section.job.array]
         values = table.loader.view(room, job.chunk, section.shape(table))
         self.parcels.pack(job, section.number, values)  # before it is shown: once its readers have it, the slot is free
@@ -400,10 +400,10 @@ class RunningRead:
             if section.job.is_read_by(self.me)
         ]
         while pending:
-            # This ends: of the places that some reader has not taken yet, the lowest, p, waits for nobody.  Place
-            # p - slots was taken, so p's slot is free; its loader has done its lane's sections before p, which are of
-            # lower places; and whoever still has to take p has it first in this window.  A section beyond the window
-            # may be shown already, in a slot that the window leaves out: it is taken a little later.
+            # This ends. Of the places that some reader has not taken yet, the lowest, p, does not wait for others.
+            # Place p - slots was taken, so p's slot is free; its loader has done its lane's sections before p, which
+            # are of lower places; and each reader that still has to take p has it first in this window. A section
+            # beyond the window may be shown already, in a slot that the window leaves out: it is taken a little later.
             window = pending[:slots]
             shown = [each for each in window if arena.is_published(each[0], each[1])]
             if not shown:
@@ -438,7 +438,7 @@ class RunningRead:
     # -- over machines -----------------------------------------------------------------------------------------------
 
     def _over_machines(self, failure: BaseException | None) -> BaseException | None:
-        """Exchange boxes with the ranks of other machines; what any rank failed with."""
+        """Exchange boxes with the ranks of other machines, and return the failure of any rank."""
         any_go = self.parcels.are_any  # from the plan, so that all enter the all-to-all or none
         if failure is None and any_go:
             failure = self._tried(self.parcels.make_room)

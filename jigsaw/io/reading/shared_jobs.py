@@ -36,7 +36,7 @@ class JobOrder:
 
     @cached_property
     def digest(self) -> bytes:
-        """Equal where the jobs come in the same order and have the same owners."""
+        """Digest that is equal where the jobs come in the same order and have the same owners."""
         made = np.stack([self.arrays, self.places, self.owners]).astype("<i4")
         return blake2b(made.tobytes(), digest_size=16).digest()
 

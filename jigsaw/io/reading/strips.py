@@ -75,8 +75,8 @@ def _joinable_runs(plan: ReadPlan, array: str, member: int) -> dict[int, RowRun]
 def _chunks_in_strips(
     plan: ReadPlan, array: str, member: int, last: dict[int, RowRun]
 ) -> Iterator[tuple[ChunkIndex, ...]]:
-    # Neighbours in the array need not be in the sample: on a dim of four chunks that is rolled by half, 0 lands behind
-    # 3, and 2 behind nothing.
+    # Chunks side by side in the array need not be so in the sample: on a dim of four chunks that is rolled by half, 0
+    # lands behind 3, and 2 behind nothing.
     after = {c for c, run in last.items() if c - 1 in last and last[c - 1].target + run.length == run.target}
     most = LARGEST_STRIP // max(plan.tables[array].grid.chunk_bytes, 1)
     strip: list[ChunkIndex] = []

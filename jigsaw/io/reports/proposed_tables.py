@@ -46,7 +46,8 @@ def chunk_shape_of(dims: Sequence[tuple[str, str, int]], itemsize: int, wanted: 
 def shard_shape_of(
     dims: Sequence[tuple[str, str, int]], itemsize: int, chunks: Sequence[int], most: int = MOST_SHARD_BYTES
 ) -> tuple[int, ...]:
-    """Whole chunks along each dim that make a shard of at most `most` bytes: space and levels first, then steps.
+    """Return the whole chunks along each dim that make a shard of at most `most` bytes: space and levels first, then
+    steps.
 
     Fewer, larger files cost a reader nothing: it fetches chunks, and keeps the index of a shard.
     """
@@ -61,7 +62,7 @@ def shard_shape_of(
 
 
 def dims_with_roles(variable: StoreVariable) -> list[tuple[str, str, int]]:
-    """(role, own name, size) of each dim."""
+    """Return (role, own name, size) of each dim."""
     return list(zip(variable.roles, variable.table.dims, variable.table.shape, strict=True))
 
 

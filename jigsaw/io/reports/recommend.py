@@ -227,7 +227,7 @@ def _weigh_mesh(dataset: Dataset, request: ReadRequest, frame: SampleSpace) -> M
 
 
 def _chunk_options(dataset: Dataset, request: ReadRequest, plan: ReadPlan) -> tuple[ChunkOption, ...]:
-    """Chunk shapes for the dataset's own mesh, the cheapest first; arrays alike are planned once."""
+    """Return chunk shapes for the dataset's own mesh, the cheapest first; arrays alike are planned once."""
     kept = _group_alike(dataset.variables, request)
     whole = plan.total
     ratio = whole.stored_bytes / whole.decoded_bytes if whole.stored_bytes and whole.decoded_bytes else _USUAL_RATIO

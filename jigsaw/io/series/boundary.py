@@ -7,7 +7,7 @@ With n rows, row -k (k = 1, 2, …) beyond the first end and row n - 1 + k beyon
 ``"periodic"``       row n - k; row k - 1             the rows of the other end
 ``"reflect"``        row k; row n - 1 - k             the edge row is not repeated, as numpy's and torch's "reflect"
 ``"replicate"``      row 0; row n - 1                 the edge row is repeated, as numpy's "edge"
-``("fill", v)``      v                                a number of the result, that is after normalisation
+``("fill", v)``      v                                a number of the result, that is after normalization
 ``"pole"``           row k or k - 1, turned           of ``lat``, where the grid goes round the globe in ``lon``
 ===================  ===============================  =======================================================
 

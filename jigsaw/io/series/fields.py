@@ -209,7 +209,7 @@ def quantity_and_level(name: str) -> tuple[str, float | None]:
 
 
 def quantity_at_pressure(name: str) -> tuple[str, float] | None:
-    """("z", 500.0) of ``z500`` and of anemoi's ``z_500``; None where a name says no pressure."""
+    """Return ("z", 500.0) for ``z500`` and anemoi's ``z_500``; None for a name without a pressure."""
     if name in SHORT_NAMES:
         return None
     for short, *_ in PRESSURE_NAMES:

@@ -39,11 +39,11 @@ def with_stored_statistics(normalize: NormalizeArgument, store: ArrayStore) -> N
 def channel_scales(
     channels: Sequence[FieldChannel], normalize: NormalizeArgument
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Scale and offset of every channel, from ``{"t2m": (mean, std)}`` or ``{"t2m": {"mean": …, "std": …}}``.
+    """Return scale and offset of every channel, from ``{"t2m": (mean, std)}`` or ``{"t2m": {"mean": …, "std": …}}``.
 
     A key is a channel (``geopotential@500``) under any name of `jigsaw.io.series.fields`, a field as it was asked for,
-    or an array of the store; for a field of several levels mean and std may be sequences, a value a level.  Or from a
-    file of statistics, or `Statistics`, which may have more channels than are read.
+    or an array of the store. For a field of several levels mean and std may be sequences, one value for each level. A
+    file of statistics, or `Statistics`, may have more channels than are read.
     """
     if normalize is None:
         return (1.0,) * len(channels), (0.0,) * len(channels)

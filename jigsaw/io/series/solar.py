@@ -144,7 +144,7 @@ class GridAngles:
 
     @classmethod
     def of(cls, lat: ArrayLike, lon: ArrayLike) -> GridAngles:
-        """1-d latitudes and longitudes in degrees."""
+        """Make angles from 1-d latitudes and longitudes in degrees."""
         north, east = _checked_radians("lat", lat, 90.0), _checked_radians("lon", lon, 720.0)
         return cls(east, *(_map_each(f, values) for values in (north, east) for f in (math.sin, math.cos)))
 

@@ -248,7 +248,7 @@ def _attrs_with_format(found: Statistics) -> dict[str, Any]:
 
 
 def _as_nc(found: Statistics) -> bytes:
-    """Made in memory: libhdf5 that meets a full disk may end the process."""
+    """Return the file's bytes, made in memory, because libhdf5 may end the process when it meets a full disk."""
     file = _open_statistics_nc(Path("statistics.nc"), "w", memory=1 << 16)
     file.setncatts(_attrs_with_format(found))
     file.createDimension("channel", len(found))

@@ -86,7 +86,7 @@ class TimeAxis:
 
     @cached_property
     def breaks(self) -> tuple[int, ...]:
-        """Each i such that a gap lies between the steps i and i + 1: they are not a usual step apart."""
+        """Steps i for which a gap lies between i and i + 1: they are not a usual step apart."""
         off = np.abs(np.diff(self.ticks) - self.usual) > self._slack
         return tuple(int(i) for i in np.flatnonzero(off))
 
@@ -426,7 +426,7 @@ def _cftime_dates(raw: NDArray[Any], unit: str, reference: _TimeReference, units
 
 
 def stamp_digits(stamps: NDArray[Any]) -> NDArray[np.int64]:
-    """YYYYMMDDhhmmss of dates on any calendar."""
+    """Return YYYYMMDDhhmmss of dates on any calendar."""
     if stamps.dtype.kind != "M":
         whole = np.array([(t.year * 100 + t.month) * 100 + t.day for t in stamps], dtype=np.int64)
         clock = np.array([(t.hour * 100 + t.minute) * 100 + t.second for t in stamps], dtype=np.int64)
@@ -439,7 +439,7 @@ def stamp_digits(stamps: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def _date_digits(when: Any, pad: str) -> int:
-    """YYYYMMDDhhmmss of a date, partial ones filled up with `pad`: "2008" covers all that begins with 2008."""
+    """Return YYYYMMDDhhmmss of a date, partial ones filled up with `pad`: "2008" covers all that begins with 2008."""
     text = str(np.datetime64(when)) if isinstance(when, datetime | date) else str(when)
     match = _DATE.match(text)
     if match is None:

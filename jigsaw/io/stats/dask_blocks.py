@@ -99,7 +99,7 @@ class _DaskBlock:
 
 
 class _WorkerReader:
-    """One reader a worker process, shared by its threads."""
+    """Reader of a worker process, shared by its threads."""
 
     def __init__(self, work: _WorkerTask) -> None:
         self.dataset = work.dataset

@@ -61,14 +61,15 @@ class ChannelMoments:
         return ChannelMoments(out)
 
     def add(self, others: Iterable[ChannelMoments]) -> ChannelMoments:
-        """Merged with others one after the other: the order decides the last bits."""
+        """Merge others into these one after the other: the order decides the last bits."""
         found = self
         for each in others:
             found = found.merge(each)
         return found
 
     def summary(self) -> dict[str, MomentValues]:
-        """Count, missing, mean, std (of the population: divided by the weight), min and max, each [C]; NaN of nothing.
+        """Return count, missing, mean, std (of the population: divided by the weight), min and max, each [C]; NaN if
+        empty.
 
         With area weights mean and std are those over the sphere.
         """

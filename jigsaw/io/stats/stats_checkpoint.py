@@ -38,7 +38,7 @@ class StatisticsState:
     tables: MomentTables
 
     def add(self, block: StepBlock) -> None:
-        """Go on by one block.  Step by step, so that the sizes of blocks do not change a bit."""
+        """Add one block, step by step, so that the sizes of blocks do not change a bit of the result."""
         pairs = zip(self.tables, (block.values, block.differences), strict=True)
         self.tables = np.stack([ChannelMoments(table).add(found).table for table, found in pairs])
         self.done = block.stop

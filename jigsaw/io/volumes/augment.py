@@ -85,7 +85,7 @@ class Augmentation(ABC):
 
 @dataclass(frozen=True)
 class Flip(Augmentation):
-    """Each of `dims` (all by default) is shown backwards, with the probability `p` of its own."""
+    """Mirror image along each of `dims` (all by default), each with the probability `p`."""
 
     dims: tuple[str, ...] | None = None
 
@@ -166,7 +166,7 @@ class Brightness(Augmentation):
 
 @dataclass(frozen=True)
 class Noise(Augmentation):
-    """Plus normal numbers whose standard deviation is drawn from the range `std`, in the units of the image."""
+    """Normal noise, whose standard deviation is drawn from the range `std`, in the units of the image."""
 
     std: NumberRange = (0.0, 0.1)
 

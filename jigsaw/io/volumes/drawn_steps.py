@@ -76,7 +76,9 @@ class VoxelTurn(VoxelStep):
 
 @dataclass(frozen=True)
 class IntensityStep(VoxelStep):
-    """x times `scale` plus `shift`; and before, above `low`, ``low + width ((x - low) / width) ** gamma``."""
+    """Scale and shift: x times `scale` plus `shift`; before that, above `low`, ``low + width ((x - low) / width) **
+    gamma``.
+    """
 
     scale: float = 1.0
     shift: float = 0.0
@@ -94,7 +96,7 @@ class IntensityStep(VoxelStep):
 
 @dataclass(frozen=True)
 class NoiseStep(VoxelStep):
-    """Plus normal numbers, of the place of a voxel and its channel alone."""
+    """Noise: normal numbers, added, that follow from the place of a voxel and its channel alone."""
 
     key: int
     std: float
@@ -274,10 +276,10 @@ def _in_whole_vectors(function: Callable[[Values], Values], values: Values) -> V
 
 
 def hashed_places(key: int, box: Box) -> NDArray[np.uint64]:
-    """64 random bits for each place of a box, which may reach below 0; of the place and the key alone.
+    """Return 64 random bits for each place of a box, which may reach below 0, from the place and the key alone.
 
-    The finaliser of splitmix64 (Steele, Lea, Flood 2014), dim after dim: what the outer ones gave is where the next
-    counts from.
+    This is the finalizer of splitmix64 (Steele, Lea, Flood 2014), dim after dim: each dim counts on from the result of
+    the outer ones.
     """
     found = np.array(key % (1 << 64), np.uint64)
     for rows in box:

@@ -52,7 +52,7 @@ class VolumeArray:
         return self.table.chunks[self.roles.index(dim)]
 
     def unpacked(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Stored values as numbers; what is missing is NaN."""
+        """Return stored values as numbers, with missing ones as NaN."""
         table = self.table
         if table.masks or (table.scale, table.offset) != (1.0, 0.0):
             missing = np.isin(values, table.masks)
@@ -196,7 +196,7 @@ class StoredVolume:
 
     @property
     def affine(self) -> AffineMatrix:
-        """From voxels (x, y, z, 1) to the world, 4 x 4, as nibabel has it; the identity where it is unknown."""
+        """Affine from voxels (x, y, z, 1) to the world, 4 x 4, as nibabel has it; the identity where it is unknown."""
         stored = self.affines[0][1] if self.affines else np.eye(4)
         return self.respacing.respaced_affine(stored, self.dims) if self.respacing else stored
 

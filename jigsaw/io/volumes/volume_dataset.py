@@ -134,7 +134,7 @@ class Volumes(MeshSamples):
 
     @property
     def store(self) -> ArrayStore:
-        """An empty one: every volume has a store of its own."""
+        """Empty store: every volume has a store of its own."""
         return ArrayStore("volumes", {}, {}, _refuse_array)
 
     def identity(self) -> StoreIdentity:

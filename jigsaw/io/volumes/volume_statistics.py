@@ -49,7 +49,7 @@ def volume_statistics(
     foreground: bool = False,
     each: bool = False,
 ) -> Statistics | list[Statistics]:
-    """Count, missing, mean, std, min, max and percentiles of every channel, over all voxels of all volumes.
+    """Compute count, missing, mean, std, min, max and percentiles of every channel, over all voxels of all volumes.
 
     They are those of the voxels as stored, whatever crops, spacing or intensities the `volumes` are opened with. Each
     rank of their mesh takes its share of slabs; every rank returns the same, with the same bits on every mesh. NaN is
@@ -197,7 +197,7 @@ class VolumeSlabs:
                 yield number, [(top, min(top + rows, first)), *((0, n) for n in rest)]
 
     def _values(self, number: int, window: Sequence[Interval]) -> NDArray[np.float32]:
-        """[C, voxels] of a slab, of its foreground where that is asked for."""
+        """Return the values [C, voxels] of a slab, or of its foreground."""
         values = self.volumes.images[number].read_window(window).astype(np.float32)
         label = self.volumes.labels[number] if self.foreground else None
         if label is None:

@@ -186,7 +186,7 @@ def _write_nifti(
 
 
 def _channels_first(data: Tile) -> Tile:
-    """[C, z, y, x].  Raises: `ShardingError` for another number of dims, or a batch of several."""
+    """Return the tile as [C, z, y, x]. Raises: `ShardingError` for another number of dims, or a batch of several."""
     if not isinstance(data, Tile):  # pyright: ignore[reportUnnecessaryIsInstance] # what a user may pass
         raise ShardingError(
             f"write_volume takes a tile, not {type(data).__name__}; cut it first: jigsaw.shard(x, mesh, spec)"
@@ -234,7 +234,9 @@ def _as_bytes_of(channel: Tensor, kind: np.dtype[Any]) -> memoryview:
 def _write_runs(
     draft: Path, begin: int, runs: Sequence[bytes | memoryview], sizes: Sequence[Sequence[int]], mine: int
 ) -> None:
-    """Behind the header, behind all slabs of earlier channels, and of the same channel those of earlier ranks."""
+    """Write this rank's runs, each behind the header, all slabs of earlier channels, and earlier ranks of its
+    channel.
+    """
     with open(open_unlinked(draft, os.O_WRONLY), "wb") as file:
         for channel, run in enumerate(runs):
             before = sum(sum(rank[:channel]) for rank in sizes) + sum(rank[channel] for rank in sizes[:mine])

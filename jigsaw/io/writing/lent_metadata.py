@@ -19,7 +19,9 @@ _WRITER_PREFIX = "jigsaw_"
 
 @dataclass(frozen=True)
 class LentMetadata:
-    """Coordinates, attributes, and what each channel becomes; of `time` only units and calendar, its values are new."""
+    """Coordinates, attributes, and the field of each channel; of `time` only units and calendar, because its values are
+    new.
+    """
 
     coords: Mapping[str, Any]
     attrs: Mapping[str, Any]

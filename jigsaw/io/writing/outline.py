@@ -244,7 +244,7 @@ def _split_channels(
 
 
 def _level_runs(channels: Sequence[int], levels: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-    """Consecutive channels that are consecutive levels: (first, end, level of the first)."""
+    """Return runs of consecutive channels that are consecutive levels: (first, end, level of the first)."""
     found: list[tuple[int, int, int]] = []
     for channel, level in zip(channels, levels, strict=True):
         first, end, start = found[-1] if found else (0, -1, 0)

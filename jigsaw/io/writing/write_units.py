@@ -54,7 +54,7 @@ class WriteUnit:
 
     @property
     def is_full(self) -> bool:
-        """Say whether the parts cover the box: levels that no channel has remain missing."""
+        """True where the parts cover the box: levels that no channel has remain missing."""
         return sum(box_elements(p.placed) for p in self.parts) == self.size
 
 
