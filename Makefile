@@ -36,7 +36,7 @@ ZOO_NEMO := jaxtyping nvtx omegaconf orjson psutil pyvers s3fs tensordict termco
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weather weather-025 aurora medical nginx test test-cuda check docs test-newest with-newest test-oldest with-oldest bench fuzz zoo clean
+.PHONY: help setup weather weather-025 aurora medical nginx test test-cuda check nightly docs test-newest with-newest test-oldest with-oldest bench fuzz zoo clean
 
 help: ## show these targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -81,12 +81,15 @@ test: setup ## the tests, without the slow ones
 test-cuda: setup ## the tests of a GPU, the slow ones too; JIGSAW_TEST_DEVICE=cpu tries them without one
 	$(BIN)/python -m pytest tests/cuda
 
-check: setup $(if $(CI),nginx) ## lint, types, layers and all tests; a part of them with the newest packages too
+nightly: setup ## the tests that take longest: many ranks, benchmarks beside others, a search by coverage
+	$(BIN)/python -m pytest -m nightly
+
+check: setup $(if $(CI),nginx) ## lint, types, layers and all tests but the nightly ones; a part with the newest packages and an old Python
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not nightly"
 	$(MAKE) --no-print-directory test-newest
 	$(MAKE) --no-print-directory test-oldest
 

@@ -276,13 +276,19 @@ def test_ten_steps_of_all_strategies_at_once(case):
     run_on_ranks(math.prod(case[0].values()), _ten_steps, *case)
 
 
+def _with_marks(cases):
+    """Keep one case of more than five ranks in `make check`; each takes half a minute, so the others run nightly."""
+    many = [case for case in cases if math.prod(case[0].values()) > 5][1:]
+    return [pytest.param(case, marks=[pytest.mark.nightly] if case in many else []) for case in cases]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [c for k, c in enumerate(MESHES) if k not in FIRST], ids=_name)
+@pytest.mark.parametrize("case", _with_marks([c for k, c in enumerate(MESHES) if k not in FIRST]), ids=_name)
 def test_ten_steps_on_other_meshes(case):
     run_on_ranks(math.prod(case[0].values()), _ten_steps, *case, timeout=240)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*EXPERTS, *(case for k, case in enumerate(PIPES) if k != 7)], ids=_name)
+@pytest.mark.parametrize("case", _with_marks([*EXPERTS, *(case for k, case in enumerate(PIPES) if k != 7)]), ids=_name)
 def test_ten_steps_of_experts_and_pipelines(case):
     run_on_ranks(math.prod(case[0].values()), _ten_steps, *case, timeout=240)

@@ -58,6 +58,8 @@ def test_ranks_on_two_hosts_send_what_the_formula_says():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_a_dry_run_is_compared_with_ranks():
     *rows, summary = lines_of("dry_run.py", "--small", "--rounds", "1", "--ranks", "1,2", "--nets", "unet")
     assert len(rows) == summary["cases"] == 12

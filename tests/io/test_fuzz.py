@@ -40,6 +40,7 @@ def test_hdf5_filters(data):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_search_guided_by_coverage_finds_nothing(tmp_path, name):
     """In a process of its own: a crash is a failure too, and the input that caused it is in the message."""

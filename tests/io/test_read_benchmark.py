@@ -57,6 +57,7 @@ def globe_task(bench, folder, store="wb2", **more):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("store", ["wb2", "level", "tiles", "shard"])
 def test_every_contender_reads_the_same_of_zarr(bench, folder, store):
     contenders = bench("contenders")
@@ -72,6 +73,7 @@ def test_every_contender_reads_the_same_of_hdf5(bench, folder, store):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("store", ["nifti", "nifti-gz"])
 def test_every_contender_crops_the_same(bench, folder, store):
     found = compared(bench, folder, store, ("jigsaw", *bench("contenders").VOLUMES), {"z": 2, "y": 2})

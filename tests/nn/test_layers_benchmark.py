@@ -13,7 +13,10 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "layers.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["conv", "unet", "mixer", "attention", "linear"])
+@pytest.mark.parametrize(
+    "case",
+    ["conv", *(pytest.param(case, marks=pytest.mark.nightly) for case in ("unet", "mixer", "attention", "linear"))],
+)
 def test_toy_run(case):
     command = [sys.executable, str(SCRIPT), "--ranks", "2", "--case", case, "--small", "--rounds", "1"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -33,7 +36,9 @@ def test_toy_run(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["blocks-2d", "blocks-3d", "unet-2d"])
+@pytest.mark.parametrize(
+    "case", ["blocks-2d", *(pytest.param(case, marks=pytest.mark.nightly) for case in ("blocks-3d", "unet-2d"))]
+)
 def test_toy_run_of_memory(case):
     command = [sys.executable, str(SCRIPT.with_name("memory.py")), "--case", case, "--small", "--rounds", "1"]
     ran = subprocess.run([*command, "--slabs", "6"], capture_output=True, text=True, check=True)
@@ -48,6 +53,7 @@ def test_toy_run_of_memory(case):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_toy_run_of_recomputing():
     command = [sys.executable, str(SCRIPT.with_name("recomputing.py")), "--small", "--rounds", "1"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
