@@ -47,7 +47,7 @@ def grid_matmul(x: Tensor, w: Tensor, grid: MatmulGrid, mesh: DeviceMesh, chunk_
     *Raises*: `ShardingError` when the grid does not fit the mesh, or a part its layout.
 
     A tensor that the grid holds alike along axes of its third dim is not gathered over them; its gradient then stays
-    this rank's part along them: sum it with `comm.enter` where that is not meant.
+    this rank's part along them. Pass the tensor through `comm.use_in_parts`, which sums it, where that is not meant.
     """
     here = mesh_coordinate(mesh)
     coord = grid.coord(Layout((), axes_of_mesh(mesh)).index(here))

@@ -61,7 +61,7 @@ def sliding_window(
 
     *Shapes*: global [B, C, \*space] -> [B, K, \*space]; per rank likewise with its owned rows.
     *Sends*: the rows of each window that other ranks own, and its answer back, with ``"dealt"`` after a word of
-    `comm.agree` for each window of a rank; with ``"cut"``, what the model sends.
+    `comm.all_gather_object` for each window of a rank; with ``"cut"``, what the model sends.
     *Raises*: `FieldError` for arguments that do not fit the volume, or a model whose answer has another size;
     `PeerError` where, with ``"dealt"``, the model fails on a window of another rank.
 

@@ -57,8 +57,19 @@ def _is_there(path):
 def test_names_in_the_text_are_those_of_the_code():
     named = {path: file for file in (*SOURCES, *PAGES) for path in re.findall(r"`(jigsaw(?:\.\w+)+)", file.read_text())}
     del named["jigsaw.json"]  # a file of a checkpoint
+    text = {file: file.read_text() for file in (*SOURCES, *PAGES)}
+    named |= {f"jigsaw.{path}": file for file in text for path in re.findall(r"`(comm\.(?!py\b)\w+)", text[file])}
     assert not {path: str(file) for path, file in named.items() if not _is_there(path)}
     assert not _is_there("jigsaw.io.opne")
+
+
+def test_files_in_the_text_are_there():
+    files = {
+        file.name for folder in ("jigsaw", "tests", "examples", "benchmarks") for file in (ROOT / folder).rglob("*.py")
+    }
+    named = {name for page in PAGES for name in re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", page.read_text())}
+    assert len(named) > 50
+    assert not named - files - {"NAME.py"}
 
 
 @pytest.fixture(scope="module")
