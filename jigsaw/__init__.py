@@ -6,7 +6,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-# Tile's closed table is filled here, so that the order of a user's imports never matters
+# Tile's closed table is filled here, so that the order of a user's imports does not matter
 from jigsaw import nn, ops
 from jigsaw.cut import Cut, ShardingError
 from jigsaw.layout import Layout
@@ -62,7 +62,7 @@ __all__ = [
     "testing",
 ]
 
-# What loads more than torch (zarr, multiprocessing, FSDP) is loaded when it is first named.
+# Modules that load more than torch (zarr, multiprocessing, FSDP) load at first use.
 _LATER = {
     "io": "jigsaw.io",
     "metrics": "jigsaw.metrics",
@@ -83,7 +83,7 @@ _LATER = {
 }
 
 
-# opt_einsum asks the package that the class of a tensor comes from for these; a Tile is torch's.
+# opt_einsum asks the package of a tensor's class for these; for a Tile they are torch's.
 _OF_OPT_EINSUM = ("einsum", "tensordot", "transpose")
 
 

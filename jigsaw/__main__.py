@@ -37,11 +37,11 @@ COMMANDS = {
 }
 
 
-_BROKEN_PIPE = 128 + 13  # what a shell shows for SIGPIPE
+_BROKEN_PIPE = 128 + 13  # the status that a shell shows for SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0 when it succeeded."""
+    """Run one command; return exit status 0 when it succeeded."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m jigsaw", description="Samples too big for one device, cut once.")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = int(importlib.import_module(COMMANDS[args.command][0]).run(args))
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read has enough, as head does: end like any other tool of a pipe
+    except BrokenPipeError:  # the reader of the pipe has enough, as head does: end like any other tool
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     return status

@@ -1,5 +1,5 @@
-"""What every rank must pass alike: the arguments of `jigsaw.shard` and `jigsaw.from_local`, and values, by checksum;
-and what one rank decides for all.
+"""Agreement of ranks: same arguments of `jigsaw.shard` and `jigsaw.from_local`, same values by checksum, and decisions
+of one rank for all.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _PIECE_BYTES = 2**20
 def agree_on_arguments(
     what: str, mesh: DeviceMesh, x: Tensor, with_values: bool, **arguments: object
 ) -> list[tuple[tuple[int, ...], int]]:
-    """The shape and checksum of all ranks' tensors, in mesh order, once all else that they pass is known to be the
-    same.
+    """Return the shape and checksum of all ranks' tensors, in mesh order, once all their other arguments are known to
+    be the same.
     """
     alike = {
         "mesh": (axes_of_mesh(mesh), ranks_along(mesh, [n for n, _ in axes_of_mesh(mesh)])),
@@ -50,9 +50,10 @@ def agree_on_arguments(
 
 
 def checksum_of_bits(x: Tensor) -> int:
-    """A number of the bits of `x`, element after element: NaN equals a NaN of the same bits, and 0.0 is not -0.0.
+    """Return a number of the bits of `x`, element after element: NaN equals a NaN of the same bits, and 0.0 is not
+    -0.0.
 
-    On a GPU the sums of the columns and rows of its bytes, 8 kB to a row, stand for them, so that few leave it.
+    On a GPU the sums of the columns and rows of its bytes, 8 kB to a row, stand for them, so that few bytes leave it.
     """
     flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if flat.is_cuda:
@@ -60,7 +61,7 @@ def checksum_of_bits(x: Tensor) -> int:
         flat = torch.cat([words.sum(0), words.sum(1)]).view(torch.uint8)
     checksum = 0
     for piece in flat.split(_PIECE_BYTES):
-        # a copy, for memory that numpy has seen can never be resized again, which FSDP2 does to gathered weights
+        # a copy, because memory that numpy has seen cannot be resized again, as FSDP2 does to gathered weights
         checksum = zlib.crc32(piece.to("cpu", copy=True).numpy().data, checksum)
     return checksum
 
@@ -72,16 +73,16 @@ def decide_on_first_rank(
     error: type[Exception],
     group: dist.ProcessGroup | None = None,
 ) -> U:
-    """What the job's first rank makes of what all ranks give: to each its own of the results of `decide`.
+    """Let the job's first rank `decide` from what all ranks give, and return each rank its own result.
 
     `group` has all ranks of the job, in their order; by default it is the job's own.
 
-    *Sends*: what this rank gave, pickled, to the first rank, and a result from there; not counted.
+    *Sends*: this rank's value, pickled, to the first rank, and a result from there; not counted.
     *Raises*: an `error` on every rank, where `give` fails on any or `decide` on the first: `what`, the rank, and why.
     """
     mine: tuple[Any, BaseException | None] = _tried(give)
     given = mine[0], None if mine[1] is None else repr(mine[1])
-    ranks, group = job_size(), group or job_group()  # in a model's forward pass, too, which sees one process
+    ranks, group = job_size(), group or job_group()  # even in a model's forward pass, which sees one process
     is_first = ranks == 1 or job_rank() == 0
     every: list[Any] | None = [given] * ranks if is_first else None
     if ranks > 1:

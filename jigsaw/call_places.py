@@ -1,4 +1,4 @@
-"""Where a call on tiles comes from: the function, the modules and the line, by the frames of its thread."""
+"""Places that calls on tiles come from: the function, the modules and the line, by the frames of its thread."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _DISPATCHER, _AUTOGRAD, _BACKWARD = "_call_handler", "_engine_run_backward", "th
 
 
 def is_of_packages(file: str) -> bool:
-    """Whether a file is one of jigsaw's or torch's, or none that a user wrote."""
+    """Say whether a file is one of jigsaw's or torch's, or one that no user wrote."""
     return file.startswith(_PACKAGES)
 
 
 def place_of_call() -> tuple[str, str]:
-    """The torch function that is under way in this thread, and the modules and the line that called it."""
+    """Return the torch function that is under way in this thread, and the modules and the line that called it."""
     found = place_in_frames(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
     if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
         return _BACKWARD, found[1].rpartition(" > ")[2] or "called by autograd"
@@ -29,9 +29,9 @@ def place_of_call() -> tuple[str, str]:
 
 
 def place_in_frames(frame: FrameType | None) -> tuple[str, str]:
-    """The torch function that is under way in a thread's frames, and the modules and the line that called it."""
-    # innermost first: the last dispatch that is found is the function that was called on tiles, the first module the
-    # innermost, and the first frame outside jigsaw and torch the line of the caller's
+    """Return the torch function that is under way in a thread's frames, and the modules and the line that called it."""
+    # innermost first: the last dispatch is the function that was called on tiles, the first module the innermost, and
+    # the first frame outside jigsaw and torch the caller's line
     function, modules, line = "", list[str](), ""
     while frame is not None:
         code = frame.f_code

@@ -1,12 +1,12 @@
-"""Weights cut along a mesh axis, for `jigsaw.parallelize`: which layers, along which dim, and where their results lie.
+"""Weights cut along a mesh axis, for `jigsaw.parallelize`: the layers, the dims, and where results lie.
 
-A *column* layer holds rows of the weight: it makes a piece of the output channels, and the pieces are gathered, unless
-the next layer takes them as they are.  A *row* layer holds columns: it takes a piece of the input channels, and the
+A *column* layer holds rows of the weight: it makes a piece of the output channels; the pieces are gathered unless the
+next layer takes them as they are.  A *row* layer holds columns: it takes a piece of the input channels, and the
 products are summed.  After Shoeybi et al., "Megatron-LM", arXiv 1909.08053.
 
 The layers stay torch's own.  Their parameters become DTensors with the names and full shapes that they had, which
 `F.linear`, the convolutions and `F.multi_head_attention_forward` answer on tiles (`jigsaw.nn`), as they do for layers
-made with ``mesh=``; hooks before and after a layer say where its result shall lie.
+made with ``mesh=``; hooks before and after a layer decide where its result lies.
 
 Four ranks, lat=2 x channel=2, and Sequential(Linear(8, 16), GELU(), Linear(16, 8)) on x [6, 8], cut ("lat", None)::
 
@@ -18,7 +18,7 @@ Four ranks, lat=2 x channel=2, and Sequential(Linear(8, 16), GELU(), Linear(16, 
     h[:, mine] W2[:, mine]ᵀ   a part of y[0:3, :] each    a part of y[3:6, :] each
     all-reduce, + b2 once     y[0:3, :]     y[0:3, :]     y[3:6, :]     y[3:6, :]
 
-Backward each rank has the gradient of its pieces of W1 and W2 over its rows.  Those of x are sums of both ranks along
+Backward, each rank has the gradient of its pieces of W1 and W2 over its rows.  Those of x are sums of both ranks along
 channel: one all-reduce.  Then `jigsaw.gradients` averages: W1[0:8] over ranks (0, 0) and (1, 0), along lat alone; b2,
 which every rank has, over all four.  The column by itself would gather h: an all-gather of [3, 8] along channel.
 
@@ -49,20 +49,20 @@ from jigsaw.tile import Tile
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-# What may stand between a column and a row layer, for it works on each channel by itself.
+# Modules that may stand between a column and a row layer, because they work on each channel by itself.
 _BETWEEN = (nn.Identity, nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus)
-_INPUTS = ("input", "query", "key", "value")  # of the layers that are cut, by name
+_INPUTS = ("input", "query", "key", "value")  # dims of the layers that are cut, by name
 
 
 # -- around a layer ---------------------------------------------------------------------------------------------------
 
 
 class ChannelHooks:
-    """What runs before and after a layer whose weights are cut along `axis`.
+    """Hooks before and after a layer whose weights are cut along `axis`.
 
-    Before it: the channels are checked; tokens that the axis cuts are gathered; a plain input, which every rank has
-    alike, becomes a Tile that nothing cuts.  After it: with `gather` the channels are whole again, and tokens lie where
-    they did; the result of a plain input is plain again.
+    Before it: the channels are checked; tokens that the axis cuts are gathered; a plain input, the same on every rank,
+    becomes a Tile that nothing cuts.  After it: with `gather` the channels are whole again, and tokens lie where they
+    were; the result of a plain input is plain again.
     """
 
     def __init__(self, mesh: DeviceMesh, axis: str, gather: bool) -> None:
@@ -77,7 +77,7 @@ class ChannelHooks:
         tiles = [x for x in inputs if isinstance(x, Tile)]
         self._is_plain = not tiles
         if tiles:
-            # by identity: of self attention, query, key and value stay one
+            # by identity, so that query, key and value of self attention stay one
             as_tile: dict[int, Tile] = {id(x): self._with_tokens(layer, x) for x in tiles}
         else:
             axes = axes_of_mesh(self._mesh)
@@ -89,7 +89,7 @@ class ChannelHooks:
         return tuple(as_tile.get(id(x), x) for x in args), {name: as_tile.get(id(x), x) for name, x in kwargs.items()}
 
     def _with_tokens(self, layer: nn.Module, x: Tile) -> Tile:
-        """What a layer takes: with the tokens of all ranks along the axis, where it cuts them.
+        """Return a layer's input with the tokens of all ranks along the axis, where it cuts them.
 
         *Sends*: this rank's tokens to the others along the axis.
         """
@@ -101,7 +101,7 @@ class ChannelHooks:
         return x
 
     def after(self, layer: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(layer, nn.MultiheadAttention):  # its output is whole where the query is
+        if isinstance(layer, nn.MultiheadAttention):  # the output is whole where the query is
             return tuple(y.full_tensor() if self._is_plain and y is not None else y for y in output)
         if self._gather or self._is_plain:
             output = _gather_channels(output, _channel_dim(layer, output), self._axis)
@@ -113,8 +113,9 @@ def _channel_dim(layer: nn.Module, tile: Tile) -> int:
 
 
 def _gather_channels(tile: Tile, dim: int, axis: str) -> Tile:
-    """The tile with whole channels, halo rows included; *Sends*: its piece to the others, backward nothing; where
-    tokens had been gathered, of each rank's tokens to that rank alone, and backward as much.
+    """Return the tile with whole channels, halo rows included.
+    *Sends*: its piece to the others, backward nothing; where tokens had been gathered, each rank's tokens to that rank
+    alone, and as much backward.
     """
     if tile.layout.dim_axes(dim) != (axis,):
         return tile
@@ -122,8 +123,8 @@ def _gather_channels(tile: Tile, dim: int, axis: str) -> Tile:
     home = layout_before_gather(whole, (axis,), whole.dim(whole.ndim - 1))
     if home is not None:  # whole channels of its own tokens, rather than of all
         return tile.with_layout(home)
-    # pieces are even, and held rows alike along the axis, so one all-gather does; `redistribute` would drop the halo
-    # rows first and ask the neighbours for them again
+    # pieces are even, and held rows the same along the axis, so one all-gather is enough; `redistribute` would drop the
+    # halo rows first and fetch them again from the neighbors
     local = torch.cat(stack_along_axes(tile.local, tile, (axis,)).unbind(0), dim)
     return Tile(local, whole, tile.mesh)
 
@@ -163,7 +164,7 @@ def cut_channels(model: nn.Module, mesh: DeviceMesh, axis: str) -> None:
     firsts, rows = {first for first, _ in pairs}, {second for _, second in pairs}
     for layer in able:
         channels = _channel_counts(layer)
-        # even pieces alone: `fully_shard` on top of them needs that, and so does one gather of equal messages
+        # only even pieces: `fully_shard` on top of them needs that, and so does one gather of equal messages
         if channels is not None and channels[0 if layer in rows else 1] % ranks == 0:
             _cut_parameters(layer, layer in rows, line)
             hooks = ChannelHooks(mesh, axis, gather=layer not in firsts)
@@ -172,7 +173,7 @@ def cut_channels(model: nn.Module, mesh: DeviceMesh, axis: str) -> None:
 
 
 def _channel_counts(module: nn.Module) -> tuple[int, int] | None:
-    """(input, output) channels of a layer whose weights can be cut."""
+    """Return (input, output) channels of a layer whose weights can be cut."""
     if type(module) is nn.Linear:
         return module.in_features, module.out_features
     if type(module) in (*_CONVOLUTIONS, *_TRANSPOSED) and module.groups == 1:
@@ -186,7 +187,7 @@ def _channel_counts(module: nn.Module) -> tuple[int, int] | None:
 def _column_row_pairs(
     layers: Sequence[nn.Module], able: Sequence[nn.Module], ranks: int
 ) -> Generator[tuple[nn.Module, nn.Module]]:
-    """Layers that can be column and row."""
+    """Iterate over pairs of layers that can be column and row."""
     first: nn.Module | None = None
     for layer in layers:
         known = _channel_counts(layer) if layer in able and type(layer) is not nn.MultiheadAttention else None

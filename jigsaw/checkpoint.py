@@ -1,7 +1,7 @@
 """Checkpoints of model, optimizer and loader, written by all ranks together and read on any mesh.
 
 A checkpoint is a folder in the format of `torch.distributed.checkpoint`, with a key a tensor: ``model.<name>``,
-``optimizer.<parameter>.<state>``, and ``jigsaw.json`` for what is small and alike on every rank.
+``optimizer.<parameter>.<state>``, and ``jigsaw.json`` for small state that is the same on every rank.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ __all__ = ["CheckpointError", "PendingSave", "Stateful", "latest", "load", "save
 
 
 class Stateful(Protocol):
-    """A loader, a learning rate schedule, a gradient scaler: its state is small, and alike on every rank."""
+    """A loader, a learning rate schedule, a gradient scaler: its state is small, and the same on every rank."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What `load_state_dict` takes."""
+        """Return what `load_state_dict` takes."""
         ...
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Go on from a state."""
+        """Continue from a state."""
         ...
 
 
@@ -76,7 +76,7 @@ def save(
 
 
 class StagedModel(Protocol):
-    """A pipeline (`jigsaw.pipeline`): state of this rank's stages alone, by the names of the whole model."""
+    """A pipeline (`jigsaw.pipeline`), with the state of only this rank's stages, by the names of the whole model."""
 
     names_of_all_stages: Sequence[str]
 
@@ -100,7 +100,8 @@ def save(
     keep: int | None = None,
     **others: Stateful,
 ) -> PendingSave | None:
-    """Write a checkpoint to the folder `path`, each rank its own part; an old one is replaced once all is written.
+    """Write a checkpoint to the folder `path`, each rank its own part; an old one is replaced once everything is
+    written.
 
     A pipeline (`jigsaw.pipeline`) is a model as well, with an optimizer of its own on each rank; its checkpoint is
     that of the whole model. `others` are more objects with ``state_dict``: ``scheduler=scheduler``.  An optimizer
@@ -109,18 +110,18 @@ def save(
     What their ``state_dict`` returns is numbers, texts, bytes, None, lists, tuples and dicts of them, and tensors of at
     most 1 MB; it is kept as JSON.
 
-    With ``wait=False`` each rank copies what it writes (1/P of what all write) to memory, and a thread writes it while
-    training goes on; `PendingSave.wait` returns once the checkpoint is whole.  A save waits for the one before it.
+    With ``wait=False`` each rank copies its share (1/P of all bytes) to memory, and a thread writes it while training
+    continues; `PendingSave.wait` returns once the checkpoint is whole.  A save waits for the one before it.
 
-    With `keep`, older checkpoints beside this one are removed once it is whole: of ``run/step-100``, ``run/step-200``,
-    ... those with lower numbers, of which the last that were saved stay, so that `keep` are left with this one.
-    `latest` finds the last one.  Nothing is replaced or removed but checkpoints that jigsaw wrote, without other files.
+    With `keep`, older checkpoints beside this one are removed once it is whole, so that `keep` are left with this one.
+    Of ``run/step-100``, ``run/step-200``, ... they are those with lower numbers, except for the last that were saved.
+    `latest` finds the last one.  Only checkpoints that jigsaw wrote, without other files, are ever replaced or removed.
 
-    *Sends*: plans and checksums, and no tensors.
-    *Raises*: `CheckpointError` for an optimizer without its model, a state that is not plain, and tensors that ranks
-    should hold alike and do not: a checkpoint would have those of one of them; where `path` is anything but a
-    checkpoint or an empty folder; on every rank, where one cannot write; and where the save before failed in the
-    background and nobody waited for it.
+    *Sends*: plans and checksums, but no tensors.
+    *Raises*: `CheckpointError` for an optimizer without its model, a state that is not plain, and tensors that should
+    be the same on all ranks and are not, because a checkpoint would have those of one rank.  Also where `path` is
+    anything but a checkpoint or an empty folder; on every rank, where one cannot write; and where the save before
+    failed in the background and no one waited for it.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -138,7 +139,7 @@ def save(
     _check_alike(tensors)
     what = f"the tensors of {final} cannot be written"
     draft = fail_together(lambda: begin_checkpoint(final, order_of_next(final)), of_first=True, what=what)
-    draft = CheckpointDraft(final, final.with_name(draft.folder.name), draft.order)  # of this rank's own working folder
+    draft = CheckpointDraft(final, final.with_name(draft.folder.name), draft.order)  # in this rank's own working folder
     with removed_on_failure(draft, rank == 0):
         planned = PlannedTensors(draft.folder, tensors)
 
@@ -169,9 +170,9 @@ def load(
 ) -> None:
     """Read a checkpoint of any mesh into objects of this one: each rank reads the rows that it holds, in place.
 
-    The model has been through `jigsaw.parallelize`, if it shall be, and the optimizer was made from it.  No file of a
-    checkpoint can make this run code.  The files of tensors are compared with the checksums of what was saved, each by
-    one rank, before anything is changed.
+    Call `jigsaw.parallelize` before, if at all, and make the optimizer from that model.  No file of a checkpoint can
+    make this run code.  Before anything is changed, the files of tensors are compared with the checksums of what was
+    saved, each by one rank.
 
     *Raises*: `CheckpointError` that names a damaged file, or lists what is missing, left over or of another shape;
     nothing is changed then.
@@ -205,7 +206,7 @@ def load(
     if tensors:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         fail_together(lambda: check_file_share(found, rank, ranks))
-    for name, thing in things.items():  # they refuse what does not fit them, so before anything else is changed
+    for name, thing in things.items():  # before anything else is changed, because they refuse what does not fit them
         thing.load_state_dict(small[f"state of {name}"])
     read_tensors(found, tensors)
     if model is not None:
@@ -219,7 +220,7 @@ def load(
 def _checkpoint_state(
     model: CheckpointModel | None, optimizer: Optimizer | None, things: Mapping[str, Stateful]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of a checkpoint, and all else as JSON."""
+    """Return the tensors of a checkpoint, and everything else as JSON."""
     state: dict[str, Any] = {}
     small: dict[str, Any] = {}
     if model is not None:
@@ -231,7 +232,7 @@ def _checkpoint_state(
             state |= {f"optimizer.{names[p]}.{key}": value for key, value in values.items()}
     tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
     for key, x in tensors.items():
-        if isinstance(x, Tile):  # of which torch would write one rank's part
+        if isinstance(x, Tile):  # torch would write one rank's part of these
             raise CheckpointError(
                 f"{key!r} is a Tile of shape {tuple(x.shape)}, as a buffer is that one was written into; a checkpoint "
                 "keeps plain tensors and DTensors: register the buffer with persistent=False, or keep x.full_tensor()"
@@ -243,7 +244,9 @@ def _checkpoint_state(
 
 
 def _check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises: `CheckpointError` on every rank, where plain tensors, of which one rank's are written, differ."""
+    """Check plain tensors, of which one rank's are written.  Raises: `CheckpointError` on every rank, where they
+    differ.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     mine = {key: checksum_of_bits(x) for key, x in tensors.items() if type(x) in (torch.Tensor, nn.Parameter)}
@@ -259,7 +262,7 @@ def _check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _joined_over_stages(model: CheckpointModel | None, small: dict[str, Any]) -> dict[str, Any]:
-    """What ranks with other stages of a pipeline have beside tensors, put together as the whole model would have it."""
+    """Join what ranks with other stages of a pipeline have beside tensors, as the whole model would have it."""
     order = _names_of_all_stages(model)
     if not order:
         return small
@@ -281,12 +284,14 @@ def _joined_over_stages(model: CheckpointModel | None, small: dict[str, Any]) ->
 
 
 def _names_of_all_stages(model: CheckpointModel | None) -> Sequence[str]:
-    """The names of all stages' state, in order, where the model is a pipeline that has some of them."""
+    """Return the names of all stages' state, in order, where the model is a pipeline that has some of them."""
     return getattr(model, "names_of_all_stages", ())
 
 
 def _belongs_to_tensors(key: str) -> bool:
-    """Whether a key of the small state is of what has tensors otherwise: a model's extra state, an optimizer's step."""
+    """Say whether a key of the small state belongs to an object with tensors: a model's extra state, an optimizer's
+    step.
+    """
     return key.startswith(("model.", "optimizer."))
 
 
@@ -298,7 +303,7 @@ def _unwrapped_model(model: CheckpointModel) -> CheckpointModel:
 
 
 def _parameter_names(model: CheckpointModel | None, optimizer: Optimizer) -> Mapping[Any, str]:
-    """The name of every parameter of the optimizer."""
+    """Return the name of every parameter of the optimizer."""
     named = {p: name for name, p in _unwrapped_model(model).named_parameters()} if model is not None else {}
     strays = [p for group in optimizer.param_groups for p in group["params"] if p not in named]
     if strays:
@@ -314,7 +319,7 @@ def _stateful_objects(loader: Stateful | None, others: Mapping[str, Stateful]) -
 
 
 def _group_options(optimizer: Optimizer, names: Mapping[Any, str]) -> list[dict[str, Any]]:
-    """The options of every parameter group, and the names of its parameters."""
+    """Return the options of every parameter group, and the names of its parameters."""
     return [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
 
 
@@ -322,7 +327,7 @@ def _group_options(optimizer: Optimizer, names: Mapping[Any, str]) -> list[dict[
 
 
 def _model_state(path: CheckpointPath, there: Mapping[str, Any], model: CheckpointModel | None) -> dict[str, Any]:
-    """The model's own tensors, which are read in place."""
+    """Return the model's own tensors, which are read in place."""
     if model is None:
         return {}
     state = {f"model.{name}": x for name, x in _unwrapped_model(model).state_dict().items()}
@@ -346,7 +351,9 @@ def _model_state(path: CheckpointPath, there: Mapping[str, Any], model: Checkpoi
 def _optimizer_slots(
     path: CheckpointPath, there: Mapping[str, Any], model: CheckpointModel | None, optimizer: Optimizer | None
 ) -> dict[str, Any]:
-    """A place for every value of the optimizer's state: a tensor like its parameter is cut as the parameter is."""
+    """Return a place for every value of the optimizer's state: a tensor like its parameter is cut as the
+    parameter is.
+    """
     if optimizer is None:
         return {}
     owners = {name: p for p, name in _parameter_names(model, optimizer).items()}
@@ -400,5 +407,7 @@ def _restore_optimizer(optimizer: Optimizer, names: Mapping[Any, str], groups: A
 
 
 def _option_like_current(mine: Any, saved: Any) -> Any:
-    """A saved option; one that is a tensor (a learning rate that may change in a CUDA graph) where this one's lies."""
+    """Return a saved option; a tensor (a learning rate that may change in a CUDA graph) goes to the device of the
+    current one.
+    """
     return saved.to(mine.device) if isinstance(saved, torch.Tensor) and isinstance(mine, torch.Tensor) else saved

@@ -1,6 +1,6 @@
-"""The files of a checkpoint: tensors as torch's distributed checkpoints have them, written and read by all ranks.
+"""Files of a checkpoint: tensors as torch's distributed checkpoints have them, written and read by all ranks.
 
-That a checkpoint of others runs no code is seen to by how its files are read: JSON, and tensors by
+A checkpoint of others cannot run code, because its files are read as JSON, and tensors by
 ``torch.load(weights_only=True)``.  Torch's ``.metadata``, a pickle, is written for torch's own tools and not read.
 """
 
@@ -47,11 +47,11 @@ _AT_ONCE = 1 << 24
 
 
 def fail_together(work: Callable[[], T], of_first: bool = False, what: str = "") -> T:
-    """What `work` returns on this rank; where it fails on any rank, all of them raise what the first such rank found.
+    """Return the result of `work` on this rank; where it fails on any rank, raise the first such rank's error on all.
 
-    With `of_first` only the first rank works, and all have what it found.  `what` stands before errors of the system.
+    With `of_first` only the first rank works, and all have its result.  `what` precedes errors of the system.
 
-    *Sends*: the message of a failure, to all ranks; `of_first`, what was found.
+    *Sends*: the message of a failure, to all ranks; `of_first`, the result.
     """
     found, failure = None, None
     is_idle = of_first and dist.is_initialized() and dist.get_rank() != 0
@@ -73,7 +73,7 @@ def fail_together(work: Callable[[], T], of_first: bool = False, what: str = "")
 
 
 class _SummedFile(io.BufferedWriter):
-    """A file whose checksum is taken of what is written to it, not of what the disk made of that."""
+    """A file whose checksum is that of the bytes written to it, not of what the disk made of them."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(io.FileIO(open_unlinked(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb"))
@@ -86,7 +86,7 @@ class _SummedFile(io.BufferedWriter):
 
 
 class _SummingFileSystem(FileSystem):
-    """Torch's way to files, with the checksum of each that it writes."""
+    """Torch's file system, with the checksum of each file that it writes."""
 
     def __init__(self) -> None:
         self.sums: dict[str, FileSum] = {}
@@ -99,7 +99,7 @@ class _SummingFileSystem(FileSystem):
             return
         with _SummedFile(path) as summed:
             yield summed
-        # torch writes front to back; if it once went back, the sum of what it wrote would not be the file's
+        # torch writes front to back; if it ever went back, the checksum of its writes would not be the file's
         in_order = summed.sum.size == os.path.getsize(path)
         self.sums[Path(path).name] = summed.sum if in_order else _sum_of(Path(path))
 
@@ -109,14 +109,14 @@ class _SummingFileSystem(FileSystem):
 
 
 class _TensorWriter(dcp.FileSystemWriter):
-    """Torch's writer, which keeps what it writes free of the path that it wrote to."""
+    """Torch's writer, without the path that it wrote to in its output."""
 
     def storage_meta(self) -> StorageMeta | None:
         return None
 
 
 class _CopyingPlanner(dcp.DefaultSavePlanner):
-    """Torch's planner, which can copy what this rank writes, and then needs the tensors themselves no more."""
+    """Torch's planner, which can copy what this rank writes, and then no longer needs the tensors themselves."""
 
     def keep_copies(self, plan: dcp.SavePlan) -> int:
         found = {item.index: self.lookup_object(item.index).detach() for item in plan.items}
@@ -130,7 +130,7 @@ class _CopyingPlanner(dcp.DefaultSavePlanner):
 
 
 class WrittenTensors(NamedTuple):
-    """What a rank has written: where each piece lies, and its files."""
+    """Record of what a rank has written: where each piece lies, and its files."""
 
     pieces: list[WriteResult]
     sums: dict[str, FileSum]
@@ -139,10 +139,10 @@ class WrittenTensors(NamedTuple):
 class PlannedTensors:
     """The part of the tensors of all ranks that this one writes: planned by all together, written by each alone.
 
-    Torch's planner has what ranks hold alike written by one of them, and gives each about as many bytes of it.  Making
-    the plan is collective.
+    For equal tensors torch's planner lets one rank write, and gives each rank about as many bytes.  Making the plan is
+    collective.
 
-    *Sends*: plans, and no tensors.
+    *Sends*: plans, but no tensors.
     *Raises*: `CheckpointError` on every rank, where any cannot plan.
     """
 
@@ -165,16 +165,18 @@ class PlannedTensors:
         return self._writer.prepare_global_plan(plans)
 
     def copy(self) -> int:
-        """Copy what this rank writes, so that the tensors may change before it is written; the bytes of the copies."""
+        """Copy what this rank writes, so that the tensors may change before; return the bytes of the copies."""
         return self._planner.keep_copies(self._plan)
 
     def write(self) -> WrittenTensors:
-        """Write this rank's part; it talks to nobody."""
+        """Write this rank's part; it sends nothing."""
         pieces = self._writer.write_data(self._plan, self._planner).wait()
         return WrittenTensors(pieces, dict(self._files.sums))
 
     def write_index(self, written: Sequence[WrittenTensors]) -> dict[str, FileSum]:
-        """Write the index of what all ranks have written, ours and torch's, on the first rank; the files of all."""
+        """Write the index of what all ranks have written, ours and torch's, on the first rank; return the files
+        of all.
+        """
         assert self._index is not None
         self._writer.finish(self._index, [each.pieces for each in written])
         ours = write_new_file(self._index_path, index_as_json(self._index))
@@ -184,7 +186,9 @@ class PlannedTensors:
 
 @contextmanager
 def _as_checkpoint_error(path: Path) -> Generator[None]:
-    """What torch raises on all ranks when one of them fails is no `Exception`, and has every rank's traceback."""
+    """Raise torch's error of a failed rank as a `CheckpointError`: it is not an `Exception`, and has every rank's
+    traceback.
+    """
     try:
         yield
     except dcp.CheckpointException as e:
@@ -205,9 +209,9 @@ class OpenedCheckpoint(NamedTuple):
 
 
 def open_checkpoint(final: Path) -> OpenedCheckpoint:
-    """A checkpoint, as far as small files say what it is.
+    """Open a checkpoint, as far as small files describe it.
 
-    Raises: `CheckpointError` for one that is not there or not whole, and for a damaged or foreign file.
+    Raises: `CheckpointError` for one that does not exist or is not whole, and for a damaged or foreign file.
     """
     path = whole_checkpoint(final)
     contents = checkpoint_contents(path)
@@ -218,15 +222,15 @@ def open_checkpoint(final: Path) -> OpenedCheckpoint:
     _check_sum(path / name, FileSum(len(raw), zlib.crc32(raw)), contents.files[name])
     try:
         tensors = (index_from_torch if name == TORCH_INDEX_FILE else index_from_json)(raw, others)
-    except Exception as e:  # what is not an index may end in anything
+    except Exception as e:  # bytes that are not an index may raise anything
         raise CheckpointError(f"{path / name} is no index of tensors: {e}") from e
     return OpenedCheckpoint(path, contents.state, others, tensors)
 
 
 def check_file_share(found: OpenedCheckpoint, rank: int, ranks: int) -> None:
-    """Compare this rank's share of the files of tensors with what was saved; among all ranks each is read once.
+    """Compare this rank's share of the files of tensors with what was saved; the ranks together read each file once.
 
-    Raises: `CheckpointError` that names the first that differs.
+    Raises: `CheckpointError` that names the first file that differs.
     """
     names = sorted(found.files, key=lambda name: (-found.files[name].size, name))
     for name in names[rank::ranks]:
@@ -245,7 +249,7 @@ def read_tensors(found: OpenedCheckpoint, state: dict[str, torch.Tensor]) -> Non
 
 
 class _TensorReader(dcp.FileSystemReader):
-    """Torch's reader, with an index that was read already: its own way is `pickle.load`."""
+    """Torch's reader, with an index that was read already, because its own method is `pickle.load`."""
 
     def __init__(self, path: Path, index: Metadata) -> None:
         super().__init__(path)
@@ -257,13 +261,13 @@ class _TensorReader(dcp.FileSystemReader):
 
 
 def _check_is_there(path: Path, name: str) -> None:
-    """Raises: `CheckpointError` when a file of a checkpoint is missing."""
+    """Check that a file is there.  Raises: `CheckpointError` when a file of a checkpoint is missing."""
     if not (path / name).is_file():
         raise CheckpointError(f"{path} has no file {name!r}, which was saved with it; bring it back, or load another")
 
 
 def _check_sum(file: Path, here: FileSum, saved: FileSum) -> None:
-    """Raises: `CheckpointError` when a file is not the one that was saved."""
+    """Check a file.  Raises: `CheckpointError` when it is not the one that was saved."""
     if here == saved:
         return
     why = f"it has {here.size} bytes and was saved with {saved.size}"

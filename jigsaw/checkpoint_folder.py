@@ -1,10 +1,10 @@
-"""The folder of a checkpoint: how it gets its name once it is whole, and what of it may be replaced or removed.
+"""Folder of a checkpoint: it gets its name once it is whole, and only known parts of it are replaced or removed.
 
-``jigsaw.json`` is written last and says what the checkpoint has: its small state, and the size and CRC-32 of every
-file.  A checksum finds damage, and files of two checkpoints mixed; it is no signature.
+``jigsaw.json`` is written last and lists what the checkpoint has: its small state, and the size and CRC-32 of every
+file.  A checksum finds damage and mixed files of two checkpoints; it is not a signature.
 
-What is replaced or removed is a folder in which that file is sound and names every other.  Anything else is somebody's.
-A draft is known by its name (`unforeseen_name`), and by files of which each has the name of a checkpoint's.
+Only a folder in which that file is intact and names every other is replaced or removed.  Anything else belongs to the
+user.  A draft is known by its name (`unforeseen_name`), and by its files, which all have names of a checkpoint's.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _NAME_OF_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|tensors\.json|
 
 
 class FileSum(NamedTuple):
-    """How many bytes a file has, and their CRC-32."""
+    """Size of a file in bytes, and their CRC-32."""
 
     size: int
     crc32: int
 
 
 class CheckpointContents(NamedTuple):
-    """What ``jigsaw.json`` says: `order` counts the saves to a folder of numbered ones, and to one name."""
+    """Contents of ``jigsaw.json``: `order` counts the saves to a folder of numbered ones, and to one name."""
 
     format: int
     order: int
@@ -45,7 +45,7 @@ class CheckpointContents(NamedTuple):
     files: dict[str, FileSum]
 
     def index_file(self) -> str:
-        """The file that says where the tensors are.
+        """Return the file that says where the tensors are.
 
         Raises: `CheckpointError` for a format that this jigsaw cannot read.
         """
@@ -67,9 +67,9 @@ class CheckpointDraft(NamedTuple):
 
 
 def read_regular_file(path: Path) -> bytes:
-    """The content of a file.
+    """Return the content of a file.
 
-    Raises: `CheckpointError` for what is not a file, such as a pipe, which would be waited for.
+    Raises: `CheckpointError` for anything but a file, such as a pipe, on which a read would wait.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -82,9 +82,9 @@ def read_regular_file(path: Path) -> bytes:
 
 
 def checkpoint_contents(folder: Path) -> CheckpointContents:
-    """What a checkpoint says of itself.
+    """Return what a checkpoint's ``jigsaw.json`` says.
 
-    Raises: `CheckpointError` where that is damaged or not there.
+    Raises: `CheckpointError` where that is damaged or missing.
     """
     try:
         told = parse_strict_json(read_regular_file(folder / _LAST))
@@ -109,7 +109,9 @@ def checkpoint_contents(folder: Path) -> CheckpointContents:
 
 
 def contents_of_whole(folder: Path) -> CheckpointContents | None:
-    """What a checkpoint with all its files says, each of its size; None where it is not whole.  Files are not read."""
+    """Return the contents of a checkpoint with all its files, each of its size; None where it is not whole.  Files are
+    not read.
+    """
     try:
         found = checkpoint_contents(folder)
         whole = all((folder / name).stat().st_size == each.size for name, each in found.files.items())
@@ -119,7 +121,7 @@ def contents_of_whole(folder: Path) -> CheckpointContents | None:
 
 
 def whole_checkpoint(final: Path) -> Path:
-    """The folder of a checkpoint: `final`, or what a save that was killed left before it could take that name.
+    """Return the folder of a checkpoint: `final`, or what a killed save left before it could take that name.
 
     Raises: `CheckpointError` when there is none, or `final` is not whole.
     """
@@ -139,13 +141,13 @@ def whole_checkpoint(final: Path) -> Path:
 
 
 def _leftovers(final: Path) -> list[Path]:
-    """The folders that a save to `final` was killed in, or had moved out of its way."""
+    """Return the folders that a save to `final` was killed in, or had moved out of its way."""
     beside = final.parent.iterdir() if final.parent.is_dir() else ()
     return [each for each in beside if path_of_draft(each) == final and each.is_dir() and not each.is_symlink()]
 
 
 def _whole_leftover(final: Path) -> Path | None:
-    """The newest of them that is whole: a kill between two renames leaves the old checkpoint and the new one."""
+    """Return the newest of them that is whole: a kill between two renames leaves the old checkpoint and the new one."""
     found = [(contents.order, each) for each in _leftovers(final) if (contents := contents_of_whole(each))]
     return max(found)[1] if found else None
 
@@ -154,7 +156,7 @@ def _whole_leftover(final: Path) -> Path | None:
 
 
 def begin_checkpoint(final: Path, order: int) -> CheckpointDraft:
-    """An empty draft of a new checkpoint.  What a killed save left whole takes the name that it was to have first.
+    """Make an empty draft of a new checkpoint.  A whole one that a killed save left first takes its intended name.
 
     Raises: `CheckpointError` where `final` is something that may not be replaced.
     """
@@ -170,7 +172,7 @@ def begin_checkpoint(final: Path, order: int) -> CheckpointDraft:
 
 
 def commit_checkpoint(draft: CheckpointDraft, state: Mapping[str, Any], sums: Mapping[str, FileSum]) -> None:
-    """Close the new checkpoint, and put it in the place of the old one.
+    """Complete the new checkpoint, and put it in the place of the old one.
 
     A kill between the two renames leaves both beside `final`, where `whole_checkpoint` and `begin_checkpoint` find
     them.
@@ -188,7 +190,9 @@ def commit_checkpoint(draft: CheckpointDraft, state: Mapping[str, Any], sums: Ma
 
 @contextmanager
 def removed_on_failure(draft: CheckpointDraft, is_first: bool) -> Generator[None]:
-    """A block in which all ranks fail, or none: then nobody writes any more, and the first removes the draft."""
+    """Remove the draft, on the first rank, after a block in which all ranks fail, or none; then no rank writes any
+    more.
+    """
     try:
         yield
     except CheckpointError:
@@ -198,7 +202,7 @@ def removed_on_failure(draft: CheckpointDraft, is_first: bool) -> Generator[None
 
 
 def write_new_file(path: Path, content: bytes) -> FileSum:
-    """Write a file that is not there yet, and wait for the disk."""
+    """Write a file that does not exist yet, and wait for the disk."""
     with open(open_unlinked(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as out:
         out.write(content)
         out.flush()
@@ -230,7 +234,9 @@ def remove_leftover(folder: Path) -> None:
 
 
 def _check_replaceable(final: Path) -> None:
-    """Raises: `CheckpointError` unless nothing is at `final`, an empty folder, or a checkpoint that jigsaw wrote."""
+    """Check `final`.  Raises: `CheckpointError` unless it is free, an empty folder, or a checkpoint that
+    jigsaw wrote.
+    """
     try:
         if os.path.lexists(final) and (final.is_symlink() or not final.is_dir() or os.listdir(final)):
             _own_files(final)
@@ -242,7 +248,7 @@ def _check_replaceable(final: Path) -> None:
 
 
 def _own_files(folder: Path) -> set[str]:
-    """The names of all that is in a checkpoint of jigsaw.  Raises: `CheckpointError` for any other thing."""
+    """Return the names of everything in a checkpoint of jigsaw.  Raises: `CheckpointError` for any other file."""
     if folder.is_symlink() or not folder.is_dir():
         raise CheckpointError("it is not a folder")
     contents = checkpoint_contents(folder)
@@ -259,7 +265,7 @@ def _foreign_entries(folder: Path, ours: Collection[str]) -> list[str]:
 
 
 def _remove_files(folder: Path, names: Collection[str]) -> None:
-    """Remove files, what says that they are a checkpoint's last, and their folder, if nothing else is in it by then."""
+    """Remove files, the one that marks a checkpoint last, and their folder, if nothing else is in it by then."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         for name in sorted(names, key=lambda name: name == _LAST):

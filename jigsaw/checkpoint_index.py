@@ -1,4 +1,4 @@
-"""The index of a checkpoint's tensors: the type and shape of each, and which piece of it lies where in which file.
+"""Index of a checkpoint's tensors: the type and shape of each, and which piece of it lies where in which file.
 
 It is ``tensors.json``, a line a tensor::
 
@@ -6,9 +6,9 @@ It is ``tensors.json``, a line a tensor::
     "model.weight": {"dtype": "float32", "shape": [4, 2], "pieces": [[[0, 0], [4, 2], "__0_0.distcp", 0, 1337]]}
     }
 
-A piece is where it begins in the tensor, its shape, its file, where it begins in that, and how many bytes it has there.
-Torch's own index, ``.metadata``, is a pickle, and lies beside it for torch's tools.  It is read only in checkpoints of
-before there was ours.
+A piece is its start in the tensor, its shape, its file, its start in that, and its bytes there.  Torch's own index,
+``.metadata``, is a pickle, and lies beside it for torch's tools.  It is read only in checkpoints that are older than
+our index.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TensorIndex = Mapping[str, StoredTensor]
 
 
 def index_as_json(torch_index: Metadata) -> bytes:
-    """The index of a checkpoint that torch's writer has finished."""
+    """Return the index of a checkpoint that torch's writer has finished."""
     lines: list[str] = []
     for name, each in torch_index.state_dict_metadata.items():
         assert isinstance(each, TensorStorageMetadata)
@@ -76,7 +76,7 @@ def index_as_json(torch_index: Metadata) -> bytes:
 
 
 def index_from_json(raw: bytes, files: Collection[str]) -> TensorIndex:
-    """What `index_as_json` wrote.
+    """Read what `index_as_json` wrote.
 
     Raises: any error, for anything else, and for pieces in other `files`.
     """
@@ -88,7 +88,7 @@ def index_from_json(raw: bytes, files: Collection[str]) -> TensorIndex:
 
 
 def torch_index_of(tensors: TensorIndex, names: Iterable[str]) -> Metadata:
-    """Torch's form of the index of the tensors `names`, which its planner goes by."""
+    """Return torch's form of the index of the tensors `names`, which its planner uses."""
     found: dict[str, Any] = {}
     places: dict[MetadataIndex, StoredPiece] = {}
     for name in names:
@@ -117,7 +117,7 @@ def _checked_index(found: TensorIndex, files: Collection[str]) -> TensorIndex:
 
 
 def _cover_once(shape: tuple[int, ...], pieces: list[StoredPiece]) -> bool:
-    """Whether pieces cover a shape: each fills the cells that all their cut points together make."""
+    """Say whether pieces cover a shape: each fills the cells that all their cut points together make."""
     if any(len(each.offsets) != len(shape) or len(each.sizes) != len(shape) for each in pieces):
         return False
     if len(pieces) < 2 or not shape:
@@ -142,7 +142,7 @@ def _cover_once(shape: tuple[int, ...], pieces: list[StoredPiece]) -> bool:
 
 
 def index_from_torch(raw: bytes, files: Collection[str]) -> TensorIndex:
-    """The index in a ``.metadata`` of torch, of which nothing is run.
+    """Read the index in torch's ``.metadata`` without running any of it.
 
     Raises: any error, for anything else, and for pieces in other `files`.
     """
@@ -185,10 +185,10 @@ _RECORDS = {
 
 
 class _TorchIndexUnpickler(pickle.Unpickler):
-    """What an index of torch is made of, and nothing else: a pickle may name any function, and it is then called.
+    """Unpickler of only the classes of torch's index, because a pickle may name any function, and then calls it.
 
-    Classes are stand-ins, made anew for each pickle, that keep what they are given: a pickle may also set attributes of
-    whatever it can name.
+    Classes are stand-ins, made anew for each pickle, that keep their arguments, because a pickle may also set
+    attributes of anything that it can name.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -224,7 +224,7 @@ def _no_layout(_: Any) -> None: ...
 
 
 class _Record:
-    """An object as a pickle has it: what it was made with, which is nothing, and then its state."""
+    """An object as a pickle has it: its arguments, which are none, and then its state."""
 
     state: Any = None
 

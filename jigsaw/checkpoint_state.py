@@ -1,7 +1,7 @@
-"""The small state of a checkpoint as JSON: what a loader, a schedule or a parameter group says of itself.
+"""Small state of a checkpoint as JSON: that of a loader, a schedule or a parameter group.
 
-JSON and not a pickle, for whoever loads a pickle runs what its writer wrote.  JSON has lists and objects with names
-alone; the rest that such states are made of is marked: ``{"$tuple": [0.9, 0.999]}``.
+It is JSON and not a pickle, because loading a pickle runs what its writer wrote.  JSON has only lists and objects with
+names; other types are marked: ``{"$tuple": [0.9, 0.999]}``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is not there, not whole, damaged or of another model, or a state that none can hold.
+    """A checkpoint that is missing, not whole, damaged or of another model, or a state that none can hold.
 
-    Raised alike on every rank.
+    Every rank raises the same.
     """
 
 
 def parse_strict_json(raw: bytes) -> Any:
-    """What JSON in UTF-8 says, where it says each key once.
+    """Read JSON in UTF-8 that has each key once.
 
     Raises: `ValueError` for anything else.
     """
@@ -48,7 +48,7 @@ def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def dtype_by_name(name: str) -> torch.dtype:
-    """The type of torch with this name.
+    """Return the type of torch with this name.
 
     Raises: `TypeError` where torch has none.
     """
@@ -58,7 +58,9 @@ def dtype_by_name(name: str) -> torch.dtype:
 
 
 def is_converted_weight(stored: torch.dtype, mine: torch.dtype) -> bool:
-    """Whether stored weights are read as another type: floats as any floats, as `to` does, integers as wider ones."""
+    """Say whether stored weights are read as another type: floats as any floats, as `to` does, integers as
+    wider ones.
+    """
     if stored == mine or (stored.is_floating_point and mine.is_floating_point):
         return True
     alike = (stored == torch.bool) == (mine == torch.bool) and stored.is_complex == mine.is_complex
@@ -66,9 +68,9 @@ def is_converted_weight(stored: torch.dtype, mine: torch.dtype) -> bool:
 
 
 def plain_state(value: Any, name: str, depth: int = 0) -> Any:
-    """`value` in JSON's own types; `name` is what messages call it.
+    """Return `value` in JSON's own types; messages call it `name`.
 
-    Raises: `CheckpointError` for what is not plain: it names the place in `value`, the type and the remedy.
+    Raises: `CheckpointError` for a value that is not plain; it names the place in `value`, the type and the remedy.
     """
     _check_depth(depth, name)
     depth += 1
@@ -101,7 +103,7 @@ def plain_state(value: Any, name: str, depth: int = 0) -> Any:
 
 
 def restored_state(plain: Any, depth: int = 0) -> Any:
-    """What `plain_state` made JSON of.
+    """Return the value that `plain_state` made JSON of.
 
     Raises: `CheckpointError` for a mark that it does not know.
     """

@@ -1,10 +1,10 @@
-"""The collectives of tiles.  They run on the mesh's own groups, and every byte that they send is counted.  (Not so what
-torch sends for parameters: DTensors that are cut, gathered or saved, FSDP2.)
+"""Collectives of tiles.  They run on the mesh's own groups, and every byte that they send is counted.  Torch's own
+messages for parameters are not counted: DTensors that are cut, gathered or saved, and FSDP2.
 
-Gradients follow one convention (docs/design.md): the gradient of a value that several ranks hold alike is the same,
-whole gradient on each of them; a parameter is the exception, its gradient on a rank is that rank's *part*, and the
-parts sum to the whole over the mesh.  So `sum_parts` (sum of parts, held alike) and `use_in_parts` (held alike, used
-in parts) are adjoint.
+Gradients follow one convention (docs/design.md): a value that is the same on several ranks has the same, whole gradient
+on each of them.  A parameter is the exception: its gradient on a rank is that rank's *part*, and the parts sum to the
+whole over the mesh.  So `sum_parts` (sum of parts, the same on all) and `use_in_parts` (the same on all, used in parts)
+are adjoint.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from jigsaw.wire_values import byte_view, floats_from_order, is_narrow, order_as
 AxisNames = str | Sequence[str]
 SameOnRanks = (
     tuple[Hashable, ...] | None
-)  # what ranks that combine values are to have alike, such as the layout of a tile
+)  # facts that must be the same on ranks that combine values, such as the layout of a tile
 T = TypeVar("T")
 
 
@@ -67,7 +67,7 @@ class PendingWork:
         landed: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
         self._works, self._buffers, self._kind, self._others, self._limit = works, buffers, kind, others, limit
-        self._landed = landed  # (where it belongs, memory of the host that it arrives in)
+        self._landed = landed  # (its destination, host memory that it arrives in)
 
     def wait(self) -> None:
         if not self._works:
@@ -81,7 +81,7 @@ class PendingWork:
 
 
 def begin_at_one_place(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors begin at the same element of the same memory; those without values have no address."""
+    """Say whether two tensors begin at the same element of the same memory; those without values have no address."""
     same = x.untyped_storage()._cdata == y.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
     return same and x.storage_offset() == y.storage_offset()
 
@@ -120,7 +120,7 @@ def swap_messages(
 
     A position is a row-major index into the mesh.  `receives` hold contiguous buffers that are filled in place.  Both
     sides must list the same messages in the same order per pair; empty ones are left out on both sides.  Every rank of
-    the mesh calls this, also one that has no message.
+    the mesh calls this, even one without a message.
 
     *Sends*: the bytes of `sends`, one message each.
     """
@@ -141,12 +141,12 @@ def swap_messages(
         outgoing = [(at, x.cpu()) for at, x in outgoing]
         landed = [(x, torch.empty_like(x, device="cpu")) for _, x in incoming]
         incoming = [(at, host) for (at, _), (_, host) in zip(incoming, landed, strict=True)]
-    # gloo sends once it hears that the other side receives: that word must not queue behind this rank's own message
+    # gloo sends once it hears that the other side receives; that notice must not queue behind this rank's own message
     ways, ranks = ((dist.irecv, incoming), (dist.isend, outgoing)), ranks_in_mesh(mesh)
     messages = [(way, x, ranks[at]) for way, some in ways for at, x in some]
     others = sorted({rank for _, _, rank in messages})
     with OpenWait(kind, others):
-        if on_host:  # gloo has no batches, and torch's looks at each message twice
+        if on_host:  # gloo has no batches, and torch's batch checks each message twice
             works = [work for way, x, rank in messages if (work := way(x, rank, group, tag)) is not None]
         else:
             works = dist.batch_isend_irecv([dist.P2POp(way, x, rank, group, tag) for way, x, rank in messages])
@@ -159,7 +159,7 @@ def swap_messages(
 
 
 def rank_count(mesh: DeviceMesh, axes: AxisNames) -> int:
-    """The number of ranks along `axes`."""
+    """Return the number of ranks along `axes`."""
     return axes_along(mesh, axes).ranks
 
 
@@ -177,12 +177,12 @@ def _record_reduce(buffer: Tensor, line: Sequence[int], is_behind: bool = False)
 
 @lru_cache(maxsize=4096)
 def _number_of(same: tuple[Hashable, ...], ranks: int) -> int:
-    """A number of something that ranks are to have alike; sums of `ranks` of them are exact in float32."""
+    """Return a number for a value that must be the same on all ranks; sums of `ranks` of them are exact in float32."""
     return zlib.crc32(repr(same).encode()) % max(2**24 // ranks, 2)
 
 
 def _alike_marks(buffer: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str, same: tuple[Hashable, ...]) -> list[int]:
-    """Numbers that travel behind the values and show whether all ranks have `same` alike.
+    """Return numbers that travel behind the values and show whether `same` is the same on all ranks.
 
     In a sum the first rank has -(P-1) times its number and the others theirs, which add up to 0; in a maximum or a
     minimum a number and its negative come back as they were.
@@ -197,9 +197,9 @@ def _alike_marks(buffer: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str, sam
 
 
 def _check_marks(alike: Tensor, same: tuple[Hashable, ...]) -> None:
-    """Raise where ranks differ.
+    """Raise where ranks differ: on the CPU on all of them.
 
-    On the CPU on all of them.  A GPU is not waited for: its own assertion ends the process.
+    No rank waits for a GPU, whose own assertion ends the process.
     """
     if alike.is_cuda:
         torch._assert_async(alike, _DIFFERENT)  # pyright: ignore[reportPrivateUsage]
@@ -221,14 +221,13 @@ def _result_of_reduce(
 
 @graph_call(_result_of_reduce)
 def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", same: SameOnRanks = None) -> Tensor:
-    """A new tensor: `x` combined over the ranks along `axes`, the same bits on each.  Not differentiable.
+    """Return a new tensor: `x` combined over the ranks along `axes`, the same bits on each.  Not differentiable.
 
     `op` is ``"sum"``, ``"prod"``, ``"max"`` or ``"min"``; NaN wins in the last two, as it does in `torch.amax`.
-    bfloat16 and float16 are combined in float32, and rounded once.  What the ranks must have alike (a layout) is
-    `same`.
+    bfloat16 and float16 are combined in float32, and rounded once.  `same` (a layout) must be equal on all ranks.
 
-    *Sends*: 2 (P-1)/P of the bytes of `x` (ring: reduce-scatter, then all-gather); with `same` of one element more, of
-    two for a maximum or minimum.  Of narrow types twice that, they travel as float32; but not sums of 64 KiB or more.
+    *Sends*: 2 (P-1)/P of the bytes of `x` (ring: reduce-scatter, then all-gather); with `same`, of one element more, or
+    two for a maximum or minimum.  Narrow types send twice that, as float32, except for sums of 64 KiB or more.
     *Raises*: `ShardingError` for an op that the dtype does not have; on every rank, where `same` differs.
     """
     wire = wire_dtype(x.dtype, op)
@@ -253,8 +252,8 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     marks = [] if same is None else _alike_marks(buffer, mesh, axes, op, same)
     if marks:
         buffer = torch.cat([buffer.reshape(-1), buffer.new_tensor(marks)])
-    # several groups only on a mesh that leaves out ranks of the job: summed along one axis after the other, which
-    # still gives every rank the same bits
+    # several groups only on a mesh that leaves out ranks of the job; a sum along one axis after the other still gives
+    # every rank the same bits
     for group, line in groups:
         with OpenWait("all_reduce", line):
             dist.all_reduce(buffer, _OPS[op], group=group)
@@ -269,14 +268,14 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     return (floats_from_order(buffer, wire).view(wide.shape) if ordered else wide).to(x.dtype)
 
 
-_SHARED_BYTES = 2**16  # of a narrow sum: with fewer, the price is that of messages, and one call has half of them
+_SHARED_BYTES = 2**16  # bytes of a narrow sum: with fewer, messages determine the cost, and one call has half of them
 
 
 def _sum_in_shares(x: Tensor, group: dist.ProcessGroup, line: Sequence[int], same: SameOnRanks) -> Tensor:
-    """The sum of narrow floats, which travel as they are: each rank adds up a share of all of them in float32, rounds
-    it once and gives it to the others.
+    """Return the sum of narrow floats, which travel as they are.  Each rank adds up a share of all of them in float32,
+    rounds it once and gives it to the others.
 
-    A backend's own sum of them would round at every rank that it passes.
+    A backend's own sum would round at every rank that it passes.
     """
     ranks, size = group.size(), x.numel()
     share = -(-size // ranks)
@@ -309,7 +308,7 @@ def _results_of_gather(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameO
 
 @graph_call(_results_of_gather)
 def all_gather(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks = None) -> list[Tensor]:
-    """The tensors of all ranks along `axes`, of one shape, in mesh order.  Not differentiable; `same` as in
+    """Return the tensors of all ranks along `axes`, of one shape, in mesh order.  Not differentiable; `same` as in
     `all_reduce`.
 
     *Sends*: the bytes of `x`, and 8 with `same`, to each of the other P-1 ranks.
@@ -348,7 +347,8 @@ def _gather_bytes(mine: Tensor, mesh: DeviceMesh, axes: AxisNames, kind: str) ->
 
 
 def all_gather_object(mesh: DeviceMesh, value: object) -> list[Any]:
-    """The picklable `value` of every rank of the mesh, in mesh order: for checks whose outcome all ranks must share.
+    """Return the picklable `value` of every rank of the mesh, in mesh order: for checks whose outcome all ranks must
+    share.
 
     *Sends*: 8 bytes, then the pickled value (padded to the longest), to each of the other P-1 ranks.
     """
@@ -356,7 +356,7 @@ def all_gather_object(mesh: DeviceMesh, value: object) -> list[Any]:
     if mesh.size() == 1:
         return [value]
     compare_calls(mesh, "agreement")
-    if dist.get_backend(mesh_group(mesh)) == "fake":  # of a dry run: the ranks that are not there say the same
+    if dist.get_backend(mesh_group(mesh)) == "fake":  # in a dry run the imaginary ranks have the same value
         return [value] * mesh.size()
     names = [name for name, _ in axes_of_mesh(mesh)]
     mine = pickle.dumps(value)
@@ -414,8 +414,8 @@ def job_barrier() -> None:
 
 
 def all_gather_in_job(value: T) -> list[T]:
-    """The small picklable `value` of every rank of the job, by rank; where there is no mesh to `all_gather_object`
-    over.
+    """Return the small picklable `value` of every rank of the job, by rank, where there is no mesh for
+    `all_gather_object`.
 
     *Sends*: the pickled value, to each of the other P-1 ranks; not counted.
     """
@@ -434,12 +434,12 @@ class _SumParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks) -> Tensor:
         ctx.mesh, ctx.axes = mesh, axes
-        # a view of what was sent with marks, which autograd would not let anybody change in place
+        # a view of what was sent with marks, which autograd would not let a user change in place
         return all_reduce(x, mesh, axes, same=same).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        # the same values, but a gradient of this gradient, where one is asked for, has parts to sum
+        # the same values, but a second derivative has parts to sum
         again = torch.is_grad_enabled()
         return _UseInParts.apply(grads[0], ctx.mesh, ctx.axes) if again else grads[0], None, None, None
 
@@ -458,15 +458,15 @@ class _UseInParts(torch.autograd.Function):
 
 
 def sum_parts(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks = None) -> Tensor:
-    """y = sum of `x` over the ranks along `axes`, held alike by all of them; `same` as in `all_reduce`.
+    """Return the sum of `x` over the ranks along `axes`, the same on all of them; `same` as in `all_reduce`.
 
-    *Sends*: forward one all-reduce of `x`; backward nothing (the gradient of y is held alike already).
+    *Sends*: forward, one all-reduce of `x`; backward, nothing, because the gradient of y is the same on all already.
     """
     return x if rank_count(mesh, axes) == 1 else _SumParts.apply(x, mesh, axes, same)
 
 
 def use_in_parts(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> Tensor:
-    """y = x, where x is held alike along `axes` and every rank goes on to use y in its own part of the work.
+    """Return `x`, the same along `axes`, for use in every rank's own part of the work.
 
     *Sends*: forward nothing; backward one all-reduce of the gradient.
     """
@@ -498,14 +498,12 @@ class _ShareOfMean(torch.autograd.Function):
 
 
 def enter_mean(x: Tensor, scale: float) -> Tensor:
-    """y = x, where each rank's gradient of y is a part, and that of x `scale` times it, of which a mean over ranks is
-    going to be taken.
-    """
+    """Return `x`, whose gradient is `scale` times that of the result, a part, because a mean over ranks will follow."""
     return _EnterMean.apply(x, scale)
 
 
 def share_of_mean(part: Tensor, scale: float) -> Tensor:
-    """y = scale x, a share of the mean that is whole, of a part `x`.
+    """Return scale x, a share of a whole mean, of a part `x`.
 
     The gradient of the mean is whole on every rank, and so is that of the part: it goes back as it is, not scaled.
     """
@@ -513,7 +511,7 @@ def share_of_mean(part: Tensor, scale: float) -> Tensor:
 
 
 def mean_of_shares(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks = None) -> Tensor:
-    """y = mean of `x` over the ranks along `axes`, held alike by all of them; `same` as in `all_reduce`.
+    """Return the mean of `x` over the ranks along `axes`, the same on all of them; `same` as in `all_reduce`.
 
     *Sends*: forward one all-reduce of `x`; backward nothing.
     """

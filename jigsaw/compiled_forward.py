@@ -1,13 +1,13 @@
-"""`jigsaw.compile`: the forward pass of a module on tiles as one graph, its backward pass too, with the messages in it.
+"""`jigsaw.compile`: the forward and backward passes of a module on tiles, each as one graph, with the messages in it.
 
-Dynamo cannot follow what tiles keep of layouts, and need not: a layout is known before anything runs.  So the forward
-pass is a function of tensors alone (the local ones of the tiles, plain ones, parameters, buffers), which Dynamo puts
-into its graph as it is (`allow_in_graph`) and AOTAutograd takes apart: it calls it with tensors that have no values,
-writes down torch's operators, backward too, and for what is sent a call (`jigsaw.graph_calls`).  Tiles live only
-meanwhile.  What comes out is put together again from what was noted then.
+Dynamo cannot follow the layouts of tiles, and need not: a layout is known before anything runs.  So the forward pass is
+a function of tensors alone: the local ones of the tiles, plain ones, parameters, buffers.  Dynamo puts it into its
+graph as it is (`allow_in_graph`).  AOTAutograd then calls it with tensors that have no values and records torch's
+operators, backward too, and a call for each message (`jigsaw.graph_calls`).  Tiles exist only meanwhile; results are
+put together from notes of that run.
 
 Tensors that modules keep as plain attributes are inputs of the graph, and those that the forward pass keeps anew are
-results of it: none of its tensors without values stays in a module (`jigsaw.held_tensors`).
+results of it.  So no tensor without values stays in a module (`jigsaw.held_tensors`).
 """
 
 from __future__ import annotations
@@ -43,18 +43,17 @@ def compile(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> M:
-    """``module(tile)`` as before, compiled: one graph forward and one backward, in which ranks also talk.
+    """Compile ``module(tile)``: one graph forward and one backward, in which ranks also talk.
 
-    `backend`, `mode` and `options` are those of `torch.compile`.  Returns `module` itself, in whose place nothing is
-    put: its ``forward`` is replaced, so that names of parameters, hooks, and what wraps it (`jigsaw.parallelize`,
-    DistributedDataParallel, `fully_shard`) stay.  A graph is made at the first call for each structure, layout and
-    size of the arguments, each number or string among them, for training and evaluation, and with and without
-    gradients; it is kept in memory.
+    `backend`, `mode` and `options` are those of `torch.compile`.  Returns `module` itself with another ``forward``, so
+    that names of parameters, hooks, and wrappers (`jigsaw.parallelize`, DistributedDataParallel, `fully_shard`) stay.
+    The first call makes a graph for each structure, layout and size of the arguments, each number or string among them,
+    for training and evaluation, and with and without gradients.  Graphs stay in memory.
 
     *Shapes*: unchanged.
     *Sends*: what the module sends without it, in the same order.
     *Raises*: `ShardingError` at the first call, for what cannot be in a graph: a value that Python reads (``.item()``),
-    FSDP2 units within the module, buffers that are replaced, arguments that are no tensors, numbers or strings.
+    FSDP2 units within the module, buffers that are replaced, and arguments other than tensors, numbers or strings.
     docs/compile.md has the list.
 
     >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.GELU())
@@ -71,7 +70,7 @@ def compile(
     return module
 
 
-# What a value may be that is no tensor: it becomes part of the graph, which is made anew for another one.
+# Types of values that are not tensors: they become part of the graph, which is made anew for another value.
 _CONSTANTS = (
     *(bool, int, float, complex, str, bytes, type(None), type(...)),
     *(torch.dtype, torch.device, torch.memory_format, Layout, DeviceMesh),
@@ -80,23 +79,23 @@ _CONSTANTS = (
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """What stands in the place of a tensor among arguments and results: all that is known before it has values."""
+    """Stand-in for a tensor among arguments and results, with all that is known before it has values."""
 
     requires_grad: bool
     layout: Layout | None = None  # of a tile
     mesh: DeviceMesh | None = None
-    left: bool = False  # of a plain tensor: it came out of a tile, so its gradient is whole on every rank
-    averaged: int = 1  # of a plain tensor: what `averaged_over` says of all leaves that it was computed from
+    left: bool = False  # of a plain tensor: it was computed from a tile, so its gradient is whole on every rank
+    averaged: int = 1  # of a plain tensor: the `averaged_over` of all leaves that it was computed from
 
     def tensor_of(self, value: Tensor) -> Tensor:
         return value.local if isinstance(value, Tile) else value
 
 
 def _place_of(x: Tensor) -> TensorPlace:
-    """*Raises*: `ShardingError` for a tensor whose gradient is neither a part nor whole."""
+    """Return the stand-in.  *Raises*: `ShardingError` for a tensor whose gradient is neither a part nor whole."""
     if isinstance(x, Tile):
         x.check_no_history()
-        # of the local tensor: to ask the tile itself puts its shell into the graph of autograd
+        # of the local tensor, because asking the tile itself would put its shell into the graph of autograd
         return TensorPlace(x.local.requires_grad, x.layout, x.mesh)
     if x.grad_fn is None:
         return TensorPlace(x.requires_grad, averaged=averaged_over(x))
@@ -115,11 +114,11 @@ def _place_of(x: Tensor) -> TensorPlace:
 
 
 class CompiledForward:
-    """What stands in the place of a module's `forward`: a graph for each kind of arguments."""
+    """Replacement of a module's `forward`: a graph for each kind of arguments."""
 
     def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
         self.module, self.options = module, options
-        # of one who has replaced it before; compiled twice is compiled once, with the later options
+        # from an earlier replacement; a module compiled twice is compiled once, with the later options
         self._theirs = module.__dict__.get("forward")
         if isinstance(self._theirs, CompiledForward):
             self._theirs = self._theirs._theirs
@@ -128,17 +127,17 @@ class CompiledForward:
         self._held = HeldTensors(())
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy of the module makes graphs of its own, for they have the module in them
+        # a copy of the module makes its own graphs, because they have the module in them
         return self.__dict__ | {"_graphs": {}, "_weights": None, "_held": HeldTensors(())}
 
     def call_plain(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward pass as it is, without a graph."""
+        """Run the forward pass as it is, without a graph."""
         if self._theirs is not None:
             return self._theirs(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # ranks that compare what they do look at every call; and within another graph there is no need of one more
+        # ranks that compare their messages check every call; and within another graph one more is not needed
         if debug.is_comparing() or is_making_graph():
             return self.call_plain(*args, **kwargs)
         if self._weights is None:
@@ -152,31 +151,31 @@ class CompiledForward:
         weights = [w.to_local() if is_dtensor(w) else w for w in weights]
         held = self._held.tensors()
         held_places = tuple(None if x is None else _place_of(x) for x in held)
-        # all that the forward pass may look at beside values, and that is no guard of Dynamo's
+        # all that the forward pass may read beside values, and that Dynamo does not guard
         key = spec, tuple(values), held_places, state, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         graph, is_new = self._graphs.get(key), False
         if graph is None:
             is_new = True
             _check_weights(self.module, self._weights.names, weights)
-            if self._held.find_more():  # that were put there since the last graph was made
+            if self._held.find_more():  # those that were added since the last graph was made
                 return self(*args, **kwargs)
             graph = self._graphs[key] = TileGraph(self, self._weights.names, state[0], (spec, values), held_places)
         tensors = [p.tensor_of(v) for p, v in zip(values, leaves, strict=True) if isinstance(p, TensorPlace)]
         tensors += [p.tensor_of(v) for p, v in zip(held_places, held, strict=True) if p is not None and v is not None]
         out = graph([*weights, *tensors])
         if is_new:
-            self._held.find_more()  # what it has kept may be read by the next call
+            self._held.find_more()  # the next call may read what this one has kept
         return out
 
     @property
     def held(self) -> HeldTensors:
-        """The tensors that modules keep as plain attributes."""
+        """Tensors that modules keep as plain attributes."""
         return self._held
 
 
 @dataclass(frozen=True)
 class StoredAs:
-    """What is known of a parameter or buffer without its values."""
+    """Properties of a parameter or buffer that are known without its values."""
 
     kind: type[Tensor]
     requires_grad: bool
@@ -184,7 +183,7 @@ class StoredAs:
     cut: tuple[DeviceMesh, tuple[Any, ...], torch.Size, tuple[int, ...]] | None  # of a DTensor
 
     def in_graph(self, x: Tensor) -> Tensor:
-        """`x`, the local part of a cut one, as the module is to see it."""
+        """Return `x`, the local part of a cut one, in the form that the module is to see."""
         leaf = _as_leaf(x, self.averaged)
         if self.cut is None:
             return leaf
@@ -203,7 +202,7 @@ def _stored_as(x: Tensor) -> StoredAs:
 
 
 class ModuleWeights:
-    """Where the parameters and buffers of a module are found: `fully_shard` swaps them for others meanwhile."""
+    """Places of the parameters and buffers of a module, which `fully_shard` swaps for others meanwhile."""
 
     def __init__(self, module: nn.Module) -> None:
         owners = dict(module.named_modules())
@@ -220,7 +219,7 @@ class ModuleWeights:
         return [held[name] for held, name in self._places]
 
     def state(self, tensors: Sequence[Tensor]) -> tuple[tuple[StoredAs, ...], tuple[bool, ...]]:
-        """What is known of the tensors without their values, and which modules are in training."""
+        """Return what is known of the tensors without their values, and which modules are in training."""
         return tuple(map(_stored_as, tensors)), tuple(m.training for m in self.modules)
 
 
@@ -305,7 +304,7 @@ class TileGraph:
         return out
 
     def _run_without_values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The forward pass while the graph is made; what the results are is noted."""
+        """Run the forward pass while the graph is made, and note what the results are."""
         left = iter(tensors)
         weights = {f"module.{n}": how.in_graph(next(left)) for n, how in zip(self._names, self._stored, strict=True)}
         leaves = [self._as_argument(v, next(left)) if isinstance(v, TensorPlace) else v[1] for v in self._values]
@@ -334,12 +333,12 @@ class TileGraph:
     def _as_result(self, place: TensorPlace, x: Tensor) -> Tensor:
         if place.layout is not None:
             return Tile(x, place.layout, cast(DeviceMesh, place.mesh))
-        # the node of the whole graph hides where in it the tensor came from
+        # the node of the whole graph hides the origin of the tensor in it
         return leave_tile(x, self._meshes[0]) if place.left and self._meshes else x
 
 
 class _PlainModule(nn.Module):
-    """The module below another one, whose `functional_call` gives it its tensors and calls its own forward pass."""
+    """Module below another one, whose `functional_call` gives it its tensors and calls its own forward pass."""
 
     def __init__(self, forward: CompiledForward) -> None:
         super().__init__()
@@ -358,8 +357,8 @@ class _PlainModule(nn.Module):
 
 
 class _GraphInput(torch.autograd.Function):
-    """A parameter or a plain tensor, with the leaf that `graph_origins` looks for: AOTAutograd has nodes of its own
-    before the inputs of a graph.
+    """A parameter or plain tensor, with the leaf that `graph_origins` looks for, because AOTAutograd adds its own nodes
+    before the inputs.
     """
 
     @staticmethod
@@ -387,7 +386,7 @@ def _as_leaf(x: Tensor, mark: int | None) -> Tensor:
 
 
 def _told_failure(failure: Exception | None, error: Exception, line: str) -> Exception:
-    """The error to raise: that of the module itself, as without a graph, where it is one."""
+    """Return the error to raise: that of the module itself, as without a graph, where it is one."""
     for each in (failure, *_causes(error)):
         if isinstance(each, ShardingError):
             return each
@@ -403,7 +402,7 @@ def _told_failure(failure: Exception | None, error: Exception, line: str) -> Exc
     return error if failure is None or isinstance(failure, AssertionError) else failure
 
 
-# torch's errors for what a tensor without values cannot tell
+# torch's errors for reads of a tensor without values
 _NEEDS_VALUES = (
     *("DataDependentOutputException", "DynamicOutputShapeException"),
     *("PendingUnbackedSymbolNotFound", "GuardOnDataDependentSymNode"),
@@ -414,7 +413,9 @@ _HAS_NO_VALUES = ("FakeTensor", "FunctionalTensor", "fake mode")
 
 
 def _user_line(error: BaseException) -> str:
-    """The innermost line outside jigsaw and torch where an error arose, as ``, at file:line in forward: code``."""
+    """Return the innermost line outside jigsaw and torch where an error arose, as ``, at file:line in
+    forward: code``.
+    """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_of_packages(f.filename)]
     if not frames:
         return ""

@@ -1,4 +1,4 @@
-"""How one dim is cut: intervals, boxes, cut points and `Cut`.  Integers only: no torch, the same answer on every rank.
+"""Cuts of one dim: intervals, boxes, cut points and `Cut`.  Integers only: no torch, the same result on every rank.
 
 An *interval* is half open; a *box* is one interval for each dim.
 """
@@ -19,48 +19,48 @@ SplitRule = str | Sequence[int]
 
 
 class ShardingError(ValueError):
-    """What cannot be answered exactly: a layout, a mesh, an operation.
+    """A layout, a mesh or an operation for which an exact result is impossible.
 
-    Raised alike on every rank, before any communication.
+    Every rank raises the same, before any communication.
     """
 
 
 class RanksDifferError(ShardingError):
-    """Ranks that have, or do, different things where they must be alike.
+    """Ranks that have, or do, different things where they must be the same.
 
     The one `ShardingError` that a rank may raise alone, or after messages were sent.
     """
 
 
 def box_slices(box: Box, within: Box | None = None) -> tuple[slice, ...]:
-    """What picks a box out of memory that holds the whole array, or the box `within`."""
+    """Return the slices that pick a box out of memory that holds the whole array, or the box `within`."""
     lows = [0] * len(box) if within is None else [low for low, _ in within]
     return tuple(slice(a - low, b - low) for (a, b), low in zip(box, lows, strict=True))
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """The shape of a box."""
+    """Return the shape of a box."""
     return tuple([stop - start for start, stop in box])
 
 
 def box_elements(box: Box) -> int:
-    """The number of elements of a box."""
+    """Return the number of elements of a box."""
     return math.prod(box_shape(box))
 
 
 def interval_overlap(a: Interval, b: Interval) -> Interval:
-    """What two intervals share; an empty interval where nothing."""
+    """Return what two intervals share; an empty interval where nothing."""
     start = max(a[0], b[0])
     return start, max(start, min(a[1], b[1]))
 
 
 def box_overlap(a: Box, b: Box) -> Box:
-    """What two boxes share; an empty interval along each dim in which they share nothing."""
+    """Return what two boxes share; an empty interval along each dim in which they share nothing."""
     return tuple(interval_overlap(x, y) for x, y in zip(a, b, strict=True))
 
 
 def cut_points(size: int, pieces: int, split: SplitRule = "balanced", align: int = 1) -> tuple[int, ...]:
-    """Where `size` rows are cut into `pieces`: ``pieces + 1`` non-decreasing points from 0 to `size`.
+    """Return the points that cut `size` rows into `pieces`: ``pieces + 1`` non-decreasing points from 0 to `size`.
 
     - ``"balanced"``: piece sizes differ by at most one `align`-block, larger ones first (721/8 = 91 + 7x90);
     - ``"chunk"``: `torch.chunk`'s rule, ceil(size / pieces) rows until they run out (721/8 = 7x91 + 84);
@@ -89,7 +89,7 @@ def cut_points(size: int, pieces: int, split: SplitRule = "balanced", align: int
 
 
 def check_split_rule(pieces: int, split: Any, align: Any) -> None:
-    """Raises: `ShardingError` for a `split` or `align` that would be wrong for any size."""
+    """Check the rule.  Raises: `ShardingError` for a `split` or `align` that would be wrong for any size."""
     if not _is_integer(align) or align < 1:
         raise ShardingError(f"align={align!r} must be a whole number, 1 or more: the rows of a block that is not cut")
     if isinstance(split, str) or not isinstance(split, Collection):
@@ -122,9 +122,9 @@ def _explicit_points(size: int, pieces: int, points: tuple[int, ...], align: int
 
 
 class FrozenValue:
-    """Equality and hash of a frozen value that is asked for them often: each part is hashed once, and what is one
-    object is equal at once.  What was derived from it (cached properties) is no part of it, and is not pickled: a hash
-    of words differs in each process.
+    """Quick equality and hash of a frozen value: each part is hashed once, and an object equals itself at once.
+    Derived values (cached properties) are not a part of it, and are not pickled, because a hash of words differs in
+    each process.
     """
 
     @cached_property
@@ -152,21 +152,21 @@ class FrozenValue:
 
 @dataclass(frozen=True, eq=False)
 class Cut(FrozenValue):
-    """How one dim is cut: `points` by `axes` (major to minor), and what each piece holds.
+    """Cut of one dim: `points` by `axes` (major to minor), and what each piece holds.
 
     ``held[i]`` is in *unwrapped* coordinates: on a periodic dim row -1 is row ``size - 1`` and an interval may
     reach below 0 or beyond `size`.  Without a halo it equals the owned interval.
 
-    Where `wraps` is False, held rows beyond [0, size) are no rows of the array: a reader put there what its boundary
-    says (`jigsaw.io.series.boundary`).  They are `Tile.local`'s alone: views, copies and functions along other dims
-    carry them along, everything else leaves them out, and nothing takes them for a row of the array.
+    Where `wraps` is False, held rows beyond [0, size) are not rows of the array: a reader filled them by its boundary
+    (`jigsaw.io.series.boundary`).  Only `Tile.local` has them: views, copies and functions along other dims carry them
+    along, everything else leaves them out, and nothing takes them for a row of the array.
 
-    `source` remembers the cuts of the dim that a contraction made this one from, so that one that leads back to the
-    same size restores them (the tokens after a mixer's second linear lie where they did before its first).  It is part
-    of equality, for what is kept by layout (a stencil's plan has the layout of its result) must not hand out another
-    dim's memory; whether two tiles can meet is asked of `have_same_rows`.
+    `source` remembers the cuts of the dim that a contraction made this one from.  A contraction back to the same size
+    restores them: the tokens after a mixer's second linear lie where they were before its first.  It is part of
+    equality, because caches by layout (a stencil's plan has the layout of its result) must not hand out another dim's
+    memory.  `have_same_rows` says whether two tiles can meet.
 
-    Raises: `ShardingError` for points that fall or do not run from 0 to `size`, and for other than one held interval a
+    Raises: `ShardingError` for points that fall or do not run from 0 to `size`, and unless there is one held interval a
     piece.
 
     >>> cut = jigsaw.Cut(10, (0, 4, 7, 10), axes=("lat",))
@@ -204,7 +204,7 @@ class Cut(FrozenValue):
 
     @property
     def is_cut(self) -> bool:
-        """Whether more than one piece exists; a dim cut by axes of size 1 is whole."""
+        """True where more than one piece exists; a dim cut by axes of size 1 is whole."""
         return len(self.points) > 2
 
     @cached_property
@@ -215,22 +215,22 @@ class Cut(FrozenValue):
         return self.points[piece], self.points[piece + 1]
 
     def bare(self) -> Cut:
-        """The same cut without halo."""
+        """Return the same cut without halo."""
         return self._bare
 
     def has_same_rows(self, other: Cut) -> bool:
-        """Whether every piece owns the same rows on the same ranks, whatever it holds and the dim was made from."""
+        """Say whether every piece owns the same rows on the same ranks, whatever it holds or was made from."""
         return self is other or ((self.size, self.points, self.axes) == (other.size, other.points, other.axes))
 
     def holding(self, held: Sequence[Interval]) -> Cut:
         return replace(self, held=tuple(held), wraps=True)
 
     def inside(self, piece: int) -> Interval:
-        """The rows of the array that a piece holds: all but rows beyond an end that does not wrap."""
+        """Return the rows of the array that a piece holds: all but rows beyond an end that does not wrap."""
         return self.held[piece] if self.wraps else self.between_ends(piece)
 
     def between_ends(self, piece: int) -> Interval:
-        """What a piece holds in [0, size), for operations that do not take the dim for a circle."""
+        """Return what a piece holds in [0, size), for operations that do not take the dim for a circle."""
         start, stop = self.held[piece]
         return max(start, 0), min(stop, self.size)
 
@@ -256,25 +256,25 @@ class Cut(FrozenValue):
         return self.holding([grow(*self.owned(i)) for i in range(self.pieces)])
 
     def with_beyond(self, below: int, above: int) -> Cut:
-        """Hold `below` and `above` rows more, also beyond the ends of a dim that does not wrap."""
+        """Hold `below` and `above` rows more, even beyond the ends of a dim that does not wrap."""
         # where the halo stays inside the dim there is nothing beyond, and the cut is an ordinary one
         wide, ended = self.with_halo(below, above, periodic=True), self.with_halo(below, above)
         return replace(wide, wraps=wide.held == ended.held)
 
 
 def have_same_rows(group: Sequence[Cut], other: Sequence[Cut]) -> bool:
-    """Whether two tensor dims lie on the ranks alike, so that their tiles can meet without a message."""
+    """Say whether two tensor dims lie on the ranks alike, so that their tiles can meet without a message."""
     return len(group) == len(other) and all(a.has_same_rows(b) for a, b in zip(group, other, strict=True))
 
 
 @lru_cache(maxsize=4096)
 def whole_dim(size: int) -> Cut:
-    """A dim that nothing cuts."""
+    """Return the cut of a dim that nothing cuts."""
     return Cut(size, (0, size))
 
 
 def cut_by_some_axes(cut: Cut, kept: Collection[str], sizes: Mapping[str, int]) -> Cut:
-    """A cut by those of its axes alone that are `kept`, without halo.
+    """Return a cut by only those of its axes that are `kept`, without halo.
 
     >>> from jigsaw.cut import cut_by_some_axes
     >>> cut_by_some_axes(jigsaw.Cut(9, (0, 2, 4, 7, 9), ("lat", "lon")), ["lat"], {"lat": 2, "lon": 2}).points
@@ -284,13 +284,13 @@ def cut_by_some_axes(cut: Cut, kept: Collection[str], sizes: Mapping[str, int]) 
     if left == cut.axes:
         return cut.bare()
     pieces = math.prod(sizes[a] for a in left)
-    is_major = cut.axes[: len(left)] == left  # then a piece is made of consecutive ones of before
+    is_major = cut.axes[: len(left)] == left  # then a piece consists of consecutive old ones
     points = cut.points[:: cut.pieces // pieces] if is_major else cut_points(cut.size, pieces)
     return Cut(cut.size, points, left) if left else whole_dim(cut.size)
 
 
 def cut_holding_along(cut: Cut, axes: Collection[str], sizes: Mapping[str, int]) -> Cut:
-    """A cut of which each piece holds the rows of all pieces along `axes`, which must be its minor ones.
+    """Return a cut of which each piece holds the rows of all pieces along `axes`, which must be its minor ones.
 
     Raises: `ShardingError` where they are not: the rows of such pieces do not lie side by side.
 

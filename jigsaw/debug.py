@@ -1,15 +1,15 @@
-"""``JIGSAW_DEBUG=1``: before every message the ranks compare what they are about to do.
+"""``JIGSAW_DEBUG=1``: the ranks compare their calls before every message.
 
 Every rank of a mesh runs the same program, so the n-th message of each is the same call on the same global shapes.  A
 branch on local values, a step that one rank skips, another order or an argument that depends on the rank break this,
-and show as a wait until the time-out, far from the place.  Here each rank says before a message which call it makes,
-out of which function, module and line; where they differ, all of them raise, with the places of both.
+and show as a wait until the time-out, far from the place.  Here each rank first tells the others its call, with its
+function, module and line.  Where they differ, all of them raise, with the places of both.
 
-Four ranks, of which rank 2 skips a layer: at the message where they first differ it tells the others "all_reduce in
+Example: of four ranks, rank 2 skips a layer.  At the first different message it tells the others "all_reduce in
 mse_loss, train.py:31", and they tell it "exchange in conv2d, UNet > Conv2d, model.py:12".  Each compares all four and
 names the first that differs from the first rank.
 
-Off (the default), it costs one look at a name.
+When off (the default), it costs one read of a name.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _this_thread = _SilentThread()
 
 @contextmanager
 def without_comparing() -> Generator[None]:
-    """Within it this thread plays ranks that are not there, and compares nothing; other threads go on."""
+    """Let this thread play imaginary ranks within the block, and compare nothing; other threads go on."""
     before, _this_thread.is_silent = _this_thread.is_silent, True
     try:
         yield
@@ -55,7 +55,7 @@ def without_comparing() -> Generator[None]:
 
 
 def is_comparing() -> bool:
-    """Whether this thread compares what it sends with the other ranks."""
+    """Say whether this thread compares its messages with the other ranks."""
     return IS_DEBUGGING and not _this_thread.is_silent
 
 
@@ -63,7 +63,7 @@ _message_numbers: WeakKeyDictionary[DeviceMesh, int] = WeakKeyDictionary()
 
 
 def hash_interval() -> int:
-    """After how many forward passes the parameters are compared: ``JIGSAW_DEBUG_EVERY``, 10 by default."""
+    """Return after how many forward passes the parameters are compared: ``JIGSAW_DEBUG_EVERY``, 10 by default."""
     return max(int(os.environ.get(EVERY_VARIABLE, "10")), 1)
 
 
@@ -72,8 +72,8 @@ def compare_calls(
 ) -> None:
     """Compare, when debugging, what the ranks of the mesh are about to send.
 
-    `alike` every rank must have alike, as layouts; the local `shape` those along `axes`.  Every rank of the mesh calls
-    this, also one that will send nothing.
+    `alike`, such as layouts, must be the same on every rank; the local `shape` on those along `axes`.  Every rank of
+    the mesh calls this, even one that will send nothing.
 
     *Sends*: a few hundred bytes to every other rank, not counted.
     *Raises*: `RanksDifferError` on every rank, with the places of two that differ.
@@ -100,7 +100,8 @@ def compare_calls(
 
 
 def compare_parameters(mesh: DeviceMesh, named: Sequence[tuple[str, int, Sequence[str]]]) -> None:
-    """Compare parameters (name, checksum of the local part, axes along which it is alike) over the ranks of the mesh.
+    """Compare parameters (name, checksum of the local part, axes along which it is the same) over the ranks of the
+    mesh.
 
     *Raises*: `RanksDifferError` on every rank, with the name of the first that differs and the ranks.
     """
@@ -124,7 +125,7 @@ def compare_parameters(mesh: DeviceMesh, named: Sequence[tuple[str, int, Sequenc
 
 
 def _told_by_all(mesh: DeviceMesh, mine: Any) -> list[Any]:
-    """What every rank of the mesh says, in mesh order."""
+    """Return the values of every rank of the mesh, in mesh order."""
     said = [mine]
     for group, ranks in reversed(groups_along(mesh, [name for name, _ in axes_of_mesh(mesh)])):
         parts: list[Any] = [None] * group.size()

@@ -1,4 +1,4 @@
-"""All that reading and writing refuse, as types.  Each message names what was asked, what there is, and the remedy."""
+"""Errors of reading and writing, as types.  Each message names what was asked, what there is, and the remedy."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jigsaw.redacted import redacted_text
 
 
 class _RedactedError(Exception):
-    """What it says is shown and logged: secrets of URLs and options are taken out, whoever wrote the message."""
+    """Error whose message is shown and logged without secrets of URLs and options, whoever wrote it."""
 
     def __init__(self, *told: object) -> None:
         super().__init__(*(redacted_text(each) if isinstance(each, str) else each for each in told))
 
 
 class ReadError(_RedactedError):
-    """Reading failed; the base of all errors of `jigsaw.io`.  `heard` marks what another rank failed with."""
+    """Reading failed; the base of all errors of `jigsaw.io`.  `heard` marks the failure of another rank."""
 
     heard = False
 
@@ -62,7 +62,7 @@ class FetchError(ReadError):
 
 
 class CacheError(ReadError):
-    """A cache folder that others own or may write to, or a lock in it that somebody holds."""
+    """A cache folder that others own or may write to, or a lock in it that another process holds."""
 
 
 class NaNError(ReadError, ValueError):
@@ -88,18 +88,18 @@ class PeerError(ReadError, RuntimeError):
 class ForkedError(ReadError, RuntimeError):
     """A reader that a forked process inherited: only the process that made it can read with it."""
 
-    heard = True  # nobody waits for a process that is no rank
+    heard = True  # no rank waits for a process that is not one
 
 
 class WriteError(_RedactedError):
-    """Writing failed or was refused, on whichever rank: raised alike on every rank, naming that rank and its reason."""
+    """Writing failed or was refused on some rank: every rank raises the same, with that rank and its reason."""
 
 
 @contextmanager
 def writing_to(path: str | os.PathLike[str], remedy: str) -> Generator[None]:
-    """What is raised while `path` is written, a full disk or whatever a library makes of one, as a `WriteError`.
+    """Raise errors while `path` is written, such as a full disk, as a `WriteError`.
 
-    It names the path and, after what every failure asks for, the `remedy`.
+    It names the path and, after the advice for every failure, the `remedy`.
     """
     try:
         yield

@@ -1,5 +1,5 @@
-"""Transfers carried out: halos and roll are one call, `exchange_rows`, redistribution is up to three steps
-(`redistribute_rows`), all with one planner (jigsaw.transfers).
+"""Execution of transfers, with one planner (jigsaw.transfers).  Halos and roll are one call, `exchange_rows`;
+redistribution is up to three steps (`redistribute_rows`).
 
 The adjoint of a move is the reversed move with additions (Hewett and Grady, "A linear algebraic approach to model
 parallelism in deep learning", arXiv 2006.03108).
@@ -44,10 +44,10 @@ def _slices_of_box(box: Box, margins: CutMargins | None) -> tuple[slice, ...]:
 class PackedSwap:
     """Tensors for other ranks and from them, under way until `wait()`: all those of a pair of ranks in one message.
 
-    Of four ranks on 2 x 2 places, each with a corner of an image and a halo of a row around it, rank 0 gives rank 1 a
-    column, rank 2 a row and rank 3 the corner between them.  A periodic dim adds a second box for the same peer; both
-    travel as one flat message, and are told apart on the other side by their shapes alone.  So both sides must list
-    the tensors of a pair in one order, which the planner gives them: that of the rank that takes.
+    Example: four ranks on 2 x 2 places each have a corner of an image and a halo of a row around it.  Rank 0 gives rank
+    1 a column, rank 2 a row and rank 3 the corner between them.  A periodic dim adds a second box for the same peer;
+    both travel as one flat message, and only their shapes separate them on the other side.  So both sides must list the
+    tensors of a pair in one order, which the planner gives them: that of the rank that takes.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class PackedSwap:
         self._pending = comm.swap_messages(mesh, sends, self.received, kind)
 
     def wait(self) -> list[Tensor]:
-        """What has arrived, in the order of `taken`."""
+        """Return what has arrived, in the order of `taken`."""
         self._pending.wait()
         parts = [p for (_, flat), sizes in zip(self.received, self._sizes, strict=True) for p in flat.split(sizes)]
         return [part.view(tuple(shape)) for part, shape in zip(parts, self._shapes, strict=True)]
@@ -99,8 +99,8 @@ def _boxes_in_order(by_peer: BoxesByPeer) -> list[Box]:
 
 
 def _start_fetch(cells: Tensor, plan: ExchangePlan, mesh: DeviceMesh, kind: str = "exchange") -> PackedSwap:
-    """Source rows on their way to those that need them."""
-    # checkpointing runs a forward pass again, on every rank: halos that came then need not come again
+    """Start the way of source rows to those that need them."""
+    # checkpointing runs a forward pass again, on every rank; halos that arrived the first time need not come again
     kept = None if is_shape_run() else kept_messages(plan)
     swap = PackedSwap(mesh, _box_views(cells, plan.sends), _box_shapes(plan.receives), cells, kind, kept)
     if kept is None and not is_shape_run():
@@ -111,7 +111,7 @@ def _start_fetch(cells: Tensor, plan: ExchangePlan, mesh: DeviceMesh, kind: str 
 def _finish_fetch(
     out: Tensor, cells: Tensor, plan: ExchangePlan, swap: PackedSwap, margins: CutMargins | None = None
 ) -> None:
-    """Fill the target box `out`: the rows at hand while the others travel, then what arrives."""
+    """Fill the target box `out`: with the rows at hand while the others travel, then with those that arrive."""
     for move in plan.kept:
         _box_view(out, move.placed, margins).copy_(_box_view(cells, move.taken))
     for box, values in zip(_boxes_in_order(plan.receives), swap.wait(), strict=True):
@@ -121,7 +121,7 @@ def _finish_fetch(
 def _start_return(
     grad: Tensor, plan: ExchangePlan, mesh: DeviceMesh, margins: CutMargins | None = None, kind: str = "exchange"
 ) -> PackedSwap:
-    """Gradients of fetched rows on their way back: the plan's sides change places."""
+    """Start the way back of gradients of fetched rows: the plan's sides change places."""
     return PackedSwap(mesh, _box_views(grad, plan.receives, margins), _box_shapes(plan.sends), grad, kind)
 
 
@@ -148,7 +148,7 @@ def _exchange_forward(
 def _fetch_rows(
     x: Tensor, plan: ExchangePlan, mesh: DeviceMesh, margins: CutMargins | None, kind: str, fill: float
 ) -> Tensor:
-    # messages leave before the target is made: its allocation and the rows at hand are hidden behind them
+    # messages leave before the target is made, so they hide its allocation and the copy of the rows at hand
     swap = _start_fetch(x, plan, mesh, kind)
     grown = margins or ((0, 0),) * len(plan.target_shape)
     shape = [n + low + high for n, (low, high) in zip(plan.target_shape, grown, strict=True)]
@@ -160,11 +160,11 @@ def _fetch_rows(
 
 
 def memory_format_of(x: Tensor) -> torch.memory_format:
-    """Whether the channels of a tensor lie side by side, as those of channels-last images and volumes do, slices of
-    them too.
+    """Say whether the channels of a tensor lie side by side, as those of channels-last images and volumes, or slices of
+    them.
     """
     if x.ndim in _CHANNELS_LAST and x.shape[1] > 1 and x.stride(1) == 1:
-        # torch's own sense of it: strides that fall as they do when channels come last
+        # torch's own rule: strides that fall as they do when channels come last
         order = (0, *range(2, x.ndim), 1)
         strides = [x.stride(d) for d in order if x.shape[d] != 1]
         if strides == sorted(strides, reverse=True):
@@ -189,12 +189,12 @@ def _exchange_backward(
     kind: str,
     memory_format: torch.memory_format,
 ) -> Tensor:
-    """The gradient of what was exchanged, in the tensor's own `memory_format`, whatever that of `grad` is: torch's
-    norms are wrong about some.
+    """Return the gradient of the exchange, in the tensor's own `memory_format`, whatever that of `grad` is.  Torch's
+    norms are wrong about some formats.
     """
     debug.compare_calls(mesh, f"gradient of {kind}", plan.layouts)
     swap = _start_return(grad, plan, mesh, margins, kind)
-    # the gradient of what was kept is a view where nothing is added to it; else in memory of its own, for autograd may
+    # the gradient of kept rows is a view where nothing is added to it; else it has its own memory, because autograd may
     # hand the same gradient to others
     if plan.keeps_all:
         kept = _box_view(grad, plan.kept[0].placed, margins)
@@ -219,7 +219,7 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         if not torch.is_grad_enabled():
             return _exchange_backward(grads[0], *ctx.how), None, None, None, None, None
-        # a Function of its own, so that a gradient of the gradient is an exchange again
+        # a separate Function, so that a gradient of the gradient is an exchange again
         return _ExchangeAdjoint.apply(grads[0], *ctx.how), None, None, None, None, None
 
 
@@ -243,7 +243,7 @@ class _ExchangeAdjoint(torch.autograd.Function):
 
 
 def _checked_plan(local: Tensor, source: Layout, target: Layout, mesh: DeviceMesh) -> ExchangePlan:
-    """The plan, once everything fits.  What all ranks know alike is checked first, then this rank's tensor."""
+    """Return the plan, once everything fits.  Facts that all ranks share are checked first, then this rank's tensor."""
     _check_layouts(source, target, mesh)
     todo = plan_exchange(source, target, mesh_coordinate(mesh))
     _check_local_tensor(local, source, todo.source_tile, mesh)
@@ -262,7 +262,7 @@ def _check_layouts(source: Layout, target: Layout, mesh: DeviceMesh) -> None:
 
 
 def _check_local_tensor(local: Tensor, source: Layout, shape: tuple[int, ...], mesh: DeviceMesh) -> None:
-    """This rank's tensor alone may be wrong: the others then wait, but not for a first connection."""
+    """Check this rank's tensor, which may be wrong alone: the others then wait, but not for a first connection."""
     comm.connect_ranks(mesh)
     if tuple(local.shape) != shape:
         raise RanksDifferError(
@@ -280,7 +280,7 @@ def exchange_rows(
     fill: float = 0.0,
     kind: str = "exchange",
 ) -> Tensor:
-    """Each rank gives its source box and gets its target box; rows that several ranks need are sent to each of them.
+    """Give this rank's source box and return its target box; rows that several ranks need go to each of them.
 
     `margins` adds rows of `fill` around this rank's target box (a cut each: below, above), so that a padded stencil
     input is assembled in one copy.  The layouts must be cut by the same axes (else use `redistribute_rows`).  Where
@@ -295,7 +295,8 @@ def exchange_rows(
         _check_layouts(source, target, mesh)
         _check_local_tensor(local, source, source.local_shape(mesh_coordinate(mesh)), mesh)
         return local
-    # where an axis begins or ends to cut, copies become parts: the gradient is then no plain sum over who took a row
+    # where an axis begins or ends to cut, copies become parts, so the gradient is not a plain sum over the ranks that
+    # took a row
     if set(source.cut_axes) != set(target.cut_axes):
         _check_layouts(source, target, mesh)
         raise ShardingError(f"exchange from {source} to {target} would change what is replicated; use redistribute")
@@ -303,8 +304,8 @@ def exchange_rows(
     if source == target and margins is None:
         return local
     margins = _checked_margins(margins, source, fill, local.dtype)
-    # nothing moves here; between other ranks something may, or they have margins where this one has none, and when
-    # debugging they want to hear of this one
+    # nothing moves here; between other ranks rows may move, or they have margins where this one has none, and when
+    # debugging they compare with this one
     is_quiet = margins is None and todo.is_slice and not (debug.IS_DEBUGGING and debug.is_comparing())
     if is_quiet and todo.keeps_all:
         return local
@@ -317,10 +318,10 @@ def exchange_rows(
 
 
 def sum_held_rows(local: Tensor, held: Layout, owned: Layout, mesh: DeviceMesh, kind: str = "exchange") -> Tensor:
-    """Each rank's parts of the rows that it holds, added up where they are owned: the adjoint of `exchange_rows`.
+    """Add up each rank's parts of the rows that it holds on their owners: the adjoint of `exchange_rows`.
 
     *Shapes*: global unchanged; per rank ``held.held`` -> ``owned.held``.
-    *Sends*: forward the rows that this rank holds and others own, narrow types in float32; backward the reverse.
+    *Sends*: forward, the rows that this rank holds and others own, narrow types in float32; backward, the reverse.
     *Raises*: as `exchange_rows` from `owned` to `held`.
     """
     _check_layouts(owned, held, mesh)
@@ -333,7 +334,9 @@ def sum_held_rows(local: Tensor, held: Layout, owned: Layout, mesh: DeviceMesh, 
 
 
 def _checked_margins(margins: CutMargins | None, source: Layout, fill: float, dtype: torch.dtype) -> CutMargins | None:
-    """The margins, or None where there are none; a fill that ranks at the border would refuse is refused by all."""
+    """Return the margins, or None where there are none; all ranks refuse a fill that ranks at the border
+    would refuse.
+    """
     if margins is None:
         return None
     if not math.isfinite(fill) and not (dtype.is_floating_point or dtype.is_complex):
@@ -349,13 +352,13 @@ def _has_margins(margins: CutMargins, source: Layout) -> bool:
 
 
 def _flattened_sizes(sizes: Sequence[int], groups: Sequence[int]) -> list[int]:
-    """The sizes of the tensor dims, from those of the cuts."""
+    """Return the sizes of the tensor dims, from those of the cuts."""
     ends = list(accumulate(groups, initial=0))
     return [math.prod(sizes[first:end]) for first, end in pairwise(ends)]
 
 
 class AsyncExchange:
-    """Several boxes fetched at once, under way until `wait()`; not differentiable (`AsyncExchangeAdjoint` is the
+    """Fetch of several boxes at once, under way until `wait()`; not differentiable (`AsyncExchangeAdjoint` is the
     adjoint).
     """
 
@@ -366,7 +369,7 @@ class AsyncExchange:
         self._swaps = [_start_fetch(cells, todo, mesh) for cells, todo in zip(self._cells, self._todo, strict=True)]
 
     def wait(self) -> list[Tensor]:
-        """The boxes, in the order of the targets."""
+        """Return the boxes, in the order of the targets."""
         found: list[Tensor] = []
         for cells, todo, swap in zip(self._cells, self._todo, self._swaps, strict=True):
             out = _empty_of_format(cells, todo.target_shape, memory_format_of(cells))
@@ -376,9 +379,7 @@ class AsyncExchange:
 
 
 class AsyncExchangeAdjoint:
-    """The adjoint of `AsyncExchange`: gradients of the boxes go back to their owners; `wait(into)` adds what
-    arrives.
-    """
+    """Adjoint of `AsyncExchange`: gradients of the boxes go back to their owners; `wait(into)` adds what arrives."""
 
     def __init__(self, grads: Sequence[Tensor], source: Layout, targets: Sequence[Layout], mesh: DeviceMesh) -> None:
         here = mesh_coordinate(mesh)
@@ -396,9 +397,9 @@ class AsyncExchangeAdjoint:
 
 
 class _Redistribute(torch.autograd.Function):
-    """The identity between two partitions.
+    """Identity between two partitions.
 
-    A value held alike has its whole gradient everywhere, so the way back is the same map.
+    A value that is the same on several ranks has its whole gradient everywhere, so the way back is the same map.
     """
 
     @staticmethod
@@ -418,7 +419,8 @@ class _Redistribute(torch.autograd.Function):
 def redistribute_rows(
     local: Tensor, source: Layout, target: Layout, mesh: DeviceMesh, kind: str = "exchange"
 ) -> Tensor:
-    """From any layout of an array to any other: other cut points, dims or axes, gathered or cut, with or without halo.
+    """Move rows from any layout of an array to any other: other cut points, dims or axes, gathered or cut, with or
+    without halo.
 
     *Shapes*: global unchanged; per rank ``source.held`` -> ``target.held``.
     *Sends*: forward the rows that others need and this rank owns; backward likewise from target to source.  Counted as
@@ -427,9 +429,9 @@ def redistribute_rows(
     """
     if set(source.cut_axes) == set(target.cut_axes):
         return exchange_rows(local, source, target, mesh, kind=kind)
-    # Four ranks, from 2 x 2 pieces by lat and lon to two by lat alone, with halos: a row of a halo has several holders
-    # and one owner, so halos are dropped first (no message), owned rows move (each rank's half to the other one along
-    # lon), and the new halo comes from its neighbours along lat.
+    # Example: four ranks, from 2 x 2 pieces by lat and lon to two by lat alone, with halos.  A row of a halo has
+    # several holders and one owner.  So halos are dropped first (no message), owned rows move (each rank's half to the
+    # other one along lon), and the new halo comes from the neighbors along lat.
     bare_source, bare_target = source.without_halo(), target.without_halo()
     # all three steps are checked before the first one sends
     _check_layouts(source, target, mesh)

@@ -25,9 +25,7 @@ TileOrTensor = TypeVar("TileOrTensor", Tensor, Tile)
 RowsByPlace = Mapping[int, tuple[Interval, Interval]]
 
 _NAN_RULES = ("keep", "skip")
-_PRODUCT_COLUMNS = (
-    64  # a product runs in blocks of about so many columns, which have few zeros of the band and still make a matmul
-)
+_PRODUCT_COLUMNS = 64  # columns of a product's blocks, about: few zeros of the band, still a matmul
 
 
 class TileBatch(Protocol):
