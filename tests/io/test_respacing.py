@@ -8,7 +8,8 @@ import pytest
 import torch
 from volume_store import AFFINE, image, label, write
 
-from jigsaw.errors import FieldError, GridError
+from jigsaw import comm
+from jigsaw.errors import FieldError, GridError, WriteError
 from jigsaw.io.volumes.augment import Affine, Flip
 from jigsaw.io.volumes.foreground import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
@@ -202,3 +203,57 @@ def test_spacings_that_cannot_be(scans, tmp_path):
         open_volumes([tilted], spacing=1, **how)
     with pytest.raises(GridError, match=r"spacing= with boundary=, whose rows beyond a crop are those of the scan as"):
         open_volumes(scans[0], spacing=1, halo={"z": 1}, boundary={"z": "reflect"}, **how)
+
+
+# -- and back ----------------------------------------------------------------------------------------------------------
+
+
+def write_back(scans, folder, axes):
+    """Masks of a whole scan and of a crop of it, each on the grid of its scan; and the bytes sent for one of them."""
+    how = {"mesh": world_mesh(**axes), "spacing": SPACING, "orientation": "RAS"}
+    for i, scan in enumerate(scans[0]):
+        sample = open_volumes(*scans, crop=None, **how).whole(i)
+        labels = sample.label[0] + 1
+        with comm.count() as sent:
+            write_volume(folder / f"whole{i}.nii.gz", labels, like=sample, onto=scan)
+        crop = open_volumes([scan], [scans[1][i]], crop=(7, 9, 8), seed=i, **how)[0]
+        write_volume(folder / f"crop{i}.nii", crop.label[0] + 1, like=crop, onto=scan)
+        write_volume(folder / f"crop{i}-there.nii", crop.label[0] + 1, like=crop)
+        write_volume(folder / f"whole{i}-there.nii", labels, like=sample)
+    return sum(c.sent_bytes for c in sent.calls if c.kind == "exchange"), labels.local.nbytes
+
+
+@pytest.mark.parametrize("axes", [*MESHES, {"z": 3}], ids=str)
+def test_labels_go_back_to_the_nearest_voxels_of_the_scan(scans, tmp_path, axes):
+    found = run_on_ranks(int(np.prod(list(axes.values()))), write_back, scans, tmp_path, axes)
+    # each label is taken once and written once: nothing is sent to all
+    assert sum(sent for sent, _ in found) <= sum(nbytes for _, nbytes in found) + 8 * np.prod(SIZES[-1])
+    for i, path in enumerate(scans[0]):
+        scan = nibabel.load(path)
+        for name in (f"whole{i}.nii.gz", f"crop{i}.nii"):
+            got, there = nibabel.load(tmp_path / name), nibabel.load(tmp_path / f"{name.split('.')[0]}-there.nii")
+            assert got.shape == scan.shape
+            np.testing.assert_allclose(got.affine, scan.affine, atol=1e-5)
+            labels, spaced = np.asarray(got.dataobj), np.asarray(there.dataobj)
+            at = np.indices(scan.shape).reshape(3, -1)
+            world = scan.affine[:3, :3] @ at + scan.affine[:3, 3:]
+            place = np.linalg.inv(there.affine) @ np.vstack([world, np.ones(world.shape[1])])
+            place, sizes = place[:3], np.array(spaced.shape)[:, None]
+            outside = ((place < -0.502) | (place > sizes - 0.498)).any(0)
+            assert (labels.reshape(-1)[outside] == 0).all() and (name[0] == "w") == (not outside.any())
+            # of two voxels that are as near either is right
+            allowed = [np.clip(np.rint(place + nudge), 0, sizes - 1).astype(int) for nudge in (-2e-3, 2e-3)]
+            same = [labels.reshape(-1) == spaced[tuple(each)] for each in allowed]
+            tied = (allowed[0] != allowed[1]).any(0)
+            assert ((same[0] | same[1]) | outside | tied).all() and tied.mean() < 0.5
+
+
+def test_what_cannot_be_put_back(scans, tmp_path):
+    sample = open_volumes(*scans, mesh=world_mesh(z=1), crop=None, spacing=SPACING).whole(0)
+    with pytest.raises(WriteError, match=r"onto= takes the nearest label, and the tile is of torch\.float32"):
+        write_volume(tmp_path / "a.nii", sample.image[0], like=sample, onto=scans[0][0])
+    turned = tmp_path / "turned.nii"
+    nibabel.save(nibabel.Nifti1Image(image(SIZES[0]), placed(ZOOMS[0], degrees=10)), turned)
+    with pytest.raises(GridError, match=r"the axis y of the scan runs along none of the tile's"):
+        write_volume(tmp_path / "a.nii", sample.label[0], like=sample, onto=turned)
+    assert not (tmp_path / "a.nii").exists()

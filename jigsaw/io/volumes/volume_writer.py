@@ -23,6 +23,7 @@ from jigsaw.drafts import begin_draft_file, open_unlinked
 from jigsaw.errors import GridError, WriteError
 from jigsaw.io.rank_results import results_of_ranks
 from jigsaw.io.volumes.ome_writer import COARSER_RULES, PyramidLevel, pyramid_levels, write_pyramid
+from jigsaw.io.volumes.scan_grid import ScanAxis, axes_of_scan, labels_on_scan
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume
 from jigsaw.mesh import mesh_coordinate
 from jigsaw.tile import Tile
@@ -43,6 +44,7 @@ def write_volume(
     *,
     like: Any = None,
     affine: AffineMatrix | None = None,
+    onto: str | os.PathLike[str] | None = None,
     dtype: str | torch.dtype | None = None,
     mode: str = "w-",
     levels: int | None = None,
@@ -54,6 +56,8 @@ def write_volume(
     - `like`: its place in the world: a `VolumeSample` or anything else with an `affine`, or the path of an image of as
       many voxels, in any format that `open_volumes` reads; from a NIfTI file the description is taken, too;
     - `affine`: 4 x 4, from voxels (x, y, z, 1) to the world, used instead; without either it is the identity;
+    - `onto`: the path of an image, on whose grid labels (integers or bool) are written. Each of its voxels takes the
+      label of the nearest voxel of the tile, which lies where `like` or `affine` says, and 0 beyond the tile;
     - `dtype`: of the file; by default the tile's, but bool as uint8, bfloat16 and float16 as float32, and int64, which
       few programs read, as int32;
     - `mode`: ``"w-"`` makes a new file, ``"w"`` replaces one;
@@ -68,12 +72,12 @@ def write_volume(
 
     *Shapes*: global ``data.shape``; per rank its own tile, then a slab of z of ``ceil(z / P)`` rows, for OME-Zarr its
     part of every level.
-    *Sends*: the rows that another rank writes, once; for each coarser level one row for each cut. Besides, less than a
-    kilobyte for each rank.
+    *Sends*: the rows that another rank writes, once; with `onto`, first those that another rank's voxels take; for each
+    coarser level one row for each cut. Besides, less than a kilobyte for each rank.
     *Raises*: `WriteError` for another suffix or mode, a dtype that NIfTI lacks, values that do not fit it, sides above
     32767, impossible levels, or a file that exists; `GridError` for an affine that is not 4 x 4, an image `like` of
-    other sides, or in OME-Zarr an affine of turned axes; `ShardingError` for other shapes. All are alike on every rank;
-    no NIfTI file is left then.
+    other sides, an image `onto` whose axes are turned against the tile's, or in OME-Zarr an affine of turned axes;
+    `ShardingError` for other shapes. All are alike on every rank; no NIfTI file is left then.
 
     >>> mask = jigsaw.shard(torch.ones(4, 6, 5, dtype=torch.uint8), jigsaw.init_mesh(depth=1), ("depth", None, None))
     >>> jigsaw.io.write_volume("mask.nii.gz", mask, affine=np.diag([1.0, 1, 2, 1]))
@@ -87,6 +91,8 @@ def write_volume(
     if mode not in ("w-", "w"):
         raise WriteError(f"mode={mode!r} must be 'w-' or 'w'")
     image = _channels_first(data).owned()
+    if onto is not None:
+        image, like, affine = _put_on_scan(image, like, affine, onto), onto, None
     kind = _stored_dtype(image.dtype, dtype)
     if is_ome:
         _write_ome(where, image, kind, like, affine, mode, levels, coarser)
@@ -123,6 +129,26 @@ def _write_ome(
     # halves cannot be summed everywhere, and numpy lacks bfloat16
     wide = _STORED_AS.get(image.dtype, image.dtype)
     write_pyramid(where, image if image.dtype == torch.int64 else image.to(wide), kind, *begun[0], how, mode == "w")
+
+
+def _put_on_scan(image: Tile, like: Any, affine: AffineMatrix | None, onto: str | os.PathLike[str]) -> Tile:
+    """Put labels, which lie where `like` or `affine` says, on the grid of the image `onto`."""
+    if image.dtype.is_floating_point or image.dtype.is_complex:
+        raise WriteError(f"onto= takes the nearest label, and the tile is of {image.dtype}; give integers or bool")
+
+    def begin() -> tuple[ScanAxis, ...]:
+        scan, (_, world) = StoredVolume((onto,)), _place_in_world(like, affine, image.shape[1:])
+        return axes_of_scan(scan.affine, _sides_of(scan), world, image.shape[1:])
+
+    begun = results_of_ranks(image.mesh, begin, WriteError)
+    if any(other != begun[0] for other in begun):
+        raise WriteError(f"onto={os.fspath(onto)!r}: the ranks see other grids; give all of them the same")
+    return labels_on_scan(image.to(torch.uint8) if image.dtype == torch.bool else image, begun[0])
+
+
+def _sides_of(scan: StoredVolume) -> tuple[int, ...]:
+    """Return how many voxels a scan has along z, y, x."""
+    return (*(1,) * (3 - len(scan.dims)), *scan.stored_shape)
 
 
 def _unit_of(like: Any) -> str:
@@ -282,12 +308,12 @@ def _place_in_world(like: Any, affine: AffineMatrix | None, space: Sequence[int]
     if isinstance(like, str | os.PathLike):
         scan = StoredVolume((like,))
         found = scan.affine
-        sides = (*(1,) * (3 - len(scan.dims)), *scan.stored_shape)
+        sides = _sides_of(scan)
         if affine is None and sides != tuple(space):
             raise GridError(
                 f"like={os.fspath(like)!r} has {sides} voxels along z, y, x and the tile {tuple(space)}, so its affine "
-                "would put them elsewhere; give like= the sample that the tile was made of, or affine=, or resample "
-                "the tile onto the scan's own grid"
+                "would put them elsewhere; give like= the sample that the tile was made of, or affine=, and to put "
+                "labels back on the scan's own grid onto= its path"
             )
         name = os.fspath(like)
         if name.endswith((".nii", ".nii.gz")) and "://" not in name:
