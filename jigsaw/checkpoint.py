@@ -103,9 +103,9 @@ def save(
     """Write a checkpoint to the folder `path`, each rank its own part; an old one is replaced once everything is
     written.
 
-    A pipeline (`jigsaw.pipeline`) is a model as well, with an optimizer of its own on each rank; its checkpoint is
-    that of the whole model. `others` are more objects with ``state_dict``: ``scheduler=scheduler``.  An optimizer
-    needs its `model`, which names its parameters. Every rank calls this, with a `path` that all of them see.
+    A pipeline (`jigsaw.pipeline`) is a model as well, with an optimizer of its own on each rank; its checkpoint is that
+    of the whole model. `others` are more objects with ``state_dict``: ``scheduler=scheduler``.  An optimizer needs its
+    `model`, which names its parameters. Every rank calls this, with a `path` that all see.
 
     What their ``state_dict`` returns is numbers, texts, bytes, None, lists, tuples and dicts of them, and tensors of at
     most 1 MB; it is kept as JSON.

@@ -1,10 +1,10 @@
-"""From each rank's part of a gradient to the whole one: buckets of parameters, reduced while the backward pass goes on.
+"""Reduction of each rank's part of a gradient to the whole one: buckets of parameters, reduced during the backward
+pass.
 
-A parameter whose gradient is going to be averaged is *marked*: where it meets a Tile its part is scaled up by the
-number of ranks (`jigsaw.ops.plain_operands`), so that the mean over the ranks is the gradient.  Where it meets only
-plain tensors, which every rank holds alike, each rank has the whole gradient, and the mean leaves it as it is.  A sum
-would count that P times, and would count again what an earlier backward pass had reduced already; the mean is right for
-both.
+A parameter whose gradient will be averaged is *marked*.  Where it meets a Tile its part is scaled up by the number of
+ranks (`jigsaw.ops.plain_operands`), so that the mean over the ranks is the gradient.  Where it meets only plain
+tensors, which are the same on every rank, each rank has the whole gradient, and the mean does not change it.  A sum
+would count that P times, and would count again what an earlier backward pass had reduced; the mean is right for both.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def mark_averaged(model: nn.Module, ranks: int) -> None:
 def _before_forward(ranks: int, module: nn.Module, args: Any) -> None:
     if isinstance(module, FSDPModule):
         _check_recomputed_once(module)
-        # it has gathered the parameters of all modules in it, also of those whose forward is not called
+        # it has gathered the parameters of all modules in it, even of those whose forward is not called
         for parameter in module.parameters():
             _mark_parameter(parameter, ranks)
             if not hasattr(parameter, _OWN_HOOKS):
                 _refuse_early_looks(parameter)
         return
-    # not `named_parameters`, which walks through the module: it is asked of every module in every forward pass
+    # not `named_parameters`, which walks through the module, because this runs for every module in every forward pass
     for name, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
         if parameter is None or hasattr(parameter, AVERAGED_MARK):
             continue
@@ -72,7 +72,7 @@ def _before_forward(ranks: int, module: nn.Module, args: Any) -> None:
 def _check_recomputed_once(unit: FSDPModule) -> None:
     """Raise where a unit that was behind in a backward pass runs again in it.
 
-    FSDP2 (torch 2.13) takes it for being in that state still, and hooks nothing to its inputs: where reentrant
+    FSDP2 (torch 2.13) then believes it is still in the backward pass, and hooks nothing to its inputs.  Where reentrant
     checkpointing runs it a second time, the gradients of that time would be lost.
     """
     state: Any = unit._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
@@ -85,7 +85,7 @@ def _check_recomputed_once(unit: FSDPModule) -> None:
 
 
 def _mark_parameter(parameter: nn.Parameter, ranks: int) -> None:
-    # along the axes that cut a DTensor its gradient is complete already: it is averaged over the others alone
+    # along the axes that cut a DTensor its gradient is complete already, so it is averaged only over the others
     cut = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
     setattr(parameter, AVERAGED_MARK, max(ranks // cut, 1))
 
@@ -96,25 +96,25 @@ _OWN_HOOKS = "_jigsaw_own_gradient_hooks"
 
 
 def has_gradient_hooks(parameter: Any) -> bool:
-    """Whether there are hooks on the gradient of a parameter beside those that `parallelize` has put there."""
-    # torch has no public way to ask
+    """Say whether there are hooks on the gradient of a parameter beside those of `parallelize`."""
+    # torch has no public way to know
     tensor_hooks, hooks_behind = parameter._backward_hooks or (), parameter._post_accumulate_grad_hooks or ()
     return (len(tensor_hooks), len(hooks_behind)) != getattr(parameter, _OWN_HOOKS, (0, 0))
 
 
 class WholeGradients:
-    """Hands out whole gradients before the buckets have come back: to other hooks on a parameter, and to
+    """Early reduction of gradients, before the buckets are back: for other hooks on a parameter, and
     `torch.autograd.grad`.  With ``create_graph=True`` every gradient is reduced so, differentiably.
 
-    A hook on each parameter runs before all others and takes the mean over the ranks there and then.  What arrives in
-    ``.grad`` is alike on all ranks afterwards, so that the mean which the bucket takes of it leaves it as it is.
+    A hook on each parameter runs before all others and takes the mean over the ranks at once.  Then ``.grad`` is the
+    same on all ranks, and the bucket's mean does not change it.
 
-    *Sends*: one all-reduce for each gradient that is looked at.
+    *Sends*: one all-reduce for each gradient that is read early.
     *Raises*: `RanksDifferError` where ranks take gradients of different parameters.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, own_hooks: int) -> None:
-        self.waits_for_step = False  # of a pipeline, which takes gradients itself and reduces them once
+        self.waits_for_step = False  # in a pipeline, which takes gradients itself and reduces them once
         self._mesh, self._pass, self._is_taken = mesh, -1, False
         for name, p in parameters.items():
             if p.is_floating_point() or p.is_complex():
@@ -148,7 +148,9 @@ def _mean_of_gradients(grad: Tensor, name: str, parameter: nn.Parameter, mesh: D
 
 
 def refuse_hooks(parameters: Iterable[nn.Parameter]) -> None:
-    """Let `register_hook` raise on parameters that are cut: FSDP2 accumulates gradients elsewhere, and calls none."""
+    """Let `register_hook` raise on parameters that are cut, because FSDP2 accumulates gradients elsewhere, and calls no
+    hook.
+    """
     parameter: Any
     for parameter in parameters:
         setattr(parameter, _OWN_HOOKS, (0, 0))
@@ -164,7 +166,9 @@ def _refuse_hook(hook: Any) -> NoReturn:
 
 
 def _refuse_early_looks(gathered: nn.Parameter) -> None:
-    """Let a backward pass raise where somebody is to see the gradient of gathered weights, a part of the whole."""
+    """Let a backward pass raise where a reader would see the gradient of gathered weights, which is a part of the
+    whole.
+    """
     if not gathered.requires_grad:
         return
 
@@ -189,7 +193,7 @@ def _refuse_early_looks(gathered: nn.Parameter) -> None:
 
 
 def local_part(x: Tensor) -> Tensor:
-    """This rank's part of a DTensor, not differentiable; any other tensor as it is."""
+    """Return this rank's part of a DTensor, not differentiable; any other tensor as it is."""
     if not isinstance(x, DTensor):
         return x.detach()
     with torch.no_grad():
@@ -197,22 +201,22 @@ def local_part(x: Tensor) -> Tensor:
 
 
 _SPARSE = "a sparse gradient cannot be reduced in a bucket; use torch.nn.Embedding(sparse=False)"
-_LENT_BYTES = 2**20  # of a gradient that is summed where it lies, at the price of one more message
+_LENT_BYTES = 2**20  # bytes of a gradient that is summed in place, at the price of one more message
 
 
 @dataclass(eq=False)
 class GradientBucket:
     """Parameters whose gradients travel together, along `axes`; ``late`` when one changed after the bucket had left.
 
-    A large gradient that is alone in its bucket is summed in its own memory, for a copy would cost as much again: it is
-    `lent` until then, and a part that comes late is a gradient of its own beside it.  A large one that is a block and
-    zeros is not summed: `blocks` travel.
+    A large gradient that is alone in its bucket is summed in its own memory, because a copy would cost as much again.
+    It is `lent` until then, and a late part is a separate gradient beside it.  A large one that is a block and zeros is
+    not summed: `blocks` travel.
     """
 
     parameters: list[nn.Parameter]
     axes: tuple[str, ...]
     arrived: set[nn.Parameter] = field(default_factory=set[nn.Parameter])
-    seen: int = 0  # so many of the parameters, from the first on, have arrived or are frozen
+    seen: int = 0  # number of parameters, from the first on, that have arrived or are frozen
     sent: list[nn.Parameter] = field(default_factory=list[nn.Parameter])
     flat: Tensor | None = None
     flags: Tensor | None = None
@@ -222,7 +226,7 @@ class GradientBucket:
     late: bool = False
 
     def is_full(self) -> bool:
-        """Whether no parameter is awaited; asked at every arrival, it looks at each once."""
+        """Say whether no parameter is missing; all calls together check each parameter once."""
         while self.seen < len(self.parameters):
             p = self.parameters[self.seen]
             if p.requires_grad and p not in self.arrived:
@@ -231,13 +235,13 @@ class GradientBucket:
         return True
 
     def launch(self, mesh: DeviceMesh, lends: bool) -> None:
-        """Start the sum of all gradients, zeros where this rank has none, and of one flag each: whether there is one;
-        for a block, whether there is more.
+        """Start the sum of all gradients, with zeros where this rank has none, and of one flag each: whether there is
+        one.  For a block the flag says whether there is more.
 
         bfloat16 and float16 are summed in float32; frozen parameters stay behind.
         """
-        # decided by requires_grad, which ranks have alike, never by whether there is a gradient: they must all sum the
-        # same number of elements.  A flag tells apart a gradient of zeros and none.
+        # decided by requires_grad, the same on all ranks, never by the presence of a gradient, because all must sum the
+        # same number of elements.  A flag separates a gradient of zeros from none.
         trained = [p for p in self.parameters if p.requires_grad]
         self.blocks = self._start_blocks(trained, lends)
         apart = {block.parameter for block in self.blocks}
@@ -267,10 +271,10 @@ class GradientBucket:
         return found
 
     def _lend_gradient(self, parameter: nn.Parameter, wide: torch.dtype) -> Tensor:
-        """The gradient as it travels: its own memory, where that can be."""
+        """Return the gradient as it travels: its own memory, where possible."""
         flat = _flat_gradient(parameter).to(wide)
         grad = parameter.grad
-        if grad is None or grad.requires_grad:  # of zeros that are nobody's, or wanted for a second derivative
+        if grad is None or grad.requires_grad:  # zeros that no rank owns, or a gradient with a second derivative
             return flat.clone()
         if lie_in_one_memory(local_part(grad), flat):
             self.lent, parameter.grad = grad, None
@@ -296,8 +300,8 @@ class GradientBucket:
         self.forget()
 
     def settle(self, ranks: int) -> None:
-        """Wait for what is under way, if anything.  A gradient that was lent comes back: the mean of what had left, and
-        what came later beside it, which is this rank's part.
+        """Wait for a sum under way, if any.  A lent gradient comes back: the mean of what had left, and beside it what
+        came later, which is this rank's part.
         """
         self._wait()
         if self.lent is not None and self.flat is not None:
@@ -319,7 +323,7 @@ class GradientBucket:
 
 
 def _flat_gradient(parameter: nn.Parameter) -> Tensor:
-    """The local part of the gradient, cut as its parameter, or zeros."""
+    """Return the local part of the gradient, cut as its parameter, or zeros."""
     grad = parameter.grad
     if grad is None:
         return torch.zeros_like(local_part(parameter)).reshape(-1)
@@ -332,11 +336,11 @@ def _write_mean(parameter: nn.Parameter, total: Tensor, ranks: int) -> None:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     local = local_part(parameter.grad)
-    torch.div(total.view(local.shape), ranks, out=local)  # divided on its way, not before: one pass less
+    torch.div(total.view(local.shape), ranks, out=local)  # divided on its way, not before, which saves one pass
 
 
 def axes_not_cutting(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
-    """The axes along which the gradient of a parameter is reduced: all but those that cut it (a DTensor).
+    """Return the axes along which the gradient of a parameter is reduced: all but those that cut it (a DTensor).
 
     Raises: `ShardingError` for a DTensor over ranks that no axes of the mesh make up.
     """
@@ -346,8 +350,8 @@ def axes_not_cutting(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def axes_of_copies(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
-    """The axes along which every rank holds the same part: of a weight that is cut over some axes and copied along
-    others (hybrid sharding) these others, too.
+    """Return the axes along which every rank holds the same part.  For a weight that is cut over some axes and copied
+    along others (hybrid sharding) these include the latter.
     """
     if not isinstance(parameter, DTensor):
         return axes_not_cutting(parameter, mesh)
@@ -361,7 +365,7 @@ def axes_of_copies(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _axes_beside(parameter: DTensor, ranks: Sequence[int], mesh: DeviceMesh) -> tuple[str, ...]:
-    """The axes of the mesh but for those that these ranks, over which the parameter lies, make up."""
+    """Return the axes of the mesh except those that make up these ranks, over which the parameter lies."""
     names, there = tuple(name for name, _ in axes_of_mesh(mesh)), set(ranks)
     for count in range(1, len(names) + 1):
         for some in combinations(names, count):
@@ -374,14 +378,16 @@ def _axes_beside(parameter: DTensor, ranks: Sequence[int], mesh: DeviceMesh) -> 
 
 
 def make_buckets(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, most_bytes: int) -> list[GradientBucket]:
-    """Buckets of at most `most_bytes` (or one parameter), last parameters first, as the backward pass finds them."""
+    """Make buckets of at most `most_bytes` (or one parameter), last parameters first, as the backward pass
+    finds them.
+    """
 
     def kind(p: nn.Parameter) -> tuple[Any, ...]:
         return p.dtype, p.device, axes_not_cutting(p, mesh)
 
     found: list[GradientBucket] = []
     for (_, _, axes), group in groupby(reversed(parameters), kind):
-        size = most_bytes + 1  # the first opens a bucket, also where no row of it lies here
+        size = most_bytes + 1  # the first opens a bucket, even where no row of it lies here
         for p in group:
             mine = local_part(p).nbytes
             if size + mine > most_bytes:
@@ -396,10 +402,10 @@ def make_buckets(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, most_byte
 
 
 class GradientReducer:
-    """Averages gradients over the mesh in every backward pass: one all-reduce a bucket, begun as soon as it is full.
+    """Average of gradients over the mesh in every backward pass: one all-reduce a bucket, begun as soon as it is full.
 
     Buckets leave in one order on every rank, all of them in every backward pass that reaches any, so ranks cannot wait
-    for each other for ever over a parameter that one of them did not use.
+    forever for a parameter that one of them did not use.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, bucket_bytes: int) -> None:
@@ -436,16 +442,16 @@ class GradientReducer:
         )
 
     def ends_alike(self, groups: Sequence[Sequence[nn.Parameter]]) -> bool:
-        """Whether buckets end at the same places in groups of parameters that are alike: a parameter that fills a
-        bucket begins the next one, whatever came before.
+        """Say whether buckets end at the same places in groups of equal parameters.  A parameter that fills a bucket
+        begins the next one, whatever came before.
         """
         averaged = {p for bucket in self._buckets for p in bucket.parameters}
         sizes = [[local_part(p).nbytes for p in group if p in averaged] for group in groups]
         return all(not own or max(own) >= self._bytes for own in sizes)
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """Forget what a backward pass that raised has left; called before the forward pass."""
-        # DDP around the model reads every gradient where it lies, right when it has come
+        """Forget the remains of a backward pass that raised; called before the forward pass."""
+        # DDP around the model reads every gradient in place, as soon as it arrives
         self._lends = getattr(DistributedDataParallel, "_active_ddp_module", None) is None
         if outermost_pass() == -1 and self._task != -1:
             for bucket in self._buckets:
@@ -454,7 +460,7 @@ class GradientReducer:
             self._next, self._task = 0, -1
 
     def reduce_now(self) -> None:
-        """Average what the gradients are, outside of a backward pass: not all ways to compute them call hooks."""
+        """Average the gradients outside of a backward pass, because not all ways to compute them call hooks."""
         with torch.no_grad():
             for bucket in self._buckets:
                 bucket.launch(self._mesh, self._lends)
@@ -476,7 +482,7 @@ class GradientReducer:
         bucket.arrived.add(parameter)
         bucket.late = bucket.pending is not None
         if has_gradient_hooks(parameter):
-            return  # the hooks behind this one may step, and take the gradient away: its bucket leaves after them
+            return  # the hooks after this one may step and remove the gradient, so its bucket leaves after them
         while self._next < len(self._buckets) and self._buckets[self._next].is_full():
             self._launch_next()
 
@@ -487,13 +493,13 @@ class GradientReducer:
 
     def _finish(self) -> None:
         if self._next == 0 and not any(b.arrived for b in self._buckets):
-            return  # a backward pass inside this one has finished it all
-        # those that this rank did not fill: others did, perhaps, and wait for it
+            return  # a backward pass inside this one has finished everything
+        # buckets that this rank did not fill, but others may have, and wait for it
         while self._next < len(self._buckets):
             self._launch_next()
         with torch.no_grad():
             for bucket in self._buckets:
-                if bucket.late:  # its own copy is out of date; the mean of means and further parts is exact
+                if bucket.late:  # its copy is out of date; the mean of means and later parts is exact
                     bucket.settle(comm.rank_count(self._mesh, bucket.axes))
                     bucket.launch(self._mesh, self._lends)
             for bucket in self._buckets:

@@ -1,14 +1,13 @@
-"""What ranks say to each other, as one operator of the graphs that `torch.compile` makes: `jigsaw::communicate`.
+"""Messages between ranks as one operator of the graphs of `torch.compile`: `jigsaw::communicate`.
 
-While a graph is made there are no values, so nothing can be sent: a function that sends (`graph_call`) is written into
-the graph as a call of that operator, with its tensors, and with the name of everything else that it was given.  When
-the graph runs, the operator looks the name up and calls the function as it is, messages that travel behind work and
-counted bytes included.  What shapes come of it is asked of the function, too: it runs on tensors without values, and
-what would send returns at once (`is_shape_run`).
+While a graph is made there are no values, so nothing can be sent.  A function that sends (`graph_call`) becomes a call
+of that operator in the graph, with its tensors, and the name of all other arguments.  When the graph runs, the operator
+looks the name up and calls the function unchanged, with hidden messages and counted bytes.  The function also gives the
+shapes of its results: it runs on tensors without values, where sending returns at once (`is_shape_run`).
 
-A compiler may move a call, and drop one whose result this rank does not need: then another rank would wait.  So each
-call takes an empty tensor that the one before it gave, and the graph returns the last one.  For example two ranks, a
-halo that only rank 1 has use for, and a sum: on both the halo comes first, though no result of rank 0 depends on it.
+A compiler may move a call, or drop one whose result this rank does not need; then another rank would wait.  So each
+call takes an empty tensor from the call before it, and the graph returns the last one.  For example, two ranks have a
+halo that only rank 1 uses, and a sum.  The halo comes first on both, though no result of rank 0 depends on it.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ from jigsaw.mesh import axes_of_mesh, ranks_along
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_TENSOR = object()  # in the place of each tensor among the arguments of a call
+_TENSOR = object()  # stands for each tensor among the arguments of a call
 
 
 @dataclass
 class GraphCall:
-    """A function with all of its arguments but the tensors, and how its results are put together."""
+    """Function with all of its arguments but the tensors, and how its results are put together."""
 
     function: Callable[..., Any]
     for_shapes: Callable[..., Any]
     values: tuple[Any, ...]
     spec: pytree.TreeSpec
-    autocast: tuple[str, bool, torch.dtype]  # what was set when the graph was made: off while it runs
+    autocast: tuple[str, bool, torch.dtype]  # a mode that was set when the graph was made, and is off while it runs
     out_spec: pytree.TreeSpec | None = None
     out_places: tuple[bool, ...] = ()
 
     def run(self, function: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors among the results, each in memory of its own, as operators of a graph must return them."""
+        """Return the tensors among the results, each in its own memory, as operators of a graph must."""
         left = iter(tensors)
         args, kwargs = pytree.tree_unflatten([next(left) if v is _TENSOR else v for v in self.values], self.spec)
         device, enabled, dtype = self.autocast
@@ -70,7 +69,7 @@ def _memory_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
-# as long as the process: a graph that was made may run whenever
+# for the life of the process, because a graph may run at any time
 _calls: dict[str, GraphCall] = {}
 
 
@@ -78,9 +77,9 @@ _frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportPrivateUsage
 
 
 def leave_untraced(*functions: Any) -> None:
-    """Let `torch.compile` of somebody's own function call these as they are, with all that they call in turn.
+    """Let `torch.compile` of a user's own function call these as they are, with all that they call in turn.
 
-    As `torch.compiler.disable` does, without the call that it puts before each one.
+    `torch.compiler.disable` does the same, but puts another call before each one.
     """
     for function in functions:
         function._torchdynamo_disable = True
@@ -90,8 +89,8 @@ def leave_untraced(*functions: Any) -> None:
 
 
 class _GraphState(threading.local):
-    """What is known while a graph is made: the last call of its forward pass, and of the backward pass (by the number
-    that autograd gives it), and whether a function runs for its shapes alone.
+    """State while a graph is made: the last call of its forward pass and of its backward passes, and the mode.  A
+    backward pass has the number that autograd gives it.  The mode says whether a function runs only for its shapes.
     """
 
     forward: Tensor | None = None
@@ -103,23 +102,23 @@ _state = _GraphState()
 
 
 def is_making_graph() -> bool:
-    """Whether tensors have no values, for `torch.compile` is making a graph of what is called."""
+    """Say whether tensors have no values because `torch.compile` is making a graph."""
     return TracingContext.try_get() is not None and not _state.is_shape_run
 
 
 def is_shape_run() -> bool:
-    """Whether nothing is to be sent, for a function is asked for the shapes of its results alone."""
+    """Say whether nothing is to be sent because a function runs only for the shapes of its results."""
     return _state.is_shape_run
 
 
 def lacks_values() -> bool:
-    """Whether what is called has tensors without values, for a graph or for shapes alone."""
+    """Say whether tensors have no values, for a graph or for shapes alone."""
     return _state.is_shape_run or TracingContext.try_get() is not None
 
 
 @contextmanager
 def shape_run() -> Generator[None]:
-    """Within it nothing is sent, and what would have come has its shape alone: for tensors without values."""
+    """Send nothing within the block, and return received tensors without values."""
     before, _state.is_shape_run = _state.is_shape_run, True
     try:
         yield
@@ -129,7 +128,7 @@ def shape_run() -> Generator[None]:
 
 @contextmanager
 def ordered_calls() -> Generator[Callable[[], Tensor]]:
-    """The forward pass of a graph; what it gives is called at the end, for the tensor that the graph must return."""
+    """Trace the forward pass of a graph; call the result at the end, for the tensor that the graph must return."""
     _state.forward, _state.backward = torch.empty(0), None
     try:
         yield lambda: _state.forward if _state.forward is not None else torch.empty(0)
@@ -140,7 +139,7 @@ def ordered_calls() -> Generator[Callable[[], Tensor]]:
 def graph_call(
     for_shapes: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let a function that sends be one call of a graph, where one is made; it must change none of its arguments.
+    """Make a function that sends one call of a graph, where one is made; it must not change its arguments.
 
     `for_shapes` makes results of the same shapes, strides and dtypes, where the function itself cannot without values.
     """
@@ -183,12 +182,14 @@ def _write_call(function: Callable[..., Any], for_shapes: Callable[..., Any], ar
 
 
 def _name_of_call(call: GraphCall) -> str:
-    """A name that says all of it: compiled graphs are kept on disk, and read by other processes."""
+    """Return a name that describes the whole call, because compiled graphs are kept on disk, and read by other
+    processes.
+    """
     said = [_described_value(value) for value in call.values]
     digest = sha256(repr((said, call.spec, call.autocast)).encode()).hexdigest()[:32]
     name = f"{call.function.__module__}.{call.function.__qualname__}:{digest}"
     if name in _calls and _calls[name].values != call.values:
-        name = f"{name}:{uuid4().hex}"  # what the description leaves out differs: never to be taken for another one
+        name = f"{name}:{uuid4().hex}"  # the description leaves something out, so the name must be unique
     _calls.setdefault(name, call)
     return name
 
@@ -201,13 +202,13 @@ def _described_value(value: Any) -> str:
 
 
 def refuse_in_graph(what: str) -> None:
-    """*Raises*: `ShardingError` where a graph is made, for what cannot be in one."""
+    """Raise while a graph is made.  *Raises*: `ShardingError` for what cannot be in one."""
     if is_making_graph():
         raise refused_in_graph(what)
 
 
 def refused_in_graph(what: str) -> ShardingError:
-    """The error for what cannot be in a graph."""
+    """Return the error for what cannot be in a graph."""
     return ShardingError(
         f"jigsaw.compile: {what} cannot be in a graph; compile the modules before and after it instead: "
         "jigsaw.compile(block) for each"

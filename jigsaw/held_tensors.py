@@ -1,4 +1,4 @@
-"""Tensors that modules keep as plain attributes: in the graphs of `jigsaw.compile` they are inputs and results.
+"""Tensors that modules keep as plain attributes: inputs and results of the graphs of `jigsaw.compile`.
 
 A *holder* is a dict or list in which a module keeps them: its attributes, and dicts and lists among these.  For
 example a module with ``self.tables = [a, {"b": b}]`` has three holders, and keeps a in the second and b in the third.
@@ -20,7 +20,7 @@ from jigsaw.tile import Tile
 Holder = dict[Any, Any] | list[Any]
 
 _GONE = object()
-# what each module has: parameters, buffers, children and hooks
+# attributes of each module: parameters, buffers, children and hooks
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -40,17 +40,17 @@ class HeldChange:
 
 
 class HeldTensors:
-    """The tensors that some modules keep as plain attributes, by where they are kept."""
+    """Tensors that some modules keep as plain attributes, by where they are kept."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
-        # the attributes of a module, and the keys that lead from them to a value: what holds it may be made anew
+        # the attributes of a module, and the keys that lead from them to a value, because its holder may be made anew
         self._places: list[tuple[Holder, tuple[Any, ...]]] = []
         self._known: set[tuple[int, tuple[Any, ...]]] = set()
         self.find_more()
 
     def find_more(self) -> bool:
-        """Look through all modules again. Whether there are places that were not known before."""
+        """Search all modules again; say whether there are places that were not known before."""
         before = len(self._places)
         for module in self._modules:
             attributes = vars(module)
@@ -62,8 +62,8 @@ class HeldTensors:
         return len(self._places) > before
 
     def tensors(self) -> list[Tensor | None]:
-        """What is in the places now.  None in the place of others, and of what has a history of autograd, which belongs
-        to a step before: the forward pass makes it anew, or is refused.
+        """Return the tensors in the places now; None for other values, and for tensors with a history of autograd.
+        Those belong to an earlier step: the forward pass makes them anew, or is refused.
         """
         found: list[Tensor | None] = []
         for attributes, path in self._places:
@@ -76,9 +76,10 @@ class HeldTensors:
 
     @contextmanager
     def replaced_by(self, tensors: Sequence[Tensor | None]) -> Generator[Callable[[], list[HeldChange]]]:
-        """Within it the modules keep `tensors`, those of `tensors()` in a graph, and afterwards what they had before.
+        """Let the modules keep `tensors`, those of `tensors()` in a graph, within the block, and afterwards their old
+        values.
 
-        What it gives is called for the values that were put there meanwhile.
+        Call its result for the values that were put there meanwhile.
         """
         holders = self._holders()
         before = [_copied(holder) for holder in holders]
@@ -128,7 +129,7 @@ def _paths(holder: Holder, path: tuple[Any, ...], depth: int = 8) -> Iterator[tu
     for key, value in _items(holder):
         if not isinstance(value, dict | list):
             yield (*path, key), value
-        elif depth:  # and no further, for a list may be in itself
+        elif depth:  # and no further, because a list may contain itself
             yield from _paths(cast(Holder, value), (*path, key), depth - 1)
 
 
@@ -155,7 +156,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _is_input(x: Tensor) -> bool:
-    # of the local tensor: to ask the tile itself puts its shell into the graph of autograd
+    # of the local tensor, because asking the tile itself would put its shell into the graph of autograd
     return (x.local if isinstance(x, Tile) else x).grad_fn is None and not is_dtensor(x)
 
 

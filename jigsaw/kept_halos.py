@@ -1,17 +1,16 @@
-"""Halo rows that activation checkpointing keeps, so that the forward pass which it runs again sends none.
+"""Halo rows that activation checkpointing keeps, so that its second forward pass sends none.
 
 ``torch.utils.checkpoint(use_reentrant=False)`` makes a frame for each call, which lives as long as the graph behind it.
-What a rank receives while the function runs for the first time is kept there, in the order of the messages, and taken
-from there when it runs again.  So a backward pass sends the gradients of halos once, and nothing else for halos,
-checkpointed or not.  A call within another one is part of it: what it receives goes into both lists, and when the outer
-one runs again, its inner calls take what they need from the outer's.
+The frame keeps what a rank receives while the function runs for the first time, in the order of the messages; the
+second run takes it from there.  So a backward pass sends the gradients of halos once, and nothing else for halos,
+checkpointed or not.  A call within another one is part of it: received rows go into both lists, and when the outer one
+runs again, its inner calls take theirs from the outer's list.
 
-Kept are halos alone: at most one row in eight of what the ranks hold, by layouts, which all have alike; whoever
-receives more receives it again.  Savers of tensors within the function (``save_on_cpu``) are not looked behind: there
-it is sent again, too.
+Only halos are kept: at most one row in eight of what the ranks hold, by layouts, which are the same on all.  Larger
+messages are sent again, and so are those within savers of tensors in the function (``save_on_cpu``).
 
-Two ranks with 32 rows each of [1, 4, 64, 16] in float64, three 3 x 3 convolutions in a checkpoint: each rank keeps 3
-rows of 512 bytes, beside an input of 16384.
+Example: two ranks with 32 rows each of [1, 4, 64, 16] in float64, three 3 x 3 convolutions in a checkpoint: each rank
+keeps 3 rows of 512 bytes, beside an input of 16384.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from torch.utils._python_dispatch import (
 from jigsaw.cut import interval_overlap
 from jigsaw.layout import Layout
 
-_KEPT_SHARE = 8  # rows are kept while they are at most one in so many
+_KEPT_SHARE = 8  # received rows are kept while they are at most one in so many
 _KEEPING_MODES: Any = (
     torch.utils.checkpoint._CachingTorchDispatchMode,  # pyright: ignore[reportPrivateUsage]
     torch.utils.checkpoint._CachedTorchDispatchMode,  # pyright: ignore[reportPrivateUsage]
@@ -43,23 +42,23 @@ _PLACE_AGAIN = "_recomputation_hook.__init__.<locals>.pack_hook"
 
 
 class KeptMessages:
-    """What one checkpointed call has received, each with what it was the answer to, or None where it was too much."""
+    """Messages that one checkpointed call has received, each with its request, or None where it was too large."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[object, list[tuple[int, Tensor]]] | None] = []
-        self.taken: dict[Any, int] = {}  # how many a run of the backward pass has taken
+        self.taken: dict[Any, int] = {}  # number of messages that a run of the backward pass has taken
 
 
 _kept: WeakKeyDictionary[Any, KeptMessages] = WeakKeyDictionary()
-# for a frame that began while another one was computed: that, and which of its runs
+# for a frame that began within another one: that one, and which of its runs
 _outer: WeakKeyDictionary[Any, tuple[ReferenceType[Any], Any]] = WeakKeyDictionary()
 
 
 def _checkpoint_frame() -> tuple[Any, Any]:
-    """The frame of the checkpoint that is being computed, if any, and which of its runs again this is (None: the
+    """Return the frame of the checkpoint that is being computed, if any, and which of its later runs this is (None: the
     first).
     """
-    # the innermost hooks that autograd has for tensors to save; torch has no other way to ask
+    # the innermost hooks of autograd for saved tensors, because torch has no other way to know
     saver: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     hooks: Any = saver._top_saved_tensors_default_hooks(True)
     if hooks is None:
@@ -81,8 +80,8 @@ def begin_within_frame(frame: Any) -> None:
 
 
 def open_frames() -> tuple[list[Any], Any, Any]:
-    """The checkpoints that are being computed for the first time, innermost first; the one around them, if any, that
-    runs again, and which run that is.
+    """Return the checkpoints that are being computed for the first time, innermost first, and the one around them.
+    That one, if any, runs again; the last value says which run that is.
     """
     frame, run = _checkpoint_frame()
     first: list[Any] = []
@@ -94,13 +93,15 @@ def open_frames() -> tuple[list[Any], Any, Any]:
 
 
 def results_are_kept() -> bool:
-    """Whether selective checkpointing keeps what operators return, as its policy says: none may be changed in place."""
+    """Say whether selective checkpointing keeps what operators return, by its policy: then no result may be changed in
+    place.
+    """
     return _modes() > 0 and any(isinstance(mode, _KEEPING_MODES) for mode in _get_current_dispatch_mode_stack())
 
 
 @lru_cache(maxsize=4096)
 def _is_small(source: Layout, target: Layout) -> bool:
-    """Whether what all ranks receive is little beside what they hold."""
+    """Say whether what all ranks receive is little compared with what they hold."""
     if [c.axes for c in source.cuts] != [c.axes for c in target.cuts]:
         return False
     wanted = math.prod(sum(b - a for a, b in c.held) for c in target.cuts)
@@ -113,8 +114,8 @@ def _is_small(source: Layout, target: Layout) -> bool:
 
 
 def kept_messages(what: object) -> list[tuple[int, Tensor]] | None:
-    """What was received for `what` when the same call of a checkpoint ran for the first time; None where it has to be
-    sent (again).
+    """Return what the first run of the same checkpointed call received for `what`; None where it has to be sent
+    (again).
     """
     first, frame, run = open_frames()
     if frame is None or frame not in _kept:
@@ -129,7 +130,7 @@ def kept_messages(what: object) -> list[tuple[int, Tensor]] | None:
 
 
 def keep_messages(what: object, layouts: tuple[Layout, Layout], received: list[tuple[int, Tensor]]) -> None:
-    """Keep what is being received for `what`, an exchange between these layouts, if a checkpoint wants it again."""
+    """Keep what is received for `what`, an exchange between these layouts, if a checkpoint needs it again."""
     first, _, _ = open_frames()
     if first:
         _keep_in(first, (what, received) if _is_small(*layouts) else None)

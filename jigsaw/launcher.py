@@ -1,4 +1,4 @@
-"""Which rank of which job this process is, by the variables of what started it: torchrun, srun or mpirun."""
+"""Rank and job of this process, by the variables of its launcher: torchrun, srun or mpirun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jigsaw.cut import ShardingError
 _STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
 _NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _NO_TASKS = 2**31  # Slurm numbers the steps of batch scripts and of salloc's shell from the top down
-_PORTS = 15000, 10000  # from here on, so many: below those that systems give out
+_PORTS = 15000, 10000  # so many ports from here on, below those that systems assign
 
 # The rank, the number of ranks, and the same on this machine: of Open MPI, and of MPICH and Intel MPI.
 _MPI = (
@@ -33,11 +33,12 @@ class _RankPlace:
 
 
 def torchrun_variables(given: LauncherVariables) -> dict[str, str]:
-    """What torchrun would set, in a process that srun or mpirun started; nothing under torchrun and for one alone.
+    """Return what torchrun would set, in a process that srun or mpirun started; nothing under torchrun or for a single
+    process.
 
     Under srun the ranks meet at the first node of the step, on a port that follows from the numbers of job and step,
-    unless ``MASTER_ADDR`` and ``MASTER_PORT`` say where.  ``JIGSAW_JOB_SECRET`` is what they know each other by, made
-    of these numbers and the user's unless it is given.  What Slurm runs without a step is alone: a batch script itself,
+    unless ``MASTER_ADDR`` and ``MASTER_PORT`` are set.  They identify each other by ``JIGSAW_JOB_SECRET``, by default
+    made of these numbers and the user's.  Processes that Slurm runs without a step are single: a batch script itself,
     and the shell of salloc.
 
     Raises: `ShardingError` where ranks cannot find each other.
@@ -46,7 +47,7 @@ def torchrun_variables(given: LauncherVariables) -> dict[str, str]:
         return {}
     slurm, mpi = _of_slurm(given), _of_mpi(given)
     by_srun = slurm is not None and (mpi is None or (mpi.rank, mpi.ranks) == (slurm.rank, slurm.ranks))
-    place = slurm if by_srun else mpi  # a step of Slurm's within which mpirun started its ranks has other numbers
+    place = slurm if by_srun else mpi  # if mpirun started its ranks within a step of Slurm, the step has other numbers
     if place is None or place.ranks == 1:
         return {}
     if by_srun and place.rank == 0 and sys.stdin is not None and sys.stdin.isatty():
@@ -67,7 +68,7 @@ def torchrun_variables(given: LauncherVariables) -> dict[str, str]:
 
 
 def _job_name(given: LauncherVariables, by_srun: bool, address: str, port: str) -> str:
-    """What tells a job from others where nobody gives it a secret: others can guess it, and do not hit it by chance."""
+    """Return what separates a job from others without a secret: others can guess it, but not hit it by chance."""
     if by_srun:
         parts = ["slurm", given.get("SLURM_CLUSTER_NAME"), given.get("SLURM_JOB_ID"), given.get("SLURM_STEP_ID")]
     else:
@@ -86,7 +87,7 @@ def _of_slurm(given: LauncherVariables) -> _RankPlace | None:
 
 
 def _tasks_here(given: LauncherVariables) -> int | None:
-    """How many tasks of the step this node has, of ``4(x2),3``: two nodes of four, one of three."""
+    """Return how many tasks of the step this node has, from ``4(x2),3``: two nodes of four, one of three."""
     runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", given.get("SLURM_STEP_TASKS_PER_NODE", ""))
     counts = [int(count) for count, nodes in runs for _ in range(int(nodes or 1))]
     node = _parsed_number(given, "SLURM_NODEID", 0)
@@ -104,7 +105,7 @@ def _of_mpi(given: LauncherVariables) -> _RankPlace | None:
 
 def _meeting_point(given: LauncherVariables, by_srun: bool, place: _RankPlace) -> tuple[str, str]:
     address, port = given.get("MASTER_ADDR"), given.get("MASTER_PORT")
-    if by_srun and "SLURM_HET_SIZE" not in given:  # each part of such a job knows its own nodes alone
+    if by_srun and "SLURM_HET_SIZE" not in given:  # each part of such a job knows only its own nodes
         address = address or _first_node(given)
         port = port or _port_of(given)
     if not address or not port:
@@ -117,13 +118,13 @@ def _meeting_point(given: LauncherVariables, by_srun: bool, place: _RankPlace) -
 
 
 def _first_node(given: LauncherVariables) -> str | None:
-    """The first host of ``tux[07-09,12],gpu1``."""
+    """Return the first host of ``tux[07-09,12],gpu1``."""
     nodes = next((given[name] for name in _NODES if given.get(name)), None)
     return nodes and re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).partition(",")[0]
 
 
 def _port_of(given: LauncherVariables) -> str | None:
-    """The same on every rank, and another one for a step that runs beside this one."""
+    """Return a port that is the same on every rank, and different for a step that runs beside this one."""
     if "SLURM_JOB_ID" not in given:
         return None
     first, count = _PORTS

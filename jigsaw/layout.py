@@ -1,8 +1,8 @@
-"""Which mesh axis cuts which tensor dim, and where.  Integers only: no torch, the same answer on every rank.
+"""Layouts: which mesh axis cuts which tensor dim, and where.  Integers only: no torch, the same result on every rank.
 
-A `Layout` says, for a global array cut over a mesh, which box every mesh coordinate *owns* (the owned boxes
-partition the array) and which box it *holds* (owned rows plus halo).  Everything else in jigsaw, from the
-reader to the matmul core, is a question to this arithmetic: "each rank owns this box and needs that box".
+A `Layout` says, for a global array cut over a mesh, which box every mesh coordinate *owns* (the owned boxes partition
+the array) and which box it *holds* (owned rows plus halo).  Everything else in jigsaw, from the reader to the matmul
+core, asks this arithmetic: "each rank owns this box and needs that box".
 
 Words: an *axis* is a mesh axis (``"lat"``, ``"data"``), a *dim* is a tensor dim, an *interval* is half open.
 """
@@ -30,7 +30,7 @@ from jigsaw.cut import (
 )
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray  # arrays are passed on, never made: a layout needs nothing to be installed
+    from numpy.typing import NDArray  # arrays are passed on, never made, so a layout needs no package
 
 MeshCoordinate = tuple[int, ...]
 AxisSizes = tuple[tuple[str, int], ...]
@@ -38,7 +38,7 @@ DimSpec = None | str | Sequence[str]
 LayoutSpec = Sequence[DimSpec]
 T = TypeVar("T")
 
-_SAMPLE_AXES = ("data", "replicate", "ensemble")  # by their names: they cut batches and members, not space
+_SAMPLE_AXES = ("data", "replicate", "ensemble")  # axes that cut batches and members, not space, by their names
 
 
 def _entry_axes(entry: DimSpec) -> tuple[str, ...]:
@@ -47,15 +47,15 @@ def _entry_axes(entry: DimSpec) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Layout(FrozenValue):
-    """How a global array is cut over a mesh.
+    """Cuts of a global array over a mesh.
 
-    `cuts` has one entry a dim.  Dims that were flattened together (the tokens of a lat x lon tile) stay
-    separate cuts and `groups` counts how many consecutive cuts make up each tensor dim, because the rows that
-    a rank owns of a product dim are no interval.  `axes` are the names and sizes of the mesh axes, in mesh order;
-    an axis that cuts nothing replicates.  `Layout.of` is the way to make one.
+    `cuts` has one entry a dim.  Dims that were flattened together (the tokens of a lat x lon tile) stay separate cuts
+    and `groups` counts how many consecutive cuts make up each tensor dim, because the rows that a rank owns of a
+    product dim are not an interval.  `axes` are the names and sizes of the mesh axes, in mesh order; an axis that cuts
+    nothing replicates.  Make one with `Layout.of`.
 
-    Raises: `ShardingError` for an axis that cuts two dims, a cut with other than one piece for each place along its
-    axes, and groups that do not share out the cuts.
+    Raises: `ShardingError` for an axis that cuts two dims, a cut without exactly one piece for each place along its
+    axes, and groups that do not divide the cuts among them.
 
     >>> layout = jigsaw.Layout.of((2, 721, 1440), (None, "lat", "lon"), {"lat": 4, "lon": 2})
     >>> layout.owned((1, 0))
@@ -89,12 +89,11 @@ class Layout(FrozenValue):
         """Cut `shape` by `spec`: for each dim None, an axis name, or several names (major to minor).
 
         `split` and `align` apply to every dim that `spec` names, or are mappings from dim to value, as `halo` is; dims
-        may be negative.  A whole number as `align` is for space: not for a dim that ``data``, ``replicate`` or
-        ``ensemble`` cuts, whose rows are samples or members.  An axis that the mesh lacks counts as size 1.
+        may be negative.  An integer `align` applies to space: not to a dim that ``data``, ``replicate`` or ``ensemble``
+        cuts, whose rows are samples or members.  An axis that the mesh lacks counts as size 1.
 
         Raises: `ShardingError` for a spec of the wrong length, an axis used twice, a dim that does not exist, or cuts
-        that break their rule.
-        Warns: where a whole number as `align` leaves ranks without rows of a dim that has rows for all.
+        that break their rule. Warns: where an integer `align` leaves ranks without rows of a dim that has rows for all.
 
         >>> by_four = jigsaw.Layout.of((4, 3, 16), ("data", None, "lat"), {"data": 4, "lat": 2}, align=4)
         >>> by_four.local_shape((0, 0)), by_four.local_shape((3, 1))
@@ -130,7 +129,7 @@ class Layout(FrozenValue):
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The global shape."""
+        """Global shape."""
         return tuple(math.prod(c.size for c in group) for group in self._dims)
 
     @cached_property
@@ -139,7 +138,7 @@ class Layout(FrozenValue):
         return tuple(self.cuts[first:end] for first, end in pairwise(ends))
 
     def dim(self, dim: int) -> tuple[Cut, ...]:
-        """The cuts that make up a tensor dim: one, unless dims were flattened together."""
+        """Return the cuts that make up a tensor dim: one, unless dims were flattened together."""
         return self._dims[dim]
 
     def dims(self) -> tuple[tuple[Cut, ...], ...]:
@@ -158,7 +157,7 @@ class Layout(FrozenValue):
 
     @cached_property
     def complete_dims(self) -> tuple[bool, ...]:
-        """For each dim whether every rank has all its rows, each once: nothing cuts it, and it has no halo."""
+        """For each dim, True where every rank has all its rows, each once: nothing cuts it, and it has no halo."""
         return tuple(not any(c.is_cut or c.has_halo for c in group) for group in self._dims)
 
     @cached_property
@@ -166,23 +165,23 @@ class Layout(FrozenValue):
         return tuple(d for d in range(self.ndim) if self.is_cut(d))
 
     def dim_axes(self, dim: int) -> tuple[str, ...]:
-        """The mesh axes that cut a dim."""
+        """Return the mesh axes that cut a dim."""
         return tuple(a for c in (self.dim(dim) if self._dims else ()) for a in c.axes)
 
     @cached_property
     def cut_axes(self) -> tuple[str, ...]:
-        """The mesh axes that cut any dim, in mesh order."""
+        """Mesh axes that cut any dim, in mesh order."""
         used = {a for c in self.cuts for a in c.axes}
         return tuple(name for name, size in self.axes if name in used and size > 1)
 
     @cached_property
     def replicas(self) -> int:
-        """How many ranks hold the same tile."""
+        """Number of ranks that hold the same tile."""
         return math.prod(size for name, size in self.axes if name not in self.cut_axes)
 
     @property
     def spec(self) -> tuple[str | tuple[str, ...] | None, ...]:
-        """What `Layout.of` was asked for, an entry a dim."""
+        """Spec that `Layout.of` was called with, an entry a dim."""
         named = (self.dim_axes(d) for d in range(self.ndim))
         return tuple(None if not a else a[0] if len(a) == 1 else a for a in named)
 
@@ -200,7 +199,7 @@ class Layout(FrozenValue):
         return Layout.from_dims([[c.bare() for c in group] for group in self._dims], self.axes)
 
     def without_beyond(self) -> Layout:
-        """The same without rows beyond an end that does not wrap."""
+        """Return the same layout without rows beyond an end that does not wrap."""
         return self._without_beyond
 
     @cached_property
@@ -222,18 +221,18 @@ class Layout(FrozenValue):
         return dict(self.axes).get(axis, 1)
 
     def coords(self) -> Iterator[MeshCoordinate]:
-        """Every mesh coordinate, in the mesh's row-major order."""
+        """Iterate over every mesh coordinate, in the mesh's row-major order."""
         return product(*(range(size) for _, size in self.axes))
 
     def index(self, coord: MeshCoordinate) -> int:
-        """The row-major position of a coordinate: the inverse of enumerating `coords()`."""
+        """Return the row-major position of a coordinate: the inverse of enumerating `coords()`."""
         flat = 0
         for (_, size), c in zip(self.axes, coord, strict=True):
             flat = flat * size + c
         return flat
 
     def coord(self, position: int) -> MeshCoordinate:
-        """The coordinate at a row-major position: the inverse of `index`."""
+        """Return the coordinate at a row-major position: the inverse of `index`."""
         found: list[int] = []
         for _, size in reversed(self.axes):
             position, at = divmod(position, size)
@@ -241,17 +240,17 @@ class Layout(FrozenValue):
         return tuple(reversed(found))
 
     def piece(self, cut: Cut, coord: MeshCoordinate) -> int:
-        """Which piece of `cut` a coordinate has."""
+        """Return which piece of `cut` a coordinate has."""
         if not cut.axes:
             return 0
-        # mixed radix, major axis first: of (lat, lon) = 2 x 3 the rank at (1, 2) has piece 1 * 3 + 2
+        # mixed radix, major axis first: for (lat, lon) = 2 x 3 the rank at (1, 2) has piece 1 * 3 + 2
         flat = 0
         for place, size in self._radix(cut.axes):
             flat = flat * size + coord[place]
         return flat
 
     def _radix(self, axes: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-        """The place of each of these axes in a coordinate, and its size."""
+        """Return the place of each of these axes in a coordinate, and its size."""
         found = self._radices.get(axes)
         if found is None:
             places = {name: (place, size) for place, (name, size) in enumerate(self.axes)}
@@ -263,15 +262,15 @@ class Layout(FrozenValue):
         return {}
 
     def owned(self, coord: MeshCoordinate) -> Box:
-        """The box a coordinate owns, an interval a cut."""
+        """Return the box a coordinate owns, an interval a cut."""
         return tuple([c.owned(self.piece(c, coord)) for c in self.cuts])
 
     def held(self, coord: MeshCoordinate) -> Box:
-        """The box a coordinate holds, halo included, in unwrapped coordinates."""
+        """Return the box a coordinate holds, halo included, in unwrapped coordinates."""
         return tuple([c.held[self.piece(c, coord)] for c in self.cuts])
 
     def local_shape(self, coord: MeshCoordinate) -> tuple[int, ...]:
-        """The shape of the local tensor at a coordinate, halo included, an entry a tensor dim."""
+        """Return the shape of the local tensor at a coordinate, halo included, an entry a tensor dim."""
         return _local_shape(self, coord)
 
     # -- derived layouts ------------------------------------------------------------------------------------------
@@ -283,7 +282,7 @@ class Layout(FrozenValue):
         return _permuted(self, tuple(order))
 
     def drop(self, dims: Sequence[int], keepdim: bool = False) -> Layout:
-        """The layout after the dims (which may be negative) were reduced away, or to size 1."""
+        """Return the layout after the dims (which may be negative) were reduced away, or to size 1."""
         return _without_dims(self, tuple(dims), keepdim)
 
     def insert(self, dim: int, size: int = 1) -> Layout:
@@ -299,13 +298,13 @@ class Layout(FrozenValue):
 
 @lru_cache(maxsize=4096)
 def _made_layout(dims: tuple[tuple[Cut, ...], ...], axes: AxisSizes) -> Layout:
-    """One object for the layouts that functions derive anew at each call, so that what they are asked is answered
-    once, and comparing them takes no time.
+    """Return one object for the layouts that functions derive anew at each call.  Then its derived values are computed
+    once, and comparisons take no time.
     """
     return Layout(tuple(c for group in dims for c in group), axes, tuple(map(len, dims)))
 
 
-# each derived layout is found by one look: functions on tiles ask for the same ones at every call
+# one lookup finds each derived layout, because functions on tiles need the same ones at every call
 
 
 @lru_cache(maxsize=4096)
@@ -344,8 +343,8 @@ def _local_shape(layout: Layout, coord: MeshCoordinate) -> tuple[int, ...]:
 
 
 def values_over_mesh(axes: AxisSizes, cutting: Sequence[str], by_piece: NDArray[Any]) -> NDArray[Any]:
-    """A value for each piece of a dim that the axes `cutting` cut, as an array over the mesh: each rank's, in one place
-    along the axes that do not cut it.
+    """Return a value for each piece of a dim that the axes `cutting` cut, as an array over the mesh.  Each rank's value
+    has one place along the axes that do not cut the dim.
 
     >>> import numpy as np
     >>> from jigsaw.layout import values_over_mesh
@@ -354,16 +353,16 @@ def values_over_mesh(axes: AxisSizes, cutting: Sequence[str], by_piece: NDArray[
     """
     sizes = dict(axes)
     named = [axis for axis in cutting if axis in sizes]
-    # pieces count the places along their axes major to minor: of (lon, lat) = 3 x 2 piece 4 is at lon 2, lat 0
+    # pieces count the places along their axes major to minor: for (lon, lat) = 3 x 2 piece 4 is at lon 2, lat 0
     placed = by_piece.reshape([sizes[axis] for axis in named])
     placed = placed.transpose([named.index(axis) for axis in sizes if axis in named])
     return placed.reshape([size if axis in named else 1 for axis, size in axes])
 
 
 def _cut_dim(size: int, axes: tuple[str, ...], sizes: Mapping[str, int], split: SplitRule, align: int) -> Cut:
-    """One dim, cut by those of `axes` that have more than one place."""
+    """Cut one dim by those of `axes` that have more than one place."""
     named = tuple(a for a in axes if sizes.get(a, 1) > 1)
-    # an axis of size 1 cuts nothing and is left out, so that layouts of one rank and of none named compare equal
+    # an axis of size 1 cuts nothing and is left out, so that layouts with one rank and without the axis compare equal
     if size < 0 or (axes and not named and not isinstance(split, str)):
         cut_points(size, 1, split, align)  # raises: not an array, or points for other pieces
     if not named:
@@ -373,7 +372,7 @@ def _cut_dim(size: int, axes: tuple[str, ...], sizes: Mapping[str, int], split: 
 
 
 def _values_by_dim(what: str, value: T | Mapping[int, T], shape: Sequence[int]) -> dict[int, T]:
-    """`value` for each dim; a mapping's negative dims count from the last one."""
+    """Return `value` for each dim; a mapping's negative dims count from the last one."""
     if not isinstance(value, Mapping):
         return dict.fromkeys(range(len(shape)), value)
     given = cast(Mapping[int, T], value)
@@ -387,7 +386,7 @@ def _values_by_dim(what: str, value: T | Mapping[int, T], shape: Sequence[int]) 
 
 
 def _rows_together(align: int | Mapping[int, int], shape: Sequence[int], spec: LayoutSpec) -> dict[int, int]:
-    """How many rows of each dim stay together: a whole number is for space, a batch is cut at any sample."""
+    """Return how many rows of each dim stay together: an integer is for space, a batch is cut at any sample."""
     if isinstance(align, Mapping):
         return _values_by_dim("align", align, shape)
     check_split_rule(1, "balanced", align)
@@ -395,7 +394,7 @@ def _rows_together(align: int | Mapping[int, int], shape: Sequence[int], spec: L
 
 
 def _warn_of_empty_pieces(cuts: Iterable[tuple[int, Cut]], align: int) -> None:
-    """A dim may be a batch that an axis of another name cuts: its ranks would do nothing, in silence."""
+    """Warn where an axis of another name may cut a batch, whose ranks would silently do nothing."""
     for dim, cut in cuts:
         empty = sum(start == stop for start, stop in pairwise(cut.points))
         if empty and cut.size >= cut.pieces:

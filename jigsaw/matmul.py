@@ -1,9 +1,9 @@
-"""The matmul core: ``Y = X Wᵀ``, ``G W`` and ``Gᵀ X`` are one engine that gathers, multiplies and reduces around rings.
+"""Matmul core: ``Y = X Wᵀ``, ``G W`` and ``Gᵀ X`` are one engine that gathers, multiplies and reduces around rings.
 
-What is cut where, and what it costs, is a `jigsaw.matmul_grid.MatmulGrid`; this file moves the parts.  A gathered
-operand arrives part by part: the next is on its way while the present one is multiplied.  A reduced result leaves part
-by part: a partial sum travels while the next one is computed.  After Agarwal et al. (1995) and Kieckhefen et al.
-(arXiv 2507.05753); see `jigsaw.matmul_grid`.
+A `jigsaw.matmul_grid.MatmulGrid` has the cuts and the cost; this file moves the parts.  A gathered operand arrives part
+by part: the next one travels while the present one is multiplied.  A reduced result leaves part by part: a partial sum
+travels while the next one is computed.  After Agarwal et al. (1995) and Kieckhefen et al. (arXiv 2507.05753); see
+`jigsaw.matmul_grid`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from jigsaw.mesh import axes_of_mesh, mesh_coordinate
 from jigsaw.wire_values import is_narrow
 
 RING_STEP_BYTES = 8 << 20
-# A sum that is sent after one product is waited for after the next: of half the size it has half of that one to spare,
-# so that a rank or a link that is a little late keeps nobody waiting.  Of less than this the price is that of messages.
+# A rank waits for a sum, sent after one product, after the next product.  At half the size it has half of that product
+# to spare, so a slightly late rank or link delays no other.  Below this size, messages determine the cost.
 _SLACK_BYTES = 1 << 20
 
 
 def grid_matmul(x: Tensor, w: Tensor, grid: MatmulGrid, mesh: DeviceMesh, chunk_bytes: int = RING_STEP_BYTES) -> Tensor:
-    """Y[M,N] = X[M,K] W[N,K]ᵀ on the grid; `x` and `w` are this rank's parts at rest, and so is the result.
+    """Return Y[M,N] = X[M,K] W[N,K]ᵀ on the grid; `x`, `w` and the result are this rank's parts at rest.
 
     bfloat16 and float16 are accumulated in float32, also between ranks: a rank's partial sum is rounded once, to
     travel, and so is the result.  Parts larger than `chunk_bytes` travel in chunks.
@@ -128,8 +128,8 @@ def _gradients_on_grid(
     chunk: int,
 ) -> tuple[Tensor | None, Tensor | None]:
     engine = MatmulEngine(grid, mesh, coord, chunk)
-    # the gradient of Y is gathered once and kept where both products ask for it; X and W are gathered again, for
-    # keeping their blocks from the forward pass would be to hold them replicated
+    # the gradient of Y is gathered once and kept where both products need it; X and W are gathered again, because
+    # keeping their blocks from the forward pass would replicate them
     for_x, for_w = needed
     g = engine.block("y", grad, keep=for_x and for_w)
     dx = engine.product(g, engine.block("w", _conjugate(w)), "x").contiguous() if for_x else None
@@ -145,19 +145,19 @@ def _conjugate(x: Tensor) -> Tensor:
 
 
 class MatmulEngine:
-    """One rank's side of the products of a grid."""
+    """Products of a grid on one rank."""
 
     def __init__(self, grid: MatmulGrid, mesh: DeviceMesh, coord: MeshCoordinate, chunk: int) -> None:
         self.grid, self.mesh, self.coord, self.chunk = grid, mesh, coord, chunk
 
     def block(self, name: str, local: Tensor, keep: bool = False) -> ProductBlock:
-        """The block of X, W or Y (or a gradient of that shape) that this rank's part belongs to."""
+        """Return the block of X, W or Y (or a gradient of that shape) that this rank's part belongs to."""
         ring = self.grid.ring(name, self.coord)
-        # what stays is multiplied as it lies: part of a whole weight, or tokens that were channels-last
+        # an operand that stays is multiplied as it lies: part of a whole weight, or tokens that were channels-last
         return ProductBlock(name, local if ring.size == 1 else local.contiguous(), ring, self, keep)
 
     def product(self, a: ProductBlock, b: ProductBlock, out: str) -> Tensor:
-        """out = a b, contracted over the dim that `out` lacks and reduced to this rank's part of `out`."""
+        """Return a b, contracted over the dim that `out` lacks and reduced to this rank's part of `out`."""
         ring = self.grid.ring(out, self.coord)
         stream, kept = (a, b) if self.grid.stream(a.name, b.name) == a.name else (b, a)
         kept.keep = True
@@ -185,12 +185,12 @@ class MatmulEngine:
         steps: list[tuple[int, int]],
         dtype: torch.dtype,
     ) -> Tensor:
-        """The reduce-scatter of narrow types: a partial goes to its owner, rounded, who adds up in the wider type.
+        """Reduce-scatter narrow types: a rounded partial goes to its owner, who adds up in the wider type.
 
         Around a ring the sum would be rounded at every rank, or be twice as many bytes.
         """
-        # Four ranks: in step s rank r works on the part of rank (r + 1 + s) mod 4, and in the last one on its own; what
-        # it has asked for in step s comes from rank (r - 1 - s) mod 4.
+        # Four ranks: in step s rank r works on the part of rank (r + 1 + s) mod 4, and in the last one on its own; its
+        # own sum of step s comes from rank (r - 1 - s) mod 4.
         arriving: dict[tuple[int, int], tuple[Tensor, comm.PendingWork]] = {}
         totals: dict[int, Tensor] = {}
         for step, t in steps:
@@ -216,7 +216,7 @@ class MatmulEngine:
         pieces: list[list[Box]],
         steps: list[tuple[int, int]],
     ) -> Tensor:
-        """The ring reduce-scatter: a sum starts one place after its owner and takes each rank's partial on the way
+        """Reduce-scatter on a ring: a sum starts one place after its owner and takes each rank's partial on the way
         there.
         """
         # Four ranks: the sum that rank 3 will own starts at rank 0 and goes by 1 and 2, each adding its part; so in
@@ -244,9 +244,9 @@ class MatmulEngine:
 
 
 class ProductBlock:
-    """An operand of a product: this rank's part, and the others of its block as they come around the ring.
+    """Operand of a product: this rank's part, and the others of its block as they come around the ring.
 
-    The first time its parts are asked for they travel; a kept block is whole afterwards and comes as one part.
+    The first use lets its parts travel; a kept block is whole afterwards and comes as one part.
     """
 
     def __init__(self, name: str, local: Tensor, ring: MatmulRing, engine: MatmulEngine, keep: bool) -> None:
@@ -255,13 +255,13 @@ class ProductBlock:
         self._whole: Tensor | None = local if ring.size == 1 else None
 
     def parts(self) -> Iterator[tuple[Box, Tensor]]:
-        """Every part with its box in the block, this rank's own first; the next ones are under way meanwhile."""
+        """Iterate over every part with its box in the block, this rank's own first; the next ones travel meanwhile."""
         if self._whole is not None:
             rows, columns = self._whole.shape
             yield ((0, rows), (0, columns)), self._whole
             return
         # Four ranks pass parts on to the next: in step s rank r has the part of rank (r - s) mod 4, and sends it on
-        # while that of (r - 1 - s) mod 4 arrives.  Each part is sent three times, by one neighbour to the next.
+        # while that of (r - 1 - s) mod 4 arrives.  Each part is sent three times, by one neighbor to the next.
         ring = self.ring
         pieces, chunks = _ring_step_boxes(ring, self._engine.chunk, self.local.element_size())
         whole = self.local.new_empty(ring.block) if self.keep else None
@@ -287,7 +287,7 @@ class ProductBlock:
         self._whole = whole
 
     def _buffer(self, box: Box, whole: Tensor | None) -> Tensor:
-        """Where a part arrives: in its place of the kept block where that is contiguous."""
+        """Return where a part arrives: in its place of the kept block where that is contiguous."""
         place = None if whole is None else whole[box_slices(box)]
         return place if place is not None and place.is_contiguous() else self.local.new_empty(box_shape(box))
 
@@ -295,9 +295,11 @@ class ProductBlock:
 def _ring_step_boxes(
     ring: MatmulRing, chunk: int, itemsize: int, halved: float = math.inf
 ) -> tuple[list[list[Box]], int]:
-    """The box of every member of a ring cut into chunks of rows, as many for each; at least two of `halved` bytes."""
-    # the number of chunks follows from the largest part and is the same on all members, for they count steps alike; a
-    # member with fewer rows has empty chunks, of which nothing is sent
+    """Return the box of every member of a ring cut into chunks of rows, equally many for each; at least two of `halved`
+    bytes.
+    """
+    # the number of chunks follows from the largest part and is the same on all members, because they count the same
+    # steps; a member with fewer rows has empty chunks, which are not sent
     largest = max(map(box_elements, ring.boxes)) * itemsize
     chunks = max(1, min(max(-(-largest // chunk), 1 + (largest >= halved)), max(r[1] - r[0] for r, _ in ring.boxes)))
 
@@ -321,7 +323,7 @@ def _partial_product(
     wide: torch.dtype,
     finish: bool,
 ) -> Tensor:
-    """This rank's partial sum of one box of the result, in `wide`; a `finish`-ed sum of one product keeps the
+    """Return this rank's partial sum of one box of the result, in `wide`; a `finish`-ed sum of one product keeps the
     operands' dtype.
     """
     (r, c), shape = OPERAND_DIMS[out], box_shape(box)
@@ -356,14 +358,14 @@ def _partial_product(
 
 
 def _block_extent(block: ProductBlock, dim: str) -> int:
-    """The extent of a block's dim."""
+    """Return the extent of a block's dim."""
     return block.ring.block[OPERAND_DIMS[block.name].index(dim)]
 
 
 def _oriented_rows(
     part: Tensor, name: str, first: str, box: dict[str, Interval], wanted: dict[str, Interval]
 ) -> Tensor:
-    """The wanted rows of a part as a matrix whose rows are the dim `first`."""
+    """Return the wanted rows of a part as a matrix whose rows are the dim `first`."""
     dims = OPERAND_DIMS[name]
     view = part[box_slices(tuple(wanted[d] for d in dims), tuple(box[d] for d in dims))]
     return view if OPERAND_DIMS[name][0] == first else view.t()
@@ -382,8 +384,8 @@ _accelerators_played: list[None] = []
 
 @contextmanager
 def products_of_accelerators() -> Generator[None]:
-    """Within it, products of narrow types are those of a GPU, which adds up in the wider type by itself: for a dry run,
-    whose tensors have no values and lie on the CPU.
+    """Treat products of narrow types within the block as those of a GPU, which adds up in the wider type by itself.
+    This is for a dry run, whose tensors have no values and lie on the CPU.
     """
     _accelerators_played.append(None)
     try:

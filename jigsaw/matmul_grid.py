@@ -1,5 +1,4 @@
-"""The grid of a matmul: ``Y[M,N] = X[M,K] W[N,K]ᵀ`` on p1 x p2 x p3 ranks over (M, K, N), and what it costs.
-Integers only.
+"""Grid of a matmul: ``Y[M,N] = X[M,K] W[N,K]ᵀ`` on p1 x p2 x p3 ranks over (M, K, N), and its cost.  Integers only.
 
 Every tensor is stored 1/P at rest.  X is gathered over the axes that cut N, W over those that cut M, Y is
 reduce-scattered over those that cut K; the two backward products are the same with the roles turned.  Elements that a
@@ -8,10 +7,11 @@ rank receives: ``vX = (1-1/p3) MK/(p1 p2)``, ``vW = (1-1/p1) KN/(p2 p3)``, ``vY 
 Special cases are names, not code: (P,1,1) domain parallelism with ZeRO weights, (1,1,P) column and (1,P,1) row
 parallelism, (q,1,q) SUMMA.
 
-Four ranks, M = 8, K = 6, N = 4, as (2,1,2): rank 0 works on rows 0:4 of Y and its columns 0:2.  It needs X[0:4], of
-which it has X[0:2] and rank 1 X[2:4]; and W[0:2], of which it has W[0:1] and rank 2 W[1:2].  So it receives 12 elements
-of X around the ring (0, 1) and 6 of W around (0, 2), and none of Y.  As (1,4,1) each rank multiplies its own columns of
-X and W into all of Y, 32 elements, and the ring (0, 1, 2, 3) sums these: 24 elements of Y received, none of X and W.
+Example: four ranks, M = 8, K = 6, N = 4, as (2,1,2).  Rank 0 works on rows 0:4 of Y and its columns 0:2.  It needs
+X[0:4]: it has X[0:2], and rank 1 has X[2:4].  It needs W[0:2]: it has W[0:1], and rank 2 has W[1:2].  So it receives 12
+elements of X around the ring (0, 1) and 6 of W around (0, 2), and none of Y.  As (1,4,1) each rank multiplies its own
+columns of X and W into all of Y, 32 elements, and the ring (0, 1, 2, 3) sums these: 24 elements of Y received, none of
+X and W.
 
 Sources: Agarwal, Balle, Gustavson, Joshi and Palkar, "A three-dimensional approach to parallel matrix multiplication",
 IBM J. Res. Dev. 39 (1995); Al Daas, Ballard, Grigori, Kumar and Rouse, "Tight memory-independent parallel matrix
@@ -38,8 +38,8 @@ OPERAND_DIMS = {"x": "mk", "w": "nk", "y": "mn"}
 
 @dataclass(frozen=True)
 class MatmulRing:
-    """The ranks that hold the parts of one block, in order: mesh positions, the box of each within the block, and my
-    place.
+    """Ranks that hold the parts of one block, in order: mesh positions, the box of each within the block, and
+    my place.
     """
 
     peers: tuple[int, ...]
@@ -52,14 +52,14 @@ class MatmulRing:
 
     @property
     def block(self) -> tuple[int, int]:
-        """The shape of the block that the parts make up."""
+        """Shape of the block that the parts make up."""
         return max(b[0][1] for b in self.boxes), max(b[1][1] for b in self.boxes)
 
 
 @dataclass(frozen=True, eq=False)
 class RingElements:
-    """Elements of one operand, each an array over the mesh: a rank's `own` part, that of the rank `before` it in its
-    ring of so many ranks, those of the whole `block`, and of its `largest` part.
+    """Numbers of elements of one operand, each an array over the mesh.  They are those of a rank's `own` part, that of
+    the rank `before` it in its ring of so many ranks, the whole `block`, and its `largest` part.
     """
 
     size: int
@@ -70,24 +70,23 @@ class RingElements:
 
     @property
     def gathered(self) -> NDArray[np.int64]:
-        """What a rank receives when the block is gathered."""
+        """Elements that a rank receives when the block is gathered."""
         return self.block - self.own
 
     @property
     def scattered(self) -> NDArray[np.int64]:
-        """What a rank receives when the block is reduce-scattered: every part but the one that it starts."""
+        """Elements that a rank receives when the block is reduce-scattered: every part but the one that it starts."""
         # the sum that this rank starts is the one that ends at the rank before it, so that it goes all the way round
         return self.block - self.before
 
 
 @dataclass(frozen=True)
 class MatmulGrid:
-    """Which axes cut M, K and N into blocks, and how X [M,K], W [N,K] and Y [M,N] are cut at rest.
+    """Axes that cut M, K and N into blocks, and the cuts of X [M,K], W [N,K] and Y [M,N] at rest.
 
     `m`, `k` and `n` are the block cuts; their pieces are p1, p2 and p3.  A layout at rest has the block cuts of its two
     dims, refined by axes of the third (each axis is cut into one dim of the block).  Where it is not refined, the
-    tensor is held alike along these axes: nothing is gathered, and what would be reduced over them stays each rank's
-    part.
+    tensor is the same along these axes: nothing is gathered, and sums over them stay each rank's part.
 
     Raises: `ShardingError` when an axis has two roles or a layout at rest does not refine its block.
     """
@@ -136,7 +135,7 @@ class MatmulGrid:
         rest: str = "mnm",
         split: Mapping[str, SplitRule] | None = None,
     ) -> MatmulGrid:
-        """The grid p1 x p2 x p3 over all ranks of a mesh, row-major, whatever its axes are called.
+        """Return the grid p1 x p2 x p3 over all ranks of a mesh, row-major, whatever its axes are called.
 
         `rest` says which dim of X, W and Y their 1/P parts are cut from (``"m"`` or ``"k"`` of X, ``"n"`` or ``"k"``
         of W, ``"m"`` or ``"n"`` of Y); `split` gives cut points of M, K and N other than balanced ones, by ``"m"``,
@@ -155,8 +154,8 @@ class MatmulGrid:
         rest: str = "mnm",
         split: Mapping[str, SplitRule] | None = None,
     ) -> MatmulGrid:
-        """The grid whose M, K and N are cut by the named axes of a mesh; an axis that is not named holds everything
-        alike.
+        """Return the grid whose M, K and N are cut by the named axes of a mesh; along other axes everything is the
+        same.
         """
         sizes = dict(axes)
         _check_rest(rest)
@@ -185,7 +184,7 @@ class MatmulGrid:
 
     @property
     def name(self) -> str:
-        """What the literature calls it."""
+        """Name of the grid in the literature."""
         p1, p2, p3 = self.p
         names = {
             (False, False, False): "local",
@@ -197,33 +196,33 @@ class MatmulGrid:
         return names.get((p1 > 1, p2 > 1, p3 > 1), summa)
 
     def blocks(self, name: str) -> tuple[Cut, Cut]:
-        """The block cuts of the two dims of X, W or Y."""
+        """Return the block cuts of the two dims of X, W or Y."""
         first, second = OPERAND_DIMS[name]
         return getattr(self, first), getattr(self, second)
 
     def spare(self, name: str) -> Cut:
-        """The cut of the dim that X, W or Y does not have: its axes hold the parts of one block."""
+        """Return the cut of the dim that X, W or Y does not have: its axes hold the parts of one block."""
         return getattr(self, next(d for d in "mkn" if d not in OPERAND_DIMS[name]))
 
     def coords(self) -> Iterator[MeshCoordinate]:
         return self.x.coords()
 
     def coord(self, position: int) -> MeshCoordinate:
-        """The grid coordinate of a row-major mesh position."""
+        """Return the grid coordinate of a row-major mesh position."""
         return self.x.coord(position)
 
     def ring(self, name: str, coord: MeshCoordinate) -> MatmulRing:
-        """Who holds the parts of the block of X, W or Y that the rank at `coord` works on."""
+        """Return the ranks that hold the parts of the block of X, W or Y that the rank at `coord` works on."""
         return _matmul_ring(self, name, coord)
 
     # -- cost ---------------------------------------------------------------------------------------------------------
 
     def received(self, coord: MeshCoordinate) -> dict[str, int]:
-        """Elements of X, W and Y that a rank receives in the forward pass, exactly."""
+        """Return the elements of X, W and Y that a rank receives in the forward pass, exactly."""
         return {name: int(self._received[name][coord]) for name in OPERAND_DIMS}
 
     def received_backward(self, coord: MeshCoordinate) -> dict[str, int]:
-        """Elements of X, W and Y (or their gradients) that a rank receives in the backward pass, exactly.
+        """Return the elements of X, W and Y (or their gradients) that a rank receives in the backward pass, exactly.
 
         X and W are gathered again and their gradients reduce-scattered; the gradient of Y is gathered once for both.
         """
@@ -261,38 +260,38 @@ class MatmulGrid:
         )
 
     def ring_axes(self, name: str) -> list[str]:
-        """The axes along which the parts of a block lie, major to minor."""
+        """Return the axes along which the parts of a block lie, major to minor."""
         # those of the dim that the operand lacks (X has no N), as far as they refine it at rest; along the others it is
-        # held alike, and nobody has anything to pass on
+        # the same, and no rank has anything to pass on
         layout: Layout = getattr(self, name)
         return [axis for axis in self.spare(name).axes if axis in layout.cut_axes]
 
     def work(self, coord: MeshCoordinate) -> int:
-        """Multiply-adds of one of the three products on a rank."""
+        """Return the multiply-adds of one of the three products on a rank."""
         return math.prod(b - a for a, b in (c.owned(self.x.piece(c, coord)) for c in (self.m, self.k, self.n)))
 
     @cached_property
     def most_work(self) -> int:
-        """The most multiply-adds of one of the three products on any rank."""
+        """Most multiply-adds of one of the three products on any rank."""
         # each axis cuts one of M, K and N, so some rank has the longest piece of all three
         return math.prod(max(b - a for a, b in pairwise(cut.points)) for cut in (self.m, self.k, self.n))
 
     @cached_property
     def worst(self) -> int:
-        """The most elements that a rank receives, forward and backward."""
+        """Most elements that a rank receives, forward and backward."""
         return int(sum((*self._received.values(), *self._received_backward.values()), np.zeros((), np.int64)).max())
 
     def products(self, coord: MeshCoordinate) -> int:
-        """How many pairs of non-empty parts of X and W a rank multiplies in the forward pass."""
+        """Return how many pairs of non-empty parts of X and W a rank multiplies in the forward pass."""
         x, w = self.ring("x", coord), self.ring("w", coord)
         return sum(map(bool, map(box_elements, x.boxes))) * sum(map(bool, map(box_elements, w.boxes)))
 
     def stream(self, a: str, b: str) -> str:
-        """Which of two operands passes through in parts while the other's block is kept: the one that moves, else the
-        larger.
+        """Return which of two operands passes through in parts while the other's block is kept: the one that moves,
+        else the larger.
         """
-        # what moves anyhow arrives in parts; keeping the other costs one block of memory and saves asking for it again
-        # at each part
+        # a moving operand arrives in parts anyhow; keeping the other costs one block of memory and saves another gather
+        # for each part
         moving = [name for name in (a, b) if self._moves(name)]
         return max(moving or (a, b), key=lambda name: math.prod(c.size / c.pieces for c in self.blocks(name)))
 
@@ -300,9 +299,9 @@ class MatmulGrid:
         return not set(self.spare(name).axes).isdisjoint(getattr(self, name).cut_axes)
 
     def transient(self, coord: MeshCoordinate) -> int:
-        """Elements that a rank holds at most beyond its tensors at rest, in the worst of the three products.
+        """Return the most elements that a rank holds beyond its tensors at rest, in the worst of the three products.
 
-        A gathered block that is kept, two parts of what streams through, two of what is being reduced.
+        These are a kept block, two parts of the operand that streams through, and two of the result.
         """
         return int(np.broadcast_to(self._transient, self._elements["x"].own.shape)[coord])
 
@@ -314,7 +313,7 @@ class MatmulGrid:
         return np.maximum(np.maximum(*found[:2]), found[2])
 
     def _transient_of(self, a: str, b: str, out: str, kept: Sequence[str]) -> NDArray[np.int64]:
-        # while a result is reduced, its parts are asked for one by one, so both operands must be whole by then
+        # while a result is reduced, its parts are made one by one, so both operands must be whole by then
         reducing = self._moves(out)
         held = 2 * self._elements[out].largest if reducing else np.zeros((), np.int64)
         for name in (a, b):
@@ -326,11 +325,11 @@ class MatmulGrid:
 
     @cached_property
     def most_transient(self) -> int:
-        """The most transient elements on any rank."""
+        """Most transient elements on any rank."""
         return int(self._transient.max())
 
     def explain(self, itemsize: int = 4) -> str:
-        """The grid, bytes, work and transient memory that it predicts for each rank, as a table."""
+        """Return the grid, bytes, work and transient memory that it predicts for each rank, as a table."""
         p1, p2, p3 = self.p
         m, k, n = self.shape
         product = f"Y[{m},{n}] = X[{m},{k}] W[{n},{k}]ᵀ on {p1} x {p2} x {p3} ranks"
@@ -348,7 +347,7 @@ class MatmulGrid:
 
 
 def _lengths_over_mesh(layout: Layout, cut: Cut) -> NDArray[np.int64]:
-    """The rows of a cut that each rank owns."""
+    """Return the rows of a cut that each rank owns."""
     return values_over_mesh(layout.axes, cut.axes, np.diff(np.array(cut.points, np.int64)))
 
 
@@ -360,7 +359,7 @@ def _check_rest(rest: str) -> None:
 
 
 def refine_cut(cut: Cut, axes: Sequence[str], sizes: Mapping[str, int], split: str = "balanced") -> Cut:
-    """`cut` with every piece cut again by `axes`, which become its minor axes."""
+    """Return `cut` with every piece cut again by `axes`, which become its minor axes."""
     parts = math.prod(sizes[a] for a in axes)
     if parts == 1:
         return cut
@@ -383,7 +382,7 @@ def _matmul_ring(grid: MatmulGrid, name: str, coord: MeshCoordinate) -> MatmulRi
     peers: list[int] = []
     boxes: list[Box] = []
     for places in product(*(range(layout.size_of(a)) for a in axes)):
-        # who shares this rank's place on all other axes; boxes count from the block's corner, as the engine does
+        # ranks with this rank's place on all other axes; boxes count from the block's corner, as the engine does
         there = tuple({**at, **dict(zip(axes, places, strict=True))}[axis] for axis in names)
         peers.append(layout.index(there))
         boxes.append(tuple((a - c, b - c) for (a, b), c in zip(layout.owned(there), corner, strict=True)))
@@ -394,7 +393,7 @@ def _matmul_ring(grid: MatmulGrid, name: str, coord: MeshCoordinate) -> MatmulRi
 
 
 def candidate_grids(shape: tuple[int, int, int], ranks: int | Mapping[str, int]) -> list[MatmulGrid]:
-    """Every grid: all p1 x p2 x p3 = ranks, or, on named axes, every way to give each axis to M, K or N."""
+    """Return every grid: all p1 x p2 x p3 = ranks, or, on named axes, every way to give each axis to M, K or N."""
     if isinstance(ranks, int):
         triples = ((a, b, ranks // (a * b)) for a in _divisors(ranks) for b in _divisors(ranks // a))
         return [MatmulGrid.of(shape, p) for p in triples]
@@ -409,11 +408,11 @@ def _divisors(n: int) -> list[int]:
 
 
 def choose_grid(grids: Iterable[MatmulGrid], memory: int | None = None) -> MatmulGrid:
-    """The grid that moves the fewest elements in a training step on the busiest rank, then needs the least transient
-    memory.
+    """Choose the grid that moves the fewest elements in a training step on the busiest rank, then needs the least
+    transient memory.
 
-    `memory` is the most transient elements a rank may hold.  Among equals the one wins that leaves the largest of X,
-    W and Y where it lies.
+    `memory` is the most transient elements a rank may hold.  Among equals, the one that leaves the largest of X, W and
+    Y in place wins.
 
     Raises: `ShardingError` when no grid fits in `memory`.
     """
@@ -425,13 +424,13 @@ def choose_grid(grids: Iterable[MatmulGrid], memory: int | None = None) -> Matmu
             f"memory={memory} elements: every one of {len(every)} grids needs more; the least is {least}; raise "
             "memory or use more ranks"
         )
-    # ranks without work first (8 ranks over a K of 3 rows), then bytes: a grid that moves nothing because one rank does
-    # it all would win else
+    # ranks without work first (8 ranks over a K of 3 rows), then bytes; otherwise a grid where one rank does all the
+    # work and nothing moves would win
     return min(fitting, key=lambda g: (_work_imbalance(g), g.worst, _is_largest_moved(g), g.most_transient))
 
 
 def _work_imbalance(grid: MatmulGrid) -> int:
-    """How often the busiest rank's work exceeds the mean, in whole times: ranks without work are worse than any
+    """Return how often the busiest rank's work exceeds the mean, in whole times: ranks without work are worse than any
     traffic.
     """
     mean = math.prod(grid.shape) / max(grid.x.ranks, 1)

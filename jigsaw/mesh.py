@@ -1,4 +1,6 @@
-"""Named device meshes: plain `torch.distributed.DeviceMesh`, made, asked for names, sizes, coordinates and groups."""
+"""Named device meshes: functions that make a plain `torch.distributed.DeviceMesh` and read its names, sizes
+and groups.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,11 @@ _split_by_axis: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], De
 _BY_LAUNCHERS = "with torchrun --nproc-per-node or srun --ntasks"
 
 DEFAULT_PATIENCE = timedelta(minutes=5)
-"""How long ranks wait for each other, where nobody says otherwise."""
+"""Time that ranks wait for each other, by default."""
 
 
 def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = None, **axes: int) -> DeviceMesh:
-    """A `DeviceMesh` with named axes over all ranks: ``init_mesh(data=1, lat=2, lon=2)``.
+    """Make a `DeviceMesh` with named axes over all ranks: ``init_mesh(data=1, lat=2, lon=2)``.
 
     Under ``torchrun``, Slurm's ``srun`` and, with ``MASTER_ADDR`` and ``MASTER_PORT`` set, ``mpirun`` it joins the
     process group (or uses the one that exists); else the mesh has one rank.  One axis may be -1: the rest of the ranks.
@@ -46,7 +48,7 @@ def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = 
     5 minutes, or as long as in the process group that exists.
 
     Raises: `ShardingError` when the product of the axes is not the number of ranks, where there are no axes for several
-    ranks, or when `timeout` is no time above 0.
+    ranks, or when `timeout` is not a time above 0.
 
     >>> mesh = jigsaw.init_mesh(data=1, lat=1, lon=-1, device="cpu")
     >>> mesh.mesh_dim_names, mesh.shape
@@ -78,12 +80,12 @@ def _checked_timeout(timeout: timedelta | float) -> timedelta:
 
 
 def mesh_patience(mesh: DeviceMesh) -> timedelta:
-    """How long a rank of the mesh waits for others: the time-out of its process group, whoever made it."""
+    """Return how long a rank of the mesh waits for others: the time-out of its process group, whoever made it."""
     return group_patience(mesh_group(mesh), mesh.device_type)
 
 
 def sends_through_host(mesh: DeviceMesh) -> bool:
-    """Whether messages leave from memory of the host: gloo's do, also those of ranks that share one GPU."""
+    """Say whether messages leave from memory of the host: gloo's do, even those of ranks that share one GPU."""
     if mesh.device_type == "cpu":
         return True
     backend: Any = mesh_group(mesh)._get_backend(torch.device(mesh.device_type))  # pyright: ignore[reportPrivateUsage]
@@ -91,15 +93,15 @@ def sends_through_host(mesh: DeviceMesh) -> bool:
 
 
 def job_patience() -> timedelta:
-    """How long a rank of the job waits for others in the group that has them all."""
+    """Return how long a rank of the job waits for others in the group of all ranks."""
     return group_patience(_world_group(), "cuda" if "nccl" in dist.get_backend() else "cpu")
 
 
 def group_patience(group: dist.ProcessGroup, device: str) -> timedelta:
-    """How long who is in the group waits for a message between devices of that kind."""
+    """Return how long a member of the group waits for a message between devices of that kind."""
     try:
         backend: Any = group._get_backend(torch.device(device))  # pyright: ignore[reportPrivateUsage]
-    except RuntimeError:  # a group that does not talk of this device
+    except RuntimeError:  # a group that does not serve this device
         return DEFAULT_PATIENCE
     return getattr(getattr(backend, "options", None), "_timeout", DEFAULT_PATIENCE)
 
@@ -110,7 +112,7 @@ def _let_wait(group: dist.ProcessGroup, device: str, limit: timedelta) -> None:
 
 
 def _with_the_rest(axes: dict[str, int], ranks: int) -> dict[str, int]:
-    """The axes with sizes for all ranks, that of -1 found; those of one rank alone where there are none."""
+    """Return the axes with sizes for all ranks, that of -1 computed; those of a single rank where there are none."""
     if not axes:
         if ranks == 1:
             return {"data": 1}
@@ -142,7 +144,7 @@ def _default_device() -> str:
 
 
 def _has_a_gpu_each() -> bool:
-    own = "SLURM_GPUS_PER_TASK" in os.environ  # srun then shows each task its own alone
+    own = "SLURM_GPUS_PER_TASK" in os.environ  # srun then shows each task only its own
     return torch.cuda.device_count() >= (1 if own else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
@@ -165,7 +167,7 @@ def _init_process_group(device: str, limit: timedelta) -> None:
 
 
 def _leave_process_group(process: int) -> None:
-    """End gloo's threads before Python goes; left running they abort a rank that had finished.
+    """End gloo's threads before Python exits; left running they abort a rank that had finished.
 
     A process that was forked from the one that joined has none of these threads, and would wait for them.
     """
@@ -174,7 +176,7 @@ def _leave_process_group(process: int) -> None:
 
 
 def axes_of_mesh(mesh: DeviceMesh) -> AxisSizes:
-    """The names and sizes of the axes, in mesh order."""
+    """Return the names and sizes of the axes, in mesh order."""
     known: AxisSizes | None = mesh.__dict__.get(_AXES)
     if known is not None:
         return known
@@ -190,7 +192,7 @@ def axes_of_mesh(mesh: DeviceMesh) -> AxisSizes:
 
 
 def mesh_size(mesh: DeviceMesh) -> int:
-    """How many ranks the mesh has."""
+    """Return how many ranks the mesh has."""
     known = mesh.__dict__.get(_SIZE)
     if known is not None:
         return known
@@ -199,14 +201,14 @@ def mesh_size(mesh: DeviceMesh) -> int:
     return found
 
 
-# What never changes of a mesh, and is asked of it for every parameter or message, is kept with it, as plain values: a
-# mesh is pickled with its tensors, and a group that it had would be kept alive.
+# Constant facts of a mesh that every parameter or message needs are kept with it, as plain values, because a mesh is
+# pickled with its tensors, and would keep a group alive.
 _AXES, _SIZE, _RANKS = "_jigsaw_axes", "_jigsaw_size", "_jigsaw_ranks"
 _LINES, _GROUPS = "_jigsaw_lines", "_jigsaw_groups"
 
 
 def mesh_coordinate(mesh: DeviceMesh) -> MeshCoordinate:
-    """This rank's coordinate in the mesh."""
+    """Return this rank's coordinate in the mesh."""
     found = mesh.get_coordinate()
     if found is None:
         raise ShardingError(f"rank {job_rank()} is not part of the mesh {mesh}; only its ranks may use its tiles")
@@ -222,7 +224,7 @@ class AxesAlong(NamedTuple):
 
 
 def axes_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> AxesAlong:
-    """Those of `axes` that the mesh has."""
+    """Return those of `axes` that the mesh has."""
     return _axes_among(axes_of_mesh(mesh), (axes,) if isinstance(axes, str) else tuple(axes))
 
 
@@ -234,24 +236,26 @@ def _axes_among(sizes: AxisSizes, wanted: tuple[str, ...]) -> AxesAlong:
 
 
 def axes_in_mesh_order(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[str, ...]:
-    """Those of `axes` that the mesh has, in mesh order."""
+    """Return those of `axes` that the mesh has, in mesh order."""
     return axes_along(mesh, axes).names
 
 
 def ranks_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[int, ...]:
-    """The global ranks along `axes` through this rank, in mesh order."""
+    """Return the global ranks along `axes` through this rank, in mesh order."""
     lines: dict[tuple[str, ...], tuple[int, ...]] = vars(mesh).setdefault(_LINES, {})
     names = axes_along(mesh, axes).names
     if names not in lines:
         here = mesh_coordinate(mesh)
         line = tuple(slice(None) if name in names else c for (name, _), c in zip(axes_of_mesh(mesh), here, strict=True))
-        with _disable_current_modes():  # a mesh has its ranks in a tensor, which has values while others have none
+        with (
+            _disable_current_modes()
+        ):  # a mesh has its ranks in a tensor, which must have values even while others have none
             lines[names] = tuple(mesh.mesh[line].flatten().tolist())
     return lines[names]
 
 
 def ranks_in_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
-    """The global ranks of a mesh, whether this one is among them or not, in its order."""
+    """Return the global ranks of a mesh, whether this one is among them or not, in its order."""
     known: tuple[int, ...] | None = mesh.__dict__.get(_RANKS)
     if known is not None:
         return known
@@ -262,10 +266,10 @@ def ranks_in_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def flat_submesh(mesh: DeviceMesh, axes: str | Sequence[str]) -> DeviceMesh:
-    """The 1-D mesh along `axes`, flattened when several; for what wants a `DeviceMesh`, such as FSDP2.
+    """Return the 1-D mesh along `axes`, flattened when several, for users of a `DeviceMesh`, such as FSDP2.
 
     Making it is collective over all ranks of the job, not only those of the mesh.  It is made on the first call and
-    kept as long as the job; the mesh that it comes from does not know it.
+    kept for the life of the job; its parent mesh does not know it.
     """
     names = axes_in_mesh_order(mesh, axes)
     if len(names) == 1:
@@ -279,7 +283,7 @@ def flat_submesh(mesh: DeviceMesh, axes: str | Sequence[str]) -> DeviceMesh:
 
 
 def hybrid_submesh(mesh: DeviceMesh, axes: Sequence[str], replicate: Sequence[str]) -> DeviceMesh:
-    """The ranks along `axes` as a mesh of two axes, those of `replicate` and the others: FSDP2's hybrid.
+    """Return the ranks along `axes` as a mesh of two axes, those of `replicate` and the others: FSDP2's hybrid.
 
     Making it is collective over all ranks of the job, as making a `flat_submesh` is.
     """
@@ -291,12 +295,12 @@ def hybrid_submesh(mesh: DeviceMesh, axes: Sequence[str], replicate: Sequence[st
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that `mesh` is a part of, or itself."""
+    """Return the mesh that `mesh` is a part of, or itself."""
     return mesh._get_root_mesh()  # pyright: ignore[reportPrivateUsage]
 
 
 def _flattened_apart(mesh: DeviceMesh, root: DeviceMesh) -> DeviceMesh:
-    """The flattened mesh, of which `root` keeps nothing.
+    """Return the flattened mesh, without a record of it in `root`.
 
     Where the root of a DTensor's mesh knows a flattened mesh for two axes that cut one dim, ``[Shard(0), Shard(0)]``,
     torch (2.13) gathers them in one step and counts rows as if four ranks had cut the dim at once.  10 rows on 2 x 2
@@ -308,7 +312,7 @@ def _flattened_apart(mesh: DeviceMesh, root: DeviceMesh) -> DeviceMesh:
         with (
             of_the_job(),
             _disable_current_modes(),
-        ):  # the ranks are in a tensor, which has values while others have none
+        ):  # the ranks are in a tensor, which must have values even while others have none
             return mesh._flatten()  # pyright: ignore[reportPrivateUsage]
     finally:
         for name in known.keys() - before.keys():
@@ -316,10 +320,10 @@ def _flattened_apart(mesh: DeviceMesh, root: DeviceMesh) -> DeviceMesh:
 
 
 def split_axis_mesh(mesh: DeviceMesh, axis: str, parts: AxisSizes) -> DeviceMesh:
-    """The same ranks in the same order, with `parts`, major to minor, in the place of an axis.
+    """Return the same ranks in the same order, with `parts`, major to minor, in the place of an axis.
 
-    Making it is collective over all ranks of the job, which the mesh must have all.  It is made on the first call and
-    kept as long as the job.
+    Making it is collective over all ranks of the job, all of which the mesh must have.  It is made on the first call
+    and kept for the life of the job.
     """
     made, key = _split_by_axis.setdefault(_world_group(), {}), (mesh, axis, parts)
     if key not in made:
@@ -332,16 +336,17 @@ def split_axis_mesh(mesh: DeviceMesh, axis: str, parts: AxisSizes) -> DeviceMesh
 
 
 def has_every_rank(mesh: DeviceMesh) -> bool:
-    """Whether the mesh has all ranks of the job."""
+    """Say whether the mesh has all ranks of the job."""
     return mesh_size(mesh) == job_size()
 
 
 def groups_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
-    """The groups that join the ranks along `axes`, each with its ranks in mesh order (`torch` sorts those of a group).
+    """Return the groups that join the ranks along `axes`, each with its ranks in mesh order (`torch` sorts those of a
+    group).
 
-    One group where there can be one: an axis has the mesh's own, all axes of a mesh over the whole job have the job's,
-    and for other axes of such a mesh one is made, for all its ranks at once, when they first ask.  A mesh that leaves
-    out ranks of the job cannot make a group without them: `torch` names a group by how many each rank knows.  There the
+    There is one group where possible.  An axis has the mesh's own; all axes of a mesh over the whole job have the
+    job's.  For other axes of such a mesh the first call makes one, for all its ranks at once.  A mesh that leaves out
+    ranks of the job cannot make a group without them: `torch` names a group by how many each rank knows.  There the
     axes follow each other, major to minor.
     """
     long = axes_along(mesh, axes).long
@@ -352,7 +357,7 @@ def groups_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> list[tuple[dist
 
 
 def _axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
-    """What ``mesh.get_group(axis)`` is, which looks for the name of the group at every call."""
+    """Return ``mesh.get_group(axis)``, which itself looks up the name of the group at every call."""
     names: dict[str, Any] = vars(mesh).setdefault(_GROUPS, {})
     if axis not in names:
         names[axis] = mesh.get_group(axis).group_name
@@ -360,7 +365,7 @@ def _axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
 
 
 def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A group that every rank of the mesh is in, for messages between any two: an axis' own, or the job's."""
+    """Return a group that every rank of the mesh is in, for messages between any two: an axis' own, or the job's."""
     sizes = axes_of_mesh(mesh)
     long = _axes_among(sizes, tuple(dict(sizes))).long
     return _axis_group(mesh, long[0]) if len(long) == 1 else _world_group()
@@ -376,7 +381,7 @@ def _world_group() -> dist.ProcessGroup:
 
 
 def is_same_mesh(a: DeviceMesh, b: DeviceMesh) -> bool:
-    """Whether two meshes have the same ranks at the same coordinates of axes of the same names."""
+    """Say whether two meshes have the same ranks at the same coordinates of axes of the same names."""
     if a is b or a == b:
         return True
     alike = a.device_type == b.device_type and a.mesh_dim_names == b.mesh_dim_names

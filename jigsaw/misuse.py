@@ -1,5 +1,5 @@
-"""What a person is likely to forget is said aloud: an error where the numbers would be wrong, one warning where ranks
-only do the same work twice or gradients stay in parts.
+"""Checks of likely mistakes: an error for wrong numbers, one warning for repeated work or gradients that stay
+in parts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _warned: set[str] = set()
 
 
 def warn_once(about: str, text: str) -> None:
-    """A warning that a process gives once, however often it is the case, at the line of who called jigsaw or torch."""
+    """Warn once in a process, at the line that called jigsaw or torch."""
     if about not in _warned:
         _warned.add(about)
         frame, level = sys._getframe(), 1  # pyright: ignore[reportPrivateUsage]
@@ -40,7 +40,9 @@ def warn_once(about: str, text: str) -> None:
 
 @contextmanager
 def without_warning(about: str) -> Generator[None]:
-    """For who knows, as an oracle that sums the parts of gradients itself."""
+    """Give no such warning within the block, for a caller that knows, such as an oracle that sums the parts of
+    gradients itself.
+    """
     known = about in _warned
     _warned.add(about)
     try:
@@ -51,7 +53,7 @@ def without_warning(about: str) -> Generator[None]:
 
 
 def calling_line() -> str:
-    """The file and line of who called jigsaw or torch."""
+    """Return the file and line that called jigsaw or torch."""
     frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and is_of_packages(frame.f_code.co_filename):
         frame = frame.f_back
@@ -62,7 +64,7 @@ UNREDUCED = "gradients that stay in parts"
 
 
 def warn_of_unreduced(parameter: nn.Parameter) -> None:
-    """A parameter that meets a cut tile, of a model that did not go through `jigsaw.parallelize`."""
+    """Warn of a parameter that meets a cut tile, in a model that did not go through `jigsaw.parallelize`."""
     warn_once(
         UNREDUCED,
         f"a parameter of shape {tuple(parameter.shape)} meets a tile that is cut, but its model did not go through "
@@ -72,9 +74,7 @@ def warn_of_unreduced(parameter: nn.Parameter) -> None:
 
 
 def warn_of_idle_axes(mesh: DeviceMesh, also_cutting: Iterable[str]) -> Callable[[nn.Module, Any, Any], None]:
-    """A hook before the forward pass that looks whether every axis of the mesh cuts an input, or is among those that
-    cut weights.
-    """
+    """Return a hook before the forward pass that warns of axes of the mesh that cut neither an input nor weights."""
     return partial(_look_at_inputs, axes_of_mesh(mesh), frozenset(also_cutting))
 
 
@@ -91,7 +91,7 @@ def _look_at_inputs(axes: AxisSizes, working: frozenset[str], module: nn.Module,
 
 
 def warn_of_no_wrapper(module: nn.Module, args: Any) -> None:
-    """A forward pass whose gradients a wrapper is to sum, and there is none around it: before that pass."""
+    """Warn before a forward pass whose gradients a wrapper is to sum, if there is none around it."""
     around = DistributedDataParallel._get_active_ddp_module()  # pyright: ignore[reportPrivateUsage]
     if around is None and torch.is_grad_enabled():
         warn_once(
@@ -103,7 +103,7 @@ def warn_of_no_wrapper(module: nn.Module, args: Any) -> None:
 
 
 def mark_replaced(before: Iterable[nn.Parameter], after: Iterable[nn.Parameter]) -> None:
-    """Mark parameters that the model has no more, so that an optimizer that was made of them raises when it steps."""
+    """Mark parameters that the model no longer has, so that an optimizer made from them raises when it steps."""
     kept = set(after)
     for parameter in before:
         if parameter not in kept:
@@ -113,7 +113,7 @@ def mark_replaced(before: Iterable[nn.Parameter], after: Iterable[nn.Parameter])
 
 @cache
 def _watch_optimizers() -> None:
-    """Look at the parameters before every step of any optimizer, once there are some to look for."""
+    """Check the parameters before every step of any optimizer, once there are any marked ones."""
     register_optimizer_step_pre_hook(_before_step)
 
 
