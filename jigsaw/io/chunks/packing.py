@@ -30,7 +30,7 @@ def missing_values_of(
     turns = stored is not None and stored.kind != dtype.kind
     flat = [x for value in missing for x in np.ravel(np.asarray(value)).tolist()]
     numbers = [x for x in flat if isinstance(x, int | float) and x == x]
-    if dtype.kind == "f":  # of float32, 0.1 as float64 is none of the values: rounded, it would hide one that is
+    if dtype.kind == "f":  # in float32, 0.1 as float64 is not one of the values: rounded, it would hide one that is
         with np.errstate(over="ignore"):
             numbers = [x for x in numbers if stored_number_of(x, dtype) == x]
     return tuple(dict.fromkeys(fill_value_of(x, dtype) if turns else stored_number_of(x, dtype) for x in numbers))

@@ -28,7 +28,7 @@ def report_refusals(command: CommandFunction) -> CommandFunction:
         try:
             return command(args)
         except BrokenPipeError:
-            raise  # whoever read has enough
+            raise  # the reader of the pipe has read enough
         except (ReadError, WriteError, ShardingError, IndexError, OSError) as refused:
             print(f"{type(refused).__name__}: {refused}", file=sys.stderr)
             return 1

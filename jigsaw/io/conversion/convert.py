@@ -352,8 +352,6 @@ def _open_journal(path: Path, chosen: SelectedSource, arrays: Sequence[ArrayOutl
 
 
 class _ConversionTarget(ZarrSink):
-    """The store of a conversion."""
-
     def __init__(self, path: Path, chosen: SelectedSource, arrays: Sequence[ArrayOutline]) -> None:
         from zarr.codecs import BloscCodec
 

@@ -1,7 +1,7 @@
-"""Zarr stores that a conversion reads through xarray, watched for chunks that are not there.
+"""Zarr stores that a conversion reads through xarray, watched for missing chunks.
 
-Zarr makes fill values of them without a word; here they are an error, or counted, by the same evidence as in
-`jigsaw.io.open`: an object that is absent, of an array whose metadata are there.
+Zarr silently reads fill values for them. Here they are an error, or counted, by the same evidence as in
+`jigsaw.io.open`: an absent object of an array whose metadata exist.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _METADATA_NAMES = {"zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata"}
 
 
 class WatchedStore(WrapperStore[Store]):
-    """A store of zarr's whose missing chunks are errors, but for `filled_arrays`, where they are counted.
+    """Zarr store whose missing chunks are errors, except for `filled_arrays`, where they are counted.
 
     A single value may be missing: Zarr leaves out one that is the fill value.
     """
@@ -37,13 +37,13 @@ class WatchedStore(WrapperStore[Store]):
 
     @classmethod
     def of(cls, store: Store, arrays: Mapping[str, zarr.Array[Any]]) -> WatchedStore:
-        """The store of these arrays by their paths: of each the metadata's key and how many values it has."""
+        """Watch a store; `arrays` are its arrays by path."""
         kinds = {2: ".zarray", 3: "zarr.json"}
         facts = {p: (f"{p}/{kinds[a.metadata.zarr_format]}", prod(a.shape)) for p, a in arrays.items()}
         return cls(store, facts)
 
     def take_filled(self) -> set[str]:
-        """The keys of the chunks that were read as fill values in this process since the last call."""
+        """Return the keys of the chunks that were read as fill values in this process since the last call."""
         with self._lock:
             taken, self._filled = self._filled, set()
         return taken
@@ -71,7 +71,7 @@ class WatchedStore(WrapperStore[Store]):
         return [await self.get(key, prototype, part) for key, part in key_ranges]
 
     async def _account_for(self, key: str) -> None:
-        """Raises: `MissingArrayError`, `MissingChunkError` for a chunk that is not read as fill values."""
+        """Raise `MissingArrayError` or `MissingChunkError` for a chunk that is not read as fill values."""
         parts = key.split("/")
         name = next((p for n in range(len(parts), 0, -1) if (p := "/".join(parts[:n])) in self.arrays), None)
         if name is None:

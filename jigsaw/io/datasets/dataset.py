@@ -271,8 +271,8 @@ class Dataset(MeshSamples):
         place = {key: i for i, key in enumerate(keys)}
         known = kept.known(keys) if kept else frozenset[int]()
         steps = [int(self.stored_steps[key % len(self.stored_steps)]) for key in keys]
-        # What is left out here, and what is `known`, depends on the batches before alone, which were the same on every
-        # rank that shares these samples: so all of them make this very request, and plan the same.
+        # The steps left out here, and those `known`, depend only on the earlier batches. These were the same on every
+        # rank that shares these samples, so all of them make this same request, and plan the same.
         variables = [v for v in self.variables if "time" in v.roles or not (kept and kept.has_fixed)]
         request = ReadRequest(
             layout=self.frame.layout((len(steps), len(self.channels)), (None, None), axes=self.frame.domain),

@@ -259,8 +259,8 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
     def _end_iteration(self) -> None:
         current, self._current = self._current, None
         if current is not None and current.home.is_here:
-            # joined before anything else reads with this engine: the thread may still be in a read that was due, and
-            # what the other ranks read next has to come after that one here as well
+            # joined before anything else reads with this engine: the thread may still be in a read that was due. What
+            # the other ranks read next has to come after that one here as well
             current.stop()
             current.join()
             if self._engine.ahead is not None:

@@ -70,8 +70,8 @@ class HeldSteps:
 
     def _drop(self, wanted: Collection[int]) -> None:
         """Give up the steps that were not used for longest, or those that the next read does not want."""
-        # In the order of use, which is that of the samples: four ranks that share them drop the same steps.  Were it by
-        # time or by free memory, one of them would read again what the others hold, and plan alone.
+        # In the order of use, which is that of the samples: four ranks that share them drop the same steps. If time or
+        # free memory decided, one rank would read again what the others hold, and plan alone.
         if self._capacity:
             while len(self._known) > self._capacity:
                 self._known.popitem(last=False)

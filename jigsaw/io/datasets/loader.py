@@ -149,7 +149,7 @@ class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
         dataset = self._of(turn.at.epoch)
         mine = self._mine(turn.samples)
         # Fewer samples than ranks along `data`: of the last 3 on data=4, lat=2 the two ranks of the fourth place read
-        # nothing.  They share their reads with each other alone, so nobody waits for them.
+        # nothing. They share their reads with each other alone, so no other rank waits for them.
         if not mine:
             shapes = [layout.local_shape(self._coordinate) for layout in _batch_layouts(dataset, turn.samples)]
             empty = [torch.empty(shape, dtype=self.dataset.dtype) for shape in shapes]

@@ -97,9 +97,9 @@ class BatchPrefetch(Generic[JobType, ResultType]):
 
     def _is_due(self, number: int) -> bool:
         """Wait until a read may begin; False when it never will."""
-        # Four ranks, two reads ahead.  Rank 0 leaves the loop after three batches, and so do the others, who may be a
-        # little behind or ahead in their threads: reads 0 to 4 were due on all of them (3 taken + 2), and are done on
-        # all of them, whether or not they had begun when `stop` came: else rank 1 would wait in read 4 for rank 0.
+        # Take four ranks and two reads ahead. Rank 0 leaves the loop after three batches, and so do the others, whose
+        # threads may be a little behind or ahead. Reads 0 to 4 (3 taken + 2) were due on all of them. So all of them do
+        # these reads, begun or not when `stop` came: else rank 1 would wait in read 4 for rank 0.
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or number < self._taken + self._ahead)
             return not (self._stopped and (self._alone or number >= self._taken + self._ahead))

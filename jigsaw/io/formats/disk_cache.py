@@ -225,7 +225,6 @@ def _object_digest(known: ObjectIdentity) -> str:
 
 
 def _state_digest(known: ObjectIdentity) -> bytes:
-    """Return a short digest of an object's state."""
     known_state = hashlib.blake2b(known.state.encode(), digest_size=_MARK_BYTES).digest()
     return known_state if known.state else _UNKNOWN_STATE
 

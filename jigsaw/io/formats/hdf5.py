@@ -232,7 +232,6 @@ class _Hdf5Opening:
         return _table_to_the_end(table, shape, fill_beyond(dataset, attrs), found.source)
 
     def _stored(self, found: _FoundDataset, dtype: np.dtype[Any]) -> _DatasetStorage:
-        """Return how a dataset is stored."""
         dataset, source = found.dataset, found.source
         shape, as_is = tuple(dataset.shape), FilterPipeline(dtype, tuple(range(dataset.ndim)))
         plist = dataset.id.get_create_plist()

@@ -192,7 +192,9 @@ def _known_of_store(files: _OpenStores, dim: str, path: str) -> _KnownFile:
 
 
 def _unfit_arrays(files: Sequence[_KnownFile], dim: str) -> dict[str, str]:
-    """Why arrays of the first file cannot be joined with those of the others, by name; all that fit are left out."""
+    """Return the reasons why arrays of the first file cannot be joined with the others', by name, without those that
+    fit.
+    """
     first, own = files[0], dict[str, str]()
     for other in files[1:]:
         for name in first.arrays.keys() - own.keys():
@@ -327,7 +329,7 @@ class _JoinedFiles:
         )
 
     def _refused(self, table: ArrayTable, why: str) -> ArrayTable:
-        """An array that is listed, and refused where it is asked for."""
+        """Return an array that is listed, and refused where it is asked for."""
 
         def refuse(box: Box) -> NDArray[Any]:
             raise GridError(why)

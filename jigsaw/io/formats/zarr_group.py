@@ -104,7 +104,7 @@ def _box_by_zarr(array: Any, box: Any) -> NDArray[Any]:
 
 
 def arrays_without_code(url: Any) -> dict[str, Any]:
-    """The arrays of a zarr group that another library reads for us; empty where there is no group.
+    """Return the arrays of a zarr group that another library reads for us; empty if `url` is not a group.
 
     Raises: `UnsupportedStoreError` when one has a codec that runs code. Also raised when its arrays cannot all be
     listed, because an unlisted one may be such.

@@ -157,7 +157,7 @@ class ReferenceReach:
             self.check_key(key)
 
     def http_part(self, key: str, asked: ByteRequest | None) -> HttpPart | None:
-        """What of an HTTP server's object is meant by a part of a key; None where it lies elsewhere."""
+        """Return the part of an HTTP server's object that a part of a key means; None where it lies elsewhere."""
         reference = self._system.references.get(key.strip("/"))
         if not isinstance(reference, list | tuple):
             return None
@@ -205,10 +205,10 @@ class HttpPart(NamedTuple):
     stop: int | None
 
     async def read(self) -> bytes:
-        """The bytes.
+        """Read the bytes.
 
-        Raises: `BadChunkError` for an answer that says no size, or more bytes than were asked for; its body is not
-        read.  `FetchError` for any other.
+        Raises: `BadChunkError` for an answer without a size, or with more bytes than were asked for; its body is not
+        read. `FetchError` for any other failure.
         """
         if self.stop is not None and self.start >= self.stop:
             return b""

@@ -107,7 +107,7 @@ class Arena:
 
     def await_turn(self, read: int) -> None:
         """Wait until everybody has left the read before, who would take a failure in this one for one in that."""
-        # it is then that slots are free as well: nobody copies from one after it has left
+        # only then are slots free as well: no rank copies from one after it has left
         self.wait(lambda: self._all_at(_LEFT, read - 1), read - 1, _LEFT)
 
     def start(self, read: int, digest: int, slot_bytes: int, slots: int) -> None:
@@ -131,7 +131,7 @@ class Arena:
         """End a read that went well here: wait until it has everywhere."""
         self._tell(self._of(self.me, _FINISHED), read)
         self.wait(lambda: self._all_at(_FINISHED, read), read)
-        self.check_digests(read)  # nobody begins the next read before this rank has left
+        self.check_digests(read)  # no rank begins the next read before this rank has left
 
     def leave(self, read: int) -> None:
         # the barrier is for loads: what this rank copied out of slots is copied before others write there anew
@@ -169,9 +169,10 @@ class Arena:
         """Tell the others that this rank failed in a read, and why; not when it failed because another one did."""
         if getattr(error, "heard", False):
             return
-        # Ranks 1 and 2 fail at the same time: each writes its own message, length and *failed*, and both one number
-        # into the word that all poll.  Rank 0 sees that word and takes rank 1's message, or rank 2's, if that of rank 1
-        # is not there yet; both are true.  Its number only grows: nobody begins a read before all have left the last.
+        # Ranks 1 and 2 fail at the same time: each writes its own message, length and *failed*, and both write one
+        # number into the word that all poll. Rank 0 sees that word and takes rank 1's message, or rank 2's if rank 1's
+        # has not arrived yet; both are true. The number only grows: no rank begins a read before all have left the
+        # last.
         text = f"{type(error).__name__}\n{error}".encode(errors="replace")[:_MESSAGE_BYTES]
         at = self._messages + self.me * _MESSAGE_BYTES
         self._map[at : at + len(text)] = text
@@ -221,8 +222,9 @@ class Arena:
     def _look_around(self, read: int, word: int, since: float) -> None:
         if word == _FINISHED:
             self.check_digests(read)
-        # One that is gone keeps nobody waiting if it had come so far: rank 3 may end after its last *finished* while
-        # rank 0 still waits for rank 1.  One that was killed is told by its pidfd, one that is closed by its *left*.
+        # A rank that is gone does not keep others waiting if it had come this far: rank 3 may end after its last
+        # *finished* while rank 0 still waits for rank 1. A killed rank is seen by its pidfd, a closed one by its
+        # *left*.
         watch = select.poll()  # of this call alone: threads wait at the same time, and such an object refuses a second
         for each in self._deaths:
             watch.register(each, select.POLLIN)

@@ -101,10 +101,11 @@ def _runs_of_space_dim(
     held: Interval, size: int, first: int, along: DimChunks, flip: bool, way: BoundaryRows
 ) -> RunsByChunk:
     """Find the runs of a spatial dim whose `size` rows begin at the stored row `first`; a rolled dim wraps."""
-    # Three counts of rows: those of the sample, as held -> those of the domain, beyond whose ends the boundary's rule
-    # has shown which row stands there (and half a turn on, beyond a pole) -> those stored, which may run against them.
-    # On 10 rows that wrap, stored upside down, a rank holds -1..3: its first row is the domain's 9, and the stored 0.
-    # Of a rolled dim `first` is the stored row at which the domain begins: of 6, row 5 is the stored row 11 % 10 = 1.
+    # Rows are counted in three ways. Those of the sample, as held, become those of the domain, where the boundary's
+    # rule shows a row for each beyond the ends (and half a turn on, beyond a pole). These become the stored rows, which
+    # may run against them. On 10 rows that wrap, stored upside down, a rank holds -1..3: its first row is the domain's
+    # 9, and the stored 0. In a rolled dim `first` is the stored row at which the domain begins: when it is 6, row 5 is
+    # the stored row 11 % 10 = 1.
     rows = ((row, target) for target, row, turned in way.boundary.rows(held, size) if turned == way.turned)
     shown = (((row + way.shift) % size if way.shift else row, target) for row, target in rows)
     pairs = [((first + (size - 1 - row if flip else row)) % along.size, target) for row, target in shown]

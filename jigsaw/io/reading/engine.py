@@ -97,7 +97,7 @@ class ReadEngine:
             try:
                 return running.run(out)
             except BaseException as e:
-                vars(e)["heard"] = True  # whoever failed has told it, so `refuse` must not take part in another read
+                vars(e)["heard"] = True  # the failed rank has reported it: `refuse` must not join another read
                 raise
             finally:
                 self.stats = self.stats + running.counts

@@ -64,8 +64,8 @@ class PeerGroup:
         """Gather the picklable `value` of each rank."""
         if self.group is None:
             return [value]
-        # Two all-gathers, as gloo wants equal sizes.  Of four ranks with pickles of 40, 90, 40 and 60 bytes each first
-        # learns the four sizes, then sends 90 bytes; behind its own they are zeros, which nobody unpickles.
+        # Two all-gathers, as gloo wants equal sizes. With pickles of 40, 90, 40 and 60 bytes each of four ranks first
+        # learns the four sizes, then sends 90 bytes; those beyond its own are zeros, which are not unpickled.
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = self._all_gather(torch.tensor([mine.numel()]))
         room = torch.zeros(max(int(n) for n in sizes), dtype=torch.uint8)
@@ -150,9 +150,9 @@ def meet_peers(
     if dist.group.WORLD is not None and dist.group.WORLD is _inherited[0]:
         raise forked_from(os.getppid(), f"the mesh {mesh}")
     timeout = timeout or mesh_patience(mesh).total_seconds()
-    # Made by hand on the job's store, not by `new_group`: that one is collective over all ranks of the job and counts
-    # the groups that a rank has made, so ranks that make one alone would no longer find their peers.  A name of its own
-    # for each: ranks 0 to 3 that open two datasets meet in the same order as (0, 1, 2, 3)/1 and (0, 1, 2, 3)/2.
+    # Made by hand on the job's store, not by `new_group`. That one is collective over all ranks of the job and counts
+    # the groups that a rank has made, so ranks that make one alone would no longer find their peers. Each group has its
+    # own name: ranks 0 to 3 that open two datasets meet in the same order as (0, 1, 2, 3)/1 and (0, 1, 2, 3)/2.
     _groups_met[ranks] += 1
     store = dist.PrefixStore(f"jigsaw.io/{ranks}/{_groups_met[ranks]}", distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
     me = ranks.index(dist.get_rank())
@@ -165,8 +165,8 @@ _inherited: list[Any] = [None]
 
 
 def _inherit() -> None:
-    # Whoever ends one of gloo's groups waits for its threads, and in a forked process those stayed behind.  So none is
-    # ended there, not even when Python is: nobody but this reference knows of it.
+    # A process that ends one of gloo's groups waits for its threads, which a forked process lacks. So none is ended
+    # there, not even when Python ends: only this reference knows of it.
     _inherited[0] = dist.group.WORLD
     for each in list(_met_here):
         if each.group is not None:

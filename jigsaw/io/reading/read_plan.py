@@ -247,9 +247,9 @@ class ReadPlan:
     @cached_property
     def digest(self) -> int:
         """Number that ranks compare: equal when their plans are."""
-        # Private jobs follow from request and modes.  What a rank finds of a store enters by `shared`: ranks that see
-        # other chunks there, of a store that is written meanwhile, balance them otherwise, and must not go on: their
-        # order and owners differ, all else of them follows too.  Seven bytes fit the arena's signed words.
+        # Private jobs follow from request and modes. A rank's findings in a store enter by `shared`. Ranks that see
+        # other chunks, of a store that is written meanwhile, balance them otherwise, and must not go on: their order
+        # and owners differ, and all else of the jobs follows from these. Seven bytes fit the arena's signed words.
         text = repr((self.request, self.modes, self.shared.order.digest)).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
 
@@ -291,7 +291,7 @@ def _split_joined_parts(request: ReadRequest, tables: ArrayTables) -> ReadReques
 
 def _parts_by_array(part: ReadPart, joined: JoinedArrays) -> list[ReadPart]:
     """Split a part into one for each of the joined arrays that it needs."""
-    # of 12 files with 4 steps each, rows 3, 4 and 9 are row 3 of the first, row 0 of the second, row 1 of the third
+    # of 12 files with 4 steps each, rows 3, 4 and 9 are: row 3 of the first, row 0 of the second, row 1 of the third
     picks = part.picks[joined.dim]
     assert picks is not None
     found: dict[int, list[tuple[int, int]]] = {}

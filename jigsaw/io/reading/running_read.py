@@ -176,8 +176,8 @@ class RunningRead:
                 self._went_wrong()
             self._went_wrong()
         finally:
-            # In this order: threads that wait for a slot see the flag, those that wait for fetched bytes are woken by
-            # the drop, and only when all have ended may the caller have `out`, and the slots another read.
+            # In this order: threads that wait for a slot see the flag, and those that wait for fetched bytes are woken
+            # by the drop. Only when all have ended may the caller have `out`, and another read the slots.
             self._stop.set()
             if ahead is not None:
                 ahead.drop(self.plan)
@@ -195,8 +195,8 @@ class RunningRead:
 
     def _todo(self) -> Iterator[Callable[[], None]]:
         """Yield what this rank loads, with what others wait for first."""
-        # As many lanes as threads, so all are under way at once.  They have to be: a lane that nobody worked on would
-        # keep a place lower than those that the others wait for.
+        # As many lanes as threads, so all are under way at once. They have to be: an idle lane would keep a place lower
+        # than those that the others wait for.
         for lane in range(self.rank.threads):
             yield lambda lane=lane: self._load_shared(lane)
         for strip in strips_of_rank(self.plan, self.me):
@@ -267,10 +267,10 @@ class RunningRead:
         slot, last = at % self.slots, slot_ticket(self.number, at - self.slots)
         readers = [self.local[m] for m in job.readers if m in self.local]
 
-        # Section A, which ranks 0 to 3 read, lies in slot 1 of 4 at place 1; this is place 5.  Who decoded A has stored
-        # its ticket in the slot's word, and each of 0 to 3 stores it in its own word of the slot once it has copied.
-        # All five are looked at: had A readers on other machines alone, the first would be all there is.  A rank that
-        # dies with its word not stored keeps the slot taken, until `wait` finds it dead.
+        # Section A, which ranks 0 to 3 read, lies in slot 1 of 4 at place 1; this is place 5. The rank that decoded A
+        # has stored its ticket in the slot's word, and each of 0 to 3 stores it in its own word of the slot once it has
+        # copied. All five are checked: if A had readers on other machines alone, only the first would be stored. A rank
+        # that dies before it stores its word keeps the slot taken, until `wait` finds it dead.
         def free() -> bool:
             if self._stop.is_set():
                 raise _ReadStoppedError

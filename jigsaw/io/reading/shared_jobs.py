@@ -112,8 +112,8 @@ def order_of_jobs(ways: SharingWays, weights: bytes, loads: bytes) -> JobOrder:
 def owners_of_jobs(weight: NDArray[np.int64], given: Sequence[int], load: list[int]) -> list[int]:
     """Find the rank that loads each job: the rank that it is `given`, or the one with the least so far."""
     ranks, turns = len(load), [0] * len(load)
-    # Among equals ranks take turns in an order that moves on each time, by a golden section of them: were it always the
-    # lowest first, 64 tiles a field would give rank 3 of 64 tile 3 of each, which may lie in the ocean of all.
+    # Among equals ranks take turns in an order that moves on each time, by a golden section of them. If the lowest were
+    # always first, 64 tiles of each field would give rank 3 of 64 tile 3 of each, which may lie in the ocean in all.
     least = [(each, rank, rank) for rank, each in enumerate(load)]
     heapify(least)
     owners, weights = [NO_OWNER] * len(given), weight.tolist()
@@ -123,7 +123,7 @@ def owners_of_jobs(weight: NDArray[np.int64], given: Sequence[int], load: list[i
     for number in np.argsort(-weight, kind="stable").tolist():
         owner, size = given[number], weights[number]
         if not size:
-            break  # missing chunks have nobody to load them: their readers fill their boxes by themselves
+            break  # no rank loads missing chunks: their readers fill their boxes by themselves
         if owner == NO_OWNER:
             while least[0][0] < load[owner := least[0][2]]:  # it was given more since it was entered
                 turn = turns[owner] * ranks * GOLDEN_SECTION >> 16

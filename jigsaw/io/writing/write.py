@@ -230,7 +230,7 @@ class Writer:
             raise WriteError(f"{self.path} takes no more: it was closed, failed, or has no append_dim to grow along")
         if self._mesh is None and self._known is None:
             self._find(mesh)
-        # before anything is changed: ranks that describe different arrays would wait for boxes that nobody sends
+        # before anything is changed: ranks that describe different arrays would wait for boxes that are never sent
         piece = agreed_outline(mesh, lambda: self._outlined(data, coords or {}))
         try:
             self._begin(mesh, piece)
