@@ -140,6 +140,8 @@ def _unreduced_loss(function: Callable[..., Tensor]) -> Callable[..., Tile]:
         layout, locals_ = align_tiles(tiles)
         ready = iter(locals_)
         parts = [next(ready) if isinstance(t, Tile) else cut_whole_tensor(t, tiles[0], layout) for t in (input, target)]
+        # a rank without the one row of a cut dim has that of an uncut one; some losses of torch refuse to broadcast
+        parts = torch.broadcast_tensors(*parts) if parts[0].shape != parts[1].shape else parts
         return Tile(function(*parts, reduction="none", **options), layout, tiles[0].mesh)
 
     return run

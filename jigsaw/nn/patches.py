@@ -26,6 +26,7 @@ from jigsaw.nn.stencil import (
     plan_stencil,
 )
 from jigsaw.ops.apart_copies import copied_to, note_views
+from jigsaw.ops.meeting import apart_mark, set_apart_mark
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.whole_strides import whole_strides, with_strides
 from jigsaw.stencil_rules import StencilWindow, TransposedWindow
@@ -81,6 +82,8 @@ def _fold_columns(
     """
     if input.ndim == 2:
         return _fold_columns(input.unsqueeze(0), output_size, kernel_size, dilation, padding, stride).squeeze(0)
+    if input.dtype == torch.bool:  # whether any is true, and no convolution takes bools
+        return _fold_columns(input.float(), output_size, kernel_size, dilation, padding, stride).bool()
     wanted, sizes = entry_per_dim(output_size, 2, "output_size"), entry_per_dim(kernel_size, 2, "kernel_size")
     pads, spacings = entry_per_dim(padding, 2, "padding"), entry_per_dim(dilation, 2, "dilation")
     strides = entry_per_dim(stride, 2, "stride")
@@ -121,6 +124,8 @@ def _unfold_dim(input: Tile, dimension: int, size: int, step: int) -> Tile:
     local = empty_result((*to.shape, size), rows) if to.is_empty else as_windows(at, size, step)
     windows = Tile(local, out, input.mesh)
     if is_apart:
+        if to.is_empty:  # a rank without windows refuses what the others refuse
+            set_apart_mark(local, apart_mark(rows))
         note_views(windows, rows)
     return with_strides(windows, (*strides[:at], strides[at] * step, *strides[at + 1 :], strides[at]))
 

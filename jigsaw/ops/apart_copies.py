@@ -66,12 +66,14 @@ _KINDS = attrgetter("dtype", "requires_grad"), Tensor.is_conj, Tensor.is_neg
 class _WeakRows:
     """The rows of a tile, as long as somebody else keeps their memory."""
 
-    def __init__(self, tile: Tile) -> None:
+    def __init__(self, tile: Tile, is_in_storage: bool = False) -> None:
         local = tile.local
         root = local if local._base is None else local._base
         is_alike = all(of(root) == of(local) for of in _KINDS)
         # what is no plain view of its base is kept, as are the rows of a copy that nobody else may know
-        self.kept = tile if not is_alike or isinstance(apart_mark(local), ApartCopy) else None
+        # (not by the memory itself, which would then never end)
+        is_kept = not is_alike or isinstance(apart_mark(local), ApartCopy)
+        self.kept = tile if is_kept and not is_in_storage else None
         self.root, self.memory = weakref.ref(root), weakref.ref(local.untyped_storage())
         self.place, self.dtype = _place_in_memory(local), local.dtype
         self.layout, self.mesh = tile.layout, tile.mesh
@@ -200,6 +202,32 @@ class ApartCopy:
         return asked.__dict__["local"]
 
 
+class _RowsAround:
+    """The rows that a rank holds from the other end of a periodic dim.
+
+    Views leave them out, so that they are fetched anew where a view of the tile was changed; its memory keeps this.
+    """
+
+    def __init__(self, tile: Tile) -> None:
+        self.source = _WeakRows(tile, is_in_storage=True)
+
+    def put_out_of_date(self) -> None:
+        """Fetch the rows.  *Sends*: the halo."""
+        tile = self.source.tile()
+        if tile is not None:
+            tile.local.copy_(tile.owned().with_layout(tile.layout).local)
+
+
+_AROUND = "_jigsaw_around"
+
+
+def note_rows_around(tile: Tile) -> None:
+    """Remember a tile of which a view was made that lacks the rows from the other end of a dim."""
+    memory = tile.local.untyped_storage()
+    if not hasattr(memory, _AROUND):
+        setattr(memory, _AROUND, _RowsAround(tile))
+
+
 @lru_cache(maxsize=4096)
 def _is_at_hand(source: Layout, target: Layout) -> bool:
     """Whether every rank holds in one layout what it holds in the other."""
@@ -214,6 +242,10 @@ def _is_at_hand(source: Layout, target: Layout) -> bool:
 def _copies_of(memory: Any) -> list[ApartCopy]:
     """The copies that were made of some memory."""
     return list(getattr(memory, _COPIES, ()))
+
+
+def _has_copies(memory: Any) -> bool:
+    return hasattr(memory, _COPIES) or hasattr(memory, _AROUND)
 
 
 def copied_to(source: Tile, layout: Layout, has_way_back: bool = True) -> Tile:
@@ -296,7 +328,7 @@ def _before_change(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
             if hasattr(memory, APART_MARK):
                 check_way_back(function, tile)
                 changed.append(tile.local)
-            elif hasattr(memory, _COPIES):
+            elif _has_copies(memory):
                 changed.append(tile.local)
     return partial(_after_change, changed) if changed else None
 
@@ -323,5 +355,7 @@ def carry_change(local: Tensor) -> None:
     copy = apart_mark(local)
     if isinstance(copy, ApartCopy):
         copy.write_back(local)
-    for other in _copies_of(local.untyped_storage()):
+    memory = local.untyped_storage()
+    rows_around = getattr(memory, _AROUND, None)
+    for other in _copies_of(memory) if rows_around is None else [rows_around, *_copies_of(memory)]:
         other.put_out_of_date()

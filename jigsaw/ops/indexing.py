@@ -18,6 +18,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from jigsaw.ops.plain_operands import plain_operand
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
 from jigsaw.ops.shapes import select_dim, slice_dim, unsqueeze_tile
 from jigsaw.ops.unknown_functions import run_unknown_function
+from jigsaw.ops.whole_strides import with_dense_strides
 from jigsaw.tile import Tile, implements_torch, lie_in_one_memory, refusal_error
 
 # -- operands ---------------------------------------------------------------------------------------------------------
@@ -42,14 +44,34 @@ from jigsaw.tile import Tile, implements_torch, lie_in_one_memory, refusal_error
 
 def check_can_change(function: Any, tile: Tile) -> None:
     """Raises what would go wrong on some ranks alone: a leaf that is changed in place, a halo that would stay."""
+    _check_no_leaf(function, tile)
+    if any(a < 0 or b > c.size for c in tile.layout.cuts for a, b in c.held):
+        why = "it would change the owned rows in place, and leave the halo as it was"
+        raise refusal_error(function, tile, why, "use tile.owned()")
+
+
+def _check_no_leaf(function: Any, tile: Tile) -> None:
     if tile.requires_grad and tile.is_leaf and torch.is_grad_enabled():
         raise RuntimeError(
             f"{function.__name__}: a leaf Variable that requires grad is being used in an in-place operation; change "
             "tile.clone(), or use torch.no_grad()"
         )
-    if any(a < 0 or b > c.size for c in tile.layout.cuts for a, b in c.held):
-        why = "it would change the owned rows in place, and leave the halo as it was"
-        raise refusal_error(function, tile, why, "use tile.owned()")
+
+
+@lru_cache(maxsize=4096)
+def goes_around(layout: Layout) -> bool:
+    """Whether ranks hold rows from the other end of a periodic dim, and none that are no rows of the array."""
+    beyond = [c for c in layout.cuts if any(a < 0 or b > c.size for a, b in c.held)]
+    return bool(beyond) and all(c.wraps for c in beyond)
+
+
+def change_around(change: Any, tile: Tile, *args: Any) -> Tile:
+    """Change the owned rows of a tile whose halo goes around, then the halo.  *Sends*: the rows of the halo."""
+    _check_no_leaf(change, tile)
+    own = tile.owned().clone()
+    change(own, *args)
+    tile.local.copy_(own.with_layout(tile.layout).local)
+    return tile
 
 
 def operand_part(value: Any, tile: Tile, layout: Layout) -> Tensor:
@@ -129,8 +151,8 @@ def _read_index(function: Any, tile: Tile, index: Any, drop: bool) -> TilePlaces
     items = _without_ellipsis(function, tile, items)
     dim, out, picked, dropped = 0, tile, dict[int, Any](), list[int]()
     for item in items:
-        if item is None:
-            out = unsqueeze_tile(out, dim)
+        if item is None:  # one element has left the tile
+            out = unsqueeze_tile(out, dim) if isinstance(out, Tile) else out.unsqueeze(dim)
             dim += 1
         elif isinstance(item, slice):
             start, stop, step = item.indices(out.layout.shape[dim])
@@ -142,12 +164,15 @@ def _read_index(function: Any, tile: Tile, index: Any, drop: bool) -> TilePlaces
             for places in _places_of_tensor(item, out, dim):
                 picked[dim] = places
                 dim += 1
-        elif drop:
-            out = select_dim(out, dim, item)
         else:
-            out = _row_view(out, dim, item)
-            dropped.append(dim)
-            dim += 1
+            out, rows = _rows_named(out, dim, item)
+            for row in rows:
+                if drop:
+                    out = select_dim(out, dim, row)
+                else:
+                    out = slice_dim(out, dim, row, row + 1)
+                    dropped.append(dim)
+                    dim += 1
     return TilePlaces(out, picked, tuple(dropped))
 
 
@@ -179,11 +204,17 @@ def _without_ellipsis(function: Any, tile: Tile, items: list[Any]) -> list[Any]:
 _SIMPLE = frozenset((slice, int, type(None), type(...)))
 
 
-def _row_view(tile: Tile, dim: int, row: int) -> Tile:
+def _rows_named(tile: Tile, dim: int, row: int) -> tuple[Tile, tuple[int, ...]]:
+    """The row that an int names, from 0 up.  A dim that was flattened splits again: no other row has to move."""
     size = tile.shape[dim]
     if not -size <= row < size:
         raise IndexError(f"index {row} is out of range for dim {dim} of size {size}")
-    return slice_dim(tile, dim, row % size, row % size + 1)
+    cuts = tile.layout.dim(dim)
+    if len(cuts) == 1:
+        return tile, (row % size,)
+    sizes = tuple([c.size for c in cuts])
+    rows = tuple(int(i) for i in np.unravel_index(row % size, sizes))
+    return tile.unflatten(dim, sizes), rows
 
 
 def _as_item(item: Any, tile: Tile) -> Any:
@@ -282,7 +313,7 @@ def pick_places(view: Tile, picked: Mapping[int, Any], position: int) -> Tile:
     found = found.reshape((*places.shape, *found.shape[1:]))
     order = _join_dims(range(places.ndim), range(places.ndim, found.ndim), position)
     layout = Layout.from_dims(_join_dims(index_dims, [x.layout.dim(d) for d in kept], position), x.layout.axes)
-    return Tile(found.permute(order), layout, x.mesh)
+    return with_dense_strides(Tile(found.permute(order), layout, x.mesh))
 
 
 @implements_torch(Tensor.__getitem__)
@@ -310,23 +341,6 @@ def _index_select(input: Any, dim: int, index: Any) -> Any:
             f"index_select(): index {int(index.min())} is out of range for dim {at}, of {input.shape[at]} rows"
         )
     return pick_places(input, {at: index.reshape(-1)}, at)
-
-
-@implements_torch(torch.take)
-def _take(input: Any, index: Any) -> Any:
-    if not isinstance(input, Tile):
-        return pick_from_plain(torch.take, input.reshape(-1), index)
-    return pick_places(input, _unravelled(index, input), 0)
-
-
-def _unravelled(index: Any, tile: Tile) -> dict[int, Any]:
-    """Positions in the flattened tensor as an index of each dim."""
-    rest, found = torch.where(index < 0, index + tile.numel(), index), dict[int, Any]()
-    for d in reversed(range(tile.ndim)):
-        # the first dim takes what is left, so that a position out of range is one of that dim
-        found[d] = rest % tile.shape[d] if d else torch.where(rest < 0, tile.shape[0], rest)
-        rest = torch.div(rest, max(tile.shape[d], 1), rounding_mode="floor")
-    return dict(sorted(found.items()))
 
 
 @implements_torch(torch.masked_select)
@@ -438,6 +452,9 @@ def _setitem(tile: Any, index: Any, value: Any) -> None:
         return
     if is_written_back(value, tile, index):
         return
+    if goes_around(tile.layout):
+        change_around(_setitem, tile, index, value)
+        return
     check_can_change(Tensor.__setitem__, tile)
     items = index if isinstance(index, tuple) else (index,)
     masks = [k for k, i in enumerate(items) if _is_mask(i)]
@@ -480,6 +497,8 @@ def _copy_in_place(input: Any, src: Any, non_blocking: bool = False) -> Any:
 def _index_put_in_place(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
     if not isinstance(input, Tile):
         return run_unknown_function(Tensor.index_put_, input, indices, values, accumulate)
+    if goes_around(input.layout):
+        return change_around(_index_put_in_place, input, indices, values, accumulate)
     check_can_change(Tensor.index_put_, input)
     index = tuple(slice(None) if i is None else i for i in indices)
     places = _read_index(Tensor.index_put_, input, index, drop=False)
@@ -492,22 +511,3 @@ def _index_put(input: Any, indices: Any, values: Any, accumulate: bool = False) 
     if not isinstance(input, Tile):
         return run_unknown_function(torch.index_put, input, indices, values, accumulate)
     return _index_put_in_place(input.clone(), indices, values, accumulate)
-
-
-@implements_torch(Tensor.put_)
-def _put_in_place(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
-    if not isinstance(input, Tile):
-        return run_unknown_function(Tensor.put_, input, index, source, accumulate)
-    check_can_change(Tensor.put_, input)
-    if index.numel() != source.numel():
-        raise RuntimeError(f"put_(): {index.numel()} places and {source.numel()} values, which must be as many")
-    places = TilePlaces(input, _unravelled(whole_index(index).reshape(-1), input), ())
-    write_places(Tensor.put_, input, places, source.reshape(-1), accumulate)
-    return input
-
-
-@implements_torch(torch.put)
-def _put(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
-    if not isinstance(input, Tile):
-        return run_unknown_function(torch.put, input, index, source, accumulate)
-    return _put_in_place(input.clone(), index, source, accumulate)

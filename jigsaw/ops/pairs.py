@@ -185,6 +185,8 @@ def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any
     *Sends*: along a cut dim, an all-gather and an all-reduce of the results.
     """
     shape = torch.broadcast_shapes(x1.shape, x2.shape)
+    if not shape:
+        return _cosine_similarity(x1.reshape(1), x2.reshape(1), dim, eps)
     dtype = torch.result_type(x1, x2)
     x1, x2 = (x.to(dtype).reshape((1,) * (len(shape) - x.ndim) + tuple(x.shape)) for x in (x1, x2))
     first, second = (_lengths_along(x, dim, shape, eps) for x in (x1, x2))

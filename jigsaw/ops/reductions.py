@@ -473,6 +473,8 @@ def logsumexp(input: Tile, dim: ReducedDims, keepdim: bool = False) -> Any:
         raise refusal_error(torch.logsumexp, input, "complex numbers have no maximum", "use tile.exp().sum(dim).log()")
     if not input.dtype.is_floating_point:
         input = input.to(torch.get_default_dtype())
+    if not input.ndim:
+        return input.clone()
     if elements_per_value(input, dims) == 0:
         return reduce_sum(input.exp(), dims, keepdim).log()
     top = amax(input.detach(), dims, keepdim=True)

@@ -73,10 +73,10 @@ def _repeat_interleave(
         if times < 0:
             raise RuntimeError(f"repeat_interleave: repeats={times} must be 0 or more")
         if not times or not input.numel():
-            return join_tiles([input.narrow(at, 0, 0)] * 2, at) if not times else _repeat(input, [1] * input.ndim)
+            return _repeat(input, [times if d == at else 1 for d in range(input.ndim)])
         shape = list(input.shape)
         wide = input.unsqueeze(at + 1).expand(*shape[: at + 1], times, *shape[at + 1 :])
-        return wide.flatten(at, at + 1)
+        return wide.clone(memory_format=torch.contiguous_format).flatten(at, at + 1)
     if repeats.ndim != 1 or len(repeats) != input.shape[at]:
         raise RuntimeError(
             f"repeat_interleave: repeats of shape {tuple(repeats.shape)} for the {input.shape[at]} rows of dim {at}"

@@ -21,8 +21,18 @@ from jigsaw import comm
 from jigsaw.cut import whole_dim
 from jigsaw.graph_calls import lacks_values
 from jigsaw.layout import Layout
-from jigsaw.ops.indexing import TilePlaces, check_can_change, operand_part, whole_index, write_places
+from jigsaw.ops.indexing import (
+    TilePlaces,
+    change_around,
+    check_can_change,
+    goes_around,
+    operand_part,
+    pick_places,
+    whole_index,
+    write_places,
+)
 from jigsaw.ops.local_cells import rows_held
+from jigsaw.ops.picking import pick_from_plain
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
 from jigsaw.ops.shapes import slice_dim
 from jigsaw.ops.unknown_functions import run_unknown_function
@@ -340,3 +350,44 @@ def _masked_fill_in_place(input: Any, mask: Any, value: Any) -> Any:
     number = operand_part(value, input, input.layout) if isinstance(value, (Tensor, Tile)) else value
     input.local.masked_fill_(operand_part(mask, input, input.layout), number)
     return input
+
+
+# -- places in the flattened tensor -----------------------------------------------------------------------------------
+
+
+@implements_torch(torch.take)
+def _take(input: Any, index: Any) -> Any:
+    if not isinstance(input, Tile):
+        return pick_from_plain(torch.take, input.reshape(-1), index)
+    return pick_places(input, _unravelled(index, input), 0)
+
+
+def _unravelled(index: Any, tile: Tile) -> dict[int, Any]:
+    """Positions in the flattened tensor as an index of each dim."""
+    rest, found = torch.where(index < 0, index + tile.numel(), index), dict[int, Any]()
+    for d in reversed(range(tile.ndim)):
+        # the first dim takes what is left, so that a position out of range is one of that dim
+        found[d] = rest % tile.shape[d] if d else torch.where(rest < 0, tile.shape[0], rest)
+        rest = torch.div(rest, max(tile.shape[d], 1), rounding_mode="floor")
+    return dict(sorted(found.items()))
+
+
+@implements_torch(Tensor.put_)
+def _put_in_place(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+    if not isinstance(input, Tile):
+        return run_unknown_function(Tensor.put_, input, index, source, accumulate)
+    if goes_around(input.layout):
+        return change_around(_put_in_place, input, index, source, accumulate)
+    check_can_change(Tensor.put_, input)
+    if index.numel() != source.numel():
+        raise RuntimeError(f"put_(): {index.numel()} places and {source.numel()} values, which must be as many")
+    places = TilePlaces(input, _unravelled(whole_index(index).reshape(-1), input), ())
+    write_places(Tensor.put_, input, places, source.reshape(-1), accumulate)
+    return input
+
+
+@implements_torch(torch.put)
+def _put(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+    if not isinstance(input, Tile):
+        return run_unknown_function(torch.put, input, index, source, accumulate)
+    return _put_in_place(input.clone(), index, source, accumulate)

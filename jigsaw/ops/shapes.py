@@ -20,7 +20,7 @@ from torch import Tensor
 from jigsaw.cut import Cut, ShardingError, whole_dim
 from jigsaw.layout import Layout
 from jigsaw.misuse import calling_line, warn_once
-from jigsaw.ops.apart_copies import copied_apart, copied_to
+from jigsaw.ops.apart_copies import copied_apart, copied_to, note_rows_around
 from jigsaw.ops.common_axes import elements_to_fetch
 from jigsaw.ops.meeting import pieces_with_rows, with_moved_rows
 from jigsaw.ops.plain_views import leave_as_view
@@ -219,6 +219,8 @@ def _reordered_dims(input: Tile, order: Sequence[int]) -> Tile:
 
 @implements_torch(torch.transpose, torch.swapaxes, torch.swapdims)
 def _transpose(input: Tile, dim0: int, dim1: int) -> Tile:
+    if not input.ndim:
+        return input.movedim(dim0, dim1)
     order = list(range(input.ndim))
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return _reordered_dims(input, order)
@@ -239,6 +241,8 @@ def _adjoint(input: Tile) -> Tile:
 @implements_torch(torch.movedim, torch.moveaxis)
 def _movedim(input: Tile, source: Any, destination: Any) -> Tile:
     torch.movedim(torch.empty([0] * input.ndim), source, destination)  # for torch's own checks and errors
+    if not input.ndim:
+        return input.view_of_itself()
     sources = [d % input.ndim for d in _size_arguments(source, ())]
     targets = [d % input.ndim for d in _size_arguments(destination, ())]
     rest = iter(d for d in range(input.ndim) if d not in sources)
@@ -306,6 +310,8 @@ def slice_dim(tile: Tile, dim: int, start: int, stop: int, step: int = 1) -> Til
         return with_strides(Tile(rows, sliced_at_hand, tile.mesh), strides)
     tile = with_contiguous_dim(tile, dim, copied_to)
     (cut,) = tile.layout.dim(dim)
+    if cut.has_halo and cut.wraps and any(a < 0 or b > cut.size for a, b in cut.held):
+        note_rows_around(tile)
     layout = _sliced_layout(tile.layout, dim, start, stop, step)
     (sliced,) = layout.dim(dim)
     piece = tile.layout.piece(cut, tile.coordinate)

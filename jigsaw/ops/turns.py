@@ -25,6 +25,8 @@ def _flip(input: Tile, dims: Any, *more: int) -> Tile:
     *Sends*: the rows of cut dims that change owner (all but those in the middle); backward the same, reversed.
     """
     wanted = reduced_dims(input, (dims, *more)) if isinstance(dims, int) else _named_dims(input, dims)
+    if not input.ndim:
+        return input.clone()
     own = input if not any(c.has_halo for d in wanted for c in input.layout.dim(d)) else input.owned()
     target = own.layout
     for d in wanted:

@@ -41,6 +41,11 @@ def with_strides(tile: Tile, strides: tuple[int, ...]) -> Tile:
     return tile
 
 
+def with_dense_strides(tile: Tile) -> Tile:
+    """The tile, just made, whose rows lie in another order than those of torch's result, which is contiguous."""
+    return with_strides(tile, _dense_strides(tile.layout, None))
+
+
 @lru_cache(maxsize=4096)
 def _dense_strides(layout: Layout, strides: tuple[int, ...] | None) -> tuple[int, ...]:
     shape = layout.shape

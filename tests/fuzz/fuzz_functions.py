@@ -1,4 +1,4 @@
-"""The statements that random programs are made of, and what is known to fail.
+"""The statements that random programs are made of.
 
 A template is text with placeholders (`Drawing._placeholder`): {x} a real value, {f} floating, {i} integer, {b} bool,
 {c} complex, {a} any, {f4} floating with four dims, {g} another floating and {w} any other; {y} one that broadcasts with
@@ -9,44 +9,6 @@ placeholders do not suffice.
 from __future__ import annotations
 
 import re
-
-_ONE_ROW = "ranks end differently where the cut dim has one row"
-_LOST = "a change through a view is lost"
-
-KNOWN_FAULTS: dict[str, str] = {
-    **dict.fromkeys(
-        [
-            "{x}.view(-1)[0] = 7",
-            "{x}.flatten()[:3] = 7",
-            "{x}.reshape(-1)[-1] = 1",
-            "{x}[{ix}].view(-1)[:1] = 4",
-            "{x}[{ix}] += 1",
-            "{x}[{ix}].add_(5)",
-            "{x}[{ix}].mul_(2)",
-            "{x}[{ix}].zero_()",
-            "{x}[{ix}].copy_({x}[{ix}])",
-            "{x}[{ix}][{ix}] = 3",
-            "{x}.squeeze().add_(1)",
-            "{x}.swapaxes({d}, {e})[0] = 1",
-            "{x}.select({d}, {n}).add_(1)",
-            "{x}.unbind({d})[0].mul_(2)",
-            "{a}.unbind({d})",
-        ],
-        _LOST,
-    ),
-    **dict.fromkeys(
-        [
-            "{x}.unfold({d}, {upto}, {upto}).mul_(2)",
-            "{x}.index_add({d}, torch.tensor([{n}]), {x}.narrow({d}, 0, 1))",
-            "{x}.index_add_({d}, torch.tensor([{n}]), {x}.narrow({d}, 0, 1).clone())",
-            "{x}.index_copy({d}, torch.tensor([{n}]), {x}.narrow({d}, 0, 1))",
-            "{x}.index_copy_({d}, torch.tensor([{n}]), {x}.narrow({d}, 0, 1).clone())",
-            '{x}.index_reduce({d}, torch.tensor([{n}, {n}]), {x}.narrow({d}, 0, 1).repeat_interleave(2, {d}), "amax")',
-        ],
-        _ONE_ROW,
-    ),
-}
-"""Statement -> what is wrong with it today; programs are made without it."""
 
 _POINTWISE = """
 {a} + {w}|{x} + {y}|{x} - {y}|{x} * {y}|{y} - {x}|{x} / 2|{x} * {s}|{s} - {x}|{f} / ({y}.abs() + 1)|{x} // 2|{x} % 3

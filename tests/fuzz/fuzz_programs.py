@@ -345,8 +345,8 @@ def ranks_of_seed(seed: int) -> int:
     return (2, 4)[seed % 2]
 
 
-def make_program(seed: int, left_out: frozenset[str] = frozenset()) -> Program:
-    """The program of a seed, the same on every rank; without statements whose key is in `left_out`."""
+def make_program(seed: int) -> Program:
+    """The program of a seed, the same on every rank."""
     from fuzz_functions import FUNCTIONS, WRITES
 
     rng = random.Random(seed)
@@ -363,8 +363,6 @@ def make_program(seed: int, left_out: frozenset[str] = frozenset()) -> Program:
         inner = random.Random(f"{seed} {attempt}")
         is_write = inner.random() < writes_share
         key, template = inner.choice(writes if is_write else functions)
-        if key in left_out:
-            continue
         live = {n: v for n, v in state.items() if isinstance(v, torch.Tensor) and n[0] in "xvp" and n[1:].isdigit()}
         drawing = Drawing(inner, live, inputs)
         try:

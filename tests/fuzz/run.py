@@ -19,7 +19,6 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from fuzz_functions import KNOWN_FAULTS
 from fuzz_minimal import shorter_program
 from fuzz_programs import make_program, ranks_of_seed
 from fuzz_ranks import BAD, ProgramVerdict, verdicts_of_seeds
@@ -31,13 +30,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end after so many")
     parser.add_argument("--seed", type=int, default=None, help="the first seed; from the clock by default")
     parser.add_argument("--write", default=None, help="a folder for the scripts of failures")
-    parser.add_argument("--known", action="store_true", help="with the statements that are known to fail")
     parser.add_argument("--whole", action="store_true", help="do not make failures shorter")
     args = parser.parse_args()
     first = int(time.time()) % 10**8 * 100 if args.seed is None else args.seed
     print(f"--seed {first} --programs {args.programs}", flush=True)
-    left_out = frozenset() if args.known else frozenset(KNOWN_FAULTS)
-    report = FuzzReport(left_out, args.write, not args.whole)
+    report = FuzzReport(args.write, not args.whole)
     end, step = time.monotonic() + 60 * args.minutes, 400
     for start in range(first, first + args.programs, step):
         seeds = range(start, min(start + step, first + args.programs))
@@ -51,8 +48,8 @@ def main() -> int:
 class FuzzReport:
     """What became of the programs so far."""
 
-    def __init__(self, left_out: frozenset[str], write: str | None, shorten: bool) -> None:
-        self.left_out, self.write, self.shorten = left_out, write, shorten
+    def __init__(self, write: str | None, shorten: bool) -> None:
+        self.write, self.shorten = write, shorten
         self.counts: collections.Counter[str] = collections.Counter()
         self.answered: collections.Counter[str] = collections.Counter()
         self.refused: collections.Counter[str] = collections.Counter()
@@ -65,7 +62,7 @@ class FuzzReport:
         with tempfile.TemporaryDirectory() as folder:
             for ranks in (2, 4):
                 part = [seed for seed in seeds if ranks_of_seed(seed) == ranks]
-                for verdict in verdicts_of_seeds(ranks, part, self.left_out, Path(folder) / "verdicts"):
+                for verdict in verdicts_of_seeds(ranks, part, Path(folder) / "verdicts"):
                     self._add(verdict, Path(folder) / "shorter")
         done = sum(self.counts.values())
         rate = done / (time.monotonic() - self.began)
@@ -81,7 +78,7 @@ class FuzzReport:
         if verdict.verdict not in BAD:
             return
         self.faults[f"{verdict.verdict}: {verdict.key}"] += 1
-        program = make_program(verdict.seed, self.left_out)
+        program = make_program(verdict.seed)
         is_new = self.faults[f"{verdict.verdict}: {verdict.key}"] <= 3
         if self.shorten and is_new:
             program, verdict = shorter_program(program, verdict, folder)

@@ -305,3 +305,60 @@ def test_what_makes_a_new_tile_takes_one_whose_halo_goes_around():
         lambda x: torch.select_scatter(x, whole[0], 0, 5),
     ):
         assert torch.equal(make(tile).full_tensor(), make(whole))
+
+
+CHANGES_AROUND = {
+    "rows": lambda x: x.__setitem__(slice(3, 5), x[1:3].clone()),
+    "places": lambda x: x.__setitem__([0, 5], 2.0),
+    "a mask": lambda x: x.__setitem__(x > 0, 1.0),
+    "a column added": lambda x: x.__setitem__((slice(None), 0), x[:, 0].add_(x[:, -1])),
+    "a row in place": lambda x: x[0].mul_(2),
+    "a part of a slice": lambda x: x[:3][:, 1:].add_(1),
+    "all, turned": lambda x: x.copy_(x.flip(0)),
+    "put": lambda x: x.put_(torch.tensor([0]), torch.tensor([5.0]).double()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_AROUND)
+@on_ranks(2)
+def test_a_tile_whose_halo_goes_around_is_written_as_torch_does(change):
+    whole, weight = torch.randn(2, 6, 3, dtype=torch.float64)
+    results = []
+    tile = shard(whole, world_mesh(lat=2), ("lat", None), split={0: (0, 1, 6)}, halo={0: 1}, periodic=(0,))
+    for x in (whole.clone(), tile):
+        y = x.requires_grad_() * 1
+        first = y[:1]
+        CHANGES_AROUND[change](y)
+        held = y.local.clone() if isinstance(y, Tile) else None
+        (y * weight).sum().backward()
+        parts = [y, first, x.grad]
+        results.append([t.detach().full_tensor() if isinstance(t, Tile) else t.detach() for t in parts])
+    for got, right in zip(results[1], results[0], strict=True):
+        assert torch.allclose(got, right)
+    rows = [5, 0, 1] if torch.distributed.get_rank() == 0 else [0, 1, 2, 3, 4, 5, 0]
+    assert torch.allclose(held, results[0][0][rows])  # the halo too
+
+
+@on_ranks(2)
+def test_one_element_of_a_flat_view_moves_no_other_row():
+    mesh, whole = world_mesh(lat=2), torch.arange(24.0).reshape(4, 6)
+    tile = shard(whole, mesh, (None, "lat"))
+    with comm.count() as counted:
+        tile.view(-1)[7] = 70.0
+        tile.flatten()[-1] = 80.0
+    assert counted.sent_bytes == 0
+    whole.view(-1)[[7, 23]] = torch.tensor([70.0, 80.0])
+    assert torch.equal(tile.full_tensor(), whole)
+    with comm.count() as counted:
+        assert tile.view(-1)[8].item() == 8.0
+    assert counted.sent_bytes <= 8
+    assert tile.view(-1)[3, None].tolist() == [3.0]
+    with pytest.raises(IndexError, match="out of range"):
+        tile.view(-1)[24]
+
+
+@on_ranks(2)
+def test_windows_that_rows_had_to_move_for_are_refused_on_ranks_without_one_too():
+    tile = shard(torch.ones(1), world_mesh(lat=2), ("lat",))
+    with pytest.raises(ShardingError, match="rows moved to other cut points"):
+        tile.unfold(0, 1, 1).mul_(2)

@@ -9,6 +9,10 @@ import torch
 import torch.nn.functional as F
 from tile_oracle import assert_answers_as_the_whole
 
+import jigsaw
+from jigsaw.testing import on_ranks, world_mesh
+from jigsaw.tile_making import shard
+
 PLAIN = torch.arange(20, dtype=torch.float64).reshape(2, 10).sin()
 
 
@@ -82,3 +86,46 @@ def _run(name, x):
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_exact_on_every_mesh(name):
     assert_answers_as_the_whole(functools.partial(_run, name))
+
+
+@on_ranks(2)
+def test_repeated_rows_are_a_copy_and_as_many_as_torch_makes():
+    mesh = world_mesh(lat=2)
+    tile = shard(torch.ones(1, 3), mesh, ("lat", None))
+    wide = tile.repeat_interleave(2, 0)
+    tile.add_(1)
+    assert torch.equal(wide.full_tensor(), torch.ones(2, 3))
+    assert shard(torch.ones(0, 1, 5), mesh, (None, "lat", None)).repeat_interleave(2, 1).shape == (0, 2, 5)
+
+
+@on_ranks(2)
+def test_columns_picked_are_contiguous_as_those_of_torch():
+    tile = shard(torch.arange(30.0).reshape(5, 3, 2), world_mesh(lat=2), ("lat", None, None))
+    picked = tile.index_select(1, torch.tensor([1, 1, 0]))
+    picked.view(-1).mul_(2)
+    assert torch.equal(picked.full_tensor(), 2 * torch.arange(30.0).reshape(5, 3, 2)[:, [1, 1, 0]])
+
+
+def test_numbers_are_turned_swapped_and_compared():
+    number = shard(torch.tensor(2.0), jigsaw.init_mesh(lat=1), ())
+    for answer in (number.flip(0), number.swapaxes(0, 0), number.movedim(0, -1), number.logsumexp(0)):
+        assert (answer.shape, answer.item()) == ((), 2.0)
+    assert F.cosine_similarity(number, torch.tensor(3.0), 0).item() == 1.0
+
+
+@on_ranks(2)
+def test_windows_of_bools_are_put_back():
+    whole = torch.arange(16.0).reshape(1, 1, 4, 4) % 3 > 0
+    tile = shard(whole, world_mesh(lat=2), (None, None, "lat", None))
+    for x in (tile, whole):
+        y = F.fold(F.unfold(x, 2, padding=1), (4, 4), 2, padding=1)
+        assert y.dtype == torch.bool
+        assert torch.equal(y.full_tensor() if x is tile else y, whole)
+
+
+@on_ranks(2)
+def test_a_loss_of_one_row_that_one_of_both_cuts():
+    x, y = torch.rand(2, 1, 5, dtype=torch.float64)
+    mesh = world_mesh(lat=2)
+    loss = F.binary_cross_entropy(shard(x, mesh, (None, None)), shard(y, mesh, ("lat", None)))
+    assert torch.allclose(loss, F.binary_cross_entropy(x, y))
