@@ -59,9 +59,9 @@ class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
 
     `batch_size` counts samples over the whole mesh. The mesh axis ``data`` cuts the batch dim, and all ranks along the
     other axes share their samples; each reads its own tile of them. The order depends on `seed` and epoch alone, never
-    on the mesh. Steps that the windows of a batch share, or those of a batch and the next, are read once, and fields
-    without time are read only once. `cache_bytes` keeps further steps in memory, the last used ones of so many bytes a
-    rank.
+    on the mesh. Steps that the windows of a batch share, or those of a batch and the next, are read once. Fields
+    without time are read only once in all. `cache_bytes` keeps further steps in memory, the last used ones of so many
+    bytes a rank.
 
     `rollout` says how many of the dataset's targets an epoch has: ``{0: 1, 5: 4, 10: 12}`` is one in the epochs 0 to 4,
     four from 5 on, twelve from 10 on. The samples are those of the longest rollout, so that epochs are equally long and

@@ -41,7 +41,8 @@ class DiskCache:
     in a writable Icechunk session) are not kept.
 
     Raises: `FieldError` for a limit that is not positive. A dataset that is opened with it raises `CacheError` for a
-    folder that others own or may write to, unless it is `shared`, and for a lock in it that is held too long.
+    folder that others own or may write to, unless it is `shared`. It also does so for a lock in it that is held too
+    long.
 
     >>> cache = jigsaw.io.DiskCache("cache", limit=10_000_000_000)
     >>> data = jigsaw.io.open("globe.zarr", mesh={"lat": 1}, disk_cache=cache)    # in earnest, s3://…/globe.zarr

@@ -59,8 +59,8 @@ def open_many(
 
     A gap in time is reported in the store's `notes`, and no window crosses it.
 
-    An array that a file lacks, or has on another grid or in other units, is refused when it is read, with a `GridError`
-    that names the file; the others are joined.
+    A file may lack an array, or have it on another grid or in other units. That array is refused when it is read, with
+    a `GridError` that names the file; the others are joined.
 
     Raises: `UnsupportedStoreError` when there is no file; `GridError` naming the file for one whose times overlap with
     another's; what opening a file raises.

@@ -51,8 +51,8 @@ def open_raw(
     ``order="F"``; `dtype` has the byte order (``">f4"``). `attrs` may have scale_factor, add_offset, _FillValue;
     `coords` has the values along dims, each an array or ``(array, attrs)``.
 
-    Raises: `UnsupportedStoreError` for a missing file, objects, or another order, `GridError` for dims that do not fit
-    the shape, `TruncatedError` for a file that is too short.
+    Raises: `UnsupportedStoreError` for a missing file, objects, or another order; `GridError` for dims that do not fit
+    the shape; `TruncatedError` for a file that is too short.
 
     >>> np.arange(24, dtype=">f4").tofile("field.bin")
     >>> store = jigsaw.io.open_raw("field.bin", (2, 3, 4), ">f4", dims=("z", "y", "x"))

@@ -58,8 +58,8 @@ def _table_of_variable(name: str, variable: xr.Variable) -> ArrayTable:
 
 
 def _chunks_of_variable(variable: xr.Variable) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
-    """Return the shape of what is read as one (dask's chunks, else those on disk, else one step of the first dim), and
-    the lengths of the chunks along each dim where they differ.
+    """Return the shape of what is read as one, and the lengths of the chunks along each dim where they differ. These
+    are dask's chunks, else those on disk, else one step of the first dim.
     """
     on_disk = _message_sizes(variable) if _is_from_grib(variable) else variable.encoding.get("preferred_chunks", {})
     lazy: Mapping[Any, tuple[int, ...]] = variable.chunksizes

@@ -52,8 +52,8 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
     """Open the chunk tables of a zarr group: at a path or URL, or a store or group of zarr's own.
 
     `options` go to the store of a URL (see `jigsaw.io.chunks.remote_files.files_of_url`). Among them ``arrays`` names
-    those to open, with the coordinates of their dims, for a store that is too large to list or cannot be listed (HTTP).
-    ``outside`` gives the places that links and references may lead to (see `jigsaw.io.formats.zarr_reach`).
+    those to open, with the coordinates of their dims. It is for a store that is too large to list or cannot be listed
+    (HTTP). ``outside`` gives the places that links and references may lead to (see `jigsaw.io.formats.zarr_reach`).
     """
     options = dict(options or {})
     named, outside = options.pop("arrays", None), zarr_reach.checked_outside(options.pop("outside", None))

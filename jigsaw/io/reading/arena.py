@@ -17,14 +17,14 @@ The file begins with a header of 64-bit words and messages; slots of bytes follo
 
 Every rank knows from the plan (`sections_in_slot_order`) which section lies where. The section at place p of this order
 comes into slot p modulo the number of slots, under the *ticket* read * 2^32 + p + 1. Tickets of a slot only grow, so no
-word is ever reset. With 8 slots, slot 2 has in read 5 the tickets 5 * 2^32 + 3, + 11, + 19..., and every ticket left
-from read 4 is smaller. Ranks wait by polling with short sleeps; every poll sees a rank that failed, and every tenth of
-a second one that died.
+word is ever reset. With 8 slots, slot 2 has in read 5 the tickets 5 * 2^32 + 3, + 11, + 19.... Every ticket left from
+read 4 is smaller. Ranks wait by polling with short sleeps; every poll sees a rank that failed, and every tenth of a
+second one that died.
 
 **The order that this relies on.** An aligned word is stored and loaded whole. Every word is stored by `_tell`, behind a
 barrier (`jigsaw.io.reading.barrier`). A rank that sees the word therefore sees all that its writer wrote before it, and
 the writer has finished all earlier loads. Take four ranks and one slot s. Rank 1 decodes the section of ticket t for
-ranks 0 and 3, and rank 2 is to decode the next in this slot, of ticket u:
+ranks 0 and 3. Rank 2 is to decode the next in this slot, of ticket u:
 
 1. rank 1 writes the bytes of slot s; barrier; it stores t in the slot's first word;
 2. ranks 0 and 3 poll that word.  Once it is t, they copy their boxes: the bytes are there, because of the barrier;

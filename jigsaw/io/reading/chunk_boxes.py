@@ -9,8 +9,8 @@ Each dim is worked out by itself, and a box is the product of its dims. Take ten
     2     6-7     5..8    of chunk 1 (1, 1, 0, 1, 3);  of chunk 2 (0, 1, 3, 1, 1)
     3     8-9     7..10   of chunk 1 (3, 1, 0, 1, 1);  of chunk 2 (0, 1, 1, 1, 2);  of chunk 0 (0, 1, 3, 1, 1)
 
-Sources count from the chunk's first row, targets from the first row that the rank holds.  Were the array stored
-upside down, row r would be the stored row 9 - r, and rank 0 would take of chunk 2 (1, -1, 1, 1, 2): backwards.
+Sources count from the chunk's first row, targets from the first row that the rank holds. If the array were stored
+upside down, row r would be the stored row 9 - r. Rank 0 would then take (1, -1, 1, 1, 2) of chunk 2: backwards.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ class BoxParcels:
     """The boxes of one plan that go from machine to machine.
 
     They travel without a description, because both sides know the contents from the plan. Say ranks 0 and 1 are on one
-    machine, 2 and 3 on another, and rank 0 has loaded the shared jobs 4 and 7, which all four read. Rank 0 sends rank 2
-    its boxes of job 4, then those of job 7, and rank 3 likewise. Rank 2 counts the bytes of its own boxes of the jobs 4
-    and 7, and cuts what comes from rank 0 in that order. Rank 1 has taken its boxes from shared memory.
+    machine, 2 and 3 on another. Rank 0 has loaded the shared jobs 4 and 7, which all four read. Rank 0 sends rank 2 its
+    boxes of job 4, then those of job 7, and rank 3 likewise. Rank 2 counts the bytes of its own boxes of the jobs 4 and
+    7, and cuts what comes from rank 0 in that order. Rank 1 has taken its boxes from shared memory.
     """
 
     def __init__(self, plan: ReadPlan, peers: PeerGroup) -> None:

@@ -2,7 +2,7 @@
 cache.
 
 The chunk stays in its stored dtype until its values land. The file's scale and offset and the channel's normalization
-are one multiply-add, y = raw * a + b, whose a and b are computed in float64.
+are one multiply-add, y = raw * a + b. Its a and b are computed in float64.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every rank must find the same order and owners, because slots and parcels are numbered by them. But of thousands of
 chunks a rank loads a dozen and reads some hundreds. So the order is a few arrays, kept for the samples that share their
-jobs alike, and a job becomes an object only where it is used.
+jobs alike. A job becomes an object only where it is used.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def draw_field_map(
 ) -> str:
     """Draw the first of `fields` at a step; for a volume, its middle slice. Returns a description of the picture.
 
-    Raises: a `ReadError` as `jigsaw.io.open`, `IndexError` for a step that does not exist, `UnsupportedStoreError`
+    Raises: a `ReadError` as `jigsaw.io.open`; `IndexError` for a step that does not exist; `UnsupportedStoreError`
     where matplotlib or xarray is not installed, or cannot write such a file.
     """
     for package in ("matplotlib", "xarray"):

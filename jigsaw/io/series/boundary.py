@@ -11,8 +11,8 @@ With n rows, row -k (k = 1, 2, …) beyond the first end and row n - 1 + k beyon
 ``"pole"``           row k or k - 1, turned           of ``lat``, where the grid goes round the globe in ``lon``
 ===================  ===============================  =======================================================
 
-Across a pole a meridian continues half-way round the globe. The row is *turned*: its column j is column j + n_lon / 2,
-and the components of vectors change sign, since east and north have swapped sides with west and south. Where the first
+Across a pole a meridian continues half-way round the globe. The row is *turned*: its column j is column j + n_lon / 2.
+The components of vectors change sign, because east and north have swapped sides with west and south. Where the first
 row is the pole itself, the row beyond it is the row before it, row 1 (k = 1). Where the grid's cells end at the pole,
 so that the first row lies about half a step from it, it is row 0. The same holds at the other pole.
 
@@ -50,7 +50,7 @@ class HeldRow(NamedTuple):
 class DimBoundary:
     """Boundary rule beyond the ends of one spatial dim.
 
-    For ``pole``, `at_pole` says for the first and last row whether it is the pole, and `circle` is the place of ``lon``
+    For ``pole``, `at_pole` says for the first and last row whether it is the pole; `circle` is the place of ``lon``
     among the spatial dims.
     """
 

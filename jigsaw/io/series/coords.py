@@ -151,8 +151,8 @@ class StoreCoordinates:
                 self._auxiliary.setdefault((group, table.dims[0]), name)
 
     def name(self, array: ArrayTable, dim: str) -> str | None:
-        """Return the coordinate variable of a dim: the user's choice, the one of its name, the only other one along it,
-        or one of its name and length in a group around the array's.
+        """Return the coordinate variable of a dim: the user's choice, the one of its name, or the only other one along
+        it. Else it is one of its name and length in a group around the array's.
         """
         group = _group_prefix(array.name)
         own = self.arrays.get(group + dim)

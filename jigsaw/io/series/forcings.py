@@ -150,7 +150,8 @@ def cos_zenith(times: ArrayLike, lat: ArrayLike, lon: ArrayLike, interval: str |
 
 
 def toa_radiation(times: ArrayLike, lat: ArrayLike, lon: ArrayLike, interval: str | None = None) -> ForcingValues:
-    """Solar radiation on a horizontal plane at the top of the atmosphere [T, lat, lon], W m-2; else as `cos_zenith`.
+    """Return solar radiation on a horizontal plane at the top of the atmosphere [T, lat, lon], W m-2; else as
+    `cos_zenith`.
 
     >>> jigsaw.io.forcings.toa_radiation("2020-03-20T12:00", lat=[0.0, 60.0], lon=[0.0]).round()
     array([[[1371.],
@@ -160,7 +161,7 @@ def toa_radiation(times: ArrayLike, lat: ArrayLike, lon: ArrayLike, interval: st
 
 
 def day_progress(times: ArrayLike, lon: ArrayLike) -> ForcingValues:
-    """Sine and cosine of local mean solar time as an angle, 0 at midnight: [T, 2, lon]; arguments as for `cos_zenith`.
+    """Return sine and cosine of local mean solar time as an angle, 0 at midnight: [T, 2, lon]; else as `cos_zenith`.
 
     >>> jigsaw.io.forcings.day_progress("2020-03-20T06:00", lon=[0.0, 90.0]).round(2)
     array([[[ 1.,  0.],
@@ -170,7 +171,7 @@ def day_progress(times: ArrayLike, lon: ArrayLike) -> ForcingValues:
 
 
 def year_progress(times: ArrayLike) -> ForcingValues:
-    """Sine and cosine of the fraction of the year as an angle: [T, 2]; `times` as for `cos_zenith`.
+    """Return sine and cosine of the fraction of the year as an angle: [T, 2]; `times` as for `cos_zenith`.
 
     >>> jigsaw.io.forcings.year_progress(["2020-01-01", "2020-07-01"]).shape
     (2, 2)
@@ -179,7 +180,7 @@ def year_progress(times: ArrayLike) -> ForcingValues:
 
 
 def latlon(lat: ArrayLike, lon: ArrayLike) -> ForcingValues:
-    """Sine and cosine of latitude, then of longitude, both given in degrees: [4, lat, lon].
+    """Return sine and cosine of latitude, then of longitude, both given in degrees: [4, lat, lon].
 
     >>> jigsaw.io.forcings.latlon([30.0], [90.0]).round(2).flatten()
     array([0.5 , 0.87, 1.  , 0.  ])

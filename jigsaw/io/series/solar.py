@@ -41,8 +41,8 @@ _LONGEST_PIECE = 0.25  # days for which the sun's declination is held when a mea
 class SolarInstant:
     """Time as the sun sees it: days since noon of 2000-01-01, the fraction of the UTC day, and that of the year.
 
-    On a calendar of years of 360, 365 or 366 days the year is the calendar's own, and `days` are those of the same
-    season of 2001. On a real calendar the year is the tropical year counted from 1970, as GraphCast counts it.
+    On a calendar of years of 360, 365 or 366 days the year is the calendar's own; `days` are those of the same season
+    of 2001. On a real calendar the year is the tropical year counted from 1970, as GraphCast counts it.
     """
 
     days: float

@@ -42,9 +42,9 @@ def is_statistic(name: str) -> bool:
 class Statistics(Mapping[str, dict[str, float]]):
     """Statistics of channels: ``stats["t2m"]["mean"]``, or ``stats.columns["mean"]`` for all of them, [C] float64.
 
-    The statistics are ``count, missing, mean, std, min, max`` of the values, and ``diff_count`` … ``diff_max`` of the
-    differences between consecutive steps, in the units of the fields. A file of another origin has some of them, and
-    those of volumes have ``percentile_0.5`` … instead of differences. `fields` is empty where the file lacks names.
+    The statistics are ``count, missing, mean, std, min, max`` of the values; ``diff_count`` … ``diff_max`` are those of
+    the differences between consecutive steps, in the units of the fields. A file of another origin has some of them,
+    and those of volumes have ``percentile_0.5`` … instead of differences. `fields` is empty where the file lacks names.
     `attrs` describe the data that they were taken of.
 
     >>> data = jigsaw.io.open("globe.zarr", mesh=jigsaw.init_mesh(lat=1), fields=["t2m"])

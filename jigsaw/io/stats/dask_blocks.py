@@ -1,7 +1,7 @@
 """Blocks of steps read by the workers of a `dask.distributed` cluster, each through its own reader.
 
 A worker keeps the first and last tile of its block. The difference between two blocks is taken by whichever worker has
-one of them, so that every step is read once and only moments come back.
+one of them. So every step is read once, and only moments come back.
 """
 
 from __future__ import annotations

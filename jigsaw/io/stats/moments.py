@@ -26,8 +26,9 @@ _MOMENTS_OF_NOTHING = np.array([0, 0, 0, 0, 0, np.inf, -np.inf])
 class ChannelMoments:
     """Moments of the values seen so far: `table` is [7, C] float64, a row for each of `MOMENT_ROWS`.
 
-    The rows are the `count` of values, the `missing` NaN, the sum of weights, the weighted mean, the weighted sum of
-    squared deviations from it (`m2`), and the range. It holds numbers only, so that it is sent and stored as one array.
+    The rows are the `count` of values, the `missing` NaN, the sum of weights, and the weighted mean. The weighted sum
+    of squared deviations from the mean (`m2`) and the range follow. It holds numbers only, so that it is sent and
+    stored as one array.
     """
 
     table: MomentValues

@@ -51,8 +51,8 @@ class AugmentedCrop:
         return [Layout(tuple(cuts), layout.axes).held(coordinate) for cuts in self.stages(layout)]
 
     def read_layout(self, layout: Layout, origin: Sequence[int], shape: Sequence[int]) -> tuple[Layout, list[int]]:
-        """Return the layout of what is read for a crop that begins at `origin` of a volume, and the volume's row where
-        that layout begins along each dim.
+        """Return the layout of what is read for a crop that begins at `origin` of a volume. Also return the volume's
+        row where that layout begins along each dim.
         """
         cuts, begins = list(layout.cuts), list[int]()
         where = zip(self.stages(layout)[0], origin, self.first, shape, strict=True)

@@ -191,8 +191,8 @@ def _check_augment_fits(made: Volumes) -> None:
 
 
 def _check_nothing_beyond(made: Volumes) -> None:
-    """Raise `GridError` where rows beyond a crop are asked for and crops are not boxes of the stored scan, or where
-    those rows would be clipped.
+    """Raise `GridError` where rows beyond a crop are asked for but cannot be had. Crops are then not boxes of the
+    stored scan, or the rows would be clipped.
     """
     for dim, rule in zip(made.frame.dims, made.frame.boundary, strict=True):
         if rule.rule == "fill" and not all(each.holds(rule.value) for each in made.intensities):

@@ -1,6 +1,6 @@
 """Voxels at the distances that the user asks for: the new grid of a scan, and its voxels made from the stored ones.
 
-The grid and the values are those of MONAI's ``Spacing``: the first voxel stays where it is, and beyond the last stored
+The grid and the values are those of MONAI's ``Spacing``. The first voxel stays where it is, and beyond the last stored
 row that row is repeated. (For an oblique scan MONAI keeps the first voxel or the middle, depending on the last bits of
 its affine.) Each axis is resampled by itself, so a rank reads the stored rows that its own lie between.
 """

@@ -37,8 +37,8 @@ def find_scans(folder: str | os.PathLike[str], channels: Sequence[str] | None = 
 
     Only names and ``dataset.json`` are read.
 
-    Raises: `FieldError` for a folder of neither kind, for channels that it lacks, and for a scan that lacks a channel
-    or has several files or label maps of one kind.
+    Raises: `FieldError` for a folder of neither kind, and for channels that it lacks. Also for a scan that lacks a
+    channel or has several files or label maps of one kind.
 
     >>> import pathlib
     >>> for name in ("imagesTr/a_0000.nii.gz", "imagesTr/a_0001.nii.gz", "labelsTr/a.nii.gz"):

@@ -1,8 +1,8 @@
 """`jigsaw.io.write_volume`: a tile as a NIfTI file, each rank its own slab of it, or as OME-Zarr.
 
-A NIfTI image has x fastest and channels last, so a slab of z is one run of bytes for each channel, which a rank writes
-at its own place. A `.nii.gz` is a gzip file of several members, as in RFC 1952 (2.2). Each rank compresses its slabs by
-itself, and all of them, one after the other, unpack to the whole file.
+A NIfTI image has x fastest and channels last, so a slab of z is one run of bytes for each channel. A rank writes its
+runs at their own places. A `.nii.gz` is a gzip file of several members, as in RFC 1952 (2.2). Each rank compresses its
+slabs by itself, and all of them, one after the other, unpack to the whole file.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def write_volume(
     levels: int | None = None,
     coarser: str | None = None,
 ) -> None:
-    r"""Write a tile [z, y, x] or [C, z, y, x] (a batch dim of 1 before it is left out) as ``.nii``, ``.nii.gz`` or
-    ``.ome.zarr``.
+    r"""Write a tile [z, y, x] or [C, z, y, x] as ``.nii``, ``.nii.gz`` or ``.ome.zarr``. A batch dim of 1 before it is
+    left out.
 
     - `like`: its place in the world: a `VolumeSample` or anything else with an `affine`, or the path of an image of as
       many voxels, in any format that `open_volumes` reads; from a NIfTI file the description is taken, too;
