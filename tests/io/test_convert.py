@@ -1,6 +1,7 @@
 """Conversion: what is written is what xarray reads of the source, after any kill, and damage is found."""
 
 import json
+import shutil
 import signal
 import struct
 import subprocess
@@ -286,6 +287,30 @@ def test_another_conversion_does_not_go_on(tmp_path, archive, monkeypatch):
     monkeypatch.undo()
     convert(archive, tmp_path / "made.zarr", fields=["t2m"], replace=True)
     assert verify(tmp_path / "made.zarr") == {"2m_temperature": True}
+
+
+def test_a_zarr_source_that_was_written_anew_does_not_go_on(tmp_path, wb2, monkeypatch):
+    from jigsaw.io.conversion import convert as conversion
+
+    path, moved, move = tmp_path / "source.zarr", [], conversion.move_region
+    shutil.copytree(wb2, path)
+
+    def until(region, *given):
+        if moved:
+            raise OSError(28, "No space left on device")
+        moved.append(region)
+        return move(region, *given)
+
+    monkeypatch.setattr(conversion, "move_region", until)
+    how = {"fields": ["t2m"], "chunks": {"time": 1}, "shards": {"time": 2}, "threads": 1}
+    with pytest.raises(OSError, match="No space left"):
+        convert(path, tmp_path / "made.zarr", **how)
+    monkeypatch.undo()
+    array = zarr.open_group(path, mode="r+")["2m_temperature"]
+    array[:] = array[:] + 1
+    with pytest.raises(WriteError, match=r"belongs to another conversion: .*files that have changed since"):
+        convert(path, tmp_path / "made.zarr", **how)
+    assert convert(path, tmp_path / "made.zarr", **how, replace=True).kept == 0
 
 
 # -- checksums ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,11 +16,14 @@ import numpy as np
 
 from jigsaw.errors import FieldError, GridError, UnsupportedStoreError, WindowError
 from jigsaw.io.arguments import checked_choice
+from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.files import size_and_change
 from jigsaw.io.chunks.packing import fill_is_missing
 from jigsaw.io.datasets.opening import open
+from jigsaw.io.formats.store import open_store
 from jigsaw.io.formats.xarray_dataset import open_xarray
 from jigsaw.io.packages import why_not_imported
+from jigsaw.io.reading.same_store import StoreIdentity, look_at_store
 from jigsaw.io.reports.proposed_tables import chunk_shape_of, shard_shape_of
 from jigsaw.io.reports.recommend import best_chunks
 from jigsaw.io.series.fields import FieldChannel, channels_of_fields
@@ -122,12 +126,21 @@ class SelectedSource:
     def identity(self) -> str:
         """Return a digest of what is read: files by size and time, shapes, dtypes and coordinates."""
         stamps = [(path, size_and_change(path)) for path in self.files if Path(path).is_file()]
-        facts: list[Any] = [self.name, *self.files, *stamps]
+        facts: list[Any] = [self.name, *self.files, *stamps, *self._seen_of_folders()]
         facts += [(n, self.data.variables[n].dims, self.data.variables[n].shape) for n in self.arrays]
         made = hashlib.blake2b(repr(facts).encode(), digest_size=16)
         for each in self.coordinates:
             made.update(repr((each.name, each.dims, each.values.dtype)).encode() + each.values.tobytes())
         return made.hexdigest()
+
+    def _seen_of_folders(self) -> list[StoreIdentity]:
+        """Look at a few chunks of each Zarr store on disk: nothing else tells one that was written anew."""
+
+        def tables_of(path: str) -> list[ArrayTable]:
+            arrays = open_store(path, {"outside": self.outside}).arrays
+            return [arrays[name] for name in self.arrays]
+
+        return [look_at_store(path, partial(tables_of, path)) for path in self.files if Path(path).is_dir()]
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------
