@@ -247,9 +247,7 @@ def ranks_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[int, ...]:
     if names not in lines:
         here = mesh_coordinate(mesh)
         line = tuple(slice(None) if name in names else c for (name, _), c in zip(axes_of_mesh(mesh), here, strict=True))
-        with (
-            _disable_current_modes()
-        ):  # a mesh has its ranks in a tensor, which must have values even while others have none
+        with _disable_current_modes():  # the mesh's tensor of ranks needs its values
             lines[names] = tuple(mesh.mesh[line].flatten().tolist())
     return lines[names]
 

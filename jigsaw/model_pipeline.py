@@ -1,4 +1,6 @@
-"""`pipeline`: the layers of a model in stages along a mesh axis, microbatches that follow each other through them."""
+"""`pipeline`: the layers of a model in stages along a mesh axis, with microbatches that follow each other
+through them.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ from jigsaw.waiting_ranks import OpenWait
 
 @dataclass(frozen=True)
 class PipeSchedule:
-    """One of torch's schedules: how many stages a rank has (None: any number from 2), and what it asks for."""
+    """One of torch's schedules: how many stages a rank has (None: any number from 2), and its requirements."""
 
     make: Any
     per_rank: int | None
@@ -76,34 +78,34 @@ def pipeline(
 ) -> ModelPipeline:
     """Cut the layers of `model` into stages along the mesh axis `axis`; ``step`` trains on microbatches in turn.
 
-    A rank keeps the parameters of its stages, with the gradients of the whole batch after each step; those of the other
-    stages go (to the meta device).  The model's own forward runs in every stage, up to the call of the module that
+    A rank keeps the parameters of its stages, with the gradients of the whole batch after each step; those of other
+    stages move to the meta device.  The model's own forward runs in every stage, up to the call of the module that
     begins the next one, so the model may be written in any way.  Stages follow the order in which the model has its
-    modules, or with `example`, what a step takes as `x`, that in which it calls them.
+    modules.  With `example`, the `x` of a step, they follow the order in which it calls them.
 
-    - `stages` names the modules that begin the stages after the first, as ``named_modules()`` does.  By default stages
-      of about as many parameters each, cut between elements of ``Sequential`` and ``ModuleList``.
-      ``stages="balanced"`` makes stages that take about as long and fit the device, by a dry run of a microbatch of
-      `example`, a tile like the input of a step (`jigsaw.dryrun`).
+    - `stages` names the modules that begin the stages after the first, as ``named_modules()`` does.  By default the
+      stages have about equally many parameters, with cuts between elements of ``Sequential`` and ``ModuleList``.
+      ``stages="balanced"`` makes stages that take about the same time and fit the device, by a dry run of a microbatch
+      of `example`, a tile like the input of a step (`jigsaw.dryrun`).
     - `schedule` is one of torch's: ``"gpipe"``, ``"1f1b"`` (a stage a rank), ``"interleaved_1f1b"``,
       ``"interleaved_zero_bubble"``, ``"zbv"``, ``"dualpipev"`` (two stages a rank, or as many as `stages` makes).
     - `loss` takes the model's output and the target of a microbatch and returns their mean.  The loss of a step is the
       mean over its `microbatches`: that of the whole batch, but for functions of the batch such as batch norm.
     - The other axes of the mesh work within each stage, as `jigsaw.parallelize` has it with `shard_weights`,
       `replicate` and `channel`.
-    - A tile that a later stage reads (a skip) travels through the stages between, and so does a plain tensor that a
-      module returns or a tile gives (a condition, a mean).  Plain tensors made of constants and buffers between modules
-      (a mask) are made by every stage.  A parameter of a module that has a cut within it (a positional embedding of the
-      whole net) is kept by every stage, and so is a buffer that is read outside of the call of its module.
+    - A tile that a later stage reads (a skip) travels through the stages between, and so does a plain tensor from a
+      module or a tile (a condition, a mean). Every stage makes the plain tensors that come from constants and buffers
+      between modules (a mask). Every stage keeps the parameters of a module that has a cut within it (a positional
+      embedding of the whole net), and buffers that are read outside of the call of their module.
 
     *Shapes*: unchanged; a stage is sent ``[batch / microbatches, ...]`` of a tile, per rank the rows that it owns.
     *Sends*: for each microbatch and border between stages on two ranks the tiles that a later stage reads, backward
-    their gradients; cut weights and the parts of their gradients.  A step: the loss, and the gradients of weights that
-    several ranks have alike.
+    their gradients; cut weights and the parts of their gradients.  For each step: the loss, and the gradients of
+    weights that several ranks share.
     *Raises*: `ShardingError` for a mesh without the axis, stages that do not fit the model or the schedule,
-    `shard_weights` and `replicate` that do not fit the axes of a stage, parameters that are DTensors over other axes or
-    in two stages; in the first step for a forward pass that calls modules in
-    another order, uses random numbers or a parameter of one stage in another, or has a cut within what is checkpointed.
+    `shard_weights` and `replicate` that do not fit the axes of a stage, and parameters that are DTensors over other
+    axes or in two stages.  In the first step, for a forward pass that calls modules in another order, uses random
+    numbers or a parameter of one stage in another, or has a cut within a checkpointed part.
 
     Source of the schedules: Huang et al., arXiv 1811.06965 (GPipe); Narayanan et al., arXiv 2104.04473 (1F1B); Qi et
     al., arXiv 2401.10241 (zero bubble); DeepSeek-AI, arXiv 2412.19437 (DualPipe).
@@ -155,7 +157,7 @@ def pipeline(
 def _order_of_calls(
     model: nn.Module, names: Sequence[str], mesh: DeviceMesh, stage_mesh: DeviceMesh, axis: str, example: Any
 ) -> Sequence[str]:
-    """Those of the modules that the model calls on the example, in order."""
+    """Return those of the modules that the model calls on the example, in order."""
     given: Any = (example if isinstance(example, tuple) else (example,), {})
     split = BatchSplit(mesh, stage_mesh, axis, 1, given)
     paper = PaperModel(model, StageCuts((), dict.fromkeys(names, 0)), stage_mesh)
@@ -172,7 +174,7 @@ def _begins(
     microbatches: int,
     order: Callable[[Sequence[str]], Sequence[str]],
 ) -> tuple[str, ...]:
-    """The modules that begin the later stages, of which there are `count` where they are not named."""
+    """Return the modules that begin the later stages, of which there are `count` where they are not named."""
     if stages == "balanced" and not isinstance(example, Tile):
         raise ShardingError("stages='balanced' needs example=, a tile like the input of a step, for its dry run")
     if isinstance(stages, str) and stages != "balanced":
@@ -187,7 +189,7 @@ def _begins(
 
 
 def _check_schedule(name: str, how: PipeSchedule, ranks: int, stages: int, batches: int) -> None:
-    """*Raises*: `ShardingError` for numbers of stages and microbatches that the schedule cannot have."""
+    """Check the numbers.  *Raises*: `ShardingError` for stages and microbatches that the schedule cannot have."""
     if batches < 1:
         raise ShardingError(f"microbatches={batches} must be at least 1")
     if ranks == 1:
@@ -210,7 +212,7 @@ def _check_schedule(name: str, how: PipeSchedule, ranks: int, stages: int, batch
 
 
 class ModelPipeline:
-    """The stages of a model that this rank has, and the schedule that runs them; `jigsaw.pipeline` makes one.
+    """Stages of a model that this rank has, and the schedule that runs them; `jigsaw.pipeline` makes one.
 
     >>> mesh = jigsaw.init_mesh(pipe=1)
     >>> pipe = jigsaw.pipeline(torch.nn.Linear(4, 1), mesh, loss=torch.nn.functional.mse_loss, microbatches=1)
@@ -253,13 +255,13 @@ class ModelPipeline:
                 own = [model.get_submodule(n) for n, stage in self._cuts.stage_of.items() if stage == runner.stage]
                 runner.copied_units = [m for each in own for m in each.modules() if isinstance(m, FSDPModule)]
                 for unit in runner.copied_units:
-                    # added up are all parameters of a unit in one tensor, whichever of them a microbatch uses
+                    # all parameters of a unit are summed in one tensor, whichever of them a microbatch uses
                     unit.set_reduce_scatter_unused_params(True, recurse=False)
         self._built: dict[Any, tuple[PipelinePlan, Any]] = {}
         self._spread = set[str]()
 
     def _stages_at(self, place: int) -> list[int]:
-        """The stages of a rank of the axis: loops over the ranks, or there and back."""
+        """Return the stages of a rank of the axis: loops over the ranks, or there and back."""
         count = self._cuts.stages
         return [place, count - 1 - place] if self._how.is_v and self._ranks > 1 else [*range(place, count, self._ranks)]
 
@@ -298,8 +300,8 @@ class ModelPipeline:
             setattr(p, PIPE_MARK, (self.mesh, self._axis, name not in self._shared or self._here == 0))
 
     def _join_groups(self, sharding: ShardingOptions, channel: str) -> None:
-        """Make the groups that any stage cuts weights over: all ranks of the job make each, and of what `channel` cuts
-        or is a DTensor some stages may have nothing.
+        """Make the groups that any stage cuts weights over, because all ranks of the job must make each.  Some stages
+        may have nothing that `channel` cuts, or no DTensor.
         """
         names = tuple(name for name, _ in axes_of_mesh(self.stage_mesh))
         cut = (axes_not_cutting(p, self.stage_mesh) for p in self.model.parameters() if is_dtensor(p))
@@ -310,22 +312,22 @@ class ModelPipeline:
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank's stages, by the model's own names."""
+        """Iterate over the parameters of this rank's stages, by the model's own names."""
         for name, p in self.model.named_parameters():
             if name in self._shared or self._is_own(name):
                 yield name, p
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages, for its optimizer."""
+        """Iterate over the parameters of this rank's stages, for its optimizer."""
         for _, p in self.named_parameters():
             yield p
 
     def state_dict(self) -> dict[str, Any]:
-        """The parameters and buffers of this rank's stages, by the model's own names."""
+        """Return the parameters and buffers of this rank's stages, by the model's own names."""
         return {name: x for name, x in self.model.state_dict().items() if self._is_own(name)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """As that of a module, of this rank's stages: what other stages have is left out."""
+        """Load as a module does, for this rank's stages: the state of other stages is left out."""
         own = {name: x for name, x in state_dict.items() if self._is_own(name)}
         missing = [name for name in self.state_dict() if name not in own]
         if strict and missing:
@@ -334,16 +336,16 @@ class ModelPipeline:
         return self.model.load_state_dict(own, strict=False)
 
     def train(self, mode: bool = True) -> ModelPipeline:
-        """As that of a module."""
+        """Set the training mode, as a module does."""
         self.model.train(mode)
         return self
 
     def eval(self) -> ModelPipeline:
-        """As that of a module."""
+        """Set the evaluation mode, as a module does."""
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As that of a module."""
+        """Reset the gradients, as a module does."""
         for p in self.parameters():
             if set_to_none:
                 p.grad = None
@@ -355,18 +357,19 @@ class ModelPipeline:
         return stage is None or stage in self.stages
 
     def _stage_of(self, name: str) -> int | None:
-        """The stage of a parameter or buffer, None for one that every stage has."""
+        """Return the stage of a parameter or buffer, None for one that every stage has."""
         return stage_of_tensor(name, self._cuts)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def step(self, x: Any, y: Any = None, **inputs: Any) -> Tensor:
-        """Forward and backward of all microbatches; the loss, the same on every rank.  Gradients add to ``.grad``.
+        """Run all microbatches forward and backward; return the loss, the same on every rank.  Gradients add to
+        ``.grad``.
 
-        `x` is the input (a tuple: several), `y` the target, `inputs` what the model takes by name: tiles of the mesh or
-        of ``pipe.stage_mesh``, whole tensors, or nests of them.  Every rank passes all; their values are read where the
-        stages are that use them.  An input whose dim 0 is not the batch is given to every microbatch whole.  The loss
-        has the type of the model's parameters.  Under ``torch.no_grad()`` it is the loss alone.
+        `x` is the input (a tuple: several), `y` the target, `inputs` the model's keyword arguments: tiles of the mesh
+        or of ``pipe.stage_mesh``, whole tensors, or nests of them.  Every rank passes all; only ranks of the stages
+        that use them read their values.  Every microbatch gets the whole of an input whose dim 0 is not the batch.  The
+        loss has the type of the model's parameters.  Under ``torch.no_grad()`` only the loss is computed.
         """
         given: Any = (x if isinstance(x, tuple) else (x,), inputs)
         split = BatchSplit(self.mesh, self.stage_mesh, self._axis, self.microbatches, given)
@@ -436,7 +439,7 @@ class ModelPipeline:
         return self._how.make(stages, n_microbatches=self.microbatches, loss_fn=_as_it_is, scale_grads=False)
 
     def _messages(self, plan: PipelinePlan, stage: int) -> tuple[Tensor, ...]:
-        """What a stage is sent for a microbatch, without values."""
+        """Return the tensors that a stage gets for a microbatch, without values."""
         here = mesh_coordinate(self.stage_mesh)
         return tuple(
             torch.empty(each.sent_layout.local_shape(here), dtype=each.dtype, device="meta").requires_grad_(
@@ -446,7 +449,7 @@ class ModelPipeline:
         )
 
     def _count_messages(self, plan: PipelinePlan) -> None:
-        """Count what the schedule sends in a step: torch's schedules send without `jigsaw.comm`."""
+        """Count what the schedule sends in a step, because torch's schedules send without `jigsaw.comm`."""
         places = {stage: place for place in range(self._ranks) for stage in self._stages_at(place)}
         with_grad = torch.is_grad_enabled()
         for stage in self.stages:
@@ -461,7 +464,7 @@ class ModelPipeline:
                 comm.record_call("pipeline", sent, received, self.microbatches * len(out))
 
     def _run(self, plan: PipelinePlan, schedule: Any, batch: StageBatch) -> list[Tensor]:
-        """The losses of the microbatches, where the last stage is."""
+        """Return the losses of the microbatches, where the last stage is."""
         own = dict(self.named_parameters())
         for runner in self._runners:
             runner.plan, runner.batch = plan, batch
@@ -487,7 +490,7 @@ class ModelPipeline:
                 try:
                     run(target=places, losses=losses, return_outputs=False, place=places)
                 except RuntimeError as error:
-                    if error.__cause__ is not None:  # torch wraps what a stage raises
+                    if error.__cause__ is not None:  # torch wraps the errors of a stage
                         raise error.__cause__ from None
                     with wait:
                         raise
@@ -501,7 +504,7 @@ class ModelPipeline:
         return loss.detach()
 
     def _reduce_shared(self, before: Mapping[str, Tensor | None]) -> None:
-        """Sum what every stage has found for the parameters that all of them have, averaged within each stage."""
+        """Sum the gradients of every stage for the parameters that all of them have, averaged within each stage."""
         axes = [name for name, _ in axes_of_mesh(self.mesh)]
         for name, p in self._shared.items():
             if p.requires_grad and torch.is_grad_enabled():

@@ -1,15 +1,15 @@
-"""The `torch.distributed` that a model sees: a job of one process, whatever the number of ranks.
+"""`torch.distributed` as a model sees it: a job of one process, whatever the number of ranks.
 
-A model on a mesh is one program on whole tensors, so a sum over "all processes" of what it has is what it has.  While a
-model of `jigsaw.parallelize` runs, its thread sees a default group of one process: world size 1, rank 0, and
-collectives that change nothing.  A net that divides by the world size is right.
+A model on a mesh is one program on whole tensors, so a sum over "all processes" changes nothing.  While a model of
+`jigsaw.parallelize` runs, its thread sees a default group of one process: world size 1, rank 0, and collectives that
+change nothing.  So a net that divides by the world size is right.
 
 For example a codebook adds up ``counts`` [K] over two ranks in its forward pass, and divides by the world size.  Its
 tile has the counts of the whole batch already: ``all_reduce`` leaves them, and the division is by 1.
 
-torch keeps its groups in one object, where others may put their own.  One stands in for it from the first forward pass
-that is under way to the end of the last, and answers other threads as before.  Groups that are passed by name are real
-ones: those of FSDP2, of a mesh, and of jigsaw itself, which asks here for the job (`job_group`).
+torch keeps its groups in one object, which others may replace.  A replacement serves from the beginning of the first
+forward pass under way to the end of the last, and answers other threads as before.  Groups that are passed by name are
+real ones: those of FSDP2, of a mesh, and of jigsaw itself, which calls `job_group` here.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ from jigsaw.cut import ShardingError
 
 
 class OneProcessError(ShardingError):
-    """A call between processes of what a model has, which is one process; on whole tensors it is not right either."""
+    """A call between processes about the state of a model, which sees one process; on whole tensors it would be wrong
+    too.
+    """
 
 
 class _ModelState(threading.local):
-    """Which models run in this thread, outermost first, and whether it makes something of the job's meanwhile."""
+    """Models that run in this thread, outermost first, and whether it makes a group of the job meanwhile."""
 
     def __init__(self) -> None:
         self.models: list[object] = []
@@ -51,7 +53,7 @@ _open_count = 0
 
 
 def is_one_process() -> bool:
-    """Whether this thread runs a model's forward pass, or a backward pass through one."""
+    """Say whether this thread runs a model's forward pass, or a backward pass through one."""
     if _state.is_of_job:
         return False
     if _state.models:
@@ -67,7 +69,7 @@ def enter_model(model: object) -> None:
 
 
 def leave_model(model: object) -> bool:
-    """End what `enter_model` of the same model began, if it did; whether it was the outermost one.
+    """End what `enter_model` of the same model began, if it did; say whether it was the outermost one.
 
     Models within it end with it: one that an interrupt ends (a BaseException) gets no call of its hooks.
     """
@@ -83,7 +85,7 @@ def leave_model(model: object) -> bool:
 
 @contextmanager
 def within_model(model: object) -> Generator[None]:
-    """`enter_model` and `leave_model` around a block."""
+    """Do `enter_model` and `leave_model` around a block."""
     enter_model(model)
     try:
         yield
@@ -93,7 +95,7 @@ def within_model(model: object) -> Generator[None]:
 
 @contextmanager
 def of_the_job() -> Generator[None]:
-    """Within it this thread sees the job also in a forward pass: to make groups of its ranks."""
+    """Let this thread see the job within the block, even in a forward pass, to make groups of its ranks."""
     before, _state.is_of_job = _state.is_of_job, True
     try:
         yield
@@ -102,8 +104,8 @@ def of_the_job() -> Generator[None]:
 
 
 def begin_backward_pass() -> int | None:
-    """Let the backward pass that is under way see one process, until `end_backward_pass` of the number that it
-    returns; None where it does already.
+    """Let the backward pass under way see one process, until `end_backward_pass` of the returned number; None where it
+    does already.
     """
     number = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
     if number == -1 or number in _backward_passes:
@@ -123,21 +125,21 @@ def end_backward_pass(number: int) -> None:
 
 
 def job_group() -> dist.ProcessGroup | None:
-    """The default group of the job's processes; None where there is none."""
+    """Return the default group of the job's processes; None where there is none."""
     world: Any = c10d._world  # pyright: ignore[reportPrivateUsage]
     return vars(world)["job"].default_pg if isinstance(world, _WorldOfModels) else world.default_pg
 
 
 def job_rank(group: dist.ProcessGroup | None = None) -> int:
-    """`torch.distributed.get_rank`, in a forward pass too."""
+    """Do as `torch.distributed.get_rank`, in a forward pass too."""
     world = job_group()
-    if world is None or not isinstance(group, dist.ProcessGroup | None):  # of others' ranks torch has a number
+    if world is None or not isinstance(group, dist.ProcessGroup | None):  # torch has a number for groups of other ranks
         return _get_rank(group)
     return world.rank() if group is None or group is world else dist.get_group_rank(group, world.rank())
 
 
 def job_size() -> int:
-    """The number of the job's processes; 1 without a group."""
+    """Return the number of the job's processes; 1 without a group."""
     group = job_group()
     return 1 if group is None else group.size()
 
@@ -146,7 +148,7 @@ def job_size() -> int:
 
 
 class _DoneWork(dist.Work):
-    """What a collective returns that has nothing to wait for."""
+    """Result of a collective that has nothing to wait for."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -171,7 +173,7 @@ class _DoneWork(dist.Work):
 
 
 def finished_work(result: Any) -> dist.Work:
-    """What ``async_op=True`` returns where nothing is to be done."""
+    """Return the result of ``async_op=True`` where nothing is to be done."""
     return _DoneWork(result)
 
 
@@ -181,7 +183,7 @@ def _unchanged(self: Any, tensors: Any = (), *_: Any, **__: Any) -> dist.Work:
 
 @torch.no_grad()
 def _filled(self: Any, results: Any, values: Any, *_: Any, **__: Any) -> dist.Work:
-    """Every tensor among `results` becomes the one of `values` in its place, in its own shape."""
+    """Fill every tensor among `results` with the one of `values` in its place, in its own shape."""
     targets, sources = pytree.tree_leaves(results), pytree.tree_leaves(values)
     if len(targets) != len(sources):
         raise OneProcessError(
@@ -222,7 +224,7 @@ _answer_calls(_refused, "send recv recv_anysource")
 
 
 class _WorldOfModels:
-    """Torch's own world of groups, but for the default group of a thread that runs a model."""
+    """Torch's own world of groups, except for the default group of a thread that runs a model."""
 
     def __init__(self, job: Any) -> None:
         vars(self).update(job=job, group=_ModelGroup())
@@ -243,7 +245,7 @@ _get_rank = dist.get_rank
 
 
 def _rank_of_model(group: dist.ProcessGroup | None = None) -> int:
-    """`torch.distributed.get_rank` while models run: of a real group it is this process' own rank in it."""
+    """Do as `torch.distributed.get_rank` while models run: for a real group it is this process' own rank in it."""
     if group is None or group is c10d.GroupMember.WORLD:
         return _get_rank(group)
     return job_rank(group)
@@ -286,8 +288,8 @@ def _replace(module: Any, name: str, value: Any) -> None:
 
 
 def _name_no_group(group: dist.ProcessGroup) -> None:
-    """Let the functions of ``torch.distributed.nn`` ask for the default group when they are called, not once when they
-    are imported.
+    """Let the functions of ``torch.distributed.nn`` look up the default group when they are called, not once
+    at import.
     """
     functions: Sequence[Any] = list(vars(sys.modules.get("torch.distributed.nn.functional", object)).values())
     for function in functions:

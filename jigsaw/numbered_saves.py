@@ -1,7 +1,7 @@
-"""A folder of numbered checkpoints, ``step-100``, ``step-200``, ...: the last whole one, and the last n kept.
+"""Folder of numbered checkpoints, ``step-100``, ``step-200``, ...: the last whole one, and the last n kept.
 
 Each save writes its order into its checkpoint: one more than the highest there.  So the last is the one that was saved
-last, also by a run that went back to an older one.
+last, even by a run that went back to an older one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jigsaw.drafts import path_of_draft
 
 
 class _NumberedSave(NamedTuple):
-    """A folder that may be a checkpoint: `found` is its name, or that of what a killed save to `final` has left."""
+    """A folder that may be a checkpoint: `found` is its name, or that of the remains of a killed save to `final`."""
 
     number: int
     final: Path
@@ -26,12 +26,12 @@ class _NumberedSave(NamedTuple):
 
 
 def latest(folder: CheckpointPath) -> Path | None:
-    """The checkpoint that was saved last, among those in `folder` that are whole; None where there is none.
+    """Return the checkpoint that was saved last, among those in `folder` that are whole; None where there is none.
 
-    Those are folders whose names end in a number.  One that a save was killed in is passed over, and so is one of which
-    a file is missing or of another size.  After a run has gone back to ``step-50`` and has saved ``step-60``, that is
-    the last one, whatever higher numbers an abandoned run has left.  Checkpoints without an order, which are older than
-    those that have one, go by their number.  Every rank calls this and gets what the first found.
+    Those are folders whose names end in a number.  One of a killed save is skipped, and so is one with a file missing
+    or of another size.  After a run has gone back to ``step-50`` and has saved ``step-60``, that is the last one,
+    whatever higher numbers an abandoned run has left.  Checkpoints without an order, which are older than those with
+    one, are sorted by their number.  Every rank calls this and gets the first one's result.
 
     *Raises*: `CheckpointError` where numbered checkpoints have names of several kinds.
 
@@ -56,7 +56,7 @@ def latest(folder: CheckpointPath) -> Path | None:
 
 
 def check_numbered(final: Path, keep: int | None) -> None:
-    """Raises: `CheckpointError` where `keep` is no count, or there is no number to count by."""
+    """Check `keep`.  Raises: `CheckpointError` where it is not a count, or there is no number to count by."""
     if keep is None:
         return
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
@@ -69,7 +69,7 @@ def check_numbered(final: Path, keep: int | None) -> None:
 
 
 def order_of_next(final: Path) -> int:
-    """The order of a save to `final`: after all that were saved to its folder under such names."""
+    """Return the order of a save to `final`: after all that were saved to its folder under such names."""
     orders = [0]
     for each in _family_of(final):
         try:
@@ -80,9 +80,10 @@ def order_of_next(final: Path) -> int:
 
 
 def remove_older_saves(final: Path, keep: int) -> None:
-    """Remove checkpoints with a lower number than `final`, and the same name before it, but the last `keep` whole ones.
+    """Remove checkpoints with a lower number than `final`, and the same name before it, except for the last `keep`
+    whole ones.
 
-    Folders that are not jigsaw's stay, and so do checkpoints into which somebody has put more: with a warning.
+    Folders that are not jigsaw's stay, and so, with a warning, do checkpoints with other files in them.
     """
     mine = [each for each in _family_of(final) if 0 <= each.number <= _save_number(final)]
     kept = {each.final for each in _whole_saves(mine)[-keep:]}
@@ -102,13 +103,13 @@ def remove_older_saves(final: Path, keep: int) -> None:
 
 
 def _whole_saves(found: Iterable[_NumberedSave]) -> list[_NumberedSave]:
-    """Those that are whole, the one that was saved last at the end."""
+    """Return those that are whole, the one that was saved last at the end."""
     whole = [(contents.order, each) for each in found if (contents := contents_of_whole(each.found)) is not None]
     return [each for _, each in sorted(whole)]
 
 
 def _is_loaded(each: _NumberedSave) -> bool:
-    """Whether `load` would read this one: what a killed save left stands in for a name that nobody has."""
+    """Say whether `load` would read this one: the remains of a killed save stand in for a name that does not exist."""
     return each.found == each.final or not each.final.exists()
 
 
@@ -117,7 +118,7 @@ def _stem_of(final: Path) -> str:
 
 
 def _family_of(final: Path) -> list[_NumberedSave]:
-    """The folders beside `final` that have its name, before the number if there is one."""
+    """Return the folders beside `final` that have its name, before the number if there is one."""
     return [each for each in _saves_in(final.parent) if _stem_of(each.final) == _stem_of(final)]
 
 
@@ -129,6 +130,6 @@ def _saves_in(folder: Path) -> Iterator[_NumberedSave]:
 
 
 def _save_number(final: Path) -> int:
-    """The number at the end of a name, -1 where there is none."""
+    """Return the number at the end of a name, -1 where there is none."""
     digits = final.name[len(_stem_of(final)) :]
     return int(digits) if digits else -1

@@ -63,7 +63,7 @@ def parallelize(
 ) -> M:
     """Make ``loss.backward()`` give the gradient of the whole batch on every rank: g = mean over ranks of (n x part).
 
-    Returns `model` itself, with the same parameter names and full shapes; on one rank it is left as it is.  First all
+    Returns `model` itself, with the same parameter names and full shapes; on one rank it stays unchanged.  First all
     parameters and buffers become those of the first rank.  Call it after the model is on its device and before the
     optimizer is made.
 
@@ -76,15 +76,15 @@ def parallelize(
       ``shard_weights="keep"`` they stay.  Along the axes `replicate` every rank keeps the same part (hybrid sharding:
       gathered within a node, say, and only gradients cross the network).  `mp_policy` and `offload_policy` are those of
       `fully_shard`.
-    - Where the mesh has the axis `channel`, linear, convolution and attention layers have their weights cut along it,
-      and compute in pieces, with either of the above for the other axes: see `jigsaw.channel_parallel`.  Tokens that
+    - Where the mesh has the axis `channel`, weights of linear, convolution and attention layers are cut along it, and
+      they compute in pieces, with either of the above for the other axes: see `jigsaw.channel_parallel`.  Tokens that
       the same axis cuts stay cut between them: norms, dropout and residuals work on 1/P of them.
     - ``reduce=False`` leaves the reduction to a wrapper that averages over all ranks,
       ``DistributedDataParallel(model)``; a forward pass without one warns.
 
-    - ``strict=False`` lets the forward pass run a function that jigsaw cannot answer on tiles as they are cut on the
-      whole tensor, on every rank, exactly; it warns once for each line of what that costs.  By default it raises
-      `ShardingError`.  A loss outside the model is within ``jigsaw.strict_mode(False)`` likewise.
+    - ``strict=False`` runs a function that jigsaw cannot answer on such tiles on the whole tensor instead, on every
+      rank, exactly; it warns of the cost, once for each line. By default such a function raises `ShardingError`. For a
+      loss outside the model, use ``jigsaw.strict_mode(False)``.
 
     Loss terms of parameters alone, several forward passes before one backward, accumulation with or without `no_sync`,
     frozen, unused and tied parameters are all exact: see docs/gradients.md.
@@ -154,7 +154,7 @@ def _leave_module(reduce: bool, module: nn.Module, args: Any, output: Any) -> No
 
 
 def one_process_backward(output: Any) -> None:
-    """Let the backward pass that comes through what a model returned see one process, too."""
+    """Let the backward pass through a model's result see one process, too."""
     for x in pytree.tree_leaves(output):
         local = x.local if isinstance(x, Tile) else x
         if isinstance(local, Tensor) and local.grad_fn is not None and not lacks_values():
@@ -168,7 +168,7 @@ def _begin_backward(gradient: Tensor) -> None:
 
 
 def reducer_of(model: nn.Module) -> GradientReducer | None:
-    """What averages the gradients of weights that are whole, after `parallelize`; None where nothing does."""
+    """Return what averages the gradients of whole weights after `parallelize`; None where nothing does."""
     return getattr(model, _REDUCER, None)
 
 
@@ -186,7 +186,7 @@ def _compare_now_and_then(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Mo
 
 
 def _axes_of_weights(model: nn.Module) -> set[str]:
-    """The mesh axes that cut parameters."""
+    """Return the mesh axes that cut parameters."""
     cut = [p for p in model.parameters() if isinstance(p, DTensor)]
     return {
         name
@@ -234,7 +234,9 @@ def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _check_spectral_norms(model: nn.Module) -> None:
-    """The old spectral norm multiplies plain vectors by its weight, which torch refuses of one that is cut."""
+    """Check for the old spectral norm, which multiplies plain vectors by its weight; torch refuses that for a
+    cut one.
+    """
     for name, module in model.named_modules():
         for hook in module._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
             if isinstance(hook, SpectralNorm) and isinstance(getattr(module, f"{hook.name}_orig"), DTensor):
@@ -246,7 +248,9 @@ def _check_spectral_norms(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Fill parameters and buffers with those of the first rank; what is cut, of the first that has the part."""
+    """Fill parameters and buffers with those of the first rank; cut ones with those of the first rank that has the
+    part.
+    """
     for x in (*model.parameters(), *model.buffers()):
         if x.device.type != "meta":
             local = local_part(x)
@@ -261,7 +265,7 @@ def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Generator[None]:
-    """Within it, backward passes add up this rank's parts and send nothing; the first one after it reduces them all.
+    """Let backward passes within the block add up this rank's parts and send nothing; the next one reduces them all.
 
     >>> model = jigsaw.parallelize(torch.nn.Linear(4, 1, bias=False), jigsaw.init_mesh(lat=1))
     >>> with jigsaw.no_sync(model):
@@ -286,7 +290,8 @@ def no_sync(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def reduced_at_end(model: nn.Module) -> Generator[None]:
-    """Within it backward passes send no gradients of whole weights; its end averages them, whoever has written them.
+    """Let backward passes within the block send no gradients of whole weights; its end averages them, whoever wrote
+    them.
 
     Weights that are cut (`shard_weights`) are reduced by each backward pass.
     """
@@ -303,7 +308,7 @@ def reduced_at_end(model: nn.Module) -> Generator[None]:
 
 
 PIPE_MARK = "_jigsaw_pipe"
-"""Of a parameter of a pipeline's stage: the mesh, its axis, and whether this rank counts it in a norm."""
+"""Attribute of a parameter of a pipeline's stage: the mesh, its axis, and whether this rank counts it in a norm."""
 
 Tensors = nn.Module | Tensor | Iterable[Tensor]
 
@@ -312,10 +317,11 @@ Tensors = nn.Module | Tensor | Iterable[Tensor]
 def clip_grad_norm_(
     parameters: Tensors, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """``g <- g min(1, max_norm / |g|)``, where ``|g|`` is the norm of all whole gradients together; returns ``|g|``.
+    """Scale gradients: ``g <- g min(1, max_norm / |g|)``, where ``|g|`` is the norm of all whole gradients; return
+    ``|g|``.
 
-    As `torch.nn.utils.clip_grad_norm_`, and also for a mix of plain parameters and DTensors of several meshes, and for
-    the parameters of a pipeline's stages (`jigsaw.pipeline`), whose norm is that of all stages.
+    It is `torch.nn.utils.clip_grad_norm_`, also for a mix of plain parameters and DTensors of several meshes.  For a
+    pipeline's stages (`jigsaw.pipeline`) the norm is that of all stages.
 
     *Sends*: nothing for whole weights; else one all-reduce of one number for each mesh axis that cuts parameters, and
     for the stages of a pipeline.
@@ -356,7 +362,7 @@ def _norm_over_stages(parameters: Sequence[Tensor], p: float) -> Tensor:
 
 
 def _total_norm(grads: Sequence[Tensor], p: float) -> Tensor:
-    """(sum over all elements of all whole gradients of |g|^p)^(1/p)."""
+    """Return (sum over all elements of all whole gradients of |g|^p)^(1/p)."""
     groups: dict[tuple[DeviceMesh, tuple[str, ...]] | None, list[Tensor]] = {}
     for g in grads:
         where = None
@@ -379,7 +385,7 @@ def _total_norm(grads: Sequence[Tensor], p: float) -> Tensor:
 
 
 def _combined_norm(norm: Tensor, mesh: DeviceMesh, axis: str, p: float) -> Tensor:
-    """The norm of the norms of the ranks along `axis`."""
+    """Return the norm of the norms of the ranks along `axis`."""
     if p == float("inf"):
         return comm.all_reduce(norm, mesh, [axis], "max")
     return comm.all_reduce(norm**p, mesh, [axis]) ** (1 / p)

@@ -1,10 +1,10 @@
-"""A save that is under way: what its ranks write while training goes on, and how all of them learn how it ended.
+"""A save in the background: what its ranks write while training continues, and how all of them learn the result.
 
-Four ranks save in the background.  On the main thread they plan who writes which rows, and each copies its own to
-memory.  Then a thread of each writes its file, with nobody to talk to.  What it wrote, or why it could not, goes to the
-first rank, which writes the index and gives the checkpoint its name only if all have written, and tells the others how
-that ended.  For this word the threads have a gloo group of their own: a message on one of the training's groups would
-get between its messages, in another order on each rank.
+Example: four ranks save in the background.  On the main thread they plan which rank writes which rows, and each copies
+its own to memory.  Then a thread of each writes its file, without messages.  The first rank gets the list of what it
+wrote, or its error.  It writes the index, gives the checkpoint its name only if all have written, and tells the others
+the result.  The threads use a separate gloo group, because their messages on one of the training's groups would mix
+with its messages, in another order on each rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SaveWork = Callable[[dist.ProcessGroup | None], None]
 class PendingSave:
     """A checkpoint that a thread writes; `jigsaw.save(..., wait=False)` gives it.
 
-    The program may end meanwhile: Python waits for the thread.  Its process group may not; `wait()` before
+    The program may end meanwhile: Python waits for the thread.  Its process group may not: call `wait()` before
     `dist.destroy_process_group()`.
 
     >>> model = torch.nn.Linear(4, 2)
@@ -53,12 +53,12 @@ class PendingSave:
         _let_training_run_first()
         try:
             self._work(self._group)
-        except BaseException as e:  # raised where somebody waits
+        except BaseException as e:  # raised by `wait`
             self._failure = e
         del self._work  # and with it the copies
 
     def done(self) -> bool:
-        """Whether the save has ended, one way or the other, on this rank."""
+        """Say whether the save has ended, with success or not, on this rank."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
@@ -76,7 +76,7 @@ class PendingSave:
             )
 
     def wait_unless_told(self) -> None:
-        """`wait()`, but what it has raised once is not raised again."""
+        """Do `wait()`, but do not raise the same error again."""
         if self._is_told:
             self._thread.join()
         else:
@@ -84,7 +84,7 @@ class PendingSave:
 
 
 def _let_training_run_first() -> None:
-    """Give this thread what the cores have to spare: steps wait for no save, and a save has until the next one."""
+    """Give this thread only the spare time of the cores: steps do not wait for a save, which has until the next one."""
     if sys.platform == "linux":  # elsewhere all threads of a process have one priority
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
@@ -100,9 +100,9 @@ def begin_save(path: Path, work: SaveWork) -> PendingSave:
 
 
 def end_pending_save() -> None:
-    """Wait for the save that is under way, if one is.
+    """Wait for the save that is under way, if any.
 
-    *Raises*: `CheckpointError` on every rank, where it has failed and nobody has been told.
+    *Raises*: `CheckpointError` on every rank, where it has failed and has not raised yet.
     """
     if _last:
         _last.pop().wait_unless_told()
@@ -112,7 +112,7 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 
 def _group_of_saves() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks that only saves use; making it, on the first save, is collective."""
+    """Return a gloo group of all ranks that only saves use; making it, on the first save, is collective."""
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or world.size() == 1:
         return None

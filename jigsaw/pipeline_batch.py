@@ -1,4 +1,4 @@
-"""A batch becomes microbatches: equal parts of the rows of dim 0 that each rank holds, on the mesh of a stage.
+"""Microbatches of a batch: equal parts of the rows of dim 0 that each rank holds, on the mesh of a stage.
 
 With 8 samples cut by `data` at 0, 4, 8 and two microbatches, the first has samples 0, 1, 4 and 5: nothing is sent.
 """
@@ -21,10 +21,10 @@ from jigsaw.tile import Tile
 
 
 class BatchSplit:
-    """What cuts the inputs and targets of a step into microbatches.
+    """Split of the inputs and targets of a step into microbatches.
 
-    The first tensor that has dims is the batch in its dim 0.  An input of another size there (a mask of places, one
-    number) is given to every microbatch whole.
+    The first tensor that has dims is the batch in its dim 0.  Every microbatch gets the whole of an input with another
+    size there (a mask of places, one number).
 
     *Raises*: `ShardingError` for tiles of another mesh, a batch of which some rank has no whole number of rows a
     microbatch, an input of as many rows as a microbatch, and targets of another batch.
@@ -47,7 +47,7 @@ class BatchSplit:
             )
 
     def stage_tile(self, x: Any) -> Any:
-        """An input on the mesh of the stages, whole tensors as tiles that nothing cuts."""
+        """Return an input on the mesh of the stages, with whole tensors as tiles that nothing cuts."""
         if not isinstance(x, Tensor):
             return x
         axes = axes_of_mesh(self._stage_mesh)
@@ -64,7 +64,7 @@ class BatchSplit:
         return Tile(x.local, Layout.from_dims(x.layout.dims(), axes), self._stage_mesh)
 
     def parts_of(self, values: Any, is_input: bool = False) -> list[Any]:
-        """A nest of tiles, plain tensors and other values, for each microbatch."""
+        """Return a nest of tiles, plain tensors and other values, for each microbatch."""
         leaves, spec = pytree.tree_flatten(values)
         by_leaf = [self._leaf_parts(leaf, is_input) for leaf in leaves]
         return [pytree.tree_unflatten([parts[at] for parts in by_leaf], spec) for at in range(self.parts)]
@@ -96,11 +96,11 @@ class BatchSplit:
 
 
 def micro_layout(layout: Layout, parts: int) -> Layout:
-    """The layout of a microbatch: its dim 0 has one of so many parts of every rank's rows."""
+    """Return the layout of a microbatch: its dim 0 has one of so many parts of every rank's rows."""
     (cut,) = layout.dim(0)
     return layout.replace_dim(0, Cut(cut.size // parts, tuple(p // parts for p in cut.points), cut.axes))
 
 
 def as_on_paper(args: Any) -> Any:
-    """The tiles of a microbatch as all that is known before they have values."""
+    """Return the tiles of a microbatch as all that is known before they have values."""
     return pytree.tree_map_only(Tile, lambda tile: TileOnPaper(-1, tile.layout, tile.dtype), args)

@@ -1,4 +1,4 @@
-"""A forward pass of a pipeline's model whose calls of whole modules are watched, its tiles between them numbered."""
+"""Forward pass of a pipeline's model that records calls of whole modules, and numbers the tiles between them."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class TileOnPaper:
     dtype: torch.dtype
 
     def paper_tile(self, mesh: DeviceMesh) -> Tile:
-        """The tile, without values; called in a `FakeTensorMode`."""
+        """Return the tile, without values; called in a `FakeTensorMode`."""
         local = torch.empty(self.layout.local_shape(mesh_coordinate(mesh)), dtype=self.dtype, device=mesh.device_type)
         return Tile(local, self.layout, mesh)
 
     @property
     def sent_layout(self) -> Layout:
-        """As it travels: halos stay behind."""
+        """Layout as it travels, without halos."""
         return self.layout.without_halo()
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """A call of a whole module: what it returns, tiles as `TileOnPaper`."""
+    """A call of a whole module with its result, whose tiles are `TileOnPaper`."""
 
     name: str
     leaves: tuple[Any, ...]
@@ -52,11 +52,12 @@ class RecordedCall:
 
 
 ModelInputs = tuple[Sequence[Any], Mapping[str, Any]]
-"""What a model is called with, by place and by name."""
+"""Arguments of a model, by place and by name."""
 
 PlainOrigin = tuple[int, int]
-"""Where a plain tensor came up: which call of a whole module returned it, at which place among its leaves; or
-`GIVEN_BY_TILE`, and how many tensors tiles had given between modules."""
+"""Origin of a plain tensor: the call of a whole module that returned it, and its place among the leaves; or
+`GIVEN_BY_TILE`, and how many tensors tiles had given between modules.
+"""
 
 GIVEN_BY_TILE = -1
 
@@ -74,12 +75,12 @@ class WatchedPass:
         self._serial, self._thread = object(), get_ident()
 
     def see(self, tile: Tile) -> None:
-        """Number a tile that is made between modules; those of other threads, as a loader's, are nothing of ours."""
+        """Number a tile that is made between modules, except for those of other threads, such as a loader's."""
         if get_ident() == self._thread:
             self.number(tile)
 
     def number(self, tile: Tile) -> int:
-        """The number of a tile; one that has none yet gets the next."""
+        """Return the number of a tile; one without a number gets the next."""
         mark = tile.__dict__.get("numbered")
         if mark is not None and mark[0] is self._serial:
             return mark[1]
@@ -90,14 +91,14 @@ class WatchedPass:
         return at
 
     def keep(self, number: int, tile: Tile) -> None:
-        """A tile has got this number."""
+        """Note that a tile has this number."""
 
     def answer(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a call of a whole module returns."""
+        """Return the result of a call of a whole module."""
         raise NotImplementedError
 
     def call_inside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a whole module returns, its tiles numbered; those that it made within are not."""
+        """Return the result of a whole module, its tiles numbered; tiles that it made within are not."""
         number = self.calls - 1
         self.is_inside = True
         watch_new_tiles(None)
@@ -116,7 +117,7 @@ class WatchedPass:
         return pytree.tree_unflatten(leaves, spec) if plain else out
 
     def leave(self, x: Tensor) -> Tensor:
-        """What a tile gives as a plain tensor."""
+        """Return what a tile gives as a plain tensor."""
         if self.is_inside or get_ident() != self._thread:
             return x
         self.left += 1
@@ -129,17 +130,17 @@ class WatchedPass:
         return Tile(x, Layout.of(x.shape, (None,) * x.ndim, axes_of_mesh(self._mesh)), self._mesh)
 
     def mark_plain(self, origin: PlainOrigin, x: Tensor) -> None:
-        """A plain tensor came up here, and stays one."""
+        """Note that a plain tensor has its origin here, and stays plain."""
 
 
 class CallWatch:
-    """Calls of the whole modules of a model; outside of a pass they are what they are without it."""
+    """Watch of the calls of the whole modules of a model; outside of a pass they run as usual."""
 
     def __init__(self, model: nn.Module, cuts: StageCuts, elsewhere: Collection[str] = ()) -> None:
         self.model, self.current, self._elsewhere = model, None, elsewhere
         for name in cuts.stage_of:
             module: Any = model.get_submodule(name)
-            # before its hooks: where another stage's module is called, they must not run
+            # before its hooks, which must not run for a module of another stage
             module._compiled_call_impl = partial(self._call, name, module._compiled_call_impl or module._call_impl)
 
     current: WatchedPass | None
@@ -156,7 +157,7 @@ class CallWatch:
         return run.answer(name, call, args, kwargs)
 
     def run(self, watched: WatchedPass, inputs: ModelInputs) -> Any:
-        """The forward pass of the model on tiles."""
+        """Run the forward pass of the model on tiles."""
         self.current = watched
         for leaf in pytree.tree_leaves(inputs):
             if isinstance(leaf, Tile):

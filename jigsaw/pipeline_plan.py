@@ -1,18 +1,18 @@
-"""What travels between the stages of a pipeline, found by one forward pass on paper: no rank computes or sends.
+"""Plan of what travels between the stages of a pipeline, found by one forward pass on paper: no rank computes or sends.
 
 The forward pass of a net is one Python function, and a stage is a part of it: from the first call of the module that
-begins the stage to that of the module which begins the next.  What that part needs of what was before are tiles, the
-arguments of the call or any other that the function still holds (the skips of a U-Net).  The pass on paper has all of
-them: tiles whose local tensors have no values (`FakeTensorMode`), in functions that send nothing (`shape_run`).  It
-numbers the tiles that are made between calls of whole modules, or returned by one.  Where a stage begins, it hides
-their local tensors; whose local tensor is read again within the stage has to travel there, through the stages between.
+begins the stage to that of the module which begins the next.  From before that part, it needs tiles: the arguments of
+the call or others that the function still holds (the skips of a U-Net).  The pass on paper has all of them: tiles whose
+local tensors have no values (`FakeTensorMode`), in functions that send nothing (`shape_run`).  It numbers the tiles
+that are made between calls of whole modules, or returned by one.  Where a stage begins, it hides their local tensors.
+A tile whose local tensor is read again within the stage has to travel there, through the stages between.
 
-Plain tensors cannot be hidden.  One that is made between modules of constants, buffers and the net's own parameters is
-made again by every stage.  Any other that a later stage uses goes as a tile that nothing cuts, from where it came up:
-a module returned it, or a tile gave it (a mean).  The pass on paper is repeated with those as tiles.
+Plain tensors cannot be hidden.  Every stage makes again those that come from constants, buffers and the net's own
+parameters between modules.  Any other that a later stage uses travels as a tile that nothing cuts, from its origin: a
+module returned it, or a tile gave it (a mean).  The pass on paper runs again with those as tiles.
 
-For example stem, down, up, head with ``head(up(down(a)) + a)``, ``a = stem(x)``, cut at `up`.  Tiles: 0 is x, 1 is a,
-2 what `down` returns.  Stage 1 begins; `up` reads 2, the sum reads 1, nobody reads 0.  So 1 and 2 are sent.
+For example stem, down, up, head with ``head(up(down(a)) + a)``, ``a = stem(x)``, cut at `up`.  Tiles: 0 is x, 1 is a, 2
+what `down` returns.  Stage 1 begins; `up` reads 2, the sum reads 1, nothing reads 0.  So 1 and 2 are sent.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ from jigsaw.tile import Tile
 
 @dataclass
 class PipelinePlan:
-    """Calls of whole modules in their order; where each stage begins: its call, how many tiles there were before, how
-    many plain tensors these had given, and which tiles it is sent.
+    """Calls of whole modules in their order, and where each stage begins.  That is its call, the number of tiles before
+    it, the number of plain tensors that these had given, and the tiles that it is sent.
 
-    `as_tiles` are the plain tensors that travel, `read_apart` the parameters and buffers of whole modules that are read
-    outside of calls of their stage's modules, without values.
+    `as_tiles` are the plain tensors that travel.  `read_apart` are the parameters and buffers of whole modules that are
+    read outside of calls of their stage's modules, without values.
     """
 
     calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
@@ -75,13 +75,13 @@ class PipelinePlan:
     read_apart: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def has_given(self) -> bool:
-        """Whether some plain tensor travels that a tile gave between modules."""
+        """Say whether a plain tensor travels that a tile gave between modules."""
         return any(call == GIVEN_BY_TILE for call, _ in self.as_tiles)
 
 
 @contextmanager
 def on_paper(mode: FakeTensorMode) -> Generator[None]:
-    """Within it tensors have no values, and nothing is sent or compared."""
+    """Run the block with tensors without values, and send and compare nothing."""
     with mode, shape_run(), debug.without_comparing():
         yield
 
@@ -92,7 +92,7 @@ def on_paper(mode: FakeTensorMode) -> Generator[None]:
 class PaperModel:
     """A copy of a model whose parameters and buffers have no values, made before its stages are parted.
 
-    One whose tensors have none already, in a mode that is given, is taken as it is.
+    A model whose tensors already have none, in the given mode, is not copied.
     """
 
     def __init__(self, model: nn.Module, cuts: StageCuts, mesh: DeviceMesh, mode: FakeTensorMode | None = None) -> None:
@@ -102,13 +102,13 @@ class PaperModel:
         for p in self.model.parameters():
             setattr(p, AVERAGED_MARK, mesh.size())  # as that of a stage
         self.watch = CallWatch(self.model, cuts)
-        # what has neither is the same in every stage
+        # a module without either is the same in every stage
         self.with_state = frozenset(n for n in cuts.stage_of if _tensors_of(self.model.get_submodule(n)))
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         self.names = {id(x): name for name, x in named}
 
     def stage_of(self, name: str) -> int | None:
-        """The stage of a parameter or buffer; None for one that every stage has."""
+        """Return the stage of a parameter or buffer; None for one that every stage has."""
         return stage_of_tensor(name, self.cuts)
 
     def _copy_without_values(self, model: nn.Module) -> nn.Module:
@@ -123,7 +123,7 @@ class PaperModel:
             ) from error
 
     def plan(self, inputs: ModelInputs, training: Mapping[str, bool]) -> PipelinePlan:
-        """What travels for a microbatch of these inputs (tiles on paper)."""
+        """Plan what travels for a microbatch of these inputs (tiles on paper)."""
         for name, module in self.model.named_modules():
             module.training = training[name]
         as_tiles = frozenset[PlainOrigin]()
@@ -135,7 +135,7 @@ class PaperModel:
             as_tiles |= run.crossing
 
     def order_of_calls(self, inputs: ModelInputs) -> list[str]:
-        """The whole modules, in the order of their first calls."""
+        """Return the whole modules, in the order of their first calls."""
         run = _OrderPass(self.mesh, frozenset())
         self._pass_on_paper(run, inputs)
         return run.order
@@ -146,7 +146,7 @@ class PaperModel:
             try:
                 with run.watch_of_plain() as plain:
                     out = self.watch.run(run, tiles)
-                for x in pytree.tree_leaves(out):  # the loss reads what the model returns
+                for x in pytree.tree_leaves(out):  # the loss reads the result of the model
                     if isinstance(x, Tile):
                         x.local  # noqa: B018
                     elif isinstance(x, Tensor) and plain is not None:
@@ -170,7 +170,7 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
 
 def _without_values(x: Tensor, mesh: DeviceMesh) -> Tensor:
     if is_dtensor(x):
-        dtensor: Any = type(x.detach())  # whose module is loaded where there is one
+        dtensor: Any = type(x.detach())  # its module is loaded wherever one exists
         local, how = _without_values(x.to_local().detach(), mesh), (x.device_mesh, x.placements)
         made: Tensor = dtensor.from_local(local, *how, run_check=False, shape=x.shape, stride=x.stride())
     else:
@@ -186,7 +186,7 @@ class _PaperPass(WatchedPass):
 
 
 class _OrderPass(_PaperPass):
-    """Which whole modules are called, in order."""
+    """Order in which whole modules are called."""
 
     def __init__(self, mesh: DeviceMesh, as_tiles: frozenset[PlainOrigin]) -> None:
         super().__init__(mesh, as_tiles)
@@ -210,7 +210,7 @@ class _PlanningPass(_PaperPass):
         self._tiles: list[tuple[Tile, torch.dtype]] = []
         self._found: list[dict[int, TileOnPaper]] = []  # the tiles where each stage after the first begins
         self._read: list[set[int]] = [set()]
-        self._stage_of_frame: dict[Any, int] = {}  # of what is checkpointed
+        self._stage_of_frame: dict[Any, int] = {}  # of a checkpointed part
 
     def see(self, tile: Tile) -> None:
         super().see(tile)
@@ -232,7 +232,7 @@ class _PlanningPass(_PaperPass):
         setattr(x, _MADE_IN, _PlainMark(self, self.stage, False, frozenset((origin,))))
 
     def keep(self, number: int, tile: Tile) -> None:
-        # of one that a custom Function is about to return `local` must not be read: it has no node yet
+        # if a custom Function is about to return it, `local` must not be read, because it has no node yet
         rows: Tensor | None = tile.__dict__.get("_rows")
         self._tiles.append((tile, (tile.local if rows is None else rows).dtype))
 
@@ -271,8 +271,8 @@ class _PlanningPass(_PaperPass):
     def _read_again(self, number: int, where: Any, tile: Tile) -> Tensor:
         shape, stride, dtype, device = where
         self._read[self.stage].add(number)
-        # a new tensor: it comes from another rank; a view of it, for one without a node would be traced back to what a
-        # custom Function of another stage was given
+        # a new tensor, because it comes from another rank; a view of it, because without a node it would be traced back
+        # to the arguments of a custom Function of another stage
         local = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         needs = torch.is_grad_enabled() and dtype.is_floating_point
         local = tile.__dict__["local"] = local.requires_grad_(needs).view_as(local)
@@ -322,7 +322,7 @@ class _PlanningPass(_PaperPass):
 
 @dataclass(frozen=True)
 class _PlainMark:
-    """Of a plain tensor: the stage that makes it, whether every stage can make it again, and what it was made of."""
+    """Mark of a plain tensor: the stage that makes it, whether every stage can make it again, and its sources."""
 
     run: _PlanningPass
     stage: int
@@ -331,7 +331,7 @@ class _PlainMark:
 
 
 class _PlainTensorWatch(TorchDispatchMode):
-    """Marks plain tensors, and notes those of whole modules that are read outside of their calls.
+    """Watch that marks plain tensors, and notes those of whole modules that are read outside of their calls.
 
     *Raises*: `ShardingError` where a later stage takes one that can neither be made again nor sent as a tile, and for a
     parameter that another stage reads.
@@ -357,7 +357,7 @@ class _PlainTensorWatch(TorchDispatchMode):
         return out
 
     def mark_of(self, x: Tensor, func: Any) -> _PlainMark:
-        """What is known of a plain tensor that `func` takes."""
+        """Return what is known of a plain tensor that `func` takes."""
         run = self._run
         name = run.paper.names.get(id(x))
         if name is not None:
@@ -401,7 +401,7 @@ def _marked_memory(x: Tensor) -> int:
 
 
 class PlainOpsAgain(TorchDispatchMode):
-    """Within a stage's part on paper: what needs no tile's values has its own, and is computed."""
+    """Mode within a stage's part on paper: operators that need no tile's values have their own, and are computed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

@@ -1,7 +1,8 @@
 """One stage of a pipeline: the part of the model's forward pass between two calls, on tiles that other stages send.
 
-Each microbatch of a stage runs the model's own forward: up to the call where the stage begins on paper, with what other
-stages' modules return as it was recorded; from there with values; and no further than the call where the next begins.
+Each microbatch of a stage runs the model's own forward: up to the call where the stage begins it runs on paper, with
+the recorded results of other stages' modules.  From there it runs with values, and stops at the call where the next
+stage begins.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jigsaw.tile import Tile
 
 
 class _EvenGradient(torch.autograd.Function):
-    """The identity; its gradient lies in one piece of memory, as a message must."""
+    """Identity whose gradient lies in one piece of memory, as a message must."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -44,7 +45,7 @@ class _StageEndError(BaseException):
 
 @dataclass
 class StageBatch:
-    """The microbatches of a step: the model's arguments, those on paper, and what `loss` takes beside the output."""
+    """Microbatches of a step: the model's arguments, those on paper, and what `loss` takes beside the output."""
 
     args: Sequence[Any]
     on_paper: Any
@@ -88,13 +89,13 @@ class StagePass(WatchedPass):
                 leaves.append(leaf)
                 continue
             assert self._before is not None
-            known = leaf.number < len(self._before)  # a module returned what it was given
-            with self._mode:  # over what computes plain tensors
+            known = leaf.number < len(self._before)  # a module returned its argument
+            with self._mode:  # around operators on plain tensors
                 leaves.append(self._before[leaf.number] if known else leaf.paper_tile(self.mesh))
         return pytree.tree_unflatten(leaves, recorded.spec)
 
     def _begin(self, before: list[Tile]) -> None:
-        """The paper pass ends: tiles that were sent get their values, the others none."""
+        """End the paper pass: tiles that were sent get their values, the others none."""
         self._paper.close()
         self._before = None
         self._check_tiles(len(before), self.stage)
@@ -117,7 +118,7 @@ class StagePass(WatchedPass):
             )
 
     def run(self, watch: CallWatch, inputs: ModelInputs) -> Any:
-        """What the last stage's forward returns; nothing for the others, whose tiles are in `kept`."""
+        """Return the result of the last stage's forward; nothing for the others, whose tiles are in `kept`."""
         try:
             if self.stage:
                 self._paper.enter_context(on_paper(self._mode))
@@ -134,7 +135,7 @@ class StagePass(WatchedPass):
         return out
 
     def _lend_state(self, model: nn.Module) -> None:
-        """On paper, weights of other stages that are read outside of calls are those without values."""
+        """Use weights without values on paper for those of other stages that are read outside of calls."""
         for name, x in self.plan.read_apart.items():
             parent, _, key = name.rpartition(".")
             held: dict[str, Any] = model.get_submodule(parent)._parameters  # pyright: ignore[reportPrivateUsage]
@@ -143,11 +144,12 @@ class StagePass(WatchedPass):
                 held[key] = x
 
     def outgoing(self) -> tuple[Tensor, ...]:
-        """The tensors for the next stage."""
+        """Return the tensors for the next stage."""
         tiles = [self.kept[number] for number in self._sent]
         for tile in tiles:
-            tile.check_no_history()  # what comes right out of a custom Function
-        # cloned: the graph of a stage must not end in its own input, nor in a view of what the stage goes on to change
+            tile.check_no_history()  # a result of a custom Function
+        # cloned, because the graph of a stage must not end in its own input, nor in a view of a tensor that the stage
+        # still changes
         return tuple(tile.owned().local.clone(memory_format=torch.contiguous_format) for tile in tiles)
 
 
@@ -159,13 +161,13 @@ def _refuse_unsent(tile: Tile) -> NoReturn:
 
 
 class StageRunner(nn.Module):
-    """What torch's schedules run as a stage: local tensors in, local tensors or the loss out."""
+    """Stage as torch's schedules run it: local tensors in, local tensors or the loss out."""
 
     def __init__(
         self, watch: CallWatch, stage: int, mesh: DeviceMesh, mode: FakeTensorMode, loss: Callable[..., Any]
     ) -> None:
         super().__init__()
-        # not as submodules: the model is one for all stages of a rank
+        # not as submodules, because all stages of a rank share the model
         self.__dict__.update(watch=watch, owned={}, copied_units=())
         self.stage, self.mesh, self.mode, self.loss = stage, mesh, mode, loss
         self.plan, self.batch = PipelinePlan(), StageBatch((), (), ())
@@ -173,7 +175,7 @@ class StageRunner(nn.Module):
         self.owned: Mapping[str, nn.Parameter]
         self.watch: CallWatch
         self.copied_units: Sequence[FSDPModule]
-        """Units of the stage whose parts several ranks have (`replicate`): these sum their gradients once a step."""
+        """Units of the stage whose parts several ranks have (`replicate`), which sum their gradients once a step."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.owned.items()
@@ -182,7 +184,7 @@ class StageRunner(nn.Module):
         at = int(place)
         run = StagePass(self.plan, self.stage, self.mesh, self.mode)
         run.received = received
-        # no cache: on paper a weight would be cast to a tensor without values, and kept
+        # no cache, because on paper a weight would be cast to a tensor without values, and kept
         with torch.autocast(*self.autocast, cache_enabled=False):
             out = run.run(self.watch, self.batch.on_paper if self.stage else self.batch.args[at])
             if self.stage + 1 < len(self.plan.sent):

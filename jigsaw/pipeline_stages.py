@@ -1,8 +1,8 @@
-"""Which modules each stage of a pipeline has, from the names of the modules that the later stages begin with.
+"""Modules of each stage of a pipeline, from the names of the modules that the later stages begin with.
 
-A *whole module* lies in one stage; what has a cut within it is *open*: its forward runs in every stage (what it calls
-does not).  So of a net whose forward is ``head(blocks[1](blocks[0](stem(x))))``, cut at ``blocks.1``, the net is open,
-and `stem`, `blocks.0`, `blocks.1` and `head` are whole.
+A *whole module* lies in one stage.  A module with a cut within it is *open*: its forward runs in every stage (the
+modules that it calls do not).  So in a net whose forward is ``head(blocks[1](blocks[0](stem(x))))``, cut at
+``blocks.1``, the net is open, and `stem`, `blocks.0`, `blocks.1` and `head` are whole.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from jigsaw.mesh import axes_of_mesh, split_axis_mesh
 from jigsaw.parallel import parallelize
 from jigsaw.sharding import ShardingOptions, sharding_units
 
-# are never called themselves: their elements are
+# never called themselves, only their elements are
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
 class StageCuts:
-    """The modules that begin stages 1, 2, ..., and the stage of every whole module, in the order of registration."""
+    """Modules that begin stages 1, 2, ..., and the stage of every whole module, in the order of registration."""
 
     begins: tuple[str, ...]
     stage_of: dict[str, int]
@@ -37,8 +37,8 @@ class StageCuts:
 
 
 def cut_stages(model: nn.Module, begins: Sequence[str], calls: Sequence[str] = ()) -> StageCuts:
-    """The stages of `model` cut before the modules `begins`, in the order of registration, or that of `calls`; what is
-    never called goes with what is registered before it.
+    """Cut `model` before the modules `begins`, in the order of registration, or that of `calls`.  A module that is
+    never called goes with the one registered before it.
 
     *Raises*: `ShardingError` for a name that the model does not have, has within another one, or has in another order,
     and for a parameter of two stages.
@@ -74,14 +74,14 @@ def cut_stages(model: nn.Module, begins: Sequence[str], calls: Sequence[str] = (
 
 
 def stage_of_tensor(name: str, cuts: StageCuts) -> int | None:
-    """The stage of a parameter or buffer; None for one that every stage has."""
+    """Return the stage of a parameter or buffer; None for one that every stage has."""
     parts = name.split(".")
     heads = (".".join(parts[:at]) for at in range(1, len(parts)))
     return next((cuts.stage_of[head] for head in heads if head in cuts.stage_of), None)
 
 
 def whole_names(model: nn.Module, begins: Sequence[str]) -> list[str]:
-    """The whole modules of a model whose stages begin with these modules, in the order of registration."""
+    """Return the whole modules of a model whose stages begin with these modules, in the order of registration."""
     return list(_whole_names("", model, begins))
 
 
@@ -114,8 +114,8 @@ def _whole_name_of(parameter: str, stage_of: dict[str, int]) -> str:
 def balanced_begins(
     model: nn.Module, stages: int, order: Callable[[Sequence[str]], Sequence[str]] = tuple
 ) -> tuple[str, ...]:
-    """Modules to begin `stages` stages with, so that the stage of most parameters has as few as can be; `order` brings
-    names of modules into the order of their calls, those that are called.
+    """Choose modules to begin `stages` stages with, so that the stage of most parameters has as few as possible.
+    `order` sorts names of modules by their calls, those that are called.
 
     *Raises*: `ShardingError` for a model of fewer modules with parameters.
     """
@@ -128,8 +128,8 @@ def balanced_begins(
 
 
 def cut_places(model: nn.Module, stages: int) -> list[tuple[str, nn.Module]]:
-    """Modules that one of `stages` stages may begin with, by name: elements of ``Sequential``, ``ModuleList`` and
-    ``ModuleDict`` and children of the model; where these are too few, children of the largest.
+    """Return modules that one of `stages` stages may begin with, by name.  They are elements of ``Sequential``,
+    ``ModuleList`` and ``ModuleDict`` and children of the model; where these are too few, children of the largest.
 
     *Raises*: `ShardingError` for a model of fewer modules with parameters.
     """
@@ -156,8 +156,8 @@ def _weight_count(module: nn.Module) -> int:
 
 
 def _expanded(name: str, module: nn.Module, levels: int = 1) -> list[tuple[str, nn.Module]]:
-    """The children with parameters, and of those that are containers theirs, down to so many levels of containers; but
-    lists, which nobody calls, never stand for themselves.
+    """Return the children with parameters, and of containers their children, down to so many levels of containers.
+    Lists, which are never called, never stand for themselves.
     """
     prefix, found = f"{name}." if name else "", list[tuple[str, nn.Module]]()
     for child, its in module.named_children():
@@ -169,7 +169,9 @@ def _expanded(name: str, module: nn.Module, levels: int = 1) -> list[tuple[str, 
 
 
 def _least_largest_cuts(sizes: Sequence[int], parts: int) -> list[int]:
-    """Where parts 1, 2, ... of a sequence begin, so that the largest sum of a part is least; no part is empty."""
+    """Return where parts 1, 2, ... of a sequence begin, so that the largest sum of a part is least; no part
+    is empty.
+    """
     sums = [0, *accumulate(sizes)]
     # best[k][n]: the least largest sum of the first n in k parts, and where the last of them begins
     best = [[(sums[n], 0) for n in range(len(sums))]]
@@ -189,7 +191,7 @@ def _least_largest_cuts(sizes: Sequence[int], parts: int) -> list[int]:
 
 
 def mesh_of_stage(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """The ranks that have one stage together."""
+    """Return the mesh of the ranks that have one stage together."""
     names = tuple(name for name, _ in axes_of_mesh(mesh) if name != axis)
     if names:
         return mesh[names]
@@ -197,7 +199,7 @@ def mesh_of_stage(mesh: DeviceMesh, axis: str) -> DeviceMesh:
 
 
 class StageModules(nn.Module):
-    """The modules of a rank's stages, for who looks for their parameters; the model calls them."""
+    """Modules of a rank's stages, for code that looks for their parameters; the model calls them."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -205,7 +207,7 @@ class StageModules(nn.Module):
             self.add_module(str(at), module)
 
 
-_UNIT_BYTES = 4 * 2**20  # of weights within a module of a stage that are gathered by themselves
+_UNIT_BYTES = 4 * 2**20  # units of weights within a module of a stage that are gathered by themselves
 
 
 def parallel_stage(

@@ -1,4 +1,4 @@
-"""The state of the default random generators, as something that a checkpoint holds."""
+"""State of the default random generators, as an object that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 
 
 class RandomState:
-    """Torch's (of the CPU and the current GPU), numpy's and Python's: ``jigsaw.save(path, random=RandomState(), ...)``.
+    """State of torch's (of the CPU and the current GPU), numpy's and Python's generators, for ``jigsaw.save(path,
+    random=RandomState(), ...)``.
 
     A checkpoint has those of the first rank, and loading sets every rank's to them, on any mesh.  Dropout and other
-    random functions on tiles then go on as they would have: their numbers come from the first rank's generator and the
-    place in the whole tensor.  What each rank draws for itself, seeded by its rank, is not kept.
+    random functions on tiles then continue as they would have: their numbers come from the first rank's generator and
+    the place in the whole tensor.  Separate generators that each rank seeds itself are not kept.
 
     >>> state = jigsaw.RandomState()
     >>> jigsaw.save("seeded", random=state)
@@ -26,7 +27,7 @@ class RandomState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all generators."""
+        """Return the states of all generators."""
         kind, words, *place = np.random.get_state()  # noqa: NPY002 # the default one is the one that users forget
         found: dict[str, Any] = {
             "torch": torch.get_rng_state(),
@@ -36,7 +37,7 @@ class RandomState:
         return found | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from that state."""
         torch.set_rng_state(state_dict["torch"])
         random.setstate(state_dict["python"])
         np.random.set_state(state_dict["numpy"])  # noqa: NPY002

@@ -1,4 +1,4 @@
-"""What messages, names and reports may show of URLs and options: no password, token or query value."""
+"""Text of messages, names and reports without the secrets of URLs and options: passwords, tokens and query values."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 _HIDDEN = "***"
 _SHORTEST = 4
-"""Shorter values of options are words such as "1" or "eu", which would be taken out of the middle of others."""
+"""Shorter values of options are words such as "1" or "eu", which would be removed from the middle of others."""
 _URL = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]*)://(?P<rest>(?:\[[\da-fA-F:.]*\]|(?!::)[^\s'\"<>`])*)")
-"""Up to ``::``, by which fsspec chains them, but for that of an IPv6 address."""
+"""URLs up to ``::``, by which fsspec chains them, except for that of an IPv6 address."""
 _SECRET = re.compile(
     r"""(?P<key>['"]?\b[\w-]*(?:secret|passw|passphrase|token|credential|signature|authorization|
         api_?key|access_?key|account_?key|private_?key|sas_?key)[\w-]*['"]?\s*[=:]\s*)
@@ -21,9 +21,9 @@ _CONTAINERS = ("abfs", "abfss")  # container@account is a place, not a user
 
 
 def redacted_text(shown: object, options: Mapping[str, Any] | None = None) -> str:
-    """A text as it may be shown: users and query values of its URLs, and values of secret names, become ``***``.
+    """Return a text that may be shown: users and query values of its URLs, and values of secret names, become ``***``.
 
-    With `options`, whatever they hold is taken out too: other libraries repeat it in their messages.
+    With `options`, their values are removed too, because other libraries repeat them in their messages.
     """
     text = str(shown)
     for value in sorted(_option_values(options), key=len, reverse=True):
@@ -32,7 +32,7 @@ def redacted_text(shown: object, options: Mapping[str, Any] | None = None) -> st
 
 
 def cause_without_secrets(error: BaseException, options: Mapping[str, Any] | None = None) -> BaseException | None:
-    """The cause that a traceback may show: `error`, or None where it, or what it came from, has something to hide."""
+    """Return the cause that a traceback may show: `error`, or None where it, or its own cause, has a secret."""
     here: BaseException | None = error
     while here is not None:
         if redacted_text(here, options) != str(here):
@@ -70,7 +70,7 @@ def _hide_value(found: re.Match[str]) -> str:
 
 
 def _option_values(given: Any) -> Iterable[str]:
-    """The texts that options hold, at any depth."""
+    """Iterate over the texts that options hold, at any depth."""
     if isinstance(given, Mapping):
         given = list(given.values())
     if isinstance(given, list | tuple | set):

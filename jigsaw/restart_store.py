@@ -1,15 +1,15 @@
-"""The store in which the ranks of a job meet, apart from that of the same job before torchrun restarted it.
+"""Store in which the ranks of a job meet, apart from that of the same job before torchrun restarted it.
 
 The agent of torchrun keeps one store for all starts of its job (in torch 2.13, unless
 ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` is 1), and gloo and NCCL leave in it where each rank listens.  After a restart,
-ranks would find the addresses of the dead there.  So each start has a name of its own.  Torchrun's count of restarts
-is none: an agent counts its own alone.
+ranks would find the addresses of the dead there.  So each start has a unique name.  Torchrun's count of restarts is not
+unique, because each agent counts only its own.
 
 Four ranks start again.  Each writes a token, and waits for an answer to that token.  Rank 0 makes a name and answers
-every token that it finds, also those that the dead left, until each rank has acknowledged this name.
+every token that it finds, even those of the dead, until each rank has acknowledged this name.
 
 Ranks of srun and mpirun meet at a port that another job may have, too.  There rank 0 first proves that it knows the
-job's secret, and so does each token; who meets another job is told at once.
+job's secret, and so does each token; a rank that meets another job learns it at once.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _FOLDER = "jigsaw.start"
 _POLL_SECONDS = 0.02
 _BACKLOG = 2048
 _KEEPER_PATIENCE = timedelta(seconds=20)
-"""Rank 0 says who it is as soon as it listens."""
+"""Rank 0 identifies itself as soon as it listens."""
 
 
 def is_shared_between_starts() -> bool:
-    """Whether the store that this rank would join in has the addresses of earlier starts."""
+    """Say whether the store that this rank would join in has the addresses of earlier starts."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def store_of_this_start(limit: timedelta) -> tuple[dist.Store, int, int]:
-    """The job's store under a name that only the ranks of this start know, this rank, and how many there are."""
+    """Return the job's store under a name that only the ranks of this start know, this rank, and how many there are."""
     store, rank, ranks = next(rendezvous("env://", timeout=limit))
     return _name_start(store, rank, ranks, limit, b""), rank, ranks
 
 
 def joined_job_store(secret: str, limit: timedelta) -> tuple[dist.Store, int, int]:
-    """The store of ranks that know a secret, kept by rank 0 at ``MASTER_ADDR`` and ``MASTER_PORT``.
+    """Return the store of ranks that know a secret, kept by rank 0 at ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     It listens at the address of that host alone, where it has one and no other host's ranks need another.
 
@@ -72,13 +72,13 @@ def joined_job_store(secret: str, limit: timedelta) -> tuple[dist.Store, int, in
 def _listen_at(host: str, port: int, is_far: bool) -> socket.socket:
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # a host whose own name leads to itself alone must be reached by others at another address
+        # if a host's own name leads only to itself, others must reach it at another address
         if not (is_far and ipaddress.ip_address(address[4][0]).is_loopback):
             return socket.create_server((str(address[4][0]), port), family=address[0], backlog=_BACKLOG)
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
             raise _taken_port(host, port) from e
-        # no address of this host's own, as behind a virtual one: it is reached some other way
+        # not an address of this host, as behind a virtual one: others reach it some other way
     try:
         return socket.create_server(("", port), backlog=_BACKLOG)
     except OSError as e:
@@ -112,7 +112,7 @@ def _check_keeper(store: dist.Store, key: bytes, where: str, patience: timedelta
 
 
 def _proof(key: bytes, *said: str) -> str:
-    """Who shows it for words that were said knows the key."""
+    """Return the proof, for words that were said, of knowing the key."""
     return hmac.new(key, " ".join(said).encode(), "sha256").hexdigest()
 
 

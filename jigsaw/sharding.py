@@ -1,6 +1,6 @@
 """Weights, gradients and optimizer state in 1/P a rank: `fully_shard` over the flattened mesh, a unit at a time.
 
-Hybrid: cut over some axes, and held alike along the others (`ShardingOptions.replicate`).
+Hybrid: cut over some axes, and the same along the others (`ShardingOptions.replicate`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ WeightSharding = bool | Literal["after_forward", "keep"]
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """How weights are cut, as `jigsaw.parallelize` takes it."""
+    """Options of how weights are cut, as `jigsaw.parallelize` takes them."""
 
     keeps: bool
-    """Whether a unit stays gathered from its forward to its backward pass."""
+    """True where a unit stays gathered from its forward to its backward pass."""
     replicate: tuple[str, ...]
     """Axes along which every rank has the same part."""
     mp_policy: MixedPrecisionPolicy | None
@@ -46,9 +46,9 @@ class ShardingOptions:
         mp_policy: MixedPrecisionPolicy | None,
         offload_policy: OffloadPolicy | None,
     ) -> ShardingOptions | None:
-        """None where weights stay whole.
+        """Return the options, or None where weights stay whole.
 
-        Raises: `ShardingError` for what does not fit the mesh, or has no meaning for whole weights.
+        Raises: `ShardingError` for options that do not fit the mesh, or have no meaning for whole weights.
         """
         if not (isinstance(shard_weights, bool) or shard_weights in ("after_forward", "keep")):
             raise ShardingError(
@@ -75,14 +75,15 @@ class ShardingOptions:
         return cls(shard_weights == "keep", copies, mp_policy, offload_policy)
 
     def mesh_along(self, mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
-        """The mesh of one or two axes that `fully_shard` takes, over the ranks along `axes`."""
+        """Return the mesh of one or two axes that `fully_shard` takes, over the ranks along `axes`."""
         is_hybrid = any(name in self.replicate for name in axes)
         return hybrid_submesh(mesh, axes, self.replicate) if is_hybrid else flat_submesh(mesh, axes)
 
 
 def sharding_units(model: nn.Module, least_bytes: int) -> list[nn.Module]:
-    """Modules to gather at once, inner first: elements of ``Sequential`` and ``ModuleList`` of `least_bytes` or more
-    beyond the units in them.  One with a parameter that is also used outside it is none, for it is gathered alone.
+    """Return modules to gather at once, inner first: elements of ``Sequential`` and ``ModuleList`` of `least_bytes` or
+    more beyond the units in them.  A module with a parameter that is also used outside it is not a unit, because a unit
+    is gathered alone.
     """
     uses = _parameter_uses(model)
     found: list[nn.Module] = []
@@ -104,17 +105,18 @@ def sharding_units(model: nn.Module, least_bytes: int) -> list[nn.Module]:
 
 
 def _parameter_uses(model: nn.Module) -> Counter[nn.Parameter]:
-    """How many modules in `model` hold each parameter."""
+    """Return how many modules in `model` hold each parameter."""
     return Counter(p for module in model.modules() for p in module.parameters(recurse=False))
 
 
 def shard_model_weights(
     model: nn.Module, mesh: DeviceMesh, units: Sequence[nn.Module], options: ShardingOptions
 ) -> dict[str, nn.Parameter]:
-    """Cut the weights of `model` over the flattened mesh, each of `units` gathered at once; returns what stays whole.
+    """Cut the weights of `model` over the flattened mesh, each of `units` gathered at once; return what stays whole.
 
-    That are scalars, and dtypes other than that of most bytes, as a unit has one.  A weight that another axis has cut
-    (a DTensor) is cut further over the axes that are left, along a dim that divides; without one it stays as it is.
+    Scalars stay whole, and dtypes other than that of most bytes, because a unit has one.  A weight that another axis
+    has cut (a DTensor) is cut further over the axes that are left, along a dim that divides; without one it stays as it
+    is.
     """
     named = dict(model.named_parameters())
     main = _main_dtype(named.values())
@@ -149,7 +151,7 @@ def shard_model_weights(
 
 
 class _NoView(torch.autograd.Function):
-    """The same memory, for autograd not a view, with the version counter that tells of changes in place."""
+    """Same memory, not a view to autograd, with the version counter that shows changes in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -161,8 +163,8 @@ class _NoView(torch.autograd.Function):
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """Results that may be changed in place: FSDP2 gathers weights in a hook on them, which autograd drops of a changed
-    view.  For example a Linear, which ends with a view, as a unit before ``ReLU(inplace=True)``.
+    """Return results that may be changed in place, because FSDP2 gathers weights in a hook on them, which autograd
+    drops for a changed view.  For example a Linear, which ends with a view, as a unit before ``ReLU(inplace=True)``.
     """
 
     def apart(x: Tensor) -> Tensor:
@@ -176,18 +178,18 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 class _UnitPrefetch:
-    """Begins to gather the weights of the next unit before one computes, in the order of the last forward pass.
+    """Early gather of the next unit's weights before one computes, in the order of the last forward pass.
 
-    FSDP2 does so by streams, on GPUs alone: on CPUs it waits for each gather where it begins it, backward as well,
-    where it has the order itself.  Units a, b, c of one pass: in the next, b is on its way while a computes.  Of a unit
-    that different ones follow in one pass nothing is known, and what was gathered for nobody is freed.
+    FSDP2 does so by streams, only on GPUs: on CPUs it waits for each gather at once, and also backward, where it knows
+    the order itself.  Example: after units a, b, c in one pass, b travels in the next pass while a computes.  A unit
+    that different ones follow in one pass has no known successor, and unused gathers are freed.
     """
 
     def __init__(self, units: Sequence[FSDPModule], root: FSDPModule) -> None:
         self._next: dict[Any, FSDPModule | None] = {}
         self._seen: list[FSDPModule] = []
         self._ahead: set[FSDPModule] = set()
-        self._is_forward = False  # what is checkpointed runs again in the backward pass
+        self._is_forward = False  # checkpointed parts run again in the backward pass
         hooked: Any
         for hooked in units:
             hooked._set_unshard_async_op(True)
@@ -219,7 +221,7 @@ class _UnitPrefetch:
 
     def _free_unused(self) -> None:
         for unit in self._ahead:
-            unit.unshard()  # waits for what is on its way
+            unit.unshard()  # waits for the gather under way
             unit.reshard()
         self._ahead.clear()
 
@@ -232,7 +234,7 @@ def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
 
 
 def _dim_to_shard(p: DTensor, ranks: int) -> int | None:
-    """The dim to cut further: one whose pieces divide, on every rank, rather not the one that is cut already."""
+    """Return the dim to cut further: one whose pieces divide, on every rank, preferably not one that is cut already."""
     pieces = [1] * p.ndim
     for size, how in zip(p.device_mesh.shape, p.placements, strict=True):
         if isinstance(how, Shard):
@@ -242,7 +244,9 @@ def _dim_to_shard(p: DTensor, ranks: int) -> int | None:
 
 
 def _shard_placement(dims: Mapping[Any, int], where: Mapping[Any, DeviceMesh]) -> Callable[[nn.Parameter], Any] | None:
-    """What tells `fully_shard` where to cut the parameters in `dims`: groups of ranks are made in one order."""
+    """Return the function that tells `fully_shard` where to cut the parameters in `dims`; groups of ranks are made in
+    one order.
+    """
     if not dims:
         return None
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult

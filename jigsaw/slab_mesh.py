@@ -1,12 +1,12 @@
-"""A mesh of more ranks than there are: this process plays several of them, one after the other (`jigsaw.nn.chunked`).
+"""Mesh of more ranks than exist: this process plays several of them, one after the other (`jigsaw.nn.chunked`).
 
-Each rank of the mesh that there is has its rows of one dim in slabs, and a slab is what a rank of a finer mesh would
-have: the same mesh with one axis more, `SLAB_AXIS`, minor to those that cut the dim.  So all arithmetic of layouts
-holds, and what a slab holds is a tile with a halo.  Nobody else is there to ask while a slab is run, so nothing can be
-sent: rows that a slab lacks are told to whoever runs it (`RowsMissing`), who gives it more; statistics and keys of all
-slabs come from its `player` (`jigsaw.nn.slab_statistics`); all else is refused.
+Each rank of the real mesh has its rows of one dim in slabs.  A slab is what a rank of a finer mesh would have: the same
+mesh with one axis more, `SLAB_AXIS`, minor to those that cut the dim.  So all arithmetic of layouts holds, and a slab's
+rows are a tile with a halo.  Nothing can be sent while a slab runs, because the other slabs are not running.  For
+missing rows the slab raises `RowsMissing`, and its caller runs it again with more; statistics and keys of all slabs
+come from its `player` (`jigsaw.nn.slab_statistics`); everything else is refused.
 
-Two ranks with two slabs each of 16 rows: the axes are lat=2 and slab=2, the dim is cut at 0, 4, 8, 12, 16 by
+Example: two ranks with two slabs each of 16 rows: the axes are lat=2 and slab=2, the dim is cut at 0, 4, 8, 12, 16 by
 ("lat", "slab"), and rank 1 plays the coordinates (1, 0), which owns 8:12, and (1, 1), which owns 12:16.
 """
 
@@ -24,10 +24,10 @@ SLAB_AXIS = "slab"
 
 
 class RowsMissing(BaseException):
-    """A function needs rows that slabs do not hold: along each cut, by its axes: how many (below, above), of
-    how many, and whether they lie beyond an end, on a circle.
+    """Raised where a function needs rows that slabs do not hold.  It has, for each cut, by its axes: how many (below,
+    above), of how many, and whether they lie beyond an end, on a circle.
 
-    Not an error: whoever runs the slab catches it, and no ``except Exception`` of a net does.
+    It is not an error: the caller of the slab catches it, and no ``except Exception`` of a net does.
     """
 
     def __init__(self, lacking: dict[tuple[str, ...], tuple[int, int, int, bool]]) -> None:
@@ -36,7 +36,7 @@ class RowsMissing(BaseException):
 
 
 class SlabMesh:
-    """The finer mesh, as the rank that plays one slab of it sees it; to layouts and tiles it is a `DeviceMesh`."""
+    """The finer mesh, as the rank that plays one slab of it sees it; layouts and tiles use it like a `DeviceMesh`."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class SlabMesh:
         self._refuse()
 
     def check_rows(self, source: Layout, target: Layout) -> None:
-        """Whether every slab has what it needs; from layouts, so that all ranks find the same.
+        """Check that every slab has the rows that it needs, from layouts, so that all ranks find the same.
 
         Raises: `RowsMissing` where the slabs could hold more, `ShardingError` where a dim would be cut in another way.
         """
@@ -95,7 +95,7 @@ CHUNKED_NAME = "jigsaw.nn.chunked"
 
 
 def _rows_lacking(has: Cut, wants: Cut) -> Interval:
-    """The most rows that a piece lacks, below and above."""
+    """Return the most rows that a piece lacks, below and above."""
     pairs = [(h, w) for h, w in zip(has.held, wants.held, strict=True) if w[0] < w[1]]
     below = max((h[0] - w[0] for h, w in pairs), default=0)
     above = max((w[1] - h[1] for h, w in pairs), default=0)

@@ -44,18 +44,18 @@ def sliding_window(
     windows: str = "cut",
     align: int = 1,
 ) -> VolumeTensor:
-    r"""The model's answer on windows of a volume, averaged where they overlap.
+    r"""Return the model's output on windows of a volume, averaged where they overlap.
 
     - `model`: from a window [B, C, \*roi] to [B, K, \*roi];
     - `volume`: a tile [B, C, \*space], whose space (and batch) may be cut, or a plain tensor;
     - `roi`: rows of a window along each dim of space; None for the whole dim;
     - `overlap`: the share of a window that the next one covers again, in [0, 1);
-    - `blend`: ``"gaussian"`` weights a window's middle more, with a standard deviation of `sigma` x roi (weights below
-      0.001 are 0.001), ``"constant"`` weighs all alike;
-    - `fill`: what stands beyond a volume that is smaller than a window, half on either side;
+    - `blend`: ``"gaussian"`` gives a window's middle more weight, with a standard deviation of `sigma` x roi (weights
+      below 0.001 are 0.001), ``"constant"`` gives all the same;
+    - `fill`: the value around a volume that is smaller than a window, half on either side;
     - `windows`: ``"cut"``: each window is a tile, cut like the volume (at multiples of `align`), so the model works as
-      it does in training and a window may be larger than a rank can hold; ``"dealt"``: each rank takes other windows,
-      whole, near its own rows, so the layers send nothing: for a model of plain tensors whose window fits one rank.
+      in training, and a window may be larger than a rank can hold; ``"dealt"``: each rank takes other windows, whole,
+      near its own rows, so the layers send nothing, for a model of plain tensors whose window fits one rank.
 
     It tracks no gradients; the model is used in the mode (``model.eval()``) that it is in.
 
@@ -91,7 +91,7 @@ def _slide_over_tile(
 
 
 def importance_map(roi: Sequence[int], blend: str, sigma: float) -> Tensor:
-    """The weight of each voxel of a window, float32: MONAI's ``compute_importance_map``."""
+    """Return the weight of each voxel of a window, float32: MONAI's ``compute_importance_map``."""
     if blend == "constant":
         return torch.ones(tuple(roi))
     if blend != "gaussian" or not sigma > 0:
@@ -105,7 +105,7 @@ def importance_map(roi: Sequence[int], blend: str, sigma: float) -> Tensor:
 
 @dataclass(frozen=True)
 class _WindowGrid:
-    """Where windows lie: `starts` along each dim, in rows of the volume (below 0 where it is padded)."""
+    """Places of windows: `starts` along each dim, in rows of the volume (below 0 where it is padded)."""
 
     roi: tuple[int, ...]
     starts: tuple[tuple[int, ...], ...]
@@ -139,7 +139,7 @@ class _WindowGrid:
         return cls(sizes, tuple(_window_starts(n, rows, overlap) for n, rows in zip(space, sizes, strict=True)), align)
 
     def __iter__(self) -> Iterator[Box]:
-        """The box of each window, the last dim fastest."""
+        """Iterate over the box of each window, the last dim fastest."""
         for corner in product(*self.starts):
             yield tuple((a, a + rows) for a, rows in zip(corner, self.roi, strict=True))
 
@@ -156,12 +156,12 @@ def _window_starts(size: int, rows: int, overlap: float) -> tuple[int, ...]:
 
 
 def _view_of_box(x: Tensor, box: Box, within: Box) -> Tensor:
-    """The rows `box` of the last dims of `x`, which holds the rows `within`."""
+    """Return the rows `box` of the last dims of `x`, which holds the rows `within`."""
     return x[(..., *box_slices(box, within))]
 
 
 class _WeightedSums:
-    """Answers and weights added up over the rows that this rank owns."""
+    """Outputs and weights added up over the rows that this rank owns."""
 
     def __init__(self, mine: Box, weight: Tensor, like: Tensor) -> None:
         wide = torch.promote_types(like.dtype, torch.float32)
@@ -191,7 +191,7 @@ def _check_answer(answer: Any, window: tuple[int, ...]) -> None:
 
 
 class _CutWindows:
-    """Each window is a tile of the domain group."""
+    """Windows that are each a tile of the domain group."""
 
     def __init__(self, layout: Layout, mesh: DeviceMesh, local: Tensor, plan: _WindowGrid, fill: float) -> None:
         self.layout, self.mesh, self.local, self.plan, self.fill = layout, mesh, local, plan, fill
@@ -223,14 +223,16 @@ class _CutWindows:
         return sums.mean()
 
     def _stored(self, window: Box) -> list[Cut]:
-        """The window, each row where the volume has it; rows beyond the volume belong to its outermost pieces."""
+        """Return the window with each row where the volume has it; rows beyond the volume belong to its outermost
+        pieces.
+        """
         return [
             Cut(high - low, tuple(p - low for p in _points_in_window(cut, (low, high))), cut.axes)
             for (low, high), cut in zip(window, self.layout.cuts[2:], strict=True)
         ]
 
     def _rows(self, cut: Cut, span: Interval, d: int) -> Interval:
-        """The rows of a window that this rank has before they are spread, those beyond the volume included."""
+        """Return the rows of a window that this rank has before they are spread, including those beyond the volume."""
         points = _points_in_window(cut, span)
         return points[self.pieces[d]], points[self.pieces[d] + 1]
 
@@ -247,7 +249,7 @@ class _CutWindows:
 
 
 def _points_in_window(cut: Cut, span: Interval) -> tuple[int, ...]:
-    """The cut points of the volume that lie in a window, its ends the outermost."""
+    """Return the cut points of the volume that lie in a window, its ends the outermost."""
     low, high = span
     inner = [min(max(p, low), high) for p in cut.points[1:-1]]
     return (low, *inner, high)
@@ -257,7 +259,7 @@ def _points_in_window(cut: Cut, span: Interval) -> tuple[int, ...]:
 
 
 class _DealtWindows:
-    """Each rank takes windows of its own, whole."""
+    """Windows that are dealt to the ranks, whole."""
 
     def __init__(self, layout: Layout, mesh: DeviceMesh | None, local: Tensor, plan: _WindowGrid, fill: float) -> None:
         if layout.is_cut(1):
@@ -283,7 +285,9 @@ class _DealtWindows:
         return answer
 
     def _answers(self, model: WindowModel, given: Tensor, has_window: bool) -> tuple[Tensor | None, Tensor]:
-        """This rank's answer of a round, and its kind: all learn the channels and dtype, or why a model failed."""
+        """Return this rank's output of a round, and its kind: all learn the channels and dtype, or why a
+        model failed.
+        """
         answer: Tensor | None = None
         told: Any = None
         try:
@@ -303,7 +307,7 @@ class _DealtWindows:
         return answer, self.local.new_empty((self.local.shape[0], channels), dtype=dtype)
 
     def _rounds(self) -> list[RoundWindows]:
-        """The windows, dealt evenly: each to the rank that owns most of it, while that has room."""
+        """Deal the windows evenly: each to the rank that owns most of it, while that has room."""
         windows = [*self.plan]
         room = -(-len(windows) // len(self.boxes))
         dealt: dict[int, list[Box]] = {member: [] for member in self.boxes}
@@ -315,7 +319,9 @@ class _DealtWindows:
         return [{m: each[i] for m, each in dealt.items() if i < len(each)} for i in range(longest)]
 
     def _swap(self, given: dict[int, Tensor], taken: dict[int, Box], like: Tensor) -> dict[int, Tensor]:
-        """What other members send of the boxes `taken`, for what they are `given`; a plain volume has no others."""
+        """Return what other members send of the boxes `taken`, for what they are `given`; a plain volume has no other
+        members.
+        """
         if self.mesh is None:
             return {}
         shapes = [(m, [(*like.shape[:2], *box_shape(box))]) for m, box in taken.items()]
@@ -323,7 +329,7 @@ class _DealtWindows:
         return dict(zip(taken, swap.wait(), strict=True))
 
     def _gather(self, windows: RoundWindows) -> Tensor:
-        """This rank's window; an empty tensor without one."""
+        """Return this rank's window; an empty tensor without one."""
         sends = {
             m: _view_of_box(self.local, box_overlap(self.mine, box), self.mine)
             for m, box in windows.items()
@@ -342,7 +348,7 @@ class _DealtWindows:
         return given
 
     def _give_back(self, windows: RoundWindows, answer: Tensor | None, like: Tensor, sums: _WeightedSums) -> None:
-        """Answers go to those who own the rows."""
+        """Send outputs to the owners of the rows."""
         window = windows.get(self.me)
         sends: dict[int, Tensor] = {}
         shared = {m: box_overlap(self.mine, box) for m, box in windows.items()}
@@ -360,7 +366,7 @@ class _DealtWindows:
 
 
 def _coords_sharing_space(layout: Layout, here: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The coordinates that cut the same samples' space with this one: they differ along its axes alone."""
+    """Iterate over the coordinates that cut the same samples' space with this one: they differ only along its axes."""
     cutting = {axis for cut in layout.cuts[2:] for axis in cut.axes}
     for coord in layout.coords():
         if all(a == b or name in cutting for (name, _), a, b in zip(layout.axes, coord, here, strict=True)):

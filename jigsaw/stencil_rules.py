@@ -1,4 +1,4 @@
-"""The interval rule: which input rows a box of output rows needs, and which output rows a box of input rows gives.
+"""Interval rules: the input rows that a box of output rows needs, and the output rows that a box of input rows gives.
 
 One rule a dim: `StencilWindow` (convolution, pooling, padding), `TransposedWindow` (transposed convolution),
 `InterpolationTable` (interpolation), `FoldedPadding` (padding that reflects or repeats). From it `derive_cut` makes,
@@ -16,35 +16,35 @@ from jigsaw.cut import Cut, FrozenValue, Interval, ShardingError
 
 
 class StencilRule(Protocol):
-    """One dim of a stencil; `n` is the global number of input rows.  All of it is monotone in its rows."""
+    """One dim of a stencil; `n` is the global number of input rows.  All results are monotone in the rows."""
 
     def size(self, n: int) -> int:
-        """The global number of output rows."""
+        """Return the global number of output rows."""
         ...
 
     def need(self, out: Interval, n: int) -> Interval:
-        """The input rows that a non-empty interval of output rows reads; may reach beyond [0, n)."""
+        """Return the input rows that a non-empty interval of output rows reads; may reach beyond [0, n)."""
         ...
 
     def reach(self, held: Interval, n: int) -> Interval:
-        """The largest output interval whose `need` lies in `held`; ``start >= stop`` when there is none."""
+        """Return the largest output interval whose `need` lies in `held`; ``start >= stop`` when there is none."""
         ...
 
     def point(self, at: int, n: int) -> int:
-        """Where the output is cut when the input is cut at row `at`: least margins, multiples of a stride stay
-        aligned.
+        """Return where the output is cut when the input is cut at row `at`: least margins, and multiples of a stride
+        stay aligned.
         """
         ...
 
 
 def ceil_div(a: int, b: int) -> int:
-    """ceil(a / b), for b > 0."""
+    """Return ceil(a / b), for b > 0."""
     return -(-a // b)
 
 
 @dataclass(frozen=True, eq=False)
 class StencilWindow(FrozenValue):
-    """Output row o reads the input rows ``o * stride - below + k * dilation``, 0 <= k < kernel.
+    """Rule that output row o reads the input rows ``o * stride - below + k * dilation``, 0 <= k < kernel.
 
     `below` and `above` rows of padding are added at the ends; negative ones crop.  `ceil` is the pools' ``ceil_mode``.
     """
@@ -58,7 +58,7 @@ class StencilWindow(FrozenValue):
 
     @property
     def span(self) -> int:
-        """The rows from the first to the last that a window covers."""
+        """Number of rows from the first to the last that a window covers."""
         return self.dilation * (self.kernel - 1) + 1
 
     def size(self, n: int) -> int:
@@ -93,8 +93,8 @@ class StencilWindow(FrozenValue):
 
 @dataclass(frozen=True, eq=False)
 class TransposedWindow(FrozenValue):
-    """Input row i adds to the output rows ``i * stride - crop + k * dilation``, 0 <= k < kernel: a transposed
-    convolution.
+    """Rule of a transposed convolution: input row i adds to output rows ``i * stride - crop + k * dilation``, 0 <= k <
+    kernel.
 
     `crop` is torch's ``padding``, `extra` its ``output_padding``.
     """
@@ -120,9 +120,11 @@ class TransposedWindow(FrozenValue):
         return count
 
     def need(self, out: Interval, n: int) -> Interval:
-        """Also such that the plain op on the needed rows covers `out`; never beyond [0, n), where nothing adds."""
-        # rows that add to an output: their first output is not beyond it and their last not before it.  The plain op
-        # on these rows also has to reach as far as `out`, else there would be nothing to narrow: hence min and max.
+        """Return the needed rows, such that the plain op on them covers `out`; never beyond [0, n), where
+        nothing adds.
+        """
+        # rows that add to an output: their first output is not beyond it and their last not before it.  The plain op on
+        # these rows also has to reach as far as `out`, otherwise there would be nothing to narrow, hence min and max.
         start, stop = out[0] + self.crop, out[1] + self.crop
         low = min(ceil_div(start - self.span + 1, self.stride), start // self.stride)
         high = max((stop - 1) // self.stride, ceil_div(stop - self.span, self.stride)) + 1
@@ -131,13 +133,14 @@ class TransposedWindow(FrozenValue):
 
     def reach(self, held: Interval, n: int) -> Interval:
         low, high = held
-        # from where the row before the first held one adds no more, to where the one after the last begins to
+        # from the end of what the row before the first held one adds to, to the beginning of that of the row after the
+        # last
         start = max(low * self.stride, (low - 1) * self.stride + self.span)
         stop = min(high * self.stride, (high - 1) * self.stride + self.span)
         return start - self.crop, stop - self.crop
 
     def point(self, at: int, n: int) -> int:
-        # the centre of what row `at` adds to, rounded to whole strides so that a strided convolution undoes it
+        # the center of what row `at` adds to, rounded to whole strides so that a strided convolution undoes it
         shift = self.span - self.stride - 2 * self.crop
         rounded = ceil_div(abs(shift) - self.stride, 2 * self.stride)
         return self.stride * (at + (rounded if shift > 0 else -rounded))
@@ -145,7 +148,9 @@ class TransposedWindow(FrozenValue):
 
 @dataclass(frozen=True, eq=False)
 class InterpolationTable(FrozenValue):
-    """Output row o reads the input rows ``first[o] .. last[o]``, both included and both rising: interpolation."""
+    """Rule that output row o reads the input rows ``first[o] .. last[o]``, both included and both rising:
+    interpolation.
+    """
 
     first: tuple[int, ...]
     last: tuple[int, ...]
@@ -166,14 +171,16 @@ class InterpolationTable(FrozenValue):
 
 @dataclass(frozen=True, eq=False)
 class FoldedPadding(FrozenValue):
-    """Output row o reads input row o - below, folded back into the dim at its ends: mirrored, or the end row itself."""
+    """Rule that output row o reads input row o - below, folded back at the ends of the dim: mirrored, or the end row
+    itself.
+    """
 
     below: int
     above: int
     mirror: bool
 
     def row(self, o: int, n: int) -> int:
-        """The one input row that output row `o` reads."""
+        """Return the one input row that output row `o` reads."""
         at = o - self.below
         if not self.mirror:
             return min(max(at, 0), n - 1)
@@ -189,8 +196,8 @@ class FoldedPadding(FrozenValue):
         return n + self.below + self.above
 
     def need(self, out: Interval, n: int) -> Interval:
-        # where the dim is folded the reading turns back: of an interval that spans a fold, the ends alone do not tell
-        # the lowest and highest row (5 rows mirrored by 2: outputs 0 to 3 read 2, 1, 0, 1)
+        # at a fold the order of rows reverses, so the ends of an interval that spans a fold do not give the lowest and
+        # highest row (5 rows mirrored by 2: outputs 0 to 3 read 2, 1, 0, 1)
         turns = (self.below, self.below + n - 1)
         rows = [self.row(o, n) for o in (out[0], out[1] - 1, *(t for t in turns if out[0] <= t < out[1]))]
         return min(rows), max(rows) + 1
@@ -204,7 +211,7 @@ class FoldedPadding(FrozenValue):
 
 @dataclass(frozen=True)
 class DerivedCut:
-    """What a rule makes of a cut dim: the output `cut`; for each piece the input rows that it needs and how many it
+    """Result of a rule on a cut dim: the output `cut`, and for each piece the input rows that it needs and how many it
     lacks.
 
     `needs` lie in [0, n) unless the dim wraps; `margins` are the rows below 0 and beyond n that a window also covers.
@@ -217,11 +224,10 @@ class DerivedCut:
 
 @lru_cache(maxsize=4096)
 def derive_cut(cut: Cut, rule: StencilRule, wrap: bool = False, grow: tuple[int, int] = (0, 0)) -> DerivedCut:
-    """The output cut of a stencil along a cut dim, and what each piece needs.
+    """Return the output cut of a stencil along a cut dim, and what each piece needs.
 
-    A piece holds, beyond the output rows that it owns, all that its input rows (halo included) suffice for, and `grow`
-    rows a side if asked.  With `wrap` the input rows are those of a circle, and so are the output's where the strides
-    close it.
+    Beyond its own output rows, a piece holds all that its input rows (halo included) allow, and `grow` rows a side if
+    asked.  With `wrap` the input rows are those of a circle, and so are the output's where the strides close it.
 
     Raises: `ShardingError` when the rule leaves no output row.
     """
@@ -245,7 +251,7 @@ def derive_cut(cut: Cut, rule: StencilRule, wrap: bool = False, grow: tuple[int,
 def _held_output(
     cut: Cut, piece: int, owned: Interval, rule: StencilRule, wrap: bool, closed: bool, grow: tuple[int, int]
 ) -> Interval:
-    """The output rows that a piece holds: owned and grown ones, joined with what its input rows give."""
+    """Return the output rows that a piece holds: owned and grown ones, joined with what its input rows give."""
     n, m = cut.size, rule.size(cut.size)
     if owned[0] >= owned[1]:
         return owned
@@ -254,19 +260,19 @@ def _held_output(
     if not wrap and low < high:  # nothing beyond an end of the dim is missing
         start, stop = (0 if low == 0 else start), (m if high == n else stop)
     want = owned[0] - grow[0], owned[1] + grow[1]
-    # what the halo suffices for is held too, so that a deep halo serves several layers; not where it is apart from the
-    # owned rows (a stride can leave a gap), for a piece holds one interval
+    # rows that the halo allows are held too, so that a deep halo serves several layers; not where they are apart from
+    # the owned rows (a stride can leave a gap), because a piece holds one interval
     if start < stop and start <= want[1] and stop >= want[0]:
         want = min(want[0], start), max(want[1], stop)
     return want if closed else (max(want[0], 0), min(want[1], m))
 
 
 def _inside_and_margins(need: Interval, n: int) -> tuple[Interval, tuple[int, int]]:
-    """A needed interval as the rows inside [0, n) and the counts below and beyond."""
+    """Return a needed interval as the rows inside [0, n) and the counts below and beyond."""
     start, stop = need
     inside = min(max(start, 0), n), max(min(stop, n), 0)
     if inside[0] >= inside[1]:
-        # all of it is padding, below 0 or beyond n: an empty interval of rows, and the counts still add up
+        # only padding, below 0 or beyond n: an empty interval of rows, and the counts still add up
         low = max(min(stop, 0) - start, 0)
         at = min(max(start, 0), n)
         return (at, at), (low, stop - start - low)

@@ -1,4 +1,6 @@
-"""Ending a job on request: Slurm and torchrun send a signal to some process at some time, all ranks end at one step."""
+"""End of a job on request: Slurm and torchrun send a signal to some process at some time, and all ranks end at one
+step.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Whether any rank of the mesh was asked to end, by SIGTERM or SIGUSR1; a signal ends nothing by itself then.
+    """Request to end, by SIGTERM or SIGUSR1 on any rank of the mesh; meanwhile a signal itself ends nothing.
 
     Slurm sends SIGTERM ahead of SIGKILL, torchrun hands it on, and ``#SBATCH --signal=USR1@300`` sends SIGUSR1 five
-    minutes before the time is up.  They come to each rank between other lines of its program, or to one rank alone;
-    `heard` is where the ranks agree.  Leaving the ``with`` block puts the handlers of before back.
+    minutes before the time is up.  Each rank gets them at another line of its program, or only one rank does; the ranks
+    agree in `heard`.  The end of the ``with`` block restores the old handlers.
 
     *Sends*: at each `heard`, one all-reduce of 4 bytes over the mesh.
     *Raises*: `ValueError` off the main thread, where Python takes no signals.
@@ -48,7 +50,7 @@ class StopRequest:
         self._is_asked = True
 
     def heard(self) -> bool:
-        """Whether any rank was asked, the same on all.
+        """Say whether any rank was asked, the same on all.
 
         Every rank calls this, once a step.
         """

@@ -1,9 +1,9 @@
-"""`TensorShell`: the torch.Tensor that a Tile is for C++ code, without memory of its own.
+"""`TensorShell`: the torch.Tensor that C++ code sees of a Tile, without its own memory.
 
-Python code, and every function of torch, is answered before it looks into the shell.  C++ code that does look (a custom
-``autograd.Function``, TorchScript, an extension) finds a tensor on the meta device, whose sizes are the global ones and
-whose memory, strides and kernels are refused.  Autograd's truth is on `local`; what autograd writes into a shell would
-be lost, so that is found and refused, too.
+Python code and functions of torch never read the shell.  C++ code that does (a custom ``autograd.Function``,
+TorchScript, an extension) finds a tensor on the meta device, whose sizes are the global ones and whose memory, strides
+and kernels are refused.  `local` has the history of autograd.  A history on the shell would be lost, so that is found
+and refused, too.
 
 >>> tile = jigsaw.shard(torch.arange(4.0), jigsaw.init_mesh(lat=1), ("lat",))
 >>> isinstance(tile, torch.Tensor), tile.device.type
@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.cut import ShardingError
 from jigsaw.layout import Layout
 
-# What the local tensor answers for the tile: none of it depends on the rest of the global tensor.
+# Attributes that the local tensor answers for the tile, because they do not depend on the rest of the global tensor.
 _ATTRIBUTES_OF_LOCAL = (
     "device dtype itemsize is_leaf retains_grad _grad_fn grad_dtype output_nr volatile name "
     "is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr "
@@ -35,12 +35,14 @@ _ATTRIBUTES_OF_LOCAL = (
     "_python_dispatch"
 ).split()
 
-# What autograd can differentiate, and a shell of it says that it requires grad: an autograd.Function that meets a tile
-# then makes a node, which `check_no_history` finds.
+# Types that autograd can differentiate.  Their shells require grad, so that an autograd.Function that meets a tile
+# makes a node, which `check_no_history` finds.
 _DIFFERENTIABLE = frozenset(
     d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d.is_complex)
 )
-_META = torch.device("meta")  # where no kernel runs, and whose memory no other tensor takes over by `x.data = tile`
+_META = torch.device(
+    "meta"
+)  # on a device where no kernel runs, and whose memory no other tensor takes over by `x.data = tile`
 _make_wrapper = Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
 _tensor_base: Any = torch._C.TensorBase  # pyright: ignore[reportPrivateUsage]
 _graph_functions: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
@@ -48,7 +50,9 @@ _set_versions: Any = _graph_functions._unsafe_set_version_counter
 
 
 def make_shell(cls: type, shape: torch.Size, dtype: torch.dtype, needs_node: bool = True) -> Any:
-    """A shell of that class: `stride()` and the like of C++ code go to ``__torch_dispatch__``, which refuses them."""
+    """Return a shell of that class: `stride()` and the like of C++ code go to ``__torch_dispatch__``, which refuses
+    them.
+    """
     return _make_wrapper(
         cls,
         shape,
@@ -76,7 +80,7 @@ class _EnterShell(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shell: TensorShell, local: Tensor) -> TensorShell:
         ctx.mark_dirty(shell)
-        ctx.set_materialize_grads(False)  # a shell that entered twice has no gradient by its first way
+        ctx.set_materialize_grads(False)  # a shell that entered twice has no gradient from its first entry
         return shell
 
     @staticmethod
@@ -97,18 +101,18 @@ class _LeaveShell(torch.autograd.Function):
 
 
 class _ThroughFunction(torch.autograd.Function):
-    """From the local tensors of the tiles, and the plain tensors, that a custom Function took to the local tensor of
-    the tile which it returned.
+    """Function from the local tensors of the tiles, and the plain tensors, that a custom Function took to the local
+    tensor of its result.
 
-    Its forward ran on tiles without autograd's eyes, and its node leads from shell to shells.  So its backward is run
-    by itself, on the gradient as a tile: it works on tiles, too.
+    The custom forward ran on tiles without autograd, and its node leads from shell to shells.  So its backward runs by
+    itself, on the gradient as a tile: it works on tiles, too.
     """
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, edge: GradientEdge, as_tile: Any, sources: Sequence[Tensor], *inputs: Tensor
     ) -> Tensor:
-        # not the shell itself, which would keep itself alive by its local tensor's node
+        # not the shell itself, which would keep itself alive through its local tensor's node
         ctx.edge, ctx.as_tile, ctx.sources = edge, as_tile, sources
         return rows.view_as(rows)
 
@@ -118,7 +122,7 @@ class _ThroughFunction(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
         node, which = ctx.edge.node, ctx.edge.output_nr
-        # not by the engine, to which the gradient of a plain weight, as a tile, would be one of another device
+        # not by the engine, for which the gradient of a plain weight, as a tile, would be on another device
         given = [ctx.as_tile(grads[0] if i == which else None, m) for i, m in enumerate(node._input_metadata)]
         found = node.apply(*given)
         found = found if isinstance(found, tuple) else (found,)
@@ -128,7 +132,7 @@ class _ThroughFunction(torch.autograd.Function):
 
 
 def _as_laid(gradient: Any, source: Tensor) -> Tensor:
-    """The local part of a gradient, where the rows of the tile lie whose gradient it is; that of a plain tensor is
+    """Return the local part of a gradient, in the layout of the tile that it belongs to; that of a plain tensor is
     whole on every rank.
     """
     if not isinstance(source, TensorShell):
@@ -146,15 +150,15 @@ _plain_entries: list[Callable[[Tensor, Any], Tensor]] = []
 
 
 def enters_functions(entry: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Any], Tensor]:
-    """Let `entry(x, tile)` be how a plain tensor enters a custom Function whose backward gives it a whole gradient on
-    every rank (jigsaw.ops.plain_operands has the one).
+    """Use `entry(x, tile)` for a plain tensor that enters a custom Function, whose backward gives it a whole gradient
+    on every rank (see jigsaw.ops.plain_operands).
     """
     _plain_entries[:] = [entry]
     return entry
 
 
 def _local_through_function(shell: TensorShell, node: Any, rows: Tensor) -> Tensor:
-    """The local tensor of what a custom Function returned, with a gradient that reaches its inputs.
+    """Return the local tensor of a custom Function's result, with a gradient that reaches its inputs.
 
     *Raises*: `ShardingError` where an input that requires grad is neither a leaf nor saved for its backward, or a tile
     has a halo.
@@ -174,11 +178,14 @@ def _local_through_function(shell: TensorShell, node: Any, rows: Tensor) -> Tens
 
 
 def _inputs_of_node(node: Any) -> list[Tensor | None]:
-    """The inputs of a custom Function that require grad: leaves, or what it saved for its backward; None for others."""
+    """Return the inputs of a custom Function that require grad: leaves, or tensors that it saved for its backward; None
+    for others.
+    """
     edges = [(n, at) for n, at in node.next_functions if n is not None]
     autograd: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     hooks = autograd._top_saved_tensors_default_hooks(True)
-    # what a hook packed (checkpointing does) is not unpacked here: that may run the forward pass again
+    # values that a hook packed (as checkpointing does) are not unpacked here, because that may run the forward pass
+    # again
     leaves = [n.variable if n.name() == _LEAF_NODE else None for n, _ in edges]
     saved = [] if hooks is not None or not any(x is None for x in leaves) else node.saved_tensors
     by_edge = {(_tensor_base.grad_fn.__get__(x), _tensor_base.output_nr.__get__(x)): x for x in saved if x is not None}
@@ -186,7 +193,7 @@ def _inputs_of_node(node: Any) -> list[Tensor | None]:
 
 
 def _tile_of(cls: type, layout: Layout, mesh: DeviceMesh, local: Tensor | None, like: Any) -> Any:
-    """A gradient as a tile; zeros for an output that has none."""
+    """Return a gradient as a tile; zeros for an output that has none."""
     if local is None:
         zeros = torch.zeros((), dtype=like.dtype, device=mesh.device_type).expand(like.shape)
         return cls(zeros, Layout.of(like.shape, (None,) * len(like.shape), layout.axes), mesh)
@@ -199,14 +206,14 @@ def _node_of_shell(shell: TensorShell) -> Any:
 
 
 def _has_entered(node: Any, output: int) -> bool:
-    """Whether an input of an identity is a tile that entered the graph, a plain tensor, or needs no gradient."""
-    # metadata do not tell of a subclass, but of tensors with values only shells are on the meta device
+    """Say whether an input of an identity is a tile that entered the graph, a plain tensor, or needs no gradient."""
+    # metadata do not name a subclass, but of tensors with values only shells are on the meta device
     return node is None or node.name() == ENTER_NODE or node._input_metadata[output].device != _META
 
 
 class _LocalBehindNode:
-    """`local` of a tile that autograd has made as a view of another one, until it is read for the first time; or of one
-    whose local tensor is awaited, from whom ``__dict__["awaited"]`` says.
+    """Descriptor of `local` until its first read, for a tile that autograd has made as a view of another one, or whose
+    local tensor still has to arrive.  In the latter case ``__dict__["awaited"]`` names its source.
     """
 
     def __get__(self, shell: TensorShell | None, cls: type) -> Any:
@@ -235,7 +242,7 @@ def _lost_gradient(shell: TensorShell, node: Any) -> ShardingError:
     )
 
 
-# What a tile is made of, in its `__dict__`; everything else there was set by others.
+# Fields of a tile in its `__dict__`; everything else there was set by others.
 _STATE = frozenset("local layout mesh shape awaited numbered _rows _entered".split())
 
 # For a type checker a Tile has whatever torch.Tensor has, of a type that the table alone knows.
@@ -246,7 +253,7 @@ else:
 
 
 class TensorShell(_TensorBase):
-    """What a Tile does as an object, as a number and as an array, whatever its layout is."""
+    """Behavior of a Tile as an object, as a number and as an array, whatever its layout is."""
 
     local: Tensor
 
@@ -265,19 +272,18 @@ class TensorShell(_TensorBase):
     def check_no_history(self) -> None:
         """Give the local tensor its history, for a tile that came out of a custom ``autograd.Function``.
 
-        Its forward ran without autograd's eyes, so the local tensor has no gradient: what autograd keeps of it is on
-        the shell.
+        Its forward ran without autograd, so the local tensor has no history: autograd's record is on the shell.
 
         *Raises*: `ShardingError` where that cannot be followed.
         """
-        # not `requires_grad`, which a view that a Function made of its input has without a way back
+        # not `requires_grad`, which is True of a view that a Function made of its input even without a way back
         if self.local.grad_fn is None and torch.is_grad_enabled():
             node = _node_of_shell(self)
             if node is not None and node.name() != ENTER_NODE:
                 self.__dict__["local"] = _local_through_function(self, node, self.local.detach())
 
     def view_of_itself(self) -> Any:
-        """What ``x.view_as(x)`` is: the way in which autograd returns an input that a Function has not changed."""
+        """Return ``x.view_as(x)``, which autograd makes of an input that a Function returns unchanged."""
         state = self.__dict__
         view = make_shell(type(self), self.shape, self.dtype, needs_node=False)
         rows = self.local.view_as(self.local)
@@ -296,7 +302,7 @@ class TensorShell(_TensorBase):
                         _tensor_base.requires_grad.__set__(self, False)
                     version = _tensor_base._version.__get__(self)
                 _EnterShell.apply(self, local)
-                # no value has changed: whoever has saved the shell before, as checkpointing does, goes on with it
+                # no value has changed, so a saved shell, as of checkpointing, stays valid
                 _set_versions((self,), (version,))
                 state["_entered"] = node
         return local.requires_grad
@@ -362,7 +368,7 @@ class TensorShell(_TensorBase):
         return self.local, state["layout"], state["mesh"]
 
     def _attributes(self) -> dict[str, Any]:
-        """What others have set on the tile, as on any tensor."""
+        """Return what others have set on the tile, as on any tensor."""
         return {name: value for name, value in self.__dict__.items() if name not in _STATE}
 
     # -- a number, an array -------------------------------------------------------------------------------------------
@@ -412,5 +418,5 @@ class TensorShell(_TensorBase):
 if not TYPE_CHECKING:
     TensorShell.local = _LocalBehindNode()
     for _name in _ATTRIBUTES_OF_LOCAL:
-        if hasattr(torch._C.TensorBase, _name):  # a few are not there in every version of torch
+        if hasattr(torch._C.TensorBase, _name):  # a few are missing in some versions of torch
             setattr(TensorShell, _name, property(attrgetter(f"local.{_name}")))

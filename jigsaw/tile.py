@@ -1,9 +1,9 @@
 """`Tile`: a rank's part of a global tensor that behaves like the whole one.
 
-A torch.Tensor for whoever asks, with ``__torch_function__`` (what it is for C++ code: `TensorShell`; why not a DTensor:
-docs/design.md).  Torch functions that meet a Tile are answered from one closed table, which the files of ops fill
-through `implements_torch` when jigsaw is imported; what the table does not know is refused on a cut dim.  Never a
-silent gather, never a silent local answer.
+It is a torch.Tensor with ``__torch_function__`` (for C++ code: `TensorShell`; why it is not a DTensor: docs/design.md).
+One closed table answers torch functions that meet a Tile.  The files of ops fill it through `implements_torch` when
+jigsaw is imported.  A function that is not in the table is refused on a cut dim: there is never a silent gather, and
+never a silent local result.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _rest_finders: list[Callable[[Any], TileHandler]] = []
 
 
 def implements_torch(*functions: Any) -> Callable[[H], H]:
-    """Answer these torch functions, and the tensor methods of the same name, with the decorated handler; an operator of
-    another package is named: ``"space::name"``.
+    """Answer these torch functions, and the tensor methods of the same name, with the decorated handler; name an
+    operator of another package: ``"space::name"``.
     """
 
     def register(handler: H) -> H:
@@ -51,16 +51,15 @@ def implements_torch(*functions: Any) -> Callable[[H], H]:
 
 
 def implements_rest(find: Callable[[Any], TileHandler]) -> Callable[[Any], TileHandler]:
-    """Answer every function that no file of ops implements: `find` returns its handler (jigsaw.ops.pointwise has the
-    one).
-    """
+    """Answer every function that no file of ops implements: `find` returns its handler (see jigsaw.ops.pointwise)."""
     _rest_finders[:] = [find]
     return find
 
 
 def watches_changes(find: Callable[[Any], Callable[..., Any] | None]) -> Callable[[Any], Any]:
-    """Let `find` say, for each function, what is called before it runs on tiles, with the function and its arguments,
-    or None (jigsaw.ops.apart_copies has the one).  That may raise, and returns what is called with the answer, or None.
+    """Let `find` return, for each function, a check that runs before it on tiles, with the function and its arguments,
+    or None (see jigsaw.ops.apart_copies).  The check may raise, and returns a function that is called with the result,
+    or None.
     """
     _watcher_finders[:] = [find]
     return find
@@ -70,21 +69,21 @@ _ViewNote = TypeVar("_ViewNote", bound=Callable[[Any], None])
 
 
 def notes_views(note: _ViewNote) -> _ViewNote:
-    """Let `note` see what a function gives that took, or made, a copy where torch's is a view (jigsaw.ops.apart_copies
-    has the one).
+    """Let `note` see the result of a function that took, or made, a copy where torch's is a view (see
+    jigsaw.ops.apart_copies).
     """
     _view_notes[:] = [note]
     return note
 
 
-# classes of plain tensors that stand for others, and how these are read (jigsaw.ops.plain_views has one)
+# classes of plain tensors that stand for others, and how to read these (see jigsaw.ops.plain_views)
 plain_readers: dict[type, Callable[[Any], Tensor]] = {}
 _view_notes: list[Callable[[Any], None]] = []
-copies_made = [0]  # of rows that torch gives as a view
+copies_made = [0]  # copies of rows that torch returns as a view
 _watcher_finders: list[Callable[[Any], Callable[..., Any] | None]] = []
 
-# For each function, once it was called: its handler, which arguments must be a Tile (True) or must not be one, the
-# same by place (None: either), the names to look at twice, and what is called before it.
+# For each function, after its first call: its handler, which arguments must be a Tile (True) or must not be one, the
+# same by place (None: either), the names to check again, and the check before it.
 _Answer = tuple[TileHandler, ArgumentKinds, tuple[bool | None, ...], frozenset[str], Callable[..., Any] | None]
 _answers: dict[Any, _Answer] = {}
 
@@ -102,7 +101,9 @@ def _find_answer(function: Any) -> _Answer:
 
 
 def _operator_name(function: Any) -> str:
-    """The name of what a package registered with torch (``torch.ops.space.name``), without its overload."""
+    """Return the name of an operator that a package registered with torch (``torch.ops.space.name``), without its
+    overload.
+    """
     operators = torch._ops  # pyright: ignore[reportPrivateUsage]
     is_operator = isinstance(function, (operators.OpOverload, operators.OpOverloadPacket))
     return str(function).removesuffix(".default").replace(".", "::", 1) if is_operator else ""
@@ -111,12 +112,12 @@ def _operator_name(function: Any) -> str:
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}  # names that torch takes for its own
 _HAS_AXIS = frozenset((torch.segment_reduce, torch.quantize_per_channel, torch.fake_quantize_per_channel_affine))
 _QUICK_PLACES = 16
-# taken as they are; a subclass of one of them, an array or a list is looked at more closely
+# taken as they are; a subclass of one of them, an array or a list is checked more closely
 _GIVEN_KINDS = {Tensor, Parameter, torch.Size, *map(type, (0, 0.0, True, "", None, ..., slice(0), torch.int))}
 
 
 def _call_handler(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the table answers, once the arguments are those of torch's own names and kinds.
+    """Return the result of the table's handler, once the arguments have torch's own names and kinds.
 
     *Raises*: `ShardingError` for ``out=``, for a Tile or a plain tensor where the handler takes the other, and for a
     tile out of a custom autograd.Function.
@@ -171,7 +172,7 @@ _NOT_GIVEN = object()
 
 
 def _as_argument(value: Any) -> Any:
-    """An array of numpy's that meets a tile is the whole one, as a plain tensor is."""
+    """Return an array of numpy's that meets a tile as a plain tensor, which is whole."""
     if isinstance(value, Tile):
         value.check_no_history()
     elif type(value) in plain_readers:
@@ -214,13 +215,13 @@ def watch_new_tiles(watcher: Callable[[Any], None] | None) -> None:
 
 
 class Tile(TensorShell):
-    """The local part of a global tensor: `local` is what `layout` says that this rank of `mesh` holds, halo included.
+    """Local part of a global tensor: `local` is what `layout` says that this rank of `mesh` holds, halo included.
 
     It shows the global view: ``shape``, reductions, broadcasting and indexing are those of the whole tensor.  Gradients
     flow to ``local``, which may require grad.  `shard` and `from_local` make one.
 
     *Shapes*: global `Tile.shape`; per rank ``local.shape``, which is ``layout.local_shape(coordinate)``.
-    *Raises*: `ShardingError` for every function that cannot be answered exactly on a cut dim; it names the remedy.
+    *Raises*: `ShardingError` for every function without an exact result on a cut dim; it names the remedy.
 
     >>> mesh = jigsaw.init_mesh(lat=1, lon=1)
     >>> tile = jigsaw.shard(torch.randn(2, 3, 33, 64), mesh, (None, None, "lat", "lon"))
@@ -235,7 +236,7 @@ class Tile(TensorShell):
     mesh: DeviceMesh
     shape: torch.Size
 
-    if not TYPE_CHECKING:  # hides torch's own descriptors, so that what `__new__` stores is found
+    if not TYPE_CHECKING:  # hides torch's own descriptors, so that the values of `__new__` are found
         layout = shape = None
 
     def __new__(cls, local: Tensor, layout: Layout, mesh: DeviceMesh) -> Tile:
@@ -248,13 +249,13 @@ class Tile(TensorShell):
         return tile
 
     def view_of_itself(self) -> Any:
-        """As that of a shell; whoever watches new tiles sees it."""
+        """Return the view of a shell; a watcher of new tiles sees it."""
         view = super().view_of_itself()
         if _watcher is not None:
             _watcher(view)
         return view
 
-    if TYPE_CHECKING:  # what a type checker sees of the operators that are set below
+    if TYPE_CHECKING:  # operators that are set below, for type checkers
         __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _any_operator
         __floordiv__ = __rfloordiv__ = __mod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _any_operator
         __neg__ = __abs__ = __invert__ = __and__ = __or__ = __xor__ = _any_operator
@@ -289,7 +290,7 @@ class Tile(TensorShell):
 
     @property
     def grad(self) -> Tile | None:
-        """The gradient, as a tile: exact on the rows that this rank owns (halo rows hold this rank's part)."""
+        """Gradient, as a tile: exact on the rows that this rank owns (halo rows hold this rank's part)."""
         return None if self.local.grad is None else Tile(self.local.grad, self.layout, self.mesh)
 
     @grad.setter
@@ -305,11 +306,11 @@ class Tile(TensorShell):
 
     @property
     def coordinate(self) -> MeshCoordinate:
-        """This rank's coordinate in the mesh."""
+        """Coordinate of this rank in the mesh."""
         return mesh_coordinate(self.mesh)
 
     def owned(self) -> Tile:
-        """The same tile without its halo; nothing is sent."""
+        """Return the same tile without its halo; nothing is sent."""
         if not self.layout.has_halo:
             return self
         bare = self.layout.without_halo()
@@ -323,10 +324,10 @@ class Tile(TensorShell):
         *,
         placements: Sequence[Any] | None = None,
     ) -> Tile:
-        """The same tensor, cut by another `spec`; `split` and `align` as in `jigsaw.shard`.
+        """Return the same tensor, cut by another `spec`; `split` and `align` as in `jigsaw.shard`.
 
-        ``placements=[Replicate()]`` is the word of torch's DTensor for a spec that cuts nothing: nets say it to any
-        tensor that has this method.
+        ``placements=[Replicate()]`` is torch's DTensor term for a spec that cuts nothing: nets pass it to any tensor
+        that has this method.
 
         *Sends*: the rows that other ranks will hold and this rank owns; backward likewise, the other way.
         *Raises*: `ShardingError` for a spec that does not fit, dims that were flattened together, or placements that
@@ -342,7 +343,7 @@ class Tile(TensorShell):
         return self.with_layout(Layout.of(self.shape, spec, self.layout.axes, split=split, align=align))
 
     def with_layout(self, layout: Layout) -> Tile:
-        """The same tensor in another layout of the same mesh: other cut points, or a halo.
+        """Return the same tensor in another layout of the same mesh: other cut points, or a halo.
 
         *Sends*: the rows that other ranks will hold and this rank owns; backward likewise, the other way.
         """
@@ -350,9 +351,10 @@ class Tile(TensorShell):
         return Tile(redistribute_rows(self.local, self.layout, layout, self.mesh), layout, self.mesh)
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor as an ordinary one, on every rank; a halo is left out.
+        """Return the whole tensor as an ordinary one, on every rank; a halo is left out.
 
-        *Sends*: this rank's owned rows to every rank that lacks them; backward nothing (the gradient is held alike).
+        *Sends*: this rank's owned rows to every rank that lacks them; backward, nothing (the gradient is the same on
+        all).
         """
         self.check_no_history()
         dims = [[c.uncut() for c in group] for group in self.layout.dims()]
@@ -366,7 +368,7 @@ class Tile(TensorShell):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # `Tensor.T.__get__(tile)`, which C++ code and torch ask for
+        # `Tensor.T.__get__(tile)`, which C++ code and torch use
         if func.__class__ is MethodWrapperType and func.__name__ in ("__get__", "__set__"):
             name = func.__self__.__name__
             if func.__name__ == "__set__":
@@ -374,7 +376,7 @@ class Tile(TensorShell):
             return torch.strided if name == "layout" else getattr(args[0], name)
         return _call_handler(func, *args, **kwargs) if kwargs else _call_handler(func, *args)
 
-    # No subscript of its own: a Python class that has one is a sequence for C code, which would take it apart.
+    # No subscript of its own, because a Python class that has one is a sequence for C code, which would take it apart.
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.unbind(0))
@@ -413,7 +415,7 @@ def _make_attribute(descriptor: Any, name: str) -> property:
 
 
 def _hide_tensor(cls: Any) -> None:
-    """Everything else that torch.Tensor has is asked of the table: nothing is left that could answer from the shell."""
+    """Send everything else that torch.Tensor has to the table, so that nothing could answer from the shell."""
     own = {name for base in cls.__mro__[: cls.__mro__.index(Tensor)] for name in vars(base)}
     of_the_class = {
         *("__getitem__ __setitem__ __delitem__ __slotnames__ __new__ __init__ __class__ __dict__".split()),
@@ -436,7 +438,7 @@ leave_untraced(Tile.__torch_function__.__func__, Tile.__new__)
 
 
 def tiles_in(values: object) -> Iterator[Tile]:
-    """Every Tile among arguments, lists, tuples and dicts."""
+    """Iterate over every Tile among arguments, lists, tuples and dicts."""
     if isinstance(values, Tile):
         yield values
     elif isinstance(values, (list, tuple)):
@@ -448,8 +450,8 @@ def tiles_in(values: object) -> Iterator[Tile]:
 
 
 def refusal_error(function: Any, tile: Tile, why: str, remedy: str, needs_whole: Sequence[int] = ()) -> ShardingError:
-    """The error for an op that cannot be answered exactly: names the op, the dims, the rule and the remedy, with the
-    line to write where the dims that it needs whole are given.
+    """Return the error for an op without an exact result: it names the op, the dims, the rule and the remedy.  Where
+    the dims that it needs whole are given, it has the line to write.
     """
     if needs_whole and len(tile.layout.cuts) == tile.ndim:
         remedy += f": x = x.redistribute({spec_without(tile.layout, needs_whole)!r})"
@@ -464,13 +466,13 @@ def refusal_error(function: Any, tile: Tile, why: str, remedy: str, needs_whole:
 
 
 class _Leave(torch.autograd.Function):
-    """The mark, in the autograd graph, of a plain tensor that came out of a tile: its gradient is whole on every
+    """Mark, in the autograd graph, of a plain tensor that was computed from a tile: its gradient is whole on every
     rank.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        # `loss += penalty` is common, and torch lets nobody change a view from inside a Function in place
+        # `loss += penalty` is common, and torch forbids changing a view from inside a Function in place
         return x.view_as(x) if x.ndim else x.clone()
 
     @staticmethod
@@ -485,19 +487,19 @@ _leave_watcher: Callable[[Tensor], Tensor] | None = None
 
 
 def watch_left_tensors(watcher: Callable[[Tensor], Tensor] | None) -> None:
-    """Let `watcher` see every plain tensor that a tile gives, and return what is given, until it is None again."""
+    """Let `watcher` see every plain tensor that a tile gives, and replace it by its result, until it is None again."""
     global _leave_watcher
     _leave_watcher = watcher
 
 
 def leave_tile(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """An ordinary tensor, held alike by every rank of the mesh, out of a tile."""
+    """Return an ordinary tensor, the same on every rank of the mesh, from a tile."""
     x = _Leave.apply(x) if x.requires_grad and mesh_size(mesh) > 1 else x
     return x if _leave_watcher is None else _leave_watcher(x)
 
 
 def shared_mesh(tiles: Sequence[Tile]) -> DeviceMesh:
-    """The mesh that the tiles share.
+    """Return the mesh that the tiles share.
 
     Raises: `ShardingError` when they sit on different meshes.
     """
@@ -511,14 +513,14 @@ def shared_mesh(tiles: Sequence[Tile]) -> DeviceMesh:
 
 
 def in_own_memory(y: Tensor, x: Tile) -> Tensor:
-    """`y`, in memory of its own as torch's results are: where nothing had to move, on this rank alone perhaps, the rows
-    of `x` themselves came back, and a change in place would reach them.
+    """Return `y` in its own memory, as torch's results are.  Where nothing had to move, perhaps only on this rank, `y`
+    is the rows of `x` themselves, and a change in place would reach them.
     """
     return y.clone(memory_format=torch.contiguous_format) if lie_in_one_memory(y, x.local) and y.numel() else y
 
 
 def lie_in_one_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether one is made of the other's memory; tensors without values, of a graph that is being made, have no address
-    to compare.
+    """Say whether one is made of the other's memory; tensors without values, of a graph that is being made, have no
+    address to compare.
     """
     return x.untyped_storage()._cdata == y.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""Tensors become tiles: a whole one that every rank has is cut, or each rank gives its own part.
+"""Functions that make tiles of tensors: a whole one that every rank has is cut, or each rank gives its own part.
 
 >>> jigsaw.shard(torch.ones(4, 6), jigsaw.init_mesh(lat=1), ("lat", None)).shape
 torch.Size([4, 6])
@@ -34,8 +34,8 @@ def shard(
     *Shapes*: global ``x.shape``; per rank the balanced (or `split`, `align`) share of every dim that `spec` names, plus
     `halo` rows a side (dim -> rows, or (below, above)), which wrap on `periodic` dims.  ``align=4`` keeps four rows
     together along every dim but those that ``data``, ``replicate`` or ``ensemble`` cuts, ``align={2: 4}`` along dim 2.
-    *Sends*: nothing but one agreement on the arguments and a checksum of `x`; backward, one exchange when `x` requires
-    grad, so that its gradient is whole on every rank.
+    *Sends*: only one agreement on the arguments and a checksum of `x`; backward, one exchange when `x` requires grad,
+    so that its gradient is whole on every rank.
     *Raises*: `ShardingError` on every rank, for a spec that does not fit, or ranks whose shapes, dtypes, values or
     other arguments differ.
 
@@ -78,7 +78,7 @@ def from_local(
     halo: Mapping[int, int | tuple[int, int]] | None = None,
     periodic: Sequence[int] = (),
 ) -> Tile:
-    """The tile whose local part this rank has already; `shape` is the global one.
+    """Return the tile whose local part this rank has already; `shape` is the global one.
 
     *Shapes*: global `shape`; per rank ``local.shape``, the share that `shard` with these arguments would give it.
     *Sends*: one agreement: every rank learns whether all parts fit; where axes cut nothing, with a checksum of `local`.

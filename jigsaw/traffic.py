@@ -1,4 +1,4 @@
-"""What a rank says to others, counted: every call with its bytes and messages, while somebody counts."""
+"""Count of a rank's communication: every call with its bytes and messages, while a count is open."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class TrafficCall:
-    """One communication of this rank: what, how many payload bytes and messages; how many bytes to which rank of the
-    job, and whether other work goes on meanwhile.  Of a collective that turns in a ring, `ring` are its ranks.
+    """One communication of this rank: its kind, payload bytes and messages, the bytes to each rank of the job, and
+    whether work hides it.  For a collective that turns in a ring, `ring` are its ranks.
     """
 
     kind: str
@@ -24,7 +24,7 @@ class TrafficCall:
 
 @dataclass
 class TrafficCount:
-    """What this rank communicated while the count was open; `messages` are those it sent."""
+    """Communication of this rank while the count was open; `messages` are those it sent."""
 
     calls: list[TrafficCall] = field(default_factory=list[TrafficCall])
 
@@ -52,7 +52,7 @@ def count() -> Generator[TrafficCount]:
     try:
         yield mine
     finally:
-        # by identity: two counts with the same calls compare equal
+        # by identity, because two counts with the same calls compare equal
         open_counts[:] = [c for c in open_counts if c is not mine]
 
 
@@ -65,6 +65,6 @@ def record_call(
     is_behind: bool = False,
     ring: Sequence[int] = (),
 ) -> None:
-    """Tell every open count of a call; see `TrafficCall`."""
+    """Add a call to every open count; see `TrafficCall`."""
     for each in open_counts:
         each.calls.append(TrafficCall(kind, sent, received, messages, tuple(sent_to), is_behind, tuple(ring)))

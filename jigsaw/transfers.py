@@ -1,4 +1,4 @@
-"""Who sends which rows to whom: from the boxes that ranks own and the boxes that they need to messages.  No torch.
+"""Messages of an exchange, from the boxes that ranks own and the boxes that they need.  No torch.
 
 Each rank owns the box ``source.owned(coord)`` and holds ``source.held(coord)``; it needs ``target.held(coord)``.
 Needed intervals may reach below 0 or beyond the size: rows wrap around, as on a longitude circle.  What a rank holds
@@ -6,10 +6,10 @@ already is copied, everything else comes from its owner, in one message a pair o
 boxes with several hops, several wraps, empty pieces and negative margins need no special case; a rank plans its own
 side alone, in steps that count its dims' pieces and its messages, never the ranks of the mesh.
 
-Four ranks on lat=2, lon=2, an 8 x 8 array, a row of halo around, lon a circle: rank 0 owns [0:4, 0:4] and needs
-[0:5, -1:5].  Along lat rows 0:4 are its own and row 4 is of the rows below; along lon -1 is column 7 and 4 column 4,
-both of the ranks to the right.  The product of these is its list: rank 1 gives columns 3 and 0 of its local tensor,
-rank 2 a row, rank 3 two corners.  What rank 0 gives is the same seen from there.
+Example: four ranks on lat=2, lon=2, an 8 x 8 array, a row of halo around, lon a circle.  Rank 0 owns [0:4, 0:4] and
+needs [0:5, -1:5].  Along lat rows 0:4 are its own and row 4 belongs to the rank below; along lon -1 is column 7 and 4
+column 4, both of the ranks to the right.  The product of these is its list: rank 1 gives columns 3 and 0 of its local
+tensor, rank 2 a row, rank 3 two corners.  Rank 0 gives the same to the others.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RowMove:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """One rank's side of an exchange, in local rows.  Shapes have one entry a cut; those of tiles, one a tensor dim."""
+    """Exchange of one rank, in local rows.  Shapes have one entry a cut; those of tiles, one a tensor dim."""
 
     source_shape: tuple[int, ...]
     target_shape: tuple[int, ...]
@@ -54,12 +54,12 @@ class ExchangePlan:
 
     @cached_property
     def is_slice(self) -> bool:
-        """Whether the target is one box of what this rank holds, and nobody needs anything else from it."""
+        """True where the target is one box of what this rank holds, and no other rank needs anything from it."""
         return self.is_local and len(self.kept) == 1 and box_shape(self.kept[0].placed) == self.target_shape
 
     @cached_property
     def keeps_all(self) -> bool:
-        """Whether the whole source is kept, as one box: the gradient can then start as a slice."""
+        """True where the whole source is kept, as one box: the gradient can then start as a slice."""
         return len(self.kept) == 1 and box_shape(self.kept[0].taken) == self.source_shape
 
 
@@ -75,8 +75,8 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class _DimNeed:
-    """What a rank needs along a dim: rows `held`, of which those `inside` are rows of the array; `piece` is what the
-    rank has of the source.
+    """Rows that a rank needs along a dim: rows `held`, of which those `inside` are rows of the array; `piece` is its
+    piece of the source.
     """
 
     held: Interval
@@ -105,7 +105,7 @@ def _needed_segments(cut: Cut, need: _DimNeed) -> list[_Segment]:
 
 
 def _segments_of_owner(cut: Cut, need: _DimNeed, owner: int) -> list[_Segment]:
-    """Those of `_needed_segments` with that owner, without walking through the others."""
+    """Return those of `_needed_segments` with that owner, without walking through the others."""
     low, high = cut.owned(owner)
     found: list[_Segment] = []
     for wrap in _wraps_to_owner(cut, need.inside, owner):
@@ -115,8 +115,8 @@ def _segments_of_owner(cut: Cut, need: _DimNeed, owner: int) -> list[_Segment]:
 
 
 def _add_rows_beyond(cut: Cut, need: _DimNeed, inside: list[_Segment]) -> list[_Segment]:
-    """Those inside and, around them, the needed rows beyond an end that does not wrap: the ranks of one piece hold the
-    same.
+    """Return those inside and, around them, the needed rows beyond an end that does not wrap, which the ranks of one
+    piece share.
     """
     if need.held == need.inside:
         return inside
@@ -129,7 +129,7 @@ def _add_rows_beyond(cut: Cut, need: _DimNeed, inside: list[_Segment]) -> list[_
 
 
 def _wraps_to_owner(cut: Cut, need: Interval, owner: int) -> range:
-    """How often the dim must be unrolled for the owner's rows to meet the needed interval."""
+    """Return how often the dim must be unrolled for the owner's rows to meet the needed interval."""
     low, high = cut.owned(owner)
     if low == high or need[0] >= need[1]:
         return range(0)
@@ -137,8 +137,10 @@ def _wraps_to_owner(cut: Cut, need: Interval, owner: int) -> range:
 
 
 def _split_at_held(cut: Cut, need: _DimNeed, owner: int, span: Interval) -> Iterator[_Segment]:
-    """The rows of one owner in one wrap, split where the rank that needs them begins or ends to hold them itself."""
-    # a rank that holds -1:4 and needs -2:5 fetches -2 and 4 alone: -1 is in its halo, though another owns it
+    """Iterate over the rows of one owner in one wrap, split where the rank that needs them begins or ends to hold them
+    itself.
+    """
+    # a rank that holds -1:4 and needs -2:5 fetches only -2 and 4: -1 is in its halo, though another owns it
     base, first = span[0] - span[0] % cut.size, need.held[0]
     mine = [base + h % cut.size for h in cut.inside(need.piece)]
     edges = [e for e in mine if span[0] < e < span[1]]
@@ -148,9 +150,11 @@ def _split_at_held(cut: Cut, need: _DimNeed, owner: int, span: Interval) -> Iter
 
 
 def _where_held(cut: Cut, piece: int, start: int, length: int) -> Interval | None:
-    """Where `piece` holds the rows [start, start + length), tried as asked first, then any number of wraps away."""
+    """Return where `piece` holds the rows [start, start + length), tried as asked first, then any number of
+    wraps away.
+    """
     (low, high), first = cut.inside(piece), cut.held[piece][0]
-    # a piece can hold a row twice (a halo that goes around the circle): the copy that needs no wrap is taken, so that
+    # a piece can hold a row twice (a halo that goes around the circle); the copy without a wrap is taken, so that
     # gradients of a row return to the copy that was used
     for wraps in (0, -((start - low) // cut.size)):
         at = start + wraps * cut.size
@@ -160,7 +164,7 @@ def _where_held(cut: Cut, piece: int, start: int, length: int) -> Interval | Non
 
 
 def _merged_own_rows(segments: Sequence[_Segment]) -> list[tuple[Interval, Interval]]:
-    """(mine, placed) of the segments that this rank holds itself, consecutive ones merged."""
+    """Return (mine, placed) of the segments that this rank holds itself, consecutive ones merged."""
     runs: list[tuple[Interval, Interval]] = []
     for s in segments:
         if s.mine is None:
@@ -174,7 +178,7 @@ def _merged_own_rows(segments: Sequence[_Segment]) -> list[tuple[Interval, Inter
 
 
 def row_moves(source: Layout, target: Layout, coord: MeshCoordinate) -> tuple[RowMove, ...]:
-    """Everything that the rank at `coord` must gather to hold its target box; its own rows first."""
+    """Return everything that the rank at `coord` must gather to hold its target box; its own rows first."""
     if any(start >= stop for start, stop in target.held(coord)):
         return ()
     by_dim = [_needed_segments(c, _dim_need(source, target, d, coord)) for d, c in enumerate(source.cuts)]
@@ -185,7 +189,7 @@ def row_moves(source: Layout, target: Layout, coord: MeshCoordinate) -> tuple[Ro
         return tuple(found)
     for cell in product(*by_dim):
         # a corner is at hand only where it is along every dim; else the owner of all its rows gives it, in one message
-        # and without a second hop through a neighbour
+        # and without a second hop through a neighbor
         if any(s.mine is None for s in cell):
             giver = _owner_position(source, coord, [s.owner for s in cell])
             taken = tuple([_local_interval(s.rows, c, s.owner) for s, c in zip(cell, source.cuts, strict=True)])
@@ -198,13 +202,15 @@ def _taken_and_placed(cell: Sequence[tuple[Interval, Interval]]) -> tuple[Box, B
 
 
 def _local_interval(rows: Interval, cut: Cut, owner: int) -> Interval:
-    """Global rows as rows of the local tensor of the piece that owns them."""
+    """Return global rows as rows of the local tensor of the piece that owns them."""
     low, _ = cut.held[owner]
     return rows[0] - low, rows[1] - low
 
 
 def _owner_position(source: Layout, coord: MeshCoordinate, pieces: Sequence[int]) -> int:
-    """The position of who owns the given piece of every cut; along axes that cut nothing, the asking rank's own."""
+    """Return the position of the owner of the given piece of every cut; along axes that cut nothing, the asking rank's
+    own.
+    """
     at = dict(zip((name for name, _ in source.axes), coord, strict=True))
     for cut, piece in zip(source.cuts, pieces, strict=True):
         if cut.axes:
@@ -213,7 +219,7 @@ def _owner_position(source: Layout, coord: MeshCoordinate, pieces: Sequence[int]
 
 
 def _axis_places(layout: Layout, cut: Cut, piece: int) -> dict[str, int]:
-    """Where on its axes a piece of a cut is."""
+    """Return where on its axes a piece of a cut is."""
     at: dict[str, int] = {}
     sizes = dict(layout.axes)
     for axis in reversed(cut.axes):
@@ -224,9 +230,9 @@ def _axis_places(layout: Layout, cut: Cut, piece: int) -> dict[str, int]:
 def _boxes_given(
     source: Layout, target: Layout, coord: MeshCoordinate, others: Sequence[MeshCoordinate]
 ) -> Iterator[tuple[Box, ...]]:
-    """What the rank at `coord` gives each of the `others`, in the order of the `row_moves` of that one."""
-    # A dim is asked once for all others that are alike along it: of 511 that need other columns of my rows, each dim
-    # that neither layout cuts is asked once, and of 1023 on 32 x 32 all dims are asked 32 times.
+    """Iterate over what the rank at `coord` gives each of the `others`, in the order of the `row_moves` of that one."""
+    # A dim is computed once for all others that are the same along it: for 511 that need other columns of my rows, each
+    # dim that neither layout cuts is computed once, and for 1023 on 32 x 32 all dims 32 times.
     found: dict[tuple[int, int, int], list[tuple[Interval, bool]]] = {}
     wanted = list(enumerate(zip(source.cuts, target.cuts, strict=True)))
     for other in others:
@@ -248,7 +254,7 @@ def _boxes_given(
 
 
 def _asking_coordinates(source: Layout, target: Layout, coord: MeshCoordinate) -> list[MeshCoordinate]:
-    """The others that may need rows that the rank at `coord` owns, found dim by dim without asking everybody."""
+    """Return the others that may need rows that the rank at `coord` owns, found dim by dim instead of rank by rank."""
     here = dict(zip((name for name, _ in source.axes), coord, strict=True))
     cutting = source.cut_axes
     options: list[list[dict[str, int]]] = []
@@ -259,7 +265,7 @@ def _asking_coordinates(source: Layout, target: Layout, coord: MeshCoordinate) -
         # a rank asks the owner that shares its place on the axes along which the source is replicated
         options.append([at for at in askers if all(c == here[a] for a, c in at.items() if a not in cutting)])
     settled = {a for cut in target.cuts for a in cut.axes}
-    # an axis that cuts the source alone: every place along it needs its own copy, so any of them may ask
+    # an axis that cuts only the source: every place along it needs its own copy, so any of them may ask
     for axis in cutting:
         if axis not in settled:
             options.append([{axis: c} for c in range(source.size_of(axis))])
@@ -268,7 +274,7 @@ def _asking_coordinates(source: Layout, target: Layout, coord: MeshCoordinate) -
 
 
 def check_exchange(source: Layout, target: Layout) -> None:
-    """Raise, from what every rank knows alike, when no exchange can bring the source to the target."""
+    """Raise, from facts that every rank shares, when no exchange can bring the source to the target."""
     if source.axes != target.axes or [c.size for c in source.cuts] != [c.size for c in target.cuts]:
         raise ShardingError(
             f"cannot exchange between {source} on mesh {dict(source.axes)} and {target} on mesh {dict(target.axes)}: "
@@ -291,7 +297,7 @@ def check_exchange(source: Layout, target: Layout) -> None:
 
 
 def _has_rows_beyond(cut: Cut, wanted: Cut) -> bool:
-    """Whether each piece holds the rows beyond an end that it needs there."""
+    """Say whether each piece holds the rows beyond an end that it needs there."""
 
     def beyond(held: Interval) -> Interval:
         return min(held[0], 0), max(held[1], cut.size)
@@ -302,7 +308,7 @@ def _has_rows_beyond(cut: Cut, wanted: Cut) -> bool:
 
 @lru_cache(maxsize=512)
 def plan_exchange(source: Layout, target: Layout, coord: MeshCoordinate) -> ExchangePlan:
-    """The transfers that bring every rank from its source box to its target box, as the rank at `coord` sees them.
+    """Plan the transfers that bring every rank from its source box to its target box, as the rank at `coord` sees them.
 
     Raises: `ShardingError` when the layouts describe arrays of different shapes or meshes, or the source lacks rows.
     """

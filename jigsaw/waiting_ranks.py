@@ -1,12 +1,14 @@
-"""Ranks that wait for each other in vain: each is told for what, where, and which ranks did not come.
+"""Errors for ranks that wait for each other in vain: what each waits for, where, and which ranks did not come.
 
-Gloo and NCCL say that a message timed out, and neither what it was nor who is missing.  So each rank notes what it
-waits for, and a thread of it, once a wait is long, says so in the job's store, where the others look when they give up.
+Gloo and NCCL report that a message timed out, but neither what it was nor which rank is missing.  So each rank notes
+what it waits for.  Once a wait is long, a thread writes that to the job's store, which the others read when they give
+up.
 
-Four ranks, of which rank 2 left the training loop and sleeps in line 40.  The others enter an all-reduce of `mse_loss`.
-After a while the store has of ranks 0, 1, 3 "all_reduce, UNet > train.py:31", and of rank 2, which sees that somebody
-waits, "train.py:40".  When its time is over each of 0, 1, 3 reads that and raises.  The first that fails, be it by a
-mistake of its own or because it gives up, says why; those whose connection to it breaks then tell this as well.
+Example: of four ranks, rank 2 left the training loop and sleeps in line 40.  The others enter an all-reduce of
+`mse_loss`.  After a while the store has "all_reduce, UNet > train.py:31" from ranks 0, 1, 3, and "train.py:40" from
+rank 2, which sees that others wait.  When its time is over, each of 0, 1, 3 reads that and raises.  The first that
+fails, by its own error or because it gives up, writes why; ranks whose connection to it breaks then report this as
+well.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from jigsaw.model_world import job_group, job_rank, job_size
 
 T = TypeVar("T")
 _FOLDER = "jigsaw.waits"
-_LONGEST_NOTICE = 10.0  # after so many seconds a wait is told to the others; sooner where ranks wait but shortly
+_LONGEST_NOTICE = 10.0  # after so many seconds the others learn of a wait; sooner where time-outs are short
 _STORE_SECONDS = 3.0  # the store may be gone with the rank that kept it
-_MOST_RANKS = 64  # of so many it is read what they do
+_MOST_RANKS = 64  # at most so many ranks are described
 
 
 class WaitError(RuntimeError):
@@ -40,12 +42,12 @@ class WaitError(RuntimeError):
 
 
 class OpenWait:
-    """A block in which this thread waits for `ranks`, itself among them or not.
+    """A block in which this thread waits for `ranks`, which may include itself.
 
     Raises: `WaitError` in place of gloo's and NCCL's own, which name neither the call nor the ranks.
     """
 
-    # no generator: each message opens one or two of these
+    # not a generator, because each message opens one or two of these
     def __init__(self, kind: str, ranks: Sequence[int]) -> None:
         self.kind, self.ranks, self.since = kind, ranks, time.monotonic()
 
@@ -56,7 +58,7 @@ class OpenWait:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         try:
             if isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
-                raise self._error_of(error) from error  # all else is of arguments, not of ranks
+                raise self._error_of(error) from error  # all other errors concern arguments, not ranks
         finally:
             _open_waits.pop(threading.get_ident(), None)
 
@@ -72,11 +74,13 @@ class OpenWait:
 
 
 _open_waits: dict[int, OpenWait] = {}
-"""What each thread of this rank waits for."""
+"""Waits of each thread of this rank."""
 
 
 def found_of_others(kind: str, others: Sequence[int], mine: str) -> str:
-    """What the store knows, at the end of a wait, of the ranks that this one waited for; `mine` is told to them."""
+    """Return what the store knows, at the end of a wait, of the ranks that this one waited for, and write `mine` for
+    them.
+    """
     if _watch is None:
         return ""
     return _within(_STORE_SECONDS, lambda: _read_others(kind, others, mine)) or ""
@@ -100,13 +104,13 @@ def _read_others(kind: str, others: Sequence[int], mine: str) -> str:
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T | None:
-    """What `work` returns; None where it fails, or takes longer."""
+    """Return the result of `work`; None where it fails, or takes longer."""
     found: list[T] = []
 
     def run() -> None:
         try:
             found.append(work())
-        except Exception:  # a store that has ended may raise anything, and there is a better error to tell
+        except Exception:  # a store that has ended may raise anything, and there is a better error to show
             return
 
     thread = threading.Thread(target=run, daemon=True)
@@ -116,7 +120,7 @@ def _within(seconds: float, work: Callable[[], T]) -> T | None:
 
 
 def _store_of_job() -> dist.Store:
-    # of its own: a client of the store that waits for a key keeps others of its process out
+    # a separate one, because a client of the store that waits for a key blocks others of its process
     store: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     return store.clone()
 
@@ -125,7 +129,9 @@ def _store_of_job() -> dist.Store:
 
 
 class _WaitWatch(threading.Thread):
-    """Tells the other ranks, through the store, what this one waits for long, or where it is while others wait."""
+    """Thread that tells the other ranks, through the store, about long waits here, or where this rank is while others
+    wait.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="jigsaw waits", daemon=True)
@@ -172,7 +178,7 @@ def _start_watch() -> None:
     if _watch is not None and _watch.world is job_group():
         return
     if job_size() == 1 or dist.get_backend() == "fake":
-        return  # nobody to wait for
+        return  # no rank to wait for
     if _watch is None:
         atexit.register(_end_watch)
         hook = sys.excepthook
@@ -189,7 +195,7 @@ def _end_watch() -> None:
 
 
 def _tell_failure(hook: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Say in the store what ends this rank, then show it."""
+    """Write to the store what ends this rank, then show it."""
     if dist.is_initialized() and issubclass(kind, Exception):
         told = f"rank {job_rank()}: {kind.__name__}: {error}"
         _within(_STORE_SECONDS, lambda: _store_of_job().compare_set(f"{_FOLDER}/first", "", told))

@@ -1,8 +1,8 @@
-"""The weights of a model as one file in the format of safetensors, written and read by all ranks, each its own rows.
+"""Weights of a model as one file in the format of safetensors, written and read by all ranks, each its own rows.
 
 A file is the length of a header, 8 bytes; the header, JSON, with the type, shape and place of each tensor; and the
-tensors, row-major, one behind the other (https://github.com/huggingface/safetensors).  So where each row lies follows
-from names and shapes alone, which every rank knows: none has a whole weight unless it holds one.
+tensors, row-major, one behind the other (https://github.com/huggingface/safetensors).  So the place of each row follows
+from names and shapes alone, which every rank knows, and no rank needs a whole weight.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class _StoredWeight(NamedTuple):
 def save_weights(path: CheckpointPath, model: nn.Module) -> None:
     """Write the parameters and buffers of a model to one ``.safetensors`` file, under their names.
 
-    Each rank writes the rows that it holds; what several hold alike one of them writes.  The file takes its name once
+    Each rank writes the rows that it holds; one rank writes the rows that several hold.  The file takes its name once
     it is whole.  Every rank calls this, with a `path` that all of them see.
 
     *Sends*: plans, and no tensors.
-    *Raises*: `CheckpointError` on every rank, for a state that is no tensor or of a type that such a file cannot have,
-    and where one cannot write.
+    *Raises*: `CheckpointError` on every rank, for a state that is not a tensor or of a type that such a file cannot
+    have, and where one cannot write.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> jigsaw.save_weights("model.safetensors", model)
@@ -104,7 +104,7 @@ def save_weights(path: CheckpointPath, model: nn.Module) -> None:
     try:
         mine = decide_on_first_rank(plan, lambda plans: planner.create_global_plan(plans)[0], what, CheckpointError)
         decide_on_first_rank(lambda: _write_pieces(planner, mine, weights, draft), close, what, CheckpointError)
-    except CheckpointError:  # on every rank, so nobody writes any more
+    except CheckpointError:  # on every rank, so no rank writes any more
         if is_first:
             draft.unlink(missing_ok=True)
         raise
@@ -127,7 +127,7 @@ def _state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def _header_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, _StoredWeight]]:
-    """The header of a file, its length before it, and where each tensor lies behind it."""
+    """Return the header of a file, its length before it, and where each tensor lies behind it."""
     told: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, x in tensors.items():
@@ -164,8 +164,8 @@ def _write_pieces(
 def load_weights(path: CheckpointPath, model: nn.Module) -> None:
     """Read the parameters and buffers of a model from a ``.safetensors`` file, or from all such files of a folder.
 
-    Each rank reads the rows that it holds, in place, and converts floats to the model's type.  The model has been
-    through `jigsaw.parallelize`, if it shall be.
+    Each rank reads the rows that it holds, in place, and converts floats to the model's type.  Call
+    `jigsaw.parallelize` before, if at all.
 
     *Sends*: plans, and no tensors.
     *Raises*: `CheckpointError` on every rank, for a damaged file, a name in two files, and names, shapes or kinds of
@@ -241,13 +241,13 @@ def _weights_of_file(file: Path) -> dict[str, _StoredWeight]:
 
 
 class _WeightReader(dcp.StorageReader):
-    """What torch's planner asks for, out of whole tensors in files."""
+    """Reader that torch's planner uses, on whole tensors in files."""
 
     def __init__(self, weights: Mapping[str, _StoredWeight]) -> None:
         self._weights = weights
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between loads."""
+        """Do nothing, because nothing is kept between loads."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         found: dict[str, Any] = {}
@@ -304,7 +304,8 @@ def _size_of(weight: _StoredWeight) -> int:
 
 
 def _byte_runs(weight: _StoredWeight, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where the bytes of a box of a stored tensor lie: the start in the file and the length of each run, in order.
+    """Iterate over where the bytes of a box of a stored tensor lie: the start in the file and the length of each run,
+    in order.
 
     Of a [4, 6] tensor the box [1:3, 2:4] is two runs of 2 elements, at the elements 8 and 14; [1:3, 0:6] is one of 12.
     """

@@ -1,4 +1,4 @@
-"""In what form values travel: as bytes, or as what a backend can combine.
+"""Forms in which values travel: as bytes, or as values that a backend can combine.
 
 >>> from jigsaw.wire_values import order_as_integers
 >>> order_as_integers(torch.tensor([-1.0, 0.0, torch.inf, torch.nan]), nan_last=True).diff() > 0
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jigsaw.cut import ShardingError
 
-# What a backend cannot combine, or not well, travels as what it can: exact for max and min, less rounding for sums.
+# Types that a backend cannot combine well travel as others: exact for max and min, with less rounding for sums.
 _WIRE = {
     torch.bfloat16: torch.float32,
     torch.float16: torch.float32,
@@ -22,12 +22,12 @@ _WIRE = {
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether sums of the dtype are taken in float32."""
+    """Say whether sums of the dtype are taken in float32."""
     return dtype in (torch.bfloat16, torch.float16)
 
 
 def wire_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
-    """The dtype in which `op` is taken over ranks."""
+    """Return the dtype in which `op` is taken over ranks."""
     if op in ("sum", "max", "min", "prod") and dtype in _WIRE:
         return _WIRE[dtype]
     if (dtype.is_complex and op == "sum") or (dtype == torch.bool and op in ("max", "min")):
@@ -36,20 +36,22 @@ def wire_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
 
 
 def order_as_integers(x: Tensor, nan_last: bool) -> Tensor:
-    """Integers in the order of the floats `x`, NaN above (or below) all: backends lose NaN in their max and min."""
+    """Return integers in the order of the floats `x`, NaN above (or below) all, because backends lose NaN in their max
+    and min.
+    """
     bits = torch.where(x.isnan(), torch.nan, x).view(torch.int32 if x.dtype == torch.float32 else torch.int64)
     rising = torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
     return rising if nan_last else torch.where(x.isnan(), torch.iinfo(bits.dtype).min, rising)
 
 
 def floats_from_order(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """The floats that `order_as_integers` was given."""
+    """Return the floats that `order_as_integers` was given."""
     # the integer below all others decodes to a NaN too, a negative one
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).view(dtype)
 
 
 def byte_view(x: Tensor) -> Tensor:
-    """A flat byte view of contiguous memory, so that any dtype travels as it is over any backend."""
+    """Return a flat byte view of contiguous memory, so that any dtype travels as it is over any backend."""
     if not x.is_contiguous():
         raise ShardingError(f"a buffer of shape {tuple(x.shape)} and strides {x.stride()} must be contiguous")
     # a single element counts as contiguous with any stride, but only stride 1 is viewed as bytes
@@ -57,7 +59,7 @@ def byte_view(x: Tensor) -> Tensor:
 
 
 def plain_memory(x: Tensor) -> Tensor:
-    """Contiguous memory with the values of `x` in it: a lazy conjugate or negative is carried out, and zeros without
+    """Return contiguous memory with the values of `x`.  A lazy conjugate or negative is carried out, and zeros without
     memory (the gradient of `torch.sgn`) get some.
     """
     x = x.clone() if x._is_zerotensor() else x  # pyright: ignore[reportPrivateUsage]
