@@ -124,8 +124,9 @@ $(NEWEST_STAMP): pyproject.toml
 	@touch $@
 
 # WORDS="monai/ timm/Swin" chooses nets. It ends with an error when one is not exact.
-zoo: $(ZOO_STAMP) ## published nets of eleven packages on tiles against one process, on 2, 3 and 2 x 2 ranks; makes docs/models.md
+zoo: $(ZOO_STAMP) ## published nets of eleven packages on tiles against one process, on 2, 3 and 2 x 2 ranks, thirteen in harder use; makes docs/models.md
 	PYTHONPATH=. $(ZOO)/bin/python tests/zoo/run.py $(WORDS) --json zoo.json --keep --page docs/models.md
+	PYTHONPATH=. $(ZOO)/bin/python tests/zoo/uses.py $(WORDS) --json uses.json --page docs/models.md
 
 $(ZOO_STAMP): pyproject.toml
 	test -x $(ZOO)/bin/python || "$(PYTHON)" -m venv $(ZOO)

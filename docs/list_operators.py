@@ -72,10 +72,6 @@ ROOMS = {
     "ops.fourier": ("any", "one exchange to transform a cut dim, one back where it returns"),
     "ops.tensor_methods": ("any", "nothing, unless its words say so (`.tolist()`, `.numpy()`)"),
     "nn.product": ("any", "the operand, or the result, that is cheapest to move"),
-    "nn.sparse_product": (
-        "any; a plain sparse matrix and a tile",
-        "the rows of the result that other ranks have entries for",
-    ),
     "nn.attention": ("any", "keys and values along a cut sequence"),
     "nn.multi_head_attention": ("any", "keys and values along a cut sequence; what its projections send"),
     "nn.linear": ("any; a DTensor weight by outputs or by inputs", "nothing; all-reduces for channels that are cut"),

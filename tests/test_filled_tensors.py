@@ -479,3 +479,27 @@ def test_what_stays_plain_is_filled_whole_without_strict():
     with jigsaw.strict_mode(False), comm.count() as counted:
         free[...] = tile
     assert isinstance(free, Tile) and counted.calls == []
+
+
+@on_ranks(4)
+def test_tokens_of_two_cut_dims_fill_a_tensor_that_was_never_flattened():
+    """As Lumina2 puts the words of a text before the tokens of an image."""
+    mesh, words = world_mesh(lat=2, lon=2), torch.randn(1, 5, 4, dtype=torch.float64)
+
+    def joined(x):
+        tokens = x.flatten(2).transpose(1, 2)
+        both = tokens.new_zeros(1, 5 + tokens.shape[1], 4)
+        both[0, :5] = words[0]
+        both[0, 5:] = tokens[0]
+        return both.softmax(1) * both
+
+    x = torch.randn(1, 4, 7, 6, dtype=torch.float64, requires_grad=True)
+    want = joined(x)
+    want.square().sum().backward()
+    tile = jigsaw.shard(x.detach(), mesh, (None, None, "lat", "lon"))
+    tile.local.requires_grad_()
+    got = joined(tile)
+    got.square().sum().backward()
+    torch.testing.assert_close(got.full_tensor() if isinstance(got, jigsaw.Tile) else got, want)
+    gradient = jigsaw.from_local(tile.local.grad, mesh, (None, None, "lat", "lon"), x.shape)
+    torch.testing.assert_close(gradient.full_tensor(), x.grad)

@@ -31,6 +31,7 @@ from jigsaw.graph_calls import lacks_values
 from jigsaw.layout import Layout
 from jigsaw.ops.apart_copies import carry_change, check_way_back, is_written_back, note_index_asked
 from jigsaw.ops.local_cells import cells_at_rows, cells_in_front, rows_held
+from jigsaw.ops.meeting import with_moved_rows
 from jigsaw.ops.picking import pick_from_plain
 from jigsaw.ops.plain_operands import plain_operand
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
@@ -90,7 +91,10 @@ def operand_part(value: Any, tile: Tile, layout: Layout) -> Tensor:
         )
     if isinstance(value, Tile):
         dims = [layout.dim(lead + d) if n != 1 else (whole_dim(1),) for d, n in enumerate(value.shape)]
-        there = value.with_layout(Layout.from_dims(dims, layout.axes))
+        target = Layout.from_dims(dims, layout.axes)
+        # tokens of two cut dims, 8/lat x 6/lon, that are written where 48 were never flattened
+        is_flattened_alike = value.layout.groups == target.groups
+        there = value.with_layout(target) if is_flattened_alike else with_moved_rows(value, target)
         return comm.use_in_parts(there.local, tile.mesh, _missing_axes(tile.layout, there.layout))
     return _box_of_whole(plain_operand(value, tile), layout, tile)
 

@@ -52,12 +52,24 @@ def try_net(
     ranks = 1
     for n in axes.values():
         ranks *= n
+    named = net.key if net.key in ZOO else net
+    return verdict_of_world(
+        ranks,
+        folder,
+        lambda: run_on_ranks(ranks, import_package, named, timeout=IMPORT_SECONDS),
+        lambda: run_on_ranks(ranks, train_on_tiles, named, axes, options, folder, timeout=seconds),
+    )
+
+
+def verdict_of_world(
+    ranks: int, folder: str, prepare: Callable[[], object], run: Callable[[], list[RankVerdict]]
+) -> RankVerdict:
+    """The verdict of all ranks, each of which leaves its own in `folder`; a world that fails is ended."""
     for old in Path(folder).glob("rank*"):
         old.unlink()
-    named = net.key if net.key in ZOO else net
     try:
-        run_on_ranks(ranks, import_package, named, timeout=IMPORT_SECONDS)
-        found = run_on_ranks(ranks, train_on_tiles, named, axes, options, folder, timeout=seconds)
+        prepare()
+        found = run()
     except Exception as error:
         return _of_failed_world(error, folder, ranks)
     verdict = _of_all_ranks(found)

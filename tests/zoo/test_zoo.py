@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from run import causes_table, final_verdict, mesh_name, models_page, run_one, run_zoo, short_cause
 from torch import Tensor, nn
+from uses import NETS, USES, try_use, uses_table
 from zoo_net import ZooNet, image
 from zoo_table import KNOWN_REFUSALS, ZOO, installed_version
-from zoo_training import RankVerdict, right_norms
+from zoo_training import RankVerdict, compare_records, right_norms
 
 FEW = ["by hand/UTransformer"]  # what `make test` runs
 
@@ -181,3 +182,33 @@ def test_causes_are_counted_without_their_numbers():
     assert "| c | 2 | 0e+00 |" in page
     assert "refused: `cat`" in page
     assert final_verdict(results["p/c"])[1]["verdict"] == "exact"
+
+
+@pytest.mark.parametrize("use", ["checkpointing", "channel", pytest.param("dry run", marks=pytest.mark.slow)])
+def test_a_net_in_harder_use_is_exact(use, tmp_path):
+    found = try_use(ZOO["by hand/UTransformer"], use, tmp_path)
+    assert (found.verdict, found.cause) == ("exact", "")
+
+
+def test_a_net_in_harder_use_may_differ_by_its_own_noise_alone(tmp_path):
+    net = ZOO["by hand/UTransformer"]
+    want = {"output": torch.tensor([1.0, 2.0]), "loss 0": torch.tensor(3.0)}
+    torch.save(want, tmp_path / "whole")
+    got = want | {"output": torch.tensor([1.0, 2.0 + 9e-4])}
+    assert compare_records(net, got, str(tmp_path)).verdict == "wrong"
+    torch.save(want | {"output": torch.tensor([1.0, 2.0 + 1e-4])}, tmp_path / "nearby")
+    assert compare_records(net, got, str(tmp_path)).verdict == "exact"
+    assert compare_records(net, got | {"loss 0": torch.tensor(3.1)}, str(tmp_path)).verdict == "wrong"
+    assert compare_records(net, {"loss 0": torch.tensor(3.0)}, str(tmp_path)).verdict == "wrong"
+    assert compare_records(net, {"loss 0": torch.tensor(3.0)}, str(tmp_path), is_part=True).verdict == "exact"
+
+
+def test_the_table_of_uses_has_a_column_a_use_and_says_what_stops_nets():
+    rows = {NETS[0]: {"train": dataclasses.asdict(RankVerdict("exact"))}}
+    rows[NETS[0]]["channel"] = dataclasses.asdict(RankVerdict("refused", "no channels"))
+    told = uses_table(rows)
+    assert f"| {NETS[0]} | exact | - | - | - | - | - | refused |" in told
+    assert f"- {NETS[0]}, channel: no channels" in told
+    assert len(NETS) == 13
+    assert len(USES) == 10
+    assert set(NETS) <= set(ZOO)

@@ -50,6 +50,11 @@ def whole(*shape: int, classes: int = 0) -> ZooInput:
     return ZooInput(shape, None, classes)
 
 
+def as_built(model: nn.Module) -> nn.Module:
+    """The model itself: plain training is done to it as it is."""
+    return model
+
+
 @dataclass(frozen=True)
 class ZooNet:
     """A net of a package, as it is installed.
@@ -58,6 +63,7 @@ class ZooNet:
     - `call(model, *inputs)` is how a user calls it; by default ``model(*inputs)``.
     - `loss(output, *targets)` is a scalar; by default the mean squared error of every tensor of the output.
     - `casts` says that it computes in float32 in places, whatever it is given; both runs then leave out its casts.
+    - `prepare` is what is done to the model once it is built (`uses.py`).
     - `rtol` is for what computes in float32 by other means.
     - `distributions` are packages whose versions are told.
     """
@@ -74,6 +80,7 @@ class ZooNet:
     rtol: float | None = None
     meshes: Sequence[dict[str, int]] = MESHES
     heavy: bool = False
+    prepare: Callable[[nn.Module], nn.Module] = as_built
 
     @property
     def key(self) -> str:
@@ -85,7 +92,7 @@ class ZooNet:
         model = model.train()
         _to_width(model, self.dtype)
         _add_noise(model)
-        return model
+        return self.prepare(model)
 
     def draw_inputs(self) -> list[Tensor]:
         return [x.draw(100 + i, self.dtype) for i, x in enumerate(self.inputs)]
