@@ -1,6 +1,4 @@
-"""What the closed table refuses by the kind of an argument, what becomes of a function that it refuses, and the line
-that a person can write instead.
-"""
+"""Refusals by the kind of an argument, the handling of a refused function, and the line to write instead."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ ArgumentKinds = tuple[tuple[int, str, bool], ...]
 
 
 def argument_kinds(handler: Callable[..., Any]) -> ArgumentKinds:
-    """What the annotations of a handler say of each argument (place, name): `Tile` (True), or something without one
-    (False); what may be either is left out.
+    """Read from the annotations of a handler, for each argument (place, name), `Tile` (True) or something else (False).
+    Arguments that may be either are left out.
     """
     found: list[tuple[int, str, bool]] = []
     for place, (name, parameter) in enumerate(inspect.signature(handler).parameters.items()):
@@ -33,20 +31,20 @@ _answers: list[Callable[..., Any]] = []
 
 
 def answers_refusals(answer: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `answer(refusal, function, args, kwargs)` have what the table refuses (jigsaw.ops.whole_tensor has the one):
-    it raises the refusal, or returns what the function gives.
+    """Let `answer(refusal, function, args, kwargs)` handle refusals (see jigsaw.ops.whole_tensor).  It raises the
+    refusal, or returns the function's result.
     """
     _answers[:] = [answer]
     return answer
 
 
 def answer_refusal(refusal: ShardingError, function: Any, args: Any, kwargs: Any) -> Any:
-    """What the function gives all the same; or the refusal is raised."""
+    """Return the function's result all the same, or raise the refusal."""
     return _answers[0](refusal, function, args, kwargs)
 
 
 def spec_without(layout: Layout, dims: Sequence[int]) -> tuple[str | tuple[str, ...] | None, ...]:
-    """The spec with the axes that cut `dims` moved to the longest other dim that nothing cuts, if there is one.
+    """Return the spec with the axes that cut `dims` moved to the longest other dim that nothing cuts, if there is one.
 
     >>> from jigsaw.refusals import spec_without
     >>> spec_without(jigsaw.Layout.of((4, 9, 7), (None, "lat", None), (("lat", 2),)), [1])

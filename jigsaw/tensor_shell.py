@@ -40,9 +40,7 @@ _ATTRIBUTES_OF_LOCAL = (
 _DIFFERENTIABLE = frozenset(
     d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d.is_complex)
 )
-_META = torch.device(
-    "meta"
-)  # on a device where no kernel runs, and whose memory no other tensor takes over by `x.data = tile`
+_META = torch.device("meta")  # no kernel runs there, and `x.data = tile` takes over no memory
 _make_wrapper = Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
 _tensor_base: Any = torch._C.TensorBase  # pyright: ignore[reportPrivateUsage]
 _graph_functions: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]

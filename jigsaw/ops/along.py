@@ -1,5 +1,5 @@
-"""Functions that work along one dim: softmax as sums over ranks, orders (sort, topk, median…) with the dim brought
-whole (`jigsaw.ops.whole_dims`).
+"""Functions that work along one dim: softmax as sums over ranks, and orders (sort, topk, median…) on a whole dim
+(`jigsaw.ops.whole_dims`).
 
 >>> tile = jigsaw.shard(torch.tensor([[3.0, 1.0], [2.0, 4.0]]), jigsaw.init_mesh(lat=1), ("lat", None))
 >>> tile.sort(dim=1).values.local
@@ -27,7 +27,7 @@ from jigsaw.tile import Tile, implements_torch
 
 
 def run_along_dim(function: Any, input: Tile, dim: int, /, *args: Any, **kwargs: Any) -> Any:
-    """Run on each rank where dim `dim` is whole; a cut one is brought whole.  Halo rows of other dims stay."""
+    """Run on each rank where dim `dim` is whole; make a cut one whole.  Halo rows of other dims stay."""
     (at,) = reduced_dims(input, dim)
     if not input.ndim:
         return uncut_tiles(function(input.local, *args, **kwargs), input)
@@ -36,7 +36,7 @@ def run_along_dim(function: Any, input: Tile, dim: int, /, *args: Any, **kwargs:
     if not input.layout.complete_dims[at]:
         input = input.owned()
     if not input.local.numel() and input.numel():
-        # torch looks at dtypes only where there are elements: a rank without rows refuses what the others refuse
+        # torch checks dtypes only where there are elements, so a rank without rows checks them here
         function(input.local.new_zeros([n or 1 for n in input.local.shape]), *args, **kwargs)
     return _as_tiles(function(input.local, *args, **kwargs), input, at)
 
@@ -52,8 +52,8 @@ def _as_tiles(out: Any, input: Tile, dim: int) -> Any:
 
 
 def _answer_along_dim(function: Any, position: int, default: int | None) -> None:
-    """Answer `function`, whose dim is argument number `position` (after the input) or `default`; without one it works
-    on the flattened tensor, which every rank then holds whole.
+    """Answer `function`, whose dim is argument number `position` (after the input) or `default`.  Without a dim it
+    works on the flattened tensor, which every rank then holds whole.
     """
 
     def handler(input: Tile, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ def _msort(input: Tile) -> Any:
 
 
 def shifted_by_global_max(input: Tile, dim: int, dtype: torch.dtype | None = None) -> Tile:
-    """input - max along a cut dim, without halo, in at least float32; *Sends*: one all-reduce of the maxima."""
+    """Return input - max along a cut dim, without halo, in at least float32; *Sends*: one all-reduce of the maxima."""
     own = input.owned().to(dtype) if dtype else input.owned()
     wide = own.float() if own.dtype in (torch.bfloat16, torch.float16) else own
     axes = reducing_axes(own.layout, (dim,))
@@ -112,7 +112,7 @@ def shifted_by_global_max(input: Tile, dim: int, dtype: torch.dtype | None = Non
 
 
 def _shifted_and_sums(input: Tile, dim: int, dtype: torch.dtype | None) -> tuple[Tile, Tensor]:
-    """(input - global max, global sum of exp) along a cut dim, in at least float32."""
+    """Return (input - global max, global sum of exp) along a cut dim, in at least float32."""
     shifted = shifted_by_global_max(input, dim, dtype)
     axes = reducing_axes(shifted.layout, (dim,))
     sums = comm.sum_parts(shifted.local.exp().sum(dim, keepdim=True), shifted.mesh, axes, (shifted.layout, dim))
@@ -127,7 +127,7 @@ def _check_has_exp(function: Any, input: Tile, dtype: torch.dtype | None) -> Non
 
 @implements_torch(F.softmax)
 def softmax(input: Tile, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tile:
-    """y = exp(x - max) / sum exp(x - max) along `dim`, which may be cut.
+    """Return y = exp(x - max) / sum exp(x - max) along `dim`, which may be cut.
 
     *Shapes*: as the input, globally and per rank.
     *Sends*: along a cut dim two all-reduces of the input's size divided by the rows of `dim`; backward one.
@@ -144,7 +144,7 @@ def softmax(input: Tile, dim: int | None = None, _stacklevel: int = 3, dtype: to
 
 @implements_torch(F.log_softmax)
 def log_softmax(input: Tile, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tile:
-    """y = x - log sum exp x along `dim`, which may be cut; bytes as `softmax`."""
+    """Return y = x - log sum exp x along `dim`, which may be cut; bytes as `softmax`."""
     if dim is None:
         raise ShardingError("log_softmax on a Tile needs dim=")
     (at,) = reduced_dims(input, dim)

@@ -1,17 +1,17 @@
-"""Rows that torch gives as a view and a tile as a copy: what is written to them, or to what they are a view of.
+"""Copies of rows that torch gives as a view: writes to them, or to their source.
 
-A row that an int picks of a cut dim lies on one rank, so that all get a copy of it; a view whose rows had to move to
-other cut points is a copy, too.  Such a copy knows the rows that it was made of, its source, and the rule for both is:
+A row that an int picks from a cut dim lies on one rank, so all get a copy of it.  A view whose rows had to move to
+other cut points is a copy, too.  Such a copy knows its source, the rows that it was made of.  The rule for both is:
 
 1. What is written to the copy is written to its source at once.
 2. What is written to the source puts its copies out of date.  A copy that is out of date is made again when it is read,
    and costs nothing where nobody reads it.
 
-A copy keeps no memory of its source alive: where nobody else has that memory, there is nothing to write back.
+A copy keeps no memory of its source alive: where nothing else holds that memory, there is nothing to write back.
 
-Two ranks, 5 rows cut at 0, 3, 5, and ``tile[3].mul_(2)``: rank 1 has sent row 3 to rank 0, both double their copies,
-and rank 1 writes its own back; each has the whole row, so nothing is sent.  The gradient of row 3 is the sum of what
-the two ranks made of their copies.
+Example: two ranks, 5 rows cut at 0, 3, 5, and ``tile[3].mul_(2)``.  Rank 1 has sent row 3 to rank 0, both double their
+copies, and rank 1 writes its own back; each has the whole row, so nothing is sent.  The gradient of row 3 is the sum of
+those of the two copies.
 
 >>> tile = jigsaw.shard(torch.ones(5, 2), jigsaw.init_mesh(lat=1), ("lat", None))
 >>> tile[3].zero_(); tile.sum().item()
@@ -46,7 +46,7 @@ from jigsaw.tile import (
     watches_changes,
 )
 
-# how many functions have changed a tile in place
+# number of functions that have changed a tile in place
 _changes_made = [0]
 _COPIES = "_jigsaw_copies"  # the copies that were made of some memory
 _Place = tuple[torch.Size, tuple[int, ...], Any]
@@ -64,14 +64,14 @@ _KINDS = attrgetter("dtype", "requires_grad"), Tensor.is_conj, Tensor.is_neg
 
 
 class _WeakRows:
-    """The rows of a tile, as long as somebody else keeps their memory."""
+    """Rows of a tile, as long as something else keeps their memory."""
 
     def __init__(self, tile: Tile, is_in_storage: bool = False) -> None:
         local = tile.local
         root = local if local._base is None else local._base
         is_alike = all(of(root) == of(local) for of in _KINDS)
-        # what is no plain view of its base is kept, as are the rows of a copy that nobody else may know
-        # (not by the memory itself, which would then never end)
+        # anything but a plain view of its base is kept, as are the rows of a copy that nothing else may know (not by
+        # the memory itself, which would then never end)
         is_kept = not is_alike or isinstance(apart_mark(local), ApartCopy)
         self.kept = tile if is_kept and not is_in_storage else None
         self.root, self.memory = weakref.ref(root), weakref.ref(local.untyped_storage())
@@ -95,7 +95,7 @@ class _WeakRows:
 
 
 class ApartCopy:
-    """A copy in `layout` of the rows of a source, which has the same dims; it stands in the storage of the copy."""
+    """A copy in `layout` of the rows of a source with the same dims, attached to the copy's storage."""
 
     def __init__(self, source: Tile, layout: Layout, local: Tensor, has_way_back: bool) -> None:
         self.source, self.layout, self.has_way_back = _WeakRows(source), layout, has_way_back
@@ -130,7 +130,7 @@ class ApartCopy:
             self._tiles[id(tile)] = weakref.ref(tile), None
 
     def whole_of(self, local: Tensor) -> tuple[Tensor, bool]:
-        """The whole copy, for a view of it, and whether autograd knows that it is one."""
+        """Return the whole copy, for a view of it, and whether autograd knows that it is one."""
         root = self.root()
         if root is not None and (local is root or local._base is root):
             return _at_place(root, self.place), True
@@ -139,15 +139,16 @@ class ApartCopy:
             return bare.set_(local.untyped_storage(), self.place[2], self.place[0], self.place[1]), False
 
     def write_back(self, local: Tensor) -> None:
-        """Write the copy into the rows that it was made of, by autograd's eyes where they see `local`.
+        """Write the copy into its source rows, through autograd where it tracks `local`.
 
-        *Sends*: where rows had moved, these rows back, after one number: whether any rank still has the source.
+        *Sends*: where rows had moved, these rows back, after one number that says whether any rank still has the
+        source.
         """
         whole, is_known = self.whole_of(local)
         source, layout, mesh = self.source.tile(), self.source.layout, self.source.mesh
         is_at_hand, is_there = _is_at_hand(self.layout, layout), source is not None
         if not is_at_hand and not lacks_values():
-            # collected garbage is no common knowledge of ranks
+            # ranks do not share when garbage is collected
             there = torch.tensor(int(is_there), device=local.device)
             is_there = bool(comm.all_reduce(there, mesh, [name for name, _ in layout.axes]))
         if not is_there:
@@ -164,7 +165,9 @@ class ApartCopy:
         self.seen, self.is_written = _changes_made[0], True
 
     def put_out_of_date(self) -> None:
-        """Let whoever reads a tile of this copy next make it again: its source was changed."""
+        """Mark the copy as out of date because its source was changed: the next reader of a tile of it makes
+        it again.
+        """
         tiles = [tile for known, _ in self._tiles.values() if (tile := known()) is not None]
         if self._is_writing or self._newer is not None or not tiles:
             return
@@ -181,7 +184,7 @@ class ApartCopy:
                 del tile.__dict__["local"]
 
     def _made_again(self, asked: Tile) -> Tensor:
-        """The local tensor of a tile of this copy, made of its source anew, as that of all others.
+        """Return the local tensor of a tile of this copy, made anew from its source, as those of all others.
 
         *Sends*: the rows that moved.
         """
@@ -203,7 +206,7 @@ class ApartCopy:
 
 
 class _RowsAround:
-    """The rows that a rank holds from the other end of a periodic dim.
+    """Rows that a rank holds from the other end of a periodic dim.
 
     Views leave them out, so that they are fetched anew where a view of the tile was changed; its memory keeps this.
     """
@@ -230,7 +233,7 @@ def note_rows_around(tile: Tile) -> None:
 
 @lru_cache(maxsize=4096)
 def _is_at_hand(source: Layout, target: Layout) -> bool:
-    """Whether every rank holds in one layout what it holds in the other."""
+    """Say whether every rank holds in one layout what it holds in the other."""
     return all(
         low <= start and stop <= high
         for at in source.coords()
@@ -240,7 +243,7 @@ def _is_at_hand(source: Layout, target: Layout) -> bool:
 
 
 def _copies_of(memory: Any) -> list[ApartCopy]:
-    """The copies that were made of some memory."""
+    """Return the copies that were made of some memory."""
     return list(getattr(memory, _COPIES, ()))
 
 
@@ -249,8 +252,8 @@ def _has_copies(memory: Any) -> bool:
 
 
 def copied_to(source: Tile, layout: Layout, has_way_back: bool = True) -> Tile:
-    """The rows of `source` in another layout of the same dims, in memory of their own that knows where it came from;
-    without a way back nothing may be written to it.
+    """Return the rows of `source` in another layout of the same dims, in new memory that knows its origin.  Without a
+    way back nothing may be written to it.
 
     *Sends*: what `with_moved_rows` does.
     """
@@ -258,7 +261,7 @@ def copied_to(source: Tile, layout: Layout, has_way_back: bool = True) -> Tile:
 
 
 def copied_apart(moved: Tile, source: Tile, has_way_back: bool = True) -> Tile:
-    """`moved`, all the rows of `source` in another layout, in memory of its own that knows where it came from."""
+    """Return `moved`, all the rows of `source` in another layout, in new memory that knows its origin."""
     local = moved.local
     if lie_in_one_memory(local, source.local) or apart_mark(local) is not None:
         local = local.clone(memory_format=torch.contiguous_format)
@@ -269,7 +272,7 @@ def copied_apart(moved: Tile, source: Tile, has_way_back: bool = True) -> Tile:
 
 @notes_views
 def note_views(out: Any, rows: Tensor | None = None) -> None:
-    """Remember the tiles that a function gave which are views of a copy: that of `rows`, or by their memory."""
+    """Remember the results of a function that are views of a copy: that of `rows`, or by their memory."""
     for tile in (out,) if type(out) is Tile else tiles_in(out):
         # a tile that autograd makes gets its local tensor when that is read for the first time
         copy = apart_mark(tile.local if rows is None else rows) if "local" in tile.__dict__ else None
@@ -278,14 +281,14 @@ def note_views(out: Any, rows: Tensor | None = None) -> None:
 
 
 def note_index_asked(answer: Any, tile: Tile, index: Any) -> None:
-    """Remember what ``tile[index]`` gave, for the row that Python writes back after ``tile[index] += 1``."""
+    """Remember the result of ``tile[index]``, for the row that Python writes back after ``tile[index] += 1``."""
     copy = apart_mark(answer.local) if isinstance(answer, Tile) else None
     if isinstance(copy, ApartCopy) and copy.asked is None:
         copy.asked = tile, index
 
 
 def is_written_back(value: Any, tile: Tile, index: Any) -> bool:
-    """Whether ``tile[index] = value`` has been done, when `value` was changed in place."""
+    """Say whether ``tile[index] = value`` has been done, when `value` was changed in place."""
     copy = value.__dict__.get("apart") if isinstance(value, Tile) else None
     if copy is None or copy.asked is None or not copy.is_written or copy.seen != _changes_made[0]:
         return False
@@ -300,7 +303,7 @@ _WRITES_NOTHING = frozenset("requires_grad_ detach_ rename_ share_memory_".split
 @watches_changes
 @lru_cache(maxsize=4096)
 def change_watcher(function: Any) -> Callable[..., Any] | None:
-    """What is called before a function that may change its first argument in place runs on tiles; None for others."""
+    """Return the check before a function that may change its first argument in place runs on tiles; None for others."""
     name = getattr(function, "__name__", "")
     if changes_in_place(function) and name not in _WRITES_NOTHING:
         return _before_change
@@ -315,7 +318,7 @@ def _before_flagged(place: int, function: Any, args: Sequence[Any], kwargs: Mapp
 
 
 def _before_change(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[Any], Any] | None:
-    """What is done before a function changes its first argument in place; it returns what is done after, if anything.
+    """Prepare for a function that changes its first argument in place; return what to do after it, if anything.
 
     *Raises*: `ShardingError` for a view whose rows moved and do not know the way back.
     """
@@ -334,7 +337,7 @@ def _before_change(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def check_way_back(function: Any, tile: Tile) -> None:
-    """Raises: `ShardingError` for a view that has memory of its own and does not know of whose rows it was made."""
+    """Check a view.  Raises: `ShardingError` for one with its own memory that does not know its source rows."""
     mark = apart_mark(tile.local)
     if mark is not None and not (isinstance(mark, ApartCopy) and mark.has_way_back):
         raise ShardingError(
@@ -351,7 +354,7 @@ def _after_change(changed: Sequence[Tensor], out: Any) -> Any:
 
 
 def carry_change(local: Tensor) -> None:
-    """Carry what was written to a tensor on: to the rows that it is a copy of, and to copies of it."""
+    """Carry a write to a tensor on: to the rows that it is a copy of, and to copies of it."""
     copy = apart_mark(local)
     if isinstance(copy, ApartCopy):
         copy.write_back(local)

@@ -1,8 +1,8 @@
 """Activation checkpointing, ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``, of tiles.
 
 Torch makes a frame for each call, and saves its arguments as autograd saves tensors.  Within another call, or within
-``save_on_cpu``, these are not kept but made again, or brought back, as other tensors: of a tile that can be its local
-one alone.
+``save_on_cpu``, these are not kept but made again, or brought back, as other tensors.  For a tile only its local tensor
+can be.
 
 >>> from torch.utils.checkpoint import checkpoint
 >>> tile = jigsaw.shard(torch.ones(2, 4), jigsaw.init_mesh(lat=1), (None, "lat"))
@@ -33,7 +33,7 @@ _TorchsFrame: Any = _torchs_checkpoint._CheckpointFrame  # pyright: ignore[repor
 
 @dataclass(frozen=True)
 class _SavedTile:
-    local: Any  # what torch has saved of it
+    local: Any  # torch's saved value of it
     layout: Layout
     mesh: DeviceMesh
     on_paper: Tile | None
@@ -45,7 +45,7 @@ class _SavedTile:
 
 
 class _FrameOfTiles(_TorchsFrame):
-    """Torch's own, which saves the local tensors of tiles."""
+    """Torch's own frame, which saves the local tensors of tiles."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -63,11 +63,11 @@ def _as_saved(x: Any) -> Any:
     if not isinstance(x, Tile) or ("awaited" in x.__dict__ and "local" not in x.__dict__):
         return x
     x.check_no_history()
-    # Where a stage of a pipeline begins with what is checkpointed, its tiles get their values once the call has begun.
-    # What torch saves of one on paper stands for it in the count of a call around this one.
+    # Where a stage of a pipeline begins with a checkpointed part, its tiles get their values once the call has begun.
+    # Torch's saved value of one on paper stands for it in the count of a call around this one.
     on_paper = x if is_shape_run() else None
     return _SavedTile(_save_tensor(x.local, is_output=False), x.layout, x.mesh, on_paper)
 
 
-# Looked up when a call begins, so that who imported `checkpoint` before has this one, too.
+# Looked up when a call begins, so that earlier imports of `checkpoint` use it, too.
 _torchs_checkpoint._CheckpointFrame = _FrameOfTiles  # pyright: ignore[reportPrivateUsage]

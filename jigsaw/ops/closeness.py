@@ -1,12 +1,12 @@
-"""`torch.testing.assert_close` of tiles: each rank compares the rows that it owns, and all hear of the same answer.
+"""`torch.testing.assert_close` of tiles: each rank compares the rows that it owns, and all get the same result.
 
-Torch asks no tensor whether it answers this function itself, and looks at ``tile.layout``, which is jigsaw's.  So the
-class with which it compares two tensors is replaced by one that knows tiles, wherever `assert_close` was imported.
-Lists, dicts, tolerances, messages and what counts as close stay torch's own.
+Torch does not dispatch this function, and reads ``tile.layout``, which is jigsaw's.  So a class that knows tiles
+replaces its class for comparing two tensors, wherever `assert_close` was imported.  Lists, dicts, tolerances, messages
+and the rule of closeness stay torch's own.
 
-Four ranks, 37 rows cut at 0, 10, 19, 28, 37, of which row 30 is wrong: the number of wrong elements is summed over the
-ranks, 8 bytes from each, so that all know of it; then each tells its greatest differences, and all raise the same
-``AssertionError`` that names row 30.
+Example: four ranks, 37 rows cut at 0, 10, 19, 28, 37, of which row 30 is wrong.  The number of wrong elements is summed
+over the ranks, 8 bytes from each.  Then each sends its greatest differences, and all raise the same ``AssertionError``
+that names row 30.
 
 >>> tile = jigsaw.shard(torch.arange(4.0), jigsaw.init_mesh(lat=1), ("lat",))
 >>> torch.testing.assert_close(tile * 2, torch.tensor([0.0, 2.0, 5.0, 6.0]))
@@ -72,7 +72,7 @@ class _TilePair(_TorchsPair):
             return
         try:
             self._compare_tiles(tiles[0])
-        except ShardingError as refusal:  # torch would make another error of it
+        except ShardingError as refusal:  # torch would change the error
             raise _comparisons.ErrorMeta(type(refusal), str(refusal), id=self.id) from refusal
 
     def _compare_tiles(self, first: Tile) -> None:
@@ -98,7 +98,9 @@ class _TilePair(_TorchsPair):
             return
         mesh, layout = self._first.mesh, self._layout
         wrong = ~torch.isclose(actual, expected, rtol=rtol, atol=atol, equal_nan=equal_nan)
-        axes = [name for name, _ in axes_of_mesh(mesh)]  # all: ranks that have the same rows may differ by mistake
+        axes = [
+            name for name, _ in axes_of_mesh(mesh)
+        ]  # all of them, because ranks that have the same rows may differ by mistake
         if (comm.all_reduce(wrong.sum(), mesh, axes, same=(layout,)) == 0).all():
             return
         mine = _greatest_differences(actual, expected, wrong, self._first, layout)
@@ -113,12 +115,14 @@ class _TilePair(_TorchsPair):
 
 
 def _with_attributes_of(tile: Tile) -> Tensor:
-    """A plain tensor of the same shape, dtype and device, in no memory to speak of."""
+    """Return a plain tensor of the same shape, dtype and device, almost without memory."""
     return tile.local.new_empty(()).expand(tile.shape)
 
 
 def _rows_side_by_side(actual: Any, expected: Any) -> tuple[Tile, Layout, Tensor, Tensor]:
-    """A tile of the two, and a layout with the rows that this rank owns of both; a plain tensor is the whole one."""
+    """Return a tile of the two, and a layout with the rows that this rank owns of both; a plain tensor is the whole
+    one.
+    """
     tiles = [x.detach().owned() for x in (actual, expected) if isinstance(x, Tile)]
     layout, ready = align_tiles(tiles)
     if len(tiles) == 2:
@@ -131,7 +135,9 @@ def _rows_side_by_side(actual: Any, expected: Any) -> tuple[Tile, Layout, Tensor
 
 
 def _greatest_differences(actual: Tensor, expected: Tensor, wrong: Tensor, first: Tile, layout: Layout) -> _Mismatches:
-    """What torch tells of elements that are not close, of those that this rank owns, by their global index."""
+    """Return what torch reports of elements that are not close, among those that this rank owns, by their
+    global index.
+    """
     coord = first.coordinate
     rows = [rows_of_local(layout, coord, d, wrong.device) for d in range(layout.ndim)]
     if not (actual.is_floating_point() or actual.is_complex()):
@@ -151,7 +157,7 @@ def _greatest_differences(actual: Tensor, expected: Tensor, wrong: Tensor, first
 
 
 def _told_together(of_ranks: list[_Mismatches], elements: int) -> dict[str, Any]:
-    """The same of the whole tensor; ranks that have the same rows count once."""
+    """Return the same for the whole tensor; ranks that have the same rows count once."""
     counts: dict[Box, int] = {}
     for box, count, _, _ in of_ranks:
         counts[box] = max(count, counts.get(box, 0))
@@ -168,7 +174,7 @@ def _told_together(of_ranks: list[_Mismatches], elements: int) -> dict[str, Any]
 
 
 def _greatest_of_ranks(found: list[_Difference]) -> _Difference:
-    """NaN is the greatest, as `torch.max` has it; of equal ones that which stands first in the tensor."""
+    """Return the greatest difference: NaN first, as in `torch.max`; of equal ones the first in the tensor."""
 
     def order(one: _Difference) -> tuple[int, Any, tuple[int, ...]]:
         return (0, 0, one[1]) if math.isnan(one[0]) else (1, -one[0], one[1])
@@ -176,5 +182,5 @@ def _greatest_of_ranks(found: list[_Difference]) -> _Difference:
     return min(found, key=order)
 
 
-# `assert_close` looks the class up when it is called, so that who imported the function before has this one, too.
+# `assert_close` looks the class up when it is called, so earlier imports of the function use it, too.
 _comparisons.TensorLikePair = _TilePair

@@ -1,7 +1,8 @@
 """`torch.distributed`'s collectives of tiles: a tile is the whole tensor, so nothing is summed, gathered or sent.
 
 In a forward pass of a parallelized model there is one process (`jigsaw.model_world`).  Elsewhere the world size is that
-of the job, by which a sum would be divided: there only what is the same for any number of processes is answered.
+of the job, by which a sum would be divided.  So there only collectives with the same result for any number of processes
+are answered.
 
 >>> tile = jigsaw.shard(torch.ones(4), jigsaw.init_mesh(lat=1), ("lat",))
 >>> torch.distributed.all_reduce(tile, torch.distributed.ReduceOp.MAX)
@@ -32,7 +33,7 @@ _SENDS = (dist.send, dist.recv, dist.isend, dist.irecv)
 
 
 def _run_collective(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """*Sends*: nothing."""
+    """Run a collective of one process.  *Sends*: nothing."""
     tile = next(tiles_in((args, kwargs)))
     name = f"torch.distributed.{function.__name__} of a Tile of shape {tuple(tile.shape)}"
     whole = "a Tile is the whole tensor on every rank"

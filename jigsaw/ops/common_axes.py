@@ -1,4 +1,4 @@
-"""Tiles in which one mesh axis cuts different dims: the cuts to which all of them come.  Integers only.
+"""Common cuts for tiles in which one mesh axis cuts different dims.  Integers only.
 
 **The rule.**  One tile stays as it is cut, and the others come to its cuts, each by one exchange.
 
@@ -7,11 +7,11 @@
 2. An axis that cuts others but not the one that stays goes on cutting what it cuts in the first of them: the dim, where
    nothing else cuts it, else its pieces finer.  So all cut what any of them cuts, no tile comes to have more of a dim
    than before, and the one that stays is cut further without a message.
-3. A tile that lacks a dim which such an axis cuts is held alike along it: each rank needs all of it for its rows.
+3. A tile that lacks a dim which such an axis cuts is the same along it, because each rank needs all of it for its rows.
 4. A tile that moves leaves its halo behind.  Where a dim was flattened from other dims than the other's, and both are
    cut, it takes two exchanges, with the dim whole between them; where no other dim can be cut then, it is refused.
 
-All of it follows from layouts, which every rank has alike.
+All of it follows from layouts, which are the same on every rank.
 
 Four ranks on lat=2, lon=2: x [2, 128, 12, 8] is cut by lat along its 12 rows and by lon along its 8 columns, y of the
 same shape by lat along the 128 channels and by lon along the batch (a view parted its pixels).  ``x + y`` would send as
@@ -43,8 +43,8 @@ def plan_common_axes(
     stays: int | None = None,
     joined: Hashable = None,
 ) -> tuple[Layout | None, ...]:
-    """The layout that each tile moves to, by the rule above, or None where it stays; only Nones where no axis cuts two
-    dims, at whatever points.
+    """Return the layout that each tile moves to, by the rule above, or None where it stays; only Nones where no axis
+    cuts two dims, at whatever points.
 
     `labels` name the dims of each tile; dims of one name meet, and one row meets many as it is.  Tiles of any size
     follow each other along the one named `joined`.  `stays` is the number of the tile that is changed in place.
@@ -203,7 +203,9 @@ def exchanges_between(source: Layout, target: Layout) -> tuple[tuple[Layout, Lay
 
 
 def elements_to_fetch(source: Layout, target: Layout) -> float:
-    """How many elements all ranks together lack of what they then own; infinite where no exchange leads there."""
+    """Return how many elements all ranks together lack of what they then own; infinite where no exchange
+    leads there.
+    """
     ways = exchanges_between(source, target)
     return sum(_elements_missing(a, b) for a, b in ways) if ways else math.inf
 
@@ -219,7 +221,7 @@ def _elements_missing(source: Layout, target: Layout) -> int:
 
 
 def _ranks_with_rows(frame: Mapping[Hashable, _Group], layout: Layout) -> int:
-    """On how many ranks what is cut as `frame` has rows."""
+    """Return on how many ranks something cut as `frame` has rows."""
     cuts = [c for group in frame.values() for c in group]
     return math.prod(sum(a < b for a, b in pairwise(c.points)) for c in cuts if c.is_cut) * (
         layout.ranks // math.prod(c.pieces for c in cuts)
@@ -227,7 +229,7 @@ def _ranks_with_rows(frame: Mapping[Hashable, _Group], layout: Layout) -> int:
 
 
 def _check_target_has_axes(layouts: Sequence[Layout], stays: int) -> None:
-    """In place nothing of a tile may have to come together, for the target cannot be cut by one more axis."""
+    """Check that in place no part of a tile has to be gathered, because one more axis cannot cut the target."""
     for layout in layouts:
         more = [a for a in layout.cut_axes if a not in layouts[stays].cut_axes]
         if more:

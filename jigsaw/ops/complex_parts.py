@@ -1,4 +1,4 @@
-"""Complex tiles: as pairs of real numbers and back, and the marks of a conjugate that is not carried out yet.
+"""Complex tiles: as pairs of real numbers and back, and the marks of a lazy conjugate.
 
 ``abs``, ``angle``, ``conj``, ``torch.real``, ``torch.imag``, ``torch.polar`` and ``torch.complex`` are pointwise.
 
@@ -20,7 +20,7 @@ from jigsaw.tile import Tile, implements_torch, refusal_error
 
 @implements_torch(torch.view_as_real)
 def _view_as_real(input: Tile) -> Tile:
-    """[...] as [..., 2], which nothing cuts; a halo stays."""
+    """Return [...] as [..., 2], whose last dim nothing cuts; a halo stays."""
     if input.local.is_conj():
         input = Tile(input.local.resolve_conj(), input.layout, input.mesh)
     return Tile(torch.view_as_real(input.local), input.layout.insert(input.ndim, 2), input.mesh)
@@ -28,7 +28,7 @@ def _view_as_real(input: Tile) -> Tile:
 
 @implements_torch(torch.view_as_complex)
 def _view_as_complex(input: Tile) -> Tile:
-    """[..., 2] as [...]."""
+    """Return [..., 2] as [...]."""
     last = input.ndim - 1
     if last < 0 or input.shape[last] != 2:
         raise RuntimeError(

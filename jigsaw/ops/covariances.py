@@ -1,4 +1,4 @@
-"""Made of products of rows: cov and corrcoef; and of powers of each element: vander.
+"""Functions made of products of rows (cov and corrcoef) and of powers of each element (vander).
 
 >>> tile = jigsaw.shard(torch.tensor([[0.0, 1.0, 2.0], [0.0, 2.0, 4.0]]), jigsaw.init_mesh(lat=1), (None, "lat"))
 >>> torch.cov(tile).local[0], torch.corrcoef(tile).local[0]
@@ -18,7 +18,7 @@ from jigsaw.tile import Tile, implements_torch
 
 @implements_torch(torch.cov)
 def _covariance(input: Tile, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
-    """*Sends*: the sums that a mean sends, and what the product of a tile with itself does."""
+    """Return the covariance.  *Sends*: the sums of a mean, and what the product of a tile with itself sends."""
     if input.ndim > 2:
         raise RuntimeError(f"cov of a Tile of {input.ndim} dims: it needs 1 or 2")
     x: Any = input.unsqueeze(0) if input.ndim < 2 else input
@@ -58,7 +58,7 @@ def _correlation(input: Tile) -> Any:
 
 
 def _powers(x: Tile, count: int) -> Any:
-    """1, x, x^2 and so on, along a new last dim, which is whole."""
+    """Return 1, x, x^2 and so on, along a new last dim, which is whole."""
     ones = torch.ones_like(x).unsqueeze(-1)
     if count < 2:
         return ones[..., :count]

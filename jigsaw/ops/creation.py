@@ -26,8 +26,8 @@ from jigsaw.tile import Tile, implements_torch, refusal_error, tiles_in
 
 
 def layout_like(tile: Tile, shape: Sequence[int]) -> Layout:
-    """How a new tensor of `shape` is cut: counted from the last dim, each that has the size of the tile's lies as the
-    tile's, without halo; all others are whole.
+    """Return the layout of a new tensor of `shape`.  Counted from the last dim, each that has the size of the tile's
+    lies as the tile's, without halo; all others are whole.
     """
     own = tile.layout.without_halo()
     lead = own.ndim - len(shape)
@@ -70,7 +70,7 @@ def _new_full(self: Tile, size: Sequence[int], fill_value: Any, **named: Any) ->
 
 @implements_torch(Tensor.new_tensor)
 def _new_tensor(self: Any, data: Any, **named: Any) -> Any:
-    """Data is whole on every rank, so the result is a tile that nothing cuts; of the tile's dtype, as in torch."""
+    """Return a tile that nothing cuts, because data is whole on every rank; of the tile's dtype, as in torch."""
     if not isinstance(self, Tile):
         return run_unknown_function(Tensor.new_tensor, self, data, **named)
     named = {"dtype": self.dtype, "device": self.device} | {k: v for k, v in named.items() if v is not None}
@@ -97,7 +97,7 @@ def _zero_in_place(input: Tile) -> Tile:
 
 
 def check_can_fill(tile: Tile) -> None:
-    """Raises: what autograd would raise on the ranks that have rows."""
+    """Check a tile.  Raises: what autograd would raise on the ranks that have rows."""
     if tile.requires_grad and tile.is_leaf and torch.is_grad_enabled():
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation; use torch.no_grad()"
@@ -116,18 +116,18 @@ def _like(input: Tile, values: Tensor, named: dict[str, Any]) -> Tile:
 
 @implements_torch(torch.rand_like)
 def _rand_like(input: Tile, **named: Any) -> Tile:
-    """Uniform in [0, 1), a function of the global position.  *Sends*: one seed of 8 bytes."""
+    """Draw uniform numbers in [0, 1), a function of the global position.  *Sends*: one seed of 8 bytes."""
     return _like(input, _below_one(global_uniform(input, input.ndim), named.get("dtype") or input.dtype), named)
 
 
 def _below_one(u: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded to a narrower dtype none becomes 1."""
+    """Round to a narrower dtype so that no number becomes 1."""
     return u if dtype == torch.float64 else u.clamp_max(1 - torch.finfo(dtype).eps)
 
 
 @implements_torch(torch.randn_like)
 def _randn_like(input: Tile, **named: Any) -> Tile:
-    """Standard normal, as `torch.rand_like`."""
+    """Draw standard normal numbers, as `torch.rand_like`."""
     if (named.get("dtype") or input.dtype).is_complex:
         parts = [global_normal(input, input.ndim) * math.sqrt(0.5) for _ in range(2)]
         return _like(input, torch.complex(*parts), named)
@@ -136,7 +136,7 @@ def _randn_like(input: Tile, **named: Any) -> Tile:
 
 @implements_torch(torch.randint_like)
 def _randint_like(input: Tile, *bounds: int, low: int | None = None, high: int | None = None, **named: Any) -> Tile:
-    """Whole numbers from `low` to below `high`, as `torch.rand_like`."""
+    """Draw integers from `low` to below `high`, as `torch.rand_like`."""
     if len(bounds) == 2:
         low, high = bounds
     elif bounds:
@@ -152,7 +152,7 @@ def _whole_numbers(input: Tile, low: int, high: int) -> Tensor:
 
 @implements_torch(torch.bernoulli)
 def _bernoulli(input: Tile, p: float | None = None, *, generator: Any = None) -> Tile:
-    """1 with the probability that `input` has there (or `p`), else 0, as `torch.rand_like`."""
+    """Return 1 with the probability that `input` has there (or `p`), else 0, as `torch.rand_like`."""
     _check_generator(torch.bernoulli, input, generator)
     chance = input.local.detach() if p is None else p
     return Tile((global_uniform(input, input.ndim) < chance).to(input.dtype), input.layout, input.mesh)
@@ -172,7 +172,9 @@ def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     spread = mean * 0 + std if isinstance(mean, Tile) else std * 0 + mean
     with torch.no_grad():
         drawn = mean + std * torch.randn_like(spread)
-    return drawn + 0 * spread if spread.requires_grad else drawn  # torch derives no draw: its gradients are zeros
+    return (
+        drawn + 0 * spread if spread.requires_grad else drawn
+    )  # torch does not differentiate draws: their gradients are zeros
 
 
 def _answer_random_fill(name: str, draw: Callable[..., Tensor]) -> None:
@@ -183,7 +185,7 @@ def _answer_random_fill(name: str, draw: Callable[..., Tensor]) -> None:
             return run_unknown_function(method, self, *args, generator=generator, **named)
         _check_generator(method, self, generator)
         check_can_fill(self)
-        self.local.copy_(draw(self, *args, **named))  # by autograd's eyes: what was there before has no gradient
+        self.local.copy_(draw(self, *args, **named))  # through autograd: the old values have no gradient
         return self
 
     implements_torch(method)(fill)
@@ -229,11 +231,11 @@ _answer_random_fill("log_normal_", _draw_log_normal)
 
 # -- dropout that keeps mean and variance, and other noise ------------------------------------------------------------
 
-_ALPHA = 1.7580993408473766  # minus the value that selu goes to: what dropped elements become
+_ALPHA = 1.7580993408473766  # minus the limit of selu: the value of dropped elements
 
 
 def _drop_alpha(input: Tile, p: float, training: bool, dims: int) -> Tile:
-    """Klambauer et al., arXiv 1706.02515."""
+    """Drop elements as Klambauer et al., arXiv 1706.02515."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0:
@@ -263,7 +265,9 @@ def _feature_alpha_dropout(
 def _rrelu(
     input: Tile, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
 ) -> Any:
-    """x where x > 0, else x times a number from `lower` to `upper`; where `training`, random by global position."""
+    """Return x where x > 0, else x times a number from `lower` to `upper`; where `training`, random by
+    global position.
+    """
     slope: Any = (lower + upper) / 2
     if training:
         slope = Tile(
@@ -278,8 +282,8 @@ def _rrelu(
 
 @implements_torch(F.gumbel_softmax)
 def _gumbel_softmax(logits: Tile, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
-    """Softmax of logits with Gumbel noise by global position; with `hard`, the largest becomes 1 and the gradient stays
-    (Jang et al., arXiv 1611.01144).
+    """Return the softmax of logits with Gumbel noise by global position (Jang et al., arXiv 1611.01144).  With `hard`,
+    the largest becomes 1 and the gradient stays.
     """
     noise = -torch.log(-torch.log(global_uniform(logits, logits.ndim).clamp_min(2.0**-54)))
     noisy = Tile(noise.to(logits.dtype), logits.layout, logits.mesh)
@@ -292,8 +296,8 @@ def _gumbel_softmax(logits: Tile, tau: float = 1, hard: bool = False, eps: float
 
 @implements_torch(torch.multinomial)
 def _multinomial(input: Tile, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
-    """Places drawn by their weights along the last dim: those of the largest weights over exponential numbers, which
-    are drawn by global position, so that they are the same on every mesh.
+    """Draw places by their weights along the last dim, the same on every mesh.  They are those of the largest weights
+    over exponential numbers, which are drawn by global position.
     """
     if input.ndim not in (1, 2) or num_samples < 1 or (not replacement and num_samples > input.shape[-1]):
         raise RuntimeError(

@@ -1,8 +1,8 @@
-"""Scans and products along a cut dim: what the ranks before have, in one row each.
+"""Scans and products along a cut dim, with one row from each earlier rank.
 
-A rank scans its own rows behind the totals of the ranks before it.  Four ranks on lat=4, x [8] cut at rows 0, 2, 4, 6,
-8: the totals of two rows each go round, and the third rank's ``cumsum`` is that of (total 0, total 1, row 4, row 5),
-without the first two results.  So zeros, infinities, NaN and ties are torch's own, in their order.
+A rank scans its own rows after the totals of the ranks before it.  Example: four ranks on lat=4, x [8] cut at rows 0,
+2, 4, 6, 8: the totals of two rows each go round, and the third rank's ``cumsum`` is that of (total 0, total 1, row 4,
+row 5), without the first two results.  So zeros, infinities, NaN and ties are torch's own, in their order.
 
 >>> tile = jigsaw.shard(torch.arange(5.0), jigsaw.init_mesh(lat=1), ("lat",))
 >>> tile.cumsum(0).local, tile.prod().item()
@@ -35,31 +35,33 @@ from jigsaw.tile import Tile, implements_torch
 
 
 def pieces_in_stack(layout: Layout, cut: Cut) -> list[int]:
-    """The pieces of `cut` in the order in which `stack_along_axes` stacks them: that of the mesh, not of the dim."""
+    """Return the pieces of `cut` in the order in which `stack_along_axes` stacks them: that of the mesh, not of the
+    dim.
+    """
     others = [a not in cut.axes for a, _ in layout.axes]
     coords = (c for c in layout.coords() if not any(i for i, other in zip(c, others, strict=True) if other))
     return [layout.piece(cut, c) for c in coords]
 
 
 def _stacked_rows(row: Tensor, tile: Tile, dim: int) -> Tensor:
-    """[pieces, *row.shape], held alike; each rank goes on to use some of them."""
+    """Return [pieces, *row.shape], the same on all ranks, of which each rank uses some."""
     axes = tile.layout.dim_axes(dim)
     stacked = stack_along_axes(row, tile, axes, (tile.layout, dim))
     return comm.use_in_parts(stacked, tile.mesh, axes)
 
 
 def _rows_before(stacked: Tensor, tile: Tile, dim: int) -> Tensor:
-    """The rows of those pieces before this rank's that have any, in the order of the dim, next to each other."""
+    """Return the rows of those pieces before this rank's that have any, in the order of the dim, next to each other."""
     (cut,) = tile.layout.dim(dim)
     mine = tile.layout.piece(cut, tile.coordinate)
     places = {piece: place for place, piece in enumerate(pieces_in_stack(tile.layout, cut))}
     before = [stacked[places[p]] for p in range(mine) if cut.points[p] < cut.points[p + 1]]
-    # no row of the first: it, too, waits for the others in the way back
+    # no row for the first piece, which still waits for the others in the backward pass
     return torch.cat([stacked[0].narrow(dim, 0, 0), *before], dim)
 
 
 def _last_row(scanned: Tensor, local: Tensor, dim: int) -> Tensor:
-    """The last row of a scan; where there is none, some row of the same shape and history."""
+    """Return the last row of a scan; where there is none, some row of the same shape and history."""
     if scanned.shape[dim]:
         return scanned.narrow(dim, scanned.shape[dim] - 1, 1)
     return local.sum(dim, keepdim=True).to(scanned.dtype)
@@ -69,10 +71,10 @@ def _last_row(scanned: Tensor, local: Tensor, dim: int) -> Tensor:
 
 
 def _answer_scan(function: Any, total: Callable[[Tensor, int], Tensor] | None) -> None:
-    """Answer a scan of one result; `total` of rows is what the last row of their scan would be."""
+    """Answer a scan of one result; `total` of rows is the last row of their scan."""
 
     def handler(input: Tile, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-        """y[i] = x[0] + ... + x[i] (or their product, or log sum exp) along `dim`, which may be cut.
+        """Return y[i] = x[0] + ... + x[i] (or their product, or log sum exp) along `dim`, which may be cut.
 
         *Sends*: one all-gather of one row a rank along the axes that cut `dim`; backward one all-reduce of those rows.
         Along dims that were flattened together: see `jigsaw.ops.whole_dims`.
@@ -99,10 +101,10 @@ _answer_scan(torch.logcumsumexp, None)
 
 
 def _answer_extreme_scan(function: Any) -> None:
-    """Answer a scan whose results are values and the rows that they stand in."""
+    """Answer a scan whose results are values and their rows."""
 
     def handler(input: Tile, dim: int) -> Any:
-        """The largest (smallest) value up to each row and where it stands: of equal ones the last, as torch has it.
+        """Return the largest (smallest) value up to each row and its row: of equal ones the last, as in torch.
 
         *Sends*: two all-gathers of one row a rank, values and places; backward one all-reduce of those rows.
         """
@@ -138,7 +140,7 @@ _answer_extreme_scan(torch.cummin)
 
 @implements_torch(torch.prod)
 def _prod(input: Tile, dim: ReducedDims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """y = product of `input` over `dim`, or over all; exact gradients at zeros.
+    """Return the product of `input` over `dim`, or over all; exact gradients at zeros.
 
     *Sends*: one all-gather of the local products over the axes that cut `dim`; backward nothing.
     """

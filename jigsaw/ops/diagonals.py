@@ -25,7 +25,7 @@ from jigsaw.tile import Tile, implements_torch, refusal_error
 
 
 def _kept_by_place(input: Tile, is_kept: Callable[[Tensor, Tensor], Tensor]) -> Tile:
-    """The tile with 0 where `is_kept`, asked for the rows and columns of the last two dims, is false."""
+    """Return the tile with 0 where `is_kept`, called with the rows and columns of the last two dims, is false."""
     own = input.owned()
     rows, columns = (rows_of_local(own.layout, own.coordinate, d, own.device) for d in (-2, -1))
     local = torch.where(is_kept(rows[:, None], columns), own.local, own.local.new_zeros(()))
@@ -51,9 +51,9 @@ def _triu(input: Tile, diagonal: int = 0) -> Tile:
 
 @implements_torch(torch.diagonal)
 def _diagonal(input: Tile, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """y[..., k] = x[k, k + offset], cut where `dim1` or `dim2` is.
+    """Return y[..., k] = x[k, k + offset], cut where `dim1` or `dim2` is.
 
-    *Sends*: nothing where one of the two is cut; where both are, what bringing `dim2` whole does.
+    *Sends*: nothing where one of the two is cut; where both are, the exchange that makes `dim2` whole.
     """
     first, second = reduced_dims(input, (dim1, dim2))
     tile = copied_to(input, input.layout.without_halo()) if input.layout.has_halo else input
@@ -97,7 +97,7 @@ def _trace(input: Tile) -> Any:
 
 @implements_torch(torch.diag_embed)
 def _diag_embed(input: Tile, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
-    """y[k, k + offset] = x[..., k] in matrices whose rows are cut as the last dim of x; nothing is sent."""
+    """Return y[k, k + offset] = x[..., k] in matrices whose rows are cut as the last dim of x; nothing is sent."""
     tile = input
     if offset:
         zeros = torch.zeros((), dtype=input.dtype, device=input.device).expand(*input.shape[:-1], abs(offset))
@@ -121,7 +121,7 @@ def _diagflat(input: Tile, offset: int = 0) -> Any:
 
 @implements_torch(torch.diagonal_scatter)
 def _diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """A copy with `src` in a diagonal; *Sends*: of a tile `src` the rows that other ranks write."""
+    """Return a copy with `src` in a diagonal; *Sends*: of a tile `src`, the rows that other ranks write."""
     if not isinstance(input, Tile):
         raise (
             refusal_error(torch.diagonal_scatter, src, "its input is a plain tensor", "make the input a Tile")

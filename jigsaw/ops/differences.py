@@ -1,4 +1,4 @@
-"""What is made of a row and those beside it: diff, gradient, trapezoid, cumulative_trapezoid.
+"""Functions of a row and its neighbors: diff, gradient, trapezoid, cumulative_trapezoid.
 
 The first rows of the next piece come from the rank that has them; a result along a cut dim is cut where its input is.
 
@@ -25,8 +25,8 @@ from jigsaw.tile import Tile, implements_torch
 
 
 def _windows_of_rows(input: Tile, dim: int, more: int) -> tuple[Tensor, Cut]:
-    """For each row of the result, which has `more` rows less, its row of a cut dim and `more` after it; and the
-    result's cut.
+    """Return for each row of the result, which has `more` rows less, its row of a cut dim and `more` after it, and the
+    cut.
 
     Three ranks, 7 rows cut at 0, 3, 5, 7, one row more: the 6 rows are cut at 0, 3, 5, 6, and made of rows 0 to 3, 3 to
     5 and 5 to 6.
@@ -45,11 +45,11 @@ def _windows_of_rows(input: Tile, dim: int, more: int) -> tuple[Tensor, Cut]:
 
 @implements_torch(torch.diff)
 def _diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
-    """Differences of neighbours along `dim`, `n` times; *Sends*: `n` rows of a cut dim a rank."""
+    """Return differences of neighbors along `dim`, `n` times; *Sends*: `n` rows of a cut dim a rank."""
     parts = [t for t in (prepend, input, append) if t is not None]
     if any(t.ndim != input.ndim for t in parts):
         raise RuntimeError(f"diff of shapes {[tuple(t.shape) for t in parts]}: prepend and append need as many dims")
-    # of n = 0 differences torch returns the input alone
+    # for n = 0 torch returns the input alone
     tile = join_tiles(parts, dim) if len(parts) > 1 and n else input
     (at,) = reduced_dims(tile, dim)
     if not tile.layout.is_cut(at) or n == 0:
@@ -61,7 +61,9 @@ def _diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: An
 
 @implements_torch(torch.gradient)
 def _gradient_along_dims(input: Tile, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> tuple[Any, ...]:
-    """The slope at each row, of first or second order at the ends; *Sends*: rows from the ranks beside, as joins do."""
+    """Return the slope at each row, of first or second order at the ends; *Sends*: rows from neighboring ranks, as
+    joins do.
+    """
     dims = reduced_dims(input, dim)
     given: Sequence[Any] = spacing if isinstance(spacing, (list, tuple)) else [spacing] * len(dims)
     if len(given) != len(dims) or edge_order not in (1, 2):
@@ -79,7 +81,7 @@ def _gradient_along_dims(input: Tile, *, spacing: Any = None, dim: Any = None, e
 
 
 def _slopes(x: Any, dim: int, between: Any, order: int) -> Any:
-    """The slopes between neighbours, each weighed with the distance of the other."""
+    """Return the slopes between neighbors, each weighted with the distance of the other."""
     step = x.diff(dim=dim)
     if not isinstance(between, Tensor) or not between.ndim:
         slope = step / (1 if between is None else between)
@@ -106,7 +108,7 @@ def _slopes(x: Any, dim: int, between: Any, order: int) -> Any:
 
 
 def _areas_between_rows(y: Any, x: Any, dx: Any, dim: int) -> Any:
-    """The area of the trapezoid between each row and the next."""
+    """Return the area of the trapezoid between each row and the next."""
     if not isinstance(y, Tile):
         # the heights are plain, hence whole, and the places a tile
         middle = (y.narrow(dim, 1, y.shape[dim] - 1) + y.narrow(dim, 0, y.shape[dim] - 1)) / 2
@@ -132,13 +134,15 @@ def _checked_trapezoids(y: Any, x: Any, dim: int) -> int:
 
 @implements_torch(torch.trapezoid, torch.trapz)
 def _trapezoid(y: Any, x: Any = None, *, dx: Any = 1.0, dim: int = -1) -> Any:
-    """The integral of `y` along `dim` by trapezoids; *Sends*: one row of a cut dim a rank, and what a sum sends."""
+    """Return the integral of `y` along `dim` by trapezoids; *Sends*: one row of a cut dim a rank, and what a
+    sum sends.
+    """
     at = _checked_trapezoids(y, x, dim)
     return _areas_between_rows(y, x, dx, at).sum(at) if y.shape[at] else y.sum(at)
 
 
 @implements_torch(torch.cumulative_trapezoid)
 def _cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = 1.0, dim: int = -1) -> Any:
-    """The integral up to each row; *Sends*: one row of a cut dim a rank, and what a cumulative sum sends."""
+    """Return the integral up to each row; *Sends*: one row of a cut dim a rank, and what a cumulative sum sends."""
     at = _checked_trapezoids(y, x, dim)
     return _areas_between_rows(y, x, dx, at).cumsum(at)

@@ -1,4 +1,4 @@
-"""The largest and the smallest, and where they stand: max, min, argmax, argmin, aminmax.
+"""Extreme values and their places: max, min, argmax, argmin, aminmax.
 
 >>> tile = jigsaw.shard(torch.tensor([3.0, 7.0, 7.0]), jigsaw.init_mesh(lat=1), ("lat",))
 >>> tile.argmax().item(), tile.max(0).indices.item()
@@ -28,7 +28,7 @@ from jigsaw.tile import Tile, implements_torch, leave_tile
 
 
 def _value_and_place(function: Any, input: Tile, dim: int, keepdim: bool) -> tuple[Any, Any]:
-    """`function`, torch.max or torch.min, along a cut dim of one cut: of equal values the first, of NaN the first.
+    """Run `function`, torch.max or torch.min, along a cut dim of one cut: of equal values the first, of NaN the first.
 
     *Sends*: two all-gathers of the ranks' values and places; backward nothing.
     """
@@ -37,7 +37,7 @@ def _value_and_place(function: Any, input: Tile, dim: int, keepdim: bool) -> tup
     axes = own.layout.dim_axes(dim)
     if own.local.shape[dim]:
         value, place = function(own.local, dim)
-    else:  # left out below, but every rank has its part in the way back
+    else:  # left out below, but every rank takes part in the backward pass
         value = own.local.sum(dim).to(own.dtype)
         place = torch.zeros_like(value, dtype=torch.int64)
     place = place + cut.owned(own.layout.piece(cut, own.coordinate))[0]
@@ -54,7 +54,7 @@ def _value_and_place(function: Any, input: Tile, dim: int, keepdim: bool) -> tup
 
 
 def _along_cut_dim(function: Any, input: Tile, dim: int, keepdim: bool) -> tuple[Any, Any] | None:
-    """Values and places along a cut dim; None where a rank can answer by itself, or the dim was flattened."""
+    """Return values and places along a cut dim; None where a rank can answer by itself, or the dim was flattened."""
     if not input.ndim or not input.layout.is_cut(dim) or len(input.layout.dim(dim)) > 1:
         return None
     check_by_torch(function, input, dim, dim)
@@ -91,7 +91,7 @@ def _answer_place(function: Any, with_values: Any) -> None:
     """Answer `torch.argmax` by torch.max, torch.argmin by torch.min."""
 
     def handler(input: Tile, dim: int | None = None, keepdim: bool = False) -> Any:
-        """The row of the first largest (smallest) element along `dim`, or its place in the flattened tensor.
+        """Return the row of the first largest (smallest) element along `dim`, or its place in the flattened tensor.
 
         *Sends*: two all-gathers of the ranks' values and places.
         """

@@ -4,7 +4,7 @@
 how they make labels one-hot.  The plain tensor is whole on every rank, so each keeps its rows of it, and nothing is
 sent.
 
-**Where it is then cut.**  As the tile that is written lies, seen through the index, so that no row of it travels:
+**The cuts.**  They are those of the written tile, seen through the index, so that no row of it travels:
 
 1. A dim to which a dim of the tile is written takes its axes.  Points between rows that are written are those of the
    tile; those before the first row and behind the last one are the balanced ones, as far as they lie there.
@@ -12,15 +12,15 @@ sent.
 3. `scatter_` and its like take the index's cuts, and the source's; `index_add_` and its like the source's.  Along the
    dim that the index runs over nothing cuts.  Dims of index tensors are whole, too; a mask's are those of the mask.
 
-Four ranks, 33 modes cut at 0, 9, 17, 25, 33, of which the lowest 12 are kept: the slice is cut at 0, 9, 12, 12, 12.
-Written to ``out[:12]`` of 33 rows, the points are 0, 9 (between written rows), 17, 25 (balanced) and 33: those of the
-spectrum again.  Of the highest 12, written to ``out[21:]``, the points are 0, 0, 0, 4, 12: 21 + 4 is 25, again.
+Example: four ranks, 33 modes cut at 0, 9, 17, 25, 33, of which the lowest 12 are kept: the slice is cut at 0, 9, 12,
+12, 12. Written to ``out[:12]`` of 33 rows, the points are 0, 9 (between written rows), 17, 25 (balanced) and 33: those
+of the spectrum again.  Of the highest 12, written to ``out[21:]``, the points are 0, 0, 0, 4, 12: 21 + 4 is 25, again.
 
 ``out[:, :, :12] += tile`` is for Python three steps: a view of `out`, a change of the view, and ``out[...] = view``.
 Such a view that ints and slices give becomes a tile together with its base: that view of the tile.
 
-What is refused is found from facts that all ranks share, before the tensor is changed: where it requires grad as a
-leaf, or where another view, tensor, array or saved value of its memory would keep the old values
+Refusals follow from facts that all ranks share, before the tensor is changed.  A leaf that requires grad is refused,
+and a tensor whose memory another view, tensor, array or saved value would keep with the old values
 (`_reason_to_stay_plain`).
 
 >>> tile = jigsaw.shard(torch.ones(2, 9), jigsaw.init_mesh(lat=1), (None, "lat"))
@@ -48,14 +48,14 @@ from jigsaw.ops.plain_operands import cut_whole_tensor
 from jigsaw.tensor_shell import make_shell
 from jigsaw.tile import Tile, refusal_error, tiles_in
 
-# A dim of the plain tensor, the cuts of what is written there, its first row and the step between rows.
+# A dim of the plain tensor, the cuts of the values written there, its first row and the step between rows.
 DimWish = tuple[int, Sequence[Cut], int, int]
 Wishes = Iterable[DimWish]
 
 
 def fill_from_tiles(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_pointwise: bool = False) -> bool:
     """Make the plain first argument of a function that changes it in place a tile, where a cut tile is among the
-    others; False where there is no rule for the function, or for these tiles.
+    others.  Return False where there is no rule for the function, or for these tiles.
 
     *Sends*: nothing.
     *Raises*: `ShardingError` for a tensor that cannot become a tile.
@@ -88,8 +88,8 @@ def fill_from_tiles(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _reason_to_stay_plain(target: Tensor, plain: Tensor, places: _Places | None, like: Tile) -> tuple[str, str] | None:
-    """Why a tensor of which `target` is a view, or is itself, cannot become a tile, and what to write instead; alike on
-    every rank.
+    """Return why a tensor, of which `target` is a view or itself, cannot become a tile, and what to write instead; the
+    same on every rank.
     """
     if type(plain) is not Tensor:
         kind = "a parameter" if isinstance(plain, nn.Parameter) else f"of the class {type(plain).__name__}"
@@ -112,7 +112,7 @@ def _reason_to_stay_plain(target: Tensor, plain: Tensor, places: _Places | None,
     if not plain.untyped_storage().resizable():
         return "its memory is shared with an array or another process", "clone() it first"
     if _is_held_elsewhere(target, plain):
-        gc.collect()  # on one rank alone a view may lie in a circle that nobody reaches any more
+        gc.collect()  # on only one rank a view may lie in an unreachable circle
         if _is_held_elsewhere(target, plain):
             return (
                 "another view, another tensor of its memory, or autograd holds it, and would keep the old values",
@@ -122,8 +122,8 @@ def _reason_to_stay_plain(target: Tensor, plain: Tensor, places: _Places | None,
 
 
 def _is_held_elsewhere(target: Tensor, plain: Tensor) -> bool:
-    """Whether anything but its name and the view `target` has the tensor (a view, a saved value), or its memory
-    (`detach()`), or anything but its name has that view.
+    """Say whether anything but its name and the view `target` holds the tensor or its memory, or that view.  That may
+    be a view, a saved value, or a tensor of `detach()`.
     """
     views = int(target is not plain)
     memory = plain.untyped_storage()  # one user of the memory itself
@@ -135,7 +135,7 @@ def _is_held_elsewhere(target: Tensor, plain: Tensor) -> bool:
 def _become_tile(target: Tensor, plain: Tensor, places: _Places | None, layout: Layout, like: Tile) -> None:
     """Make a plain tensor a tile, with this rank's part of it, and the view of it `target` that view of the tile."""
     part = cut_whole_tensor(plain, like, layout)
-    local = None if part is plain else part.clone()  # memory of its own: the whole one goes
+    local = None if part is plain else part.clone()  # new memory, so that the whole one is freed
     del part
     if places is not None:
         _change_places(target)  # the view goes first, which keeps its base
@@ -148,7 +148,7 @@ def _become_tile(target: Tensor, plain: Tensor, places: _Places | None, layout: 
 
 
 def _change_places(plain: Tensor) -> Tensor:
-    """Give the object of a plain tensor the shell and the class of a tile; returns one that has what was its own.
+    """Give the object of a plain tensor the shell and the class of a tile; return one that has its old contents.
 
     The two C++ tensors change places (as `torch.utils.swap_tensors` does it), so that all C++ code finds a shell, too.
     """
@@ -163,8 +163,8 @@ def _change_places(plain: Tensor) -> Tensor:
 
 
 class _Places(NamedTuple):
-    """What a view has of its base: the ints and slices that give it, and for each dim of the view the dim of the base,
-    its first row and the step between rows; None for a dim of one row.
+    """Relation of a view to its base: the ints and slices that give it, and its rows along each dim.  Those are, for
+    each dim of the view, the dim of the base, its first row and the step between rows; None for a dim of one row.
     """
 
     items: tuple[Any, ...]
@@ -172,7 +172,7 @@ class _Places(NamedTuple):
 
 
 def _places_in_base(view: Tensor) -> _Places | None:
-    """What a view has of its base, or None where ints and slices do not say it.
+    """Return the relation of a view to its base, or None where ints and slices do not describe it.
 
     Of zeros [4, 6] the view ``[2, 1::2]`` starts at element 13, row 2 and column 1; its next element, 15, lies two
     columns on and in the same row: these are columns 1, 3, 5.  A flattened view would go on in the next row.
@@ -199,8 +199,8 @@ def _places_in_base(view: Tensor) -> _Places | None:
 
 
 def _index_of_view(view: Tensor, first: Sequence[int], dims: Sequence[tuple[int, int, int] | None]) -> tuple[Any, ...]:
-    """The ints and slices for rows that start at `first`; dims of one row stand for dims of the base as long as there
-    are some between those of more rows.
+    """Return the ints and slices for rows that start at `first`.  Dims of one row stand for dims of the base as long as
+    there are some between those of more rows.
     """
     items, at, lone = list[Any](), 0, 0
     for size, place in (*zip(view.shape, dims, strict=True), (1, (len(first), 0, 1))):
@@ -217,7 +217,7 @@ def _index_of_view(view: Tensor, first: Sequence[int], dims: Sequence[tuple[int,
 
 
 def _wishes_of_base(base: Tensor, places: _Places, wishes: Wishes) -> Wishes | None:
-    """What is wished of dims of the view, of those of its base; None where no cuts can do that."""
+    """Return the wishes for dims of the view as those of its base; None where no cuts can do that."""
     found: list[DimWish] = []
     for dim, group, start, step in wishes:
         place = places.dims[dim]
@@ -225,7 +225,7 @@ def _wishes_of_base(base: Tensor, places: _Places, wishes: Wishes) -> Wishes | N
             at, row, apart = place
             found.append((at, group, row + start * apart, step * apart))
             if len(group) > 1 and found[-1][2:] != (0, 1):
-                return None  # rows of dims that were flattened together are no interval
+                return None  # rows of dims that were flattened together are not an interval
     return found
 
 
@@ -233,7 +233,7 @@ def _wishes_of_base(base: Tensor, places: _Places, wishes: Wishes) -> Wishes | N
 
 
 def _layout_for(plain: Tensor, wishes: Wishes, like: Tile) -> Layout:
-    """The layout that gives every dim what is wished of it first, by axes that cut no other."""
+    """Return the layout that gives every dim its first wish, by axes that cut no other."""
     dims: list[Sequence[Cut]] = [(whole_dim(n),) for n in plain.shape]
     used: set[str] = set()
     for dim, group, start, step in wishes:
@@ -245,7 +245,7 @@ def _layout_for(plain: Tensor, wishes: Wishes, like: Tile) -> Layout:
 
 
 def _cuts_around(size: int, group: Sequence[Cut], start: int, step: int) -> Sequence[Cut]:
-    """The cuts of `size` rows of which start, start + step, ... are to be cut as `group`."""
+    """Return the cuts of `size` rows of which start, start + step, ... are to be cut as `group`."""
     rows = math.prod(c.size for c in group)
     if (rows, start, step) == (size, 0, 1):
         return tuple(c.bare() for c in group)
@@ -264,12 +264,12 @@ def _cuts_around(size: int, group: Sequence[Cut], start: int, step: int) -> Sequ
 
 
 def _wish_for(plain: Tensor, dim: int, tile: Tile, of: int, start: int = 0, step: int = 1) -> Wishes | None:
-    """That a dim of the plain tensor be cut as dim `of` of a tile; None where no cuts can do that."""
+    """Return the wish that a dim of the plain tensor be cut as dim `of` of a tile; None where no cuts can do that."""
     group = tile.layout.dim(of)
     if not tile.layout.is_cut(of) or tile.shape[of] == 1:
         return ()
     if len(group) > 1 and (start, step, plain.shape[dim]) != (0, 1, tile.shape[of]):
-        return None  # rows of dims that were flattened together are no interval
+        return None  # rows of dims that were flattened together are not an interval
     return [(dim, group, start, step)]
 
 
@@ -282,7 +282,7 @@ def _all_wishes(found: Iterable[Wishes | None]) -> Wishes | None:
 
 
 def _broadcast_wishes(plain: Tensor, *args: Any, **kwargs: Any) -> Wishes | None:
-    """Dims from the right, of tiles that broadcast to the plain tensor."""
+    """Return the wishes for dims from the right, of tiles that broadcast to the plain tensor."""
     tiles = list(tiles_in((args, kwargs)))
     for t in tiles:
         lead = plain.ndim - t.ndim
@@ -292,13 +292,17 @@ def _broadcast_wishes(plain: Tensor, *args: Any, **kwargs: Any) -> Wishes | None
 
 
 def _element_wishes(plain: Tensor, dim: int, index: Any, src: Any = None, *_: Any, **named: Any) -> Wishes | None:
-    """`scatter_` and its like: index and source have a place along each dim but `dim` as they lie."""
+    """Return the wishes of `scatter_` and its like: index and source have a place along each dim but `dim` as
+    they lie.
+    """
     at = dim % max(plain.ndim, 1)
     return _along_others(plain, at, [t for t in (index, src) if isinstance(t, Tile) and t.ndim], index.shape)
 
 
 def _row_wishes(plain: Tensor, dim: int, index: Any, source: Any, *_: Any, **named: Any) -> Wishes | None:
-    """`index_add_` and its like: the source has a row for each index, and lies along the other dims as it is."""
+    """Return the wishes of `index_add_` and its like: the source has a row for each index, and lies along the other
+    dims as it is.
+    """
     if isinstance(index, Tile) and index.layout.cut_dims:
         return None
     at = dim % max(plain.ndim, 1)
@@ -306,8 +310,8 @@ def _row_wishes(plain: Tensor, dim: int, index: Any, source: Any, *_: Any, **nam
 
 
 def _along_others(plain: Tensor, at: int, tiles: Sequence[Tile], shape: Sequence[int]) -> Wishes | None:
-    """Every dim but `at` as in the tiles, whose sizes are those of `shape`; None where they are cut along `at`: every
-    rank would need all of them.
+    """Return the wish for every dim but `at` as in the tiles, whose sizes are those of `shape`.  None where they are
+    cut along `at`, because every rank would need all of them.
     """
     for t in tiles:
         others = [d for d in range(t.ndim) if d != at]
@@ -325,7 +329,9 @@ def _index_put_wishes(plain: Tensor, indices: Any, values: Any, *_: Any) -> Wish
 
 
 def _index_wishes(plain: Tensor, index: Any, value: Any) -> Wishes | None:
-    """``plain[index] = value``: each dim of the value along the dim of the tensor that the index leaves there."""
+    """Return the wishes of ``plain[index] = value``: each dim of the value along the dim of the tensor that the index
+    leaves there.
+    """
     items = _items_of_index(plain, index)
     if items is None:
         return None
@@ -348,7 +354,7 @@ def _index_wishes(plain: Tensor, index: Any, value: Any) -> Wishes | None:
 
 
 def _mask_wishes(plain: Tensor, items: Sequence[Any], masks: Sequence[Any], value: Any) -> Wishes | None:
-    """``plain[:, mask] = number``, of a cut mask: only this is written where the mask lies."""
+    """Return the wishes of ``plain[:, mask] = number``, of a cut mask: only this is written where the mask lies."""
     ((dim, mask), *more) = masks
     is_number = not isinstance(value, (Tile, list, tuple, np.ndarray)) and getattr(value, "ndim", 0) == 0
     others = [item for _, item in items if item is not mask]
@@ -363,7 +369,9 @@ _MASK_DTYPES = (torch.bool, torch.uint8)
 
 
 def _items_of_index(plain: Tensor, index: Any) -> list[tuple[int, Any]] | None:
-    """The items of an index, each with the first dim that it names: None, ints, slices, tensors; None for others."""
+    """Return the items of an index, each with the first dim that it names: None, ints, slices, tensors; None for
+    others.
+    """
     items: list[Any] = list(index) if isinstance(index, tuple) else [index]
     items = [torch.as_tensor(i) if isinstance(i, (list, range, tuple, np.ndarray)) else i for i in items]
     if any(isinstance(i, bool) for i in items):
@@ -385,8 +393,8 @@ def _named_by(item: Any) -> int:
 
 
 def _value_dims(plain: Tensor, items: Sequence[tuple[int, Any]]) -> list[tuple[int | None, range]]:
-    """For each dim of what an index names the dim of the plain tensor and the rows there; None for a dim that index
-    tensors or None make.
+    """Return for each dim of an index's result the dim of the plain tensor and the rows there; None for a dim that
+    index tensors or None make.
     """
     made: list[tuple[int | None, range]] = []
     picks, wide = list[int](), 0

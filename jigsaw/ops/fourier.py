@@ -1,8 +1,8 @@
 """Fourier transforms: every transform of `torch.fft`, over dims that are cut or not.
 
-A transform along a dim needs the whole of it, and one over several dims is one along each.  So the axes that cut a
-dim go to another dim by one exchange (a pencil decomposition), and every rank transforms its own rows with torch.
-Where the result lies follows from the layout alone:
+A transform along a dim needs the whole of it, and one over several dims is one along each.  So the axes that cut a dim
+go to another dim by one exchange (a pencil decomposition), and every rank transforms its own rows with torch.  The
+layout of the result follows from that of the input alone:
 
 - *No transformed dim is cut*: each rank by itself, nothing is sent.
 - *Real, over several dims* (``rfftn irfftn hfftn ihfftn`` and their 2-d names): the axes go from one transformed dim
@@ -72,7 +72,8 @@ class TransformKind:
 
 @dataclass(frozen=True)
 class TransformPlan:
-    """`steps`: a layout to bring the tile to, and the dims that are whole there and transformed; then it goes to `out`.
+    """Steps of a transform: a layout to bring the tile to, and the dims that are whole there and transformed; then it
+    goes to `out`.
 
     The layout of a step has the sizes that the dims have before it.
     """
@@ -88,14 +89,14 @@ class TransformPlan:
 def plan_transform(
     x: Layout, asked: Layout, kind: TransformKind, dims: tuple[int, ...], sizes: tuple[int, ...]
 ) -> TransformPlan:
-    """How a tile of layout `x` is transformed along `dims`, the last of them being the real one, to `sizes` rows.
+    """Plan how a tile of layout `x` is transformed along `dims`, the last of them being the real one, to `sizes` rows.
 
     `asked` is the layout that it came with; `x` lacks its halo, and rows that the transform does not take.
     """
     made = dict(zip(dims, sizes, strict=True))
     if not any(x.is_cut(d) for d in dims):
         return TransformPlan(((x, dims),), _with_dims(x, {d: (whole_dim(n),) for d, n in made.items()}))
-    # a half spectrum has no home of its own: where its axes end is where it stays
+    # a half spectrum stays where its axes end
     is_plain = all(len(x.dim(d)) == 1 for d in dims)
     if len(dims) > 1 and is_plain and kind.makes_half:
         return _plan_between_transformed_dims(x, asked, kind, made, {d: (whole_dim(n),) for d, n in made.items()})
@@ -116,7 +117,7 @@ def plan_transform(
 def _plan_between_transformed_dims(
     x: Layout, asked: Layout, kind: TransformKind, made: dict[int, int], home: dict[int, DimCuts]
 ) -> TransformPlan:
-    """Transform what is whole; then let the axes of one dim go to another, which has had its turn if any has."""
+    """Plan to transform whole dims; then let the axes of one dim go to another, which has had its turn if any has."""
     dims = tuple(made)
     now, todo, steps = x, list(dims), list[tuple[Layout, tuple[int, ...]]]()
     while todo:
@@ -138,7 +139,7 @@ def _plan_between_transformed_dims(
 
 
 def _ready_dims(now: Layout, kind: TransformKind, todo: Sequence[int], last: int) -> tuple[int, ...]:
-    """The dims that can be transformed at once: whole ones, in an order that the kind allows."""
+    """Return the dims that can be transformed at once: whole ones, in an order that the kind allows."""
     whole = [d for d in todo if not now.is_cut(d)]
     if kind.makes_half and last in todo and last not in whole:
         return ()
@@ -148,8 +149,8 @@ def _ready_dims(now: Layout, kind: TransformKind, todo: Sequence[int], last: int
 
 
 def _receiving_dim(now: Layout, source: int, todo: Sequence[int], dims: Sequence[int], home: dict[int, DimCuts]) -> int:
-    """Where the axes of `source` go: to a dim that they come home to, that has had its turn, that they share out well,
-    that is last.
+    """Choose where the axes of `source` go: to a dim that they return to, that has had its turn, that they share out
+    well, that is last.
     """
     axes = now.dim_axes(source)
 
@@ -161,7 +162,7 @@ def _receiving_dim(now: Layout, source: int, todo: Sequence[int], dims: Sequence
 
 
 def _receiving_cut(now: Layout, target: int, axes: tuple[str, ...], home: dict[int, DimCuts]) -> Cut:
-    """`target`, cut by `axes` as well: where some of them come home to it, at the points that it has there."""
+    """Return `target`, cut by `axes` as well: where some of them return to it, at the points that it has there."""
     cut = now.dim(target)[0]
     if cut.is_cut:
         return refine_cut(cut, axes, dict(now.axes))
@@ -172,7 +173,7 @@ def _receiving_cut(now: Layout, target: int, axes: tuple[str, ...], home: dict[i
 
 
 def _visited_dim(x: Layout, dims: Sequence[int], enough: bool) -> int | None:
-    """The dim that is not transformed whose rows the axes share out best; with `enough`, a row for each rank."""
+    """Return the dim that is not transformed whose rows the axes share out best; with `enough`, a row for each rank."""
     axes = tuple(a for d in dims for a in x.dim_axes(d))
     ranks = math.prod(x.size_of(a) for a in axes)
     found = [d for d in range(x.ndim) if d not in dims and len(x.dim(d)) == 1]
@@ -183,13 +184,15 @@ def _visited_dim(x: Layout, dims: Sequence[int], enough: bool) -> int | None:
 
 
 def _busiest_share(x: Layout, dim: int, axes: Sequence[str]) -> float:
-    """How many times the mean the busiest rank would hold, were `dim` cut by `axes` as well."""
+    """Return how many times the mean the busiest rank would hold, were `dim` cut by `axes` as well."""
     pieces = x.dim(dim)[0].pieces * math.prod(x.size_of(a) for a in axes)
     return -(-x.shape[dim] // pieces) * pieces / max(x.shape[dim], 1) or float(pieces)
 
 
 def _home_cuts(asked: Layout, kind: TransformKind, dims: tuple[int, ...], made: dict[int, int]) -> dict[int, DimCuts]:
-    """How the transformed dims of the result are to be cut: as the input's, or as a half spectrum's were before."""
+    """Return how the transformed dims of the result are to be cut: as the input's, or as a half spectrum's
+    were before.
+    """
     home = {d: asked.dim(d) for d in dims}
     if kind.takes_half:
         sources = [c.source for d in dims for c in asked.dim(d) if c.is_cut and 0 < len(c.source) <= len(dims)]
@@ -205,7 +208,7 @@ def _axes_in(home: dict[int, DimCuts]) -> list[str]:
 
 
 def _cut_of_size(group: DimCuts, size: int) -> DimCuts:
-    """The same cuts for a dim of another size: by the same axes, at balanced points."""
+    """Return the same cuts for a dim of another size: by the same axes, at balanced points."""
     if math.prod(c.size for c in group) == size:
         return tuple(c.bare() for c in group)
     axes, pieces = tuple(a for c in group for a in c.axes), math.prod(c.pieces for c in group)
@@ -213,7 +216,7 @@ def _cut_of_size(group: DimCuts, size: int) -> DimCuts:
 
 
 def _remembering(spectrum: Layout, before: Layout, dims: Sequence[int]) -> Layout:
-    """A half spectrum whose cuts know those of the dims before."""
+    """Return a half spectrum whose cuts know those of the dims before."""
     if any(len(before.dim(d)) > 1 for d in dims):
         return spectrum
     was = tuple(replace(before.dim(d)[0].bare(), source=()) for d in dims)
@@ -233,7 +236,9 @@ def _with_dims(layout: Layout, dims: dict[int, DimCuts]) -> Layout:
 def _result_of(
     function: Any, shape: tuple[int, ...], dtype: torch.dtype, sizes: Any, dim: Any, norm: str | None
 ) -> torch.Size:
-    """The shape that torch gives the result, or torch's own error, alike on every rank before anything is sent."""
+    """Return the shape of torch's result, or raise torch's own error, the same on every rank before anything
+    is sent.
+    """
     return function(torch.empty(shape, dtype=dtype, device="meta"), sizes, dim, norm).shape
 
 
@@ -263,7 +268,7 @@ def _transform(
 
 
 def _without_halo_of(input: Tile, dims: Sequence[int]) -> Tile:
-    """Halo rows of other dims stay where nothing has to move."""
+    """Return the tile without halo rows of `dims`; those of other dims stay where nothing has to move."""
     if any(input.layout.is_cut(d) for d in dims):
         return input.owned()
     if any(c.has_halo for d in dims for c in input.layout.dim(d)):
@@ -273,7 +278,7 @@ def _without_halo_of(input: Tile, dims: Sequence[int]) -> Tile:
 
 
 def _brought_to(tile: Tile, layout: Layout) -> Tile:
-    """The tile in another layout; a dim that was flattened from several may be whole in between.
+    """Return the tile in another layout; a dim that was flattened from several may be whole in between.
 
     *Sends*: the rows that other ranks will hold and this rank owns; backward likewise, the other way.
     """
@@ -295,7 +300,7 @@ def _transform_local(
 ) -> Tensor:
     function = getattr(torch.fft, kind.whole if last in dims else kind.others)
     empty = [d for d, n in enumerate(x.shape) if not n and d not in dims]
-    # the library transforms nothing of nothing: a rank without rows takes one of zeros, and drops it
+    # the library refuses empty tensors: a rank without rows takes one of zeros, and drops it
     padded = F.pad(x, [1 if side and d in empty else 0 for d in reversed(range(x.ndim)) for side in (0, 1)])
     y = function(padded if empty else x, lengths, dims, norm)
     for d in empty:
@@ -318,7 +323,7 @@ _KINDS = {
 def transform_dim(
     function: Any, kind: TransformKind, input: Tile, n: int | None = None, dim: int = -1, norm: str | None = None
 ) -> Tile:
-    """`torch.fft.fft`, `ifft`, `rfft`, `irfft`, `hfft`, `ihfft`.
+    """Run `torch.fft.fft`, `ifft`, `rfft`, `irfft`, `hfft`, `ihfft`.
 
     *Shapes*: as in torch; per rank cut as the input, a dim of another size by the same axes.
     *Sends*: nothing, or where the dim is cut two exchanges: of the input, and of the result; backward the same, of the
@@ -330,14 +335,14 @@ def transform_dim(
 def transform_two_dims(
     function: Any, kind: TransformKind, input: Tile, s: Any = None, dim: Any = (-2, -1), norm: str | None = None
 ) -> Tile:
-    """`torch.fft.fft2` and its like; see `transform_dims`."""
+    """Run `torch.fft.fft2` and its like; see `transform_dims`."""
     return transform_dims(function, kind, input, s, dim, norm)
 
 
 def transform_dims(
     function: Any, kind: TransformKind, input: Tile, s: Any = None, dim: Any = None, norm: str | None = None
 ) -> Tile:
-    """`torch.fft.fftn`, `rfftn` and so on.
+    """Run `torch.fft.fftn`, `rfftn` and so on.
 
     *Shapes*: as in torch; where the result is cut: the head of this file.
     *Sends*: nothing, or where a transformed dim is cut, real: one exchange for each dim that is cut; complex: two, of
@@ -359,13 +364,13 @@ def _rolled_by_half(input: Tile, dim: Any, more: int) -> Any:
 
 @implements_torch(torch.fft.fftshift)
 def _fftshift(input: Tile, dim: Any = None) -> Any:
-    """*Sends*: the rows of cut dims that change owner."""
+    """Shift the modes.  *Sends*: the rows of cut dims that change owner."""
     return _rolled_by_half(input, dim, 0)
 
 
 @implements_torch(torch.fft.ifftshift)
 def _ifftshift(input: Tile, dim: Any = None) -> Any:
-    """*Sends*: the rows of cut dims that change owner."""
+    """Shift the modes back.  *Sends*: the rows of cut dims that change owner."""
     return _rolled_by_half(input, dim, 1)
 
 
@@ -379,7 +384,7 @@ for _name, _kind in _KINDS.items():
 
 
 def _window_of(window: Any, input: Tile, n_fft: int, win_length: int | None) -> Any:
-    """The window of `n_fft` numbers, with zeros around a shorter one."""
+    """Return the window of `n_fft` numbers, with zeros around a shorter one."""
     length = n_fft if win_length is None else win_length
     like = input.local.real if input.dtype.is_complex else input.local
     window = torch.ones(length, dtype=like.dtype, device=like.device) if window is None else window
@@ -406,7 +411,7 @@ def _stft(
     return_complex: bool | None = None,
     align_to_window: bool | None = None,
 ) -> Any:
-    """The transform of a window that moves along time, the last dim.
+    """Return the transform of a window that moves along time, the last dim.
 
     *Shapes*: [B?, L] to [B?, frequencies, frames]; a cut of time is one of frames.
     *Sends*: the rows of time that windows need beside a border.
@@ -439,7 +444,8 @@ def _istft(
     length: int | None = None,
     return_complex: bool = False,
 ) -> Any:
-    """The signal whose windows have these transforms best: their overlapping sum over that of the squared window.
+    """Return the signal whose windows have these transforms best: their overlapping sum over that of the squared
+    window.
 
     *Sends*: the rows of time that windows on another rank reach.
     """
@@ -452,7 +458,7 @@ def _istft(
     is_half = input.shape[-2] != n_fft if onesided is None else onesided
     norm = "ortho" if normalized else "backward"
     spectra: Any = (input if input.ndim == 3 else input.unsqueeze(0)).transpose(-1, -2)
-    # of a whole spectrum torch takes the first half, also where the second is not its mirror
+    # torch takes the first half of a whole spectrum, even where the second is not its mirror
     half = spectra if is_half else spectra[..., : n_fft // 2 + 1]
     rows = torch.fft.irfft(half, n_fft, norm=norm)
     total, frames = n_fft + hop * (input.shape[-1] - 1), input.shape[-1]

@@ -30,7 +30,7 @@ _TAG = 1  # of messages: a rank that has its gradients sooner may send them befo
 
 
 class BlockRecord:
-    """What is known of the gradient of a parameter: how blocks cut it, and the tensor that is one and zeros.
+    """Record of the gradient of a parameter: how blocks cut it, and the tensor that is one block and zeros.
 
     Ranks use a block together, so `layout` is alike on all of them; whether the gradient has come as that tensor is
     each rank's own.  `is_mixed` once it had not on some rank: blocks do not travel again.
@@ -46,15 +46,15 @@ class BlockRecord:
 
     @property
     def has_come(self) -> bool:
-        """Whether blocks are to travel: ranks have used some, and never had more than them."""
+        """True where blocks are to travel: ranks have used some, and never had more than them."""
         return self.layout is not None and not self.is_mixed
 
     def note(self, grad: Tensor, layout: Layout) -> None:
-        # by an alias: while there is one, autograd adds other gradients to a copy, and not to this memory
+        # by an alias: while one exists, autograd adds other gradients to a copy, not to this memory
         self.layout, self._placed = layout, (grad.detach(), grad._version)
 
     def is_all_of(self, grad: Tensor | None) -> bool:
-        """Whether `grad` is what was noted, as it was: versions tell of hooks that changed it, and of sums."""
+        """Say whether `grad` is the noted tensor, unchanged: versions show hooks that changed it, and sums."""
         if grad is None or grad.requires_grad or self._placed is None:
             return False
         placed, version = self._placed
@@ -62,12 +62,12 @@ class BlockRecord:
 
 
 def record_blocks(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-    """Let the blocks of a parameter be noted from now on, for who reduces its gradient over `mesh`."""
+    """Note the blocks of a parameter from now on, for the reducer of its gradient over `mesh`."""
     setattr(parameter, _RECORD, BlockRecord(mesh))
 
 
 def recorded_blocks(parameter: Tensor, mesh: DeviceMesh | None = None) -> BlockRecord | None:
-    """The record of a parameter whose blocks are noted, and of tiles on `mesh` where one is given."""
+    """Return the record of a parameter whose blocks are noted, and of tiles on `mesh` where one is given."""
     record: BlockRecord | None = getattr(parameter, _RECORD, None)
     return None if record is None or (mesh is not None and record.mesh != mesh) else record
 
@@ -76,7 +76,7 @@ def recorded_blocks(parameter: Tensor, mesh: DeviceMesh | None = None) -> BlockR
 
 
 def _block_view(w: Tensor, layout: Layout, at: MeshCoordinate) -> Tensor:
-    """The part of `w` that the rank at a coordinate owns; dims that were flattened together are apart."""
+    """Return the part of `w` that the rank at a coordinate owns; dims that were flattened together are apart."""
     for dim in reversed(range(w.ndim)):
         if len(cuts := layout.dim(dim)) > 1:
             w = w.unflatten(dim, [c.size for c in cuts])
@@ -103,7 +103,7 @@ class _OwnBlock(torch.autograd.Function):
 
 
 def own_block(parameter: nn.Parameter, layout: Layout, scale: float, record: BlockRecord) -> Tensor:
-    """This rank's block of a whole weight, whose gradient is that of the block times `scale`, and zeros."""
+    """Return this rank's block of a whole weight, whose gradient is that of the block times `scale`, and zeros."""
     return _OwnBlock.apply(parameter, layout, mesh_coordinate(record.mesh), scale, record)
 
 

@@ -44,7 +44,7 @@ from jigsaw.tile import Tile, implements_torch, lie_in_one_memory, refusal_error
 
 
 def check_can_change(function: Any, tile: Tile) -> None:
-    """Raises what would go wrong on some ranks alone: a leaf that is changed in place, a halo that would stay."""
+    """Raise errors that would occur only on some ranks: a leaf that is changed in place, a halo that would stay."""
     _check_no_leaf(function, tile)
     if any(a < 0 or b > c.size for c in tile.layout.cuts for a, b in c.held):
         why = "it would change the owned rows in place, and leave the halo as it was"
@@ -61,7 +61,7 @@ def _check_no_leaf(function: Any, tile: Tile) -> None:
 
 @lru_cache(maxsize=4096)
 def goes_around(layout: Layout) -> bool:
-    """Whether ranks hold rows from the other end of a periodic dim, and none that are no rows of the array."""
+    """Say whether ranks hold rows from the other end of a periodic dim, and none that are not rows of the array."""
     beyond = [c for c in layout.cuts if any(a < 0 or b > c.size for a, b in c.held)]
     return bool(beyond) and all(c.wraps for c in beyond)
 
@@ -76,8 +76,8 @@ def change_around(change: Any, tile: Tile, *args: Any) -> Tile:
 
 
 def operand_part(value: Any, tile: Tile, layout: Layout) -> Tensor:
-    """This rank's part of `value` (a whole plain tensor or a tile), which broadcasts to `layout`; each rank uses it in
-    its own part of what `tile` is.
+    """Return this rank's part of `value` (a whole plain tensor or a tile), which broadcasts to `layout`, for its own
+    part of `tile`.
 
     *Sends*: the rows of a tile that this rank lacks; backward their gradients, added over the ranks that used a row.
     *Raises*: `ShardingError` where it does not broadcast.
@@ -118,7 +118,7 @@ def _box_of_whole(x: Tensor, layout: Layout, tile: Tile) -> Tensor:
 
 
 def whole_index(index: Any) -> Tensor:
-    """An index as a plain tensor, the same on every rank.  *Sends*: the rows of a cut tile, to every rank."""
+    """Return an index as a plain tensor, the same on every rank.  *Sends*: the rows of a cut tile, to every rank."""
     return index.full_tensor() if isinstance(index, Tile) else index
 
 
@@ -127,7 +127,7 @@ def whole_index(index: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class TilePlaces:
-    """What an index says: `view` after its ints, slices and new dims, and the index tensor of each dim in `picked`.
+    """Meaning of an index: `view` after its ints, slices and new dims, and the index tensor of each dim in `picked`.
 
     `dropped` are dims of `view`, of size 1, that an int made and that the answer lacks.
     """
@@ -138,7 +138,7 @@ class TilePlaces:
 
     @property
     def position(self) -> int:
-        """Where the dims of the index tensors stand in the answer: in place of theirs, or in front where these are
+        """Position of the dims of the index tensors in the result: in place of theirs, or in front where these are
         apart.
         """
         kept = [d for d in range(self.view.ndim) if d not in self.dropped]
@@ -147,7 +147,7 @@ class TilePlaces:
 
 
 def _read_index(function: Any, tile: Tile, index: Any, drop: bool) -> TilePlaces:
-    """The places that an index names; with `drop` rows that ints pick are taken, else they stay, so that `view` is a
+    """Return the places that an index names; with `drop`, take rows that ints pick; else they stay, so that `view` is a
     view of the tile.
     """
     items = list(index) if isinstance(index, tuple) or _lists_items(index) else [index]
@@ -181,7 +181,7 @@ def _read_index(function: Any, tile: Tile, index: Any, drop: bool) -> TilePlaces
 
 
 def _lists_items(index: Any) -> bool:
-    """Whether torch takes a list for a tuple: it has a slice, None, an ellipsis, or rows of places of their own."""
+    """Say whether torch takes a list for a tuple: it has a slice, None, an ellipsis, or nested rows of places."""
     return isinstance(index, list) and any(type(i) in _NO_PLACES or hasattr(i, "__len__") for i in list[Any](index))
 
 
@@ -209,7 +209,9 @@ _SIMPLE = frozenset((slice, int, type(None), type(...)))
 
 
 def _rows_named(tile: Tile, dim: int, row: int) -> tuple[Tile, tuple[int, ...]]:
-    """The row that an int names, from 0 up.  A dim that was flattened splits again: no other row has to move."""
+    """Return the row that an int names, from 0 up.  A dim that was flattened splits again, so no other row has
+    to move.
+    """
     size = tile.shape[dim]
     if not -size <= row < size:
         raise IndexError(f"index {row} is out of range for dim {dim} of size {size}")
@@ -222,7 +224,7 @@ def _rows_named(tile: Tile, dim: int, row: int) -> tuple[Tile, tuple[int, ...]]:
 
 
 def _as_item(item: Any, tile: Tile) -> Any:
-    """An item of an index as None, an ellipsis, a slice, an int, a bool or a tensor."""
+    """Return an item of an index as None, an ellipsis, a slice, an int, a bool or a tensor."""
     if item is None or item is Ellipsis or isinstance(item, (slice, bool)):
         return item
     if isinstance(item, (list, range, tuple, np.ndarray)):
@@ -248,7 +250,7 @@ def _dims_named(item: Any) -> int:
 
 
 def _places_of_tensor(item: Any, out: Tile, dim: int) -> Sequence[Any]:
-    """An index tensor, or those of the places of a mask, one a dim."""
+    """Return an index tensor, or those of the places of a mask, one a dim."""
     if not _is_mask(item):
         return (item,)
     if tuple(item.shape) != tuple(out.shape[dim : dim + item.ndim]):
@@ -260,7 +262,7 @@ def _places_of_tensor(item: Any, out: Tile, dim: int) -> Sequence[Any]:
 
 
 def _flat_places(picked: Mapping[int, Any], view: Tile) -> Any:
-    """One row-major index over the picked dims, for the index tensors of each; a tile where one of them is."""
+    """Return one row-major index over the picked dims, for the index tensors of each; a tile where one of them is."""
     flat: Any = None
     for d, index in picked.items():
         n, index = view.shape[d], index.long()  # an index of numpy's may be too narrow for row + n
@@ -288,7 +290,7 @@ def _join_dims(index_dims: Sequence[Any], kept: Sequence[Any], at: int) -> list[
 
 
 def pick_places(view: Tile, picked: Mapping[int, Any], position: int) -> Tile:
-    """The elements at index tensors, which broadcast against each other, of the dims that `picked` names.
+    """Return the elements at index tensors, which broadcast against each other, of the dims that `picked` names.
 
     *Shapes*: the dims of the index tensors stand at `position`; the others keep their cuts.
     *Sends*: of dims that nothing cuts nothing.  Else, for plain indices, one all-reduce of the result over the axes
@@ -349,7 +351,7 @@ def _index_select(input: Any, dim: int, index: Any) -> Any:
 
 @implements_torch(torch.masked_select)
 def _masked_select(input: Any, mask: Any) -> Any:
-    """The elements where a mask is true, in the order of the whole tensor; whole on every rank.
+    """Return the elements where a mask is true, in the order of the whole tensor; whole on every rank.
 
     *Sends*: a cut mask to every rank; one all-reduce of the result.
     """
@@ -370,7 +372,7 @@ def _is_cut(value: Any) -> bool:
 
 
 def write_places(function: Any, tile: Tile, places: TilePlaces, value: Any, accumulate: bool = False) -> None:
-    """``view[picked] = value`` (or ``+=``), in place.
+    """Do ``view[picked] = value`` (or ``+=``), in place.
 
     *Sends*: the rows of a tile `value` that are written here and lie elsewhere, and cut index tiles to every rank;
     backward their gradients.  Rows of a `view` that had to move go back.
@@ -434,7 +436,7 @@ def _write_into_view(tile: Tile, places: TilePlaces, value: Any, accumulate: boo
 
 
 def _shaped_value(value: Any, shape: Sequence[int], tile: Tile) -> Any:
-    """What is written: a number, or a tensor or tile without dims of size 1 that the places lack."""
+    """Return the written value: a number, or a tensor or tile without dims of size 1 that the places lack."""
     if isinstance(value, (list, tuple)):
         value = torch.as_tensor(value, device=tile.device)
     if not isinstance(value, (Tensor, Tile)):
@@ -446,7 +448,7 @@ def _shaped_value(value: Any, shape: Sequence[int], tile: Tile) -> Any:
 
 @implements_torch(Tensor.__setitem__)
 def _setitem(tile: Any, index: Any, value: Any) -> None:
-    """``tile[index] = value``, in place: every name of the tile sees it, and autograd's own rules hold.
+    """Do ``tile[index] = value``, in place: every name of the tile sees it, and autograd's own rules hold.
 
     *Sends*: the rows of a tile `value` that are written on another rank than they lie on; backward their gradients.
     *Raises*: `ShardingError` for a value that does not broadcast, and where a halo would keep the old values.
@@ -474,7 +476,7 @@ def _setitem(tile: Any, index: Any, value: Any) -> None:
 
 
 def _fill_masked(tile: Tile, items: Sequence[Any], at: int, value: Any) -> None:
-    """``tile[:, mask] = number``: nothing has to know how many places there are."""
+    """Do ``tile[:, mask] = number``, which does not need the number of places."""
     mask = items[at]
     others = [i for k, i in enumerate(items) if k != at]
     named = mask.ndim + sum(i is not Ellipsis for i in others)

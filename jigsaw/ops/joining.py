@@ -39,7 +39,7 @@ from jigsaw.tile import Tile, implements_torch, shared_mesh
 
 
 def joined_points(sizes: Sequence[int], kept: int, points: Sequence[int]) -> tuple[int, ...]:
-    """Where the join of operands of these sizes is cut; operand number `kept` is cut at `points`.
+    """Return where the join of operands of these sizes is cut; operand number `kept` is cut at `points`.
 
     >>> jigsaw.ops.joining.joined_points([1, 9, 0], 1, [0, 5, 9])
     (0, 6, 10)
@@ -55,8 +55,8 @@ def joined_points(sizes: Sequence[int], kept: int, points: Sequence[int]) -> tup
 
 
 def _cuts_in_join(layouts: Sequence[Layout | None], sizes: Sequence[int], at: int) -> tuple[Cut, list[Cut]]:
-    """The cut of the result along `at`, and that of each operand (None: plain) in which its rows lie where the result
-    has them.
+    """Return the cut of the result along `at`, and that of each operand (None: plain) in which its rows lie where the
+    result has them.
     """
     cuts = {i: layout.dim(at)[0] for i, layout in enumerate(layouts) if layout is not None and layout.is_cut(at)}
     if not cuts:
@@ -73,14 +73,14 @@ def _cuts_in_join(layouts: Sequence[Layout | None], sizes: Sequence[int], at: in
 
 
 def _without_other_order(t: Any, at: int) -> Any:
-    """A tile that is cut along `at` with its rows there in one interval a rank, without halo."""
+    """Return a tile that is cut along `at` with its rows there in one interval a rank, without halo."""
     if not isinstance(t, Tile) or not (t.layout.is_cut(at) or any(c.has_halo for c in t.layout.dim(at))):
         return t
     return with_contiguous_dim(t.owned(), at)
 
 
 def _aligned_parts(function: Any, tensors: Sequence[Any], dim: int) -> tuple[list[Tensor], Layout, Tile]:
-    """The local tensors to join along `dim`, plain ones cut to the tile's box, and the layout of the result."""
+    """Return the local tensors to join along `dim`, plain ones cut to the tile's box, and the layout of the result."""
     first = next(t for t in tensors if isinstance(t, Tile))
     (at,) = reduced_dims(first, dim)
     _check_joined_shapes(function, tensors, first, at)
@@ -128,15 +128,15 @@ def _check_joined_shapes(function: Any, tensors: Sequence[Any], first: Tile, at:
 
 
 def _local_in_join(tile: Tile, layout: Layout) -> Tensor:
-    """The local part of a tile in a join whose result has `layout`."""
+    """Return the local part of a tile in a join whose result has `layout`."""
     anchor = Tile(tile.local.new_empty(layout.local_shape(tile.coordinate)), layout, tile.mesh)
     return align_tiles([tile, anchor])[1][0].expand(anchor.local.shape)  # one row, which is cut in another tile
 
 
 @lru_cache(maxsize=4096)
 def _layout_in_place(layouts: tuple[Layout, ...], dim: int) -> Layout | None:
-    """The layout of a join along a dim that nothing cuts, of tiles that else lie alike, where nothing meets or moves;
-    None for any other.
+    """Return the layout of a join along a dim that nothing cuts, of tiles that else lie alike, where nothing meets or
+    moves; None for any other.
     """
     first = layouts[0]
     if not -first.ndim <= dim < first.ndim or any(o.ndim != first.ndim for o in layouts):
@@ -151,7 +151,7 @@ def _layout_in_place(layouts: tuple[Layout, ...], dim: int) -> Layout | None:
 
 
 def _layouts_on_one_mesh(tensors: Sequence[Any]) -> tuple[Layout, ...] | None:
-    """The layouts, where all are tiles of the same mesh."""
+    """Return the layouts, where all are tiles of the same mesh."""
     found: list[Layout] = []
     for t in tensors:
         if type(t) is not Tile or t.mesh is not tensors[0].mesh:
@@ -162,7 +162,7 @@ def _layouts_on_one_mesh(tensors: Sequence[Any]) -> tuple[Layout, ...] | None:
 
 @implements_torch(torch.cat, torch.concat, torch.concatenate)
 def join_tiles(tensors: Sequence[Any], dim: int = 0) -> Tile:
-    """Tiles and plain tensors one after the other along `dim`.
+    """Join tiles and plain tensors one after the other along `dim`.
 
     *Sends*: along a cut dim the rows that lie on another rank in the result, by the rule above; what other axes cut, up
     to (P-1)/P of a tile (`jigsaw.ops.common_axes`); backward as many.

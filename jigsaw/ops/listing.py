@@ -1,4 +1,4 @@
-"""What lists elements, however many there are (nonzero, unique, masked_select), and what counts them by value.
+"""Functions that list elements (nonzero, unique, masked_select), or count them by value.
 
 A list's size depends on the values, so no cut points can be known before: lists are tiles that nothing cuts, made of
 the whole tensor on every rank.  Counts are sums over the ranks.
@@ -26,7 +26,9 @@ from jigsaw.tile import Tile, implements_torch
 
 @implements_torch(torch.nonzero)
 def _nonzero(input: Tile, *, as_tuple: bool = False) -> Any:
-    """The places of what is not zero, one a row, in order; *Sends*: one byte an element to every rank."""
+    """Return the places of elements that are not zero, one a row, in order; *Sends*: one byte an element to
+    every rank.
+    """
     return run_held_whole(torch.nonzero, input.ne(0), as_tuple=as_tuple)
 
 
@@ -37,8 +39,7 @@ def _argwhere(input: Tile) -> Any:
 
 def _answer_unique(function: Any, inverse_place: int) -> None:
     def handler(input: Tile, *args: Any, **kwargs: Any) -> Any:
-        """The values, and if asked for their counts and, for each element, which of them it is: that is cut as the
-        input.
+        """Return the values, and, if wanted, their counts and, for each element, its value's number, cut as the input.
 
         *Sends*: the tile to every rank.
         """
@@ -67,7 +68,9 @@ for _function in (torch.unique_consecutive, torch.Tensor.unique_consecutive):
 
 @implements_torch(torch.histc)
 def _histc(input: Tile, bins: int = 100, min: float = 0, max: float = 0) -> Any:
-    """How many elements lie in each of `bins` ranges; *Sends*: one all-reduce of the counts (and of the extremes)."""
+    """Count how many elements lie in each of `bins` ranges; *Sends*: one all-reduce of the counts (and of the
+    extremes).
+    """
     torch.histc(input.local.detach().new_zeros(1), bins, min, max)  # torch's own errors
     own = input.owned().detach()
     if min == max and own.numel():
@@ -81,7 +84,7 @@ def _histc(input: Tile, bins: int = 100, min: float = 0, max: float = 0) -> Any:
 
 @implements_torch(torch.bincount)
 def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
-    """How often each number of a 1-d tensor occurs, or the sum of the `weights` there.
+    """Count how often each number of a 1-d tensor occurs, or sum the `weights` there.
 
     *Sends*: one all-reduce for the largest number, and one of the counts.
     """

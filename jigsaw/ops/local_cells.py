@@ -1,4 +1,4 @@
-"""The elements of a rank's local tensor at places of the whole one: which of them it holds, and where.
+"""Elements of a rank's local tensor at places of the whole one: which of them it holds, and where.
 
 Places are row-major numbers along one or several dims, each made up of its cuts: of 3 x 4 rows that were flattened,
 whose columns are cut at 2, the second rank holds 2, 3, 6, 7, 10, 11, and place 6 is its row 1, column 0.
@@ -15,7 +15,7 @@ from jigsaw.tile import Tile
 
 
 def cells_in_front(local: Tensor, tile: Tile, dims: Sequence[int]) -> tuple[Tensor, list[Cut]]:
-    """A view of a local tensor with the cuts of `dims` in front, each a dim of its own."""
+    """Return a view of a local tensor with the cuts of `dims` in front, each as a separate dim."""
     cuts = [c for d in dims for c in tile.layout.dim(d)]
     if any(len(tile.layout.dim(d)) > 1 for d in dims):
         for d in sorted(dims, reverse=True):
@@ -29,8 +29,8 @@ def cells_in_front(local: Tensor, tile: Tile, dims: Sequence[int]) -> tuple[Tens
 
 
 def rows_held(places: Tensor, cuts: Sequence[Cut], tile: Tile) -> tuple[list[Tensor], Tensor | None]:
-    """For row-major places along the dims that `cuts` make up, the local row along each cut, and which of them are held
-    here; None: all.
+    """Return for row-major places along the dims that `cuts` make up the local row along each cut, and which of them
+    are held here; None: all.
     """
     rest, rows, here = places, list[Tensor](), None
     for cut in reversed(cuts):
@@ -45,14 +45,14 @@ def rows_held(places: Tensor, cuts: Sequence[Cut], tile: Tile) -> tuple[list[Ten
 
 
 def cells_at_rows(cells: Tensor, rows: Sequence[Tensor], here: Tensor | None) -> Tensor:
-    """The cells at local rows; zeros for places that are not held here."""
+    """Return the cells at local rows; zeros for places that are not held here."""
     if here is None:
         return cells[tuple(rows)]
     sizes = cells.shape[: len(rows)]
     if 0 in sizes:  # of no rows, which the graph has to know
         none = cells.sum(tuple(range(len(rows)))).to(cells.dtype)
         return none.expand(len(here), *cells.shape[len(rows) :])
-    # Any row stands for those held elsewhere: how many these are nobody has to know, so the shape follows from `here`.
-    # Each time another: gradients of one row may be added up one after the other.
+    # Any row stands for those held elsewhere; their number need not be known, so the shape follows from `here`. Each
+    # time another row, because gradients of one row may be added up one after the other.
     found = cells[tuple(row % n for row, n in zip(rows, sizes, strict=True))]
     return found.masked_fill(~here.reshape(-1, *[1] * (found.ndim - 1)), 0)

@@ -1,5 +1,5 @@
-"""A tile as index into a plain table: bags of embeddings, one-hot codes, and places among sorted boundaries
-(histograms too).
+"""A tile as index into a plain table: bags of embeddings, one-hot codes, places among sorted boundaries, and
+histograms.
 
 >>> tile = jigsaw.shard(torch.tensor([2, 0, 1]), jigsaw.init_mesh(lat=1), ("lat",))
 >>> torch.nn.functional.one_hot(tile, 3).local[0]
@@ -37,8 +37,8 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """The sum, mean or maximum of the rows of `weight` in each bag, a row of `input`; *Sends*: a reduction of bags that
-    are cut.
+    """Return the sum, mean or maximum of the rows of `weight` in each bag, a row of `input`; *Sends*: a reduction of
+    bags that are cut.
 
     *Raises*: `ShardingError` for offsets, max_norm, scale_grad_by_freq and sparse.
     """
@@ -68,7 +68,7 @@ def _embedding_bag(
 
 @implements_torch(F.one_hot)
 def _one_hot(tensor: Tile, num_classes: int = -1) -> Tile:
-    """*Sends*: without `num_classes` one all-reduce of a number, the largest class."""
+    """Return one-hot codes.  *Sends*: without `num_classes` one all-reduce of a number, the largest class."""
     own = tensor.owned()
     if num_classes == -1:
         num_classes = int(extreme_of_all(own, op="max")) + 1
@@ -81,7 +81,7 @@ def _whole_values(value: Any) -> Any:
 
 @implements_torch(torch.bucketize)
 def _bucketize(input: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Any:
-    """*Sends*: boundaries that are a cut tile, to every rank."""
+    """Return places among boundaries.  *Sends*: boundaries that are a cut tile, to every rank."""
     bounds = _whole_values(boundaries)
     if not isinstance(input, Tile):
         return torch.bucketize(input, bounds, out_int32=out_int32, right=right)
@@ -118,7 +118,7 @@ def _searchsorted(
 
 @implements_torch(torch.unravel_index)
 def _unravel_index(indices: Tile, shape: Any) -> tuple[Any, ...]:
-    """The place in each dim of `shape` of an index into all of its elements."""
+    """Return the place in each dim of `shape` of an index into all of its elements."""
     sizes = [shape] if isinstance(shape, int) else [int(n) for n in shape]
     if indices.dtype.is_floating_point or indices.dtype.is_complex or indices.dtype == torch.bool:
         raise ValueError(f"unravel_index: expected integer indices, got {indices.dtype}")
@@ -132,7 +132,7 @@ def _unravel_index(indices: Tile, shape: Any) -> tuple[Any, ...]:
 
 @implements_torch(torch.isin)
 def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Any:
-    """*Sends*: test elements that are a cut tile, to every rank."""
+    """Say of each element whether it is a test element.  *Sends*: test elements that are a cut tile, to every rank."""
     tests = _whole_values(test_elements)
     if not isinstance(elements, Tile):
         return torch.isin(elements, tests, assume_unique=assume_unique, invert=invert)
@@ -142,7 +142,7 @@ def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inv
 
 @implements_torch(torch.histogram)
 def _histogram(input: Tile, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
-    """As `torch.histogramdd` of one number an element."""
+    """Do as `torch.histogramdd` for one number an element."""
     one = bins if isinstance(bins, int) else [bins]
     counts, edges = _histogramdd(input.unsqueeze(-1), one, range, weight, density)
     return torch.return_types.histogram((counts, edges[0]))  # pyright: ignore[reportAttributeAccessIssue]
@@ -150,7 +150,8 @@ def _histogram(input: Tile, bins: Any, *, range: Any = None, weight: Any = None,
 
 @implements_torch(torch.histogramdd)
 def _histogramdd(input: Tile, bins: Any, range: Any = None, weight: Any = None, density: bool = False) -> Any:
-    """How many elements, or how much of their `weight`, lie in each box of a grid; an element is a row of the last dim.
+    """Count how many elements, or how much of their `weight`, lie in each box of a grid; an element is a row of the
+    last dim.
 
     *Sends*: the extremes where no `range` is given, a weight that lies elsewhere, and one all-reduce of the counts.
     """

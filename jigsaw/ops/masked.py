@@ -1,7 +1,7 @@
-"""`torch.masked` on tiles: what a mask leaves out becomes what changes no result, then torch's own function answers.
+"""Functions of `torch.masked` on tiles: masked-out values become neutral ones, then torch's own function answers.
 
-These functions are Python code that asks no tensor whether it answers itself, and looks at ``tile.layout``, which is
-jigsaw's.  So each is replaced, in `torch.masked`, by one that asks the table first.
+These functions are Python code that does not dispatch, and reads ``tile.layout``, which is jigsaw's.  So each is
+replaced, in `torch.masked`, by one that uses the table first.
 
 >>> tile = jigsaw.shard(torch.arange(6.0).reshape(2, 3), jigsaw.init_mesh(lat=1), ("lat", None))
 >>> torch.masked.mean(tile, 0, mask=tile != 0).local
@@ -43,7 +43,7 @@ def _answers_masked(function: Any) -> Callable[[Callable[..., Any]], Callable[..
 
 
 def _kept(input: Any, mask: Any) -> Any:
-    """The mask in the shape of the input."""
+    """Return the mask in the shape of the input."""
     if mask.ndim > input.ndim:
         raise IndexError(f"a mask of shape {tuple(mask.shape)} has more dims than the input, {tuple(input.shape)}")
     return mask.to(torch.bool).broadcast_to(input.shape)
@@ -63,7 +63,7 @@ def _greatest(input: Any) -> float:
 
 
 def _all_dims(input: Any, dim: Dims) -> Any:
-    """The dims that a function of torch.masked means: all for None and ()."""
+    """Return the dims that a function of torch.masked means: all for None and ()."""
     return tuple(range(input.ndim)) if dim is None or dim == () else (dim,) if isinstance(dim, int) else tuple(dim)
 
 
