@@ -57,9 +57,8 @@ def implements_rest(find: Callable[[Any], TileHandler]) -> Callable[[Any], TileH
 
 
 def watches_changes(find: Callable[[Any], Callable[..., Any] | None]) -> Callable[[Any], Any]:
-    """Let `find` return, for each function, a check that runs before it on tiles, with the function and its arguments,
-    or None (see jigsaw.ops.apart_copies).  The check may raise, and returns a function that is called with the result,
-    or None.
+    """Let `find` name a check for each function, or None; it runs with the function and its arguments before the handler,
+    may raise, and returns None or a function of the result (see jigsaw.ops.apart_copies).
     """
     _watcher_finders[:] = [find]
     return find
@@ -69,9 +68,7 @@ _ViewNote = TypeVar("_ViewNote", bound=Callable[[Any], None])
 
 
 def notes_views(note: _ViewNote) -> _ViewNote:
-    """Let `note` see the result of a function that took, or made, a copy where torch's is a view (see
-    jigsaw.ops.apart_copies).
-    """
+    """Let `note` see each result that is, or is made of, a copy where torch has a view (jigsaw.ops.apart_copies)."""
     _view_notes[:] = [note]
     return note
 
@@ -101,9 +98,7 @@ def _find_answer(function: Any) -> _Answer:
 
 
 def _operator_name(function: Any) -> str:
-    """Return the name of an operator that a package registered with torch (``torch.ops.space.name``), without its
-    overload.
-    """
+    """Return the name of an operator of ``torch.ops`` without its overload; an empty one for other functions."""
     operators = torch._ops  # pyright: ignore[reportPrivateUsage]
     is_operator = isinstance(function, (operators.OpOverload, operators.OpOverloadPacket))
     return str(function).removesuffix(".default").replace(".", "::", 1) if is_operator else ""
@@ -466,9 +461,7 @@ def refusal_error(function: Any, tile: Tile, why: str, remedy: str, needs_whole:
 
 
 class _Leave(torch.autograd.Function):
-    """Mark, in the autograd graph, of a plain tensor that was computed from a tile: its gradient is whole on every
-    rank.
-    """
+    """Mark of a plain tensor that was computed from a tile: its gradient is whole on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -520,7 +513,5 @@ def in_own_memory(y: Tensor, x: Tile) -> Tensor:
 
 
 def lie_in_one_memory(x: Tensor, y: Tensor) -> bool:
-    """Say whether one is made of the other's memory; tensors without values, of a graph that is being made, have no
-    address to compare.
-    """
+    """Say whether one is made of the other's memory; tensors without values, as of graphs, have no addresses."""
     return x.untyped_storage()._cdata == y.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
