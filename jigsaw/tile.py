@@ -57,8 +57,8 @@ def implements_rest(find: Callable[[Any], TileHandler]) -> Callable[[Any], TileH
 
 
 def watches_changes(find: Callable[[Any], Callable[..., Any] | None]) -> Callable[[Any], Any]:
-    """Let `find` name a check for each function, or None; it runs with the function and its arguments before the handler,
-    may raise, and returns None or a function of the result (see jigsaw.ops.apart_copies).
+    """Let `find` name a check for each function, or None; it runs with the function and its arguments before the
+    handler, may raise, and returns None or a function of the result (see jigsaw.ops.apart_copies).
     """
     _watcher_finders[:] = [find]
     return find
