@@ -176,7 +176,8 @@ def binary_cross_entropy_with_logits(
     check_same_shape("binary_cross_entropy_with_logits", input, target)
     input, target = _widened_input(input), _widened_input(target)
     log_weight: Any = 1.0 if pos_weight is None else 1 + (pos_weight - 1) * target
-    losses = (1 - target) * input - log_weight * F.logsigmoid(input)
+    # of the target's dtype, because torch computes in the place of 1 - t
+    losses = ((1 - target) * input - log_weight * F.logsigmoid(input)).to((1 - target).dtype)
     return reduce_losses(losses if weight is None else losses * weight, reduction)
 
 

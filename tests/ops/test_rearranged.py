@@ -129,3 +129,9 @@ def test_a_loss_of_one_row_that_one_of_both_cuts():
     mesh = world_mesh(lat=2)
     loss = F.binary_cross_entropy(shard(x, mesh, (None, None)), shard(y, mesh, ("lat", None)))
     assert torch.allclose(loss, F.binary_cross_entropy(x, y))
+
+
+def test_a_loss_has_the_dtype_of_its_target():
+    x, target = torch.randn(6, dtype=torch.float64), torch.rand(6).to(torch.bfloat16)
+    loss = F.binary_cross_entropy_with_logits(shard(x, jigsaw.init_mesh(lat=1), ("lat",)), target)
+    assert loss.dtype == F.binary_cross_entropy_with_logits(x, target).dtype == torch.bfloat16
