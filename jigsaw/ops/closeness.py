@@ -98,9 +98,7 @@ class _TilePair(_TorchsPair):
             return
         mesh, layout = self._first.mesh, self._layout
         wrong = ~torch.isclose(actual, expected, rtol=rtol, atol=atol, equal_nan=equal_nan)
-        axes = [
-            name for name, _ in axes_of_mesh(mesh)
-        ]  # all of them, because ranks that have the same rows may differ by mistake
+        axes = [name for name, _ in axes_of_mesh(mesh)]  # all: equal rows may differ by mistake
         if (comm.all_reduce(wrong.sum(), mesh, axes, same=(layout,)) == 0).all():
             return
         mine = _greatest_differences(actual, expected, wrong, self._first, layout)

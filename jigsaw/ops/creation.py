@@ -172,9 +172,7 @@ def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     spread = mean * 0 + std if isinstance(mean, Tile) else std * 0 + mean
     with torch.no_grad():
         drawn = mean + std * torch.randn_like(spread)
-    return (
-        drawn + 0 * spread if spread.requires_grad else drawn
-    )  # torch does not differentiate draws: their gradients are zeros
+    return drawn + 0 * spread if spread.requires_grad else drawn  # torch's draws have zero gradients
 
 
 def _answer_random_fill(name: str, draw: Callable[..., Tensor]) -> None:

@@ -110,7 +110,7 @@ def _masked_argmin(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: 
 
 
 def _counts(input: Any, dim: Any, keepdim: bool, mask: Any) -> Any:
-    """How many elements each value is made of."""
+    """Count how many elements each value is made of."""
     dims = _all_dims(input, dim)
     if mask is None:
         return math.prod(input.shape[d] for d in dims)

@@ -1,4 +1,4 @@
-"""Tiles that one mesh axis cuts at other points meet: which of them moves, and its few rows on their way.
+"""Meeting of tiles that one mesh axis cuts at other points: which of them moves, and its few rows on their way.
 
 **The rule.**  Where tiles meet along a dim, all take the cut points of one of them.  Where an axis cuts another dim in
 one of them, they first come to the cuts of one, which moves whole tiles: `jigsaw.ops.common_axes` has that rule.
@@ -7,10 +7,10 @@ one of them, they first come to the cuts of one, which moves whole tiles: `jigsa
    points the most rows of a rank are the fewest, then the first argument's.  A row that a rank holds already, as its
    own or in its halo, does not travel.
 2. In place the target stays, and the others come to it.
-3. A tile that nothing cuts along the dim is cut there: nothing is sent, for every rank has its rows.
+3. A tile that nothing cuts along the dim is cut there: nothing is sent, because every rank has its rows.
 4. A halo stays as far as it reaches around the rows that a rank then owns; none is fetched.
 
-All of it follows from layouts, which every rank has alike, so that every rank moves the same tile without asking.
+All of it follows from layouts, which are the same on every rank, so every rank moves the same tile without a message.
 
 Four ranks, 37 rows of a U-Net: `skip` [1, 16, 37, 50] is cut at 0, 10, 19, 28, 37, and `up` [1, 32, 37, 50], pooled
 to 18 rows and interpolated back, at 0, 11, 21, 29, 37.  They differ in rows 10, 19, 20 and 28.  For
@@ -41,7 +41,7 @@ from jigsaw.layout import Layout
 from jigsaw.ops.common_axes import exchanges_between, plan_common_axes
 from jigsaw.tile import Tile, shared_mesh
 
-# what `jigsaw.comm.count` calls rows that move because cut points differ, and tiles that move to other dims' cuts
+# names in `jigsaw.comm.count` of rows that move because cut points differ, and of tiles that move to other dims' cuts
 REALIGN_KIND, RECUT_KIND = "realign", "recut"
 
 _Group = tuple[Cut, ...]
@@ -53,7 +53,7 @@ _Labels = tuple[Hashable, ...]
 def bring_together(
     tiles: Sequence[Tile], labels: Sequence[Sequence[Hashable]] | None = None, stays: int | None = None
 ) -> list[Tile]:
-    """The tiles, with every dim that they share cut at the same points; the rule is in the head of this file.
+    """Return the tiles, with every dim that they share cut at the same points; the rule is in the head of this file.
 
     `labels` name the dims of each tile: dims of one name meet, those named None do not.  Without them tiles broadcast:
     dims meet from the right.  A dim of one row that meets more of them is left as it is.  `stays` is the number of the
@@ -76,7 +76,7 @@ def bring_together(
 
 
 def with_moved_rows(tile: Tile, layout: Layout) -> Tile:
-    """The tile in a layout of other cut points, or cut along other dims; counted as "realign", or "recut"."""
+    """Return the tile in a layout of other cut points, or cut along other dims; counted as "realign", or "recut"."""
     if [c.size for c in tile.layout.cuts] != [c.size for c in layout.cuts]:
         tile = tile.owned()
     kind = _kind_of_move(tile.layout, layout)
@@ -88,7 +88,7 @@ def with_moved_rows(tile: Tile, layout: Layout) -> Tile:
 
 @lru_cache(maxsize=4096)
 def _kind_of_move(source: Layout, target: Layout) -> str:
-    """What the rows that move are counted as."""
+    """Return the kind under which the moving rows are counted."""
     if not exchanges_between(source, target):
         raise ShardingError(
             f"a Tile cut as {source} cannot come to {target}: a dim was flattened from other dims, axes cut it in "
@@ -103,7 +103,7 @@ def _kind_of_move(source: Layout, target: Layout) -> str:
 def _plan_meeting(
     layouts: tuple[Layout, ...], itemsizes: tuple[int, ...], labels: tuple[_Labels, ...], stays: int | None
 ) -> tuple[Layout | None, ...]:
-    """The layout that each tile is brought to, or None where it is there."""
+    """Return the layout that each tile is brought to, or None where it is there."""
     if not any(name is None for by in labels for name in by):
         moves = plan_common_axes(layouts, itemsizes, labels, stays)
         if any(moves):
@@ -144,7 +144,7 @@ def _all_lie_alike(groups: Sequence[_Group]) -> bool:
 def _winning_cuts(
     label: Hashable, layouts: Sequence[Layout], itemsizes: Sequence[int], at: Mapping[int, int], stays: int | None
 ) -> _Group:
-    """The cuts to which all tiles come, by the rule."""
+    """Return the cuts to which all tiles come, by the rule."""
     groups = {k: layouts[k].dim(d) for k, d in at.items()}
     is_cut = {k: any(c.is_cut for c in group) for k, group in groups.items()}
     options = [k for k in groups if is_cut[k]] or list(groups)
@@ -168,12 +168,12 @@ def _winning_cuts(
 
 
 def _is_cut_alike(group: _Group, other: _Group) -> bool:
-    """Whether the same axes cut both in the same order, at whatever points."""
+    """Say whether the same axes cut both in the same order, at whatever points."""
     return [(c.size, c.axes) for c in group] == [(c.size, c.axes) for c in other]
 
 
 def _bytes_to_reach(layout: Layout, dim: int, to: _Group) -> int:
-    """How many elements all ranks together lack of what they own once the dim is cut as `to`."""
+    """Return how many elements all ranks together lack of what they own once the dim is cut as `to`."""
     group = layout.dim(dim)
     missing = 0
     for pieces in product(*(range(c.pieces) for c in to)):
@@ -193,8 +193,8 @@ def _cuts_error(label: Hashable, winner: _Group, group: _Group, layout: Layout) 
 
 
 def bring_to_cuts(tile: Tile, dim: int, group: Sequence[Cut]) -> Tile:
-    """The tile with a dim cut as `group`, where the same axes cut both at other points: what is stored (a weight)
-    stays.  *Sends*: as `bring_together`.
+    """Return the tile with a dim cut as `group`, where the same axes cut both at other points; a stored weight stays.
+    *Sends*: as `bring_together`.
     """
     mine = tile.layout.dim(dim)
     if have_same_rows(mine, group) or not _is_cut_alike(mine, tuple(group)):
@@ -207,7 +207,7 @@ def bring_to_cuts(tile: Tile, dim: int, group: Sequence[Cut]) -> Tile:
 
 
 def _with_halo_kept(cut: Cut, to: Cut) -> Cut:
-    """The cut `to`, with the rows of the halo of `cut` that lie around what each piece then owns."""
+    """Return the cut `to`, with the rows of the halo of `cut` that lie around what each piece then owns."""
     if cut.has_same_rows(to):
         return cut
     if not cut.has_halo:
@@ -215,7 +215,7 @@ def _with_halo_kept(cut: Cut, to: Cut) -> Cut:
     held: list[tuple[int, int]] = []
     for i in range(to.pieces):
         (low, high), (start, stop) = cut.inside(i), to.owned(i)
-        # rank 1 owns 4:8 and holds 3:9; of 5:8 it holds 3:9 around it still, of 2:8 only 2:9, for row 2 is new
+        # rank 1 owns 4:8 and holds 3:9; around 5:8 it still holds 3:9, around 2:8 only 2:9, because row 2 is new
         reaches = start < stop
         held.append(
             (low if reaches and low <= start <= high else start, high if reaches and low <= stop <= high else stop)
@@ -224,9 +224,9 @@ def _with_halo_kept(cut: Cut, to: Cut) -> Cut:
 
 
 def cut_at_multiples(cut: Cut, rows: int) -> Cut | None:
-    """The cut with its points at the nearest multiples of `rows` (of two the larger one), and a halo of whole ones as
-    far as it reaches; shared out evenly where one piece would else get everything that several have, and None where
-    there is but one multiple.
+    """Return the cut with its points at the nearest multiples of `rows` (of two the larger one), and a halo of whole
+    multiples as far as it reaches.  It is shared out evenly where one piece would otherwise get everything that several
+    have, and None where there is only one multiple.
 
     >>> from jigsaw.ops.meeting import cut_at_multiples
     >>> cut_at_multiples(jigsaw.Cut(24, (0, 7, 13, 18, 24), ("lat",)), 4).points
@@ -245,7 +245,7 @@ def cut_at_multiples(cut: Cut, rows: int) -> Cut | None:
 
 
 def pieces_with_rows(points: Sequence[int]) -> int:
-    """How many pieces of cut points are not empty."""
+    """Return how many pieces of cut points are not empty."""
     return sum(a < b for a, b in pairwise(points))
 
 
@@ -255,20 +255,20 @@ APART_MARK = "_jigsaw_apart"
 
 
 def set_apart_mark(local: Tensor, mark: object) -> None:
-    """Say that a tensor has memory of its own where torch's shares it.  All views of the memory have the mark."""
+    """Mark a tensor that has its own memory where torch's shares it.  All views of the memory have the mark."""
     setattr(local.untyped_storage(), APART_MARK, mark)
 
 
 def apart_mark(local: Tensor) -> Any:
-    """What `set_apart_mark` has said of the memory of a tensor, or None."""
+    """Return the mark of `set_apart_mark` on the memory of a tensor, or None."""
     return getattr(local.untyped_storage(), APART_MARK, None)
 
 
 def mark_rows_moved(local: Tensor) -> None:
-    """Say that a view's rows had to move, so that it has memory of its own where torch's shares it."""
+    """Mark a view whose rows had to move, so that it has its own memory where torch's shares it."""
     set_apart_mark(local, True)
 
 
 def has_moved_rows(local: Tensor) -> bool:
-    """Whether the tensor is such a view, or a view of one."""
+    """Say whether the tensor is such a view, or a view of one."""
     return apart_mark(local) is True

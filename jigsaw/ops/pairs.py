@@ -1,5 +1,5 @@
-"""What is made of all pairs of rows, or of vectors along a dim: kron, meshgrid, cartesian_prod, block_diag, cdist,
-pdist, bilinear, cosine_similarity, pairwise_distance, cross, renorm.
+"""Functions of all pairs of rows, or of vectors along a dim: kron, meshgrid, cartesian_prod, block_diag, cdist, pdist,
+bilinear, cosine_similarity, pairwise_distance, cross, renorm.
 
 Of two operands that one axis cuts along dims that meet crosswise, the later one is made whole along its dim.
 
@@ -31,7 +31,7 @@ from jigsaw.tile import Tile, implements_torch
 
 
 def _without_axes(tile: Tile, dim: int, taken: Sequence[str]) -> Tile:
-    """The tile, held whole along `dim` where one of the axes `taken` cuts it.
+    """Return the tile, held whole along `dim` where one of the axes `taken` cuts it.
 
     *Sends*: then its rows to the ranks along the axes of `dim`; backward nothing.
     """
@@ -43,7 +43,7 @@ def _without_axes(tile: Tile, dim: int, taken: Sequence[str]) -> Tile:
 
 
 def _without_crossing_axes(operands: Sequence[Any]) -> list[Any]:
-    """Operands of as many dims each, of which no axis cuts one dim in one and another dim in another; earlier ones keep
+    """Return operands of equally many dims, such that no axis cuts different dims of two; earlier ones keep
     their cuts.
     """
     used: dict[str, int] = {}
@@ -58,7 +58,9 @@ def _without_crossing_axes(operands: Sequence[Any]) -> list[Any]:
 
 
 def _meet_locally(operands: Sequence[Any]) -> tuple[Layout, list[Tensor], Tile]:
-    """The layout of a broadcast of tiles and plain tensors of as many dims, and the local tensors of each."""
+    """Return the layout of a broadcast of tiles and plain tensors of equally many dims, and the local tensors
+    of each.
+    """
     operands = _without_crossing_axes(operands)
     tiles = [x for x in operands if isinstance(x, Tile)]
     longer = [d for d in range(tiles[0].ndim) if any(not isinstance(x, Tile) and x.shape[d] != 1 for x in operands)]
@@ -75,7 +77,7 @@ def _meet_locally(operands: Sequence[Any]) -> tuple[Layout, list[Tensor], Tile]:
 
 @implements_torch(torch.kron)
 def _kron(input: Any, other: Any) -> Any:
-    """Every element of `input` times `other`, in blocks; *Sends*: nothing, where no axis cuts both."""
+    """Return every element of `input` times `other`, in blocks; *Sends*: nothing, where no axis cuts both."""
     ndim = max(input.ndim, other.ndim)
     first, second = (x.reshape((1,) * (ndim - x.ndim) + tuple(x.shape)) for x in (input, other))
     for d in range(ndim):
@@ -92,7 +94,7 @@ def _given_tensors(tensors: Sequence[Any]) -> list[Any]:
 # of a list, torch looks for tiles in the function behind it
 @implements_torch(torch.meshgrid, torch._VF.meshgrid)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
 def _meshgrid(*tensors: Any, indexing: Any = None) -> tuple[Any, ...]:
-    """Each 1-d tensor along a dim of its own, repeated along those of the others; cut as the tensors are."""
+    """Return each 1-d tensor along a separate dim, repeated along those of the others; cut as the tensors are."""
     given = _given_tensors(tensors)
     if indexing not in (None, "ij", "xy") or any(t.ndim > 1 for t in given):
         raise RuntimeError(
@@ -117,7 +119,7 @@ def _cartesian_prod(*tensors: Any) -> Any:
 
 @implements_torch(torch.block_diag)
 def _block_diag(*tensors: Any) -> Any:
-    """Matrices along the diagonal of one; the rows of each lie as in a join, the columns are whole.
+    """Return a matrix of matrices along its diagonal; the rows of each lie as in a join, the columns are whole.
 
     *Sends*: what makes columns whole, and what a join of the rows sends.
     """
@@ -135,7 +137,7 @@ def _block_diag(*tensors: Any) -> Any:
 
 @implements_torch(torch.cdist)
 def _cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: str | None = None) -> Any:
-    """The distance of every row of `x1` to every row of `x2`.
+    """Return the distance of every row of `x1` to every row of `x2`.
 
     *Shapes*: [..., P, M] and [..., R, M] to [..., P, R]; P and R keep their cuts, M is brought whole.
     *Sends*: where one axis cuts P and R, the rows of `x2` to every rank along it.
@@ -153,7 +155,9 @@ def _cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: str | None = None) ->
 
 @implements_torch(F.pdist, torch.pdist)
 def _pdist(input: Any, p: float = 2.0) -> Any:
-    """The distances of each row to those after it, one after the other; on every rank, as what indices pick is."""
+    """Return the distances of each row to those after it, one after the other; on every rank, as rows picked by indices
+    are.
+    """
     if input.ndim != 2:
         raise RuntimeError(f"pdist of shape {tuple(input.shape)}: it takes 2 dims")
     first, second = torch.triu_indices(len(input), len(input), 1, device=input.device)
@@ -162,7 +166,7 @@ def _pdist(input: Any, p: float = 2.0) -> Any:
 
 @implements_torch(F.bilinear)
 def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
-    """y[k] = x1 W[k] x2 + b[k], along the last dims."""
+    """Return y[k] = x1 W[k] x2 + b[k], along the last dims."""
     if input1.shape[:-1] != input2.shape[:-1] or (input1.shape[-1], input2.shape[-1]) != tuple(weight.shape[1:]):
         shapes = [tuple(x.shape) for x in (input1, input2, weight)]
         raise RuntimeError(f"bilinear of shapes {shapes}: pass [..., i], [..., j] and [k, i, j]")
@@ -171,7 +175,7 @@ def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def _without_row(x: Tensor, dim: int) -> Tensor:
-    """The tensor without a dim of one row; also where the row, cut as that of the other operand, is another rank's."""
+    """Return the tensor without a dim of one row, even where another rank has the row."""
     return x.squeeze(dim) if x.shape[dim] == 1 else x.sum(dim)
 
 
@@ -180,7 +184,7 @@ def _without_row(x: Tensor, dim: int) -> Tensor:
 
 @implements_torch(F.cosine_similarity)
 def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    """<x1, x2> / (|x1| |x2|) along `dim` of their broadcast.
+    """Return <x1, x2> / (|x1| |x2|) along `dim` of their broadcast.
 
     *Sends*: along a cut dim, an all-gather and an all-reduce of the results.
     """
@@ -194,11 +198,11 @@ def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any
 
 
 def _lengths_along(x: Any, dim: int, shape: Sequence[int], eps: float) -> Any:
-    """|x| along `dim` of x broadcast to `shape`: one row counts as often as it is repeated."""
+    """Return |x| along `dim` of x broadcast to `shape`: one row counts as often as it is repeated."""
     lengths = torch.linalg.vector_norm(x, 2, dim, True)
     if x.shape[dim] != shape[dim]:
         lengths = lengths * math.sqrt(shape[dim])
-    return lengths + (lengths.clamp_min(eps) - lengths).detach()  # raised to eps with the gradient of what it was
+    return lengths + (lengths.clamp_min(eps) - lengths).detach()  # raised to eps with the gradient of the value before
 
 
 @implements_torch(F.pairwise_distance)
@@ -218,7 +222,7 @@ def _vecdot(x: Any, y: Any, *, dim: int = -1) -> Any:
 
 @implements_torch(torch.linalg.cross)
 def _cross_along(input: Any, other: Any, *, dim: int = -1) -> Any:
-    """The cross product of vectors of 3 along `dim`, which is whole in the result."""
+    """Return the cross product of vectors of 3 along `dim`, which is whole in the result."""
     ndim = max(input.ndim, other.ndim)
     if input.ndim != other.ndim or input.shape[dim] != 3 or other.shape[dim] != 3:
         raise RuntimeError(
@@ -247,7 +251,7 @@ def _cross(input: Any, other: Any, dim: int | None = None) -> Any:
 
 @implements_torch(torch.renorm)
 def _renorm(input: Tile, p: float, dim: int, maxnorm: float) -> Any:
-    """Parts along `dim` whose norm is more than `maxnorm` are scaled down to it.
+    """Scale parts along `dim` whose norm is more than `maxnorm` down to it.
 
     *Sends*: one all-gather of the ranks' norms, one number a part.
     """

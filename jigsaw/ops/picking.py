@@ -1,4 +1,4 @@
-"""Elements of a plain tensor, which is whole on every rank, picked by integer tiles: the answer is cut as they are."""
+"""Elements of a plain tensor, whole on every rank, that integer tiles pick: the result is cut as they are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jigsaw.tile import Tile, refusal_error, tiles_in
 
 
 def pick_from_plain(function: Any, table: Tensor, index: Any) -> Any:
-    """``table[index]``, where integer tiles are among the indices; their layout is that of the answer.
+    """Return ``table[index]``, where integer tiles are among the indices; the result has their layout.
 
     *Shapes*: as in torch: the dims of the tiles, broadcast, take the place of those that they index.
     *Sends*: nothing; backward nothing for a parameter, whose gradient is a part.
@@ -46,7 +46,7 @@ def pick_from_plain(function: Any, table: Tensor, index: Any) -> Any:
 
 
 def _of_each_dim(table: Tensor, index: Any) -> Sequence[Any]:
-    """The items of an index, with full slices for an ellipsis."""
+    """Return the items of an index, with full slices for an ellipsis."""
     items: list[Any] = list(index) if isinstance(index, tuple) else [index]
     for at, item in enumerate(items):
         if item is Ellipsis:

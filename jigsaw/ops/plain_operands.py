@@ -1,4 +1,4 @@
-"""Plain tensors beside tiles: how they enter, and what becomes of their gradients.
+"""Plain tensors beside tiles: how they enter, and what their gradients are.
 
 A plain tensor is the whole one, on every rank.
 
@@ -32,20 +32,20 @@ _SUMMED_MARK = "_jigsaw_entered_summed"
 
 
 def averaged_over(leaf: Tensor) -> int:
-    """Over how many ranks the gradient of a leaf is going to be averaged (`jigsaw.parallelize` says so); 1: its parts
+    """Return over how many ranks the gradient of a leaf will be averaged (set by `jigsaw.parallelize`); 1: its parts
     are summed.
     """
     return getattr(leaf, AVERAGED_MARK, 1)
 
 
 def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor:
-    """A plain tensor as an operand of an op whose result has `layout` (by default that of `tile`), on the mesh of
-    `tile`.
+    """Return a plain tensor as an operand of an op whose result has `layout` (by default that of `tile`), on the mesh
+    of `tile`.
 
-    Its gradient on each rank becomes this rank's part: the parts sum to the gradient over the whole mesh, also where
-    the result is replicated.  Parts of a parameter that is going to be averaged over n ranks are n times as large, so
-    that their mean is the gradient.  A plain tensor that itself came out of a tile (a global statistic) has a whole
-    gradient instead, for which the parts are summed.
+    Its gradient on each rank becomes this rank's part: the parts sum to the gradient over the whole mesh, even where
+    the result is replicated.  Parts of a parameter that will be averaged over n ranks are n times as large, so that
+    their mean is the gradient.  A plain tensor that was computed from a tile (a global statistic) has a whole gradient
+    instead, for which the parts are summed.
 
     *Sends*: nothing for parameters; backward one all-reduce for a tensor that came out of a tile.
     *Raises*: `ShardingError` for a tensor made of both a global statistic and a parameter whose parts are summed.
@@ -80,9 +80,9 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor
 
 
 def _average_others(leaves: Sequence[Tensor], ranks: int) -> set[int]:
-    """Let the gradients of leaves that a model makes beside its parameters (zeros that require grad, as decoders of
-    DETR have them) come `ranks` times as large, too, and be scaled back where they arrive; over how many each leaf is
-    averaged then.  One that entered by itself before, and a parameter that nobody averages, stay as they are.
+    """Scale the gradients of leaves that a model makes beside its parameters by `ranks`, too, and back where they
+    arrive; return over how many ranks each leaf is averaged.  Such leaves are zeros that require grad, as in decoders
+    of DETR.  One that entered by itself before, and a parameter that is not averaged, stay unchanged.
     """
     for leaf in leaves:
         if not (hasattr(leaf, AVERAGED_MARK) or hasattr(leaf, _SUMMED_MARK) or isinstance(leaf, nn.Parameter)):
@@ -93,12 +93,14 @@ def _average_others(leaves: Sequence[Tensor], ranks: int) -> set[int]:
 
 @enters_functions
 def _enter_function(x: Tensor, tile: Tile) -> Tensor:
-    """A plain tensor that a custom ``autograd.Function`` took beside tiles: its gradient comes whole on every rank."""
+    """Return a plain tensor that a custom ``autograd.Function`` took beside tiles: its gradient is whole on
+    every rank.
+    """
     return plain_operand(x, tile, Layout((), tile.layout.axes))
 
 
 def averaged_operand(x: Tensor, tile: Tile) -> Tensor:
-    """A plain tensor that enters what gives it another gradient on each rank, of which the mean is the whole one.
+    """Return a plain tensor for a use that gives it another gradient on each rank, of which the mean is the whole one.
 
     *Sends*: backward one all-reduce.
     """
@@ -110,20 +112,20 @@ def averaged_operand(x: Tensor, tile: Tile) -> Tensor:
 
 
 def graph_origins(x: Tensor) -> tuple[bool, list[Tensor]]:
-    """Whether the graph of `x` reaches a tensor that left a tile, and the leaves that it reaches otherwise."""
+    """Return whether the graph of `x` reaches a tensor that left a tile, and the leaves that it reaches otherwise."""
     left, leaves = False, list[Tensor]()
     seen: set[Any] = set()
     todo: list[Any] = [x.grad_fn]
     while todo:
         node = todo.pop()
-        # a tile that FSDP2 passed on together with the plain tensor is none of its origins
+        # a tile that FSDP2 passed on together with the plain tensor is not one of its origins
         if node is None or node in seen or node.name() == ENTER_NODE:
             continue
         seen.add(node)
         if node.name() == LEAVE_NODE:
             left = True
             continue
-        if hasattr(node, "variable"):  # behind that of a graph that is being made is nothing to be known
+        if hasattr(node, "variable"):  # while a graph is made, nothing is known beyond this node
             leaves.append(node.variable)
             continue
         todo.extend(next_node for next_node, _ in node.next_functions)
@@ -134,7 +136,7 @@ _repeat_listeners: list[Callable[[str, int], None]] = []
 
 
 def cut_whole_tensor(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor:
-    """A plain whole tensor, broadcast against `layout` from the right, cut to the box that this rank holds.
+    """Return a plain whole tensor, broadcast against `layout` from the right, cut to the box that this rank holds.
 
     *Raises*: `ShardingError` when a dim is neither 1 nor the global size.
     """
@@ -148,7 +150,7 @@ def cut_whole_tensor(x: Tensor, tile: Tile, layout: Layout | None = None) -> Ten
 
 
 def cut_entered_tensor(x: Tensor, tile: Tile, layout: Layout) -> Tensor:
-    """`cut_whole_tensor` of what `plain_operand` has given, or of what was made of that."""
+    """Do `cut_whole_tensor` for a result of `plain_operand`, or a tensor made from one."""
     if is_taken_whole(x, layout):
         return x
     lead = layout.ndim - x.ndim
@@ -165,7 +167,7 @@ def cut_entered_tensor(x: Tensor, tile: Tile, layout: Layout) -> Tensor:
 
 
 def is_taken_whole(x: Tensor, layout: Layout) -> bool:
-    """Whether a plain tensor meets tiles of `layout` without making them larger, and each rank needs all of it."""
+    """Say whether a plain tensor meets tiles of `layout` without making them larger, and each rank needs all of it."""
     return x.layout == torch.strided and _has_whole_dims(x.shape, layout)
 
 
@@ -202,8 +204,8 @@ _BYTES_TO_TELL_OF = 1 << 20
 
 @contextmanager
 def hearing_repeats(listener: Callable[[str, int], None]) -> Generator[None]:
-    """Within it, `listener` is told of plain tensors that every rank makes whole by a product, to take its own rows of
-    them: which product, and the bytes of the others' rows.
+    """Report to `listener`, within the block, plain tensors that every rank makes whole by a product, to take its own
+    rows of them.  It gets the product, and the bytes of the others' rows.
     """
     _repeat_listeners.append(listener)
     try:
@@ -213,7 +215,7 @@ def hearing_repeats(listener: Callable[[str, int], None]) -> Generator[None]:
 
 
 def tell_of_repeats(whole: Tensor, part: Tensor) -> None:
-    """Tell who listens of a plain tensor of which this rank has taken a part."""
+    """Report to the listener a plain tensor of which this rank has taken a part."""
     unused = (whole.numel() - part.numel()) * whole.itemsize if _repeat_listeners else 0
     product = _product_behind(whole) if unused >= _BYTES_TO_TELL_OF else None
     if product is not None:
@@ -222,8 +224,8 @@ def tell_of_repeats(whole: Tensor, part: Tensor) -> None:
 
 
 def _product_behind(x: Tensor) -> str | None:
-    """The product of plain tensors, as large as `x`, that it was made of; weights, and what is made of them element by
-    element or looked up in them, need none.
+    """Return the product of plain tensors, as large as `x`, that it was made of.  Weights, and tensors made of them
+    element by element or by lookup, need none.
     """
     seen: set[Any] = set()
     todo: list[Any] = [x.grad_fn]

@@ -1,8 +1,8 @@
-"""One element of a tile, a plain tensor that is a view of it all the same.
+"""One element of a tile: a plain tensor that is still a view of the tile.
 
 An element has no dim that an axis could cut, so it leaves the tile: nets compare ``tile[0, 3]``, index with it, and
 call ``backward()`` on it.  To torch it is a view: ``tile[0, 3].add_(5)`` changes the tile.  Every rank has a copy of
-it, and plain functions would not say that they changed it.  So it is a tensor of a class of its own.
+it, and plain functions would not report that they changed it.  So it is a tensor of a special class.
 
 >>> tile = jigsaw.shard(torch.ones(2, 4), jigsaw.init_mesh(lat=1), (None, "lat"))
 >>> _ = tile[0, 3].add_(5)
@@ -28,11 +28,10 @@ from jigsaw.tile import Tile, leave_tile, lie_in_one_memory, plain_readers
 
 
 class PlainView(Tensor):
-    """A plain tensor out of a tile, where torch gives a view of one element: its changes in place are the tile's, too.
+    """A plain tensor from a tile, where torch gives a view of one element: its changes in place are the tile's, too.
 
-    It is read and computed with as the plain tensor that it is, on every rank alike; what is computed is plain.  What
-    changes it in place is answered by `rows`, the same element as a tile, which knows what it is a view of.  It is read
-    again where `rows` changed.
+    Reads and computations use the plain tensor, the same on every rank, and have plain results.  Changes in place go to
+    `rows`, the same element as a tile, which knows its base.  The element is read again where `rows` changed.
     """
 
     rows: Tile
@@ -40,7 +39,9 @@ class PlainView(Tensor):
 
     @staticmethod
     def of_rows(rows: Tile, plain: Tensor | None = None) -> PlainView:
-        """The plain view that stands for a tile which nothing cuts; `plain` is what left it, if that is known."""
+        """Return the plain view that stands for a tile which nothing cuts; `plain` is the tensor that left it, if
+        known.
+        """
         local = rows.local
         plain = leave_tile(local, rows.mesh) if plain is None else plain
         view = plain.as_subclass(PlainView)
@@ -48,7 +49,7 @@ class PlainView(Tensor):
         return view
 
     def as_plain(self) -> Tensor:
-        """The ordinary tensor, with the values that the tile has now."""
+        """Return the ordinary tensor, with the values that the tile has now."""
         local, version, plain = self.__dict__["_plain"]
         now = self.__dict__["rows"].local
         if now is not local or now._version != version:
@@ -91,7 +92,7 @@ def _views_in(value: Any) -> list[PlainView]:
 
 
 def _replace_views(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """The arguments of a function, with another value for each plain view among them."""
+    """Return the arguments of a function, with another value for each plain view among them."""
     if isinstance(value, PlainView):
         return replace(value)
     if type(value) in (list, tuple):
@@ -100,7 +101,7 @@ def _replace_views(value: Any, replace: Callable[[Any], Any]) -> Any:
 
 
 def _left_again(out: Any, changed: Sequence[PlainView]) -> Any:
-    """The plain views, where a function gave their tiles again; else new plain values."""
+    """Return the plain views, where a function returned their tiles; else new plain values."""
     if isinstance(out, (list, tuple)):
         return type(out)(_left_again(o, changed) for o in out)
     if not isinstance(out, Tile):
@@ -117,7 +118,9 @@ def _has_memory_of(out: Any, plain: Tensor) -> bool:
 
 
 def leave_as_view(local: Tensor, layout: Layout, tile: Tile) -> Tensor:
-    """A plain tensor for one element of a tile, which all ranks have in `local`, and which torch gives as a view."""
+    """Return a plain tensor for one element of a tile, which all ranks have in `local`, and which torch gives as a
+    view.
+    """
     plain = leave_tile(local, tile.mesh)
     if (plain is local and apart_mark(local) is None) or lacks_values():
         return plain  # it has the tile's own memory
@@ -127,7 +130,7 @@ def leave_as_view(local: Tensor, layout: Layout, tile: Tile) -> Tensor:
 
 
 def _leave_view(rows: Tile, local: Tensor) -> PlainView:
-    """A view of what a plain view stands for."""
+    """Return a view of the tile that a plain view stands for."""
     shape = tuple(local.shape)
     view = Tile(local, Layout.of(shape, (None,) * len(shape), rows.layout.axes), rows.mesh)
     note_views(view)

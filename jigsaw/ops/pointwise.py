@@ -1,8 +1,8 @@
-"""How tiles and plain tensors meet (alignment, broadcasting), and every pointwise function.
+"""Pointwise functions, and how tiles and plain tensors meet (alignment, broadcasting).
 
 Torch itself says which functions are pointwise: ``torch.Tag.pointwise`` on the aten overload.  They run on the local
-tensors, halo included; rows beyond an end that does not wrap are left out, but for casts and copies: at a number that a
-reader put there a function may have no finite gradient.
+tensors, halo included.  Rows beyond an end that does not wrap are left out, except for casts and copies, because a
+function may not have a finite gradient at a reader's number there.
 
 >>> tile = jigsaw.shard(torch.ones(2, 9), jigsaw.init_mesh(lat=1), (None, "lat"))
 >>> (torch.exp(tile) - torch.arange(9.0)).local[0, :3]
@@ -42,11 +42,11 @@ from jigsaw.tile import (
 
 
 def align_tiles(tiles: Sequence[Tile], stays: int | None = None) -> tuple[Layout, list[Tensor]]:
-    """The layout of a broadcast of tiles, and the local tensors to compute it from.
+    """Return the layout of a broadcast of tiles, and the local tensors to compute it from.
 
     Cut points that differ are brought together (`jigsaw.ops.meeting`; the cuts of tile number `stays` win).  Halos are
     cropped to what all hold.  A tile that is replicated along an axis that cuts the result enters with its adjoint
-    (backward: one all-reduce).  One row of a dim that is cut is sent to all, where it meets more.
+    (backward: one all-reduce).  A single row of a cut dim is sent to all, where it meets more rows.
 
     *Raises*: `ShardingError` when other axes cut a dim of two tiles; it names `redistribute`.
     """
@@ -65,8 +65,8 @@ def align_tiles(tiles: Sequence[Tile], stays: int | None = None) -> tuple[Layout
 
 
 def held_by_all(tile: Tile, dims: Sequence[int]) -> Tile:
-    """The tile with these dims of size 1 whole: where a slice of a cut dim left one row, one rank alone has it, and all
-    need it to broadcast.
+    """Return the tile with these dims of size 1 whole.  Where a slice of a cut dim left one row, only one rank has it,
+    and all need it to broadcast.
 
     *Sends*: the row, where the dim is cut; backward its gradient.
     """
@@ -75,7 +75,7 @@ def held_by_all(tile: Tile, dims: Sequence[int]) -> Tile:
 
 
 def _with_whole_rows(layout: Layout, dims: Sequence[int]) -> Layout | None:
-    """The layout with these dims whole, or None where they are."""
+    """Return the layout with these dims whole, or None where they are."""
     whole = layout
     for d in dims:
         if any(c.is_cut or c.has_halo for c in layout.dim(d)):
@@ -85,7 +85,7 @@ def _with_whole_rows(layout: Layout, dims: Sequence[int]) -> Layout | None:
 
 @lru_cache(maxsize=4096)
 def _lone_rows_held(layouts: tuple[Layout, ...]) -> tuple[Layout | None, ...]:
-    """For each operand of a broadcast the layout in which rows that meet more are held by all, or None."""
+    """Return for each operand of a broadcast the layout in which all ranks hold rows that meet more, or None."""
     longest = max(layout.ndim for layout in layouts)
     longer = {d for d in range(-longest, 0) if any(o.ndim >= -d and o.shape[d] != 1 for o in layouts)}
     lone = ([o.ndim + d for d in longer if o.ndim >= -d and o.shape[d] == 1] for o in layouts)
@@ -96,8 +96,8 @@ def _lone_rows_held(layouts: tuple[Layout, ...]) -> tuple[Layout | None, ...]:
 def _plan_broadcast(
     layouts: tuple[Layout, ...],
 ) -> tuple[Layout, tuple[Layout | None, ...], tuple[tuple[str, ...], ...]]:
-    """The layout of the result; the layout without the halo that it lacks, and the axes along which each operand is
-    alike and the result is cut.
+    """Return the layout of the result, and for each operand the layout without the halo that it lacks and its axes.
+    These are the axes along which it is the same and the result is cut.
     """
     ndim = max(layout.ndim for layout in layouts)
     dims = [_broadcast_cuts([o for o in layouts if o.ndim >= ndim - d], d - ndim) for d in range(ndim)]
@@ -113,7 +113,7 @@ def _plan_broadcast(
 
 
 def _broadcast_cuts(layouts: Sequence[Layout], dim: int) -> tuple[Cut, ...]:
-    """The cuts of one dim of a broadcast; `dim` counts from the right."""
+    """Return the cuts of one dim of a broadcast; `dim` counts from the right."""
     groups = [layout.dim(layout.ndim + dim) for layout in layouts]
     wide = [g for g, layout in zip(groups, layouts, strict=True) if layout.shape[dim] != 1]
     # one row that is cut stays so: the last batch of an epoch may have fewer samples than there are groups
@@ -127,7 +127,7 @@ def _broadcast_cuts(layouts: Sequence[Layout], dim: int) -> tuple[Cut, ...]:
 
 
 def _common_held(cuts: Sequence[Cut]) -> Cut:
-    """The same cut, holding what all of them hold."""
+    """Return the same cut, holding what all of them hold."""
     if all(c.wraps and c.held == cuts[0].held for c in cuts):
         return cuts[0]
     held = [(max(c.inside(i)[0] for c in cuts), min(c.inside(i)[1] for c in cuts)) for i in range(cuts[0].pieces)]
@@ -135,12 +135,12 @@ def _common_held(cuts: Sequence[Cut]) -> Cut:
 
 
 def _cropped_cuts(group: tuple[Cut, ...], to: tuple[Cut, ...], is_one: bool) -> tuple[Cut, ...]:
-    """A dim of a tile with the halo that `to` has; one row that broadcasts stays as it is cut, with none."""
+    """Return a dim of a tile with the halo that `to` has; one row that broadcasts keeps its cut, without halo."""
     return tuple(c.bare() for c in group) if is_one and not have_same_rows(group, to) else to
 
 
 def replace_tensors(args: Any, give: Callable[[Tile], Tensor], plain: Callable[[Tensor], Tensor]) -> Any:
-    """Arguments with every Tile and every plain tensor replaced."""
+    """Return arguments with every Tile and every plain tensor replaced."""
     if isinstance(args, Tile):
         return give(args)
     if isinstance(args, Tensor):
@@ -153,7 +153,7 @@ def replace_tensors(args: Any, give: Callable[[Tile], Tensor], plain: Callable[[
 
 
 def wrap_tiles(out: Any, layout: Layout, tile: Tile) -> Any:
-    """Local results as tiles of `layout`; what is no tensor stays."""
+    """Return local results as tiles of `layout`; values that are not tensors stay."""
     if isinstance(out, Tensor):
         return Tile(out, layout, tile.mesh)
     if isinstance(out, (list, tuple)):
@@ -192,7 +192,7 @@ _ALIASES = frozenset(
 
 
 def is_pointwise(function: Any) -> bool:
-    """Whether torch tags the function (its aten overloads) as pointwise and it draws no random numbers."""
+    """Say whether torch tags the function (its aten overloads) as pointwise and it draws no random numbers."""
     name = getattr(function, "__name__", "").removeprefix("special_")
     if name in _OPERATORS or name.removesuffix("_") in _ALIASES:
         return True
@@ -209,8 +209,8 @@ def is_pointwise(function: Any) -> bool:
 
 
 def run_on_tiles(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """`_run_pointwise` of what makes a new tensor; quick for tiles that lie alike, numbers, and plain tensors of which
-    each rank needs all, as most calls are.
+    """Run a pointwise function that makes a new tensor.  It is quick for tiles that lie alike, numbers, and plain
+    tensors of which each rank needs all, as in most calls.
     """
     first: Any = None
     ready: list[Any] = []
@@ -234,7 +234,7 @@ def run_on_tiles(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_on_other_tiles(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`run_on_tiles` for tiles of several layouts, and numbers."""
+    """Do `run_on_tiles` for tiles of several layouts, and numbers."""
     if not all(type(value) is Tile or type(value) in _NO_TENSORS for value in (*args, *kwargs.values())):
         return _run_pointwise(function, *args, **kwargs)
     tiles = [value for value in args if type(value) is Tile]
@@ -245,7 +245,7 @@ def _run_on_other_tiles(function: Any, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _run_beside_plain(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`run_on_tiles` for tiles of one layout, numbers, and plain tensors."""
+    """Do `run_on_tiles` for tiles of one layout, numbers, and plain tensors."""
     first = next((value for value in args if type(value) is Tile), None)
     if first is None or not _NO_TENSORS.issuperset(map(type, kwargs.values())):
         return _run_pointwise(function, *args, **kwargs)
@@ -255,7 +255,9 @@ def _run_beside_plain(function: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def run_in_place(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """`_run_pointwise` of what changes its first argument; quick where nothing has to move, and the shape stays."""
+    """Run a pointwise function that changes its first argument; quick where nothing has to move, and the
+    shape stays.
+    """
     target = args[0] if args else None
     if type(target) is not Tile or not _NO_TENSORS.issuperset(map(type, kwargs.values())):
         return _run_pointwise(function, *args, **kwargs)
@@ -266,8 +268,8 @@ def run_in_place(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _meet_at_once(args: Sequence[Any], first: Tile) -> bool:
-    """Whether tiles lie as `first` does, others are numbers, and plain tensors make nothing larger and are taken whole
-    by each rank: then nothing moves.
+    """Say whether nothing moves: tiles lie as `first` does, others are numbers, and each rank takes plain tensors
+    whole.
     """
     layout, mesh = first.layout, first.mesh
     for value in args:
@@ -286,7 +288,7 @@ def _ready_at_once(args: Sequence[Any], first: Tile) -> list[Any]:
 
 
 def run_copy(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """`_run_pointwise` of what makes the same rows again, of another dtype or in other memory."""
+    """Run a pointwise function that makes the same rows again, of another dtype or in other memory."""
     first = args[0] if args else None
     if type(first) is not Tile or not _NO_TENSORS.issuperset(map(type, (*args[1:], *kwargs.values()))):
         return _run_pointwise(function, *args, **kwargs)
@@ -343,13 +345,13 @@ def _plain_shapes(args: Any, kwargs: Any) -> list[torch.Size]:
 
 
 def _growing_dims(shapes: Sequence[torch.Size], layout: Layout) -> list[int]:
-    """The dims of size 1 that a plain tensor of one of these shapes makes longer."""
+    """Return the dims of size 1 that a plain tensor of one of these shapes makes longer."""
     sizes = [(layout.ndim - d, shape[-d]) for shape in shapes for d in range(1, len(shape) + 1)]
     return [dim for dim, n in sizes if dim >= 0 and layout.shape[dim] == 1 and n != 1]
 
 
 def _grown_layout(shapes: Sequence[torch.Size], layout: Layout) -> Layout:
-    """`layout` broadcast to plain tensors of these shapes; a dim that only they have is cut by nothing."""
+    """Return `layout` broadcast to plain tensors of these shapes; nothing cuts a dim that only they have."""
     for shape in shapes:
         for _ in range(len(shape) - layout.ndim):
             layout = layout.insert(0)
@@ -360,19 +362,19 @@ def _grown_layout(shapes: Sequence[torch.Size], layout: Layout) -> Layout:
 
 
 def changes_in_place(function: Any) -> bool:
-    """Whether a function changes its first argument, by its name."""
+    """Say whether a function changes its first argument, by its name."""
     name = getattr(function, "__name__", "")
     return name in _AUGMENTED or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def changes_plain(args: Sequence[Any]) -> bool:
-    """Whether what a function changes in place, its first argument, is a plain tensor (or a list of them)."""
+    """Say whether the first argument, which a function changes in place, is a plain tensor (or a list of them)."""
     targets: Any = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
     return bool(targets) and all(isinstance(t, Tensor) and not isinstance(t, Tile) for t in targets)
 
 
 def run_into_plain(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A plain tensor that tiles which nothing cuts are written into: it is then a tensor that left a tile.
+    """Write tiles that nothing cuts into a plain tensor, which is then a tensor that left a tile.
 
     The tiles leave before they are written, so that the graph of the plain tensor says so, and other plain tensors stay
     as they are: none of them enters a tile here.
@@ -384,7 +386,7 @@ def run_into_plain(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _check_shape_of_target(function: Any, args: Sequence[Any], kwargs: Any) -> None:
-    """What is changed in place keeps its shape: known before anything is sent."""
+    """Check, before anything is sent, that the target of a change in place keeps its shape."""
     shapes = [t.shape for t in tiles_in((args, kwargs))] + _plain_shapes(args, kwargs)
     if not args or not isinstance(args[0], Tile) or torch.broadcast_shapes(*shapes) != args[0].shape:
         raise ShardingError(
@@ -402,7 +404,9 @@ def _check_layout_of_target(function: Any, target: Tile, layout: Layout) -> None
 
 
 def check_halo_of_target(function: Any, target: Tile) -> None:
-    """Raises: `ShardingError` for a target with a halo, which a change of the owned rows would leave as it was."""
+    """Check a target.  Raises: `ShardingError` for one with a halo, which a change of the owned rows would
+    not change.
+    """
     if target.layout.has_halo:
         raise refusal_error(
             function,
@@ -414,8 +418,8 @@ def check_halo_of_target(function: Any, target: Tile) -> None:
 
 @implements_torch(Tensor.__rdiv__)
 def _divide_other(self: Tile, other: Any) -> Any:
-    """``other / self``. Torch's own multiplies by the reciprocal, which rounds twice, and in the dtype of `self`; for
-    tensors of its own Python asks the first one, which divides.
+    """Return ``other / self``, by a division.  Torch's own multiplies by the reciprocal, which rounds twice, and in the
+    dtype of `self`; but between tensors Python uses the first one's division.
     """
     if isinstance(other, Tensor):
         return run_on_tiles(torch.true_divide, other, self)
@@ -435,7 +439,7 @@ def _where(condition: Any, *others: Any, **named: Any) -> Any:
 
 
 def _cast_like(function: Any) -> None:
-    """Answer what takes the dtype (and device) of another tensor, whose shape and cuts do not matter."""
+    """Answer a function that takes the dtype (and device) of another tensor, whose shape and cuts do not matter."""
 
     def handler(input: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = replace_tensors((args, kwargs), lambda t: t.local, lambda x: x)

@@ -1,4 +1,4 @@
-"""Quantiles along a dim, which is brought whole, or of all elements, which every rank then holds.
+"""Quantiles along a dim, which is made whole, or of all elements, which every rank then holds.
 
 >>> tile = jigsaw.shard(torch.arange(5.0), jigsaw.init_mesh(lat=1), ("lat",))
 >>> tile.quantile(0.25, 0).item()
@@ -22,7 +22,7 @@ def _answer_quantile(function: Any) -> None:
     def handler(
         input: Tile, q: float | Tensor, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
     ) -> Any:
-        """[quantiles, *the other dims], or the other dims alone for one quantile.
+        """Return [quantiles, *the other dims], or only the other dims for one quantile.
 
         *Sends*: where `dim` is cut, what `jigsaw.ops.whole_dims` says, and the quantiles back; without `dim`, the tile
         to every rank.
@@ -35,7 +35,7 @@ def _answer_quantile(function: Any) -> None:
         several = (len(q),) if isinstance(q, Tensor) and q.ndim else ()
         if there.local.numel() or not input.numel():
             out = function(there.local, q, at, keepdim, interpolation=interpolation)
-        else:  # torch refuses to answer a rank without rows, which has its part in the way back
+        else:  # torch refuses a rank without rows, which takes part in the backward pass
             none = there.local.sum(at, keepdim)
             out = none.expand(*several, *none.shape)
 

@@ -1,6 +1,6 @@
 """Random numbers that are a function of the global position, so that they are the same on every mesh.
 
-A counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11) with the finaliser of
+A counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11) with the finalizer of
 splitmix64 (Steele et al., OOPSLA 2014): each element hashes its global row-major index with two keys of the call, one
 before the first round and one before the second, so that no call has the numbers of another at shifted places.  The
 seed of the keys comes from torch's default generator of the mesh's first rank, so `torch.manual_seed` fixes the
@@ -38,7 +38,7 @@ _LOW_33 = (1 << 33) - 1
 
 
 def _splitmix_bits(x: Tensor, seed: int, is_whole: bool = True) -> Tensor:
-    """63 and more random bits for each counter in `x`; where not `is_whole`, the lower 33 are not mixed any more."""
+    """Return 63 and more random bits for each counter in `x`; unless `is_whole`, the lower 33 are not mixed."""
     # `rsub` with an alpha is a - alpha x, a product and a sum in one pass.  A shift of int64 is arithmetic in torch: it
     # fills up with the sign, so that two counters in 2^64 become one; only at the end that would be seen, as a sign
     x = torch.rsub(x, _signed_int64(seed), alpha=-_GOLDEN)
@@ -49,8 +49,8 @@ def _splitmix_bits(x: Tensor, seed: int, is_whole: bool = True) -> Tensor:
 
 
 def global_index(tile: Tile, dims: int) -> Tensor:
-    """The row-major global index over the first `dims` dims of every local element, size 1 in the others: not to be
-    changed.
+    """Return the row-major global index over the first `dims` dims of every local element, size 1 in the others; do not
+    change it.
     """
     local = tile.local
     # the index of a small tile takes longer to make than to keep; a tensor of another type may have no values
@@ -78,7 +78,9 @@ _small_index = lru_cache(maxsize=64)(_made_index)
 
 @lru_cache(maxsize=1024)
 def _index_runs(layout: Layout, dims: int, coord: MeshCoordinate) -> tuple[tuple[int, int, int], ...]:
-    """(start, stop, size) of consecutive indices, major to minor: a cut with all whole ones that follow it is one."""
+    """Return (start, stop, size) of consecutive indices, major to minor: a cut with all whole ones that follow it is
+    one.
+    """
     # row-major over the cuts, not the dims: of flattened dims each has rows of its own, and 2 x 3 of them are six
     # indices that need not follow each other
     runs: list[tuple[int, int, int]] = []
@@ -93,7 +95,9 @@ def _index_runs(layout: Layout, dims: int, coord: MeshCoordinate) -> tuple[tuple
 
 
 def shared_seed(tile: Tile) -> int | Tensor:
-    """A seed from the first rank's generator: in a graph, where it has no value yet, a tensor. *Sends*: its 8 bytes."""
+    """Return a seed from the first rank's generator; in a graph, where it has no value yet, a tensor.  *Sends*: its 8
+    bytes.
+    """
     axes = tuple([name for name, _ in tile.layout.axes])
     return _seed_in_graph(tile.mesh, axes) if lacks_values() else int(_drawn_seed(tile.mesh, axes))
 
@@ -117,8 +121,8 @@ _seed_in_graph = graph_call(_seed_shape)(_drawn_seed)
 
 
 def global_uniform(tile: Tile, dims: int) -> Tensor:
-    """Numbers in [0, 1) for every local element (of the first `dims` dims), the same for a global position on every
-    mesh.
+    """Return numbers in [0, 1) for every local element (of the first `dims` dims), the same for a global position on
+    every mesh.
 
     *Sends*: one seed of 8 bytes from the first rank.
     """
@@ -129,7 +133,9 @@ def global_uniform(tile: Tile, dims: int) -> Tensor:
 
 
 def global_chances(tile: Tile, dims: int, p: float) -> Tensor:
-    """Whether each element has a number of at least `p`, as of `global_uniform` but for 2^-31, without making them."""
+    """Say of each element whether its number of `global_uniform` is at least `p`, up to 2^-31, without making the
+    numbers.
+    """
     if lacks_values():
         return _chances_in_graph(tile.mesh, tile.layout, tuple(tile.local.shape), dims, p)
     return chances_at(global_index(tile, dims), int(shared_seed(tile)), p)
@@ -162,19 +168,21 @@ def _tile_without_memory(mesh: DeviceMesh, layout: Layout, shape: tuple[int, ...
 
 
 def chances_at(index: Tensor, seed: int, p: float) -> Tensor:
-    """Whether the elements at these global indices have a number of at least `p`."""
+    """Say of the elements at these global indices whether their number is at least `p`."""
     # the bits are integers from -2^63 to 2^63, all equally likely
     least = min(math.ceil(p * 2.0**64) + _SIGN, -_SIGN - 1)
     return _splitmix_bits(index, seed, is_whole=False) >= least
 
 
 def global_normal(tile: Tile, dims: int) -> Tensor:
-    """Standard normal numbers for every local element, as `global_uniform`: the inverse of the normal distribution."""
+    """Return standard normal numbers for every local element, as `global_uniform`: the inverse of the normal
+    distribution.
+    """
     # of the 2^53 steps the first is 0, where the inverse is infinite
     return torch.special.ndtri(global_uniform(tile, dims).clamp_min(2.0**-54))
 
 
 def random_states(tile: Tile) -> list[Tensor]:
-    """The states of torch's generators that a function may draw from."""
+    """Return the states of torch's generators that a function may draw from."""
     states = [torch.get_rng_state()]
     return [*states, torch.cuda.get_rng_state(tile.device)] if tile.is_cuda else states

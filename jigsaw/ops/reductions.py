@@ -1,8 +1,8 @@
 """Reductions over cut dims: global, exact and differentiable.
 
 Each reduces the rows that this rank owns and combines the results over the axes that cut the reduced dims.  The result
-is a Tile cut by what is left, held alike along the axes that were reduced; when no dim is left it is an ordinary scalar
-tensor, equal on every rank.
+is a Tile with the remaining cuts, the same along the axes that were reduced.  When no dim is left it is an ordinary
+scalar tensor, equal on every rank.
 
 >>> tile = jigsaw.shard(torch.arange(12.0).reshape(3, 4), jigsaw.init_mesh(lat=1), ("lat", None))
 >>> tile.mean().item(), tile.amax(dim=0).local
@@ -28,7 +28,7 @@ ReducedDims = int | Sequence[int] | None
 
 
 def reduced_dims(tile: Tile, dim: ReducedDims) -> tuple[int, ...]:
-    """The dims to reduce, non-negative; None and () mean all, as in torch."""
+    """Return the dims to reduce, non-negative; None and () mean all, as in torch."""
     ndim = tile.layout.ndim
     if type(dim) is int and -ndim <= dim < ndim:
         return (dim % ndim,)
@@ -49,30 +49,30 @@ def reduced_dims(tile: Tile, dim: ReducedDims) -> tuple[int, ...]:
 
 
 def reducing_axes(layout: Layout, dims: Sequence[int]) -> tuple[str, ...]:
-    """The mesh axes that cut the dims."""
+    """Return the mesh axes that cut the dims."""
     return tuple(a for d in dims for a in layout.dim_axes(d))
 
 
 def finish_reduction(local: Tensor, tile: Tile, dims: Sequence[int], keepdim: bool) -> Any:
-    """A reduced local tensor as a Tile, or as an ordinary tensor when it is a scalar."""
+    """Return a reduced local tensor as a Tile, or as an ordinary tensor when it is a scalar."""
     layout = tile.layout.without_halo().drop(dims, keepdim)
     return leave_tile(local, tile.mesh) if layout.ndim == 0 else Tile(local, layout, tile.mesh)
 
 
 def elements_per_value(tile: Tile, dims: Sequence[int]) -> int:
-    """How many global elements one reduced value is made of."""
+    """Return how many global elements one reduced value is made of."""
     return math.prod([tile.shape[d] for d in dims]) if tile.ndim else 1
 
 
 def sum_parts_over(local: Tensor, tile: Tile, dims: Sequence[int]) -> Tensor:
-    """Local partial results summed over the axes that cut `dims`."""
+    """Sum local partial results over the axes that cut `dims`."""
     axes = reducing_axes(tile.layout, dims)
     return comm.sum_parts(local, tile.mesh, axes, (tile.layout, tuple(dims))) if axes else local
 
 
 @lru_cache(maxsize=4096)
 def _plan_reduction(layout: Layout, dims: tuple[int, ...], keepdim: bool) -> tuple[tuple[str, ...], Layout]:
-    """The axes that cut the dims, and the layout of the result."""
+    """Return the axes that cut the dims, and the layout of the result."""
     return reducing_axes(layout, dims), layout.drop(dims, keepdim)
 
 
@@ -85,7 +85,7 @@ def _reduced_tile(local: Tensor, own: Tile, out: Layout) -> Any:
 
 @implements_torch(torch.sum)
 def reduce_sum(input: Tile, dim: ReducedDims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """y = sum of `input` over `dim`.
+    """Sum `input` over `dim`.
 
     *Shapes*: global as in torch; per rank the dims that stay keep their cuts.
     *Sends*: forward one all-reduce of the local result over the axes that cut `dim`; backward nothing.
@@ -102,7 +102,7 @@ def reduce_sum(input: Tile, dim: ReducedDims = None, keepdim: bool = False, *, d
 def reduce_mean(
     input: Tile, dim: ReducedDims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """y = global mean of `input` over `dim`; shapes and bytes as `reduce_sum`."""
+    """Return the global mean of `input` over `dim`; shapes and bytes as `reduce_sum`."""
     dims = reduced_dims(input, dim)
     own = input.owned()
     kind = dtype or own.local.dtype
@@ -119,7 +119,7 @@ def reduce_mean(
 
 
 def global_moments(input: Tile, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(mean, sum of squared deviations) over `dims`, local tensors with the dims kept at size 1, held alike along
+    """Return (mean, sum of squared deviations) over `dims`, local tensors with the dims kept at size 1, the same along
     reduced axes.
 
     Two passes, so that no digits cancel; `input` is without halo and wide enough (float32 or float64).
@@ -164,13 +164,13 @@ def var(
     *,
     correction: float | None = None,
 ) -> Any:
-    """Global variance over `dim`, by two passes; *Sends*: two all-reduces forward, one backward."""
+    """Return the global variance over `dim`, by two passes; *Sends*: two all-reduces forward, one backward."""
     spread, _, own, dims = _variance_and_mean(input, dim, unbiased, correction, keepdim)
     return finish_reduction(spread, own, dims, keepdim)
 
 
 def _root_flat_at_zero(spread: Tensor) -> Tensor:
-    """The square root, whose gradient at 0 (a constant field) is 0, as torch has it for `std`."""
+    """Return the square root, whose gradient at 0 (a constant field) is 0, as torch has it for `std`."""
     flat = spread == 0
     return torch.where(flat, 0.0, torch.where(flat, 1.0, spread).sqrt())
 
@@ -184,7 +184,7 @@ def std(
     *,
     correction: float | None = None,
 ) -> Any:
-    """Global standard deviation over `dim`; see `var`."""
+    """Return the global standard deviation over `dim`; see `var`."""
     spread, _, own, dims = _variance_and_mean(input, dim, unbiased, correction, keepdim)
     return finish_reduction(_root_flat_at_zero(spread), own, dims, keepdim)
 
@@ -198,7 +198,7 @@ def var_mean(
     *,
     correction: float | None = None,
 ) -> Any:
-    """(variance, mean); see `var`."""
+    """Return (variance, mean); see `var`."""
     spread, center, own, dims = _variance_and_mean(input, dim, unbiased, correction, keepdim)
     return finish_reduction(spread, own, dims, keepdim), finish_reduction(center, own, dims, keepdim)
 
@@ -212,7 +212,7 @@ def std_mean(
     *,
     correction: float | None = None,
 ) -> Any:
-    """(standard deviation, mean); see `var`."""
+    """Return (standard deviation, mean); see `var`."""
     spread, center, own, dims = _variance_and_mean(input, dim, unbiased, correction, keepdim)
     return finish_reduction(_root_flat_at_zero(spread), own, dims, keepdim), finish_reduction(
         center, own, dims, keepdim
@@ -223,7 +223,7 @@ def std_mean(
 
 
 class _StackAlongAxes(torch.autograd.Function):
-    """The local tensors of the ranks along `axes`, stacked in front, held alike; backward each takes its own."""
+    """Stack of the local tensors of the ranks along `axes`, the same on all; backward, each takes its own."""
 
     @staticmethod
     def forward(
@@ -238,7 +238,7 @@ class _StackAlongAxes(torch.autograd.Function):
 
 
 class _OwnOfStack(torch.autograd.Function):
-    """This rank's of a stack that ranks hold alike; the gradient of that is alike as well, a stack of all ranks'."""
+    """This rank's tensor of a stack that is the same on all; so is its gradient, a stack of all ranks'."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: tuple[str, ...], mine: int) -> Tensor:
@@ -251,7 +251,7 @@ class _OwnOfStack(torch.autograd.Function):
 
 
 def stack_along_axes(local: Tensor, tile: Tile, axes: tuple[str, ...], same: comm.SameOnRanks = None) -> Tensor:
-    """[ranks along axes, *local.shape], in mesh order, held alike; `same` as in `jigsaw.comm.all_reduce`.
+    """Return [ranks along axes, *local.shape], in mesh order, the same on all; `same` as in `jigsaw.comm.all_reduce`.
 
     *Sends*: the local tensor to each of the others; backward nothing.
     """
@@ -267,7 +267,7 @@ def stack_along_axes(local: Tensor, tile: Tile, axes: tuple[str, ...], same: com
 def vector_norm(
     x: Tile, ord: float = 2, dim: ReducedDims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """y = (sum |x|^ord)^(1/ord) over `dim`: the norm of the ranks' norms.
+    """Return (sum |x|^ord)^(1/ord) over `dim`: the norm of the ranks' norms.
 
     *Sends*: one all-gather of the local norms; backward nothing.
     """
@@ -301,7 +301,7 @@ def norm(
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """The vector norm of the whole tensor or over `dim`; the nuclear norm is refused."""
+    """Return the vector norm of the whole tensor or over `dim`; the nuclear norm is refused."""
     _check_norm_order(torch.norm, input, p)
     return vector_norm(input, 2 if p is None or p == "fro" else p, dim, keepdim, dtype=dtype)
 
@@ -315,7 +315,7 @@ def _linalg_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """As `norm`; but an `ord` for two dims is that of a matrix, of which Frobenius alone is a sum over elements."""
+    """Do as `norm`; but an `ord` for two dims is that of a matrix, of which only Frobenius is a sum over elements."""
     if ord is not None and dim is None and A.ndim > 2:
         raise RuntimeError(f"linalg.norm: with ord= and without dim= a Tile must be 1-d or 2-d, got {A.ndim} dims")
     is_matrix = ord is not None and len(reduced_dims(A, dim)) == 2
@@ -363,7 +363,7 @@ class _Extreme(torch.autograd.Function):
 
 
 def _neutral_element(x: Tensor, dims: tuple[int, ...], op: str) -> Tensor:
-    """The neutral element, for a rank without rows."""
+    """Return the neutral element, for a rank without rows."""
     shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
     if x.dtype == torch.bool:
         return x.new_full(shape, op == "min")
@@ -390,18 +390,20 @@ def _global_extreme(input: Tile, dim: ReducedDims, keepdim: bool, op: str, nan: 
 
 @implements_torch(torch.amax)
 def amax(input: Tile, dim: ReducedDims = None, keepdim: bool = False) -> Any:
-    """y = global maximum over `dim`; ties share the gradient evenly. *Sends*: two all-reduces; backward nothing."""
+    """Return the global maximum over `dim`; ties share the gradient evenly.  *Sends*: two all-reduces; backward,
+    nothing.
+    """
     return _global_extreme(input, dim, keepdim, "max")
 
 
 @implements_torch(torch.amin)
 def amin(input: Tile, dim: ReducedDims = None, keepdim: bool = False) -> Any:
-    """y = global minimum over `dim`; see `amax`."""
+    """Return the global minimum over `dim`; see `amax`."""
     return _global_extreme(input, dim, keepdim, "min")
 
 
 def extreme_of_all(input: Tile, op: str) -> Any:
-    """The global maximum or minimum, as `amax` and `amin`; but all NaN share the gradient of NaN evenly."""
+    """Return the global maximum or minimum, as `amax` and `amin`; but all NaN share the gradient of NaN evenly."""
     return _global_extreme(input, None, False, op, nan=True)
 
 
@@ -409,7 +411,7 @@ def extreme_of_all(input: Tile, op: str) -> Any:
 
 
 def _is_empty_dim(dim: ReducedDims) -> bool:
-    """Whether no dim is named: the functions below then reduce none, where others reduce all."""
+    """Say whether no dim is named: the functions below then reduce none, where others reduce all."""
     return dim is not None and not isinstance(dim, int) and len(dim) == 0
 
 
@@ -419,7 +421,7 @@ def _truth_dtype(input: Tile) -> torch.dtype:
 
 @implements_torch(torch.all)
 def reduce_all(input: Tile, dim: ReducedDims = None, keepdim: bool = False) -> Any:
-    """Whether every element (over `dim`) is true, globally."""
+    """Say whether every element (over `dim`) is true, globally."""
     false = input.to(torch.bool).logical_not()
     found = false if _is_empty_dim(dim) else reduce_sum(false.to(torch.int64), dim, keepdim)
     return found.eq(0).to(_truth_dtype(input))
@@ -427,7 +429,7 @@ def reduce_all(input: Tile, dim: ReducedDims = None, keepdim: bool = False) -> A
 
 @implements_torch(torch.any)
 def reduce_any(input: Tile, dim: ReducedDims = None, keepdim: bool = False) -> Any:
-    """Whether any element (over `dim`) is true, globally."""
+    """Say whether any element (over `dim`) is true, globally."""
     true = input.to(torch.bool)
     found = true if _is_empty_dim(dim) else reduce_sum(true.to(torch.int64), dim, keepdim)
     return found.ne(0).to(_truth_dtype(input))
@@ -435,19 +437,19 @@ def reduce_any(input: Tile, dim: ReducedDims = None, keepdim: bool = False) -> A
 
 @implements_torch(torch.count_nonzero)
 def count_nonzero(input: Tile, dim: ReducedDims = None) -> Any:
-    """The global number of elements (over `dim`) that are not zero."""
+    """Return the global number of elements (over `dim`) that are not zero."""
     return reduce_sum(input.ne(0).to(torch.int64), dim)
 
 
 @implements_torch(torch.equal)
 def equal(input: Any, other: Any) -> bool:
-    """Whether two tiles, or a tile and a whole tensor, are the same tensor, shape and elements."""
+    """Say whether two tiles, or a tile and a whole tensor, are the same tensor, shape and elements."""
     return input.shape == other.shape and bool(input.eq(other).all())
 
 
 @implements_torch(torch.allclose)
 def allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
-    """Whether all elements are close, globally."""
+    """Say whether all elements are close, globally."""
     return bool(torch.isclose(input, other, rtol, atol, equal_nan).all())
 
 
@@ -467,7 +469,7 @@ def nanmean(input: Tile, dim: ReducedDims = None, keepdim: bool = False, *, dtyp
 
 @implements_torch(torch.logsumexp, torch.special.logsumexp)
 def logsumexp(input: Tile, dim: ReducedDims, keepdim: bool = False) -> Any:
-    """y = log sum exp over `dim`, shifted by the global maximum."""
+    """Return log sum exp over `dim`, shifted by the global maximum."""
     dims = reduced_dims(input, dim)
     if input.dtype.is_complex:
         raise refusal_error(torch.logsumexp, input, "complex numbers have no maximum", "use tile.exp().sum(dim).log()")
@@ -485,7 +487,7 @@ def logsumexp(input: Tile, dim: ReducedDims, keepdim: bool = False) -> Any:
 
 @implements_torch(torch.dot)
 def dot(input: Any, other: Any) -> Any:
-    """y = sum of input * other, over two 1-d tensors of one length and dtype."""
+    """Return the sum of input * other, over two 1-d tensors of one length and dtype."""
     if input.ndim != 1 or input.shape != other.shape or input.dtype != other.dtype or input.dtype == torch.bool:
         raise RuntimeError(
             f"dot of shapes {tuple(input.shape)} and {tuple(other.shape)}, {input.dtype} and {other.dtype}: pass two "
@@ -496,5 +498,5 @@ def dot(input: Any, other: Any) -> Any:
 
 @implements_torch(torch.vdot)
 def vdot(input: Any, other: Any) -> Any:
-    """y = sum of conj(input) * other; see `dot`."""
+    """Return the sum of conj(input) * other; see `dot`."""
     return dot(input.conj(), other)

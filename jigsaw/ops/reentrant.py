@@ -51,18 +51,18 @@ _recomputing: list[object] = []  # the functions that run for the second time
 
 
 def outermost_pass() -> int:
-    """Which backward pass is under way, that of inner ones being the one around them; -1 for none."""
+    """Return which backward pass is under way, counting inner ones as the one around them; -1 for none."""
     return _outer_passes[0] if _outer_passes else innermost_pass()
 
 
 def innermost_pass() -> int:
-    """Which backward pass is under way, an inner one being one of its own; -1 for none."""
+    """Return which backward pass is under way, counting an inner one by itself; -1 for none."""
     return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
 
 
 def is_taken_from_pass(leaf: Tensor) -> bool:
-    """Whether the backward pass that is under way gives the gradient of a leaf to who called `torch.autograd.grad`, and
-    not to its ``.grad``.
+    """Say whether the current backward pass gives the gradient of a leaf to a `torch.autograd.grad` call, not to its
+    ``.grad``.
     """
     try:
         torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)  # pyright: ignore[reportPrivateUsage]
@@ -80,7 +80,7 @@ def at_end_of_pass(callback: Callable[[], None]) -> None:
 
 
 def is_recomputing() -> bool:
-    """Whether what was checkpointed runs again, with a graph."""
+    """Say whether a checkpointed function runs again, with a graph."""
     return bool(_recomputing) and torch.is_grad_enabled()
 
 
@@ -109,8 +109,8 @@ class _CheckpointTiles(_TorchsFunction):
 
     @classmethod
     def apply(cls, function: Any, keep_random_state: bool, *args: Any) -> Any:
-        """*Sends*: what the function sends, forward, and again before its own backward pass; for each plain argument
-        that requires grad one all-reduce of its gradient.
+        """Run the function.  *Sends*: what the function sends, forward, and again before its own backward pass; for
+        each plain argument that requires grad one all-reduce of its gradient.
         *Raises*: `ShardingError` for a DTensor among the arguments.
         """
         tiles = [x for x in args if isinstance(x, Tile)]
@@ -122,7 +122,7 @@ class _CheckpointTiles(_TorchsFunction):
 
 
 def _as_given(x: Any, like: Tile) -> Any:
-    """An argument as torch's function takes it."""
+    """Return an argument as torch's function takes it."""
     if isinstance(x, Tile):
         x.check_no_history()
         return x.local
@@ -137,7 +137,7 @@ def _as_given(x: Any, like: Tile) -> Any:
 
 
 class _OnLocals:
-    """A function of tiles, and of whatever else, as one of their local tensors."""
+    """A function of tiles, and of any other values, as one of their local tensors."""
 
     def __init__(self, function: Any, layouts: Sequence[Layout | None], mesh: DeviceMesh) -> None:
         self.function, self.layouts, self.mesh = function, layouts, mesh
@@ -175,8 +175,8 @@ class _OnLocals:
 
 
 def _check_plain_result(x: Any, mesh: DeviceMesh) -> None:
-    """What comes out plain has its whole gradient on each rank: a parameter whose parts are summed must not be what it
-    was made of alone.
+    """Check a plain result, which has its whole gradient on each rank: it must not be made only of a parameter whose
+    parts are summed.
     """
     if isinstance(x, Tile) or not isinstance(x, Tensor) or x.grad_fn is None or mesh_size(mesh) == 1:
         return
@@ -189,5 +189,5 @@ def _check_plain_result(x: Any, mesh: DeviceMesh) -> None:
         )
 
 
-# `checkpoint` looks the class up when it is called, so that who imported the function before has this one, too.
+# `checkpoint` looks the class up when it is called, so earlier imports of the function use it, too.
 _torchs_checkpoint.CheckpointFunction = _CheckpointTiles

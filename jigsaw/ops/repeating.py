@@ -1,4 +1,4 @@
-"""Repeated and rearranged: repeat, tile, repeat_interleave, atleast_nd, splits and stacks by names of their own.
+"""Functions that repeat and rearrange: repeat, tile, repeat_interleave, atleast_nd, and named splits and stacks.
 
 >>> tile = jigsaw.shard(torch.tensor([1.0, 2.0]), jigsaw.init_mesh(lat=1), ("lat",))
 >>> tile.repeat(2).local, tile.repeat_interleave(2).local
@@ -35,7 +35,7 @@ def _repeat_last_dims(input: Tile, dims: Any, *more: int) -> Any:
 
 @implements_torch(Tensor.repeat)
 def _repeat(input: Tile, repeats: Any, *more: int) -> Any:
-    """Copies side by side along each dim; *Sends*: along a cut dim what a join of them sends."""
+    """Return copies side by side along each dim; *Sends*: along a cut dim, what a join of them sends."""
     times = _numbers_of(repeats, more)
     if len(times) < input.ndim or min(times, default=0) < 0:
         raise RuntimeError(
@@ -60,8 +60,8 @@ def _repeat(input: Tile, repeats: Any, *more: int) -> Any:
 def _repeat_interleave(
     input: Any, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
 ) -> Any:
-    """Each row several times in a row, where it lies; nothing is sent (along flattened dims and by a tensor of numbers:
-    what `with_contiguous_dim` does).
+    """Repeat each row several times, in place; nothing is sent (along flattened dims and by a tensor of numbers: as
+    `with_contiguous_dim`).
     """
     if not isinstance(input, Tile) or isinstance(repeats, Tile) or repeats is None:
         raise ShardingError("repeat_interleave: repeats= must be plain numbers; pass repeats.full_tensor()")
@@ -94,7 +94,7 @@ def _repeat_interleave(
 
 
 def _for_each(function: Any, tensors: Sequence[Any]) -> Any:
-    """One tensor for one, a tuple for several (or for a list), as torch has it."""
+    """Return one tensor for one, a tuple for several (or for a list), as in torch."""
     if len(tensors) == 1 and not isinstance(tensors[0], (list, tuple)):
         return function(tensors[0])
     return tuple(map(function, tensors[0] if len(tensors) == 1 else tensors))

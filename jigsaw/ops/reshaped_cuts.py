@@ -1,4 +1,4 @@
-"""How the cuts of a reshaped tensor follow from its own: dims flatten together and split again.  Integers only.
+"""Cuts of a reshaped tensor, derived from its own: dims flatten together and split again.  Integers only.
 
 **The rule.**  A view keeps every row where it lies; where it cannot, the fewest rows move before it.
 
@@ -29,8 +29,8 @@ from jigsaw.ops.meeting import cut_at_multiples, pieces_with_rows
 
 @lru_cache(maxsize=4096)
 def plan_reshape(layout: Layout, shape: tuple[int, ...]) -> tuple[Layout, Layout]:
-    """The layout that a tensor must have before it is reshaped (its own, or one that the rule leads to), and the
-    reshaped one.  `shape` has as many elements, and some.
+    """Return the layout that a tensor must have before it is reshaped (its own, or one by the rule), and the reshaped
+    one.  `shape` has equally many elements, and not zero.
     """
     after = _reshaped_layout(layout, shape)
     if after is not None:
@@ -83,7 +83,7 @@ def _cut_by(layout: Layout, axes: tuple[str, ...]) -> Cut:
 
 
 def _split_layout(layout: Layout, shape: Sequence[int]) -> Layout | None:
-    """The layout itself where it can be reshaped, or with its points at multiples, or None."""
+    """Return the layout itself where it can be reshaped, or with its points at multiples, or None."""
     if _reshaped_layout(layout, shape) is not None:
         return layout
     moved = _layout_to_split(layout, shape)
@@ -100,8 +100,8 @@ def _split_inner(cut: Cut, inner: int) -> tuple[Cut, Cut] | None:
 
 
 def merge_cut_group(cuts: Sequence[Cut]) -> tuple[Cut, ...]:
-    """The cuts of a flattened dim in canonical form: a cut followed by a whole one is one cut; whole dims of size 1
-    vanish.
+    """Return the cuts of a flattened dim in canonical form: a cut followed by a whole one is one cut; whole dims of
+    size 1 vanish.
     """
     merged: list[Cut] = []
     for cut in cuts:
@@ -116,7 +116,7 @@ def merge_cut_group(cuts: Sequence[Cut]) -> tuple[Cut, ...]:
 
 
 def _reshaped_dims(cuts: Sequence[Cut], shape: Sequence[int]) -> list[tuple[Cut, ...]] | None:
-    """The cuts of each dim of a reshaped tensor, or None when a dim would take a part of a cut one."""
+    """Return the cuts of each dim of a reshaped tensor, or None when a dim would take a part of a cut one."""
     single = _dims_of_single_rows(cuts, shape)
     left = [c for k, c in enumerate(cuts) if (c.size != 1 or c.is_cut or c.has_halo) and k not in single.values()]
     dims: list[tuple[Cut, ...]] = []
@@ -142,7 +142,9 @@ def _reshaped_dims(cuts: Sequence[Cut], shape: Sequence[int]) -> list[tuple[Cut,
 
 
 def _dims_of_single_rows(cuts: Sequence[Cut], shape: Sequence[int]) -> dict[int, int]:
-    """The new dim of size 1 for each cut of a single row (a class token), so that it does not cut dims beside it."""
+    """Return the new dim of size 1 for each cut of a single row (a class token), so that it does not cut dims beside
+    it.
+    """
     places: dict[int, int] = {}
     for k, cut in enumerate(cuts):
         if cut.size != 1 or not cut.is_cut or cut.has_halo:
@@ -167,8 +169,8 @@ def _dims_of_single_rows(cuts: Sequence[Cut], shape: Sequence[int]) -> dict[int,
 
 
 def _layout_to_split(layout: Layout, shape: Sequence[int]) -> Layout | None:
-    """The layout with its cut points at the nearest multiples that `shape` needs, or None where it would still take a
-    part of a cut dim.
+    """Return the layout with its cut points at the nearest multiples that `shape` needs, or None where it would still
+    take a part of a cut dim.
     """
     # [2, 12 (cut at 0, 5, 12), 10] as (2, 3, 4, 10): the dims that follow a cut one count as its rows, 120 of them with
     # 10 to each, and 3 x 40 of these split at every 4th row of the 12: 0, 4, 12

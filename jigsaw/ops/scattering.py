@@ -40,7 +40,9 @@ from jigsaw.tile import Tile, implements_torch
 
 
 def _own_places(places: Tensor, tile: Tile, dim: int) -> tuple[Tensor, Tensor]:
-    """For places along a dim that is cut or has a halo, the local row of each, and whether this rank holds it."""
+    """Return, for places along a dim that is cut or has a halo, the local row of each, and whether this rank
+    holds it.
+    """
     cuts = tile.layout.dim(dim)
     rows, here = rows_held(places, cuts, tile)
     row = rows[0]
@@ -51,19 +53,21 @@ def _own_places(places: Tensor, tile: Tile, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _is_local(tile: Tile, dim: int) -> bool:
-    """Whether every rank holds all rows of a dim, once."""
+    """Say whether every rank holds all rows of a dim, once."""
     return not tile.layout.is_cut(dim) and not any(c.has_halo for c in tile.layout.dim(dim))
 
 
 def _check_range(function: Any, index: Any, size: int) -> None:
-    """Raises: an index out of range, where every rank has it; torch itself looks only at what lies in a rank's rows."""
+    """Check an index.  Raises: for one out of range, on every rank, because torch itself checks only a rank's
+    own rows.
+    """
     can_look = isinstance(index, Tensor) and index.numel() and not (index.is_cuda or lacks_values())
     if can_look and not ((index >= 0) & (index < size)).all():
         raise IndexError(f"{function.__name__}: an index is out of range for a dim of size {size}")
 
 
 def _new_target(tile: Tile) -> Tile:
-    """A new tile to write into, without a halo that could not be written alike."""
+    """Return a new tile to write into, without a halo that could not be written alike."""
     return (tile.owned() if any(a < 0 or b > c.size for c in tile.layout.cuts for a, b in c.held) else tile).clone()
 
 
@@ -143,7 +147,7 @@ for _name in ("index_add", "index_copy", "index_fill", "index_reduce"):
 
 
 def _narrowed(tile: Tile, dim: int, index: Any) -> Tile:
-    """The tile as far as an index of as many dims reaches along the others."""
+    """Return the tile as far as an index of equally many dims reaches along the others."""
     if index.ndim != tile.ndim:
         raise RuntimeError(f"index of {index.ndim} dims and a Tile of {tile.ndim}: they must have as many")
     for d in range(tile.ndim):
@@ -159,7 +163,7 @@ def _narrowed(tile: Tile, dim: int, index: Any) -> Tile:
 
 @implements_torch(torch.gather)
 def gather_elements(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
-    """y[i, j] = input[index[i, j], j], for ``dim=0``.
+    """Return y[i, j] = input[index[i, j], j], for ``dim=0``.
 
     *Shapes*: those of `index`; the other dims are cut as the input's are.
     *Sends*: where nothing cuts `dim`, the rows of a tile `index` that lie elsewhere.  Else, for an index that is whole
@@ -221,7 +225,7 @@ Scatter = Callable[[Tensor, int, Tensor, Any], Any]
 
 
 def _scatter_elements(function: Any, input: Tile, dim: int, index: Any, source: Any, write: Scatter) -> Tile:
-    """x[index[i, j], j] = source[i, j], or another way to combine them, in place, for ``dim=0``.
+    """Set x[index[i, j], j] = source[i, j], or combine them otherwise, in place, for ``dim=0``.
 
     *Sends*: index and source tiles that lie elsewhere, along `dim` to every rank that cuts it; backward the gradient of
     the source.
@@ -318,7 +322,7 @@ def _along(ndim: int, dim: int, item: Any) -> Sequence[Any]:
 
 @implements_torch(Tensor.masked_scatter_)
 def _masked_scatter_in_place(input: Any, mask: Any, source: Any) -> Any:
-    """*Sends*: a cut mask and a cut source to every rank."""
+    """Write a source where a mask is true.  *Sends*: a cut mask and a cut source to every rank."""
     if not isinstance(input, Tile):
         return run_unknown_function(Tensor.masked_scatter_, input, mask, source)
     check_can_change(Tensor.masked_scatter_, input)
@@ -363,7 +367,7 @@ def _take(input: Any, index: Any) -> Any:
 
 
 def _unravelled(index: Any, tile: Tile) -> dict[int, Any]:
-    """Positions in the flattened tensor as an index of each dim."""
+    """Return positions in the flattened tensor as an index of each dim."""
     rest, found = torch.where(index < 0, index + tile.numel(), index), dict[int, Any]()
     for d in reversed(range(tile.ndim)):
         # the first dim takes what is left, so that a position out of range is one of that dim

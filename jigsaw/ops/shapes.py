@@ -57,7 +57,7 @@ def _view(input: Tile, size: Any = None, *more: int, dtype: torch.dtype | None =
 
 
 def _view_as_type(input: Tile, dtype: torch.dtype) -> Tile:
-    """The same bytes; numbers of another width make the last dim longer or shorter."""
+    """Return the same bytes; numbers of another width make the last dim longer or shorter."""
     if dtype.itemsize == input.dtype.itemsize:
         return Tile(input.local.view(dtype), input.layout, input.mesh)
     last = input.ndim - 1
@@ -77,7 +77,7 @@ def _view_as_type(input: Tile, dtype: torch.dtype) -> Tile:
 
 @implements_torch(torch.reshape, Tensor.reshape)
 def reshape(input: Tile, shape: Any, *more: int) -> Any:
-    """The same elements in another global shape; dims flatten together and split again.
+    """Return the same elements in another global shape; dims flatten together and split again.
 
     *Shapes*: a lat x lon tile flattens to tokens that each rank holds its box of; they split again at the same place.
     A split that would part a block between ranks (windows of 4 of rows cut at 0, 7, 12) first moves the cut points to
@@ -115,8 +115,8 @@ _BYTES_TO_WARN_OF = 1 << 20
 
 
 def _warn_of_idle_ranks(tile: Tile, before: Layout, shape: tuple[int, ...]) -> None:
-    """Say once for each line that a view brings to one rank what several had; axes that move cost one exchange, as a
-    transform or a sort does, and are counted only.
+    """Warn once for each line where a view brings to one rank what several had.  Moving axes are only counted: they
+    cost one exchange, as in a transform or a sort.
     """
     alone = [c for c in before.cuts if c.is_cut and pieces_with_rows(c.points) == 1]
     spread = {a for c in tile.layout.cuts if pieces_with_rows(c.points) > 1 for a in c.axes}
@@ -180,15 +180,15 @@ def _drop_unit_dims(input: Tile, dims: Sequence[int]) -> Any:
 
 
 def _held_apart(input: Tile, layout: Layout) -> Tile:
-    """The tile with dims of one row whole: a copy on most ranks, where torch's is a view; if no axis has ceased to cut
-    it, a view.
+    """Return the tile with dims of one row whole: a copy on most ranks, where torch's is a view; if no axis has ceased
+    to cut it, a view.
     """
     moved = input.with_layout(layout)
     return moved if layout.cut_axes == input.layout.cut_axes else copied_apart(moved, input)
 
 
 def new_dim_position(dim: int, ndim: int) -> int:
-    """Where a new dim goes, non-negative."""
+    """Return the position of a new dim, non-negative."""
     if not -ndim - 1 <= dim <= ndim:
         raise IndexError(f"dim {dim} is out of range for a new dim of a Tile of {ndim} dims")
     return dim % (ndim + 1)
@@ -196,7 +196,7 @@ def new_dim_position(dim: int, ndim: int) -> int:
 
 @implements_torch(torch.unsqueeze)
 def unsqueeze_tile(input: Tile, dim: int) -> Tile:
-    """A view with a new dim of size 1."""
+    """Return a view with a new dim of size 1."""
     at, strides = new_dim_position(dim, input.ndim), whole_strides(input)
     inner = strides[at] * input.shape[at] if at < input.ndim else 1
     out = Tile(input.local.unsqueeze(at), input.layout.insert(at), input.mesh)
@@ -286,7 +286,7 @@ def _expand_as(input: Any, other: Any) -> Any:
 
 
 def _sliced_cut(cut: Cut, start: int, stop: int, step: int) -> Cut:
-    """The cut of rows start:stop:step: every row stays where it lies."""
+    """Return the cut of rows start:stop:step: every row stays where it lies."""
     size = max(0, -(-(stop - start) // step))
 
     def index(row: int) -> int:
@@ -294,11 +294,13 @@ def _sliced_cut(cut: Cut, start: int, stop: int, step: int) -> Cut:
 
     held = [(index(max(a, 0)), index(min(b, cut.size))) for a, b in cut.held]
     points = tuple(index(p) for p in cut.points[:-1]) + (size,) if cut.is_cut else (0, size)
-    return Cut(size, points, cut.axes, tuple(held), cut.source)  # low modes of a spectrum still know their way home
+    return Cut(
+        size, points, cut.axes, tuple(held), cut.source
+    )  # low modes of a spectrum still remember the cuts of the field
 
 
 def slice_dim(tile: Tile, dim: int, start: int, stop: int, step: int = 1) -> Tile:
-    """Rows start:stop:step of a dim, cut or not; every row stays where it lies.
+    """Return rows start:stop:step of a dim, cut or not; every row stays where it lies.
 
     *Sends*: nothing, but for dims that were flattened together what `with_contiguous_dim` does.
     """
@@ -325,7 +327,7 @@ def slice_dim(tile: Tile, dim: int, start: int, stop: int, step: int = 1) -> Til
 
 @lru_cache(maxsize=4096)
 def _slice_at_hand(layout: Layout, dim: int, start: int, stop: int, step: int) -> Layout | None:
-    """The layout of consecutive rows of a dim of which every rank has all; else None."""
+    """Return the layout of consecutive rows of a dim of which every rank has all; else None."""
     if step != 1 or not layout.complete_dims[dim] or len(layout.dim(dim)) != 1:
         return None
     return _sliced_layout(layout, dim, start, stop, step)
@@ -337,7 +339,7 @@ def _sliced_layout(layout: Layout, dim: int, start: int, stop: int, step: int) -
 
 
 def select_dim(tile: Tile, dim: int, index: int) -> Any:
-    """One row of a dim.  *Sends*: for a cut dim the row, from its owner to the ranks along the axes that cut the
+    """Return one row of a dim.  *Sends*: for a cut dim the row, from its owner to the ranks along the axes that cut the
     dim.
     """
     size = tile.shape[dim]
@@ -406,7 +408,7 @@ def _unbind(input: Tile, dim: int = 0) -> tuple[Any, ...]:
 
 
 def _answer_copy(function: Any, view: Any) -> None:
-    """Answer what gives the values of a view in memory of their own."""
+    """Answer a function that gives the values of a view in new memory."""
 
     def answer(input: Tile, *args: Any, **kwargs: Any) -> Any:
         out = view(input, *args, **kwargs)

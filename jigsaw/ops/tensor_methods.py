@@ -1,4 +1,4 @@
-"""What torch.Tensor has as methods and attributes: facts, moves between devices, gradients; its memory is refused.
+"""Methods and attributes of torch.Tensor: facts, moves between devices, gradients; its memory is refused.
 
 >>> tile = jigsaw.shard(torch.arange(6.0).reshape(3, 2), jigsaw.init_mesh(lat=1), ("lat", None))
 >>> tile.T.shape, tile.detach().cpu().is_contiguous(), tile.nbytes
@@ -21,7 +21,7 @@ from jigsaw.tile import Tile, implements_torch, refusal_error, tiles_in
 
 
 def _ask_the_local_tensor(name: str) -> None:
-    """Answer a method that says of the local tensor what it would say of the whole one."""
+    """Answer a method whose result for the local tensor is that for the whole one."""
     method = getattr(Tensor, name)
 
     def handler(input: Tile, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +170,7 @@ def _imaginary_part(input: Tile) -> Any:
 
 
 def _local_gradient(function: Any, gradient: Any, tile: Tile) -> Tensor:
-    """A gradient of a tile, as this rank has it: a plain one is whole."""
+    """Return a gradient of a tile, as this rank has it: a plain one is whole."""
     if not isinstance(gradient, Tile):
         if gradient.shape != tile.shape:
             raise ShardingError(
@@ -187,7 +187,7 @@ def _local_gradient(function: Any, gradient: Any, tile: Tile) -> Tensor:
 
 
 def _output_and_gradient(function: Any, output: Any, gradient: Any) -> tuple[Any, Any]:
-    """What autograd goes back from: the rows that this rank owns, so that none counts twice."""
+    """Return what autograd starts from: the rows that this rank owns, so that none counts twice."""
     if not isinstance(output, Tile):
         return output, gradient.full_tensor() if isinstance(gradient, Tile) else gradient
     if gradient is None:
@@ -214,7 +214,7 @@ def _local_outputs(function: Any, outputs: Any, gradients: Any) -> tuple[list[An
 
 
 def _local_inputs(inputs: Any) -> Any:
-    """The leaves (or other tensors) that gradients are asked of."""
+    """Return the leaves (or other tensors) whose gradients are wanted."""
     return None if inputs is None else [x.local if isinstance(x, Tile) else x for x in _as_sequence(inputs)]
 
 
@@ -260,7 +260,7 @@ def _retain_grad(input: Tile) -> None:
 
 @implements_torch(Tensor.register_hook)
 def _register_hook(input: Tile, hook: Callable[[Any], Any]) -> Any:
-    """The hook sees the gradient as a tile of the same layout; a halo row has this rank's part."""
+    """Register a hook that sees the gradient as a tile of the same layout; a halo row has this rank's part."""
     layout, mesh = input.layout, input.mesh  # not the tile: its memory would live as long as the hook that it holds
 
     def on_local(gradient: Tensor) -> Tensor | None:

@@ -20,7 +20,7 @@ from jigsaw.tile import Tile, implements_torch, in_own_memory
 
 @implements_torch(torch.flip)
 def _flip(input: Tile, dims: Any, *more: int) -> Tile:
-    """y[i] = x[n - 1 - i] along each of `dims`; the result is cut as the input.
+    """Return y[i] = x[n - 1 - i] along each of `dims`; the result is cut as the input.
 
     *Sends*: the rows of cut dims that change owner (all but those in the middle); backward the same, reversed.
     """
@@ -59,7 +59,7 @@ def _flip_up_down(input: Tile) -> Tile:
 
 @implements_torch(torch.rot90)
 def _rotate_by_quarters(input: Tile, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
-    """A flip and a transposition, as torch makes it; the cuts go along with the dims."""
+    """Do a flip and a transposition, as torch does; the cuts follow the dims."""
     if len(dims) != 2:
         raise RuntimeError(f"rot90 of a Tile: dims={tuple(dims)} must be two dims, the plane that is turned")
     first, second = reduced_dims(input, dims)
@@ -75,7 +75,7 @@ def _rotate_by_quarters(input: Tile, k: int = 1, dims: Sequence[int] = (0, 1)) -
 
 @implements_torch(torch.roll)
 def _roll(input: Tile, shifts: Any, dims: Any = None) -> Any:
-    """y[i] = x[i - shift] around each dim.
+    """Return y[i] = x[i - shift] around each dim.
 
     *Sends*: the rows that change owner; backward the same, reversed.  Dims that were flattened together are brought
     whole and taken back (`jigsaw.ops.whole_dims`).

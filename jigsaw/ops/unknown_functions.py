@@ -1,5 +1,5 @@
-"""What no file of the table answers by name: pointwise functions, functions in place of which the table has those that
-make something new, and any function on tiles that nothing cuts.
+"""Functions that no file of the table answers by name: pointwise ones, variants of known ones, and any on tiles that
+nothing cuts.
 
 >>> tile = jigsaw.shard(torch.eye(2), jigsaw.init_mesh(lat=1), (None, None))
 >>> torch.linalg.matrix_exp(tile).shape
@@ -37,7 +37,7 @@ from jigsaw.tile import Tile, TileHandler, implements_rest, leave_tile, refusal_
 
 
 def run_alike(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], first: Tile) -> Any:
-    """Any function on tiles that nothing cuts: every rank computes the same whole answer."""
+    """Run any function on tiles that nothing cuts: every rank computes the same whole result."""
     args, kwargs = replace_tensors(
         (tuple(args), dict(kwargs)),
         lambda t: t.owned().local,
@@ -47,7 +47,7 @@ def run_alike(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fir
 
 
 def uncut_tiles(out: Any, first: Tile) -> Any:
-    """Results that every rank has alike, as tiles that nothing cuts; scalars as ordinary tensors."""
+    """Return results that are the same on every rank as tiles that nothing cuts; scalars as ordinary tensors."""
     if isinstance(out, Tensor):
         if out.ndim == 0:
             return leave_tile(out, first.mesh)
@@ -77,7 +77,9 @@ CHANGES_SHAPE = frozenset(
 
 
 def _function_that_makes_new(function: Any) -> Any:
-    """For ``cumsum_`` and the like what makes a new tensor, ``cumsum``; None for other functions."""
+    """Return for ``cumsum_`` and the like the function that makes a new tensor, ``cumsum``; None for
+    other functions.
+    """
     name = getattr(function, "__name__", "")
     is_method = name.endswith("_") and not name.endswith("__") and getattr(Tensor, name, None) is function
     return getattr(Tensor, name[:-1], None) if is_method and name not in _RANDOM else None
@@ -87,7 +89,7 @@ _RANDOM = frozenset("random_ uniform_ normal_ exponential_ geometric_ cauchy_ lo
 
 
 def _write_what_is_new(function: Any, new: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a function of the table gives, written into its first argument."""
+    """Write the result of a function of the table into its first argument."""
     if not isinstance(input, Tile):
         return run_unknown_function(function, input, *args, **kwargs)
     stays = "the shape and the cuts of a Tile stay as they are", f"write x = x.{new.__name__}(...)"

@@ -31,7 +31,9 @@ from jigsaw.tile import Tile, leave_tile
 
 @lru_cache(maxsize=1024)
 def plan_whole_dims(layout: Layout, dims: tuple[int, ...]) -> Layout:
-    """The layout, without halo, in which `dims` are whole and their axes cut another dim, if one has rows for them."""
+    """Return the layout, without halo, in which `dims` are whole and their axes cut another dim, if one has rows for
+    them.
+    """
     axes = tuple(a for d in dims for a in layout.dim_axes(d))
     there = layout.without_halo()
     for d in dims:
@@ -58,8 +60,8 @@ TileMove = Callable[[Tile, Layout], Tile]
 
 
 def with_whole_dims(tile: Tile, dims: Sequence[int], move: TileMove = Tile.with_layout) -> Tile:
-    """The same tensor with `dims` whole on every rank, dims that were flattened together in their order; `move` brings
-    a tile to another layout.
+    """Return the same tensor with `dims` whole on every rank, flattened dims in their order; `move` brings a tile to
+    another layout.
 
     *Sends*: where they are cut, (P-1)/P of a tile to the other ranks along their axes; where no other dim has rows for
     the axes, the whole tile to each of them.  Backward as many.
@@ -72,7 +74,7 @@ def with_whole_dims(tile: Tile, dims: Sequence[int], move: TileMove = Tile.with_
 
 
 def brought_home(tile: Tile, home: Layout) -> Tile:
-    """The tile in the layout `home`, in which dims may be flattened that are one whole dim in its own."""
+    """Return the tile in the layout `home`, in which dims may be flattened that are one whole dim in its own."""
     there = tile.layout
     for d, group in enumerate(home.dims()):
         if len(group) > 1 and len(there.dim(d)) == 1:
@@ -81,7 +83,7 @@ def brought_home(tile: Tile, home: Layout) -> Tile:
 
 
 def with_contiguous_dim(tile: Tile, dim: int, move: TileMove = Tile.with_layout) -> Tile:
-    """The same tensor, with the rows of a dim that was flattened from several in one interval a rank.
+    """Return the same tensor, with the rows of a dim that was flattened from several in one interval a rank.
 
     The tokens of a lat x lon tile lie in boxes.  On lat=2, lon=2 the ranks of one lat swap halves of their rows, so
     that each has whole rows of lat; then its tokens are an interval.
@@ -125,7 +127,8 @@ def run_with_whole_dim(function: Any, input: Tile, dim: int, /, *args: Any, **kw
 
 
 def _results_without_rows(like: Any, local: Tensor, dim: int) -> Any:
-    """Results of a rank that has no rows, which not every function of torch answers; it has its part in the way back.
+    """Return results of a rank without rows, which not every function of torch answers, but which takes part in the
+    backward pass.
 
     `like` are the results for one row.
     """
@@ -138,7 +141,7 @@ def _results_without_rows(like: Any, local: Tensor, dim: int) -> Any:
 
 
 def check_by_torch(function: Any, input: Tile, dim: int, /, *args: Any, **kwargs: Any) -> None:
-    """Torch's own errors for the arguments, on every rank, before anything is sent."""
+    """Raise torch's own errors for the arguments, on every rank, before anything is sent."""
     shape = [n if d == dim else min(n, 1) for d, n in enumerate(input.shape)]
     function(input.local.detach().new_zeros(shape), *args, **kwargs)
 
@@ -157,7 +160,7 @@ def _results_at_home(out: Any, there: Tile, home: Layout, dim: int) -> Any:
 
 
 def held_whole(tile: Tile) -> Tile:
-    """The tile with every row on every rank, flattened dims in their order.
+    """Return the tile with every row on every rank, flattened dims in their order.
 
     *Sends*: this rank's owned rows to every rank that lacks them; backward nothing.
     """
@@ -179,7 +182,9 @@ def run_held_whole(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def rows_of_local(layout: Layout, coord: MeshCoordinate, dim: int, device: torch.device) -> Tensor:
-    """The global position along `dim` of each local row, of flattened dims too; rising, for a layout without halo."""
+    """Return the global position along `dim` of each local row, of flattened dims too; rising, for a layout without
+    halo.
+    """
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for cut in layout.dim(dim):
         start, stop = cut.owned(layout.piece(cut, coord))

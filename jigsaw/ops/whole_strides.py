@@ -20,7 +20,7 @@ _STRIDES = "whole_strides"
 
 
 def whole_strides(tile: Tile) -> tuple[int, ...]:
-    """The strides that torch's tensor has in the place of the tile."""
+    """Return the strides that torch's tensor would have in place of the tile."""
     found = tile.__dict__.get(_STRIDES)
     if found is not None:
         return found
@@ -31,18 +31,20 @@ def whole_strides(tile: Tile) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _has_thin_pieces(layout: Layout) -> bool:
-    """Whether some rank has fewer than two rows of a dim that has more: its strides do not tell the order of dims."""
+    """Say whether some rank has fewer than two rows of a dim that has more, so that its strides do not give the order
+    of dims.
+    """
     return any(c.size > 1 and min(b - a for a, b in c.held) < 2 for c in layout.cuts)
 
 
 def with_strides(tile: Tile, strides: tuple[int, ...]) -> Tile:
-    """The tile, a view that was just made, with the strides of torch's."""
+    """Return the tile, a view that was just made, with the strides of torch's."""
     tile.__dict__[_STRIDES] = strides
     return tile
 
 
 def with_dense_strides(tile: Tile) -> Tile:
-    """The tile, just made, whose rows lie in another order than those of torch's result, which is contiguous."""
+    """Return the tile, just made, whose rows lie in another order than those of torch's result, which is contiguous."""
     return with_strides(tile, _dense_strides(tile.layout, None))
 
 
@@ -58,7 +60,7 @@ def _dense_strides(layout: Layout, strides: tuple[int, ...] | None) -> tuple[int
 
 
 def is_whole_contiguous(tile: Tile) -> bool:
-    """Whether torch's tensor is contiguous."""
+    """Say whether torch's tensor is contiguous."""
     return _is_contiguous(tile.layout.shape, whole_strides(tile))
 
 
@@ -74,7 +76,9 @@ def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 @lru_cache(maxsize=4096)
 def strides_of_view(shape: tuple[int, ...], strides: tuple[int, ...], to: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The strides of a tensor viewed in the shape `to`, which has as many elements; None where that takes a copy."""
+    """Return the strides of a tensor viewed in the shape `to`, which has equally many elements; None where that takes a
+    copy.
+    """
     # the dims that lie one after the other in memory are one block; [4, 3] with strides (6, 1) are two
     blocks: list[tuple[int, int]] = []
     for n, stride in zip(shape, strides, strict=True):

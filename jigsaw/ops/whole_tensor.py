@@ -1,4 +1,4 @@
-"""What the closed table refuses, on the whole tensor on every rank: ``parallelize(model, mesh, strict=False)``.
+"""Refused functions, run on the whole tensor on every rank: ``parallelize(model, mesh, strict=False)``.
 
 Every rank brings the tiles among the arguments whole, computes the same answer with torch's own function, and keeps the
 rows that the first cut tile has of it, where a dim has the same size.  A tensor that every rank has alike has its whole
@@ -59,8 +59,8 @@ _REMEDY = (
 
 @contextmanager
 def strict_mode(is_strict: bool) -> Generator[None]:
-    """Within it, functions that cannot be answered on tiles as they are cut raise (True), or run on the whole tensor on
-    every rank (False), as in a model of ``parallelize(strict=False)``.  For a loss, which is computed outside a model.
+    """Let functions that tiles cannot answer raise (True) within the block, or run on the whole tensor on every rank
+    (False).  It is ``parallelize(strict=False)`` for a loss, which is computed outside a model.
 
     >>> tile = jigsaw.shard(torch.eye(3), jigsaw.init_mesh(lat=1), ("lat", None))
     >>> with jigsaw.strict_mode(False):
@@ -102,7 +102,9 @@ _cost_listeners: list[Callable[[str, int, ShardingError], None]] = []
 
 @contextmanager
 def hearing_costs(listener: Callable[[str, int, ShardingError], None]) -> Generator[None]:
-    """Within it, `listener` is told, instead of a warning: the function that runs whole, the bytes, the refusal."""
+    """Report to `listener`, within the block and instead of a warning, the function that runs whole, the bytes, the
+    refusal.
+    """
     _cost_listeners.append(listener)
     try:
         yield
@@ -129,7 +131,7 @@ def _raise_or_run(refusal: ShardingError, function: Any, args: Sequence[Any], kw
 
 
 def _is_in_another_call() -> bool:
-    """Whether the refused function is part of how another one is answered, which was called on tiles itself."""
+    """Say whether the refused function is part of the handling of another one, which was called on tiles itself."""
     frame = sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
     dispatcher = frame.f_code  # `_call_handler` of jigsaw.tile, above `answer_refusal` and `_raise_or_run`
     while frame.f_back is not None and is_of_packages(frame.f_code.co_filename):
@@ -147,7 +149,7 @@ def _run_on_whole_tensors(
     tiles: Sequence[Tile],
     place: str,
 ) -> Any:
-    """The function's own answer on whole tensors, cut again.
+    """Return the function's own result on whole tensors, cut again.
 
     *Sends*: the rows of every tile that a rank lacks, to each rank, counted as ``"gathered"``; backward the same of the
     gradient of the result.
@@ -190,7 +192,9 @@ def _run_on_whole_tensors(
 
 
 def _check_plain_values(refusal: ShardingError, args: Any, kwargs: Any) -> None:
-    """A DTensor is a part of a weight: torch would not let it meet a plain tensor, and whole it may not fit."""
+    """Check for a DTensor, which is a part of a weight: torch would not let it meet a plain tensor, and whole it may
+    not fit.
+    """
     found: list[Tensor] = []
     replace_tensors((args, kwargs), lambda t: t.local, lambda x: found.append(x) or x)
     tensors = sys.modules.get("torch.distributed.tensor")  # who has not imported it has none; it takes long
@@ -229,7 +233,7 @@ def _bring_whole(tile: Tile) -> Tensor:
 
 
 def _write_back(refusal: ShardingError, tile: Tile, whole: Tensor) -> None:
-    """What a function changed in place on the whole tensor, changed in the tile."""
+    """Write what a function changed in place on the whole tensor into the tile."""
     if tuple(whole.shape) != tuple(tile.shape) or whole.dtype != tile.dtype:
         raise refusal
     changed = redistribute_rows(whole, _uncut_layout(tile.layout), tile.layout, tile.mesh, kind=GATHERED)
@@ -238,8 +242,8 @@ def _write_back(refusal: ShardingError, tile: Tile, whole: Tensor) -> None:
 
 
 def _cut_again(out: Any, like: Tile, given: Sequence[tuple[Tile, Tensor]], refusal: ShardingError) -> Any:
-    """Whole results as tiles that are cut as `like` where dims have its sizes; a number stays a plain tensor, and what
-    is one of the arguments itself is that tile.
+    """Return whole results as tiles that are cut as `like` where dims have its sizes; a number stays a plain tensor.  A
+    result that is one of the arguments is that tile.
     """
     if isinstance(out, Tensor):
         for tile, whole in given:
