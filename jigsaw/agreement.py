@@ -4,11 +4,9 @@ of one rank for all.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,11 +16,10 @@ from jigsaw.cut import RanksDifferError
 from jigsaw.mesh import axes_of_mesh, ranks_along
 from jigsaw.model_world import job_group, job_rank, job_size
 from jigsaw.waiting_ranks import OpenWait
+from jigsaw.wire_values import checksum_of_bits
 
 T = TypeVar("T")
 U = TypeVar("U")
-
-_PIECE_BYTES = 2**20
 
 
 def agree_on_arguments(
@@ -47,23 +44,6 @@ def agree_on_arguments(
                     f"at place 0 {found[0][0][name]}"
                 )
     return [(shape, number) for _, shape, number in found]
-
-
-def checksum_of_bits(x: Tensor) -> int:
-    """Return a number of the bits of `x`, element after element: NaN equals a NaN of the same bits, and 0.0 is not
-    -0.0.
-
-    On a GPU the sums of the columns and rows of its bytes, 8 kB to a row, stand for them, so that few bytes leave it.
-    """
-    flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    if flat.is_cuda:
-        words = torch.nn.functional.pad(flat, (0, -flat.numel() % 8192)).view(torch.int64).view(-1, 1024)
-        flat = torch.cat([words.sum(0), words.sum(1)]).view(torch.uint8)
-    checksum = 0
-    for piece in flat.split(_PIECE_BYTES):
-        # a copy, because memory that numpy has seen cannot be resized again, as FSDP2 does to gathered weights
-        checksum = zlib.crc32(piece.to("cpu", copy=True).numpy().data, checksum)
-    return checksum
 
 
 def decide_on_first_rank(

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from jigsaw import comm
-from jigsaw.agreement import checksum_of_bits, decide_on_first_rank
+from jigsaw.agreement import decide_on_first_rank
 from jigsaw.checkpoint_files import (
     PlannedTensors,
     WrittenTensors,
@@ -33,6 +33,7 @@ from jigsaw.checkpoint_state import CheckpointError, CheckpointPath, is_converte
 from jigsaw.numbered_saves import check_numbered, latest, order_of_next, remove_older_saves
 from jigsaw.pending_save import PendingSave, begin_save, end_pending_save
 from jigsaw.tile import Tile
+from jigsaw.wire_values import checksum_of_bits
 
 __all__ = ["CheckpointError", "PendingSave", "Stateful", "latest", "load", "save"]
 

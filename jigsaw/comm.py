@@ -10,10 +10,8 @@ are adjoint.
 from __future__ import annotations
 
 import pickle
-import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -22,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.cut import RanksDifferError, ShardingError
+from jigsaw.alike_marks import SameOnRanks, alike_marks, alike_number, check_marks
+from jigsaw.cut import ShardingError
 from jigsaw.debug import compare_calls
 from jigsaw.graph_calls import graph_call, is_shape_run, refuse_in_graph
 from jigsaw.mesh import (
@@ -31,7 +30,6 @@ from jigsaw.mesh import (
     group_patience,
     groups_along,
     mesh_group,
-    ranks_along,
     ranks_in_mesh,
     sends_through_host,
 )
@@ -45,9 +43,6 @@ from jigsaw.waiting_ranks import OpenWait
 from jigsaw.wire_values import byte_view, floats_from_order, is_narrow, order_as_integers, plain_memory, wire_dtype
 
 AxisNames = str | Sequence[str]
-SameOnRanks = (
-    tuple[Hashable, ...] | None
-)  # facts that must be the same on ranks that combine values, such as the layout of a tile
 T = TypeVar("T")
 
 
@@ -175,44 +170,6 @@ def _record_reduce(buffer: Tensor, line: Sequence[int], is_behind: bool = False)
     record_call("all_reduce", moved, moved, 2 * (ranks - 1), [(following, moved)], is_behind, line)
 
 
-@lru_cache(maxsize=4096)
-def _number_of(same: tuple[Hashable, ...], ranks: int) -> int:
-    """Return a number for a value that must be the same on all ranks; sums of `ranks` of them are exact in float32."""
-    return zlib.crc32(repr(same).encode()) % max(2**24 // ranks, 2)
-
-
-def _alike_marks(buffer: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str, same: tuple[Hashable, ...]) -> list[int]:
-    """Return numbers that travel behind the values and show whether `same` is the same on all ranks.
-
-    In a sum the first rank has -(P-1) times its number and the others theirs, which add up to 0; in a maximum or a
-    minimum a number and its negative come back as they were.
-    """
-    ranks = ranks_along(mesh, axes)
-    number = _number_of(same, len(ranks))
-    if buffer.dtype not in (torch.float32, torch.float64, torch.int32, torch.int64) or op == "prod":
-        return []
-    if op == "sum":
-        return [-(len(ranks) - 1) * number if job_rank() == ranks[0] else number]
-    return [number, -number]
-
-
-def _check_marks(alike: Tensor, same: tuple[Hashable, ...]) -> None:
-    """Raise where ranks differ: on the CPU on all of them.
-
-    No rank waits for a GPU, whose own assertion ends the process.
-    """
-    if alike.is_cuda:
-        torch._assert_async(alike, _DIFFERENT)  # pyright: ignore[reportPrivateUsage]
-    elif not alike:
-        raise RanksDifferError(f"{_DIFFERENT}; this rank's are {', '.join(map(str, same))}")
-
-
-_DIFFERENT = (
-    "the ranks reduce tiles of different layouts: every size (or other argument) that an op takes must be the same on "
-    "every rank"
-)
-
-
 def _result_of_reduce(
     x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", same: SameOnRanks = None
 ) -> Tensor:
@@ -228,7 +185,8 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
 
     *Sends*: 2 (P-1)/P of the bytes of `x` (ring: reduce-scatter, then all-gather); with `same`, of one element more, or
     two for a maximum or minimum.  Narrow types send twice that, as float32, except for sums of 64 KiB or more.
-    *Raises*: `ShardingError` for an op that the dtype does not have; on every rank, where `same` differs.
+    *Raises*: `ShardingError` for an op that the dtype does not have; on every rank, where `same` differs, or a plain
+    value that tiles have met (`jigsaw.first_meetings`).
     """
     wire = wire_dtype(x.dtype, op)
     ranks = rank_count(mesh, axes)
@@ -240,7 +198,11 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
         return _plain_copy(mine)
     groups = groups_along(mesh, axes)
     if op == "sum" and is_narrow(x.dtype) and x.nbytes >= _SHARED_BYTES and len(groups) == 1:
-        return _sum_in_shares(_plain_copy(mine), *groups[0], same)
+        number = None if same is None else alike_number(same, mesh, ranks)
+        total, is_alike = _sum_in_shares(_plain_copy(mine), *groups[0], number)
+        if is_alike is not None:
+            check_marks(is_alike, mesh, axes, same or ())
+        return total
     wide = _plain_copy(mine).to(wire)
     ordered = op in ("max", "min") and wide.is_floating_point()
     if wide.dtype == torch.bool:
@@ -249,7 +211,7 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
         buffer = torch.view_as_real(wide)
     else:
         buffer = order_as_integers(wide, op == "max") if ordered else wide
-    marks = [] if same is None else _alike_marks(buffer, mesh, axes, op, same)
+    marks = [] if same is None else alike_marks(buffer, mesh, axes, op, same)
     if marks:
         buffer = torch.cat([buffer.reshape(-1), buffer.new_tensor(marks)])
     # several groups only on a mesh that leaves out ranks of the job; a sum along one axis after the other still gives
@@ -260,7 +222,7 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
         _record_reduce(buffer, line)
     if marks:
         found = buffer[-len(marks) :]
-        _check_marks(found[0] == 0 if op == "sum" else found[0] == -found[1], same or ())
+        check_marks(found[0] == 0 if op == "sum" else found[0] == -found[1], mesh, axes, same or ())
         buffer = buffer[: -len(marks)]
         if wide.is_complex():
             return torch.view_as_complex(buffer.view(*wide.shape, 2)).to(x.dtype)
@@ -271,23 +233,26 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
 _SHARED_BYTES = 2**16  # bytes of a narrow sum: with fewer, messages determine the cost, and one call has half of them
 
 
-def _sum_in_shares(x: Tensor, group: dist.ProcessGroup, line: Sequence[int], same: SameOnRanks) -> Tensor:
-    """Return the sum of narrow floats, which travel as they are.  Each rank adds up a share of all of them in float32,
-    rounds it once and gives it to the others.
+def _sum_in_shares(
+    x: Tensor, group: dist.ProcessGroup, line: Sequence[int], number: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sum of narrow floats, which travel as they are, and whether all ranks have the same `number`.  Each
+    rank adds up a share of all of them in float32, rounds it once and gives it to the others.
 
     A backend's own sum would round at every rank that it passes.
     """
     ranks, size = group.size(), x.numel()
     share = -(-size // ranks)
     given = torch.nn.functional.pad(x.reshape(-1), (0, ranks * share - size)).view(ranks, share)
-    if same is not None:  # a number of 8 bytes behind each share
-        number = torch.tensor([_number_of(same, ranks)], device=x.device).view(x.dtype)
-        given = torch.cat([given, number.expand(ranks, -1)], 1)
+    if number is not None:  # in 8 bytes behind each share
+        mark = torch.tensor([number], device=x.device).view(x.dtype)
+        given = torch.cat([given, mark.expand(ranks, -1)], 1)
     taken = torch.empty_like(given)
     with OpenWait("all_reduce", line):
         dist.all_to_all_single(byte_view(taken), byte_view(given), group=group)
-    if same is not None:
-        _check_marks((taken[:, share:].view(torch.int16) == given[:, share:].view(torch.int16)).all(), same)
+    is_alike = None
+    if number is not None:
+        is_alike = (taken[:, share:].view(torch.int16) == given[:, share:].view(torch.int16)).all()
     mine = taken[:, :share].sum(0, dtype=torch.float32).to(x.dtype)
     whole = x.new_empty(ranks, share)
     with OpenWait("all_reduce", line):
@@ -295,7 +260,7 @@ def _sum_in_shares(x: Tensor, group: dist.ProcessGroup, line: Sequence[int], sam
     each = given[0].nbytes + mine.nbytes
     sent_to = [(rank, each) for rank in line if rank != job_rank()]
     record_call("all_reduce", (ranks - 1) * each, (ranks - 1) * each, 2 * (ranks - 1), sent_to)
-    return whole.view(-1)[:size].view(x.shape)
+    return whole.view(-1)[:size].view(x.shape), is_alike
 
 
 def _plain_copy(x: Tensor) -> Tensor:
@@ -321,12 +286,12 @@ def all_gather(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks =
         return [x.detach()] * ranks
     mine = byte_view(plain_memory(x))
     if same is not None:
-        number = torch.tensor([_number_of(same, ranks)], device=x.device)
+        number = torch.tensor([alike_number(same, mesh, ranks)], device=x.device)
         mine = torch.cat([mine, number.view(torch.uint8)])
     parts = _gather_bytes(mine, mesh, axes, "all_gather")
     if same is not None:
         numbers = torch.stack([part[-8:] for part in parts])
-        _check_marks((numbers == numbers[0]).all(), same)
+        check_marks((numbers == numbers[0]).all(), mesh, axes, same)
         parts = [part[:-8].clone() for part in parts]
     return [part.view(x.dtype).view(x.shape) for part in parts]
 

@@ -36,7 +36,7 @@ from jigsaw.ops.reentrant import (
     is_taken_from_pass,
     outermost_pass,
 )
-from jigsaw.tile import lie_in_one_memory
+from jigsaw.wire_values import lie_in_one_memory
 
 # -- marks ------------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,15 @@ _MPI = (
 
 LauncherVariables = Mapping[str, str]
 
+DEBUG_VARIABLE, EVERY_VARIABLE = "JIGSAW_DEBUG", "JIGSAW_DEBUG_EVERY"
+
+
+def debug_interval(given: LauncherVariables) -> int:
+    """Return after how many forward passes ranks that debug compare parameters; 0 where ``JIGSAW_DEBUG`` is not set."""
+    if given.get(DEBUG_VARIABLE, "0") in ("", "0"):
+        return 0
+    return max(int(given.get(EVERY_VARIABLE, "10")), 1)
+
 
 @dataclass(frozen=True)
 class _RankPlace:

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from jigsaw.cut import ShardingError
-from jigsaw.launcher import torchrun_variables
+from jigsaw.cut import RanksDifferError, ShardingError
+from jigsaw.launcher import DEBUG_VARIABLE, EVERY_VARIABLE, debug_interval, torchrun_variables
 from jigsaw.layout import AxisSizes, MeshCoordinate
 from jigsaw.model_world import job_group, job_rank, job_size, of_the_job
 from jigsaw.restart_store import is_shared_between_starts, joined_job_store, store_of_this_start
@@ -48,7 +48,7 @@ def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = 
     5 minutes, or as long as in the process group that exists.
 
     Raises: `ShardingError` when the product of the axes is not the number of ranks, where there are no axes for several
-    ranks, or when `timeout` is not a time above 0.
+    ranks, when `timeout` is not a time above 0, or where ``JIGSAW_DEBUG`` is set on some of the ranks only.
 
     >>> mesh = jigsaw.init_mesh(data=1, lat=1, lon=-1, device="cpu")
     >>> mesh.mesh_dim_names, mesh.shape
@@ -69,7 +69,31 @@ def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = 
     made = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
     for group in (_world_group(), *made.get_all_groups()):  # torch lets a new group wait for 30 minutes
         _let_wait(group, device, limit or group_patience(_world_group(), device))
+    _agree_on_debugging()
     return made
+
+
+def _agree_on_debugging() -> None:
+    """*Raises*: `RanksDifferError` on every rank, where some compare what they send (`jigsaw.debug`), others do not."""
+    group = _world_group()
+    if group.size() == 1 or dist.get_backend() == "fake":
+        return
+    kinds = {device.type for device in group._device_types}  # pyright: ignore[reportPrivateUsage]
+    mine = torch.tensor([debug_interval(os.environ)], device="cpu" if "cpu" in kinds else sorted(kinds)[0])
+    every = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(every, mine, group=group)
+    told = torch.cat(every).tolist()
+    if len(set(told)) > 1:
+        each = [f"every {n} passes" if n else "not" for n in told]
+        by_rank = "; ".join(f"rank {rank}: {said}" for rank, said in enumerate(each[:_MOST_TOLD]))
+        raise RanksDifferError(
+            f"{DEBUG_VARIABLE} (with {EVERY_VARIABLE}) must be the same on every rank, but the ranks compare what they "
+            f"do: {by_rank}{'; ...' * (len(each) > _MOST_TOLD)}; set it for all of them, as torchrun and srun pass the "
+            "environment on, or for none"
+        )
+
+
+_MOST_TOLD = 16
 
 
 def _checked_timeout(timeout: timedelta | float) -> timedelta:

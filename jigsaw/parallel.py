@@ -17,7 +17,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import _pytree as pytree
 
 from jigsaw import comm, debug
-from jigsaw.agreement import checksum_of_bits
 from jigsaw.channel_parallel import cut_channels
 from jigsaw.cut import ShardingError
 from jigsaw.gradients import (
@@ -38,6 +37,7 @@ from jigsaw.ops.whole_tensor import run_forward_whole
 from jigsaw.sharding import ShardingOptions, WeightSharding, sharding_units
 from jigsaw.sharding import shard_model_weights as cut_weights
 from jigsaw.tile import Tile
+from jigsaw.wire_values import checksum_of_bits
 
 M = TypeVar("M", bound=nn.Module)
 

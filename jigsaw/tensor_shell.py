@@ -24,8 +24,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw import debug
 from jigsaw.cut import ShardingError
 from jigsaw.layout import Layout
+from jigsaw.wire_values import lie_in_one_memory
 
 # Attributes that the local tensor answers for the tile, because they do not depend on the rest of the global tensor.
 _ATTRIBUTES_OF_LOCAL = (
@@ -161,6 +163,8 @@ def _local_through_function(shell: TensorShell, node: Any, rows: Tensor) -> Tens
     *Raises*: `ShardingError` where an input that requires grad is neither a leaf nor saved for its backward, or a tile
     has a halo.
     """
+    if debug.IS_DEBUGGING:
+        debug.note_call(shell.__dict__["mesh"], f"a Tile {list(shell.shape)} out of {node.name()}")
     with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
         found = _inputs_of_node(node)
         edge = GradientEdge(node, _tensor_base.output_nr.__get__(shell))
@@ -418,3 +422,10 @@ if not TYPE_CHECKING:
     for _name in _ATTRIBUTES_OF_LOCAL:
         if hasattr(torch._C.TensorBase, _name):  # a few are missing in some versions of torch
             setattr(TensorShell, _name, property(attrgetter(f"local.{_name}")))
+
+
+def in_own_memory(y: Tensor, x: TensorShell) -> Tensor:
+    """Return `y` in its own memory, as torch's results are.  Where nothing had to move, perhaps only on this rank, `y`
+    is the rows of `x` themselves, and a change in place would reach them.
+    """
+    return y.clone(memory_format=torch.contiguous_format) if lie_in_one_memory(y, x.local) and y.numel() else y

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
+from jigsaw import debug
 from jigsaw.cut import ShardingError, SplitRule
 from jigsaw.exchange import redistribute_rows
 from jigsaw.graph_calls import leave_untraced
@@ -25,6 +26,7 @@ from jigsaw.layout import Layout, LayoutSpec, MeshCoordinate
 from jigsaw.mesh import is_same_mesh, mesh_coordinate, mesh_size
 from jigsaw.refusals import ArgumentKinds, answer_refusal, argument_kinds, spec_without
 from jigsaw.tensor_shell import TensorShell, make_shell
+from jigsaw.tensor_shell import in_own_memory as in_own_memory
 
 TileHandler = Callable[..., Any]
 H = TypeVar("H", bound=TileHandler)
@@ -117,6 +119,8 @@ def _call_handler(function: Any, *args: Any, **kwargs: Any) -> Any:
     *Raises*: `ShardingError` for ``out=``, for a Tile or a plain tensor where the handler takes the other, and for a
     tile out of a custom autograd.Function.
     """
+    if debug.IS_DEBUGGING and debug.is_outermost_call():
+        return debug.call_noters[0](_call_handler, function, args, kwargs)
     handler, kinds, by_place, names, watcher = _answers.get(function) or _find_answer(function)
     is_quick, is_apart, made = len(args) <= _QUICK_PLACES, False, copies_made[0]
     for value, is_tile in zip(args, by_place, strict=False):
@@ -464,13 +468,15 @@ class _Leave(torch.autograd.Function):
     """Mark of a plain tensor that was computed from a tile: its gradient is whole on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
         # `loss += penalty` is common, and torch forbids changing a view from inside a Function in place
         return x.view_as(x) if x.ndim else x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor]:
-        return (grads[0],)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        debug.meet_left_gradient(ctx.mesh, grads[0])  # as of a loss that is scaled by rank
+        return grads[0], None
 
 
 LEAVE_NODE = "_LeaveBackward"
@@ -487,7 +493,7 @@ def watch_left_tensors(watcher: Callable[[Tensor], Tensor] | None) -> None:
 
 def leave_tile(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return an ordinary tensor, the same on every rank of the mesh, from a tile."""
-    x = _Leave.apply(x) if x.requires_grad and mesh_size(mesh) > 1 else x
+    x = _Leave.apply(x, mesh) if x.requires_grad and mesh_size(mesh) > 1 else x
     return x if _leave_watcher is None else _leave_watcher(x)
 
 
@@ -503,15 +509,3 @@ def shared_mesh(tiles: Sequence[Tile]) -> DeviceMesh:
                 f"tiles on different meshes cannot meet: {mesh} and {other.mesh}; make both on one mesh"
             )
     return mesh
-
-
-def in_own_memory(y: Tensor, x: Tile) -> Tensor:
-    """Return `y` in its own memory, as torch's results are.  Where nothing had to move, perhaps only on this rank, `y`
-    is the rows of `x` themselves, and a change in place would reach them.
-    """
-    return y.clone(memory_format=torch.contiguous_format) if lie_in_one_memory(y, x.local) and y.numel() else y
-
-
-def lie_in_one_memory(x: Tensor, y: Tensor) -> bool:
-    """Say whether one is made of the other's memory; tensors without values, as of graphs, have no addresses."""
-    return x.untyped_storage()._cdata == y.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

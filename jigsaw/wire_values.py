@@ -7,6 +7,8 @@ tensor([True, True, True])
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 from torch import Tensor
 
@@ -64,3 +66,28 @@ def plain_memory(x: Tensor) -> Tensor:
     """
     x = x.clone() if x._is_zerotensor() else x  # pyright: ignore[reportPrivateUsage]
     return x.detach().resolve_conj().resolve_neg().contiguous()
+
+
+_PIECE_BYTES = 2**20
+
+
+def checksum_of_bits(x: Tensor) -> int:
+    """Return a number of the bits of `x`, element after element: NaN equals a NaN of the same bits, and 0.0 is not
+    -0.0.
+
+    On a GPU the sums of the columns and rows of its bytes, 8 kB to a row, stand for them, so that few bytes leave it.
+    """
+    flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if flat.is_cuda:
+        words = torch.nn.functional.pad(flat, (0, -flat.numel() % 8192)).view(torch.int64).view(-1, 1024)
+        flat = torch.cat([words.sum(0), words.sum(1)]).view(torch.uint8)
+    checksum = 0
+    for piece in flat.split(_PIECE_BYTES):
+        # a copy, because memory that numpy has seen cannot be resized again, as FSDP2 does to gathered weights
+        checksum = zlib.crc32(piece.to("cpu", copy=True).numpy().data, checksum)
+    return checksum
+
+
+def lie_in_one_memory(x: Tensor, y: Tensor) -> bool:
+    """Say whether one is made of the other's memory; tensors without values, as of graphs, have no addresses."""
+    return x.untyped_storage()._cdata == y.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import jigsaw
 from jigsaw import ShardingError, comm, debug
+from jigsaw.launcher import EVERY_VARIABLE
 from jigsaw.testing import on_ranks, world_mesh
 
 SPEC = (None, None, "lat", None)
@@ -128,7 +129,7 @@ def test_training_is_as_it_was_and_nothing_else_is_counted():
 
 @on_ranks(2)
 def test_parameters_that_drift_apart_are_found():
-    with debugging(), torch.no_grad(), mock.patch.dict(os.environ, {debug.EVERY_VARIABLE: "2"}):
+    with debugging(), torch.no_grad(), mock.patch.dict(os.environ, {EVERY_VARIABLE: "2"}):
         model = jigsaw.parallelize(torch.nn.Conv2d(2, 2, 1), world_mesh(lat=2))
         x = tile_of(lat=2)
         model(x)
@@ -140,7 +141,7 @@ def test_parameters_that_drift_apart_are_found():
 
 @on_ranks(2)
 def test_weights_that_are_cut_are_compared_in_parts():
-    with debugging(), mock.patch.dict(os.environ, {debug.EVERY_VARIABLE: "1"}):
+    with debugging(), mock.patch.dict(os.environ, {EVERY_VARIABLE: "1"}):
         for how in ({"unit_bytes": 1}, {"shard_weights": "keep"}, {"replicate": "data"}):
             torch.manual_seed(0)
             plain = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3, padding=1), torch.nn.Conv2d(3, 2, 1)).double()
@@ -157,6 +158,91 @@ def test_weights_that_are_cut_are_compared_in_parts():
             model[0].weight.to_local().add_(1e-6 * dist.get_rank())
         with pytest.raises(ShardingError, match=r"parameter '0.weight' differs between rank 0 and rank 1"):
             model(tile)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class DoubledToo(Doubled):
+    """The same under another name, for a rank that takes another Function."""
+
+
+def _ways_to_part():
+    """(what is said, what a rank does that depends on its number) with a tile, before a message."""
+    noise = torch.full((6,), float(dist.get_rank()))
+    other = dist.get_rank() == 1
+
+    def change_local(x):
+        y = x * 2
+        if other:
+            y.local.add_(1)
+        return y + 1
+
+    return [
+        (r"rank 0: add\(.*tensor \[6\] torch.float32 of checksum .*rank 1: add\(", lambda x: x + noise),
+        (r"rank 0: mul\(.*, 1.5\).*rank 1: mul\(.*, 2.5\)", lambda x: x * (dist.get_rank() + 1.5)),
+        (r"rank 0: addcmul\(.*value=0.*rank 1: addcmul\(.*value=1", lambda x: x.addcmul(x, x, value=dist.get_rank())),
+        (r"rank 0: relu\(.*rank 1: gelu\(", F.gelu if other else F.relu),
+        (r"rank 0: sum\(.*; rank 1: relu\(", lambda x: F.relu(x) if other else x),
+        ("local was changed 1 times", change_local),
+        ("out of DoubledToo", lambda x: (DoubledToo if other else Doubled).apply(x) + 0),
+        (
+            r"jigsaw.local of cosh.*jigsaw.local of sinh",
+            jigsaw.local(torch.sinh if other else torch.cosh, reach={}),
+        ),
+    ]
+
+
+@on_ranks(2)
+def test_calls_that_send_nothing_are_compared_at_the_next_message():
+    for said, function in _ways_to_part():
+        x = tile_of(lat=2)
+        x.local.requires_grad_()
+        with debugging():
+            y = function(x)
+            with pytest.raises(ShardingError, match=said) as caught:
+                y.sum()
+            assert "test_debug.py:" in str(caught.value)
+            x.sum()  # what has been said is not said again
+
+
+@on_ranks(4)
+def test_ranks_that_part_are_all_named():
+    x = tile_of(lat=2, lon=2)
+    with debugging(), pytest.raises(ShardingError, match=r"ranks 0, 1, 3: add\(.*; rank 2: add\("):
+        (x + torch.full((6,), float(dist.get_rank() == 2))).sum(2)  # along lon nobody differs
+
+
+@on_ranks(2)
+def test_a_loss_that_is_scaled_by_rank_is_found_in_the_backward_pass():
+    model = jigsaw.parallelize(torch.nn.Conv2d(2, 2, 1), world_mesh(lat=2))
+    with debugging(), pytest.raises(ShardingError, match=r"gradient of what left a tile.*of checksum"):
+        (model(tile_of(lat=2)).square().mean() * (1 + dist.get_rank())).backward()
+
+
+@on_ranks(2)
+def test_what_one_rank_looks_at_alone_is_no_difference():
+    x = tile_of(lat=2)
+    with debugging():
+        if dist.get_rank():
+            assert x.is_contiguous() and x.is_floating_point() and x.size(0) and repr(x) and x.local.sum()
+        x.sum()
+
+
+@pytest.mark.parametrize("alone", [{"JIGSAW_DEBUG": "1"}, {"JIGSAW_DEBUG": "1", "JIGSAW_DEBUG_EVERY": "3"}])
+@on_ranks(2)
+def test_a_variable_of_one_rank_alone_is_said_when_a_mesh_is_made(alone):
+    others = {"JIGSAW_DEBUG": "1"} if len(alone) > 1 else {}
+    said = pytest.raises(ShardingError, match=r"rank 0: .*; rank 1: every .* passes")
+    with mock.patch.dict(os.environ, alone if dist.get_rank() else others), said:
+        jigsaw.init_mesh(lat=2, device="cpu")
 
 
 SCRIPT = """

@@ -71,7 +71,9 @@ def as_whole_tile(x: Any, like: Tile) -> Tile:
     if isinstance(x, Tile):
         return x
     axes = like.layout.axes
-    return Tile(plain_operand(x, like, Layout((), axes)), Layout.of(x.shape, (None,) * x.ndim, axes), like.mesh)
+    return Tile(
+        plain_operand(x, like, Layout((), axes), is_whole=True), Layout.of(x.shape, (None,) * x.ndim, axes), like.mesh
+    )
 
 
 # -- masks ------------------------------------------------------------------------------------------------------------

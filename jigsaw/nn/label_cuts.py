@@ -57,7 +57,7 @@ class LabelCuts:
             own = operand.owned()
             return _bring_tile(own, _planned_move(self, own.layout, tuple(labels)))
         wanted = _cuts_of_plain(self, operand.shape, tuple(labels))
-        x = plain_operand(operand, like, self.work)
+        x = plain_operand(operand, like, self.work, is_whole=True)
         for d, group in wanted:
             x = take_owned_rows(x, d, group, self.work, like.coordinate)
         if wanted:

@@ -27,11 +27,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call  # pyright: ignore[reportUnknownVariableType]
 
-from jigsaw import comm
+from jigsaw import comm, debug
 from jigsaw.cut import Interval, ShardingError, whole_dim
 from jigsaw.exchange import exchange_rows
 from jigsaw.nn.stencil import DimStencil, StencilPlan, empty_result, is_cut_or_haloed, plan_stencil
 from jigsaw.nn.weights import is_dtensor
+from jigsaw.noted_calls import described_arguments
 from jigsaw.ops.meeting import bring_together
 from jigsaw.ops.plain_operands import AVERAGED_MARK, averaged_over, plain_operand
 from jigsaw.ops.pointwise import replace_tensors
@@ -148,12 +149,14 @@ class LocalFunction(nn.Module):
                     f"{_NAME}: tiles of shapes {tuple(first.shape)} and {tuple(t.shape)} do not broadcast; give tiles "
                     "of one size, or of one row"
                 )
+        if debug.is_comparing():
+            debug.note_call(first.mesh, f"{_NAME} of {_name_of(self.op)}{described_arguments(args, kwargs)}")
         along = self._stencils(first)
         to = plan_stencil(first.layout, along, first.coordinate, _NAME)
         plain: list[Tensor] = []
 
         def as_operand(x: Tensor) -> Tensor:
-            plain.append(plain_operand(x, first, to.out))
+            plain.append(plain_operand(x, first, to.out, is_whole=True))
             return plain[-1]
 
         parameters = self._parameter_operands(as_operand)

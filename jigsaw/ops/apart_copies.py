@@ -40,11 +40,11 @@ from jigsaw.tile import (
     Tile,
     copies_made,
     in_own_memory,
-    lie_in_one_memory,
     notes_views,
     tiles_in,
     watches_changes,
 )
+from jigsaw.wire_values import lie_in_one_memory
 
 # number of functions that have changed a tile in place
 _changes_made = [0]

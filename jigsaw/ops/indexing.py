@@ -38,7 +38,8 @@ from jigsaw.ops.reductions import reduced_dims, sum_parts_over
 from jigsaw.ops.shapes import select_dim, slice_dim, unsqueeze_tile
 from jigsaw.ops.unknown_functions import run_unknown_function
 from jigsaw.ops.whole_strides import with_dense_strides
-from jigsaw.tile import Tile, implements_torch, lie_in_one_memory, refusal_error
+from jigsaw.tile import Tile, implements_torch, refusal_error
+from jigsaw.wire_values import lie_in_one_memory
 
 # -- operands ---------------------------------------------------------------------------------------------------------
 
@@ -487,7 +488,7 @@ def _fill_masked(tile: Tile, items: Sequence[Any], at: int, value: Any) -> None:
             f"the shape of the mask {tuple(mask.shape)} at dim {before} does not match the Tile {tuple(tile.shape)}"
         )
     wide = mask.reshape((*mask.shape, *(1,) * (tile.ndim - before - mask.ndim)))
-    value = plain_operand(value, tile) if isinstance(value, Tensor) else value
+    value = plain_operand(value, tile, is_whole=True) if isinstance(value, Tensor) else value
     tile.local.masked_fill_(operand_part(wide, tile, tile.layout).bool(), value)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from jigsaw import comm
 from jigsaw.cut import Cut, ShardingError
+from jigsaw.first_meetings import meet_tensor
 from jigsaw.layout import Layout
 from jigsaw.mesh import mesh_size
 from jigsaw.misuse import warn_of_unreduced
@@ -38,9 +39,9 @@ def averaged_over(leaf: Tensor) -> int:
     return getattr(leaf, AVERAGED_MARK, 1)
 
 
-def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor:
+def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None, is_whole: bool = False) -> Tensor:
     """Return a plain tensor as an operand of an op whose result has `layout` (by default that of `tile`), on the mesh
-    of `tile`.
+    of `tile`.  A parameter, and what `is_whole`, is compared at its first meeting; others may be a rank's own rows.
 
     Its gradient on each rank becomes this rank's part: the parts sum to the gradient over the whole mesh, even where
     the result is replicated.  Parts of a parameter that will be averaged over n ranks are n times as large, so that
@@ -50,7 +51,11 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor
     *Sends*: nothing for parameters; backward one all-reduce for a tensor that came out of a tile.
     *Raises*: `ShardingError` for a tensor made of both a global statistic and a parameter whose parts are summed.
     """
-    if not (x.requires_grad and torch.is_grad_enabled()) or mesh_size(tile.mesh) == 1:
+    if mesh_size(tile.mesh) == 1:
+        return x
+    if (is_whole or type(x) is nn.Parameter) and not hasattr(x, AVERAGED_MARK):  # which `parallelize` has made alike
+        meet_tensor(x, tile.mesh)
+    if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     mesh, layout = tile.mesh, layout or tile.layout
     left, leaves = (False, [x]) if x.grad_fn is None else graph_origins(x)
@@ -143,7 +148,7 @@ def cut_whole_tensor(x: Tensor, tile: Tile, layout: Layout | None = None) -> Ten
     layout = layout or tile.layout
     if x.layout != torch.strided:
         raise ShardingError(f"a tensor of layout {x.layout} cannot meet a Tile: use to_dense(), or tile.full_tensor()")
-    part = cut_entered_tensor(plain_operand(x, tile, layout), tile, layout)
+    part = cut_entered_tensor(plain_operand(x, tile, layout, is_whole=True), tile, layout)
     if _repeat_listeners:
         tell_of_repeats(x, part)
     return part

@@ -24,7 +24,8 @@ from jigsaw.graph_calls import lacks_values
 from jigsaw.layout import Layout
 from jigsaw.ops.apart_copies import change_watcher, note_views
 from jigsaw.ops.meeting import apart_mark
-from jigsaw.tile import Tile, leave_tile, lie_in_one_memory, plain_readers
+from jigsaw.tile import Tile, leave_tile, plain_readers
+from jigsaw.wire_values import lie_in_one_memory
 
 
 class PlainView(Tensor):

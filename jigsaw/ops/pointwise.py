@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from jigsaw import comm
 from jigsaw.cut import Cut, ShardingError, have_same_rows, whole_dim
 from jigsaw.exchange import exchange_rows
+from jigsaw.first_meetings import meet_number, numbers_met
 from jigsaw.layout import Layout
 from jigsaw.ops.filling import fill_from_tiles
 from jigsaw.ops.meeting import apart_mark, bring_together, has_moved_rows
@@ -224,6 +225,8 @@ def run_on_tiles(function: Any, *args: Any, **kwargs: Any) -> Any:
                 return _run_on_other_tiles(function, args, kwargs)
             ready.append(value.local)
         elif type(value) in _NO_TENSORS:
+            if value not in numbers_met and first is not None:
+                meet_number(value, first.mesh)
             ready.append(value)
         else:
             return _run_beside_plain(function, args, kwargs)
@@ -275,6 +278,8 @@ def _meet_at_once(args: Sequence[Any], first: Tile) -> bool:
     for value in args:
         kind = type(value)
         lies_alike = value.layout is layout and value.mesh is mesh if kind is Tile else kind in _NO_TENSORS
+        if kind is float and value not in numbers_met:
+            meet_number(value, mesh)
         if not lies_alike and not (kind in (Tensor, Parameter) and is_taken_whole(value, layout)):
             return False
     return layout.without_beyond() is layout
@@ -282,7 +287,11 @@ def _meet_at_once(args: Sequence[Any], first: Tile) -> bool:
 
 def _ready_at_once(args: Sequence[Any], first: Tile) -> list[Any]:
     return [
-        value.local if type(value) is Tile else plain_operand(value, first) if isinstance(value, Tensor) else value
+        value.local
+        if type(value) is Tile
+        else plain_operand(value, first, is_whole=True)
+        if isinstance(value, Tensor)
+        else value
         for value in args
     ]
 

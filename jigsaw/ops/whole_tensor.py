@@ -41,7 +41,8 @@ from jigsaw.ops.plain_operands import plain_operand
 from jigsaw.ops.pointwise import changes_in_place, changes_plain, replace_tensors
 from jigsaw.ops.random_numbers import random_states
 from jigsaw.refusals import answers_refusals
-from jigsaw.tile import Tile, leave_tile, lie_in_one_memory, refusal_error, shared_mesh, tiles_in
+from jigsaw.tile import Tile, leave_tile, refusal_error, shared_mesh, tiles_in
+from jigsaw.wire_values import lie_in_one_memory
 
 GATHERED = "gathered"
 
