@@ -92,7 +92,9 @@ def _multiply(matrix: Tensor, x: Tile) -> Tile:
 
 
 def _rows_of_result(size: int, group: CutGroup) -> Cut:
-    """How the rows of the result are cut: as the dim that is summed, of whatever size, or evenly by all of its axes."""
+    """Return how the rows of the result are cut: as the dim that is summed, of whatever size, or evenly by all of its
+    axes.
+    """
     if len(group) == 1:
         return stretched_cut(group[0], size)
     return Cut(size, cut_points(size, math.prod(c.pieces for c in group)), tuple(a for c in group for a in c.axes))
@@ -121,7 +123,7 @@ def _rows_with_entries(matrix: Tensor, group: CutGroup) -> tuple[Interval, ...]:
 
 
 def _places_in_group(columns: Tensor, group: CutGroup) -> list[Tensor]:
-    """Where each column lies in each of the dims that were flattened."""
+    """Return where each column lies in each of the dims that were flattened."""
     places: list[Tensor] = []
     for cut in reversed(group):
         places.insert(0, columns % cut.size)
@@ -130,7 +132,7 @@ def _places_in_group(columns: Tensor, group: CutGroup) -> list[Tensor]:
 
 
 def _part_of_matrix(matrix: Tensor, x: Tile, made: Interval) -> Tensor:
-    """Of the matrix what meets this rank's rows of `x`, and of its rows those of `made`."""
+    """Return the part of the matrix that meets this rank's rows of `x`, and of its rows those of `made`."""
     dim = matrix.ndim - 2
     indices, layout = matrix.indices(), x.layout
     boxes = [(g, [c.owned(layout.piece(c, x.coordinate)) for c in g]) for g in map(layout.dim, range(dim + 1))]

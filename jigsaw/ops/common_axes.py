@@ -93,7 +93,7 @@ def plan_common_axes(
 def _axes_agree(
     layouts: Sequence[Layout], labels: Sequence[_Labels], meeting: Sequence[Sequence[bool]], joined: Hashable
 ) -> bool:
-    """Whether each axis cuts dims of one name alone, and each dim is cut by the same axes wherever it is cut."""
+    """Say whether each axis cuts dims of one name alone, and each dim is cut by the same axes wherever it is cut."""
     label_of: dict[str, Hashable] = {}
     ways: dict[Hashable, list[tuple[int | None, tuple[str, ...]]]] = {}
     for layout, named, met in zip(layouts, labels, meeting, strict=True):
@@ -113,7 +113,7 @@ def _cuts_when_staying(
     meeting: Sequence[Sequence[bool]],
     is_fixed: bool,
 ) -> _Frame:
-    """How the dims of each name are cut where tile number `stays` stays; finer by axes that it lacks, unless
+    """Return how the dims of each name are cut where tile number `stays` stays; finer by axes that it lacks, unless
     `is_fixed`.
     """
     sizes = dict(layouts[stays].axes)
@@ -176,8 +176,8 @@ def _matched_groups(group: _Group, to: _Group) -> tuple[_Group, _Group] | None:
 
 @lru_cache(maxsize=4096)
 def exchanges_between(source: Layout, target: Layout) -> tuple[tuple[Layout, Layout], ...]:
-    """From where to where each exchange on the way goes: one, or two where a dim was flattened from other dims and is
-    cut in both, which is then whole between them; none where nothing else could be cut meanwhile.
+    """Return from where to where each exchange on the way goes: one, or two where a dim was flattened from other dims
+    and is cut in both, which is then whole between them; none where nothing else could be cut meanwhile.
 
     8/lat, flattened 2 x 4/lon, in [4, 8, 8/lon]: lon goes where it is wanted, and lat waits along the 4.
     """
