@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from jigsaw.cut import Cut, cut_points
+from jigsaw.nn.contraction import in_autocast_dtype, tile_in_autocast_dtype
 from jigsaw.nn.weights import StoredWeight, gathered_weight
 from jigsaw.ops.pointwise import run_in_place, run_on_tiles
 from jigsaw.ops.reductions import reduced_dims
@@ -67,6 +68,9 @@ def prelu(input: Any, weight: StoredWeight) -> Any:
             channels = input.shape[1] if input.ndim > 1 else 1
             raise RuntimeError(f"prelu: a weight of {w.numel()} numbers for {channels} channels")
         w = w.reshape(w.numel(), *(1,) * (input.ndim - 2))
+    if torch.is_autocast_enabled(input.device.type):
+        input = tile_in_autocast_dtype(input)
+        w = tile_in_autocast_dtype(w) if isinstance(w, Tile) else in_autocast_dtype(w)
     return input.where(input > 0, input * w)
 
 

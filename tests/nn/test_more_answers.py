@@ -61,3 +61,13 @@ def test_dtypes_and_places_are_those_of_torch():
         assert (
             torch.take_along_dim(tile, places, 0).full_tensor().equal(torch.take_along_dim(first.double(), places, 0))
         )
+
+
+@on_ranks(2)
+def test_prelu_under_autocast_has_the_dtype_of_torch():
+    x, weight = torch.randn(2, 3, 7, 4), torch.rand(3)
+    tile = shard(x, world_mesh(lat=2), (None, None, "lat", None))
+    with torch.autocast("cpu", torch.bfloat16):
+        want, got = F.prelu(x, weight), F.prelu(tile, weight)
+    assert got.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(got.full_tensor(), want, rtol=0, atol=0)
