@@ -55,10 +55,11 @@ SECONDS = 300.0  # on a busy machine a graph takes minutes
 PAGE_HEAD = """## Net by use
 
 Nets on two ranks, in harder use than plain training: of thirteen, those that were run to the end of their row.
-*exact*: outputs, losses, gradients and trained weights are those of the same use in one process, up to rounding, and
-up to ten times what one process's own numbers change when the last digit of its input does. *Cut weights* is
-`shard_weights=True`, with units of 4 MiB and with every block a unit; *compile* calls the compiled net again;
-*dry run*: the bytes that it tells are those that a real step sends. Made by `tests/zoo/uses.py`.
+*exact*: outputs, losses, gradients and trained weights are those of the same use in one process, up to rounding (under
+autocast to the last digit of bfloat16), and up to ten times what one process's own numbers change when the last digit
+of its input does. *Cut weights* is `shard_weights=True`, with units of 4 MiB and with every block a unit; *compile*
+calls the compiled net again; *dry run*: the bytes that it tells are those that a real step sends. Made by
+`tests/zoo/uses.py`.
 """
 
 
@@ -106,7 +107,7 @@ class Use:
 
     def of_net(self, net: ZooNet) -> ZooNet:
         dtype = net.dtype if self.dtype is None else self.dtype
-        return replace(net, prepare=self.prepare, dtype=dtype)
+        return replace(net, prepare=self.prepare, dtype=dtype, rtol=2 * self.last_digit or net.rtol)
 
     @property
     def last_digit(self) -> float:
