@@ -40,7 +40,12 @@ def write(folder: Path, count: int, shape: tuple[int, ...]) -> None:
             group = zarr.open_group(str(folder / f"{name}-{number}.zarr"), mode="w", zarr_format=3)
             group.attrs["affine"] = affine
             made = group.create_array(
-                name, shape=shape, chunks=(16, 16, 16), dtype=values.dtype, dimension_names=("z", "y", "x")
+                name,
+                shape=shape,
+                chunks=(16, 16, 16),
+                dtype=values.dtype,
+                dimension_names=("z", "y", "x"),
+                config={"write_empty_chunks": True},
             )
             made[...] = values
 
