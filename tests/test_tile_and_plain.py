@@ -342,7 +342,6 @@ def test_a_tile_where_a_handler_takes_another_argument_for_it():
             x, x, x, attn_mask=t @ t.mT.full_tensor()
         ),
         "_foreach_norm on a Tile": lambda t, i: torch._foreach_norm([t]),
-        "layout torch.sparse_coo and a Tile": lambda t, i: torch.bmm(torch.eye(6)[None].to_sparse(), t[None]),
         "layout torch.sparse_coo cannot meet a Tile": lambda t, i: t + torch.zeros(6, 5).to_sparse(),
     }
     tile, index = shard(x, mesh, ("lat", None)), shard(k, mesh, ("lat",))

@@ -51,11 +51,9 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None, is_whole:
     *Sends*: nothing for parameters; backward one all-reduce for a tensor that came out of a tile.
     *Raises*: `ShardingError` for a tensor made of both a global statistic and a parameter whose parts are summed.
     """
-    if mesh_size(tile.mesh) == 1:
-        return x
-    if (is_whole or type(x) is nn.Parameter) and not hasattr(x, AVERAGED_MARK):  # which `parallelize` has made alike
-        meet_tensor(x, tile.mesh)
-    if not (x.requires_grad and torch.is_grad_enabled()):
+    if (is_whole or type(x) is nn.Parameter) and mesh_size(tile.mesh) > 1 and not hasattr(x, AVERAGED_MARK):
+        meet_tensor(x, tile.mesh)  # `parallelize` has made alike what it marked
+    if not (x.requires_grad and torch.is_grad_enabled()) or mesh_size(tile.mesh) == 1:
         return x
     mesh, layout = tile.mesh, layout or tile.layout
     left, leaves = (False, [x]) if x.grad_fn is None else graph_origins(x)
