@@ -206,6 +206,8 @@ TestCacheUnderUse.settings = usual(max_examples=40)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
 class TestCacheUnderLongUse(CacheUnderUse.TestCase):
     """The same for longer."""
 

@@ -117,7 +117,10 @@ def drive(path, orders, values, examples):
     run_state_machine_as_test(made, settings=settings(**how))
 
 
-@pytest.mark.parametrize("examples", [5, pytest.param(150, marks=pytest.mark.slow)])
+LONG = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(3600)]
+
+
+@pytest.mark.parametrize("examples", [5, pytest.param(100, marks=LONG)])
 def test_a_run_that_is_killed_anywhere_sees_each_sample_once(wb2, examples):
     loader = jigsaw.io.DataLoader(opened(wb2, {"lat": 1}), shuffle=True, seed=SEED)
     orders = [[batch.samples[0] for batch in loader] for _ in range(40)]
