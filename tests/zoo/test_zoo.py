@@ -79,29 +79,29 @@ def test_the_oracle_of_batch_norm_is_right_at_batch_1():
     assert F.batch_norm.__module__ == "torch.nn.functional"
 
 
-class RankAlone(nn.Module):
-    """Wrong on purpose on tiles: it adds what each rank has alone."""
+class OtherOnTiles(nn.Module):
+    """Wrong on purpose on tiles: it adds one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(1, 2, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x) + float(getattr(x, "local", x).detach().sum())
+        return self.conv(x) + float(type(x) is not Tensor)
 
 
-class OwnError(RankAlone):
+class OwnError(OtherOnTiles):
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(x) * {Tensor: 1.0}[type(x)]
 
 
-class Branching(RankAlone):
+class Branching(OtherOnTiles):
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
         return y if bool(y[0, 0, 0, 0] > y[0, 0, 1, 0]) or type(x) is Tensor else y if bool(x) else -y
 
 
-class OneSleeps(RankAlone):
+class OneSleeps(OtherOnTiles):
     def forward(self, x: Tensor) -> Tensor:
         if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
             time.sleep(1000)
@@ -128,7 +128,7 @@ class Dropping(nn.Module):
         return F.scaled_dot_product_attention(q, q, q, dropout_p=0.3) * (0.1 + kept) + F.alpha_dropout(q, 0.1, True)
 
 
-class Casting(RankAlone):
+class Casting(OtherOnTiles):
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
         return y.float().var(1, keepdim=True).to(x.dtype) + y.to(torch.float32).mean().to(x.dtype)
@@ -153,7 +153,7 @@ def test_what_a_net_draws_is_the_same_on_tiles(axes, tmp_path):
 @pytest.mark.parametrize(
     ("build", "verdict", "cause"),
     [
-        (RankAlone, "wrong", "off by"),
+        (OtherOnTiles, "wrong", "off by"),
         (OwnError, "untyped", "KeyError"),
         (Branching, "refused", "ambiguous|bool|become"),
         pytest.param(OneSleeps, "hang", "still running", marks=pytest.mark.slow),
