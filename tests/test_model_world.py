@@ -239,8 +239,11 @@ def test_outside_a_model_a_sum_of_tiles_is_refused():
             with jigsaw.strict_mode(strict):
                 with pytest.raises(ShardingError, match=r"all_reduce of a Tile of shape \(6,\): .* leave the call out"):
                     dist.all_reduce(tile)
-                with pytest.raises(ShardingError, match="all_gather of a Tile"):
-                    dist.all_gather([tile.clone(), tile.clone()], tile)
+                with pytest.raises(ShardingError, match="all_gather_single of a Tile"):
+                    dist.all_gather_single(torch.empty(12), tile)
+                parts = [torch.zeros_like(tile), torch.zeros_like(tile)]
+                dist.all_gather(parts, tile)
+                assert [part.full_tensor().tolist() for part in parts] == 2 * [[0, 1, 2, 3, 4, 5]]
                 dist.all_reduce(tile, op=dist.ReduceOp.AVG)  # alike for any number of processes
                 dist.broadcast(tile, 0)
         assert tile.full_tensor().tolist() == [0, 1, 2, 3, 4, 5]

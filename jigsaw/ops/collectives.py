@@ -2,7 +2,7 @@
 
 In a forward pass of a parallelized model there is one process (`jigsaw.model_world`).  Elsewhere the world size is that
 of the job, by which a sum would be divided.  So there only collectives with the same result for any number of processes
-are answered.
+are answered, and `all_gather`, which gives as many copies of the whole as it asks for.
 
 >>> tile = jigsaw.shard(torch.ones(4), jigsaw.init_mesh(lat=1), ("lat",))
 >>> torch.distributed.all_reduce(tile, torch.distributed.ReduceOp.MAX)
@@ -40,6 +40,8 @@ def _run_collective(function: Any, *args: Any, **kwargs: Any) -> Any:
     group = kwargs.get("group")
     if group is not None and group is not dist.group.WORLD:
         raise OneProcessError(f"{name} with group=: {whole}, whatever the group; leave the call out")
+    if function is dist.all_gather and not is_one_process():
+        return _gather_copies(*args, **kwargs)
     is_idempotent = function is dist.broadcast or kwargs.get("op") in _SAME_FOR_ANY_NUMBER
     if function in _SENDS or not (is_one_process() or (function in _CHANGES_NOTHING and is_idempotent)):
         raise OneProcessError(
@@ -51,6 +53,13 @@ def _run_collective(function: Any, *args: Any, **kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
         # torch checks the arguments, and asks the group of one process
         return function(*args, **kwargs)
+
+
+def _gather_copies(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+    """Copy the tile to each place of the list, as ranks that gather a tensor that they all have; metrics do this."""
+    for place in tensor_list:
+        place.copy_(tensor)
+    return finished_work(tensor) if async_op else None
 
 
 for _function in (*_CHANGES_NOTHING, *_FILLS, *_SENDS):

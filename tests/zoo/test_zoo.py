@@ -103,7 +103,7 @@ class Branching(OtherOnTiles):
 
 class OneSleeps(OtherOnTiles):
     def forward(self, x: Tensor) -> Tensor:
-        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+        if type(x) is not Tensor and x.coordinate[0] == 1:
             time.sleep(1000)
         return self.conv(x)
 
