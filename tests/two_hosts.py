@@ -91,6 +91,7 @@ class TwoHosts:
         shared = {k: v for k, v in os.environ.items() if not k.startswith(ours)} | {
             "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "wire", "CUDA_VISIBLE_DEVICES": "",
             "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": "/tmp",
+            "JIGSAW_JOB_SECRET": "the hosts have different users here, and a job has one",
             "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4",
             "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": f"{FIRST_ADDRESS[:-1]}[1-2]",
         }  # fmt: skip

@@ -46,8 +46,12 @@ class ZarrKeyFiles:
         """True where the store lists its objects, so that a key that it lacks was never written: an Icechunk snapshot,
         a zip file, references.
         """
-        is_session = getattr(self._store, "session", None) is not None
-        return is_session or isinstance(self._store, ZipStore | BoundedReferences)
+        return self._is_snapshot or isinstance(self._store, ZipStore | BoundedReferences)
+
+    @cached_property
+    def _is_snapshot(self) -> bool:
+        """True for a session of Icechunk."""
+        return getattr(self._store, "session", None) is not None
 
     def size(self, path: str) -> int | None:
         try:
@@ -56,7 +60,11 @@ class ZarrKeyFiles:
             return None
 
     def whole(self, path: str, room: ByteAllocator, most: int | None = None) -> ByteArray | None:
-        part = None if most is None else RangeByteRequest(0, most + 1)
+        part = None
+        if most is not None and self._is_snapshot:  # it knows sizes, and refuses a part beyond the end
+            check_object_size(self.size(path) or 0, most)
+        elif most is not None:
+            part = RangeByteRequest(0, most + 1)
         found: Any = _answer_of_store(self._store.get(path, default_buffer_prototype(), part))
         if found is None:
             return None
