@@ -11,7 +11,7 @@ all of them raise, with the line and a few elements.
 Two things make numbers differ though nothing is wrong.  One rank may meet more than the others, to plot it; and what
 each rank computes for itself may differ in the last digits.  Then the ranks take up a common number and go on.
 
-On GPUs nothing is compared, for the host would have to wait: `JIGSAW_DEBUG=1` is for them.
+On GPUs nothing is compared, because the host would have to wait: `JIGSAW_DEBUG=1` is for them.
 """
 
 from __future__ import annotations
@@ -174,7 +174,9 @@ def _line_of_call() -> str:
 
 
 def _as_plain(value: Any) -> Any:
-    """Return a sample as numbers, with the rounding that is allowed for; all else as a text."""
+    """Return a sample as numbers, with the rounding that is allowed: half of the digits of its dtype, because ranks may
+    compute a value by other kernels.  All else is returned as a text.
+    """
     if isinstance(value, Tensor):
         is_rounded = value.dtype.is_floating_point or value.dtype.is_complex
         return value.tolist(), math.sqrt(torch.finfo(value.dtype).eps) if is_rounded else 0.0

@@ -157,7 +157,7 @@ class Layout(FrozenValue):
 
     @cached_property
     def complete_dims(self) -> tuple[bool, ...]:
-        """For each dim, True where every rank has all its rows, each once: nothing cuts it, and it has no halo."""
+        """True for each dim of which every rank has all rows, each once: nothing cuts it, and it has no halo."""
         return tuple(not any(c.is_cut or c.has_halo for c in group) for group in self._dims)
 
     @cached_property

@@ -25,7 +25,7 @@ from jigsaw.tile import Tile
 
 @dataclass(frozen=True)
 class RankSplit:
-    """For each cut of the tokens, the number of its pieces, and how many neighboring ones share out heads."""
+    """Number of pieces of each cut of the tokens, and how many neighboring pieces share out heads."""
 
     pieces: tuple[int, ...]
     shares: tuple[int, ...]

@@ -105,7 +105,7 @@ _kept_rows: MutableMapping[Tensor, dict[tuple[int, CutGroup], tuple[Interval, ..
 
 
 def _rows_with_entries(matrix: Tensor, group: CutGroup) -> tuple[Interval, ...]:
-    """For each piece of the columns the rows that it has entries in: reading them on the host waits for a GPU."""
+    """Return, for each piece of the columns, the rows that it has entries in; the host waits for a GPU to read them."""
     indices = matrix.indices()
     kept = _kept_rows.setdefault(matrix, {})
     key = indices._version, group

@@ -21,6 +21,7 @@ from jigsaw.tile import Tile
 _OFF_AXIS = 0.05
 """Voxels by which an axis may drift along another over the whole scan: a header's float32 makes some."""
 _ROUNDING = 1e-3
+"""Voxels beyond its half by which an outer voxel may reach: affines in float32 are rounded by less."""
 
 
 @dataclass(frozen=True)
