@@ -102,20 +102,20 @@ NEWEST_IO := arena choices conventions dataset disk_cache engine faults hdf5 loa
 	rectilinear references strips table volumes windows write write_coords xarray
 with-newest: $(NEWEST_STAMP)
 	$(NEWEST)/bin/python -m pytest -m "not slow" $(addsuffix .py,$(addprefix tests/io/test_,$(NEWEST_IO))) tests/nn/test_conv.py \
-		tests/test_launcher.py tests/test_mesh.py tests/test_tile.py tests/test_tile_ops.py
+		tests/ranks/test_launcher.py tests/ranks/test_mesh.py tests/tile/test_tile.py tests/ops/test_tile_ops.py
 
 test-oldest: ## checkpoints, pickles, types and imports on the oldest patch release at hand of Python 3.11
 	@for python in $(OLDEST_PYTHONS); do $(MAKE) --no-print-directory with-oldest OLDEST_PYTHON=$$python || exit 1; done
 
-OLDEST_PARTS := $(addprefix tests/,test_checkpoint test_checkpoint_files test_debug test_distribution test_launcher test_layout test_mesh \
-	test_pending_save test_restarts test_tensor_shell test_whole_weights test_wrong_use io/test_choices io/test_conventions \
-	io/test_loader io/test_no_code io/test_packages io/test_pickling io/test_remote io/test_reopening)
+OLDEST_IO := choices conventions loader no_code packages pickling remote reopening
+OLDEST_PARTS := $(addprefix tests/,checkpoint geometry ranks tile) tests/test_distribution.py tests/comm/test_debug.py \
+	$(addsuffix .py,$(addprefix tests/io/test_,$(OLDEST_IO)))
 with-oldest:
 	"$(OLDEST_PYTHON)" -c 'import sys; print("Python", sys.version)'
 	test -x $(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/python || "$(OLDEST_PYTHON)" -m venv $(OLDEST)/$(notdir $(OLDEST_PYTHON))
 	$(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/python -m pip install --quiet "$(TORCH)"
 	$(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/python -m pip install --quiet --editable ".[all]" $(NEWEST_TOOLS)
-	$(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/python -m pytest -m "not slow" $(addsuffix .py,$(OLDEST_PARTS))
+	$(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/python -m pytest -m "not slow" $(OLDEST_PARTS)
 
 $(NEWEST_STAMP): pyproject.toml
 	"$(PYTHON_NEWEST)" -m venv --clear $(NEWEST)

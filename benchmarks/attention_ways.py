@@ -23,8 +23,8 @@ import torch.nn.functional as F
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.nn import ring_order
-from jigsaw.nn.block_attention import BlockRows, block_gradients, sum_block
+from jigsaw.nn.attention import ring_order
+from jigsaw.nn.attention.block_attention import BlockRows, block_gradients, sum_block
 from jigsaw.testing import run_on_ranks, world_mesh
 
 

@@ -39,12 +39,12 @@ import numpy as np
 from stores import coordinates, field
 
 import jigsaw
+from jigsaw.geometry.layout import Layout
+from jigsaw.geometry.matmul_grid import candidate_grids, choose_grid
+from jigsaw.geometry.transfers import plan_exchange
 from jigsaw.io.reading.chunk_jobs import NO_OWNER
 from jigsaw.io.reading.read_plan import ReadPlan
 from jigsaw.io.reading.shared_jobs import owners_of_jobs
-from jigsaw.layout import Layout
-from jigsaw.matmul_grid import candidate_grids, choose_grid
-from jigsaw.transfers import plan_exchange
 
 STORES = ("globe", "tiles", "hdf5")
 MESHES = {1: (1, 1), 8: (2, 4), 64: (8, 8), 512: (16, 32), 4096: (64, 64)}

@@ -10,8 +10,8 @@ import torch
 from torch.overrides import get_overridable_functions
 
 import jigsaw
-from jigsaw import tile
 from jigsaw.ops import unknown_functions
+from jigsaw.tile import tile
 
 HEAD = f"""# Which torch functions tiles answer
 
@@ -58,39 +58,42 @@ ROOMS = {
     "ops.turns": ("any", "the rows that change their rank"),
     "ops.whole_dims": ("any", "a cut dim is brought whole and sent back"),
     "nn.activation": ("any", "nothing; glu along a cut dim the rows of its halves"),
-    "nn.adaptive": ("any", "the rows that windows need"),
-    "nn.sphere": (
+    "nn.stencils.adaptive": ("any", "the rows that windows need"),
+    "nn.spheres.sphere": (
         "any; operators of torch-harmonics, by their names in torch.ops",
         "the rows of latitude that a filter or a neighbourhood reaches; where longitude is cut, the tile to finer rows "
         "and the result back",
     ),
-    "nn.patches": ("any", "the rows that windows need"),
-    "nn.recurrent": ("any", "nothing along whole sequences; cut ones are brought whole and sent back"),
-    "nn.sampling": ("any", "the input along space to every rank"),
+    "nn.stencils.patches": ("any", "the rows that windows need"),
+    "nn.products.recurrent": ("any", "nothing along whole sequences; cut ones are brought whole and sent back"),
+    "nn.stencils.sampling": ("any", "the input along space to every rank"),
     "ops.picking": ("integer tiles as indices into plain tables: any", "nothing"),
     "ops.complex_parts": ("any", "nothing"),
     "ops.fourier": ("any", "one exchange to transform a cut dim, one back where it returns"),
-    "ops.tensor_methods": ("any", "nothing, unless its words say so (`.tolist()`, `.numpy()`)"),
-    "nn.product": ("any", "the operand, or the result, that is cheapest to move"),
-    "nn.attention": ("any", "keys and values along a cut sequence"),
-    "nn.multi_head_attention": ("any", "keys and values along a cut sequence; what its projections send"),
-    "nn.linear": ("any; a DTensor weight by outputs or by inputs", "nothing; all-reduces for channels that are cut"),
-    "nn.conv": ("any", "the rows that a window of another rank's border needs"),
-    "nn.pool": ("any; positions (`return_indices`) need whole spatial dims", "the rows that windows need"),
-    "nn.pad": ("any", "nothing; circular and reflected rows of other ranks"),
-    "nn.interpolate": ("any", "the rows beside a border"),
-    "nn.norm": ("any", "two all-reduces of statistics where they are over cut dims"),
-    "nn.loss": (
+    "ops.into_torch.tensor_methods": ("any", "nothing, unless its words say so (`.tolist()`, `.numpy()`)"),
+    "nn.products.product": ("any", "the operand, or the result, that is cheapest to move"),
+    "nn.attention.scaled_dot_product": ("any", "keys and values along a cut sequence"),
+    "nn.attention.multi_head_attention": ("any", "keys and values along a cut sequence; what its projections send"),
+    "nn.products.linear": (
+        "any; a DTensor weight by outputs or by inputs",
+        "nothing; all-reduces for channels that are cut",
+    ),
+    "nn.stencils.conv": ("any", "the rows that a window of another rank's border needs"),
+    "nn.stencils.pool": ("any; positions (`return_indices`) need whole spatial dims", "the rows that windows need"),
+    "nn.stencils.pad": ("any", "nothing; circular and reflected rows of other ranks"),
+    "nn.stencils.interpolate": ("any", "the rows beside a border"),
+    "nn.norms.norm": ("any", "two all-reduces of statistics where they are over cut dims"),
+    "nn.losses.loss": (
         "any, alike for input and target",
         "one all-reduce of the sum; of cut classes three numbers a position",
     ),
-    "nn.margin_losses": ("any", "one all-reduce of the sum; what the functions send that a loss is made of"),
+    "nn.losses.margin_losses": ("any", "one all-reduce of the sum; what the functions send that a loss is made of"),
     "nn.dropout": ("any", "a seed of 8 bytes"),
-    "nn.embedding": (
+    "nn.products.embedding": (
         "any indices; a DTensor weight by rows",
         "nothing for whole tables; for one that is cut by rows an all-reduce of what is picked",
     ),
-    "nn.pixel": ("any; cut points move to multiples", "nothing, or the rows that move"),
+    "nn.stencils.pixel": ("any; cut points move to multiples", "nothing, or the rows that move"),
 }
 REFUSED = "refused"
 

@@ -8,24 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 # Tile's closed table is filled here, so that the order of a user's imports does not matter
 from jigsaw import nn, ops
-from jigsaw.cut import Cut, ShardingError
-from jigsaw.layout import Layout
-from jigsaw.mesh import init_mesh
+from jigsaw.checkpoint.random_state import RandomState
+from jigsaw.comm.stop_request import StopRequest
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import Cut
+from jigsaw.geometry.layout import Layout
 from jigsaw.nn.local_function import LocalFunction, local
-from jigsaw.ops.whole_tensor import strict_mode
-from jigsaw.random_state import RandomState
-from jigsaw.stop_request import StopRequest
-from jigsaw.tile import Tile
-from jigsaw.tile_making import from_local, shard
+from jigsaw.ops.into_torch.whole_tensor import strict_mode
+from jigsaw.ranks.mesh import init_mesh
+from jigsaw.tile.tile import Tile
+from jigsaw.tile.tile_making import from_local, shard
 
 if TYPE_CHECKING:
     from jigsaw import io, metrics, testing
-    from jigsaw.checkpoint import CheckpointError, PendingSave, latest, load, save
-    from jigsaw.compiled_forward import compile
+    from jigsaw.checkpoint.checkpoints import PendingSave, latest, load, save
+    from jigsaw.checkpoint.whole_weights import load_weights, save_weights
     from jigsaw.dryrun import dry_run
+    from jigsaw.errors import CheckpointError
     from jigsaw.model_pipeline import pipeline
-    from jigsaw.parallel import clip_grad_norm_, no_sync, parallelize
-    from jigsaw.whole_weights import load_weights, save_weights
+    from jigsaw.parallel.compiled_forward import compile
+    from jigsaw.parallel.parallelize import clip_grad_norm_, no_sync, parallelize
 
 __version__ = "0.1.0"
 
@@ -67,18 +69,18 @@ _LATER = {
     "io": "jigsaw.io",
     "metrics": "jigsaw.metrics",
     "testing": "jigsaw.testing",
-    "parallelize": "jigsaw.parallel",
-    "no_sync": "jigsaw.parallel",
-    "clip_grad_norm_": "jigsaw.parallel",
-    "compile": "jigsaw.compiled_forward",
+    "parallelize": "jigsaw.parallel.parallelize",
+    "no_sync": "jigsaw.parallel.parallelize",
+    "clip_grad_norm_": "jigsaw.parallel.parallelize",
+    "compile": "jigsaw.parallel.compiled_forward",
     "pipeline": "jigsaw.model_pipeline",
-    "CheckpointError": "jigsaw.checkpoint",
-    "PendingSave": "jigsaw.checkpoint",
-    "latest": "jigsaw.checkpoint",
-    "save": "jigsaw.checkpoint",
-    "load_weights": "jigsaw.whole_weights",
-    "save_weights": "jigsaw.whole_weights",
-    "load": "jigsaw.checkpoint",
+    "CheckpointError": "jigsaw.errors",
+    "PendingSave": "jigsaw.checkpoint.checkpoints",
+    "latest": "jigsaw.checkpoint.checkpoints",
+    "save": "jigsaw.checkpoint.checkpoints",
+    "load_weights": "jigsaw.checkpoint.whole_weights",
+    "save_weights": "jigsaw.checkpoint.whole_weights",
+    "load": "jigsaw.checkpoint.checkpoints",
     "dry_run": "jigsaw.dryrun",
 }
 

@@ -16,18 +16,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from jigsaw import comm
-from jigsaw.cut import ShardingError
 from jigsaw.dryrun.stage_balance import balanced_stages
-from jigsaw.gradients import axes_not_cutting, has_gradient_hooks
-from jigsaw.mesh import axes_of_mesh, mesh_coordinate, ranks_along
+from jigsaw.errors import ShardingError
 from jigsaw.nn.weights import is_dtensor
-from jigsaw.ops.plain_operands import AVERAGED_MARK
-from jigsaw.parallel import PIPE_MARK, reduced_at_end
-from jigsaw.pipeline_batch import BatchSplit, as_on_paper
-from jigsaw.pipeline_calls import CallWatch
-from jigsaw.pipeline_plan import PaperModel, PipelinePlan
-from jigsaw.pipeline_runner import StageBatch, StageRunner
-from jigsaw.pipeline_stages import (
+from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
+from jigsaw.parallel.gradients import axes_not_cutting, has_gradient_hooks
+from jigsaw.parallel.parallelize import PIPE_MARK, reduced_at_end
+from jigsaw.parallel.sharding import ShardingOptions, WeightSharding
+from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate, ranks_along
+from jigsaw.ranks.waiting_ranks import OpenWait
+from jigsaw.stages.batch_split import BatchSplit, as_on_paper
+from jigsaw.stages.stage_calls import CallWatch
+from jigsaw.stages.stage_cuts import (
     StageCuts,
     balanced_begins,
     cut_stages,
@@ -36,9 +36,9 @@ from jigsaw.pipeline_stages import (
     stage_of_tensor,
     whole_names,
 )
-from jigsaw.sharding import ShardingOptions, WeightSharding
-from jigsaw.tile import Tile
-from jigsaw.waiting_ranks import OpenWait
+from jigsaw.stages.stage_plan import PaperModel, PipelinePlan
+from jigsaw.stages.stage_runner import StageBatch, StageRunner
+from jigsaw.tile.tile import Tile
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.cut import RanksDifferError, ShardingError
-from jigsaw.layout import Layout
-from jigsaw.tile import Tile
-from jigsaw.tile_making import shard
-from jigsaw.waiting_ranks import WaitError
+from jigsaw.errors import RanksDifferError, ShardingError
+from jigsaw.geometry.layout import Layout
+from jigsaw.ranks.waiting_ranks import WaitError
+from jigsaw.tile.tile import Tile
+from jigsaw.tile.tile_making import shard
 
 if "expecttest" not in sys.modules:  # torch's own tests compare texts with it; the samples do not need it
     try:
@@ -292,7 +292,7 @@ def _differences(found, expected, leaves, tiles, whole, function, mesh, is_rando
         return f"{len(found[0])} outputs, not {len(expected[0])}"
     for at, (y, right) in enumerate(zip(found[0], expected[0], strict=True)):
         said += _compare(f"output {at}", y.full_tensor() if isinstance(y, Tile) else y, right, is_random)
-    names = [name for name, _ in jigsaw.mesh.axes_of_mesh(mesh)]
+    names = [name for name, _ in jigsaw.ranks.mesh.axes_of_mesh(mesh)]
     for at, (x, tile) in enumerate(zip(leaves, tiles, strict=True)):
         right = expected[1][at]
         if right is None or is_random:

@@ -21,7 +21,7 @@ from torch import nn
 
 import jigsaw
 from jigsaw.testing import on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 SPACE = (None, None, "lat", None)
 

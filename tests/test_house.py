@@ -144,7 +144,7 @@ def test_contributing_names_what_is_there():
     files = set(re.findall(r"`((?:jigsaw|tests|benchmarks)/[\w/]+(?:\.py)?)/?`", text)) - {"jigsaw/io/formats/NAME.py"}
     assert len(files) > 20
     assert not {name for name in files if not (ROOT / name).exists()}
-    code = "\n".join(file.read_text() for file in [*SOURCES, ROOT / "tests" / "test_tile_ops.py"])
+    code = "\n".join(file.read_text() for file in [*SOURCES, ROOT / "tests" / "ops" / "test_tile_ops.py"])
     names = set(re.findall(r"`(_?[A-Za-z]\w*_\w+|[A-Z]\w+)`", text)) - {"open_NAME"}
     assert not {name for name in names if not re.search(rf"\b{name}\b", code)}
     for name, quoted in re.findall(r"^```python\n# (jigsaw/\S+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from jigsaw.cut import ShardingError
 from jigsaw.dryrun.calibration import load_device, measure_device, save_device
 from jigsaw.dryrun.devices import DEVICES, Device
 from jigsaw.dryrun.mesh_search import StepOption, advice_text, advise_mesh
 from jigsaw.dryrun.report import seconds_text, size_text
-from jigsaw.errors import ReadError
+from jigsaw.errors import ReadError, ShardingError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
 )
 
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 
 ModelMaker = Callable[..., nn.Module]
 

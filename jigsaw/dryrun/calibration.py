@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.cut import ShardingError
 from jigsaw.drafts import draft_of
 from jigsaw.dryrun.devices import DEVICES, Device
 from jigsaw.dryrun.dry_runs import dry_run
 from jigsaw.dryrun.kernel_clock import forget_kernels
 from jigsaw.dryrun.report import PHASES
-from jigsaw.parallel import parallelize
-from jigsaw.tile_making import shard
+from jigsaw.errors import ShardingError
+from jigsaw.parallel.parallelize import parallelize
+from jigsaw.tile.tile_making import shard
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 

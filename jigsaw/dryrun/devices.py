@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 
 
 @dataclass(frozen=True)

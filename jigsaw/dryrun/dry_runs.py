@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.cut import ShardingError, SplitRule
 from jigsaw.dryrun.bare_models import ModelMaker, made_once
 from jigsaw.dryrun.devices import Device, device_named
 from jigsaw.dryrun.few_blocks import play_rank_shortly
@@ -26,8 +25,10 @@ from jigsaw.dryrun.rank_playing import (
 )
 from jigsaw.dryrun.report import DryRunReport, RankCost, Remark
 from jigsaw.dryrun.step_prices import priced_rank
-from jigsaw.layout import LayoutSpec
-from jigsaw.mesh import axes_of_mesh
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import SplitRule
+from jigsaw.geometry.layout import LayoutSpec
+from jigsaw.ranks.mesh import axes_of_mesh
 
 
 def dry_run(

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from jigsaw import debug
+from jigsaw.comm import debug
 
 _one_at_a_time = threading.RLock()  # a dry run changes torch for the whole process
 

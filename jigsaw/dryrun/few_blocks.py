@@ -42,7 +42,7 @@ from jigsaw.dryrun.rank_playing import (
     rows_of_blocks,
 )
 from jigsaw.dryrun.step_meter import StepMeter
-from jigsaw.tile import Tile
+from jigsaw.tile.tile import Tile
 
 _WORTH = 7  # a row has more blocks than are played: one, two and three, and sometimes four
 _Known = dict[tuple[Any, ...], int]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from jigsaw.cut import ShardingError
 from jigsaw.dryrun.bare_models import made_once
 from jigsaw.dryrun.devices import Device, device_named
 from jigsaw.dryrun.dry_runs import dry_run
@@ -18,6 +17,7 @@ from jigsaw.dryrun.pipeline_estimate import Borders, pipelined_report, stage_sha
 from jigsaw.dryrun.rank_playing import StepPlan
 from jigsaw.dryrun.report import DryRunReport, seconds_text, size_text
 from jigsaw.dryrun.stage_balance import balanced_cuts, piece_costs
+from jigsaw.errors import ShardingError
 
 _SPACE = {4: ("lat", "lon"), 5: ("z", "y", "x")}
 _BEST = 5  # options that are shown

@@ -29,10 +29,10 @@ from jigsaw.dryrun.rank_playing import (
 )
 from jigsaw.dryrun.report import DryRunReport, PhaseCost, RankCost, Traffic
 from jigsaw.dryrun.stage_balance import PieceCost
-from jigsaw.pipeline_batch import as_on_paper
-from jigsaw.pipeline_calls import TileOnPaper
-from jigsaw.pipeline_plan import PaperModel
-from jigsaw.pipeline_stages import cut_stages, mesh_of_stage
+from jigsaw.stages.batch_split import as_on_paper
+from jigsaw.stages.stage_calls import TileOnPaper
+from jigsaw.stages.stage_cuts import cut_stages, mesh_of_stage
+from jigsaw.stages.stage_plan import PaperModel
 
 Borders = Sequence[Sequence[TileOnPaper]]
 

@@ -25,25 +25,26 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from jigsaw import comm
-from jigsaw.call_places import is_of_packages
-from jigsaw.cut import ShardingError, SplitRule
+from jigsaw.comm.matmul import products_of_accelerators
 from jigsaw.dryrun.bare_models import ModelMaker, bare_copy, cast_weights, check_model_made, make_bare, wants_mesh
 from jigsaw.dryrun.counted_steps import CountedPhase
 from jigsaw.dryrun.fake_ranks import fake_mesh
 from jigsaw.dryrun.piece_marks import PieceMarks
 from jigsaw.dryrun.report import Remark
 from jigsaw.dryrun.step_meter import StepMeter
-from jigsaw.gradients import local_part
-from jigsaw.layout import AxisSizes, Layout, LayoutSpec
-from jigsaw.matmul import products_of_accelerators
-from jigsaw.mesh import axes_of_mesh, groups_along, mesh_coordinate, ranks_along
-from jigsaw.ops.meeting import REALIGN_KIND, RECUT_KIND
-from jigsaw.ops.plain_operands import AVERAGED_MARK, hearing_repeats
-from jigsaw.ops.whole_tensor import hearing_costs
-from jigsaw.parallel import parallelize, reduced_at_end, reducer_of
-from jigsaw.pipeline_stages import cut_places, mesh_of_stage, parallel_stage, whole_names
-from jigsaw.sharding import ShardingOptions
-from jigsaw.tile import Tile, tiles_in
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import SplitRule
+from jigsaw.geometry.layout import AxisSizes, Layout, LayoutSpec
+from jigsaw.ops.into_torch.whole_tensor import hearing_costs
+from jigsaw.ops.meeting.common_cuts import REALIGN_KIND, RECUT_KIND
+from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, hearing_repeats
+from jigsaw.parallel.gradients import local_part
+from jigsaw.parallel.parallelize import parallelize, reduced_at_end, reducer_of
+from jigsaw.parallel.sharding import ShardingOptions
+from jigsaw.ranks.call_places import is_of_packages
+from jigsaw.ranks.mesh import axes_of_mesh, groups_along, mesh_coordinate, ranks_along
+from jigsaw.stages.stage_cuts import cut_places, mesh_of_stage, parallel_stage, whole_names
+from jigsaw.tile.tile import Tile, tiles_in
 
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
 LossOfOutput = Callable[[Any], Tensor]

@@ -16,15 +16,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.cut import ShardingError
 from jigsaw.dryrun.devices import DEVICES, Device
 from jigsaw.dryrun.fake_ranks import fake_mesh
 from jigsaw.dryrun.few_blocks import longest_row
 from jigsaw.dryrun.rank_playing import PlayedRank, StepPlan, play_rank, prepared_model
 from jigsaw.dryrun.step_prices import priced_rank
-from jigsaw.mesh import axes_of_mesh
-from jigsaw.pipeline_stages import cut_places
-from jigsaw.tile import Tile
+from jigsaw.errors import ShardingError
+from jigsaw.ranks.mesh import axes_of_mesh
+from jigsaw.stages.stage_cuts import cut_places
+from jigsaw.tile.tile import Tile
 
 
 @dataclass(frozen=True)

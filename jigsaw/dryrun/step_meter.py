@@ -30,15 +30,15 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from jigsaw import call_places
 from jigsaw.comm import TrafficCall
-from jigsaw.cut import ShardingError
 from jigsaw.dryrun import bare_models
 from jigsaw.dryrun.counted_steps import CountedPhase, KernelCost
 from jigsaw.dryrun.kernel_clock import KernelCall
 from jigsaw.dryrun.piece_marks import PieceMarks
-from jigsaw.gradients import local_part
-from jigsaw.model_world import job_rank
+from jigsaw.errors import ShardingError
+from jigsaw.parallel.gradients import local_part
+from jigsaw.ranks import call_places
+from jigsaw.ranks.model_world import job_rank
 
 aten = torch.ops.aten
 

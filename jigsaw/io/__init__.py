@@ -19,6 +19,8 @@ from jigsaw.errors import (
     WindowError,
     WriteError,
 )
+from jigsaw.fields.regridder import Regridder, regrid
+from jigsaw.fields.sliding import sliding_window
 from jigsaw.io.conversion.convert import Converted, convert, verify
 from jigsaw.io.datasets.dataset import Dataset, Sample
 from jigsaw.io.datasets.loader import Batch, DataLoader
@@ -42,8 +44,6 @@ from jigsaw.io.volumes.volume_loader import VolumeBatch, VolumeLoader
 from jigsaw.io.volumes.volume_statistics import volume_statistics
 from jigsaw.io.volumes.volume_writer import write_volume
 from jigsaw.io.writing.write import Writer, completeness, write
-from jigsaw.regrid.regridder import Regridder, regrid
-from jigsaw.sliding import sliding_window
 
 __all__ = [
     "ArraySource",

@@ -8,8 +8,7 @@ from typing import TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.cut import ShardingError
-from jigsaw.errors import ReadError, WriteError
+from jigsaw.errors import ReadError, ShardingError, WriteError
 
 T = TypeVar("T")
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jigsaw.nn.loss import weighted_mean
+from jigsaw.fields.latlon import latitude_rows
+from jigsaw.nn.losses.loss import weighted_mean
 from jigsaw.ops.reductions import ReducedDims
-from jigsaw.regrid.latlon import latitude_rows
 
 # A Tile or a plain whole Tensor: torch's stubs know only the latter, so this stays open.
 MetricValues = Any

@@ -7,7 +7,7 @@ from typing import Any
 
 from jigsaw.metrics.area_weights import MetricValues, average_over
 from jigsaw.metrics.field_errors import rmse
-from jigsaw.nn.ensemble_loss import ensemble_crps
+from jigsaw.nn.losses.ensemble_loss import ensemble_crps
 from jigsaw.ops.reductions import ReducedDims
 
 

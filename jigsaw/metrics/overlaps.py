@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from jigsaw.metrics.area_weights import MetricValues
-from jigsaw.nn.loss import check_same_shape
+from jigsaw.nn.losses.loss import check_same_shape
 from jigsaw.ops.reductions import ReducedDims
 
 

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jigsaw import comm
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.metrics.area_weights import MetricValues
-from jigsaw.nn.loss import check_same_shape
+from jigsaw.nn.losses.loss import check_same_shape
 from jigsaw.ops.whole_dims import rows_of_local
-from jigsaw.tile import Tile
+from jigsaw.tile.tile import Tile
 
 _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CELL = 8

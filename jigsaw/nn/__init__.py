@@ -5,50 +5,34 @@ functions.
 # layers without weights are torch's own
 from torch.nn import AvgPool1d, AvgPool2d, AvgPool3d, MaxPool1d, MaxPool2d, MaxPool3d
 
-from jigsaw.nn import (
-    activation,
-    adaptive,
-    attention,
-    conv,
-    dropout,
-    embedding,
-    interpolate,
-    linear,
-    loss,
-    margin_losses,
-    mixing,
-    multi_head_attention,
-    norm,
-    pad,
-    patches,
-    pixel,
-    pool,
-    product,
-    recurrent,
-    sampling,
-    sphere,
-)
-from jigsaw.nn.attention import explain_attention
-from jigsaw.nn.attention_ways import attention_way
+from jigsaw.nn import activation, dropout
+from jigsaw.nn.attention import multi_head_attention, scaled_dot_product
+from jigsaw.nn.attention.attention_ways import attention_way
+from jigsaw.nn.attention.heads import MultiheadAttention
+from jigsaw.nn.attention.scaled_dot_product import explain_attention
 from jigsaw.nn.chunked import chunked
-from jigsaw.nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
-from jigsaw.nn.embedding import Embedding
-from jigsaw.nn.ensemble_loss import crps_loss
-from jigsaw.nn.experts import MoE
-from jigsaw.nn.heads import MultiheadAttention
-from jigsaw.nn.linear import Linear
-from jigsaw.nn.mixing import Mix
-from jigsaw.nn.norm import GroupNorm, LayerNorm, RMSNorm
-from jigsaw.nn.overlap_loss import dice_loss, focal_loss, tversky_loss
-from jigsaw.nn.spectral_loss import spectral_loss
-from jigsaw.nn.sphere_pad import SpherePad
-from jigsaw.nn.spherical_conv import SphericalConv
-from jigsaw.nn.spherical_harmonics import (
+from jigsaw.nn.experts.experts import MoE
+from jigsaw.nn.losses import loss, margin_losses
+from jigsaw.nn.losses.ensemble_loss import crps_loss
+from jigsaw.nn.losses.overlap_loss import dice_loss, focal_loss, tversky_loss
+from jigsaw.nn.losses.spectral_loss import spectral_loss
+from jigsaw.nn.norms import norm
+from jigsaw.nn.norms.norm import GroupNorm, LayerNorm, RMSNorm
+from jigsaw.nn.products import embedding, linear, mixing, product, recurrent
+from jigsaw.nn.products.embedding import Embedding
+from jigsaw.nn.products.linear import Linear
+from jigsaw.nn.products.mixing import Mix
+from jigsaw.nn.spheres import sphere
+from jigsaw.nn.spheres.sphere_pad import SpherePad
+from jigsaw.nn.spheres.spherical_conv import SphericalConv
+from jigsaw.nn.spheres.spherical_harmonics import (
     InverseSphericalHarmonicTransform,
     InverseVectorSphericalHarmonicTransform,
     SphericalHarmonicTransform,
     VectorSphericalHarmonicTransform,
 )
+from jigsaw.nn.stencils import adaptive, conv, interpolate, pad, patches, pixel, pool, sampling
+from jigsaw.nn.stencils.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 
 __all__ = [
     "AvgPool1d",
@@ -79,7 +63,6 @@ __all__ = [
     "VectorSphericalHarmonicTransform",
     "activation",
     "adaptive",
-    "attention",
     "attention_way",
     "chunked",
     "conv",
@@ -103,6 +86,7 @@ __all__ = [
     "product",
     "recurrent",
     "sampling",
+    "scaled_dot_product",
     "spectral_loss",
     "sphere",
     "tversky_loss",

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from jigsaw.cut import Cut, cut_points
-from jigsaw.nn.contraction import in_autocast_dtype, tile_in_autocast_dtype
+from jigsaw.geometry.cut import Cut, cut_points
+from jigsaw.nn.products.contraction import in_autocast_dtype, tile_in_autocast_dtype
 from jigsaw.nn.weights import StoredWeight, gathered_weight
 from jigsaw.ops.pointwise import run_in_place, run_on_tiles
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.shapes import slice_dim
-from jigsaw.tile import Tile, implements_torch, refusal_error
+from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 
 
 @implements_torch(F.softsign)

@@ -1,13 +1,12 @@
 """`jigsaw.nn.chunked`: a module that runs over slabs of the tile, one after the other, and again in the backward pass.
 
-A slab is what a rank of a finer mesh would have (`jigsaw.slab_mesh`), so the module runs on it as on any tile.  The
-rows that it reads beyond a slab are slices of the tile, or come from neighbors, and each layer computes all that they
-allow.  For the backward pass the inputs are kept; intermediate results exist for one slab at a time.
+A slab is what a rank of a finer mesh would have (`jigsaw.ranks.slab_mesh`), so the module runs on it as on any tile.
+Rows beyond a slab are slices of the tile, or come from neighbors.  For the backward pass the inputs are kept;
+intermediate results exist for one slab at a time.
 
 Norms over positions need a value of all slabs: y = F(x, s), s = S(x), where s is a mean and a sum of squares.  The
 slabs run up to the norm, which gives s, and then to the end, with s as if it were a weight.  The backward pass first
-sums the gradient of s over the slabs.  Then x gets both that of F with s fixed, and that of s: for a row x of n,
-
+sums the gradient of s over the slabs.  Then x gets that of F with s fixed, and that of s: for a row x of n,
     dL/dx = dF/dx + dL/dmean / n + 2 (x - mean) dL/dsquares.
 
 With a second norm, y = F(x, s, t) and t = T(x, s), and so on.  Each costs one more pass, forward and backward.  Keys
@@ -32,17 +31,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call  # pyright: ignore[reportUnknownVariableType]
 
-from jigsaw.cut import Cut, ShardingError, box_shape, cut_points
-from jigsaw.exchange import AsyncExchange, AsyncExchangeAdjoint
-from jigsaw.layout import Layout, MeshCoordinate
-from jigsaw.mesh import mesh_coordinate
+from jigsaw.comm.exchange import AsyncExchange, AsyncExchangeAdjoint
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import Cut, box_shape, cut_points
+from jigsaw.geometry.layout import Layout, MeshCoordinate
+from jigsaw.geometry.stencil_rules import ceil_div
 from jigsaw.nn.slab_statistics import SlabPaused, SlabRun, SlabStatistic
 from jigsaw.nn.weights import is_dtensor
-from jigsaw.ops.plain_operands import AVERAGED_MARK, plain_operand
+from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, plain_operand
 from jigsaw.ops.random_numbers import random_states
-from jigsaw.slab_mesh import CHUNKED_NAME, SLAB_AXIS, RowsMissing, SlabMesh
-from jigsaw.stencil_rules import ceil_div
-from jigsaw.tile import Tile, shared_mesh, tiles_in
+from jigsaw.ranks.mesh import mesh_coordinate
+from jigsaw.ranks.slab_mesh import CHUNKED_NAME, SLAB_AXIS, RowsMissing, SlabMesh
+from jigsaw.tile.tile import Tile, shared_mesh, tiles_in
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from jigsaw.ops.random_numbers import global_chances
-from jigsaw.tile import Tile, implements_torch
+from jigsaw.tile.tile import Tile, implements_torch
 
 
 def _drop_random(tile: Tile, p: float, training: bool, dims: int) -> Tile:

@@ -27,18 +27,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call  # pyright: ignore[reportUnknownVariableType]
 
-from jigsaw import comm, debug
-from jigsaw.cut import Interval, ShardingError, whole_dim
-from jigsaw.exchange import exchange_rows
-from jigsaw.nn.stencil import DimStencil, StencilPlan, empty_result, is_cut_or_haloed, plan_stencil
+from jigsaw import comm
+from jigsaw.comm import debug
+from jigsaw.comm.exchange import exchange_rows
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import Interval, whole_dim
+from jigsaw.geometry.stencil_rules import ceil_div
+from jigsaw.nn.stencils.stencil import DimStencil, StencilPlan, empty_result, is_cut_or_haloed, plan_stencil
 from jigsaw.nn.weights import is_dtensor
-from jigsaw.noted_calls import described_arguments
-from jigsaw.ops.meeting import bring_together
-from jigsaw.ops.plain_operands import AVERAGED_MARK, averaged_over, plain_operand
+from jigsaw.ops.meeting.common_cuts import bring_together
+from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, averaged_over, plain_operand
 from jigsaw.ops.pointwise import replace_tensors
 from jigsaw.ops.random_numbers import random_states
-from jigsaw.stencil_rules import ceil_div
-from jigsaw.tile import Tile, tiles_in
+from jigsaw.tile.noted_calls import described_arguments
+from jigsaw.tile.tile import Tile, tiles_in
 
 T = TypeVar("T")
 

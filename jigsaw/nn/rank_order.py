@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from jigsaw.cut import Cut, have_same_rows, whole_dim
-from jigsaw.debug import compare_calls
-from jigsaw.exchange import PackedSwap
-from jigsaw.graph_calls import graph_call, lacks_values
-from jigsaw.layout import Layout, MeshCoordinate
-from jigsaw.mesh import mesh_coordinate
-from jigsaw.tile import Tile
+from jigsaw.comm.debug import compare_calls
+from jigsaw.comm.exchange import PackedSwap
+from jigsaw.comm.graph_calls import graph_call, lacks_values
+from jigsaw.geometry.cut import Cut, have_same_rows, whole_dim
+from jigsaw.geometry.layout import Layout, MeshCoordinate
+from jigsaw.ranks.mesh import mesh_coordinate
+from jigsaw.tile.tile import Tile
 
 CutGroup = tuple[Cut, ...]
 

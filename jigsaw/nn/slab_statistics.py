@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.cut import box_shape, box_slices
-from jigsaw.layout import Layout
+from jigsaw.geometry.cut import box_shape, box_slices
+from jigsaw.geometry.layout import Layout
 from jigsaw.ops.reductions import elements_per_value, reducing_axes
-from jigsaw.slab_mesh import SLAB_AXIS, SlabMesh
-from jigsaw.tile import Tile
+from jigsaw.ranks.slab_mesh import SLAB_AXIS, SlabMesh
+from jigsaw.tile.tile import Tile
 
 
 @dataclass
@@ -148,7 +148,7 @@ def slabs_cut(x: Tile, *dims: int) -> bool:
 def standardize_slab(
     x: Tile, dims: tuple[int, ...], eps: float, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do as `jigsaw.nn.standardize.standardize_tile`, for a tile on a `SlabMesh` whose slabs cut `dims`."""
+    """Do as `jigsaw.nn.norms.standardize.standardize_tile`, for a tile on a `SlabMesh` whose slabs cut `dims`."""
     layout = x.layout
     for d in dims:
         layout = layout.replace_dim(d, *(c.bare() for c in layout.dim(d)))

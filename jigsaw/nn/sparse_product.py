@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from jigsaw.cut import Cut, Interval, ShardingError, cut_points
-from jigsaw.exchange import sum_held_rows
-from jigsaw.nn.sphere import stretched_cut
-from jigsaw.nn.stencil import empty_result
-from jigsaw.tile import Tile, implements_torch
+from jigsaw.comm.exchange import sum_held_rows
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import Cut, Interval, cut_points
+from jigsaw.nn.spheres.sphere import stretched_cut
+from jigsaw.nn.stencils.stencil import empty_result
+from jigsaw.tile.tile import Tile, implements_torch
 
 CutGroup = tuple[Cut, ...]
 

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.cut import ShardingError, whole_dim
-from jigsaw.layout import Layout
-from jigsaw.matmul_grid import refine_cut
-from jigsaw.mesh import axes_of_mesh
-from jigsaw.ops.plain_operands import plain_operand
-from jigsaw.tile import Tile
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import whole_dim
+from jigsaw.geometry.layout import Layout
+from jigsaw.geometry.matmul_grid import refine_cut
+from jigsaw.ops.meeting.plain_operands import plain_operand
+from jigsaw.ranks.mesh import axes_of_mesh
+from jigsaw.tile.tile import Tile
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

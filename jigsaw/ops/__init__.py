@@ -2,8 +2,6 @@
 
 from jigsaw.ops import (
     along,
-    checkpoint_frames,
-    closeness,
     collectives,
     complex_parts,
     covariances,
@@ -22,15 +20,13 @@ from jigsaw.ops import (
     pointwise,
     quantiles,
     reductions,
-    reentrant,
     repeating,
     scattering,
     shapes,
-    tensor_methods,
     turns,
     unknown_functions,
-    whole_tensor,
 )
+from jigsaw.ops.into_torch import checkpoint_frames, closeness, reentrant, tensor_methods, whole_tensor
 
 __all__ = [
     "along",

@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jigsaw import comm
-from jigsaw.cut import ShardingError, whole_dim
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import whole_dim
 from jigsaw.ops.reductions import finish_reduction, reduced_dims, reducing_axes
 from jigsaw.ops.unknown_functions import uncut_tiles
 from jigsaw.ops.whole_dims import run_held_whole, run_with_whole_dim
-from jigsaw.tile import Tile, implements_torch
+from jigsaw.tile.tile import Tile, implements_torch
 
 
 def run_along_dim(function: Any, input: Tile, dim: int, /, *args: Any, **kwargs: Any) -> Any:

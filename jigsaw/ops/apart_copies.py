@@ -31,12 +31,13 @@ import torch
 from torch import Tensor
 
 from jigsaw import comm
-from jigsaw.cut import ShardingError
-from jigsaw.graph_calls import lacks_values
-from jigsaw.layout import Layout
-from jigsaw.ops.meeting import APART_MARK, apart_mark, set_apart_mark, with_moved_rows
+from jigsaw.comm.graph_calls import lacks_values
+from jigsaw.comm.wire_values import lie_in_one_memory
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.layout import Layout
+from jigsaw.ops.meeting.common_cuts import APART_MARK, apart_mark, set_apart_mark, with_moved_rows
 from jigsaw.ops.pointwise import changes_in_place
-from jigsaw.tile import (
+from jigsaw.tile.tile import (
     Tile,
     copies_made,
     in_own_memory,
@@ -44,7 +45,6 @@ from jigsaw.tile import (
     tiles_in,
     watches_changes,
 )
-from jigsaw.wire_values import lie_in_one_memory
 
 # number of functions that have changed a tile in place
 _changes_made = [0]

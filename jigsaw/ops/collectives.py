@@ -1,8 +1,8 @@
 """`torch.distributed`'s collectives of tiles: a tile is the whole tensor, so nothing is summed, gathered or sent.
 
-In a forward pass of a parallelized model there is one process (`jigsaw.model_world`).  Elsewhere the world size is that
-of the job, by which a sum would be divided.  So there only collectives with the same result for any number of processes
-are answered, and `all_gather`, which gives as many copies of the whole as it asks for.
+In a forward pass of a parallelized model there is one process (`jigsaw.ranks.model_world`).  Elsewhere the world size
+is that of the job, by which a sum would be divided.  So there only collectives with the same result for any number of
+processes are answered, and `all_gather`, which gives as many copies of the whole as it asks for.
 
 >>> tile = jigsaw.shard(torch.ones(4), jigsaw.init_mesh(lat=1), ("lat",))
 >>> torch.distributed.all_reduce(tile, torch.distributed.ReduceOp.MAX)
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from jigsaw.model_world import OneProcessError, finished_work, is_one_process
-from jigsaw.tile import implements_torch, tiles_in
+from jigsaw.ranks.model_world import OneProcessError, finished_work, is_one_process
+from jigsaw.tile.tile import implements_torch, tiles_in
 
 dist: Any = distributed  # which marks some of these as deprecated
 _OPS = dist.ReduceOp

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jigsaw.cut import whole_dim
-from jigsaw.tile import Tile, implements_torch, refusal_error
+from jigsaw.geometry.cut import whole_dim
+from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 
 
 @implements_torch(torch.view_as_real)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from jigsaw.ops.whole_dims import held_whole
-from jigsaw.tile import Tile, implements_torch
+from jigsaw.tile.tile import Tile, implements_torch
 
 
 @implements_torch(torch.cov)

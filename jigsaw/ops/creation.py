@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jigsaw.cut import whole_dim
-from jigsaw.layout import Layout
+from jigsaw.geometry.cut import whole_dim
+from jigsaw.geometry.layout import Layout
 from jigsaw.ops.indexing import check_can_change
 from jigsaw.ops.random_numbers import global_normal, global_uniform
 from jigsaw.ops.unknown_functions import run_unknown_function
-from jigsaw.tile import Tile, implements_torch, refusal_error, tiles_in
+from jigsaw.tile.tile import Tile, implements_torch, refusal_error, tiles_in
 
 # -- of a number ------------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from jigsaw import comm
-from jigsaw.cut import Cut
-from jigsaw.layout import Layout
+from jigsaw.geometry.cut import Cut
+from jigsaw.geometry.layout import Layout
 from jigsaw.ops.along import run_along_dim
 from jigsaw.ops.reductions import (
     ReducedDims,
@@ -29,7 +29,7 @@ from jigsaw.ops.reductions import (
     stack_along_axes,
 )
 from jigsaw.ops.whole_dims import check_by_torch
-from jigsaw.tile import Tile, implements_torch
+from jigsaw.tile.tile import Tile, implements_torch
 
 # -- rows of the pieces before ----------------------------------------------------------------------------------------
 

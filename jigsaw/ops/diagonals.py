@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jigsaw.cut import Cut, whole_dim
-from jigsaw.layout import Layout
+from jigsaw.geometry.cut import Cut, whole_dim
+from jigsaw.geometry.layout import Layout
 from jigsaw.ops.apart_copies import copied_to
 from jigsaw.ops.joining import join_tiles
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.whole_dims import rows_of_local, with_whole_dims
 from jigsaw.ops.whole_strides import whole_strides, with_strides
-from jigsaw.tile import Tile, implements_torch, refusal_error
+from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 
 
 def _kept_by_place(input: Tile, is_kept: Callable[[Tensor, Tensor], Tensor]) -> Tile:

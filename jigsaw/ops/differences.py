@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jigsaw.cut import Cut
-from jigsaw.exchange import exchange_rows
+from jigsaw.comm.exchange import exchange_rows
+from jigsaw.geometry.cut import Cut
 from jigsaw.ops.along import run_along_dim
 from jigsaw.ops.joining import join_tiles
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.whole_dims import check_by_torch, with_contiguous_dim
-from jigsaw.tile import Tile, implements_torch
+from jigsaw.tile.tile import Tile, implements_torch
 
 
 def _windows_of_rows(input: Tile, dim: int, more: int) -> tuple[Tensor, Cut]:

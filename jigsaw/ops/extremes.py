@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jigsaw.layout import Layout
+from jigsaw.geometry.layout import Layout
 from jigsaw.ops.along import run_along_dim
 from jigsaw.ops.cumulative import pieces_in_stack
 from jigsaw.ops.reductions import (
@@ -24,7 +24,7 @@ from jigsaw.ops.reductions import (
     stack_along_axes,
 )
 from jigsaw.ops.whole_dims import check_by_torch, rows_of_local
-from jigsaw.tile import Tile, implements_torch, leave_tile
+from jigsaw.tile.tile import Tile, implements_torch, leave_tile
 
 
 def _value_and_place(function: Any, input: Tile, dim: int, keepdim: bool) -> tuple[Any, Any]:

@@ -41,13 +41,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jigsaw.cut import Cut, cut_points, whole_dim
-from jigsaw.exchange import redistribute_rows
-from jigsaw.layout import Layout
-from jigsaw.matmul_grid import refine_cut
+from jigsaw.comm.exchange import redistribute_rows
+from jigsaw.geometry.cut import Cut, cut_points, whole_dim
+from jigsaw.geometry.layout import Layout
+from jigsaw.geometry.matmul_grid import refine_cut
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.shapes import slice_dim
-from jigsaw.tile import Tile, implements_torch, refusal_error
+from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 
 DimCuts = tuple[Cut, ...]
 

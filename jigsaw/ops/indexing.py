@@ -1,7 +1,6 @@
 """Indexing of tiles: ``tile[...]``, ``tile[...] = value``, and the functions that pick, write or add rows by indices.
 
-Ints, slices and None move no row but a picked one.  Index tensors and masks are whole on every rank (tiles become so,
-where they are cut), so that each rank picks or writes what lies in its own rows.
+Ints, slices and None move only a picked row.  Index tensors and masks are whole on every rank (cut tiles become so).
 
 Four ranks with 33 rows cut at 0, 9, 17, 25, 33, asked for the rows 30, 3, 12: rank 0 fills the second place of the
 result, rank 1 the third, rank 3 the first; each has zeros elsewhere, and the sum over the four is the answer.  Told to
@@ -26,20 +25,21 @@ import torch
 from torch import Tensor
 
 from jigsaw import comm
-from jigsaw.cut import ShardingError, whole_dim
-from jigsaw.graph_calls import lacks_values
-from jigsaw.layout import Layout
+from jigsaw.comm.graph_calls import lacks_values
+from jigsaw.comm.wire_values import lie_in_one_memory
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import whole_dim
+from jigsaw.geometry.layout import Layout
 from jigsaw.ops.apart_copies import carry_change, check_way_back, is_written_back, note_index_asked
-from jigsaw.ops.local_cells import cells_at_rows, cells_in_front, rows_held
-from jigsaw.ops.meeting import with_moved_rows
+from jigsaw.ops.meeting.common_cuts import with_moved_rows
+from jigsaw.ops.meeting.local_cells import cells_at_rows, cells_in_front, rows_held
+from jigsaw.ops.meeting.plain_operands import plain_operand
 from jigsaw.ops.picking import pick_from_plain
-from jigsaw.ops.plain_operands import plain_operand
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
 from jigsaw.ops.shapes import select_dim, slice_dim, unsqueeze_tile
 from jigsaw.ops.unknown_functions import run_unknown_function
 from jigsaw.ops.whole_strides import with_dense_strides
-from jigsaw.tile import Tile, implements_torch, refusal_error
-from jigsaw.wire_values import lie_in_one_memory
+from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 
 # -- operands ---------------------------------------------------------------------------------------------------------
 

@@ -26,16 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jigsaw.cut import Cut, cut_points, whole_dim
-from jigsaw.layout import Layout
-from jigsaw.ops.common_axes import plan_common_axes
-from jigsaw.ops.meeting import bring_together, with_moved_rows
-from jigsaw.ops.plain_operands import cut_whole_tensor
+from jigsaw.geometry.cut import Cut, cut_points, whole_dim
+from jigsaw.geometry.layout import Layout
+from jigsaw.ops.meeting.common_axes import plan_common_axes
+from jigsaw.ops.meeting.common_cuts import bring_together, with_moved_rows
+from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
 from jigsaw.ops.pointwise import align_tiles
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.shapes import new_dim_position
 from jigsaw.ops.whole_dims import with_contiguous_dim
-from jigsaw.tile import Tile, implements_torch, shared_mesh
+from jigsaw.tile.tile import Tile, implements_torch, shared_mesh
 
 
 def joined_points(sizes: Sequence[int], kept: int, points: Sequence[int]) -> tuple[int, ...]:
@@ -165,7 +165,7 @@ def join_tiles(tensors: Sequence[Any], dim: int = 0) -> Tile:
     """Join tiles and plain tensors one after the other along `dim`.
 
     *Sends*: along a cut dim the rows that lie on another rank in the result, by the rule above; what other axes cut, up
-    to (P-1)/P of a tile (`jigsaw.ops.common_axes`); backward as many.
+    to (P-1)/P of a tile (`jigsaw.ops.meeting.common_axes`); backward as many.
     """
     layouts = _layouts_on_one_mesh(tensors)
     layout = None if layouts is None or type(dim) is not int else _layout_in_place(layouts, dim)

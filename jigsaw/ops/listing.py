@@ -19,7 +19,7 @@ from jigsaw.ops.pointwise import align_tiles
 from jigsaw.ops.reductions import extreme_of_all
 from jigsaw.ops.unknown_functions import run_alike, uncut_tiles
 from jigsaw.ops.whole_dims import brought_home, held_whole, run_held_whole
-from jigsaw.tile import Tile, implements_torch
+from jigsaw.tile.tile import Tile, implements_torch
 
 # -- lists ------------------------------------------------------------------------------------------------------------
 

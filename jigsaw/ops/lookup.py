@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jigsaw import comm
-from jigsaw.cut import whole_dim
+from jigsaw.geometry.cut import whole_dim
 from jigsaw.ops.indexing import operand_part
 from jigsaw.ops.reductions import extreme_of_all
 from jigsaw.ops.unknown_functions import uncut_tiles
 from jigsaw.ops.whole_dims import with_whole_dims
-from jigsaw.tile import Tile, implements_torch, refusal_error
+from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 
 
 @implements_torch(F.embedding_bag)

@@ -19,7 +19,7 @@ import torch
 import torch.masked
 import torch.nn.functional as F
 
-from jigsaw.tile import Tile, implements_torch, tiles_in
+from jigsaw.tile.tile import Tile, implements_torch, tiles_in
 
 Dims = int | Sequence[int] | None
 

@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jigsaw.cut import whole_dim
-from jigsaw.layout import Layout
+from jigsaw.geometry.cut import whole_dim
+from jigsaw.geometry.layout import Layout
 from jigsaw.ops.joining import join_tiles
-from jigsaw.ops.plain_operands import cut_whole_tensor
+from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
 from jigsaw.ops.pointwise import align_tiles, held_by_all
 from jigsaw.ops.reductions import reduced_dims, vector_norm
 from jigsaw.ops.whole_dims import with_whole_dims
-from jigsaw.tile import Tile, implements_torch
+from jigsaw.tile.tile import Tile, implements_torch
 
 # -- crosswise --------------------------------------------------------------------------------------------------------
 

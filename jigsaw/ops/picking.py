@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jigsaw.cut import whole_dim
-from jigsaw.layout import Layout
-from jigsaw.ops.plain_operands import plain_operand
+from jigsaw.geometry.cut import whole_dim
+from jigsaw.geometry.layout import Layout
+from jigsaw.ops.meeting.plain_operands import plain_operand
 from jigsaw.ops.pointwise import align_tiles
 from jigsaw.ops.unknown_functions import run_alike
-from jigsaw.tile import Tile, refusal_error, tiles_in
+from jigsaw.tile.tile import Tile, refusal_error, tiles_in
 
 
 def pick_from_plain(function: Any, table: Tensor, index: Any) -> Any:

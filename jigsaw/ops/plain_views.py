@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jigsaw.cut import ShardingError
-from jigsaw.graph_calls import lacks_values
-from jigsaw.layout import Layout
+from jigsaw.comm.graph_calls import lacks_values
+from jigsaw.comm.wire_values import lie_in_one_memory
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.layout import Layout
 from jigsaw.ops.apart_copies import change_watcher, note_views
-from jigsaw.ops.meeting import apart_mark
-from jigsaw.tile import Tile, leave_tile, plain_readers
-from jigsaw.wire_values import lie_in_one_memory
+from jigsaw.ops.meeting.common_cuts import apart_mark
+from jigsaw.tile.tile import Tile, leave_tile, plain_readers
 
 
 class PlainView(Tensor):

@@ -21,15 +21,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from jigsaw import comm
-from jigsaw.cut import Cut, ShardingError, have_same_rows, whole_dim
-from jigsaw.exchange import exchange_rows
-from jigsaw.first_meetings import meet_number, numbers_met
-from jigsaw.layout import Layout
-from jigsaw.ops.filling import fill_from_tiles
-from jigsaw.ops.meeting import apart_mark, bring_together, has_moved_rows
-from jigsaw.ops.plain_operands import cut_whole_tensor, is_taken_whole, plain_operand
+from jigsaw.comm.exchange import exchange_rows
+from jigsaw.comm.first_meetings import meet_number, numbers_met
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import Cut, have_same_rows, whole_dim
+from jigsaw.geometry.layout import Layout
+from jigsaw.ops.meeting.common_cuts import apart_mark, bring_together, has_moved_rows
+from jigsaw.ops.meeting.filling import fill_from_tiles
+from jigsaw.ops.meeting.plain_operands import cut_whole_tensor, is_taken_whole, plain_operand
 from jigsaw.ops.whole_strides import is_whole_contiguous
-from jigsaw.tile import (
+from jigsaw.tile.tile import (
     Tile,
     implements_torch,
     in_own_memory,
@@ -45,9 +46,9 @@ from jigsaw.tile import (
 def align_tiles(tiles: Sequence[Tile], stays: int | None = None) -> tuple[Layout, list[Tensor]]:
     """Return the layout of a broadcast of tiles, and the local tensors to compute it from.
 
-    Cut points that differ are brought together (`jigsaw.ops.meeting`; the cuts of tile number `stays` win).  Halos are
-    cropped to what all hold.  A tile that is replicated along an axis that cuts the result enters with its adjoint
-    (backward: one all-reduce).  A single row of a cut dim is sent to all, where it meets more rows.
+    Cut points that differ are brought together (`jigsaw.ops.meeting.common_cuts`; the cuts of tile number `stays`
+    win).  Halos are cropped to what all hold.  A tile that is replicated along an axis that cuts the result enters with
+    its adjoint (backward: one all-reduce).  A single row of a cut dim is sent to all, where it meets more rows.
 
     *Raises*: `ShardingError` when other axes cut a dim of two tiles; it names `redistribute`.
     """

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jigsaw.layout import Layout
+from jigsaw.geometry.layout import Layout
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.whole_dims import brought_home, check_by_torch, run_held_whole, with_whole_dims
-from jigsaw.tile import Tile, implements_torch, leave_tile
+from jigsaw.tile.tile import Tile, implements_torch, leave_tile
 
 
 def _answer_quantile(function: Any) -> None:

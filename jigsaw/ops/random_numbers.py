@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.graph_calls import graph_call, lacks_values
-from jigsaw.layout import Layout, MeshCoordinate
-from jigsaw.mesh import mesh_size
-from jigsaw.slab_mesh import SlabMesh
-from jigsaw.tile import Tile
+from jigsaw.comm.graph_calls import graph_call, lacks_values
+from jigsaw.geometry.layout import Layout, MeshCoordinate
+from jigsaw.ranks.mesh import mesh_size
+from jigsaw.ranks.slab_mesh import SlabMesh
+from jigsaw.tile.tile import Tile
 
 _SIGN = -(1 << 63)
 

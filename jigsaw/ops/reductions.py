@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.layout import Layout
-from jigsaw.tile import Tile, implements_torch, leave_tile, refusal_error
+from jigsaw.geometry.layout import Layout
+from jigsaw.tile.tile import Tile, implements_torch, leave_tile, refusal_error
 
 ReducedDims = int | Sequence[int] | None
 

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jigsaw.cut import Cut, ShardingError, whole_dim
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import Cut, whole_dim
 from jigsaw.ops.joining import join_tiles
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.whole_dims import with_contiguous_dim
-from jigsaw.tile import Tile, implements_torch
+from jigsaw.tile.tile import Tile, implements_torch
 
 # -- repeated ---------------------------------------------------------------------------------------------------------
 

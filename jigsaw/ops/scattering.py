@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from jigsaw import comm
-from jigsaw.cut import whole_dim
-from jigsaw.graph_calls import lacks_values
-from jigsaw.layout import Layout
+from jigsaw.comm.graph_calls import lacks_values
+from jigsaw.geometry.cut import whole_dim
+from jigsaw.geometry.layout import Layout
 from jigsaw.ops.indexing import (
     TilePlaces,
     change_around,
@@ -31,12 +31,12 @@ from jigsaw.ops.indexing import (
     whole_index,
     write_places,
 )
-from jigsaw.ops.local_cells import rows_held
+from jigsaw.ops.meeting.local_cells import rows_held
 from jigsaw.ops.picking import pick_from_plain
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
 from jigsaw.ops.shapes import slice_dim
 from jigsaw.ops.unknown_functions import run_unknown_function
-from jigsaw.tile import Tile, implements_torch
+from jigsaw.tile.tile import Tile, implements_torch
 
 
 def _own_places(places: Tensor, tile: Tile, dim: int) -> tuple[Tensor, Tensor]:

@@ -17,19 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jigsaw.cut import Cut, ShardingError, whole_dim
-from jigsaw.layout import Layout
-from jigsaw.misuse import calling_line, warn_once
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import Cut, whole_dim
+from jigsaw.geometry.layout import Layout
 from jigsaw.ops.apart_copies import copied_apart, copied_to, note_rows_around
-from jigsaw.ops.common_axes import elements_to_fetch
-from jigsaw.ops.meeting import pieces_with_rows, with_moved_rows
+from jigsaw.ops.meeting.common_axes import elements_to_fetch
+from jigsaw.ops.meeting.common_cuts import pieces_with_rows, with_moved_rows
+from jigsaw.ops.meeting.reshaped_cuts import plan_reshape
 from jigsaw.ops.plain_views import leave_as_view
 from jigsaw.ops.pointwise import held_by_all
 from jigsaw.ops.reductions import reduced_dims
-from jigsaw.ops.reshaped_cuts import plan_reshape
 from jigsaw.ops.whole_dims import with_contiguous_dim
 from jigsaw.ops.whole_strides import strides_of_view, whole_strides, with_strides
-from jigsaw.tile import Tile, implements_torch, in_own_memory, refusal_error
+from jigsaw.tile.misuse import calling_line, warn_once
+from jigsaw.tile.tile import Tile, implements_torch, in_own_memory, refusal_error
 
 # -- reshape ----------------------------------------------------------------------------------------------------------
 
@@ -82,7 +83,7 @@ def reshape(input: Tile, shape: Any, *more: int) -> Any:
     *Shapes*: a lat x lon tile flattens to tokens that each rank holds its box of; they split again at the same place.
     A split that would part a block between ranks (windows of 4 of rows cut at 0, 7, 12) first moves the cut points to
     the nearest multiples (0, 8, 12); ranks may then have nothing.  Where the new dims part every row of a cut one, its
-    axes move to the dim of most rows that the view can keep cut.  The rule is in `jigsaw.ops.reshaped_cuts`.
+    axes move to the dim of most rows that the view can keep cut.  The rule is in `jigsaw.ops.meeting.reshaped_cuts`.
     *Sends*: nothing; where cut points move, the rows that change owner, counted as "realign", where axes move up to
     (P-1)/P of a tile, counted as "recut"; backward the reverse.  Where one rank gets what several had, and that is a
     mebibyte or more, a warning says so once for each line.

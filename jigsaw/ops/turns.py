@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from jigsaw.exchange import exchange_rows
+from jigsaw.comm.exchange import exchange_rows
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.whole_dims import run_with_whole_dim
-from jigsaw.tile import Tile, implements_torch, in_own_memory
+from jigsaw.tile.tile import Tile, implements_torch, in_own_memory
 
 
 @implements_torch(torch.flip)

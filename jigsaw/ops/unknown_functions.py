@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jigsaw.cut import ShardingError
-from jigsaw.layout import Layout
-from jigsaw.ops.filling import fill_from_tiles
-from jigsaw.ops.plain_operands import plain_operand
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.layout import Layout
+from jigsaw.ops.meeting.filling import fill_from_tiles
+from jigsaw.ops.meeting.plain_operands import plain_operand
 from jigsaw.ops.pointwise import (
     COPYING_NAMES,
     changes_in_place,
@@ -31,7 +31,7 @@ from jigsaw.ops.pointwise import (
     run_into_plain,
     run_on_tiles,
 )
-from jigsaw.tile import Tile, TileHandler, implements_rest, leave_tile, refusal_error, shared_mesh, tiles_in
+from jigsaw.tile.tile import Tile, TileHandler, implements_rest, leave_tile, refusal_error, shared_mesh, tiles_in
 
 # -- tiles that nothing cuts ------------------------------------------------------------------------------------------
 

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jigsaw.cut import Cut, cut_points, whole_dim
-from jigsaw.layout import Layout, MeshCoordinate
-from jigsaw.matmul_grid import refine_cut
+from jigsaw.geometry.cut import Cut, cut_points, whole_dim
+from jigsaw.geometry.layout import Layout, MeshCoordinate
+from jigsaw.geometry.matmul_grid import refine_cut
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.unknown_functions import run_alike
-from jigsaw.tile import Tile, leave_tile
+from jigsaw.tile.tile import Tile, leave_tile
 
 
 @lru_cache(maxsize=1024)

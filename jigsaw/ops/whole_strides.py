@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from jigsaw.layout import Layout
-from jigsaw.tile import Tile
+from jigsaw.geometry.layout import Layout
+from jigsaw.tile.tile import Tile
 
 _STRIDES = "whole_strides"
 

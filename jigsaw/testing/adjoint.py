@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jigsaw.layout import LayoutSpec
+from jigsaw.geometry.layout import LayoutSpec
 from jigsaw.testing.rank import world_mesh
 from jigsaw.testing.world import run_on_ranks
-from jigsaw.tile import Tile
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile import Tile
+from jigsaw.tile.tile_making import shard
 
 _USUAL_MESHES = ({"lat": 1}, {"lat": 2}, {"lat": 3}, {"lat": 4}, {"lat": 2, "lon": 2})
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.testing.failure import RankFailedError
 from jigsaw.testing.node_check import JobPlace, check_nodes, facts_of_node, place_in_job
 from jigsaw.testing.oracle import assert_same_on_every_mesh

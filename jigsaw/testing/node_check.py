@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from jigsaw.errors import ReadError
 from jigsaw.io.formats.store import open_store
-from jigsaw.launcher import torchrun_variables
+from jigsaw.ranks.launcher import torchrun_variables
 
 NodeFacts = Mapping[str, str]
 _COMPARED = ("python", "torch", "jigsaw", "numpy", "store")

@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn.functional import mse_loss
 
 from jigsaw import comm
-from jigsaw.layout import LayoutSpec
-from jigsaw.mesh import axes_of_mesh
-from jigsaw.misuse import UNREDUCED, without_warning
+from jigsaw.geometry.layout import LayoutSpec
+from jigsaw.ranks.mesh import axes_of_mesh
 from jigsaw.testing.failure import RankFailedError
 from jigsaw.testing.rank import world_mesh
 from jigsaw.testing.world import run_on_ranks
-from jigsaw.tile import Tile
-from jigsaw.tile_making import shard
+from jigsaw.tile.misuse import UNREDUCED, without_warning
+from jigsaw.tile.tile import Tile
+from jigsaw.tile.tile_making import shard
 
 OracleModel = Callable[..., Any]
 OracleMesh = Mapping[str, int]

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.mesh import init_mesh
+from jigsaw.ranks.mesh import init_mesh
 from jigsaw.testing.failure import RankFailure
 
 _GROUP_TIMEOUT = timedelta(hours=1)  # the world's own timeout reports earlier, with every rank's stack

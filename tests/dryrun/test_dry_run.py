@@ -14,10 +14,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import jigsaw
-from jigsaw.cut import ShardingError
 from jigsaw.dryrun import DEVICES, Traffic
 from jigsaw.dryrun.rank_playing import StepPlan, mean_square_of_tiles, play_rank
-from jigsaw.gradients import local_part
+from jigsaw.errors import ShardingError
+from jigsaw.parallel.gradients import local_part
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 MESHES = [

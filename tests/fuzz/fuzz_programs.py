@@ -483,8 +483,8 @@ def _draw_inputs(rng: random.Random, axes: dict[str, int]) -> list[ProgramInput]
 
 
 def _draw_cut(rng: random.Random, shape: tuple[int, ...], axes: dict[str, int]) -> dict:
-    from jigsaw.cut import ShardingError
-    from jigsaw.layout import Layout
+    from jigsaw.errors import ShardingError
+    from jigsaw.geometry.layout import Layout
 
     spec: list[tuple[str, ...]] = [() for _ in shape]
     for axis in axes:

@@ -22,15 +22,15 @@ from fuzz_programs import AXES, Program, ProgramInput, Statement, loss_of, make_
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.cut import RanksDifferError, ShardingError, box_slices
-from jigsaw.errors import ReadError
-from jigsaw.exchange import redistribute_rows
-from jigsaw.layout import Layout
-from jigsaw.mesh import axes_of_mesh
+from jigsaw.comm.exchange import redistribute_rows
+from jigsaw.errors import RanksDifferError, ReadError, ShardingError
+from jigsaw.geometry.cut import box_slices
+from jigsaw.geometry.layout import Layout
+from jigsaw.ranks.mesh import axes_of_mesh
+from jigsaw.ranks.waiting_ranks import WaitError
 from jigsaw.testing import run_on_ranks
 from jigsaw.testing.failure import RankFailedError
-from jigsaw.tile import Tile
-from jigsaw.waiting_ranks import WaitError
+from jigsaw.tile.tile import Tile
 
 BAD = ("wrong", "untyped", "apart", "hang", "crash")
 _REFUSALS = (ShardingError, ReadError)

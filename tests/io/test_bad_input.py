@@ -8,7 +8,7 @@ import torch
 from globe_store import globe, stacked, write
 
 import jigsaw
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.io import (
     CorruptChunkError,
     DataLoader,

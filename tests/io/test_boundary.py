@@ -12,16 +12,15 @@ import torch.nn.functional as F
 import xarray as xr
 
 import jigsaw
-from jigsaw.cut import ShardingError
-from jigsaw.errors import FieldError
+from jigsaw.errors import FieldError, ShardingError
+from jigsaw.geometry.layout import Layout
 from jigsaw.io import GridError, HaloError
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.series import forcings
 from jigsaw.io.series.boundary import DimBoundary
-from jigsaw.layout import Layout
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile import Tile
+from jigsaw.tile.tile import Tile
 
 FIELDS = ["t2m", "u10", "v500", "land_sea_mask"]
 SIGNS = np.array([1.0, -1.0, -1.0, 1.0])[:, None, None]

@@ -16,6 +16,7 @@ import zarr
 from toy_store import FORMS, held, layout, request, sample, write
 
 from jigsaw.errors import CorruptChunkError, NaNError, PeerError, ReadError, TruncatedError
+from jigsaw.geometry.layout import Layout
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading import found_chunks
 from jigsaw.io.reading.chunk_jobs import NO_OWNER
@@ -24,7 +25,6 @@ from jigsaw.io.reading.parcels import BoxParcels
 from jigsaw.io.reading.peers import meet_peers
 from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.io.series.request import DROPPED_DIM, ReadPart, ReadRequest
-from jigsaw.layout import Layout
 from jigsaw.testing import RankFailedError, on_ranks, run_on_ranks, world_mesh
 
 FAST = ("v2", "blosc")

@@ -8,7 +8,7 @@ from volume_store import pairs
 
 from jigsaw.io import DataLoader, ForkedError, ReadError, VolumeLoader, open_volumes
 from jigsaw.io import open as open_dataset
-from jigsaw.mesh import init_mesh
+from jigsaw.ranks.mesh import init_mesh
 
 _FORK = """
 import jigsaw.io

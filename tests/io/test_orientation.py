@@ -9,13 +9,13 @@ import torch
 from nibabel.orientations import aff2axcodes, axcodes2ornt, inv_ornt_aff, io_orientation, ornt_transform
 from volume_store import AFFINE, image, label, write
 
-from jigsaw import misuse
 from jigsaw.errors import FieldError, GridError
 from jigsaw.io.volumes.foreground import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.orientation import AxisTurn, orientation_codes
 from jigsaw.io.volumes.volume_loader import VolumeLoader
 from jigsaw.testing import run_on_ranks, world_mesh
+from jigsaw.tile import misuse
 
 STORED = (30, 16, 21)  # x, y, z
 OPTIONS = {"crop": (9, 10, 8), "crops": 3, "halo": {"z": 1, "y": 2}, "seed": 5, "foreground": Foreground(pos=3, neg=1)}

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_store import layout, request, write
 
-from jigsaw.cut import ShardingError
-from jigsaw.errors import FieldError, GridError, MissingArrayError, UnsupportedStoreError, WindowError
+from jigsaw.errors import FieldError, GridError, MissingArrayError, ShardingError, UnsupportedStoreError, WindowError
+from jigsaw.geometry.layout import Layout
 from jigsaw.io.chunks.chunk_grid import ChunkGrid
 from jigsaw.io.chunks.codecs import CodecDecoder
 from jigsaw.io.formats.store import open_store
@@ -21,7 +21,6 @@ from jigsaw.io.reading.needed_chunks import NeededChunks
 from jigsaw.io.reading.read_modes import PLAN_MODES
 from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.io.series.request import DROPPED_DIM, ReadPart, ReadRequest, runs_of_pairs
-from jigsaw.layout import Layout
 
 MESHES = [{}, {"lat": 2}, {"lat": 3}, {"lon": 3}, {"lat": 4}, {"lat": 2, "lon": 2}]
 

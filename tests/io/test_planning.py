@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numcodecs import Blosc, Zstd
 
+from jigsaw.geometry.layout import Layout
 from jigsaw.io.chunks import chunk_finder
 from jigsaw.io.chunks.byte_ranges import merge_ranges
 from jigsaw.io.chunks.files import LocalFiles
@@ -25,7 +26,6 @@ from jigsaw.io.reading.read_modes import PLAN_MODES
 from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.io.reading.shared_jobs import GOLDEN_SECTION, _numbers_read_by, order_of_jobs, owners_of_jobs
 from jigsaw.io.series.request import ReadPart, ReadRequest
-from jigsaw.layout import Layout
 
 MESHES = [{}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}, {"lon": 3, "lat": 2}, {"ens": 2, "lat": 2}]
 STEPS, ROWS = 4, (37, 40)

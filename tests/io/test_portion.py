@@ -24,7 +24,7 @@ from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.read_modes import PLAN_MODES
 from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.io.series.request import ReadPart, ReadRequest
-from jigsaw.mesh import mesh_coordinate
+from jigsaw.ranks.mesh import mesh_coordinate
 from jigsaw.testing import on_ranks, world_mesh
 
 ROWS = (200, 150)

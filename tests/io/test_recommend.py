@@ -6,7 +6,7 @@ import xarray as xr
 from globe_store import globe, write
 
 import jigsaw.io as jio
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.io.reports.proposed_tables import shard_shape_of
 from jigsaw.io.reports.recommend import ReadFigures, recommend
 

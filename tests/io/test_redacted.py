@@ -13,12 +13,11 @@ import zarr
 
 import jigsaw
 from jigsaw.__main__ import main
-from jigsaw.errors import ReadError, UnsupportedStoreError, WriteError
+from jigsaw.errors import ReadError, UnsupportedStoreError, WriteError, cause_without_secrets, redacted_text
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.formats.store_source import StoreSource
 from jigsaw.io.reports.plan_report import plan_report
 from jigsaw.io.volumes.volume import StoredVolume
-from jigsaw.redacted import cause_without_secrets, redacted_text
 from jigsaw.testing import world_mesh
 
 ONCE = {"retry_config": {"max_retries": 0}}

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.cut import ShardingError
-from jigsaw.errors import GridError, WriteError
+from jigsaw.errors import GridError, ShardingError, WriteError
 from jigsaw.io import open_volumes, write_volume
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 

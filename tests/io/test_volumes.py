@@ -14,7 +14,6 @@ import torch
 from volume_store import AFFINE, image, label, ome, pairs, write
 
 import jigsaw
-from jigsaw import misuse
 from jigsaw.errors import (
     CorruptChunkError,
     FieldError,
@@ -32,6 +31,7 @@ from jigsaw.io.volumes.foreground import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.volume_loader import VolumeLoader
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
+from jigsaw.tile import misuse
 
 MESHES = [{"z": 1}, {"z": 2}, {"data": 2, "y": 2}, {"z": 2, "x": 2}, {"z": 4}]
 SHAPES = [(20, 18, 17), (9, 33, 16)]

@@ -22,8 +22,7 @@ from zarr.codecs import BloscCodec
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.cut import ShardingError
-from jigsaw.errors import FieldError, GridError, WriteError
+from jigsaw.errors import FieldError, GridError, ShardingError, WriteError
 from jigsaw.io.writing.write import Writer, completeness, write
 from jigsaw.testing import RankFailedError, on_ranks, run_on_ranks, world_mesh
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jigsaw.cut import box_elements
+from jigsaw.geometry.cut import box_elements
+from jigsaw.geometry.layout import Layout
 from jigsaw.io.writing.write_units import WriteTarget, plan_units, write_rounds
-from jigsaw.layout import Layout
 
 AXES = [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}, {"data": 2, "lat": 2}, {"lat": 2, "m": 2}]
 SPEC = ("data", None, "lat", "lon")

@@ -5,8 +5,8 @@ import zarr
 from numcodecs import LZ4, Blosc, Delta, GZip, Zlib, Zstd
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, TransposeCodec, ZstdCodec
 
+from jigsaw.geometry.layout import Layout
 from jigsaw.io.series.request import ReadPart, ReadRequest
-from jigsaw.layout import Layout
 
 V2 = {
     "blosc": {"compressors": Blosc("lz4", 5, 1)},

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from jigsaw import comm, metrics
-from jigsaw.cut import ShardingError
-from jigsaw.errors import GridError
+from jigsaw.errors import GridError, ShardingError
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 MESHES = [{"lat": 1}, {"lat": 3}, {"ensemble": 4}, {"ensemble": 2, "lat": 2}, {"lat": 2, "lon": 2}]
 LATS = np.linspace(90, -90, 7)

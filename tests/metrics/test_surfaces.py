@@ -9,9 +9,9 @@ from monai.metrics import compute_dice, compute_hausdorff_distance, compute_surf
 from scipy import ndimage
 
 from jigsaw import comm, metrics
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.testing import on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 
 def _blob(shape, centre, radius, seed):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from jigsaw import comm
-from jigsaw.mesh import axes_of_mesh
-from jigsaw.tile import Tile
-from jigsaw.tile_making import shard
+from jigsaw.ranks.mesh import axes_of_mesh
+from jigsaw.tile.tile import Tile
+from jigsaw.tile.tile_making import shard
 
 
 def any_spec(generator, shape, axes):

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 CHANNEL = (None, "channel", "lat", None)
 MESHES = [{"channel": 2}, {"channel": 3}, {"channel": 4}, {"channel": 2, "lat": 2}]

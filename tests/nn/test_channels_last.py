@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from jigsaw import parallelize
-from jigsaw.exchange import memory_format_of
+from jigsaw.comm.exchange import memory_format_of
 from jigsaw.testing import on_ranks, world_mesh
-from jigsaw.tile_making import from_local, shard
+from jigsaw.tile.tile_making import from_local, shard
 
 
 def _is_last(x):

@@ -13,7 +13,7 @@ from torch import nn
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.testing.oracle import random_functional
 

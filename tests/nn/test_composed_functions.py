@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from random_cuts import any_spec, assert_as_the_whole
 
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 WINDOW = torch.hann_window(6, dtype=torch.float64) + 0.1
 LABELS = torch.randint(1, 5, (4, 3), generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ from torch import nn
 
 import jigsaw
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 MESHES = [{"lat": 1}, {"lat": 3}, {"lon": 4}, {"data": 2, "lat": 2}, {"lat": 2, "lon": 2}]
 SPACE, SAMPLE = ("data", None, "lat", "lon"), ("data", None)

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from jigsaw import comm
-from jigsaw.cut import ShardingError
-from jigsaw.nn.conv_geometry import plan_of_whole_channels
-from jigsaw.nn.halo_conv import plan_halo
-from jigsaw.nn.stencil import plan_stencil
-from jigsaw.stencil_rules import derive_cut
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.stencil_rules import derive_cut
+from jigsaw.nn.stencils.conv_geometry import plan_of_whole_channels
+from jigsaw.nn.stencils.halo_conv import plan_halo
+from jigsaw.nn.stencils.stencil import plan_stencil
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 SPACE = (None, None, "lat", "lon")
 MESHES = [{"lat": 1, "lon": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from jigsaw.testing import on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 X = torch.ones(4, 6, 33, 20)
 

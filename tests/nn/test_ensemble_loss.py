@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from jigsaw import comm
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.nn import crps_loss
-from jigsaw.parallel import parallelize
+from jigsaw.parallel.parallelize import parallelize
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 AREA = torch.linspace(0.1, 1, 7, dtype=torch.float64)[:, None]
 MESHES = [{"lat": 1}, {"lat": 3}, {"ensemble": 2}, {"ensemble": 4}, {"ensemble": 2, "lat": 2}]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from monai.losses import DiceLoss, FocalLoss, TverskyLoss
 
 from jigsaw import nn
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.testing import assert_same_on_every_mesh
 
 MESHES = [{"lat": 1}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}]

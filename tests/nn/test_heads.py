@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import jigsaw
-from jigsaw.cut import ShardingError
-from jigsaw.nn.heads import MultiheadAttention
+from jigsaw.errors import ShardingError
+from jigsaw.nn.attention.heads import MultiheadAttention
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 
 MESHES = [{"channel": 2}, {"channel": 3}, {"lat": 2, "channel": 2}, {"channel": 2, "lat": 2}]

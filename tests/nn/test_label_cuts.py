@@ -11,9 +11,9 @@ from random_cuts import any_spec, assert_as_the_whole
 from torch import nn
 
 from jigsaw import comm
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 MESHES = [{"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}]
 GRID = (None, None, "lat", "lon")  # [batch, 12 features, 7, 9]

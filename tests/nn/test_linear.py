@@ -11,10 +11,10 @@ from torch import nn
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.cut import ShardingError
-from jigsaw.nn.linear import Linear
+from jigsaw.errors import ShardingError
+from jigsaw.nn.products.linear import Linear
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 ROWS = [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lat": 4}, {"lat": 2, "lon": 2}]
 CHANNELS = [{"channel": 2}, {"channel": 3}, {"channel": 4}, {"lat": 2, "channel": 2}, {"channel": 2, "lat": 2}]

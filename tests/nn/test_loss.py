@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from jigsaw.cut import ShardingError
-from jigsaw.nn.loss import weighted_mean
+from jigsaw.errors import ShardingError
+from jigsaw.nn.losses.loss import weighted_mean
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile import Tile
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile import Tile
+from jigsaw.tile.tile_making import shard
 
 MESHES = [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}]
 SPACE = (None, None, "lat", "lon")

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from random_cuts import any_spec, assert_as_the_whole
 
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.testing import on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 
 def _signs(y):

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from jigsaw import comm
-from jigsaw.cut import ShardingError
-from jigsaw.nn.mixing import Mix, mix_tokens
+from jigsaw.errors import ShardingError
+from jigsaw.nn.products.mixing import Mix, mix_tokens
 from jigsaw.nn.weights import cut_parameter
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile import Tile
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile import Tile
+from jigsaw.tile.tile_making import shard
 
 MESHES = [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}]
 GRID = (None, None, "lat", "lon")

@@ -9,10 +9,10 @@ from torch.distributed.tensor import distribute_tensor
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.cut import ShardingError
-from jigsaw.nn.norm_images import as_norm_images
+from jigsaw.errors import ShardingError
+from jigsaw.nn.norms.norm_images import as_norm_images
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 MESHES = [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}]
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from jigsaw import comm
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 SPACE = (None, None, "lat", "lon")
 MESHES = [{"lat": 1, "lon": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}]

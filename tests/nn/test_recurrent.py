@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import jigsaw
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 
 class Rows(nn.Module):

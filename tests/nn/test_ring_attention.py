@@ -15,13 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.cut import Cut, ShardingError
-from jigsaw.nn import ring_attention, ring_order
-from jigsaw.nn.attention_ways import AttentionSizes, choose_attention_way, way_costs
-from jigsaw.nn.rank_split import RankSplit, SplitAxes, splits_of_cuts, splits_of_pieces
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import Cut
+from jigsaw.nn.attention import ring_attention, ring_order
+from jigsaw.nn.attention.attention_ways import AttentionSizes, choose_attention_way, way_costs
+from jigsaw.nn.attention.rank_split import RankSplit, SplitAxes, splits_of_cuts, splits_of_pieces
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.testing.world import run_on_ranks
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
 # query 2 may attend to nothing, queries 5 to 8 to none of the first keys

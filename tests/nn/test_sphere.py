@@ -11,7 +11,7 @@ from torch import nn
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.testing import on_ranks, world_mesh
 
 harmonics = pytest.importorskip("torch_harmonics", reason="a package of the zoo: make zoo")

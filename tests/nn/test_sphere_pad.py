@@ -9,10 +9,10 @@ from torch import nn
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.nn import SpherePad
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile import Tile
+from jigsaw.tile.tile import Tile
 
 SPEC = (None, None, "lat", "lon")
 MESHES = [{"lat": 1}, {"lat": 2}, {"lon": 3}, {"lat": 4}, {"lat": 2, "lon": 2}]

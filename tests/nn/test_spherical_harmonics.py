@@ -16,7 +16,8 @@ from torch import nn
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.cut import ShardingError, cut_points
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import cut_points
 from jigsaw.nn import (
     InverseSphericalHarmonicTransform,
     InverseVectorSphericalHarmonicTransform,
@@ -24,9 +25,9 @@ from jigsaw.nn import (
     SphericalHarmonicTransform,
     VectorSphericalHarmonicTransform,
 )
-from jigsaw.nn.legendre_tables import SPHERE_GRIDS, latitude_quadrature, legendre_derivatives, legendre_table
+from jigsaw.nn.spheres.legendre_tables import SPHERE_GRIDS, latitude_quadrature, legendre_derivatives, legendre_table
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile import Tile
+from jigsaw.tile.tile import Tile
 
 MESHES = [{"lat": 1}, {"lat": 2}, {"lon": 3}, {"lat": 4}, {"lat": 2, "lon": 2}]
 GRID = (None, "lat", "lon")

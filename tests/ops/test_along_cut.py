@@ -10,8 +10,8 @@ from tile_oracle import assert_answers_as_the_whole
 
 from jigsaw import comm
 from jigsaw.testing import on_ranks, world_mesh
-from jigsaw.tile import Tile
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile import Tile
+from jigsaw.tile.tile_making import shard
 
 
 def _with_zeros(x):

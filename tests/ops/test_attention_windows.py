@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from jigsaw import comm, shard
-from jigsaw.cut import Cut, cut_points, whole_dim
-from jigsaw.layout import Layout
-from jigsaw.ops.reshaped_cuts import plan_reshape
+from jigsaw.geometry.cut import Cut, cut_points, whole_dim
+from jigsaw.geometry.layout import Layout
+from jigsaw.ops.meeting.reshaped_cuts import plan_reshape
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks
 from jigsaw.testing.rank import world_mesh
 

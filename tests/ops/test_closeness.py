@@ -9,10 +9,10 @@ import torch
 from torch.testing import assert_close
 
 from jigsaw import comm
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
-from jigsaw.tile import Tile
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile import Tile
+from jigsaw.tile.tile_making import shard
 
 F64 = torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -75,7 +75,7 @@ def _verdict(call, *args, **options):
     try:
         call(*args, **options)
     except (AssertionError, TypeError, ValueError) as error:
-        words = str(error).replace("<class 'jigsaw.tile.Tile'>", "<class 'torch.Tensor'>")
+        words = str(error).replace("<class 'jigsaw.tile.tile.Tile'>", "<class 'torch.Tensor'>")
         return type(error), words.replace("None mismatch: Tile(", "None mismatch: tensor(").partition("tensor(")[0]
     return None
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 SPACE = (None, None, "lat", "lon")
 MESHES = [{"lat": 2}, {"lon": 3}, {"lat": 4}, {"lat": 2, "lon": 2}]

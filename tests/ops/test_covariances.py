@@ -10,8 +10,8 @@ from torch import nn
 from jigsaw import ShardingError
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.testing.oracle import random_functional
-from jigsaw.tile import Tile
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile import Tile
+from jigsaw.tile.tile_making import shard
 
 SPACE = (None, None, "lat", "lon")
 MESHES = [{"lat": 2}, {"lat": 3}, {"lat": 2, "lon": 2}]

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from jigsaw import comm
-from jigsaw.layout import Layout
+from jigsaw.geometry.layout import Layout
 from jigsaw.ops.fourier import TransformKind, plan_transform
-from jigsaw.parallel import parallelize
+from jigsaw.parallel.parallelize import parallelize
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 SPACE = (None, None, "lat", "lon")
 MESHES = [{"lat": 2}, {"lon": 3}, {"lat": 4}, {"lat": 2, "lon": 2}]

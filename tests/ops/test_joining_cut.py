@@ -11,7 +11,7 @@ from tile_oracle import assert_answers_as_the_whole
 from jigsaw import comm
 from jigsaw.ops.joining import joined_points
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile_making import from_local, shard
+from jigsaw.tile.tile_making import from_local, shard
 
 PLAIN = torch.arange(2 * 3 * 2 * 10, dtype=torch.float64).reshape(2, 3, 2, 10) / 7
 

@@ -9,7 +9,7 @@ import torch
 
 import jigsaw
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 WHOLE_MASK = torch.randn(3, 1, 7, 10, generator=torch.Generator().manual_seed(1)) > -0.5
 NAMES = {

@@ -11,7 +11,7 @@ from tile_oracle import assert_answers_as_the_whole
 
 import jigsaw
 from jigsaw.testing import on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 PLAIN = torch.arange(20, dtype=torch.float64).reshape(2, 10).sin()
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 import jigsaw
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.testing import on_ranks, world_mesh
-from jigsaw.tile import Tile
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile import Tile
+from jigsaw.tile.tile_making import shard
 
 A = torch.Generator().manual_seed(3)
 SQUARE = torch.randn(6, 6, generator=A, dtype=torch.float64)

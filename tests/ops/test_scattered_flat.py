@@ -3,7 +3,7 @@
 import torch
 
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile_making import shard
+from jigsaw.tile.tile_making import shard
 
 SPACE = (None, "lat", "lon", None)
 ROWS = torch.tensor([0, 7, 7, 13, 39, 22])

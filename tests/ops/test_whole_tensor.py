@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.cut import RanksDifferError, ShardingError
+from jigsaw.errors import RanksDifferError, ShardingError
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
-from jigsaw.tile import Tile
-from jigsaw.tile_making import from_local, shard
+from jigsaw.tile.tile import Tile
+from jigsaw.tile.tile_making import from_local, shard
 
 MESHES = [{"lat": 2}, {"lat": 3}, {"lat": 2, "lon": 2}]
 SPEC = (None, "lat", "lon")

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import jigsaw
-from jigsaw.layout import Layout
-from jigsaw.mesh import axes_of_mesh
+from jigsaw.geometry.layout import Layout
+from jigsaw.ranks.mesh import axes_of_mesh
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _RANDOM: dict[Any, tuple[str, ...]] = {

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.cut import Box
-from jigsaw.errors import GridError, UnsupportedStoreError
+from jigsaw.errors import GridError, UnsupportedStoreError, redacted_text
+from jigsaw.geometry.cut import Box
 from jigsaw.io.chunks.chunk import ChunkDecoder, ChunkPlaces
 from jigsaw.io.chunks.chunk_finder import ChunkFinder
 from jigsaw.io.chunks.chunk_grid import ChunkGrid
 from jigsaw.io.chunks.chunk_loader import ChunkLoader
 from jigsaw.io.chunks.joined_arrays import JoinedArrays
 from jigsaw.io.chunks.library_loader import BoxReader, LibraryLoader
-from jigsaw.redacted import redacted_text
 
 
 def _no_library(box: Box) -> NDArray[Any]:

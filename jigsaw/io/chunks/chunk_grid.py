@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
-from jigsaw.cut import Box, Interval
+from jigsaw.geometry.cut import Box, Interval
 
 ChunkIndex = tuple[int, ...]
 """Number of a chunk along each dim."""

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jigsaw.cut import Box, Interval
+from jigsaw.geometry.cut import Box, Interval
 
 
 @dataclass(frozen=True)

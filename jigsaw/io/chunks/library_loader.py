@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.cut import Box
-from jigsaw.errors import CorruptChunkError, ReadError
+from jigsaw.errors import CorruptChunkError, ReadError, cause_without_secrets
+from jigsaw.geometry.cut import Box
 from jigsaw.io.chunks.chunk import ChunkLoadCounts
 from jigsaw.io.chunks.chunk_finder import ChunkFinder
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.chunk_loader import DecodedChunks
 from jigsaw.io.chunks.codecs import BadChunkError, ByteArray
 from jigsaw.io.chunks.portion import ChunkPortion
-from jigsaw.redacted import cause_without_secrets
 
 BoxReader = Callable[[Box], NDArray[Any]]
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.cut import Interval
+from jigsaw.geometry.cut import Interval
 from jigsaw.io.chunks.chunk_grid import ChunkRows
 
 MOST_PORTION_SHARE = 0.75

@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from jigsaw.cut import ShardingError
-from jigsaw.errors import ReadError, WriteError
+from jigsaw.errors import ReadError, ShardingError, WriteError
 from jigsaw.io.series.request import MISSING_RULES
 from jigsaw.io.stats.cluster import dask_client
 

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from jigsaw.cut import ShardingError
-from jigsaw.errors import GridError
+from jigsaw.errors import GridError, ShardingError
 from jigsaw.io.commands import parse_options as options
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.opening import open

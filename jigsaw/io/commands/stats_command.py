@@ -14,7 +14,7 @@ from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.series.statistics_files import check_statistics_path
 from jigsaw.io.stats.compute import statistics
 from jigsaw.io.stats.step_series import WEIGHT_RULES
-from jigsaw.mesh import init_mesh, mesh_coordinate
+from jigsaw.ranks.mesh import init_mesh, mesh_coordinate
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

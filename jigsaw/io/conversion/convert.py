@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.cut import Box, box_elements, box_slices
 from jigsaw.errors import WriteError, writing_to
+from jigsaw.geometry.cut import Box, box_elements, box_slices
 from jigsaw.io.conversion.journal import (
     CONVERT_AGAIN,
     ConversionJournal,

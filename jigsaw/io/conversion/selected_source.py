@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jigsaw.errors import FieldError, GridError, UnsupportedStoreError, WindowError
+from jigsaw.errors import (
+    FieldError,
+    GridError,
+    UnsupportedStoreError,
+    WindowError,
+    cause_without_secrets,
+    redacted_text,
+)
 from jigsaw.io.arguments import checked_choice
 from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.files import size_and_change
@@ -32,7 +39,6 @@ from jigsaw.io.series.store_survey import StoreSurvey
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.writing.cf import REFERENCE_ATTRIBUTES, StoredCoordinate, encode_coordinate
 from jigsaw.io.writing.outline import ArrayOutline
-from jigsaw.redacted import cause_without_secrets, redacted_text
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from jigsaw.cut import Box
 from jigsaw.errors import MissingArrayError, WindowError
+from jigsaw.geometry.cut import Box
+from jigsaw.geometry.layout import Layout
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.dtypes import numpy_dtype_name
 from jigsaw.io.datasets.held_steps import HeldSteps
@@ -31,9 +32,8 @@ from jigsaw.io.series.forcings import GridForcings
 from jigsaw.io.series.request import ReadRequest
 from jigsaw.io.series.store_survey import RowOrder, StoreVariable
 from jigsaw.io.series.times import is_whole_number, later_times
-from jigsaw.layout import Layout
-from jigsaw.mesh import mesh_coordinate
-from jigsaw.tile import Tile
+from jigsaw.ranks.mesh import mesh_coordinate
+from jigsaw.tile.tile import Tile
 
 
 @dataclass(frozen=True)

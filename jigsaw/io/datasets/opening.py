@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.cut import SplitRule
 from jigsaw.errors import FieldError, GridError, WindowError
+from jigsaw.geometry.cut import SplitRule
+from jigsaw.geometry.layout import DimSpec
 from jigsaw.io.arguments import checked_choice, checked_mapping
 from jigsaw.io.chunks.dtypes import checked_dtype
 from jigsaw.io.datasets.dataset import Dataset
@@ -31,7 +32,6 @@ from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
 from jigsaw.io.series.store_survey import RowOrder, StoreSurvey, StoreVariable
 from jigsaw.io.series.times import TimeAxis, is_accumulated
 from jigsaw.io.series.windows import window_anchors, window_offsets
-from jigsaw.layout import DimSpec
 
 _READ_MODES = ("auto", *PLAN_MODES)
 _LAT_ORDERS = ("store", "north-first", "south-first")

@@ -14,17 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import data
 
 from jigsaw import comm
-from jigsaw.cut import ShardingError
-from jigsaw.errors import ReadError
+from jigsaw.errors import ReadError, ShardingError
+from jigsaw.geometry.layout import AxisSizes
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.same_store import StoreIdentity, check_same_store
 from jigsaw.io.series.sample_space import DATA_AXIS, SampleSpace
 from jigsaw.io.series.times import is_whole_number
-from jigsaw.layout import AxisSizes
-from jigsaw.mesh import axes_of_mesh, init_mesh
-from jigsaw.misuse import warn_once
-from jigsaw.tile import Tile
+from jigsaw.ranks.mesh import axes_of_mesh, init_mesh
+from jigsaw.tile.misuse import warn_once
+from jigsaw.tile.tile import Tile
 
 TileIfAny: TypeAlias = Tile | Any
 """Tile where there is one, else None: callers know which, and need not tell a type checker again."""

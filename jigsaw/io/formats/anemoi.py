@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.cut import Box
 from jigsaw.errors import GridError
+from jigsaw.geometry.cut import Box
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.chunk import ChunkPlaces, ChunkRef, ObjectPerChunk
 from jigsaw.io.chunks.chunk_grid import ChunkIndex

@@ -10,8 +10,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from jigsaw.cut import Box
 from jigsaw.errors import GridError, ReadError, UnsupportedStoreError
+from jigsaw.geometry.cut import Box
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.files import LocalFiles
 from jigsaw.io.chunks.packing import missing_values_of

@@ -18,8 +18,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.cut import Box, box_slices
 from jigsaw.errors import ReadError, UnsupportedStoreError
+from jigsaw.geometry.cut import Box, box_slices
 from jigsaw.io.cache_folder import user_cache_folder
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.chunk import ChunkPlaces

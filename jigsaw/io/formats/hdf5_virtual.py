@@ -15,8 +15,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.cut import Box
 from jigsaw.errors import UnsupportedStoreError
+from jigsaw.geometry.cut import Box
 from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.chunk import ChunkPlaces, ChunkRef
 from jigsaw.io.chunks.chunk_grid import ChunkIndex

@@ -7,12 +7,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from jigsaw.errors import FieldError, ReadError
+from jigsaw.errors import FieldError, ReadError, redacted_text
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.formats.disk_cache import DiskCache
 from jigsaw.io.formats.ome import is_multiscale_group, multiscale_level
 from jigsaw.io.formats.store import open_store
-from jigsaw.redacted import redacted_text
 
 
 @dataclass(frozen=True, eq=False)

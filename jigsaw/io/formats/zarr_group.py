@@ -18,8 +18,15 @@ from zarr.codecs import ShardingCodec
 from zarr.errors import ContainsArrayError
 from zarr.storage import LocalStore, ObjectStore
 
-from jigsaw.cut import box_slices
-from jigsaw.errors import CorruptChunkError, MissingArrayError, ReadError, UnsupportedStoreError
+from jigsaw.errors import (
+    CorruptChunkError,
+    MissingArrayError,
+    ReadError,
+    UnsupportedStoreError,
+    cause_without_secrets,
+    redacted_text,
+)
+from jigsaw.geometry.cut import box_slices
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.codecs import (
     CodecDecoder,
@@ -37,7 +44,6 @@ from jigsaw.io.formats.slab_arrays import check_all_chunks_there, read_whole_coo
 from jigsaw.io.formats.zarr_keys import ZarrKeyFiles
 from jigsaw.io.formats.zarr_places import ObjectPlaces, ShardPlaces, ZarrPlaces
 from jigsaw.io.series.coords import check_coordinate_size
-from jigsaw.redacted import cause_without_secrets, redacted_text
 
 ChunkLengths = Mapping[int, tuple[int, ...]]
 

@@ -25,12 +25,11 @@ from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest
 from zarr.buffer import default_buffer_prototype
 from zarr.storage import FsspecStore, LocalStore, WrapperStore
 
-from jigsaw.errors import FetchError, UnsupportedStoreError
+from jigsaw.errors import FetchError, UnsupportedStoreError, cause_without_secrets, redacted_text
 from jigsaw.io.chunks.codecs import BadChunkError
 from jigsaw.io.chunks.files import LocalFiles, StoreBounds
 from jigsaw.io.chunks.memory import fresh_memory
 from jigsaw.io.chunks.remote_files import MOST_OBJECT_BYTES
-from jigsaw.redacted import cause_without_secrets, redacted_text
 
 OutsidePlaces = bool | tuple[str, ...]
 """Places that a store may lead to beyond its own folder: nothing, anything (True), or what lies below these."""

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.cut import Interval
+from jigsaw.geometry.cut import Interval
+from jigsaw.geometry.layout import AxisSizes, values_over_mesh
 from jigsaw.io.chunks.chunk_grid import ChunkRows
 from jigsaw.io.chunks.portion import ChunkPortion, needed_share
 from jigsaw.io.reading.chunk_jobs import ReaderRanks
-from jigsaw.layout import AxisSizes, values_over_mesh
 
 ByReader = NDArray[np.int64]
 """A number for each reader of a chunk, in the order of their ranks."""

@@ -26,7 +26,7 @@ from math import prod
 from operator import neg
 from typing import NamedTuple
 
-from jigsaw.cut import Interval
+from jigsaw.geometry.cut import Interval
 from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.reading.chunk_boxes import ChunkBox, RowRun
 from jigsaw.io.reading.chunk_jobs import ChunkJob

@@ -24,10 +24,9 @@ from numpy.typing import NDArray
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.cut import ShardingError
-from jigsaw.errors import PeerError
+from jigsaw.errors import PeerError, ShardingError
 from jigsaw.io.reading.forks import forked_from
-from jigsaw.mesh import axes_of_mesh, mesh_patience
+from jigsaw.ranks.mesh import axes_of_mesh, mesh_patience
 
 
 class PeerGroup:

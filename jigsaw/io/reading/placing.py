@@ -20,7 +20,7 @@ from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.files import ByteArray
 from jigsaw.io.reading.chunk_boxes import ChunkBox, RowRun
 from jigsaw.io.series.request import DROPPED_DIM, ReadPart, ReadRequest
-from jigsaw.misuse import warn_once
+from jigsaw.tile.misuse import warn_once
 
 AnyArray = NDArray[Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jigsaw.cut import Interval
+from jigsaw.geometry.cut import Interval
 from jigsaw.io.chunks.lookups import LookupCounts
 from jigsaw.io.reading.chunk_jobs import NO_OWNER, ReadCounts
 from jigsaw.io.reading.read_modes import PLAN_MODES

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jigsaw.cut import ShardingError
+from jigsaw.errors import ShardingError
 from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.concurrent_requests import ask_at_once

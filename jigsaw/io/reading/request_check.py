@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import product
 
-from jigsaw.cut import ShardingError
-from jigsaw.errors import FieldError, GridError, MissingArrayError, UnsupportedStoreError, WindowError
+from jigsaw.errors import FieldError, GridError, MissingArrayError, ShardingError, UnsupportedStoreError, WindowError
 from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart, ReadRequest
 

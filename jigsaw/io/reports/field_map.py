@@ -14,7 +14,7 @@ from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.opening import open
 from jigsaw.io.reports.plan_picture import save_figure, tick_text
-from jigsaw.mesh import init_mesh
+from jigsaw.ranks.mesh import init_mesh
 
 if TYPE_CHECKING:
     import xarray as xr

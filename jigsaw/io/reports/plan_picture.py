@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.cut import Cut, Interval
 from jigsaw.drafts import draft_of
 from jigsaw.errors import UnsupportedStoreError
+from jigsaw.geometry.cut import Cut, Interval
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.packages import why_not_imported
 from jigsaw.io.reading.read_plan import ReadPlan

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jigsaw.cut import ShardingError, box_elements
-from jigsaw.errors import HaloError
+from jigsaw.errors import HaloError, ShardingError
+from jigsaw.geometry.cut import box_elements
 from jigsaw.io.chunks.chunk_finder import SMALLEST_DIVIDED_CHUNK
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.opening import open

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from jigsaw.cut import Interval
 from jigsaw.errors import GridError, HaloError
+from jigsaw.geometry.cut import Interval
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

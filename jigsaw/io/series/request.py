@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jigsaw.geometry.layout import Layout
 from jigsaw.io.series.boundary import DimBoundary
-from jigsaw.layout import Layout
 
 IndexPicks = tuple[tuple[int, int], ...]
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from jigsaw.cut import ShardingError, SplitRule, box_slices
-from jigsaw.errors import GridError, HaloError
+from jigsaw.errors import GridError, HaloError, ShardingError
+from jigsaw.geometry.cut import SplitRule, box_slices
+from jigsaw.geometry.layout import AxisSizes, DimSpec, Layout, MeshCoordinate
 from jigsaw.io.series import coords
 from jigsaw.io.series.boundary import BoundaryRule, DimBoundary
 from jigsaw.io.series.poles import pole_boundary
 from jigsaw.io.series.times import is_whole_number
-from jigsaw.layout import AxisSizes, DimSpec, Layout, MeshCoordinate
 
 HaloWidth = int | tuple[int, int]
 DATA_AXIS = "data"

@@ -30,7 +30,7 @@ from jigsaw.io.stats.stats_checkpoint import (
     save_moments,
 )
 from jigsaw.io.stats.step_series import StepSeries
-from jigsaw.mesh import axes_of_mesh, mesh_coordinate
+from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate
 
 if TYPE_CHECKING:
     from dask.distributed import Client

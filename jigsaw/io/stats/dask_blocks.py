@@ -24,7 +24,7 @@ from jigsaw.io.stats.mesh_blocks import StepTiles, moments_of_steps, steps_as_nu
 from jigsaw.io.stats.moments import ChannelMoments
 from jigsaw.io.stats.stats_checkpoint import StepBlock
 from jigsaw.io.stats.step_series import StepSeries
-from jigsaw.mesh import mesh_coordinate
+from jigsaw.ranks.mesh import mesh_coordinate
 
 if TYPE_CHECKING:
     from dask.distributed import Client

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.errors import FieldError, GridError
+from jigsaw.fields.latlon import latitude_rows
 from jigsaw.io.arguments import checked_choice
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.stats.moments import MomentValues
-from jigsaw.regrid.latlon import latitude_rows
 
 WEIGHT_RULES = ("none", "area")
 _BLOCK_BYTES = 1 << 27

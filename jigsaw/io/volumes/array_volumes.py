@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from jigsaw.cut import Box, box_slices
 from jigsaw.errors import FieldError, GridError
+from jigsaw.geometry.cut import Box, box_slices
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.formats.array_source import SourceArray, open_array_source
 

@@ -44,7 +44,7 @@ from jigsaw.io.volumes.drawn_steps import (
     VoxelStep,
     VoxelTurn,
 )
-from jigsaw.tile import Tile
+from jigsaw.tile.tile import Tile
 
 NumberRange = tuple[float, float]
 OwnAugmentation = Callable[[Tile, torch.Generator], Tile]

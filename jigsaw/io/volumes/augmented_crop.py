@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from jigsaw.cut import Box, Cut, cut_points
+from jigsaw.geometry.cut import Box, Cut, cut_points
+from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.io.volumes.drawn_steps import VoxelStep
 from jigsaw.io.volumes.volume import AffineMatrix
-from jigsaw.layout import Layout, MeshCoordinate
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from jigsaw.cut import Box, Cut, Interval, box_shape
+from jigsaw.geometry.cut import Box, Cut, Interval, box_shape
 
 Matrix = NDArray[np.float64]
 Values = NDArray[np.float64]

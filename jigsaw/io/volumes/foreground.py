@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.drafts import draft_of
 from jigsaw.errors import FieldError, GridError, ReadError
+from jigsaw.geometry.layout import Layout
 from jigsaw.io.cache_folder import CacheFolder, user_cache_folder
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.files import size_and_change
@@ -30,9 +31,8 @@ from jigsaw.io.reading.placing import warn_of_rounding
 from jigsaw.io.volumes.array_volumes import values_of_array
 from jigsaw.io.volumes.renamed_labels import RenamedLabels
 from jigsaw.io.volumes.volume import StoredVolume, VolumeArray
-from jigsaw.layout import Layout
-from jigsaw.mesh import axes_of_mesh, mesh_coordinate
-from jigsaw.misuse import warn_once
+from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate
+from jigsaw.tile.misuse import warn_once
 
 _VOXELS_AT_ONCE = 1 << 20
 """Voxels that are hashed at a time."""

@@ -17,17 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jigsaw.cut import Cut
 from jigsaw.errors import GridError, WriteError
+from jigsaw.geometry.cut import Cut
+from jigsaw.geometry.layout import Layout
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.volume import VOLUME_DIMS, AffineMatrix
 from jigsaw.io.writing.deliver import deliver_boxes, gather_results
 from jigsaw.io.writing.outline import ArrayOutline, TileSource
 from jigsaw.io.writing.sink import StoreCompleteness
 from jigsaw.io.writing.zarr_writer import ZarrSink
-from jigsaw.layout import Layout
-from jigsaw.mesh import mesh_coordinate
-from jigsaw.tile import Tile
+from jigsaw.ranks.mesh import mesh_coordinate
+from jigsaw.tile.tile import Tile
 
 COARSER_RULES = ("mean", "mode")
 _CHUNK_ROWS = 64

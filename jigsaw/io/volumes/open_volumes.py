@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.cut import SplitRule
 from jigsaw.errors import FieldError, GridError
+from jigsaw.geometry.cut import SplitRule
+from jigsaw.geometry.layout import DimSpec
 from jigsaw.io.arguments import checked_choice
 from jigsaw.io.chunks.dtypes import checked_dtype
 from jigsaw.io.datasets.samples import mesh_and_axes, warn_of_idle_readers
@@ -30,8 +31,7 @@ from jigsaw.io.volumes.renamed_labels import RenamedLabels
 from jigsaw.io.volumes.respacing import GridRespacing, checked_spacing
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume
 from jigsaw.io.volumes.volume_dataset import Volumes, whole_volume_sizes
-from jigsaw.layout import DimSpec
-from jigsaw.misuse import warn_once
+from jigsaw.tile.misuse import warn_once
 
 _LABEL_DTYPES = ("uint8", "int16", "int32", "int64")
 _VOLUME_MODES = ("auto", "cooperative", "independent")

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from jigsaw.cut import Box, Cut, Interval, box_shape
 from jigsaw.errors import FieldError, GridError
+from jigsaw.geometry.cut import Box, Cut, Interval, box_shape
 from jigsaw.io.volumes.drawn_steps import VoxelStep
 from jigsaw.io.volumes.intensities import ImageIntensities
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from jigsaw.errors import GridError
+from jigsaw.geometry.stencil_rules import InterpolationTable
 from jigsaw.io.volumes.volume import AffineMatrix
-from jigsaw.nn.stencil import DimStencil, gather_input_rows, plan_stencil
-from jigsaw.stencil_rules import InterpolationTable
-from jigsaw.tile import Tile
+from jigsaw.nn.stencils.stencil import DimStencil, gather_input_rows, plan_stencil
+from jigsaw.tile.tile import Tile
 
 _OFF_AXIS = 0.05
 """Voxels by which an axis may drift along another over the whole scan: a header's float32 makes some."""

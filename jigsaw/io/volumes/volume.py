@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.cut import Interval
-from jigsaw.errors import GridError, MissingArrayError, MissingLevelError
+from jigsaw.errors import GridError, MissingArrayError, MissingLevelError, redacted_text
+from jigsaw.geometry.cut import Interval
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.formats.ome import is_multiscale_group, multiscale_level
 from jigsaw.io.formats.slab_arrays import read_table_box
@@ -21,7 +21,6 @@ from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart
 from jigsaw.io.volumes.array_volumes import store_of_array, values_of_array, with_given_dims
 from jigsaw.io.volumes.orientation import AxisTurn
 from jigsaw.io.volumes.respacing import GridRespacing
-from jigsaw.redacted import redacted_text
 
 VOLUME_DIMS = ("z", "y", "x")
 CHANNEL_ROLE = "channel"

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from jigsaw.cut import Box, Cut, Interval, box_shape
 from jigsaw.errors import ReadError
+from jigsaw.geometry.cut import Box, Cut, Interval, box_shape
+from jigsaw.geometry.layout import Layout
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.chunks.dtypes import dtype_name, numpy_dtype_name
 from jigsaw.io.datasets.samples import MeshSamples, TileIfAny, TileRecord
@@ -32,9 +33,8 @@ from jigsaw.io.volumes.intensities import ImageIntensities
 from jigsaw.io.volumes.renamed_labels import RenamedLabels
 from jigsaw.io.volumes.respacing import RespaceStep
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume, voxel_spacing
-from jigsaw.layout import Layout
-from jigsaw.mesh import mesh_coordinate
-from jigsaw.tile import Tile
+from jigsaw.ranks.mesh import mesh_coordinate
+from jigsaw.tile.tile import Tile
 
 _VOLUMES_COMPARED = 8
 """Number of volumes that ranks compare before they read, spread over all."""

@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.cut import Interval
 from jigsaw.errors import FieldError, ReadError
+from jigsaw.geometry.cut import Interval
+from jigsaw.geometry.layout import Layout
 from jigsaw.io.rank_results import results_of_ranks
 from jigsaw.io.series.statistics import PERCENTILE_PREFIX, Statistics
 from jigsaw.io.stats.moments import ChannelMoments
 from jigsaw.io.volumes.volume_dataset import Volumes
-from jigsaw.layout import Layout
-from jigsaw.mesh import axes_of_mesh, mesh_coordinate
+from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate
 
 T = TypeVar("T")
 _SLAB_VALUES = 1 << 23

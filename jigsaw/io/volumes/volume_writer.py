@@ -18,15 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jigsaw.cut import ShardingError
 from jigsaw.drafts import begin_draft_file, open_unlinked
-from jigsaw.errors import GridError, WriteError
+from jigsaw.errors import GridError, ShardingError, WriteError
 from jigsaw.io.rank_results import results_of_ranks
 from jigsaw.io.volumes.ome_writer import COARSER_RULES, PyramidLevel, pyramid_levels, write_pyramid
 from jigsaw.io.volumes.scan_grid import ScanAxis, axes_of_scan, labels_on_scan
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume
-from jigsaw.mesh import mesh_coordinate
-from jigsaw.tile import Tile
+from jigsaw.ranks.mesh import mesh_coordinate
+from jigsaw.tile.tile import Tile
 
 _HEADER_BYTES, _VOXELS_BEGIN, _LONGEST_SIDE = 348, 352, 32767
 _NIFTI_CODES = {"u1": 2, "i2": 4, "i4": 8, "f4": 16, "f8": 64, "i1": 256, "u2": 512, "u4": 768, "i8": 1024, "u8": 1280}

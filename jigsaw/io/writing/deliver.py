@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.cut import Box, box_shape, box_slices
+from jigsaw.comm.exchange import PackedSwap
 from jigsaw.errors import ReadError, WriteError
-from jigsaw.exchange import PackedSwap
+from jigsaw.geometry.cut import Box, box_shape, box_slices
 from jigsaw.io.rank_results import results_of_ranks
 from jigsaw.io.writing.outline import AppendOutline, TileSource
 from jigsaw.io.writing.sink import FormatSink
 from jigsaw.io.writing.write_units import WriteUnit, plan_units, write_rounds
-from jigsaw.mesh import mesh_coordinate
+from jigsaw.ranks.mesh import mesh_coordinate
 
 T = TypeVar("T")
 _WRITER_THREADS = 4

@@ -22,9 +22,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.cut import Box, box_slices
 from jigsaw.drafts import open_unlinked
 from jigsaw.errors import WriteError, writing_to
+from jigsaw.geometry.cut import Box, box_slices
 from jigsaw.io.chunks.files import size_and_change
 from jigsaw.io.packages import why_not_imported
 from jigsaw.io.writing.cf import StoredCoordinate, plain_attribute

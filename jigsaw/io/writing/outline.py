@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.cut import ShardingError
-from jigsaw.errors import FieldError, GridError, WriteError
+from jigsaw.errors import FieldError, GridError, ShardingError, WriteError
+from jigsaw.geometry.layout import Layout
 from jigsaw.io.writing.cf import StoredCoordinate, encode_coordinate
 from jigsaw.io.writing.write_units import WriteTarget
-from jigsaw.layout import Layout
-from jigsaw.tile import Tile
+from jigsaw.tile.tile import Tile
 
 TileData = Tile | Mapping[str, Tile]
 ArrayDims = Sequence[str] | Mapping[str, Sequence[str]]

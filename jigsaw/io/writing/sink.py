@@ -10,8 +10,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
-from jigsaw.cut import Box
 from jigsaw.errors import writing_to
+from jigsaw.geometry.cut import Box
 from jigsaw.io.writing.cf import StoredCoordinate
 from jigsaw.io.writing.outline import ArrayOutline, GrowingStore
 

@@ -23,8 +23,7 @@ from typing import Any, Self, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.cut import ShardingError
-from jigsaw.errors import WriteError
+from jigsaw.errors import ShardingError, WriteError
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.writing.cf import StoredCoordinate
 from jigsaw.io.writing.deliver import agreed_outline, deliver_boxes, gather_results
@@ -43,8 +42,8 @@ from jigsaw.io.writing.outline import (
 )
 from jigsaw.io.writing.sink import FormatSink, StoreCompleteness, completeness_from_attrs, part_path
 from jigsaw.io.writing.zarr_writer import ZarrSink, zarr_store_attrs
-from jigsaw.mesh import is_same_mesh, mesh_coordinate
-from jigsaw.tile import Tile
+from jigsaw.ranks.mesh import is_same_mesh, mesh_coordinate
+from jigsaw.tile.tile import Tile
 
 T = TypeVar("T")
 _FORMAT_SUFFIXES = {"zarr": ".zarr", "netcdf": ".nc"}

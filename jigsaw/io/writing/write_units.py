@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
-from jigsaw.cut import Box, Interval, box_elements
-from jigsaw.layout import Layout
+from jigsaw.geometry.cut import Box, Interval, box_elements
+from jigsaw.geometry.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from jigsaw.cut import Box, box_slices
 from jigsaw.drafts import draft_of, unforeseen_name
 from jigsaw.errors import WriteError
+from jigsaw.geometry.cut import Box, box_slices
 from jigsaw.io.packages import why_not_imported
 from jigsaw.io.writing.cf import StoredCoordinate, plain_attribute
 from jigsaw.io.writing.outline import ArrayOutline, GrowingStore

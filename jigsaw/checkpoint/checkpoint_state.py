@@ -1,0 +1,155 @@
+"""Small state of a checkpoint as JSON: that of a loader, a schedule or a parameter group.
+
+It is JSON and not a pickle, because loading a pickle runs what its writer wrote.  JSON has only lists and objects with
+names; other types are marked: ``{"$tuple": [0.9, 0.999]}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from base64 import b64decode, b64encode
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from jigsaw.errors import CheckpointError
+
+CheckpointPath = str | os.PathLike[str]
+_LARGEST_TENSOR = 1 << 20
+_DEEPEST = 100
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def parse_strict_json(raw: bytes) -> Any:
+    """Read JSON in UTF-8 that has each key once.
+
+    Raises: `ValueError` for anything else.
+    """
+    try:
+        return json.loads(raw.decode(), object_pairs_hook=_distinct_keys)
+    except RecursionError as e:
+        raise ValueError("it has lists or objects nested too deeply") from e
+
+
+def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        raise ValueError(f"it has the key {twice[0]!r} twice")
+    return found
+
+
+def dtype_by_name(name: str) -> torch.dtype:
+    """Return the type of torch with this name.
+
+    Raises: `TypeError` where torch has none.
+    """
+    if not isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return dtype
+
+
+def is_converted_weight(stored: torch.dtype, mine: torch.dtype) -> bool:
+    """Say whether stored weights are read as another type: floats as any floats, as `to` does, integers as
+    wider ones.
+    """
+    if stored == mine or (stored.is_floating_point and mine.is_floating_point):
+        return True
+    alike = (stored == torch.bool) == (mine == torch.bool) and stored.is_complex == mine.is_complex
+    return alike and not mine.is_floating_point and torch.promote_types(stored, mine) == mine
+
+
+def plain_state(value: Any, name: str, depth: int = 0) -> Any:
+    """Return `value` in JSON's own types; messages call it `name`.
+
+    Raises: `CheckpointError` for a value that is not plain; it names the place in `value`, the type and the remedy.
+    """
+    _check_depth(depth, name)
+    depth += 1
+    kind: type[Any] = type(value)
+    if isinstance(value, np.number | np.bool_):
+        value = value.item()
+        kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is list:
+        return [plain_state(each, f"{name}[{i}]", depth) for i, each in enumerate(value)]
+    if kind is tuple:
+        return {"$tuple": plain_state(list(value), name, depth)}
+    if kind in (dict, OrderedDict) and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: plain_state(each, f"{name}[{key!r}]", depth) for key, each in value.items()}
+    if kind in (dict, OrderedDict, Counter):
+        key = f"a key of {name}"
+        pairs = [[plain_state(k, key, depth), plain_state(v, f"{name}[{k!r}]", depth)] for k, v in value.items()]
+        return {"$Counter" if kind is Counter else "$dict": pairs}
+    if kind is bytes:
+        return {"$bytes": b64encode(value).decode()}
+    if kind is torch.Tensor and value.nbytes <= _LARGEST_TENSOR and value.layout == torch.strided:
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return {"$tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), b64encode(raw).decode()]}
+    raise CheckpointError(
+        f"{name} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; let its "
+        "state_dict() return numbers, texts, bytes, None, lists, tuples and dicts of them, and tensors of at most 1 MB "
+        "(an array as .tolist()); large tensors belong to the model"
+    )
+
+
+def restored_state(plain: Any, depth: int = 0) -> Any:
+    """Return the value that `plain_state` made JSON of.
+
+    Raises: `CheckpointError` for a mark that it does not know.
+    """
+    _check_depth(depth, "the state of a checkpoint")
+    if isinstance(plain, list):
+        return [restored_state(each, depth + 1) for each in plain]  # pyright: ignore[reportUnknownVariableType]
+    if not isinstance(plain, Mapping):
+        return plain
+    mark, values = next(iter(plain.items()), ("", None))  # pyright: ignore[reportUnknownVariableType]
+    if not str(mark).startswith("$"):
+        return {key: restored_state(each, depth + 1) for key, each in plain.items()}  # pyright: ignore[reportUnknownVariableType]
+    try:
+        return _MARKS[mark](values, depth + 1)
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as e:
+        raise CheckpointError(f"the state of a checkpoint has {mark!r}, which no save of ours writes so: {e}") from e
+
+
+def _check_depth(depth: int, name: str) -> None:
+    if depth > _DEEPEST:
+        raise CheckpointError(f"{name} is nested more than {_DEEPEST} deep, which a checkpoint cannot hold; flatten it")
+
+
+def _restored_tensor(parts: Any, _: int) -> torch.Tensor:
+    name, shape, text = parts
+    dtype, raw = dtype_by_name(name), bytearray(b64decode(text))
+    values = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    return values.view(dtype).reshape(shape)
+
+
+def _restored_pairs(values: Any, depth: int) -> dict[Any, Any]:
+    return {restored_state(key, depth): restored_state(value, depth) for key, value in values}
+
+
+def _restored_tuple(values: Any, depth: int) -> tuple[Any, ...]:
+    return tuple(restored_state(values, depth))
+
+
+def _restored_counter(values: Any, depth: int) -> Counter[Any]:
+    return Counter(_restored_pairs(values, depth))
+
+
+def _restored_bytes(text: Any, _: int) -> bytes:
+    return b64decode(text)
+
+
+_MARKS: dict[Any, Any] = {
+    "$tuple": _restored_tuple,
+    "$dict": _restored_pairs,
+    "$Counter": _restored_counter,
+    "$bytes": _restored_bytes,
+    "$tensor": _restored_tensor,
+}

@@ -1,0 +1,415 @@
+"""Checkpoints of model, optimizer and loader, written by all ranks together and read on any mesh.
+
+A checkpoint is a folder in the format of `torch.distributed.checkpoint`, with a key a tensor: ``model.<name>``,
+``optimizer.<parameter>.<state>``, and ``jigsaw.json`` for small state that is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from jigsaw import comm
+from jigsaw.checkpoint.checkpoint_files import (
+    PlannedTensors,
+    WrittenTensors,
+    check_file_share,
+    fail_together,
+    open_checkpoint,
+    read_tensors,
+)
+from jigsaw.checkpoint.checkpoint_folder import CheckpointDraft, begin_checkpoint, commit_checkpoint, removed_on_failure
+from jigsaw.checkpoint.checkpoint_index import StoredTensor
+from jigsaw.checkpoint.checkpoint_state import CheckpointPath, is_converted_weight, plain_state, restored_state
+from jigsaw.checkpoint.numbered_saves import check_numbered, latest, order_of_next, remove_older_saves
+from jigsaw.checkpoint.pending_save import PendingSave, begin_save, end_pending_save
+from jigsaw.comm.agreement import decide_on_first_rank
+from jigsaw.comm.wire_values import checksum_of_bits
+from jigsaw.errors import CheckpointError
+from jigsaw.tile.tile import Tile
+
+__all__ = ["CheckpointError", "PendingSave", "Stateful", "latest", "load", "save"]
+
+
+class Stateful(Protocol):
+    """A loader, a learning rate schedule, a gradient scaler: its state is small, and the same on every rank."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what `load_state_dict` takes."""
+        ...
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Continue from a state."""
+        ...
+
+
+@overload
+def save(
+    path: CheckpointPath,
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    loader: Stateful | None = None,
+    wait: Literal[True] = True,
+    keep: int | None = None,
+    **others: Stateful,
+) -> None: ...
+
+
+@overload
+def save(
+    path: CheckpointPath,
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    loader: Stateful | None = None,
+    wait: Literal[False],
+    keep: int | None = None,
+    **others: Stateful,
+) -> PendingSave: ...
+
+
+class StagedModel(Protocol):
+    """A pipeline (`jigsaw.pipeline`), with the state of only this rank's stages, by the names of the whole model."""
+
+    names_of_all_stages: Sequence[str]
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any: ...
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
+
+
+CheckpointModel = nn.Module | StagedModel
+
+
+def save(
+    path: CheckpointPath,
+    *,
+    model: CheckpointModel | None = None,
+    optimizer: Optimizer | None = None,
+    loader: Stateful | None = None,
+    wait: bool = True,
+    keep: int | None = None,
+    **others: Stateful,
+) -> PendingSave | None:
+    """Write a checkpoint to the folder `path`, each rank its own part; an old one is replaced once everything is
+    written.
+
+    A pipeline (`jigsaw.pipeline`) is a model as well, with an optimizer of its own on each rank; its checkpoint is that
+    of the whole model. `others` are more objects with ``state_dict``: ``scheduler=scheduler``.  An optimizer needs its
+    `model`, which names its parameters. Every rank calls this, with a `path` that all see.
+
+    What their ``state_dict`` returns is numbers, texts, bytes, None, lists, tuples and dicts of them, and tensors of at
+    most 1 MB; it is kept as JSON.
+
+    With ``wait=False`` each rank copies its share (1/P of all bytes) to memory, and a thread writes it while training
+    continues; `PendingSave.wait` returns once the checkpoint is whole.  A save waits for the one before it.
+
+    With `keep`, older checkpoints beside this one are removed once it is whole, so that `keep` are left with this one.
+    Of ``run/step-100``, ``run/step-200``, ... they are those with lower numbers, except for the last that were saved.
+    `latest` finds the last one.  Only checkpoints that jigsaw wrote, without other files, are ever replaced or removed.
+
+    *Sends*: plans and checksums, but no tensors.
+    *Raises*: `CheckpointError` for an optimizer without its model, a state that is not plain, and tensors that should
+    be the same on all ranks and are not, because a checkpoint would have those of one rank.  Also where `path` is
+    anything but a checkpoint or an empty folder; on every rank, where one cannot write; and where the save before
+    failed in the background and no one waited for it.
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> jigsaw.save("step-100", model=model, optimizer=optimizer)
+    >>> again = torch.nn.Linear(4, 2)
+    >>> jigsaw.load("step-100", model=again)
+    >>> torch.equal(again.weight, model.weight)
+    True
+    """
+    end_pending_save()
+    final, rank = Path(path), dist.get_rank() if dist.is_initialized() else 0
+    check_numbered(final, keep)
+    tensors, small = fail_together(lambda: _checkpoint_state(model, optimizer, _stateful_objects(loader, others)))
+    small = _joined_over_stages(model, small)
+    _check_alike(tensors)
+    what = f"the tensors of {final} cannot be written"
+    draft = fail_together(lambda: begin_checkpoint(final, order_of_next(final)), of_first=True, what=what)
+    draft = CheckpointDraft(final, final.with_name(draft.folder.name), draft.order)  # in this rank's own working folder
+    with removed_on_failure(draft, rank == 0):
+        planned = PlannedTensors(draft.folder, tensors)
+
+    def close(written: list[WrittenTensors]) -> list[None]:
+        commit_checkpoint(draft, small, planned.write_index(written))
+        if keep is not None:
+            remove_older_saves(final, keep)
+        return [None] * len(written)
+
+    def write(group: dist.ProcessGroup | None) -> None:
+        with removed_on_failure(draft, rank == 0):
+            decide_on_first_rank(planned.write, close, what, CheckpointError, group)
+
+    if wait:
+        return write(None)
+    planned.copy()
+    del tensors  # which `write` would otherwise keep
+    return begin_save(final, write)
+
+
+def load(
+    path: CheckpointPath,
+    *,
+    model: CheckpointModel | None = None,
+    optimizer: Optimizer | None = None,
+    loader: Stateful | None = None,
+    **others: Stateful,
+) -> None:
+    """Read a checkpoint of any mesh into objects of this one: each rank reads the rows that it holds, in place.
+
+    Call `jigsaw.parallelize` before, if at all, and make the optimizer from that model.  No file of a checkpoint can
+    make this run code.  Before anything is changed, the files of tensors are compared with the checksums of what was
+    saved, each by one rank.
+
+    *Raises*: `CheckpointError` that names a damaged file, or lists what is missing, left over or of another shape;
+    nothing is changed then.
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> jigsaw.save("best", model=model)
+    >>> jigsaw.load("best", model=torch.nn.Linear(4, 3))
+    Traceback (most recent call last):
+        ...
+    jigsaw.errors.CheckpointError: the checkpoint best is of another model: 'model.weight' has shape (2, 4)...
+    """
+    end_pending_save()  # it may be this one
+    found = fail_together(lambda: open_checkpoint(Path(path)))
+    things = _stateful_objects(loader, others)
+    wanted = [f"state of {name}" for name in things] + ["optimizer groups"] * (optimizer is not None)
+    absent = sorted(set(wanted) - set(found.state))
+    if absent:
+        raise CheckpointError(f"the checkpoint {os.fspath(path)} has no {' and no '.join(absent)}")
+    small = {key: restored_state(value) for key, value in found.state.items()}
+    there = {**found.tensors, **{key: None for key in small if _belongs_to_tensors(key)}}
+    state = _model_state(path, there, model)
+    slots = _optimizer_slots(path, there, model, optimizer)
+    if optimizer is not None:
+        mine = _group_options(optimizer, _parameter_names(model, optimizer))
+        elsewhere = set(_names_of_all_stages(model)).difference(*(group["params"] for group in mine))
+        _check_group_lists(path, small["optimizer groups"])
+        for group in small["optimizer groups"]:
+            group["params"] = [name for name in group["params"] if name not in elsewhere]
+        _check_groups(path, small["optimizer groups"], mine)
+    tensors = {key: x for key, x in (state | slots).items() if isinstance(x, torch.Tensor)}
+    if tensors:
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        fail_together(lambda: check_file_share(found, rank, ranks))
+    for name, thing in things.items():  # before anything else is changed, because they refuse what does not fit them
+        thing.load_state_dict(small[f"state of {name}"])
+    read_tensors(found, tensors)
+    if model is not None:
+        extra = {key.removeprefix("model."): small[key] for key in state if key not in tensors}
+        _unwrapped_model(model).load_state_dict(extra, strict=False)
+    if optimizer is not None:
+        values = {key: tensors[key] if key in tensors else small[key] for key in slots}
+        _restore_optimizer(optimizer, _parameter_names(model, optimizer), small["optimizer groups"], values)
+
+
+def _checkpoint_state(
+    model: CheckpointModel | None, optimizer: Optimizer | None, things: Mapping[str, Stateful]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors of a checkpoint, and everything else as JSON."""
+    state: dict[str, Any] = {}
+    small: dict[str, Any] = {}
+    if model is not None:
+        state |= {f"model.{name}": x for name, x in _unwrapped_model(model).state_dict().items()}
+    if optimizer is not None:
+        names = _parameter_names(model, optimizer)
+        small["optimizer groups"] = plain_state(_group_options(optimizer, names), "optimizer.param_groups")
+        for p, values in optimizer.state.items():
+            state |= {f"optimizer.{names[p]}.{key}": value for key, value in values.items()}
+    tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
+    for key, x in tensors.items():
+        if isinstance(x, Tile):  # torch would write one rank's part of these
+            raise CheckpointError(
+                f"{key!r} is a Tile of shape {tuple(x.shape)}, as a buffer is that one was written into; a checkpoint "
+                "keeps plain tensors and DTensors: register the buffer with persistent=False, or keep x.full_tensor()"
+            )
+    small |= {key: plain_state(value, key) for key, value in state.items() if key not in tensors}
+    for name, thing in things.items():
+        small[f"state of {name}"] = plain_state(thing.state_dict(), f"{name}.state_dict()")
+    return tensors, small
+
+
+def _check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check plain tensors, of which one rank's are written.  Raises: `CheckpointError` on every rank, where they
+    differ.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    mine = {key: checksum_of_bits(x) for key, x in tensors.items() if type(x) in (torch.Tensor, nn.Parameter)}
+    every = comm.all_gather_in_job(mine)
+    for key, checksum in sorted((key, checksum) for theirs in every for key, checksum in theirs.items()):
+        other = [rank for rank, theirs in enumerate(every) if theirs.get(key, checksum) != checksum]
+        if other:
+            raise CheckpointError(
+                f"{key!r} differs between ranks ({other[0]} and {[key in t for t in every].index(True)} among them), "
+                "and only one rank's would be saved; every rank must hold it alike: look for a step that a rank left "
+                "out, an initialisation by rank, or a model that did not go through jigsaw.parallelize"
+            )
+
+
+def _joined_over_stages(model: CheckpointModel | None, small: dict[str, Any]) -> dict[str, Any]:
+    """Join what ranks with other stages of a pipeline have beside tensors, as the whole model would have it."""
+    order = _names_of_all_stages(model)
+    if not order:
+        return small
+    every = comm.all_gather_in_job(small)
+    joined = {key: value for theirs in reversed(every) for key, value in theirs.items()}
+    if "optimizer groups" in small:
+        by_rank = [theirs["optimizer groups"] for theirs in every]
+        if len({len(groups) for groups in by_rank}) > 1:
+            raise CheckpointError(
+                f"the optimizers of a pipeline's ranks have {sorted({len(g) for g in by_rank})} parameter groups; make "
+                "the same groups on every rank, if need be without parameters"
+            )
+        found = [{name for groups in by_rank for name in groups[at]["params"]} for at in range(len(by_rank[0]))]
+        joined["optimizer groups"] = [
+            {**group, "params": [name for name in order if name in names]}
+            for group, names in zip(by_rank[0], found, strict=True)
+        ]
+    return joined
+
+
+def _names_of_all_stages(model: CheckpointModel | None) -> Sequence[str]:
+    """Return the names of all stages' state, in order, where the model is a pipeline that has some of them."""
+    return getattr(model, "names_of_all_stages", ())
+
+
+def _belongs_to_tensors(key: str) -> bool:
+    """Say whether a key of the small state belongs to an object with tensors: a model's extra state, an optimizer's
+    step.
+    """
+    return key.startswith(("model.", "optimizer."))
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def _unwrapped_model(model: CheckpointModel) -> CheckpointModel:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _parameter_names(model: CheckpointModel | None, optimizer: Optimizer) -> Mapping[Any, str]:
+    """Return the name of every parameter of the optimizer."""
+    named = {p: name for name, p in _unwrapped_model(model).named_parameters()} if model is not None else {}
+    strays = [p for group in optimizer.param_groups for p in group["params"] if p not in named]
+    if strays:
+        raise CheckpointError(
+            f"the optimizer has {len(strays)} parameters that are not the model's (the first of shape "
+            f"{tuple(strays[0].shape)}); pass model= as well, and make the optimizer after jigsaw.parallelize"
+        )
+    return named
+
+
+def _stateful_objects(loader: Stateful | None, others: Mapping[str, Stateful]) -> dict[str, Stateful]:
+    return ({} if loader is None else {"loader": loader}) | dict(others)
+
+
+def _group_options(optimizer: Optimizer, names: Mapping[Any, str]) -> list[dict[str, Any]]:
+    """Return the options of every parameter group, and the names of its parameters."""
+    return [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _model_state(path: CheckpointPath, there: Mapping[str, Any], model: CheckpointModel | None) -> dict[str, Any]:
+    """Return the model's own tensors, which are read in place."""
+    if model is None:
+        return {}
+    state = {f"model.{name}": x for name, x in _unwrapped_model(model).state_dict().items()}
+    known = {*state, *(f"model.{name}" for name in _names_of_all_stages(model))}
+    wrong = [f"left over: {key!r}" for key in there if key.startswith("model.") and key not in known]
+    for key, x in state.items():
+        saved = there.get(key)
+        if key not in there:
+            wrong.append(f"missing: {key!r}")
+        elif isinstance(saved, StoredTensor) != isinstance(x, torch.Tensor):
+            wrong.append(f"{key!r} is a tensor in one and a value in the other")
+        elif isinstance(saved, StoredTensor) and saved.shape != x.shape:
+            wrong.append(f"{key!r} has shape {saved.shape}, the model's {tuple(x.shape)}")
+        elif isinstance(saved, StoredTensor) and not is_converted_weight(saved.dtype, x.dtype):
+            wrong.append(f"{key!r} is {saved.dtype}, the model's {x.dtype}, which is not converted")
+    if wrong:
+        raise CheckpointError(f"the checkpoint {os.fspath(path)} is of another model: {'; '.join(wrong[:5])}")
+    return state
+
+
+def _optimizer_slots(
+    path: CheckpointPath, there: Mapping[str, Any], model: CheckpointModel | None, optimizer: Optimizer | None
+) -> dict[str, Any]:
+    """Return a place for every value of the optimizer's state: a tensor like its parameter is cut as the
+    parameter is.
+    """
+    if optimizer is None:
+        return {}
+    owners = {name: p for p, name in _parameter_names(model, optimizer).items()}
+    elsewhere = set(_names_of_all_stages(model))
+    slots: dict[str, Any] = {}
+    for key, saved in there.items():
+        if not key.startswith("optimizer."):
+            continue
+        name, _, kind = key.removeprefix("optimizer.").rpartition(".")
+        if name not in owners and name in elsewhere:
+            continue
+        if name not in owners:
+            raise CheckpointError(f"the checkpoint {os.fspath(path)} has {key!r}, but the model has no such parameter")
+        if not isinstance(saved, StoredTensor):
+            slots[key] = None
+        elif kind != "step" and saved.shape == owners[name].shape:
+            slots[key] = torch.zeros_like(owners[name], dtype=saved.dtype, requires_grad=False)
+        else:
+            slots[key] = torch.zeros(saved.shape, dtype=saved.dtype)
+    return slots
+
+
+def _check_group_lists(path: CheckpointPath, saved: Any) -> None:
+    groups = cast("list[Any]", saved) if isinstance(saved, list) else [None]
+    if not all(isinstance(each, dict) and isinstance(cast("Any", each).get("params"), list) for each in groups):
+        raise CheckpointError(f"the checkpoint {os.fspath(path)} has parameter groups that no save of ours writes")
+
+
+def _check_groups(path: CheckpointPath, saved: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]]) -> None:
+    theirs, ours = ([group["params"] for group in groups] for groups in (saved, mine))
+    if theirs != ours:
+        raise CheckpointError(
+            f"the checkpoint {os.fspath(path)} has an optimizer with groups of {[len(g) for g in theirs]} parameters, "
+            f"this one has {[len(g) for g in ours]}, or other parameters in them; make it with the same groups"
+        )
+
+
+def _restore_optimizer(optimizer: Optimizer, names: Mapping[Any, str], groups: Any, slots: Mapping[str, Any]) -> None:
+    state: dict[str, dict[str, Any]] = {}
+    for key, value in slots.items():
+        name, _, kind = key.removeprefix("optimizer.").rpartition(".")
+        state.setdefault(name, {})[kind] = value
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        group.update(
+            {key: _option_like_current(group.get(key), value) for key, value in saved.items() if key != "params"}
+        )
+    optimizer.state.clear()
+    for p, name in names.items():
+        if name in state:
+            optimizer.state[p] = state[name]
+
+
+def _option_like_current(mine: Any, saved: Any) -> Any:
+    """Return a saved option; a tensor (a learning rate that may change in a CUDA graph) goes to the device of the
+    current one.
+    """
+    return saved.to(mine.device) if isinstance(saved, torch.Tensor) and isinstance(mine, torch.Tensor) else saved

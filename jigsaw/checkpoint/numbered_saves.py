@@ -1,0 +1,141 @@
+"""Folder of numbered checkpoints, ``step-100``, ``step-200``, ...: the last whole one, and the last n kept.
+
+Each save writes its order into its checkpoint: one more than the highest there.  So the last is the one that was saved
+last, even by a run that went back to an older one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from jigsaw.checkpoint.checkpoint_files import fail_together
+from jigsaw.checkpoint.checkpoint_folder import (
+    checkpoint_contents,
+    contents_of_whole,
+    remove_checkpoint,
+    remove_leftover,
+)
+from jigsaw.checkpoint.checkpoint_state import CheckpointPath
+from jigsaw.drafts import path_of_draft
+from jigsaw.errors import CheckpointError
+
+
+class _NumberedSave(NamedTuple):
+    """A folder that may be a checkpoint: `found` is its name, or that of the remains of a killed save to `final`."""
+
+    number: int
+    final: Path
+    found: Path
+
+
+def latest(folder: CheckpointPath) -> Path | None:
+    """Return the checkpoint that was saved last, among those in `folder` that are whole; None where there is none.
+
+    Those are folders whose names end in a number.  One of a killed save is skipped, and so is one with a file missing
+    or of another size.  After a run has gone back to ``step-50`` and has saved ``step-60``, that is the last one,
+    whatever higher numbers an abandoned run has left.  Checkpoints without an order, which are older than those with
+    one, are sorted by their number.  Every rank calls this and gets the first one's result.
+
+    *Raises*: `CheckpointError` where numbered checkpoints have names of several kinds.
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> for step in (90, 100, 110):
+    ...     jigsaw.save(f"run/step-{step}", model=model, keep=2)
+    >>> print(jigsaw.latest("run"))
+    run/step-110
+    """
+
+    def look() -> Path | None:
+        whole = _whole_saves(each for each in _saves_in(Path(folder)) if each.number >= 0 and _is_loaded(each))
+        stems = sorted({_stem_of(each.final) for each in whole})
+        if len(stems) > 1:
+            raise CheckpointError(
+                f"{folder} has numbered checkpoints of several names, {stems[0]!r} and {stems[1]!r} among them; which "
+                "is the last their numbers do not say: give each a folder of its own"
+            )
+        return whole[-1].final if whole else None
+
+    return fail_together(look, of_first=True)
+
+
+def check_numbered(final: Path, keep: int | None) -> None:
+    """Check `keep`.  Raises: `CheckpointError` where it is not a count, or there is no number to count by."""
+    if keep is None:
+        return
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise CheckpointError(f"keep={keep!r} must be how many checkpoints are kept: an integer of 1 or more")
+    if _save_number(final) < 0:
+        raise CheckpointError(
+            f"keep={keep} keeps the last of numbered checkpoints, but {final.name!r} does not end in a number; save to "
+            f"names such as {final.name}-100"
+        )
+
+
+def order_of_next(final: Path) -> int:
+    """Return the order of a save to `final`: after all that were saved to its folder under such names."""
+    orders = [0]
+    for each in _family_of(final):
+        try:
+            orders.append(checkpoint_contents(each.found).order)
+        except CheckpointError:  # not a checkpoint
+            continue
+    return max(orders) + 1
+
+
+def remove_older_saves(final: Path, keep: int) -> None:
+    """Remove checkpoints with a lower number than `final`, and the same name before it, except for the last `keep`
+    whole ones.
+
+    Folders that are not jigsaw's stay, and so, with a warning, do checkpoints with other files in them.
+    """
+    mine = [each for each in _family_of(final) if 0 <= each.number <= _save_number(final)]
+    kept = {each.final for each in _whole_saves(mine)[-keep:]}
+    for each in mine:
+        if each.final == final or each.final in kept or each.found.is_symlink():
+            continue
+        try:
+            if each.found != each.final:
+                remove_leftover(each.found)
+            else:
+                remove_checkpoint(each.found)
+        except OSError as e:
+            warnings.warn(f"{each.found} is not removed: {e}", stacklevel=2)
+        except CheckpointError as e:
+            if contents_of_whole(each.found) is not None:
+                warnings.warn(f"{each.found} is not removed, though keep={keep}: {e}", stacklevel=2)
+
+
+def _whole_saves(found: Iterable[_NumberedSave]) -> list[_NumberedSave]:
+    """Return those that are whole, the one that was saved last at the end."""
+    whole = [(contents.order, each) for each in found if (contents := contents_of_whole(each.found)) is not None]
+    return [each for _, each in sorted(whole)]
+
+
+def _is_loaded(each: _NumberedSave) -> bool:
+    """Say whether `load` would read this one: the remains of a killed save stand in for a name that does not exist."""
+    return each.found == each.final or not each.final.exists()
+
+
+def _stem_of(final: Path) -> str:
+    return final.name.rstrip("0123456789")
+
+
+def _family_of(final: Path) -> list[_NumberedSave]:
+    """Return the folders beside `final` that have its name, before the number if there is one."""
+    return [each for each in _saves_in(final.parent) if _stem_of(each.final) == _stem_of(final)]
+
+
+def _saves_in(folder: Path) -> Iterator[_NumberedSave]:
+    for found in folder.iterdir() if folder.is_dir() else ():
+        if found.is_dir():
+            final = path_of_draft(found) or found
+            yield _NumberedSave(_save_number(final), final, found)
+
+
+def _save_number(final: Path) -> int:
+    """Return the number at the end of a name, -1 where there is none."""
+    digits = final.name[len(_stem_of(final)) :]
+    return int(digits) if digits else -1

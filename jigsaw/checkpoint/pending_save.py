@@ -1,0 +1,122 @@
+"""A save in the background: what its ranks write while training continues, and how all of them learn the result.
+
+Example: four ranks save in the background.  On the main thread they plan which rank writes which rows, and each copies
+its own to memory.  Then a thread of each writes its file, without messages.  The first rank gets the list of what it
+wrote, or its error.  It writes the index, gives the checkpoint its name only if all have written, and tells the others
+the result.  The threads use a separate gloo group, because their messages on one of the training's groups would mix
+with its messages, in another order on each rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from jigsaw.errors import CheckpointError
+from jigsaw.ranks.mesh import job_patience
+
+SaveWork = Callable[[dist.ProcessGroup | None], None]
+
+
+class PendingSave:
+    """A checkpoint that a thread writes; `jigsaw.save(..., wait=False)` gives it.
+
+    The program may end meanwhile: Python waits for the thread.  Its process group may not: call `wait()` before
+    `dist.destroy_process_group()`.
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> pending = jigsaw.save("at-100", model=model, wait=False)
+    >>> for p in model.parameters():  # training goes on
+    ...     _ = torch.nn.init.zeros_(p)
+    >>> pending.wait()
+    >>> jigsaw.load("at-100", model=model)
+    >>> bool(model.weight.any())
+    True
+    """
+
+    def __init__(self, path: Path, work: SaveWork) -> None:
+        self.path = path
+        self._work, self._failure, self._is_told = work, None, False
+        self._group = _group_of_saves()
+        self._thread = threading.Thread(target=self._run, name=f"jigsaw.save {path.name}")
+        self._thread.start()
+
+    def _run(self) -> None:
+        _let_training_run_first()
+        try:
+            self._work(self._group)
+        except BaseException as e:  # raised by `wait`
+            self._failure = e
+        del self._work  # and with it the copies
+
+    def done(self) -> bool:
+        """Say whether the save has ended, with success or not, on this rank."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return once the checkpoint is whole.
+
+        Every rank calls this.
+
+        *Raises*: `CheckpointError` on every rank, where the save has failed on any.
+        """
+        self._thread.join()
+        self._is_told = True
+        if self._failure is not None:
+            raise CheckpointError(f"the save of {self.path} in the background failed: {self._failure}") from (
+                self._failure
+            )
+
+    def wait_unless_told(self) -> None:
+        """Do `wait()`, but do not raise the same error again."""
+        if self._is_told:
+            self._thread.join()
+        else:
+            self.wait()
+
+
+def _let_training_run_first() -> None:
+    """Give this thread only the spare time of the cores: steps do not wait for a save, which has until the next one."""
+    if sys.platform == "linux":  # elsewhere all threads of a process have one priority
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+_last: list[PendingSave] = []
+
+
+def begin_save(path: Path, work: SaveWork) -> PendingSave:
+    """Start a save in the background; the one before has ended by then."""
+    _last[:] = [PendingSave(path, work)]
+    return _last[0]
+
+
+def end_pending_save() -> None:
+    """Wait for the save that is under way, if any.
+
+    *Raises*: `CheckpointError` on every rank, where it has failed and has not raised yet.
+    """
+    if _last:
+        _last.pop().wait_unless_told()
+
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def _group_of_saves() -> dist.ProcessGroup | None:
+    """Return a gloo group of all ranks that only saves use; making it, on the first save, is collective."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or world.size() == 1:
+        return None
+    if world not in _groups:
+        made: Any = dist.new_group(backend="gloo", timeout=job_patience())
+        _groups[world] = made
+    return _groups[world]

@@ -1,0 +1,322 @@
+"""Weights of a model as one file in the format of safetensors, written and read by all ranks, each its own rows.
+
+A file is the length of a header, 8 bytes; the header, JSON, with the type, shape and place of each tensor; and the
+tensors, row-major, one behind the other (https://github.com/huggingface/safetensors).  So the place of each row follows
+from names and shapes alone, which every rank knows, and no rank needs a whole weight.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from jigsaw.checkpoint.checkpoint_files import fail_together
+from jigsaw.checkpoint.checkpoint_state import CheckpointPath, is_converted_weight, parse_strict_json
+from jigsaw.comm.agreement import decide_on_first_rank
+from jigsaw.drafts import begin_draft_file, open_unlinked
+from jigsaw.errors import CheckpointError
+from jigsaw.tile.tile import Tile
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LONGEST_HEADER = 100_000_000  # as safetensors has it
+
+
+class _StoredWeight(NamedTuple):
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int  # in the file
+
+
+# -- out --------------------------------------------------------------------------------------------------------------
+
+
+def save_weights(path: CheckpointPath, model: nn.Module) -> None:
+    """Write the parameters and buffers of a model to one ``.safetensors`` file, under their names.
+
+    Each rank writes the rows that it holds; one rank writes the rows that several hold.  The file takes its name once
+    it is whole.  Every rank calls this, with a `path` that all of them see.
+
+    *Sends*: plans, and no tensors.
+    *Raises*: `CheckpointError` on every rank, for a state that is not a tensor or of a type that such a file cannot
+    have, and where one cannot write.
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> jigsaw.save_weights("model.safetensors", model)
+    >>> again = torch.nn.Linear(4, 2)
+    >>> jigsaw.load_weights("model.safetensors", again)
+    >>> torch.equal(again.weight, model.weight)
+    True
+    """
+    final = Path(path)
+    tensors = fail_together(lambda: _whole_state(model))
+    what = f"the weights of {final} cannot be written"
+    draft = final.with_name(fail_together(lambda: begin_draft_file(final).name, of_first=True, what=what))
+    header, weights = _header_of(draft, tensors)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    planner = dcp.DefaultSavePlanner()
+
+    def plan() -> dcp.SavePlan:
+        if is_first:
+            with os.fdopen(open_unlinked(draft, os.O_WRONLY), "wb") as out:
+                out.write(header)
+                out.truncate(len(header) + sum(_size_of(each) for each in weights.values()))
+        planner.set_up_planner(dict(tensors), None, is_first)
+        return planner.create_local_plan()
+
+    def close(done: list[None]) -> list[None]:
+        draft.replace(final)
+        return done
+
+    try:
+        mine = decide_on_first_rank(plan, lambda plans: planner.create_global_plan(plans)[0], what, CheckpointError)
+        decide_on_first_rank(lambda: _write_pieces(planner, mine, weights, draft), close, what, CheckpointError)
+    except CheckpointError:  # on every rank, so no rank writes any more
+        if is_first:
+            draft.unlink(missing_ok=True)
+        raise
+
+
+def _whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = _state_of(model)
+    for name, x in found.items():
+        if not isinstance(x, torch.Tensor) or isinstance(x, Tile) or x.dtype not in _NAMES:
+            kind = f"a {type(x).__name__}" if not isinstance(x, torch.Tensor) else f"a Tile, or of {x.dtype}"
+            raise CheckpointError(
+                f"{name!r} is {kind}, which a file of weights cannot have; it has plain tensors and DTensors of "
+                f"{', '.join(str(each).removeprefix('torch.') for each in _NAMES)}; jigsaw.save keeps more"
+            )
+    return found
+
+
+def _state_of(model: nn.Module) -> dict[str, Any]:
+    return dict((model.module if isinstance(model, DistributedDataParallel) else model).state_dict())
+
+
+def _header_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, _StoredWeight]]:
+    """Return the header of a file, its length before it, and where each tensor lies behind it."""
+    told: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, x in tensors.items():
+        size = math.prod(x.shape) * x.dtype.itemsize
+        told[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(told).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors lie at multiples of 8 bytes
+    header = len(text).to_bytes(8, "little") + text
+    starts = {name: len(header) + told[name]["data_offsets"][0] for name in tensors}
+    return header, {n: _StoredWeight(path, x.dtype, tuple(x.shape), starts[n]) for n, x in tensors.items()}
+
+
+def _write_pieces(
+    planner: dcp.DefaultSavePlanner, plan: dcp.SavePlan, weights: Mapping[str, _StoredWeight], path: Path
+) -> None:
+    with os.fdopen(open_unlinked(path, os.O_WRONLY), "wb", buffering=0) as out:
+        for item in plan.items:
+            assert item.tensor_data is not None
+            chunk, weight = item.tensor_data.chunk, weights[item.index.fqn]
+            found: Any = planner.resolve_data(item)
+            raw = memoryview(found.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).cast("B")
+            at = 0
+            for start, size in _byte_runs(weight, chunk.offsets, chunk.sizes):
+                while size:
+                    done = os.pwrite(out.fileno(), raw[at : at + size], start)
+                    start, at, size = start + done, at + done, size - done
+        os.fsync(out.fileno())
+
+
+# -- in ---------------------------------------------------------------------------------------------------------------
+
+
+def load_weights(path: CheckpointPath, model: nn.Module) -> None:
+    """Read the parameters and buffers of a model from a ``.safetensors`` file, or from all such files of a folder.
+
+    Each rank reads the rows that it holds, in place, and converts floats to the model's type.  Call
+    `jigsaw.parallelize` before, if at all.
+
+    *Sends*: plans, and no tensors.
+    *Raises*: `CheckpointError` on every rank, for a damaged file, a name in two files, and names, shapes or kinds of
+    numbers that are not the model's; nothing is changed then.
+
+    >>> jigsaw.save_weights("small.safetensors", torch.nn.Linear(4, 2))
+    >>> jigsaw.load_weights("small.safetensors", torch.nn.Linear(4, 3))
+    Traceback (most recent call last):
+        ...
+    jigsaw.errors.CheckpointError: small.safetensors is of another model: 'bias' has shape (2,), the...
+    """
+    weights = fail_together(lambda: _stored_weights(Path(path)))
+    tensors = fail_together(lambda: _whole_state(model))
+    wrong = [f"missing: {name!r}" for name in tensors if name not in weights]
+    wrong += [f"left over: {name!r}" for name in weights if name not in tensors]
+    for name in tensors.keys() & weights.keys():
+        stored, x = weights[name], tensors[name]
+        if stored.shape != tuple(x.shape):
+            wrong.append(f"{name!r} has shape {stored.shape}, the model's {tuple(x.shape)}")
+        elif not is_converted_weight(stored.dtype, x.dtype):
+            wrong.append(f"{name!r} is {stored.dtype}, the model's {x.dtype}, which is not converted")
+    if wrong:
+        raise CheckpointError(f"{os.fspath(path)} is of another model: {'; '.join(sorted(wrong)[:5])}")
+    try:
+        dcp.load(dict(tensors), storage_reader=_WeightReader(weights), no_dist=not dist.is_initialized())
+    except dcp.CheckpointException as e:
+        rank, (failure, *_) = next(iter(e.failures.items()))
+        raise CheckpointError(f"the weights of {os.fspath(path)} cannot be read: rank {rank}: {failure!r}") from e
+
+
+def _stored_weights(path: Path) -> dict[str, _StoredWeight]:
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not all(each.is_file() for each in files):
+        raise CheckpointError(f"{path} is neither a .safetensors file nor a folder with some")
+    found: dict[str, _StoredWeight] = {}
+    for file in files:
+        mine = _weights_of_file(file)
+        if twice := sorted(mine.keys() & found.keys()):
+            both = f"{found[twice[0]].path.name} and {file.name}"
+            raise CheckpointError(f"{both} of {path} both have {twice[0]!r}; read one file, or move the other away")
+        found |= mine
+    return found
+
+
+def _weights_of_file(file: Path) -> dict[str, _StoredWeight]:
+    found: dict[str, _StoredWeight] = {}
+    try:
+        whole = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if not 0 < length <= min(whole - 8, _LONGEST_HEADER):
+                raise ValueError(f"its header would have {length} bytes")
+            told = parse_strict_json(opened.read(length))
+        for name, each in told.items():
+            if name == "__metadata__":
+                continue
+            begin, end = each["data_offsets"]
+            if not all(type(number) is int and number >= 0 for number in (begin, end, *each["shape"])):
+                raise ValueError(f"{name!r} has a size or place that is not a natural number")
+            weight = _StoredWeight(file, _DTYPES[each["dtype"]], tuple(each["shape"]), 8 + length + begin)
+            if end - begin != _size_of(weight):
+                raise ValueError(f"{name!r} has another size than its shape and type")
+            if weight.start > whole - _size_of(weight):
+                raise ValueError(f"{name!r} lies outside of it")
+            found[name] = weight
+        in_order = sorted((each.start, each.start + _size_of(each), name) for name, each in found.items())
+        for (_, end, before), (begin, _, name) in pairwise(in_order):
+            if begin < end:
+                raise ValueError(f"{name!r} lies in the bytes of {before!r}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise CheckpointError(f"{file} is damaged, or no file of weights: {e}") from e
+    return found
+
+
+class _WeightReader(dcp.StorageReader):
+    """Reader that torch's planner uses, on whole tensors in files."""
+
+    def __init__(self, weights: Mapping[str, _StoredWeight]) -> None:
+        self._weights = weights
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing, because nothing is kept between loads."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        found: dict[str, Any] = {}
+        for name, each in self._weights.items():
+            whole = ChunkStorageMetadata(torch.Size([0] * len(each.shape)), torch.Size(each.shape))
+            properties = TensorProperties(dtype=each.dtype)
+            found[name] = TensorStorageMetadata(properties, torch.Size(each.shape), [whole])
+        return Metadata(found)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
+        return plans
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            index: MetadataIndex = item.storage_index
+            room = planner.resolve_tensor(item).detach()
+            room.copy_(_read_piece(self._weights[index.fqn], item.storage_offsets, item.lengths))
+            planner.commit_tensor(item, room)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+
+def _read_piece(weight: _StoredWeight, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    found = torch.empty(tuple(sizes), dtype=weight.dtype)
+    raw = found.reshape(-1).view(torch.uint8).numpy().data
+    at = 0
+    with weight.path.open("rb", buffering=0) as opened:
+        for start, size in _byte_runs(weight, offsets, sizes):
+            while size:
+                piece = min(size, 1 << 30)  # macOS refuses to read 2 GiB and more in one call
+                done = os.preadv(opened.fileno(), [raw[at : at + piece]], start)
+                if not done:
+                    raise CheckpointError(f"{weight.path} has ended before its weights did")
+                start, at, size = start + done, at + done, size - done
+    return found
+
+
+# -- where ------------------------------------------------------------------------------------------------------------
+
+
+def _size_of(weight: _StoredWeight) -> int:
+    return math.prod(weight.shape) * weight.dtype.itemsize
+
+
+def _byte_runs(weight: _StoredWeight, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Iterate over where the bytes of a box of a stored tensor lie: the start in the file and the length of each run,
+    in order.
+
+    Of a [4, 6] tensor the box [1:3, 2:4] is two runs of 2 elements, at the elements 8 and 14; [1:3, 0:6] is one of 12.
+    """
+    shape, item = weight.shape, weight.dtype.itemsize
+    if 0 in sizes:
+        return
+    # the dims behind the last one that is cut lie together
+    last = max((dim for dim, (size, whole) in enumerate(zip(sizes, shape, strict=True)) if size != whole), default=0)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    length = math.prod(sizes[last:]) * item
+    for index in product(*(range(offsets[dim], offsets[dim] + sizes[dim]) for dim in range(last))):
+        place = [*index, *offsets[last:]]
+        yield weight.start + item * sum(at * stride for at, stride in zip(place, strides, strict=True)), length

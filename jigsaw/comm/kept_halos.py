@@ -1,0 +1,141 @@
+"""Halo rows that activation checkpointing keeps, so that its second forward pass sends none.
+
+``torch.utils.checkpoint(use_reentrant=False)`` makes a frame for each call, which lives as long as the graph behind it.
+The frame keeps what a rank receives while the function runs for the first time, in the order of the messages; the
+second run takes it from there.  So a backward pass sends the gradients of halos once, and nothing else for halos,
+checkpointed or not.  A call within another one is part of it: received rows go into both lists, and when the outer one
+runs again, its inner calls take theirs from the outer's list.
+
+Only halos are kept: at most one row in eight of what the ranks hold, by layouts, which are the same on all.  Larger
+messages are sent again, and so are those within savers of tensors in the function (``save_on_cpu``).
+
+Example: two ranks with 32 rows each of [1, 4, 64, 16] in float64, three 3 x 3 convolutions in a checkpoint: each rank
+keeps 3 rows of 512 bytes, beside an input of 16384.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from functools import lru_cache
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
+)
+
+from jigsaw.geometry.cut import interval_overlap
+from jigsaw.geometry.layout import Layout
+
+_KEPT_SHARE = 8  # received rows are kept while they are at most one in so many
+_KEEPING_MODES: Any = (
+    torch.utils.checkpoint._CachingTorchDispatchMode,  # pyright: ignore[reportPrivateUsage]
+    torch.utils.checkpoint._CachedTorchDispatchMode,  # pyright: ignore[reportPrivateUsage]
+)
+_modes: Any = torch._C._len_torch_dispatch_stack  # pyright: ignore[reportPrivateUsage]
+_PLACE = "_checkpoint_hook.__init__.<locals>.pack_hook"
+_PLACE_AGAIN = "_recomputation_hook.__init__.<locals>.pack_hook"
+
+
+class KeptMessages:
+    """Messages that one checkpointed call has received, each with its request, or None where it was too large."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[object, list[tuple[int, Tensor]]] | None] = []
+        self.taken: dict[Any, int] = {}  # number of messages that a run of the backward pass has taken
+
+
+_kept: WeakKeyDictionary[Any, KeptMessages] = WeakKeyDictionary()
+# for a frame that began within another one: that one, and which of its runs
+_outer: WeakKeyDictionary[Any, tuple[ReferenceType[Any], Any]] = WeakKeyDictionary()
+
+
+def _checkpoint_frame() -> tuple[Any, Any]:
+    """Return the frame of the checkpoint that is being computed, if any, and which of its later runs this is (None: the
+    first).
+    """
+    # the innermost hooks of autograd for saved tensors, because torch has no other way to know
+    saver: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    hooks: Any = saver._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return None, None
+    place = getattr(hooks[0], "__qualname__", None)
+    if place not in (_PLACE, _PLACE_AGAIN):
+        return None, None
+    found = inspect.getclosurevars(inspect.unwrap(hooks[0])).nonlocals
+    if place == _PLACE:
+        return found.get("frame"), None
+    return (found["target_frame_ref"](), found["gid"]) if found.keys() >= {"target_frame_ref", "gid"} else (None, None)
+
+
+def begin_within_frame(frame: Any) -> None:
+    """Remember within which other checkpoint, if any, this one begins."""
+    outer, run = _checkpoint_frame()
+    if outer is not None:
+        _outer[frame] = ref(outer), run
+
+
+def open_frames() -> tuple[list[Any], Any, Any]:
+    """Return the checkpoints that are being computed for the first time, innermost first, and the one around them.
+    That one, if any, runs again; the last value says which run that is.
+    """
+    frame, run = _checkpoint_frame()
+    first: list[Any] = []
+    while frame is not None and run is None:
+        first.append(frame)
+        outer, run = _outer.get(frame, (None, None))
+        frame = None if outer is None else outer()
+    return first, frame, run
+
+
+def results_are_kept() -> bool:
+    """Say whether selective checkpointing keeps what operators return, by its policy: then no result may be changed in
+    place.
+    """
+    return _modes() > 0 and any(isinstance(mode, _KEEPING_MODES) for mode in _get_current_dispatch_mode_stack())
+
+
+@lru_cache(maxsize=4096)
+def _is_small(source: Layout, target: Layout) -> bool:
+    """Say whether what all ranks receive is little compared with what they hold."""
+    if [c.axes for c in source.cuts] != [c.axes for c in target.cuts]:
+        return False
+    wanted = math.prod(sum(b - a for a, b in c.held) for c in target.cuts)
+    here = math.prod(sum(b - a for a, b in c.held) for c in source.cuts)
+    there = math.prod(
+        sum(end - start for start, end in map(interval_overlap, s.held, t.held))
+        for s, t in zip(source.cuts, target.cuts, strict=True)
+    )
+    return _KEPT_SHARE * (wanted - there) <= here
+
+
+def kept_messages(what: object) -> list[tuple[int, Tensor]] | None:
+    """Return what the first run of the same checkpointed call received for `what`; None where it has to be sent
+    (again).
+    """
+    first, frame, run = open_frames()
+    if frame is None or frame not in _kept:
+        return None
+    kept = _kept[frame]
+    at = kept.taken[run] = kept.taken.get(run, -1) + 1
+    found = kept.messages[at] if at < len(kept.messages) else None
+    if found is None or found[0] is not what:
+        return None
+    _keep_in(first, found)
+    return found[1]
+
+
+def keep_messages(what: object, layouts: tuple[Layout, Layout], received: list[tuple[int, Tensor]]) -> None:
+    """Keep what is received for `what`, an exchange between these layouts, if a checkpoint needs it again."""
+    first, _, _ = open_frames()
+    if first:
+        _keep_in(first, (what, received) if _is_small(*layouts) else None)
+
+
+def _keep_in(frames: list[Any], message: tuple[object, list[tuple[int, Tensor]]] | None) -> None:
+    for frame in frames:
+        _kept.setdefault(frame, KeptMessages()).messages.append(message)

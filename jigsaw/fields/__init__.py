@@ -1,0 +1,1 @@
+"""Fields on grids: from one latitude-longitude grid to another, and inference by sliding windows."""

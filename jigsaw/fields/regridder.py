@@ -1,0 +1,315 @@
+"""Regridding of fields from one lat-lon grid to another, conservative or bilinear, whole or cut into tiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from jigsaw.comm.exchange import exchange_rows
+from jigsaw.comm.matmul import grid_matmul
+from jigsaw.errors import FieldError, GridError
+from jigsaw.fields.latlon import REGRID_METHODS, BandedMatrix, GridRows, latitude_rows, longitude_rows, regrid_weights
+from jigsaw.fields.regrid_plan import LAT_LON_DIMS, RegridPlan, choose_regrid_plan, contraction_grid
+from jigsaw.geometry.cut import Cut, Interval, SplitRule
+from jigsaw.geometry.layout import Layout
+from jigsaw.tile.tile import Tile
+
+LatLonGrid = tuple[Any, Any] | Mapping[str, Any]
+TileOrTensor = TypeVar("TileOrTensor", Tensor, Tile)
+# by place (0 lat, 1 lon): the target rows to make, the source rows here
+RowsByPlace = Mapping[int, tuple[Interval, Interval]]
+
+_NAN_RULES = ("keep", "skip")
+_PRODUCT_COLUMNS = 64  # columns of a product's blocks, about: few zeros of the band, still a matmul
+
+
+class TileBatch(Protocol):
+    """Fields of a `jigsaw.io.Batch`, a dataclass of tiles, that are regridded."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def input(self) -> Tile: ...
+    @property
+    def target(self) -> Tile | None: ...
+    @property
+    def target_forcings(self) -> Tile | None: ...
+
+
+LoaderBatch = TypeVar("LoaderBatch", bound=TileBatch)
+
+
+def regrid(
+    tile: TileOrTensor,
+    source: LatLonGrid,
+    target: LatLonGrid,
+    method: str = "conservative",
+    dims: tuple[int, int] = (-2, -1),
+    nan: str = "keep",
+    coverage: float = 0.0,
+    split: SplitRule | Mapping[str, SplitRule] | None = None,
+) -> TileOrTensor:
+    """Return y = A x Bᵀ: `tile` (or a plain tensor), a field on the grid `source`, on the grid `target`.
+
+    `Regridder` documents the method, its messages and errors; it does the same many times at the price of one plan.
+
+    >>> fine = np.linspace(90, -90, 721), np.arange(0, 360, 0.25)
+    >>> coarse = np.linspace(-88.5, 88.5, 60), np.arange(-180, 180, 3.0)
+    >>> jigsaw.io.regrid(torch.ones(2, 721, 1440), fine, coarse).shape
+    torch.Size([2, 60, 120])
+    """
+    return Regridder(source, target, method, dims, nan, coverage, split)(tile)
+
+
+class Regridder:
+    r"""Module from one rectilinear lat-lon grid to another: y = A x Bᵀ, with A along latitude and B along longitude.
+
+    - `source`, `target`: (lat, lon) cell centers in degrees, or a mapping that has them under these names, such as
+      ``dataset.whole_coords``. Latitudes may rise or fall, longitudes lie in 0..360, -180..180 or any other turn; a
+      grid that goes round the globe is periodic. The target may be a part of a regional source, never more;
+    - `method`: ``"conservative"``, first order: the mean over each target cell, weighted by area (longitude times the
+      sine of latitude), so that the area integral is that of the source; cells end halfway between centers, and at the
+      poles. ``"bilinear"``: between the four centers around each target center; beyond the outermost row of a grid
+      whose cells reach the pole, that row's values hold;
+    - `dims`: those of latitude and longitude, in this order;
+    - `nan`: ``"keep"`` gives a missing value wherever a source value is missing; ``"skip"`` takes the mean of the
+      present ones, and is missing where they are less than the share `coverage` of a cell, or nothing. A value that is
+      not finite is missing;
+    - `split`: the cuts of the result's dims, for both or by ``"lat"`` and ``"lon"``: a rule or explicit points (see
+      `jigsaw.Layout`); by default in proportion to the cuts of the input.
+
+    A call takes a tile, or a plain tensor, and returns the same; gradients flow to the values that are present.  On
+    load: ``for batch in map(regridder.batch, loader)``.  Sums are taken in float32 or wider, autocast or not.
+
+    *Shapes*: x [..., lat, lon, ...] -> y [..., lat', lon', ...]; per rank x as it is cut, halo included, and y cut by
+    the same axes, without halo along these dims.
+    *Sends*: along each cut dim, the fewer bytes on the busiest rank (`way`) of two.  One: the source rows that a rank's
+    target rows use and that it does not hold, one or two a side where both grids run alike, in one exchange for both
+    dims.  Two: partial sums of all target rows through the matmul core, ``2 (1-1/P) M R`` elements for R others a rank
+    (values, and how much of each is present).  It wins where the grids run against each other (latitude flipped,
+    longitude turned) and the target is coarse.  Backward, as many.
+    *Raises*: `GridError` for invalid grids, a target beyond the source, or dims that do not fit; `FieldError` for an
+    unknown method, `nan`, `coverage` or dtype.
+
+    >>> globe = np.linspace(90, -90, 9), np.arange(16) * 22.5
+    >>> coarse = np.linspace(-67.5, 67.5, 4), np.arange(8) * 45.0
+    >>> to_coarse = jigsaw.io.Regridder(globe, coarse)
+    >>> tile = jigsaw.shard(torch.ones(2, 9, 16), jigsaw.init_mesh(lat=1), (None, "lat", None))
+    >>> to_coarse(tile).shape
+    torch.Size([2, 4, 8])
+    """
+
+    def __init__(
+        self,
+        source: LatLonGrid,
+        target: LatLonGrid,
+        method: str = "conservative",
+        dims: tuple[int, int] = (-2, -1),
+        nan: str = "keep",
+        coverage: float = 0.0,
+        split: SplitRule | Mapping[str, SplitRule] | None = None,
+    ) -> None:
+        _check_regrid_options(method, nan, coverage)
+        pairs = zip(_rows_of_grid("source", source), _rows_of_grid("target", target), strict=True)
+        self.bands = tuple(regrid_weights(s, t, method) for s, t in pairs)
+        self.method, self.dims, self.nan, self.coverage = method, dims, nan, coverage
+        self._splits = _splits_by_place(split)
+        self._ways: dict[tuple[Layout, int], RegridPlan] = {}
+        self._products: dict[tuple[Any, ...], BandProduct] = {}
+
+    def __call__(self, x: TileOrTensor) -> TileOrTensor:
+        dims = self._dims_of(tuple(x.shape), x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            y: Any = self._of_tile(x) if isinstance(x, Tile) else self._of_tensor(x, dims)
+        return y
+
+    def __repr__(self) -> str:
+        sizes = [f"{b.size} x {c.size}" for b, c in [self.bands]] + [f"{len(b)} x {len(c)}" for b, c in [self.bands]]
+        return f"Regridder({self.method}, {' to '.join(sizes)}, nan={self.nan!r})"
+
+    def batch(self, batch: LoaderBatch) -> LoaderBatch:
+        """Return the batch of a `jigsaw.io.DataLoader` with input, target and the target's forcings regridded; halos
+        are used up.
+        """
+        target, forced = (None if tile is None else self(tile) for tile in (batch.target, batch.target_forcings))
+        return replace(batch, input=self(batch.input), target=target, target_forcings=forced)
+
+    def way(self, layout: Layout, dtype: torch.dtype = torch.float32) -> RegridPlan:
+        """Return the plan for a tile of this layout: the layout of the result, and the bytes that each
+        rank receives.
+        """
+        key = layout, dtype.itemsize
+        if key not in self._ways:
+            dims = self._dims_of(layout.shape, dtype)
+            self._ways[key] = choose_regrid_plan(layout, dims, self.bands, self._splits, dtype.itemsize)
+        return self._ways[key]
+
+    # -- whole tensors and tiles ---------------------------------------------------------------------------------------
+
+    def _of_tensor(self, x: Tensor, dims: Sequence[int]) -> Tensor:
+        boxes: dict[int, tuple[Interval, Interval]] = {}
+        for place, (dim, found) in enumerate(zip(dims, self.bands, strict=True)):
+            need = found.need((0, len(found)))
+            need = need if need[1] <= found.size else (0, found.size)
+            x = x.narrow(dim, need[0], need[1] - need[0])
+            boxes[place] = (0, len(found)), need
+        return self._whole(x, dims, boxes)
+
+    def _of_tile(self, tile: Tile) -> Tile:
+        way = self.way(tile.layout, tile.dtype)
+        x = exchange_rows(tile.local, tile.layout, way.fetch, tile.mesh)
+        boxes = {way.dims.index(d): way.box(d, tile.coordinate) for d in way.fetched}
+        if not way.summed:
+            return Tile(self._whole(x, way.dims, boxes), way.out, tile.mesh)
+        wide = _as_wide(x)
+        there = wide.isfinite()
+        pairs = torch.stack([torch.where(there, wide, 0.0), self._counted(there, wide.dtype)])
+        y = Tile(self._products_of(pairs, [d + 1 for d in way.dims], boxes), way.pairs, tile.mesh)
+        for dim in way.summed:
+            y = self._sum(y, way.dims.index(dim), dim + 1, way.out.dim(dim)[0])
+        return Tile(self._judged(*y.local.unbind(0)).to(tile.dtype), way.out, tile.mesh)
+
+    # -- products ------------------------------------------------------------------------------------------------------
+
+    def _whole(self, x: Tensor, dims: Sequence[int], boxes: RowsByPlace) -> Tensor:
+        """Regrid the field, from rows that are all here; missing values are counted only where there are some."""
+        wide = _as_wide(x)
+        if bool(wide.detach().sum().isfinite()):  # one pass; a sum that overflows only costs the slower path
+            return self._products_of(wide, dims, boxes).to(x.dtype)
+        there = wide.isfinite()
+        values = self._products_of(torch.where(there, wide, 0.0), dims, boxes)
+        count = self._products_of(self._counted(there, wide.dtype), dims, boxes)
+        return self._judged(values, count).to(x.dtype)
+
+    def _products_of(self, x: Tensor, dims: Sequence[int], boxes: RowsByPlace) -> Tensor:
+        """Return the products along the dims of `boxes`, the one that shrinks most first."""
+        for place, (out, need) in sorted(boxes.items(), key=lambda box: _row_growth(*box[1])):
+            key = place, out, need, x.dtype, x.device
+            if key not in self._products:
+                self._products[key] = BandProduct.of(self.bands[place], out, need, x)
+            x = self._products[key](x, dims[place])
+        return x
+
+    def _sum(self, tile: Tile, place: int, dim: int, made: Cut) -> Tile:
+        """Return one product over a cut dim, through the matmul core."""
+        found, cut = self.bands[place], tile.layout.dim(dim)[0]
+        mine = slice(*cut.owned(tile.layout.piece(cut, tile.coordinate)))
+        w = torch.from_numpy(found.dense((0, len(found)), (0, found.size))[:, mine].copy()).to(tile.local)
+        x = tile.local.movedim(dim, -1)
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        y = grid_matmul(rows, w, contraction_grid(tile.layout, dim, made), tile.mesh)
+        y = y.reshape(*x.shape[:-1], y.shape[-1]).movedim(-1, dim)
+        return Tile(y, tile.layout.replace_dim(dim, made), tile.mesh)
+
+    # -- missing values ------------------------------------------------------------------------------------------------
+
+    def _counted(self, there: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the counts to sum beside the values: of present ones, for the mean, or of missing ones."""
+        return (there if self.nan == "skip" else ~there).to(dtype)
+
+    def _judged(self, values: Tensor, count: Tensor) -> Tensor:
+        if self.nan == "keep":
+            return torch.where(count > 0, math.nan, values)
+        least = max(self.coverage - 1e-5, 1e-6)  # a share is a sum of rounded weights
+        return torch.where(count >= least, values / count.clamp(min=least), math.nan)
+
+    def _dims_of(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
+        lat, lon = self.dims
+        n = len(shape)
+        if not all(-n <= d < n for d in self.dims) or lat % n == lon % n:
+            raise GridError(f"regrid: dims={self.dims} must be two dims of a tensor of shape {tuple(shape)}")
+        if not dtype.is_floating_point:
+            raise FieldError(f"regrid: {dtype} values cannot be averaged; cast them to float32 first")
+        for dim, name, found in zip((lat % n, lon % n), LAT_LON_DIMS, self.bands, strict=True):
+            if shape[dim] != found.size:
+                raise GridError(
+                    f"regrid: dim {dim} of shape {tuple(shape)} has {shape[dim]} rows, but the source grid has "
+                    f"{found.size} in {name}; pass the grid that the field is on, or other dims= than {self.dims}"
+                )
+        return lat % n, lon % n
+
+
+@dataclass(frozen=True)
+class BandProduct:
+    """Product of some rows of a band and the source rows at hand, in blocks: each has the columns that it reads, and
+    its weights.
+    """
+
+    blocks: tuple[tuple[Interval, Tensor], ...]
+
+    @classmethod
+    def of(cls, band: BandedMatrix, out: Interval, need: Interval, like: Tensor) -> BandProduct:
+        """Return the product of the rows `out` and a tensor that has the source rows `need`."""
+        rows = max(8, int(_PRODUCT_COLUMNS * _row_growth(out, need)))
+        blocks: list[tuple[Interval, Tensor]] = []
+        for start in range(out[0], max(out[1], out[0] + 1), rows):
+            block = start, min(start + rows, out[1])
+            reads = band.need(block)
+            first = (reads[0] - need[0]) % band.size
+            if first + reads[1] - reads[0] > need[1] - need[0]:  # it wraps inside a whole dim
+                reads, first = need, 0
+            w = torch.from_numpy(band.dense(block, reads)).to(like)
+            blocks.append(((first, first + reads[1] - reads[0]), w))
+        return cls(tuple(blocks))
+
+    def __call__(self, x: Tensor, dim: int) -> Tensor:
+        if dim == x.ndim - 1:
+            return _join_products([x[..., slice(*columns)] @ w.mT for columns, w in self.blocks], -1)
+        x = x.movedim(dim, -2)
+        return _join_products([w @ x[..., slice(*columns), :] for columns, w in self.blocks], -2).movedim(-2, dim)
+
+
+def _join_products(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+def _row_growth(out: Interval, need: Interval) -> float:
+    """Return the number of target rows a source row."""
+    return (out[1] - out[0]) / max(need[1] - need[0], 1)
+
+
+def _as_wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _rows_of_grid(which: str, grid: LatLonGrid) -> tuple[GridRows, GridRows]:
+    if isinstance(grid, Mapping):
+        if not set(LAT_LON_DIMS) <= set(grid):
+            raise GridError(f"{which} has the coordinates {sorted(grid)}; regrid needs 'lat' and 'lon'")
+        grid = grid["lat"], grid["lon"]
+    if len(grid) != 2:
+        raise GridError(f"{which} must be (lat, lon), two coordinates, but has {len(grid)}")
+    try:
+        return latitude_rows(grid[0]), longitude_rows(grid[1])
+    except GridError as error:
+        raise GridError(f"regrid: {which}: {error}") from None
+
+
+def _check_regrid_options(method: str, nan: str, coverage: float) -> None:
+    if method not in REGRID_METHODS:
+        raise FieldError(f"regrid: method={method!r} must be one of {REGRID_METHODS}")
+    if nan not in _NAN_RULES:
+        raise FieldError(f"regrid: nan={nan!r} must be one of {_NAN_RULES}")
+    if not 0.0 <= coverage <= 1.0 or (coverage and nan != "skip"):
+        raise FieldError(
+            f"regrid: coverage={coverage} must be a share, 0 to 1, and is for nan='skip' alone, not {nan!r}"
+        )
+
+
+def _splits_by_place(split: SplitRule | Mapping[str, SplitRule] | None) -> Mapping[str, SplitRule]:
+    if split is None:
+        return {}
+    if not isinstance(split, Mapping):
+        return dict.fromkeys(LAT_LON_DIMS, split)
+    wrong = [name for name in split if name not in LAT_LON_DIMS]
+    if wrong:
+        raise GridError(f"regrid: split names {wrong[0]!r}; it is for 'lat' and 'lon'")
+    return split

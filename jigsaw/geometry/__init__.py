@@ -1,0 +1,1 @@
+"""Cuts, layouts and what travels between them: integers, without torch."""

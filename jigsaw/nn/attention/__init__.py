@@ -1,0 +1,1 @@
+"""Attention on tiles: its plan, four ways through it, and multi-head attention."""

@@ -1,0 +1,275 @@
+"""Four ways of attention over cut tokens: what each sends and holds, and the rule that chooses one.
+
+P ranks cut the tokens of queries and keys.  *gathered*: each rank gets all keys and values, in one message from each of
+the others.  *ring*: keys and values go around the ranks block by block
+(`jigsaw.nn.attention.ring_attention`).  *heads*: an exchange of queries, keys and values gives each rank all tokens of
+its share of the heads, and y goes back (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509).  *heads+ring*: neighbors
+share out heads, so that each has their tokens of its share.  These go around the ranks that have the same share of
+other tokens (`jigsaw.nn.attention.rank_split`; Fang and Zhao, "USP", arXiv 2405.07719; Gu et al., "LoongTrain", arXiv
+2406.18485).
+
+Example: four ranks, 1000 tokens of 8 heads of 64 features in bfloat16, 2 kB a token in k and v together.  Gathered,
+each rank sends its 250 tokens to three others, 1.5 MB, and holds 2 MB.  Around the ring it sends as much, in three
+steps, and holds three blocks, 1.5 MB.  By heads it sends 3/4 of its 250 tokens of q, k, v and y, 0.75 MB, and holds
+these and all tokens of two heads, 1 MB.  By heads and rings of two it sends half of its 250 tokens of q, k, v and y,
+0.5 MB, and then 500 tokens of four heads in k and v, 0.5 MB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal
+
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import cut_points
+from jigsaw.nn.attention.rank_split import RankSplit, splits_of_pieces
+from jigsaw.nn.attention.ring_order import mirrored_counts
+
+AttentionWay = Literal["gathered", "ring", "heads", "heads+ring"]
+_WAYS: tuple[AttentionWay, ...] = ("gathered", "ring", "heads", "heads+ring")
+# keys and values of fewer bytes than this are gathered: then the number of messages counts
+SMALL_KEYS_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Sizes on the ranks that cut the tokens of an attention: tokens of each of them, and elements of a token."""
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    key_heads: int  # heads that the ranks could share out; 0 where there is no such dim
+    query_row: int  # elements of a token in q and y together, of all heads and all of the batch that a rank has
+    key_row: int  # in k and v together
+    itemsize: int
+    splits: tuple[RankSplit, ...] = ()  # of these ranks in those that share out heads and those that make rings
+    is_mirrored: bool = False  # True where ranks of a ring exchange queries (`jigsaw.nn.attention.ring_order`)
+
+    @classmethod
+    def of_tokens(
+        cls, tokens: int, ranks: int, heads: int, features: int, itemsize: int = 2, is_mirrored: bool = False
+    ) -> AttentionSizes:
+        """Return the sizes of a self-attention with so many heads of so many features, and balanced tokens."""
+        rows = tuple([b - a for a, b in pairwise(cut_points(tokens, ranks))])
+        row, splits = 2 * heads * features, splits_of_pieces((ranks,))
+        return cls(rows, rows, heads, row, row, itemsize, splits, is_mirrored)
+
+
+@dataclass(frozen=True)
+class WayCost:
+    """Bytes that one way sends forward and backward, on all ranks that cut the tokens, and bytes that one rank holds.
+    The latter are the keys and values that a rank has at a time in the forward pass, its own included.
+    """
+
+    forward: int
+    backward: int
+    held: int
+
+    @property
+    def sent(self) -> int:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """The way that was chosen and why, and the cost of each possible way.  `split` says which ranks share out heads
+    where others make rings.
+    """
+
+    way: AttentionWay
+    why: str
+    costs: tuple[tuple[AttentionWay, WayCost], ...] = ()
+    split: RankSplit | None = None
+
+    def __str__(self) -> str:
+        lines = [
+            f"{way}: {cost.forward:,} bytes sent forward, {cost.backward:,} backward, by all ranks that cut the "
+            f"tokens; {cost.held:,} bytes of keys and values on a rank"
+            for way, cost in self.costs
+        ]
+        return "\n".join([f"{self.way}, {self.why}", *lines])
+
+
+def way_costs(sizes: AttentionSizes) -> dict[AttentionWay, WayCost]:
+    """Return the cost of each way, in integers, as `jigsaw.comm.count` has them."""
+    return _costs_and_split(sizes)[0]
+
+
+@lru_cache(maxsize=1024)
+def _costs_and_split(sizes: AttentionSizes) -> tuple[dict[AttentionWay, WayCost], RankSplit | None]:
+    ranks, every, largest = len(sizes.keys), sum(sizes.keys), max(sizes.keys)
+    row = sizes.key_row * sizes.itemsize
+    around = (ranks - 1) * every * row
+    costs: dict[AttentionWay, WayCost] = {
+        "gathered": WayCost(around, around, every * row),
+        "ring": _ring_cost(sizes, sizes.queries, sizes.keys),
+    }
+    if not sizes.key_heads:
+        return costs, None
+    sent = _bytes_by_heads(sizes, range(ranks), ranks)
+    whole = every * row * _most_heads(sizes, ranks) // sizes.key_heads
+    costs["heads"] = WayCost(sent, sent, largest * row + whole)
+    if not sizes.splits:
+        return costs, None
+    both = {split: _split_cost(sizes, split) for split in sizes.splits}
+    # where no split has enough heads, the one that leaves the fewest ranks without any
+    split = min(both, key=lambda s: (max(s.head_ranks - sizes.key_heads, 0), both[s].sent))
+    costs["heads+ring"] = both[split]
+    return costs, split
+
+
+def _ring_cost(sizes: AttentionSizes, queries: Sequence[int], keys: Sequence[int]) -> WayCost:
+    """Return the cost of rings whose ranks have so many tokens, those of all shares of the heads together."""
+    around = (len(keys) - 1) * sum(keys) * sizes.key_row
+    # gradients of bfloat16 and float16 are summed in float32 on their way
+    returned = around * max(sizes.itemsize, 4)
+    given = sum(mirrored_counts(queries)) * sizes.query_row if sizes.is_mirrored else 0
+    forward = (around + given) * sizes.itemsize
+    return WayCost(forward, forward + returned, 3 * max(keys) * sizes.key_row * sizes.itemsize)
+
+
+def _most_heads(sizes: AttentionSizes, ranks: int) -> int:
+    return max(b - a for a, b in pairwise(cut_points(sizes.key_heads, ranks)))
+
+
+def _bytes_by_heads(sizes: AttentionSizes, shares: Sequence[int], ranks: int) -> int:
+    """Return the bytes that give each rank its share of the heads, of which there are as many as `ranks`, and that go
+    back.
+    """
+    heads = [b - a for a, b in pairwise(cut_points(sizes.key_heads, ranks))]
+    # for its own tokens, each rank sends the heads that are not its share and gets their y back; summed over ranks, y
+    # is as many bytes as q
+    moved = sum(
+        (q * sizes.query_row + k * sizes.key_row) * (sizes.key_heads - heads[share]) // sizes.key_heads
+        for q, k, share in zip(sizes.queries, sizes.keys, shares, strict=True)
+    )
+    return moved * sizes.itemsize
+
+
+def _split_cost(sizes: AttentionSizes, split: RankSplit) -> WayCost:
+    moved = _bytes_by_heads(sizes, [share for _, share in split.places], split.head_ranks)
+    rings = _ring_cost(sizes, split.summed_by_ring(sizes.queries), split.summed_by_ring(sizes.keys))
+    own = max(sizes.keys) * sizes.key_row * sizes.itemsize
+    held = own + rings.held * _most_heads(sizes, split.head_ranks) // sizes.key_heads
+    return WayCost(moved + rings.forward, moved + rings.backward, held)
+
+
+@lru_cache(maxsize=1024)
+def choose_attention_way(
+    sizes: AttentionSizes, said: AttentionWay | None = None, is_mask_cut: bool = False
+) -> AttentionChoice:
+    """Choose the way by the rule, or take the one that the user `said`.  The first of these that holds:
+
+    1. *gathered* where all keys and values are at most a mebibyte, because it has the fewest messages;
+    2. *heads* or *heads+ring* where there is a head of keys for each rank that shares them out and no other way sends
+       less, forward and backward together, and no axis cuts a mask, for whose rows all ranks would have to be asked;
+    3. *ring* where all keys and values are more than what a rank has of queries, keys, values and results; *heads+ring*
+       where that sends less, under the conditions of 2;
+    4. *gathered*.
+
+    *Raises*: `ShardingError` where the user says heads and there is no dim of heads, or says heads+ring and the ranks
+    cannot go both ways.
+
+    A vision transformer of 4 billion parameters (42 layers, 2816 features in 44 heads) on 64,980 tokens in bfloat16, P
+    = 8.  A rank sends for each layer, forward and backward: gathered 640 and 640 MB, ring 640 and 1,921 MB, heads 160
+    and 160 MB, heads and rings of two 229 and 412 MB; it holds keys and values of 732, 274, 191 and 366 MB.
+
+    >>> from jigsaw.nn.attention.attention_ways import AttentionSizes, choose_attention_way
+    >>> choice = choose_attention_way(AttentionSizes.of_tokens(64_980, ranks=8, heads=44, features=64))
+    >>> choice.way
+    'heads'
+    >>> for way, cost in choice.costs:
+    ...     print(way, cost.forward // 8, cost.backward // 8, cost.held)
+    gathered 640442880 640442880 731934720
+    ring 640442880 1921328640 274492416
+    heads 160110592 160110592 191306752
+    heads+ring 228729600 411713280 365989888
+    >>> choice = choose_attention_way(AttentionSizes.of_tokens(64_980, ranks=64, heads=44, features=64))
+    >>> choice.way, str(choice.split)
+    ('heads+ring', 'rings of 2 ranks, heads shared out by 32')
+    """
+    costs, split = _costs_and_split(sizes)
+    ranks = len(sizes.keys)
+    whole = costs["gathered"].held
+    own = (max(sizes.queries) * sizes.query_row + max(sizes.keys) * sizes.key_row) * sizes.itemsize
+    for_heads: dict[AttentionWay, int] = {"heads": ranks}
+    if split is not None:
+        for_heads["heads+ring"] = split.head_ranks
+    # the splits that leave no rank without a head
+    usable: list[AttentionWay] = [
+        by for by, n in for_heads.items() if not is_mask_cut and by in costs and sizes.key_heads >= n
+    ]
+    best: AttentionWay | None = min(usable, key=lambda by: costs[by].sent, default=None)
+    way: AttentionWay
+    if said is not None:
+        _check_said(said, costs, sizes)
+        way, why = said, "as attention_way says"
+    elif whole <= SMALL_KEYS_BYTES:
+        way, why = "gathered", f"as all keys and values are {whole:,} bytes, at most {SMALL_KEYS_BYTES:,}"
+    elif best is not None and costs[best].sent <= min(costs["gathered"].sent, costs["ring"].sent):
+        way = best
+        why = f"as {sizes.key_heads} heads are enough for {for_heads[best]} ranks and no way sends less"
+    elif whole > own:
+        is_less = split is not None and "heads+ring" in usable and costs["heads+ring"].sent < costs["ring"].sent
+        way = "heads+ring" if is_less else "ring"
+        why = f"as all keys and values, {whole:,} bytes, are more than a rank has in q, k, v and y, {own:,}"
+    else:
+        way, why = "gathered", f"as all keys and values, {whole:,} bytes, are no more than a rank has, {own:,}"
+    if way == "heads+ring":
+        why = f"{split}, {why}"
+    return AttentionChoice(way, why, tuple(costs.items()), split if way == "heads+ring" else None)
+
+
+def _check_said(said: AttentionWay, costs: dict[AttentionWay, WayCost], sizes: AttentionSizes) -> None:
+    if said in costs:
+        return
+    if not sizes.key_heads:
+        raise ShardingError(
+            f"attention_way({said!r}): queries, keys and values have no dim of heads, a third one from the end that "
+            "all have alike, for the ranks to share out; use attention_way('ring') or 'gathered'"
+        )
+    raise ShardingError(
+        f"attention_way({said!r}): the {len(sizes.keys)} ranks that cut the tokens cannot go both ways: their number "
+        "must have a divisor, and where the mesh leaves out ranks of the job an axis goes one way; use "
+        "attention_way('ring'), 'heads' or 'gathered'"
+    )
+
+
+# -- what a user says -------------------------------------------------------------------------------------------------
+
+# a value of the process, not of a thread, because autograd runs a checkpointed layer again in its own threads
+_said: list[AttentionWay | None] = [None]
+
+
+@contextmanager
+def attention_way(way: AttentionWay | None) -> Generator[None]:
+    """Let attention over cut tokens go this way within the block: ``"gathered"``, ``"ring"``, ``"heads"`` or
+    ``"heads+ring"``.  None: by the rule (`jigsaw.nn.explain_attention` tells which).  All ways are exact.
+
+    This changes nothing for attention where no axis cuts both queries and keys.  Checkpointed layers run again in the
+    backward pass, which then belongs within the block, too.
+
+    *Raises*: `ShardingError` for another word.  A call of attention raises it for heads without a dim of heads, and for
+    heads and rings where a prime number of ranks cuts the tokens.
+
+    >>> mesh = jigsaw.init_mesh(lat=1)
+    >>> q = jigsaw.shard(torch.randn(2, 4, 16, 8), mesh, (None, None, "lat", None))
+    >>> with jigsaw.nn.attention_way("ring"):
+    ...     torch.nn.functional.scaled_dot_product_attention(q, q, q).shape
+    torch.Size([2, 4, 16, 8])
+    """
+    if way is not None and way not in _WAYS:
+        raise ShardingError(f"attention_way({way!r}): use one of {_WAYS}, or None for the rule")
+    _said.append(way)
+    try:
+        yield
+    finally:
+        _said.pop()
+
+
+def said_attention_way() -> AttentionWay | None:
+    """Return the way that the innermost `attention_way` says."""
+    return _said[-1]

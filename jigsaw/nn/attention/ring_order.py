@@ -1,0 +1,97 @@
+"""Queries of causal attention around a ring: ranks exchange halves, so that all have as much to do.
+
+A query attends to earlier tokens, so of P blocks of keys the ranks need 1, 2, ... P.  Rank r exchanges the second half
+of its queries with rank P-1-r, and y goes back.  Example: four ranks, by their halves of queries 0 to 7 and the blocks
+of keys that these need:
+
+    rank       0        1        2        3
+    its own    0, 1     2, 3     4, 5     6, 7
+    blocks     1 + 1    2 + 2    3 + 3    4 + 4
+    mirrored   0, 7     2, 5     4, 3     6, 1
+    blocks     1 + 4    2 + 3    3 + 2    4 + 1
+
+After the zigzag order of context parallel training (Dubey et al., "The Llama 3 herd of models", arXiv 2407.21783),
+whose keys and values lie in that order, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw import comm
+from jigsaw.comm import debug
+from jigsaw.comm.graph_calls import graph_call
+from jigsaw.nn.attention.key_ring import KeyRing
+from jigsaw.nn.rank_order import CutGroup, host_values, size_of_cuts, take_owned_rows
+
+# a rank with fewer queries has less work than messages
+MIRRORED_QUERIES = 256
+
+
+def mirrored_counts(queries: Sequence[int]) -> tuple[int, ...]:
+    """Return how many queries each rank of a ring gives away, of so many."""
+    if max(queries) < MIRRORED_QUERIES:
+        return (0,) * len(queries)
+    # the rank in the middle of an odd number is its own mirror
+    return tuple([n // 2 if 2 * r + 1 != len(queries) else 0 for r, n in enumerate(queries)])
+
+
+@dataclass(frozen=True)
+class QueryMirror:
+    """The rank of a ring that this one exchanges queries with, by its position in the mesh, and this one's queries
+    then.  These are its own first ones, and the last ones of the other.
+    """
+
+    mesh: DeviceMesh
+    peer: int
+    given: int
+    places: tuple[Tensor, Tensor]  # the global places of those kept and of those taken
+
+    @classmethod
+    def through(cls, queries: CutGroup, ring: KeyRing, mesh: DeviceMesh) -> QueryMirror:
+        """Return the mirror of this rank of a ring."""
+        with host_values():
+            every = torch.arange(size_of_cuts(queries))
+            rows = [take_owned_rows(every, 0, queries, ring.layout, at) for at in ring.places]
+            counts, other = mirrored_counts([len(r) for r in rows]), ring.size - 1 - ring.me
+            kept, taken = len(rows[ring.me]) - counts[ring.me], len(rows[other]) - counts[other]
+            places = rows[ring.me][:kept], rows[other][taken:]
+        return cls(mesh, ring.layout.index(ring.places[other]), counts[ring.me], places)
+
+    def exchange(self, q: Tensor) -> Tensor:
+        """Return the queries [..., L, E] that this rank works on.
+
+        *Sends*: forward, half of its own; backward, the gradients of those that it took.
+        """
+        return _MirroredRows.apply(q, self, self.given, len(self.places[1]))
+
+    def give_back(self, y: Tensor) -> Tensor:
+        """Return the rows of the result to the ranks of their queries."""
+        return _MirroredRows.apply(y, self, len(self.places[1]), self.given)
+
+
+@graph_call()
+def _swap_last_rows(x: Tensor, mesh: DeviceMesh, peer: int, given: int, taken: int) -> Tensor:
+    arriving = x.new_empty((*x.shape[:-2], taken, x.shape[-1]))
+    kept, leaving = x.split([x.shape[-2] - given, given], -2)
+    comm.swap_messages(mesh, [(peer, leaving)], [(peer, arriving)], "ring attention").wait()
+    return torch.cat([kept, arriving], -2)
+
+
+class _MirroredRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mirror: QueryMirror, given: int, taken: int) -> Tensor:
+        ctx.how = mirror, taken, given
+        debug.compare_calls(mirror.mesh, "mirrored queries")
+        return _swap_last_rows(x, mirror.mesh, mirror.peer, given, taken)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        # rows only change ranks, so the adjoint is the way back
+        return _MirroredRows.apply(grads[0], *ctx.how), None, None, None

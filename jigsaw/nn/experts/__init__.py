@@ -1,0 +1,1 @@
+"""Mixture of experts whose experts lie on the ranks."""

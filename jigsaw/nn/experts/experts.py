@@ -1,0 +1,241 @@
+"""A mixture of experts: each token goes to a few of many small networks, which lie on different ranks.
+
+>>> mesh = jigsaw.init_mesh(lat=1)
+>>> tile = jigsaw.shard(torch.randn(2, 9, 8), mesh, (None, "lat", None))
+>>> jigsaw.nn.MoE(8, 16, experts=4, top_k=2, mesh=mesh, axis="lat")(tile).shape
+torch.Size([2, 9, 8])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw import comm
+from jigsaw.comm.graph_calls import is_shape_run, refuse_in_graph
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import whole_dim
+from jigsaw.geometry.layout import Layout
+from jigsaw.geometry.matmul_grid import refine_cut
+from jigsaw.nn.experts.expert_routes import kept_by_capacity, plan_expert_route
+from jigsaw.nn.products.contraction import in_autocast_dtype
+from jigsaw.nn.weights import cut_parameter, local_weight, weight_layout
+from jigsaw.ops.random_numbers import global_index
+from jigsaw.ops.reductions import reduce_mean
+from jigsaw.ranks.mesh import axes_of_mesh
+from jigsaw.tile.tile import Tile
+
+
+class MoE(nn.Module):
+    """Layer y = sum over the `top_k` best experts e of p_e(x) W2_e (silu(W1_e x) * W3_e x), for each token x by itself.
+
+    Experts are cut along `axis`: one axis of the mesh, or several.  These are axes that also cut tokens, the data's or
+    space's (``axis=("data", "lat")``), so that experts need no ranks of their own.  Along an axis that cuts no tokens,
+    such as a separate axis `expert`, the ranks have the same tokens, and each takes a share.  Along the mesh's other
+    axes every rank has the same experts.  The experts need not divide (5 on 4 ranks are 2, 2, 1 and 0, torch.chunk's
+    rule).
+
+    - *Router*: p = softmax(R x) over all experts, in float32 or better (Switch); the `top_k` largest, which with
+      `normalize` are divided by their sum.  That is Mixtral's; by default it is so for ``top_k > 1`` alone, for a
+      weight that is always 1 teaches the router nothing (Switch).  ``normalize=False`` is DeepSeekMoE's.
+    - *Experts*: gated as in Mixtral and DeepSeekMoE, without bias.  `shared_experts` that each token goes to, too, are
+      one network of so many times `hidden` (DeepSeekMoE).
+    - *Capacity*: without `capacity_factor` every expert takes all tokens that chose it, and none is dropped.  With it,
+      it takes the first ``ceil(capacity_factor * tokens * top_k / experts)`` of them, and the others get nothing of it
+      (GShard, Switch): all first choices come before all second ones, and of equal ones the row-major place of the
+      token in the *whole* tensor counts, so the same tokens are dropped on every mesh.
+    - *Losses*: after a forward pass, ``balance_loss`` is experts * sum_e f_e P_e, f_e the share of choices that went to
+      e and P_e the mean of p_e (Switch, equation 4; before any is dropped), and ``z_loss`` the mean of logsumexp(R x)^2
+      (ST-MoE, equation 5).  Both are over all tokens of the mesh, not means of what ranks found (Qiu et al., who saw
+      experts specialise only so), and equal on every rank.  Add them to the loss, times 1e-2 and 1e-3 in these papers.
+
+    *Shapes*: x and y [..., dim], cut as they come; w1 and w3 [experts, hidden, dim], w2 [experts, dim, hidden], as
+    DTensors, per rank those of its experts; router [experts, dim] and shared weights whole.
+    *Sends*: forward, for each row whose expert lies on another rank (``top_k`` a token, without those dropped), its
+    `dim` values there and as many back, in one exchange each way, counted as ``experts``; backward the same.  Besides,
+    8 bytes an expert to each rank along `axis`, three all-reduces of one or two numbers an expert for the losses, and
+    with a capacity one of 2 KB an expert for each byte of ``tokens * top_k``.  Tokens that are not cut along `axis`, or
+    whose features are cut, are cut anew, and y brought back: an exchange each.
+    *Raises*: `ShardingError` for sizes that do not fit.
+
+    With activation checkpointing take ``use_reentrant=False``, or the losses have no gradient.
+
+    After Shazeer et al., arXiv 1701.06538; Lepikhin et al., GShard, 2006.16668; Fedus et al., Switch Transformer,
+    2101.03961; Zoph et al., ST-MoE, 2202.08906; Jiang et al., Mixtral, 2401.04088; Dai et al., DeepSeekMoE, 2401.06066;
+    Qiu et al., 2501.11873.
+
+    >>> mesh = jigsaw.init_mesh(data=1, lat=1)
+    >>> layer = jigsaw.nn.MoE(8, 16, experts=6, top_k=2, mesh=mesh, axis=("data", "lat"), shared_experts=1)
+    >>> y = layer(jigsaw.shard(torch.randn(2, 9, 8), mesh, ("data", "lat", None)))
+    >>> loss = y.square().mean() + 0.01 * layer.balance_loss + 0.001 * layer.z_loss
+    >>> loss.backward()
+    >>> layer.w1.grad.shape
+    torch.Size([6, 16, 8])
+    """
+
+    balance_loss: Tensor
+    z_loss: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        *,
+        mesh: DeviceMesh,
+        axis: str | Sequence[str] = "expert",
+        shared_experts: int = 0,
+        capacity_factor: float | None = None,
+        normalize: bool | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_sizes(dim, hidden, experts, top_k, shared_experts, capacity_factor)
+        self.dim, self.hidden, self.experts, self.top_k = dim, hidden, experts, top_k
+        self.capacity_factor = capacity_factor
+        self.normalize = top_k > 1 if normalize is None else normalize
+        self._mesh = mesh
+        shapes = {"w1": (experts, hidden, dim), "w2": (experts, dim, hidden), "w3": (experts, hidden, dim)}
+        for name, shape in shapes.items():
+            setattr(self, name, cut_parameter(_drawn_weight(shape, device, dtype), mesh, axis))
+        self.router = nn.Parameter(_drawn_weight((experts, dim), device, dtype))
+        wide = shared_experts * hidden
+        shared = {"shared_w1": (wide, dim), "shared_w2": (dim, wide), "shared_w3": (wide, dim)} if wide else {}
+        for name, shape in shared.items():
+            setattr(self, name, nn.Parameter(_drawn_weight(shape, device, dtype)))
+
+    def extra_repr(self) -> str:
+        return (
+            f"dim={self.dim}, hidden={self.hidden}, experts={self.experts}, top_k={self.top_k}, "
+            f"capacity_factor={self.capacity_factor}, normalize={self.normalize}"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # the losses belong to a graph, which can be neither copied (a mean of weights copies its model) nor pickled
+        return {name: value for name, value in self.__dict__.items() if name not in ("balance_loss", "z_loss")}
+
+    def forward(self, input: Any) -> Any:
+        refuse_in_graph("MoE, whose messages depend on values,")
+        if not isinstance(input, Tile):  # the same on every rank, as plain inputs are
+            whole = Layout(tuple(map(whole_dim, input.shape)), axes_of_mesh(self._mesh))
+            return self.forward(Tile(input, whole, self._mesh)).full_tensor()
+        if input.ndim < 2 or input.shape[-1] != self.dim:
+            raise ShardingError(
+                f"MoE takes tokens of {self.dim} features, the last of at least 2 dims, but the Tile has shape "
+                f"{tuple(input.shape)}; move the features there, x.movedim(1, -1), or make the layer for another dim"
+            )
+        if is_shape_run():  # the route of a token is decided by values
+            self.balance_loss = self.z_loss = input.local.new_zeros(())
+            here = input.owned()
+            return Tile(in_autocast_dtype(here.local).clone(), here.layout, here.mesh)
+        weights = dict(self.named_parameters(recurse=False))
+        stored = weight_layout(weights["w1"], input).dim(0)[0]
+        tokens = input.with_layout(_layout_of_tokens(input.layout, stored.axes))
+        w = {name: local_weight(p, tokens, tokens.layout) for name, p in weights.items()}
+        rows = tokens.local.flatten(0, -2)
+        p, chosen = self._choose_experts(rows, w["router"], tokens)
+        kept = self._kept_choices(chosen, tokens)
+        token_of, expert_of, p = kept.nonzero()[:, 0], chosen[kept], p[kept]
+        route = plan_expert_route(expert_of, stored, tokens)
+        token_of, p = token_of[route.order], p[route.order]
+        there = route.to_experts(in_autocast_dtype(rows).index_select(0, token_of), tokens.mesh)
+        made = _run_experts(there, route.counts, w["w1"], w["w2"], w["w3"])
+        back = route.from_experts(made, tokens.mesh)
+        y = back.new_zeros(rows.shape).index_add(0, token_of, back * p.to(back.dtype).unsqueeze(1))
+        if "shared_w1" in w:
+            y = y + _gated_network(rows, w["shared_w1"], w["shared_w2"], w["shared_w3"])
+        out = Tile(y.reshape(tokens.local.shape), tokens.layout, tokens.mesh)
+        return out.with_layout(input.layout.without_halo())
+
+    def _choose_experts(self, rows: Tensor, router: Tensor, tokens: Tile) -> tuple[Tensor, Tensor]:
+        """Return the weights and numbers of each token's experts [tokens, top_k], and set the losses.  The losses come
+        before the experts run: their part of the backward pass then comes after that of y, for which FSDP2 gathers the
+        weights.
+        """
+        wide = torch.float32 if rows.dtype in (torch.bfloat16, torch.float16) else rows.dtype
+        with torch.autocast(rows.device.type, enabled=False):
+            logits = F.linear(rows.to(wide), router.to(wide))
+        p = logits.softmax(-1)
+        best, chosen = p.topk(self.top_k, dim=-1)
+        leading = tuple(range(tokens.ndim - 1))
+        as_tile = tokens.layout.replace_dim(tokens.ndim - 1, whole_dim(self.experts))
+        by_expert = reduce_mean(Tile(p.reshape(as_tile.local_shape(tokens.coordinate)), as_tile, tokens.mesh), leading)
+        counts = torch.bincount(chosen.flatten(), minlength=self.experts)
+        counts = comm.all_reduce(counts, tokens.mesh, tokens.layout.cut_axes).to(wide)
+        self.balance_loss = (by_expert * (self.experts / max(self._choices(tokens), 1) * counts)).sum()
+        squares = logits.logsumexp(-1).square().reshape(tokens.local.shape[:-1])
+        self.z_loss = reduce_mean(Tile(squares, tokens.layout.drop((tokens.ndim - 1,)), tokens.mesh))
+        return best / best.sum(-1, keepdim=True) if self.normalize else best, chosen
+
+    def _choices(self, tokens: Tile) -> int:
+        return math.prod(tokens.shape[:-1]) * self.top_k
+
+    def _kept_choices(self, chosen: Tensor, tokens: Tile) -> Tensor:
+        """Say of each choice [tokens, top_k] whether it is followed, or dropped."""
+        if self.capacity_factor is None:
+            return torch.ones_like(chosen, dtype=torch.bool)
+        choices = self._choices(tokens)
+        capacity = math.ceil(self.capacity_factor * choices / self.experts)
+        place = global_index(tokens, tokens.ndim - 1).reshape(-1, 1)
+        place = place + torch.arange(self.top_k, device=chosen.device) * (choices // self.top_k)
+        axes = tokens.layout.cut_axes
+        return kept_by_capacity(
+            chosen.flatten(), place.flatten(), choices, capacity, self.experts, tokens.mesh, axes
+        ).reshape(chosen.shape)
+
+
+def _check_sizes(dim: int, hidden: int, experts: int, top_k: int, shared: int, capacity_factor: float | None) -> None:
+    sizes = {"dim": dim, "hidden": hidden, "experts": experts}
+    small = [f"{name}={size}" for name, size in sizes.items() if size < 1]
+    if small or shared < 0:
+        raise ShardingError(f"MoE with {', '.join(small) or f'shared_experts={shared}'}: sizes are at least 1")
+    if not 1 <= top_k <= experts:
+        raise ShardingError(f"MoE with top_k={top_k}: a token goes to 1 to {experts} of {experts} experts")
+    if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+        raise ShardingError(
+            f"MoE with capacity_factor={capacity_factor}: it is above 0, 1.25 for instance; None drops no token"
+        )
+
+
+def _drawn_weight(shape: tuple[int, ...], device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
+    """Draw a weight as `torch.nn.Linear` does, for each expert by itself."""
+    bound = 1 / math.sqrt(shape[-1])
+    return torch.empty(shape, device=device, dtype=dtype).uniform_(-bound, bound)
+
+
+def _layout_of_tokens(layout: Layout, axes: Sequence[str]) -> Layout:
+    """Return the layout with whole features, and tokens that all of `axes` cut, as well as the axes that cut the
+    features before.  Axes that did not cut tokens cut the dim with the longest pieces.
+    """
+    bare, last = layout.without_halo(), layout.ndim - 1
+    free = [a for a in (*bare.dim_axes(last), *axes) if not any(a in bare.dim_axes(d) for d in range(last))]
+    names = [name for name, _ in bare.axes if name in free]
+    dims = [list(group) for group in bare.dims()]
+    dims[last] = [c.uncut() for c in dims[last]]
+    if names:
+        lengths = {(d, k): c.points[1] - c.points[0] for d in range(last) for k, c in enumerate(dims[d])}
+        d, k = max(lengths, key=lambda at: lengths[at])
+        dims[d][k] = refine_cut(dims[d][k], names, dict(bare.axes))
+    return Layout.from_dims(dims, bare.axes)
+
+
+def _gated_network(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
+
+
+def _run_experts(rows: Tensor, counts: Sequence[int], w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """Run each expert on its rows, which lie one expert's after the other's."""
+    if not counts:
+        # no expert lies here and no row came, but the result belongs to the graph as on the other ranks, which wait for
+        # this one in the backward pass
+        return torch.cat([rows, *(w.reshape(0, rows.shape[1]) for w in (w1, w2, w3))])
+    weights = zip(w1.unbind(0), w2.unbind(0), w3.unbind(0), strict=True)
+    return torch.cat([_gated_network(x, *w) for x, w in zip(rows.split(counts), weights, strict=True)])

@@ -1,0 +1,199 @@
+"""Core of the norms, (x - mean) / sqrt(var + eps) * weight + bias over cut dims, with one tensor kept for the backward
+pass.
+
+The statistics of the ranks are combined as Chan, Golub and LeVeque do ("Updating formulae and a pairwise algorithm for
+computing sample variances", 1979), so no digits cancel; the gradient is the closed formula of Ioffe and Szegedy (arXiv
+1502.03167) with its two sums taken over all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw import comm
+from jigsaw.nn.norms.norm_images import NormImages, as_norm_images
+from jigsaw.nn.slab_statistics import slabs_cut, standardize_slab
+from jigsaw.ops.reductions import elements_per_value, global_moments, reducing_axes
+from jigsaw.tile.tile import Tile
+
+
+def is_whole_along(tile: Tile, dims: Sequence[int]) -> bool:
+    """Say whether each rank has all rows of `dims` once, so that plain torch's own norm is exact there."""
+    return all(map(tile.layout.complete_dims.__getitem__, dims))
+
+
+def owned_along(tile: Tile, dims: Sequence[int]) -> Tile:
+    """Return the tile without halo rows along `dims`, so that a statistic over them counts each row once; nothing is
+    sent.
+    """
+    layout = tile.layout
+    for d in dims:
+        layout = layout.replace_dim(d, *(c.bare() for c in layout.dim(d)))
+    return tile if layout == tile.layout else tile.with_layout(layout)
+
+
+def standardize_tile(
+    x: Tile, dims: Sequence[int], eps: float, weight: Tensor | None = None, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (y, mean, sum of squared deviations): local tensors; y for all rows of x, halo included, statistics of
+    owned ones.
+
+    *Shapes*: y as x.local, which is float32 or wider; the statistics with size 1 along `dims`, the same on the ranks
+    along the axes of `dims`; `weight` and `bias` broadcast to x.local.
+    *Sends*: forward, two all-reduces of one value a statistic; backward, one of two values.
+    """
+    dims = tuple(dims)
+    if slabs_cut(x, *dims):
+        return standardize_slab(x, dims, eps, weight, bias)
+    if any(c.has_halo for d in dims for c in x.layout.dim(d)):
+        return _standardize_composed(x, dims, eps, weight, bias)
+    axes = reducing_axes(x.layout, dims)
+    return cast(
+        "tuple[Tensor, Tensor, Tensor]",
+        _Standardize.apply(x.local, weight, bias, (x.mesh, axes, dims, eps, elements_per_value(x, dims))),
+    )
+
+
+def _standardize_composed(
+    x: Tile, dims: tuple[int, ...], eps: float, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the same from differentiable pieces, for halo rows along `dims`."""
+    mean, squares = global_moments(owned_along(x, dims), dims)
+    axes = reducing_axes(x.layout, dims)
+    return (
+        _apply_statistics(x.local, mean, squares, weight, bias, (x.mesh, axes, dims, eps, elements_per_value(x, dims))),
+        mean,
+        squares,
+    )
+
+
+def _apply_statistics(
+    x: Tensor, mean: Tensor, squares: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[Any, ...]
+) -> Tensor:
+    mesh, axes, _, eps, count = how
+    inverse = torch.rsqrt(squares / count + eps)
+    y = (x - comm.use_in_parts(mean, mesh, axes)) * comm.use_in_parts(inverse, mesh, axes)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def _global_statistics(
+    x: Tensor, images: NormImages | None, mesh: DeviceMesh, axes: Sequence[str], dims: tuple[int, ...], count: int
+) -> tuple[Tensor, Tensor]:
+    """Return (mean, sum of squared deviations) over the rows of all ranks along `axes`."""
+    rows = math.prod(x.shape[d] for d in dims)
+    if images is not None:
+        spread, own = images.moments(dims)
+    elif rows:
+        spread, own = torch.var_mean(x, dims, correction=0, keepdim=True)
+    else:
+        own = x.new_zeros([1 if d in dims else n for d, n in enumerate(x.shape)])
+        spread = own
+    mean = comm.all_reduce(own * rows, mesh, axes, same=(dims, count)) / count
+    return mean, comm.all_reduce((spread + (own - mean).square()) * rows, mesh, axes)
+
+
+def _are_near_zero(mean: Tensor, inverse: Tensor) -> bool:
+    """Say whether x * scale + shift, one pass, keeps the digits of (x - mean) * scale, two passes.  With large means it
+    loses some, in plain torch too.
+    """
+    return bool((mean * inverse).abs().max() < _LARGEST_MEAN)
+
+
+_LARGEST_MEAN = 16  # in standard deviations
+
+
+class _Standardize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        how: tuple[Any, ...],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mesh, axes, dims, eps, count = ctx.how = how
+        images = as_norm_images(x, dims, weight, bias)
+        mean, squares = _global_statistics(x, images, mesh, axes, dims, count)
+        inverse = torch.rsqrt(squares / count + eps)
+        ctx.save_for_backward(x, weight, bias, mean, inverse)
+        ctx.mark_non_differentiable(mean, squares)
+        scale = inverse if weight is None else inverse * weight
+        if images is not None and _are_near_zero(mean, inverse):
+            return images.scaled(scale, -mean * scale if bias is None else bias - mean * scale), mean, squares
+        y = x - mean
+        return (y.mul_(scale) if bias is None else torch.addcmul(bias, y, scale, out=y)), mean, squares
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, weight, bias, mean, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # from the pieces, which can be differentiated twice
+            return *_differentiable_gradients(x, weight, bias, ctx.how, grads[0], ctx.needs_input_grad), None
+        images = as_norm_images(x, ctx.how[2], weight, bias)
+        if images is not None and _are_near_zero(mean, inverse):
+            saved = images, weight, bias, mean, inverse
+            return *_gradients_by_images(grads[0], *saved, ctx.how, ctx.needs_input_grad), None
+        mesh, axes, dims, _, count = ctx.how
+        unit = (x - mean).mul_(inverse)
+        along = grads[0] * unit
+        of_weight = along.sum_to_size(weight.shape) if weight is not None and ctx.needs_input_grad[1] else None
+        of_bias = grads[0].sum_to_size(bias.shape) if bias is not None and ctx.needs_input_grad[2] else None
+        if not ctx.needs_input_grad[0]:
+            return None, of_weight, of_bias, None
+        grad = grads[0] if weight is None else grads[0] * weight
+        if weight is not None:  # of a tensor of the weight's own shape, `of_weight` is `along` itself
+            along = along * weight if weight.shape == along.shape else along.mul_(weight)
+        sums = torch.stack([along.sum(dims, keepdim=True), grad.sum(dims, keepdim=True)])
+        tilt, shift = (comm.all_reduce(sums, mesh, axes) / count).unbind()
+        del along
+        # (grad - shift - unit * tilt) / sqrt(var + eps), in the memory of `unit`
+        of_x = torch.sub(grad, unit.mul_(tilt).add_(shift), out=unit).mul_(inverse)
+        return of_x, of_weight, of_bias, None
+
+
+def _gradients_by_images(
+    grad: Tensor,
+    images: NormImages,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    inverse: Tensor,
+    how: tuple[Any, ...],
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of the values, the weight and the bias."""
+    mesh, axes, dims, _, count = how
+    along, total = images.sums(grad, mean, inverse)
+    of_weight = along.sum_to_size(weight.shape) if weight is not None and needs[1] else None
+    of_bias = total.sum_to_size(bias.shape) if bias is not None and needs[2] else None
+    if not needs[0]:
+        return None, of_weight, of_bias
+    if weight is not None:
+        along, total = along * weight, total * weight
+    sums = torch.stack([along.sum(dims, keepdim=True), total.sum(dims, keepdim=True)])
+    tilt, shift = (comm.all_reduce(sums, mesh, axes) / count).unbind()
+    # (grad * weight - shift - (x - mean) * inverse * tilt) * inverse, in one pass over x and one over grad
+    slope = -tilt * inverse.square()
+    of_x = images.scaled(slope, -shift * inverse - slope * mean)
+    return of_x.addcmul_(grad, inverse if weight is None else inverse * weight), of_weight, of_bias
+
+
+def _differentiable_gradients(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[Any, ...], grad: Tensor, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the gradients as functions that can be differentiated again."""
+    mesh, axes, dims, _, count = how
+    mean = comm.sum_parts(x.sum(dims, keepdim=True), mesh, axes) / count
+    squares = comm.sum_parts((x - comm.use_in_parts(mean, mesh, axes)).square().sum(dims, keepdim=True), mesh, axes)
+    y = _apply_statistics(x, mean, squares, weight, bias, how)
+    asked = [v for v, needed in zip((x, weight, bias), needs, strict=False) if needed and v is not None]
+    found = iter(torch.autograd.grad(y, asked, grad, create_graph=True))
+    return [
+        next(found) if needed and v is not None else None for v, needed in zip((x, weight, bias), needs, strict=False)
+    ]

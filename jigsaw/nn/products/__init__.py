@@ -1,0 +1,1 @@
+"""Linear layers, matrix products, einsum, embeddings and recurrent layers on tiles."""

@@ -1,0 +1,1 @@
+"""Layers on the sphere: spherical harmonics, poles and convolutions."""

@@ -1,0 +1,332 @@
+"""Operators of torch-harmonics on cut spheres: DISCO convolution, its transpose, and neighborhood attention.
+
+The package registers them with torch (``torch.ops.disco_kernels``, ``torch.ops.attention_kernels``); jigsaw answers
+them by name, so the package need not be installed.  Each makes a row of latitude from all longitudes of a band of rows.
+The package's sparse matrix psi has one row of entries for each output latitude (the transpose: for each input
+latitude), with columns ``lat * nlon + lon``.  So a rank makes its own rows of latitude from the rows that psi names,
+with the entries of psi for them.  Where longitude is cut, its axes cut latitude finer meanwhile.
+
+Example: two ranks on lat=2, x [1, 8, 24, 48], a filter that reaches three rows.  Rank 0 makes rows 0:12 of [1, 8, 7,
+24, 48] and reads rows 0:15, of which it lacks three.  The result, seven times as large, does not travel.
+
+Source of the method: Ocampo, Price, McEwen, Scalable and equivariant spherical CNNs by discrete-continuous (DISCO)
+convolutions, arXiv 2209.13603; Bonev et al., Attention on the sphere, arXiv 2505.11157.
+
+>>> layout = jigsaw.Layout.of((1, 8, 6, 4), (None, None, "lat", None), (("lat", 2),))
+>>> three_rows = tuple((max(row - 1, 0), min(row + 2, 6)) for row in range(6))
+>>> jigsaw.nn.spheres.sphere.plan_sphere(layout, 2, three_rows, 4, "a filter").needs
+((0, 4), (2, 6))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from jigsaw.geometry.cut import Cut, Interval, whole_dim
+from jigsaw.geometry.layout import Layout
+from jigsaw.geometry.matmul_grid import refine_cut
+from jigsaw.geometry.stencil_rules import ceil_div
+from jigsaw.nn.stencils.stencil import empty_result, single_cut
+from jigsaw.tile.tile import Tile, implements_torch, shared_mesh
+
+# For each output row of latitude, the input rows that make it; (0, 0) for one without any.
+LatitudeBands = tuple[Interval, ...]
+
+
+# -- which rows, in integers ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SpherePlan:
+    """Plan of rows: `needs` are the input rows of each piece of `made`, the latitudes of the result while longitude is
+    whole.  `home` is how latitude and longitude of the result are cut in the end.
+    """
+
+    made: Cut
+    needs: tuple[Interval, ...]
+    home: tuple[Cut, Cut]
+
+    def source(self, layout: Layout, lat: int) -> Layout:
+        """Return the layout to which an input is brought: every rank holds the rows that it needs, and
+        whole circles.
+        """
+        size = layout.shape[lat]
+        held = stretched_cut(self.made, size).holding(self.needs)
+        return layout.replace_dim(lat + 1, whole_dim(layout.shape[lat + 1])).replace_dim(lat, held)
+
+
+@lru_cache(maxsize=1024)
+def plan_sphere(layout: Layout, lat: int, bands: LatitudeBands, columns: int, name: str) -> SpherePlan:
+    """Plan how ranks share out rows of latitude made from a tile of `layout`: `columns` of longitude each.
+
+    *Raises*: `ShardingError` for latitudes or longitudes that were flattened with other dims.
+    """
+    rows, circle = single_cut(layout, lat, name).bare(), single_cut(layout, lat + 1, name).bare()
+    made = stretched_cut(refine_cut(rows, circle.axes, dict(layout.axes)), len(bands))
+    home = stretched_cut(rows, len(bands)), stretched_cut(circle, columns)
+    return SpherePlan(made, tuple(_needed_rows(bands, made.owned(i)) for i in range(made.pieces)), home)
+
+
+def stretched_cut(cut: Cut, size: int) -> Cut:
+    """Return the same cut for a dim that has another number of rows."""
+    if cut.size == size:
+        return cut
+    return Cut(size, tuple(ceil_div(p * size, cut.size) for p in cut.points), cut.axes)
+
+
+def _needed_rows(bands: LatitudeBands, made: Interval) -> Interval:
+    named = [b for b in bands[made[0] : made[1]] if b[0] < b[1]]
+    return (min(a for a, _ in named), max(b for _, b in named)) if named else (0, 0)
+
+
+# -- psi --------------------------------------------------------------------------------------------------------------
+
+# Values derived from the indices of psi, which a module keeps because reading them on the host waits for a GPU.
+_kept_bands: MutableMapping[Tensor, dict[int, LatitudeBands]] = WeakIdKeyDictionary()
+_kept_parts: MutableMapping[Tensor, dict[Any, tuple[Tensor, ...]]] = WeakIdKeyDictionary()
+
+
+def _latitude_bands(columns: Tensor, rows: int, entries: Callable[[], tuple[Tensor, Tensor]]) -> LatitudeBands:
+    """Return the bands of psi, each of whose `entries` reads a row and makes one of `rows`; kept by `columns`."""
+    kept = _kept_bands.setdefault(columns, {})
+    if rows not in kept:
+        reads, makes = entries()
+        first = torch.full((rows,), torch.iinfo(torch.int64).max, device=reads.device)
+        first = first.scatter_reduce(0, makes, reads, "amin")
+        last = torch.full((rows,), -1, device=reads.device).scatter_reduce(0, makes, reads, "amax")
+        kept[rows] = tuple((a, b + 1) if b >= 0 else (0, 0) for a, b in zip(first.tolist(), last.tolist(), strict=True))
+    return kept[rows]
+
+
+def _kept_part(columns: Tensor, key: Any, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    kept = _kept_parts.setdefault(columns, {})
+    if key not in kept:
+        kept[key] = make()
+    return kept[key]
+
+
+def _row_offsets(rows: Tensor, count: int) -> Tensor:
+    """Return where each of `count` rows begins in a rising list of rows, and where the last one ends."""
+    return torch.searchsorted(rows.contiguous(), torch.arange(count + 1, device=rows.device))
+
+
+def _psi_of_rows(
+    kernels: Tensor, rows: Tensor, columns: Tensor, made: Interval, held: Interval, width: int, transposed: bool
+) -> tuple[Tensor, ...]:
+    """Return the entries of a DISCO psi that make the rows `made` from the rows `held`, counted from the first of each.
+    That is which they are, where each row of entries begins, and their kernel, row and column.
+    """
+    makes = columns // width if transposed else rows
+    (at,) = ((makes >= made[0]) & (makes < made[1])).nonzero(as_tuple=True)
+    of_row, of_column = (held[0], made[0]) if transposed else (made[0], held[0])
+    kernels, rows, columns = kernels[at], rows[at] - of_row, columns[at] - of_column * width
+    # entries of one kernel and row lie side by side
+    starts = torch.ones(len(at), dtype=torch.bool, device=at.device)
+    starts[1:] = (kernels[1:] != kernels[:-1]) | (rows[1:] != rows[:-1])
+    (begins,) = starts.nonzero(as_tuple=True)
+    offsets = torch.cat([begins, begins.new_tensor([len(at)])])
+    return at, offsets, kernels, rows, columns
+
+
+# -- DISCO ------------------------------------------------------------------------------------------------------------
+
+
+def _answer_contraction(name: str, *, transposed: bool) -> None:
+    @implements_torch(name)
+    def contract(
+        inp: Tile,
+        roff_idx: Tensor,
+        ker_idx: Tensor,
+        row_idx: Tensor,
+        col_idx: Tensor,
+        vals: Tensor,
+        kernel_size: int,
+        nlat_out: int,
+        nlon_out: int,
+    ) -> Tile:
+        """Return y[b, c, k, t, p] = sum over i, j of psi[k, t, i, j] x[b, c, i, j + p * nlon_in / nlon_out].
+
+        *Shapes*: [B, C, H, W] -> [B, C, K, H', W']; the transpose back; per rank the same of its own rows.
+        *Sends*: the rows of latitude that a filter reaches beyond a border; where longitude is cut also the tile to
+        other rows, and the result back.  Backward as many.
+        *Raises*: `ShardingError` for latitudes or longitudes that were flattened with other dims.
+        """
+        function = _operator(name)
+        lat = 3 if transposed else 2
+        width = nlon_out if transposed else inp.shape[lat + 1]
+        bands = _latitude_bands(
+            col_idx, nlat_out, lambda: (row_idx, col_idx // width) if transposed else (col_idx // width, row_idx)
+        )
+        plan = plan_sphere(inp.layout, lat, bands, nlon_out, name)
+        source = plan.source(inp.layout.without_halo(), lat)
+        there = source.replace_dim(lat, plan.made).replace_dim(lat + 1, whole_dim(nlon_out))
+        there = there.drop((2,)) if transposed else there.insert(2, kernel_size)
+        held = inp.with_layout(source).local
+        piece = there.piece(plan.made, inp.coordinate)
+        made, needed = plan.made.owned(piece), plan.needs[piece]
+        at, *psi = _kept_part(
+            col_idx,
+            (made, needed, transposed),
+            lambda: _psi_of_rows(ker_idx, row_idx, col_idx, made, needed, width, transposed),
+        )
+        if len(at) and held.numel():
+            out = function(held.contiguous(), *psi, vals[at], kernel_size, made[1] - made[0], nlon_out)
+        else:
+            out = empty_result(there.local_shape(inp.coordinate), held)
+        return _circles_at_home(Tile(out, there, inp.mesh), lat - 1 if transposed else lat + 1, plan)
+
+
+def _circles_at_home(tile: Tile, lat: int, plan: SpherePlan) -> Tile:
+    rows, circle = plan.home
+    return tile.with_layout(tile.layout.replace_dim(lat, rows).replace_dim(lat + 1, circle))
+
+
+def _operator(name: str) -> Any:
+    space, operator = name.split("::")
+    return getattr(getattr(torch.ops, space), operator).default
+
+
+for _name in ("forward", "_disco_s2_contraction_optimized"):
+    _answer_contraction(f"disco_kernels::{_name}", transposed=False)
+for _name in ("backward", "_disco_s2_transpose_contraction_optimized"):
+    _answer_contraction(f"disco_kernels::{_name}", transposed=True)
+
+
+@implements_torch("disco_kernels::_disco_s2_fused_conv_optimized")
+def _fused_convolution(inp: Any, weight: Any, *psi: Any) -> Any:
+    """Run the contraction and the weights after it: the operator that saves memory does both at once.
+
+    *Sends*: as the contraction does.
+    """
+    roff, kernels, rows, columns, vals, *_split = psi[:11]
+    kernel_size, nlat_out, nlon_out, groups, groupsize = psi[11:16]
+    contract = _operator("disco_kernels::_disco_s2_contraction_optimized")
+    x = contract(inp, roff, kernels, rows, columns, vals, kernel_size, nlat_out, nlon_out)
+    x = x.unflatten(1, (groups, groupsize))
+    return torch.einsum("bgckxy,gock->bgoxy", x, weight).flatten(1, 2)
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+@implements_torch("attention_kernels::permute_to_nhwc")
+def _channels_last(x: Tile) -> Any:
+    return x.permute(0, 2, 3, 1).contiguous()
+
+
+@implements_torch("attention_kernels::permute_to_nchw")
+def _channels_second(x: Tile) -> Any:
+    return x.permute(0, 3, 1, 2).contiguous()
+
+
+def _answer_attention(name: str) -> None:
+    @implements_torch(name)
+    def attend(
+        kw: Tile,
+        vw: Tile,
+        qw: Tile,
+        quad_weights: Tensor,
+        col_idx: Tensor,
+        row_off: Tensor,
+        seg: Tensor,
+        seg_off: Tensor,
+        nh: int,
+        nlon_in: int,
+        nlat_out: int,
+        nlon_out: int,
+    ) -> Tile:
+        """Return the softmax over the neighbors of each point, weighted by the area of each.
+
+        *Shapes*: keys [B, H, W, C], values [B, H, W, D], queries [B, H', W', C] -> [B, H', W', D]; per rank the same of
+        its own queries.
+        *Sends*: the rows of keys and values that queries reach beyond a border; where longitude or channels are cut
+        also the tiles to other rows, and the result back.  Backward as many.
+        *Raises*: `ShardingError` for latitudes or longitudes that were flattened with other dims.
+        """
+        mesh = shared_mesh((qw, kw, vw))
+        upward = nlon_in % nlon_out != 0  # psi then has a row of entries for each input latitude
+        width = nlon_out if upward else nlon_in
+
+        def entries() -> tuple[Tensor, Tensor]:
+            rows, latitudes = torch.repeat_interleave(row_off.diff()), col_idx // width
+            return (rows, latitudes) if upward else (latitudes, rows)
+
+        bands = _latitude_bands(col_idx, nlat_out, entries)
+        queries, keys, values = (_with_whole_channels(x) for x in (qw, kw, vw))
+        plan = plan_sphere(queries.layout, 1, bands, nlon_out, name)
+        there = plan.source(queries.layout.without_halo(), 1).replace_dim(1, plan.made)
+        batch = there.dim(0)
+        q = queries.with_layout(there).local
+        k, v = (
+            x.with_layout(plan.source(x.layout.without_halo().replace_dim(0, *batch), 1)).local for x in (keys, values)
+        )
+        piece = there.piece(plan.made, qw.coordinate)
+        made, held = plan.made.owned(piece), plan.needs[piece]
+        psi = _kept_part(
+            col_idx,
+            (made, held),
+            lambda: _neighbours_of_rows(col_idx, row_off, seg, seg_off, made, held, width, upward),
+        )
+        if q.numel() and v.numel():
+            weights = quad_weights[held[0] : held[1]]
+            out = _operator(name)(k, v, q, weights, *psi, nh, nlon_in, made[1] - made[0], nlon_out)
+        else:
+            out = empty_result((*q.shape[:-1], vw.shape[-1]), q, k, v)
+        features = stretched_cut(single_cut(qw.layout, 3, name), vw.shape[3])
+        home = qw.layout.without_halo().replace_dim(3, features)  # queries lie on the grid of the result
+        return Tile(out, there.replace_dim(3, whole_dim(vw.shape[3])), mesh).with_layout(home)
+
+
+def _with_whole_channels(x: Tile) -> Tile:
+    """Return x with whole channels, because heads are packed along the last dim; axes that cut it cut latitude finer
+    from here on.
+    """
+    if not x.layout.is_cut(3):
+        return x
+    own = x.layout.without_halo()
+    rows = refine_cut(single_cut(own, 1, "attention"), own.dim_axes(3), dict(own.axes))
+    return x.with_layout(own.replace_dim(3, whole_dim(own.shape[3])).replace_dim(1, rows))
+
+
+def _neighbours_of_rows(
+    columns: Tensor,
+    offsets: Tensor,
+    arcs: Tensor,
+    arc_offsets: Tensor,
+    made: Interval,
+    held: Interval,
+    width: int,
+    upward: bool,
+) -> tuple[Tensor, ...]:
+    """Return what makes the rows `made` from the rows `held` in an attention's psi, counted from the first of each.
+    That is columns and their row offsets, and the same as arcs of longitude.
+    """
+    if not upward:
+        (a, b), low = made, held[0]
+        arcs = arcs[arc_offsets[a] : arc_offsets[b]].clone()
+        arcs[:, 0] -= low
+        columns = columns[offsets[a] : offsets[b]] - low * width
+        return columns, offsets[a : b + 1] - offsets[a], arcs, arc_offsets[a : b + 1] - arc_offsets[a]
+    (a, b), count = held, held[1] - held[0]
+
+    def of_both(latitudes: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
+        rows = torch.repeat_interleave(begins.diff())
+        keep = (rows >= a) & (rows < b) & (latitudes >= made[0]) & (latitudes < made[1])
+        return keep, _row_offsets(rows[keep] - a, count).to(begins.dtype)
+
+    keep, new_offsets = of_both(columns // width, offsets)
+    keep_arcs, new_arc_offsets = of_both(arcs[:, 0], arc_offsets)
+    arcs = arcs[keep_arcs]
+    arcs[:, 0] -= made[0]
+    return columns[keep] - made[0] * width, new_offsets, arcs, new_arc_offsets
+
+
+for _name in ("_neighborhood_s2_attention_optimized", "_neighborhood_s2_attention_torch"):
+    _answer_attention(f"attention_kernels::{_name}")

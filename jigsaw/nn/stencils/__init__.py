@@ -1,0 +1,1 @@
+"""Layers that read neighboring rows: convolutions, pooling, padding, interpolation and patches."""

@@ -1,0 +1,294 @@
+"""Pooling: torch's maxima and means over windows, and adaptive means, along cut dims too.
+
+>>> mesh = jigsaw.init_mesh(lat=1)
+>>> tile = jigsaw.shard(torch.randn(2, 3, 9, 16), mesh, (None, None, "lat", None))
+>>> torch.nn.MaxPool2d(2)(tile).shape, torch.nn.AdaptiveAvgPool2d(1)(tile).shape
+(torch.Size([2, 3, 4, 8]), torch.Size([2, 3, 1, 1]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import Interval, whole_dim
+from jigsaw.geometry.layout import Layout
+from jigsaw.geometry.stencil_rules import StencilWindow
+from jigsaw.nn.stencils.adaptive import OutputSize, adaptive_sizes, mean_of_windows, pool_adaptive_windows
+from jigsaw.nn.stencils.stencil import (
+    DimStencil,
+    StencilPlan,
+    empty_result,
+    entry_per_dim,
+    gather_input_rows,
+    is_cut_or_haloed,
+    plan_stencil,
+)
+from jigsaw.tile.tile import Tile, implements_torch
+
+PoolSize = int | Sequence[int]
+
+
+def _pool_windows(
+    input: Tile,
+    dims: int,
+    kernel: PoolSize,
+    stride: PoolSize | None,
+    padding: PoolSize,
+    dilation: PoolSize,
+    ceil_mode: bool,
+) -> tuple[StencilWindow, ...]:
+    if input.ndim not in (dims + 1, dims + 2):
+        raise ShardingError(
+            f"{dims}-d pooling of a Tile of shape {tuple(input.shape)}: it needs {dims + 1} or {dims + 2} dims"
+        )
+    every = [tuple(v) if isinstance(v, list) else v for v in (kernel, stride, padding, dilation)]
+    return _read_windows(dims, *every, ceil_mode)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _read_windows(
+    dims: int, kernel: PoolSize, stride: PoolSize | None, padding: PoolSize, dilation: PoolSize, ceil_mode: bool
+) -> tuple[StencilWindow, ...]:
+    sizes = entry_per_dim(kernel, dims, "kernel_size")
+    strides = entry_per_dim(kernel if stride is None or stride == () else stride, dims, "stride")
+    pads, spacings = entry_per_dim(padding, dims, "padding"), entry_per_dim(dilation, dims, "dilation")
+    for k, p in zip(sizes, pads, strict=True):
+        if p > k // 2 or p < 0:
+            raise ShardingError(f"padding={p} of a pool must lie within 0..{k // 2}, half of kernel_size={k}")
+    return tuple(
+        StencilWindow(k, s, d, p, p, ceil_mode) for k, s, d, p in zip(sizes, strides, spacings, pads, strict=True)
+    )
+
+
+def _plan_pool(input: Tile, windows: tuple[StencilWindow, ...], name: str) -> StencilPlan:
+    return plan_stencil(input.layout, _pool_stencils(input.ndim - len(windows), windows), input.coordinate, name)
+
+
+@lru_cache(maxsize=1024)
+def _pool_stencils(first: int, windows: tuple[StencilWindow, ...]) -> tuple[DimStencil, ...]:
+    return tuple(DimStencil(first + i, w) for i, w in enumerate(windows))
+
+
+@lru_cache(maxsize=4096)
+def _own_padding(layout: Layout, windows: tuple[StencilWindow, ...]) -> tuple[int, ...]:
+    """Return the padding that is left to the op: that of the dims that nothing cuts."""
+    first = layout.ndim - len(windows)
+    return tuple(0 if is_cut_or_haloed(layout, first + i) else w.below for i, w in enumerate(windows))
+
+
+# -- maxima -----------------------------------------------------------------------------------------------------------
+
+
+def max_pool(
+    input: Tile,
+    dims: int,
+    kernel: PoolSize,
+    stride: PoolSize | None,
+    padding: PoolSize,
+    dilation: PoolSize,
+    ceil_mode: bool,
+) -> Tile:
+    """Return y[o] = max over the window of o; padding never wins.
+
+    *Shapes*: as torch, globally; per rank the output is cut at ceil(point / stride), because the center of a window
+    decides.
+    *Sends*: forward, the rows of windows that reach into a neighbor; backward, their gradients.
+    *Raises*: `ShardingError` for a padding of more than half a window.
+    """
+    windows = _pool_windows(input, dims, kernel, stride, padding, dilation, ceil_mode)
+    to = _plan_pool(input, windows, "max_pool")
+    lowest = float("-inf") if input.dtype.is_floating_point else torch.iinfo(input.dtype).min
+    x = gather_input_rows(input, to, lowest)
+    if to.is_empty:
+        return Tile(empty_result(to.shape, x), to.out, input.mesh)
+    op: Callable[..., Tensor] = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[dims - 1]
+    own = _own_padding(input.layout, windows)
+    y = op(x, [w.kernel for w in windows], [w.stride for w in windows], own, [w.dilation for w in windows], ceil_mode)
+    return Tile(y, to.out, input.mesh)
+
+
+def _max_pool_and_places(
+    input: Tile, dims: int, kernel: PoolSize, stride: PoolSize | None, padding: PoolSize, dilation: PoolSize, ceil: bool
+) -> tuple[Tile, Tile]:
+    """Return maxima and their flat positions in the whole of the spatial dims; *Sends*: as `max_pool`."""
+    windows = _pool_windows(input, dims, kernel, stride, padding, dilation, ceil)
+    to = _plan_pool(input, windows, "max_pool")
+    lowest = float("-inf") if input.dtype.is_floating_point else torch.iinfo(input.dtype).min
+    x = gather_input_rows(input, to, lowest)
+    if to.is_empty:
+        places = x.new_zeros(to.shape, dtype=torch.int64)
+        return Tile(empty_result(to.shape, x), to.out, input.mesh), Tile(places, to.out, input.mesh)
+    own = _own_padding(input.layout, windows)
+    how = [[w.kernel for w in windows], [w.stride for w in windows], own, [w.dilation for w in windows], ceil]
+    values, flat = _WITH_INDICES[dims - 1](x, *how)
+    return Tile(values, to.out, input.mesh), Tile(_global_places(flat, x, input, dims, to), to.out, input.mesh)
+
+
+def _global_places(flat: Tensor, x: Tensor, input: Tile, dims: int, to: StencilPlan) -> Tensor:
+    """Return flat positions in this rank's rows `x`, padding included, as positions in the whole."""
+    lows = {dim: derived.needs[piece][0] - derived.margins[piece][0] for dim, derived, piece in to.derived}
+    places, step = torch.zeros_like(flat), 1
+    for d in reversed(range(input.ndim - dims, input.ndim)):
+        places += (flat % x.shape[d] + lows.get(d, 0)) * step
+        flat, step = flat // x.shape[d], step * input.shape[d]
+    return places
+
+
+def _max_pool_handler(dims: int, *, with_places: bool) -> Callable[..., Any]:
+    def handler(
+        input: Tile,
+        kernel_size: PoolSize,
+        stride: PoolSize | None = None,
+        padding: PoolSize = 0,
+        dilation: PoolSize = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Any:
+        pool = _max_pool_and_places if with_places or return_indices else max_pool
+        return pool(input, dims, kernel_size, stride, padding, dilation, ceil_mode)
+
+    handler.__name__ = f"max_pool{dims}d" + "_with_indices" * with_places
+    return handler
+
+
+_WITH_INDICES: tuple[Callable[..., Any], ...] = (
+    F.max_pool1d_with_indices,
+    F.max_pool2d_with_indices,
+    F.max_pool3d_with_indices,
+)
+for _dims, _functions in enumerate(
+    ((torch.max_pool1d, F.max_pool1d), (torch.max_pool2d, F.max_pool2d), (torch.max_pool3d, F.max_pool3d)), 1
+):
+    implements_torch(*_functions)(_max_pool_handler(_dims, with_places=False))
+    implements_torch(_WITH_INDICES[_dims - 1])(_max_pool_handler(_dims, with_places=True))
+
+
+# -- means ------------------------------------------------------------------------------------------------------------
+
+
+def avg_pool(
+    input: Tile,
+    dims: int,
+    kernel: PoolSize,
+    stride: PoolSize | None,
+    padding: PoolSize,
+    ceil_mode: bool,
+    include_pad: bool,
+    divisor: int | None = None,
+) -> Tile:
+    """Return y[o] = sum over the window of o / count; `include_pad` says whether padding counts, and `divisor` replaces
+    the count.
+
+    *Shapes*, *Sends*, *Raises*: as `max_pool`.
+    """
+    windows = _pool_windows(input, dims, kernel, stride, padding, 1, ceil_mode)
+    to = _plan_pool(input, windows, "avg_pool")
+    x = gather_input_rows(input, to)
+    if to.is_empty:
+        return Tile(empty_result(to.shape, x), to.out, input.mesh)
+    own = _own_padding(input.layout, windows)
+    op: Callable[..., Tensor] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[dims - 1]
+    args = (x, [w.kernel for w in windows], [w.stride for w in windows], own, ceil_mode, include_pad)
+    y = op(*args) if dims == 1 else op(*args, divisor)
+    if divisor is None:
+        y = _recount_means(y, input, to, windows, include_pad)
+    return Tile(y, to.out, input.mesh)
+
+
+def _recount_means(
+    y: Tensor, input: Tile, to: StencilPlan, windows: Sequence[StencilWindow], include_pad: bool
+) -> Tensor:
+    """Divide windows at the ends of a cut dim by the rows that count, not by the whole window."""
+    first = input.ndim - len(windows)
+    for dim, derived, piece in to.derived:
+        rows, window = input.shape[dim], windows[dim - first]
+        counts = [_counted_rows(window, o, rows, include_pad) for o in range(*derived.out.held[piece])]
+        if any(c != window.kernel for c in counts):
+            factors = torch.tensor([window.kernel / c for c in counts], dtype=y.dtype, device=y.device)
+            y = y * factors.reshape(-1, *(1,) * (y.ndim - dim - 1))
+    return y
+
+
+def _counted_rows(window: StencilWindow, o: int, rows: int, include_pad: bool) -> int:
+    start = o * window.stride - window.below
+    valid: Interval = (-window.below, rows + window.above) if include_pad else (0, rows)
+    return min(start + window.kernel, valid[1]) - max(start, valid[0])
+
+
+def _avg_pool_handler(dims: int) -> Callable[..., Any]:
+    def handler(
+        input: Tile,
+        kernel_size: PoolSize,
+        stride: PoolSize | None = None,
+        padding: PoolSize = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Tile:
+        return avg_pool(input, dims, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+
+    handler.__name__ = f"avg_pool{dims}d"
+    return handler
+
+
+implements_torch(F.avg_pool1d)(_avg_pool_handler(1))
+implements_torch(F.avg_pool2d)(_avg_pool_handler(2))
+implements_torch(F.avg_pool3d)(_avg_pool_handler(3))
+
+
+# -- adaptive means ---------------------------------------------------------------------------------------------------
+
+
+def adaptive_avg_pool(input: Tile, dims: int, output_size: OutputSize) -> Tile:
+    """Return y[o] = mean of the rows from floor(o n / m) to ceil((o + 1) n / m), n rows to m = `output_size`.
+
+    *Shapes*: as torch, globally; a dim of output size 1 is held whole by every rank, others stay cut.
+    *Sends*: for size 1, one all-reduce; else as `avg_pool`.
+    """
+    sizes = adaptive_sizes(input, dims, output_size)
+    first, wanted = input.ndim - dims, list(sizes.values())
+    cut = {d: m for d, m in sizes.items() if is_cut_or_haloed(input.layout, d)}
+    ones = [d for d, m in cut.items() if m == 1]
+    x = input.mean(ones, keepdim=True) if ones else input
+    odd = {d: m for d, m in cut.items() if m != 1 and input.shape[d] % m}
+    x = pool_adaptive_windows(x, odd, mean_of_windows) if odd else x
+    factors = [x.shape[d] // m if d in cut else 1 for d, m in sizes.items()]
+    if prod(factors) > 1:
+        x = avg_pool(x, dims, factors, factors, 0, False, True)
+    return _adaptive_uncut(x, dims, first, wanted) if len(cut) < dims else x
+
+
+def _adaptive_uncut(x: Tile, dims: int, first: int, wanted: Sequence[int]) -> Tile:
+    """Pool the dims that nothing cuts by the plain op; the others have their size already."""
+    here = x.layout.local_shape(x.coordinate)
+    local_sizes = [here[first + i] if is_cut_or_haloed(x.layout, first + i) else wanted[i] for i in range(dims)]
+    layout = x.layout
+    for i in range(dims):
+        if not is_cut_or_haloed(layout, first + i):
+            layout = layout.replace_dim(first + i, whole_dim(wanted[i]))
+    op: Callable[..., Tensor] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[dims - 1]
+    y = op(x.local, local_sizes) if x.local.numel() else empty_result(layout.local_shape(x.coordinate), x.local)
+    return Tile(y, layout, x.mesh)
+
+
+@implements_torch(F.adaptive_avg_pool1d)
+def _adaptive_avg_pool1d(input: Tile, output_size: OutputSize) -> Tile:
+    return adaptive_avg_pool(input, 1, output_size)
+
+
+@implements_torch(F.adaptive_avg_pool2d)
+def _adaptive_avg_pool2d(input: Tile, output_size: OutputSize) -> Tile:
+    return adaptive_avg_pool(input, 2, output_size)
+
+
+@implements_torch(F.adaptive_avg_pool3d)
+def _adaptive_avg_pool3d(input: Tile, output_size: OutputSize) -> Tile:
+    return adaptive_avg_pool(input, 3, output_size)

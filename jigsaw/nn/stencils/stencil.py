@@ -1,0 +1,158 @@
+"""Engine of all stencils: output cuts -> needed rows -> exchange -> a plain torch op without padding.
+
+Convolution, pooling, padding and interpolation name the `StencilRule` of each of their dims.  Here the rules of a
+tile's cut dims become one exchange.  Then every rank holds the input rows of its output rows, in one copy that includes
+the padding. Dims that nothing cuts are left to the op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jigsaw.comm.exchange import CutMargins, exchange_rows
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import Cut, FrozenValue, whole_dim
+from jigsaw.geometry.layout import Layout, MeshCoordinate
+from jigsaw.geometry.stencil_rules import DerivedCut, StencilRule, derive_cut
+from jigsaw.tile.tile import Tile
+
+
+@dataclass(frozen=True, eq=False)
+class DimStencil(FrozenValue):
+    """Stencil along one tensor dim: its rule, whether the dim wraps, and how many more output rows a side to hold.
+
+    With `always`, the engine pads the dim even where nothing cuts it.
+    """
+
+    dim: int
+    rule: StencilRule
+    wrap: bool = False
+    grow: tuple[int, int] = (0, 0)
+    always: bool = False
+
+
+@dataclass(frozen=True)
+class StencilPlan:
+    """Stencil of one rank.
+
+    `out` is the layout of the result, `target` what every rank needs of the input; `margins` the rows of padding around
+    this rank's part, an entry a cut; `derived` the arithmetic of every touched dim and `piece` this rank's place in it.
+    """
+
+    out: Layout
+    target: Layout
+    margins: CutMargins
+    shape: tuple[int, ...]
+    derived: tuple[tuple[int, DerivedCut, int], ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """True where this rank has no output element."""
+        return 0 in self.shape
+
+
+def is_cut_or_haloed(layout: Layout, dim: int) -> bool:
+    """Say whether the engine has work along `dim`: something cuts it, or it has halo rows."""
+    return not layout.complete_dims[dim]
+
+
+def single_cut(layout: Layout, dim: int, name: str) -> Cut:
+    """Return the one cut of a dim that a stencil slides along.
+
+    Raises: `ShardingError` for dims that were flattened together.
+    """
+    cuts = layout.dim(dim)
+    if len(cuts) != 1:
+        raise ShardingError(
+            f"{name} slides along dim {dim} of {layout}, which is {len(cuts)} dims flattened together; "
+            f"unflatten it to {tuple(c.size for c in cuts)} first"
+        )
+    return cuts[0]
+
+
+@lru_cache(maxsize=4096)
+def plan_stencil(layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoordinate, name: str) -> StencilPlan:
+    """Plan what the rank at `coord` needs, gets and gives; the dims that are not `is_cut_or_haloed` only change their
+    size.
+
+    Raises: `ShardingError` for dims that were flattened together, or a window that does not fit.
+    """
+    out = target = layout
+    margins: dict[int, tuple[int, int]] = dict.fromkeys(range(layout.ndim), (0, 0))
+    derived: list[tuple[int, DerivedCut, int]] = []
+    # Example: four ranks on 33 rows cut at 0, 9, 17, 25, 33, kernel 3, stride 2, padding 1: 17 outputs cut at 0, 5, 9,
+    # 13, 17. Rank 1 makes outputs 5:9 and reads rows 9:18, of which it lacks 17; rank 0 reads 0:10, and one row of
+    # padding.
+    for a in along:
+        cut = single_cut(layout, a.dim, name)
+        if not (a.always or is_cut_or_haloed(layout, a.dim)):
+            out = out.replace_dim(a.dim, whole_dim(a.rule.size(cut.size)))
+            continue
+        found = derive_cut(cut, a.rule, a.wrap, a.grow)
+        piece = layout.piece(cut, coord)
+        out = out.replace_dim(a.dim, found.out)
+        target = target.replace_dim(a.dim, cut.holding(found.needs))
+        margins[a.dim] = found.margins[piece]
+        derived.append((a.dim, found, piece))
+    # margins are per cut, as the boxes of an exchange are; no stencil slides along a dim of several cuts, so it has
+    # none
+    by_cut = tuple(m for d, group in enumerate(layout.dims()) for m in [margins[d]] * len(group))
+    return StencilPlan(out, target, by_cut, out.local_shape(coord), tuple(derived))
+
+
+def gather_input_rows(x: Tile, to: StencilPlan, fill: float = 0.0) -> Tensor:
+    """Return the input rows of this rank's output rows, padding included.
+
+    *Sends*: forward, the rows that neighbors need and do not hold; backward, their gradients.
+    """
+    if not to.derived and to.target == x.layout:  # no rows and no channels have to come
+        return x.local
+    return exchange_rows(x.local, x.layout, to.target, x.mesh, margins=to.margins, fill=fill)
+
+
+class _EmptyResult(torch.autograd.Function):
+    """Zeros that still pass (zero) gradients to their sources, whose exchanges other ranks wait for."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: Sequence[int], again: bool, *sources: Tensor) -> Tensor:
+        # a graph that ended here would leave out the exchange behind `sources`, and the neighbors would wait for it
+        ctx.shapes = [s.shape for s in sources]
+        ctx.save_for_backward(*(sources if again else ()))
+        return sources[0].new_zeros(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        again: tuple[Tensor, ...] = ctx.saved_tensors
+        return None, None, *(_EmptyResult.apply(s, bool(again), grads[0], *again) for s in ctx.shapes)
+
+
+def empty_result(shape: Sequence[int], *sources: Tensor | None, again: bool = True) -> Tensor:
+    """Return the result of a stencil on a rank that has no output element, or nothing to make one of.
+
+    `again` says whether the plain op's gradients reach its operands in the autograd graph, as those of most ops do: a
+    second derivative then passes through the same exchanges on every rank.
+    """
+    return _EmptyResult.apply(tuple(shape), again, *(s for s in sources if s is not None))
+
+
+def nonempty_like(x: Tensor) -> Tensor:
+    """Return one row for every dim of an empty tensor, for plain ops that refuse it: this rank then raises the same
+    errors as others.
+    """
+    return x.new_empty([max(n, 1) for n in x.shape])
+
+
+def entry_per_dim(value: int | Sequence[int], dims: int, name: str) -> tuple[int, ...]:
+    """Return an integer or a sequence as one entry a spatial dim, as torch reads it."""
+    values = (value,) * dims if isinstance(value, int) else tuple(value)
+    if len(values) == 1:
+        values *= dims
+    if len(values) != dims:
+        raise ShardingError(f"{name}={value} has {len(values)} entries for {dims} spatial dims; give one, or one a dim")
+    return values

@@ -1,0 +1,1 @@
+"""Where jigsaw reaches into torch: its methods, checkpoints and comparisons."""

@@ -1,0 +1,73 @@
+"""Activation checkpointing, ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``, of tiles.
+
+Torch makes a frame for each call, and saves its arguments as autograd saves tensors.  Within another call, or within
+``save_on_cpu``, these are not kept but made again, or brought back, as other tensors.  For a tile only its local tensor
+can be.
+
+>>> from torch.utils.checkpoint import checkpoint
+>>> tile = jigsaw.shard(torch.ones(2, 4), jigsaw.init_mesh(lat=1), (None, "lat"))
+>>> tile.requires_grad_().local.is_leaf
+True
+>>> again = lambda x: checkpoint(torch.exp, x.sin(), use_reentrant=False)
+>>> checkpoint(again, tile, use_reentrant=False).sum().backward()
+>>> tile.grad.shape
+torch.Size([2, 4])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import checkpoint as _torchs_checkpoint
+
+from jigsaw.comm.graph_calls import is_shape_run
+from jigsaw.comm.kept_halos import begin_within_frame
+from jigsaw.geometry.layout import Layout
+from jigsaw.tile.tile import Tile
+
+_save_tensor: Any = _torchs_checkpoint._make_saved_tensor  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+_TorchsFrame: Any = _torchs_checkpoint._CheckpointFrame  # pyright: ignore[reportPrivateUsage]
+
+
+@dataclass(frozen=True)
+class _SavedTile:
+    local: Any  # torch's saved value of it
+    layout: Layout
+    mesh: DeviceMesh
+    on_paper: Tile | None
+
+    def unpack(self) -> Tile:
+        if self.on_paper is not None:
+            return self.on_paper
+        return Tile(self.local.unpack(), self.layout, self.mesh)
+
+
+class _FrameOfTiles(_TorchsFrame):
+    """Torch's own frame, which saves the local tensors of tiles."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        begin_within_frame(self)
+
+    def save_inputs(self, *args: Any) -> None:
+        super().save_inputs(*[_as_saved(x) for x in args])
+
+    def get_inputs(self) -> list[Any]:
+        return [x.unpack() if isinstance(x, _SavedTile) else x for x in super().get_inputs()]
+
+
+def _as_saved(x: Any) -> Any:
+    # a tile of another stage of a pipeline has no values to save, and stays what it is
+    if not isinstance(x, Tile) or ("awaited" in x.__dict__ and "local" not in x.__dict__):
+        return x
+    x.check_no_history()
+    # Where a stage of a pipeline begins with a checkpointed part, its tiles get their values once the call has begun.
+    # Torch's saved value of one on paper stands for it in the count of a call around this one.
+    on_paper = x if is_shape_run() else None
+    return _SavedTile(_save_tensor(x.local, is_output=False), x.layout, x.mesh, on_paper)
+
+
+# Looked up when a call begins, so that earlier imports of `checkpoint` use it, too.
+_torchs_checkpoint._CheckpointFrame = _FrameOfTiles  # pyright: ignore[reportPrivateUsage]

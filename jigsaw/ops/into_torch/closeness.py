@@ -1,0 +1,185 @@
+"""`torch.testing.assert_close` of tiles: each rank compares the rows that it owns, and all get the same result.
+
+Torch does not dispatch this function, and reads ``tile.layout``, which is jigsaw's.  So a class that knows tiles
+replaces its class for comparing two tensors, wherever `assert_close` was imported.  Lists, dicts, tolerances, messages
+and the rule of closeness stay torch's own.
+
+Example: four ranks, 37 rows cut at 0, 10, 19, 28, 37, of which row 30 is wrong.  The number of wrong elements is summed
+over the ranks, 8 bytes from each.  Then each sends its greatest differences, and all raise the same ``AssertionError``
+that names row 30.
+
+>>> tile = jigsaw.shard(torch.arange(4.0), jigsaw.init_mesh(lat=1), ("lat",))
+>>> torch.testing.assert_close(tile * 2, torch.tensor([0.0, 2.0, 5.0, 6.0]))
+Traceback (most recent call last):
+...
+AssertionError: Tensor-likes are not close!
+<BLANKLINE>
+Mismatched elements: 1 / 4 (25.0%)
+Greatest absolute difference: 1.0 at index (2,) (up to 1e-05 allowed)
+Greatest relative difference: 0.20000000298023224 at index (2,) (up to 1.3e-06 allowed)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.testing import _comparison  # pyright: ignore[reportPrivateUsage]
+
+from jigsaw import comm
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import Box
+from jigsaw.geometry.layout import Layout
+from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
+from jigsaw.ops.pointwise import align_tiles
+from jigsaw.ops.whole_dims import rows_of_local
+from jigsaw.ranks.mesh import axes_of_mesh
+from jigsaw.tile.tile import Tile
+
+_comparisons: Any = _comparison
+_TorchsPair: Any = _comparisons.TensorLikePair
+
+# the box of a rank, how many elements mismatch there, the greatest absolute and relative difference, and where
+_Difference = tuple[Any, tuple[int, ...]]
+_Mismatches = tuple[Box, int, _Difference, _Difference]
+
+
+class _TilePair(_TorchsPair):
+    """Two tensors that are compared, of which one or both may be tiles.
+
+    *Sends*: the rows of a tile that lies otherwise than the other one, as where tiles meet; 8 bytes all-reduced over
+    the mesh; where they are not close, what the message says of each rank.
+    *Raises*: `AssertionError`, as torch does it, on every rank; `ShardingError` for tiles that cannot meet, and for
+    ``check_stride=True``.
+    """
+
+    actual: Any
+    expected: Any
+
+    def _process_inputs(self, actual: Any, expected: Any, *, id: Any, allow_subclasses: bool) -> tuple[Any, Any]:
+        given = actual, expected
+        if not any(isinstance(x, Tile) for x in given):
+            return super()._process_inputs(actual, expected, id=id, allow_subclasses=allow_subclasses)
+        if not all(isinstance(x, Tensor) for x in given) or not (allow_subclasses or type(actual) is type(expected)):
+            self._inputs_not_supported()
+        return given
+
+    def compare(self) -> None:
+        tiles = [x for x in (self.actual, self.expected) if isinstance(x, Tile)]
+        if not tiles:
+            super().compare()
+            return
+        try:
+            self._compare_tiles(tiles[0])
+        except ShardingError as refusal:  # torch would change the error
+            raise _comparisons.ErrorMeta(type(refusal), str(refusal), id=self.id) from refusal
+
+    def _compare_tiles(self, first: Tile) -> None:
+        given = self.actual, self.expected
+        if self.check_stride:
+            raise ShardingError(
+                f"assert_close(check_stride=True) on a Tile of shape {tuple(first.shape)}: strides are those of each "
+                "rank's memory; leave it out, or compare tile.local"
+            )
+        self._compare_attributes(*(_with_attributes_of(x) if isinstance(x, Tile) else x for x in given))
+        if any(x.is_meta for x in given):
+            return
+        with torch.no_grad():
+            self._first, self._layout, *local = _rows_side_by_side(*given)
+            self._compare_values(*self._equalize_attributes(*local))
+
+    def _compare_regular_values_close(
+        self, actual: Tensor, expected: Tensor, *, rtol: float, atol: float, equal_nan: bool, identifier: Any = None
+    ) -> None:
+        options: dict[str, Any] = {"rtol": rtol, "atol": atol, "identifier": identifier}
+        if not any(isinstance(x, Tile) for x in (self.actual, self.expected)):
+            super()._compare_regular_values_close(actual, expected, equal_nan=equal_nan, **options)
+            return
+        mesh, layout = self._first.mesh, self._layout
+        wrong = ~torch.isclose(actual, expected, rtol=rtol, atol=atol, equal_nan=equal_nan)
+        axes = [name for name, _ in axes_of_mesh(mesh)]  # all: equal rows may differ by mistake
+        if (comm.all_reduce(wrong.sum(), mesh, axes, same=(layout,)) == 0).all():
+            return
+        mine = _greatest_differences(actual, expected, wrong, self._first, layout)
+        of_ranks: list[_Mismatches] = comm.all_gather_object(mesh, mine)
+        if layout.ndim:
+            message = _comparisons._make_mismatch_msg(
+                default_identifier="Tensor-likes", **_told_together(of_ranks, math.prod(layout.shape)), **options
+            )
+        else:
+            message = _comparisons.make_scalar_mismatch_msg(actual.item(), expected.item(), **options)
+        self._fail(AssertionError, message)
+
+
+def _with_attributes_of(tile: Tile) -> Tensor:
+    """Return a plain tensor of the same shape, dtype and device, almost without memory."""
+    return tile.local.new_empty(()).expand(tile.shape)
+
+
+def _rows_side_by_side(actual: Any, expected: Any) -> tuple[Tile, Layout, Tensor, Tensor]:
+    """Return a tile of the two, and a layout with the rows that this rank owns of both; a plain tensor is the whole
+    one.
+    """
+    tiles = [x.detach().owned() for x in (actual, expected) if isinstance(x, Tile)]
+    layout, ready = align_tiles(tiles)
+    if len(tiles) == 2:
+        return tiles[0], layout, ready[0], ready[1]
+    found = [
+        ready[0] if isinstance(x, Tile) else cut_whole_tensor(x.detach().to_dense(), tiles[0], layout)
+        for x in (actual, expected)
+    ]
+    return tiles[0], layout, found[0], found[1]
+
+
+def _greatest_differences(actual: Tensor, expected: Tensor, wrong: Tensor, first: Tile, layout: Layout) -> _Mismatches:
+    """Return what torch reports of elements that are not close, among those that this rank owns, by their
+    global index.
+    """
+    coord = first.coordinate
+    rows = [rows_of_local(layout, coord, d, wrong.device) for d in range(layout.ndim)]
+    if not (actual.is_floating_point() or actual.is_complex()):
+        actual, expected = actual.to(torch.int64), expected.to(torch.int64)
+    elif actual.itemsize == 1:  # torch subtracts none of these
+        actual, expected = actual.float(), expected.float()
+    away = (actual - expected).abs()
+
+    def greatest(differences: Tensor) -> _Difference:
+        differences = differences.masked_fill(~wrong, 0)
+        if not differences.numel():
+            return 0, (0,) * layout.ndim
+        at = torch.unravel_index(differences.argmax(), differences.shape)
+        return differences[at].item(), tuple(int(r[i]) for r, i in zip(rows, at, strict=True))
+
+    return layout.owned(coord), int(wrong.sum()), greatest(away), greatest(away / expected.abs())
+
+
+def _told_together(of_ranks: list[_Mismatches], elements: int) -> dict[str, Any]:
+    """Return the same for the whole tensor; ranks that have the same rows count once."""
+    counts: dict[Box, int] = {}
+    for box, count, _, _ in of_ranks:
+        counts[box] = max(count, counts.get(box, 0))
+    total = sum(counts.values())
+    absolute = _greatest_of_ranks([found[2] for found in of_ranks])
+    relative = _greatest_of_ranks([found[3] for found in of_ranks])
+    return {
+        "extra": f"Mismatched elements: {total} / {elements} ({total / elements:.1%})",
+        "abs_diff": absolute[0],
+        "abs_diff_idx": absolute[1],
+        "rel_diff": relative[0],
+        "rel_diff_idx": relative[1],
+    }
+
+
+def _greatest_of_ranks(found: list[_Difference]) -> _Difference:
+    """Return the greatest difference: NaN first, as in `torch.max`; of equal ones the first in the tensor."""
+
+    def order(one: _Difference) -> tuple[int, Any, tuple[int, ...]]:
+        return (0, 0, one[1]) if math.isnan(one[0]) else (1, -one[0], one[1])
+
+    return min(found, key=order)
+
+
+# `assert_close` looks the class up when it is called, so earlier imports of the function use it, too.
+_comparisons.TensorLikePair = _TilePair

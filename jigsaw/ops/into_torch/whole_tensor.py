@@ -1,0 +1,274 @@
+"""Refused functions, run on the whole tensor on every rank: ``parallelize(model, mesh, strict=False)``.
+
+Every rank brings the tiles among the arguments whole, computes the same answer with torch's own function, and keeps the
+rows that the first cut tile has of it, where a dim has the same size.  A tensor that every rank has alike has its whole
+gradient on each, so the way back is exact as it is; a plain parameter enters as an operand of an answer that nothing
+cuts (`plain_operand`).
+
+Four ranks, x [12, 32] cut in rows by lat=4, and `torch.linalg.pinv(x)`, [32, 12]: each rank takes the 9 rows that it
+lacks, all compute the whole pseudo-inverse, and as no dim has the size of before, it stays uncut; of a `cholesky` each
+rank would keep its rows again.
+
+Ranks refuse alike, from what they all know (`RanksDifferError` is the one exception), so all of them come here, or
+none.  Only the function that was called on tiles runs whole, never one that its answer is made of.
+
+>>> with jigsaw.strict_mode(False):
+...     torch.linalg.pinv(jigsaw.shard(torch.eye(3), jigsaw.init_mesh(lat=1), ("lat", None))).shape
+torch.Size([3, 3])
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jigsaw.comm import begin_at_one_place
+from jigsaw.comm.exchange import redistribute_rows
+from jigsaw.comm.wire_values import lie_in_one_memory
+from jigsaw.errors import RanksDifferError, ShardingError
+from jigsaw.geometry.cut import whole_dim
+from jigsaw.geometry.layout import Layout
+from jigsaw.ops.meeting.common_cuts import mark_rows_moved
+from jigsaw.ops.meeting.plain_operands import plain_operand
+from jigsaw.ops.pointwise import changes_in_place, changes_plain, replace_tensors
+from jigsaw.ops.random_numbers import random_states
+from jigsaw.ranks.call_places import is_of_packages
+from jigsaw.ranks.model_world import OneProcessError
+from jigsaw.tile.misuse import calling_line, warn_once
+from jigsaw.tile.refusals import answers_refusals
+from jigsaw.tile.tile import Tile, leave_tile, refusal_error, shared_mesh, tiles_in
+
+GATHERED = "gathered"
+
+# (whose, whether strict), innermost last; what is not within any is strict
+_modes: ContextVar[tuple[tuple[object, bool], ...]] = ContextVar("_modes", default=())
+_whole_places: set[str] = set()
+
+_REMEDY = (
+    "jigsaw.parallelize(model, mesh, strict=False) runs it on the whole tensor on every rank, and says what it costs"
+)
+
+
+# -- the mode ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def strict_mode(is_strict: bool) -> Generator[None]:
+    """Let functions that tiles cannot answer raise (True) within the block, or run on the whole tensor on every rank
+    (False).  It is ``parallelize(strict=False)`` for a loss, which is computed outside a model.
+
+    >>> tile = jigsaw.shard(torch.eye(3), jigsaw.init_mesh(lat=1), ("lat", None))
+    >>> with jigsaw.strict_mode(False):
+    ...     torch.linalg.matrix_rank(tile)
+    tensor(3)
+    """
+    before = _modes.get()
+    _modes.set((*before, (None, is_strict)))
+    try:
+        yield
+    finally:
+        _modes.set(before)
+
+
+def run_forward_whole(model: nn.Module) -> None:
+    """Let every forward pass of the model, whether it returns or raises, be one that is not strict."""
+    mine = (object(), False)
+
+    def enter(module: nn.Module, args: Any) -> None:
+        _modes.set((*_modes.get(), mine))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if _modes.get()[-1:] == (mine,):  # also called where a hook before `enter` raised
+            _modes.set(_modes.get()[:-1])
+
+    model.register_forward_pre_hook(enter, prepend=True)
+    model.register_forward_hook(leave, always_call=True)
+
+
+def _is_strict(place: str) -> bool:
+    # activation checkpointing runs the forward pass again, outside of the model: there what ran whole does so again
+    if torch._C._current_graph_task_id() != -1 and place in _whole_places:  # pyright: ignore[reportPrivateUsage]
+        return False
+    return _modes.get()[-1][1] if _modes.get() else True
+
+
+_cost_listeners: list[Callable[[str, int, ShardingError], None]] = []
+
+
+@contextmanager
+def hearing_costs(listener: Callable[[str, int, ShardingError], None]) -> Generator[None]:
+    """Report to `listener`, within the block and instead of a warning, the function that runs whole, the bytes, the
+    refusal.
+    """
+    _cost_listeners.append(listener)
+    try:
+        yield
+    finally:
+        _cost_listeners.remove(listener)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@answers_refusals
+def _raise_or_run(refusal: ShardingError, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Raise the refusal, or run the function on the whole tensors."""
+    tiles = list(tiles_in((args, kwargs)))
+    is_cut = any(t.layout.cut_dims or t.layout.has_halo for t in tiles)
+    if isinstance(refusal, (RanksDifferError, OneProcessError)) or not is_cut or _is_in_another_call():
+        raise refusal
+    place = calling_line()
+    if _is_strict(place):
+        refusal.add_note(_REMEDY)
+        raise refusal
+    shared_mesh(tiles)
+    return _run_on_whole_tensors(refusal, function, args, kwargs, tiles, place)
+
+
+def _is_in_another_call() -> bool:
+    """Say whether the refused function is part of the handling of another one, which was called on tiles itself."""
+    frame = sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
+    dispatcher = frame.f_code  # `_call_handler` of jigsaw.tile.tile, above `answer_refusal` and `_raise_or_run`
+    while frame.f_back is not None and is_of_packages(frame.f_code.co_filename):
+        frame = frame.f_back
+        if frame.f_code is dispatcher:
+            return True
+    return False
+
+
+def _run_on_whole_tensors(
+    refusal: ShardingError,
+    function: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    tiles: Sequence[Tile],
+    place: str,
+) -> Any:
+    """Return the function's own result on whole tensors, cut again.
+
+    *Sends*: the rows of every tile that a rank lacks, to each rank, counted as ``"gathered"``; backward the same of the
+    gradient of the result.
+    *Raises*: the refusal, where torch raises on the whole tensors too, ranks would draw other random numbers, or a
+    parameter is a DTensor.
+    """
+    like = next((t for t in tiles if t.layout.cut_dims), tiles[0])
+    _check_plain_values(refusal, args, kwargs)
+    _tell_cost(refusal, function, tiles, place)
+    given = {id(t): (t, _bring_whole(t)) for t in tiles}
+    versions = {at: whole._version for at, (_, whole) in given.items()}
+    uncut = Tile(given[id(like)][1], _uncut_layout(like.layout), like.mesh)
+    into_plain = changes_in_place(function) and changes_plain(args)
+    whole_args, whole_kwargs = replace_tensors(
+        (tuple(args), dict(kwargs)),
+        # what is written into a plain tensor leaves its tile, so that the graph of the plain one says so
+        lambda t: leave_tile(given[id(t)][1], t.mesh) if into_plain else given[id(t)][1],
+        lambda x: x if into_plain else plain_operand(x, uncut, Layout((), uncut.layout.axes)),
+    )
+    numbers = random_states(like)
+    try:
+        out = function(*whole_args, **whole_kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise refusal from error
+    if any(not torch.equal(a, b) for a, b in zip(numbers, random_states(like), strict=True)):
+        raise refusal_error(
+            function,
+            like,
+            "it draws random numbers, which every rank would draw apart",
+            "draw them into a tensor that ranks have alike (seed them alike), and use that",
+        ) from refusal
+    for at, (tile, whole) in given.items():
+        if whole._version != versions[at]:
+            _write_back(refusal, tile, whole)
+    if into_plain:
+        return out
+    return _cut_again(out, like, list(given.values()), refusal)
+
+
+def _check_plain_values(refusal: ShardingError, args: Any, kwargs: Any) -> None:
+    """Check for a DTensor, which is a part of a weight: torch would not let it meet a plain tensor, and whole it may
+    not fit.
+    """
+    found: list[Tensor] = []
+    replace_tensors((args, kwargs), lambda t: t.local, lambda x: found.append(x) or x)
+    tensors = sys.modules.get("torch.distributed.tensor")  # who has not imported it has none; it takes long
+    if tensors is not None and any(isinstance(x, tensors.DTensor) for x in found):
+        raise refusal
+
+
+def _tell_cost(refusal: ShardingError, function: Any, tiles: Sequence[Tile], place: str) -> None:
+    name = getattr(function, "__name__", str(function))
+    _whole_places.add(place)
+    lacking = {id(t): (t.numel() - _owned_elements(t)) * t.local.itemsize for t in tiles}
+    for tell in _cost_listeners:
+        tell(name, sum(lacking.values()), refusal)
+    if _cost_listeners:
+        return
+    warn_once(
+        f"{name} whole at {place}",
+        f"{name} runs on the whole tensor on every rank at {place}: a call brings {sum(lacking.values())} bytes to "
+        f"this rank, and the gradient of what it gives about as many; the reason: {refusal}",
+    )
+
+
+def _owned_elements(tile: Tile) -> int:
+    return math.prod(stop - start for start, stop in tile.layout.owned(tile.coordinate))
+
+
+# -- whole, and cut again ---------------------------------------------------------------------------------------------
+
+
+def _uncut_layout(layout: Layout) -> Layout:
+    return Layout.from_dims([[c.uncut() for c in group] for group in layout.dims()], layout.axes)
+
+
+def _bring_whole(tile: Tile) -> Tensor:
+    return redistribute_rows(tile.local, tile.layout, _uncut_layout(tile.layout), tile.mesh, kind=GATHERED)
+
+
+def _write_back(refusal: ShardingError, tile: Tile, whole: Tensor) -> None:
+    """Write what a function changed in place on the whole tensor into the tile."""
+    if tuple(whole.shape) != tuple(tile.shape) or whole.dtype != tile.dtype:
+        raise refusal
+    changed = redistribute_rows(whole, _uncut_layout(tile.layout), tile.layout, tile.mesh, kind=GATHERED)
+    if not begin_at_one_place(changed, tile.local) or tile.layout.has_halo:
+        tile.local.copy_(changed)
+
+
+def _cut_again(out: Any, like: Tile, given: Sequence[tuple[Tile, Tensor]], refusal: ShardingError) -> Any:
+    """Return whole results as tiles that are cut as `like` where dims have its sizes; a number stays a plain tensor.  A
+    result that is one of the arguments is that tile.
+    """
+    if isinstance(out, Tensor):
+        for tile, whole in given:
+            if out is whole:
+                return tile
+        if out.layout != torch.strided:
+            raise refusal
+        return leave_tile(out, like.mesh) if out.ndim == 0 else _cut_tensor(out, like, given)
+    if isinstance(out, (list, tuple)):
+        values = [_cut_again(o, like, given, refusal) for o in out]
+        return type(out)(*values) if hasattr(out, "_fields") else type(out)(values)
+    return out
+
+
+def _cut_tensor(out: Tensor, like: Tile, given: Sequence[tuple[Tile, Tensor]]) -> Tile:
+    groups = like.layout.dims() if out.ndim == like.ndim else ()
+    alike = [
+        groups[d] if groups and out.shape[d] == like.shape[d] else (whole_dim(out.shape[d]),) for d in range(out.ndim)
+    ]
+    source = Layout.from_dims([[c.uncut() for c in group] for group in alike], like.layout.axes)
+    target = Layout.from_dims([[c.bare() for c in group] for group in alike], like.layout.axes)
+    cut = Tile(redistribute_rows(out, source, target, like.mesh, kind=GATHERED), target, like.mesh)
+    if any(lie_in_one_memory(out, whole) and not lie_in_one_memory(whole, tile.local) for tile, whole in given):
+        # of a view torch would change the tile with it; on every rank, also where the rows themselves came back
+        mark_rows_moved(cut.local)
+    return cut

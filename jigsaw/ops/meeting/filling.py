@@ -1,0 +1,425 @@
+"""Plain tensors that a cut tile is written into: such a tensor becomes a tile itself, in place.
+
+``out = torch.zeros(...); out[:, :, :12] = tile`` is how nets keep the low modes of a spectrum, `scatter_` into zeros
+how they make labels one-hot.  The plain tensor is whole on every rank, so each keeps its rows of it, and nothing is
+sent.
+
+**The cuts.**  They are those of the written tile, seen through the index, so that no row of it travels:
+
+1. A dim to which a dim of the tile is written takes its axes.  Points between rows that are written are those of the
+   tile; those before the first row and behind the last one are the balanced ones, as far as they lie there.
+2. Pointwise functions, `copy_` and `masked_fill_`: dims from the right.  Of several tiles the first that cuts a dim.
+3. `scatter_` and its like take the index's cuts, and the source's; `index_add_` and its like the source's.  Along the
+   dim that the index runs over nothing cuts.  Dims of index tensors are whole, too; a mask's are those of the mask.
+
+Example: four ranks, 33 modes cut at 0, 9, 17, 25, 33, of which the lowest 12 are kept: the slice is cut at 0, 9, 12,
+12, 12. Written to ``out[:12]`` of 33 rows, the points are 0, 9 (between written rows), 17, 25 (balanced) and 33: those
+of the spectrum again.  Of the highest 12, written to ``out[21:]``, the points are 0, 0, 0, 4, 12: 21 + 4 is 25, again.
+
+``out[:, :, :12] += tile`` is for Python three steps: a view of `out`, a change of the view, and ``out[...] = view``.
+Such a view that ints and slices give becomes a tile together with its base: that view of the tile.
+
+Refusals follow from facts that all ranks share, before the tensor is changed.  A leaf that requires grad is refused,
+and a tensor whose memory another view, tensor, array or saved value would keep with the old values
+(`_reason_to_stay_plain`).
+
+>>> tile = jigsaw.shard(torch.ones(2, 9), jigsaw.init_mesh(lat=1), (None, "lat"))
+>>> out = torch.zeros(2, 9)
+>>> out += tile
+>>> out[:, 6:] += tile[:, 6:]
+>>> out.sum().item()
+24.0
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from jigsaw.geometry.cut import Cut, cut_points, whole_dim
+from jigsaw.geometry.layout import Layout
+from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
+from jigsaw.tile.tensor_shell import make_shell
+from jigsaw.tile.tile import Tile, refusal_error, tiles_in
+
+# A dim of the plain tensor, the cuts of the values written there, its first row and the step between rows.
+DimWish = tuple[int, Sequence[Cut], int, int]
+Wishes = Iterable[DimWish]
+
+
+def fill_from_tiles(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_pointwise: bool = False) -> bool:
+    """Make the plain first argument of a function that changes it in place a tile, where a cut tile is among the
+    others.  Return False where there is no rule for the function, or for these tiles.
+
+    *Sends*: nothing.
+    *Raises*: `ShardingError` for a tensor that cannot become a tile.
+    """
+    target = args[0]
+    tiles = [t for t in tiles_in((args, kwargs)) if t.layout.cut_dims]
+    if not tiles or not isinstance(target, Tensor):
+        return False
+    rule = _broadcast_wishes if is_pointwise else _RULES.get(function.__name__)
+    wishes = None if rule is None else rule(target, *args[1:], **kwargs)
+    base, places = (target, None) if target._base is None else (target._base, _places_in_base(target))
+    if wishes is not None and places is not None:
+        wishes = _wishes_of_base(base, places, wishes)
+    if wishes is None:
+        return False
+    layout = _layout_for(base, wishes, tiles[0])
+    why = _reason_to_stay_plain(target, base, places, tiles[0])
+    if why is not None:
+        raise refusal_error(
+            function,
+            tiles[0],
+            f"the plain tensor of shape {tuple(base.shape)} that it changes would become a Tile, but {why[0]}",
+            why[1],
+        )
+    _become_tile(target, base, places, layout, tiles[0])
+    return True
+
+
+# -- the tensor -------------------------------------------------------------------------------------------------------
+
+
+def _reason_to_stay_plain(target: Tensor, plain: Tensor, places: _Places | None, like: Tile) -> tuple[str, str] | None:
+    """Return why a tensor, of which `target` is a view or itself, cannot become a tile, and what to write instead; the
+    same on every rank.
+    """
+    if type(plain) is not Tensor:
+        kind = "a parameter" if isinstance(plain, nn.Parameter) else f"of the class {type(plain).__name__}"
+        return f"it is {kind}", "write into a clone of it"
+    if plain.layout != torch.strided or plain.is_quantized:
+        return f"its layout is {plain.layout}", "use to_dense()"
+    if plain.device != like.device:
+        return f"it lies on {plain.device}, the Tile on {like.device}", "make it with device=tile.device"
+    if plain.requires_grad and plain.is_leaf:
+        return "it is a leaf that requires grad", "write into a clone of it"
+    if plain.requires_grad and not torch.is_grad_enabled():
+        return "its gradient would be lost without grad mode", "detach it first"
+    if plain.retains_grad or plain._backward_hooks:
+        return "a hook, or retain_grad(), waits for its gradient", "write into a clone of it"
+    if target is not plain and places is None:
+        return (
+            f"what is changed is a view {tuple(target.shape)} that ints and slices of it do not give",
+            "write out[index] = tile, or into a clone of the view",
+        )
+    if not plain.untyped_storage().resizable():
+        return "its memory is shared with an array or another process", "clone() it first"
+    if _is_held_elsewhere(target, plain):
+        gc.collect()  # on only one rank a view may lie in an unreachable circle
+        if _is_held_elsewhere(target, plain):
+            return (
+                "another view, another tensor of its memory, or autograd holds it, and would keep the old values",
+                "fill it before, or clone() it first",
+            )
+    return None
+
+
+def _is_held_elsewhere(target: Tensor, plain: Tensor) -> bool:
+    """Say whether anything but its name and the view `target` holds the tensor or its memory, or that view.  That may
+    be a view, a saved value, or a tensor of `detach()`.
+    """
+    views = int(target is not plain)
+    memory = plain.untyped_storage()  # one user of the memory itself
+    users = torch._C._storage_Use_Count(memory._cdata)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    of_tensor, of_view = (x._use_count() for x in (plain, target))  # pyright: ignore[reportAttributeAccessIssue]
+    return of_tensor > 1 + views or users > 2 + views or (views == 1 and of_view > 1)
+
+
+def _become_tile(target: Tensor, plain: Tensor, places: _Places | None, layout: Layout, like: Tile) -> None:
+    """Make a plain tensor a tile, with this rank's part of it, and the view of it `target` that view of the tile."""
+    part = cut_whole_tensor(plain, like, layout)
+    local = None if part is plain else part.clone()  # new memory, so that the whole one is freed
+    del part
+    if places is not None:
+        _change_places(target)  # the view goes first, which keeps its base
+    shell = _change_places(plain)
+    local = shell if local is None else local
+    vars(plain).update(local=local, layout=layout, mesh=like.mesh, shape=torch.Size(layout.shape))
+    if places is not None:
+        made: Any = plain[places.items]
+        vars(target).update(local=made.local, layout=made.layout, mesh=made.mesh, shape=made.shape)
+
+
+def _change_places(plain: Tensor) -> Tensor:
+    """Give the object of a plain tensor the shell and the class of a tile; return one that has its old contents.
+
+    The two C++ tensors change places (as `torch.utils.swap_tensors` does it), so that all C++ code finds a shell, too.
+    """
+    shell = make_shell(Tile, plain.shape, plain.dtype)
+    plain.__class__ = Tile
+    Tensor.__setattr__(shell, "__class__", Tensor)
+    torch._C._swap_tensor_impl(plain, shell)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    return shell
+
+
+# -- a view of the tensor ---------------------------------------------------------------------------------------------
+
+
+class _Places(NamedTuple):
+    """Relation of a view to its base: the ints and slices that give it, and its rows along each dim.  Those are, for
+    each dim of the view, the dim of the base, its first row and the step between rows; None for a dim of one row.
+    """
+
+    items: tuple[Any, ...]
+    dims: tuple[tuple[int, int, int] | None, ...]
+
+
+def _places_in_base(view: Tensor) -> _Places | None:
+    """Return the relation of a view to its base, or None where ints and slices do not describe it.
+
+    Of zeros [4, 6] the view ``[2, 1::2]`` starts at element 13, row 2 and column 1; its next element, 15, lies two
+    columns on and in the same row: these are columns 1, 3, 5.  A flattened view would go on in the next row.
+    """
+    base: Any = view._base
+    is_other = view.dtype != base.dtype or view.is_conj() != base.is_conj() or view.is_neg() != base.is_neg()
+    if is_other or not base.is_contiguous() or not view.numel():
+        return None
+    start = view.storage_offset() - base.storage_offset()
+    first = [int(row) for row in np.unravel_index(start, base.shape)]
+    dims, last = list[tuple[int, int, int] | None](), -1
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        if size == 1:
+            dims.append(None)
+            continue
+        second = np.unravel_index(start + stride, base.shape)
+        apart = [d for d in range(base.ndim) if second[d] != first[d]]
+        step = int(second[apart[0]]) - first[apart[0]] if len(apart) == 1 and apart[0] > last else 0
+        if step < 1 or first[apart[0]] + (size - 1) * step >= base.shape[apart[0]]:
+            return None
+        last = apart[0]
+        dims.append((last, first[last], step))
+    return _Places(_index_of_view(view, first, dims), tuple(dims))
+
+
+def _index_of_view(view: Tensor, first: Sequence[int], dims: Sequence[tuple[int, int, int] | None]) -> tuple[Any, ...]:
+    """Return the ints and slices for rows that start at `first`.  Dims of one row stand for dims of the base as long as
+    there are some between those of more rows.
+    """
+    items, at, lone = list[Any](), 0, 0
+    for size, place in (*zip(view.shape, dims, strict=True), (1, (len(first), 0, 1))):
+        if place is None:
+            lone += 1
+            continue
+        dim, row, step = place
+        for d in range(at, dim):
+            items.append(slice(first[d], first[d] + 1) if d - at < lone else first[d])
+        items.extend([None] * (lone - (dim - at)))
+        items.append(slice(row, row + (size - 1) * step + 1, step))
+        at, lone = dim + 1, 0
+    return tuple(items[:-1])
+
+
+def _wishes_of_base(base: Tensor, places: _Places, wishes: Wishes) -> Wishes | None:
+    """Return the wishes for dims of the view as those of its base; None where no cuts can do that."""
+    found: list[DimWish] = []
+    for dim, group, start, step in wishes:
+        place = places.dims[dim]
+        if place is not None:
+            at, row, apart = place
+            found.append((at, group, row + start * apart, step * apart))
+            if len(group) > 1 and found[-1][2:] != (0, 1):
+                return None  # rows of dims that were flattened together are not an interval
+    return found
+
+
+# -- the layout -------------------------------------------------------------------------------------------------------
+
+
+def _layout_for(plain: Tensor, wishes: Wishes, like: Tile) -> Layout:
+    """Return the layout that gives every dim its first wish, by axes that cut no other."""
+    dims: list[Sequence[Cut]] = [(whole_dim(n),) for n in plain.shape]
+    used: set[str] = set()
+    for dim, group, start, step in wishes:
+        axes = {a for c in group for a in c.axes}
+        if not axes & used and not any(c.is_cut for c in dims[dim]):
+            dims[dim] = _cuts_around(plain.shape[dim], group, start, step)
+            used |= axes
+    return Layout.from_dims(dims, like.layout.axes)
+
+
+def _cuts_around(size: int, group: Sequence[Cut], start: int, step: int) -> Sequence[Cut]:
+    """Return the cuts of `size` rows of which start, start + step, ... are to be cut as `group`."""
+    rows = math.prod(c.size for c in group)
+    if (rows, start, step) == (size, 0, 1):
+        return tuple(c.bare() for c in group)
+    (cut,) = group
+    end = start + (rows - 1) * step + 1
+    even = cut_points(size, cut.pieces)
+
+    def place(piece: int) -> int:
+        point = cut.points[piece]
+        if point == 0:
+            return min(start, even[piece])
+        return max(end, even[piece]) if point == rows else start + point * step
+
+    inner = (place(piece) for piece in range(1, cut.pieces))
+    return (Cut(size, (0, *inner, size), cut.axes, source=cut.source),)
+
+
+def _wish_for(plain: Tensor, dim: int, tile: Tile, of: int, start: int = 0, step: int = 1) -> Wishes | None:
+    """Return the wish that a dim of the plain tensor be cut as dim `of` of a tile; None where no cuts can do that."""
+    group = tile.layout.dim(of)
+    if not tile.layout.is_cut(of) or tile.shape[of] == 1:
+        return ()
+    if len(group) > 1 and (start, step, plain.shape[dim]) != (0, 1, tile.shape[of]):
+        return None  # rows of dims that were flattened together are not an interval
+    return [(dim, group, start, step)]
+
+
+def _all_wishes(found: Iterable[Wishes | None]) -> Wishes | None:
+    each = list(found)
+    return None if any(w is None for w in each) else [wish for w in each for wish in w or ()]
+
+
+# -- the rules --------------------------------------------------------------------------------------------------------
+
+
+def _broadcast_wishes(plain: Tensor, *args: Any, **kwargs: Any) -> Wishes | None:
+    """Return the wishes for dims from the right, of tiles that broadcast to the plain tensor."""
+    tiles = list(tiles_in((args, kwargs)))
+    for t in tiles:
+        lead = plain.ndim - t.ndim
+        if lead < 0 or any(n not in (1, plain.shape[lead + d]) for d, n in enumerate(t.shape)):
+            return None
+    return _all_wishes(_wish_for(plain, plain.ndim - t.ndim + d, t, d) for t in tiles for d in range(t.ndim))
+
+
+def _element_wishes(plain: Tensor, dim: int, index: Any, src: Any = None, *_: Any, **named: Any) -> Wishes | None:
+    """Return the wishes of `scatter_` and its like: index and source have a place along each dim but `dim` as
+    they lie.
+    """
+    at = dim % max(plain.ndim, 1)
+    return _along_others(plain, at, [t for t in (index, src) if isinstance(t, Tile) and t.ndim], index.shape)
+
+
+def _row_wishes(plain: Tensor, dim: int, index: Any, source: Any, *_: Any, **named: Any) -> Wishes | None:
+    """Return the wishes of `index_add_` and its like: the source has a row for each index, and lies along the other
+    dims as it is.
+    """
+    if isinstance(index, Tile) and index.layout.cut_dims:
+        return None
+    at = dim % max(plain.ndim, 1)
+    return _along_others(plain, at, [source] if isinstance(source, Tile) and source.ndim else [], plain.shape)
+
+
+def _along_others(plain: Tensor, at: int, tiles: Sequence[Tile], shape: Sequence[int]) -> Wishes | None:
+    """Return the wish for every dim but `at` as in the tiles, whose sizes are those of `shape`.  None where they are
+    cut along `at`, because every rank would need all of them.
+    """
+    for t in tiles:
+        others = [d for d in range(t.ndim) if d != at]
+        if (
+            t.ndim != plain.ndim
+            or t.layout.is_cut(at)
+            or any(not t.shape[d] == shape[d] <= plain.shape[d] for d in others)
+        ):
+            return None
+    return _all_wishes(_wish_for(plain, d, t, d) for t in tiles for d in range(t.ndim) if d != at)
+
+
+def _index_put_wishes(plain: Tensor, indices: Any, values: Any, *_: Any) -> Wishes | None:
+    return _index_wishes(plain, tuple(slice(None) if i is None else i for i in indices), values)
+
+
+def _index_wishes(plain: Tensor, index: Any, value: Any) -> Wishes | None:
+    """Return the wishes of ``plain[index] = value``: each dim of the value along the dim of the tensor that the index
+    leaves there.
+    """
+    items = _items_of_index(plain, index)
+    if items is None:
+        return None
+    masks = [(dim, item) for dim, item in items if isinstance(item, Tile) and item.layout.cut_dims]
+    if masks:
+        return _mask_wishes(plain, items, masks, value)
+    if not isinstance(value, Tile):
+        return ()
+    places = _value_dims(plain, items)
+    lead = len(places) - value.ndim
+    found: list[Wishes | None] = []
+    for d in range(value.ndim):
+        dim, rows = places[lead + d] if lead + d >= 0 else (None, range(1))
+        if dim is None:
+            # along the dims of index tensors every rank needs all values
+            found.append(None if value.layout.is_cut(d) and value.shape[d] > 1 else ())
+        elif value.shape[d] == len(rows):
+            found.append(_wish_for(plain, dim, value, d, rows.start, rows.step))
+    return _all_wishes(found)
+
+
+def _mask_wishes(plain: Tensor, items: Sequence[Any], masks: Sequence[Any], value: Any) -> Wishes | None:
+    """Return the wishes of ``plain[:, mask] = number``, of a cut mask: only this is written where the mask lies."""
+    ((dim, mask), *more) = masks
+    is_number = not isinstance(value, (Tile, list, tuple, np.ndarray)) and getattr(value, "ndim", 0) == 0
+    others = [item for _, item in items if item is not mask]
+    if more or not is_number or mask.dtype not in _MASK_DTYPES or any(item != slice(None) for item in others):
+        return None
+    if any(dim + d >= plain.ndim or n != plain.shape[dim + d] for d, n in enumerate(mask.shape)):
+        return None
+    return _all_wishes(_wish_for(plain, dim + d, mask, d) for d in range(mask.ndim))
+
+
+_MASK_DTYPES = (torch.bool, torch.uint8)
+
+
+def _items_of_index(plain: Tensor, index: Any) -> list[tuple[int, Any]] | None:
+    """Return the items of an index, each with the first dim that it names: None, ints, slices, tensors; None for
+    others.
+    """
+    items: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    items = [torch.as_tensor(i) if isinstance(i, (list, range, tuple, np.ndarray)) else i for i in items]
+    if any(isinstance(i, bool) for i in items):
+        return None
+    named = sum(_named_by(i) for i in items)
+    dots = next((k for k, i in enumerate(items) if i is Ellipsis), len(items))
+    items[dots : dots + 1] = [slice(None)] * (plain.ndim - named)
+    found, dim = list[tuple[int, Any]](), 0
+    for item in items:
+        found.append((dim, item))
+        dim += _named_by(item)
+    return found if dim == plain.ndim and not any(i is Ellipsis for i in items) else None
+
+
+def _named_by(item: Any) -> int:
+    if item is None or item is Ellipsis:
+        return 0
+    return item.ndim if isinstance(item, Tensor) and item.dtype in _MASK_DTYPES else 1
+
+
+def _value_dims(plain: Tensor, items: Sequence[tuple[int, Any]]) -> list[tuple[int | None, range]]:
+    """Return for each dim of an index's result the dim of the plain tensor and the rows there; None for a dim that
+    index tensors or None make.
+    """
+    made: list[tuple[int | None, range]] = []
+    picks, wide = list[int](), 0
+    for dim, item in items:
+        if item is None:
+            made.append((None, range(1)))
+        elif isinstance(item, slice):
+            made.append((dim, range(*item.indices(plain.shape[dim]))))
+        elif isinstance(item, Tensor) and item.ndim:
+            is_mask = item.dtype in _MASK_DTYPES
+            picks.extend(range(len(made), len(made) + _named_by(item)))
+            made.extend((None, range(1)) for _ in range(_named_by(item)))
+            wide = max(wide, 1 if is_mask else item.ndim)
+    if not picks:
+        return made
+    # the dims of index tensors stand in place of theirs, or in front where these are apart
+    first = picks[0] if picks == list(range(picks[0], picks[-1] + 1)) else 0
+    kept = [m for k, m in enumerate(made) if k not in picks]
+    return [*kept[:first], *[(None, range(1))] * wide, *kept[first:]]
+
+
+_RULES: dict[str, Callable[..., Wishes | None]] = {
+    "__setitem__": _index_wishes,
+    "index_put_": _index_put_wishes,
+    **dict.fromkeys(("copy_", "masked_fill_"), _broadcast_wishes),
+    **dict.fromkeys(("scatter_", "scatter_add_", "scatter_reduce_"), _element_wishes),
+    **dict.fromkeys(("index_add_", "index_copy_", "index_reduce_"), _row_wishes),
+}

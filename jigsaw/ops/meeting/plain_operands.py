@@ -1,0 +1,245 @@
+"""Plain tensors beside tiles: how they enter, and what their gradients are.
+
+A plain tensor is the whole one, on every rank.
+
+>>> from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
+>>> tile = jigsaw.shard(torch.ones(2, 9), jigsaw.init_mesh(lat=1), (None, "lat"), halo={1: 1})
+>>> cut_whole_tensor(torch.arange(9.0), tile).shape
+torch.Size([9])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jigsaw import comm
+from jigsaw.comm.first_meetings import meet_tensor
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import Cut
+from jigsaw.geometry.layout import Layout
+from jigsaw.ranks.mesh import mesh_size
+from jigsaw.tile.misuse import warn_of_unreduced
+from jigsaw.tile.tensor_shell import ENTER_NODE, enters_functions
+from jigsaw.tile.tile import LEAVE_NODE, Tile
+
+AVERAGED_MARK = "_jigsaw_averaged_over"
+_SUMMED_MARK = "_jigsaw_entered_summed"
+
+
+def averaged_over(leaf: Tensor) -> int:
+    """Return over how many ranks the gradient of a leaf will be averaged (set by `jigsaw.parallelize`); 1: its parts
+    are summed.
+    """
+    return getattr(leaf, AVERAGED_MARK, 1)
+
+
+def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None, is_whole: bool = False) -> Tensor:
+    """Return a plain tensor as an operand of an op whose result has `layout` (by default that of `tile`), on the mesh
+    of `tile`.  A parameter, and what `is_whole`, is compared at its first meeting; others may be a rank's own rows.
+
+    Its gradient on each rank becomes this rank's part: the parts sum to the gradient over the whole mesh, even where
+    the result is replicated.  Parts of a parameter that will be averaged over n ranks are n times as large, so that
+    their mean is the gradient.  A plain tensor that was computed from a tile (a global statistic) has a whole gradient
+    instead, for which the parts are summed.
+
+    *Sends*: nothing for parameters; backward one all-reduce for a tensor that came out of a tile.
+    *Raises*: `ShardingError` for a tensor made of both a global statistic and a parameter whose parts are summed.
+    """
+    if (is_whole or type(x) is nn.Parameter) and mesh_size(tile.mesh) > 1 and not hasattr(x, AVERAGED_MARK):
+        meet_tensor(x, tile.mesh)  # `parallelize` has made alike what it marked
+    if not (x.requires_grad and torch.is_grad_enabled()) or mesh_size(tile.mesh) == 1:
+        return x
+    mesh, layout = tile.mesh, layout or tile.layout
+    left, leaves = (False, [x]) if x.grad_fn is None else graph_origins(x)
+    ranks = {averaged_over(leaf) for leaf in leaves}
+    if len(ranks) == 2 and 1 in ranks:
+        ranks = _average_others(leaves, max(ranks))
+    if left and ranks <= {mesh.size()}:
+        # a whole gradient on every rank is right for what left a tile, and for parameters that are averaged
+        return comm.use_in_parts(x, mesh, layout.cut_axes)
+    if left or len(ranks) > 1:
+        raise ShardingError(
+            f"a plain tensor of shape {tuple(x.shape)} was computed from a parameter and from a tensor that left a "
+            "Tile, or from leaves that are "
+            "summed and leaves that are averaged over the ranks; its gradient would be counted wrongly; pass the "
+            "model through "
+            f"jigsaw.parallelize, or keep the reduction a Tile (keepdim=True) and multiply there"
+        )
+    for leaf in leaves:
+        if not hasattr(leaf, AVERAGED_MARK) and not isinstance(leaf, nn.Parameter):
+            setattr(leaf, _SUMMED_MARK, True)
+    if layout.cut_axes:
+        for leaf in leaves:
+            if isinstance(leaf, nn.Parameter) and not hasattr(leaf, AVERAGED_MARK):
+                warn_of_unreduced(leaf)
+    scale = max(ranks, default=1) / layout.replicas
+    return x if scale == 1 else comm.enter_mean(x, scale)
+
+
+def _average_others(leaves: Sequence[Tensor], ranks: int) -> set[int]:
+    """Scale the gradients of leaves that a model makes beside its parameters by `ranks`, too, and back where they
+    arrive; return over how many ranks each leaf is averaged.  Such leaves are zeros that require grad, as in decoders
+    of DETR.  One that entered by itself before, and a parameter that is not averaged, stay unchanged.
+    """
+    for leaf in leaves:
+        if not (hasattr(leaf, AVERAGED_MARK) or hasattr(leaf, _SUMMED_MARK) or isinstance(leaf, nn.Parameter)):
+            setattr(leaf, AVERAGED_MARK, ranks)
+            leaf.register_hook(partial(torch.mul, other=1 / ranks))
+    return {averaged_over(leaf) for leaf in leaves}
+
+
+@enters_functions
+def _enter_function(x: Tensor, tile: Tile) -> Tensor:
+    """Return a plain tensor that a custom ``autograd.Function`` took beside tiles: its gradient is whole on
+    every rank.
+    """
+    return plain_operand(x, tile, Layout((), tile.layout.axes))
+
+
+def averaged_operand(x: Tensor, tile: Tile) -> Tensor:
+    """Return a plain tensor for a use that gives it another gradient on each rank, of which the mean is the whole one.
+
+    *Sends*: backward one all-reduce.
+    """
+    ranks = mesh_size(tile.mesh)
+    if ranks == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    alike = comm.enter_mean(_enter_function(x, tile), 1 / ranks)
+    return comm.use_in_parts(alike, tile.mesh, [name for name, _ in tile.layout.axes])
+
+
+def graph_origins(x: Tensor) -> tuple[bool, list[Tensor]]:
+    """Return whether the graph of `x` reaches a tensor that left a tile, and the leaves that it reaches otherwise."""
+    left, leaves = False, list[Tensor]()
+    seen: set[Any] = set()
+    todo: list[Any] = [x.grad_fn]
+    while todo:
+        node = todo.pop()
+        # a tile that FSDP2 passed on together with the plain tensor is not one of its origins
+        if node is None or node in seen or node.name() == ENTER_NODE:
+            continue
+        seen.add(node)
+        if node.name() == LEAVE_NODE:
+            left = True
+            continue
+        if hasattr(node, "variable"):  # while a graph is made, nothing is known beyond this node
+            leaves.append(node.variable)
+            continue
+        todo.extend(next_node for next_node, _ in node.next_functions)
+    return left, leaves
+
+
+_repeat_listeners: list[Callable[[str, int], None]] = []
+
+
+def cut_whole_tensor(x: Tensor, tile: Tile, layout: Layout | None = None) -> Tensor:
+    """Return a plain whole tensor, broadcast against `layout` from the right, cut to the box that this rank holds.
+
+    *Raises*: `ShardingError` when a dim is neither 1 nor the global size.
+    """
+    layout = layout or tile.layout
+    if x.layout != torch.strided:
+        raise ShardingError(f"a tensor of layout {x.layout} cannot meet a Tile: use to_dense(), or tile.full_tensor()")
+    part = cut_entered_tensor(plain_operand(x, tile, layout, is_whole=True), tile, layout)
+    if _repeat_listeners:
+        tell_of_repeats(x, part)
+    return part
+
+
+def cut_entered_tensor(x: Tensor, tile: Tile, layout: Layout) -> Tensor:
+    """Do `cut_whole_tensor` for a result of `plain_operand`, or a tensor made from one."""
+    if is_taken_whole(x, layout):
+        return x
+    lead = layout.ndim - x.ndim
+    if lead < 0 or any(n not in (1, layout.shape[lead + d]) for d, n in enumerate(x.shape)):
+        raise ShardingError(
+            f"a plain tensor of shape {tuple(x.shape)} does not broadcast to the Tile's global shape {layout.shape}; "
+            f"plain tensors are whole: pass the whole tensor, or make a Tile of local parts with jigsaw.from_local"
+        )
+    for d in range(x.ndim):
+        cuts = layout.dim(lead + d)
+        if x.shape[d] == layout.shape[lead + d] and any(c.is_cut or c.has_halo for c in cuts):
+            x = _take_held_rows(x, d, cuts, tile, layout)
+    return x
+
+
+def is_taken_whole(x: Tensor, layout: Layout) -> bool:
+    """Say whether a plain tensor meets tiles of `layout` without making them larger, and each rank needs all of it."""
+    return x.layout == torch.strided and _has_whole_dims(x.shape, layout)
+
+
+@lru_cache(maxsize=4096)
+def _has_whole_dims(shape: tuple[int, ...], layout: Layout) -> bool:
+    lead = layout.ndim - len(shape)
+    sizes = layout.shape[max(lead, 0) :]
+    if lead < 0 or any(n not in (1, size) for n, size in zip(shape, sizes, strict=True)):
+        return False
+    whole = layout.complete_dims[lead:]
+    return all(n != size or is_whole for n, size, is_whole in zip(shape, sizes, whole, strict=True))
+
+
+def _take_held_rows(x: Tensor, dim: int, cuts: Sequence[Cut], tile: Tile, layout: Layout) -> Tensor:
+    coord = tile.coordinate
+    sizes = [c.size for c in cuts]
+    x = x.unflatten(dim, sizes) if len(sizes) > 1 else x
+    for k, cut in enumerate(cuts):
+        start, stop = cut.held[layout.piece(cut, coord)]
+        if start < 0 or stop > cut.size:
+            rows = torch.arange(start, stop, device=x.device)
+            # beyond an end that does not wrap, a plain tensor has its last row again
+            x = x.index_select(dim + k, rows % cut.size if cut.wraps else rows.clamp(0, cut.size - 1))
+        else:
+            x = x.narrow(dim + k, start, stop - start)
+    return x.flatten(dim, dim + len(sizes) - 1) if len(sizes) > 1 else x
+
+
+# -- what every rank has computed for nothing -------------------------------------------------------------------------
+
+_PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "linear", "convolution")
+_BYTES_TO_TELL_OF = 1 << 20
+
+
+@contextmanager
+def hearing_repeats(listener: Callable[[str, int], None]) -> Generator[None]:
+    """Report to `listener`, within the block, plain tensors that every rank makes whole by a product, to take its own
+    rows of them.  It gets the product, and the bytes of the others' rows.
+    """
+    _repeat_listeners.append(listener)
+    try:
+        yield
+    finally:
+        _repeat_listeners.remove(listener)
+
+
+def tell_of_repeats(whole: Tensor, part: Tensor) -> None:
+    """Report to the listener a plain tensor of which this rank has taken a part."""
+    unused = (whole.numel() - part.numel()) * whole.itemsize if _repeat_listeners else 0
+    product = _product_behind(whole) if unused >= _BYTES_TO_TELL_OF else None
+    if product is not None:
+        for listener in _repeat_listeners:
+            listener(product, unused)
+
+
+def _product_behind(x: Tensor) -> str | None:
+    """Return the product of plain tensors, as large as `x`, that it was made of.  Weights, and tensors made of them
+    element by element or by lookup, need none.
+    """
+    seen: set[Any] = set()
+    todo: list[Any] = [x.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or node.name() in (ENTER_NODE, LEAVE_NODE):
+            continue
+        seen.add(node)
+        name = node.name().partition("Backward")[0].lower()
+        if name in _PRODUCTS and math.prod(node._input_metadata[0].shape) >= x.numel():
+            return name
+        todo.extend(next_node for next_node, _ in node.next_functions)
+    return None

@@ -1,0 +1,220 @@
+"""Weights cut along a mesh axis, for `jigsaw.parallelize`: the layers, the dims, and where results lie.
+
+A *column* layer holds rows of the weight: it makes a piece of the output channels; the pieces are gathered unless the
+next layer takes them as they are.  A *row* layer holds columns: it takes a piece of the input channels, and the
+products are summed.  After Shoeybi et al., "Megatron-LM", arXiv 1909.08053.
+
+The layers stay torch's own.  Their parameters become DTensors with the names and full shapes that they had, which
+`F.linear`, the convolutions and `F.multi_head_attention_forward` answer on tiles (`jigsaw.nn`), as they do for layers
+made with ``mesh=``; hooks before and after a layer decide where its result lies.
+
+Four ranks, lat=2 x channel=2, and Sequential(Linear(8, 16), GELU(), Linear(16, 8)) on x [6, 8], cut ("lat", None)::
+
+    rank (lat, channel)       (0, 0)        (0, 1)        (1, 0)        (1, 1)
+    x                         x[0:3, :]     x[0:3, :]     x[3:6, :]     x[3:6, :]
+    column, W1 [16, 8]        W1[0:8]       W1[8:16]      W1[0:8]       W1[8:16]
+    h = x W1ᵀ + b1, no sends  h[0:3, 0:8]   h[0:3, 8:16]  h[3:6, 0:8]   h[3:6, 8:16]
+    row, W2 [8, 16]           W2[:, 0:8]    W2[:, 8:16]   W2[:, 0:8]    W2[:, 8:16]
+    h[:, mine] W2[:, mine]ᵀ   a part of y[0:3, :] each    a part of y[3:6, :] each
+    all-reduce, + b2 once     y[0:3, :]     y[0:3, :]     y[3:6, :]     y[3:6, :]
+
+Backward, each rank has the gradient of its pieces of W1 and W2 over its rows.  Those of x are sums of both ranks along
+channel: one all-reduce.  Then `jigsaw.parallel.gradients` averages: W1[0:8] over ranks (0, 0) and (1, 0), along lat
+alone; b2, which every rank has, over all four.  The column by itself would gather h: an all-gather of [3, 8] along
+channel.
+
+x may be cut along channel as well, ``(("lat", "channel"), None)`` (sequence parallelism): norms, dropout and residuals
+between the layers then work on 1/P of the tokens.  A column gathers x, a row's sum is a reduce-scatter onto the tokens
+where they were, as many bytes together as the all-reduce (`jigsaw.nn.products.linear.gathered_tokens`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from jigsaw import comm
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import whole_dim
+from jigsaw.geometry.layout import Layout
+from jigsaw.nn.products.contraction import tile_in_autocast_dtype
+from jigsaw.nn.products.linear import gathered_tokens, layout_before_gather
+from jigsaw.ops.reductions import stack_along_axes
+from jigsaw.ranks.mesh import axes_of_mesh, flat_submesh
+from jigsaw.tile.tile import Tile
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+# Modules that may stand between a column and a row layer, because they work on each channel by itself.
+_BETWEEN = (nn.Identity, nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus)
+_INPUTS = ("input", "query", "key", "value")  # dims of the layers that are cut, by name
+
+
+# -- around a layer ---------------------------------------------------------------------------------------------------
+
+
+class ChannelHooks:
+    """Hooks before and after a layer whose weights are cut along `axis`.
+
+    Before it: the channels are checked; tokens that the axis cuts are gathered; a plain input, the same on every rank,
+    becomes a Tile that nothing cuts.  After it: with `gather` the channels are whole again, and tokens lie where they
+    were; the result of a plain input is plain again.
+    """
+
+    def __init__(self, mesh: DeviceMesh, axis: str, gather: bool) -> None:
+        self._mesh, self._axis, self._gather = mesh, axis, gather
+        self._is_plain = False  # of the call that is under way
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChannelHooks:
+        return ChannelHooks(self._mesh, self._axis, self._gather)  # a copy of a model runs on the same mesh
+
+    def before(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        inputs = [*args[:3], *(kwargs.get(name) for name in _INPUTS)]
+        tiles = [x for x in inputs if isinstance(x, Tile)]
+        self._is_plain = not tiles
+        if tiles:
+            # by identity, so that query, key and value of self attention stay one
+            as_tile: dict[int, Tile] = {id(x): self._with_tokens(layer, x) for x in tiles}
+        else:
+            axes = axes_of_mesh(self._mesh)
+            as_tile = {
+                id(x): Tile(x, Layout(tuple(map(whole_dim, x.shape)), axes), self._mesh)
+                for x in inputs
+                if isinstance(x, Tensor)
+            }
+        return tuple(as_tile.get(id(x), x) for x in args), {name: as_tile.get(id(x), x) for name, x in kwargs.items()}
+
+    def _with_tokens(self, layer: nn.Module, x: Tile) -> Tile:
+        """Return a layer's input with the tokens of all ranks along the axis, where it cuts them.
+
+        *Sends*: this rank's tokens to the others along the axis.
+        """
+        has_tokens = isinstance(layer, nn.Linear | nn.MultiheadAttention)
+        if has_tokens and any(self._axis in x.layout.dim_axes(d) for d in range(x.ndim - 1)):
+            return gathered_tokens(tile_in_autocast_dtype(x), (self._axis,))
+        if not isinstance(layer, nn.MultiheadAttention):
+            _check_channels(x, _channel_dim(layer, x), self._axis)
+        return x
+
+    def after(self, layer: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(layer, nn.MultiheadAttention):  # the output is whole where the query is
+            return tuple(y.full_tensor() if self._is_plain and y is not None else y for y in output)
+        if self._gather or self._is_plain:
+            output = _gather_channels(output, _channel_dim(layer, output), self._axis)
+        return output.full_tensor() if self._is_plain else output
+
+
+def _channel_dim(layer: nn.Module, tile: Tile) -> int:
+    return tile.ndim - 1 - len(getattr(layer, "kernel_size", ()))
+
+
+def _gather_channels(tile: Tile, dim: int, axis: str) -> Tile:
+    """Return the tile with whole channels, halo rows included.
+    *Sends*: its piece to the others, backward nothing; where tokens had been gathered, each rank's tokens to that rank
+    alone, and as much backward.
+    """
+    if tile.layout.dim_axes(dim) != (axis,):
+        return tile
+    whole = tile.layout.replace_dim(dim, whole_dim(tile.shape[dim]))
+    home = layout_before_gather(whole, (axis,), whole.dim(whole.ndim - 1))
+    if home is not None:  # whole channels of its own tokens, rather than of all
+        return tile.with_layout(home)
+    # pieces are even, and held rows the same along the axis, so one all-gather is enough; `redistribute` would drop the
+    # halo rows first and fetch them again from the neighbors
+    local = torch.cat(stack_along_axes(tile.local, tile, (axis,)).unbind(0), dim)
+    return Tile(local, whole, tile.mesh)
+
+
+def _check_channels(tile: Tile, dim: int, axis: str) -> None:
+    there = tile.layout.dim_axes(dim)
+    if there not in ((), (axis,)) or any(axis in tile.layout.dim_axes(d) for d in range(tile.ndim) if d != dim):
+        raise ShardingError(
+            f"a layer whose weights are cut along {axis!r} takes channels (dim {dim}) that are whole or cut along "
+            f"{axis!r}, which cuts no other dim, but the Tile is cut as {tile.layout.spec}; "
+            f"use tile.redistribute, or another channel= in jigsaw.parallelize"
+        )
+
+
+# -- cutting the layers of a model ------------------------------------------------------------------------------------
+
+
+def cut_channels(model: nn.Module, mesh: DeviceMesh, axis: str) -> None:
+    """Cut the weights of the plain linear, convolution and attention layers of `model` along `axis`, in place.
+
+    In a ``Sequential``, two layers with only activations between them become a column and a row; others are columns.
+    A layer stays whole when its channels do not divide by the ranks, when it has groups, shares a parameter, or adds a
+    token to keys and values.
+    """
+    ranks = comm.rank_count(mesh, axis)
+    if ranks == 1:
+        return
+    line = flat_submesh(mesh, axis)
+    uses = Counter(p for m in model.modules() for p in m.parameters(recurse=False))
+    able = [m for m in model.modules() if all(uses[p] == 1 for p in m.parameters()) and _channel_counts(m)]
+    pairs = [
+        pair
+        for module in model.modules()
+        if type(module) is nn.Sequential
+        for pair in _column_row_pairs(list(module), able, ranks)
+    ]
+    firsts, rows = {first for first, _ in pairs}, {second for _, second in pairs}
+    for layer in able:
+        channels = _channel_counts(layer)
+        # only even pieces: `fully_shard` on top of them needs that, and so does one gather of equal messages
+        if channels is not None and channels[0 if layer in rows else 1] % ranks == 0:
+            _cut_parameters(layer, layer in rows, line)
+            hooks = ChannelHooks(mesh, axis, gather=layer not in firsts)
+            layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
+            layer.register_forward_hook(hooks.after)
+
+
+def _channel_counts(module: nn.Module) -> tuple[int, int] | None:
+    """Return (input, output) channels of a layer whose weights can be cut."""
+    if type(module) is nn.Linear:
+        return module.in_features, module.out_features
+    if type(module) in (*_CONVOLUTIONS, *_TRANSPOSED) and module.groups == 1:
+        convolution = cast(nn.Conv2d, module)
+        return convolution.in_channels, convolution.out_channels
+    if type(module) is nn.MultiheadAttention and module.bias_k is None and not module.add_zero_attn:
+        return module.embed_dim, module.embed_dim
+    return None
+
+
+def _column_row_pairs(
+    layers: Sequence[nn.Module], able: Sequence[nn.Module], ranks: int
+) -> Generator[tuple[nn.Module, nn.Module]]:
+    """Iterate over pairs of layers that can be column and row."""
+    first: nn.Module | None = None
+    for layer in layers:
+        known = _channel_counts(layer) if layer in able and type(layer) is not nn.MultiheadAttention else None
+        if known is not None and first is not None and known[0] % ranks == 0:
+            yield first, layer
+            first = None
+        elif known is not None:
+            first = layer if known[1] % ranks == 0 else None
+        elif not isinstance(layer, _BETWEEN):
+            first = None
+
+
+def _cut_parameters(layer: nn.Module, is_row: bool, line: DeviceMesh) -> None:
+    owners = [layer, *layer.children()] if type(layer) is nn.MultiheadAttention else [layer]
+    input_first = type(layer) in _TRANSPOSED
+    for owner in owners:
+        for name, p in owner.named_parameters(recurse=False):
+            is_weight = name == "weight" or "_weight" in name
+            dim = int(is_row != input_first) if is_weight else 0
+            # the bias of a sum is added once, whole
+            if (is_weight or not is_row) and p.shape[dim] % line.size() == 0:
+                setattr(owner, name, _shard_parameter(p, dim, line))
+
+
+def _shard_parameter(p: nn.Parameter, dim: int, line: DeviceMesh) -> nn.Parameter:
+    mine = p.detach().chunk(line.size(), dim)[line.get_local_rank()].clone(memory_format=torch.contiguous_format)
+    cut = DTensor.from_local(mine, line, [Shard(dim)], run_check=False)
+    return nn.Parameter(cut, requires_grad=p.requires_grad)

@@ -1,0 +1,259 @@
+"""Weights, gradients and optimizer state in 1/P a rank: `fully_shard` over the flattened mesh, a unit at a time.
+
+Hybrid: cut over some axes, and the same along the others (`ShardingOptions.replicate`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils import _pytree as pytree
+
+from jigsaw import comm
+from jigsaw.errors import ShardingError
+from jigsaw.parallel.gradients import axes_not_cutting
+from jigsaw.ranks.mesh import axes_of_mesh, flat_submesh, has_every_rank, hybrid_submesh, root_mesh
+from jigsaw.tile.tile import Tile
+
+WeightSharding = bool | Literal["after_forward", "keep"]
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """Options of how weights are cut, as `jigsaw.parallelize` takes them."""
+
+    keeps: bool
+    """True where a unit stays gathered from its forward to its backward pass."""
+    replicate: tuple[str, ...]
+    """Axes along which every rank has the same part."""
+    mp_policy: MixedPrecisionPolicy | None
+    offload_policy: OffloadPolicy | None
+
+    @classmethod
+    def checked(
+        cls,
+        mesh: DeviceMesh,
+        shard_weights: WeightSharding,
+        replicate: str | Sequence[str],
+        mp_policy: MixedPrecisionPolicy | None,
+        offload_policy: OffloadPolicy | None,
+    ) -> ShardingOptions | None:
+        """Return the options, or None where weights stay whole.
+
+        Raises: `ShardingError` for options that do not fit the mesh, or have no meaning for whole weights.
+        """
+        if not (isinstance(shard_weights, bool) or shard_weights in ("after_forward", "keep")):
+            raise ShardingError(
+                f"shard_weights={shard_weights!r} must be True or 'after_forward' (a unit's weights are freed between "
+                "its forward and its backward pass), 'keep' (they stay), or False"
+            )
+        copies = (replicate,) if isinstance(replicate, str) else tuple(replicate)
+        given = {"replicate": copies, "mp_policy": mp_policy, "offload_policy": offload_policy}
+        if not shard_weights:
+            for name, value in given.items():
+                if value:
+                    raise ShardingError(
+                        f"{name}={value!r} is about weights that are cut: pass shard_weights=True with it"
+                    )
+            return None
+        sizes = dict(axes_of_mesh(mesh))
+        if copies and not has_every_rank(root_mesh(mesh)):
+            raise ShardingError(f"replicate={copies} needs a mesh of all ranks of the job; {mesh} leaves out some")
+        if not set(copies) <= set(sizes) or (copies and set(copies) == set(sizes)):
+            raise ShardingError(
+                f"replicate={copies} must be some, not all, of the axes {tuple(sizes)}: weights are cut along the "
+                "others"
+            )
+        return cls(shard_weights == "keep", copies, mp_policy, offload_policy)
+
+    def mesh_along(self, mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
+        """Return the mesh of one or two axes that `fully_shard` takes, over the ranks along `axes`."""
+        is_hybrid = any(name in self.replicate for name in axes)
+        return hybrid_submesh(mesh, axes, self.replicate) if is_hybrid else flat_submesh(mesh, axes)
+
+
+def sharding_units(model: nn.Module, least_bytes: int) -> list[nn.Module]:
+    """Return modules to gather at once, inner first: elements of ``Sequential`` and ``ModuleList`` of `least_bytes` or
+    more beyond the units in them.  A module with a parameter that is also used outside it is not a unit, because a unit
+    is gathered alone.
+    """
+    uses = _parameter_uses(model)
+    found: list[nn.Module] = []
+    taken: set[nn.Parameter] = set()
+
+    def visit(module: nn.Module, is_element: bool) -> None:
+        for child in module.children():
+            visit(child, isinstance(module, nn.Sequential | nn.ModuleList))
+        own = [p for p in module.parameters() if p not in taken]
+        inside = _parameter_uses(module)
+        closed = all(inside[p] == uses[p] for p in own)
+        has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+        if is_element and closed and has_forward and sum(p.nbytes for p in own) >= max(least_bytes, 1):
+            found.append(module)
+            taken.update(own)
+
+    visit(model, False)
+    return found
+
+
+def _parameter_uses(model: nn.Module) -> Counter[nn.Parameter]:
+    """Return how many modules in `model` hold each parameter."""
+    return Counter(p for module in model.modules() for p in module.parameters(recurse=False))
+
+
+def shard_model_weights(
+    model: nn.Module, mesh: DeviceMesh, units: Sequence[nn.Module], options: ShardingOptions
+) -> dict[str, nn.Parameter]:
+    """Cut the weights of `model` over the flattened mesh, each of `units` gathered at once; return what stays whole.
+
+    Scalars stay whole, and dtypes other than that of most bytes, because a unit has one.  A weight that another axis
+    has cut (a DTensor) is cut further over the axes that are left, along a dim that divides; without one it stays as it
+    is.
+    """
+    named = dict(model.named_parameters())
+    main = _main_dtype(named.values())
+    others: dict[nn.Parameter, tuple[str, ...]] = {}
+    dims: dict[nn.Parameter, int | None] = {}
+    for p in named.values():
+        if isinstance(p, DTensor):
+            others[p] = axes_not_cutting(p, mesh)
+            dims[p] = _dim_to_shard(p, comm.rank_count(mesh, [a for a in others[p] if a not in options.replicate]))
+    rest = {name: p for name, p in named.items() if p.ndim == 0 or p.dtype != main or dims.get(p, 0) is None}
+    for p in named.values():
+        if not isinstance(p, DTensor):
+            p.data = p.data.contiguous()
+    where = {p: options.mesh_along(mesh, others[p]) for p, d in dims.items() if d is not None}
+    place = _shard_placement({p: d for p, d in dims.items() if d is not None}, where)
+    over = options.mesh_along(mesh, [name for name, _ in axes_of_mesh(mesh)])
+    policies = {"mp_policy": options.mp_policy, "offload_policy": options.offload_policy}
+    given: dict[str, Any] = {name: policy for name, policy in policies.items() if policy is not None}
+    if options.keeps:
+        given["reshard_after_forward"] = False
+    made: list[FSDPModule] = []
+    for unit in [*units, model]:
+        if not isinstance(unit, FSDPModule):
+            unit.register_forward_hook(_without_views)  # before FSDP2's own
+            fully_shard(unit, mesh=over, ignored_params=set(rest.values()), shard_placement_fn=place, **given)
+        if isinstance(unit, FSDPModule) and mesh.device_type == "cpu":
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+            made.append(unit)
+    if made:
+        _UnitPrefetch(made, made[-1])
+    return rest
+
+
+class _NoView(torch.autograd.Function):
+    """Same memory, not a view to autograd, with the version counter that shows changes in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """Return results that may be changed in place, because FSDP2 gathers weights in a hook on them, which autograd
+    drops for a changed view.  For example a Linear, which ends with a view, as a unit before ``ReLU(inplace=True)``.
+    """
+
+    def apart(x: Tensor) -> Tensor:
+        local = x.local if isinstance(x, Tile) else x
+        if not (local.requires_grad and local._is_view()):  # pyright: ignore[reportPrivateUsage]
+            return x
+        local = cast(Tensor, _NoView.apply(local))
+        return Tile(local, x.layout, x.mesh) if isinstance(x, Tile) else local
+
+    return pytree.tree_map_only(Tensor, apart, output)
+
+
+class _UnitPrefetch:
+    """Early gather of the next unit's weights before one computes, in the order of the last forward pass.
+
+    FSDP2 does so by streams, only on GPUs: on CPUs it waits for each gather at once, and also backward, where it knows
+    the order itself.  Example: after units a, b, c in one pass, b travels in the next pass while a computes.  A unit
+    that different ones follow in one pass has no known successor, and unused gathers are freed.
+    """
+
+    def __init__(self, units: Sequence[FSDPModule], root: FSDPModule) -> None:
+        self._next: dict[Any, FSDPModule | None] = {}
+        self._seen: list[FSDPModule] = []
+        self._ahead: set[FSDPModule] = set()
+        self._is_forward = False  # checkpointed parts run again in the backward pass
+        hooked: Any
+        for hooked in units:
+            hooked._set_unshard_async_op(True)
+            hooked.register_forward_pre_hook(self._begin_root if hooked is root else self._begin_unit)
+        hooked = root
+        hooked.register_forward_hook(self._end_root)
+
+    def _begin_root(self, module: Any, args: Any) -> None:
+        self._free_unused()  # of a pass that raised
+        self._seen, self._is_forward = [], True
+        self._begin_unit(module, args)
+
+    def _begin_unit(self, module: Any, args: Any) -> None:
+        if not self._is_forward:
+            return
+        self._seen.append(module)
+        self._ahead.discard(module)
+        following = self._next.get(module)
+        if following is not None:
+            following.unshard(async_op=True)
+            self._ahead.add(following)
+
+    def _end_root(self, module: Any, args: Any, output: Any) -> None:
+        self._is_forward = False
+        self._free_unused()
+        self._next = {}
+        for unit, following in zip(self._seen, [*self._seen[1:], None], strict=True):
+            self._next[unit] = following if self._next.get(unit, following) is following else None
+
+    def _free_unused(self) -> None:
+        for unit in self._ahead:
+            unit.unshard()  # waits for the gather under way
+            unit.reshard()
+        self._ahead.clear()
+
+
+def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
+    weight = Counter[torch.dtype]()
+    for p in parameters:
+        weight[p.dtype] += p.nbytes
+    return max(weight, key=lambda dtype: weight[dtype], default=None)
+
+
+def _dim_to_shard(p: DTensor, ranks: int) -> int | None:
+    """Return the dim to cut further: one whose pieces divide, on every rank, preferably not one that is cut already."""
+    pieces = [1] * p.ndim
+    for size, how in zip(p.device_mesh.shape, p.placements, strict=True):
+        if isinstance(how, Shard):
+            pieces[how.dim] *= size
+    order = sorted(range(p.ndim), key=lambda d: (pieces[d] > 1, d))
+    return next((d for d in order if ranks > 1 and p.shape[d] % (pieces[d] * ranks) == 0), None)
+
+
+def _shard_placement(dims: Mapping[Any, int], where: Mapping[Any, DeviceMesh]) -> Callable[[nn.Parameter], Any] | None:
+    """Return the function that tells `fully_shard` where to cut the parameters in `dims`; groups of ranks are made in
+    one order.
+    """
+    if not dims:
+        return None
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+
+    def info(mesh: DeviceMesh) -> FSDPMeshInfo:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)
+
+    infos = {mesh: info(mesh) for mesh in dict.fromkeys(where.values())}
+    results = {p: ShardPlacementResult(Shard(d), infos[where[p]]) for p, d in dims.items()}
+    return results.get

@@ -1,0 +1,152 @@
+"""Rank and job of this process, by the variables of its launcher: torchrun, srun or mpirun."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jigsaw.errors import ShardingError
+
+_STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_NO_TASKS = 2**31  # Slurm numbers the steps of batch scripts and of salloc's shell from the top down
+_PORTS = 15000, 10000  # so many ports from here on, below those that systems assign
+
+# The rank, the number of ranks, and the same on this machine: of Open MPI, and of MPICH and Intel MPI.
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+LauncherVariables = Mapping[str, str]
+
+DEBUG_VARIABLE, EVERY_VARIABLE = "JIGSAW_DEBUG", "JIGSAW_DEBUG_EVERY"
+
+
+def debug_interval(given: LauncherVariables) -> int:
+    """Return after how many forward passes ranks that debug compare parameters; 0 where ``JIGSAW_DEBUG`` is not set."""
+    if given.get(DEBUG_VARIABLE, "0") in ("", "0"):
+        return 0
+    return max(int(given.get(EVERY_VARIABLE, "10")), 1)
+
+
+@dataclass(frozen=True)
+class _RankPlace:
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int
+
+
+def torchrun_variables(given: LauncherVariables) -> dict[str, str]:
+    """Return what torchrun would set, in a process that srun or mpirun started; nothing under torchrun or for a single
+    process.
+
+    Under srun the ranks meet at the first node of the step, on a port that follows from the numbers of job and step,
+    unless ``MASTER_ADDR`` and ``MASTER_PORT`` are set.  They identify each other by ``JIGSAW_JOB_SECRET``, by default
+    made of these numbers and the user's.  Processes that Slurm runs without a step are single: a batch script itself,
+    and the shell of salloc.
+
+    Raises: `ShardingError` where ranks cannot find each other.
+    """
+    if "RANK" in given and "WORLD_SIZE" in given:
+        return {}
+    slurm, mpi = _of_slurm(given), _of_mpi(given)
+    by_srun = slurm is not None and (mpi is None or (mpi.rank, mpi.ranks) == (slurm.rank, slurm.ranks))
+    place = slurm if by_srun else mpi  # if mpirun started its ranks within a step of Slurm, the step has other numbers
+    if place is None or place.ranks == 1:
+        return {}
+    if by_srun and place.rank == 0 and sys.stdin is not None and sys.stdin.isatty():
+        raise ShardingError(
+            f"this is a terminal in a step of {place.ranks} tasks, whose others have none; start ranks by srun without "
+            f"--pty, and a terminal by srun --ntasks=1 --pty"
+        )
+    address, port = _meeting_point(given, by_srun, place)
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.ranks),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_ranks),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "JIGSAW_JOB_SECRET": given.get("JIGSAW_JOB_SECRET") or _job_name(given, by_srun, address, port),
+    }
+
+
+def _job_name(given: LauncherVariables, by_srun: bool, address: str, port: str) -> str:
+    """Return what separates a job from others without a secret: others can guess it, but not hit it by chance."""
+    if by_srun:
+        parts = ["slurm", given.get("SLURM_CLUSTER_NAME"), given.get("SLURM_JOB_ID"), given.get("SLURM_STEP_ID")]
+    else:
+        parts = ["mpi", address, port, given.get("PMIX_NAMESPACE")]
+    return " ".join([*(part or "-" for part in parts), str(os.getuid())])
+
+
+def _of_slurm(given: LauncherVariables) -> _RankPlace | None:
+    if "SLURM_PROCID" not in given or not any(name in given for name in _STEP):
+        return None
+    if _parsed_number(given, "SLURM_STEP_ID", _parsed_number(given, "SLURM_STEPID", 0)) >= _NO_TASKS:
+        return None
+    ranks = _parsed_number(given, "SLURM_STEP_NUM_TASKS", _parsed_number(given, "SLURM_NTASKS", 1))
+    here = _tasks_here(given) or _parsed_number(given, "SLURM_NTASKS_PER_NODE", ranks)
+    return _RankPlace(_parsed_number(given, "SLURM_PROCID"), ranks, _parsed_number(given, "SLURM_LOCALID", 0), here)
+
+
+def _tasks_here(given: LauncherVariables) -> int | None:
+    """Return how many tasks of the step this node has, from ``4(x2),3``: two nodes of four, one of three."""
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", given.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    counts = [int(count) for count, nodes in runs for _ in range(int(nodes or 1))]
+    node = _parsed_number(given, "SLURM_NODEID", 0)
+    return counts[node] if node < len(counts) else None
+
+
+def _of_mpi(given: LauncherVariables) -> _RankPlace | None:
+    for rank, ranks, local_rank, local_ranks in _MPI:
+        if rank in given and ranks in given:
+            count = _parsed_number(given, ranks)
+            here = _parsed_number(given, local_ranks, count)
+            return _RankPlace(_parsed_number(given, rank), count, _parsed_number(given, local_rank, 0), here)
+    return None
+
+
+def _meeting_point(given: LauncherVariables, by_srun: bool, place: _RankPlace) -> tuple[str, str]:
+    address, port = given.get("MASTER_ADDR"), given.get("MASTER_PORT")
+    if by_srun and "SLURM_HET_SIZE" not in given:  # each part of such a job knows only its own nodes
+        address = address or _first_node(given)
+        port = port or _port_of(given)
+    if not address or not port:
+        raise ShardingError(
+            f"{'srun' if by_srun else 'mpirun'} started this process as rank {place.rank} of {place.ranks}, and they "
+            f"do not know where to meet; set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port of it "
+            f"for all of them (export; mpirun -x or -genv), or start them by torchrun"
+        )
+    return address, port
+
+
+def _first_node(given: LauncherVariables) -> str | None:
+    """Return the first host of ``tux[07-09,12],gpu1``."""
+    nodes = next((given[name] for name in _NODES if given.get(name)), None)
+    return nodes and re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).partition(",")[0]
+
+
+def _port_of(given: LauncherVariables) -> str | None:
+    """Return a port that is the same on every rank, and different for a step that runs beside this one."""
+    if "SLURM_JOB_ID" not in given:
+        return None
+    first, count = _PORTS
+    return str(
+        first + (_parsed_number(given, "SLURM_JOB_ID") + 101 * _parsed_number(given, "SLURM_STEP_ID", 0)) % count
+    )
+
+
+def _parsed_number(given: LauncherVariables, name: str, default: int | None = None) -> int:
+    value = given.get(name)
+    if value is None and default is not None:
+        return default
+    try:
+        return int(value or "")
+    except ValueError:
+        raise ShardingError(f"the environment has {name}={value!r}, which should be a number; unset it") from None

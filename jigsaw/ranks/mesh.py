@@ -1,0 +1,410 @@
+"""Named device meshes: functions that make a plain `torch.distributed.DeviceMesh` and read its names, sizes
+and groups.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateUsage]
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
+from jigsaw.errors import RanksDifferError, ShardingError
+from jigsaw.geometry.layout import AxisSizes, MeshCoordinate
+from jigsaw.ranks.launcher import DEBUG_VARIABLE, EVERY_VARIABLE, debug_interval, torchrun_variables
+from jigsaw.ranks.model_world import job_group, job_rank, job_size, of_the_job
+from jigsaw.ranks.restart_store import is_shared_between_starts, joined_job_store, store_of_this_start
+
+# Weak, so that no job that ended is kept alive.
+_flat_by_axes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
+_split_by_axis: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
+
+
+_BY_LAUNCHERS = "with torchrun --nproc-per-node or srun --ntasks"
+
+DEFAULT_PATIENCE = timedelta(minutes=5)
+"""Time that ranks wait for each other, by default."""
+
+
+def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = None, **axes: int) -> DeviceMesh:
+    """Make a `DeviceMesh` with named axes over all ranks: ``init_mesh(data=1, lat=2, lon=2)``.
+
+    Under ``torchrun``, Slurm's ``srun`` and, with ``MASTER_ADDR`` and ``MASTER_PORT`` set, ``mpirun`` it joins the
+    process group (or uses the one that exists); else the mesh has one rank.  One axis may be -1: the rest of the ranks.
+    ``init_mesh()`` is for one rank: a mesh whose only axis, `data`, cuts nothing.
+    `device` defaults to ``"cuda"`` where there is a GPU for each local rank, else ``"cpu"``; with ``device="cuda"``
+    more ranks than GPUs share them, and talk through the host (gloo): for tests, not for speed.  A rank waits for
+    others for `timeout` (a `timedelta`, or seconds), in the mesh's groups and in those that reading makes; by default
+    5 minutes, or as long as in the process group that exists.
+
+    Raises: `ShardingError` when the product of the axes is not the number of ranks, where there are no axes for several
+    ranks, when `timeout` is not a time above 0, or where ``JIGSAW_DEBUG`` is set on some of the ranks only.
+
+    >>> mesh = jigsaw.init_mesh(data=1, lat=1, lon=-1, device="cpu")
+    >>> mesh.mesh_dim_names, mesh.shape
+    (('data', 'lat', 'lon'), (1, 1, 1))
+    """
+    sizes = list(axes.values())
+    if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+        raise ShardingError(
+            f"init_mesh({_axes_as_arguments(axes)}) needs axes, each of size >= 1; one may be -1, the rest of the ranks"
+        )
+    limit = None if timeout is None else _checked_timeout(timeout)
+    if not dist.is_initialized():
+        os.environ.update(torchrun_variables(os.environ))
+    device = device or _default_device()
+    if not dist.is_initialized():
+        _init_process_group(device, limit or DEFAULT_PATIENCE)
+    axes = _with_the_rest(axes, dist.get_world_size())
+    made = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for group in (_world_group(), *made.get_all_groups()):  # torch lets a new group wait for 30 minutes
+        _let_wait(group, device, limit or group_patience(_world_group(), device))
+    _agree_on_debugging()
+    return made
+
+
+def _agree_on_debugging() -> None:
+    """*Raises*: `RanksDifferError` on every rank, where some ranks compare messages and others do not."""
+    group = _world_group()
+    if group.size() == 1 or dist.get_backend() == "fake":
+        return
+    kinds = {device.type for device in group._device_types}  # pyright: ignore[reportPrivateUsage]
+    mine = torch.tensor([debug_interval(os.environ)], device="cpu" if "cpu" in kinds else sorted(kinds)[0])
+    every = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(every, mine, group=group)
+    told = torch.cat(every).tolist()
+    if len(set(told)) > 1:
+        each = [f"every {n} passes" if n else "not" for n in told]
+        by_rank = "; ".join(f"rank {rank}: {said}" for rank, said in enumerate(each[:_MOST_TOLD]))
+        raise RanksDifferError(
+            f"{DEBUG_VARIABLE} (with {EVERY_VARIABLE}) must be the same on every rank, but the ranks compare what they "
+            f"do: {by_rank}{'; ...' * (len(each) > _MOST_TOLD)}; set it for all of them, as torchrun and srun pass the "
+            "environment on, or for none"
+        )
+
+
+_MOST_TOLD = 16
+
+
+def _checked_timeout(timeout: timedelta | float) -> timedelta:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
+        raise ShardingError(f"timeout={timeout!r} must be a time above 0: seconds, or a datetime.timedelta")
+    return timedelta(seconds=seconds)
+
+
+def mesh_patience(mesh: DeviceMesh) -> timedelta:
+    """Return how long a rank of the mesh waits for others: the time-out of its process group, whoever made it."""
+    return group_patience(mesh_group(mesh), mesh.device_type)
+
+
+def sends_through_host(mesh: DeviceMesh) -> bool:
+    """Say whether messages leave from memory of the host: gloo's do, even those of ranks that share one GPU."""
+    if mesh.device_type == "cpu":
+        return True
+    backend: Any = mesh_group(mesh)._get_backend(torch.device(mesh.device_type))  # pyright: ignore[reportPrivateUsage]
+    return dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
+
+
+def job_patience() -> timedelta:
+    """Return how long a rank of the job waits for others in the group of all ranks."""
+    return group_patience(_world_group(), "cuda" if "nccl" in dist.get_backend() else "cpu")
+
+
+def group_patience(group: dist.ProcessGroup, device: str) -> timedelta:
+    """Return how long a member of the group waits for a message between devices of that kind."""
+    try:
+        backend: Any = group._get_backend(torch.device(device))  # pyright: ignore[reportPrivateUsage]
+    except RuntimeError:  # a group that does not serve this device
+        return DEFAULT_PATIENCE
+    return getattr(getattr(backend, "options", None), "_timeout", DEFAULT_PATIENCE)
+
+
+def _let_wait(group: dist.ProcessGroup, device: str, limit: timedelta) -> None:
+    if group_patience(group, device) != limit:
+        dist.distributed_c10d._set_pg_timeout(limit, group)  # pyright: ignore[reportPrivateUsage]
+
+
+def _with_the_rest(axes: dict[str, int], ranks: int) -> dict[str, int]:
+    """Return the axes with sizes for all ranks, that of -1 computed; those of a single rank where there are none."""
+    if not axes:
+        if ranks == 1:
+            return {"data": 1}
+        raise ShardingError(
+            f"init_mesh() without axes is for one rank, and there are {ranks}; say what they cut: "
+            f"init_mesh(lat={ranks}), or init_mesh(data=-1) for batches"
+        )
+    known = math.prod(size for size in axes.values() if size != -1)
+    found = {name: ranks // known if size == -1 else size for name, size in axes.items()}
+    if math.prod(found.values()) == ranks:
+        return found
+    if -1 in axes.values():
+        raise ShardingError(
+            f"init_mesh({_axes_as_arguments(axes)}) has places for multiples of {known} ranks but there are {ranks} "
+            f"ranks; start such a number {_BY_LAUNCHERS}, or change an axis"
+        )
+    raise ShardingError(
+        f"init_mesh({_axes_as_arguments(axes)}) has {known} places but there are {ranks} ranks; "
+        f"start that many {_BY_LAUNCHERS}, or change an axis"
+    )
+
+
+def _axes_as_arguments(axes: dict[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in axes.items())
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() and _has_a_gpu_each() else "cpu"
+
+
+def _has_a_gpu_each() -> bool:
+    own = "SLURM_GPUS_PER_TASK" in os.environ  # srun then shows each task only its own
+    return torch.cuda.device_count() >= (1 if own else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _init_process_group(device: str, limit: timedelta) -> None:
+    # NCCL refuses ranks that share a GPU
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" and _has_a_gpu_each() else "gloo"
+    atexit.register(_leave_process_group, os.getpid())
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if is_shared_between_starts():
+        store, rank, ranks = store_of_this_start(limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    elif "RANK" in os.environ and os.environ.get("JIGSAW_JOB_SECRET"):
+        store, rank, ranks = joined_job_store(os.environ["JIGSAW_JOB_SECRET"], limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=limit)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+
+
+def _leave_process_group(process: int) -> None:
+    """End gloo's threads before Python exits; left running they abort a rank that had finished.
+
+    A process that was forked from the one that joined has none of these threads, and would wait for them.
+    """
+    if os.getpid() == process and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def axes_of_mesh(mesh: DeviceMesh) -> AxisSizes:
+    """Return the names and sizes of the axes, in mesh order."""
+    known: AxisSizes | None = mesh.__dict__.get(_AXES)
+    if known is not None:
+        return known
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ShardingError(
+            f"mesh of shape {tuple(mesh.shape)} has no axis names; "
+            f"make it with jigsaw.init_mesh(lat=2, ...) or pass mesh_dim_names"
+        )
+    found = tuple(zip(names, mesh.shape, strict=True))
+    setattr(mesh, _AXES, found)
+    return found
+
+
+def mesh_size(mesh: DeviceMesh) -> int:
+    """Return how many ranks the mesh has."""
+    known = mesh.__dict__.get(_SIZE)
+    if known is not None:
+        return known
+    found = mesh.size()
+    setattr(mesh, _SIZE, found)
+    return found
+
+
+# Constant facts of a mesh that every parameter or message needs are kept with it, as plain values, because a mesh is
+# pickled with its tensors, and would keep a group alive.
+_AXES, _SIZE, _RANKS = "_jigsaw_axes", "_jigsaw_size", "_jigsaw_ranks"
+_LINES, _GROUPS = "_jigsaw_lines", "_jigsaw_groups"
+
+
+def mesh_coordinate(mesh: DeviceMesh) -> MeshCoordinate:
+    """Return this rank's coordinate in the mesh."""
+    found = mesh.get_coordinate()
+    if found is None:
+        raise ShardingError(f"rank {job_rank()} is not part of the mesh {mesh}; only its ranks may use its tiles")
+    return tuple(found)
+
+
+class AxesAlong(NamedTuple):
+    """Some of a mesh's axes, in its order, those of them that have several ranks, and how many ranks they join."""
+
+    names: tuple[str, ...]
+    long: tuple[str, ...]
+    ranks: int
+
+
+def axes_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> AxesAlong:
+    """Return those of `axes` that the mesh has."""
+    return _axes_among(axes_of_mesh(mesh), (axes,) if isinstance(axes, str) else tuple(axes))
+
+
+@lru_cache(maxsize=4096)
+def _axes_among(sizes: AxisSizes, wanted: tuple[str, ...]) -> AxesAlong:
+    found = [(name, size) for name, size in sizes if name in wanted]
+    long = tuple(name for name, size in found if size > 1)
+    return AxesAlong(tuple(name for name, _ in found), long, math.prod(size for _, size in found))
+
+
+def axes_in_mesh_order(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[str, ...]:
+    """Return those of `axes` that the mesh has, in mesh order."""
+    return axes_along(mesh, axes).names
+
+
+def ranks_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[int, ...]:
+    """Return the global ranks along `axes` through this rank, in mesh order."""
+    lines: dict[tuple[str, ...], tuple[int, ...]] = vars(mesh).setdefault(_LINES, {})
+    names = axes_along(mesh, axes).names
+    if names not in lines:
+        here = mesh_coordinate(mesh)
+        line = tuple(slice(None) if name in names else c for (name, _), c in zip(axes_of_mesh(mesh), here, strict=True))
+        with _disable_current_modes():  # the mesh's tensor of ranks needs its values
+            lines[names] = tuple(mesh.mesh[line].flatten().tolist())
+    return lines[names]
+
+
+def ranks_in_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the global ranks of a mesh, whether this one is among them or not, in its order."""
+    known: tuple[int, ...] | None = mesh.__dict__.get(_RANKS)
+    if known is not None:
+        return known
+    with _disable_current_modes():  # as above
+        found = tuple(mesh.mesh.flatten().tolist())
+    setattr(mesh, _RANKS, found)
+    return found
+
+
+def flat_submesh(mesh: DeviceMesh, axes: str | Sequence[str]) -> DeviceMesh:
+    """Return the 1-D mesh along `axes`, flattened when several, for users of a `DeviceMesh`, such as FSDP2.
+
+    Making it is collective over all ranks of the job, not only those of the mesh.  It is made on the first call and
+    kept for the life of the job; its parent mesh does not know it.
+    """
+    names = axes_in_mesh_order(mesh, axes)
+    if len(names) == 1:
+        return mesh if mesh.ndim == 1 else mesh[names[0]]
+    made, root = _flat_by_axes.setdefault(_world_group(), {}), root_mesh(mesh)
+    key = root, mesh, names
+    if key not in made:
+        made[key] = _flattened_apart(mesh if len(names) == mesh.ndim else mesh[names], root)
+        _let_wait(made[key].get_group(), mesh.device_type, mesh_patience(mesh))
+    return made[key]
+
+
+def hybrid_submesh(mesh: DeviceMesh, axes: Sequence[str], replicate: Sequence[str]) -> DeviceMesh:
+    """Return the ranks along `axes` as a mesh of two axes, those of `replicate` and the others: FSDP2's hybrid.
+
+    Making it is collective over all ranks of the job, as making a `flat_submesh` is.
+    """
+    copies = axes_in_mesh_order(mesh, [name for name in axes if name in replicate])
+    others = axes_in_mesh_order(mesh, [name for name in axes if name not in replicate])
+    parts = [flat_submesh(mesh, copies), flat_submesh(mesh, others)]
+    with of_the_job(), _disable_current_modes():
+        return DeviceMesh._concatenate(parts)  # pyright: ignore[reportPrivateUsage]
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that `mesh` is a part of, or itself."""
+    return mesh._get_root_mesh()  # pyright: ignore[reportPrivateUsage]
+
+
+def _flattened_apart(mesh: DeviceMesh, root: DeviceMesh) -> DeviceMesh:
+    """Return the flattened mesh, without a record of it in `root`.
+
+    Where the root of a DTensor's mesh knows a flattened mesh for two axes that cut one dim, ``[Shard(0), Shard(0)]``,
+    torch (2.13) gathers them in one step and counts rows as if four ranks had cut the dim at once.  10 rows on 2 x 2
+    ranks lie as 3, 2, 3, 2 (halves, cut again), are read as 3, 3, 3, 1, and come back as other rows.
+    """
+    known: dict[str, DeviceMesh] = root._flatten_mapping  # pyright: ignore[reportPrivateUsage]
+    before = dict(known)
+    try:
+        with (
+            of_the_job(),
+            _disable_current_modes(),
+        ):  # the ranks are in a tensor, which must have values even while others have none
+            return mesh._flatten()  # pyright: ignore[reportPrivateUsage]
+    finally:
+        for name in known.keys() - before.keys():
+            del known[name]
+
+
+def split_axis_mesh(mesh: DeviceMesh, axis: str, parts: AxisSizes) -> DeviceMesh:
+    """Return the same ranks in the same order, with `parts`, major to minor, in the place of an axis.
+
+    Making it is collective over all ranks of the job, all of which the mesh must have.  It is made on the first call
+    and kept for the life of the job.
+    """
+    made, key = _split_by_axis.setdefault(_world_group(), {}), (mesh, axis, parts)
+    if key not in made:
+        names, sizes = zip(*parts, strict=True)
+        with of_the_job(), _disable_current_modes():
+            made[key] = mesh._unflatten(axis, sizes, names)  # pyright: ignore[reportPrivateUsage]
+        for name in names:
+            _let_wait(made[key].get_group(name), mesh.device_type, mesh_patience(mesh))
+    return made[key]
+
+
+def has_every_rank(mesh: DeviceMesh) -> bool:
+    """Say whether the mesh has all ranks of the job."""
+    return mesh_size(mesh) == job_size()
+
+
+def groups_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
+    """Return the groups that join the ranks along `axes`, each with its ranks in mesh order (`torch` sorts those of a
+    group).
+
+    There is one group where possible.  An axis has the mesh's own; all axes of a mesh over the whole job have the
+    job's.  For other axes of such a mesh the first call makes one, for all its ranks at once.  A mesh that leaves out
+    ranks of the job cannot make a group without them: `torch` names a group by how many each rank knows.  There the
+    axes follow each other, major to minor.
+    """
+    long = axes_along(mesh, axes).long
+    if len(long) > 1 and mesh_size(mesh) == job_size():
+        ranks = ranks_along(mesh, long)
+        return [(_world_group() if len(ranks) == mesh_size(mesh) else flat_submesh(mesh, long).get_group(), ranks)]
+    return [(_axis_group(mesh, name), ranks_along(mesh, name)) for name in long]
+
+
+def _axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
+    """Return ``mesh.get_group(axis)``, which itself looks up the name of the group at every call."""
+    names: dict[str, Any] = vars(mesh).setdefault(_GROUPS, {})
+    if axis not in names:
+        names[axis] = mesh.get_group(axis).group_name
+    return _resolve_process_group(names[axis])
+
+
+def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return a group that every rank of the mesh is in, for messages between any two: an axis' own, or the job's."""
+    sizes = axes_of_mesh(mesh)
+    long = _axes_among(sizes, tuple(dict(sizes))).long
+    return _axis_group(mesh, long[0]) if len(long) == 1 else _world_group()
+
+
+def _world_group() -> dist.ProcessGroup:
+    group = job_group()
+    if group is None:
+        raise ShardingError(
+            "the process group that the mesh was made in has ended; make a mesh in the one that runs now"
+        )
+    return group
+
+
+def is_same_mesh(a: DeviceMesh, b: DeviceMesh) -> bool:
+    """Say whether two meshes have the same ranks at the same coordinates of axes of the same names."""
+    if a is b or a == b:
+        return True
+    alike = a.device_type == b.device_type and a.mesh_dim_names == b.mesh_dim_names
+    return alike and torch.equal(a.mesh, b.mesh)

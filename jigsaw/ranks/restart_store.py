@@ -1,0 +1,150 @@
+"""Store in which the ranks of a job meet, apart from that of the same job before torchrun restarted it.
+
+The agent of torchrun keeps one store for all starts of its job (in torch 2.13, unless
+``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` is 1), and gloo and NCCL leave in it where each rank listens.  After a restart,
+ranks would find the addresses of the dead there.  So each start has a unique name.  Torchrun's count of restarts is not
+unique, because each agent counts only its own.
+
+Four ranks start again.  Each writes a token, and waits for an answer to that token.  Rank 0 makes a name and answers
+every token that it finds, even those of the dead, until each rank has acknowledged this name.
+
+Ranks of srun and mpirun meet at a port that another job may have, too.  There rank 0 first proves that it knows the
+job's secret, and so does each token; a rank that meets another job learns it at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import ipaddress
+import os
+import socket
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from jigsaw.errors import ShardingError
+
+_FOLDER = "jigsaw.start"
+_POLL_SECONDS = 0.02
+_BACKLOG = 2048
+_KEEPER_PATIENCE = timedelta(seconds=20)
+"""Rank 0 identifies itself as soon as it listens."""
+
+
+def is_shared_between_starts() -> bool:
+    """Say whether the store that this rank would join in has the addresses of earlier starts."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store_of_this_start(limit: timedelta) -> tuple[dist.Store, int, int]:
+    """Return the job's store under a name that only the ranks of this start know, this rank, and how many there are."""
+    store, rank, ranks = next(rendezvous("env://", timeout=limit))
+    return _name_start(store, rank, ranks, limit, b""), rank, ranks
+
+
+def joined_job_store(secret: str, limit: timedelta) -> tuple[dist.Store, int, int]:
+    """Return the store of ranks that know a secret, kept by rank 0 at ``MASTER_ADDR`` and ``MASTER_PORT``.
+
+    It listens at the address of that host alone, where it has one and no other host's ranks need another.
+
+    Raises: `ShardingError` where the port is another job's, on every rank within seconds.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    key = secret.encode()
+    if rank == 0:
+        listener = _listen_at(host, port, is_far=int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < ranks)
+        store = dist.TCPStore(
+            host, port, ranks, True, limit, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+        )
+        salt = uuid.uuid4().hex
+        store.set(f"{_FOLDER}/keeper", f"{salt} {_proof(key, 'keeper', salt)}")
+    else:
+        store = dist.TCPStore(host, port, ranks, False, limit, wait_for_workers=False)
+        _check_keeper(store, key, f"{host}, port {port}", min(limit, _KEEPER_PATIENCE))
+    return _name_start(store, rank, ranks, limit, key), rank, ranks
+
+
+def _listen_at(host: str, port: int, is_far: bool) -> socket.socket:
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # if a host's own name leads only to itself, others must reach it at another address
+        if not (is_far and ipaddress.ip_address(address[4][0]).is_loopback):
+            return socket.create_server((str(address[4][0]), port), family=address[0], backlog=_BACKLOG)
+    except OSError as e:
+        if e.errno == errno.EADDRINUSE:
+            raise _taken_port(host, port) from e
+        # not an address of this host, as behind a virtual one: others reach it some other way
+    try:
+        return socket.create_server(("", port), backlog=_BACKLOG)
+    except OSError as e:
+        if e.errno != errno.EADDRINUSE:
+            raise
+        raise _taken_port(host, port) from e
+
+
+def _taken_port(host: str, port: int) -> ShardingError:
+    return ShardingError(
+        f"rank 0 cannot listen at {host}, port {port}: another process does, perhaps another job; set MASTER_PORT to a "
+        "free port of that host for all ranks"
+    )
+
+
+def _check_keeper(store: dist.Store, key: bytes, where: str, patience: timedelta) -> None:
+    remedy = "set MASTER_PORT to another port for all ranks of this job"
+    try:
+        store.wait([f"{_FOLDER}/keeper"], patience)
+    except (RuntimeError, ValueError) as e:
+        raise ShardingError(
+            f"what listens at {where} is the store of another job, or of a program without jigsaw: nobody there proves "
+            f"that it belongs to this job; {remedy}"
+        ) from e
+    salt, _, proof = store.get(f"{_FOLDER}/keeper").decode("utf-8", "replace").partition(" ")
+    if not hmac.compare_digest(proof.encode(), _proof(key, "keeper", salt).encode()):
+        raise ShardingError(
+            f"what listens at {where} is the store of another job, which has another secret (JIGSAW_JOB_SECRET, or the "
+            f"numbers of job, step and user); {remedy}"
+        )
+
+
+def _proof(key: bytes, *said: str) -> str:
+    """Return the proof, for words that were said, of knowing the key."""
+    return hmac.new(key, " ".join(said).encode(), "sha256").hexdigest()
+
+
+def _name_start(store: dist.Store, rank: int, ranks: int, limit: timedelta, key: bytes) -> dist.Store:
+    until = time.monotonic() + limit.total_seconds()
+    name = uuid.uuid4().hex
+    if rank == 0:
+        _answer_ranks(store, name, ranks, until, key)
+    else:
+        token = uuid.uuid4().hex
+        store.set(f"{_FOLDER}/token/{rank}", f"{token} {_proof(key, 'rank', str(rank), token)}")
+        store.wait([f"{_FOLDER}/answer/{token}"], limit)
+        name, _, proof = store.get(f"{_FOLDER}/answer/{token}").decode().partition(" ")
+        if not hmac.compare_digest(proof.encode(), _proof(key, "answer", token, name).encode()):
+            raise ShardingError(f"the name that rank {rank} was answered is not from this job; is its store another's?")
+        store.set(f"{_FOLDER}/{name}/{rank}", "")
+    return dist.PrefixStore(f"{_FOLDER}/{name}", store)
+
+
+def _answer_ranks(store: dist.Store, name: str, ranks: int, until: float, key: bytes) -> None:
+    missing = set(range(1, ranks))
+    while missing:
+        for rank in sorted(missing):
+            if store.check([f"{_FOLDER}/{name}/{rank}"]):
+                missing.remove(rank)
+            elif store.check([f"{_FOLDER}/token/{rank}"]):
+                token, _, proof = store.get(f"{_FOLDER}/token/{rank}").decode("utf-8", "replace").partition(" ")
+                if hmac.compare_digest(proof.encode(), _proof(key, "rank", str(rank), token).encode()):
+                    store.set(f"{_FOLDER}/answer/{token}", f"{name} {_proof(key, 'answer', token, name)}")
+        if missing and time.monotonic() > until:
+            raise ShardingError(
+                f"ranks {sorted(missing)[:8]} of {ranks} did not start in time; init_mesh(timeout=) says how long the "
+                "first rank waits for the others: look into their output for why, or give them longer"
+            )
+        time.sleep(_POLL_SECONDS if missing else 0)

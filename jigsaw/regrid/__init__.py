@@ -1,1 +1,0 @@
-"""Regridding between latitude-longitude grids."""

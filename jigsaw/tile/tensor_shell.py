@@ -1,0 +1,431 @@
+"""`TensorShell`: the torch.Tensor that C++ code sees of a Tile, without its own memory.
+
+Python code and functions of torch never read the shell.  C++ code that does (a custom ``autograd.Function``,
+TorchScript, an extension) finds a tensor on the meta device, whose sizes are the global ones and whose memory, strides
+and kernels are refused.  `local` has the history of autograd.  A history on the shell would be lost, so that is found
+and refused, too.
+
+>>> tile = jigsaw.shard(torch.arange(4.0), jigsaw.init_mesh(lat=1), ("lat",))
+>>> isinstance(tile, torch.Tensor), tile.device.type
+(True, 'cpu')
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import FrozenInstanceError
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.comm import debug
+from jigsaw.comm.wire_values import lie_in_one_memory
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.layout import Layout
+
+# Attributes that the local tensor answers for the tile, because they do not depend on the rest of the global tensor.
+_ATTRIBUTES_OF_LOCAL = (
+    "device dtype itemsize is_leaf retains_grad _grad_fn grad_dtype output_nr volatile name "
+    "is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr "
+    "is_vulkan is_xla is_xpu _version _base _backward_hooks _post_accumulate_grad_hooks _has_symbolic_sizes_strides "
+    "_python_dispatch"
+).split()
+
+# Types that autograd can differentiate.  Their shells require grad, so that an autograd.Function that meets a tile
+# makes a node, which `check_no_history` finds.
+_DIFFERENTIABLE = frozenset(
+    d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d.is_complex)
+)
+_META = torch.device("meta")  # no kernel runs there, and `x.data = tile` takes over no memory
+_make_wrapper = Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
+_tensor_base: Any = torch._C.TensorBase  # pyright: ignore[reportPrivateUsage]
+_graph_functions: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+_set_versions: Any = _graph_functions._unsafe_set_version_counter
+
+
+def make_shell(cls: type, shape: torch.Size, dtype: torch.dtype, needs_node: bool = True) -> Any:
+    """Return a shell of that class: `stride()` and the like of C++ code go to ``__torch_dispatch__``, which refuses
+    them.
+    """
+    return _make_wrapper(
+        cls,
+        shape,
+        dtype=dtype,
+        device=_META,
+        requires_grad=needs_node and dtype in _DIFFERENTIABLE,
+        dispatch_sizes_strides_policy="strides",
+    )
+
+
+# -- a shell in the graph ---------------------------------------------------------------------------------------------
+
+# FSDP2 and the backward hooks of modules pass what requires grad through a Function that returns it as it is.  They ask
+# for `requires_grad` first: that puts the shell into the graph (`_EnterShell`).  What the Function returns has its
+# node, and the next who reads `local` leaves the shell behind that node (`_LeaveShell`): local, shell, node, local.
+_IDENTITIES = ("RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
+ENTER_NODE = "_EnterShellBackward"
+_LEAF_NODE = "torch::autograd::AccumulateGrad"
+# Reentrant checkpointing (of what got no tile and made one) runs a backward pass of its own, and DDP looks for unused
+# parameters behind the shell.
+_UNFOLLOWED = ("CheckpointFunctionBackward", "_CheckpointTilesBackward", "_DDPSinkBackward")
+
+
+class _EnterShell(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shell: TensorShell, local: Tensor) -> TensorShell:
+        ctx.mark_dirty(shell)
+        ctx.set_materialize_grads(False)  # a shell that entered twice has no gradient from its first entry
+        return shell
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, Tensor | None]:
+        return None, None if grads[0] is None else grads[0].local
+
+
+class _LeaveShell(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shell: TensorShell) -> Tensor:
+        state = shell.__dict__
+        ctx.cls, ctx.layout, ctx.mesh = type(shell), state["layout"], state["mesh"]
+        return state["_rows"].view_as(state["_rows"])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.cls(grads[0], ctx.layout, ctx.mesh)
+
+
+class _ThroughFunction(torch.autograd.Function):
+    """Function from the local tensors of the tiles, and the plain tensors, that a custom Function took to the local
+    tensor of its result.
+
+    The custom forward ran on tiles without autograd, and its node leads from shell to shells.  So its backward runs by
+    itself, on the gradient as a tile: it works on tiles, too.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, edge: GradientEdge, as_tile: Any, sources: Sequence[Tensor], *inputs: Tensor
+    ) -> Tensor:
+        # not the shell itself, which would keep itself alive through its local tensor's node
+        ctx.edge, ctx.as_tile, ctx.sources = edge, as_tile, sources
+        return rows.view_as(rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator's type
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        node, which = ctx.edge.node, ctx.edge.output_nr
+        # not by the engine, for which the gradient of a plain weight, as a tile, would be on another device
+        given = [ctx.as_tile(grads[0] if i == which else None, m) for i, m in enumerate(node._input_metadata)]
+        found = node.apply(*given)
+        found = found if isinstance(found, tuple) else (found,)
+        needed = [g for g, needs in zip(found, node.needs_input_grad, strict=False) if needs]
+        none = (None, None, None, None)
+        return *none, *(None if g is None else _as_laid(g, s) for g, s in zip(needed, ctx.sources, strict=True))
+
+
+def _as_laid(gradient: Any, source: Tensor) -> Tensor:
+    """Return the local part of a gradient, in the layout of the tile that it belongs to; that of a plain tensor is
+    whole on every rank.
+    """
+    if not isinstance(source, TensorShell):
+        return gradient.full_tensor() if isinstance(gradient, TensorShell) else gradient
+    if not isinstance(gradient, TensorShell):
+        raise ShardingError(
+            f"the backward of a custom autograd.Function returned a plain tensor as the gradient of a Tile of shape "
+            f"{tuple(source.shape)}; return a Tile, as torch's functions of tiles give it"
+        )
+    layout = source.__dict__["layout"]
+    return (gradient if gradient.__dict__["layout"] == layout else gradient.with_layout(layout)).local
+
+
+_plain_entries: list[Callable[[Tensor, Any], Tensor]] = []
+
+
+def enters_functions(entry: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Any], Tensor]:
+    """Use `entry(x, tile)` for a plain tensor that enters a custom Function, whose backward gives it a whole gradient
+    on every rank (see jigsaw.ops.meeting.plain_operands).
+    """
+    _plain_entries[:] = [entry]
+    return entry
+
+
+def _local_through_function(shell: TensorShell, node: Any, rows: Tensor) -> Tensor:
+    """Return the local tensor of a custom Function's result, with a gradient that reaches its inputs.
+
+    *Raises*: `ShardingError` where an input that requires grad is neither a leaf nor saved for its backward, or a tile
+    has a halo.
+    """
+    if debug.IS_DEBUGGING:
+        debug.note_call(shell.__dict__["mesh"], f"a Tile {list(shell.shape)} out of {node.name()}")
+    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        found = _inputs_of_node(node)
+        edge = GradientEdge(node, _tensor_base.output_nr.__get__(shell))
+    sources = [s for s in found if s is not None]
+    tiles = [s for s in sources if isinstance(s, TensorShell)]
+    is_torchs = node.name() in _UNFOLLOWED
+    if is_torchs or len(sources) < len(found) or any(t.__dict__["layout"].has_halo for t in (shell, *tiles)):
+        raise _lost_gradient(shell, node)
+    layout, mesh = shell.__dict__["layout"], shell.__dict__["mesh"]
+    as_tile = partial(_tile_of, type(shell), layout, mesh)
+    inputs = [s.local if isinstance(s, TensorShell) else _plain_entries[0](s, shell) for s in sources]
+    return _ThroughFunction.apply(rows, edge, as_tile, sources, *inputs)
+
+
+def _inputs_of_node(node: Any) -> list[Tensor | None]:
+    """Return the inputs of a custom Function that require grad: leaves, or tensors that it saved for its backward; None
+    for others.
+    """
+    edges = [(n, at) for n, at in node.next_functions if n is not None]
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    hooks = autograd._top_saved_tensors_default_hooks(True)
+    # values that a hook packed (as checkpointing does) are not unpacked here, because that may run the forward pass
+    # again
+    leaves = [n.variable if n.name() == _LEAF_NODE else None for n, _ in edges]
+    saved = [] if hooks is not None or not any(x is None for x in leaves) else node.saved_tensors
+    by_edge = {(_tensor_base.grad_fn.__get__(x), _tensor_base.output_nr.__get__(x)): x for x in saved if x is not None}
+    return [by_edge.get(edge) if leaf is None else leaf for leaf, edge in zip(leaves, edges, strict=True)]
+
+
+def _tile_of(cls: type, layout: Layout, mesh: DeviceMesh, local: Tensor | None, like: Any) -> Any:
+    """Return a gradient as a tile; zeros for an output that has none."""
+    if local is None:
+        zeros = torch.zeros((), dtype=like.dtype, device=mesh.device_type).expand(like.shape)
+        return cls(zeros, Layout.of(like.shape, (None,) * len(like.shape), layout.axes), mesh)
+    return cls(local, layout, mesh)
+
+
+def _node_of_shell(shell: TensorShell) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        return _tensor_base.grad_fn.__get__(shell)
+
+
+def _has_entered(node: Any, output: int) -> bool:
+    """Say whether an input of an identity is a tile that entered the graph, a plain tensor, or needs no gradient."""
+    # metadata do not name a subclass, but of tensors with values only shells are on the meta device
+    return node is None or node.name() == ENTER_NODE or node._input_metadata[output].device != _META
+
+
+class _LocalBehindNode:
+    """Descriptor of `local` until its first read, for a tile that autograd has made as a view of another one, or whose
+    local tensor still has to arrive.  In the latter case ``__dict__["awaited"]`` names its source.
+    """
+
+    def __get__(self, shell: TensorShell | None, cls: type) -> Any:
+        if shell is None:
+            return self
+        state = shell.__dict__
+        if "awaited" in state:
+            return state["awaited"](shell)
+        node = _node_of_shell(shell)
+        if node is None:
+            local = state["_rows"]
+        elif node.name() in _IDENTITIES and all(_has_entered(n, output) for n, output in node.next_functions):
+            local = _LeaveShell.apply(shell)
+        else:
+            local = _local_through_function(shell, node, state["_rows"].detach())
+        state["local"] = local
+        return local
+
+
+def _lost_gradient(shell: TensorShell, node: Any) -> ShardingError:
+    return ShardingError(
+        f"a Tile of shape {tuple(shell.shape)} came out of {node.name()}, an autograd.Function that looks into the "
+        "graph itself, or took a plain tensor that requires grad or a tile with a halo: its gradient would be lost; "
+        "use torch's own functions, checkpoint(..., use_reentrant=False), torch.no_grad() where no gradient is needed, "
+        "tile.owned(), or give the Function tile.full_tensor()"
+    )
+
+
+# Fields of a tile in its `__dict__`; everything else there was set by others.
+_STATE = frozenset("local layout mesh shape awaited numbered _rows _entered".split())
+
+# For a type checker a Tile has whatever torch.Tensor has, of a type that the table alone knows.
+if TYPE_CHECKING:
+    _TensorBase: Any = Tensor
+else:
+    _TensorBase = Tensor
+
+
+class TensorShell(_TensorBase):
+    """Behavior of a Tile as an object, as a number and as an array, whatever its layout is."""
+
+    local: Tensor
+
+    # -- below the functions of torch ---------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> NoReturn:
+        raise ShardingError(
+            f"a Tile cannot become a plain tensor by itself, which {func} below torch's own functions took it for (a "
+            "custom autograd.Function, a full backward hook, TorchScript or C++ code); use tile.full_tensor() for the "
+            "whole tensor (with its gradient), or tile.local for this rank's part"
+        )
+
+    def check_no_history(self) -> None:
+        """Give the local tensor its history, for a tile that came out of a custom ``autograd.Function``.
+
+        Its forward ran without autograd, so the local tensor has no history: autograd's record is on the shell.
+
+        *Raises*: `ShardingError` where that cannot be followed.
+        """
+        # not `requires_grad`, which is True of a view that a Function made of its input even without a way back
+        if self.local.grad_fn is None and torch.is_grad_enabled():
+            node = _node_of_shell(self)
+            if node is not None and node.name() != ENTER_NODE:
+                self.__dict__["local"] = _local_through_function(self, node, self.local.detach())
+
+    def view_of_itself(self) -> Any:
+        """Return ``x.view_as(x)``, which autograd makes of an input that a Function returns unchanged."""
+        state = self.__dict__
+        view = make_shell(type(self), self.shape, self.dtype, needs_node=False)
+        rows = self.local.view_as(self.local)
+        view.__dict__.update(_rows=rows, layout=state["layout"], mesh=state["mesh"], shape=self.shape)
+        return view
+
+    @property
+    def requires_grad(self) -> bool:
+        local = self.local
+        if local.requires_grad and torch.is_grad_enabled():
+            state, node = self.__dict__, local.grad_fn
+            # a change in place has given the local tensor another node
+            if state.get("_entered", self) is not node:
+                with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+                    if _tensor_base.grad_fn.__get__(self) is None:
+                        _tensor_base.requires_grad.__set__(self, False)
+                    version = _tensor_base._version.__get__(self)
+                _EnterShell.apply(self, local)
+                # no value has changed, so a saved shell, as of checkpointing, stays valid
+                _set_versions((self,), (version,))
+                state["_entered"] = node
+        return local.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.local.requires_grad = value
+
+    @property
+    def grad_fn(self) -> Any:
+        node = _node_of_shell(self) if "_rows" in self.__dict__ else None
+        return node if node is not None and node.name() in _IDENTITIES else self.local.grad_fn
+
+    # -- an object ----------------------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_backward_hooks" and value is None:
+            return  # autograd, where the shell enters the graph
+        if name == "_is_param":
+            raise ShardingError(
+                f"a Tile of shape {tuple(self.shape)} cannot be a parameter: make one of tile.local, or of the whole "
+                "tensor and pass the model through jigsaw.parallelize"
+            )
+        found = getattr(type(self), name, None)
+        if name in _STATE or (hasattr(type(found), "__set__") and getattr(found, "fset", None) is None):
+            raise FrozenInstanceError(
+                f"cannot assign to field {name!r}: a Tile is frozen; change tile.local, or make another Tile"
+            )
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in _STATE or name not in self.__dict__:
+            raise FrozenInstanceError(f"cannot delete field {name!r}: a Tile is frozen")
+        del self.__dict__[name]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(type(self)), *self.__dict__})
+
+    def __format__(self, format_spec: str) -> str:
+        return (
+            format(self.item(), format_spec) if format_spec and not self.ndim else object.__format__(self, format_spec)
+        )
+
+    def __copy__(self) -> Any:
+        copied = type(self)(*self._parts())
+        copied.__dict__.update(self._attributes())
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        local, layout, mesh = self._parts()
+        copied = memo[id(self)] = type(self)(copy.deepcopy(local, memo), layout, mesh)
+        copied.__dict__.update(copy.deepcopy(self._attributes(), memo))
+        return copied
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return type(self), self._parts()
+
+    def _parts(self) -> tuple[Any, ...]:
+        state = self.__dict__
+        return self.local, state["layout"], state["mesh"]
+
+    def _attributes(self) -> dict[str, Any]:
+        """Return what others have set on the tile, as on any tensor."""
+        return {name: value for name, value in self.__dict__.items() if name not in _STATE}
+
+    # -- a number, an array -------------------------------------------------------------------------------------------
+
+    def __bool__(self) -> bool:
+        if self.numel() != 1:
+            raise ShardingError(
+                f"bool() of a Tile of shape {tuple(self.shape)} is ambiguous; reduce it first, e.g. tile.all() or "
+                "tile.any()"
+            )
+        return bool(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __complex__(self) -> complex:
+        return complex(self.item())
+
+    def __index__(self) -> int:
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            raise TypeError(f"only integer tiles of one element can be an index, not one of {self.dtype}")
+        return int(self.item())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
+        self._refuse_to_become("an array")
+
+    def __dlpack__(self, *args: Any, **options: Any) -> NoReturn:
+        self._refuse_to_become("a plain tensor")
+
+    def __dlpack_device__(self) -> NoReturn:
+        self._refuse_to_become("a plain tensor")
+
+    @property
+    def __cuda_array_interface__(self) -> NoReturn:
+        raise AttributeError("a Tile has no array interface; use tile.full_tensor(), or tile.local")
+
+    def _refuse_to_become(self, what: str) -> NoReturn:
+        raise ShardingError(
+            f"a Tile of shape {tuple(self.shape)} cannot become {what} by itself; use tile.full_tensor() for the whole "
+            "tensor (with its gradient), or tile.local for this rank's part"
+        )
+
+
+if not TYPE_CHECKING:
+    TensorShell.local = _LocalBehindNode()
+    for _name in _ATTRIBUTES_OF_LOCAL:
+        if hasattr(torch._C.TensorBase, _name):  # a few are missing in some versions of torch
+            setattr(TensorShell, _name, property(attrgetter(f"local.{_name}")))
+
+
+def in_own_memory(y: Tensor, x: TensorShell) -> Tensor:
+    """Return `y` in its own memory, as torch's results are.  Where nothing had to move, perhaps only on this rank, `y`
+    is the rows of `x` themselves, and a change in place would reach them.
+    """
+    return y.clone(memory_format=torch.contiguous_format) if lie_in_one_memory(y, x.local) and y.numel() else y

@@ -1,0 +1,122 @@
+"""Functions that make tiles of tensors: a whole one that every rank has is cut, or each rank gives its own part.
+
+>>> jigsaw.shard(torch.ones(4, 6), jigsaw.init_mesh(lat=1), ("lat", None)).shape
+torch.Size([4, 6])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.comm.agreement import agree_on_arguments
+from jigsaw.comm.exchange import memory_format_of, redistribute_rows
+from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import SplitRule
+from jigsaw.geometry.layout import Layout, LayoutSpec, MeshCoordinate
+from jigsaw.ranks.mesh import axes_of_mesh
+from jigsaw.tile.tile import Tile
+
+
+def shard(
+    x: Tensor,
+    mesh: DeviceMesh,
+    spec: LayoutSpec,
+    split: SplitRule | Mapping[int, SplitRule] = "balanced",
+    align: int | Mapping[int, int] = 1,
+    halo: Mapping[int, int | tuple[int, int]] | None = None,
+    periodic: Sequence[int] = (),
+) -> Tile:
+    """Cut a whole tensor, the same on every rank, into tiles.
+
+    *Shapes*: global ``x.shape``; per rank the balanced (or `split`, `align`) share of every dim that `spec` names, plus
+    `halo` rows a side (dim -> rows, or (below, above)), which wrap on `periodic` dims.  ``align=4`` keeps four rows
+    together along every dim but those that ``data``, ``replicate`` or ``ensemble`` cuts, ``align={2: 4}`` along dim 2.
+    *Sends*: only one agreement on the arguments and a checksum of `x`; backward, one exchange when `x` requires grad,
+    so that its gradient is whole on every rank.
+    *Raises*: `ShardingError` on every rank, for a spec that does not fit, or ranks whose shapes, dtypes, values or
+    other arguments differ.
+
+    A tensor that does not require grad is never shared with the tile, so that the whole one can be freed or changed.
+
+    >>> mesh = jigsaw.init_mesh(lat=1)
+    >>> tile = jigsaw.shard(torch.arange(6.0), mesh, ("lat",), halo={0: 1}, periodic=[0])
+    >>> tile.local
+    tensor([5., 0., 1., 2., 3., 4., 5., 0.])
+    >>> tile
+    Tile(shape (6,), torch.float32; cut: nowhere; at lat=0/1 owns [0:6], held (8,))
+    """
+    found = agree_on_arguments(
+        "shard", mesh, x, True, shape=tuple(x.shape), spec=spec, split=split, align=align, halo=halo, periodic=periodic
+    )
+    layout = Layout.of(x.shape, spec, axes_of_mesh(mesh), split=split, align=align, halo=halo, periodic=periodic)
+    for at, (_, checksum) in enumerate(found):
+        if checksum != found[0][1]:
+            raise ShardingError(
+                f"shard takes the whole tensor, the same on every rank, but the values at place {at} of the mesh are "
+                f"not those at place 0 (shape {tuple(x.shape)}): seed the ranks alike where they are drawn "
+                "(torch.manual_seed), broadcast them from one rank (torch.distributed.broadcast), or give each rank's "
+                "own part to jigsaw.from_local"
+            )
+    uncut = Layout.of(x.shape, (None,) * x.ndim, layout.axes)
+    local = redistribute_rows(x, uncut, layout, mesh)
+    shared = local.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    if shared and not x.requires_grad:
+        local = local.clone(memory_format=memory_format_of(x))
+    return Tile(local, layout, mesh)
+
+
+def from_local(
+    local: Tensor,
+    mesh: DeviceMesh,
+    spec: LayoutSpec,
+    shape: Sequence[int],
+    split: SplitRule | Mapping[int, SplitRule] = "balanced",
+    align: int | Mapping[int, int] = 1,
+    halo: Mapping[int, int | tuple[int, int]] | None = None,
+    periodic: Sequence[int] = (),
+) -> Tile:
+    """Return the tile whose local part this rank has already; `shape` is the global one.
+
+    *Shapes*: global `shape`; per rank ``local.shape``, the share that `shard` with these arguments would give it.
+    *Sends*: one agreement: every rank learns whether all parts fit; where axes cut nothing, with a checksum of `local`.
+    *Raises*: `ShardingError` on every rank, when one rank's part does not have the shape that the layout gives it, when
+    ranks that hold the same part have other values, or pass different arguments.
+
+    >>> mesh = jigsaw.init_mesh(lat=1)
+    >>> tile = jigsaw.from_local(torch.ones(5, 2), mesh, ("lat", None), shape=(5, 2))
+    >>> tile.sum().item()
+    10.0
+    """
+    named = {a for entry in spec if entry is not None for a in ((entry,) if isinstance(entry, str) else entry)}
+    is_alike = any(size > 1 and name not in named for name, size in axes_of_mesh(mesh))
+    parts = agree_on_arguments(
+        "from_local",
+        mesh,
+        local,
+        is_alike,
+        shape=shape,
+        spec=spec,
+        split=split,
+        align=align,
+        halo=halo,
+        periodic=periodic,
+    )
+    layout = Layout.of(shape, spec, axes_of_mesh(mesh), split=split, align=align, halo=halo, periodic=periodic)
+    first: dict[Any, tuple[MeshCoordinate, int]] = {}
+    for coord, (part, checksum) in zip(layout.coords(), parts, strict=True):
+        if part != layout.local_shape(coord):
+            raise ShardingError(
+                f"from_local: the rank at {coord} passed a local tensor of shape {part}, but {layout} gives it "
+                f"{layout.local_shape(coord)}; pass that part, or the split= that cuts it so"
+            )
+        there, known = first.setdefault(layout.held(coord), (coord, checksum))
+        if checksum != known:
+            raise ShardingError(
+                f"from_local: the ranks at {coord} and {there} hold one part of {layout}, but passed other values; "
+                "name the axis that cuts them in spec=, or make them alike (seed the ranks alike, or broadcast)"
+            )
+    return Tile(local, layout, mesh)

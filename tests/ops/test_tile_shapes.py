@@ -1,0 +1,117 @@
+"""Views, slices and joins of tiles: what torch answers they answer, what torch refuses they refuse."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from tile_oracle import SPACE, assert_answers_as_the_whole
+
+from jigsaw import comm
+from jigsaw.errors import ShardingError
+from jigsaw.testing import on_ranks, world_mesh
+from jigsaw.tile.tile_making import shard
+
+NONE = torch.empty(0, dtype=torch.float64)  # which torch.cat skips
+
+
+def _class_token(x):
+    tokens = x.flatten(2).transpose(1, 2)
+    token = torch.cat([tokens[:, :1] * 2, tokens], 1)[:, :1]  # one row, on one rank
+    heads = token.reshape(2, 1, 3, 1).permute(0, 2, 1, 3) * 3
+    row = x[:, :, 2:3]
+    found = [heads.transpose(1, 2).reshape(2, 1, 3) + token, row.reshape(2, 3, 1, 2, 5).reshape(2, 3, 1, 10) + row]
+    wide = torch.cat([token, token * 2], -1).reshape(2, 3, 1, 2)
+    beside = wide.sum(-1, keepdim=True) * tokens.transpose(1, 2).unsqueeze(-1)  # heads before the one row
+    anchors = [(y[:, :1]).view(2, -1, 1, *y.shape[2:]).permute(0, 3, 4, 1, 2).reshape(2, -1, 1) for y in (x, row)]
+    return [*found, beside.transpose(1, 2).reshape(2, 70, 3) + token, torch.cat(anchors, 1)]
+
+
+CASES = {
+    "heads of a class token": _class_token,
+    "cat with nothing": lambda x: [torch.cat([NONE, x, NONE, x * 2], 1), torch.cat([x, NONE], 0)],
+    "cat with nothing of a wider dtype": lambda x: torch.cat([x.float(), NONE], 1).to(torch.float64) * 2,
+    "cat of one dim": lambda x: torch.cat([x.mean((1, 2, 3)), NONE, torch.ones(1, dtype=x.dtype)]),
+    "diff": lambda x: [torch.diff(x, dim=1), x.diff(2, 0, x, x), x.diff(dim=1, n=0, prepend=x)],
+    "diff with tiles": lambda x: torch.diff(x, dim=1, prepend=x[:, :1] * 2, append=x),
+    "diff with whole tensors": lambda x: torch.diff(x, dim=1, append=torch.ones(2, 2, 7, 10, dtype=x.dtype)),
+    "diff of a whole tensor": lambda x: torch.diff(torch.ones(2, 1, 7, 10, dtype=x.dtype), dim=1, prepend=x),
+    "repeat and tile": lambda x: [x.repeat(2, 1, 1, 1, 1), x.tile(2, 1, 1), torch.tile(x, (1, 2, 1, 1))],
+    "sizes that are tensors": lambda x: (
+        x.reshape(torch.tensor(6), 7, torch.tensor(10)) + x.view(torch.tensor(6), 7, -1)
+    ),
+    "t": lambda x: [x[0, 0].t(), x[0, 0, 0].t(), torch.t(x[:, 0, :, 0])],
+    "narrower": lambda x: [x.transpose(1, 3).contiguous().detach().view(torch.int16), x.sum()],
+    "wider": lambda x: [
+        torch.imag(x.permute(1, 2, 3, 0).detach().contiguous().view(dtype=torch.complex128)) * 2,
+        x.sum(),
+    ],
+    "squeeze of no dims": lambda x: [x[:, :, :1].squeeze(()), x[:1].squeeze(())],
+    "chunks of nothing": lambda x: [*x[:, :0].chunk(3, 1), x[:, :0].split(0, 1)[0] * 2, x.sum()],
+    "no rows": lambda x: [x[:, []], x.sum()],
+    "a whole tensor expanded": lambda x: torch.ones(3, 1, 10, dtype=x.dtype).expand_as(x) * x,
+    "places": lambda x: [x.sum(), torch.where(x > 0, x, 0.0), torch.where(x > 0, 1.0, x)],
+}
+
+
+def _run(name, x):
+    return CASES[name](x)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_tile_answers_as_the_whole_tensor(name):
+    assert_answers_as_the_whole(functools.partial(_run, name))
+
+
+@on_ranks(2)
+def test_the_adjoint_is_conjugated():
+    x = torch.randn(4, 7, dtype=torch.complex128)
+    tile = shard(x, world_mesh(lat=2), (None, "lat"))
+    assert torch.equal(tile.adjoint().full_tensor(), x.adjoint())
+    assert tile.is_complex() and not tile.abs().is_complex() and not tile.is_floating_point()
+
+
+REFUSED = {
+    "repeat of fewer dims": (lambda x: x.repeat(2, 1, 1), "repeat"),
+    "repeat less than never": (lambda x: x.repeat(1, -1, 1, 1), "repeat|negative"),
+    "t of four dims": (lambda x: x.t(), "t\\(\\).*2"),
+    "flatten backwards": (lambda x: x.flatten(2, 1), "flatten"),
+    "permute of no dims": (lambda x: x.permute(()), "permute"),
+    "permute of a dim twice": (lambda x: x.permute(0, 1, 2, 2), "twice|duplicate"),
+    "squeeze of a dim twice": (lambda x: x.squeeze((2, -2)), "twice|multiple"),
+    "negative part": (lambda x: x.split([3, -1, 5], 2), "split"),
+    "parts of nothing": (lambda x: x.split(0, 2), "split"),
+    "negative chunks": (lambda x: x.chunk(-1, 2), "chunk"),
+    "expand to less than nothing": (lambda x: x[:, :1].expand(2, -2, 7, 10), "expand"),
+    "expand to another size": (lambda x: x[:, :1].expand(2, 3, 7, 11), "expand"),
+    "half a number": (lambda x: x.transpose(1, 3).contiguous().view(torch.complex128), "view"),
+    "cat of other rows": (lambda x: torch.cat([x, torch.ones(2, 3, 1, 10)], 1), "cat.*agree|Sizes"),
+    "cat of other dims": (lambda x: torch.cat([x, torch.ones(7, 10)], 1), "cat.*agree|same number"),
+    "diff with nothing": (lambda x: torch.diff(x, dim=1, append=NONE.float()), "diff"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks(3)
+def test_what_torch_refuses_every_rank_refuses(name):
+    call, words = REFUSED[name]
+    x = torch.randn(2, 3, 7, 10)
+    tile = shard(x, world_mesh(lat=3), SPACE)
+    with pytest.raises((RuntimeError, IndexError)):
+        call(x)
+    with comm.count() as counted, pytest.raises((RuntimeError, IndexError), match=words):
+        call(tile)
+    assert counted.calls == []
+
+
+@on_ranks(3)
+def test_what_depends_on_rows_of_other_ranks_is_refused():
+    tile = shard(torch.randn(2, 3, 7, 10), world_mesh(lat=3), (None, None, None, "lat"))
+    for call, words in [
+        (lambda: tile[..., ...], "one ellipsis, not several"),
+        (lambda: tile.view(torch.float64), "differ in width, and the last dim is cut"),
+    ]:
+        with comm.count() as counted, pytest.raises(ShardingError, match=words):
+            call()
+        assert counted.calls == []

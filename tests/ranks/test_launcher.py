@@ -1,0 +1,258 @@
+"""Ranks that srun and mpirun start: the variables that they set, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import pty
+import random
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from jigsaw.errors import ShardingError
+from jigsaw.ranks import restart_store
+from jigsaw.ranks.launcher import torchrun_variables
+
+ROOT = Path(__file__).parents[2]
+SUM = """
+import os, jigsaw, torch, torch.distributed as dist
+mesh = jigsaw.init_mesh(lat=-1)
+total = torch.tensor(dist.get_rank() + 1)
+dist.all_reduce(total)
+print("mesh", mesh.shape, "total", int(total), flush=True)
+os._exit(0)  # how a process ends whose gloo has just worked is not asked here
+"""
+
+
+def step(rank=0, ranks=2, **more):
+    """What srun gives a task, as far as it is read; Slurm 23.11."""
+    given = {
+        "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEPID": "0", "SLURM_NTASKS": str(ranks),
+        "SLURM_STEP_NUM_TASKS": str(ranks), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": str(ranks),
+    }  # fmt: skip
+    return given | more
+
+
+def started(code, given):
+    """A process with these variables and none of another launcher."""
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "JIGSAW_JOB")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    env = clean | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | given
+    command = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def told(code, *environments):
+    """What each of several processes printed; they have all ended well."""
+    processes = [started(code, given) for given in environments]
+    try:
+        printed = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * len(processes), printed
+    return printed
+
+
+def free_job():
+    """A job whose port nobody listens on, nor is likely to: other runs of these tests may be under way."""
+    for job in random.SystemRandom().sample(range(10000), 100):
+        with socket.socket() as tried:
+            if tried.connect_ex(("127.0.0.1", 15000 + job)):
+                return str(job)
+    raise AssertionError("no port is free")
+
+
+def test_tasks_of_srun_are_ranks_of_one_job():
+    job = free_job()
+    printed = told(SUM, *(step(rank, SLURM_JOB_ID=job) for rank in range(2)))
+    assert ["mesh (2,) total 3" in text for text in printed] == [True, True], printed
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4"},
+        {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+        step(0, 4, SLURM_STEP_ID=str(2**32 - 6), SLURM_STEPID=str(2**32 - 6)),
+        step(0, 4, SLURM_STEP_NUM_TASKS="1"),
+    ],
+    ids=["salloc", "batch script", "salloc with an interactive step", "one task of the job's four"],
+)
+def test_what_slurm_runs_without_tasks_is_alone(given):
+    assert torchrun_variables(given) == {}
+    assert "mesh (1,) total 1" in told(SUM, given)[0]
+
+
+def test_ranks_of_mpirun_meet_where_they_are_told():
+    job = free_job()
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(15000 + int(job))}
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    ranks = [{"OMPI_COMM_WORLD_SIZE": "2", **dict.fromkeys(names, str(rank)), **where} for rank in range(2)]
+    assert all("mesh (2,) total 3" in text for text in told(SUM, *ranks))
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, "mpirun"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4", "MASTER_PORT": "29500"}, "mpirun"),
+        ({**step(0, 1), "PMI_RANK": "1", "PMI_SIZE": "4"}, "mpirun"),
+        (step(1, 4, SLURM_HET_SIZE="2"), "srun"),
+        (step(1, 4, SLURM_STEP_NODELIST=""), "srun"),
+    ],
+    ids=["Open MPI", "MPICH", "MPICH inside a step", "heterogeneous job", "no nodes"],
+)
+def test_ranks_that_cannot_find_each_other(given, named):
+    what = rf"{named} started this process as rank 1 of 4, and they do not know where to meet; set MASTER_ADDR to"
+    with pytest.raises(ShardingError, match=what):
+        torchrun_variables(given)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu3", "gpu3"),
+        ("tux[007-09,12],gpu1", "tux007"),
+        ("n[4],m", "n4"),
+        ("a[1-2]b[5,9]-ib", "a1b5-ib"),
+        ("a,b", "a"),
+    ],
+)
+def test_the_first_node_of_a_list(nodes, first):
+    assert torchrun_variables(step(SLURM_STEP_NODELIST=nodes))["MASTER_ADDR"] == first
+    without = {k: v for k, v in step().items() if k != "SLURM_STEP_NODELIST"}
+    assert torchrun_variables(without | {"SLURM_NODELIST": nodes})["MASTER_ADDR"] == first
+
+
+def test_variables_of_a_step_of_three_nodes():
+    here = step(9, 11, SLURM_LOCALID="1", SLURM_NODEID="2", SLURM_STEP_TASKS_PER_NODE="4(x2),3", SLURM_STEP_ID="2")
+    assert torchrun_variables(here) == {
+        "RANK": "9", "WORLD_SIZE": "11", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "19913", "JIGSAW_JOB_SECRET": f"slurm - 4711 2 {os.getuid()}",
+    }  # fmt: skip
+    told = torchrun_variables(here | {"MASTER_ADDR": "head", "MASTER_PORT": "29500"})
+    assert (told["MASTER_ADDR"], told["MASTER_PORT"]) == ("head", "29500")
+
+
+def test_torchrun_and_srun_that_speaks_pmi():
+    assert torchrun_variables(step() | {"RANK": "0", "WORLD_SIZE": "8"}) == {}
+    assert torchrun_variables(step(1) | {"PMI_RANK": "1", "PMI_SIZE": "2"})["MASTER_ADDR"] == "localhost"
+
+
+def test_a_variable_that_is_no_number():
+    with pytest.raises(ShardingError, match=r"the environment has SLURM_PROCID='zero', which should be a number"):
+        torchrun_variables(step() | {"SLURM_PROCID": "zero"})
+
+
+def test_a_terminal_in_a_step_of_several_tasks(monkeypatch):
+    master, terminal = pty.openpty()
+    with os.fdopen(terminal) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(ShardingError, match=r"a terminal in a step of 4 tasks, .* by srun --ntasks=1 --pty"):
+            torchrun_variables(step(0, 4))
+        assert torchrun_variables(step(0, 1)) == {}
+    os.close(master)
+
+
+# -- jobs that meet at one port --------------------------------------------------------------------------------------
+
+HOLD = SUM.replace("os._exit(0)", "print('joined', flush=True); import time; time.sleep(100)")
+
+
+def ended(process):
+    """The output and exit status of a process that must end by itself, long before the mesh's time-out."""
+    try:
+        printed = process.communicate(timeout=100)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return printed, process.returncode
+
+
+def test_a_second_job_at_the_same_port_is_refused_and_the_first_goes_on():
+    """Numbers of jobs repeat modulo 10,000; whichever rank of the second comes, it is told at once."""
+    job = free_job()
+    second = {"SLURM_JOB_ID": str(int(job) + 10000)}
+    assert (
+        torchrun_variables(step(**second))["MASTER_PORT"] == torchrun_variables(step(SLURM_JOB_ID=job))["MASTER_PORT"]
+    )
+    first = [started(HOLD, step(0, SLURM_JOB_ID=job))]
+    try:
+        # while the first waits for its own rank 1, a rank 1 of another job comes
+        early, status = ended(started(SUM, step(1, **second)))
+        assert status and "the store of another job, which has another secret" in early and "MASTER_PORT" in early
+        first.append(started(HOLD, step(1, SLURM_JOB_ID=job)))
+        for process in first:
+            assert "total 3" in process.stdout.readline()
+        for rank, said in enumerate(["rank 0 cannot listen at localhost, port", "the store of another job"]):
+            late, status = ended(started(SUM, step(rank, **second)))
+            assert status and "ShardingError" in late and said in late, late
+        assert [process.poll() for process in first] == [None, None]
+    finally:
+        for process in first:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("secrets", [("one", "two"), ("one", None)])
+def test_another_secret_is_refused_within_one_numbering(secrets):
+    job = free_job()
+    given = [
+        step(rank, SLURM_JOB_ID=job) | ({"JIGSAW_JOB_SECRET": secret} if secret else {})
+        for rank, secret in enumerate(secrets)
+    ]
+    first = started(HOLD, given[0])
+    try:
+        printed, status = ended(started(SUM, given[1]))
+        assert status and "which has another secret (JIGSAW_JOB_SECRET" in printed
+        assert "one" not in printed.partition("ShardingError")[2].split()  # secrets are not shown
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_a_store_that_proves_nothing_is_refused(monkeypatch):
+    monkeypatch.setattr(restart_store, "_KEEPER_PATIENCE", timedelta(seconds=1))
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "1", "WORLD_SIZE": "2"}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ShardingError, match=r"listens at 127\.0\.0\.1, port \d+ is the store of another job, or of a"):
+        restart_store.joined_job_store("mine", timedelta(seconds=60))
+    store.set("jigsaw.start/keeper", "salt and what is no proof")
+    with pytest.raises(ShardingError, match="which has another secret"):
+        restart_store.joined_job_store("mine", timedelta(seconds=60))
+
+
+@pytest.mark.parametrize(
+    ("host", "is_far", "bound"), [("127.0.0.2", False, "127.0.0.2"), ("127.0.0.1", True, "0.0.0.0")]
+)
+def test_the_store_listens_at_the_address_of_its_host_alone(host, is_far, bound):
+    with restart_store._listen_at(host, 0, is_far) as listener:
+        assert listener.getsockname()[0] == bound
+
+
+@settings(max_examples=200)
+@drawn(
+    st.binary(max_size=60),
+    st.lists(st.text(st.characters(exclude_characters=" ", codec="utf-8")), max_size=3),
+    st.binary(max_size=60),
+)
+def test_a_proof_is_for_its_key_and_words_alone(key, words, other):
+    """Which have no spaces where ranks say them: numbers and hexadecimal digits."""
+    proof = restart_store._proof(key, *words)
+    assert (restart_store._proof(other, *words) == proof) == (other.rstrip(b"\0") == key.rstrip(b"\0") or other == key)
+    assert restart_store._proof(key, *words, "more") != proof

@@ -1,0 +1,138 @@
+"""Named meshes: made, asked for coordinates and ranks, and refused with words."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from jigsaw.errors import ShardingError
+from jigsaw.nn.weights import cut_parameter
+from jigsaw.ranks.mesh import (
+    axes_in_mesh_order,
+    axes_of_mesh,
+    flat_submesh,
+    groups_along,
+    init_mesh,
+    is_same_mesh,
+    mesh_coordinate,
+    mesh_group,
+    ranks_along,
+    ranks_in_mesh,
+)
+from jigsaw.testing import on_ranks, world_mesh
+
+
+@on_ranks(4)
+def test_init_mesh_is_a_named_device_mesh():
+    mesh = init_mesh(data=1, lat=2, lon=2)
+    assert isinstance(mesh, DeviceMesh)
+    assert axes_of_mesh(mesh) == (("data", 1), ("lat", 2), ("lon", 2))
+    assert mesh_coordinate(mesh) == (0, *divmod(dist.get_rank(), 2))
+    assert mesh.device_type == "cpu"
+
+
+@on_ranks(2)
+def test_a_mesh_that_does_not_fit_the_ranks():
+    with pytest.raises(ShardingError, match=r"init_mesh\(lat=3\) has 3 places but there are 2 ranks; start that many"):
+        init_mesh(lat=3)
+    for axes in ({"lat": 0}, {"lat": -2, "lon": -1}, {"lat": -1, "lon": -1}):
+        with pytest.raises(ShardingError, match=r"needs axes, each of size >= 1; one may be -1"):
+            init_mesh(**axes)
+    with pytest.raises(ShardingError, match=r"init_mesh\(\) without axes is for one rank, and there are 2; say what"):
+        init_mesh()
+
+
+def test_a_mesh_of_one_rank_needs_no_axes():
+    assert axes_of_mesh(init_mesh()) == (("data", 1),)
+
+
+@on_ranks(4)
+def test_one_axis_takes_the_rest_of_the_ranks():
+    assert axes_of_mesh(init_mesh(lat=-1)) == (("lat", 4),)
+    assert axes_of_mesh(init_mesh(data=2, lat=-1, lon=1)) == (("data", 2), ("lat", 2), ("lon", 1))
+    assert axes_of_mesh(init_mesh(data=4, lat=-1)) == (("data", 4), ("lat", 1))
+    for others in (3, 8):
+        what = rf"init_mesh\(lat=-1, lon={others}\) has places for multiples of {others} ranks but there are 4 ranks; "
+        what += "start such a number with torchrun --nproc-per-node or srun --ntasks"
+        with pytest.raises(ShardingError, match=what):
+            init_mesh(lat=-1, lon=others)
+
+
+@on_ranks(2)
+def test_a_mesh_without_names():
+    with pytest.raises(ShardingError, match=r"mesh of shape \(2,\) has no axis names; make it with jigsaw.init_mesh"):
+        axes_of_mesh(DeviceMesh("cpu", [0, 1]))
+
+
+@on_ranks(4)
+def test_ranks_along_axes_come_in_mesh_order():
+    mesh = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("lat", "lon"))
+    lat, lon = mesh_coordinate(mesh)
+    assert ranks_in_mesh(mesh) == (3, 1, 0, 2)
+    assert ranks_along(mesh, "lon") == ((3, 1), (0, 2))[lat]
+    assert ranks_along(mesh, ["lat", "absent"]) == ((3, 0), (1, 2))[lon]
+    assert ranks_along(mesh, ["lon", "lat"]) == (3, 1, 0, 2)
+    assert ranks_along(mesh, ()) == (dist.get_rank(),)
+    assert axes_in_mesh_order(mesh, ["lon", "lat", "absent"]) == ("lat", "lon")
+    assert axes_in_mesh_order(mesh, "lat_lon") == ()
+
+
+@on_ranks(4)
+def test_groups_that_exist_are_used():
+    mesh = world_mesh(data=1, lat=2, lon=2)
+    before = dist.distributed_c10d.get_pg_count()
+    ((along_lat, _),) = groups_along(mesh, ["data", "lat"])
+    assert along_lat is mesh.get_group("lat")
+    ((along_both, ranks),) = groups_along(mesh, ["lon", "lat"])
+    assert along_both is mesh_group(mesh) is dist.group.WORLD
+    assert ranks == (0, 1, 2, 3)
+    assert groups_along(mesh, "data") == []
+    assert dist.distributed_c10d.get_pg_count() == before
+
+
+@on_ranks(4)
+def test_same_mesh_compares_ranks_and_names():
+    names = ("lat", "lon")
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=names)
+    assert is_same_mesh(mesh, mesh)
+    assert is_same_mesh(mesh, world_mesh(lat=2, lon=2))
+    assert is_same_mesh(mesh, world_mesh(data=1, lat=2, lon=2)["lat", "lon"])
+    for ranks, other in (([[0, 2], [1, 3]], names), ([[0, 1], [2, 3]], ("lon", "lat")), ([[0, 1, 2, 3]], names)):
+        assert not is_same_mesh(mesh, DeviceMesh("cpu", ranks, mesh_dim_names=other))
+
+
+@on_ranks(4)
+def test_a_submesh_is_made_once():
+    mesh = world_mesh(data=1, lat=2, lon=2)
+    assert flat_submesh(mesh, "lat").mesh_dim_names == ("lat",)
+    flat = flat_submesh(mesh, ["lat", "lon"])
+    assert flat.mesh.tolist() == [0, 1, 2, 3]
+    assert flat_submesh(mesh, ["lon", "lat"]) == flat
+
+
+@pytest.mark.parametrize("rows", [10, 70])
+@on_ranks(4)
+def test_a_submesh_leaves_uneven_parameters_whole(rows):
+    """torch gathers what two axes cut at once where a mesh knows one axis for both, and then takes rows for even."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("lat", "lon"))
+    weight = torch.arange(3.0 * rows).reshape(rows, 3)
+    parameter = cut_parameter(weight, mesh, ("lat", "lon"))
+    assert flat_submesh(mesh, ("lat", "lon")).size() == 4
+    assert torch.equal(parameter.full_tensor(), weight)
+    assert torch.equal(cut_parameter(weight, mesh, ("lat", "lon")).full_tensor(), weight)
+
+
+@on_ranks(2)
+def test_asking_a_mesh_does_not_keep_it_alive():
+    mesh = DeviceMesh("cpu", torch.tensor([[1], [0]]), mesh_dim_names=("lat", "lon"))
+    ranks_along(mesh, "lat")
+    groups_along(mesh, "lat")
+    gone = weakref.ref(mesh)
+    del mesh
+    gc.collect()
+    assert gone() is None
