@@ -5,61 +5,37 @@ through them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from jigsaw import comm
 from jigsaw.dryrun.stage_balance import balanced_stages
 from jigsaw.errors import ShardingError
+from jigsaw.geometry.axis_names import CHANNEL_AXIS, PIPE_AXIS
 from jigsaw.nn.weights import is_dtensor
-from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
-from jigsaw.parallel.gradients import axes_not_cutting, has_gradient_hooks
-from jigsaw.parallel.parallelize import PIPE_MARK, reduced_at_end
+from jigsaw.parallel.gradients import has_gradient_hooks
+from jigsaw.parallel.parallelize import reduced_at_end
 from jigsaw.parallel.sharding import ShardingOptions, WeightSharding
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate, ranks_along
 from jigsaw.ranks.waiting_ranks import OpenWait
 from jigsaw.stages.batch_split import BatchSplit, as_on_paper
-from jigsaw.stages.stage_calls import CallWatch
+from jigsaw.stages.own_stages import OwnStages
+from jigsaw.stages.pipe_schedules import PIPE_SCHEDULES, PipeSchedule, check_schedule
 from jigsaw.stages.stage_cuts import (
     StageCuts,
     balanced_begins,
     cut_stages,
     mesh_of_stage,
-    parallel_stage,
-    stage_of_tensor,
     whole_names,
 )
 from jigsaw.stages.stage_plan import PaperModel, PipelinePlan
 from jigsaw.stages.stage_runner import StageBatch, StageRunner
 from jigsaw.tile.tile import Tile
-
-
-@dataclass(frozen=True)
-class PipeSchedule:
-    """One of torch's schedules: how many stages a rank has (None: any number from 2), and its requirements."""
-
-    make: Any
-    per_rank: int | None
-    is_v: bool = False
-    parts_backward: bool = False  # gradients of inputs first, those of weights later
-    least_batches: int = 0  # a stage
-
-
-_SCHEDULES = {
-    "gpipe": PipeSchedule(pipelining.ScheduleGPipe, 1),
-    "1f1b": PipeSchedule(pipelining.Schedule1F1B, 1, least_batches=1),
-    "interleaved_1f1b": PipeSchedule(pipelining.ScheduleInterleaved1F1B, None),
-    "interleaved_zero_bubble": PipeSchedule(pipelining.ScheduleInterleavedZeroBubble, None, parts_backward=True),
-    "zbv": PipeSchedule(pipelining.ScheduleZBVZeroBubble, 2, is_v=True, parts_backward=True),
-    "dualpipev": PipeSchedule(pipelining.ScheduleDualPipeV, 2, is_v=True, parts_backward=True, least_batches=1),
-}
 
 
 def pipeline(
@@ -71,10 +47,10 @@ def pipeline(
     schedule: str = "1f1b",
     stages: Sequence[str] | Literal["balanced"] | None = None,
     example: Any = None,
-    axis: str = "pipe",
+    axis: str = PIPE_AXIS,
     shard_weights: WeightSharding = False,
     replicate: str | Sequence[str] = (),
-    channel: str = "channel",
+    channel: str = CHANNEL_AXIS,
 ) -> ModelPipeline:
     """Cut the layers of `model` into stages along the mesh axis `axis`; ``step`` trains on microbatches in turn.
 
@@ -126,10 +102,10 @@ def pipeline(
         raise ShardingError(
             f"pipeline needs a mesh with the axis {axis!r}, but it has {sizes}; init_mesh({axis}=2, ...)"
         )
-    if name not in _SCHEDULES:
-        raise ShardingError(f"schedule={schedule!r} is none of {', '.join(map(repr, _SCHEDULES))}")
-    how, ranks = _SCHEDULES[name], sizes[axis]
-    if shard_weights and how.parts_backward and ranks > 1:
+    if name not in PIPE_SCHEDULES:
+        raise ShardingError(f"schedule={schedule!r} is none of {', '.join(map(repr, PIPE_SCHEDULES))}")
+    pipe_schedule, ranks = PIPE_SCHEDULES[name], sizes[axis]
+    if shard_weights and pipe_schedule.parts_backward and ranks > 1:
         raise ShardingError(
             f"shard_weights=True with schedule={schedule!r}: it computes gradients of weights after those of inputs, "
             "when FSDP2 has parted the weights again; take schedule='1f1b', 'gpipe' or 'interleaved_1f1b'"
@@ -147,11 +123,26 @@ def pipeline(
     def order_of_calls(names: Sequence[str]) -> Sequence[str]:
         return names if example is None else _order_of_calls(model, names, mesh, stage_mesh, axis, example)
 
-    count = ranks * (how.per_rank or 2) if ranks > 1 else 1
+    count = ranks * (pipe_schedule.per_rank or 2) if ranks > 1 else 1
     begins = _begins(model, mesh, stages, count, example, axis, microbatches, order_of_calls)
-    _check_schedule(name, how, ranks, len(begins) + 1, microbatches)
+    check_schedule(name, pipe_schedule, ranks, len(begins) + 1, microbatches)
     cuts = cut_stages(model, begins, order_of_calls(whole_names(model, begins)) if example is not None else ())
-    return ModelPipeline(model, mesh, stage_mesh, axis, how, cuts, microbatches, loss, options, channel)
+    own = OwnStages(model, mesh, stage_mesh, axis, cuts, pipe_schedule)
+    _check_same_on_ranks(own, microbatches, name)
+    names, paper = list(model.state_dict()), PaperModel(model, cuts, stage_mesh)
+    holder = own.keep(options, channel)
+    return ModelPipeline(own, pipe_schedule, paper, own.runners(paper, loss, options), holder, names, microbatches)
+
+
+def _check_same_on_ranks(own: OwnStages, microbatches: int, schedule: str) -> None:
+    parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in own.model.named_parameters()]
+    passed = (parameters, own.cuts.begins, microbatches, schedule)
+    for rank, other in enumerate(comm.all_gather_object(own.mesh, passed)):
+        if other != passed:
+            raise ShardingError(
+                f"pipeline needs the same model, stages, microbatches and schedule on every rank, but rank {rank} of "
+                "the mesh passed others"
+            )
 
 
 def _order_of_calls(
@@ -188,29 +179,6 @@ def _begins(
     return tuple(stages)
 
 
-def _check_schedule(name: str, how: PipeSchedule, ranks: int, stages: int, batches: int) -> None:
-    """Check the numbers.  *Raises*: `ShardingError` for stages and microbatches that the schedule cannot have."""
-    if batches < 1:
-        raise ShardingError(f"microbatches={batches} must be at least 1")
-    if ranks == 1:
-        return
-    each = how.per_rank or max(stages // ranks, 2)
-    if stages != each * ranks:
-        wanted = f"{how.per_rank * ranks}" if how.per_rank else f"a multiple of {ranks}, at least {2 * ranks}"
-        raise ShardingError(
-            f"schedule={name!r} on {ranks} ranks has {wanted} stages, but stages= makes {stages}; name one module less "
-            "than there are stages"
-        )
-    if batches < how.least_batches * stages:
-        raise ShardingError(f"schedule={name!r} of {stages} stages needs microbatches >= {stages}, not {batches}")
-    rounds = max(1, batches // ranks)
-    if how.per_rank is None and batches % rounds:
-        raise ShardingError(
-            f"schedule={name!r} on {ranks} ranks: microbatches={batches} is no multiple of its {rounds} rounds; take a "
-            f"multiple of {ranks}"
-        )
-
-
 class ModelPipeline:
     """Stages of a model that this rank has, and the schedule that runs them; `jigsaw.pipeline` makes one.
 
@@ -222,100 +190,25 @@ class ModelPipeline:
 
     def __init__(
         self,
-        model: nn.Module,
-        mesh: DeviceMesh,
-        stage_mesh: DeviceMesh,
-        axis: str,
-        how: PipeSchedule,
-        cuts: StageCuts,
+        own: OwnStages,
+        schedule: PipeSchedule,
+        paper: PaperModel,
+        runners: list[StageRunner],
+        holder: nn.Module,
+        names_of_all_stages: Sequence[str],
         microbatches: int,
-        loss: Callable[[Any, Any], Tensor],
-        sharding: ShardingOptions | None,
-        channel: str,
     ) -> None:
-        self.model, self.mesh, self.stage_mesh, self.microbatches = model, mesh, stage_mesh, microbatches
-        self._axis, self._how = axis, how
-        self._ranks = dict(axes_of_mesh(mesh))[axis]
-        self._here = mesh_coordinate(mesh)[[name for name, _ in axes_of_mesh(mesh)].index(axis)]
-        self._cuts = cuts
-        self._check_alike()
-        self.names_of_all_stages = list(model.state_dict())
-        self.stages = self._stages_at(self._here)
-        self._paper = PaperModel(model, self._cuts, self.stage_mesh)
-        self._keep_own_stages(sharding, channel)
-        elsewhere = {
-            name
-            for name, stage in self._cuts.stage_of.items()
-            if stage not in self.stages and next(model.get_submodule(name).parameters(), None) is not None
-        }
-        watch = CallWatch(model, self._cuts, elsewhere)
-        self._runners = [StageRunner(watch, stage, self.stage_mesh, self._paper.mode, loss) for stage in self.stages]
-        if sharding is not None and sharding.replicate:
-            for runner in self._runners:
-                own = [model.get_submodule(n) for n, stage in self._cuts.stage_of.items() if stage == runner.stage]
-                runner.copied_units = [m for each in own for m in each.modules() if isinstance(m, FSDPModule)]
-                for unit in runner.copied_units:
-                    # all parameters of a unit are summed in one tensor, whichever of them a microbatch uses
-                    unit.set_reduce_scatter_unused_params(True, recurse=False)
+        self.model, self.mesh, self.stage_mesh, self.stages = own.model, own.mesh, own.stage_mesh, own.numbers
+        self.names_of_all_stages, self.microbatches = names_of_all_stages, microbatches
+        self._own, self._schedule, self._paper, self._runners, self._holder = own, schedule, paper, runners, holder
         self._built: dict[Any, tuple[PipelinePlan, Any]] = {}
         self._spread = set[str]()
-
-    def _stages_at(self, place: int) -> list[int]:
-        """Return the stages of a rank of the axis: loops over the ranks, or there and back."""
-        count = self._cuts.stages
-        return [place, count - 1 - place] if self._how.is_v and self._ranks > 1 else [*range(place, count, self._ranks)]
-
-    def _check_alike(self) -> None:
-        named = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.model.named_parameters()]
-        mine = (named, self._cuts.begins, self.microbatches, self._how.make.__name__)
-        for at, theirs in enumerate(comm.all_gather_object(self.mesh, mine)):
-            if theirs != mine:
-                raise ShardingError(
-                    f"pipeline needs the same model, stages, microbatches and schedule on every rank, but rank {at} of "
-                    "the mesh passed others"
-                )
-
-    def _keep_own_stages(self, sharding: ShardingOptions | None, channel: str) -> None:
-        """Move the weights of other stages to the meta device, and prepare the gradients of those that stay."""
-        stage_of = self._cuts.stage_of
-        whole = {name: self.model.get_submodule(name) for name in stage_of}
-        within = {p for module in whole.values() for p in module.parameters()}
-        self._shared = {name: p for name, p in self.model.named_parameters() if p not in within}
-        for name, module in whole.items():
-            if stage_of[name] not in self.stages:
-                module.to("meta")
-        own = [module for name, module in whole.items() if stage_of[name] in self.stages]
-        own = [module for module in own if next(module.parameters(), None) is not None]
-        if sharding is not None:
-            self._join_groups(sharding, channel)
-        self._holder = parallel_stage(own, self.stage_mesh, sharding, channel)
-        axes = [name for name, _ in axes_of_mesh(self.mesh)]
-        with torch.no_grad():
-            for p in self._shared.values():
-                whole_value = p.detach().contiguous()
-                comm.broadcast_first(whole_value, self.mesh, axes)
-                p.copy_(whole_value)
-                setattr(p, AVERAGED_MARK, self.stage_mesh.size())
-        for name, p in self.named_parameters():
-            setattr(p, PIPE_MARK, (self.mesh, self._axis, name not in self._shared or self._here == 0))
-
-    def _join_groups(self, sharding: ShardingOptions, channel: str) -> None:
-        """Make the groups that any stage cuts weights over, because all ranks of the job must make each.  Some stages
-        may have nothing that `channel` cuts, or no DTensor.
-        """
-        names = tuple(name for name, _ in axes_of_mesh(self.stage_mesh))
-        cut = (axes_not_cutting(p, self.stage_mesh) for p in self.model.parameters() if is_dtensor(p))
-        for axes in dict.fromkeys([names, tuple(name for name in names if name != channel), *cut]):
-            if comm.rank_count(self.stage_mesh, [name for name in axes if name not in sharding.replicate]) > 1:
-                sharding.mesh_along(self.stage_mesh, axes)
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over the parameters of this rank's stages, by the model's own names."""
-        for name, p in self.model.named_parameters():
-            if name in self._shared or self._is_own(name):
-                yield name, p
+        yield from self._own.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of this rank's stages, for its optimizer."""
@@ -324,11 +217,11 @@ class ModelPipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters and buffers of this rank's stages, by the model's own names."""
-        return {name: x for name, x in self.model.state_dict().items() if self._is_own(name)}
+        return {name: x for name, x in self.model.state_dict().items() if self._own.has(name)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load as a module does, for this rank's stages: the state of other stages is left out."""
-        own = {name: x for name, x in state_dict.items() if self._is_own(name)}
+        own = {name: x for name, x in state_dict.items() if self._own.has(name)}
         missing = [name for name in self.state_dict() if name not in own]
         if strict and missing:
             raise ShardingError(f"load_state_dict of a pipeline: {missing[0]!r}, of a stage of this rank, is missing")
@@ -352,14 +245,6 @@ class ModelPipeline:
             elif p.grad is not None:
                 p.grad.zero_()
 
-    def _is_own(self, name: str) -> bool:
-        stage = self._stage_of(name)
-        return stage is None or stage in self.stages
-
-    def _stage_of(self, name: str) -> int | None:
-        """Return the stage of a parameter or buffer, None for one that every stage has."""
-        return stage_of_tensor(name, self._cuts)
-
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def step(self, x: Any, y: Any = None, **inputs: Any) -> Tensor:
@@ -372,7 +257,7 @@ class ModelPipeline:
         loss has the type of the model's parameters.  Under ``torch.no_grad()`` only the loss is computed.
         """
         given: Any = (x if isinstance(x, tuple) else (x,), inputs)
-        split = BatchSplit(self.mesh, self.stage_mesh, self._axis, self.microbatches, given)
+        split = BatchSplit(self.mesh, self.stage_mesh, self._own.axis, self.microbatches, given)
         given = pytree.tree_map(split.stage_tile, given)
         target = pytree.tree_map_only(Tile, split.stage_tile, y)
         batches = split.parts_of(given, is_input=True)
@@ -382,8 +267,8 @@ class ModelPipeline:
         losses = self._run(plan, schedule, batch)
         total = torch.stack([each.detach().double() for each in losses]).sum() if losses else torch.zeros(()).double()
         total = total.to(self.mesh.device_type)
-        if self._ranks > 1:
-            total = comm.all_reduce(total, self.mesh, [self._axis])
+        if self._own.ranks > 1:
+            total = comm.all_reduce(total, self.mesh, [self._own.axis])
         floats = (p.dtype for p in self.model.parameters() if p.is_floating_point())
         return total.to(next(floats, torch.get_default_dtype()))
 
@@ -396,7 +281,7 @@ class ModelPipeline:
         if key not in self._built:
             with torch.autocast(*autocast, cache_enabled=False):
                 plan = self._paper.plan(batch.on_paper, training)
-            self._built[key] = plan, self._schedule(plan) if self._ranks > 1 else None
+            self._built[key] = plan, self._torch_schedule(plan) if self._own.ranks > 1 else None
         for runner in self._runners:
             runner.autocast = autocast
         return self._built[key]
@@ -408,35 +293,35 @@ class ModelPipeline:
         """
         buffers = dict(self.model.named_buffers())
         for name in sorted(plan.read_apart.keys() & buffers.keys() - self._spread):
-            x, is_own = buffers[name], self._is_own(name)
+            x, is_own = buffers[name], self._own.has(name)
             mine = x if is_own else torch.zeros(x.shape, dtype=x.dtype, device=self.mesh.device_type)
-            if self._ranks > 1:
-                whole = comm.all_reduce(mine, self.mesh, [self._axis])
+            if self._own.ranks > 1:
+                whole = comm.all_reduce(mine, self.mesh, [self._own.axis])
                 parent, _, key = name.rpartition(".")
                 if not is_own:
                     self.model.get_submodule(parent)._buffers[key] = whole  # pyright: ignore[reportPrivateUsage]
             self._spread.add(name)
 
-    def _schedule(self, plan: PipelinePlan) -> Any:
-        device, group = torch.device(self.mesh.device_type), self.mesh.get_group(self._axis)
+    def _torch_schedule(self, plan: PipelinePlan) -> Any:
+        device, group = torch.device(self.mesh.device_type), self.mesh.get_group(self._own.axis)
         made: list[Any] = []
         for runner in self._runners:
             given = self._messages(plan, runner.stage)
-            last = runner.stage + 1 == self._cuts.stages
+            last = runner.stage + 1 == self._own.cuts.stages
             out = torch.empty((), device="meta", requires_grad=True) if last else self._messages(plan, runner.stage + 1)
             made.append(
                 pipelining.PipelineStage(
                     runner,
                     runner.stage,
-                    self._cuts.stages,
+                    self._own.cuts.stages,
                     device,
                     input_args=given,
                     output_args=out,
                     group=group,
                 )
             )
-        stages: Any = made[0] if self._how.per_rank == 1 else made
-        return self._how.make(stages, n_microbatches=self.microbatches, loss_fn=_as_it_is, scale_grads=False)
+        stages: Any = made[0] if self._schedule.per_rank == 1 else made
+        return self._schedule.make(stages, n_microbatches=self.microbatches, loss_fn=_as_it_is, scale_grads=False)
 
     def _messages(self, plan: PipelinePlan, stage: int) -> tuple[Tensor, ...]:
         """Return the tensors that a stage gets for a microbatch, without values."""
@@ -450,11 +335,15 @@ class ModelPipeline:
 
     def _count_messages(self, plan: PipelinePlan) -> None:
         """Count what the schedule sends in a step, because torch's schedules send without `jigsaw.comm`."""
-        places = {stage: place for place in range(self._ranks) for stage in self._stages_at(place)}
+        places = {
+            stage: place
+            for place in range(self._own.ranks)
+            for stage in self._schedule.stages_at(place, self._own.ranks, self._own.cuts.stages)
+        }
         with_grad = torch.is_grad_enabled()
         for stage in self.stages:
             before, after = (
-                [] if places.get(other, self._here) == self._here else self._messages(plan, border)
+                [] if places.get(other, self._own.place) == self._own.place else self._messages(plan, border)
                 for other, border in ((stage - 1, stage), (stage + 1, stage + 1))
             )
             back = [[x for x in tensors if x.requires_grad and with_grad] for tensors in (before, after)]
@@ -468,7 +357,7 @@ class ModelPipeline:
         own = dict(self.named_parameters())
         for runner in self._runners:
             runner.plan, runner.batch = plan, batch
-            runner.owned = {n: p for n, p in own.items() if self._stage_of(n) in (None, runner.stage)}
+            runner.owned = {n: p for n, p in own.items() if self._own.stage_of(n) in (None, runner.stage)}
         hooked = next((name for name, p in own.items() if has_gradient_hooks(p)), None)
         if hooked is not None:
             raise ShardingError(
@@ -476,8 +365,8 @@ class ModelPipeline:
                 "microbatch: pipe.step sums them and averages over ranks at its end; remove the hook, and read .grad "
                 "or step the optimizer after pipe.step"
             )
-        before = {name: p.grad for name, p in self._shared.items()}
-        for p in self._shared.values():
+        before = {name: p.grad for name, p in self._own.shared.items()}
+        for p in self._own.shared.values():
             p.grad = None
         places, losses = torch.arange(self.microbatches), list[Tensor]()
         with torch.autocast(self.mesh.device_type, enabled=False), reduced_at_end(self._holder):
@@ -486,7 +375,7 @@ class ModelPipeline:
             else:
                 self._count_messages(plan)
                 run = schedule.step if torch.is_grad_enabled() else schedule.eval
-                wait = OpenWait("a step of a pipeline", ranks_along(self.mesh, self._axis))
+                wait = OpenWait("a step of a pipeline", ranks_along(self.mesh, self._own.axis))
                 try:
                     run(target=places, losses=losses, return_outputs=False, place=places)
                 except RuntimeError as error:
@@ -506,7 +395,7 @@ class ModelPipeline:
     def _reduce_shared(self, before: Mapping[str, Tensor | None]) -> None:
         """Sum the gradients of every stage for the parameters that all of them have, averaged within each stage."""
         axes = [name for name, _ in axes_of_mesh(self.mesh)]
-        for name, p in self._shared.items():
+        for name, p in self._own.shared.items():
             if p.requires_grad and torch.is_grad_enabled():
                 mine = torch.zeros_like(p) if p.grad is None else p.grad
                 total = comm.all_reduce(mine, self.mesh, axes) / self.stage_mesh.size()

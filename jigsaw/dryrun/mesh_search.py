@@ -18,8 +18,8 @@ from jigsaw.dryrun.rank_playing import StepPlan
 from jigsaw.dryrun.report import DryRunReport, seconds_text, size_text
 from jigsaw.dryrun.stage_balance import balanced_cuts, piece_costs
 from jigsaw.errors import ShardingError
+from jigsaw.geometry.axis_names import CHANNEL_AXIS, DATA_AXIS, PIPE_AXIS, REPLICATE_AXIS, SPACE_AXES
 
-_SPACE = {4: ("lat", "lon"), 5: ("z", "y", "x")}
 _BEST = 5  # options that are shown
 _MESHES = 3  # the fastest ones, for which every strategy is tried
 _WAYS = 2  # the fastest on the fastest mesh, that are tried on the others
@@ -125,7 +125,7 @@ def advise_mesh(
         plain = [alone] if devices == 1 else search.tried_meshes(meshes)
         fastest = [option.mesh for option in plain[:_MESHES]]
         sizes = [size for size in range(2, min(node, devices) + 1) if devices % size == 0]
-        narrow = search.tried_meshes([axes for size in sizes for axes in _giving_ranks(fastest, "channel", size)])
+        narrow = search.tried_meshes([axes for size in sizes for axes in _giving_ranks(fastest, CHANNEL_AXIS, size)])
         pipes = search.tried_pipes(fastest)
         first = [o for o in (*plain[:_MESHES], *narrow[:1], *pipes[:1]) if o.report is not None]
         others = search.tried_ways(first, node if devices > node else 0)
@@ -155,7 +155,7 @@ class _MeshSearch:
 
         *Raises*: `ShardingError` where the model does not run there: it would run on no mesh.
         """
-        alone = self.attempt(dict.fromkeys(("data", *_SPACE[len(self._shape)]), 1))
+        alone = self.attempt(dict.fromkeys((DATA_AXIS, *SPACE_AXES[len(self._shape)]), 1))
         if alone.report is None or not alone.report.is_complete:
             raise ShardingError(
                 f"the model does not run on one device with an input of shape {self._shape}, so a mesh is not searched "
@@ -188,8 +188,8 @@ class _MeshSearch:
         blocks: int | None,
         replicate: tuple[str, ...],
     ) -> StepOption:
-        here = {name: size for name, size in axes.items() if name != "pipe"}
-        stages = axes.get("pipe", 1)
+        here = {name: size for name, size in axes.items() if name != PIPE_AXIS}
+        stages = axes.get(PIPE_AXIS, 1)
         shape = (self._shape[0] // microbatches, *self._shape[1:])
         try:
             dataset = None if self._store is None else _opened_store(self._store, here)
@@ -201,7 +201,7 @@ class _MeshSearch:
                 "dataset": dataset,
                 "blocks": blocks,
             }
-            if blocks is not None and "channel" not in axes:
+            if blocks is not None and CHANNEL_AXIS not in axes:
                 ways["optimizer"] = None  # takes the same on all meshes that keep weights whole
             found = dry_run(self._model, shape, axes, **{**self._how, **ways})
         except ShardingError as refusal:
@@ -227,7 +227,7 @@ class _MeshSearch:
         """Return the modules that begin the later stages, balanced, and the report of a step, from that of a
         microbatch.
         """
-        here, stages = {name: size for name, size in axes.items() if name != "pipe"}, axes["pipe"]
+        here, stages = {name: size for name, size in axes.items() if name != PIPE_AXIS}, axes[PIPE_AXIS]
         pieces = piece_costs(plan, here, stages, self._device, self._node)
         cuts = balanced_cuts(pieces, stages, microbatches, self._device.memory_bytes)
         begins = tuple(pieces[at].name for at in cuts)
@@ -262,12 +262,12 @@ class _MeshSearch:
         axes, batches = option.mesh, option.microbatches
         if weights == "whole":
             return self.attempt(axes, False, twice, batches)
-        if torch.Size(axes.values()).numel() == axes.get("pipe", 1):
+        if torch.Size(axes.values()).numel() == axes.get(PIPE_AXIS, 1):
             return None
         if weights == "cut":
             return self.attempt(axes, True, twice, batches)
-        stages = {name: size for name, size in axes.items() if name == "pipe"}
-        within = {name: size for name, size in axes.items() if name != "pipe"}
+        stages = {name: size for name, size in axes.items() if name == PIPE_AXIS}
+        within = {name: size for name, size in axes.items() if name != PIPE_AXIS}
         hybrid = hybrid_axes(within, ranks_per_node) if ranks_per_node else None
         if hybrid is None:
             return None
@@ -304,12 +304,12 @@ class _MeshSearch:
         batch = self._shape[0]
         found: list[StepOption] = []
         for stages in (2, 4, 8):
-            meshes = _giving_ranks(fastest, "pipe", stages)
+            meshes = _giving_ranks(fastest, PIPE_AXIS, stages)
             if batch < stages or not meshes or self._block_count(fastest[0]) < stages:
                 continue
             for axes in meshes[:1]:
                 # as many microbatches as possible, because each one more makes the bubble smaller
-                possible = [n for n in range(stages, batch + 1) if batch % (n * axes.get("data", 1)) == 0]
+                possible = [n for n in range(stages, batch + 1) if batch % (n * axes.get(DATA_AXIS, 1)) == 0]
                 found += [self.attempt(axes, microbatches=n) for n in possible[-1:]]
         return sorted(found, key=_by_seconds)
 
@@ -330,7 +330,7 @@ def _giving_ranks(meshes: Sequence[Mapping[str, int]], name: str, size: int) -> 
     for axes in meshes:
         for given, ranks in axes.items():
             less = {**axes, given: ranks // size}
-            made = {name: size, **less} if name == "pipe" else {**less, name: size}
+            made = {name: size, **less} if name == PIPE_AXIS else {**less, name: size}
             if ranks % size == 0 and made not in found:
                 found.append(made)
     return found
@@ -347,27 +347,27 @@ def hybrid_axes(axes: Mapping[str, int], ranks_per_node: int) -> tuple[dict[str,
     >>> hybrid_axes({"data": 64, "lat": 4}, 4)
     ({'data': 64, 'lat': 4}, 'data')
     """
-    data, others = axes.get("data", 1), 1
+    data, others = axes.get(DATA_AXIS, 1), 1
     for name, size in axes.items():
-        others *= 1 if name == "data" else size
+        others *= 1 if name == DATA_AXIS else size
     within = gcd(data, max(ranks_per_node // others, 1))
     if data == within or within * others == 1:
         return None
     if within == 1:
-        return dict(axes), "data"
-    return {"replicate": data // within, **axes, "data": within}, "replicate"
+        return dict(axes), DATA_AXIS
+    return {REPLICATE_AXIS: data // within, **axes, DATA_AXIS: within}, REPLICATE_AXIS
 
 
 def _ranks_in_space(axes: Mapping[str, int]) -> int:
-    return torch.Size(axes.values()).numel() // axes.get("data", 1)
+    return torch.Size(axes.values()).numel() // axes.get(DATA_AXIS, 1)
 
 
 def _wider_meshes(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Return the meshes of as many ranks with one axis of space shorter, by a prime factor, and `data` longer."""
     for name, size in axes.items():
-        for factor in range(2, size + 1) if name not in ("data", "channel") else ():
+        for factor in range(2, size + 1) if name not in (DATA_AXIS, CHANNEL_AXIS) else ():
             if size % factor == 0 and all(factor % n for n in range(2, factor)):
-                yield {**axes, name: size // factor, "data": axes.get("data", 1) * factor}
+                yield {**axes, name: size // factor, DATA_AXIS: axes.get(DATA_AXIS, 1) * factor}
 
 
 def _by_seconds(option: StepOption) -> float:
@@ -388,7 +388,7 @@ def possible_meshes(
     """Return the meshes of so many ranks whose axes cut dims that are long enough, without equal ones.  Each rank has
     some of the rows that stay together (`align`).
     """
-    names = _SPACE.get(len(x_shape))
+    names = SPACE_AXES.get(len(x_shape))
     if names is None:
         raise ShardingError(
             f"a mesh is searched for images [N, C, lat, lon] and volumes [N, C, z, y, x], not for an input of "
@@ -406,7 +406,7 @@ def possible_meshes(
         )
         if fits and alike not in seen:
             seen.add(alike)
-            yield dict(zip(("data", *names), factors, strict=True))
+            yield dict(zip((DATA_AXIS, *names), factors, strict=True))
 
 
 def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -423,7 +423,7 @@ def _opened_store(store: Any, axes: Mapping[str, int]) -> Any:
 
     how = dict(store) if isinstance(store, Mapping) else {"store": store}
     path = how.pop("store")
-    spec = {name: name for name in axes if any(name in space for space in _SPACE.values())}
+    spec = {name: name for name in axes if any(name in space for space in SPACE_AXES.values())}
     return io.open(path, mesh=dict(axes), spec=how.pop("spec", spec), **how)
 
 

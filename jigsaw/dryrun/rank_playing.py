@@ -33,6 +33,7 @@ from jigsaw.dryrun.piece_marks import PieceMarks
 from jigsaw.dryrun.report import Remark
 from jigsaw.dryrun.step_meter import StepMeter
 from jigsaw.errors import ShardingError
+from jigsaw.geometry.axis_names import CHANNEL_AXIS, PIPE_AXIS, usual_spec
 from jigsaw.geometry.cut import SplitRule
 from jigsaw.geometry.layout import AxisSizes, Layout, LayoutSpec
 from jigsaw.ops.into_torch.whole_tensor import hearing_costs
@@ -49,7 +50,6 @@ from jigsaw.tile.tile import Tile, tiles_in
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
 LossOfOutput = Callable[[Any], Tensor]
 
-PIPE_AXIS = "pipe"
 """The mesh axis whose ranks have stages: a dry run plays one microbatch of all of them on the ranks of the first."""
 ONCE_A_STEP = ("sums", "shared")
 """Phases of a pipeline's step behind the last microbatch: sums of gradients within stages, and over all of them."""
@@ -266,7 +266,7 @@ class PlayedStages:
         for p in self._shared:
             setattr(p, AVERAGED_MARK, stage_mesh.size())
         sharding = ShardingOptions.checked(stage_mesh, plan.shard_weights, plan.replicate, None, None)
-        self.holder = parallel_stage(modules, stage_mesh, sharding, "channel")
+        self.holder = parallel_stage(modules, stage_mesh, sharding, CHANNEL_AXIS)
         self._held.enter_context(reduced_at_end(self.holder))  # backward passes send no gradients of whole weights
 
     def play_sums(self, phase: Callable[[str], Any]) -> None:
@@ -338,9 +338,6 @@ def _bytes_with_state(parameter: nn.Parameter, optimizer: Optimizer | None) -> i
 
 # -- the input --------------------------------------------------------------------------------------------------------
 
-# where an axis of a name usually cuts
-_USUAL_PLACES = {"replicate": 0, "data": 0, "z": -3, "depth": -3, "y": -2, "lat": -2, "x": -1, "lon": -1}
-
 
 def prepared_inputs(plan: StepPlan, mesh: DeviceMesh, dtype: torch.dtype) -> list[Tile]:
     """Return the tiles of this rank that the model is called with."""
@@ -354,7 +351,7 @@ def prepared_inputs(plan: StepPlan, mesh: DeviceMesh, dtype: torch.dtype) -> lis
 
 def _specs_of_inputs(plan: StepPlan, axes: AxisSizes) -> list[LayoutSpec]:
     if plan.spec is None:
-        return [_usual_cuts(shape, axes) for shape in plan.shapes]
+        return [usual_spec(len(shape), dict(axes)) for shape in plan.shapes]
     if all(isinstance(names, str | None) for names in plan.spec):  # one spec, for inputs that are cut alike
         if any(len(shape) != len(plan.spec) for shape in plan.shapes):
             some = "; of several inputs pass a list with a spec for each" * (len(plan.shapes) > 1)
@@ -366,18 +363,9 @@ def _specs_of_inputs(plan: StepPlan, axes: AxisSizes) -> list[LayoutSpec]:
     if len(specs) != len(plan.shapes):
         raise ShardingError(
             f"dry_run has {len(plan.shapes)} inputs but {len(specs)} specs; pass a list with one for each, as in "
-            f"spec=[{', '.join(map(str, (_usual_cuts(shape, axes) for shape in plan.shapes)))}]"
+            f"spec=[{', '.join(map(str, (usual_spec(len(shape), dict(axes)) for shape in plan.shapes)))}]"
         )
     return specs
-
-
-def _usual_cuts(shape: Sequence[int], axes: AxisSizes) -> LayoutSpec:
-    spec: list[tuple[str, ...]] = [()] * len(shape)
-    for name, _ in axes:
-        place = _USUAL_PLACES.get(name)
-        if place is not None and -len(shape) <= place < len(shape):
-            spec[place] = *spec[place], name
-    return tuple(names if len(names) > 1 else next(iter(names), None) for names in spec)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from itertools import accumulate, pairwise, product
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from jigsaw.errors import ShardingError
+from jigsaw.geometry.axis_names import SAMPLE_AXES
 from jigsaw.geometry.cut import Box, Cut, FrozenValue, SplitRule, box_shape, check_split_rule, cut_points, whole_dim
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ AxisSizes = tuple[tuple[str, int], ...]
 DimSpec = None | str | Sequence[str]
 LayoutSpec = Sequence[DimSpec]
 T = TypeVar("T")
-
-_SAMPLE_AXES = ("data", "replicate", "ensemble")  # axes that cut batches and members, not space, by their names
 
 
 def _entry_axes(entry: DimSpec) -> tuple[str, ...]:
@@ -381,7 +380,7 @@ def _rows_together(align: int | Mapping[int, int], shape: Sequence[int], spec: L
     if isinstance(align, Mapping):
         return _values_by_dim("align", align, shape)
     check_split_rule(1, "balanced", align)
-    return {dim: align for dim, entry in enumerate(spec) if not set(_SAMPLE_AXES).intersection(_entry_axes(entry))}
+    return {dim: align for dim, entry in enumerate(spec) if not set(SAMPLE_AXES).intersection(_entry_axes(entry))}
 
 
 def _warn_of_empty_pieces(cuts: Iterable[tuple[int, Cut]], align: int) -> None:

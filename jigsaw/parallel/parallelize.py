@@ -21,6 +21,7 @@ from jigsaw.comm import debug
 from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.comm.wire_values import checksum_of_bits
 from jigsaw.errors import ShardingError
+from jigsaw.geometry.axis_names import CHANNEL_AXIS
 from jigsaw.ops.into_torch.reentrant import at_end_of_pass
 from jigsaw.ops.into_torch.whole_tensor import run_forward_whole
 from jigsaw.parallel.channel_parallel import cut_channels
@@ -56,7 +57,7 @@ def parallelize(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     reduce: bool = True,
-    channel: str = "channel",
+    channel: str = CHANNEL_AXIS,
     units: Sequence[nn.Module] | None = None,
     unit_bytes: int = 4 * _MIB,
     bucket_bytes: int = 25 * _MIB,

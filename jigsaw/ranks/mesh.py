@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # pyright
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw.errors import RanksDifferError, ShardingError
+from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.layout import AxisSizes, MeshCoordinate
 from jigsaw.ranks.launcher import DEBUG_VARIABLE, EVERY_VARIABLE, debug_interval, torchrun_variables
 from jigsaw.ranks.model_world import job_group, job_rank, job_size, of_the_job
@@ -139,7 +140,7 @@ def _with_the_rest(axes: dict[str, int], ranks: int) -> dict[str, int]:
     """Return the axes with sizes for all ranks, that of -1 computed; those of a single rank where there are none."""
     if not axes:
         if ranks == 1:
-            return {"data": 1}
+            return {DATA_AXIS: 1}
         raise ShardingError(
             f"init_mesh() without axes is for one rank, and there are {ranks}; say what they cut: "
             f"init_mesh(lat={ranks}), or init_mesh(data=-1) for batches"

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn.functional import mse_loss
 
 from jigsaw import comm
+from jigsaw.geometry.axis_names import usual_spec
 from jigsaw.geometry.layout import LayoutSpec
 from jigsaw.ranks.mesh import axes_of_mesh
 from jigsaw.testing.failure import RankFailedError
@@ -27,9 +28,6 @@ from jigsaw.tile.tile_making import shard
 
 OracleModel = Callable[..., Any]
 OracleMesh = Mapping[str, int]
-
-# Dims that the canonical axes cut when there is no spec; a channel axis cuts weights, not inputs.
-_USUAL_DIMS = {"data": 0, "depth": -3, "z": -3, "lat": -2, "y": -2, "lon": -1, "x": -1}
 
 
 def assert_same_on_every_mesh(
@@ -336,7 +334,7 @@ def _checked_specs(case: OracleCase, axes: OracleMesh) -> list[LayoutSpec | None
 
     Raises: `ValueError` when the mesh cuts nothing: such a test could not fail.
     """
-    specs = case.specs if case.given else [_usual_spec(x, axes) for x in case.inputs]
+    specs = case.specs if case.given else [_spec_of_input(x, axes) for x in case.inputs]
     named = set(_named_axes(specs))
     if math.prod(axes.values()) > 1 and not any(size > 1 and name in named for name, size in axes.items()):
         raise ValueError(
@@ -346,14 +344,8 @@ def _checked_specs(case: OracleCase, axes: OracleMesh) -> list[LayoutSpec | None
     return specs
 
 
-def _usual_spec(x: Any, axes: OracleMesh) -> LayoutSpec | None:
-    if not isinstance(x, Tensor) or not x.ndim:
-        return None
-    spec: list[str | None] = [None] * x.ndim
-    for name, dim in _USUAL_DIMS.items():
-        if name in axes and -x.ndim <= dim < x.ndim and spec[dim] is None:
-            spec[dim] = name
-    return tuple(spec)
+def _spec_of_input(x: Any, axes: OracleMesh) -> LayoutSpec | None:
+    return usual_spec(x.ndim, axes) if isinstance(x, Tensor) and x.ndim else None
 
 
 def _named_axes(specs: Sequence[LayoutSpec | None]) -> list[str]:

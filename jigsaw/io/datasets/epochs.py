@@ -15,6 +15,7 @@ from typing import Any, Generic, Self, TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.errors import FieldError
+from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.layout import MeshCoordinate
 from jigsaw.io.datasets.device_copy import DeviceCopier
 from jigsaw.io.datasets.prefetch import BatchPrefetch
@@ -22,7 +23,6 @@ from jigsaw.io.datasets.sample_order import LoaderState, SampleOrder
 from jigsaw.io.datasets.samples import MeshSamples
 from jigsaw.io.reading.chunk_jobs import ReadCounts
 from jigsaw.io.reading.engine import ReadEngine
-from jigsaw.io.series.sample_space import DATA_AXIS
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.ranks.mesh import mesh_coordinate
 

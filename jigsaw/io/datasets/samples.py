@@ -15,11 +15,12 @@ from torch.utils import data
 
 from jigsaw import comm
 from jigsaw.errors import ReadError, ShardingError
+from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.layout import AxisSizes
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.same_store import StoreIdentity, check_same_store
-from jigsaw.io.series.sample_space import DATA_AXIS, SampleSpace
+from jigsaw.io.series.sample_space import SampleSpace
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.ranks.mesh import axes_of_mesh, init_mesh
 from jigsaw.tile.misuse import warn_once

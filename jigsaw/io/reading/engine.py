@@ -15,6 +15,7 @@ from contextlib import suppress
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.errors import PeerError, ReadError
+from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.chunks.lookups import LookupCounts, total_lookups
 from jigsaw.io.reading.arena import attach_arena
@@ -47,7 +48,7 @@ class ReadEngine:
         mesh: DeviceMesh | PeerGroup | None = None,
         threads: int | None = None,
         *,
-        apart: tuple[str, ...] = ("data",),
+        apart: tuple[str, ...] = (DATA_AXIS,),
         budget: int = 1 << 29,
         timeout: float | None = None,
         identity: Callable[[], StoreIdentity] | None = None,

@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.errors import PeerError, ShardingError
+from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.io.reading.forks import forked_from
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_patience
 
@@ -127,7 +128,7 @@ _groups_met: Counter[tuple[int, ...]] = Counter()
 
 
 def meet_peers(
-    mesh: DeviceMesh | None, apart: Sequence[str] = ("data",), host: str | None = None, timeout: float | None = None
+    mesh: DeviceMesh | None, apart: Sequence[str] = (DATA_AXIS,), host: str | None = None, timeout: float | None = None
 ) -> PeerGroup:
     """Return the ranks that share this rank's samples: those that differ from it along other axes than `apart`.
 

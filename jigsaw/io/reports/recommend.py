@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jigsaw.errors import HaloError, ShardingError
+from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.cut import box_elements
 from jigsaw.io.chunks.chunk_finder import SMALLEST_DIVIDED_CHUNK
 from jigsaw.io.datasets.dataset import Dataset
@@ -23,7 +24,7 @@ from jigsaw.io.datasets.opening import open
 from jigsaw.io.reading.read_plan import ReadPlan, make_read_plan, plan_read
 from jigsaw.io.reports.proposed_tables import dims_with_roles, proposed_table, shard_shape_of
 from jigsaw.io.series.request import ReadRequest
-from jigsaw.io.series.sample_space import DATA_AXIS, SampleSpace
+from jigsaw.io.series.sample_space import SampleSpace
 from jigsaw.io.series.store_survey import StoreVariable
 
 TILE_GROWTH = 1.1

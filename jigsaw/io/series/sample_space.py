@@ -9,6 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from jigsaw.errors import GridError, HaloError, ShardingError
+from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.cut import SplitRule, box_slices
 from jigsaw.geometry.layout import AxisSizes, DimSpec, Layout, MeshCoordinate
 from jigsaw.io.series import coords
@@ -17,7 +18,6 @@ from jigsaw.io.series.poles import pole_boundary
 from jigsaw.io.series.times import is_whole_number
 
 HaloWidth = int | tuple[int, int]
-DATA_AXIS = "data"
 
 
 @dataclass(frozen=True)

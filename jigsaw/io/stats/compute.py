@@ -13,10 +13,10 @@ import torch
 
 from jigsaw import comm
 from jigsaw.errors import FieldError
+from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.packages import why_not_imported
 from jigsaw.io.rank_results import result_of_first_rank
-from jigsaw.io.series.sample_space import DATA_AXIS
 from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.stats.dask_blocks import blocks_by_workers
 from jigsaw.io.stats.mesh_blocks import blocks_on_mesh

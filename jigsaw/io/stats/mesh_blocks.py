@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from jigsaw import comm
+from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.datasets.loader import Batch, DataLoader
-from jigsaw.io.series.sample_space import DATA_AXIS
 from jigsaw.io.stats.moments import ChannelMoments, MomentValues
 from jigsaw.io.stats.stats_checkpoint import StepBlock
 from jigsaw.io.stats.step_series import StepSeries

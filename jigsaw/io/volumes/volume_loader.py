@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.datasets.epochs import BatchTurn, EpochLoader
 from jigsaw.io.datasets.samples import TileIfAny, TileRecord
-from jigsaw.io.series.sample_space import DATA_AXIS
 from jigsaw.io.volumes.volume import voxel_spacing
 from jigsaw.io.volumes.volume_dataset import VolumeCrop, Volumes
 from jigsaw.tile.tile import Tile

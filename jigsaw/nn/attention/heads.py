@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.errors import ShardingError
+from jigsaw.geometry.axis_names import CHANNEL_AXIS
 from jigsaw.geometry.cut import Cut, cut_points, whole_dim
 from jigsaw.nn.products.contraction import plan_contraction
 from jigsaw.nn.products.linear import add_bias, layout_before_gather, layout_of_held_tokens, linear_onto_cuts
@@ -134,7 +135,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
         *,
         mesh: DeviceMesh,
-        axis: str | Sequence[str] = "channel",
+        axis: str | Sequence[str] = CHANNEL_AXIS,
     ) -> None:
         if add_bias_kv or add_zero_attn or kdim not in (None, embed_dim) or vdim not in (None, embed_dim):
             raise ShardingError(

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.comm.graph_calls import is_shape_run, refuse_in_graph
 from jigsaw.errors import ShardingError
+from jigsaw.geometry.axis_names import EXPERT_AXIS
 from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.matmul_grid import refine_cut
@@ -90,7 +91,7 @@ class MoE(nn.Module):
         top_k: int,
         *,
         mesh: DeviceMesh,
-        axis: str | Sequence[str] = "expert",
+        axis: str | Sequence[str] = EXPERT_AXIS,
         shared_experts: int = 0,
         capacity_factor: float | None = None,
         normalize: bool | None = None,

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.errors import ShardingError
+from jigsaw.geometry.axis_names import CHANNEL_AXIS
 from jigsaw.geometry.layout import MeshCoordinate
 from jigsaw.nn.norms.standardize import is_whole_along, owned_along, standardize_tile
 from jigsaw.nn.weights import StoredWeight, cut_parameter, is_dtensor, local_weight, weight_layout
@@ -316,7 +317,7 @@ class _CutNorm(nn.Module):
     *Raises*: `ShardingError` for a `normalized_shape` of several dims.
     """
 
-    def __init__(self, *args: Any, mesh: DeviceMesh, axis: str | Sequence[str] = "channel", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, mesh: DeviceMesh, axis: str | Sequence[str] = CHANNEL_AXIS, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for name, value in list(self.named_parameters(recurse=False)):
             if value.ndim != 1:

@@ -19,6 +19,7 @@ from jigsaw import comm
 from jigsaw.comm.exchange import sum_held_rows
 from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.errors import ShardingError
+from jigsaw.geometry.axis_names import CHANNEL_AXIS
 from jigsaw.geometry.layout import Layout
 from jigsaw.nn.products.linear import gathered_tokens
 from jigsaw.nn.weights import StoredWeight, cut_parameter, gathered_weight, is_dtensor, local_weight, weight_layout
@@ -134,7 +135,7 @@ class Embedding(nn.Embedding):
         dtype: torch.dtype | None = None,
         *,
         mesh: DeviceMesh,
-        axis: str | Sequence[str] = "channel",
+        axis: str | Sequence[str] = CHANNEL_AXIS,
     ) -> None:
         if comm.rank_count(mesh, axis) > 1 and (max_norm is not None or scale_grad_by_freq or sparse):
             raise ShardingError(

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.comm.exchange import sum_held_rows
 from jigsaw.errors import ShardingError
+from jigsaw.geometry.axis_names import CHANNEL_AXIS
 from jigsaw.geometry.cut import cut_by_some_axes, cut_holding_along, have_same_rows, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.nn.products.contraction import plan_contraction
@@ -287,7 +288,7 @@ class Linear(nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         mesh: DeviceMesh,
-        axis: str | Sequence[str] = "channel",
+        axis: str | Sequence[str] = CHANNEL_AXIS,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.weight = cut_parameter(self.weight.detach(), mesh, axis)

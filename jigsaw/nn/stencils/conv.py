@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.errors import ShardingError
+from jigsaw.geometry.axis_names import CHANNEL_AXIS
 from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.stencil_rules import TransposedWindow
@@ -345,7 +346,7 @@ class _CutConv(nn.Module):
     *Raises*: `ShardingError` for a transposed layer with groups.
     """
 
-    def __init__(self, *args: Any, mesh: DeviceMesh, axis: str | Sequence[str] = "channel", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, mesh: DeviceMesh, axis: str | Sequence[str] = CHANNEL_AXIS, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         layer: Any = self  # torch's layer, of which this class is a part
         transposed = isinstance(self, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))

@@ -1,0 +1,120 @@
+"""The stages of a model that one rank of a pipeline has: their weights stay, those of other stages go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from jigsaw import comm
+from jigsaw.nn.weights import is_dtensor
+from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
+from jigsaw.parallel.gradients import axes_not_cutting
+from jigsaw.parallel.parallelize import PIPE_MARK
+from jigsaw.parallel.sharding import ShardingOptions
+from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate
+from jigsaw.stages.pipe_schedules import PipeSchedule
+from jigsaw.stages.stage_calls import CallWatch
+from jigsaw.stages.stage_cuts import StageCuts, parallel_stage, stage_of_tensor
+from jigsaw.stages.stage_plan import PaperModel
+from jigsaw.stages.stage_runner import StageRunner
+
+
+class OwnStages:
+    """Modules of a rank's own stages, and the parameters that every stage has (`shared`)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        stage_mesh: DeviceMesh,
+        axis: str,
+        cuts: StageCuts,
+        schedule: PipeSchedule,
+    ) -> None:
+        self.model, self.mesh, self.stage_mesh, self.axis, self.cuts = model, mesh, stage_mesh, axis, cuts
+        self.ranks = dict(axes_of_mesh(mesh))[axis]
+        self.place = mesh_coordinate(mesh)[[name for name, _ in axes_of_mesh(mesh)].index(axis)]
+        self.numbers = schedule.stages_at(self.place, self.ranks, cuts.stages)
+        within = {p for name in cuts.stage_of for p in model.get_submodule(name).parameters()}
+        self.shared = {name: p for name, p in model.named_parameters() if p not in within}
+
+    def keep(self, sharding: ShardingOptions | None, channel: str) -> nn.Module:
+        """Move the weights of other stages to the meta device, and prepare the gradients of those that stay.
+
+        Returns the module that holds the stages, as `parallel_stage` does.
+
+        *Sends*: the shared parameters, from the first rank; cut weights, as `jigsaw.parallelize` does.
+        """
+        for name, stage in self.cuts.stage_of.items():
+            if stage not in self.numbers:
+                self.model.get_submodule(name).to("meta")
+        if sharding is not None:
+            self._join_groups(sharding, channel)
+        with_weights = [m for m in self._modules_of(*self.numbers) if next(m.parameters(), None) is not None]
+        holder = parallel_stage(with_weights, self.stage_mesh, sharding, channel)
+        self._share_parameters()
+        return holder
+
+    def _modules_of(self, *numbers: int) -> list[nn.Module]:
+        return [self.model.get_submodule(name) for name, stage in self.cuts.stage_of.items() if stage in numbers]
+
+    def _share_parameters(self) -> None:
+        axes = [name for name, _ in axes_of_mesh(self.mesh)]
+        with torch.no_grad():
+            for p in self.shared.values():
+                whole_value = p.detach().contiguous()
+                comm.broadcast_first(whole_value, self.mesh, axes)
+                p.copy_(whole_value)
+                setattr(p, AVERAGED_MARK, self.stage_mesh.size())
+        for name, p in self.named_parameters():
+            setattr(p, PIPE_MARK, (self.mesh, self.axis, name not in self.shared or self.place == 0))
+
+    def _join_groups(self, sharding: ShardingOptions, channel: str) -> None:
+        """Make the groups that any stage cuts weights over, because all ranks of the job must make each.  Some stages
+        may have nothing that `channel` cuts, or no DTensor.
+        """
+        names = tuple(name for name, _ in axes_of_mesh(self.stage_mesh))
+        cut = (axes_not_cutting(p, self.stage_mesh) for p in self.model.parameters() if is_dtensor(p))
+        for axes in dict.fromkeys([names, tuple(name for name in names if name != channel), *cut]):
+            if comm.rank_count(self.stage_mesh, [name for name in axes if name not in sharding.replicate]) > 1:
+                sharding.mesh_along(self.stage_mesh, axes)
+
+    def runners(
+        self, paper: PaperModel, loss: Callable[[Any, Any], Tensor], sharding: ShardingOptions | None
+    ) -> list[StageRunner]:
+        """Return what runs each of the own stages."""
+        elsewhere = {
+            name
+            for name, stage in self.cuts.stage_of.items()
+            if stage not in self.numbers and next(self.model.get_submodule(name).parameters(), None) is not None
+        }
+        watch = CallWatch(self.model, self.cuts, elsewhere)
+        runners = [StageRunner(watch, stage, self.stage_mesh, paper.mode, loss) for stage in self.numbers]
+        if sharding is not None and sharding.replicate:
+            for runner in runners:
+                modules = (m for own in self._modules_of(runner.stage) for m in own.modules())
+                runner.copied_units = [module for module in modules if isinstance(module, FSDPModule)]
+                for unit in runner.copied_units:
+                    # all parameters of a unit are summed in one tensor, whichever of them a microbatch uses
+                    unit.set_reduce_scatter_unused_params(True, recurse=False)
+        return runners
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters of these stages, by the model's own names."""
+        for name, p in self.model.named_parameters():
+            if name in self.shared or self.has(name):
+                yield name, p
+
+    def stage_of(self, name: str) -> int | None:
+        """Return the stage of a parameter or buffer, None for one that every stage has."""
+        return stage_of_tensor(name, self.cuts)
+
+    def has(self, name: str) -> bool:
+        """Return True for a parameter or buffer of one of these stages, or of all."""
+        stage = self.stage_of(name)
+        return stage is None or stage in self.numbers
