@@ -264,7 +264,13 @@ class TensorShell(_TensorBase):
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> NoReturn:
+    ) -> Any:
+        # autograd adds up the gradients of a tile that entered several Functions, as units of FSDP2 that take the same
+        # input; with create_graph=True the sum would have no history, so it is refused
+        is_sum = func is torch.ops.aten.add.Tensor and all(isinstance(x, TensorShell) for x in args)
+        if is_sum and not torch.is_grad_enabled():
+            first, second = args
+            return cls(first.local + _as_laid(second, first), first.__dict__["layout"], first.__dict__["mesh"])
         raise ShardingError(
             f"a Tile cannot become a plain tensor by itself, which {func} below torch's own functions took it for (a "
             "custom autograd.Function, a full backward hook, TorchScript or C++ code); use tile.full_tensor() for the "

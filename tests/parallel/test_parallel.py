@@ -1076,3 +1076,29 @@ def test_the_old_spectral_norm_of_a_weight_that_channel_cuts_is_refused():
     model = nn.Sequential(nn.utils.spectral_norm(nn.Conv2d(3, 8, 3, padding=1)), nn.Conv2d(8, 4, 1))
     with pytest.raises(ShardingError, match=r"module '0' has torch.nn.utils.spectral_norm, .*parametrizations"):
         parallelize(model, world_mesh(lat=1, channel=2))
+
+
+class Branches(nn.Module):
+    """Three units take the same tile, whose gradient is the sum of theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(6, 6, 3, padding=1)
+        self.units = nn.ModuleList([nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 6, 1), nn.Conv2d(6, 6, 1)])
+
+    def forward(self, x):
+        x = self.first(x)
+        return sum(unit(x) for unit in self.units)
+
+
+@pytest.mark.parametrize("axes", [{"lat": 2}, {"lat": 2, "lon": 2}], ids=_name)
+def test_units_that_take_the_same_tile(axes):
+    run_on_ranks(_ranks(axes), _train_branches, axes)
+
+
+def _train_branches(axes):
+    model, expected, mesh = _pair(Branches, axes, "cut")
+    batch = _batch()
+    losses = _train(model, _tiles(batch, mesh), plain_loss, steps=2)
+    torch.testing.assert_close(losses, _train(expected, batch, plain_loss, steps=2), rtol=1e-9, atol=0)
+    _assert_same_state(model, expected, 1e-9)
