@@ -14,7 +14,7 @@ from globe_store import globe, write
 import jigsaw
 from jigsaw.__main__ import main
 from jigsaw.io.commands.parse_options import parse_boundary
-from jigsaw.io.reports.plan_picture import plan_figure
+from jigsaw.io.reports.pictures import plan_figure
 
 
 def planned(capsys, *argv):

@@ -17,13 +17,13 @@ from jigsaw.dryrun.devices import DEVICES
 from jigsaw.errors import StateError, WriteError
 from jigsaw.io.cache_folder import CACHE_COUNT_FILE, CacheFolder
 from jigsaw.io.chunks.files import LocalFiles, ObjectIdentity
-from jigsaw.io.conversion.journal import ConversionJournal, remove_journal
+from jigsaw.io.conversion.convert import ConversionJournal, remove_journal
 from jigsaw.io.formats import hdf5_index
 from jigsaw.io.formats.disk_cache import KeptAnswers
 from jigsaw.io.formats.hdf5_index import Hdf5File
-from jigsaw.io.reports.plan_picture import save_figure
-from jigsaw.io.series.statistics_files import replace_file
-from jigsaw.io.stats.stats_checkpoint import check_moments
+from jigsaw.io.reports.pictures import save_figure
+from jigsaw.io.series.statistics import replace_file
+from jigsaw.io.stats.moments import check_moments
 from jigsaw.io.writing.write import Writer
 from jigsaw.testing import world_mesh
 

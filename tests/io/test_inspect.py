@@ -102,11 +102,11 @@ def test_many_files_are_told_of_as_they_are_stored(tmp_path, capsys):
 
 
 def test_the_map_is_drawn_of_the_values(tmp_path, wb2, capsys, monkeypatch):
-    from jigsaw.io.reports import field_map as summary_map
+    from jigsaw.io.reports import pictures
 
     drawn = []
-    draw = summary_map._draw_values
-    monkeypatch.setattr(summary_map, "_draw_values", lambda values, *rest: (drawn.append(values), draw(values, *rest)))
+    draw = pictures._draw_values
+    monkeypatch.setattr(pictures, "_draw_values", lambda values, *rest: (drawn.append(values), draw(values, *rest)))
     out = inspected(capsys, wb2, "--fields", "temperature@700,t2m", "--step", "-1", "--plot", tmp_path / "map.png")
     assert out.rstrip().endswith(f"temperature@700, 2020-01-03T06:00:00, drawn to {tmp_path / 'map.png'}")
     expected = xr.open_zarr(wb2, consolidated=False)["temperature"].sel(level=700).isel(time=-1)

@@ -14,7 +14,7 @@ from globe_store import globe, stacked, write
 
 import jigsaw
 from jigsaw.errors import CorruptChunkError, FieldError, PeerError, ReadError, StateError, WindowError
-from jigsaw.io.datasets.prefetch import BatchPrefetch
+from jigsaw.io.datasets.epochs import BatchPrefetch
 from jigsaw.io.reading import memory_pool as _memory
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 

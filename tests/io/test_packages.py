@@ -14,8 +14,8 @@ import pytest
 from jigsaw.errors import FieldError, UnsupportedStoreError, WriteError
 from jigsaw.io.chunks.remote_files import files_of_url
 from jigsaw.io.conversion.selected_source import open_with_xarray
-from jigsaw.io.reports.plan_picture import draw_plan
-from jigsaw.io.series.statistics_files import _open_statistics_nc
+from jigsaw.io.reports.pictures import draw_plan
+from jigsaw.io.series.statistics import _open_statistics_nc
 from jigsaw.io.series.times import _stamps_and_elapsed
 from jigsaw.io.stats.cluster import dask_client
 from jigsaw.io.stats.compute import _report_progress

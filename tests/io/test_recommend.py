@@ -7,8 +7,7 @@ from globe_store import globe, write
 
 import jigsaw.io as jio
 from jigsaw.errors import ShardingError
-from jigsaw.io.reports.proposed_tables import shard_shape_of
-from jigsaw.io.reports.recommend import ReadFigures, recommend
+from jigsaw.io.reports.recommend import ReadFigures, recommend, shard_shape_of
 
 
 @pytest.fixture(scope="module")

@@ -24,14 +24,13 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
-from jigsaw.errors import FetchError, UnsupportedStoreError, redacted_text
+from jigsaw.errors import FetchError, UnsupportedStoreError, redacted_text, why_not_imported
 from jigsaw.io.chunks.byte_ranges import ByteRange, merge_ranges
 from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError
 from jigsaw.io.chunks.concurrent_requests import REQUESTS_IN_FLIGHT, ask_in_pool, is_waited_for
 from jigsaw.io.chunks.files import ByteAllocator, FillTarget, ObjectIdentity, fill_targets
 from jigsaw.io.chunks.memory import fresh_memory
 from jigsaw.io.chunks.redirects import GuardedHttp
-from jigsaw.io.packages import why_not_imported
 
 T = TypeVar("T")
 REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")

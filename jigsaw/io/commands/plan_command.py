@@ -13,7 +13,7 @@ from jigsaw.io.datasets.opening import open
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading.read_modes import PLAN_MODES
 from jigsaw.io.reading.read_plan import ReadPlan
-from jigsaw.io.reports.plan_picture import draw_plan
+from jigsaw.io.reports.pictures import draw_plan
 from jigsaw.io.reports.plan_report import advice_report, plan_report
 from jigsaw.io.reports.recommend import is_cheap_recommendation, recommend
 from jigsaw.io.series import coords

@@ -8,10 +8,14 @@ root says that nothing is complete and lists no array; then one file, replaced a
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from io import FileIO
 from itertools import product
 from math import ceil, prod
 from pathlib import Path
@@ -20,17 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.drafts import open_unlinked
 from jigsaw.errors import WriteError, writing_to
 from jigsaw.geometry.cut import Box, box_elements, box_slices
-from jigsaw.io.conversion.journal import (
-    CONVERT_AGAIN,
-    ConversionJournal,
-    UnitIndex,
-    UnitKey,
-    combine_digests,
-    remove_journal,
-    values_digest,
-)
 from jigsaw.io.conversion.selected_source import SelectedSource, recommended_chunks, select_source
 from jigsaw.io.stats.cluster import results_in_order, worker_threads
 from jigsaw.io.writing.cf import plain_attribute
@@ -43,6 +39,102 @@ if TYPE_CHECKING:
     from dask.distributed import Client
 
     from jigsaw.io.conversion.watched_store import WatchedStore
+
+
+CONVERT_AGAIN = "convert again with the same arguments: it goes on with what is not there yet"
+UnitIndex = tuple[int, ...]
+UnitKey = tuple[str, UnitIndex]
+"""Array, and one of its units (shards, or chunks where there are none)."""
+
+
+def values_digest(values: NDArray[Any]) -> str:
+    """Return the digest of the values in C order; every NaN counts alike, as a store's fill value does."""
+    plain = np.ascontiguousarray(values)
+    if plain.dtype.kind == "f" and (missing := np.isnan(plain)).any():
+        plain = np.where(missing, np.array(np.nan, plain.dtype), plain)
+    return hashlib.blake2b(plain.tobytes(), digest_size=16).hexdigest()
+
+
+def combine_digests(digests: Iterable[str]) -> str:
+    """Return the digest of an array from those of its units in C order."""
+    return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
+
+
+def remove_journal(path: Path) -> None:
+    """Remove the journal of a conversion; a link goes, and not where it leads.
+
+    Raises: `WriteError` for a file that is not one.
+    """
+    if path.exists() and not path.is_symlink():
+        with path.open("rb") as file:
+            begin = file.read(len(_BEGIN_OF_JOURNAL))
+        if not _BEGIN_OF_JOURNAL.startswith(begin):
+            raise WriteError(f"{path} is not a journal of a conversion, so it is not replaced; move it away")
+    path.unlink(missing_ok=True)
+
+
+_BEGIN_OF_JOURNAL = b'{"conversion": '
+
+
+class ConversionJournal:
+    """A file of lines that are appended to; a last line that was cut short by the end of its writer does not count.
+
+    The first says which conversion it is of, the second that the store was made, the others which units are written.
+    """
+
+    def __init__(self, path: Path, identity: str) -> None:
+        self._path, self._identity = path, identity
+        self.done: dict[UnitKey, str] = {}
+        self.is_made = False
+        if path.exists():
+            self._read()
+        else:
+            self._append([{"conversion": identity}])
+
+    def _read(self) -> None:
+        if self._path.is_symlink():
+            raise WriteError(f"{self._path} is a symbolic link, so it is no journal of ours; remove it yourself")
+        whole = self._path.read_bytes()
+        kept = whole[: whole.rfind(b"\n") + 1]
+        try:
+            lines = [json.loads(line) for line in kept.splitlines()]
+        except ValueError as e:
+            raise WriteError(f"{self._path} is damaged ({e}); start again with replace=True") from e
+        if lines and lines[0].get("conversion") != self._identity:
+            raise WriteError(
+                f"{self._path} belongs to another conversion: other files, fields, times, chunks or shards, or files "
+                "that have changed since; repeat its arguments, or start again with replace=True"
+            )
+        os.truncate(self._path, len(kept))
+        if not lines:
+            self._append([{"conversion": self._identity}])
+        self.is_made = any("made" in line for line in lines)
+        self.done = {(e["array"], tuple(e["unit"])): e["digest"] for e in lines if "array" in e}
+
+    def made(self) -> None:
+        self._append([{"made": True}])
+        self.is_made = True
+
+    def add(self, written: Iterable[tuple[UnitKey, str]]) -> None:
+        new = list(written)
+        self._append([{"array": name, "unit": unit, "digest": digest} for (name, unit), digest in new])
+        self.done.update(new)
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def _append(self, entries: Iterable[Any]) -> None:
+        """Append whole lines or none: a full disk takes only part of a line, and the next would follow in its
+        middle.
+        """
+        text = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        with writing_to(self._path, CONVERT_AGAIN), FileIO(open_unlinked(self._path, flags), "a") as out:
+            before = os.fstat(out.fileno()).st_size
+            if out.write(text) != len(text):
+                os.ftruncate(out.fileno(), before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
 
 DIGESTS_ATTRIBUTE = "jigsaw_digests"
 ConversionProgress = Callable[[int, int], None]

@@ -21,6 +21,7 @@ from jigsaw.errors import (
     WindowError,
     cause_without_secrets,
     redacted_text,
+    why_not_imported,
 )
 from jigsaw.io.arguments import checked_choice
 from jigsaw.io.chunks.array_table import ArrayTable
@@ -29,10 +30,8 @@ from jigsaw.io.chunks.packing import fill_is_missing
 from jigsaw.io.datasets.opening import open
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.formats.xarray_dataset import open_xarray
-from jigsaw.io.packages import why_not_imported
 from jigsaw.io.reading.same_store import StoreIdentity, look_at_store
-from jigsaw.io.reports.proposed_tables import chunk_shape_of, shard_shape_of
-from jigsaw.io.reports.recommend import best_chunks
+from jigsaw.io.reports.recommend import best_chunks, chunk_shape_of, shard_shape_of
 from jigsaw.io.series.fields import FieldChannel, channels_of_fields
 from jigsaw.io.series.request import MISSING_RULES
 from jigsaw.io.series.store_survey import StoreSurvey

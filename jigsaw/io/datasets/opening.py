@@ -21,12 +21,11 @@ from jigsaw.io.formats.disk_cache import DiskCache
 from jigsaw.io.formats.store_source import StoreSource
 from jigsaw.io.reading.read_modes import PLAN_MODES
 from jigsaw.io.series import coords
-from jigsaw.io.series.boundary import BoundaryRule
+from jigsaw.io.series.boundary import BoundaryRule, vector_channels
 from jigsaw.io.series.choices import choose_positions, time_origins
 from jigsaw.io.series.fields import FieldChannel, channels_of_fields
 from jigsaw.io.series.forcings import GridForcings, geographic_angles
 from jigsaw.io.series.normalize import NormalizeArgument, channel_scales, with_stored_statistics
-from jigsaw.io.series.poles import vector_channels
 from jigsaw.io.series.request import MISSING_RULES
 from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
 from jigsaw.io.series.store_survey import RowOrder, StoreSurvey, StoreVariable

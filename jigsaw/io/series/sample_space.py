@@ -13,8 +13,7 @@ from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.cut import SplitRule, box_slices
 from jigsaw.geometry.layout import AxisSizes, DimSpec, Layout, MeshCoordinate
 from jigsaw.io.series import coords
-from jigsaw.io.series.boundary import BoundaryRule, DimBoundary
-from jigsaw.io.series.poles import pole_boundary
+from jigsaw.io.series.boundary import BoundaryRule, DimBoundary, pole_boundary
 from jigsaw.io.series.times import is_whole_number
 
 HaloWidth = int | tuple[int, int]

@@ -14,15 +14,21 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.errors import FieldError
+from jigsaw.drafts import draft_of
+from jigsaw.errors import FieldError, why_not_imported, writing_to
 from jigsaw.io.series.fields import FieldChannel, quantity_and_level
 
 ChannelValues = NDArray[np.float64]
@@ -96,18 +102,14 @@ class Statistics(Mapping[str, dict[str, float]]):
         Raises: `FieldError` for a path that does not exist or does not hold statistics, and for another number of names
         than channels.
         """
-        from jigsaw.io.series import statistics_files as stats_files
-
-        return stats_files.read_statistics(path, None if fields is None else tuple(fields))
+        return read_statistics(path, None if fields is None else tuple(fields))
 
     def write(self, path: StatisticsPath) -> None:
         """Write ``.nc``, ``.npz`` or ``.json``; the file appears when it is complete.
 
         Raises: `FieldError` for another ending.
         """
-        from jigsaw.io.series import statistics_files as stats_files
-
-        stats_files.write_statistics(self, path)
+        write_statistics(self, path)
 
     def mean_std(self, channels: Sequence[FieldChannel]) -> dict[str, tuple[float, float]]:
         """Return the mean and std of every channel by its name: what `normalize=` takes.
@@ -144,3 +146,261 @@ class Statistics(Mapping[str, dict[str, float]]):
 def _fields_text(fields: Sequence[str], most: int = 40) -> str:
     more = f" and {len(fields) - most} more" if len(fields) > most else ""
     return ", ".join(fields[:most]) + more
+
+
+FieldNames = tuple[str, ...]
+T = TypeVar("T")
+
+STATISTICS_FORMAT = "jigsaw statistics 1"
+STATISTICS_SUFFIXES = (".nc", ".npz", ".json")
+_MAKANI_FILES = {
+    "mean": "global_means.npy",
+    "std": "global_stds.npy",
+    "diff_mean": "time_diff_means.npy",
+    "diff_std": "time_diff_stds.npy",
+    "min": "mins.npy",
+    "max": "maxs.npy",
+}
+# the longer name first: "diffs_stddev_by_level.nc" also ends like "stddev_by_level.nc"
+_GRAPHCAST_FILES = {
+    "diff_std": "diffs_stddev_by_level.nc",
+    "std": "stddev_by_level.nc",
+    "mean": "mean_by_level.nc",
+    "min": "min_by_level.nc",
+}
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_statistics(path: str | os.PathLike[str] | Mapping[str, Any], fields: FieldNames | None = None) -> Statistics:
+    """See `Statistics.read`."""
+    if isinstance(path, Mapping):
+        return _read_each({name: Path(file) for name, file in path.items()}, fields, f"statistics of {dict(path)}")
+    at = Path(path)
+    if at.is_dir():
+        return _read_each(_files_in_folder(at), fields, f"statistics {at}")
+    if not at.is_file():
+        raise FieldError(f"there is no file or folder of statistics {str(at)!r}")
+    found = _files_of_set(at.parent, at.name, _GRAPHCAST_FILES) or _files_of_set(at.parent, at.name, _MAKANI_FILES)
+    if found:
+        return _read_each(found, fields, f"statistics {at.parent}")
+    return _with_field_names(_read_own(at), fields)
+
+
+def _files_in_folder(folder: Path) -> dict[str, Path]:
+    files = sorted(p.name for p in folder.iterdir())
+    sets = [_files_of_set(folder, name, names) for name in files for names in (_MAKANI_FILES, _GRAPHCAST_FILES)]
+    groups = [found for found in sets if found]
+    if not groups:
+        raise FieldError(
+            f"folder {str(folder)!r} has neither {_MAKANI_FILES['mean']} and {_MAKANI_FILES['std']} (makani) nor "
+            f"mean_by_level.nc and stddev_by_level.nc (GraphCast); name the file of the statistics"
+        )
+    other = next((found for found in groups if found != groups[0]), None)
+    if other is not None:
+        one, two = (next(iter(found.values())).name for found in (groups[0], other))
+        raise FieldError(
+            f"folder {str(folder)!r} has several sets of statistics, such as {one} and {two}; name one of the files"
+        )
+    return groups[0]
+
+
+def _files_of_set(folder: Path, name: str, names: Mapping[str, str]) -> dict[str, Path]:
+    """Return the files of the set that `name` belongs to: those with the same prefix; empty when it belongs to none."""
+    ending = next((n for n in names.values() if name.endswith(n)), None)
+    if ending is None or (names is _MAKANI_FILES and ending != name):
+        return {}
+    prefix = name.removesuffix(ending)
+    return {stat: folder / (prefix + n) for stat, n in names.items() if (folder / (prefix + n)).is_file()}
+
+
+def _read_each(files: Mapping[str, Path], fields: FieldNames | None, source: str) -> Statistics:
+    """Read one file for each statistic."""
+    unknown = sorted(set(files) - set(ALL_STATISTICS))
+    if unknown or not files:
+        raise FieldError(f"{source}: {unknown[:1] or 'nothing'} is no statistic; they are {list(ALL_STATISTICS)}")
+    missing = [str(p) for p in files.values() if not p.is_file()]
+    if missing:
+        raise FieldError(f"{source}: there is no file {missing[0]!r}")
+    columns = {stat: _read_column(p) for stat, p in files.items()}
+    unnamed = {stat: v for stat, (names, v) in columns.items() if not names}
+    if len(unnamed) == len(columns):
+        return _with_field_names(Statistics((), unnamed, source=source), fields)
+    if unnamed:
+        raise FieldError(f"{source}: {files[next(iter(unnamed))].name} has no names and the other files have; mix none")
+    order = tuple(dict.fromkeys(name for names, _ in columns.values() for name in names))
+    named = {stat: dict(zip(names, v.tolist(), strict=True)) for stat, (names, v) in columns.items()}
+    # NaN where a file lacks such a channel: GraphCast's forcings do not have diffs
+    values = {stat: np.array([at.get(name, math.nan) for name in order]) for stat, at in named.items()}
+    return _with_field_names(Statistics(order, values, source=source), fields)
+
+
+def _read_column(path: Path) -> tuple[FieldNames, ChannelValues]:
+    """Read one statistic: the channels' names, empty for a `.npy`, and a number for each."""
+    if path.suffix == ".npy":
+        found = _read_or_refuse(path, lambda: np.load(path, allow_pickle=False))
+        if found.dtype.kind not in "fiu" or found.size != max(found.shape, default=0):
+            raise FieldError(f"{path} is {found.dtype}{list(found.shape)}; a statistic is [1, C, 1, 1] or [C] numbers")
+        return (), found.reshape(-1).astype(np.float64)
+    return _read_or_refuse(path, lambda: _read_by_level(path))
+
+
+def _read_by_level(path: Path) -> tuple[FieldNames, ChannelValues]:
+    """Read the scalars and the variables along one level dim of a NetCDF file; others are not statistics of a
+    channel.
+    """
+    with _open_statistics_nc(path) as file:
+        names: list[str] = []
+        values: list[float] = []
+        for name, variable in file.variables.items():
+            numbers = np.ma.filled(np.ma.asarray(variable[...], dtype=np.float64), np.nan)
+            if not variable.dimensions:
+                names.append(name)
+                values.append(float(numbers))
+            elif len(variable.dimensions) == 1 and name != variable.dimensions[0]:
+                levels = file.variables.get(variable.dimensions[0])
+                marks = range(len(numbers)) if levels is None else np.asarray(levels[...], dtype=np.float64)
+                names += [f"{name}@{level:g}" for level in marks]
+                values += numbers.tolist()
+        return tuple(names), np.array(values)
+
+
+def _read_own(path: Path) -> Statistics:
+    readers = {".nc": _read_nc, ".npz": _read_npz, ".json": _read_json}
+    if path.suffix not in readers:
+        raise FieldError(
+            f"statistics {str(path)!r} end in {path.suffix!r}; known are {', '.join(STATISTICS_SUFFIXES)}, makani's "
+            '.npy or GraphCast\'s *_by_level.nc, and {"mean": file, "std": file}'
+        )
+    return _read_or_refuse(path, lambda: readers[path.suffix](path))
+
+
+def _read_or_refuse(path: Path, reader: Callable[[], T]) -> T:
+    try:
+        return reader()
+    except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as broken:
+        if isinstance(broken, FieldError):
+            raise
+        raise FieldError(f"{path} cannot be read as statistics ({type(broken).__name__}: {broken})") from broken
+
+
+def _check_format(path: Path, mark: Any) -> None:
+    if mark != STATISTICS_FORMAT:
+        raise FieldError(
+            f"{path} has no format {STATISTICS_FORMAT!r} and is not named like GraphCast's (…mean_by_level.nc); for a "
+            'file that holds one statistic use Statistics.read({"mean": file, "std": file})'
+        )
+
+
+def _read_nc(path: Path) -> Statistics:
+    with _open_statistics_nc(path) as file:
+        attrs = {name: file.getncattr(name) for name in file.ncattrs()}
+        _check_format(path, attrs.pop("format", None))
+        fields = tuple(str(name) for name in file.variables["channel"][...])
+        there = {n: file.variables[n][...] for n in file.variables if is_statistic(n)}
+        values = {n: np.ma.getdata(found).astype(np.float64) for n, found in there.items()}
+    return Statistics(fields, values, attrs, f"statistics {path}")
+
+
+def _read_npz(path: Path) -> Statistics:
+    with np.load(path, allow_pickle=False) as file:
+        attrs = json.loads(str(file["attrs"])) if "attrs" in file else {}
+        _check_format(path, attrs.pop("format", None))
+        values = {n: file[n] for n in file if is_statistic(n)}
+        return Statistics(tuple(map(str, file["channel"])), values, attrs, f"statistics {path}")
+
+
+def _read_json(path: Path) -> Statistics:
+    found = json.loads(path.read_text())
+    _check_format(path, found.get("format") if isinstance(found, dict) else None)
+    channels: list[dict[str, Any]] = found["channels"]
+    names = [n for n in dict.fromkeys(n for c in channels for n in c) if is_statistic(n)]
+    values = {n: np.array([math.nan if c[n] is None else c[n] for c in channels], dtype=np.float64) for n in names}
+    return Statistics(tuple(str(c["name"]) for c in channels), values, found["attrs"], f"statistics {path}")
+
+
+def _with_field_names(found: Statistics, fields: FieldNames | None) -> Statistics:
+    if fields is None:
+        return found
+    if found.fields:
+        raise FieldError(f"fields={list(fields)} names channels, but {found.source} has names of its own; leave it out")
+    if len(fields) != found.channels:
+        raise FieldError(
+            f"fields={list(fields)} are {len(fields)} names and {found.source} has {found.channels} channels"
+        )
+    return Statistics(fields, found.columns, found.attrs, found.source)
+
+
+def _open_statistics_nc(path: Path, mode: Literal["r", "w"] = "r", **how: Any) -> Any:
+    try:
+        import netCDF4
+    except ImportError as missing:
+        absent = f"{path} needs netCDF4: pip install 'jigsaw-torch[netcdf]', or use .npz or .json"
+        raise FieldError(why_not_imported(missing, absent)) from missing
+    return netCDF4.Dataset(str(path), mode, **how)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def check_statistics_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path, when its ending can be written and its folder exists."""
+    if Path(path).suffix not in STATISTICS_SUFFIXES:
+        raise FieldError(
+            f"statistics are written as {', '.join(STATISTICS_SUFFIXES)}, not {str(path)!r}; choose one of the endings"
+        )
+    if not Path(path).parent.is_dir():
+        raise FieldError(f"statistics are to be written to {str(path)!r}, whose folder is not there; make it first")
+    return Path(path)
+
+
+def write_statistics(found: Statistics, path: str | os.PathLike[str]) -> None:
+    """See `Statistics.write`."""
+    at = check_statistics_path(path)
+    if not found.fields:
+        raise FieldError(f"{found.source} have no names; read them with fields=[…] before they are written")
+    made = {".nc": _as_nc, ".npz": _as_npz, ".json": _as_json}[at.suffix](found)
+    replace_file(at, made, "write again: what was there is there still")
+
+
+def replace_file(path: Path, content: bytes, remedy: str) -> None:
+    """Put a file in its place once it is on the disk: a reader sees the old or the new; errors name the `remedy`."""
+    with writing_to(path, remedy), draft_of(path) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _attrs_with_format(found: Statistics) -> dict[str, Any]:
+    return {**found.attrs, "format": STATISTICS_FORMAT}
+
+
+def _as_nc(found: Statistics) -> bytes:
+    """Return the file's bytes, made in memory, because libhdf5 may end the process when it meets a full disk."""
+    file = _open_statistics_nc(Path("statistics.nc"), "w", memory=1 << 16)
+    file.setncatts(_attrs_with_format(found))
+    file.createDimension("channel", len(found))
+    file.createVariable("channel", str, ("channel",))[:] = np.array(found.fields, dtype=object)
+    for name, values in found.columns.items():
+        file.createVariable(name, "f8", ("channel",), fill_value=False)[:] = values
+    return bytes(file.close())
+
+
+def _as_npz(found: Statistics) -> bytes:
+    attrs = np.array(json.dumps(_attrs_with_format(found)))
+    return npz_bytes({"channel": np.array(found.fields), "attrs": attrs, **found.columns})
+
+
+def npz_bytes(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """Return the bytes that `numpy.savez` makes of arrays by name."""
+    made = BytesIO()
+    np.savez(made, **arrays)  # pyright: ignore[reportArgumentType]
+    return made.getvalue()
+
+
+def _as_json(found: Statistics) -> bytes:
+    numbers = {name: {n: None if math.isnan(v) else v for n, v in found[name].items()} for name in found.fields}
+    channels = [{"name": name, **values} for name, values in numbers.items()]  # None is NaN, which JSON has not
+    whole = {"format": STATISTICS_FORMAT, "attrs": dict(found.attrs), "channels": channels}
+    return (json.dumps(whole, indent=1) + "\n").encode()

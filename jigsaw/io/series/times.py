@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.errors import GridError, UnsupportedStoreError, WindowError
-from jigsaw.io.packages import why_not_imported
+from jigsaw.errors import GridError, UnsupportedStoreError, WindowError, why_not_imported
 
 _MICROSECONDS = {
     **dict.fromkeys(("microsecond", "microseconds"), 1),

@@ -7,8 +7,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jigsaw.errors import FieldError
-from jigsaw.io.packages import why_not_imported
+from jigsaw.errors import FieldError, why_not_imported
 
 if TYPE_CHECKING:
     from dask.distributed import Client

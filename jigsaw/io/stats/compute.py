@@ -12,16 +12,15 @@ import numpy as np
 import torch
 
 from jigsaw import comm
-from jigsaw.errors import FieldError
+from jigsaw.errors import FieldError, why_not_imported
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.io.datasets.dataset import Dataset
-from jigsaw.io.packages import why_not_imported
 from jigsaw.io.rank_results import result_of_first_rank
 from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.stats.dask_blocks import blocks_by_workers
 from jigsaw.io.stats.mesh_blocks import blocks_on_mesh
-from jigsaw.io.stats.moments import ChannelMoments
-from jigsaw.io.stats.stats_checkpoint import (
+from jigsaw.io.stats.moments import (
+    ChannelMoments,
     MomentTables,
     StatisticsState,
     StepBlock,

@@ -21,8 +21,7 @@ from jigsaw.errors import FieldError
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.stats.cluster import results_in_order, worker_threads
 from jigsaw.io.stats.mesh_blocks import StepTiles, moments_of_steps, steps_as_numpy
-from jigsaw.io.stats.moments import ChannelMoments
-from jigsaw.io.stats.stats_checkpoint import StepBlock
+from jigsaw.io.stats.moments import ChannelMoments, StepBlock
 from jigsaw.io.stats.step_series import StepSeries
 from jigsaw.ranks.mesh import mesh_coordinate
 

@@ -13,8 +13,7 @@ from jigsaw import comm
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.datasets.loader import Batch, DataLoader
-from jigsaw.io.stats.moments import ChannelMoments, MomentValues
-from jigsaw.io.stats.stats_checkpoint import StepBlock
+from jigsaw.io.stats.moments import ChannelMoments, MomentValues, StepBlock
 from jigsaw.io.stats.step_series import StepSeries
 from jigsaw.ranks.mesh import mesh_coordinate
 

@@ -28,9 +28,7 @@ from jigsaw.io.chunks.memory import ScratchMemory
 from jigsaw.io.formats.slab_arrays import fill_missing_chunk
 from jigsaw.io.rank_results import result_of_first_rank, results_of_ranks
 from jigsaw.io.reading.placing import warn_of_rounding
-from jigsaw.io.volumes.array_volumes import values_of_array
-from jigsaw.io.volumes.renamed_labels import RenamedLabels
-from jigsaw.io.volumes.volume import StoredVolume, VolumeArray
+from jigsaw.io.volumes.volume import RenamedLabels, StoredVolume, VolumeArray, values_of_array
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate
 from jigsaw.tile.misuse import warn_once
 

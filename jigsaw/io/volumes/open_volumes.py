@@ -22,14 +22,12 @@ from jigsaw.io.series.request import MISSING_RULES
 from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
 from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.series.times import is_whole_number
-from jigsaw.io.volumes.array_volumes import checked_dims
 from jigsaw.io.volumes.augment import AskedAugmentations, Augmentation, OwnAugmentation
 from jigsaw.io.volumes.foreground import Foreground, find_foreground
 from jigsaw.io.volumes.intensities import intensities_of_volumes
 from jigsaw.io.volumes.orientation import AxisTurn, checked_orientation, differing_orientations, orientation_codes
-from jigsaw.io.volumes.renamed_labels import RenamedLabels
 from jigsaw.io.volumes.respacing import GridRespacing, checked_spacing
-from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume
+from jigsaw.io.volumes.volume import AffineMatrix, RenamedLabels, StoredVolume, checked_dims
 from jigsaw.io.volumes.volume_dataset import Volumes, whole_volume_sizes
 from jigsaw.tile.misuse import warn_once
 

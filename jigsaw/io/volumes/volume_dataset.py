@@ -30,9 +30,8 @@ from jigsaw.io.volumes.augmented_crop import AugmentedCrop
 from jigsaw.io.volumes.crops import RandomDraws, crop_origin
 from jigsaw.io.volumes.foreground import Foreground, FoundVoxels
 from jigsaw.io.volumes.intensities import ImageIntensities
-from jigsaw.io.volumes.renamed_labels import RenamedLabels
 from jigsaw.io.volumes.respacing import RespaceStep
-from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume, voxel_spacing
+from jigsaw.io.volumes.volume import AffineMatrix, RenamedLabels, StoredVolume, voxel_spacing
 from jigsaw.ranks.mesh import mesh_coordinate
 from jigsaw.tile.tile import Tile
 

@@ -23,10 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.drafts import open_unlinked
-from jigsaw.errors import WriteError, writing_to
+from jigsaw.errors import WriteError, why_not_imported, writing_to
 from jigsaw.geometry.cut import Box, box_slices
 from jigsaw.io.chunks.files import size_and_change
-from jigsaw.io.packages import why_not_imported
 from jigsaw.io.writing.cf import StoredCoordinate, plain_attribute
 from jigsaw.io.writing.outline import ArrayOutline, GrowingStore
 from jigsaw.io.writing.sink import (

@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from jigsaw.drafts import draft_of, unforeseen_name
-from jigsaw.errors import WriteError
+from jigsaw.errors import WriteError, why_not_imported
 from jigsaw.geometry.cut import Box, box_slices
-from jigsaw.io.packages import why_not_imported
 from jigsaw.io.writing.cf import StoredCoordinate, plain_attribute
 from jigsaw.io.writing.outline import ArrayOutline, GrowingStore
 from jigsaw.io.writing.sink import (
