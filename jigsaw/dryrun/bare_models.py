@@ -13,11 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
+from jigsaw.dryrun.known_values import KnownValuesMode
 from jigsaw.errors import ShardingError
 
 ModelMaker = Callable[..., nn.Module]
@@ -31,7 +29,7 @@ def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
     """
     if isinstance(model, nn.Module) or wants_mesh(model):
         return model
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), KnownValuesMode():
         try:
             made: nn.Module = model()
         except RuntimeError:
@@ -60,17 +58,17 @@ def make_bare(make: ModelMaker, *mesh: DeviceMesh) -> nn.Module:
     return made
 
 
-class _AssumedValues(TorchDispatchMode):
+class _AssumedValues(KnownValuesMode):
     """Answers for values that Python reads from tensors on the meta device: nothing is true, and numbers are 1.
 
     Some initializations (`torch.nn.init.trunc_normal_`) read their random numbers, and draw again where one is too
     large.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+    def unknown_value(self, func: Any, args: Any) -> Any:
+        if args[0].is_meta:
             return False if args[0].dtype == torch.bool else 1
-        return func(*args, **(kwargs or {}))
+        return func(*args)
 
 
 def _plain_tensors(module: nn.Module) -> list[Tensor]:

@@ -527,3 +527,47 @@ def test_a_function_may_initialize_and_convert_the_model_that_it_makes():
 
 def _raise(words):
     raise RuntimeError(words)
+
+
+class _ReadsItsNumbers(nn.Module):
+    """Reads numbers that it wrote down: rates of layers, while it is made, and sizes, in its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.2, 3)]
+        table = torch.zeros(3)
+        table[1] = 0.5
+        table.add_(1.0)
+        self.table = table.tolist()
+        self.layer = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x):
+        sizes = torch.tensor([[7, 10], [3, 5]])
+        rows, columns = sizes[0].tolist()
+        starts = sizes.prod(1).cumsum(0)
+        NUMBERS.append((*self.rates, *self.table, rows, columns, int(starts[-1])))
+        return self.layer(x)[:, :, :rows, :columns]
+
+
+class _DrawsANumber(_ReadsItsNumbers):
+    def forward(self, x):
+        return self.layer(x) * torch.rand(3).sum().item()
+
+
+NUMBERS = []
+
+
+@pytest.mark.parametrize("make", [_ReadsItsNumbers, lambda: _ReadsItsNumbers().to(torch.float32)], ids=["cpu", "cast"])
+def test_numbers_that_a_model_wrote_down_are_known(make):
+    NUMBERS.clear()
+    report = jigsaw.dry_run(make, (2, 3, 7, 10), {"lat": 2})
+    assert report.is_complete
+    assert not report.remarks
+    assert set(NUMBERS) == {
+        (0.0, torch.linspace(0, 0.2, 3)[1].item(), torch.tensor(0.2).item(), 1.0, 1.5, 1.0, 7, 10, 85)
+    }
+
+
+def test_numbers_that_a_model_draws_are_not_known():
+    report = jigsaw.dry_run(_DrawsANumber, (2, 3, 7, 10), {"lat": 2})
+    assert [remark.kind for remark in report.remarks] == ["value"]
