@@ -11,7 +11,7 @@ from torch.overrides import get_overridable_functions
 
 import jigsaw
 from jigsaw.ops import unknown_functions
-from jigsaw.tile import tile
+from jigsaw.tile.table import table
 
 HEAD = f"""# Which torch functions tiles answer
 
@@ -108,7 +108,8 @@ def _namespace(owner: object) -> str:
 
 def room_of(function: object) -> str:
     """The file that answers a function on cut dims, or "refused"."""
-    found = tile._handlers.get(function) or tile._rest_finders[0](function)
+    entry = table.entries.get(function)
+    found = table.find_rest(function) if entry is None else entry.handler
     plain = getattr(found, "func", found)
     if plain.__name__ == "_write_what_is_new":  # written into its first argument
         return REFUSED if found.args[0].__name__ in unknown_functions.CHANGES_SHAPE else room_of(found.args[1])
@@ -135,7 +136,7 @@ def answered_names() -> dict[str, list[str]]:
                 continue
             places[full] = room
             found[room].add(full)
-    for function in tile._handlers:
+    for function in table.entries:
         if isinstance(function, str):
             found[room_of(function)].add(f"ops.{function.replace('::', '.')}")
     return {room: sorted(names) for room, names in found.items()}

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -115,10 +115,6 @@ def compare_calls(
         _raise_first_difference(
             mesh, _told_by_all(mesh, (job_rank(), notes)), f"before message {number} ({said} in {function}, {where})"
         )
-
-
-# Holds the one function, of `jigsaw.tile.noted_calls`, through which calls on tiles go while ranks debug.
-call_noters: list[Callable[..., Any]] = []
 
 
 def is_outermost_call() -> bool:

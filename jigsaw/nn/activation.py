@@ -49,7 +49,7 @@ def _threshold_in_place(input: Tile, threshold: float, value: float) -> Any:
     return run_in_place(torch.threshold_, input, threshold, value)
 
 
-@implements_torch(F.prelu, torch.prelu)
+@implements_torch(F.prelu, torch.prelu, either=("input", "weight"))
 def prelu(input: Any, weight: StoredWeight) -> Any:
     """Return x where x > 0, else w x, with one w or one a channel (dim 1).  *Sends*: a weight that is cut, to all
     ranks.

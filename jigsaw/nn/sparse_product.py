@@ -37,7 +37,7 @@ def is_sparse_matrix(x: object) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, Tile) and x.layout != torch.strided
 
 
-@implements_torch(torch.sparse.mm)
+@implements_torch(torch.sparse.mm, either=("mat1", "mat2"))
 def sparse_matmul(mat1: Any, mat2: Any) -> Any:
     """Formula: y = a x, or x a, where a is a sparse matrix that every rank has, or a batch of them, and x is a tile.
 

@@ -37,13 +37,11 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.meeting.common_cuts import APART_MARK, apart_mark, set_apart_mark, with_moved_rows
 from jigsaw.ops.pointwise import changes_in_place
+from jigsaw.tile.table import table
 from jigsaw.tile.tile import (
     Tile,
-    copies_made,
     in_own_memory,
-    notes_views,
     tiles_in,
-    watches_changes,
 )
 
 # number of functions that have changed a tile in place
@@ -106,7 +104,7 @@ class ApartCopy:
         self._newer: Tile | None = None  # the source, where it was changed since
         self._take_memory(local)
         self._add_to(source)
-        copies_made[0] += 1
+        table.copies_made += 1
         if self.source.kept is not None:
             note_views(self.source.kept)
 
@@ -270,7 +268,6 @@ def copied_apart(moved: Tile, source: Tile, has_way_back: bool = True) -> Tile:
     return tile
 
 
-@notes_views
 def note_views(out: Any, rows: Tensor | None = None) -> None:
     """Remember the results of a function that are views of a copy: that of `rows`, or by their memory."""
     for tile in (out,) if type(out) is Tile else tiles_in(out):
@@ -278,6 +275,9 @@ def note_views(out: Any, rows: Tensor | None = None) -> None:
         copy = apart_mark(tile.local if rows is None else rows) if "local" in tile.__dict__ else None
         if isinstance(copy, ApartCopy):
             copy.add_tile(tile)
+
+
+table.note_views = note_views
 
 
 def note_index_asked(answer: Any, tile: Tile, index: Any) -> None:
@@ -300,7 +300,6 @@ def is_written_back(value: Any, tile: Tile, index: Any) -> bool:
 _WRITES_NOTHING = frozenset("requires_grad_ detach_ rename_ share_memory_".split())
 
 
-@watches_changes
 @lru_cache(maxsize=4096)
 def change_watcher(function: Any) -> Callable[..., Any] | None:
     """Return the check before a function that may change its first argument in place runs on tiles; None for others."""
@@ -310,6 +309,9 @@ def change_watcher(function: Any) -> Callable[..., Any] | None:
     code = getattr(function, "__code__", None)
     arguments = () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     return partial(_before_flagged, arguments.index("inplace")) if "inplace" in arguments else None
+
+
+table.find_watcher = change_watcher
 
 
 def _before_flagged(place: int, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

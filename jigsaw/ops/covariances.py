@@ -16,7 +16,7 @@ from jigsaw.ops.whole_dims import held_whole
 from jigsaw.tile.tile import Tile, implements_torch
 
 
-@implements_torch(torch.cov)
+@implements_torch(torch.cov, either=("fweights", "aweights"))
 def _covariance(input: Tile, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
     """Return the covariance.  *Sends*: the sums of a mean, and what the product of a tile with itself sends."""
     if input.ndim > 2:

@@ -60,7 +60,7 @@ _answer_new("new_ones", torch.ones)
 _answer_new("new_empty", torch.empty)
 
 
-@implements_torch(Tensor.new_full)
+@implements_torch(Tensor.new_full, either=("fill_value",))
 def _new_full(self: Tile, size: Sequence[int], fill_value: Any, **named: Any) -> Tile:
     def make(shape: Sequence[int], **how: Any) -> Tensor:
         return torch.full(tuple(shape), fill_value, **how)
@@ -68,7 +68,7 @@ def _new_full(self: Tile, size: Sequence[int], fill_value: Any, **named: Any) ->
     return _new_tile(self, tuple(size), make, named)
 
 
-@implements_torch(Tensor.new_tensor)
+@implements_torch(Tensor.new_tensor, either=("self", "data"))
 def _new_tensor(self: Any, data: Any, **named: Any) -> Any:
     """Return a tile that nothing cuts, because data is whole on every rank; of the tile's dtype, as in torch."""
     if not isinstance(self, Tile):
@@ -81,7 +81,7 @@ def _new_tensor(self: Any, data: Any, **named: Any) -> Any:
     return Tile(x, Layout.of(x.shape, (None,) * x.ndim, self.layout.axes), self.mesh)
 
 
-@implements_torch(Tensor.fill_, torch.fill_)
+@implements_torch(Tensor.fill_, torch.fill_, either=("input", "value"))
 def _fill_in_place(input: Any, value: Any) -> Any:
     if not isinstance(input, Tile) or isinstance(value, (Tile, Tensor)):
         input[...] = value  # the value is written as any other is, with its gradient
@@ -165,7 +165,7 @@ def _check_generator(function: Any, tile: Tile, generator: Any) -> None:
         )
 
 
-@implements_torch(torch.normal)
+@implements_torch(torch.normal, either=("mean", "std"))
 def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     first = next(tiles_in((mean, std)))
     _check_generator(torch.normal, first, generator)
@@ -186,7 +186,7 @@ def _answer_random_fill(name: str, draw: Callable[..., Tensor]) -> None:
         self.local.copy_(draw(self, *args, **named))  # through autograd: the old values have no gradient
         return self
 
-    implements_torch(method)(fill)
+    implements_torch(method, either=("self",))(fill)
 
 
 def _draw_uniform(tile: Tile, a: float = 0.0, b: float = 1.0, **named: float) -> Tensor:

@@ -119,7 +119,7 @@ def _diagflat(input: Tile, offset: int = 0) -> Any:
     return _diag_embed(input.flatten(), offset)
 
 
-@implements_torch(torch.diagonal_scatter)
+@implements_torch(torch.diagonal_scatter, either=("input", "src"))
 def _diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     """Return a copy with `src` in a diagonal; *Sends*: of a tile `src`, the rows that other ranks write."""
     if not isinstance(input, Tile):

@@ -43,7 +43,7 @@ def _windows_of_rows(input: Tile, dim: int, more: int) -> tuple[Tensor, Cut]:
     return exchange_rows(tile.local, tile.layout, target, tile.mesh), made
 
 
-@implements_torch(torch.diff)
+@implements_torch(torch.diff, either=("input", "prepend", "append"))
 def _diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
     """Return differences of neighbors along `dim`, `n` times; *Sends*: `n` rows of a cut dim a rank."""
     parts = [t for t in (prepend, input, append) if t is not None]
@@ -59,7 +59,7 @@ def _diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: An
     return Tile(torch.diff(rows, n, at), tile.layout.without_halo().replace_dim(at, cut), tile.mesh)
 
 
-@implements_torch(torch.gradient)
+@implements_torch(torch.gradient, either=("spacing",))
 def _gradient_along_dims(input: Tile, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> tuple[Any, ...]:
     """Return the slope at each row, of first or second order at the ends; *Sends*: rows from neighboring ranks, as
     joins do.
@@ -132,7 +132,7 @@ def _checked_trapezoids(y: Any, x: Any, dim: int) -> int:
     return at
 
 
-@implements_torch(torch.trapezoid, torch.trapz)
+@implements_torch(torch.trapezoid, torch.trapz, either=("y", "x", "dx"))
 def _trapezoid(y: Any, x: Any = None, *, dx: Any = 1.0, dim: int = -1) -> Any:
     """Return the integral of `y` along `dim` by trapezoids; *Sends*: one row of a cut dim a rank, and what a
     sum sends.
@@ -141,7 +141,7 @@ def _trapezoid(y: Any, x: Any = None, *, dx: Any = 1.0, dim: int = -1) -> Any:
     return _areas_between_rows(y, x, dx, at).sum(at) if y.shape[at] else y.sum(at)
 
 
-@implements_torch(torch.cumulative_trapezoid)
+@implements_torch(torch.cumulative_trapezoid, either=("y", "x", "dx"))
 def _cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = 1.0, dim: int = -1) -> Any:
     """Return the integral up to each row; *Sends*: one row of a cut dim a rank, and what a cumulative sum sends."""
     at = _checked_trapezoids(y, x, dim)

@@ -80,7 +80,7 @@ def _answer_max_or_min(function: Any, whole_tensor: Callable[[Tile], Any]) -> No
             return run_along_dim(function, input, dim, *args, **kwargs)
         return getattr(torch.return_types, function.__name__)(list(found))
 
-    implements_torch(function)(answer)
+    implements_torch(function, either=("input",))(answer)
 
 
 _answer_max_or_min(torch.max, partial(extreme_of_all, op="max"))

@@ -397,7 +397,7 @@ def _window_of(window: Any, input: Tile, n_fft: int, win_length: int | None) -> 
     return F.pad(window, (left, n_fft - length - left))
 
 
-@implements_torch(torch.stft)
+@implements_torch(torch.stft, either=("window",))
 def _stft(
     input: Tile,
     n_fft: int,
@@ -431,7 +431,7 @@ def _stft(
     return torch.view_as_real(out) if return_complex is False else out
 
 
-@implements_torch(torch.istft)
+@implements_torch(torch.istft, either=("window",))
 def _istft(
     input: Tile,
     n_fft: int,

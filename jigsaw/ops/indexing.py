@@ -323,7 +323,7 @@ def pick_places(view: Tile, picked: Mapping[int, Any], position: int) -> Tile:
     return with_dense_strides(Tile(found.permute(order), layout, x.mesh))
 
 
-@implements_torch(Tensor.__getitem__)
+@implements_torch(Tensor.__getitem__, either=("tile", "index"))
 def _getitem(tile: Any, index: Any) -> Any:
     if not isinstance(tile, Tile):
         return pick_from_plain(Tensor.__getitem__, tile, index)
@@ -332,7 +332,7 @@ def _getitem(tile: Any, index: Any) -> Any:
     return pick_places(places.view, places.picked, places.position) if places.picked else places.view
 
 
-@implements_torch(torch.index_select)
+@implements_torch(torch.index_select, either=("input", "index"))
 def _index_select(input: Any, dim: int, index: Any) -> Any:
     if index.ndim > 1 or index.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(
@@ -350,7 +350,7 @@ def _index_select(input: Any, dim: int, index: Any) -> Any:
     return pick_places(input, {at: index.reshape(-1)}, at)
 
 
-@implements_torch(torch.masked_select)
+@implements_torch(torch.masked_select, either=("input", "mask"))
 def _masked_select(input: Any, mask: Any) -> Any:
     """Return the elements where a mask is true, in the order of the whole tensor; whole on every rank.
 
@@ -447,7 +447,7 @@ def _shaped_value(value: Any, shape: Sequence[int], tile: Tile) -> Any:
     return value
 
 
-@implements_torch(Tensor.__setitem__)
+@implements_torch(Tensor.__setitem__, either=("tile", "index", "value"))
 def _setitem(tile: Any, index: Any, value: Any) -> None:
     """Do ``tile[index] = value``, in place: every name of the tile sees it, and autograd's own rules hold.
 
@@ -492,7 +492,7 @@ def _fill_masked(tile: Tile, items: Sequence[Any], at: int, value: Any) -> None:
     tile.local.masked_fill_(operand_part(wide, tile, tile.layout).bool(), value)
 
 
-@implements_torch(Tensor.copy_)
+@implements_torch(Tensor.copy_, either=("input", "src"))
 def _copy_in_place(input: Any, src: Any, non_blocking: bool = False) -> Any:
     if not isinstance(input, Tile):
         return run_unknown_function(Tensor.copy_, input, src, non_blocking)
@@ -500,7 +500,7 @@ def _copy_in_place(input: Any, src: Any, non_blocking: bool = False) -> Any:
     return input
 
 
-@implements_torch(Tensor.index_put_, torch.index_put_)
+@implements_torch(Tensor.index_put_, torch.index_put_, either=("input", "indices", "values"))
 def _index_put_in_place(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
     if not isinstance(input, Tile):
         return run_unknown_function(Tensor.index_put_, input, indices, values, accumulate)
@@ -513,7 +513,7 @@ def _index_put_in_place(input: Any, indices: Any, values: Any, accumulate: bool 
     return input
 
 
-@implements_torch(torch.index_put)
+@implements_torch(torch.index_put, either=("input", "indices", "values"))
 def _index_put(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
     if not isinstance(input, Tile):
         return run_unknown_function(torch.index_put, input, indices, values, accumulate)

@@ -160,7 +160,7 @@ def _layouts_on_one_mesh(tensors: Sequence[Any]) -> tuple[Layout, ...] | None:
     return tuple(found) or None
 
 
-@implements_torch(torch.cat, torch.concat, torch.concatenate)
+@implements_torch(torch.cat, torch.concat, torch.concatenate, either=("tensors",))
 def join_tiles(tensors: Sequence[Any], dim: int = 0) -> Tile:
     """Join tiles and plain tensors one after the other along `dim`.
 
@@ -184,7 +184,7 @@ def join_tiles(tensors: Sequence[Any], dim: int = 0) -> Tile:
     return Tile(torch.cat(parts, dim % first.ndim), layout, first.mesh)
 
 
-@implements_torch(torch.stack)
+@implements_torch(torch.stack, either=("tensors",))
 def _stack(tensors: Sequence[Any], dim: int = 0) -> Tile:
     at = new_dim_position(dim, next(t for t in tensors if isinstance(t, Tile)).ndim)
     layouts = _layouts_on_one_mesh(tensors)

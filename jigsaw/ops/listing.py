@@ -82,7 +82,7 @@ def _histc(input: Tile, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     return uncut_tiles(counts, own)
 
 
-@implements_torch(torch.bincount)
+@implements_torch(torch.bincount, either=("input", "weights"))
 def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
     """Count how often each number of a 1-d tensor occurs, or sum the `weights` there.
 

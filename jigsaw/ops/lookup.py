@@ -23,7 +23,7 @@ from jigsaw.ops.whole_dims import with_whole_dims
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 
 
-@implements_torch(F.embedding_bag)
+@implements_torch(F.embedding_bag, either=("input", "weight", "offsets", "per_sample_weights"))
 def _embedding_bag(
     input: Any,
     weight: Any,
@@ -79,7 +79,7 @@ def _whole_values(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, Tile) else value
 
 
-@implements_torch(torch.bucketize)
+@implements_torch(torch.bucketize, either=("input", "boundaries"))
 def _bucketize(input: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Any:
     """Return places among boundaries.  *Sends*: boundaries that are a cut tile, to every rank."""
     bounds = _whole_values(boundaries)
@@ -88,7 +88,7 @@ def _bucketize(input: Any, boundaries: Any, *, out_int32: bool = False, right: b
     return Tile(torch.bucketize(input.local, bounds, out_int32=out_int32, right=right), input.layout, input.mesh)
 
 
-@implements_torch(torch.searchsorted)
+@implements_torch(torch.searchsorted, either=("sorted_sequence", "input", "sorter"))
 def _searchsorted(
     sorted_sequence: Any,
     input: Any,
@@ -130,7 +130,7 @@ def _unravel_index(indices: Tile, shape: Any) -> tuple[Any, ...]:
     return tuple(reversed(places))
 
 
-@implements_torch(torch.isin)
+@implements_torch(torch.isin, either=("elements", "test_elements"))
 def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Any:
     """Say of each element whether it is a test element.  *Sends*: test elements that are a cut tile, to every rank."""
     tests = _whole_values(test_elements)
@@ -140,7 +140,7 @@ def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inv
     return Tile(found, elements.layout, elements.mesh)
 
 
-@implements_torch(torch.histogram)
+@implements_torch(torch.histogram, either=("bins", "weight"))
 def _histogram(input: Tile, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
     """Do as `torch.histogramdd` for one number an element."""
     one = bins if isinstance(bins, int) else [bins]
@@ -148,7 +148,7 @@ def _histogram(input: Tile, bins: Any, *, range: Any = None, weight: Any = None,
     return torch.return_types.histogram((counts, edges[0]))  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@implements_torch(torch.histogramdd)
+@implements_torch(torch.histogramdd, either=("bins", "weight"))
 def _histogramdd(input: Tile, bins: Any, range: Any = None, weight: Any = None, density: bool = False) -> Any:
     """Count how many elements, or how much of their `weight`, lie in each box of a grid; an element is a row of the
     last dim.

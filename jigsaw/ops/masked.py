@@ -24,11 +24,13 @@ from jigsaw.tile.tile import Tile, implements_torch, tiles_in
 Dims = int | Sequence[int] | None
 
 
-def _answers_masked(function: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _answers_masked(
+    function: Any, either: Sequence[str] = ("input", "mask")
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Answer a function of torch.masked with the decorated one, where a tile is among its arguments."""
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        implements_torch(function)(handler)
+        implements_torch(function, either=either)(handler)
 
         @wraps(function)
         def masked(*args: Any, **kwargs: Any) -> Any:
@@ -179,7 +181,7 @@ def _masked_var(
     return (total / (max(counts, 0) if mask is None else counts.clamp_min(0))).to(dtype=wanted)
 
 
-@_answers_masked(torch.masked.std)
+@_answers_masked(torch.masked.std, either=())
 def _masked_std(*args: Any, **kwargs: Any) -> Any:
     return torch.sqrt(_masked_var(*args, **kwargs))
 
@@ -220,7 +222,7 @@ def _masked_cumprod(input: Any, dim: int, *, dtype: Any = None, mask: Any = None
     return torch.cumprod(_filled_outside(input, mask, 1), dim, dtype=dtype or input.dtype)
 
 
-@_answers_masked(torch.masked.logaddexp)
+@_answers_masked(torch.masked.logaddexp, either=("input", "other", "input_mask", "other_mask"))
 def _masked_logaddexp(
     input: Any, other: Any, *, dtype: Any = None, input_mask: Any = None, other_mask: Any = None
 ) -> Any:

@@ -75,7 +75,7 @@ def _meet_locally(operands: Sequence[Any]) -> tuple[Layout, list[Tensor], Tile]:
     return layout, found, tiles[0]
 
 
-@implements_torch(torch.kron)
+@implements_torch(torch.kron, either=("input", "other"))
 def _kron(input: Any, other: Any) -> Any:
     """Return every element of `input` times `other`, in blocks; *Sends*: nothing, where no axis cuts both."""
     ndim = max(input.ndim, other.ndim)
@@ -135,7 +135,7 @@ def _block_diag(*tensors: Any) -> Any:
     return join_tiles(rows, 0)
 
 
-@implements_torch(torch.cdist)
+@implements_torch(torch.cdist, either=("x1", "x2"))
 def _cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: str | None = None) -> Any:
     """Return the distance of every row of `x1` to every row of `x2`.
 
@@ -153,7 +153,7 @@ def _cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: str | None = None) ->
     return Tile(local, layout.drop((-1,)), tile.mesh)
 
 
-@implements_torch(F.pdist, torch.pdist)
+@implements_torch(F.pdist, torch.pdist, either=("input",))
 def _pdist(input: Any, p: float = 2.0) -> Any:
     """Return the distances of each row to those after it, one after the other; on every rank, as rows picked by indices
     are.
@@ -164,7 +164,7 @@ def _pdist(input: Any, p: float = 2.0) -> Any:
     return _cdist(input, input, p, "donot_use_mm_for_euclid_dist")[first, second]
 
 
-@implements_torch(F.bilinear)
+@implements_torch(F.bilinear, either=("input1", "input2", "weight", "bias"))
 def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
     """Return y[k] = x1 W[k] x2 + b[k], along the last dims."""
     if input1.shape[:-1] != input2.shape[:-1] or (input1.shape[-1], input2.shape[-1]) != tuple(weight.shape[1:]):
@@ -182,7 +182,7 @@ def _without_row(x: Tensor, dim: int) -> Tensor:
 # -- vectors along a dim ----------------------------------------------------------------------------------------------
 
 
-@implements_torch(F.cosine_similarity)
+@implements_torch(F.cosine_similarity, either=("x1", "x2"))
 def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     """Return <x1, x2> / (|x1| |x2|) along `dim` of their broadcast.
 
@@ -205,22 +205,22 @@ def _lengths_along(x: Any, dim: int, shape: Sequence[int], eps: float) -> Any:
     return lengths + (lengths.clamp_min(eps) - lengths).detach()  # raised to eps with the gradient of the value before
 
 
-@implements_torch(F.pairwise_distance)
+@implements_torch(F.pairwise_distance, either=("x1", "x2"))
 def _pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
     return vector_norm(x1 - x2 + eps, p, -1, keepdim)
 
 
-@implements_torch(torch.dist)
+@implements_torch(torch.dist, either=("input", "other"))
 def _dist(input: Any, other: Any, p: float = 2) -> Any:
     return vector_norm(input - other, p)
 
 
-@implements_torch(torch.linalg.vecdot)
+@implements_torch(torch.linalg.vecdot, either=("x", "y"))
 def _vecdot(x: Any, y: Any, *, dim: int = -1) -> Any:
     return (x.conj() * y if x.dtype.is_complex else x * y).sum(dim)
 
 
-@implements_torch(torch.linalg.cross)
+@implements_torch(torch.linalg.cross, either=("input", "other"))
 def _cross_along(input: Any, other: Any, *, dim: int = -1) -> Any:
     """Return the cross product of vectors of 3 along `dim`, which is whole in the result."""
     ndim = max(input.ndim, other.ndim)
@@ -241,7 +241,7 @@ def _cross_along(input: Any, other: Any, *, dim: int = -1) -> Any:
     return out.with_layout(home) if out.shape == like.shape and home.groups == layout.groups else out
 
 
-@implements_torch(torch.cross)
+@implements_torch(torch.cross, either=("input", "other"))
 def _cross(input: Any, other: Any, dim: int | None = None) -> Any:
     threes = [d for d, n in enumerate(input.shape) if n == 3]
     if dim is None and not threes:

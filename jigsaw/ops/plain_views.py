@@ -25,7 +25,8 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.apart_copies import change_watcher, note_views
 from jigsaw.ops.meeting.common_cuts import apart_mark
-from jigsaw.tile.tile import Tile, leave_tile, plain_readers
+from jigsaw.tile.table import table
+from jigsaw.tile.tile import Tile, leave_tile
 
 
 class PlainView(Tensor):
@@ -138,4 +139,4 @@ def _leave_view(rows: Tile, local: Tensor) -> PlainView:
     return PlainView.of_rows(view)
 
 
-plain_readers[PlainView] = PlainView.as_plain
+table.plain_readers[PlainView] = PlainView.as_plain

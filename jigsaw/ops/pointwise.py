@@ -426,7 +426,7 @@ def check_halo_of_target(function: Any, target: Tile) -> None:
         )
 
 
-@implements_torch(Tensor.__rdiv__)
+@implements_torch(Tensor.__rdiv__, either=("other",))
 def _divide_other(self: Tile, other: Any) -> Any:
     """Return ``other / self``, by a division.  Torch's own multiplies by the reciprocal, which rounds twice, and in the
     dtype of `self`; but between tensors Python uses the first one's division.
@@ -441,7 +441,7 @@ def _method_where(*args: Any, **kwargs: Any) -> Any:
     return _run_pointwise(Tensor.where, *args, **kwargs)
 
 
-@implements_torch(torch.where)
+@implements_torch(torch.where, either=("condition",))
 def _where(condition: Any, *others: Any, **named: Any) -> Any:
     if not others and not named:  # alone, it lists places
         return condition.nonzero(as_tuple=True)
@@ -458,7 +458,7 @@ def _cast_like(function: Any) -> None:
         out = function(input.local, *args, **kwargs)
         return input if out is input.local else Tile(out, input.layout, input.mesh)
 
-    implements_torch(function)(handler)
+    implements_torch(function, either=("input",))(handler)
 
 
 _cast_like(Tensor.to)

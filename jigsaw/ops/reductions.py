@@ -441,13 +441,13 @@ def count_nonzero(input: Tile, dim: ReducedDims = None) -> Any:
     return reduce_sum(input.ne(0).to(torch.int64), dim)
 
 
-@implements_torch(torch.equal)
+@implements_torch(torch.equal, either=("input", "other"))
 def equal(input: Any, other: Any) -> bool:
     """Say whether two tiles, or a tile and a whole tensor, are the same tensor, shape and elements."""
     return input.shape == other.shape and bool(input.eq(other).all())
 
 
-@implements_torch(torch.allclose)
+@implements_torch(torch.allclose, either=("input", "other"))
 def allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
     """Say whether all elements are close, globally."""
     return bool(torch.isclose(input, other, rtol, atol, equal_nan).all())
@@ -485,7 +485,7 @@ def logsumexp(input: Tile, dim: ReducedDims, keepdim: bool = False) -> Any:
     return out if keepdim else reduce_sum(out, dims)
 
 
-@implements_torch(torch.dot)
+@implements_torch(torch.dot, either=("input", "other"))
 def dot(input: Any, other: Any) -> Any:
     """Return the sum of input * other, over two 1-d tensors of one length and dtype."""
     if input.ndim != 1 or input.shape != other.shape or input.dtype != other.dtype or input.dtype == torch.bool:
@@ -496,7 +496,7 @@ def dot(input: Any, other: Any) -> Any:
     return (input * other).sum()
 
 
-@implements_torch(torch.vdot)
+@implements_torch(torch.vdot, either=("input", "other"))
 def vdot(input: Any, other: Any) -> Any:
     """Return the sum of conj(input) * other; see `dot`."""
     return dot(input.conj(), other)

@@ -34,7 +34,7 @@ def _repeat_last_dims(input: Tile, dims: Any, *more: int) -> Any:
     return _repeat(input, (1,) * (input.ndim - len(times)) + times)
 
 
-@implements_torch(Tensor.repeat)
+@implements_torch(Tensor.repeat, either=("repeats",))
 def _repeat(input: Tile, repeats: Any, *more: int) -> Any:
     """Return copies side by side along each dim; *Sends*: along a cut dim, what a join of them sends."""
     times = _numbers_of(repeats, more)
@@ -57,7 +57,7 @@ def _repeat(input: Tile, repeats: Any, *more: int) -> Any:
     return tile
 
 
-@implements_torch(torch.repeat_interleave)
+@implements_torch(torch.repeat_interleave, either=("input", "repeats"))
 def _repeat_interleave(
     input: Any, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
 ) -> Any:
@@ -136,38 +136,40 @@ def _ravel(input: Tile) -> Any:
 # -- stacks and splits ------------------------------------------------------------------------------------------------
 
 
-@implements_torch(torch.hstack)
+@implements_torch(torch.hstack, either=("tensors",))
 def _stack_columns_side_by_side(tensors: Sequence[Any]) -> Any:
     ready = [_with_1_dim(t) for t in tensors]
     return join_tiles(ready, 0 if ready[0].ndim == 1 else 1)
 
 
-@implements_torch(torch.vstack, torch.row_stack)
+@implements_torch(torch.vstack, torch.row_stack, either=("tensors",))
 def _stack_rows(tensors: Sequence[Any]) -> Any:
     return join_tiles([_with_2_dims(t) for t in tensors], 0)
 
 
-@implements_torch(torch.dstack)
+@implements_torch(torch.dstack, either=("tensors",))
 def _stack_in_depth(tensors: Sequence[Any]) -> Any:
     return join_tiles([_with_3_dims(t) for t in tensors], 2)
 
 
-@implements_torch(torch.column_stack)
+@implements_torch(torch.column_stack, either=("tensors",))
 def _stack_columns(tensors: Sequence[Any]) -> Any:
     return join_tiles([t.reshape(-1, 1) if t.ndim < 2 else t for t in tensors], 1)
 
 
-@implements_torch(torch.split_with_sizes, torch.unsafe_split, torch.unsafe_split_with_sizes)
+@implements_torch(
+    torch.split_with_sizes, torch.unsafe_split, torch.unsafe_split_with_sizes, either=("input", "split_sizes")
+)
 def _split_by_sizes(input: Any, split_sizes: Any, dim: int = 0) -> Any:
     return torch.split(input, split_sizes, dim)
 
 
-@implements_torch(torch.narrow_copy)
+@implements_torch(torch.narrow_copy, either=("input",))
 def _narrow_copy(input: Any, dim: int, start: int, length: int) -> Any:
     return input.narrow(dim, start, length).clone()
 
 
-@implements_torch(torch.tensor_split)
+@implements_torch(torch.tensor_split, either=("input", "indices_or_sections"))
 def _split_in_sections(input: Any, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
     given = next((v for v in (indices_or_sections, *named.values()) if v is not None), None)
     sections: Any = given.tolist() if isinstance(given, Tensor) and not isinstance(given, Tile) else given
@@ -195,7 +197,7 @@ def _answer_split(function: Any, dim: int, least: int) -> None:
             raise RuntimeError(f"{function.__name__}: dim {at} of {input.shape[at]} rows has no {given} equal sections")
         return _split_in_sections(input, given, at)
 
-    implements_torch(function)(handler)
+    implements_torch(function, either=("indices_or_sections",))(handler)
 
 
 _answer_split(torch.hsplit, 1, 1)

@@ -131,8 +131,8 @@ def _answer_rows(name: str) -> None:
             return run_unknown_function(getattr(torch, name), input, dim, index, source, *args, **named)
         return change(_new_target(input), dim, index, source, *args, **named)
 
-    implements_torch(in_place)(change)
-    implements_torch(getattr(torch, name))(make)
+    implements_torch(in_place, either=("input", "index", "source", "value"))(change)
+    implements_torch(getattr(torch, name), either=("input", "index", "source", "value"))(make)
 
 
 def _reduce_rows(function: Any, input: Tile, dim: int, index: Any, source: Any, reduce: str, **named: Any) -> Tile:
@@ -161,7 +161,7 @@ def _narrowed(tile: Tile, dim: int, index: Any) -> Tile:
     return tile
 
 
-@implements_torch(torch.gather)
+@implements_torch(torch.gather, either=("input", "index"))
 def gather_elements(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     """Return y[i, j] = input[index[i, j], j], for ``dim=0``.
 
@@ -208,7 +208,7 @@ def _gather_from_plain(input: Tensor, dim: int, index: Tile) -> Any:
     return Tile(part.gather(at, index.owned().local), index.owned().layout, index.mesh)
 
 
-@implements_torch(torch.take_along_dim)
+@implements_torch(torch.take_along_dim, either=("input", "indices"))
 def _take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
     if dim is None:
         return torch.take(input, indices.reshape(-1))
@@ -279,8 +279,8 @@ def _answer_scatter(name: str, takes_reduce: bool) -> None:
             return run_unknown_function(getattr(torch, name), input, dim, index, source, *args, **named)
         return change(_new_target(input), dim, index, source, *args, **named)
 
-    implements_torch(in_place)(change)
-    implements_torch(getattr(torch, name))(make)
+    implements_torch(in_place, either=("input", "index", "src", "value"))(change)
+    implements_torch(getattr(torch, name), either=("input", "index", "src", "value"))(make)
 
 
 _answer_scatter("scatter", True)
@@ -291,12 +291,12 @@ _answer_scatter("scatter_reduce", True)
 # -- rows and boxes written into a copy -------------------------------------------------------------------------------
 
 
-@implements_torch(torch.select_scatter)
+@implements_torch(torch.select_scatter, either=("input", "src"))
 def _select_scatter(input: Any, src: Any, dim: int, index: int) -> Any:
     return _written(torch.select_scatter, input, src, dim, index)
 
 
-@implements_torch(torch.slice_scatter)
+@implements_torch(torch.slice_scatter, either=("input", "src"))
 def _slice_scatter(
     input: Any, src: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Any:
@@ -320,7 +320,7 @@ def _along(ndim: int, dim: int, item: Any) -> Sequence[Any]:
 # -- values written where a mask is true ------------------------------------------------------------------------------
 
 
-@implements_torch(Tensor.masked_scatter_)
+@implements_torch(Tensor.masked_scatter_, either=("input", "mask", "source"))
 def _masked_scatter_in_place(input: Any, mask: Any, source: Any) -> Any:
     """Write a source where a mask is true.  *Sends*: a cut mask and a cut source to every rank."""
     if not isinstance(input, Tile):
@@ -338,7 +338,7 @@ def _masked_scatter_in_place(input: Any, mask: Any, source: Any) -> Any:
     return input
 
 
-@implements_torch(torch.masked_scatter)
+@implements_torch(torch.masked_scatter, either=("input", "mask", "source"))
 def _masked_scatter(input: Any, mask: Any, source: Any) -> Any:
     if not isinstance(input, Tile):
         return run_unknown_function(torch.masked_scatter, input, mask, source)
@@ -346,7 +346,7 @@ def _masked_scatter(input: Any, mask: Any, source: Any) -> Any:
     return _masked_scatter_in_place(input.expand(shape).clone(), mask, source)
 
 
-@implements_torch(Tensor.masked_fill_)
+@implements_torch(Tensor.masked_fill_, either=("input", "mask", "value"))
 def _masked_fill_in_place(input: Any, mask: Any, value: Any) -> Any:
     if not isinstance(input, Tile):
         return run_unknown_function(Tensor.masked_fill_, input, mask, value)
@@ -359,7 +359,7 @@ def _masked_fill_in_place(input: Any, mask: Any, value: Any) -> Any:
 # -- places in the flattened tensor -----------------------------------------------------------------------------------
 
 
-@implements_torch(torch.take)
+@implements_torch(torch.take, either=("input", "index"))
 def _take(input: Any, index: Any) -> Any:
     if not isinstance(input, Tile):
         return pick_from_plain(torch.take, input.reshape(-1), index)
@@ -376,7 +376,7 @@ def _unravelled(index: Any, tile: Tile) -> dict[int, Any]:
     return dict(sorted(found.items()))
 
 
-@implements_torch(Tensor.put_)
+@implements_torch(Tensor.put_, either=("input", "index", "source"))
 def _put_in_place(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
     if not isinstance(input, Tile):
         return run_unknown_function(Tensor.put_, input, index, source, accumulate)
@@ -390,7 +390,7 @@ def _put_in_place(input: Any, index: Any, source: Any, accumulate: bool = False)
     return input
 
 
-@implements_torch(torch.put)
+@implements_torch(torch.put, either=("input", "index", "source"))
 def _put(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
     if not isinstance(input, Tile):
         return run_unknown_function(torch.put, input, index, source, accumulate)

@@ -135,7 +135,7 @@ def _warn_of_idle_ranks(tile: Tile, before: Layout, shape: tuple[int, ...]) -> N
     )
 
 
-@implements_torch(Tensor.view_as, Tensor.reshape_as)
+@implements_torch(Tensor.view_as, Tensor.reshape_as, either=("input", "other"))
 def _reshape_as(input: Any, other: Any) -> Any:
     return input.view_of_itself() if input is other else input.reshape(tuple(other.shape))
 
@@ -278,7 +278,7 @@ def _broadcast_tensors(*tensors: Any) -> tuple[Any, ...]:
     return tuple(t.expand(shape) for t in given)
 
 
-@implements_torch(Tensor.expand_as)
+@implements_torch(Tensor.expand_as, either=("input", "other"))
 def _expand_as(input: Any, other: Any) -> Any:
     return input.expand(tuple(other.shape))
 
@@ -370,7 +370,7 @@ def _torch_select(input: Tile, dim: int, index: int) -> Any:
     return select_dim(input, reduced_dims(input, dim)[0], index)
 
 
-@implements_torch(torch.split, Tensor.split)
+@implements_torch(torch.split, Tensor.split, either=("split_size_or_sections", "split_size"))
 def _torch_split(
     tensor: Tile, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None
 ) -> tuple[Tile, ...]:

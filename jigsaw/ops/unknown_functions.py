@@ -31,7 +31,8 @@ from jigsaw.ops.pointwise import (
     run_into_plain,
     run_on_tiles,
 )
-from jigsaw.tile.tile import Tile, TileHandler, implements_rest, leave_tile, refusal_error, shared_mesh, tiles_in
+from jigsaw.tile.table import table
+from jigsaw.tile.tile import Tile, TileHandler, leave_tile, refusal_error, shared_mesh, tiles_in
 
 # -- tiles that nothing cuts ------------------------------------------------------------------------------------------
 
@@ -61,7 +62,6 @@ def uncut_tiles(out: Any, first: Tile) -> Any:
 # -- what no file of ops implements -----------------------------------------------------------------------------------
 
 
-@implements_rest
 def _find_handler(function: Any) -> TileHandler:
     if not is_pointwise(function):
         new = _function_that_makes_new(function)
@@ -69,6 +69,9 @@ def _find_handler(function: Any) -> TileHandler:
     if getattr(function, "__name__", "") in COPYING_NAMES:
         return partial(run_copy, function)
     return partial(run_in_place if changes_in_place(function) else run_on_tiles, function)
+
+
+table.find_rest = _find_handler
 
 
 CHANGES_SHAPE = frozenset(

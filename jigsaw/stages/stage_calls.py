@@ -18,7 +18,8 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate
 from jigsaw.ranks.model_world import within_model
 from jigsaw.stages.stage_cuts import StageCuts
-from jigsaw.tile.tile import Tile, watch_left_tensors, watch_new_tiles
+from jigsaw.tile.table import table
+from jigsaw.tile.tile import Tile
 
 # -- what stands for values -------------------------------------------------------------------------------------------
 
@@ -101,12 +102,12 @@ class WatchedPass:
         """Return the result of a whole module, its tiles numbered; tiles that it made within are not."""
         number = self.calls - 1
         self.is_inside = True
-        watch_new_tiles(None)
+        table.see_new_tile = None
         try:
             out = call(*args, **kwargs)
         finally:
             self.is_inside = False
-            watch_new_tiles(self.see)
+            table.see_new_tile = self.see
         leaves, spec = pytree.tree_flatten(out)
         plain = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not isinstance(leaf, Tile)]
         for at in plain:
@@ -162,12 +163,12 @@ class CallWatch:
         for leaf in pytree.tree_leaves(inputs):
             if isinstance(leaf, Tile):
                 watched.number(leaf)
-        watch_new_tiles(watched.see)
-        watch_left_tensors(watched.leave)
+        table.see_new_tile = watched.see
+        table.see_left_tensor = watched.leave
         try:
             with within_model(self):
                 return self.model(*inputs[0], **inputs[1])
         finally:
-            watch_new_tiles(None)
-            watch_left_tensors(None)
+            table.see_new_tile = None
+            table.see_left_tensor = None
             self.current = None

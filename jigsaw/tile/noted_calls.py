@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from jigsaw.comm.debug import call_noters, described_plain, drop_note, is_comparing, note_call, within_call
+from jigsaw.comm.debug import described_plain, drop_note, is_comparing, note_call, within_call
 from jigsaw.geometry.layout import Layout
+from jigsaw.tile.table import table
 from jigsaw.tile.tile import Tile, tiles_in
 
 _SEEN = "_jigsaw_changes_seen"  # of the memory of a tile: how often it was changed when a call of tiles last had it
@@ -45,7 +46,7 @@ def noted_call(call: Callable[..., Any], function: Any, args: Any, kwargs: Any) 
     return out
 
 
-call_noters[:] = [noted_call]
+table.note_call = noted_call
 
 
 def described_arguments(args: Any, kwargs: Any) -> str:

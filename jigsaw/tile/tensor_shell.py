@@ -13,7 +13,7 @@ and refused, too.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import FrozenInstanceError
 from functools import partial
 from operator import attrgetter
@@ -28,6 +28,7 @@ from jigsaw.comm import debug
 from jigsaw.comm.wire_values import lie_in_one_memory
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.layout import Layout
+from jigsaw.tile.table import table
 
 # Attributes that the local tensor answers for the tile, because they do not depend on the rest of the global tensor.
 _ATTRIBUTES_OF_LOCAL = (
@@ -146,17 +147,6 @@ def _as_laid(gradient: Any, source: Tensor) -> Tensor:
     return (gradient if gradient.__dict__["layout"] == layout else gradient.with_layout(layout)).local
 
 
-_plain_entries: list[Callable[[Tensor, Any], Tensor]] = []
-
-
-def enters_functions(entry: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Any], Tensor]:
-    """Use `entry(x, tile)` for a plain tensor that enters a custom Function, whose backward gives it a whole gradient
-    on every rank (see jigsaw.ops.meeting.plain_operands).
-    """
-    _plain_entries[:] = [entry]
-    return entry
-
-
 def _local_through_function(shell: TensorShell, node: Any, rows: Tensor) -> Tensor:
     """Return the local tensor of a custom Function's result, with a gradient that reaches its inputs.
 
@@ -175,7 +165,7 @@ def _local_through_function(shell: TensorShell, node: Any, rows: Tensor) -> Tens
         raise _lost_gradient(shell, node)
     layout, mesh = shell.__dict__["layout"], shell.__dict__["mesh"]
     as_tile = partial(_tile_of, type(shell), layout, mesh)
-    inputs = [s.local if isinstance(s, TensorShell) else _plain_entries[0](s, shell) for s in sources]
+    inputs = [s.local if isinstance(s, TensorShell) else table.enter_function(s, shell) for s in sources]
     return _ThroughFunction.apply(rows, edge, as_tile, sources, *inputs)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodWrapperType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -25,78 +25,23 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import SplitRule
 from jigsaw.geometry.layout import Layout, LayoutSpec, MeshCoordinate
 from jigsaw.ranks.mesh import is_same_mesh, mesh_coordinate, mesh_size
-from jigsaw.tile.refusals import ArgumentKinds, answer_refusal, argument_kinds, spec_without
+from jigsaw.tile.table import ArgumentKinds, FoundAnswer, TableEntry, table
+from jigsaw.tile.table import TileHandler as TileHandler
+from jigsaw.tile.table import implements_torch as implements_torch
 from jigsaw.tile.tensor_shell import TensorShell, make_shell
 from jigsaw.tile.tensor_shell import in_own_memory as in_own_memory
 
-TileHandler = Callable[..., Any]
-H = TypeVar("H", bound=TileHandler)
 
-_handlers: dict[Any, TileHandler] = {}
-_rest_finders: list[Callable[[Any], TileHandler]] = []
-
-
-def implements_torch(*functions: Any) -> Callable[[H], H]:
-    """Answer these torch functions, and the tensor methods of the same name, with the decorated handler; name an
-    operator of another package: ``"space::name"``.
-    """
-
-    def register(handler: H) -> H:
-        for function in functions:
-            _handlers[function] = handler
-            _answers.clear()
-            method = getattr(Tensor, getattr(function, "__name__", ""), None)
-            if method is not None and getattr(torch, function.__name__, None) is function:
-                _handlers.setdefault(method, handler)
-        return handler
-
-    return register
-
-
-def implements_rest(find: Callable[[Any], TileHandler]) -> Callable[[Any], TileHandler]:
-    """Answer every function that no file of ops implements: `find` returns its handler (see jigsaw.ops.pointwise)."""
-    _rest_finders[:] = [find]
-    return find
-
-
-def watches_changes(find: Callable[[Any], Callable[..., Any] | None]) -> Callable[[Any], Any]:
-    """Let `find` name a check for each function, or None; it runs with the function and its arguments before the
-    handler, may raise, and returns None or a function of the result (see jigsaw.ops.apart_copies).
-    """
-    _watcher_finders[:] = [find]
-    return find
-
-
-_ViewNote = TypeVar("_ViewNote", bound=Callable[[Any], None])
-
-
-def notes_views(note: _ViewNote) -> _ViewNote:
-    """Let `note` see each result that is, or is made of, a copy where torch has a view (jigsaw.ops.apart_copies)."""
-    _view_notes[:] = [note]
-    return note
-
-
-# classes of plain tensors that stand for others, and how to read these (see jigsaw.ops.plain_views)
-plain_readers: dict[type, Callable[[Any], Tensor]] = {}
-_view_notes: list[Callable[[Any], None]] = []
-copies_made = [0]  # copies of rows that torch returns as a view
-_watcher_finders: list[Callable[[Any], Callable[..., Any] | None]] = []
-
-# For each function, after its first call: its handler, which arguments must be a Tile (True) or must not be one, the
-# same by place (None: either), the names to check again, and the check before it.
-_Answer = tuple[TileHandler, ArgumentKinds, tuple[bool | None, ...], frozenset[str], Callable[..., Any] | None]
-_answers: dict[Any, _Answer] = {}
-
-
-def _find_answer(function: Any) -> _Answer:
-    handler = _handlers.get(function) or _handlers.get(_operator_name(function))
-    if handler is None:
-        handler = _handlers[function] = _rest_finders[0](function)
-    kinds = argument_kinds(handler)
+def _find_answer(function: Any) -> FoundAnswer:
+    entry = table.entries.get(function) or table.entries.get(_operator_name(function))
+    if entry is None:
+        entry = table.entries[function] = TableEntry(table.find_rest(function))
+    kinds = entry.kinds
     by_place = {place: is_tile for place, _, is_tile in kinds}
     names = frozenset(("out", *_NUMPY_NAMES, *(name for _, name, is_tile in kinds if is_tile)))
     places = tuple(map(by_place.get, range(_QUICK_PLACES)))
-    found = _answers[function] = handler, kinds, places, names, _watcher_finders[0](function)
+    found = FoundAnswer(entry.handler, kinds, places, names, table.find_watcher(function))
+    table.found[function] = found
     return found
 
 
@@ -114,6 +59,16 @@ _QUICK_PLACES = 16
 _GIVEN_KINDS = {Tensor, Parameter, torch.Size, *map(type, (0, 0.0, True, "", None, ..., slice(0), torch.int))}
 
 
+# What happens to a function that meets a tile, in this order:
+#  1. While ranks debug, the outermost call is noted (`Table.note_call`), and comes back here.
+#  2. Its entry is found by the function object: of a file of ops or nn, of an operator's name, else `Table.find_rest`.
+#  3. Arguments get torch's names and kinds: arrays become tensors, ``axis=`` becomes ``dim=``, and ``out=`` is refused.
+#  4. A function that changes its first argument in place is checked (`Table.find_watcher`).
+#  5. A Tile where the handler takes a plain value, or the other way, is refused.
+#  6. The handler runs.
+#  7. A refusal of 5 or 6 is raised, or the function runs on whole tensors (`Table.answer_refusal`).
+#  8. A result that is a copy where torch has a view is noted (`Table.note_views`), and the change of 4 carried to it.
+# An argument list that needs no change skips 3 and 5: `is_quick` says so from the types alone.
 def _call_handler(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the result of the table's handler, once the arguments have torch's own names and kinds.
 
@@ -121,9 +76,9 @@ def _call_handler(function: Any, *args: Any, **kwargs: Any) -> Any:
     tile out of a custom autograd.Function.
     """
     if debug.IS_DEBUGGING and debug.is_outermost_call():
-        return debug.call_noters[0](_call_handler, function, args, kwargs)
-    handler, kinds, by_place, names, watcher = _answers.get(function) or _find_answer(function)
-    is_quick, is_apart, made = len(args) <= _QUICK_PLACES, False, copies_made[0]
+        return table.note_call(_call_handler, function, args, kwargs)
+    handler, kinds, by_place, names, watcher = table.found.get(function) or _find_answer(function)
+    is_quick, is_apart, made = len(args) <= _QUICK_PLACES, False, table.copies_made
     for value, is_tile in zip(args, by_place, strict=False):
         kind = type(value)
         if kind is Tile:
@@ -144,9 +99,9 @@ def _call_handler(function: Any, *args: Any, **kwargs: Any) -> Any:
             _check_kinds(function, kinds, args, kwargs)
         out = handler(*args, **kwargs)
     except ShardingError as refusal:
-        out = answer_refusal(refusal, function, args, kwargs)
-    if is_apart or copies_made[0] != made:
-        _view_notes[0](out)
+        out = table.answer_refusal(refusal, function, args, kwargs)
+    if is_apart or table.copies_made != made:
+        table.note_views(out)
     return out if finish is None else finish(out)
 
 
@@ -175,8 +130,8 @@ def _as_argument(value: Any) -> Any:
     """Return an array of numpy's that meets a tile as a plain tensor, which is whole."""
     if isinstance(value, Tile):
         value.check_no_history()
-    elif type(value) in plain_readers:
-        return plain_readers[type(value)](value)
+    elif type(value) in table.plain_readers:
+        return table.plain_readers[type(value)](value)
     elif isinstance(value, np.ndarray):
         return torch.from_numpy(np.require(value, requirements=["C", "W"]))
     elif isinstance(value, (list, tuple)):
@@ -203,15 +158,6 @@ def _refuse_kind(function: Any, name: str, value: Any) -> NoReturn:
 
 
 def _any_operator(self: Any, *others: Any) -> Any: ...
-
-
-_watcher: Callable[[Any], None] | None = None
-
-
-def watch_new_tiles(watcher: Callable[[Any], None] | None) -> None:
-    """Let `watcher` see every tile that is made, in any thread, until it is None again."""
-    global _watcher
-    _watcher = watcher
 
 
 class Tile(TensorShell):
@@ -244,15 +190,15 @@ class Tile(TensorShell):
         tile = make_shell(cls, shape, local.dtype)
         state = tile.__dict__
         state["local"], state["layout"], state["mesh"], state["shape"] = local, layout, mesh, shape
-        if _watcher is not None:
-            _watcher(tile)
+        if table.see_new_tile is not None:
+            table.see_new_tile(tile)
         return tile
 
     def view_of_itself(self) -> Any:
         """Return the view of a shell; a watcher of new tiles sees it."""
         view = super().view_of_itself()
-        if _watcher is not None:
-            _watcher(view)
+        if table.see_new_tile is not None:
+            table.see_new_tile(view)
         return view
 
     if TYPE_CHECKING:  # operators that are set below, for type checkers
@@ -407,7 +353,7 @@ def _make_method(function: Any) -> Callable[..., Any]:
 
 def _make_attribute(descriptor: Any, name: str) -> property:
     def read(tile: Tile) -> Any:
-        if descriptor not in _handlers:
+        if descriptor not in table.entries:
             raise ShardingError(f"a Tile of shape {tuple(tile.shape)} has no {name}; tile.local is this rank's tensor")
         return _call_handler(descriptor, tile)
 
@@ -449,6 +395,22 @@ def tiles_in(values: object) -> Iterator[Tile]:
             yield from tiles_in(value)
 
 
+def spec_without(layout: Layout, dims: Sequence[int]) -> tuple[str | tuple[str, ...] | None, ...]:
+    """Return the spec with the axes that cut `dims` moved to the longest other dim that nothing cuts, if there is one.
+
+    >>> from jigsaw.tile.tile import spec_without
+    >>> spec_without(jigsaw.Layout.of((4, 9, 7), (None, "lat", None), (("lat", 2),)), [1])
+    (None, None, 'lat')
+    """
+    axes = [layout.dim_axes(d) for d in range(layout.ndim)]
+    for d in dims:
+        free = [e for e in range(layout.ndim) if e not in dims and not axes[e] and layout.shape[e] > 1]
+        if axes[d] and free:
+            axes[max(free, key=lambda e: layout.shape[e])] = axes[d]
+        axes[d] = ()
+    return tuple(None if not names else names[0] if len(names) == 1 else tuple(names) for names in axes)
+
+
 def refusal_error(function: Any, tile: Tile, why: str, remedy: str, needs_whole: Sequence[int] = ()) -> ShardingError:
     """Return the error for an op without an exact result: it names the op, the dims, the rule and the remedy.  Where
     the dims that it needs whole are given, it has the line to write.
@@ -483,19 +445,10 @@ class _Leave(torch.autograd.Function):
 LEAVE_NODE = "_LeaveBackward"
 
 
-_leave_watcher: Callable[[Tensor], Tensor] | None = None
-
-
-def watch_left_tensors(watcher: Callable[[Tensor], Tensor] | None) -> None:
-    """Let `watcher` see every plain tensor that a tile gives, and replace it by its result, until it is None again."""
-    global _leave_watcher
-    _leave_watcher = watcher
-
-
 def leave_tile(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return an ordinary tensor, the same on every rank of the mesh, from a tile."""
     x = _Leave.apply(x, mesh) if x.requires_grad and mesh_size(mesh) > 1 else x
-    return x if _leave_watcher is None else _leave_watcher(x)
+    return x if table.see_left_tensor is None else table.see_left_tensor(x)
 
 
 def shared_mesh(tiles: Sequence[Tile]) -> DeviceMesh:

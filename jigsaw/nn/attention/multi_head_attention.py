@@ -51,7 +51,7 @@ def _with_more_tokens(q: Any, k: Any, v: Any, bias_k: Any, bias_v: Any, zeros: b
     return q, torch.cat([k, *(a for a, _ in wide)]), torch.cat([v, *(b for _, b in wide)])
 
 
-@implements_torch(F.multi_head_attention_forward)
+@implements_torch(F.multi_head_attention_forward, either=("query", "key", "value", "key_padding_mask", "attn_mask"))
 def multi_head_attention_forward(
     query: Any,
     key: Any,

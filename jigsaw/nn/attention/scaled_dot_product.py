@@ -115,7 +115,7 @@ def _additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 # -- the kernel -------------------------------------------------------------------------------------------------------
 
 
-@implements_torch(F.scaled_dot_product_attention)
+@implements_torch(F.scaled_dot_product_attention, either=("query", "key", "value", "attn_mask"))
 def scaled_dot_product_attention(
     query: Any,
     key: Any,

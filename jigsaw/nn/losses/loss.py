@@ -110,7 +110,7 @@ def _answer_elementwise_loss(
             return weighted_mean(values, weight)
         return reduced(values * weight, reduction)
 
-    implements_torch(function)(answer)
+    implements_torch(function, either=("input", "target"))(answer)
 
 
 def _widened_input(values: Any) -> Any:
@@ -161,7 +161,7 @@ _answer_elementwise_loss(F.kl_div, _unreduced_loss(F.kl_div), *_OLD, "log_target
 _answer_elementwise_loss(F.soft_margin_loss, _unreduced_loss(F.soft_margin_loss), *_OLD)
 
 
-@implements_torch(F.binary_cross_entropy_with_logits)
+@implements_torch(F.binary_cross_entropy_with_logits, either=("input", "target", "weight", "pos_weight"))
 def binary_cross_entropy_with_logits(
     input: LossValues,
     target: LossValues,
@@ -181,7 +181,7 @@ def binary_cross_entropy_with_logits(
     return reduce_losses(losses if weight is None else losses * weight, reduction)
 
 
-@implements_torch(F.cross_entropy)
+@implements_torch(F.cross_entropy, either=("target",))
 def cross_entropy(
     input: Tile,
     target: LossValues,
@@ -339,7 +339,7 @@ def _loss_with_probabilities(
     return total if reduction == "sum" else total / (log_p.numel() // classes)
 
 
-@implements_torch(F.nll_loss)
+@implements_torch(F.nll_loss, either=("target",))
 def nll_loss(
     input: Tile,
     target: LossValues,
@@ -357,7 +357,7 @@ def nll_loss(
     return _loss_with_indices(input, target, weight, ignore_index, reduction, 0.0, dim, are_logits=False)
 
 
-@implements_torch(F.gaussian_nll_loss)
+@implements_torch(F.gaussian_nll_loss, either=("input", "target", "var"))
 def gaussian_nll_loss(
     input: LossValues, target: LossValues, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Any:
@@ -379,7 +379,7 @@ def _raised_variances(input: LossValues, var: Any, eps: float) -> LossValues:
     return var + (torch.clamp(var, min=eps) - var).detach()
 
 
-@implements_torch(F.poisson_nll_loss)
+@implements_torch(F.poisson_nll_loss, either=("input", "target"))
 def _poisson_nll_loss(
     input: LossValues,
     target: LossValues,

@@ -138,7 +138,7 @@ def _multilabel_soft_margin(input: Any, target: Any, weight: Any) -> Any:
 # -- of sequences -----------------------------------------------------------------------------------------------------
 
 
-@implements_torch(F.ctc_loss)
+@implements_torch(F.ctc_loss, either=("targets", "input_lengths", "target_lengths"))
 def _ctc_loss(
     log_probs: Tile,
     targets: Any,

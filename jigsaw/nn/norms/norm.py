@@ -88,7 +88,7 @@ def _standardize_and_scale(
     return Tile(y.to(input.dtype), input.layout, input.mesh), mean, squares
 
 
-@implements_torch(F.layer_norm, torch.layer_norm)
+@implements_torch(F.layer_norm, torch.layer_norm, either=("weight", "bias"))
 def layer_norm(
     input: Tile,
     normalized_shape: Sequence[int],
@@ -117,7 +117,7 @@ def layer_norm(
     return _standardize_and_scale(input, dims, eps, weight, bias, normalized_shape)[0]
 
 
-@implements_torch(F.rms_norm, torch.rms_norm)
+@implements_torch(F.rms_norm, torch.rms_norm, either=("weight",))
 def rms_norm(
     input: Tile, normalized_shape: Sequence[int], weight: StoredWeight | None = None, eps: float | None = None
 ) -> Tile:
@@ -146,7 +146,7 @@ def rms_norm(
     return Tile((out if operand is None else out * operand).to(input.dtype), input.layout, input.mesh)
 
 
-@implements_torch(F.group_norm, torch.group_norm)
+@implements_torch(F.group_norm, torch.group_norm, either=("weight", "bias"))
 def group_norm(
     input: Tile,
     num_groups: int,
@@ -174,7 +174,7 @@ def group_norm(
     return _standardize_and_scale(grouped, range(2, grouped.ndim), eps, weight, bias, by_group)[0].flatten(1, 2)
 
 
-@implements_torch(F.instance_norm, torch.instance_norm)
+@implements_torch(F.instance_norm, torch.instance_norm, either=("weight", "bias"))
 def instance_norm(
     input: Tile,
     running_mean: Tensor | None = None,
@@ -225,7 +225,7 @@ def _by_running(
     return (out if bias is None else out + bias.reshape(shape)).to(input.dtype)
 
 
-@implements_torch(F.batch_norm, torch.batch_norm)
+@implements_torch(F.batch_norm, torch.batch_norm, either=("weight", "bias"))
 def batch_norm(
     input: Tile,
     running_mean: Tensor | None,

@@ -26,7 +26,7 @@ from jigsaw.nn.weights import StoredWeight, cut_parameter, gathered_weight, is_d
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 
 
-@implements_torch(F.embedding)
+@implements_torch(F.embedding, either=("input", "weight"))
 def tile_embedding(
     input: Any,
     weight: StoredWeight,

@@ -38,7 +38,7 @@ from jigsaw.ops.meeting.plain_operands import averaged_over
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 
 
-@implements_torch(F.linear)
+@implements_torch(F.linear, either=("input", "weight", "bias"))
 def tile_linear(input: Tile | Tensor, weight: StoredWeight, bias: StoredWeight | None = None) -> Tile:
     """Return y = x Wᵀ + b over the last dim of x, whatever cuts x and W.
 

@@ -66,7 +66,9 @@ def _plan_product(
 # -- matmul -----------------------------------------------------------------------------------------------------------
 
 
-@implements_torch(torch.matmul, torch.linalg.matmul, Tensor.__matmul__, torch.mm, torch.bmm, torch.mv)
+@implements_torch(
+    torch.matmul, torch.linalg.matmul, Tensor.__matmul__, torch.mm, torch.bmm, torch.mv, either=("input", "other")
+)
 def tile_matmul(input: Any, other: Any) -> Any:
     """Return y = a b, batched as in torch.
 
@@ -121,7 +123,7 @@ def _form_grid(x: Layout, weight: Layout) -> bool:
     return True
 
 
-@implements_torch(Tensor.__rmatmul__)
+@implements_torch(Tensor.__rmatmul__, either=("input", "other"))
 def _rmatmul(input: Any, other: Any) -> Any:
     return tile_matmul(other, input)
 
@@ -129,23 +131,23 @@ def _rmatmul(input: Any, other: Any) -> Any:
 # -- products with a sum ----------------------------------------------------------------------------------------------
 
 
-@implements_torch(torch.addmm, torch.baddbmm)
+@implements_torch(torch.addmm, torch.baddbmm, either=("input", "mat1", "mat2"))
 def addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
     """Return y = beta input + alpha mat1 mat2; see `tile_matmul`."""
     return _add_to_product(input, torch.matmul(mat1, mat2), beta, alpha)
 
 
-@implements_torch(torch.addmv)
+@implements_torch(torch.addmv, either=("input", "mat", "vec"))
 def _addmv(input: Any, mat: Any, vec: Any, *, beta: float = 1, alpha: float = 1) -> Any:
     return _add_to_product(input, torch.matmul(mat, vec), beta, alpha)
 
 
-@implements_torch(torch.addbmm)
+@implements_torch(torch.addbmm, either=("input", "batch1", "batch2"))
 def _addbmm(input: Any, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
     return _add_to_product(input, torch.einsum("bmk,bkn->mn", batch1, batch2), beta, alpha)
 
 
-@implements_torch(torch.addr)
+@implements_torch(torch.addr, either=("input", "vec1", "vec2"))
 def _addr(input: Any, vec1: Any, vec2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
     return _add_to_product(input, torch.outer(vec1, vec2), beta, alpha)
 
@@ -170,7 +172,7 @@ def _add_to_product(input: Any, product: Any, beta: float, alpha: float) -> Any:
 # -- products of several dims, and of several matrices ----------------------------------------------------------------
 
 
-@implements_torch(torch.tensordot)
+@implements_torch(torch.tensordot, either=("a", "b"))
 def _tensordot(a: Any, b: Any, dims: Any = 2) -> Any:
     """Sum products over pairs of dims; see `contract_labels`."""
     if isinstance(dims, Tensor):
@@ -193,7 +195,7 @@ def _tensordot(a: Any, b: Any, dims: Any = 2) -> Any:
     return contract_labels("tensordot", multiply, (a, b), [first, second], out)
 
 
-@implements_torch(torch.inner)
+@implements_torch(torch.inner, either=("input", "other"))
 def _inner(input: Any, other: Any) -> Any:
     if input.ndim == 0 or other.ndim == 0:
         return input * other
@@ -202,14 +204,14 @@ def _inner(input: Any, other: Any) -> Any:
     return _tensordot(input, other, ([-1], [-1]))
 
 
-@implements_torch(torch.outer, torch.ger)
+@implements_torch(torch.outer, torch.ger, either=("input", "vec2"))
 def _outer(input: Any, vec2: Any) -> Any:
     if input.ndim != 1 or vec2.ndim != 1:
         raise RuntimeError(f"outer: operands of {input.ndim} and {vec2.ndim} dims; it takes vectors")
     return contract_labels("outer", torch.outer, (input, vec2), [["i"], ["j"]], ["i", "j"])
 
 
-@implements_torch(torch.linalg.multi_dot)
+@implements_torch(torch.linalg.multi_dot, either=("tensors",))
 def _multi_dot(tensors: Sequence[Any]) -> Any:
     """Return the product of several matrices, in the order that takes the fewest multiplications; the ends may be
     vectors.
@@ -250,7 +252,7 @@ def _cheapest_split(sizes: tuple[int, ...], start: int, stop: int) -> tuple[int,
 # -- einsum -----------------------------------------------------------------------------------------------------------
 
 
-@implements_torch(torch.einsum)
+@implements_torch(torch.einsum, plain=("equation",))
 def einsum(equation: str, *operands: Any) -> Any:
     """Sum the products that `equation` names; see `contract_labels`.  A repeated label takes the diagonal."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):

@@ -69,7 +69,7 @@ def _answer_recurrence(function: Any) -> None:
         found = brought_home(Tile(output, there.layout.replace_dim(2, whole_dim(size)), there.mesh), goal)
         return found, *(Tile(s, layout, there.mesh) for s, layout in zip(last, layouts, strict=True))
 
-    implements_torch(function)(handler)
+    implements_torch(function, either=("input", "hx", "params", "has_biases"))(handler)
 
 
 def _check_recurrence(function: Any, operands: Sequence[Any], params: Any, has_biases: Any, masks: bool) -> None:
@@ -113,7 +113,7 @@ for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
 # -- cells ------------------------------------------------------------------------------------------------------------
 
 
-@implements_torch(torch.lstm_cell)
+@implements_torch(torch.lstm_cell, either=("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh"))
 def _lstm_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> tuple[Any, Any]:
     """Do one step of an LSTM; return (h, c), cut as the input's rows."""
     hidden, cell = hx
@@ -123,7 +123,7 @@ def _lstm_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh
     return leave.sigmoid() * cell.tanh(), cell
 
 
-@implements_torch(torch.gru_cell)
+@implements_torch(torch.gru_cell, either=("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh"))
 def _gru_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
     """Do one step of a GRU, cut as the input's rows."""
     of_input, of_state = F.linear(input, w_ih, b_ih).chunk(3, -1), F.linear(hx, w_hh, b_hh).chunk(3, -1)
@@ -137,7 +137,7 @@ def _answer_plain_cell(function: Any, activation: Any) -> None:
         """Do one step of a recurrent layer, cut as the input's rows."""
         return activation(F.linear(input, w_ih, b_ih) + F.linear(hx, w_hh, b_hh))
 
-    implements_torch(function)(handler)
+    implements_torch(function, either=("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh"))(handler)
 
 
 _answer_plain_cell(torch.rnn_tanh_cell, torch.tanh)

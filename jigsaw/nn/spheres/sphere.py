@@ -199,7 +199,7 @@ for _name in ("backward", "_disco_s2_transpose_contraction_optimized"):
     _answer_contraction(f"disco_kernels::{_name}", transposed=True)
 
 
-@implements_torch("disco_kernels::_disco_s2_fused_conv_optimized")
+@implements_torch("disco_kernels::_disco_s2_fused_conv_optimized", either=("inp", "weight"))
 def _fused_convolution(inp: Any, weight: Any, *psi: Any) -> Any:
     """Run the contraction and the weights after it: the operator that saves memory does both at once.
 
@@ -227,7 +227,13 @@ def _channels_second(x: Tile) -> Any:
 
 
 def _answer_attention(name: str) -> None:
-    @implements_torch(name)
+    @implements_torch(
+        name,
+        tiles=(
+            "vw",
+            "qw",
+        ),
+    )
     def attend(
         kw: Tile,
         vw: Tile,

@@ -168,7 +168,7 @@ def _answer_unpool(dims: int, function: Any) -> None:
     ) -> Tile:
         return _put_back(input, indices, dims, kernel_size, stride, padding, output_size)
 
-    implements_torch(function)(unpool)
+    implements_torch(function, tiles=("indices",))(unpool)
 
 
 def _put_back(

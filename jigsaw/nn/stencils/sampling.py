@@ -49,7 +49,7 @@ def _as_space(input: Any, grid: Any, axes: Any) -> Layout:
     return Layout.from_dims(dims, axes)
 
 
-@implements_torch(F.grid_sample)
+@implements_torch(F.grid_sample, either=("input", "grid"))
 def _grid_sample(
     input: Any, grid: Any, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
 ) -> Tile:

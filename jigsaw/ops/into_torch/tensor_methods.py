@@ -63,7 +63,7 @@ def _is_nonzero(input: Tile) -> bool:
     return bool(input)
 
 
-@implements_torch(torch.is_same_size, Tensor.is_same_size)
+@implements_torch(torch.is_same_size, Tensor.is_same_size, either=("input", "other"))
 def _is_same_size(input: Any, other: Any) -> bool:
     return input.shape == other.shape
 
@@ -94,7 +94,7 @@ def _is_complex(tile: Tile) -> bool:
     return tile.dtype.is_complex
 
 
-@implements_torch(torch.result_type)
+@implements_torch(torch.result_type, either=("tensor1", "tensor2"))
 def _result_type(tensor1: Any, tensor2: Any) -> torch.dtype:
     return torch.result_type(*(x.local if isinstance(x, Tile) else x for x in (tensor1, tensor2)))
 
@@ -218,7 +218,7 @@ def _local_inputs(inputs: Any) -> Any:
     return None if inputs is None else [x.local if isinstance(x, Tile) else x for x in _as_sequence(inputs)]
 
 
-@implements_torch(torch.autograd.backward)
+@implements_torch(torch.autograd.backward, either=("tensors", "grad_tensors", "grad_variables", "inputs"))
 def _backward(
     tensors: Any,
     grad_tensors: Any = None,
@@ -231,14 +231,14 @@ def _backward(
     torch.autograd.backward(outputs, gradients, retain_graph, create_graph, inputs=_local_inputs(inputs))
 
 
-@implements_torch(Tensor.backward)
+@implements_torch(Tensor.backward, either=("input", "gradient", "inputs"))
 def _backward_of_one(
     input: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> None:
     _backward(input, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-@implements_torch(torch.autograd.grad)
+@implements_torch(torch.autograd.grad, either=("outputs", "inputs", "grad_outputs"))
 def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> tuple[Any, ...]:
     if options.get("is_grads_batched"):
         raise ShardingError(

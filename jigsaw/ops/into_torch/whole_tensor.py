@@ -42,7 +42,7 @@ from jigsaw.ops.random_numbers import random_states
 from jigsaw.ranks.call_places import is_of_packages
 from jigsaw.ranks.model_world import OneProcessError
 from jigsaw.tile.misuse import calling_line, warn_once
-from jigsaw.tile.refusals import answers_refusals
+from jigsaw.tile.table import table
 from jigsaw.tile.tile import Tile, leave_tile, refusal_error, shared_mesh, tiles_in
 
 GATHERED = "gathered"
@@ -117,7 +117,6 @@ def hearing_costs(listener: Callable[[str, int, ShardingError], None]) -> Genera
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-@answers_refusals
 def _raise_or_run(refusal: ShardingError, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Raise the refusal, or run the function on the whole tensors."""
     tiles = list(tiles_in((args, kwargs)))
@@ -132,10 +131,13 @@ def _raise_or_run(refusal: ShardingError, function: Any, args: Sequence[Any], kw
     return _run_on_whole_tensors(refusal, function, args, kwargs, tiles, place)
 
 
+table.answer_refusal = _raise_or_run
+
+
 def _is_in_another_call() -> bool:
     """Say whether the refused function is part of the handling of another one, which was called on tiles itself."""
-    frame = sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
-    dispatcher = frame.f_code  # `_call_handler` of jigsaw.tile.tile, above `answer_refusal` and `_raise_or_run`
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    dispatcher = frame.f_code  # `_call_handler` of jigsaw.tile.tile, above `_raise_or_run`
     while frame.f_back is not None and is_of_packages(frame.f_code.co_filename):
         frame = frame.f_back
         if frame.f_code is dispatcher:

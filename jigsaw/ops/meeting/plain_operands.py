@@ -26,7 +26,8 @@ from jigsaw.geometry.cut import Cut
 from jigsaw.geometry.layout import Layout
 from jigsaw.ranks.mesh import mesh_size
 from jigsaw.tile.misuse import warn_of_unreduced
-from jigsaw.tile.tensor_shell import ENTER_NODE, enters_functions
+from jigsaw.tile.table import table
+from jigsaw.tile.tensor_shell import ENTER_NODE
 from jigsaw.tile.tile import LEAVE_NODE, Tile
 
 AVERAGED_MARK = "_jigsaw_averaged_over"
@@ -95,12 +96,14 @@ def _average_others(leaves: Sequence[Tensor], ranks: int) -> set[int]:
     return {averaged_over(leaf) for leaf in leaves}
 
 
-@enters_functions
 def _enter_function(x: Tensor, tile: Tile) -> Tensor:
     """Return a plain tensor that a custom ``autograd.Function`` took beside tiles: its gradient is whole on
     every rank.
     """
     return plain_operand(x, tile, Layout((), tile.layout.axes))
+
+
+table.enter_function = _enter_function
 
 
 def averaged_operand(x: Tensor, tile: Tile) -> Tensor:
