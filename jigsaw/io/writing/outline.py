@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -105,16 +105,24 @@ class AppendOutline:
         return whole.hexdigest()
 
 
-@dataclass(frozen=True)
-class StorageOptions:
-    """Storage options of the user. Raises: `WriteError` for what the format does not have."""
+@dataclass(frozen=True, eq=False)
+class WriteOptions:
+    """Arguments of a `Writer` for one store; `lent_units` are coordinates whose units it takes over.
+
+    Raises: `WriteError` for what the format does not have.
+    """
 
     suffix: str
-    append_dim: str | None
+    dims: ArrayDims
+    fields: Sequence[WrittenField] | None
+    coords: Mapping[str, Any]
+    attrs: Mapping[str, Any]
+    field_attrs: Mapping[str, Mapping[str, Any]]
     chunks: Mapping[str, int]
     shards: Mapping[str, int]
+    append_dim: str | None
     encoding: Mapping[str, Any]
-    field_attrs: Mapping[str, Mapping[str, Any]]
+    lent_units: Mapping[str, StoredCoordinate] = field(default_factory=dict[str, StoredCoordinate])
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.encoding) - set(_ENCODING_OPTIONS[self.suffix]))
@@ -168,30 +176,25 @@ def _level_values(fields: Sequence[WrittenField], given: NDArray[Any] | None) ->
     return given
 
 
-def _tile_sources(
-    data: TileData,
-    dims: ArrayDims,
-    fields: Sequence[WrittenField] | None,
-    levels: NDArray[Any] | None,
-    how: StorageOptions,
-) -> tuple[TileSource, ...]:
+def _tile_sources(data: TileData, levels: NDArray[Any] | None, options: WriteOptions) -> tuple[TileSource, ...]:
     """Return every array to write, with the tile that it is made from, without its halo.
 
     Raises: `FieldError`, `ShardingError` or `WriteError` naming what does not fit.
     """
+    dims, fields = options.dims, options.fields
     if isinstance(data, Tile):
         if fields is None:
             raise FieldError("a tile needs names: fields=('t2m', 'z@500') for its channels, or {'name': tile}")
         if isinstance(dims, Mapping):
             raise FieldError(f"dims={dict(dims)} name arrays, but there is one tile; give its dims in order")
-        return _split_channels(_owned_tile(data, dims), tuple(dims), fields, levels, how)
+        return _split_channels(_owned_tile(data, dims), tuple(dims), fields, levels, options)
     if fields is not None:
         raise FieldError(f"fields={[f.array for f in fields]} split one tile; with a mapping of tiles leave them out")
     found: list[TileSource] = []
     for name, tile in data.items():
         mine = tuple(dims[name] if isinstance(dims, Mapping) else dims)
         bare = _owned_tile(tile, mine)
-        found.append(TileSource(bare, _outline_array(name, mine, tuple(bare.shape), bare, range(bare.ndim), how)))
+        found.append(TileSource(bare, _outline_array(name, mine, tuple(bare.shape), bare, range(bare.ndim), options)))
     if not found:
         raise FieldError("there is no tile to write; the mapping is empty")
     return tuple(found)
@@ -211,7 +214,11 @@ def _owned_tile(tile: Any, dims: Sequence[str]) -> Tile:
 
 
 def _split_channels(
-    tile: Tile, dims: tuple[str, ...], fields: Sequence[WrittenField], levels: NDArray[Any] | None, how: StorageOptions
+    tile: Tile,
+    dims: tuple[str, ...],
+    fields: Sequence[WrittenField],
+    levels: NDArray[Any] | None,
+    options: WriteOptions,
 ) -> tuple[TileSource, ...]:
     if CHANNEL_DIM not in dims:
         raise FieldError(f"fields name channels, but dims={dims} have no {CHANNEL_DIM!r}")
@@ -231,11 +238,13 @@ def _split_channels(
         shape = tuple(tile.shape)
         if not named or levels is None:  # without a level, the array lacks a dim in the place of the channels
             kept = [d for d in range(tile.ndim) if d != at]
-            array = _outline_array(name, tuple(dims[d] for d in kept), tuple(shape[d] for d in kept), tile, kept, how)
+            array = _outline_array(
+                name, tuple(dims[d] for d in kept), tuple(shape[d] for d in kept), tile, kept, options
+            )
             found.append(TileSource(tile, array, at, ((channels[0], channels[0] + 1, 0),), dropped=at))
             continue
         wide, leveled = (*shape[:at], len(levels), *shape[at + 1 :]), (*dims[:at], LEVEL_DIM, *dims[at + 1 :])
-        array = _outline_array(name, leveled, wide, tile, range(tile.ndim), how)
+        array = _outline_array(name, leveled, wide, tile, range(tile.ndim), options)
         if len(where) < len(levels) and np.dtype(array.dtype).kind not in "fc":
             raise FieldError(f"{name!r} lacks levels that other fields have, and {array.dtype} has no NaN for them")
         found.append(TileSource(tile, array, at, _level_runs(channels, where)))
@@ -258,39 +267,41 @@ def _level_runs(channels: Sequence[int], levels: Sequence[int]) -> tuple[tuple[i
 
 
 def _outline_array(
-    name: str, dims: tuple[str, ...], shape: tuple[int, ...], tile: Tile, kept: Sequence[int], how: StorageOptions
+    name: str, dims: tuple[str, ...], shape: tuple[int, ...], tile: Tile, kept: Sequence[int], options: WriteOptions
 ) -> ArrayOutline:
-    if how.append_dim is not None and how.append_dim not in dims:
+    if options.append_dim is not None and options.append_dim not in dims:
         raise WriteError(
-            f"array {name!r} has dims {dims} and cannot grow along append_dim={how.append_dim!r}; write what has no "
-            f"such dim as a coordinate: coords={{{name!r}: (dims, values, attrs)}}"
+            f"array {name!r} has dims {dims} and cannot grow along append_dim={options.append_dim!r}; write what has "
+            f"no such dim as a coordinate: coords={{{name!r}: (dims, values, attrs)}}"
         )
-    chunks = tuple(_chunk_rows(d, n, tile.layout, at, how) for d, n, at in zip(dims, shape, kept, strict=True))
-    shards = tuple(_shard_rows(name, d, n, c, how) for d, n, c in zip(dims, shape, chunks, strict=True))
-    attrs = dict(how.field_attrs.get(name, {}))
-    return ArrayOutline(name, dims, shape, _dtype_to_store(tile, how), chunks, shards if how.shards else None, attrs)
+    chunks = tuple(_chunk_rows(d, n, tile.layout, at, options) for d, n, at in zip(dims, shape, kept, strict=True))
+    shards = tuple(_shard_rows(name, d, n, c, options) for d, n, c in zip(dims, shape, chunks, strict=True))
+    attrs = dict(options.field_attrs.get(name, {}))
+    return ArrayOutline(
+        name, dims, shape, _dtype_to_store(tile, options), chunks, shards if options.shards else None, attrs
+    )
 
 
-def _dtype_to_store(tile: Tile, how: StorageOptions) -> str:
+def _dtype_to_store(tile: Tile, options: WriteOptions) -> str:
     own = str(tile.dtype).removeprefix("torch.")
-    asked = how.encoding.get("dtype", _STORED_DTYPES.get(own, own))
+    asked = options.encoding.get("dtype", _STORED_DTYPES.get(own, own))
     try:
         found = np.dtype(asked)
     except TypeError:
         raise WriteError(f"dtype {asked!r} cannot be stored; give encoding={{'dtype': 'float32'}}") from None
-    kinds = "fiu" if how.suffix == ".nc" else "fiucb"
-    if found.kind not in kinds or (how.suffix == ".nc" and found.itemsize < 4 and found.kind == "f"):
-        raise WriteError(f"{how.suffix} does not hold {found.name}; give encoding={{'dtype': 'float32'}}")
+    kinds = "fiu" if options.suffix == ".nc" else "fiucb"
+    if found.kind not in kinds or (options.suffix == ".nc" and found.itemsize < 4 and found.kind == "f"):
+        raise WriteError(f"{options.suffix} does not hold {found.name}; give encoding={{'dtype': 'float32'}}")
     return found.name
 
 
-def _chunk_rows(dim: str, size: int, layout: Layout, at: int, how: StorageOptions) -> int:
+def _chunk_rows(dim: str, size: int, layout: Layout, at: int, options: WriteOptions) -> int:
     """Return the rows asked for, else one step of time and the largest piece of a cut dim: chunks and tiles
     then align.
     """
-    grows = dim == how.append_dim
-    if dim in how.chunks:
-        return int(how.chunks[dim]) if grows else max(1, min(int(how.chunks[dim]), size))
+    grows = dim == options.append_dim
+    if dim in options.chunks:
+        return int(options.chunks[dim]) if grows else max(1, min(int(options.chunks[dim]), size))
     if grows or dim in _DIMS_ONE_BY_ONE:
         return 1
     cut = layout.cuts[at]
@@ -298,9 +309,9 @@ def _chunk_rows(dim: str, size: int, layout: Layout, at: int, how: StorageOption
     return max(1, size if dim == LEVEL_DIM else largest)
 
 
-def _shard_rows(name: str, dim: str, size: int, chunk: int, how: StorageOptions) -> int:
-    asked = int(how.shards.get(dim, chunk))
-    if asked >= size and dim != how.append_dim:  # the whole dim, whatever its chunks
+def _shard_rows(name: str, dim: str, size: int, chunk: int, options: WriteOptions) -> int:
+    asked = int(options.shards.get(dim, chunk))
+    if asked >= size and dim != options.append_dim:  # the whole dim, whatever its chunks
         return -(-size // chunk) * chunk
     if asked % chunk:
         raise WriteError(
@@ -310,14 +321,14 @@ def _shard_rows(name: str, dim: str, size: int, chunk: int, how: StorageOptions)
     return asked
 
 
-def _check_dim_sizes(how: StorageOptions, sources: Sequence[TileSource]) -> dict[str, int]:
+def _check_dim_sizes(options: WriteOptions, sources: Sequence[TileSource]) -> dict[str, int]:
     """Return the size of each dim; options for a dim that no array has are refused."""
     sizes: dict[str, int] = {}
     for source in sources:
         for dim, size in zip(source.array.dims, source.array.shape, strict=True):
             if sizes.setdefault(dim, size) != size:
                 raise FieldError(f"array {source.array.name!r} has {size} rows along {dim!r}, another {sizes[dim]}")
-    for what, given in (("chunks", how.chunks), ("shards", how.shards)):
+    for what, given in (("chunks", options.chunks), ("shards", options.shards)):
         unknown = sorted(set(given) - set(sizes))
         if unknown:
             raise WriteError(f"{what} name the dims {unknown}, but the arrays have {sorted(sizes)}")
@@ -328,42 +339,36 @@ def _check_dim_sizes(how: StorageOptions, sources: Sequence[TileSource]) -> dict
 
 
 def outline_append(
-    data: TileData,
-    dims: ArrayDims,
-    fields: Sequence[WrittenField] | None,
-    given: Mapping[str, Any],
-    how: StorageOptions,
-    known: GrowingStore | None,
-    like: Mapping[str, StoredCoordinate] | None = None,
+    data: TileData, given: Mapping[str, Any], options: WriteOptions, known: GrowingStore | None
 ) -> AppendOutline:
-    """Return what one append writes, checked against the existing store (`known`). Coordinates that are given without
-    attributes are stored like those of `like`.
+    """Return what one append writes, checked against the existing store (`known`). Coordinates that are `given` without
+    attributes are stored in `lent_units`.
 
     Raises: `FieldError`, `GridError`, `ShardingError` or `WriteError` naming what does not fit.
     """
     there = {} if known is None else known.coords
-    bare = {n: c for n, c in (like or {}).items() if not isinstance(given.get(n), tuple)}
+    bare = {n: c for n, c in options.lent_units.items() if not isinstance(given.get(n), tuple)}
     coords = [encode_coordinate(n, value, there.get(n, bare.get(n))) for n, value in given.items()]
     at_levels = next((c.values for c in (*coords, *there.values()) if c.name == LEVEL_DIM), None)
-    levels = None if fields is None else _level_values(fields, at_levels)
-    sources = _tile_sources(data, dims, fields, levels, how)
-    sizes = _check_dim_sizes(how, sources)
+    levels = None if options.fields is None else _level_values(options.fields, at_levels)
+    sources = _tile_sources(data, levels, options)
+    sizes = _check_dim_sizes(options, sources)
     if levels is not None and LEVEL_DIM not in {c.name for c in coords} | set(there):
         coords.append(encode_coordinate(LEVEL_DIM, levels))
     names = {s.array.name for s in sources}
     _check_array_names((*names, *(c.name for c in coords)))
     for c in coords:
         _check_coordinate(c, sizes, names)
-    rows = sizes[how.append_dim] if how.append_dim is not None else 0
+    rows = sizes[options.append_dim] if options.append_dim is not None else 0
     if known is None:
         return AppendOutline(tuple(_name_coordinates(s, coords) for s in sources), tuple(coords), rows)
-    growing = _growing_coordinates(coords, known, how.append_dim)
-    grow = {name for name, a in known.arrays.items() if how.append_dim in a.dims}
+    growing = _growing_coordinates(coords, known, options.append_dim)
+    grow = {name for name, a in known.arrays.items() if options.append_dim in a.dims}
     if grow != names:
         raise WriteError(
             f"an append writes every array that grows: the store has {sorted(grow)}, this would write {sorted(names)}"
         )
-    return AppendOutline(tuple(_as_in_store(s, known, how) for s in sources), growing, rows)
+    return AppendOutline(tuple(_as_in_store(s, known, options) for s in sources), growing, rows)
 
 
 def _check_array_names(names: Sequence[str]) -> None:
@@ -419,9 +424,11 @@ def _check_stored_exactly(c: StoredCoordinate, there: StoredCoordinate) -> None:
         )
 
 
-def _as_in_store(source: TileSource, known: GrowingStore, how: StorageOptions) -> TileSource:
+def _as_in_store(source: TileSource, known: GrowingStore, options: WriteOptions) -> TileSource:
     mine, there = source.array, known.arrays[source.array.name]
-    shape = tuple(m if d == how.append_dim else t for d, m, t in zip(mine.dims, mine.shape, there.shape, strict=False))
+    shape = tuple(
+        m if d == options.append_dim else t for d, m, t in zip(mine.dims, mine.shape, there.shape, strict=False)
+    )
     if (mine.dims, mine.shape, mine.dtype) != (there.dims, shape, there.dtype):
         raise WriteError(
             f"array {mine.name!r} is {mine.dtype} {dict(zip(mine.dims, mine.shape, strict=True))}, but the store has "
@@ -432,10 +439,10 @@ def _as_in_store(source: TileSource, known: GrowingStore, how: StorageOptions) -
             f"array {mine.name!r} of the store is packed by {' and '.join(packed)}, and values are appended as "
             "they are given; write a new store, or convert this one to floats (python -m jigsaw convert)"
         )
-    for what, asked, has in (("chunks", how.chunks, there.chunks), ("shards", how.shards, there.units)):
+    for what, asked, has in (("chunks", options.chunks, there.chunks), ("shards", options.shards, there.units)):
         sizes = zip(there.dims, has, shape, strict=True)
         # what reaches beyond a dim was made as large as the dim
-        whole = {d: n for d, n, size in sizes if d != how.append_dim and asked.get(d, n) > n >= size}
+        whole = {d: n for d, n, size in sizes if d != options.append_dim and asked.get(d, n) > n >= size}
         wrong = {d: n for d, n in zip(there.dims, has, strict=True) if asked.get(d, n) != n and d not in whole}
         if wrong:
             raise WriteError(f"{what}={dict(asked)} differ from those of array {mine.name!r} in the store, {wrong}")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -37,8 +37,8 @@ from jigsaw.io.writing.outline import (
     ArrayDims,
     ArrayOutline,
     GrowingStore,
-    StorageOptions,
     TileData,
+    WriteOptions,
     WrittenField,
     outline_append,
     parse_written_field,
@@ -186,30 +186,25 @@ class Writer:
             raise WriteError(
                 f"mode={mode!r} must be one of {_WRITE_MODES}, and 'a' needs append_dim='time' or another dim"
             )
-        self._dims, self._coords, self._attrs = dims, dict(coords or {}), dict(attrs or {})
         self._mode, self._dim, self._budget = mode, append_dim, budget
-        self._fields = None if fields is None else [parse_written_field(f) for f in fields]
-        self._how = StorageOptions(
-            suffix, append_dim, chunks or {}, shards or {}, encoding or {}, dict(field_attrs or {})
+        options = WriteOptions(
+            suffix,
+            dims,
+            None if fields is None else [parse_written_field(f) for f in fields],
+            dict(coords or {}),
+            dict(attrs or {}),
+            dict(field_attrs or {}),
+            chunks or {},
+            shards or {},
+            append_dim,
+            encoding or {},
         )
-        self._stored_like: Mapping[str, StoredCoordinate] = {}
-        if like is not None:
-            self._lend(like)
+        self._options = options if like is None else options_like_dataset(options, like)
         make_sink = ZarrSink if suffix == ".zarr" else NetcdfSink
         self._sink: FormatSink = make_sink(self.path, append_dim, encoding or {})
         self._mesh: DeviceMesh | None = None
         self._known: GrowingStore | None = None
         self._steps, self._over = 0, False
-
-    def _lend(self, like: Dataset) -> None:
-        dims = None if isinstance(self._dims, Mapping) else self._dims
-        found = metadata_of_dataset(like, dims, self._fields, self._coords)
-        self._coords = {**found.coords, **self._coords}
-        self._attrs = {**found.attrs, **self._attrs}
-        self._stored_like = {} if found.time is None else {"time": found.time}
-        if self._fields is None and not isinstance(self._dims, Mapping) and CHANNEL_DIM in self._dims:
-            self._fields = found.fields
-        self._how = replace(self._how, field_attrs={**found.field_attrs, **self._how.field_attrs})
 
     @property
     def steps(self) -> int:
@@ -289,13 +284,13 @@ class Writer:
             self._known, self._steps = found, found.steps
 
     def _outlined(self, data: TileData, coords: Mapping[str, Any]) -> AppendOutline:
-        given = dict(coords) if self._mesh is not None else {**self._coords, **coords}
-        return outline_append(data, self._dims, self._fields, given, self._how, self._known, self._stored_like)
+        given = dict(coords) if self._mesh is not None else {**self._options.coords, **coords}
+        return outline_append(data, given, self._options, self._known)
 
     def _begin(self, mesh: DeviceMesh, piece: AppendOutline) -> None:
         arrays, replaces = [s.array for s in piece.sources], self._mode != "w-"
         if self._known is None:
-            self._by_first_rank(mesh, lambda: self._sink.create(arrays, piece.coords, self._attrs, replaces))
+            self._by_first_rank(mesh, lambda: self._sink.create(arrays, piece.coords, self._options.attrs, replaces))
         self._mesh = mesh
 
     def _whole(self, array: ArrayOutline, rows: int) -> ArrayOutline:
@@ -351,36 +346,20 @@ _STORAGE_ATTRIBUTES = ("scale_factor", "add_offset", "_FillValue", "missing_valu
 _WRITER_PREFIX = "jigsaw_"
 
 
-@dataclass(frozen=True)
-class LentMetadata:
-    """Coordinates, attributes, and the field of each channel; of `time` only units and calendar, because its values are
-    new.
+def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOptions:
+    """Return the options with what a dataset lends: coordinates, attributes, and names for the channels of one tile.
+
+    What is given stays. A spatial dim is found by its canonical name, or by the store's own. An attribute is left out
+    where it names a variable (bounds, a grid mapping) that is neither written as a field nor among the coordinates.
     """
-
-    coords: Mapping[str, Any]
-    attrs: Mapping[str, Any]
-    field_attrs: Mapping[str, Mapping[str, Any]]
-    fields: list[WrittenField]
-    time: StoredCoordinate | None
-
-
-def metadata_of_dataset(
-    dataset: Dataset,
-    dims: Sequence[str] | None,
-    fields: Sequence[WrittenField] | None = None,
-    given: Collection[str] = (),
-) -> LentMetadata:
-    """Return the metadata of a dataset for tiles with these dims and `fields`, by default those of its target.
-
-    A spatial dim is found by its canonical name, or by the store's own. An attribute is left out where it names a
-    variable (bounds, a grid mapping) that is neither written as a field nor among the coordinates `given`.
-    """
-    store, variables, survey = dataset.store, dataset.variables, StoreSurvey(dataset.store)
+    variables, survey = dataset.variables, StoreSurvey(dataset.store)
+    dims: Sequence[str] = () if isinstance(options.dims, Mapping) else options.dims
     own = dict(zip(variables[0].table.dims, variables[0].roles, strict=True))
     by_name = {v.table.name: v for v in variables}
+    fields = options.fields
     if fields is None:
         fields = [_written_field(survey, by_name, dataset.channels[c]) for c in dataset.target_channels]
-    written = {*given, *(f.array for f in fields)}
+    written = {*options.coords, *(f.array for f in fields)}
 
     def attrs_along(variable: StoreVariable, role: str) -> Mapping[str, Any]:
         return _attrs_that_hold(survey.attrs(variable, role), written)
@@ -392,18 +371,23 @@ def metadata_of_dataset(
             found[dim] = dataset.whole_coords[role], attrs_along(variables[0], role)
     leveled = next((v for v in variables if LEVEL_DIM in v.roles), None)
     used = {f.level for f in fields} - {None}
-    if leveled is not None and used and CHANNEL_DIM in (dims or ()):
+    if leveled is not None and used and CHANNEL_DIM in dims:
         values = survey.values(leveled, LEVEL_DIM)
         found[LEVEL_DIM] = values[[float(v) in used for v in values]], attrs_along(leveled, LEVEL_DIM)
-    timed, time = next((v for v in variables if "time" in v.roles), None), None
+    timed = next((v for v in variables if "time" in v.roles), None)
+    lent_units: dict[str, StoredCoordinate] = {}  # of time only units and calendar, because its values are new
     if timed is not None and survey.states(timed, "time"):
-        time = StoredCoordinate("time", ("time",), survey.values(timed, "time"), attrs_along(timed, "time"))
-    return LentMetadata(
-        coords=found,
-        attrs={k: v for k, v in store.attrs.items() if not k.startswith(_WRITER_PREFIX)},
-        field_attrs={name: _attrs_that_hold(v.table.attrs, written) for name, v in by_name.items()},
-        fields=list(fields),
-        time=time,
+        attrs = attrs_along(timed, "time")
+        lent_units["time"] = StoredCoordinate("time", ("time",), survey.values(timed, "time"), attrs)
+    own_attrs = {k: v for k, v in dataset.store.attrs.items() if not k.startswith(_WRITER_PREFIX)}
+    field_attrs = {name: _attrs_that_hold(v.table.attrs, written) for name, v in by_name.items()}
+    return replace(
+        options,
+        fields=fields if CHANNEL_DIM in dims else options.fields,
+        coords={**found, **options.coords},
+        attrs={**own_attrs, **options.attrs},
+        field_attrs={**field_attrs, **options.field_attrs},
+        lent_units=lent_units,
     )
 
 
