@@ -110,7 +110,7 @@ def save(
     `model`, which names its parameters. Every rank calls this, with a `path` that all see.
 
     What their ``state_dict`` returns is numbers, texts, bytes, None, lists, tuples and dicts of them, and tensors of at
-    most 1 MB; it is kept as JSON.
+    most 1 MB. It is kept as JSON.
 
     With ``wait=False`` each rank copies its share (1/P of all bytes) to memory, and a thread writes it while training
     continues; `PendingSave.wait` returns once the checkpoint is whole.  A save waits for the one before it.
@@ -120,9 +120,9 @@ def save(
     `latest` finds the last one.  Only checkpoints that jigsaw wrote, without other files, are ever replaced or removed.
 
     *Sends*: plans and checksums, but no tensors.
-    *Raises*: `CheckpointError` for an optimizer without its model, a state that is not plain, and tensors that should
-    be the same on all ranks and are not, because a checkpoint would have those of one rank.  Also where `path` is
-    anything but a checkpoint or an empty folder; on every rank, where one cannot write; and where the save before
+    *Raises*: `CheckpointError` for an optimizer without its model, and a state that is not plain. Also for tensors that
+    should be the same on all ranks and are not, because a checkpoint would have those of one rank.  Also where `path`
+    is anything but a checkpoint or an empty folder. Every rank raises where one cannot write, and where the save before
     failed in the background and no one waited for it.
 
     >>> model = torch.nn.Linear(4, 2)

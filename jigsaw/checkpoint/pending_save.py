@@ -3,8 +3,8 @@
 Example: four ranks save in the background.  On the main thread they plan which rank writes which rows, and each copies
 its own to memory.  Then a thread of each writes its file, without messages.  The first rank gets the list of what it
 wrote, or its error.  It writes the index, gives the checkpoint its name only if all have written, and tells the others
-the result.  The threads use a separate gloo group, because their messages on one of the training's groups would mix
-with its messages, in another order on each rank.
+the result.  The threads use a separate gloo group, because on a group of the training their messages would mix with
+others, in another order on each rank.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class RandomState:
     random=RandomState(), ...)``.
 
     A checkpoint has those of the first rank, and loading sets every rank's to them, on any mesh.  Dropout and other
-    random functions on tiles then continue as they would have: their numbers come from the first rank's generator and
+    random functions on tiles then continue as they would have. Their numbers come from the first rank's generator and
     the place in the whole tensor.  Separate generators that each rank seeds itself are not kept.
 
     >>> state = jigsaw.RandomState()

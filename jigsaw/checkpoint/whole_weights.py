@@ -1,8 +1,8 @@
 """Weights of a model as one file in the format of safetensors, written and read by all ranks, each its own rows.
 
-A file is the length of a header, 8 bytes; the header, JSON, with the type, shape and place of each tensor; and the
-tensors, row-major, one behind the other (https://github.com/huggingface/safetensors).  So the place of each row follows
-from names and shapes alone, which every rank knows, and no rank needs a whole weight.
+A file begins with the length of a header, 8 bytes. The header is JSON, with the type, shape and place of each tensor.
+Then come the tensors, row-major, one behind the other (https://github.com/huggingface/safetensors).  So the place of
+each row follows from names and shapes alone, which every rank knows, and no rank needs a whole weight.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def save_weights(path: CheckpointPath, model: nn.Module) -> None:
     it is whole.  Every rank calls this, with a `path` that all of them see.
 
     *Sends*: plans, and no tensors.
-    *Raises*: `CheckpointError` on every rank, for a state that is not a tensor or of a type that such a file cannot
-    have, and where one cannot write.
+    *Raises*: `CheckpointError` on every rank, where a state is not a tensor or has a type that such a file cannot have.
+    Also where one rank cannot write.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> jigsaw.save_weights("model.safetensors", model)
@@ -169,8 +169,8 @@ def load_weights(path: CheckpointPath, model: nn.Module) -> None:
     `jigsaw.parallelize` before, if at all.
 
     *Sends*: plans, and no tensors.
-    *Raises*: `CheckpointError` on every rank, for a damaged file, a name in two files, and names, shapes or kinds of
-    numbers that are not the model's; nothing is changed then.
+    *Raises*: `CheckpointError` on every rank, for a damaged file and a name in two files. Also for names, shapes or
+    kinds of numbers that are not the model's. Nothing is changed then.
 
     >>> jigsaw.save_weights("small.safetensors", torch.nn.Linear(4, 2))
     >>> jigsaw.load_weights("small.safetensors", torch.nn.Linear(4, 3))
@@ -305,8 +305,8 @@ def _size_of(weight: _StoredWeight) -> int:
 
 
 def _byte_runs(weight: _StoredWeight, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Iterate over where the bytes of a box of a stored tensor lie: the start in the file and the length of each run,
-    in order.
+    """Iterate over the runs of bytes of a box of a stored tensor: the start in the file and the length of each, in
+    order.
 
     Of a [4, 6] tensor the box [1:3, 2:4] is two runs of 2 elements, at the elements 8 and 14; [1:3, 0:6] is one of 12.
     """

@@ -7,8 +7,8 @@ forward pass with 1 and 2 blocks, x the input and y what a block keeps:
     +x +y -x
     +x +y +y -x         so n blocks have  +x, n times +y, -x
 
-The highest point of n blocks is found in the list of n blocks.  An event may also grow with each block, as the weights
-that FSDP2 gathers for the rest of a model, with the norms of all blocks.  Such a number for n blocks lies on the line
+The highest point of n blocks is found in the list of n blocks.  An event may also grow with each block. An example is
+the gather of FSDP2 for the rest of a model, with the norms of all blocks.  Such a number for n blocks lies on the line
 through those of 1 and 2.
 """
 
@@ -44,9 +44,9 @@ class KernelCost:
 @dataclass
 class CountedPhase:
     """One phase of a step: its kernels, also those of a forward pass that runs again in the backward pass, and its
-    memory.  Memory is the bytes that were alive before it, and began (> 0) or ceased to be alive in it, by kind: while
-    nodes of the graph ran, and after the last one.  Its messages are apart from those by which FSDP2 gathers weights
-    and sums gradients.
+    memory.  Memory is the bytes that were alive before it, and those that began (> 0) or ceased to be alive in it. They
+    are listed by kind: while nodes of the graph ran, and after the last one.  Its messages are apart from those by
+    which FSDP2 gathers weights and sums gradients.
     """
 
     kernels: list[KernelCost] = field(default_factory=list[KernelCost])

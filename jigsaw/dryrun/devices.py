@@ -16,17 +16,17 @@ class Device:
     """Peaks of a device as its maker states them, and the shares of them that count as reached.
 
     `flop_per_second` by dtype (a dtype that is not there counts as float32), `memory_bytes`, `memory_bandwidth` in
-    bytes a second.  A kernel takes at least `kernel_seconds`.  `node_bandwidth` and `network_bandwidth` are bytes a
-    second that one rank sends to ranks of its own node, and to others while its neighbors do so, too; `node_seconds`
-    and `network_seconds` are the time of a message beside that.  `overlap` is the share of the computing that can hide
-    sums of gradients and gathers of weights; `reader_cores` are the processor cores that read for a rank.  One that
-    `is_processor` widens bfloat16 before products of cut dims; a GPU adds them up in float32 by itself.
+    bytes a second.  A kernel takes at least `kernel_seconds`.  `node_bandwidth` is the bytes a second that one rank
+    sends to ranks of its own node. `network_bandwidth` is those to others while its neighbors do so, too;
+    `node_seconds` and `network_seconds` are the time of a message beside that.  `overlap` is the share of the computing
+    that can hide sums of gradients and gathers of weights; `reader_cores` are the processor cores that read for a rank.
+    One that `is_processor` widens bfloat16 before products of cut dims; a GPU adds them up in float32 by itself.
 
     Of a processor that was measured (`measure_device`): `host_seconds` is Python's time for an operator, by phase;
     ``"step of parts"`` is that of an optimizer of cut weights.  `call_seconds` are those of a call, and of a byte of
     it, by kind: ``"message"`` is an exchange with one rank, ``"further message"`` one with one more.  With
     `times_kernels` kernels run here and are timed, each by itself.  `crowding` is how many times as long they take in a
-    step of so many ranks that share a machine's caches and memory, `host_crowding` the same of Python and messages.
+    step of so many ranks that share a machine's caches and memory. `host_crowding` is the same of Python and messages.
 
     >>> from dataclasses import replace
     >>> slow = replace(jigsaw.dryrun.DEVICES["h100"], name="mine", network_bandwidth=1e9)
@@ -84,7 +84,8 @@ class Device:
 
         This is NCCL's estimate for its choice between rings and trees (``src/graph/tuning.cc``).  A ring goes from node
         to node once a turn, with all adapters of the node's ranks that are on it.  A sum takes a tree where that is
-        faster: as many bytes as a ring over very many ranks, at 0.92 of its rate, and one start for each level.
+        faster. It sends as many bytes as a ring over very many ranks, at 0.92 of its rate, with one start for each
+        level.
 
         >>> h100 = jigsaw.dryrun.DEVICES["h100"]
         >>> on_ring, by_tree = (h100.ring_time(1000, n, ranks=64, nodes=8) for n in (63, 126))
@@ -109,8 +110,8 @@ class Device:
 
 
 def crowding_among(crowding: Mapping[int, float], ranks: int) -> float:
-    """Return how many times as long something takes beside so many ranks, on a line between the measured numbers; of
-    more ranks, as of the most.
+    """Return how many times as long something takes beside so many ranks, on a line between the measured numbers. More
+    ranks count as the most that were measured.
 
     >>> from jigsaw.dryrun.devices import crowding_among
     >>> crowding_among({1: 1.0, 2: 1.5, 4: 2.5}, 3)

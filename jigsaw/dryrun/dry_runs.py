@@ -58,25 +58,25 @@ def dry_run(
     tensors have no values, and messages carry nothing.  So its messages, shapes and errors are those of the real step;
     only seconds are estimated.
 
-    `model` stays unchanged.  If it is too large to make here, or its layers take a mesh, pass a function that makes it,
-    without arguments or with the mesh.  `x_shape` is the global shape of the input (or several, with a spec each, or
-    one of names and None for all), `dtype` that of the input and the weights, by default the weights' own; one of
-    integers is the input's alone.  `spec`, `split` and `align` cut the input as `jigsaw.shard` does; by default axes
-    with the usual names of dims cut those.  `loss` takes the model's output; by default the mean square of all of it.
-    `optimizer=None` leaves the step out. `shard_weights` and `replicate` are those of `jigsaw.parallelize`.
+    `model` stays unchanged.  If it is too large to make here, or its layers take a mesh, pass a function that makes it.
+    It is called without arguments or with the mesh.  `x_shape` is the global shape of the input (or several, with a
+    spec each, or one of names and None for all). `dtype` is that of the input and the weights, by default the weights'
+    own. One of integers is the input's alone.  `spec`, `split` and `align` cut the input as `jigsaw.shard` does; by
+    default axes with the usual names of dims cut those.  `loss` takes the model's output; by default the mean square of
+    all of it. `optimizer=None` leaves the step out. `shard_weights` and `replicate` are those of `jigsaw.parallelize`.
     ``checkpoint="blocks"`` recomputes the elements of ``ModuleList`` (without one, of the outermost ``Sequential``) in
     the backward pass; or name modules.  `device` is one of `DEVICES` or a `Device`.
 
     The dry run plays all ranks of up to 4, else the first, the last, and one inside; or `ranks`.  With a `dataset` of
     `jigsaw.io.open` on this mesh, the step waits for its reader where that is slower.  `blocks` keeps only so many of
     each row of three or more equal blocks (``ModuleList``, ``Sequential``), for a quick look at a deep model.  A row of
-    seven or more blocks that are equal in everything is played with one to four of them where these give the same to
-    the byte; `every_block` always plays all.  On a mesh with an axis `pipe`, `x_shape` is that of a microbatch, which
-    runs through all stages on ranks of the first; `jigsaw.dryrun.advise_mesh` makes a step of it.
+    seven or more blocks equal in everything is played with one to four where these give the same to the byte;
+    `every_block` always plays all.  On a mesh with an axis `pipe`, `x_shape` is that of a microbatch, which runs
+    through all stages on ranks of the first; `jigsaw.dryrun.advise_mesh` makes a step of it.
 
     *Sends*: nothing.
     *Raises*: `ShardingError` for a model that was parallelized before, a spec that does not fit, or another invalid
-    argument.  Functions that jigsaw refuses at more than one rank are not errors here, but ``report.remarks``; so is an
+    argument.  Functions that jigsaw refuses at more than one rank are not errors here, but ``report.remarks``. So is an
     error of the model or the loss, which stops the step there.
 
     >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.GELU(), torch.nn.Conv2d(8, 3, 1))
@@ -169,8 +169,8 @@ def _check_types_given(dtype: Any, loss: Any, optimizer: Any, dataset: Any) -> N
 
 
 def _usual_ranks(axes: Mapping[str, int]) -> list[int]:
-    """Return the ranks to play: all of a few; else a corner of the mesh, which has the larger parts, one with neighbors
-    on all sides, and the opposite corner.
+    """Return the ranks to play: all of a few. Else a corner of the mesh, which has the larger parts, a rank with
+    neighbors on all sides, and the opposite corner.
     """
     sizes = torch.Size(axes.values())
     if sizes.numel() <= 4:

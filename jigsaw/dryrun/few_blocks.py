@@ -6,10 +6,10 @@ stands for each of the others (`counted_steps`).  Four checks come first, becaus
 differently:
 
 - the blocks: types, sizes of weights and buffers, and plain attributes all the way down;
-- an outline of the forward pass, with all blocks (only the first is run), and with two and three: the net must do the
+- an outline of the forward pass, with all blocks (only the first is run), and with two and three. The net must do the
   same around each block, with tensors of the same age;
-- gradients travel in buckets, whose ends depend on the bytes of all parameters; all blocks have the same ends where
-  each has a parameter that is a bucket by itself, or none of its parameters is in one;
+- gradients travel in buckets, whose ends depend on the bytes of all parameters. All blocks have the same ends if each
+  has a parameter that is a bucket by itself, or none of its parameters is in one;
 - one more block, played once for each way to keep weights, must do what follows from those.
 
 Where one of these does not hold, all blocks are played.

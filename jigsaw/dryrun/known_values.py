@@ -1,7 +1,8 @@
 """Values of short tensors that a model makes of numbers alone, which a dry run therefore knows.
 
-A dry run computes with tensors without values.  But many nets read values that their own code wrote down: the rate of
-each layer's stochastic depth from ``torch.linspace(0, 0.1, 12)``, or the sizes of feature maps from a table.
+A dry run computes with tensors without values.  But many nets read values that their own code wrote down. Examples are
+the rate of each layer's stochastic depth from ``torch.linspace(0, 0.1, 12)``, and the sizes of feature maps from a
+table.
 """
 
 from __future__ import annotations

@@ -93,16 +93,16 @@ def advise_mesh(
 ) -> list[StepOption]:
     """Return every option for so many devices, those that work first, each group by the seconds of a step.
 
-    Meshes cut the batch by `data` and the last dims by ``lat`` and ``lon``, or ``z``, ``y`` and ``x`` of a volume; only
-    one of those that differ just in the order of two dims of one size.  Within a node `channel` cuts weights
-    (`jigsaw.parallelize`).  `pipe` cuts a model with a row of equal blocks, for a batch of several samples: an estimate
-    from one microbatch (`pipelined_report`), with balanced stages (`balanced_cuts`).  An axis of the three fastest
-    meshes gives these its ranks.  The fastest is also run with ``shard_weights``, on several nodes cut over all ranks
-    or within a node (`replicate`), with checkpointing of blocks, and with both; the next two, and the fastest with
-    `channel` and `pipe`, with the two of these ways that are fastest there.
+    Meshes cut the batch by `data` and the last dims by ``lat`` and ``lon``, or ``z``, ``y`` and ``x`` of a volume. Of
+    those that differ just in the order of two dims of one size, only one is tried.  Within a node `channel` cuts
+    weights (`jigsaw.parallelize`).  `pipe` cuts a model with a row of equal blocks, for a batch of several samples.
+    This is an estimate from one microbatch (`pipelined_report`), with balanced stages (`balanced_cuts`).  An axis of
+    the three fastest meshes gives these its ranks.  The fastest is also run with ``shard_weights``, on several nodes
+    cut over all ranks or within a node (`replicate`). It is run with checkpointing of blocks, and with both, too. The
+    next two, and the fastest with `channel` and `pipe`, are run with the two of these ways that are fastest there.
 
     Of more than eight meshes the fastest are found by dry runs of one block of each row, from those that cut space the
-    least; where one takes a tenth longer than the best, those that cut its space further are left out.  `how` takes
+    least. Where one takes a tenth longer than the best, those that cut its space further are left out.  `how` takes
     further arguments of `dry_run`; a `store`, or arguments of `jigsaw.io.open` with it, adds the reader.
 
     The model first runs on one device, so that a wrong input raises before the search.  A search may take minutes; it
@@ -238,8 +238,8 @@ class _MeshSearch:
         return begins, pipelined_report(report, shares, borders, microbatches, self._device, self._node)
 
     def tried_ways(self, options: Sequence[StepOption], ranks_per_node: int) -> list[StepOption]:
-        """Try each way to keep weights and to compute blocks twice on the first option's mesh; on the others' only the
-        two that are fastest there.  Which two they are hardly depends on the mesh.
+        """Try each way to keep weights and to compute blocks twice on the first option's mesh. On the others', try only
+        the two that are fastest there.  Which two they are hardly depends on the mesh.
         """
         found: list[StepOption] = []
         chosen = [(is_cut, twice) for is_cut in ("whole", "cut", "within nodes") for twice in (False, True)][1:]
@@ -282,8 +282,9 @@ class _MeshSearch:
         return sorted(map(self.attempt, meshes), key=_by_seconds)
 
     def _fastest_by_a_block(self, meshes: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
-        """Return the meshes that are fastest with one block a row.  A mesh is left out where one that cuts a dim of
-        space into fewer parts, and the batch into more, takes longer than the best, because it sends even more.
+        """Return the meshes that are fastest with one block a row.  A mesh is compared with one that cuts a dim of
+        space into fewer parts, and the batch into more. It is left out where that one takes longer than the best,
+        because it sends even more.
         """
         seconds: dict[tuple[int, ...], float] = {}
         chosen: list[Mapping[str, int]] = []

@@ -18,7 +18,7 @@ class Remark:
       whole on every rank and brings `sent_bytes` to it;
     - ``"re-cut"``: rows that lay at other cut points travel, `sent_bytes` of them;
     - ``"repeated"``: each rank computes the whole of a plain tensor (learned queries of each place) by a product, and
-      takes its own rows of it; nothing is sent, `sent_bytes` are those of other ranks' rows, a mebibyte or more;
+      takes its own rows of it. Nothing is sent. `sent_bytes` are those of other ranks' rows, a mebibyte or more;
     - ``"value"``: Python reads a value of a tensor; the dry run assumed 1, or False;
     - ``"stopped"``: the dry run could not go on, and its numbers end there.
 
@@ -56,10 +56,10 @@ class Traffic:
 class PhaseCost:
     """One phase of a rank's step: forward (with the loss), backward or the optimizer's step.
 
-    `peak` are bytes alive at the phase's highest point, by kind: weights, gradients, optimizer, activations (what the
-    forward pass keeps for the backward pass, and its inputs), temporary.  `traffic` is by kind of message, as
-    `jigsaw.comm` counts them, `links` by link: node or network.  `seconds` is computing, messages that nothing hides,
-    and the part of others that work does not hide.
+    `peak` are bytes alive at the phase's highest point, by kind: weights, gradients, optimizer, activations, temporary.
+    Activations are what the forward pass keeps for the backward pass, and its inputs.  `traffic` is by kind of message,
+    as `jigsaw.comm` counts them, `links` by link: node or network.  `seconds` is computing, messages that nothing
+    hides, and the part of others that work does not hide.
 
     >>> report = jigsaw.dry_run(torch.nn.Linear(4, 2), (6, 4), mesh={"data": 2})
     >>> forward = report.ranks[0].phases["forward"]

@@ -1,7 +1,7 @@
 """Stages of a pipeline that take about the same time, and fit, from a dry run with costs by piece of the model.
 
-For example six pieces of 1, 1, 1, 1, 1 and 4 ms for three stages: 2, 3 and 4 ms, where equal numbers of pieces would
-wait for one of 5 ms.
+For example six pieces of 1, 1, 1, 1, 1 and 4 ms for three stages. They become 2, 3 and 4 ms, where equal numbers of
+pieces would wait for one of 5 ms.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def balanced_stages(
     Every rank finds the same.
 
     *Sends*: nothing.
-    *Raises*: `ShardingError` for a model of fewer modules with parameters than stages, one that does not run, and a
-    batch that is not a multiple of the microbatches.
+    *Raises*: `ShardingError` for a model of fewer modules with parameters than stages, and one that does not run. Also
+    for a batch that is not a multiple of the microbatches.
     """
     axes = {name: size for name, size in axes_of_mesh(mesh) if name != axis} or {"alone": 1}
     batch, *rest = example.layout.shape

@@ -73,26 +73,26 @@ class Regridder:
       ``dataset.whole_coords``. Latitudes may rise or fall, longitudes lie in 0..360, -180..180 or any other turn; a
       grid that goes round the globe is periodic. The target may be a part of a regional source, never more;
     - `method`: ``"conservative"``, first order: the mean over each target cell, weighted by area (longitude times the
-      sine of latitude), so that the area integral is that of the source; cells end halfway between centers, and at the
-      poles. ``"bilinear"``: between the four centers around each target center; beyond the outermost row of a grid
-      whose cells reach the pole, that row's values hold;
+      sine of latitude). The area integral is that of the source. Cells end halfway between centers, and at the poles.
+      ``"bilinear"``: between the four centers around each target center; beyond the outermost row of a grid whose cells
+      reach the pole, that row's values hold;
     - `dims`: those of latitude and longitude, in this order;
     - `nan`: ``"keep"`` gives a missing value wherever a source value is missing; ``"skip"`` takes the mean of the
       present ones, and is missing where they are less than the share `coverage` of a cell, or nothing. A value that is
       not finite is missing;
     - `split`: the cuts of the result's dims, for both or by ``"lat"`` and ``"lon"``: a rule or explicit points (see
-      `jigsaw.Layout`); by default in proportion to the cuts of the input.
+      `jigsaw.Layout`). By default they are in proportion to the cuts of the input.
 
     A call takes a tile, or a plain tensor, and returns the same; gradients flow to the values that are present.  On
     load: ``for batch in map(regridder.batch, loader)``.  Sums are taken in float32 or wider, autocast or not.
 
-    *Shapes*: x [..., lat, lon, ...] -> y [..., lat', lon', ...]; per rank x as it is cut, halo included, and y cut by
+    *Shapes*: x [..., lat, lon, ...] -> y [..., lat', lon', ...]. Per rank x as it is cut, halo included, and y cut by
     the same axes, without halo along these dims.
     *Sends*: along each cut dim, the fewer bytes on the busiest rank (`way`) of two.  One: the source rows that a rank's
-    target rows use and that it does not hold, one or two a side where both grids run alike, in one exchange for both
-    dims.  Two: partial sums of all target rows through the matmul core, ``2 (1-1/P) M R`` elements for R others a rank
-    (values, and how much of each is present).  It wins where the grids run against each other (latitude flipped,
-    longitude turned) and the target is coarse.  Backward, as many.
+    target rows use and that it does not hold. They are one or two a side where both grids run alike, in one exchange
+    for both dims.  Two: partial sums of all target rows through the matmul core, ``2 (1-1/P) M R`` elements for R
+    others a rank. These are values, and how much of each is present.  It wins where the grids run against each other
+    (latitude flipped, longitude turned) and the target is coarse.  Backward, as many.
     *Raises*: `GridError` for invalid grids, a target beyond the source, or dims that do not fit; `FieldError` for an
     unknown method, `nan`, `coverage` or dtype.
 

@@ -64,14 +64,14 @@ def sliding_window(
       below 0.001 are 0.001), ``"constant"`` gives all the same;
     - `fill`: the value around a volume that is smaller than a window, half on either side;
     - `windows`: ``"cut"``: each window is a tile, cut like the volume (at multiples of `align`), so the model works as
-      in training, and a window may be larger than a rank can hold; ``"dealt"``: each rank takes other windows, whole,
-      near its own rows, so the layers send nothing, for a model of plain tensors whose window fits one rank.
+      in training. A window may be larger than a rank can hold; ``"dealt"``: each rank takes other windows, whole, near
+      its own rows. The layers send nothing. It is for a model of plain tensors whose window fits one rank.
 
     It tracks no gradients; the model is used in the mode (``model.eval()``) that it is in.
 
     *Shapes*: global [B, C, \*space] -> [B, K, \*space]; per rank likewise with its owned rows.
-    *Sends*: the rows of each window that other ranks own, and its answer back, with ``"dealt"`` after a word of
-    `comm.all_gather_object` for each window of a rank; with ``"cut"``, what the model sends.
+    *Sends*: the rows of each window that other ranks own, and its answer back. With ``"dealt"``, one small
+    `comm.all_gather_object` comes before each window of a rank. With ``"cut"``, also what the model sends.
     *Raises*: `FieldError` for arguments that do not fit the volume, or a model whose answer has another size;
     `PeerError` where, with ``"dealt"``, the model fails on a window of another rank.
 

@@ -54,8 +54,8 @@ def cut_points(size: int, pieces: int, split: SplitRule = "balanced", align: int
     - ``"chunk"``: `torch.chunk`'s rule, ceil(size / pieces) rows until they run out (721/8 = 7x91 + 84);
     - a sequence: explicit points, checked.
 
-    `align` keeps every inner point at a multiple of `align` (patches, strides); the last block may be shorter
-    (121 rows, align 4: 30 blocks and one row).
+    `align` keeps every inner point at a multiple of `align` (patches, strides). The last block may be shorter (121
+    rows, align 4: 30 blocks and one row).
 
     Raises: `ShardingError` naming the size, the pieces and the rule that they break.
     """
@@ -146,8 +146,8 @@ class Cut(FrozenValue):
     reach below 0 or beyond `size`.  Without a halo it equals the owned interval.
 
     Where `wraps` is False, held rows beyond [0, size) are not rows of the array: a reader filled them by its boundary
-    (`jigsaw.io.series.boundary`).  Only `Tile.local` has them: views, copies and functions along other dims carry them
-    along, everything else leaves them out, and nothing takes them for a row of the array.
+    (`jigsaw.io.series.boundary`).  Only `Tile.local` has them. Views, copies and functions along other dims keep them,
+    and everything else leaves them out. Nothing takes them for a row of the array.
 
     `source` remembers the cuts of the dim that a contraction made this one from.  A contraction back to the same size
     restores them: the tokens after a mixer's second linear lie where they were before its first.  It is part of

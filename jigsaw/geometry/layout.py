@@ -1,8 +1,8 @@
 """Layouts: which mesh axis cuts which tensor dim, and where.  Integers only: no torch, the same result on every rank.
 
-A `Layout` says, for a global array cut over a mesh, which box every mesh coordinate *owns* (the owned boxes partition
-the array) and which box it *holds* (owned rows plus halo).  Everything else in jigsaw, from the reader to the matmul
-core, asks this arithmetic: "each rank owns this box and needs that box".
+A `Layout` says how a global array is cut over a mesh. Every mesh coordinate *owns* a box (the owned boxes partition the
+array) and *holds* a box (owned rows plus halo).  Everything else in jigsaw, from the reader to the matmul core, asks
+this arithmetic: "each rank owns this box and needs that box".
 
 Words: an *axis* is a mesh axis (``"lat"``, ``"data"``), a *dim* is a tensor dim, an *interval* is half open.
 """
@@ -39,13 +39,13 @@ def _entry_axes(entry: DimSpec) -> tuple[str, ...]:
 class Layout(FrozenValue):
     """Cuts of a global array over a mesh.
 
-    `cuts` has one entry a dim.  Dims that were flattened together (the tokens of a lat x lon tile) stay separate cuts
-    and `groups` counts how many consecutive cuts make up each tensor dim, because the rows that a rank owns of a
-    product dim are not an interval.  `axes` are the names and sizes of the mesh axes, in mesh order; an axis that cuts
-    nothing replicates.  Make one with `Layout.of`.
+    `cuts` has one entry a dim.  Dims that were flattened together (the tokens of a lat x lon tile) stay separate cuts.
+    The rows that a rank owns of such a dim are not an interval. `groups` counts how many consecutive cuts make up each
+    tensor dim.  `axes` are the names and sizes of the mesh axes, in mesh order; an axis that cuts nothing replicates.
+    Make one with `Layout.of`.
 
-    Raises: `ShardingError` for an axis that cuts two dims, a cut without exactly one piece for each place along its
-    axes, and groups that do not divide the cuts among them.
+    Raises: `ShardingError` for an axis that cuts two dims, and a cut without exactly one piece for each place along its
+    axes. Also for groups that do not divide the cuts among them.
 
     >>> layout = jigsaw.Layout.of((2, 721, 1440), (None, "lat", "lon"), {"lat": 4, "lon": 2})
     >>> layout.owned((1, 0))

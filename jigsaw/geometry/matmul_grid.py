@@ -1,7 +1,7 @@
 """Grid of a matmul: ``Y[M,N] = X[M,K] W[N,K]ᵀ`` on p1 x p2 x p3 ranks over (M, K, N), and its cost.  Integers only.
 
-Every tensor is stored 1/P at rest.  X is gathered over the axes that cut N, W over those that cut M, Y is
-reduce-scattered over those that cut K; the two backward products are the same with the roles turned.  Elements that a
+Every tensor is stored 1/P at rest.  X is gathered over the axes that cut N, W over those that cut M, and Y is
+reduce-scattered over those that cut K. The two backward products are the same with the roles turned.  Elements that a
 rank receives: ``vX = (1-1/p3) MK/(p1 p2)``, ``vW = (1-1/p1) KN/(p2 p3)``, ``vY = (1-1/p2) MN/(p1 p3)``.
 
 Special cases are names, not code: (P,1,1) domain parallelism with ZeRO weights, (1,1,P) column and (1,P,1) row
@@ -10,8 +10,8 @@ parallelism, (q,1,q) SUMMA.
 Example: four ranks, M = 8, K = 6, N = 4, as (2,1,2).  Rank 0 works on rows 0:4 of Y and its columns 0:2.  It needs
 X[0:4]: it has X[0:2], and rank 1 has X[2:4].  It needs W[0:2]: it has W[0:1], and rank 2 has W[1:2].  So it receives 12
 elements of X around the ring (0, 1) and 6 of W around (0, 2), and none of Y.  As (1,4,1) each rank multiplies its own
-columns of X and W into all of Y, 32 elements, and the ring (0, 1, 2, 3) sums these: 24 elements of Y received, none of
-X and W.
+columns of X and W into all of Y, 32 elements. The ring (0, 1, 2, 3) sums these: 24 elements of Y received, none of X
+and W.
 
 Sources: Agarwal, Balle, Gustavson, Joshi and Palkar, "A three-dimensional approach to parallel matrix multiplication",
 IBM J. Res. Dev. 39 (1995); Al Daas, Ballard, Grigori, Kumar and Rouse, "Tight memory-independent parallel matrix
@@ -59,8 +59,8 @@ class MatmulRing:
 
 @dataclass(frozen=True, eq=False)
 class RingElements:
-    """Numbers of elements of one operand, each an array over the mesh.  They are those of a rank's `own` part, that of
-    the rank `before` it in its ring of so many ranks, the whole `block`, and its `largest` part.
+    """Numbers of elements of one operand, each an array over the mesh.  They are those of a rank's `own` part, and of
+    the rank `before` it in its ring of so many ranks. Then those of the whole `block`, and of its `largest` part.
     """
 
     size: int
@@ -86,8 +86,8 @@ class MatmulGrid:
     """Axes that cut M, K and N into blocks, and the cuts of X [M,K], W [N,K] and Y [M,N] at rest.
 
     `m`, `k` and `n` are the block cuts; their pieces are p1, p2 and p3.  A layout at rest has the block cuts of its two
-    dims, refined by axes of the third (each axis is cut into one dim of the block).  Where it is not refined, the
-    tensor is the same along these axes: nothing is gathered, and sums over them stay each rank's part.
+    dims, refined by axes of the third. Each axis is cut into one dim of the block.  Where it is not refined, the tensor
+    is the same along these axes: nothing is gathered, and sums over them stay each rank's part.
 
     Raises: `ShardingError` when an axis has two roles or a layout at rest does not refine its block.
     """
@@ -138,9 +138,9 @@ class MatmulGrid:
     ) -> MatmulGrid:
         """Return the grid p1 x p2 x p3 over all ranks of a mesh, row-major, whatever its axes are called.
 
-        `rest` says which dim of X, W and Y their 1/P parts are cut from (``"m"`` or ``"k"`` of X, ``"n"`` or ``"k"``
-        of W, ``"m"`` or ``"n"`` of Y); `split` gives cut points of M, K and N other than balanced ones, by ``"m"``,
-        ``"k"``, ``"n"``.
+        `rest` names the dims of X, W and Y that their 1/P parts cut (``"m"`` or ``"k"``, ``"n"`` or ``"k"``, ``"m"`` or
+        ``"n"``, in this order); `split` gives cut points of M, K and N other than balanced ones, by ``"m"``, ``"k"``,
+        ``"n"``.
         """
         return cls.by(shape, tuple(zip("mkn", p, strict=True)), "m", "k", "n", rest, split)
 

@@ -1,8 +1,8 @@
 """Interval rules: the input rows that a box of output rows needs, and the output rows that a box of input rows gives.
 
 One rule a dim: `StencilWindow` (convolution, pooling, padding), `TransposedWindow` (transposed convolution),
-`InterpolationTable` (interpolation), `FoldedPadding` (padding that reflects or repeats). From it `derive_cut` makes,
-for every piece of a cut dim, the output rows that it owns and holds and the input rows that it needs. Integers only.
+`InterpolationTable` (interpolation), `FoldedPadding` (padding that reflects or repeats). From it `derive_cut` makes the
+output rows that every piece of a cut dim owns and holds, and the input rows that it needs. Integers only.
 """
 
 from __future__ import annotations
@@ -212,8 +212,7 @@ class FoldedPadding(FrozenValue):
 
 @dataclass(frozen=True)
 class DerivedCut:
-    """Result of a rule on a cut dim: the output `cut`, and for each piece the input rows that it needs and how many it
-    lacks.
+    """Result of a rule on a cut dim: the output `cut`, the input rows that each piece needs, and how many it lacks.
 
     `needs` lie in [0, n) unless the dim wraps; `margins` are the rows below 0 and beyond n that a window also covers.
     """

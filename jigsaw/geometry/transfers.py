@@ -1,14 +1,14 @@
 """Messages of an exchange, from the boxes that ranks own and the boxes that they need.  No torch.
 
-Each rank owns the box ``source.owned(coord)`` and holds ``source.held(coord)``; it needs ``target.held(coord)``.
-Needed intervals may reach below 0 or beyond the size: rows wrap around, as on a longitude circle.  What a rank holds
-already is copied, everything else comes from its owner, in one message a pair of ranks.  The arithmetic is per dim, so
-boxes with several hops, several wraps, empty pieces and negative margins need no special case; a rank plans its own
-side alone, in steps that count its dims' pieces and its messages, never the ranks of the mesh.
+Each rank owns the box ``source.owned(coord)`` and holds ``source.held(coord)``; it needs ``target.held(coord)``. Needed
+intervals may reach below 0 or beyond the size: rows wrap around, as on a longitude circle.  What a rank holds already
+is copied, everything else comes from its owner, in one message a pair of ranks.  The arithmetic is per dim, so boxes
+with several hops, several wraps, empty pieces and negative margins need no special case. A rank plans its own side
+alone. The steps count its dims' pieces and its messages, never the ranks of the mesh.
 
 Example: four ranks on lat=2, lon=2, an 8 x 8 array, a row of halo around, lon a circle.  Rank 0 owns [0:4, 0:4] and
-needs [0:5, -1:5].  Along lat rows 0:4 are its own and row 4 belongs to the rank below; along lon -1 is column 7 and 4
-column 4, both of the ranks to the right.  The product of these is its list: rank 1 gives columns 3 and 0 of its local
+needs [0:5, -1:5].  Along lat rows 0:4 are its own and row 4 belongs to the rank below. Along lon -1 is column 7 and 4
+column 4, both of the ranks to the right.  The product of these is its list. Rank 1 gives columns 3 and 0 of its local
 tensor, rank 2 a row, rank 3 two corners.  Rank 0 gives the same to the others.
 """
 

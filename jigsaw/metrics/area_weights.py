@@ -19,7 +19,7 @@ MetricValues = Any
 def latitude_weights(latitudes: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Return w = sin(upper edge) - sin(lower edge) of each row's cells, divided by their mean: [lat, 1].
 
-    Cells end halfway between rows, the outer ones at the poles or half a row out (a region's), so that a row at a pole
+    Cells end halfway between rows, the outer ones at the poles or half a row out (a region's). So a row at a pole
     counts for the little area that it covers.  On a globe these are WeatherBench2's weights.
 
     Raises: `GridError` for values that are not latitudes in degrees, north or south first.

@@ -17,9 +17,9 @@ def spectrum(field: MetricValues, latitudes: Any = None, lat_dim: int = -2, lon_
     """Return ``S[0] = C |F[0]|²``, ``S[k] = 2 C |F[k]|²`` for k > 0: the zonal energy spectrum, by wavenumber and
     latitude.
 
-    F is the Fourier transform along longitude divided by its n points, C the length of the circle of latitude in
-    meters, or 1 without `latitudes` (degrees).  It is WeatherBench2's `ZonalEnergySpectrum`: for an odd n the sum of S
-    / C is the mean of squares along longitude; for an even n the last mode counts twice, too.  Averages over time or
+    F is the Fourier transform along longitude divided by its n points. C is the length of the circle of latitude in
+    meters, or 1 without `latitudes` (degrees).  It is WeatherBench2's `ZonalEnergySpectrum`. For an odd n the sum of S
+    / C is the mean of squares along longitude. For an even n the last mode counts twice, too.  Averages over time or
     latitudes are the user's, e.g. ``spectrum(x, lats)[..., 30:60, :].mean((0, -2))``.  A missing value makes its circle
     NaN.
 

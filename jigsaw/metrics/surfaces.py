@@ -6,8 +6,8 @@ measures the distances of its own voxels to all of the other mask's.  Of a ball 
 voxels, 37 thousand lie on the surface.
 
 The nearest voxel is exact, without a comparison of all pairs.  Voxels are sorted into cells of 8 along the coarsest
-dim.  The voxels of a cell are compared with those of one near cell of the other mask, and then only with cells that may
-have a nearer one.
+dim.  The voxels of a cell are compared with those of one near cell of the other mask. Then they are compared only with
+cells that may have a nearer one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def hausdorff95(
     *Shapes*: prediction and truth ``[*classes, *space]`` of one shape, any dim cut; `spacing` has a voxel's size along
     each dim of space.  An ordinary tensor ``[*classes]`` in float64, on every rank.
     *Sends*: for each mask, 16 bytes a surface voxel (as many as the rank with the most has) and 16 more to each other
-    rank, and the rows beside the cuts in float32.
+    rank. Also the rows beside the cuts in float32.
     *Raises*: `ShardingError` for two different shapes, or a spacing that is not of one to three dims of space.
 
     >>> mesh, truth = jigsaw.init_mesh(z=1), torch.zeros(2, 9, 9, 9)

@@ -6,7 +6,7 @@ intermediate results exist for one slab at a time.
 
 Norms over positions need a value of all slabs: y = F(x, s), s = S(x), where s is a mean and a sum of squares.  The
 slabs run up to the norm, which gives s, and then to the end, with s as if it were a weight.  The backward pass first
-sums the gradient of s over the slabs.  Then x gets that of F with s fixed, and that of s: for a row x of n,
+sums the gradient of s over the slabs.  Then x gets that of F with s fixed, and that of s. For a row x of n:
     dL/dx = dF/dx + dL/dmean / n + 2 (x - mean) dL/dsquares.
 
 With a second norm, y = F(x, s, t) and t = T(x, s), and so on.  Each costs one more pass, forward and backward.  Keys
@@ -59,19 +59,19 @@ def chunked(module: M, slabs: int, dim: int = 2, align: int = 1) -> M:
     cuts its own rows into slabs, at multiples of `align` (the strides within, for less overlap). Submodules can be
     chunked one by one (``unet.encoder1``); tensors between them are whole.
 
-    Memory: for the backward pass the inputs are kept; the peak is the output, the gradients of inputs and outputs, and
-    what the module needs for 1 / `slabs` of the rows and their halo.  Compute: one pass over all slabs, and one more
-    for each norm over positions (batch, instance, group norm in training) and each attention along `dim`; the same
-    again backward.  So a step without those costs 4/3 of an unchunked one, a convolution with a norm 2 times, two of
-    them 2.7 times.  Smaller modules cost less and keep more.
+    Memory: the inputs are kept for the backward pass. The peak is the output, the gradients of inputs and outputs, and
+    what the module needs for 1 / `slabs` of the rows and their halo.  Compute: one pass over all slabs. One more for
+    each norm over positions (batch, instance, group norm in training) and each attention along `dim`. The same again
+    backward.  So a step without those costs 4/3 of an unchunked one, a convolution with a norm 2 times, two of them 2.7
+    times.  Smaller modules cost less and keep more.
 
     *Shapes*: unchanged.
     *Sends*: in every pass, the rows that the module's output rows need from neighbors, for all its layers at once;
-    backward, their gradients.  A norm sends a mean and a sum of squares, and backward their gradients; an attention all
-    keys and values, to every rank that cuts tokens, as an all-reduce.
-    *Raises*: `ShardingError` for fewer rows than slabs on a rank, weights that are cut (DTensors), results without
-    slabs, and tiles that are cut otherwise along `dim` (the same places of a multiple of the rows are allowed).  When
-    it runs, also for functions that need all slabs at once, and for second derivatives.
+    backward, their gradients.  A norm sends a mean and a sum of squares, and backward their gradients. An attention
+    sends all keys and values to every rank that cuts tokens, as an all-reduce.
+    *Raises*: `ShardingError` for fewer rows than slabs on a rank, weights that are cut (DTensors), and results without
+    slabs. Also for tiles that are cut otherwise along `dim` (the same places of a multiple of the rows are allowed).
+    When it runs, also for functions that need all slabs at once, and for second derivatives.
 
     The method is that of activation checkpointing (Chen et al., arXiv 1604.06174), over slabs of space.
 

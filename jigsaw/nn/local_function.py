@@ -56,9 +56,9 @@ def local(
     """Make `op`, a function or a module that runs on whole tensors, run on tiles too, with the same result.
 
     y = op(x) where row o of y along dim d depends on no other rows of x than ``o * stride[d] - below`` to ``o *
-    stride[d] + above``, with ``reach[d] = (below, above)`` (one number for both).  Near the ends of a dim `op` does the
-    same as on the whole tensor; a dim in `wrap` continues at its other end.  Along a cut dim without a reach `op` works
-    row by row.  ``rows[d]`` is how many rows `op` makes of the whole dim, by default size / stride, rounded up.
+    stride[d] + above``. There ``reach[d] = (below, above)`` (one number for both).  Near the ends of a dim `op` does
+    the same as on the whole tensor; a dim in `wrap` continues at its other end.  Along a cut dim without a reach `op`
+    works row by row.  ``rows[d]`` is how many rows `op` makes of the whole dim, by default size / stride, rounded up.
 
     All arguments are allowed.  Tiles meet as in ``x + y`` (all have the rows that `op` reaches for, or one row).  Plain
     tensors are whole, and `op` gets them as they are.  Parameters of `op`, where it is a module, and plain arguments
@@ -66,9 +66,9 @@ def local(
 
     *Shapes*: global those of ``op(whole)``, with as many dims as the tile; per rank cut at the same rows / stride.
     *Sends*: forward, the rows within reach that neighbors hold; backward, their gradients.
-    *Raises*: `ShardingError` for a dim that the tile lacks, a stride that does not close a circle, a changed argument,
-    random numbers, or a parameter that is not an argument.  Also for a result with another number of rows than reach,
-    stride and rows say.
+    *Raises*: `ShardingError` for a dim that the tile lacks, or a stride that does not close a circle. Also for a
+    changed argument, random numbers, or a parameter that is not an argument.  Also for a result with another number of
+    rows than reach, stride and rows say.
 
     >>> mesh = jigsaw.init_mesh(lat=1, lon=1)
     >>> tile = jigsaw.shard(torch.randn(2, 3, 9, 16), mesh, (None, None, "lat", "lon"))

@@ -116,7 +116,7 @@ def _row_trades(source: CutGroup, target: CutGroup, layout: Layout, here: MeshCo
     """Return (peer, local rows) that this rank gives, and (peer, places) where it puts what it gets.
 
     Example: the tokens above are cut anew as 0:4, 4:8, 8:12, 12:16.  Rank 1 has 2, 3, 6, 7 and is to have 4 to 7.  It
-    gives rank 0 its rows 0 and 1 (2 and 3), puts what comes from there (4 and 5) at places 0 and 1, and keeps 6 and 7.
+    gives rank 0 its rows 0 and 1 (2 and 3). It puts the rows from there (4 and 5) at places 0 and 1, and keeps 6 and 7.
     """
     gives: list[tuple[int, Tensor]] = []
     takes: list[tuple[int, Tensor]] = []
@@ -179,8 +179,8 @@ class _RearrangedRows(torch.autograd.Function):
 
 
 def rearrange_rows(w: Tensor, source: CutGroup, target: CutGroup, tile: Tile) -> Tensor:
-    """Return the rows of dim 0 of `w`, cut as `source`, where `target` has them: other points, or the tokens of a lat x
-    lon tile.
+    """Return the rows of dim 0 of `w`, cut as `source`, where `target` has them. These are other points, or the tokens
+    of a lat x lon tile.
 
     *Sends*: forward, the rows that change owner, at most this rank's; backward, the same reversed.
     """

@@ -221,8 +221,8 @@ def keys_of_all_slabs(key: Tile, value: Tile) -> tuple[list[tuple[Tensor, Layout
     """Return keys and values with all tokens, each with its layout, and the function that the local result is to pass
     through.
 
-    *Sends*: an all-reduce of all keys and values over the ranks that cut their tokens, in the pass that finds them;
-    backward, one of their gradients.
+    *Sends*: an all-reduce of all keys and values over the ranks that cut their tokens, in the pass that finds them.
+    Backward, one of their gradients.
     """
     key, value = key.owned(), value.owned()
     found = _run_of(key).statistic(KeysPart(key, value))

@@ -3,7 +3,7 @@
 A rank multiplies the columns of the matrix that its own rows of the tile meet.  That gives parts of some rows of the
 result; each row is summed by the rank that owns it.  A rank sends only the rows that its columns have entries in.
 
-Four ranks on lat=4, a matrix of 12 x 12 with three diagonals, x [12, 5] cut at 0, 3, 6, 9, 12: rank 1 has the columns
+Four ranks on lat=4, a matrix of 12 x 12 with three diagonals, x [12, 5] cut at 0, 3, 6, 9, 12. Rank 1 has the columns
 3:6, with entries in the rows 2:7.  The result is cut as x, so row 2 goes to rank 0, row 6 to rank 2, five numbers each.
 
 >>> mesh = jigsaw.init_mesh(lat=1)
@@ -39,9 +39,9 @@ def is_sparse_matrix(x: object) -> bool:
 
 @implements_torch(torch.sparse.mm, either=("mat1", "mat2"))
 def sparse_matmul(mat1: Any, mat2: Any) -> Any:
-    """Formula: y = a x, or x a, where a is a sparse matrix that every rank has, or a batch of them, and x is a tile.
+    """Return y = a x, or x a. a is a sparse matrix that every rank has, or a batch of them, and x is a tile.
 
-    *Shapes*: [M, K] x [K, N] -> [M, N], [B, M, K] x [B, K, N] -> [B, M, N], [M, K] x [K] -> [M]; where axes cut K of
+    *Shapes*: [M, K] x [K, N] -> [M, N], [B, M, K] x [B, K, N] -> [B, M, N], [M, K] x [K] -> [M]. Where axes cut K of
     the tile, they cut M of the result.
     *Sends*: the rows of the result that this rank's columns have entries in and other ranks own; backward their
     gradients, the other way.
@@ -106,7 +106,7 @@ _kept_rows: MutableMapping[Tensor, dict[tuple[int, CutGroup], tuple[Interval, ..
 
 
 def _rows_with_entries(matrix: Tensor, group: CutGroup) -> tuple[Interval, ...]:
-    """Return, for each piece of the columns, the rows that it has entries in; the host waits for a GPU to read them."""
+    """Return the rows in which each piece of the columns has entries; the host waits for a GPU to read them."""
     indices = matrix.indices()
     kept = _kept_rows.setdefault(matrix, {})
     key = indices._version, group

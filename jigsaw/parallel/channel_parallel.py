@@ -1,12 +1,12 @@
 """Weights cut along a mesh axis, for `jigsaw.parallelize`: the layers, the dims, and where results lie.
 
-A *column* layer holds rows of the weight: it makes a piece of the output channels; the pieces are gathered unless the
+A *column* layer holds rows of the weight, and makes a piece of the output channels. The pieces are gathered unless the
 next layer takes them as they are.  A *row* layer holds columns: it takes a piece of the input channels, and the
 products are summed.  After Shoeybi et al., "Megatron-LM", arXiv 1909.08053.
 
-The layers stay torch's own.  Their parameters become DTensors with the names and full shapes that they had, which
-`F.linear`, the convolutions and `F.multi_head_attention_forward` answer on tiles (`jigsaw.nn`), as they do for layers
-made with ``mesh=``; hooks before and after a layer decide where its result lies.
+The layers stay torch's own.  Their parameters become DTensors with the names and full shapes that they had. `F.linear`,
+the convolutions and `F.multi_head_attention_forward` take them with tiles (`jigsaw.nn`), as for layers made with
+``mesh=``. Hooks before and after a layer decide where its result lies.
 
 Four ranks, lat=2 x channel=2, and Sequential(Linear(8, 16), GELU(), Linear(16, 8)) on x [6, 8], cut ("lat", None)::
 
@@ -23,7 +23,7 @@ channel: one all-reduce.  Then `jigsaw.parallel.gradients` averages: W1[0:8] ove
 alone; b2, which every rank has, over all four.  The column by itself would gather h: an all-gather of [3, 8] along
 channel.
 
-x may be cut along channel as well, ``(("lat", "channel"), None)`` (sequence parallelism): norms, dropout and residuals
+x may be cut along channel as well, ``(("lat", "channel"), None)`` (sequence parallelism). Norms, dropout and residuals
 between the layers then work on 1/P of the tokens.  A column gathers x, a row's sum is a reduce-scatter onto the tokens
 where they were, as many bytes together as the all-reduce (`jigsaw.nn.products.linear.gathered_tokens`).
 """
@@ -62,9 +62,9 @@ _INPUTS = ("input", "query", "key", "value")  # dims of the layers that are cut,
 class ChannelHooks:
     """Hooks before and after a layer whose weights are cut along `axis`.
 
-    Before it: the channels are checked; tokens that the axis cuts are gathered; a plain input, the same on every rank,
-    becomes a Tile that nothing cuts.  After it: with `gather` the channels are whole again, and tokens lie where they
-    were; the result of a plain input is plain again.
+    Before it the channels are checked, and tokens that the axis cuts are gathered. A plain input, the same on every
+    rank, becomes a Tile that nothing cuts.  After it: with `gather` the channels are whole again, and tokens lie where
+    they were; the result of a plain input is plain again.
     """
 
     def __init__(self, mesh: DeviceMesh, axis: str, gather: bool) -> None:
@@ -147,9 +147,9 @@ def _check_channels(tile: Tile, dim: int, axis: str) -> None:
 def cut_channels(model: nn.Module, mesh: DeviceMesh, axis: str) -> None:
     """Cut the weights of the plain linear, convolution and attention layers of `model` along `axis`, in place.
 
-    In a ``Sequential``, two layers with only activations between them become a column and a row; others are columns.
-    A layer stays whole when its channels do not divide by the ranks, when it has groups, shares a parameter, or adds a
-    token to keys and values.
+    In a ``Sequential``, two layers with only activations between them become a column and a row; others are columns. A
+    layer stays whole when the ranks do not divide its channels. So does one that has groups, shares a parameter, or
+    adds a token to keys and values.
     """
     ranks = comm.rank_count(mesh, axis)
     if ranks == 1:

@@ -47,14 +47,15 @@ def compile(
 
     `backend`, `mode` and `options` are those of `torch.compile`.  Returns `module` itself with another ``forward``, so
     that names of parameters, hooks, and wrappers (`jigsaw.parallelize`, DistributedDataParallel, `fully_shard`) stay.
-    The first call makes a graph for each structure, layout and size of the arguments, each number or string among them,
-    for training and evaluation, and with and without gradients.  Graphs stay in memory.
+    The first call makes a graph for each structure, layout and size of the arguments, and each number or string among
+    them. Training and evaluation have graphs of their own, and so have runs with and without gradients.  Graphs stay in
+    memory.
 
     *Shapes*: unchanged.
     *Sends*: what the module sends without it, in the same order.
-    *Raises*: `ShardingError` at the first call, for what cannot be in a graph: a value that Python reads (``.item()``),
-    FSDP2 units within the module, buffers that are replaced, and arguments other than tensors, numbers or strings.
-    docs/compile.md has the list.
+    *Raises*: `ShardingError` at the first call where something cannot be in a graph. That is a value that Python reads
+    (``.item()``), FSDP2 units within the module, and buffers that are replaced. Also for arguments other than tensors,
+    numbers or strings. docs/compile.md has the list.
 
     >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.GELU())
     >>> mesh = jigsaw.init_mesh(lat=1)

@@ -2,9 +2,9 @@
 pass.
 
 A parameter whose gradient will be averaged is *marked*.  Where it meets a Tile its part is scaled up by the number of
-ranks (`jigsaw.ops.meeting.plain_operands`), so that the mean over the ranks is the gradient.  Where it meets only plain
-tensors, which are the same on every rank, each rank has the whole gradient, and the mean does not change it.  A sum
-would count that P times, and would count again what an earlier backward pass had reduced; the mean is right for both.
+ranks (`jigsaw.ops.meeting.plain_operands`). So the mean over the ranks is the gradient.  Where it meets only plain
+tensors, which are the same on every rank, each rank has the whole gradient. The mean does not change it.  A sum would
+count that P times, and would count again what an earlier backward pass had reduced; the mean is right for both.
 """
 
 from __future__ import annotations
@@ -404,8 +404,8 @@ def make_buckets(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, most_byte
 class GradientReducer:
     """Average of gradients over the mesh in every backward pass: one all-reduce a bucket, begun as soon as it is full.
 
-    Buckets leave in one order on every rank, all of them in every backward pass that reaches any, so ranks cannot wait
-    forever for a parameter that one of them did not use.
+    Buckets leave in one order on every rank. All of them leave in every backward pass that reaches any. So ranks cannot
+    wait forever for a parameter that one of them did not use.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, bucket_bytes: int) -> None:

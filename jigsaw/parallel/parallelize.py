@@ -72,33 +72,33 @@ def parallelize(
     - By default every rank has whole weights, and the gradients are reduced in buckets of `bucket_bytes`, while the
       backward pass goes on, into ordinary ``.grad``.
     - ``shard_weights=True`` cuts weights, gradients and optimizer state into 1/P a rank by `fully_shard` over the
-      flattened mesh, in `units` (modules that are gathered at once; by default elements of ``Sequential`` and
-      ``ModuleList`` of at least `unit_bytes`, and the rest).  Parameters are then DTensors; scalars stay whole.  A
+      flattened mesh, in `units` (modules that are gathered at once). By default these are elements of ``Sequential``
+      and ``ModuleList`` of at least `unit_bytes`, and the rest.  Parameters are then DTensors; scalars stay whole.  A
       unit's weights are freed after its forward pass and gathered again for its backward pass; with
       ``shard_weights="keep"`` they stay.  Along the axes `replicate` every rank keeps the same part (hybrid sharding:
       gathered within a node, say, and only gradients cross the network).  `mp_policy` and `offload_policy` are those of
       `fully_shard`.
-    - Where the mesh has the axis `channel`, weights of linear, convolution and attention layers are cut along it, and
-      they compute in pieces, with either of the above for the other axes: see
-      `jigsaw.parallel.channel_parallel`.  Tokens that the same axis cuts stay cut between them: norms, dropout and
-      residuals work on 1/P of them.
+    - Where the mesh has the axis `channel`, weights of linear, convolution and attention layers are cut along it. They
+      compute in pieces, with either of the above for the other axes (`jigsaw.parallel.channel_parallel`).  Tokens that
+      the same axis cuts stay cut between them: norms, dropout and residuals work on 1/P of them.
     - ``reduce=False`` leaves the reduction to a wrapper that averages over all ranks,
       ``DistributedDataParallel(model)``; a forward pass without one warns.
 
     - ``strict=False`` runs a function that jigsaw cannot answer on such tiles on the whole tensor instead, on every
-      rank, exactly; it warns of the cost, once for each line. By default such a function raises `ShardingError`. For a
+      rank, exactly. It warns of the cost, once for each line. By default such a function raises `ShardingError`. For a
       loss outside the model, use ``jigsaw.strict_mode(False)``.
 
     Loss terms of parameters alone, several forward passes before one backward, accumulation with or without `no_sync`,
-    frozen, unused and tied parameters are all exact: see docs/gradients.md.
+    frozen, unused and tied parameters are all exact (docs/gradients.md).
 
     *Shapes*: unchanged; with ``shard_weights``, per rank ``ceil(shape[0] / P)`` of each parameter's first dim.
     *Sends*: once, the parameters and buffers of the first rank.  A backward pass: one all-reduce a bucket, 2 (P-1)/P of
-    the bytes of all parameters, and half of that for one of 1 MiB or more that only contracts cut tokens; with
-    ``shard_weights`` one all-gather a unit (two, but for the rest; one with ``"keep"``) and one reduce-scatter, along
+    the bytes of all parameters. A parameter of 1 MiB or more that only contracts cut tokens needs half of that. With
+    ``shard_weights`` one all-gather a unit (two, but for the rest; one with ``"keep"``) and one reduce-scatter. Along
     `replicate` one all-reduce of the part.
     *Raises*: `ShardingError` when the model differs between ranks in names, shapes or dtypes, lies on another device
-    than the mesh, has sparse embeddings, or was parallelized before; for axes that the mesh does not have.
+    than the mesh, or has sparse embeddings. Also for a model that was parallelized before, and for axes that the mesh
+    does not have.
 
     >>> mesh = jigsaw.init_mesh(lat=1)
     >>> model = jigsaw.parallelize(torch.nn.Conv2d(3, 8, 3, padding=1), mesh)

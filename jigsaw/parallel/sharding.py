@@ -115,8 +115,8 @@ def shard_model_weights(
     """Cut the weights of `model` over the flattened mesh, each of `units` gathered at once; return what stays whole.
 
     Scalars stay whole, and dtypes other than that of most bytes, because a unit has one.  A weight that another axis
-    has cut (a DTensor) is cut further over the axes that are left, along a dim that divides; without one it stays as it
-    is.
+    has cut (a DTensor) is cut further over the axes that are left, along a dim that divides. Without such a dim it
+    stays as it is.
     """
     named = dict(model.named_parameters())
     main = _main_dtype(named.values())
@@ -180,9 +180,9 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
 class _UnitPrefetch:
     """Early gather of the next unit's weights before one computes, in the order of the last forward pass.
 
-    FSDP2 does so by streams, only on GPUs: on CPUs it waits for each gather at once, and also backward, where it knows
-    the order itself.  Example: after units a, b, c in one pass, b travels in the next pass while a computes.  A unit
-    that different ones follow in one pass has no known successor, and unused gathers are freed.
+    FSDP2 does so by streams, only on GPUs. On CPUs it waits for each gather at once. It does so backward, too, where it
+    knows the order itself.  Example: after units a, b, c in one pass, b travels in the next pass while a computes.  A
+    unit that different ones follow in one pass has no known successor, and unused gathers are freed.
     """
 
     def __init__(self, units: Sequence[FSDPModule], root: FSDPModule) -> None:

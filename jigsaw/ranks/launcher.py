@@ -45,10 +45,10 @@ def torchrun_variables(given: LauncherVariables) -> dict[str, str]:
     """Return what torchrun would set, in a process that srun or mpirun started; nothing under torchrun or for a single
     process.
 
-    Under srun the ranks meet at the first node of the step, on a port that follows from the numbers of job and step,
-    unless ``MASTER_ADDR`` and ``MASTER_PORT`` are set.  They identify each other by ``JIGSAW_JOB_SECRET``, by default
-    made of these numbers and the user's.  Processes that Slurm runs without a step are single: a batch script itself,
-    and the shell of salloc.
+    Under srun the ranks meet at the first node of the step, unless ``MASTER_ADDR`` and ``MASTER_PORT`` are set. The
+    port follows from the numbers of job and step.  They identify each other by ``JIGSAW_JOB_SECRET``, by default made
+    of these numbers and the user's.  Processes that Slurm runs without a step are single: a batch script itself, and
+    the shell of salloc.
 
     Raises: `ShardingError` where ranks cannot find each other.
     """

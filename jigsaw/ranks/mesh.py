@@ -41,15 +41,15 @@ def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = 
     """Make a `DeviceMesh` with named axes over all ranks: ``init_mesh(data=1, lat=2, lon=2)``.
 
     Under ``torchrun``, Slurm's ``srun`` and, with ``MASTER_ADDR`` and ``MASTER_PORT`` set, ``mpirun`` it joins the
-    process group (or uses the one that exists); else the mesh has one rank.  One axis may be -1: the rest of the ranks.
-    ``init_mesh()`` is for one rank: a mesh whose only axis, `data`, cuts nothing.
-    `device` defaults to ``"cuda"`` where there is a GPU for each local rank, else ``"cpu"``; with ``device="cuda"``
-    more ranks than GPUs share them, and talk through the host (gloo): for tests, not for speed.  A rank waits for
-    others for `timeout` (a `timedelta`, or seconds), in the mesh's groups and in those that reading makes; by default
-    5 minutes, or as long as in the process group that exists.
+    process group (or uses the one that exists). Else the mesh has one rank.  One axis may be -1: the rest of the ranks.
+    ``init_mesh()`` is for one rank: a mesh whose only axis, `data`, cuts nothing. `device` defaults to ``"cuda"`` where
+    there is a GPU for each local rank, else ``"cpu"``. With ``device="cuda"`` more ranks than GPUs share them, and talk
+    through the host (gloo). This is for tests, not for speed.  A rank waits for others for `timeout` (a `timedelta`, or
+    seconds), in the mesh's groups and in those that reading makes. By default this is 5 minutes, or as long as in the
+    process group that exists.
 
-    Raises: `ShardingError` when the product of the axes is not the number of ranks, where there are no axes for several
-    ranks, when `timeout` is not a time above 0, or where ``JIGSAW_DEBUG`` is set on some of the ranks only.
+    Raises: `ShardingError` when the product of the axes is not the number of ranks, or several ranks have no axes. Also
+    when `timeout` is not a time above 0, or where ``JIGSAW_DEBUG`` is set on some of the ranks only.
 
     >>> mesh = jigsaw.init_mesh(data=1, lat=1, lon=-1, device="cpu")
     >>> mesh.mesh_dim_names, mesh.shape
@@ -325,9 +325,9 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def _flattened_apart(mesh: DeviceMesh, root: DeviceMesh) -> DeviceMesh:
     """Return the flattened mesh, without a record of it in `root`.
 
-    Where the root of a DTensor's mesh knows a flattened mesh for two axes that cut one dim, ``[Shard(0), Shard(0)]``,
-    torch (2.13) gathers them in one step and counts rows as if four ranks had cut the dim at once.  10 rows on 2 x 2
-    ranks lie as 3, 2, 3, 2 (halves, cut again), are read as 3, 3, 3, 1, and come back as other rows.
+    The root of a DTensor's mesh may know a flattened mesh for two axes that cut one dim, ``[Shard(0), Shard(0)]``. Then
+    torch (2.13) gathers them in one step. It counts rows as if four ranks had cut the dim at once.  10 rows on 2 x 2
+    ranks lie as 3, 2, 3, 2 (halves, cut again). They are read as 3, 3, 3, 1, and come back as other rows.
     """
     known: dict[str, DeviceMesh] = root._flatten_mapping  # pyright: ignore[reportPrivateUsage]
     before = dict(known)

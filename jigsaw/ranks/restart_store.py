@@ -1,15 +1,15 @@
 """Store in which the ranks of a job meet, apart from that of the same job before torchrun restarted it.
 
 The agent of torchrun keeps one store for all starts of its job (in torch 2.13, unless
-``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` is 1), and gloo and NCCL leave in it where each rank listens.  After a restart,
-ranks would find the addresses of the dead there.  So each start has a unique name.  Torchrun's count of restarts is not
+``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` is 1). gloo and NCCL leave in it where each rank listens.  After a restart, ranks
+would find the addresses of the dead there.  So each start has a unique name.  Torchrun's count of restarts is not
 unique, because each agent counts only its own.
 
 Four ranks start again.  Each writes a token, and waits for an answer to that token.  Rank 0 makes a name and answers
 every token that it finds, even those of the dead, until each rank has acknowledged this name.
 
 Ranks of srun and mpirun meet at a port that another job may have, too.  There rank 0 first proves that it knows the
-job's secret, and so does each token; a rank that meets another job learns it at once.
+job's secret, and so does each token. A rank that meets another job learns it at once.
 """
 
 from __future__ import annotations

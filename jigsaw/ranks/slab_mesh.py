@@ -1,13 +1,13 @@
 """Mesh of more ranks than exist: this process plays several of them, one after the other (`jigsaw.nn.chunked`).
 
-Each rank of the real mesh has its rows of one dim in slabs.  A slab is what a rank of a finer mesh would have: the same
-mesh with one axis more, `SLAB_AXIS`, minor to those that cut the dim.  So all arithmetic of layouts holds, and a slab's
+Each rank of the real mesh has its rows of one dim in slabs.  A slab is what a rank of a finer mesh would have. That
+mesh has one axis more, `SLAB_AXIS`, minor to those that cut the dim.  So all arithmetic of layouts holds, and a slab's
 rows are a tile with a halo.  Nothing can be sent while a slab runs, because the other slabs are not running.  For
-missing rows the slab raises `RowsMissing`, and its caller runs it again with more; statistics and keys of all slabs
-come from its `player` (`jigsaw.nn.slab_statistics`); everything else is refused.
+missing rows the slab raises `RowsMissing`, and its caller runs it again with more. Statistics and keys of all slabs
+come from its `player` (`jigsaw.nn.slab_statistics`). Everything else is refused.
 
-Example: two ranks with two slabs each of 16 rows: the axes are lat=2 and slab=2, the dim is cut at 0, 4, 8, 12, 16 by
-("lat", "slab"), and rank 1 plays the coordinates (1, 0), which owns 8:12, and (1, 1), which owns 12:16.
+Example: two ranks with two slabs each of 16 rows. The axes are lat=2 and slab=2, and ("lat", "slab") cut the dim at 0,
+4, 8, 12, 16. Rank 1 plays the coordinates (1, 0), which owns 8:12, and (1, 1), which owns 12:16.
 """
 
 from __future__ import annotations

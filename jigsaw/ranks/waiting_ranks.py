@@ -7,7 +7,7 @@ up.
 Example: of four ranks, rank 2 left the training loop and sleeps in line 40.  The others enter an all-reduce of
 `mse_loss`.  After a while the store has "all_reduce, UNet > train.py:31" from ranks 0, 1, 3, and "train.py:40" from
 rank 2, which sees that others wait.  When its time is over, each of 0, 1, 3 reads that and raises.  The first that
-fails, by its own error or because it gives up, writes why; ranks whose connection to it breaks then report this as
+fails, by its own error or because it gives up, writes why. Ranks whose connection to it breaks then report this as
 well.
 """
 

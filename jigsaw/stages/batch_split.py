@@ -27,8 +27,8 @@ class BatchSplit:
     The first tensor that has dims is the batch in its dim 0.  Every microbatch gets the whole of an input with another
     size there (a mask of places, one number).
 
-    *Raises*: `ShardingError` for tiles of another mesh, a batch of which some rank has no whole number of rows a
-    microbatch, an input of as many rows as a microbatch, and targets of another batch.
+    *Raises*: `ShardingError` for tiles of another mesh, and a batch of which some rank does not have a whole number of
+    rows a microbatch. Also for an input of as many rows as a microbatch, and targets of another batch.
     """
 
     def __init__(self, mesh: DeviceMesh, stage_mesh: DeviceMesh, axis: str, parts: int, args: Sequence[Any]) -> None:

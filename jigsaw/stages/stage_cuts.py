@@ -40,8 +40,8 @@ def cut_stages(model: nn.Module, begins: Sequence[str], calls: Sequence[str] = (
     """Cut `model` before the modules `begins`, in the order of registration, or that of `calls`.  A module that is
     never called goes with the one registered before it.
 
-    *Raises*: `ShardingError` for a name that the model does not have, has within another one, or has in another order,
-    and for a parameter of two stages.
+    *Raises*: `ShardingError` for a name that the model does not have, has within another one, or has in another order.
+    Also for a parameter of two stages.
     """
     known = dict(model.named_modules(remove_duplicate=False))
     unknown = [name for name in begins if not name or name not in known]

@@ -1,15 +1,15 @@
 """Plan of what travels between the stages of a pipeline, found by one forward pass on paper: no rank computes or sends.
 
-The forward pass of a net is one Python function, and a stage is a part of it: from the first call of the module that
-begins the stage to that of the module which begins the next.  From before that part, it needs tiles: the arguments of
-the call or others that the function still holds (the skips of a U-Net).  The pass on paper has all of them: tiles whose
-local tensors have no values (`FakeTensorMode`), in functions that send nothing (`shape_run`).  It numbers the tiles
-that are made between calls of whole modules, or returned by one.  Where a stage begins, it hides their local tensors.
-A tile whose local tensor is read again within the stage has to travel there, through the stages between.
+The forward pass of a net is one Python function, and a stage is a part of it. It goes from the first call of the module
+that begins the stage to that of the module which begins the next.  From before that part, it needs tiles: the arguments
+of the call or others that the function still holds (the skips of a U-Net).  The pass on paper has all of them: tiles
+whose local tensors have no values (`FakeTensorMode`), in functions that send nothing (`shape_run`).  It numbers the
+tiles that are made between calls of whole modules, or returned by one.  Where a stage begins, it hides their local
+tensors. A tile whose local tensor is read again within the stage has to travel there, through the stages between.
 
 Plain tensors cannot be hidden.  Every stage makes again those that come from constants, buffers and the net's own
-parameters between modules.  Any other that a later stage uses travels as a tile that nothing cuts, from its origin: a
-module returned it, or a tile gave it (a mean).  The pass on paper runs again with those as tiles.
+parameters between modules.  Any other that a later stage uses travels as a tile that nothing cuts. It comes from its
+origin: a module returned it, or a tile gave it (a mean).  The pass on paper runs again with those as tiles.
 
 For example stem, down, up, head with ``head(up(down(a)) + a)``, ``a = stem(x)``, cut at `up`.  Tiles: 0 is x, 1 is a, 2
 what `down` returns.  Stage 1 begins; `up` reads 2, the sum reads 1, nothing reads 0.  So 1 and 2 are sent.
@@ -60,7 +60,7 @@ from jigsaw.tile.tile import Tile
 @dataclass
 class PipelinePlan:
     """Calls of whole modules in their order, and where each stage begins.  That is its call, the number of tiles before
-    it, the number of plain tensors that these had given, and the tiles that it is sent.
+    it, and the number of plain tensors that these had given. It also has the tiles that it is sent.
 
     `as_tiles` are the plain tensors that travel.  `read_apart` are the parameters and buffers of whole modules that are
     read outside of calls of their stage's modules, without values.
@@ -333,8 +333,8 @@ class _PlainMark:
 class _PlainTensorWatch(TorchDispatchMode):
     """Watch that marks plain tensors, and notes those of whole modules that are read outside of their calls.
 
-    *Raises*: `ShardingError` where a later stage takes one that can neither be made again nor sent as a tile, and for a
-    parameter that another stage reads.
+    *Raises*: `ShardingError` where a later stage takes one that can neither be made again nor sent as a tile. Also for
+    a parameter that another stage reads.
     """
 
     def __init__(self, run: _PlanningPass) -> None:

@@ -1,8 +1,8 @@
 """One stage of a pipeline: the part of the model's forward pass between two calls, on tiles that other stages send.
 
-Each microbatch of a stage runs the model's own forward: up to the call where the stage begins it runs on paper, with
-the recorded results of other stages' modules.  From there it runs with values, and stops at the call where the next
-stage begins.
+Each microbatch of a stage runs the model's own forward. Up to the call where the stage begins, it runs without values,
+with the recorded results of other stages' modules.  From there it runs with values, and stops at the call where the
+next stage begins.
 """
 
 from __future__ import annotations

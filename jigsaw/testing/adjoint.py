@@ -32,7 +32,7 @@ def assert_adjoint(
     """Assert ``<F x, y> = <x, F* y>`` for the linear `op` F on tiles and its backward pass F*, on every mesh.
 
     x is a random tensor of the global `shape`, cut by `spec` (and split=, align=, halo=, periodic=, as in
-    `jigsaw.shard`); y is random on what each rank holds of F x. The products are sums over the ranks, in which a part
+    `jigsaw.shard`). y is random on what each rank holds of F x. The products are sums over the ranks, in which a part
     that several ranks hold counts once. `op` returns a Tile, or a tensor that is the same on every rank; it must
     pickle. The error may be ``rtol * |F x| |y|``.
 

@@ -1,7 +1,7 @@
 """Checks of what keeps the processes of a job from working together: each checks its own node, then all compare.
 
 Process 0 keeps the store that torch would keep, at ``MASTER_ADDR`` and ``MASTER_PORT``.  For example, each of four
-processes on two nodes writes its facts there and waits for those of the others, so it knows which did not come.  The
+processes on two nodes writes its facts there and waits for those of the others. So it knows which did not come.  The
 last step is a sum over gloo, which needs connections between all of them, not only to process 0.
 """
 

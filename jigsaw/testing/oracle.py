@@ -51,20 +51,20 @@ def assert_same_on_every_mesh(
 
     It compares outputs, loss, buffers, and the gradients of every parameter and input.
 
-    `model` is a module, or a function of tensors; it and the `batch` (one tensor, or the sequence of the arguments) are
+    `model` is a module, or a function of tensors. It and the `batch` (one tensor, or the sequence of the arguments) are
     converted to `dtype` (complex ones to complex numbers of it). They run once in this process, and then on real ranks
-    for each of `meshes` (mappings from axis to size; by default 1, 2, 3, 4 and 2 x 2 ranks of the axes that `spec`
-    names). Everything must pickle. Use it from plain code or a test, not inside ``on_ranks``.
+    for each of `meshes` (mappings from axis to size). By default these are 1, 2, 3, 4 and 2 x 2 ranks of the axes that
+    `spec` names. Everything must pickle. Use it from plain code or a test, not inside ``on_ranks``.
 
     - `spec` cuts a single tensor; for a sequence, it has one entry for each argument (None: passed whole). Without it,
       ``data`` cuts dim 0 and ``lat``, ``lon`` (or ``z``, ``y``, ``x``) the last dims. `cut` goes to `jigsaw.shard`:
       split=, align=, halo=, periodic=.
-    - `loss` takes the output (and the `target`) and returns a scalar; by default the mean squared error where there is
-      a `target`, else a random linear functional of all outputs.
+    - `loss` takes the output (and the `target`) and returns a scalar. By default it is the mean squared error where
+      there is a `target`, else a random linear functional of all outputs.
     - `build(model, mesh)` makes what runs on the ranks, ``jigsaw.parallelize`` for example. `gradients` says what its
-      plain parameters hold after the backward pass: each rank its part, to be summed over the mesh (``"parts"``, the
-      default without `build`), or the whole gradient (``"whole"``, the default with it). A parameter that meets only
-      plain tensors has no parts: test such a model through ``build=jigsaw.parallelize``.
+      plain parameters hold after the backward pass. With ``"parts"`` (the default without `build`) each rank has its
+      part, to be summed over the mesh. With ``"whole"`` (the default with it) it has the whole gradient. A parameter
+      that meets only plain tensors has no parts: test such a model through ``build=jigsaw.parallelize``.
 
     Each tensor may be off by ``atol + rtol * max |expected|``.
 

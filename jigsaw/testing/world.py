@@ -41,7 +41,7 @@ def on_ranks(ranks: int, *, timeout: float = 60.0) -> Callable[[Callable[P, T]],
     returns the list of what each rank returned, or None when no rank returned anything (as pytest expects of a test).
 
     Raises: `RankFailedError`, with the failing rank's own traceback first, when a rank raises, dies, or runs longer
-    than `timeout` seconds; the world is then killed and the next test starts a fresh one.
+    than `timeout` seconds. The world is then killed and the next test starts a fresh one.
 
     >>> jigsaw.testing.on_ranks(2)(torch.distributed.get_rank)()
     [0, 1]

@@ -25,8 +25,8 @@ GivenLayouts = tuple[Layout | None, ...]
 
 
 def labels_of_operand(ndim: int, batch: tuple[str, ...], *last: str) -> tuple[str, ...]:
-    """Return the labels of an operand of `ndim` dims that ends in the dims `last`, after some or all of the batch dims;
-    the last of those are the heads.
+    """Return the labels of an operand of `ndim` dims that ends in the dims `last`, after some or all of the batch dims.
+    The last of the batch dims are the heads.
     """
     return (*batch, *last)[len(batch) + len(last) - ndim :]
 

@@ -1,18 +1,17 @@
 """Four ways of attention over cut tokens: what each sends and holds, and the rule that chooses one.
 
 P ranks cut the tokens of queries and keys.  *gathered*: each rank gets all keys and values, in one message from each of
-the others.  *ring*: keys and values go around the ranks block by block
-(`jigsaw.nn.attention.ring_attention`).  *heads*: an exchange of queries, keys and values gives each rank all tokens of
-its share of the heads, and y goes back (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509).  *heads+ring*: neighbors
-share out heads, so that each has their tokens of its share.  These go around the ranks that have the same share of
-other tokens (`jigsaw.nn.attention.rank_split`; Fang and Zhao, "USP", arXiv 2405.07719; Gu et al., "LoongTrain", arXiv
-2406.18485).
+the others.  *ring*: keys and values go around the ranks block by block (`jigsaw.nn.attention.ring_attention`).
+*heads*: an exchange of queries, keys and values gives each rank all tokens of its heads. Then y returns (Jacobs et al.,
+"DeepSpeed Ulysses", arXiv 2309.14509).  *heads+ring*: neighbors share out heads, so that each has their tokens of its
+share.  These go around the ranks that have the same share of other tokens (`jigsaw.nn.attention.rank_split`; Fang and
+Zhao, "USP", arXiv 2405.07719; Gu et al., "LoongTrain", arXiv 2406.18485).
 
 Example: four ranks, 1000 tokens of 8 heads of 64 features in bfloat16, 2 kB a token in k and v together.  Gathered,
 each rank sends its 250 tokens to three others, 1.5 MB, and holds 2 MB.  Around the ring it sends as much, in three
-steps, and holds three blocks, 1.5 MB.  By heads it sends 3/4 of its 250 tokens of q, k, v and y, 0.75 MB, and holds
+steps, and holds three blocks, 1.5 MB.  By heads it sends 3/4 of its 250 tokens of q, k, v and y, 0.75 MB. It holds
 these and all tokens of two heads, 1 MB.  By heads and rings of two it sends half of its 250 tokens of q, k, v and y,
-0.5 MB, and then 500 tokens of four heads in k and v, 0.5 MB.
+0.5 MB. Then it sends 500 tokens of four heads in k and v, 0.5 MB.
 """
 
 from __future__ import annotations
@@ -164,8 +163,9 @@ def choose_attention_way(
     """Choose the way by the rule, or take the one that the user `said`.  The first of these that holds:
 
     1. *gathered* where all keys and values are at most a mebibyte, because it has the fewest messages;
-    2. *heads* or *heads+ring* where there is a head of keys for each rank that shares them out and no other way sends
-       less, forward and backward together, and no axis cuts a mask, for whose rows all ranks would have to be asked;
+    2. *heads* or *heads+ring* where there is a head of keys for each rank that shares them out, and no other way sends
+    less (forward and backward together). Also no axis may cut a mask, because all ranks would have to be asked for its
+    rows;
     3. *ring* where all keys and values are more than what a rank has of queries, keys, values and results; *heads+ring*
        where that sends less, under the conditions of 2;
     4. *gathered*.
@@ -174,8 +174,8 @@ def choose_attention_way(
     cannot go both ways.
 
     A vision transformer of 4 billion parameters (42 layers, 2816 features in 44 heads) on 64,980 tokens in bfloat16, P
-    = 8.  A rank sends for each layer, forward and backward: gathered 640 and 640 MB, ring 640 and 1,921 MB, heads 160
-    and 160 MB, heads and rings of two 229 and 412 MB; it holds keys and values of 732, 274, 191 and 366 MB.
+    = 8.  A rank sends for each layer, forward and backward, in MB: gathered 640 and 640, ring 640 and 1,921, heads 160
+    and 160, heads and rings of two 229 and 412. It holds keys and values of 732, 274, 191 and 366 MB.
 
     >>> from jigsaw.nn.attention.attention_ways import AttentionSizes, choose_attention_way
     >>> choice = choose_attention_way(AttentionSizes.of_tokens(64_980, ranks=8, heads=44, features=64))
@@ -252,8 +252,8 @@ def attention_way(way: AttentionWay | None) -> Generator[None]:
     This changes nothing for attention where no axis cuts both queries and keys.  Checkpointed layers run again in the
     backward pass, which then belongs within the block, too.
 
-    *Raises*: `ShardingError` for another word.  A call of attention raises it for heads without a dim of heads, and for
-    heads and rings where a prime number of ranks cuts the tokens.
+    *Raises*: `ShardingError` for another word.  A call of attention raises it for heads without a dim of heads. It also
+    does so for heads and rings where a prime number of ranks cuts the tokens.
 
     >>> mesh = jigsaw.init_mesh(lat=1)
     >>> q = jigsaw.shard(torch.randn(2, 4, 16, 8), mesh, (None, None, "lat", None))

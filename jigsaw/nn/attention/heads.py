@@ -89,8 +89,8 @@ def _project_one_of_three(x: Tile, i: int, weight: StoredWeight, bias: StoredWei
 def project_heads_out(mixed: Tile, weight: StoredWeight, bias: StoredWeight | None, query: Tile) -> Tile:
     """Return y = x Wᵀ + b, cut along the features as the query is; a whole query gets a whole y.
 
-    *Sends*: as `tile_linear`; then, for a whole query, each rank's part of y to the others along the axes, or to the
-    owners of the tokens where these had been gathered.
+    *Sends*: as `tile_linear`. A whole query then sends each rank's part of y to the others along the axes. Where tokens
+    had been gathered, it goes to their owners.
     """
     last = query.layout.dim(query.ndim - 1)
     y = add_bias(linear_onto_cuts(mixed, weight, None, last), bias)
@@ -108,9 +108,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     axis it is `torch.nn.MultiheadAttention`.
 
     *Shapes*: in_proj_weight [3 E, E] and out_proj.weight [E, E], per rank 1/P of their rows, E / P features of heads.
-    *Sends*: the rows of in_proj_weight whose heads lie elsewhere, at most its part; keys and values to the ranks
-    that cut their tokens (`jigsaw.nn.attention.scaled_dot_product`); heads' outputs and y along `axis`, ``(1-1/P)`` of
-    each, forward, and their gradients, backward.
+    *Sends*: the rows of in_proj_weight whose heads lie elsewhere, at most its part. Keys and values go to the ranks
+    that cut their tokens (`jigsaw.nn.attention.scaled_dot_product`). Forward, heads' outputs and y travel along `axis`,
+    ``(1-1/P)`` of each. Backward, their gradients do.
     *Raises*: `ShardingError` for kdim, vdim, add_bias_kv and add_zero_attn, and fewer heads than ranks along the axis.
 
     >>> mesh = jigsaw.init_mesh(channel=1)

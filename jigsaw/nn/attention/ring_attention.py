@@ -1,6 +1,6 @@
 """Attention around a ring: queries stay, keys and values travel block by block, and no rank ever holds all of them.
 
-After Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (arXiv 2310.01889); the work on
+After Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (arXiv 2310.01889). The work on
 a block is that of Dao, "FlashAttention-2" (arXiv 2307.08691).  Forward, a softmax continues from block to block;
 backward, the weights are made again from the scores and their log-sum-exp.
 
@@ -13,8 +13,8 @@ rank r + 1 while it works on it, so that the next one has arrived when it is don
     step 2    2        3        0        1
     step 3    1        2        3        0
 
-Backward, the blocks go around again.  Their gradients follow a step later, because each rank first adds its part: those
-of block 0 begin at rank 1 in step 1, and after step 3 go from rank 3 to rank 0, where the part of step 0 waits.  No
+Backward, the blocks go around again.  Their gradients follow a step later, because each rank first adds its part. Those
+of block 0 begin at rank 1 in step 1. After step 3 they go from rank 3 to rank 0, where the part of step 0 waits.  No
 block travels with that last message, so each rank keeps half of its queries of step 0 for then.
 """
 
@@ -62,8 +62,8 @@ def ring_attention(
     Scores, the softmax and sums are in float32 or better.  A query that may attend to no key has zeros.
 
     *Shapes*: per rank q [..., L/P, E], k [..., S/P, E], v [..., S/P, Ev], mask [..., L/P, S], y [..., L/P, Ev]; dims
-    before the last two broadcast.  Held at a time: this rank's keys and values, two more blocks, and the scores of one
-    block and as many queries as fit in `SCORE_BYTES`; backward, also gradients of three blocks.
+    before the last two broadcast.  Held at a time: this rank's keys and values, two more blocks, and scores of one
+    block and the queries that fit in `SCORE_BYTES`. Backward, also gradients of three blocks.
     *Sends*: forward, P-1 blocks of keys and values; backward, these again, and P-1 blocks of their gradients (in
     float32 for narrower types).
     """
@@ -83,7 +83,7 @@ class _RingKernel:
 
 class _SeenBlock(NamedTuple):
     """Rows of queries and the keys among a member's that they see, with their places.  The places of the queries are
-    there where these hide some of the keys; the last field is True where they are those of the keys.
+    there where these hide some of the keys. The last field is True where they are the places of the keys.
     """
 
     rows: slice

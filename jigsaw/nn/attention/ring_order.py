@@ -10,8 +10,8 @@ of keys that these need:
     mirrored   0, 7     2, 5     4, 3     6, 1
     blocks     1 + 4    2 + 3    3 + 2    4 + 1
 
-After the zigzag order of context parallel training (Dubey et al., "The Llama 3 herd of models", arXiv 2407.21783),
-whose keys and values lie in that order, too.
+After the zigzag order of context parallel training (Dubey et al., "The Llama 3 herd of models", arXiv 2407.21783). Its
+keys and values lie in that order, too.
 """
 
 from __future__ import annotations

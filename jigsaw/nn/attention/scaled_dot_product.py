@@ -128,10 +128,10 @@ def scaled_dot_product_attention(
 ) -> Tile:
     """Return y = softmax(q k^T scale + mask) v, exact over tokens that are cut by one axis or several.
 
-    *Shapes*: q [..., L, E], k [..., S, E], v [..., S, Ev], y [..., L, Ev]; each of them, and the mask [..., L, S], is
+    *Shapes*: q [..., L, E], k [..., S, E], v [..., S, Ev], y [..., L, Ev]. Each of them, and the mask [..., L, S], is
     either a Tile, cut in any dim, or a plain whole tensor.  An axis keeps the first dim of y that it cuts in q, k or v
-    (`jigsaw.nn.products.label_cuts`): where tokens are cut, y is cut as q is.  Along an axis that cuts no dim of y (S
-    alone, or E), y is held alike.
+    (`jigsaw.nn.products.label_cuts`). So where tokens are cut, y is cut as q is.  Along an axis that cuts no dim of y
+    (S alone, or E), y is held alike.
     *Sends*: where axes cut L and S both, one of four ways (`jigsaw.nn.attention.attention_ways`;
     `jigsaw.nn.explain_attention` tells which).  Gathered: forward, this rank's keys and values to each rank that shares
     batch and heads; backward, the same reversed.  A rank holds all S keys and values of its batch and heads
@@ -387,8 +387,8 @@ def attention_weights(
 
     A query that may attend to no key has NaN, or zeros where `without_nan`, as torch has with and without weights.
 
-    *Sends*: the keys, as attention does; over a cut S, a maximum and a sum for each query and head, and 1 byte more for
-    each where `without_nan`.
+    *Sends*: the keys, as attention does. Over a cut S, also a maximum and a sum for each query and head, and 1 byte
+    more for each where `without_nan`.
     """
     batch = batch_labels(query.ndim, key.ndim)
     out = (*batch, QUERY_LABEL, KEY_LABEL)

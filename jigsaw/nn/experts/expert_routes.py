@@ -2,9 +2,9 @@
 
 Example: four ranks along `lat`, five experts cut as 2, 2, 1, 0 (torch.chunk's rule), each token sent to its two best.
 Rank 1 has three tokens, which chose experts (0, 4), (2, 0) and (3, 1).  Sorted by expert, its six rows are those of
-tokens 0, 1, 2, 1, 2, 0, of which rank 0 gets three (experts 0, 0, 1), rank 1 keeps two (2, 3), and rank 2 gets one (4).
-All ranks tell each other how many rows each expert gets, so each knows what will come: first the rows from rank 0, by
-expert, then rank 1's, and so on.  It sorts them by its own experts.  The results return the same way.
+tokens 0, 1, 2, 1, 2, 0. Rank 0 gets three of them (experts 0, 0, 1), rank 1 keeps two (2, 3), and rank 2 gets one (4).
+All ranks tell each other how many rows each expert gets, so each knows what will arrive. First are the rows from rank
+0, by expert, then those from rank 1, and so on.  It sorts them by its own experts.  The results return the same way.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _DIGIT_BITS = 8
 class ExpertRoute:
     """Route of rows along the axes that cut the experts: `gives` and `takes` rows to and from each mesh position.
 
-    `order` are the places of this rank's rows by expert, `arrived` those of the rows that came, by expert of this rank,
-    which get `counts` each.
+    `order` has the places of this rank's rows by expert, and `arrived` those of the rows that arrived. Each expert of
+    this rank gets `counts` of them.
     """
 
     peers: tuple[int, ...]

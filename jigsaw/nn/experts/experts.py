@@ -43,26 +43,26 @@ class MoE(nn.Module):
     rule).
 
     - *Router*: p = softmax(R x) over all experts, in float32 or better (Switch); the `top_k` largest, which with
-      `normalize` are divided by their sum.  That is Mixtral's; by default it is so for ``top_k > 1`` alone, for a
+      `normalize` are divided by their sum.  That is Mixtral's; by default it is so for ``top_k > 1`` alone, because a
       weight that is always 1 teaches the router nothing (Switch).  ``normalize=False`` is DeepSeekMoE's.
     - *Experts*: gated as in Mixtral and DeepSeekMoE, without bias.  `shared_experts` that each token goes to, too, are
       one network of so many times `hidden` (DeepSeekMoE).
     - *Capacity*: without `capacity_factor` every expert takes all tokens that chose it, and none is dropped.  With it,
       it takes the first ``ceil(capacity_factor * tokens * top_k / experts)`` of them, and the others get nothing of it
-      (GShard, Switch): all first choices come before all second ones, and of equal ones the row-major place of the
-      token in the *whole* tensor counts, so the same tokens are dropped on every mesh.
-    - *Losses*: after a forward pass, ``balance_loss`` is experts * sum_e f_e P_e, f_e the share of choices that went to
-      e and P_e the mean of p_e (Switch, equation 4; before any is dropped), and ``z_loss`` the mean of logsumexp(R x)^2
-      (ST-MoE, equation 5).  Both are over all tokens of the mesh, not means of what ranks found (Qiu et al., who saw
-      experts specialise only so), and equal on every rank.  Add them to the loss, times 1e-2 and 1e-3 in these papers.
+      (GShard, Switch). All first choices come before all second ones. Of equal ones the row-major place of the token in
+      the *whole* tensor counts. So the same tokens are dropped on every mesh.
+    - *Losses*: after a forward pass, ``balance_loss`` is experts * sum_e f_e P_e. f_e is the share of choices that went
+      to e (before any is dropped), and P_e the mean of p_e (Switch, equation 4). ``z_loss`` is the mean of logsumexp(R
+      x)^2 (ST-MoE, equation 5).  Both are over all tokens of the mesh, not means over ranks, and equal on every rank.
+      Qiu et al. saw experts specialize only so.  Add them to the loss, times 1e-2 and 1e-3 in these papers.
 
-    *Shapes*: x and y [..., dim], cut as they come; w1 and w3 [experts, hidden, dim], w2 [experts, dim, hidden], as
-    DTensors, per rank those of its experts; router [experts, dim] and shared weights whole.
+    *Shapes*: x and y [..., dim], cut as they come. w1 and w3 [experts, hidden, dim], w2 [experts, dim, hidden], as
+    DTensors, per rank those of its experts. Router [experts, dim] and shared weights whole.
     *Sends*: forward, for each row whose expert lies on another rank (``top_k`` a token, without those dropped), its
-    `dim` values there and as many back, in one exchange each way, counted as ``experts``; backward the same.  Besides,
-    8 bytes an expert to each rank along `axis`, three all-reduces of one or two numbers an expert for the losses, and
-    with a capacity one of 2 KB an expert for each byte of ``tokens * top_k``.  Tokens that are not cut along `axis`, or
-    whose features are cut, are cut anew, and y brought back: an exchange each.
+    `dim` values and as many back. This is one exchange each way, counted as ``experts``. Backward the same.  Besides, 8
+    bytes an expert to each rank along `axis`, and three all-reduces of one or two numbers an expert for the losses.
+    With a capacity, also one of 2 KB an expert for each byte of ``tokens * top_k``.  Tokens that are not cut along
+    `axis`, or whose features are cut, are cut anew, and y brought back: an exchange each.
     *Raises*: `ShardingError` for sizes that do not fit.
 
     With activation checkpointing take ``use_reentrant=False``, or the losses have no gradient.

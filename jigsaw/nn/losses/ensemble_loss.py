@@ -5,7 +5,7 @@ members would need one pass.  But sorting is slower up to a dozen members, and i
 (no rain) up and another down.
 
 Example: four ranks on ensemble=2, lat=2, eight members of 33 rows: each rank has four members of 17 or 16 rows.  One
-exchange gives it eight members of 9 or 8 rows, half of which it had; the rank already has those rows of the target, so
+exchange gives it eight members of 9 or 8 rows, half of which it had. The rank already has those rows of the target, so
 cutting it needs no message.
 
 >>> x, y = torch.tensor([[0.0, 1.0, 5.0]]), torch.tensor([2.0])
@@ -37,7 +37,7 @@ def crps_loss(
 ) -> Any:
     """``y = sum_j |x_j - t| / M - (1 - (1 - alpha) / M) sum_j<k |x_j - x_k| / (M (M - 1))``, then reduced.
 
-    The sums are over M members. `alpha` 0 is the CRPS of the ensemble as it is (biased by its size), 1 the fair one,
+    The sums are over M members. `alpha` 0 is the CRPS of the ensemble as it is (biased by its size). 1 is the fair one,
     whose expectation does not depend on M. The fair one leaves one member free where all others are right, so people
     train with a little less ("almost fair": Lang et al., AIFS-CRPS, arXiv 2412.15832). `weight` (of area, of channels)
     broadcasts to the target; ``"mean"`` is divided by the sum of the weights. Missing values (NaN) make NaN. bfloat16

@@ -198,7 +198,7 @@ def cross_entropy(
     *Shapes*: input ``[batch, class, *space]``, target ``[batch, *space]`` of class indices, or of the input's shape of
     probabilities.
     *Sends*: forward, all-reduces of one or two numbers; backward, nothing.  Where the classes are cut, also the maximum
-    over the ranks' classes at each position, and the sum of exponentials and the target's logit together (with
+    over the ranks' classes at each position. Then the sum of exponentials and the target's logit together (with
     `label_smoothing`, the sum of logits too).  That is three all-reduces of positions, without logits; backward,
     nothing.  With probabilities of cut classes, as `log_softmax`, and one more of positions.  After Shoeybi et al.,
     arXiv 1909.08053.
@@ -294,8 +294,8 @@ def _losses_of_cut_classes(
     """Return the losses at the local positions, of which each rank has the logits (or log probabilities) of its own
     classes.
 
-    Two ranks, six classes cut at 3, target 4: the second rank has the logit of the target, both have a part of the sum
-    of exponentials.  What is added up is held alike, so its gradient is whole, and nothing is sent for that of x.
+    Two ranks, six classes cut at 3, target 4. The second rank has the logit of the target, and both have a part of the
+    sum of exponentials.  What is added up is held alike, so its gradient is whole, and nothing is sent for that of x.
     """
     if len(x.layout.dim(dim)) > 1:
         raise ShardingError(

@@ -31,9 +31,9 @@ def spectral_loss(
     `dim`.
 
     `quantity`: a is ``"amplitude"`` (abs F), ``"power"`` (its square), or ``"log_power"`` (log of that plus eps). `dim`
-    is longitude, or (-2, -1) for both dims of a plane. Modes of a real field come in pairs; one of each is computed,
-    and counted twice in the sum and the mean, which are those over the full spectrum. `weight` (of latitudes, of modes)
-    broadcasts to the modes that are computed; the mean is divided by its sum. Missing values (NaN) make NaN.
+    is longitude, or (-2, -1) for both dims of a plane. Modes of a real field come in pairs. One of each pair is
+    computed and counted twice. So the sum and the mean are those over the full spectrum. `weight` (of latitudes, of
+    modes) broadcasts to the modes that are computed; the mean is divided by its sum. Missing values (NaN) make NaN.
 
     *Shapes*: real input and target of one shape, any dim cut; with ``reduction="none"`` the last of `dim` has n // 2 +
     1 modes.

@@ -242,8 +242,8 @@ def batch_norm(
     It is always synchronized: the batch dim is cut like any other. Running statistics are updated alike on every rank.
 
     *Shapes*: ``[batch, channel, *space]``, cut anywhere.
-    *Sends*: in training, two all-reduces of one value a channel, and two backward; with running statistics of cut
-    channels, their values to every rank; in evaluation, nothing.
+    *Sends*: in training, two all-reduces of one value a channel, and two backward. With running statistics of cut
+    channels, also their values to every rank. In evaluation, nothing.
     """
     if input.ndim < 2:
         raise ShardingError(f"batch_norm of a Tile of shape {tuple(input.shape)}: it needs [batch, channel, *space]")

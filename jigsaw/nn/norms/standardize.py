@@ -1,9 +1,9 @@
 """Core of the norms, (x - mean) / sqrt(var + eps) * weight + bias over cut dims, with one tensor kept for the backward
 pass.
 
-The statistics of the ranks are combined as Chan, Golub and LeVeque do ("Updating formulae and a pairwise algorithm for
-computing sample variances", 1979), so no digits cancel; the gradient is the closed formula of Ioffe and Szegedy (arXiv
-1502.03167) with its two sums taken over all ranks.
+The statistics of the ranks are combined so that no digits cancel. The method is that of Chan, Golub and LeVeque
+("Updating formulae and a pairwise algorithm for computing sample variances", 1979). The gradient is the closed formula
+of Ioffe and Szegedy (arXiv 1502.03167) with its two sums taken over all ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def standardize_tile(
     """Return (y, mean, sum of squared deviations): local tensors; y for all rows of x, halo included, statistics of
     owned ones.
 
-    *Shapes*: y as x.local, which is float32 or wider; the statistics with size 1 along `dims`, the same on the ranks
+    *Shapes*: y as x.local, which is float32 or wider. The statistics with size 1 along `dims`, the same on the ranks
     along the axes of `dims`; `weight` and `bias` broadcast to x.local.
     *Sends*: forward, two all-reduces of one value a statistic; backward, one of two values.
     """

@@ -1,9 +1,9 @@
 """A linear whose contraction meets cuts: the role of each axis, the grid, and where the result lies.
 
 Example: four ranks on lat=2, lon=2, x [6, 8] with rows cut by lat and K by lon, W whole.  With N = 4 the grid is
-(2,2,1): the ranks of a row of the mesh add up partial sums of y [3, 4], and each keeps 2 of its columns.  With N = 32 y
-is larger than x, and the grid is (2,1,2): the parts [3, 4] of x travel along lon, and each rank makes 16 columns of y
-by itself. Either way y is cut by lat and lon, as x was.
+(2,2,1). The ranks of a row of the mesh add up partial sums of y [3, 4]. Each keeps 2 of its columns.  With N = 32 y is
+larger than x, and the grid is (2,1,2). The parts [3, 4] of x travel along lon, and each rank makes 16 columns of y by
+itself. Either way y is cut by lat and lon, as x was.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def plan_contraction(x: Layout, stored: Layout, wanted: CutGroup | None = None) 
 
 
 def _possible_roles(x: Layout, stored: Layout) -> list[str]:
-    """Return the possible roles of the axes that cut K of x: go on cutting K, so that y is reduced over them ("k",
-    row), or cut N, so that x travels ("n", column).
+    """Return the possible roles of the axes that cut K of x. As "k" (row) they go on cutting K, and y is reduced over
+    them. As "n" (column) they cut N, and x travels.
     """
     along = set(x.dim_axes(x.ndim - 1))
     (by_rows, rows_move), (by_columns, columns_move) = (_staying_axes_and_moves(x, stored, d) for d in (0, 1))
@@ -216,8 +216,8 @@ def _cut_at_rest(dim: int, moving: Sequence[str], block: Cut, stored: Layout) ->
 def _output_cuts(
     rows: CutGroup, of_n: Cut, axes: tuple[str, ...], inner: CutGroup, x: Layout, wanted: CutGroup | None
 ) -> CutGroup:
-    """Return the cuts of the last dim of y: those of W's rows, finer by `axes`, or those that its size is known to have
-    had.
+    """Return the cuts of the last dim of y. They are those of W's rows, finer by `axes`, or those that its size is
+    known to have had.
     """
     if of_n.is_cut:
         return (

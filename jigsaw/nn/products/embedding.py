@@ -108,7 +108,7 @@ class Embedding(nn.Embedding):
     """`torch.nn.Embedding` whose table is cut by rows along `axis`: y = weight[index].
 
     Each rank holds 1/P of the table, its gradient and its optimizer state, as a DTensor with torch's name and full
-    shape; the sizes need not divide.  On a mesh without that axis it is `torch.nn.Embedding`.  A `jigsaw.nn.Linear` to
+    shape. The sizes need not divide.  On a mesh without that axis it is `torch.nn.Embedding`.  A `jigsaw.nn.Linear` to
     equally many classes has the same cut, and may share its weight.
 
     *Shapes*: weight [num_embeddings, embedding_dim], per rank ceil(num_embeddings / P) rows (the last may have fewer);

@@ -7,7 +7,7 @@ ranks.  So it keeps one of them, and the operands that it cuts elsewhere move:
 one for which fewer elements move, then the first operand's.
 
 This follows from the layouts alone, so it is the same on every rank.  Example: four ranks on lat=2, lon=2, scores
-"bid,bjd->bij" of tokens i and j that are both cut by lat and lon: i comes first, so queries stay, each rank gets all
+"bid,bjd->bij" of tokens i and j that are both cut by lat and lon. i comes first. So queries stay, each rank gets all
 keys, and the scores are cut along i.  Then "bij,bjd->bid": i keeps both axes again, and the values travel.  In
 "bid,bie->bde" only i is cut: nothing moves, and the sums are added up.
 """
@@ -240,7 +240,7 @@ def _held_along(mine: Cut, wanted: Cut, shared: Sequence[str], layout: Layout) -
 
 
 def _in_one_structure(mine: CutGroup, wanted: CutGroup) -> tuple[CutGroup, CutGroup] | None:
-    """Return the cuts of a dim as it lies and as it is wanted, as pairs of cuts of the same sizes, or None where it was
+    """Return pairs of cuts of the same sizes: those of a dim as it lies, and as it is wanted. None where it was
     flattened from other dims.
     """
     if not any(c.is_cut for c in wanted):

@@ -48,18 +48,18 @@ def tile_linear(input: Tile | Tensor, weight: StoredWeight, bias: StoredWeight |
     - whole when that of x and both dims of W are (each rank by itself, halo rows included);
     - cut as W's rows when they are (column-cut: y stays cut along ``channel``);
     - whole when W is a DTensor cut along K as x is, or x whole (row-cut);
-    - else cut by the axes that cut K: where N = K at the same points, where N leads back to the size that x was made
-      from at the points that it had then, else balanced.
+    - else cut by the axes that cut K. Where N = K, it has the same points. Where N is the size that x was made from, it
+      has the points of that time. Else it is balanced.
 
     Where x holds the tokens of all ranks along the axes of W's rows (`gathered_tokens`), they are whole in y, which
-    remembers their cuts; a row-cut W brings them back there.
+    remembers their cuts. A row-cut W restores these cuts.
 
     *Sends*: with K whole and W whole or column-cut, nothing; backward, one all-reduce of the gradient of x over the
     axes of W's rows.  With W row-cut, one all-reduce of y; backward, one of the gradient of x, where x is whole.  With
     gathered tokens, a reduce-scatter of y, and backward a gather of its gradient.  Else the bytes of the core's grid
-    (`jigsaw.comm.matmul.grid_matmul`): over a cut K either the parts of x travel (column) or partial sums of y (row),
-    whichever moves less in a training step.  A W stored 1/P along the axes that cut the rows of x travels to them.  The
-    input is never gathered on one rank, only passed around.
+    (`jigsaw.comm.matmul.grid_matmul`). Over a cut K either the parts of x travel (column) or partial sums of y (row).
+    The way that moves less in a training step is taken.  A W stored 1/P along the axes that cut the rows of x travels
+    to them.  The input is never gathered on one rank, only passed around.
     *Raises*: `ShardingError` when the axes of x and W do not form a grid.
     """
     if not isinstance(input, Tile):
@@ -267,7 +267,7 @@ class Linear(nn.Linear):
     """`torch.nn.Linear` whose weight and bias are cut along `axis`: y = x Wᵀ + b is cut along it as the rows of W are.
 
     Each rank holds 1/P of the weight, its gradient and its optimizer state, as a DTensor with torch's names and full
-    shapes; the sizes need not divide.  On a mesh without that axis it is `torch.nn.Linear`.
+    shapes. The sizes need not divide.  On a mesh without that axis it is `torch.nn.Linear`.
 
     *Shapes*: weight [out, in], per rank [ceil(out / P), in] (the last ones may have fewer rows); x whole or cut along
     `axis`.

@@ -29,8 +29,8 @@ def mix_tokens(
 ) -> Tile:
     """Return y[..., m, ...] = sum_n x[..., n, ...] W[m, n] + b[m], where n runs over `dims` flattened together.
 
-    *Shapes*: x ``[..., *dims, ...]`` with N tokens, W [M, N], b [M]; y has M in place of the dims, or the same dims,
-    cut as before, when M = N.
+    *Shapes*: x ``[..., *dims, ...]`` with N tokens, W [M, N], b [M]. y has M in place of the dims. When M = N it has
+    the same dims, cut as before.
     *Sends*: with P ranks that cut the tokens and hold R other elements each, the fewer of two.  Partial sums of y:
     ``(1-1/P) R M`` elements received a rank forward, and as many backward.  Parts of x: ``(1-1/P) R N`` forward and
     twice that backward.  A W stored 1/P by rows adds its rows that lie elsewhere, at most ``N M / P``.

@@ -35,10 +35,10 @@ def contract_labels(
 
     *Shapes*: every label is cut as the tiles cut it; plain tensors are whole and cut to fit.  An axis that cuts several
     labels keeps the first of `out` (`jigsaw.nn.products.label_cuts`).
-    *Sends*: the operands that such an axis cuts elsewhere: this rank's part to each of the P-1 others along it (or 1/P
-    of that, where the operand has the label that stays cut); backward, their gradients the same way reversed.  One
-    all-reduce of the result over the axes that cut contracted labels, which makes it the same along them.  Backward,
-    one all-reduce of the gradient of each tile that is the same along an axis that cuts another operand.
+    *Sends*: the operands that such an axis cuts elsewhere. This rank's part goes to each of the P-1 others along it (or
+    1/P of that, where the operand has the label that stays cut). Backward, their gradients take the same way in
+    reverse.  One all-reduce of the result over the axes that cut contracted labels, which makes it the same along them.
+    Backward, one all-reduce of the gradient of each tile that is the same along an axis that cuts another operand.
     """
     tiles = [t for t in operands if isinstance(t, Tile)]
     mesh = shared_mesh(tiles)
@@ -73,8 +73,8 @@ def tile_matmul(input: Any, other: Any) -> Any:
     """Return y = a b, batched as in torch.
 
     Where one operand is a matrix, and the axes that cut both form a grid, it is a
-    `jigsaw.nn.products.linear.tile_linear`; else each rank multiplies what it has, and a cut contraction is summed.  Of
-    two dims that one axis cuts, the first stays cut (see `contract_labels`).
+    `jigsaw.nn.products.linear.tile_linear`. Else each rank multiplies its own parts, and a cut contraction is summed.
+    Of two dims that one axis cuts, the first stays cut (see `contract_labels`).
     """
     if is_sparse_matrix(input) or is_sparse_matrix(other):
         return sparse_matmul(input, other)

@@ -154,7 +154,7 @@ def _answer_contraction(name: str, *, transposed: bool) -> None:
         """Return y[b, c, k, t, p] = sum over i, j of psi[k, t, i, j] x[b, c, i, j + p * nlon_in / nlon_out].
 
         *Shapes*: [B, C, H, W] -> [B, C, K, H', W']; the transpose back; per rank the same of its own rows.
-        *Sends*: the rows of latitude that a filter reaches beyond a border; where longitude is cut also the tile to
+        *Sends*: the rows of latitude that a filter reaches beyond a border. Where longitude is cut, also the tile to
         other rows, and the result back.  Backward as many.
         *Raises*: `ShardingError` for latitudes or longitudes that were flattened with other dims.
         """
@@ -250,9 +250,9 @@ def _answer_attention(name: str) -> None:
     ) -> Tile:
         """Return the softmax over the neighbors of each point, weighted by the area of each.
 
-        *Shapes*: keys [B, H, W, C], values [B, H, W, D], queries [B, H', W', C] -> [B, H', W', D]; per rank the same of
-        its own queries.
-        *Sends*: the rows of keys and values that queries reach beyond a border; where longitude or channels are cut
+        *Shapes*: keys [B, H, W, C], values [B, H, W, D], queries [B, H', W', C] -> [B, H', W', D]. Per rank the same
+        for its own queries.
+        *Sends*: the rows of keys and values that queries reach beyond a border. Where longitude or channels are cut,
         also the tiles to other rows, and the result back.  Backward as many.
         *Raises*: `ShardingError` for latitudes or longitudes that were flattened with other dims.
         """

@@ -2,7 +2,7 @@
 
 The words are those of the reader's boundary ``pole`` (`jigsaw.io.series.boundary`): rows beyond a pole are *turned*.
 
-Example: four ranks on lat=2, lon=2, x [6, 8] padded by a row and a column: rank 0 owns rows 0:3 of columns 0:4, and
+Example: four ranks on lat=2, lon=2, x [6, 8] padded by a row and a column. Rank 0 owns rows 0:3 of columns 0:4, and
 needs row 3 from rank 2 and columns 7 and 4 from rank 1.  The row beyond the pole is row 0 half-way round: for the
 columns -1:5 that the rank holds, columns 3:9.  Column 3 is its own, 4:8 are rank 1's, and 8 is column 0, its own.
 """
@@ -26,7 +26,7 @@ from jigsaw.tile.tile import Tile
 
 class SpherePad(nn.Module):
     """Module that pads a field on a sphere with rows and columns.  Column j is column j mod nlon.  Row -k beyond the
-    north pole is row k - 1 (or k, where row 0 is the pole itself), turned: its column j is column j + nlon / 2.  The
+    north pole is row k - 1 (or k, where row 0 is the pole itself), turned. Its column j is column j + nlon / 2.  The
     south pole is the same.
 
     `padding` is that of `torch.nn.CircularPad2d`: one number, or (left, right, top, bottom) of the last two dims,
@@ -39,8 +39,8 @@ class SpherePad(nn.Module):
     *Sends*: forward, the rows and columns that a rank holds beyond its own, from their owners: (top + bottom) rows at
     each border of latitude, (left + right) columns at each of longitude, and the corners between.  Of turned rows,
     those columns that are not its own; none where longitude is whole.  Backward, their gradients.
-    *Raises*: `ShardingError` for padding that is negative, or wider than the dim; rows beyond a pole where nlon is odd;
-    vectors that are not channels; dims that were flattened.
+    *Raises*: `ShardingError` for padding that is negative, or wider than the dim, and for rows beyond a pole where nlon
+    is odd. Also for vectors that are not channels, and dims that were flattened.
 
     >>> tile = jigsaw.shard(torch.arange(8.0).view(2, 4), jigsaw.init_mesh(lat=1, lon=1), ("lat", "lon"))
     >>> jigsaw.nn.SpherePad((0, 0, 1, 1))(tile).full_tensor()

@@ -17,15 +17,15 @@ from jigsaw.nn.spheres.spherical_harmonics import InverseSphericalHarmonicTransf
 
 class SphericalConv(nn.Module):
     """Layer y = S^-1(W S(x)): complex weights mix coefficients over channels.  They are one matrix for each degree l
-    ("dhconv", the same for all orders: a convolution with a filter round a pole, after Driscoll and Healy), or for each
-    degree and order ("diagonal").
+    ("dhconv"), or for each degree and order ("diagonal"). The former is the same for all orders: a convolution with a
+    filter round a pole, after Driscoll and Healy.
 
     The transforms are separate modules, so that layers share them and their tables; between different grids the field
     is resampled.
 
     *Shapes*: [..., in, nlat, nlon] -> [..., out, nlat', nlon'], cut alike; weight complex [in, out, lmax], or [in, out,
     lmax, mmax], whole on every rank; bias [out].
-    *Sends*: what the transforms send, and nothing between them; where channels are cut, one all-reduce of the
+    *Sends*: what the transforms send, and nothing between them. Where channels are cut, also one all-reduce of the
     coefficients over their axes, and y has whole channels.
     *Raises*: `ShardingError` for transforms of other degrees, or another `operator_type`.
 

@@ -1,7 +1,7 @@
 r"""Spherical harmonic transforms of fields that are cut along latitude and longitude.
 
-c[l, m] = sum over the rows k of w_k P_l^m(cos theta_k) x_m(theta_k), where x_m are the Fourier modes of the circle of
-latitude theta_k, w_k quadrature weights and P associated Legendre functions (`jigsaw.nn.spheres.legendre_tables`); the
+c[l, m] = sum over the rows k of w_k P_l^m(cos theta_k) x_m(theta_k). x_m are the Fourier modes of the circle of
+latitude theta_k, w_k quadrature weights and P associated Legendre functions (`jigsaw.nn.spheres.legendre_tables`). The
 inverse sums over the degrees l.  Grids, norms and truncation are those of torch-harmonics, and on one rank this is its
 `RealSHT`.
 
@@ -10,9 +10,9 @@ cut, its axes first cut latitude finer.  Then all axes cut the orders, and **sta
 degrees, and the Legendre functions of its own orders alone.  The inverse returns to the old cuts of latitude and
 longitude, because the cut of the orders remembers them (`Cut.source`).
 
-Example: four ranks on lat=2, lon=2, x [8, 33, 64] cut at row 17 and column 32: rank 0 has rows 0:17 of columns 0:32,
+Example: four ranks on lat=2, lon=2, x [8, 33, 64] cut at row 17 and column 32. Rank 0 has rows 0:17 of columns 0:32. It
 gives rank 1 rows 9:17 and gets the other half of rows 0:9.  It transforms these nine circles into 33 modes each, keeps
-orders 0:9 of the 33, and gets these of all other rows; with the table [9, 33, 33] of its orders it makes c [8, 33, 9].
+orders 0:9 of the 33, and gets these of all other rows. With the table [9, 33, 33] of its orders it makes c [8, 33, 9].
 
 Sources: Driscoll and Healy, Computing Fourier transforms and convolutions on the 2-sphere, 1994; Schaeffer, Efficient
 spherical harmonic transforms, arXiv 1202.6522, 2013; Bonev et al., Spherical Fourier neural operators, arXiv
@@ -247,12 +247,12 @@ def _legendre_product(x: Tensor, table: Tensor, inverse: bool) -> Tensor:
 class SphericalHarmonicTransform(_SphereTransform):
     """Transform to the coefficients c[l, m] of a real field on a sphere; torch-harmonics' `RealSHT`, and its arguments.
 
-    *Shapes*: [..., nlat, nlon] -> complex [..., lmax, mmax]; per rank the orders are cut by all axes that cut latitude
+    *Shapes*: [..., nlat, nlon] -> complex [..., lmax, mmax]. Per rank the orders are cut by all axes that cut latitude
     and longitude, degrees are whole, and leading dims stay as they are.
     *Holds*: the Legendre functions of a rank's own orders, about mmax / P x lmax x nlat numbers, in the dtype of x.
-    *Sends*: with N leading elements on P = p q ranks, p of them along latitude and q along longitude: where q > 1, (1 -
-    1/q) N nlat nlon / P real numbers; then (1 - 1/P) N nlat mmax / P complex ones.  Backward the same, of the
-    gradients.
+    *Sends*: with N leading elements on P = p q ranks, p of them along latitude and q along longitude. Where q > 1,
+    these are (1 - 1/q) N nlat nlon / P real numbers. Then (1 - 1/P) N nlat mmax / P complex ones.  Backward the same,
+    of the gradients.
     *Raises*: `ShardingError` for an unknown grid or norm, more orders than nlon resolves, other sizes, and latitudes or
     longitudes that were flattened with other dims. Source of the method: see `jigsaw.nn.spheres.spherical_harmonics`.
 
@@ -288,8 +288,8 @@ class SphericalHarmonicTransform(_SphereTransform):
 class InverseSphericalHarmonicTransform(_SphereTransform):
     """Transform from coefficients c[l, m] to their real field; torch-harmonics' `InverseRealSHT`, and its arguments.
 
-    *Shapes*: complex [..., lmax, mmax] -> [..., nlat, nlon]; per rank cut as the field of the coefficients was, at
-    proportionate points where the grid has other sizes; without such a field, latitude is cut.
+    *Shapes*: complex [..., lmax, mmax] -> [..., nlat, nlon]. Per rank cut as the field of the coefficients was, at
+    proportionate points where the grid has other sizes. Without such a field, latitude is cut.
     *Holds*: the same table as the transform, once for both.
     *Sends*: the same as the transform, the other way: (1 - 1/P) N nlat mmax / P complex numbers, then, where longitude
     is cut, (1 - 1/q) N nlat nlon / P real ones.  Where degrees are cut too, an exchange first makes them whole.
@@ -380,9 +380,7 @@ class InverseVectorSphericalHarmonicTransform(InverseSphericalHarmonicTransform)
 
 
 def _of_both_components(x: Tensor, tables: Tensor, inverse: bool) -> Tensor:
-    """Return (D x_0 + s i E x_1, - D x_1 + s i E x_0), where D and E are the two tables, s = 1 for the inverse and -1
-    else.
-    """
+    """Return (D x_0 + s i E x_1, - D x_1 + s i E x_0). D and E are the two tables, s = 1 for the inverse, else -1."""
     along, across = (_legendre_product(x, table, inverse) for table in tables)
     (first, second), (other_first, other_second) = along.unbind(-3), across.unbind(-3)
     i = 1j if inverse else -1j

@@ -45,7 +45,7 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, how: ConvGeometry
     """Return `input` convolved with `weight`, plus `bias`; the functions and modules of this file are its names.
 
     *Shapes*: ``[batch, channel, *space]`` or ``[channel, *space]``, global as in torch.  A spatial dim that is cut at p
-    is cut at ceil(p / stride) afterwards (about p x stride, transposed), so multiples of the stride stay aligned.  Rows
+    is cut at ceil(p / stride) afterwards (about p x stride, transposed). So multiples of the stride stay aligned.  Rows
     that a halo allows to compute are computed and held.
     *Sends*: forward, the rows of windows that reach into a neighbor, one message each; backward, their gradients.
     Nothing where a halo holds them.  Where P ranks cut the channels of `input`, each sends (P-1)/P of the smaller of
@@ -336,7 +336,7 @@ class _CutConv(nn.Module):
     """A convolution whose weight and bias are cut along `axis`: y is cut along it as the weight's output channels are.
 
     The arguments are those of torch.nn's layer of the same name.  Each rank holds 1/P of the weight, its gradient and
-    its optimizer state, as a DTensor with torch's names and full shapes; the sizes need not divide.  On a mesh without
+    its optimizer state, as a DTensor with torch's names and full shapes. The sizes need not divide.  On a mesh without
     that axis it is torch's layer.  A periodic halo that reaches farther than a kernel stays on the result for the next
     layer, so several circular layers exchange nothing.
 
@@ -372,11 +372,11 @@ class Conv1d(_CutPaddedConv, nn.Conv1d):
     """`torch.nn.Conv1d` whose output channels are cut along `axis` of `mesh`.
 
     The other arguments are torch's.  Each rank holds 1/P of the weight and the bias, their gradients and optimizer
-    state, as DTensors with torch's names and full shapes; the sizes need not divide.  On a mesh without that axis it
-    is torch's layer.  Circular padding keeps a periodic halo, so that several layers can live on one.
+    state, as DTensors with torch's names and full shapes. The sizes need not divide.  On a mesh without that axis it is
+    torch's layer.  Circular padding keeps a periodic halo, so that several layers can live on one.
 
-    *Shapes*: input ``[B, in, ...]``, whole or with channels cut along `axis`, output ``[B, out, ...]`` cut along it;
-    weight ``[out, in / groups, ...]``, per rank ceil(out / P) of its rows (the last ranks may have fewer).
+    *Shapes*: input ``[B, in, ...]``, whole or with channels cut along `axis`, output ``[B, out, ...]`` cut along it.
+    Weight ``[out, in / groups, ...]``, per rank ceil(out / P) of its rows (the last ranks may have fewer).
     *Sends*: see `jigsaw.nn.stencils.conv.convolve`; once, when it is made, the parts of the first rank's initial
     values.
 

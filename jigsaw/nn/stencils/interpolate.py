@@ -136,7 +136,7 @@ def interpolate(
 
     *Shapes*: ``[batch, channel, *space]``, global as torch; per rank the output is cut at ceil(point m / n).
     *Sends*: forward, the one or two rows a side that the ends of a piece read (with `antialias`, once or twice n / m
-    rows); backward, their gradients.
+    rows). Backward, their gradients.
     *Raises*: `ShardingError` along cut dims for other modes.
     """
     dims = input.ndim - 2

@@ -135,7 +135,7 @@ class _EmptyResult(torch.autograd.Function):
 def empty_result(shape: Sequence[int], *sources: Tensor | None, again: bool = True) -> Tensor:
     """Return the result of a stencil on a rank that has no output element, or nothing to make one of.
 
-    `again` says whether the plain op's gradients reach its operands in the autograd graph, as those of most ops do: a
+    `again` says whether the plain op's gradients reach its operands in the autograd graph, as those of most ops do. A
     second derivative then passes through the same exchanges on every rank.
     """
     return _EmptyResult.apply(tuple(shape), again, *(s for s in sources if s is not None))
