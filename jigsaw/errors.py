@@ -38,6 +38,10 @@ class RanksDifferError(ShardingError):
     """
 
 
+class TorchVersionError(ImportError):
+    """A torch that lacks what jigsaw needs of it; the message names the versions that have it."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint that is missing, not whole, damaged or of another model, or a state that none can hold.
 

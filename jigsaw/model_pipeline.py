@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from jigsaw import comm
 from jigsaw.dryrun.stage_balance import balanced_stages
@@ -36,6 +35,7 @@ from jigsaw.stages.stage_cuts import (
 from jigsaw.stages.stage_plan import PaperModel, PipelinePlan
 from jigsaw.stages.stage_runner import StageBatch, StageRunner
 from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals import pytree
 
 
 def pipeline(
@@ -299,7 +299,7 @@ class ModelPipeline:
                 whole = comm.all_reduce(mine, self.mesh, [self._own.axis])
                 parent, _, key = name.rpartition(".")
                 if not is_own:
-                    self.model.get_submodule(parent)._buffers[key] = whole  # pyright: ignore[reportPrivateUsage]
+                    setattr(self.model.get_submodule(parent), key, whole)
             self._spread.add(name)
 
     def _torch_schedule(self, plan: PipelinePlan) -> Any:

@@ -21,6 +21,7 @@ from jigsaw.errors import RanksDifferError
 from jigsaw.ranks.call_places import place_of_call
 from jigsaw.ranks.mesh import ranks_along
 from jigsaw.ranks.model_world import job_rank
+from jigsaw.torch_internals.autograd import assert_on_device
 
 SameOnRanks = tuple[Hashable, ...] | None
 """Facts that must be the same on ranks that combine values, such as the layout of a tile."""
@@ -61,7 +62,7 @@ def check_marks(alike: Tensor, mesh: DeviceMesh, axes: str | Sequence[str], same
     *Sends*: nothing; where marks differ, to each rank along `axes` what this one has.
     """
     if alike.is_cuda:
-        torch._assert_async(alike, _DIFFERENT)  # pyright: ignore[reportPrivateUsage]
+        assert_on_device(alike, _DIFFERENT)
     elif not alike:
         described = ", ".join(map(str, same))
         told = told_by_ranks(mesh, axes, (described, told_meetings(mesh)), "the comparison of marks that differ")

@@ -41,6 +41,7 @@ from jigsaw.ranks.mesh import (
 from jigsaw.ranks.model_world import job_rank, job_size
 from jigsaw.ranks.slab_mesh import SlabMesh
 from jigsaw.ranks.waiting_ranks import OpenWait
+from jigsaw.torch_internals.autograd import memory_id
 
 AxisNames = str | Sequence[str]
 T = TypeVar("T")
@@ -77,7 +78,7 @@ class PendingWork:
 
 def begin_at_one_place(x: Tensor, y: Tensor) -> bool:
     """Say whether two tensors begin at the same element of the same memory; those without values have no address."""
-    same = x.untyped_storage()._cdata == y.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    same = memory_id(x.untyped_storage()) == memory_id(y.untyped_storage())
     return same and x.storage_offset() == y.storage_offset()
 
 

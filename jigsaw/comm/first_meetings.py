@@ -37,6 +37,8 @@ from jigsaw.ranks.call_places import is_of_packages
 from jigsaw.ranks.mesh import mesh_size
 from jigsaw.ranks.model_world import job_rank
 from jigsaw.ranks.slab_mesh import SlabMesh
+from jigsaw.torch_internals.autograd import tensor_version
+from jigsaw.torch_internals.dispatch import count_modes
 
 _SAMPLE, _KEPT, _MOST_NUMBERS, _MOST_VIEWS = 64, 64, 4096, 16
 _MARK = "_jigsaw_met"  # of memory: the versions of the tensors there that met a tile, by shape and place
@@ -83,7 +85,7 @@ def meet_tensor(x: Tensor, mesh: DeviceMesh) -> None:
     """Note a plain tensor beside a tile, unless it met one before as it is."""
     try:
         memory: Any = x.untyped_storage()
-        version = x._version
+        version = tensor_version(x)
     except (NotImplementedError, RuntimeError):  # of torch.func, or made in inference mode
         return
     known, view = getattr(memory, _MARK, None), (x.shape, x.storage_offset())
@@ -157,7 +159,7 @@ def _is_compared(mesh: DeviceMesh) -> bool:
         and mesh.device_type == "cpu"
         and not isinstance(mesh, SlabMesh)
         and not lacks_values()
-        and torch._C._len_torch_dispatch_stack() == 0  # pyright: ignore[reportPrivateUsage]  # who counts calls
+        and count_modes() == 0  # who counts calls
     )
 
 

@@ -23,12 +23,13 @@ from uuid import uuid4
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from jigsaw.errors import ShardingError
 from jigsaw.ranks.mesh import axes_of_mesh, ranks_along
+from jigsaw.torch_internals import pytree
+from jigsaw.torch_internals.autograd import graph_task_id, memory_id
+from jigsaw.torch_internals.dispatch import leave_to_python, tracing_context
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,26 +67,17 @@ class GraphCall:
 
 
 def _memory_of(x: Tensor) -> int:
-    return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    return memory_id(x.untyped_storage())
 
 
 # for the life of the process, because a graph may run at any time
 _calls: dict[str, GraphCall] = {}
 
 
-_frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-
-
 def leave_untraced(*functions: Any) -> None:
-    """Let `torch.compile` of a user's own function call these as they are, with all that they call in turn.
-
-    `torch.compiler.disable` does the same, but puts another call before each one.
-    """
+    """Let `torch.compile` of a user's own function call these as they are, with all that they call in turn."""
     for function in functions:
-        function._torchdynamo_disable = True
-        function._torchdynamo_disable_msg = "tiles are in no graph of torch.compile; use jigsaw.compile(module)"
-        skip = _frames._FrameAction.SKIP
-        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+        leave_to_python(function, "tiles are in no graph of torch.compile; use jigsaw.compile(module)")
 
 
 class _GraphState(threading.local):
@@ -103,7 +95,7 @@ _state = _GraphState()
 
 def is_making_graph() -> bool:
     """Say whether tensors have no values because `torch.compile` is making a graph."""
-    return TracingContext.try_get() is not None and not _state.is_shape_run
+    return tracing_context() is not None and not _state.is_shape_run
 
 
 def is_shape_run() -> bool:
@@ -113,7 +105,7 @@ def is_shape_run() -> bool:
 
 def lacks_values() -> bool:
     """Say whether tensors have no values, for a graph or for shapes alone."""
-    return _state.is_shape_run or TracingContext.try_get() is not None
+    return _state.is_shape_run or tracing_context() is not None
 
 
 @contextmanager
@@ -149,7 +141,7 @@ def graph_call(
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             if _state.is_shape_run:
                 return (for_shapes or function)(*args, **kwargs)
-            if TracingContext.try_get() is None:
+            if tracing_context() is None:
                 return function(*args, **kwargs)
             return _write_call(function, for_shapes or function, args, kwargs)
 
@@ -165,7 +157,7 @@ def _write_call(function: Callable[..., Any], for_shapes: Callable[..., Any], ar
     device = tensors[0].device.type if tensors else "cpu"
     autocast = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     name = _name_of_call(GraphCall(function, for_shapes, values, spec, autocast))
-    task = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]  # -1 outside of a backward pass
+    task = graph_task_id()  # -1 outside of a backward pass
     if task == -1:
         before = _state.forward
     else:

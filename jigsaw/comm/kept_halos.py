@@ -15,30 +15,19 @@ keeps 3 rows of 512 bytes, beside an input of 16384.
 
 from __future__ import annotations
 
-import inspect
 import math
 from functools import lru_cache
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-import torch
-import torch.utils.checkpoint
 from torch import Tensor
-from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
-)
 
 from jigsaw.geometry.cut import interval_overlap
 from jigsaw.geometry.layout import Layout
+from jigsaw.torch_internals.autograd import saved_tensor_hooks
+from jigsaw.torch_internals.dispatch import count_modes, current_modes, modes_that_keep
 
 _KEPT_SHARE = 8  # received rows are kept while they are at most one in so many
-_KEEPING_MODES: Any = (
-    torch.utils.checkpoint._CachingTorchDispatchMode,  # pyright: ignore[reportPrivateUsage]
-    torch.utils.checkpoint._CachedTorchDispatchMode,  # pyright: ignore[reportPrivateUsage]
-)
-_modes: Any = torch._C._len_torch_dispatch_stack  # pyright: ignore[reportPrivateUsage]
-_PLACE = "_checkpoint_hook.__init__.<locals>.pack_hook"
-_PLACE_AGAIN = "_recomputation_hook.__init__.<locals>.pack_hook"
 
 
 class KeptMessages:
@@ -50,6 +39,7 @@ class KeptMessages:
 
 
 _kept: WeakKeyDictionary[Any, KeptMessages] = WeakKeyDictionary()
+_by_hook: WeakKeyDictionary[Any, tuple[ReferenceType[Any], Any]] = WeakKeyDictionary()
 # for a frame that began within another one: that one, and which of its runs
 _outer: WeakKeyDictionary[Any, tuple[ReferenceType[Any], Any]] = WeakKeyDictionary()
 
@@ -58,18 +48,15 @@ def _checkpoint_frame() -> tuple[Any, Any]:
     """Return the frame of the checkpoint that is being computed, if any, and which of its later runs this is (None: the
     first).
     """
-    # the innermost hooks of autograd for saved tensors, because torch has no other way to know
-    saver: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-    hooks: Any = saver._top_saved_tensors_default_hooks(True)
-    if hooks is None:
-        return None, None
-    place = getattr(hooks[0], "__qualname__", None)
-    if place not in (_PLACE, _PLACE_AGAIN):
-        return None, None
-    found = inspect.getclosurevars(inspect.unwrap(hooks[0])).nonlocals
-    if place == _PLACE:
-        return found.get("frame"), None
-    return (found["target_frame_ref"](), found["gid"]) if found.keys() >= {"target_frame_ref", "gid"} else (None, None)
+    # by the innermost hooks of autograd for saved tensors, which may be others, as those of `save_on_cpu`
+    hooks = saved_tensor_hooks(True)
+    frame, run = (_by_hook.get(hooks[0]) if hooks else None) or (None, None)
+    return (None, None) if frame is None else (frame(), run)
+
+
+def note_saving_hook(pack_hook: Any, frame: Any, run: Any) -> None:
+    """Remember for which frame, and which of its later runs (None: the first), a hook saves tensors."""
+    _by_hook[pack_hook] = ref(frame), run
 
 
 def begin_within_frame(frame: Any) -> None:
@@ -96,7 +83,7 @@ def results_are_kept() -> bool:
     """Say whether selective checkpointing keeps what operators return, by its policy: then no result may be changed in
     place.
     """
-    return _modes() > 0 and any(isinstance(mode, _KEEPING_MODES) for mode in _get_current_dispatch_mode_stack())
+    return count_modes() > 0 and any(isinstance(mode, modes_that_keep()) for mode in current_modes())
 
 
 @lru_cache(maxsize=4096)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from jigsaw.errors import ShardingError
+from jigsaw.torch_internals.autograd import is_zero_tensor, memory_id
 
 # Types that a backend cannot combine well travel as others: exact for max and min, with less rounding for sums.
 _WIRE = {
@@ -64,7 +65,7 @@ def plain_memory(x: Tensor) -> Tensor:
     """Return contiguous memory with the values of `x`.  A lazy conjugate or negative is carried out, and zeros without
     memory (the gradient of `torch.sgn`) get some.
     """
-    x = x.clone() if x._is_zerotensor() else x  # pyright: ignore[reportPrivateUsage]
+    x = x.clone() if is_zero_tensor(x) else x
     return x.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -90,4 +91,4 @@ def checksum_of_bits(x: Tensor) -> int:
 
 def lie_in_one_memory(x: Tensor, y: Tensor) -> bool:
     """Say whether one is made of the other's memory; tensors without values, as of graphs, have no addresses."""
-    return x.untyped_storage()._cdata == y.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    return memory_id(x.untyped_storage()) == memory_id(y.untyped_storage())

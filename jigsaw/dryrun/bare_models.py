@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw.dryrun.known_values import KnownValuesMode
 from jigsaw.errors import ShardingError
+from jigsaw.torch_internals import pytree
+from jigsaw.torch_internals.autograd import own_buffers, own_parameters
+from jigsaw.torch_internals.dispatch import without_modes
+from jigsaw.torch_internals.fake_tensors import FakeTensorMode
 
 ModelMaker = Callable[..., nn.Module]
 
@@ -48,7 +49,7 @@ def make_bare(make: ModelMaker, *mesh: DeviceMesh) -> nn.Module:
         made = make(*mesh)
     except RuntimeError as error:
         try:
-            with _disable_current_modes(), _AssumedValues(), torch.device("meta"):
+            with without_modes(), _AssumedValues(), torch.device("meta"):
                 whole = make(*mesh)
         except Exception:
             raise error from None  # the function's own
@@ -73,8 +74,8 @@ class _AssumedValues(KnownValuesMode):
 
 def _plain_tensors(module: nn.Module) -> list[Tensor]:
     """Return the tensors that a module has as plain attributes, beside weights and buffers."""
-    kept = {"_parameters", "_buffers", "_modules"}
-    leaves = pytree.tree_leaves([value for name, value in vars(module).items() if name not in kept])
+    kept = own_parameters(module), own_buffers(module)
+    leaves = pytree.tree_leaves([x for x in vars(module).values() if not any(x is own for own in kept)])
     return [x for x in leaves if isinstance(x, Tensor)]
 
 
@@ -118,7 +119,7 @@ def bare_copy(model: nn.Module, left_out: set[nn.Module]) -> nn.Module:
             if id(x) not in known:
                 bare = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
                 known[id(x)] = nn.Parameter(bare, x.requires_grad) if isinstance(x, nn.Parameter) else bare
-    with _disable_current_modes():  # other tensors are real, and remain so
+    with without_modes():  # other tensors are real, and remain so
         for x in (x for module in model.modules() if module not in inside for x in _plain_tensors(module)):
             if id(x) not in known:
                 known[id(x)] = x.detach().requires_grad_(x.is_leaf and x.requires_grad)

@@ -8,7 +8,6 @@ of the job.  Thus a dry run works in a notebook, under torchrun, and within a te
 
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
 from collections.abc import Generator, Mapping, Sequence
@@ -20,11 +19,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw.comm import debug
+from jigsaw.torch_internals.dispatch import without_modes
+from jigsaw.torch_internals.groups import (
+    around_chunks,
+    around_joins,
+    fake_store,
+    know_groups,
+    known_groups,
+    number_mesh,
+    set_rank_of_log,
+    unregister_group,
+)
 
 _one_at_a_time = threading.RLock()  # a dry run changes torch for the whole process
 
@@ -35,31 +43,25 @@ _first_names = count(10**6, 10**6)
 @contextmanager
 def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
     """Make a mesh of CPU ranks of which this thread plays `rank`, within the block; dry runs of other threads wait."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     with _one_at_a_time, debug.without_comparing():
-        groups: Any = c10d
-        world, held = _empty_world(), groups._world
+        world, held = _empty_world(), known_groups()
+        hook = sys.excepthook  # torch lets tracebacks begin with a rank from now on
         meshes: Any = DeviceMesh
-        joined, made = meshes.__dict__["_concatenate"], meshes.__init__
-        fsdp: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
-        chunk, hook = fsdp._chunk_with_empty, sys.excepthook  # torch lets tracebacks begin with a rank from now on
-        groups._world = _WorldOfThread(world, held)
-        meshes._concatenate = staticmethod(partial(_with_values, meshes._concatenate))
+        made = meshes.__init__
+        know_groups(_WorldOfThread(world, held))
         meshes.__init__ = _numbered(made, next(_mesh_numbers))
-        fsdp._chunk_with_empty = partial(_ChunksOfRanks, chunk)
+        joins, chunks = around_joins(partial(partial, _with_values)), around_chunks(partial(partial, _ChunksOfRanks))
         try:
-            ranks = torch.Size(axes.values()).numel()
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-            yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+            with joins, chunks:
+                ranks = torch.Size(axes.values()).numel()
+                dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=ranks)
+                yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         finally:
-            binding: Any = torch._C._distributed_c10d  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
             for name in world.pg_names.values():
-                binding._unregister_process_group(name)
-            groups._world = held
-            binding._set_global_rank(dist.get_rank() if dist.is_initialized() else -1)  # of torch's log
-            meshes._concatenate, meshes.__init__ = joined, made
-            fsdp._chunk_with_empty = chunk
+                unregister_group(name)
+            know_groups(held)
+            set_rank_of_log(dist.get_rank() if dist.is_initialized() else -1)  # of torch's log
+            meshes.__init__ = made
             sys.excepthook = hook
 
 
@@ -88,14 +90,14 @@ def _numbered(make: Any, number: int) -> Any:
     def make_with_number(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
         make(mesh, *args, **kwargs)
         if threading.get_ident() == thread:
-            mesh._thread_id, mesh._hash = number, None  # pyright: ignore[reportPrivateUsage]
+            number_mesh(mesh, number)
 
     return make_with_number
 
 
 def _with_values(function: Any, *args: Any) -> Any:
     # FSDP2 joins the meshes of a weight that `channel` cuts as well, and looks up its rank in a tensor
-    with _disable_current_modes():
+    with without_modes():
         return function(*args)
 
 

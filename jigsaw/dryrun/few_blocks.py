@@ -26,8 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from jigsaw.dryrun.counted_steps import CountedPhase, KernelCost, are_same_steps, phase_of_more_blocks
 from jigsaw.dryrun.fake_ranks import fake_mesh
@@ -43,6 +41,9 @@ from jigsaw.dryrun.rank_playing import (
 )
 from jigsaw.dryrun.step_meter import StepMeter
 from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals import pytree
+from jigsaw.torch_internals.autograd import own_buffers, own_parameters
+from jigsaw.torch_internals.fake_tensors import FakeTensorMode
 
 _WORTH = 7  # a row has more blocks than are played: one, two and three, and sometimes four
 _Known = dict[tuple[Any, ...], int]
@@ -149,7 +150,7 @@ def _look_of(module: nn.Module) -> tuple[Any, ...]:
     plain = {name: _plain_look(value) for name, value in vars(module).items() if name not in _OWN_OF_MODULES}
     tensors = [
         (name, None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad))
-        for own in (module._parameters, module._buffers)  # pyright: ignore[reportPrivateUsage]
+        for own in (own_parameters(module), own_buffers(module))
         for name, x in own.items()
     ]
     inner = [(name, _look_of(child)) for name, child in module.named_children()]

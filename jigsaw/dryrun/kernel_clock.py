@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from jigsaw.torch_internals import pytree
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
-)
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from jigsaw.torch_internals import pytree
+from jigsaw.torch_internals.dispatch import READ_NUMBER, operator_schema, without_modes
+from jigsaw.torch_internals.fake_tensors import TorchDispatchMode
 
 aten = torch.ops.aten
 
@@ -36,7 +35,7 @@ class KnownValues:
 
     def item_of(self, x: Tensor) -> Any:
         """Return the number that a known tensor of one element holds."""
-        with _disable_current_modes():
+        with without_modes():
             return self._copies[x].item()
 
     def remember(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -46,13 +45,13 @@ class KnownValues:
             return
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         is_known = all(x in self._copies or _has_values(x) for x in tensors)
-        if is_known and func._overloadpacket not in _UNFILLED and torch.Tag.nondeterministic_seeded not in func.tags:
+        if is_known and func.overloadpacket not in _UNFILLED and torch.Tag.nondeterministic_seeded not in func.tags:
             args, kwargs = pytree.tree_map(self._real_copy, (args, kwargs))
-            with _disable_current_modes():
+            with without_modes():
                 copies = pytree.tree_leaves(func(*args, **kwargs))
             for x, copy in zip(results, copies, strict=True):
                 self._copies[x] = copy
-        elif func._schema.is_mutable and any(x in self._copies for x in tensors):
+        elif operator_schema(func).is_mutable and any(x in self._copies for x in tensors):
             self._copies.clear()  # one of them, and whatever shares its memory, has other values now
 
     def _real_copy(self, x: Any) -> Any:
@@ -73,7 +72,7 @@ class KnownValuesMode(TorchDispatchMode):
         self._known = KnownValues()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten._local_scalar_dense.default:
+        if func is READ_NUMBER:
             return self._known.item_of(args[0]) if args[0] in self._known else self.unknown_value(func, args)
         out = func(*args, **(kwargs or {}))
         self._known.remember(func, args, kwargs or {}, out)

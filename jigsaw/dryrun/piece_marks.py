@@ -11,8 +11,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
+
+from jigsaw.torch_internals.autograd import current_node, graph_task_id, next_node_number, node_number
 
 
 class PieceMarks:
@@ -29,17 +30,15 @@ class PieceMarks:
         def hook(module: nn.Module, args: Any) -> None:
             if at not in self.order:
                 self.order.append(at)
-                c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-                self.first_nodes.append(c._autograd._get_sequence_nr())
+                self.first_nodes.append(next_node_number())
 
         return hook
 
     def piece_here(self, before: int) -> int:
         """Return the piece under way; `before`, that of the last call, where nothing tells."""
-        c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-        if c._current_graph_task_id() == -1:
+        if graph_task_id() == -1:
             return self.order[-1] if self.order else before
-        node = c._current_autograd_node()
+        node = current_node()
         if node is None or not self.order or "AccumulateGrad" in node.name():
             return before
-        return self.order[max(bisect_right(self.first_nodes, node._sequence_nr()) - 1, 0)]
+        return self.order[max(bisect_right(self.first_nodes, node_number(node)) - 1, 0)]

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jigsaw.dryrun.devices import Device
 from jigsaw.dryrun.fake_ranks import fake_mesh
@@ -33,6 +32,7 @@ from jigsaw.stages.batch_split import as_on_paper
 from jigsaw.stages.stage_calls import TileOnPaper
 from jigsaw.stages.stage_cuts import cut_stages, mesh_of_stage
 from jigsaw.stages.stage_plan import PaperModel
+from jigsaw.torch_internals.fake_tensors import FakeTensorMode
 
 Borders = Sequence[Sequence[TileOnPaper]]
 

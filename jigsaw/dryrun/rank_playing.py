@@ -11,17 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from jigsaw import comm
@@ -46,6 +38,15 @@ from jigsaw.ranks.call_places import is_of_packages
 from jigsaw.ranks.mesh import axes_of_mesh, groups_along, mesh_coordinate, ranks_along
 from jigsaw.stages.stage_cuts import cut_places, mesh_of_stage, parallel_stage, whole_names
 from jigsaw.tile.tile import Tile, tiles_in
+from jigsaw.torch_internals import pytree
+from jigsaw.torch_internals.autograd import graph_task_id
+from jigsaw.torch_internals.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
 LossOfOutput = Callable[[Any], Tensor]
@@ -426,7 +427,7 @@ class _ModuleWatch:
 
     def attribute(self) -> None:
         """Remark the rows that were re-cut since the last call, in the module that is under way."""
-        is_forward = torch._C._current_graph_task_id() == -1  # pyright: ignore[reportPrivateUsage]
+        is_forward = graph_task_id() == -1
         for call in self._calls[self._seen :]:
             if is_forward and call.kind in (REALIGN_KIND, RECUT_KIND):
                 reason = "rows at other cut points, or cut by other axes, are moved to where the others lie"

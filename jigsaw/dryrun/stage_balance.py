@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.dryrun.devices import DEVICES, Device
@@ -25,6 +24,7 @@ from jigsaw.errors import ShardingError
 from jigsaw.ranks.mesh import axes_of_mesh
 from jigsaw.stages.stage_cuts import cut_places
 from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals.fake_tensors import FakeTensorMode
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
-)
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from jigsaw.comm import TrafficCall
@@ -40,6 +34,18 @@ from jigsaw.errors import ShardingError
 from jigsaw.parallel.gradients import local_part
 from jigsaw.ranks import call_places
 from jigsaw.ranks.model_world import job_rank
+from jigsaw.torch_internals import pytree
+from jigsaw.torch_internals.autograd import current_node, graph_task_id, memory_id
+from jigsaw.torch_internals.dispatch import (
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
+    READ_NUMBER,
+    operator_schema,
+    operators_of_weights,
+    without_modes,
+)
+from jigsaw.torch_internals.fake_tensors import FakeTensor, TorchDispatchMode
+from jigsaw.torch_internals.groups import is_file_of_fsdp
 
 aten = torch.ops.aten
 
@@ -154,7 +160,7 @@ class StepMeter(TorchDispatchMode):
         if func in _READ_BY_PYTHON:
             if isinstance(args[0], FakeTensor):
                 return self._assumed_value(func, args[0])
-            with _disable_current_modes():  # states of random numbers are real tensors
+            with without_modes():  # states of random numbers are real tensors
                 return func(*args, **kwargs)
         if self._is_backward and self._phase.end is None and _is_behind_nodes():
             self._phase.end = len(self._phase.events), len(self._phase.kernels)
@@ -200,7 +206,8 @@ class StepMeter(TorchDispatchMode):
         elif func is _c10d.allreduce_.default and _is_called_by_fsdp():
             self._phase.of_weights.append(_sum_of_parts(args))
             self._phase.pieces[2].append(self._piece)
-        if func.namespace == "c10d" or not (fresh or func._schema.is_mutable) or func._overloadpacket in _WITHOUT_WORK:
+        packet, changes = func.overloadpacket, operator_schema(func).is_mutable
+        if func.namespace == "c10d" or not (fresh or changes) or packet in _WITHOUT_WORK:
             return
         scratch = _scratch_bytes(func, args, out)
         if scratch:
@@ -208,7 +215,6 @@ class StepMeter(TorchDispatchMode):
             self._phase.events += [(self._numbers, scratch), (self._numbers, -scratch)]
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         moved = sum(map(_bytes_touched, (*given, *results)))
-        packet = func._overloadpacket
         formula = flop_registry.get(packet) or _MORE_FLOP.get(packet)
         flop = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
         like = given[0] if given else results[0] if results else None
@@ -224,7 +230,7 @@ class StepMeter(TorchDispatchMode):
         are noted.
         """
         if x.constant is not None and func is not aten.equal.default:  # a number that Python wrote down
-            with _disable_current_modes():
+            with without_modes():
                 return x.constant.item()
         if x in self._known and func is not aten.equal.default:
             return self._known.item_of(x)
@@ -259,11 +265,10 @@ class StepMeter(TorchDispatchMode):
 
 def _is_behind_nodes() -> bool:
     """Say whether a backward pass is under way whose nodes have all run; then callbacks follow."""
-    c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-    return c._current_graph_task_id() != -1 and c._current_autograd_node() is None
+    return graph_task_id() != -1 and current_node() is None
 
 
-_READ_BY_PYTHON = {aten._local_scalar_dense.default, aten.equal.default}
+_READ_BY_PYTHON = {READ_NUMBER, aten.equal.default}
 # memory is made or given another shape, and nothing is read or written
 _WITHOUT_WORK = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.detach_}
 
@@ -278,13 +283,13 @@ def _attention_backward_flop(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *res
 
 # missing in torch's own table: attention on CPUs
 _MORE_FLOP: dict[Any, Any] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flop,
+    CPU_ATTENTION: _attention_flop,
+    CPU_ATTENTION_BACKWARD: _attention_backward_flop,
 }
 
 
 _c10d = torch.ops.c10d
-_OF_WEIGHTS = {_c10d._allgather_base_.default: "gathered weights", _c10d._reduce_scatter_base_.default: "gradients"}
+_OF_WEIGHTS = dict(zip(operators_of_weights(), ("gathered weights", "gradients"), strict=True))
 
 
 def _call_of_weights(func: Any, args: Any) -> TrafficCall:
@@ -312,7 +317,7 @@ def _is_called_by_fsdp() -> bool:
     """Say whether FSDP2 calls this; sums of jigsaw's own are counted where they begin."""
     frame: Any = sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and not frame.f_code.co_filename.startswith(_OWN_FILES):
-        if "_fully_shard" in frame.f_code.co_filename:
+        if is_file_of_fsdp(frame.f_code.co_filename):
             return True
         frame = frame.f_back
     return False
@@ -344,7 +349,7 @@ def _bytes_touched(x: Tensor) -> int:
 
 
 def _address_of(storage: torch.UntypedStorage) -> int:
-    return storage._cdata  # pyright: ignore[reportPrivateUsage]
+    return memory_id(storage)
 
 
 def _storages_of(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:

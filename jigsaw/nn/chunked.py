@@ -43,6 +43,7 @@ from jigsaw.ops.random_numbers import random_states
 from jigsaw.ranks.mesh import mesh_coordinate
 from jigsaw.ranks.slab_mesh import CHUNKED_NAME, SLAB_AXIS, RowsMissing, SlabMesh
 from jigsaw.tile.tile import Tile, shared_mesh, tiles_in
+from jigsaw.torch_internals.autograd import tensor_version
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -417,7 +418,7 @@ class _SlabJob:
     def _keep_changes(self, buffers: dict[str, Tensor]) -> None:
         """Keep running statistics and other buffers, which each slab has changed alike."""
         for name, mine in self.runner.named_buffers():
-            if buffers[name]._version:
+            if tensor_version(buffers[name]):
                 mine.copy_(buffers[name])
 
     def run_backward(

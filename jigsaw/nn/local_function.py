@@ -41,6 +41,7 @@ from jigsaw.ops.pointwise import replace_tensors
 from jigsaw.ops.random_numbers import random_states
 from jigsaw.tile.noted_calls import described_arguments
 from jigsaw.tile.tile import Tile, tiles_in
+from jigsaw.torch_internals.autograd import tensor_version
 
 T = TypeVar("T")
 
@@ -170,12 +171,12 @@ class LocalFunction(nn.Module):
         given = [_stand_in(x, first, along) for x in sources] if to.is_empty else sources
         by_tile = {id(t): x for t, x in zip(tiles, given, strict=True)}
         args, kwargs = replace_tensors((args, kwargs), lambda t: by_tile[id(t)], as_operand)
-        versions, numbers = [x._version for x in given], random_states(first)
+        versions, numbers = [tensor_version(x) for x in given], random_states(first)
         if parameters:
             out = functional_call(cast(nn.Module, self.op), parameters, args, kwargs)
         else:
             out = self.op(*args, **kwargs)
-        if versions != [x._version for x in given]:
+        if versions != [tensor_version(x) for x in given]:
             raise ShardingError(f"{_NAME}: {_name_of(self.op)} changes an argument in place; let it make a new tensor")
         if any(not torch.equal(a, b) for a, b in zip(numbers, random_states(first), strict=True)):
             raise ShardingError(

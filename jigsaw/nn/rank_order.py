@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw.comm.debug import compare_calls
 from jigsaw.comm.exchange import PackedSwap
@@ -26,6 +25,7 @@ from jigsaw.geometry.cut import Cut, have_same_rows, whole_dim
 from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.ranks.mesh import mesh_coordinate
 from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals.dispatch import without_modes
 
 CutGroup = tuple[Cut, ...]
 
@@ -89,7 +89,7 @@ def host_values() -> AbstractContextManager[Any]:
     """Give tensors of places on the host values within the block, in a dry run, too, but not while a graph
     is traced.
     """
-    return nullcontext() if lacks_values() else _disable_current_modes()
+    return nullcontext() if lacks_values() else without_modes()
 
 
 def put_in_dim_order(w: Tensor, dim: int, group: CutGroup, layout: Layout) -> Tensor:
@@ -120,7 +120,7 @@ def _row_trades(source: CutGroup, target: CutGroup, layout: Layout, here: MeshCo
     """
     gives: list[tuple[int, Tensor]] = []
     takes: list[tuple[int, Tensor]] = []
-    with _disable_current_modes():  # in a dry run, or while a graph is traced, tensors must not be kept
+    with without_modes():  # in a dry run, or while a graph is traced, tensors must not be kept
         mine, wanted = _global_rows(source, layout, here), _global_rows(target, layout, here)
         for there in coordinates_along(layout, axes_of_cuts(target), here):
             given, taken = (

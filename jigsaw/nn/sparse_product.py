@@ -28,6 +28,7 @@ from jigsaw.geometry.cut import Cut, Interval, cut_points
 from jigsaw.nn.spheres.sphere import stretched_cut
 from jigsaw.nn.stencils.stencil import empty_result
 from jigsaw.tile.tile import Tile, implements_torch
+from jigsaw.torch_internals.autograd import tensor_version
 
 CutGroup = tuple[Cut, ...]
 
@@ -109,7 +110,7 @@ def _rows_with_entries(matrix: Tensor, group: CutGroup) -> tuple[Interval, ...]:
     """Return the rows in which each piece of the columns has entries; the host waits for a GPU to read them."""
     indices = matrix.indices()
     kept = _kept_rows.setdefault(matrix, {})
-    key = indices._version, group
+    key = tensor_version(indices), group
     if key not in kept:
         size = math.prod(c.pieces for c in group)
         of_entry = torch.zeros_like(indices[-1])

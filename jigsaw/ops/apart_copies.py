@@ -43,6 +43,7 @@ from jigsaw.tile.tile import (
     in_own_memory,
     tiles_in,
 )
+from jigsaw.torch_internals.autograd import base_of_view
 
 # number of functions that have changed a tile in place
 _changes_made = [0]
@@ -66,7 +67,7 @@ class _WeakRows:
 
     def __init__(self, tile: Tile, is_in_storage: bool = False) -> None:
         local = tile.local
-        root = local if local._base is None else local._base
+        root = local if base_of_view(local) is None else base_of_view(local)
         is_alike = all(of(root) == of(local) for of in _KINDS)
         # anything but a plain view of its base is kept, as are the rows of a copy that nothing else may know (not by
         # the memory itself, which would then never end)
@@ -116,7 +117,7 @@ class ApartCopy:
         copies.add(self)
 
     def _take_memory(self, local: Tensor) -> None:
-        self.root = weakref.ref(local if local._base is None else local._base)
+        self.root = weakref.ref(local if base_of_view(local) is None else base_of_view(local))
         self.place, self.dtype = _place_in_memory(local), local.dtype
         set_apart_mark(local, self)
 
@@ -130,7 +131,7 @@ class ApartCopy:
     def whole_of(self, local: Tensor) -> tuple[Tensor, bool]:
         """Return the whole copy, for a view of it, and whether autograd knows that it is one."""
         root = self.root()
-        if root is not None and (local is root or local._base is root):
+        if root is not None and (local is root or base_of_view(local) is root):
             return _at_place(root, self.place), True
         with torch.no_grad():
             bare = torch.empty(0, dtype=self.dtype, device=local.device)

@@ -15,11 +15,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import distributed
 
 from jigsaw.ranks.model_world import OneProcessError, finished_work, is_one_process
 from jigsaw.tile.tile import implements_torch, tiles_in
+from jigsaw.torch_internals.autograd import as_plain_tensors
 
 dist: Any = distributed  # which marks some of these as deprecated
 _OPS = dist.ReduceOp
@@ -50,7 +50,7 @@ def _run_collective(function: Any, *args: Any, **kwargs: Any) -> Any:
         )
     if function in _CHANGES_NOTHING:
         return finished_work(args[0]) if kwargs.get("async_op") else None
-    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+    with as_plain_tensors():
         # torch checks the arguments, and asks the group of one process
         return function(*args, **kwargs)
 

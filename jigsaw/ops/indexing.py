@@ -40,6 +40,7 @@ from jigsaw.ops.shapes import select_dim, slice_dim, unsqueeze_tile
 from jigsaw.ops.unknown_functions import run_unknown_function
 from jigsaw.ops.whole_strides import with_dense_strides
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error
+from jigsaw.torch_internals.autograd import assert_on_device
 
 # -- operands ---------------------------------------------------------------------------------------------------------
 
@@ -270,7 +271,7 @@ def _flat_places(picked: Mapping[int, Any], view: Tile) -> Any:
         if isinstance(index, Tensor) and index.numel():
             is_right = ((index >= -n) & (index < n)).all()
             if index.is_cuda or lacks_values():  # the host waits for no value
-                torch._assert_async(is_right)  # pyright: ignore[reportPrivateUsage]
+                assert_on_device(is_right)
             elif not is_right:
                 raise IndexError(
                     f"an index of dim {d} is out of range: {n} rows, indices {index.min()} to {index.max()}"

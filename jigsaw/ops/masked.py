@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.masked
 import torch.nn.functional as F
 
+from jigsaw.tile.tensor_shell import at_first_tile
 from jigsaw.tile.tile import Tile, implements_torch, tiles_in
+from jigsaw.torch_internals.private_names import replace_in_torch
 
 Dims = int | Sequence[int] | None
 
@@ -38,7 +40,7 @@ def _answers_masked(
                 return function(*args, **kwargs)
             return Tile.__torch_function__(function, (), args, kwargs)
 
-        setattr(torch.masked, function.__name__, masked)
+        at_first_tile(partial(replace_in_torch, torch.masked, function.__name__, masked))
         return handler
 
     return register

@@ -26,6 +26,7 @@ from jigsaw.ops.pointwise import align_tiles, held_by_all
 from jigsaw.ops.reductions import reduced_dims, vector_norm
 from jigsaw.ops.whole_dims import with_whole_dims
 from jigsaw.tile.tile import Tile, implements_torch
+from jigsaw.torch_internals.autograd import cpp_meshgrid
 
 # -- crosswise --------------------------------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ def _given_tensors(tensors: Sequence[Any]) -> list[Any]:
 
 
 # of a list, torch looks for tiles in the function behind it
-@implements_torch(torch.meshgrid, torch._VF.meshgrid)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+@implements_torch(torch.meshgrid, cpp_meshgrid)
 def _meshgrid(*tensors: Any, indexing: Any = None) -> tuple[Any, ...]:
     """Return each 1-d tensor along a separate dim, repeated along those of the others; cut as the tensors are."""
     given = _given_tensors(tensors)

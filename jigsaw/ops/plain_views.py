@@ -27,6 +27,7 @@ from jigsaw.ops.apart_copies import change_watcher, note_views
 from jigsaw.ops.meeting.common_cuts import apart_mark
 from jigsaw.tile.table import table
 from jigsaw.tile.tile import Tile, leave_tile
+from jigsaw.torch_internals.autograd import tensor_version
 
 
 class PlainView(Tensor):
@@ -47,16 +48,16 @@ class PlainView(Tensor):
         local = rows.local
         plain = leave_tile(local, rows.mesh) if plain is None else plain
         view = plain.as_subclass(PlainView)
-        vars(view).update(rows=rows, _plain=(local, local._version, plain))
+        vars(view).update(rows=rows, _plain=(local, tensor_version(local), plain))
         return view
 
     def as_plain(self) -> Tensor:
         """Return the ordinary tensor, with the values that the tile has now."""
         local, version, plain = self.__dict__["_plain"]
         now = self.__dict__["rows"].local
-        if now is not local or now._version != version:
+        if now is not local or tensor_version(now) != version:
             plain = plain if plain is now else leave_tile(now, self.__dict__["rows"].mesh)
-            vars(self).update(_plain=(now, now._version, plain))
+            vars(self).update(_plain=(now, tensor_version(now), plain))
         return plain
 
     @classmethod

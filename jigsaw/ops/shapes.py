@@ -31,6 +31,7 @@ from jigsaw.ops.whole_dims import with_contiguous_dim
 from jigsaw.ops.whole_strides import strides_of_view, whole_strides, with_strides
 from jigsaw.tile.misuse import calling_line, warn_once
 from jigsaw.tile.tile import Tile, implements_torch, in_own_memory, refusal_error
+from jigsaw.torch_internals.autograd import base_of_view
 
 # -- reshape ----------------------------------------------------------------------------------------------------------
 
@@ -105,7 +106,7 @@ def reshape(input: Tile, shape: Any, *more: int) -> Any:
     if view is None:
         # of rows that lie apart in the whole tensor torch makes a copy, though those of this rank may lie together
         return Tile(in_own_memory(local, input), layout, input.mesh)
-    if local._base is None and local is not rows and local.numel():
+    if base_of_view(local) is None and local is not rows and local.numel():
         # they lie together in the whole tensor, but not on this rank
         rows = copied_to(input, input.layout).local
         local = rows.reshape(layout.local_shape(input.coordinate))

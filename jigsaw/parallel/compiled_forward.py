@@ -21,7 +21,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from jigsaw.comm import debug
 from jigsaw.comm.graph_calls import is_making_graph, ordered_calls, refused_in_graph
@@ -32,6 +31,8 @@ from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, averaged_over, grap
 from jigsaw.parallel.held_tensors import HeldChange, HeldTensors
 from jigsaw.ranks.call_places import is_of_packages
 from jigsaw.tile.tile import Tile, leave_tile
+from jigsaw.torch_internals import pytree
+from jigsaw.torch_internals.autograd import own_buffers, own_parameters
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -213,8 +214,8 @@ class ModuleWeights:
         for name in self.names:
             owner, _, last = name.rpartition(".")
             held = owners[owner]
-            parameters: dict[str, Any] = vars(held)["_parameters"]
-            self._places.append((parameters if last in parameters else vars(held)["_buffers"], last))
+            parameters = own_parameters(held)
+            self._places.append((parameters if last in parameters else own_buffers(held), last))
 
     def tensors(self) -> list[Tensor]:
         return [held[name] for held, name in self._places]

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw import comm
 from jigsaw.comm.wire_values import lie_in_one_memory
@@ -37,6 +35,9 @@ from jigsaw.ops.into_torch.reentrant import (
 from jigsaw.ops.meeting.gradient_blocks import TravellingBlock, record_blocks, recorded_blocks
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
 from jigsaw.ranks.mesh import axes_of_mesh, ranks_along, ranks_in_mesh
+from jigsaw.torch_internals.autograd import gradient_hooks, hooks_behind_gradient, own_parameters
+from jigsaw.torch_internals.dispatch import without_modes
+from jigsaw.torch_internals.groups import is_before_backward, wrapper_around
 
 # -- marks ------------------------------------------------------------------------------------------------------------
 
@@ -59,7 +60,7 @@ def _before_forward(ranks: int, module: nn.Module, args: Any) -> None:
                 _refuse_early_looks(parameter)
         return
     # not `named_parameters`, which walks through the module, because this runs for every module in every forward pass
-    for name, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
+    for name, parameter in own_parameters(module).items():
         if parameter is None or hasattr(parameter, AVERAGED_MARK):
             continue
         if parameter.requires_grad and torch.is_grad_enabled():
@@ -75,8 +76,7 @@ def _check_recomputed_once(unit: FSDPModule) -> None:
     FSDP2 (torch 2.13) then believes it is still in the backward pass, and hooks nothing to its inputs.  Where reentrant
     checkpointing runs it a second time, the gradients of that time would be lost.
     """
-    state: Any = unit._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
-    if is_recomputing() and state._training_state.name == "PRE_BACKWARD":
+    if is_recomputing() and is_before_backward(unit):
         raise ShardingError(
             f"checkpoint(use_reentrant=True) runs {type(unit).__name__}, a unit of weights that are gathered at once, "
             "a second time in one backward pass: FSDP2 would lose gradients; pass use_reentrant=False, or leave it out "
@@ -97,8 +97,7 @@ _OWN_HOOKS = "_jigsaw_own_gradient_hooks"
 
 def has_gradient_hooks(parameter: Any) -> bool:
     """Say whether there are hooks on the gradient of a parameter beside those of `parallelize`."""
-    # torch has no public way to know
-    tensor_hooks, hooks_behind = parameter._backward_hooks or (), parameter._post_accumulate_grad_hooks or ()
+    tensor_hooks, hooks_behind = gradient_hooks(parameter) or (), hooks_behind_gradient(parameter) or ()
     return (len(tensor_hooks), len(hooks_behind)) != getattr(parameter, _OWN_HOOKS, (0, 0))
 
 
@@ -359,7 +358,7 @@ def axes_of_copies(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
     cut = [n for (n, _), how in zip(axes_of_mesh(where), parameter.placements, strict=True) if not how.is_replicate()]
     if not cut:
         return tuple(name for name, _ in axes_of_mesh(mesh))
-    with _disable_current_modes():
+    with without_modes():
         ranks = ranks_along(where, cut)
     return _axes_beside(parameter, ranks, mesh)
 
@@ -452,7 +451,7 @@ class GradientReducer:
     def begin(self, module: nn.Module, args: Any) -> None:
         """Forget the remains of a backward pass that raised; called before the forward pass."""
         # DDP around the model reads every gradient in place, as soon as it arrives
-        self._lends = getattr(DistributedDataParallel, "_active_ddp_module", None) is None
+        self._lends = wrapper_around() is None
         if outermost_pass() == -1 and self._task != -1:
             for bucket in self._buckets:
                 bucket.settle(comm.rank_count(self._mesh, bucket.axes))

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from jigsaw.nn.weights import is_dtensor
 from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals import pytree
 
 Holder = dict[Any, Any] | list[Any]
 

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.utils import _pytree as pytree
 
 from jigsaw import comm
 from jigsaw.comm import debug
@@ -40,6 +39,8 @@ from jigsaw.parallel.sharding import shard_model_weights as cut_weights
 from jigsaw.ranks.model_world import begin_backward_pass, end_backward_pass, enter_model, leave_model
 from jigsaw.tile.misuse import mark_replaced, warn_of_idle_axes, warn_of_no_wrapper
 from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals import pytree
+from jigsaw.torch_internals.autograd import forward_pre_hooks
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -241,7 +242,7 @@ def _check_spectral_norms(model: nn.Module) -> None:
     cut one.
     """
     for name, module in model.named_modules():
-        for hook in module._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
+        for hook in forward_pre_hooks(module):
             if isinstance(hook, SpectralNorm) and isinstance(getattr(module, f"{hook.name}_orig"), DTensor):
                 raise ShardingError(
                     f"module {name!r} has torch.nn.utils.spectral_norm, and its weight is cut by a mesh axis; use "

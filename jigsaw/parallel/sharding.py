@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils import _pytree as pytree
 
 from jigsaw import comm
 from jigsaw.errors import ShardingError
 from jigsaw.parallel.gradients import axes_not_cutting
 from jigsaw.ranks.mesh import axes_of_mesh, flat_submesh, has_every_rank, hybrid_submesh, root_mesh
 from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals import pytree
+from jigsaw.torch_internals.autograd import is_view
+from jigsaw.torch_internals.groups import gather_without_waiting, results_of_placement
 
 WeightSharding = bool | Literal["after_forward", "keep"]
 
@@ -169,7 +171,7 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
 
     def apart(x: Tensor) -> Tensor:
         local = x.local if isinstance(x, Tile) else x
-        if not (local.requires_grad and local._is_view()):  # pyright: ignore[reportPrivateUsage]
+        if not (local.requires_grad and is_view(local)):
             return x
         local = cast(Tensor, _NoView.apply(local))
         return Tile(local, x.layout, x.mesh) if isinstance(x, Tile) else local
@@ -192,7 +194,7 @@ class _UnitPrefetch:
         self._is_forward = False  # checkpointed parts run again in the backward pass
         hooked: Any
         for hooked in units:
-            hooked._set_unshard_async_op(True)
+            gather_without_waiting(hooked, True)
             hooked.register_forward_pre_hook(self._begin_root if hooked is root else self._begin_unit)
         hooked = root
         hooked.register_forward_hook(self._end_root)
@@ -249,11 +251,4 @@ def _shard_placement(dims: Mapping[Any, int], where: Mapping[Any, DeviceMesh]) -
     """
     if not dims:
         return None
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-
-    def info(mesh: DeviceMesh) -> FSDPMeshInfo:
-        return FSDPMeshInfo(mesh, shard_mesh_dim=0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)
-
-    infos = {mesh: info(mesh) for mesh in dict.fromkeys(where.values())}
-    results = {p: ShardPlacementResult(Shard(d), infos[where[p]]) for p, d in dims.items()}
-    return results.get
+    return results_of_placement({p: Shard(d) for p, d in dims.items()}, where).get

@@ -11,12 +11,14 @@ from types import FrameType
 import torch
 from torch import nn
 
+from jigsaw.torch_internals.autograd import code_of_engine, graph_task_id
+
 _PACKAGES = (
     *(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent)),
     contextlib.__file__,
     "<",
 )
-_DISPATCHER, _AUTOGRAD, _BACKWARD = "_call_handler", "_engine_run_backward", "the backward pass"
+_DISPATCHER, _AUTOGRAD, _BACKWARD = "_call_handler", code_of_engine(), "the backward pass"
 
 
 def is_of_packages(file: str) -> bool:
@@ -27,7 +29,7 @@ def is_of_packages(file: str) -> bool:
 def place_of_call() -> tuple[str, str]:
     """Return the torch function that is under way in this thread, and the modules and the line that called it."""
     found = place_in_frames(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
-    if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
+    if graph_task_id() != -1:
         return _BACKWARD, found[1].rpartition(" > ")[2] or "called by autograd"
     return found
 
@@ -42,7 +44,7 @@ def place_in_frames(frame: FrameType | None) -> tuple[str, str]:
         if code.co_name == _DISPATCHER and not line:
             called = frame.f_locals.get("function")
             function = getattr(called, "__name__", str(called))
-        if code.co_name == _AUTOGRAD and not line:
+        if code is _AUTOGRAD and not line:
             function = _BACKWARD
         if code.co_name == "forward" and isinstance(frame.f_locals.get("self"), nn.Module):
             modules.append(type(frame.f_locals["self"]).__name__)

@@ -16,8 +16,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateUsage]
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw.errors import RanksDifferError, ShardingError
 from jigsaw.geometry.axis_names import DATA_AXIS
@@ -25,6 +23,18 @@ from jigsaw.geometry.layout import AxisSizes, MeshCoordinate
 from jigsaw.ranks.launcher import DEBUG_VARIABLE, EVERY_VARIABLE, debug_interval, torchrun_variables
 from jigsaw.ranks.model_world import job_group, job_rank, job_size, of_the_job
 from jigsaw.ranks.restart_store import is_shared_between_starts, joined_job_store, store_of_this_start
+from jigsaw.torch_internals.dispatch import without_modes
+from jigsaw.torch_internals.groups import (
+    backend_of_group,
+    devices_of_group,
+    flattened_meshes,
+    group_of_name,
+    mesh_flattened,
+    mesh_root,
+    mesh_unflattened,
+    meshes_joined,
+    patience_of_backend,
+)
 
 # Weak, so that no job that ended is kept alive.
 _flat_by_axes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
@@ -79,7 +89,7 @@ def _agree_on_debugging() -> None:
     group = _world_group()
     if group.size() == 1 or dist.get_backend() == "fake":
         return
-    kinds = {device.type for device in group._device_types}  # pyright: ignore[reportPrivateUsage]
+    kinds = devices_of_group(group)
     mine = torch.tensor([debug_interval(os.environ)], device="cpu" if "cpu" in kinds else sorted(kinds)[0])
     every = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(every, mine, group=group)
@@ -113,7 +123,7 @@ def sends_through_host(mesh: DeviceMesh) -> bool:
     """Say whether messages leave from memory of the host: gloo's do, even those of ranks that share one GPU."""
     if mesh.device_type == "cpu":
         return True
-    backend: Any = mesh_group(mesh)._get_backend(torch.device(mesh.device_type))  # pyright: ignore[reportPrivateUsage]
+    backend: Any = backend_of_group(mesh_group(mesh), torch.device(mesh.device_type))
     return dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
 
 
@@ -125,15 +135,15 @@ def job_patience() -> timedelta:
 def group_patience(group: dist.ProcessGroup, device: str) -> timedelta:
     """Return how long a member of the group waits for a message between devices of that kind."""
     try:
-        backend: Any = group._get_backend(torch.device(device))  # pyright: ignore[reportPrivateUsage]
+        backend: Any = backend_of_group(group, torch.device(device))
     except RuntimeError:  # a group that does not serve this device
         return DEFAULT_PATIENCE
-    return getattr(getattr(backend, "options", None), "_timeout", DEFAULT_PATIENCE)
+    return patience_of_backend(backend, DEFAULT_PATIENCE)
 
 
 def _let_wait(group: dist.ProcessGroup, device: str, limit: timedelta) -> None:
     if group_patience(group, device) != limit:
-        dist.distributed_c10d._set_pg_timeout(limit, group)  # pyright: ignore[reportPrivateUsage]
+        group.set_timeout(limit)
 
 
 def _with_the_rest(axes: dict[str, int], ranks: int) -> dict[str, int]:
@@ -272,7 +282,7 @@ def ranks_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[int, ...]:
     if names not in lines:
         here = mesh_coordinate(mesh)
         line = tuple(slice(None) if name in names else c for (name, _), c in zip(axes_of_mesh(mesh), here, strict=True))
-        with _disable_current_modes():  # the mesh's tensor of ranks needs its values
+        with without_modes():  # the mesh's tensor of ranks needs its values
             lines[names] = tuple(mesh.mesh[line].flatten().tolist())
     return lines[names]
 
@@ -282,7 +292,7 @@ def ranks_in_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
     known: tuple[int, ...] | None = mesh.__dict__.get(_RANKS)
     if known is not None:
         return known
-    with _disable_current_modes():  # as above
+    with without_modes():  # as above
         found = tuple(mesh.mesh.flatten().tolist())
     setattr(mesh, _RANKS, found)
     return found
@@ -313,13 +323,13 @@ def hybrid_submesh(mesh: DeviceMesh, axes: Sequence[str], replicate: Sequence[st
     copies = axes_in_mesh_order(mesh, [name for name in axes if name in replicate])
     others = axes_in_mesh_order(mesh, [name for name in axes if name not in replicate])
     parts = [flat_submesh(mesh, copies), flat_submesh(mesh, others)]
-    with of_the_job(), _disable_current_modes():
-        return DeviceMesh._concatenate(parts)  # pyright: ignore[reportPrivateUsage]
+    with of_the_job(), without_modes():
+        return meshes_joined(parts)
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh that `mesh` is a part of, or itself."""
-    return mesh._get_root_mesh()  # pyright: ignore[reportPrivateUsage]
+    return mesh_root(mesh)
 
 
 def _flattened_apart(mesh: DeviceMesh, root: DeviceMesh) -> DeviceMesh:
@@ -329,14 +339,14 @@ def _flattened_apart(mesh: DeviceMesh, root: DeviceMesh) -> DeviceMesh:
     torch (2.13) gathers them in one step. It counts rows as if four ranks had cut the dim at once.  10 rows on 2 x 2
     ranks lie as 3, 2, 3, 2 (halves, cut again). They are read as 3, 3, 3, 1, and come back as other rows.
     """
-    known: dict[str, DeviceMesh] = root._flatten_mapping  # pyright: ignore[reportPrivateUsage]
+    known = flattened_meshes(root)
     before = dict(known)
     try:
         with (
             of_the_job(),
-            _disable_current_modes(),
+            without_modes(),
         ):  # the ranks are in a tensor, which must have values even while others have none
-            return mesh._flatten()  # pyright: ignore[reportPrivateUsage]
+            return mesh_flattened(mesh)
     finally:
         for name in known.keys() - before.keys():
             del known[name]
@@ -351,8 +361,8 @@ def split_axis_mesh(mesh: DeviceMesh, axis: str, parts: AxisSizes) -> DeviceMesh
     made, key = _split_by_axis.setdefault(_world_group(), {}), (mesh, axis, parts)
     if key not in made:
         names, sizes = zip(*parts, strict=True)
-        with of_the_job(), _disable_current_modes():
-            made[key] = mesh._unflatten(axis, sizes, names)  # pyright: ignore[reportPrivateUsage]
+        with of_the_job(), without_modes():
+            made[key] = mesh_unflattened(mesh, axis, sizes, names)
         for name in names:
             _let_wait(made[key].get_group(name), mesh.device_type, mesh_patience(mesh))
     return made[key]
@@ -384,7 +394,7 @@ def _axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     names: dict[str, Any] = vars(mesh).setdefault(_GROUPS, {})
     if axis not in names:
         names[axis] = mesh.get_group(axis).group_name
-    return _resolve_process_group(names[axis])
+    return group_of_name(names[axis])
 
 
 def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -26,10 +26,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
-from torch.overrides import _enable_torch_function  # pyright: ignore[reportPrivateUsage]
-from torch.utils import _pytree as pytree
 
 from jigsaw.errors import ShardingError
+from jigsaw.torch_internals import pytree
+from jigsaw.torch_internals.autograd import dispatching_again, graph_task_id
+from jigsaw.torch_internals.groups import WORLD_NAME, known_groups
 
 
 class OneProcessError(ShardingError):
@@ -58,7 +59,7 @@ def is_one_process() -> bool:
         return False
     if _state.models:
         return True
-    return bool(_backward_passes) and torch._C._current_graph_task_id() in _backward_passes  # pyright: ignore[reportPrivateUsage]
+    return bool(_backward_passes) and graph_task_id() in _backward_passes  # pyright: ignore[reportPrivateUsage]
 
 
 def enter_model(model: object) -> None:
@@ -107,7 +108,7 @@ def begin_backward_pass() -> int | None:
     """Let the backward pass under way see one process, until `end_backward_pass` of the returned number; None where it
     does already.
     """
-    number = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
+    number = graph_task_id()
     if number == -1 or number in _backward_passes:
         return None
     _open_world()
@@ -126,7 +127,7 @@ def end_backward_pass(number: int) -> None:
 
 def job_group() -> dist.ProcessGroup | None:
     """Return the default group of the job's processes; None where there is none."""
-    world: Any = c10d._world  # pyright: ignore[reportPrivateUsage]
+    world = known_groups()
     return vars(world)["job"].default_pg if isinstance(world, _WorldOfModels) else world.default_pg
 
 
@@ -190,7 +191,7 @@ def _filled(self: Any, results: Any, values: Any, *_: Any, **__: Any) -> dist.Wo
             f"a collective with a list of {max(len(targets), len(sources))} tensors: a parallelized model is one "
             "process, so make as many as torch.distributed.get_world_size() says in its forward pass, which is 1"
         )
-    with _enable_torch_function():  # so that tiles are filled, and filled from, as tiles
+    with dispatching_again():  # so that tiles are filled, and filled from, as tiles
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source.reshape(target.shape))
     return _DoneWork(results)
@@ -260,7 +261,7 @@ def _open_world() -> None:
         _open_count += 1
         if _open_count > 1:
             return
-        job: Any = c10d._world  # pyright: ignore[reportPrivateUsage]
+        job = known_groups()
         if job.default_pg is None:
             return
         world: Any = _WorldOfModels(job)
@@ -268,7 +269,7 @@ def _open_world() -> None:
         job.pg_map[group] = job.pg_map[job.default_pg]
         job.pg_group_ranks[group] = {0: 0}
         _undo.extend((partial(job.pg_map.pop, group, None), partial(job.pg_group_ranks.pop, group, None)))
-        _replace(c10d, "_world", world)
+        _replace(c10d, WORLD_NAME, world)
         for module, rank in ((dist, _rank_of_model), (c10d, _rank_of_model), (device_mesh, job_rank)):
             _replace(module, "get_rank", rank)
         _name_no_group(job.default_pg)

@@ -24,11 +24,11 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from jigsaw.ranks.call_places import place_in_frames, place_of_call
 from jigsaw.ranks.mesh import job_patience
 from jigsaw.ranks.model_world import job_group, job_rank, job_size
+from jigsaw.torch_internals.groups import default_store
 
 T = TypeVar("T")
 _FOLDER = "jigsaw.waits"
@@ -121,8 +121,7 @@ def _within(seconds: float, work: Callable[[], T]) -> T | None:
 
 def _store_of_job() -> dist.Store:
     # a separate one, because a client of the store that waits for a key blocks others of its process
-    store: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-    return store.clone()
+    return default_store().clone()
 
 
 # -- while ranks wait -------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Cut
@@ -19,6 +18,7 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.ranks.mesh import axes_of_mesh, is_same_mesh
 from jigsaw.stages.stage_calls import TileOnPaper
 from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals import pytree
 
 
 class BatchSplit:

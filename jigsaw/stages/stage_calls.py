@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.layout import Layout
@@ -20,6 +19,8 @@ from jigsaw.ranks.model_world import within_model
 from jigsaw.stages.stage_cuts import StageCuts
 from jigsaw.tile.table import table
 from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals import pytree
+from jigsaw.torch_internals.autograd import call_instead
 
 # -- what stands for values -------------------------------------------------------------------------------------------
 
@@ -142,7 +143,7 @@ class CallWatch:
         for name in cuts.stage_of:
             module: Any = model.get_submodule(name)
             # before its hooks, which must not run for a module of another stage
-            module._compiled_call_impl = partial(self._call, name, module._compiled_call_impl or module._call_impl)
+            call_instead(module, partial(partial, self._call, name))
 
     current: WatchedPass | None
 

@@ -26,15 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw.comm import debug
 from jigsaw.comm.graph_calls import shape_run
@@ -53,6 +45,16 @@ from jigsaw.stages.stage_calls import (
 )
 from jigsaw.stages.stage_cuts import StageCuts, stage_of_tensor
 from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals import pytree
+from jigsaw.torch_internals.autograd import memory_id, tensor_version
+from jigsaw.torch_internals.dispatch import operator_schema, without_modes
+from jigsaw.torch_internals.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+)
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
@@ -206,7 +208,7 @@ class _PlanningPass(_PaperPass):
         self.paper, self.cuts, self.with_state, self.stage = paper, paper.cuts, paper.with_state, 0
         self.made = PipelinePlan(as_tiles=as_tiles)
         self.crossing = set[PlainOrigin]()
-        self._versions = {name: x._version for name, x in paper.model.named_buffers()}
+        self._versions = {name: tensor_version(x) for name, x in paper.model.named_buffers()}
         self._tiles: list[tuple[Tile, torch.dtype]] = []
         self._found: list[dict[int, TileOnPaper]] = []  # the tiles where each stage after the first begins
         self._read: list[set[int]] = [set()]
@@ -312,7 +314,7 @@ class _PlanningPass(_PaperPass):
         self.made.left_before.append(self.left)
         self.made.first_calls.append(self.calls)
         for name, x in self.paper.model.named_buffers():
-            if name in self.made.read_apart and x._version != self._versions[name]:
+            if name in self.made.read_apart and tensor_version(x) != self._versions[name]:
                 raise ShardingError(
                     f"buffer {name!r} of stage {self.paper.stage_of(name)} is changed in the forward pass, and read "
                     "outside of the call of its module, where another stage would not see that; read it within"
@@ -346,7 +348,7 @@ class _PlainTensorWatch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         run = self._run
         is_again = not run.is_inside and not _draws(func) and all(mark.is_again for mark in marks)
-        if func._schema.is_mutable and not is_again:
+        if operator_schema(func).is_mutable and not is_again:
             self._changed.update(_marked_memory(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
         made = _PlainMark(run, run.stage, is_again, frozenset().union(*(mark.origins for mark in marks)))
         for x in pytree.tree_leaves(out):
@@ -397,7 +399,7 @@ def _draws(func: Any) -> bool:
 
 
 def _marked_memory(x: Tensor) -> int:
-    return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    return memory_id(x.untyped_storage())
 
 
 class PlainOpsAgain(TorchDispatchMode):
@@ -407,7 +409,7 @@ class PlainOpsAgain(TorchDispatchMode):
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if _draws(func) or any(isinstance(x, FakeTensor) or x.is_meta for x in tensors):
             return func(*args, **(kwargs or {}))
-        with _disable_current_modes():
+        with without_modes():
             return func(*args, **(kwargs or {}))
 
 

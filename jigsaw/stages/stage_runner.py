@@ -14,10 +14,8 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.utils import _pytree as pytree
 
 from jigsaw.comm.exchange import redistribute_rows
 from jigsaw.errors import ShardingError
@@ -25,6 +23,9 @@ from jigsaw.parallel.parallelize import one_process_backward
 from jigsaw.stages.stage_calls import CallWatch, ModelInputs, RecordedCall, TileOnPaper, WatchedPass
 from jigsaw.stages.stage_plan import PipelinePlan, PlainOpsAgain, on_paper
 from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals import pytree
+from jigsaw.torch_internals.autograd import own_parameters
+from jigsaw.torch_internals.fake_tensors import FakeTensorMode
 
 
 class _EvenGradient(torch.autograd.Function):
@@ -138,7 +139,7 @@ class StagePass(WatchedPass):
         """Use weights without values on paper for those of other stages that are read outside of calls."""
         for name, x in self.plan.read_apart.items():
             parent, _, key = name.rpartition(".")
-            held: dict[str, Any] = model.get_submodule(parent)._parameters  # pyright: ignore[reportPrivateUsage]
+            held = own_parameters(model.get_submodule(parent))
             if key in held and held[key].is_meta:
                 self._paper.callback(held.__setitem__, key, held[key])
                 held[key] = x

@@ -25,6 +25,7 @@ from jigsaw.testing.world import run_on_ranks
 from jigsaw.tile.misuse import UNREDUCED, without_warning
 from jigsaw.tile.tile import Tile
 from jigsaw.tile.tile_making import shard
+from jigsaw.torch_internals.autograd import apply_to_module
 
 OracleModel = Callable[..., Any]
 OracleMesh = Mapping[str, int]
@@ -287,7 +288,7 @@ def _output_leaves(output: Any, name: str = "output") -> Iterator[tuple[str, Any
 def _in_dtype(x: Any, dtype: torch.dtype) -> Any:
     """Return floating numbers in `dtype`, complex ones of two of them."""
     if isinstance(x, nn.Module):
-        return copy.deepcopy(x)._apply(partial(_in_dtype, dtype=dtype))  # pyright: ignore[reportPrivateUsage]
+        return apply_to_module(copy.deepcopy(x), partial(_in_dtype, dtype=dtype))
     if not isinstance(x, Tensor) or not _has_gradient(x):
         return x
     return x.detach().to(dtype.to_complex() if x.is_complex() else dtype)

@@ -132,8 +132,8 @@ def _run_job(job: RankJob, rank: int) -> RankReport:
 
 def _same_start() -> None:
     """Start every body in the same state on every rank: one seed, float32, gradients on, one time-out."""
-    world = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
-    dist.distributed_c10d._set_pg_timeout(_GROUP_TIMEOUT, world)  # pyright: ignore[reportPrivateUsage]
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.set_timeout(_GROUP_TIMEOUT)
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002 (scipy and others draw from the global state, which only this can seed)
     random.seed(0)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -23,6 +22,7 @@ from jigsaw.geometry.layout import AxisSizes
 from jigsaw.ranks.call_places import is_of_packages
 from jigsaw.ranks.mesh import axes_of_mesh
 from jigsaw.tile.tile import tiles_in
+from jigsaw.torch_internals.groups import wrapper_around
 
 REPLACED_MARK = "_jigsaw_replaced_by_parallelize"
 _warned: set[str] = set()
@@ -92,7 +92,7 @@ def _look_at_inputs(axes: AxisSizes, working: frozenset[str], module: nn.Module,
 
 def warn_of_no_wrapper(module: nn.Module, args: Any) -> None:
     """Warn before a forward pass whose gradients a wrapper is to sum, if there is none around it."""
-    around = DistributedDataParallel._get_active_ddp_module()  # pyright: ignore[reportPrivateUsage]
+    around = wrapper_around()
     if around is None and torch.is_grad_enabled():
         warn_once(
             "no wrapper",

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from jigsaw.comm.debug import described_plain, drop_note, is_comparing, note_call, within_call
 from jigsaw.geometry.layout import Layout
 from jigsaw.tile.table import table
 from jigsaw.tile.tile import Tile, tiles_in
+from jigsaw.torch_internals import pytree
+from jigsaw.torch_internals.autograd import tensor_version
 
 _SEEN = "_jigsaw_changes_seen"  # of the memory of a tile: how often it was changed when a call of tiles last had it
 
@@ -78,7 +79,7 @@ def mark_changes(tile: Tile) -> None:
 
 def _changes_of(tile: Tile) -> int:
     rows = _shell_rows(tile)
-    return -1 if rows.is_inference() else rows._version
+    return -1 if rows.is_inference() else tensor_version(rows)
 
 
 def _shell_rows(tile: Tile) -> Tensor:

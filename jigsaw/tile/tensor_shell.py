@@ -13,7 +13,8 @@ and refused, too.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import FrozenInstanceError
 from functools import partial
 from operator import attrgetter
@@ -29,14 +30,25 @@ from jigsaw.comm.wire_values import lie_in_one_memory
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.layout import Layout
 from jigsaw.tile.table import table
+from jigsaw.torch_internals.autograd import (
+    ATTRIBUTES_OF_LOCAL,
+    HOOKS_ATTRIBUTE,
+    PARAMETER_ATTRIBUTE,
+    TensorBase,
+    as_plain_tensors,
+    make_wrapper,
+    own_version,
+    result_metadata,
+    saved_tensor_hooks,
+    set_versions,
+)
 
 # Attributes that the local tensor answers for the tile, because they do not depend on the rest of the global tensor.
 _ATTRIBUTES_OF_LOCAL = (
-    "device dtype itemsize is_leaf retains_grad _grad_fn grad_dtype output_nr volatile name "
+    "device dtype itemsize is_leaf retains_grad grad_dtype output_nr volatile name "
     "is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr "
-    "is_vulkan is_xla is_xpu _version _base _backward_hooks _post_accumulate_grad_hooks _has_symbolic_sizes_strides "
-    "_python_dispatch"
-).split()
+    "is_vulkan is_xla is_xpu"
+).split() + ATTRIBUTES_OF_LOCAL
 
 # Types that autograd can differentiate.  Their shells require grad, so that an autograd.Function that meets a tile
 # makes a node, which `check_no_history` finds.
@@ -44,17 +56,13 @@ _DIFFERENTIABLE = frozenset(
     d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d.is_complex)
 )
 _META = torch.device("meta")  # no kernel runs there, and `x.data = tile` takes over no memory
-_make_wrapper = Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
-_tensor_base: Any = torch._C.TensorBase  # pyright: ignore[reportPrivateUsage]
-_graph_functions: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-_set_versions: Any = _graph_functions._unsafe_set_version_counter
 
 
 def make_shell(cls: type, shape: torch.Size, dtype: torch.dtype, needs_node: bool = True) -> Any:
     """Return a shell of that class: `stride()` and the like of C++ code go to ``__torch_dispatch__``, which refuses
     them.
     """
-    return _make_wrapper(
+    return _make_shell(
         cls,
         shape,
         dtype=dtype,
@@ -62,6 +70,28 @@ def make_shell(cls: type, shape: torch.Size, dtype: torch.dtype, needs_node: boo
         requires_grad=needs_node and dtype in _DIFFERENTIABLE,
         dispatch_sizes_strides_policy="strides",
     )
+
+
+_patches: list[Callable[[], None]] = []
+
+
+def at_first_tile(patch: Callable[[], None]) -> Callable[[], None]:
+    """Do it when the process makes its first tile: a change of torch that only tiles need."""
+    _patches.append(patch)
+    return patch
+
+
+def _make_first_shell(*args: Any, **kwargs: Any) -> Any:
+    global _make_shell
+    with _first_lock:
+        while _patches:
+            _patches.pop()()
+        _make_shell = make_wrapper
+    return make_wrapper(*args, **kwargs)
+
+
+_make_shell: Any = _make_first_shell  # costs nothing once there was a tile
+_first_lock = threading.RLock()
 
 
 # -- a shell in the graph ---------------------------------------------------------------------------------------------
@@ -124,7 +154,7 @@ class _ThroughFunction(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         node, which = ctx.edge.node, ctx.edge.output_nr
         # not by the engine, for which the gradient of a plain weight, as a tile, would be on another device
-        given = [ctx.as_tile(grads[0] if i == which else None, m) for i, m in enumerate(node._input_metadata)]
+        given = [ctx.as_tile(grads[0] if i == which else None, m) for i, m in enumerate(result_metadata(node))]
         found = node.apply(*given)
         found = found if isinstance(found, tuple) else (found,)
         needed = [g for g, needs in zip(found, node.needs_input_grad, strict=False) if needs]
@@ -155,9 +185,9 @@ def _local_through_function(shell: TensorShell, node: Any, rows: Tensor) -> Tens
     """
     if debug.IS_DEBUGGING:
         debug.note_call(shell.__dict__["mesh"], f"a Tile {list(shell.shape)} out of {node.name()}")
-    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+    with as_plain_tensors():
         found = _inputs_of_node(node)
-        edge = GradientEdge(node, _tensor_base.output_nr.__get__(shell))
+        edge = GradientEdge(node, TensorBase.output_nr.__get__(shell))
     sources = [s for s in found if s is not None]
     tiles = [s for s in sources if isinstance(s, TensorShell)]
     is_torchs = node.name() in _UNFOLLOWED
@@ -174,13 +204,12 @@ def _inputs_of_node(node: Any) -> list[Tensor | None]:
     for others.
     """
     edges = [(n, at) for n, at in node.next_functions if n is not None]
-    autograd: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-    hooks = autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensor_hooks(True)
     # values that a hook packed (as checkpointing does) are not unpacked here, because that may run the forward pass
     # again
     leaves = [n.variable if n.name() == _LEAF_NODE else None for n, _ in edges]
     saved = [] if hooks is not None or not any(x is None for x in leaves) else node.saved_tensors
-    by_edge = {(_tensor_base.grad_fn.__get__(x), _tensor_base.output_nr.__get__(x)): x for x in saved if x is not None}
+    by_edge = {(TensorBase.grad_fn.__get__(x), TensorBase.output_nr.__get__(x)): x for x in saved if x is not None}
     return [by_edge.get(edge) if leaf is None else leaf for leaf, edge in zip(leaves, edges, strict=True)]
 
 
@@ -193,14 +222,14 @@ def _tile_of(cls: type, layout: Layout, mesh: DeviceMesh, local: Tensor | None, 
 
 
 def _node_of_shell(shell: TensorShell) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-        return _tensor_base.grad_fn.__get__(shell)
+    with as_plain_tensors():
+        return TensorBase.grad_fn.__get__(shell)
 
 
 def _has_entered(node: Any, output: int) -> bool:
     """Say whether an input of an identity is a tile that entered the graph, a plain tensor, or needs no gradient."""
     # metadata do not name a subclass, but of tensors with values only shells are on the meta device
-    return node is None or node.name() == ENTER_NODE or node._input_metadata[output].device != _META
+    return node is None or node.name() == ENTER_NODE or result_metadata(node)[output].device != _META
 
 
 class _LocalBehindNode:
@@ -295,13 +324,13 @@ class TensorShell(_TensorBase):
             state, node = self.__dict__, local.grad_fn
             # a change in place has given the local tensor another node
             if state.get("_entered", self) is not node:
-                with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-                    if _tensor_base.grad_fn.__get__(self) is None:
-                        _tensor_base.requires_grad.__set__(self, False)
-                    version = _tensor_base._version.__get__(self)
+                with as_plain_tensors():
+                    if TensorBase.grad_fn.__get__(self) is None:
+                        TensorBase.requires_grad.__set__(self, False)
+                    version = own_version(self)
                 _EnterShell.apply(self, local)
                 # no value has changed, so a saved shell, as of checkpointing, stays valid
-                _set_versions((self,), (version,))
+                set_versions((self,), (version,))
                 state["_entered"] = node
         return local.requires_grad
 
@@ -317,9 +346,9 @@ class TensorShell(_TensorBase):
     # -- an object ----------------------------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_backward_hooks" and value is None:
+        if name == HOOKS_ATTRIBUTE and value is None:
             return  # autograd, where the shell enters the graph
-        if name == "_is_param":
+        if name == PARAMETER_ATTRIBUTE:
             raise ShardingError(
                 f"a Tile of shape {tuple(self.shape)} cannot be a parameter: make one of tile.local, or of the whole "
                 "tensor and pass the model through jigsaw.parallelize"
@@ -416,7 +445,7 @@ class TensorShell(_TensorBase):
 if not TYPE_CHECKING:
     TensorShell.local = _LocalBehindNode()
     for _name in _ATTRIBUTES_OF_LOCAL:
-        if hasattr(torch._C.TensorBase, _name):  # a few are missing in some versions of torch
+        if hasattr(TensorBase, _name):  # a few are missing in some versions of torch
             setattr(TensorShell, _name, property(attrgetter(f"local.{_name}")))
 
 

@@ -30,6 +30,7 @@ from jigsaw.tile.table import TileHandler as TileHandler
 from jigsaw.tile.table import implements_torch as implements_torch
 from jigsaw.tile.tensor_shell import TensorShell, make_shell
 from jigsaw.tile.tensor_shell import in_own_memory as in_own_memory
+from jigsaw.torch_internals.autograd import MAKERS_OF_CLASS
 
 
 def _find_answer(function: Any) -> FoundAnswer:
@@ -47,11 +48,11 @@ def _find_answer(function: Any) -> FoundAnswer:
 
 def _operator_name(function: Any) -> str:
     """Return the name of an operator of ``torch.ops`` without its overload; an empty one for other functions."""
-    operators = torch._ops  # pyright: ignore[reportPrivateUsage]
-    is_operator = isinstance(function, (operators.OpOverload, operators.OpOverloadPacket))
+    is_operator = isinstance(function, _OPERATOR_KINDS)
     return str(function).removesuffix(".default").replace(".", "::", 1) if is_operator else ""
 
 
+_OPERATOR_KINDS = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}  # names that torch takes for its own
 _HAS_AXIS = frozenset((torch.segment_reduce, torch.quantize_per_channel, torch.fake_quantize_per_channel_affine))
 _QUICK_PLACES = 16
@@ -367,7 +368,7 @@ def _hide_tensor(cls: Any) -> None:
         *("__getitem__ __setitem__ __delitem__ __slotnames__ __new__ __init__ __class__ __dict__".split()),
         *("__weakref__ __doc__ __module__ __annotations__".split()),
         *("__init_subclass__ __subclasshook__ __getattribute__ __str__ __sizeof__ __torch_function__".split()),
-        *("_make_subclass _make_wrapper_subclass _dtensor__new__ __array_priority__".split()),
+        *("__array_priority__", *MAKERS_OF_CLASS),
     }
     for name in sorted(set(dir(Tensor)) - own - of_the_class):
         found = getattr(Tensor, name)

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.errors import PeerError, ShardingError
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.io.reading.forks import forked_from
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_patience
+from jigsaw.torch_internals.groups import default_store
 
 
 class PeerGroup:
@@ -154,7 +154,7 @@ def meet_peers(
     # the groups that a rank has made, so ranks that make one alone would no longer find their peers. Each group has its
     # own name: ranks 0 to 3 that open two datasets meet in the same order as (0, 1, 2, 3)/1 and (0, 1, 2, 3)/2.
     _groups_met[ranks] += 1
-    store = dist.PrefixStore(f"jigsaw.io/{ranks}/{_groups_met[ranks]}", distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
+    store = dist.PrefixStore(f"jigsaw.io/{ranks}/{_groups_met[ranks]}", default_store())
     me = ranks.index(dist.get_rank())
     group = dist.ProcessGroupGloo(store, me, len(ranks), timedelta(seconds=timeout))
     return PeerGroup(me, len(ranks), group, host, timeout)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jigsaw.torch_internals.dispatch import CPU_ATTENTION, CPU_ATTENTION_BACKWARD
+
 
 @dataclass(frozen=True)
 class BlockRows:
@@ -118,9 +120,6 @@ def block_gradients(
 
 # -- torch's fused kernel ---------------------------------------------------------------------------------------------
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
 
 def _in_four_dims(x: Tensor, batch: torch.Size) -> Tensor:
     """Return x with two batch dims and with the elements of a row side by side, which the kernel takes for granted."""
@@ -130,7 +129,9 @@ def _in_four_dims(x: Tensor, batch: torch.Size) -> Tensor:
 
 def _sum_block_fused(part: BlockRows, q: Tensor, k: Tensor, v: Tensor) -> BlockSums:
     batch, added = q.shape[:-2], part.added(q)
-    y, log_sum = _flash(*(_in_four_dims(x, batch) for x in (q, k, v)), 0.0, part.is_causal, attn_mask=added, scale=1.0)
+    y, log_sum = CPU_ATTENTION(
+        *(_in_four_dims(x, batch) for x in (q, k, v)), 0.0, part.is_causal, attn_mask=added, scale=1.0
+    )
     total = torch.ones_like(log_sum)
     if added is not None:
         # where all keys are hidden, the kernel's output is of no use
@@ -147,5 +148,5 @@ def _block_gradients_fused(
     wide = [_in_four_dims(x, batch) for x in (grad, q, k, v, out)]
     # the kernel takes these as it leaves them, with heads behind queries
     log_sum = _in_four_dims(log_sum[..., None], batch)[..., 0].transpose(1, 2).contiguous().transpose(1, 2)
-    found = _flash_backward(*wide, log_sum, 0.0, part.is_causal, attn_mask=part.added(q), scale=1.0)
+    found = CPU_ATTENTION_BACKWARD(*wide, log_sum, 0.0, part.is_causal, attn_mask=part.added(q), scale=1.0)
     return BlockGradients(*(x.reshape(*batch, *x.shape[2:]) for x in found))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from jigsaw.comm.graph_calls import lacks_values
+from jigsaw.torch_internals.dispatch import UNSAFE_VIEW
 
 _LEAST_VALUES = 256
 _CHUNK_BYTES = 1 << 20  # a kernel's output beside the statistics is thrown away, so it should stay in the cache
@@ -47,7 +48,7 @@ class NormImages:
         by, to = self._an_image(scale), self._an_image(shift)
         y = torch.native_batch_norm(self.values, by, to, torch.zeros_like(by), torch.ones_like(by), False, 0.0, 0.0)
         # not a view to autograd, because a view that a Function returns cannot be changed in place
-        return torch.ops.aten._unsafe_view(y[0], self.whole)
+        return UNSAFE_VIEW(y[0], self.whole)
 
     def sums(self, grad: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums of ``grad * (x - mean) * inverse`` and of `grad`, a value an image."""

@@ -358,14 +358,12 @@ class _CutConv(nn.Module):
 
 
 class _CutPaddedConv(_CutConv):
-    def _conv_forward(self, input: Any, weight: Tensor, bias: Tensor | None) -> Any:
+    def forward(self, input: Any) -> Any:
         layer: Any = self
         if isinstance(input, Tile) and layer.padding_mode == "circular":
-            return conv_as_torch(
-                input, weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups, wrap=True
-            )
-        plain: Any = super()
-        return plain._conv_forward(input, weight, bias)
+            options = layer.stride, layer.padding, layer.dilation, layer.groups
+            return conv_as_torch(input, layer.weight, layer.bias, *options, wrap=True)
+        return super().forward(input)
 
 
 class Conv1d(_CutPaddedConv, nn.Conv1d):

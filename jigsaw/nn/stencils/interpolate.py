@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw.comm.exchange import memory_format_of
 from jigsaw.errors import ShardingError
@@ -37,6 +36,7 @@ from jigsaw.nn.stencils.stencil import (
     single_cut,
 )
 from jigsaw.tile.tile import Tile, implements_torch, in_own_memory, refusal_error
+from jigsaw.torch_internals.dispatch import without_modes
 
 _NEAREST = ("nearest", "nearest-exact")
 _LINEAR = ("linear", "bilinear", "trilinear")
@@ -84,7 +84,7 @@ def _input_rows_read(r: ResampledDim, dtype: torch.dtype) -> tuple[tuple[int, ..
     if r.mode in _NEAREST:
         # torch finds the row in floating point, so its own rounding decides
         how: dict[str, Any] = {"size": r.m} if r.scale is None else {"scale_factor": r.scale}
-        with _disable_current_modes():  # while a graph is traced, tensors have no values
+        with without_modes():  # while a graph is traced, tensors have no values
             rows = torch.arange(r.n, dtype=dtype if dtype in (torch.float32, torch.float64) else torch.float32)
             first = tuple(int(i) for i in F.interpolate(rows[None, None], mode=r.mode, **how)[0, 0])
         return first, first, (0.0,) * r.m

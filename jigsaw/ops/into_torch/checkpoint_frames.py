@@ -20,15 +20,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import checkpoint as _torchs_checkpoint
 
 from jigsaw.comm.graph_calls import is_shape_run
-from jigsaw.comm.kept_halos import begin_within_frame
+from jigsaw.comm.kept_halos import begin_within_frame, note_saving_hook
 from jigsaw.geometry.layout import Layout
+from jigsaw.tile.tensor_shell import at_first_tile
 from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals.dispatch import Checkpointing
+from jigsaw.torch_internals.private_names import replace_in_torch
 
-_save_tensor: Any = _torchs_checkpoint._make_saved_tensor  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-_TorchsFrame: Any = _torchs_checkpoint._CheckpointFrame  # pyright: ignore[reportPrivateUsage]
+_torchs = Checkpointing()
+_TorchsFrame: Any = _torchs.frame
+_TorchsFirstHook: Any = _torchs.first_hook
+_TorchsLaterHook: Any = _torchs.later_hook
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,28 @@ def _as_saved(x: Any) -> Any:
     # Where a stage of a pipeline begins with a checkpointed part, its tiles get their values once the call has begun.
     # Torch's saved value of one on paper stands for it in the count of a call around this one.
     on_paper = x if is_shape_run() else None
-    return _SavedTile(_save_tensor(x.local, is_output=False), x.layout, x.mesh, on_paper)
+    return _SavedTile(_torchs.save_tensor(x.local, is_output=False), x.layout, x.mesh, on_paper)
 
 
-# Looked up when a call begins, so that earlier imports of `checkpoint` use it, too.
-_torchs_checkpoint._CheckpointFrame = _FrameOfTiles  # pyright: ignore[reportPrivateUsage]
+class _FirstHook(_TorchsFirstHook):
+    """Torch's own hooks while the function runs for the first time."""
+
+    def __init__(self, frame: Any) -> None:
+        super().__init__(frame)
+        note_saving_hook(self.pack_hook, frame, None)
+
+
+class _LaterHook(_TorchsLaterHook):
+    """Torch's own hooks while the function runs again."""
+
+    def __init__(self, frame: Any, run: Any) -> None:
+        super().__init__(frame, run)
+        note_saving_hook(self.pack_hook, frame(), run)
+
+
+@at_first_tile
+def _change_checkpointing() -> None:
+    # looked up when a call begins, so that earlier imports of `checkpoint` use them, too
+    replace_in_torch(_torchs.module, _torchs.FRAME, _FrameOfTiles)
+    replace_in_torch(_torchs.module, _torchs.FIRST_HOOK, _FirstHook)
+    replace_in_torch(_torchs.module, _torchs.LATER_HOOK, _LaterHook)

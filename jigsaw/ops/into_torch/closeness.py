@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.testing import _comparison  # pyright: ignore[reportPrivateUsage]
 
 from jigsaw import comm
 from jigsaw.errors import ShardingError
@@ -36,9 +35,12 @@ from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
 from jigsaw.ops.pointwise import align_tiles
 from jigsaw.ops.whole_dims import rows_of_local
 from jigsaw.ranks.mesh import axes_of_mesh
+from jigsaw.tile.tensor_shell import at_first_tile
 from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals.comparisons import COMPARISONS, mismatch_message
+from jigsaw.torch_internals.private_names import replace_in_torch
 
-_comparisons: Any = _comparison
+_comparisons: Any = COMPARISONS
 _TorchsPair: Any = _comparisons.TensorLikePair
 
 # the box of a rank, how many elements mismatch there, the greatest absolute and relative difference, and where
@@ -105,7 +107,7 @@ class _TilePair(_TorchsPair):
         mine = _greatest_differences(actual, expected, wrong, self._first, layout)
         of_ranks: list[_Mismatches] = comm.all_gather_object(mesh, mine)
         if layout.ndim:
-            message = _comparisons._make_mismatch_msg(
+            message = mismatch_message(
                 default_identifier="Tensor-likes", **_told_together(of_ranks, math.prod(layout.shape)), **options
             )
         else:
@@ -181,5 +183,7 @@ def _greatest_of_ranks(found: list[_Difference]) -> _Difference:
     return min(found, key=order)
 
 
-# `assert_close` looks the class up when it is called, so earlier imports of the function use it, too.
-_comparisons.TensorLikePair = _TilePair
+@at_first_tile
+def _change_comparing() -> None:
+    # `assert_close` looks the class up when it is called, so earlier imports of the function use it, too
+    replace_in_torch(_comparisons, "TensorLikePair", _TilePair)

@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import checkpoint as _torchs_checkpoint
@@ -40,7 +39,10 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, averaged_operand, averaged_over, graph_origins
 from jigsaw.ranks.mesh import mesh_size
 from jigsaw.ranks.model_world import is_one_process, within_model
+from jigsaw.tile.tensor_shell import at_first_tile
 from jigsaw.tile.tile import Tile, leave_tile, shared_mesh
+from jigsaw.torch_internals.autograd import graph_task_id, queue_callback, will_engine_run
+from jigsaw.torch_internals.private_names import replace_in_torch
 
 # -- backward passes within others ------------------------------------------------------------------------------------
 
@@ -57,7 +59,7 @@ def outermost_pass() -> int:
 
 def innermost_pass() -> int:
     """Return which backward pass is under way, counting an inner one by itself; -1 for none."""
-    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
+    return graph_task_id()
 
 
 def is_taken_from_pass(leaf: Tensor) -> bool:
@@ -65,7 +67,7 @@ def is_taken_from_pass(leaf: Tensor) -> bool:
     ``.grad``.
     """
     try:
-        torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)  # pyright: ignore[reportPrivateUsage]
+        will_engine_run(get_gradient_edge(leaf).node)
     except RuntimeError:  # torch does not answer for leaves in such a pass
         return True
     return False
@@ -76,7 +78,7 @@ def at_end_of_pass(callback: Callable[[], None]) -> None:
     if _outer_passes:
         _at_end.append(callback)
     else:
-        Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportPrivateUsage]
+        queue_callback(callback)
 
 
 def is_recomputing() -> bool:
@@ -189,5 +191,7 @@ def _check_plain_result(x: Any, mesh: DeviceMesh) -> None:
         )
 
 
-# `checkpoint` looks the class up when it is called, so earlier imports of the function use it, too.
-_torchs_checkpoint.CheckpointFunction = _CheckpointTiles
+@at_first_tile
+def _change_reentrant_checkpointing() -> None:
+    # `checkpoint` looks the class up when it is called, so earlier imports of the function use it, too
+    replace_in_torch(_torchs_checkpoint, "CheckpointFunction", _CheckpointTiles)

@@ -16,6 +16,7 @@ from torch import Tensor
 from jigsaw.errors import ShardingError
 from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error, tiles_in
+from jigsaw.torch_internals.autograd import METHODS_OF_MEMORY, old_grad
 
 # -- facts ------------------------------------------------------------------------------------------------------------
 
@@ -127,7 +128,7 @@ def _data(input: Tile) -> Any:
     return Tile(input.local.data, input.layout, input.mesh)
 
 
-@implements_torch(Tensor._grad)  # pyright: ignore[reportAttributeAccessIssue]
+@implements_torch(old_grad)
 def _gradient(input: Tile) -> Any:
     return input.grad
 
@@ -297,10 +298,8 @@ def _refuse_memory(method: Any) -> None:
 
 
 for _name in (
-    "data_ptr storage untyped_storage _typed_storage storage_type set_ share_memory_ resize_ resize_as_ "
-    "resize resize_as _fix_weakref _use_count _view_func _view_func_unsafe _rev_view_func_unsafe _lazy_clone "
-    "as_subclass is_set_to __setstate__ __getstate__ __reduce__ __array_wrap__ _reduce_ex_internal "
-    "_clear_non_serializable_cached_data module_load"
-).split():
+    "data_ptr storage untyped_storage storage_type set_ share_memory_ resize_ resize_as_ resize resize_as as_subclass "
+    "is_set_to __setstate__ __getstate__ __reduce__ __array_wrap__ module_load"
+).split() + METHODS_OF_MEMORY:
     if hasattr(Tensor, _name):
         _refuse_memory(getattr(Tensor, _name))

@@ -44,6 +44,7 @@ from jigsaw.ranks.model_world import OneProcessError
 from jigsaw.tile.misuse import calling_line, warn_once
 from jigsaw.tile.table import table
 from jigsaw.tile.tile import Tile, leave_tile, refusal_error, shared_mesh, tiles_in
+from jigsaw.torch_internals.autograd import graph_task_id, tensor_version
 
 GATHERED = "gathered"
 
@@ -94,7 +95,7 @@ def run_forward_whole(model: nn.Module) -> None:
 
 def _is_strict(place: str) -> bool:
     # activation checkpointing runs the forward pass again, outside of the model: there what ran whole does so again
-    if torch._C._current_graph_task_id() != -1 and place in _whole_places:  # pyright: ignore[reportPrivateUsage]
+    if graph_task_id() != -1 and place in _whole_places:
         return False
     return _modes.get()[-1][1] if _modes.get() else True
 
@@ -164,7 +165,7 @@ def _run_on_whole_tensors(
     _check_plain_values(refusal, args, kwargs)
     _tell_cost(refusal, function, tiles, place)
     given = {id(t): (t, _bring_whole(t)) for t in tiles}
-    versions = {at: whole._version for at, (_, whole) in given.items()}
+    versions = {at: tensor_version(whole) for at, (_, whole) in given.items()}
     uncut = Tile(given[id(like)][1], _uncut_layout(like.layout), like.mesh)
     into_plain = changes_in_place(function) and changes_plain(args)
     whole_args, whole_kwargs = replace_tensors(
@@ -188,7 +189,7 @@ def _run_on_whole_tensors(
             "draw them into a tensor that ranks have alike (seed them alike), and use that",
         ) from refusal
     for at, (tile, whole) in given.items():
-        if whole._version != versions[at]:
+        if tensor_version(whole) != versions[at]:
             _write_back(refusal, tile, whole)
     if into_plain:
         return out

@@ -47,6 +47,14 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
 from jigsaw.tile.tensor_shell import make_shell
 from jigsaw.tile.tile import Tile, refusal_error, tiles_in
+from jigsaw.torch_internals.autograd import (
+    base_of_view,
+    gradient_hooks,
+    memory_id,
+    memory_users,
+    swap_tensors_in_place,
+    tensor_users,
+)
 
 # A dim of the plain tensor, the cuts of the values written there, its first row and the step between rows.
 DimWish = tuple[int, Sequence[Cut], int, int]
@@ -66,7 +74,7 @@ def fill_from_tiles(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any
         return False
     rule = _broadcast_wishes if is_pointwise else _RULES.get(function.__name__)
     wishes = None if rule is None else rule(target, *args[1:], **kwargs)
-    base, places = (target, None) if target._base is None else (target._base, _places_in_base(target))
+    base, places = (target, None) if base_of_view(target) is None else (base_of_view(target), _places_in_base(target))
     if wishes is not None and places is not None:
         wishes = _wishes_of_base(base, places, wishes)
     if wishes is None:
@@ -102,7 +110,7 @@ def _reason_to_stay_plain(target: Tensor, plain: Tensor, places: _Places | None,
         return "it is a leaf that requires grad", "write into a clone of it"
     if plain.requires_grad and not torch.is_grad_enabled():
         return "its gradient would be lost without grad mode", "detach it first"
-    if plain.retains_grad or plain._backward_hooks:
+    if plain.retains_grad or gradient_hooks(plain):
         return "a hook, or retain_grad(), waits for its gradient", "write into a clone of it"
     if target is not plain and places is None:
         return (
@@ -127,8 +135,8 @@ def _is_held_elsewhere(target: Tensor, plain: Tensor) -> bool:
     """
     views = int(target is not plain)
     memory = plain.untyped_storage()  # one user of the memory itself
-    users = torch._C._storage_Use_Count(memory._cdata)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-    of_tensor, of_view = (x._use_count() for x in (plain, target))  # pyright: ignore[reportAttributeAccessIssue]
+    users = memory_users(memory_id(memory))
+    of_tensor, of_view = (tensor_users(x) for x in (plain, target))
     return of_tensor > 1 + views or users > 2 + views or (views == 1 and of_view > 1)
 
 
@@ -155,7 +163,7 @@ def _change_places(plain: Tensor) -> Tensor:
     shell = make_shell(Tile, plain.shape, plain.dtype)
     plain.__class__ = Tile
     Tensor.__setattr__(shell, "__class__", Tensor)
-    torch._C._swap_tensor_impl(plain, shell)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    swap_tensors_in_place(plain, shell)
     return shell
 
 
@@ -177,7 +185,7 @@ def _places_in_base(view: Tensor) -> _Places | None:
     Of zeros [4, 6] the view ``[2, 1::2]`` starts at element 13, row 2 and column 1; its next element, 15, lies two
     columns on and in the same row: these are columns 1, 3, 5.  A flattened view would go on in the next row.
     """
-    base: Any = view._base
+    base: Any = base_of_view(view)
     is_other = view.dtype != base.dtype or view.is_conj() != base.is_conj() or view.is_neg() != base.is_neg()
     if is_other or not base.is_contiguous() or not view.numel():
         return None

@@ -24,6 +24,7 @@ from jigsaw.comm.debug import compare_calls
 from jigsaw.geometry.cut import box_slices
 from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.ranks.mesh import mesh_coordinate
+from jigsaw.torch_internals.autograd import tensor_version
 
 _RECORD = "_jigsaw_gradient_block"
 _TAG = 1  # of messages: a rank that has its gradients sooner may send them before what others of its messages follow
@@ -51,14 +52,18 @@ class BlockRecord:
 
     def note(self, grad: Tensor, layout: Layout) -> None:
         # by an alias: while one exists, autograd adds other gradients to a copy, not to this memory
-        self.layout, self._placed = layout, (grad.detach(), grad._version)
+        self.layout, self._placed = layout, (grad.detach(), tensor_version(grad))
 
     def is_all_of(self, grad: Tensor | None) -> bool:
         """Say whether `grad` is the noted tensor, unchanged: versions show hooks that changed it, and sums."""
         if grad is None or grad.requires_grad or self._placed is None:
             return False
         placed, version = self._placed
-        return grad.data_ptr() == placed.data_ptr() and grad.stride() == placed.stride() and placed._version == version
+        return (
+            grad.data_ptr() == placed.data_ptr()
+            and grad.stride() == placed.stride()
+            and tensor_version(placed) == version
+        )
 
 
 def record_blocks(parameter: nn.Parameter, mesh: DeviceMesh) -> None:

@@ -29,6 +29,7 @@ from jigsaw.tile.misuse import warn_of_unreduced
 from jigsaw.tile.table import table
 from jigsaw.tile.tensor_shell import ENTER_NODE
 from jigsaw.tile.tile import LEAVE_NODE, Tile
+from jigsaw.torch_internals.autograd import result_metadata
 
 AVERAGED_MARK = "_jigsaw_averaged_over"
 _SUMMED_MARK = "_jigsaw_entered_summed"
@@ -242,7 +243,7 @@ def _product_behind(x: Tensor) -> str | None:
             continue
         seen.add(node)
         name = node.name().partition("Backward")[0].lower()
-        if name in _PRODUCTS and math.prod(node._input_metadata[0].shape) >= x.numel():
+        if name in _PRODUCTS and math.prod(result_metadata(node)[0].shape) >= x.numel():
             return name
         todo.extend(next_node for next_node, _ in node.next_functions)
     return None

@@ -1,0 +1,85 @@
+"""Private names of torch's dispatch: modes, operators, checkpoints, graphs of `torch.compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from jigsaw.torch_internals.private_names import LateName, private_attribute, private_name
+
+# -- needed to import jigsaw ------------------------------------------------------------------------------------------
+
+# How many modes see the operators of this thread.  Public: nothing tells.
+count_modes: Callable[[], int] = private_name("torch._C:_len_torch_dispatch_stack")
+
+# What `torch.compile` knows while it makes a graph, or None.  Public: `torch.compiler.is_compiling()`, which is false
+# while the backward pass of the graph is made.
+tracing_context: Callable[[], Any] = private_name("torch._guards:TracingContext.try_get")
+
+# -- looked up at their first call ------------------------------------------------------------------------------------
+
+# Lets tensors be real within the block, whatever modes are on.  Public: nothing does.
+without_modes = LateName("torch.utils._python_dispatch:_disable_current_modes")
+
+current_modes = LateName("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
+
+
+def modes_that_keep() -> tuple[type, type]:
+    """Return the modes by which selective checkpointing keeps results; public is only its policy."""
+    return (
+        private_name("torch.utils.checkpoint:_CachingTorchDispatchMode"),
+        private_name("torch.utils.checkpoint:_CachedTorchDispatchMode"),
+    )
+
+
+# What an operator takes and changes.  Public: its tags, which do not mark every operator that changes an argument.
+operator_schema: Callable[[Any], Any] = private_attribute(torch.ops.aten.add.Tensor, "_schema")
+
+# -- operators that have no public function ---------------------------------------------------------------------------
+
+READ_NUMBER: Any = private_name("torch:ops.aten._local_scalar_dense.default")
+UNSAFE_VIEW: Any = private_name("torch:ops.aten._unsafe_view")
+CPU_ATTENTION: Any = private_name("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu")
+CPU_ATTENTION_BACKWARD: Any = private_name("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
+
+
+def operators_of_weights() -> tuple[Any, Any]:
+    """Return the operators by which FSDP2 gathers weights, and sums gradients into parts."""
+    names = "_allgather_base_", "_reduce_scatter_base_"
+    gather, sum_parts = (private_name(f"torch:ops.c10d.{name}.default") for name in names)
+    return gather, sum_parts
+
+
+# -- graphs of torch.compile ------------------------------------------------------------------------------------------
+
+
+def leave_to_python(function: Any, reason: str) -> None:
+    """Let `torch.compile` call a function, and all that it calls, as they are.
+
+    Public: `torch.compiler.disable`, which puts another call before each one.
+    """
+    frames = private_name("torch._C:_dynamo.eval_frame")
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason
+    skip = private_attribute(frames, "_FrameAction")(frames).SKIP
+    strategy = private_attribute(frames, "_FrameExecStrategy")(frames)(skip, skip)
+    frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+# -- activation checkpointing -----------------------------------------------------------------------------------------
+
+
+class Checkpointing:
+    """Names in torch.utils.checkpoint.  Public: `context_fn=`, which whoever calls `checkpoint` passes."""
+
+    # both are looked up in their module when a call begins
+    FRAME = "_CheckpointFrame"
+    FIRST_HOOK, LATER_HOOK = "_checkpoint_hook", "_recomputation_hook"
+
+    def __init__(self) -> None:
+        self.module: Any = torch.utils.checkpoint
+        names = self.FRAME, self.FIRST_HOOK, self.LATER_HOOK, "_make_saved_tensor"
+        values = [private_name(f"torch.utils.checkpoint:{name}") for name in names]
+        self.frame, self.first_hook, self.later_hook, self.save_tensor = values

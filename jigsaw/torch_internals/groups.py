@@ -1,0 +1,135 @@
+"""Private names of torch.distributed: process groups, meshes, FSDP2 and DDP, each looked up when it is first needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.torch_internals.private_names import LateName, private_attribute, private_name, replaced_in_torch
+
+# -- process groups ---------------------------------------------------------------------------------------------------
+
+WORLD_NAME = "_world"
+"""Where torch keeps its process groups, and lets others put an object of their own.  Public: functions that ask it."""
+
+# The store of the job's ranks.  Public: only whoever makes a store has it, and torchrun's is made by torch.
+default_store = LateName("torch.distributed.distributed_c10d:_get_default_store")
+
+# The group of a name.  Public: `DeviceMesh.get_group`, which looks at the mesh's own ranks each time.
+group_of_name = LateName("torch.distributed.distributed_c10d:_resolve_process_group")
+
+# What serves a group on a device.  Public: `get_backend`, which returns a name, and no time-out.
+backend_of_group = LateName("torch.distributed:ProcessGroup._get_backend")
+
+# Ends the groups of a dry run, and gives torch's log its rank back.  Public: `destroy_process_group`, which waits.
+unregister_group = LateName("torch._C:_distributed_c10d._unregister_process_group")
+set_rank_of_log = LateName("torch._C:_distributed_c10d._set_global_rank")
+
+
+def known_groups() -> Any:
+    """Return the object that holds torch's process groups, or jigsaw's in its place."""
+    return private_name("torch.distributed.distributed_c10d:" + WORLD_NAME)
+
+
+def know_groups(world: Any) -> None:
+    """Put an object in the place of torch's process groups."""
+    setattr(c10d, WORLD_NAME, world)
+
+
+def devices_of_group(group: dist.ProcessGroup) -> set[str]:
+    """Return the types of devices that a group serves; public is a text for people."""
+    return {device.type for device in private_attribute(group, "_device_types")(group)}
+
+
+def patience_of_backend(backend: Any, otherwise: timedelta) -> timedelta:
+    """Return the time-out of a backend; `otherwise` of one without options, as MPI's.  Public is nothing."""
+    options = getattr(backend, "options", None)
+    return otherwise if options is None else private_attribute(options, "_timeout")(options)
+
+
+def fake_store() -> Any:
+    """Return the store of a fake group, whose backend this import registers.  Public is nothing."""
+    return private_name("torch.testing._internal.distributed.fake_pg:FakeStore")()
+
+
+# -- meshes: public are slices of a mesh by its names alone -----------------------------------------------------------
+
+mesh_flattened = LateName("torch.distributed.device_mesh:DeviceMesh._flatten")
+mesh_unflattened = LateName("torch.distributed.device_mesh:DeviceMesh._unflatten")
+mesh_root = LateName("torch.distributed.device_mesh:DeviceMesh._get_root_mesh")
+
+
+def meshes_joined(parts: list[DeviceMesh]) -> DeviceMesh:
+    """Return the mesh of the axes of several; looked up each time, as `around_joins` replaces it."""
+    return private_name("torch.distributed.device_mesh:DeviceMesh._concatenate")(parts)
+
+
+def flattened_meshes(root: DeviceMesh) -> dict[str, DeviceMesh]:
+    """Return the flattened meshes that torch knows of a mesh, by name."""
+    return private_attribute(root, "_flatten_mapping")(root)
+
+
+def around_joins(wrap: Any) -> AbstractContextManager[None]:
+    """Let torch join meshes by ``wrap(torch's function)`` within the block."""
+    meshes: Any = DeviceMesh
+    joined = private_name("torch.distributed.device_mesh:DeviceMesh._concatenate")
+    return replaced_in_torch(meshes, "_concatenate", staticmethod(wrap(joined)))
+
+
+def number_mesh(mesh: Any, number: int) -> None:
+    """Let a mesh be equal to those of the same number alone."""
+    private_attribute(mesh, "_thread_id")
+    mesh._thread_id, mesh._hash = number, None
+
+
+# -- FSDP2 ------------------------------------------------------------------------------------------------------------
+
+_FSDP = "torch.distributed.fsdp._fully_shard."
+
+# Whether `unshard()` returns at once, on CPUs too.  Public: only for GPUs, by their streams.
+gather_without_waiting = LateName("torch.distributed.fsdp:FSDPModule._set_unshard_async_op")
+
+
+def is_before_backward(unit: Any) -> bool:
+    """Say whether FSDP2 takes a unit to be behind the beginning of its backward pass; public is nothing."""
+    states = private_name(_FSDP + "_fsdp_common:TrainingState")
+    state = private_name("torch.distributed.fsdp:FSDPModule._get_fsdp_state")(unit)
+    return private_attribute(state, "_training_state")(state) is private_attribute(states, "PRE_BACKWARD")(states)
+
+
+def results_of_placement(dims: Mapping[Any, Any], where: Mapping[Any, DeviceMesh]) -> dict[Any, Any]:
+    """Return what `fully_shard` takes for parameters with meshes of their own: a placement and a mesh for each.
+
+    Public is `shard_placement_fn`, whose results of this kind have private names.
+    """
+    one = private_name(_FSDP + "_fsdp_common:FSDPMeshInfo")
+    two = private_name(_FSDP + "_fsdp_common:HSDPMeshInfo")
+    result = private_name(_FSDP + "_fsdp_common:ShardPlacementResult")
+    meshes = dict.fromkeys(where.values())
+    infos = {mesh: one(mesh, shard_mesh_dim=0) if mesh.ndim == 1 else two(mesh, 1, 0) for mesh in meshes}
+    return {p: result(placement, infos[where[p]]) for p, placement in dims.items()}
+
+
+def around_chunks(wrap: Any) -> AbstractContextManager[None]:
+    """Let FSDP2 cut weights into parts by ``wrap(torch's function)`` within the block."""
+    chunks = private_name(_FSDP + "_fsdp_param:_chunk_with_empty")
+    return replaced_in_torch(sys.modules[_FSDP + "_fsdp_param"], "_chunk_with_empty", wrap(chunks))
+
+
+def is_file_of_fsdp(file: str) -> bool:
+    """Say whether a file is one of FSDP2's."""
+    folder = sys.modules.get(_FSDP.rstrip("."))
+    return folder is not None and file.startswith(tuple(folder.__path__))
+
+
+# -- DDP --------------------------------------------------------------------------------------------------------------
+
+# The wrapper whose forward pass is under way, or None.  Public: nothing tells.
+wrapper_around = LateName("torch.nn.parallel:DistributedDataParallel._get_active_ddp_module")
