@@ -8,7 +8,6 @@ Norms over positions need a value of all slabs: y = F(x, s), s = S(x), where s i
 slabs run up to the norm, which gives s, and then to the end, with s as if it were a weight.  The backward pass first
 sums the gradient of s over the slabs.  Then x gets that of F with s fixed, and that of s. For a row x of n:
     dL/dx = dF/dx + dL/dmean / n + 2 (x - mean) dL/dsquares.
-
 With a second norm, y = F(x, s, t) and t = T(x, s), and so on.  Each costs one more pass, forward and backward.  Keys
 and values of attention over the dim that slabs cut are such an s, too.
 

@@ -1,7 +1,6 @@
 """Indexing of tiles: ``tile[...]``, ``tile[...] = value``, and the functions that pick, write or add rows by indices.
 
 Ints, slices and None move only a picked row.  Index tensors and masks are whole on every rank (cut tiles become so).
-
 Four ranks with 33 rows cut at 0, 9, 17, 25, 33, asked for the rows 30, 3, 12: rank 0 fills the second place of the
 result, rank 1 the third, rank 3 the first; each has zeros elsewhere, and the sum over the four is the answer.  Told to
 write at these rows, each writes the one that it owns, and nothing is sent.

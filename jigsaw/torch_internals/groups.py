@@ -66,9 +66,12 @@ mesh_unflattened = LateName("torch.distributed.device_mesh:DeviceMesh._unflatten
 mesh_root = LateName("torch.distributed.device_mesh:DeviceMesh._get_root_mesh")
 
 
+_JOIN = "torch.distributed.device_mesh:DeviceMesh._concatenate"
+
+
 def meshes_joined(parts: list[DeviceMesh]) -> DeviceMesh:
     """Return the mesh of the axes of several; looked up each time, as `around_joins` replaces it."""
-    return private_name("torch.distributed.device_mesh:DeviceMesh._concatenate")(parts)
+    return private_name(_JOIN)(parts)
 
 
 def flattened_meshes(root: DeviceMesh) -> dict[str, DeviceMesh]:
@@ -79,7 +82,7 @@ def flattened_meshes(root: DeviceMesh) -> dict[str, DeviceMesh]:
 def around_joins(wrap: Any) -> AbstractContextManager[None]:
     """Let torch join meshes by ``wrap(torch's function)`` within the block."""
     meshes: Any = DeviceMesh
-    joined = private_name("torch.distributed.device_mesh:DeviceMesh._concatenate")
+    joined = private_name(_JOIN)
     return replaced_in_torch(meshes, "_concatenate", staticmethod(wrap(joined)))
 
 

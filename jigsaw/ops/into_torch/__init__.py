@@ -1,1 +1,1 @@
-"""Where jigsaw reaches into torch: its methods, checkpoints and comparisons."""
+"""Methods of tensors, checkpoints and comparisons of torch, on tiles."""
