@@ -23,7 +23,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 import jigsaw
 from jigsaw.io import CorruptChunkError, DataLoader, PeerError, ReadError, UnsupportedStoreError
 from jigsaw.io.chunks import files
-from jigsaw.io.chunks.codecs import BadChunkError
+from jigsaw.io.chunks.files import BadChunkError
 from jigsaw.io.formats.hdf5_filters import (
     BLOSC_FILTER,
     DEFLATE_FILTER,

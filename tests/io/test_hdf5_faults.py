@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numcodecs.fletcher32 import Fletcher32
 
 from jigsaw.errors import CorruptChunkError, ReadError, TruncatedError, UnsupportedStoreError
-from jigsaw.io.chunks.codecs import BadChunkError
+from jigsaw.io.chunks.files import BadChunkError
 from jigsaw.io.formats.hdf5 import claims, open_hdf5_file
 from jigsaw.io.formats.hdf5_filters import (
     BLOSC_FILTER,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jigsaw.errors import ReadError
-from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.chunks.files import fresh_memory
 from jigsaw.io.reading import memory_pool as _memory
 from jigsaw.io.reading.memory_pool import MemoryPool
 

@@ -14,8 +14,7 @@ from numcodecs import Blosc, Zstd
 
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.chunks import chunk_finder
-from jigsaw.io.chunks.byte_ranges import merge_ranges
-from jigsaw.io.chunks.files import LocalFiles
+from jigsaw.io.chunks.files import LocalFiles, merge_ranges
 from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, needed_share
 from jigsaw.io.chunks.read_cost import read_cost
 from jigsaw.io.formats.store import open_store

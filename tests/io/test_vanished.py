@@ -20,7 +20,7 @@ import jigsaw
 from jigsaw.__main__ import main
 from jigsaw.errors import CorruptChunkError, MissingArrayError, MissingChunkError, PeerError, ReadError
 from jigsaw.io import DataLoader, convert, open_store
-from jigsaw.io.chunks.codecs import BadChunkError
+from jigsaw.io.chunks.files import BadChunkError
 from jigsaw.testing import on_ranks, world_mesh
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,13 +11,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.errors import GridError, UnsupportedStoreError, redacted_text
-from jigsaw.geometry.cut import Box
+from jigsaw.geometry.cut import Box, Interval
 from jigsaw.io.chunks.chunk import ChunkDecoder, ChunkPlaces
 from jigsaw.io.chunks.chunk_finder import ChunkFinder
 from jigsaw.io.chunks.chunk_grid import ChunkGrid
-from jigsaw.io.chunks.chunk_loader import ChunkLoader
-from jigsaw.io.chunks.joined_arrays import JoinedArrays
-from jigsaw.io.chunks.library_loader import BoxReader, LibraryLoader
+from jigsaw.io.chunks.chunk_loader import BoxReader, ChunkLoader, LibraryLoader
+
+
+@dataclass(frozen=True)
+class JoinedArrays:
+    """The arrays that one is made of: their names among a store's tables, and as `edges` the rows of `dim` where each
+    begins, then the number of all rows.
+    """
+
+    dim: int
+    names: tuple[str, ...]
+    edges: tuple[int, ...]
+
+    def find(self, row: int) -> int:
+        """Return the number of the array that has a row of the whole."""
+        return bisect_right(self.edges, row) - 1
+
+    def inside(self, rows: Interval) -> Iterator[tuple[int, Interval]]:
+        """Yield the arrays that have some of `rows`, by number, and the rows that each has."""
+        if rows[0] < rows[1]:
+            for i in range(self.find(rows[0]), self.find(rows[1] - 1) + 1):
+                yield i, (max(rows[0], self.edges[i]), min(rows[1], self.edges[i + 1]))
+
+    def local(self, box: Box, number: int, rows: Interval) -> Box:
+        """Return a box of the whole in the coordinates of the array `number`, of which it takes `rows`."""
+        start = self.edges[number]
+        return (*box[: self.dim], (rows[0] - start, rows[1] - start), *box[self.dim + 1 :])
 
 
 def _no_library(box: Box) -> NDArray[Any]:
@@ -134,3 +159,59 @@ class ArrayStore:
     def read_small(self, name: str) -> NDArray[Any]:
         """Read a whole array as it is stored: for coordinates."""
         return self._read(name)
+
+
+# -- packed numbers: the values that stored ones mean, by CF's and NetCDF's attributes, as xarray reads them ----------
+
+
+def dtype_with_declared_sign(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> np.dtype[Any]:
+    """Return the dtype of the stored values: by ``_Unsigned`` NetCDF-3 declares signs that its types lack."""
+    said = str(attrs.get("_Unsigned", "")).lower()
+    other = {("i", "true"): "u", ("u", "false"): "i"}.get((dtype.kind, said), dtype.kind)
+    return np.dtype(dtype.str.replace(dtype.kind, other))
+
+
+def missing_values_of(
+    dtype: np.dtype[Any], missing: Iterable[Any], stored: np.dtype[Any] | None = None
+) -> tuple[float, ...]:
+    """Return the stored values that mean "missing": numbers and lists of them, as an array of `dtype` holds them. A
+    number that it cannot hold is left out, as in xarray and netCDF4.
+
+    `stored` is the dtype before `dtype_with_declared_sign`, in which such numbers are written.
+    """
+    if dtype.kind not in "iuf":
+        return ()
+    turns = stored is not None and stored.kind != dtype.kind
+    flat = [x for value in missing for x in np.ravel(np.asarray(value)).tolist()]
+    numbers = [x for x in flat if isinstance(x, int | float) and x == x]
+    if dtype.kind == "f":  # in float32, 0.1 as float64 is not one of the values: rounded, it would hide one that is
+        with np.errstate(over="ignore"):
+            numbers = [x for x in numbers if stored_number_of(x, dtype) == x]
+    return tuple(dict.fromkeys(fill_value_of(x, dtype) if turns else stored_number_of(x, dtype) for x in numbers))
+
+
+def fill_is_missing(fill: Any, attrs: Mapping[str, Any]) -> bool:
+    """Say whether the `fill_value` of a Zarr v2 array means "missing"."""
+    return bool(fill) or "scale_factor" in attrs  # a 0 may be a default; it is missing in packed numbers alone
+
+
+def stored_number_of(value: float, dtype: np.dtype[Any]) -> float:
+    """Return the value that an array of `dtype` holds for it: rounded, or with the other sign; integers stay exact."""
+    if dtype.kind == "f":
+        return float(np.asarray(value).astype(dtype))
+    number = int(value) if isinstance(value, int) or value.is_integer() else value
+    return number + (1 << 8 * dtype.itemsize) if dtype.kind == "u" and number < 0 else number
+
+
+def fill_value_of(value: Any, dtype: np.dtype[Any]) -> Any:
+    """Return a fill value as a Python number that `dtype` holds: one written for the other sign has the same bits.
+
+    Anything but a number stays as it is.
+    """
+    if not isinstance(value, int | float | np.number) or dtype.kind not in "iuf":
+        return value.item() if isinstance(value, np.generic) else value
+    if dtype.kind == "f" or not np.isfinite(value) or value != np.floor(value):
+        return float(value)
+    bits = 8 * dtype.itemsize
+    wrapped = int(value) % 2**bits
+    return wrapped - 2**bits if dtype.kind == "i" and wrapped >= 2 ** (bits - 1) else wrapped

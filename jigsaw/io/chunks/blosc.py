@@ -10,15 +10,13 @@ import struct
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError, decode_blosc_frame
-from jigsaw.io.chunks.files import ByteAllocator
-from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.chunks.files import BadChunkError, ByteAllocator, ByteArray, ShortChunkError, fresh_memory
 from jigsaw.io.chunks.portion import ByteSpans, ChunkPortion, blosc_blocks_of_spans, join_spans
 
 BLOSC_HEADER_BYTES = 16
@@ -28,6 +26,7 @@ _BLOSC_VERSION = 2
 _RESERVED_FLAG = 0x8
 _MOST_SPLITS, _LEAST_SPLIT = 16, 128
 _HEADER_STRUCT = struct.Struct("<BBBBIII")
+DecodeStep = Callable[[ByteArray, ByteArray], None]
 
 
 @dataclass(frozen=True)
@@ -187,3 +186,20 @@ def blosc_frame_of(head: bytes, table: ByteArray) -> BloscFrame:
     if rising != begin:
         nexts = nexts[np.searchsorted(rising, begin)]
     return BloscFrame(head, size, block, np.array(begin, np.int64), nexts)
+
+
+@cache
+def _blosc_decompress() -> DecodeStep:
+    """Return Blosc's function: importing it at every chunk would take as long as the check of a frame."""
+    from numcodecs import blosc  # pyright: ignore[reportAttributeAccessIssue]
+
+    return blosc.decompress
+
+
+def decode_blosc_frame(frame: ByteArray, out: ByteArray) -> None:
+    """Decode a Blosc frame that fills `out`; one that is damaged is a `BadChunkError`."""
+    check_blosc_frame(frame, out.size)
+    try:
+        _blosc_decompress()(frame, out)
+    except (RuntimeError, ValueError) as e:
+        raise BadChunkError(str(e)) from e

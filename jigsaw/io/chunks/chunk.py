@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
-from jigsaw.io.chunks.codecs import ByteArray
-from jigsaw.io.chunks.files import StoreFiles
+from jigsaw.io.chunks.files import ByteArray, StoreFiles
 from jigsaw.io.chunks.portion import ChunkPortion
 
 

@@ -1,29 +1,143 @@
-"""Finder of the bytes of each chunk of one array, and of those that a part of it needs."""
+"""Finder of the bytes of each chunk of one array, and of those that a part of it needs.
+
+Some are looked up in the indices of shards and in Blosc's tables of blocks, each read once and kept. Plans need them,
+so these reads are counted apart from those of the read itself. The index of an HDF5 file is read when it is opened, and
+is not counted here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from jigsaw.errors import CorruptChunkError, FetchError, MissingArrayError, MissingChunkError, ReadError, TruncatedError
 from jigsaw.io.chunks import portion
-from jigsaw.io.chunks.blosc import BloscFrame
-from jigsaw.io.chunks.blosc_tables import BloscBlockTables
+from jigsaw.io.chunks.blosc import BLOSC_HEADER_BYTES, BloscFrame, blosc_frame_of, check_blosc_header
 from jigsaw.io.chunks.chunk import ChunkDecoder, ChunkPlaces, ChunkRef, ObjectPerChunk, StripPlaces
 from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex, ChunkRows
-from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
-from jigsaw.io.chunks.files import CachingFiles
-from jigsaw.io.chunks.lookups import IndexedPlaces, LookupCounts, total_lookups
+from jigsaw.io.chunks.files import BadChunkError, ByteArray, CachingFiles, ShortChunkError, StoreFiles, fresh_memory
 from jigsaw.io.chunks.portion import ChunkPortion
 
 T = TypeVar("T")
 
+_TABLES_KEPT = 1024
+_SMALLEST_BLOCK = 1 << 14
+"""Size below which Blosc's blocks hardly ever are."""
 SMALLEST_DIVIDED_CHUNK = 1 << 18
 """Smallest chunk that is decoded in part: for a smaller one the bookkeeping of a part costs as much."""
 _MOST_OVERHEAD = 1 << 16
 """Limit that the bytes of a chunk's headers and checksums never reach."""
+
+
+class LookupCounts(NamedTuple):
+    """Numbers of requests and of bytes."""
+
+    requests: int = 0
+    bytes: int = 0
+
+
+def total_lookups(each: Iterable[LookupCounts]) -> LookupCounts:
+    """Sum look-ups."""
+    found = tuple(each)
+    return LookupCounts(sum(one.requests for one in found), sum(one.bytes for one in found))
+
+
+class LookupTally:
+    """Sum of the look-ups that threads make."""
+
+    def __init__(self) -> None:
+        self._lock, self.counted = threading.Lock(), LookupCounts()
+
+    def add(self, more: LookupCounts) -> LookupCounts:
+        """Count `more`, and give it back."""
+        with self._lock:
+            so_far = self.counted
+            self.counted = LookupCounts(so_far.requests + more.requests, so_far.bytes + more.bytes)
+        return more
+
+
+@runtime_checkable
+class IndexedPlaces(Protocol):
+    """Places that are looked up in indices; `counted` adds up those that were read."""
+
+    @property
+    def counted(self) -> LookupCounts: ...
+
+    def index_of(self, index: ChunkIndex) -> tuple[str, LookupCounts]:
+        """Return the object whose index says where a chunk lies, and the look-ups of reading that index."""
+        ...
+
+
+class BloscBlockTables:
+    """The tables of one array's chunks, each read once; the last 1024 are kept."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[ChunkIndex, tuple[BloscFrame | None, LookupCounts]] = OrderedDict()
+        self._lock, self._tally = threading.Lock(), LookupTally()
+
+    @property
+    def counted(self) -> LookupCounts:
+        return self._tally.counted
+
+    def took(self, index: ChunkIndex) -> LookupCounts:
+        """Return the look-ups for the table of a chunk, while it is kept."""
+        found = self._kept.get(index)
+        return LookupCounts() if found is None else found[1]
+
+    def frame(self, index: ChunkIndex, ref: ChunkRef, size: int, files: StoreFiles) -> BloscFrame | None:
+        """Return the Blosc frame of a chunk of `size` decoded bytes, its header and table checked; None when it is
+        missing.
+        """
+        with self._lock:
+            if index in self._kept:
+                return self._kept[index][0]
+        took = LookupTally()  # of this table alone; what a read that fails took is counted too
+        try:
+            made = _read_frame(ref, size, files, took)
+        finally:
+            self._tally.add(took.counted)
+        with self._lock:
+            self._kept[index] = made, took.counted
+            if len(self._kept) > _TABLES_KEPT:
+                self._kept.popitem(last=False)
+        return made
+
+
+def _read_frame(ref: ChunkRef, size: int, files: StoreFiles, took: LookupTally) -> BloscFrame | None:
+    def read(start: int, memory: ByteArray) -> ByteArray | None:
+        took.add(LookupCounts(1, 0))
+        if not files.ranges(ref.path, [(ref.offset + start, memory)]):
+            return None
+        took.add(LookupCounts(0, memory.size))
+        return memory
+
+    # the header, and with it the table that it can be expected to have
+    expected = BLOSC_HEADER_BYTES + 4 * -(-size // _SMALLEST_BLOCK)
+    at_once = ref.length is None or ref.length >= expected
+    try:
+        raw = read(0, fresh_memory(expected if at_once else BLOSC_HEADER_BYTES))
+    except ShortChunkError:
+        if not at_once:
+            raise
+        raw = read(0, fresh_memory(BLOSC_HEADER_BYTES))  # of an object of unknown size that compresses to less
+    if raw is None:
+        return None
+    head = raw[:BLOSC_HEADER_BYTES].tobytes()
+    _, count = check_blosc_header(head, size, ref.length)
+    stop = BLOSC_HEADER_BYTES + (0 if head[2] & 0x2 else 4 * count)
+    if ref.length is not None and stop - BLOSC_HEADER_BYTES > ref.length:
+        raise ShortChunkError(f"it has {ref.length} bytes, too few for its table of {count} blocks")
+    if stop <= raw.size:
+        return blosc_frame_of(head, raw[BLOSC_HEADER_BYTES:stop])
+    table = fresh_memory(stop - BLOSC_HEADER_BYTES)
+    known = raw.size - BLOSC_HEADER_BYTES
+    table[:known] = raw[BLOSC_HEADER_BYTES:]
+    read(raw.size, table[known:])
+    return blosc_frame_of(head, table)
 
 
 def most_stored_bytes(size: int) -> int:

@@ -9,16 +9,69 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.errors import CorruptChunkError, ReadError, cause_without_secrets
+from jigsaw.geometry.cut import Box
+from jigsaw.io.chunks.blosc import BloscFrame
 from jigsaw.io.chunks.chunk import ChunkDecoder, ChunkLoadCounts, ChunkRef, FetchedBytes
 from jigsaw.io.chunks.chunk_finder import ChunkFinder, most_stored_bytes
 from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex
-from jigsaw.io.chunks.chunk_stream import ChunkStream
-from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError
-from jigsaw.io.chunks.files import ByteAllocator, FillTarget
-from jigsaw.io.chunks.memory import ScratchMemory, fresh_memory
+from jigsaw.io.chunks.files import (
+    BadChunkError,
+    ByteAllocator,
+    ByteArray,
+    FillTarget,
+    ScratchMemory,
+    ShortChunkError,
+    StoreFiles,
+    fresh_memory,
+)
 from jigsaw.io.chunks.portion import ChunkPortion
 
 _load_scratch = ScratchMemory()
+BoxReader = Callable[[Box], NDArray[Any]]
+
+
+class ChunkStream:
+    """The decoded bytes of a chunk in order: of a Blosc `frame` whose blocks lie in order, or stored as they are."""
+
+    def __init__(
+        self, files: StoreFiles, ref: ChunkRef, size: int, frame: BloscFrame | None, room: ByteAllocator
+    ) -> None:
+        self._files, self._ref, self._size, self._frame, self._room = files, ref, size, frame, room
+        self._at = 0
+        self._block = fresh_memory(0 if frame is None else min(frame.block, size))
+        self._rest = self._block[:0]
+
+    def read(self, out: ByteArray) -> None:
+        """Fill `out` with the next bytes."""
+        done = min(self._rest.size, out.size)
+        out[:done], self._rest = self._rest[:done], self._rest[done:]
+        if done == out.size:
+            return
+        if self._frame is None:
+            self._fetch(self._at, out[done:])
+            self._at += out.size - done
+        else:
+            self._blocks(self._frame, out[done:])
+
+    def _blocks(self, frame: BloscFrame, out: ByteArray) -> None:
+        """Decode the blocks that end within `out`, and the beginning of the one that does not, whose rest is kept."""
+        whole = out.size if self._at + out.size == self._size else out.size // frame.block * frame.block
+        if whole:
+            self._decode(frame, out[:whole])
+        if whole < out.size:
+            block = self._block[: self._size - self._at]
+            self._decode(frame, block)
+            out[whole:], self._rest = block[: out.size - whole], block[out.size - whole :]
+
+    def _decode(self, frame: BloscFrame, out: ByteArray) -> None:
+        first = self._at // frame.block
+        frame.run(first, first - (-out.size // frame.block), self._fetch, self._room, out)
+        self._at += out.size
+
+    def _fetch(self, offset: int, memory: ByteArray) -> None:
+        if not self._files.ranges(self._ref.path, [(self._ref.offset + offset, memory)]):
+            raise BadChunkError("it vanished while it was read")
 
 
 class DecodedChunks:
@@ -202,3 +255,36 @@ def _portion_targets(
         (ref.offset + offset, memory[at : at + length])
         for (offset, length), at in zip(part.ranges, starts, strict=False)
     ]
+
+
+class LibraryLoader(DecodedChunks):
+    """Loader of the chunks of an array through `read_box`."""
+
+    def __init__(self, finder: ChunkFinder, dtype: np.dtype[Any], read_box: BoxReader, fill_value: Any) -> None:
+        super().__init__(finder.grid, dtype, range(finder.grid.ndim), fill_value)
+        self._finder, self._read_box = finder, read_box
+
+    def _is_absent(self, path: str) -> bool:
+        """Say whether a far store lacks an object; its library would silently read fill values."""
+        files = self._finder.places.files
+        return files.far and files.size(path) is None
+
+    def load(self, index: ChunkIndex, out: ByteArray, part: ChunkPortion | None = None) -> ChunkLoadCounts:
+        """Read one chunk, or the rows of a part of it, into `out`, which has the chunk's size: see `ChunkLoader`."""
+        found, box = self._finder.locate(index), self.grid.box_of(index)
+        if found is None or (found.length is None and self._is_absent(found.path)):
+            return ChunkLoadCounts(None, True)
+        rows = part.rows if part else tuple((0, b - a) for a, b in box)
+        wanted = tuple((a + low, min(a + high, b)) for (a, b), (low, high) in zip(box, rows, strict=True))
+        try:
+            values = self._read_box(wanted)
+        except ReadError:
+            raise
+        except Exception as e:  # a library's decoder may raise anything
+            raise self._finder.chunk_error(CorruptChunkError, index, e) from cause_without_secrets(e)
+        if values.shape != tuple(b - a for a, b in wanted):
+            why = BadChunkError(f"its library gave values of shape {values.shape} for the box {wanted}")
+            raise self._finder.chunk_error(CorruptChunkError, index, why)
+        at = tuple(slice(low, low + n) for (low, _), n in zip(rows, values.shape, strict=True))
+        self.view(out, index)[at] = values
+        return ChunkLoadCounts(found.length or 0, True, 1, part.decoded if part else self.grid.bytes_of(index))

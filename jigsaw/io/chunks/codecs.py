@@ -9,25 +9,16 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-ByteArray = NDArray[np.uint8]
+from jigsaw.io.chunks.blosc import DecodeStep, decode_blosc_frame
+from jigsaw.io.chunks.files import BadChunkError, ByteArray, ShortChunkError
+
 _RUN_CODE = ("pickle", "dill", "marshal", "joblib")
-DecodeStep = Callable[[ByteArray, ByteArray], None]
-
-
-class BadChunkError(Exception):
-    """Reason why a chunk cannot be decoded; the caller adds the chunk's name."""
-
-
-class ShortChunkError(BadChunkError):
-    """A chunk whose stored bytes end too early."""
 
 
 @dataclass(frozen=True)
@@ -89,28 +80,6 @@ def without_crc(raw: ByteArray) -> ByteArray:
 def _check_claimed_size(claimed: int, out: ByteArray) -> None:
     if claimed != out.size:
         raise BadChunkError(f"its header claims {claimed} decoded bytes and the chunk has {out.size}")
-
-
-@cache
-def _blosc_functions() -> tuple[Callable[[ByteArray, int], None], DecodeStep]:
-    """Return the functions that check and decode a frame: importing them at every chunk would take as long as the
-    check.
-    """
-    from numcodecs import blosc  # pyright: ignore[reportAttributeAccessIssue]
-
-    from jigsaw.io.chunks.blosc import check_blosc_frame  # which builds on this file
-
-    return check_blosc_frame, blosc.decompress
-
-
-def decode_blosc_frame(frame: ByteArray, out: ByteArray) -> None:
-    """Decode a Blosc frame that fills `out`; one that is damaged is a `BadChunkError`."""
-    check, decompress = _blosc_functions()
-    check(frame, out.size)
-    try:
-        decompress(frame, out)
-    except (RuntimeError, ValueError) as e:
-        raise BadChunkError(str(e)) from e
 
 
 def zstd_frame_size(raw: ByteArray) -> int | None:

@@ -1,4 +1,4 @@
-"""Files of stored bytes: named objects, read whole or by ranges straight into the caller's memory."""
+"""Files of stored bytes: named objects, read whole or by ranges straight into the caller's memory, and that memory."""
 
 from __future__ import annotations
 
@@ -8,21 +8,39 @@ import stat
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from jigsaw.errors import UnsupportedStoreError
-from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError
+import numpy as np
+from numpy.typing import NDArray
 
+from jigsaw.errors import ReadError, UnsupportedStoreError
+
+ByteArray = NDArray[np.uint8]
 ByteAllocator = Callable[[int], ByteArray]
 """Function that returns memory for so many bytes."""
 FillTarget = tuple[int, ByteArray]
 """An offset within an object, and the memory that the bytes from there on fill."""
+ByteRange = tuple[int, int]
+"""(start, stop) of an object's bytes."""
 
 _FILES_KEPT_OPEN = 128
 _STAMPS_REMEMBERED = 1 << 16
 _FOLDERS_REMEMBERED = 1 << 16
 _MOST_AT_ONCE = 1 << 30  # macOS refuses to read 2 GiB and more in one call
+
+_SCRATCH_GRAIN = 1 << 20
+"""Bytes that scratch memory grows by: sizes that differ by little would leave holes in the heap."""
+_CACHE_LINE = 64
+"""Bytes of a cache line: arithmetic on memory that begins amid one takes a tenth longer."""
+
+
+class BadChunkError(Exception):
+    """Reason why a chunk cannot be decoded; the caller adds the chunk's name."""
+
+
+class ShortChunkError(BadChunkError):
+    """A chunk whose stored bytes end too early."""
 
 
 def size_and_change(path: str | os.PathLike[str]) -> tuple[int, int] | None:
@@ -299,3 +317,37 @@ class _OpenFile:
             if got == 0:
                 raise ShortChunkError(f"the file ends after {done} of its {length} bytes")
             done += got
+
+
+class ScratchMemory(threading.local):
+    """Memory of each thread that the next call overwrites."""
+
+    def __init__(self) -> None:
+        self._room = fresh_memory(0)
+
+    def __call__(self, size: int) -> NDArray[np.uint8]:
+        if self._room.size < size:
+            self._room = fresh_memory(0)  # given back before there is more
+            self._room = fresh_memory(-(-size // _SCRATCH_GRAIN) * _SCRATCH_GRAIN)
+        return self._room[:size]
+
+
+def fresh_memory(size: int) -> NDArray[np.uint8]:
+    """Return uninitialized memory that begins at a cache line; a `ReadError` when there is not enough."""
+    try:
+        room = np.empty(size + _CACHE_LINE - 1, np.uint8)
+        start = -room.ctypes.data % _CACHE_LINE
+        return room[start : start + size]
+    except (MemoryError, ValueError) as e:  # ValueError: beyond what has an address
+        raise ReadError(f"there is no memory for {size} bytes; use smaller chunks, or the store's metadata lies") from e
+
+
+def merge_ranges(parts: Iterable[tuple[int, int]], gap: int = 0) -> list[tuple[int, int]]:
+    """Return the intervals in rising order, with those that overlap, touch or lie at most `gap` apart as one."""
+    made: list[ByteRange] = []
+    for start, stop in sorted(parts):
+        if made and start <= made[-1][1] + gap:
+            made[-1] = made[-1][0], max(stop, made[-1][1])
+        else:
+            made.append((start, stop))
+    return made

@@ -13,8 +13,10 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -25,14 +27,23 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from jigsaw.errors import FetchError, UnsupportedStoreError, redacted_text, why_not_imported
-from jigsaw.io.chunks.byte_ranges import ByteRange, merge_ranges
-from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError
-from jigsaw.io.chunks.concurrent_requests import REQUESTS_IN_FLIGHT, ask_in_pool, is_waited_for
-from jigsaw.io.chunks.files import ByteAllocator, FillTarget, ObjectIdentity, fill_targets
-from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.chunks.files import (
+    BadChunkError,
+    ByteAllocator,
+    ByteArray,
+    ByteRange,
+    FillTarget,
+    ObjectIdentity,
+    ShortChunkError,
+    fill_targets,
+    fresh_memory,
+    merge_ranges,
+)
 from jigsaw.io.chunks.redirects import GuardedHttp
 
 T = TypeVar("T")
+R = TypeVar("R")
+
 REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
 OWN_OPTIONS = ("arrays", "outside")
 """Options that are jigsaw's, not obstore's."""
@@ -50,6 +61,10 @@ _ENDPOINT_VARIABLES = re.compile(r"(AWS|AZURE|GOOGLE)_\w*(ENDPOINT|ACCOUNT_NAME|
 """Names of environment variables that say where a bucket lies."""
 _PASSING_STATUSES = ("408", "429")
 _CLIENT_OPTIONS = {"connect_timeout": "10s", "read_timeout": "20s", "timeout": "120s"}
+
+REQUESTS_IN_FLIGHT = 32
+_idle_pool = ThreadPoolExecutor(1, thread_name_prefix="jigsaw-idle")
+_waits_for_answer: ContextVar[Callable[[], bool] | None] = ContextVar("jigsaw_somebody_waits", default=None)
 
 
 def is_remote_url(url: Any) -> bool:
@@ -365,3 +380,51 @@ def _status_and_answer(error: Exception) -> tuple[str, str]:
     if _TIMED_OUT_PATTERN.search(text):
         return "", "none within the time-out"
     return "", _without_urls(error).rpartition(" - ")[2]
+
+
+# -- requests made many at a time, as long as a caller waits -----------------------------------------------------------
+
+
+def ask_at_once(ask: Callable[[T], Any], items: Sequence[T]) -> None:
+    """Ask for every item; raises the error of the first that fails."""
+    if len(items) == 1:
+        ask(items[0])
+    if len(items) < 2:
+        return
+    with ThreadPoolExecutor(min(REQUESTS_IN_FLIGHT, len(items)), thread_name_prefix="jigsaw-ask") as pool:
+        for _ in ask_in_pool(pool, ask, items):
+            pass
+
+
+def ask_in_pool(pool: ThreadPoolExecutor, ask: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+    """Yield the answers, in order, of requests made in a pool's threads for the caller that waits here."""
+
+    def run(context: Context, item: T) -> R:
+        return context.run(ask, item)
+
+    return pool.map(run, [copy_context() for _ in items], items)  # each context is entered by one thread at a time
+
+
+@contextmanager
+def while_waited_for(waits: Callable[[], bool]) -> Generator[None]:
+    """Retry requests made inside only while `waits()`."""
+    before = _waits_for_answer.set(waits)
+    try:
+        yield
+    finally:
+        _waits_for_answer.reset(before)
+
+
+def is_waited_for() -> bool:
+    """Say whether another try is worthwhile."""
+    waits = _waits_for_answer.get()
+    return (waits is None or waits()) and not _is_python_ending()
+
+
+def _is_python_ending() -> bool:
+    """Say whether Python is ending, and waits for this thread: pools then take no more work."""
+    try:
+        _idle_pool.submit(int)
+    except RuntimeError:
+        return True
+    return False

@@ -24,9 +24,8 @@ from jigsaw.errors import (
     why_not_imported,
 )
 from jigsaw.io.arguments import checked_choice
-from jigsaw.io.chunks.array_table import ArrayTable
+from jigsaw.io.chunks.array_table import ArrayTable, fill_is_missing
 from jigsaw.io.chunks.files import size_and_change
-from jigsaw.io.chunks.packing import fill_is_missing
 from jigsaw.io.datasets.opening import open
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.formats.xarray_dataset import open_xarray

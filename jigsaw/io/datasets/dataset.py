@@ -18,8 +18,7 @@ from jigsaw.errors import MissingArrayError, WindowError
 from jigsaw.geometry.cut import Box
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
-from jigsaw.io.chunks.dtypes import numpy_dtype_name
-from jigsaw.io.datasets.samples import MeshSamples, TileIfAny, TileRecord
+from jigsaw.io.datasets.samples import MeshSamples, TileIfAny, TileRecord, numpy_dtype_name
 from jigsaw.io.formats.store_source import StoreSource
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.read_plan import ReadPlan, plan_read

@@ -14,9 +14,8 @@ from jigsaw.errors import FieldError, GridError, WindowError
 from jigsaw.geometry.cut import SplitRule
 from jigsaw.geometry.layout import DimSpec
 from jigsaw.io.arguments import checked_choice, checked_mapping
-from jigsaw.io.chunks.dtypes import checked_dtype
 from jigsaw.io.datasets.dataset import Dataset
-from jigsaw.io.datasets.samples import mesh_and_axes, warn_of_idle_readers
+from jigsaw.io.datasets.samples import checked_dtype, mesh_and_axes, warn_of_idle_readers
 from jigsaw.io.formats.disk_cache import DiskCache
 from jigsaw.io.formats.store_source import StoreSource
 from jigsaw.io.reading.read_modes import PLAN_MODES

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
 from operator import index
 from typing import Any, Self, TypeAlias, cast
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import data
 
 from jigsaw import comm
-from jigsaw.errors import ReadError, ShardingError
+from jigsaw.errors import FieldError, ReadError, ShardingError
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.layout import AxisSizes
 from jigsaw.io.chunks.array_table import ArrayStore
@@ -26,8 +27,28 @@ from jigsaw.ranks.mesh import axes_of_mesh, init_mesh
 from jigsaw.tile.misuse import warn_once
 from jigsaw.tile.tile import Tile
 
+# numpy reads into these; bfloat16 is rounded from float32 once it is a torch tensor
+FLOAT_DTYPES = {"float16": "float16", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
 TileIfAny: TypeAlias = Tile | Any
 """Tile where there is one, else None: callers know which, and need not tell a type checker again."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype: ``float32`` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def numpy_dtype_name(dtype: torch.dtype) -> str:
+    """Return the numpy dtype that values of a tile of floats are read as."""
+    return FLOAT_DTYPES[dtype_name(dtype)]
+
+
+def checked_dtype(argument: str, given: str | torch.dtype, known: Collection[str] = FLOAT_DTYPES) -> torch.dtype:
+    """Return the torch dtype of an argument. Raises: `FieldError` for a dtype that is not `known`."""
+    name = dtype_name(given) if isinstance(given, torch.dtype) else given
+    if not isinstance(name, str) or name not in known:
+        raise FieldError(f"{argument}={given!r} must be one of {sorted(known)}")
+    return getattr(torch, name)
 
 
 class TileRecord:

@@ -18,10 +18,10 @@ from jigsaw.errors import GridError
 from jigsaw.geometry.cut import Box
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.chunk import ChunkPlaces, ChunkRef, ObjectPerChunk
+from jigsaw.io.chunks.chunk_finder import IndexedPlaces, LookupCounts
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.codecs import CodecDecoder
 from jigsaw.io.chunks.files import StoreFiles
-from jigsaw.io.chunks.lookups import IndexedPlaces, LookupCounts
 from jigsaw.io.formats.in_memory import FilelessPlaces, table_of_values
 
 _DATA_DIMS = ("time", "variable", "ensemble", "cell")

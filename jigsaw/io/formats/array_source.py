@@ -12,9 +12,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from jigsaw.errors import GridError, ReadError, UnsupportedStoreError
 from jigsaw.geometry.cut import Box
-from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, missing_values_of
 from jigsaw.io.chunks.files import LocalFiles
-from jigsaw.io.chunks.packing import missing_values_of
 from jigsaw.io.formats.in_memory import FilelessPlaces, tables_of_coordinates
 from jigsaw.io.formats.slab_arrays import slab_places
 from jigsaw.io.series.times import is_whole_number

@@ -16,11 +16,17 @@ from jigsaw.errors import FieldError, UnsupportedStoreError
 from jigsaw.io.cache_folder import CacheFolder
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.chunk import ChunkPlaces, ChunkRef, ObjectPerChunk
+from jigsaw.io.chunks.chunk_finder import IndexedPlaces, LookupCounts
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
-from jigsaw.io.chunks.codecs import ByteArray
-from jigsaw.io.chunks.files import ByteAllocator, FillTarget, ObjectIdentity, StoreFiles, identity_of_object
-from jigsaw.io.chunks.lookups import IndexedPlaces, LookupCounts
-from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.chunks.files import (
+    ByteAllocator,
+    ByteArray,
+    FillTarget,
+    ObjectIdentity,
+    StoreFiles,
+    fresh_memory,
+    identity_of_object,
+)
 
 _CHECKSUM_BYTES, _MARK_BYTES = 16, 8
 _ANSWER_HEAD_BYTES = _CHECKSUM_BYTES + _MARK_BYTES

@@ -21,13 +21,16 @@ from numpy.typing import NDArray
 from jigsaw.errors import ReadError, UnsupportedStoreError
 from jigsaw.geometry.cut import Box, box_slices
 from jigsaw.io.cache_folder import user_cache_folder
-from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
+from jigsaw.io.chunks.array_table import (
+    ArrayStore,
+    ArrayTable,
+    dtype_with_declared_sign,
+    fill_value_of,
+    missing_values_of,
+)
 from jigsaw.io.chunks.chunk import ChunkPlaces
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
-from jigsaw.io.chunks.codecs import BadChunkError
-from jigsaw.io.chunks.files import LocalFiles, StoreFiles
-from jigsaw.io.chunks.memory import fresh_memory
-from jigsaw.io.chunks.packing import dtype_with_declared_sign, fill_value_of, missing_values_of
+from jigsaw.io.chunks.files import BadChunkError, LocalFiles, StoreFiles, fresh_memory
 from jigsaw.io.formats import slab_arrays as plain
 from jigsaw.io.formats.hdf5_dims import (
     Hdf5Dims,

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jigsaw.io.chunks import codecs
-from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, CodecDecoder, ShortChunkError
-from jigsaw.io.chunks.memory import ScratchMemory
+from jigsaw.io.chunks.codecs import CodecDecoder
+from jigsaw.io.chunks.files import BadChunkError, ByteArray, ScratchMemory, ShortChunkError
 from jigsaw.io.formats.libdeflate import inflate_zlib
 
 DEFLATE_FILTER, SHUFFLE_FILTER, FLETCHER32_FILTER = 1, 2, 3

@@ -26,8 +26,7 @@ from jigsaw.errors import CacheError, CorruptChunkError, TruncatedError, Unsuppo
 from jigsaw.io.cache_folder import CacheFolder
 from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
-from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
-from jigsaw.io.chunks.files import LocalFiles, StoreFiles, size_and_change
+from jigsaw.io.chunks.files import BadChunkError, LocalFiles, ShortChunkError, StoreFiles, size_and_change
 from jigsaw.io.formats.paused_collections import paused_collections
 from jigsaw.io.formats.seekable import SeekableObject
 

@@ -14,7 +14,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, CodecDecoder
+from jigsaw.io.chunks.codecs import CodecDecoder
+from jigsaw.io.chunks.files import BadChunkError, ByteArray
 
 _FAILURE_TEXTS = {1: "its compressed stream is damaged or cut short", 2: "it decodes to fewer", 3: "it decodes to more"}
 

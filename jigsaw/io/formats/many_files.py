@@ -23,11 +23,10 @@ from numpy.typing import NDArray
 
 from jigsaw.errors import CorruptChunkError, GridError, ReadError, UnsupportedStoreError
 from jigsaw.geometry.cut import Box
-from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, JoinedArrays
 from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.files import LocalFiles, StoreFiles, size_and_change
-from jigsaw.io.chunks.joined_arrays import JoinedArrays
 from jigsaw.io.formats.in_memory import FilelessPlaces, table_of_values
 from jigsaw.io.formats.slab_arrays import read_table_box
 from jigsaw.io.series.coords import decoded_coordinate, role_of_dim

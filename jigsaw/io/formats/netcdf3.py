@@ -15,10 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jigsaw.errors import UnsupportedStoreError
-from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
-from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
-from jigsaw.io.chunks.files import LocalFiles, StoreFiles
-from jigsaw.io.chunks.packing import dtype_with_declared_sign, missing_values_of
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, dtype_with_declared_sign, missing_values_of
+from jigsaw.io.chunks.files import BadChunkError, LocalFiles, ShortChunkError, StoreFiles
 from jigsaw.io.formats import slab_arrays as slabs
 
 _DIMS_TAG, _VARIABLES_TAG, _ATTRIBUTES_TAG = 10, 11, 12

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from jigsaw.errors import UnsupportedStoreError
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
-from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
-from jigsaw.io.chunks.files import LocalFiles, StoreFiles
+from jigsaw.io.chunks.files import BadChunkError, LocalFiles, ShortChunkError, StoreFiles
 from jigsaw.io.formats import slab_arrays as slabs
 from jigsaw.io.formats import unpacked_gzip as _unpacked
 from jigsaw.io.formats.unpacked_gzip import FileStamp, UnpackedFile

@@ -14,10 +14,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from jigsaw.errors import GridError, UnsupportedStoreError
-from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
-from jigsaw.io.chunks.codecs import BadChunkError, ShortChunkError
-from jigsaw.io.chunks.files import LocalFiles, StoreFiles
-from jigsaw.io.chunks.packing import missing_values_of
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, missing_values_of
+from jigsaw.io.chunks.files import BadChunkError, LocalFiles, ShortChunkError, StoreFiles
 from jigsaw.io.formats import slab_arrays as slabs
 from jigsaw.io.formats.in_memory import tables_of_coordinates
 

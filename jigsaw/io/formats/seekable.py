@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jigsaw.io.chunks.codecs import ByteArray, ShortChunkError
-from jigsaw.io.chunks.files import StoreFiles
-from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.chunks.files import ByteArray, ShortChunkError, StoreFiles, fresh_memory
 
 SEEKABLE_BLOCK_BYTES = 1 << 18
 _SEEKABLE_BLOCKS_KEPT = 64

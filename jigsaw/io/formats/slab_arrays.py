@@ -21,10 +21,19 @@ from jigsaw.geometry.cut import Box, box_slices
 from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
-from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, CodecDecoder, ShortChunkError
-from jigsaw.io.chunks.concurrent_requests import ask_at_once
-from jigsaw.io.chunks.files import ByteAllocator, FillTarget, ObjectIdentity, StoreFiles, identity_of_object
-from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.chunks.codecs import CodecDecoder
+from jigsaw.io.chunks.files import (
+    BadChunkError,
+    ByteAllocator,
+    ByteArray,
+    FillTarget,
+    ObjectIdentity,
+    ShortChunkError,
+    StoreFiles,
+    fresh_memory,
+    identity_of_object,
+)
+from jigsaw.io.chunks.remote_files import ask_at_once
 from jigsaw.io.series.coords import check_coordinate_size
 
 _SMALL_SLAB_BYTES = 1 << 20

@@ -12,7 +12,7 @@ from typing import Any
 from jigsaw.errors import UnsupportedStoreError, why_not_imported
 from jigsaw.io.arguments import checked_mapping
 from jigsaw.io.chunks.array_table import ArrayStore
-from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.chunks.files import fresh_memory
 
 # Asked in this order whether what was given is theirs; those that need a package say which extra brings it.
 _FORMAT_OPENERS = (

@@ -22,9 +22,18 @@ import numpy as np
 
 from jigsaw.errors import UnsupportedStoreError
 from jigsaw.io.cache_folder import CacheFolder, user_cache_folder
-from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError
-from jigsaw.io.chunks.files import ByteAllocator, FillTarget, LocalFiles, StoreFiles, check_object_size, size_and_change
-from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.chunks.files import (
+    BadChunkError,
+    ByteAllocator,
+    ByteArray,
+    FillTarget,
+    LocalFiles,
+    ShortChunkError,
+    StoreFiles,
+    check_object_size,
+    fresh_memory,
+    size_and_change,
+)
 from jigsaw.io.chunks.remote_files import RemoteFiles
 
 _INFLATED_BYTES = 1 << 20

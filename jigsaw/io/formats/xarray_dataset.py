@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.geometry.cut import Box, box_slices
-from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
-from jigsaw.io.chunks.packing import dtype_with_declared_sign, missing_values_of
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, dtype_with_declared_sign, missing_values_of
 from jigsaw.io.formats.in_memory import FilelessPlaces
 
 if TYPE_CHECKING:

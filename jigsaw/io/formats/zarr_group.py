@@ -27,15 +27,16 @@ from jigsaw.errors import (
     redacted_text,
 )
 from jigsaw.geometry.cut import box_slices
-from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
-from jigsaw.io.chunks.codecs import (
-    CodecDecoder,
-    codec_that_runs_code,
-    decoder_of_zarr_v2,
-    decoder_of_zarr_v3,
+from jigsaw.io.chunks.array_table import (
+    ArrayStore,
+    ArrayTable,
+    dtype_with_declared_sign,
+    fill_is_missing,
+    fill_value_of,
+    missing_values_of,
 )
+from jigsaw.io.chunks.codecs import CodecDecoder, codec_that_runs_code, decoder_of_zarr_v2, decoder_of_zarr_v3
 from jigsaw.io.chunks.files import LocalFiles, StoreFiles
-from jigsaw.io.chunks.packing import dtype_with_declared_sign, fill_is_missing, fill_value_of, missing_values_of
 from jigsaw.io.chunks.remote_files import RemoteFiles, files_of_url, is_remote_url
 from jigsaw.io.formats import zarr_reach
 from jigsaw.io.formats.anemoi import anemoi_as_fields, is_anemoi_store

@@ -17,9 +17,17 @@ from zarr.buffer import default_buffer_prototype
 from zarr.storage import MemoryStore, ZipStore
 
 from jigsaw.errors import ReadError, cause_without_secrets
-from jigsaw.io.chunks.byte_ranges import merge_ranges
-from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, ShortChunkError
-from jigsaw.io.chunks.files import ByteAllocator, FillTarget, ObjectIdentity, check_object_size, fill_targets
+from jigsaw.io.chunks.files import (
+    BadChunkError,
+    ByteAllocator,
+    ByteArray,
+    FillTarget,
+    ObjectIdentity,
+    ShortChunkError,
+    check_object_size,
+    fill_targets,
+    merge_ranges,
+)
 from jigsaw.io.formats.zarr_reach import BoundedReferences
 
 

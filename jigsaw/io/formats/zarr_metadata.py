@@ -10,8 +10,7 @@ from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest
 from zarr.storage import ObjectStore
 
-from jigsaw.io.chunks.codecs import ByteArray
-from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.chunks.files import ByteArray, fresh_memory
 from jigsaw.io.chunks.remote_files import RemoteFiles
 
 

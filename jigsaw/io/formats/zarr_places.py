@@ -14,11 +14,10 @@ from zarr.storage import LocalStore
 
 from jigsaw.errors import CorruptChunkError, TruncatedError
 from jigsaw.io.chunks.chunk import ChunkRef
+from jigsaw.io.chunks.chunk_finder import LookupCounts, LookupTally
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
-from jigsaw.io.chunks.codecs import BadChunkError, ByteArray, CodecDecoder, ShortChunkError, without_crc
-from jigsaw.io.chunks.files import StoreFiles
-from jigsaw.io.chunks.lookups import LookupCounts, LookupTally
-from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.chunks.codecs import CodecDecoder, without_crc
+from jigsaw.io.chunks.files import BadChunkError, ByteArray, ShortChunkError, StoreFiles, fresh_memory
 from jigsaw.io.chunks.remote_files import RemoteFiles
 from jigsaw.io.formats.zarr_keys import ZarrKeyFiles
 

@@ -26,9 +26,7 @@ from zarr.buffer import default_buffer_prototype
 from zarr.storage import FsspecStore, LocalStore, WrapperStore
 
 from jigsaw.errors import FetchError, UnsupportedStoreError, cause_without_secrets, redacted_text
-from jigsaw.io.chunks.codecs import BadChunkError
-from jigsaw.io.chunks.files import LocalFiles, StoreBounds
-from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.chunks.files import BadChunkError, LocalFiles, StoreBounds, fresh_memory
 from jigsaw.io.chunks.remote_files import MOST_OBJECT_BYTES
 
 OutsidePlaces = bool | tuple[str, ...]

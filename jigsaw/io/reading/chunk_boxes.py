@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from jigsaw.geometry.cut import Cut, Interval
 from jigsaw.geometry.layout import AxisSizes, Layout
-from jigsaw.io.chunks.byte_ranges import merge_ranges
 from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex, ChunkRows, DimChunks
+from jigsaw.io.chunks.files import merge_ranges
 from jigsaw.io.reading.chunk_readers import DimShares, PieceShare, shares_of_dim
 from jigsaw.io.series.boundary import PERIODIC_BOUNDARY, DimBoundary
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart, ReadRequest, runs_of_pairs

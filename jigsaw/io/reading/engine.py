@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.errors import PeerError, ReadError
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.io.chunks.array_table import ArrayStore
-from jigsaw.io.chunks.lookups import LookupCounts, total_lookups
+from jigsaw.io.chunks.chunk_finder import LookupCounts, total_lookups
 from jigsaw.io.reading.arena import attach_arena
 from jigsaw.io.reading.chunk_jobs import ReadCounts
 from jigsaw.io.reading.chunk_sections import fair_thread_count

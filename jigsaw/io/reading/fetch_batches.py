@@ -7,8 +7,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from jigsaw.io.chunks.array_table import ArrayTable
-from jigsaw.io.chunks.byte_ranges import ByteRange, merge_ranges
 from jigsaw.io.chunks.chunk import ChunkRef
+from jigsaw.io.chunks.files import ByteRange, merge_ranges
 from jigsaw.io.reading.chunk_jobs import ChunkJob
 from jigsaw.io.reading.found_chunks import FoundChunks
 

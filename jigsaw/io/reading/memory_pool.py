@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.io.chunks.memory import fresh_memory
+from jigsaw.io.chunks.files import fresh_memory
 
 _PATIENCE_S, _PAUSE_S = 0.02, 5e-4
 

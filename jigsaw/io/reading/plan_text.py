@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jigsaw.geometry.cut import Interval
-from jigsaw.io.chunks.lookups import LookupCounts
+from jigsaw.io.chunks.chunk_finder import LookupCounts
 from jigsaw.io.reading.chunk_jobs import NO_OWNER, ReadCounts
 from jigsaw.io.reading.read_modes import PLAN_MODES
 from jigsaw.io.text_tables import align_columns, bytes_text

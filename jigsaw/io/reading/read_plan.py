@@ -18,12 +18,12 @@ from functools import cached_property
 import numpy as np
 
 from jigsaw.errors import ShardingError
+from jigsaw.io.chunks.array_table import JoinedArrays
 from jigsaw.io.chunks.chunk import ChunkRef
+from jigsaw.io.chunks.chunk_finder import LookupCounts
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
-from jigsaw.io.chunks.concurrent_requests import ask_at_once
-from jigsaw.io.chunks.joined_arrays import JoinedArrays
-from jigsaw.io.chunks.lookups import LookupCounts
 from jigsaw.io.chunks.portion import ChunkPortion
+from jigsaw.io.chunks.remote_files import ask_at_once
 from jigsaw.io.reading.chunk_boxes import ChunkBox
 from jigsaw.io.reading.chunk_jobs import COUNT_COLUMN, NO_OWNER, ChunkJob, CountsTable, ReadCounts, ReaderRanks
 from jigsaw.io.reading.chunk_readers import ChunkReaders

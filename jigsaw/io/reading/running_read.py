@@ -32,8 +32,7 @@ import numpy as np
 
 from jigsaw.errors import CorruptChunkError, PeerError, ReadError
 from jigsaw.io.chunks.chunk import ChunkLoadCounts
-from jigsaw.io.chunks.files import ByteArray
-from jigsaw.io.chunks.memory import ScratchMemory
+from jigsaw.io.chunks.files import ByteArray, ScratchMemory
 from jigsaw.io.reading.arena import MAX_ARENA_SLOTS, Arena, error_from_rank, slot_ticket
 from jigsaw.io.reading.chunk_boxes import ChunkBox
 from jigsaw.io.reading.chunk_jobs import NO_OWNER, ChunkJob, ReadCounts

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 from jigsaw.errors import PeerError, ReadError
 from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
-from jigsaw.io.chunks.concurrent_requests import ask_at_once
-from jigsaw.io.chunks.memory import fresh_memory
-from jigsaw.io.chunks.remote_files import RemoteFiles
+from jigsaw.io.chunks.files import fresh_memory
+from jigsaw.io.chunks.remote_files import RemoteFiles, ask_at_once
 
 _CHUNKS_COMPARED = 8
 _BYTES_COMPARED = 1024

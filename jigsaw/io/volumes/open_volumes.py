@@ -15,8 +15,7 @@ from jigsaw.errors import FieldError, GridError
 from jigsaw.geometry.cut import SplitRule
 from jigsaw.geometry.layout import DimSpec
 from jigsaw.io.arguments import checked_choice
-from jigsaw.io.chunks.dtypes import checked_dtype
-from jigsaw.io.datasets.samples import mesh_and_axes, warn_of_idle_readers
+from jigsaw.io.datasets.samples import checked_dtype, mesh_and_axes, warn_of_idle_readers
 from jigsaw.io.series.boundary import BoundaryRule
 from jigsaw.io.series.request import MISSING_RULES
 from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
