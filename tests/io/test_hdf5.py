@@ -20,7 +20,7 @@ from zarr.storage import MemoryStore
 
 import jigsaw
 from jigsaw.io.formats.hdf5 import claims, open_hdf5_file
-from jigsaw.io.formats.seekable import SEEKABLE_BLOCK_BYTES, SeekableObject
+from jigsaw.io.formats.hdf5_index import SEEKABLE_BLOCK_BYTES, SeekableObject
 from jigsaw.io.formats.zarr_keys import ZarrKeyFiles
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.read_plan import plan_read
@@ -456,7 +456,7 @@ def test_without_libdeflate_the_values_are_the_same(tmp_path):
     program = (
         "import sys; sys.modules['deflate'] = None\n"
         "from jigsaw.io.formats.hdf5 import open_hdf5_file\n"
-        "from jigsaw.io.formats.libdeflate import libdeflate_functions\n"
+        "from jigsaw.io.formats.hdf5_filters import libdeflate_functions\n"
         "assert libdeflate_functions() is None\n"
         f"sys.stdout.buffer.write(open_hdf5_file({str(path)!r}).read_small('x').tobytes())"
     )

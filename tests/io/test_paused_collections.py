@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from jigsaw.io.formats.paused_collections import paused_collections
+from jigsaw.io.formats.hdf5_index import paused_collections
 
 
 @pytest.fixture(autouse=True)

@@ -24,8 +24,8 @@ from jigsaw.errors import (
     ReadError,
     UnsupportedStoreError,
 )
+from jigsaw.io.formats.conventions import multiscale_level
 from jigsaw.io.formats.nifti import open_nifti
-from jigsaw.io.formats.ome import multiscale_level
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.volumes.foreground import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes

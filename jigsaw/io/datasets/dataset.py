@@ -19,7 +19,7 @@ from jigsaw.geometry.cut import Box
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.datasets.samples import MeshSamples, TileIfAny, TileRecord, numpy_dtype_name
-from jigsaw.io.formats.store_source import StoreSource
+from jigsaw.io.formats.store import StoreSource
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.read_plan import ReadPlan, plan_read
 from jigsaw.io.reading.same_store import StoreIdentity, look_at_store

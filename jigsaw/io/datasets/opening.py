@@ -17,7 +17,7 @@ from jigsaw.io.arguments import checked_choice, checked_mapping
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.samples import checked_dtype, mesh_and_axes, warn_of_idle_readers
 from jigsaw.io.formats.disk_cache import DiskCache
-from jigsaw.io.formats.store_source import StoreSource
+from jigsaw.io.formats.store import StoreSource
 from jigsaw.io.reading.read_modes import PLAN_MODES
 from jigsaw.io.series import coords
 from jigsaw.io.series.boundary import BoundaryRule, vector_channels

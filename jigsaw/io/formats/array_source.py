@@ -1,22 +1,33 @@
-"""User sources: a class that reads boxes of its arrays, opened like any other store."""
+"""Given objects as stores: a user's class that reads boxes of its arrays, an `xarray.Dataset`, values in memory.
+
+Whatever xarray opens or computes is read through it, a chunk at a time.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from jigsaw.errors import GridError, ReadError, UnsupportedStoreError
-from jigsaw.geometry.cut import Box
-from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, missing_values_of
-from jigsaw.io.chunks.files import LocalFiles
-from jigsaw.io.formats.in_memory import FilelessPlaces, tables_of_coordinates
+from jigsaw.geometry.cut import Box, box_slices
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, dtype_with_declared_sign, missing_values_of
+from jigsaw.io.chunks.chunk import ChunkRef
+from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.files import LocalFiles, StoreFiles
 from jigsaw.io.formats.slab_arrays import slab_places
 from jigsaw.io.series.times import is_whole_number
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+# -- sources ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -180,3 +191,131 @@ def _read_from_source(source: ArraySource, name: str, array: SourceArray, box: B
         got = f"{values.dtype}{list(values.shape)}" if hasattr(values, "dtype") else type(values).__name__
         raise ReadError(f"{asked} gave {got}, and {np.dtype(array.dtype)}{list(shape)} is what arrays describes")
     return np.asarray(values)
+
+
+# -- values in memory, such as coordinates that the user gives --------------------------------------------------------
+
+
+def tables_of_coordinates(
+    coords: Mapping[str, Any], sizes: Mapping[str, int], of: str
+) -> tuple[dict[str, ArrayTable], dict[str, NDArray[Any]]]:
+    """Return tables and values of the coordinates along dims of these sizes: each an array, or ``(array, attrs)``."""
+    tables: dict[str, ArrayTable] = {}
+    found: dict[str, NDArray[Any]] = {}
+    for name, given in coords.items():
+        values, attrs = given if isinstance(given, tuple) and isinstance(given[-1], Mapping) else (given, {})
+        found[name] = np.asarray(values)
+        if name not in sizes or found[name].shape != (sizes[name],):
+            raise GridError(
+                f"coords[{name!r}] of {of} has shape {found[name].shape}; the dims are {dict(sizes)}, and coordinates "
+                "have the size of the dim that they are named after"
+            )
+        tables[name] = table_of_values(name, found[name], (name,), attrs, of)
+    return tables, found
+
+
+def table_of_values(
+    name: str, values: NDArray[Any], dims: tuple[str, ...], attrs: Mapping[str, Any], of: str
+) -> ArrayTable:
+    """Return a table of one chunk that has these values."""
+    return ArrayTable(
+        name=name,
+        shape=values.shape,
+        dims=dims,
+        dtype=values.dtype.str,
+        chunks=tuple(max(n, 1) for n in values.shape),
+        attrs=dict(attrs),
+        places=FilelessPlaces(f"{of}, in memory"),
+        load_slowly=lambda box: values[box_slices(box)],
+        clipped=True,
+        slices=True,
+    )
+
+
+class FilelessPlaces:
+    """Places outside of any file: `label` names them in messages; `length` is that of a chunk if it were in a file."""
+
+    def __init__(self, label: str, length: int | None = None) -> None:
+        self._label, self._length = label, length
+
+    @property
+    def files(self) -> StoreFiles:
+        return LocalFiles()
+
+    def path(self, index: ChunkIndex) -> str:
+        return self._label
+
+    def locate(self, index: ChunkIndex) -> ChunkRef | None:
+        return ChunkRef(self._label, 0, self._length)
+
+
+# -- datasets of xarray -----------------------------------------------------------------------------------------------
+
+
+def open_xarray(dataset: xr.Dataset, options: Mapping[str, Any] | None = None) -> ArrayStore:
+    """Open the chunk tables of a dataset as it is, including the user's selections, renamings and lazy computations.
+
+    References that it reads may lead elsewhere only where ``options["outside"]`` allows it.
+    """
+    variables: Mapping[Any, xr.Variable] = dataset.variables
+    if "zarr" in sys.modules:
+        from jigsaw.io.formats.zarr_reach import check_references_within, checked_outside
+
+        check_references_within(variables.values(), checked_outside((options or {}).get("outside")))
+    tables = {str(name): _table_of_variable(str(name), variable) for name, variable in variables.items()}
+    name = f"xarray dataset of {dataset.encoding.get('source', 'computed values')}"
+    return ArrayStore(name, tables, dict(dataset.attrs), lambda name: np.asarray(variables[name].values))
+
+
+def _table_of_variable(name: str, variable: xr.Variable) -> ArrayTable:
+    chunks, lengths = _chunks_of_variable(variable)
+    own = variable.dtype.newbyteorder("=")
+    dtype, attrs = dtype_with_declared_sign(own, variable.attrs), dict(variable.attrs)
+
+    def load(box: Box) -> NDArray[Any]:
+        return np.asarray(variable[box_slices(box)].values)
+
+    return ArrayTable(
+        name=name,
+        shape=tuple(variable.shape),
+        dims=tuple(map(str, variable.dims)),
+        dtype=dtype.str,
+        chunks=chunks,
+        attrs=attrs,
+        # of what xarray has decoded it keeps such attributes elsewhere
+        masks=missing_values_of(dtype, (attrs[k] for k in ("_FillValue", "missing_value") if k in attrs), own),
+        places=FilelessPlaces(f"xarray variable {name!r}"),
+        load_slowly=load,
+        lengths=lengths,
+        slices=not (variable.chunksizes or _is_from_grib(variable)),
+    )
+
+
+def _chunks_of_variable(variable: xr.Variable) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
+    """Return the shape of what is read as one, and the lengths of the chunks along each dim where they differ. These
+    are dask's chunks, else those on disk, else one step of the first dim.
+    """
+    on_disk = _message_sizes(variable) if _is_from_grib(variable) else variable.encoding.get("preferred_chunks", {})
+    lazy: Mapping[Any, tuple[int, ...]] = variable.chunksizes
+    sizes = [
+        max(lazy[dim]) if dim in lazy else on_disk.get(dim, 1 if i == 0 and variable.ndim > 2 else size)
+        for i, (dim, size) in enumerate(zip(variable.dims, variable.shape, strict=True))
+    ]
+    lengths = {i: tuple(lazy[dim]) for i, dim in enumerate(variable.dims) if dim in lazy and _is_irregular(lazy[dim])}
+    return tuple(max(1, min(chunk, size)) for chunk, size in zip(sizes, variable.shape, strict=True)), lengths
+
+
+def _is_from_grib(variable: xr.Variable) -> bool:
+    """Say whether cfgrib opened it, which decodes the whole message for any part of a field."""
+    return "GRIB_gridType" in variable.attrs and "filter_by_keys" in variable.encoding
+
+
+def _message_sizes(variable: xr.Variable) -> dict[Any, int]:
+    """Return the sizes of one GRIB message: a field at one time, step, level and member."""
+    field = ("latitude", "longitude", "y", "x", "values")
+    return {dim: n if dim in field else 1 for dim, n in variable.sizes.items()}
+
+
+def _is_irregular(lengths: tuple[int, ...]) -> bool:
+    """Say whether the chunks before the last differ in length, or the last is longer than the first."""
+    return len(set(lengths[:-1])) > 1 or lengths[-1] > lengths[0]

@@ -5,13 +5,22 @@ chunk decodes into memory whose size is known beforehand: the claims of a header
 
 Unshuffling is Blosc's, which has vector instructions for it: the shuffled bytes are handed over as a Blosc frame whose
 blocks are stored as they are.  On one core: 4 MB of float32 in 0.4 ms, against 4.5 ms by numpy.
+
+Zlib streams are inflated by libdeflate, straight into the caller's memory and without the GIL. It comes with the wheel
+``deflate``, whose own functions hold the GIL and return memory of their own; its exported C functions are called
+instead. Without the wheel, or where it hides them, Python's zlib decodes: the same values in about twice the time. On
+one core, a float32 field of 4 MB, shuffled, level 4: libdeflate 9 ms, ISA-L 14, zlib-ng 11, zlib 20.
 """
 
 from __future__ import annotations
 
+import ctypes
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -20,7 +29,6 @@ import numpy as np
 from jigsaw.io.chunks import codecs
 from jigsaw.io.chunks.codecs import CodecDecoder
 from jigsaw.io.chunks.files import BadChunkError, ByteArray, ScratchMemory, ShortChunkError
-from jigsaw.io.formats.libdeflate import inflate_zlib
 
 DEFLATE_FILTER, SHUFFLE_FILTER, FLETCHER32_FILTER = 1, 2, 3
 BLOSC_FILTER, ZSTD_FILTER = 32001, 32015
@@ -29,8 +37,56 @@ COMPRESSOR_FILTERS = (DEFLATE_FILTER, BLOSC_FILTER, ZSTD_FILTER)
 _FRAME_HEAD_BYTES = 24
 """Bytes of a Blosc frame of one block before its values: header, table of one, length of the block."""
 _SHUFFLED_FLAG, _UNSPLIT_FLAG, _LZ4_FLAG = 0x1, 0x10, 0x20
+_DEFLATE_FAILURES = {
+    1: "its compressed stream is damaged or cut short",
+    2: "it decodes to fewer",
+    3: "it decodes to more",
+}
 _LARGEST_BLOSC_BLOCK = 1 << 29
 """Limit below the largest block that Blosc takes, about 700 MB."""
+
+
+@cache
+def libdeflate_functions() -> Any:
+    """Return the C functions of libdeflate; None where they are not available."""
+    try:
+        found = ctypes.CDLL(str(import_module("deflate._deflate").__file__))
+        found.libdeflate_alloc_decompressor.restype = ctypes.c_void_p
+        found.libdeflate_free_decompressor.argtypes = [ctypes.c_void_p]
+        found.libdeflate_free_decompressor.restype = None
+        call = found.libdeflate_zlib_decompress
+    except (ImportError, OSError, AttributeError):
+        return None
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    call.argtypes, call.restype = [pointer, pointer, size, pointer, size, pointer], ctypes.c_int
+    return found
+
+
+class _Decompressor(threading.local):
+    """A decompressor of each thread."""
+
+    def __init__(self) -> None:
+        self.library = libdeflate_functions()
+        self.handle = self.library and self.library.libdeflate_alloc_decompressor()
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self.library.libdeflate_free_decompressor(self.handle)
+
+
+_decompressor = _Decompressor()
+
+
+def inflate_zlib(raw: ByteArray, out: ByteArray, decoder: CodecDecoder) -> None:
+    """Decode a zlib stream that must fill `out`; `decoder` is what does it without libdeflate."""
+    if not _decompressor.handle:
+        decoder.decode(raw, out)
+        return
+    decode = _decompressor.library.libdeflate_zlib_decompress
+    failed = decode(_decompressor.handle, raw.ctypes.data, raw.size, out.ctypes.data, out.size, None)
+    if failed:
+        size = "" if failed == 1 else f" than the chunk's {out.size} bytes"
+        raise BadChunkError(_DEFLATE_FAILURES.get(failed, f"libdeflate failed with {failed}") + size)
 
 
 class _FrameScratch(ScratchMemory):

@@ -1,14 +1,18 @@
 """Places of the chunks of HDF5 datasets: libhdf5 is asked once, and the answer is kept in a cache directory.
 
 libhdf5 is not thread safe, and h5py holds one lock around all of it: everything here that calls it holds
-`LIBHDF5_LOCK`.
+`LIBHDF5_LOCK`. A file of any `StoreFiles` is opened as a `SeekableObject`; garbage collection pauses meanwhile.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
+import io
 import os
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
@@ -26,9 +30,15 @@ from jigsaw.errors import CacheError, CorruptChunkError, TruncatedError, Unsuppo
 from jigsaw.io.cache_folder import CacheFolder
 from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
-from jigsaw.io.chunks.files import BadChunkError, LocalFiles, ShortChunkError, StoreFiles, size_and_change
-from jigsaw.io.formats.paused_collections import paused_collections
-from jigsaw.io.formats.seekable import SeekableObject
+from jigsaw.io.chunks.files import (
+    BadChunkError,
+    ByteArray,
+    LocalFiles,
+    ShortChunkError,
+    StoreFiles,
+    fresh_memory,
+    size_and_change,
+)
 
 LIBHDF5_LOCK = threading.RLock()
 HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -39,6 +49,13 @@ _INDEX_COLUMNS = 4  # place in the grid, offset, length, mask
 _FEWEST_CHUNKS_KEPT = 4096
 """Smallest index that is kept: asking for a smaller one again takes a few milliseconds."""
 _INDEX_FORMAT = 1
+SEEKABLE_BLOCK_BYTES = 1 << 18
+_SEEKABLE_BLOCKS_KEPT = 64
+
+_LOOK_AGAIN_S = 0.001
+_pause_lock = threading.Lock()
+_pauses = 0
+_was_enabled = False
 
 
 class Hdf5File:
@@ -292,3 +309,104 @@ def _read_cached_index(folder: CacheFolder, entry: str, wanted: NDArray[np.int64
         return None
     sound = rows.dtype == np.int64 and rows.ndim == 2 and rows.shape[1] == _INDEX_COLUMNS
     return rows if sound and np.array_equal(key, wanted) else None
+
+
+# -- files that libhdf5 opens -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def paused_collections() -> Generator[None]:
+    """Pause collections: inside, no thread starts one by itself, and none is under way.
+
+    h5py holds its lock while it reads a far file, and its objects take that lock when they are freed. A thread that
+    contributes to the answer (one of a pool, or the loop of zarr's stores) may collect such an object. It would then
+    wait for the lock, and the read for that thread, forever: h5py documents this for file-like objects (h5py #2019,
+    #2021). So this is entered before the lock is taken.
+    """
+    global _pauses, _was_enabled
+    with _pause_lock:
+        _was_enabled = gc.isenabled() if _pauses == 0 else _was_enabled
+        gc.disable()
+        _pauses += 1
+    try:
+        while _another_thread_collects():
+            time.sleep(_LOOK_AGAIN_S)
+        yield
+    finally:
+        with _pause_lock:
+            _pauses -= 1
+            if _pauses == 0 and _was_enabled:
+                gc.enable()
+
+
+def _another_thread_collects() -> bool:
+    """Say whether a collection is under way: Python runs one at a time, and skips one that is requested meanwhile."""
+    collected: list[str] = []
+    here = threading.get_ident()
+
+    def note(phase: str, _: dict[str, Any]) -> None:
+        if threading.get_ident() == here:
+            collected.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        gc.collect(0)
+    finally:
+        gc.callbacks.remove(note)
+    return not collected
+
+
+class SeekableObject(io.RawIOBase):
+    """One object as a read-only file; reads fetch whole blocks of `SEEKABLE_BLOCK_BYTES` bytes, and those that lie
+    together at once.
+    """
+
+    def __init__(self, files: StoreFiles, path: str) -> None:
+        size = files.size(path)
+        if size is None:
+            raise FileNotFoundError(path)
+        self._files, self._path, self._size, self._at = files, path, size, 0
+        self._blocks: OrderedDict[int, ByteArray] = OrderedDict()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        out = np.frombuffer(memoryview(buffer).cast("B"), np.uint8)
+        stop = min(self._at + out.size, self._size)
+        if stop <= self._at:
+            return 0
+        first, last = self._at // SEEKABLE_BLOCK_BYTES, -(-stop // SEEKABLE_BLOCK_BYTES)
+        self._fetch([n for n in range(first, last) if n not in self._blocks])
+        for n in range(first, last):
+            begin = n * SEEKABLE_BLOCK_BYTES
+            low, high = max(self._at, begin), min(stop, begin + SEEKABLE_BLOCK_BYTES)
+            out[low - self._at : high - self._at] = self._blocks[n][low - begin : high - begin]
+        done, self._at = stop - self._at, stop
+        while len(self._blocks) > _SEEKABLE_BLOCKS_KEPT:
+            self._blocks.popitem(last=False)
+        return done
+
+    def _fetch(self, missing: list[int]) -> None:
+        targets = [
+            (n * SEEKABLE_BLOCK_BYTES, fresh_memory(min(SEEKABLE_BLOCK_BYTES, self._size - n * SEEKABLE_BLOCK_BYTES)))
+            for n in missing
+        ]
+        try:
+            found = not targets or self._files.ranges(self._path, targets)
+        except ShortChunkError as e:
+            raise OSError(f"{self._path}: {e}") from e
+        if not found:
+            raise FileNotFoundError(self._path)
+        self._blocks.update(zip(missing, (memory for _, memory in targets), strict=True))

@@ -27,7 +27,7 @@ from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, JoinedArrays
 from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.files import LocalFiles, StoreFiles, size_and_change
-from jigsaw.io.formats.in_memory import FilelessPlaces, table_of_values
+from jigsaw.io.formats.array_source import FilelessPlaces, table_of_values
 from jigsaw.io.formats.slab_arrays import read_table_box
 from jigsaw.io.series.coords import decoded_coordinate, role_of_dim
 from jigsaw.io.series.times import TimeAxis, decode_times

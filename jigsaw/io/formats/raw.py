@@ -17,7 +17,7 @@ from jigsaw.errors import GridError, UnsupportedStoreError
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, missing_values_of
 from jigsaw.io.chunks.files import BadChunkError, LocalFiles, ShortChunkError, StoreFiles
 from jigsaw.io.formats import slab_arrays as slabs
-from jigsaw.io.formats.in_memory import tables_of_coordinates
+from jigsaw.io.formats.array_source import tables_of_coordinates
 
 RAW_ARRAY_NAME = "data"
 """Name of the one array of such a file."""

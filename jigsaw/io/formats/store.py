@@ -1,18 +1,22 @@
-"""Dispatch of `open_store` to the format of a store."""
+"""Stores: dispatch of `open_store` to a store's format, and the source that another process opens it from again."""
 
 from __future__ import annotations
 
 import importlib
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
 from glob import has_magic
 from pathlib import PurePosixPath
 from typing import Any
 
-from jigsaw.errors import UnsupportedStoreError, why_not_imported
+from jigsaw.errors import FieldError, ReadError, UnsupportedStoreError, redacted_text, why_not_imported
 from jigsaw.io.arguments import checked_mapping
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.chunks.files import fresh_memory
+from jigsaw.io.formats.conventions import is_multiscale_group, multiscale_level
+from jigsaw.io.formats.disk_cache import DiskCache
 
 # Asked in this order whether what was given is theirs; those that need a package say which extra brings it.
 _FORMAT_OPENERS = (
@@ -61,7 +65,7 @@ def open_store(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore
         if not hasattr(url, "variables"):
             kind = type(url).__name__
             raise UnsupportedStoreError(f"an xarray {kind} is no Dataset: give .to_dataset(name='t2m') of it")
-        return _format_function("formats.xarray_dataset", "open_xarray")(url, options)
+        return _format_function("formats.array_source", "open_xarray")(url, options)
     is_file = isinstance(url, str | os.PathLike) and os.path.isfile(os.fspath(url))
     _check_there_is_a_file(url, is_file)
     for module, opener, extra in _FORMAT_OPENERS:
@@ -137,3 +141,37 @@ def _open_by_url(url: str, options: Mapping[str, Any] | None) -> ArrayStore:
         if begins.startswith(magic):
             return _format_function(module, opener, "hdf5")(path, files)
     raise UnsupportedStoreError(f"{url} is named like a file that jigsaw reads, but begins with {begins!r}")
+
+
+@dataclass(frozen=True, eq=False)
+class StoreSource:
+    """Source that a store is opened from. It pickles as that, and is opened on first use."""
+
+    given: Any
+    options: Mapping[str, Any] | None = None
+    disk_cache: DiskCache | None = None
+    level: int | None = None
+
+    @cached_property
+    def store(self) -> ArrayStore:
+        """The opened store. Raises what `open_store` raises, and `FieldError` for anything but a `DiskCache`."""
+        if self.disk_cache is not None and not isinstance(self.disk_cache, DiskCache):
+            raise FieldError(
+                f"disk_cache={self.disk_cache!r} must be a DiskCache: a folder, and how many bytes it may take, like "
+                "jigsaw.io.DiskCache('cache', 10**11)"
+            )
+        opened = open_store(self.given, self.options)
+        if self.level is not None or is_multiscale_group(opened.attrs):
+            opened = multiscale_level(opened, self.level or 0)
+        return opened if self.disk_cache is None else self.disk_cache.of(opened)
+
+    def __repr__(self) -> str:
+        return f"Source({redacted_text(repr(self.given))}, options={sorted(self.options or {})}, level={self.level})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        if isinstance(self.given, ArrayStore):
+            raise ReadError(
+                f"a dataset of an opened Store ({self.given.url}) cannot be pickled: its files are open in this "
+                "process; give jigsaw.io.open the path or URL instead"
+            )
+        return {f.name: getattr(self, f.name) for f in fields(self)}

@@ -39,8 +39,13 @@ from jigsaw.io.chunks.codecs import CodecDecoder, codec_that_runs_code, decoder_
 from jigsaw.io.chunks.files import LocalFiles, StoreFiles
 from jigsaw.io.chunks.remote_files import RemoteFiles, files_of_url, is_remote_url
 from jigsaw.io.formats import zarr_reach
-from jigsaw.io.formats.anemoi import anemoi_as_fields, is_anemoi_store
-from jigsaw.io.formats.makani import MAKANI_DIMS, describe_makani_fields, is_makani_array
+from jigsaw.io.formats.conventions import (
+    MAKANI_DIMS,
+    anemoi_as_fields,
+    describe_makani_fields,
+    is_anemoi_store,
+    is_makani_array,
+)
 from jigsaw.io.formats.slab_arrays import check_all_chunks_there, read_whole_coordinate
 from jigsaw.io.formats.zarr_keys import ZarrKeyFiles
 from jigsaw.io.formats.zarr_places import ObjectPlaces, ShardPlaces, ZarrPlaces
@@ -147,7 +152,7 @@ def _refuse_code_in_array(array: Any) -> None:
 def _open_zarr_group(url: Any, options: dict[str, Any], outside: zarr_reach.OutsidePlaces) -> zarr.Group:
     if is_remote_url(url):
         files, prefix = files_of_url(url, options)
-        from jigsaw.io.formats.zarr_metadata import ZarrMetadataStore
+        from jigsaw.io.formats.zarr_keys import ZarrMetadataStore
 
         called = f"{files.name}/{prefix}"
         where: dict[str, Any] = {"store": ZarrMetadataStore(files), "path": prefix}

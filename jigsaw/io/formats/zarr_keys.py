@@ -1,10 +1,10 @@
-"""Objects of any store that zarr can read: in memory, zipped, through fsspec, of Icechunk."""
+"""Objects of any store that zarr can read: in memory, zipped, through fsspec, of Icechunk; a remote store for zarr."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
 from hashlib import blake2b
@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import zarr
-from zarr.abc.store import RangeByteRequest
+from zarr.abc.buffer import Buffer, BufferPrototype
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest
 from zarr.buffer import default_buffer_prototype
-from zarr.storage import MemoryStore, ZipStore
+from zarr.storage import MemoryStore, ObjectStore, ZipStore
 
 from jigsaw.errors import ReadError, cause_without_secrets
 from jigsaw.io.chunks.files import (
@@ -26,8 +27,10 @@ from jigsaw.io.chunks.files import (
     ShortChunkError,
     check_object_size,
     fill_targets,
+    fresh_memory,
     merge_ranges,
 )
+from jigsaw.io.chunks.remote_files import RemoteFiles
 from jigsaw.io.formats.zarr_reach import BoundedReferences
 
 
@@ -134,3 +137,43 @@ def _loop_of_zarr(process: int) -> asyncio.AbstractEventLoop:
     with suppress(FileNotFoundError):  # it does not hold a group
         zarr.open_group(Asked(), mode="r")
     return loops[0]
+
+
+class ZarrMetadataStore(ObjectStore[Any]):
+    """Zarr's store over obstore: what zarr itself reads (metadata, coordinates) is retried as by `files`."""
+
+    def __init__(self, files: RemoteFiles) -> None:
+        super().__init__(files.store, read_only=True)
+        self.files = files
+
+    def with_read_only(self, read_only: bool = False) -> ZarrMetadataStore:
+        return self
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        raw = await asyncio.to_thread(self._read, key, byte_range)
+        return None if raw is None else prototype.buffer.from_bytes(raw.tobytes())
+
+    def _read(self, key: str, part: ByteRequest | None) -> ByteArray | None:
+        if part is None:
+            return self.files.whole(key, fresh_memory)
+        if isinstance(part, RangeByteRequest):
+            raw = fresh_memory(part.end - part.start)
+            return raw if self.files.ranges(key, [(part.start, raw)]) else None
+        if isinstance(part, OffsetByteRequest):
+            whole = self.files.whole(key, fresh_memory)
+            return None if whole is None else whole[part.offset :]
+        found = self.files.edge(key, part.suffix, at_end=True)
+        return None if found is None else found[0]
+
+    async def exists(self, key: str) -> bool:
+        return await asyncio.to_thread(self.files.size, key) is not None
+
+    async def getsize(self, key: str) -> int:
+        size = await asyncio.to_thread(self.files.size, key)
+        if size is None:
+            raise FileNotFoundError(key)
+        return size
+
+    async def list_dir(self, prefix: str) -> AsyncGenerator[str, None]:
+        for name in await asyncio.to_thread(self.files.names, prefix):
+            yield name

@@ -27,7 +27,7 @@ from jigsaw.io.chunks.codecs import CodecDecoder
 from jigsaw.io.chunks.portion import ChunkPortion
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.opening import open
-from jigsaw.io.formats.in_memory import FilelessPlaces
+from jigsaw.io.formats.array_source import FilelessPlaces
 from jigsaw.io.reading.read_plan import ReadPlan, make_read_plan, plan_read
 from jigsaw.io.series.coords import SPATIAL_ROLES
 from jigsaw.io.series.request import ReadRequest

@@ -15,7 +15,7 @@ from jigsaw.errors import FieldError, GridError, MissingArrayError, MissingLevel
 from jigsaw.geometry.cut import Box, Interval, box_slices
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.formats.array_source import SourceArray, open_array_source
-from jigsaw.io.formats.ome import is_multiscale_group, multiscale_level
+from jigsaw.io.formats.conventions import is_multiscale_group, multiscale_level
 from jigsaw.io.formats.slab_arrays import read_table_box
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.series.coords import role_of_dim
