@@ -18,8 +18,7 @@ from toy_store import held, request, sample, write
 from jigsaw.errors import PeerError
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading import arena as _arena
-from jigsaw.io.reading.arena import Arena, arena_header_bytes, slot_ticket
-from jigsaw.io.reading.barrier import kernel_barrier
+from jigsaw.io.reading.arena import Arena, arena_header_bytes, kernel_barrier, slot_ticket
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.peers import meet_peers
 from jigsaw.io.reading.read_plan import plan_read

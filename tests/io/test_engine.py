@@ -21,8 +21,8 @@ from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading import found_chunks
 from jigsaw.io.reading.chunk_jobs import NO_OWNER
 from jigsaw.io.reading.engine import ReadEngine
-from jigsaw.io.reading.parcels import BoxParcels
 from jigsaw.io.reading.peers import meet_peers
+from jigsaw.io.reading.placing import BoxParcels
 from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.io.series.request import DROPPED_DIM, ReadPart, ReadRequest
 from jigsaw.testing import RankFailedError, on_ranks, run_on_ranks, world_mesh

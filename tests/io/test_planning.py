@@ -16,12 +16,11 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.io.chunks import chunk_finder
 from jigsaw.io.chunks.files import LocalFiles, merge_ranges
 from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, needed_share
-from jigsaw.io.chunks.read_cost import read_cost
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading import found_chunks
 from jigsaw.io.reading.chunk_jobs import NO_OWNER, ChunkJob, ReadCounts
 from jigsaw.io.reading.found_chunks import spread_places
-from jigsaw.io.reading.read_modes import PLAN_MODES
+from jigsaw.io.reading.read_modes import PLAN_MODES, read_cost
 from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.io.reading.shared_jobs import GOLDEN_SECTION, _numbers_read_by, order_of_jobs, owners_of_jobs
 from jigsaw.io.series.request import ReadPart, ReadRequest

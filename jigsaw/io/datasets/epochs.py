@@ -27,7 +27,7 @@ from jigsaw.io.datasets.sample_order import LoaderState, SampleOrder
 from jigsaw.io.datasets.samples import MeshSamples
 from jigsaw.io.reading.chunk_jobs import ReadCounts
 from jigsaw.io.reading.engine import ReadEngine
-from jigsaw.io.reading.forks import HomeProcess
+from jigsaw.io.reading.peers import HomeProcess
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.ranks.mesh import mesh_coordinate
 

@@ -1,4 +1,4 @@
-"""Conventions beyond the format of a file, those of anemoi-datasets, makani and OME-Zarr, as named dims and coordinates.
+"""Conventions beyond the format of a file, anemoi-datasets, makani and OME-Zarr, as named dims and coordinates.
 
 anemoi-datasets: ``data[time, variable, ensemble, cell]`` becomes variables on lat and lon. The cells of a regular grid
 are its rows of latitude, one after the other. A chunk of whole rows therefore has the same bytes on both grids, and is

@@ -22,7 +22,7 @@ read 4 is smaller. Ranks wait by polling with short sleeps; every poll sees a ra
 second one that died.
 
 **The order that this relies on.** An aligned word is stored and loaded whole. Every word is stored by `_tell`, behind a
-barrier (`jigsaw.io.reading.barrier`). A rank that sees the word therefore sees all that its writer wrote before it, and
+barrier (`jigsaw.io.reading.arena`). A rank that sees the word therefore sees all that its writer wrote before it, and
 the writer has finished all earlier loads. Take four ranks and one slot s. Rank 1 decodes the section of ticket t for
 ranks 0 and 3. Rank 2 is to decode the next in this slot, of ticket u:
 
@@ -40,8 +40,10 @@ word that all ranks poll. Any rank may store that word, because all store the sa
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import platform
 import select
 import time
 from collections.abc import Callable, Sequence
@@ -52,9 +54,7 @@ from numpy.typing import NDArray
 
 from jigsaw import errors
 from jigsaw.errors import PeerError, ReadError
-from jigsaw.io.reading.barrier import memory_barrier
-from jigsaw.io.reading.forks import HomeProcess
-from jigsaw.io.reading.peers import PeerGroup
+from jigsaw.io.reading.peers import HomeProcess, PeerGroup
 
 MAX_ARENA_SLOTS = 64
 _MESSAGE_BYTES = 4096
@@ -63,6 +63,9 @@ _TICKETS_PER_READ = 1 << 32
 _STARTED, _FINISHED, _LEFT, _DIGEST, _FAILED, _LENGTH = range(6)
 _WORDS_PER_RANK = 8
 _CLOSED_READER = 2**62
+_ORDERED = frozenset({"x86_64", "amd64", "i386", "i686"})
+_MEMBARRIER = {"x86_64": 324, "aarch64": 283, "riscv64": 283, "ppc64le": 365, "s390x": 356}
+_BARRIER, _JOIN = 1 << 1, 1 << 2
 
 
 class Arena:
@@ -356,3 +359,33 @@ def _open_memory_file(path: str, meant: _MemoryMark, size: int) -> int:
             os.close(seen)
     except OSError:
         return -1
+
+
+# -- barriers that make data written by one process visible to another before the word that announces it --------------
+
+
+# Python does not have fences. Processors of the x86 family need none: they show stores in order and load in order
+# (memcpy, whose streaming stores are the exception, ends them with a fence). Others, such as ARM's, promise neither.
+# There the kernel is asked for a full barrier on every thread of every process that has joined (``membarrier(2)``,
+# ``GLOBAL_EXPEDITED``). The process that is about to store a word calls it; those that poll words need nothing.
+def memory_barrier() -> Callable[[], None] | None:
+    """Return the barrier to call between writing data and storing the word that announces it; None if there is none."""
+    return (lambda: None) if platform.machine().lower() in _ORDERED else kernel_barrier()
+
+
+def kernel_barrier() -> Callable[[], None] | None:
+    """Join the kernel's barrier and return it; None where the kernel lacks it or does not permit it."""
+    number = _MEMBARRIER.get(platform.machine())
+    if number is None or platform.system() != "Linux":
+        return None
+    # The kernel interrupts those who joined, wherever they run, and so orders the loads of those who poll as well: they
+    # need no call of their own, and a poll costs nothing.
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    if call(number, _JOIN, 0, 0) != 0:
+        return None
+
+    def barrier() -> None:
+        if call(number, _BARRIER, 0, 0) != 0:
+            raise ReadError(f"the kernel's memory barrier has failed (error {ctypes.get_errno()}), which it never does")
+
+    return barrier

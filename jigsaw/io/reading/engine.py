@@ -22,9 +22,8 @@ from jigsaw.io.reading.arena import attach_arena
 from jigsaw.io.reading.chunk_jobs import ReadCounts
 from jigsaw.io.reading.chunk_sections import fair_thread_count
 from jigsaw.io.reading.fetch_ahead import FetchAhead
-from jigsaw.io.reading.forks import HomeProcess
 from jigsaw.io.reading.memory_pool import MemoryPool
-from jigsaw.io.reading.peers import PeerGroup, meet_peers
+from jigsaw.io.reading.peers import HomeProcess, PeerGroup, meet_peers
 from jigsaw.io.reading.placing import AnyArray
 from jigsaw.io.reading.read_plan import ReadPlan
 from jigsaw.io.reading.running_read import ReadingRank, RunningRead

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from jigsaw.io.chunks.chunk import FetchedBytes
 from jigsaw.io.chunks.remote_files import REQUESTS_IN_FLIGHT, while_waited_for
 from jigsaw.io.reading.chunk_jobs import ChunkJob
-from jigsaw.io.reading.fetch_batches import FetchBatch
+from jigsaw.io.reading.read_modes import FetchBatch
 from jigsaw.io.reading.read_plan import ReadPlan
 
 

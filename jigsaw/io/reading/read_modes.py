@@ -1,20 +1,57 @@
-"""Modes of reading: who loads a chunk that several ranks need, and what each mode costs."""
+"""Modes of reading: who loads a chunk that several ranks need, in which requests, and what each mode costs.
+
+Costs are CPU seconds over all ranks: the planner takes the cheapest mode. The rates are of one core of the machine that
+`benchmarks/read.py` was run on, rounded; only their ratios matter.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
-from jigsaw.io.chunks.read_cost import read_cost
+from jigsaw.io.chunks.array_table import ArrayTable
+from jigsaw.io.chunks.chunk import ChunkRef
+from jigsaw.io.chunks.files import ByteRange, merge_ranges
 from jigsaw.io.reading.chunk_jobs import COUNT_COLUMN, ChunkJob
 from jigsaw.io.reading.chunk_readers import ByReader
-from jigsaw.io.reading.fetch_batches import fetch_batches
 from jigsaw.io.reading.found_chunks import FoundChunks
 from jigsaw.io.reading.shared_jobs import SharedJobs, order_of_jobs
 
 PLAN_MODES = ("independent", "neighbours", "cooperative")
+LARGEST_BATCH = 4 << 20
+"""Bytes of one request for several chunks: more of them would wait for each other."""
+
+_DECODE_RATES = {"fast": 2e9, "slow": 4e8, "library": 2e8, "plain": 8e9}
+_FETCH_RATES = {False: 2e9, True: 1e8}
+_REQUEST_SECONDS = {False: 1e-5, True: 2e-3}
+_HANDOVER_RATE = 5e9
+_SHARED_JOB_SECONDS = 4e-4
+
+
+def read_cost(table: ArrayTable, requests: int, stored: int, decoded: int, sent: int, shared: int) -> float:
+    """Return the CPU seconds of so many requests, bytes stored, decoded and handed to other ranks, and chunks handed
+    over.
+    """
+    # a shared chunk wakes every rank that waits for it; a request to a far store is time in which a thread waits
+    return (
+        requests * _REQUEST_SECONDS[table.far]
+        + stored / _FETCH_RATES[table.far]
+        + decoded / _DECODE_RATES[_decoder_kind(table)]
+        + sent / _HANDOVER_RATE
+        + shared * _SHARED_JOB_SECONDS
+    )
+
+
+def _decoder_kind(table: ArrayTable) -> str:
+    if table.decoder is None:
+        return "library"
+    if table.decoder.is_plain:
+        return "plain"
+    return "fast" if table.decoder.splits else "slow"
 
 
 def choose_mode(found: FoundChunks, array: str, mode: str) -> str:
@@ -97,3 +134,54 @@ def _private_bytes(found: FoundChunks, modes: Mapping[str, str]) -> ByReader:
                 stored, decoded = counts[:, COUNT_COLUMN["stored_bytes"]], counts[:, COUNT_COLUMN["decoded_bytes"]]
                 load[readers.at[alone]] += np.where(stored, stored, decoded)
     return load
+
+
+# -- chunks that lie near each other in one object of a far store, fetched by one request -----------------------------
+
+
+class FetchBatch(NamedTuple):
+    """Jobs whose bytes are fetched together, in so many requests; a chunk of unknown `size` counts as decoded."""
+
+    jobs: tuple[ChunkJob, ...]
+    requests: int
+    size: int
+
+
+def fetch_batches(chunks: FoundChunks, jobs: Iterable[ChunkJob]) -> Iterator[FetchBatch]:
+    """Yield the jobs of one rank on far stores, those near each other together, in the order of their first ones."""
+    far = [(job, chunks.ref(job.array, job.chunk)) for job in jobs if chunks.tables[job.array].far]
+    if missing := tuple(job for job, ref in far if ref is None):
+        yield FetchBatch(missing, 0, 0)
+    there = ((job, ref) for job, ref in far if ref is not None)
+    for (array, _), group in groupby(there, lambda each: (each[0].array, each[1].path)):
+        yield from _batches_of_object(chunks, group, chunks.tables[array])
+
+
+def _batches_of_object(
+    chunks: FoundChunks, jobs: Iterable[tuple[ChunkJob, ChunkRef]], table: ArrayTable
+) -> Iterator[FetchBatch]:
+    """Yield the batches of jobs on one object; one of unknown size is fetched whole."""
+    placed: list[tuple[list[ByteRange], ChunkJob]] = []
+    for job, ref in jobs:
+        part = chunks.portion(job.array, job.chunk, job.readers)
+        if part is None and ref.length is None:
+            yield FetchBatch((job,), 1, table.grid.bytes_of(job.chunk))
+        else:
+            ranges = [(0, ref.length or 0)] if part is None else part.ranges
+            placed.append(([(ref.offset + start, ref.offset + start + length) for start, length in ranges], job))
+    # Chunks at bytes 0-40, 50-90 and 5000-5040 of a shard, with a gap of 64: one request for the first two, whose ten
+    # bytes between cost less than a round trip, and one for the third.
+    batches: list[list[tuple[list[ByteRange], ChunkJob]]] = []
+    reach, gap = 0, table.places.files.gap
+    for parts, job in sorted(placed):
+        start, stop = parts[0][0], parts[-1][1]
+        if not batches or start > reach + gap or stop - batches[-1][0][0][0][0] > LARGEST_BATCH:
+            batches.append([])
+            reach = 0
+        batches[-1].append((parts, job))
+        reach = max(reach, stop)
+    for batch in batches:
+        parts = [part for parts, _ in batch for part in parts]
+        size = sum(stop - start for start, stop in parts)
+        # one batch may take several requests: of chunks in part, whose ranges lie further apart than the chunks do
+        yield FetchBatch(tuple(job for _, job in batch), len(merge_ranges(parts, gap)), size)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
 from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import Interval
 from jigsaw.io.chunks.array_table import JoinedArrays
 from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_finder import LookupCounts
@@ -27,16 +28,29 @@ from jigsaw.io.chunks.remote_files import ask_at_once
 from jigsaw.io.reading.chunk_boxes import ChunkBox
 from jigsaw.io.reading.chunk_jobs import COUNT_COLUMN, NO_OWNER, ChunkJob, CountsTable, ReadCounts, ReaderRanks
 from jigsaw.io.reading.chunk_readers import ChunkReaders
-from jigsaw.io.reading.fetch_batches import FetchBatch, fetch_batches
 from jigsaw.io.reading.found_chunks import ArrayTables, FoundChunks, look_up_chunks
-from jigsaw.io.reading.needed_chunks import NeededChunks
-from jigsaw.io.reading.plan_text import plan_reasons, plan_text
-from jigsaw.io.reading.read_modes import PLAN_MODES, choose_mode, cost_of_mode, sent_values, shared_jobs
-from jigsaw.io.reading.request_check import check_request_fits
+from jigsaw.io.reading.needed_chunks import NeededChunks, check_request_fits
+from jigsaw.io.reading.read_modes import (
+    PLAN_MODES,
+    FetchBatch,
+    choose_mode,
+    cost_of_mode,
+    fetch_batches,
+    sent_values,
+    shared_jobs,
+)
 from jigsaw.io.reading.shared_jobs import SharedJobs
 from jigsaw.io.series.request import ReadPart, ReadRequest
+from jigsaw.io.text_tables import align_columns, bytes_text
 
 ObjectSizes = Mapping[str, "int | None"]
+
+NAMES_LISTED = 6
+_WAYS = {
+    "cooperative": "what they need of each is read and decoded once, by one rank, which hands the others their parts",
+    "neighbours": "each rank reads and decodes what it owns rows of, and hands halos to the ranks that own none",
+    "independent": "each rank reads and decodes for itself what it needs of them",
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -260,7 +274,7 @@ def plan_read(
     """Plan the reading of one sample: the same on every rank. No rank is asked; a store may be asked where chunks lie.
 
     `mode` is ``"cooperative"``, ``"neighbours"``, ``"independent"`` or ``"auto"``, which takes the cheapest of them for
-    each array (`jigsaw.io.chunks.read_cost`). `sizes` are those of far objects, where another plan has looked them up.
+    each array (`jigsaw.io.reading.read_modes`). `sizes` are those of far objects, where another plan looked them up.
 
     Raises: `ShardingError` or `ReadError` when the parts do not fill the sample exactly once, or do not fit the arrays.
     """
@@ -303,3 +317,162 @@ def _parts_by_array(part: ReadPart, joined: JoinedArrays) -> list[ReadPart]:
         replace(part, array=joined.names[i], picks=(*before, tuple(pairs), *after))
         for i, pairs in sorted(found.items())
     ]
+
+
+# -- the text of a plan -----------------------------------------------------------------------------------------------
+
+
+def plan_text(plan: ReadPlan) -> str:
+    """Return the text of ``str(plan)``: a head, and the blocks of `plan_blocks`, with the stored names of dims."""
+    layout = plan.request.layout
+    steps, channels = layout.shape[:2]
+    dims = _stored_dims(plan)
+    space = " x ".join(f"{dim} {n}" for dim, n in zip(dims, layout.shape[2:], strict=True))
+    axes = ", ".join(f"{name}={n}" for name, n in layout.axes)
+    who = f"{plan.ranks} ranks ({axes})" if plan.ranks > 1 else "one rank"
+    head = [
+        f"{steps} steps of {channels} channels, {space}, read by {who}",
+        requests_text(plan),
+        *missing_chunk_lines(plan),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in (head, *plan_blocks(plan, dims)))
+
+
+def plan_blocks(plan: ReadPlan, dims: Sequence[str]) -> list[list[str]]:
+    """Return the lines of each block: the table of ranks, the reasons, the other ways, who decodes which chunks."""
+    return [_rank_table(plan, dims), plan_reasons(plan), _amplification_lines(plan), _decoder_lines(plan)]
+
+
+def requests_text(plan: ReadPlan) -> str:
+    """Describe the requests of all ranks, and what each asks the store before it knows where the chunks lie."""
+    return f"{plan.total.requests} requests{_lookups_text(plan.lookups)}"
+
+
+def missing_chunk_lines(plan: ReadPlan) -> list[str]:
+    """Say how many needed chunks are not in the store, and what becomes of them; no line where none is missing."""
+    missing = sum(map(len, plan.missing.values()))
+    if not missing:
+        return []
+    count = sum(map(len, plan.needed.readers.values()))
+    lacking = [
+        chunk
+        for name, chunks in plan.missing.items()
+        for chunk in chunks
+        if plan.request.missing == "error" and plan.tables[name].finder.lacks_object(chunk)
+    ]
+    refused = f"; missing='error' refuses {len(lacking)} of them" if lacking else ""
+    return [f"{missing} of {count} chunks are missing, and stand for fill values{refused}"]
+
+
+def plan_reasons(plan: ReadPlan) -> list[str]:
+    """Say for the arrays that are chunked and read alike which rank has which chunks, how they are read, and why."""
+    alike: dict[tuple[str, tuple[int, ...], int, int, int], list[str]] = {}
+    for name, mode in plan.modes.items():
+        readers, table = plan.needed.readers[name], plan.tables[name]
+        shared = sum(len(each) > 1 for each in readers.pattern.readers)
+        alike.setdefault((mode, table.chunks, table.grid.chunk_bytes, len(readers), shared), []).append(name)
+    lines: list[str] = []
+    for (mode, chunks, size, count, shared), names in alike.items():
+        more = f" and {len(names) - NAMES_LISTED} more" if len(names) > NAMES_LISTED else ""
+        each, plural = " each" * (len(names) > 1), "s" * (count > 1)
+        what = f"{count} chunk{plural} of {' x '.join(map(str, chunks)) or '1'} = {bytes_text(size)}{each}"
+        lines.append(f"{', '.join(names[:NAMES_LISTED])}{more}: {what}")
+        if not shared:
+            lines[-1] += ", none of which two ranks need"
+            continue
+        needed = "all of which" if shared == count else f"{shared} of which"
+        lines[-1] += f", {needed} several ranks need:"
+        lines += [f"  {_WAYS[mode]}", f"  {_costs_text(plan, names, mode)}"]
+    return lines
+
+
+def _costs_text(plan: ReadPlan, names: Sequence[str], mode: str) -> str:
+    """Describe the costs of the modes, and say whether the chosen one is the cheapest."""
+    costs = {each: sum(plan.cost(name, each) for name in names) for each in PLAN_MODES}
+    told = ", ".join(f"{each} {float(f'{costs[each] * 1e3:.2g}'):g}" for each in sorted(costs, key=costs.__getitem__))
+    why = "the cheapest" if costs[mode] == min(costs.values()) else f"which mode={mode!r} asks for"
+    return f"({mode} reading, {why}; predicted CPU ms of all ranks: {told})"
+
+
+def _lookups_text(lookups: LookupCounts) -> str:
+    if not lookups.requests:
+        return ""
+    read = f"{bytes_text(lookups.bytes)} of shard indices and block tables in {lookups.requests} requests"
+    return f"; to plan them, each rank reads {read}, once"
+
+
+def _stored_dims(plan: ReadPlan) -> list[str]:
+    """Return the store's names of the dims of space; a dim that no array has is called by its number."""
+    layout = plan.request.layout
+    found = {2 + i: f"dim {2 + i}" for i in range(len(layout.shape) - 2)}
+    for part in plan.request.parts:
+        for name, picks, to in zip(plan.tables[part.array].dims, part.picks, part.to, strict=True):
+            if picks is None:
+                found[to] = name
+    return list(found.values())
+
+
+def _rank_table(plan: ReadPlan, dims: Sequence[str]) -> list[str]:
+    layout = plan.request.layout
+    axes = [name for name, _ in layout.axes]
+    columns = ["chunks", "stored", "decoded", "useful", "sent"]
+    lines: list[list[str]] = [["rank", *axes, *dims, *columns]]
+    for rank, (coord, row) in enumerate(zip(layout.coords(), plan.rows, strict=True)):
+        boxes = zip(layout.owned(coord)[2:], layout.held(coord)[2:], strict=True)
+        lines.append([str(rank), *map(str, coord), *(_rows_text(*box) for box in boxes), *_figure_texts(row)])
+    lines.append(["all", *[""] * (len(axes) + len(dims)), *_figure_texts(plan.total)])
+    return align_columns(lines)
+
+
+def _rows_text(owned: Interval, held: Interval) -> str:
+    """Describe the rows owned, and how many more are held below and above."""
+    below, above = owned[0] - held[0], held[1] - owned[1]
+    return f"{owned[0]}:{owned[1]}" + (f" -{below}+{above}" if below or above else "")
+
+
+def _figure_texts(row: ReadCounts) -> list[str]:
+    return [str(row.chunks), *map(bytes_text, (row.stored, row.decoded_bytes, row.useful_bytes, row.sent_bytes))]
+
+
+def _amplification_lines(plan: ReadPlan) -> list[str]:
+    meant = "bytes decoded by all ranks / bytes of the needed chunks, each once"
+    lines = [f"amplification {plan.amplification:.2f}: {meant}"]
+    for mode in PLAN_MODES:
+        other = plan.in_mode(mode)
+        total = other.total
+        lines.append(
+            f"  all {mode}: {other.amplification:.2f}, {total.chunks} chunks, {bytes_text(total.stored)} read, "
+            f"{bytes_text(total.decoded_bytes)} decoded, {bytes_text(total.sent_bytes)} sent"
+        )
+    return lines
+
+
+def _decoder_lines(plan: ReadPlan) -> list[str]:
+    """Return a line for each array and rank: how many of its chunks the rank decodes, and the first of them."""
+    owned: dict[str, dict[int, list[tuple[int, ...]]]] = {}
+    for job in plan.jobs:
+        owner = job.owner if plan.ref(job.array, job.chunk) is not None else NO_OWNER
+        owned.setdefault(job.array, {}).setdefault(owner, []).append(job.chunk)
+    lines = ["chunks decoded by whom"]
+    for array, by_rank in owned.items():
+        table = plan.tables[array]
+        lines.append(
+            f"  {array}: {plan.modes[array]}, chunks of {table.chunks} = "
+            f"{bytes_text(table.grid.chunk_bytes)}{_portion_text(plan, array)}"
+        )
+        for rank in sorted(by_rank):
+            who = "missing (fill)" if rank == NO_OWNER else f"rank {rank}"
+            listed = [str(chunk).replace(" ", "") for chunk in sorted(set(by_rank[rank]))]
+            shown = " ".join(listed[:NAMES_LISTED]) + (" …" if len(listed) > NAMES_LISTED else "")
+            lines.append(f"    {who}, {len(by_rank[rank])}: {shown}")
+    return lines
+
+
+def _portion_text(plan: ReadPlan, array: str) -> str:
+    """Say how much of an array's chunks is decoded, where that is less than all."""
+    parts = [part for job in plan.jobs if job.array == array and (part := plan.part_of(job)) is not None]
+    if not parts:
+        return ""
+    decoded, fetched = sum(p.decoded for p in parts) / len(parts), sum(p.stored for p in parts) / len(parts)
+    read = f"{bytes_text(round(fetched))} read, " if fetched else ""
+    return f"; of {len(parts)} chunks a part: {read}{bytes_text(round(decoded))} decoded of each"

@@ -39,9 +39,15 @@ from jigsaw.io.reading.chunk_jobs import NO_OWNER, ChunkJob, ReadCounts
 from jigsaw.io.reading.chunk_sections import ChunkSection, sections_in_slot_order, slot_size_and_count
 from jigsaw.io.reading.fetch_ahead import FetchAhead
 from jigsaw.io.reading.memory_pool import MemoryPool
-from jigsaw.io.reading.parcels import BoxParcels
 from jigsaw.io.reading.peers import PeerGroup
-from jigsaw.io.reading.placing import CONVERTED_BYTES, AnyArray, PartPlacing, RefusedValueError, box_when_packed
+from jigsaw.io.reading.placing import (
+    CONVERTED_BYTES,
+    AnyArray,
+    BoxParcels,
+    PartPlacing,
+    RefusedValueError,
+    box_when_packed,
+)
 from jigsaw.io.reading.read_plan import ReadPlan
 from jigsaw.io.reading.strips import ChunkStrip, strips_of_rank
 from jigsaw.io.series.boundary import fill_beyond_ends

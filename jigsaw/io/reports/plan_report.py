@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jigsaw.io.datasets.dataset import Dataset
-from jigsaw.io.reading.plan_text import NAMES_LISTED, missing_chunk_lines, plan_blocks, requests_text
-from jigsaw.io.reading.read_plan import ReadPlan
+from jigsaw.io.reading.read_plan import NAMES_LISTED, ReadPlan, missing_chunk_lines, plan_blocks, requests_text
 from jigsaw.io.reports.recommend import ChunkOption, MeshOption, ReadFigures, Recommendation
 from jigsaw.io.text_tables import align_columns, bytes_text
 

@@ -1,7 +1,7 @@
 """`recommend`: the mesh and cuts that read a store cheapest, and the chunks that a mesh would read cheapest.
 
 Candidates are planned as if they existed (`jigsaw.io.reading.read_plan`), on one typical sample, and ranked by the
-predicted cost (`jigsaw.io.chunks.read_cost`). Integers only: it needs no ranks, and asks the store only where its
+predicted cost (`jigsaw.io.reading.read_modes`). Integers only: it needs no ranks, and asks the store only where its
 chunks lie.
 """
 
