@@ -19,7 +19,7 @@ from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, ByteSpans, ChunkPortion
 from jigsaw.io.chunks.remote_files import ask_at_once
 from jigsaw.io.reading.chunk_jobs import COUNT_COLUMN, CountsTable, ReadCounts, ReaderRanks
 from jigsaw.io.reading.chunk_readers import ChunkLoads, ChunkReaders, ReaderGroup
-from jigsaw.io.reading.needed_chunks import NeededChunks
+from jigsaw.io.reading.needed_chunks import NeededChunks, ReadersByChunk
 
 ArrayTables = Mapping[str, ArrayTable]
 
@@ -80,164 +80,147 @@ class WholeSizes(NamedTuple):
     stored: NDArray[np.int64]
 
 
-class FoundChunks:
-    """The places of needed chunks, each looked up once.
+class FoundArray:
+    """The places of the needed chunks of one array, each looked up once.
 
-    Those of far stores are all looked up by `look_up_chunks`, before anything is planned.  Of near ones only those that
-    a choice depends on ever are: the others are located while they are loaded, small ones by the strip.  Threads that
-    load may look up the same chunk at the same time, and find the same.
+    `readers` are the ranks that need each. Small chunks of which there are not `few` count as decoded, without a
+    look-up.  Threads that load may look up the same chunk at the same time, and find the same.
     """
 
-    def __init__(self, needed: NeededChunks, tables: ArrayTables) -> None:
-        self.needed, self.tables = needed, tables
-        self._refs: dict[tuple[str, ChunkIndex], ChunkRef | None] = {}
+    def __init__(self, table: ArrayTable, readers: ReadersByChunk, few: bool) -> None:
+        self.table, self.finder, self.readers = table, table.finder, readers
+        self.size_of_all = None if few or table.far or self.finder.is_divisible else table.grid.chunk_bytes
+        """The size that every chunk counts as when there are too many to look up; None where each is looked up."""
+        self.asked: set[ChunkIndex] = set()
+        """The chunks whose tables of blocks were asked for."""
+        self._refs: dict[ChunkIndex, ChunkRef | None] = {}
         self._portions: dict[Hashable, ChunkPortion | None] = {}
-        self._whole: dict[str, WholeSizes] = {}
-        self._alone: dict[tuple[str, ChunkIndex], LoadsAlone] = {}
-        self._asked: set[tuple[str, ChunkIndex]] = set()
+        self._alone: dict[ChunkIndex, LoadsAlone] = {}
 
-    def ref(self, array: str, chunk: ChunkIndex) -> ChunkRef | None:
+    def ref(self, chunk: ChunkIndex) -> ChunkRef | None:
         """Return where a chunk lies, looked up once; None when it is missing."""
-        key = array, chunk
-        if key not in self._refs:
-            self._refs[key] = self.tables[array].finder.locate(chunk)
-        return self._refs[key]
+        if chunk not in self._refs:
+            self._refs[chunk] = self.finder.locate(chunk)
+        return self._refs[chunk]
 
-    def _refs_of(self, array: str, chunks: Sequence[ChunkIndex]) -> list[ChunkRef | None]:
+    def _refs_of(self, chunks: Sequence[ChunkIndex]) -> list[ChunkRef | None]:
         """Return where chunks lie, in C order; chunks that follow each other are looked up together."""
-        finder = self.tables[array].finder
-        if all((array, chunk) not in self._refs for chunk in chunks):
+        if all(chunk not in self._refs for chunk in chunks):
             for first, count in _strips_of_chunks(chunks):
                 try:
-                    refs = finder.locate_strip(first, count)
+                    refs = self.finder.locate_strip(first, count)
                 except (ReadError, OSError, BadChunkError):
                     break  # which of them it was is told one by one
-                self._refs.update(((array, (*first[:-1], first[-1] + n)), ref) for n, ref in enumerate(refs))
-        return [self.ref(array, chunk) for chunk in chunks]
+                self._refs.update(((*first[:-1], first[-1] + n), ref) for n, ref in enumerate(refs))
+        return [self.ref(chunk) for chunk in chunks]
 
-    def _sizes(self, array: str) -> WholeSizes:
-        """Return the sizes of the needed chunks of an array, in C order; of a few of them where there are many."""
-        if array not in self._whole:
-            grid, chunks = self.tables[array].grid, self.needed.readers[array].chunks
-            if self.size_of_all(array) is not None:
-                chunks = [chunks[place] for place in spread_places(len(chunks))]
-            refs = self._refs_of(array, chunks)
-            decoded = [0 if ref is None else grid.bytes_of(c) for c, ref in zip(chunks, refs, strict=True)]
-            stored = [0 if ref is None else -1 if ref.length is None else ref.length for ref in refs]
-            unsized = 0 if self.tables[array].decoder is None else np.array(decoded, np.int64)
-            sizes = np.array(stored, np.int64)
-            there = np.array([ref is not None for ref in refs])
-            self._whole[array] = WholeSizes(there, np.array(decoded, np.int64), np.where(sizes < 0, unsized, sizes))
-        return self._whole[array]
+    @cached_property
+    def _sizes(self) -> WholeSizes:
+        """The sizes of the needed chunks, in C order; of a few of them where there are many."""
+        grid, chunks = self.table.grid, self.readers.chunks
+        if self.size_of_all is not None:
+            chunks = [chunks[place] for place in spread_places(len(chunks))]
+        refs = self._refs_of(chunks)
+        decoded = np.array(
+            [0 if ref is None else grid.bytes_of(c) for c, ref in zip(chunks, refs, strict=True)], np.int64
+        )
+        stored = np.array([0 if ref is None else -1 if ref.length is None else ref.length for ref in refs], np.int64)
+        unsized = 0 if self.table.decoder is None else decoded
+        there = np.array([ref is not None for ref in refs])
+        return WholeSizes(there, decoded, np.where(stored < 0, unsized, stored))
 
-    def counts_in_mode(self, array: str, mode: str) -> tuple[int, int, int]:
-        """Sum `counts_of_loads` over all needed chunks of an array; where there are many, estimate it from a few."""
-        readers_of = self.needed.readers[array]
-        if self.tables[array].finder.is_divisible:
-            counts = [self.counts_of_loads(array, chunk, mode) for chunk in readers_of]
+    def counts_in_mode(self, mode: str) -> tuple[int, int, int]:
+        """Sum `counts_of_loads` over all needed chunks; where there are many, estimate it from a few."""
+        if self.finder.is_divisible:
+            counts = [self.counts_of_loads(chunk, mode) for chunk in self.readers]
             requests, decoded, stored = (sum(column) for column in zip(*counts, strict=True))
             return requests, decoded, stored
-        loads, sizes = readers_of.pattern.counts(mode)[0], self._sizes(array)
-        if self.size_of_all(array) is not None:
-            every = readers_of.pattern.totals(mode)[0]
+        loads, sizes = self.readers.pattern.counts(mode)[0], self._sizes
+        if self.size_of_all is not None:
+            every = self.readers.pattern.totals(mode)[0]
             requests, decoded, stored = (int(column.sum()) * every // len(column) for column in sizes)
             return requests, decoded, stored
         return int(loads @ sizes.there), int(loads @ sizes.decoded), int(loads @ sizes.stored)
 
-    def bytes_of_shared(self, array: str, mode: str) -> NDArray[np.int64]:
-        """Return the bytes that each shared load of an array's chunks fetches, in C order. Where that is not known, the
+    def bytes_of_shared(self, mode: str) -> NDArray[np.int64]:
+        """Return the bytes that each shared load fetches, in C order. Where that is not known, the
         decoded bytes count; a missing chunk counts as 0.
         """
-        pattern = self.needed.readers[array].pattern
+        pattern = self.readers.pattern
         places = pattern.shared_places(mode)
-        if (decoded := self.size_of_all(array)) is not None:
+        if (decoded := self.size_of_all) is not None:
             return np.full(len(places), decoded, np.int64)
-        if not self.tables[array].finder.is_divisible:
-            sizes = self._sizes(array)
+        if not self.finder.is_divisible:
+            sizes = self._sizes
             return np.where(sizes.stored, sizes.stored, sizes.decoded)[places]
-        chunks, loads = self.needed.readers[array].chunks, pattern.loads(mode)
-        rows = [self.load_counts(array, chunks[place], loads[place].served) for place in places.tolist()]
+        chunks, loads = self.readers.chunks, pattern.loads(mode)
+        rows = [self.load_counts(chunks[place], loads[place].served) for place in places.tolist()]
         return np.array([row.stored_bytes or row.decoded_bytes for row in rows], np.int64)
 
-    def size_of_all(self, array: str) -> int | None:
-        """Return the size that every chunk of an array counts as when there are too many to look up; None where each is
-        looked up.
-        """
-        table = self.tables[array]
-        if table.far or table.finder.is_divisible or self._are_few:
-            return None
-        return table.grid.chunk_bytes
-
-    @cached_property
-    def _are_few(self) -> bool:
-        """True where the chunks whose size may be looked up are few."""
-        asked = (name for name in self.needed.readers if not self.tables[name].far)
-        return sum(len(self.needed.readers[n]) for n in asked if not self.tables[n].finder.is_divisible) <= MOST_SIZES
-
-    def has_own_objects(self, array: str) -> bool:
-        """Say whether each needed chunk of an array lies in its own object, so that no request brings two of them."""
-        paths = [ref.path for chunk in self.needed.readers[array] if (ref := self.ref(array, chunk)) is not None]
+    def has_own_objects(self) -> bool:
+        """Say whether each needed chunk lies in its own object, so that no request brings two of them."""
+        paths = [ref.path for chunk in self.readers if (ref := self.ref(chunk)) is not None]
         return len(set(paths)) == len(paths)
 
-    def portion(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> ChunkPortion | None:
+    def portion(self, chunk: ChunkIndex, readers: ReaderRanks) -> ChunkPortion | None:
         """Return the part of a chunk that is loaded for these ranks; None for all of it."""
-        finder = self.tables[array].finder
+        finder = self.finder
         if not finder.is_divisible:
             return None
-        group = self.needed.readers[array][chunk].group(readers)
+        group = self.readers[chunk].group(readers)
         if not _may_part(finder, chunk, group):
             return None
-        kept, key = group.portions, finder.portion_key(chunk, self.ref(array, chunk))
+        kept, key = group.portions, finder.portion_key(chunk, self.ref(chunk))
         if key is None:  # the stored bytes have a say in it, so it is of this store alone
-            kept, key = self._portions, (array, chunk, readers)
-            self._asked.add((array, chunk))
+            kept, key = self._portions, (chunk, readers)
+            self.asked.add(chunk)
         if key not in kept:
             kept[key] = finder.portion(chunk, group.rects)
         return kept[key]
 
-    def load_counts(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> ReadCounts:
+    def load_counts(self, chunk: ChunkIndex, readers: ReaderRanks) -> ReadCounts:
         """Count what the rank that loads a chunk for these ranks does."""
-        ref, table = self.ref(array, chunk), self.tables[array]
+        ref, table = self.ref(chunk), self.table
         if ref is None:
             return ReadCounts(missing=1)
-        part, slow = self.portion(array, chunk, readers), int(table.decoder is None)
+        part, slow = self.portion(chunk, readers), int(table.decoder is None)
         if part is not None:
             return ReadCounts(max(len(part.ranges), 1), 1, slow, ref.length or 0 if slow else part.stored, part.decoded)
         unsized = int(ref.length is None and not slow)
         return ReadCounts(1, 1, slow, ref.length or 0, table.grid.bytes_of(chunk), unsized=unsized)
 
-    def counts_of_loads(self, array: str, chunk: ChunkIndex, mode: str) -> tuple[int, int, int]:
+    def counts_of_loads(self, chunk: ChunkIndex, mode: str) -> tuple[int, int, int]:
         """Count the requests, and the bytes decoded and stored, of all loads of a chunk in a mode. An unknown size
         counts as the decoded one.
         """
-        table, ref, readers = self.tables[array], self.ref(array, chunk), self.needed.readers[array][chunk]
+        table, ref, readers = self.table, self.ref(chunk), self.readers[chunk]
         if ref is None:
             return 0, 0, 0
         loads, size = readers.loads(mode), table.grid.bytes_of(chunk)
         length = size if ref.length is None and table.decoder is not None else ref.length or 0
-        if not table.finder.is_divisible:
+        if not self.finder.is_divisible:
             count = len(loads.alone) + bool(loads.served)
             return count, count * size, count * length
         whole = requests = stored = decoded = 0
         if len(loads.alone):
-            whole, requests, stored, decoded = self._loads_alone(array, chunk, ref).total(loads, mode)
+            whole, requests, stored, decoded = self._loads_alone(chunk, ref).total(loads, mode)
         if loads.served:
-            row = self.load_counts(array, chunk, loads.served)
+            row = self.load_counts(chunk, loads.served)
             requests, decoded = requests + row.requests, decoded + row.decoded_bytes
             stored += row.decoded_bytes if row.unsized else row.stored_bytes
         return requests, decoded, stored + whole * length
 
-    def counts_alone(self, array: str, chunk: ChunkIndex) -> CountsTable:
+    def counts_alone(self, chunk: ChunkIndex) -> CountsTable:
         """Return `load_counts` of each reader of a chunk by itself, a row for each reader."""
-        ref, readers, table = self.ref(array, chunk), self.needed.readers[array][chunk], self.tables[array]
+        ref, readers, table = self.ref(chunk), self.readers[chunk], self.table
         rows = np.zeros((len(readers), len(COUNT_COLUMN)), np.int64)
         if ref is None:
             rows[:, COUNT_COLUMN["missing"]] = 1
             return rows
         slow, size = table.decoder is None, table.grid.bytes_of(chunk)
         is_whole, requests, stored, decoded = True, 1, 0, size
-        if table.finder.is_divisible:
-            found = self._loads_alone(array, chunk, ref)
+        if self.finder.is_divisible:
+            found = self._loads_alone(chunk, ref)
             is_whole, requests, stored, decoded = found.table[:, found.kinds.of]
         counts = {
             "requests": requests,
@@ -251,55 +234,70 @@ class FoundChunks:
             rows[:, COUNT_COLUMN[name]] = column
         return rows
 
-    def _loads_alone(self, array: str, chunk: ChunkIndex, ref: ChunkRef) -> LoadsAlone:
+    def _loads_alone(self, chunk: ChunkIndex, ref: ChunkRef) -> LoadsAlone:
         """Return what each reader would load alone, for chunks of which a part may be enough."""
-        readers, key = self.needed.readers[array][chunk], self.tables[array].finder.portion_key(chunk, ref)
+        readers, key = self.readers[chunk], self.finder.portion_key(chunk, ref)
         if key is None:
-            if (array, chunk) not in self._alone:
-                self._alone[array, chunk] = self._divided_frame(array, chunk, ref)
-            return self._alone[array, chunk]
+            if chunk not in self._alone:
+                self._alone[chunk] = self._divided_frame(chunk, ref)
+            return self._alone[chunk]
         if key not in readers.memo:
-            able = [(i, (readers.ranks[i],)) for i in self._able_alone(array, chunk).tolist()]
-            found = [(i, part) for i, mine in able if (part := self.portion(array, chunk, mine)) is not None]
+            able = [(i, (readers.ranks[i],)) for i in self._able_alone(chunk).tolist()]
+            found = [(i, part) for i, mine in able if (part := self.portion(chunk, mine)) is not None]
             made = [(max(len(part.ranges), 1), part.stored, part.decoded) for _, part in found]
             kinds, at = np.zeros(len(readers), np.intp), [i for i, _ in found]
             kinds[at] = np.arange(1, len(at) + 1)
             made = list(zip(*made, strict=True))
-            size = self.tables[array].grid.bytes_of(chunk)
+            size = self.table.grid.bytes_of(chunk)
             readers.memo[key] = LoadsAlone.of(ReaderKinds(kinds, len(at) + 1), size, made)
         return readers.memo[key]
 
-    def _divided_frame(self, array: str, chunk: ChunkIndex, ref: ChunkRef) -> LoadsAlone:
+    def _divided_frame(self, chunk: ChunkIndex, ref: ChunkRef) -> LoadsAlone:
         """Return what readers would load of a chunk stored as a Blosc frame; all of it where it is not a frame."""
-        readers, table = self.needed.readers[array][chunk], self.tables[array]
-        able, size, frame = self._able_alone(array, chunk), table.grid.bytes_of(chunk), None
+        readers, table = self.readers[chunk], self.table
+        able, size, frame = self._able_alone(chunk), table.grid.bytes_of(chunk), None
         if len(able) and not ref.mask:
-            self._asked.add((array, chunk))
-            frame = table.finder.blosc_frame_of(chunk, ref)
+            self.asked.add(chunk)
+            frame = self.finder.blosc_frame_of(chunk, ref)
         if frame is None or table.decoder is None:
             return LoadsAlone.of(ReaderKinds(np.zeros(len(readers), np.intp), 1), size)
         # frames have tables of their own, but the blocks that readers need are the same in all of them
         how = readers.shape, tuple(table.decoder.order), table.grid.itemsize, frame.block
-        key = table.finder.least_left_out, how
+        key = self.finder.least_left_out, how
         if key not in readers.memo:
             readers.memo[key] = _kinds_by_blocks(readers, able, how)
         runs, firsts, kinds = readers.memo[key]
         return LoadsAlone.of(kinds, size, frame.count_parts(runs, firsts, table.places.files.gap))
 
-    def _able_alone(self, array: str, chunk: ChunkIndex) -> NDArray[np.intp]:
+    def _able_alone(self, chunk: ChunkIndex) -> NDArray[np.intp]:
         """Return the readers, by their places, for which the geometry says that a part of a chunk may be enough."""
-        readers, finder = self.needed.readers[array][chunk], self.tables[array].finder
+        readers, finder = self.readers[chunk], self.finder
         key = "able", finder.least_left_out
         if key not in readers.memo:
             groups = [readers.group((rank,)) for rank in readers.ranks]
             readers.memo[key] = np.flatnonzero([_may_part(finder, chunk, group) for group in groups])
         return readers.memo[key]
 
+
+class FoundChunks(dict[str, FoundArray]):
+    """The needed chunks of each array, as found in a store.
+
+    Those of far stores are all looked up by `look_up_chunks`, before anything is planned.  Of near ones only those that
+    a choice depends on ever are: the others are located while they are loaded, small ones by the strip.
+    """
+
+    def __init__(self, needed: NeededChunks, tables: ArrayTables) -> None:
+        self.needed, self.tables = needed, tables
+        near = [name for name in needed.readers if not (tables[name].far or tables[name].finder.is_divisible)]
+        few = sum(len(needed.readers[name]) for name in near) <= MOST_SIZES
+        super().__init__({name: FoundArray(tables[name], readers, few) for name, readers in needed.readers.items()})
+
     def lookups(self) -> LookupCounts:
         """Count the look-ups of a rank that knew nothing yet: the indices of shards, and Blosc's tables."""
-        chunks = [(self.tables[name], chunk) for name, chunks in self.needed.readers.items() for chunk in chunks]
-        indices = dict(found for table, chunk in chunks if (found := table.finder.index_of(chunk)) is not None)
-        return total_lookups((*indices.values(), *(self.tables[name].finder.table_of(at) for name, at in self._asked)))
+        chunks = ((each.finder, chunk) for each in self.values() for chunk in each.readers)
+        indices = dict(found for finder, chunk in chunks if (found := finder.index_of(chunk)) is not None)
+        tables = (each.finder.table_of(chunk) for each in self.values() for chunk in each.asked)
+        return total_lookups((*indices.values(), *tables))
 
 
 def _kinds_by_blocks(
@@ -342,13 +340,13 @@ def look_up_chunks(needed: NeededChunks, tables: ArrayTables) -> FoundChunks:
     Raises: what asking a store raises, possibly on one rank alone.
     """
     found = FoundChunks(needed, tables)
-    far = [(name, chunks) for name, chunks in needed.readers.items() if tables[name].far]
+    far = [each for each in found.values() if each.table.far]
     # one chunk of each object: its shard's index, read for that one, says where all others of it lie
-    one_an_object = {tables[name].finder.path(chunk): (name, chunk) for name, chunks in far for chunk in chunks}
-    ask_at_once(lambda each: tables[each[0]].finder.locate(each[1]), list(one_an_object.values()))
-    parts = [(name, chunk) for name, chunks in far if tables[name].finder.is_divisible for chunk in chunks]
+    one_an_object = {each.finder.path(chunk): (each, chunk) for each in far for chunk in each.readers}
+    ask_at_once(lambda asked: asked[0].finder.locate(asked[1]), list(one_an_object.values()))
+    parts = [(each, chunk) for each in far if each.finder.is_divisible for chunk in each.readers]
     # each reader by itself, because of its table of blocks: what they share in any mode then needs no other request
-    ask_at_once(lambda each: found.counts_alone(*each), parts)
+    ask_at_once(lambda asked: asked[0].counts_alone(asked[1]), parts)
     return found
 
 

@@ -18,7 +18,7 @@ from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.files import ByteRange, merge_ranges
 from jigsaw.io.reading.chunk_jobs import COUNT_COLUMN, ChunkJob
 from jigsaw.io.reading.chunk_readers import ByReader
-from jigsaw.io.reading.found_chunks import FoundChunks
+from jigsaw.io.reading.found_chunks import FoundArray, FoundChunks
 from jigsaw.io.reading.shared_jobs import SharedJobs, order_of_jobs
 
 PLAN_MODES = ("independent", "neighbours", "cooperative")
@@ -56,8 +56,7 @@ def _decoder_kind(table: ArrayTable) -> str:
 
 def choose_mode(found: FoundChunks, array: str, mode: str) -> str:
     """Choose how an array is read: in `mode`, or in the cheapest mode for ``"auto"``; alone where nothing is shared."""
-    readers_of = found.needed.readers[array]
-    if found.needed.ranks == 1 or all(len(readers) == 1 for readers in readers_of.pattern.readers):
+    if found.needed.ranks == 1 or all(len(readers) == 1 for readers in found[array].readers.pattern.readers):
         return "independent"
     # of equal costs the first, which hands over least: `PLAN_MODES` has the modes in that order
     return mode if mode != "auto" else min(PLAN_MODES, key=lambda each: cost_of_mode(found, array, each))
@@ -67,9 +66,9 @@ def cost_of_mode(found: FoundChunks, array: str, mode: str) -> float:
     """Return the cost of reading an array in a mode, in CPU seconds over all ranks."""
     # An unknown size counts as decoded: ranks that read do not ask for it, and all must find the same cost.  A shared
     # job costs as such, whatever its bytes: every rank that reads it is woken, and decoding a small one again is less.
-    table = found.tables[array]
-    requests, decoded, stored = found.counts_in_mode(array, mode)
-    _, shared, sent = found.needed.readers[array].pattern.totals(mode)
+    table = found[array].table
+    requests, decoded, stored = found[array].counts_in_mode(mode)
+    _, shared, sent = found[array].readers.pattern.totals(mode)
     if table.far:
         jobs = shared_jobs(found, {array: mode})
         if mode == "cooperative":  # who owns a chunk changes what is sent, and the requests for objects of many chunks
@@ -80,15 +79,14 @@ def cost_of_mode(found: FoundChunks, array: str, mode: str) -> float:
 
 def sent_values(found: FoundChunks, job: ChunkJob) -> int:
     """Count the values of a chunk that are handed to ranks other than its owner."""
-    readers = found.needed.readers[job.array][job.chunk]
+    readers = found[job.array].readers[job.chunk]
     total = int(readers.values_of(job.readers).sum())
     return total - int(readers.values_of((job.owner,)).sum()) if job.is_read_by(job.owner) else total
 
 
 def _far_requests(found: FoundChunks, array: str, mode: str, shared: SharedJobs, requests: int) -> int:
     """Count the requests for an array of a far store; `requests` is the count if each chunk were its own object."""
-    readers_of = found.needed.readers[array]
-    if found.has_own_objects(array):
+    if found[array].has_own_objects():
         return requests
     # chunks of an object are one request only for the rank that loads both: so ranks count, batch by batch
     mine: defaultdict[int, list[ChunkJob]] = defaultdict(list)
@@ -96,7 +94,7 @@ def _far_requests(found: FoundChunks, array: str, mode: str, shared: SharedJobs,
     if mode == "cooperative":
         for job in shared:
             mine[job.owner].append(job)
-    for chunk, readers in readers_of.items():
+    for chunk, readers in found[array].readers.items():
         if mode != "cooperative" and chunk in by_chunk:
             mine[by_chunk[chunk].owner].append(by_chunk[chunk])
         for rank in readers.at[readers.loads(mode).alone].tolist():
@@ -110,7 +108,7 @@ def shared_jobs(found: FoundChunks, modes: Mapping[str, str]) -> SharedJobs:
     sharing = [name for name, mode in modes.items() if len(readers_of[name].pattern.shared_places(mode))]
     if not sharing:  # near stores need not be asked for the sizes of private chunks then
         return SharedJobs(order_of_jobs((), b"", b""), ())
-    weights = np.concatenate([found.bytes_of_shared(name, modes[name]) for name in sharing])
+    weights = np.concatenate([found[name].bytes_of_shared(modes[name]) for name in sharing])
     # Every rank works out the load of all, not its own alone: who owns what must come out alike everywhere, and the
     # order of the jobs, with which slots and parcels are numbered, as well.
     loads = _private_bytes(found, modes)
@@ -124,13 +122,13 @@ def _private_bytes(found: FoundChunks, modes: Mapping[str, str]) -> ByReader:
     """Count the bytes that each rank fetches for itself alone; chunks of unknown size count as their decoded bytes."""
     load = np.zeros(found.needed.ranks, np.int64)
     for name, mode in modes.items():
-        if (decoded := found.size_of_all(name)) is not None:
-            load += found.needed.readers[name].pattern.loaded_alone(mode, len(load)) * np.int64(decoded)
+        if (decoded := found[name].size_of_all) is not None:
+            load += found[name].readers.pattern.loaded_alone(mode, len(load)) * np.int64(decoded)
             continue
-        for chunk, readers in found.needed.readers[name].items():
+        for chunk, readers in found[name].readers.items():
             alone = readers.loads(mode).alone
             if len(alone):
-                counts = found.counts_alone(name, chunk)[alone]
+                counts = found[name].counts_alone(chunk)[alone]
                 stored, decoded = counts[:, COUNT_COLUMN["stored_bytes"]], counts[:, COUNT_COLUMN["decoded_bytes"]]
                 load[readers.at[alone]] += np.where(stored, stored, decoded)
     return load
@@ -147,32 +145,30 @@ class FetchBatch(NamedTuple):
     size: int
 
 
-def fetch_batches(chunks: FoundChunks, jobs: Iterable[ChunkJob]) -> Iterator[FetchBatch]:
+def fetch_batches(found: FoundChunks, jobs: Iterable[ChunkJob]) -> Iterator[FetchBatch]:
     """Yield the jobs of one rank on far stores, those near each other together, in the order of their first ones."""
-    far = [(job, chunks.ref(job.array, job.chunk)) for job in jobs if chunks.tables[job.array].far]
+    far = [(job, found[job.array].ref(job.chunk)) for job in jobs if found[job.array].table.far]
     if missing := tuple(job for job, ref in far if ref is None):
         yield FetchBatch(missing, 0, 0)
     there = ((job, ref) for job, ref in far if ref is not None)
     for (array, _), group in groupby(there, lambda each: (each[0].array, each[1].path)):
-        yield from _batches_of_object(chunks, group, chunks.tables[array])
+        yield from _batches_of_object(found[array], group)
 
 
-def _batches_of_object(
-    chunks: FoundChunks, jobs: Iterable[tuple[ChunkJob, ChunkRef]], table: ArrayTable
-) -> Iterator[FetchBatch]:
+def _batches_of_object(found: FoundArray, jobs: Iterable[tuple[ChunkJob, ChunkRef]]) -> Iterator[FetchBatch]:
     """Yield the batches of jobs on one object; one of unknown size is fetched whole."""
     placed: list[tuple[list[ByteRange], ChunkJob]] = []
     for job, ref in jobs:
-        part = chunks.portion(job.array, job.chunk, job.readers)
+        part = found.portion(job.chunk, job.readers)
         if part is None and ref.length is None:
-            yield FetchBatch((job,), 1, table.grid.bytes_of(job.chunk))
+            yield FetchBatch((job,), 1, found.table.grid.bytes_of(job.chunk))
         else:
             ranges = [(0, ref.length or 0)] if part is None else part.ranges
             placed.append(([(ref.offset + start, ref.offset + start + length) for start, length in ranges], job))
     # Chunks at bytes 0-40, 50-90 and 5000-5040 of a shard, with a gap of 64: one request for the first two, whose ten
     # bytes between cost less than a round trip, and one for the third.
     batches: list[list[tuple[list[ByteRange], ChunkJob]]] = []
-    reach, gap = 0, table.places.files.gap
+    reach, gap = 0, found.table.places.files.gap
     for parts, job in sorted(placed):
         start, stop = parts[0][0], parts[-1][1]
         if not batches or start > reach + gap or stop - batches[-1][0][0][0][0] > LARGEST_BATCH:

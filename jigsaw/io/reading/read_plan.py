@@ -102,7 +102,7 @@ class ReadPlan:
     # -- chunks ------------------------------------------------------------------------------------------------------
 
     def ref(self, array: str, chunk: ChunkIndex) -> ChunkRef | None:
-        return self.found.ref(array, chunk)
+        return self.found[array].ref(chunk)
 
     def _known_size(self, row: CountsTable, array: str, chunk: ChunkIndex) -> CountsTable:
         """Return counts of loading a chunk, a row or several, with its stored size where `sizes` has it."""
@@ -118,7 +118,7 @@ class ReadPlan:
 
     def _counts_of(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> CountsTable:
         """Count what loading a chunk for these ranks takes."""
-        return self._known_size(self.found.load_counts(array, chunk, readers).row, array, chunk)
+        return self._known_size(self.found[array].load_counts(chunk, readers).row, array, chunk)
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class ReadPlan:
         return found
 
     def part_of(self, job: ChunkJob) -> ChunkPortion | None:
-        return self.found.portion(job.array, job.chunk, job.readers)
+        return self.found[job.array].portion(job.chunk, job.readers)
 
     def boxes(self, job: ChunkJob, member: int) -> tuple[ChunkBox, ...]:
         return self.needed.boxes(job.array, job.chunk, member)
@@ -187,7 +187,7 @@ class ReadPlan:
         for name, chunk, readers in self._chunks():
             table[readers.at, useful] += readers.values * self.tables[name].grid.itemsize
             if len(alone := readers.loads(self.modes[name]).alone):
-                rows = self._known_size(self.found.counts_alone(name, chunk)[alone], name, chunk)
+                rows = self._known_size(self.found[name].counts_alone(chunk)[alone], name, chunk)
                 table[readers.at[alone]] += rows
                 singly[readers.at[alone]] += rows[:, requests] * self.tables[name].far
         for job in self.shared:
@@ -198,7 +198,7 @@ class ReadPlan:
                 table[job.owner] += row
                 singly[job.owner] += row[requests] * self.tables[job.array].far
                 table[job.owner, sent] += sent_values(self.found, job) * self.tables[job.array].grid.itemsize
-        if not all(self.found.has_own_objects(name) for name in self.modes if self.tables[name].far):
+        if not all(each.has_own_objects() for each in self.found.values() if each.table.far):
             # one request may bring many chunks of an object: those are counted by the batch
             batched = [sum(batch.requests for batch in self.batches(member)) for member in range(self.ranks)]
             table[:, requests] += np.array(batched) - singly

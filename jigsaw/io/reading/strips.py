@@ -98,4 +98,4 @@ def _chunks_in_strips(
 
 
 def _is_loaded_in_part(plan: ReadPlan, array: str, chunk: ChunkIndex, member: int) -> bool:
-    return plan.found.portion(array, chunk, (member,)) is not None
+    return plan.found[array].portion(chunk, (member,)) is not None
