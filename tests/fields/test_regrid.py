@@ -14,8 +14,6 @@ from jigsaw import comm
 from jigsaw.errors import FieldError, GridError
 from jigsaw.fields.latlon import latitude_rows, longitude_rows
 from jigsaw.fields.regridder import Regridder, regrid
-from jigsaw.io import DataLoader
-from jigsaw.io import open as open_dataset
 from jigsaw.testing import assert_adjoint, assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.tile.tile_making import shard
 
@@ -370,35 +368,6 @@ def test_where_the_result_is_cut():
     by_hand = regrid(tile, source, target, split={"lat": (0, 9, 9)})
     assert by_hand.layout.dim(1)[0].points == (0, 9, 9)
     torch.testing.assert_close(by_hand.full_tensor(), regrid(tile, source, target).full_tensor())
-
-
-# -- on load -----------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_batches_of_a_reader(wb2):
-    ds = open_dataset(
-        str(wb2),
-        mesh=world_mesh(lat=2),
-        inputs=[0],
-        targets=[1],
-        halo={"lat": 1, "lon": 1},
-        boundary={"lon": "periodic"},
-        forcings=["latlon"],
-    )
-    source = ds.whole_coords
-    regridder = Regridder(source, (centred(5), east(6)))
-    loader = DataLoader(ds, batch_size=2)
-    plain = DataLoader(ds, batch_size=2)
-    for batch, before in zip(map(regridder.batch, loader), plain, strict=True):
-        assert batch.samples == before.samples
-        tiles = ((b.input, b.target, b.target_forcings) for b in (batch, before))
-        for got, given in zip(*tiles, strict=True):
-            assert got.shape == (*given.shape[:-2], 5, 6)
-            want = regridder(given.full_tensor())
-            torch.testing.assert_close(got.full_tensor(), want, rtol=1e-5, atol=1e-5, equal_nan=True)
-    loader.close()
-    plain.close()
 
 
 def test_a_regridder_pickles():

@@ -460,3 +460,29 @@ def test_a_process_may_end_in_the_midst_of_an_iteration(wb2):
     )
     for _ in range(2):
         subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@on_ranks(2)
+def test_batches_are_regridded(wb2):
+    ds = jigsaw.io.open(
+        str(wb2),
+        mesh=world_mesh(lat=2),
+        inputs=[0],
+        targets=[1],
+        halo={"lat": 1, "lon": 1},
+        boundary={"lon": "periodic"},
+        forcings=["latlon"],
+    )
+    source = ds.whole_coords
+    regridder = jigsaw.io.Regridder(source, (np.linspace(72, -72, 5), np.arange(6) * 60.0))
+    loader = jigsaw.io.DataLoader(ds, batch_size=2)
+    plain = jigsaw.io.DataLoader(ds, batch_size=2)
+    for batch, before in zip(map(regridder.batch, loader), plain, strict=True):
+        assert batch.samples == before.samples
+        tiles = ((b.input, b.target, b.target_forcings) for b in (batch, before))
+        for got, given in zip(*tiles, strict=True):
+            assert got.shape == (*given.shape[:-2], 5, 6)
+            want = regridder(given.full_tensor())
+            torch.testing.assert_close(got.full_tensor(), want, rtol=1e-5, atol=1e-5, equal_nan=True)
+    loader.close()
+    plain.close()

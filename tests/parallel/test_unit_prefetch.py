@@ -108,11 +108,12 @@ def test_another_order_is_exact():
 
 
 def _memory():
-    """The size of every memory that a tensor has."""
+    """The size of every memory that a tensor with values has."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and type(x) is not jigsaw.Tile]
     tensors = [x.to_local() if isinstance(x, DTensor) else x for x in tensors if not x.is_meta]
-    return {s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in tensors) if s.nbytes()}
+    memories = [s for s in (x.untyped_storage() for x in tensors) if s.device.type != "meta"]
+    return {memory.data_ptr(): memory.nbytes() for memory in memories if memory.nbytes()}
 
 
 @pytest.mark.parametrize("how", [True, "keep"])
@@ -127,5 +128,6 @@ def test_a_step_leaves_its_gradients_alone(how):
             model(tile).square().mean().backward()
         forget_meetings(tile.mesh)  # it keeps a few elements of the last plain values that tiles met
         gradients = {p.grad.to_local().untyped_storage().data_ptr() for p in model.parameters()}
-        left = {at: n for at, n in _memory().items() if at not in before and at not in gradients}
+        # not numbers, which torch and jigsaw keep for the next step
+        left = {at: n for at, n in _memory().items() if at not in before and at not in gradients and n > 8}
         assert not left
