@@ -1,7 +1,7 @@
 """Units of cut weights: the next is gathered while one computes, and a step leaves neither weights nor tiles behind."""
 
-import copy
 import contextlib
+import copy
 import gc
 
 import pytest
