@@ -132,7 +132,7 @@ def test_every_step_is_read_once(wb2, monkeypatch):
     loaders = []
     real = jigsaw.io.DataLoader
     monkeypatch.setattr(
-        "jigsaw.io.stats.mesh_blocks.DataLoader", lambda *a, **k: loaders.append(real(*a, **k)) or loaders[0]
+        "jigsaw.io.stats.step_blocks.DataLoader", lambda *a, **k: loaders.append(real(*a, **k)) or loaders[0]
     )
     ds = opened(wb2, world_mesh(lat=1), ["geopotential@500", "2m_temperature"])
     statistics(ds, block=3)

@@ -17,8 +17,6 @@ from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.rank_results import result_of_first_rank
 from jigsaw.io.series.statistics import Statistics
-from jigsaw.io.stats.dask_blocks import blocks_by_workers
-from jigsaw.io.stats.mesh_blocks import blocks_on_mesh
 from jigsaw.io.stats.moments import (
     ChannelMoments,
     MomentTables,
@@ -28,6 +26,7 @@ from jigsaw.io.stats.moments import (
     load_moments,
     save_moments,
 )
+from jigsaw.io.stats.step_blocks import blocks_by_workers, blocks_on_mesh
 from jigsaw.io.stats.step_series import StepSeries
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate
 

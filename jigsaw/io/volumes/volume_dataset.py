@@ -25,8 +25,7 @@ from jigsaw.io.series.request import ReadRequest
 from jigsaw.io.series.sample_space import SampleSpace
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.augment import AskedAugmentations, SampleGrid
-from jigsaw.io.volumes.augmented_crop import AugmentedCrop
-from jigsaw.io.volumes.crops import RandomDraws, crop_origin
+from jigsaw.io.volumes.crops import AugmentedCrop, RandomDraws, crop_origin
 from jigsaw.io.volumes.foreground import Foreground, FoundVoxels
 from jigsaw.io.volumes.intensities import ImageIntensities
 from jigsaw.io.volumes.respacing import RespaceStep

@@ -1,0 +1,261 @@
+"""Blocks of steps, reduced to moments: by the ranks of a mesh, or by the workers of a `dask.distributed` cluster.
+
+Every step is read once. A rank reads its tile through the loader, and sends its last one to the rank that has the next
+steps. A worker reads through its own reader, and keeps the first and last tile of its block; the difference between two
+blocks is taken by whichever worker has one of them. Only moments come back.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from jigsaw import comm
+from jigsaw.errors import FieldError
+from jigsaw.geometry.axis_names import DATA_AXIS
+from jigsaw.geometry.layout import Layout
+from jigsaw.io.datasets.dataset import Dataset
+from jigsaw.io.datasets.loader import Batch, DataLoader
+from jigsaw.io.stats.cluster import results_in_order, worker_threads
+from jigsaw.io.stats.moments import ChannelMoments, MomentValues, StepBlock
+from jigsaw.io.stats.step_series import StepSeries
+from jigsaw.ranks.mesh import mesh_coordinate
+
+if TYPE_CHECKING:
+    from dask.distributed import Client
+
+StepTiles = NDArray[Any]
+
+
+# -- the reduction -----------------------------------------------------------------------------------------------------
+
+
+def _steps_as_numpy(local: torch.Tensor) -> StepTiles:
+    r"""Return [n, C, \*held] of a batch of single steps [n, 1, C, \*held]; numpy lacks bfloat16."""
+    steps = local[:, 0].cpu()
+    return (steps.float() if steps.dtype == torch.bfloat16 else steps).numpy()
+
+
+def _reduce_steps(
+    stop: int,
+    follows: NDArray[np.bool_],
+    tiles: StepTiles,
+    before: StepTiles | None,
+    weights: MomentValues | None,
+) -> StepBlock:
+    r"""Return the moments of each of `tiles` [n, C, \*space], and of its difference to the one it follows, if any."""
+    differences = [
+        ChannelMoments.of(tile, weights, minus=less)
+        for joins, tile, less in zip(follows, tiles, [before, *tiles[:-1]], strict=False)
+        if joins and less is not None
+    ]
+    return StepBlock(stop, [ChannelMoments.of(tile, weights) for tile in tiles], differences)
+
+
+# -- by the ranks of a mesh --------------------------------------------------------------------------------------------
+
+
+def blocks_on_mesh(series: StepSeries, start: int) -> Iterator[StepBlock]:
+    """Yield this rank's part of each block from step `start` on.
+
+    The axis `data` cuts a block's steps; the last tile of a rank's part travels to the rank that has the next steps.
+
+    *Sends*: what reading sends, and with an axis `data` one tile for each block.
+    """
+    ranks = dict(series.dataset.frame.axes).get(DATA_AXIS, 1)
+    loader = DataLoader(series.dataset, batch_size=series.block * ranks)
+    try:
+        carry = _CarriedTile(series, start)
+        if start:
+            loader.load_state_dict({**loader.state_dict(), "next_sample": start})
+        for batch in loader:
+            yield carry.block(batch)
+    finally:
+        loader.close()
+
+
+class _CarriedTile:
+    """The tile of the step before the next block, on the rank that needs it."""
+
+    def __init__(self, series: StepSeries, start: int) -> None:
+        self.series, dataset = series, series.dataset
+        self.mesh = dataset.device_mesh()
+        self.at = mesh_coordinate(self.mesh)
+        self.inner = dataset.frame.inner(self.at)
+        self.weights = series.row_weights(dataset.layout.owned(self.at)[2:])
+        self.names = [name for name, _ in dataset.frame.axes]
+        self.before = None if start == 0 else self._tile(dataset[start - 1].input.local[None])[0]
+
+    def _tile(self, local: torch.Tensor) -> StepTiles:
+        r"""Return the owned rows [n, C, \*space] of [n, 1, C, \*held]."""
+        return _steps_as_numpy(local)[(..., *self.inner)]
+
+    def block(self, batch: Batch) -> StepBlock:
+        tiles, layout = self._tile(batch.input.local), batch.input.layout
+        first, stop = layout.owned(self.at)[0]
+        before = self._handed_on(tiles, layout)
+        follows = self.series.follows[list(batch.samples[first:stop])]
+        return _reduce_steps(batch.samples[-1] + 1, follows, tiles, before, self.weights)
+
+    def _handed_on(self, tiles: StepTiles, layout: Layout) -> StepTiles | None:
+        """Return the tile of the step before this rank's first, if any, and keep the one that the next block needs."""
+        ranks = layout.size_of(DATA_AXIS)
+        before = self.before
+        if ranks == 1:
+            self.before = tiles[-1].copy()
+            return before
+        # a ring along `data`: the last rank's tile goes to the first, which needs it for the next block
+        me = self.at[self.names.index(DATA_AXIS)]
+        last = torch.from_numpy(tiles[-1:].copy()).to(self.mesh.device_type)
+        arrived = last.new_empty(tiles.shape[1:])
+        behind, ahead = (me - 1) % ranks, (me + 1) % ranks
+        comes = _has_steps_after(layout, behind)
+        sends = [(self._at(layout, ahead), last[0])] if _has_steps_after(layout, me) else []
+        receives = [(self._at(layout, behind), arrived)] if comes else []
+        comm.swap_messages(self.mesh, sends, receives, "carry").wait()
+        found = arrived.cpu().numpy() if comes else None
+        if me == 0:
+            self.before = found
+            return before
+        return found
+
+    def _at(self, layout: Layout, rank: int) -> int:
+        """Return the mesh position of this rank's counterpart along `data`."""
+        return layout.index(tuple(rank if n == DATA_AXIS else c for n, c in zip(self.names, self.at, strict=True)))
+
+
+def _has_steps_after(layout: Layout, rank: int) -> bool:
+    """Say whether a rank along `data` hands on its last tile: both it and the next have steps, in this block
+    or later.
+    """
+    counts = [stop - first for first, stop in map(layout.cuts[0].owned, range(layout.size_of(DATA_AXIS)))]
+    return counts[rank] > 0 and (rank == len(counts) - 1 or counts[rank + 1] > 0)
+
+
+# -- by the workers of a cluster ---------------------------------------------------------------------------------------
+
+
+def _check_dataset_travels(dataset: Dataset) -> None:
+    """Raise `FieldError` for a dataset that a worker cannot take over."""
+    if dataset.device is None or any(size > 1 for _, size in dataset.frame.axes):
+        raise FieldError(
+            f"client= spreads the work over dask's workers, but the dataset's mesh is {dict(dataset.frame.axes)}; "
+            "open it on a mesh of one rank, or leave the client out"
+        )
+    if dataset.store.url.startswith("xarray dataset"):
+        # what is dask's in it would wait for workers that all wait for it
+        raise FieldError(
+            f"client= needs a store that workers open by themselves, not an {dataset.store.url}; "
+            "open the files by path or URL, or leave the client out"
+        )
+    try:
+        pickle.dumps(dataset)
+    except (pickle.PicklingError, TypeError, AttributeError) as unfit:
+        raise FieldError(
+            f"client= sends the dataset to dask's workers, and {dataset.store.url} does not pickle ({unfit}); "
+            "leave the client out"
+        ) from unfit
+
+
+def blocks_by_workers(series: StepSeries, start: int, client: Client) -> Iterator[StepBlock]:
+    """Yield the blocks from step `start` on, in order, however the workers finish; a bounded number is under way.
+
+    Raises: the error of a worker's read, and `FieldError` when the cluster lacks workers.
+    """
+    workers = len(worker_threads(client))
+    _check_dataset_travels(series.dataset)
+    key, follows = uuid.uuid4().hex, series.follows
+    work: Any = client.scatter(_WorkerTask(key, series.dataset, series.weights), broadcast=True, hash=False)
+
+    def given() -> Iterator[tuple[None, Any]]:
+        before = None if start == 0 else client.submit(_read_tile, work, start - 1, pure=False)
+        for first in range(start, len(series), series.block):
+            stop = min(first + series.block, len(series))
+            part = client.submit(_read_block, work, range(first, stop), follows[first:stop], pure=False)
+            yield None, client.submit(_join_block, work, part, before, pure=False)
+            before = client.submit(attrgetter("last"), part, pure=False)
+
+    try:
+        yield from (block for _, block in results_in_order(client, given(), workers))
+    finally:
+        client.run(_forget_reader, key, on_error="ignore")
+
+
+@dataclass(frozen=True)
+class _WorkerTask:
+    key: str
+    dataset: Dataset
+    weights: str
+
+
+@dataclass(frozen=True)
+class _DaskBlock:
+    """The moments within a block, and its outer tiles; `joins`: no gap in time lies before its first step."""
+
+    within: StepBlock
+    first: StepTiles
+    last: StepTiles
+    joins: bool
+
+
+class _WorkerReader:
+    """Reader of a worker process, shared by its threads."""
+
+    def __init__(self, work: _WorkerTask) -> None:
+        self.dataset = work.dataset
+        at = mesh_coordinate(self.dataset.device_mesh())
+        self.inner = self.dataset.frame.inner(at)
+        self.weights = StepSeries.of(self.dataset, work.weights, 1).row_weights(self.dataset.layout.owned(at)[2:])
+        self.engine = self.dataset.new_engine()
+
+    def tiles(self, samples: Sequence[int]) -> StepTiles:
+        r"""Read the steps [n, C, \*space] of some samples."""
+        reading = self.dataset.reading(samples)
+        given, *_ = self.dataset.unpack(self.dataset.read(self.engine, reading), reading)
+        return _steps_as_numpy(given)[(..., *self.inner)]
+
+
+_worker_readers: dict[str, _WorkerReader] = {}
+_readers_lock = threading.Lock()
+
+
+def _worker_reader(work: _WorkerTask) -> _WorkerReader:
+    with _readers_lock:
+        if work.key not in _worker_readers:
+            _worker_readers[work.key] = _WorkerReader(work)
+        return _worker_readers[work.key]
+
+
+def _forget_reader(key: str) -> None:
+    with _readers_lock:
+        reader = _worker_readers.pop(key, None)
+    if reader:
+        reader.engine.close()
+
+
+def _read_block(work: _WorkerTask, samples: Sequence[int], follows: NDArray[np.bool_]) -> _DaskBlock:
+    reader = _worker_reader(work)
+    tiles = reader.tiles(samples)
+    within = _reduce_steps(samples[-1] + 1, follows, tiles, None, reader.weights)
+    return _DaskBlock(within, tiles[0].copy(), tiles[-1].copy(), bool(follows[0]))
+
+
+def _join_block(work: _WorkerTask, part: _DaskBlock, before: StepTiles | None) -> StepBlock:
+    """Return all moments of a block, including the difference of its first step to the step before."""
+    if before is None or not part.joins:
+        return part.within
+    seam = ChannelMoments.of(part.first, _worker_reader(work).weights, minus=before)
+    return replace(part.within, differences=[seam, *part.within.differences])
+
+
+def _read_tile(work: _WorkerTask, sample: int) -> StepTiles:
+    return _worker_reader(work).tiles([sample])[0].copy()
