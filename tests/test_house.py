@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import grimp
 import pytest
 
 import jigsaw
@@ -274,3 +276,11 @@ def test_the_glossary_names_what_is_there():
             assert (ROOT / "jigsaw" / file).is_file(), f"{word}: {file}"
         for name in re.findall(r"`([A-Za-z_]\w*)`", meaning):
             assert re.search(rf"\b{name}\b", everything), f"{word}: {name}"
+
+
+def test_files_import_each_other_in_no_circle():
+    imported = grimp.build_graph("jigsaw", exclude_type_checking_imports=True, cache_dir=None)
+    order = graphlib.TopologicalSorter()
+    for file in imported.modules - {file for file in imported.modules if imported.find_children(file)}:
+        order.add(file, *imported.find_modules_directly_imported_by(file))
+    order.prepare()  # raises graphlib.CycleError, which names the files
