@@ -17,6 +17,8 @@ from jigsaw.io.chunks.chunk_finder import ChunkFinder
 from jigsaw.io.chunks.chunk_grid import ChunkGrid
 from jigsaw.io.chunks.chunk_loader import BoxReader, ChunkLoader, LibraryLoader
 
+MISSING_VALUE_ATTRS = ("_FillValue", "missing_value")
+
 
 @dataclass(frozen=True)
 class JoinedArrays:
@@ -169,6 +171,13 @@ def dtype_with_declared_sign(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> 
     said = str(attrs.get("_Unsigned", "")).lower()
     other = {("i", "true"): "u", ("u", "false"): "i"}.get((dtype.kind, said), dtype.kind)
     return np.dtype(dtype.str.replace(dtype.kind, other))
+
+
+def declared_missing_values(
+    dtype: np.dtype[Any], attrs: Mapping[str, Any], stored: np.dtype[Any] | None = None
+) -> tuple[float, ...]:
+    """Return `missing_values_of` what the attributes of an array say."""
+    return missing_values_of(dtype, (attrs[name] for name in MISSING_VALUE_ATTRS if name in attrs), stored)
 
 
 def missing_values_of(

@@ -309,14 +309,19 @@ class _OpenFile:
             raise BadChunkError(_FILE_CHANGED)
 
     def read(self, offset: int, memory: ByteArray) -> None:
-        view, done, length = memory.data, 0, memory.size
-        if offset + length > self.size:
-            raise ShortChunkError(f"it should have {length} bytes at {offset} and the file has {self.size}")
-        while done < length:
-            got = os.preadv(self._fd, [view[done : done + _MOST_AT_ONCE]], offset + done)
-            if got == 0:
-                raise ShortChunkError(f"the file ends after {done} of its {length} bytes")
-            done += got
+        if offset + memory.size > self.size:
+            raise ShortChunkError(f"it should have {memory.size} bytes at {offset} and the file has {self.size}")
+        fill_from_file(self._fd, offset, memory)
+
+
+def fill_from_file(fd: int, offset: int, memory: ByteArray) -> None:
+    """Fill memory with the bytes of an open file from an offset on; a file that ends before is a `ShortChunkError`."""
+    view, done, length = memory.data, 0, memory.size
+    while done < length:
+        got = os.preadv(fd, [view[done : done + _MOST_AT_ONCE]], offset + done)
+        if got == 0:
+            raise ShortChunkError(f"the file ends after {done} of its {length} bytes")
+        done += got
 
 
 class ScratchMemory(threading.local):

@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from jigsaw.errors import GridError, ReadError, UnsupportedStoreError
 from jigsaw.geometry.cut import Box, box_slices
-from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, dtype_with_declared_sign, missing_values_of
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, declared_missing_values, dtype_with_declared_sign
 from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.files import LocalFiles, StoreFiles
@@ -143,7 +143,6 @@ def _sizes_by_dim(arrays: Mapping[str, SourceArray], label: str) -> dict[str, in
 
 def _table_of_source(source: ArraySource, name: str, array: SourceArray, label: str) -> ArrayTable:
     dtype, given = np.dtype(array.dtype), _chunks_of_source(source, name, array, label)
-    missing = [array.attrs[k] for k in ("_FillValue", "missing_value") if k in array.attrs]
     return ArrayTable(
         name=name,
         shape=array.shape,
@@ -151,7 +150,7 @@ def _table_of_source(source: ArraySource, name: str, array: SourceArray, label: 
         dtype=dtype.str,
         chunks=given or slab_places(LocalFiles(), label, 0, array.shape, dtype.itemsize).chunks,
         attrs=array.attrs,
-        masks=missing_values_of(dtype, missing),
+        masks=declared_missing_values(dtype, array.attrs),
         places=FilelessPlaces(f"{label}, array {name!r}"),
         load_slowly=partial(_read_from_source, source, name, array),
         clipped=True,
@@ -283,7 +282,7 @@ def _table_of_variable(name: str, variable: xr.Variable) -> ArrayTable:
         chunks=chunks,
         attrs=attrs,
         # of what xarray has decoded it keeps such attributes elsewhere
-        masks=missing_values_of(dtype, (attrs[k] for k in ("_FillValue", "missing_value") if k in attrs), own),
+        masks=declared_missing_values(dtype, attrs, own),
         places=FilelessPlaces(f"xarray variable {name!r}"),
         load_slowly=load,
         lengths=lengths,

@@ -27,6 +27,7 @@ from jigsaw.io.cache_folder import user_cache_folder
 from jigsaw.io.chunks.array_table import (
     ArrayStore,
     ArrayTable,
+    declared_missing_values,
     dtype_with_declared_sign,
     fill_value_of,
     missing_values_of,
@@ -230,7 +231,7 @@ class _Hdf5Opening:
             chunks=stored.chunks,
             fill_value=fill_value_of(dataset.fillvalue, dtype),
             attrs=attrs,
-            masks=missing_values_of(dtype, (attrs[k] for k in ("_FillValue", "missing_value") if k in attrs), own),
+            masks=declared_missing_values(dtype, attrs, own),
             decoder=stored.decoder,
             places=stored.places,
             load_slowly=_box_reader_by_libhdf5(found, stored.filters),

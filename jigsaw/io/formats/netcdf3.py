@@ -7,7 +7,7 @@ each record, where the rows of all such variables lie one after the other. So ev
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jigsaw.errors import UnsupportedStoreError
-from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, dtype_with_declared_sign, missing_values_of
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, declared_missing_values, dtype_with_declared_sign
 from jigsaw.io.chunks.files import BadChunkError, LocalFiles, ShortChunkError, StoreFiles
 from jigsaw.io.formats import slab_arrays as slabs
 
@@ -182,11 +182,9 @@ class _Netcdf3Header:
             what = f"array {variable.name!r} of shape {places.shape} ends at byte {places.end}"
             raise ShortChunkError(f"{what}, and the file has {self._size}")
         attrs, dtype = variable.attrs, dtype_with_declared_sign(variable.dtype, variable.attrs)
-        missing: Sequence[Any] = [attrs[k] for k in ("_FillValue", "missing_value") if k in attrs]
         dims = [self.dims[d][0] for d in variable.dims]
-        return slabs.table_of_slabs(
-            variable.name, places, dims, dtype, attrs, masks=missing_values_of(dtype, missing, variable.dtype)
-        )
+        masks = declared_missing_values(dtype, attrs, variable.dtype)
+        return slabs.table_of_slabs(variable.name, places, dims, dtype, attrs, masks=masks)
 
 
 def _netcdf3_text(raw: bytes) -> str:

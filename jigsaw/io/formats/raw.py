@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from jigsaw.errors import GridError, UnsupportedStoreError
-from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, missing_values_of
+from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, declared_missing_values
 from jigsaw.io.chunks.files import BadChunkError, LocalFiles, ShortChunkError, StoreFiles
 from jigsaw.io.formats import slab_arrays as slabs
 from jigsaw.io.formats.array_source import tables_of_coordinates
@@ -149,7 +149,5 @@ class _RawArray:
             )
         order = tuple(range(len(self.shape)))[:: -1 if self.order == "F" else 1]
         places = slabs.slab_places(files, self.path, self.offset, self.shape, self.dtype.itemsize, order)
-        missing = [self.attrs[k] for k in ("_FillValue", "missing_value") if k in self.attrs]
-        return slabs.table_of_slabs(
-            RAW_ARRAY_NAME, places, self.dims, self.dtype, self.attrs, order, missing_values_of(self.dtype, missing)
-        )
+        masks = declared_missing_values(self.dtype, self.attrs)
+        return slabs.table_of_slabs(RAW_ARRAY_NAME, places, self.dims, self.dtype, self.attrs, order, masks)

@@ -31,6 +31,7 @@ from jigsaw.io.chunks.files import (
     ShortChunkError,
     StoreFiles,
     check_object_size,
+    fill_from_file,
     fresh_memory,
     size_and_change,
 )
@@ -46,7 +47,6 @@ _MOST_PADDING = 1 << 16
 _MOST_TRIES = 8
 _CHECKED_BLOCK_BYTES = 1 << 20
 _DIGEST_BYTES = 16
-_MOST_AT_ONCE = 1 << 30  # macOS refuses to read 2 GiB and more in one call
 
 
 @dataclass(frozen=True)
@@ -247,12 +247,7 @@ class _KeptEntry:
         for block in range(first, last):
             if block not in self._sound:
                 self._check(block)
-        view, done = memory.data, 0
-        while done < memory.size:
-            got = os.preadv(self._file.fileno(), [view[done : done + _MOST_AT_ONCE]], offset + done)
-            if not got:
-                raise ShortChunkError(f"the entry ends after {done} of its {memory.size} bytes")
-            done += got
+        fill_from_file(self._file.fileno(), offset, memory)
 
     def _check(self, block: int) -> None:
         start = block * _CHECKED_BLOCK_BYTES

@@ -28,6 +28,7 @@ from jigsaw.errors import (
 )
 from jigsaw.geometry.cut import box_slices
 from jigsaw.io.chunks.array_table import (
+    MISSING_VALUE_ATTRS,
     ArrayStore,
     ArrayTable,
     dtype_with_declared_sign,
@@ -325,7 +326,7 @@ def _zarr_missing_values(meta: Any, dtype: np.dtype[Any], own: np.dtype[Any]) ->
     Zarr v3 has ``_FillValue`` among its attributes; zarr v2 has it as the array's `fill_value`.
     """
     attrs = meta.attributes
-    found: list[Any] = [_decoded_fill_value(attrs[k], dtype) for k in ("_FillValue", "missing_value") if k in attrs]
+    found: list[Any] = [_decoded_fill_value(attrs[k], dtype) for k in MISSING_VALUE_ATTRS if k in attrs]
     if meta.zarr_format == 2 and fill_is_missing(meta.fill_value, attrs):
         found.append(fill_value_of(meta.fill_value, dtype))
     return missing_values_of(dtype, found, own)
