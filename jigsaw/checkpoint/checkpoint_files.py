@@ -53,20 +53,20 @@ def fail_together(work: Callable[[], T], of_first: bool = False, what: str = "")
 
     *Sends*: the message of a failure, to all ranks; `of_first`, the result.
     """
-    found, failure = None, None
+    result, failure = None, None
     is_idle = of_first and dist.is_initialized() and dist.get_rank() != 0
     try:
-        found = None if is_idle else work()
+        result = None if is_idle else work()
     except CheckpointError as e:
         failure = e
     except OSError as e:
         failure = CheckpointError(f"{what}: {e}" if what else str(e) or repr(e))
-    mine = "" if failure is None else str(failure), found if of_first else None
-    every = comm.all_gather_in_job(mine)
-    told = next((why for why, _ in every if why), None)
-    if told is not None:
-        raise CheckpointError(told) from failure
-    return every[0][1] if of_first else found  # pyright: ignore[reportReturnType]
+    outcome = "" if failure is None else str(failure), result if of_first else None
+    every = comm.all_gather_in_job(outcome)
+    message = next((why for why, _ in every if why), None)
+    if message is not None:
+        raise CheckpointError(message) from failure
+    return every[0][1] if of_first else result  # pyright: ignore[reportReturnType]
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -119,8 +119,8 @@ class _CopyingPlanner(dcp.DefaultSavePlanner):
     """Torch's planner, which can copy what this rank writes, and then no longer needs the tensors themselves."""
 
     def keep_copies(self, plan: dcp.SavePlan) -> int:
-        found = {item.index: self.lookup_object(item.index).detach() for item in plan.items}
-        self._copies = {index: x.to("cpu", copy=True) for index, x in found.items()}
+        tensors = {item.index: self.lookup_object(item.index).detach() for item in plan.items}
+        self._copies = {index: x.to("cpu", copy=True) for index, x in tensors.items()}
         self.state_dict = {}
         return sum(x.nbytes for x in self._copies.values())
 
@@ -227,24 +227,26 @@ def open_checkpoint(final: Path) -> OpenedCheckpoint:
     return OpenedCheckpoint(path, contents.state, others, tensors)
 
 
-def check_file_share(found: OpenedCheckpoint, rank: int, ranks: int) -> None:
+def check_file_share(checkpoint: OpenedCheckpoint, rank: int, ranks: int) -> None:
     """Compare this rank's share of the files of tensors with what was saved; the ranks together read each file once.
 
     Raises: `CheckpointError` that names the first file that differs.
     """
-    names = sorted(found.files, key=lambda name: (-found.files[name].size, name))
+    names = sorted(checkpoint.files, key=lambda name: (-checkpoint.files[name].size, name))
     for name in names[rank::ranks]:
-        _check_is_there(found.path, name)
-        here = FileSum((found.path / name).stat().st_size, 0)
-        saved = found.files[name]
-        _check_sum(found.path / name, _sum_of(found.path / name) if here.size == saved.size else here, saved)
+        _check_is_there(checkpoint.path, name)
+        file_sum = FileSum((checkpoint.path / name).stat().st_size, 0)
+        saved = checkpoint.files[name]
+        _check_sum(
+            checkpoint.path / name, _sum_of(checkpoint.path / name) if file_sum.size == saved.size else file_sum, saved
+        )
 
 
-def read_tensors(found: OpenedCheckpoint, state: dict[str, torch.Tensor]) -> None:
+def read_tensors(checkpoint: OpenedCheckpoint, state: dict[str, torch.Tensor]) -> None:
     """Fill the tensors of `state`, each rank its own rows."""
     if state:
-        with _as_checkpoint_error(found.path):
-            reader = _TensorReader(found.path, torch_index_of(found.tensors, state))
+        with _as_checkpoint_error(checkpoint.path):
+            reader = _TensorReader(checkpoint.path, torch_index_of(checkpoint.tensors, state))
             dcp.load(dict(state), storage_reader=reader, no_dist=not dist.is_initialized())
 
 
@@ -266,12 +268,12 @@ def _check_is_there(path: Path, name: str) -> None:
         raise CheckpointError(f"{path} has no file {name!r}, which was saved with it; bring it back, or load another")
 
 
-def _check_sum(file: Path, here: FileSum, saved: FileSum) -> None:
+def _check_sum(file: Path, file_sum: FileSum, saved: FileSum) -> None:
     """Check a file.  Raises: `CheckpointError` when it is not the one that was saved."""
-    if here == saved:
+    if file_sum == saved:
         return
-    why = f"it has {here.size} bytes and was saved with {saved.size}"
-    if here.size == saved.size:
+    why = f"it has {file_sum.size} bytes and was saved with {saved.size}"
+    if file_sum.size == saved.size:
         why = "its CRC-32 is not that of what was saved"
     raise CheckpointError(
         f"{file} is damaged, or of another checkpoint: {why}; bring back the one that was saved, or load another"

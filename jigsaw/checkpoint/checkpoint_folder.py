@@ -88,25 +88,25 @@ def checkpoint_contents(folder: Path) -> CheckpointContents:
     Raises: `CheckpointError` where that is damaged or missing.
     """
     try:
-        told = parse_strict_json(read_regular_file(folder / _LAST))
-        crc = told.pop("crc32")
-        if crc != _crc_of_json(told):
+        document = parse_strict_json(read_regular_file(folder / _LAST))
+        crc = document.pop("crc32")
+        if crc != _crc_of_json(document):
             raise CheckpointError(f"{folder / _LAST} is damaged: its CRC-32 does not match")
-        files = {name: FileSum(*each) for name, each in told["files"].items()}
-        found = CheckpointContents(told["format"], told.get("order", 0), dict(told["state"]), files)
-        numbers = [found.format, found.order, *(each for file in files.values() for each in file)]
+        files = {name: FileSum(*each) for name, each in document["files"].items()}
+        contents = CheckpointContents(document["format"], document.get("order", 0), dict(document["state"]), files)
+        numbers = [contents.format, contents.order, *(each for file in files.values() for each in file)]
         strays = [name for name in files if name != os.path.basename(name) or name in ("", ".", "..", _LAST)]
         if strays or not all(type(each) is int and each >= 0 for each in numbers):
             raise ValueError(f"it names a file {strays[0]!r}" if strays else "it has a number that is none")
-        if found.format in _INDEX_OF_FORMAT and found.index_file() not in files:
-            raise ValueError(f"it names no {found.index_file()}")
+        if contents.format in _INDEX_OF_FORMAT and contents.index_file() not in files:
+            raise ValueError(f"it names no {contents.index_file()}")
     except CheckpointError:
         raise
     except OSError as e:
         raise CheckpointError(f"{folder / _LAST} cannot be read: {e}") from e
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise CheckpointError(f"{folder / _LAST} is damaged: it does not say what the checkpoint has ({e!r})") from e
-    return found
+    return contents
 
 
 def contents_of_whole(folder: Path) -> CheckpointContents | None:
@@ -114,11 +114,11 @@ def contents_of_whole(folder: Path) -> CheckpointContents | None:
     not read.
     """
     try:
-        found = checkpoint_contents(folder)
-        whole = all((folder / name).stat().st_size == each.size for name, each in found.files.items())
+        contents = checkpoint_contents(folder)
+        whole = all((folder / name).stat().st_size == each.size for name, each in contents.files.items())
     except (CheckpointError, OSError):
         return None
-    return found if whole else None
+    return contents if whole else None
 
 
 def whole_checkpoint(final: Path) -> Path:
@@ -149,8 +149,8 @@ def _leftovers(final: Path) -> list[Path]:
 
 def _whole_leftover(final: Path) -> Path | None:
     """Return the newest of them that is whole: a kill between two renames leaves the old checkpoint and the new one."""
-    found = [(contents.order, each) for each in _leftovers(final) if (contents := contents_of_whole(each))]
-    return max(found)[1] if found else None
+    leftovers = [(contents.order, each) for each in _leftovers(final) if (contents := contents_of_whole(each))]
+    return max(leftovers)[1] if leftovers else None
 
 
 # -- a new one --------------------------------------------------------------------------------------------------------

@@ -80,30 +80,30 @@ def index_from_json(raw: bytes, files: Collection[str]) -> TensorIndex:
 
     Raises: any error, for anything else, and for pieces in other `files`.
     """
-    found: dict[str, StoredTensor] = {}
+    index: dict[str, StoredTensor] = {}
     for name, each in parse_strict_json(raw).items():
         pieces = [StoredPiece(tuple(at), tuple(sizes), *place) for at, sizes, *place in each["pieces"]]
-        found[name] = StoredTensor(dtype_by_name(each["dtype"]), tuple(each["shape"]), pieces)
-    return _checked_index(found, files)
+        index[name] = StoredTensor(dtype_by_name(each["dtype"]), tuple(each["shape"]), pieces)
+    return _checked_index(index, files)
 
 
 def torch_index_of(tensors: TensorIndex, names: Iterable[str]) -> Metadata:
     """Return torch's form of the index of the tensors `names`, which its planner uses."""
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     places: dict[MetadataIndex, StoredPiece] = {}
     for name in names:
         dtype, shape, pieces = tensors[name]
         boxes = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in pieces]
-        found[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), boxes)
+        metadata[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), boxes)
         places |= {MetadataIndex(name, each.offsets): each for each in pieces}
-    return Metadata(found, storage_data=places)
+    return Metadata(metadata, storage_data=places)
 
 
 # -- what an index may say --------------------------------------------------------------------------------------------
 
 
-def _checked_index(found: TensorIndex, files: Collection[str]) -> TensorIndex:
-    for name, (_, shape, pieces) in found.items():
+def _checked_index(index: TensorIndex, files: Collection[str]) -> TensorIndex:
+    for name, (_, shape, pieces) in index.items():
         numbers = [*shape]
         for each in pieces:
             numbers += [*each.offsets, *each.sizes, each.offset, each.length]
@@ -113,7 +113,7 @@ def _checked_index(found: TensorIndex, files: Collection[str]) -> TensorIndex:
             raise ValueError(f"{name!r} has a size or place that is not a natural number")
         if not _cover_once(shape, pieces):
             raise ValueError(f"the pieces of {name!r} do not cover it, each element once")
-    return found
+    return index
 
 
 def _cover_once(shape: tuple[int, ...], pieces: list[StoredPiece]) -> bool:
@@ -150,7 +150,7 @@ def index_from_torch(raw: bytes, files: Collection[str]) -> TensorIndex:
     pieces: dict[Any, Any] = {}
     for key, place in about["storage_data"].items():
         pieces[key.state["fqn"], key.state.get("offset")] = place.state
-    found: dict[str, StoredTensor] = {}
+    index: dict[str, StoredTensor] = {}
     for name, each in about["state_dict_metadata"].items():
         if not each.state:
             raise ValueError(f"{name!r} is a value that is pickled")
@@ -160,12 +160,12 @@ def index_from_torch(raw: bytes, files: Collection[str]) -> TensorIndex:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{name!r} has no type")
         names = ("relative_path", "offset", "length")
-        found[name] = StoredTensor(
+        index[name] = StoredTensor(
             dtype,
             each.state["size"],
             [StoredPiece(at, sizes, *(place[key] for key in names)) for at, sizes, place in places],
         )
-    return _checked_index(found, files)
+    return _checked_index(index, files)
 
 
 _OF_TORCH = "torch.distributed.checkpoint"

@@ -36,10 +36,10 @@ def parse_strict_json(raw: bytes) -> Any:
 
 
 def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) < len(pairs):
+    if len(entries := dict(pairs)) < len(pairs):
         twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
         raise ValueError(f"it has the key {twice[0]!r} twice")
-    return found
+    return entries
 
 
 def dtype_by_name(name: str) -> torch.dtype:
@@ -52,14 +52,14 @@ def dtype_by_name(name: str) -> torch.dtype:
     return dtype
 
 
-def is_converted_weight(stored: torch.dtype, mine: torch.dtype) -> bool:
+def is_converted_weight(stored: torch.dtype, current: torch.dtype) -> bool:
     """Say whether stored weights are read as another type: floats as any floats, as `to` does, integers as
     wider ones.
     """
-    if stored == mine or (stored.is_floating_point and mine.is_floating_point):
+    if stored == current or (stored.is_floating_point and current.is_floating_point):
         return True
-    alike = (stored == torch.bool) == (mine == torch.bool) and stored.is_complex == mine.is_complex
-    return alike and not mine.is_floating_point and torch.promote_types(stored, mine) == mine
+    alike = (stored == torch.bool) == (current == torch.bool) and stored.is_complex == current.is_complex
+    return alike and not current.is_floating_point and torch.promote_types(stored, current) == current
 
 
 def plain_state(value: Any, name: str, depth: int = 0) -> Any:

@@ -187,30 +187,30 @@ def load(
     jigsaw.errors.CheckpointError: the checkpoint best is of another model: 'model.weight' has shape (2, 4)...
     """
     end_pending_save()  # it may be this one
-    found = fail_together(lambda: open_checkpoint(Path(path)))
+    checkpoint = fail_together(lambda: open_checkpoint(Path(path)))
     things = _stateful_objects(loader, others)
     wanted = [f"state of {name}" for name in things] + ["optimizer groups"] * (optimizer is not None)
-    absent = sorted(set(wanted) - set(found.state))
+    absent = sorted(set(wanted) - set(checkpoint.state))
     if absent:
         raise CheckpointError(f"the checkpoint {os.fspath(path)} has no {' and no '.join(absent)}")
-    small = {key: restored_state(value) for key, value in found.state.items()}
-    there = {**found.tensors, **{key: None for key in small if _belongs_to_tensors(key)}}
-    state = _model_state(path, there, model)
-    slots = _optimizer_slots(path, there, model, optimizer)
+    small = {key: restored_state(value) for key, value in checkpoint.state.items()}
+    stored = {**checkpoint.tensors, **{key: None for key in small if _belongs_to_tensors(key)}}
+    state = _model_state(path, stored, model)
+    slots = _optimizer_slots(path, stored, model, optimizer)
     if optimizer is not None:
-        mine = _group_options(optimizer, _parameter_names(model, optimizer))
-        elsewhere = set(_names_of_all_stages(model)).difference(*(group["params"] for group in mine))
+        groups = _group_options(optimizer, _parameter_names(model, optimizer))
+        elsewhere = set(_names_of_all_stages(model)).difference(*(group["params"] for group in groups))
         _check_group_lists(path, small["optimizer groups"])
         for group in small["optimizer groups"]:
             group["params"] = [name for name in group["params"] if name not in elsewhere]
-        _check_groups(path, small["optimizer groups"], mine)
+        _check_groups(path, small["optimizer groups"], groups)
     tensors = {key: x for key, x in (state | slots).items() if isinstance(x, torch.Tensor)}
     if tensors:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        fail_together(lambda: check_file_share(found, rank, ranks))
+        fail_together(lambda: check_file_share(checkpoint, rank, ranks))
     for name, thing in things.items():  # before anything else is changed, because they refuse what does not fit them
         thing.load_state_dict(small[f"state of {name}"])
-    read_tensors(found, tensors)
+    read_tensors(checkpoint, tensors)
     if model is not None:
         extra = {key.removeprefix("model."): small[key] for key in state if key not in tensors}
         _unwrapped_model(model).load_state_dict(extra, strict=False)
@@ -251,8 +251,8 @@ def _check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    mine = {key: checksum_of_bits(x) for key, x in tensors.items() if type(x) in (torch.Tensor, nn.Parameter)}
-    every = comm.all_gather_in_job(mine)
+    checksums = {key: checksum_of_bits(x) for key, x in tensors.items() if type(x) in (torch.Tensor, nn.Parameter)}
+    every = comm.all_gather_in_job(checksums)
     for key, checksum in sorted((key, checksum) for theirs in every for key, checksum in theirs.items()):
         other = [rank for rank, theirs in enumerate(every) if theirs.get(key, checksum) != checksum]
         if other:
@@ -277,10 +277,12 @@ def _joined_over_stages(model: CheckpointModel | None, small: dict[str, Any]) ->
                 f"the optimizers of a pipeline's ranks have {sorted({len(g) for g in by_rank})} parameter groups; make "
                 "the same groups on every rank, if need be without parameters"
             )
-        found = [{name for groups in by_rank for name in groups[at]["params"]} for at in range(len(by_rank[0]))]
+        names_by_group = [
+            {name for groups in by_rank for name in groups[at]["params"]} for at in range(len(by_rank[0]))
+        ]
         joined["optimizer groups"] = [
             {**group, "params": [name for name in order if name in names]}
-            for group, names in zip(by_rank[0], found, strict=True)
+            for group, names in zip(by_rank[0], names_by_group, strict=True)
         ]
     return joined
 
@@ -328,16 +330,16 @@ def _group_options(optimizer: Optimizer, names: Mapping[Any, str]) -> list[dict[
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _model_state(path: CheckpointPath, there: Mapping[str, Any], model: CheckpointModel | None) -> dict[str, Any]:
+def _model_state(path: CheckpointPath, stored: Mapping[str, Any], model: CheckpointModel | None) -> dict[str, Any]:
     """Return the model's own tensors, which are read in place."""
     if model is None:
         return {}
     state = {f"model.{name}": x for name, x in _unwrapped_model(model).state_dict().items()}
     known = {*state, *(f"model.{name}" for name in _names_of_all_stages(model))}
-    wrong = [f"left over: {key!r}" for key in there if key.startswith("model.") and key not in known]
+    wrong = [f"left over: {key!r}" for key in stored if key.startswith("model.") and key not in known]
     for key, x in state.items():
-        saved = there.get(key)
-        if key not in there:
+        saved = stored.get(key)
+        if key not in stored:
             wrong.append(f"missing: {key!r}")
         elif isinstance(saved, StoredTensor) != isinstance(x, torch.Tensor):
             wrong.append(f"{key!r} is a tensor in one and a value in the other")
@@ -351,7 +353,7 @@ def _model_state(path: CheckpointPath, there: Mapping[str, Any], model: Checkpoi
 
 
 def _optimizer_slots(
-    path: CheckpointPath, there: Mapping[str, Any], model: CheckpointModel | None, optimizer: Optimizer | None
+    path: CheckpointPath, stored: Mapping[str, Any], model: CheckpointModel | None, optimizer: Optimizer | None
 ) -> dict[str, Any]:
     """Return a place for every value of the optimizer's state: a tensor like its parameter is cut as the
     parameter is.
@@ -361,7 +363,7 @@ def _optimizer_slots(
     owners = {name: p for p, name in _parameter_names(model, optimizer).items()}
     elsewhere = set(_names_of_all_stages(model))
     slots: dict[str, Any] = {}
-    for key, saved in there.items():
+    for key, saved in stored.items():
         if not key.startswith("optimizer."):
             continue
         name, _, kind = key.removeprefix("optimizer.").rpartition(".")
@@ -384,8 +386,10 @@ def _check_group_lists(path: CheckpointPath, saved: Any) -> None:
         raise CheckpointError(f"the checkpoint {os.fspath(path)} has parameter groups that no save of ours writes")
 
 
-def _check_groups(path: CheckpointPath, saved: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]]) -> None:
-    theirs, ours = ([group["params"] for group in groups] for groups in (saved, mine))
+def _check_groups(
+    path: CheckpointPath, saved: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str, Any]]
+) -> None:
+    theirs, ours = ([group["params"] for group in groups] for groups in (saved, current))
     if theirs != ours:
         raise CheckpointError(
             f"the checkpoint {os.fspath(path)} has an optimizer with groups of {[len(g) for g in theirs]} parameters, "
@@ -408,8 +412,8 @@ def _restore_optimizer(optimizer: Optimizer, names: Mapping[Any, str], groups: A
             optimizer.state[p] = state[name]
 
 
-def _option_like_current(mine: Any, saved: Any) -> Any:
+def _option_like_current(current: Any, saved: Any) -> Any:
     """Return a saved option; a tensor (a learning rate that may change in a CUDA graph) goes to the device of the
     current one.
     """
-    return saved.to(mine.device) if isinstance(saved, torch.Tensor) and isinstance(mine, torch.Tensor) else saved
+    return saved.to(current.device) if isinstance(saved, torch.Tensor) and isinstance(current, torch.Tensor) else saved

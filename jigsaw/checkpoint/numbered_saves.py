@@ -91,9 +91,9 @@ def remove_older_saves(final: Path, keep: int) -> None:
 
     Folders that are not jigsaw's stay, and so, with a warning, do checkpoints with other files in them.
     """
-    mine = [each for each in _family_of(final) if 0 <= each.number <= _save_number(final)]
-    kept = {each.final for each in _whole_saves(mine)[-keep:]}
-    for each in mine:
+    older = [each for each in _family_of(final) if 0 <= each.number <= _save_number(final)]
+    kept = {each.final for each in _whole_saves(older)[-keep:]}
+    for each in older:
         if each.final == final or each.final in kept or each.found.is_symlink():
             continue
         try:
@@ -108,9 +108,9 @@ def remove_older_saves(final: Path, keep: int) -> None:
                 warnings.warn(f"{each.found} is not removed, though keep={keep}: {e}", stacklevel=2)
 
 
-def _whole_saves(found: Iterable[_NumberedSave]) -> list[_NumberedSave]:
+def _whole_saves(saves: Iterable[_NumberedSave]) -> list[_NumberedSave]:
     """Return those that are whole, the one that was saved last at the end."""
-    whole = [(contents.order, each) for each in found if (contents := contents_of_whole(each.found)) is not None]
+    whole = [(contents.order, each) for each in saves if (contents := contents_of_whole(each.found)) is not None]
     return [each for _, each in sorted(whole)]
 
 
@@ -129,10 +129,10 @@ def _family_of(final: Path) -> list[_NumberedSave]:
 
 
 def _saves_in(folder: Path) -> Iterator[_NumberedSave]:
-    for found in folder.iterdir() if folder.is_dir() else ():
-        if found.is_dir():
-            final = path_of_draft(found) or found
-            yield _NumberedSave(_save_number(final), final, found)
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if entry.is_dir():
+            final = path_of_draft(entry) or entry
+            yield _NumberedSave(_save_number(final), final, entry)
 
 
 def _save_number(final: Path) -> int:

@@ -117,6 +117,6 @@ def _group_of_saves() -> dist.ProcessGroup | None:
     if world is None or world.size() == 1:
         return None
     if world not in _groups:
-        made: Any = dist.new_group(backend="gloo", timeout=job_patience())
-        _groups[world] = made
+        group: Any = dist.new_group(backend="gloo", timeout=job_patience())
+        _groups[world] = group
     return _groups[world]

@@ -29,12 +29,12 @@ class RandomState:
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all generators."""
         kind, words, *place = np.random.get_state()  # noqa: NPY002 # the default one is the one that users forget
-        found: dict[str, Any] = {
+        states: dict[str, Any] = {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
             "numpy": (kind, np.asarray(words).tolist(), *place),
         }
-        return found | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+        return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from that state."""

@@ -103,8 +103,8 @@ def save_weights(path: CheckpointPath, model: nn.Module) -> None:
         return done
 
     try:
-        mine = decide_on_first_rank(plan, lambda plans: planner.create_global_plan(plans)[0], what, CheckpointError)
-        decide_on_first_rank(lambda: _write_pieces(planner, mine, weights, draft), close, what, CheckpointError)
+        own_plan = decide_on_first_rank(plan, lambda plans: planner.create_global_plan(plans)[0], what, CheckpointError)
+        decide_on_first_rank(lambda: _write_pieces(planner, own_plan, weights, draft), close, what, CheckpointError)
     except CheckpointError:  # on every rank, so no rank writes any more
         if is_first:
             draft.unlink(missing_ok=True)
@@ -112,15 +112,15 @@ def save_weights(path: CheckpointPath, model: nn.Module) -> None:
 
 
 def _whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = _state_of(model)
-    for name, x in found.items():
+    state = _state_of(model)
+    for name, x in state.items():
         if not isinstance(x, torch.Tensor) or isinstance(x, Tile) or x.dtype not in _NAMES:
             kind = f"a {type(x).__name__}" if not isinstance(x, torch.Tensor) else f"a Tile, or of {x.dtype}"
             raise CheckpointError(
                 f"{name!r} is {kind}, which a file of weights cannot have; it has plain tensors and DTensors of "
                 f"{', '.join(str(each).removeprefix('torch.') for each in _NAMES)}; jigsaw.save keeps more"
             )
-    return found
+    return state
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:
@@ -129,16 +129,16 @@ def _state_of(model: nn.Module) -> dict[str, Any]:
 
 def _header_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, _StoredWeight]]:
     """Return the header of a file, its length before it, and where each tensor lies behind it."""
-    told: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, x in tensors.items():
         size = math.prod(x.shape) * x.dtype.itemsize
-        told[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [at, at + size]}
+        entries[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [at, at + size]}
         at += size
-    text = json.dumps(told).encode()
+    text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # so that tensors lie at multiples of 8 bytes
     header = len(text).to_bytes(8, "little") + text
-    starts = {name: len(header) + told[name]["data_offsets"][0] for name in tensors}
+    starts = {name: len(header) + entries[name]["data_offsets"][0] for name in tensors}
     return header, {n: _StoredWeight(path, x.dtype, tuple(x.shape), starts[n]) for n, x in tensors.items()}
 
 
@@ -149,8 +149,8 @@ def _write_pieces(
         for item in plan.items:
             assert item.tensor_data is not None
             chunk, weight = item.tensor_data.chunk, weights[item.index.fqn]
-            found: Any = planner.resolve_data(item)
-            raw = memoryview(found.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).cast("B")
+            piece: Any = planner.resolve_data(item)
+            raw = memoryview(piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).cast("B")
             at = 0
             for start, size in _byte_runs(weight, chunk.offsets, chunk.sizes):
                 while size:
@@ -201,26 +201,26 @@ def _stored_weights(path: Path) -> dict[str, _StoredWeight]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(each.is_file() for each in files):
         raise CheckpointError(f"{path} is neither a .safetensors file nor a folder with some")
-    found: dict[str, _StoredWeight] = {}
+    weights: dict[str, _StoredWeight] = {}
     for file in files:
-        mine = _weights_of_file(file)
-        if twice := sorted(mine.keys() & found.keys()):
-            both = f"{found[twice[0]].path.name} and {file.name}"
+        of_file = _weights_of_file(file)
+        if twice := sorted(of_file.keys() & weights.keys()):
+            both = f"{weights[twice[0]].path.name} and {file.name}"
             raise CheckpointError(f"{both} of {path} both have {twice[0]!r}; read one file, or move the other away")
-        found |= mine
-    return found
+        weights |= of_file
+    return weights
 
 
 def _weights_of_file(file: Path) -> dict[str, _StoredWeight]:
-    found: dict[str, _StoredWeight] = {}
+    weights: dict[str, _StoredWeight] = {}
     try:
         whole = file.stat().st_size
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             if not 0 < length <= min(whole - 8, _LONGEST_HEADER):
                 raise ValueError(f"its header would have {length} bytes")
-            told = parse_strict_json(opened.read(length))
-        for name, each in told.items():
+            header = parse_strict_json(opened.read(length))
+        for name, each in header.items():
             if name == "__metadata__":
                 continue
             begin, end = each["data_offsets"]
@@ -231,14 +231,14 @@ def _weights_of_file(file: Path) -> dict[str, _StoredWeight]:
                 raise ValueError(f"{name!r} has another size than its shape and type")
             if weight.start > whole - _size_of(weight):
                 raise ValueError(f"{name!r} lies outside of it")
-            found[name] = weight
-        in_order = sorted((each.start, each.start + _size_of(each), name) for name, each in found.items())
+            weights[name] = weight
+        in_order = sorted((each.start, each.start + _size_of(each), name) for name, each in weights.items())
         for (_, end, before), (begin, _, name) in pairwise(in_order):
             if begin < end:
                 raise ValueError(f"{name!r} lies in the bytes of {before!r}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise CheckpointError(f"{file} is damaged, or no file of weights: {e}") from e
-    return found
+    return weights
 
 
 class _WeightReader(dcp.StorageReader):
@@ -251,12 +251,12 @@ class _WeightReader(dcp.StorageReader):
         """Do nothing, because nothing is kept between loads."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        found: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
         for name, each in self._weights.items():
             whole = ChunkStorageMetadata(torch.Size([0] * len(each.shape)), torch.Size(each.shape))
             properties = TensorProperties(dtype=each.dtype)
-            found[name] = TensorStorageMetadata(properties, torch.Size(each.shape), [whole])
-        return Metadata(found)
+            metadata[name] = TensorStorageMetadata(properties, torch.Size(each.shape), [whole])
+        return Metadata(metadata)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
         pass
@@ -283,8 +283,8 @@ class _WeightReader(dcp.StorageReader):
 
 
 def _read_piece(weight: _StoredWeight, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    found = torch.empty(tuple(sizes), dtype=weight.dtype)
-    raw = found.reshape(-1).view(torch.uint8).numpy().data
+    values = torch.empty(tuple(sizes), dtype=weight.dtype)
+    raw = values.reshape(-1).view(torch.uint8).numpy().data
     at = 0
     with weight.path.open("rb", buffering=0) as opened:
         for start, size in _byte_runs(weight, offsets, sizes):
@@ -294,7 +294,7 @@ def _read_piece(weight: _StoredWeight, offsets: Sequence[int], sizes: Sequence[i
                 if not done:
                     raise CheckpointError(f"{weight.path} has ended before its weights did")
                 start, at, size = start + done, at + done, size - done
-    return found
+    return values
 
 
 # -- where ------------------------------------------------------------------------------------------------------------

@@ -46,35 +46,37 @@ def run(args: argparse.Namespace) -> int:
             return 0
         if args.model is None or args.input is None:
             raise ShardingError("advise needs MODULE:MODEL and --input, or --calibrate FILE alone")
-        how: dict[str, Any] = {} if args.store is None else {"store": {"store": args.store, "fields": args.fields}}
+        arguments_of_run: dict[str, Any] = (
+            {} if args.store is None else {"store": {"store": args.store, "fields": args.fields}}
+        )
         if args.dtype is not None:
-            how["dtype"] = getattr(torch, args.dtype)
+            arguments_of_run["dtype"] = getattr(torch, args.dtype)
         if args.align != 1:
-            how["align"] = dict.fromkeys(range(2, len(args.input)), args.align)
-        found = advise_mesh(
+            arguments_of_run["align"] = dict.fromkeys(range(2, len(args.input)), args.align)
+        options = advise_mesh(
             _found_model(args.model),
             args.input,
             args.devices,
             device=device,
             ranks_per_node=args.ranks_per_node,
             progress=_tell_progress,
-            **how,
+            **arguments_of_run,
         )
     except (ShardingError, ReadError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    print(advice_text(found))
-    return 0 if any(option.works for option in found) else 1
+    print(advice_text(options))
+    return 0 if any(option.works for option in options) else 1
 
 
 def _tell_progress(option: StepOption) -> None:
     """Print each tried option to stderr, so that a search of minutes shows that it goes on."""
     if option.report is None or not option.report.is_complete:
-        said = "does not run"
+        outcome = "does not run"
     else:
         memory = f"{size_text(option.report.peak_bytes)} of {size_text(option.report.device_memory)}"
-        said = f"{seconds_text(option.report.seconds)} a step, {memory} a device"
-    print(f"tried {option}: {said}", file=sys.stderr, flush=True)
+        outcome = f"{seconds_text(option.report.seconds)} a step, {memory} a device"
+    print(f"tried {option}: {outcome}", file=sys.stderr, flush=True)
 
 
 def _chosen_device(args: argparse.Namespace) -> Device:

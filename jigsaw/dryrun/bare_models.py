@@ -32,11 +32,11 @@ def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
         return model
     with FakeTensorMode(allow_non_fake_inputs=True), KnownValuesMode():
         try:
-            made: nn.Module = model()
+            built: nn.Module = model()
         except RuntimeError:
             return model  # `make_bare` has more ways, and a dry run reports what they raise
-    check_model_made(made)
-    return model if any(_plain_tensors(m) for m in made.modules()) else made
+    check_model_made(built)
+    return model if any(_plain_tensors(m) for m in built.modules()) else built
 
 
 def make_bare(make: ModelMaker, *mesh: DeviceMesh) -> nn.Module:
@@ -46,7 +46,7 @@ def make_bare(make: ModelMaker, *mesh: DeviceMesh) -> nn.Module:
     that the fake mode watches.  A model that raises is made on the meta device instead, and copied into the fake mode.
     """
     try:
-        made = make(*mesh)
+        bare = make(*mesh)
     except RuntimeError as error:
         try:
             with without_modes(), _AssumedValues(), torch.device("meta"):
@@ -54,9 +54,9 @@ def make_bare(make: ModelMaker, *mesh: DeviceMesh) -> nn.Module:
         except Exception:
             raise error from None  # the function's own
         check_model_made(whole)
-        made = bare_copy(whole, set())
-    check_model_made(made)
-    return made
+        bare = bare_copy(whole, set())
+    check_model_made(bare)
+    return bare
 
 
 class _AssumedValues(KnownValuesMode):

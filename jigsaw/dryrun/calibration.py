@@ -74,12 +74,12 @@ def _best_time(work: Callable[[], object], times: int = 5) -> float:
 
 def _times_of(work: Callable[[], object], times: int) -> list[float]:
     work()
-    found: list[float] = []
+    seconds: list[float] = []
     for _ in range(times):
         since = time.thread_time()
         work()
-        found.append(time.thread_time() - since)
-    return found
+        seconds.append(time.thread_time() - since)
+    return seconds
 
 
 def _usual_time(work: Callable[[], object], times: int = 15) -> float:
@@ -141,7 +141,7 @@ def _tiny_step_seconds() -> dict[str, float]:
     model = parallelize(_TinyNet(), mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     tile = shard(torch.randn(_TINY), mesh, (None, None, "lat", None))
-    found: dict[str, list[float]] = {name: [] for name in PHASES}
+    times_by_phase: dict[str, list[float]] = {name: [] for name in PHASES}
     for _ in range(30):
         optimizer.zero_grad()
         at = [time.thread_time()]
@@ -152,17 +152,17 @@ def _tiny_step_seconds() -> dict[str, float]:
         optimizer.step()
         at.append(time.thread_time())
         for name, since, until in zip(PHASES, at, at[1:], strict=False):
-            found[name].append(until - since)
-    return {name: statistics.median(times) for name, times in found.items()}
+            times_by_phase[name].append(until - since)
+    return {name: statistics.median(times) for name, times in times_by_phase.items()}
 
 
 def _host_seconds(measured: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds that a step takes beside its kernels, for each of them."""
     report = dry_run(_TinyNet(), _TINY, {"lat": 1}, device=replace(DEVICES["cpu"], times_kernels=True))
-    found: dict[str, float] = {}
+    seconds_by_phase: dict[str, float] = {}
     for name, phase in report.ranks[0].phases.items():
-        found[name] = max(measured[name] - phase.seconds, 0.0) / phase.kernels
-    return found
+        seconds_by_phase[name] = max(measured[name] - phase.seconds, 0.0) / phase.kernels
+    return seconds_by_phase
 
 
 # -- kernels beside others --------------------------------------------------------------------------------------------
@@ -203,14 +203,14 @@ def _usual_step_seconds() -> tuple[float, float]:
     x = torch.randn(_USUAL)
     cases = (_UsualNet(), x), (parallelize(_UsualNet(), mesh), shard(x, mesh, _spec_of_rows(), align=4))
     steps: list[Callable[[], None]] = []
-    for net, given in cases:
-        steps.append(partial(_train, net, torch.optim.AdamW(net.parameters()), given))
-    found: list[list[float]] = [[], []]
+    for net, net_input in cases:
+        steps.append(partial(_train, net, torch.optim.AdamW(net.parameters()), net_input))
+    times_by_net: list[list[float]] = [[], []]
     for _ in range(3):
-        for step, seconds in zip(steps, found, strict=True):
+        for step, seconds in zip(steps, times_by_net, strict=True):
             dist.barrier()
             seconds += _times_of(step, 4)
-    return statistics.median(found[0]), statistics.median(found[1])
+    return statistics.median(times_by_net[0]), statistics.median(times_by_net[1])
 
 
 def _spec_of_rows() -> tuple[str | None, ...]:
@@ -289,14 +289,14 @@ def _call_seconds() -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
         "gathered weights": gather,
         "gradients": scatter,
     }
-    found: dict[str, tuple[float, float]] = {}
+    costs: dict[str, tuple[float, float]] = {}
     for name, way in ways.items():
         small, large = (_times_of(partial(way, torch.ones(size // 4)), 15) for size in (64, _LARGE))
         sent = 2 * (ranks - 1) * _LARGE // ranks if name == "all_reduce" else (ranks - 1) * _LARGE
-        found[name] = statistics.median(small), max(min(large) - min(small), 1e-6) / sent
-    more = statistics.median(_times_of(partial(swap, torch.ones(16), 4), 15)) - found["message"][0]
-    found["further message"] = max(more / 3, 0.0), found["message"][1]
-    return found, _more_of_layers(mesh)
+        costs[name] = statistics.median(small), max(min(large) - min(small), 1e-6) / sent
+    more = statistics.median(_times_of(partial(swap, torch.ones(16), 4), 15)) - costs["message"][0]
+    costs["further message"] = max(more / 3, 0.0), costs["message"][1]
+    return costs, _more_of_layers(mesh)
 
 
 _ROWS = 8  # of a rank
@@ -344,9 +344,9 @@ def _beside_kernels(
     run counts these kernels, with Python's cost for each.
     """
 
-    def kernels(model: nn.Module, spec: tuple[str | None, ...], **how: Any) -> dict[str, int]:
+    def kernels(model: nn.Module, spec: tuple[str | None, ...], **options: Any) -> dict[str, int]:
         size = 1, 4, _ROWS * ranks, 8
-        phases = dry_run(model, size, {"lat": ranks}, spec=spec, optimizer=None, ranks=[0], **how).ranks[0].phases
+        phases = dry_run(model, size, {"lat": ranks}, spec=spec, optimizer=None, ranks=[0], **options).ranks[0].phases
         return {name: phase.kernels for name, phase in phases.items()}
 
     cut, whole = (kernels(_with_halo(), (None, None, name, None)) for name in ("lat", None))
@@ -357,8 +357,8 @@ def _beside_kernels(
     seconds = more["parts"] + calls["all_reduce"][0]  # which whole weights take for their gradients
     seconds -= sum((parted[name] - plain[name]) * (host[name] + kernel) for name in plain)
     each = max(seconds, 0.0) / 2
-    found = {"message": max(message, calls["message"][0]), "gathered weights": each, "gradients": each}
-    return {name: (start, calls[name][1]) for name, start in found.items()}
+    starts = {"message": max(message, calls["message"][0]), "gathered weights": each, "gradients": each}
+    return {name: (start, calls[name][1]) for name, start in starts.items()}
 
 
 def _kernels_of_step() -> int:
@@ -370,12 +370,12 @@ def _kernels_of_step() -> int:
 
 def save_device(device: Device, path: str | Path) -> None:
     """Write a device as JSON, which `load_device` and ``--device`` read."""
-    said = asdict(device)
-    said["flop_per_second"] = {
+    fields = asdict(device)
+    fields["flop_per_second"] = {
         str(dtype).removeprefix("torch."): rate for dtype, rate in device.flop_per_second.items()
     }
     with draft_of(Path(path)) as file:
-        file.write(f"{json.dumps(said, indent=1)}\n".encode())
+        file.write(f"{json.dumps(fields, indent=1)}\n".encode())
 
 
 def load_device(path: str | Path) -> Device:
@@ -387,11 +387,11 @@ def load_device(path: str | Path) -> Device:
     True
     """
     try:
-        said = json.loads(Path(path).read_text())
-        said["flop_per_second"] = {getattr(torch, dtype): rate for dtype, rate in said["flop_per_second"].items()}
+        fields = json.loads(Path(path).read_text())
+        fields["flop_per_second"] = {getattr(torch, dtype): rate for dtype, rate in fields["flop_per_second"].items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ShardingError(f"{path} is no device that save_device, or advise --calibrate, wrote: {error}") from error
     for crowding in ("crowding", "host_crowding"):
-        said[crowding] = {int(ranks): times for ranks, times in said.get(crowding, {}).items()}
-    said["call_seconds"] = {kind: tuple(seconds) for kind, seconds in said.get("call_seconds", {}).items()}
-    return Device(**said)
+        fields[crowding] = {int(ranks): times for ranks, times in fields.get(crowding, {}).items()}
+    fields["call_seconds"] = {kind: tuple(seconds) for kind, seconds in fields.get("call_seconds", {}).items()}
+    return Device(**fields)

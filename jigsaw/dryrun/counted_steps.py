@@ -75,10 +75,10 @@ class CountedPhase:
             total += size
             if total > highest:
                 highest, where = total, at
-        found = {kind: self.alive_before[kind] for kind in MEMORY_KINDS}
+        alive = {kind: self.alive_before[kind] for kind in MEMORY_KINDS}
         for kind, size in changes[:where]:
-            found[kind] += size
-        return found
+            alive[kind] += size
+        return alive
 
 
 def phase_of_more_blocks(fewer: CountedPhase, more: CountedPhase, times: int) -> CountedPhase | None:
@@ -90,15 +90,15 @@ def phase_of_more_blocks(fewer: CountedPhase, more: CountedPhase, times: int) ->
     >>> phase_of_more_blocks(two, three, 4).peak["activations"]
     6
     """
-    found: dict[str, Any] = {}
+    events: dict[str, Any] = {}
     for name, (look, make) in _LISTS.items():
-        made = _with_stretches(getattr(fewer, name), getattr(more, name), times, look, make)
-        if made is None:
+        stretched = _with_stretches(getattr(fewer, name), getattr(more, name), times, look, make)
+        if stretched is None:
             return None
-        found[name] = made
+        events[name] = stretched
     before = {kind: _on_line(fewer.alive_before[kind], n, times) for kind, n in more.alive_before.items()}
     again = _on_line(fewer.kernels_again, more.kernels_again, times)
-    return CountedPhase(**found, kernels_again=again, alive_before=Counter(before))
+    return CountedPhase(**events, kernels_again=again, alive_before=Counter(before))
 
 
 def are_same_steps(some: CountedPhase, other: CountedPhase) -> bool:
@@ -160,15 +160,15 @@ def _with_stretches(shorter: Sequence[T], longer: Sequence[T], times: int, look:
     places = _places_of_stretches(few, more)
     if places is None:
         return None
-    found: list[T] = []
-    for at, (item, mine) in enumerate(zip(shorter, few, strict=True)):
-        there = places[at]
-        if there > (before := places[at - 1] + 1 if at else 0):
-            found += list(longer[before:there]) * times
-        other = more[there]
-        numbers = (_on_line(a, b, times) for a, b in zip(mine[1], other[1], strict=True))
-        found.append(item if mine == other else make(item, tuple(numbers)))
-    return found + list(longer[places[-1] + 1 if places else 0 :]) * times
+    items: list[T] = []
+    for at, (item, numbers_of_few) in enumerate(zip(shorter, few, strict=True)):
+        place = places[at]
+        if place > (before := places[at - 1] + 1 if at else 0):
+            items += list(longer[before:place]) * times
+        other = more[place]
+        numbers = (_on_line(a, b, times) for a, b in zip(numbers_of_few[1], other[1], strict=True))
+        items.append(item if numbers_of_few == other else make(item, tuple(numbers)))
+    return items + list(longer[places[-1] + 1 if places else 0 :]) * times
 
 
 _GAP, _NEVER = 3, 10**6  # the beginning of a stretch costs as much as three numbers that differ

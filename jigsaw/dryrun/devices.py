@@ -184,15 +184,15 @@ DEVICES: dict[str, Device] = {
 }
 
 
-def device_named(given: str | Device) -> Device:
+def device_named(device: str | Device) -> Device:
     """Return the device of a name, or the given device.
 
     >>> from jigsaw.dryrun.devices import device_named
     >>> device_named("a100").name
     'a100'
     """
-    if isinstance(given, Device):
-        return given
-    if given not in DEVICES:
-        raise ShardingError(f"device={given!r} is none of {', '.join(DEVICES)}; pass a jigsaw.dryrun.Device")
-    return DEVICES[given]
+    if isinstance(device, Device):
+        return device
+    if device not in DEVICES:
+        raise ShardingError(f"device={device!r} is none of {', '.join(DEVICES)}; pass a jigsaw.dryrun.Device")
+    return DEVICES[device]

@@ -127,13 +127,13 @@ def dry_run(
 
 def _priced_with_sums(played: PlayedRank, device: Device, ranks_per_node: int, ranks: int) -> RankCost:
     """Return the rank's step on the device, with what a pipeline does once after its backward passes."""
-    found = priced_rank(played, device, ranks_per_node, ranks)
+    priced = priced_rank(played, device, ranks_per_node, ranks)
     sums = {
         name: priced_rank(replace(played, phases={"backward": played.phases[name]}), device, ranks_per_node, ranks)
         for name in ONCE_A_STEP
         if name in played.phases
     }
-    return replace(found, phases={**found.phases, **{name: cost.phases["backward"] for name, cost in sums.items()}})
+    return replace(priced, phases={**priced.phases, **{name: cost.phases["backward"] for name, cost in sums.items()}})
 
 
 def _checked_axes(mesh: Any) -> dict[str, int]:
@@ -145,12 +145,12 @@ def _checked_axes(mesh: Any) -> dict[str, int]:
     return axes
 
 
-def _as_shapes(given: Any) -> tuple[tuple[int, ...], ...]:
-    shapes: list[Any] = list(given) if isinstance(given, Sequence) else []
+def _as_shapes(x_shape: Any) -> tuple[tuple[int, ...], ...]:
+    shapes: list[Any] = list(x_shape) if isinstance(x_shape, Sequence) else []
     if not any(isinstance(shape, Sequence) for shape in shapes):
         shapes = [shapes] if shapes else []
     if not shapes or not all(isinstance(s, Sequence) and all(isinstance(n, int) for n in s) for s in shapes):
-        shown = f"a {type(given).__name__}" if isinstance(given, torch.Tensor) else repr(given)
+        shown = f"a {type(x_shape).__name__}" if isinstance(x_shape, torch.Tensor) else repr(x_shape)
         raise ShardingError(
             f"x_shape={shown} must be the global shape of the input, as in (1, 3, 64, 128), or a list of several"
         )
@@ -158,14 +158,14 @@ def _as_shapes(given: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _check_types_given(dtype: Any, loss: Any, optimizer: Any, dataset: Any) -> None:
-    for name, given, is_right, wanted in (
+    for name, value, is_right, wanted in (
         ("dtype", dtype, isinstance(dtype, torch.dtype), "a torch.dtype, as torch.bfloat16"),
         ("loss", loss, callable(loss), "a function of the model's output, as lambda y: y.square().mean()"),
         ("optimizer", optimizer, callable(optimizer), "what makes one of parameters, as torch.optim.AdamW"),
         ("dataset", dataset, hasattr(dataset, "plan"), "what jigsaw.io.open gives on this mesh"),
     ):
-        if given is not None and not is_right:
-            raise ShardingError(f"{name}={given!r} must be {wanted}, or None")
+        if value is not None and not is_right:
+            raise ShardingError(f"{name}={value!r} must be {wanted}, or None")
 
 
 def _usual_ranks(axes: Mapping[str, int]) -> list[int]:
@@ -186,17 +186,17 @@ def _reader_seconds(dataset: Any, shape: Sequence[int], ranks: int, device: Devi
     if dataset is None:
         return 0.0
     plan = dataset.plan(len(dataset) // 2)
-    return shape[0] * sum(plan.cost(*how) for how in plan.modes.items()) / (ranks * device.reader_cores)
+    return shape[0] * sum(plan.cost(*mode) for mode in plan.modes.items()) / (ranks * device.reader_cores)
 
 
 def _merged_remarks(played: Sequence[PlayedRank]) -> tuple[Remark, ...]:
     """Return each remark once, with the bytes of all its calls on the rank with the most."""
     most: dict[Remark, int] = {}
     for rank in played:
-        mine: dict[Remark, int] = {}
+        bytes_by_remark: dict[Remark, int] = {}
         for remark in rank.remarks:
             bare = replace(remark, sent_bytes=0)
-            mine[bare] = mine.get(bare, 0) + remark.sent_bytes
-        for bare, size in mine.items():
+            bytes_by_remark[bare] = bytes_by_remark.get(bare, 0) + remark.sent_bytes
+        for bare, size in bytes_by_remark.items():
             most[bare] = max(most.get(bare, 0), size)
     return tuple(replace(bare, sent_bytes=size) for bare, size in most.items())

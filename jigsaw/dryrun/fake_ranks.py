@@ -47,9 +47,9 @@ def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
         world, held = _empty_world(), known_groups()
         hook = sys.excepthook  # torch lets tracebacks begin with a rank from now on
         meshes: Any = DeviceMesh
-        made = meshes.__init__
+        initializer = meshes.__init__
         know_groups(_WorldOfThread(world, held))
-        meshes.__init__ = _numbered(made, next(_mesh_numbers))
+        meshes.__init__ = _numbered(initializer, next(_mesh_numbers))
         joins, chunks = around_joins(partial(partial, _with_values)), around_chunks(partial(partial, _ChunksOfRanks))
         try:
             with joins, chunks:
@@ -61,15 +61,15 @@ def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
                 unregister_group(name)
             know_groups(held)
             set_rank_of_log(dist.get_rank() if dist.is_initialized() else -1)  # of torch's log
-            meshes.__init__ = made
+            meshes.__init__ = initializer
             sys.excepthook = hook
 
 
 class _WorldOfThread:
     """Process groups that torch knows: `mine` for the thread that makes this, `theirs` for all others."""
 
-    def __init__(self, mine: Any, theirs: Any) -> None:
-        self.__dict__.update(thread=threading.get_ident(), mine=mine, theirs=theirs)
+    def __init__(self, own: Any, theirs: Any) -> None:
+        self.__dict__.update(thread=threading.get_ident(), mine=own, theirs=theirs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.mine if threading.get_ident() == self.thread else self.theirs, name)

@@ -64,9 +64,9 @@ def remembered_models() -> Generator[None]:
 def play_rank_shortly(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
     """Run the step as `rank` of a mesh of these axes, with all blocks or with a few that give the same."""
     if plan.blocks is None and not plan.every_block and isinstance(plan.checkpoint, str):
-        found = play_few_blocks(plan, axes, rank)
-        if found is not None:
-            return found
+        played = play_few_blocks(plan, axes, rank)
+        if played is not None:
+            return played
     return play_rank(plan, axes, rank)
 
 
@@ -96,16 +96,16 @@ def play_few_blocks(plan: StepPlan, axes: Mapping[str, int], rank: int) -> Playe
     # FSDP2 gathers the weights of a block while the one before it computes, so a second block adds something else than
     # a third one
     for few in (known[way],) if way in known else (1, 2):
-        found = _of_more_blocks(play(few), play(few + 1), blocks - few)
-        if found is not None and (way in known or _is_foretold(play(few), play(few + 1), play(few + 2))):
+        forecast = _of_more_blocks(play(few), play(few + 1), blocks - few)
+        if forecast is not None and (way in known or _is_foretold(play(few), play(few + 1), play(few + 2))):
             known[way] = few
-            return found
+            return forecast
     return None
 
 
 def _is_foretold(few: PlayedRank, more: PlayedRank, still_more: PlayedRank) -> bool:
-    found = _of_more_blocks(few, more, 2)
-    return found is not None and all(are_same_steps(found.phases[n], p) for n, p in still_more.phases.items())
+    forecast = _of_more_blocks(few, more, 2)
+    return forecast is not None and all(are_same_steps(forecast.phases[n], p) for n, p in still_more.phases.items())
 
 
 def _of_more_blocks(fewer: PlayedRank, more: PlayedRank, times: int) -> PlayedRank | None:
@@ -181,8 +181,8 @@ def _passes_blocks_alike(plan: StepPlan, axes: Mapping[str, int], rank: int, nam
         few, more, all_of_them = (_outline(replace(plan, row=(name, n)), axes, rank) for n in (2, 3, blocks))
     except Exception:
         return False  # an error belongs to the run with all blocks
-    found = phase_of_more_blocks(few, more, blocks - 2)
-    return found is not None and are_same_steps(found, all_of_them)
+    forecast = phase_of_more_blocks(few, more, blocks - 2)
+    return forecast is not None and are_same_steps(forecast, all_of_them)
 
 
 def _outline(plan: StepPlan, axes: Mapping[str, int], rank: int) -> CountedPhase:
@@ -199,9 +199,9 @@ def _outline(plan: StepPlan, axes: Mapping[str, int], rank: int) -> CountedPhase
             for at, block in enumerate(row):
                 block.forward = partial(calls.answer, at, block.forward)
             meter.begin_phase("forward")
-            said = model(*inputs)
+            output = model(*inputs)
             meter.begin_phase("after")
-            del said
+            del output
     if calls.next != plan.row[1]:
         raise _UnlikeCallError
     return replace(_in_one_order(meter.counted_phase("forward", [])), kernels=meter.asked)
@@ -228,10 +228,10 @@ class _OutlineMeter(StepMeter):
         """Note that the first block is called."""
         self._first = self._numbers
 
-    def note(self, what: Any, given: Any) -> None:
+    def note(self, what: Any, values: Any) -> None:
         """Note that something is given tensors."""
         ages: list[Any] = []
-        for x in pytree.tree_leaves(given):
+        for x in pytree.tree_leaves(values):
             if isinstance(x, Tensor):
                 number = self._number_of((x.local if isinstance(x, Tile) else x).untyped_storage())
                 early = self._first is None or number <= self._first

@@ -29,22 +29,22 @@ class TensorLook:
     def made_tensor(self) -> Tensor:
         """Return a similar tensor with values; integers are 0, valid indices of any tensor."""
         reach = max(1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)), 0)
-        made = torch.empty(reach, dtype=self.dtype)
+        buffer = torch.empty(reach, dtype=self.dtype)
         if self.dtype.is_floating_point or self.dtype.is_complex:
             values = _values_of(self.dtype)
             whole = reach // len(values) * len(values)
-            made[:whole].view(-1, len(values)).copy_(values)
-            made[whole:].copy_(values[: reach - whole])
+            buffer[:whole].view(-1, len(values)).copy_(values)
+            buffer[whole:].copy_(values[: reach - whole])
         else:
-            made.zero_()
-        return made.as_strided(self.shape, self.stride)
+            buffer.zero_()
+        return buffer.as_strided(self.shape, self.stride)
 
 
 @lru_cache
 def _values_of(dtype: torch.dtype) -> Tensor:
     """Return values from 0.5 to 1.5 in an order that a processor cannot predict, without denormals, which are slow."""
-    given = torch.rand(2**20, generator=torch.Generator().manual_seed(0))
-    return given.add_(0.5).to(dtype)
+    values = torch.rand(2**20, generator=torch.Generator().manual_seed(0))
+    return values.add_(0.5).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -106,16 +106,16 @@ def _timed(call: KernelCall, times: int = 3) -> float:
     run = call.operator
     for args, kwargs in turns:
         run(*args, **kwargs)
-    found: list[float] = []
+    times_of_calls: list[float] = []
     calls = 1
-    while len(found) < times:
+    while len(times_of_calls) < times:
         since = time.thread_time()
         for at in range(calls):
             args, kwargs = turns[at % len(turns)]
             run(*args, **kwargs)
         seconds = time.thread_time() - since
-        if seconds < _LEAST_SECONDS and not found and calls < _MOST_CALLS:
+        if seconds < _LEAST_SECONDS and not times_of_calls and calls < _MOST_CALLS:
             calls *= 2
         else:
-            found.append(seconds / calls)
-    return sorted(found)[times // 2]
+            times_of_calls.append(seconds / calls)
+    return sorted(times_of_calls)[times // 2]

@@ -89,7 +89,7 @@ def advise_mesh(
     *,
     device: str | Device = "h100",
     progress: Callable[[StepOption], object] | None = None,
-    **how: Any,
+    **options: Any,
 ) -> list[StepOption]:
     """Return every option for so many devices, those that work first, each group by the seconds of a step.
 
@@ -102,7 +102,7 @@ def advise_mesh(
     next two, and the fastest with `channel` and `pipe`, are run with the two of these ways that are fastest there.
 
     Of more than eight meshes the fastest are found by dry runs of one block of each row, from those that cut space the
-    least. Where one takes a tenth longer than the best, those that cut its space further are left out.  `how` takes
+    least. Where one takes a tenth longer than the best, those that cut its space further are left out.  `options` takes
     further arguments of `dry_run`; a `store`, or arguments of `jigsaw.io.open` with it, adds the reader.
 
     The model first runs on one device, so that a wrong input raises before the search.  A search may take minutes; it
@@ -117,9 +117,9 @@ def advise_mesh(
     if devices < 1:
         raise ShardingError(f"devices={devices} must be 1 or more")
     device = device_named(device)
-    meshes = list(possible_meshes(x_shape, devices, how.get("align", 1)))
-    search = _MeshSearch(made_once(model), tuple(x_shape), device, how.pop("store", None), how, progress)
-    node = how.get("ranks_per_node") or device.ranks_per_node
+    meshes = list(possible_meshes(x_shape, devices, options.get("align", 1)))
+    search = _MeshSearch(made_once(model), tuple(x_shape), device, options.pop("store", None), options, progress)
+    node = options.get("ranks_per_node") or device.ranks_per_node
     with remembered_models():
         alone = search.tried_alone()
         plain = [alone] if devices == 1 else search.tried_meshes(meshes)
@@ -141,12 +141,12 @@ class _MeshSearch:
         x_shape: tuple[int, ...],
         device: Device,
         store: Any,
-        how: Mapping[str, Any],
+        options: Mapping[str, Any],
         progress: Callable[[StepOption], object] | None = None,
     ) -> None:
-        self._model, self._shape, self._store, self._how = model, x_shape, store, how
+        self._model, self._shape, self._store, self._how = model, x_shape, store, options
         self._device, self._progress = device, progress
-        self._node: int = how.get("ranks_per_node") or self._device.ranks_per_node
+        self._node: int = options.get("ranks_per_node") or self._device.ranks_per_node
         self._blocks: int | None = None
         self._borders: dict[Any, Borders] = {}
 
@@ -188,32 +188,32 @@ class _MeshSearch:
         blocks: int | None,
         replicate: tuple[str, ...],
     ) -> StepOption:
-        here = {name: size for name, size in axes.items() if name != PIPE_AXIS}
+        stage_axes = {name: size for name, size in axes.items() if name != PIPE_AXIS}
         stages = axes.get(PIPE_AXIS, 1)
         shape = (self._shape[0] // microbatches, *self._shape[1:])
         try:
-            dataset = None if self._store is None else _opened_store(self._store, here)
+            dataset = None if self._store is None else _opened_store(self._store, stage_axes)
             ways: dict[str, Any] = {"shard_weights": shard_weights, "checkpoint": "blocks" if checkpoint else "none"}
             ways |= {
                 "replicate": replicate,
                 "device": self._device,
-                "ranks": [_inside_rank(here)],
+                "ranks": [_inside_rank(stage_axes)],
                 "dataset": dataset,
                 "blocks": blocks,
             }
             if blocks is not None and CHANNEL_AXIS not in axes:
                 ways["optimizer"] = None  # takes the same on all meshes that keep weights whole
-            found = dry_run(self._model, shape, axes, **{**self._how, **ways})
+            report = dry_run(self._model, shape, axes, **{**self._how, **ways})
         except ShardingError as refusal:
             return StepOption(axes, shard_weights, checkpoint, None, str(refusal), microbatches, replicate)
         begins: tuple[str, ...] = ()
-        if stages > 1 and found.is_complete:
+        if stages > 1 and report.is_complete:
             plan = self._plan(shape, shard_weights, replicate)
             try:
-                begins, found = self._pipelined(found, plan, axes, microbatches)
+                begins, report = self._pipelined(report, plan, axes, microbatches)
             except ShardingError as refusal:
                 return StepOption(axes, shard_weights, checkpoint, None, str(refusal), microbatches, replicate)
-        return StepOption(axes, shard_weights, checkpoint, found, "", microbatches, replicate, begins)
+        return StepOption(axes, shard_weights, checkpoint, report, "", microbatches, replicate, begins)
 
     def _plan(self, shape: tuple[int, ...], shard_weights: bool, replicate: tuple[str, ...]) -> StepPlan:
         known = {name: value for name, value in self._how.items() if name in StepPlan.__dataclass_fields__}
@@ -227,8 +227,8 @@ class _MeshSearch:
         """Return the modules that begin the later stages, balanced, and the report of a step, from that of a
         microbatch.
         """
-        here, stages = {name: size for name, size in axes.items() if name != PIPE_AXIS}, axes[PIPE_AXIS]
-        pieces = piece_costs(plan, here, stages, self._device, self._node)
+        stage_axes, stages = {name: size for name, size in axes.items() if name != PIPE_AXIS}, axes[PIPE_AXIS]
+        pieces = piece_costs(plan, stage_axes, stages, self._device, self._node)
         cuts = balanced_cuts(pieces, stages, microbatches, self._device.memory_bytes)
         begins = tuple(pieces[at].name for at in cuts)
         key = tuple(axes.items()), plan.shapes, begins
@@ -241,19 +241,21 @@ class _MeshSearch:
         """Try each way to keep weights and to compute blocks twice on the first option's mesh. On the others', try only
         the two that are fastest there.  Which two they are hardly depends on the mesh.
         """
-        found: list[StepOption] = []
+        results: list[StepOption] = []
         chosen = [(is_cut, twice) for is_cut in ("whole", "cut", "within nodes") for twice in (False, True)][1:]
         for option in options:
             tried = {way: self._other_way(option, *way, ranks_per_node) for way in chosen}
-            made = {way: each for way, each in tried.items() if each is not None}
-            plain = {"whole": option.report} | {way[0]: each.report for way, each in made.items() if not way[1]}
+            attempts = {way: each for way, each in tried.items() if each is not None}
+            plain = {"whole": option.report} | {way[0]: each.report for way, each in attempts.items() if not way[1]}
             # a model without blocks has nothing to compute twice
-            made = {way: each for way, each in made.items() if not way[1] or each.report != plain.get(way[0])}
-            if not found:
-                able = sorted((way for way in made if made[way].works), key=lambda way: _by_seconds(made[way]))
+            attempts = {way: each for way, each in attempts.items() if not way[1] or each.report != plain.get(way[0])}
+            if not results:
+                able = sorted(
+                    (way for way in attempts if attempts[way].works), key=lambda way: _by_seconds(attempts[way])
+                )
                 chosen = able[:_WAYS] or chosen
-            found += made.values()
-        return found
+            results += attempts.values()
+        return results
 
     def _other_way(self, option: StepOption, weights: str, twice: bool, ranks_per_node: int) -> StepOption | None:
         """Return the mesh of an option with weights that are whole, or cut over all ranks or those of a node;
@@ -303,7 +305,7 @@ class _MeshSearch:
         many samples.
         """
         batch = self._shape[0]
-        found: list[StepOption] = []
+        options: list[StepOption] = []
         for stages in (2, 4, 8):
             meshes = _giving_ranks(fastest, PIPE_AXIS, stages)
             if batch < stages or not meshes or self._block_count(fastest[0]) < stages:
@@ -311,30 +313,30 @@ class _MeshSearch:
             for axes in meshes[:1]:
                 # as many microbatches as possible, because each one more makes the bubble smaller
                 possible = [n for n in range(stages, batch + 1) if batch % (n * axes.get(DATA_AXIS, 1)) == 0]
-                found += [self.attempt(axes, microbatches=n) for n in possible[-1:]]
-        return sorted(found, key=_by_seconds)
+                options += [self.attempt(axes, microbatches=n) for n in possible[-1:]]
+        return sorted(options, key=_by_seconds)
 
     def _quick_seconds(self, axes: Mapping[str, int]) -> float:
-        found = self.attempt(axes, blocks=1)
-        return _by_seconds(found)
+        option = self.attempt(axes, blocks=1)
+        return _by_seconds(option)
 
     def _block_count(self, axes: Mapping[str, int]) -> int:
         if self._blocks is None:
-            found = self.attempt(axes, blocks=1).report
-            self._blocks = 0 if found is None else found.blocks
+            report = self.attempt(axes, blocks=1).report
+            self._blocks = 0 if report is None else report.blocks
         return self._blocks
 
 
 def _giving_ranks(meshes: Sequence[Mapping[str, int]], name: str, size: int) -> list[dict[str, int]]:
     """Return the meshes with one more axis, to which one of theirs gives its ranks."""
-    found: list[dict[str, int]] = []
+    candidates: list[dict[str, int]] = []
     for axes in meshes:
-        for given, ranks in axes.items():
-            less = {**axes, given: ranks // size}
-            made = {name: size, **less} if name == PIPE_AXIS else {**less, name: size}
-            if ranks % size == 0 and made not in found:
-                found.append(made)
-    return found
+        for giver, ranks in axes.items():
+            less = {**axes, giver: ranks // size}
+            candidate = {name: size, **less} if name == PIPE_AXIS else {**less, name: size}
+            if ranks % size == 0 and candidate not in candidates:
+                candidates.append(candidate)
+    return candidates
 
 
 def hybrid_axes(axes: Mapping[str, int], ranks_per_node: int) -> tuple[dict[str, int], str] | None:
@@ -422,10 +424,10 @@ def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 def _opened_store(store: Any, axes: Mapping[str, int]) -> Any:
     from jigsaw import io
 
-    how = dict(store) if isinstance(store, Mapping) else {"store": store}
-    path = how.pop("store")
+    options = dict(store) if isinstance(store, Mapping) else {"store": store}
+    path = options.pop("store")
     spec = {name: name for name in axes if any(name in space for space in SPACE_AXES.values())}
-    return io.open(path, mesh=dict(axes), spec=how.pop("spec", spec), **how)
+    return io.open(path, mesh=dict(axes), spec=options.pop("spec", spec), **options)
 
 
 # -- in words ---------------------------------------------------------------------------------------------------------

@@ -122,25 +122,25 @@ class _StagesOfRank:
             "forward": [*(self._message(at, at + 1, at + 1) for at in range(last)), _NOTHING],
             "backward": [_NOTHING, *(self._message(at, at - 1, at) for at in range(1, last + 1))],
         }
-        found = list[RankCost]()
+        rank_costs = list[RankCost]()
         for at, share in enumerate(shares):
-            mine = dict[str, PhaseCost]()
+            phase_costs = dict[str, PhaseCost]()
             for name, messages in sent.items():
                 each = zip(shares, messages, strict=True)
                 slot = max(phases[name].seconds * s.seconds + message.seconds for s, message in each)
                 under_way = min(len(shares) - at, microbatches)
                 one = _phase_of_stage(phases[name], share, under_way, microbatches)
-                mine[name] = _with_messages(one, messages[at], microbatches, slot * (microbatches + last))
+                phase_costs[name] = _with_messages(one, messages[at], microbatches, slot * (microbatches + last))
             for name, part in zip(ONCE_A_STEP, (share.weights, 1.0), strict=True):
-                mine["backward"] = _one_after_other(mine["backward"], _part_of_phase(phases[name], part))
+                phase_costs["backward"] = _one_after_other(phase_costs["backward"], _part_of_phase(phases[name], part))
             if "step" in phases:
-                mine["step"] = _part_of_phase(phases["step"], share.weights)
-            found.append(RankCost(self._number(at), self._coordinate(at), mine))
-        return found
+                phase_costs["step"] = _part_of_phase(phases["step"], share.weights)
+            rank_costs.append(RankCost(self._number(at), self._coordinate(at), phase_costs))
+        return rank_costs
 
     def _coordinate(self, stage: int) -> tuple[int, ...]:
-        here = self._rank.coordinate
-        return (*here[: self._axis], stage, *here[self._axis + 1 :])
+        coordinate = self._rank.coordinate
+        return (*coordinate[: self._axis], stage, *coordinate[self._axis + 1 :])
 
     def _number(self, stage: int) -> int:
         number = 0
@@ -150,8 +150,8 @@ class _StagesOfRank:
 
     def _message(self, stage: int, to: int, border: int) -> _BorderMessage:
         """Return the tiles at a border, or their gradients on the way back."""
-        here = self._rank.coordinate
-        within = (*here[: self._axis], *here[self._axis + 1 :]) or (0,)
+        coordinate = self._rank.coordinate
+        within = (*coordinate[: self._axis], *coordinate[self._axis + 1 :]) or (0,)
         tiles = [x for x in self._borders[border] if to > stage or x.dtype.is_floating_point or x.dtype.is_complex]
         sizes = [torch.Size(x.sent_layout.local_shape(within)).numel() * x.dtype.itemsize for x in tiles]
         traffic = Traffic(sum(sizes), len(sizes))
@@ -169,7 +169,7 @@ def _phase_of_stage(phase: PhaseCost, share: StageShare, under_way: int, times: 
     """
     parts = {kind: share.weights if kind in _SENT_OF_WEIGHTS else share.seconds for kind in phase.traffic}
     traffic = {kind: _part_of_traffic(t, times * parts[kind]) for kind, t in phase.traffic.items()}
-    before, after = (sum(found.values(), Traffic()) for found in (phase.traffic, traffic))
+    before, after = (sum(totals.values(), Traffic()) for totals in (phase.traffic, traffic))
     # links have all kinds together
     of_bytes, of_messages = after.sent_bytes / max(before.sent_bytes, 1), after.messages / max(before.messages, 1)
     memory = dict.fromkeys(_OF_WEIGHTS, share.weights) | {"activations": share.kept * under_way}

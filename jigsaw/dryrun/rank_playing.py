@@ -219,8 +219,8 @@ def _play_step(
 
 def _one_number(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        made = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise ShardingError(f"the loss is {made}; it must be a tensor of one number, as of loss=lambda y: y.mean()")
+        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ShardingError(f"the loss is {shown}; it must be a tensor of one number, as of loss=lambda y: y.mean()")
     return loss
 
 
@@ -294,9 +294,9 @@ _WANT_VALUES = (
 
 def prepared_model(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank | None = None) -> tuple[nn.Module, torch.dtype]:
     """Return the model as it is before `parallelize`, with the blocks to play, and the dtype of its input."""
-    given = plan.model
-    arguments = () if isinstance(given, nn.Module) or not wants_mesh(given) else (mesh,)
-    source: Any = given if isinstance(given, nn.Module) else make_bare(given, *arguments)
+    recipe = plan.model
+    arguments = () if isinstance(recipe, nn.Module) or not wants_mesh(recipe) else (mesh,)
+    source: Any = recipe if isinstance(recipe, nn.Module) else make_bare(recipe, *arguments)
     check_model_made(source)
     rows = rows_of_blocks(source)
     blocks = sum(map(len, rows))
@@ -304,7 +304,7 @@ def prepared_model(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank | None =
     if plan.row is not None:
         shorter.append((source.get_submodule(plan.row[0]), plan.row[1]))
     left_out = {block for row, n in shorter for block in list(row)[n:] if block not in list(row)[:n]}
-    model = bare_copy(source, left_out) if source is given else source
+    model = bare_copy(source, left_out) if source is recipe else source
     names, inside = {m: n for n, m in source.named_modules()}, {m for block in left_out for m in block.modules()}
     for row, n in shorter:
         short: Any = model.get_submodule(names[row]) if row not in inside else []
@@ -416,11 +416,11 @@ class _ModuleWatch:
 
     def module_of_error(self, error: BaseException) -> str:
         """Return the innermost module whose forward raised the error."""
-        found, at = "", error.__traceback__
+        name, at = "", error.__traceback__
         while at is not None:
-            found = self._names.get(id(at.tb_frame.f_locals.get("self")), "") or found
+            name = self._names.get(id(at.tb_frame.f_locals.get("self")), "") or name
             at = at.tb_next
-        return found
+        return name
 
     def follow(self, counted: comm.TrafficCount) -> None:
         self._calls, self._seen, self._open = counted.calls, 0, []

@@ -184,12 +184,12 @@ class DryRunReport:
         show.  The reader's are there where the step waits for it.
         """
         slowest = max(self.ranks, key=lambda r: r.seconds)
-        found: dict[str, float] = dict.fromkeys(("flop", "memory", "kernels", "messages"), 0.0)
+        seconds_of: dict[str, float] = dict.fromkeys(("flop", "memory", "kernels", "messages"), 0.0)
         for phase in slowest.phases.values():
             for name, seconds in phase.seconds_by_bound.items():
-                found[name] = found.get(name, 0.0) + seconds
-            found["messages"] += phase.seconds - sum(phase.seconds_by_bound.values())
-        return found | {"reader": self.reader_seconds if self.reader_seconds > slowest.seconds else 0.0}
+                seconds_of[name] = seconds_of.get(name, 0.0) + seconds
+            seconds_of["messages"] += phase.seconds - sum(phase.seconds_by_bound.values())
+        return seconds_of | {"reader": self.reader_seconds if self.reader_seconds > slowest.seconds else 0.0}
 
     @property
     def fits(self) -> bool:

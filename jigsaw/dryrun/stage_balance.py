@@ -104,12 +104,12 @@ def piece_costs(
 
 
 def _costs_of(played: PlayedRank, device: Device, ranks_per_node: int, ranks: int) -> dict[str, PieceCost]:
-    found: dict[str, PieceCost] = {}
+    costs: dict[str, PieceCost] = {}
     for piece in played.pieces:
         priced = priced_rank(replace(played, phases=piece.phases), device, ranks_per_node, ranks)
         seconds = sum(phase.seconds for phase in priced.phases.values())
-        found[piece.name] = PieceCost(piece.name, seconds, piece.weight_bytes, piece.kept_bytes)
-    return found
+        costs[piece.name] = PieceCost(piece.name, seconds, piece.weight_bytes, piece.kept_bytes)
+    return costs
 
 
 def balanced_cuts(pieces: Sequence[PieceCost], stages: int, microbatches: int, memory: float) -> list[int]:

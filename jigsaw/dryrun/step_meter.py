@@ -188,11 +188,11 @@ class StepMeter(TorchDispatchMode):
 
     def kept_by_piece(self) -> Counter[int]:
         """Return the bytes of activations that each piece keeps for the backward pass."""
-        found: Counter[int] = Counter()
+        sizes: Counter[int] = Counter()
         for number, size in self.phases["backward"].begins_with.items():
             if self._kinds.get(number) == "activations":
-                found[self._piece_of_memory.get(number, 0)] += size
-        return found
+                sizes[self._piece_of_memory.get(number, 0)] += size
+        return sizes
 
     def _count_kernel(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         results = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
@@ -213,11 +213,11 @@ class StepMeter(TorchDispatchMode):
         if scratch:
             self._numbers += 1
             self._phase.events += [(self._numbers, scratch), (self._numbers, -scratch)]
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        moved = sum(map(_bytes_touched, (*given, *results)))
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        moved = sum(map(_bytes_touched, (*tensors, *results)))
         formula = flop_registry.get(packet) or _MORE_FLOP.get(packet)
         flop = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
-        like = given[0] if given else results[0] if results else None
+        like = tensors[0] if tensors else results[0] if results else None
         dtype = torch.float32 if like is None else like.dtype
         # nodes of the backward pass run without gradients, a checkpointed forward pass with them
         self._phase.kernels_again += self._is_backward and torch.is_grad_enabled()
@@ -294,10 +294,10 @@ _OF_WEIGHTS = dict(zip(operators_of_weights(), ("gathered weights", "gradients")
 
 def _call_of_weights(func: Any, args: Any) -> TrafficCall:
     """Return what a rank sends, on a ring, while weights are gathered or gradients summed into parts."""
-    into, given, box = args[:3]
+    into, source, box = args[:3]
     group: dist.ProcessGroup = dist.ProcessGroup.unbox(box)
     ranks = dist.get_process_group_ranks(group)
-    moved = (len(ranks) - 1) * min(into.nbytes, given.nbytes)
+    moved = (len(ranks) - 1) * min(into.nbytes, source.nbytes)
     following = ranks[(dist.get_group_rank(group, job_rank()) + 1) % len(ranks)]
     return TrafficCall(_OF_WEIGHTS[func], moved, moved, len(ranks) - 1, ((following, moved),), True, tuple(ranks))
 

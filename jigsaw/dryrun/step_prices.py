@@ -74,9 +74,9 @@ def _priced_phase(played: PlayedRank, name: str, device: Device, ranks_per_node:
 
 def _split_by_link(call: TrafficCall, node: int, ranks_per_node: int) -> dict[str, Traffic]:
     """Return the bytes and messages of a call over the links of the node and over the network."""
-    found: defaultdict[str, Traffic] = defaultdict(Traffic)
+    traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
     places = len(call.sent_to)
     for to, size in call.sent_to:
         # all messages of a ring go to one rank, else each rank has one
-        found["node" if to // ranks_per_node == node else "network"] += Traffic(size, call.messages // places)
-    return dict(found)
+        traffic["node" if to // ranks_per_node == node else "network"] += Traffic(size, call.messages // places)
+    return dict(traffic)

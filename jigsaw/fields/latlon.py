@@ -52,11 +52,11 @@ class GridRows:
         if self.periodic:
             first = (self.centres[0] + self.centres[-1] - CIRCLE) / 2
             return np.concatenate([[first], inner, [first + CIRCLE]])
-        found = np.concatenate([[self.centres[0] - steps[0] / 2], inner, [self.centres[-1] + steps[-1] / 2]])
+        bounds = np.concatenate([[self.centres[0] - steps[0] / 2], inner, [self.centres[-1] + steps[-1] / 2]])
         if self.name == "lat":
-            found[0] = -POLE if found[0] + POLE < steps[0] / 2 else found[0]
-            found[-1] = POLE if POLE - found[-1] < steps[-1] / 2 else found[-1]
-        return found
+            bounds[0] = -POLE if bounds[0] + POLE < steps[0] / 2 else bounds[0]
+            bounds[-1] = POLE if POLE - bounds[-1] < steps[-1] / 2 else bounds[-1]
+        return bounds
 
 
 def latitude_rows(values: Any) -> GridRows:
@@ -142,11 +142,11 @@ class BandedMatrix:
     def dense(self, out: Interval, need: Interval) -> LatLonValues:
         """Return the rows `out` as a matrix over the columns `need`, which include all that they use."""
         values = self.values[slice(*out)]
-        found = np.zeros((len(values), need[1] - need[0]))
+        matrix = np.zeros((len(values), need[1] - need[0]))
         rows, at = np.nonzero(values)
         columns = (self.first[slice(*out)][rows] + at - need[0]) % self.size
-        np.add.at(found, (rows, columns), values[rows, at])
-        return found
+        np.add.at(matrix, (rows, columns), values[rows, at])
+        return matrix
 
 
 def regrid_weights(source: GridRows, target: GridRows, method: str) -> BandedMatrix:

@@ -44,9 +44,9 @@ class RegridPlan:
         """Return the target rows that the rank at `coord` makes along a fetched dim, and the source rows that it then
         has.
         """
-        made, held = self.out.dim(dim)[0], self.fetch.dim(dim)[0]
-        piece = self.out.piece(made, coord)
-        return made.owned(piece), held.held[piece]
+        target, held = self.out.dim(dim)[0], self.fetch.dim(dim)[0]
+        piece = self.out.piece(target, coord)
+        return target.owned(piece), held.held[piece]
 
     @property
     def pairs(self) -> Layout:
@@ -76,9 +76,9 @@ def choose_regrid_plan(
     out = fetch = layout
     for place, dim, band in zip(LAT_LON_DIMS, dims, bands, strict=True):
         cut = layout.dim(dim)[0]
-        made = _result_cut(cut, len(band), splits.get(place))
-        out = out.replace_dim(dim, made)
-        fetch = fetch.replace_dim(dim, cut.holding([band.need(made.owned(i)) for i in range(cut.pieces)]))
+        target = _result_cut(cut, len(band), splits.get(place))
+        out = out.replace_dim(dim, target)
+        fetch = fetch.replace_dim(dim, cut.holding([band.need(target.owned(i)) for i in range(cut.pieces)]))
     cut_dims = [d for d in dims if layout.is_cut(d)]
     choices = [c for n in range(len(cut_dims) + 1) for c in combinations(cut_dims, n)]
     ways = [_plan_with_sums(layout, dims, out, fetch, summed, itemsize) for summed in choices]
@@ -112,13 +112,13 @@ def _result_cut(cut: Cut, size: int, split: SplitRule | None) -> Cut:
 
 def _fetched_elements(source: Layout, target: Layout, coord: MeshCoordinate) -> int:
     """Return how many elements a rank needs and does not hold."""
-    needed = there = 1
+    needed = held_count = 1
     for cut, wanted in zip(source.cuts, target.cuts, strict=True):
         piece = source.piece(cut, coord)
         start, stop = wanted.held[piece]
         needed *= stop - start
-        there *= _shared_rows(cut.size, (start, stop), cut.inside(piece))
-    return needed - there
+        held_count *= _shared_rows(cut.size, (start, stop), cut.inside(piece))
+    return needed - held_count
 
 
 @lru_cache(maxsize=4096)
@@ -130,8 +130,8 @@ def _shared_rows(size: int, need: Interval, held: Interval) -> int:
 
 
 @lru_cache(maxsize=512)
-def contraction_grid(layout: Layout, dim: int, made: Cut) -> MatmulGrid:
-    """Return the grid of a product that contracts the cut dim `dim`, whose result is cut as `made`.  The rest of the
+def contraction_grid(layout: Layout, dim: int, target: Cut) -> MatmulGrid:
+    """Return the grid of a product that contracts the cut dim `dim`, whose result is cut as `target`.  The rest of the
     tile are the rows of X.
     """
     k = layout.dim(dim)[0].bare()
@@ -142,5 +142,5 @@ def contraction_grid(layout: Layout, dim: int, made: Cut) -> MatmulGrid:
         shape = layout.local_shape(tuple(at.get(name, 0) for name, _ in layout.axes))
         rows.append(math.prod(shape[:dim] + shape[dim + 1 :]))
     m = Cut(sum(rows), tuple(accumulate(rows, initial=0)), axes) if axes else whole_dim(sum(rows))
-    layouts = [Layout(cuts, layout.axes) for cuts in ((m, k), (whole_dim(made.size), k), (m, made))]
-    return MatmulGrid(m, k, whole_dim(made.size), *layouts)
+    layouts = [Layout(cuts, layout.axes) for cuts in ((m, k), (whole_dim(target.size), k), (m, target))]
+    return MatmulGrid(m, k, whole_dim(target.size), *layouts)

@@ -153,11 +153,11 @@ class Regridder:
 
     def _of_tensor(self, x: Tensor, dims: Sequence[int]) -> Tensor:
         boxes: dict[int, tuple[Interval, Interval]] = {}
-        for place, (dim, found) in enumerate(zip(dims, self.bands, strict=True)):
-            need = found.need((0, len(found)))
-            need = need if need[1] <= found.size else (0, found.size)
+        for place, (dim, band) in enumerate(zip(dims, self.bands, strict=True)):
+            need = band.need((0, len(band)))
+            need = need if need[1] <= band.size else (0, band.size)
             x = x.narrow(dim, need[0], need[1] - need[0])
-            boxes[place] = (0, len(found)), need
+            boxes[place] = (0, len(band)), need
         return self._whole(x, dims, boxes)
 
     def _of_tile(self, tile: Tile) -> Tile:
@@ -167,8 +167,8 @@ class Regridder:
         if not way.summed:
             return Tile(self._whole(x, way.dims, boxes), way.out, tile.mesh)
         wide = _as_wide(x)
-        there = wide.isfinite()
-        pairs = torch.stack([torch.where(there, wide, 0.0), self._counted(there, wide.dtype)])
+        is_finite = wide.isfinite()
+        pairs = torch.stack([torch.where(is_finite, wide, 0.0), self._counted(is_finite, wide.dtype)])
         y = Tile(self._products_of(pairs, [d + 1 for d in way.dims], boxes), way.pairs, tile.mesh)
         for dim in way.summed:
             y = self._sum(y, way.dims.index(dim), dim + 1, way.out.dim(dim)[0])
@@ -181,9 +181,9 @@ class Regridder:
         wide = _as_wide(x)
         if bool(wide.detach().sum().isfinite()):  # one pass; a sum that overflows only costs the slower path
             return self._products_of(wide, dims, boxes).to(x.dtype)
-        there = wide.isfinite()
-        values = self._products_of(torch.where(there, wide, 0.0), dims, boxes)
-        count = self._products_of(self._counted(there, wide.dtype), dims, boxes)
+        is_finite = wide.isfinite()
+        values = self._products_of(torch.where(is_finite, wide, 0.0), dims, boxes)
+        count = self._products_of(self._counted(is_finite, wide.dtype), dims, boxes)
         return self._judged(values, count).to(x.dtype)
 
     def _products_of(self, x: Tensor, dims: Sequence[int], boxes: RowsByPlace) -> Tensor:
@@ -195,22 +195,22 @@ class Regridder:
             x = self._products[key](x, dims[place])
         return x
 
-    def _sum(self, tile: Tile, place: int, dim: int, made: Cut) -> Tile:
+    def _sum(self, tile: Tile, place: int, dim: int, target: Cut) -> Tile:
         """Return one product over a cut dim, through the matmul core."""
-        found, cut = self.bands[place], tile.layout.dim(dim)[0]
-        mine = slice(*cut.owned(tile.layout.piece(cut, tile.coordinate)))
-        w = torch.from_numpy(found.dense((0, len(found)), (0, found.size))[:, mine].copy()).to(tile.local)
+        band, cut = self.bands[place], tile.layout.dim(dim)[0]
+        own_rows = slice(*cut.owned(tile.layout.piece(cut, tile.coordinate)))
+        w = torch.from_numpy(band.dense((0, len(band)), (0, band.size))[:, own_rows].copy()).to(tile.local)
         x = tile.local.movedim(dim, -1)
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        y = grid_matmul(rows, w, contraction_grid(tile.layout, dim, made), tile.mesh)
+        y = grid_matmul(rows, w, contraction_grid(tile.layout, dim, target), tile.mesh)
         y = y.reshape(*x.shape[:-1], y.shape[-1]).movedim(-1, dim)
-        return Tile(y, tile.layout.replace_dim(dim, made), tile.mesh)
+        return Tile(y, tile.layout.replace_dim(dim, target), tile.mesh)
 
     # -- missing values ------------------------------------------------------------------------------------------------
 
-    def _counted(self, there: Tensor, dtype: torch.dtype) -> Tensor:
+    def _counted(self, is_finite: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the counts to sum beside the values: of present ones, for the mean, or of missing ones."""
-        return (there if self.nan == "skip" else ~there).to(dtype)
+        return (is_finite if self.nan == "skip" else ~is_finite).to(dtype)
 
     def _judged(self, values: Tensor, count: Tensor) -> Tensor:
         if self.nan == "keep":
@@ -225,11 +225,11 @@ class Regridder:
             raise GridError(f"regrid: dims={self.dims} must be two dims of a tensor of shape {tuple(shape)}")
         if not dtype.is_floating_point:
             raise FieldError(f"regrid: {dtype} values cannot be averaged; cast them to float32 first")
-        for dim, name, found in zip((lat % n, lon % n), LAT_LON_DIMS, self.bands, strict=True):
-            if shape[dim] != found.size:
+        for dim, name, band in zip((lat % n, lon % n), LAT_LON_DIMS, self.bands, strict=True):
+            if shape[dim] != band.size:
                 raise GridError(
                     f"regrid: dim {dim} of shape {tuple(shape)} has {shape[dim]} rows, but the source grid has "
-                    f"{found.size} in {name}; pass the grid that the field is on, or other dims= than {self.dims}"
+                    f"{band.size} in {name}; pass the grid that the field is on, or other dims= than {self.dims}"
                 )
         return lat % n, lon % n
 

@@ -84,19 +84,19 @@ def sliding_window(
     plan = _WindowGrid.of(shape, roi, overlap, windows, align)
     weight = importance_map(plan.roi, blend, sigma)
     with torch.no_grad():
-        found = _slide_over_tile(volume, plan, weight, model, fill, windows) if isinstance(volume, Tile) else None
-        if found is None:
+        answer = _slide_over_tile(volume, plan, weight, model, fill, windows) if isinstance(volume, Tile) else None
+        if answer is None:
             uncut = Layout.of(shape, (None,) * len(shape), ())
-            found = _DealtWindows(uncut, None, cast(Tensor, volume), plan, fill).run(model, weight)
-    return cast(VolumeTensor, found)
+            answer = _DealtWindows(uncut, None, cast(Tensor, volume), plan, fill).run(model, weight)
+    return cast(VolumeTensor, answer)
 
 
 def _slide_over_tile(
     volume: Tile, plan: _WindowGrid, weight: Tensor, model: WindowModel, fill: float, windows: str
 ) -> Tile:
     bare = volume.owned()
-    how = _CutWindows if windows == "cut" else _DealtWindows
-    local = how(bare.layout, bare.mesh, bare.local, plan, fill).run(model, weight)
+    windows_class = _CutWindows if windows == "cut" else _DealtWindows
+    local = windows_class(bare.layout, bare.mesh, bare.local, plan, fill).run(model, weight)
     return Tile(local, bare.layout.replace_dim(1, whole_dim(local.shape[1])), bare.mesh)
 
 
@@ -173,11 +173,11 @@ def _view_of_box(x: Tensor, box: Box, within: Box) -> Tensor:
 class _WeightedSums:
     """Outputs and weights added up over the rows that this rank owns."""
 
-    def __init__(self, mine: Box, weight: Tensor, like: Tensor) -> None:
+    def __init__(self, box: Box, weight: Tensor, like: Tensor) -> None:
         wide = torch.promote_types(like.dtype, torch.float32)
-        self.mine, self.weight = mine, weight.to(like.device, wide)
-        self.sum = like.new_zeros((*like.shape[:2], *box_shape(mine)), dtype=wide)
-        self.total = like.new_zeros(box_shape(mine), dtype=wide)
+        self.mine, self.weight = box, weight.to(like.device, wide)
+        self.sum = like.new_zeros((*like.shape[:2], *box_shape(box)), dtype=wide)
+        self.total = like.new_zeros(box_shape(box), dtype=wide)
 
     def add(self, answer: Tensor, shared: Box, window: Box) -> None:
         """Add the rows `shared` of a window's answer."""
@@ -205,9 +205,9 @@ class _CutWindows:
 
     def __init__(self, layout: Layout, mesh: DeviceMesh, local: Tensor, plan: _WindowGrid, fill: float) -> None:
         self.layout, self.mesh, self.local, self.plan, self.fill = layout, mesh, local, plan, fill
-        here = mesh_coordinate(mesh)
-        self.mine = layout.owned(here)[2:]
-        self.pieces = [layout.piece(cut, here) for cut in layout.cuts[2:]]
+        coordinate = mesh_coordinate(mesh)
+        self.mine = layout.owned(coordinate)[2:]
+        self.pieces = [layout.piece(cut, coordinate) for cut in layout.cuts[2:]]
         spread = [
             Cut(rows, cut_points(rows, cut.pieces, align=plan.align), cut.axes) if cut.is_cut else whole_dim(rows)
             for rows, cut in zip(plan.roi, layout.cuts[2:], strict=True)
@@ -224,11 +224,11 @@ class _CutWindows:
             if not isinstance(answer, Tile):
                 raise FieldError("the model gave a plain tensor for a tile; use windows='dealt' for a model of those")
             back = Layout((stored.cuts[0], whole_dim(answer.shape[1]), *stored.cuts[2:]), self.layout.axes)
-            mine = redistribute_rows(answer.local, answer.layout, back, self.mesh)
-            sums = sums or _WeightedSums(self.mine, weight, mine)
+            own_answer = redistribute_rows(answer.local, answer.layout, back, self.mesh)
+            sums = sums or _WeightedSums(self.mine, weight, own_answer)
             shared = box_overlap(self.mine, window)
             rows = tuple(self._rows(cut, window[d], d) for d, cut in enumerate(self.layout.cuts[2:]))
-            sums.add(_view_of_box(mine, shared, rows), shared, window)
+            sums.add(_view_of_box(own_answer, shared, rows), shared, window)
         assert sums is not None
         return sums.mean()
 
@@ -275,9 +275,9 @@ class _DealtWindows:
         if layout.is_cut(1):
             raise FieldError("windows='dealt' needs whole channels, and they are cut; use windows='cut'")
         self.layout, self.mesh, self.local, self.plan, self.fill = layout, mesh, local, plan, fill
-        here = () if mesh is None else mesh_coordinate(mesh)
-        self.me = layout.index(here)
-        self.boxes = {layout.index(c): layout.owned(c)[2:] for c in _coords_sharing_space(layout, here)}
+        coordinate = () if mesh is None else mesh_coordinate(mesh)
+        self.me = layout.index(coordinate)
+        self.boxes = {layout.index(c): layout.owned(c)[2:] for c in _coords_sharing_space(layout, coordinate)}
         self.mine = self.boxes[self.me]
 
     def run(self, model: WindowModel, weight: Tensor) -> Tensor:
@@ -289,27 +289,27 @@ class _DealtWindows:
         assert sums is not None
         return sums.mean()
 
-    def _answer(self, model: WindowModel, given: Tensor) -> Tensor:
-        answer = model(given)
-        _check_answer(answer, tuple(given.shape))
+    def _answer(self, model: WindowModel, window: Tensor) -> Tensor:
+        answer = model(window)
+        _check_answer(answer, tuple(window.shape))
         return answer
 
-    def _answers(self, model: WindowModel, given: Tensor, has_window: bool) -> tuple[Tensor | None, Tensor]:
+    def _answers(self, model: WindowModel, window: Tensor, has_window: bool) -> tuple[Tensor | None, Tensor]:
         """Return this rank's output of a round, and its kind: all learn the channels and dtype, or why a
         model failed.
         """
         answer: Tensor | None = None
-        told: Any = None
+        message: Any = None
         try:
-            answer = self._answer(model, given) if has_window else None
-            told = None if answer is None else (answer.shape[1], answer.dtype)
+            answer = self._answer(model, window) if has_window else None
+            message = None if answer is None else (answer.shape[1], answer.dtype)
         except Exception as e:
             if self.mesh is None:
                 raise
-            told = f"{type(e).__name__}: {e}"
-            comm.all_gather_object(self.mesh, told)
+            message = f"{type(e).__name__}: {e}"
+            comm.all_gather_object(self.mesh, message)
             raise
-        heard = [told] if self.mesh is None else comm.all_gather_object(self.mesh, told)
+        heard = [message] if self.mesh is None else comm.all_gather_object(self.mesh, message)
         refused = next((each for each in heard if isinstance(each, str)), None)
         if refused is not None:
             raise PeerError(f"another rank's model failed on its window: {refused}")
@@ -328,14 +328,14 @@ class _DealtWindows:
         longest = max(len(each) for each in dealt.values())
         return [{m: each[i] for m, each in dealt.items() if i < len(each)} for i in range(longest)]
 
-    def _swap(self, given: dict[int, Tensor], taken: dict[int, Box], like: Tensor) -> dict[int, Tensor]:
-        """Return what other members send of the boxes `taken`, for what they are `given`; a plain volume has no other
-        members.
+    def _swap(self, sends: dict[int, Tensor], taken: dict[int, Box], like: Tensor) -> dict[int, Tensor]:
+        """Return the values of the boxes `taken` from other members, in exchange for `sends`; a plain volume has no
+        other members.
         """
         if self.mesh is None:
             return {}
         shapes = [(m, [(*like.shape[:2], *box_shape(box))]) for m, box in taken.items()]
-        swap = PackedSwap(self.mesh, [(m, [x]) for m, x in given.items()], shapes, like)
+        swap = PackedSwap(self.mesh, [(m, [x]) for m, x in sends.items()], shapes, like)
         return dict(zip(taken, swap.wait(), strict=True))
 
     def _gather(self, windows: RoundWindows) -> Tensor:
@@ -350,12 +350,12 @@ class _DealtWindows:
             self._swap(sends, {}, self.local)
             return self.local.new_empty(0)
         parts = {m: box_overlap(box, window) for m, box in self.boxes.items()}
-        found = self._swap(sends, {m: part for m, part in parts.items() if m != self.me}, self.local)
-        given = self.local.new_full((*self.local.shape[:2], *box_shape(window)), self.fill)
-        found[self.me] = _view_of_box(self.local, parts[self.me], self.mine)
-        for m, values in found.items():
-            _view_of_box(given, parts[m], window).copy_(values)
-        return given
+        parts_by_member = self._swap(sends, {m: part for m, part in parts.items() if m != self.me}, self.local)
+        window_values = self.local.new_full((*self.local.shape[:2], *box_shape(window)), self.fill)
+        parts_by_member[self.me] = _view_of_box(self.local, parts[self.me], self.mine)
+        for m, values in parts_by_member.items():
+            _view_of_box(window_values, parts[m], window).copy_(values)
+        return window_values
 
     def _give_back(self, windows: RoundWindows, answer: Tensor | None, like: Tensor, sums: _WeightedSums) -> None:
         """Send outputs to the owners of the rows."""
@@ -375,9 +375,9 @@ class _DealtWindows:
             sums.add(values[m], shared[m], box)
 
 
-def _coords_sharing_space(layout: Layout, here: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def _coords_sharing_space(layout: Layout, coordinate: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Iterate over the coordinates that cut the same samples' space with this one: they differ only along its axes."""
     cutting = {axis for cut in layout.cuts[2:] for axis in cut.axes}
     for coord in layout.coords():
-        if all(a == b or name in cutting for (name, _), a, b in zip(layout.axes, coord, here, strict=True)):
+        if all(a == b or name in cutting for (name, _), a, b in zip(layout.axes, coord, coordinate, strict=True)):
             yield coord

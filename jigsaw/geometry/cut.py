@@ -69,11 +69,11 @@ def cut_points(size: int, pieces: int, split: SplitRule = "balanced", align: int
     blocks = -(-size // align)
     if split == "balanced":
         base, extra = divmod(blocks, pieces)
-        found = [i * base + min(i, extra) for i in range(pieces + 1)]
+        points = [i * base + min(i, extra) for i in range(pieces + 1)]
     else:
         step = -(-blocks // pieces)
-        found = [min(i * step, blocks) for i in range(pieces + 1)]
-    return tuple(found) if align == 1 else tuple(min(align * block, size) for block in found)
+        points = [min(i * step, blocks) for i in range(pieces + 1)]
+    return tuple(points) if align == 1 else tuple(min(align * block, size) for block in points)
 
 
 def check_split_rule(pieces: int, split: Any, align: Any) -> None:

@@ -223,11 +223,11 @@ class Layout(FrozenValue):
 
     def coord(self, position: int) -> MeshCoordinate:
         """Return the coordinate at a row-major position: the inverse of `index`."""
-        found: list[int] = []
+        places: list[int] = []
         for _, size in reversed(self.axes):
             position, at = divmod(position, size)
-            found.append(at)
-        return tuple(reversed(found))
+            places.append(at)
+        return tuple(reversed(places))
 
     def piece(self, cut: Cut, coord: MeshCoordinate) -> int:
         """Return which piece of `cut` a coordinate has."""
@@ -241,11 +241,11 @@ class Layout(FrozenValue):
 
     def _radix(self, axes: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
         """Return the place of each of these axes in a coordinate, and its size."""
-        found = self._radices.get(axes)
-        if found is None:
+        radix = self._radices.get(axes)
+        if radix is None:
             places = {name: (place, size) for place, (name, size) in enumerate(self.axes)}
-            found = self._radices[axes] = tuple([places[axis] for axis in axes])
-        return found
+            radix = self._radices[axes] = tuple([places[axis] for axis in axes])
+        return radix
 
     @cached_property
     def _radices(self) -> dict[tuple[str, ...], tuple[tuple[int, int], ...]]:
@@ -365,14 +365,14 @@ def _values_by_dim(what: str, value: T | Mapping[int, T], shape: Sequence[int]) 
     """Return `value` for each dim; a mapping's negative dims count from the last one."""
     if not isinstance(value, Mapping):
         return dict.fromkeys(range(len(shape)), value)
-    given = cast(Mapping[int, T], value)
-    wrong = [d for d in given if not -len(shape) <= d < len(shape)]
+    values = cast(Mapping[int, T], value)
+    wrong = [d for d in values if not -len(shape) <= d < len(shape)]
     if wrong:
         raise ShardingError(
             f"{what} names dim {wrong[0]}, but shape {tuple(shape)} has {len(shape)} dims, "
             f"{-len(shape)} to {len(shape) - 1}"
         )
-    return {d % len(shape): v for d, v in given.items()}
+    return {d % len(shape): v for d, v in values.items()}
 
 
 def _rows_together(align: int | Mapping[int, int], shape: Sequence[int], spec: LayoutSpec) -> dict[int, int]:

@@ -310,8 +310,8 @@ class MatmulGrid:
     def _transient(self) -> NDArray[np.int64]:
         # forward, then the gradients of X and of W: both need that of Y, which is gathered once and kept
         plans = (("x", "w", "y", ()), ("y", "w", "x", ("y",)), ("y", "x", "w", ("y",)))
-        found = [self._transient_of(a, b, out, kept) for a, b, out, kept in plans]
-        return np.maximum(np.maximum(*found[:2]), found[2])
+        elements = [self._transient_of(a, b, out, kept) for a, b, out, kept in plans]
+        return np.maximum(np.maximum(*elements[:2]), elements[2])
 
     def _transient_of(self, a: str, b: str, out: str, kept: Sequence[str]) -> NDArray[np.int64]:
         # while a result is reduced, its parts are made one by one, so both operands must be whole by then
@@ -384,9 +384,9 @@ def _matmul_ring(grid: MatmulGrid, name: str, coord: MeshCoordinate) -> MatmulRi
     boxes: list[Box] = []
     for places in product(*(range(layout.size_of(a)) for a in axes)):
         # ranks with this rank's place on all other axes; boxes count from the block's corner, as the engine does
-        there = tuple({**at, **dict(zip(axes, places, strict=True))}[axis] for axis in names)
-        peers.append(layout.index(there))
-        boxes.append(tuple((a - c, b - c) for (a, b), c in zip(layout.owned(there), corner, strict=True)))
+        peer_coord = tuple({**at, **dict(zip(axes, places, strict=True))}[axis] for axis in names)
+        peers.append(layout.index(peer_coord))
+        boxes.append(tuple((a - c, b - c) for (a, b), c in zip(layout.owned(peer_coord), corner, strict=True)))
     return MatmulRing(tuple(peers), tuple(boxes), peers.index(layout.index(coord)))
 
 

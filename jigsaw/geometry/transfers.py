@@ -93,26 +93,26 @@ def _dim_need(source: Layout, target: Layout, dim: int, coord: MeshCoordinate) -
 
 def _needed_segments(cut: Cut, need: _DimNeed) -> list[_Segment]:
     """Split what a rank needs at wraps, at the owners' cut points and at the edges of what it holds."""
-    found: list[_Segment] = []
+    segments: list[_Segment] = []
     # rows -1:5 of a circle of 8 owned as 0:4, 4:8 give -1:0 (row 7, of piece 1), 0:4 (piece 0) and 4:5 (piece 1)
     start, end = need.inside
     while start < end:
         row = start % cut.size
         owner = bisect_right(cut.points, row) - 1
         stop = min(end, start - row + cut.points[owner + 1])
-        found += _split_at_held(cut, need, owner, (start, stop))
+        segments += _split_at_held(cut, need, owner, (start, stop))
         start = stop
-    return _add_rows_beyond(cut, need, found)
+    return _add_rows_beyond(cut, need, segments)
 
 
 def _segments_of_owner(cut: Cut, need: _DimNeed, owner: int) -> list[_Segment]:
     """Return those of `_needed_segments` with that owner, without walking through the others."""
     low, high = cut.owned(owner)
-    found: list[_Segment] = []
+    segments: list[_Segment] = []
     for wrap in _wraps_to_owner(cut, need.inside, owner):
         span = max(need.inside[0], low + wrap * cut.size), min(need.inside[1], high + wrap * cut.size)
-        found += _split_at_held(cut, need, owner, span)
-    return _add_rows_beyond(cut, need, found) if need.piece == owner else found
+        segments += _split_at_held(cut, need, owner, span)
+    return _add_rows_beyond(cut, need, segments) if need.piece == owner else segments
 
 
 def _add_rows_beyond(cut: Cut, need: _DimNeed, inside: list[_Segment]) -> list[_Segment]:
@@ -143,8 +143,8 @@ def _split_at_held(cut: Cut, need: _DimNeed, owner: int, span: Interval) -> Iter
     """
     # a rank that holds -1:4 and needs -2:5 fetches only -2 and 4: -1 is in its halo, though another owns it
     base, first = span[0] - span[0] % cut.size, need.held[0]
-    mine = [base + h % cut.size for h in cut.inside(need.piece)]
-    edges = [e for e in mine if span[0] < e < span[1]]
+    held_ends = [base + h % cut.size for h in cut.inside(need.piece)]
+    edges = [e for e in held_ends if span[0] < e < span[1]]
     for start, stop in pairwise(sorted({*span, *edges}) if edges else span):
         at = _where_held(cut, need.piece, start, stop - start)
         yield _Segment(owner, (start - base, stop - base), (start - first, stop - first), at)
@@ -171,8 +171,8 @@ def _merged_own_rows(segments: Sequence[_Segment]) -> list[tuple[Interval, Inter
         if s.mine is None:
             continue
         if runs and runs[-1][0][1] == s.mine[0] and runs[-1][1][1] == s.placed[0]:
-            (mine, placed) = runs.pop()
-            runs.append(((mine[0], s.mine[1]), (placed[0], s.placed[1])))
+            (held, placed) = runs.pop()
+            runs.append(((held[0], s.mine[1]), (placed[0], s.placed[1])))
         else:
             runs.append((s.mine, s.placed))
     return runs
@@ -184,22 +184,22 @@ def row_moves(source: Layout, target: Layout, coord: MeshCoordinate) -> tuple[Ro
         return ()
     by_dim = [_needed_segments(c, _dim_need(source, target, d, coord)) for d, c in enumerate(source.cuts)]
     me = source.index(coord)
-    found = [RowMove(me, *_taken_and_placed(cell)) for cell in product(*map(_merged_own_rows, by_dim))]
+    moves = [RowMove(me, *_taken_and_placed(cell)) for cell in product(*map(_merged_own_rows, by_dim))]
     # the common case, a crop: the product over dims below would find nothing, slowly
     if all(s.mine is not None for segments in by_dim for s in segments):
-        return tuple(found)
+        return tuple(moves)
     for cell in product(*by_dim):
         # a corner is at hand only where it is along every dim; else the owner of all its rows gives it, in one message
         # and without a second hop through a neighbor
         if any(s.mine is None for s in cell):
             giver = _owner_position(source, coord, [s.owner for s in cell])
             taken = tuple([_local_interval(s.rows, c, s.owner) for s, c in zip(cell, source.cuts, strict=True)])
-            found.append(RowMove(giver, taken, tuple([s.placed for s in cell])))
-    return tuple(found)
+            moves.append(RowMove(giver, taken, tuple([s.placed for s in cell])))
+    return tuple(moves)
 
 
 def _taken_and_placed(cell: Sequence[tuple[Interval, Interval]]) -> tuple[Box, Box]:
-    return tuple(mine for mine, _ in cell), tuple(placed for _, placed in cell)
+    return tuple(taken for taken, _ in cell), tuple(placed for _, placed in cell)
 
 
 def _local_interval(rows: Interval, cut: Cut, owner: int) -> Interval:
@@ -234,17 +234,17 @@ def _boxes_given(
     """Iterate over what the rank at `coord` gives each of the `others`, in the order of the `row_moves` of that one."""
     # A dim is computed once for all others that are the same along it: for 511 that need other columns of my rows, each
     # dim that neither layout cuts is computed once, and for 1023 on 32 x 32 all dims 32 times.
-    found: dict[tuple[int, int, int], list[tuple[Interval, bool]]] = {}
+    intervals: dict[tuple[int, int, int], list[tuple[Interval, bool]]] = {}
     wanted = list(enumerate(zip(source.cuts, target.cuts, strict=True)))
     for other in others:
         by_dim: list[list[tuple[Interval, bool]]] = []
         for d, (cut, needed) in wanted:
             key = d, source.piece(cut, other), target.piece(needed, other)
-            if key not in found:
+            if key not in intervals:
                 owner = source.piece(cut, coord)
                 segments = _segments_of_owner(cut, _dim_need(source, target, d, other), owner)
-                found[key] = [(_local_interval(s.rows, cut, owner), s.mine is None) for s in segments]
-            by_dim.append(found[key])
+                intervals[key] = [(_local_interval(s.rows, cut, owner), s.mine is None) for s in segments]
+            by_dim.append(intervals[key])
         yield tuple(
             [
                 tuple([rows for rows, _ in cell])
@@ -256,7 +256,7 @@ def _boxes_given(
 
 def _asking_coordinates(source: Layout, target: Layout, coord: MeshCoordinate) -> list[MeshCoordinate]:
     """Return the others that may need rows that the rank at `coord` owns, found dim by dim instead of rank by rank."""
-    here = dict(zip((name for name, _ in source.axes), coord, strict=True))
+    own_places = dict(zip((name for name, _ in source.axes), coord, strict=True))
     cutting = source.cut_axes
     options: list[list[dict[str, int]]] = []
     for cut, wanted in zip(source.cuts, target.cuts, strict=True):
@@ -264,14 +264,16 @@ def _asking_coordinates(source: Layout, target: Layout, coord: MeshCoordinate) -
         asking = [q for q in range(wanted.pieces) if _wraps_to_owner(cut, wanted.inside(q), piece)]
         askers = [_axis_places(target, wanted, q) for q in asking]
         # a rank asks the owner that shares its place on the axes along which the source is replicated
-        options.append([at for at in askers if all(c == here[a] for a, c in at.items() if a not in cutting)])
+        options.append([at for at in askers if all(c == own_places[a] for a, c in at.items() if a not in cutting)])
     settled = {a for cut in target.cuts for a in cut.axes}
     # an axis that cuts only the source: every place along it needs its own copy, so any of them may ask
     for axis in cutting:
         if axis not in settled:
             options.append([{axis: c} for c in range(source.size_of(axis))])
-    found = {tuple({**here, **{a: c for at in chosen for a, c in at.items()}}.values()) for chosen in product(*options)}
-    return sorted(found - {coord})
+    coords = {
+        tuple({**own_places, **{a: c for at in chosen for a, c in at.items()}}.values()) for chosen in product(*options)
+    }
+    return sorted(coords - {coord})
 
 
 def check_exchange(source: Layout, target: Layout) -> None:
@@ -315,18 +317,18 @@ def plan_exchange(source: Layout, target: Layout, coord: MeshCoordinate) -> Exch
     """
     check_exchange(source, target)
     me = source.index(coord)
-    mine = row_moves(source, target, coord)
+    moves = row_moves(source, target, coord)
     receives: dict[int, list[Box]] = {}
-    for m in mine:
+    for m in moves:
         if m.giver != me:
             receives.setdefault(m.giver, []).append(m.placed)
     asking = _asking_coordinates(source, target, coord)
-    given = zip(map(source.index, asking), _boxes_given(source, target, coord, asking), strict=True)
+    boxes_by_peer = zip(map(source.index, asking), _boxes_given(source, target, coord, asking), strict=True)
     return ExchangePlan(
         box_shape(source.held(coord)),
         box_shape(target.held(coord)),
-        tuple(m for m in mine if m.giver == me),
-        tuple((peer, boxes) for peer, boxes in given if boxes),
+        tuple(m for m in moves if m.giver == me),
+        tuple((peer, boxes) for peer, boxes in boxes_by_peer if boxes),
         tuple((peer, tuple(boxes)) for peer, boxes in sorted(receives.items())),
         source.local_shape(coord),
         target.local_shape(coord),

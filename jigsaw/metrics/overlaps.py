@@ -27,9 +27,9 @@ def dice(
     0.6666666666666666
     """
     check_same_shape("dice", prediction, truth)
-    found, true = prediction != 0, truth != 0
+    predicted, true = prediction != 0, truth != 0
 
     def size_of(mask: Any) -> Any:
         return (mask.to(torch.float64) if weights is None else mask.to(torch.float64) * weights).sum(dim)
 
-    return 2 * size_of(found & true) / (size_of(found) + size_of(true))
+    return 2 * size_of(predicted & true) / (size_of(predicted) + size_of(true))

@@ -90,7 +90,7 @@ def surface_dice(
     both = _distances_both_ways("surface_dice", prediction, truth, spacing)
     # distances of 0.8 mm are rounded: a tolerance of 0.8 includes all of them
     limits = (most.expand(classes).flatten() * (1 + 1e-9)).tolist()
-    within = [torch.cat([there, back]) <= limit for there, back, limit in zip(*both, limits, strict=True)]
+    within = [torch.cat([forth, back]) <= limit for forth, back, limit in zip(*both, limits, strict=True)]
     return torch.stack([near.to(torch.float64).mean() for near in within]).view(classes)  # the mean of nothing is NaN
 
 
@@ -108,9 +108,9 @@ def _distances_both_ways(
             f"{tuple(prediction.shape)}"
         )
     with torch.no_grad():
-        found, true = (_surface_voxels(mask, space) for mask in (prediction, truth))
+        answer, true = (_surface_voxels(mask, space) for mask in (prediction, truth))
         shape = tuple(prediction.shape)
-        return _distances_by_class(found, true, shape, spacing), _distances_by_class(true, found, shape, spacing)
+        return _distances_by_class(answer, true, shape, spacing), _distances_by_class(true, answer, shape, spacing)
 
 
 class SurfaceVoxels(NamedTuple):
@@ -145,14 +145,14 @@ def _surface_voxels(mask: MetricValues, space: int) -> SurfaceVoxels:
     return SurfaceVoxels(places, _gather_uneven(places, own), own)
 
 
-def _gather_uneven(mine: Tensor, tile: Tile) -> Tensor:
+def _gather_uneven(values: Tensor, tile: Tile) -> Tensor:
     """Return the values of the ranks that share `tile`, one after the other; each may have another number.
 
     *Sends*: 8 bytes, then as many values as the rank with the most has, to each of the other ranks.
     """
     axes = tile.layout.cut_axes
-    counts = [int(n) for n in comm.all_gather(torch.tensor([len(mine)], device=mine.device), tile.mesh, axes)]
-    padded = F.pad(mine, (0, max(counts) - len(mine)))
+    counts = [int(n) for n in comm.all_gather(torch.tensor([len(values)], device=values.device), tile.mesh, axes)]
+    padded = F.pad(values, (0, max(counts) - len(values)))
     return torch.cat([x[:n] for x, n in zip(comm.all_gather(padded, tile.mesh, axes), counts, strict=True)])
 
 
@@ -164,13 +164,13 @@ def _distances_by_class(
     classes = math.prod(shape[: -len(spacing)])
     distances = own.mine.new_full(own.mine.shape, torch.inf, dtype=torch.float64)
     for k in range(classes):
-        here = own.mine // volume == k
+        are_of_class = own.mine // volume == k
         points, targets = (
             _points_in_space(places[places // volume == k] % volume, shape[-len(spacing) :], spacing)
             for places in (own.mine, other.of_all)
         )
         if len(points) and len(targets):
-            distances[here] = _nearest_distances(points, targets, spacing)
+            distances[are_of_class] = _nearest_distances(points, targets, spacing)
     if own.tile is not None:
         distances = _gather_uneven(distances, own.tile)
     of_class = own.of_all // volume
@@ -192,15 +192,15 @@ def _nearest_distances(points: Tensor, targets: Tensor, spacing: Sequence[float]
     cells = [targets[at] for at in _by_cell(targets, spacing)]
     low, high = (torch.stack([getattr(cell, end)(0) for cell in cells]) for end in ("amin", "amax"))
     for at in _by_cell(points, spacing):
-        here = points[at]
-        first, last = here.amin(0), here.amax(0)
+        cell_points = points[at]
+        first, last = cell_points.amin(0), cell_points.amax(0)
         closest = torch.maximum(low - last, first - high).clamp(min=0).square().sum(1)
         farthest = torch.maximum(high - first, last - low).square().sum(1)
-        so_far = _least_distances(here, cells[int(farthest.argmin())])
+        so_far = _least_distances(cell_points, cells[int(farthest.argmin())])
         # a little more than the bound, which is rounded as the distances are
         worth = closest <= so_far.max().square() * (1 + 1e-9)
         candidates = torch.cat([cells[i] for i in worth.nonzero().flatten().tolist()])
-        nearest[at] = _least_distances(here, candidates)
+        nearest[at] = _least_distances(cell_points, candidates)
     return nearest
 
 

@@ -115,21 +115,21 @@ class ChunkedForward:
         if any(isinstance(t.mesh, SlabMesh) for t in tiles):  # a chunked module within a chunked one
             return self.inside(*args, **kwargs)
         mesh = shared_mesh(tiles) if tiles else None
-        given, plain = list[Tile](), list[Tensor]()
+        inputs, plain = list[Tile](), list[Tensor]()
 
         def as_slot(x: Tensor) -> _TensorSlot:
             is_tile = isinstance(x, Tile)
-            if not tiles and not given:  # of plain tensors the first is cut, as if it were a tile on one rank
+            if not tiles and not inputs:  # of plain tensors the first is cut, as if it were a tile on one rank
                 is_tile = True
                 x = Tile(x, Layout.of(x.shape, (None,) * x.ndim, ()), cast(DeviceMesh, SlabMesh((), (), x.device.type)))
             if isinstance(x, Tile):
-                given.append(x.owned())
+                inputs.append(x.owned())
             else:
                 plain.append(x)
-            return _TensorSlot(len(given if is_tile else plain) - 1, is_tile)
+            return _TensorSlot(len(inputs if is_tile else plain) - 1, is_tile)
 
         structure = _replaced((args, kwargs), Tensor, as_slot)
-        if not given:
+        if not inputs:
             raise ShardingError(f"{CHUNKED_NAME}: {type(self.module).__name__} was given no tensor that could be cut")
         named = dict(self.module.named_parameters())
         cut = [name for name, p in named.items() if is_dtensor(p)]
@@ -138,15 +138,15 @@ class ChunkedForward:
                 f"{CHUNKED_NAME}: parameter {cut[0]!r} of {type(self.module).__name__} is cut (a DTensor), but slabs "
                 "are computed with whole weights; leave them whole, or let the module be gathered at once (units=)"
             )
-        job = _SlabJob(self, structure, given, mesh, list(named))
+        job = _SlabJob(self, structure, inputs, mesh, list(named))
         operands = [*plain, *named.values()]
         if mesh is not None:
-            operands = [plain_operand(x, given[0]) for x in operands]
-        found = _RunSlabs.apply(job, *(t.local for t in given), *operands)
+            operands = [plain_operand(x, inputs[0]) for x in operands]
+        outputs = _RunSlabs.apply(job, *(t.local for t in inputs), *operands)
         assert job.result is not None
 
         def finished(slot: _TensorSlot) -> Any:
-            y = cast(tuple[Tensor, ...], found)[slot.place]
+            y = cast(tuple[Tensor, ...], outputs)[slot.place]
             return y if mesh is None else Tile(y, job.out_layouts[slot.place], mesh)
 
         return _replaced(job.result[0], _TensorSlot, finished)
@@ -167,10 +167,10 @@ def _replaced(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 class _RunSlabs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: _SlabJob, *tensors: Tensor) -> tuple[Tensor, ...]:
-        found = job.run_forward(tensors)
+        outputs = job.run_forward(tensors)
         ctx.job = job
         ctx.save_for_backward(*tensors)
-        return found
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -198,20 +198,20 @@ class _SlabJob:
     """One call of a chunked module: its inputs, their slabs, and its statistics."""
 
     def __init__(
-        self, chunk: ChunkedForward, structure: Any, given: Sequence[Tile], mesh: DeviceMesh | None, names: list[str]
+        self, chunk: ChunkedForward, structure: Any, inputs: Sequence[Tile], mesh: DeviceMesh | None, names: list[str]
     ) -> None:
         self.slabs, self.structure, self.mesh, self.names = chunk.slabs, structure, mesh, names
         self.dim, self.align = chunk.dim, chunk.align
         self.name = type(chunk.module).__name__
         self.runner = _InsideForward(chunk)
-        self.source_mesh = given[0].mesh
-        self.layouts = [t.layout for t in given]
+        self.source_mesh = inputs[0].mesh
+        self.layouts = [t.layout for t in inputs]
         self.coordinate: MeshCoordinate = () if mesh is None else mesh_coordinate(mesh)
-        self.device = given[0].local.device
+        self.device = inputs[0].local.device
         self.points = self._slab_points()
         self.widths = chunk.widths.setdefault((*self.layouts, chunk.module.training), [{}])
         # random numbers and buffers must be alike for all slabs and in the backward pass
-        self.random = random_states(given[0])
+        self.random = random_states(inputs[0])
         self.buffers = {f"inner.{name}": b.clone() for name, b in chunk.module.named_buffers()}
         self.autocast = (
             torch.is_autocast_enabled(self.device.type),
@@ -290,9 +290,9 @@ class _SlabJob:
 
     def _slab_box(self, tile: Tile, layout: Layout) -> tuple[list[int], tuple[slice, ...]]:
         """Return a rank's shape of a result, an entry a cut, and the box of a slab without halo in it."""
-        whole, mine = layout.owned(self.coordinate), tile.layout.owned(tile.coordinate)
+        whole, own = layout.owned(self.coordinate), tile.layout.owned(tile.coordinate)
         return list(box_shape(whole)), tuple(
-            slice(a - low, b - low) for (a, b), (low, _) in zip(mine, whole, strict=True)
+            slice(a - low, b - low) for (a, b), (low, _) in zip(own, whole, strict=True)
         )
 
     def _widen(self, missing: RowsMissing, widths: _HaloWidths) -> None:
@@ -312,11 +312,11 @@ class _SlabJob:
     # -- one slab -----------------------------------------------------------------------------------------------------
 
     def _take_slab(self, locals_: Sequence[Tensor], fine: Sequence[Layout], slab: int) -> list[Tensor]:
-        found: list[Tensor] = []
+        slabs: list[Tensor] = []
         for x, layout, wide in zip(locals_, self.layouts, fine, strict=True):
             target = self._source_target(layout, wide, slab)
-            found += AsyncExchange(x, layout, [target], self.source_mesh).wait()
-        return found
+            slabs += AsyncExchange(x, layout, [target], self.source_mesh).wait()
+        return slabs
 
     def _run_slab(
         self,
@@ -339,7 +339,7 @@ class _SlabJob:
         weights = {f"inner.{n}": p for n, p in zip(self.names, operands[len(plain) :], strict=True)}
         self._set_random(self.random)
         out = functional_call(self.runner, {**weights, **buffers}, args, kwargs)
-        found = list[Tile]()
+        outputs = list[Tile]()
 
         def kept(y: Tensor) -> _TensorSlot:
             if not isinstance(y, Tile):
@@ -347,11 +347,11 @@ class _SlabJob:
                     f"{CHUNKED_NAME}: {self.name} gives a plain tensor of shape {tuple(y.shape)}, which has no slabs; "
                     "chunk the modules before it"
                 )
-            found.append(y.owned())
-            return _TensorSlot(len(found) - 1, True)
+            outputs.append(y.owned())
+            return _TensorSlot(len(outputs) - 1, True)
 
         self.result = (_replaced(out, Tensor, kept),)
-        return found
+        return outputs
 
     def _set_random(self, states: Sequence[Tensor]) -> None:
         torch.set_rng_state(states[0])
@@ -378,12 +378,12 @@ class _SlabJob:
             if len(self.widths) <= len(self.statistics):
                 self.widths.append(dict(self.widths[-1]))
             try:
-                found = self._run_pass(tensors[: len(self.layouts)], operands)
+                outputs = self._run_pass(tensors[: len(self.layouts)], operands)
             except RowsMissing as missing:  # all ranks find the same, before they allocate anything
                 self._widen(missing, self.widths[len(self.statistics)])
                 continue
-            if found is not None:
-                return tuple(found)
+            if outputs is not None:
+                return tuple(outputs)
 
     def _run_pass(self, locals_: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor] | None:
         fine = [self._slab_layout(layout, self.widths[len(self.statistics)]) for layout in self.layouts]
@@ -392,7 +392,7 @@ class _SlabJob:
         for slab in range(self.slabs):
             buffers = self._own_buffers()
             try:
-                found = self._run_slab(
+                outputs = self._run_slab(
                     slab, fine, self._take_slab(locals_, fine, slab), operands, self.statistics, buffers
                 )
             except SlabPaused as paused:
@@ -400,12 +400,12 @@ class _SlabJob:
                 parts.append(paused.part.counted())
                 continue
             if slab == 0:
-                self.out_layouts = [self._out_layout(y.layout) for y in found]
+                self.out_layouts = [self._out_layout(y.layout) for y in outputs]
                 whole = [
-                    y.local.new_empty(self._slab_box(y, o)[0]) for y, o in zip(found, self.out_layouts, strict=True)
+                    y.local.new_empty(self._slab_box(y, o)[0]) for y, o in zip(outputs, self.out_layouts, strict=True)
                 ]
                 changed = buffers
-            for into, y, layout in zip(whole, found, self.out_layouts, strict=True):
+            for into, y, layout in zip(whole, outputs, self.out_layouts, strict=True):
                 part = into[self._slab_box(y, layout)[1]]
                 part.copy_(y.local.reshape(part.shape))
         if last is not None:
@@ -416,9 +416,9 @@ class _SlabJob:
 
     def _keep_changes(self, buffers: dict[str, Tensor]) -> None:
         """Keep running statistics and other buffers, which each slab has changed alike."""
-        for name, mine in self.runner.named_buffers():
+        for name, buffer in self.runner.named_buffers():
             if tensor_version(buffers[name]):
-                mine.copy_(buffers[name])
+                buffer.copy_(buffers[name])
 
     def run_backward(
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
@@ -434,9 +434,9 @@ class _SlabJob:
                 known[at] = SlabStatistic(
                     known[at].values, known[at].axes, known[at].summed_over_ranks(parts, self.mesh)
                 )
-            found = self._gradients_of_tensors(known, inputs, operands, grads, needs)
+            gradients = self._gradients_of_tensors(known, inputs, operands, grads, needs)
         self._set_random(before)
-        return found
+        return gradients
 
     def _slab_gradients(
         self, ys: Sequence[Tile], grads: Sequence[Tensor], wanted: Sequence[Tensor]
@@ -448,8 +448,8 @@ class _SlabJob:
                 pairs.append((y.local, g.reshape(shape)[box].reshape(y.local.shape)))
         if not pairs or not wanted:
             return [None] * len(wanted)
-        roots, given = zip(*pairs, strict=True)
-        return list(torch.autograd.grad(roots, wanted, given, allow_unused=True))
+        roots, seeds = zip(*pairs, strict=True)
+        return list(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
 
     def _gradient_of_statistic(
         self,
@@ -465,9 +465,9 @@ class _SlabJob:
         fine = [self._slab_layout(layout, self.widths[len(known)]) for layout in self.layouts]
         for slab in range(self.slabs):
             leaves = [v.detach().requires_grad_() for v in known[at].values]
-            mine = [*known[:at], SlabStatistic(tuple(leaves), known[at].axes), *known[at + 1 :]]
+            statistics = [*known[:at], SlabStatistic(tuple(leaves), known[at].axes), *known[at + 1 :]]
             taken = self._take_slab(inputs, fine, slab)
-            ys = self._run_slab(slab, fine, taken, weights, mine, self._own_buffers())
+            ys = self._run_slab(slab, fine, taken, weights, statistics, self._own_buffers())
             for total, g in zip(totals, self._slab_gradients(ys, grads, leaves), strict=True):
                 if g is not None:
                     total.add_(g)
@@ -483,7 +483,9 @@ class _SlabJob:
     ) -> list[Tensor | None]:
         fine = [self._slab_layout(layout, self.widths[len(known)]) for layout in self.layouts]
         weights = self._as_leaves(operands, needs[len(inputs) :])
-        found = [torch.zeros_like(x) if needed else None for x, needed in zip((*inputs, *operands), needs, strict=True)]
+        totals = [
+            torch.zeros_like(x) if needed else None for x, needed in zip((*inputs, *operands), needs, strict=True)
+        ]
         for slab in range(self.slabs):
             taken = [
                 x.requires_grad_(needed) for x, needed in zip(self._take_slab(inputs, fine, slab), needs, strict=False)
@@ -492,7 +494,7 @@ class _SlabJob:
             wanted = [x for x in (*taken, *weights) if x.requires_grad]
             of_slab = iter(self._slab_gradients(ys, grads, wanted))
             del ys
-            for place, total in enumerate(found):
+            for place, total in enumerate(totals):
                 if total is None:
                     continue
                 g = next(of_slab)
@@ -504,7 +506,7 @@ class _SlabJob:
                 target = self._source_target(self.layouts[place], fine[place], slab)
                 back = torch.zeros_like(taken[place]) if g is None else g
                 AsyncExchangeAdjoint([back], self.layouts[place], [target], self.source_mesh).wait(total)
-        return found
+        return totals
 
 
 def _is_finer(cut: Cut, coarse: Cut) -> bool:

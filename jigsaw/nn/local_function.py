@@ -168,15 +168,15 @@ class LocalFunction(nn.Module):
         needed = [_rows_within_reach(t, first, along) for t in together]
         sources = [comm.use_in_parts(x, first.mesh, alike) for x, alike in zip(needed, axes, strict=True)]
         # a rank without output rows calls the function too, on a few zeros, to learn what it makes of the other dims
-        given = [_stand_in(x, first, along) for x in sources] if to.is_empty else sources
-        by_tile = {id(t): x for t, x in zip(tiles, given, strict=True)}
+        inputs = [_stand_in(x, first, along) for x in sources] if to.is_empty else sources
+        by_tile = {id(t): x for t, x in zip(tiles, inputs, strict=True)}
         args, kwargs = replace_tensors((args, kwargs), lambda t: by_tile[id(t)], as_operand)
-        versions, numbers = [tensor_version(x) for x in given], random_states(first)
+        versions, numbers = [tensor_version(x) for x in inputs], random_states(first)
         if parameters:
             out = functional_call(cast(nn.Module, self.op), parameters, args, kwargs)
         else:
             out = self.op(*args, **kwargs)
-        if versions != [tensor_version(x) for x in given]:
+        if versions != [tensor_version(x) for x in inputs]:
             raise ShardingError(f"{_NAME}: {_name_of(self.op)} changes an argument in place; let it make a new tensor")
         if any(not torch.equal(a, b) for a, b in zip(numbers, random_states(first), strict=True)):
             raise ShardingError(
@@ -185,19 +185,19 @@ class LocalFunction(nn.Module):
             )
 
         def keep(y: Tensor) -> Tile:
-            reached = self._reached_tensors(y, [*given, *plain])
+            reached = self._reached_tensors(y, [*inputs, *plain])
             return self._kept_rows(y, to, first, along, [sources[k] for k in reached if k < len(sources)])
 
         return replace_tensors(out, lambda t: t.local, keep)
 
     def _stencils(self, first: Tile) -> tuple[DimStencil, ...]:
         n = first.ndim
-        given = {"reach": self.reach, "stride": self.stride, "wrap": self.wrap, "rows": self.rows}
-        wrong = [f"{name} names dim {d}" for name, dims in given.items() for d in dims if not -n <= d < n]
+        by_argument = {"reach": self.reach, "stride": self.stride, "wrap": self.wrap, "rows": self.rows}
+        wrong = [f"{name} names dim {d}" for name, dims in by_argument.items() for d in dims if not -n <= d < n]
         if wrong:
             raise ShardingError(f"{_NAME}: {wrong[0]} of a Tile of shape {tuple(first.shape)}, which has {n} dims")
-        found: list[DimStencil] = []
-        for d in sorted({d % n for dims in given.values() for d in dims}):
+        stencils: list[DimStencil] = []
+        for d in sorted({d % n for dims in by_argument.values() for d in dims}):
             size, step, wrap = first.shape[d], _of_dim(self.stride, d, n, 1), d in {w % n for w in self.wrap}
             if wrap and size % step:
                 raise ShardingError(
@@ -205,24 +205,24 @@ class LocalFunction(nn.Module):
                     f"close that circle; pad it to {ceil_div(size, step) * step} rows, or leave it out of wrap"
                 )
             rule = ReachRule(*_of_dim(self.reach, d, n, (0, 0)), step, _of_dim(self.rows, d, n, ceil_div(size, step)))
-            found.append(DimStencil(d, rule, wrap))
-        return tuple(found)
+            stencils.append(DimStencil(d, rule, wrap))
+        return tuple(stencils)
 
     def _parameter_operands(self, as_operand: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Return the parameters of the function as `plain_operand` gives them, so that each rank's gradient is its
         part.
         """
-        found: dict[str, Tensor] = {}
+        operands: dict[str, Tensor] = {}
         for name, parameter in self.op.named_parameters() if isinstance(self.op, nn.Module) else ():
             if is_dtensor(parameter):
                 raise ShardingError(
                     f"{_NAME}: parameter {name!r} of {_name_of(self.op)} is cut (a DTensor), but its function runs on "
                     "plain tensors; call parallelize without shard_weights for this module"
                 )
-            found[name] = as_operand(parameter)
+            operands[name] = as_operand(parameter)
             if hasattr(parameter, AVERAGED_MARK):  # `jigsaw.parallelize` looks for it before every forward
-                setattr(found[name], AVERAGED_MARK, averaged_over(parameter))
-        return found
+                setattr(operands[name], AVERAGED_MARK, averaged_over(parameter))
+        return operands
 
     def _kept_rows(
         self,
@@ -273,7 +273,7 @@ class LocalFunction(nn.Module):
         A leaf that is not an argument would get each rank's part as if it were the whole gradient.
         """
         at = {get_gradient_edge(x).node: k for k, x in enumerate(known) if x.requires_grad}
-        found, seen = set[int](), set[Any]()
+        reached, seen = set[int](), set[Any]()
         todo: list[Any] = [get_gradient_edge(y).node] if y.requires_grad else []
         while todo:
             node = todo.pop()
@@ -281,7 +281,7 @@ class LocalFunction(nn.Module):
                 continue
             seen.add(node)
             if node in at:
-                found.add(at[node])
+                reached.add(at[node])
             elif hasattr(node, "variable"):
                 raise ShardingError(
                     f"{_NAME}: {_name_of(self.op)} uses a parameter of shape {tuple(node.variable.shape)} that it was "
@@ -289,7 +289,7 @@ class LocalFunction(nn.Module):
                 )
             else:
                 todo.extend(before for before, _ in node.next_functions)
-        return found
+        return reached
 
 
 _NAME = "jigsaw.local"
@@ -309,8 +309,8 @@ def _rows_within_reach(tile: Tile, first: Tile, along: Sequence[DimStencil]) -> 
     A tile of fewer dims than `first` is aligned from the right; a dim of one row, which nothing cuts, meets any number.
     """
     lead = first.ndim - tile.ndim
-    here = [(a, a.dim - lead) for a in along if a.dim >= lead]
-    moved = tuple(DimStencil(d, a.rule, a.wrap) for a, d in here if is_cut_or_haloed(tile.layout, d))
+    own_dims = [(a, a.dim - lead) for a in along if a.dim >= lead]
+    moved = tuple(DimStencil(d, a.rule, a.wrap) for a, d in own_dims if is_cut_or_haloed(tile.layout, d))
     to = plan_stencil(tile.layout, moved, tile.coordinate, _NAME)
     return exchange_rows(tile.local, tile.layout, to.target, tile.mesh)
 

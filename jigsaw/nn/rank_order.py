@@ -59,10 +59,10 @@ def as_one_cut(group: CutGroup, layout: Layout) -> Cut:
 
 
 def coordinates_along(
-    layout: Layout, axes: Sequence[str], here: MeshCoordinate | None = None
+    layout: Layout, axes: Sequence[str], coord: MeshCoordinate | None = None
 ) -> Iterator[MeshCoordinate]:
-    """Iterate over the coordinates along `axes`, major to minor, through `here` (by default the first rank)."""
-    base = here or (0,) * len(layout.axes)
+    """Iterate over the coordinates along `axes`, major to minor, through `coord` (by default the first rank)."""
+    base = coord or (0,) * len(layout.axes)
     for place in product(*(range(layout.size_of(a)) for a in axes)):
         at = dict(zip(axes, place, strict=True))
         yield tuple(at.get(name, c) for (name, _), c in zip(layout.axes, base, strict=True))
@@ -112,7 +112,7 @@ PeerRows = tuple[tuple[int, Tensor], ...]
 
 
 @lru_cache(maxsize=256)
-def _row_trades(source: CutGroup, target: CutGroup, layout: Layout, here: MeshCoordinate) -> tuple[PeerRows, PeerRows]:
+def _row_trades(source: CutGroup, target: CutGroup, layout: Layout, coord: MeshCoordinate) -> tuple[PeerRows, PeerRows]:
     """Return (peer, local rows) that this rank gives, and (peer, places) where it puts what it gets.
 
     Example: the tokens above are cut anew as 0:4, 4:8, 8:12, 12:16.  Rank 1 has 2, 3, 6, 7 and is to have 4 to 7.  It
@@ -121,14 +121,14 @@ def _row_trades(source: CutGroup, target: CutGroup, layout: Layout, here: MeshCo
     gives: list[tuple[int, Tensor]] = []
     takes: list[tuple[int, Tensor]] = []
     with without_modes():  # in a dry run, or while a graph is traced, tensors must not be kept
-        mine, wanted = _global_rows(source, layout, here), _global_rows(target, layout, here)
-        for there in coordinates_along(layout, axes_of_cuts(target), here):
-            given, taken = (
-                _shared_positions(mine, _global_rows(target, layout, there))[0],
-                _shared_positions(wanted, _global_rows(source, layout, there))[0],
+        own, wanted = _global_rows(source, layout, coord), _global_rows(target, layout, coord)
+        for peer in coordinates_along(layout, axes_of_cuts(target), coord):
+            sent, taken = (
+                _shared_positions(own, _global_rows(target, layout, peer))[0],
+                _shared_positions(wanted, _global_rows(source, layout, peer))[0],
             )
-            gives.append((layout.index(there), given))
-            takes.append((layout.index(there), taken))
+            gives.append((layout.index(peer), sent))
+            takes.append((layout.index(peer), taken))
     return tuple(gives), tuple(takes)
 
 
@@ -143,21 +143,21 @@ def _shared_positions(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _swapped_shape(w: Tensor, source: CutGroup, target: CutGroup, layout: Layout, mesh: DeviceMesh) -> Tensor:
-    here = mesh_coordinate(mesh)
-    owned = (cut.owned(layout.piece(cut, here)) for cut in target)
+    coord = mesh_coordinate(mesh)
+    owned = (cut.owned(layout.piece(cut, coord)) for cut in target)
     return w.new_empty((math.prod(stop - start for start, stop in owned), *w.shape[1:]))
 
 
 @graph_call(_swapped_shape)
 def _swap_rows(w: Tensor, source: CutGroup, target: CutGroup, layout: Layout, mesh: DeviceMesh) -> Tensor:
-    here = mesh_coordinate(mesh)
-    me = layout.index(here)
-    gives, takes = _row_trades(source, target, layout, here)
+    coord = mesh_coordinate(mesh)
+    me = layout.index(coord)
+    gives, takes = _row_trades(source, target, layout, coord)
     out = w.new_empty((sum(len(at) for _, at in takes), *w.shape[1:]))
-    given = [(peer, [w[at]]) for peer, at in gives if peer != me]
+    sends = [(peer, [w[at]]) for peer, at in gives if peer != me]
     places = [(peer, at) for peer, at in takes if peer != me]
     shapes = [(peer, [(len(at), *w.shape[1:])]) for peer, at in places]
-    swap = PackedSwap(mesh, given, shapes, w, "rows")
+    swap = PackedSwap(mesh, sends, shapes, w, "rows")
     # rows that stay are copied while the messages travel
     out[dict(takes)[me]] = w[dict(gives)[me]]
     for (_, at), values in zip(places, swap.wait(), strict=True):

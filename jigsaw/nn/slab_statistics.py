@@ -112,11 +112,11 @@ class _StandardizeSlab(torch.autograd.Function):
         bias: Tensor | None,
         mean: Tensor,
         squares: Tensor,
-        how: tuple[tuple[int, ...], float, int],
+        options: tuple[tuple[int, ...], float, int],
         own: tuple[slice, ...],
         gradients: tuple[Tensor, ...] | None,
     ) -> Tensor:
-        dims, eps, count = how
+        dims, eps, count = options
         inverse = torch.rsqrt(squares / count + eps)
         ctx.save_for_backward(x, weight, bias, mean, inverse)
         ctx.how, ctx.of_all = (dims, count), (own, gradients)
@@ -152,12 +152,12 @@ def standardize_slab(
     layout = x.layout
     for d in dims:
         layout = layout.replace_dim(d, *(c.bare() for c in layout.dim(d)))
-    found = _run_of(x).statistic(MomentsPart(x.with_layout(layout), dims))
+    moments = _run_of(x).statistic(MomentsPart(x.with_layout(layout), dims))
     held = layout.held(x.coordinate), x.layout.held(x.coordinate)
     own = box_slices(*held) if len(layout.cuts) == x.ndim else (slice(None),) * x.ndim
-    how = dims, eps, elements_per_value(x, dims)
-    y = cast(Tensor, _StandardizeSlab.apply(x.local, weight, bias, *found.values, how, own, found.gradients))
-    return y, found.values[0].detach(), found.values[1].detach()
+    options = dims, eps, elements_per_value(x, dims)
+    y = cast(Tensor, _StandardizeSlab.apply(x.local, weight, bias, *moments.values, options, own, moments.gradients))
+    return y, moments.values[0].detach(), moments.values[1].detach()
 
 
 def _run_of(x: Tile) -> SlabRun:
@@ -225,16 +225,16 @@ def keys_of_all_slabs(key: Tile, value: Tile) -> tuple[list[tuple[Tensor, Layout
     Backward, one of their gradients.
     """
     key, value = key.owned(), value.owned()
-    found = _run_of(key).statistic(KeysPart(key, value))
-    whole = [(x, _token_box(t)[0]) for x, t in zip(found.values, (key, value), strict=True)]
+    statistic = _run_of(key).statistic(KeysPart(key, value))
+    whole = [(x, _token_box(t)[0]) for x, t in zip(statistic.values, (key, value), strict=True)]
 
     def attach(y: Tensor) -> Tensor:
-        if found.gradients is None:
+        if statistic.gradients is None:
             return y
-        mine: list[Tensor] = []
-        for g, t in zip(found.gradients, (key, value), strict=True):
+        gradients: list[Tensor] = []
+        for g, t in zip(statistic.gradients, (key, value), strict=True):
             layout, box = _token_box(t)
-            mine.append(g.reshape(box_shape(layout.held(t.coordinate)))[box].reshape(t.local.shape))
-        return cast(Tensor, _WithGradients.apply(y, tuple(mine), key.local, value.local))
+            gradients.append(g.reshape(box_shape(layout.held(t.coordinate)))[box].reshape(t.local.shape))
+        return cast(Tensor, _WithGradients.apply(y, tuple(gradients), key.local, value.local))
 
     return whole, attach

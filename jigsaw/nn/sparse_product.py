@@ -84,8 +84,8 @@ def _multiply(matrix: Tensor, x: Tile) -> Tile:
     home = x.layout.replace_dim(dim, rows)
     held = home.replace_dim(dim, rows.holding(_rows_with_entries(matrix, group))) if rows.is_cut else home
     piece = held.piece(rows, x.coordinate)
-    made = held.dim(dim)[0].held[piece]
-    part = _part_of_matrix(matrix, x, made)
+    held_rows = held.dim(dim)[0].held[piece]
+    part = _part_of_matrix(matrix, x, held_rows)
     if part.shape[dim] and x.local.numel():
         y = torch.matmul(part, x.local) if matrix.ndim == 2 else torch.bmm(part, x.local)
     else:
@@ -133,8 +133,8 @@ def _places_in_group(columns: Tensor, group: CutGroup) -> list[Tensor]:
     return places
 
 
-def _part_of_matrix(matrix: Tensor, x: Tile, made: Interval) -> Tensor:
-    """Return the part of the matrix that meets this rank's rows of `x`, and of its rows those of `made`."""
+def _part_of_matrix(matrix: Tensor, x: Tile, rows: Interval) -> Tensor:
+    """Return the part of the matrix that meets this rank's rows of `x`, and of its rows those of `rows`."""
     dim = matrix.ndim - 2
     indices, layout = matrix.indices(), x.layout
     boxes = [(g, [c.owned(layout.piece(c, x.coordinate)) for c in g]) for g in map(layout.dim, range(dim + 1))]
@@ -147,6 +147,6 @@ def _part_of_matrix(matrix: Tensor, x: Tile, made: Interval) -> Tensor:
             at = at * (stop - start) + place - start
         inside.append(at)
     sizes = [math.prod(b - a for a, b in box) for _, box in boxes]
-    found = torch.stack([*inside[:dim], indices[-2] - made[0], inside[-1]])[:, are_mine]
-    shape: Sequence[int] = (*sizes[:dim], made[1] - made[0], sizes[-1])
-    return torch.sparse_coo_tensor(found, matrix.values()[are_mine], shape, check_invariants=False, is_coalesced=True)
+    places = torch.stack([*inside[:dim], indices[-2] - rows[0], inside[-1]])[:, are_mine]
+    shape: Sequence[int] = (*sizes[:dim], rows[1] - rows[0], sizes[-1])
+    return torch.sparse_coo_tensor(places, matrix.values()[are_mine], shape, check_invariants=False, is_coalesced=True)

@@ -132,8 +132,8 @@ def _gather_channels(tile: Tile, dim: int, axis: str) -> Tile:
 
 
 def _check_channels(tile: Tile, dim: int, axis: str) -> None:
-    there = tile.layout.dim_axes(dim)
-    if there not in ((), (axis,)) or any(axis in tile.layout.dim_axes(d) for d in range(tile.ndim) if d != dim):
+    channel_axes = tile.layout.dim_axes(dim)
+    if channel_axes not in ((), (axis,)) or any(axis in tile.layout.dim_axes(d) for d in range(tile.ndim) if d != dim):
         raise ShardingError(
             f"a layer whose weights are cut along {axis!r} takes channels (dim {dim}) that are whole or cut along "
             f"{axis!r}, which cuts no other dim, but the Tile is cut as {tile.layout.spec}; "
@@ -215,6 +215,6 @@ def _cut_parameters(layer: nn.Module, is_row: bool, line: DeviceMesh) -> None:
 
 
 def _shard_parameter(p: nn.Parameter, dim: int, line: DeviceMesh) -> nn.Parameter:
-    mine = p.detach().chunk(line.size(), dim)[line.get_local_rank()].clone(memory_format=torch.contiguous_format)
-    cut = DTensor.from_local(mine, line, [Shard(dim)], run_check=False)
+    own_part = p.detach().chunk(line.size(), dim)[line.get_local_rank()].clone(memory_format=torch.contiguous_format)
+    cut = DTensor.from_local(own_part, line, [Shard(dim)], run_check=False)
     return nn.Parameter(cut, requires_grad=p.requires_grad)

@@ -294,12 +294,12 @@ class TileGraph:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         try:
-            found = iter(self._compiled(*tensors))
+            outputs = iter(self._compiled(*tensors))
         except Exception as error:
             failure, self._failure = self._failure, None
             raise _told_failure(failure, error, self._failed_line) from error
         spec, places = cast(tuple[pytree.TreeSpec, list[Any]], self._results)
-        results = [self._as_result(p, next(found)) if isinstance(p, TensorPlace) else p for p in places]
+        results = [self._as_result(p, next(outputs)) if isinstance(p, TensorPlace) else p for p in places]
         out, kept = pytree.tree_unflatten(results, spec)
         for change, value in zip(self._changes, kept, strict=True):
             change.put(value)
@@ -308,7 +308,9 @@ class TileGraph:
     def _run_without_values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the forward pass while the graph is made, and note what the results are."""
         left = iter(tensors)
-        weights = {f"module.{n}": how.in_graph(next(left)) for n, how in zip(self._names, self._stored, strict=True)}
+        weights = {
+            f"module.{n}": stored.in_graph(next(left)) for n, stored in zip(self._names, self._stored, strict=True)
+        }
         leaves = [self._as_argument(v, next(left)) if isinstance(v, TensorPlace) else v[1] for v in self._values]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         held = [None if place is None else self._as_argument(place, next(left)) for place in self._held_places]
@@ -322,8 +324,10 @@ class TileGraph:
             results, spec = pytree.tree_flatten((out, [change.value for change in self._changes]))
             places = [_place_of(r) if isinstance(r, Tensor) else r for r in results]
             self._results = spec, places
-            found = (p.tensor_of(r) for p, r in zip(places, results, strict=True) if isinstance(p, TensorPlace))
-            return *found, last_call()
+            locals_of_tiles = (
+                p.tensor_of(r) for p, r in zip(places, results, strict=True) if isinstance(p, TensorPlace)
+            )
+            return *locals_of_tiles, last_call()
 
     def _as_argument(self, place: TensorPlace, x: Tensor) -> Tensor:
         if place.layout is not None:
@@ -394,8 +398,8 @@ def _told_failure(failure: Exception | None, error: Exception, line: str) -> Exc
             return each
     for each in (failure, *_causes(error)):
         if any(name in f"{type(each).__name__}: {each}" for name in _NEEDS_VALUES):
-            said = str(each).partition("\n")[0]
-            return refused_in_graph(f"a value or a size that is known only when it runs{line} ({said})")
+            message = str(each).partition("\n")[0]
+            return refused_in_graph(f"a value or a size that is known only when it runs{line} ({message})")
     if isinstance(failure, AssertionError) and any(name in str(failure) for name in _HAS_NO_VALUES):
         return refused_in_graph(
             f"a tensor that is not an argument, parameter, buffer or attribute of the module{line} "

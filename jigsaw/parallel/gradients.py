@@ -260,14 +260,14 @@ class GradientBucket:
                 self.pending = [comm.start_sum(self.flat, mesh, self.axes)]
 
     def _start_blocks(self, trained: Sequence[nn.Parameter], lends: bool) -> list[TravellingBlock]:
-        found: list[TravellingBlock] = []
+        blocks: list[TravellingBlock] = []
         for p in trained:
             record = recorded_blocks(p)
             if record is not None and lends and record.has_come:
-                found.append(TravellingBlock(p, record, self.axes))
+                blocks.append(TravellingBlock(p, record, self.axes))
             elif record is not None:
                 record.forget()
-        return found
+        return blocks
 
     def _lend_gradient(self, parameter: nn.Parameter, wide: torch.dtype) -> Tensor:
         """Return the gradient as it travels: its own memory, where possible."""
@@ -291,8 +291,8 @@ class GradientBucket:
             else:
                 sizes = [local_part(p).numel() for p in self.sent]
                 totals = self.flat[: sum(sizes)].split(sizes)
-                for p, total, there in zip(self.sent, totals, has[: len(sizes)], strict=True):
-                    if there:
+                for p, total, has_gradient in zip(self.sent, totals, has[: len(sizes)], strict=True):
+                    if has_gradient:
                         _write_mean(p, total, ranks)
             for block, more in zip(self.blocks, has[len(self.sent) :], strict=True):
                 block.finish(bool(more))
@@ -355,7 +355,11 @@ def axes_of_copies(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
     if not isinstance(parameter, DTensor):
         return axes_not_cutting(parameter, mesh)
     where = parameter.device_mesh
-    cut = [n for (n, _), how in zip(axes_of_mesh(where), parameter.placements, strict=True) if not how.is_replicate()]
+    cut = [
+        n
+        for (n, _), placement in zip(axes_of_mesh(where), parameter.placements, strict=True)
+        if not placement.is_replicate()
+    ]
     if not cut:
         return tuple(name for name, _ in axes_of_mesh(mesh))
     with without_modes():
@@ -365,13 +369,13 @@ def axes_of_copies(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
 
 def _axes_beside(parameter: DTensor, ranks: Sequence[int], mesh: DeviceMesh) -> tuple[str, ...]:
     """Return the axes of the mesh except those that make up these ranks, over which the parameter lies."""
-    names, there = tuple(name for name, _ in axes_of_mesh(mesh)), set(ranks)
+    names, holders = tuple(name for name, _ in axes_of_mesh(mesh)), set(ranks)
     for count in range(1, len(names) + 1):
         for some in combinations(names, count):
-            if set(ranks_along(mesh, some)) == there:
+            if set(ranks_along(mesh, some)) == holders:
                 return tuple(n for n in names if n not in some)
     raise ShardingError(
-        f"a DTensor parameter of shape {tuple(parameter.shape)} lies on ranks {sorted(there)}, which are no axes of "
+        f"a DTensor parameter of shape {tuple(parameter.shape)} lies on ranks {sorted(holders)}, which are no axes of "
         f"the mesh {dict(axes_of_mesh(mesh))}; make it on a part of that mesh"
     )
 
@@ -384,17 +388,17 @@ def make_buckets(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, most_byte
     def kind(p: nn.Parameter) -> tuple[Any, ...]:
         return p.dtype, p.device, axes_not_cutting(p, mesh)
 
-    found: list[GradientBucket] = []
+    buckets: list[GradientBucket] = []
     for (_, _, axes), group in groupby(reversed(parameters), kind):
         size = most_bytes + 1  # the first opens a bucket, even where no row of it lies here
         for p in group:
-            mine = local_part(p).nbytes
-            if size + mine > most_bytes:
-                found.append(GradientBucket([], axes))
+            part_size = local_part(p).nbytes
+            if size + part_size > most_bytes:
+                buckets.append(GradientBucket([], axes))
                 size = 0
-            found[-1].parameters.append(p)
-            size += mine
-    return found
+            buckets[-1].parameters.append(p)
+            size += part_size
+    return buckets
 
 
 # -- the reducer ------------------------------------------------------------------------------------------------------

@@ -65,14 +65,14 @@ class HeldTensors:
         """Return the tensors in the places now; None for other values, and for tensors with a history of autograd.
         Those belong to an earlier step: the forward pass makes them anew, or is refused.
         """
-        found: list[Tensor | None] = []
+        held: list[Tensor | None] = []
         for attributes, path in self._places:
             value = _value_at(attributes, path)
             if isinstance(value, Tensor):
-                found.append(value if _is_input(value) else None)
+                held.append(value if _is_input(value) else None)
             else:
-                found.extend(x if _is_input(x) else None for x in _tensors_in(value))
-        return found
+                held.extend(x if _is_input(x) else None for x in _tensors_in(value))
+        return held
 
     @contextmanager
     def replaced_by(self, tensors: Sequence[Tensor | None]) -> Generator[Callable[[], list[HeldChange]]]:
@@ -101,18 +101,18 @@ class HeldTensors:
                     _restore_held(holder, change.key, old)
 
     def _holders(self) -> list[Holder]:
-        found: dict[int, Holder] = {}
+        holders: dict[int, Holder] = {}
 
         def visit(holder: Holder) -> None:
-            if id(holder) not in found:
-                found[id(holder)] = holder
+            if id(holder) not in holders:
+                holders[id(holder)] = holder
                 for _, value in _items(holder):
                     if isinstance(value, dict | list):
                         visit(cast(Holder, value))
 
         for module in self._modules:
             visit(vars(module))
-        return list(found.values())
+        return list(holders.values())
 
 
 def _items(holder: Holder) -> list[tuple[Any, Any]]:
@@ -164,9 +164,9 @@ def _changes(holder: Holder, old: Holder) -> list[HeldChange]:
     if isinstance(holder, list):
         is_same = len(holder) == len(old) and all(a is b for a, b in zip(holder, old, strict=True))
         return [] if is_same else [HeldChange(holder, slice(None), list(holder))]
-    mine, theirs = dict(_items(holder)), dict(_items(old))
-    changes = [HeldChange(holder, k, v) for k, v in mine.items() if theirs.get(k, _GONE) is not v]
-    return changes + [HeldChange(holder, k, _GONE) for k in theirs if k not in mine]
+    current, theirs = dict(_items(holder)), dict(_items(old))
+    changes = [HeldChange(holder, k, v) for k, v in current.items() if theirs.get(k, _GONE) is not v]
+    return changes + [HeldChange(holder, k, _GONE) for k in theirs if k not in current]
 
 
 def _restore_held(holder: Holder, key: Any, old: Holder) -> None:

@@ -195,8 +195,8 @@ def _axes_of_weights(model: nn.Module) -> set[str]:
     return {
         name
         for p in cut
-        for name, how in zip(p.device_mesh.mesh_dim_names or (), p.placements, strict=False)
-        if not how.is_replicate()
+        for name, placement in zip(p.device_mesh.mesh_dim_names or (), p.placements, strict=False)
+        if not placement.is_replicate()
     }
 
 
@@ -209,11 +209,11 @@ def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
             f"{type(model).__name__} went through jigsaw.parallelize before; call it once, on the outermost module"
         )
     hooked = [name for name, p in model.named_parameters() if has_gradient_hooks(p)]
-    mine = [(n, tuple(p.shape), str(p.dtype), p.requires_grad, n in hooked) for n, p in model.named_parameters()]
-    mine += [(name, tuple(b.shape), str(b.dtype), False, False) for name, b in model.named_buffers()]
-    for at, theirs in enumerate(comm.all_gather_object(mesh, mine)):
-        if theirs != mine:
-            wrong = sorted({str(x) for x in theirs} ^ {str(x) for x in mine}) or ["another order of parameters"]
+    facts = [(n, tuple(p.shape), str(p.dtype), p.requires_grad, n in hooked) for n, p in model.named_parameters()]
+    facts += [(name, tuple(b.shape), str(b.dtype), False, False) for name, b in model.named_buffers()]
+    for at, theirs in enumerate(comm.all_gather_object(mesh, facts)):
+        if theirs != facts:
+            wrong = sorted({str(x) for x in theirs} ^ {str(x) for x in facts}) or ["another order of parameters"]
             raise ShardingError(
                 f"parallelize needs the same model on every rank, but rank {at} of the mesh differs from this one: "
                 f"{'; '.join(wrong[:4])}"
@@ -374,7 +374,7 @@ def _total_norm(grads: Sequence[Tensor], p: float) -> Tensor:
             names = g.device_mesh.mesh_dim_names or ()
             where = (
                 g.device_mesh,
-                tuple(n for n, how in zip(names, g.placements, strict=True) if not how.is_replicate()),
+                tuple(n for n, placement in zip(names, g.placements, strict=True) if not placement.is_replicate()),
             )
         groups.setdefault(where, []).append(local_part(g))
     norms: list[Tensor] = []

@@ -58,9 +58,9 @@ class ShardingOptions:
                 "its forward and its backward pass), 'keep' (they stay), or False"
             )
         copies = (replicate,) if isinstance(replicate, str) else tuple(replicate)
-        given = {"replicate": copies, "mp_policy": mp_policy, "offload_policy": offload_policy}
+        options = {"replicate": copies, "mp_policy": mp_policy, "offload_policy": offload_policy}
         if not shard_weights:
-            for name, value in given.items():
+            for name, value in options.items():
                 if value:
                     raise ShardingError(
                         f"{name}={value!r} is about weights that are cut: pass shard_weights=True with it"
@@ -88,7 +88,7 @@ def sharding_units(model: nn.Module, least_bytes: int) -> list[nn.Module]:
     is gathered alone.
     """
     uses = _parameter_uses(model)
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     taken: set[nn.Parameter] = set()
 
     def visit(module: nn.Module, is_element: bool) -> None:
@@ -99,11 +99,11 @@ def sharding_units(model: nn.Module, least_bytes: int) -> list[nn.Module]:
         closed = all(inside[p] == uses[p] for p in own)
         has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
         if is_element and closed and has_forward and sum(p.nbytes for p in own) >= max(least_bytes, 1):
-            found.append(module)
+            modules.append(module)
             taken.update(own)
 
     visit(model, False)
-    return found
+    return modules
 
 
 def _parameter_uses(model: nn.Module) -> Counter[nn.Parameter]:
@@ -136,19 +136,19 @@ def shard_model_weights(
     place = _shard_placement({p: d for p, d in dims.items() if d is not None}, where)
     over = options.mesh_along(mesh, [name for name, _ in axes_of_mesh(mesh)])
     policies = {"mp_policy": options.mp_policy, "offload_policy": options.offload_policy}
-    given: dict[str, Any] = {name: policy for name, policy in policies.items() if policy is not None}
+    fsdp_options: dict[str, Any] = {name: policy for name, policy in policies.items() if policy is not None}
     if options.keeps:
-        given["reshard_after_forward"] = False
-    made: list[FSDPModule] = []
+        fsdp_options["reshard_after_forward"] = False
+    sharded: list[FSDPModule] = []
     for unit in [*units, model]:
         if not isinstance(unit, FSDPModule):
             unit.register_forward_hook(_without_views)  # before FSDP2's own
-            fully_shard(unit, mesh=over, ignored_params=set(rest.values()), shard_placement_fn=place, **given)
+            fully_shard(unit, mesh=over, ignored_params=set(rest.values()), shard_placement_fn=place, **fsdp_options)
         if isinstance(unit, FSDPModule) and mesh.device_type == "cpu":
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
-            made.append(unit)
-    if made:
-        _UnitPrefetch(made, made[-1])
+            sharded.append(unit)
+    if sharded:
+        _UnitPrefetch(sharded, sharded[-1])
     return rest
 
 
@@ -238,9 +238,9 @@ def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
 def _dim_to_shard(p: DTensor, ranks: int) -> int | None:
     """Return the dim to cut further: one whose pieces divide, on every rank, preferably not one that is cut already."""
     pieces = [1] * p.ndim
-    for size, how in zip(p.device_mesh.shape, p.placements, strict=True):
-        if isinstance(how, Shard):
-            pieces[how.dim] *= size
+    for size, placement in zip(p.device_mesh.shape, p.placements, strict=True):
+        if isinstance(placement, Shard):
+            pieces[placement.dim] *= size
     order = sorted(range(p.ndim), key=lambda d: (pieces[d] > 1, d))
     return next((d for d in order if ranks > 1 and p.shape[d] % (pieces[d] * ranks) == 0), None)
 

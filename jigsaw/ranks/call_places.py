@@ -28,10 +28,10 @@ def is_of_packages(file: str) -> bool:
 
 def place_of_call() -> tuple[str, str]:
     """Return the torch function that is under way in this thread, and the modules and the line that called it."""
-    found = place_in_frames(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+    place = place_in_frames(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
     if graph_task_id() != -1:
-        return _BACKWARD, found[1].rpartition(" > ")[2] or "called by autograd"
-    return found
+        return _BACKWARD, place[1].rpartition(" > ")[2] or "called by autograd"
+    return place
 
 
 def place_in_frames(frame: FrameType | None) -> tuple[str, str]:

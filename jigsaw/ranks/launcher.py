@@ -26,11 +26,11 @@ LauncherVariables = Mapping[str, str]
 DEBUG_VARIABLE, EVERY_VARIABLE = "JIGSAW_DEBUG", "JIGSAW_DEBUG_EVERY"
 
 
-def debug_interval(given: LauncherVariables) -> int:
+def debug_interval(variables: LauncherVariables) -> int:
     """Return after how many forward passes ranks that debug compare parameters; 0 where ``JIGSAW_DEBUG`` is not set."""
-    if given.get(DEBUG_VARIABLE, "0") in ("", "0"):
+    if variables.get(DEBUG_VARIABLE, "0") in ("", "0"):
         return 0
-    return max(int(given.get(EVERY_VARIABLE, "10")), 1)
+    return max(int(variables.get(EVERY_VARIABLE, "10")), 1)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _RankPlace:
     local_ranks: int
 
 
-def torchrun_variables(given: LauncherVariables) -> dict[str, str]:
+def torchrun_variables(variables: LauncherVariables) -> dict[str, str]:
     """Return what torchrun would set, in a process that srun or mpirun started; nothing under torchrun or for a single
     process.
 
@@ -52,9 +52,9 @@ def torchrun_variables(given: LauncherVariables) -> dict[str, str]:
 
     Raises: `ShardingError` where ranks cannot find each other.
     """
-    if "RANK" in given and "WORLD_SIZE" in given:
+    if "RANK" in variables and "WORLD_SIZE" in variables:
         return {}
-    slurm, mpi = _of_slurm(given), _of_mpi(given)
+    slurm, mpi = _of_slurm(variables), _of_mpi(variables)
     by_srun = slurm is not None and (mpi is None or (mpi.rank, mpi.ranks) == (slurm.rank, slurm.ranks))
     place = slurm if by_srun else mpi  # if mpirun started its ranks within a step of Slurm, the step has other numbers
     if place is None or place.ranks == 1:
@@ -64,7 +64,7 @@ def torchrun_variables(given: LauncherVariables) -> dict[str, str]:
             f"this is a terminal in a step of {place.ranks} tasks, whose others have none; start ranks by srun without "
             f"--pty, and a terminal by srun --ntasks=1 --pty"
         )
-    address, port = _meeting_point(given, by_srun, place)
+    address, port = _meeting_point(variables, by_srun, place)
     return {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.ranks),
@@ -72,51 +72,60 @@ def torchrun_variables(given: LauncherVariables) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(place.local_ranks),
         "MASTER_ADDR": address,
         "MASTER_PORT": port,
-        "JIGSAW_JOB_SECRET": given.get("JIGSAW_JOB_SECRET") or _job_name(given, by_srun, address, port),
+        "JIGSAW_JOB_SECRET": variables.get("JIGSAW_JOB_SECRET") or _job_name(variables, by_srun, address, port),
     }
 
 
-def _job_name(given: LauncherVariables, by_srun: bool, address: str, port: str) -> str:
+def _job_name(variables: LauncherVariables, by_srun: bool, address: str, port: str) -> str:
     """Return what separates a job from others without a secret: others can guess it, but not hit it by chance."""
     if by_srun:
-        parts = ["slurm", given.get("SLURM_CLUSTER_NAME"), given.get("SLURM_JOB_ID"), given.get("SLURM_STEP_ID")]
+        parts = [
+            "slurm",
+            variables.get("SLURM_CLUSTER_NAME"),
+            variables.get("SLURM_JOB_ID"),
+            variables.get("SLURM_STEP_ID"),
+        ]
     else:
-        parts = ["mpi", address, port, given.get("PMIX_NAMESPACE")]
+        parts = ["mpi", address, port, variables.get("PMIX_NAMESPACE")]
     return " ".join([*(part or "-" for part in parts), str(os.getuid())])
 
 
-def _of_slurm(given: LauncherVariables) -> _RankPlace | None:
-    if "SLURM_PROCID" not in given or not any(name in given for name in _STEP):
+def _of_slurm(variables: LauncherVariables) -> _RankPlace | None:
+    if "SLURM_PROCID" not in variables or not any(name in variables for name in _STEP):
         return None
-    if _parsed_number(given, "SLURM_STEP_ID", _parsed_number(given, "SLURM_STEPID", 0)) >= _NO_TASKS:
+    if _parsed_number(variables, "SLURM_STEP_ID", _parsed_number(variables, "SLURM_STEPID", 0)) >= _NO_TASKS:
         return None
-    ranks = _parsed_number(given, "SLURM_STEP_NUM_TASKS", _parsed_number(given, "SLURM_NTASKS", 1))
-    here = _tasks_here(given) or _parsed_number(given, "SLURM_NTASKS_PER_NODE", ranks)
-    return _RankPlace(_parsed_number(given, "SLURM_PROCID"), ranks, _parsed_number(given, "SLURM_LOCALID", 0), here)
+    ranks = _parsed_number(variables, "SLURM_STEP_NUM_TASKS", _parsed_number(variables, "SLURM_NTASKS", 1))
+    local_count = _tasks_here(variables) or _parsed_number(variables, "SLURM_NTASKS_PER_NODE", ranks)
+    return _RankPlace(
+        _parsed_number(variables, "SLURM_PROCID"), ranks, _parsed_number(variables, "SLURM_LOCALID", 0), local_count
+    )
 
 
-def _tasks_here(given: LauncherVariables) -> int | None:
+def _tasks_here(variables: LauncherVariables) -> int | None:
     """Return how many tasks of the step this node has, from ``4(x2),3``: two nodes of four, one of three."""
-    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", given.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
     counts = [int(count) for count, nodes in runs for _ in range(int(nodes or 1))]
-    node = _parsed_number(given, "SLURM_NODEID", 0)
+    node = _parsed_number(variables, "SLURM_NODEID", 0)
     return counts[node] if node < len(counts) else None
 
 
-def _of_mpi(given: LauncherVariables) -> _RankPlace | None:
+def _of_mpi(variables: LauncherVariables) -> _RankPlace | None:
     for rank, ranks, local_rank, local_ranks in _MPI:
-        if rank in given and ranks in given:
-            count = _parsed_number(given, ranks)
-            here = _parsed_number(given, local_ranks, count)
-            return _RankPlace(_parsed_number(given, rank), count, _parsed_number(given, local_rank, 0), here)
+        if rank in variables and ranks in variables:
+            count = _parsed_number(variables, ranks)
+            local_count = _parsed_number(variables, local_ranks, count)
+            return _RankPlace(
+                _parsed_number(variables, rank), count, _parsed_number(variables, local_rank, 0), local_count
+            )
     return None
 
 
-def _meeting_point(given: LauncherVariables, by_srun: bool, place: _RankPlace) -> tuple[str, str]:
-    address, port = given.get("MASTER_ADDR"), given.get("MASTER_PORT")
-    if by_srun and "SLURM_HET_SIZE" not in given:  # each part of such a job knows only its own nodes
-        address = address or _first_node(given)
-        port = port or _port_of(given)
+def _meeting_point(variables: LauncherVariables, by_srun: bool, place: _RankPlace) -> tuple[str, str]:
+    address, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")
+    if by_srun and "SLURM_HET_SIZE" not in variables:  # each part of such a job knows only its own nodes
+        address = address or _first_node(variables)
+        port = port or _port_of(variables)
     if not address or not port:
         raise ShardingError(
             f"{'srun' if by_srun else 'mpirun'} started this process as rank {place.rank} of {place.ranks}, and they "
@@ -126,24 +135,25 @@ def _meeting_point(given: LauncherVariables, by_srun: bool, place: _RankPlace) -
     return address, port
 
 
-def _first_node(given: LauncherVariables) -> str | None:
+def _first_node(variables: LauncherVariables) -> str | None:
     """Return the first host of ``tux[07-09,12],gpu1``."""
-    nodes = next((given[name] for name in _NODES if given.get(name)), None)
+    nodes = next((variables[name] for name in _NODES if variables.get(name)), None)
     return nodes and re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).partition(",")[0]
 
 
-def _port_of(given: LauncherVariables) -> str | None:
+def _port_of(variables: LauncherVariables) -> str | None:
     """Return a port that is the same on every rank, and different for a step that runs beside this one."""
-    if "SLURM_JOB_ID" not in given:
+    if "SLURM_JOB_ID" not in variables:
         return None
     first, count = _PORTS
     return str(
-        first + (_parsed_number(given, "SLURM_JOB_ID") + 101 * _parsed_number(given, "SLURM_STEP_ID", 0)) % count
+        first
+        + (_parsed_number(variables, "SLURM_JOB_ID") + 101 * _parsed_number(variables, "SLURM_STEP_ID", 0)) % count
     )
 
 
-def _parsed_number(given: LauncherVariables, name: str, default: int | None = None) -> int:
-    value = given.get(name)
+def _parsed_number(variables: LauncherVariables, name: str, default: int | None = None) -> int:
+    value = variables.get(name)
     if value is None and default is not None:
         return default
     try:

@@ -77,11 +77,11 @@ def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = 
     if not dist.is_initialized():
         _init_process_group(device, limit or DEFAULT_PATIENCE)
     axes = _with_the_rest(axes, dist.get_world_size())
-    made = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    for group in (_world_group(), *made.get_all_groups()):  # torch lets a new group wait for 30 minutes
+    mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for group in (_world_group(), *mesh.get_all_groups()):  # torch lets a new group wait for 30 minutes
         _let_wait(group, device, limit or group_patience(_world_group(), device))
     _agree_on_debugging()
-    return made
+    return mesh
 
 
 def _agree_on_debugging() -> None:
@@ -90,13 +90,13 @@ def _agree_on_debugging() -> None:
     if group.size() == 1 or dist.get_backend() == "fake":
         return
     kinds = devices_of_group(group)
-    mine = torch.tensor([debug_interval(os.environ)], device="cpu" if "cpu" in kinds else sorted(kinds)[0])
-    every = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(every, mine, group=group)
-    told = torch.cat(every).tolist()
-    if len(set(told)) > 1:
-        each = [f"every {n} passes" if n else "not" for n in told]
-        by_rank = "; ".join(f"rank {rank}: {said}" for rank, said in enumerate(each[:_MOST_TOLD]))
+    interval = torch.tensor([debug_interval(os.environ)], device="cpu" if "cpu" in kinds else sorted(kinds)[0])
+    every = [torch.empty_like(interval) for _ in range(group.size())]
+    dist.all_gather(every, interval, group=group)
+    intervals = torch.cat(every).tolist()
+    if len(set(intervals)) > 1:
+        each = [f"every {n} passes" if n else "not" for n in intervals]
+        by_rank = "; ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(each[:_MOST_TOLD]))
         raise RanksDifferError(
             f"{DEBUG_VARIABLE} (with {EVERY_VARIABLE}) must be the same on every rank, but the ranks compare what they "
             f"do: {by_rank}{'; ...' * (len(each) > _MOST_TOLD)}; set it for all of them, as torchrun and srun pass the "
@@ -156,9 +156,9 @@ def _with_the_rest(axes: dict[str, int], ranks: int) -> dict[str, int]:
             f"init_mesh(lat={ranks}), or init_mesh(data=-1) for batches"
         )
     known = math.prod(size for size in axes.values() if size != -1)
-    found = {name: ranks // known if size == -1 else size for name, size in axes.items()}
-    if math.prod(found.values()) == ranks:
-        return found
+    filled = {name: ranks // known if size == -1 else size for name, size in axes.items()}
+    if math.prod(filled.values()) == ranks:
+        return filled
     if -1 in axes.values():
         raise ShardingError(
             f"init_mesh({_axes_as_arguments(axes)}) has places for multiples of {known} ranks but there are {ranks} "
@@ -221,9 +221,9 @@ def axes_of_mesh(mesh: DeviceMesh) -> AxisSizes:
             f"mesh of shape {tuple(mesh.shape)} has no axis names; "
             f"make it with jigsaw.init_mesh(lat=2, ...) or pass mesh_dim_names"
         )
-    found = tuple(zip(names, mesh.shape, strict=True))
-    setattr(mesh, _AXES, found)
-    return found
+    axes = tuple(zip(names, mesh.shape, strict=True))
+    setattr(mesh, _AXES, axes)
+    return axes
 
 
 def mesh_size(mesh: DeviceMesh) -> int:
@@ -231,9 +231,9 @@ def mesh_size(mesh: DeviceMesh) -> int:
     known = mesh.__dict__.get(_SIZE)
     if known is not None:
         return known
-    found = mesh.size()
-    setattr(mesh, _SIZE, found)
-    return found
+    size = mesh.size()
+    setattr(mesh, _SIZE, size)
+    return size
 
 
 # Constant facts of a mesh that every parameter or message needs are kept with it, as plain values, because a mesh is
@@ -244,10 +244,10 @@ _LINES, _GROUPS = "_jigsaw_lines", "_jigsaw_groups"
 
 def mesh_coordinate(mesh: DeviceMesh) -> MeshCoordinate:
     """Return this rank's coordinate in the mesh."""
-    found = mesh.get_coordinate()
-    if found is None:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
         raise ShardingError(f"rank {job_rank()} is not part of the mesh {mesh}; only its ranks may use its tiles")
-    return tuple(found)
+    return tuple(coordinate)
 
 
 class AxesAlong(NamedTuple):
@@ -265,9 +265,9 @@ def axes_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> AxesAlong:
 
 @lru_cache(maxsize=4096)
 def _axes_among(sizes: AxisSizes, wanted: tuple[str, ...]) -> AxesAlong:
-    found = [(name, size) for name, size in sizes if name in wanted]
-    long = tuple(name for name, size in found if size > 1)
-    return AxesAlong(tuple(name for name, _ in found), long, math.prod(size for _, size in found))
+    axes = [(name, size) for name, size in sizes if name in wanted]
+    long = tuple(name for name, size in axes if size > 1)
+    return AxesAlong(tuple(name for name, _ in axes), long, math.prod(size for _, size in axes))
 
 
 def axes_in_mesh_order(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[str, ...]:
@@ -280,8 +280,10 @@ def ranks_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> tuple[int, ...]:
     lines: dict[tuple[str, ...], tuple[int, ...]] = vars(mesh).setdefault(_LINES, {})
     names = axes_along(mesh, axes).names
     if names not in lines:
-        here = mesh_coordinate(mesh)
-        line = tuple(slice(None) if name in names else c for (name, _), c in zip(axes_of_mesh(mesh), here, strict=True))
+        coordinate = mesh_coordinate(mesh)
+        line = tuple(
+            slice(None) if name in names else c for (name, _), c in zip(axes_of_mesh(mesh), coordinate, strict=True)
+        )
         with without_modes():  # the mesh's tensor of ranks needs its values
             lines[names] = tuple(mesh.mesh[line].flatten().tolist())
     return lines[names]
@@ -293,9 +295,9 @@ def ranks_in_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
     if known is not None:
         return known
     with without_modes():  # as above
-        found = tuple(mesh.mesh.flatten().tolist())
-    setattr(mesh, _RANKS, found)
-    return found
+        ranks = tuple(mesh.mesh.flatten().tolist())
+    setattr(mesh, _RANKS, ranks)
+    return ranks
 
 
 def flat_submesh(mesh: DeviceMesh, axes: str | Sequence[str]) -> DeviceMesh:
@@ -307,12 +309,12 @@ def flat_submesh(mesh: DeviceMesh, axes: str | Sequence[str]) -> DeviceMesh:
     names = axes_in_mesh_order(mesh, axes)
     if len(names) == 1:
         return mesh if mesh.ndim == 1 else mesh[names[0]]
-    made, root = _flat_by_axes.setdefault(_world_group(), {}), root_mesh(mesh)
+    meshes, root = _flat_by_axes.setdefault(_world_group(), {}), root_mesh(mesh)
     key = root, mesh, names
-    if key not in made:
-        made[key] = _flattened_apart(mesh if len(names) == mesh.ndim else mesh[names], root)
-        _let_wait(made[key].get_group(), mesh.device_type, mesh_patience(mesh))
-    return made[key]
+    if key not in meshes:
+        meshes[key] = _flattened_apart(mesh if len(names) == mesh.ndim else mesh[names], root)
+        _let_wait(meshes[key].get_group(), mesh.device_type, mesh_patience(mesh))
+    return meshes[key]
 
 
 def hybrid_submesh(mesh: DeviceMesh, axes: Sequence[str], replicate: Sequence[str]) -> DeviceMesh:
@@ -358,14 +360,14 @@ def split_axis_mesh(mesh: DeviceMesh, axis: str, parts: AxisSizes) -> DeviceMesh
     Making it is collective over all ranks of the job, all of which the mesh must have.  It is made on the first call
     and kept for the life of the job.
     """
-    made, key = _split_by_axis.setdefault(_world_group(), {}), (mesh, axis, parts)
-    if key not in made:
+    meshes, key = _split_by_axis.setdefault(_world_group(), {}), (mesh, axis, parts)
+    if key not in meshes:
         names, sizes = zip(*parts, strict=True)
         with of_the_job(), without_modes():
-            made[key] = mesh_unflattened(mesh, axis, sizes, names)
+            meshes[key] = mesh_unflattened(mesh, axis, sizes, names)
         for name in names:
-            _let_wait(made[key].get_group(name), mesh.device_type, mesh_patience(mesh))
-    return made[key]
+            _let_wait(meshes[key].get_group(name), mesh.device_type, mesh_patience(mesh))
+    return meshes[key]
 
 
 def has_every_rank(mesh: DeviceMesh) -> bool:

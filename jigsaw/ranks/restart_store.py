@@ -111,9 +111,9 @@ def _check_keeper(store: dist.Store, key: bytes, where: str, patience: timedelta
         )
 
 
-def _proof(key: bytes, *said: str) -> str:
+def _proof(key: bytes, *words: str) -> str:
     """Return the proof, for words that were said, of knowing the key."""
-    return hmac.new(key, " ".join(said).encode(), "sha256").hexdigest()
+    return hmac.new(key, " ".join(words).encode(), "sha256").hexdigest()
 
 
 def _name_start(store: dist.Store, rank: int, ranks: int, limit: timedelta, key: bytes) -> dist.Store:

@@ -66,10 +66,10 @@ class OpenWait:
         others = [rank for rank in self.ranks if rank != job_rank()]
         function, where = place_of_call()
         waited = f"{self.kind} waited {time.monotonic() - self.since:.1f} s for ranks {others}"
-        found = found_of_others(self.kind, others, f"{waited}, in {function}, {where}")
+        report = found_of_others(self.kind, others, f"{waited}, in {function}, {where}")
         return WaitError(
             f"{waited}: they have ended, or do not answer; init_mesh(timeout=) says how long ranks wait; this was in "
-            f"{function}, {where}{found} ({error})"
+            f"{function}, {where}{report} ({error})"
         )
 
 
@@ -77,46 +77,46 @@ _open_waits: dict[int, OpenWait] = {}
 """Waits of each thread of this rank."""
 
 
-def found_of_others(kind: str, others: Sequence[int], mine: str) -> str:
-    """Return what the store knows, at the end of a wait, of the ranks that this one waited for, and write `mine` for
+def found_of_others(kind: str, others: Sequence[int], message: str) -> str:
+    """Return what the store knows, at the end of a wait, of the ranks that this one waited for, and write `message` for
     them.
     """
     if _watch is None:
         return ""
-    return _within(_STORE_SECONDS, lambda: _read_others(kind, others, mine)) or ""
+    return _within(_STORE_SECONDS, lambda: _read_others(kind, others, message)) or ""
 
 
-def _read_others(kind: str, others: Sequence[int], mine: str) -> str:
+def _read_others(kind: str, others: Sequence[int], message: str) -> str:
     store, me = _store_of_job(), job_rank()
-    first = store.compare_set(f"{_FOLDER}/first", "", f"rank {me}: {mine}").decode()
+    first = store.compare_set(f"{_FOLDER}/first", "", f"rank {me}: {message}").decode()
     missing: list[str] = []
     for rank in others[:_MOST_RANKS]:
         if not store.check([f"{_FOLDER}/{rank}"]):
             missing.append(f"rank {rank}, which has said nothing of itself")
             continue
-        told = json.loads(store.get(f"{_FOLDER}/{rank}"))
-        if told["kind"] is None:
-            missing.append(f"rank {rank}, which was at {told['place']}")
-        elif told["kind"] != kind or me not in told["ranks"]:
-            missing.append(f"rank {rank}, which waits in {told['kind']} at {told['place']}")
+        status = json.loads(store.get(f"{_FOLDER}/{rank}"))
+        if status["kind"] is None:
+            missing.append(f"rank {rank}, which was at {status['place']}")
+        elif status["kind"] != kind or me not in status["ranks"]:
+            missing.append(f"rank {rank}, which waits in {status['kind']} at {status['place']}")
     absent = f"; missing: {'; '.join(missing)}" if missing else ""
     return absent + (f"; the first to fail was {first}" if not first.startswith(f"rank {me}: ") else "")
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T | None:
     """Return the result of `work`; None where it fails, or takes longer."""
-    found: list[T] = []
+    results: list[T] = []
 
     def run() -> None:
         try:
-            found.append(work())
+            results.append(work())
         except Exception:  # a store that has ended may raise anything, and there is a better error to show
             return
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else None
+    return results[0] if results else None
 
 
 def _store_of_job() -> dist.Store:
@@ -196,6 +196,6 @@ def _end_watch() -> None:
 def _tell_failure(hook: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Write to the store what ends this rank, then show it."""
     if dist.is_initialized() and issubclass(kind, Exception):
-        told = f"rank {job_rank()}: {kind.__name__}: {error}"
-        _within(_STORE_SECONDS, lambda: _store_of_job().compare_set(f"{_FOLDER}/first", "", told))
+        message = f"rank {job_rank()}: {kind.__name__}: {error}"
+        _within(_STORE_SECONDS, lambda: _store_of_job().compare_set(f"{_FOLDER}/first", "", message))
     hook(kind, error, trace)

@@ -122,9 +122,9 @@ def balanced_begins(
     if stages == 1:
         return ()
     modules = dict(cut_places(model, stages))
-    found = [(name, modules[name]) for name in order(tuple(modules))]
-    sizes = [_weight_count(module) for _, module in found]
-    return tuple(found[at][0] for at in _least_largest_cuts(sizes, stages))
+    ordered = [(name, modules[name]) for name in order(tuple(modules))]
+    sizes = [_weight_count(module) for _, module in ordered]
+    return tuple(ordered[at][0] for at in _least_largest_cuts(sizes, stages))
 
 
 def cut_places(model: nn.Module, stages: int) -> list[tuple[str, nn.Module]]:
@@ -133,22 +133,22 @@ def cut_places(model: nn.Module, stages: int) -> list[tuple[str, nn.Module]]:
 
     *Raises*: `ShardingError` for a model of fewer modules with parameters.
     """
-    found = _expanded("", model, 0 if isinstance(model, (nn.Sequential, *_CONTAINERS)) else 1)
-    while len(found) < stages:
-        grown = [(_weight_count(module), name) for name, module in found if _expanded(name, module)]
+    parts = _expanded("", model, 0 if isinstance(model, (nn.Sequential, *_CONTAINERS)) else 1)
+    while len(parts) < stages:
+        grown = [(_weight_count(module), name) for name, module in parts if _expanded(name, module)]
         if not grown:
             raise ShardingError(
-                f"{type(model).__name__} has {len(found)} modules with parameters to cut between, but the pipeline has "
+                f"{type(model).__name__} has {len(parts)} modules with parameters to cut between, but the pipeline has "
                 f"{stages} stages; take fewer ranks along the pipe axis, a schedule with fewer stages a rank "
                 "(schedule='1f1b'), or name modules in stages="
             )
         largest = max(grown)[1]
-        found = [
+        parts = [
             each
-            for name, module in found
+            for name, module in parts
             for each in (_expanded(name, module) if name == largest else [(name, module)])
         ]
-    return found
+    return parts
 
 
 def _weight_count(module: nn.Module) -> int:
@@ -159,13 +159,13 @@ def _expanded(name: str, module: nn.Module, levels: int = 1) -> list[tuple[str, 
     """Return the children with parameters, and of containers their children, down to so many levels of containers.
     Lists, which are never called, never stand for themselves.
     """
-    prefix, found = f"{name}." if name else "", list[tuple[str, nn.Module]]()
+    prefix, modules = f"{name}." if name else "", list[tuple[str, nn.Module]]()
     for child, its in module.named_children():
         if isinstance(its, _CONTAINERS) or (levels and isinstance(its, nn.Sequential)):
-            found += _expanded(prefix + child, its, max(levels - 1, 0))
+            modules += _expanded(prefix + child, its, max(levels - 1, 0))
         elif _weight_count(its):
-            found.append((prefix + child, its))
-    return found
+            modules.append((prefix + child, its))
+    return modules
 
 
 def _least_largest_cuts(sizes: Sequence[int], parts: int) -> list[int]:
@@ -215,9 +215,9 @@ def parallel_stage(
 ) -> StageModules:
     """`parallelize` the whole modules of a rank's stages together, with a unit of cut weights for each of them."""
     holder = StageModules(modules)
-    how: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if sharding is not None:
         inner = [unit for unit in sharding_units(holder, _UNIT_BYTES) if unit not in modules]
         cut = "keep" if sharding.keeps else True
-        how = {"shard_weights": cut, "replicate": sharding.replicate, "units": [*inner, *modules]}
-    return parallelize(holder, mesh, channel=channel, **how)
+        options = {"shard_weights": cut, "replicate": sharding.replicate, "units": [*inner, *modules]}
+    return parallelize(holder, mesh, channel=channel, **options)

@@ -173,11 +173,11 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
 def _without_values(x: Tensor, mesh: DeviceMesh) -> Tensor:
     if is_dtensor(x):
         dtensor: Any = type(x.detach())  # its module is loaded wherever one exists
-        local, how = _without_values(x.to_local().detach(), mesh), (x.device_mesh, x.placements)
-        made: Tensor = dtensor.from_local(local, *how, run_check=False, shape=x.shape, stride=x.stride())
+        local, placement = _without_values(x.to_local().detach(), mesh), (x.device_mesh, x.placements)
+        empty: Tensor = dtensor.from_local(local, *placement, run_check=False, shape=x.shape, stride=x.stride())
     else:
-        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=mesh.device_type)
-    return nn.Parameter(made, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else made
+        empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=mesh.device_type)
+    return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
 
 class _PaperPass(WatchedPass):
@@ -307,9 +307,9 @@ class _PlanningPass(_PaperPass):
                 f"stages={list(self.cuts.begins)!r}: the forward pass does not call {self.cuts.begins[self.stage]!r}; "
                 "name modules that it calls"
             )
-        for stage, found in enumerate(self._found, start=1):
-            needed = {n for read in self._read[stage:] for n in read if n in found}
-            self.made.sent.append([found[n] for n in sorted(needed)])
+        for stage, tiles in enumerate(self._found, start=1):
+            needed = {n for read in self._read[stage:] for n in read if n in tiles}
+            self.made.sent.append([tiles[n] for n in sorted(needed)])
         self.made.tiles_before.append(self.tiles)
         self.made.left_before.append(self.left)
         self.made.first_calls.append(self.calls)
@@ -350,12 +350,12 @@ class _PlainTensorWatch(TorchDispatchMode):
         is_again = not run.is_inside and not _draws(func) and all(mark.is_again for mark in marks)
         if operator_schema(func).is_mutable and not is_again:
             self._changed.update(_marked_memory(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-        made = _PlainMark(run, run.stage, is_again, frozenset().union(*(mark.origins for mark in marks)))
+        result_mark = _PlainMark(run, run.stage, is_again, frozenset().union(*(mark.origins for mark in marks)))
         for x in pytree.tree_leaves(out):
             if isinstance(x, Tensor) and not isinstance(x, nn.Parameter):
                 mark = getattr(x, _MADE_IN, None)
                 if mark is None or mark.run is not run:
-                    setattr(x, _MADE_IN, made)
+                    setattr(x, _MADE_IN, result_mark)
         return out
 
     def mark_of(self, x: Tensor, func: Any) -> _PlainMark:

@@ -109,11 +109,11 @@ class StagePass(WatchedPass):
             tile.__dict__["local"] = redistribute_rows(even, what.sent_layout, tile.layout, self.mesh)
             self.keep(what.number, tile)
 
-    def _check_tiles(self, found: int, stage: int) -> None:
+    def _check_tiles(self, count: int, stage: int) -> None:
         left = self.plan.left_before[stage] if self.plan.has_given() else self.left
-        if (found, self.left) != (self.plan.tiles_before[stage], left):
+        if (count, self.left) != (self.plan.tiles_before[stage], left):
             raise ShardingError(
-                f"the forward pass made {found} tiles before stage {stage}, and {self.plan.tiles_before[stage]} when "
+                f"the forward pass made {count} tiles before stage {stage}, and {self.plan.tiles_before[stage]} when "
                 "the pipeline was planned: a branch that depends on values, on the rank or on earlier calls; leave it "
                 "out, or keep it within one module"
             )
@@ -190,13 +190,13 @@ class StageRunner(nn.Module):
             out = run.run(self.watch, self.batch.on_paper if self.stage else self.batch.args[at])
             if self.stage + 1 < len(self.plan.sent):
                 return self._with_sums_at_last(at, run.outgoing())
-            found = self.loss(out, self.batch.targets[at])
-        if not isinstance(found, Tensor) or found.numel() != 1:
+            loss = self.loss(out, self.batch.targets[at])
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ShardingError(
-                f"loss= returned {type(found).__name__} {tuple(getattr(found, 'shape', ()))}; return the mean over the "
+                f"loss= returned {type(loss).__name__} {tuple(getattr(loss, 'shape', ()))}; return the mean over the "
                 "microbatch, a scalar tensor"
             )
-        value = found.full_tensor() if isinstance(found, Tile) else found
+        value = loss.full_tensor() if isinstance(loss, Tile) else loss
         (value,) = self._with_sums_at_last(at, (value.reshape(()) / len(self.batch.targets),))
         return value
 

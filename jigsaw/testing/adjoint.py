@@ -45,8 +45,10 @@ def assert_adjoint(
     """
     for axes in meshes:
         ranks = math.prod(axes.values())
-        found = run_on_ranks(ranks, _adjoint_products, op, tuple(shape), dict(axes), spec, dtype, cut, timeout=timeout)
-        forward, backward, fx, y = (math.fsum(column) for column in zip(*found, strict=True))
+        products = run_on_ranks(
+            ranks, _adjoint_products, op, tuple(shape), dict(axes), spec, dtype, cut, timeout=timeout
+        )
+        forward, backward, fx, y = (math.fsum(column) for column in zip(*products, strict=True))
         where = ", ".join(f"{name}={size}" for name, size in axes.items())
         if not forward or abs(forward - backward) > rtol * math.sqrt(fx * y):
             raise AssertionError(

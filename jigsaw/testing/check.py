@@ -69,8 +69,8 @@ def _package_version(package: str) -> str:
 def _available_backends() -> list[str]:
     if not dist.is_available():
         return []
-    found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-    return [name for name, there in found.items() if there]
+    backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    return [name for name, is_available in backends.items() if is_available]
 
 
 def _device_names() -> str:

@@ -37,17 +37,17 @@ class JobPlace(NamedTuple):
     is_kept: bool = False
 
 
-def place_in_job(given: Mapping[str, str]) -> JobPlace | None:
+def place_in_job(environment: Mapping[str, str]) -> JobPlace | None:
     """Read the variables of torchrun, srun or mpirun; return None for a process that was started alone.
 
     Raises: `ShardingError` where they name no place to meet.
     """
-    found = {**given, **torchrun_variables(given)}
-    if int(found.get("WORLD_SIZE", "1")) == 1:
+    variables = {**environment, **torchrun_variables(environment)}
+    if int(variables.get("WORLD_SIZE", "1")) == 1:
         return None
-    is_kept = found.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    where = found["MASTER_ADDR"], int(found["MASTER_PORT"])
-    return JobPlace(int(found["RANK"]), int(found["WORLD_SIZE"]), *where, is_kept)
+    is_kept = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    where = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+    return JobPlace(int(variables["RANK"]), int(variables["WORLD_SIZE"]), *where, is_kept)
 
 
 def facts_of_node(store: str | None) -> NodeFacts:
@@ -93,10 +93,10 @@ def check_nodes(place: JobPlace, facts: NodeFacts, seconds: float) -> list[str]:
         ]
     store = dist.PrefixStore("jigsaw.check", meeting)
     store.set(f"facts/{place.rank}", json.dumps(dict(facts)))
-    said, absent = _facts_of_all(store, place.ranks, limit)
+    facts_by_rank, absent = _facts_of_all(store, place.ranks, limit)
     if absent:
         return [f"ranks {absent} of {place.ranks} did not come within {seconds:g} s; what do they say, on their nodes?"]
-    wrong = _differences(said) + _wrong_with_gloo(place, facts, store, limit)
+    wrong = _differences(facts_by_rank) + _wrong_with_gloo(place, facts, store, limit)
     store.set(f"done/{place.rank}", "")
     if keeps:  # it ends with this process
         _await_keys(store, [f"done/{rank}" for rank in range(place.ranks)], limit)
@@ -138,15 +138,15 @@ def _facts_of_all(store: dist.Store, ranks: int, limit: timedelta) -> tuple[list
     return [json.loads(store.get(key)) for key in keys], []
 
 
-def _differences(said: list[NodeFacts]) -> list[str]:
+def _differences(facts_by_rank: list[NodeFacts]) -> list[str]:
     """Return what differs between processes and should not, and stores that no one can open."""
     wrong: list[str] = []
     for name in _COMPARED:
         places: dict[str, list[int]] = {}
-        for rank, facts in enumerate(said):
+        for rank, facts in enumerate(facts_by_rank):
             places.setdefault(facts[name], []).append(rank)
         if len(places) > 1 or any(each.startswith("cannot") for each in places):
-            hosts = {value: sorted({said[rank]["host"] for rank in ranks}) for value, ranks in places.items()}
+            hosts = {value: sorted({facts_by_rank[rank]["host"] for rank in ranks}) for value, ranks in places.items()}
             texts = [f"{value} on ranks {ranks} ({', '.join(hosts[value])})" for value, ranks in places.items()]
             wrong.append(f"{name} must be the same on all, and readable: {'; '.join(texts)}")
     return wrong

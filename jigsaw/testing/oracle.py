@@ -97,13 +97,15 @@ def assert_same_on_every_mesh(
     for axes, by_input in plans:
         ranks = math.prod(axes.values())
         try:
-            found = run_on_ranks(
+            differences_by_rank = run_on_ranks(
                 ranks, _rank_differences, replace(case, specs=by_input), expected, axes, rtol, atol, timeout=timeout
             )
         except RankFailedError as error:
             error.add_note(f"on the mesh {_mesh_as_text(axes)}")
             raise
-        lines = [f"  rank {rank}: {line}" for rank, differences in enumerate(found) for line in differences]
+        lines = [
+            f"  rank {rank}: {line}" for rank, differences in enumerate(differences_by_rank) for line in differences
+        ]
         if lines:
             name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", repr(model))
             raise AssertionError(
@@ -167,17 +169,17 @@ def _rank_differences(
     model = case.model if case.build is None else case.build(case.model, mesh)
     wholes, tiles = _cut_inputs(case, mesh)
     with without_warning(UNREDUCED):  # the parts are summed below
-        found = _run_case(case, model, tiles)
+        outcome = _run_case(case, model, tiles)
     for name, parameter in _trained_parameters(model):
         if f"gradient of {name}" in expected.tensors or parameter.grad is not None:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            found.tensors[f"gradient of {name}"] = _whole_gradient(gradient.detach(), mesh, case.parts)
+            outcome.tensors[f"gradient of {name}"] = _whole_gradient(gradient.detach(), mesh, case.parts)
     for name, x in _differentiable_inputs(tiles[: case.arguments]):
-        found.tensors[f"gradient of {name}"] = _input_gradient(x, wholes[name], mesh)
-    missing = [f"{name}: not there" for name in expected.tensors if name not in found.tensors]
+        outcome.tensors[f"gradient of {name}"] = _input_gradient(x, wholes[name], mesh)
+    missing = [f"{name}: not there" for name in expected.tensors if name not in outcome.tensors]
     return missing + [
         line
-        for name, got in found.tensors.items()
+        for name, got in outcome.tensors.items()
         for line in _compare_tensors(name, got, expected.tensors.get(name), rtol, atol)
     ]
 
@@ -319,10 +321,10 @@ def _differentiable_inputs(inputs: Sequence[Any]) -> list[tuple[str, Any]]:
 # -- specs and meshes --------------------------------------------------------------------------------------------------
 
 
-def _input_specs(inputs: Sequence[Any], given: Any) -> list[LayoutSpec | None]:
-    if given is None:
+def _input_specs(inputs: Sequence[Any], spec: Any) -> list[LayoutSpec | None]:
+    if spec is None:
         return [None] * len(inputs)
-    specs: list[LayoutSpec | None] = list(given)
+    specs: list[LayoutSpec | None] = list(spec)
     if len(specs) != len(inputs):
         raise ValueError(
             f"spec has {len(specs)} entries for {len(inputs)} inputs; give one for each, None for a whole one"

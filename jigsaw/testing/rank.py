@@ -58,13 +58,13 @@ class RankBody:
 
     def find(self) -> Callable[..., Any]:
         """Return the function that `on_ranks` decorated, or the function itself."""
-        found: Any = _find_module(self.module, self.file)
+        value: Any = _find_module(self.module, self.file)
         for part in self.name.split("."):
-            found = getattr(found, part)
-        seen = found
+            value = getattr(value, part)
+        seen = value
         while not hasattr(seen, "rank_body") and hasattr(seen, "__wrapped__"):
             seen = seen.__wrapped__
-        return getattr(seen, "rank_body", found)
+        return getattr(seen, "rank_body", value)
 
 
 @dataclass(frozen=True)
@@ -160,11 +160,11 @@ def _die_with_parent() -> None:
 
 def _find_module(name: str, file: str | None) -> ModuleType:
     """Return the module of that name and file, imported by name where that gives this file, else from the file."""
-    found = sys.modules.get(name)
-    if found is None and (file is None or _module_file(name) == file):
+    candidate = sys.modules.get(name)
+    if candidate is None and (file is None or _module_file(name) == file):
         return importlib.import_module(name)
-    if found is not None and (file is None or getattr(found, "__file__", None) == file):
-        return found
+    if candidate is not None and (file is None or getattr(candidate, "__file__", None) == file):
+        return candidate
     spec = importlib.util.spec_from_file_location(name, str(file))
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot import {name} from {file}")

@@ -183,8 +183,8 @@ class RankWorld:
         process = self._processes[rank]
         process.join(5)
         code = process.exitcode
-        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        text = f"the process of rank {rank} ended without a word ({how})"
+        ending = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        text = f"the process of rank {rank} ended without a word ({ending})"
         return RankReport(failure=RankFailure(rank, text, text, moment=time.monotonic()))
 
     def _late(self, ranks: Iterable[int], timeout: float, stacks: bool) -> dict[int, RankFailure]:
@@ -193,13 +193,13 @@ class RankWorld:
         """
         moment = time.monotonic() if stacks else float("inf")
         dumps = self._stacks(ranks) if stacks else {}
-        found: dict[int, RankFailure] = {}
+        failures: dict[int, RankFailure] = {}
         for r in ranks:
             summary = f"still running after {timeout:g} s" if stacks else "still running when the other failed; killed"
-            found[r] = RankFailure(
+            failures[r] = RankFailure(
                 r, f"rank {r} {summary}", f"{summary}\n{dumps[r]}" if stacks else summary, moment=moment
             )
-        return found
+        return failures
 
     def _stacks(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return where each rank is: every one dumps its Python stacks on SIGUSR1, even inside a collective."""

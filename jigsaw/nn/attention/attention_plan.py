@@ -56,7 +56,7 @@ class AttentionPlan:
 
 
 @lru_cache(maxsize=1024)
-def plan_attention(given: GivenLayouts, sizes: Shapes, shared_by: int) -> AttentionPlan | None:
+def plan_attention(operands: GivenLayouts, sizes: Shapes, shared_by: int) -> AttentionPlan | None:
     """Return the plan for queries, keys and values of these layouts and shapes, or None.  `shared_by` query heads share
     each key head.  None: a rank's query heads do not have key heads of their own.
     """
@@ -67,7 +67,7 @@ def plan_attention(given: GivenLayouts, sizes: Shapes, shared_by: int) -> Attent
         labels_of_operand(ndims[1], batch, KEY_LABEL, FEATURE_LABEL),
         labels_of_operand(ndims[2], batch, KEY_LABEL, VALUE_FEATURE_LABEL),
     )
-    layouts, shapes = list(given), list(sizes)
+    layouts, shapes = list(operands), list(sizes)
     for i in (1, 2) if shared_by > 1 else ():
         # planned as if each head were there for every query that shares it
         shapes[i] = (*shapes[i][:-3], shapes[i][-3] * shared_by, *shapes[i][-2:])
@@ -75,7 +75,7 @@ def plan_attention(given: GivenLayouts, sizes: Shapes, shared_by: int) -> Attent
     out = (*batch, QUERY_LABEL, VALUE_FEATURE_LABEL)
     whole = (KEY_LABEL, FEATURE_LABEL)
     plan = choose_label_cuts(ATTENTION_NAME, tuple(layouts), tuple(shapes), labels, out, whole)
-    axes = [a for layout in given[1:] if layout is not None for a in layout.dim_axes(layout.ndim - 2)]
+    axes = [a for layout in operands[1:] if layout is not None for a in layout.dim_axes(layout.ndim - 2)]
     result, keys_alone = plan.result_layout(out), any(a not in plan.work.cut_axes for a in axes)
     if shared_by > 1:
         heads, *others = plan.cuts[batch[-1]]
@@ -85,7 +85,7 @@ def plan_attention(given: GivenLayouts, sizes: Shapes, shared_by: int) -> Attent
         plan = LabelCuts({**plan.cuts, _KEY_HEAD_LABEL: (of_keys,)}, plan.work)
         of_key, of_value = ((*by[:-3], _KEY_HEAD_LABEL, *by[-2:]) for by in labels[1:])
         labels = labels[0], of_key, of_value
-    around = None if keys_alone else _cuts_around_ring(given, plan)
+    around = None if keys_alone else _cuts_around_ring(operands, plan)
     return AttentionPlan(plan, labels, result, keys_alone, shared_by, around)
 
 
@@ -101,14 +101,14 @@ def _with_longer_heads(layout: Layout | None, times: int) -> Layout | None:
 # -- where axes cut queries and keys both -----------------------------------------------------------------------------
 
 
-def _cuts_around_ring(given: GivenLayouts, plan: LabelCuts) -> LabelCuts | None:
+def _cuts_around_ring(layouts: GivenLayouts, plan: LabelCuts) -> LabelCuts | None:
     of_queries, sizes = axes_of_cuts(plan.cuts[QUERY_LABEL]), dict(plan.work.axes)
-    found = [bare_cuts(layout.dim(layout.ndim - 2)) for layout in given[1:] if layout is not None]
-    groups = [tuple([cut_by_some_axes(c, of_queries, sizes) for c in group]) for group in found]
+    token_cuts = [bare_cuts(layout.dim(layout.ndim - 2)) for layout in layouts[1:] if layout is not None]
+    groups = [tuple([cut_by_some_axes(c, of_queries, sizes) for c in group]) for group in token_cuts]
     keys = max(groups, key=lambda group: len(axes_of_cuts(group)), default=())
     moving = axes_of_cuts(keys)
     # keys and values that were flattened from other dims have no blocks in common
-    if not moving or not all(_have_blocks_of(group, keys) for group in found):
+    if not moving or not all(_have_blocks_of(group, keys) for group in token_cuts):
         return None
     others = [a for a in of_queries if a not in moving]
     queries = tuple([cut_by_some_axes(c, others, sizes) for c in plan.cuts[QUERY_LABEL]])
@@ -119,8 +119,8 @@ def _cuts_around_ring(given: GivenLayouts, plan: LabelCuts) -> LabelCuts | None:
 
 
 def _have_blocks_of(group: CutGroup, keys: CutGroup) -> bool:
-    mine, wanted = ([c.size for c in merge_cut_group(cuts)] for cuts in (group, keys))
-    return not any(c.is_cut for c in group) or mine == wanted or set(axes_of_cuts(group)) == set(axes_of_cuts(keys))
+    sizes, wanted = ([c.size for c in merge_cut_group(cuts)] for cuts in (group, keys))
+    return not any(c.is_cut for c in group) or sizes == wanted or set(axes_of_cuts(group)) == set(axes_of_cuts(keys))
 
 
 def heads_of_keys(plan: AttentionPlan, shapes: Shapes) -> Cut | None:
@@ -176,18 +176,18 @@ def _rows_at(group: Sequence[Cut], layout: Layout, at: MeshCoordinate) -> int:
 
 
 @lru_cache(maxsize=1024)
-def layouts_by_heads(plan: AttentionPlan, axes: tuple[str, ...], given: GivenLayouts, shapes: Shapes) -> GivenLayouts:
+def layouts_by_heads(plan: AttentionPlan, axes: tuple[str, ...], layouts: GivenLayouts, shapes: Shapes) -> GivenLayouts:
     """Return the layouts of queries, keys and values once `axes`, which cut the tokens of both, cut their heads
     instead.  Operands that are plain, or that cannot be cut so, stay as they are.
     """
     heads = heads_of_keys(plan, shapes)
     assert heads is not None
     fine = refine_cut(heads, axes, dict(plan.out.axes))
-    found: list[Layout | None] = []
-    for layout, times in zip(given, (plan.shared_by, 1, 1), strict=True):
+    by_heads: list[Layout | None] = []
+    for layout, times in zip(layouts, (plan.shared_by, 1, 1), strict=True):
         longer = Cut(fine.size * times, tuple(p * times for p in fine.points), fine.axes)
-        found.append(None if layout is None else _onto_heads(layout, longer))
-    return tuple(found)
+        by_heads.append(None if layout is None else _onto_heads(layout, longer))
+    return tuple(by_heads)
 
 
 def _onto_heads(layout: Layout, heads: Cut) -> Layout:

@@ -125,8 +125,8 @@ def _ring_cost(sizes: AttentionSizes, queries: Sequence[int], keys: Sequence[int
     around = (len(keys) - 1) * sum(keys) * sizes.key_row
     # gradients of bfloat16 and float16 are summed in float32 on their way
     returned = around * max(sizes.itemsize, 4)
-    given = sum(mirrored_counts(queries)) * sizes.query_row if sizes.is_mirrored else 0
-    forward = (around + given) * sizes.itemsize
+    mirrored = sum(mirrored_counts(queries)) * sizes.query_row if sizes.is_mirrored else 0
+    forward = (around + mirrored) * sizes.itemsize
     return WayCost(forward, forward + returned, 3 * max(keys) * sizes.key_row * sizes.itemsize)
 
 
@@ -158,9 +158,9 @@ def _split_cost(sizes: AttentionSizes, split: RankSplit) -> WayCost:
 
 @lru_cache(maxsize=1024)
 def choose_attention_way(
-    sizes: AttentionSizes, said: AttentionWay | None = None, is_mask_cut: bool = False
+    sizes: AttentionSizes, asked_way: AttentionWay | None = None, is_mask_cut: bool = False
 ) -> AttentionChoice:
-    """Choose the way by the rule, or take the one that the user `said`.  The first of these that holds:
+    """Choose the way by the rule, or take the user's `asked_way`. The first of these that holds:
 
     1. *gathered* where all keys and values are at most a mebibyte, because it has the fewest messages;
     2. *heads* or *heads+ring* where there is a head of keys for each rank that shares them out, and no other way sends
@@ -204,9 +204,9 @@ def choose_attention_way(
     ]
     best: AttentionWay | None = min(usable, key=lambda by: costs[by].sent, default=None)
     way: AttentionWay
-    if said is not None:
-        _check_said(said, costs, sizes)
-        way, why = said, "as attention_way says"
+    if asked_way is not None:
+        _check_said(asked_way, costs, sizes)
+        way, why = asked_way, "as attention_way says"
     elif whole <= SMALL_KEYS_BYTES:
         way, why = "gathered", f"as all keys and values are {whole:,} bytes, at most {SMALL_KEYS_BYTES:,}"
     elif best is not None and costs[best].sent <= min(costs["gathered"].sent, costs["ring"].sent):
@@ -223,16 +223,16 @@ def choose_attention_way(
     return AttentionChoice(way, why, tuple(costs.items()), split if way == "heads+ring" else None)
 
 
-def _check_said(said: AttentionWay, costs: dict[AttentionWay, WayCost], sizes: AttentionSizes) -> None:
-    if said in costs:
+def _check_said(way: AttentionWay, costs: dict[AttentionWay, WayCost], sizes: AttentionSizes) -> None:
+    if way in costs:
         return
     if not sizes.key_heads:
         raise ShardingError(
-            f"attention_way({said!r}): queries, keys and values have no dim of heads, a third one from the end that "
+            f"attention_way({way!r}): queries, keys and values have no dim of heads, a third one from the end that "
             "all have alike, for the ranks to share out; use attention_way('ring') or 'gathered'"
         )
     raise ShardingError(
-        f"attention_way({said!r}): the {len(sizes.keys)} ranks that cut the tokens cannot go both ways: their number "
+        f"attention_way({way!r}): the {len(sizes.keys)} ranks that cut the tokens cannot go both ways: their number "
         "must have a divisor, and where the mesh leaves out ranks of the job an axis goes one way; use "
         "attention_way('ring'), 'heads' or 'gathered'"
     )

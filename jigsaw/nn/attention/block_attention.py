@@ -148,5 +148,5 @@ def _block_gradients_fused(
     wide = [_in_four_dims(x, batch) for x in (grad, q, k, v, out)]
     # the kernel takes these as it leaves them, with heads behind queries
     log_sum = _in_four_dims(log_sum[..., None], batch)[..., 0].transpose(1, 2).contiguous().transpose(1, 2)
-    found = CPU_ATTENTION_BACKWARD(*wide, log_sum, 0.0, part.is_causal, attn_mask=part.added(q), scale=1.0)
-    return BlockGradients(*(x.reshape(*batch, *x.shape[2:]) for x in found))
+    gradients = CPU_ATTENTION_BACKWARD(*wide, log_sum, 0.0, part.is_causal, attn_mask=part.added(q), scale=1.0)
+    return BlockGradients(*(x.reshape(*batch, *x.shape[2:]) for x in gradients))

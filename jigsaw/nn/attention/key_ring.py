@@ -24,10 +24,10 @@ class KeyRing:
     me: int
 
     @classmethod
-    def through(cls, keys: CutGroup, layout: Layout, here: MeshCoordinate) -> KeyRing:
-        """Return the ring through the rank `here`, along the axes that cut the keys."""
-        places = tuple(coordinates_along(layout, axes_of_cuts(keys), here))
-        return cls(keys, layout, places, places.index(here))
+    def through(cls, keys: CutGroup, layout: Layout, coord: MeshCoordinate) -> KeyRing:
+        """Return the ring through the rank `coord`, along the axes that cut the keys."""
+        places = tuple(coordinates_along(layout, axes_of_cuts(keys), coord))
+        return cls(keys, layout, places, places.index(coord))
 
     @property
     def size(self) -> int:
@@ -42,7 +42,7 @@ class KeyRing:
         """Return the global places of a member's keys."""
         return take_owned_rows(torch.arange(size_of_cuts(self.keys)), 0, self.keys, self.layout, self.places[member])
 
-    def pass_on(self, mesh: DeviceMesh, given: Tensor, taken: Tensor) -> comm.PendingWork:
+    def pass_on(self, mesh: DeviceMesh, sent: Tensor, taken: Tensor) -> comm.PendingWork:
         """Start one step: give a block to the next rank and take one from the rank before."""
         after, before = (self.layout.index(self.places[(self.me + d) % self.size]) for d in (1, -1))
-        return comm.swap_messages(mesh, [(after, given)], [(before, taken)], "ring attention")
+        return comm.swap_messages(mesh, [(after, sent)], [(before, taken)], "ring attention")

@@ -33,12 +33,12 @@ def _split_heads(x: Tile, heads: int) -> Tile:
 
 def _masks_of_scores(mask: Any, padding: Any, heads: int) -> list[Any]:
     """Return torch's masks (True: may not attend) as those of scaled_dot_product_attention, [batch, heads, L, S]."""
-    found: list[Any] = []
+    masks: list[Any] = []
     if mask is not None:
-        found.append(mask.unflatten(0, (-1, heads)) if mask.ndim == 3 else mask)
+        masks.append(mask.unflatten(0, (-1, heads)) if mask.ndim == 3 else mask)
     if padding is not None:
-        found.append(padding[..., None, None, :] if padding.ndim == 2 else padding[None, None, None, :])
-    return [~m if m.dtype == torch.bool else m for m in found]
+        masks.append(padding[..., None, None, :] if padding.ndim == 2 else padding[None, None, None, :])
+    return [~m if m.dtype == torch.bool else m for m in masks]
 
 
 def _with_more_tokens(q: Any, k: Any, v: Any, bias_k: Any, bias_v: Any, zeros: bool) -> tuple[Any, Any, Any]:

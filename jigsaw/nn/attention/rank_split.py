@@ -43,14 +43,14 @@ class RankSplit:
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
         """Place of each rank in its ring, and its share of the heads."""
-        found: list[tuple[int, int]] = []
+        coordinates: list[tuple[int, int]] = []
         for at in product(*map(range, self.pieces)):
             in_ring = of_heads = 0
             for place, pieces, share in zip(at, self.pieces, self.shares, strict=True):
                 in_ring = in_ring * (pieces // share) + place // share
                 of_heads = of_heads * share + place % share
-            found.append((in_ring, of_heads))
-        return tuple(found)
+            coordinates.append((in_ring, of_heads))
+        return tuple(coordinates)
 
     def summed_by_ring(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Sum rows of each rank over those that have one place in their rings."""
@@ -80,25 +80,25 @@ def splits_of_cuts(cuts: CutGroup, sizes: AxisSizes, within_axes: bool) -> tuple
 def splits_of_pieces(pieces: tuple[int, ...]) -> tuple[RankSplit, ...]:
     """Return every split of the ranks that cut some tokens into so many pieces."""
     shares = [[n for n in range(1, count + 1) if count % n == 0] for count in pieces]
-    found = [RankSplit(pieces, some) for some in product(*shares)]
-    return tuple([split for split in found if min(split.head_ranks, split.ring_ranks) > 1])
+    splits = [RankSplit(pieces, some) for some in product(*shares)]
+    return tuple([split for split in splits if min(split.head_ranks, split.ring_ranks) > 1])
 
 
 def _axes_of_share(
     axes: Sequence[str], share: int, sizes: Mapping[str, int], within_axes: bool
 ) -> tuple[tuple[str, int], ...] | None:
     """Return how many places of each axis make `share` neighboring pieces, minor axes first, or None where none do."""
-    found: list[tuple[str, int]] = []
+    shares: list[tuple[str, int]] = []
     for axis in reversed(axes):
         size = sizes[axis]
-        here = math.gcd(size, share)
-        if share > 1 and here not in (size, share):
+        part = math.gcd(size, share)
+        if share > 1 and part not in (size, share):
             return None
-        if 1 < here < size and not within_axes:
+        if 1 < part < size and not within_axes:
             return None
-        found.append((axis, here))
-        share //= here
-    return tuple(found) if share == 1 else None
+        shares.append((axis, part))
+        share //= part
+    return tuple(shares) if share == 1 else None
 
 
 @dataclass(frozen=True)

@@ -134,21 +134,21 @@ class _RingPass:
         """Iterate over all queries, or an interval of them, for a member's keys, some at a time.  Keys that the order
         of the tokens hides are left out.
         """
-        for rows, columns, here, order, is_triangle in self._blocks_seen(q, mask, member, queries):
-            at = here.to(q.device)
+        for rows, columns, key_places, order, is_triangle in self._blocks_seen(q, mask, member, queries):
+            at = key_places.to(q.device)
             some = None if mask is None else mask if mask.shape[-2] == 1 else mask[..., rows, :]
             some = some if some is None or some.shape[-1] == 1 else some.index_select(-1, at)
             yield BlockRows(rows, columns, at, some, order, is_triangle, self._kept(rows, at, q.dtype))
 
     def _blocks_seen(self, q: Tensor, mask: Tensor | None, member: int, queries: Interval | None) -> list[_SeenBlock]:
-        found: list[_SeenBlock] = []
+        seen: list[_SeenBlock] = []
         with host_values():  # the visible keys follow from them
             places = self.ring.positions(member)
             for rows, order in self._some_rows(q, len(places), mask, queries or (0, q.shape[-2])):
                 for columns, is_hidden in _seen_columns(places, order):
                     at, hides = places[columns], order if is_hidden else None
-                    found.append(_SeenBlock(rows, columns, at, hides, hides is not None and torch.equal(at, hides)))
-        return found
+                    seen.append(_SeenBlock(rows, columns, at, hides, hides is not None and torch.equal(at, hides)))
+        return seen
 
     def _some_rows(
         self, q: Tensor, keys: int, mask: Tensor | None, queries: Interval
@@ -157,8 +157,8 @@ class _RingPass:
         causal.
         """
         start, order = 0, self.options.query_places
-        made = q.shape[:-2] if not self.is_fused else () if mask is None else mask.shape[:-2]
-        step = max(1, SCORE_BYTES // max(1, math.prod(made) * keys * q.itemsize))
+        batch = q.shape[:-2] if not self.is_fused else () if mask is None else mask.shape[:-2]
+        step = max(1, SCORE_BYTES // max(1, math.prod(batch) * keys * q.itemsize))
         step = max(1, q.shape[-2]) if self.is_fused and mask is None and not order else step
         for places in order or (None,):
             end = start + (q.shape[-2] if places is None else len(places))
@@ -215,8 +215,8 @@ class _RingAttention(torch.autograd.Function):
         debug.compare_calls(kernel.mesh, "gradient of ring attention", kernel.ring.layout)
         with torch.autocast(grads[0].device.type, enabled=False):
             saved = _SavedOperands(*ctx.saved_tensors)
-            found = _gradients_around(saved, grads[0], options, kernel, ctx.needs_input_grad[:4])
-        return *found, None, None
+            gradients = _gradients_around(saved, grads[0], options, kernel, ctx.needs_input_grad[:4])
+        return *gradients, None, None
 
 
 class _SavedOperands(NamedTuple):
@@ -253,14 +253,14 @@ def _attend_to_blocks(
         keys, values = (x.to(wide) for x in way.unpack(block, member))
         for part in way.parts(scaled, mask, member):
             some = keys[..., part.columns, :], values[..., part.columns, :]
-            found = sum_block(part, scaled[..., part.rows, :], *some, way.is_fused)
+            block_sum = sum_block(part, scaled[..., part.rows, :], *some, way.is_fused)
             # old and new sums are scaled to one maximum; where that is -inf, there is nothing yet
             before, total, y = highest[..., part.rows], totals[..., part.rows], sums[..., part.rows, :]
-            now = torch.maximum(before, found.highest)
+            now = torch.maximum(before, block_sum.highest)
             shift = now.masked_fill(now == -math.inf, 0.0)
-            factor, new = (before - shift).exp_(), (found.highest - shift).exp_()
-            total.mul_(factor).addcmul_(found.total, new)
-            y.mul_(factor[..., None]).addcmul_(found.mixed, new[..., None])
+            factor, new = (before - shift).exp_(), (block_sum.highest - shift).exp_()
+            total.mul_(factor).addcmul_(block_sum.total, new)
+            y.mul_(factor[..., None]).addcmul_(block_sum.mixed, new[..., None])
             before.copy_(now)
     is_dead = totals == 0
     out = sums.div_(totals.masked_fill(is_dead, 1.0)[..., None]).to(q.dtype)
@@ -276,8 +276,8 @@ def _like_operands_of_ring(
     # the gradient of keys is part of the block that went around, so it is made where only that of values is needed, too
     needs = needs[0], needs[1] or needs[2], needs[1] or needs[2], needs[3]
     kept = saved.q, saved.k.contiguous(), saved.v.contiguous(), saved.mask
-    made = [torch.empty_like(x) if x is not None and need else None for x, need in zip(kept, needs, strict=True)]
-    return made[0], made[1], made[2], made[3]
+    buffers = [torch.empty_like(x) if x is not None and need else None for x, need in zip(kept, needs, strict=True)]
+    return buffers[0], buffers[1], buffers[2], buffers[3]
 
 
 @graph_call(_like_operands_of_ring)
@@ -343,23 +343,23 @@ class _RingGradients:
         for part in self.way.parts(self.scaled, self.mask, member, queries):
             rows, k, v = part.rows, keys[..., part.columns, :], values[..., part.columns, :]
             q, grad, out = (x[..., rows, :] for x in (self.scaled, self.grad, self.out))
-            found = block_gradients(part, q, k, v, out, self.log_sum[..., rows], grad, self.way.is_fused)
+            gradients = block_gradients(part, q, k, v, out, self.log_sum[..., rows], grad, self.way.is_fused)
             if self.dq is not None:
                 dq = self.dq[..., rows, :]
-                dq += found.q.sum_to_size(dq.shape)
+                dq += gradients.q.sum_to_size(dq.shape)
             if self.for_keys:
                 dk, dv = (x[..., part.columns, :] for x in self.way.unpack(into, member))
-                dk += found.k.sum_to_size(dk.shape)
-                dv += found.v.sum_to_size(dv.shape)
-            if found.scores is not None and self.dmask is not None:
-                self._add_to_mask(part, found.scores)
+                dk += gradients.k.sum_to_size(dk.shape)
+                dv += gradients.v.sum_to_size(dv.shape)
+            if gradients.scores is not None and self.dmask is not None:
+                self._add_to_mask(part, gradients.scores)
 
     def _add_to_mask(self, part: BlockRows, by_scores: Tensor) -> None:
         assert self.dmask is not None
         into = self.dmask if self.dmask.shape[-2] == 1 else self.dmask[..., part.rows, :]
         columns = 1 if into.shape[-1] == 1 else len(part.at)
-        found = by_scores.sum_to_size((*into.shape[:-1], columns))
+        part_sum = by_scores.sum_to_size((*into.shape[:-1], columns))
         if columns == into.shape[-1] == 1:
-            into += found
+            into += part_sum
         else:
-            _ = into.index_add_(-1, part.at, found)
+            _ = into.index_add_(-1, part.at, part_sum)

@@ -77,19 +77,19 @@ class QueryMirror:
 
 
 @graph_call()
-def _swap_last_rows(x: Tensor, mesh: DeviceMesh, peer: int, given: int, taken: int) -> Tensor:
+def _swap_last_rows(x: Tensor, mesh: DeviceMesh, peer: int, sent: int, taken: int) -> Tensor:
     arriving = x.new_empty((*x.shape[:-2], taken, x.shape[-1]))
-    kept, leaving = x.split([x.shape[-2] - given, given], -2)
+    kept, leaving = x.split([x.shape[-2] - sent, sent], -2)
     comm.swap_messages(mesh, [(peer, leaving)], [(peer, arriving)], "ring attention").wait()
     return torch.cat([kept, arriving], -2)
 
 
 class _MirroredRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mirror: QueryMirror, given: int, taken: int) -> Tensor:
-        ctx.how = mirror, taken, given
+    def forward(ctx: Any, x: Tensor, mirror: QueryMirror, sent: int, taken: int) -> Tensor:
+        ctx.how = mirror, taken, sent
         debug.compare_calls(mirror.mesh, "mirrored queries")
-        return _swap_last_rows(x, mirror.mesh, mirror.peer, given, taken)
+        return _swap_last_rows(x, mirror.mesh, mirror.peer, sent, taken)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

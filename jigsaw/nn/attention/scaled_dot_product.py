@@ -89,16 +89,16 @@ def _local_mask(
     Each mask may be a plain tensor or a tile, cut in any way; a causal one is made from the global positions.
     """
     batch = tuple(by for by in plan.cuts if by.startswith("batch"))
-    found = [plan.bring_operand(m, labels_of_operand(m.ndim, batch, QUERY_LABEL, KEY_LABEL), like) for m in masks]
+    parts = [plan.bring_operand(m, labels_of_operand(m.ndim, batch, QUERY_LABEL, KEY_LABEL), like) for m in masks]
     if is_causal:
         rows, columns = (
             _places_along(by, n, plan, like).to(like.device)
             for n, by in zip(sizes, (QUERY_LABEL, KEY_LABEL), strict=True)
         )
-        found.append(columns <= rows[:, None])
-    if len(found) < 2:
-        return found[0] if found else None
-    first, *others = (_additive_mask(m, like.dtype) for m in found)
+        parts.append(columns <= rows[:, None])
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    first, *others = (_additive_mask(m, like.dtype) for m in parts)
     return sum(others, first)
 
 
@@ -342,8 +342,8 @@ def _attend_by_heads(operands: Sequence[Any], call: AttentionCall, plan: Attenti
     # queries may be flattened from several dims; the result of whole queries no longer knows them
     dim = y.ndim - 2
     y = Tile(y.local, y.layout.replace_dim(dim, *by_heads.cuts.cuts[QUERY_LABEL]), y.mesh)
-    there = plan.out.replace_dim(dim, *plan.cuts.cuts[QUERY_LABEL])
-    return Tile(_exchanged_heads(y, there).local, plan.out, y.mesh)
+    by_tokens = plan.out.replace_dim(dim, *plan.cuts.cuts[QUERY_LABEL])
+    return Tile(_exchanged_heads(y, by_tokens).local, plan.out, y.mesh)
 
 
 def _attend_both_ways(operands: Sequence[Any], call: AttentionCall, plan: AttentionPlan, split: RankSplit) -> Tile:

@@ -71,11 +71,11 @@ def _swap_expert_rows(rows: Tensor, route: ExpertRoute, returns: bool, mesh: Dev
     compare_calls(mesh, "experts", returns)
     gives, takes = (route.takes, route.gives) if returns else (route.gives, route.takes)
     out = rows.new_empty((sum(takes), *rows.shape[1:]))
-    given, taken = rows.split(gives), out.split(takes)
+    sent, taken = rows.split(gives), out.split(takes)
     others = [at for at in range(len(route.peers)) if at != route.here]
-    sends = [(route.peers[at], given[at]) for at in others]
+    sends = [(route.peers[at], sent[at]) for at in others]
     under_way = comm.swap_messages(mesh, sends, [(route.peers[at], taken[at]) for at in others], "experts")
-    taken[route.here].copy_(given[route.here])
+    taken[route.here].copy_(sent[route.here])
     under_way.wait()
     return out
 
@@ -85,18 +85,18 @@ def plan_expert_route(chosen: Tensor, experts: Cut, tile: Tile) -> ExpertRoute:
 
     *Sends*: the number of rows that each expert gets from this rank, 8 bytes each, to every other rank along the axes.
     """
-    here = tile.layout.piece(experts, tile.coordinate)
+    own_piece = tile.layout.piece(experts, tile.coordinate)
     positions = [tile.layout.index(at) for at in coordinates_along(tile.layout, experts.axes, tile.coordinate)]
     counts = torch.bincount(chosen, minlength=experts.size)
-    told: list[list[int]] = torch.stack(comm.all_gather(counts, tile.mesh, experts.axes)).tolist()
-    low, high = experts.owned(here)
-    came = [row[low:high] for row in told]
+    counts_by_rank: list[list[int]] = torch.stack(comm.all_gather(counts, tile.mesh, experts.axes)).tolist()
+    low, high = experts.owned(own_piece)
+    came = [row[low:high] for row in counts_by_rank]
     rows_of_came = torch.tensor([n for row in came for n in row], dtype=torch.int64)
-    expert_of_came = torch.arange(high - low).repeat(len(told)).repeat_interleave(rows_of_came)
+    expert_of_came = torch.arange(high - low).repeat(len(counts_by_rank)).repeat_interleave(rows_of_came)
     return ExpertRoute(
         tuple(positions),
-        here,
-        tuple(sum(told[here][slice(*experts.owned(at))]) for at in range(experts.pieces)),
+        own_piece,
+        tuple(sum(counts_by_rank[own_piece][slice(*experts.owned(at))]) for at in range(experts.pieces)),
         tuple(map(sum, came)),
         chosen.argsort(stable=True),
         expert_of_came.argsort(stable=True).to(chosen.device),

@@ -135,8 +135,8 @@ class MoE(nn.Module):
             )
         if is_shape_run():  # the route of a token is decided by values
             self.balance_loss = self.z_loss = input.local.new_zeros(())
-            here = input.owned()
-            return Tile(in_autocast_dtype(here.local).clone(), here.layout, here.mesh)
+            tile = input.owned()
+            return Tile(in_autocast_dtype(tile.local).clone(), tile.layout, tile.mesh)
         weights = dict(self.named_parameters(recurse=False))
         stored = weight_layout(weights["w1"], input).dim(0)[0]
         tokens = input.with_layout(_layout_of_tokens(input.layout, stored.axes))
@@ -147,9 +147,9 @@ class MoE(nn.Module):
         token_of, expert_of, p = kept.nonzero()[:, 0], chosen[kept], p[kept]
         route = plan_expert_route(expert_of, stored, tokens)
         token_of, p = token_of[route.order], p[route.order]
-        there = route.to_experts(in_autocast_dtype(rows).index_select(0, token_of), tokens.mesh)
-        made = _run_experts(there, route.counts, w["w1"], w["w2"], w["w3"])
-        back = route.from_experts(made, tokens.mesh)
+        expert_rows = route.to_experts(in_autocast_dtype(rows).index_select(0, token_of), tokens.mesh)
+        results = _run_experts(expert_rows, route.counts, w["w1"], w["w2"], w["w3"])
+        back = route.from_experts(results, tokens.mesh)
         y = back.new_zeros(rows.shape).index_add(0, token_of, back * p.to(back.dtype).unsqueeze(1))
         if "shared_w1" in w:
             y = y + _gated_network(rows, w["shared_w1"], w["shared_w2"], w["shared_w3"])

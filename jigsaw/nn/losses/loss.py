@@ -314,8 +314,8 @@ def _losses_of_cut_classes(
     if are_logits:
         parts.append(local.exp().sum(dim))
     if smoothing:
-        mine = local if weight is None else local * weight[start:stop].view(-1, *(1,) * (local.ndim - 1 - dim))
-        parts.append(mine.sum(dim).masked_fill(~counted, 0.0))
+        weighted = local if weight is None else local * weight[start:stop].view(-1, *(1,) * (local.ndim - 1 - dim))
+        parts.append(weighted.sum(dim).masked_fill(~counted, 0.0))
     sums = comm.sum_parts(torch.stack(parts), x.mesh, cut.axes, (x.layout, dim))
     log_sum = sums[1].log() if are_logits else torch.zeros_like(sums[0])
     losses = _class_weights(local, index, weight, ignore) * (log_sum - sums[0])

@@ -167,9 +167,9 @@ def _ctc_loss(
     if labels.ndim == 1:  # one after the other
         labels = torch.nn.utils.rnn.pad_sequence(list(labels[: of_target.sum()].split(of_target.tolist())), True)
     rows = rows_of_local(x.layout, x.coordinate, 1, x.device)
-    given = labels[rows], of_input[rows], of_target[rows]
+    own_labels = labels[rows], of_input[rows], of_target[rows]
     layout = x.layout.drop((0, 2))
-    losses = F.ctc_loss(x.local, *given, blank, "none", zero_infinity) if len(rows) else x.local.sum((0, 2))
+    losses = F.ctc_loss(x.local, *own_labels, blank, "none", zero_infinity) if len(rows) else x.local.sum((0, 2))
     values: Any = Tile(losses, layout, x.mesh)
     if reduction == "mean":
         values = values / of_target.clamp_min(1)

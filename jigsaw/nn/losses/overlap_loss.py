@@ -45,9 +45,9 @@ def tversky_loss(
     check_same_shape("tversky_loss", input, target)
     if input.ndim < 3:
         raise ShardingError(f"tversky_loss: input {tuple(input.shape)} must be [batch, class, *space]; unsqueeze it")
-    found, truth = as_wide_floats(input), target.to(as_wide_floats(input).dtype)
+    answer, truth = as_wide_floats(input), target.to(as_wide_floats(input).dtype)
     space = tuple(d for d in range(0 if over_batch else 2, input.ndim) if d != 1)
-    weighted = found if weight is None else found * weight
+    weighted = answer if weight is None else answer * weight
     both, all_found = (weighted * truth).sum(space), weighted.sum(space)
     all_true = (truth if weight is None else truth * weight).sum(space)
     missed = alpha * (all_found - both) + beta * (all_true - both)
@@ -100,8 +100,8 @@ def focal_loss(
     check_same_shape("focal_loss", input, target)
     logits = as_wide_floats(input)
     truth = target.to(logits.dtype)
-    found = torch.sigmoid(logits)
-    wrong = found * (1 - truth) + (1 - found) * truth
+    answer = torch.sigmoid(logits)
+    wrong = answer * (1 - truth) + (1 - answer) * truth
     losses = F.binary_cross_entropy_with_logits(logits, truth, reduction="none") * wrong**gamma
     if alpha is not None:
         losses = losses * (alpha * truth + (1 - alpha) * (1 - truth))

@@ -49,8 +49,8 @@ def spectral_loss(
     if quantity not in SPECTRAL_QUANTITIES:
         raise ValueError(f"spectral_loss(quantity={quantity!r}): use one of {', '.join(SPECTRAL_QUANTITIES)}")
     dims = [d % input.ndim for d in ([dim] if isinstance(dim, int) else dim)]
-    found = [_mode_values(as_wide_floats(x), dims, quantity, eps) for x in (input, target)]
-    losses = (found[0] - found[1]).square()
+    spectra = [_mode_values(as_wide_floats(x), dims, quantity, eps) for x in (input, target)]
+    losses = (spectra[0] - spectra[1]).square()
     if reduction == "none":
         return losses if weight is None else losses * weight
     size, last = input.shape[dims[-1]], dims[-1]

@@ -74,9 +74,9 @@ def _standardize_composed(
 
 
 def _apply_statistics(
-    x: Tensor, mean: Tensor, squares: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[Any, ...]
+    x: Tensor, mean: Tensor, squares: Tensor, weight: Tensor | None, bias: Tensor | None, options: tuple[Any, ...]
 ) -> Tensor:
-    mesh, axes, _, eps, count = how
+    mesh, axes, _, eps, count = options
     inverse = torch.rsqrt(squares / count + eps)
     y = (x - comm.use_in_parts(mean, mesh, axes)) * comm.use_in_parts(inverse, mesh, axes)
     y = y if weight is None else y * weight
@@ -116,9 +116,9 @@ class _Standardize(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        how: tuple[Any, ...],
+        options: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mesh, axes, dims, eps, count = ctx.how = how
+        mesh, axes, dims, eps, count = ctx.how = options
         images = as_norm_images(x, dims, weight, bias)
         mean, squares = _global_statistics(x, images, mesh, axes, dims, count)
         inverse = torch.rsqrt(squares / count + eps)
@@ -164,11 +164,11 @@ def _gradients_by_images(
     bias: Tensor | None,
     mean: Tensor,
     inverse: Tensor,
-    how: tuple[Any, ...],
+    options: tuple[Any, ...],
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of the values, the weight and the bias."""
-    mesh, axes, dims, _, count = how
+    mesh, axes, dims, _, count = options
     along, total = images.sums(grad, mean, inverse)
     of_weight = along.sum_to_size(weight.shape) if weight is not None and needs[1] else None
     of_bias = total.sum_to_size(bias.shape) if bias is not None and needs[2] else None
@@ -185,15 +185,16 @@ def _gradients_by_images(
 
 
 def _differentiable_gradients(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[Any, ...], grad: Tensor, needs: Sequence[bool]
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, options: tuple[Any, ...], grad: Tensor, needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """Return the gradients as functions that can be differentiated again."""
-    mesh, axes, dims, _, count = how
+    mesh, axes, dims, _, count = options
     mean = comm.sum_parts(x.sum(dims, keepdim=True), mesh, axes) / count
     squares = comm.sum_parts((x - comm.use_in_parts(mean, mesh, axes)).square().sum(dims, keepdim=True), mesh, axes)
-    y = _apply_statistics(x, mean, squares, weight, bias, how)
+    y = _apply_statistics(x, mean, squares, weight, bias, options)
     asked = [v for v, needed in zip((x, weight, bias), needs, strict=False) if needed and v is not None]
-    found = iter(torch.autograd.grad(y, asked, grad, create_graph=True))
+    gradients = iter(torch.autograd.grad(y, asked, grad, create_graph=True))
     return [
-        next(found) if needed and v is not None else None for v, needed in zip((x, weight, bias), needs, strict=False)
+        next(gradients) if needed and v is not None else None
+        for v, needed in zip((x, weight, bias), needs, strict=False)
     ]

@@ -180,9 +180,9 @@ def _staying_axes_and_moves(x: Layout, stored: Layout, dim: int) -> tuple[set[st
 
 def _check_flattened_order(stored: Layout, dim: int, group: CutGroup) -> None:
     """Check that a cut dim of W which meets a dim of x or y of several cuts has the same ones."""
-    mine = stored.dim(dim)
+    cuts = stored.dim(dim)
     are_both_cut = stored.is_cut(dim) and any(c.is_cut for c in group)
-    if are_both_cut and max(len(mine), len(group)) > 1 and not have_same_rows(mine, group):
+    if are_both_cut and max(len(cuts), len(group)) > 1 and not have_same_rows(cuts, group):
         raise ShardingError(
             f"linear: dim {dim} of the weight, cut as {stored}, cannot meet a dim cut as "
             f"{Layout(group, stored.axes, (len(group),))}; "

@@ -66,8 +66,8 @@ def tile_embedding(
     whole = gathered_weight(weight, own) if is_cut else weight
     assert whole is not None
     table = local_weight(whole, own, out)
-    found = F.embedding(own.local, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    return Tile(found, out, own.mesh)
+    rows = F.embedding(own.local, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    return Tile(rows, out, own.mesh)
 
 
 def _sum_over_rows(own: Tile, weight: Tensor, padding_idx: int | None, stored: Layout, out: Layout) -> Tile:
@@ -91,13 +91,11 @@ def _sum_over_rows(own: Tile, weight: Tensor, padding_idx: int | None, stored: L
     table = local_weight(weight, own, work)
     is_mine = (places >= start) & (places < stop)
     if stop == start:
-        found = table.sum(0).expand(*places.shape, table.shape[1])
+        rows = table.sum(0).expand(*places.shape, table.shape[1])
     else:
         pad = -1 if padding_idx is None else padding_idx % cut.size - start
-        found = F.embedding(
-            (places - start).clamp(0, stop - start - 1), table, pad if 0 <= pad < stop - start else None
-        )
-    parts = torch.where(is_mine.unsqueeze(-1), found, 0.0)
+        rows = F.embedding((places - start).clamp(0, stop - start - 1), table, pad if 0 <= pad < stop - start else None)
+    parts = torch.where(is_mine.unsqueeze(-1), rows, 0.0)
     if not are_cut:
         return Tile(comm.sum_parts(parts, own.mesh, axes), out, own.mesh)
     held = index.layout.insert(own.ndim, weight.shape[1])

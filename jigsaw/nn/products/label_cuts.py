@@ -202,9 +202,9 @@ def _plan_operand_move(layout: Layout, wanted: tuple[CutGroup, ...], work: Layou
     targets: list[CutGroup] = []
     reordered: list[tuple[int, CutGroup]] = []
     for d, group in enumerate(wanted):
-        mine = bare_cuts(layout.dim(d))
-        pair = _in_one_structure(mine, group)
-        if pair is None and set(axes_of_cuts(mine)) == set(axes_of_cuts(group)):
+        cuts = bare_cuts(layout.dim(d))
+        pair = _in_one_structure(cuts, group)
+        if pair is None and set(axes_of_cuts(cuts)) == set(axes_of_cuts(group)):
             reordered.append((d, group))
             pair = group, group
         if pair is None:
@@ -219,7 +219,7 @@ def _plan_operand_move(layout: Layout, wanted: tuple[CutGroup, ...], work: Layou
     # it is cut along these axes, and they cut a label that it lacks: each rank gets all of it, for its own results
     shared = [a for a in layout.cut_axes if a not in kept and a in work.cut_axes]
     held = [
-        [_held_along(mine, wanted_cut, shared, layout) for mine, wanted_cut in zip(source, target, strict=True)]
+        [_held_along(cuts, wanted_cut, shared, layout) for cuts, wanted_cut in zip(source, target, strict=True)]
         for source, target in zip(sources, targets, strict=True)
     ]
     target = Layout.from_dims(held, layout.axes)
@@ -227,11 +227,11 @@ def _plan_operand_move(layout: Layout, wanted: tuple[CutGroup, ...], work: Layou
     return _OperandMove(Layout.from_dims(sources, layout.axes), target, tuple(reordered), in_parts)
 
 
-def _held_along(mine: Cut, wanted: Cut, shared: Sequence[str], layout: Layout) -> Cut:
-    """Return the cut `wanted`, with each piece on all ranks along those axes that cut `mine` and are `shared`.  That is
+def _held_along(cut: Cut, wanted: Cut, shared: Sequence[str], layout: Layout) -> Cut:
+    """Return the cut `wanted`, with each piece on all ranks along those axes that cut `cut` and are `shared`.  That is
     a halo as wide as the piece, whose adjoint adds up the gradients.
     """
-    axes = [a for a in mine.axes if a in shared]
+    axes = [a for a in cut.axes if a in shared]
     if not axes:
         return wanted
     fine = refine_cut(wanted, axes, dict(layout.axes))
@@ -239,15 +239,15 @@ def _held_along(mine: Cut, wanted: Cut, shared: Sequence[str], layout: Layout) -
     return fine.holding([wanted.owned(i // every) for i in range(fine.pieces)])
 
 
-def _in_one_structure(mine: CutGroup, wanted: CutGroup) -> tuple[CutGroup, CutGroup] | None:
+def _in_one_structure(cuts: CutGroup, wanted: CutGroup) -> tuple[CutGroup, CutGroup] | None:
     """Return pairs of cuts of the same sizes: those of a dim as it lies, and as it is wanted. None where it was
     flattened from other dims.
     """
     if not any(c.is_cut for c in wanted):
-        return mine, tuple(c.uncut() for c in mine)
-    if not any(c.is_cut for c in mine):
+        return cuts, tuple(c.uncut() for c in cuts)
+    if not any(c.is_cut for c in cuts):
         return tuple(c.uncut() for c in wanted), wanted
-    for source, target in ((mine, wanted), (merge_cut_group(mine), merge_cut_group(wanted))):
+    for source, target in ((cuts, wanted), (merge_cut_group(cuts), merge_cut_group(wanted))):
         if [c.size for c in source] == [c.size for c in target]:
             return source, target
     return None

@@ -92,15 +92,15 @@ def linear_onto_cuts(
     stored = weight_layout(weight, x)
     held = layout_of_held_tokens(x.layout, stored) if is_dtensor(weight) else None
     if held is not None:
-        made = held if last is None else held.replace_dim(held.ndim - 1, *last)
-        w = rearrange_rows(local_weight(weight, x, held), stored.dim(0), made.dim(made.ndim - 1), x)
-        return add_bias(Tile(F.linear(x.local, w), made, x.mesh), bias)
+        result = held if last is None else held.replace_dim(held.ndim - 1, *last)
+        w = rearrange_rows(local_weight(weight, x, held), stored.dim(0), result.dim(result.ndim - 1), x)
+        return add_bias(Tile(F.linear(x.local, w), result, x.mesh), bias)
     job = plan_contraction(x.layout, stored, last)
     out = job.result(x.layout)
     if type(weight) is nn.Parameter:
-        mine = job.parameter_at_work(weight, x, averaged_over(weight) / out.replicas)
-        if mine is not None:
-            return add_bias(job.run(x, mine), bias)
+        parameter = job.parameter_at_work(weight, x, averaged_over(weight) / out.replicas)
+        if parameter is not None:
+            return add_bias(job.run(x, parameter), bias)
         # taken before it enters, so that the gradient of this rank's rows is scaled, not zeros beside it
         return add_bias(job.run(x, local_weight(job.rows_at_work(weight, x), x, out)), bias)
     w = rearrange_rows(local_weight(weight, x, out), stored.dim(0), job.stored.dim(0), x)
@@ -109,8 +109,8 @@ def linear_onto_cuts(
 
 def _bring_contracted_dim_together(input: Tile, weight: Tile) -> list[Tile]:
     """Return x and a W that is a tile, with the dim that they share at the same points where the same axes cut it."""
-    mine, other = input.layout.dim(input.ndim - 1), weight.layout.dim(1)
-    if [(c.size, c.axes) for c in mine] != [(c.size, c.axes) for c in other]:
+    of_input, other = input.layout.dim(input.ndim - 1), weight.layout.dim(1)
+    if [(c.size, c.axes) for c in of_input] != [(c.size, c.axes) for c in other]:
         return [input, weight]
     return bring_together([input, weight], [[None] * (input.ndim - 1) + ["k"], [None, "k"]])
 
@@ -128,12 +128,12 @@ def _sum_over_input_pieces(input: Tile, weight: StoredWeight, bias: StoredWeight
     One sum here, where the grid's reduce-scatter and a gather after it would be two calls of as many bytes.
     """
     x = _without_halo_along_last(input)
-    last, axes, mine = x.ndim - 1, stored.dim_axes(1), stored.dim(1)
+    last, axes, contracted = x.ndim - 1, stored.dim_axes(1), stored.dim(1)
     rows = x.local
     if not x.layout.is_cut(last):
-        rows = take_owned_rows(comm.use_in_parts(rows, x.mesh, axes), last, mine, x.layout, x.coordinate)
+        rows = take_owned_rows(comm.use_in_parts(rows, x.mesh, axes), last, contracted, x.layout, x.coordinate)
     # the products differ along `axes`, so no gradient of W is divided among replicas: its columns belong to one rank
-    partial = F.linear(rows, local_weight(weight, x, x.layout.replace_dim(last, *mine)))
+    partial = F.linear(rows, local_weight(weight, x, x.layout.replace_dim(last, *contracted)))
     out = x.layout.replace_dim(last, whole_dim(weight.shape[0]))
     home = layout_before_gather(out, axes, out.dim(last))
     if home is not None:

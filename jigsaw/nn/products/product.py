@@ -309,5 +309,5 @@ def _expand_term(term: str, ndim: int) -> list[str]:
 
 
 def _with_dots(term: str, dots: Sequence[str]) -> list[str]:
-    before, there, after = term.partition("...")
-    return [*before, *(dots if there else ()), *after]
+    before, ellipsis, after = term.partition("...")
+    return [*before, *(dots if ellipsis else ()), *after]

@@ -52,13 +52,13 @@ def _answer_recurrence(function: Any) -> None:
         masks = bool(train and num_layers > 1 and dropout)
         _check_recurrence(function, [input, *states], params, has_biases, masks)
         batch, steps = (0, 1) if batch_first else (1, 0)
-        there = with_whole_dims(input.owned(), (steps, 2))
-        layouts = [_state_layout(s, there.layout, batch) for s in states]
-        begin = [_local_state(s, there, layout) for s, layout in zip(states, layouts, strict=True)]
-        rows, none_here = there.local, not there.local.shape[batch]
+        tile = with_whole_dims(input.owned(), (steps, 2))
+        layouts = [_state_layout(s, tile.layout, batch) for s in states]
+        begin = [_local_state(s, tile, layout) for s, layout in zip(states, layouts, strict=True)]
+        rows, none_here = tile.local, not tile.local.shape[batch]
         if none_here:  # torch refuses an empty batch; a sequence of zeros keeps this rank in the graph
             rows, begin = _with_one_more(rows, batch), [_with_one_more(s, 1) for s in begin]
-        weights = [plain_operand(w, there) for w in (gathered_weight(w, there) for w in params) if w is not None]
+        weights = [plain_operand(w, tile) for w in (gathered_weight(w, tile) for w in params) if w is not None]
         options = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
         output, *last = function(rows, begin if len(begin) > 1 else begin[0], weights, *options)
         if none_here:
@@ -66,8 +66,8 @@ def _answer_recurrence(function: Any) -> None:
         home = input.layout.without_halo()
         size = output.shape[2]
         goal = home if size == home.shape[2] else home.replace_dim(2, whole_dim(size))
-        found = brought_home(Tile(output, there.layout.replace_dim(2, whole_dim(size)), there.mesh), goal)
-        return found, *(Tile(s, layout, there.mesh) for s, layout in zip(last, layouts, strict=True))
+        answer = brought_home(Tile(output, tile.layout.replace_dim(2, whole_dim(size)), tile.mesh), goal)
+        return answer, *(Tile(s, layout, tile.mesh) for s, layout in zip(last, layouts, strict=True))
 
     implements_torch(function, either=("input", "hx", "params", "has_biases"))(handler)
 

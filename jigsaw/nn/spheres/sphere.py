@@ -69,9 +69,9 @@ def plan_sphere(layout: Layout, lat: int, bands: LatitudeBands, columns: int, na
     *Raises*: `ShardingError` for latitudes or longitudes that were flattened with other dims.
     """
     rows, circle = single_cut(layout, lat, name).bare(), single_cut(layout, lat + 1, name).bare()
-    made = stretched_cut(refine_cut(rows, circle.axes, dict(layout.axes)), len(bands))
+    target = stretched_cut(refine_cut(rows, circle.axes, dict(layout.axes)), len(bands))
     home = stretched_cut(rows, len(bands)), stretched_cut(circle, columns)
-    return SpherePlan(made, tuple(_needed_rows(bands, made.owned(i)) for i in range(made.pieces)), home)
+    return SpherePlan(target, tuple(_needed_rows(bands, target.owned(i)) for i in range(target.pieces)), home)
 
 
 def stretched_cut(cut: Cut, size: int) -> Cut:
@@ -81,8 +81,8 @@ def stretched_cut(cut: Cut, size: int) -> Cut:
     return Cut(size, tuple(ceil_div(p * size, cut.size) for p in cut.points), cut.axes)
 
 
-def _needed_rows(bands: LatitudeBands, made: Interval) -> Interval:
-    named = [b for b in bands[made[0] : made[1]] if b[0] < b[1]]
+def _needed_rows(bands: LatitudeBands, rows: Interval) -> Interval:
+    named = [b for b in bands[rows[0] : rows[1]] if b[0] < b[1]]
     return (min(a for a, _ in named), max(b for _, b in named)) if named else (0, 0)
 
 
@@ -118,14 +118,14 @@ def _row_offsets(rows: Tensor, count: int) -> Tensor:
 
 
 def _psi_of_rows(
-    kernels: Tensor, rows: Tensor, columns: Tensor, made: Interval, held: Interval, width: int, transposed: bool
+    kernels: Tensor, rows: Tensor, columns: Tensor, target: Interval, held: Interval, width: int, transposed: bool
 ) -> tuple[Tensor, ...]:
-    """Return the entries of a DISCO psi that make the rows `made` from the rows `held`, counted from the first of each.
-    That is which they are, where each row of entries begins, and their kernel, row and column.
+    """Return the entries of a DISCO psi that make the rows `target` from the rows `held`, counted from the first of
+    each. These are their places, the begin of each row of entries, and their kernel, row and column.
     """
     makes = columns // width if transposed else rows
-    (at,) = ((makes >= made[0]) & (makes < made[1])).nonzero(as_tuple=True)
-    of_row, of_column = (held[0], made[0]) if transposed else (made[0], held[0])
+    (at,) = ((makes >= target[0]) & (makes < target[1])).nonzero(as_tuple=True)
+    of_row, of_column = (held[0], target[0]) if transposed else (target[0], held[0])
     kernels, rows, columns = kernels[at], rows[at] - of_row, columns[at] - of_column * width
     # entries of one kernel and row lie side by side
     starts = torch.ones(len(at), dtype=torch.bool, device=at.device)
@@ -166,21 +166,21 @@ def _answer_contraction(name: str, *, transposed: bool) -> None:
         )
         plan = plan_sphere(inp.layout, lat, bands, nlon_out, name)
         source = plan.source(inp.layout.without_halo(), lat)
-        there = source.replace_dim(lat, plan.made).replace_dim(lat + 1, whole_dim(nlon_out))
-        there = there.drop((2,)) if transposed else there.insert(2, kernel_size)
+        layout = source.replace_dim(lat, plan.made).replace_dim(lat + 1, whole_dim(nlon_out))
+        layout = layout.drop((2,)) if transposed else layout.insert(2, kernel_size)
         held = inp.with_layout(source).local
-        piece = there.piece(plan.made, inp.coordinate)
-        made, needed = plan.made.owned(piece), plan.needs[piece]
+        piece = layout.piece(plan.made, inp.coordinate)
+        rows, needed = plan.made.owned(piece), plan.needs[piece]
         at, *psi = _kept_part(
             col_idx,
-            (made, needed, transposed),
-            lambda: _psi_of_rows(ker_idx, row_idx, col_idx, made, needed, width, transposed),
+            (rows, needed, transposed),
+            lambda: _psi_of_rows(ker_idx, row_idx, col_idx, rows, needed, width, transposed),
         )
         if len(at) and held.numel():
-            out = function(held.contiguous(), *psi, vals[at], kernel_size, made[1] - made[0], nlon_out)
+            out = function(held.contiguous(), *psi, vals[at], kernel_size, rows[1] - rows[0], nlon_out)
         else:
-            out = empty_result(there.local_shape(inp.coordinate), held)
-        return _circles_at_home(Tile(out, there, inp.mesh), lat - 1 if transposed else lat + 1, plan)
+            out = empty_result(layout.local_shape(inp.coordinate), held)
+        return _circles_at_home(Tile(out, layout, inp.mesh), lat - 1 if transposed else lat + 1, plan)
 
 
 def _circles_at_home(tile: Tile, lat: int, plan: SpherePlan) -> Tile:
@@ -267,27 +267,27 @@ def _answer_attention(name: str) -> None:
         bands = _latitude_bands(col_idx, nlat_out, entries)
         queries, keys, values = (_with_whole_channels(x) for x in (qw, kw, vw))
         plan = plan_sphere(queries.layout, 1, bands, nlon_out, name)
-        there = plan.source(queries.layout.without_halo(), 1).replace_dim(1, plan.made)
-        batch = there.dim(0)
-        q = queries.with_layout(there).local
+        layout = plan.source(queries.layout.without_halo(), 1).replace_dim(1, plan.made)
+        batch = layout.dim(0)
+        q = queries.with_layout(layout).local
         k, v = (
             x.with_layout(plan.source(x.layout.without_halo().replace_dim(0, *batch), 1)).local for x in (keys, values)
         )
-        piece = there.piece(plan.made, qw.coordinate)
-        made, held = plan.made.owned(piece), plan.needs[piece]
+        piece = layout.piece(plan.made, qw.coordinate)
+        own_rows, held = plan.made.owned(piece), plan.needs[piece]
         psi = _kept_part(
             col_idx,
-            (made, held),
-            lambda: _neighbours_of_rows(col_idx, row_off, seg, seg_off, made, held, width, upward),
+            (own_rows, held),
+            lambda: _neighbours_of_rows(col_idx, row_off, seg, seg_off, own_rows, held, width, upward),
         )
         if q.numel() and v.numel():
             weights = quad_weights[held[0] : held[1]]
-            out = _operator(name)(k, v, q, weights, *psi, nh, nlon_in, made[1] - made[0], nlon_out)
+            out = _operator(name)(k, v, q, weights, *psi, nh, nlon_in, own_rows[1] - own_rows[0], nlon_out)
         else:
             out = empty_result((*q.shape[:-1], vw.shape[-1]), q, k, v)
         features = stretched_cut(single_cut(qw.layout, 3, name), vw.shape[3])
         home = qw.layout.without_halo().replace_dim(3, features)  # queries lie on the grid of the result
-        return Tile(out, there.replace_dim(3, whole_dim(vw.shape[3])), mesh).with_layout(home)
+        return Tile(out, layout.replace_dim(3, whole_dim(vw.shape[3])), mesh).with_layout(home)
 
 
 def _with_whole_channels(x: Tile) -> Tile:
@@ -306,16 +306,16 @@ def _neighbours_of_rows(
     offsets: Tensor,
     arcs: Tensor,
     arc_offsets: Tensor,
-    made: Interval,
+    target: Interval,
     held: Interval,
     width: int,
     upward: bool,
 ) -> tuple[Tensor, ...]:
-    """Return what makes the rows `made` from the rows `held` in an attention's psi, counted from the first of each.
-    That is columns and their row offsets, and the same as arcs of longitude.
+    """Return the neighbors that make the rows `target` from the rows `held` in an attention's psi, counted from the
+    first of each. That is columns and their row offsets, and the same as arcs of longitude.
     """
     if not upward:
-        (a, b), low = made, held[0]
+        (a, b), low = target, held[0]
         arcs = arcs[arc_offsets[a] : arc_offsets[b]].clone()
         arcs[:, 0] -= low
         columns = columns[offsets[a] : offsets[b]] - low * width
@@ -324,14 +324,14 @@ def _neighbours_of_rows(
 
     def of_both(latitudes: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
         rows = torch.repeat_interleave(begins.diff())
-        keep = (rows >= a) & (rows < b) & (latitudes >= made[0]) & (latitudes < made[1])
+        keep = (rows >= a) & (rows < b) & (latitudes >= target[0]) & (latitudes < target[1])
         return keep, _row_offsets(rows[keep] - a, count).to(begins.dtype)
 
     keep, new_offsets = of_both(columns // width, offsets)
     keep_arcs, new_arc_offsets = of_both(arcs[:, 0], arc_offsets)
     arcs = arcs[keep_arcs]
-    arcs[:, 0] -= made[0]
-    return columns[keep] - made[0] * width, new_offsets, arcs, new_arc_offsets
+    arcs[:, 0] -= target[0]
+    return columns[keep] - target[0] * width, new_offsets, arcs, new_arc_offsets
 
 
 for _name in ("_neighborhood_s2_attention_optimized", "_neighborhood_s2_attention_torch"):

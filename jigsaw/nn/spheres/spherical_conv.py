@@ -48,16 +48,16 @@ class SphericalConv(nn.Module):
         dtype: torch.dtype = torch.complex64,
     ) -> None:
         super().__init__()
-        there, back = forward_transform, inverse_transform
-        if (there.lmax, there.mmax) != (back.lmax, back.mmax):
+        forth, back = forward_transform, inverse_transform
+        if (forth.lmax, forth.mmax) != (back.lmax, back.mmax):
             raise ShardingError(
-                f"SphericalConv: the forward transform makes {there.lmax} degrees, and the inverse takes {back.lmax}; "
+                f"SphericalConv: the forward transform makes {forth.lmax} degrees, and the inverse takes {back.lmax}; "
                 "give both the lesser lmax"
             )
         if operator_type not in ("dhconv", "diagonal"):
             raise ShardingError(f"SphericalConv: operator_type={operator_type!r}; use 'dhconv' or 'diagonal'")
-        self.operator_type, self.forward_transform, self.inverse_transform = operator_type, there, back
-        modes = (there.lmax,) if operator_type == "dhconv" else (there.lmax, there.mmax)
+        self.operator_type, self.forward_transform, self.inverse_transform = operator_type, forth, back
+        modes = (forth.lmax,) if operator_type == "dhconv" else (forth.lmax, forth.mmax)
         weight = torch.randn(in_channels, out_channels, *modes, device=device, dtype=dtype)
         self.weight = nn.Parameter(weight * in_channels**-0.5)
         self.bias = nn.Parameter(weight.new_zeros(out_channels, dtype=dtype.to_real())) if bias else None

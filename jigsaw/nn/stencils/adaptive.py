@@ -53,10 +53,10 @@ def adaptive_sizes(input: Tile, dims: int, output_size: OutputSize) -> dict[int,
     first = input.ndim - dims
     if len(sizes) != dims or input.ndim not in (dims + 1, dims + 2):
         raise ShardingError(f"adaptive pooling of {dims} dims to {output_size} of a Tile of {tuple(input.shape)}")
-    found = {first + i: input.shape[first + i] if m is None else m for i, m in enumerate(sizes)}
-    if min(found.values()) < 1:
+    wanted = {first + i: input.shape[first + i] if m is None else m for i, m in enumerate(sizes)}
+    if min(wanted.values()) < 1:
         raise ShardingError(f"adaptive pooling to {output_size}: every size must be at least 1")
-    return found
+    return wanted
 
 
 def pool_adaptive_windows(input: Tile, sizes: Mapping[int, int], reduce: Callable[..., Tensor]) -> Tile:

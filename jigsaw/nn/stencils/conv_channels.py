@@ -61,8 +61,10 @@ def plan_channels(
     stored = weight_layout(weight, input)
     inputs, outputs = (0, 1) if transposed else (1, 0)
     by_inputs = groups == 1 and stored.cut_dims == (inputs,)
-    made = whole_dim(weight.shape[outputs]) if by_inputs else _made_channels(stored, groups, transposed, weight.shape)
-    of_weight = stored.dim(inputs)[0] if by_inputs else made
+    channels = (
+        whole_dim(weight.shape[outputs]) if by_inputs else _made_channels(stored, groups, transposed, weight.shape)
+    )
+    of_weight = stored.dim(inputs)[0] if by_inputs else channels
     if not of_weight.is_cut and not cut.is_cut:
         return None
     other = [a for d in range(input.ndim) if d != 1 for a in input.layout.dim_axes(d)]
@@ -74,8 +76,8 @@ def plan_channels(
             f"cut the Tile's channels along that axis or not at all, and its other dims along other axes"
         )
     if by_inputs:
-        return ChannelPlan(made, ((0, cut.size),), True, of_weight)
-    return _output_channels(cut, made, groups, sizes[1] < sizes[0])
+        return ChannelPlan(channels, ((0, cut.size),), True, of_weight)
+    return _output_channels(cut, channels, groups, sizes[1] < sizes[0])
 
 
 def _made_channels(stored: Layout, groups: int, transposed: bool, shape: Sequence[int]) -> Cut:
@@ -93,14 +95,14 @@ def _made_channels(stored: Layout, groups: int, transposed: bool, shape: Sequenc
 
 
 @lru_cache(maxsize=1024)
-def _output_channels(cut: Cut, made: Cut, groups: int, smaller_output: bool) -> ChannelPlan:
+def _output_channels(cut: Cut, channels: Cut, groups: int, smaller_output: bool) -> ChannelPlan:
     """Plan the cut of the output channels: that of the weight where it has one, else after the input."""
     # Example: 12 channels on four ranks, 3 each, become 8: y is cut at 0, 2, 4, 6, 8.  In 4 groups rank 1 needs its own
     # 3 channels for channels 2:4 of y, and nothing is sent.  In one group it needs all 12.  Because y is smaller, each
     # rank convolves its 3 for all 8 channels (`row`), and the sums travel instead.
-    total, inside, outside = made.size, cut.size // groups, made.size // groups
-    if made.is_cut:
-        out = made
+    total, inside, outside = channels.size, cut.size // groups, channels.size // groups
+    if channels.is_cut:
+        out = channels
     elif groups > 1:
         # a group that the input's cut divides goes whole to the lower side
         points = tuple(min(ceil_div(p, inside), groups) * outside for p in cut.points)
@@ -114,7 +116,7 @@ def _output_channels(cut: Cut, made: Cut, groups: int, smaller_output: bool) -> 
             f"a convolution with groups={groups} makes {outside} channels a group, but they are cut at {out.points}; "
             f"cut at multiples of {outside}"
         )
-    row = groups == 1 and smaller_output and not made.is_cut
+    row = groups == 1 and smaller_output and not channels.is_cut
     pieces = [out.owned(i) for i in range(out.pieces)]
     if groups == 1:
         needs = [(0, cut.size) if p < q else (0, 0) for p, q in pieces]

@@ -141,23 +141,29 @@ class HaloPlan:
 @lru_cache(maxsize=1024)
 def plan_halo(layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoordinate) -> HaloPlan | None:
     """Plan how this rank convolves by strips; None where they would not pay on every rank (`_STRIP_SHARE`)."""
-    derived = {d: (found, piece) for d, found, piece in plan_stencil(layout, along, coord, "convolution").derived}
+    derived = {
+        d: (derivation, piece) for d, derivation, piece in plan_stencil(layout, along, coord, "convolution").derived
+    }
     ways = {a.dim: a for a in along}
     cuts = {d: layout.dim(d)[0] for d in derived}
     # from every piece, not this rank's alone, because all ranks must make the same decision to send
     splits: dict[int, list[DimSplit]] = {}
-    for d, (found, _) in derived.items():
+    for d, (derivation, _) in derived.items():
         rule = cast(StencilWindow, ways[d].rule)
-        splits[d] = [split_dim(cuts[d], rule, found, i, ways[d].wrap) for i in range(cuts[d].pieces)]
+        splits[d] = [split_dim(cuts[d], rule, derivation, i, ways[d].wrap) for i in range(cuts[d].pieces)]
         if not all(s.is_worth_it for s in splits[d]):
             return None
-    mine = {d: splits[d][piece] for d, (_, piece) in derived.items()}
-    slabs = [_halo_strip(layout, at, high, splits, mine, coord) for at in range(len(mine)) for high in (False, True)]
+    own_splits = {d: splits[d][piece] for d, (_, piece) in derived.items()}
+    slabs = [
+        _halo_strip(layout, at, high, splits, own_splits, coord)
+        for at in range(len(own_splits))
+        for high in (False, True)
+    ]
     box, wanted = [slice(None)] * layout.ndim, [slice(None)] * layout.ndim
-    own = [0 if a.dim in mine else cast(StencilWindow, a.rule).below for a in along]
-    padding = [mine[a.dim].padding if a.dim in mine else p for a, p in zip(along, own, strict=True)]
+    own = [0 if a.dim in own_splits else cast(StencilWindow, a.rule).below for a in along]
+    padding = [own_splits[a.dim].padding if a.dim in own_splits else p for a, p in zip(along, own, strict=True)]
     for d, (_, piece) in derived.items():
-        low, s = cuts[d].held[piece][0], mine[d]
+        low, s = cuts[d].held[piece][0], own_splits[d]
         box[d] = slice(s.box[0] - low, s.box[1] - low)
         wanted[d] = slice(s.skip, s.skip + s.count)
     return HaloPlan(tuple(box), tuple(padding), tuple(own), tuple(wanted), tuple(s for s in slabs if s is not None))
@@ -168,7 +174,7 @@ def _halo_strip(
     at: int,
     high: bool,
     splits: dict[int, list[DimSplit]],
-    mine: dict[int, DimSplit],
+    own_splits: dict[int, DimSplit],
     coord: MeshCoordinate,
 ) -> HaloStrip | None:
     """Return the slab below or above along the `at`-th of the dims; None where no rank has any."""
@@ -176,13 +182,13 @@ def _halo_strip(
     def strip(s: DimSplit) -> StripRows:
         return s.high if high else s.low
 
-    here = list(splits)[at]
-    if all(strip(s).rows[0] == strip(s).rows[1] for s in splits[here]):
+    dim = list(splits)[at]
+    if all(strip(s).rows[0] == strip(s).rows[1] for s in splits[dim]):
         return None
     pads, place = [(0, 0)] * layout.ndim, [slice(None)] * layout.ndim
     target = layout
     for i, d in enumerate(splits):
-        s = mine[d]
+        s = own_splits[d]
         # a corner belongs to one strip, that of the first dim.  The rows of lat's strips reach over all that lon needs,
         # lon's only over the box of lat; otherwise the corner's rows would be added twice
         rows = [strip(p).rows if i == at else p.box if i < at else p.inside for p in splits[d]]
@@ -195,7 +201,7 @@ def _halo_strip(
             pads[d] = inner[0] - s.need[0], s.need[1] - inner[1]
             place[d] = slice(s.skip, s.skip + s.count)
     flat = tuple(p for d in reversed(range(2, layout.ndim)) for p in pads[d])
-    adds = strip(mine[here]).count > 0
+    adds = strip(own_splits[dim]).count > 0
     return HaloStrip(target, target.local_shape(coord), flat, tuple(place), adds)
 
 
@@ -308,12 +314,12 @@ class _HaloConvolution(torch.autograd.Function):
         mask = list(ctx.needs_input_grad[:3])
         if torch.is_grad_enabled():  # differentiable twice, at the price of another exchange
             wanted = [v for v, needs in zip((x, weight, bias), mask, strict=True) if needs]
-            found = iter(
+            gradients = iter(
                 torch.autograd.grad(op.again(x, weight, bias), wanted, grads[0][halo.wanted], create_graph=True)
             )
-            return *(next(found) if needs else None for needs in mask), None, None, None, None
-        found = _gradients_with_strips(grads[0], x, weight, padded, mask, op, halo, layout, mesh)
-        return *found, None, None, None, None
+            return *(next(gradients) if needs else None for needs in mask), None, None, None, None
+        gradients = _gradients_with_strips(grads[0], x, weight, padded, mask, op, halo, layout, mesh)
+        return *gradients, None, None, None, None
 
 
 def _strip_gradients(

@@ -83,10 +83,10 @@ def _input_rows_read(r: ResampledDim, dtype: torch.dtype) -> tuple[tuple[int, ..
     """Return for every output row the first and last input row that it reads, and the weight of the second of two."""
     if r.mode in _NEAREST:
         # torch finds the row in floating point, so its own rounding decides
-        how: dict[str, Any] = {"size": r.m} if r.scale is None else {"scale_factor": r.scale}
+        options: dict[str, Any] = {"size": r.m} if r.scale is None else {"scale_factor": r.scale}
         with without_modes():  # while a graph is traced, tensors have no values
             rows = torch.arange(r.n, dtype=dtype if dtype in (torch.float32, torch.float64) else torch.float32)
-            first = tuple(int(i) for i in F.interpolate(rows[None, None], mode=r.mode, **how)[0, 0])
+            first = tuple(int(i) for i in F.interpolate(rows[None, None], mode=r.mode, **options)[0, 0])
         return first, first, (0.0,) * r.m
     if r.antialias:
         reads = [(taps[0][0], taps[-1][0]) for taps in _antialias_taps(r)]
@@ -156,9 +156,12 @@ def interpolate(
     if mode == "area":
         return adaptive_avg_pool(input, dims, sizes)
     if mode not in (*_NEAREST, *_LINEAR, "bicubic") or (antialias and (mode not in _ANTIALIASED or dims != 2)):
-        how = f"mode={mode!r}, antialias={antialias} along {dims} dims"
+        options = f"mode={mode!r}, antialias={antialias} along {dims} dims"
         raise refusal_error(
-            interpolate, input, f"{how} is not answered on a cut dim", "redistribute so that the spatial dims are whole"
+            interpolate,
+            input,
+            f"{options} is not answered on a cut dim",
+            "redistribute so that the spatial dims are whole",
         )
     along = tuple(sizes), tuple(scales)
     resampled = _dims_to_resample(input.layout.shape[2:], *along, mode, bool(align_corners), antialias)
@@ -205,9 +208,9 @@ def _sizes_and_scales(
     if size is not None:
         sizes = list(entry_per_dim(size, len(rows), "size"))
     else:
-        given = [scale_factor] * len(rows) if isinstance(scale_factor, (int, float)) else list(scale_factor or ())
-        sizes = [int(n * s) for n, s in zip(rows, given, strict=True)]
-        scales = [None if recompute or m == n * s else s for n, m, s in zip(rows, sizes, given, strict=True)]
+        factors = [scale_factor] * len(rows) if isinstance(scale_factor, (int, float)) else list(scale_factor or ())
+        sizes = [int(n * s) for n, s in zip(rows, factors, strict=True)]
+        scales = [None if recompute or m == n * s else s for n, m, s in zip(rows, sizes, factors, strict=True)]
     if min(sizes) < 1:
         raise ShardingError(
             f"interpolate of spatial dims {tuple(rows)} to {tuple(sizes)}: every size must be at least 1"
@@ -240,8 +243,8 @@ def _plan_resampling(
     to = plan_stencil(layout, along, coord, "interpolate")
     touched_dims = {dim: (derived.needs[piece], derived.out.held[piece]) for dim, derived, piece in to.derived}
     rows = {d: touched_dims[d][0] if d in touched_dims else (0, r.n) for d, r in by_dim.items()}
-    given = [stop - start for start, stop in rows.values()]
-    sizes, crops = list(given), list[tuple[int, int, int]]()
+    counts = [stop - start for start, stop in rows.values()]
+    sizes, crops = list(counts), list[tuple[int, int, int]]()
     by_row: list[tuple[int, ResampledDim, int, tuple[int, int]]] = []
     for d, r in by_dim.items():
         p, q = r.ratio
@@ -255,13 +258,13 @@ def _plan_resampling(
             by_row.append((d, r, need[0], out))
     first = resampled[0]
     align = None if first.mode in _NEAREST else first.align_corners
-    how = {"mode": first.mode, "align_corners": align, "antialias": first.antialias}
-    return ResamplingPlan(to, None if sizes == given else sizes, how, crops, by_row)
+    options = {"mode": first.mode, "align_corners": align, "antialias": first.antialias}
+    return ResamplingPlan(to, None if sizes == counts else sizes, options, crops, by_row)
 
 
 def _resample_local(x: Tensor, to: ResamplingPlan) -> Tensor:
     """Interpolate the gathered rows: by the plain op where that is exact, then row by row."""
-    given = memory_format_of(x) if to.by_row else None
+    memory_format = memory_format_of(x) if to.by_row else None
     if to.sizes is not None:
         x = F.interpolate(x, to.sizes, **to.how)
     for d, start, length in to.crops:
@@ -270,7 +273,7 @@ def _resample_local(x: Tensor, to: ResamplingPlan) -> Tensor:
     for d, r, low, out in to.by_row:
         x = _interpolate_by_row(x, d, r, low, out)
     # picked rows lose the memory format of channels last
-    return x if given is None else x.contiguous(memory_format=given)
+    return x if memory_format is None else x.contiguous(memory_format=memory_format)
 
 
 def _interpolate_by_row(x: Tensor, dim: int, r: ResampledDim, low: int, out: tuple[int, int]) -> Tensor:

@@ -55,8 +55,8 @@ def _unfold_columns(
         input.layout, tuple(DimStencil(2 + i, w) for i, w in enumerate(windows)), input.coordinate, "unfold"
     )
     x = gather_input_rows(input, to)
-    here = to.shape
-    local_shape = (*here[:2], math.prod(sizes), *here[2:])
+    shape = to.shape
+    local_shape = (*shape[:2], math.prod(sizes), *shape[2:])
     if to.is_empty:
         columns = empty_result(local_shape, x)
     else:
@@ -203,17 +203,17 @@ def _put_back(
     values, places = gather_input_rows(input, to), gather_input_rows(indices, to)
     if to.is_empty:
         return Tile(empty_result(to.shape, values), to.out, input.mesh)
-    rest, row, here = places, torch.zeros_like(places), torch.ones_like(places, dtype=torch.bool)
+    rest, row, is_inside = places, torch.zeros_like(places), torch.ones_like(places, dtype=torch.bool)
     stride_here = 1
     by_dim = {dim: derived.out.held[piece] for dim, derived, piece in to.derived}
     for d in reversed(range(first, input.ndim)):
         low, high = by_dim[d]
         at, rest = rest % wanted[d - first], rest // wanted[d - first]
-        here &= (at >= low) & (at < high)
+        is_inside &= (at >= low) & (at < high)
         row += (at - low) * stride_here
         stride_here *= high - low
     # values of a neighbor go to one extra place, which is left out
-    flat = torch.where(here, row, stride_here).flatten(first)
+    flat = torch.where(is_inside, row, stride_here).flatten(first)
     out = values.new_zeros((*values.shape[:first], stride_here + 1)).scatter(first, flat, values.flatten(first))
     return Tile(out.narrow(first, 0, stride_here).reshape(to.shape), to.out, input.mesh)
 

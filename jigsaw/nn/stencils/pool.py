@@ -127,8 +127,8 @@ def _max_pool_and_places(
         places = x.new_zeros(to.shape, dtype=torch.int64)
         return Tile(empty_result(to.shape, x), to.out, input.mesh), Tile(places, to.out, input.mesh)
     own = _own_padding(input.layout, windows)
-    how = [[w.kernel for w in windows], [w.stride for w in windows], own, [w.dilation for w in windows], ceil]
-    values, flat = _WITH_INDICES[dims - 1](x, *how)
+    options = [[w.kernel for w in windows], [w.stride for w in windows], own, [w.dilation for w in windows], ceil]
+    values, flat = _WITH_INDICES[dims - 1](x, *options)
     return Tile(values, to.out, input.mesh), Tile(_global_places(flat, x, input, dims, to), to.out, input.mesh)
 
 
@@ -268,8 +268,8 @@ def adaptive_avg_pool(input: Tile, dims: int, output_size: OutputSize) -> Tile:
 
 def _adaptive_uncut(x: Tile, dims: int, first: int, wanted: Sequence[int]) -> Tile:
     """Pool the dims that nothing cuts by the plain op; the others have their size already."""
-    here = x.layout.local_shape(x.coordinate)
-    local_sizes = [here[first + i] if is_cut_or_haloed(x.layout, first + i) else wanted[i] for i in range(dims)]
+    shape = x.layout.local_shape(x.coordinate)
+    local_sizes = [shape[first + i] if is_cut_or_haloed(x.layout, first + i) else wanted[i] for i in range(dims)]
     layout = x.layout
     for i in range(dims):
         if not is_cut_or_haloed(layout, first + i):

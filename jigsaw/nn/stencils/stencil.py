@@ -94,12 +94,12 @@ def plan_stencil(layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoord
         if not (a.always or is_cut_or_haloed(layout, a.dim)):
             out = out.replace_dim(a.dim, whole_dim(a.rule.size(cut.size)))
             continue
-        found = derive_cut(cut, a.rule, a.wrap, a.grow)
+        derivation = derive_cut(cut, a.rule, a.wrap, a.grow)
         piece = layout.piece(cut, coord)
-        out = out.replace_dim(a.dim, found.out)
-        target = target.replace_dim(a.dim, cut.holding(found.needs))
-        margins[a.dim] = found.margins[piece]
-        derived.append((a.dim, found, piece))
+        out = out.replace_dim(a.dim, derivation.out)
+        target = target.replace_dim(a.dim, cut.holding(derivation.needs))
+        margins[a.dim] = derivation.margins[piece]
+        derived.append((a.dim, derivation, piece))
     # margins are per cut, as the boxes of an exchange are; no stencil slides along a dim of several cuts, so it has
     # none
     by_cut = tuple(m for d, group in enumerate(layout.dims()) for m in [margins[d]] * len(group))
