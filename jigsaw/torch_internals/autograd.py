@@ -113,7 +113,7 @@ def result_metadata(node: Any) -> Any:
 
 def forward_pre_hooks(module: nn.Module) -> list[Any]:
     """Return the hooks that run before a module; public is nothing that lists them."""
-    return list(module._forward_pre_hooks.values())
+    return list(private_attribute(module, "_forward_pre_hooks")(module).values())
 
 
 def call_instead(module: Any, call: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
