@@ -179,7 +179,8 @@ class CacheFolder:
         return handle
 
     def _wait_for(self, file: BinaryIO, name: str) -> None:
-        patience, last, since = _patience_of_environment(), os.fstat(file.fileno()).st_mtime_ns, time.monotonic()
+        patience = _number_of_environment("JIGSAW_CACHE_TIMEOUT", _USUAL_PATIENCE_SECONDS, "seconds")
+        last, since = os.fstat(file.fileno()).st_mtime_ns, time.monotonic()
         pause, longest = _LOCK_POLL_SECONDS
         while True:
             with suppress(BlockingIOError):
@@ -217,10 +218,6 @@ def _user_name(number: int) -> str:
         return f"user {pwd.getpwuid(number).pw_name!r}"
     except KeyError:
         return f"user {number}"
-
-
-def _patience_of_environment() -> float:
-    return _number_of_environment("JIGSAW_CACHE_TIMEOUT", _USUAL_PATIENCE_SECONDS, "seconds")
 
 
 def _number_of_environment(name: str, usual: float, unit: str) -> float:

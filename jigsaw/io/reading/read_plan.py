@@ -322,33 +322,32 @@ def _parts_by_array(part: ReadPart, joined: JoinedArrays) -> list[ReadPart]:
 # -- the text of a plan -----------------------------------------------------------------------------------------------
 
 
-def plan_text(plan: ReadPlan) -> str:
-    """Return the text of ``str(plan)``: a head, and the blocks of `plan_blocks`, with the stored names of dims."""
+def plan_text(plan: ReadPlan, head: Sequence[str] = (), dims: Sequence[str] = ()) -> str:
+    """Return a plan as text: what is read, the table of ranks, the reasons, the other ways, who decodes which chunks.
+
+    A report that knows more than the plan gives its own `head` and names of `dims`.
+    """
     layout = plan.request.layout
     steps, channels = layout.shape[:2]
-    dims = _stored_dims(plan)
+    dims = dims or _stored_dims(plan)
     space = " x ".join(f"{dim} {n}" for dim, n in zip(dims, layout.shape[2:], strict=True))
     axes = ", ".join(f"{name}={n}" for name, n in layout.axes)
     who = f"{plan.ranks} ranks ({axes})" if plan.ranks > 1 else "one rank"
-    head = [
-        f"{steps} steps of {channels} channels, {space}, read by {who}",
-        requests_text(plan),
-        *missing_chunk_lines(plan),
-    ]
-    return "\n\n".join("\n".join(lines) for lines in (head, *plan_blocks(plan, dims)))
+    blocks = (
+        [
+            *(head or [f"{steps} steps of {channels} channels, {space}, read by {who}"]),
+            f"{plan.total.requests} requests{_lookups_text(plan.lookups)}",
+            *_missing_chunk_lines(plan),
+        ],
+        _rank_table(plan, dims),
+        plan_reasons(plan),
+        _amplification_lines(plan),
+        _decoder_lines(plan),
+    )
+    return "\n\n".join("\n".join(lines) for lines in blocks)
 
 
-def plan_blocks(plan: ReadPlan, dims: Sequence[str]) -> list[list[str]]:
-    """Return the lines of each block: the table of ranks, the reasons, the other ways, who decodes which chunks."""
-    return [_rank_table(plan, dims), plan_reasons(plan), _amplification_lines(plan), _decoder_lines(plan)]
-
-
-def requests_text(plan: ReadPlan) -> str:
-    """Describe the requests of all ranks, and what each asks the store before it knows where the chunks lie."""
-    return f"{plan.total.requests} requests{_lookups_text(plan.lookups)}"
-
-
-def missing_chunk_lines(plan: ReadPlan) -> list[str]:
+def _missing_chunk_lines(plan: ReadPlan) -> list[str]:
     """Say how many needed chunks are not in the store, and what becomes of them; no line where none is missing."""
     missing = sum(map(len, plan.missing.values()))
     if not missing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jigsaw.io.datasets.dataset import Dataset
-from jigsaw.io.reading.read_plan import NAMES_LISTED, ReadPlan, missing_chunk_lines, plan_blocks, requests_text
+from jigsaw.io.reading.read_plan import NAMES_LISTED, ReadPlan, plan_text
 from jigsaw.io.reports.recommend import ChunkOption, MeshOption, ReadFigures, Recommendation
 from jigsaw.io.text_tables import align_columns, bytes_text
 
@@ -14,12 +14,7 @@ _WORTH_TELLING = 1.05  # predictions are not more accurate
 
 
 def plan_report(dataset: Dataset, plan: ReadPlan) -> str:
-    """Return the plan of some samples as text: what is read of which store, and the text of `plan_blocks`."""
-    blocks = (_plan_lines(dataset, plan), *plan_blocks(plan, dataset.frame.dims))
-    return "\n\n".join("\n".join(lines) for lines in blocks)
-
-
-def _plan_lines(dataset: Dataset, plan: ReadPlan) -> list[str]:
+    """Return the text of a plan, headed by what is read of which store."""
     frame, layout = dataset.frame, plan.request.layout
     steps, count = layout.shape[:2]
     more = f" and {count - NAMES_LISTED} more" if count > NAMES_LISTED else ""
@@ -34,15 +29,14 @@ def _plan_lines(dataset: Dataset, plan: ReadPlan) -> list[str]:
     # axes that cut nothing, because `spec`, or the name of a dim, does not name them
     cutting = {axis for cut in layout.cuts for axis in cut.axes}
     dims, idle = ", ".join(frame.dims), [name for name, n in frame.domain if n > 1 and name not in cutting]
-    return [
+    head = [
         str(dataset.store.url),
         *dataset.store.notes,
         f"reads {steps} steps of {count} channels ({names}), {space}",
         f"mesh {_mesh_text(dataset)}; halo {', '.join(halos) or 'none'}; {' and '.join(modes)} reading",
         *(f"axis {axis} cuts none of the dims {dims}: all ranks along it read the same" for axis in idle),
-        requests_text(plan),
-        *missing_chunk_lines(plan),
     ]
+    return plan_text(plan, head, frame.dims)
 
 
 def advice_report(dataset: Dataset, found: Recommendation, tables: bool = False) -> str:

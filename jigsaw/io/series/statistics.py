@@ -102,14 +102,29 @@ class Statistics(Mapping[str, dict[str, float]]):
         Raises: `FieldError` for a path that does not exist or does not hold statistics, and for another number of names
         than channels.
         """
-        return read_statistics(path, None if fields is None else tuple(fields))
+        named = None if fields is None else tuple(fields)
+        if isinstance(path, Mapping):
+            return _read_each({name: Path(file) for name, file in path.items()}, named, f"statistics of {dict(path)}")
+        at = Path(path)
+        if at.is_dir():
+            return _read_each(_files_in_folder(at), named, f"statistics {at}")
+        if not at.is_file():
+            raise FieldError(f"there is no file or folder of statistics {str(at)!r}")
+        found = _files_of_set(at.parent, at.name, _GRAPHCAST_FILES) or _files_of_set(at.parent, at.name, _MAKANI_FILES)
+        if found:
+            return _read_each(found, named, f"statistics {at.parent}")
+        return _with_field_names(_read_own(at), named)
 
     def write(self, path: StatisticsPath) -> None:
         """Write ``.nc``, ``.npz`` or ``.json``; the file appears when it is complete.
 
         Raises: `FieldError` for another ending.
         """
-        write_statistics(self, path)
+        at = check_statistics_path(path)
+        if not self.fields:
+            raise FieldError(f"{self.source} have no names; read them with fields=[…] before they are written")
+        made = {".nc": _as_nc, ".npz": _as_npz, ".json": _as_json}[at.suffix](self)
+        replace_file(at, made, "write again: what was there is there still")
 
     def mean_std(self, channels: Sequence[FieldChannel]) -> dict[str, tuple[float, float]]:
         """Return the mean and std of every channel by its name: what `normalize=` takes.
@@ -171,21 +186,6 @@ _GRAPHCAST_FILES = {
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
-
-
-def read_statistics(path: str | os.PathLike[str] | Mapping[str, Any], fields: FieldNames | None = None) -> Statistics:
-    """See `Statistics.read`."""
-    if isinstance(path, Mapping):
-        return _read_each({name: Path(file) for name, file in path.items()}, fields, f"statistics of {dict(path)}")
-    at = Path(path)
-    if at.is_dir():
-        return _read_each(_files_in_folder(at), fields, f"statistics {at}")
-    if not at.is_file():
-        raise FieldError(f"there is no file or folder of statistics {str(at)!r}")
-    found = _files_of_set(at.parent, at.name, _GRAPHCAST_FILES) or _files_of_set(at.parent, at.name, _MAKANI_FILES)
-    if found:
-        return _read_each(found, fields, f"statistics {at.parent}")
-    return _with_field_names(_read_own(at), fields)
 
 
 def _files_in_folder(folder: Path) -> dict[str, Path]:
@@ -353,15 +353,6 @@ def check_statistics_path(path: str | os.PathLike[str]) -> Path:
     if not Path(path).parent.is_dir():
         raise FieldError(f"statistics are to be written to {str(path)!r}, whose folder is not there; make it first")
     return Path(path)
-
-
-def write_statistics(found: Statistics, path: str | os.PathLike[str]) -> None:
-    """See `Statistics.write`."""
-    at = check_statistics_path(path)
-    if not found.fields:
-        raise FieldError(f"{found.source} have no names; read them with fields=[…] before they are written")
-    made = {".nc": _as_nc, ".npz": _as_npz, ".json": _as_json}[at.suffix](found)
-    replace_file(at, made, "write again: what was there is there still")
 
 
 def replace_file(path: Path, content: bytes, remedy: str) -> None:

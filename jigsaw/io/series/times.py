@@ -126,7 +126,8 @@ class TimeAxis:
         else:
             start, stop = self._between(first, last)
         if start >= stop:
-            raise WindowError(f"time={wanted} selects no step; the store has {len(self)}, {self._span()}")
+            held = f"{self.stamps[0]} to {self.stamps[-1]}" if len(self) else "none at all"
+            raise WindowError(f"time={wanted} selects no step; the store has {len(self)}, {held}")
         return start, stop
 
     def _between(self, first: Any, last: Any) -> tuple[int, int]:
@@ -149,9 +150,6 @@ class TimeAxis:
         if months:
             raise WindowError(f"{duration!r} has no fixed length; write it in days or hours")
         return count
-
-    def _span(self) -> str:
-        return f"{self.stamps[0]} to {self.stamps[-1]}" if len(self) else "none at all"
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -286,7 +286,8 @@ class AskedAugmentations:
             raise FieldError(f"augment={given!r} must be {wanted}")
         steps = tuple(each for each in given if isinstance(each, Augmentation))
         own = tuple(given[len(steps) :])
-        if tuple(given[: len(steps)]) != steps or not all(map(callable, own)) or any(map(_is_class, own)):
+        are_functions = all(callable(each) and not isinstance(each, type) for each in own)
+        if tuple(given[: len(steps)]) != steps or not are_functions:
             raise FieldError(f"augment={list(given)!r} must be {wanted}")
         return cls(steps, own)
 
@@ -311,10 +312,6 @@ class AskedAugmentations:
                 )
             tile = made
         return tile
-
-
-def _is_class(value: Any) -> bool:
-    return isinstance(value, type)
 
 
 def _is_number(value: Any) -> bool:

@@ -171,20 +171,15 @@ def open_volumes(
         augment=AskedAugmentations.of(augment),
         seed=seed,
     )
-    _check_augment_fits(made)
+    for step in made.augment.steps:
+        for volume in range(len(made.images)):
+            step.check_fits(made.sample_grid(volume))
     _check_nothing_beyond(made)
     for index in range(0, len(made), crops):
         made.plans_of(
             made.crop(index), made.frame_of([index])
         )  # what cannot be planned is refused here, not at the first batch
     return replace(made, found=find_foreground(maps, foreground, device_mesh, renamed)) if foreground else made
-
-
-def _check_augment_fits(made: Volumes) -> None:
-    """Raise `GridError` where a step does not fit the samples."""
-    for step in made.augment.steps:
-        for volume in range(len(made.images)):
-            step.check_fits(made.sample_grid(volume))
 
 
 def _check_nothing_beyond(made: Volumes) -> None:
