@@ -111,9 +111,9 @@ def room_of(function: object) -> str:
     entry = table.entries.get(function)
     found = table.find_rest(function) if entry is None else entry.handler
     plain = getattr(found, "func", found)
-    if plain.__name__ == "_write_what_is_new":  # written into its first argument
-        return REFUSED if found.args[0].__name__ in unknown_functions.CHANGES_SHAPE else room_of(found.args[1])
-    if plain.__name__ == "run_unknown_function":
+    if plain is unknown_functions.write_new_values:  # written into its first argument
+        return REFUSED if found.args[0] in unknown_functions.CHANGES_SHAPE else room_of(found.args[1])
+    if plain is unknown_functions.run_unknown_function:
         return REFUSED
     room = plain.__module__.removeprefix("jigsaw.")
     return "pointwise" if room == "ops.pointwise" else room

@@ -36,7 +36,7 @@ from jigsaw.comm.wire_values import lie_in_one_memory
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.meeting.common_cuts import APART_MARK, apart_mark, set_apart_mark, with_moved_rows
-from jigsaw.ops.pointwise import changes_in_place
+from jigsaw.ops.pointwise import changes_in_place, functions_named
 from jigsaw.tile.table import table
 from jigsaw.tile.tile import (
     Tile,
@@ -298,14 +298,13 @@ def is_written_back(value: Any, tile: Tile, index: Any) -> bool:
 
 # -- what changes a tile in place -------------------------------------------------------------------------------------
 
-_WRITES_NOTHING = frozenset("requires_grad_ detach_ rename_ share_memory_".split())
+_WRITES_NOTHING = functions_named("requires_grad_ detach_ rename_ share_memory_")
 
 
 @lru_cache(maxsize=4096)
 def change_watcher(function: Any) -> Callable[..., Any] | None:
     """Return the check before a function that may change its first argument in place runs on tiles; None for others."""
-    name = getattr(function, "__name__", "")
-    if changes_in_place(function) and name not in _WRITES_NOTHING:
+    if changes_in_place(function) and function not in _WRITES_NOTHING:
         return _before_change
     code = getattr(function, "__code__", None)
     arguments = () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

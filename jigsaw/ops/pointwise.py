@@ -37,7 +37,6 @@ from jigsaw.tile.tile import (
     leave_tile,
     refusal_error,
     shared_mesh,
-    tiles_in,
 )
 
 # -- tiles meet -------------------------------------------------------------------------------------------------------
@@ -166,38 +165,48 @@ def wrap_tiles(out: Any, layout: Layout, tile: Tile) -> Any:
 
 # -- pointwise --------------------------------------------------------------------------------------------------------
 
-COPYING_NAMES = frozenset("to float double half bfloat16 int long bool type type_as clone detach contiguous".split())
-_AUGMENTED = frozenset(
-    "__iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ "
-    "__ilshift__ __irshift__".split()
-)
-_OPERATORS = (
-    COPYING_NAMES
+
+def functions_named(names: str, ends: Sequence[str] = ("",)) -> frozenset[Any]:
+    """Return torch's functions and tensor methods of these names."""
+    full = [name + end for name in names.split() for end in ends]
+    named = [getattr(owner, name, None) for owner in (torch, Tensor, F, torch.special) for name in full]
+    return frozenset(function for function in named if function is not None)
+
+
+def _operators_named(names: str) -> frozenset[Any]:
+    return frozenset(getattr(Tensor, f"__{name}__") for name in names.split())
+
+
+COPYING_FUNCTIONS = functions_named("to float double half bfloat16 int long bool type type_as clone detach contiguous")
+_AUGMENTED = _operators_named("iadd isub imul idiv itruediv ifloordiv imod ipow iand ior ixor ilshift irshift")
+# pointwise functions that torch does not tag
+_UNTAGGED = (
+    COPYING_FUNCTIONS
     | _AUGMENTED
-    | frozenset(
-        "__radd__ __rsub__ __rmul__ __rdiv__ __rtruediv__ __rfloordiv__ __rpow__ __add__ __sub__ __mul__ __truediv__ "
-        "__div__ __floordiv__ __mod__ __pow__ "
-        "__lshift__ __rshift__ __rlshift__ __rrshift__ __rand__ __ror__ __rxor__ __pos__ "
-        "__neg__ __abs__ __invert__ __and__ __or__ __xor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
-        "zeros_like ones_like full_like empty_like conj real imag complex polar "
-        "relu6 hardswish softplus log_sigmoid nan_to_num isclose isfinite isnan isinf isreal square logit xlogy "
-        "masked_fill_".split()
+    | _operators_named(
+        "radd rsub rmul rdiv rtruediv rfloordiv rpow add sub mul truediv div floordiv mod pow lshift rshift rlshift "
+        "rrshift rand ror rxor pos neg abs invert and or xor eq ne lt le gt ge"
     )
-)
-# other names of pointwise functions, which torch does not tag; in place too
-_ALIASES = frozenset(
-    "abs true_divide eq ne gt ge lt le copysign heaviside expit ndtr gammaln psi gammainc gammaincc multigammaln "
-    "absolute arccos arccosh arcsin arcsinh arctan arctanh arctan2 divide fix floor_divide multiply negative subtract "
-    "not_equal greater greater_equal less less_equal byte char short cfloat cdouble chalf resolve_conj "
-    "resolve_neg".split()
+    | functions_named(
+        "zeros_like ones_like full_like empty_like conj real imag complex polar hardswish logsigmoid isclose isreal "
+        "masked_fill_"
+    )
+    # other names of tagged ones
+    | functions_named(
+        "abs copysign heaviside "
+        "true_divide eq ne gt ge lt le expit ndtr gammaln psi gammainc gammaincc multigammaln absolute arccos arccosh "
+        "arcsin arcsinh arctan arctanh arctan2 divide fix floor_divide multiply negative subtract not_equal greater "
+        "greater_equal less less_equal byte char short cfloat cdouble chalf resolve_conj resolve_neg",
+        ends=("", "_"),
+    )
 )
 
 
 def is_pointwise(function: Any) -> bool:
     """Say whether torch tags the function (its aten overloads) as pointwise and it draws no random numbers."""
-    name = getattr(function, "__name__", "").removeprefix("special_")
-    if name in _OPERATORS or name.removesuffix("_") in _ALIASES:
+    if function in _UNTAGGED:
         return True
+    name = getattr(function, "__name__", "").removeprefix("special_")
     packet = (
         getattr(torch.ops.aten, name, None) or getattr(torch.ops.aten, f"special_{name}", None)
         if name and not name.startswith("__")
@@ -210,148 +219,123 @@ def is_pointwise(function: Any) -> bool:
     return not random and any(torch.Tag.pointwise in t for t in tags)
 
 
+# A pointwise function has one way, `run_pointwise`, and one that is quick where nothing has to move, as in most calls:
+# tiles that lie alike, numbers, and plain tensors of which each rank needs all (`_ready_at_once`).
+
+
 def run_on_tiles(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a pointwise function that makes a new tensor.  It is quick for tiles that lie alike, numbers, and plain
-    tensors of which each rank needs all, as in most calls.
-    """
-    first: Any = None
-    ready: list[Any] = []
-    for value in args:
-        if type(value) is Tile:
-            if first is None:
-                first = value
-                if value.layout.without_beyond() is not value.layout:
-                    return _run_pointwise(function, *args, **kwargs)
-            elif value.layout is not first.layout or value.mesh is not first.mesh:
-                return _run_on_other_tiles(function, args, kwargs)
-            ready.append(value.local)
-        elif type(value) in _NO_TENSORS:
-            if value not in numbers_met and first is not None:
-                meet_number(value, first.mesh)
-            ready.append(value)
-        else:
-            return _run_beside_plain(function, args, kwargs)
-    if first is None or not _NO_TENSORS.issuperset(map(type, kwargs.values())):
-        return _run_pointwise(function, *args, **kwargs)
+    """Run a pointwise function that makes a new tensor."""
+    at_once = _ready_at_once(args, kwargs)
+    if at_once is None:
+        return run_pointwise(function, *args, **kwargs)
+    first, ready = at_once
     out = function(*ready, **kwargs)
     return Tile(out, first.layout, first.mesh) if type(out) is Tensor else wrap_tiles(out, first.layout, first)
 
 
-def _run_on_other_tiles(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Do `run_on_tiles` for tiles of several layouts, and numbers."""
-    if not all(type(value) is Tile or type(value) in _NO_TENSORS for value in (*args, *kwargs.values())):
-        return _run_pointwise(function, *args, **kwargs)
-    tiles = [value for value in args if type(value) is Tile]
-    layout, locals_ = align_tiles(tiles)
-    ready = iter(locals_)
-    out = function(*[next(ready) if type(value) is Tile else value for value in args], **kwargs)
-    return wrap_tiles(out, layout, tiles[0])
-
-
-def _run_beside_plain(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Do `run_on_tiles` for tiles of one layout, numbers, and plain tensors."""
-    first = next((value for value in args if type(value) is Tile), None)
-    if first is None or not _NO_TENSORS.issuperset(map(type, kwargs.values())):
-        return _run_pointwise(function, *args, **kwargs)
-    if not _meet_at_once(args, first):
-        return _run_pointwise(function, *args, **kwargs)
-    return wrap_tiles(function(*_ready_at_once(args, first), **kwargs), first.layout, first)
-
-
 def run_in_place(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a pointwise function that changes its first argument; quick where nothing has to move, and the
-    shape stays.
-    """
+    """Run a pointwise function that changes its first argument."""
     target = args[0] if args else None
-    if type(target) is not Tile or not _NO_TENSORS.issuperset(map(type, kwargs.values())):
-        return _run_pointwise(function, *args, **kwargs)
-    if not _meet_at_once(args, target) or has_moved_rows(target.local):
-        return _run_pointwise(function, *args, **kwargs)
-    function(*_ready_at_once(args, target), **kwargs)
+    is_own = type(target) is Tile and not has_moved_rows(target.local)
+    at_once = _ready_at_once(args, kwargs) if is_own else None
+    if at_once is None:
+        return run_pointwise(function, *args, **kwargs)
+    function(*at_once[1], **kwargs)
     return target
-
-
-def _meet_at_once(args: Sequence[Any], first: Tile) -> bool:
-    """Say whether nothing moves: tiles lie as `first` does, others are numbers, and each rank takes plain tensors
-    whole.
-    """
-    layout, mesh = first.layout, first.mesh
-    for value in args:
-        kind = type(value)
-        lies_alike = value.layout is layout and value.mesh is mesh if kind is Tile else kind in _NO_TENSORS
-        if kind is float and value not in numbers_met:
-            meet_number(value, mesh)
-        if not lies_alike and not (kind in (Tensor, Parameter) and is_taken_whole(value, layout)):
-            return False
-    return layout.without_beyond() is layout
-
-
-def _ready_at_once(args: Sequence[Any], first: Tile) -> list[Any]:
-    return [
-        value.local
-        if type(value) is Tile
-        else plain_operand(value, first, is_whole=True)
-        if isinstance(value, Tensor)
-        else value
-        for value in args
-    ]
 
 
 def run_copy(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a pointwise function that makes the same rows again, of another dtype or in other memory."""
     first = args[0] if args else None
     if type(first) is not Tile or not _NO_TENSORS.issuperset(map(type, (*args[1:], *kwargs.values()))):
-        return _run_pointwise(function, *args, **kwargs)
-    if function.__name__ == "contiguous" and apart_mark(first.local) is not None:
-        if len(args) == 1 and not kwargs and is_whole_contiguous(first):
-            return first
-        # its rows may be contiguous on some ranks only
-        return wrap_tiles(in_own_memory(function(first.local, *args[1:], **kwargs), first), first.layout, first)
+        return run_pointwise(function, *args, **kwargs)
     out = function(first.local, *args[1:], **kwargs)
-    if out is first.local and not has_moved_rows(out):
-        return first
-    return wrap_tiles(out, first.layout, first)
+    return first if out is first.local and not has_moved_rows(out) else wrap_tiles(out, first.layout, first)
 
 
 _NO_TENSORS = frozenset((int, float, complex, bool, str, torch.dtype, torch.device, torch.memory_format, type(None)))
 
 
-def _run_pointwise(function: Any, *args: Any, **kwargs: Any) -> Any:
-    tiles = list(tiles_in((args, kwargs)))
-    in_place = changes_in_place(function)
+def _ready_at_once(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tile, list[Any]] | None:
+    """Return the first tile and the local arguments, or None where something has to move."""
+    first: Any = None
+    ready: list[Any] = []
+    plain: list[int] = []
+    for value in args:
+        kind = type(value)
+        if kind is Tile:
+            if first is None:
+                first = value
+                if value.layout.without_beyond() is not value.layout:
+                    return None
+            elif value.layout is not first.layout or value.mesh is not first.mesh:
+                return None
+            ready.append(value.local)
+            continue
+        if kind in _NO_TENSORS:
+            if value not in numbers_met and first is not None:
+                meet_number(value, first.mesh)
+        elif kind is Tensor or kind is Parameter:
+            plain.append(len(ready))
+        else:
+            return None
+        ready.append(value)
+    if first is None or (kwargs and not _NO_TENSORS.issuperset(map(type, kwargs.values()))):
+        return None
+    return None if plain and not _enter_plain(ready, plain, first) else (first, ready)
+
+
+def _enter_plain(ready: list[Any], places: Sequence[int], first: Tile) -> bool:
+    """Let plain tensors at these places meet a tile; False where a rank does not need all of one."""
+    for at in places:
+        if not is_taken_whole(ready[at], first.layout):
+            return False
+    for at in places:
+        ready[at] = plain_operand(ready[at], first, is_whole=True)
+    return True
+
+
+def run_pointwise(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a pointwise function on any tiles, plain tensors and numbers, in place or not.
+
+    *Sends*: rows between cut points that differ; rows of one size that meet more.
+    """
+    values = (*args, *kwargs.values())
+    tiles = [value for value in values if isinstance(value, Tile)]
+    in_place, is_copy = changes_in_place(function), function in COPYING_FUNCTIONS
     if in_place and changes_plain(args):
         if not any(t.layout.cut_dims for t in tiles):
             return run_into_plain(function, args, kwargs)
         if fill_from_tiles(function, args, kwargs, is_pointwise=True):
             return function(*args, **kwargs)
+    shapes = [value.shape for value in values if isinstance(value, Tensor) and not isinstance(value, Tile)]
     if in_place:
-        _check_shape_of_target(function, args, kwargs)
-    shapes = _plain_shapes(args, kwargs)
-    tiles = [held_by_all(t, _growing_dims(shapes, t.layout)) for t in tiles]
+        _check_shape_of_target(function, args, [t.shape for t in tiles] + shapes)
+    if shapes:
+        tiles = [held_by_all(t, _growing_dims(shapes, t.layout)) for t in tiles]
     first = tiles[0]
     if len(tiles) == 1:
-        layout = first.layout if function.__name__ in COPYING_NAMES else first.layout.without_beyond()
+        layout = first.layout if is_copy else first.layout.without_beyond()
         is_there = layout is first.layout
         locals_ = [first.local if is_there else exchange_rows(first.local, first.layout, layout, first.mesh)]
     else:
         layout, locals_ = align_tiles(tiles, stays=0 if in_place else None)
-    grown = _grown_layout(shapes, layout)
-    if grown != layout:
-        layout = grown
+    if shapes:
+        layout = _grown_layout(shapes, layout)
     if in_place:
         _check_layout_of_target(function, args[0], layout)
     ready = iter(locals_)
-    ready_args, ready_kwargs = replace_tensors(
-        (args, kwargs), lambda _: next(ready), lambda x: cut_whole_tensor(x, first, layout)
-    )
-    out = function(*ready_args, **ready_kwargs)
-    return args[0] if in_place else wrap_tiles(out, layout, first)
-
-
-def _plain_shapes(args: Any, kwargs: Any) -> list[torch.Size]:
-    shapes: list[torch.Size] = []
-    replace_tensors((args, kwargs), lambda t: t.local, lambda x: shapes.append(x.shape) or x)
-    return shapes
+    own = [
+        next(ready)
+        if isinstance(value, Tile)
+        else cut_whole_tensor(value, first, layout)
+        if isinstance(value, Tensor)
+        else value
+        for value in values
+    ]
+    out = function(*own[: len(args)], **dict(zip(kwargs, own[len(args) :], strict=True)))
+    is_first = is_copy and out is first.local and not has_moved_rows(out)
+    return args[0] if in_place else first if is_first else wrap_tiles(out, layout, first)
 
 
 def _growing_dims(shapes: Sequence[torch.Size], layout: Layout) -> list[int]:
@@ -372,9 +356,10 @@ def _grown_layout(shapes: Sequence[torch.Size], layout: Layout) -> Layout:
 
 
 def changes_in_place(function: Any) -> bool:
-    """Say whether a function changes its first argument, by its name."""
+    """Say whether a function changes its first argument: an operator that does, or of a name that ends in ``_``."""
     name = getattr(function, "__name__", "")
-    return name in _AUGMENTED or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    is_operator = function in _AUGMENTED or function is Tensor.__setitem__
+    return is_operator or (name.endswith("_") and not name.endswith("__"))
 
 
 def changes_plain(args: Sequence[Any]) -> bool:
@@ -395,9 +380,8 @@ def run_into_plain(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     return function(*args, **kwargs)
 
 
-def _check_shape_of_target(function: Any, args: Sequence[Any], kwargs: Any) -> None:
+def _check_shape_of_target(function: Any, args: Sequence[Any], shapes: Sequence[torch.Size]) -> None:
     """Check, before anything is sent, that the target of a change in place keeps its shape."""
-    shapes = [t.shape for t in tiles_in((args, kwargs))] + _plain_shapes(args, kwargs)
     if not args or not isinstance(args[0], Tile) or torch.broadcast_shapes(*shapes) != args[0].shape:
         raise ShardingError(
             f"{function.__name__} of shapes {[tuple(s) for s in shapes]} cannot change its target in place: it must be "
@@ -438,7 +422,7 @@ def _divide_other(self: Tile, other: Any) -> Any:
 
 @implements_torch(Tensor.where)
 def _method_where(*args: Any, **kwargs: Any) -> Any:
-    return _run_pointwise(Tensor.where, *args, **kwargs)
+    return run_pointwise(Tensor.where, *args, **kwargs)
 
 
 @implements_torch(torch.where, either=("condition",))
@@ -463,6 +447,16 @@ def _cast_like(function: Any) -> None:
 
 _cast_like(Tensor.to)
 _cast_like(Tensor.type_as)
+
+
+@implements_torch(Tensor.contiguous)
+def _contiguous(input: Tile, **named: Any) -> Any:
+    if apart_mark(input.local) is None:
+        return run_copy(Tensor.contiguous, input, **named)
+    if not named and is_whole_contiguous(input):
+        return input
+    # its rows may be contiguous on some ranks only
+    return wrap_tiles(in_own_memory(input.local.contiguous(**named), input), input.layout, input)
 
 
 @implements_torch(F.relu)

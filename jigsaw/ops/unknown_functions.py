@@ -20,10 +20,11 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.ops.meeting.filling import fill_from_tiles
 from jigsaw.ops.meeting.plain_operands import plain_operand
 from jigsaw.ops.pointwise import (
-    COPYING_NAMES,
+    COPYING_FUNCTIONS,
     changes_in_place,
     changes_plain,
     check_halo_of_target,
+    functions_named,
     is_pointwise,
     replace_tensors,
     run_copy,
@@ -65,8 +66,8 @@ def uncut_tiles(out: Any, first: Tile) -> Any:
 def _find_handler(function: Any) -> TileHandler:
     if not is_pointwise(function):
         new = _function_that_makes_new(function)
-        return partial(run_unknown_function, function) if new is None else partial(_write_what_is_new, function, new)
-    if getattr(function, "__name__", "") in COPYING_NAMES:
+        return partial(run_unknown_function, function) if new is None else partial(write_new_values, function, new)
+    if function in COPYING_FUNCTIONS:
         return partial(run_copy, function)
     return partial(run_in_place if changes_in_place(function) else run_on_tiles, function)
 
@@ -74,8 +75,8 @@ def _find_handler(function: Any) -> TileHandler:
 table.find_rest = _find_handler
 
 
-CHANGES_SHAPE = frozenset(
-    "t_ squeeze_ unsqueeze_ transpose_ swapdims_ swapaxes_ as_strided_ resize_ resize_as_ set_ sparse_resize_".split()
+CHANGES_SHAPE = functions_named(
+    "t_ squeeze_ unsqueeze_ transpose_ swapdims_ swapaxes_ as_strided_ resize_ resize_as_ set_ sparse_resize_"
 )
 
 
@@ -85,18 +86,18 @@ def _function_that_makes_new(function: Any) -> Any:
     """
     name = getattr(function, "__name__", "")
     is_method = name.endswith("_") and not name.endswith("__") and getattr(Tensor, name, None) is function
-    return getattr(Tensor, name[:-1], None) if is_method and name not in _RANDOM else None
+    return getattr(Tensor, name[:-1], None) if is_method and function not in _RANDOM else None
 
 
-_RANDOM = frozenset("random_ uniform_ normal_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_".split())
+_RANDOM = functions_named("random_ uniform_ normal_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_")
 
 
-def _write_what_is_new(function: Any, new: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+def write_new_values(function: Any, new: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """Write the result of a function of the table into its first argument."""
     if not isinstance(input, Tile):
         return run_unknown_function(function, input, *args, **kwargs)
     stays = "the shape and the cuts of a Tile stay as they are", f"write x = x.{new.__name__}(...)"
-    if function.__name__ in CHANGES_SHAPE:
+    if function in CHANGES_SHAPE:
         raise refusal_error(function, input, *stays)
     # of a copy: what the function keeps for its gradient is not what is then written over
     out = new(input.clone() if input.requires_grad else input, *args, **kwargs)

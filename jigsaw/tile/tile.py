@@ -316,11 +316,12 @@ class Tile(TensorShell):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # `Tensor.T.__get__(tile)`, which C++ code and torch use
-        if func.__class__ is MethodWrapperType and func.__name__ in ("__get__", "__set__"):
-            name = func.__self__.__name__
-            if func.__name__ == "__set__":
-                return setattr(args[0], name, args[1])
-            return torch.strided if name == "layout" else getattr(args[0], name)
+        if func.__class__ is MethodWrapperType:
+            descriptor = func.__self__
+            if func == getattr(descriptor, "__set__", None):
+                return setattr(args[0], descriptor.__name__, args[1])
+            if func == getattr(descriptor, "__get__", None):
+                return torch.strided if descriptor is Tensor.layout else getattr(args[0], descriptor.__name__)
         return _call_handler(func, *args, **kwargs) if kwargs else _call_handler(func, *args)
 
     # No subscript of its own, because a Python class that has one is a sequence for C code, which would take it apart.
