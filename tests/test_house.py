@@ -284,3 +284,67 @@ def test_files_import_each_other_in_no_circle():
     for file in imported.modules - {file for file in imported.modules if imported.find_children(file)}:
         order.add(file, *imported.find_modules_directly_imported_by(file))
     order.prepare()  # raises graphlib.CycleError, which names the files
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+# rooms whose variables and sentences have been read for this; the others follow
+READ_ROOMS = {
+    "checkpoint", "dryrun", "fields", "geometry", "metrics", "nn", "parallel", "ranks", "stages", "testing"
+}  # fmt: skip
+READ_SOURCES = [file for file in SOURCES if file.relative_to(ROOT / "jigsaw").parts[0] in READ_ROOMS]
+FIRST_WORDS_THAT_ASK = {"what", "whether", "where", "who", "whom", "whose", "which", "of", "how", "when", "that", "why"}
+NAMES_THAT_SAY_NOTHING = {"found", "given", "made", "mine", "how", "there", "told", "said", "here"}
+BRITISH = re.compile(
+    r"\w*(?:neighbour|normalis|initialis|specialis|serialis|behaviour|colour|centre)\w*", re.IGNORECASE
+)
+IS_NO_NOUN = re.compile(r"(?<!here )\b(?:is|are) no (?!longer\b|more\b)\w+")
+
+
+def _docstrings(files):
+    """Every docstring, beside the place that it stands at."""
+    for file in files:
+        for node in ast.walk(_tree(file)):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                place = f"{file.relative_to(ROOT)}: {getattr(node, 'name', 'the module')}"
+                yield place, " ".join((ast.get_docstring(node) or "").split())
+
+
+def _asks(text):
+    return text.split(" ")[0].strip("`*.,:;").lower() in FIRST_WORDS_THAT_ASK
+
+
+def _hard_words(text):
+    prose = re.sub(r"`[^`]*`", "", text)
+    return [*BRITISH.findall(prose), *IS_NO_NOUN.findall(prose)]
+
+
+def _unclear_variables(tree):
+    """The names of variables and arguments within functions that say nothing of what they hold."""
+    for function in ast.walk(tree):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            names = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
+            names |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            yield from names & NAMES_THAT_SAY_NOTHING
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    assert _asks("Whether a tile is cut.")
+    assert not _asks("Say whether a tile is cut.")
+    assert not [place for place, text in _docstrings(SOURCES) if _asks(text)], "say Return, Say whether, Rows that"
+
+
+def test_docstrings_have_no_hard_words():
+    assert _hard_words("A mesh is no tensor of neighbours.") == ["neighbours", "is no tensor"]
+    assert not _hard_words("There is no mesh, and a rank is no longer one of the `neighbours`.")
+    assert not {place: words for place, text in _docstrings(READ_SOURCES) if (words := _hard_words(text))}
+
+
+def test_variables_are_nouns():
+    assert set(_unclear_variables(ast.parse("def f(how):\n    found = [made for made in how]"))) == {
+        "how",
+        "found",
+        "made",
+    }
+    unclear = {str(file.relative_to(ROOT)): sorted(_unclear_variables(_tree(file))) for file in READ_SOURCES}
+    assert not {name: words for name, words in unclear.items() if words}

@@ -85,7 +85,7 @@ def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = 
 
 
 def _agree_on_debugging() -> None:
-    """*Raises*: `RanksDifferError` on every rank, where some ranks compare messages and others do not."""
+    """Raise `RanksDifferError` on every rank if some ranks compare messages and others do not."""
     group = _world_group()
     if group.size() == 1 or dist.get_backend() == "fake":
         return

@@ -77,7 +77,7 @@ class WatchedPass:
         self._serial, self._thread = object(), get_ident()
 
     def see(self, tile: Tile) -> None:
-        """Number a tile that is made between modules, except for those of other threads, such as a loader's."""
+        """Give a number to a tile that is made between modules, except in other threads, such as a loader's."""
         if get_ident() == self._thread:
             self.number(tile)
 
