@@ -49,7 +49,7 @@ class KnownValues:
         if is_known and func.overloadpacket not in _UNFILLED and torch.Tag.nondeterministic_seeded not in func.tags:
             args, kwargs = pytree.tree_map(self._real_copy, (args, kwargs))
             with without_modes():
-                copies = pytree.tree_leaves(func(*args, **kwargs))
+                copies = [x for x in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
             for x, copy in zip(results, copies, strict=True):
                 self._copies[x] = copy
         elif operator_schema(func).is_mutable and any(x in self._copies for x in tensors):

@@ -54,6 +54,12 @@ old_grad: Any = private_name("torch:Tensor._grad")
 # The C++ function behind `torch.meshgrid`, which dispatches under its own name.
 cpp_meshgrid: Any = private_name("torch:_VF.meshgrid")
 
+# Says whether a tensor is a zero without memory.  Public: nothing tells.
+is_zero_tensor: Callable[[Any], bool] = private_name("torch:Tensor._is_zerotensor")
+
+# Raises later, on the device, where a tensor is false.  Public: `torch._check`, which waits for the value.
+assert_on_device: Callable[..., None] = private_name("torch:_assert_async")
+
 # -- looked up at their first call -----------------------------------------------------------------------------------
 
 # Gives a shell the number of changes from before it entered the graph.  Public: nothing sets it.
@@ -74,18 +80,12 @@ next_node_number = LateName("torch._C:_autograd._get_sequence_nr")
 # Says whether autograd knows a tensor as a view.  Public: nothing tells.
 is_view = LateName("torch:Tensor._is_view")
 
-# Says whether a tensor is a zero without memory.  Public: nothing tells.
-is_zero_tensor = LateName("torch:Tensor._is_zerotensor")
-
 # Counts who holds a memory and a tensor.  Public: `torch.utils.swap_tensors` counts, and tells nobody.
 memory_users = LateName("torch._C:_storage_Use_Count")
 tensor_users = LateName("torch:Tensor._use_count")
 
 # Exchanges the C++ tensors of two objects.  Public: `torch.utils.swap_tensors`, which refuses what has weak references.
 swap_tensors_in_place = LateName("torch._C:_swap_tensor_impl")
-
-# Raises later, on the device, where a tensor is false.  Public: `torch._check`, which waits for the value.
-assert_on_device = LateName("torch:_assert_async")
 
 # Lets functions dispatch to tiles again where torch has switched it off.  Public: nothing does.
 dispatching_again = LateName("torch.overrides:_enable_torch_function")

@@ -1,11 +1,12 @@
-"""Private names of torch.distributed: process groups, meshes, FSDP2 and DDP, each looked up when it is first needed."""
+"""Private names of torch.distributed: process groups, meshes, FSDP2 and DDP.  Most are looked up when first needed."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -22,8 +23,8 @@ WORLD_NAME = "_world"
 # The store of the job's ranks.  Public: only whoever makes a store has it, and torchrun's is made by torch.
 default_store = LateName("torch.distributed.distributed_c10d:_get_default_store")
 
-# The group of a name.  Public: `DeviceMesh.get_group`, which looks at the mesh's own ranks each time.
-group_of_name = LateName("torch.distributed.distributed_c10d:_resolve_process_group")
+# The group of a name, for every message.  Public: `DeviceMesh.get_group`, which looks at the mesh's ranks each time.
+group_of_name: Any = private_name("torch.distributed.distributed_c10d:_resolve_process_group")
 
 # What serves a group on a device.  Public: `get_backend`, which returns a name, and no time-out.
 backend_of_group = LateName("torch.distributed:ProcessGroup._get_backend")
@@ -33,9 +34,8 @@ unregister_group = LateName("torch._C:_distributed_c10d._unregister_process_grou
 set_rank_of_log = LateName("torch._C:_distributed_c10d._set_global_rank")
 
 
-def known_groups() -> Any:
-    """Return the object that holds torch's process groups, or jigsaw's in its place."""
-    return private_name("torch.distributed.distributed_c10d:" + WORLD_NAME)
+# Returns the object that holds torch's process groups, or jigsaw's in its place; every message asks.
+known_groups: Callable[[], Any] = partial(private_attribute(c10d, WORLD_NAME), c10d)
 
 
 def know_groups(world: Any) -> None:
