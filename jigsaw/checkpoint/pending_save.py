@@ -4,7 +4,7 @@ Example: four ranks save in the background.  On the main thread they plan which 
 its own to memory.  Then a thread of each writes its file, without messages.  The first rank gets the list of what it
 wrote, or its error.  It writes the index, gives the checkpoint its name only if all have written, and tells the others
 the result.  The threads use a separate gloo group, because on a group of the training their messages would mix with
-others, in another order on each rank.
+others, differently on each rank.
 """
 
 from __future__ import annotations

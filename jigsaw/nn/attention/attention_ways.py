@@ -163,9 +163,8 @@ def choose_attention_way(
     """Choose the way by the rule, or take the user's `asked_way`. The first of these that holds:
 
     1. *gathered* where all keys and values are at most a mebibyte, because it has the fewest messages;
-    2. *heads* or *heads+ring* where there is a head of keys for each rank that shares them out, and no other way sends
-    less (forward and backward together). Also no axis may cut a mask, because all ranks would have to be asked for its
-    rows;
+    2. *heads* or *heads+ring* where each rank that shares out heads has a head of keys, and no other way sends less
+    (forward and backward together). Also no axis may cut a mask, because all ranks would have to be asked for its rows;
     3. *ring* where all keys and values are more than what a rank has of queries, keys, values and results; *heads+ring*
        where that sends less, under the conditions of 2;
     4. *gathered*.
@@ -174,8 +173,8 @@ def choose_attention_way(
     cannot go both ways.
 
     A vision transformer of 4 billion parameters (42 layers, 2816 features in 44 heads) on 64,980 tokens in bfloat16, P
-    = 8.  A rank sends for each layer, forward and backward, in MB: gathered 640 and 640, ring 640 and 1,921, heads 160
-    and 160, heads and rings of two 229 and 412. It holds keys and values of 732, 274, 191 and 366 MB.
+    = 8.  A rank sends in a layer, in MB forward and backward: gathered 640 and 640, ring 640 and 1,921, heads 160 and
+    160, heads and rings of two 229 and 412. It holds keys and values of 732, 274, 191 and 366 MB.
 
     >>> from jigsaw.nn.attention.attention_ways import AttentionSizes, choose_attention_way
     >>> choice = choose_attention_way(AttentionSizes.of_tokens(64_980, ranks=8, heads=44, features=64))

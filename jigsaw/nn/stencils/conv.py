@@ -41,7 +41,7 @@ from jigsaw.ops.meeting.common_cuts import bring_to_cuts
 from jigsaw.tile.tile import Tile, implements_torch
 
 
-def convolve(input: Tile, weight: Tensor, bias: Tensor | None, geometry: ConvGeometry) -> Tile:
+def convolve(input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometry) -> Tile:
     """Return `input` convolved with `weight`, plus `bias`; the functions and modules of this file are its names.
 
     *Shapes*: ``[batch, channel, *space]`` or ``[channel, *space]``, global as in torch.  A spatial dim that is cut at p
@@ -55,60 +55,54 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, geometry: ConvGeo
     *Raises*: `ShardingError` for channels that do not fit, windows larger than the padded input, flattened dims.
     """
     if type(weight) in (Tensor, nn.Parameter) and isinstance(input, Tile):
-        plan = plan_of_whole_channels(input.layout, weight.shape, geometry, input.coordinate)
+        plan = plan_of_whole_channels(input.layout, weight.shape, conv, input.coordinate)
         if plan is not None:
-            return _convolve_whole_channels(input, weight, bias, geometry, plan)
-    _check_convolution(input, weight, geometry)
-    if input.ndim == geometry.dims + 1:
+            return _convolve_whole_channels(input, weight, bias, conv, plan)
+    _check_convolution(input, weight, conv)
+    if input.ndim == conv.dims + 1:
         batched = Tile(input.local.unsqueeze(0), input.layout.insert(0), input.mesh)
-        y = convolve(batched, weight, bias, geometry)
+        y = convolve(batched, weight, bias, conv)
         return Tile(y.local.squeeze(0), y.layout.drop((0,)), y.mesh)
-    if _is_pointwise_in_space(weight, geometry) and any(len(input.layout.dim(d)) > 1 for d in range(2, input.ndim)):
+    if _is_pointwise_in_space(weight, conv) and any(len(input.layout.dim(d)) > 1 for d in range(2, input.ndim)):
         apart = _without_flattened_space(input)
         if apart.ndim <= 5:  # torch convolves up to three dims
             for _ in range(apart.ndim - input.ndim):
                 weight = weight.unsqueeze(-1)
-            y = convolve(apart, weight, bias, _pointwise_geometry(apart.ndim - 2, geometry))
+            y = convolve(apart, weight, bias, _pointwise_geometry(apart.ndim - 2, conv))
             return y.reshape((*y.shape[:2], *input.shape[2:]))
     if not input.layout.is_cut(1) and input.layout.has_halo:
         input = input.with_layout(
             input.layout.replace_dim(1, whole_dim(input.shape[1]))
         )  # a halo of channels is dropped
-    if is_dtensor(weight) and geometry.transposed and geometry.groups > 1:
+    if is_dtensor(weight) and conv.transposed and conv.groups > 1:
         # channels are cut within groups, or between them: then each rank works on the whole groups that it has
         weight, bias = cast(Tensor, gathered_weight(weight, input)), gathered_weight(bias, input)
-    if is_dtensor(weight) and geometry.groups == 1:
-        input = bring_to_cuts(input, 1, weight_layout(weight, input).dim(0 if geometry.transposed else 1))
-    along = conv_dim_stencils(2, tuple(weight.shape[2:]), geometry)
+    if is_dtensor(weight) and conv.groups == 1:
+        input = bring_to_cuts(input, 1, weight_layout(weight, input).dim(0 if conv.transposed else 1))
+    along = conv_dim_stencils(2, tuple(weight.shape[2:]), conv)
     to = plan_stencil(input.layout, along, input.coordinate, "convolution")
-    channels = weight.shape[1] * geometry.groups if geometry.transposed else weight.shape[0]
+    channels = weight.shape[1] * conv.groups if conv.transposed else weight.shape[0]
     out = to.out.replace_dim(1, whole_dim(channels))
-    ways = plan_channels(
-        input, weight, geometry.groups, geometry.transposed, (math.prod(input.shape), math.prod(out.shape))
-    )
+    ways = plan_channels(input, weight, conv.groups, conv.transposed, (math.prod(input.shape), math.prod(out.shape)))
     if ways is None:
-        return _convolve_whole_channels(input, weight, bias, geometry, WholeChannelsPlan(along, to, out, None))
-    return _convolve_cut_channels(input, weight, bias, geometry, along, out.replace_dim(1, ways.out), ways)
+        return _convolve_whole_channels(input, weight, bias, conv, WholeChannelsPlan(along, to, out, None))
+    return _convolve_cut_channels(input, weight, bias, conv, along, out.replace_dim(1, ways.out), ways)
 
 
 def _convolve_whole_channels(
-    input: Tile, weight: Tensor, bias: Tensor | None, geometry: ConvGeometry, plan: WholeChannelsPlan
+    input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometry, plan: WholeChannelsPlan
 ) -> Tile:
     out = plan.out
     b = None if bias is None else local_weight(bias, input, out)
     w = local_weight(weight, input, out)
     if plan.padding is not None:
         x, w, b = _autocast_operands(input.local, w, b)
-        return Tile(_torch_convolution(x, w, b, geometry, plan.padding, geometry.output_padding), out, input.mesh)
-    return Tile(_convolve_local(input, w, b, geometry, plan.along, plan.to, out), out, input.mesh)
+        return Tile(_torch_convolution(x, w, b, conv, plan.padding, conv.output_padding), out, input.mesh)
+    return Tile(_convolve_local(input, w, b, conv, plan.along, plan.to, out), out, input.mesh)
 
 
-def _is_pointwise_in_space(weight: Tensor, geometry: ConvGeometry) -> bool:
-    is_still = (
-        all(s == 1 for s in geometry.stride)
-        and not any(map(sum, geometry.padding))
-        and not any(geometry.output_padding)
-    )
+def _is_pointwise_in_space(weight: Tensor, conv: ConvGeometry) -> bool:
+    is_still = all(s == 1 for s in conv.stride) and not any(map(sum, conv.padding)) and not any(conv.output_padding)
     return is_still and all(k == 1 for k in weight.shape[2:])
 
 
@@ -129,14 +123,14 @@ def _convolve_cut_channels(
     input: Tile,
     weight: Tensor,
     bias: Tensor | None,
-    geometry: ConvGeometry,
+    conv: ConvGeometry,
     along: tuple[DimStencil, ...],
     out: Layout,
     ways: ChannelPlan,
 ) -> Tile:
     """Run `convolve` where the input's channels or the weight's output channels are cut."""
-    w, b, groups = channel_weight(ways, input, weight, bias, out, geometry.groups, geometry.transposed)
-    geometry = replace(geometry, groups=groups)
+    w, b, groups = channel_weight(ways, input, weight, bias, out, conv.groups, conv.transposed)
+    conv = replace(conv, groups=groups)
     if ways.row:
         tile = input.with_layout(input.layout.replace_dim(1, input.layout.dim(1)[0].bare()))
         local = tile.local
@@ -146,7 +140,7 @@ def _convolve_cut_channels(
         tile = Tile(local, tile.layout.replace_dim(1, whole_dim(local.shape[1])), tile.mesh)
         to = plan_stencil(tile.layout, along, tile.coordinate, "convolution")
         held = out.replace_dim(1, whole_dim(ways.out.size))
-        sums = Tile(_convolve_local(tile, w, None, geometry, along, to, held), held, input.mesh)
+        sums = Tile(_convolve_local(tile, w, None, conv, along, to, held), held, input.mesh)
         if not ways.taken:
             # two ranks that hold a row would both add to it, so a halo, which saves the exchange of rows, ends here
             sums, out = sums.owned(), out.without_halo()
@@ -156,7 +150,7 @@ def _convolve_cut_channels(
             if ways.taken
             else add_partial_sums(sums.local, out, input)
         )
-        return Tile(y if b is None else y + b.to(y.dtype).reshape(-1, *[1] * geometry.dims), out, input.mesh)
+        return Tile(y if b is None else y + b.to(y.dtype).reshape(-1, *[1] * conv.dims), out, input.mesh)
     if not input.layout.is_cut(1):
         local = comm.use_in_parts(input.local, input.mesh, ways.out.axes)
         low, high = ways.needs[input.layout.piece(ways.out, input.coordinate)]
@@ -164,14 +158,14 @@ def _convolve_cut_channels(
         input = Tile(local, input.layout.replace_dim(1, whole_dim(high - low)), input.mesh)
     to = plan_stencil(input.layout, along, input.coordinate, "convolution")
     to = replace(to, target=ways.input(to.target))
-    return Tile(_convolve_local(input, w, b, geometry, along, to, out), out, input.mesh)
+    return Tile(_convolve_local(input, w, b, conv, along, to, out), out, input.mesh)
 
 
 def _convolve_local(
     input: Tile,
     weight: Tensor,
     bias: Tensor | None,
-    geometry: ConvGeometry,
+    conv: ConvGeometry,
     along: tuple[DimStencil, ...],
     to: StencilPlan,
     out: Layout,
@@ -184,49 +178,46 @@ def _convolve_local(
     is_empty = 0 in shape or not weight.numel()  # without input channels torch makes no output
     needs_channels = layout.is_cut(1)  # channels of other ranks come with the rows, in one exchange
     if not (to.derived or needs_channels or is_empty):
-        return _torch_convolution(x, weight, bias, geometry, [p for p, _ in geometry.padding], geometry.output_padding)
-    if not (geometry.transposed or needs_channels or is_empty):
+        return _torch_convolution(x, weight, bias, conv, [p for p, _ in conv.padding], conv.output_padding)
+    if not (conv.transposed or needs_channels or is_empty):
         halo = plan_halo(layout, along, input.coordinate)
         if halo is not None:
             op = PlainConvolution(
-                geometry.stride,
-                geometry.dilation,
-                geometry.groups,
-                partial(_convolve_gathered, layout, mesh, to, geometry),
+                conv.stride, conv.dilation, conv.groups, partial(_convolve_gathered, layout, mesh, to, conv)
             )
             return halo_convolution(x, weight, bias, op, halo, layout, mesh)
     if is_empty:
         return empty_result(shape, gather_input_rows(Tile(x, layout, mesh), to), weight, bias)
-    return _convolve_gathered(layout, mesh, to, geometry, x, weight, bias)
+    return _convolve_gathered(layout, mesh, to, conv, x, weight, bias)
 
 
 def _convolve_gathered(
     layout: Layout,
     mesh: DeviceMesh,
     to: StencilPlan,
-    geometry: ConvGeometry,
+    conv: ConvGeometry,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
 ) -> Tensor:
     """Convolve the rows that one exchange has assembled, padding included."""
-    spread = _convolve_transposed if geometry.transposed else _convolve_padded_rows
-    return spread(gather_input_rows(Tile(x, layout, mesh), to), weight, bias, geometry, to)
+    spread = _convolve_transposed if conv.transposed else _convolve_padded_rows
+    return spread(gather_input_rows(Tile(x, layout, mesh), to), weight, bias, conv, to)
 
 
-def _check_convolution(input: Tile, weight: Tensor, geometry: ConvGeometry) -> None:
+def _check_convolution(input: Tile, weight: Tensor, conv: ConvGeometry) -> None:
     if not isinstance(input, Tile) or isinstance(weight, Tile):
         raise ShardingError("a convolution takes a Tile and a plain weight: make the input a Tile with jigsaw.shard")
-    if input.ndim not in (geometry.dims + 1, geometry.dims + 2):
+    if input.ndim not in (conv.dims + 1, conv.dims + 2):
         raise ShardingError(
-            f"a {geometry.dims}-d convolution of a Tile of shape {tuple(input.shape)}: it needs {geometry.dims + 1} or "
-            f"{geometry.dims + 2} dims"
+            f"a {conv.dims}-d convolution of a Tile of shape {tuple(input.shape)}: it needs {conv.dims + 1} or "
+            f"{conv.dims + 2} dims"
         )
-    channels = input.shape[input.ndim - geometry.dims - 1]
-    expected = weight.shape[0] if geometry.transposed else weight.shape[1] * geometry.groups
+    channels = input.shape[input.ndim - conv.dims - 1]
+    expected = weight.shape[0] if conv.transposed else weight.shape[1] * conv.groups
     if channels != expected:
         raise ShardingError(
-            f"a convolution with weight {tuple(weight.shape)} and groups={geometry.groups} takes {expected} channels, "
+            f"a convolution with weight {tuple(weight.shape)} and groups={conv.groups} takes {expected} channels, "
             f"but the Tile of shape {tuple(input.shape)} has {channels}"
         )
 
@@ -244,41 +235,31 @@ def _torch_convolution(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    geometry: ConvGeometry,
+    conv: ConvGeometry,
     padding: Sequence[int],
     output_padding: Sequence[int],
 ) -> Tensor:
     return torch.convolution(
-        x,
-        weight,
-        bias,
-        geometry.stride,
-        padding,
-        geometry.dilation,
-        geometry.transposed,
-        output_padding,
-        geometry.groups,
+        x, weight, bias, conv.stride, padding, conv.dilation, conv.transposed, output_padding, conv.groups
     )
 
 
 def _convolve_padded_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, geometry: ConvGeometry, to: StencilPlan
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv: ConvGeometry, to: StencilPlan
 ) -> Tensor:
     """Convolve rows that include their padding; the op pads only the dims that nothing cuts."""
     gathered = {dim - 2 for dim, _, _ in to.derived}
-    padding = [0 if i in gathered else low for i, (low, _) in enumerate(geometry.padding)]
-    return _torch_convolution(x, weight, bias, geometry, padding, geometry.output_padding)
+    padding = [0 if i in gathered else low for i, (low, _) in enumerate(conv.padding)]
+    return _torch_convolution(x, weight, bias, conv, padding, conv.output_padding)
 
 
-def _convolve_transposed(
-    x: Tensor, weight: Tensor, bias: Tensor | None, geometry: ConvGeometry, to: StencilPlan
-) -> Tensor:
+def _convolve_transposed(x: Tensor, weight: Tensor, bias: Tensor | None, conv: ConvGeometry, to: StencilPlan) -> Tensor:
     """Return a transposed convolution of the needed rows, cropped to the output rows of this rank."""
-    padding, extra = [low for low, _ in geometry.padding], list(geometry.output_padding)
+    padding, extra = [low for low, _ in conv.padding], list(conv.output_padding)
     crops: list[tuple[int, int, int]] = []
     for dim, derived, piece in to.derived:
         i = dim - 2
-        rule = geometry.rule(i, weight.shape[dim])
+        rule = conv.rule(i, weight.shape[dim])
         assert isinstance(rule, TransposedWindow)
         (start, stop), need = derived.out.held[piece], derived.needs[piece]
         below = start - (need[0] * rule.stride - rule.crop)
@@ -291,7 +272,7 @@ def _convolve_transposed(
         padding[i], extra[i] = low, max(more, 0)
         if (low, low - extra[i]) != (below, above):
             crops.append((dim, below - low, stop - start))
-    y = _torch_convolution(x, weight, bias, geometry, padding, extra)
+    y = _torch_convolution(x, weight, bias, conv, padding, extra)
     for dim, start, length in crops:
         y = y.narrow(dim, start, length)
     return y
@@ -334,8 +315,8 @@ def conv_transpose_as_torch(
     padding = tuple(padding) if isinstance(padding, list) else padding
     output_padding = tuple(output_padding) if isinstance(output_padding, list) else output_padding
     dilation = tuple(dilation) if isinstance(dilation, list) else dilation
-    geometry = read_transposed_convolution(weight.ndim - 2, stride, padding, output_padding, groups, dilation)
-    return convolve(input, weight, bias, geometry)
+    conv = read_transposed_convolution(weight.ndim - 2, stride, padding, output_padding, groups, dilation)
+    return convolve(input, weight, bias, conv)
 
 
 def _handler_of_dims(dims: int, function: Callable[..., Tile], name: str) -> Callable[..., Tile]:

@@ -49,11 +49,10 @@ class ConvGeometry(FrozenValue):
 
 
 @lru_cache(maxsize=4096)
-def conv_dim_stencils(first: int, kernel: tuple[int, ...], geometry: ConvGeometry) -> tuple[DimStencil, ...]:
+def conv_dim_stencils(first: int, kernel: tuple[int, ...], conv: ConvGeometry) -> tuple[DimStencil, ...]:
     """Return the stencil along each spatial dim, of which `first` is the first."""
     return tuple(
-        DimStencil(first + i, geometry.rule(i, k), geometry.wrap, always=not geometry.even(i))
-        for i, k in enumerate(kernel)
+        DimStencil(first + i, conv.rule(i, k), conv.wrap, always=not conv.even(i)) for i, k in enumerate(kernel)
     )
 
 
@@ -71,25 +70,25 @@ class WholeChannelsPlan:
 
 @lru_cache(maxsize=4096)
 def plan_of_whole_channels(
-    layout: Layout, shape: tuple[int, ...], geometry: ConvGeometry, coord: MeshCoordinate
+    layout: Layout, shape: tuple[int, ...], conv: ConvGeometry, coord: MeshCoordinate
 ) -> WholeChannelsPlan | None:
     """Return the plan for a plain weight of that `shape` and an input with whole channels and no flattened dim, which
     most are; None for any other.
     """
-    channels = shape[0] if geometry.transposed else shape[1] * geometry.groups
-    if layout.groups != (1,) * (geometry.dims + 2) or layout.shape[1] != channels:
+    channels = shape[0] if conv.transposed else shape[1] * conv.groups
+    if layout.groups != (1,) * (conv.dims + 2) or layout.shape[1] != channels:
         return None
     if not layout.complete_dims[1]:
         return None
-    along = conv_dim_stencils(2, shape[2:], geometry)
+    along = conv_dim_stencils(2, shape[2:], conv)
     to = plan_stencil(layout, along, coord, "convolution")
-    out = to.out.replace_dim(1, whole_dim(shape[1] * geometry.groups if geometry.transposed else shape[0]))
+    out = to.out.replace_dim(1, whole_dim(shape[1] * conv.groups if conv.transposed else shape[0]))
     moved = {d for d, _, _ in to.derived}
     has_margins = any(low or high for _, derived, _ in to.derived for low, high in derived.margins)
     is_empty = 0 in shape or any(0 in out.local_shape(at) for at in out.coords())
     # a fact of all ranks, not of this one, because a rank that exchanges waits for the others
-    at_hand = not is_empty and (not moved or (to.target == layout and not has_margins and not geometry.transposed))
-    padding = tuple(0 if 2 + i in moved else low for i, (low, _) in enumerate(geometry.padding))
+    at_hand = not is_empty and (not moved or (to.target == layout and not has_margins and not conv.transposed))
+    padding = tuple(0 if 2 + i in moved else low for i, (low, _) in enumerate(conv.padding))
     return WholeChannelsPlan(along, to, out, padding if at_hand else None)
 
 
