@@ -210,6 +210,12 @@ class Cut(FrozenValue):
         """Say whether every piece owns the same rows on the same ranks, whatever it holds or was made from."""
         return self is other or ((self.size, self.points, self.axes) == (other.size, other.points, other.axes))
 
+    def is_finer_than(self, coarse: Cut) -> bool:
+        """Return True where this cut has equally many rows for each row of the other, at the same places."""
+        rows_of_one, rest = divmod(self.size, max(coarse.size, 1))
+        points = tuple(rows_of_one * point for point in coarse.points)
+        return not rest and self.has_same_rows(Cut(self.size, points, coarse.axes))
+
     def holding(self, held: Sequence[Interval]) -> Cut:
         return replace(self, held=tuple(held), wraps=True)
 

@@ -232,7 +232,7 @@ class _SlabJob:
         coarse = min((each for each in self.layouts if each.ndim > dim), key=lambda each: each.shape[dim])
         cut = coarse.dim(dim)[0]
         for layout in self.layouts:
-            if layout.ndim <= dim or len(layout.dim(dim)) > 1 or not _is_finer(layout.dim(dim)[0], cut):
+            if layout.ndim <= dim or len(layout.dim(dim)) > 1 or not layout.dim(dim)[0].is_finer_than(cut):
                 raise ShardingError(
                     f"{CHUNKED_NAME}: {self.name} was given tiles {coarse} and {layout}, which have no one dim {dim} "
                     "that is cut at the same places, or at those of twice (three times, ...) the rows, to part into "
@@ -507,12 +507,6 @@ class _SlabJob:
                 back = torch.zeros_like(taken[place]) if g is None else g
                 AsyncExchangeAdjoint([back], self.layouts[place], [target], self.source_mesh).wait(total)
         return totals
-
-
-def _is_finer(cut: Cut, coarse: Cut) -> bool:
-    """Say whether a cut has equally many rows for each of the other's, at the same places."""
-    finer, rest = divmod(cut.size, max(coarse.size, 1))
-    return not rest and cut.has_same_rows(Cut(cut.size, tuple(finer * p for p in coarse.points), coarse.axes))
 
 
 def _with_width(cut: Cut, widths: _HaloWidths, rows: int) -> Cut:
