@@ -41,8 +41,8 @@ class KnownValues:
     def remember(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Compute a call on real copies, where those of all inputs are known and nothing is drawn."""
         results = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
-        if not results or any(x.numel() > _MOST_ELEMENTS for x in results):
-            return
+        if not results or any(x.numel() > _MOST_ELEMENTS or _has_values(x) for x in results):
+            return  # too many, or a real step, whose changes in place must not happen twice
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         # no group carries messages here, so nobody knows what one brings
         is_known = func.namespace != "c10d" and all(x in self._copies or _has_values(x) for x in tensors)

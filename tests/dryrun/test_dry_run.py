@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import jigsaw
 from jigsaw.dryrun import DEVICES, Traffic
 from jigsaw.dryrun.rank_playing import StepPlan, mean_square_of_tiles, play_rank
+from jigsaw.dryrun.step_meter import StepMeter
 from jigsaw.errors import ShardingError
 from jigsaw.parallel.gradients import local_part
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
@@ -571,3 +572,11 @@ def test_numbers_that_a_model_wrote_down_are_known(make):
 def test_numbers_that_a_model_draws_are_not_known():
     report = jigsaw.dry_run(_DrawsANumber, (2, 3, 7, 10), {"lat": 2})
     assert [remark.kind for remark in report.remarks] == ["value"]
+
+
+def test_a_metered_real_step_is_done_once():
+    x = torch.zeros(3)
+    with StepMeter().counting():
+        x += 1.0
+        torch.nn.init.ones_(x[1:]).add_(1.0)
+    assert x.tolist() == [1.0, 2.0, 2.0]
