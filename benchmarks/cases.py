@@ -204,7 +204,7 @@ def hdf5(setting: Setting) -> Iterator[Result]:
 
 
 def pipeline(setting: Setting) -> Iterator[Result]:
-    """jigsaw's whole pipeline with normalisation, held against reading and decoding the same chunks: CPU seconds."""
+    """jigsaw's whole pipeline with normalization, held against reading and decoding the same chunks: CPU seconds."""
     for store in stores.CHUNKS:
         samples = stores.samples_of(store)
         engines = ("jigsaw-normalized", "bare-loop", "bare-loop-kept")

@@ -46,12 +46,12 @@ def trained(balance: float, steps: int) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     layer = jigsaw.nn.MoE(WIDTH, 2 * WIDTH, EXPERTS, TOP_K, mesh=jigsaw.init_mesh(lat=1), axis="lat")
     optimizer = torch.optim.AdamW(layer.parameters(), lr=3e-3)
-    centres, maps = torch.randn(CLUSTERS, WIDTH), torch.randn(CLUSTERS, WIDTH, WIDTH) / WIDTH**0.5
+    centers, maps = torch.randn(CLUSTERS, WIDTH), torch.randn(CLUSTERS, WIDTH, WIDTH) / WIDTH**0.5
     shares = 1 / torch.arange(1.0, CLUSTERS + 1)
     loads, losses = list[Tensor](), list[float]()
     for _ in range(steps):
         cluster = torch.multinomial(shares, TOKENS, replacement=True)
-        x = 2 * centres[cluster] + 0.5 * torch.randn(TOKENS, WIDTH)
+        x = 2 * centers[cluster] + 0.5 * torch.randn(TOKENS, WIDTH)
         wanted = torch.einsum("tij,tj->ti", maps[cluster], x)
         loss = F.mse_loss(layer(x), wanted)
         optimizer.zero_grad()

@@ -167,7 +167,7 @@ def _gradient_bytes(scale: int) -> float:
 
 
 CASES = {
-    # three of the four ranks' neighbours below, and three above: six messages, one of them over the link each way
+    # three of the four ranks' neighbors below, and three above: six messages, one of them over the link each way
     "halos": Case(_halos, lambda scale: 6 * _halo_bytes(scale), _halo_bytes),
     # in a ring one of four ranks sends over the link each way
     "ring attention": Case(_attention, lambda scale: RANKS * _attention_bytes(scale), _attention_bytes),

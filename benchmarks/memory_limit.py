@@ -213,8 +213,8 @@ def draw(lines: Sequence[dict[str, Any]], path: Path) -> None:
         limit = max(line["limit_bytes"] for line in mine) / 2**30
         fits = {line["ranks"]: "failed" not in line for line in mine if line["limit_bytes"]}
         labels = [f"{line['ranks']}" for line in free]
-        colours = ["tab:green" if fits.get(line["ranks"]) else "tab:red" for line in free]
-        place.bar(labels, [line["data_bytes"] / 2**30 for line in free], color=colours)
+        colors = ["tab:green" if fits.get(line["ranks"]) else "tab:red" for line in free]
+        place.bar(labels, [line["data_bytes"] / 2**30 for line in free], color=colors)
         place.axhline(limit, color="black", linestyle="--", linewidth=1)
         place.text(len(free) - 0.5, limit, f"limit {limit:g} GiB", ha="right", va="bottom", fontsize=8)
         title = {"volume": "whole volume, 3-D U-Net", "weather": "721 x 1440 x 69, weather net"}[name]

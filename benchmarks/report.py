@@ -250,8 +250,8 @@ def _plot(found: Sequence[Sequence[Result]], q: Question, path: Path) -> None:
     )
     for axis, group in zip(axes[0], found, strict=True):
         ordered = sorted(group, key=lambda r: r[q.field], reverse=not q.more_is_better)
-        colours = ["#c0392b" if r["engine"] == q.ours else "#9aa5b1" for r in ordered]
-        bars = axis.barh([r["engine"] for r in ordered], [r[q.field] * q.factor for r in ordered], color=colours)
+        colors = ["#c0392b" if r["engine"] == q.ours else "#9aa5b1" for r in ordered]
+        bars = axis.barh([r["engine"] for r in ordered], [r[q.field] * q.factor for r in ordered], color=colors)
         axis.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
         axis.set_title(where(group[0]), fontsize=8)
         axis.set_xlabel(f"{_HEADS[q.field].rsplit(' ', 1)[0]} [{q.unit}]", fontsize=7)

@@ -146,7 +146,7 @@ def _draw(results: Sequence[Result], folder: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    colours = {1: "#9aa5b1", 2: "#3d87ad", 4: "#c0392b"}
+    colors = {1: "#9aa5b1", 2: "#3d87ad", 4: "#c0392b"}
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     weak = [r for r in results if r["case"] == "weak"]
     largest = max(r["parameters"] for r in weak)
@@ -154,16 +154,16 @@ def _draw(results: Sequence[Result], folder: Path) -> None:
         mine = [r for r in weak if _way(r) == way and r["parameters"] == largest]
         mine.sort(key=lambda r: r["gpus"])
         left.plot([r["gpus"] for r in mine], [100 * _efficiency(r, weak) for r in mine], "o-", ms=3,
-                  color=colours[way], label=f"{name}, predicted")  # fmt: skip
-    left.plot([256], [51], "*", ms=11, color=colours[1], mec="k", label="published, 1-way")
+                  color=colors[way], label=f"{name}, predicted")  # fmt: skip
+    left.plot([256], [51], "*", ms=11, color=colors[1], mec="k", label="published, 1-way")
     left.plot([256, 256], [68, 72], "*", ms=11, color="w", mec="k", label="published, 2- and 4-way")
     left.set(xscale="log", xlabel="GPUs, as many samples", ylabel="efficiency [%]", ylim=(0, 108))
     left.set_xticks([4**n for n in range(5)], [str(4**n) for n in range(5)])
     strong = [r for r in results if r["case"] == "strong"]
     one = next(r for r in strong if r["gpus"] == 1)["seconds"]
     for r in strong:
-        colour = colours[4] if "channel" in r["mesh"] else colours[2]
-        right.plot(r["gpus"], one / r["seconds"], "o", ms=5, color=colour)
+        color = colors[4] if "channel" in r["mesh"] else colors[2]
+        right.plot(r["gpus"], one / r["seconds"], "o", ms=5, color=color)
     right.plot([1, 8], [1, 8], ":", color="#9aa5b1")
     right.plot(8, 6.4, "*", ms=11, color="w", mec="k")
     right.set(xlabel="GPUs, one sample", ylabel="speed-up")

@@ -22,8 +22,8 @@ def scan(number: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     grid = np.stack(np.meshgrid(*(np.arange(n, dtype="f4") for n in shape), indexing="ij"))
     label = np.zeros(shape, "u1")
     for body in range(6):
-        centre = np.array([r.uniform(6, n - 6) for n in shape]).reshape(3, 1, 1, 1)
-        distance = np.sqrt(((grid - centre) ** 2).sum(0))
+        center = np.array([r.uniform(6, n - 6) for n in shape]).reshape(3, 1, 1, 1)
+        distance = np.sqrt(((grid - center) ** 2).sum(0))
         radius = r.uniform(4, 7)
         label[distance <= radius] = 1 + body % 2
         if body % 2:

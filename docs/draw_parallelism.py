@@ -15,9 +15,9 @@ from matplotlib.patches import Rectangle
 
 RANKS = ("#4477aa", "#66ccee", "#228833", "#ccbb44")
 ALL = "#cccccc"  # every rank has it, whole
-Colour = Callable[[int, int], str]  # of the number of a sample or layer, and of its piece
+Color = Callable[[int, int], str]  # of the number of a sample or layer, and of its piece
 
-PANELS: tuple[tuple[str, str, Colour, Colour], ...] = (
+PANELS: tuple[tuple[str, str, Color, Color], ...] = (
     ("data", "samples", lambda n, _: RANKS[n], lambda *_: ALL),
     ("lat", "rows of each sample", lambda _, k: RANKS[k], lambda *_: ALL),
     ("channel", "each layer's weights", lambda *_: ALL, lambda _, k: RANKS[k]),
@@ -27,7 +27,7 @@ PANELS: tuple[tuple[str, str, Colour, Colour], ...] = (
 )
 
 
-def draw_blocks(place: Any, left: float, colour: Colour, is_layer: bool, gap: float) -> None:
+def draw_blocks(place: Any, left: float, color: Color, is_layer: bool, gap: float) -> None:
     """Four blocks above each other, of four pieces each: bands of a sample, or parts of a layer side by side."""
     for n in range(4):
         for k in range(4):
@@ -36,7 +36,7 @@ def draw_blocks(place: Any, left: float, colour: Colour, is_layer: bool, gap: fl
                 corner, width, height = (left + 0.5 * k, low), 0.5 - gap, 1.0
             else:
                 corner, width, height = (left, low + 0.25 * (3 - k)), 1.6, 0.25
-            place.add_patch(Rectangle(corner, width, height, facecolor=colour(n, k), linewidth=0))
+            place.add_patch(Rectangle(corner, width, height, facecolor=color(n, k), linewidth=0))
         place.add_patch(Rectangle((left, low), 2.0 - gap if is_layer else 1.6, 1.0, fill=False, linewidth=0.8))
 
 

@@ -3,7 +3,7 @@
     python docs/draw_pieces.py
 
 Both are painted pixel by pixel, on paper of twice the size: a globe's pixel becomes latitude and longitude, a volume's
-pixel a point of its top, right or front face, and the rank that owns the point gives it its colour.
+pixel a point of its top, right or front face, and the rank that owns the point gives it its color.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COLUMNS, ROWS, LEAN = (300, 890, 1480), (346, 728), (-42, 34)  # LEAN: from a vo
 KERNEL = 15  # pixels of one of its 3 x 3 weights
 
 Array = np.ndarray[Any, Any]
-Picture = Callable[[Array, Array], tuple[Array, Array]]  # pixel offsets -> where there is something, and its colours
+Picture = Callable[[Array, Array], tuple[Array, Array]]  # pixel offsets -> where there is something, and its colors
 
 
 @dataclass
@@ -48,19 +48,19 @@ class Paper:
         """Put `picture` on the pixels within `reach` of (x, y)."""
         rows, columns = (np.arange(int((c - reach) * SCALE), int((c + reach) * SCALE)) for c in (y, x))
         down, right = np.meshgrid((rows + 0.5) / SCALE - y, (columns + 0.5) / SCALE - x, indexing="ij")
-        where, colours = picture(right, down)
-        self.pixels[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1][where] = colours[where]
+        where, colors = picture(right, down)
+        self.pixels[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1][where] = colors[where]
 
     def scaled(self) -> Array:
         """Each pixel the mean of those painted in its place: smooth edges."""
         return self.pixels.reshape(HEIGHT, SCALE, WIDTH, SCALE, -1).mean(axis=(1, 3))
 
 
-def coloured(owner: Array, light: Array, pale: Array, lines: Array) -> Array:
-    """The owner's colour in that light; paler where another rank only holds it; white lines."""
-    colour = PALETTE[owner]
-    colour = np.where(pale[..., None], 0.45 * colour + 0.55, colour) * light[..., None]
-    return np.clip(np.where(lines[..., None], 0.35 * colour + 0.65 * LINE, colour), 0, 1)
+def colored(owner: Array, light: Array, pale: Array, lines: Array) -> Array:
+    """The owner's color in that light; paler where another rank only holds it; white lines."""
+    color = PALETTE[owner]
+    color = np.where(pale[..., None], 0.45 * color + 0.55, color) * light[..., None]
+    return np.clip(np.where(lines[..., None], 0.35 * color + 0.65 * LINE, color), 0, 1)
 
 
 def from_line(value: Array, step: float, first: float) -> Array:
@@ -104,12 +104,12 @@ def globe(right: Array, down: Array, rank: int | None, chunks: bool) -> tuple[Ar
     light = 0.97 + 0.13 * (0.6 * z - 0.45 * x + 0.55 * y) - 0.14 * dry
     width = np.deg2rad(np.minimum(from_line(north, 36, 18), from_line(east, 40, 20) * np.cos(lat))) * RADIUS
     if rank is None:
-        return held, coloured(owner, light, np.zeros_like(held), chunks & (width < 1.1))
+        return held, colored(owner, light, np.zeros_like(held), chunks & (width < 1.1))
     near = HALO / RADIUS
     held &= (np.sin(lat) * (1 if rank < 2 else -1) >= -near) & (
         np.sin(lon) * np.cos(lat) * (1 if rank % 2 else -1) >= -near
     )
-    return held, coloured(owner, light, owner != rank, np.zeros_like(held))
+    return held, colored(owner, light, owner != rank, np.zeros_like(held))
 
 
 # -- the volume -------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def volume(right: Array, down: Array, rank: int | None, chunks: bool) -> tuple[A
         here = np.all((at >= low - 1e-9) & (at <= high + 1e-9), axis=-1)
         point[here], light[here] = at[here], shade
         seen |= here
-    inside = np.clip(point, low + 1e-6, high - 1e-6)  # a face has the colour of what is just under it
+    inside = np.clip(point, low + 1e-6, high - 1e-6)  # a face has the color of what is just under it
     owner = (inside[..., 0] >= 0.5) + 2 * (inside[..., 1] >= 0.5)
     light += 0.07 * (0.5 - point[..., 1]) + scan(point)
     pale = np.zeros_like(seen) if rank is None else owner != rank
@@ -154,7 +154,7 @@ def volume(right: Array, down: Array, rank: int | None, chunks: bool) -> tuple[A
     for axis, shorter in enumerate((1, 1, 0.57)):
         inner = (point[..., axis] > 0.1) & (point[..., axis] < 0.9)
         lines |= inner & (from_line(point[..., axis], 1 / 3, 1 / 3) * SIDE * shorter < 1.1)
-    return seen, coloured(owner, light, pale, lines & chunks)
+    return seen, colored(owner, light, pale, lines & chunks)
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
@@ -164,12 +164,12 @@ def rimmed(picture: Picture, width: float) -> Picture:
     """`picture` with a white rim, so that what lies over another thing stands clear of it."""
 
     def with_rim(right: Array, down: Array) -> tuple[Array, Array]:
-        where, colours = picture(right, down)
+        where, colors = picture(right, down)
         grown = where.copy()
         for angle in np.linspace(0, 2 * np.pi, 24, endpoint=False):
             shift = (round(width * SCALE * np.sin(angle)), round(width * SCALE * np.cos(angle)))
             grown |= np.roll(where, shift, axis=(0, 1))
-        return grown, np.where(where[..., None], colours, 1.0)
+        return grown, np.where(where[..., None], colors, 1.0)
 
     return with_rim
 
@@ -191,7 +191,7 @@ def draw_things(paper: Paper) -> None:
 def write_words(ax: Any) -> None:
     """What the columns are, and what leads from one to the next."""
     heads = ("file", "rank", "layer")
-    below = ("stored in chunks", "its tile, and a halo of its neighbours", "every channel cut alike")
+    below = ("stored in chunks", "its tile, and a halo of its neighbors", "every channel cut alike")
     codes = ("jigsaw.io.open", "jigsaw.Tile", "torch.nn, jigsaw.nn")
     for x, head, words, code in zip(COLUMNS, heads, below, codes, strict=True):
         ax.text(x, 76, head, ha="center", va="center", size=16, weight="bold", color=INK)

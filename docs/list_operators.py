@@ -61,7 +61,7 @@ ROOMS = {
     "nn.stencils.adaptive": ("any", "the rows that windows need"),
     "nn.spheres.sphere": (
         "any; operators of torch-harmonics, by their names in torch.ops",
-        "the rows of latitude that a filter or a neighbourhood reaches; where longitude is cut, the tile to finer rows "
+        "the rows of latitude that a filter or a neighborhood reaches; where longitude is cut, the tile to finer rows "
         "and the result back",
     ),
     "nn.stencils.patches": ("any", "the rows that windows need"),

@@ -134,7 +134,7 @@ def _mesh(ranks, device):
 
 def answer_samples(ranks, names, most, seed, path, device="cpu", halos=False):
     """The findings of these functions, on this rank; `path` is where it says which one is under way.  With `halos` the
-    tiles hold rows of their neighbours, and axes cut different dims where there are as many.
+    tiles hold rows of their neighbors, and axes cut different dims where there are as many.
     """
     warnings.simplefilter("ignore")
     mesh = _mesh(ranks, device)
@@ -247,7 +247,7 @@ def _cut(x, mesh, how):
 
 
 def _with_halo(tile, how):
-    """The tile with rows of its neighbours, whose gradients go back to it."""
+    """The tile with rows of its neighbors, whose gradients go back to it."""
     spec, split, halo, periodic = how
     axes = tile.layout.axes
     layout = Layout.of(tuple(tile.shape), spec, axes, split=split or "balanced", halo=halo, periodic=periodic)

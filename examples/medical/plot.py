@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 Array = NDArray[Any]
 
 INK, PALE, BORDER = "#1d2733", "#8795a5", "#ffffff"
-COLOURS = ("#3fa7d6", "#f2c14e", "#59c08b", "#e4572e")  # of the organs
+COLORS = ("#3fa7d6", "#f2c14e", "#59c08b", "#e4572e")  # of the organs
 PALETTE = ("#0b6e99", "#e4572e", "#f2a541", "#5b8c5a")  # of the meshes
 WINDOW = (-250, 350)  # Hounsfield units from black to white
 
@@ -46,8 +46,8 @@ def coronal(ax: Any, name: str, scan: Array, mask: Array, cuts: Mapping[str, Seq
     """A slice [z, x] of the body, seen from its front; the left half has the mask and the tiles' borders."""
     rows, columns = mask.shape
     ax.imshow(scan, cmap="gray", vmin=WINDOW[0], vmax=WINDOW[1], origin="lower")
-    colours = np.array([(0, 0, 0, 0), *(mpl.colors.to_rgba(c, 0.6) for c in COLOURS)])
-    ax.imshow(colours[mask], origin="lower", extent=(-0.5, columns - 0.5, -0.5, rows - 0.5), interpolation="nearest")
+    colors = np.array([(0, 0, 0, 0), *(mpl.colors.to_rgba(c, 0.6) for c in COLORS)])
+    ax.imshow(colors[mask], origin="lower", extent=(-0.5, columns - 0.5, -0.5, rows - 0.5), interpolation="nearest")
     ax.axvline(columns - 0.5, color=BORDER, lw=1.0, ls=":")
     for point in cuts["z"][1:-1]:
         ax.plot([-0.5, columns - 0.5], [point - 0.5] * 2, color=BORDER, lw=1.4)
@@ -77,8 +77,8 @@ def loss_curves(ax: Any, curves: Mapping[str, Sequence[float]]) -> None:
 def dice_bars(ax: Any, report: Mapping[str, Any]) -> None:
     """Dice of each organ in the held-out half, of the net and of the baseline."""
     places = np.arange(len(data.CLASSES) - 1)
-    for who, shift, colour in (("net", -0.2, PALETTE[1]), ("atlas", 0.2, PALE)):
-        bars = ax.bar(places + shift, report[who]["dice"], width=0.38, color=colour, label=who)
+    for who, shift, color in (("net", -0.2, PALETTE[1]), ("atlas", 0.2, PALE)):
+        bars = ax.bar(places + shift, report[who]["dice"], width=0.38, color=color, label=who)
         ax.bar_label(bars, [f"{v:.2f}" for v in report[who]["dice"]], color=INK)
     ax.set_xticks(places, data.CLASSES[1:])
     ax.set_ylim(0, 1.12)

@@ -24,7 +24,7 @@ class TokenLinear(nn.Linear):
 
 
 class MixerBlock(nn.Module):
-    """x + MLP over the tokens of each channel, then x + MLP over the channels of each token; both normalised."""
+    """x + MLP over the tokens of each channel, then x + MLP over the channels of each token; both normalized."""
 
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Every point of the coarse globe attends to every other, then a pointwise MLP; both normalised and residual."""
+    """Every point of the coarse globe attends to every other, then a pointwise MLP; both normalized and residual."""
 
     def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()

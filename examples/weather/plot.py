@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 
 Array = NDArray[Any]
 
-CENTRE = 160.0  # the map's central longitude: an edge in the Atlantic, both meridian borders inside
+CENTER = 160.0  # the map's central longitude: an edge in the Atlantic, both meridian borders inside
 COASTLINE = Path(__file__).parent / "data" / "coastline.npy"
 INK, PALE, BORDER = "#1d2733", "#8795a5", "#111111"
 PALETTE = ("#0b6e99", "#e4572e", "#f2a541", "#5b8c5a")
@@ -32,8 +32,8 @@ def project(lon: Array, lat: Array) -> tuple[Array, Array]:
 
 
 def around(lon: Array | float) -> Array:
-    """Longitudes as the map shows them: degrees east of its centre, in -180..180."""
-    return (np.asarray(lon, dtype=float) - CENTRE + 180) % 360 - 180
+    """Longitudes as the map shows them: degrees east of its center, in -180..180."""
+    return (np.asarray(lon, dtype=float) - CENTER + 180) % 360 - 180
 
 
 def raster(values: Array, lats: Array, lons: Array, rows: int = 520) -> Array:
@@ -48,7 +48,7 @@ def raster(values: Array, lats: Array, lons: Array, rows: int = 520) -> Array:
         if lats[0] < lats[-1]
         else np.interp(-lat, -lats, np.arange(len(lats)))
     )
-    j = (lon + CENTRE - lons[0]) / (lons[1] - lons[0]) % len(lons)
+    j = (lon + CENTER - lons[0]) / (lons[1] - lons[0]) % len(lons)
     i0, j0 = np.minimum(i.astype(int), len(lats) - 2), j.astype(int) % len(lons)
     u, v, j1 = i - i0, j - np.floor(j), (j0 + 1) % len(lons)
     image = (1 - u) * ((1 - v) * values[i0, j0] + v * values[i0, j1]) + u * (
@@ -95,7 +95,7 @@ def world(
 def borders(ax: Any, lats: Array, lons: Array, cuts: Mapping[str, Sequence[int]], **style: Any) -> None:
     """The borders between tiles: halfway between the last row of one and the first row of the next."""
     for point in cuts["lat"][1:-1]:
-        turn = np.linspace(-179.99, 179.99, 361) + CENTRE
+        turn = np.linspace(-179.99, 179.99, 361) + CENTER
         line(ax, turn, np.full(361, (lats[point - 1] + lats[point]) / 2), **style)
     if len(cuts["lon"]) > 2:
         for point in cuts["lon"][:-1]:
@@ -162,11 +162,11 @@ def save(
         ax = figure.add_subplot(top[k])
         image = world(ax, values, lats, lons, cuts, limit, "RdBu_r")
         ax.set_title(name)
-    colours = figure.colorbar(
+    colors = figure.colorbar(
         image, cax=figure.add_axes((0.36, 0.482, 0.28, 0.018)), orientation="horizontal", extend="both"
     )
-    colours.set_label(unit, labelpad=1)
-    colours.outline.set_visible(False)
+    colors.set_label(unit, labelpad=1)
+    colors.outline.set_visible(False)
     low = figure.add_gridspec(1, 2, left=0.055, right=0.97, top=0.325, bottom=0.085, wspace=0.26)
     loss_curves(figure.add_subplot(low[0]), curves)
     skill_bars(figure.add_subplot(low[1]), skill, unit)

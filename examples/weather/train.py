@@ -7,7 +7,7 @@
     torchrun --nproc-per-node 4 --max-restarts 3 examples/weather/train.py --saves runs/one    # docs/failures.md
 
 Without `--store`: next month's anomaly of near-surface air temperature from the last twelve months. With it: the next
-state of any WeatherBench2-style store, normalised. Loss curve, skill and picture are written to `out/`.
+state of any WeatherBench2-style store, normalized. Loss curve, skill and picture are written to `out/`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def air() -> dict[str, Any]:
 
 
 def stored(args: argparse.Namespace, mesh: Any) -> dict[str, Any]:
-    """Any other store: the next state from the last one, each channel normalised by one sample's mean and deviation."""
+    """Any other store: the next state from the last one, each channel normalized by one sample's mean and deviation."""
     fields = args.fields.split(",") if args.fields else None
     train, test = (tuple(dates.split(":")) if dates else None for dates in (args.train, args.test))
     opened = jigsaw.io.open(args.store, mesh=mesh, fields=fields, time=train)
@@ -127,7 +127,7 @@ def stored(args: argparse.Namespace, mesh: Any) -> dict[str, Any]:
 
 
 def open_samples(what: dict[str, Any], mesh: Any) -> list[Any]:
-    """The samples to train on, all pairs of neighbouring steps among them, and the held-out samples or None."""
+    """The samples to train on, all pairs of neighboring steps among them, and the held-out samples or None."""
 
     def opened(inputs: list[int], dates: Any, halo: int) -> Any:
         return jigsaw.io.open(
@@ -261,7 +261,7 @@ def show_ranks(loader: Any, mesh: Any) -> None:
 
 
 def damping_factor(pairs: Any, batch_size: int) -> Any:
-    """The factor by which persistence is damped at each point, from all neighbouring steps of the training years."""
+    """The factor by which persistence is damped at each point, from all neighboring steps of the training years."""
     product = square = 0.0
     for batch in jigsaw.io.DataLoader(pairs, batch_size):
         product = product + (batch.input * batch.target).sum(dim=0)

@@ -259,7 +259,7 @@ def _check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
             raise CheckpointError(
                 f"{key!r} differs between ranks ({other[0]} and {[key in t for t in every].index(True)} among them), "
                 "and only one rank's would be saved; every rank must hold it alike: look for a step that a rank left "
-                "out, an initialisation by rank, or a model that did not go through jigsaw.parallelize"
+                "out, an initialization by rank, or a model that did not go through jigsaw.parallelize"
             )
 
 

@@ -170,7 +170,7 @@ def described_plain(x: Tensor) -> str:
 
 
 def _raise_first_difference(mesh: DeviceMesh, told: Sequence[tuple[int, list[tuple[str, str]]]], found_at: str) -> None:
-    """*Raises*: `RanksDifferError` with the first notes that differ, and the ranks that have each of them."""
+    """Raise a `RanksDifferError` with the first notes that differ, and the ranks that have each of them."""
     nothing = "no further call", ""
     for notes in zip_longest(*(notes for _, notes in told), fillvalue=nothing):
         if any(said != notes[0][0] for said, _ in notes):
@@ -212,7 +212,7 @@ def compare_parameters(mesh: DeviceMesh, named: Sequence[tuple[str, int, Sequenc
                 forget_meetings(mesh)
                 raise RanksDifferError(
                     f"parameter {name!r} differs between rank {other} and rank {rank}, which must hold it alike: look "
-                    "for an optimizer or an initialisation that depends on the rank, or a gradient that was changed "
+                    "for an optimizer or an initialization that depends on the rank, or a gradient that was changed "
                     "on some ranks (clip by jigsaw.clip_grad_norm_)"
                 )
 

@@ -33,7 +33,7 @@ from jigsaw.dryrun.rank_playing import (
     PIPE_AXIS,
     PlayedRank,
     StepPlan,
-    know_neighbours,
+    know_neighbors,
     play_rank,
     prepared_inputs,
     prepared_model,
@@ -190,7 +190,7 @@ def _outline(plan: StepPlan, axes: Mapping[str, int], rank: int) -> CountedPhase
     meter = _OutlineMeter()
     assert plan.row is not None
     with fake_mesh(axes, rank) as mesh:
-        know_neighbours(mesh)
+        know_neighbors(mesh)
         with FakeTensorMode(allow_non_fake_inputs=True), meter.counting(), torch.no_grad():
             model, dtype = prepared_model(plan, mesh)
             inputs = prepared_inputs(plan, mesh, dtype)

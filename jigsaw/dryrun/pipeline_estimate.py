@@ -22,7 +22,7 @@ from jigsaw.dryrun.rank_playing import (
     ONCE_A_STEP,
     PIPE_AXIS,
     StepPlan,
-    know_neighbours,
+    know_neighbors,
     prepared_inputs,
     prepared_model,
 )
@@ -63,7 +63,7 @@ def tiles_at_borders(plan: StepPlan, axes: Mapping[str, int], begins: Sequence[s
     """
     with fake_mesh(axes, 0) as mesh:
         stage_mesh = mesh_of_stage(mesh, PIPE_AXIS)
-        know_neighbours(stage_mesh)
+        know_neighbors(stage_mesh)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             model, dtype = prepared_model(plan, mesh)
             inputs = prepared_inputs(plan, stage_mesh, dtype)

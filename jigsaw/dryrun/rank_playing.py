@@ -123,9 +123,9 @@ def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
     meter, traffic = StepMeter(plan.keeps_calls), dict[str, list[comm.TrafficCall]]()
     with fake_mesh(axes, rank) as mesh:
         played = PlayedRank(rank, mesh_coordinate(mesh), 0, {}, [])
-        know_neighbours(mesh)
+        know_neighbors(mesh)
         stage_mesh = mesh_of_stage(mesh, PIPE_AXIS) if PIPE_AXIS in axes else mesh
-        know_neighbours(stage_mesh)
+        know_neighbors(stage_mesh)
         copies = ranks_along(stage_mesh, plan.replicate)
         products = nullcontext() if plan.on_processor else products_of_accelerators()
         with FakeTensorMode(allow_non_fake_inputs=True), meter.counting(), products:
@@ -147,7 +147,7 @@ def _sum_copies_once(phases: Mapping[str, CountedPhase], copies: tuple[int, ...]
     backward.calls_of_weights = [c for c in backward.calls_of_weights if c.ring != copies]
 
 
-def know_neighbours(mesh: DeviceMesh) -> None:
+def know_neighbors(mesh: DeviceMesh) -> None:
     """Ask a mesh for its tensors in advance, because later they have no values."""
     names = [name for name, _ in axes_of_mesh(mesh)]
     for some in [*([name] for name in names), names]:

@@ -24,7 +24,7 @@ CIRCLE, POLE = 360.0, 90.0
 
 @dataclass(frozen=True, eq=False)
 class GridRows:
-    """One dim of a grid in degrees: the `centres` of its rows, rising and unwrapped, however the grid stores them.
+    """One dim of a grid in degrees: the `centers` of its rows, rising and unwrapped, however the grid stores them.
 
     `edges` bound the cells: halfway between centers, half a row beyond the outer ones, at most at a pole.  A cell that
     ends less than half a row from a pole reaches it.  `noise` is the precision of the coordinate's dtype; points that
@@ -32,27 +32,27 @@ class GridRows:
     """
 
     name: str
-    centres: LatLonValues
+    centers: LatLonValues
     falling: bool
     periodic: bool
     noise: float
 
     def __len__(self) -> int:
-        return len(self.centres)
+        return len(self.centers)
 
     @cached_property
     def edges(self) -> LatLonValues:
         if len(self) < 2:
             raise GridError(
-                f"{self.name} has one row, at {self.centres[0]:g} degrees, whose width nobody knows; regrid by "
+                f"{self.name} has one row, at {self.centers[0]:g} degrees, whose width nobody knows; regrid by "
                 "'bilinear', or give a grid of two rows or more"
             )
-        steps = np.diff(self.centres)
-        inner = self.centres[:-1] + steps / 2
+        steps = np.diff(self.centers)
+        inner = self.centers[:-1] + steps / 2
         if self.periodic:
-            first = (self.centres[0] + self.centres[-1] - CIRCLE) / 2
+            first = (self.centers[0] + self.centers[-1] - CIRCLE) / 2
             return np.concatenate([[first], inner, [first + CIRCLE]])
-        bounds = np.concatenate([[self.centres[0] - steps[0] / 2], inner, [self.centres[-1] + steps[-1] / 2]])
+        bounds = np.concatenate([[self.centers[0] - steps[0] / 2], inner, [self.centers[-1] + steps[-1] / 2]])
         if self.name == "lat":
             bounds[0] = -POLE if bounds[0] + POLE < steps[0] / 2 else bounds[0]
             bounds[-1] = POLE if POLE - bounds[-1] < steps[-1] / 2 else bounds[-1]
@@ -190,18 +190,18 @@ def _bilinear_weights(source: GridRows, target: GridRows) -> tuple[NDArray[np.in
     """Interpolate linearly between the two source centers around each target center; the outermost row holds up to its
     pole.
     """
-    centres = _unroll_circle(source, source.centres)
-    reach = centres
+    centers = _unroll_circle(source, source.centers)
+    reach = centers
     if source.name == "lat" and len(source) > 1:
         at_pole = np.abs(source.edges[[0, -1]]) == POLE
-        low, high = np.where(at_pole, source.edges[[0, -1]], centres[[0, -1]])
-        reach = np.concatenate([[low], centres[1:-1], [high]])
-    points = _turn_points(source, target, reach, target.centres)
-    points = np.clip(_snap_points(points, centres, max(source.noise, target.noise)), centres[0], centres[-1])
-    if len(centres) == 1:
+        low, high = np.where(at_pole, source.edges[[0, -1]], centers[[0, -1]])
+        reach = np.concatenate([[low], centers[1:-1], [high]])
+    points = _turn_points(source, target, reach, target.centers)
+    points = np.clip(_snap_points(points, centers, max(source.noise, target.noise)), centers[0], centers[-1])
+    if len(centers) == 1:
         return np.zeros(len(points), np.int64), np.ones((len(points), 1))
-    first = np.minimum(np.searchsorted(centres, points, "right") - 1, len(centres) - 2)
-    upper = (points - centres[first]) / (centres[first + 1] - centres[first])
+    first = np.minimum(np.searchsorted(centers, points, "right") - 1, len(centers) - 2)
+    upper = (points - centers[first]) / (centers[first + 1] - centers[first])
     return first, np.stack([1.0 - upper, upper], 1)
 
 

@@ -133,8 +133,8 @@ def _surface_voxels(mask: MetricValues, space: int) -> SurfaceVoxels:
         faces = [1] * space
         for faces[d] in (0, 2):
             cross[tuple(faces)] = 1
-    neighbours = _CONVOLUTIONS[space](inside.float(), cross[None, None], padding=1)
-    surface = inside & (neighbours < 2 * space)
+    neighbors = _CONVOLUTIONS[space](inside.float(), cross[None, None], padding=1)
+    surface = inside & (neighbors < 2 * space)
     if not isinstance(surface, Tile):
         places = surface.flatten().nonzero().flatten()
         return SurfaceVoxels(places, places, None)

@@ -98,7 +98,10 @@ def _searchsorted(
     side: str | None = None,
     sorter: Any = None,
 ) -> Any:
-    """*Sends*: a sorted sequence that is a cut tile: of 1 dim to every rank, of several the rows that lie elsewhere."""
+    """Return what torch does.
+
+    *Sends*: a sorted sequence that is a cut tile: of 1 dim to every rank, of several the rows that lie elsewhere.
+    """
     named: dict[str, Any] = {"out_int32": out_int32, "right": right, "side": side}
     if not isinstance(input, Tile) or sorted_sequence.ndim == 1:
         sequence, named["sorter"] = _whole_values(sorted_sequence), _whole_values(sorter)

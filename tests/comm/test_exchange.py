@@ -302,14 +302,14 @@ def test_bytes_and_messages_are_those_of_the_plan():
 
 
 @on_ranks(4)
-def test_a_halo_of_two_rows_costs_two_rows_a_neighbour():
+def test_a_halo_of_two_rows_costs_two_rows_a_neighbor():
     mesh = world_mesh(lat=4)
     (here,) = mesh_coordinate(mesh)
     source, target = need_of({"lat": 4}, (5, 33, 10), (None, "lat", None), {1: 2}, ())
     with comm.count() as counted:
         exchange_rows(torch.ones(source.local_shape((here,)), dtype=torch.bfloat16), source, target, mesh)
-    neighbours = 2 if here in (1, 2) else 1
-    assert (counted.sent_bytes, counted.messages) == (neighbours * 5 * 2 * 10 * 2, neighbours)
+    neighbors = 2 if here in (1, 2) else 1
+    assert (counted.sent_bytes, counted.messages) == (neighbors * 5 * 2 * 10 * 2, neighbors)
 
 
 @on_ranks(2)

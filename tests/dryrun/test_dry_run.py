@@ -186,7 +186,7 @@ def test_a_ring_over_nodes_is_as_slow_as_its_slowest_link():
     assert set(backward.links) == {"network"}
     assert backward.message_seconds == pytest.approx(device.ring_time(sent.sent_bytes, 6, ranks=4, nodes=2))
     first = jigsaw.dry_run(nn.Linear(3, 3), (4, 3), {"data": 4}, **how | {"ranks": [0]}).ranks[0].phases["backward"]
-    assert set(first.links) == {"node"}  # it sends to its neighbour, and waits for the slower links as well
+    assert set(first.links) == {"node"}  # it sends to its neighbor, and waits for the slower links as well
     assert first.message_seconds == backward.message_seconds
 
 

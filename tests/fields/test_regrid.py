@@ -25,7 +25,7 @@ def poles(n):
     return np.linspace(90, -90, n)
 
 
-def centred(n):
+def centered(n):
     """Latitudes half a row away from the poles, southwards."""
     return np.linspace(90 - 90 / n, -90 + 90 / n, n)
 
@@ -46,12 +46,12 @@ def areas(lat, lon):
 GLOBE = poles(13), east(10)
 SOURCES = list(
     itertools.product(
-        (poles(13), poles(13)[::-1], centred(10)), (east(18), east(7, -180), np.roll(east(18), 5), east(12)[::-1])
+        (poles(13), poles(13)[::-1], centered(10)), (east(18), east(7, -180), np.roll(east(18), 5), east(12)[::-1])
     )
 )
 TARGETS = list(
     itertools.product(
-        (poles(7), centred(17), centred(4)[::-1], np.linspace(-31, 12.5, 5)),
+        (poles(7), centered(17), centered(4)[::-1], np.linspace(-31, 12.5, 5)),
         (east(9), east(33, -180), np.linspace(-20, 35, 6)),
     )
 )
@@ -116,10 +116,10 @@ def test_values_are_those_of_xarray_regrid():
 
     assert xarray_regrid.Regridder  # which its import gives every array, as `regrid`
     rng = np.random.default_rng(2)
-    source = centred(36), east(72, 2.5)
+    source = centered(36), east(72, 2.5)
     x = rng.standard_normal((36, 72))
     # cells that nest (elsewhere xarray-regrid takes areas as linear in latitude), but at the poles, where it adds rows
-    target = centred(12), east(24, 7.5)
+    target = centered(12), east(24, 7.5)
     want = as_xarray(source, x).regrid.conservative(as_xarray(target), latitude_coord="latitude", skipna=False)
     got = regrid(torch.from_numpy(x), source, target).numpy()
     np.testing.assert_allclose(got[1:-1], want[1:-1], atol=1e-12)
@@ -153,7 +153,7 @@ def test_the_area_integral_is_conserved(source, target):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_constants_stay(method, dtype):
-    source, target = (poles(721), east(1440)), (centred(181), east(353, -180))
+    source, target = (poles(721), east(1440)), (centered(181), east(353, -180))
     x = torch.full((721, 1440), 287.0, dtype=dtype)
     y = regrid(x, source, target, method)
     assert y.dtype == dtype
@@ -161,7 +161,7 @@ def test_constants_stay(method, dtype):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("lat", [centred(91), poles(721)[::-1]])
+@pytest.mark.parametrize("lat", [centered(91), poles(721)[::-1]])
 def test_products_in_blocks_are_the_dense_ones(method, lat):
     source, target = (poles(361), east(720)), (lat, east(353, -180))
     found = Regridder(source, target, method)
@@ -194,13 +194,13 @@ def test_to_the_same_grid_and_back_changes_nothing():
 def test_coordinates_in_float32_leave_no_slivers():
     fine = np.arange(90, -90.05, -0.1, dtype=np.float32), np.arange(0, 360, 0.1, dtype=np.float32)
     for given in (fine, [v.astype(np.float64).round(3) for v in fine]):
-        found = Regridder(given, (centred(180), east(360, 0.5)))
+        found = Regridder(given, (centered(180), east(360, 0.5)))
         assert [(b.values > 0).sum(1).max() for b in found.bands] == [11, 11]
 
 
 def test_a_narrow_type_is_averaged_in_float32_autocast_or_not():
     x = torch.randn(1, 37, 72)
-    source, target = (poles(37), east(72)), (centred(9), east(10))
+    source, target = (poles(37), east(72)), (centered(9), east(10))
     want = regrid(x.bfloat16().double(), source, target)
     with torch.autocast("cpu", torch.bfloat16):
         got = regrid(x.bfloat16(), source, target)
@@ -212,7 +212,7 @@ def test_a_narrow_type_is_averaged_in_float32_autocast_or_not():
 
 
 def test_missing_values():
-    source, target = (centred(6), east(12)), (centred(2), east(4, 30))
+    source, target = (centered(6), east(12)), (centered(2), east(4, 30))
     x = torch.ones(6, 12)
     x[0, 0], x[3:, 3:6] = torch.nan, torch.inf
     x.requires_grad_()
@@ -234,9 +234,9 @@ def test_missing_values():
 MESHES = [{"lat": 1, "lon": 1}, {"lat": 2}, {"lat": 3}, {"lon": 3}, {"lat": 4}, {"lon": 4}, {"lat": 2, "lon": 2}]
 SPACE = (None, "lat", "lon")
 CASES = {
-    "coarser": ((poles(13), east(10)), (centred(7), east(6))),
-    "finer": ((centred(7), east(10)), (poles(13)[2:-2], east(33, -12.0))),
-    "against": ((poles(33), east(40)), (centred(7)[::-1], east(10, -180))),
+    "coarser": ((poles(13), east(10)), (centered(7), east(6))),
+    "finer": ((centered(7), east(10)), (poles(13)[2:-2], east(33, -12.0))),
+    "against": ((poles(33), east(40)), (centered(7)[::-1], east(10, -180))),
     "region": ((poles(33), east(40)), (np.linspace(-30, 50, 10), np.linspace(-30, 40, 7))),
 }
 
@@ -331,11 +331,11 @@ def test_bytes_are_those_of_the_plan():
 def test_grids_that_run_alike_send_rows_at_the_cut_alone():
     mesh = world_mesh(lat=2)
     tile = shard(torch.randn(1, 720, 8), mesh, SPACE)
-    op = Regridder((centred(720), east(8)), (centred(180), east(8)))
+    op = Regridder((centered(720), east(8)), (centered(180), east(8)))
     assert op.way(tile.layout).received == (0, 0)  # cells that nest
-    op = Regridder((centred(720), east(8)), (centred(180), east(8)), "bilinear")
+    op = Regridder((centered(720), east(8)), (centered(180), east(8)), "bilinear")
     assert op.way(tile.layout).received == (0, 0)
-    op = Regridder((poles(720), east(8)), (centred(170), east(8)))
+    op = Regridder((poles(720), east(8)), (centered(170), east(8)))
     assert max(op.way(tile.layout).received) <= 3 * 8 * 4
     with comm.count() as sent:
         op(tile)
@@ -350,10 +350,10 @@ def test_grids_that_run_alike_send_rows_at_the_cut_alone():
 @on_ranks(2)
 def test_grids_that_run_against_each_other_send_the_fewer_bytes():
     tile = shard(torch.randn(1, 720, 8), world_mesh(lat=2), SPACE)
-    flipped = Regridder((centred(720), east(8)), (centred(90)[::-1], east(8))).way(tile.layout)
+    flipped = Regridder((centered(720), east(8)), (centered(90)[::-1], east(8))).way(tile.layout)
     assert flipped.summed == (1,)
     assert flipped.received == (2 * 45 * 8 * 4,) * 2  # partial sums of its 45 rows and their counts; rows would be 360
-    fine = Regridder((centred(720), east(8)), (centred(720)[::-1], east(8))).way(tile.layout)
+    fine = Regridder((centered(720), east(8)), (centered(720)[::-1], east(8))).way(tile.layout)
     assert fine.summed == ()
     assert fine.received == (360 * 8 * 4,) * 2
 
@@ -362,7 +362,7 @@ def test_grids_that_run_against_each_other_send_the_fewer_bytes():
 def test_where_the_result_is_cut():
     mesh = world_mesh(lat=2)
     tile = shard(torch.randn(1, 33, 8), mesh, SPACE, split={1: (0, 11, 33)})
-    source, target = (poles(33), east(8)), (centred(9), east(8))
+    source, target = (poles(33), east(8)), (centered(9), east(8))
     assert regrid(tile, source, target).layout.dim(1)[0].points == (0, 3, 9)
     assert regrid(tile, source, target, split="balanced").layout.dim(1)[0].points == (0, 5, 9)
     by_hand = regrid(tile, source, target, split={"lat": (0, 9, 9)})
@@ -371,7 +371,7 @@ def test_where_the_result_is_cut():
 
 
 def test_a_regridder_pickles():
-    op = Regridder((poles(13), east(10)), (centred(7), east(6)))
+    op = Regridder((poles(13), east(10)), (centered(7), east(6)))
     x = torch.randn(13, 10)
     assert torch.equal(pickle.loads(pickle.dumps(op))(x), op(x))
     assert repr(op) == "Regridder(conservative, 13 x 10 to 7 x 6, nan='keep')"
@@ -400,7 +400,7 @@ WRONG = [
 @pytest.mark.parametrize(("how", "error", "match"), WRONG, ids=range(len(WRONG)))
 def test_wrong_use_names_the_rule(how, error, match):
     with pytest.raises(error, match=match):
-        regrid(torch.randn(13, 10), **{"source": GLOBE, "target": (centred(7), east(6)), **how})
+        regrid(torch.randn(13, 10), **{"source": GLOBE, "target": (centered(7), east(6)), **how})
 
 
 @pytest.mark.parametrize("method", METHODS)

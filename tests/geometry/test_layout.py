@@ -145,7 +145,7 @@ def test_what_a_cut_was_made_from_is_part_of_it_but_keeps_no_tiles_apart():
 @pytest.mark.parametrize("periodic", [False, True])
 @pytest.mark.parametrize("pieces", [1, 2, 3, 5])
 def test_a_halo_is_the_rows_within_reach(pieces, periodic):
-    """Also wider than a neighbour, and up to the whole dim."""
+    """Also wider than a neighbor, and up to the whole dim."""
     for size, below, above in itertools.product((1, 2, 7, 10), (0, 1, 3, 7), (0, 2, 7)):
         cut = Cut(size, cut_points(size, pieces), ("x",) if pieces > 1 else ())
         if max(below, above) > size:

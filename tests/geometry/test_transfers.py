@@ -114,7 +114,7 @@ def test_halos_of_every_width(ranks, split, periodic):
             carry_out(wide, wide)
 
 
-def test_a_halo_costs_one_message_for_each_neighbour():
+def test_a_halo_costs_one_message_for_each_neighbor():
     source = Layout.of((40, 40), ("lat", "lon"), {"lat": 4, "lon": 4})
     target = Layout.of((40, 40), ("lat", "lon"), {"lat": 4, "lon": 4}, halo={0: 2, 1: 3}, periodic=(1,))
     plans = carry_out(source, target)
@@ -122,7 +122,7 @@ def test_a_halo_costs_one_message_for_each_neighbour():
     assert received_cells(plans[1, 1]) == 14 * 16 - 10 * 10
 
 
-def test_a_halo_that_spans_neighbours_comes_from_each():
+def test_a_halo_that_spans_neighbors_comes_from_each():
     source = Layout.of((10,), ("x",), {"x": 5})
     target = source.replace_dim(0, source.cuts[0].with_halo(5, 0))
     assert [peer for peer, _ in carry_out(source, target)[4,].receives] == [1, 2, 3]
@@ -303,7 +303,7 @@ def halo_on(lat, lon):
     return source, Layout.of(shape, (None, "lat", "lon"), axes, halo={1: 2, 2: 2}, periodic=(2,))
 
 
-def test_a_halo_on_1024_ranks_is_planned_by_looking_at_neighbours():
+def test_a_halo_on_1024_ranks_is_planned_by_looking_at_neighbors():
     small = calls_made(plan_exchange.__wrapped__, *halo_on(4, 4), (1, 1))
     large = calls_made(plan_exchange.__wrapped__, *halo_on(32, 32), (17, 5))
     assert len(plan_exchange(*halo_on(32, 32), (17, 5)).sends) == 8

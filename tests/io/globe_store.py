@@ -1,4 +1,4 @@
-"""Stores like those of weather centres, in small: 10 six-hourly steps, 3 levels, 13 x 16 rows."""
+"""Stores like those of weather centers, in small: 10 six-hourly steps, 3 levels, 13 x 16 rows."""
 
 from pathlib import Path
 

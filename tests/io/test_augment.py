@@ -96,9 +96,9 @@ def by_others(step, values, origin, fill, is_label):
     order = {"order": 0 if is_label else 1, "mode": "grid-constant", "cval": fill}
     start = np.reshape(origin, (3, 1, 1, 1))
     if isinstance(step, AffineStep):
-        centre = (np.array(CROP) - 1) / 2
+        center = (np.array(CROP) - 1) / 2
         matrix = np.array(step.matrix)
-        shift = centre - matrix @ centre + step.shift + origin
+        shift = center - matrix @ center + step.shift + origin
         return ndimage.affine_transform(values, matrix, shift, output_shape=CROP, **order)
     if isinstance(step, ElasticStep):
         knots = [(-2, n // step.every + 4) for n in CROP]

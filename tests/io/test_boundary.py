@@ -160,7 +160,7 @@ def test_three_uneven_bands_with_latitudes_turned(stores):
     check(stores["cells"], {"lat": 3}, ["poles", "wide poles", "reflect", "mixed"], False, lat_order="south-first")
 
 
-MODES = ("independent", "neighbours", "cooperative")
+MODES = ("independent", "neighbors", "cooperative")
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_halos_wider_than_a_piece_come_from_several_ranks(stores, axes):
 
 
 @on_ranks(2)
-def test_components_turn_before_they_are_normalised(stores):
+def test_components_turn_before_they_are_normalized(stores):
     asked = {"fields": FIELDS, "halo": 1, "boundary": {"lat": "pole", "lon": "periodic"}, "dtype": "float64"}
     ds = jigsaw.io.open(stores["rows"], mesh=world_mesh(lat=2), normalize=MEAN | {"land_sea_mask": (0, 1)}, **asked)
     assert ds.vectors == (1, 2)

@@ -85,11 +85,11 @@ def origins(shape, crop, how, found, count, seed=0):
 
 
 @pytest.mark.parametrize(("pos", "neg"), [(1, 1), (3, 1), (1, 0), (0, 1)])
-def test_pos_and_neg_are_the_odds_of_a_foreground_centre(toy, pos, neg):
+def test_pos_and_neg_are_the_odds_of_a_foreground_center(toy, pos, neg):
     _, labels, values = toy
     how = Foreground(pos, neg, kept=10**6)
     found = find_foreground([StoredVolume((labels[0],))], how, None)[0]
-    # a crop of one voxel is its own centre
+    # a crop of one voxel is its own center
     hit = np.array([values[0][1][o] > 0 for o in origins(SHAPES[0], (1, 1, 1), how, found, 2000)])
     p = pos / (pos + neg)
     assert abs(hit.mean() - p) <= 4 * np.sqrt(p * (1 - p) / 2000)
@@ -109,10 +109,10 @@ def test_centres_move_inwards_as_monais_do():
     from monai.transforms.utils import correct_crop_centers
 
     shape, crop = (20, 9, 14), (7, 9, 4)
-    for centre in np.ndindex(*shape):
-        found = FoundVoxels(KeptVoxels(), {1: KeptVoxels(1, np.array([np.ravel_multi_index(centre, shape)]))})
+    for center in np.ndindex(*shape):
+        found = FoundVoxels(KeptVoxels(), {1: KeptVoxels(1, np.array([np.ravel_multi_index(center, shape)]))})
         got = crop_origin(shape, crop, RandomDraws(0, 0, 0), Foreground(1, 0), found)
-        moved = correct_crop_centers(list(centre), crop, shape)
+        moved = correct_crop_centers(list(center), crop, shape)
         assert got == tuple(int(c) - n // 2 for c, n in zip(moved, crop, strict=True))
 
 

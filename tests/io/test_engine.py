@@ -245,7 +245,7 @@ def test_scale_offset_and_fill_as_xarray_reads_them(tmp_path, version, dtype):
 
 def body_missing(path, values):
     engine = ReadEngine(open_store(path), world_mesh(lat=2))
-    for mode, most in product(("cooperative", "neighbours", "independent"), (found_chunks.MOST_SIZES, 0)):
+    for mode, most in product(("cooperative", "neighbors", "independent"), (found_chunks.MOST_SIZES, 0)):
         asked = request({"lat": 2}, scale=(2.0, 1.0, 1.0, 1.0), missing="fill")
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(found_chunks, "MOST_SIZES", most)  # with 0 a missing chunk has an owner, who finds it so

@@ -40,7 +40,7 @@ from jigsaw.io.reading.peers import meet_peers
 from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.testing import RankFailedError, on_ranks, run_on_ranks, world, world_mesh
 
-MODES = ("independent", "neighbours", "cooperative")
+MODES = ("independent", "neighbors", "cooperative")
 
 
 def one(path, n=64, chunk=16, version=3, **how):

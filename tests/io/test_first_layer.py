@@ -40,7 +40,7 @@ def test_the_first_convolution_sends_nothing(wb2, axes, kernel, halo):
 
 
 @on_ranks(4)
-def test_a_halo_that_is_too_narrow_is_completed_by_the_neighbours(wb2):
+def test_a_halo_that_is_too_narrow_is_completed_by_the_neighbors(wb2):
     x, whole = batch_of(wb2, world_mesh(lat=2, lon=2), 1)
     weight = torch.randn(3, 2, 5, 5, dtype=torch.float64)
     with comm.count() as sent:

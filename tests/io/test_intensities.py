@@ -141,7 +141,7 @@ def test_windows_come_after_the_resampling_and_before_augmentation(scans):
 
 
 def read_ct(images, labels, axes):
-    """nnU-Net's CT normalisation: clipped to the foreground's percentiles, then its mean and std; and MRI's."""
+    """nnU-Net's CT normalization: clipped to the foreground's percentiles, then its mean and std; and MRI's."""
     how = {"mesh": world_mesh(**axes), "crop": None}
     stats = volume_statistics(open_volumes(images, labels, **how, orientation="RAS"), foreground=True)
     ct = open_volumes(images, window=stats, normalize=stats, **how)
@@ -152,7 +152,7 @@ def read_ct(images, labels, axes):
 
 
 @pytest.mark.parametrize("axes", [MESHES[0], MESHES[3]], ids=str)
-def test_nnunets_normalisations(scans, axes):
+def test_nnunets_normalizations(scans, axes):
     images, labels, values, front = scans
     lit = values[0].reshape(2, -1)[:, front.ravel() > 0].astype("f8")
     shape = (2, 1, 1, 1)

@@ -29,9 +29,9 @@ def run(folder, mesh):
     return left["batch"].image.full_tensor(), left["batch"].label.full_tensor(), left["report"]
 
 
-def ball(shape, centre, radius):
+def ball(shape, center, radius):
     grid = np.stack(np.meshgrid(*map(np.arange, shape), indexing="ij"))
-    return (((grid - np.reshape(centre, (3, 1, 1, 1))) ** 2).sum(0) <= radius**2).astype("u1")
+    return (((grid - np.reshape(center, (3, 1, 1, 1))) ** 2).sum(0) <= radius**2).astype("u1")
 
 
 def save_scan(values, path):
@@ -44,8 +44,8 @@ def test_the_page_runs_alike_on_one_rank_and_two(tmp_path):
     assert MESH in PAGE
     save_scan(100 + 50 * image((40, 36, 30)), tmp_path / "scan.nii.gz")
     save_scan(label((40, 36, 30)), tmp_path / "label.nii.gz")
-    for case, centre in enumerate(((14, 14, 18), (24, 20, 14), (20, 15, 16))):
-        body = ball((40, 34, 33), centre, 9)
+    for case, center in enumerate(((14, 14, 18), (24, 20, 14), (20, 15, 16))):
+        body = ball((40, 34, 33), center, 9)
         folder, scan = tmp_path / "Dataset001_Balls", 50 + 100 * body + 20 * image(body.shape, case)
         save_scan(scan, folder / "imagesTr" / f"{case}_0000.nii.gz")
         save_scan(body, folder / "labelsTr" / f"{case}.nii.gz")

@@ -18,12 +18,12 @@ def test_a_shuffle_is_a_permutation_of_its_own(count):
 def test_a_shuffle_is_fair():
     first = [shuffled_sample(0, 7, seed, 0) for seed in range(7000)]
     assert all(850 < first.count(sample) < 1150 for sample in range(7))
-    neighbours = sum(
+    neighbors = sum(
         shuffled_sample(i + 1, 100, seed, 0) - shuffled_sample(i, 100, seed, 0) == 1
         for seed in range(50)
         for i in range(99)
     )
-    assert neighbours < 100  # one in a hundred by chance: 50
+    assert neighbors < 100  # one in a hundred by chance: 50
 
 
 def test_a_shuffle_never_changes_between_versions():

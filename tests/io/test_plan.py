@@ -81,8 +81,8 @@ def test_auto_takes_the_cheapest_mode_of_each_array(tables, tiles):
 
 
 @pytest.mark.parametrize("axes", MESHES[1:])
-def test_neighbours_hand_over_the_halo(tiles, axes):
-    plan = plan_read(request(axes, (64, 64), halo=2), tiles, "neighbours")
+def test_neighbors_hand_over_the_halo(tiles, axes):
+    plan = plan_read(request(axes, (64, 64), halo=2), tiles, "neighbors")
     bare = plan_read(request(axes, (64, 64)), tiles, "independent")
     assert plan.total.chunks == bare.total.chunks  # nothing is read for the halo alone
     assert plan.total.sent_bytes == plan.total.useful_bytes - sum(

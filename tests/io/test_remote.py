@@ -435,7 +435,7 @@ def body_of_ranks(url, values, mode):
         engine.close()
 
 
-@pytest.mark.parametrize("mode", ["cooperative", "independent", "neighbours"])
+@pytest.mark.parametrize("mode", ["cooperative", "independent", "neighbors"])
 @pytest.mark.parametrize("name", ["v2-blosc", "sharded-default"])
 def test_ranks_read_the_same(stores, proxy, name, mode):
     proxy.always = ""

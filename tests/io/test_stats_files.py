@@ -17,7 +17,7 @@ LONG = ["geopotential@500", "2m_temperature", "temperature@850"]
 MEAN, STD = np.array([5e4, 280.0, 270.0]), np.array([900.0, 11.0, 12.0])
 
 
-def normalised(path, normalize, fields=FIELDS):
+def normalized(path, normalize, fields=FIELDS):
     ds = jigsaw.io.open(path, mesh=world_mesh(lat=1), fields=fields, normalize=normalize, dtype="float64")
     return ds[3].input.local[0].numpy()
 
@@ -46,7 +46,7 @@ def test_what_is_written_is_read_again(wb2, tmp_path, suffix):
         np.testing.assert_array_equal(found.columns[name], values)
     assert found["w@500"].keys() == set(ALL_STATISTICS) and list(found) == list(some().fields)
     for normalize in (str(path), path, found):
-        np.testing.assert_allclose(normalised(wb2, normalize), wanted(wb2), rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(normalized(wb2, normalize), wanted(wb2), rtol=1e-6, atol=1e-6)
 
 
 def test_other_programs_read_them(tmp_path):
@@ -79,15 +79,15 @@ def test_makanis_files_normalise_in_the_order_of_channels(wb2, tmp_path):
         np.testing.assert_array_equal(found.columns["diff_std"], STD / 10)
         np.testing.assert_array_equal(found.columns["min"], MEAN - 1)
         assert "max" not in found.columns
-        np.testing.assert_allclose(normalised(wb2, path), wanted(wb2), rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(normalized(wb2, path), wanted(wb2), rtol=1e-6, atol=1e-6)
     named = Statistics.read(folder, fields=["t850", "z500", "t2m"])
     turned = wanted(wb2, MEAN[[1, 2, 0]], STD[[1, 2, 0]])
-    np.testing.assert_allclose(normalised(wb2, named), turned, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(normalized(wb2, named), turned, rtol=1e-6, atol=1e-6)
 
 
 def test_makanis_files_without_names_must_have_as_many_channels(wb2, tmp_path):
     with pytest.raises(FieldError, match=r"has 3 channels without names and the dataset has 2; name them: Statistics"):
-        normalised(wb2, makani(tmp_path), ["z500", "t2m"])
+        normalized(wb2, makani(tmp_path), ["z500", "t2m"])
     with pytest.raises(FieldError, match=r"fields=\['t2m'\] are 1 names and .* has 3 channels"):
         Statistics.read(tmp_path, fields=["t2m"])
     np.save(tmp_path / "global_stds.npy", np.ones((1, 4, 1, 1)))
@@ -102,7 +102,7 @@ def test_one_file_a_statistic(wb2, tmp_path):
     np.save(tmp_path / "m.npy", MEAN.astype("f4"))
     np.save(tmp_path / "s.npy", STD)
     found = Statistics.read({"mean": tmp_path / "m.npy", "std": str(tmp_path / "s.npy")}, fields=FIELDS)
-    np.testing.assert_allclose(normalised(wb2, found), wanted(wb2), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(normalized(wb2, found), wanted(wb2), rtol=1e-6, atol=1e-6)
     with pytest.raises(FieldError, match=r"\['median'\] is no statistic; they are \['count'"):
         Statistics.read({"median": tmp_path / "m.npy"})
 
@@ -139,7 +139,7 @@ def test_graphcasts_files(wb2, tmp_path, prefix):
         for x in (files["mean_by_level"], files["stddev_by_level"])
     )
     for path in (tmp_path, tmp_path / f"{prefix}mean_by_level.nc", tmp_path / f"{prefix}diffs_stddev_by_level.nc"):
-        np.testing.assert_allclose(normalised(wb2, str(path)), wanted(wb2, mean, std), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(normalized(wb2, str(path)), wanted(wb2, mean, std), rtol=1e-4, atol=1e-5)
     found = Statistics.read(tmp_path)
     assert {"geopotential@700", "temperature@500", "2m_temperature", "year_progress"} <= set(found.fields)
     apart = np.diff(globe().temperature.sel(level=850).values.astype("f8"), axis=0).std()
@@ -162,18 +162,18 @@ def test_a_folder_of_two_sets_wants_a_name(wb2, tmp_path):
 
 def test_what_normalize_cannot_be(wb2, tmp_path):
     with pytest.raises(FieldError, match=r"there is no file or folder of statistics '.*/none.nc'"):
-        normalised(wb2, tmp_path / "none.nc")
+        normalized(wb2, tmp_path / "none.nc")
     with pytest.raises(FieldError, match=r"has neither global_means.npy and global_stds.npy \(makani\) nor"):
-        normalised(wb2, tmp_path)
+        normalized(wb2, tmp_path)
     some(("geopotential@500", "2m_temperature", "temperature@700", "w@500")).write(tmp_path / "s.json")
     with pytest.raises(FieldError, match=r"s.json has no channel 'temperature@850'; it has geopotential@500, 2m_temp"):
-        normalised(wb2, tmp_path / "s.json")
+        normalized(wb2, tmp_path / "s.json")
     Statistics(("t2m",), {"mean": np.zeros(1)}).write(tmp_path / "m.npz")
     with pytest.raises(FieldError, match=r"m.npz has no 'std'; it has \['mean'\]"):
-        normalised(wb2, tmp_path / "m.npz", ["t2m"])
+        normalized(wb2, tmp_path / "m.npz", ["t2m"])
     Statistics(("t2m",), {"mean": np.zeros(1), "std": np.zeros(1)}).write(tmp_path / "z.npz")
     with pytest.raises(FieldError, match=r"gives channel 't2m' mean 0 and std 0"):
-        normalised(wb2, tmp_path / "z.npz", ["t2m"])
+        normalized(wb2, tmp_path / "z.npz", ["t2m"])
     with pytest.raises(FieldError, match=r"statistics are written as .nc, .npz, .json, not 'a.txt'"):
         some().write("a.txt")
 

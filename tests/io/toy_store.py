@@ -92,7 +92,7 @@ def request(axes, rows=(13, 10), halo=0, steps=(1, 3), levels=(0, 2), **more):
 
 
 def sample(values, steps=(1, 3), levels=(0, 2)):
-    """The whole sample of `request`, without normalisation."""
+    """The whole sample of `request`, without normalization."""
     air, t2m = values["air"][list(steps)][:, list(levels)], values["t2m"][list(steps)][:, None]
     return np.concatenate([air, t2m, np.broadcast_to(values["mask"], t2m.shape)], axis=1)
 

@@ -29,8 +29,8 @@ def label(shape, seed=0, balls=3):
     where = np.stack(np.meshgrid(*(np.arange(n) for n in shape), indexing="ij"))
     found = np.zeros(shape, "u1")
     for k in range(balls):
-        centre = np.array([r.integers(0, n) for n in shape]).reshape(-1, *(1,) * len(shape))
-        found[((where - centre) ** 2).sum(0) <= (k + 1) ** 2] = k + 1
+        center = np.array([r.integers(0, n) for n in shape]).reshape(-1, *(1,) * len(shape))
+        found[((where - center) ** 2).sum(0) <= (k + 1) ** 2] = k + 1
     return found
 
 

@@ -14,10 +14,10 @@ from jigsaw.testing import on_ranks, world_mesh
 from jigsaw.tile.tile_making import shard
 
 
-def _blob(shape, centre, radius, seed):
+def _blob(shape, center, radius, seed):
     """A ball with a ragged surface and a few specks."""
     axes = np.meshgrid(*(np.arange(n) for n in shape), indexing="ij")
-    apart = sum((a - c) ** 2 for a, c in zip(axes, centre, strict=True))
+    apart = sum((a - c) ** 2 for a, c in zip(axes, center, strict=True))
     noise = np.random.default_rng(seed).random(shape)
     return torch.tensor((apart < (radius * (0.7 + 0.3 * noise)) ** 2) | (noise > 0.998))
 

@@ -221,7 +221,7 @@ def test_dropout_is_that_of_the_whole_tile():
 
 @on_ranks(2)
 def test_what_is_sent():
-    """One convolution of 5 x 5 and one of 3 x 3: three rows a neighbour, once forward, once again and back."""
+    """One convolution of 5 x 5 and one of 3 x 3: three rows a neighbor, once forward, once again and back."""
     net = nn.Sequential(nn.Conv2d(2, 4, 5, padding=2), nn.GELU(), nn.Conv2d(4, 2, 3, padding=1))
     mesh = world_mesh(lat=2)
     tile = jigsaw.shard(torch.randn(1, 2, 16, 10), mesh, (None, None, "lat", None))

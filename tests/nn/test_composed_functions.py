@@ -36,7 +36,7 @@ FUNCTIONS = {
     "bilinear": ([(5, 7, 3), (5, 7, 2), (4, 3, 2), (4,)], F.bilinear),
     "bilinear without bias": ([(7, 3), (7, 2), (4, 3, 2)], F.bilinear),
     "stft": ([(3, 33)], lambda x: _short_times(x, center=False)),
-    "stft, centred": ([(3, 33)], lambda x: _short_times(x, win_length=6, window=WINDOW, normalized=True)),
+    "stft, centered": ([(3, 33)], lambda x: _short_times(x, win_length=6, window=WINDOW, normalized=True)),
     "stft of one": ([(33,)], lambda x: torch.stft(x, 8, onesided=False, pad_mode="constant", return_complex=False)),
     "istft": ([(3, 33)], _back),
     "istft of one": ([(33,)], lambda x: _back(x, length=35)),

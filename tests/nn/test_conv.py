@@ -220,7 +220,7 @@ def test_circular_padding_and_convolution_exchange_once():
         nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")(tile)
     assert (
         sent.messages == 1 and sent.sent_bytes == 2 * 2 * (12 + 2) * 4
-    )  # two columns with their corners, from the one neighbour
+    )  # two columns with their corners, from the one neighbor
 
 
 @on_ranks(2)

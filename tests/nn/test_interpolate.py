@@ -132,7 +132,7 @@ def test_bytes_of_doubling():
         y = F.interpolate(tile, scale_factor=2, mode="bilinear")
     assert sent.sent_bytes == 3 * 8 * 4 and sent.messages == 1
     assert y.layout.dim(2)[0].points == (0, 12, 24)
-    with comm.count() as sent:  # row 2 of 6 is the sum of rows 3 to 6, its neighbour's that of rows 5 to 8
+    with comm.count() as sent:  # row 2 of 6 is the sum of rows 3 to 6, its neighbor's that of rows 5 to 8
         F.interpolate(tile, (6, 8), mode="bilinear", antialias=True)
     assert sent.sent_bytes == 3 * 8 * 4 and sent.messages == 1
 

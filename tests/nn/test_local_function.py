@@ -25,7 +25,7 @@ def heat(x):
     return x + 0.1 * (n + s + w + e - 4 * x).sin()
 
 
-class NeighbourAttention(nn.Module):
+class NeighborAttention(nn.Module):
     """Each point attends to the 3 x 5 points around it, as far as they are there."""
 
     def __init__(self, channels):
@@ -44,7 +44,7 @@ class NeighbourAttention(nn.Module):
 # function, reach and more, rows and columns
 CASES = {
     "heat": (heat, {"reach": {2: 1, 3: 1}, "wrap": (3,)}, (33, 10)),
-    "attention": (NeighbourAttention(3), {"reach": {-2: 1, -1: 2}}, (13, 11)),
+    "attention": (NeighborAttention(3), {"reach": {-2: 1, -1: 2}}, (13, 11)),
     "convolution": (nn.Conv2d(3, 5, (5, 3), padding=(2, 1)), {"reach": {2: (2, 2), 3: (1, 1)}}, (13, 10)),
     "strided": (nn.Conv2d(3, 4, 3, stride=2, padding=1), {"reach": {2: 1, 3: 1}, "stride": {2: 2, 3: 2}}, (33, 7)),
     "wide": (nn.Conv2d(3, 4, 7, stride=3, padding=3), {"reach": {2: 3, 3: 3}, "stride": {2: 3, 3: 3}}, (33, 13)),
@@ -94,7 +94,7 @@ def test_several_inputs_and_results():
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.near = jigsaw.local(NeighbourAttention(3), {-2: 1, -1: 2})
+        self.near = jigsaw.local(NeighborAttention(3), {-2: 1, -1: 2})
         self.out = nn.Conv2d(3, 2, 3, padding=1)
 
     def forward(self, x):

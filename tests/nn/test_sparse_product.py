@@ -101,8 +101,8 @@ def test_only_rows_beyond_a_border_are_sent_and_halos_are_left_out():
     for given in (tile, halo):
         with jigsaw.comm.count() as traffic:
             y = matrix @ given
-        neighbours = 1 if tile.coordinate[0] in (0, 2) else 2
-        assert traffic.sent_bytes == neighbours * 5 * 8
+        neighbors = 1 if tile.coordinate[0] in (0, 2) else 2
+        assert traffic.sent_bytes == neighbors * 5 * 8
         torch.testing.assert_close(y.full_tensor(), matrix @ x)
 
 

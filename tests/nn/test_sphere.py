@@ -38,7 +38,7 @@ class Convolutions(nn.Module):
         return self.fused(high), self.fewer(high)
 
 
-class Neighbours(nn.Module):
+class Neighbors(nn.Module):
     """Down, up and at one size; the kernels are for single precision."""
 
     def __init__(self):
@@ -64,10 +64,10 @@ def _pass(model, x, g):
 
 @pytest.mark.slow
 @on_ranks(4, timeout=240)
-def test_convolutions_and_neighbours_on_every_mesh():
+def test_convolutions_and_neighbors_on_every_mesh():
     warnings.simplefilter("ignore")
     x, *g = (torch.randn(s).double() for s in [(2, 4, *FINE), (2, 6, *FINE), (2, 2, *COARSE)])
-    for model, near in ((Convolutions().double(), 1e-9), (Neighbours(), 1e-4)):
+    for model, near in ((Convolutions().double(), 1e-9), (Neighbors(), 1e-4)):
         for p in model.parameters():
             p.data.normal_(std=0.3)
         expected, weights = _pass(model, x.clone().requires_grad_(), g)

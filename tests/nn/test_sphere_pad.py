@@ -88,12 +88,12 @@ def _sent(axes, left, right, top, bottom):
     return forward.received_bytes / (4 * 5)
 
 
-def test_what_is_sent_are_rows_of_neighbours_and_turned_columns_of_others():
-    # bands: rows of the neighbours; what is beyond a pole is the rank's own
+def test_what_is_sent_are_rows_of_neighbors_and_turned_columns_of_others():
+    # bands: rows of the neighbors; what is beyond a pole is the rank's own
     assert _sent({"lat": 4}, 2, 1, 1, 2) == [2 * 16, 3 * 16, 3 * 16, 1 * 16]
     # sectors of four columns: their own three beside, and seven of each of the three rows beyond the poles
     assert _sent({"lon": 4}, 2, 1, 1, 2) == [(2 + 1) * 12 + 3 * 7] * 4
-    # quarters of 6 x 8: at the north pole two rows of a neighbour, three columns beside, and the eight turned ones
+    # quarters of 6 x 8: at the north pole two rows of a neighbor, three columns beside, and the eight turned ones
     north = 2 * 8 + (6 + 2) * 3 + 1 * 8
     south = 1 * 8 + (6 + 1) * 3 + 2 * 8
     assert _sent({"lat": 2, "lon": 2}, 2, 1, 1, 2) == [north, north, south, south]

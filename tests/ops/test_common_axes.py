@@ -114,7 +114,7 @@ def test_tokens_that_were_flattened():
 
 
 def _padded_face(faces, turns):
-    """A face of a cubed sphere between its neighbours; those above and below are turned."""
+    """A face of a cubed sphere between its neighbors; those above and below are turned."""
     face, left, right, top, bottom = faces
     top, bottom = torch.rot90(top, turns, (-2, -1)), torch.rot90(bottom, turns, (-1, -2))
     middle = torch.cat((left[..., -1:], face, right[..., :1]), -1)

@@ -37,7 +37,7 @@ def test_some_samples_of_torch_are_answered_or_refused_alike(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_some_samples_of_torch_on_tiles_that_hold_rows_of_their_neighbours(ranks, tmp_path):
+def test_some_samples_of_torch_on_tiles_that_hold_rows_of_their_neighbors(ranks, tmp_path):
     names = random.Random(1).sample([name for name, _ in all_infos()], 60)
     assert not _faults(ranks, names, SEED, tmp_path / "under_way", 500, halos=True)
 

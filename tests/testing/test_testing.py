@@ -188,7 +188,7 @@ def test_a_failed_assertion_shows_the_locals():
 
 
 @pytest.mark.parametrize(("how", "words"), [("exit", "exit code 7"), ("kill", "killed by SIGKILL")])
-def test_a_dying_rank_is_the_cause_whatever_its_neighbours_say(how, words):
+def test_a_dying_rank_is_the_cause_whatever_its_neighbors_say(how, words):
     with pytest.raises(
         RankFailedError, match=rf"failed on rank 0 of 2:\n\nthe process of rank 0 ended without a word \({words}\)"
     ):

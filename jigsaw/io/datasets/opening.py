@@ -109,7 +109,7 @@ def open(
     - `lat_order`: ``"store"``, ``"north-first"`` or ``"south-first"``;
     - `lon`: ``"store"``, or ``"0..360"`` or ``"-180..180"``: longitudes rise within these, and the grid is rolled;
     - `split`, `align`: where the cuts lie (see `jigsaw.Layout`), for all spatial dims or by dim;
-    - `mode`: ``"cooperative"`` (each chunk is decoded by one rank), ``"neighbours"`` (by every rank that owns rows of
+    - `mode`: ``"cooperative"`` (each chunk is decoded by one rank), ``"neighbors"`` (by every rank that owns rows of
       it, which also sends the halos), ``"independent"``, or ``"auto"``, the cheapest;
     - `forcings`: names (see `jigsaw.io.series.forcings`), such as ``["cos_zenith", "day_progress", "latlon"]``. They
       are computed, not read, as the last channels of the input, and at the target's times as `target_forcings`;

@@ -296,7 +296,7 @@ def attach_arena(peers: PeerGroup, timeout: float) -> Arena | None:
     Returns None when this rank is alone on its machine. Where some rank cannot map another's memory, finds other memory
     in its place, or has no barrier, each counts as a machine of its own. Chunks then travel over the network.
     """
-    near = peers.neighbours
+    near = peers.neighbors
     # Both gatherings are reached by every rank, whatever it could not do before: what fails is a value, not an error.
     leader, barrier = min(near), memory_barrier()
     fd = _create_memory_file(len(near)) if peers.me == leader and len(near) > 1 else -1

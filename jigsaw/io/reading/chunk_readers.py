@@ -196,7 +196,7 @@ class ChunkReaders:
         """Return who loads the chunk in a mode of reading.
 
         Suppose ranks 0 to 3 need a chunk; 1 and 2 own rows, and 0 and 3 hold some as their halo. `independent`: each
-        loads it for itself. `cooperative`: one of them, here rank 0, loads it for all. `neighbours`: rank 1 loads it
+        loads it for itself. `cooperative`: one of them, here rank 0, loads it for all. `neighbors`: rank 1 loads it
         for 0, 1 and 3, and rank 2 for itself.
         """
         if mode not in self._loads:

@@ -59,7 +59,7 @@ class ReadEngine:
         # What is collective comes in this order on every rank: the group, the arena over it, then the lanes.  A rank
         # that dies in between is a `PeerError` of the others' next message.
         self.stats, self.reads = ReadCounts(), 0
-        self.threads = threads or fair_thread_count(len(self.peers.neighbours))
+        self.threads = threads or fair_thread_count(len(self.peers.neighbors))
         seen = identity() if identity is not None and self.peers.size > 1 else StoreIdentity(store.url)
         lanes, identities = zip(*self.peers.gather((self.threads, seen)), strict=True)
         self._busy, self._is_closed = threading.Lock(), False

@@ -47,7 +47,7 @@ class PeerGroup:
         self.hosts, self.pids = tuple(h for h, _ in found), tuple(pid for _, pid in found)
 
     @property
-    def neighbours(self) -> tuple[int, ...]:
+    def neighbors(self) -> tuple[int, ...]:
         """Ranks on this machine, this one included."""
         return tuple(m for m, host in enumerate(self.hosts) if host == self.hosts[self.me])
 

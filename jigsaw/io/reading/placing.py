@@ -318,7 +318,7 @@ class BoxParcels:
     """
 
     def __init__(self, plan: ReadPlan, peers: PeerGroup) -> None:
-        self._plan, self._peers, self._near = plan, peers, frozenset(peers.neighbours)
+        self._plan, self._peers, self._near = plan, peers, frozenset(peers.neighbors)
         self._packed: dict[tuple[int, int], list[ByteArray]] = {}
 
     @property

@@ -21,7 +21,7 @@ from jigsaw.io.reading.chunk_readers import ByReader
 from jigsaw.io.reading.found_chunks import FoundArray, FoundChunks
 from jigsaw.io.reading.shared_jobs import SharedJobs, order_of_jobs
 
-PLAN_MODES = ("independent", "neighbours", "cooperative")
+PLAN_MODES = ("independent", "neighbors", "cooperative")
 LARGEST_BATCH = 4 << 20
 """Bytes of one request for several chunks: more of them would wait for each other."""
 

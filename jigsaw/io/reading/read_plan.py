@@ -3,7 +3,7 @@ plan without messages, because it follows from the request and from where the st
 
 The ranks that share a sample hold overlapping boxes of it, and a stored chunk may lie in many of them. `independent`:
 every rank loads what it needs of each chunk. `cooperative`: each chunk is loaded once, by one rank, and cut into the
-boxes of all that need it. `neighbours`: every rank loads the chunks that it owns rows of, and hands those of the halo
+boxes of all that need it. `neighbors`: every rank loads the chunks that it owns rows of, and hands those of the halo
 to the ranks that own none. A chunk that a single rank needs is always loaded by that rank.
 """
 
@@ -48,7 +48,7 @@ ObjectSizes = Mapping[str, "int | None"]
 NAMES_LISTED = 6
 _WAYS = {
     "cooperative": "what they need of each is read and decoded once, by one rank, which hands the others their parts",
-    "neighbours": "each rank reads and decodes what it owns rows of, and hands halos to the ranks that own none",
+    "neighbors": "each rank reads and decodes what it owns rows of, and hands halos to the ranks that own none",
     "independent": "each rank reads and decodes for itself what it needs of them",
 }
 
@@ -273,7 +273,7 @@ def plan_read(
 ) -> ReadPlan:
     """Plan the reading of one sample: the same on every rank. No rank is asked; a store may be asked where chunks lie.
 
-    `mode` is ``"cooperative"``, ``"neighbours"``, ``"independent"`` or ``"auto"``, which takes the cheapest of them for
+    `mode` is ``"cooperative"``, ``"neighbors"``, ``"independent"`` or ``"auto"``, which takes the cheapest of them for
     each array (`jigsaw.io.reading.read_modes`). `sizes` are those of far objects, where another plan looked them up.
 
     Raises: `ShardingError` or `ReadError` when the parts do not fill the sample exactly once, or do not fit the arrays.

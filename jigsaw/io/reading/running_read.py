@@ -139,7 +139,7 @@ class RunningRead:
         plan, request = self.plan, self.plan.request
         if plan.ranks != self.peers.size:
             raise PeerError(f"the plan is for {plan.ranks} ranks and {self.peers.size} share this reader")
-        near = self.peers.neighbours
+        near = self.peers.neighbors
         self.local = {m: i for i, m in enumerate(near)}
         # a slot is of one machine: each counts places of its own, among the jobs that its ranks load
         shared = plan.shared.loaded_by(near)

@@ -110,21 +110,21 @@ class SunPosition:
         mean_longitude = 280.46646 + t * (36000.76983 + t * 0.0003032)
         anomaly = math.radians(357.52911 + t * (35999.05029 - t * 0.0001537))
         eccentricity = 0.016708634 - t * (0.000042037 + t * 0.0000001267)
-        centre = (
+        center = (
             (1.914602 - t * (0.004817 + t * 0.000014)) * math.sin(anomaly)
             + (0.019993 - t * 0.000101) * math.sin(2 * anomaly)
             + 0.000289 * math.sin(3 * anomaly)
         )
         node = math.radians(125.04 - 1934.136 * t)
         nutation = -0.00478 * math.sin(node)
-        longitude = math.radians(mean_longitude + centre - 0.00569 + nutation)
+        longitude = math.radians(mean_longitude + center - 0.00569 + nutation)
         seconds = 21.448 - t * (46.8150 + t * (0.00059 - t * 0.001813))
         obliquity = math.radians(23 + (26 + seconds / 60) / 60 + 0.00256 * math.cos(node))
         ascension = math.degrees(math.atan2(math.cos(obliquity) * math.sin(longitude), math.cos(longitude)))
         equation = mean_longitude - 0.0057183 - ascension + nutation * math.cos(obliquity)
         equation = (equation + 180.0) % 360.0 - 180.0
         sine = math.sin(obliquity) * math.sin(longitude)
-        distance = 1.000001018 * (1 - eccentricity**2) / (1 + eccentricity * math.cos(anomaly + math.radians(centre)))
+        distance = 1.000001018 * (1 - eccentricity**2) / (1 + eccentricity * math.cos(anomaly + math.radians(center)))
         hour = math.tau * (instant.clock - 0.5) + math.radians(equation)
         return cls(sine, math.sqrt(1 - sine * sine), hour, distance)
 

@@ -62,13 +62,13 @@ def crop_origin(
     its middle.
     """
     stored = respacing.stored if respacing else shape  # where foreground was found
-    centre = None if how is None or found is None else _foreground_centre(stored, draws, how, found)
-    if centre and respacing:
-        centre = respacing.nearest_voxel(centre)
-    if centre is None:
+    center = None if how is None or found is None else _foreground_center(stored, draws, how, found)
+    if center and respacing:
+        center = respacing.nearest_voxel(center)
+    if center is None:
         firsts = [draws.below(max(n - rows, 0) + 1) for n, rows in zip(shape, crop, strict=True)]
     else:
-        firsts = [c - rows // 2 for c, rows in zip(centre, crop, strict=True)]
+        firsts = [c - rows // 2 for c, rows in zip(center, crop, strict=True)]
     return tuple(_clamp_first_row(*each) for each in zip(firsts, shape, crop, strict=True))
 
 
@@ -76,7 +76,7 @@ def _clamp_first_row(first: int, size: int, rows: int) -> int:
     return -((rows - size) // 2) if rows > size else min(max(first, 0), size - rows)
 
 
-def _foreground_centre(
+def _foreground_center(
     shape: Sequence[int], draws: RandomDraws, how: Foreground, found: FoundVoxels
 ) -> tuple[int, ...] | None:
     """Draw a voxel of the kind that is drawn, or of the other kind where a volume has none of the first."""

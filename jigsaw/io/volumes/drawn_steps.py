@@ -218,9 +218,9 @@ class AffineStep(WarpStep):
         return [replace(cut, held=tuple(reach(d, held) for held in cut.held)) for d, cut in enumerate(cuts)]
 
     def to_source(self, sizes: Sequence[int]) -> Matrix:
-        made, centre = np.eye(len(sizes) + 1), (np.array(sizes) - 1) / 2
+        made, center = np.eye(len(sizes) + 1), (np.array(sizes) - 1) / 2
         made[:-1, :-1] = self.matrix
-        made[:-1, -1] = centre - made[:-1, :-1] @ centre + self.shift
+        made[:-1, -1] = center - made[:-1, :-1] @ center + self.shift
         return made
 
 

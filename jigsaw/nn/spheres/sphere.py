@@ -278,7 +278,7 @@ def _answer_attention(name: str) -> None:
         psi = _kept_part(
             col_idx,
             (own_rows, held),
-            lambda: _neighbours_of_rows(col_idx, row_off, seg, seg_off, own_rows, held, width, upward),
+            lambda: _neighbors_of_rows(col_idx, row_off, seg, seg_off, own_rows, held, width, upward),
         )
         if q.numel() and v.numel():
             weights = quad_weights[held[0] : held[1]]
@@ -301,7 +301,7 @@ def _with_whole_channels(x: Tile) -> Tile:
     return x.with_layout(own.replace_dim(3, whole_dim(own.shape[3])).replace_dim(1, rows))
 
 
-def _neighbours_of_rows(
+def _neighbors_of_rows(
     columns: Tensor,
     offsets: Tensor,
     arcs: Tensor,

@@ -140,7 +140,7 @@ def _cuts_when_staying(
 def _layout_in_frame(
     layout: Layout, named: _Labels, met: Sequence[bool], frame: Mapping[Hashable, _Group], joined: Hashable
 ) -> Layout:
-    """The layout of a tile whose dims are cut as those of their names."""
+    """Return the layout of a tile whose dims are cut as those of their names."""
     dims: list[Sequence[Cut]] = []
     for d, by in enumerate(named):
         group = frame.get(by, ())
