@@ -264,6 +264,11 @@ def test_no_file_name_twice_in_io():
     assert len(stems) == len(set(stems))
 
 
+def test_no_test_file_has_the_name_of_another():
+    names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]  # pytest imports them by their names alone
+    assert len(names) == len(set(names))
+
+
 def test_the_glossary_names_what_is_there():
     text = (ROOT / "docs" / "design.md").read_text().split("## Glossary")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
