@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -158,7 +158,7 @@ class _RefusingProxy:
             connection.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
 
-@cache
+@lru_cache(maxsize=16)
 def _refusing_proxy(process: int) -> _RefusingProxy:
     """Return the proxy of this process: a forked process lacks the thread that answers."""
     return _RefusingProxy()

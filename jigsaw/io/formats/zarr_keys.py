@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import suppress
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -121,7 +121,7 @@ def _answer_of_store(asked: Coroutine[Any, Any, Any]) -> Any:
         raise BadChunkError(f"its store says: {e}") from cause_without_secrets(e)
 
 
-@cache
+@lru_cache(maxsize=16)
 def _loop_of_zarr(process: int) -> asyncio.AbstractEventLoop:
     """Return the event loop in which zarr has opened a store, and to which the store's connections belong from then on.
 
