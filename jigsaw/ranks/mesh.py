@@ -33,7 +33,7 @@ from jigsaw.torch_internals.groups import (
     mesh_root,
     mesh_unflattened,
     meshes_joined,
-    patience_of_backend,
+    timeout_of_options,
 )
 
 # Weak, so that no job that ended is kept alive.
@@ -138,7 +138,8 @@ def group_patience(group: dist.ProcessGroup, device: str) -> timedelta:
         backend: Any = backend_of_group(group, torch.device(device))
     except RuntimeError:  # a group that does not serve this device
         return DEFAULT_PATIENCE
-    return patience_of_backend(backend, DEFAULT_PATIENCE)
+    options = getattr(backend, "options", None)  # MPI's has none
+    return DEFAULT_PATIENCE if options is None else timeout_of_options(options)
 
 
 def _let_wait(group: dist.ProcessGroup, device: str, limit: timedelta) -> None:

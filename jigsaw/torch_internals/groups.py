@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -26,8 +25,11 @@ default_store = LateName("torch.distributed.distributed_c10d:_get_default_store"
 # The group of a name, for every message.  Public: `DeviceMesh.get_group`, which looks at the mesh's ranks each time.
 group_of_name: Any = private_name("torch.distributed.distributed_c10d:_resolve_process_group")
 
-# What serves a group on a device.  Public: `get_backend`, which returns a name, and no time-out.
-backend_of_group = LateName("torch.distributed:ProcessGroup._get_backend")
+# What serves a group on a device, for every message.  Public: `get_backend`, which returns a name, and no time-out.
+backend_of_group: Any = private_name("torch.distributed:ProcessGroup._get_backend")
+
+# The time-out in the options of a backend, for every message.  Public: nothing tells.
+timeout_of_options = private_attribute(private_name("torch._C:_distributed_c10d.Backend.Options"), "_timeout")
 
 # Ends the groups of a dry run, and gives torch's log its rank back.  Public: `destroy_process_group`, which waits.
 unregister_group = LateName("torch._C:_distributed_c10d._unregister_process_group")
@@ -46,12 +48,6 @@ def know_groups(world: Any) -> None:
 def devices_of_group(group: dist.ProcessGroup) -> set[str]:
     """Return the types of devices that a group serves; public is a text for people."""
     return {device.type for device in private_attribute(group, "_device_types")(group)}
-
-
-def patience_of_backend(backend: Any, otherwise: timedelta) -> timedelta:
-    """Return the time-out of a backend; `otherwise` of one without options, as MPI's.  Public is nothing."""
-    options = getattr(backend, "options", None)
-    return otherwise if options is None else private_attribute(options, "_timeout")(options)
 
 
 def fake_store() -> Any:

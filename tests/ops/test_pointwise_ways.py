@@ -27,10 +27,10 @@ ARGUMENTS: dict[str, Callable[[Tile, Tile, Tensor], tuple[Any, ...]]] = {
 
 def _quick_functions() -> list[tuple[Any, Any]]:
     functions = {f for each in get_overridable_functions().values() for f in each if is_pointwise(f)}
-    functions -= {*table.entries, torch.empty_like}  # whose values are any
-    found = [(f, table.find_rest(f)) for f in functions]
-    assert all(isinstance(h, partial) and h.func in (run_on_tiles, run_in_place, run_copy) for _, h in found)
-    return found
+    functions -= {torch.empty_like}  # whose values are any
+    answers = [(f, table.entries[f].handler if f in table.entries else table.find_rest(f)) for f in functions]
+    quick_ways = (run_on_tiles, run_in_place, run_copy)
+    return [(f, handler) for f, handler in answers if isinstance(handler, partial) and handler.func in quick_ways]
 
 
 def _bits(x: Tensor) -> Tensor:
