@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from jigsaw.torch_internals import pytree
+from jigsaw.torch_internals.autograd import memory_id
 from jigsaw.torch_internals.dispatch import READ_NUMBER, operator_schema, without_modes
 from jigsaw.torch_internals.fake_tensors import TorchDispatchMode
 
@@ -41,19 +42,35 @@ class KnownValues:
     def remember(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Compute a call on real copies, where those of all inputs are known and nothing is drawn."""
         results = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
-        if not results or any(x.numel() > _MOST_ELEMENTS or _has_values(x) for x in results):
-            return  # too many, or a real step, whose changes in place must not happen twice
+        is_short = results and not any(x.numel() > _MOST_ELEMENTS or _has_values(x) for x in results)
+        if not is_short or not self._is_computed(func, args, kwargs):
+            self._forget_changed(func, args, kwargs)
+            return
+        args, kwargs = pytree.tree_map(self._real_copy, (args, kwargs))
+        with without_modes():
+            copies = [x for x in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
+        for x, copy in zip(results, copies, strict=True):
+            self._copies[x] = copy
+
+    def _is_computed(self, func: Any, args: Any, kwargs: Any) -> bool:
+        if func.overloadpacket in _UNFILLED or torch.Tag.nondeterministic_seeded in func.tags:
+            return False
+        if func.namespace == "c10d":  # no group carries messages here, so nobody knows what one brings
+            return False
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        # no group carries messages here, so nobody knows what one brings
-        is_known = func.namespace != "c10d" and all(x in self._copies or _has_values(x) for x in tensors)
-        if is_known and func.overloadpacket not in _UNFILLED and torch.Tag.nondeterministic_seeded not in func.tags:
-            args, kwargs = pytree.tree_map(self._real_copy, (args, kwargs))
-            with without_modes():
-                copies = [x for x in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
-            for x, copy in zip(results, copies, strict=True):
-                self._copies[x] = copy
-        elif operator_schema(func).is_mutable and any(x in self._copies for x in tensors):
-            self._copies.clear()  # one of them, and whatever shares its memory, has other values now
+        return all(x in self._copies or _has_values(x) for x in tensors)
+
+    def _forget_changed(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Forget the known tensors that a call has changed, and those that share their memory."""
+        schema = operator_schema(func)
+        if not schema.is_mutable or not len(self._copies):
+            return
+        values = [*zip(schema.arguments, args, strict=False), *((a, kwargs.get(a.name)) for a in schema.arguments)]
+        written = [value for argument, value in values if argument.alias_info and argument.alias_info.is_write]
+        changed = [x for x in pytree.tree_leaves(written) if isinstance(x, Tensor) and x in self._copies]
+        memories = {memory_id(self._copies[x].untyped_storage()) for x in changed}
+        for x in [x for x, copy in self._copies.items() if memory_id(copy.untyped_storage()) in memories]:
+            del self._copies[x]
 
     def _real_copy(self, x: Any) -> Any:
         if isinstance(x, torch.device):

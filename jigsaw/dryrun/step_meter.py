@@ -229,9 +229,6 @@ class StepMeter(TorchDispatchMode):
         """Return the value that Python reads of a tensor without values; jigsaw's own checks always pass, other reads
         are noted.
         """
-        if x.constant is not None and func is not aten.equal.default:  # a number that Python wrote down
-            with without_modes():
-                return x.constant.item()
         if x in self._known and func is not aten.equal.default:
             return self._known.item_of(x)
         place, is_own = _reading_line()

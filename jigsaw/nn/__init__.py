@@ -5,8 +5,8 @@ functions.
 # layers without weights are torch's own
 from torch.nn import AvgPool1d, AvgPool2d, AvgPool3d, MaxPool1d, MaxPool2d, MaxPool3d
 
-from jigsaw.nn import activation, dropout
-from jigsaw.nn.attention import multi_head_attention, scaled_dot_product
+from jigsaw.nn import activation, attention, dropout
+from jigsaw.nn.attention import multi_head_attention
 from jigsaw.nn.attention.attention_ways import attention_way
 from jigsaw.nn.attention.heads import MultiheadAttention
 from jigsaw.nn.attention.scaled_dot_product import explain_attention
@@ -63,6 +63,7 @@ __all__ = [
     "VectorSphericalHarmonicTransform",
     "activation",
     "adaptive",
+    "attention",
     "attention_way",
     "chunked",
     "conv",
@@ -86,7 +87,6 @@ __all__ = [
     "product",
     "recurrent",
     "sampling",
-    "scaled_dot_product",
     "spectral_loss",
     "sphere",
     "tversky_loss",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, UntypedStorage, nn, ones
 
 from jigsaw.torch_internals.private_names import LateName, private_attribute, private_name
 
@@ -101,14 +101,16 @@ def code_of_engine() -> Any:
     return private_name("torch.autograd.graph:_engine_run_backward.__code__")
 
 
+_some_node: Any = ones((), requires_grad=True).exp().grad_fn
+_number_of_node = private_attribute(_some_node, "_sequence_nr")
+
+# Shape, dtype and device of a node's results.  Public: nothing tells.
+result_metadata: Callable[[Any], Any] = private_attribute(_some_node, "_input_metadata")
+
+
 def node_number(node: Any) -> int:
     """Return the number that a node got when it was made; public is nothing."""
-    return node._sequence_nr()
-
-
-def result_metadata(node: Any) -> Any:
-    """Return shape, dtype and device of a node's results; public is nothing."""
-    return node._input_metadata
+    return _number_of_node(node)()
 
 
 def forward_pre_hooks(module: nn.Module) -> list[Any]:
@@ -120,6 +122,8 @@ def call_instead(module: Any, call: Callable[[Callable[..., Any]], Callable[...,
     """Replace the call of a module, with its hooks, by `call` of it.  Public are hooks, and `forward`, around which the
     hooks run.
     """
+    for name in ("_compiled_call_impl", "_call_impl"):
+        private_attribute(module, name)
     module._compiled_call_impl = call(module._compiled_call_impl or module._call_impl)
 
 

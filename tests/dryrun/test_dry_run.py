@@ -580,3 +580,18 @@ def test_a_metered_real_step_is_done_once():
         x += 1.0
         torch.nn.init.ones_(x[1:]).add_(1.0)
     assert x.tolist() == [1.0, 2.0, 2.0]
+
+
+class _ChangesANumber(nn.Module):
+    """Changes a number that it wrote down by one that it draws, and keeps another."""
+
+    def forward(self, x):
+        kept, scale = torch.tensor(3.0), torch.tensor(2.0)
+        torch._foreach_add_([scale.view(1)], [torch.rand(1)])  # which returns nothing
+        return x * scale.item() + kept.item()
+
+
+def test_a_number_that_is_changed_is_known_no_longer():
+    report = jigsaw.dry_run(_ChangesANumber, (4, 1, 8), {"lat": 2}, spec=(None, None, "lat"))
+    (remark,) = report.remarks
+    assert (remark.kind, "asks 1 times" in remark.reason) == ("value", True)

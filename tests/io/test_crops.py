@@ -105,7 +105,7 @@ def test_voxels_or_classes_are_drawn_alike():
     assert max(abs(n - 200) for n in counts.values()) < 5 * np.sqrt(200)
 
 
-def test_centres_move_inwards_as_monais_do():
+def test_centers_move_inwards_as_monais_do():
     from monai.transforms.utils import correct_crop_centers
 
     shape, crop = (20, 9, 14), (7, 9, 4)

@@ -142,7 +142,7 @@ def test_a_selection_of_dates(wb2):
     np.testing.assert_allclose(ds[-1].target.local, stacked(wb2, ["2m_temperature"])[7:8], rtol=1e-6)
 
 
-def test_normalisation_is_fused_and_named_by_channel_field_or_array(wb2):
+def test_normalization_is_fused_and_named_by_channel_field_or_array(wb2):
     stats = {
         "z500": (5e4, 1e3),
         "2m_temperature": {"mean": 280.0, "std": 10.0},

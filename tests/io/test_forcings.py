@@ -265,7 +265,7 @@ def test_static_fields_of_the_store_are_channels_at_every_step(uneven):
     np.testing.assert_allclose(mask, (np.stack([data.land_sea_mask.values] * 2) - 0.5) * 4, rtol=0, atol=1e-6)
 
 
-def test_forcings_are_normalised_when_they_are_named(uneven):
+def test_forcings_are_normalized_when_they_are_named(uneven):
     stats = {"toa_radiation": (300.0, 400.0), "sin_lat": (0.1, 2.0), "t2m": (280.0, 10.0)}
     asked = ["toa_radiation", "latlon"]
     kwargs = {"mesh": world_mesh(lat=1), "fields": ["t2m"], "forcings": asked, "dtype": "float64"}

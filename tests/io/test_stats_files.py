@@ -71,7 +71,7 @@ def makani(folder, channels=3, **more):
     return folder
 
 
-def test_makanis_files_normalise_in_the_order_of_channels(wb2, tmp_path):
+def test_makanis_files_normalize_in_the_order_of_channels(wb2, tmp_path):
     folder = makani(tmp_path)
     for path in (folder, folder / "global_means.npy", folder / "global_stds.npy"):
         found = Statistics.read(path)
