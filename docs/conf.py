@@ -120,9 +120,9 @@ class PublicNames(SphinxDirective):
         return holder.children
 
     def module_section(self, package: ModuleType, name: str, module: ModuleType) -> nodes.Node:
-        """A public module: a package has a page of its own; of `ops` only what the module says of itself is told."""
+        """A public module: some packages have a page; of `ops` only what the module says of itself is told."""
         path = f"{package.__name__}.{name}"
-        if hasattr(module, "__path__"):
+        if hasattr(module, "__path__") and Path(__file__).with_name("reference").joinpath(f"{name}.rst").exists():
             lines = [f"See :doc:`{name}`."]
         else:
             lines = [f".. automodule:: {path}"]

@@ -36,7 +36,7 @@ from jigsaw.parallel.gradients import (
 )
 from jigsaw.parallel.sharding import ShardingOptions, WeightSharding, sharding_units
 from jigsaw.parallel.sharding import shard_model_weights as cut_weights
-from jigsaw.ranks.model_world import begin_backward_pass, end_backward_pass, enter_model, leave_model
+from jigsaw.ranks.model_world import begin_backward_pass, enter_model, leave_model
 from jigsaw.tile.misuse import mark_replaced, warn_of_idle_axes, warn_of_no_wrapper
 from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals import pytree
@@ -166,9 +166,8 @@ def one_process_backward(output: Any) -> None:
 
 
 def _begin_backward(gradient: Tensor) -> None:
-    number = begin_backward_pass()
-    if number is not None:
-        at_end_of_pass(partial(end_backward_pass, number))
+    if backward_pass := begin_backward_pass():
+        at_end_of_pass(backward_pass)
 
 
 def reducer_of(model: nn.Module) -> GradientReducer | None:

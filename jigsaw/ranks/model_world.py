@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -104,20 +105,30 @@ def of_the_job() -> Generator[None]:
         _state.is_of_job = before
 
 
-def begin_backward_pass() -> int | None:
-    """Let the backward pass under way see one process, until `end_backward_pass` of the returned number; None where it
-    does already.
+class BackwardPass:
+    """A backward pass that sees one process until it is called, or dropped.
+
+    Torch calls nothing at the end of a pass that raises, but drops what waits for its end.
+    """
+
+    def __init__(self, number: int) -> None:
+        _open_world()
+        _backward_passes.add(number)
+        self._end = weakref.finalize(self, _end_backward_pass, number)
+
+    def __call__(self) -> None:
+        self._end()
+
+
+def begin_backward_pass() -> BackwardPass | None:
+    """Let the backward pass under way see one process until the result is called or dropped; None where it does
+    already.
     """
     number = graph_task_id()
-    if number == -1 or number in _backward_passes:
-        return None
-    _open_world()
-    _backward_passes.add(number)
-    return number
+    return None if number == -1 or number in _backward_passes else BackwardPass(number)
 
 
-def end_backward_pass(number: int) -> None:
-    """End what `begin_backward_pass` began."""
+def _end_backward_pass(number: int) -> None:
     _backward_passes.remove(number)
     _close_world()
 
@@ -268,7 +279,10 @@ def _open_world() -> None:
         group = vars(world)["group"]
         job.pg_map[group] = job.pg_map[job.default_pg]
         job.pg_group_ranks[group] = {0: 0}
-        _undo.extend((partial(job.pg_map.pop, group, None), partial(job.pg_group_ranks.pop, group, None)))
+        # torch's profiler asks for it of every group
+        job.pg_backend_config[group] = job.pg_backend_config[job.default_pg]
+        for groups in (job.pg_map, job.pg_group_ranks, job.pg_backend_config):
+            _undo.append(partial(groups.pop, group, None))
         _replace(c10d, WORLD_NAME, world)
         for module, rank in ((dist, _rank_of_model), (c10d, _rank_of_model), (device_mesh, job_rank)):
             _replace(module, "get_rank", rank)

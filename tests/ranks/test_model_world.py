@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import all_reduce as all_reduce_from_before
 from torch.distributed import get_world_size as world_size_from_before
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import jigsaw
@@ -229,6 +230,55 @@ def test_the_job_is_there_again_whatever_the_model_raises():
     assert dist.get_world_size() == 2
     assert dist.distributed_c10d._world is world
     assert dist.get_rank is rank
+
+
+class Profiled(nn.Module):
+    def forward(self, x):
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            y = x.exp()
+        assert any(event.key == "aten::exp" for event in profiled.key_averages())
+        return y
+
+
+@on_ranks(2)
+def test_the_profiler_starts_within_a_model():
+    """It asks for the backend of every group, that of the model too."""
+    mesh = world_mesh(lat=2)
+    x = jigsaw.shard(torch.ones(2, 4), mesh, (None, "lat"))
+    assert parallelize(Profiled(), mesh)(x).full_tensor().equal(torch.ones(2, 4).exp())
+
+
+class _RaisesBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError(f"in a world of {dist.get_world_size()}")
+
+
+class FailsBackward(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        if self.reentrant is None:
+            return _RaisesBackward.apply(x)
+        return checkpoint(_RaisesBackward.apply, x, use_reentrant=self.reentrant)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_the_job_is_there_again_behind_a_backward_pass_that_raised(reentrant):
+    world = dist.distributed_c10d._world
+    model = parallelize(FailsBackward(reentrant), world_mesh(lat=2))
+    x = torch.ones(2, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="in a world of 1"):
+        model(x).sum().backward()
+    assert dist.get_world_size() == 2
+    assert dist.distributed_c10d._world is world
 
 
 @on_ranks(2)
