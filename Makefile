@@ -17,7 +17,7 @@ AURORA_STAMP := $(AURORA)/.jigsaw-installed
 NEWEST := .venv-newest
 NEWEST_STAMP := $(NEWEST)/.jigsaw-installed
 # What the tests need that run there; other tools of `dev` follow a new Python late.
-NEWEST_TOOLS := fsspec h5netcdf hypothesis icechunk kerchunk nibabel psutil pytest pytest-timeout scipy
+NEWEST_TOOLS := fsspec h5netcdf hypothesis icechunk kerchunk nibabel psutil pytest pytest-timeout pytest-xdist scipy
 
 # The oldest patch release at hand: Debian 12's 3.11.2 pickles and types otherwise than 3.11.7. MINORS="3.11 3.12" takes two.
 MINORS ?= 3.11
@@ -34,6 +34,10 @@ ZOO_NEMO := jaxtyping nvtx omegaconf orjson psutil pyvers s3fs tensordict termco
 
 # One thread a rank: the ranks are the parallelism, and more threads than cores make every rank wait.
 export OMP_NUM_THREADS ?= 1
+
+# So many tests at a time, each with ranks of its own (about 5 GB): ranks wait for each other, so one test alone leaves cores idle.
+TEST_WORKERS ?= 2
+PYTEST := python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup weather weather-025 aurora medical nginx test test-cuda check nightly docs test-newest with-newest test-oldest with-oldest bench fuzz zoo clean
@@ -76,12 +80,12 @@ nginx:
 		$$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends nginx-light >/dev/null; }
 
 test: setup ## the tests, without the slow ones
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/$(PYTEST) -m "not slow"
 
 test-cuda: setup ## the tests of a GPU, the slow ones too; JIGSAW_TEST_DEVICE=cpu tries them without one
 	$(BIN)/python -m pytest tests/cuda
 
-nightly: setup ## the tests that take longest: many ranks, benchmarks beside others, a search by coverage
+nightly: setup ## the tests that take longest, one at a time: many ranks, benchmarks beside others, a search by coverage
 	$(BIN)/python -m pytest -m nightly
 
 check: setup $(if $(CI),nginx) ## lint, types, layers and all tests but the nightly ones; a part with the newest packages and an old Python
@@ -89,7 +93,7 @@ check: setup $(if $(CI),nginx) ## lint, types, layers and all tests but the nigh
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -m "not nightly"
+	$(BIN)/$(PYTEST) -m "not nightly"
 	$(MAKE) --no-print-directory test-newest
 	$(MAKE) --no-print-directory test-oldest
 
@@ -104,7 +108,7 @@ NEWEST_IO := arena choices conventions dataset disk_cache engine faults hdf5 loa
 NEWEST_TORCH_PARTS := checkpoint/test_checkpoint dryrun/test_dry_run ops/test_reentrant parallel/test_compile \
 	parallel/test_gradient_hooks stages/test_pipeline test_torch_internals
 with-newest: $(NEWEST_STAMP)
-	$(NEWEST)/bin/python -m pytest -m "not slow" $(addsuffix .py,$(addprefix tests/io/test_,$(NEWEST_IO))) tests/nn/test_conv.py \
+	$(NEWEST)/bin/$(PYTEST) -m "not slow" $(addsuffix .py,$(addprefix tests/io/test_,$(NEWEST_IO))) tests/nn/test_conv.py \
 		tests/ranks/test_launcher.py tests/ranks/test_mesh.py tests/tile/test_tile.py tests/ops/test_tile_ops.py \
 		$(addsuffix .py,$(addprefix tests/,$(NEWEST_TORCH_PARTS)))
 
@@ -120,7 +124,7 @@ with-oldest:
 	test -x $(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/python || "$(OLDEST_PYTHON)" -m venv $(OLDEST)/$(notdir $(OLDEST_PYTHON))
 	$(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/python -m pip install --quiet "$(TORCH)"
 	$(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/python -m pip install --quiet --editable ".[all]" $(NEWEST_TOOLS)
-	$(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/python -m pytest -m "not slow" $(OLDEST_PARTS)
+	$(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/$(PYTEST) -m "not slow" $(OLDEST_PARTS)
 
 $(NEWEST_STAMP): pyproject.toml
 	"$(PYTHON_NEWEST)" -m venv --clear $(NEWEST)

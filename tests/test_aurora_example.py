@@ -53,6 +53,7 @@ def test_a_dry_run_knows_the_memory_of_a_rank():
     assert peak >= activations > 0
 
 
+@pytest.mark.slow
 def test_a_torchvision_of_another_torch_can_be_imported(tmp_path):
     """As pip pairs them: the operators do not load, and the package describes two of them when it is imported."""
     (tmp_path / "torchvision").mkdir()

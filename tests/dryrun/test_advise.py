@@ -171,6 +171,7 @@ def test_a_pipeline_waits_as_the_formula_says():
     )
 
 
+@pytest.mark.slow
 def test_weights_of_stages_are_cut_within_nodes():
     search = _MeshSearch(_Blocks(width=32), (8, 3, 8, 8), replace(DEVICES["a100"], ranks_per_node=2), None, {})
     plain = search.attempt({"pipe": 2, "data": 4, "lat": 1, "lon": 1}, microbatches=2)

@@ -223,7 +223,8 @@ def may_unshare():
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not may_unshare(), reason="namespaces of process ids are not permitted")
-@pytest.mark.parametrize("mounted", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mounted", [True, False])
 def test_ranks_in_a_namespace_of_process_ids(tmp_path, wb2, victim, mounted, monkeypatch):
     """They share memory where /proc shows their namespace; where it shows another one, they write to nobody's file."""
     pid, _ = victim

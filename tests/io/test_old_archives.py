@@ -241,7 +241,8 @@ V3_CODECS = {
 }
 
 
-@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
 def test_zarr_3_with_and_without_shards(tmp_path, sharded):
     data = globe()
     for number, codecs in enumerate(V3_CODECS.values()):

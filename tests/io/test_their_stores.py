@@ -522,6 +522,7 @@ def test_their_stores_in_bands(folder):
     check_all(folder, world_mesh(lat=2))
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_their_stores_in_tiles(folder):
     check_all(folder, world_mesh(lat=2, lon=2))

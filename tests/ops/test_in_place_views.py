@@ -153,6 +153,7 @@ def test_what_is_changed_through_a_view_on_two_ranks():
     assert refused <= {"unfold"}
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_what_is_changed_through_a_view_on_four_ranks():
     wrong, refused = _compare_with_torch({"lat": 2, "lon": 2}, [SPACE])

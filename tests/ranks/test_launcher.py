@@ -182,6 +182,7 @@ def ended(process):
     return printed, process.returncode
 
 
+@pytest.mark.slow
 def test_a_second_job_at_the_same_port_is_refused_and_the_first_goes_on():
     """Numbers of jobs repeat modulo 10,000; whichever rank of the second comes, it is told at once."""
     job = free_job()

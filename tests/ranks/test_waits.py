@@ -130,6 +130,7 @@ def test_a_rank_that_raises_ends_the_others_with_what_it_said(tmp_path):
         assert "the first to fail was rank 2: ValueError: no such field" in said, said
 
 
+@pytest.mark.slow
 def test_a_stage_that_raises_ends_the_pipeline_with_its_own_words(tmp_path):
     code = """
 from torch import nn
