@@ -17,7 +17,6 @@ from torch import Tensor
 
 from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
-from jigsaw.ops.indexing import check_can_change
 from jigsaw.ops.random_numbers import global_normal, global_uniform
 from jigsaw.ops.unknown_functions import run_unknown_function
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error, tiles_in
@@ -259,7 +258,7 @@ def _feature_alpha_dropout(
     return _drop_alpha(input, p, training or train, 2)
 
 
-@implements_torch(F.rrelu, F.rrelu_, torch.rrelu)
+@implements_torch(F.rrelu, torch.rrelu)
 def _rrelu(
     input: Tile, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
 ) -> Any:
@@ -272,10 +271,12 @@ def _rrelu(
             (global_uniform(input, input.ndim) * (upper - lower) + lower).to(input.dtype), input.layout, input.mesh
         )
     out = input.where(input > 0, input * slope)  # the gradient at 0 is the slope
-    if inplace:
-        check_can_change(F.rrelu, input)
-        return input.copy_(out)
-    return out
+    return input.copy_(out) if inplace else out
+
+
+@implements_torch(F.rrelu_)
+def _rrelu_in_place(input: Tile, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False) -> Any:
+    return _rrelu(input, lower, upper, training, inplace=True)
 
 
 @implements_torch(F.gumbel_softmax)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.apart_copies import carry_change, check_way_back, is_written_back, note_index_asked
+from jigsaw.ops.changing_rows import changes_rows
 from jigsaw.ops.meeting.common_cuts import with_moved_rows
 from jigsaw.ops.meeting.local_cells import cells_at_rows, cells_in_front, rows_held
 from jigsaw.ops.meeting.plain_operands import plain_operand
@@ -42,38 +42,6 @@ from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 from jigsaw.torch_internals.autograd import assert_on_device
 
 # -- operands ---------------------------------------------------------------------------------------------------------
-
-
-def check_can_change(function: Any, tile: Tile) -> None:
-    """Raise errors that would occur only on some ranks: a leaf that is changed in place, a halo that would stay."""
-    _check_no_leaf(function, tile)
-    if any(a < 0 or b > c.size for c in tile.layout.cuts for a, b in c.held):
-        why = "it would change the owned rows in place, and leave the halo as it was"
-        raise refusal_error(function, tile, why, "use tile.owned()")
-
-
-def _check_no_leaf(function: Any, tile: Tile) -> None:
-    if tile.requires_grad and tile.is_leaf and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{function.__name__}: a leaf Variable that requires grad is being used in an in-place operation; change "
-            "tile.clone(), or use torch.no_grad()"
-        )
-
-
-@lru_cache(maxsize=4096)
-def goes_around(layout: Layout) -> bool:
-    """Say whether ranks hold rows from the other end of a periodic dim, and none that are not rows of the array."""
-    beyond = [c for c in layout.cuts if any(a < 0 or b > c.size for a, b in c.held)]
-    return bool(beyond) and all(c.wraps for c in beyond)
-
-
-def change_around(change: Any, tile: Tile, *args: Any) -> Tile:
-    """Change the owned rows of a tile whose halo goes around, then the halo.  *Sends*: the rows of the halo."""
-    _check_no_leaf(change, tile)
-    own = tile.owned().clone()
-    change(own, *args)
-    tile.local.copy_(own.with_layout(tile.layout).local)
-    return tile
 
 
 def operand_part(value: Any, tile: Tile, layout: Layout) -> Tensor:
@@ -449,20 +417,17 @@ def _shaped_value(value: Any, shape: Sequence[int], tile: Tile) -> Any:
 
 @implements_torch(Tensor.__setitem__, either=("tile", "index", "value"))
 def _setitem(tile: Any, index: Any, value: Any) -> None:
+    if not (isinstance(tile, Tile) and is_written_back(value, tile, index)):
+        _write_at_index(tile, index, value)
+
+
+@changes_rows(Tensor.__setitem__)
+def _write_at_index(tile: Any, index: Any, value: Any) -> None:
     """Do ``tile[index] = value``, in place: every name of the tile sees it, and autograd's own rules hold.
 
     *Sends*: the rows of a tile `value` that are written on another rank than they lie on; backward their gradients.
     *Raises*: `ShardingError` for a value that does not broadcast, and where a halo would keep the old values.
     """
-    if not isinstance(tile, Tile):
-        run_unknown_function(Tensor.__setitem__, tile, index, value)
-        return
-    if is_written_back(value, tile, index):
-        return
-    if goes_around(tile.layout):
-        change_around(_setitem, tile, index, value)
-        return
-    check_can_change(Tensor.__setitem__, tile)
     items = index if isinstance(index, tuple) else (index,)
     masks = [k for k, i in enumerate(items) if _is_mask(i)]
     is_one = not isinstance(value, (Tile, list, tuple)) and (not isinstance(value, Tensor) or value.ndim == 0)
@@ -501,12 +466,8 @@ def _copy_in_place(input: Any, src: Any, non_blocking: bool = False) -> Any:
 
 
 @implements_torch(Tensor.index_put_, torch.index_put_, either=("input", "indices", "values"))
+@changes_rows(Tensor.index_put_)
 def _index_put_in_place(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
-    if not isinstance(input, Tile):
-        return run_unknown_function(Tensor.index_put_, input, indices, values, accumulate)
-    if goes_around(input.layout):
-        return change_around(_index_put_in_place, input, indices, values, accumulate)
-    check_can_change(Tensor.index_put_, input)
     index = tuple(slice(None) if i is None else i for i in indices)
     places = _read_index(Tensor.index_put_, input, index, drop=False)
     write_places(Tensor.index_put_, input, places, values, accumulate)

@@ -21,16 +21,8 @@ from jigsaw import comm
 from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
-from jigsaw.ops.indexing import (
-    TilePlaces,
-    change_around,
-    check_can_change,
-    goes_around,
-    operand_part,
-    pick_places,
-    whole_index,
-    write_places,
-)
+from jigsaw.ops.changing_rows import changes_rows, holds_beyond
+from jigsaw.ops.indexing import TilePlaces, operand_part, pick_places, whole_index, write_places
 from jigsaw.ops.meeting.local_cells import rows_held
 from jigsaw.ops.picking import pick_from_plain
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
@@ -68,7 +60,7 @@ def _check_range(function: Any, index: Any, size: int) -> None:
 
 def _new_target(tile: Tile) -> Tile:
     """Return a new tile to write into, without a halo that could not be written alike."""
-    return (tile.owned() if any(a < 0 or b > c.size for c in tile.layout.cuts for a, b in c.held) else tile).clone()
+    return (tile.owned() if holds_beyond(tile.layout) else tile).clone()
 
 
 # -- whole rows -------------------------------------------------------------------------------------------------------
@@ -79,7 +71,6 @@ def _write_rows(function: Any, input: Tile, dim: int, index: Any, source: Any, *
 
     *Sends*: the rows of a tile `source` along `dim`, to every rank along the axes that cut it; backward their gradient.
     """
-    check_can_change(function, input)
     (at,) = reduced_dims(input, dim)
     if not input.ndim:  # a number is a row of one element, to torch
         _write_rows(function, input.reshape(1), dim, index, source, **named)
@@ -112,12 +103,11 @@ def _write_rows(function: Any, input: Tile, dim: int, index: Any, source: Any, *
 def _answer_rows(name: str) -> None:
     in_place = getattr(Tensor, f"{name}_")
 
+    @changes_rows(in_place)
     def change(
         input: Any, dim: int, index: Any, source: Any = None, *args: Any, value: Any = None, **named: Any
     ) -> Any:
         source = value if source is None else source
-        if not isinstance(input, Tile):
-            return run_unknown_function(in_place, input, dim, index, source, *args, **named)
         if args:  # index_reduce's reduce=
             named["reduce"] = args[0]
             return _reduce_rows(in_place, input, dim, index, source, **named)
@@ -230,7 +220,6 @@ def _scatter_elements(function: Any, input: Tile, dim: int, index: Any, source: 
     *Sends*: index and source tiles that lie elsewhere, along `dim` to every rank that cuts it; backward the gradient of
     the source.
     """
-    check_can_change(function, input)
     (at,) = reduced_dims(input, dim)
     if not input.ndim:
         values = source.reshape(-1) if isinstance(source, (Tensor, Tile)) else source
@@ -261,10 +250,9 @@ def _scatter_elements(function: Any, input: Tile, dim: int, index: Any, source: 
 def _answer_scatter(name: str, takes_reduce: bool) -> None:
     in_place = getattr(Tensor, f"{name}_")
 
+    @changes_rows(in_place)
     def change(input: Any, dim: int, index: Any, src: Any = None, *args: Any, value: Any = None, **named: Any) -> Any:
         source = value if src is None else src
-        if not isinstance(input, Tile):
-            return run_unknown_function(in_place, input, dim, index, source, *args, **named)
         if args and takes_reduce:
             named["reduce"], args = args[0], args[1:]
 
@@ -321,11 +309,9 @@ def _along(ndim: int, dim: int, item: Any) -> Sequence[Any]:
 
 
 @implements_torch(Tensor.masked_scatter_, either=("input", "mask", "source"))
+@changes_rows(Tensor.masked_scatter_)
 def _masked_scatter_in_place(input: Any, mask: Any, source: Any) -> Any:
     """Write a source where a mask is true.  *Sends*: a cut mask and a cut source to every rank."""
-    if not isinstance(input, Tile):
-        return run_unknown_function(Tensor.masked_scatter_, input, mask, source)
-    check_can_change(Tensor.masked_scatter_, input)
     places = whole_index(mask).expand(tuple(input.shape)).nonzero(as_tuple=True)
     count = len(places[0]) if places else 1
     if source.numel() < count:
@@ -347,10 +333,8 @@ def _masked_scatter(input: Any, mask: Any, source: Any) -> Any:
 
 
 @implements_torch(Tensor.masked_fill_, either=("input", "mask", "value"))
+@changes_rows(Tensor.masked_fill_)
 def _masked_fill_in_place(input: Any, mask: Any, value: Any) -> Any:
-    if not isinstance(input, Tile):
-        return run_unknown_function(Tensor.masked_fill_, input, mask, value)
-    check_can_change(Tensor.masked_fill_, input)
     number = operand_part(value, input, input.layout) if isinstance(value, (Tensor, Tile)) else value
     input.local.masked_fill_(operand_part(mask, input, input.layout), number)
     return input
@@ -377,12 +361,8 @@ def _unravelled(index: Any, tile: Tile) -> dict[int, Any]:
 
 
 @implements_torch(Tensor.put_, either=("input", "index", "source"))
+@changes_rows(Tensor.put_)
 def _put_in_place(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
-    if not isinstance(input, Tile):
-        return run_unknown_function(Tensor.put_, input, index, source, accumulate)
-    if goes_around(input.layout):
-        return change_around(_put_in_place, input, index, source, accumulate)
-    check_can_change(Tensor.put_, input)
     if index.numel() != source.numel():
         raise RuntimeError(f"put_(): {index.numel()} places and {source.numel()} values, which must be as many")
     places = TilePlaces(input, _unravelled(whole_index(index).reshape(-1), input), ())

@@ -237,7 +237,7 @@ class Tile(TensorShell):
 
     @property
     def grad(self) -> Tile | None:
-        """Gradient, as a tile: exact on the rows that this rank owns (halo rows hold this rank's part)."""
+        """Gradient, as a tile: of a row that ranks hold as halo, too, each has a part, and these sum to the whole."""
         return None if self.local.grad is None else Tile(self.local.grad, self.layout, self.mesh)
 
     @grad.setter

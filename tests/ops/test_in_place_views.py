@@ -308,36 +308,74 @@ def test_what_makes_a_new_tile_takes_one_whose_halo_goes_around():
         assert torch.equal(make(tile).full_tensor(), make(whole))
 
 
+WHOLE, WEIGHT, WRITTEN = torch.randn(3, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+PLACES, ORDER = torch.tensor([5, 0, 0, 3]), torch.tensor([5, 0, 3, 1, 4, 2])
+ELEMENTS = (WRITTEN.abs() * 4).long() % 6
+
 CHANGES_AROUND = {
-    "rows": lambda x: x.__setitem__(slice(3, 5), x[1:3].clone()),
-    "places": lambda x: x.__setitem__([0, 5], 2.0),
-    "a mask": lambda x: x.__setitem__(x > 0, 1.0),
-    "a column added": lambda x: x.__setitem__((slice(None), 0), x[:, 0].add_(x[:, -1])),
-    "a row in place": lambda x: x[0].mul_(2),
-    "a part of a slice": lambda x: x[:3][:, 1:].add_(1),
-    "all, turned": lambda x: x.copy_(x.flip(0)),
-    "put": lambda x: x.put_(torch.tensor([0]), torch.tensor([5.0]).double()),
+    "rows": lambda x, w: x.__setitem__(slice(3, 5), x[1:3].clone()),
+    "places": lambda x, w: x.__setitem__([0, 5], 2.0),
+    "a mask": lambda x, w: x.__setitem__(x > 0, 1.0),
+    "a column added": lambda x, w: x.__setitem__((slice(None), 0), x[:, 0].add_(x[:, -1])),
+    "a row in place": lambda x, w: x[0].mul_(2),
+    "a part of a slice": lambda x, w: x[:3][:, 1:].add_(1),
+    "all, turned": lambda x, w: x.copy_(x.flip(0)),
+    "put": lambda x, w: x.put_(torch.tensor([0]), torch.tensor([5.0]).double()),
+    "index_add_": lambda x, w: x.index_add_(0, PLACES, w[:4], alpha=2),
+    "index_copy_": lambda x, w: x.index_copy_(0, ORDER, w),
+    "index_fill_": lambda x, w: x.index_fill_(1, torch.tensor([-1, 0]), w.detach()[0, 0]),
+    "index_reduce_": lambda x, w: x.index_reduce_(0, PLACES, w[:4], "amax"),
+    "scatter_": lambda x, w: x.scatter_(0, ORDER[:, None].expand(6, 3), w),
+    "scatter_ of fewer": lambda x, w: x.scatter_(1, torch.tensor([[2, 0]] * 4), 3.0),
+    "scatter_add_": lambda x, w: x.scatter_add_(0, ELEMENTS, w),
+    "scatter_reduce_": lambda x, w: x.scatter_reduce_(0, ELEMENTS, w, "mean"),
+    "masked_scatter_": lambda x, w: x.masked_scatter_(w > 0, w * 3),
+    "masked_fill_": lambda x, w: x.masked_fill_(w > 0, w.sum()),
+    "a column, filled": lambda x, w: x[:, 1].index_fill_(0, PLACES, 3.0),
+    "a transpose, added to": lambda x, w: x.t().index_add_(1, PLACES, w[:4].t()),
+    "tokens, scattered": lambda x, w: x.flatten().scatter_(0, torch.tensor([1, 2, 15]), 3.0),
+    "rrelu_": lambda x, w: torch.rrelu_(x),
 }
+
+
+def _check_change_around(change, held_rows, written):
+    """The tensor, its first rows, all gradients and the tile's own halo are those of torch."""
+    results = []
+    for x, w in ((WHOLE.clone(), WRITTEN.clone()), (held_rows.owned().clone(), written)):
+        y = x.requires_grad_() * 1
+        y = y.with_layout(held_rows.layout) if isinstance(y, Tile) else y
+        w.requires_grad_()
+        first = y[:1]
+        CHANGES_AROUND[change](y, w)
+        (y * WEIGHT).sum().backward()
+        parts = [y, first, x.grad, torch.zeros(6, 3).double() if w.grad is None else w.grad]
+        results.append([t.detach().full_tensor() if isinstance(t, Tile) else t.detach() for t in parts])
+    for got, right in zip(results[1], results[0], strict=True):
+        assert torch.allclose(got, right), change
+    held = results[0][0]
+    for d, (start, stop) in enumerate(y.layout.held(y.coordinate)):
+        held = held.index_select(d, torch.arange(start, stop) % held.shape[d])
+    assert torch.allclose(y.local, held), change
 
 
 @pytest.mark.parametrize("change", CHANGES_AROUND)
 @on_ranks(2)
 def test_a_tile_whose_halo_goes_around_is_written_as_torch_does(change):
-    whole, weight = torch.randn(2, 6, 3, dtype=torch.float64)
-    results = []
-    tile = shard(whole, world_mesh(lat=2), ("lat", None), split={0: (0, 1, 6)}, halo={0: 1}, periodic=(0,))
-    for x in (whole.clone(), tile):
-        y = x.requires_grad_() * 1
-        first = y[:1]
-        CHANGES_AROUND[change](y)
-        held = y.local.clone() if isinstance(y, Tile) else None
-        (y * weight).sum().backward()
-        parts = [y, first, x.grad]
-        results.append([t.detach().full_tensor() if isinstance(t, Tile) else t.detach() for t in parts])
-    for got, right in zip(results[1], results[0], strict=True):
-        assert torch.allclose(got, right)
-    rows = [5, 0, 1] if torch.distributed.get_rank() == 0 else [0, 1, 2, 3, 4, 5, 0]
-    assert torch.allclose(held, results[0][0][rows])  # the halo too
+    mesh, split = world_mesh(lat=2), {0: (0, 1, 6)}
+    for spec, periodic in ((("lat", None), (0,)), (("lat", None), ()), ((None, "lat"), (1,))):
+        halo = {spec.index("lat"): 1}
+        tile = shard(WHOLE, mesh, spec, split=split if spec[0] else {}, halo=halo, periodic=periodic)
+        _check_change_around(change, tile, shard(WRITTEN, mesh, spec))
+
+
+@on_ranks(4)
+def test_a_tile_whose_halo_goes_around_two_dims_is_written_as_torch_does():
+    mesh = world_mesh(lat=2, lon=2)
+    for change in CHANGES_AROUND:
+        for spec, periodic in ((("lat", "lon"), (0, 1)), (("lat", "lon"), (1,)), ((("lat", "lon"), None), (0,))):
+            halo = {d: (2, 1) for d in (0, 1) if spec[d]}
+            tile = shard(WHOLE, mesh, spec, split={0: (0, 4, 6)} if spec[1] else {}, halo=halo, periodic=periodic)
+            _check_change_around(change, tile, shard(WRITTEN, mesh, ("lon", "lat")))
 
 
 @on_ranks(2)

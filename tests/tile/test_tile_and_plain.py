@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import operator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 import jigsaw
 from jigsaw import comm
 from jigsaw.errors import ShardingError
+from jigsaw.geometry.layout import Layout
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.tile.tile import Tile
 from jigsaw.tile.tile_making import from_local, shard
@@ -126,9 +128,19 @@ def test_what_cannot_be_written_into_a_plain_tensor():
 
 def test_in_place_with_a_halo_that_would_stay():
     mesh = jigsaw.init_mesh(lat=1)
-    tile = shard(torch.arange(6.0), mesh, ("lat",), halo={0: 1}, periodic=[0])
-    with pytest.raises(ShardingError, match=r"index_fill_ .*leave the halo as it was; use tile.owned"):
-        tile.index_fill_(0, torch.tensor([0]), 9.0)
+    around = shard(torch.arange(6.0), mesh, ("lat",), halo={0: 1}, periodic=[0])
+    (cut,) = around.layout.dim(0)
+    tile = Tile(around.local, Layout.from_dims([(replace(cut, wraps=False),)], around.layout.axes), mesh)
+    for change in (
+        lambda x: x.index_fill_(0, torch.tensor([0]), 9.0),
+        lambda x: x.index_add_(0, torch.tensor([0]), torch.ones(1)),
+        lambda x: x.scatter_(0, torch.tensor([0]), 9.0),
+        lambda x: x.masked_scatter_(torch.ones(6, dtype=torch.bool), torch.ones(6)),
+        lambda x: x.masked_fill_(torch.ones(6, dtype=torch.bool), 9.0),
+    ):
+        with pytest.raises(ShardingError, match=r"leave the halo as it was; use tile.owned"):
+            change(tile)
+        change(tile.owned())
 
 
 @on_ranks(3)
