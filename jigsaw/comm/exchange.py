@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, cast
@@ -99,65 +100,72 @@ def _boxes_in_order(by_peer: BoxesByPeer) -> list[Box]:
     return [box for _, boxes in by_peer for box in boxes]
 
 
-def _start_fetch(cells: Tensor, plan: ExchangePlan, mesh: DeviceMesh, kind: str = "exchange") -> PackedSwap:
-    """Start the way of source rows to those that need them."""
-    # checkpointing runs a forward pass again, on every rank; halos that arrived the first time need not come again
-    kept = None if is_shape_run() else kept_messages(plan)
-    swap = PackedSwap(mesh, _box_views(cells, plan.sends), _box_shapes(plan.receives), cells, kind, kept)
-    if kept is None and not is_shape_run():
-        keep_messages(plan, plan.layouts, swap.received)
-    return swap
+@dataclass(frozen=True, slots=True)
+class RowExchange:
+    """Exchange of one rank: its plan, the ranks, the kind that its bytes count as, and `margins` of `fill` around the
+    target box.
+
+    The gradient of the source has its own `memory_format`, whatever that of the result's gradient is.  Torch's norms
+    are wrong about some formats.
+    """
+
+    plan: ExchangePlan
+    mesh: DeviceMesh
+    kind: str = "exchange"
+    margins: CutMargins | None = None
+    fill: float = 0.0
+    memory_format: torch.memory_format = torch.contiguous_format
+
+    def start(self, cells: Tensor) -> PackedSwap:
+        """Start the way of source rows to those that need them."""
+        plan = self.plan
+        # checkpointing runs a forward pass again, on every rank; halos that arrived the first time need not come again
+        kept = None if is_shape_run() else kept_messages(plan)
+        sends, shapes = _box_views(cells, plan.sends), _box_shapes(plan.receives)
+        swap = PackedSwap(self.mesh, sends, shapes, cells, self.kind, kept)
+        if kept is None and not is_shape_run():
+            keep_messages(plan, plan.layouts, swap.received)
+        return swap
+
+    def finish(self, cells: Tensor, swap: PackedSwap) -> Tensor:
+        """Return the target box: the rows at hand are copied while the others travel, then those that arrive."""
+        grown = self.margins or ((0, 0),) * len(self.plan.target_shape)
+        shape = [n + low + high for n, (low, high) in zip(self.plan.target_shape, grown, strict=True)]
+        out = _empty_of_format(cells, shape, memory_format_of(cells))
+        if self.margins is not None:
+            out.fill_(self.fill)
+        for move in self.plan.kept:
+            _box_view(out, move.placed, self.margins).copy_(_box_view(cells, move.taken))
+        for box, values in zip(_boxes_in_order(self.plan.receives), swap.wait(), strict=True):
+            _box_view(out, box, self.margins).copy_(values)
+        return out
+
+    def start_back(self, grad: Tensor) -> PackedSwap:
+        """Start the way back of gradients of fetched rows: the plan's sides change places."""
+        sends, shapes = _box_views(grad, self.plan.receives, self.margins), _box_shapes(self.plan.sends)
+        return PackedSwap(self.mesh, sends, shapes, grad, self.kind)
+
+    def add_kept(self, out: Tensor, grad: Tensor) -> None:
+        """Add the gradients of the rows at hand to that of the source."""
+        for move in self.plan.kept:
+            _box_view(out, move.taken).add_(_box_view(grad, move.placed, self.margins))
+
+    def add_returned(self, out: Tensor, swap: PackedSwap) -> None:
+        """Add what others send back: a row that three ranks needed gets three gradients."""
+        for box, values in zip(_boxes_in_order(self.plan.sends), swap.wait(), strict=True):
+            _box_view(out, box).add_(values)
 
 
-def _finish_fetch(
-    out: Tensor, cells: Tensor, plan: ExchangePlan, swap: PackedSwap, margins: CutMargins | None = None
-) -> None:
-    """Fill the target box `out`: with the rows at hand while the others travel, then with those that arrive."""
-    for move in plan.kept:
-        _box_view(out, move.placed, margins).copy_(_box_view(cells, move.taken))
-    for box, values in zip(_boxes_in_order(plan.receives), swap.wait(), strict=True):
-        _box_view(out, box, margins).copy_(values)
-
-
-def _start_return(
-    grad: Tensor, plan: ExchangePlan, mesh: DeviceMesh, margins: CutMargins | None = None, kind: str = "exchange"
-) -> PackedSwap:
-    """Start the way back of gradients of fetched rows: the plan's sides change places."""
-    return PackedSwap(mesh, _box_views(grad, plan.receives, margins), _box_shapes(plan.sends), grad, kind)
-
-
-def _add_kept(out: Tensor, grad: Tensor, plan: ExchangePlan, margins: CutMargins | None = None) -> None:
-    for move in plan.kept:
-        _box_view(out, move.taken).add_(_box_view(grad, move.placed, margins))
-
-
-def _add_returned(out: Tensor, plan: ExchangePlan, swap: PackedSwap) -> None:
-    """Add what others send back: a row that three ranks needed gets three gradients."""
-    for box, values in zip(_boxes_in_order(plan.sends), swap.wait(), strict=True):
-        _box_view(out, box).add_(values)
-
-
-def _exchange_forward(
-    x: Tensor, plan: ExchangePlan, mesh: DeviceMesh, margins: CutMargins | None, kind: str, fill: float
-) -> Tensor:
-    if plan.is_slice and margins is None:
-        return _box_view(x, plan.kept[0].taken)
-    return _fetch_rows(x, plan, mesh, margins, kind, fill)
+def _exchange_forward(x: Tensor, exchange: RowExchange) -> Tensor:
+    if exchange.plan.is_slice and exchange.margins is None:
+        return _box_view(x, exchange.plan.kept[0].taken)
+    return _fetch_rows(x, exchange)
 
 
 @graph_call()
-def _fetch_rows(
-    x: Tensor, plan: ExchangePlan, mesh: DeviceMesh, margins: CutMargins | None, kind: str, fill: float
-) -> Tensor:
+def _fetch_rows(x: Tensor, exchange: RowExchange) -> Tensor:
     # messages leave before the target is made, so they hide its allocation and the copy of the rows at hand
-    swap = _start_fetch(x, plan, mesh, kind)
-    grown = margins or ((0, 0),) * len(plan.target_shape)
-    shape = [n + low + high for n, (low, high) in zip(plan.target_shape, grown, strict=True)]
-    out = _empty_of_format(x, shape, memory_format_of(x))
-    if margins is not None:
-        out.fill_(fill)
-    _finish_fetch(out, x, plan, swap, margins)
-    return out
+    return exchange.finish(x, exchange.start(x))
 
 
 def memory_format_of(x: Tensor) -> torch.memory_format:
@@ -182,65 +190,46 @@ def _empty_of_format(x: Tensor, shape: Sequence[int], memory_format: torch.memor
 
 
 @graph_call()
-def _exchange_backward(
-    grad: Tensor,
-    plan: ExchangePlan,
-    mesh: DeviceMesh,
-    margins: CutMargins | None,
-    kind: str,
-    memory_format: torch.memory_format,
-) -> Tensor:
-    """Return the gradient of the exchange, in the tensor's own `memory_format`, whatever that of `grad` is.  Torch's
-    norms are wrong about some formats.
-    """
-    debug.compare_calls(mesh, f"gradient of {kind}", plan.layouts)
-    swap = _start_return(grad, plan, mesh, margins, kind)
+def _exchange_backward(grad: Tensor, exchange: RowExchange) -> Tensor:
+    plan, memory_format = exchange.plan, exchange.memory_format
+    debug.compare_calls(exchange.mesh, f"gradient of {exchange.kind}", plan.layouts)
+    swap = exchange.start_back(grad)
     # the gradient of kept rows is a view where nothing is added to it; else it has its own memory, because autograd may
     # hand the same gradient to others
     if plan.keeps_all:
-        kept = _box_view(grad, plan.kept[0].placed, margins)
+        kept = _box_view(grad, plan.kept[0].placed, exchange.margins)
         out = kept if plan.is_local else kept.clone(memory_format=memory_format)
     else:
         out = _empty_of_format(grad, plan.source_shape, memory_format).zero_()
-        _add_kept(out, grad, plan, margins)
-    _add_returned(out, plan, swap)
+        exchange.add_kept(out, grad)
+    exchange.add_returned(out, swap)
     return out
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, plan: ExchangePlan, mesh: DeviceMesh, margins: CutMargins | None, kind: str, fill: float
-    ) -> Tensor:
-        ctx.how = plan, mesh, margins, kind, memory_format_of(x)
-        debug.compare_calls(mesh, kind, fill, plan.layouts)
-        return _exchange_forward(x, plan, mesh, margins, kind, fill)
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        debug.compare_calls(exchange.mesh, exchange.kind, exchange.fill, exchange.plan.layouts)
+        return _exchange_forward(x, exchange)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        if not torch.is_grad_enabled():
-            return _exchange_backward(grads[0], *ctx.how), None, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         # a separate Function, so that a gradient of the gradient is an exchange again
-        return _ExchangeAdjoint.apply(grads[0], *ctx.how), None, None, None, None, None
+        adjoint = _ExchangeAdjoint.apply if torch.is_grad_enabled() else _exchange_backward
+        return adjoint(grads[0], ctx.exchange), None
 
 
 class _ExchangeAdjoint(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        grad: Tensor,
-        plan: ExchangePlan,
-        mesh: DeviceMesh,
-        margins: CutMargins | None,
-        kind: str,
-        memory_format: torch.memory_format,
-    ) -> Tensor:
-        ctx.how = plan, mesh, margins, kind
-        return _exchange_backward(grad, plan, mesh, margins, kind, memory_format)
+    def forward(ctx: Any, grad: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        return _exchange_backward(grad, exchange)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        return _Exchange.apply(grads[0], *ctx.how, 0.0), None, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        again = replace(ctx.exchange, fill=0.0, memory_format=memory_format_of(grads[0]))
+        return _Exchange.apply(grads[0], again), None
 
 
 def _checked_plan(local: Tensor, source: Layout, target: Layout, mesh: DeviceMesh) -> ExchangePlan:
@@ -314,7 +303,8 @@ def exchange_rows(
     if is_quiet:
         out = _box_view(cells, todo.kept[0].taken)
     else:
-        out = cast(Tensor, _Exchange.apply(cells, todo, mesh, margins, kind, fill))
+        exchange = RowExchange(todo, mesh, kind, margins, fill, memory_format_of(cells))
+        out = cast(Tensor, _Exchange.apply(cells, exchange))
     return out if out.ndim == source.ndim else out.reshape(_flattened_sizes(out.shape, source.groups))
 
 
@@ -329,8 +319,7 @@ def sum_held_rows(local: Tensor, held: Layout, owned: Layout, mesh: DeviceMesh, 
     todo = plan_exchange(owned, held, mesh_coordinate(mesh))
     _check_local_tensor(local, held, todo.target_tile, mesh)
     wide = local.float() if local.dtype in (torch.bfloat16, torch.float16) else local
-    cells, memory_format = wide.reshape(todo.target_shape), torch.contiguous_format
-    out = cast(Tensor, _ExchangeAdjoint.apply(cells, todo, mesh, None, kind, memory_format))
+    out = cast(Tensor, _ExchangeAdjoint.apply(wide.reshape(todo.target_shape), RowExchange(todo, mesh, kind)))
     return out.reshape(todo.source_tile).to(local.dtype)
 
 
@@ -365,18 +354,15 @@ class AsyncExchange:
 
     def __init__(self, x: Tensor, source: Layout, targets: Sequence[Layout], mesh: DeviceMesh) -> None:
         debug.compare_calls(mesh, "exchange", source, *targets)
-        self._todo = [_checked_plan(x, source, target, mesh) for target in targets]
-        self._cells = [x.reshape(todo.source_shape) for todo in self._todo]
-        self._swaps = [_start_fetch(cells, todo, mesh) for cells, todo in zip(self._cells, self._todo, strict=True)]
+        exchanges = [RowExchange(_checked_plan(x, source, target, mesh), mesh) for target in targets]
+        each = [(exchange, x.reshape(exchange.plan.source_shape)) for exchange in exchanges]
+        self._under_way = [(exchange, cells, exchange.start(cells)) for exchange, cells in each]
 
     def wait(self) -> list[Tensor]:
         """Return the boxes, in the order of the targets."""
-        found: list[Tensor] = []
-        for cells, todo, swap in zip(self._cells, self._todo, self._swaps, strict=True):
-            out = _empty_of_format(cells, todo.target_shape, memory_format_of(cells))
-            _finish_fetch(out, cells, todo, swap)
-            found.append(out.reshape(todo.target_tile))
-        return found
+        return [
+            exchange.finish(cells, swap).reshape(exchange.plan.target_tile) for exchange, cells, swap in self._under_way
+        ]
 
 
 class AsyncExchangeAdjoint:
@@ -385,16 +371,16 @@ class AsyncExchangeAdjoint:
     def __init__(self, grads: Sequence[Tensor], source: Layout, targets: Sequence[Layout], mesh: DeviceMesh) -> None:
         here = mesh_coordinate(mesh)
         debug.compare_calls(mesh, "gradient of an exchange", source, *targets)
-        self._todo = [plan_exchange(source, target, here) for target in targets]
-        self._grads = [grad.reshape(todo.target_shape) for grad, todo in zip(grads, self._todo, strict=True)]
-        self._swaps = [_start_return(grad, todo, mesh) for grad, todo in zip(self._grads, self._todo, strict=True)]
+        exchanges = [RowExchange(plan_exchange(source, target, here), mesh) for target in targets]
+        each = [(e, grad.reshape(e.plan.target_shape)) for e, grad in zip(exchanges, grads, strict=True)]
+        self._under_way = [(exchange, grad, exchange.start_back(grad)) for exchange, grad in each]
 
     def wait(self, into: Tensor) -> None:
         """Add everything to `into`, the gradient of the local source tensor."""
-        for todo, grad, swap in zip(self._todo, self._grads, self._swaps, strict=True):
-            cells = into.view(todo.source_shape)
-            _add_kept(cells, grad, todo)
-            _add_returned(cells, todo, swap)
+        for exchange, grad, swap in self._under_way:
+            cells = into.view(exchange.plan.source_shape)
+            exchange.add_kept(cells, grad)
+            exchange.add_returned(cells, swap)
 
 
 class _Redistribute(torch.autograd.Function):
@@ -404,17 +390,18 @@ class _Redistribute(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Layout, target: Layout, mesh: DeviceMesh, kind: str) -> Tensor:
-        ctx.how = target, source, mesh, kind
-        debug.compare_calls(mesh, "redistribute", source, target)
-        todo = plan_exchange(source, target, mesh_coordinate(mesh))
-        out = _exchange_forward(x, todo, mesh, None, kind, 0.0)
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange, plan = exchange, exchange.plan
+        debug.compare_calls(exchange.mesh, "redistribute", *plan.layouts)
+        out = _exchange_forward(x, exchange)
         # a piece of a whole tensor must not keep the whole alive
-        return out.clone(memory_format=memory_format_of(x)) if todo.is_slice and not todo.keeps_all else out
+        return out.clone(memory_format=memory_format_of(x)) if plan.is_slice and not plan.keeps_all else out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _Redistribute.apply(grads[0], *ctx.how), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        mesh, (source, target) = ctx.exchange.mesh, ctx.exchange.plan.layouts
+        back = plan_exchange(target, source, mesh_coordinate(mesh))
+        return _Redistribute.apply(grads[0], RowExchange(back, mesh, ctx.exchange.kind)), None
 
 
 def redistribute_rows(
@@ -440,5 +427,5 @@ def redistribute_rows(
     _check_local_tensor(local, source, source.local_shape(mesh_coordinate(mesh)), mesh)
     owned = exchange_rows(local, source, bare_source, mesh, kind=kind)
     todo = plan_exchange(bare_source, bare_target, mesh_coordinate(mesh))
-    moved = cast(Tensor, _Redistribute.apply(owned.reshape(todo.source_shape), bare_source, bare_target, mesh, kind))
+    moved = cast(Tensor, _Redistribute.apply(owned.reshape(todo.source_shape), RowExchange(todo, mesh, kind)))
     return exchange_rows(moved.reshape(todo.target_tile), bare_target, target, mesh, kind=kind)

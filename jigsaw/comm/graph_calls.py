@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from hashlib import sha256
 from typing import Any, ParamSpec, TypeVar
@@ -190,6 +190,9 @@ def _described_value(value: Any) -> str:
     if isinstance(value, DeviceMesh):
         axes = axes_of_mesh(value)
         return repr((value.device_type, axes, ranks_along(value, [name for name, _ in axes])))
+    if is_dataclass(value):  # which may have a mesh
+        parts = [_described_value(getattr(value, field.name)) for field in fields(value) if field.repr]
+        return f"{type(value).__qualname__}({', '.join(parts)})"
     return "tensor" if value is _TENSOR else repr(value)
 
 

@@ -11,6 +11,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import jigsaw
 from jigsaw import comm
 from jigsaw.comm import graph_calls
+from jigsaw.comm.exchange import RowExchange
 from jigsaw.errors import ShardingError
+from jigsaw.geometry.transfers import plan_exchange
 from jigsaw.testing import on_ranks, world_mesh
 
 SPACE = (None, None, "lat", "lon")
@@ -634,6 +637,17 @@ def test_the_operator_passes_torchs_checks():
     for name, shapes in sizes.items():
         given = [torch.randn(shape) for shape in shapes], torch.empty(0), name
         torch.library.opcheck(torch.ops.jigsaw.communicate.default, given, test_utils=tests)
+
+
+@on_ranks(2)
+def test_a_call_is_named_by_the_ranks_of_its_mesh():
+    # torch describes both meshes alike, and compiled graphs are kept on disk by the names of their calls
+    source = jigsaw.Layout.of((4,), ("lat",), {"lat": 2})
+    plan = plan_exchange(source, source, (0,))
+    meshes = [DeviceMesh("cpu", ranks, mesh_dim_names=("lat",)) for ranks in ([0, 1], [1, 0])]
+    one, other = (graph_calls._described_value(RowExchange(plan, mesh)) for mesh in meshes)
+    assert one != other
+    assert one == graph_calls._described_value(RowExchange(plan, meshes[0]))
 
 
 @pytest.mark.slow
