@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -396,31 +397,40 @@ def all_gather_in_job(value: T) -> list[T]:
 # -- adjoint pairs ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _RankSum:
+    """Ranks along `axes` that parts are summed over; `same` as in `all_reduce`."""
+
+    mesh: DeviceMesh
+    axes: AxisNames
+    same: SameOnRanks = None
+
+
 class _SumParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks) -> Tensor:
-        ctx.mesh, ctx.axes = mesh, axes
+    def forward(ctx: Any, x: Tensor, over: _RankSum) -> Tensor:
+        ctx.over = over
         # a view of what was sent with marks, which autograd would not let a user change in place
-        return all_reduce(x, mesh, axes, same=same).detach()
+        return all_reduce(x, over.mesh, over.axes, same=over.same).detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         # the same values, but a second derivative has parts to sum
         again = torch.is_grad_enabled()
-        return _UseInParts.apply(grads[0], ctx.mesh, ctx.axes) if again else grads[0], None, None, None
+        return _UseInParts.apply(grads[0], _RankSum(ctx.over.mesh, ctx.over.axes)) if again else grads[0], None
 
 
 class _UseInParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> Tensor:
-        ctx.mesh, ctx.axes = mesh, axes
+    def forward(ctx: Any, x: Tensor, over: _RankSum) -> Tensor:
+        ctx.over = over
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
-            return _SumParts.apply(grads[0], ctx.mesh, ctx.axes, None), None, None
-        return all_reduce(grads[0], ctx.mesh, ctx.axes), None, None
+            return _SumParts.apply(grads[0], ctx.over), None
+        return all_reduce(grads[0], ctx.over.mesh, ctx.over.axes), None
 
 
 def sum_parts(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks = None) -> Tensor:
@@ -428,7 +438,7 @@ def sum_parts(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks = 
 
     *Sends*: forward, one all-reduce of `x`; backward, nothing, because the gradient of y is the same on all already.
     """
-    return x if rank_count(mesh, axes) == 1 else _SumParts.apply(x, mesh, axes, same)
+    return x if rank_count(mesh, axes) == 1 else _SumParts.apply(x, _RankSum(mesh, axes, same))
 
 
 def use_in_parts(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> Tensor:
@@ -438,7 +448,7 @@ def use_in_parts(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> Tensor:
     """
     if rank_count(mesh, axes) == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    return _UseInParts.apply(x, mesh, axes)
+    return _UseInParts.apply(x, _RankSum(mesh, axes))
 
 
 class _EnterMean(torch.autograd.Function):

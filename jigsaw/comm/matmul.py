@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -56,7 +57,7 @@ def grid_matmul(x: Tensor, w: Tensor, grid: MatmulGrid, mesh: DeviceMesh, chunk_
     _check_operands(x, w, grid, mesh, coord)
     if all(grid.ring(name, coord).size == 1 for name in OPERAND_DIMS):
         return torch.nn.functional.linear(x, w)
-    return _GridMatmul.apply(x, w, grid, mesh, coord, chunk_bytes)
+    return _GridMatmul.apply(x, w, MatmulEngine(grid, mesh, coord, chunk_bytes))
 
 
 def _check_operands(x: Tensor, w: Tensor, grid: MatmulGrid, mesh: DeviceMesh, coord: MeshCoordinate) -> None:
@@ -77,59 +78,42 @@ def _check_operands(x: Tensor, w: Tensor, grid: MatmulGrid, mesh: DeviceMesh, co
 
 class _GridMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, w: Tensor, grid: MatmulGrid, mesh: DeviceMesh, coord: MeshCoordinate, chunk: int
-    ) -> Tensor:
-        debug.compare_calls(mesh, "matmul", grid.x, grid.w, grid.y)
+    def forward(ctx: Any, x: Tensor, w: Tensor, engine: MatmulEngine) -> Tensor:
+        debug.compare_calls(engine.mesh, "matmul", engine.grid.x, engine.grid.w, engine.grid.y)
         ctx.save_for_backward(x, w)
-        ctx.engine = MatmulEngine(grid, mesh, coord, chunk)
-        return _product_on_grid(x, w, grid, mesh, coord, chunk)
+        ctx.engine = engine
+        return _product_on_grid(x, w, engine)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator's type
         ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         x, w = ctx.saved_tensors
         engine: MatmulEngine = ctx.engine
         debug.compare_calls(engine.mesh, "gradient of a matmul", engine.grid.x, engine.grid.w, engine.grid.y)
-        needed = ctx.needs_input_grad[:2]
-        how = engine.grid, engine.mesh, engine.coord, engine.chunk
-        return *_gradients_on_grid(grads[0], x, w, needed, *how), None, None, None, None
+        return *_gradients_on_grid(grads[0], x, w, ctx.needs_input_grad[:2], engine), None
 
 
-def _like_product(
-    x: Tensor, w: Tensor, grid: MatmulGrid, mesh: DeviceMesh, coord: MeshCoordinate, chunk: int
-) -> Tensor:
-    return x.new_empty(grid.y.local_shape(coord))
+def _like_product(x: Tensor, w: Tensor, engine: MatmulEngine) -> Tensor:
+    return x.new_empty(engine.grid.y.local_shape(engine.coord))
 
 
 @graph_call(_like_product)
-def _product_on_grid(
-    x: Tensor, w: Tensor, grid: MatmulGrid, mesh: DeviceMesh, coord: MeshCoordinate, chunk: int
-) -> Tensor:
-    engine = MatmulEngine(grid, mesh, coord, chunk)
+def _product_on_grid(x: Tensor, w: Tensor, engine: MatmulEngine) -> Tensor:
     return engine.product(engine.block("x", x), engine.block("w", w), "y").contiguous()
 
 
 def _like_operands(
-    grad: Tensor, x: Tensor, w: Tensor, needed: tuple[bool, bool], *how: Any
+    grad: Tensor, x: Tensor, w: Tensor, needed: tuple[bool, bool], engine: MatmulEngine
 ) -> tuple[Tensor | None, Tensor | None]:
     return x.new_empty(x.shape) if needed[0] else None, w.new_empty(w.shape) if needed[1] else None
 
 
 @graph_call(_like_operands)
 def _gradients_on_grid(
-    grad: Tensor,
-    x: Tensor,
-    w: Tensor,
-    needed: tuple[bool, bool],
-    grid: MatmulGrid,
-    mesh: DeviceMesh,
-    coord: MeshCoordinate,
-    chunk: int,
+    grad: Tensor, x: Tensor, w: Tensor, needed: tuple[bool, bool], engine: MatmulEngine
 ) -> tuple[Tensor | None, Tensor | None]:
-    engine = MatmulEngine(grid, mesh, coord, chunk)
     # the gradient of Y is gathered once and kept where both products need it; X and W are gathered again, because
     # keeping their blocks from the forward pass would replicate them
     for_x, for_w = needed
@@ -146,11 +130,14 @@ def _conjugate(x: Tensor) -> Tensor:
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
 class MatmulEngine:
-    """Products of a grid on one rank."""
+    """Products of a grid on one rank; parts larger than `chunk` bytes travel in chunks."""
 
-    def __init__(self, grid: MatmulGrid, mesh: DeviceMesh, coord: MeshCoordinate, chunk: int) -> None:
-        self.grid, self.mesh, self.coord, self.chunk = grid, mesh, coord, chunk
+    grid: MatmulGrid
+    mesh: DeviceMesh
+    coord: MeshCoordinate
+    chunk: int
 
     def block(self, name: str, local: Tensor, keep: bool = False) -> ProductBlock:
         """Return the block of X, W or Y (or a gradient of that shape) that this rank's part belongs to."""
