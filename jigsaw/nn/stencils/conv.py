@@ -27,15 +27,15 @@ from jigsaw.geometry.stencil_rules import TransposedWindow
 from jigsaw.nn.stencils.conv_channels import ChannelPlan, add_partial_sums, channel_weight, plan_channels
 from jigsaw.nn.stencils.conv_geometry import (
     ConvGeometry,
+    ConvPlan,
     ConvSize,
-    WholeChannelsPlan,
     conv_dim_stencils,
     plan_of_whole_channels,
     read_convolution,
     read_transposed_convolution,
 )
-from jigsaw.nn.stencils.halo_conv import PlainConvolution, halo_convolution, plan_halo
-from jigsaw.nn.stencils.stencil import DimStencil, StencilPlan, empty_result, gather_input_rows, plan_stencil
+from jigsaw.nn.stencils.halo_conv import HaloConvolution, convolve_with_halo, plan_halo
+from jigsaw.nn.stencils.stencil import empty_result, gather_input_rows, plan_stencil
 from jigsaw.nn.weights import cut_parameter, gathered_weight, is_dtensor, local_weight, weight_layout
 from jigsaw.ops.meeting.common_cuts import bring_to_cuts
 from jigsaw.tile.tile import Tile, implements_torch
@@ -57,7 +57,7 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometr
     if type(weight) in (Tensor, nn.Parameter) and isinstance(input, Tile):
         plan = plan_of_whole_channels(input.layout, weight.shape, conv, input.coordinate)
         if plan is not None:
-            return _convolve_whole_channels(input, weight, bias, conv, plan)
+            return _convolve_whole_channels(input, weight, bias, plan)
     _check_convolution(input, weight, conv)
     if input.ndim == conv.dims + 1:
         batched = Tile(input.local.unsqueeze(0), input.layout.insert(0), input.mesh)
@@ -85,20 +85,18 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometr
     out = to.out.replace_dim(1, whole_dim(channels))
     ways = plan_channels(input, weight, conv.groups, conv.transposed, (math.prod(input.shape), math.prod(out.shape)))
     if ways is None:
-        return _convolve_whole_channels(input, weight, bias, conv, WholeChannelsPlan(along, to, out, None))
-    return _convolve_cut_channels(input, weight, bias, conv, along, out.replace_dim(1, ways.out), ways)
+        return _convolve_whole_channels(input, weight, bias, ConvPlan(conv, along, to, out))
+    return _convolve_cut_channels(input, weight, bias, ConvPlan(conv, along, to, out.replace_dim(1, ways.out)), ways)
 
 
-def _convolve_whole_channels(
-    input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometry, plan: WholeChannelsPlan
-) -> Tile:
-    out = plan.out
+def _convolve_whole_channels(input: Tile, weight: Tensor, bias: Tensor | None, plan: ConvPlan) -> Tile:
+    conv, out = plan.conv, plan.out
     b = None if bias is None else local_weight(bias, input, out)
     w = local_weight(weight, input, out)
     if plan.padding is not None:
         x, w, b = _autocast_operands(input.local, w, b)
         return Tile(_torch_convolution(x, w, b, conv, plan.padding, conv.output_padding), out, input.mesh)
-    return Tile(_convolve_local(input, w, b, conv, plan.along, plan.to, out), out, input.mesh)
+    return Tile(_convolve_local(input, w, b, plan), out, input.mesh)
 
 
 def _is_pointwise_in_space(weight: Tensor, conv: ConvGeometry) -> bool:
@@ -119,16 +117,9 @@ def _pointwise_geometry(dims: int, like: ConvGeometry) -> ConvGeometry:
     return ConvGeometry((1,) * dims, ((0, 0),) * dims, (1,) * dims, none, like.groups, like.transposed)
 
 
-def _convolve_cut_channels(
-    input: Tile,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv: ConvGeometry,
-    along: tuple[DimStencil, ...],
-    out: Layout,
-    ways: ChannelPlan,
-) -> Tile:
+def _convolve_cut_channels(input: Tile, weight: Tensor, bias: Tensor | None, plan: ConvPlan, ways: ChannelPlan) -> Tile:
     """Run `convolve` where the input's channels or the weight's output channels are cut."""
+    conv, out = plan.conv, plan.out
     w, b, groups = channel_weight(ways, input, weight, bias, out, conv.groups, conv.transposed)
     conv = replace(conv, groups=groups)
     if ways.row:
@@ -138,9 +129,9 @@ def _convolve_cut_channels(
             low, high = ways.taken.owned(input.layout.piece(ways.taken, input.coordinate))
             local = comm.use_in_parts(local, input.mesh, ways.taken.axes).narrow(1, low, high - low)
         tile = Tile(local, tile.layout.replace_dim(1, whole_dim(local.shape[1])), tile.mesh)
-        to = plan_stencil(tile.layout, along, tile.coordinate, "convolution")
+        to = plan_stencil(tile.layout, plan.along, tile.coordinate, "convolution")
         held = out.replace_dim(1, whole_dim(ways.out.size))
-        sums = Tile(_convolve_local(tile, w, None, conv, along, to, held), held, input.mesh)
+        sums = Tile(_convolve_local(tile, w, None, ConvPlan(conv, plan.along, to, held)), held, input.mesh)
         if not ways.taken:
             # two ranks that hold a row would both add to it, so a halo, which saves the exchange of rows, ends here
             sums, out = sums.owned(), out.without_halo()
@@ -156,53 +147,36 @@ def _convolve_cut_channels(
         low, high = ways.needs[input.layout.piece(ways.out, input.coordinate)]
         local = local if high - low == local.shape[1] else local.narrow(1, low, high - low)
         input = Tile(local, input.layout.replace_dim(1, whole_dim(high - low)), input.mesh)
-    to = plan_stencil(input.layout, along, input.coordinate, "convolution")
+    to = plan_stencil(input.layout, plan.along, input.coordinate, "convolution")
     to = replace(to, target=ways.input(to.target))
-    return Tile(_convolve_local(input, w, b, conv, along, to, out), out, input.mesh)
+    return Tile(_convolve_local(input, w, b, replace(plan, conv=conv, to=to)), out, input.mesh)
 
 
-def _convolve_local(
-    input: Tile,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv: ConvGeometry,
-    along: tuple[DimStencil, ...],
-    to: StencilPlan,
-    out: Layout,
-) -> Tensor:
-    """Return this rank's rows of the result, with its own part of the weight; `to` says which rows and channels it
-    needs.
-    """
+def _convolve_local(input: Tile, weight: Tensor, bias: Tensor | None, plan: ConvPlan) -> Tensor:
+    """Return this rank's rows of the result, with its own part of the weight."""
     x, weight, bias = _autocast_operands(input.local, weight, bias)
-    shape, layout, mesh = out.local_shape(input.coordinate), input.layout, input.mesh
+    shape, layout, mesh = plan.out.local_shape(input.coordinate), input.layout, input.mesh
+    conv, to = plan.conv, plan.to
     is_empty = 0 in shape or not weight.numel()  # without input channels torch makes no output
     needs_channels = layout.is_cut(1)  # channels of other ranks come with the rows, in one exchange
     if not (to.derived or needs_channels or is_empty):
         return _torch_convolution(x, weight, bias, conv, [p for p, _ in conv.padding], conv.output_padding)
     if not (conv.transposed or needs_channels or is_empty):
-        halo = plan_halo(layout, along, input.coordinate)
+        halo = plan_halo(layout, plan.along, input.coordinate)
         if halo is not None:
-            op = PlainConvolution(
-                conv.stride, conv.dilation, conv.groups, partial(_convolve_gathered, layout, mesh, to, conv)
-            )
-            return halo_convolution(x, weight, bias, op, halo, layout, mesh)
+            again = partial(_convolve_gathered, plan, layout, mesh)
+            return convolve_with_halo(x, weight, bias, HaloConvolution(conv, halo, layout, mesh, again))
     if is_empty:
         return empty_result(shape, gather_input_rows(Tile(x, layout, mesh), to), weight, bias)
-    return _convolve_gathered(layout, mesh, to, conv, x, weight, bias)
+    return _convolve_gathered(plan, layout, mesh, x, weight, bias)
 
 
 def _convolve_gathered(
-    layout: Layout,
-    mesh: DeviceMesh,
-    to: StencilPlan,
-    conv: ConvGeometry,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    plan: ConvPlan, layout: Layout, mesh: DeviceMesh, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
     """Convolve the rows that one exchange has assembled, padding included."""
-    spread = _convolve_transposed if conv.transposed else _convolve_padded_rows
-    return spread(gather_input_rows(Tile(x, layout, mesh), to), weight, bias, conv, to)
+    spread = _convolve_transposed if plan.conv.transposed else _convolve_padded_rows
+    return spread(gather_input_rows(Tile(x, layout, mesh), plan.to), weight, bias, plan)
 
 
 def _check_convolution(input: Tile, weight: Tensor, conv: ConvGeometry) -> None:
@@ -244,20 +218,19 @@ def _torch_convolution(
     )
 
 
-def _convolve_padded_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, conv: ConvGeometry, to: StencilPlan
-) -> Tensor:
+def _convolve_padded_rows(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvPlan) -> Tensor:
     """Convolve rows that include their padding; the op pads only the dims that nothing cuts."""
-    gathered = {dim - 2 for dim, _, _ in to.derived}
+    conv, gathered = plan.conv, {dim - 2 for dim, _, _ in plan.to.derived}
     padding = [0 if i in gathered else low for i, (low, _) in enumerate(conv.padding)]
     return _torch_convolution(x, weight, bias, conv, padding, conv.output_padding)
 
 
-def _convolve_transposed(x: Tensor, weight: Tensor, bias: Tensor | None, conv: ConvGeometry, to: StencilPlan) -> Tensor:
+def _convolve_transposed(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvPlan) -> Tensor:
     """Return a transposed convolution of the needed rows, cropped to the output rows of this rank."""
+    conv = plan.conv
     padding, extra = [low for low, _ in conv.padding], list(conv.output_padding)
     crops: list[tuple[int, int, int]] = []
-    for dim, derived, piece in to.derived:
+    for dim, derived, piece in plan.to.derived:
         i = dim - 2
         rule = conv.rule(i, weight.shape[dim])
         assert isinstance(rule, TransposedWindow)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,43 +148,50 @@ def channel_weight(
     return w, b, 1 if groups == 1 else (stop - start) // (ways.out.size // groups)
 
 
+@dataclass(frozen=True, slots=True)
+class ChannelSums:
+    """Sums of all channels, held as `every`, of which each rank owns those of `out`, of this local `shape`."""
+
+    out: Layout
+    every: Layout
+    mesh: DeviceMesh
+    shape: tuple[int, ...]
+
+
 @graph_call()
-def _added_sums(partial: Tensor, out: Layout, every: Layout, mesh: DeviceMesh, shape: Sequence[int]) -> Tensor:
-    y = partial.new_zeros(tuple(shape))
-    AsyncExchangeAdjoint([partial], out, [every], mesh).wait(y)
+def _added_sums(partial: Tensor, sums: ChannelSums) -> Tensor:
+    y = partial.new_zeros(sums.shape)
+    AsyncExchangeAdjoint([partial], sums.out, [sums.every], sums.mesh).wait(y)
     return y
 
 
 @graph_call()
-def _spread_rows(y: Tensor, out: Layout, every: Layout, mesh: DeviceMesh) -> Tensor:
-    return AsyncExchange(y, out, [every], mesh).wait()[0]
+def _spread_rows(y: Tensor, sums: ChannelSums) -> Tensor:
+    return AsyncExchange(y, sums.out, [sums.every], sums.mesh).wait()[0]
 
 
 class _AddPartialSums(torch.autograd.Function):
     """Autograd function from partial sums of all channels to the sum of those that this rank owns."""
 
     @staticmethod
-    def forward(
-        ctx: Any, partial: Tensor, out: Layout, every: Layout, mesh: DeviceMesh, shape: Sequence[int]
-    ) -> Tensor:
-        ctx.how = out, every, mesh
-        return _added_sums(partial, out, every, mesh, shape)
+    def forward(ctx: Any, partial: Tensor, sums: ChannelSums) -> Tensor:
+        ctx.sums = sums
+        return _added_sums(partial, sums)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        out, every, mesh = cast(tuple[Layout, Layout, DeviceMesh], ctx.how)
-        return _SpreadGradient.apply(grads[0], out, every, mesh), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _SpreadGradient.apply(grads[0], ctx.sums), None
 
 
 class _SpreadGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, out: Layout, every: Layout, mesh: DeviceMesh) -> Tensor:
-        ctx.how = out, every, mesh, y.shape
-        return _spread_rows(y, out, every, mesh)
+    def forward(ctx: Any, y: Tensor, sums: ChannelSums) -> Tensor:
+        ctx.sums = sums
+        return _spread_rows(y, sums)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _AddPartialSums.apply(grads[0], *ctx.how), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _AddPartialSums.apply(grads[0], ctx.sums), None
 
 
 def add_partial_sums(partial: Tensor, out: Layout, tile: Tile) -> Tensor:
@@ -196,4 +203,4 @@ def add_partial_sums(partial: Tensor, out: Layout, tile: Tile) -> Tensor:
     # their owners
     cut = out.dim(1)[0]
     every = out.replace_dim(1, cut.holding([(0, cut.size)] * cut.pieces))
-    return _AddPartialSums.apply(partial, out, every, tile.mesh, out.local_shape(tile.coordinate))
+    return _AddPartialSums.apply(partial, ChannelSums(out, every, tile.mesh, out.local_shape(tile.coordinate)))

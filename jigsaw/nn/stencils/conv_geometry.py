@@ -57,21 +57,23 @@ def conv_dim_stencils(first: int, kernel: tuple[int, ...], conv: ConvGeometry) -
 
 
 @dataclass(frozen=True)
-class WholeChannelsPlan:
-    """A convolution of an input whose channels are whole, by a plain weight.  `padding` is the op's own where every
-    rank has all rows that it needs at hand, some of the result, and no others; else None.
+class ConvPlan:
+    """Convolution of one rank: the stencil of each dim, the rows and channels `to` which its input is brought, and the
+    layout `out` of its result.  `padding` is the op's own where every rank has all rows that it needs at hand, some of
+    the result, and no others; else None.
     """
 
+    conv: ConvGeometry
     along: tuple[DimStencil, ...]
     to: StencilPlan
     out: Layout
-    padding: tuple[int, ...] | None
+    padding: tuple[int, ...] | None = None
 
 
 @lru_cache(maxsize=4096)
 def plan_of_whole_channels(
     layout: Layout, shape: tuple[int, ...], conv: ConvGeometry, coord: MeshCoordinate
-) -> WholeChannelsPlan | None:
+) -> ConvPlan | None:
     """Return the plan for a plain weight of that `shape` and an input with whole channels and no flattened dim, which
     most are; None for any other.
     """
@@ -89,7 +91,7 @@ def plan_of_whole_channels(
     # a fact of all ranks, not of this one, because a rank that exchanges waits for the others
     at_hand = not is_empty and (not moved or (to.target == layout and not has_margins and not conv.transposed))
     padding = tuple(0 if 2 + i in moved else low for i, (low, _) in enumerate(conv.padding))
-    return WholeChannelsPlan(along, to, out, padding if at_hand else None)
+    return ConvPlan(conv, along, to, out, padding if at_hand else None)
 
 
 # -- torch's arguments ------------------------------------------------------------------------------------------------

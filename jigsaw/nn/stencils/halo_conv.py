@@ -22,6 +22,7 @@ from jigsaw.comm.kept_halos import results_are_kept
 from jigsaw.geometry.cut import Cut, Interval
 from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.geometry.stencil_rules import DerivedCut, StencilWindow, ceil_div
+from jigsaw.nn.stencils.conv_geometry import ConvGeometry
 from jigsaw.nn.stencils.stencil import DimStencil, plan_stencil
 
 # Example: four ranks with 8 rows each of 32, kernel 3: rank 1 has 8:16 and needs 7:17.  It convolves 8:16 as if zeros
@@ -208,53 +209,50 @@ def _halo_strip(
 # -- carrying it out --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PlainConvolution:
-    """The plain op and its gradient, without padding; `again` is the same convolution by an exchange and can be
-    differentiated.
+@dataclass(frozen=True, slots=True)
+class HaloConvolution:
+    """Convolution of the local rows of `layout` and the halo that this rank lacks; `again` is the same by an exchange
+    and can be differentiated.
     """
 
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
+    conv: ConvGeometry
+    halo: HaloPlan
+    layout: Layout
+    mesh: DeviceMesh
     again: Callable[[Tensor, Tensor, Tensor | None], Tensor] = field(repr=False, compare=False)
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int]) -> Tensor:
-        none = (0,) * len(self.stride)
-        return torch.convolution(x, weight, bias, self.stride, padding, self.dilation, False, none, self.groups)
+    def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int]) -> Tensor:
+        """Return the result of the plain op, with this padding."""
+        conv, none = self.conv, (0,) * self.conv.dims
+        return torch.convolution(x, weight, bias, conv.stride, padding, conv.dilation, False, none, conv.groups)
 
-    def gradients(
+    def plain_gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor, padding: Sequence[int], mask: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of the input, the weight and the bias, where `mask` asks for them."""
-        none = (0,) * len(self.stride)
+        conv, none = self.conv, (0,) * self.conv.dims
         sizes = [weight.shape[0]]
         return torch.ops.aten.convolution_backward(
-            grad, x, weight, sizes, self.stride, padding, self.dilation, False, none, self.groups, mask
+            grad, x, weight, sizes, conv.stride, padding, conv.dilation, False, none, conv.groups, mask
         )
 
 
 @graph_call()
 def _convolve_with_strips(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    op: PlainConvolution,
-    halo: HaloPlan,
-    layout: Layout,
-    mesh: DeviceMesh,
+    x: Tensor, weight: Tensor, bias: Tensor | None, op: HaloConvolution
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return the op's output, and the padded strips, which the gradients need again."""
+    halo = op.halo
     # started first, so that strips travel while the rows at hand, by far the most, are convolved
-    strips = AsyncExchange(x, layout, [s.target for s in halo.slabs], mesh)
-    out = op(x[halo.box], weight, bias, halo.padding)
+    strips = AsyncExchange(x, op.layout, [s.target for s in halo.slabs], op.mesh)
+    out = op.plain(x[halo.box], weight, bias, halo.padding)
     if results_are_kept():
         out = out.clone()
     padded: list[Tensor | None] = []
     for slab, strip in zip(halo.slabs, strips.wait(), strict=True):
         padded.append(F.pad(strip, slab.pads) if slab.adds else None)
         if slab.adds:
-            out[slab.place].add_(op(cast(Tensor, padded[-1]), weight, None, halo.own))
+            out[slab.place].add_(op.plain(cast(Tensor, padded[-1]), weight, None, halo.own))
     return out, padded
 
 
@@ -265,23 +263,19 @@ def _gradients_with_strips(
     weight: Tensor,
     padded: Sequence[Tensor | None],
     mask: Sequence[bool],
-    op: PlainConvolution,
-    halo: HaloPlan,
-    layout: Layout,
-    mesh: DeviceMesh,
+    op: HaloConvolution,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of the input, the weight and the bias, where `mask` asks for them."""
+    halo = op.halo
     slabs = [
-        _strip_gradients(op, halo, slab, strip, grad, weight, mask)
-        for slab, strip in zip(halo.slabs, padded, strict=True)
+        _strip_gradients(op, slab, strip, grad, weight, mask) for slab, strip in zip(halo.slabs, padded, strict=True)
     ]
     # the strips' gradients come first, because others wait for them; the large one is computed while they travel
     pending = None
     if mask[0]:
-        pending = AsyncExchangeAdjoint(
-            [cast(Tensor, gx) for gx, _ in slabs], layout, [s.target for s in halo.slabs], mesh
-        )
-    gx, gw, gb = op.gradients(grad, x[halo.box], weight, halo.padding, mask)
+        of_strips, targets = [cast(Tensor, gx) for gx, _ in slabs], [s.target for s in halo.slabs]
+        pending = AsyncExchangeAdjoint(of_strips, op.layout, targets, op.mesh)
+    gx, gw, gb = op.plain_gradients(grad, x[halo.box], weight, halo.padding, mask)
     if pending is not None:
         gx = _into_local_rows(cast(Tensor, gx), x, halo)
         pending.wait(gx)
@@ -290,52 +284,36 @@ def _gradients_with_strips(
     return gx, gw, gb
 
 
-class _HaloConvolution(torch.autograd.Function):
+class _ConvolveWithHalo(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        op: PlainConvolution,
-        halo: HaloPlan,
-        layout: Layout,
-        mesh: DeviceMesh,
-    ) -> Tensor:
-        out, padded = _convolve_with_strips(x, weight, bias, op, halo, layout, mesh)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, op: HaloConvolution) -> Tensor:
+        out, padded = _convolve_with_strips(x, weight, bias, op)
         ctx.save_for_backward(x, weight, bias, *padded)
-        ctx.how = op, halo, layout, mesh
+        ctx.op = op
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, *padded = ctx.saved_tensors
-        op, halo, layout, mesh = cast(tuple[PlainConvolution, HaloPlan, Layout, DeviceMesh], ctx.how)
+        op: HaloConvolution = ctx.op
         mask = list(ctx.needs_input_grad[:3])
         if torch.is_grad_enabled():  # differentiable twice, at the price of another exchange
             wanted = [v for v, needs in zip((x, weight, bias), mask, strict=True) if needs]
             gradients = iter(
-                torch.autograd.grad(op.again(x, weight, bias), wanted, grads[0][halo.wanted], create_graph=True)
+                torch.autograd.grad(op.again(x, weight, bias), wanted, grads[0][op.halo.wanted], create_graph=True)
             )
-            return *(next(gradients) if needs else None for needs in mask), None, None, None, None
-        gradients = _gradients_with_strips(grads[0], x, weight, padded, mask, op, halo, layout, mesh)
-        return *gradients, None, None, None, None
+            return *(next(gradients) if needs else None for needs in mask), None
+        return *_gradients_with_strips(grads[0], x, weight, padded, mask, op), None
 
 
 def _strip_gradients(
-    op: PlainConvolution,
-    halo: HaloPlan,
-    slab: HaloStrip,
-    strip: Tensor | None,
-    grad: Tensor,
-    weight: Tensor,
-    mask: Sequence[bool],
+    op: HaloConvolution, slab: HaloStrip, strip: Tensor | None, grad: Tensor, weight: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of the rows of a strip, and of the weight through it."""
     if strip is None:
         # no output row reads this strip, but its owner still waits for a gradient
         return grad.new_zeros(slab.shape), None
-    gx, gw, _ = op.gradients(grad[slab.place], strip, weight, halo.own, (*mask[:2], False))
+    gx, gw, _ = op.plain_gradients(grad[slab.place], strip, weight, op.halo.own, (*mask[:2], False))
     return (None if gx is None else F.pad(gx, [-p for p in slab.pads])), gw
 
 
@@ -348,22 +326,14 @@ def _into_local_rows(gx: Tensor, x: Tensor, halo: HaloPlan) -> Tensor:
     return whole
 
 
-def halo_convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    op: PlainConvolution,
-    halo: HaloPlan,
-    layout: Layout,
-    mesh: DeviceMesh,
-) -> Tensor:
-    """Convolve the local rows `x` of `layout` and the halo that this rank lacks.
+def convolve_with_halo(x: Tensor, weight: Tensor, bias: Tensor | None, op: HaloConvolution) -> Tensor:
+    """Convolve the local rows `x` and the halo that this rank lacks.
 
     *Sends*: forward, the rows that neighbors lack, one message a strip and neighbor; backward, their gradients.
     """
-    out = cast(Tensor, _HaloConvolution.apply(x, weight, bias, op, halo, layout, mesh))
+    out = cast(Tensor, _ConvolveWithHalo.apply(x, weight, bias, op))
     for d in range(2, x.ndim):
-        wanted = halo.wanted[d]
+        wanted = op.halo.wanted[d]
         if wanted.start is not None and (wanted.start, wanted.stop) != (0, out.shape[d]):
             out = out.narrow(d, wanted.start, wanted.stop - wanted.start)
     return out
