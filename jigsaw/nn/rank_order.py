@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, product
 from typing import Any
@@ -142,22 +143,32 @@ def _shared_positions(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return order_a[in_a], order_b[in_b]
 
 
-def _swapped_shape(w: Tensor, source: CutGroup, target: CutGroup, layout: Layout, mesh: DeviceMesh) -> Tensor:
-    coord = mesh_coordinate(mesh)
-    owned = (cut.owned(layout.piece(cut, coord)) for cut in target)
+@dataclass(frozen=True, slots=True)
+class RowTrade:
+    """Move of the rows of dim 0 from one cut to another, over the ranks of `mesh`, whose axes `layout` has."""
+
+    source: CutGroup
+    target: CutGroup
+    layout: Layout
+    mesh: DeviceMesh
+
+
+def _swapped_shape(w: Tensor, trade: RowTrade) -> Tensor:
+    coord = mesh_coordinate(trade.mesh)
+    owned = (cut.owned(trade.layout.piece(cut, coord)) for cut in trade.target)
     return w.new_empty((math.prod(stop - start for start, stop in owned), *w.shape[1:]))
 
 
 @graph_call(_swapped_shape)
-def _swap_rows(w: Tensor, source: CutGroup, target: CutGroup, layout: Layout, mesh: DeviceMesh) -> Tensor:
-    coord = mesh_coordinate(mesh)
-    me = layout.index(coord)
-    gives, takes = _row_trades(source, target, layout, coord)
+def _swap_rows(w: Tensor, trade: RowTrade) -> Tensor:
+    coord = mesh_coordinate(trade.mesh)
+    me = trade.layout.index(coord)
+    gives, takes = _row_trades(trade.source, trade.target, trade.layout, coord)
     out = w.new_empty((sum(len(at) for _, at in takes), *w.shape[1:]))
     sends = [(peer, [w[at]]) for peer, at in gives if peer != me]
     places = [(peer, at) for peer, at in takes if peer != me]
     shapes = [(peer, [(len(at), *w.shape[1:])]) for peer, at in places]
-    swap = PackedSwap(mesh, sends, shapes, w, "rows")
+    swap = PackedSwap(trade.mesh, sends, shapes, w, "rows")
     # rows that stay are copied while the messages travel
     out[dict(takes)[me]] = w[dict(gives)[me]]
     for (_, at), values in zip(places, swap.wait(), strict=True):
@@ -167,15 +178,16 @@ def _swap_rows(w: Tensor, source: CutGroup, target: CutGroup, layout: Layout, me
 
 class _RearrangedRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, w: Tensor, source: CutGroup, target: CutGroup, layout: Layout, mesh: DeviceMesh) -> Tensor:
-        ctx.how = target, source, layout, mesh
-        compare_calls(mesh, "rows", w.ndim)
-        return _swap_rows(w, source, target, layout, mesh)
+    def forward(ctx: Any, w: Tensor, trade: RowTrade) -> Tensor:
+        ctx.trade = trade
+        compare_calls(trade.mesh, "rows", w.ndim)
+        return _swap_rows(w, trade)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         # a permutation of rows over ranks: its adjoint is its inverse, which gives back what was taken
-        return _RearrangedRows.apply(grads[0], *ctx.how), None, None, None, None
+        back = replace(ctx.trade, source=ctx.trade.target, target=ctx.trade.source)
+        return _RearrangedRows.apply(grads[0], back), None
 
 
 def rearrange_rows(w: Tensor, source: CutGroup, target: CutGroup, tile: Tile) -> Tensor:
@@ -186,4 +198,4 @@ def rearrange_rows(w: Tensor, source: CutGroup, target: CutGroup, tile: Tile) ->
     """
     if have_same_rows(source, target):
         return w
-    return _RearrangedRows.apply(w, source, target, Layout((), tile.layout.axes), tile.mesh)
+    return _RearrangedRows.apply(w, RowTrade(source, target, Layout((), tile.layout.axes), tile.mesh))

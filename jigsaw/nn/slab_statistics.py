@@ -99,6 +99,19 @@ class MomentsPart:
         return SlabStatistic((mean, over_ranks(squares)), axes)
 
 
+@dataclass(frozen=True, slots=True)
+class _SlabNorm:
+    """Statistics over `dims`, of `count` elements each; the slab's rows in them are `own`, and `gradients` those of the
+    statistics of all slabs, once they are known.
+    """
+
+    dims: tuple[int, ...]
+    eps: float
+    count: int
+    own: tuple[slice, ...]
+    gradients: tuple[Tensor, ...] | None
+
+
 class _StandardizeSlab(torch.autograd.Function):
     """Function y = (x - mean) / sqrt(squares / count + eps) * weight + bias, with gradients of mean and squares for the
     rows of x in them.
@@ -112,14 +125,11 @@ class _StandardizeSlab(torch.autograd.Function):
         bias: Tensor | None,
         mean: Tensor,
         squares: Tensor,
-        options: tuple[tuple[int, ...], float, int],
-        own: tuple[slice, ...],
-        gradients: tuple[Tensor, ...] | None,
+        slab: _SlabNorm,
     ) -> Tensor:
-        dims, eps, count = options
-        inverse = torch.rsqrt(squares / count + eps)
+        inverse = torch.rsqrt(squares / slab.count + slab.eps)
         ctx.save_for_backward(x, weight, bias, mean, inverse)
-        ctx.how, ctx.of_all = (dims, count), (own, gradients)
+        ctx.slab = slab
         y = x - mean
         scale = inverse if weight is None else inverse * weight
         return y.mul_(scale) if bias is None else torch.addcmul(bias, y, scale, out=y)
@@ -127,7 +137,8 @@ class _StandardizeSlab(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, inverse = ctx.saved_tensors
-        (dims, count), (own, of_all), needs = ctx.how, ctx.of_all, ctx.needs_input_grad
+        dims, count, own, of_all = ctx.slab.dims, ctx.slab.count, ctx.slab.own, ctx.slab.gradients
+        needs = ctx.needs_input_grad
         g, unit = grads[0], (x - mean).mul_(inverse)
         of_weight = (g * unit).sum_to_size(weight.shape) if weight is not None and needs[1] else None
         of_bias = g.sum_to_size(bias.shape) if bias is not None and needs[2] else None
@@ -137,7 +148,7 @@ class _StandardizeSlab(torch.autograd.Function):
         of_x = g * inverse if needs[0] else None
         if of_x is not None and of_all is not None:  # for halo rows, other ranks have the gradient of the statistics
             of_x[own].add_(unit[own].mul_(of_all[1] * 2 / inverse)).add_(of_all[0] / count)
-        return of_x, of_weight, of_bias, of_mean, of_squares, None, None, None
+        return of_x, of_weight, of_bias, of_mean, of_squares, None
 
 
 def slabs_cut(x: Tile, *dims: int) -> bool:
@@ -155,8 +166,8 @@ def standardize_slab(
     moments = _run_of(x).statistic(MomentsPart(x.with_layout(layout), dims))
     held = layout.held(x.coordinate), x.layout.held(x.coordinate)
     own = box_slices(*held) if len(layout.cuts) == x.ndim else (slice(None),) * x.ndim
-    options = dims, eps, elements_per_value(x, dims)
-    y = cast(Tensor, _StandardizeSlab.apply(x.local, weight, bias, *moments.values, options, own, moments.gradients))
+    slab = _SlabNorm(dims, eps, elements_per_value(x, dims), own, moments.gradients)
+    y = cast(Tensor, _StandardizeSlab.apply(x.local, weight, bias, *moments.values, slab))
     return y, moments.values[0].detach(), moments.values[1].detach()
 
 

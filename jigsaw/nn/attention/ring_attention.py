@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -69,16 +68,16 @@ def ring_attention(
     """
     makes_scores = options.places_of_weights is not None or (mask is not None and mask.requires_grad)
     is_fused = not makes_scores and has_fused_kernel(q, k, v, mask)
-    return _RingAttention.apply(q, k, v, mask, options, _RingKernel(ring, mesh, is_fused))
+    return _RingAttention.apply(q, k, v, mask, _RingCall(ring, mesh, is_fused, options))
 
 
-@dataclass(frozen=True)
-class _RingKernel:
-    """The ring that passes blocks on, and the computation for a block."""
+class _RingCall(NamedTuple):
+    """The ring that passes blocks on, and the computation for a block; a graph takes the tensors of the options."""
 
     ring: KeyRing
     mesh: DeviceMesh
     is_fused: bool
+    options: RingOptions
 
 
 class _SeenBlock(NamedTuple):
@@ -96,8 +95,8 @@ class _SeenBlock(NamedTuple):
 class _RingPass:
     """The way of one rank through the blocks."""
 
-    def __init__(self, kernel: _RingKernel, options: RingOptions, k: Tensor, v: Tensor) -> None:
-        self.ring, self.mesh, self.is_fused = kernel.ring, kernel.mesh, kernel.is_fused
+    def __init__(self, call: _RingCall, k: Tensor, v: Tensor) -> None:
+        self.ring, self.mesh, self.is_fused, options = call
         self.options = options._replace(seed=int(options.seed))
         self.key_shape, self.value_shape = k.shape, v.shape
 
@@ -196,27 +195,25 @@ def _wide_dtype(x: Tensor) -> torch.dtype:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: RingOptions, kernel: _RingKernel
-    ) -> Tensor:
-        debug.compare_calls(kernel.mesh, "ring attention", kernel.ring.layout)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _RingCall) -> Tensor:
+        debug.compare_calls(call.mesh, "ring attention", call.ring.layout)
         with torch.autocast(q.device.type, enabled=False):
-            out, log_sum = _attend_to_blocks(q, k, v, mask, options, kernel)
+            out, log_sum = _attend_to_blocks(q, k, v, mask, call)
         ctx.save_for_backward(q, k, v, mask, out, log_sum)
-        ctx.how = options, kernel
+        ctx.call = call
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator's type
         ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None, None]:
-        options, kernel = ctx.how
-        debug.compare_calls(kernel.mesh, "gradient of ring attention", kernel.ring.layout)
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
+        call: _RingCall = ctx.call
+        debug.compare_calls(call.mesh, "gradient of ring attention", call.ring.layout)
         with torch.autocast(grads[0].device.type, enabled=False):
             saved = _SavedOperands(*ctx.saved_tensors)
-            gradients = _gradients_around(saved, grads[0], options, kernel, ctx.needs_input_grad[:4])
-        return *gradients, None, None
+            gradients = _gradients_around(saved, grads[0], call, ctx.needs_input_grad[:4])
+        return *gradients, None
 
 
 class _SavedOperands(NamedTuple):
@@ -230,20 +227,16 @@ class _SavedOperands(NamedTuple):
     log_sum: Tensor
 
 
-def _result_of_blocks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: RingOptions, kernel: _RingKernel
-) -> tuple[Tensor, Tensor]:
+def _result_of_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _RingCall) -> tuple[Tensor, Tensor]:
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     rows = *batch, q.shape[-2]
     return q.new_empty((*rows, v.shape[-1])), q.new_empty(rows, dtype=_wide_dtype(q))
 
 
 @graph_call(_result_of_blocks)
-def _attend_to_blocks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: RingOptions, kernel: _RingKernel
-) -> tuple[Tensor, Tensor]:
+def _attend_to_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _RingCall) -> tuple[Tensor, Tensor]:
     """Return y, and the log-sum-exp of each query's scores: infinite for one that may attend to no key."""
-    way, wide = _RingPass(kernel, options, k, v), _wide_dtype(q)
+    way, wide = _RingPass(call, k, v), _wide_dtype(q)
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     sums = q.new_zeros((*batch, q.shape[-2], v.shape[-1]), dtype=wide)
     totals = q.new_zeros((*batch, q.shape[-2]), dtype=wide)
@@ -271,7 +264,7 @@ RingGradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None
 
 
 def _like_operands_of_ring(
-    saved: _SavedOperands, grad: Tensor, options: RingOptions, kernel: _RingKernel, needs: tuple[bool, ...]
+    saved: _SavedOperands, grad: Tensor, call: _RingCall, needs: tuple[bool, ...]
 ) -> RingGradients:
     # the gradient of keys is part of the block that went around, so it is made where only that of values is needed, too
     needs = needs[0], needs[1] or needs[2], needs[1] or needs[2], needs[3]
@@ -281,10 +274,8 @@ def _like_operands_of_ring(
 
 
 @graph_call(_like_operands_of_ring)
-def _gradients_around(
-    saved: _SavedOperands, grad: Tensor, options: RingOptions, kernel: _RingKernel, needs: tuple[bool, ...]
-) -> RingGradients:
-    return _RingGradients(saved, grad, _RingPass(kernel, options, saved.k, saved.v), needs).all_of_them()
+def _gradients_around(saved: _SavedOperands, grad: Tensor, call: _RingCall, needs: tuple[bool, ...]) -> RingGradients:
+    return _RingGradients(saved, grad, _RingPass(call, saved.k, saved.v), needs).all_of_them()
 
 
 class _RingGradients:

@@ -42,16 +42,28 @@ def mirrored_counts(queries: Sequence[int]) -> tuple[int, ...]:
     return tuple([n // 2 if 2 * r + 1 != len(queries) else 0 for r, n in enumerate(queries)])
 
 
-@dataclass(frozen=True)
-class QueryMirror:
-    """The rank of a ring that this one exchanges queries with, by its position in the mesh, and this one's queries
-    then.  These are its own first ones, and the last ones of the other.
-    """
+@dataclass(frozen=True, slots=True)
+class LastRowSwap:
+    """Swap of the last rows with the rank at the position `peer` of the mesh: so many are sent, and so many taken."""
 
     mesh: DeviceMesh
     peer: int
-    given: int
-    places: tuple[Tensor, Tensor]  # the global places of those kept and of those taken
+    sent: int
+    taken: int
+
+    def back(self) -> LastRowSwap:
+        """Return the swap that undoes it, which is its adjoint, because rows only change ranks."""
+        return LastRowSwap(self.mesh, self.peer, self.taken, self.sent)
+
+
+@dataclass(frozen=True)
+class QueryMirror:
+    """Swap of queries with a rank of a ring, and the global `places` of the queries that this one has then: its own
+    first ones, and the last ones of the other.
+    """
+
+    swap: LastRowSwap
+    places: tuple[Tensor, Tensor]
 
     @classmethod
     def through(cls, queries: CutGroup, ring: KeyRing, mesh: DeviceMesh) -> QueryMirror:
@@ -62,36 +74,36 @@ class QueryMirror:
             counts, other = mirrored_counts([len(r) for r in rows]), ring.size - 1 - ring.me
             kept, taken = len(rows[ring.me]) - counts[ring.me], len(rows[other]) - counts[other]
             places = rows[ring.me][:kept], rows[other][taken:]
-        return cls(mesh, ring.layout.index(ring.places[other]), counts[ring.me], places)
+        peer = ring.layout.index(ring.places[other])
+        return cls(LastRowSwap(mesh, peer, counts[ring.me], len(places[1])), places)
 
     def exchange(self, q: Tensor) -> Tensor:
         """Return the queries [..., L, E] that this rank works on.
 
         *Sends*: forward, half of its own; backward, the gradients of those that it took.
         """
-        return _MirroredRows.apply(q, self, self.given, len(self.places[1]))
+        return _MirroredRows.apply(q, self.swap)
 
     def give_back(self, y: Tensor) -> Tensor:
         """Return the rows of the result to the ranks of their queries."""
-        return _MirroredRows.apply(y, self, len(self.places[1]), self.given)
+        return _MirroredRows.apply(y, self.swap.back())
 
 
 @graph_call()
-def _swap_last_rows(x: Tensor, mesh: DeviceMesh, peer: int, sent: int, taken: int) -> Tensor:
-    arriving = x.new_empty((*x.shape[:-2], taken, x.shape[-1]))
-    kept, leaving = x.split([x.shape[-2] - sent, sent], -2)
-    comm.swap_messages(mesh, [(peer, leaving)], [(peer, arriving)], "ring attention").wait()
+def _swap_last_rows(x: Tensor, swap: LastRowSwap) -> Tensor:
+    arriving = x.new_empty((*x.shape[:-2], swap.taken, x.shape[-1]))
+    kept, leaving = x.split([x.shape[-2] - swap.sent, swap.sent], -2)
+    comm.swap_messages(swap.mesh, [(swap.peer, leaving)], [(swap.peer, arriving)], "ring attention").wait()
     return torch.cat([kept, arriving], -2)
 
 
 class _MirroredRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mirror: QueryMirror, sent: int, taken: int) -> Tensor:
-        ctx.how = mirror, taken, sent
-        debug.compare_calls(mirror.mesh, "mirrored queries")
-        return _swap_last_rows(x, mirror.mesh, mirror.peer, sent, taken)
+    def forward(ctx: Any, x: Tensor, swap: LastRowSwap) -> Tensor:
+        ctx.swap = swap
+        debug.compare_calls(swap.mesh, "mirrored queries")
+        return _swap_last_rows(x, swap)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        # rows only change ranks, so the adjoint is the way back
-        return _MirroredRows.apply(grads[0], *ctx.how), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _MirroredRows.apply(grads[0], ctx.swap.back()), None

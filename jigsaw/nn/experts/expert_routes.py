@@ -10,7 +10,7 @@ All ranks tell each other how many rows each expert gets, so each knows what wil
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,12 +28,14 @@ _DIGIT_BITS = 8
 
 @dataclass(frozen=True, eq=False)
 class ExpertRoute:
-    """Route of rows along the axes that cut the experts: `gives` and `takes` rows to and from each mesh position.
+    """Route of rows along the axes that cut the experts: `gives` and `takes` rows to and from each mesh position.  One
+    that `returns` is the way back, its adjoint.
 
     `order` has the places of this rank's rows by expert, and `arrived` those of the rows that arrived. Each expert of
     this rank gets `counts` of them.
     """
 
+    mesh: DeviceMesh
     peers: tuple[int, ...]
     here: int
     gives: tuple[int, ...]
@@ -41,40 +43,44 @@ class ExpertRoute:
     order: Tensor
     arrived: Tensor
     counts: tuple[int, ...]
+    returns: bool = False
 
-    def to_experts(self, rows: Tensor, mesh: DeviceMesh) -> Tensor:
+    def back(self) -> ExpertRoute:
+        """Return the way back of this one."""
+        return replace(self, gives=self.takes, takes=self.gives, returns=not self.returns)
+
+    def to_experts(self, rows: Tensor) -> Tensor:
         """Return the rows of this rank's experts, one expert's after the other's, from the ranks' `rows` in `order`.
 
         *Sends*: the rows of other ranks' experts, one message a rank; backward, their gradients return.
         """
-        return _ExpertSwap.apply(rows, self, False, mesh).index_select(0, self.arrived)
+        return _ExpertSwap.apply(rows, self).index_select(0, self.arrived)
 
-    def from_experts(self, rows: Tensor, mesh: DeviceMesh) -> Tensor:
+    def from_experts(self, rows: Tensor) -> Tensor:
         """Return the experts' results for this rank's rows, in `order`: the adjoint of `to_experts`, with as many
         bytes.
         """
-        return _ExpertSwap.apply(rows.index_select(0, self.arrived.argsort()), self, True, mesh)
+        return _ExpertSwap.apply(rows.index_select(0, self.arrived.argsort()), self.back())
 
 
 class _ExpertSwap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: ExpertRoute, returns: bool, mesh: DeviceMesh) -> Tensor:
-        ctx.how = route, not returns, mesh
-        return _swap_expert_rows(rows, route, returns, mesh)
+    def forward(ctx: Any, rows: Tensor, route: ExpertRoute) -> Tensor:
+        ctx.route = route
+        return _swap_expert_rows(rows, route)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _ExpertSwap.apply(grads[0], *ctx.how), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _ExpertSwap.apply(grads[0], ctx.route.back()), None
 
 
-def _swap_expert_rows(rows: Tensor, route: ExpertRoute, returns: bool, mesh: DeviceMesh) -> Tensor:
-    compare_calls(mesh, "experts", returns)
-    gives, takes = (route.takes, route.gives) if returns else (route.gives, route.takes)
-    out = rows.new_empty((sum(takes), *rows.shape[1:]))
-    sent, taken = rows.split(gives), out.split(takes)
+def _swap_expert_rows(rows: Tensor, route: ExpertRoute) -> Tensor:
+    compare_calls(route.mesh, "experts", route.returns)
+    out = rows.new_empty((sum(route.takes), *rows.shape[1:]))
+    sent, taken = rows.split(route.gives), out.split(route.takes)
     others = [at for at in range(len(route.peers)) if at != route.here]
     sends = [(route.peers[at], sent[at]) for at in others]
-    under_way = comm.swap_messages(mesh, sends, [(route.peers[at], taken[at]) for at in others], "experts")
+    under_way = comm.swap_messages(route.mesh, sends, [(route.peers[at], taken[at]) for at in others], "experts")
     taken[route.here].copy_(sent[route.here])
     under_way.wait()
     return out
@@ -94,6 +100,7 @@ def plan_expert_route(chosen: Tensor, experts: Cut, tile: Tile) -> ExpertRoute:
     rows_of_came = torch.tensor([n for row in came for n in row], dtype=torch.int64)
     expert_of_came = torch.arange(high - low).repeat(len(counts_by_rank)).repeat_interleave(rows_of_came)
     return ExpertRoute(
+        tile.mesh,
         tuple(positions),
         own_piece,
         tuple(sum(counts_by_rank[own_piece][slice(*experts.owned(at))]) for at in range(experts.pieces)),

@@ -147,9 +147,9 @@ class MoE(nn.Module):
         token_of, expert_of, p = kept.nonzero()[:, 0], chosen[kept], p[kept]
         route = plan_expert_route(expert_of, stored, tokens)
         token_of, p = token_of[route.order], p[route.order]
-        expert_rows = route.to_experts(in_autocast_dtype(rows).index_select(0, token_of), tokens.mesh)
+        expert_rows = route.to_experts(in_autocast_dtype(rows).index_select(0, token_of))
         results = _run_experts(expert_rows, route.counts, w["w1"], w["w2"], w["w3"])
-        back = route.from_experts(results, tokens.mesh)
+        back = route.from_experts(results)
         y = back.new_zeros(rows.shape).index_add(0, token_of, back * p.to(back.dtype).unsqueeze(1))
         if "shared_w1" in w:
             y = y + _gated_network(rows, w["shared_w1"], w["shared_w2"], w["shared_w3"])

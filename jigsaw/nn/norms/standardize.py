@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -53,11 +54,33 @@ def standardize_tile(
         return standardize_slab(x, dims, eps, weight, bias)
     if any(c.has_halo for d in dims for c in x.layout.dim(d)):
         return _standardize_composed(x, dims, eps, weight, bias)
-    axes = reducing_axes(x.layout, dims)
-    return cast(
-        "tuple[Tensor, Tensor, Tensor]",
-        _Standardize.apply(x.local, weight, bias, (x.mesh, axes, dims, eps, elements_per_value(x, dims))),
-    )
+    options = _NormOptions.of(x, dims, eps)
+    return cast("tuple[Tensor, Tensor, Tensor]", _Standardize.apply(x.local, weight, bias, options))
+
+
+@dataclass(frozen=True, slots=True)
+class _NormOptions:
+    """Statistics over `dims`, of `count` elements each, which the ranks along `axes` of the mesh share."""
+
+    mesh: DeviceMesh
+    axes: tuple[str, ...]
+    dims: tuple[int, ...]
+    eps: float
+    count: int
+
+    @classmethod
+    def of(cls, x: Tile, dims: tuple[int, ...], eps: float) -> _NormOptions:
+        return cls(x.mesh, reducing_axes(x.layout, dims), dims, eps, elements_per_value(x, dims))
+
+    def inverse(self, squares: Tensor) -> Tensor:
+        """Return 1 / the standard deviation."""
+        return torch.rsqrt(squares / self.count + self.eps)
+
+    def tilt_and_shift(self, along: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the means of a gradient times x, standardized, and of that gradient."""
+        sums = torch.stack([along.sum(self.dims, keepdim=True), total.sum(self.dims, keepdim=True)])
+        tilt, shift = (comm.all_reduce(sums, self.mesh, self.axes) / self.count).unbind()
+        return tilt, shift
 
 
 def _standardize_composed(
@@ -65,28 +88,25 @@ def _standardize_composed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the same from differentiable pieces, for halo rows along `dims`."""
     mean, squares = global_moments(owned_along(x, dims), dims)
-    axes = reducing_axes(x.layout, dims)
     return (
-        _apply_statistics(x.local, mean, squares, weight, bias, (x.mesh, axes, dims, eps, elements_per_value(x, dims))),
+        _apply_statistics(x.local, mean, squares, weight, bias, _NormOptions.of(x, dims, eps)),
         mean,
         squares,
     )
 
 
 def _apply_statistics(
-    x: Tensor, mean: Tensor, squares: Tensor, weight: Tensor | None, bias: Tensor | None, options: tuple[Any, ...]
+    x: Tensor, mean: Tensor, squares: Tensor, weight: Tensor | None, bias: Tensor | None, options: _NormOptions
 ) -> Tensor:
-    mesh, axes, _, eps, count = options
-    inverse = torch.rsqrt(squares / count + eps)
-    y = (x - comm.use_in_parts(mean, mesh, axes)) * comm.use_in_parts(inverse, mesh, axes)
+    mesh, axes = options.mesh, options.axes
+    y = (x - comm.use_in_parts(mean, mesh, axes)) * comm.use_in_parts(options.inverse(squares), mesh, axes)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
 
-def _global_statistics(
-    x: Tensor, images: NormImages | None, mesh: DeviceMesh, axes: Sequence[str], dims: tuple[int, ...], count: int
-) -> tuple[Tensor, Tensor]:
-    """Return (mean, sum of squared deviations) over the rows of all ranks along `axes`."""
+def _global_statistics(x: Tensor, images: NormImages | None, options: _NormOptions) -> tuple[Tensor, Tensor]:
+    """Return (mean, sum of squared deviations) over the rows of all ranks."""
+    mesh, axes, dims, count = options.mesh, options.axes, options.dims, options.count
     rows = math.prod(x.shape[d] for d in dims)
     if images is not None:
         spread, own = images.moments(dims)
@@ -112,16 +132,12 @@ _LARGEST_MEAN = 16  # in standard deviations
 class _Standardize(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        options: tuple[Any, ...],
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: _NormOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mesh, axes, dims, eps, count = ctx.how = options
-        images = as_norm_images(x, dims, weight, bias)
-        mean, squares = _global_statistics(x, images, mesh, axes, dims, count)
-        inverse = torch.rsqrt(squares / count + eps)
+        ctx.options = options
+        images = as_norm_images(x, options.dims, weight, bias)
+        mean, squares = _global_statistics(x, images, options)
+        inverse = options.inverse(squares)
         ctx.save_for_backward(x, weight, bias, mean, inverse)
         ctx.mark_non_differentiable(mean, squares)
         scale = inverse if weight is None else inverse * weight
@@ -133,13 +149,13 @@ class _Standardize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight, bias, mean, inverse = ctx.saved_tensors
+        options: _NormOptions = ctx.options
         if torch.is_grad_enabled():  # from the pieces, which can be differentiated twice
-            return *_differentiable_gradients(x, weight, bias, ctx.how, grads[0], ctx.needs_input_grad), None
-        images = as_norm_images(x, ctx.how[2], weight, bias)
+            return *_differentiable_gradients(x, weight, bias, options, grads[0], ctx.needs_input_grad), None
+        images = as_norm_images(x, options.dims, weight, bias)
         if images is not None and _are_near_zero(mean, inverse):
             saved = images, weight, bias, mean, inverse
-            return *_gradients_by_images(grads[0], *saved, ctx.how, ctx.needs_input_grad), None
-        mesh, axes, dims, _, count = ctx.how
+            return *_gradients_by_images(grads[0], *saved, options, ctx.needs_input_grad), None
         unit = (x - mean).mul_(inverse)
         along = grads[0] * unit
         of_weight = along.sum_to_size(weight.shape) if weight is not None and ctx.needs_input_grad[1] else None
@@ -149,8 +165,7 @@ class _Standardize(torch.autograd.Function):
         grad = grads[0] if weight is None else grads[0] * weight
         if weight is not None:  # of a tensor of the weight's own shape, `of_weight` is `along` itself
             along = along * weight if weight.shape == along.shape else along.mul_(weight)
-        sums = torch.stack([along.sum(dims, keepdim=True), grad.sum(dims, keepdim=True)])
-        tilt, shift = (comm.all_reduce(sums, mesh, axes) / count).unbind()
+        tilt, shift = options.tilt_and_shift(along, grad)
         del along
         # (grad - shift - unit * tilt) / sqrt(var + eps), in the memory of `unit`
         of_x = torch.sub(grad, unit.mul_(tilt).add_(shift), out=unit).mul_(inverse)
@@ -164,11 +179,10 @@ def _gradients_by_images(
     bias: Tensor | None,
     mean: Tensor,
     inverse: Tensor,
-    options: tuple[Any, ...],
+    options: _NormOptions,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of the values, the weight and the bias."""
-    mesh, axes, dims, _, count = options
     along, total = images.sums(grad, mean, inverse)
     of_weight = along.sum_to_size(weight.shape) if weight is not None and needs[1] else None
     of_bias = total.sum_to_size(bias.shape) if bias is not None and needs[2] else None
@@ -176,8 +190,7 @@ def _gradients_by_images(
         return None, of_weight, of_bias
     if weight is not None:
         along, total = along * weight, total * weight
-    sums = torch.stack([along.sum(dims, keepdim=True), total.sum(dims, keepdim=True)])
-    tilt, shift = (comm.all_reduce(sums, mesh, axes) / count).unbind()
+    tilt, shift = options.tilt_and_shift(along, total)
     # (grad * weight - shift - (x - mean) * inverse * tilt) * inverse, in one pass over x and one over grad
     slope = -tilt * inverse.square()
     of_x = images.scaled(slope, -shift * inverse - slope * mean)
@@ -185,11 +198,11 @@ def _gradients_by_images(
 
 
 def _differentiable_gradients(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, options: tuple[Any, ...], grad: Tensor, needs: Sequence[bool]
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, options: _NormOptions, grad: Tensor, needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """Return the gradients as functions that can be differentiated again."""
-    mesh, axes, dims, _, count = options
-    mean = comm.sum_parts(x.sum(dims, keepdim=True), mesh, axes) / count
+    mesh, axes, dims = options.mesh, options.axes, options.dims
+    mean = comm.sum_parts(x.sum(dims, keepdim=True), mesh, axes) / options.count
     squares = comm.sum_parts((x - comm.use_in_parts(mean, mesh, axes)).square().sum(dims, keepdim=True), mesh, axes)
     y = _apply_statistics(x, mean, squares, weight, bias, options)
     asked = [v for v, needed in zip((x, weight, bias), needs, strict=False) if needed and v is not None]
