@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -222,32 +223,40 @@ def std_mean(
 # -- norms: the norm of the ranks' norms ------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _RankStack:
+    """Stack of the ranks along `axes`, in which this rank's is `mine`; `same` as in `jigsaw.comm.all_reduce`."""
+
+    mesh: DeviceMesh
+    axes: tuple[str, ...]
+    mine: int
+    same: comm.SameOnRanks = None
+
+
 class _StackAlongAxes(torch.autograd.Function):
     """Stack of the local tensors of the ranks along `axes`, the same on all; backward, each takes its own."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, mesh: DeviceMesh, axes: tuple[str, ...], mine: int, same: comm.SameOnRanks
-    ) -> Tensor:
-        ctx.how = mesh, axes, mine
-        return torch.stack(comm.all_gather(x, mesh, axes, same))
+    def forward(ctx: Any, x: Tensor, stack: _RankStack) -> Tensor:
+        ctx.stack = stack
+        return torch.stack(comm.all_gather(x, stack.mesh, stack.axes, stack.same))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _OwnOfStack.apply(grads[0], *ctx.how), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _OwnOfStack.apply(grads[0], replace(ctx.stack, same=None)), None
 
 
 class _OwnOfStack(torch.autograd.Function):
     """This rank's tensor of a stack that is the same on all; so is its gradient, a stack of all ranks'."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: tuple[str, ...], mine: int) -> Tensor:
-        ctx.how = mesh, axes, mine
-        return x[mine]
+    def forward(ctx: Any, x: Tensor, stack: _RankStack) -> Tensor:
+        ctx.stack = stack
+        return x[stack.mine]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _StackAlongAxes.apply(grads[0], *ctx.how, None), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _StackAlongAxes.apply(grads[0], ctx.stack), None
 
 
 def stack_along_axes(local: Tensor, tile: Tile, axes: tuple[str, ...], same: comm.SameOnRanks = None) -> Tensor:
@@ -260,7 +269,7 @@ def stack_along_axes(local: Tensor, tile: Tile, axes: tuple[str, ...], same: com
     flat = 0
     for (name, size), at in zip(tile.layout.axes, tile.coordinate, strict=True):
         flat = flat * size + at if name in axes else flat
-    return _StackAlongAxes.apply(local, tile.mesh, axes, flat, same)
+    return _StackAlongAxes.apply(local, _RankStack(tile.mesh, axes, flat, same))
 
 
 @implements_torch(torch.linalg.vector_norm)
@@ -338,28 +347,36 @@ def _check_norm_order(function: Any, input: Tile, order: Any) -> None:
 # -- extremes ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _ExtremeCall:
+    """Maximum or minimum (`op`) over `dims`; with `nan`, NaN attains NaN."""
+
+    mesh: DeviceMesh
+    layout: Layout
+    dims: tuple[int, ...]
+    op: str
+    nan: bool
+
+
 class _Extreme(torch.autograd.Function):
     """Global amax or amin; the gradient is shared evenly by all elements that attain it, on whichever rank.
 
-    NaN equals nothing: where it is the extreme, no element has a share (0 / 0 is NaN, as in torch), unless `nan` says
-    that NaN attains NaN.
+    NaN equals nothing: where it is the extreme, no element has a share (0 / 0 is NaN, as in torch), unless `nan`.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, mesh: DeviceMesh, layout: Layout, dims: tuple[int, ...], op: str, nan: bool
-    ) -> Tensor:
-        axes = reducing_axes(layout, dims)
+    def forward(ctx: Any, x: Tensor, call: _ExtremeCall) -> Tensor:
+        mesh, dims, op, axes = call.mesh, call.dims, call.op, reducing_axes(call.layout, call.dims)
         local = getattr(torch, f"a{op}")(x, dims, keepdim=True) if x.numel() else _neutral_element(x, dims, op)
-        best = comm.all_reduce(local, mesh, axes, op, (layout, dims))
-        attained = (x == best) | (x.isnan() & best.isnan()) if nan else x == best
+        best = comm.all_reduce(local, mesh, axes, op, (call.layout, dims))
+        attained = (x == best) | (x.isnan() & best.isnan()) if call.nan else x == best
         ctx.save_for_backward(attained, comm.all_reduce(attained.sum(dims, keepdim=True), mesh, axes))
         return best
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         attained, shares = ctx.saved_tensors
-        return grads[0] * attained / shares, None, None, None, None, None
+        return grads[0] * attained / shares, None
 
 
 def _neutral_element(x: Tensor, dims: tuple[int, ...], op: str) -> Tensor:
@@ -384,7 +401,7 @@ def _global_extreme(input: Tile, dim: ReducedDims, keepdim: bool, op: str, nan: 
     axes, out = _plan_reduction(own.layout, dims, keepdim)
     if dims and not axes and not nan:
         return _reduced_tile((torch.amax if op == "max" else torch.amin)(own.local, dims, keepdim), own, out)
-    local: Tensor = _Extreme.apply(own.local, own.mesh, own.layout, dims, op, nan)
+    local: Tensor = _Extreme.apply(own.local, _ExtremeCall(own.mesh, own.layout, dims, op, nan))
     return finish_reduction(local if keepdim else local.squeeze(dims), own, dims, keepdim)
 
 

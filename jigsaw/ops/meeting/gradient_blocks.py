@@ -13,6 +13,7 @@ Whether a gradient is its block and nothing else is known where it arrives alone
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,28 +89,38 @@ def _block_view(w: Tensor, layout: Layout, at: MeshCoordinate) -> Tensor:
     return w[box_slices(layout.owned(at))]
 
 
+@dataclass(frozen=True, slots=True)
+class _BlockUse:
+    """Use of the block of a whole weight that the rank at a coordinate owns; its gradient is times `scale`."""
+
+    layout: Layout
+    at: MeshCoordinate
+    scale: float
+    record: BlockRecord
+
+
 class _OwnBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, w: Tensor, layout: Layout, at: MeshCoordinate, scale: float, record: BlockRecord) -> Tensor:
-        ctx.how = layout, at, scale, record
-        return _block_view(w, layout, at).reshape(layout.local_shape(at))
+    def forward(ctx: Any, w: Tensor, use: _BlockUse) -> Tensor:
+        ctx.use = use
+        return _block_view(w, use.layout, use.at).reshape(use.layout.local_shape(use.at))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        layout, at, scale, record = ctx.how
-        whole = grads[0].new_zeros(layout.shape)
-        mine = _block_view(whole, layout, at)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        use: _BlockUse = ctx.use
+        whole = grads[0].new_zeros(use.layout.shape)
+        mine = _block_view(whole, use.layout, use.at)
         if torch.is_grad_enabled():  # of second order: what arrives is reduced whole
-            mine.copy_(comm.share_of_mean(grads[0].reshape(mine.shape), scale))
+            mine.copy_(comm.share_of_mean(grads[0].reshape(mine.shape), use.scale))
         else:
-            torch.mul(grads[0].reshape(mine.shape), scale, out=mine)
-        record.note(whole, layout)
-        return whole, None, None, None, None
+            torch.mul(grads[0].reshape(mine.shape), use.scale, out=mine)
+        use.record.note(whole, use.layout)
+        return whole, None
 
 
 def own_block(parameter: nn.Parameter, layout: Layout, scale: float, record: BlockRecord) -> Tensor:
     """Return this rank's block of a whole weight, whose gradient is that of the block times `scale`, and zeros."""
-    return _OwnBlock.apply(parameter, layout, mesh_coordinate(record.mesh), scale, record)
+    return _OwnBlock.apply(parameter, _BlockUse(layout, mesh_coordinate(record.mesh), scale, record))
 
 
 # -- on its way -------------------------------------------------------------------------------------------------------
