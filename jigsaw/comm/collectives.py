@@ -143,7 +143,8 @@ def swap_messages(
     messages = [(way, x, ranks[at]) for way, some in ways for at, x in some]
     others = sorted({rank for _, _, rank in messages})
     with OpenWait(kind, others):
-        if on_host:  # gloo has no batches, and torch's batch checks each message twice
+        # gloo has no batches, and torch's batch checks each message twice; groups of other classes may have them
+        if on_host and type(group) is dist.ProcessGroup:
             works = [work for way, x, rank in messages if (work := way(x, rank, group, tag)) is not None]
         else:
             works = dist.batch_isend_irecv([dist.P2POp(way, x, rank, group, tag) for way, x, rank in messages])

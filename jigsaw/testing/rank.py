@@ -28,6 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.ranks.mesh import init_mesh
 from jigsaw.testing.failure import RankFailure
+from jigsaw.testing.ordered_group import ORDERED_BACKEND, serve_ordered_groups, take_events
+from jigsaw.testing.post_order import Post, PostWait
 
 _GROUP_TIMEOUT = timedelta(hours=1)  # the world's own timeout reports earlier, with every rank's stack
 _world_meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
@@ -83,9 +85,12 @@ class RankReport:
     value: bytes = b""
     failure: RankFailure | None = None
     groups: int = 0
+    posts: tuple[Post | PostWait, ...] = ()
 
 
-def serve_jobs(connection: Connection, rank: int, size: int, folder: str, environment: dict[str, str]) -> None:
+def serve_jobs(
+    connection: Connection, rank: int, size: int, folder: str, environment: dict[str, str], backend: str
+) -> None:
     """Join the world, then run what arrives on `connection`; the rank's whole life.
 
     `environment` is the parent's at this moment, because the process that this one was forked from may have an older
@@ -99,7 +104,9 @@ def serve_jobs(connection: Connection, rank: int, size: int, folder: str, enviro
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     _be_one_cpu_rank(rank, size)
     store = dist.FileStore(str(Path(folder) / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_GROUP_TIMEOUT)
+    if backend == ORDERED_BACKEND:
+        serve_ordered_groups()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_GROUP_TIMEOUT)
     connection.send_bytes(pickle.dumps(RankReport()))
     while True:
         try:
@@ -122,7 +129,9 @@ def _run_job(job: RankJob, rank: int) -> RankReport:
     except BaseException as error:  # SystemExit and pytest's outcomes are failures of this rank too
         return RankReport(failure=RankFailure.of_exception(rank, error, 1, job.body.file))
     try:
-        return RankReport(value=pickle.dumps(value), groups=dist.distributed_c10d.get_pg_count())
+        return RankReport(
+            value=pickle.dumps(value), groups=dist.distributed_c10d.get_pg_count(), posts=tuple(take_events())
+        )
     except Exception as error:
         error.add_note(
             f"{job.body.name} returned a {type(value).__name__} that does not pickle; return plain tensors and numbers"

@@ -21,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from jigsaw.testing import rank as rank_process
 from jigsaw.testing.failure import RankFailure, combined_error
+from jigsaw.testing.post_order import check_posts
 from jigsaw.testing.rank import RankBody, RankJob, RankReport
 
 P = ParamSpec("P")
@@ -30,18 +31,26 @@ _START_SECONDS = 180.0  # importing torch on every rank of a busy machine
 _GRACE_SECONDS = 1.0  # after a rank failed, the others may still report
 _MOST_GROUPS = 96  # gloo keeps sockets and threads for each process group that tests leave behind
 
-_worlds: dict[int, RankWorld] = {}
+_worlds: dict[tuple[int, str], RankWorld] = {}
+
+BACKEND_VARIABLE = "JIGSAW_TEST_BACKEND"
 
 
-def on_ranks(ranks: int, *, timeout: float = 60.0) -> Callable[[Callable[P, T]], Callable[P, list[T] | None]]:
+def on_ranks(
+    ranks: int, *, timeout: float = 60.0, backend: str | None = None
+) -> Callable[[Callable[P, T]], Callable[P, list[T] | None]]:
     """Run the function's body on `ranks` real ranks: ``@on_ranks(4)`` over a test, below ``pytest.mark.parametrize``.
 
     The ranks are gloo processes with one thread each that all tests share; each starts a body with the same seed, in
     float32. The arguments (parameters, fixture values) must pickle, and the function must be at module level. It
     returns the list of what each rank returned, or None when no rank returned anything (as pytest expects of a test).
 
+    `backend` is ``"gloo"``, or ``"ordered"``: gloo by NCCL's law, which shows on CPUs what would hang or be wrong on
+    GPUs (`jigsaw.testing.ordered_group`).  By default it is that of the variable ``JIGSAW_TEST_BACKEND``, else gloo.
+
     Raises: `RankFailedError`, with the failing rank's own traceback first, when a rank raises, dies, or runs longer
-    than `timeout` seconds. The world is then killed and the next test starts a fresh one.
+    than `timeout` seconds. The world is then killed and the next test starts a fresh one. `PostOrderError` where
+    NCCL would not run what the ranks posted to ordered groups.
 
     >>> jigsaw.testing.on_ranks(2)(torch.distributed.get_rank)()
     [0, 1]
@@ -53,7 +62,7 @@ def on_ranks(ranks: int, *, timeout: float = 60.0) -> Callable[[Callable[P, T]],
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> list[T] | None:
             __tracebackhide__ = True  # pytest: show the rank's traceback, not ours
-            values = _live_world(ranks).run(body, args, kwargs, timeout)
+            values = _live_world(ranks, backend).run(body, args, kwargs, timeout)
             return None if all(value is None for value in values) else values
 
         call.__dict__["rank_body"] = function  # where a rank finds the body under this wrapper
@@ -63,7 +72,8 @@ def on_ranks(ranks: int, *, timeout: float = 60.0) -> Callable[[Callable[P, T]],
 
 
 def run_on_ranks(ranks: int, function: Callable[..., T], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[T]:
-    """Call a module-level `function` on `ranks` ranks and return what each returned; `on_ranks` without the decorator.
+    """Call a module-level `function` on `ranks` ranks and return what each returned; `on_ranks` without the decorator,
+    on its backend by default.
 
     Raises: `RankFailedError`, as `on_ranks` does.
 
@@ -76,7 +86,7 @@ def run_on_ranks(ranks: int, function: Callable[..., T], *args: Any, timeout: fl
 class RankWorld:
     """The processes of one size. `run` is synchronous; after a failure the world is dead."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str = "gloo") -> None:
         self.size = size
         self.jobs = 0
         self._groups = 0
@@ -87,7 +97,7 @@ class RankWorld:
         self._processes: list[SpawnProcess | ForkServerProcess] = [
             start.Process(
                 target=rank_process.serve_jobs,
-                args=(theirs, rank, size, self._folder, dict(os.environ)),
+                args=(theirs, rank, size, self._folder, dict(os.environ), backend),
                 name=f"rank{rank}",
                 daemon=True,
             )
@@ -132,6 +142,7 @@ class RankWorld:
             raise
         self.jobs += 1
         self._groups = max(r.groups for r in reports)
+        check_posts([r.posts for r in reports])
         return [pickle.loads(r.value) for r in reports]
 
     def kill(self) -> None:
@@ -225,19 +236,20 @@ def _process_context() -> ForkServerContext | SpawnContext:
     return context
 
 
-def _live_world(size: int) -> RankWorld:
+def _live_world(size: int, backend: str | None = None) -> RankWorld:
     """Return the live world of that size, started when there is none."""
+    key = size, backend or os.environ.get(BACKEND_VARIABLE, "gloo")
     if size < 1:
         raise ValueError(f"on_ranks({size}): a world has at least 1 rank")
     if multiprocessing.parent_process() is not None:
         raise RuntimeError(
             f"on_ranks({size}) was called inside a rank or another child process; call it from the test's own process"
         )
-    world = _worlds.get(size)
+    world = _worlds.get(key)
     if world is None or not world.alive or world.is_worn:
         if world is not None:
             world.kill()
-        world = _worlds[size] = RankWorld(size)
+        world = _worlds[key] = RankWorld(*key)
     return world
 
 

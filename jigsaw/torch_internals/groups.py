@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -48,6 +49,12 @@ def know_groups(world: Any) -> None:
 def devices_of_group(group: dist.ProcessGroup) -> set[str]:
     """Return the types of devices that a group serves; public is a text for people."""
     return {device.type for device in private_attribute(group, "_device_types")(group)}
+
+
+def serve_group(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo) -> None:
+    """Let gloo serve a group on CPUs; public is only the group that `init_process_group` makes."""
+    register = private_name("torch.distributed:ProcessGroup._register_backend")
+    register(group, torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
 
 def fake_store() -> Any:

@@ -1,0 +1,245 @@
+"""NCCL's law: jobs that keep it pass on gloo's ordered groups, and each way to break it is found."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import jigsaw
+from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
+from jigsaw.testing.failure import RankFailedError
+from jigsaw.testing.post_order import Post, PostedMessage, PostOrderError, PostWait, check_posts
+
+BOTH = (0, 1)
+
+
+def sum_of(number, communicator="a", signature="allreduce 3"):
+    return Post(number, communicator, BOTH, signature)
+
+
+def batch_of(number, *messages, communicator="a"):
+    return Post(number, communicator, BOTH, messages=tuple(PostedMessage(*m) for m in messages))
+
+
+def to(peer, size=8, tag=0):
+    return True, peer, size, tag
+
+
+def out_of(peer, size=8, tag=0):
+    return False, peer, size, tag
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+RIGHT = {
+    "nothing": ([], []),
+    "sums": ([sum_of(1), PostWait(1), sum_of(2)], [sum_of(1), sum_of(2), PostWait(2)]),
+    "a swap": ([batch_of(1, to(1), out_of(1)), PostWait(1)], [batch_of(1, out_of(0), to(0)), PostWait(1)]),
+    "two messages, taken in two batches": (
+        [batch_of(1, to(1), to(1, 4))],
+        [batch_of(1, out_of(0)), batch_of(2, out_of(0, 4))],
+    ),
+    "a sum behind a message on another communicator": (
+        [sum_of(1, "b"), batch_of(2, to(1)), PostWait(2), PostWait(1)],
+        [batch_of(1, out_of(0)), sum_of(2, "b"), PostWait(1), PostWait(2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_nccl_runs_passes(name):
+    check_posts(RIGHT[name])
+
+
+WRONG = {
+    "a tag that matters": (
+        "different tags",
+        [batch_of(1, to(1, tag=0)), batch_of(2, to(1, tag=1))],
+        [batch_of(1, out_of(0, tag=1)), batch_of(2, out_of(0, tag=0))],
+    ),
+    "messages that cross": (
+        "different sizes",
+        [batch_of(1, to(1, 8)), batch_of(2, to(1, 4))],
+        [batch_of(1, out_of(0, 4)), batch_of(2, out_of(0, 8))],
+    ),
+    "another order of sums": (
+        "different collectives",
+        [sum_of(1), sum_of(2, signature="broadcast 3")],
+        [sum_of(1, signature="broadcast 3"), sum_of(2)],
+    ),
+    "a message that a sum must pass": (
+        "wait for each other forever",
+        [sum_of(1), batch_of(2, to(1))],
+        [batch_of(1, out_of(0)), sum_of(2)],
+    ),
+    "waits on two communicators": (
+        "wait for each other forever",
+        [sum_of(1), PostWait(1), sum_of(2, "b")],
+        [sum_of(1, "b"), PostWait(1), sum_of(2)],
+    ),
+    "a sum that one rank leaves out": ("wait for each other forever", [sum_of(1)], []),
+    "a message that nobody takes": ("wait for each other forever", [batch_of(1, to(1))], [sum_of(1, "b")]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_nccl_does_not_run_is_found(name):
+    words, *ranks = WRONG[name]
+    with pytest.raises(PostOrderError, match=words):
+        check_posts(ranks)
+
+
+def test_a_wait_in_one_thread_lets_another_post():
+    other = Post(2, "b", BOTH, "allreduce 3", thread=1)
+    check_posts([[sum_of(1), PostWait(1), other], [Post(1, "b", BOTH, "allreduce 3"), PostWait(1), sum_of(2)]])
+
+
+# -- on ranks ---------------------------------------------------------------------------------------------------------
+
+
+def swapped(first_tag, second_tag):
+    """Each rank sends two messages of one size; what was sent first is taken with `first_tag`."""
+    other = 1 - dist.get_rank()
+    sent, taken = [torch.full((3,), n) for n in (1.0, 2.0)], [torch.zeros(3) for _ in range(2)]
+    messages = [dist.P2POp(dist.irecv, x, other, tag=t) for x, t in zip(taken, (first_tag, second_tag), strict=True)]
+    messages += [dist.P2POp(dist.isend, x, other, tag=t) for t, x in enumerate(sent)]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    return [x[0].item() for x in taken]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ordered"])
+def test_messages_in_order_arrive(backend):
+    assert on_ranks(2, backend=backend)(swapped)(0, 1) == [[1, 2], [1, 2]]
+
+
+def test_messages_that_rely_on_tags_are_found():
+    assert on_ranks(2)(swapped)(1, 0) == [[2, 1], [2, 1]]
+    with pytest.raises(PostOrderError, match="NCCL has no tags"):
+        on_ranks(2, backend="ordered")(swapped)(1, 0)
+
+
+def taken_one_by_one():
+    other, x, y = 1 - dist.get_rank(), torch.zeros(3), torch.ones(3)
+    for work in [dist.irecv(x, other), dist.isend(y, other)]:
+        work.wait()
+
+
+def test_ranks_that_first_take_and_then_send_are_found():
+    on_ranks(2)(taken_one_by_one)()
+    with pytest.raises(PostOrderError, match="wait for each other forever"):
+        on_ranks(2, backend="ordered")(taken_one_by_one)()
+
+
+def crossed():
+    """One rank posts a sum and then a message, the other the message first: gloo runs both."""
+    rank, x, y = dist.get_rank(), torch.ones(4), torch.zeros(4)
+    if rank == 0:
+        works = [dist.all_reduce(x, async_op=True), *dist.batch_isend_irecv([dist.P2POp(dist.isend, y, 1)])]
+    else:
+        works = [*dist.batch_isend_irecv([dist.P2POp(dist.irecv, y, 0)]), dist.all_reduce(x, async_op=True)]
+    for work in works:
+        work.wait()
+
+
+def test_a_message_that_a_sum_must_pass_is_found_and_its_place_is_told():
+    on_ranks(2)(crossed)()
+    with pytest.raises(PostOrderError, match=r"rank 0: allreduce .*test_post_order.py:\d+.*rank 1: messages from 0"):
+        on_ranks(2, backend="ordered")(crossed)()
+
+
+def summed_without_waiting():
+    x = torch.ones(2)
+    work = dist.all_reduce(x, async_op=True)
+    early = x.tolist()
+    work.wait()
+    return early, x.tolist()
+
+
+def test_a_result_comes_with_the_wait_for_it():
+    assert on_ranks(2, backend="ordered")(summed_without_waiting)() == [([1, 1], [2, 2])] * 2
+
+
+def changed_while_it_is_sent():
+    x = torch.ones(2)
+    work = dist.all_reduce(x, async_op=True)
+    x.add_(1)
+    work.wait()
+
+
+def test_a_tensor_that_changes_before_the_wait_is_found():
+    with pytest.raises(RankFailedError, match="was changed before the wait"):
+        on_ranks(2, backend="ordered")(changed_while_it_is_sent)()
+
+
+def every_collective():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine, parts = torch.full((2,), float(rank)), [torch.zeros(2) for _ in range(ranks)]
+    dist.all_gather(parts, mine)
+    whole = torch.zeros(2 * ranks)
+    dist.all_gather_single(whole, mine)
+    assert torch.equal(torch.cat(parts), whole)
+    row = torch.zeros(2)
+    dist.reduce_scatter_single(row, whole.clone())
+    assert torch.equal(row, ranks * mine)
+    dist.reduce_scatter(row, [part.clone() for part in parts])
+    assert torch.equal(row, ranks * mine)
+    first = mine.clone()
+    dist.broadcast(first, 1)
+    assert torch.equal(first, torch.ones(2))
+    others = torch.zeros(ranks)
+    dist.all_to_all_single(others, torch.full((ranks,), float(rank)))
+    assert others.tolist() == list(range(ranks))
+    found = [None] * ranks
+    dist.all_gather_object(found, rank)
+    assert found == list(range(ranks))
+    dist.gather(mine, parts if rank == 0 else None, dst=0)
+    dist.scatter(row, parts if rank == 0 else None, src=0)
+    assert torch.equal(row, mine)
+    dist.reduce(mine, 0)
+    dist.barrier()
+    if rank == 0:
+        assert mine.tolist() == [3, 3]
+
+
+def test_every_collective_is_that_of_gloo():
+    on_ranks(3, backend="ordered")(every_collective)()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.norm = nn.Conv2d(2, 6, 3, stride=2, padding=1), nn.GroupNorm(2, 6)
+        self.up = nn.Conv2d(6, 2, 3, padding=1)
+
+    def forward(self, x):
+        y = F.interpolate(F.gelu(self.norm(self.down(x))), scale_factor=2)
+        return self.up(y) + x
+
+
+def trained(how, axes, steps=2):
+    mesh = world_mesh(**axes)
+    torch.manual_seed(0)
+    model = jigsaw.parallelize(Net(), mesh, **how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = jigsaw.shard(torch.randn(2, 2, 14, 10), mesh, (None, None, "lat", "lon" if "lon" in axes else None))
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("how", "axes"),
+    [({}, {"lat": 2}), ({}, {"lat": 3}), ({}, {"lat": 2, "lon": 2}), ({"shard_weights": True}, {"lat": 2, "lon": 2})],
+)
+def test_training_keeps_the_law(how, axes):
+    ranks = torch.tensor(list(axes.values())).prod().item()
+    by_law = on_ranks(ranks, backend="ordered")(trained)(how, axes)
+    assert by_law == run_on_ranks(ranks, trained, how, axes)
