@@ -22,7 +22,6 @@ from torch import Tensor
 from jigsaw.ranks.call_places import place_of_call
 from jigsaw.testing.post_order import Post, PostedMessage, PostOrderError, PostWait
 from jigsaw.torch_internals import pytree
-from jigsaw.torch_internals.autograd import tensor_version
 from jigsaw.torch_internals.groups import serve_group
 
 ORDERED_BACKEND = "ordered"
@@ -72,8 +71,8 @@ class _OrderedWork(dist.Work):
         """Hold the tensors that are filled, each with its result, and those that are sent, each with its copy."""
         super().__init__()
         self._number, self._works, self._late = number, works, late
-        self._copies = [copy for _, copy in given]  # gloo does not keep what it sends
-        self._given = [(x, tensor_version(x)) for x, _ in (*given, *late)]
+        # the copies stay here, as gloo keeps none of what it sends
+        self._before = [*given, *((x, _copy_of(x)) for x, _ in late)]
         self._lock, self._has_ended = threading.Lock(), False
 
     def wait(self, timeout: Any = None) -> bool:
@@ -89,7 +88,7 @@ class _OrderedWork(dist.Work):
             if self._has_ended:
                 return
             self._has_ended = True
-            if any(tensor_version(x) != version for x, version in self._given):
+            if not all(_has_same_bits(x, before) for x, before in self._before):
                 raise PostOrderError(
                     "a tensor that is sent, or that a result was to come to, was changed before the wait for it; NCCL "
                     "reads and writes it at any time between: wait first, or change a copy"
@@ -97,7 +96,7 @@ class _OrderedWork(dist.Work):
             with torch.no_grad():
                 for target, result in self._late:
                     target.copy_(result)
-            self._given, self._late, self._copies = [], (), []
+            self._before, self._late = [], ()
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
@@ -154,7 +153,7 @@ class OrderedGroup(dist.ProcessGroup):
         pair = f"{self.communicator} {sorted((self.members[self.rank()], told[0].peer))}" if is_pair else ""
         number = _record_post(self, "", told, pair)
         arriving = [(x, torch.empty_like(x), at) for sent, x, at, _ in messages if not sent]
-        leaving = [(x, x.clone(), at) for sent, x, at, _ in messages if sent]
+        leaving = [(x, _copy_of(x), at) for sent, x, at, _ in messages if sent]
         works = [self.inner.recv([private], at, 0) for _, private, at in arriving]  # gloo sends once it hears of them
         works += [self.inner.send([copy], at, 0) for _, copy, at in leaving]
         return _OrderedWork(number, works, [x[:2] for x in arriving], [x[:2] for x in leaving])
@@ -166,10 +165,19 @@ _UNEVEN = ("alltoall", "all_to_all_single", "scatter", "gather")  # ranks have d
 def _with_copies(tree: Any) -> tuple[list[Tensor], Any, list[tuple[Tensor, Tensor]]]:
     """Return the tensors of a tree, the same tree of copies, and the pairs."""
     tensors = [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
-    with torch.no_grad():
-        pairs = [(x, x.clone()) for x in tensors]
+    pairs = [(x, _copy_of(x)) for x in tensors]
     copies = iter([copy for _, copy in pairs])
     return tensors, pytree.tree_map_only(Tensor, lambda _: next(copies), tree), pairs
+
+
+def _copy_of(x: Tensor) -> Tensor:
+    return x.detach().clone()
+
+
+def _has_same_bits(x: Tensor, other: Tensor) -> bool:
+    return torch.equal(*(torch.view_as_real(v) if v.is_complex() else v for v in (x, other))) or torch.equal(
+        *(v.detach().contiguous().view(-1).view(torch.uint8) for v in (x, other))  # NaN is not equal to itself
+    )
 
 
 def _told_option(option: Any) -> str:

@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 _START_SECONDS = 180.0  # importing torch on every rank of a busy machine
 _GRACE_SECONDS = 1.0  # after a rank failed, the others may still report
+_STACK_SECONDS = 30.0  # for all stacks to be written, on a busy machine
 _MOST_GROUPS = 96  # gloo keeps sockets and threads for each process group that tests leave behind
 
 _worlds: dict[tuple[int, str], RankWorld] = {}
@@ -217,7 +218,7 @@ class RankWorld:
         for r in ranks:
             os.kill(self.pids[r], signal.SIGUSR1)
         files = {r: Path(self._folder) / f"stack{r}" for r in ranks}
-        end = time.monotonic() + 5.0
+        end = time.monotonic() + _STACK_SECONDS
         while time.monotonic() < end and not all(f.exists() and f.stat().st_size for f in files.values()):
             time.sleep(0.05)
         time.sleep(0.1)  # a dump is several writes
