@@ -40,7 +40,7 @@ TEST_WORKERS ?= 2
 PYTEST := python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weather weather-025 aurora medical nginx test test-cuda check nightly docs test-newest with-newest test-oldest with-oldest bench fuzz zoo clean
+.PHONY: help setup weather weather-025 aurora medical nginx test test-cuda test-law check nightly docs test-newest with-newest test-oldest with-oldest bench fuzz zoo clean
 
 help: ## show these targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -84,6 +84,12 @@ test: setup ## the tests, without the slow ones
 
 test-cuda: setup ## the tests of a GPU, the slow ones too; JIGSAW_TEST_DEVICE=cpu tries them without one
 	$(BIN)/python -m pytest tests/cuda
+
+# What ranks send each other, in training by every strategy.
+LAW_PARTS := tests/comm tests/parallel tests/stages tests/checkpoint tests/test_composed.py tests/nn/test_experts.py \
+	tests/nn/test_ring_attention.py tests/nn/test_channels.py
+test-law: setup ## tests of messages by NCCL's law: no tags, each communicator in the order of posting, on CPUs
+	JIGSAW_TEST_BACKEND=ordered $(BIN)/$(PYTEST) -m "not slow" $(LAW_PARTS)
 
 nightly: setup ## the tests that take longest, one at a time: many ranks, benchmarks beside others, a search by coverage
 	$(BIN)/python -m pytest -m nightly
