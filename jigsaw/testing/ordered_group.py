@@ -66,13 +66,13 @@ class _OrderedWork(dist.Work):
         number: int,
         works: Sequence[dist.Work],
         late: Sequence[tuple[Tensor, Tensor]] = (),
-        given: Sequence[tuple[Tensor, Tensor]] = (),
+        sent: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
         """Hold the tensors that are filled, each with its result, and those that are sent, each with its copy."""
         super().__init__()
         self._number, self._works, self._late = number, works, late
         # the copies stay here, as gloo keeps none of what it sends
-        self._before = [*given, *((x, _copy_of(x)) for x, _ in late)]
+        self._before = [*sent, *((x, _copy_of(x)) for x, _ in late)]
         self._lock, self._has_ended = threading.Lock(), False
 
     def wait(self, timeout: Any = None) -> bool:
@@ -129,11 +129,11 @@ class OrderedGroup(dist.ProcessGroup):
     def collective(self, name: str, results: Any, *arguments: Any) -> dist.Work:
         """Post a collective, whose first argument has the tensors that it fills."""
         targets, private, late = _with_copies(results)
-        inputs, sent, given = _with_copies(arguments)
+        inputs, copies, sent = _with_copies(arguments)
         options = [x for x in arguments if not isinstance(x, Tensor | list | tuple)]
         sizes = [] if name in _UNEVEN else [f"{x.numel()} {x.dtype}" for x in inputs or targets]
         number = _record_post(self, " ".join([name, *sizes, *map(_told_option, options)]).rstrip())
-        return _OrderedWork(number, [getattr(self.inner, name)(private, *sent)], late, given)
+        return _OrderedWork(number, [getattr(self.inner, name)(private, *copies)], late, sent)
 
     def barrier(self, *arguments: Any, **named: Any) -> dist.Work:
         return _OrderedWork(_record_post(self, "barrier"), [self.inner.barrier(*arguments, **named)])
@@ -149,9 +149,9 @@ class OrderedGroup(dist.ProcessGroup):
 
         A message by itself (`is_pair`) has a communicator of its two ranks alone, as torch's NCCL group makes one.
         """
-        told = [PostedMessage(sent, self.members[at], x.nbytes, tag) for sent, x, at, tag in messages]
-        pair = f"{self.communicator} {sorted((self.members[self.rank()], told[0].peer))}" if is_pair else ""
-        number = _record_post(self, "", told, pair)
+        posted = [PostedMessage(sent, self.members[at], x.nbytes, tag) for sent, x, at, tag in messages]
+        pair = f"{self.communicator} {sorted((self.members[self.rank()], posted[0].peer))}" if is_pair else ""
+        number = _record_post(self, "", posted, pair)
         arriving = [(x, torch.empty_like(x), at) for sent, x, at, _ in messages if not sent]
         leaving = [(x, _copy_of(x), at) for sent, x, at, _ in messages if sent]
         works = [self.inner.recv([private], at, 0) for _, private, at in arriving]  # gloo sends once it hears of them

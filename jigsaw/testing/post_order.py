@@ -75,7 +75,7 @@ def check_posts(ranks: Sequence[Sequence[Post | PostWait]]) -> None:
 
 
 class _Replay:
-    """What has ended of a job, which moves on as far as the law lets it."""
+    """The state of a job that is played: what each rank has reached, and what has ended."""
 
     def __init__(self, ranks: Sequence[Sequence[Post | PostWait]]) -> None:
         self._programs: dict[tuple[int, int], deque[Post | PostWait]] = defaultdict(deque)
@@ -130,9 +130,9 @@ class _Replay:
         others = {rank: heads[rank] for rank in post.members if rank in heads}
         for rank, other in others.items():
             if other.signature and other.signature != post.signature:
-                mine = next(r for r, head in heads.items() if head is post)
+                first = next(r for r, head in heads.items() if head is post)
                 raise PostOrderError(
-                    f"ranks post different collectives to one communicator: rank {mine} {post}; rank {rank} {other}; "
+                    f"ranks post different collectives to one communicator: rank {first} {post}; rank {rank} {other}; "
                     "NCCL would take one for the other, so post them in the same order on every rank"
                 )
         return len(others) == len(post.members) and all(other.signature for other in others.values())
