@@ -122,7 +122,7 @@ test-oldest: ## checkpoints, pickles, types and imports on the oldest patch rele
 	@for python in $(OLDEST_PYTHONS); do $(MAKE) --no-print-directory with-oldest OLDEST_PYTHON=$$python || exit 1; done
 
 OLDEST_IO := choices conventions loader no_code packages pickling remote reopening
-OLDEST_PARTS := tests/checkpoint tests/geometry tests/test_distribution.py tests/comm/test_debug.py tests/ranks/test_launcher.py \
+OLDEST_PARTS := tests/checkpoint tests/test_distribution.py tests/comm/test_debug.py tests/ranks/test_launcher.py \
 	tests/ranks/test_mesh.py tests/ranks/test_restarts.py tests/tile/test_tensor_shell.py tests/tile/test_wrong_use.py \
 	$(addsuffix .py,$(addprefix tests/io/test_,$(OLDEST_IO)))
 with-oldest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import os
 import re
 import threading
 from pathlib import Path
@@ -459,6 +460,7 @@ class InTurn(nn.Module):
         return x + getattr(self, layer)(x).sin() if layer else x * 1
 
 
+@pytest.mark.skipif(os.environ.get("JIGSAW_TEST_BACKEND") == "ordered", reason="counts the calls of torch's own groups")
 @on_ranks(4)
 def test_hybrid_weights_in_stages():
     mesh = world_mesh(data=2, pipe=2, lat=1)
