@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
 from typing import Any
@@ -186,8 +186,8 @@ class _RearrangedRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         # a permutation of rows over ranks: its adjoint is its inverse, which gives back what was taken
-        back = replace(ctx.trade, source=ctx.trade.target, target=ctx.trade.source)
-        return _RearrangedRows.apply(grads[0], back), None
+        trade: RowTrade = ctx.trade
+        return _RearrangedRows.apply(grads[0], RowTrade(trade.target, trade.source, trade.layout, trade.mesh)), None
 
 
 def rearrange_rows(w: Tensor, source: CutGroup, target: CutGroup, tile: Tile) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -243,7 +243,7 @@ class _StackAlongAxes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _OwnOfStack.apply(grads[0], replace(ctx.stack, same=None)), None
+        return _OwnOfStack.apply(grads[0], _RankStack(ctx.stack.mesh, ctx.stack.axes, ctx.stack.mine)), None
 
 
 class _OwnOfStack(torch.autograd.Function):
