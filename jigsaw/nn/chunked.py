@@ -28,7 +28,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.func import functional_call  # pyright: ignore[reportUnknownVariableType]
 
 from jigsaw.comm.exchange import AsyncExchange, AsyncExchangeAdjoint
 from jigsaw.errors import ShardingError
@@ -36,7 +35,7 @@ from jigsaw.geometry.cut import Cut, box_shape, cut_points
 from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.geometry.stencil_rules import ceil_div
 from jigsaw.nn.slab_statistics import SlabPaused, SlabRun, SlabStatistic
-from jigsaw.nn.weights import is_dtensor
+from jigsaw.nn.weights import call_with_tensors, is_dtensor
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, plain_operand
 from jigsaw.ops.random_numbers import random_states
 from jigsaw.ranks.mesh import mesh_coordinate
@@ -183,7 +182,7 @@ class _RunSlabs(torch.autograd.Function):
 
 
 class _InsideForward(nn.Module):
-    """The module's own forward pass, as a module whose weights `functional_call` can replace."""
+    """The module's own forward pass, as a module whose weights `call_with_tensors` can replace."""
 
     def __init__(self, forward: ChunkedForward) -> None:
         super().__init__()
@@ -338,7 +337,7 @@ class _SlabJob:
         args, kwargs = _replaced(self.structure, _TensorSlot, given)
         weights = {f"inner.{n}": p for n, p in zip(self.names, operands[len(plain) :], strict=True)}
         self._set_random(self.random)
-        out = functional_call(self.runner, {**weights, **buffers}, args, kwargs)
+        out = call_with_tensors(self.runner, {**weights, **buffers}, args, kwargs)
         outputs = list[Tile]()
 
         def kept(y: Tensor) -> _TensorSlot:

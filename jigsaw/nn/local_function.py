@@ -25,7 +25,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.func import functional_call  # pyright: ignore[reportUnknownVariableType]
 
 from jigsaw import comm
 from jigsaw.comm import debug
@@ -34,7 +33,7 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Interval, whole_dim
 from jigsaw.geometry.stencil_rules import ceil_div
 from jigsaw.nn.stencils.stencil import DimStencil, StencilPlan, empty_result, is_cut_or_haloed, plan_stencil
-from jigsaw.nn.weights import is_dtensor
+from jigsaw.nn.weights import call_with_tensors, is_dtensor
 from jigsaw.ops.meeting.common_cuts import bring_together
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, averaged_over, plain_operand
 from jigsaw.ops.pointwise import replace_tensors
@@ -173,7 +172,7 @@ class LocalFunction(nn.Module):
         args, kwargs = replace_tensors((args, kwargs), lambda t: by_tile[id(t)], as_operand)
         versions, numbers = [tensor_version(x) for x in inputs], random_states(first)
         if parameters:
-            out = functional_call(cast(nn.Module, self.op), parameters, args, kwargs)
+            out = call_with_tensors(cast(nn.Module, self.op), parameters, args, kwargs)
         else:
             out = self.op(*args, **kwargs)
         if versions != [tensor_version(x) for x in inputs]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.func import functional_call  # pyright: ignore[reportUnknownVariableType]
 
 from jigsaw import comm
 from jigsaw.errors import ShardingError
@@ -17,6 +18,7 @@ from jigsaw.geometry.matmul_grid import refine_cut
 from jigsaw.ops.meeting.plain_operands import plain_operand
 from jigsaw.ranks.mesh import axes_of_mesh
 from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals.autograd import own_buffers, own_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -33,6 +35,23 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def call_with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], args: Sequence[Any], kwargs: Any) -> Any:
+    """Call `module` with other parameters and buffers, by their first names; it keeps its own.
+
+    torch's `functional_call` (2.13) replaces a tensor twice where its module has two names, and leaves the replacement
+    behind. So each place of a tensor is named once here, and tied tensors are replaced in all their places.
+    """
+    placed: dict[str, Tensor] = {}
+    first_names: dict[int, str] = {}
+    for prefix, owner in module.named_modules():
+        for key, x in (*own_parameters(owner).items(), *own_buffers(owner).items()):
+            name = f"{prefix}.{key}" if prefix else key
+            known = name if x is None else first_names.setdefault(id(x), name)
+            if known in tensors:
+                placed[name] = tensors[known]
+    return functional_call(module, placed, tuple(args), kwargs, tie_weights=False)
 
 
 def weight_layout(weight: StoredWeight, tile: Tile) -> Layout:

@@ -26,7 +26,7 @@ from jigsaw.comm import debug
 from jigsaw.comm.graph_calls import is_making_graph, ordered_calls, refused_in_graph
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.layout import Layout
-from jigsaw.nn.weights import is_dtensor
+from jigsaw.nn.weights import call_with_tensors, is_dtensor
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, averaged_over, graph_origins
 from jigsaw.parallel.held_tensors import HeldChange, HeldTensors
 from jigsaw.ranks.call_places import is_of_packages
@@ -317,7 +317,7 @@ class TileGraph:
         with ordered_calls() as last_call, self._held.replaced_by(held) as changed:
             self._plain.given = weights
             try:
-                out = torch.func.functional_call(self._plain, weights, args, kwargs)
+                out = call_with_tensors(self._plain, weights, args, kwargs)
             finally:
                 self._plain.given = {}
             self._changes = changed()
@@ -344,7 +344,7 @@ class TileGraph:
 
 
 class _PlainModule(nn.Module):
-    """Module below another one, whose `functional_call` gives it its tensors and calls its own forward pass."""
+    """Module below another one, whose `call_with_tensors` gives it its tensors and calls its own forward pass."""
 
     def __init__(self, forward: CompiledForward) -> None:
         super().__init__()

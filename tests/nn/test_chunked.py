@@ -157,6 +157,17 @@ def test_submodule_with_a_plain_argument():
     )
 
 
+def test_a_layer_with_two_names_keeps_its_weights():
+    torch.manual_seed(0)
+    shared, other = (block(2, 2, nn.BatchNorm2d(2)) for _ in range(2))
+    other[0].weight = shared[0].weight
+    net = nn.Sequential(shared, nn.Sequential(shared), other)
+    meshes = [{"lat": 2}, {"lat": 2, "lon": 2}]
+    assert_same_on_every_mesh(
+        net, torch.randn(2, 2, 32, 12), meshes, spec=(None, None, "lat", "lon"), build=partial(chunk, slabs=2)
+    )
+
+
 def test_inputs_of_several_resolutions():
     torch.manual_seed(0)
     assert_same_on_every_mesh(

@@ -107,6 +107,21 @@ def test_in_a_net_that_is_parallelized():
     assert_same_on_every_mesh(Net(), x, meshes, spec=SPACE, target=y, target_spec=SPACE, build=jigsaw.parallelize)
 
 
+@on_ranks(2)
+def test_a_function_with_a_layer_that_has_two_names():
+    torch.manual_seed(0)
+    conv, other = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
+    other.weight = conv.weight
+    net, x = nn.Sequential(conv, nn.Sequential(conv), other).double(), torch.randn(2, 3, 13, 10, dtype=torch.float64)
+    expected, mesh = net(x), world_mesh(lat=2)
+    model = jigsaw.parallelize(jigsaw.local(net, {2: 3, 3: 3}), mesh)
+    kept = list(net.parameters())
+    for _ in range(2):
+        tile = jigsaw.shard(x, mesh, (None, None, "lat", None))
+        torch.testing.assert_close(model(tile).full_tensor(), expected)
+        assert all(p is q for p, q in zip(kept, net.parameters(), strict=True))
+
+
 class EarthConv(nn.Module):
     """Rows beyond a pole are those before it, seen from the other side; columns go around."""
 

@@ -531,6 +531,41 @@ def test_tensors_in_attributes_are_inputs_and_results_of_the_graph():
         _check_attributes(kind, graphs)
 
 
+class TwoNames(nn.Module):
+    """A layer with two names, and a weight in two layers; a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.other = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
+        self.conv.register_buffer("gain", torch.full((3, 1, 1), 0.5), persistent=False)
+        self.other.weight = self.conv.weight
+        self.layers = nn.ModuleList([self.conv, self.other])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) * self.conv.gain
+        return x
+
+
+@on_ranks(2, timeout=240)
+def test_a_layer_with_two_names_is_compiled_and_called_again():
+    mesh = world_mesh(lat=2)
+    torch.manual_seed(0)
+    whole, x = TwoNames().double(), torch.randn(2, 3, 9, 8, dtype=torch.float64)
+    model = jigsaw.parallelize(copy.deepcopy(whole), mesh)
+    kept = dict(model.named_parameters()) | dict(model.named_buffers())
+    model = jigsaw.compile(model, backend="aot_eager")
+    expected = _step(whole, x)
+    for _ in range(2):
+        model.zero_grad()
+        found = _step(model, jigsaw.shard(x, mesh, (None, None, "lat", None)))
+        _assert_close(found["out"], expected["out"], "output")
+        for (name, p), q in zip(whole.named_parameters(), model.parameters(), strict=True):
+            _assert_close(q.grad, p.grad, f"gradient of {name}")
+        held = dict(model.named_parameters()) | dict(model.named_buffers())
+        assert all(held[name] is x for name, x in kept.items())
+
+
 # -- what cannot be in a graph ----------------------------------------------------------------------------------------
 
 
