@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from uses import NETS, USES, try_use, uses_table
 from zoo_net import ZooNet, image
 from zoo_table import KNOWN_REFUSALS, ZOO, installed_version
-from zoo_training import RankVerdict, compare_records, right_norms
+from zoo_training import RankVerdict, compare_records, measure_noise, right_norms
 
 FEW = ["by hand/UTransformer"]  # what `make test` runs
 
@@ -196,11 +196,54 @@ def test_a_net_in_harder_use_may_differ_by_its_own_noise_alone(tmp_path):
     torch.save(want, tmp_path / "whole")
     got = want | {"output": torch.tensor([1.0, 2.0 + 9e-4])}
     assert compare_records(net, got, str(tmp_path)).verdict == "wrong"
-    torch.save(want | {"output": torch.tensor([1.0, 2.0 + 1e-4])}, tmp_path / "nearby")
+    torch.save(([want | {"output": torch.tensor([1.0, 2.0 + 4e-4])}, want], None), tmp_path / "noise")
     assert compare_records(net, got, str(tmp_path)).verdict == "exact"
     assert compare_records(net, got | {"loss 0": torch.tensor(3.1)}, str(tmp_path)).verdict == "wrong"
     assert compare_records(net, {"loss 0": torch.tensor(3.0)}, str(tmp_path)).verdict == "wrong"
     assert compare_records(net, {"loss 0": torch.tensor(3.0)}, str(tmp_path), is_part=True).verdict == "exact"
+
+
+def test_a_net_may_be_as_near_to_float64_as_one_process_is(tmp_path):
+    """A scalar that one process sums up in bfloat16: its runs agree with each other, and are off alike."""
+    net = ZOO["by hand/UTransformer"]
+
+    def verdict(of_ranks: float) -> str:
+        got = {"output": torch.tensor([of_ranks])}
+        return compare_records(net, got, str(tmp_path)).verdict
+
+    torch.save({"output": torch.tensor([1.02])}, tmp_path / "whole")
+    nearby = [{"output": torch.tensor([1.021])}] * 4
+    torch.save((nearby, None), tmp_path / "noise")
+    assert verdict(1.0) == "wrong"
+    torch.save((nearby, {"output": torch.tensor([1.0], dtype=torch.float64)}), tmp_path / "noise")
+    assert [verdict(x) for x in (1.0, 1.01, 0.985, 0.97, 1.03)] == ["exact", "exact", "exact", "wrong", "wrong"]
+
+
+class DrawingByShape(nn.Module):
+    """Draws other numbers in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) * torch.rand(1, 2, 1, 1).mul(5)
+
+
+def test_the_float64_run_has_the_weights_of_the_narrow_one():
+    net = dataclasses.replace(ZOO["by hand/UTransformer"], dtype=torch.float32)
+    wide = dataclasses.replace(net, dtype=torch.float64, drawn=torch.float32)
+    for a, b in zip(net.model().parameters(), wide.model().parameters(), strict=True):
+        assert b.dtype == torch.float64
+        assert torch.equal(a.double(), b)
+    assert torch.equal(net.draw_inputs()[0].double(), wide.draw_inputs()[0])
+    small = ZooNet("by test", "by hand", OtherOnTiles, [image(1, 1, 8, 6)], dtype=torch.float32)
+    noise = measure_noise(small, 2.0**-23, exists_in_float64=True)
+    assert len(noise.nearby) == 4
+    assert noise.reference is not None
+    torch.testing.assert_close(noise.reference["loss 0"].float(), noise.nearby[0]["loss 0"])
+    drawing = dataclasses.replace(small, build=DrawingByShape)
+    assert measure_noise(drawing, 2.0**-23, exists_in_float64=True).reference is None
 
 
 def test_the_table_of_uses_has_a_column_a_use_and_says_what_stops_nets():

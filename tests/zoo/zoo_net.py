@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,7 @@ class ZooNet:
     - `loss(output, *targets)` is a scalar; by default the mean squared error of every tensor of the output.
     - `casts` says that it computes in float32 in places, whatever it is given; both runs then leave out its casts.
     - `prepare` is what is done to the model once it is built (`uses.py`).
+    - `drawn` is the dtype in which weights and inputs are drawn, where they are made wider (`zoo_training`).
     - `rtol` is for what computes in float32 by other means.
     - `distributions` are packages whose versions are told.
     """
@@ -81,6 +83,7 @@ class ZooNet:
     meshes: Sequence[dict[str, int]] = MESHES
     heavy: bool = False
     prepare: Callable[[nn.Module], nn.Module] = as_built
+    drawn: torch.dtype | None = None
 
     @property
     def key(self) -> str:
@@ -88,17 +91,22 @@ class ZooNet:
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
-        model = self.build()
-        model = model.train()
-        _to_width(model, self.dtype)
+        with default_dtype(self.drawn or torch.get_default_dtype()):
+            model = self.build().train()
+        _to_width(model, self.drawn or self.dtype)
         _add_noise(model)
+        _to_width(model, self.dtype)
         return self.prepare(model)
 
     def draw_inputs(self) -> list[Tensor]:
-        return [x.draw(100 + i, self.dtype) for i, x in enumerate(self.inputs)]
+        return self._draw(self.inputs, 100)
 
     def draw_targets(self) -> list[Tensor]:
-        return [x.draw(200 + i, self.dtype) for i, x in enumerate(self.targets)]
+        return self._draw(self.targets, 200)
+
+    def _draw(self, kinds: Sequence[ZooInput], seed: int) -> list[Tensor]:
+        drawn = [x.draw(seed + i, self.drawn or self.dtype) for i, x in enumerate(kinds)]
+        return [x.to(self.dtype) if x.is_floating_point() else x for x in drawn]
 
 
 def make(place: str, *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
@@ -111,14 +119,24 @@ def make(place: str, *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
     return build
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What a net makes as it is built or run (positions, bases) is as wide as its weights."""
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(kept)
+
+
 def _to_width(model: nn.Module, dtype: torch.dtype) -> None:
-    """`Module.to(dtype)` leaves complex parameters as narrow as they are."""
+    """`Module.to(dtype)` leaves complex parameters as narrow as they are; `Tensor.to` may be one without casts."""
     wide = torch.complex128 if dtype == torch.float64 else torch.complex64
 
     def widen(x: Tensor) -> Tensor:
-        if x.is_floating_point():
-            return x.to(dtype)
-        return x.to(wide) if x.is_complex() else x
+        own = dtype if x.is_floating_point() else wide if x.is_complex() else x.dtype
+        return x if x.dtype == own else torch.empty_like(x, dtype=own).copy_(x)
 
     model._apply(widen)
 
