@@ -394,8 +394,9 @@ class _Redistribute(torch.autograd.Function):
         ctx.exchange, plan = exchange, exchange.plan
         debug.compare_calls(exchange.mesh, "redistribute", *plan.layouts)
         out = _exchange_forward(x, exchange)
-        # a piece of a whole tensor must not keep the whole alive
-        return out.clone(memory_format=memory_format_of(x)) if plan.is_slice and not plan.keeps_all else out
+        # a piece of a whole tensor must not keep the whole alive, and all of it, where no other rank has rows, may be
+        # changed in place as on other ranks: autograd forbids that of a view that a Function made
+        return out.clone(memory_format=memory_format_of(x)) if plan.is_slice else out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

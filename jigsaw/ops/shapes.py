@@ -160,7 +160,7 @@ def _unflatten(input: Tile, dim: int, sizes: Sequence[int]) -> Any:
 @implements_torch(torch.squeeze)
 def _squeeze(input: Tile, dim: Any = None) -> Any:
     named = () if dim == () else reduced_dims(input, dim)
-    dims = [d for d in named if input.shape[d] == 1]
+    dims = [d for d in named if input.ndim and input.shape[d] == 1]  # a scalar has a dim 0 by name alone
     return _drop_unit_dims(input, dims)
 
 

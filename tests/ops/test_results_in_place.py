@@ -1,9 +1,11 @@
 """Results of functions on tiles may be changed in place, as those of plain tensors may."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
-from jigsaw.testing import assert_same_on_every_mesh
+import jigsaw
+from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 
 SPACE = (None, None, "lat", "lon")
 MESHES = [{"lat": 2}, {"lat": 3}]
@@ -60,6 +62,36 @@ def changed_in_place(x):
         y += 1
         y *= 2
     return results
+
+
+ON_ONE_RANK = {
+    "sort": lambda x: x.sort().values,
+    "fft": lambda x: torch.fft.fft(x),
+    "median": lambda x: x.median(0, keepdim=True).values,
+    "cumsum": lambda x: x.cumsum(0),
+    "flip": lambda x: x.flip(0),
+}
+
+
+def views_changed_in_place(x):
+    results = [make(x) for make in ON_ONE_RANK.values()]
+    for y in results:
+        y.mul_(2)
+        y[:1].add_(1)
+    return results
+
+
+@pytest.mark.parametrize("points", [(0, 0, 5), (0, 5, 5), (0, 2, 5)])
+def test_results_with_all_rows_on_one_rank_may_be_changed_in_place(points):
+    x = torch.randn(5, dtype=torch.float64)
+    assert_same_on_every_mesh(views_changed_in_place, x, [{"lat": 2}], spec=("lat",), split={0: points})
+
+
+@on_ranks(2)
+def test_a_tile_cut_by_other_axes_has_its_own_memory_on_every_rank():
+    tile = jigsaw.shard(torch.ones(5), world_mesh(lat=2), ("lat",), split={0: (0, 0, 5)})
+    tile.redistribute((None,)).add_(1)
+    assert torch.equal(tile.full_tensor(), torch.ones(5))
 
 
 def test_results_may_be_changed_in_place():

@@ -72,6 +72,25 @@ def test_the_adjoint_is_conjugated():
     assert tile.is_complex() and not tile.abs().is_complex() and not tile.is_floating_point()
 
 
+SCALAR_CASES = {
+    "squeeze": lambda x: [x.squeeze(0), x.squeeze(-1), x.squeeze(()), x.squeeze((0,)), x.squeeze()],
+}
+
+
+@pytest.mark.parametrize("name", SCALAR_CASES)
+@on_ranks(2)
+def test_a_tile_of_no_dims_answers_as_a_scalar(name):
+    x = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    tile = shard(x.detach(), world_mesh(lat=2), ()).requires_grad_()
+    results = zip(SCALAR_CASES[name](tile), SCALAR_CASES[name](x), strict=True)
+    gradients = []
+    for got, right in results:
+        assert (got.shape, got.dtype) == (right.shape, right.dtype)
+        assert torch.equal(got.full_tensor() if hasattr(got, "full_tensor") else got, right)
+        gradients.append((torch.autograd.grad(y.sum(), z) for y, z in ((got, tile), (right, x))))
+    assert all(torch.equal(got.full_tensor(), right) for (got,), (right,) in gradients)
+
+
 REFUSED = {
     "repeat of fewer dims": (lambda x: x.repeat(2, 1, 1), "repeat"),
     "repeat less than never": (lambda x: x.repeat(1, -1, 1, 1), "repeat|negative"),
