@@ -205,7 +205,7 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
         total, is_alike = _sum_in_shares(_plain_copy(mine), *groups[0], number)
         if is_alike is not None:
             check_marks(is_alike, mesh, axes, same or ())
-        return total
+        return total.detach()
     wide = _plain_copy(mine).to(wire)
     ordered = op in ("max", "min") and wide.is_floating_point()
     if wide.dtype == torch.bool:
@@ -227,10 +227,9 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
         found = buffer[-len(marks) :]
         check_marks(found[0] == 0 if op == "sum" else found[0] == -found[1], mesh, axes, same or ())
         buffer = buffer[: -len(marks)]
-        if wide.is_complex():
-            return torch.view_as_complex(buffer.view(*wide.shape, 2)).to(x.dtype)
-        wide = buffer.view(wide.shape)
-    return (floats_from_order(buffer, wire).view(wide.shape) if ordered else wide).to(x.dtype)
+        wide = torch.view_as_complex(buffer.view(*wide.shape, 2)) if wide.is_complex() else buffer.view(wide.shape)
+    # detached from what was sent: autograd would not let a user change a view that a Function made
+    return (floats_from_order(buffer, wire).view(wide.shape) if ordered else wide).to(x.dtype).detach()
 
 
 _SHARED_BYTES = 2**16  # bytes of a narrow sum: with fewer, messages determine the cost, and one call has half of them
@@ -411,8 +410,7 @@ class _SumParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, over: _RankSum) -> Tensor:
         ctx.over = over
-        # a view of what was sent with marks, which autograd would not let a user change in place
-        return all_reduce(x, over.mesh, over.axes, same=over.same).detach()
+        return all_reduce(x, over.mesh, over.axes, same=over.same)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

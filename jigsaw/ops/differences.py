@@ -21,7 +21,7 @@ from jigsaw.ops.along import run_along_dim
 from jigsaw.ops.joining import join_tiles
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.whole_dims import check_by_torch, with_contiguous_dim
-from jigsaw.tile.tile import Tile, implements_torch
+from jigsaw.tile.tile import Tile, implements_torch, in_own_memory
 
 
 def _windows_of_rows(input: Tile, dim: int, more: int) -> tuple[Tensor, Cut]:
@@ -56,7 +56,8 @@ def _diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: An
         return run_along_dim(torch.diff, tile, at, n, at)
     check_by_torch(torch.diff, tile, at, n, at)
     rows, cut = _windows_of_rows(tile, at, n)
-    return Tile(torch.diff(rows, n, at), tile.layout.without_halo().replace_dim(at, cut), tile.mesh)
+    local = in_own_memory(torch.diff(rows, n, at), tile)  # of no rows torch returns what it was given
+    return Tile(local, tile.layout.without_halo().replace_dim(at, cut), tile.mesh)
 
 
 @implements_torch(torch.gradient, either=("spacing",))

@@ -36,7 +36,7 @@ from jigsaw.ops.meeting.plain_operands import plain_operand
 from jigsaw.ops.picking import pick_from_plain
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
 from jigsaw.ops.shapes import select_dim, slice_dim, unsqueeze_tile
-from jigsaw.ops.unknown_functions import run_unknown_function
+from jigsaw.ops.unknown_functions import run_alike, run_unknown_function
 from jigsaw.ops.whole_strides import with_dense_strides
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 from jigsaw.torch_internals.autograd import assert_on_device
@@ -124,8 +124,10 @@ def _read_index(function: Any, tile: Tile, index: Any, drop: bool) -> TilePlaces
     items = _without_ellipsis(function, tile, items)
     dim, out, picked, dropped = 0, tile, dict[int, Any](), list[int]()
     for item in items:
-        if item is None:  # one element has left the tile
+        is_number = isinstance(item, (Tensor, Tile)) and not item.ndim and _is_mask(item)
+        if item is None or is_number:  # one element has left the tile
             out = unsqueeze_tile(out, dim) if isinstance(out, Tile) else out.unsqueeze(dim)
+        if item is None:
             dim += 1
         elif isinstance(item, slice):
             start, stop, step = item.indices(out.layout.shape[dim])
@@ -134,7 +136,8 @@ def _read_index(function: Any, tile: Tile, index: Any, drop: bool) -> TilePlaces
             out = slice_dim(out, dim, start, max(start, stop), step)
             dim += 1
         elif isinstance(item, (Tensor, Tile)):
-            for places in _places_of_tensor(item, out, dim):
+            # a mask of no dims says whether a new dim has its row
+            for places in _places_of_tensor(item.reshape(1) if is_number else item, out, dim):
                 picked[dim] = places
                 dim += 1
         else:
@@ -297,7 +300,10 @@ def _getitem(tile: Any, index: Any) -> Any:
         return pick_from_plain(Tensor.__getitem__, tile, index)
     places = _read_index(Tensor.__getitem__, tile, index, drop=True)
     note_index_asked(places.view, tile, index)
-    return pick_places(places.view, places.picked, places.position) if places.picked else places.view
+    view, picked = places.view, places.picked
+    if not isinstance(view, Tile):
+        return view[tuple(picked.get(d, slice(None)) for d in range(view.ndim))] if picked else view
+    return pick_places(view, picked, places.position) if picked else view
 
 
 @implements_torch(torch.index_select, either=("input", "index"))
@@ -311,6 +317,8 @@ def _index_select(input: Any, dim: int, index: Any) -> Any:
             raise ShardingError("index_select(): a number has no dim that a Tile could index; use the number itself")
         return pick_from_plain(torch.index_select, input, (slice(None),) * (dim % max(input.ndim, 1)) + (index,))
     (at,) = reduced_dims(input, dim)
+    if not input.ndim:
+        return run_alike(torch.index_select, (input, dim, whole_index(index)), {}, input)
     if isinstance(index, Tensor) and not (index.is_cuda or lacks_values()) and not (index >= 0).all():
         raise IndexError(
             f"index_select(): index {int(index.min())} is out of range for dim {at}, of {input.shape[at]} rows"

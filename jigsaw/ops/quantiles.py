@@ -27,8 +27,8 @@ def _answer_quantile(function: Any) -> None:
         *Sends*: where `dim` is cut, what `jigsaw.ops.whole_dims` says, and the quantiles back; without `dim`, the tile
         to every rank.
         """
-        if dim is None:
-            return run_held_whole(function, input, q, None, keepdim, interpolation=interpolation)
+        if dim is None or not input.ndim:
+            return run_held_whole(function, input, q, dim, keepdim, interpolation=interpolation)
         (at,) = reduced_dims(input, dim)
         check_by_torch(function, input, at, q, at, keepdim, interpolation=interpolation)
         there = with_whole_dims(input, (at,))

@@ -27,7 +27,7 @@ from jigsaw.ops.meeting.local_cells import rows_held
 from jigsaw.ops.picking import pick_from_plain
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
 from jigsaw.ops.shapes import slice_dim
-from jigsaw.ops.unknown_functions import run_unknown_function
+from jigsaw.ops.unknown_functions import run_alike, run_unknown_function
 from jigsaw.tile.tile import Tile, implements_torch
 
 
@@ -163,6 +163,8 @@ def gather_elements(input: Any, dim: int, index: Any, *, sparse_grad: bool = Fal
         input = input.reshape(1)
     if not isinstance(input, Tile):
         return _gather_from_plain(input, dim, index)
+    if not input.ndim:
+        return run_alike(torch.gather, (input, dim, whole_index(index)), {}, input)
     (at,) = reduced_dims(input, dim)
     _check_range(torch.gather, index, input.layout.shape[at])
     x = _narrowed(input.owned(), at, index)
@@ -312,6 +314,9 @@ def _along(ndim: int, dim: int, item: Any) -> Sequence[Any]:
 @changes_rows(Tensor.masked_scatter_)
 def _masked_scatter_in_place(input: Any, mask: Any, source: Any) -> Any:
     """Write a source where a mask is true.  *Sends*: a cut mask and a cut source to every rank."""
+    if isinstance(input, Tile) and not input.ndim:
+        _masked_scatter_in_place(input.reshape(1), mask, source)
+        return input
     places = whole_index(mask).expand(tuple(input.shape)).nonzero(as_tuple=True)
     count = len(places[0]) if places else 1
     if source.numel() < count:
@@ -347,6 +352,7 @@ def _masked_fill_in_place(input: Any, mask: Any, value: Any) -> Any:
 def _take(input: Any, index: Any) -> Any:
     if not isinstance(input, Tile):
         return pick_from_plain(torch.take, input.reshape(-1), index)
+    input = input if input.ndim else input.reshape(1)  # a number is a row of one element, to torch
     return pick_places(input, _unravelled(index, input), 0)
 
 
@@ -365,6 +371,9 @@ def _unravelled(index: Any, tile: Tile) -> dict[int, Any]:
 def _put_in_place(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
     if index.numel() != source.numel():
         raise RuntimeError(f"put_(): {index.numel()} places and {source.numel()} values, which must be as many")
+    if isinstance(input, Tile) and not input.ndim:
+        _put_in_place(input.reshape(1), index, source, accumulate)
+        return input
     places = TilePlaces(input, _unravelled(whole_index(index).reshape(-1), input), ())
     write_places(Tensor.put_, input, places, source.reshape(-1), accumulate)
     return input

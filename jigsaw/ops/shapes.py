@@ -269,7 +269,7 @@ def _expand(input: Tile, size: Any, *more: int) -> Tile:
         local_shape[d] = wanted[lead + d]
     for n in reversed(wanted[:lead]):
         layout = layout.insert(0, n)
-    return with_strides(Tile(input.local.expand(*wanted[:lead], *local_shape), layout, input.mesh), strides)
+    return with_strides(Tile(input.local.expand((*wanted[:lead], *local_shape)), layout, input.mesh), strides)
 
 
 @implements_torch(torch.broadcast_tensors)

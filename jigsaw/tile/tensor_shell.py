@@ -453,4 +453,4 @@ def in_own_memory(y: Tensor, x: TensorShell) -> Tensor:
     """Return `y` in its own memory, as torch's results are.  Where nothing had to move, perhaps only on this rank, `y`
     is the rows of `x` themselves, and a change in place would reach them.
     """
-    return y.clone(memory_format=torch.contiguous_format) if lie_in_one_memory(y, x.local) and y.numel() else y
+    return y.clone(memory_format=torch.contiguous_format) if lie_in_one_memory(y, x.local) else y

@@ -61,15 +61,18 @@ def changed_in_place(x):
     for y in results:
         y += 1
         y *= 2
+        y[..., None].view_as(y[..., None]).add_(1)
     return results
 
 
 ON_ONE_RANK = {
     "sort": lambda x: x.sort().values,
-    "fft": lambda x: torch.fft.fft(x),
+    "fft": torch.fft.fft,
     "median": lambda x: x.median(0, keepdim=True).values,
     "cumsum": lambda x: x.cumsum(0),
     "flip": lambda x: x.flip(0),
+    "diff": lambda x: x.diff(dim=0),
+    "roll": lambda x: x.roll(0, 0),
 }
 
 
@@ -92,6 +95,18 @@ def test_a_tile_cut_by_other_axes_has_its_own_memory_on_every_rank():
     tile = jigsaw.shard(torch.ones(5), world_mesh(lat=2), ("lat",), split={0: (0, 0, 5)})
     tile.redistribute((None,)).add_(1)
     assert torch.equal(tile.full_tensor(), torch.ones(5))
+
+
+@on_ranks(2)
+def test_a_view_of_an_extreme_may_be_changed_in_place():
+    # without a backward pass, for which torch keeps the extreme
+    x = torch.randn(2, 3, 7, 10)
+    tile = jigsaw.shard(x, world_mesh(lat=2), SPACE).requires_grad_()
+    for make in (lambda x: x.amax(2), lambda x: x.amin(2, keepdim=True), lambda x: torch.aminmax(x, dim=2).max):
+        got, right = make(tile), make(x)
+        for y in (got, right):
+            y[0].add_(1)
+        assert torch.equal(got.full_tensor(), right)
 
 
 def test_results_may_be_changed_in_place():

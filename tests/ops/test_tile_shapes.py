@@ -64,6 +64,17 @@ def test_the_tile_answers_as_the_whole_tensor(name):
     assert_answers_as_the_whole(functools.partial(_run, name))
 
 
+def _picked_by_masks_of_no_dims(x):
+    yes, no = torch.tensor(True), torch.tensor(False)
+    y = x * 1
+    y[yes] = torch.ones(3, 7, 10, dtype=x.dtype)
+    return [x[yes], x[no], x[:, yes], x[0, ..., yes], x[x.sum() * 0 == 0], y, x[0, 0, 3, 0, yes] * 2]
+
+
+def test_masks_of_no_dims_say_whether_a_new_dim_has_its_row():
+    assert_answers_as_the_whole(_picked_by_masks_of_no_dims)
+
+
 @on_ranks(2)
 def test_the_adjoint_is_conjugated():
     x = torch.randn(4, 7, dtype=torch.complex128)
@@ -72,8 +83,29 @@ def test_the_adjoint_is_conjugated():
     assert tile.is_complex() and not tile.abs().is_complex() and not tile.is_floating_point()
 
 
+def _written(x):
+    x[x > 0] *= 2
+    x.mT.mul_(2)
+    x.expand_as(x).add_(1)
+    x[x < 0] = torch.ones(0, dtype=x.dtype)
+    x.masked_scatter_(x > 0, x.flatten() * 2)
+    return x.put(torch.tensor([0]), torch.tensor([5.0], dtype=x.dtype), accumulate=True)
+
+
 SCALAR_CASES = {
     "squeeze": lambda x: [x.squeeze(0), x.squeeze(-1), x.squeeze(()), x.squeeze((0,)), x.squeeze()],
+    "transposed": lambda x: [x.mT, x.H, x.T, x.t(), x.swapaxes(0, 0), x.movedim(0, 0), x.permute(())],
+    "turned": lambda x: [x.flip(0), x.flip(()), x.roll(1)],
+    "expanded": lambda x: [x.expand(()), x.expand_as(x), x.broadcast_to(()), x.expand(2), x.repeat(2), x.tile(2)],
+    "unfold": lambda x: [x.unfold(0, 1, 3), x.unfold(0, 0, 1)],
+    "masked": lambda x: [x[x > 0], x[x < 0], x.masked_select(x > 0), x[torch.tensor(True)], x[None, x > 0]],
+    "picked": lambda x: [x.take(torch.tensor([0, 0])), x.take(torch.tensor(0)), x.index_select(0, torch.tensor([0]))],
+    "gather": lambda x: [x.gather(0, torch.tensor(0)), x.gather(0, torch.tensor([0, 0])), x.gather(0, (x * 0).long())],
+    "take_along_dim": lambda x: [x.take_along_dim(torch.tensor([0])), x.take_along_dim((x * 0).long().flatten())],
+    "masked_scatter": lambda x: [x.masked_scatter(x > 0, x.flatten()), x.masked_scatter(x < 0, x.flatten())],
+    "quantile": lambda x: [x.quantile(0.3, 0), x.quantile(0.3, 0, True), x.nanquantile(0.3, 0), x.quantile(0.3)],
+    "along": lambda x: [x.cumsum(0), x.softmax(0), x.sort(0).values, x.kthvalue(1, 0).values, x.logcumsumexp(0)],
+    "written": lambda x: [_written(x * 2), x.index_fill(0, torch.tensor([0]), 1), x.scatter(0, torch.tensor(0), 1)],
 }
 
 

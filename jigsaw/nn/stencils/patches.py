@@ -29,6 +29,7 @@ from jigsaw.nn.stencils.stencil import (
 from jigsaw.ops.apart_copies import copied_to, note_views
 from jigsaw.ops.meeting.common_cuts import apart_mark, set_apart_mark
 from jigsaw.ops.reductions import reduced_dims
+from jigsaw.ops.shapes import select_dim
 from jigsaw.ops.whole_strides import whole_strides, with_strides
 from jigsaw.tile.tile import Tile, implements_torch
 
@@ -114,6 +115,8 @@ def _unfold_dim(input: Tile, dimension: int, size: int, step: int) -> Tile:
     *Sends*: forward, the rows of windows that reach into a neighbor; backward, their gradients.
     """
     (at,) = reduced_dims(input, dimension)
+    if not input.ndim:  # a number is a row of one element, to torch
+        return select_dim(_unfold_dim(input.unsqueeze(0), 0, size, step), 0, 0)
     if size > input.shape[at] or size < 0 or step < 1:
         raise RuntimeError(f"unfold of dim {at} of size {input.shape[at]}: windows of {size} rows, step {step}")
     to = plan_stencil(input.layout, (DimStencil(at, StencilWindow(size, step)),), input.coordinate, "unfold")

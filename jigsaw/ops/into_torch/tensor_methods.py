@@ -147,7 +147,7 @@ def _conjugate_transpose(input: Tile) -> Any:
 
 @implements_torch(Tensor.mT)
 def _matrix_transpose(input: Tile) -> Any:
-    return input.transpose(-2, -1)
+    return input.transpose(-2, -1) if input.ndim else input.view_of_itself()
 
 
 @implements_torch(Tensor.mH)
