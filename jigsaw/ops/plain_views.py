@@ -3,6 +3,7 @@
 An element has no dim that an axis could cut, so it leaves the tile: nets compare ``tile[0, 3]``, index with it, and
 call ``backward()`` on it.  To torch it is a view: ``tile[0, 3].add_(5)`` changes the tile.  Every rank has a copy of
 it, and plain functions would not report that they changed it.  So it is a tensor of a special class.
+A graph of `jigsaw.compile` has no such changes: they are refused while it is made.
 
 >>> tile = jigsaw.shard(torch.ones(2, 4), jigsaw.init_mesh(lat=1), (None, "lat"))
 >>> _ = tile[0, 3].add_(5)
@@ -13,13 +14,14 @@ tensor([1., 1., 1., 6.])
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from types import MethodWrapperType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from jigsaw.comm.graph_calls import lacks_values
+from jigsaw.comm.graph_calls import is_making_graph
 from jigsaw.comm.wire_values import lie_in_one_memory
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.layout import Layout
@@ -47,14 +49,20 @@ class PlainView(Tensor):
         """
         local = rows.local
         plain = leave_tile(local, rows.mesh) if plain is None else plain
-        view = plain.as_subclass(PlainView)
+        view = plain.as_subclass(PlainView) if type(plain) is Tensor else _as_view_class(plain)
         vars(view).update(rows=rows, _plain=(local, tensor_version(local), plain))
         return view
 
     def as_plain(self) -> Tensor:
         """Return the ordinary tensor, with the values that the tile has now."""
         local, version, plain = self.__dict__["_plain"]
-        now = self.__dict__["rows"].local
+        rows = self.__dict__["rows"]
+        if is_making_graph() and ("local" not in rows.__dict__ or tensor_version(rows.local) != version):
+            raise ShardingError(
+                "an element of a Tile is read after the tile was changed, in jigsaw.compile, whose graph has it "
+                "as it was; read tile[0, 3] again, or take tile[0, 3].clone() before the change"
+            )
+        now = rows.local
         if now is not local or tensor_version(now) != version:
             plain = plain if plain is now else leave_tile(now, self.__dict__["rows"].mesh)
             vars(self).update(_plain=(now, tensor_version(now), plain))
@@ -74,6 +82,11 @@ class PlainView(Tensor):
             )
         changed = _views_in(target)
         if changed and func.__class__ is not MethodWrapperType and change_watcher(func) is not None:
+            if is_making_graph():
+                raise ShardingError(
+                    f"{getattr(func, '__name__', func)} of an element of a Tile, in jigsaw.compile: the graph would "
+                    "not change the tile with it; write tile[0, 3] = tile[0, 3] + 5 for tile[0, 3].add_(5) or +="
+                )
             return _left_again(func(_replace_views(target, _rows_of), *others, **named), changed)
         given = _replace_views(target, cls.as_plain)
         out = func(given, *others, **named) if args else func(**named)
@@ -84,6 +97,20 @@ class PlainView(Tensor):
         rows = _rows_of(target)
         views = func(rows.local, *others, **named)
         return tuple(_leave_view(rows, v) for v in views) if isinstance(views, tuple) else _leave_view(rows, views)
+
+
+def _as_view_class(plain: Tensor) -> PlainView:
+    """Return a plain view of a tensor without values (in a graph, or on paper), whose class cannot be left out."""
+    view: Any = plain.view_as(plain)
+    view.__class__ = _view_class(type(plain))
+    return view
+
+
+@cache
+def _view_class(kind: type[Tensor]) -> type[PlainView]:
+    found: type[PlainView] = type(PlainView.__name__, (PlainView, kind), {})
+    table.plain_readers[found] = PlainView.as_plain
+    return found
 
 
 def _rows_of(view: PlainView) -> Tile:
@@ -125,7 +152,7 @@ def leave_as_view(local: Tensor, layout: Layout, tile: Tile) -> Tensor:
     view.
     """
     plain = leave_tile(local, tile.mesh)
-    if (plain is local and apart_mark(local) is None) or lacks_values():
+    if plain is local and apart_mark(local) is None:
         return plain  # it has the tile's own memory
     rows = Tile(local, layout, tile.mesh)
     note_views(rows)

@@ -595,3 +595,36 @@ def test_a_number_that_is_changed_is_known_no_longer():
     report = jigsaw.dry_run(_ChangesANumber, (4, 1, 8), {"lat": 2}, spec=(None, None, "lat"))
     (remark,) = report.remarks
     assert (remark.kind, "asks 1 times" in remark.reason) == ("value", True)
+
+
+class ChangesElements(nn.Module):
+    """Changes single elements of what it computed, and reads them after other changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        y = x * self.scale
+        first, last = y[0, 3], y.select(0, 1).select(0, 5)
+        first.add_(5)
+        y[1, 0] += 2
+        y.mul_(2)
+        return y * (first + last)
+
+
+@on_ranks(2)
+def _bytes_of_changed_elements():
+    mesh = world_mesh(lat=2)
+    net = jigsaw.parallelize(ChangesElements(), mesh)
+    tile = jigsaw.shard(torch.ones(2, 6), mesh, (None, "lat"))
+    net(tile).square().mean().backward()  # what ranks compare once has been compared
+    with jigsaw.comm.count() as counted:
+        net(tile).square().mean().backward()
+    return counted.sent_bytes
+
+
+def test_a_step_that_changes_elements_in_place_has_a_dry_run():
+    report = jigsaw.dry_run(ChangesElements(), (2, 6), {"lat": 2}, spec=(None, "lat"), optimizer=None)
+    assert report.is_complete, report.remarks
+    assert [rank.sent_bytes for rank in report.ranks] == _bytes_of_changed_elements()

@@ -723,3 +723,53 @@ def test_a_method_that_its_author_compiled_runs_as_it_is_on_tiles():
     whole = torch.compile(lambda t: t + 1, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"jigsaw\.compile\(module\)"):
         whole(jigsaw.shard(x, mesh, (None, None, "lat", None)))
+
+
+class Changes(nn.Module):
+    """Changes what it computed in place, as `how` says."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.scale = how, nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        y = x * self.scale
+        CHANGES_OF_ELEMENTS[self.how][0](y)
+        return y * 2
+
+
+def _read_late(y):
+    element = y[0, 3]
+    y.mul_(2)
+    y[0, 4] = element
+
+
+CHANGES_OF_ELEMENTS = {
+    "add_": (lambda y: y[0, 3].add_(5), "add_ of an element of a Tile"),
+    "fill_": (lambda y: y[1, 5].fill_(9), "fill_ of an element of a Tile"),
+    "select": (lambda y: y.select(0, 0).select(0, 2).zero_(), "zero_ of an element of a Tile"),
+    "+=": (lambda y: y.__setitem__((0, 3), y[0, 3].__iadd__(5)), r"write tile\[0, 3\] = tile\[0, 3\] \+ 5"),
+    "late": (_read_late, "an element of a Tile is read after the tile was changed"),
+    "set": (lambda y: y.__setitem__((0, 3), y[0, 3] + 5), None),
+    "flat": (lambda y: y.view(-1).__setitem__(0, 1.0), None),
+    "row": (lambda y: y[:, 3].mul_(y[0, 2].clone()), None),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES_OF_ELEMENTS)
+@on_ranks(2)
+def test_elements_changed_in_place_are_refused_in_a_graph_or_exact(how):
+    torch.compiler.reset()
+    whole, mesh, refusal = torch.arange(12.0).reshape(2, 6), world_mesh(lat=2), CHANGES_OF_ELEMENTS[how][1]
+    alone, net = Changes(how), jigsaw.compile(jigsaw.parallelize(Changes(how), mesh), backend="aot_eager")
+    expected = alone(whole)
+    (expected * whole).sum().backward()
+    tile = jigsaw.shard(whole, mesh, (None, "lat"))
+    if refusal is not None:
+        with pytest.raises(ShardingError, match=refusal):
+            net(tile)
+        return
+    out = net(tile)
+    (out * tile).sum().backward()
+    assert torch.equal(out.detach().full_tensor(), expected.detach())
+    torch.testing.assert_close(net.scale.grad, alone.scale.grad)
