@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import jigsaw
 from jigsaw.errors import CorruptChunkError, FetchError, ReadError, UnsupportedStoreError
 from jigsaw.io.chunks.chunk_finder import most_stored_bytes
-from jigsaw.io.chunks.redirects import GuardedHttp, _private_address
+from jigsaw.io.chunks.redirects import GuardedHttp, private_address
 from jigsaw.io.formats.store import open_store
 from jigsaw.testing import world_mesh
 
@@ -253,7 +253,7 @@ def redirecting(to, only=""):
     return answer
 
 
-def test_a_redirect_to_a_private_address_is_refused_unless_it_is_asked_for(root):
+def test_a_redirect_to_aprivate_address_is_refused_unless_it_is_asked_for(root):
     asked = []
 
     def secret(handler):
@@ -300,7 +300,7 @@ def test_a_redirect_within_the_server_is_followed(root):
 
 def test_a_redirect_to_a_public_host_is_followed(root, monkeypatch):
     """No test leaves this machine: its second address is said to be public."""
-    monkeypatch.setattr("jigsaw.io.chunks.redirects._private_address", lambda host: None)
+    monkeypatch.setattr("jigsaw.io.chunks.redirects.private_address", lambda host: None)
     with server(from_folder_of(root), other_address()) as inner, server(redirecting(inner)) as address:
         assert (read(f"http://{address}/s.zarr") == 1).all()
         files = pickle.loads(pickle.dumps(open_store(f"http://{address}/s.zarr", FEW).arrays["t2m"].places.files))
@@ -326,12 +326,12 @@ def test_behind_a_proxy_of_the_users_the_proxy_decides(root, monkeypatch):
     + ["::ffff:127.0.0.1", "localhost", "2130706433", "100.64.0.1", "224.0.0.1", "0x7f.1"],
 )
 def test_addresses_that_are_not_public(host):
-    assert _private_address(host) is not None
+    assert private_address(host) is not None
 
 
 def test_addresses_that_are_public():
-    assert _private_address("93.184.216.34") is None
-    assert _private_address("2606:2800:220:1:248:1893:25c8:1946") is None
+    assert private_address("93.184.216.34") is None
+    assert private_address("2606:2800:220:1:248:1893:25c8:1946") is None
 
 
 def test_what_is_no_list_of_hosts():
@@ -367,7 +367,7 @@ def test_a_port_is_closed_with_its_store():
 # -- references ------------------------------------------------------------------------------------------------------
 
 
-def referring(root, address, whole):
+def referring(root, address, whole, outside=None, **options):
     """References to the chunks of the store behind a server, each to all of an object or to so many bytes of it."""
     found = {}
     for path in sorted((root / "s.zarr").rglob("*")):
@@ -377,7 +377,7 @@ def referring(root, address, whole):
         elif path.is_file():
             url = f"http://{address}/s.zarr/{name}"
             found[name] = [url] if whole else [url, 0, path.stat().st_size]
-    far = {"remote_protocol": "http", "remote_options": {"asynchronous": True}, "skip_instance_cache": True}
+    far = {"remote_protocol": "http", "remote_options": {"asynchronous": True, **options}, "skip_instance_cache": True}
     system = fsspec.filesystem("reference", fo={"version": 1, "refs": found}, asynchronous=True, **far)
     store = zarr.storage.FsspecStore(system, read_only=True, path="")
     ds = jigsaw.io.open(
@@ -385,7 +385,7 @@ def referring(root, address, whole):
         mesh=world_mesh(lat=1),
         fields=["t2m"],
         missing="fill",
-        options={"outside": [f"http://{address}"]},
+        options={"outside": outside or [f"http://{address}"]},
     )
     return np.stack([ds[i].input.local.numpy() for i in range(len(ds))])
 
@@ -424,3 +424,53 @@ def test_sizes_of_what_references_lead_to_are_looked_at_before_the_body(root, li
     with server(answer) as address, pytest.raises(ReadError, match=r"chunk \(1, 0, 0\) of array 't2m'"):
         referring(root, address, whole)
     assert peak() - before < 1 << 27
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_references_follow_redirects_as_stores_do(root, whole):
+    asked = []
+
+    def secret(handler):
+        asked.append(handler.path)
+        from_folder(handler, root)
+
+    def within(handler):
+        if handler.path.startswith("/s.zarr"):
+            return reply(handler, status=301, Location=f"/new{handler.path}")
+        handler.path = handler.path.removeprefix("/new")
+        return from_folder(handler, root)
+
+    with server(secret, other_address()) as inner, server(redirecting(inner)) as address:
+        said = r"leads by a redirect to 127\.0\.0\.2, 127\.0\.0\.2, which is no .*'outside': \['http://127\.0\.0\.2'\]"
+        with pytest.raises(ReadError, match=said):
+            referring(root, address, whole)
+        assert not asked
+        for outside in ([f"http://{address}", f"http://{inner}"], True):
+            assert (referring(root, address, whole, outside) == 1).all()
+        assert asked
+    with server(within) as address:
+        assert (referring(root, address, whole) == 1).all()
+    with (
+        server(lambda handler: reply(handler, status=302, Location=handler.path)) as address,
+        pytest.raises(ReadError, match="leads by redirects to more than 10 others"),
+    ):
+        referring(root, address, whole)
+
+
+def test_a_redirect_of_references_takes_no_credentials_along(root):
+    seen = {"first": [], "second": []}
+
+    def noting(name, answer):
+        def noted(handler):
+            seen[name].append((handler.headers.get("Authorization"), handler.headers.get("X-Kind")))
+            answer(handler)
+
+        return noted
+
+    secrets = {"client_kwargs": {"headers": {"Authorization": "Bearer secret", "X-Kind": "one"}}}
+    with (
+        server(noting("second", from_folder_of(root)), other_address()) as inner,
+        server(noting("first", redirecting(inner))) as address,
+    ):
+        assert (referring(root, address, True, True, **secrets) == 1).all()
+    assert set(seen["first"]) == {("Bearer secret", "one")} and set(seen["second"]) == {(None, "one")}

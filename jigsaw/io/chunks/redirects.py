@@ -76,7 +76,7 @@ class GuardedHttp:
             return False
         new = _refusing_proxy(os.getpid()).hosts_asked_for(self._port) - self._followed
         for host in sorted(new):
-            found = _private_address(host)
+            found = private_address(host)
             if found is not None:
                 raise FetchError(
                     f"{called} leads by a redirect to {host}, {found}, which is no address of the public internet; if "
@@ -86,7 +86,7 @@ class GuardedHttp:
         return bool(new)
 
 
-def _private_address(host: str) -> str | None:
+def private_address(host: str) -> str | None:
     """Return the first address of a host that is not public; None where all are, or it lacks addresses."""
     addresses: list[str] = []
     with suppress(OSError, UnicodeError):

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
-from urllib.parse import unquote
+from urllib.parse import unquote, urljoin, urlsplit
 
 import zarr
 from numpy import ndarray
@@ -27,12 +27,14 @@ from zarr.storage import FsspecStore, LocalStore, WrapperStore
 
 from jigsaw.errors import FetchError, UnsupportedStoreError, cause_without_secrets, redacted_text
 from jigsaw.io.chunks.files import BadChunkError, LocalFiles, StoreBounds, fresh_memory
+from jigsaw.io.chunks.redirects import private_address
 from jigsaw.io.chunks.remote_files import MOST_OBJECT_BYTES
 
 OutsidePlaces = bool | tuple[str, ...]
 """Places that a store may lead to beyond its own folder: nothing, anything (True), or what lies below these."""
 
 _LOCAL_PROTOCOLS = ("file", "local")
+_MOST_REDIRECTS = 10
 
 
 def checked_outside(given: Any) -> OutsidePlaces:
@@ -170,7 +172,18 @@ class ReferenceReach:
             start = offset + asked.offset
         elif asked is not None:
             start = -asked.suffix if stop is None else max(offset, stop - asked.suffix)
-        return HttpPart(system, url, start, stop)
+        return HttpPart(system, url, start, stop, self)
+
+    def check_redirect(self, url: str, target: str) -> None:
+        """Check where a server leads.  Raises: `FetchError` for a private host that is neither its own nor allowed."""
+        host = urlsplit(target).hostname or ""
+        place = _canonical_place(target)
+        named = self._outside is True or any(_lies_below(place, allowed) for allowed in self._allowed)
+        if not named and host != urlsplit(url).hostname and (found := private_address(host)) is not None:
+            raise FetchError(
+                f"{redacted_text(url)} leads by a redirect to {host}, {found}, which is no address of the public "
+                f"internet; if you trust the server, open the references with options={{'outside': ['http://{host}']}}"
+            )
 
     def _check(self, reference: Any, key: str) -> None:
         if not isinstance(reference, list | tuple):
@@ -200,33 +213,78 @@ class HttpPart(NamedTuple):
     url: str
     start: int
     stop: int | None
+    reach: ReferenceReach
 
     async def read(self) -> bytes:
         """Read the bytes.
 
         Raises: `BadChunkError` for an answer without a size, or with more bytes than were asked for; its body is not
-        read. `FetchError` for any other failure.
+        read. `FetchError` for any other failure, and for redirects to private addresses.
         """
+        part = self
+        for _ in range(_MOST_REDIRECTS):
+            try:
+                return await part._read_here()
+            except _RedirectedError as led:
+                target = led.target
+            finally:
+                if part.system is not self.system:
+                    await (await part.system.set_session()).close()
+            await asyncio.to_thread(self.reach.check_redirect, self.url, target)  # looks a name up
+            part = self._led_to(target)
+        raise FetchError(f"{redacted_text(self.url)} leads by redirects to more than {_MOST_REDIRECTS} others")
+
+    def _led_to(self, target: str) -> HttpPart:
+        """Return the same bytes at another URL, which gets no secrets of this one if it has another origin."""
+        system, before, after = self.system, urlsplit(self.url), urlsplit(target)
+        if (before.scheme, before.netloc) != (after.scheme, after.netloc):
+            asking, client = _without_credentials(system.kwargs), _without_credentials(system.client_kwargs)
+            if (asking, client) != (system.kwargs, system.client_kwargs):
+                loop = {"asynchronous": True, "loop": asyncio.get_running_loop(), "skip_instance_cache": True}
+                system = type(system)(client_kwargs=client, get_client=system.get_client, **loop, **asking)
+        return self._replace(system=system, url=target)
+
+    async def _read_here(self) -> bytes:
         if self.stop is not None and self.start >= self.stop:
             return b""
         headers = {**self.system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
         part = {} if (self.start, self.stop) == (0, None) else {"start": self.start, "end": self.stop}
         try:
             # the client asks this before it reads the body
-            return await self.system._cat_file(self.url, **part, headers=headers, raise_for_status=self._check_answer)
-        except BadChunkError:
+            asked = {**part, "headers": headers, "allow_redirects": False}
+            return await self.system._cat_file(self.url, **asked, raise_for_status=self._check_answer)
+        except (BadChunkError, _RedirectedError):
             raise
         except Exception as e:  # the client, and the server's own answer, may raise anything
             why = redacted_text(str(e) or type(e).__name__)
             raise FetchError(f"{redacted_text(self.url)} cannot be read: {why}") from cause_without_secrets(e)
 
     async def _check_answer(self, answer: Any) -> None:
+        if 300 <= answer.status < 400 and "Location" in answer.headers:
+            raise _RedirectedError(urljoin(str(answer.url), answer.headers["Location"]))
         answer.raise_for_status()
         size, most = answer.content_length, MOST_OBJECT_BYTES if self.stop is None else self.stop - self.start
         if size is None or answer.headers.get("Content-Encoding", "identity") != "identity":
             raise BadChunkError("the server does not say how many bytes it sends; serve the file as it is")
         if size > most:
             raise BadChunkError(f"the server says that it sends {size} bytes, and at most {most} can be right")
+
+
+def _without_credentials(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of requests, or of the client that sends them, for a server that the user has not named."""
+    kept = {name: value for name, value in options.items() if name not in ("auth", "cookies")}
+    if "headers" in kept:
+        headers = dict(kept["headers"])
+        kept["headers"] = {k: v for k, v in headers.items() if k.lower() not in ("authorization", "cookie")}
+    return kept
+
+
+class _RedirectedError(Exception):
+    """Answer of a server that leads to another URL, which no request has been sent to."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__(target)
+        self.target = target
 
 
 def _is_http_system(system: Any) -> bool:
