@@ -276,7 +276,7 @@ def _expand(input: Tile, size: Any, *more: int) -> Tile:
 def _broadcast_tensors(*tensors: Any) -> tuple[Any, ...]:
     given: Any = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors
     shape = torch.broadcast_shapes(*[tuple(t.shape) for t in given])
-    return tuple(t.expand(shape) for t in given)
+    return tuple(t if tuple(t.shape) == tuple(shape) else t.expand(shape) for t in given)  # as torch: itself, no view
 
 
 @implements_torch(Tensor.expand_as, either=("input", "other"))

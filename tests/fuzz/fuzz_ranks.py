@@ -135,14 +135,8 @@ class _ProgramRun:
     def _cut(self, x: ProgramInput) -> Any:
         made = plain_state([replace(x, has_grad=False)])[x.name]
         if x.spec is not None:  # as `shard` does, without its messages
-            layout = Layout.of(
-                x.shape,
-                x.spec,
-                axes_of_mesh(self.mesh),
-                split=x.split or "balanced",
-                halo=x.halo,
-                periodic=x.periodic,
-            )
+            rules = {"split": x.split or "balanced", "halo": x.halo, "periodic": x.periodic}
+            layout = Layout.of(x.shape, x.spec, axes_of_mesh(self.mesh), **rules)
             uncut = Layout.of(x.shape, (None,) * len(x.shape), layout.axes)
             made = Tile(redistribute_rows(made, uncut, layout, self.mesh).clone(), layout, self.mesh)
         return made.requires_grad_() if x.has_grad else made
@@ -183,13 +177,12 @@ class _ProgramRun:
         _draw_from_start()
         try:
             exec(statement.text, self.whole)
-        except Exception as error:  # what torch refuses too says nothing about tiles
+        except Exception:  # what torch refuses too says nothing about tiles
             if mine is not None:
                 return True
             self._note(statement, "answered what torch refuses")
             # as where another statement was refused, or was left out when the program was made shorter
             self.verdict.chaotic += 1
-            del error
             return False
         if mine is not None:
             self._note(statement, f"untyped: {mine!r}")
@@ -290,6 +283,8 @@ class _ProgramRun:
     def _compare_gradients(self) -> None:
         outputs = [n for n in self.program.outputs if n in self.whole and _has_grad(self.whole[n])]
         statement = Statement("backward", "loss.backward()")
+        for n in outputs:  # a leaf that met a number of a tile, and no tile, has its whole gradient on each rank
+            self.spoilt |= set() if isinstance(self.tiles[n], Tile) else self.leaves.get(n, set())
         mine: Exception | None = None
         try:
             loss_of(*(self.tiles[n] for n in outputs)).backward()

@@ -164,6 +164,19 @@ def test_what_norms_refuse():
         nn.functional.group_norm(x, 3)
 
 
+def test_a_rank_may_have_one_sample_of_one_channel_a_group():
+    x = torch.randn(5, 2, dtype=torch.float64)
+    assert_same_on_every_mesh(nn.GroupNorm(2, 2), x, [{"data": 3}, {"data": 4}], spec=("data", None))
+
+
+@on_ranks(2)
+def test_one_value_a_group_is_refused_as_torch_does():
+    tile = shard(torch.randn(1, 2), world_mesh(data=2), ("data", None))
+    with comm.count() as counted, pytest.raises(ValueError, match="more than 1 value per channel"):
+        nn.functional.group_norm(tile, 2)
+    assert counted.calls == []
+
+
 @on_ranks(2)
 def test_an_empty_batch_has_no_statistics():
     norm, whole = nn.BatchNorm2d(4), nn.BatchNorm2d(4)

@@ -76,6 +76,13 @@ def test_masks_of_no_dims_say_whether_a_new_dim_has_its_row():
 
 
 @on_ranks(2)
+def test_a_tile_of_the_common_shape_is_itself():
+    tile = shard(torch.randn(4, 7), world_mesh(lat=2), (None, "lat"))
+    same, wide = torch.broadcast_tensors(tile, torch.ones(7))
+    assert same is tile and wide.shape == tile.shape
+
+
+@on_ranks(2)
 def test_the_adjoint_is_conjugated():
     x = torch.randn(4, 7, dtype=torch.complex128)
     tile = shard(x, world_mesh(lat=2), (None, "lat"))

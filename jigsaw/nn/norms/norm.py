@@ -165,10 +165,13 @@ def group_norm(
     channels = input.shape[1]
     if channels % num_groups:
         raise ShardingError(f"group_norm with num_groups={num_groups}: {channels} channels do not divide into groups")
+    if input.numel() == input.shape[0] * channels and input.shape[0] * channels == num_groups:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)}")
     shape = (channels, *(1,) * (input.ndim - 2))
     if is_whole_along(input, range(1, input.ndim)) and _has_plain_weights(weight, bias):
         w, b = _weight_parts(input, weight, bias)
-        return Tile(F.group_norm(input.local, num_groups, w, b, eps), input.layout, input.mesh)
+        # without the check of `F.group_norm`, which would refuse the one sample of a rank
+        return Tile(torch.group_norm(input.local, num_groups, w, b, eps), input.layout, input.mesh)
     grouped: Tile = input.unflatten(1, (num_groups, channels // num_groups))
     by_group = (num_groups, channels // num_groups, *shape[1:])
     return _standardize_and_scale(grouped, range(2, grouped.ndim), eps, weight, bias, by_group)[0].flatten(1, 2)
