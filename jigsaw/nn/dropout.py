@@ -19,20 +19,21 @@ from jigsaw.ops.random_numbers import global_chances
 from jigsaw.tile.tile import Tile, implements_torch
 
 
-def _drop_random(tile: Tile, p: float, training: bool, dims: int) -> Tile:
+def _drop_random(tile: Tile, p: float, training: bool, dims: int, inplace: bool) -> Tile:
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0:
         return tile
     # halo rows are hashed by their global place too, so a row that two ranks hold is dropped on both or on neither
     kept = global_chances(tile, dims, p)
-    return Tile((tile.local * kept).mul_(0.0 if p == 1 else 1 / (1 - p)), tile.layout, tile.mesh)
+    out = Tile((tile.local * kept).mul_(0.0 if p == 1 else 1 / (1 - p)), tile.layout, tile.mesh)
+    return tile.copy_(out) if inplace else out
 
 
 def _answer_element_dropout(function: Any) -> None:
     def dropout(input: Tile, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tile:
-        """Return x / (1 - p) where kept, else 0; `inplace` is only a permission, and not used."""
-        return _drop_random(input, p, training, input.ndim)
+        """Return x / (1 - p) where kept, else 0."""
+        return _drop_random(input, p, training, input.ndim, inplace)
 
     implements_torch(function)(dropout)
 
@@ -40,7 +41,7 @@ def _answer_element_dropout(function: Any) -> None:
 def _answer_channel_dropout(function: Any, dims: int) -> None:
     def dropout(input: Tile, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tile:
         """Drop whole channels of ``[batch, channel, *space]``, or ``[channel, *space]``."""
-        return _drop_random(input, p, training, 2 if input.ndim == dims + 2 else 1)
+        return _drop_random(input, p, training, 2 if input.ndim == dims + 2 else 1, inplace)
 
     implements_torch(function)(dropout)
 

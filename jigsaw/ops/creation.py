@@ -231,31 +231,32 @@ _answer_random_fill("log_normal_", _draw_log_normal)
 _ALPHA = 1.7580993408473766  # minus the limit of selu: the value of dropped elements
 
 
-def _drop_alpha(input: Tile, p: float, training: bool, dims: int) -> Tile:
+def _drop_alpha(input: Tile, p: float, training: bool, dims: int, inplace: bool) -> Tile:
     """Drop elements as Klambauer et al., arXiv 1706.02515."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0:
         return input
     if p == 1:
-        return input * 0
+        return input.mul_(0) if inplace else input * 0
     kept = (global_uniform(input, dims) >= p).to(input.dtype)
     scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
-    return Tile(input.local * (kept * scale) + (kept - 1 + p) * (_ALPHA * scale), input.layout, input.mesh)
+    out = Tile(input.local * (kept * scale) + (kept - 1 + p) * (_ALPHA * scale), input.layout, input.mesh)
+    return input.copy_(out) if inplace else out
 
 
 @implements_torch(F.alpha_dropout, torch.alpha_dropout)
 def _alpha_dropout(
     input: Tile, p: float = 0.5, training: bool = False, inplace: bool = False, train: bool = False
 ) -> Tile:
-    return _drop_alpha(input, p, training or train, input.ndim)
+    return _drop_alpha(input, p, training or train, input.ndim, inplace)
 
 
 @implements_torch(F.feature_alpha_dropout, torch.feature_alpha_dropout)
 def _feature_alpha_dropout(
     input: Tile, p: float = 0.5, training: bool = False, inplace: bool = False, train: bool = False
 ) -> Tile:
-    return _drop_alpha(input, p, training or train, 2)
+    return _drop_alpha(input, p, training or train, 2, inplace)
 
 
 @implements_torch(F.rrelu, torch.rrelu)

@@ -267,7 +267,8 @@ def _importable_body(function: Callable[..., Any]) -> RankBody:
             f"on_ranks needs a function at module level (every rank imports it by name), got {name}; move it out"
         )
     file = getattr(sys.modules.get(function.__module__), "__file__", None) or inspect.getsourcefile(function)
-    return RankBody(function.__module__, file, name)
+    # a script's own file is as it was called, such as ../script.py, which a rank would not know for the same
+    return RankBody(function.__module__, None if file is None else os.path.abspath(file), name)
 
 
 def _pickled_arguments(body: RankBody, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

@@ -66,3 +66,27 @@ def test_evaluation_and_gradient():
     assert F.dropout(tile, 1.0).sum() == 0
     with pytest.raises(ValueError, match="between 0 and 1"):
         F.dropout(tile, 1.5)
+
+
+IN_PLACE = {
+    "elements": lambda x: F.dropout(x, 0.5, inplace=True),
+    "channels": lambda x: F.dropout2d(x, 0.5, inplace=True),
+    "alpha": lambda x: F.alpha_dropout(x, 0.5, training=True, inplace=True),
+    "features": lambda x: F.feature_alpha_dropout(x, 0.5, training=True, inplace=True),
+    "all": lambda x: F.alpha_dropout(x, 1.0, training=True, inplace=True),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+@on_ranks(4)
+def test_inplace_changes_the_tile(name):
+    leaf = shard(X.clone(), world_mesh(lat=2, lon=2), (None, None, "lat", "lon"), halo={2: 1}).requires_grad_()
+    x = leaf * 2
+    out = IN_PLACE[name](x)
+    assert out is x
+    again = (x * 1).full_tensor()  # what a residual behind the layer sees
+    assert torch.equal(again, out.full_tensor())
+    assert not torch.equal(again, 2 * X)
+    out.sum().backward()
+    slope = leaf.grad.full_tensor() if leaf.grad is not None else leaf.local.grad
+    assert (slope == 0).any()

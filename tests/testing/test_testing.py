@@ -306,3 +306,20 @@ def _exists(pid):
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_script_that_is_called_by_way_of_another_folder(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "script.py").write_text(
+        "import jigsaw.testing, torch.distributed as dist\n\n\ndef rank():\n    return dist.get_rank()\n\n\n"
+        'if __name__ == "__main__":\n    print(jigsaw.testing.run_on_ranks(2, rank))\n'
+    )
+    ran = subprocess.run(
+        [sys.executable, "../script.py"],
+        cwd=tmp_path / "other",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.stdout.strip() == "[0, 1]", ran.stderr
