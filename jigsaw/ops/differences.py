@@ -139,7 +139,8 @@ def _trapezoid(y: Any, x: Any = None, *, dx: Any = 1.0, dim: int = -1) -> Any:
     sum sends.
     """
     at = _checked_trapezoids(y, x, dim)
-    return _areas_between_rows(y, x, dx, at).sum(at) if y.shape[at] else y.sum(at)
+    # for no rows torch returns zeros that require no gradient
+    return _areas_between_rows(y, x, dx, at).sum(at) if y.shape[at] else y.detach().sum(at)
 
 
 @implements_torch(torch.cumulative_trapezoid, either=("y", "x", "dx"))

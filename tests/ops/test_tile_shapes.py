@@ -76,6 +76,14 @@ def test_masks_of_no_dims_say_whether_a_new_dim_has_its_row():
 
 
 @on_ranks(2)
+def test_a_trapezoid_of_no_rows_requires_no_gradient():
+    x = torch.zeros(0, 3, requires_grad=True)
+    tile = shard(x.detach(), world_mesh(lat=2), ("lat", None)).requires_grad_()
+    got, right = torch.trapezoid(tile, dim=0), torch.trapezoid(x, dim=0)
+    assert torch.equal(got.full_tensor(), right) and got.requires_grad == right.requires_grad
+
+
+@on_ranks(2)
 def test_a_tile_of_the_common_shape_is_itself():
     tile = shard(torch.randn(4, 7), world_mesh(lat=2), (None, "lat"))
     same, wide = torch.broadcast_tensors(tile, torch.ones(7))
