@@ -362,5 +362,7 @@ def carry_change(local: Tensor) -> None:
         copy.write_back(local)
     memory = local.untyped_storage()
     rows_around = getattr(memory, _AROUND, None)
+    if rows_around is not None and local.numel() == rows_around.source.place[0].numel():
+        rows_around = None  # they were changed with all the others
     for other in _copies_of(memory) if rows_around is None else [rows_around, *_copies_of(memory)]:
         other.put_out_of_date()

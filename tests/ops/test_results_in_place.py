@@ -97,6 +97,17 @@ def test_a_tile_cut_by_other_axes_has_its_own_memory_on_every_rank():
     assert torch.equal(tile.full_tensor(), torch.ones(5))
 
 
+def _relu_after_a_view(x):
+    y = x * 1
+    y.narrow(0, 0, 1).add_(1)
+    return [torch.relu_(y)]
+
+
+def test_rows_around_a_circle_are_not_fetched_where_all_rows_were_changed():
+    x = torch.randn(7, 3, dtype=torch.float64)
+    assert_same_on_every_mesh(_relu_after_a_view, x, MESHES, spec=("lat", None), halo={0: (2, 1)}, periodic=(0,))
+
+
 @on_ranks(2)
 def test_a_view_of_an_extreme_may_be_changed_in_place():
     # without a backward pass, for which torch keeps the extreme
