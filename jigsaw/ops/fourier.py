@@ -245,6 +245,12 @@ def _result_of(
 def _transform(
     function: Any, kind: TransformKind, input: Tile, sizes: Any, dim: Any, dims: tuple[int, ...], norm: str | None
 ) -> Tile:
+    if (
+        input.dtype in (torch.bfloat16, torch.float16)
+        and input.device.type == "cpu"
+        and torch.is_autocast_enabled("cpu")
+    ):
+        input = input.float()  # torch's own autocast does so on CPUs alone
     shape = _result_of(function, tuple(input.shape), input.dtype, sizes, dim, norm)
     if not dims:
         return Tile(function(input.local, sizes, dim, norm), input.layout, input.mesh)

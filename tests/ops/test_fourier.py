@@ -53,6 +53,17 @@ def test_transforms(function):
     assert_same_on_every_mesh(function, x, MESHES, spec=SPACE)
 
 
+@on_ranks(2)
+def test_transforms_of_narrow_tiles_under_autocast_are_those_of_float32():
+    x = torch.randn(2, 4, 8, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tile = shard(x, world_mesh(lat=2), (None, None, "lat", None))
+    with torch.autocast("cpu", torch.bfloat16):
+        for name in ("rfftn", "fft2", "hfft", "ifft"):
+            whole, found = (getattr(torch.fft, name)(given) for given in (x, tile))
+            assert found.dtype == whole.dtype
+            torch.testing.assert_close(found.full_tensor(), whole)
+
+
 def _padded_and_trimmed(x):
     f = torch.fft
     found = {}

@@ -18,6 +18,7 @@ def _neural(name: str, net: str = "", given: ZooInput = GLOBE, **kwargs: Any) ->
         "neuraloperator",
         make(f"neuralop.models.{net}" if ":" in net else f"neuralop.models:{net or name}", **kwargs),
         [given],
+        casts=True,
     )
 
 

@@ -43,6 +43,7 @@ from zoo_training import (
     measure_noise,
     sum_of_squares,
     train_whole,
+    wide_complex,
     without_casts,
 )
 
@@ -143,7 +144,8 @@ def _run_in_stages(net: ZooNet, use: Use, folder: str) -> RankVerdict:
 
     pipe = jigsaw.pipeline(_Called(net), mesh, loss=loss, microbatches=2, example=inputs)
     torch.manual_seed(1)
-    record = {"loss 0": pipe.step(inputs, inputs[0])}
+    with wide_complex(net):
+        record = {"loss 0": pipe.step(inputs, inputs[0])}
     for name, p in pipe.named_parameters():
         gradient = torch.zeros_like(p) if p.grad is None else p.grad
         record[f"gradient of {name.removeprefix('net.')}"] = gradient.detach().clone()

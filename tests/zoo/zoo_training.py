@@ -58,17 +58,29 @@ def right_norms() -> Iterator[None]:
 
 @contextmanager
 def without_casts(net: ZooNet) -> Iterator[None]:
-    """What a net casts to float32 stays float64 where it says so (`ZooNet.casts`), in both runs: what is left of a
-    difference is not its own rounding.
+    """What a net of float64 casts to float32 stays float64 where it says so (`ZooNet.casts`), in both runs: what is
+    left of a difference is not its own rounding.
     """
+    casts = net.casts and net.dtype == torch.float64
     kept = [(place, name, getattr(place, name)) for place in (Tensor, jigsaw.Tile) for name in ("to", "type", "float")]
-    for place, name, method in kept if net.casts else ():
+    for place, name, method in kept if casts else ():
         setattr(place, name, place.double if name == "float" else _to_float64(method))
     try:
         yield
     finally:
         for place, name, method in kept:
             setattr(place, name, method)
+
+
+@contextmanager
+def wide_complex(net: ZooNet) -> Iterator[None]:
+    """What such a net makes as ``torch.cfloat`` in a step is complex128; not for longer: `torch.load` asks for it."""
+    kept = torch.cfloat
+    torch.cfloat = torch.complex128 if net.casts and net.dtype == torch.float64 else kept
+    try:
+        yield
+    finally:
+        torch.cfloat = kept
 
 
 def _to_float64(method: Any) -> Any:
@@ -262,6 +274,7 @@ def _train(
     for step in range(STEPS):
         optimizer.zero_grad()
         with ExitStack() as stack:
+            stack.enter_context(wide_complex(net))
             traffic = stack.enter_context(jigsaw.comm.count()) if step == 0 else None
             output = model(*inputs) if net.call is None else net.call(model, *inputs)
             leaves = list(float_leaves(output))
