@@ -36,7 +36,7 @@ def dry_run(
     x_shape: Sequence[int] | Sequence[Sequence[int]],
     mesh: Mapping[str, int] | DeviceMesh,
     *,
-    spec: LayoutSpec | Sequence[LayoutSpec] | None = None,
+    spec: LayoutSpec | Sequence[LayoutSpec | None] | None = None,
     dtype: torch.dtype | None = None,
     split: SplitRule = "balanced",
     align: int | Mapping[int, int] = 1,
@@ -59,9 +59,9 @@ def dry_run(
     only seconds are estimated.
 
     `model` stays unchanged.  If it is too large to make here, or its layers take a mesh, pass a function that makes it.
-    It is called without arguments or with the mesh.  `x_shape` is the global shape of the input (or several, with a
-    spec each, or one of names and None for all). `dtype` is that of the input and the weights, by default the weights'
-    own. One of integers is the input's alone.  `spec`, `split` and `align` cut the input as `jigsaw.shard` does; by
+    It is called without arguments or with the mesh.  `x_shape` is the global shape of the input. Of several inputs it
+    has each, and `spec` too, with None for one that is passed whole; or `spec` is one of names and None for all.
+    `dtype` is that of the input and the weights, by default the weights' own. One of integers is the input's alone.  `spec`, `split` and `align` cut the input as `jigsaw.shard` does; by
     default axes with the usual names of dims cut those.  `loss` takes the model's output; by default the mean square of
     all of it. `optimizer=None` leaves the step out. `shard_weights` and `replicate` are those of `jigsaw.parallelize`.
     ``checkpoint="blocks"`` recomputes the elements of ``ModuleList`` (without one, of the outermost ``Sequential``) in

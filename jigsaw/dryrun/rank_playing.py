@@ -197,7 +197,7 @@ def _play_step(
     try:
         with phase("forward"), hearing_costs(watch.tell_refusal), hearing_repeats(watch.tell_repeat):
             value = _one_number(plan.loss(model(*inputs)))
-        meter.mark_memory((t.local for t in inputs), "activations")
+        meter.mark_memory((t.local if isinstance(t, Tile) else t for t in inputs), "activations")
         meter.mark_the_rest("activations")
         if value.requires_grad:
             with phase("backward"), hearing_costs(watch.tell_refusal):
@@ -340,17 +340,20 @@ def _bytes_with_state(parameter: nn.Parameter, optimizer: Optimizer | None) -> i
 # -- the input --------------------------------------------------------------------------------------------------------
 
 
-def prepared_inputs(plan: StepPlan, mesh: DeviceMesh, dtype: torch.dtype) -> list[Tile]:
-    """Return the tiles of this rank that the model is called with."""
-    tiles: list[Tile] = []
+def prepared_inputs(plan: StepPlan, mesh: DeviceMesh, dtype: torch.dtype) -> list[Any]:
+    """Return the tiles of this rank that the model is called with; a plain tensor for an input without a spec."""
+    tiles: list[Any] = []
     for shape, spec in zip(plan.shapes, _specs_of_inputs(plan, axes_of_mesh(mesh)), strict=True):
+        if spec is None:
+            tiles.append(torch.empty(shape, dtype=dtype))
+            continue
         layout = Layout.of(shape, spec, axes_of_mesh(mesh), split=plan.split, align=plan.align)
         local = torch.empty(layout.local_shape(mesh_coordinate(mesh)), dtype=dtype)
         tiles.append(Tile(local, layout, mesh))
     return tiles
 
 
-def _specs_of_inputs(plan: StepPlan, axes: AxisSizes) -> list[LayoutSpec]:
+def _specs_of_inputs(plan: StepPlan, axes: AxisSizes) -> list[LayoutSpec | None]:
     if plan.spec is None:
         return [usual_spec(len(shape), dict(axes)) for shape in plan.shapes]
     if all(isinstance(names, str | None) for names in plan.spec):  # one spec, for inputs that are cut alike

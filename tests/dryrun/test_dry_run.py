@@ -380,6 +380,32 @@ class _Sum(nn.Module):
         return self.table(x) + self.table(y)
 
 
+class TimedConv(nn.Module):
+    """A convolution of a field, scaled by a time that is passed whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.embed = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(1, 4)
+
+    def forward(self, x, time):
+        return self.conv(x) * self.embed(time)[:, :, None, None]
+
+
+def _sent_by_timed_conv():
+    model, mesh = jigsaw.parallelize(TimedConv(), world_mesh(lat=2)), world_mesh(lat=2)
+    tile = jigsaw.shard(torch.randn(1, 3, 9, 8), mesh, (None, None, "lat", None))
+    with jigsaw.comm.count() as traffic:
+        model(tile, torch.ones(1, 1)).square().mean().backward()
+    return traffic.sent_bytes
+
+
+def test_an_input_without_a_spec_is_passed_whole():
+    spec = [(None, None, "lat", None), None]
+    report = jigsaw.dry_run(TimedConv, [(1, 3, 9, 8), (1, 1)], {"lat": 2}, spec=spec, optimizer=None)
+    assert report.is_complete
+    assert report.sent_bytes == max(run_on_ranks(2, _sent_by_timed_conv))
+
+
 def test_integers_are_of_inputs_alone_and_one_spec_is_for_all():
     how = {"spec": ("data", "lat"), "dtype": torch.int64}
     report = jigsaw.dry_run(_Sum(), [(4, 6), (4, 6)], {"data": 2, "lat": 2}, **how)
