@@ -61,11 +61,12 @@ def dry_run(
     `model` stays unchanged.  If it is too large to make here, or its layers take a mesh, pass a function that makes it.
     It is called without arguments or with the mesh.  `x_shape` is the global shape of the input. Of several inputs it
     has each, and `spec` too, with None for one that is passed whole; or `spec` is one of names and None for all.
-    `dtype` is that of the input and the weights, by default the weights' own. One of integers is the input's alone.  `spec`, `split` and `align` cut the input as `jigsaw.shard` does; by
-    default axes with the usual names of dims cut those.  `loss` takes the model's output; by default the mean square of
-    all of it. `optimizer=None` leaves the step out. `shard_weights` and `replicate` are those of `jigsaw.parallelize`.
-    ``checkpoint="blocks"`` recomputes the elements of ``ModuleList`` (without one, of the outermost ``Sequential``) in
-    the backward pass; or name modules.  `device` is one of `DEVICES` or a `Device`.
+    `dtype` is that of the input and the weights, by default the weights' own. One of integers is the input's alone.
+    `spec`, `split` and `align` cut the input as `jigsaw.shard` does; by default axes with the usual names of dims cut
+    those.  `loss` takes the model's output; by default the mean square of all of it. `optimizer=None` leaves the step
+    out. `shard_weights` and `replicate` are those of `jigsaw.parallelize`. ``checkpoint="blocks"`` recomputes the
+    elements of ``ModuleList`` (without one, of the outermost ``Sequential``) in the backward pass; or name modules.
+    `device` is one of `DEVICES` or a `Device`.
 
     The dry run plays all ranks of up to 4, else the first, the last, and one inside; or `ranks`.  With a `dataset` of
     `jigsaw.io.open` on this mesh, the step waits for its reader where that is slower.  `blocks` keeps only so many of
