@@ -107,7 +107,8 @@ class ChannelHooks:
             return tuple(y.full_tensor() if self._is_plain and y is not None else y for y in output)
         if self._gather or self._is_plain:
             output = _gather_channels(output, _channel_dim(layer, output), self._axis)
-        return output.full_tensor() if self._is_plain else output
+        # a copy, because `ReLU(inplace=True)` may come next, and torch forbids changing a view from inside a Function
+        return output.full_tensor().clone() if self._is_plain else output
 
 
 def _channel_dim(layer: nn.Module, tile: Tile) -> int:

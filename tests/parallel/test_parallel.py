@@ -1102,3 +1102,28 @@ def _train_branches(axes):
     losses = _train(model, _tiles(batch, mesh), plain_loss, steps=2)
     torch.testing.assert_close(losses, _train(expected, batch, plain_loss, steps=2), rtol=1e-9, atol=0)
     _assert_same_state(model, expected, 1e-9)
+
+
+class BiasOfTable(nn.Module):
+    """A bias made of a plain table, by layers that `channel` cuts, with a change in place between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.table_layers = nn.Sequential(nn.Linear(2, 8), nn.ReLU(inplace=True), nn.Linear(8, 4, bias=False))
+        self.register_buffer("table", torch.randn(5, 2))
+
+    def forward(self, x):
+        return x + self.table_layers(self.table)
+
+
+@on_ranks(2)
+def test_what_a_cut_layer_makes_of_a_plain_tensor_may_be_changed_in_place():
+    torch.manual_seed(0)
+    net, mesh, x = BiasOfTable().double(), world_mesh(channel=2), torch.randn(5, 4, dtype=torch.float64)
+    model = jigsaw.parallelize(copy.deepcopy(net), mesh)
+    expected, found = net(x), model(jigsaw.shard(x, mesh, (None, None)))
+    torch.testing.assert_close(found.full_tensor(), expected)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    for p, q in zip(net.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad.full_tensor() if hasattr(q.grad, "full_tensor") else q.grad, p.grad)
