@@ -221,6 +221,16 @@ def test_a_rank_without_queries_has_the_batch_of_the_keys():
     torch.testing.assert_close(y.full_tensor(), F.scaled_dot_product_attention(q, k, k))
 
 
+def _queries_without_a_batch(x):
+    return F.scaled_dot_product_attention(x.flatten(0, -2), x, x)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_without_keys_and_queries_of_fewer_dims(ranks):
+    x, spec = torch.randn(1, 6, 5), ("lat", None, None)
+    assert_same_on_every_mesh(_queries_without_a_batch, x, [{"lat": ranks}], spec=spec)
+
+
 @on_ranks(2)
 def test_keys_that_axes_cut_alone_stay():
     mesh = world_mesh(lat=2)

@@ -80,6 +80,16 @@ def test_antialias_of_any_ratio():
     assert_same_on_every_mesh(antialiased, torch.randn(1, 2, 13, 10), [{"lat": 2}], spec=SPACE, halo={2: 2})
 
 
+def antialiased_rows(x):
+    ways = [(size, mode) for size in ((3, 3), (7, 2)) for mode in ("bilinear", "bicubic")]
+    return [F.interpolate(x, size, mode=mode, antialias=True) for size, mode in ways]
+
+
+def test_antialias_where_a_rank_has_one_column():
+    x, spec = torch.randn(2, 3, 4, 2), (None, None, None, "lon")
+    assert_same_on_every_mesh(antialiased_rows, x, [{"lon": 2}, {"lon": 3}], spec=spec)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_one_and_three_dims(ranks):
     line, volume = torch.randn(2, 3, 33), torch.randn(1, 2, 10, 7, 5)

@@ -55,3 +55,11 @@ def test_aligned_blocks_send_nothing_and_wrong_uses_are_named():
         nn.PixelShuffle(2)(cut)
     with pytest.raises(ShardingError, match="channels that rows join are cut"):
         nn.PixelUnshuffle(2)(cut)
+
+
+@on_ranks(2)
+def test_a_change_in_place_of_shuffled_channels_does_not_reach_the_input():
+    x = torch.randn(2, 2, 4, 3)  # two groups of one channel lie as they did
+    tile = shard(x, world_mesh(lat=2), (None, None, "lat", None)).requires_grad_()
+    nn.functional.channel_shuffle(tile, 2).fill_(-1)
+    assert torch.equal(tile.full_tensor(), x)

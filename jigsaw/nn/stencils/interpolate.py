@@ -266,7 +266,7 @@ def _resample_local(x: Tensor, to: ResamplingPlan) -> Tensor:
     """Interpolate the gathered rows: by the plain op where that is exact, then row by row."""
     memory_format = memory_format_of(x) if to.by_row else None
     if to.sizes is not None:
-        x = F.interpolate(x, to.sizes, **to.how)
+        x = _interpolate_plain(x, to.sizes, to.how, [d for d, *_ in to.by_row])
     for d, start, length in to.crops:
         if x.shape[d] != length:
             x = x.narrow(d, start, length)
@@ -274,6 +274,18 @@ def _resample_local(x: Tensor, to: ResamplingPlan) -> Tensor:
         x = _interpolate_by_row(x, d, r, low, out)
     # picked rows lose the memory format of channels last
     return x if memory_format is None else x.contiguous(memory_format=memory_format)
+
+
+def _interpolate_plain(x: Tensor, sizes: Sequence[int], options: dict[str, Any], later: Sequence[int]) -> Tensor:
+    """Interpolate by torch, except along the dims `later`, whose rows stay."""
+    # with antialias torch's kernel repeats a single column's first value, so a rank's single column is doubled
+    thin = [d for d in later if options["antialias"] and x.shape[d] == 1]
+    for d in thin:
+        x = x.repeat_interleave(2, d)
+    y = F.interpolate(x, [2 if d in thin else size for d, size in enumerate(sizes, 2)], **options)
+    for d in thin:
+        y = y.narrow(d, 0, 1)
+    return y
 
 
 def _interpolate_by_row(x: Tensor, dim: int, r: ResampledDim, low: int, out: tuple[int, int]) -> Tensor:

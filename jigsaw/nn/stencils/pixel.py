@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.stencil_rules import StencilRule, StencilWindow, TransposedWindow
 from jigsaw.nn.stencils.stencil import DimStencil, empty_result, gather_input_rows, plan_stencil
-from jigsaw.tile.tile import Tile, implements_torch, refusal_error
+from jigsaw.tile.tile import Tile, implements_torch, in_own_memory, refusal_error
 
 
 @lru_cache(maxsize=64)
@@ -93,4 +94,5 @@ def _channel_shuffle(input: Tile, groups: int) -> Tile:
     channels = input.shape[1]
     if groups < 1 or channels % groups:
         raise ShardingError(f"channel_shuffle of {channels} channels into {groups} groups: they must divide evenly")
-    return input.unflatten(1, (groups, channels // groups)).transpose(1, 2).flatten(1, 2)
+    out: Any = input.unflatten(1, (groups, channels // groups)).transpose(1, 2).flatten(1, 2)
+    return Tile(in_own_memory(out.local, input), out.layout, out.mesh)
