@@ -224,7 +224,7 @@ class HttpPart(NamedTuple):
         part = self
         for _ in range(_MOST_REDIRECTS):
             try:
-                return await part._read_here()
+                return await part._read_from_host()
             except _RedirectedError as led:
                 target = led.target
             finally:
@@ -244,7 +244,7 @@ class HttpPart(NamedTuple):
                 system = type(system)(client_kwargs=client, get_client=system.get_client, **loop, **asking)
         return self._replace(system=system, url=target)
 
-    async def _read_here(self) -> bytes:
+    async def _read_from_host(self) -> bytes:
         if self.stop is not None and self.start >= self.stop:
             return b""
         headers = {**self.system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
