@@ -332,7 +332,7 @@ def _along_others(plain: Tensor, at: int, tiles: Sequence[Tile], shape: Sequence
     return _all_wishes(_wish_for(plain, d, t, d) for t in tiles for d in range(t.ndim) if d != at)
 
 
-def _index_put_wishes(plain: Tensor, indices: Any, values: Any, *_: Any) -> Wishes | None:
+def _index_put_wishes(plain: Tensor, indices: Any, values: Any, *_: Any, **named: Any) -> Wishes | None:
     return _index_wishes(plain, tuple(slice(None) if i is None else i for i in indices), values)
 
 
