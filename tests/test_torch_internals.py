@@ -34,7 +34,7 @@ def _own_names():
     """Every name that jigsaw's files give to something."""
     for file in SOURCES:
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 yield node.name
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 yield from [node.attr] * (ast.unparse(node.value) in ("self", "cls", "ctx"))

@@ -84,6 +84,9 @@ is_view = LateName("torch:Tensor._is_view")
 memory_users = LateName("torch._C:_storage_Use_Count")
 tensor_users = LateName("torch:Tensor._use_count")
 
+# Lets an object that was found by a weak reference live on.  Public: torch's own containers, which call it.
+keep_alive: Callable[[Tensor], None] = private_name("torch:Tensor._fix_weakref")
+
 # Exchanges the C++ tensors of two objects.  Public: `torch.utils.swap_tensors`, which refuses what has weak references.
 swap_tensors_in_place = LateName("torch._C:_swap_tensor_impl")
 
@@ -136,7 +139,7 @@ ATTRIBUTES_OF_LOCAL = (
 
 # They reach for the memory of the whole tensor; a version without one has nothing to refuse.
 METHODS_OF_MEMORY = (
-    "_typed_storage _fix_weakref _use_count _view_func _view_func_unsafe _rev_view_func_unsafe _lazy_clone "
+    "_typed_storage _use_count _view_func _view_func_unsafe _rev_view_func_unsafe _lazy_clone "
     "_reduce_ex_internal _clear_non_serializable_cached_data"
 ).split()
 

@@ -13,6 +13,7 @@ with torch_imports():
         UnsupportedFakeTensorException,
         UnsupportedOperatorException,
     )
+    from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.utils._python_dispatch import TorchDispatchMode  # sees every operator; public is nothing that does
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionalTensor",
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from jigsaw.errors import ShardingError
 from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
+from jigsaw.tile.tensor_shell import as_plain_tensors
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error, tiles_in
-from jigsaw.torch_internals.autograd import METHODS_OF_MEMORY, old_grad
+from jigsaw.torch_internals.autograd import METHODS_OF_MEMORY, keep_alive, old_grad
 
 # -- facts ------------------------------------------------------------------------------------------------------------
 
@@ -52,6 +53,12 @@ def _numel(input: Tile) -> int:
 @implements_torch(Tensor.dim, Tensor.ndimension)
 def _ndimension(input: Tile) -> int:
     return input.ndim
+
+
+@implements_torch(keep_alive)
+def _keep_alive(tile: Tile) -> None:
+    with as_plain_tensors():
+        keep_alive(tile)
 
 
 @implements_torch(Tensor.__len__)

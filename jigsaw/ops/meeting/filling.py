@@ -55,6 +55,7 @@ from jigsaw.torch_internals.autograd import (
     swap_tensors_in_place,
     tensor_users,
 )
+from jigsaw.torch_internals.fake_tensors import FakeTensor, FunctionalTensor
 
 # A dim of the plain tensor, the cuts of the values written there, its first row and the step between rows.
 DimWish = tuple[int, Sequence[Cut], int, int]
@@ -99,7 +100,7 @@ def _reason_to_stay_plain(target: Tensor, plain: Tensor, places: _Places | None,
     """Return why a tensor, of which `target` is a view or itself, cannot become a tile, and what to write instead; the
     same on every rank.
     """
-    if type(plain) is not Tensor:
+    if type(plain) not in (Tensor, FakeTensor, FunctionalTensor):
         kind = "a parameter" if isinstance(plain, nn.Parameter) else f"of the class {type(plain).__name__}"
         return f"it is {kind}", "write into a clone of it"
     if plain.layout != torch.strided or plain.is_quantized:
@@ -161,8 +162,12 @@ def _change_places(plain: Tensor) -> Tensor:
     The two C++ tensors change places (as `torch.utils.swap_tensors` does it), so that all C++ code finds a shell, too.
     """
     shell = make_shell(Tile, plain.shape, plain.dtype)
+    kind = type(plain)
+    if kind is not Tensor:  # what stands for a tensor on paper, or in a graph, is known by its attributes
+        vars(shell).update(vars(plain))
+        vars(plain).clear()
     plain.__class__ = Tile
-    Tensor.__setattr__(shell, "__class__", Tensor)
+    Tensor.__setattr__(shell, "__class__", kind)
     swap_tensors_in_place(plain, shell)
     return shell
 
