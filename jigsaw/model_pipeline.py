@@ -291,14 +291,15 @@ class ModelPipeline:
 
         *Sends*: each once, and again after `load_state_dict`.
         """
-        buffers = dict(self.model.named_buffers())
+        # with all names of a shared one, because it is shared only where its stage is
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
         for name in sorted(plan.read_apart.keys() & buffers.keys() - self._spread):
             x, is_own = buffers[name], self._own.has(name)
             mine = x if is_own else torch.zeros(x.shape, dtype=x.dtype, device=self.mesh.device_type)
             if self._own.ranks > 1:
                 whole = comm.all_reduce(mine, self.mesh, [self._own.axis])
-                parent, _, key = name.rpartition(".")
-                if not is_own:
+                for each in () if is_own else self._paper.names_of_buffer(name):
+                    parent, _, key = each.rpartition(".")
                     setattr(self.model.get_submodule(parent), key, whole)
             self._spread.add(name)
 

@@ -50,9 +50,14 @@ class OwnStages:
 
         *Sends*: the shared parameters, from the first rank; cut weights, as `jigsaw.parallelize` does.
         """
+        # modules of several stages may share one that has tables, as spherical nets share their transforms
+        own = [part for module in self._modules_of(*self.numbers) for part in module.modules()]
+        tables = [(part, key, x) for part in own for key, x in part.named_buffers(recurse=False)]
         for name, stage in self.cuts.stage_of.items():
             if stage not in self.numbers:
                 self.model.get_submodule(name).to("meta")
+        for part, key, x in tables:
+            setattr(part, key, x)
         if sharding is not None:
             self._join_groups(sharding, channel)
         with_weights = [m for m in self._modules_of(*self.numbers) if next(m.parameters(), None) is not None]

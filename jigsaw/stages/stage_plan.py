@@ -113,6 +113,11 @@ class PaperModel:
         """Return the stage of a parameter or buffer; None for one that every stage has."""
         return stage_of_tensor(name, self.cuts)
 
+    def names_of_buffer(self, name: str) -> list[str]:
+        """Return all names of a buffer, which several modules may share."""
+        named = list(self.model.named_buffers(remove_duplicate=False))
+        return [other for other, x in named if x is dict(named)[name]]
+
     def _copy_without_values(self, model: nn.Module) -> nn.Module:
         with self.mode:
             memo: dict[int, Any] = {id(x): _without_values(x, self.mesh) for x in _tensors_of(model)}

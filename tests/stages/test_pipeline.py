@@ -257,6 +257,42 @@ def _condition_stages(axes):
         assert loss.item() == pytest.approx(torch.stack(expected).mean().item(), abs=1e-12)
 
 
+class TimesTable(nn.Module):
+    """A convolution, and a transform that it shares with others."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table, self.conv = table, nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        return F.gelu(self.conv(x) * self.table.get())
+
+
+class SharedTables(nn.Module):
+    """Modules of two stages share one table, as blocks of spherical nets do; it is read between them, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.stem = Table(), nn.Conv2d(3, 4, 1)
+        self.first, self.second = TimesTable(self.table), TimesTable(self.table)
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        x = self.first(self.stem(x))
+        return self.head(self.second(x + self.table.get()) + self.table.get())
+
+
+@on_ranks(2)
+def test_stages_whose_modules_share_a_table():
+    mesh, model, (x, y) = world_mesh(pipe=2), _model(SharedTables), _batch()
+    loss, grads = _expected(model, x, y)
+    tiles = [jigsaw.shard(v, mesh, SPEC) for v in (x, y)]
+    pipe = jigsaw.pipeline(copy.deepcopy(model), mesh, loss=F.mse_loss, stages=["second"])
+    for step in (1, 2):
+        assert pipe.step(*tiles).item() == pytest.approx(loss, abs=1e-12)
+        _assert_gradients(pipe, grads, step)
+
+
 @on_ranks(2)
 def test_the_loss_has_the_type_of_the_weights():
     mesh, x = world_mesh(pipe=2), torch.randn(4, 3, 33, 6)
