@@ -14,7 +14,7 @@ tensor([1., 1., 1., 6.])
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from types import MethodWrapperType
 from typing import Any
 
@@ -106,7 +106,7 @@ def _as_view_class(plain: Tensor) -> PlainView:
     return view
 
 
-@cache
+@lru_cache(maxsize=64)
 def _view_class(kind: type[Tensor]) -> type[PlainView]:
     found: type[PlainView] = type(PlainView.__name__, (PlainView, kind), {})
     table.plain_readers[found] = PlainView.as_plain

@@ -261,8 +261,7 @@ def _attend_to_gathered(operands: Sequence[Any], call: AttentionCall, plan: Atte
     out = F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=call.is_causal and mask is None, scale=call.scale, enable_gqa=plan.shared_by > 1
     )
-    shape = plan.out.local_shape(like.coordinate)
-    if 0 in shape:
+    if (out.numel() == 0 or q.ndim < k.ndim) and 0 in (shape := plan.out.local_shape(like.coordinate)):
         # without rows torch's kernels leave no graph behind, but other ranks still wait for this one in the backward
         # pass of keys and values; relu saves its operand, as the kernels do, because a checkpoint runs again, and
         # sends, only where something was saved.  Queries of fewer dims than keys without a batch give rows that are not
