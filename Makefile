@@ -112,7 +112,7 @@ NEWEST_IO := arena choices conventions dataset disk_cache engine faults hdf5 loa
 	rectilinear references strips table volumes windows write write_coords xarray
 # These stand on private names of torch (jigsaw/torch_internals), of which the newest may lack some.
 NEWEST_TORCH_PARTS := checkpoint/test_checkpoint dryrun/test_dry_run ops/test_reentrant parallel/test_compile \
-	parallel/test_gradient_hooks stages/test_pipeline test_torch_internals
+	parallel/test_gradient_hooks stages/test_pipeline test_torch_internals testing/test_post_order
 with-newest: $(NEWEST_STAMP)
 	$(NEWEST)/bin/$(PYTEST) -m "not slow" $(addsuffix .py,$(addprefix tests/io/test_,$(NEWEST_IO))) tests/nn/test_conv.py \
 		tests/ranks/test_launcher.py tests/ranks/test_mesh.py tests/tile/test_tile.py tests/ops/test_tile_ops.py \

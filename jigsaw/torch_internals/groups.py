@@ -55,6 +55,8 @@ def serve_group(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo) -> None:
     """Let gloo serve a group on CPUs; public is only the group that `init_process_group` makes."""
     register = private_name("torch.distributed:ProcessGroup._register_backend")
     register(group, torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    set_default = private_name("torch.distributed:ProcessGroup._set_default_backend")
+    set_default(group, dist.ProcessGroup.BackendType.GLOO)
 
 
 def fake_store() -> Any:
