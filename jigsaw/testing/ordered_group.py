@@ -23,6 +23,7 @@ from jigsaw.ranks.call_places import place_of_call
 from jigsaw.testing.post_order import Post, PostedMessage, PostOrderError, PostWait
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.groups import serve_group
+from jigsaw.torch_internals.private_names import replace_in_torch
 
 ORDERED_BACKEND = "ordered"
 
@@ -229,4 +230,4 @@ def _batch_of_messages(messages: list[dist.P2POp]) -> list[dist.Work]:
 def serve_ordered_groups() -> None:
     """Let torch make such groups in this process from now on."""
     dist.Backend.register_backend(ORDERED_BACKEND, _make_group, extended_api=True, devices=["cpu"])
-    dist.batch_isend_irecv = _batch_of_messages
+    replace_in_torch(dist, "batch_isend_irecv", _batch_of_messages)

@@ -235,6 +235,26 @@ def trained(how, axes, steps=2):
     return losses
 
 
+def trained_by_ddp():
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)))
+    x = torch.randn(6, 4)[3 * dist.get_rank() : 3 * dist.get_rank() + 3]
+    losses = []
+    for _ in range(3):
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+        losses.append(loss.item())
+    return losses, [p.sum().item() for p in model.parameters()]
+
+
+def test_gradients_of_ddp_come_through():
+    assert on_ranks(2, backend="ordered")(trained_by_ddp)() == run_on_ranks(2, trained_by_ddp)
+
+
 @pytest.mark.parametrize(
     ("how", "axes"),
     [({}, {"lat": 2}), ({}, {"lat": 3}), ({}, {"lat": 2, "lon": 2}), ({"shard_weights": True}, {"lat": 2, "lon": 2})],

@@ -58,7 +58,7 @@ NETS = [
 SECONDS = 300.0  # on a busy machine a graph takes minutes
 PAGE_HEAD = """## Net by use
 
-Nets on two ranks, in harder use than plain training: of thirteen, those that were run to the end of their row.
+Thirteen nets on two ranks, in harder use than plain training.
 *exact*: outputs, losses, gradients and trained weights are those of the same use in one process, up to rounding (under
 autocast to the last digit of bfloat16). In float32 and under autocast a tensor may also differ by three times what one
 process's own numbers change when the last digit of its input does, or be as near to float64 as they are. *Cut weights*
