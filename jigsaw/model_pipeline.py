@@ -298,8 +298,9 @@ class ModelPipeline:
             mine = x if is_own else torch.zeros(x.shape, dtype=x.dtype, device=self.mesh.device_type)
             if self._own.ranks > 1:
                 whole = comm.all_reduce(mine, self.mesh, [self._own.axis])
-                for each in () if is_own else self._paper.names_of_buffer(name):
-                    parent, _, key = each.rpartition(".")
+                shared_names = [] if is_own else self._paper.names_of_buffer(name)
+                for shared_name in shared_names:
+                    parent, _, key = shared_name.rpartition(".")
                     setattr(self.model.get_submodule(parent), key, whole)
             self._spread.add(name)
 

@@ -115,8 +115,8 @@ class PaperModel:
 
     def names_of_buffer(self, name: str) -> list[str]:
         """Return all names of a buffer, which several modules may share."""
-        named = list(self.model.named_buffers(remove_duplicate=False))
-        return [other for other, x in named if x is dict(named)[name]]
+        by_name = dict(self.model.named_buffers(remove_duplicate=False))
+        return [other for other, x in by_name.items() if x is by_name[name]]
 
     def _copy_without_values(self, model: nn.Module) -> nn.Module:
         with self.mode:

@@ -113,7 +113,8 @@ class _OrderedWork(dist.Work):
         """Return a future of the results, for DDP's reducer."""
         targets = [target for target, _ in self._late]
 
-        def end(_: Any) -> list[Tensor]:
+        def end(arrived: Any) -> list[Tensor]:
+            arrived.value()  # raises what gloo raised
             self._finish()
             return targets
 

@@ -12,7 +12,7 @@ raises where NCCL would hang, or would put a message into another one's buffer. 
 For example rank 0 posts a sum and then a message to rank 1, and rank 1 first takes the message and then posts the sum.
 Gloo completes both.  On NCCL the sum is next on rank 0, the message is next on rank 1, and both wait forever.
 
-Source: NCCL user guide, "Group Calls", "Point-to-point communication" and "In-order execution within a communicator".
+Source: NCCL user guide on group calls and point-to-point communication; torch's NCCL groups for the rest.
 """
 
 from __future__ import annotations
