@@ -152,7 +152,7 @@ $(ZOO_STAMP): pyproject.toml
 	@touch $@
 
 # SEED=7 runs them again; the programs that fail are written to build/fuzz, each as a script.
-fuzz: setup ## random programs on tiles against plain torch (PROGRAMS=20000 is an hour of two cores)
+fuzz: setup ## random programs on tiles against plain torch (PROGRAMS=20000 is a quarter of an hour of two idle cores)
 	$(BIN)/python tests/fuzz/run.py --programs $(or $(PROGRAMS),2000) $(if $(SEED),--seed $(SEED)) --write build/fuzz
 
 bench: setup ## every benchmark, one JSON object a case (an hour)
