@@ -62,16 +62,16 @@ def write_big(path):
 
 
 @pytest.fixture(scope="module")
-def proxy(stores, tmp_path_factory):
-    with nginx(stores[0], tmp_path_factory.mktemp("nginx")) as address, Proxy(address) as made:
+def server(stores, tmp_path_factory):
+    with nginx(stores[0], tmp_path_factory.mktemp("nginx")) as address:
+        yield address
+
+
+@pytest.fixture
+def proxy(server):
+    """One for each test: requests that another test gave up, and that are tried again, are not counted."""
+    with Proxy(server) as made:
         yield made
-
-
-@pytest.fixture(autouse=True)
-def _well(proxy):
-    proxy.faults, proxy.spoils, proxy.always, proxy.latency = [], "", None, 0.0
-    proxy.hold = 0
-    proxy.clear()
 
 
 def at(proxy, name):
