@@ -269,9 +269,8 @@ def _ten_steps(axes, options, expert_axis=None):
         assert compared == len(list(whole.parameters())) or ("pipe" in axes and compared)
 
 
-@pytest.mark.parametrize(
-    "case", [*(pytest.param(MESHES[k], marks=pytest.mark.slow) for k in FIRST), PIPES[7]], ids=_name
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*(MESHES[k] for k in FIRST), PIPES[7]], ids=_name)
 def test_ten_steps_of_all_strategies_at_once(case):
     run_on_ranks(math.prod(case[0].values()), _ten_steps, *case)
 

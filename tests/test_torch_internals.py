@@ -97,6 +97,7 @@ def test_a_name_that_torch_lacks_is_told_with_the_versions_that_have_it():
         private_attribute(torch.Tensor, "_gone")
 
 
+@pytest.mark.slow
 def test_a_torch_without_a_name_is_refused_at_import():
     code = "import torch; del torch._C._current_graph_task_id; import jigsaw"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -604,6 +604,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
         assert _weight(folder / "last") == 3.0
 
 
+@pytest.mark.slow
 def test_a_kill_before_the_first_rename_leaves_the_old_one(tmp_path):
     path = tmp_path / "last"
     _killed(path, 1)

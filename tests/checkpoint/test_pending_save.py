@@ -40,6 +40,7 @@ def _saved_both_ways(folder, axes, mode):
         assert _steps(model, optimizer, schedule, x, y, 4) == losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "mode"), [({"lat": 2, "lon": 2}, "cut"), ({"data": 3}, "whole")])
 def test_a_save_in_the_background_has_the_state_of_its_call(tmp_path, axes, mode):
     run_on_ranks(4 if len(axes) == 2 else 3, _saved_both_ways, tmp_path, axes, mode)

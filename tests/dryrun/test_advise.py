@@ -51,6 +51,7 @@ class _WideMlp(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_no_advice_but_said():
     how = _WideMlp, (1, 2048, 4, 6), 2
     roomy = advise_mesh(*how, device="a100")
@@ -207,6 +208,7 @@ def test_weights_and_stages_are_cut_as_well():
     assert cut.report.peak["weights"] < whole.report.peak["weights"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETS)
 def test_every_kernel_can_be_timed(name):
     make, shape, align = NETS[name]

@@ -217,6 +217,7 @@ def test_ranks_of_weights_cut_twice_are_told_apart():
     assert len({(rank.sent_bytes, rank.messages, rank.flop) for rank in report.ranks}) == 1
 
 
+@pytest.mark.slow
 def test_checkpointing_computes_twice_and_keeps_less():
     how = {"shard_weights": True}
     plain = dry_step("transformer", {"lat": 2}, ranks=[0], **how)
@@ -291,6 +292,7 @@ class _Queries(nn.Module):
         return y + queries + queries.sin()
 
 
+@pytest.mark.slow
 def test_a_plain_tensor_that_every_rank_makes_whole_is_remarked():
     how = {"mesh": {"lat": 4}, "spec": ("lat", None, None)}
     (remark,) = jigsaw.dry_run(nn.Sequential(_Queries(own=False)), (8192, 5, 32), **how).remarks
@@ -428,6 +430,7 @@ class _Causal(nn.Module):
             return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
 
 
+@pytest.mark.slow
 def test_a_causal_ring_has_half_of_the_work():
     how = {"x_shape": (1, 4096, 15), "mesh": {"lat": 4}, "spec": (None, "lat", None), "ranks": [0, 2]}
     causal, every = (jigsaw.dry_run(_Causal(is_causal), **how) for is_causal in (True, False))

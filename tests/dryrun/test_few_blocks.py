@@ -75,6 +75,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "axes", "how", "is_short"), WAYS)
 def test_few_blocks_say_what_all_do(make, axes, how, is_short):
     given = {"mesh": axes, "ranks": [1], "align": 4, **how}
@@ -84,6 +85,7 @@ def test_few_blocks_say_what_all_do(make, axes, how, is_short):
     assert (play_few_blocks(_plan(make, **how), axes, 1) is not None) == is_short
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "is_short"),
     [

@@ -53,6 +53,7 @@ def test_a_program_is_the_same_from_the_same_seed():
 IS_TILE, ON_FIRST = "(type(x0).__name__ == 'Tile')", "torch.distributed.get_rank() == 0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "verdict"),
     [

@@ -130,6 +130,7 @@ def body_barrier(path, values, permitted):
         _arena.memory_barrier = made
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(kernel_barrier() is None, reason="this kernel has no membarrier(2), or does not permit it")
 @pytest.mark.parametrize("permitted", [True, False])
 def test_ranks_read_behind_the_kernels_barrier_and_without_one_over_the_network(tmp_path, permitted):

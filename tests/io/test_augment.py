@@ -67,9 +67,8 @@ def on_one_rank(scans):
     return read_all(scans, MESHES[0])
 
 
-@pytest.mark.parametrize(
-    "axes", [pytest.param(a, marks=[pytest.mark.slow] if a in MESHES[1:4] else []) for a in MESHES[1:]], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", MESHES[1:], ids=str)
 def test_samples_are_alike_on_every_mesh(scans, on_one_rank, axes):
     for found in run_on_ranks(int(np.prod(list(axes.values()))), read_all, scans, axes):
         for name, samples in on_one_rank.items():

@@ -149,6 +149,7 @@ def test_one_rank_holds_the_padded_whole(stores):
     check(stores["cells"], {"lat": 1}, ["poles", "wide poles", "one pole"], False)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_two_bands(stores):
     check(stores["rows"], {"lat": 2}, CASES, True)
@@ -169,6 +170,7 @@ def test_the_ways_of_reading_give_identical_tiles(stores):
     check(stores["rows"], {"lat": 2, "lon": 2}, CASES, True, MODES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"lon": 4}, {"lat": 4}], ids=str)
 @on_ranks(4)
 def test_halos_wider_than_a_piece_come_from_several_ranks(stores, axes):
@@ -187,6 +189,7 @@ def test_components_turn_before_they_are_normalized(stores):
     np.testing.assert_allclose(tile.local.numpy(), want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_vectors_are_those_that_are_named(stores):
     def signs(**more):

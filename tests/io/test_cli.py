@@ -224,6 +224,7 @@ def test_less_than_a_chunk_is_said_of_the_array(tmp_path, capsys):
     assert re.search(r"temperature: .*; of 4 chunks a part: 197 kB read, 197 kB decoded of each", out)
 
 
+@pytest.mark.slow
 def test_it_ends_quietly_when_nobody_reads_on(wb2):
     """As `… | head` does: the reader closes the pipe before all is written."""
     command = [sys.executable, "-m", "jigsaw", "plan", wb2, "--mesh", "lat=2,lon=2"]

@@ -126,6 +126,7 @@ def test_files_along_time_are_joined(tmp_path, calendar):
     assert chunks["temperature"] == (2, 3, 13, 8) and chunks["land_sea_mask"] == (13, 8)
 
 
+@pytest.mark.slow
 def test_a_zarr_store_a_dataset_and_a_dask_dataset(tmp_path, wb2):
     expected = xr.open_zarr(wb2, consolidated=False).load()
     sources = wb2, expected, xr.open_zarr(wb2, consolidated=False, chunks={"time": 3, "latitude": 5})

@@ -77,6 +77,7 @@ def check_tiles(path, mesh, mode):
     return tuple(sample.input.local.shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cooperative", "independent"])
 @on_ranks(4)
 def test_tiles_with_halo_on_four_ranks(wb2, mode):

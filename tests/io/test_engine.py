@@ -80,6 +80,7 @@ def test_every_mesh_reads_the_same(tmp_path, axes, chunk):
     run_on_ranks(int(np.prod(list(axes.values()))), body_meshes, path, values, axes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", [("v3", "transposed"), ("v2", "fortran"), ("sharded", "default"), ("v2", "delta")], ids="-".join
 )

@@ -216,6 +216,7 @@ def uneven(tmp_path_factory):
     return write(tmp_path_factory.mktemp("uneven") / "globe.zarr", globe(lon=10), "v3", (2, 1, 5, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @on_ranks(4)
 def test_every_mesh_has_the_same_bits(uneven, dtype):

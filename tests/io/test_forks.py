@@ -100,6 +100,7 @@ def test_volumes_of_a_forked_process_raise(tmp_path):
         next(iter(forked))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [DataLoader, VolumeLoader])
 def test_workers_are_refused_with_what_to_write_instead(kind):
     match = rf"num_workers=4 is an argument of torch's DataLoader; jigsaw.io.{kind.__name__} reads in threads.*threads="

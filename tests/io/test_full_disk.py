@@ -90,7 +90,8 @@ def source():
     return data
 
 
-@pytest.mark.parametrize("size", [0, 1500, *(pytest.param(n, marks=pytest.mark.slow) for n in (60, 500, 3000))])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [0, 60, 500, 1500, 3000])
 def test_a_conversion_goes_on_once_there_is_room(tmp_path, source, size):
     made, chunks = tmp_path / "made.zarr", {"time": 1, "level": 1, "lat": 5, "lon": 8}
     with (
@@ -138,6 +139,7 @@ def grown(path, x, **how):
             out.append({"u": tile(x[step : step + 1])}, {"time": TIMES[step : step + 1]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["nc", "zarr"])
 @pytest.mark.parametrize("room", range(300_000, 1_600_000, 118_000))
 def test_a_forecast_keeps_the_steps_that_were_complete(tmp_path, suffix, room):

@@ -73,6 +73,7 @@ def opened(path):
     return xr.open_dataset(path, engine="cfgrib")
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_tiles_are_what_cfgrib_reads(analyses):
     ds = jigsaw.io.open(
@@ -103,6 +104,7 @@ def test_leads_of_forecasts(forecasts):
     np.testing.assert_array_equal(ds[3].target.local[0, 0], data.t2m.values[1, 2])
 
 
+@pytest.mark.slow
 def test_converted(tmp_path, analyses):
     made = tmp_path / "made.zarr"
     assert main(["convert", analyses, str(made), "--mesh", "lat=2", "--verify"]) == 0

@@ -449,6 +449,7 @@ def test_a_far_object_reads_like_a_file(tmp_path):
         SeekableObject(far(tmp_path / "x", "x"), "nowhere")
 
 
+@pytest.mark.slow
 def test_without_libdeflate_the_values_are_the_same(tmp_path):
     path, x = tmp_path / "x.h5", values("f4", (2, 30, 40))
     with h5py.File(path, "w") as f:

@@ -193,6 +193,7 @@ def test_ranges_come_back_with_the_size_that_was_asked_for(root, extra):
     assert peak() - before < 1 << 28
 
 
+@pytest.mark.slow
 def test_an_object_in_other_stores_is_measured_too(root, tmp_path):
     """A member of a zip file that unpacks to far more than its chunk, and a file on disk."""
     with zipfile.ZipFile(tmp_path / "s.zip", "w", zipfile.ZIP_DEFLATED) as made:
@@ -212,6 +213,7 @@ def test_an_object_in_other_stores_is_measured_too(root, tmp_path):
         ds[1]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_whatever_a_server_says_an_answer_is_right_or_a_read_error(root, data):
@@ -406,6 +408,7 @@ def is_gone(handler):
     reply(handler, status=404)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("lie", [says_huge, says_more, sends_more, says_nothing, is_packed, is_gone])
 def test_sizes_of_what_references_lead_to_are_looked_at_before_the_body(root, lie, whole):

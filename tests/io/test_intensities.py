@@ -98,9 +98,8 @@ def test_statistics_are_numpys_and_alike_on_every_mesh(scans, monkeypatch):
             np.testing.assert_allclose(a[name], b[name], rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "axes", [pytest.param(a, marks=[pytest.mark.slow] if a in MESHES[1:2] else []) for a in MESHES[1:]], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", MESHES[1:], ids=str)
 def test_meshes_give_the_same_bits(scans, axes):
     one = all_statistics(*scans[:2], MESHES[0])
     for found in run_on_ranks(int(np.prod(list(axes.values()))), all_statistics, *scans[:2], axes):

@@ -154,6 +154,7 @@ def read_renamed(images, labels, axes, options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"z": 1}, {"z": 2}, {"data": 2, "y": 2}], ids=str)
 def test_labels_become_others_and_an_image_may_have_none(tmp_path_factory, axes):
     """Two images, of which the second has no labels; floats are rounded before, and missing ones are none of them."""

@@ -193,6 +193,7 @@ def test_a_step_that_windows_share_is_read_once(wb2):
     assert loader.waited_s > 0
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_a_batch_smaller_than_the_data_axis_leaves_ranks_empty(wb2):
     mesh = world_mesh(data=3)
@@ -437,6 +438,7 @@ def test_fields_without_time_are_read_once(tmp_path):
     assert loader._engine.stats.chunks == 10 + 1
 
 
+@pytest.mark.slow
 def test_reading_a_local_store_loads_no_library_that_it_does_not_use(wb2):
     others = ["sympy", "torch.distributed.tensor", "xarray", "pandas", "dask", "h5py", "netCDF4", "obstore", "scipy"]
     code = (

@@ -155,6 +155,7 @@ V2_FILTERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
 @pytest.mark.parametrize("filters", V2_FILTERS)
 def test_zarr_2_with_filters(tmp_path, filters):

@@ -84,9 +84,8 @@ def check_metadata(path, axes):
     return found
 
 
-@pytest.mark.parametrize(
-    "axes", [pytest.param(a, marks=[pytest.mark.slow] if a in MESHES[1:2] else []) for a in MESHES], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_levels_are_those_of_the_whole(tmp_path, axes):
     sent = run_on_ranks(math.prod(axes.values()), write_all, tmp_path, axes)
     whole = image().numpy(), label().numpy().astype("i4"), (image() * 10).to(torch.int16).numpy()

@@ -76,6 +76,7 @@ def read_turned(images, labels, axes, codes):
     return found, ds[3].affine, whole.image.full_tensor()[0].numpy(), whole.affine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"z": 1}, {"z": 2}, {"y": 2, "x": 2}], ids=str)
 def test_crops_and_volumes_are_those_of_nibabels_turned_image(scans, axes):
     images, labels = scans

@@ -52,6 +52,7 @@ def test_a_package_that_is_not_there(monkeypatch, tmp_path, name):
     assert "is installed" not in str(told.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ASKED)
 def test_a_package_that_is_there_and_fails(monkeypatch, tmp_path, name):
     asked, kind, message = ASKED[name]
@@ -83,6 +84,7 @@ def test_zarr_whose_insides_moved_is_not_called_absent(tmp_path):
     assert re.match(what, ran.stdout), ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_other_formats_are_read_without_zarr(tmp_path):
     np.save(tmp_path / "x.npy", np.arange(6.0).reshape(2, 3))
     code = (

@@ -19,6 +19,7 @@ ROWS, CHUNK = (700, 600), (1, 3, 700, 600)  # 5 MB a chunk of `air`, 1.7 MB one 
 FORMS = [("v2", "blosc"), ("v2", "blosc-zstd-bits"), ("v2", "none"), ("v2", "fortran"), ("v3", "transposed")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[1, 7, 4096], [1 << 19], [700_001, 3]], ids=str)
 @pytest.mark.parametrize("form", FORMS[:3], ids="-".join)
 def test_a_flow_reads_what_loading_gives(tmp_path, form, sizes):
@@ -83,6 +84,7 @@ def body_same(path, values, threads):
         engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("form", FORMS, ids="-".join)
 def test_ranks_read_the_same_through_pieces(tmp_path, form, threads):

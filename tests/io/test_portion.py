@@ -89,6 +89,7 @@ def frame(raw):
     return blosc_frame_of(head, raw[16 : 16 + (0 if head[2] & 2 else 4 * count)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cname", "shuffle", "dtype"), KINDS)
 def test_blocks_of_a_frame_are_those_of_the_library(cname, shuffle, dtype):
     r = np.random.default_rng(0)
@@ -220,6 +221,7 @@ def test_bands_read_their_own_blocks(tmp_path, kind):
         assert plan.total.stored_bytes < 1.3 * whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [(3, 13, 23, 33), (33, 23, 13), (5, 6, 7, 39), (4,)], ids=str)
 @pytest.mark.parametrize("mode", ["independent", "cooperative"])
 @on_ranks(4)

@@ -227,6 +227,7 @@ def test_the_holder_is_named(home):
         pass
 
 
+@pytest.mark.slow
 @as_root
 def test_two_users_share_a_cache_by_name(home):
     (home / "shared").mkdir()

@@ -56,7 +56,6 @@ def globe_task(bench, folder, store="wb2", **more):
     return bench("cases").replace(task, **more)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("store", ["wb2", "level", "tiles", "shard"])
 def test_every_contender_reads_the_same_of_zarr(bench, folder, store):
@@ -72,7 +71,6 @@ def test_every_contender_reads_the_same_of_hdf5(bench, folder, store):
     assert len({result["checksum"] for result in found}) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("store", ["nifti", "nifti-gz"])
 def test_every_contender_crops_the_same(bench, folder, store):
@@ -169,6 +167,7 @@ def test_the_report(bench, tmp_path, ours, verdict):
     assert made == report.page(made, [tmp_path / "read-a.jsonl"], tmp_path)
 
 
+@pytest.mark.slow
 def test_the_page_is_that_of_the_result_files(bench, tmp_path):
     report = bench("report")
     text = (ROOT / "docs" / "reading.md").read_text()

@@ -68,6 +68,7 @@ def test_an_axis_that_cuts_no_space_does_not_count(bands):
     assert {tuple(o.axes.items()) for o in found.meshes} == {(("lat", 2),), (("lon", 2),)}
 
 
+@pytest.mark.slow
 def test_chunks_are_as_cheap_in_a_store_that_has_them(tmp_path):
     steps, lat, lon = 2, 128, 256
     r = np.random.default_rng(1)

@@ -128,6 +128,7 @@ def through_obstore(folder, path):
     return ObjectStore(LocalStore(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [("v2", "blosc"), ("sharded", "default"), ("v3", "gzip-crc")], ids="-".join)
 @pytest.mark.parametrize("made", [zipped, in_memory, through_fsspec, through_obstore])
 def test_other_stores_give_the_same(tmp_path, made, form):

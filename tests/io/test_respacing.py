@@ -110,9 +110,8 @@ def test_samples_are_those_of_monais_spacing(scans, on_one_rank, codes):
     np.testing.assert_allclose(spacings, [SPACING] * 2, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "axes", [pytest.param(a, marks=[pytest.mark.slow] if a in MESHES[1:2] else []) for a in MESHES[1:]], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", MESHES[1:], ids=str)
 def test_bits_are_alike_on_every_mesh(scans, on_one_rank, axes):
     def compare(got, want):
         if isinstance(want, list | tuple):
@@ -223,6 +222,7 @@ def write_back(scans, folder, axes):
     return sum(c.sent_bytes for c in sent.calls if c.kind == "exchange"), labels.local.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [*MESHES, {"z": 3}], ids=str)
 def test_labels_go_back_to_the_nearest_voxels_of_the_scan(scans, tmp_path, axes):
     found = run_on_ranks(int(np.prod(list(axes.values()))), write_back, scans, tmp_path, axes)

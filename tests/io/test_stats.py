@@ -84,6 +84,7 @@ def test_one_rank_gives_what_numpy_gives(tiled):
     assert found.attrs["first"].startswith("2020-01-01T00") and found.attrs["steps"] == 10
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_two_ranks(holed):
     want = expected(stacked(holed, LONG))
@@ -100,6 +101,7 @@ def test_four_ranks_missing_values_and_ranks_with_the_same_tile(holed):
     check(on_mesh(holed, {"lat": 4}, halo={"lat": 2}, block=4), want)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_more_ranks_along_data_than_steps_are_left(holed):
     check(on_mesh(holed, {"data": 4}, block=3), expected(stacked(holed, LONG)))
@@ -156,6 +158,7 @@ def test_the_outer_rows_of_a_gaussian_grid_reach_the_poles():
         np.testing.assert_allclose(area_weights(rows), want / want.mean(), rtol=1e-12)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_area_weights_on_tiles(holed):
     want = expected(stacked(holed, LONG), weights=area_weights(np.linspace(90, -90, 13)))
@@ -167,6 +170,7 @@ def test_no_difference_over_a_gap(gappy):
     check(on_mesh(gappy, {"lat": 1}, block=2), expected(stacked(gappy, LONG), follows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", ["12h", 2])
 def test_every_other_step(tiled, every):
     found = on_mesh(tiled, {"lat": 1}, every=every, time=("2020-01-01T06", "2020-01-03"))
@@ -234,6 +238,7 @@ def same_bits(found, want):
         np.testing.assert_array_equal(found.columns[name], values)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_bits(holed, tmp_path):
     at = tmp_path / "s.part"
     killed = subprocess.run([sys.executable, "-c", KILLED, holed, str(at), ",".join(LONG)], check=False)
@@ -261,6 +266,7 @@ def stopped(ds, at, after, **more):
         statistics(ds, checkpoint=at, progress=report, **more)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_ranks_go_on_with_the_same_bits(holed, folder):
     at = Path(folder) / "ranks.part"

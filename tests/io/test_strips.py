@@ -50,6 +50,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS, ids="-".join)
 @pytest.mark.parametrize("factors", FACTORS.values(), ids=FACTORS)
 def test_strips_give_the_same_bits(tmp_path, monkeypatch, form, factors):

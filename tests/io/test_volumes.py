@@ -121,6 +121,7 @@ def read_held(images, axes, options):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cooperative", "independent"])
 @pytest.mark.parametrize("axes", [{"z": 1}, {"z": 2}, {"z": 2, "x": 2}, {"y": 4}], ids=str)
 @pytest.mark.parametrize("crop", [(8, 10, 8), (9, 18, 16), (20, 10, 17), (20, 10, 8)], ids=str)
@@ -510,6 +511,7 @@ def test_an_axis_that_cuts_nothing_is_told_of_once(toy, wb2):
             opened(mesh=world_mesh(data=2))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_random_transforms_draw_alike_once_they_are_seeded_by_the_sample(toy):
     """The trap and the remedy of the medical example's page, along a dim that is cut and one that is not."""

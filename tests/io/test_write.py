@@ -166,6 +166,7 @@ def test_one_rank_streams_a_netcdf_file_within_the_budget(tmp_path):
 # -- growing ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("chunks", [{}, {"time": 4, "lat": 5}], ids=["steps", "shared"])
 def test_a_store_grows_along_time(tmp_path, suffix, chunks):
@@ -422,6 +423,7 @@ def body_killed(folder):
             second.append({"u": tile}, {"time": TIMES[step : step + 1]})
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_what_is_complete(tmp_path):
     with pytest.raises(RankFailedError, match=r"SIGKILL|another rank ended"):
         run_on_ranks(2, body_killed, str(tmp_path))

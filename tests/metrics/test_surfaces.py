@@ -122,6 +122,7 @@ def test_on_three_ranks():
     _assert_alike({"z": 3}, (None, None, "z", None, None))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_what_surfaces_send():
     found, true, spacing = next(_cases())

@@ -280,6 +280,7 @@ class CrossAttention(nn.Module):
         )[: 1 + self.need_weights]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("need_weights", "batch_first"), [(False, True), (True, False)])
 def test_cross_attention_with_masks(need_weights, batch_first):
     torch.manual_seed(0)

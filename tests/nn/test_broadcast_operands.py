@@ -42,12 +42,14 @@ def _check(mesh, seed):
             assert_as_the_whole(function, shapes, specs, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 @on_ranks(3)
 def test_one_axis(seed):
     _check(world_mesh(lat=3), seed)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_two_axes():
     _check(world_mesh(lat=2, lon=2), 2)

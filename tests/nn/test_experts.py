@@ -137,6 +137,7 @@ def test_equal_to_one_process(name, mesh, spec, axis):
     assert_same_on_every_mesh(WithLosses(LAYERS[name]), x, [mesh], spec=spec, build=Build(axis), gradients="parts")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"lat": 2}, {"data": 2, "lat": 2}], ids=str)
 @pytest.mark.parametrize("how", [{}, {"shard_weights": True, "unit_bytes": 1}], ids=["whole", "cut"])
 def test_through_parallelize(axes, how):

@@ -89,6 +89,7 @@ def _without_scores(x):
 BY_HAND = [ByMatmul(), _by_einsum, _by_bmm, _by_baddbmm, _unbatched, _of_columns, _without_scores]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", BY_HAND, ids=lambda f: getattr(f, "__name__", "by_matmul"))
 def test_attention_by_hand(function):
     torch.manual_seed(0)
@@ -201,6 +202,7 @@ def test_products_of_any_cuts_on_three_ranks():
     _random_products(2, lat=3)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_products_of_any_cuts_on_four_ranks():
     _random_products(3, lat=2, lon=2)

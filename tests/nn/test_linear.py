@@ -135,6 +135,7 @@ def _cut_along_lat(model, mesh):
     return Cut(model, mesh, "lat")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec", [(None, "lat", None), (None, "lat", "channel")], ids=["whole channels", "cut channels"]
 )

@@ -76,6 +76,7 @@ def test_losses_on_three_ranks():
     _check(world_mesh(lat=3), 1)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_losses_on_two_axes():
     _check(world_mesh(lat=2, lon=2), 2)

@@ -124,6 +124,7 @@ def _of_a_grid(x, **options):
     return F.scaled_dot_product_attention(q, k, v, **options)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_ways_of_flattened_tokens_and_other_cuts():
     mesh, grid = world_mesh(lat=2, lon=2), (None, None, "lat", "lon")

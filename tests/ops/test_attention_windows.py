@@ -164,6 +164,7 @@ class SmallSwin(nn.Module):
         return self.head(x + skip).permute(0, 3, 1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("window", "rows"),
     [(4, (26, 20)), (3, (18, 12)), (2, (38, 22))],

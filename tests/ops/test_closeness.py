@@ -92,6 +92,7 @@ def _check_verdicts(mesh):
             assert _verdict(assert_close, *given, **options) == wanted, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lat": 4}, {"lat": 2, "lon": 2}])
 def test_the_verdict_and_its_words_are_those_of_torch(mesh):
     run_on_ranks(mesh["lat"] * mesh.get("lon", 1), _check_verdicts, mesh)

@@ -77,6 +77,7 @@ def _padded_and_trimmed(x):
     return found
 
 
+@pytest.mark.slow
 def test_n_and_s_pad_and_trim():
     torch.manual_seed(0)
     assert_same_on_every_mesh(_padded_and_trimmed, torch.randn(1, 3, 7, 10), MESHES, spec=SPACE)
@@ -91,6 +92,7 @@ def _of_few_rows(x):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 1, 3, 2), (1, 2, 13, 3), (3, 1, 1, 9)])
 def test_fewer_rows_than_ranks(shape):
     torch.manual_seed(0)

@@ -50,6 +50,7 @@ def _joined(x):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [(37, 13), (121, 5)])
 def test_pointwise_and_joins(rows):
     torch.manual_seed(0)

@@ -81,6 +81,7 @@ def test_the_numbers_are_those_of_torch(mesh):
 CUT = [{"lat": 2}, {"lat": 2, "lon": 2}, pytest.param({"lat": 3}, marks=pytest.mark.slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit_bytes", [1, 4 << 20])
 @pytest.mark.parametrize("mesh", CUT, ids=lambda m: "x".join(map(str, m.values())))
 def test_weights_that_are_cut_give_the_same(mesh, unit_bytes):

@@ -332,11 +332,13 @@ def _check_random_numbers(**axes):
         _check_like_eager(Drops, run=lambda model, tile: checkpoint(model, tile, use_reentrant=False), **axes)
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout=240)
 def test_random_numbers_are_those_of_the_module_without_a_graph():
     _check_random_numbers(lat=2)
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout=240)
 def test_cut_weights_on_two_ranks():
     _check_like_eager(Channels, channel=2)
@@ -421,6 +423,7 @@ class TwoBlocks:
             _assert_close(q.grad.full_tensor() if hasattr(q.grad, "full_tensor") else q.grad, p.grad, what)
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout=240)
 def test_block_by_block_and_in_checkpoints():
     blocks = TwoBlocks()
@@ -541,6 +544,7 @@ def _check_attributes(kind, graphs):
             _assert_close(getattr(model, name), getattr(whole, name), name)
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout=240)
 def test_tensors_in_attributes_are_inputs_and_results_of_the_graph():
     for kind, graphs in ((Tables, 1), (Caches, 2), (Remembers, 3), (Normed, 2)):

@@ -110,6 +110,7 @@ def _steps_are_those_of_one_process(axes):
     _assert_same(_stepped_in_hooks(model, tile), _stepped_in_hooks(plain, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_an_optimizer_in_a_hook_steps_with_the_whole_gradient(axes):
     run_on_ranks(torch.Size(axes.values()).numel(), _steps_are_those_of_one_process, axes)

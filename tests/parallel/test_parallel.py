@@ -176,6 +176,7 @@ HYBRIDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "options"), HYBRIDS, ids=["copies of data", "kept copies", "channel", "kept"])
 def test_ten_steps_with_hybrid_sharding(axes, options, tmp_path):
     run_on_ranks(_ranks(axes), _ten_hybrid_steps, axes, options, tmp_path / "saved")
@@ -208,6 +209,7 @@ def _loads_whole(path):
     torch.testing.assert_close(more, _train(expected, batch, steps=2, optimizer=theirs), rtol=1e-9, atol=0)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_policies_of_cut_weights_are_torchs():
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -305,6 +307,7 @@ def _forecast(axes, mode, dtype, rtol):
 FIRST = [{"lat": 2, "lon": 2}, {"lat": 2, "channel": 2}]
 
 
+@pytest.mark.slow
 @on_modes()
 @on_meshes(FIRST)
 def test_ten_steps_of_a_forecast(axes, mode):
@@ -603,6 +606,7 @@ def test_no_sync_sends_no_gradients():
 # -- parameters of every kind -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @on_modes()
 @on_ranks(4)
 def test_several_forward_passes_before_one_backward(mode):
@@ -741,6 +745,7 @@ class Checkpointed(Net):
             return self.batch_norm(x)
 
 
+@pytest.mark.slow
 @on_modes()
 @on_ranks(4)
 def test_activation_checkpointing(mode):

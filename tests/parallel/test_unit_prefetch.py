@@ -120,6 +120,7 @@ def _memory():
     return {at: n for at, n in memory_sizes.items() if n}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [True, "keep"])
 @on_ranks(2)
 def test_a_step_leaves_its_gradients_alone(how):

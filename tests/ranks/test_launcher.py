@@ -81,6 +81,7 @@ def test_tasks_of_srun_are_ranks_of_one_job():
     assert ["mesh (2,) total 3" in text for text in printed] == [True, True], printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [
@@ -96,6 +97,7 @@ def test_what_slurm_runs_without_tasks_is_alone(given):
     assert "mesh (1,) total 1" in told(SUM, given)[0]
 
 
+@pytest.mark.slow
 def test_ranks_of_mpirun_meet_where_they_are_told():
     job = free_job()
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(15000 + int(job))}
@@ -208,6 +210,7 @@ def test_a_second_job_at_the_same_port_is_refused_and_the_first_goes_on():
             process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("secrets", [("one", "two"), ("one", None)])
 def test_another_secret_is_refused_within_one_numbering(secrets):
     job = free_job()

@@ -13,6 +13,7 @@ from jigsaw.ranks.mesh import flat_submesh, init_mesh, mesh_patience
 from jigsaw.testing import on_ranks
 
 
+@pytest.mark.slow
 def test_a_mesh_by_itself_waits_for_five_minutes(tmp_path):
     code = """
 from jigsaw.ranks.mesh import mesh_patience

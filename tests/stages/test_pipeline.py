@@ -153,6 +153,7 @@ class UNet(nn.Module):
         return self.out(torch.cat([d, x], 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [33, 10])
 @on_ranks(4)
 def test_skips_travel_through_the_stages_between(rows):
@@ -217,6 +218,7 @@ def _conditioned_loss(out, y):
     return F.mse_loss(out["out"], y) + out["moment"] / 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"pipe": 2}, {"pipe": 2, "lat": 2}], ids=str)
 def test_inputs_by_name_and_plain_tensors_in_later_stages(axes):
     run_on_ranks(math.prod(axes.values()), _condition_stages, axes)
@@ -496,6 +498,7 @@ class InTurn(nn.Module):
         return x + getattr(self, layer)(x).sin() if layer else x * 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("JIGSAW_TEST_BACKEND") == "ordered", reason="counts the calls of torch's own groups")
 @on_ranks(4)
 def test_hybrid_weights_in_stages():
@@ -580,6 +583,7 @@ class Nested(Chain):
         return self.head(x) * self.position.mean()
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_stages_begin_with_what_is_checkpointed():
     mesh, (x, y) = world_mesh(pipe=2, lat=2), _batch()

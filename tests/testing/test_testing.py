@@ -105,6 +105,7 @@ def test_each_rank_returns_its_value():
         assert gathered.tolist() == [[5.0, 5.0], [6.0, 6.0], [7.0, 7.0]]
 
 
+@pytest.mark.slow
 def test_run_on_ranks_takes_any_module_level_function():
     assert run_on_ranks(2, _plain, 10, b=5) == [15, 16]
 
@@ -116,6 +117,7 @@ def test_a_world_is_reused():
     assert os.getpid() not in first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [7, 10])
 @on_ranks(4)
 def test_parameters_and_fixtures_reach_the_ranks(size, tmp_path):
@@ -182,11 +184,13 @@ def test_a_failing_rank_shows_its_own_traceback_first():
     assert isinstance(info.value.__cause__, KeyError)
 
 
+@pytest.mark.slow
 def test_a_failed_assertion_shows_the_locals():
     with pytest.raises(RankFailedError, match=r"(?s)assert wanted == 4.*locals of _fails_on:.*wanted = 3"):
         _fails_on(0, "assert")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "words"), [("exit", "exit code 7"), ("kill", "killed by SIGKILL")])
 def test_a_dying_rank_is_the_cause_whatever_its_neighbors_say(how, words):
     with pytest.raises(
@@ -204,6 +208,7 @@ def test_a_hang_shows_every_ranks_stack():
     assert "_sleep_for_ever" in str(info.value)
 
 
+@pytest.mark.slow
 def test_the_same_error_everywhere_is_told_once():
     with pytest.raises(RankFailedError, match=r"(?s)ValueError: a global fact.*the same on ranks \d, \d$") as info:
         _all_raise()
@@ -211,6 +216,7 @@ def test_the_same_error_everywhere_is_told_once():
     assert len(info.value.failures) == 3
 
 
+@pytest.mark.slow
 def test_after_a_failure_the_next_test_has_a_fresh_world():
     before = _pid()
     with pytest.raises(RankFailedError):
@@ -247,11 +253,13 @@ def test_a_world_has_ranks():
         run_on_ranks(0, _plain, 1)
 
 
+@pytest.mark.slow
 def test_a_world_inside_a_rank_is_refused():
     with pytest.raises(RankFailedError, match=r"on_ranks\(1\) was called inside a rank"):
         run_on_ranks(2, run_on_ranks, 1, _plain, 1)
 
 
+@pytest.mark.slow
 def test_a_skip_is_a_skip():
     with pytest.raises(pytest.skip.Exception, match="not here"):
         _skips()

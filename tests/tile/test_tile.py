@@ -227,6 +227,7 @@ def test_autocast():
     torch.testing.assert_close(out.full_tensor(), plain, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_checkpointing_recomputes_the_same():
     mesh = world_mesh(lat=2)

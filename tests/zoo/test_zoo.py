@@ -134,6 +134,7 @@ class Casting(OtherOnTiles):
         return y.float().var(1, keepdim=True).to(x.dtype) + y.to(torch.float32).mean().to(x.dtype)
 
 
+@pytest.mark.slow
 def test_casts_to_float32_are_left_out_in_both_runs(tmp_path):
     net = ZooNet("by test", "by hand", Casting, [image(1, 1, 24, 16)], casts=True)
     found = run_one(net, {"lat": 2}, {}, tmp_path / "net")
@@ -142,6 +143,7 @@ def test_casts_to_float32_are_left_out_in_both_runs(tmp_path):
     assert torch.float32 != torch.float64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"lat": 2}, {"lat": 2, "lon": 2}])
 def test_what_a_net_draws_is_the_same_on_tiles(axes, tmp_path):
     net = ZooNet("by test", "by hand", Dropping, [image(2, 1, 8, 6)])
@@ -150,6 +152,7 @@ def test_what_a_net_draws_is_the_same_on_tiles(axes, tmp_path):
     assert found.worst < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "verdict", "cause"),
     [
