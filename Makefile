@@ -8,6 +8,9 @@ PYTHON_NEWEST ?= $(shell for p in python3.13 "$$(pyenv prefix 3.13 2>/dev/null)/
 	"$$p" -c "" 2>/dev/null && echo "$$p" && break; done)
 TORCH_NEWEST  ?= torch==2.15.0
 
+# The pip that comes with Python 3.11 knows no groups of pyproject.toml; so torch comes with a newer one.
+PIP := pip>=25.1
+
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.jigsaw-installed
@@ -16,8 +19,6 @@ AURORA := .venv-aurora
 AURORA_STAMP := $(AURORA)/.jigsaw-installed
 NEWEST := .venv-newest
 NEWEST_STAMP := $(NEWEST)/.jigsaw-installed
-# What the tests need that run there; other tools of `dev` follow a new Python late.
-NEWEST_TOOLS := fsspec h5netcdf hypothesis icechunk kerchunk nibabel psutil pytest pytest-timeout pytest-xdist scipy
 
 # The oldest patch release at hand: Debian 12's 3.11.2 pickles and types otherwise than 3.11.7. MINORS="3.11 3.12" takes two.
 MINORS ?= 3.11
@@ -25,6 +26,11 @@ OLDEST = .venv-oldest
 OLDEST_PYTHONS ?= $(shell for minor in $(MINORS); do \
 	for p in "/usr/bin/python$$minor" "$$HOME"/.pyenv/versions/$$minor.*/bin/python$$minor "$$(command -v python$$minor)"; do \
 	"$$p" -c 'import ensurepip, sys; print(sys.version_info[2], sys.executable)' 2>/dev/null; done | sort -n | head -n 1 | cut -d " " -f 2; done)
+
+LEAST := .venv-least
+LEAST_STAMP := $(LEAST)/.jigsaw-installed
+# Not aurora: its packages bring a torchvision that needs a torch of its own.
+LEAST_EXTRAS := all,medical,lightning
 
 ZOO := .venv-zoo
 ZOO_STAMP := $(ZOO)/.jigsaw-installed
@@ -52,8 +58,8 @@ $(STAMP): pyproject.toml
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "jigsaw needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[all,dev]"
+	$(BIN)/python -m pip install --quiet "$(PIP)" "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[all]" --group dev
 	@touch $@
 
 weather: setup ## train the weather example on one rank, then on 4 of this machine (RANKS=2 for two)
@@ -113,10 +119,14 @@ NEWEST_IO := arena choices conventions dataset disk_cache engine faults hdf5 loa
 # These stand on private names of torch (jigsaw/torch_internals), of which the newest may lack some.
 NEWEST_TORCH_PARTS := checkpoint/test_checkpoint dryrun/test_dry_run ops/test_reentrant parallel/test_compile \
 	parallel/test_gradient_hooks stages/test_pipeline test_torch_internals testing/test_post_order
+NEWEST_PARTS := $(addsuffix .py,$(addprefix tests/io/test_,$(NEWEST_IO))) tests/nn/test_conv.py \
+	tests/ranks/test_launcher.py tests/ranks/test_mesh.py tests/tile/test_tile.py tests/ops/test_tile_ops.py \
+	$(addsuffix .py,$(addprefix tests/,$(NEWEST_TORCH_PARTS)))
 with-newest: $(NEWEST_STAMP)
-	$(NEWEST)/bin/$(PYTEST) -m "not slow" $(addsuffix .py,$(addprefix tests/io/test_,$(NEWEST_IO))) tests/nn/test_conv.py \
-		tests/ranks/test_launcher.py tests/ranks/test_mesh.py tests/tile/test_tile.py tests/ops/test_tile_ops.py \
-		$(addsuffix .py,$(addprefix tests/,$(NEWEST_TORCH_PARTS)))
+	$(NEWEST)/bin/$(PYTEST) -m "not slow" $(NEWEST_PARTS)
+
+test-least: $(LEAST_STAMP) ## the same with the least version of every package that pyproject.toml names
+	$(LEAST)/bin/$(PYTEST) -m "not slow" $(NEWEST_PARTS) tests/checkpoint/test_checkpoint.py tests/test_works_with.py
 
 test-oldest: ## checkpoints, pickles, types and imports on the oldest patch release at hand of Python 3.11
 	@for python in $(OLDEST_PYTHONS); do $(MAKE) --no-print-directory with-oldest OLDEST_PYTHON=$$python || exit 1; done
@@ -128,14 +138,24 @@ OLDEST_PARTS := tests/checkpoint tests/test_distribution.py tests/comm/test_debu
 with-oldest:
 	"$(OLDEST_PYTHON)" -c 'import sys; print("Python", sys.version)'
 	test -x $(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/python || "$(OLDEST_PYTHON)" -m venv $(OLDEST)/$(notdir $(OLDEST_PYTHON))
-	$(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/python -m pip install --quiet "$(TORCH)"
-	$(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/python -m pip install --quiet --editable ".[all]" $(NEWEST_TOOLS)
+	$(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/python -m pip install --quiet "$(PIP)" "$(TORCH)"
+	$(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/python -m pip install --quiet --editable ".[all]" --group test
 	$(OLDEST)/$(notdir $(OLDEST_PYTHON))/bin/$(PYTEST) -m "not slow" $(OLDEST_PARTS)
+
+# pip chooses torch, as everywhere; uv takes the least version of each package that pyproject.toml names, then the newest
+# tools that accept these.
+$(LEAST_STAMP): pyproject.toml
+	"$(PYTHON)" -m venv --clear $(LEAST)
+	$(LEAST)/bin/python -m pip install --quiet "$(TORCH)" uv
+	$(LEAST)/bin/uv pip install --quiet --python $(LEAST)/bin/python --resolution lowest-direct --editable ".[$(LEAST_EXTRAS)]"
+	$(LEAST)/bin/uv pip freeze --python $(LEAST)/bin/python --exclude-editable >$(LEAST)/least.txt
+	$(LEAST)/bin/uv pip install --quiet --python $(LEAST)/bin/python --constraint $(LEAST)/least.txt --group test
+	@touch $@
 
 $(NEWEST_STAMP): pyproject.toml
 	"$(PYTHON_NEWEST)" -m venv --clear $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --quiet "$(TORCH_NEWEST)"
-	$(NEWEST)/bin/python -m pip install --quiet --editable ".[all]" $(NEWEST_TOOLS)
+	$(NEWEST)/bin/python -m pip install --quiet "$(PIP)" "$(TORCH_NEWEST)"
+	$(NEWEST)/bin/python -m pip install --quiet --editable ".[all]" --group test
 	@touch $@
 
 # WORDS="monai/ timm/Swin" chooses nets. It ends with an error when one is not exact.
@@ -145,8 +165,8 @@ zoo: $(ZOO_STAMP) ## published nets of eleven packages on tiles against one proc
 
 $(ZOO_STAMP): pyproject.toml
 	test -x $(ZOO)/bin/python || "$(PYTHON)" -m venv $(ZOO)
-	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)"
-	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)" --editable ".[zoo]"
+	$(ZOO)/bin/python -m pip install --quiet "$(PIP)" "$(TORCH)"
+	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)" --editable . --group zoo
 	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)" $(ZOO_NEMO)
 	$(ZOO)/bin/python -m pip install --quiet --no-deps $(ZOO_ALONE)
 	@touch $@

@@ -44,11 +44,13 @@ def _imported(file):
 
 
 def _declared():
-    """Every distribution that pyproject names, by its import name, with the extras that bring it."""
+    """Every distribution that pyproject names, by its import name, with the extras and groups that bring it."""
     found = {}
     groups = {"": PROJECT["project"]["dependencies"], **PROJECT["project"]["optional-dependencies"]}
-    for extra, requirements in groups.items():
+    for extra, requirements in (groups | PROJECT["dependency-groups"]).items():
         for requirement in requirements:
+            if isinstance(requirement, dict):  # another group
+                continue
             name = re.match(r"[A-Za-z0-9_.-]+", requirement).group()
             found.setdefault(IMPORTED_AS.get(name, name), set()).add(extra)
     return found
@@ -75,7 +77,8 @@ def test_every_import_is_declared():
 
 def test_the_shipped_package_needs_no_developers_tool():
     declared = _declared()
-    of_developers = {name for name, extras in declared.items() if extras <= {"dev", "docs", "zoo"}}
+    of_developers = {name for name, extras in declared.items() if extras <= set(PROJECT["dependency-groups"])}
+    assert {"pytest", "ruff", "sphinx"} <= of_developers
     assert not {f"{f.name}: {name}" for f in SOURCES for name in _imported(f) if name in of_developers}
 
 
@@ -83,7 +86,7 @@ def test_all_brings_every_format():
     (everything,) = PROJECT["project"]["optional-dependencies"]["all"]
     named = set(re.search(r"\[(.*)\]", everything).group(1).split(","))
     of_fields = {"weather", "medical", "lightning", "aurora"}  # choices of the others, and packages to work with
-    assert named == set(PROJECT["project"]["optional-dependencies"]) - {"all", "dev", "docs", "zoo"} - of_fields
+    assert named == set(PROJECT["project"]["optional-dependencies"]) - {"all"} - of_fields
 
 
 def test_one_noun_a_file_and_short_functions():
