@@ -59,8 +59,10 @@ def fail_together(work: Callable[[], T], of_first: bool = False, what: str = "")
         result = None if is_idle else work()
     except CheckpointError as e:
         failure = e
-    except OSError as e:
-        failure = CheckpointError(f"{what}: {e}" if what else str(e) or repr(e))
+    except Exception as e:  # other ranks wait for this one, whatever it failed with
+        told = str(e) if isinstance(e, OSError) and str(e) else repr(e)
+        failure = CheckpointError(f"{what}: {told}" if what else told)
+        failure.__cause__ = e
     outcome = "" if failure is None else str(failure), result if of_first else None
     every = comm.all_gather_in_job(outcome)
     message = next((why for why, _ in every if why), None)
@@ -218,7 +220,9 @@ def open_checkpoint(final: Path) -> OpenedCheckpoint:
     name = contents.index_file()
     others = {each: saved for each, saved in contents.files.items() if each != name}
     _check_is_there(path, name)
-    raw = read_regular_file(path / name)
+    if (size := (path / name).stat().st_size) != contents.files[name].size:
+        _check_sum(path / name, FileSum(size, 0), contents.files[name])
+    raw = read_regular_file(path / name, size)
     _check_sum(path / name, FileSum(len(raw), zlib.crc32(raw)), contents.files[name])
     try:
         tensors = (index_from_torch if name == TORCH_INDEX_FILE else index_from_json)(raw, others)

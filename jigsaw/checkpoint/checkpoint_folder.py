@@ -26,6 +26,7 @@ from jigsaw.errors import CheckpointError
 
 _LAST = "jigsaw.json"
 _FORMAT = 2
+_LARGEST_LAST = 1 << 30
 _INDEX_OF_FORMAT = {1: TORCH_INDEX_FILE, 2: TENSOR_INDEX_FILE}
 _NAME_OF_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|tensors\.json|jigsaw\.json")
 
@@ -67,15 +68,18 @@ class CheckpointDraft(NamedTuple):
 # -- what is there ----------------------------------------------------------------------------------------------------
 
 
-def read_regular_file(path: Path) -> bytes:
-    """Return the content of a file.
+def read_regular_file(path: Path, largest: int) -> bytes:
+    """Return the content of a file of at most `largest` bytes.
 
-    Raises: `CheckpointError` for anything but a file, such as a pipe, on which a read would wait.
+    Raises: `CheckpointError` for anything but a file, such as a pipe, on which a read would wait, and for a larger one.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path} is not a regular file, so it is not of a checkpoint")
+        if status.st_size > largest:
+            raise CheckpointError(f"{path} has {status.st_size} bytes, and is damaged if it has more than {largest}")
         with open(handle, "rb", closefd=False) as file:
             return file.read()
     finally:
@@ -88,7 +92,7 @@ def checkpoint_contents(folder: Path) -> CheckpointContents:
     Raises: `CheckpointError` where that is damaged or missing.
     """
     try:
-        document = parse_strict_json(read_regular_file(folder / _LAST))
+        document = parse_strict_json(read_regular_file(folder / _LAST, _LARGEST_LAST))
         crc = document.pop("crc32")
         if crc != _crc_of_json(document):
             raise CheckpointError(f"{folder / _LAST} is damaged: its CRC-32 does not match")
@@ -116,7 +120,7 @@ def contents_of_whole(folder: Path) -> CheckpointContents | None:
     try:
         contents = checkpoint_contents(folder)
         whole = all((folder / name).stat().st_size == each.size for name, each in contents.files.items())
-    except (CheckpointError, OSError):
+    except (CheckpointError, OSError, ValueError):  # the last for a name that no file can have
         return None
     return contents if whole else None
 

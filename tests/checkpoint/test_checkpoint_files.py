@@ -19,11 +19,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from jigsaw.checkpoint.checkpoints import latest, load, save
+from jigsaw.checkpoint.whole_weights import save_weights
 from jigsaw.errors import CheckpointError
 from jigsaw.parallel.parallelize import parallelize
 from jigsaw.testing import run_on_ranks, world_mesh
@@ -324,7 +326,12 @@ def _device(path):
     (path / "jigsaw.json").symlink_to("/dev/zero")
 
 
+def _sparse(path):
+    os.truncate(path / "jigsaw.json", 1 << 40)
+
+
 BAD_LAST = {
+    "sparse": (_sparse, "has 1099511627776 bytes, and is damaged if it has more"),
     "deep": (_deep, "is damaged: it does not say what"),
     "deep state": (_deep_state, r"the state of a checkpoint is nested more than 100 deep|is damaged"),
     "fifo": (_fifo, r"jigsaw\.json is not a regular file"),
@@ -362,6 +369,34 @@ def test_whatever_stands_in_the_place_of_jigsaw_json_is_told(tmp_path, kind):
         save(path.with_name("step-8"), model=_model(1.0), keep=1)
         assert sorted(os.listdir(path)) == there
     assert (tmp_path / "mine").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_names_that_no_file_can_have_are_no_whole_checkpoint(tmp_path, name):
+    for step in (6, 7):
+        path = _saved(tmp_path / "run" / f"step-{step}")
+    _renamed_file(path, name)
+    assert latest(path.parent) == path.with_name("step-6")
+    with pytest.raises(CheckpointError, match="has no file"):
+        _loaded(path)
+
+
+class FailingState:
+    def state_dict(self):
+        raise ValueError("no state yet")
+
+
+def _one_rank_fails(path):
+    fails = dist.get_rank() == 1
+    with pytest.raises(CheckpointError, match=r"ValueError\('no state yet'\)"):
+        save(path, model=_model(1.0), holder=FailingState() if fails else Holder({}))
+    for impossible in (lambda: save("a\0b", model=_model(1.0)), lambda: save_weights("a\0b", _model(1.0))):
+        with pytest.raises(CheckpointError, match="embedded null byte"):
+            impossible()
+
+
+def test_whatever_fails_on_one_rank_fails_on_all(tmp_path):
+    run_on_ranks(2, _one_rank_fails, tmp_path / "it")
 
 
 def test_a_state_that_is_nested_too_deeply_is_not_saved(tmp_path):
