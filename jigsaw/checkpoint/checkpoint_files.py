@@ -60,8 +60,8 @@ def fail_together(work: Callable[[], T], of_first: bool = False, what: str = "")
     except CheckpointError as e:
         failure = e
     except Exception as e:  # other ranks wait for this one, whatever it failed with
-        told = str(e) if isinstance(e, OSError) and str(e) else repr(e)
-        failure = CheckpointError(f"{what}: {told}" if what else told)
+        reason = str(e) if isinstance(e, OSError) and str(e) else repr(e)
+        failure = CheckpointError(f"{what}: {reason}" if what else reason)
         failure.__cause__ = e
     outcome = "" if failure is None else str(failure), result if of_first else None
     every = comm.all_gather_in_job(outcome)

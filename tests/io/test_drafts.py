@@ -2,11 +2,14 @@
 
 import hashlib
 import os
+import shutil
 import threading
 
 import numpy as np
 import pytest
 import torch
+import xarray as xr
+import zarr
 from matplotlib.figure import Figure
 from small_disk import no_space
 
@@ -17,7 +20,7 @@ from jigsaw.dryrun.devices import DEVICES
 from jigsaw.errors import StateError, WriteError
 from jigsaw.io.cache_folder import CACHE_COUNT_FILE, CacheFolder
 from jigsaw.io.chunks.files import LocalFiles, ObjectIdentity
-from jigsaw.io.conversion.convert import ConversionJournal, remove_journal
+from jigsaw.io.conversion.convert import ConversionJournal, _ConversionTarget, remove_journal
 from jigsaw.io.formats import hdf5_index
 from jigsaw.io.formats.disk_cache import KeptAnswers
 from jigsaw.io.formats.hdf5_index import Hdf5File
@@ -178,3 +181,57 @@ def test_a_volume_a_device_and_a_picture(tmp_path, mine):
     for name in ("p.png", "q.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "a.nii").is_symlink() and not list(tmp_path.glob(".*"))
+
+
+def _zarr_with(path, stray, zarr_format=3):
+    store = zarr.open_group(path, mode="a", zarr_format=zarr_format)
+    store.create_array("a", shape=(4,), chunks=(2,), dtype="f4")[:] = 1
+    store.create_group("deep").create_array("b", shape=(4, 4), chunks=(2, 2), dtype="f4")[:] = 1
+    if stray is not None:
+        (path / stray).parent.mkdir(parents=True, exist_ok=True)
+        (path / stray).write_bytes(b"mine")
+    return path
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("stray", [None, "thesis.tex", "src/main.py", "a/notes.txt", "deep/0", "a/c/notes"])
+def test_a_store_is_replaced_unless_other_files_are_in_it(tmp_path, stray, zarr_format):
+    path = _zarr_with(tmp_path / "a.zarr", stray, zarr_format)
+    tile = jigsaw.shard(torch.ones(2, 3, 4), world_mesh(depth=1), ("depth", None, None))
+    image = _zarr_with(tmp_path / "a.ome.zarr", stray, zarr_format)
+    writes = [
+        lambda: jigsaw.io.write(path, {"u": tile}, dims=("z", "y", "x"), mode="w"),
+        lambda: jigsaw.io.write_volume(image, tile, affine=np.eye(4), mode="w"),
+    ]
+    for write in writes:
+        if stray is None:
+            write()
+        else:
+            with pytest.raises(WriteError, match=rf"is not replaced, because .*{stray} is no part of a Zarr store"):
+                write()
+    assert stray is None or (path / stray).read_bytes() == (image / stray).read_bytes() == b"mine"
+    assert (path / "u").exists() == (stray is None)
+
+
+def test_a_conversion_goes_on_only_in_its_own_store(tmp_path, monkeypatch):
+    coords = {"time": np.arange(2), "lat": np.arange(3.0), "lon": np.arange(4.0)}
+    source = xr.Dataset({"u": (("time", "lat", "lon"), np.ones((2, 3, 4)))}, coords)
+    target = tmp_path / "a.zarr"
+
+    def stop(*_):
+        raise WriteError("stopped")
+
+    for method in ("make", "finish"):  # stopped before the store was made, and before it was complete
+        with monkeypatch.context() as patched:
+            patched.setattr(_ConversionTarget, method, stop)
+            with pytest.raises(WriteError, match="stopped"):
+                jigsaw.io.convert(source, target, chunks={"time": 1})
+        if target.exists():
+            target.rename(tmp_path / "moved away")
+        _zarr_with(target, None)
+        with pytest.raises(WriteError, match=r"a\.zarr is not what the conversion of a\.zarr\.journal began"):
+            jigsaw.io.convert(source, target, chunks={"time": 1})
+        assert (target / "deep").exists()
+        shutil.rmtree(target)
+    (tmp_path / "moved away").rename(target)
+    assert jigsaw.io.convert(source, target, chunks={"time": 1}).written == 0

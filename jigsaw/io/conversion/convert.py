@@ -215,6 +215,7 @@ def convert(
         _remove_target(path, chosen)
     journal = _open_journal(path, chosen, arrays)
     store = _ConversionTarget(path, chosen, arrays)
+    _check_began_here(path, journal)
     if not journal.is_made:
         store.make()
         journal.made()
@@ -441,6 +442,18 @@ def _open_journal(path: Path, chosen: SelectedSource, arrays: Sequence[ArrayOutl
         path.parent.mkdir(parents=True, exist_ok=True)
     digest = values_digest(np.frombuffer(repr(shapes).encode(), np.uint8))
     return ConversionJournal(beside, f"{chosen.identity()} {digest}")
+
+
+def _check_began_here(path: Path, journal: ConversionJournal) -> None:
+    """Check what lies at the target of a conversion that goes on.  Raises: `WriteError` for another store."""
+    if not is_zarr_group(path):  # then nothing of it is replaced
+        return
+    done = completeness_from_attrs(zarr_store_attrs(path))
+    if done is None or (not journal.is_made and (done.steps or done.closed)):
+        raise WriteError(
+            f"{path} is not what the conversion of {path.name}.journal began; move it away, or start again with "
+            "replace=True (--replace)"
+        )
 
 
 class _ConversionTarget(ZarrSink):

@@ -8,9 +8,11 @@ whole steps only, whenever its writers ended.
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from base64 import standard_b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from struct import pack
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from jigsaw.drafts import draft_of, unforeseen_name
+from jigsaw.drafts import draft_of, path_of_draft, unforeseen_name
 from jigsaw.errors import WriteError, why_not_imported
 from jigsaw.geometry.cut import Box, box_slices
 from jigsaw.io.writing.cf import StoredCoordinate, plain_attribute
@@ -31,6 +33,9 @@ from jigsaw.io.writing.sink import (
 )
 
 _ZARR_CHUNK_STEPS = 1024
+_METADATA_NAMES = ("zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata")
+_CHUNK_NAME = re.compile(r"(c|(c\.)?\d+(\.\d+)*)(\.[0-9a-f]{32}\.partial)?")
+"""Chunk or a folder of chunks: ``c``, ``0``, ``0.1``, ``c.0.1``; also while zarr writes it."""
 
 
 class ZarrSink:
@@ -237,13 +242,35 @@ def _zarr_attributes(attrs: Mapping[str, Any], dtype: DTypeLike) -> dict[str, An
 def remove_zarr_store(path: Path) -> None:
     """Remove an existing store at once, because what is left of it would still say that it is whole.
 
-    Raises: `WriteError` for a symbolic link.
+    Raises: `WriteError` for a symbolic link, and for a folder that has anything else than a store in it.
     """
     if path.is_symlink():
         raise WriteError(f"{path} is a symbolic link, so it is not replaced; remove it yourself")
+    if (stray := next(_foreign_files(path, False), None)) is not None:
+        raise WriteError(f"{path} is not replaced, because {stray} is no part of a Zarr store; move that file away")
     gone = unforeseen_name(path, "replaced")
     path.rename(gone)
     shutil.rmtree(gone)
+
+
+def _foreign_files(folder: Path, is_array: bool) -> Iterator[Path]:
+    """Iterate over files below a group or an array that are neither its metadata nor chunks."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            path = folder / entry.name
+            is_chunk = is_array and _CHUNK_NAME.fullmatch(entry.name) is not None
+            if entry.is_dir(follow_symlinks=False):
+                yield from _foreign_files(path, is_chunk or _is_array(path))
+            elif not is_chunk and entry.name not in _METADATA_NAMES and path_of_draft(path) is None:
+                yield path
+
+
+def _is_array(folder: Path) -> bool:
+    """Say whether a folder is an array of Zarr, not a group or anything else."""
+    try:
+        return (folder / ".zarray").exists() or json.loads((folder / "zarr.json").read_bytes())["node_type"] == "array"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def is_zarr_group(path: Path) -> bool:
