@@ -42,9 +42,8 @@ import jigsaw
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.matmul_grid import candidate_grids, choose_grid
 from jigsaw.geometry.transfers import plan_exchange
-from jigsaw.io.reading.chunk_jobs import NO_OWNER
+from jigsaw.io.reading.chunk_readers import NO_OWNER, owners_of_jobs
 from jigsaw.io.reading.read_plan import ReadPlan
-from jigsaw.io.reading.shared_jobs import owners_of_jobs
 
 STORES = ("globe", "tiles", "hdf5")
 MESHES = {1: (1, 1), 8: (2, 4), 64: (8, 8), 512: (16, 32), 4096: (64, 64)}

@@ -10,40 +10,40 @@ from jigsaw.errors import FieldError, ReadError
 T = TypeVar("T")
 
 
-def checked_names(argument: str, given: Any, example: str = "t2m") -> tuple[str, ...]:
+def checked_names(argument: str, value: Any, example: str = "t2m") -> tuple[str, ...]:
     """Return the strings of a list; a single string is refused, as is a list of anything else."""
-    if isinstance(given, str):
-        raise FieldError(f"{argument}={given!r} is one string; give a list: {argument}=[{given!r}]")
+    if isinstance(value, str):
+        raise FieldError(f"{argument}={value!r} is one string; give a list: {argument}=[{value!r}]")
     try:
-        found: tuple[Any, ...] = tuple(given)
+        names: tuple[Any, ...] = tuple(value)
     except TypeError:
         raise FieldError(
-            f"{argument}={given!r} is no list; give a list of names, like {argument}=[{example!r}]"
+            f"{argument}={value!r} is no list; give a list of names, like {argument}=[{example!r}]"
         ) from None
-    wrong = [name for name in found if not isinstance(name, str)]
+    wrong = [name for name in names if not isinstance(name, str)]
     if wrong:
         raise FieldError(
-            f"{argument}={list(found)!r} has {wrong[0]!r}, which is no string; give names, like {example!r}"
+            f"{argument}={list(names)!r} has {wrong[0]!r}, which is no string; give names, like {example!r}"
         )
-    return found
+    return names
 
 
-def checked_mapping(argument: str, given: Any, example: str, error: type[ReadError]) -> Mapping[str, Any]:
+def checked_mapping(argument: str, value: Any, example: str, error: type[ReadError]) -> Mapping[str, Any]:
     """Return a mapping, empty for None; anything else is an `error`, which shows an `example`."""
-    if given is None:
+    if value is None:
         return {}
-    if not isinstance(given, Mapping):
-        secret = argument == "options" and not isinstance(given, int | float)  # they may be credentials
-        shown = "…" if secret else repr(given)
+    if not isinstance(value, Mapping):
+        secret = argument == "options" and not isinstance(value, int | float)  # they may be credentials
+        shown = "…" if secret else repr(value)
         raise error(f"{argument}={shown} must say it by name: {argument}={example}")
-    return cast(Mapping[str, Any], given)
+    return cast(Mapping[str, Any], value)
 
 
-def checked_choice(argument: str, given: T, known: Sequence[T], error: type[ReadError] = FieldError) -> T:
+def checked_choice(argument: str, choice: T, known: Sequence[T], error: type[ReadError] = FieldError) -> T:
     """Return one of the `known` choices.
 
     Raises: `error` for anything else.
     """
-    if given not in known:
-        raise error(f"{argument}={given!r} must be one of {tuple(known)}")
-    return given
+    if choice not in known:
+        raise error(f"{argument}={choice!r} must be one of {tuple(known)}")
+    return choice

@@ -64,20 +64,20 @@ class CacheFolder:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             self.path.mkdir(mode=0o700)
-        found = os.stat(self.path)
-        if not stat.S_ISDIR(found.st_mode):
+        folder = os.stat(self.path)
+        if not stat.S_ISDIR(folder.st_mode):
             raise NotADirectoryError(f"{self.path} is a file")
         remedy = (
             "choose another folder (JIGSAW_CACHE, or the argument that names it), or, if you trust all who write to "
             "it, share it: JIGSAW_CACHE_SHARED=1, DiskCache(..., shared=True)"
         )
-        if found.st_uid != os.geteuid():
+        if folder.st_uid != os.geteuid():
             raise CacheError(
-                f"the cache {self.path} belongs to {_user_name(found.st_uid)}, who may put anything there; {remedy}"
+                f"the cache {self.path} belongs to {_user_name(folder.st_uid)}, who may put anything there; {remedy}"
             )
-        if found.st_mode & _OTHERS_WRITE:
+        if folder.st_mode & _OTHERS_WRITE:
             raise CacheError(
-                f"other users may write to the cache {self.path} (mode {stat.S_IMODE(found.st_mode):o}), so what is "
+                f"other users may write to the cache {self.path} (mode {stat.S_IMODE(folder.st_mode):o}), so what is "
                 f"there may be theirs; chmod 700 it, {remedy}"
             )
 
@@ -86,8 +86,8 @@ class CacheFolder:
         handle = -1
         try:
             handle = open_unlinked(self.path / name, os.O_RDONLY | os.O_NONBLOCK)
-            found = os.fstat(handle)
-            if stat.S_ISREG(found.st_mode) and (self.shared or found.st_uid == os.geteuid()):
+            state = os.fstat(handle)
+            if stat.S_ISREG(state.st_mode) and (self.shared or state.st_uid == os.geteuid()):
                 return os.fdopen(handle, "rb")
         except OSError:
             return None
@@ -124,9 +124,7 @@ class CacheFolder:
             yield beat
 
     def mark_used(self, name: str) -> None:
-        """Set the time of use to now; the modification time stays, by which a file that changes while it is read is
-        known.
-        """
+        """Set the time of use to now; the modification time stays, because it tells of a file that changes."""
         with suppress(OSError):  # another process needed its room
             place = self.path / name
             os.utime(place, ns=(time.time_ns(), place.stat().st_mtime_ns))
@@ -145,14 +143,14 @@ class CacheFolder:
         if counted is not None and counted + size <= self.limit:
             return counted
         kept = sorted(self._files(), key=lambda each: max(each[1].st_atime_ns, each[1].st_mtime_ns))
-        used = sum(found.st_size for _, found in kept)
+        used = sum(state.st_size for _, state in kept)
         if used + size <= self.limit:
             return used
-        for file, found in kept:
+        for file, state in kept:
             if used + size <= self.limit - self.spare:
                 break
             file.unlink(missing_ok=True)
-            used -= found.st_size
+            used -= state.st_size
         return used
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
@@ -190,11 +188,11 @@ class CacheFolder:
             if now != last:
                 last, since = now, time.monotonic()
             if time.monotonic() - since > patience:
-                told = os.pread(file.fileno(), _HOLDER_BYTES, _HOLDER_OFFSET).rstrip(b"\0").decode("utf-8", "replace")
+                holder = os.pread(file.fileno(), _HOLDER_BYTES, _HOLDER_OFFSET).rstrip(b"\0").decode("utf-8", "replace")
                 raise CacheError(
-                    f"{told or 'somebody who leaves no name'} holds the lock {self.path / name} and has shown no sign "
-                    f"of life for {patience:g} s; end that process, give it longer (JIGSAW_CACHE_TIMEOUT, in seconds), "
-                    "or choose another folder (JIGSAW_CACHE)"
+                    f"{holder or 'somebody who leaves no name'} holds the lock {self.path / name} and has shown no "
+                    f"sign of life for {patience:g} s; end that process, give it longer (JIGSAW_CACHE_TIMEOUT, in "
+                    "seconds), or choose another folder (JIGSAW_CACHE)"
                 )
             time.sleep(pause)
             pause = min(2 * pause, longest)
@@ -221,14 +219,14 @@ def _user_name(number: int) -> str:
 
 
 def _number_of_environment(name: str, usual: float, unit: str) -> float:
-    given = os.environ.get(name)
+    text = os.environ.get(name)
     try:
-        found = usual if given is None else float(given)
-        if not found >= 0 or found == float("inf"):
+        number = usual if text is None else float(text)
+        if not number >= 0 or number == float("inf"):
             raise ValueError
     except ValueError as e:
-        raise UnsupportedStoreError(f"{name}={given!r} must be a number of {unit}") from e
-    return found
+        raise UnsupportedStoreError(f"{name}={text!r} must be a number of {unit}") from e
+    return number
 
 
 def user_cache_folder(chosen: str | os.PathLike[str] | None = None) -> CacheFolder | None:
@@ -253,6 +251,5 @@ def _encode_count(used: int) -> bytes:
 
 
 def _decode_count(kept: bytes) -> int | None:
-    """Return the count that is kept; None when it is damaged."""
     used = int.from_bytes(kept[:8], "little")
     return used if _encode_count(used) == kept else None

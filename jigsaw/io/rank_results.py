@@ -33,10 +33,10 @@ def results_of_ranks(mesh: DeviceMesh | None, step: Callable[[], T], other: type
         if problem is not None:
             raise problem
         return [value]  # pyright: ignore[reportReturnType] # what failed has been raised
-    told = comm.all_gather_object(mesh, (value, None if problem is None else (type(problem), str(problem))))
-    failed = [(rank, *why) for rank, (_, why) in enumerate(told) if why is not None]
+    outcomes = comm.all_gather_object(mesh, (value, None if problem is None else (type(problem), str(problem))))
+    failed = [(rank, *why) for rank, (_, why) in enumerate(outcomes) if why is not None]
     if not failed:
-        return [found for found, _ in told]
+        return [value_of_rank for value_of_rank, _ in outcomes]
     rank, kind, text = failed[0]
     where = "" if len(failed) == mesh.size() else f"rank {rank} of the mesh: "
     raise kind(f"{where}{text}") from problem
@@ -44,5 +44,5 @@ def results_of_ranks(mesh: DeviceMesh | None, step: Callable[[], T], other: type
 
 def result_of_first_rank(mesh: DeviceMesh | None, first: bool, step: Callable[[], T]) -> T:
     """Return on every rank what `step` returns on the `first`; a failure there is raised on all, as a `ReadError`."""
-    found = results_of_ranks(mesh, lambda: step() if first else None, ReadError)
-    return found[0]  # pyright: ignore[reportReturnType] # that of the first rank
+    results = results_of_ranks(mesh, lambda: step() if first else None, ReadError)
+    return results[0]  # pyright: ignore[reportReturnType] # that of the first rank

@@ -19,7 +19,7 @@ from jigsaw.errors import CorruptChunkError, NaNError, PeerError, ReadError, Tru
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading import found_chunks
-from jigsaw.io.reading.chunk_jobs import NO_OWNER
+from jigsaw.io.reading.chunk_readers import NO_OWNER
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.peers import meet_peers
 from jigsaw.io.reading.placing import BoxParcels

@@ -8,10 +8,10 @@ from toy_store import held, layout, request, sample, write
 
 from jigsaw.errors import CorruptChunkError, TruncatedError
 from jigsaw.io.formats.store import open_store
-from jigsaw.io.reading.chunk_boxes import ChunkBox, RowRun
-from jigsaw.io.reading.chunk_jobs import ChunkJob
+from jigsaw.io.reading.chunk_readers import ChunkJob
 from jigsaw.io.reading.chunk_sections import SECTION_BYTES, ChunkSection, sections_in_slot_order
 from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.reading.needed_chunks import ChunkBox, RowRun
 from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.testing import run_on_ranks, world_mesh
 

@@ -16,9 +16,8 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.io.chunks.chunk_grid import ChunkGrid
 from jigsaw.io.chunks.codecs import CodecDecoder
 from jigsaw.io.formats.store import open_store
-from jigsaw.io.reading.chunk_jobs import NO_OWNER
+from jigsaw.io.reading.chunk_readers import NO_OWNER, PLAN_MODES
 from jigsaw.io.reading.needed_chunks import NeededChunks
-from jigsaw.io.reading.read_modes import PLAN_MODES
 from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.io.series.request import DROPPED_DIM, ReadPart, ReadRequest, runs_of_pairs
 

@@ -18,11 +18,18 @@ from jigsaw.io.chunks.files import LocalFiles, merge_ranges
 from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, needed_share
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading import found_chunks
-from jigsaw.io.reading.chunk_jobs import NO_OWNER, ChunkJob, ReadCounts
+from jigsaw.io.reading.chunk_readers import (
+    GOLDEN_SECTION,
+    NO_OWNER,
+    PLAN_MODES,
+    ChunkJob,
+    ReadCounts,
+    _numbers_read_by,
+    order_of_jobs,
+    owners_of_jobs,
+)
 from jigsaw.io.reading.found_chunks import spread_places
-from jigsaw.io.reading.read_modes import PLAN_MODES, read_cost
-from jigsaw.io.reading.read_plan import plan_read
-from jigsaw.io.reading.shared_jobs import GOLDEN_SECTION, _numbers_read_by, order_of_jobs, owners_of_jobs
+from jigsaw.io.reading.read_plan import plan_read, read_cost
 from jigsaw.io.series.request import ReadPart, ReadRequest
 
 MESHES = [{}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}, {"lon": 3, "lat": 2}, {"ens": 2, "lat": 2}]

@@ -19,8 +19,8 @@ from jigsaw.io.chunks.blosc import blosc_frame_of, check_blosc_header
 from jigsaw.io.chunks.files import BadChunkError, merge_ranges
 from jigsaw.io.chunks.portion import join_spans, needed_byte_spans, needed_share
 from jigsaw.io.formats.store import open_store
+from jigsaw.io.reading.chunk_readers import PLAN_MODES
 from jigsaw.io.reading.engine import ReadEngine
-from jigsaw.io.reading.read_modes import PLAN_MODES
 from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.io.series.request import ReadPart, ReadRequest
 from jigsaw.ranks.mesh import mesh_coordinate

@@ -22,9 +22,9 @@ from jigsaw.errors import FetchError, MissingArrayError, MissingChunkError, Unsu
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.chunks.remote_files import RemoteFiles, files_of_url
 from jigsaw.io.formats.zarr_group import open_zarr
+from jigsaw.io.reading.chunk_readers import PLAN_MODES
 from jigsaw.io.reading.engine import ReadEngine
-from jigsaw.io.reading.read_modes import PLAN_MODES, read_cost
-from jigsaw.io.reading.read_plan import plan_read
+from jigsaw.io.reading.read_plan import plan_read, read_cost
 from jigsaw.io.series.request import ReadPart, ReadRequest
 from jigsaw.testing import run_on_ranks, world_mesh
 

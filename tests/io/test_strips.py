@@ -11,10 +11,10 @@ from toy_store import request, write
 from jigsaw.errors import CorruptChunkError, NaNError
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.formats.store import open_store
-from jigsaw.io.reading import strips as strips_module
+from jigsaw.io.reading import chunk_sections as strips_module
+from jigsaw.io.reading.chunk_sections import strips_of_rank
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.read_plan import plan_read
-from jigsaw.io.reading.strips import strips_of_rank
 from jigsaw.io.series.boundary import DimBoundary
 from jigsaw.io.series.request import ReadPart, ReadRequest
 

@@ -22,9 +22,7 @@ MISSING_VALUE_ATTRS = ("_FillValue", "missing_value")
 
 @dataclass(frozen=True)
 class JoinedArrays:
-    """The arrays that one is made of: their names among a store's tables, and as `edges` the rows of `dim` where each
-    begins, then the number of all rows.
-    """
+    """Arrays that one is made of: their `names` in the store, and the row of `dim` where each begins, then all rows."""
 
     dim: int
     names: tuple[str, ...]
@@ -117,9 +115,7 @@ class ArrayTable:
 
     @property
     def scale(self) -> float:
-        """Factor by which stored values are multiplied; an attribute that is not a number is refused, as for
-        `offset`.
-        """
+        """Factor of stored values; an attribute that is not a number is refused, as for `offset`."""
         return self._number("scale_factor", 1.0)
 
     @property
@@ -168,8 +164,8 @@ class ArrayStore:
 
 def dtype_with_declared_sign(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> np.dtype[Any]:
     """Return the dtype of the stored values: by ``_Unsigned`` NetCDF-3 declares signs that its types lack."""
-    said = str(attrs.get("_Unsigned", "")).lower()
-    other = {("i", "true"): "u", ("u", "false"): "i"}.get((dtype.kind, said), dtype.kind)
+    declared = str(attrs.get("_Unsigned", "")).lower()
+    other = {("i", "true"): "u", ("u", "false"): "i"}.get((dtype.kind, declared), dtype.kind)
     return np.dtype(dtype.str.replace(dtype.kind, other))
 
 

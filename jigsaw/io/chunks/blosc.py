@@ -78,7 +78,6 @@ class BloscFrame:
         return np.add.reduceat(each, firsts, axis=1)
 
     def _stored(self, runs: ByteSpans) -> ByteSpans:
-        """Return where the blocks of each run are stored."""
         if self._is_rising:
             return np.stack([self.begin[runs[:, 0]], self.end[runs[:, 1] - 1]], axis=1)
         return np.array([(self.begin[a:b].min(), self.end[a:b].max()) for a, b in runs], np.int64)
@@ -121,9 +120,7 @@ class BloscFrame:
 
 
 def check_blosc_header(raw: bytes, chunk_bytes: int, stored: int | None) -> tuple[int, int]:
-    """Return the block size and the number of blocks that a frame's 16-byte header claims. A header that contradicts
-    itself, or the chunk's decoded or stored size, is refused.
-    """
+    """Return the block size and the number of blocks that a frame's 16-byte header claims; refuse contradictions."""
     if len(raw) < BLOSC_HEADER_BYTES:
         raise ShortChunkError(f"it has {len(raw)} bytes, too few for a Blosc header")
     version, _, flags, typesize, size, block, frame = _HEADER_STRUCT.unpack(raw[:BLOSC_HEADER_BYTES])
@@ -171,9 +168,7 @@ def _block_starts(table: ByteArray, stored: int) -> list[int]:
 
 
 def blosc_frame_of(head: bytes, table: ByteArray) -> BloscFrame:
-    """Return the frame of a checked header and its table of block offsets (empty where blocks are stored as
-    they are).
-    """
+    """Return the frame of a checked header and its table of block offsets (empty for copied blocks)."""
     *_, size, block, stored = _HEADER_STRUCT.unpack(head)
     count = -(-size // block)
     if head[2] & _STORED_AS_IS:

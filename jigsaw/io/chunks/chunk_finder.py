@@ -42,8 +42,8 @@ class LookupCounts(NamedTuple):
 
 def total_lookups(each: Iterable[LookupCounts]) -> LookupCounts:
     """Sum look-ups."""
-    found = tuple(each)
-    return LookupCounts(sum(one.requests for one in found), sum(one.bytes for one in found))
+    counts = tuple(each)
+    return LookupCounts(sum(one.requests for one in counts), sum(one.bytes for one in counts))
 
 
 class LookupTally:
@@ -85,26 +85,24 @@ class BloscBlockTables:
 
     def took(self, index: ChunkIndex) -> LookupCounts:
         """Return the look-ups for the table of a chunk, while it is kept."""
-        found = self._kept.get(index)
-        return LookupCounts() if found is None else found[1]
+        entry = self._kept.get(index)
+        return LookupCounts() if entry is None else entry[1]
 
     def frame(self, index: ChunkIndex, ref: ChunkRef, size: int, files: StoreFiles) -> BloscFrame | None:
-        """Return the Blosc frame of a chunk of `size` decoded bytes, its header and table checked; None when it is
-        missing.
-        """
+        """Return the checked Blosc frame of a chunk of `size` decoded bytes; None when it is missing."""
         with self._lock:
             if index in self._kept:
                 return self._kept[index][0]
         took = LookupTally()  # of this table alone; what a read that fails took is counted too
         try:
-            made = _read_frame(ref, size, files, took)
+            frame = _read_frame(ref, size, files, took)
         finally:
             self._tally.add(took.counted)
         with self._lock:
-            self._kept[index] = made, took.counted
+            self._kept[index] = frame, took.counted
             if len(self._kept) > _TABLES_KEPT:
                 self._kept.popitem(last=False)
-        return made
+        return frame
 
 
 def _read_frame(ref: ChunkRef, size: int, files: StoreFiles, took: LookupTally) -> BloscFrame | None:
@@ -190,9 +188,7 @@ class ChunkFinder:
         return self.naming_chunk(index, lambda: self.checked_ref(index))
 
     def checked_ref(self, index: ChunkIndex) -> ChunkRef | None:
-        """Return the result of `locate`, with errors that do not name the chunk yet: a loader calls it in
-        `naming_chunk`.
-        """
+        """Return the result of `locate`, with errors that lack the chunk's name: for use in `naming_chunk`."""
         ref = self.places.locate(index)
         self._check_size(ref, self.grid.bytes_of(index))
         return ref
@@ -218,8 +214,8 @@ class ChunkFinder:
 
     def stored_bytes(self, index: ChunkIndex) -> int:
         """Return the stored size of a chunk: 0 when it is missing, or when the store does not give it."""
-        found = self.locate(index)
-        return 0 if found is None else found.length or 0
+        ref = self.locate(index)
+        return 0 if ref is None else ref.length or 0
 
     @cached_property
     def is_divisible(self) -> bool:
@@ -246,9 +242,7 @@ class ChunkFinder:
         return None if ref is None or ref.mask else self._portion(index, ref, rects, self._decoder)
 
     def portion_key(self, index: ChunkIndex, ref: ChunkRef | None) -> Hashable:
-        """Return a key: chunks with one key have one portion for the same boxes. None where it depends on the stored
-        bytes.
-        """
+        """Return the key that chunks share which have equal portions; None where stored bytes decide."""
         if self._decoder is None:
             return self.grid.shape_of(index), self.grid.itemsize
         if ref is None or ref.mask or not self._decoder.is_plain:
@@ -268,15 +262,15 @@ class ChunkFinder:
     ) -> ChunkPortion | None:
         gap, shape, order = self.places.files.gap, self.grid.shape_of(index), decoder.order
         if decoder.is_plain:
-            found = portion.plain_portion(portion.needed_byte_spans(rects, shape, order, self.grid.itemsize, gap))
+            part = portion.plain_portion(portion.needed_byte_spans(rects, shape, order, self.grid.itemsize, gap))
         else:
             frame = self.blosc_frame_of(index, ref)
             if frame is None:
                 return None
-            found = frame.part(
+            part = frame.part(
                 portion.blosc_blocks_of_rows(tuple(rects), shape, order, self.grid.itemsize, frame.block), gap
             )
-        return None if found.decoded > portion.MOST_PORTION_SHARE * self.grid.bytes_of(index) else found
+        return None if part.decoded > portion.MOST_PORTION_SHARE * self.grid.bytes_of(index) else part
 
     def blosc_frame(self, index: ChunkIndex, ref: ChunkRef) -> BloscFrame | None:
         """Return the Blosc frame that a chunk is stored as, its table read once; None when it is missing."""

@@ -143,11 +143,11 @@ class ChunkLoader(DecodedChunks):
                 at += raw.size
                 stored.append((ref, raw, room))
                 targets.setdefault(ref.path, []).append((ref.offset, raw))
-        there = {path for path, each in targets.items() if self._finder.places.files.ranges(path, each)}
+        present = {path for path, each in targets.items() if self._finder.places.files.ranges(path, each)}
         for ref, raw, room in stored:
-            if ref.path in there:
+            if ref.path in present:
                 self._decoder.decode(raw, room, ref.mask)
-        return [None if ref is None or ref.path not in there else ref.length or 0 for ref in refs]
+        return [None if ref is None or ref.path not in present else ref.length or 0 for ref in refs]
 
     def stream(self, index: ChunkIndex) -> Callable[[ByteArray], None]:
         """Return a function that fills memory with the next decoded bytes of a chunk that `splits`, at each call."""
@@ -202,7 +202,7 @@ class ChunkLoader(DecodedChunks):
     def _fetch_together(
         self, wanted: Sequence[tuple[ChunkIndex, ChunkPortion | None]], requests: int
     ) -> list[FetchedBytes | None]:
-        found: list[FetchedBytes | None] = []
+        fetched: list[FetchedBytes | None] = []
         targets: list[FillTarget] = []
         path = ""
         for index, part in wanted:
@@ -211,8 +211,8 @@ class ChunkLoader(DecodedChunks):
             raw = fresh_memory(ref.length if part is None else part.stored)
             path = ref.path
             targets += [(ref.offset, raw)] if part is None else _portion_targets(ref, part, raw, None)
-            found.append(FetchedBytes(raw, ref, part, 0 if found else requests))
-        return found if self._finder.places.files.ranges(path, targets) else [None] * len(wanted)
+            fetched.append(FetchedBytes(raw, ref, part, 0 if fetched else requests))
+        return fetched if self._finder.places.files.ranges(path, targets) else [None] * len(wanted)
 
     def decode(self, index: ChunkIndex, fetched: FetchedBytes, out: ByteArray) -> ChunkLoadCounts:
         """Decode what was fetched into `out`."""
@@ -271,8 +271,8 @@ class LibraryLoader(DecodedChunks):
 
     def load(self, index: ChunkIndex, out: ByteArray, part: ChunkPortion | None = None) -> ChunkLoadCounts:
         """Read one chunk, or the rows of a part of it, into `out`, which has the chunk's size: see `ChunkLoader`."""
-        found, box = self._finder.locate(index), self.grid.box_of(index)
-        if found is None or (found.length is None and self._is_absent(found.path)):
+        ref, box = self._finder.locate(index), self.grid.box_of(index)
+        if ref is None or (ref.length is None and self._is_absent(ref.path)):
             return ChunkLoadCounts(None, True)
         rows = part.rows if part else tuple((0, b - a) for a, b in box)
         wanted = tuple((a + low, min(a + high, b)) for (a, b), (low, high) in zip(box, rows, strict=True))
@@ -287,4 +287,4 @@ class LibraryLoader(DecodedChunks):
             raise self._finder.chunk_error(CorruptChunkError, index, why)
         at = tuple(slice(low, low + n) for (low, _), n in zip(rows, values.shape, strict=True))
         self.view(out, index)[at] = values
-        return ChunkLoadCounts(found.length or 0, True, 1, part.decoded if part else self.grid.bytes_of(index))
+        return ChunkLoadCounts(ref.length or 0, True, 1, part.decoded if part else self.grid.bytes_of(index))

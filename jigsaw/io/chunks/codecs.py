@@ -171,17 +171,17 @@ def decoder_of_zarr_v3(dtype: np.dtype[Any], ndim: int, codecs: Sequence[Any]) -
 
 def codec_that_runs_code(codecs: Sequence[Any]) -> str | None:
     """Return the name of the first of zarr's codecs that decodes a chunk by running code in the chunk; else None."""
-    said = [codec.get_config() if hasattr(codec, "get_config") else codec.to_dict() for codec in codecs]
-    return next((name for name in _codec_names(said) if any(each in name.lower() for each in _RUN_CODE)), None)
+    configs = [codec.get_config() if hasattr(codec, "get_config") else codec.to_dict() for codec in codecs]
+    return next((name for name in _codec_names(configs) if any(each in name.lower() for each in _RUN_CODE)), None)
 
 
-def _codec_names(said: Any) -> Iterator[str]:
+def _codec_names(configs: Any) -> Iterator[str]:
     """Yield the names of codecs, and of those inside them, such as a shard's."""
-    if isinstance(said, Mapping):
-        yield from (str(said[key]) for key in ("id", "name") if key in said)
-        said = list(said.values())
-    if isinstance(said, list | tuple):
-        for each in said:
+    if isinstance(configs, Mapping):
+        yield from (str(configs[key]) for key in ("id", "name") if key in configs)
+        configs = list(configs.values())
+    if isinstance(configs, list | tuple):
+        for each in configs:
             yield from _codec_names(each)
 
 

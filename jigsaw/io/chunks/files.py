@@ -46,10 +46,10 @@ class ShortChunkError(BadChunkError):
 def size_and_change(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     """Return what distinguishes a file from its later self: its size and modification time (ns); None if missing."""
     try:
-        found = os.stat(path)
+        state = os.stat(path)
     except OSError:
         return None
-    return found.st_size, found.st_mtime_ns
+    return state.st_size, state.st_mtime_ns
 
 
 class StoreFiles(Protocol):
@@ -106,13 +106,13 @@ def check_object_size(size: int, most: int | None) -> None:
 
 
 def fill_targets(
-    targets: Sequence[FillTarget], parts: Sequence[tuple[int, int]], found: Sequence[ByteArray | None]
+    targets: Sequence[FillTarget], parts: Sequence[tuple[int, int]], contents: Sequence[ByteArray | None]
 ) -> bool:
-    """Fill every target from the parts (start, stop, rising) that were `found`; False when the object was missing."""
+    """Fill targets from the `contents` of parts (start, stop, rising); False when the object was missing."""
     starts = [start for start, _ in parts]
     for offset, memory in targets:
         at = bisect_right(starts, offset) - 1
-        raw = found[at]
+        raw = contents[at]
         if raw is None:
             return False
         memory[:] = raw[offset - starts[at] : offset - starts[at] + memory.size]
@@ -263,9 +263,7 @@ class LocalFiles:
         return file
 
     def _as_before(self, path: str, file: _OpenFile) -> _OpenFile:
-        """Check a file that is opened once more: indices and tables of blocks that were read from it are kept
-        elsewhere.
-        """
+        """Check a file that is opened once more, because indices that were read from it are kept elsewhere."""
         at, stamp = hash(path), hash(file.stamp)
         if self._seen.setdefault(at, stamp) != stamp:
             raise BadChunkError(_FILE_CHANGED)
@@ -286,26 +284,24 @@ _FILE_CHANGED = "the file has changed since it was opened; open the store again"
 
 
 class _OpenFile:
-    """Open file, closed when it is no longer used."""
-
     def __init__(self, path: str, bounds: StoreBounds | None) -> None:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe would wait for a writer
         self._fd = os.open(path, flags) if bounds is None else bounds.opened(path, flags)
-        found = os.fstat(self._fd)
-        if not stat.S_ISREG(found.st_mode):
+        state = os.fstat(self._fd)
+        if not stat.S_ISREG(state.st_mode):
             raise BadChunkError("it is a folder, pipe or device, and a file is expected")
-        self.size, self._changed = found.st_size, found.st_mtime_ns
-        self.stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        self.size, self._changed = state.st_size, state.st_mtime_ns
+        self.stamp = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
 
     def __del__(self) -> None:
         if hasattr(self, "_fd"):
             os.close(self._fd)
 
     def check(self) -> None:
-        found = os.fstat(self._fd)
-        if found.st_size < self.size:
-            raise ShortChunkError(f"the file had {self.size} bytes when it was opened and has {found.st_size} now")
-        if found.st_mtime_ns != self._changed:
+        state = os.fstat(self._fd)
+        if state.st_size < self.size:
+            raise ShortChunkError(f"the file had {self.size} bytes when it was opened and has {state.st_size} now")
+        if state.st_mtime_ns != self._changed:
             raise BadChunkError(_FILE_CHANGED)
 
     def read(self, offset: int, memory: ByteArray) -> None:
@@ -349,10 +345,10 @@ def fresh_memory(size: int) -> NDArray[np.uint8]:
 
 def merge_ranges(parts: Iterable[tuple[int, int]], gap: int = 0) -> list[tuple[int, int]]:
     """Return the intervals in rising order, with those that overlap, touch or lie at most `gap` apart as one."""
-    made: list[ByteRange] = []
+    merged: list[ByteRange] = []
     for start, stop in sorted(parts):
-        if made and start <= made[-1][1] + gap:
-            made[-1] = made[-1][0], max(stop, made[-1][1])
+        if merged and start <= merged[-1][1] + gap:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
         else:
-            made.append((start, stop))
-    return made
+            merged.append((start, stop))
+    return merged

@@ -55,9 +55,7 @@ def bounding_rows(rects: Sequence[ChunkRows]) -> tuple[Interval, ...]:
 def needed_byte_spans(
     rects: Sequence[ChunkRows], shape: Sequence[int], order: Sequence[int], itemsize: int, gap: int
 ) -> ByteSpans:
-    """Return the bytes of a decoded chunk, its dims stored in `order`, that the boxes need; those `gap` apart are
-    joined.
-    """
+    """Return the bytes of a decoded chunk, its dims in `order`, that boxes need; those `gap` apart are joined."""
     sizes = [shape[d] for d in order]
     parts = [_element_spans([rect[d] for d in order], sizes) for rect in rects]
     return join_spans(np.concatenate(parts) * itemsize, gap)
@@ -72,9 +70,7 @@ def blosc_blocks_of_spans(spans: ByteSpans, block: int) -> ByteSpans:
 def blosc_blocks_of_rows(
     rects: tuple[ChunkRows, ...], shape: tuple[int, ...], order: tuple[int, ...], itemsize: int, block: int
 ) -> ByteSpans:
-    """Return the runs of blocks that hold what boxes need of a decoded chunk; most chunks of an array need the same
-    ones.
-    """
+    """Return the runs of blocks that boxes need of a decoded chunk; most chunks of an array need the same."""
     runs = blosc_blocks_of_spans(needed_byte_spans(rects, shape, order, itemsize, 0), block)
     runs.flags.writeable = False
     return runs

@@ -76,11 +76,11 @@ class GuardedHttp:
             return False
         new = _refusing_proxy(os.getpid()).hosts_asked_for(self._port) - self._followed
         for host in sorted(new):
-            found = private_address(host)
-            if found is not None:
+            address = private_address(host)
+            if address is not None:
                 raise FetchError(
-                    f"{called} leads by a redirect to {host}, {found}, which is no address of the public internet; if "
-                    f"you trust the server, open the store with options={{'redirects': [{host!r}]}}"
+                    f"{called} leads by a redirect to {host}, {address}, which is no address of the public internet; "
+                    f"if you trust the server, open the store with options={{'redirects': [{host!r}]}}"
                 )
         self._followed |= new
         return bool(new)
@@ -100,9 +100,7 @@ def private_address(host: str) -> str | None:
 
 
 class _RefusingProxy:
-    """Proxy that listens on this machine alone, at a port for each server, answers every request with 503, and knows
-    which hosts were asked for.
-    """
+    """Proxy of this machine with a port for each server: it answers 503, and knows which hosts were asked for."""
 
     def __init__(self) -> None:
         self._listeners: dict[int, socket.socket] = {}

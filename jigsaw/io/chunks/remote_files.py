@@ -88,19 +88,19 @@ def files_of_url(url: str, options: Mapping[str, Any] | None = None) -> tuple[Re
         absent = f"reading {redacted_text(url)} needs obstore: pip install 'jigsaw-torch[remote]'"
         raise UnsupportedStoreError(why_not_imported(e, absent)) from e
     split = urlsplit(url)
-    given: dict[str, Any] = {k: v for k, v in (options or {}).items() if k not in OWN_OPTIONS}
-    retry = RetryPolicy.of(given.pop("retry_config", None))
-    plain = split.scheme == "http" or str(given.get("endpoint", "")).startswith("http://")
-    given["client_options"] = {**_CLIENT_OPTIONS, "allow_http": plain, **given.get("client_options", {})}
-    given["retry_config"] = {"max_retries": 0}  # each failure is seen, counted and tried again here
-    root, redirects, guard = f"{split.scheme}://{split.netloc}", given.pop("redirects", ()), None
+    settings: dict[str, Any] = {k: v for k, v in (options or {}).items() if k not in OWN_OPTIONS}
+    retry = RetryPolicy.of(settings.pop("retry_config", None))
+    plain = split.scheme == "http" or str(settings.get("endpoint", "")).startswith("http://")
+    settings["client_options"] = {**_CLIENT_OPTIONS, "allow_http": plain, **settings.get("client_options", {})}
+    settings["retry_config"] = {"max_retries": 0}  # each failure is seen, counted and tried again here
+    root, redirects, guard = f"{split.scheme}://{split.netloc}", settings.pop("redirects", ()), None
     try:
         if split.scheme in ("http", "https"):
             query = f"?{split.query}" if split.query else ""
-            guard = GuardedHttp(root + query, given, redirects)
+            guard = GuardedHttp(root + query, settings, redirects)
             store: Any = guard.open_store()
         else:
-            store = stores.from_url(root, **given)
+            store = stores.from_url(root, **settings)
     except (BaseError, TypeError, ValueError) as e:
         raise UnsupportedStoreError(
             f"{redacted_text(url)} cannot be opened with options {sorted(options or {})}: "
@@ -190,9 +190,7 @@ class RemoteFiles:
         return self._tried(path, lambda: int(obstore.head(self.store, path)["size"]))
 
     def identity(self, path: str) -> ObjectIdentity | None:
-        """Return its URL, the server, and its stamp when a part of it was read; None for a store in memory.
-        No request.
-        """
+        """Return its URL, server and the stamp of a part that was read; None for a store in memory. No request."""
         if type(self.store).__name__ == "MemoryStore":
             return None
         with self._lock:
@@ -203,15 +201,13 @@ class RemoteFiles:
     def _place(self) -> str:
         """The store as obstore has it: buckets of one name may lie on several servers, or in several accounts."""
         config: Mapping[str, Any] = getattr(self.store, "config", {})
-        given = [config.get(key) for key in ("endpoint", "account_name")]
+        settings = [config.get(key) for key in ("endpoint", "account_name")]
         around = sorted(item for item in os.environ.items() if _ENDPOINT_VARIABLES.fullmatch(item[0]))
         url, prefix = getattr(self.store, "url", None), getattr(self.store, "prefix", None)
-        return repr((type(self.store).__name__, self.name, url, prefix and str(prefix), given, around))
+        return repr((type(self.store).__name__, self.name, url, prefix and str(prefix), settings, around))
 
     def stamp(self, path: str) -> tuple[int, str] | None:
-        """Return the size of an object and what distinguishes it from a later one; None when it is missing. One
-        request.
-        """
+        """Return the size of an object and its version; None when it is missing. One request."""
         import obstore
 
         meta = self._tried(path, lambda: obstore.head(self.store, path))
@@ -227,15 +223,15 @@ class RemoteFiles:
     def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
         """Fill the targets; those that lie at most `gap` bytes apart are one request."""
         parts = merge_ranges(((offset, offset + memory.size) for offset, memory in targets), self.gap)
-        found = [self._part(path, parts[0])] if len(parts) == 1 else self._at_once(path, parts)
-        return fill_targets(targets, parts, found)
+        contents = [self._part(path, parts[0])] if len(parts) == 1 else self._at_once(path, parts)
+        return fill_targets(targets, parts, contents)
 
     def edge(self, path: str, length: int, at_end: bool) -> tuple[ByteArray, int] | None:
         """Return the first or last bytes of an object, at most `length`, and its size; None when it is missing."""
         asked: Any = {"suffix": length} if at_end else (0, length)
-        found = self._tried(path, lambda: self._get(path, asked, length), at_end)
-        if found is not _NO_SUFFIX:
-            return found
+        answer = self._tried(path, lambda: self._get(path, asked, length), at_end)
+        if answer is not _NO_SUFFIX:
+            return answer
         size = self.size(path)  # Azure lacks ranges from the end
         raw = None if size is None else self._part(path, (max(size - length, 0), size))
         return None if raw is None or size is None else (raw, size)
@@ -244,8 +240,8 @@ class RemoteFiles:
         """Return the names right below a prefix."""
         import obstore
 
-        found: Any = self._tried(prefix, lambda: obstore.list_with_delimiter(self.store, prefix=prefix))
-        below = [*found["common_prefixes"], *(each["path"] for each in found["objects"])] if found else []
+        listing: Any = self._tried(prefix, lambda: obstore.list_with_delimiter(self.store, prefix=prefix))
+        below = [*listing["common_prefixes"], *(each["path"] for each in listing["objects"])] if listing else []
         return [path.rpartition("/")[2] for path in below]
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -259,10 +255,10 @@ class RemoteFiles:
     def _part(self, path: str, part: ByteRange) -> ByteArray | None:
         if part[0] == part[1]:
             return np.empty(0, np.uint8)
-        found = self._tried(path, lambda: self._get(path, part, part[1] - part[0]))
-        if found is None:
+        answer = self._tried(path, lambda: self._get(path, part, part[1] - part[0]))
+        if answer is None:
             return None
-        raw, size = found
+        raw, size = answer
         if raw.size < part[1] - part[0]:
             raise ShortChunkError(f"it should have {part[1] - part[0]} bytes at {part[0]} and the object has {size}")
         return raw
@@ -372,9 +368,9 @@ def _status_and_answer(error: Exception) -> tuple[str, str]:
     The body of an answer is left out except for S3's error code, because it may repeat the credentials of the request.
     """
     text = str(error)
-    if found := _STATUS_PATTERN.search(text):
+    if match := _STATUS_PATTERN.search(text):
         code = _ERROR_CODE_PATTERN.search(text)
-        return found[1], f"{found[1]} {found[2].strip()}" + (f" ({code[1]})" if code else "")
+        return match[1], f"{match[1]} {match[2].strip()}" + (f" ({code[1]})" if code else "")
     if isinstance(error, _CutShortError):
         return "", f"a body that ended after {error}"
     if _TIMED_OUT_PATTERN.search(text):

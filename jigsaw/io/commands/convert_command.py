@@ -55,12 +55,12 @@ def _run_conversion(args: argparse.Namespace) -> Converted:
         return convert(source, args.target, **asked, client=client, progress=progress)
 
 
-def conversion_report(made: Converted) -> str:
+def conversion_report(conversion: Converted) -> str:
     """Return a line for each array: its chunks, shards and size."""
-    lines = [f"{made.path}: {made.written} regions written and read back, {made.kept} were there"]
-    if made.filled:
-        lines.append(f"  {made.filled} chunks that the source lacks were read as fill values")
-    for array in made.arrays:
+    lines = [f"{conversion.path}: {conversion.written} regions written and read back, {conversion.kept} were there"]
+    if conversion.filled:
+        lines.append(f"  {conversion.filled} chunks that the source lacks were read as fill values")
+    for array in conversion.arrays:
         shape = ", ".join(f"{d} {n}" for d, n in zip(array.dims, array.shape, strict=True))
         nbytes = bytes_text(prod(array.shape) * np.dtype(array.dtype).itemsize)
         shards = f" in shards of {array.shards}" if array.shards else ""
@@ -69,12 +69,12 @@ def conversion_report(made: Converted) -> str:
 
 
 def _verify_target(target: str) -> int:
-    found = verify(target)
-    wrong = [name for name, same in found.items() if not same]
+    faults = verify(target)
+    wrong = [name for name, same in faults.items() if not same]
     if wrong:
         print(f"WriteError: {target} is damaged: {', '.join(wrong)} have other values than the source", file=sys.stderr)
         return 1
-    print(f"verified: {len(found)} arrays have the digests of their source")
+    print(f"verified: {len(faults)} arrays have the digests of their source")
     return 0
 
 

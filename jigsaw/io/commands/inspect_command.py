@@ -33,15 +33,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what there is; 1 with the reason when it cannot be read."""
     reach = {"outside": args.outside}
-    found = summarize_store(args.store, args.fields, args.dims, reach)
-    print(json.dumps(found.as_dict(), indent=1, default=str) if args.json else inspection_report(found))
+    summary = summarize_store(args.store, args.fields, args.dims, reach)
+    print(json.dumps(summary.as_dict(), indent=1, default=str) if args.json else inspection_report(summary))
     if args.plot:
         drawn = draw_field_map(open_store(args.store, reach), args.plot, args.fields, args.step, args.select, args.dims)
         print(f"\n{drawn}, drawn to {args.plot}", file=sys.stderr if args.json else sys.stdout)
     return 0
 
 
-def inspection_report(found: StoreSummary) -> str:
+def inspection_report(summary: StoreSummary) -> str:
     """Return the summary as text: the store, its grids, times and variables, how they are stored, attributes."""
     parts: tuple[Callable[[StoreSummary], Iterable[str]], ...] = (
         _summary_lines,
@@ -52,29 +52,29 @@ def inspection_report(found: StoreSummary) -> str:
         _level_lines,
         _other_lines,
     )
-    return "\n\n".join("\n".join(lines) for lines in (part(found) for part in parts) if lines)
+    return "\n\n".join("\n".join(lines) for lines in (part(summary) for part in parts) if lines)
 
 
-def _summary_lines(found: StoreSummary) -> list[str]:
-    whole = sum(v.decoded_bytes for v in found.variables)
-    stored = [v.stored_bytes for v in found.variables]
+def _summary_lines(summary: StoreSummary) -> list[str]:
+    whole = sum(v.decoded_bytes for v in summary.variables)
+    stored = [v.stored_bytes for v in summary.variables]
     known = [n for n in stored if n is not None]
     held = f", about {bytes_text(sum(known))} stored" if known and len(known) == len(stored) else ""
-    lines = [found.url, f"{found.format}: {len(found.variables)} variables, {bytes_text(whole)} decoded{held}"]
-    lines += [found.complete] if found.complete else []
-    lines += [f"note: {note}" for note in found.notes]
-    for i, grid in enumerate(found.grids):
-        label = f"grid {i}" if len(found.grids) > 1 else "grid"
-        told = ", ".join(part for part in (grid.extent, grid.order) if part)
-        lines.append(f"{label}: {' x '.join(map(_axis_text, grid.axes))}; {told}")
-    for i, times in enumerate(found.times):
-        lines += _time_lines(f"time {i}" if len(found.times) > 1 else "time", times)
+    lines = [summary.url, f"{summary.format}: {len(summary.variables)} variables, {bytes_text(whole)} decoded{held}"]
+    lines += [summary.complete] if summary.complete else []
+    lines += [f"note: {note}" for note in summary.notes]
+    for i, grid in enumerate(summary.grids):
+        label = f"grid {i}" if len(summary.grids) > 1 else "grid"
+        facts = ", ".join(part for part in (grid.extent, grid.order) if part)
+        lines.append(f"{label}: {' x '.join(map(_axis_text, grid.axes))}; {facts}")
+    for i, times in enumerate(summary.times):
+        lines += _time_lines(f"time {i}" if len(summary.times) > 1 else "time", times)
     return lines
 
 
-def _volume_lines(found: StoreSummary) -> Iterator[str]:
-    for v in found.volumes:
-        count, dtype = " x ".join(map(str, v.shape)), next(a.dtype for a in found.variables if a.name == v.name)
+def _volume_lines(summary: StoreSummary) -> Iterator[str]:
+    for v in summary.volumes:
+        count, dtype = " x ".join(map(str, v.shape)), next(a.dtype for a in summary.variables if a.name == v.name)
         sizes = " x ".join(f"{step:g}" for step in v.spacing)
         ends = ", ".join(f"{d} to the {_WORLD_WORDS[code]}" for d, code in zip("xyz", v.orientation, strict=False))
         yield f"{v.name}: {count} voxels (x, y, z) of {dtype}, {sizes} {v.units or 'units of the file'} apart"
@@ -101,22 +101,22 @@ def _short_stamp(text: str) -> str:
     return text.removesuffix(".000000").removesuffix(":00")
 
 
-def _variable_table(found: StoreSummary) -> list[str]:
-    if not found.variables:
+def _variable_table(summary: StoreSummary) -> list[str]:
+    if not summary.variables:
         return []
     lines = [["variable", "", "dims", "units", "what"]]
-    for v in found.variables:
+    for v in summary.variables:
         short = v.short_name if v.short_name != v.name else ""
         dims = ", ".join(f"{role} {n}" for role, n in v.dims.items())
         lines.append([v.name, short, dims, v.units, _shorten_text(v.long_name)])
     return align_columns(lines, left=True)
 
 
-def _storage_table(found: StoreSummary) -> list[str]:
-    if not found.variables:
+def _storage_table(summary: StoreSummary) -> list[str]:
+    if not summary.variables:
         return []
     lines = [["stored", "dtype", "chunks", "shards", "codec", "a chunk", "decoded", "stored about"]]
-    for v in found.variables:
+    for v in summary.variables:
         shards = _shape_text(v.shards) if v.shards else "-"
         count = max(v.chunk_count, 1)
         chunks = f"{count} of {_shape_text(v.chunks)}"
@@ -130,20 +130,20 @@ def _shape_text(sizes: tuple[int, ...]) -> str:
     return "x".join(map(str, sizes)) or "1"
 
 
-def _packing_lines(found: StoreSummary) -> list[str]:
+def _packing_lines(summary: StoreSummary) -> list[str]:
     """Say how stored values are decoded, where they are not values as they are."""
     lines: list[str] = []
-    for v in found.variables:
+    for v in summary.variables:
         packed = f"value = stored * {v.scale:g} + {v.offset:g}" if (v.scale, v.offset) != (1.0, 0.0) else ""
         missing = f"missing where stored is {', '.join(f'{m:g}' for m in v.missing)}" if v.missing else ""
-        told = "; ".join(part for part in (packed, missing) if part)
-        lines += [f"{v.name}: {told}"] if told else []
+        facts = "; ".join(part for part in (packed, missing) if part)
+        lines += [f"{v.name}: {facts}"] if facts else []
     return lines
 
 
-def _level_lines(found: StoreSummary) -> list[str]:
+def _level_lines(summary: StoreSummary) -> list[str]:
     by_levels: dict[tuple[tuple[float, ...] | tuple[str, ...], str], list[str]] = {}
-    for v in found.variables:
+    for v in summary.variables:
         if v.levels:
             by_levels.setdefault((v.levels, v.level_units), []).append(v.name)
     return [
@@ -153,9 +153,11 @@ def _level_lines(found: StoreSummary) -> list[str]:
     ]
 
 
-def _other_lines(found: StoreSummary) -> list[str]:
-    lines = [f"also: {', '.join(f'{name} {shape}' for name, shape in found.others.items())}"] if found.others else []
-    attrs = {k: v for k, v in found.attrs.items() if not (found.volumes and k in _PLACE_ATTRIBUTES)}
+def _other_lines(summary: StoreSummary) -> list[str]:
+    lines = (
+        [f"also: {', '.join(f'{name} {shape}' for name, shape in summary.others.items())}"] if summary.others else []
+    )
+    attrs = {k: v for k, v in summary.attrs.items() if not (summary.volumes and k in _PLACE_ATTRIBUTES)}
     shown = list(attrs.items())[:_ATTRIBUTES_SHOWN]
     lines += [f"{key}: {_shorten_text(str(value))}" for key, value in shown]
     more = len(attrs) - len(shown)

@@ -42,14 +42,14 @@ def parse_names(text: str) -> list[str]:
 
 def parse_pairs(text: str) -> dict[str, str]:
     """Parse ``lat=a,lon=b``."""
-    found = [entry.partition("=") for entry in parse_names(text)]
-    if any(not (key and sign and value) for key, sign, value in found):
+    pairs = [entry.partition("=") for entry in parse_names(text)]
+    if any(not (key and sign and value) for key, sign, value in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list like lat=2,lon=2")
-    named = [key for key, _, _ in found]
+    named = [key for key, _, _ in pairs]
     twice = sorted({key for key in named if named.count(key) > 1})
     if twice:
         raise argparse.ArgumentTypeError(f"{text!r} names {twice[0]} twice")
-    return {key: value for key, _, value in found}
+    return {key: value for key, _, value in pairs}
 
 
 def parse_integers(text: str) -> dict[str, int]:
@@ -67,14 +67,14 @@ def parse_halo(text: str) -> int | dict[str, int]:
 
 def parse_boundary(text: str) -> dict[str, Any]:
     """Parse ``lon=periodic,lat=fill:0``: the rule beyond the ends of each dim."""
-    found: dict[str, Any] = {}
+    rules: dict[str, Any] = {}
     for dim, rule in parse_pairs(text).items():
         name, colon, value = rule.partition(":")
         try:
-            found[dim] = (name, float(value)) if colon else name
+            rules[dim] = (name, float(value)) if colon else name
         except ValueError:
             raise argparse.ArgumentTypeError(f"{dim}={rule} is no rule like lat=fill:0 with a number") from None
-    return found
+    return rules
 
 
 def parse_spec(text: str) -> dict[str, Any]:
@@ -92,10 +92,10 @@ def parse_offsets(text: str) -> list[int]:
 
 def parse_samples(text: str) -> list[int]:
     """Parse ``0,1``, at least one."""
-    found = parse_offsets(text)
-    if not found:
+    samples = parse_offsets(text)
+    if not samples:
         raise argparse.ArgumentTypeError("names no sample; give at least one, like 0")
-    return found
+    return samples
 
 
 def parse_count(text: str) -> int:
@@ -110,9 +110,9 @@ def parse_time_span(text: str) -> tuple[Any, Any]:
     first, dots, last = text.partition("..")
     if not dots:
         raise argparse.ArgumentTypeError(f"{text!r} is no span like 1979..2015, 2020-01-01..2020-06-30 or 0..100")
-    given = [end for end in (first, last) if end]
+    ends = [end for end in (first, last) if end]
     # four digits are a year, unless the other end is a step
-    steps = all(end.isdecimal() for end in given) and any(len(end) != 4 for end in given)
+    steps = all(end.isdecimal() for end in ends) and any(len(end) != 4 for end in ends)
     start, stop = ((int(end) if steps else end) if end else None for end in (first, last))
     return start, stop
 

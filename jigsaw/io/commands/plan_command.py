@@ -11,7 +11,7 @@ from jigsaw.io.commands import parse_options as options
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.opening import open
 from jigsaw.io.formats.store import open_store
-from jigsaw.io.reading.read_modes import PLAN_MODES
+from jigsaw.io.reading.chunk_readers import PLAN_MODES
 from jigsaw.io.reading.read_plan import ReadPlan
 from jigsaw.io.reports.pictures import draw_plan
 from jigsaw.io.reports.plan_report import advice_report, plan_report
@@ -56,21 +56,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _advice_lines(args: argparse.Namespace, dataset: Dataset, plan: ReadPlan) -> list[str]:
-    """Recommend cheaper ways to read: in short where these are found quickly, as tables where asked for."""
     if args.recommend is None and not is_cheap_recommendation(dataset, plan):
         return ["recommended: there are many chunks to weigh; --recommend does"]
     if args.recommend is not None and args.recommend < 0:
         raise ShardingError(f"--recommend {args.recommend} must be a number of ranks")
-    found = recommend(dataset, ranks=args.recommend or None, sample=args.samples[0])
-    return [advice_report(dataset, found, tables=args.recommend is not None)]
+    advice = recommend(dataset, ranks=args.recommend or None, sample=args.samples[0])
+    return [advice_report(dataset, advice, tables=args.recommend is not None)]
 
 
 def _open_for_plan(args: argparse.Namespace) -> Dataset:
     store = open_store(args.store, {"outside": args.outside})
 
     def attempt(boundary: dict[str, Any], targets: Sequence[int]) -> Dataset:
-        how = ("mesh", "fields", "spec", "halo", "inputs", "select", "missing", "mode")
-        return open(store, boundary=boundary, targets=targets, **{name: getattr(args, name) for name in how})
+        names = ("mesh", "fields", "spec", "halo", "inputs", "select", "missing", "mode")
+        return open(store, boundary=boundary, targets=targets, **{name: getattr(args, name) for name in names})
 
     clipped = attempt(args.boundary or {}, args.targets or [])
     if args.targets is None and len(clipped.times) > 1:

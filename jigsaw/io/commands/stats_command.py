@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     scheduler = args.scheduler if args.dask is None else "local"
     with options.scheduler_client(scheduler, args.dask) as client:
         dataset = _open_for_statistics(args, client is not None)
-        found = statistics(
+        stats = statistics(
             dataset,
             weights=args.weights,
             block=args.block,
@@ -53,21 +53,21 @@ def run(args: argparse.Namespace) -> int:
             client=client,
         )
     if client is not None or not any(mesh_coordinate(dataset.device_mesh())):
-        found.write(args.output)
+        stats.write(args.output)
         Path(checkpoint).unlink(missing_ok=True)
-        print(statistics_report(found) + f"\n\nwritten to {args.output}")
+        print(statistics_report(stats) + f"\n\nwritten to {args.output}")
     return 0
 
 
-def statistics_report(found: Statistics) -> str:
+def statistics_report(stats: Statistics) -> str:
     """Return a table with a line for each channel."""
-    width = max(map(len, ("channel", *found.fields)))
+    width = max(map(len, ("channel", *stats.fields)))
     shown = ("mean", "std", "min", "max", "diff_std", "missing")
     lines = [f"{'channel':<{width}} " + " ".join(f"{name:>12}" for name in shown)]
-    for name in found.fields:
-        numbers = found[name]
+    for name in stats.fields:
+        numbers = stats[name]
         lines.append(f"{name:<{width}} " + " ".join(f"{numbers[s]:>12.6g}" for s in shown))
-    of = found.attrs
+    of = stats.attrs
     return f"{of['steps']} steps of {of['store']}, {of['first']} to {of['last']}\n" + "\n".join(lines)
 
 

@@ -29,7 +29,7 @@ from jigsaw.io.chunks.files import size_and_change
 from jigsaw.io.datasets.opening import open
 from jigsaw.io.formats.array_source import open_xarray
 from jigsaw.io.formats.store import open_store
-from jigsaw.io.reading.same_store import StoreIdentity, look_at_store
+from jigsaw.io.reading.engine import StoreIdentity, look_at_store
 from jigsaw.io.reports.recommend import best_chunks, chunk_shape_of, shard_shape_of
 from jigsaw.io.series.fields import FieldChannel, channels_of_fields
 from jigsaw.io.series.request import MISSING_RULES

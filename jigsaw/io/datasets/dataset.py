@@ -20,9 +20,8 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.datasets.samples import MeshSamples, TileIfAny, TileRecord, numpy_dtype_name
 from jigsaw.io.formats.store import StoreSource
-from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.reading.engine import ReadEngine, StoreIdentity, look_at_store
 from jigsaw.io.reading.read_plan import ReadPlan, plan_read
-from jigsaw.io.reading.same_store import StoreIdentity, look_at_store
 from jigsaw.io.series import store_survey as survey
 from jigsaw.io.series.boundary import fill_beyond_ends, shown_rows
 from jigsaw.io.series.choices import DimChoices
@@ -168,15 +167,13 @@ class Dataset(MeshSamples):
         return look_at_store(self.store.url, self._compared_tables, (places, self.times.tolist(), self.fields))
 
     def _compared_tables(self) -> list[ArrayTable]:
-        """Return the arrays that are read; of one that is joined from many files, the first, middle and last
-        of these.
-        """
-        found: list[ArrayTable] = []
+        """Return the arrays that are read; of one that is joined from files, the first, middle and last."""
+        tables: list[ArrayTable] = []
         for table in (v.table for v in self.variables):
             names = table.members.names if table.members else ()
             some = dict.fromkeys((names[0], names[len(names) // 2], names[-1]) if names else ())
-            found += [self.store.arrays[name] for name in some] or [table]
-        return found
+            tables += [self.store.arrays[name] for name in some] or [table]
+        return tables
 
     # -- shapes -------------------------------------------------------------------------------------------------------
 
@@ -285,10 +282,10 @@ class Dataset(MeshSamples):
             missing=self.missing,
             vectors=self.vectors,
         )
-        given, target = (
+        input_at, target_at = (
             np.array([place[key] for key in w.ravel().tolist()], dtype=np.int64).reshape(w.shape) for w in wanted
         )
-        return SampleReading(request, keys, known, tuple(steps), self._block_times(keys), given, target)
+        return SampleReading(request, keys, known, tuple(steps), self._block_times(keys), input_at, target_at)
 
     def _wanted(self, samples: Sequence[int]) -> list[NDArray[np.int64]]:
         """Return the keys [B, T] of these samples' input steps, and of their target steps."""
@@ -301,15 +298,11 @@ class Dataset(MeshSamples):
         return [first + np.array(steps, dtype=np.int64) for steps in (self.inputs, self.targets)]
 
     def keys(self, samples: Sequence[int]) -> tuple[int, ...]:
-        """Return the steps that these samples need, each once, as numbers that distinguish steps of different
-        choices.
-        """
+        """Return the steps that these samples need, each once, as numbers that differ by step and choice."""
         return tuple(dict.fromkeys(key for wanted in self._wanted(samples) for key in wanted.ravel().tolist()))
 
     def new_steps(self, cache_bytes: int) -> HeldSteps:
-        """Return a memory for steps that samples share, of at most so many bytes a rank; 0 keeps only the
-        next read's.
-        """
+        """Return a memory for shared steps, of so many bytes a rank; 0 keeps only those of the next read."""
         layout = self.frame.layout((1, len(self.channels)), (None, None))
         # of the rank that holds most: all keep equally many steps, and so read the same ones again
         item = np.dtype(numpy_dtype_name(self.dtype)).itemsize
@@ -330,8 +323,8 @@ class Dataset(MeshSamples):
         chosen, steps = np.divmod(np.array(keys, dtype=np.int64), len(self.stored_steps))
         if not self.origins:
             return self.times[steps]
-        found = [self._valid(self.times[s : s + 1], self._choice(int(c))) for c, s in zip(chosen, steps, strict=True)]
-        return np.concatenate(found)
+        times = [self._valid(self.times[s : s + 1], self._choice(int(c))) for c, s in zip(chosen, steps, strict=True)]
+        return np.concatenate(times)
 
     def plan(self, sample: int | Sequence[int] = 0) -> ReadPlan:
         """Return the read plan of one or several samples read together: bytes, chunks, who decodes what, amplification.
@@ -364,9 +357,9 @@ class Dataset(MeshSamples):
         mesh = self.device_mesh()
         index = self._index(sample)
         reading = self.reading([index])
-        given, target, forced = self.unpack(self.read(self._engine, reading), reading)
+        input_part, target, forced = self.unpack(self.read(self._engine, reading), reading)
         return Sample(
-            Tile(given[0].to(mesh.device_type), self.layout, mesh),
+            Tile(input_part[0].to(mesh.device_type), self.layout, mesh),
             Tile(target[0].to(mesh.device_type), self.target_layout, mesh) if self.targets else None,
             index,
             self.input_times(index),
@@ -419,10 +412,10 @@ class Dataset(MeshSamples):
         steps = torch.from_numpy(block)
         inner = self.frame.inner(mesh_coordinate(self.device_mesh()))
         computed = tuple(range(len(self.channels), block.shape[1]))
-        given = _take_channels(_take_steps(steps, reading.input_at), (*self.input_channels, *computed))
+        before = _take_channels(_take_steps(steps, reading.input_at), (*self.input_channels, *computed))
         after = _take_steps(steps, reading.target_at)
         target, forced = _take_channels(after, self.target_channels)[(..., *inner)], _take_channels(after, computed)
-        return given.to(self.dtype), target.to(self.dtype), forced.to(self.dtype)
+        return before.to(self.dtype), target.to(self.dtype), forced.to(self.dtype)
 
 
 def _take_channels(x: Tensor, picked: tuple[int, ...]) -> Tensor:
@@ -464,19 +457,17 @@ class HeldSteps:
         return frozenset(key for key in keys if key in self._known)
 
     def foreseen(self, keys: Iterable[int], wanted: Collection[int]) -> HeldSteps:
-        """Return the memory, without values, as it will be once these steps have been read and those `wanted`
-        are kept.
-        """
+        """Return the memory, without values, as it will be after this read, with those `wanted` kept."""
         nothing = np.empty(0)
         # The same order of use that `write` and `keep` will leave: what is not used, what is used again, what is new.
         # Of steps 1 to 4 in memory and 3 to 6 read, with room for 5: 1 2 | 3 4 | 5 6, of which 1 goes.
-        made = HeldSteps(self._capacity, self.fixed)
+        memory = HeldSteps(self._capacity, self.fixed)
         again = [key for key in keys if key in self._known]
         unused = [key for key in self._known if key not in again]
-        made._known = OrderedDict.fromkeys([*unused, *again, *keys], nothing)
-        made._drop(wanted)
-        made._fixed_values = nothing if self.fixed else None
-        return made
+        memory._known = OrderedDict.fromkeys([*unused, *again, *keys], nothing)
+        memory._drop(wanted)
+        memory._fixed_values = nothing if self.fixed else None
+        return memory
 
     def write(self, block: AnyArray, keys: Sequence[int], known: Collection[int]) -> None:
         r"""Put the known steps, and the channels without time, where they belong in a block [steps, C, \*held]."""

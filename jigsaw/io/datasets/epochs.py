@@ -25,7 +25,7 @@ from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.layout import MeshCoordinate
 from jigsaw.io.datasets.sample_order import LoaderState, SampleOrder
 from jigsaw.io.datasets.samples import MeshSamples
-from jigsaw.io.reading.chunk_jobs import ReadCounts
+from jigsaw.io.reading.chunk_readers import ReadCounts
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.peers import HomeProcess
 from jigsaw.io.series.times import is_whole_number
@@ -62,12 +62,12 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
     _opener: str
     """Class of the loader's datasets, and the function that makes them."""
 
-    def __new__(cls, *_: Any, **given: Any) -> Self:
-        if "num_workers" in given:
+    def __new__(cls, *_: Any, **arguments: Any) -> Self:
+        if "num_workers" in arguments:
             raise FieldError(
-                f"num_workers={given['num_workers']!r} is an argument of torch's DataLoader; jigsaw.io.{cls.__name__} "
-                "reads in threads, not processes: write threads= for how many decode (by default this machine's "
-                "cores, shared among its ranks), and prefetch_bytes= for how far it reads ahead"
+                f"num_workers={arguments['num_workers']!r} is an argument of torch's DataLoader; "
+                f"jigsaw.io.{cls.__name__} reads in threads, not processes: write threads= for how many decode (by "
+                "default this machine's cores, shared among its ranks), and prefetch_bytes= for how far it reads ahead"
             )
         return super().__new__(cls)
 
@@ -201,9 +201,7 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
         return self._waited_s + (self._current.waited_s if self._current else 0.0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the seed, the epoch, and the next sample in its order that was not handed out: the same on
-        every rank.
-        """
+        """Return the seed, the epoch, and the next sample that was not handed out: the same on every rank."""
         return self._state.as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

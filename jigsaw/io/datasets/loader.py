@@ -146,14 +146,14 @@ class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
 
     def _read(self, turn: BatchTurn) -> _LocalBatch:
         dataset = self._of(turn.at.epoch)
-        mine = self._mine(turn.samples)
+        own_samples = self._mine(turn.samples)
         # Fewer samples than ranks along `data`: of the last 3 on data=4, lat=2 the two ranks of the fourth place read
         # nothing. They share their reads with each other alone, so no other rank waits for them.
-        if not mine:
+        if not own_samples:
             shapes = [layout.local_shape(self._coordinate) for layout in _batch_layouts(dataset, turn.samples)]
             empty = [torch.empty(shape, dtype=self.dataset.dtype) for shape in shapes]
             return dataset, self._carrier.bring(empty)
-        reading = dataset.reading(mine, self._kept)
+        reading = dataset.reading(own_samples, self._kept)
         following = [self._mine(samples) for samples in turn.following]
         self._expect(dataset, reading, following)
         # What is kept is what the next batch of this epoch wants, which every rank knows from the order alone; one
@@ -185,9 +185,9 @@ class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
         samples, (dataset, parts) = turn.samples, block
         self._carrier.hand_over(parts)
         layouts = _batch_layouts(dataset, samples)
-        given, target, forced = (Tile(x, layout, self._mesh) for x, layout in zip(parts, layouts, strict=True))
+        input_tile, target, forced = (Tile(x, layout, self._mesh) for x, layout in zip(parts, layouts, strict=True))
         return Batch(
-            given,
+            input_tile,
             target if dataset.targets else None,
             samples,
             np.stack([dataset.input_times(s) for s in samples]),

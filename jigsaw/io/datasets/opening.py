@@ -18,7 +18,7 @@ from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.samples import checked_dtype, mesh_and_axes, warn_of_idle_readers
 from jigsaw.io.formats.disk_cache import DiskCache
 from jigsaw.io.formats.store import StoreSource
-from jigsaw.io.reading.read_modes import PLAN_MODES
+from jigsaw.io.reading.chunk_readers import PLAN_MODES
 from jigsaw.io.series import coords
 from jigsaw.io.series.boundary import BoundaryRule, vector_channels
 from jigsaw.io.series.choices import choose_positions, time_origins
@@ -143,31 +143,31 @@ def open(
     """
     select = checked_mapping("select", select, "{'member': 0}", GridError)
     source = StoreSource(store, options, disk_cache, level)
-    found = StoreSurvey(source.store, dims, along, channels)
-    found.check_fields()
+    survey = StoreSurvey(source.store, dims, along, channels)
+    survey.check_fields()
     normalize = with_stored_statistics(normalize, source.store)
-    wanted = _default_fields(found, select) if fields is None else fields
-    chosen, given_channels, target_channels = _channels_to_read(found, wanted, target_fields, targets)
-    variables = found.of(chosen)
-    grid = found.grid(variables)
-    axis = _selected_steps(found, variables, time, every)
+    wanted = _default_fields(survey, select) if fields is None else fields
+    chosen, given_channels, target_channels = _channels_to_read(survey, wanted, target_fields, targets)
+    variables = survey.of(chosen)
+    grid = survey.grid(variables)
+    axis = _selected_steps(survey, variables, time, every)
     device_mesh, device, axes = mesh_and_axes(mesh)
     if device_mesh is not None and spec is None:
         warn_of_idle_readers(axes, tuple(grid))
-    _check_orders(found, variables[0], grid, {"lat": lat_order, "lon": lon})
+    _check_orders(survey, variables[0], grid, {"lat": lat_order, "lon": lon})
     frame = SampleSpace.of({d: len(v) for d, v in grid.items()}, axes, spec, halo, boundary, split, align)
     turn, whole_coords = _make_row_order(grid, lat_order, lon)
     frame = frame.on(whole_coords)
     forced = None
     if forcings:
-        attrs = {dim: found.attrs(variables[0], dim) for dim in whole_coords}
+        attrs = {dim: survey.attrs(variables[0], dim) for dim in whole_coords}
         places = geographic_angles(whole_coords, attrs, forcings)
         forced = GridForcings.of(forcings, places, [c.name for c in chosen], normalize)
     scale, offset = channel_scales(chosen, forced.unnamed(normalize) if forced else normalize)
     before, after = window_offsets("inputs", inputs, axis), window_offsets("targets", targets, axis)
     steps = len(axis) if axis else 1
     _check_nan_and_mode(nan, mode)
-    made = Dataset(
+    dataset = Dataset(
         source=source,
         mesh=device_mesh,
         device=device,
@@ -181,8 +181,8 @@ def open(
         anchors=window_anchors(0, steps, before, after, axis.breaks if axis else ()),
         times=axis.stamps if axis else np.arange(1),  # fields without time are one step
         stored_steps=axis.at if axis else np.arange(1),
-        choices=choose_positions(found, variables, select),
-        origins=time_origins(found, variables),
+        choices=choose_positions(survey, variables, select),
+        origins=time_origins(survey, variables),
         whole_coords=whole_coords,
         scale=scale,
         offset=offset,
@@ -192,36 +192,36 @@ def open(
         mode=mode,
         turn=turn,
         forcings=forced,
-        vectors=_turning_channels(chosen, vectors, found, frame),
-        counted=tuple(dim for dim in grid if not found.states(variables[0], dim)),
+        vectors=_turning_channels(chosen, vectors, survey, frame),
+        counted=tuple(dim for dim in grid if not survey.states(variables[0], dim)),
     )
     if forced:
-        forced.check(made.input_times(0))
-    made.plan_of(made.reading([0]))  # what cannot be planned is refused here, not at the first batch
-    return made
+        forced.check(dataset.input_times(0))
+    dataset.plan_of(dataset.reading([0]))  # what cannot be planned is refused here, not at the first batch
+    return dataset
 
 
 def _channels_to_read(
-    found: StoreSurvey, fields: Sequence[str], target_fields: Sequence[str] | None, targets: Sequence[Any]
+    survey: StoreSurvey, fields: Sequence[str], target_fields: Sequence[str] | None, targets: Sequence[Any]
 ) -> tuple[tuple[FieldChannel, ...], tuple[int, ...], tuple[int, ...]]:
-    given = channels_of_fields(fields, found.levels)
+    input_channels = channels_of_fields(fields, survey.levels)
     if target_fields is None:
-        every = tuple(range(len(given)))
-        moving = tuple(i for i in every if "time" in found.variables[given[i].array].roles)
-        return given, every, moving or every  # a static field is known already, unless all fields are static
+        every = tuple(range(len(input_channels)))
+        moving = tuple(i for i in every if "time" in survey.variables[input_channels[i].array].roles)
+        return input_channels, every, moving or every  # a static field is known already, unless all fields are static
     if len(targets) == 0:
         raise FieldError(f"target_fields={list(target_fields)} needs targets, such as targets=[1]; there are none")
-    wanted = channels_of_fields(target_fields, found.levels, "target_fields")
+    wanted = channels_of_fields(target_fields, survey.levels, "target_fields")
     # Input t2m, u10, target u10, tp: read are t2m, u10, tp, and the target picks 1 and 2.  Reversed, so that of a field
     # named twice the first channel counts.
-    place = {(c.array, c.level): i for i, c in reversed([*enumerate(given)])}
+    place = {(c.array, c.level): i for i, c in reversed([*enumerate(input_channels)])}
     more = [c for c in wanted if (c.array, c.level) not in place]
-    place |= {(c.array, c.level): len(given) + i for i, c in enumerate(more)}
-    return (*given, *more), tuple(range(len(given))), tuple(place[c.array, c.level] for c in wanted)
+    place |= {(c.array, c.level): len(input_channels) + i for i, c in enumerate(more)}
+    return (*input_channels, *more), tuple(range(len(input_channels))), tuple(place[c.array, c.level] for c in wanted)
 
 
-def _selected_steps(found: StoreSurvey, variables: Sequence[StoreVariable], time: Any, every: Any) -> TimeAxis | None:
-    axis = found.time(variables)
+def _selected_steps(survey: StoreSurvey, variables: Sequence[StoreVariable], time: Any, every: Any) -> TimeAxis | None:
+    axis = survey.time(variables)
     if axis is None:
         for name, value, default in (("time", time, None), ("every", every, 1)):
             if value != default:
@@ -244,22 +244,22 @@ def _check_no_sums(variables: Sequence[StoreVariable], every: Any) -> None:
             )
 
 
-def _default_fields(found: StoreSurvey, select: Mapping[str, Any] | None) -> list[str]:
+def _default_fields(survey: StoreSurvey, select: Mapping[str, Any] | None) -> list[str]:
     """Return every numeric variable on the grid of the first; those that need a choice only where all do."""
-    every = [v for v in found.variables.values() if np.dtype(v.table.dtype).kind in "fiu"]
+    every = [v for v in survey.variables.values() if np.dtype(v.table.dtype).kind in "fiu"]
     named = set(select or {})  # by the store's own name of a dim, or by its role
     numeric = [v for v in every if all({v.table.dims[d], v.roles[d]} & named for d in v.further)] or every
     if not numeric:
-        raise FieldError(f"the store {found.store.url} has no variable on a lat-lon grid or in a volume")
+        raise FieldError(f"the store {survey.store.url} has no variable on a lat-lon grid or in a volume")
     first = {d: numeric[0].size(d) for d in numeric[0].space}
     return [v.table.name for v in numeric if {d: v.size(d) for d in v.space} == first]
 
 
 def _turning_channels(
-    chosen: Sequence[FieldChannel], vectors: Sequence[str] | None, found: StoreSurvey, frame: SampleSpace
+    chosen: Sequence[FieldChannel], vectors: Sequence[str] | None, survey: StoreSurvey, frame: SampleSpace
 ) -> tuple[int, ...]:
     """Return the channels that change sign across a pole, where there is one."""
-    attrs = {c.array: found.variables[c.array].table.attrs for c in chosen}
+    attrs = {c.array: survey.variables[c.array].table.attrs for c in chosen}
     changing = vector_channels(chosen, vectors, attrs)
     if any(b.rule == "pole" for b in frame.boundary):
         return changing
@@ -288,13 +288,13 @@ def _make_row_order(
 
 
 def _check_orders(
-    found: StoreSurvey, first: StoreVariable, grid: Mapping[str, NDArray[Any]], orders: Mapping[str, str]
+    survey: StoreSurvey, first: StoreVariable, grid: Mapping[str, NDArray[Any]], orders: Mapping[str, str]
 ) -> None:
     """Raise `GridError` for an order of rows whose places are unknown."""
     for dim, order in orders.items():
         if order == "store" or dim not in grid:
             continue
-        if not (found.states(first, dim) and len(grid[dim]) and grid[dim].dtype.kind in "iuf"):
+        if not (survey.states(first, dim) and len(grid[dim]) and grid[dim].dtype.kind in "iuf"):
             argument = "lon" if dim == "lon" else "lat_order"
             raise GridError(
                 f"{argument}={order!r} needs a coordinate of numbers along {first.dim(dim)!r}, which the store lacks; "

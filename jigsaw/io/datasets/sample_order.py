@@ -58,19 +58,19 @@ class LoaderState:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any], count: int) -> LoaderState:
+    def from_dict(cls, state: Mapping[str, Any], count: int) -> LoaderState:
         """Return the state in a dict that `as_dict` made, in a series of `count` samples.
 
         Raises: `StateError` for missing or foreign keys, values that are not integers, or a place beyond the series.
         """
         names = list(cls.__dataclass_fields__)
         # a checkpoint may hold anything
-        if not isinstance(given, Mapping) or sorted(map(str, given)) != sorted(names):
-            shown = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+        if not isinstance(state, Mapping) or sorted(map(str, state)) != sorted(names):
+            shown = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise StateError(
                 f"a loader's state has the keys {names}, but got {shown}; save what loader.state_dict() returns"
             )
-        values = {name: given[name] for name in names}
+        values = {name: state[name] for name in names}
         wrong = [f"{n}={v!r}" for n, v in values.items() if not _is_count(v)]
         if wrong:
             raise StateError(
@@ -137,19 +137,21 @@ class RolloutLengths:
     longest: int
 
     @classmethod
-    def of(cls, given: Mapping[int, int] | int | None, targets: int) -> RolloutLengths:
+    def of(cls, rollout: Mapping[int, int] | int | None, targets: int) -> RolloutLengths:
         """Make it from ``{0: 1, 5: 4, 10: 12}``, or a number for all epochs; `targets` is how many exist.
 
         Raises: `WindowError` for a schedule that does not begin at epoch 0, or is outside of 1 to `targets`.
         """
-        lengths: Mapping[Any, Any] = {} if given is None else given if isinstance(given, Mapping) else {0: given}
+        lengths: Mapping[Any, Any] = (
+            {} if rollout is None else rollout if isinstance(rollout, Mapping) else {0: rollout}
+        )
         wrong = [n for pair in lengths.items() for n in pair if not _is_count(n)]
-        if wrong or (given is not None and 0 not in lengths):
-            raise WindowError(f"rollout={given!r} must be targets by first epoch, from 0 on, like {{0: 1, 5: 4}}")
+        if wrong or (rollout is not None and 0 not in lengths):
+            raise WindowError(f"rollout={rollout!r} must be targets by first epoch, from 0 on, like {{0: 1, 5: 4}}")
         over = [n for n in lengths.values() if not 1 <= n <= targets]
         if over:
             raise WindowError(
-                f"rollout={given!r} asks for {over[0]} targets, but the dataset was opened with {targets}; "
+                f"rollout={rollout!r} asks for {over[0]} targets, but the dataset was opened with {targets}; "
                 "open it with the targets of the longest rollout"
             )
         return cls(tuple(sorted((index(e), index(n)) for e, n in lengths.items())), targets)

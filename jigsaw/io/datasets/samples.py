@@ -19,8 +19,7 @@ from jigsaw.errors import FieldError, ReadError, ShardingError
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.layout import AxisSizes
 from jigsaw.io.chunks.array_table import ArrayStore
-from jigsaw.io.reading.engine import ReadEngine
-from jigsaw.io.reading.same_store import StoreIdentity, check_same_store
+from jigsaw.io.reading.engine import ReadEngine, StoreIdentity, check_same_store
 from jigsaw.io.series.sample_space import SampleSpace
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.ranks.mesh import axes_of_mesh, init_mesh
@@ -43,11 +42,11 @@ def numpy_dtype_name(dtype: torch.dtype) -> str:
     return FLOAT_DTYPES[dtype_name(dtype)]
 
 
-def checked_dtype(argument: str, given: str | torch.dtype, known: Collection[str] = FLOAT_DTYPES) -> torch.dtype:
+def checked_dtype(argument: str, dtype: str | torch.dtype, known: Collection[str] = FLOAT_DTYPES) -> torch.dtype:
     """Return the torch dtype of an argument. Raises: `FieldError` for a dtype that is not `known`."""
-    name = dtype_name(given) if isinstance(given, torch.dtype) else given
+    name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
     if not isinstance(name, str) or name not in known:
-        raise FieldError(f"{argument}={given!r} must be one of {sorted(known)}")
+        raise FieldError(f"{argument}={dtype!r} must be one of {sorted(known)}")
     return getattr(torch, name)
 
 

@@ -39,12 +39,12 @@ def split(dataset: Dataset, **ranges: Any) -> dict[str, Dataset]:
         raise WindowError(f"split({dataset!r}) needs a jigsaw.io.Dataset: what jigsaw.io.open(…, mesh=…) returns")
     if not ranges:
         raise WindowError("split(dataset) names no range; give some, like train=('1979', '2015')")
-    given = {name: _range_ends(name, wanted) for name, wanted in ranges.items()}
-    dated = {not all(end is None or is_whole_number(end) for end in each) for each in given.values()}
+    bounds = {name: _range_ends(name, wanted) for name, wanted in ranges.items()}
+    dated = {not all(end is None or is_whole_number(end) for end in each) for each in bounds.values()}
     if len(dated) > 1:
         raise WindowError(f"split mixes dates and step positions: {ranges}; use one of them")
     (by_date,) = dated
-    ends = {name: _included_ends(dataset, each, by_date) for name, each in given.items()}
+    ends = {name: _included_ends(dataset, each, by_date) for name, each in bounds.items()}
     for (one, a), (other, b) in combinations(ends.items(), 2):
         if a[0] <= b[1] and b[0] <= a[1]:
             raise WindowError(
@@ -86,15 +86,15 @@ class _SampleSpans:
         dataset = self.dataset
         if self.began is not None:
             kept = self._forecasts(self.began, ends)
-            made = dataset.changed(choices={**dataset.choices, self.began: kept})
+            part = dataset.changed(choices={**dataset.choices, self.began: kept})
         else:
             low, high = self._places()
-            made = dataset.changed(anchors=dataset.anchors[(low >= ends[0]) & (high <= ends[1])])
-        if not len(made):
+            part = dataset.changed(anchors=dataset.anchors[(low >= ends[0]) & (high <= ends[1])])
+        if not len(part):
             times = dataset.times if self.began is None else dataset.origins[self.began]
-            there = f"the dataset has {len(dataset)}, {times[0]} to {times[-1]}"
-            raise WindowError(f"split: {name}={wanted!r} holds no sample; {there}")
-        return made
+            extent = f"the dataset has {len(dataset)}, {times[0]} to {times[-1]}"
+            raise WindowError(f"split: {name}={wanted!r} holds no sample; {extent}")
+        return part
 
     def _places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the first and last place of each anchor, over all choices of lead time."""

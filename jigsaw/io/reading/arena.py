@@ -196,9 +196,9 @@ class Arena:
 
     def check_digests(self, read: int) -> None:
         """Raise when another rank reads something else."""
-        mine = self._words[self._of(self.me, _DIGEST)]
+        digest = self._words[self._of(self.me, _DIGEST)]
         for m in range(self.size):
-            if self._words[self._of(m, _STARTED)] == read and self._words[self._of(m, _DIGEST)] != mine:
+            if self._words[self._of(m, _STARTED)] == read and self._words[self._of(m, _DIGEST)] != digest:
                 raise PeerError(
                     f"rank {self._names[m]} of the domain group reads another sample or sees other chunks than rank "
                     f"{self._names[self.me]}; every rank must ask for the same samples in the same order"
@@ -274,9 +274,9 @@ def _mark_at(size: int) -> int:
 
 def error_from_rank(kind: str, message: str, rank: int) -> ReadError:
     """Make the error that another rank reported, as the same type where it is one of the reader's."""
-    found = getattr(errors, kind, None)
-    if isinstance(found, type) and issubclass(found, ReadError):
-        error = found(f"{message} [rank {rank}]")
+    type_of_error = getattr(errors, kind, None)
+    if isinstance(type_of_error, type) and issubclass(type_of_error, ReadError):
+        error = type_of_error(f"{message} [rank {rank}]")
     else:
         error = PeerError(f"rank {rank} of the domain group failed: {kind}: {message}")
     error.heard = True
@@ -314,9 +314,7 @@ def attach_arena(peers: PeerGroup, timeout: float) -> Arena | None:
 
 
 class _MemoryMark(NamedTuple):
-    """Marks that tell an arena's memory from other files: the maker's descriptor, device, inode and the random
-    word.
-    """
+    """Marks that tell an arena's memory from other files: the descriptor, device, inode and random word."""
 
     fd: int
     device: int
@@ -327,12 +325,12 @@ class _MemoryMark(NamedTuple):
     def of(cls, fd: int, size: int) -> _MemoryMark | None:
         if fd < 0:
             return None
-        found = os.fstat(fd)
-        return cls(fd, found.st_dev, found.st_ino, os.pread(fd, 8, _mark_at(size)))
+        state = os.fstat(fd)
+        return cls(fd, state.st_dev, state.st_ino, os.pread(fd, 8, _mark_at(size)))
 
-    def is_at(self, found: os.stat_result) -> bool:
+    def is_at(self, state: os.stat_result) -> bool:
         """Say whether this is the file; on a copy of the machine another file may have its numbers."""
-        return (found.st_dev, found.st_ino) == (self.device, self.inode)
+        return (state.st_dev, state.st_ino) == (self.device, self.inode)
 
 
 def _create_memory_file(size: int) -> int:

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from jigsaw.io.chunks.chunk import FetchedBytes
 from jigsaw.io.chunks.remote_files import REQUESTS_IN_FLIGHT, while_waited_for
-from jigsaw.io.reading.chunk_jobs import ChunkJob
-from jigsaw.io.reading.read_modes import FetchBatch
-from jigsaw.io.reading.read_plan import ReadPlan
+from jigsaw.io.reading.chunk_readers import ChunkJob
+from jigsaw.io.reading.read_plan import FetchBatch, ReadPlan
 
 
 @dataclass(eq=False)
@@ -65,9 +64,9 @@ class FetchAhead:
 
     def planned(self, key: Hashable) -> ReadPlan | None:
         """Return the plan of a read that was expected, or raise its error; None when another read was expected."""
-        found = self._expected.pop(key, None)
-        if found is not None:
-            return found.result()
+        future = self._expected.pop(key, None)
+        if future is not None:
+            return future.result()
         self.forget()
         return None
 

@@ -17,9 +17,17 @@ from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.files import BadChunkError
 from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, ByteSpans, ChunkPortion, blosc_blocks_of_rows
 from jigsaw.io.chunks.remote_files import ask_at_once
-from jigsaw.io.reading.chunk_jobs import COUNT_COLUMN, CountsTable, ReadCounts, ReaderRanks
-from jigsaw.io.reading.chunk_readers import ChunkLoads, ChunkReaders, ReaderGroup
-from jigsaw.io.reading.needed_chunks import NeededChunks, ReadersByChunk
+from jigsaw.io.reading.chunk_readers import (
+    COUNT_COLUMN,
+    ChunkLoads,
+    ChunkReaders,
+    CountsTable,
+    ReadCounts,
+    ReaderGroup,
+    ReaderRanks,
+    ReadersByChunk,
+)
+from jigsaw.io.reading.needed_chunks import NeededChunks
 
 ArrayTables = Mapping[str, ArrayTable]
 
@@ -58,12 +66,12 @@ class LoadsAlone(NamedTuple):
     table: NDArray[np.int64]
 
     @classmethod
-    def of(cls, kinds: ReaderKinds, size: int, made: ArrayLike = ()) -> LoadsAlone:
-        """Make the loads for chunks of `size` bytes; `made` are requests, stored and decoded bytes [3, kind] of parts.
+    def of(cls, kinds: ReaderKinds, size: int, parts: ArrayLike = ()) -> LoadsAlone:
+        """Make the loads for chunks of `size` bytes; `parts` are requests, stored and decoded bytes [3, kind] of parts.
         They are for all kinds but the first, which loads the whole chunk.
         """
         table = np.empty((4, kinds.number), np.int64)
-        table[0], table[1:, 1:] = 0, np.asarray(made, np.int64).reshape(3, -1)
+        table[0], table[1:, 1:] = 0, np.asarray(parts, np.int64).reshape(3, -1)
         table[:, table[3] > MOST_PORTION_SHARE * size] = table[:, :1] = [[1], [1], [0], [size]]
         return cls(kinds, table)
 
@@ -126,8 +134,8 @@ class FoundArray:
         )
         stored = np.array([0 if ref is None else -1 if ref.length is None else ref.length for ref in refs], np.int64)
         unsized = 0 if self.table.decoder is None else decoded
-        there = np.array([ref is not None for ref in refs])
-        return WholeSizes(there, decoded, np.where(stored < 0, unsized, stored))
+        is_present = np.array([ref is not None for ref in refs])
+        return WholeSizes(is_present, decoded, np.where(stored < 0, unsized, stored))
 
     def counts_in_mode(self, mode: str) -> tuple[int, int, int]:
         """Sum `counts_of_loads` over all needed chunks; where there are many, estimate it from a few."""
@@ -143,9 +151,7 @@ class FoundArray:
         return int(loads @ sizes.there), int(loads @ sizes.decoded), int(loads @ sizes.stored)
 
     def bytes_of_shared(self, mode: str) -> NDArray[np.int64]:
-        """Return the bytes that each shared load fetches, in C order. Where that is not known, the
-        decoded bytes count; a missing chunk counts as 0.
-        """
+        """Return the bytes that each shared load fetches, in C order; unknown ones count as decoded."""
         pattern = self.readers.pattern
         places = pattern.shared_places(mode)
         if (decoded := self.size_of_all) is not None:
@@ -190,9 +196,7 @@ class FoundArray:
         return ReadCounts(1, 1, slow, ref.length or 0, table.grid.bytes_of(chunk), unsized=unsized)
 
     def counts_of_loads(self, chunk: ChunkIndex, mode: str) -> tuple[int, int, int]:
-        """Count the requests, and the bytes decoded and stored, of all loads of a chunk in a mode. An unknown size
-        counts as the decoded one.
-        """
+        """Count requests, bytes decoded and stored of all loads of a chunk; unknown sizes count as decoded."""
         table, ref, readers = self.table, self.ref(chunk), self.readers[chunk]
         if ref is None:
             return 0, 0, 0
@@ -220,8 +224,8 @@ class FoundArray:
         slow, size = table.decoder is None, table.grid.bytes_of(chunk)
         is_whole, requests, stored, decoded = True, 1, 0, size
         if self.finder.is_divisible:
-            found = self._loads_alone(chunk, ref)
-            is_whole, requests, stored, decoded = found.table[:, found.kinds.of]
+            loads = self._loads_alone(chunk, ref)
+            is_whole, requests, stored, decoded = loads.table[:, loads.kinds.of]
         counts = {
             "requests": requests,
             "chunks": 1,
@@ -243,13 +247,13 @@ class FoundArray:
             return self._alone[chunk]
         if key not in readers.memo:
             able = [(i, (readers.ranks[i],)) for i in self._able_alone(chunk).tolist()]
-            found = [(i, part) for i, mine in able if (part := self.portion(chunk, mine)) is not None]
-            made = [(max(len(part.ranges), 1), part.stored, part.decoded) for _, part in found]
-            kinds, at = np.zeros(len(readers), np.intp), [i for i, _ in found]
+            parts = [(i, part) for i, rank in able if (part := self.portion(chunk, rank)) is not None]
+            counts = [(max(len(part.ranges), 1), part.stored, part.decoded) for _, part in parts]
+            kinds, at = np.zeros(len(readers), np.intp), [i for i, _ in parts]
             kinds[at] = np.arange(1, len(at) + 1)
-            made = list(zip(*made, strict=True))
+            counts = list(zip(*counts, strict=True))
             size = self.table.grid.bytes_of(chunk)
-            readers.memo[key] = LoadsAlone.of(ReaderKinds(kinds, len(at) + 1), size, made)
+            readers.memo[key] = LoadsAlone.of(ReaderKinds(kinds, len(at) + 1), size, counts)
         return readers.memo[key]
 
     def _divided_frame(self, chunk: ChunkIndex, ref: ChunkRef) -> LoadsAlone:
@@ -262,10 +266,10 @@ class FoundArray:
         if frame is None or table.decoder is None:
             return LoadsAlone.of(ReaderKinds(np.zeros(len(readers), np.intp), 1), size)
         # frames have tables of their own, but the blocks that readers need are the same in all of them
-        how = readers.shape, tuple(table.decoder.order), table.grid.itemsize, frame.block
-        key = self.finder.least_left_out, how
+        blocking = readers.shape, tuple(table.decoder.order), table.grid.itemsize, frame.block
+        key = self.finder.least_left_out, blocking
         if key not in readers.memo:
-            readers.memo[key] = _kinds_by_blocks(readers, able, how)
+            readers.memo[key] = _kinds_by_blocks(readers, able, blocking)
         runs, firsts, kinds = readers.memo[key]
         return LoadsAlone.of(kinds, size, frame.count_parts(runs, firsts, table.places.files.gap))
 
@@ -295,19 +299,17 @@ class FoundChunks(dict[str, FoundArray]):
     def lookups(self) -> LookupCounts:
         """Count the look-ups of a rank that knew nothing yet: the indices of shards, and Blosc's tables."""
         chunks = ((each.finder, chunk) for each in self.values() for chunk in each.readers)
-        indices = dict(found for finder, chunk in chunks if (found := finder.index_of(chunk)) is not None)
+        indices = dict(lookups for finder, chunk in chunks if (lookups := finder.index_of(chunk)) is not None)
         tables = (each.finder.table_of(chunk) for each in self.values() for chunk in each.asked)
         return total_lookups((*indices.values(), *tables))
 
 
 def _kinds_by_blocks(
-    readers: ChunkReaders, able: NDArray[np.intp], how: tuple[tuple[int, ...], tuple[int, ...], int, int]
+    readers: ChunkReaders, able: NDArray[np.intp], blocking: tuple[tuple[int, ...], tuple[int, ...], int, int]
 ) -> tuple[ByteSpans, NDArray[np.int64], ReaderKinds]:
-    """Group the readers `able` by the runs of blocks that they need; return runs, where each kind's begin,
-    and kinds.
-    """
+    """Group the readers `able` by the blocks that they need; return runs of blocks, their starts by kind, and kinds."""
     rects = (tuple(readers.group((rank,)).rects) for rank in readers.at[able].tolist())
-    wanted = [blosc_blocks_of_rows(each, *how) for each in rects]
+    wanted = [blosc_blocks_of_rows(each, *blocking) for each in rects]
     # readers side by side share most blocks: of 64 x 64 ranks few need others than those beside them
     apart = {runs.tobytes(): runs for runs in wanted}
     number = {each: n for n, each in enumerate(apart, 1)}
@@ -339,19 +341,17 @@ def look_up_chunks(needed: NeededChunks, tables: ArrayTables) -> FoundChunks:
 
     Raises: what asking a store raises, possibly on one rank alone.
     """
-    found = FoundChunks(needed, tables)
-    far = [each for each in found.values() if each.table.far]
+    places = FoundChunks(needed, tables)
+    far = [each for each in places.values() if each.table.far]
     # one chunk of each object: its shard's index, read for that one, says where all others of it lie
     one_an_object = {each.finder.path(chunk): (each, chunk) for each in far for chunk in each.readers}
     ask_at_once(lambda asked: asked[0].finder.locate(asked[1]), list(one_an_object.values()))
     parts = [(each, chunk) for each in far if each.finder.is_divisible for chunk in each.readers]
     # each reader by itself, because of its table of blocks: what they share in any mode then needs no other request
     ask_at_once(lambda asked: asked[0].counts_alone(asked[1]), parts)
-    return found
+    return places
 
 
 def _may_part(finder: ChunkFinder, chunk: ChunkIndex, group: ReaderGroup) -> bool:
-    """Say whether a part of a chunk may be enough for some readers, by geometry alone, before a table of blocks is
-    read.
-    """
+    """Say whether a part of a chunk may be enough for some readers, by geometry alone."""
     return group.largest_share <= MOST_PORTION_SHARE and finder.may_part(chunk, group.share)

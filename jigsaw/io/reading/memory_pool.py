@@ -63,9 +63,7 @@ class MemoryPool:
         return np.asarray(lease).view(dtype).reshape(shape)
 
     def take_back(self, lease: int, memory: NDArray[np.uint8]) -> None:
-        """Take back the memory of a lease that ends, in any thread and at any moment; each step here is atomic in
-        Python.
-        """
+        """Take back the memory of a lease that ends, in any thread, at any moment, by atomic steps alone."""
         # No lock: a lease may end in the midst of `_find`, in this very thread, whenever Python collects garbage.
         self._lent.discard(lease)
         self._idle.append(memory)
@@ -84,7 +82,6 @@ class MemoryPool:
         return memory
 
     def _pick(self, size: int | None) -> NDArray[np.uint8] | None:
-        """Pick an idle piece of this size, or the one that has been idle longest."""
         for _ in range(len(self._idle)):
             try:
                 memory = self._idle.popleft()

@@ -1,78 +1,278 @@
-"""Chunks and rows that each rank needs for a sample, from the request and the arrays' grids alone."""
+"""Chunks and rows that each rank needs, from the request and the grids of arrays alone.
+
+Boxes of chunks are the rows that a rank takes of each chunk, and where in its sample they land.
+
+Each dim is worked out by itself, and a box is the product of its dims. Take ten rows of latitude in chunks of 4 (rows
+0-3, 4-7 and 8-9), cut among four ranks, on a dim that wraps. Each rank holds one row more on each side:
+
+    rank  owns   holds    takes, as `RowRun`s (source, its step, target, its step, length)
+    0     0-2    -1..3    of chunk 2 (1, 1, 0, 1, 1), as row -1 is row 9;  of chunk 0 (0, 1, 1, 1, 4)
+    1     3-5     2..6    of chunk 0 (2, 1, 0, 1, 2);  of chunk 1 (0, 1, 2, 1, 3)
+    2     6-7     5..8    of chunk 1 (1, 1, 0, 1, 3);  of chunk 2 (0, 1, 3, 1, 1)
+    3     8-9     7..10   of chunk 1 (3, 1, 0, 1, 1);  of chunk 2 (0, 1, 1, 1, 2);  of chunk 0 (0, 1, 3, 1, 1)
+
+Sources count from the chunk's first row, targets from the first row that the rank holds. If the array were stored
+upside down, row r would be the stored row 9 - r. Rank 0 would then take (1, -1, 1, 1, 2) of chunk 2: backwards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import compress, product
 from math import prod
+from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+from jigsaw.geometry.cut import Cut, Interval
+from jigsaw.geometry.layout import AxisSizes, Layout
+from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex, ChunkRows, DimChunks
+from jigsaw.io.chunks.files import merge_ranges
+from jigsaw.io.reading.chunk_readers import (
+    DimShares,
+    PartShares,
+    PieceShare,
+    ReadersByChunk,
+    ReadersPattern,
+    pattern_of_readers,
+    readers_of_chunk,
+    shares_of_dim,
+)
+from jigsaw.io.series.boundary import PERIODIC_BOUNDARY, DimBoundary
+from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart, ReadRequest, runs_of_pairs
 
-from jigsaw.errors import FieldError, GridError, MissingArrayError, ShardingError, UnsupportedStoreError, WindowError
-from jigsaw.io.chunks.array_table import ArrayTable
-from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex
-from jigsaw.io.reading.chunk_boxes import ChunkBox, DimPieces, PartGeometry, boundary_rows
-from jigsaw.io.reading.chunk_readers import ChunkLoads, ChunkReaders, DimShares, PartShares, readers_of_chunk
-from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart, ReadRequest
 
-_PartDims = tuple[tuple[DimPieces, ...], tuple[DimShares, ...]]
+class RowRun(NamedTuple):
+    """`length` rows of a chunk, from `source` by `source_step`, and the local rows that they fill."""
+
+    source: int
+    source_step: int
+    target: int
+    target_step: int
+    length: int
+
+    @property
+    def each(self) -> range:
+        return range(self.source, self.source + self.source_step * self.length, self.source_step)
+
+    @property
+    def rows(self) -> tuple[Interval, ...]:
+        """The intervals of the chunk's rows that it takes: one, or of steps that lie apart each by itself."""
+        # The targets of samples 0, 50 and 90 are such a run.  As one interval they would decode all that is between.
+        if abs(self.source_step) > 1:
+            return tuple((row, row + 1) for row in self.each)
+        last = self.source + self.source_step * (self.length - 1)
+        return ((min(self.source, last), max(self.source, last) + 1),)
 
 
-class ReadersPattern:
-    """The readers of an array's needed chunks in C order, wherever in it these lie: those of the next sample are alike.
+def _rows_of_runs(runs: Sequence[RowRun]) -> tuple[Interval, ...]:
+    return tuple(merge_ranges(rows for run in runs for rows in run.rows))
 
-    Where the first of several steps needs chunk 3 along time and the next one chunk 4, both have one pattern.
+
+class ChunkBox(NamedTuple):
+    """Rows that one rank takes of a chunk for one part: the product of the runs of each stored dim.
+
+    `at` has the (dim, local index) where it lands along dims of the sample that the array lacks. A rank may take two
+    boxes of a part: the rows beyond a pole are `turned`.
     """
 
-    def __init__(self, readers: tuple[ChunkReaders, ...]) -> None:
-        self.readers = readers
-        self._loads: dict[str, tuple[ChunkLoads, ...]] = {}
-        self._counts: dict[str, NDArray[np.int64]] = {}
-        self._totals: dict[str, tuple[int, int, int]] = {}
-        self._alone: dict[tuple[str, int], NDArray[np.int32]] = {}
+    part: int
+    runs: tuple[tuple[RowRun, ...], ...]
+    at: tuple[tuple[int, int], ...]
+    turned: bool = False
 
-    def loads(self, mode: str) -> tuple[ChunkLoads, ...]:
-        """Return who loads each chunk in a mode."""
-        if mode not in self._loads:
-            self._loads[mode] = tuple(each.loads(mode) for each in self.readers)
-        return self._loads[mode]
+    @property
+    def extents(self) -> tuple[int, ...]:
+        return tuple(sum(run.length for run in runs) for runs in self.runs)
 
-    def counts(self, mode: str) -> NDArray[np.int64]:
-        """Return how often each chunk is loaded, whether for several ranks, and the values handed over [3, chunk]."""
-        if mode not in self._counts:
-            rows = [(len(each.alone) + bool(each.served), bool(each.served), each.sent) for each in self.loads(mode)]
-            self._counts[mode] = np.array(rows, np.int64).reshape(-1, 3).T
-        return self._counts[mode]
+    @property
+    def repeats(self) -> bool:
+        """True where it takes a row of the chunk more than once, as rows beyond an edge do."""
+        rows = [[x for run in runs for x in run.each] for runs in self.runs if len(runs) > 1]
+        return any(len(set(taken)) < len(taken) for taken in rows)
 
-    def totals(self, mode: str) -> tuple[int, int, int]:
-        """Sum `counts` over all chunks."""
-        if mode not in self._totals:
-            loads, shared, sent = self.counts(mode).sum(1).tolist()
-            self._totals[mode] = loads, shared, sent
-        return self._totals[mode]
-
-    def shared_places(self, mode: str) -> NDArray[np.intp]:
-        """Return the places, in C order, of the chunks that are loaded for several ranks in a mode."""
-        return np.flatnonzero(self.counts(mode)[1])
-
-    def loaded_alone(self, mode: str, ranks: int) -> NDArray[np.int32]:
-        """Count the chunks that each of so many ranks loads for itself alone in a mode."""
-        if (mode, ranks) not in self._alone:
-            count = np.zeros(ranks, np.int32)
-            for readers, loads in zip(self.readers, self.loads(mode), strict=True):
-                count[readers.at[loads.alone]] += 1
-            self._alone[mode, ranks] = count
-        return self._alone[mode, ranks]
+    @property
+    def rect(self) -> ChunkRows:
+        return tuple(map(_rows_of_runs, self.runs))
 
 
-class ReadersByChunk(dict[ChunkIndex, ChunkReaders]):
-    """The needed chunks of an array in C order, `chunks`, and the readers of each: those of the `pattern`."""
+# -- from one dim's rows to runs ---------------------------------------------------------------------------------------
 
-    def __init__(self, chunks: Iterable[ChunkIndex], pattern: ReadersPattern) -> None:
-        super().__init__(zip(chunks, pattern.readers, strict=True))
-        self.pattern, self.chunks = pattern, tuple(self)
+RunsByChunk = dict[int, tuple[RowRun, ...]]
+
+
+def _split_by_chunk(pairs: Sequence[tuple[int, int]], along: DimChunks) -> RunsByChunk:
+    split: dict[int, list[tuple[int, int]]] = {}
+    for source, target in pairs:
+        chunk = along.find(source)
+        split.setdefault(chunk, []).append((source - along.start(chunk), target))
+    return {c: tuple(RowRun(*run) for run in runs_of_pairs(rows)) for c, rows in split.items()}
+
+
+@lru_cache(maxsize=4096)
+def _runs_of_space_dim(
+    held: Interval, size: int, first: int, along: DimChunks, flip: bool, way: BoundaryRows
+) -> RunsByChunk:
+    """Find the runs of a spatial dim whose `size` rows begin at the stored row `first`; a rolled dim wraps."""
+    # Rows are counted in three ways. Those of the sample, as held, become those of the domain, where the boundary's
+    # rule shows a row for each beyond the ends (and half a turn on, beyond a pole). These become the stored rows, which
+    # may run against them. On 10 rows that wrap, stored upside down, a rank holds -1..3: its first row is the domain's
+    # 9, and the stored 0. In a rolled dim `first` is the stored row at which the domain begins: when it is 6, row 5 is
+    # the stored row 11 % 10 = 1.
+    rows = ((row, target) for target, row, turned in way.boundary.rows(held, size) if turned == way.turned)
+    shown = (((row + way.shift) % size if way.shift else row, target) for row, target in rows)
+    pairs = [((first + (size - 1 - row if flip else row)) % along.size, target) for row, target in shown]
+    return _split_by_chunk(pairs, along)
+
+
+class BoundaryRows(NamedTuple):
+    """Choice of the held rows of a dim, and the number of rows by which they are shifted.
+
+    Beyond a pole a globe goes on along the opposite meridian: `turned` rows of latitude, each of them shifted by half
+    the rows of longitude.  The rows within the poles are another geometry, not turned and not shifted.
+    """
+
+    boundary: DimBoundary = PERIODIC_BOUNDARY
+    turned: bool = False
+    shift: int = 0
+
+
+def boundary_rows(request: ReadRequest, turned: bool) -> tuple[BoundaryRows, ...]:
+    """Return the `BoundaryRows` of each spatial dim; `turned` selects the rows beyond a pole."""
+    space = request.layout.cuts[2:]
+    boundary = request.boundary or (PERIODIC_BOUNDARY,) * len(space)
+    circles = [b.circle for b in boundary if b.rule == "pole"] if turned else []
+    return tuple(
+        BoundaryRows(b, turned and b.rule == "pole", cut.size // 2 if d in circles else 0)
+        for d, (b, cut) in enumerate(zip(boundary, space, strict=True))
+    )
+
+
+@lru_cache(maxsize=4096)
+def _runs_of_picks(picks: IndexPicks, held: Interval, along: DimChunks) -> RunsByChunk:
+    start, stop = held
+    return _split_by_chunk([(source, target - start) for source, target in picks if start <= target < stop], along)
+
+
+class DimPieces:
+    """Cut of a stored dim: the runs that each piece holds, by chunk, and how much of each chunk each piece takes.
+
+    Compared by identity: `_pieces_of_space` and `_pieces_of_picks` make one object of those that are equal.
+    """
+
+    def __init__(
+        self,
+        axes: AxisSizes,
+        cut: Cut | None,
+        along: DimChunks,
+        held: Sequence[RunsByChunk],
+        owned: Sequence[RunsByChunk],
+    ) -> None:
+        self.cut, self.held = cut, held
+        shares: dict[int, list[PieceShare]] = {}
+        for piece, (runs_of, own) in enumerate(zip(held, owned, strict=True)):
+            for chunk, runs in runs_of.items():
+                # merged, because rows that are taken twice, as beyond an edge, are decoded once
+                rows = _rows_of_runs(runs)
+                share = PieceShare(piece, rows, sum(run.length for run in runs), chunk in own)
+                shares.setdefault(chunk, []).append(share)
+        cutting = cut.axes if cut else ()
+        self.shares = {c: shares_of_dim(axes, cutting, along.length(c), tuple(shares[c])) for c in sorted(shares)}
+
+
+@lru_cache(maxsize=256)
+def _pieces_of_space(
+    axes: AxisSizes, cut: Cut, first: int, along: DimChunks, flip: bool, way: BoundaryRows
+) -> DimPieces:
+    placement = cut.size, first, along, flip, way
+    held = [_runs_of_space_dim(rows, *placement) for rows in cut.held]
+    return DimPieces(axes, cut, along, held, [_runs_of_space_dim(cut.owned(i), *placement) for i in range(cut.pieces)])
+
+
+@lru_cache(maxsize=256)
+def _pieces_of_picks(axes: AxisSizes, cut: Cut | None, picks: IndexPicks, along: DimChunks) -> DimPieces:
+    """Cut times or channels, which have no halo; a dropped dim has no cut and is one piece that all ranks take."""
+    runs = [_runs_of_picks(picks, held, along) for held in (cut.held if cut else ((0, 1),))]
+    return DimPieces(axes, cut, along, runs, runs)
+
+
+@lru_cache(maxsize=1024)
+def _shares_of_place(axes: AxisSizes, cut: Cut, index: int) -> DimShares:
+    """Return the pieces that hold one place along a dim that an array lacks."""
+    pieces = (i for i, (start, stop) in enumerate(cut.held) if start <= index < stop)
+    return shares_of_dim(axes, cut.axes, 1, tuple(PieceShare(i, ((0, 1),), 1) for i in pieces))
+
+
+class PartGeometry:
+    """Geometry of one part: the chunks that each rank needs along each stored dim, and which of their rows.
+
+    Runs are worked out for each piece of a cut, not for each rank. With 64 ranks on 8 x 8 pieces there are 8 for
+    latitude and 8 for longitude; rank 13, at (1, 5), has the second and the sixth. They are kept, because most arrays
+    and samples need the same ones.
+    """
+
+    def __init__(
+        self, number: int, part: ReadPart, grid: ChunkGrid, request: ReadRequest, ways: Sequence[BoundaryRows]
+    ) -> None:
+        self._number, self._part, self._layout = number, part, request.layout
+        self._turned = any(way.turned for way in ways)
+        self.ends_in_space = bool(part.to) and part.to[-1] >= 2
+        cuts, axes = request.layout.cuts, request.layout.axes
+        self.dims = tuple(_pieces_along(part, d, grid.along[d], request, ways) for d in range(len(part.to)))
+        self.fixed = tuple(_shares_of_place(axes, cuts[dim], index) for dim, index in part.at)
+        self._by_member: dict[int, tuple[list[RunsByChunk], tuple[tuple[int, int], ...] | None]] = {}
+
+    def _of_member(self, member: int) -> tuple[list[RunsByChunk], tuple[tuple[int, int], ...] | None]:
+        """Return the runs of a rank along each stored dim, and where it lands along dims that the array lacks."""
+        if member not in self._by_member:
+            layout, coord = self._layout, self._layout.coord(member)
+            runs = [dim.held[layout.piece(dim.cut, coord) if dim.cut else 0] for dim in self.dims]
+            self._by_member[member] = runs, _fixed_targets(self._part, layout, coord)
+        return self._by_member[member]
+
+    def chunks(self, member: int) -> Iterator[ChunkIndex]:
+        held, at = self._of_member(member)
+        return iter(()) if at is None else product(*held)
+
+    def last(self, member: int) -> RunsByChunk:
+        """Return the runs of a rank along the last stored dim, by chunk."""
+        return self._of_member(member)[0][-1]
+
+    def box(self, chunk: ChunkIndex, member: int) -> ChunkBox | None:
+        """Return the box that a rank takes of a chunk; None where it takes nothing."""
+        held, at = self._of_member(member)
+        runs = tuple([row.get(c, ()) for row, c in zip(held, chunk, strict=True)])
+        return None if at is None or not all(runs) else ChunkBox(self._number, runs, at, self._turned)
+
+
+def _pieces_along(
+    part: ReadPart, d: int, along: DimChunks, request: ReadRequest, ways: Sequence[BoundaryRows]
+) -> DimPieces:
+    picks, to, axes = part.picks[d], part.to[d], request.layout.axes
+    if to == DROPPED_DIM:
+        assert picks is not None
+        return _pieces_of_picks(axes, None, ((picks[0][0], 0),), along)
+    cut = request.layout.cuts[to]
+    if picks is not None:
+        return _pieces_of_picks(axes, cut, picks, along)
+    # space begins at dim 2 of the sample
+    return _pieces_of_space(axes, cut, part.first[d] if part.first else 0, along, d in part.flip, ways[to - 2])
+
+
+def _fixed_targets(part: ReadPart, layout: Layout, coord: ChunkIndex) -> tuple[tuple[int, int], ...] | None:
+    """Return where a part lands along dims that its array lacks; None for a rank that does not hold that place."""
+    targets: list[tuple[int, int]] = []
+    for dim, index in part.at:
+        cut = layout.cuts[dim]
+        start, stop = cut.held[layout.piece(cut, coord)]
+        if not start <= index < stop:
+            return None
+        targets.append((dim, index - start))
+    return tuple(targets)
+
+
+# -- from parts to chunks ----------------------------------------------------------------------------------------------
+
+_PartDims = tuple[tuple[DimPieces, ...], tuple[DimShares, ...]]
 
 
 class NeededChunks:
@@ -88,12 +288,12 @@ class NeededChunks:
         both = (False, True) if any(b.rule == "pole" for b in request.boundary) else (False,)
         ways = [boundary_rows(request, turned) for turned in both]
         for number, part in enumerate(request.parts):
-            made = [PartGeometry(number, part, grids[part.array], request, way) for way in ways]
-            self.geometries.setdefault(part.array, []).extend(made)
+            part_geometries = [PartGeometry(number, part, grids[part.array], request, way) for way in ways]
+            self.geometries.setdefault(part.array, []).extend(part_geometries)
         # one mapping for all arrays whose parts take the same rows
         alike = {name: tuple((each.dims, each.fixed) for each in parts) for name, parts in self.geometries.items()}
-        made = {parts: _readers_by_chunk(parts) for parts in set(alike.values())}
-        self.readers: dict[str, ReadersByChunk] = {name: made[parts] for name, parts in alike.items()}
+        part_geometries = {parts: _readers_by_chunk(parts) for parts in set(alike.values())}
+        self.readers: dict[str, ReadersByChunk] = {name: part_geometries[parts] for name, parts in alike.items()}
         self._taken: dict[tuple[str, ChunkIndex, int], tuple[ChunkBox, ...]] = {}
 
     def chunks(self, array: str, member: int) -> list[ChunkIndex]:
@@ -104,11 +304,11 @@ class NeededChunks:
     def boxes(self, array: str, chunk: ChunkIndex, member: int) -> tuple[ChunkBox, ...]:
         """Return the boxes that a rank takes of a chunk: one for each part, and one for its rows beyond a pole."""
         key = array, chunk, member
-        found = self._taken.get(key)
-        if found is None:
+        known = self._taken.get(key)
+        if known is None:
             boxes = [each.box(chunk, member) for each in self.geometries[array]]
-            found = self._taken[key] = tuple([box for box in boxes if box is not None])
-        return found
+            known = self._taken[key] = tuple([box for box in boxes if box is not None])
+        return known
 
     def box_bytes(self, array: str, chunk: ChunkIndex, member: int) -> int:
         return sum(prod(box.extents) for box in self.boxes(array, chunk, member)) * self.grids[array].itemsize
@@ -120,14 +320,14 @@ def _readers_by_chunk(parts: Sequence[_PartDims]) -> ReadersByChunk:
         ((dims, fixed),) = parts
         taken, pattern = _pattern_of_part(tuple(tuple(dim.shares.values()) for dim in dims), fixed)
         return ReadersByChunk(compress(product(*(dim.shares for dim in dims)), taken), pattern)
-    found: dict[ChunkIndex, list[PartShares]] = {}
+    shares_by_chunk: dict[ChunkIndex, list[PartShares]] = {}
     for dims, fixed in parts:
         for along in product(*(dim.shares.items() for dim in dims)):
             chunk, shares = zip(*along, strict=True)
-            found.setdefault(chunk, []).append(PartShares(shares, fixed))
-    every = {chunk: readers_of_chunk(tuple(found[chunk])) for chunk in sorted(found)}
+            shares_by_chunk.setdefault(chunk, []).append(PartShares(shares, fixed))
+    every = {chunk: readers_of_chunk(tuple(shares_by_chunk[chunk])) for chunk in sorted(shares_by_chunk)}
     kept = {chunk: readers for chunk, readers in every.items() if readers.ranks}
-    return ReadersByChunk(kept, _pattern_of_readers(tuple(kept.values())))
+    return ReadersByChunk(kept, pattern_of_readers(tuple(kept.values())))
 
 
 @lru_cache(maxsize=256)
@@ -137,86 +337,4 @@ def _pattern_of_part(
     """Say which chunks any rank reads for one part, given its shares by dim, and return the pattern of those chunks."""
     every = [readers_of_chunk((PartShares(shares, fixed),)) for shares in product(*along)]
     taken = tuple(bool(readers.ranks) for readers in every)
-    return taken, _pattern_of_readers(tuple(compress(every, taken)))
-
-
-@lru_cache(maxsize=256)
-def _pattern_of_readers(readers: tuple[ChunkReaders, ...]) -> ReadersPattern:
-    """Return one object for equal patterns, so that what is worked out from a pattern is found by identity."""
-    return ReadersPattern(readers)
-
-
-# -- checks that the parts of a request fit the arrays and fill the sample exactly once -------------------------------
-
-
-def check_request_fits(request: ReadRequest, tables: Mapping[str, ArrayTable]) -> None:
-    """Raise `ShardingError` or a `ReadError` that names the part, the array and the dim, unless the request fits."""
-    layout = request.layout
-    if any(count != 1 for count in layout.groups) or layout.ndim < 2:
-        raise ShardingError(f"cannot read into {layout}: a sample is [T, C, *space] with no dims flattened together")
-    for part in request.parts:
-        _check_part_fits(part, tables, request)
-    _check_sample_filled(request)
-
-
-def _check_part_fits(part: ReadPart, tables: Mapping[str, ArrayTable], request: ReadRequest) -> None:
-    if part.array not in tables:
-        raise MissingArrayError(f"the store has no array {part.array!r}; it has {', '.join(sorted(tables))}")
-    table = tables[part.array]
-    if table.dtype[1] not in "biuf":
-        raise UnsupportedStoreError(
-            f"array {part.array!r} has dtype {table.dtype!r}; only numbers can be read into a sample"
-        )
-    table.check_readable()  # refused here, alike on every rank
-    if not len(part.picks) == len(part.to) == table.grid.ndim:
-        raise FieldError(
-            f"array {part.array!r} has dims {table.dims} and the part {len(part.picks)} picks, "
-            f"{len(part.to)} destinations"
-        )
-    landing = [to for to in part.to if to != DROPPED_DIM] + [dim for dim, _ in part.at]
-    if sorted(landing) != list(range(request.layout.ndim)):
-        raise FieldError(
-            f"array {part.array!r}: its dims land in {sorted(landing)} and the sample's are "
-            f"0..{request.layout.ndim - 1}, each once"
-        )
-    for d, (picks, to) in enumerate(zip(part.picks, part.to, strict=True)):
-        _check_dim_fits(part, table, request, d, picks, to)
-
-
-def _check_dim_fits(
-    part: ReadPart, table: ArrayTable, request: ReadRequest, d: int, picks: IndexPicks | None, to: int
-) -> None:
-    size, name = table.shape[d], f"dim {table.dims[d]!r} of array {part.array!r}"
-    if picks is None:
-        wanted = request.layout.cuts[to].size
-        if part.first:
-            first, last = part.first[d], part.first[d] + wanted
-            if first < 0 or (last > size and not (wanted == size and first < size)):  # a whole dim may be rolled
-                raise WindowError(f"rows {first}..{last} are outside {name}, which has {size}")
-        elif to < 2 or size != wanted:
-            raise GridError(f"{name} has {size} rows and lands in dim {to} of the sample, which has {wanted}")
-        return
-    if to == DROPPED_DIM and len(picks) != 1:
-        raise FieldError(f"{name} is dropped, so exactly one index of it must be picked, not {len(picks)}")
-    beyond = [source for source, _ in picks if not 0 <= source < size]
-    if beyond:
-        raise WindowError(f"index {beyond[0]} is outside {name}, which has {size}")
-
-
-def _check_sample_filled(request: ReadRequest) -> None:
-    """Check that every (time, channel) of the sample comes from exactly one part."""
-    times, channels = request.layout.cuts[0].size, request.layout.cuts[1].size
-    seen: dict[tuple[int, int], str] = {}
-    for part in request.parts:
-        stored = zip(part.picks, part.to, strict=True)
-        targets = {to: [t for _, t in picks] for picks, to in stored if picks is not None}
-        targets |= {dim: [index] for dim, index in part.at}
-        for where in product(targets.get(0, []), targets.get(1, [])):
-            if where in seen or not (0 <= where[0] < times and 0 <= where[1] < channels):
-                beyond = f"is outside the sample's {times} x {channels}"
-                why = f"also comes from array {seen[where]!r}" if where in seen else beyond
-                raise FieldError(f"(time, channel) {where} of array {part.array!r} {why}")
-            seen[where] = part.array
-    if len(seen) != times * channels and not request.gaps:
-        lacking = next(w for w in product(range(times), range(channels)) if w not in seen)
-        raise FieldError(f"(time, channel) {lacking} of the sample comes from no array")
+    return taken, pattern_of_readers(tuple(compress(every, taken)))

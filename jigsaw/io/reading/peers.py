@@ -43,8 +43,8 @@ class PeerGroup:
         self.group: Any = group  # gloo's; None for one rank, and once it was let go of
         self._talks = 0
         _met_here.add(self)
-        found = self.gather((host or this_host(), os.getpid()))
-        self.hosts, self.pids = tuple(h for h, _ in found), tuple(pid for _, pid in found)
+        places = self.gather((host or this_host(), os.getpid()))
+        self.hosts, self.pids = tuple(h for h, _ in places), tuple(pid for _, pid in places)
 
     @property
     def neighbors(self) -> tuple[int, ...]:
@@ -65,17 +65,17 @@ class PeerGroup:
             return [value]
         # Two all-gathers, as gloo wants equal sizes. With pickles of 40, 90, 40 and 60 bytes each of four ranks first
         # learns the four sizes, then sends 90 bytes; those beyond its own are zeros, which are not unpickled.
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self._all_gather(torch.tensor([mine.numel()]))
+        message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._all_gather(torch.tensor([message.numel()]))
         room = torch.zeros(max(int(n) for n in sizes), dtype=torch.uint8)
-        room[: mine.numel()] = mine
+        room[: message.numel()] = message
         parts = self._all_gather(room)
         return [pickle.loads(x[: int(n)].numpy().tobytes()) for x, n in zip(parts, sizes, strict=True)]
 
     def _all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        found = [torch.empty_like(x) for _ in range(self.size)]
-        self._heard(lambda: self.group.allgather([found], [x]).wait())
-        return found
+        received = [torch.empty_like(x) for _ in range(self.size)]
+        self._heard(lambda: self.group.allgather([received], [x]).wait())
+        return received
 
     def _heard(self, talk: Callable[[], Any]) -> None:
         """Communicate; gloo does not say which rank is gone."""
@@ -142,8 +142,8 @@ def meet_peers(
     if coordinate is None:
         raise ShardingError(f"rank {dist.get_rank()} is not part of the mesh {mesh}; only its ranks may read")
     names = [name for name, _ in axes_of_mesh(mesh)]
-    mine = tuple(c if name in apart else slice(None) for name, c in zip(names, coordinate, strict=True))
-    ranks = tuple(mesh.mesh[mine].flatten().tolist())
+    selection = tuple(c if name in apart else slice(None) for name, c in zip(names, coordinate, strict=True))
+    ranks = tuple(mesh.mesh[selection].flatten().tolist())
     if len(ranks) == 1:
         return PeerGroup(host=host)
     if dist.group.WORLD is not None and dist.group.WORLD is _inherited[0]:

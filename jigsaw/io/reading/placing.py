@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from jigsaw.errors import FieldError, NaNError, ReadError
 from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.files import ByteArray
-from jigsaw.io.reading.chunk_boxes import ChunkBox, RowRun
-from jigsaw.io.reading.chunk_jobs import NO_OWNER, ChunkJob
+from jigsaw.io.reading.chunk_readers import NO_OWNER, ChunkJob
+from jigsaw.io.reading.needed_chunks import ChunkBox, RowRun
 from jigsaw.io.reading.peers import PeerGroup
 from jigsaw.io.reading.read_plan import ReadPlan
 from jigsaw.io.series.request import DROPPED_DIM, ReadPart, ReadRequest
@@ -77,13 +77,13 @@ class PartPlacing:
         # y = (raw * own_scale + own_offset) * s + o: the file's numbers and the channel's normalization as one a and b
         scale, offset = request.scale[slice(*channels)], request.offset[slice(*channels)]
         own = [(table.offset * s, o) for s, o in zip(scale, offset, strict=True)]
-        self.a, self.b = tuple(table.scale * s for s in scale), tuple(mine + o for mine, o in own)
+        self.a, self.b = tuple(table.scale * s for s in scale), tuple(shift + o for shift, o in own)
         # Beyond a pole the components of vectors change sign, but not the offset that normalizes them: it belongs to
         # the values as the model sees them.
         signs = [-1.0 if c in request.vectors else 1.0 for c in range(*channels)]
         self.turned = (
             tuple(sign * x for sign, x in zip(signs, self.a, strict=True)),
-            tuple(sign * mine + o for sign, (mine, o) in zip(signs, own, strict=True)),
+            tuple(sign * shift + o for sign, (shift, o) in zip(signs, own, strict=True)),
         )
         self.stored, self.dtype = stored, dtype = np.dtype(table.dtype), np.dtype(request.dtype)
         # float32 holds integers of 16 bits exactly, and of 32 not
@@ -109,9 +109,7 @@ class PartPlacing:
             self._convert(ordered, out[where], a[where[1]], b[where[1]])
 
     def strip_work_memory(self, strip: AnyArray, scratch: Callable[[int], AnyArray]) -> AnyArray:
-        """Return the memory in which the values of a strip are converted: the strip itself if it has that dtype
-        already.
-        """
+        """Return the memory in which a strip is converted: the strip itself if it has that dtype."""
         if self.is_copy or (strip.dtype == self.work and not self.masks):
             return strip
         return np.ndarray(strip.shape, self.work, scratch(strip.size * self.work.itemsize))
@@ -166,15 +164,13 @@ class PartPlacing:
             np.copyto(target.reshape(shape), source, casting="unsafe")
 
     def in_place_target(self, box: ChunkBox, shape: Sequence[int], out: AnyArray) -> AnyArray | None:
-        """Return the part of `out` that a chunk fills whole, by rows and in its own dtype, to be decoded and scaled
-        there.
-        """
+        """Return the part of `out` that a chunk fills whole, in its own dtype, to be decoded there."""
         if box.runs[-1][0].length != out.shape[-1] or not self.lands_as_stored or self.dropped:
             return None
         if out.dtype != self.stored or not all(_is_all_rows(runs, n) for runs, n in zip(box.runs, shape, strict=True)):
             return None
-        found = out[self._where([runs[0] for runs in box.runs], box, out.ndim)]
-        return found if found.flags.c_contiguous else None
+        target = out[self._where([runs[0] for runs in box.runs], box, out.ndim)]
+        return target if target.flags.c_contiguous else None
 
     @cached_property
     def lands_as_stored(self) -> bool:
@@ -182,7 +178,6 @@ class PartPlacing:
         return self.is_ordered and not self.masks and self.memory == tuple(range(len(self.memory)))
 
     def _where(self, runs: Sequence[RowRun], box: ChunkBox, ndim: int) -> tuple[slice, ...]:
-        """Return the part of the sample that a run of each stored dim fills."""
         where = [slice(None)] * ndim
         for dim, index in box.at:
             where[dim] = slice(index, index + 1)

@@ -11,46 +11,200 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
 from jigsaw.errors import ShardingError
-from jigsaw.geometry.cut import Interval
-from jigsaw.io.chunks.array_table import JoinedArrays
+from jigsaw.io.chunks.array_table import ArrayTable, JoinedArrays
 from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_finder import LookupCounts
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.files import ByteRange, merge_ranges
 from jigsaw.io.chunks.portion import ChunkPortion
 from jigsaw.io.chunks.remote_files import ask_at_once
-from jigsaw.io.reading.chunk_boxes import ChunkBox
-from jigsaw.io.reading.chunk_jobs import COUNT_COLUMN, NO_OWNER, ChunkJob, CountsTable, ReadCounts, ReaderRanks
-from jigsaw.io.reading.chunk_readers import ChunkReaders
-from jigsaw.io.reading.found_chunks import ArrayTables, FoundChunks, look_up_chunks
-from jigsaw.io.reading.needed_chunks import NeededChunks, check_request_fits
-from jigsaw.io.reading.read_modes import (
+from jigsaw.io.reading.chunk_readers import (
+    COUNT_COLUMN,
+    NO_OWNER,
     PLAN_MODES,
-    FetchBatch,
-    choose_mode,
-    cost_of_mode,
-    fetch_batches,
-    sent_values,
-    shared_jobs,
+    ByReader,
+    ChunkJob,
+    ChunkReaders,
+    CountsTable,
+    ReadCounts,
+    ReaderRanks,
+    SharedJobs,
+    order_of_jobs,
 )
-from jigsaw.io.reading.shared_jobs import SharedJobs
-from jigsaw.io.series.request import ReadPart, ReadRequest
-from jigsaw.io.text_tables import align_columns, bytes_text
+from jigsaw.io.reading.found_chunks import ArrayTables, FoundArray, FoundChunks, look_up_chunks
+from jigsaw.io.reading.needed_chunks import ChunkBox, NeededChunks
+from jigsaw.io.reading.plan_text import plan_reasons, plan_text
+from jigsaw.io.series.request import ReadPart, ReadRequest, check_request_fits
 
 ObjectSizes = Mapping[str, "int | None"]
 
-NAMES_LISTED = 6
-_WAYS = {
-    "cooperative": "what they need of each is read and decoded once, by one rank, which hands the others their parts",
-    "neighbors": "each rank reads and decodes what it owns rows of, and hands halos to the ranks that own none",
-    "independent": "each rank reads and decodes for itself what it needs of them",
-}
+
+LARGEST_BATCH = 4 << 20
+"""Bytes of one request for several chunks: more of them would wait for each other."""
+
+_DECODE_RATES = {"fast": 2e9, "slow": 4e8, "library": 2e8, "plain": 8e9}
+_FETCH_RATES = {False: 2e9, True: 1e8}
+_REQUEST_SECONDS = {False: 1e-5, True: 2e-3}
+_HANDOVER_RATE = 5e9
+_SHARED_JOB_SECONDS = 4e-4
+
+
+def read_cost(table: ArrayTable, requests: int, stored: int, decoded: int, sent: int, shared: int) -> float:
+    """Return the CPU seconds of requests, bytes stored, decoded and handed over, and chunks that ranks share."""
+    # a shared chunk wakes every rank that waits for it; a request to a far store is time in which a thread waits
+    return (
+        requests * _REQUEST_SECONDS[table.far]
+        + stored / _FETCH_RATES[table.far]
+        + decoded / _DECODE_RATES[_decoder_kind(table)]
+        + sent / _HANDOVER_RATE
+        + shared * _SHARED_JOB_SECONDS
+    )
+
+
+def _decoder_kind(table: ArrayTable) -> str:
+    if table.decoder is None:
+        return "library"
+    if table.decoder.is_plain:
+        return "plain"
+    return "fast" if table.decoder.splits else "slow"
+
+
+def choose_mode(places: FoundChunks, array: str, mode: str) -> str:
+    """Choose how an array is read: in `mode`, or in the cheapest mode for ``"auto"``; alone where nothing is shared."""
+    if places.needed.ranks == 1 or all(len(readers) == 1 for readers in places[array].readers.pattern.readers):
+        return "independent"
+    # of equal costs the first, which hands over least: `PLAN_MODES` has the modes in that order
+    return mode if mode != "auto" else min(PLAN_MODES, key=lambda each: cost_of_mode(places, array, each))
+
+
+def cost_of_mode(places: FoundChunks, array: str, mode: str) -> float:
+    """Return the cost of reading an array in a mode, in CPU seconds over all ranks."""
+    # An unknown size counts as decoded: ranks that read do not ask for it, and all must find the same cost.  A shared
+    # job costs as such, whatever its bytes: every rank that reads it is woken, and decoding a small one again is less.
+    table = places[array].table
+    requests, decoded, stored = places[array].counts_in_mode(mode)
+    _, shared, sent = places[array].readers.pattern.totals(mode)
+    if table.far:
+        jobs = shared_jobs(places, {array: mode})
+        if mode == "cooperative":  # who owns a chunk changes what is sent, and the requests for objects of many chunks
+            sent = sum(sent_values(places, job) for job in jobs)
+        requests = _far_requests(places, array, mode, jobs, requests)
+    return read_cost(table, requests, stored, decoded, sent * table.grid.itemsize, shared)
+
+
+def sent_values(places: FoundChunks, job: ChunkJob) -> int:
+    """Count the values of a chunk that are handed to ranks other than its owner."""
+    readers = places[job.array].readers[job.chunk]
+    total = int(readers.values_of(job.readers).sum())
+    return total - int(readers.values_of((job.owner,)).sum()) if job.is_read_by(job.owner) else total
+
+
+def _far_requests(places: FoundChunks, array: str, mode: str, shared: SharedJobs, requests: int) -> int:
+    """Count the requests for an array of a far store; `requests` is the count if each chunk were its own object."""
+    if places[array].has_own_objects():
+        return requests
+    # chunks of an object are one request only for the rank that loads both: so ranks count, batch by batch
+    jobs_by_rank: defaultdict[int, list[ChunkJob]] = defaultdict(list)
+    by_chunk = {job.chunk: job for job in shared}
+    if mode == "cooperative":
+        for job in shared:
+            jobs_by_rank[job.owner].append(job)
+    for chunk, readers in places[array].readers.items():
+        if mode != "cooperative" and chunk in by_chunk:
+            jobs_by_rank[by_chunk[chunk].owner].append(by_chunk[chunk])
+        for rank in readers.at[readers.loads(mode).alone].tolist():
+            jobs_by_rank[rank].append(ChunkJob(array, chunk, rank, (rank,)))
+    return sum(batch.requests for some in jobs_by_rank.values() for batch in fetch_batches(places, some))
+
+
+def shared_jobs(places: FoundChunks, modes: Mapping[str, str]) -> SharedJobs:
+    """Return the jobs whose chunk several ranks read, with their owners, in the order in which all ranks take them."""
+    readers_of = places.needed.readers
+    sharing = [name for name, mode in modes.items() if len(readers_of[name].pattern.shared_places(mode))]
+    if not sharing:  # near stores need not be asked for the sizes of private chunks then
+        return SharedJobs(order_of_jobs((), b"", b""), ())
+    weights = np.concatenate([places[name].bytes_of_shared(modes[name]) for name in sharing])
+    # Every rank works out the load of all, not its own alone: who owns what must come out alike everywhere, and the
+    # order of the jobs, with which slots and parcels are numbered, as well.
+    loads = _private_bytes(places, modes)
+    ways = tuple((readers_of[name].pattern, modes[name]) for name in sharing)
+    return SharedJobs(
+        order_of_jobs(ways, weights.tobytes(), loads.tobytes()), [(name, readers_of[name]) for name in sharing]
+    )
+
+
+def _private_bytes(places: FoundChunks, modes: Mapping[str, str]) -> ByReader:
+    """Count the bytes that each rank fetches for itself alone; chunks of unknown size count as their decoded bytes."""
+    load = np.zeros(places.needed.ranks, np.int64)
+    for name, mode in modes.items():
+        if (decoded := places[name].size_of_all) is not None:
+            load += places[name].readers.pattern.loaded_alone(mode, len(load)) * np.int64(decoded)
+            continue
+        for chunk, readers in places[name].readers.items():
+            alone = readers.loads(mode).alone
+            if len(alone):
+                counts = places[name].counts_alone(chunk)[alone]
+                stored, decoded = counts[:, COUNT_COLUMN["stored_bytes"]], counts[:, COUNT_COLUMN["decoded_bytes"]]
+                load[readers.at[alone]] += np.where(stored, stored, decoded)
+    return load
+
+
+# -- chunks that lie near each other in one object of a far store, fetched by one request -----------------------------
+
+
+class FetchBatch(NamedTuple):
+    """Jobs whose bytes are fetched together, in so many requests; a chunk of unknown `size` counts as decoded."""
+
+    jobs: tuple[ChunkJob, ...]
+    requests: int
+    size: int
+
+
+def fetch_batches(places: FoundChunks, jobs: Iterable[ChunkJob]) -> Iterator[FetchBatch]:
+    """Yield the jobs of one rank on far stores, those near each other together, in the order of their first ones."""
+    far = [(job, places[job.array].ref(job.chunk)) for job in jobs if places[job.array].table.far]
+    if missing := tuple(job for job, ref in far if ref is None):
+        yield FetchBatch(missing, 0, 0)
+    present = ((job, ref) for job, ref in far if ref is not None)
+    for (array, _), group in groupby(present, lambda each: (each[0].array, each[1].path)):
+        yield from _batches_of_object(places[array], group)
+
+
+def _batches_of_object(places: FoundArray, jobs: Iterable[tuple[ChunkJob, ChunkRef]]) -> Iterator[FetchBatch]:
+    """Yield the batches of jobs on one object; one of unknown size is fetched whole."""
+    placed: list[tuple[list[ByteRange], ChunkJob]] = []
+    for job, ref in jobs:
+        part = places.portion(job.chunk, job.readers)
+        if part is None and ref.length is None:
+            yield FetchBatch((job,), 1, places.table.grid.bytes_of(job.chunk))
+        else:
+            ranges = [(0, ref.length or 0)] if part is None else part.ranges
+            placed.append(([(ref.offset + start, ref.offset + start + length) for start, length in ranges], job))
+    # Chunks at bytes 0-40, 50-90 and 5000-5040 of a shard, with a gap of 64: one request for the first two, whose ten
+    # bytes between cost less than a round trip, and one for the third.
+    batches: list[list[tuple[list[ByteRange], ChunkJob]]] = []
+    reach, gap = 0, places.table.places.files.gap
+    for parts, job in sorted(placed):
+        start, stop = parts[0][0], parts[-1][1]
+        if not batches or start > reach + gap or stop - batches[-1][0][0][0][0] > LARGEST_BATCH:
+            batches.append([])
+            reach = 0
+        batches[-1].append((parts, job))
+        reach = max(reach, stop)
+    for batch in batches:
+        parts = [part for parts, _ in batch for part in parts]
+        size = sum(stop - start for start, stop in parts)
+        # one batch may take several requests: of chunks in part, whose ranges lie further apart than the chunks do
+        yield FetchBatch(tuple(job for _, job in batch), len(merge_ranges(parts, gap)), size)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -117,7 +271,6 @@ class ReadPlan:
         return known
 
     def _counts_of(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> CountsTable:
-        """Count what loading a chunk for these ranks takes."""
         return self._known_size(self.found[array].load_counts(chunk, readers).row, array, chunk)
 
     # -- jobs --------------------------------------------------------------------------------------------------------
@@ -153,10 +306,10 @@ class ReadPlan:
 
     @cached_property
     def _shared_by_owner(self) -> defaultdict[int, list[ChunkJob]]:
-        found: defaultdict[int, list[ChunkJob]] = defaultdict(list)
+        jobs: defaultdict[int, list[ChunkJob]] = defaultdict(list)
         for job in self.shared:
-            found[job.owner].append(job)
-        return found
+            jobs[job.owner].append(job)
+        return jobs
 
     def part_of(self, job: ChunkJob) -> ChunkPortion | None:
         return self.found[job.array].portion(job.chunk, job.readers)
@@ -212,11 +365,11 @@ class ReadPlan:
     @cached_property
     def missing(self) -> Mapping[str, tuple[ChunkIndex, ...]]:
         """The needed chunks that are not in the store, by array; of far stores those that `sizes` tell of."""
-        found = {
+        chunks_by_array = {
             name: tuple(chunk for chunk in readers_of if self._is_missing(name, chunk))
             for name, readers_of in self.needed.readers.items()
         }
-        return {name: chunks for name, chunks in found.items() if chunks}
+        return {name: chunks for name, chunks in chunks_by_array.items() if chunks}
 
     def _is_missing(self, array: str, chunk: ChunkIndex) -> bool:
         ref = self.ref(array, chunk)
@@ -274,7 +427,7 @@ def plan_read(
     """Plan the reading of one sample: the same on every rank. No rank is asked; a store may be asked where chunks lie.
 
     `mode` is ``"cooperative"``, ``"neighbors"``, ``"independent"`` or ``"auto"``, which takes the cheapest of them for
-    each array (`jigsaw.io.reading.read_modes`). `sizes` are those of far objects, where another plan looked them up.
+    each array (`cost_of_mode`). `sizes` are those of far objects, where another plan looked them up.
 
     Raises: `ShardingError` or `ReadError` when the parts do not fill the sample exactly once, or do not fit the arrays.
     """
@@ -290,16 +443,16 @@ def make_read_plan(request: ReadRequest, tables: ArrayTables, mode: str, sizes: 
     choice depends on them (`docs/design.md` says why).
     """
     needed = NeededChunks(request, {part.array: tables[part.array].grid for part in request.parts})
-    found = look_up_chunks(needed, tables)
-    return ReadPlan(needed, found, {name: choose_mode(found, name, mode) for name in needed.readers}, sizes or {})
+    places = look_up_chunks(needed, tables)
+    return ReadPlan(needed, places, {name: choose_mode(places, name, mode) for name in needed.readers}, sizes or {})
 
 
 def _split_joined_parts(request: ReadRequest, tables: ArrayTables) -> ReadRequest:
     """Split each part that reads a joined array into one part for each array that it joins."""
-    found = [(part, tables[part.array].members) for part in request.parts]
-    if not any(joined for _, joined in found):
+    parts_and_joins = [(part, tables[part.array].members) for part in request.parts]
+    if not any(joined for _, joined in parts_and_joins):
         return request
-    parts = [each for part, joined in found for each in (_parts_by_array(part, joined) if joined else [part])]
+    parts = [each for part, joined in parts_and_joins for each in (_parts_by_array(part, joined) if joined else [part])]
     return replace(request, parts=tuple(parts))
 
 
@@ -308,170 +461,12 @@ def _parts_by_array(part: ReadPart, joined: JoinedArrays) -> list[ReadPart]:
     # of 12 files with 4 steps each, rows 3, 4 and 9 are: row 3 of the first, row 0 of the second, row 1 of the third
     picks = part.picks[joined.dim]
     assert picks is not None
-    found: dict[int, list[tuple[int, int]]] = {}
+    picks_by_array: dict[int, list[tuple[int, int]]] = {}
     for source, target in picks:
         number = joined.find(source)
-        found.setdefault(number, []).append((source - joined.edges[number], target))
+        picks_by_array.setdefault(number, []).append((source - joined.edges[number], target))
     before, after = part.picks[: joined.dim], part.picks[joined.dim + 1 :]
     return [
         replace(part, array=joined.names[i], picks=(*before, tuple(pairs), *after))
-        for i, pairs in sorted(found.items())
+        for i, pairs in sorted(picks_by_array.items())
     ]
-
-
-# -- the text of a plan -----------------------------------------------------------------------------------------------
-
-
-def plan_text(plan: ReadPlan, head: Sequence[str] = (), dims: Sequence[str] = ()) -> str:
-    """Return a plan as text: what is read, the table of ranks, the reasons, the other ways, who decodes which chunks.
-
-    A report that knows more than the plan gives its own `head` and names of `dims`.
-    """
-    layout = plan.request.layout
-    steps, channels = layout.shape[:2]
-    dims = dims or _stored_dims(plan)
-    space = " x ".join(f"{dim} {n}" for dim, n in zip(dims, layout.shape[2:], strict=True))
-    axes = ", ".join(f"{name}={n}" for name, n in layout.axes)
-    who = f"{plan.ranks} ranks ({axes})" if plan.ranks > 1 else "one rank"
-    blocks = (
-        [
-            *(head or [f"{steps} steps of {channels} channels, {space}, read by {who}"]),
-            f"{plan.total.requests} requests{_lookups_text(plan.lookups)}",
-            *_missing_chunk_lines(plan),
-        ],
-        _rank_table(plan, dims),
-        plan_reasons(plan),
-        _amplification_lines(plan),
-        _decoder_lines(plan),
-    )
-    return "\n\n".join("\n".join(lines) for lines in blocks)
-
-
-def _missing_chunk_lines(plan: ReadPlan) -> list[str]:
-    """Say how many needed chunks are not in the store, and what becomes of them; no line where none is missing."""
-    missing = sum(map(len, plan.missing.values()))
-    if not missing:
-        return []
-    count = sum(map(len, plan.needed.readers.values()))
-    lacking = [
-        chunk
-        for name, chunks in plan.missing.items()
-        for chunk in chunks
-        if plan.request.missing == "error" and plan.tables[name].finder.lacks_object(chunk)
-    ]
-    refused = f"; missing='error' refuses {len(lacking)} of them" if lacking else ""
-    return [f"{missing} of {count} chunks are missing, and stand for fill values{refused}"]
-
-
-def plan_reasons(plan: ReadPlan) -> list[str]:
-    """Say for the arrays that are chunked and read alike which rank has which chunks, how they are read, and why."""
-    alike: dict[tuple[str, tuple[int, ...], int, int, int], list[str]] = {}
-    for name, mode in plan.modes.items():
-        readers, table = plan.needed.readers[name], plan.tables[name]
-        shared = sum(len(each) > 1 for each in readers.pattern.readers)
-        alike.setdefault((mode, table.chunks, table.grid.chunk_bytes, len(readers), shared), []).append(name)
-    lines: list[str] = []
-    for (mode, chunks, size, count, shared), names in alike.items():
-        more = f" and {len(names) - NAMES_LISTED} more" if len(names) > NAMES_LISTED else ""
-        each, plural = " each" * (len(names) > 1), "s" * (count > 1)
-        what = f"{count} chunk{plural} of {' x '.join(map(str, chunks)) or '1'} = {bytes_text(size)}{each}"
-        lines.append(f"{', '.join(names[:NAMES_LISTED])}{more}: {what}")
-        if not shared:
-            lines[-1] += ", none of which two ranks need"
-            continue
-        needed = "all of which" if shared == count else f"{shared} of which"
-        lines[-1] += f", {needed} several ranks need:"
-        lines += [f"  {_WAYS[mode]}", f"  {_costs_text(plan, names, mode)}"]
-    return lines
-
-
-def _costs_text(plan: ReadPlan, names: Sequence[str], mode: str) -> str:
-    """Describe the costs of the modes, and say whether the chosen one is the cheapest."""
-    costs = {each: sum(plan.cost(name, each) for name in names) for each in PLAN_MODES}
-    told = ", ".join(f"{each} {float(f'{costs[each] * 1e3:.2g}'):g}" for each in sorted(costs, key=costs.__getitem__))
-    why = "the cheapest" if costs[mode] == min(costs.values()) else f"which mode={mode!r} asks for"
-    return f"({mode} reading, {why}; predicted CPU ms of all ranks: {told})"
-
-
-def _lookups_text(lookups: LookupCounts) -> str:
-    if not lookups.requests:
-        return ""
-    read = f"{bytes_text(lookups.bytes)} of shard indices and block tables in {lookups.requests} requests"
-    return f"; to plan them, each rank reads {read}, once"
-
-
-def _stored_dims(plan: ReadPlan) -> list[str]:
-    """Return the store's names of the dims of space; a dim that no array has is called by its number."""
-    layout = plan.request.layout
-    found = {2 + i: f"dim {2 + i}" for i in range(len(layout.shape) - 2)}
-    for part in plan.request.parts:
-        for name, picks, to in zip(plan.tables[part.array].dims, part.picks, part.to, strict=True):
-            if picks is None:
-                found[to] = name
-    return list(found.values())
-
-
-def _rank_table(plan: ReadPlan, dims: Sequence[str]) -> list[str]:
-    layout = plan.request.layout
-    axes = [name for name, _ in layout.axes]
-    columns = ["chunks", "stored", "decoded", "useful", "sent"]
-    lines: list[list[str]] = [["rank", *axes, *dims, *columns]]
-    for rank, (coord, row) in enumerate(zip(layout.coords(), plan.rows, strict=True)):
-        boxes = zip(layout.owned(coord)[2:], layout.held(coord)[2:], strict=True)
-        lines.append([str(rank), *map(str, coord), *(_rows_text(*box) for box in boxes), *_figure_texts(row)])
-    lines.append(["all", *[""] * (len(axes) + len(dims)), *_figure_texts(plan.total)])
-    return align_columns(lines)
-
-
-def _rows_text(owned: Interval, held: Interval) -> str:
-    """Describe the rows owned, and how many more are held below and above."""
-    below, above = owned[0] - held[0], held[1] - owned[1]
-    return f"{owned[0]}:{owned[1]}" + (f" -{below}+{above}" if below or above else "")
-
-
-def _figure_texts(row: ReadCounts) -> list[str]:
-    return [str(row.chunks), *map(bytes_text, (row.stored, row.decoded_bytes, row.useful_bytes, row.sent_bytes))]
-
-
-def _amplification_lines(plan: ReadPlan) -> list[str]:
-    meant = "bytes decoded by all ranks / bytes of the needed chunks, each once"
-    lines = [f"amplification {plan.amplification:.2f}: {meant}"]
-    for mode in PLAN_MODES:
-        other = plan.in_mode(mode)
-        total = other.total
-        lines.append(
-            f"  all {mode}: {other.amplification:.2f}, {total.chunks} chunks, {bytes_text(total.stored)} read, "
-            f"{bytes_text(total.decoded_bytes)} decoded, {bytes_text(total.sent_bytes)} sent"
-        )
-    return lines
-
-
-def _decoder_lines(plan: ReadPlan) -> list[str]:
-    """Return a line for each array and rank: how many of its chunks the rank decodes, and the first of them."""
-    owned: dict[str, dict[int, list[tuple[int, ...]]]] = {}
-    for job in plan.jobs:
-        owner = job.owner if plan.ref(job.array, job.chunk) is not None else NO_OWNER
-        owned.setdefault(job.array, {}).setdefault(owner, []).append(job.chunk)
-    lines = ["chunks decoded by whom"]
-    for array, by_rank in owned.items():
-        table = plan.tables[array]
-        lines.append(
-            f"  {array}: {plan.modes[array]}, chunks of {table.chunks} = "
-            f"{bytes_text(table.grid.chunk_bytes)}{_portion_text(plan, array)}"
-        )
-        for rank in sorted(by_rank):
-            who = "missing (fill)" if rank == NO_OWNER else f"rank {rank}"
-            listed = [str(chunk).replace(" ", "") for chunk in sorted(set(by_rank[rank]))]
-            shown = " ".join(listed[:NAMES_LISTED]) + (" …" if len(listed) > NAMES_LISTED else "")
-            lines.append(f"    {who}, {len(by_rank[rank])}: {shown}")
-    return lines
-
-
-def _portion_text(plan: ReadPlan, array: str) -> str:
-    """Say how much of an array's chunks is decoded, where that is less than all."""
-    parts = [part for job in plan.jobs if job.array == array and (part := plan.part_of(job)) is not None]
-    if not parts:
-        return ""
-    decoded, fetched = sum(p.decoded for p in parts) / len(parts), sum(p.stored for p in parts) / len(parts)
-    read = f"{bytes_text(round(fetched))} read, " if fetched else ""
-    return f"; of {len(parts)} chunks a part: {read}{bytes_text(round(decoded))} decoded of each"

@@ -34,11 +34,17 @@ from jigsaw.errors import CorruptChunkError, PeerError, ReadError
 from jigsaw.io.chunks.chunk import ChunkLoadCounts
 from jigsaw.io.chunks.files import ByteArray, ScratchMemory
 from jigsaw.io.reading.arena import MAX_ARENA_SLOTS, Arena, error_from_rank, slot_ticket
-from jigsaw.io.reading.chunk_boxes import ChunkBox
-from jigsaw.io.reading.chunk_jobs import NO_OWNER, ChunkJob, ReadCounts
-from jigsaw.io.reading.chunk_sections import ChunkSection, sections_in_slot_order, slot_size_and_count
+from jigsaw.io.reading.chunk_readers import NO_OWNER, ChunkJob, ReadCounts
+from jigsaw.io.reading.chunk_sections import (
+    ChunkSection,
+    ChunkStrip,
+    sections_in_slot_order,
+    slot_size_and_count,
+    strips_of_rank,
+)
 from jigsaw.io.reading.fetch_ahead import FetchAhead
 from jigsaw.io.reading.memory_pool import MemoryPool
+from jigsaw.io.reading.needed_chunks import ChunkBox
 from jigsaw.io.reading.peers import PeerGroup
 from jigsaw.io.reading.placing import (
     CONVERTED_BYTES,
@@ -49,7 +55,6 @@ from jigsaw.io.reading.placing import (
     box_when_packed,
 )
 from jigsaw.io.reading.read_plan import ReadPlan
-from jigsaw.io.reading.strips import ChunkStrip, strips_of_rank
 from jigsaw.io.series.boundary import fill_beyond_ends
 
 
@@ -121,9 +126,7 @@ class RunningRead:
         return self.out
 
     def _tried(self, *steps: Callable[[], None]) -> BaseException | None:
-        """Run the steps and return the error of one that fails: this machine's ranks are told at once, others in the
-        next gathering.
-        """
+        """Run steps and return the error of one that fails; this machine's ranks are told at once."""
         try:
             for step in steps:
                 step()
@@ -252,7 +255,6 @@ class RunningRead:
         return flow
 
     def _show(self, at: int, section: ChunkSection, room: ByteArray) -> None:
-        """Show a section to all ranks that read it."""
         job, table = section.job, self.plan.tables[section.job.array]
         values = table.loader.view(room, job.chunk, section.shape(table))
         self.parcels.pack(job, section.number, values)  # before it is shown: once its readers have it, the slot is free
@@ -311,11 +313,11 @@ class RunningRead:
             if size is None:
                 self._check_missing(strip.job(some.start + n))
                 table.loader.fill(room[n * table.grid.chunk_bytes : (n + 1) * table.grid.chunk_bytes], chunks[n])
-        row, there = self._row(), [size for size in sizes if size is not None]
-        row.requests += len(there)
-        row.chunks += len(there)
-        row.stored_bytes += sum(there)
-        row.decoded_bytes += len(there) * table.grid.chunk_bytes
+        row, present = self._row(), [size for size in sizes if size is not None]
+        row.requests += len(present)
+        row.chunks += len(present)
+        row.stored_bytes += sum(present)
+        row.decoded_bytes += len(present) * table.grid.chunk_bytes
 
     def _load_private(self, job: ChunkJob) -> None:
         table, direct = self.plan.tables[job.array], self._in_place_target(job)
@@ -333,9 +335,7 @@ class RunningRead:
         return self.placings[boxes[0].part].in_place_target(boxes[0], table.grid.shape_of(job.chunk), self.out)
 
     def _row(self) -> ReadCounts:
-        """Return this thread's counts for this read: each thread has its own, because `+=` on one shared object would
-        lose counts.
-        """
+        """Return this thread's own counts: `+=` on one shared object would lose some."""
         return self._rows[threading.get_ident()]
 
     def _load(self, job: ChunkJob, room: ByteArray) -> ChunkLoadCounts:
@@ -436,14 +436,13 @@ class RunningRead:
             raise self._refusal(e, job, box) from None
         self._row().useful_bytes += prod(box.extents) * self.plan.tables[job.array].grid.itemsize
 
-    def _refusal(self, found: RefusedValueError, job: ChunkJob, box: ChunkBox) -> ReadError:
+    def _refusal(self, refused: RefusedValueError, job: ChunkJob, box: ChunkBox) -> ReadError:
         where = f"{self.plan.where(job, box)} (chunk {job.chunk})"
-        return found.at(job.array, where, self.plan.request.dtype)
+        return refused.at(job.array, where, self.plan.request.dtype)
 
     # -- over machines -----------------------------------------------------------------------------------------------
 
     def _over_machines(self, failure: BaseException | None) -> BaseException | None:
-        """Exchange boxes with the ranks of other machines, and return the failure of any rank."""
         any_go = self.parcels.are_any  # from the plan, so that all enter the all-to-all or none
         if failure is None and any_go:
             failure = self._tried(self.parcels.make_room)
@@ -459,11 +458,11 @@ class RunningRead:
         *Sends*: what failed and the plan's digest to every rank of the domain group, whether or not something failed.
         """
         # type and text, never the error itself: one that does not pickle would fail here, and leave the others waiting
-        mine = None if failure is None else (type(failure).__name__, str(failure))
-        told = self.peers.gather((mine, self.plan.digest))
+        report = None if failure is None else (type(failure).__name__, str(failure))
+        reports = self.peers.gather((report, self.plan.digest))
         if failure is not None:
             return failure
-        for m, (theirs, digest) in enumerate(told):
+        for m, (theirs, digest) in enumerate(reports):
             if theirs is not None:
                 return error_from_rank(theirs[0], theirs[1], m)
             if digest != self.plan.digest:

@@ -125,7 +125,6 @@ def _wrap_interval(held: Interval, cut: Cut) -> Iterator[Interval]:
 
 
 def _draw_chunk_borders(axes: Any, dataset: Dataset, height: int, width: int) -> None:
-    """Draw the chunk borders of every array that is read; arrays that are chunked alike share theirs."""
     lines: dict[str, set[int]] = {"h": {0, height}, "v": {0, width}}
     for variable in dataset.variables:
         for key, dim, size in (("h", dataset.frame.dims[-2], height), ("v", dataset.frame.dims[-1], width)):
@@ -150,9 +149,9 @@ def _draw_bars(axes: Any, plan: ReadPlan, shades: list[Any]) -> None:
     axes.set(xlabel="rank", ylabel="MB")
     # beside the bars: within the axes it hides those of the last ranks
     axes.legend(frameon=False, fontsize=9, ncols=len(_DRAWN_BYTES), loc="lower center", bbox_to_anchor=(0.5, 1.06))
-    how = " and ".join(sorted(set(plan.modes.values())))
-    told = f"{how}: {plan.total.chunks} chunks decoded, amplification {plan.amplification:.2f}"
-    axes.set_title(told, fontsize=9)
+    modes = " and ".join(sorted(set(plan.modes.values())))
+    title = f"{modes}: {plan.total.chunks} chunks decoded, amplification {plan.amplification:.2f}"
+    axes.set_title(title, fontsize=9)
 
 
 _SHOWN_ATTRIBUTES = ("long_name", "standard_name", "units")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jigsaw.io.datasets.dataset import Dataset
-from jigsaw.io.reading.read_plan import NAMES_LISTED, ReadPlan, plan_text
+from jigsaw.io.reading.plan_text import NAMES_LISTED, plan_text
+from jigsaw.io.reading.read_plan import ReadPlan
 from jigsaw.io.reports.recommend import ChunkOption, MeshOption, ReadFigures, Recommendation
 from jigsaw.io.text_tables import align_columns, bytes_text
 
@@ -39,20 +40,27 @@ def plan_report(dataset: Dataset, plan: ReadPlan) -> str:
     return plan_text(plan, head, frame.dims)
 
 
-def advice_report(dataset: Dataset, found: Recommendation, tables: bool = False) -> str:
+def advice_report(dataset: Dataset, advice: Recommendation, tables: bool = False) -> str:
     """Describe the best mesh and chunks, and how many times cheaper they read; with `tables`, all candidates."""
-    mesh, chunks = found.meshes[0], found.chunks[0]
+    mesh, chunks = advice.meshes[0], advice.chunks[0]
     sizes, shards = _sizes_by_dim_text(chunks.chunks), _sizes_by_dim_text(chunks.shards)
     lines = [
         f"recommended: mesh {_sizes_by_dim_text(mesh.axes) or 'one rank'}, {_cuts_text(mesh)}: "
-        f"{_gain_text(found.mesh_gain)}",
-        f"{'':13}chunks {sizes} in shards {shards}: {_gain_text(found.chunk_gain)}",
+        f"{_gain_text(advice.mesh_gain)}",
+        f"{'':13}chunks {sizes} in shards {shards}: {_gain_text(advice.chunk_gain)}",
     ]
-    if found.chunk_gain > _WORTH_TELLING:
-        how = f"--chunks {sizes} --shards {shards}"
-        lines.append(f"{'':13}to store it so: python -m jigsaw convert SRC DST {how}")
+    if advice.chunk_gain > _WORTH_TELLING:
+        options = f"--chunks {sizes} --shards {shards}"
+        lines.append(f"{'':13}to store it so: python -m jigsaw convert SRC DST {options}")
     if tables:
-        lines += ["", "meshes", *_mesh_table(found), "", f"chunks for mesh {_mesh_text(dataset)}", *_chunk_table(found)]
+        lines += [
+            "",
+            "meshes",
+            *_mesh_table(advice),
+            "",
+            f"chunks for mesh {_mesh_text(dataset)}",
+            *_chunk_table(advice),
+        ]
     return "\n".join(lines)
 
 
@@ -73,21 +81,21 @@ def _cuts_text(mesh: MeshOption) -> str:
     return f"cut at the edges of chunks ({'; '.join(moved)})" if moved else "balanced cuts"
 
 
-def _mesh_table(found: Recommendation) -> list[str]:
+def _mesh_table(advice: Recommendation) -> list[str]:
     lines = [["mesh", "cuts", "CPU ms", "read", "decoded", "busiest", "sent", "amplification"]]
-    for o in found.meshes:
+    for o in advice.meshes:
         f, name = o.figures, _sizes_by_dim_text(o.axes) or "one rank"
         lengths = map(bytes_text, (f.stored_bytes, f.decoded_bytes, f.busiest_bytes, f.sent_bytes))
         lines.append([name, _cuts_text(o), _milliseconds_text(f), *lengths, f"{f.amplification:.2f}"])
     return align_columns(lines)
 
 
-def _chunk_table(found: Recommendation, most: int = 12) -> list[str]:
+def _chunk_table(advice: Recommendation, most: int = 12) -> list[str]:
     lines = [["chunks", "shards", "a chunk", "CPU ms", "read", "decoded"]]
-    for o in found.chunks[:most]:
+    for o in advice.chunks[:most]:
         shapes = _sizes_by_dim_text(o.chunks), _sizes_by_dim_text(o.shards), bytes_text(o.chunk_bytes)
         lines.append([*shapes, _milliseconds_text(o), bytes_text(o.stored_bytes), bytes_text(o.decoded_bytes)])
-    now = found.now
+    now = advice.now
     stored = bytes_text(now.stored_bytes), bytes_text(now.decoded_bytes)
     lines.append(["as stored", "", "", _milliseconds_text(now), *stored])
     return align_columns(lines)

@@ -1,7 +1,7 @@
 """`recommend`: the mesh and cuts that read a store cheapest, and the chunks that a mesh would read cheapest.
 
 Candidates are planned as if they existed (`jigsaw.io.reading.read_plan`), on one typical sample, and ranked by the
-predicted cost (`jigsaw.io.reading.read_modes`). Integers only: it needs no ranks, and asks the store only where its
+predicted cost (`cost_of_mode`). Integers only: it needs no ranks, and asks the store only where its
 chunks lie.
 """
 
@@ -164,16 +164,16 @@ def is_cheap_recommendation(dataset: Dataset, plan: ReadPlan) -> bool:
 
 def _mesh_options(dataset: Dataset, request: ReadRequest, ranks: int) -> tuple[MeshOption, ...]:
     """Return the meshes of `ranks` ranks over the spatial dims, the cheapest first."""
-    found = [
+    options = [
         _weigh_mesh(dataset, request, frame)
         for sizes in _rank_factors(ranks, dataset)
         for frame in _sample_spaces(dataset, sizes)
     ]
-    if not found:
+    if not options:
         space = ", ".join(f"{d} {n}" for d, n in zip(dataset.frame.dims, dataset.frame.sizes, strict=True))
         raise ShardingError(f"no mesh of {ranks} ranks cuts {space} with a halo of {dataset.frame.halo}; use fewer")
-    found.sort(key=lambda o: (_to_three_digits(o.figures.seconds), o.figures.busiest_bytes, o.largest_tile))
-    return tuple(found)
+    options.sort(key=lambda o: (_to_three_digits(o.figures.seconds), o.figures.busiest_bytes, o.largest_tile))
+    return tuple(options)
 
 
 def _to_three_digits(seconds: float) -> float:
@@ -190,7 +190,6 @@ def _rank_factors(ranks: int, dataset: Dataset) -> Iterator[tuple[int, ...]]:
 
 
 def _sample_spaces(dataset: Dataset, pieces: Sequence[int]) -> Iterator[SampleSpace]:
-    """Yield the frame of a mesh with balanced cuts, and that with cuts at the edges of chunks where those differ."""
     old = dataset.frame
     data = tuple((name, n) for name, n in old.axes if name == DATA_AXIS)
     axes = (*data, *((d, n) for d, n in zip(old.dims, pieces, strict=True) if n > 1))
@@ -239,8 +238,8 @@ def _chunk_options(dataset: Dataset, request: ReadRequest, plan: ReadPlan) -> tu
     kept = _group_alike(dataset.variables, request)
     whole = plan.total
     ratio = whole.stored_bytes / whole.decoded_bytes if whole.stored_bytes and whole.decoded_bytes else _USUAL_RATIO
-    found = [_weigh_chunks(dataset.mode, kept, chunks, ratio) for chunks in _chunk_shapes(dataset, request, kept)]
-    return tuple(sorted(found, key=lambda o: (_to_three_digits(o.seconds), -o.chunk_bytes)))
+    options = [_weigh_chunks(dataset.mode, kept, chunks, ratio) for chunks in _chunk_shapes(dataset, request, kept)]
+    return tuple(sorted(options, key=lambda o: (_to_three_digits(o.seconds), -o.chunk_bytes)))
 
 
 class _AlikeArrays(NamedTuple):
@@ -257,11 +256,11 @@ def _group_alike(variables: Sequence[StoreVariable], request: ReadRequest) -> li
         table = variable.table
         read = [len(p or ()) for part in request.parts if part.array == table.name for p in part.picks]
         groups.setdefault((variable.roles, table.shape, table.dtype, tuple(read)), []).append(variable)
-    found: list[_AlikeArrays] = []
+    alike: list[_AlikeArrays] = []
     for first, *others in groups.values():
         parts = tuple(part for part in request.parts if part.array == first.table.name)
-        found.append(_AlikeArrays(first, 1 + len(others), replace(request, parts=parts)))
-    return found
+        alike.append(_AlikeArrays(first, 1 + len(others), replace(request, parts=parts)))
+    return alike
 
 
 def _largest_variable(variables: Iterable[StoreVariable]) -> StoreVariable:

@@ -143,18 +143,18 @@ def summarize_store(
     Raises: a `ReadError` as `jigsaw.io.open` does.
     """
     opened = open_store(store, options)
-    found = StoreSurvey(opened, dims)
-    wanted = found.variables if fields is None else {c.array: None for c in channels_of_fields(fields, found.levels)}
+    survey = StoreSurvey(opened, dims)
+    wanted = survey.variables if fields is None else {c.array: None for c in channels_of_fields(fields, survey.levels)}
     if fields is None and not opened.arrays:
         raise MissingArrayError(f"the store {opened.url} has no arrays")
     grids: dict[GridSummary, int] = {}
     times: dict[TimeSummary, int] = {}
     kind = _format_name(store, opened)
     in_objects = kind.startswith("Zarr")
-    described = [_summarize_variable(found, found.variables[name], in_objects, grids, times) for name in wanted]
+    described = [_summarize_variable(survey, survey.variables[name], in_objects, grids, times) for name in wanted]
     others: dict[str, str] = {}
     for name, table in opened.arrays.items():
-        if fields is None and name not in found.variables:
+        if fields is None and name not in survey.variables:
             shape = ", ".join(f"{d} {n}" for d, n in zip(table.dims, table.shape, strict=True))
             others[name] = f"{np.dtype(table.dtype).name} ({shape})"
     attrs = {str(k): v for k, v in opened.attrs.items() if not str(k).startswith("jigsaw_")}
@@ -165,32 +165,32 @@ def summarize_store(
         grids=tuple(grids),
         times=tuple(times),
         variables=tuple(described),
-        volumes=tuple(v for v in (_summarize_volume(opened, found.variables[name]) for name in wanted) if v),
+        volumes=tuple(v for v in (_summarize_volume(opened, survey.variables[name]) for name in wanted) if v),
         others=others,
         attrs=attrs,
-        notes=(*opened.notes, *_why_no_fields(found)),
+        notes=(*opened.notes, *_why_no_fields(survey)),
     )
 
 
-def _why_no_fields(found: StoreSurvey) -> tuple[str, ...]:
+def _why_no_fields(survey: StoreSurvey) -> tuple[str, ...]:
     """Return the reason why nothing in a store is a field, if so: cells, say, are not on a grid of rows."""
     try:
-        found.check_fields()
+        survey.check_fields()
     except FieldError as e:
         return (str(e),)
     return ()
 
 
 def _summarize_variable(
-    found: StoreSurvey,
+    survey: StoreSurvey,
     variable: StoreVariable,
     in_objects: bool,
     grids: dict[GridSummary, int],
     times: dict[TimeSummary, int],
 ) -> VariableSummary:
-    table, levels = variable.table, found.levels[variable.table.name]
-    grid, time = _summarize_grid(found, variable), _summarize_times(found, variable)
-    attrs, stored = table.attrs, _summarize_storage(found.store, table)
+    table, levels = variable.table, survey.levels[variable.table.name]
+    grid, time = _summarize_grid(survey, variable), _summarize_times(survey, variable)
+    attrs, stored = table.attrs, _summarize_storage(survey.store, table)
     return VariableSummary(
         name=table.name,
         short_name=SHORT_NAMES.get(table.name, ""),
@@ -235,10 +235,10 @@ def _summarize_volume(store: ArrayStore, variable: StoreVariable) -> VolumeSumma
 # -- grid and time -----------------------------------------------------------------------------------------------------
 
 
-def _summarize_grid(found: StoreSurvey, variable: StoreVariable) -> GridSummary:
-    values = {role: found.values(variable, role) for role in variable.space}
-    axes = tuple(_summarize_dim(role, v, found.attrs(variable, role)) for role, v in values.items())
-    counted = [role for role in ("lat", "lon") if role in values and not found.states(variable, role)]
+def _summarize_grid(survey: StoreSurvey, variable: StoreVariable) -> GridSummary:
+    values = {role: survey.values(variable, role) for role in variable.space}
+    axes = tuple(_summarize_dim(role, v, survey.attrs(variable, role)) for role, v in values.items())
+    counted = [role for role in ("lat", "lon") if role in values and not survey.states(variable, role)]
     if counted:
         return GridSummary(axes, f"no coordinate along {', '.join(counted)}: rows are counted", "")
     return GridSummary(axes, _grid_extent(values), _order_text(values))
@@ -276,11 +276,11 @@ def _order_text(values: Mapping[str, NDArray[Any]]) -> str:
     return f"{order}, longitudes {'-180..180' if np.min(values['lon']) < 0 else '0..360'}"
 
 
-def _summarize_times(found: StoreSurvey, variable: StoreVariable) -> TimeSummary | None:
+def _summarize_times(survey: StoreSurvey, variable: StoreVariable) -> TimeSummary | None:
     if "time" not in variable.roles:
         return None
-    attrs = found.attrs(variable, "time")
-    axis = decode_times(found.values(variable, "time"), attrs)
+    attrs = survey.attrs(variable, "time")
+    axis = decode_times(survey.values(variable, "time"), attrs)
     gaps = [(str(axis.stamps[i]), str(axis.stamps[i + 1])) for i in axis.breaks]
     own = getattr(axis.stamps[0], "calendar", "standard") if len(axis) else "standard"
     calendar = "" if axis.digits is None else str(attrs.get("calendar", own))
@@ -312,9 +312,7 @@ class _StorageSummary(NamedTuple):
 
 
 def _summarize_storage(store: ArrayStore, table: ArrayTable) -> _StorageSummary:
-    """Summarize the storage of an array; of many files, the chunks of the first, all else from files spread over the
-    series.
-    """
+    """Summarize the storage of an array; of many files, by the chunks of the first and the sizes of some."""
     if table.members is None:
         return _StorageSummary(table.chunks, prod(table.grid.counts), codec_text(table), _estimated_bytes(table))
     names = table.members.names
@@ -358,7 +356,6 @@ def _shard_shape(table: ArrayTable) -> tuple[int, ...] | None:
 
 
 def _estimated_bytes(table: ArrayTable) -> int | None:
-    """Estimate the stored size from some chunks spread over the array."""
     count = prod(table.grid.counts)
     if not count:
         return 0
@@ -372,10 +369,10 @@ def _estimated_bytes(table: ArrayTable) -> int | None:
     return round(sum(known) / len(known) * count) if len(known) == len(lengths) else None
 
 
-def _format_name(given: Any, store: ArrayStore) -> str:
-    if not isinstance(given, str | Path):
-        return f"{type(given).__module__.partition('.')[0]} {type(given).__name__}"
-    path = Path(given)
+def _format_name(argument: Any, store: ArrayStore) -> str:
+    if not isinstance(argument, str | Path):
+        return f"{type(argument).__module__.partition('.')[0]} {type(argument).__name__}"
+    path = Path(argument)
     if path.is_dir():
         return "Zarr v3" if (path / "zarr.json").exists() else "Zarr v2"
     if path.is_file():
@@ -385,7 +382,7 @@ def _format_name(given: Any, store: ArrayStore) -> str:
             return "NIfTI, gzip" if path.suffix.lower() == ".gz" else "NIfTI"
         known = (name for magic, name in _FORMAT_MAGIC.items() if head.startswith(magic))
         return next(known, path.suffix.lstrip(".") or "raw")
-    return "a remote store" if "://" in str(given) else "a store of many files"
+    return "a remote store" if "://" in str(argument) else "a store of many files"
 
 
 def _completeness_text(store: ArrayStore) -> str:

@@ -66,14 +66,14 @@ class DimBoundary:
     circle: int = -1
 
     @classmethod
-    def of(cls, dim: str, given: Any) -> DimBoundary:
-        if isinstance(given, str) and given in BOUNDARY_RULES and given != "fill":
-            return cls(given)
-        pair: Any = cast(Any, given) if isinstance(given, tuple | list) else ()
+    def of(cls, dim: str, rule: Any) -> DimBoundary:
+        if isinstance(rule, str) and rule in BOUNDARY_RULES and rule != "fill":
+            return cls(rule)
+        pair: Any = cast(Any, rule) if isinstance(rule, tuple | list) else ()
         if len(pair) == 2 and pair[0] == "fill" and isinstance(pair[1], int | float) and not isinstance(pair[1], bool):
             return cls("fill", float(pair[1]))
         raise GridError(
-            f"boundary={{{dim!r}: {given!r}}} is not a rule: use 'periodic' (wraps round), 'pole', 'reflect', "
+            f"boundary={{{dim!r}: {rule!r}}} is not a rule: use 'periodic' (wraps round), 'pole', 'reflect', "
             "'replicate', ('fill', number) or 'clip' (ends)"
         )
 
@@ -109,9 +109,9 @@ class DimBoundary:
     def rows(self, held: Interval, size: int) -> Iterator[HeldRow]:
         """Yield the rows of an interval that show a row of the array."""
         for x in range(*held):
-            found = self.show(x, size)
-            if found is not None:
-                yield HeldRow(x - held[0], *found)
+            shown = self.show(x, size)
+            if shown is not None:
+                yield HeldRow(x - held[0], *shown)
 
 
 PERIODIC_BOUNDARY = DimBoundary("periodic")
@@ -128,12 +128,12 @@ def shown_rows(
     runs = [[(turned, list(run)) for turned, run in groupby(rows, lambda row: row.turned)] for rows in dims]
     for cell in product(*runs):
         where = tuple(slice(rows[0].target, rows[-1].target + 1) for _, rows in cell)
-        found = [[row.row for row in rows] for _, rows in cell]
+        rows_by_dim = [[row.row for row in rows] for _, rows in cell]
         for (turned, _), b in zip(cell, boundary, strict=True):
             if turned:
                 n = sizes[b.circle]
-                found[b.circle] = [(x + n // 2) % n for x in found[b.circle]]
-        yield where, found
+                rows_by_dim[b.circle] = [(x + n // 2) % n for x in rows_by_dim[b.circle]]
+        yield where, rows_by_dim
 
 
 def fill_beyond_ends(
@@ -154,9 +154,7 @@ _AT_POLE_SHARE = 0.05  # of a step: a first row that near to the pole is the pol
 
 
 def pole_boundary(values: NDArray[Any], columns: int, halo: tuple[int, int], circle: int) -> DimBoundary:
-    """Return the rule ``pole`` for latitudes `values`. Ends that have a halo must be at a pole, or less than a step
-    from it.
-    """
+    """Return the rule ``pole`` for latitudes; ends that have a halo must be less than a step from a pole."""
     if columns % 2:
         raise GridError(
             f"boundary={{'lat': 'pole'}} goes on half-way round the globe, which needs an even number of columns, but "
@@ -177,26 +175,26 @@ def pole_boundary(values: NDArray[Any], columns: int, halo: tuple[int, int], cir
 
 
 def vector_channels(
-    channels: Sequence[FieldChannel], given: Sequence[str] | None, attrs: Mapping[str, Mapping[str, Any]]
+    channels: Sequence[FieldChannel], vectors: Sequence[str] | None, attrs: Mapping[str, Mapping[str, Any]]
 ) -> tuple[int, ...]:
     """Return the channels that change sign across a pole.
 
-    They are those of the fields or arrays `given`. Without it they are the components of wind, by name or by a CF
+    They are those of the fields or arrays `vectors`. Without it they are the components of wind, by name or by a CF
     standard name that says eastward or northward. `attrs` are those of each array.
     """
     names = [{c.name, c.field, c.array, c.array.rpartition("/")[2], c.name.partition("@")[0]} for c in channels]
-    if given is None:
+    if vectors is None:
         known = {name for name, short in SHORT_NAMES.items() if short in _TURNING_NAMES}
-        said = [str(attrs.get(c.array, {}).get("standard_name", "")) for c in channels]
+        standard_names = [str(attrs.get(c.array, {}).get("standard_name", "")) for c in channels]
         return tuple(
             i
-            for i, (mine, standard) in enumerate(zip(names, said, strict=True))
-            if mine & known
+            for i, (own_names, standard) in enumerate(zip(names, standard_names, strict=True))
+            if own_names & known
             or quantity_and_level(channels[i].name)[0] in _TURNING_NAMES
             or any(word in standard for word in _TURNING_STANDARD_NAMES)
         )
-    wanted = arguments.checked_names("vectors", given)
-    unknown = [name for name in wanted if not any(name in mine for mine in names)]
+    wanted = arguments.checked_names("vectors", vectors)
+    unknown = [name for name in wanted if not any(name in own_names for own_names in names)]
     if unknown:
         raise FieldError(f"vectors names {unknown[0]!r}, but the fields are {[c.name for c in channels]}")
-    return tuple(i for i, mine in enumerate(names) if mine & set(wanted))
+    return tuple(i for i, own_names in enumerate(names) if own_names & set(wanted))

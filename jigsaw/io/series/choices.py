@@ -25,45 +25,41 @@ DimChoices = Mapping[str, tuple[int, ...]]
 
 
 def choose_positions(
-    found: StoreSurvey, variables: Sequence[StoreVariable], select: Mapping[str, Any] | None
+    survey: StoreSurvey, variables: Sequence[StoreVariable], select: Mapping[str, Any] | None
 ) -> DimChoices:
-    """Return the positions that `select` picks, named by the store's dims or by role (`member`, `lead`, `init`). A dim
-    of several positions must not be left open.
-    """
+    """Return the positions that `select` picks along each further dim; none of several positions stays open."""
     further = {v.table.dims[d]: v for v in variables for d in v.further}
     wanted = {_chosen_dim(name, further, select or {}): value for name, value in (select or {}).items()}
-    made: dict[str, tuple[int, ...]] = {}
+    positions_by_dim: dict[str, tuple[int, ...]] = {}
     for variable in variables:
         for d in variable.further:
             dim, size = variable.table.dims[d], variable.table.shape[d]
             if dim in wanted:
-                positions = _wanted_positions(found, variable, dim, wanted[dim])
-                if made.setdefault(dim, positions) != positions:
+                positions = _wanted_positions(survey, variable, dim, wanted[dim])
+                if positions_by_dim.setdefault(dim, positions) != positions:
                     raise GridError(
                         f"select={{{dim!r}: {wanted[dim]!r}}} is at other places of {dim!r} in array "
                         f"{variable.table.name!r} than in another field; open them one at a time"
                     )
             elif size == 1:
-                made.setdefault(dim, (0,))
+                positions_by_dim.setdefault(dim, (0,))
             else:
                 raise GridError(
                     f"array {variable.table.name!r} has a dim {dim!r} of {size} that is no time, level or space; "
                     f"choose one with select={{{dim!r}: 0}}, or a sample for each with select={{{dim!r}: 'all'}}"
                 )
-    return made
+    return positions_by_dim
 
 
-def time_origins(found: StoreSurvey, variables: Sequence[StoreVariable]) -> dict[str, NDArray[Any]]:
-    """Return what the position along a dim adds to the times of a sample: the lead time, or the start of the
-    forecast.
-    """
-    made: dict[str, NDArray[Any]] = {}
+def time_origins(survey: StoreSurvey, variables: Sequence[StoreVariable]) -> dict[str, NDArray[Any]]:
+    """Return the times that positions along a dim add to a sample: lead times, or starts of forecasts."""
+    origins: dict[str, NDArray[Any]] = {}
     for variable in (v for v in variables if "time" in v.roles):
         for d in variable.further:
-            axis = _time_axis_along(found, variable, d) if variable.roles[d] in ("lead", "init") else None
+            axis = _time_axis_along(survey, variable, d) if variable.roles[d] in ("lead", "init") else None
             if axis is not None:
-                made[variable.table.dims[d]] = axis.stamps
-    return made
+                origins[variable.table.dims[d]] = axis.stamps
+    return origins
 
 
 def _chosen_dim(name: str, further: Mapping[str, StoreVariable], select: Mapping[str, Any]) -> str:
@@ -81,27 +77,27 @@ def _chosen_dim(name: str, further: Mapping[str, StoreVariable], select: Mapping
     return meant[0]
 
 
-def _time_axis_along(found: StoreSurvey, variable: StoreVariable, d: int) -> TimeAxis | None:
+def _time_axis_along(survey: StoreSurvey, variable: StoreVariable, d: int) -> TimeAxis | None:
     """Return the times or durations along a dim; None where its coordinate has neither."""
     dim = variable.table.dims[d]
-    values = found.values_along(variable, dim)
+    values = survey.values_along(variable, dim)
     if variable.roles[d] not in ("lead", "init") and values.dtype.kind not in "mM":
         return None
-    axis = decode_times(values, found.attrs_along(variable, dim))
+    axis = decode_times(values, survey.attrs_along(variable, dim))
     return axis if axis.digits is not None or axis.stamps.dtype.kind == "m" else None
 
 
-def _wanted_positions(found: StoreSurvey, variable: StoreVariable, dim: str, wanted: Any) -> tuple[int, ...]:
+def _wanted_positions(survey: StoreSurvey, variable: StoreVariable, dim: str, wanted: Any) -> tuple[int, ...]:
     d = variable.table.dims.index(dim)
     size = variable.table.shape[d]
     if isinstance(wanted, str) and wanted == "all":
         return tuple(range(size))
     if isinstance(wanted, slice | tuple):
-        return tuple(range(*_position_range(found, variable, d, wanted)))
-    given: list[Any] = list(wanted) if isinstance(wanted, list | np.ndarray | range) else [wanted]
+        return tuple(range(*_position_range(survey, variable, d, wanted)))
+    choices: list[Any] = list(wanted) if isinstance(wanted, list | np.ndarray | range) else [wanted]
     positions = tuple(
-        _checked_position(variable, dim, w) if is_whole_number(w) else _single_position(found, variable, d, w)
-        for w in given
+        _checked_position(variable, dim, w) if is_whole_number(w) else _single_position(survey, variable, d, w)
+        for w in choices
     )
     if not positions or len(set(positions)) != len(positions):
         raise GridError(f"select={{{dim!r}: {wanted!r}}} picks nothing, or one place twice")
@@ -118,11 +114,11 @@ def _checked_position(variable: StoreVariable, dim: str, index: Any) -> int:
 
 
 def _position_range(
-    found: StoreSurvey, variable: StoreVariable, d: int, wanted: slice | tuple[Any, ...]
+    survey: StoreSurvey, variable: StoreVariable, d: int, wanted: slice | tuple[Any, ...]
 ) -> tuple[int, int]:
     dim = variable.table.dims[d]
     ends = (wanted.start, wanted.stop) if isinstance(wanted, slice) else wanted
-    axis = _time_axis_along(found, variable, d)
+    axis = _time_axis_along(survey, variable, d)
     if len(ends) != 2 or (axis is None and not all(e is None or is_whole_number(e) for e in ends)):
         raise GridError(
             f"select={{{dim!r}: {wanted!r}}} is no range: give positions (start, stop), dates or durations "
@@ -135,14 +131,13 @@ def _position_range(
         raise GridError(f"select={{{dim!r}: {wanted!r}}}: {e}") from e
 
 
-def _single_position(found: StoreSurvey, variable: StoreVariable, d: int, value: Any) -> int:
-    """Return the position of a coordinate's value."""
+def _single_position(survey: StoreSurvey, variable: StoreVariable, d: int, value: Any) -> int:
     dim = variable.table.dims[d]
-    there = found.values_along(variable, dim)
-    axis = _time_axis_along(found, variable, d) if isinstance(value, str | date | timedelta | np.generic) else None
-    at = _time_positions(axis, value) if axis is not None else _value_positions(there, value)
+    coordinate = survey.values_along(variable, dim)
+    axis = _time_axis_along(survey, variable, d) if isinstance(value, str | date | timedelta | np.generic) else None
+    at = _time_positions(axis, value) if axis is not None else _value_positions(coordinate, value)
     if len(at) != 1:
-        shown = there if axis is None else axis.stamps
+        shown = coordinate if axis is None else axis.stamps
         listed = ", ".join(str(v) for v in shown[:8]) + (" …" if len(shown) > 8 else "")
         raise GridError(
             f"select={{{dim!r}: {value!r}}} is {len(at)} values of {dim!r} of array {variable.table.name!r}, "
@@ -158,9 +153,9 @@ def _time_positions(axis: TimeAxis, value: Any) -> Sequence[int]:
         return ()
 
 
-def _value_positions(there: NDArray[Any], value: Any) -> NDArray[Any]:
-    if isinstance(value, str) or there.dtype.kind not in "fiu":
-        return np.flatnonzero(there.astype(str) == str(value))
+def _value_positions(coordinate: NDArray[Any], value: Any) -> NDArray[Any]:
+    if isinstance(value, str) or coordinate.dtype.kind not in "fiu":
+        return np.flatnonzero(coordinate.astype(str) == str(value))
     if not isinstance(value, int | float | np.number):
         return np.zeros(0, np.int64)
-    return np.flatnonzero(np.isclose(there.astype(np.float64), float(value), rtol=1e-6, atol=0))
+    return np.flatnonzero(np.isclose(coordinate.astype(np.float64), float(value), rtol=1e-6, atol=0))

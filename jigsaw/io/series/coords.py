@@ -26,7 +26,7 @@ _CHANNEL_DIMS = ("channel", "channels", "variable", "variables")
 
 
 def _roles_by_word(**words: str) -> dict[str, str]:
-    return {word: role for role, said in words.items() for word in said.split()}
+    return {word: role for role, names in words.items() for word in names.split()}
 
 
 _ROLE_OF_STANDARD_NAME = _roles_by_word(
@@ -63,14 +63,12 @@ _LARGEST_COORDINATE = 1 << 31
 
 
 def role_of_dim(dim: str, attrs: Mapping[str, Any]) -> str | None:
-    """Return the role of a dim from its coordinate's attributes (standard_name, units, axis, positive), then
-    its name.
-    """
-    said = _said_role(attrs)
+    """Return the role of a dim from standard_name, units, axis or positive of its coordinate, then its name."""
+    role = _said_role(attrs)
     axis, named = _ROLE_OF_AXIS.get(str(attrs.get("axis", "")).upper()), _ROLE_OF_NAME.get(dim.lower())
-    if said:
+    if role:
         # "hours since" is a time of some kind, and the name says which
-        return named if said == "time" and "standard_name" not in attrs and named == "init" else said
+        return named if role == "time" and "standard_name" not in attrs and named == "init" else role
     if axis == "time" and named in ("init", "lead"):
         return named
     if axis in ("y", "x", "z") and named in ("lat", "lon", "level"):
@@ -81,7 +79,6 @@ def role_of_dim(dim: str, attrs: Mapping[str, Any]) -> str | None:
 
 
 def _said_role(attrs: Mapping[str, Any]) -> str | None:
-    """Return the role that standard_name or units give."""
     standard = str(attrs.get("standard_name", "")).lower()
     units = str(attrs.get("units", "")).lower()
     return _ROLE_OF_STANDARD_NAME.get(standard) or _ROLE_OF_UNITS.get(units) or ("time" if " since " in units else None)
@@ -144,10 +141,10 @@ class StoreCoordinates:
             if k in t.attrs
         }
         for name, table in sorted(arrays.items()):
-            group, said = _group_prefix(name), _said_role(table.attrs)
-            if len(table.dims) == 2 and said == "lat":
+            group, role = _group_prefix(name), _said_role(table.attrs)
+            if len(table.dims) == 2 and role == "lat":
                 self._planes.append((group, tuple(table.dims)))
-            if len(table.dims) == 1 and said and name != group + table.dims[0] and _can_be_role(table.dims[0], said):
+            if len(table.dims) == 1 and role and name != group + table.dims[0] and _can_be_role(table.dims[0], role):
                 self._auxiliary.setdefault((group, table.dims[0]), name)
 
     def name(self, array: ArrayTable, dim: str) -> str | None:
@@ -163,14 +160,12 @@ class StoreCoordinates:
         return self._auxiliary.get((group, dim)) or self._around(group, array, dim)
 
     def _around(self, group: str, array: ArrayTable, dim: str) -> str | None:
-        """Return a variable of an enclosing group: in NetCDF-4, a dim and its values are also those of the groups
-        inside.
-        """
+        """Return a coordinate of an enclosing group, whose dims NetCDF-4 shares with the groups inside."""
         while group:
             group = _group_prefix(group[:-1])
-            found = self.arrays.get(group + dim)
-            if found is not None and tuple(found.dims) == (dim,):
-                return found.name if tuple(found.shape) == (array.shape[array.dims.index(dim)],) else None
+            candidate = self.arrays.get(group + dim)
+            if candidate is not None and tuple(candidate.dims) == (dim,):
+                return candidate.name if tuple(candidate.shape) == (array.shape[array.dims.index(dim)],) else None
         return None
 
     def attrs(self, array: ArrayTable, dim: str) -> Mapping[str, Any]:
@@ -196,9 +191,7 @@ class StoreCoordinates:
         return decoded_coordinate(table, store.read_small(name))
 
     def is_field(self, array: ArrayTable) -> bool:
-        """Say whether an array has values on a grid: along two spatial dims, and not as coordinates or bounds
-        of cells.
-        """
+        """Say whether an array has values along two spatial dims, and does not describe the cells themselves."""
         if len(array.dims) < 2 or _said_role(array.attrs) in ("lat", "lon") or array.name in self._bounds:
             return False
         return len(set(SPATIAL_ROLES).intersection(self._roles(array))) >= 2
@@ -226,12 +219,12 @@ class StoreCoordinates:
 
     def _roles(self, array: ArrayTable) -> tuple[str, ...]:
         plane = self._plane(array)
-        said = [self.naming.roles.get(dim) for dim in array.dims]
-        found = [
-            said[i] or plane.get(dim) or role_of_dim(dim, self.attrs(array, dim)) or dim
+        choices = [self.naming.roles.get(dim) for dim in array.dims]
+        likely = [
+            choices[i] or plane.get(dim) or role_of_dim(dim, self.attrs(array, dim)) or dim
             for i, dim in enumerate(array.dims)
         ]
-        roles = _without_rivals(found, said, array.dims)
+        roles = _without_rivals(likely, choices, array.dims)
         if "time" not in roles:  # when forecasts began is the time of an array that lacks another
             roles = ["time" if role == "init" else role for role in roles]
         globe = bool(plane) or {"lat", "lon"} <= set(roles)
@@ -241,9 +234,7 @@ class StoreCoordinates:
         return _with_vertical_role(roles, globe)
 
     def _plane(self, array: ArrayTable) -> dict[str, str]:
-        """Return the dims `y, x` of an array on a curvilinear grid: latitudes depend on both, and neither has any
-        alone.
-        """
+        """Return the dims `y, x` of an array on a curvilinear grid: latitudes depend on both dims."""
         for group, dims in self._planes:
             if group == _group_prefix(array.name) and set(dims) <= set(array.dims):
                 alone = [self.attrs(array, d) for d in dims]
@@ -271,29 +262,26 @@ def _can_be_role(dim: str, role: str) -> bool:
 
 
 def _group_prefix(name: str) -> str:
-    """Return the group where an array is: "" or "group/"."""
     group, slash, _ = name.rpartition("/")
     return group + slash
 
 
-def _without_rivals(found: list[str], said: Sequence[str | None], dims: Sequence[str]) -> list[str]:
-    """Give the user's choice its role: another dim that looks like it is `init` beside `time`, else keeps its
-    own name.
-    """
-    taken = {role for role in said if role}
+def _without_rivals(likely: list[str], choices: Sequence[str | None], dims: Sequence[str]) -> list[str]:
+    """Give the user's choice its role: a rival is `init` beside `time`, else keeps its own name."""
+    taken = {role for role in choices if role}
     kept: list[str] = []
-    for role, mine, dim in zip(found, said, dims, strict=True):
-        rival = mine is None and role in taken
+    for role, choice, dim in zip(likely, choices, dims, strict=True):
+        rival = choice is None and role in taken
         kept.append(
             role if not rival else "init" if role == "time" else dim if dim not in DIM_ROLES else f"other {dim}"
         )
     return kept
 
 
-def _with_vertical_role(found: Sequence[str], globe: bool) -> tuple[str, ...]:
-    volume = {"y", "x"} <= set(found) and "time" not in found
+def _with_vertical_role(roles: Sequence[str], globe: bool) -> tuple[str, ...]:
+    volume = {"y", "x"} <= set(roles) and "time" not in roles
     vertical = {"z": "level"} if globe else {"level": "z"} if volume else {}
-    return tuple(vertical.get(role, role) for role in found)
+    return tuple(vertical.get(role, role) for role in roles)
 
 
 # -- longitudes ------------------------------------------------------------------------------------------------------

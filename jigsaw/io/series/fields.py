@@ -128,17 +128,19 @@ def channels_of_fields(
     """Return the channels that `fields`, given as `argument`, name, in their order; `arrays` maps each variable to its
     levels, or to None. A missing field is refused with a list of those that exist, as is one that comes twice.
     """
-    found = tuple(channel for field in checked_names(argument, fields) for channel in _channels_of_one(field, arrays))
-    if not found:
+    channels = tuple(
+        channel for field in checked_names(argument, fields) for channel in _channels_of_one(field, arrays)
+    )
+    if not channels:
         raise FieldError(f"{argument}=[] names no variable; " + _available_text(arrays))
     seen: dict[tuple[str, int | None], str] = {}
-    for channel in found:
+    for channel in channels:
         key = channel.array, channel.level
         if key in seen:
             both = f"fields {seen[key]!r} and {channel.field!r} both"
             raise FieldError(f"{both} name a channel of array {channel.array!r}; name it once")
         seen[key] = channel.field
-    return found
+    return channels
 
 
 def _channels_of_one(field: str, arrays: Mapping[str, LevelCoordinate | None]) -> list[FieldChannel]:
@@ -173,14 +175,16 @@ def _array_named(name: str, arrays: Mapping[str, LevelCoordinate | None]) -> str
 
 def _named_channel(field: str, arrays: Mapping[str, LevelCoordinate | None]) -> FieldChannel | None:
     """Return the channel of that name; else one that has the same quantity under another name."""
-    there = [(array, i, name) for array, levels in arrays.items() if levels for i, name in enumerate(levels.names)]
-    found = [each for each in there if each[2] == field] or [each for each in there if _is_same_channel(field, each[2])]
-    if len(found) > 1:
+    named = [(array, i, name) for array, levels in arrays.items() if levels for i, name in enumerate(levels.names)]
+    matches = [each for each in named if each[2] == field] or [
+        each for each in named if _is_same_channel(field, each[2])
+    ]
+    if len(matches) > 1:
         raise FieldError(
-            f"field {field!r} is the channels {[f'{array}@{i}' for array, i, _ in found]} of the store; "
+            f"field {field!r} is the channels {[f'{array}@{i}' for array, i, _ in matches]} of the store; "
             "ask for one of these"
         )
-    return FieldChannel(field, field, *found[0]) if found else None
+    return FieldChannel(field, field, *matches[0]) if matches else None
 
 
 def _is_same_channel(field: str, name: str) -> bool:
@@ -189,14 +193,12 @@ def _is_same_channel(field: str, name: str) -> bool:
     Without a level a name like ``z`` is ambiguous: as a channel it is the height of the ground.
     """
     quantity, level = quantity_and_level(name)
-    told = level is not None or any(quantity == row[0] for row in SURFACE_NAMES)
-    return told and name not in _NAMES_OF_TWO_MEANINGS and quantity_and_level(field) == (quantity, level)
+    is_clear = level is not None or any(quantity == row[0] for row in SURFACE_NAMES)
+    return is_clear and name not in _NAMES_OF_TWO_MEANINGS and quantity_and_level(field) == (quantity, level)
 
 
 def quantity_and_level(name: str) -> tuple[str, float | None]:
-    """Return the short name and the level of a channel: ("z", 500.0) for ``z500``, ``z_500`` and
-    ``geopotential@500``.
-    """
+    """Return short name and level of a channel: ("z", 500.0) for ``z500``, ``z_500``, ``geopotential@500``."""
     base, at, level = name.partition("@")
     if at:
         try:

@@ -221,8 +221,8 @@ class GridForcings:
         for name in names:
             if names.count(name) > 1 or name in fields:
                 raise FieldError(f"forcings={list(asked)} makes channel {name!r} a second time; name it once")
-        given = normalize if isinstance(normalize, Mapping) else {}
-        pairs = [_forcing_scale(f, channel, given) for f in parsed for channel in f.channels]
+        scales = normalize if isinstance(normalize, Mapping) else {}
+        pairs = [_forcing_scale(f, channel, scales) for f in parsed for channel in f.channels]
         return cls(parsed, places, tuple(scale for scale, _ in pairs), tuple(offset for _, offset in pairs))
 
     @property
@@ -243,8 +243,8 @@ class GridForcings:
         """Return the part of `normalize` that is for the fields; None when all of it is for the forcings."""
         if not isinstance(normalize, Mapping) or isinstance(normalize, Statistics):
             return normalize
-        mine = {*self.names, *(forcing.asked for forcing in self.forcings)}
-        rest = {key: value for key, value in normalize.items() if key not in mine}
+        own_names = {*self.names, *(forcing.asked for forcing in self.forcings)}
+        rest = {key: value for key, value in normalize.items() if key not in own_names}
         return rest if rest or not normalize else None
 
     def taken(self, rows: Sequence[int], columns: Sequence[int]) -> GridForcings:
@@ -270,10 +270,10 @@ class GridForcings:
 
 
 def _forcing_scale(forcing: AskedForcing, channel: str, normalize: Mapping[str, Any]) -> tuple[float, float]:
-    mine = {key: normalize[key] for key in (channel, forcing.asked) if key in normalize}
-    if not mine:
+    own_scales = {key: normalize[key] for key in (channel, forcing.asked) if key in normalize}
+    if not own_scales:
         return 1.0, 0.0
-    scale, offset = channel_scales([FieldChannel(channel, forcing.asked, forcing.asked)], mine)
+    scale, offset = channel_scales([FieldChannel(channel, forcing.asked, forcing.asked)], own_scales)
     return scale[0], offset[0]
 
 

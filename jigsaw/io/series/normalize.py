@@ -26,13 +26,13 @@ def with_stored_statistics(normalize: NormalizeArgument, store: ArrayStore) -> N
     if not (isinstance(normalize, str) and normalize == "store"):
         return normalize
     names = store.attrs.get("variables")
-    there = {mine: theirs for mine, theirs in _STORED_STATISTICS.items() if theirs in store.arrays}
-    if not isinstance(names, list) or not {"mean", "std"} <= set(there):
+    stored = {name: theirs for name, theirs in _STORED_STATISTICS.items() if theirs in store.arrays}
+    if not isinstance(names, list) or not {"mean", "std"} <= set(stored):
         raise FieldError(
             f"normalize='store' needs statistics in the store {store.url}: an attribute 'variables' and the arrays "
             f"{list(_STORED_STATISTICS.values())}; compute some with jigsaw.io.statistics"
         )
-    columns = {mine: store.read_small(theirs).astype(np.float64) for mine, theirs in there.items()}
+    columns = {name: store.read_small(theirs).astype(np.float64) for name, theirs in stored.items()}
     return Statistics(tuple(map(str, names)), columns, source=f"statistics of {store.url}")
 
 
@@ -55,25 +55,27 @@ def channel_scales(
         raise FieldError(
             f"normalize={normalize!r} must be (mean, std) by field, Statistics, or the path of a file of statistics"
         )
-    given = _by_own_names(normalize, channels)
-    pairs = [_mean_and_std(c, channels, given) for c in channels]
+    by_name = _by_own_names(normalize, channels)
+    pairs = [_mean_and_std(c, channels, by_name) for c in channels]
     return tuple(1.0 / std for _, std in pairs), tuple(-mean / std for mean, std in pairs)
 
 
-def _by_own_names(given: Mapping[str, Any], channels: Sequence[FieldChannel]) -> dict[str, Any]:
-    """Return `given` under the names that the channels have here."""
-    strange = [key for key in given if not isinstance(key, str)]
+def _by_own_names(normalize: Mapping[str, Any], channels: Sequence[FieldChannel]) -> dict[str, Any]:
+    """Return `normalize` under the names that the channels have here."""
+    strange = [key for key in normalize if not isinstance(key, str)]
     if strange:
         raise FieldError(f"normalize names {strange[0]!r}, which is no string; its keys are names of fields")
     own = {name for c in channels for name in (c.name, c.field, c.array)}
     meant = {quantity_and_level(c.name): c.name for c in channels}
-    other = {key: meant.get(quantity_and_level(key)) for key in given if key not in own}
+    other = {key: meant.get(quantity_and_level(key)) for key in normalize if key not in own}
     unknown = sorted(key for key, name in other.items() if name is None)
     if unknown:
         raise FieldError(
             f"normalize has {unknown[0]!r}, which is no field; the channels are {[c.name for c in channels]}"
         )
-    return {name: given[key] for key, name in other.items() if name} | {k: given[k] for k in given if k in own}
+    return {name: normalize[key] for key, name in other.items() if name} | {
+        k: normalize[k] for k in normalize if k in own
+    }
 
 
 def _mean_and_std(
@@ -82,13 +84,13 @@ def _mean_and_std(
     key = next((k for k in (channel.name, channel.field, channel.array) if k in normalize), None)
     if key is None:
         raise FieldError(f"normalize has no mean and std for channel {channel.name!r}; it has {sorted(normalize)}")
-    given = normalize[key]
+    pair = normalize[key]
     try:
-        mean, std = (given["mean"], given["std"]) if isinstance(given, Mapping) else given
+        mean, std = (pair["mean"], pair["std"]) if isinstance(pair, Mapping) else pair
         mean, std = _pick_level(mean, channel, channels), _pick_level(std, channel, channels)
     except (KeyError, TypeError, ValueError, IndexError):
         raise FieldError(
-            f"normalize[{key!r}]={given!r} must be (mean, std) or {{'mean': …, 'std': …}}, numbers or one a level"
+            f"normalize[{key!r}]={pair!r} must be (mean, std) or {{'mean': …, 'std': …}}, numbers or one a level"
         ) from None
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
         raise FieldError(
@@ -100,10 +102,10 @@ def _mean_and_std(
 
 def _pick_level(value: Any, channel: FieldChannel, channels: Sequence[FieldChannel]) -> float:
     """Return a number, or this channel's entry in a list with one for each level of its field."""
-    found = np.asarray(value, dtype=np.float64)
-    if found.ndim == 0:
-        return float(found)
+    values = np.asarray(value, dtype=np.float64)
+    if values.ndim == 0:
+        return float(values)
     siblings = [c for c in channels if c.field == channel.field]
-    if found.shape != (len(siblings),):
-        raise ValueError(found.shape)
-    return float(found[siblings.index(channel)])
+    if values.shape != (len(siblings),):
+        raise ValueError(values.shape)
+    return float(values[siblings.index(channel)])

@@ -54,8 +54,14 @@ class SampleSpace:
     ) -> SampleSpace:
         """Check what the user asked for by dim names; without a `spec`, a dim is cut by the axis of its own name."""
         dims = tuple(sizes)
-        for name, given in (("spec", spec), ("halo", halo), ("boundary", boundary), ("split", split), ("align", align)):
-            _check_dim_names(name, given, dims, alike=name in ("halo", "split", "align"))
+        for name, argument in (
+            ("spec", spec),
+            ("halo", halo),
+            ("boundary", boundary),
+            ("split", split),
+            ("align", align),
+        ):
+            _check_dim_names(name, argument, dims, alike=name in ("halo", "split", "align"))
         chosen = dict(spec) if spec is not None else {d: d for d in dims}
         frame = cls(
             dims,
@@ -77,17 +83,17 @@ class SampleSpace:
 
     def on(self, grid: Mapping[str, NDArray[Any]]) -> SampleSpace:
         """Return this space on a grid whose coordinates say where longitudes wrap and latitudes meet the poles."""
-        made = [self._boundary_on(i, grid) for i in range(len(self.dims))]
-        for dim, rule, size, width in zip(self.dims, made, self.sizes, self.halo, strict=True):
+        rules = [self._boundary_on(i, grid) for i in range(len(self.dims))]
+        for dim, rule, size, width in zip(self.dims, rules, self.sizes, self.halo, strict=True):
             rule.check_width(dim, size, width)
-        return replace(self, boundary=tuple(made))
+        return replace(self, boundary=tuple(rules))
 
     def _boundary_on(self, i: int, grid: Mapping[str, NDArray[Any]]) -> DimBoundary:
-        dim, given = self.dims[i], self.boundary[i]
-        if given.rule == "periodic" and dim == "lon":
+        dim, rule = self.dims[i], self.boundary[i]
+        if rule.rule == "periodic" and dim == "lon":
             coords.check_lon_periodic(grid[dim])
-        if given.rule != "pole":
-            return given
+        if rule.rule != "pole":
+            return rule
         if dim != "lat" or "lon" not in self.dims:
             raise GridError(
                 f"boundary={{{dim!r}: 'pole'}} is for 'lat' on a grid with 'lon', but the fields' spatial dims are "
@@ -120,7 +126,7 @@ class SampleSpace:
             for i, (width, b) in enumerate(zip(self.halo, self.boundary, strict=True))
             if halo and b.is_beyond
         }
-        made = Layout.of(
+        layout = Layout.of(
             (*lead, *self.sizes),
             (*lead_spec, *self.spec),
             self.axes if axes is None else axes,
@@ -130,8 +136,8 @@ class SampleSpace:
             periodic=[first + i for i, periodic in enumerate(self.periodic) if periodic],
         )
         for dim, width in beyond.items():
-            made = made.replace_dim(dim, made.dim(dim)[0].with_beyond(*width))
-        return made
+            layout = layout.replace_dim(dim, layout.dim(dim)[0].with_beyond(*width))
+        return layout
 
     def inner(self, coordinate: MeshCoordinate) -> tuple[slice, ...]:
         """Return where the owned rows lie among those that a mesh coordinate holds, a slice for each spatial dim."""
@@ -139,17 +145,17 @@ class SampleSpace:
         return box_slices(layout.owned(coordinate)[1:], layout.held(coordinate)[1:])
 
 
-def _check_dim_names(name: str, given: Any, dims: Sequence[str], alike: bool) -> None:
+def _check_dim_names(name: str, argument: Any, dims: Sequence[str], alike: bool) -> None:
     """Refuse names that are not dims, and an argument without names unless it may be `alike` for all dims."""
-    if isinstance(given, Mapping):
-        unknown = sorted(set(map(str, given)) - set(dims))
+    if isinstance(argument, Mapping):
+        unknown = sorted(set(map(str, argument)) - set(dims))
         if unknown:
             raise GridError(
-                f"{name}={dict(given)!r} names {unknown[0]!r}, but the fields' spatial dims are {list(dims)}"
+                f"{name}={dict(argument)!r} names {unknown[0]!r}, but the fields' spatial dims are {list(dims)}"
             )
 
-    elif given is not None and not alike:
-        raise GridError(f"{name}={given!r} must say it by dim: {name}={{{dims[0]!r}: {given!r}}}")
+    elif argument is not None and not alike:
+        raise GridError(f"{name}={argument!r} must say it by dim: {name}={{{dims[0]!r}: {argument!r}}}")
 
 
 def _halo_widths(dim: str, size: int, halo: HaloWidth | Mapping[str, HaloWidth] | None) -> tuple[int, int]:

@@ -56,18 +56,18 @@ class SolarInstant:
 
 def solar_instants(times: ArrayLike) -> tuple[SolarInstant, ...]:
     """Return instants of datetime64, `datetime`, ISO strings, or cftime objects of any calendar; all are UTC."""
-    given = np.atleast_1d(np.asarray(times)).ravel()
-    if given.dtype.kind == "O" and given.size and hasattr(given[0], "calendar"):
-        return tuple(_instant_of_cftime(t) for t in given)
-    if given.dtype.kind not in "MUO":
+    flat = np.atleast_1d(np.asarray(times)).ravel()
+    if flat.dtype.kind == "O" and flat.size and hasattr(flat[0], "calendar"):
+        return tuple(_instant_of_cftime(t) for t in flat)
+    if flat.dtype.kind not in "MUO":
         raise UnsupportedStoreError(
-            f"times of type {given.dtype} have no date, so the sun's place is unknown; "
+            f"times of type {flat.dtype} have no date, so the sun's place is unknown; "
             "give the time coordinate CF units such as 'hours since 1970-01-01'"
         )
     try:
-        stamps = given.astype("datetime64[us]")
+        stamps = flat.astype("datetime64[us]")
     except (ValueError, TypeError) as error:
-        raise UnsupportedStoreError(f"times from {str(given[0])!r} on are no dates: {error}") from None
+        raise UnsupportedStoreError(f"times from {str(flat[0])!r} on are no dates: {error}") from None
     if np.isnat(stamps).any():
         raise UnsupportedStoreError("a time is missing (NaT), so the sun's place is unknown; drop it")
     return tuple(_instant_of_microseconds(t) for t in stamps.astype(np.int64).tolist())
@@ -103,9 +103,7 @@ class SunPosition:
 
     @classmethod
     def at(cls, instant: SolarInstant) -> SunPosition:
-        """Compute the position by Meeus, chapters 25 (position) and 28 (equation of time); nutation by its largest
-        term.
-        """
+        """Compute the position by Meeus, chapters 25 and 28 (equation of time); nutation by its largest term."""
         t = instant.days / 36525.0
         mean_longitude = 280.46646 + t * (36000.76983 + t * 0.0003032)
         anomaly = math.radians(357.52911 + t * (35999.05029 - t * 0.0001537))
@@ -172,9 +170,7 @@ def _checked_radians(name: str, values: ArrayLike, most: float) -> SolarValues:
 
 
 def _map_each(function: Callable[[float], float], values: SolarValues) -> SolarValues:
-    """Apply the function to each value: vectorized sines may differ in the last bit with a value's place in
-    its array.
-    """
+    """Apply the function to each value: vectorized sines may differ with a value's place in its array."""
     return np.array([function(x) for x in values.tolist()], dtype=np.float64)
 
 

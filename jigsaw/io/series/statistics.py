@@ -110,9 +110,9 @@ class Statistics(Mapping[str, dict[str, float]]):
             return _read_each(_files_in_folder(at), named, f"statistics {at}")
         if not at.is_file():
             raise FieldError(f"there is no file or folder of statistics {str(at)!r}")
-        found = _files_of_set(at.parent, at.name, _GRAPHCAST_FILES) or _files_of_set(at.parent, at.name, _MAKANI_FILES)
-        if found:
-            return _read_each(found, named, f"statistics {at.parent}")
+        files = _files_of_set(at.parent, at.name, _GRAPHCAST_FILES) or _files_of_set(at.parent, at.name, _MAKANI_FILES)
+        if files:
+            return _read_each(files, named, f"statistics {at.parent}")
         return _with_field_names(_read_own(at), named)
 
     def write(self, path: StatisticsPath) -> None:
@@ -123,8 +123,8 @@ class Statistics(Mapping[str, dict[str, float]]):
         at = check_statistics_path(path)
         if not self.fields:
             raise FieldError(f"{self.source} have no names; read them with fields=[…] before they are written")
-        made = {".nc": _as_nc, ".npz": _as_npz, ".json": _as_json}[at.suffix](self)
-        replace_file(at, made, "write again: what was there is there still")
+        content = {".nc": _as_nc, ".npz": _as_npz, ".json": _as_json}[at.suffix](self)
+        replace_file(at, content, "write again: what was there is there still")
 
     def mean_std(self, channels: Sequence[FieldChannel]) -> dict[str, tuple[float, float]]:
         """Return the mean and std of every channel by its name: what `normalize=` takes.
@@ -191,15 +191,15 @@ _GRAPHCAST_FILES = {
 def _files_in_folder(folder: Path) -> dict[str, Path]:
     files = sorted(p.name for p in folder.iterdir())
     sets = [_files_of_set(folder, name, names) for name in files for names in (_MAKANI_FILES, _GRAPHCAST_FILES)]
-    groups = [found for found in sets if found]
+    groups = [files_of_set for files_of_set in sets if files_of_set]
     if not groups:
         raise FieldError(
             f"folder {str(folder)!r} has neither {_MAKANI_FILES['mean']} and {_MAKANI_FILES['std']} (makani) nor "
             f"mean_by_level.nc and stddev_by_level.nc (GraphCast); name the file of the statistics"
         )
-    other = next((found for found in groups if found != groups[0]), None)
+    other = next((files_of_set for files_of_set in groups if files_of_set != groups[0]), None)
     if other is not None:
-        one, two = (next(iter(found.values())).name for found in (groups[0], other))
+        one, two = (next(iter(files_of_set.values())).name for files_of_set in (groups[0], other))
         raise FieldError(
             f"folder {str(folder)!r} has several sets of statistics, such as {one} and {two}; name one of the files"
         )
@@ -216,7 +216,6 @@ def _files_of_set(folder: Path, name: str, names: Mapping[str, str]) -> dict[str
 
 
 def _read_each(files: Mapping[str, Path], fields: FieldNames | None, source: str) -> Statistics:
-    """Read one file for each statistic."""
     unknown = sorted(set(files) - set(ALL_STATISTICS))
     if unknown or not files:
         raise FieldError(f"{source}: {unknown[:1] or 'nothing'} is no statistic; they are {list(ALL_STATISTICS)}")
@@ -239,17 +238,17 @@ def _read_each(files: Mapping[str, Path], fields: FieldNames | None, source: str
 def _read_column(path: Path) -> tuple[FieldNames, ChannelValues]:
     """Read one statistic: the channels' names, empty for a `.npy`, and a number for each."""
     if path.suffix == ".npy":
-        found = _read_or_refuse(path, lambda: np.load(path, allow_pickle=False))
-        if found.dtype.kind not in "fiu" or found.size != max(found.shape, default=0):
-            raise FieldError(f"{path} is {found.dtype}{list(found.shape)}; a statistic is [1, C, 1, 1] or [C] numbers")
-        return (), found.reshape(-1).astype(np.float64)
+        numbers = _read_or_refuse(path, lambda: np.load(path, allow_pickle=False))
+        if numbers.dtype.kind not in "fiu" or numbers.size != max(numbers.shape, default=0):
+            raise FieldError(
+                f"{path} is {numbers.dtype}{list(numbers.shape)}; a statistic is [1, C, 1, 1] or [C] numbers"
+            )
+        return (), numbers.reshape(-1).astype(np.float64)
     return _read_or_refuse(path, lambda: _read_by_level(path))
 
 
 def _read_by_level(path: Path) -> tuple[FieldNames, ChannelValues]:
-    """Read the scalars and the variables along one level dim of a NetCDF file; others are not statistics of a
-    channel.
-    """
+    """Read scalars and variables along one dim of a NetCDF file; others are not statistics of a channel."""
     with _open_statistics_nc(path) as file:
         names: list[str] = []
         values: list[float] = []
@@ -298,8 +297,8 @@ def _read_nc(path: Path) -> Statistics:
         attrs = {name: file.getncattr(name) for name in file.ncattrs()}
         _check_format(path, attrs.pop("format", None))
         fields = tuple(str(name) for name in file.variables["channel"][...])
-        there = {n: file.variables[n][...] for n in file.variables if is_statistic(n)}
-        values = {n: np.ma.getdata(found).astype(np.float64) for n, found in there.items()}
+        columns = {n: file.variables[n][...] for n in file.variables if is_statistic(n)}
+        values = {n: np.ma.getdata(column).astype(np.float64) for n, column in columns.items()}
     return Statistics(fields, values, attrs, f"statistics {path}")
 
 
@@ -312,33 +311,33 @@ def _read_npz(path: Path) -> Statistics:
 
 
 def _read_json(path: Path) -> Statistics:
-    found = json.loads(path.read_text())
-    _check_format(path, found.get("format") if isinstance(found, dict) else None)
-    channels: list[dict[str, Any]] = found["channels"]
+    document = json.loads(path.read_text())
+    _check_format(path, document.get("format") if isinstance(document, dict) else None)
+    channels: list[dict[str, Any]] = document["channels"]
     names = [n for n in dict.fromkeys(n for c in channels for n in c) if is_statistic(n)]
     values = {n: np.array([math.nan if c[n] is None else c[n] for c in channels], dtype=np.float64) for n in names}
-    return Statistics(tuple(str(c["name"]) for c in channels), values, found["attrs"], f"statistics {path}")
+    return Statistics(tuple(str(c["name"]) for c in channels), values, document["attrs"], f"statistics {path}")
 
 
-def _with_field_names(found: Statistics, fields: FieldNames | None) -> Statistics:
+def _with_field_names(stats: Statistics, fields: FieldNames | None) -> Statistics:
     if fields is None:
-        return found
-    if found.fields:
-        raise FieldError(f"fields={list(fields)} names channels, but {found.source} has names of its own; leave it out")
-    if len(fields) != found.channels:
+        return stats
+    if stats.fields:
+        raise FieldError(f"fields={list(fields)} names channels, but {stats.source} has names of its own; leave it out")
+    if len(fields) != stats.channels:
         raise FieldError(
-            f"fields={list(fields)} are {len(fields)} names and {found.source} has {found.channels} channels"
+            f"fields={list(fields)} are {len(fields)} names and {stats.source} has {stats.channels} channels"
         )
-    return Statistics(fields, found.columns, found.attrs, found.source)
+    return Statistics(fields, stats.columns, stats.attrs, stats.source)
 
 
-def _open_statistics_nc(path: Path, mode: Literal["r", "w"] = "r", **how: Any) -> Any:
+def _open_statistics_nc(path: Path, mode: Literal["r", "w"] = "r", **options: Any) -> Any:
     try:
         import netCDF4
     except ImportError as missing:
         absent = f"{path} needs netCDF4: pip install 'jigsaw-torch[netcdf]', or use .npz or .json"
         raise FieldError(why_not_imported(missing, absent)) from missing
-    return netCDF4.Dataset(str(path), mode, **how)
+    return netCDF4.Dataset(str(path), mode, **options)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -363,35 +362,35 @@ def replace_file(path: Path, content: bytes, remedy: str) -> None:
         os.fsync(file.fileno())
 
 
-def _attrs_with_format(found: Statistics) -> dict[str, Any]:
-    return {**found.attrs, "format": STATISTICS_FORMAT}
+def _attrs_with_format(stats: Statistics) -> dict[str, Any]:
+    return {**stats.attrs, "format": STATISTICS_FORMAT}
 
 
-def _as_nc(found: Statistics) -> bytes:
+def _as_nc(stats: Statistics) -> bytes:
     """Return the file's bytes, made in memory, because libhdf5 may end the process when it meets a full disk."""
     file = _open_statistics_nc(Path("statistics.nc"), "w", memory=1 << 16)
-    file.setncatts(_attrs_with_format(found))
-    file.createDimension("channel", len(found))
-    file.createVariable("channel", str, ("channel",))[:] = np.array(found.fields, dtype=object)
-    for name, values in found.columns.items():
+    file.setncatts(_attrs_with_format(stats))
+    file.createDimension("channel", len(stats))
+    file.createVariable("channel", str, ("channel",))[:] = np.array(stats.fields, dtype=object)
+    for name, values in stats.columns.items():
         file.createVariable(name, "f8", ("channel",), fill_value=False)[:] = values
     return bytes(file.close())
 
 
-def _as_npz(found: Statistics) -> bytes:
-    attrs = np.array(json.dumps(_attrs_with_format(found)))
-    return npz_bytes({"channel": np.array(found.fields), "attrs": attrs, **found.columns})
+def _as_npz(stats: Statistics) -> bytes:
+    attrs = np.array(json.dumps(_attrs_with_format(stats)))
+    return npz_bytes({"channel": np.array(stats.fields), "attrs": attrs, **stats.columns})
 
 
 def npz_bytes(arrays: Mapping[str, NDArray[Any]]) -> bytes:
     """Return the bytes that `numpy.savez` makes of arrays by name."""
-    made = BytesIO()
-    np.savez(made, **arrays)  # pyright: ignore[reportArgumentType]
-    return made.getvalue()
+    content = BytesIO()
+    np.savez(content, **arrays)  # pyright: ignore[reportArgumentType]
+    return content.getvalue()
 
 
-def _as_json(found: Statistics) -> bytes:
-    numbers = {name: {n: None if math.isnan(v) else v for n, v in found[name].items()} for name in found.fields}
+def _as_json(stats: Statistics) -> bytes:
+    numbers = {name: {n: None if math.isnan(v) else v for n, v in stats[name].items()} for name in stats.fields}
     channels = [{"name": name, **values} for name, values in numbers.items()]  # None is NaN, which JSON has not
-    whole = {"format": STATISTICS_FORMAT, "attrs": dict(found.attrs), "channels": channels}
+    whole = {"format": STATISTICS_FORMAT, "attrs": dict(stats.attrs), "channels": channels}
     return (json.dumps(whole, indent=1) + "\n").encode()

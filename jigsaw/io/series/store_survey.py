@@ -102,14 +102,16 @@ class StoreSurvey:
 
         Raises: `FieldError` for `channels` that no dim lacks, or in another number.
         """
-        found = {name: self._levels(v) for name, v in self.variables.items()}
-        if self._channels is not None and self._channels not in [levels.names for levels in found.values() if levels]:
-            lacking = [f"{n} ({len(v.values)})" for n, v in found.items() if v and v.counted and not v.names]
+        levels_by_array = {name: self._levels(v) for name, v in self.variables.items()}
+        if self._channels is not None and self._channels not in [
+            levels.names for levels in levels_by_array.values() if levels
+        ]:
+            lacking = [f"{n} ({len(v.values)})" for n, v in levels_by_array.items() if v and v.counted and not v.names]
             raise FieldError(
                 f"channels={list(self._channels)} are {len(self._channels)} names; the store has "
                 f"{', '.join(lacking) or 'no array'} with a dim of channels without names"
             )
-        return found
+        return levels_by_array
 
     def _levels(self, variable: StoreVariable) -> LevelCoordinate | None:
         if "level" not in variable.roles:
@@ -149,15 +151,13 @@ class StoreSurvey:
 
     def of(self, channels: Sequence[FieldChannel]) -> tuple[StoreVariable, ...]:
         """Return the variables of these channels, each once, in order; scale and offset of each must be numbers."""
-        found = tuple(self.variables[name] for name in dict.fromkeys(c.array for c in channels))
-        for variable in found:
+        variables = tuple(self.variables[name] for name in dict.fromkeys(c.array for c in channels))
+        for variable in variables:
             variable.table.check_readable()
-        return found
+        return variables
 
     def grid(self, variables: Sequence[StoreVariable]) -> dict[str, NDArray[Any]]:
-        """Return the coordinate values along each spatial dim, in canonical order, of variables that must share one
-        grid.
-        """
+        """Return the coordinates along each spatial dim, in canonical order; variables must share them."""
         first = variables[0]
         values = {role: self.values(first, role) for role in first.space}
         for role in ("lat", "lon"):
@@ -173,12 +173,12 @@ class StoreSurvey:
                 raise GridError(
                     f"{_grid_text(first)} and {_grid_text(other)} lie on different grids; open them one at a time"
                 )
-            for role, mine in values.items():
+            for role, own in values.items():
                 theirs = self.values(other, role)
-                if not _same_coordinates(mine, theirs):
+                if not _same_coordinates(own, theirs):
                     raise GridError(
                         f"arrays {first.table.name!r} and {other.table.name!r} have different {role} values "
-                        f"({mine[0]}..{mine[-1]} and {theirs[0]}..{theirs[-1]}); open them one at a time"
+                        f"({own[0]}..{own[-1]} and {theirs[0]}..{theirs[-1]}); open them one at a time"
                     )
         return values
 
@@ -205,10 +205,10 @@ def _text_of(value: Any) -> str:
     return (value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)).rstrip("\0 ")
 
 
-def _same_coordinates(mine: NDArray[Any], theirs: NDArray[Any]) -> bool:
+def _same_coordinates(own: NDArray[Any], theirs: NDArray[Any]) -> bool:
     """Say whether two coordinates are equal, including missing values at the same places."""
-    floats = mine.dtype.kind == theirs.dtype.kind == "f"
-    return np.array_equal(mine, theirs, equal_nan=floats)
+    floats = own.dtype.kind == theirs.dtype.kind == "f"
+    return np.array_equal(own, theirs, equal_nan=floats)
 
 
 def _grid_text(variable: StoreVariable) -> str:
@@ -217,9 +217,7 @@ def _grid_text(variable: StoreVariable) -> str:
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Direction of rows against those stored: the spatial dims that are `flipped`, and where each of `rolled`
-    begins.
-    """
+    """Direction of rows against those stored: the dims that are `flipped`, and where each of `rolled` begins."""
 
     flipped: tuple[str, ...] = ()
     rolled: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -235,25 +233,25 @@ def read_parts_of(
     """Return a part for each array and choice, of its time steps and all its levels. A variable without time fills
     every destination step by a part of its own.
     """
-    mine: defaultdict[str, list[tuple[int, int | None]]] = defaultdict(list)
+    places: defaultdict[str, list[tuple[int, int | None]]] = defaultdict(list)
     for i, channel in enumerate(channels):
-        mine[channel.array].append((i, channel.level))
+        places[channel.array].append((i, channel.level))
     return tuple(
         part
         for v in variables
         for choice, steps in moments
-        for part in _parts_of_variable(v, mine[v.table.name], choice, steps, turn)
+        for part in _parts_of_variable(v, places[v.table.name], choice, steps, turn)
     )
 
 
 def _parts_of_variable(
     variable: StoreVariable,
-    mine: Sequence[tuple[int, int | None]],
+    places: Sequence[tuple[int, int | None]],
     choice: Mapping[str, int],
     steps: IndexPicks,
     turn: RowOrder,
 ) -> list[ReadPart]:
-    levels: IndexPicks = tuple((level, i) for i, level in mine if level is not None)
+    levels: IndexPicks = tuple((level, i) for i, level in places if level is not None)
     picks: list[IndexPicks | None] = []
     to: list[int] = []
     for role, dim in zip(variable.roles, variable.table.dims, strict=True):
@@ -268,7 +266,7 @@ def _parts_of_variable(
             to.append(DROPPED_DIM)
     flip = tuple(d for d, role in enumerate(variable.roles) if role in turn.flipped)
     first = tuple(turn.rolled.get(role, 0) for role in variable.roles) if any(turn.rolled.values()) else ()
-    fixed = () if levels else ((CHANNEL_AT, mine[0][0]),)
+    fixed = () if levels else ((CHANNEL_AT, places[0][0]),)
     landing = [()] if "time" in variable.roles else [((TIME_AT, step),) for _, step in steps]
     return [
         ReadPart(variable.table.name, tuple(picks), tuple(to), (*moment, *fixed), flip, first=first)

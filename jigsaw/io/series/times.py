@@ -91,15 +91,14 @@ class TimeAxis:
 
     @property
     def _slack(self) -> int:
-        """Tolerance for rounded times."""
         exact = self.digits is None and self.stamps.dtype.kind != "m"
         return 0 if self.monthly else max(0 if exact else 1_000_000, self.usual // 1000)
 
     def take(self, steps: slice | NDArray[Any]) -> TimeAxis:
         """Return some of the steps; a gap stays a gap."""
         names = ("stamps", "elapsed", "digits", "at", "ticks")
-        found = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: each if each is None else each[steps] for name, each in found.items()})
+        columns = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: each if each is None else each[steps] for name, each in columns.items()})
 
     def shifted(self, by: np.timedelta64) -> TimeAxis:
         """Return the axis with every time `by` later."""
@@ -154,16 +153,12 @@ class TimeAxis:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def series(self, time: slice | tuple[Any, Any] | None, every: Any) -> TimeAxis:
-        """Return the steps that `select` finds inside `time`, and of them those of `every`; 1 takes all, however far
-        apart.
-        """
+        """Return the steps inside `time`, and of them those of `every`; 1 takes all, however far apart."""
         selected = self.take(slice(*self.select(time)))
         return selected if is_whole_number(every) and every == 1 else selected.every(every)
 
     def every(self, frequency: Any) -> TimeAxis:
-        """Return the steps that lie whole multiples of `frequency` (``"6h"``, or a number of usual steps) after the
-        first.
-        """
+        """Return the steps that lie whole multiples of `frequency` (``"6h"``, or a number) after the first."""
         count = self.steps_in("every", frequency)
         if count < 1:
             raise WindowError(f"every={frequency!r} must be at least one step of the series, {self._step()}")
@@ -178,9 +173,7 @@ class TimeAxis:
         return replace(self.take(np.flatnonzero(off <= self._slack)), usual=wide)
 
     def steps_in(self, name: str, wanted: Any) -> int:
-        """Return a whole number of steps: an integer, or a duration such as ``"-6h"``, ``"3 months"`` or a
-        timedelta.
-        """
+        """Return a number of steps: an integer, or a duration such as ``"-6h"``, ``"3 months"``, a timedelta."""
         if is_whole_number(wanted):
             return int(wanted)
         microseconds, months = parse_duration(wanted)
@@ -202,9 +195,7 @@ class TimeAxis:
 
 
 def is_accumulated(attrs: Mapping[str, Any], time_dim: str) -> bool:
-    """Say whether values are sums over the step before their time: ``time: sum`` among CF's cell methods, or ``accum``
-    as GRIB's step type.
-    """
+    """Say whether values are sums over a step: ``time: sum`` among CF's cell methods, or GRIB's step type ``accum``."""
     if attrs.get("GRIB_stepType") == "accum":
         return True
     # "lat: lon: mean time: sum (interval: 1 hr)": names end with a colon, the method follows
@@ -233,9 +224,7 @@ def is_whole_number(value: Any) -> bool:
 
 
 def later_times(stamps: NDArray[Any], by: Any) -> NDArray[Any]:
-    """Return `stamps`, each by a duration later, on any calendar; either may be the times and the other the
-    duration.
-    """
+    """Return `stamps` a duration later, on any calendar; either may be the times, and the other the duration."""
     if isinstance(by, np.timedelta64) and stamps.dtype.kind == "O":
         return np.asarray(stamps + by.astype("timedelta64[us]").item(), dtype=object)
     if stamps.dtype.kind == "m" and not isinstance(by, np.generic):  # durations after a cftime date
@@ -306,9 +295,9 @@ def _check_time_values(raw: NDArray[Any]) -> None:
         _check_present(~np.isnat(raw))
 
 
-def _check_present(there: NDArray[np.bool_]) -> None:
-    if not there.all():
-        step = int(np.argmin(there))
+def _check_present(is_present: NDArray[np.bool_]) -> None:
+    if not is_present.all():
+        step = int(np.argmin(is_present))
         raise GridError(
             f"the time coordinate has no time at step {step}, or one beyond all dates; leave such steps out of the "
             "store, or open those that have times: xarray.open_dataset(path).isel(time=…) is read in its place"
@@ -316,9 +305,7 @@ def _check_present(there: NDArray[np.bool_]) -> None:
 
 
 def _check_distinct_times(stamps: NDArray[Any], elapsed: NDArray[np.int64]) -> None:
-    """Raise `GridError` naming times that occur twice in the store: the choice between such steps would be
-    ambiguous.
-    """
+    """Raise `GridError` naming times that occur twice: the choice between such steps would be ambiguous."""
     again = np.flatnonzero(elapsed[1:] == elapsed[:-1])
     if len(again):
         shown = ", ".join(f"{stamps[i]} (steps {i} and {i + 1})" for i in again[:3])
@@ -334,7 +321,6 @@ def _axis_of_dates(stamps: NDArray[Any], elapsed: NDArray[np.int64]) -> TimeAxis
 
 
 def _cftime_elapsed(stamps: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the microseconds of cftime objects."""
     import cftime
 
     if not len(stamps):
@@ -416,8 +402,8 @@ def _cftime_dates(raw: NDArray[Any], unit: str, reference: _TimeReference, units
         absent = f"calendar {calendar!r} with units {units!r} needs the package cftime: pip install cftime"
         raise UnsupportedStoreError(why_not_imported(missing, absent)) from missing
     try:
-        found = np.asarray(cftime.num2date(raw, f"{unit} since {reference.text}", calendar), dtype=object)
-        return found + timedelta(microseconds=reference.to_utc) if reference.to_utc else found
+        dates = np.asarray(cftime.num2date(raw, f"{unit} since {reference.text}", calendar), dtype=object)
+        return dates + timedelta(microseconds=reference.to_utc) if reference.to_utc else dates
     except (ValueError, OverflowError, KeyError) as e:
         raise _unknown_units(units, calendar) from e
 

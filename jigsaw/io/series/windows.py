@@ -14,26 +14,30 @@ from jigsaw.errors import WindowError
 from jigsaw.io.series.times import FURTHEST_STEP, TimeAxis, is_whole_number
 
 
-def window_offsets(name: str, given: Any, axis: TimeAxis | None = None) -> tuple[int, ...]:
+def window_offsets(name: str, offsets: Any, axis: TimeAxis | None = None) -> tuple[int, ...]:
     """Check the steps of a window relative to its anchor: integers, or durations such as ``"-6h"`` along `axis`."""
-    if isinstance(given, str) or not isinstance(given, Iterable) or (isinstance(given, np.ndarray) and not given.ndim):
-        what = "one string" if isinstance(given, str) else "no list"
-        raise WindowError(f"{name}={given!r} is {what}; give a list: {name}=[{given!r}]")
-    wrong = [o for o in given if not (is_whole_number(o) or isinstance(o, str | timedelta | np.timedelta64))]
+    if (
+        isinstance(offsets, str)
+        or not isinstance(offsets, Iterable)
+        or (isinstance(offsets, np.ndarray) and not offsets.ndim)
+    ):
+        what = "one string" if isinstance(offsets, str) else "no list"
+        raise WindowError(f"{name}={offsets!r} is {what}; give a list: {name}=[{offsets!r}]")
+    wrong = [o for o in offsets if not (is_whole_number(o) or isinstance(o, str | timedelta | np.timedelta64))]
     if wrong:
         raise WindowError(
-            f"{name}={list(given)} must be integers: steps relative to the sample's anchor, 0 is the anchor itself; "
+            f"{name}={list(offsets)} must be integers: steps relative to the sample's anchor, 0 is the anchor itself; "
             "or durations like '-6h'"
         )
-    whole = tuple(_offset_steps(name, o, axis) for o in given)
+    whole = tuple(_offset_steps(name, o, axis) for o in offsets)
     far = [o for o in whole if abs(o) >= FURTHEST_STEP]
     if far:
         raise WindowError(
-            f"{name}={list(given)} has a step {far[0]} away from the sample's anchor, and 64 bits count to "
+            f"{name}={list(offsets)} has a step {far[0]} away from the sample's anchor, and 64 bits count to "
             f"{FURTHEST_STEP}; give the number of steps between the two"
         )
     if len(set(whole)) != len(whole):
-        raise WindowError(f"{name}={list(given)} names a step twice")
+        raise WindowError(f"{name}={list(offsets)} names a step twice")
     return whole
 
 
@@ -64,11 +68,11 @@ def window_anchors(
         )
     # a gap after step b ends a run before b + 1
     runs = list(pairwise([start, *(b + 1 for b in sorted(breaks) if start < b + 1 < stop), stop]))
-    found = [np.arange(a - low, b - high, dtype=np.int64) for a, b in runs if b - a >= span]
-    if not found:
+    anchors = [np.arange(a - low, b - high, dtype=np.int64) for a, b in runs if b - a >= span]
+    if not anchors:
         longest = max(b - a for a, b in runs)
         raise WindowError(
             f"a window from offset {low} to {high} needs {span} steps without a gap, but the longest of the series' "
             f"{len(runs)} runs has {longest}; use fewer offsets"
         )
-    return np.concatenate(found)
+    return np.concatenate(anchors)

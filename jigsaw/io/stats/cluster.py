@@ -29,16 +29,16 @@ def dask_client(address: str | None, workers: int | None = None) -> Generator[Cl
         raise FieldError(why_not_imported(missing, absent)) from missing
     quiet = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}  # even without a dashboard dask opens a port
     local = {"n_workers": workers or None, "host": "127.0.0.1", "threads_per_worker": 1, "scheduler_kwargs": quiet}
-    how: dict[str, Any] = local if address is None else {"address": address}
+    options: dict[str, Any] = local if address is None else {"address": address}
     try:
-        found = Client(**how, set_as_default=False)  # one that fails as dask's default would remain it
+        connection = Client(**options, set_as_default=False)  # one that fails as dask's default would remain it
     except (ValueError, OSError) as error:
         if address is None:
             raise
         raise FieldError(
             f"no dask scheduler answers at {address!r} ({error}); give one that runs, like tcp://host:8786"
         ) from error
-    with found as client:
+    with connection as client:
         yield client
 
 
@@ -47,23 +47,23 @@ def worker_threads(client: Client) -> Mapping[str, int]:
 
     Raises: `FieldError` when there are no workers.
     """
-    found: Any = client.nthreads()
-    if not found:
+    threads: Any = client.nthreads()
+    if not threads:
         raise FieldError(f"the dask cluster at {client.scheduler_info()['address']} has no workers; start some first")
-    return found
+    return threads
 
 
-def results_in_order(client: Client, given: Iterator[tuple[T, Any]], working: int) -> Iterator[tuple[T, Any]]:
-    """Yield the results of futures in the order in which they are `given`, each with what comes beside it.
+def results_in_order(client: Client, tasks: Iterator[tuple[T, Any]], working: int) -> Iterator[tuple[T, Any]]:
+    """Yield the results of futures in the order in which they are `tasks`, each with what comes beside it.
 
-    `given` submits as it is iterated: a few for each of the `working`; those that are left in the end are canceled.
+    `tasks` submits as it is iterated: a few for each of the `working`; those that are left in the end are canceled.
 
     Raises: whatever the work raises.
     """
     running: deque[tuple[T, Any]] = deque()
     try:
         while True:
-            while len(running) < _TASKS_AHEAD * working and (one := next(given, None)) is not None:
+            while len(running) < _TASKS_AHEAD * working and (one := next(tasks, None)) is not None:
                 running.append(one)
             if not running:
                 return

@@ -81,8 +81,8 @@ def statistics(
     if (start := state.done) < len(series):
         blocks = blocks_by_workers(series, start, client) if client else blocks_on_mesh(series, start)
     with _report_progress(progress, spread.is_first, state.done, len(series)) as report:
-        for found in blocks:
-            state.add(found)
+        for step_block in blocks:
+            state.add(step_block)
             spread.save(state)
             report(state.done, len(series))
     values, differences = (moments.summary() for moments in spread.merged(state))
@@ -104,22 +104,22 @@ class _RankMoments:
         """Return the state to go on from, alike on every rank, or raise an error on every rank."""
         nothing = ChannelMoments.nothing(len(self.series.channels)).table
         path, shape = self.checkpoint, (len(self.coords), 2, *nothing.shape)
-        found = None
+        saved = None
         if path is not None:
             begin = (
                 (lambda: load_moments(path, self.series.identity(), shape)) if resume else lambda: check_moments(path)
             )
-            found = result_of_first_rank(self.mesh, self.is_first, begin)
-        done, tables = found or (0, np.broadcast_to(nothing, shape))
+            saved = result_of_first_rank(self.mesh, self.is_first, begin)
+        done, tables = saved or (0, np.broadcast_to(nothing, shape))
         return StatisticsState(done, tables[self.me])
 
     def gather(self, state: StatisticsState) -> MomentTables:
         """[ranks, 2, 7, C], in mesh order."""
         if self.mesh is None:
             return state.tables[None]
-        mine = torch.from_numpy(state.tables.copy()).to(self.mesh.device_type)
+        tables = torch.from_numpy(state.tables.copy()).to(self.mesh.device_type)
         names = [name for name, _ in axes_of_mesh(self.mesh)]
-        return np.stack([t.cpu().numpy() for t in comm.all_gather(mine, self.mesh, names)])
+        return np.stack([t.cpu().numpy() for t in comm.all_gather(tables, self.mesh, names)])
 
     def save(self, state: StatisticsState) -> None:
         if (path := self.checkpoint) is not None:
@@ -127,9 +127,7 @@ class _RankMoments:
             result_of_first_rank(self.mesh, self.is_first, lambda: save_moments(path, identity, state.done, tables))
 
     def merged(self, state: StatisticsState) -> list[ChannelMoments]:
-        """Return the moments of the values and of the differences; of ranks that hold the same tile, the
-        first counts.
-        """
+        """Return the moments of values and of differences; of ranks with the same tile the first counts."""
         layout = self.series.dataset.layout
         spare = [i for i, (name, _) in enumerate(layout.axes) if name not in {*layout.cut_axes, DATA_AXIS}]
         firsts = [not any(coord[i] for i in spare) for coord in self.coords]
@@ -142,9 +140,7 @@ class _RankMoments:
 def _report_progress(
     progress: bool | StatisticsProgress, first: bool, done: int, steps: int
 ) -> Generator[StatisticsProgress]:
-    """Yield the function that takes the steps done and their number: of a bar, the caller's, or one that does
-    nothing.
-    """
+    """Yield the function that takes the steps done and their number: a bar's, the caller's, or an idle one."""
     if callable(progress):
         yield progress
     elif progress and first:

@@ -71,10 +71,10 @@ class ChannelMoments:
 
     def add(self, others: Iterable[ChannelMoments]) -> ChannelMoments:
         """Merge others into these one after the other: the order decides the last bits."""
-        found = self
+        total = self
         for each in others:
-            found = found.merge(each)
-        return found
+            total = total.merge(each)
+        return total
 
     def summary(self) -> dict[str, MomentValues]:
         """Return count, missing, mean, std (of the population: divided by the weight), min and max, each [C]; NaN if
@@ -87,8 +87,8 @@ class ChannelMoments:
         variance = np.divide(t[_M2], t[_WEIGHT], out=np.full_like(t[_M2], np.nan), where=t[_WEIGHT] > 0)
         alike = t[_MIN] == t[_MAX]  # a mean that is rounded would give what never varies a std of 1e-13
         mean, std = np.where(alike, t[_MIN], t[_MEAN]), np.where(alike, 0.0, np.sqrt(variance))
-        found = {"mean": mean, "std": std, "min": t[_MIN], "max": t[_MAX]}
-        blank = {name: np.where(seen, values, np.nan) for name, values in found.items()}
+        columns = {"mean": mean, "std": std, "min": t[_MIN], "max": t[_MAX]}
+        blank = {name: np.where(seen, values, np.nan) for name, values in columns.items()}
         return {"count": t[_COUNT].copy(), "missing": t[_MISSING].copy(), **blank}
 
 
@@ -155,7 +155,7 @@ class StatisticsState:
     def add(self, block: StepBlock) -> None:
         """Add one block, step by step, so that the sizes of blocks do not change a bit of the result."""
         pairs = zip(self.tables, (block.values, block.differences), strict=True)
-        self.tables = np.stack([ChannelMoments(table).add(found).table for table, found in pairs])
+        self.tables = np.stack([ChannelMoments(table).add(moments).table for table, moments in pairs])
         self.done = block.stop
 
 

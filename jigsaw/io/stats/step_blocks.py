@@ -122,21 +122,18 @@ class _CarriedTile:
         sends = [(self._at(layout, ahead), last[0])] if _has_steps_after(layout, me) else []
         receives = [(self._at(layout, behind), arrived)] if comes else []
         comm.swap_messages(self.mesh, sends, receives, "carry").wait()
-        found = arrived.cpu().numpy() if comes else None
+        tile = arrived.cpu().numpy() if comes else None
         if me == 0:
-            self.before = found
+            self.before = tile
             return before
-        return found
+        return tile
 
     def _at(self, layout: Layout, rank: int) -> int:
-        """Return the mesh position of this rank's counterpart along `data`."""
         return layout.index(tuple(rank if n == DATA_AXIS else c for n, c in zip(self.names, self.at, strict=True)))
 
 
 def _has_steps_after(layout: Layout, rank: int) -> bool:
-    """Say whether a rank along `data` hands on its last tile: both it and the next have steps, in this block
-    or later.
-    """
+    """Say whether a rank along `data` hands on its last tile: both it and the next have steps."""
     counts = [stop - first for first, stop in map(layout.cuts[0].owned, range(layout.size_of(DATA_AXIS)))]
     return counts[rank] > 0 and (rank == len(counts) - 1 or counts[rank + 1] > 0)
 
@@ -208,8 +205,6 @@ class _DaskBlock:
 
 
 class _WorkerReader:
-    """Reader of a worker process, shared by its threads."""
-
     def __init__(self, work: _WorkerTask) -> None:
         self.dataset = work.dataset
         at = mesh_coordinate(self.dataset.device_mesh())
@@ -220,8 +215,8 @@ class _WorkerReader:
     def tiles(self, samples: Sequence[int]) -> StepTiles:
         r"""Read the steps [n, C, \*space] of some samples."""
         reading = self.dataset.reading(samples)
-        given, *_ = self.dataset.unpack(self.dataset.read(self.engine, reading), reading)
-        return _steps_as_numpy(given)[(..., *self.inner)]
+        steps, *_ = self.dataset.unpack(self.dataset.read(self.engine, reading), reading)
+        return _steps_as_numpy(steps)[(..., *self.inner)]
 
 
 _worker_readers: dict[str, _WorkerReader] = {}

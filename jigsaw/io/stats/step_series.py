@@ -72,8 +72,8 @@ class StepSeries:
             return None
         shape = tuple(b - a for a, b in box)
         dim = self.dataset.frame.dims.index("lat")
-        mine = area_weights(np.asarray(self.dataset.whole_coords["lat"], dtype=np.float64))[slice(*box[dim])]
-        lined = mine.reshape([-1 if d == dim else 1 for d in range(len(shape))])
+        weights = area_weights(np.asarray(self.dataset.whole_coords["lat"], dtype=np.float64))[slice(*box[dim])]
+        lined = weights.reshape([-1 if d == dim else 1 for d in range(len(shape))])
         return np.ascontiguousarray(np.broadcast_to(lined, shape))
 
     def identity(self) -> dict[str, Any]:
@@ -138,12 +138,10 @@ def _usual_step(times: MomentValues) -> float:
 
 
 def _follows_last(times: MomentValues) -> NDArray[np.bool_]:
-    """Say for each step whether the one before lies less than 1.5 usual steps back: months differ by less, gaps by
-    more.
-    """
-    found = np.zeros(len(times), dtype=np.bool_)
-    found[1:] = np.diff(times) < 1.5 * _usual_step(times)
-    return found
+    """Say for each step whether the one before lies less than 1.5 usual steps back: months differ by less."""
+    follows = np.zeros(len(times), dtype=np.bool_)
+    follows[1:] = np.diff(times) < 1.5 * _usual_step(times)
+    return follows
 
 
 def _default_block(dataset: Dataset) -> int:

@@ -18,9 +18,8 @@ from jigsaw.geometry.cut import Box, Cut, Interval, box_shape
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.datasets.samples import MeshSamples, TileIfAny, TileRecord, dtype_name, numpy_dtype_name
-from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.reading.engine import ReadEngine, StoreIdentity, look_at_store
 from jigsaw.io.reading.read_plan import ReadPlan, plan_read
-from jigsaw.io.reading.same_store import StoreIdentity, look_at_store
 from jigsaw.io.series.request import ReadRequest
 from jigsaw.io.series.sample_space import SampleSpace
 from jigsaw.io.series.times import is_whole_number
