@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 # Tile's closed table is filled here, so that the order of a user's imports does not matter
 from jigsaw import nn, ops
-from jigsaw.checkpoint.random_state import RandomState
+from jigsaw.checkpoint.checkpoint_state import RandomState
 from jigsaw.comm.stop_request import StopRequest
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Cut

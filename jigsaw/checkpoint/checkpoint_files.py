@@ -75,7 +75,7 @@ def fail_together(work: Callable[[], T], of_first: bool = False, what: str = "")
 
 
 class _SummedFile(io.BufferedWriter):
-    """A file whose checksum is that of the bytes written to it, not of what the disk made of them."""
+    """File whose checksum is that of the bytes written to it, not of what the disk made of them."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(io.FileIO(open_unlinked(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb"))
@@ -176,9 +176,7 @@ class PlannedTensors:
         return WrittenTensors(pieces, dict(self._files.sums))
 
     def write_index(self, written: Sequence[WrittenTensors]) -> dict[str, FileSum]:
-        """Write the index of what all ranks have written, ours and torch's, on the first rank; return the files
-        of all.
-        """
+        """Write the index of what all ranks have written, ours and torch's, on the first rank; return all files."""
         assert self._index is not None
         self._writer.finish(self._index, [each.pieces for each in written])
         ours = write_new_file(self._index_path, index_as_json(self._index))
@@ -187,15 +185,13 @@ class PlannedTensors:
 
 
 @contextmanager
-def _as_checkpoint_error(path: Path) -> Generator[None]:
-    """Raise torch's error of a failed rank as a `CheckpointError`: it is not an `Exception`, and has every rank's
-    traceback.
-    """
+def torch_failures_named(what: str) -> Generator[None]:
+    """Raise torch's error of a failed rank, which has every rank's traceback, as a `CheckpointError`."""
     try:
         yield
     except dcp.CheckpointException as e:
         rank, (failure, *_) = next(iter(e.failures.items()))
-        raise CheckpointError(f"the tensors of {path} cannot be read: rank {rank}: {failure!r}") from e
+        raise CheckpointError(f"{what} cannot be read: rank {rank}: {failure!r}") from e
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -239,23 +235,21 @@ def check_file_share(checkpoint: OpenedCheckpoint, rank: int, ranks: int) -> Non
     names = sorted(checkpoint.files, key=lambda name: (-checkpoint.files[name].size, name))
     for name in names[rank::ranks]:
         _check_is_there(checkpoint.path, name)
-        file_sum = FileSum((checkpoint.path / name).stat().st_size, 0)
-        saved = checkpoint.files[name]
-        _check_sum(
-            checkpoint.path / name, _sum_of(checkpoint.path / name) if file_sum.size == saved.size else file_sum, saved
-        )
+        file, saved = checkpoint.path / name, checkpoint.files[name]
+        size = file.stat().st_size
+        _check_sum(file, _sum_of(file) if size == saved.size else FileSum(size, 0), saved)
 
 
 def read_tensors(checkpoint: OpenedCheckpoint, state: dict[str, torch.Tensor]) -> None:
     """Fill the tensors of `state`, each rank its own rows."""
     if state:
-        with _as_checkpoint_error(checkpoint.path):
+        with torch_failures_named(f"the tensors of {checkpoint.path}"):
             reader = _TensorReader(checkpoint.path, torch_index_of(checkpoint.tensors, state))
             dcp.load(dict(state), storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 class _TensorReader(dcp.FileSystemReader):
-    """Torch's reader, with an index that was read already, because its own method is `pickle.load`."""
+    """Torch's reader, with an index that was read already: its own method is `pickle.load`."""
 
     def __init__(self, path: Path, index: Metadata) -> None:
         super().__init__(path)
@@ -267,13 +261,11 @@ class _TensorReader(dcp.FileSystemReader):
 
 
 def _check_is_there(path: Path, name: str) -> None:
-    """Check that a file is there.  Raises: `CheckpointError` when a file of a checkpoint is missing."""
     if not (path / name).is_file():
         raise CheckpointError(f"{path} has no file {name!r}, which was saved with it; bring it back, or load another")
 
 
 def _check_sum(file: Path, file_sum: FileSum, saved: FileSum) -> None:
-    """Check a file.  Raises: `CheckpointError` when it is not the one that was saved."""
     if file_sum == saved:
         return
     why = f"it has {file_sum.size} bytes and was saved with {saved.size}"

@@ -114,9 +114,7 @@ def checkpoint_contents(folder: Path) -> CheckpointContents:
 
 
 def contents_of_whole(folder: Path) -> CheckpointContents | None:
-    """Return the contents of a checkpoint with all its files, each of its size; None where it is not whole.  Files are
-    not read.
-    """
+    """Return the contents of a checkpoint with all its files, each of its size (unread); None where it is not whole."""
     try:
         contents = checkpoint_contents(folder)
         whole = all((folder / name).stat().st_size == each.size for name, each in contents.files.items())
@@ -146,7 +144,6 @@ def whole_checkpoint(final: Path) -> Path:
 
 
 def _leftovers(final: Path) -> list[Path]:
-    """Return the folders that a save to `final` was killed in, or had moved out of its way."""
     beside = final.parent.iterdir() if final.parent.is_dir() else ()
     return [each for each in beside if path_of_draft(each) == final and each.is_dir() and not each.is_symlink()]
 
@@ -195,9 +192,7 @@ def commit_checkpoint(draft: CheckpointDraft, state: Mapping[str, Any], sums: Ma
 
 @contextmanager
 def removed_on_failure(draft: CheckpointDraft, is_first: bool) -> Generator[None]:
-    """Remove the draft, on the first rank, after a block in which all ranks fail, or none; then no rank writes any
-    more.
-    """
+    """Remove the draft, on the first rank, after a block in which all ranks fail, or none."""
     try:
         yield
     except CheckpointError:
@@ -239,9 +234,7 @@ def remove_leftover(folder: Path) -> None:
 
 
 def _check_replaceable(final: Path) -> None:
-    """Check `final`.  Raises: `CheckpointError` unless it is free, an empty folder, or a checkpoint that
-    jigsaw wrote.
-    """
+    """Raise `CheckpointError` unless `final` is free, an empty folder, or a checkpoint that jigsaw wrote."""
     try:
         if os.path.lexists(final) and (final.is_symlink() or not final.is_dir() or os.listdir(final)):
             _own_files(final)

@@ -159,12 +159,9 @@ def index_from_torch(raw: bytes, files: Collection[str]) -> TensorIndex:
         places = [(*box, pieces[name, box[0]]) for box in boxes if math.prod(box[1])]
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{name!r} has no type")
-        names = ("relative_path", "offset", "length")
-        index[name] = StoredTensor(
-            dtype,
-            each.state["size"],
-            [StoredPiece(at, sizes, *(place[key] for key in names)) for at, sizes, place in places],
-        )
+        keys = ("relative_path", "offset", "length")
+        pieces_of_tensor = [StoredPiece(at, sizes, *(place[key] for key in keys)) for at, sizes, place in places]
+        index[name] = StoredTensor(dtype, each.state["size"], pieces_of_tensor)
     return _checked_index(index, files)
 
 
@@ -173,13 +170,8 @@ _MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRES
 _RECORDS = {
     (f"{_OF_TORCH}.metadata", name)
     for name in (
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "ChunkStorageMetadata",
-        "BytesStorageMetadata",
-        "TensorProperties",
-        "StorageMeta",
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
+        *("TensorProperties", "StorageMeta"),
     )
 } | {(f"{_OF_TORCH}.filesystem", "_StorageInfo")}
 
@@ -187,8 +179,7 @@ _RECORDS = {
 class _TorchIndexUnpickler(pickle.Unpickler):
     """Unpickler of only the classes of torch's index, because a pickle may name any function, and then calls it.
 
-    Classes are stand-ins, made anew for each pickle, that keep their arguments, because a pickle may also set
-    attributes of anything that it can name.
+    Classes are stand-ins, made anew for each pickle, because it may also set attributes of anything that it can name.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -206,21 +197,14 @@ class _TorchIndexUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):  # as Python 3.11.2 pickles a member of an enum
             return self._member
         if (module, name) == ("torch", "Size"):
-            return _sizes_alone
+            return tuple
         if (module, name) == ("torch.serialization", "_get_layout"):
-            return _no_layout
+            return str  # the layout is not needed
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of tensors needs")
 
     def _member(self, owner: Any, member: Any) -> None:
         if owner is not self._memory_format or member not in _MEMORY_FORMATS:
             raise pickle.UnpicklingError(f"it names builtins.getattr for {member!r}, which no index of tensors needs")
-
-
-def _sizes_alone(sizes: Any = ()) -> tuple[Any, ...]:
-    return tuple(sizes)
-
-
-def _no_layout(_: Any) -> None: ...
 
 
 class _Record:

@@ -194,7 +194,7 @@ def load(
     if absent:
         raise CheckpointError(f"the checkpoint {os.fspath(path)} has no {' and no '.join(absent)}")
     small = {key: restored_state(value) for key, value in checkpoint.state.items()}
-    stored = {**checkpoint.tensors, **{key: None for key in small if _belongs_to_tensors(key)}}
+    stored = {**checkpoint.tensors, **{key: None for key in small if key.startswith(("model.", "optimizer."))}}
     state = _model_state(path, stored, model)
     slots = _optimizer_slots(path, stored, model, optimizer)
     if optimizer is not None:
@@ -246,9 +246,7 @@ def _checkpoint_state(
 
 
 def _check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check plain tensors, of which one rank's are written.  Raises: `CheckpointError` on every rank, where they
-    differ.
-    """
+    """Raise `CheckpointError` on every rank where plain tensors differ, of which one rank's are written."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     checksums = {key: checksum_of_bits(x) for key, x in tensors.items() if type(x) in (torch.Tensor, nn.Parameter)}
@@ -277,26 +275,16 @@ def _joined_over_stages(model: CheckpointModel | None, small: dict[str, Any]) ->
                 f"the optimizers of a pipeline's ranks have {sorted({len(g) for g in by_rank})} parameter groups; make "
                 "the same groups on every rank, if need be without parameters"
             )
-        names_by_group = [
-            {name for groups in by_rank for name in groups[at]["params"]} for at in range(len(by_rank[0]))
-        ]
+        names = [{name for group in groups for name in group["params"]} for groups in zip(*by_rank, strict=True)]
         joined["optimizer groups"] = [
-            {**group, "params": [name for name in order if name in names]}
-            for group, names in zip(by_rank[0], names_by_group, strict=True)
+            {**group, "params": [name for name in order if name in names_of_group]}
+            for group, names_of_group in zip(by_rank[0], names, strict=True)
         ]
     return joined
 
 
 def _names_of_all_stages(model: CheckpointModel | None) -> Sequence[str]:
-    """Return the names of all stages' state, in order, where the model is a pipeline that has some of them."""
     return getattr(model, "names_of_all_stages", ())
-
-
-def _belongs_to_tensors(key: str) -> bool:
-    """Say whether a key of the small state belongs to an object with tensors: a model's extra state, an optimizer's
-    step.
-    """
-    return key.startswith(("model.", "optimizer."))
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -307,7 +295,6 @@ def _unwrapped_model(model: CheckpointModel) -> CheckpointModel:
 
 
 def _parameter_names(model: CheckpointModel | None, optimizer: Optimizer) -> Mapping[Any, str]:
-    """Return the name of every parameter of the optimizer."""
     named = {p: name for name, p in _unwrapped_model(model).named_parameters()} if model is not None else {}
     strays = [p for group in optimizer.param_groups for p in group["params"] if p not in named]
     if strays:
@@ -331,7 +318,6 @@ def _group_options(optimizer: Optimizer, names: Mapping[Any, str]) -> list[dict[
 
 
 def _model_state(path: CheckpointPath, stored: Mapping[str, Any], model: CheckpointModel | None) -> dict[str, Any]:
-    """Return the model's own tensors, which are read in place."""
     if model is None:
         return {}
     state = {f"model.{name}": x for name, x in _unwrapped_model(model).state_dict().items()}
@@ -355,9 +341,7 @@ def _model_state(path: CheckpointPath, stored: Mapping[str, Any], model: Checkpo
 def _optimizer_slots(
     path: CheckpointPath, stored: Mapping[str, Any], model: CheckpointModel | None, optimizer: Optimizer | None
 ) -> dict[str, Any]:
-    """Return a place for every value of the optimizer's state: a tensor like its parameter is cut as the
-    parameter is.
-    """
+    """Return a place for every value of the optimizer's state: one like its parameter is cut as that is."""
     if optimizer is None:
         return {}
     owners = {name: p for p, name in _parameter_names(model, optimizer).items()}
@@ -403,17 +387,13 @@ def _restore_optimizer(optimizer: Optimizer, names: Mapping[Any, str], groups: A
         name, _, kind = key.removeprefix("optimizer.").rpartition(".")
         state.setdefault(name, {})[kind] = value
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update(
-            {key: _option_like_current(group.get(key), value) for key, value in saved.items() if key != "params"}
-        )
+        for key, value in saved.items():
+            if key == "params":
+                continue
+            if isinstance(value, torch.Tensor) and isinstance(current := group.get(key), torch.Tensor):
+                value = value.to(current.device)  # a learning rate that may change in a CUDA graph
+            group[key] = value
     optimizer.state.clear()
     for p, name in names.items():
         if name in state:
             optimizer.state[p] = state[name]
-
-
-def _option_like_current(current: Any, saved: Any) -> Any:
-    """Return a saved option; a tensor (a learning rate that may change in a CUDA graph) goes to the device of the
-    current one.
-    """
-    return saved.to(current.device) if isinstance(saved, torch.Tensor) and isinstance(current, torch.Tensor) else saved

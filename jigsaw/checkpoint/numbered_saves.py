@@ -24,11 +24,16 @@ from jigsaw.errors import CheckpointError
 
 
 class _NumberedSave(NamedTuple):
-    """A folder that may be a checkpoint: `found` is its name, or that of the remains of a killed save to `final`."""
+    """A folder that may be a checkpoint: `folder` is its name, or that of the remains of a killed save to `final`."""
 
     number: int
     final: Path
-    found: Path
+    folder: Path
+
+    @property
+    def is_loaded(self) -> bool:
+        """True where `load` reads this one: the remains of a killed save stand in for a name that does not exist."""
+        return self.folder == self.final or not self.final.exists()
 
 
 def latest(folder: CheckpointPath) -> Path | None:
@@ -49,7 +54,7 @@ def latest(folder: CheckpointPath) -> Path | None:
     """
 
     def look() -> Path | None:
-        whole = _whole_saves(each for each in _saves_in(Path(folder)) if each.number >= 0 and _is_loaded(each))
+        whole = _whole_saves(each for each in _saves_in(Path(folder)) if each.number >= 0 and each.is_loaded)
         stems = sorted({_stem_of(each.final) for each in whole})
         if len(stems) > 1:
             raise CheckpointError(
@@ -62,7 +67,7 @@ def latest(folder: CheckpointPath) -> Path | None:
 
 
 def check_numbered(final: Path, keep: int | None) -> None:
-    """Check `keep`.  Raises: `CheckpointError` where it is not a count, or there is no number to count by."""
+    """Raise `CheckpointError` for a `keep` that is not a count, or where there is no number to count by."""
     if keep is None:
         return
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
@@ -79,44 +84,38 @@ def order_of_next(final: Path) -> int:
     orders = [0]
     for each in _family_of(final):
         try:
-            orders.append(checkpoint_contents(each.found).order)
+            orders.append(checkpoint_contents(each.folder).order)
         except CheckpointError:  # not a checkpoint
             continue
     return max(orders) + 1
 
 
 def remove_older_saves(final: Path, keep: int) -> None:
-    """Remove checkpoints with a lower number than `final`, and the same name before it, except for the last `keep`
-    whole ones.
+    """Remove checkpoints with a lower number than `final`, and the same name, except for the last `keep` whole ones.
 
     Folders that are not jigsaw's stay, and so, with a warning, do checkpoints with other files in them.
     """
     older = [each for each in _family_of(final) if 0 <= each.number <= _save_number(final)]
     kept = {each.final for each in _whole_saves(older)[-keep:]}
     for each in older:
-        if each.final == final or each.final in kept or each.found.is_symlink():
+        if each.final == final or each.final in kept or each.folder.is_symlink():
             continue
         try:
-            if each.found != each.final:
-                remove_leftover(each.found)
+            if each.folder != each.final:
+                remove_leftover(each.folder)
             else:
-                remove_checkpoint(each.found)
+                remove_checkpoint(each.folder)
         except OSError as e:
-            warnings.warn(f"{each.found} is not removed: {e}", stacklevel=2)
+            warnings.warn(f"{each.folder} is not removed: {e}", stacklevel=2)
         except CheckpointError as e:
-            if contents_of_whole(each.found) is not None:
-                warnings.warn(f"{each.found} is not removed, though keep={keep}: {e}", stacklevel=2)
+            if contents_of_whole(each.folder) is not None:
+                warnings.warn(f"{each.folder} is not removed, though keep={keep}: {e}", stacklevel=2)
 
 
 def _whole_saves(saves: Iterable[_NumberedSave]) -> list[_NumberedSave]:
     """Return those that are whole, the one that was saved last at the end."""
-    whole = [(contents.order, each) for each in saves if (contents := contents_of_whole(each.found)) is not None]
+    whole = [(contents.order, each) for each in saves if (contents := contents_of_whole(each.folder)) is not None]
     return [each for _, each in sorted(whole)]
-
-
-def _is_loaded(each: _NumberedSave) -> bool:
-    """Say whether `load` would read this one: the remains of a killed save stand in for a name that does not exist."""
-    return each.found == each.final or not each.final.exists()
 
 
 def _stem_of(final: Path) -> str:
@@ -136,6 +135,5 @@ def _saves_in(folder: Path) -> Iterator[_NumberedSave]:
 
 
 def _save_number(final: Path) -> int:
-    """Return the number at the end of a name, -1 where there is none."""
     digits = final.name[len(_stem_of(final)) :]
     return int(digits) if digits else -1

@@ -1,10 +1,9 @@
 """A save in the background: what its ranks write while training continues, and how all of them learn the result.
 
-Example: four ranks save in the background.  On the main thread they plan which rank writes which rows, and each copies
-its own to memory.  Then a thread of each writes its file, without messages.  The first rank gets the list of what it
-wrote, or its error.  It writes the index, gives the checkpoint its name only if all have written, and tells the others
-the result.  The threads use a separate gloo group, because on a group of the training their messages would mix with
-others, differently on each rank.
+On the main thread the ranks plan which rank writes which rows, and each copies its own.  Then a thread of each writes
+its file, without messages.  The first rank gets the list of what each wrote, or its error.  It writes the index, gives
+the checkpoint its name only if all have written, and tells the others the result.  The threads use a gloo group of
+their own: on a group of the training their messages would mix with others, differently on each rank.
 """
 
 from __future__ import annotations
@@ -50,7 +49,9 @@ class PendingSave:
         self._thread.start()
 
     def _run(self) -> None:
-        _let_training_run_first()
+        if sys.platform == "linux":  # elsewhere all threads of a process have one priority
+            with suppress(OSError):  # steps do not wait for a save, which has until the next one
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
             self._work(self._group)
         except BaseException as e:  # raised by `wait`
@@ -62,9 +63,7 @@ class PendingSave:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return once the checkpoint is whole.
-
-        Every rank calls this.
+        """Return once the checkpoint is whole.  Every rank calls this.
 
         *Raises*: `CheckpointError` on every rank, where the save has failed on any.
         """
@@ -81,13 +80,6 @@ class PendingSave:
             self._thread.join()
         else:
             self.wait()
-
-
-def _let_training_run_first() -> None:
-    """Give this thread only the spare time of the cores: steps do not wait for a save, which has until the next one."""
-    if sys.platform == "linux":  # elsewhere all threads of a process have one priority
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 _last: list[PendingSave] = []

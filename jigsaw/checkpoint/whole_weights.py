@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from jigsaw.checkpoint.checkpoint_files import fail_together
+from jigsaw.checkpoint.checkpoint_files import fail_together, torch_failures_named
 from jigsaw.checkpoint.checkpoint_state import CheckpointPath, is_converted_weight, parse_strict_json
 from jigsaw.comm.agreement import decide_on_first_rank
 from jigsaw.drafts import begin_draft_file, open_unlinked
@@ -112,7 +112,7 @@ def save_weights(path: CheckpointPath, model: nn.Module) -> None:
 
 
 def _whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    state = _state_of(model)
+    state = dict((model.module if isinstance(model, DistributedDataParallel) else model).state_dict())
     for name, x in state.items():
         if not isinstance(x, torch.Tensor) or isinstance(x, Tile) or x.dtype not in _NAMES:
             kind = f"a {type(x).__name__}" if not isinstance(x, torch.Tensor) else f"a Tile, or of {x.dtype}"
@@ -121,10 +121,6 @@ def _whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
                 f"{', '.join(str(each).removeprefix('torch.') for each in _NAMES)}; jigsaw.save keeps more"
             )
     return state
-
-
-def _state_of(model: nn.Module) -> dict[str, Any]:
-    return dict((model.module if isinstance(model, DistributedDataParallel) else model).state_dict())
 
 
 def _header_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, _StoredWeight]]:
@@ -190,11 +186,8 @@ def load_weights(path: CheckpointPath, model: nn.Module) -> None:
             wrong.append(f"{name!r} is {stored.dtype}, the model's {x.dtype}, which is not converted")
     if wrong:
         raise CheckpointError(f"{os.fspath(path)} is of another model: {'; '.join(sorted(wrong)[:5])}")
-    try:
+    with torch_failures_named(f"the weights of {os.fspath(path)}"):
         dcp.load(dict(tensors), storage_reader=_WeightReader(weights), no_dist=not dist.is_initialized())
-    except dcp.CheckpointException as e:
-        rank, (failure, *_) = next(iter(e.failures.items()))
-        raise CheckpointError(f"the weights of {os.fspath(path)} cannot be read: rank {rank}: {failure!r}") from e
 
 
 def _stored_weights(path: Path) -> dict[str, _StoredWeight]:
@@ -242,13 +235,13 @@ def _weights_of_file(file: Path) -> dict[str, _StoredWeight]:
 
 
 class _WeightReader(dcp.StorageReader):
-    """Reader that torch's planner uses, on whole tensors in files."""
+    """Reader of whole tensors in files, for torch's planner."""
 
     def __init__(self, weights: Mapping[str, _StoredWeight]) -> None:
         self._weights = weights
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing, because nothing is kept between loads."""
+        """Keep nothing between loads."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         metadata: dict[str, Any] = {}
@@ -305,8 +298,8 @@ def _size_of(weight: _StoredWeight) -> int:
 
 
 def _byte_runs(weight: _StoredWeight, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Iterate over the runs of bytes of a box of a stored tensor: the start in the file and the length of each, in
-    order.
+    """Iterate over the runs of bytes of a box of a stored tensor, in order: where each starts in the file, and its
+    length.
 
     Of a [4, 6] tensor the box [1:3, 2:4] is two runs of 2 elements, at the elements 8 and 14; [1:3, 0:6] is one of 12.
     """
