@@ -21,7 +21,7 @@ from zarr.storage import MemoryStore
 import jigsaw
 from jigsaw.io.formats.hdf5 import claims, open_hdf5_file
 from jigsaw.io.formats.hdf5_index import SEEKABLE_BLOCK_BYTES, SeekableObject
-from jigsaw.io.formats.zarr_keys import ZarrKeyFiles
+from jigsaw.io.formats.zarr_places import ZarrKeyFiles
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.testing import run_on_ranks, world_mesh

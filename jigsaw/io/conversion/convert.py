@@ -30,8 +30,8 @@ from jigsaw.geometry.cut import Box, box_elements, box_slices
 from jigsaw.io.conversion.selected_source import SelectedSource, recommended_chunks, select_source
 from jigsaw.io.stats.cluster import results_in_order, worker_threads
 from jigsaw.io.writing.cf import plain_attribute
+from jigsaw.io.writing.deliver import StoreCompleteness, completeness_from_attrs
 from jigsaw.io.writing.outline import ArrayOutline
-from jigsaw.io.writing.sink import StoreCompleteness, completeness_from_attrs
 from jigsaw.io.writing.zarr_writer import ZarrSink, is_zarr_group, remove_zarr_store, zarr_store_attrs
 
 if TYPE_CHECKING:
@@ -124,9 +124,7 @@ class ConversionJournal:
         self._path.unlink(missing_ok=True)
 
     def _append(self, entries: Iterable[Any]) -> None:
-        """Append whole lines or none: a full disk takes only part of a line, and the next would follow in its
-        middle.
-        """
+        """Append whole lines or none: a full disk takes part of a line, and the next would follow in its middle."""
         text = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         with writing_to(self._path, CONVERT_AGAIN), FileIO(open_unlinked(self._path, flags), "a") as out:
@@ -222,7 +220,10 @@ def convert(
     kept = len(journal.done)
     regions = [r for array in arrays for r in _regions_to_move(array, chosen.data, journal.done, budget)]
     read = WatchedDataset(chosen.data, chosen.watched)
-    filled = _move_all(regions, read, path, journal, client, _thread_count(threads, regions, budget), progress)
+    # the memory of a thread (region, read-back copy, encoded bytes) stays within the budget
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = budget // max(1, 3 * max((r.nbytes for r in regions), default=1))
+    filled = _move_all(regions, read, path, journal, client, max(1, min(threads or cores, most)), progress)
     digests = {a.name: combine_digests(journal.done[a.name, i] for i in unit_indices(a)) for a in arrays}
     store.finish(digests)
     journal.remove()
@@ -245,16 +246,16 @@ def verify(target: str | os.PathLike[str]) -> dict[str, bool]:
     if DIGESTS_ATTRIBUTE not in attrs:
         raise WriteError(f"{path} is no finished conversion: it has no digests to verify by")
     group = zarr.open_group(str(path), mode="r")
-    found: dict[str, bool] = {}
+    outcomes: dict[str, bool] = {}
     for name, digest in attrs[DIGESTS_ATTRIBUTE].items():
         stored: Any = group[name]
         array = ArrayOutline(name, (), stored.shape, stored.dtype.name, stored.chunks, stored.shards, {})
         try:
             units = (values_digest(stored[box_slices(unit_box(array, i))]) for i in unit_indices(array))
-            found[name] = combine_digests(units) == digest
+            outcomes[name] = combine_digests(units) == digest
         except Exception:  # a codec fails on damaged bytes in any way it likes
-            found[name] = False
-    return found
+            outcomes[name] = False
+    return outcomes
 
 
 def is_complete_store(path: Path) -> bool:
@@ -306,9 +307,7 @@ def _regions_to_move(
 
 
 def _units_together(array: ArrayOutline, data: xr.Dataset, budget: int) -> int:
-    """Return the number of units along the first dim that the source's chunks span, so that each chunk is
-    decoded once.
-    """
+    """Return how many units along the first dim a source's chunk spans, so that each is decoded once."""
     if not array.dims:
         return 1
     variable = data.variables[array.name]
@@ -317,13 +316,6 @@ def _units_together(array: ArrayOutline, data: xr.Dataset, budget: int) -> int:
     rows = max(lazy[dim]) if dim in lazy else variable.encoding.get("preferred_chunks", {}).get(dim, 1)
     most = budget // max(1, 3 * prod(array.units) * np.dtype(array.dtype).itemsize)
     return max(1, min(ceil(rows / array.units[0]), most))
-
-
-def _thread_count(threads: int | None, regions: Sequence[ConversionRegion], budget: int) -> int:
-    """Return a number of threads whose memory (region, read-back copy, encoded bytes) stays within the budget."""
-    largest = max((r.nbytes for r in regions), default=1)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(threads or cores, budget // max(1, 3 * largest)))
 
 
 @dataclass(frozen=True)
@@ -350,9 +342,9 @@ def _move_all(
     """Move all regions, and count the chunks of the source that were read as fill values."""
     whole, written, filled = sum(r.nbytes for r in regions), 0, set[tuple[int, str]]()
     moved = _move_by_workers(regions, read, path, client) if client else _move_by_threads(regions, read, path, threads)
-    for region, found in moved:
-        journal.add(found.digests)
-        filled |= found.filled
+    for region, result in moved:
+        journal.add(result.digests)
+        filled |= result.filled
         written += region.nbytes
         if progress:
             progress(written, whole)
@@ -435,8 +427,8 @@ def _open_journal(path: Path, chosen: SelectedSource, arrays: Sequence[ArrayOutl
     beside = path.with_name(path.name + ".journal")
     if not beside.exists() and path.exists() and (not path.is_dir() or any(path.iterdir())):
         whole = path.is_dir() and is_complete_store(path)
-        how = "is complete" if whole else "exists and no journal of a conversion with it"
-        raise WriteError(f"{path} {how}; write elsewhere, or start again with replace=True (--replace)")
+        state = "is complete" if whole else "exists and no journal of a conversion with it"
+        raise WriteError(f"{path} {state}; write elsewhere, or start again with replace=True (--replace)")
     shapes = [(a.name, a.shape, a.dtype, a.chunks, a.shards) for a in arrays]
     with writing_to(path, CONVERT_AGAIN):
         path.parent.mkdir(parents=True, exist_ok=True)

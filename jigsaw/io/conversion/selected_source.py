@@ -104,15 +104,15 @@ class SelectedSource:
         variable, dims = self.data.variables[name], self.dims(name)
         stored = variable.dtype.newbyteorder("=")
         dtype = np.dtype(floats) if floats and stored.kind == "f" else stored
-        one = chunk_shape_of(dims, dtype.itemsize, chunks)
+        unit = chunk_shape_of(dims, dtype.itemsize, chunks)
         if shards is None:
-            held = shard_shape_of(dims, dtype.itemsize, one)
+            held = shard_shape_of(dims, dtype.itemsize, unit)
         else:
-            asked = [shards.get(own, shards.get(role, c)) for c, (role, own, _) in zip(one, dims, strict=True)]
-            held = tuple(-(-max(c, min(a, n)) // c) * c for c, a, n in zip(one, asked, variable.shape, strict=True))
+            asked = [shards.get(own, shards.get(role, c)) for c, (role, own, _) in zip(unit, dims, strict=True)]
+            held = tuple(-(-max(c, min(a, n)) // c) * c for c, a, n in zip(unit, asked, variable.shape, strict=True))
         attrs = {**_xarray_attributes(variable), **self._beside(name)}
         names = tuple(own for _, own, _ in dims)
-        return ArrayOutline(name, names, tuple(variable.shape), dtype.name, one, held if held != one else None, attrs)
+        return ArrayOutline(name, names, tuple(variable.shape), dtype.name, unit, held if held != unit else None, attrs)
 
     def _beside(self, name: str) -> dict[str, str]:
         """Return the attribute by which CF readers find coordinates that are not dims."""
@@ -120,11 +120,8 @@ class SelectedSource:
         referred = {
             word for v in self.data.variables.values() for k in REFERENCE_ATTRIBUTES for word in _reference_words(v, k)
         }
-        beside = [
-            str(n)
-            for n, c in self.data.coords.items()
-            if n not in self.data.dims and set(c.dims) <= dims and n not in referred
-        ]
+        others = {str(n): c for n, c in self.data.coords.items() if n not in self.data.dims and n not in referred}
+        beside = [n for n, c in others.items() if set(c.dims) <= dims]
         return {"coordinates": " ".join(sorted(beside))} if beside else {}
 
     def identity(self) -> str:
@@ -132,10 +129,10 @@ class SelectedSource:
         stamps = [(path, size_and_change(path)) for path in self.files if Path(path).is_file()]
         facts: list[Any] = [self.name, *self.files, *stamps, *self._seen_of_folders()]
         facts += [(n, self.data.variables[n].dims, self.data.variables[n].shape) for n in self.arrays]
-        made = hashlib.blake2b(repr(facts).encode(), digest_size=16)
+        digest = hashlib.blake2b(repr(facts).encode(), digest_size=16)
         for each in self.coordinates:
-            made.update(repr((each.name, each.dims, each.values.dtype)).encode() + each.values.tobytes())
-        return made.hexdigest()
+            digest.update(repr((each.name, each.dims, each.values.dtype)).encode() + each.values.tobytes())
+        return digest.hexdigest()
 
     def _seen_of_folders(self) -> list[StoreIdentity]:
         """Look at a few chunks of each Zarr store on disk: nothing else tells one that was written anew."""
@@ -190,24 +187,27 @@ def open_with_xarray(source: Any, engine: str | None = None, outside: Any = Fals
         with warnings.catch_warnings():  # a store without consolidated metadata is as good
             warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated", RuntimeWarning)
             if len(paths) == 1:
-                found = xr.open_dataset(stores[0], **options)
-                data = _decode_as_reader(found) if raw else found
+                dataset = xr.open_dataset(stores[0], **options)
+                data = _decode_as_reader(dataset) if raw else dataset
                 return OpenedSource(redacted_text(paths[0]), (paths[0],), data, watched)
-            made = _join_files(stores, {**options, "preprocess": _decode_as_reader} if raw else options)
-            return OpenedSource(redacted_text(f"{paths[0]} and {len(paths) - 1} more"), tuple(paths), made, watched)
+            dataset = _join_files(stores, {**options, "preprocess": _decode_as_reader} if raw else options)
+            return OpenedSource(redacted_text(f"{paths[0]} and {len(paths) - 1} more"), tuple(paths), dataset, watched)
     except (OSError, ValueError, ImportError, KeyError) as e:
         raise UnsupportedStoreError(f"xarray does not open {paths[0]!r}: {e}") from cause_without_secrets(e)
 
 
 def _checked_store(path: str, engine: str | None, outside: Any) -> str | WatchedStore:
-    """Return what to give to xarray for a path, before it opens it and reads coordinates. A Zarr store then leads
-    nowhere else, and others' code or references can do no harm.
+    """Return what to give to xarray for a path, before it opens it and reads coordinates.
+
+    A Zarr store then leads nowhere else, and others' code or references can do no harm.
     """
     if engine == "kerchunk":
         from jigsaw.io.formats.zarr_reach import check_reference_file, checked_outside
 
         check_reference_file(path, checked_outside(outside))
-    if not _is_read_by_zarr(path, engine):
+    # of URLs without an engine xarray reads those by zarr that end in .zarr
+    named = "://" not in path or path.rstrip("/").endswith(".zarr")
+    if engine != "zarr" and (engine is not None or not named or os.path.isfile(path)):
         return path
     from zarr.storage import FsspecStore
 
@@ -223,15 +223,10 @@ def _checked_store(path: str, engine: str | None, outside: Any) -> str | Watched
     return path if isinstance(store, str) else WatchedStore.of(store, arrays)
 
 
-def _is_read_by_zarr(path: str, engine: str | None) -> bool:
-    """Say whether xarray may read it by zarr: of URLs without an engine it does where they end in .zarr."""
-    named = "://" not in path or path.rstrip("/").endswith(".zarr")
-    return engine == "zarr" or (engine is None and named and not os.path.isfile(path))
-
-
 def _decode_as_reader(raw: xr.Dataset) -> xr.Dataset:
-    """Decode by xarray with only the truly missing values named. Xarray takes every `fill_value` of Zarr v2 as missing,
-    even a default 0.
+    """Decode by xarray with only the truly missing values named.
+
+    Xarray takes every `fill_value` of Zarr v2 as missing, even a default 0.
     """
     import xarray as xr
 
@@ -243,20 +238,20 @@ def _decode_as_reader(raw: xr.Dataset) -> xr.Dataset:
 
 
 def _source_paths(source: Any) -> list[str]:
-    given = [source] if isinstance(source, str | os.PathLike) else list(source)
-    texts = [os.fspath(each) for each in given]
-    found = [p for text in texts for p in (sorted(glob.glob(text)) if glob.has_magic(text) else [text])]
-    if not found:
+    sources = [source] if isinstance(source, str | os.PathLike) else list(source)
+    texts = [os.fspath(each) for each in sources]
+    paths = [p for text in texts for p in (sorted(glob.glob(text)) if glob.has_magic(text) else [text])]
+    if not paths:
         raise UnsupportedStoreError(f"{source!r} names no file")
-    return found
+    return paths
 
 
 def _join_files(paths: Sequence[Any], options: Mapping[str, Any]) -> xr.Dataset:
     import xarray as xr
 
-    how: dict[str, Any] = {"data_vars": "minimal", "coords": "minimal", "compat": "override", "join": "exact"}
+    joining: dict[str, Any] = {"data_vars": "minimal", "coords": "minimal", "compat": "override", "join": "exact"}
     try:
-        return xr.open_mfdataset(list(paths), combine="by_coords", **how, **options)
+        return xr.open_mfdataset(list(paths), combine="by_coords", **joining, **options)
     except ValueError as e:
         if "engine" in str(e) or "dask" in str(e):
             raise
@@ -287,49 +282,47 @@ def select_source(
     """
     checked_choice("missing", missing, MISSING_RULES)
     name, files, data, watched = open_with_xarray(source, engine, outside)
-    found = StoreSurvey(open_xarray(data, {"outside": outside}), dims)
-    channels = [] if fields is None else channels_of_fields(fields, found.levels)
-    chosen = list(found.variables if fields is None else dict.fromkeys(c.array for c in channels))
+    survey = StoreSurvey(open_xarray(data, {"outside": outside}), dims)
+    channels = [] if fields is None else channels_of_fields(fields, survey.levels)
+    chosen = list(survey.variables if fields is None else dict.fromkeys(c.array for c in channels))
     if not chosen:
         raise FieldError(
             f"{name} has no variable on a lat-lon grid or in a volume; it has {', '.join(map(str, data.data_vars))}; "
             "say what its dims are with dims={'lat': …, 'lon': …}"
         )
-    data = _take_levels(data, found, channels)
-    time_dim = next((found.variables[n].dim("time") for n in chosen if "time" in found.variables[n].roles), None)
-    steps = _steps_to_convert(found, chosen, time, every)
+    data = _take_levels(data, survey, channels)
+    time_dim = next((survey.variables[n].dim("time") for n in chosen if "time" in survey.variables[n].roles), None)
+    steps = _steps_to_convert(survey, chosen, time, every)
     if steps is not None and time_dim is not None:
         data = data.isel({time_dim: steps})
-    moved = (
-        [str(n) for n, v in data.data_vars.items() if v.dtype.kind in _CONVERTED_KINDS] if fields is None else chosen
-    )
-    kept = data if fields is None else _keep_coordinates(data, chosen)
+    moved, kept = chosen, data
+    if fields is None:
+        moved = [str(n) for n, v in data.data_vars.items() if v.dtype.kind in _CONVERTED_KINDS]
+    else:  # with their coordinates, and what these name: the bounds of cells, a grid mapping
+        known = {str(n) for n in data[chosen].variables}
+        known |= {
+            word for n in known for key in REFERENCE_ATTRIBUTES for word in _reference_words(data.variables[n], key)
+        }
+        kept = data.drop_vars([n for n in data.variables if str(n) not in known])
     for store in watched:
         store.filled_arrays = frozenset(moved if missing == "fill" else ())
     survey = StoreSurvey(open_xarray(kept, {"outside": outside}), dims)
     return SelectedSource(name, files, kept, survey, tuple(moved), time_dim, outside, watched)
 
 
-def _keep_coordinates(data: xr.Dataset, chosen: Sequence[str]) -> xr.Dataset:
-    """Return the chosen variables, their coordinates, and what these name (the bounds of cells, a grid mapping)."""
-    kept: set[str] = {str(n) for n in data[list(chosen)].variables}
-    named = {word for n in kept for key in REFERENCE_ATTRIBUTES for word in _reference_words(data.variables[n], key)}
-    return data.drop_vars([n for n in data.variables if str(n) not in kept | named])
-
-
-def _take_levels(data: xr.Dataset, found: StoreSurvey, channels: Iterable[FieldChannel]) -> xr.Dataset:
+def _take_levels(data: xr.Dataset, survey: StoreSurvey, channels: Iterable[FieldChannel]) -> xr.Dataset:
     wanted: dict[str, set[int]] = {}
     for c in channels:
         if c.level is not None:
-            wanted.setdefault(found.variables[c.array].dim("level"), set()).add(c.level)
+            wanted.setdefault(survey.variables[c.array].dim("level"), set()).add(c.level)
     return data.isel({dim: sorted(at) for dim, at in wanted.items() if len(at) < data.sizes[dim]})
 
 
-def _steps_to_convert(found: StoreSurvey, chosen: Sequence[str], time: Any, every: Any) -> Any:
+def _steps_to_convert(survey: StoreSurvey, chosen: Sequence[str], time: Any, every: Any) -> Any:
     """Return the positions of the steps that are kept: a slice where they are equally far apart."""
     if time is None and is_whole_number(every) and every == 1:
         return None
-    axis = found.time([found.variables[name] for name in chosen])
+    axis = survey.time([survey.variables[name] for name in chosen])
     if axis is None:
         raise WindowError(f"time={time!r}, every={every!r} select steps, but the fields have no time dim")
     at = axis.series(time, every).at
@@ -346,21 +339,11 @@ def recommended_chunks(
     alike = [v for v in on_grid if {r: v.size(r) for r in v.space} == space]
     further = {v.table.dims[d]: 0 for v in alike for d in v.further}
     steps = max((v.size("time") for v in alike if "time" in v.roles), default=1)
+    opened = partial(open, selected.data, mesh=mesh, select=further, dims=dims, options={"outside": selected.outside})
     try:
-        dataset = open(
-            selected.data,
-            mesh=mesh,
-            fields=[v.table.name for v in alike],
-            targets=[1] if steps > 1 else [],
-            select=further,
-            dims=dims,
-            options={"outside": selected.outside},
-        )
+        dataset = opened(fields=[v.table.name for v in alike], targets=[1] if steps > 1 else [])
     except (WindowError, GridError):  # gaps at every step, or several grids: one step of one field
-        options = {"outside": selected.outside}
-        dataset = open(
-            selected.data, mesh=mesh, fields=[alike[0].table.name], select=further, dims=dims, options=options
-        )
+        dataset = opened(fields=[alike[0].table.name])
     return dict(best_chunks(dataset).chunks)
 
 

@@ -7,7 +7,7 @@ Zarr silently reads fill values for them. Here they are an error, or counted, by
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -15,14 +15,14 @@ import zarr
 from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, Store
 from zarr.buffer import default_buffer_prototype
-from zarr.storage import WrapperStore
 
 from jigsaw.io.chunks.chunk_finder import missing_chunk_error, vanished_array_error
+from jigsaw.io.formats.zarr_reach import ReadThroughStore
 
 _METADATA_NAMES = {"zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata"}
 
 
-class WatchedStore(WrapperStore[Store]):
+class WatchedStore(ReadThroughStore[Store]):
     """Zarr store whose missing chunks are errors, except for `filled_arrays`, where they are counted.
 
     A single value may be missing: Zarr leaves out one that is the fill value.
@@ -30,7 +30,7 @@ class WatchedStore(WrapperStore[Store]):
 
     def __init__(self, store: Store, arrays: Mapping[str, tuple[str, int]]) -> None:
         super().__init__(store)
-        self.inner, self.arrays = store, arrays
+        self.arrays = arrays
         self.filled_arrays: frozenset[str] = frozenset()
         self._filled: set[str] = set()
         self._lock = threading.Lock()
@@ -48,9 +48,6 @@ class WatchedStore(WrapperStore[Store]):
             taken, self._filled = self._filled, set()
         return taken
 
-    def with_read_only(self, read_only: bool = False) -> WatchedStore:
-        return self
-
     def __getstate__(self) -> tuple[Any, ...]:
         return self.inner, self.arrays, self.filled_arrays
 
@@ -64,11 +61,6 @@ class WatchedStore(WrapperStore[Store]):
         if found is None and key.rpartition("/")[2] not in _METADATA_NAMES:
             await self._account_for(key)
         return found
-
-    async def get_partial_values(
-        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
-    ) -> list[Buffer | None]:
-        return [await self.get(key, prototype, part) for key, part in key_ranges]
 
     async def _account_for(self, key: str) -> None:
         """Raise `MissingArrayError` or `MissingChunkError` for a chunk that is not read as fill values."""

@@ -17,7 +17,8 @@ from numpy.typing import DTypeLike, NDArray
 from jigsaw.errors import GridError, ReadError, UnsupportedStoreError
 from jigsaw.geometry.cut import Box, box_slices
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, declared_missing_values, dtype_with_declared_sign
-from jigsaw.io.chunks.chunk import ChunkRef
+from jigsaw.io.chunks.chunk import ChunkPlaces, ChunkRef, ObjectPerChunk
+from jigsaw.io.chunks.chunk_finder import IndexedPlaces, LookupCounts
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.files import LocalFiles, StoreFiles
 from jigsaw.io.formats.slab_arrays import slab_places
@@ -90,8 +91,8 @@ def open_array_source(source: ArraySource) -> ArrayStore:
     if not described:
         raise UnsupportedStoreError(f"{label} describes no array: its arrays are empty")
     sizes = _sizes_by_dim(described, label)
-    given = _mapping_of_source(source, "coords", "{'lat': values}", label)
-    coords, values = tables_of_coordinates(given, sizes, label)
+    coords_by_name = _mapping_of_source(source, "coords", "{'lat': values}", label)
+    coords, values = tables_of_coordinates(coords_by_name, sizes, label)
     tables = {name: _table_of_source(source, name, array, label) for name, array in described.items()}
 
     def read_small(name: str) -> NDArray[Any]:
@@ -105,19 +106,19 @@ def open_array_source(source: ArraySource) -> ArrayStore:
 
 def _mapping_of_source(source: ArraySource, member: str, example: str, label: str) -> Mapping[str, Any]:
     """Return the mapping that a source has under a name; empty where it has none."""
-    found = getattr(source, member, {})
-    if not isinstance(found, Mapping):
-        what = "a method" if callable(found) else f"a {type(found).__name__}"
+    mapping = getattr(source, member, {})
+    if not isinstance(mapping, Mapping):
+        what = "a method" if callable(mapping) else f"a {type(mapping).__name__}"
         raise UnsupportedStoreError(
             f"{label}: {member} is {what}, and an attribute or property is asked for that says it by name, like "
             f"{example}"
         )
-    return cast(Mapping[str, Any], found)
+    return cast(Mapping[str, Any], mapping)
 
 
 def _describe_array(name: str, array: Any, label: str) -> SourceArray:
     try:
-        made = SourceArray(
+        own = SourceArray(
             tuple(int(n) for n in array.shape),
             np.dtype(array.dtype),
             tuple(str(d) for d in array.dims),
@@ -127,9 +128,9 @@ def _describe_array(name: str, array: Any, label: str) -> SourceArray:
         raise UnsupportedStoreError(
             f"{label} describes array {name!r} by {array!r}; give jigsaw.io.SourceArray(shape, dtype, dims): {e}"
         ) from e
-    if len(made.shape) != len(made.dims) or len(set(made.dims)) != len(made.dims) or any(n < 1 for n in made.shape):
-        raise GridError(f"{label}: dims {made.dims} must name each dim of array {name!r}, of shape {made.shape}, once")
-    return made
+    if len(own.shape) != len(own.dims) or len(set(own.dims)) != len(own.dims) or any(n < 1 for n in own.shape):
+        raise GridError(f"{label}: dims {own.dims} must name each dim of array {name!r}, of shape {own.shape}, once")
+    return own
 
 
 def _sizes_by_dim(arrays: Mapping[str, SourceArray], label: str) -> dict[str, int]:
@@ -142,19 +143,19 @@ def _sizes_by_dim(arrays: Mapping[str, SourceArray], label: str) -> dict[str, in
 
 
 def _table_of_source(source: ArraySource, name: str, array: SourceArray, label: str) -> ArrayTable:
-    dtype, given = np.dtype(array.dtype), _chunks_of_source(source, name, array, label)
+    dtype, own_chunks = np.dtype(array.dtype), _chunks_of_source(source, name, array, label)
     return ArrayTable(
         name=name,
         shape=array.shape,
         dims=array.dims,
         dtype=dtype.str,
-        chunks=given or slab_places(LocalFiles(), label, 0, array.shape, dtype.itemsize).chunks,
+        chunks=own_chunks or slab_places(LocalFiles(), label, 0, array.shape, dtype.itemsize).chunks,
         attrs=array.attrs,
         masks=declared_missing_values(dtype, array.attrs),
         places=FilelessPlaces(f"{label}, array {name!r}"),
         load_slowly=partial(_read_from_source, source, name, array),
         clipped=True,
-        slices=given is None,
+        slices=own_chunks is None,
     )
 
 
@@ -165,13 +166,13 @@ def _chunks_of_source(source: ArraySource, name: str, array: SourceArray, label:
             f"{label}: chunks is {ask!r}, and a method is asked for that gives the chunks of an array by its name: "
             "def chunks(self, array): return …"
         )
-    given: Any = None if ask is None else ask(name)
-    if given is None:
+    answer: Any = None if ask is None else ask(name)
+    if answer is None:
         return None
-    rows = tuple(given) if isinstance(given, tuple | list) else ()
+    rows = tuple(answer) if isinstance(answer, tuple | list) else ()
     if len(rows) != len(array.shape) or not all(is_whole_number(c) and c >= 1 for c in rows):
         raise GridError(
-            f"{label}: chunks({name!r}) gave {given!r}; it gives the rows of a chunk for each of {array.dims}"
+            f"{label}: chunks({name!r}) gave {answer!r}; it gives the rows of a chunk for each of {array.dims}"
         )
     return tuple(min(int(c), n) for c, n in zip(rows, array.shape, strict=True))
 
@@ -200,17 +201,17 @@ def tables_of_coordinates(
 ) -> tuple[dict[str, ArrayTable], dict[str, NDArray[Any]]]:
     """Return tables and values of the coordinates along dims of these sizes: each an array, or ``(array, attrs)``."""
     tables: dict[str, ArrayTable] = {}
-    found: dict[str, NDArray[Any]] = {}
-    for name, given in coords.items():
-        values, attrs = given if isinstance(given, tuple) and isinstance(given[-1], Mapping) else (given, {})
-        found[name] = np.asarray(values)
-        if name not in sizes or found[name].shape != (sizes[name],):
+    held: dict[str, NDArray[Any]] = {}
+    for name, entry in coords.items():
+        values, attrs = entry if isinstance(entry, tuple) and isinstance(entry[-1], Mapping) else (entry, {})
+        held[name] = np.asarray(values)
+        if name not in sizes or held[name].shape != (sizes[name],):
             raise GridError(
-                f"coords[{name!r}] of {of} has shape {found[name].shape}; the dims are {dict(sizes)}, and coordinates "
+                f"coords[{name!r}] of {of} has shape {held[name].shape}; the dims are {dict(sizes)}, and coordinates "
                 "have the size of the dim that they are named after"
             )
-        tables[name] = table_of_values(name, found[name], (name,), attrs, of)
-    return tables, found
+        tables[name] = table_of_values(name, held[name], (name,), attrs, of)
+    return tables, held
 
 
 def table_of_values(
@@ -248,6 +249,42 @@ class FilelessPlaces:
         return ChunkRef(self._label, 0, self._length)
 
 
+class WrappedPlaces:
+    """Places of an array, read through other `files`, or asked for by an index with dims of which it has the first."""
+
+    def __init__(self, places: ChunkPlaces, files: StoreFiles | None = None, dims: int | None = None) -> None:
+        self._places: Any = places
+        self.files, self._dims = files or places.files, dims
+
+    def path(self, index: ChunkIndex) -> str:
+        return self._places.path(index[: self._dims])
+
+    def locate(self, index: ChunkIndex) -> ChunkRef | None:
+        return self._places.locate(index[: self._dims])
+
+    def lacks_object(self, index: ChunkIndex) -> bool:
+        return isinstance(self._places, ObjectPerChunk) and self._places.lacks_object(index[: self._dims])
+
+    def lost_metadata(self) -> str | None:
+        return self._places.lost_metadata() if isinstance(self._places, ObjectPerChunk) else None
+
+
+class WrappedIndexedPlaces(WrappedPlaces):
+    """Such places of an array that looks its chunks up in indices, which it keeps itself."""
+
+    @property
+    def counted(self) -> LookupCounts:
+        return self._places.counted
+
+    def index_of(self, index: ChunkIndex) -> tuple[str, LookupCounts]:
+        return self._places.index_of(index[: self._dims])
+
+
+def wrap_places(places: ChunkPlaces, files: StoreFiles | None = None, dims: int | None = None) -> WrappedPlaces:
+    """Wrap the places of an array, with the members that they have."""
+    return (WrappedIndexedPlaces if isinstance(places, IndexedPlaces) else WrappedPlaces)(places, files, dims)
+
+
 # -- datasets of xarray -----------------------------------------------------------------------------------------------
 
 
@@ -271,9 +308,6 @@ def _table_of_variable(name: str, variable: xr.Variable) -> ArrayTable:
     own = variable.dtype.newbyteorder("=")
     dtype, attrs = dtype_with_declared_sign(own, variable.attrs), dict(variable.attrs)
 
-    def load(box: Box) -> NDArray[Any]:
-        return np.asarray(variable[box_slices(box)].values)
-
     return ArrayTable(
         name=name,
         shape=tuple(variable.shape),
@@ -284,37 +318,30 @@ def _table_of_variable(name: str, variable: xr.Variable) -> ArrayTable:
         # of what xarray has decoded it keeps such attributes elsewhere
         masks=declared_missing_values(dtype, attrs, own),
         places=FilelessPlaces(f"xarray variable {name!r}"),
-        load_slowly=load,
+        load_slowly=lambda box: np.asarray(variable[box_slices(box)].values),
         lengths=lengths,
         slices=not (variable.chunksizes or _is_from_grib(variable)),
     )
 
 
 def _chunks_of_variable(variable: xr.Variable) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
-    """Return the shape of what is read as one, and the lengths of the chunks along each dim where they differ. These
-    are dask's chunks, else those on disk, else one step of the first dim.
+    """Return the chunk of a variable (dask's, else that on disk, else a step), and lengths along dims where chunks
+    differ.
     """
-    on_disk = _message_sizes(variable) if _is_from_grib(variable) else variable.encoding.get("preferred_chunks", {})
+    on_disk = variable.encoding.get("preferred_chunks", {})
+    if _is_from_grib(variable):  # a message is a field at one time, step, level and member
+        field_dims = ("latitude", "longitude", "y", "x", "values")
+        on_disk = {dim: n if dim in field_dims else 1 for dim, n in variable.sizes.items()}
     lazy: Mapping[Any, tuple[int, ...]] = variable.chunksizes
     sizes = [
         max(lazy[dim]) if dim in lazy else on_disk.get(dim, 1 if i == 0 and variable.ndim > 2 else size)
         for i, (dim, size) in enumerate(zip(variable.dims, variable.shape, strict=True))
     ]
-    lengths = {i: tuple(lazy[dim]) for i, dim in enumerate(variable.dims) if dim in lazy and _is_irregular(lazy[dim])}
+    by_dim = {i: tuple(lazy[dim]) for i, dim in enumerate(variable.dims) if dim in lazy}
+    lengths = {i: rows for i, rows in by_dim.items() if len(set(rows[:-1])) > 1 or rows[-1] > rows[0]}
     return tuple(max(1, min(chunk, size)) for chunk, size in zip(sizes, variable.shape, strict=True)), lengths
 
 
 def _is_from_grib(variable: xr.Variable) -> bool:
     """Say whether cfgrib opened it, which decodes the whole message for any part of a field."""
     return "GRIB_gridType" in variable.attrs and "filter_by_keys" in variable.encoding
-
-
-def _message_sizes(variable: xr.Variable) -> dict[Any, int]:
-    """Return the sizes of one GRIB message: a field at one time, step, level and member."""
-    field = ("latitude", "longitude", "y", "x", "values")
-    return {dim: n if dim in field else 1 for dim, n in variable.sizes.items()}
-
-
-def _is_irregular(lengths: tuple[int, ...]) -> bool:
-    """Say whether the chunks before the last differ in length, or the last is longer than the first."""
-    return len(set(lengths[:-1])) > 1 or lengths[-1] > lengths[0]

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,12 +25,8 @@ from numpy.typing import NDArray
 from jigsaw.errors import GridError, MissingLevelError, UnsupportedStoreError
 from jigsaw.geometry.cut import Box
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
-from jigsaw.io.chunks.chunk import ChunkPlaces, ChunkRef, ObjectPerChunk
-from jigsaw.io.chunks.chunk_finder import IndexedPlaces, LookupCounts
-from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.codecs import CodecDecoder
-from jigsaw.io.chunks.files import StoreFiles
-from jigsaw.io.formats.array_source import FilelessPlaces, table_of_values
+from jigsaw.io.formats.array_source import FilelessPlaces, table_of_values, wrap_places
 from jigsaw.io.series.times import is_whole_number
 
 _DATA_DIMS = ("time", "variable", "ensemble", "cell")
@@ -39,13 +34,13 @@ _CELL_COORDINATES = {"latitudes": {"units": "degrees_north"}, "longitudes": {"un
 _DEGREES_APART = 1e-4
 MAKANI_FIELDS = "fields"
 MAKANI_DIMS = ("time", "channel", "lat", "lon")
-_NAMES_OF_COORDINATES = (("timestamp", "time"), ("channel",), ("lat", "latitude"), ("lon", "longitude"))
-_ATTRS_OF_COORDINATES = (
-    {"units": "seconds since 1970-01-01"},
-    {},
-    {"units": "degrees_north"},
-    {"units": "degrees_east"},
+_MAKANI_COORDINATES: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
+    (("timestamp", "time"), {"units": "seconds since 1970-01-01"}),
+    (("channel",), {}),
+    (("lat", "latitude"), {"units": "degrees_north"}),
+    (("lon", "longitude"), {"units": "degrees_east"}),
 )
+"""The names that the coordinate of each dim may have, and the units that it has."""
 _TRANSFORM_KINDS = ("scale", "translation", "identity")
 _METRE_PREFIXES = {"pico": 1e-12, "nano": 1e-9, "micro": 1e-6, "milli": 1e-3, "centi": 1e-2, "": 1.0, "kilo": 1e3}
 _METRES_BY_UNIT = {"angstrom": 1e-10, "inch": 0.0254} | {f"{p}meter": size for p, size in _METRE_PREFIXES.items()}
@@ -78,12 +73,12 @@ def anemoi_as_fields(store: ArrayStore) -> ArrayStore:
     data = replace(store.arrays["data"], dims=_DATA_DIMS)
     values = {name: store.read_small(name) for name in ("dates", *_CELL_COORDINATES) if name in store.arrays}
     values["variable"] = np.array([str(name) for name in store.attrs["variables"]])
-    for name, found in values.items():
+    for name, array in values.items():
         d = {"dates": 0, "variable": 1}.get(name, 3)
-        if found.shape != (data.shape[d],):
+        if array.shape != (data.shape[d],):
             raise GridError(
                 f"{store.url}: 'data' has {data.shape[d]} rows along {_DATA_DIMS[d]!r}, and its {name} have the shape "
-                f"{found.shape}; write both equally long"
+                f"{array.shape}; write both equally long"
             )
     coords = [_Coordinate("variable", "variable", values["variable"], {})]
     if "dates" in values:
@@ -133,8 +128,14 @@ def _on_rows(data: ArrayTable, rows: int, url: str) -> ArrayTable:
             dims=dims,
             chunks=(*data.chunks[:3], data.chunks[3] // columns, columns),
             decoder=replace(decoder, order=(0, 1, 2, 3, 4)),
-            places=_IndexedCells(places, places) if isinstance(places, IndexedPlaces) else _CellPlaces(places),
+            places=wrap_places(places, dims=4),
         )
+
+    def load_rows(box: Box) -> NDArray[Any]:
+        *lead, (first, stop), (west, east) = box
+        cells = data.load_slowly((*lead, (first * columns, stop * columns)))
+        return cells.reshape(*cells.shape[:3], stop - first, columns)[..., west:east]
+
     return replace(
         data,
         shape=shape,
@@ -143,55 +144,10 @@ def _on_rows(data: ArrayTable, rows: int, url: str) -> ArrayTable:
         chunks=(*data.chunks[:3], rows, columns),
         decoder=None,
         places=FilelessPlaces(f"{url}, array 'data'"),
-        load_slowly=partial(_load_rows, data, columns),
+        load_slowly=load_rows,
         lengths={},
         slices=True,
     )
-
-
-def _load_rows(data: ArrayTable, columns: int, box: Box) -> NDArray[Any]:
-    """Load the values of a box of rows, by way of the cells of whole rows."""
-    *lead, (first, stop), (west, east) = box
-    cells = data.load_slowly((*lead, (first * columns, stop * columns)))
-    return cells.reshape(*cells.shape[:3], stop - first, columns)[..., west:east]
-
-
-class _CellPlaces:
-    """The places of chunks of cells, asked for by rows and columns; a chunk has whole rows."""
-
-    def __init__(self, places: ChunkPlaces) -> None:
-        self._places = places
-
-    @property
-    def files(self) -> StoreFiles:
-        return self._places.files
-
-    def path(self, index: ChunkIndex) -> str:
-        return self._places.path(index[:4])
-
-    def locate(self, index: ChunkIndex) -> ChunkRef | None:
-        return self._places.locate(index[:4])
-
-    def lacks_object(self, index: ChunkIndex) -> bool:
-        return isinstance(self._places, ObjectPerChunk) and self._places.lacks_object(index[:4])
-
-    def lost_metadata(self) -> str | None:
-        return self._places.lost_metadata() if isinstance(self._places, ObjectPerChunk) else None
-
-
-class _IndexedCells(_CellPlaces):
-    """Places of cells that are looked up in the indices of shards."""
-
-    def __init__(self, places: ChunkPlaces, indexed: IndexedPlaces) -> None:
-        super().__init__(places)
-        self._indexed = indexed
-
-    @property
-    def counted(self) -> LookupCounts:
-        return self._indexed.counted
-
-    def index_of(self, index: ChunkIndex) -> tuple[str, LookupCounts]:
-        return self._indexed.index_of(index[:4])
 
 
 # -- makani -----------------------------------------------------------------------------------------------------------
@@ -205,7 +161,7 @@ def is_makani_array(name: str, scales: Sequence[str | None]) -> bool:
 
 
 def describe_makani_fields(tables: dict[str, ArrayTable], url: str) -> None:
-    """Say of the coordinates of every `fields` what makani leaves unsaid: the dim that each lies along, and its units.
+    """Say of the coordinates of every `fields` what makani leaves unsaid: their dims and units.
 
     Raises: `GridError` where one is of another length than its dim.
     """
@@ -213,18 +169,16 @@ def describe_makani_fields(tables: dict[str, ArrayTable], url: str) -> None:
         group, slash, own = name.rpartition("/")
         if own != MAKANI_FIELDS or fields.dims != MAKANI_DIMS:
             continue
-        for dim, size, names, attrs in zip(
-            MAKANI_DIMS, fields.shape, _NAMES_OF_COORDINATES, _ATTRS_OF_COORDINATES, strict=True
-        ):
-            said = next((tables[group + slash + n] for n in names if group + slash + n in tables), None)
-            if said is None:
+        for dim, size, (names, attrs) in zip(MAKANI_DIMS, fields.shape, _MAKANI_COORDINATES, strict=True):
+            along = next((tables[group + slash + n] for n in names if group + slash + n in tables), None)
+            if along is None:
                 continue
-            if said.shape != (size,):
+            if along.shape != (size,):
                 raise GridError(
-                    f"{url}: {name!r} has {size} rows along {dim!r}, and {said.name!r} has the shape {said.shape}; "
+                    f"{url}: {name!r} has {size} rows along {dim!r}, and {along.name!r} has the shape {along.shape}; "
                     "write both equally long"
                 )
-            tables[said.name] = replace(said, dims=(dim,), attrs={**attrs, **said.attrs})
+            tables[along.name] = replace(along, dims=(dim,), attrs={**attrs, **along.attrs})
 
 
 # -- OME-Zarr ---------------------------------------------------------------------------------------------------------
@@ -283,25 +237,23 @@ class _OmeAxis:
 
 def _multiscale_entries(attrs: Mapping[str, Any]) -> Sequence[Any]:
     within = attrs.get("ome", attrs)
-    found = within.get("multiscales", ()) if isinstance(within, Mapping) else ()
-    return found if isinstance(found, Sequence) and all(isinstance(m, Mapping) for m in found) else ()
+    entries = within.get("multiscales", ()) if isinstance(within, Mapping) else ()
+    return entries if isinstance(entries, Sequence) and all(isinstance(m, Mapping) for m in entries) else ()
 
 
 def _listed_metadata(store: ArrayStore, image: Mapping[str, Any], key: str) -> Sequence[Any]:
-    found = image.get(key)
-    if not isinstance(found, Sequence) or not found:
+    listed = image.get(key)
+    if not isinstance(listed, Sequence) or not listed:
         raise UnsupportedStoreError(
             f"{store.url}: its multiscales metadata lack {key!r}; OME-NGFF 0.4 and 0.5 are read"
         )
-    return found
+    return listed
 
 
 def _index_to_world(
     store: ArrayStore, steps: Sequence[Mapping[str, Any]], ndim: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return scale and shift, in world = index * scale + shift, of the level's transformations followed by
-    the image's.
-    """
+    """Return scale and shift, in world = index * scale + shift, of the level's transformations, then the image's."""
     scale, shift = np.ones(ndim), np.zeros(ndim)
     for step in steps:
         kind = step.get("type")
@@ -318,10 +270,10 @@ def _index_to_world(
     return scale, shift
 
 
-def _numbers_or_none(given: Any) -> NDArray[np.float64]:
+def _numbers_or_none(numbers: Any) -> NDArray[np.float64]:
     """Return numbers as an array; empty for anything else."""
     try:
-        return np.asarray([] if given is None else given, np.float64)
+        return np.asarray([] if numbers is None else numbers, np.float64)
     except (TypeError, ValueError):
         return np.empty(0)
 

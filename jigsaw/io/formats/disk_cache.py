@@ -15,9 +15,6 @@ import numpy as np
 from jigsaw.errors import FieldError, UnsupportedStoreError
 from jigsaw.io.cache_folder import CacheFolder
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
-from jigsaw.io.chunks.chunk import ChunkPlaces, ChunkRef, ObjectPerChunk
-from jigsaw.io.chunks.chunk_finder import IndexedPlaces, LookupCounts
-from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.files import (
     ByteAllocator,
     ByteArray,
@@ -27,6 +24,7 @@ from jigsaw.io.chunks.files import (
     fresh_memory,
     identity_of_object,
 )
+from jigsaw.io.formats.array_source import wrap_places
 
 _CHECKSUM_BYTES, _MARK_BYTES = 16, 8
 _ANSWER_HEAD_BYTES = _CHECKSUM_BYTES + _MARK_BYTES
@@ -83,8 +81,8 @@ class _CachedTables(Mapping[str, ArrayTable]):
 
     def __getitem__(self, name: str) -> ArrayTable:
         table = self._tables[name]
-        found = self._cached.get(table)
-        return self._cached.setdefault(table, self._of(table)) if found is None else found
+        cached = self._cached.get(table)
+        return self._cached.setdefault(table, self._of(table)) if cached is None else cached
 
     def __contains__(self, name: object) -> bool:
         return name in self._tables
@@ -99,43 +97,7 @@ class _CachedTables(Mapping[str, ArrayTable]):
         if table.decoder is None or identity_of_object(table.places.files, "") is None:
             return replace(table)  # its library fetches for itself, or its objects cannot be told from others
         files = _CachedFiles(table.places.files, self._answers)
-        if isinstance(table.places, IndexedPlaces):
-            return replace(table, places=_CachedIndexedPlaces(table.places, table.places, files))
-        return replace(table, places=_CachedPlaces(table.places, files))
-
-
-class _CachedPlaces:
-    """The places of an array, read through the cache."""
-
-    def __init__(self, places: ChunkPlaces, files: StoreFiles) -> None:
-        self._places, self.files = places, files
-
-    def path(self, index: ChunkIndex) -> str:
-        return self._places.path(index)
-
-    def locate(self, index: ChunkIndex) -> ChunkRef | None:
-        return self._places.locate(index)
-
-    def lacks_object(self, index: ChunkIndex) -> bool:
-        return isinstance(self._places, ObjectPerChunk) and self._places.lacks_object(index)
-
-    def lost_metadata(self) -> str | None:
-        return self._places.lost_metadata() if isinstance(self._places, ObjectPerChunk) else None
-
-
-class _CachedIndexedPlaces(_CachedPlaces):
-    """Places that are looked up in indices, which their array keeps itself, read through the cache."""
-
-    def __init__(self, places: ChunkPlaces, indexed: IndexedPlaces, files: StoreFiles) -> None:
-        super().__init__(places, files)
-        self._indexed = indexed
-
-    @property
-    def counted(self) -> LookupCounts:
-        return self._indexed.counted
-
-    def index_of(self, index: ChunkIndex) -> tuple[str, LookupCounts]:
-        return self._indexed.index_of(index)
+        return replace(table, places=wrap_places(table.places, files))
 
 
 class _CachedFiles:
@@ -149,8 +111,8 @@ class _CachedFiles:
         return self._files.size(path)
 
     def whole(self, path: str, room: ByteAllocator, most: int | None = None) -> ByteArray | None:
-        if (found := self._answers.read(self._known(path), "whole")) is not None:
-            return found
+        if (kept := self._answers.read(self._known(path), "whole")) is not None:
+            return kept
         raw = self._files.whole(path, room, most)
         if raw is not None:
             self._answers.write(self._known(path), "whole", raw)
@@ -160,11 +122,11 @@ class _CachedFiles:
         lacking: list[tuple[int, ByteArray]] = []
         before = self._known(path)
         for offset, memory in targets:
-            found = self._answers.read(before, f"{offset}+{memory.size}")
-            if found is None or found.size != memory.size:
+            kept = self._answers.read(before, f"{offset}+{memory.size}")
+            if kept is None or kept.size != memory.size:
                 lacking.append((offset, memory))
             else:
-                memory[:] = found
+                memory[:] = kept
         if lacking and not self._files.ranges(path, lacking):
             return False
         after = self._known(path)
@@ -177,9 +139,9 @@ class _CachedFiles:
         self._answers.remove(self._known(path))
 
     def _known(self, path: str) -> ObjectIdentity:
-        found = identity_of_object(self._files, path)
-        assert found is not None  # only such files are kept
-        return found
+        identity = identity_of_object(self._files, path)
+        assert identity is not None  # only such files are kept
+        return identity
 
 
 class KeptAnswers:
@@ -237,6 +199,6 @@ def _state_digest(known: ObjectIdentity) -> bytes:
 
 
 def _answer_checksum(name: str, mark: bytes, raw: ByteArray) -> bytes:
-    found = hashlib.blake2b(name.encode() + mark, digest_size=_CHECKSUM_BYTES)
-    found.update(raw.data)
-    return found.digest()
+    checksum = hashlib.blake2b(name.encode() + mark, digest_size=_CHECKSUM_BYTES)
+    checksum.update(raw.data)
+    return checksum.digest()

@@ -45,8 +45,14 @@ from jigsaw.io.formats.hdf5_index import (
     has_misplaced_chunks,
     has_unfiltered_edges,
 )
-from jigsaw.io.formats.hdf5_reach import FileReach, referenced_path
-from jigsaw.io.formats.hdf5_virtual import Hdf5SlabPlaces, LibraryPlaces, external_raw_file, grid_of_virtual_dataset
+from jigsaw.io.formats.hdf5_virtual import (
+    FileReach,
+    Hdf5SlabPlaces,
+    LibraryPlaces,
+    external_raw_file,
+    grid_of_virtual_dataset,
+    referenced_path,
+)
 
 _HDF5_SUFFIXES = (".h5", ".hdf5", ".he5", ".hdf", ".nc", ".nc4", ".cdf")
 _SIGNATURE_OFFSETS = (0, 512, 1024, 2048, 4096)
@@ -80,9 +86,9 @@ def claims(url: Any, files: StoreFiles | None = None) -> bool:
 
 
 def _has_signature(files: StoreFiles, path: str, start: int) -> bool:
-    found = fresh_memory(len(HDF5_SIGNATURE))
+    head = fresh_memory(len(HDF5_SIGNATURE))
     try:
-        return files.ranges(path, [(start, found)]) and found.tobytes() == HDF5_SIGNATURE
+        return files.ranges(path, [(start, head)]) and head.tobytes() == HDF5_SIGNATURE
     except (BadChunkError, OSError):
         return False
 
@@ -140,11 +146,11 @@ class _Hdf5Opening:
     def tables(self, source: Hdf5File, file: Any, held: ExitStack) -> dict[str, ArrayTable]:
         """Return the tables of all datasets of numbers and lists of texts; linked files stay open in `held`."""
         self._held = held
-        found = list(self._walk(source, file, "", set()))
-        for each in found:  # before any shape is read: libhdf5 opens the sources of some virtual datasets for it
+        datasets = list(self._walk(source, file, "", set()))
+        for each in datasets:  # before any shape is read: libhdf5 opens the sources of some virtual datasets for it
             self._reach.check(each.source, each.dataset)
-        known = {s: Hdf5Dims([f.dataset for f in found if f.source is s]) for s in {f.source for f in found}}
-        for each in found:
+        known = {s: Hdf5Dims([f.dataset for f in datasets if f.source is s]) for s in {f.source for f in datasets}}
+        for each in datasets:
             if is_dim_without_values(each.dataset):
                 continue
             name = dataset_name_in_store(each.name)
@@ -168,38 +174,36 @@ class _Hdf5Opening:
                 elif isinstance(member, h5py.Group) and (source.path, _object_address(member)) not in seen:
                     yield from self._walk(source, member, f"{prefix}{name}/", seen)
             elif isinstance(link, h5py.SoftLink):
-                found = self._followed(source, group, link.path)
-                if isinstance(found, h5py.Dataset):  # a linked group is found where it is
-                    yield _FoundDataset(prefix + name, source, str(found.name), found)
+                target = self._followed(source, group, link.path)
+                if isinstance(target, h5py.Dataset):  # a linked group is found where it is
+                    yield _FoundDataset(prefix + name, source, str(target.name), target)
             elif isinstance(link, h5py.ExternalLink):
                 yield from self._linked(source, link, prefix + name, seen)
 
     def _linked(self, source: Hdf5File, link: Any, name: str, seen: set[tuple[str, int]]) -> Iterator[_FoundDataset]:
-        """Yield the datasets that an external link leads to: none when its file is missing; refused outside of the
-        folder.
-        """
+        """Yield the datasets that an external link leads to: none when its file is missing."""
         path = referenced_path(source, str(link.filename), self._outside, f"the external link {name!r}")
         if self._files.size(path) is None:
             return
         other = self.source(path)
-        found = self._followed(other, self._held.enter_context(other.opened()), link.path)
-        if isinstance(found, h5py.Dataset):
-            yield _FoundDataset(name, other, str(found.name), found)
-        elif isinstance(found, h5py.Group) and (other.path, _object_address(found)) not in seen:
-            yield from self._walk(other, found, name + "/", seen)
+        target = self._followed(other, self._held.enter_context(other.opened()), link.path)
+        if isinstance(target, h5py.Dataset):
+            yield _FoundDataset(name, other, str(target.name), target)
+        elif isinstance(target, h5py.Group) and (other.path, _object_address(target)) not in seen:
+            yield from self._walk(other, target, name + "/", seen)
 
     def _followed(self, source: Hdf5File, start: Any, path: str, depth: int = 0) -> Any:
-        """Return the object at a path, its soft links followed one by one; None when there is none.
+        """Return the object at a path, None when there is none.
 
-        libhdf5 would follow external links on the way, wherever they lead.
+        Soft links are followed one by one: libhdf5 would follow external links on the way, wherever they lead.
         """
-        at = start.file if path.startswith("/") else start
+        at: Any = start.file if path.startswith("/") else start
         for name in (part for part in path.split("/") if part not in ("", ".")):
             link = at.get(name, getlink=True) if isinstance(at, h5py.Group) else None
             if isinstance(link, h5py.SoftLink) and depth < _MOST_LINKS:
                 at = self._followed(source, at, link.path, depth + 1)
             elif isinstance(link, h5py.HardLink):
-                at = _object_named(at, name)
+                at = at[name]
             elif isinstance(link, h5py.ExternalLink):
                 raise UnsupportedStoreError(
                     f"the soft link to {path!r} in {source.path} leads through an external link; link to the file"
@@ -210,19 +214,18 @@ class _Hdf5Opening:
 
     # -- tables ------------------------------------------------------------------------------------------------------
 
-    def _table(self, name: str, found: _FoundDataset, known: Hdf5Dims) -> ArrayTable | None:
-        """Return the table of one dataset; None for what is neither numbers nor a list of texts."""
-        dataset = found.dataset
+    def _table(self, name: str, place: _FoundDataset, known: Hdf5Dims) -> ArrayTable | None:
+        dataset = place.dataset
         if dataset.shape is None:
             return None
         if h5py.check_string_dtype(dataset.dtype) and dataset.ndim <= 1:
-            return self._text_table(name, found, known)
+            return self._text_table(name, place, known)
         if dataset.dtype.kind not in "biuf":
             return None
         attrs = hdf5_attributes(dataset)
         own = np.dtype(dataset.dtype.str)
         dtype = dtype_with_declared_sign(own, attrs)
-        stored = self._stored(found, dtype)
+        stored = self._stored(place, dtype)
         table = ArrayTable(
             name=name,
             shape=tuple(dataset.shape),
@@ -234,22 +237,25 @@ class _Hdf5Opening:
             masks=declared_missing_values(dtype, attrs, own),
             decoder=stored.decoder,
             places=stored.places,
-            load_slowly=_box_reader_by_libhdf5(found, stored.filters),
+            load_slowly=_box_reader_by_libhdf5(place, stored.filters),
             clipped=stored.clipped,
             slices=stored.slices,
         )
         shape = known.shape(dataset)
         if shape == table.shape:
             return table
-        return _table_to_the_end(table, shape, fill_beyond(dataset, attrs), found.source)
+        return _table_to_the_end(table, shape, fill_beyond(dataset, attrs), place.source)
 
-    def _stored(self, found: _FoundDataset, dtype: np.dtype[Any]) -> _DatasetStorage:
-        dataset, source = found.dataset, found.source
+    def _stored(self, place: _FoundDataset, dtype: np.dtype[Any]) -> _DatasetStorage:
+        dataset, source = place.dataset, place.source
         shape, as_is = tuple(dataset.shape), FilterPipeline(dtype, tuple(range(dataset.ndim)))
         plist = dataset.id.get_create_plist()
-        layout, native = plist.get_layout(), _is_native_dataset(dataset)
+        layout = plist.get_layout()
+        # the stored type is exactly numpy's, and offsets are known to count from the beginning of the file
+        same = dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True))
+        native = bool(same) and (not dataset.file.userblock_size or h5py.version.hdf5_version_tuple >= (2, 0, 0))
         if layout == h5py.h5d.CHUNKED:
-            return _storage_in_chunks(found, dtype, plist, native)
+            return _storage_in_chunks(place, dtype, plist, native)
         external = external_raw_file(dataset, source, self._outside)
         if external is not None and not native:
             raise UnsupportedStoreError(
@@ -279,14 +285,15 @@ class _Hdf5Opening:
             table = self._table(name, _FoundDataset(name, source, str(dataset.name), dataset), Hdf5Dims())
         return table if table is not None and table.decoder is not None else None
 
-    def _text_table(self, name: str, found: _FoundDataset, known: Hdf5Dims) -> ArrayTable:
+    def _text_table(self, name: str, place: _FoundDataset, known: Hdf5Dims) -> ArrayTable:
         """Return the table of a list of texts, such as names of channels or dates; libhdf5 reads it whole."""
-        shape, source, path = known.shape(found.dataset), found.source, found.path
-        self._reach.check(source, found.dataset, by_library=True)
+        shape, source, path = known.shape(place.dataset), place.source, place.path
+        self._reach.check(source, place.dataset, by_library=True)
 
         def read() -> NDArray[Any]:
             with source.opened() as file:
-                texts = np.asarray(_object_named(file, path).asstr("utf-8", "replace")[...]).astype(str)
+                dataset: Any = file[path]
+                texts = np.asarray(dataset.asstr("utf-8", "replace")[...]).astype(str)
             whole = np.zeros(shape, texts.dtype)  # of empty texts
             whole[tuple(slice(n) for n in texts.shape)] = texts
             return whole
@@ -295,10 +302,10 @@ class _Hdf5Opening:
         return ArrayTable(
             name=name,
             shape=shape,
-            dims=known.names(found.dataset),
+            dims=known.names(place.dataset),
             dtype="|O",
             chunks=tuple(max(n, 1) for n in shape),
-            attrs=hdf5_attributes(found.dataset),
+            attrs=hdf5_attributes(place.dataset),
             places=LibraryPlaces(source),
         )
 
@@ -315,9 +322,9 @@ def _table_to_the_end(table: ArrayTable, shape: ChunkIndex, fill: Any, source: H
 
     def load(box: Box) -> NDArray[Any]:
         values = np.full([b - a for a, b in box], fill, dtype)
-        there = tuple((a, min(b, n)) for (a, b), n in zip(box, own, strict=True))
-        if all(a < b for a, b in there):
-            values[box_slices(there, box)] = table.load_slowly(there)
+        stored_box = tuple((a, min(b, n)) for (a, b), n in zip(box, own, strict=True))
+        if all(a < b for a, b in stored_box):
+            values[box_slices(stored_box, box)] = table.load_slowly(stored_box)
         return values
 
     # NetCDF-4 cannot say which byte is missing: what fills an array of bytes stays a value
@@ -344,37 +351,25 @@ class _DatasetStorage(NamedTuple):
     filters: tuple[Hdf5Filter, ...] = ()
 
 
-def _storage_in_chunks(found: _FoundDataset, dtype: np.dtype[Any], plist: Any, native: bool) -> _DatasetStorage:
-    shape, chunks = tuple(found.dataset.shape), tuple(found.dataset.chunks)
+def _storage_in_chunks(place: _FoundDataset, dtype: np.dtype[Any], plist: Any, native: bool) -> _DatasetStorage:
+    shape, chunks = tuple(place.dataset.shape), tuple(place.dataset.chunks)
     stored = (plist.get_filter(k) for k in range(plist.get_nfilters()))
     filters = tuple(Hdf5Filter(int(number), tuple(map(int, values))) for number, _, values, _ in stored)
-    if has_misplaced_chunks(found.dataset):
-        return _DatasetStorage(chunks, None, LibraryPlaces(found.source), filters=filters)
+    if has_misplaced_chunks(place.dataset):
+        return _DatasetStorage(chunks, None, LibraryPlaces(place.source), filters=filters)
     pipeline = filter_pipeline_of(dtype, len(shape), filters) if native else None
     exact = prod(chunks) * dtype.itemsize if pipeline is not None and pipeline.is_plain else None
     edges = (1 << len(filters)) - 1 if filters and has_unfiltered_edges(plist) else 0
-    places = Hdf5ChunkPlaces(found.source, found.path, shape, chunks, exact, edges)
+    places = Hdf5ChunkPlaces(place.source, place.path, shape, chunks, exact, edges)
     return _DatasetStorage(chunks, pipeline, places, filters=filters)
-
-
-def _is_native_dataset(dataset: Any) -> bool:
-    """Say whether the stored type is exactly numpy's, and offsets are known to count from the beginning of the file."""
-    kind = dataset.id.get_type()
-    same = kind.equal(h5py.h5t.py_create(dataset.dtype, logical=True))
-    return bool(same) and (not dataset.file.userblock_size or h5py.version.hdf5_version_tuple >= (2, 0, 0))
 
 
 def _object_address(member: Any) -> int:
     return int(_H5O_MODULE.get_info(member.id).addr)
 
 
-def _object_named(group: Any, name: str) -> Any:
-    return group[name]
-
-
-def _box_reader_by_libhdf5(found: _FoundDataset, filters: tuple[Hdf5Filter, ...]) -> Callable[[Box], NDArray[Any]]:
-    """Return a function that reads a box of a dataset through libhdf5."""
-    source, path = found.source, found.path
+def _box_reader_by_libhdf5(place: _FoundDataset, filters: tuple[Hdf5Filter, ...]) -> Callable[[Box], NDArray[Any]]:
+    source, path = place.source, place.path
 
     def load(box: Box) -> NDArray[Any]:
         lacking = [f.id for f in filters if not _is_filter_available(f.id)]
@@ -401,14 +396,14 @@ def _is_filter_available(number: int) -> bool:
 # -- attributes as plain values, and the names of dims ----------------------------------------------------------------
 
 
-def hdf5_attributes(found: Any) -> dict[str, Any]:
+def hdf5_attributes(member: Any) -> dict[str, Any]:
     """Return the attributes of a dataset or group as strings, numbers and lists, without HDF5's bookkeeping."""
     attrs: dict[str, Any] = {}
-    for name in found.attrs:
+    for name in member.attrs:
         if name in _BOOKKEEPING_ATTRS:
             continue
         try:
-            value = found.attrs[name]
+            value = member.attrs[name]
         except (OSError, TypeError, ValueError):
             continue  # of a type that numpy lacks
         if not isinstance(value, h5py.Empty):
@@ -434,19 +429,17 @@ def is_dim_without_values(dataset: Any) -> bool:
     return is_dim_scale(dataset) and _text_attribute(dataset, "NAME").startswith(_NOT_A_VARIABLE)
 
 
-def _text_attribute(found: Any, name: str) -> bytes:
+def _text_attribute(member: Any, name: str) -> bytes:
     """Return a text attribute; empty when there is none."""
     try:
-        value = found.attrs.get(name, b"")
+        value = member.attrs.get(name, b"")
     except (OSError, TypeError, ValueError):
         return b""
     return value.encode() if isinstance(value, str) else bytes(value) if isinstance(value, bytes) else b""
 
 
 def dataset_name_in_store(path: str) -> str:
-    """Return the store's name of the dataset at `path`: NetCDF-4 hides a variable that has a dim's name and is not its
-    coordinate.
-    """
+    """Return a dataset's name: NetCDF-4 hides a variable that has a dim's name and is not its coordinate."""
     group, slash, name = path.strip("/").rpartition("/")
     return group + slash + name.removeprefix(_NOT_A_COORDINATE)
 

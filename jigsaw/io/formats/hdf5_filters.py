@@ -50,16 +50,16 @@ _LARGEST_BLOSC_BLOCK = 1 << 29
 def libdeflate_functions() -> Any:
     """Return the C functions of libdeflate; None where they are not available."""
     try:
-        found = ctypes.CDLL(str(import_module("deflate._deflate").__file__))
-        found.libdeflate_alloc_decompressor.restype = ctypes.c_void_p
-        found.libdeflate_free_decompressor.argtypes = [ctypes.c_void_p]
-        found.libdeflate_free_decompressor.restype = None
-        call = found.libdeflate_zlib_decompress
+        library = ctypes.CDLL(str(import_module("deflate._deflate").__file__))
+        library.libdeflate_alloc_decompressor.restype = ctypes.c_void_p
+        library.libdeflate_free_decompressor.argtypes = [ctypes.c_void_p]
+        library.libdeflate_free_decompressor.restype = None
+        call = library.libdeflate_zlib_decompress
     except (ImportError, OSError, AttributeError):
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     call.argtypes, call.restype = [pointer, pointer, size, pointer, size, pointer], ctypes.c_int
-    return found
+    return library
 
 
 class _Decompressor(threading.local):
@@ -108,9 +108,9 @@ def _with_room_for_head(data: ByteArray) -> ByteArray:
     for each in _frame_scratch:
         if each.holds(data):
             return each(_FRAME_HEAD_BYTES + data.size)
-    made = np.empty(_FRAME_HEAD_BYTES + data.size, np.uint8)
-    made[_FRAME_HEAD_BYTES:] = data
-    return made
+    frame = np.empty(_FRAME_HEAD_BYTES + data.size, np.uint8)
+    frame[_FRAME_HEAD_BYTES:] = data
+    return frame
 
 
 _zlib_decoder, _zstd_decoder = (CodecDecoder(np.dtype(np.uint8), (0,), name) for name in ("zlib", "zstd"))

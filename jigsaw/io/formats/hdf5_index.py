@@ -15,7 +15,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cache
 from hashlib import blake2b
 from io import BytesIO
 from math import prod
@@ -183,7 +182,6 @@ class Hdf5ChunkPlaces(Hdf5Places):
         return ChunkRef(self._source.path, offset, length, self._edges if self._is_cut(index) else mask)
 
     def _is_cut(self, index: ChunkIndex) -> bool:
-        """Say whether a chunk was left without filters because it reaches beyond the shape."""
         return self._edges != 0 and any(
             (i + 1) * c > n for i, c, n in zip(index, self._chunks, self._shape, strict=True)
         )
@@ -195,15 +193,21 @@ class Hdf5ChunkPlaces(Hdf5Places):
             return self._rows
 
     def _ask(self) -> NDArray[np.int64]:
-        found: list[tuple[Any, ...]] = []
+        chunk_rows: list[tuple[Any, ...]] = []
         what = f"array {self._name!r} in {self._source.path}"
         with self._source.opened() as file:
             try:
-                _visit_chunks(
-                    file[self._name].id,
-                    lambda c: found.append((*c.chunk_offset, c.byte_offset, c.size, c.filter_mask)),
-                )
-                table = np.array(found, np.int64).reshape(len(found), len(self._grid) + 3)
+                dataset: Any = file[self._name].id
+
+                def note(c: Any) -> None:
+                    chunk_rows.append((*c.chunk_offset, c.byte_offset, c.size, c.filter_mask))
+
+                if hasattr(dataset, "chunk_iter"):
+                    dataset.chunk_iter(note)
+                else:  # before libhdf5 1.12.3
+                    for i in range(dataset.get_num_chunks()):
+                        note(dataset.get_chunk_info(i))
+                table = np.array(chunk_rows, np.int64).reshape(len(chunk_rows), len(self._grid) + 3)
                 return _sorted_index(table, self._chunks, self._grid, what)
             except (OSError, RuntimeError, KeyError, ValueError, OverflowError) as e:
                 raise CorruptChunkError(f"{what}: its index of chunks is damaged: {e}") from e
@@ -228,30 +232,14 @@ def has_misplaced_chunks(dataset: Any) -> bool:
 
 
 def _ask_libhdf5(function: str, number: int) -> int:
-    """Return the number that a C function of h5py's libhdf5 gives for an object, called with the GIL held, as h5py
-    does.
-    """
-    ask, told = getattr(_h5py_symbols(), function), ctypes.c_uint(0)
+    """Return the number that a C function of h5py's libhdf5 gives for an object, asked with the GIL held."""
+    ask, answer = getattr(ctypes.PyDLL(str(h5py.h5p.__file__)), function), ctypes.c_uint(0)
     ask.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_uint)]
     with LIBHDF5_LOCK, phil:
-        failed = ask(number, ctypes.byref(told)) < 0
+        failed = ask(number, ctypes.byref(answer)) < 0
     if failed:
         raise RuntimeError(f"libhdf5 fails in {function}")
-    return told.value
-
-
-@cache
-def _h5py_symbols() -> ctypes.PyDLL:
-    return ctypes.PyDLL(str(h5py.h5p.__file__))
-
-
-def _visit_chunks(dataset: Any, see: Callable[[Any], None]) -> None:
-    """Visit all chunks, one by one before libhdf5 1.12.3."""
-    if hasattr(dataset, "chunk_iter"):
-        dataset.chunk_iter(see)
-    else:
-        for i in range(dataset.get_num_chunks()):
-            see(dataset.get_chunk_info(i))
+    return answer.value
 
 
 def _sorted_index(table: NDArray[np.int64], chunks: ChunkIndex, grid: ChunkIndex, what: str) -> NDArray[np.int64]:
@@ -285,10 +273,10 @@ def _cached_index(
         return ask()
     entry = f"hdf5-{digest.hexdigest()}.npz"
     key = np.array([_INDEX_FORMAT, source.size, source.changed, *grid], np.int64)
-    found = _read_cached_index(folder, entry, key)
-    if found is not None:
+    kept_rows = _read_cached_index(folder, entry, key)
+    if kept_rows is not None:
         folder.mark_used(entry)
-        return found
+        return kept_rows
     rows, packed = ask(), BytesIO()
     if len(rows) >= _FEWEST_CHUNKS_KEPT:
         np.savez_compressed(packed, key=key, rows=rows)
@@ -342,10 +330,10 @@ def paused_collections() -> Generator[None]:
 def _another_thread_collects() -> bool:
     """Say whether a collection is under way: Python runs one at a time, and skips one that is requested meanwhile."""
     collected: list[str] = []
-    here = threading.get_ident()
+    own_thread = threading.get_ident()
 
     def note(phase: str, _: dict[str, Any]) -> None:
-        if threading.get_ident() == here:
+        if threading.get_ident() == own_thread:
             collected.append(phase)
 
     gc.callbacks.append(note)
@@ -357,9 +345,7 @@ def _another_thread_collects() -> bool:
 
 
 class SeekableObject(io.RawIOBase):
-    """One object as a read-only file; reads fetch whole blocks of `SEEKABLE_BLOCK_BYTES` bytes, and those that lie
-    together at once.
-    """
+    """One object as a read-only file; reads fetch whole blocks, and those that lie together at once."""
 
     def __init__(self, files: StoreFiles, path: str) -> None:
         size = files.size(path)
@@ -404,9 +390,9 @@ class SeekableObject(io.RawIOBase):
             for n in missing
         ]
         try:
-            found = not targets or self._files.ranges(self._path, targets)
+            is_there = not targets or self._files.ranges(self._path, targets)
         except ShortChunkError as e:
             raise OSError(f"{self._path}: {e}") from e
-        if not found:
+        if not is_there:
             raise FileNotFoundError(self._path)
         self._blocks.update(zip(missing, (memory for _, memory in targets), strict=True))

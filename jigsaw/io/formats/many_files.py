@@ -76,27 +76,27 @@ def open_many(
     first = files.store(files.paths[0])
     dim = along or _time_dim_of_store(first)
     with ThreadPoolExecutor(min(_FILES_OPENED_AT_ONCE, len(files.paths)), thread_name_prefix="jigsaw-open") as pool:
-        found = list(pool.map(partial(_know_file, files, dim), files.paths))
-    series = _files_in_time_order([f for f in found if f.steps] or found[:1])
-    unfit = _unfit_arrays([series[0], *(f for f in found if f is not series[0])], dim)
+        known_files = list(pool.map(partial(_know_file, files, dim), files.paths))
+    series = _files_in_time_order([f for f in known_files if f.steps] or known_files[:1])
+    unfit = _unfit_arrays([series[0], *(f for f in known_files if f is not series[0])], dim)
     return _JoinedFiles(files, series, dim, unfit).store()
 
 
 def _listed_paths(paths: str | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
-    found = sorted(glob.glob(paths, recursive=True)) if isinstance(paths, str) else [os.fspath(p) for p in paths]
-    if not found:
+    listed = sorted(glob.glob(paths, recursive=True)) if isinstance(paths, str) else [os.fspath(p) for p in paths]
+    if not listed:
         raise UnsupportedStoreError(f"{paths!r} names no file")
-    if len(set(found)) != len(found):
-        twice = next(p for p in found if found.count(p) > 1)
+    if len(set(listed)) != len(listed):
+        twice = next(p for p in listed if listed.count(p) > 1)
         raise GridError(f"the list of files names {twice!r} twice")
-    return tuple(found)
+    return tuple(listed)
 
 
 def _time_dim_of_store(store: ArrayStore) -> str:
     dims = dict.fromkeys(d for table in store.arrays.values() for d in table.dims)
     roles = {d: role_of_dim(d, store.arrays[d].attrs if d in store.arrays else {}) for d in dims}
     for role in ("time", "init"):
-        meant = [d for d, found in roles.items() if found == role]
+        meant = [d for d, its_role in roles.items() if its_role == role]
         if len(meant) == 1:
             return meant[0]
     raise GridError(
@@ -115,9 +115,7 @@ class _OpenStores:
         self._lock = threading.Lock()
 
     def store(self, path: str) -> ArrayStore:
-        """Return the open store of a file. Raises: `CorruptChunkError` when the file has changed since it was first
-        opened.
-        """
+        """Return the open store of a file. Raises: `CorruptChunkError` when it has changed since."""
         with self._lock:
             if path in self._open:
                 self._open.move_to_end(path)
@@ -191,9 +189,7 @@ def _known_of_store(files: _OpenStores, dim: str, path: str) -> _KnownFile:
 
 
 def _unfit_arrays(files: Sequence[_KnownFile], dim: str) -> dict[str, str]:
-    """Return the reasons why arrays of the first file cannot be joined with the others', by name, without those that
-    fit.
-    """
+    """Return why arrays of the first file cannot be joined with the others', by name, of those that cannot."""
     first, own = files[0], dict[str, str]()
     for other in files[1:]:
         for name in first.arrays.keys() - own.keys():
@@ -204,16 +200,16 @@ def _unfit_arrays(files: Sequence[_KnownFile], dim: str) -> dict[str, str]:
 
 
 def _why_unlike(name: str, first: _KnownFile, other: _KnownFile, dim: str) -> str | None:
-    mine, theirs = first.arrays[name], other.arrays.get(name)
+    ours, theirs = first.arrays[name], other.arrays.get(name)
     if theirs is None:
         return f"{other.path} has no array {name!r}, which {first.path} has; join files with the same ones"
-    if _sizes_but_joined(mine, dim) != _sizes_but_joined(theirs, dim):
+    if _sizes_but_joined(ours, dim) != _sizes_but_joined(theirs, dim):
         return (
             f"{other.path} lies on another grid than {first.path}: array {name!r} is {_shown_dims(theirs)} there "
-            f"and {_shown_dims(mine)} here"
+            f"and {_shown_dims(ours)} here"
         )
-    if mine.units != theirs.units and " since " not in mine.units:
-        return f"{other.path} has array {name!r} in units {theirs.units!r} and {first.path} in {mine.units!r}"
+    if ours.units != theirs.units and " since " not in ours.units:
+        return f"{other.path} has array {name!r} in units {theirs.units!r} and {first.path} in {ours.units!r}"
     if name in first.coords and not np.array_equal(first.coords[name], other.coords[name]):
         return f"{other.path} lies on another grid than {first.path}: its {name!r} has other values"
     return None
@@ -227,23 +223,23 @@ def _shown_dims(array: _ArrayOfFile) -> str:
     return ", ".join(f"{d} {n}" for d, n in zip(array.dims, array.shape, strict=True)) or "a scalar"
 
 
-def _files_in_time_order(found: list[_KnownFile]) -> list[_KnownFile]:
+def _files_in_time_order(files: list[_KnownFile]) -> list[_KnownFile]:
     """Order the files by their times, which must not overlap and must be of one kind."""
-    without = [f for f in found if f.axis is None]
+    without = [f for f in files if f.axis is None]
     if without:
-        if len(without) < len(found):
+        if len(without) < len(files):
             raise GridError(f"{without[0].path} has no times, and others of the files have")
-        return found
-    kinds = {f.path: (_times_of_file(f).dtype.kind, getattr(_times_of_file(f)[0], "calendar", "")) for f in found}
-    odd = [f for f in found if kinds[f.path] != kinds[found[0].path]]
-    odd += [f for f in found if _times_of_file(f).dtype.kind not in "mMO" and f.units != found[0].units]
+        return files
+    kinds = {f.path: (_times_of_file(f).dtype.kind, getattr(_times_of_file(f)[0], "calendar", "")) for f in files}
+    odd = [f for f in files if kinds[f.path] != kinds[files[0].path]]
+    odd += [f for f in files if _times_of_file(f).dtype.kind not in "mMO" and f.units != files[0].units]
     if odd:
-        raise GridError(f"the times of {odd[0].path} and {found[0].path} are in other calendars or units")
-    series = sorted(found, key=lambda f: _times_of_file(f)[0])
-    for one, after in pairwise(series):
-        if _times_of_file(one)[-1] >= _times_of_file(after)[0]:
+        raise GridError(f"the times of {odd[0].path} and {files[0].path} are in other calendars or units")
+    series = sorted(files, key=lambda f: _times_of_file(f)[0])
+    for before, after in pairwise(series):
+        if _times_of_file(before)[-1] >= _times_of_file(after)[0]:
             raise GridError(
-                f"the times of two files overlap: {one.path} ends at {_times_of_file(one)[-1]} and {after.path} "
+                f"the times of two files overlap: {before.path} ends at {_times_of_file(before)[-1]} and {after.path} "
                 f"begins at {_times_of_file(after)[0]}; leave one out, or cut it"
             )
     return series
@@ -301,14 +297,12 @@ class _JoinedFiles:
 
     def _gaps(self, stamps: NDArray[Any], attrs: Mapping[str, Any]) -> Iterator[str]:
         for i in decode_times(stamps, attrs).breaks:
-            one, after = (self.series[bisect_right(self.edges, step) - 1].path for step in (i, i + 1))
-            where = f"in {one}" if one == after else f"between {one} and {after}"
+            before, after = (self.series[bisect_right(self.edges, step) - 1].path for step in (i, i + 1))
+            where = f"in {before}" if before == after else f"between {before} and {after}"
             yield f"a gap in time {where}: {stamps[i]} is followed by {stamps[i + 1]}"
 
     def _array(self, table: ArrayTable, members: JoinedArrays) -> ArrayTable:
-        """Return one array of all files: reads are planned by its members; read itself, it has one dtype and scale for
-        all.
-        """
+        """Return one array of all files; it is planned by its members, and read itself it has one dtype and scale."""
         same = len({f.arrays[table.name].packing for f in self.series}) == 1
         at, steps = members.dim, self.edges[-1]
         return replace(
@@ -349,9 +343,9 @@ class _JoinedFiles:
         # dates that files count in other units are put together for the joined dim alone
         since = {(f.arrays[name].units, f.arrays[name].calendar): f.path for f in self.series}
         if len(since) > 1:
-            (mine, here), (theirs, there), *_ = since.items()
+            (ours, start), (theirs, path), *_ = since.items()
             raise GridError(
-                f"{there} has array {name!r} in {' '.join(theirs).strip()!r} and {here} in {' '.join(mine).strip()!r}; "
+                f"{path} has array {name!r} in {' '.join(theirs).strip()!r} and {start} in {' '.join(ours).strip()!r}; "
                 "write them in the same units, or name the dim like its times"
             )
         parts: list[NDArray[Any]] = []

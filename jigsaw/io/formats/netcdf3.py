@@ -41,9 +41,9 @@ def open_netcdf3(url: str | os.PathLike[str], files: StoreFiles | None = None) -
     header a `CorruptChunkError`.
     """
     path, files = os.fspath(url), files or LocalFiles(keep=True)
-    found = slabs.parse_named_file(path, "NetCDF-3", lambda: _Netcdf3Header(files, path))
-    tables = found.tables  # what was read of the header is let go of
-    return ArrayStore(path, tables, found.attrs, lambda name: slabs.read_whole_coordinate(tables[name]))
+    header = slabs.parse_named_file(path, "NetCDF-3", lambda: _Netcdf3Header(files, path))
+    tables = header.tables  # what was read of the header is let go of
+    return ArrayStore(path, tables, header.attrs, lambda name: slabs.read_whole_coordinate(tables[name]))
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,7 @@ class _Netcdf3Header:
         return int.from_bytes(self._take(width), "big")
 
     def _count(self, least: int) -> int:
-        """Read a number of entries, each of at least so many bytes; an impossible one is refused before memory is
-        allocated.
-        """
+        """Read a number of entries, each of at least so many bytes; too many are refused before memory is allocated."""
         count = self._number(self._wide)
         if count * least > self._size - self._at:
             raise ShortChunkError(
@@ -104,10 +102,10 @@ class _Netcdf3Header:
         return count
 
     def _list(self, tag: int, entry: Callable[[], T], least: int) -> list[T]:
-        found = self._number(4)
+        own_tag = self._number(4)
         count = self._count(least)
-        if found != tag and (found, count) != (0, 0):
-            raise BadChunkError(f"its header has the tag {found} at byte {self._at} where {tag} or 0 belongs")
+        if own_tag != tag and (own_tag, count) != (0, 0):
+            raise BadChunkError(f"its header has the tag {own_tag} at byte {self._at} where {tag} or 0 belongs")
         return [entry() for _ in range(count)]
 
     def _padded(self, length: int) -> bytes:
@@ -141,10 +139,10 @@ class _Netcdf3Header:
         self._number(self._wide)  # its size, which is redundant, and wrong for those of 4 GiB or more
         if any(d >= len(self.dims) for d in dims):
             raise BadChunkError(f"variable {name!r} has the dims {dims}, and the file has {len(self.dims)}")
-        made = _Netcdf3Variable(name, dims, attrs, dtype, self._number(self._offset))
+        variable = _Netcdf3Variable(name, dims, attrs, dtype, self._number(self._offset))
         if any(self.dims[d][1] == 0 for d in dims[1:]):
             raise BadChunkError(f"variable {name!r} has the record dim in another place than the first")
-        return made
+        return variable
 
     # -- where values lie --------------------------------------------------------------------------------------------
 
@@ -152,7 +150,6 @@ class _Netcdf3Header:
         return bool(variable.dims) and self.dims[variable.dims[0]][1] == 0
 
     def _row(self, variable: _Netcdf3Variable) -> int:
-        """Return the bytes of a record variable in one record, without padding."""
         return prod(self.dims[d][1] for d in variable.dims[1:]) * variable.dtype.itemsize
 
     @property

@@ -65,25 +65,19 @@ def open_nifti(url: str | os.PathLike[str], files: StoreFiles | None = None) -> 
     path = os.fspath(url)
     packed = path.lower().endswith(".gz")
     files = files or LocalFiles(keep=not packed)
-    table = slabs.parse_named_file(path, "NIfTI", lambda: (_table_of_nii_gz if packed else _table_of_nii)(files, path))
+    table = slabs.parse_named_file(path, "NIfTI", lambda: _table_of_nifti(files, path, packed))
     return ArrayStore(path, {NIFTI_ARRAY_NAME: table}, dict(table.attrs), lambda _: slabs.read_whole_coordinate(table))
 
 
-def _table_of_nii(files: StoreFiles, path: str) -> ArrayTable:
-    header = _NiftiHeader.of(path, slabs.file_head(files, path, _LONGEST_NIFTI_HEADER))
-    return _table_of_voxels(path, files, header, slabs.file_size(files, path))
-
-
-def _table_of_nii_gz(files: StoreFiles, path: str) -> ArrayTable:
-    """Return the table of a gzip file: the NIfTI header inside gives the number of bytes to decompress."""
-    stamp = FileStamp.of(files, path)
-    header = _NiftiHeader.of(path, _unpacked.unpacked_head(files, path, stamp.size, _LONGEST_NIFTI_HEADER))
-    unpacked = UnpackedFile(files, path, stamp, header.stop)
-    unpacked.make()
-    return _table_of_voxels(path, unpacked, header, header.stop)
-
-
-def _table_of_voxels(path: str, files: StoreFiles, header: _NiftiHeader, size: int) -> ArrayTable:
+def _table_of_nifti(files: StoreFiles, path: str, packed: bool) -> ArrayTable:
+    if packed:  # the header inside gives the number of bytes to decompress
+        stamp = FileStamp.of(files, path)
+        header = _NiftiHeader.of(path, _unpacked.unpacked_head(files, path, stamp.size, _LONGEST_NIFTI_HEADER))
+        files, size = UnpackedFile(files, path, stamp, header.stop), header.stop
+        files.make()
+    else:
+        header = _NiftiHeader.of(path, slabs.file_head(files, path, _LONGEST_NIFTI_HEADER))
+        size = slabs.file_size(files, path)
     if header.stop > size:
         raise ShortChunkError(
             f"its header says {header.shape} of {header.dtype} from byte {header.start} on, and the file has {size}"
@@ -127,21 +121,21 @@ class _NiftiHeader:
             raise kind(f"{path!r} is no NIfTI file: its {len(head)} first bytes are no header")
         order, length = form
         fields = _HEADER_FIELDS[length].items()
-        found = {name: struct.unpack_from(order + what, head, at) for name, (at, what) in fields}
-        if found["magic"][0].startswith(b"ni"):
+        values = {name: struct.unpack_from(order + what, head, at) for name, (at, what) in fields}
+        if values["magic"][0].startswith(b"ni"):
             raise UnsupportedStoreError(f"{path!r} is the header of a pair of files; join them into one .nii")
         return cls(
-            shape=_checked_nifti_shape(found["dim"]),
-            dtype=_voxel_dtype(path, found["datatype"][0], order),
-            start=_voxel_start(found["vox_offset"][0], length + 4),
-            slope=found["scl"][0],
-            inter=found["scl"][1],
-            pixdim=found["pixdim"],
-            qform=found["qform"],
-            sform=found["sform"],
-            codes=found["codes"],
-            units=found["units"][0],
-            description=found["descrip"][0].partition(b"\0")[0].decode("latin-1").strip(),
+            shape=_checked_nifti_shape(values["dim"]),
+            dtype=_voxel_dtype(path, values["datatype"][0], order),
+            start=_voxel_start(values["vox_offset"][0], length + 4),
+            slope=values["scl"][0],
+            inter=values["scl"][1],
+            pixdim=values["pixdim"],
+            qform=values["qform"],
+            sform=values["sform"],
+            codes=values["codes"],
+            units=values["units"][0],
+            description=values["descrip"][0].partition(b"\0")[0].decode("latin-1").strip(),
         )
 
     @property
@@ -164,9 +158,7 @@ class _NiftiHeader:
         return tuple(abs(p) for p in self.pixdim[1 : len(self.shape) + 1])
 
     def affine(self) -> NDArray[np.float64]:
-        """Return the map from (x, y, z, 1) indices to space: by sform, else by qform, else by voxel sizes, x from right
-        to left.
-        """
+        """Return the map from (x, y, z, 1) to space: by sform, else qform, else voxel sizes, x from right to left."""
         affine = np.eye(4)
         if self.codes[1] > 0:
             affine[:3] = np.reshape(self.sform, (3, 4))

@@ -89,9 +89,7 @@ def open_npy(
 
 
 def _npy_header(files: StoreFiles, path: str) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Return shape, whether the order is Fortran's, dtype, and where the values begin; numpy parses it,
-    without pickle.
-    """
+    """Return shape, whether the order is Fortran's, dtype, and where values begin; numpy parses it, without pickle."""
     file = BytesIO(slabs.file_head(files, path, _LONGEST_NPY_HEADER))
     if not file.getvalue().startswith(_NPY_MAGIC):
         raise UnsupportedStoreError(f"{path!r} is no .npy file: it begins with {file.getvalue()[:6]!r}")

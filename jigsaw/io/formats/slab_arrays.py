@@ -41,6 +41,8 @@ _SMALL_SLAB_BYTES = 1 << 20
 _LARGE_SLAB_BYTES = 1 << 24
 """Bytes of a slab whose rows are larger."""
 
+_FILE_GONE = "the file is gone since it was opened; open the store again"
+
 T = TypeVar("T")
 
 
@@ -58,16 +60,14 @@ class PresentFiles:
         return identity_of_object(self._files, path)
 
     def whole(self, path: str, room: ByteAllocator, most: int | None = None) -> ByteArray | None:
-        return _unless_gone(self._files.whole(path, room, most))
+        if (raw := self._files.whole(path, room, most)) is None:
+            raise BadChunkError(_FILE_GONE)
+        return raw
 
     def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
-        return bool(_unless_gone(self._files.ranges(path, targets) or None))
-
-
-def _unless_gone(value: T | None) -> T:
-    if value is None:
-        raise BadChunkError("the file is gone since it was opened; open the store again")
-    return value
+        if not self._files.ranges(path, targets):
+            raise BadChunkError(_FILE_GONE)
+        return True
 
 
 @dataclass(frozen=True)
@@ -126,15 +126,15 @@ def slab_places(
 
 def slab_shape(sizes: Sequence[int], itemsize: int, apart: bool = False) -> list[int]:
     """Return the shape of a slab, outermost dim first: contiguous rows of one dim; rows of the first may lie apart."""
-    found = [1] * len(sizes)
+    rows = [1] * len(sizes)
     for d, size in enumerate(sizes):
         row = max(itemsize * prod(sizes[d + 1 :]), 1)
         if row <= _LARGE_SLAB_BYTES:
-            found[d + 1 :] = [max(n, 1) for n in sizes[d + 1 :]]
+            rows[d + 1 :] = [max(n, 1) for n in sizes[d + 1 :]]
             if not (apart and d == 0):
-                found[d] = max(1, min(size, (_LARGE_SLAB_BYTES if d else _SMALL_SLAB_BYTES) // row))
+                rows[d] = max(1, min(size, (_LARGE_SLAB_BYTES if d else _SMALL_SLAB_BYTES) // row))
             break
-    return found
+    return rows
 
 
 def table_of_slabs(
@@ -174,9 +174,9 @@ def read_table_box(table: ArrayTable, box: Box, missing: str = "error") -> NDArr
         room = fresh_memory(table.grid.bytes_of(index))
         if table.loader.load(index, room).stored is None:
             fill_missing_chunk(table, index, room, missing)
-        here = table.grid.box_of(index)
-        inside = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, here, strict=True))
-        out[box_slices(inside, box)] = table.loader.view(room, index)[box_slices(inside, here)]
+        chunk_box = table.grid.box_of(index)
+        inside = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, chunk_box, strict=True))
+        out[box_slices(inside, box)] = table.loader.view(room, index)[box_slices(inside, chunk_box)]
 
     spans = [range(along.find(a), along.find(b - 1) + 1) for (a, b), along in zip(box, table.grid.along, strict=True)]
     if table.far:
@@ -200,9 +200,7 @@ def fill_missing_chunk(table: ArrayTable, index: ChunkIndex, room: ByteArray, mi
 
 
 def check_all_chunks_there(table: ArrayTable) -> None:
-    """Raise `MissingChunkError` where an array that only its library reads lacks a chunk, which the library would fill
-    in.
-    """
+    """Raise `MissingChunkError` where an array that only its library reads, which would fill it in, lacks a chunk."""
     check_coordinate_size(table.name, table.shape, table.grid.chunk_bytes)
     for index in table.grid.indices():
         ref, files = table.finder.locate(index), table.places.files
@@ -212,9 +210,10 @@ def check_all_chunks_there(table: ArrayTable) -> None:
 
 
 def read_whole_coordinate(table: ArrayTable) -> NDArray[Any]:
-    """Read all stored values of a coordinate, in the machine's byte order. One that claims to be larger than any
-    coordinate is refused. A single value may be missing: Zarr leaves out a 0 that is the fill value. Records between
-    which other arrays lie are read in as few requests as `gap` allows.
+    """Read all stored values of a coordinate, in the machine's byte order; one larger than any coordinate is refused.
+
+    A single value may be missing: Zarr leaves out a 0 that is the fill value. Records between which other arrays lie
+    are read in as few requests as `gap` allows.
     """
     places, shape = table.places, table.shape
     check_coordinate_size(table.name, shape, max(prod(shape) * table.grid.itemsize, table.grid.chunk_bytes))

@@ -83,15 +83,13 @@ def open_store(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore
 
 
 def _is_all_outside(url: Any, options: Mapping[str, Any] | None) -> bool:
-    """Say whether an HDF5 file may lead anywhere: libhdf5 looks for what it names in several folders."""
-    found = (options or {}).get("outside", False)
-    if isinstance(found, bool):
-        return found
-    raise UnsupportedStoreError(f"options={{'outside': {found!r}}} of the HDF5 file {url!r} must be True or False")
+    outside = (options or {}).get("outside", False)
+    if isinstance(outside, bool):
+        return outside
+    raise UnsupportedStoreError(f"options={{'outside': {outside!r}}} of the HDF5 file {url!r} must be True or False")
 
 
 def _check_there_is_a_file(url: Any, is_file: bool) -> None:
-    """Raise `UnsupportedStoreError` for an empty file, and for a file name under which there is no file."""
     if is_file and not os.path.getsize(os.fspath(url)):
         raise UnsupportedStoreError(f"{str(url)!r} is empty: a file of 0 bytes; copy or download it again")
     name = str(url).lower() if isinstance(url, str | os.PathLike) else ""

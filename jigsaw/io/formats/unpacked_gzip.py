@@ -64,12 +64,12 @@ class FileStamp:
             if known is None:
                 raise UnsupportedStoreError(f"there is no object {path!r} in {files.name}")
             return cls(f"{files.name}/{path}", *known)
-        found = size_and_change(path)
-        if found is None:
+        state = size_and_change(path)
+        if state is None:
             raise UnsupportedStoreError(f"there is no file {path!r}")
         if os.path.isdir(path):
             raise UnsupportedStoreError(f"{path!r} is a directory, and a file is expected")
-        return cls(os.path.abspath(path), *found)
+        return cls(os.path.abspath(path), *state)
 
     @property
     def entry(self) -> str:
@@ -80,13 +80,13 @@ class FileStamp:
     @property
     def folder(self) -> CacheFolder:
         """The folder that keeps them."""
-        found = user_cache_folder()
-        if found is None:
+        cache = user_cache_folder()
+        if cache is None:
             raise UnsupportedStoreError(
                 f"JIGSAW_CACHE='' names no folder, and {self.name} is compressed as a whole: it is read from a "
                 "decompressed copy; set JIGSAW_CACHE to a folder, or decompress the file yourself"
             )
-        return found
+        return cache
 
 
 class UnpackedFile:
@@ -118,8 +118,10 @@ class UnpackedFile:
         return raw
 
     def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
-        """Read ranges of the decompressed file. An entry that is damaged, or that the cache has since removed, is made
-        again. This fails where other processes need its room each time that it is made.
+        """Read ranges of the decompressed file.
+
+        An entry that is damaged, or that the cache has since removed, is made again, unless other processes always need
+        its room.
         """
         for _ in range(_MOST_TRIES):
             if self._kept(targets):
@@ -145,10 +147,7 @@ class UnpackedFile:
         return True
 
     def make(self) -> None:
-        """Decompress the file into its entry, unless it exists; one process of this machine does so.
-
-        A far object is fetched by that process alone, a block at a time.
-        """
+        """Decompress the file into its entry, unless it exists; one process of this machine does so."""
         folder, entry = self.stamp.folder, self.stamp.entry
         with folder.locked(entry) as beat:
             if _KeptEntry.of(folder, entry, self.length) is None:
@@ -240,7 +239,6 @@ class _KeptEntry:
         return cls(file, length, table)
 
     def fill(self, offset: int, memory: ByteArray) -> None:
-        """Read from an offset on.  Raises: `BadChunkError` for what is damaged."""
         if offset + memory.size > self._length:
             raise ShortChunkError(f"it should have {memory.size} bytes at {offset} and has {self._length}")
         first, last = offset // _CHECKED_BLOCK_BYTES, -(-(offset + memory.size) // _CHECKED_BLOCK_BYTES)

@@ -48,8 +48,7 @@ from jigsaw.io.formats.conventions import (
     is_makani_array,
 )
 from jigsaw.io.formats.slab_arrays import check_all_chunks_there, read_whole_coordinate
-from jigsaw.io.formats.zarr_keys import ZarrKeyFiles
-from jigsaw.io.formats.zarr_places import ObjectPlaces, ShardPlaces, ZarrPlaces
+from jigsaw.io.formats.zarr_places import ObjectPlaces, ShardPlaces, ZarrKeyFiles, ZarrMetadataStore, ZarrPlaces
 from jigsaw.io.series.coords import check_coordinate_size
 
 ChunkLengths = Mapping[int, tuple[int, ...]]
@@ -153,15 +152,11 @@ def _refuse_code_in_array(array: Any) -> None:
 def _open_zarr_group(url: Any, options: dict[str, Any], outside: zarr_reach.OutsidePlaces) -> zarr.Group:
     if is_remote_url(url):
         files, prefix = files_of_url(url, options)
-        from jigsaw.io.formats.zarr_keys import ZarrMetadataStore
-
         called = f"{files.name}/{prefix}"
         where: dict[str, Any] = {"store": ZarrMetadataStore(files), "path": prefix}
     else:
-        called, where = (
-            repr(url),
-            {"store": zarr_reach.bounded_zarr_folder(url, outside), "storage_options": options or None},
-        )
+        called, store = repr(url), zarr_reach.bounded_zarr_folder(url, outside)
+        where = {"store": store, "storage_options": options or None}
     try:
         with zarr.config.set({"array.rectilinear_chunks": True}):  # the group may list them
             return zarr.open_group(**where, mode="r")
@@ -173,10 +168,9 @@ def _open_zarr_group(url: Any, options: dict[str, Any], outside: zarr_reach.Outs
 
 
 def _hint_for_folder(url: Any) -> str:
-    """Return a hint on what to give instead of a folder of files along time."""
     folder = Path(url) if isinstance(url, str | os.PathLike) and os.path.isdir(url) else None
-    found = next((p for p in sorted(folder.iterdir()) if p.suffix in _SINGLE_FILE_SUFFIXES), None) if folder else None
-    return f", but a folder of files; give those along time as a glob: '{folder}/*{found.suffix}'" if found else ""
+    file = next((p for p in sorted(folder.iterdir()) if p.suffix in _SINGLE_FILE_SUFFIXES), None) if folder else None
+    return f", but a folder of files; give those along time as a glob: '{folder}/*{file.suffix}'" if file else ""
 
 
 def _group_name(group: zarr.Group) -> str:
@@ -200,15 +194,15 @@ def _listed_zarr_arrays(group: zarr.Group) -> Iterator[tuple[str, Any]]:
 def _named_zarr_arrays(group: zarr.Group, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield these arrays, and the coordinates of their dims beside them."""
     coordinates: dict[str, None] = {}
-    for name, found in _ask_group_for(group, names):
-        if not isinstance(found, zarr.Array):
+    for name, member in _ask_group_for(group, names):
+        if not isinstance(member, zarr.Array):
             raise MissingArrayError(f"{_group_name(group)} has no array {name!r}, which options={{'arrays': …}} names")
-        yield name, found
+        yield name, member
         folder = name.rpartition("/")[0]
-        coordinates |= {f"{folder}/{dim}".lstrip("/"): None for dim in _stored_dim_names(found.metadata) or () if dim}
-    for name, found in _ask_group_for(group, [name for name in coordinates if name not in names]):
-        if isinstance(found, zarr.Array):
-            yield name, found
+        coordinates |= {f"{folder}/{dim}".lstrip("/"): None for dim in _stored_dim_names(member.metadata) or () if dim}
+    for name, member in _ask_group_for(group, [name for name in coordinates if name not in names]):
+        if isinstance(member, zarr.Array):
+            yield name, member
 
 
 def _ask_group_for(group: zarr.Group, names: Sequence[str]) -> list[tuple[str, Any]]:
@@ -252,12 +246,12 @@ def _stored_dim_names(meta: Any) -> Any:
 
 
 def _checked_dim_names(name: str, dims: Any, ndim: int) -> tuple[str, ...]:
-    found = dims or [None] * ndim
-    if not dims and is_makani_array(name, found):
+    names = dims or [None] * ndim
+    if not dims and is_makani_array(name, names):
         return MAKANI_DIMS
-    if not isinstance(found, list | tuple) or len(found) != ndim or any(not isinstance(d, str | None) for d in found):
+    if not isinstance(names, list | tuple) or len(names) != ndim or any(not isinstance(d, str | None) for d in names):
         raise UnsupportedStoreError(f"array {name!r} has the dims {dims!r}; need {ndim} names")
-    return tuple(d or f"dim_{i}" for i, d in enumerate(found))
+    return tuple(d or f"dim_{i}" for i, d in enumerate(names))
 
 
 def _storage_of_v3(
@@ -285,15 +279,15 @@ def zarr_chunk_grid(name: str, shape: Sequence[int], grid: Any) -> tuple[tuple[i
     dim one length for all, or a list of lengths and of pairs ``[length, how often]``. Chunks beyond the array's end may
     be listed, but are no longer stored.
     """
-    how: Any = grid.get("configuration") or {}
+    form: Any = grid.get("configuration") or {}
     if grid["name"] == "regular":
-        return tuple(how["chunk_shape"]), {}
+        return tuple(form["chunk_shape"]), {}
     if grid["name"] != "rectilinear":
         raise UnsupportedStoreError(
             f"array {name!r} has a chunk grid {grid['name']!r}; only regular and rectilinear ones can be read"
         )
     lengths: dict[int, tuple[int, ...]] = {}
-    for dim, (size, stored) in enumerate(zip(shape, how["chunk_shapes"], strict=True)):
+    for dim, (size, stored) in enumerate(zip(shape, form["chunk_shapes"], strict=True)):
         if not isinstance(stored, int):
             runs = [(each, 1) if isinstance(each, int) else each for each in stored]
             every = [length for length, count in runs for _ in range(count)]
@@ -301,7 +295,7 @@ def zarr_chunk_grid(name: str, shape: Sequence[int], grid: Any) -> tuple[tuple[i
             if starts[-1] < size:
                 raise UnsupportedStoreError(f"array {name!r} has chunks for {starts[-1]} of {size} rows of dim {dim}")
             lengths[dim] = tuple(n for n, start in zip(every, starts, strict=False) if start < size)
-    largest = [max(lengths[d], default=1) if d in lengths else n for d, n in enumerate(how["chunk_shapes"])]
+    largest = [max(lengths[d], default=1) if d in lengths else n for d, n in enumerate(form["chunk_shapes"])]
     return tuple(largest), lengths
 
 
@@ -316,8 +310,8 @@ def remote_files_of_zarr(store: Any) -> RemoteFiles | None:
     """Return the objects of a zarr store over obstore, read without zarr; None for another store."""
     if not isinstance(store, ObjectStore):
         return None
-    found = getattr(store, "files", None)
-    return found if isinstance(found, RemoteFiles) else RemoteFiles.of(store.store)
+    files = getattr(store, "files", None)
+    return files if isinstance(files, RemoteFiles) else RemoteFiles.of(store.store)
 
 
 def _zarr_missing_values(meta: Any, dtype: np.dtype[Any], own: np.dtype[Any]) -> tuple[float, ...]:
@@ -326,10 +320,10 @@ def _zarr_missing_values(meta: Any, dtype: np.dtype[Any], own: np.dtype[Any]) ->
     Zarr v3 has ``_FillValue`` among its attributes; zarr v2 has it as the array's `fill_value`.
     """
     attrs = meta.attributes
-    found: list[Any] = [_decoded_fill_value(attrs[k], dtype) for k in MISSING_VALUE_ATTRS if k in attrs]
+    declared: list[Any] = [_decoded_fill_value(attrs[k], dtype) for k in MISSING_VALUE_ATTRS if k in attrs]
     if meta.zarr_format == 2 and fill_is_missing(meta.fill_value, attrs):
-        found.append(fill_value_of(meta.fill_value, dtype))
-    return missing_values_of(dtype, found, own)
+        declared.append(fill_value_of(meta.fill_value, dtype))
+    return missing_values_of(dtype, declared, own)
 
 
 def _decoded_fill_value(value: Any, dtype: np.dtype[Any]) -> Any:

@@ -1,28 +1,197 @@
-"""Places of the chunks of a Zarr array: an object each, or within shards."""
+"""Objects of any store that zarr can read, and places of chunks in them: an object each, or within shards.
+
+Stores are in memory, zipped, of fsspec or Icechunk; `ZarrMetadataStore` is a remote one for zarr itself.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from hashlib import blake2b
 from math import prod
 from typing import Any
 
+import numpy as np
+import zarr
+from zarr.abc.buffer import Buffer, BufferPrototype
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest
+from zarr.buffer import default_buffer_prototype
 from zarr.codecs import ShardingCodec
-from zarr.storage import LocalStore
+from zarr.storage import LocalStore, MemoryStore, ObjectStore, ZipStore
 
-from jigsaw.errors import CorruptChunkError, TruncatedError
+from jigsaw.errors import CorruptChunkError, ReadError, TruncatedError, cause_without_secrets
 from jigsaw.io.chunks.chunk import ChunkRef
 from jigsaw.io.chunks.chunk_finder import LookupCounts, LookupTally
 from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.codecs import CodecDecoder, without_crc
-from jigsaw.io.chunks.files import BadChunkError, ByteArray, ShortChunkError, StoreFiles, fresh_memory
+from jigsaw.io.chunks.files import (
+    BadChunkError,
+    ByteAllocator,
+    ByteArray,
+    FillTarget,
+    ObjectIdentity,
+    ShortChunkError,
+    StoreFiles,
+    check_object_size,
+    fill_targets,
+    fresh_memory,
+    merge_ranges,
+)
 from jigsaw.io.chunks.remote_files import RemoteFiles
-from jigsaw.io.formats.zarr_keys import ZarrKeyFiles
+from jigsaw.io.formats.zarr_reach import BoundedReferences
 
 _MISSING_CHUNK = 2**64 - 1
 _SHARD_INDICES_KEPT = 128
+
+
+class ZarrKeyFiles:
+    """A zarr store as `StoreFiles`: what it has at a key, through its own `get`."""
+
+    far = True
+    gap = 1 << 16
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def identity(self, path: str) -> ObjectIdentity | None:
+        """Return the identity of an object; None where its store lacks a lasting name."""
+        return ObjectIdentity(f"{self._place}/{path}") if self._place else None
+
+    @cached_property
+    def _place(self) -> str:
+        return _lasting_store_name(self._store)
+
+    @cached_property
+    def knows_its_keys(self) -> bool:
+        """True where the store lists its objects, so that a key that it lacks was never written."""
+        return self._is_snapshot or isinstance(self._store, ZipStore | BoundedReferences)
+
+    @cached_property
+    def _is_snapshot(self) -> bool:
+        """True for a session of Icechunk."""
+        return getattr(self._store, "session", None) is not None
+
+    def size(self, path: str) -> int | None:
+        try:
+            return int(_answer_of_store(self._store.getsize(path)))
+        except FileNotFoundError:
+            return None
+
+    def whole(self, path: str, room: ByteAllocator, most: int | None = None) -> ByteArray | None:
+        part = None
+        if most is not None and self._is_snapshot:  # it knows sizes, and refuses a part beyond the end
+            check_object_size(self.size(path) or 0, most)
+        elif most is not None:
+            part = RangeByteRequest(0, most + 1)
+        answer: Any = _answer_of_store(self._store.get(path, default_buffer_prototype(), part))
+        if answer is None:
+            return None
+        raw = np.frombuffer(answer.to_bytes(), np.uint8)
+        check_object_size(raw.size, most)
+        return raw
+
+    def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
+        parts = merge_ranges(((offset, offset + memory.size) for offset, memory in targets), self.gap)
+        got: list[Any] = _answer_of_store(self._all([(path, RangeByteRequest(*part)) for part in parts]))
+        blocks = [None if each is None else np.frombuffer(each.to_bytes(), np.uint8) for each in got]
+        for (start, stop), raw in zip(parts, blocks, strict=True):
+            if raw is not None and raw.size != stop - start:
+                raise ShortChunkError(f"it should have {stop - start} bytes at {start} and gave {raw.size}")
+        return fill_targets(targets, parts, blocks)
+
+    async def _all(self, wanted: list[tuple[str, RangeByteRequest]]) -> list[Any]:
+        return await asyncio.gather(*(self._store.get(key, default_buffer_prototype(), part) for key, part in wanted))
+
+
+def _lasting_store_name(store: Any) -> str:
+    """Return what distinguishes a store from all others; "" for stores without it, such as one in memory.
+
+    It is the snapshot of a read-only Icechunk session, or the arguments of an fsspec file system.
+    """
+    if isinstance(store, BoundedReferences):
+        store = store.inner
+    session, system = getattr(store, "session", None), getattr(store, "fs", None)
+    if session is not None:
+        return f"icechunk {session.snapshot_id}" if session.read_only else ""
+    try:
+        origin = "" if system is None else f"{system.to_json()} {store.path}"
+    except (TypeError, ValueError):  # made from something that is not text
+        return ""
+    return origin and f"fsspec {blake2b(origin.encode()).hexdigest()}"  # references may be long
+
+
+def _answer_of_store(asked: Coroutine[Any, Any, Any]) -> Any:
+    """Return the store's answer; a user's store may raise anything, as a zip file does for a damaged member."""
+    try:
+        return asyncio.run_coroutine_threadsafe(asked, _loop_of_zarr(os.getpid())).result()
+    except (OSError, ReadError):
+        raise
+    except Exception as e:
+        raise BadChunkError(f"its store says: {e}") from cause_without_secrets(e)
+
+
+@lru_cache(maxsize=16)
+def _loop_of_zarr(process: int) -> asyncio.AbstractEventLoop:
+    """Return the event loop in which zarr has opened a store, and to which the store's connections belong from then on.
+
+    Zarr does not publish it, so a store of ours is read in it. A forked process has its own loop.
+    """
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    class Asked(MemoryStore):
+        async def get(self, *args: Any, **kwargs: Any) -> Any:
+            loops.append(asyncio.get_running_loop())
+            return await super().get(*args, **kwargs)
+
+    with suppress(FileNotFoundError):  # it does not hold a group
+        zarr.open_group(Asked(), mode="r")
+    return loops[0]
+
+
+class ZarrMetadataStore(ObjectStore[Any]):
+    """Zarr's store over obstore: what zarr itself reads (metadata, coordinates) is retried as by `files`."""
+
+    def __init__(self, files: RemoteFiles) -> None:
+        super().__init__(files.store, read_only=True)
+        self.files = files
+
+    def with_read_only(self, read_only: bool = False) -> ZarrMetadataStore:
+        return self
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        raw = await asyncio.to_thread(self._read, key, byte_range)
+        return None if raw is None else prototype.buffer.from_bytes(raw.tobytes())
+
+    def _read(self, key: str, part: ByteRequest | None) -> ByteArray | None:
+        if part is None:
+            return self.files.whole(key, fresh_memory)
+        if isinstance(part, RangeByteRequest):
+            raw = fresh_memory(part.end - part.start)
+            return raw if self.files.ranges(key, [(part.start, raw)]) else None
+        if isinstance(part, OffsetByteRequest):
+            whole = self.files.whole(key, fresh_memory)
+            return None if whole is None else whole[part.offset :]
+        edge = self.files.edge(key, part.suffix, at_end=True)
+        return None if edge is None else edge[0]
+
+    async def exists(self, key: str) -> bool:
+        return await asyncio.to_thread(self.files.size, key) is not None
+
+    async def getsize(self, key: str) -> int:
+        size = await asyncio.to_thread(self.files.size, key)
+        if size is None:
+            raise FileNotFoundError(key)
+        return size
+
+    async def list_dir(self, prefix: str) -> AsyncGenerator[str, None]:
+        for name in await asyncio.to_thread(self.files.names, prefix):
+            yield name
 
 
 class ObjectPlaces:
@@ -45,8 +214,8 @@ class ObjectPlaces:
     def lost_metadata(self) -> str | None:
         # from afar they are asked for whole, as a server may answer nothing else; a local file may be held open, gone
         far, name = self.files.far, self._metadata
-        found = self.files.whole(name, fresh_memory) if far else self.files.size(name)
-        return name if found is None else None
+        answer = self.files.whole(name, fresh_memory) if far else self.files.size(name)
+        return name if answer is None else None
 
     def locate(self, index: ChunkIndex) -> ChunkRef | None:
         path = self.path(index)
@@ -74,18 +243,16 @@ class _ShardIndex:
     index: list[list[int]]
 
     def refs(self, first: int, count: int) -> list[ChunkRef | None]:
-        """Return where chunks lie that follow each other in the index; a damaged one is refused before memory is
-        allocated.
-        """
-        found: list[ChunkRef | None] = []
+        """Return where chunks lie that follow each other in the index; a damaged one is refused."""
+        refs: list[ChunkRef | None] = []
         for offset, length in self.index[first : first + count]:
             if offset == length == _MISSING_CHUNK:
-                found.append(None)
+                refs.append(None)
             elif offset + length > self.size:
                 raise ShortChunkError(f"the index says {length} bytes at {offset} and the shard has {self.size}")
             else:
-                found.append(ChunkRef(self.path, offset, length))
-        return found
+                refs.append(ChunkRef(self.path, offset, length))
+        return refs
 
 
 class _ReadOnce:
@@ -123,8 +290,8 @@ class ShardPlaces:
         self._objects = ObjectPlaces(array, files)
         self._per_shard = tuple(o // i for o, i in zip(outer, inner, strict=True))
         self._index_bytes = 16 * prod(self._per_shard) + 4 * index.checked
-        said: Any = codec.to_dict()["configuration"]  # as in zarr.json: what zarr itself has of it changes
-        self._at_end = said["index_location"] == "end"
+        form: Any = codec.to_dict()["configuration"]  # as in zarr.json: what zarr itself has of it changes
+        self._at_end = form["index_location"] == "end"
         self._index = index
         self._known: OrderedDict[ChunkIndex, _ReadOnce] = OrderedDict()
         self._lock = threading.Lock()
@@ -170,11 +337,11 @@ class ShardPlaces:
             raise kind(f"shard {self._objects.path(outer)} cannot be read: the index: {e}") from e
 
     def _read(self, path: str) -> _ShardIndex | None:
-        found = self._edge(path)
-        self._tally.add(self._lookup(is_there=found is not None))
-        if found is None:
+        edge = self._edge(path)
+        self._tally.add(self._lookup(is_there=edge is not None))
+        if edge is None:
             return None
-        raw, size = found
+        raw, size = edge
         if size < self._index_bytes:
             raise ShortChunkError(f"the shard has {size} bytes and its index alone {self._index_bytes}")
         if self._index.checked:
@@ -182,8 +349,8 @@ class ShardPlaces:
         return _ShardIndex(path, size, raw.view(self._index.dtype).reshape(-1, 2).tolist())
 
     def _edge(self, path: str) -> tuple[ByteArray, int] | None:
-        """Read the end or beginning of the shard that has the index, and return it with the shard's size; far stores
-        get one request.
+        """Read the end (or beginning) of the shard with the index, and return it with its size; far stores get one
+        request.
         """
         if isinstance(self.files, RemoteFiles):
             return self.files.edge(path, self._index_bytes, self._at_end)
@@ -206,14 +373,14 @@ class ShardPlaces:
 
     def locate_strip(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
         """Return where the chunk `first` lies, and those that follow it along the last dim."""
-        found: list[ChunkRef | None] = []
+        refs: list[ChunkRef | None] = []
         *others, last = first
         stop, per_shard = last + count, self._per_shard[-1]
         while last < stop:
-            here = min(stop - last, per_shard - last % per_shard)
-            found += self._within((*others, last), here)
-            last += here
-        return found
+            within = min(stop - last, per_shard - last % per_shard)
+            refs += self._within((*others, last), within)
+            last += within
+        return refs
 
     def _within(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
         """Return the places of chunks of one shard that follow each other along the last dim."""

@@ -15,13 +15,13 @@ import posixpath
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import unquote, urljoin, urlsplit
 
 import zarr
 from numpy import ndarray
 from zarr.abc.buffer import Buffer, BufferPrototype
-from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store
 from zarr.buffer import default_buffer_prototype
 from zarr.storage import FsspecStore, LocalStore, WrapperStore
 
@@ -36,15 +36,17 @@ OutsidePlaces = bool | tuple[str, ...]
 _LOCAL_PROTOCOLS = ("file", "local")
 _MOST_REDIRECTS = 10
 
+AnyStore = TypeVar("AnyStore", bound=Store)
 
-def checked_outside(given: Any) -> OutsidePlaces:
+
+def checked_outside(outside: Any) -> OutsidePlaces:
     """Check ``options["outside"]`` and return it. Raises: `UnsupportedStoreError` unless it names places."""
-    if isinstance(given, bool | None):
-        return bool(given)
-    places = (given,) if isinstance(given, str | os.PathLike) else given
+    if isinstance(outside, bool | None):
+        return bool(outside)
+    places = (outside,) if isinstance(outside, str | os.PathLike) else outside
     if not isinstance(places, list | tuple) or not all(isinstance(each, str | os.PathLike) for each in places):
         raise UnsupportedStoreError(
-            f"options={{'outside': {given!r}}} must be a list of folders and URLs that the store may lead to, or True"
+            f"options={{'outside': {outside!r}}} must be a list of folders and URLs that the store may lead to, or True"
         )
     return tuple(os.fspath(each) for each in places)
 
@@ -94,16 +96,29 @@ class BoundedLocalStore(LocalStore):
 # -- references ------------------------------------------------------------------------------------------------------
 
 
-class BoundedReferences(WrapperStore[FsspecStore]):
+class ReadThroughStore(WrapperStore[AnyStore]):
+    """Store that reads another one, each part of it by its own `get`."""
+
+    def __init__(self, store: AnyStore) -> None:
+        super().__init__(store)
+        self.inner = store
+
+    def with_read_only(self, read_only: bool = False) -> Self:
+        return self
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        return [await self.get(key, prototype, part) for key, part in key_ranges]
+
+
+class BoundedReferences(ReadThroughStore[FsspecStore]):
     """A store of references (kerchunk's), which follows none that leads elsewhere."""
 
     def __init__(self, store: FsspecStore, outside: OutsidePlaces = False) -> None:
         super().__init__(store)
-        self.inner, self.outside = store, outside
+        self.outside = outside
         self._reach = ReferenceReach(store.fs, outside)
-
-    def with_read_only(self, read_only: bool = False) -> BoundedReferences:
-        return self
 
     def __getstate__(self) -> tuple[FsspecStore, OutsidePlaces]:
         return self.inner, self.outside
@@ -118,25 +133,24 @@ class BoundedReferences(WrapperStore[FsspecStore]):
             return await self.inner.get(key, prototype, byte_range)
         return prototype.buffer.from_bytes(await part.read())
 
-    async def get_partial_values(
-        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
-    ) -> list[Buffer | None]:
-        return [await self.get(key, prototype, part) for key, part in key_ranges]
-
     async def getsize(self, key: str) -> int:
         self._reach.check_key(f"{self.inner.path}/{key}")
         return await self.inner.getsize(key)
 
 
 class ReferenceReach:
-    """Places that the references of an fsspec file system may name: in or below the folder in which they lie, and those
-    that the user names. References given as a dictionary do not lie in a folder.
+    """Places that the references of an fsspec file system may name: in or below their folder, and those that the user
+    names.
+
+    References given as a dictionary do not lie in a folder.
     """
 
     def __init__(self, system: Any, outside: OutsidePlaces) -> None:
         self._system, self._outside = system, outside
-        given = system.storage_options.get("fo", next(iter(system.storage_args), None))
-        self._home = _folder_of(given) if isinstance(given, str) else None
+        origin = system.storage_options.get("fo", next(iter(system.storage_args), None))
+        self._home = None
+        if isinstance(origin, str):
+            self._home = posixpath.dirname(origin.rpartition("::")[2].rstrip("/")) or "."
         named = () if isinstance(outside, bool) else outside
         self._allowed = [_canonical_place(place) for place in (*filter(None, [self._home]), *named)]
         self._sound: set[Any] = set()
@@ -162,7 +176,7 @@ class ReferenceReach:
             return None
         url = self._system.target if reference[0] is None else reference[0]
         system = self._system.fss.get(url.partition("://")[0]) if "://" in url else self._system.fss[None]
-        if not _is_http_system(system):
+        if not _is_file_system(system, "http", "HTTPFileSystem"):
             return None
         offset, size = reference[1:] if len(reference) == 3 else (0, None)
         start, stop = offset, None if size is None else offset + size
@@ -179,9 +193,9 @@ class ReferenceReach:
         host = urlsplit(target).hostname or ""
         place = _canonical_place(target)
         named = self._outside is True or any(_lies_below(place, allowed) for allowed in self._allowed)
-        if not named and host != urlsplit(url).hostname and (found := private_address(host)) is not None:
+        if not named and host != urlsplit(url).hostname and (address := private_address(host)) is not None:
             raise FetchError(
-                f"{redacted_text(url)} leads by a redirect to {host}, {found}, which is no address of the public "
+                f"{redacted_text(url)} leads by a redirect to {host}, {address}, which is no address of the public "
                 f"internet; if you trust the server, open the references with options={{'outside': ['http://{host}']}}"
             )
 
@@ -202,8 +216,8 @@ class ReferenceReach:
         self._sound.add(url)
 
     def _usual_protocol(self) -> str:
-        found = self._system.fss[None].protocol
-        return str(found if isinstance(found, str) else found[0])
+        protocol = self._system.fss[None].protocol
+        return str(protocol if isinstance(protocol, str) else protocol[0])
 
 
 class HttpPart(NamedTuple):
@@ -287,13 +301,10 @@ class _RedirectedError(Exception):
         self.target = target
 
 
-def _is_http_system(system: Any) -> bool:
-    module = sys.modules.get("fsspec.implementations.http")
-    return module is not None and isinstance(system, module.HTTPFileSystem)
-
-
-def _folder_of(url: str) -> str:
-    return posixpath.dirname(url.rpartition("::")[2].rstrip("/")) or "."
+def _is_file_system(system: Any, kind: str, name: str) -> bool:
+    """Say whether a file system is of a class of fsspec, which is not imported for this."""
+    module = sys.modules.get(f"fsspec.implementations.{kind}")
+    return module is not None and isinstance(system, getattr(module, name))
 
 
 def _canonical_place(url: Any, usual: str = "file") -> tuple[str, str] | None:
@@ -315,8 +326,9 @@ def _lies_below(place: tuple[str, str] | None, allowed: tuple[str, str] | None) 
 
 
 def _bounded_store(store: Any, outside: OutsidePlaces) -> Any:
-    """Return a zarr store that leads only to its own place and those that `outside` allows. It is `store` itself where
-    that is bounded, or of a kind that leads nowhere or has its own rules, as Icechunk does.
+    """Return a zarr store that leads only to its own place and those that `outside` allows.
+
+    It is `store` itself where that is bounded, or of a kind that leads nowhere or has its own rules, as Icechunk does.
     """
     if isinstance(store, BoundedLocalStore | BoundedReferences):
         return store
@@ -342,14 +354,12 @@ def bounded_group(group: zarr.Group, outside: OutsidePlaces) -> zarr.Group:
 def bounded_zarr_folder(url: Any, outside: OutsidePlaces) -> Any:
     """Return the store of a folder that leads nowhere else; anything but a folder is returned unchanged."""
     path = url.removeprefix("file://") if isinstance(url, str) else url
-    return (
-        BoundedLocalStore(path, outside=outside) if isinstance(path, str | os.PathLike) and os.path.isdir(path) else url
-    )
+    is_folder = isinstance(path, str | os.PathLike) and os.path.isdir(path)
+    return BoundedLocalStore(path, outside=outside) if is_folder else url
 
 
 def _is_reference_system(system: Any) -> bool:
-    module = sys.modules.get("fsspec.implementations.reference")
-    return module is not None and isinstance(system, module.ReferenceFileSystem)
+    return _is_file_system(system, "reference", "ReferenceFileSystem")
 
 
 def check_reference_file(path: str, outside: OutsidePlaces) -> None:
@@ -370,19 +380,19 @@ def check_references_within(held: Iterable[Any], outside: OutsidePlaces) -> None
 
 
 def _reference_systems(held: Iterable[Any]) -> Iterator[Any]:
-    found: dict[int, Any] = {}
+    systems: dict[int, Any] = {}
 
     class Seen(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             if _is_reference_system(obj):
-                found[id(obj)] = obj
+                systems[id(obj)] = obj
             return (int, ()) if isinstance(obj, ndarray) else NotImplemented  # values lead nowhere, and may be many
 
     pickler = Seen(_Discarded(), protocol=5)
     for each in held:
         with suppress(Exception):  # what cannot be pickled raises anything
             pickler.dump(each)
-    yield from found.values()
+    yield from systems.values()
 
 
 class _Discarded:

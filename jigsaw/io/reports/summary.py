@@ -19,10 +19,9 @@ from jigsaw.io.series import coords
 from jigsaw.io.series.fields import SHORT_NAMES, channels_of_fields
 from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable
 from jigsaw.io.series.times import TimeAxis, decode_times
-from jigsaw.io.volumes.orientation import orientation_codes
-from jigsaw.io.volumes.volume import affine_of_array, voxel_spacing
+from jigsaw.io.volumes.volume import affine_of_array, orientation_codes, voxel_spacing
 from jigsaw.io.writing.cf import plain_attribute
-from jigsaw.io.writing.sink import completeness_from_attrs
+from jigsaw.io.writing.deliver import completeness_from_attrs
 
 _CHUNKS_SAMPLED = 32
 _GAPS_SHOWN = 5

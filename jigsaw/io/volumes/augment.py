@@ -24,7 +24,6 @@ True
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +59,7 @@ class SampleGrid:
 
 
 @dataclass(frozen=True)
-class Augmentation(ABC):
+class Augmentation:
     """A step that is taken with the probability `p`."""
 
     p: float = 0.5
@@ -72,15 +71,17 @@ class Augmentation(ABC):
 
     def _check(self) -> None:
         """Raise `FieldError` for invalid values."""
-        return  # any say something
 
     def check_fits(self, grid: SampleGrid) -> None:
         """Raise `GridError` where samples on this grid cannot be augmented this way."""
-        return  # all can
 
-    @abstractmethod
     def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
         """Draw the step for one sample; None where it changes nothing."""
+        return self._step(draws, grid) if draws.chance(self.p) else None
+
+    def _step(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep:
+        """Draw the step of a sample that takes it."""
+        raise NotImplementedError(f"{type(self).__name__} draws no step")
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,7 @@ class Rotate90(Augmentation):
                 "needs as many along both dims; give crop= so, or another plane"
             )
 
-    def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
-        if not draws.chance(self.p):
-            return None
+    def _step(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep:
         turns, (a, b) = 1 + draws.below(3), (grid.dims.index(d) for d in self.plane)
         order, flipped = list(range(len(grid.dims))), [False] * len(grid.dims)
         if turns != 2:
@@ -140,11 +139,9 @@ class Gamma(Augmentation):
         if self.between[0] == self.between[1]:
             raise FieldError(f"{self}: between= must be (low, high), and these are the same")
 
-    def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
+    def _step(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep:
         low, high = self.between
-        return (
-            IntensityStep(gamma=draws.between(*self.gamma), low=low, width=high - low) if draws.chance(self.p) else None
-        )
+        return IntensityStep(gamma=draws.between(*self.gamma), low=low, width=high - low)
 
 
 @dataclass(frozen=True)
@@ -158,9 +155,7 @@ class Brightness(Augmentation):
         _check_ends(self, "scale", self.scale)
         _check_ends(self, "shift", self.shift)
 
-    def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
-        if not draws.chance(self.p):
-            return None
+    def _step(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep:
         return IntensityStep(scale=draws.between(*self.scale), shift=draws.between(*self.shift))
 
 
@@ -173,8 +168,8 @@ class Noise(Augmentation):
     def _check(self) -> None:
         _check_ends(self, "std", self.std, least=0)
 
-    def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
-        return NoiseStep(draws.word(), draws.between(*self.std)) if draws.chance(self.p) else None
+    def _step(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep:
+        return NoiseStep(draws.word(), draws.between(*self.std))
 
 
 @dataclass(frozen=True)
@@ -190,9 +185,7 @@ class LowResolution(Augmentation):
     def check_fits(self, grid: SampleGrid) -> None:
         _check_dims_there(self, self.dims or (), grid)
 
-    def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
-        if not draws.chance(self.p):
-            return None
+    def _step(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep:
         factor = 1 / draws.between(*self.zoom)
         return CoarseStep(tuple(factor if d in (self.dims or grid.dims) else 1.0 for d in grid.dims))
 
@@ -222,9 +215,7 @@ class Affine(Augmentation):
         if isinstance(self.degrees, Mapping):
             _check_dims_there(self, tuple(self.degrees), SampleGrid(("z", "y", "x"), (), ()))
 
-    def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
-        if not draws.chance(self.p):
-            return None
+    def _step(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep:
         dims = len(grid.dims)
         turn = np.eye(dims)
         for axis in "zyx":  # a plane turns about z alone
@@ -234,10 +225,10 @@ class Affine(Augmentation):
             if len(plane) != 2 or not most:
                 continue
             a, b = (grid.dims.index(d) for d in plane)
-            one = np.eye(dims)
-            one[a, a] = one[b, b] = math.cos(angle)
-            one[a, b], one[b, a] = -math.sin(angle), math.sin(angle)
-            turn = turn @ one
+            rotation = np.eye(dims)
+            rotation[a, a] = rotation[b, b] = math.cos(angle)
+            rotation[a, b], rotation[b, a] = -math.sin(angle), math.sin(angle)
+            turn = turn @ rotation
         steps, zoom = np.array(grid.spacing), draws.between(*self.scale)
         matrix = turn * steps / steps[:, None] / zoom
         shift = tuple(draws.between(-self.shift, self.shift) for _ in grid.dims)
@@ -260,9 +251,7 @@ class Elastic(Augmentation):
         if not is_whole_number(self.every) or self.every < 1:
             raise FieldError(f"{self}: every= is a whole number of voxels, 1 or more")
 
-    def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
-        if not draws.chance(self.p):
-            return None
+    def _step(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep:
         return ElasticStep(draws.word(), draws.between(*self.magnitude), int(self.every))
 
 
@@ -277,18 +266,18 @@ class AskedAugmentations:
     own: tuple[OwnAugmentation, ...] = ()
 
     @classmethod
-    def of(cls, given: Any) -> AskedAugmentations:
+    def of(cls, augment: Any) -> AskedAugmentations:
         """Make it from a list. Raises: `FieldError` unless the list has augmentations and then functions."""
-        if given is None:
+        if augment is None:
             return cls()
         wanted = "a list of jigsaw.io.augment.Flip(...) and the like, then functions of (tile, generator)"
-        if not isinstance(given, Sequence):
-            raise FieldError(f"augment={given!r} must be {wanted}")
-        steps = tuple(each for each in given if isinstance(each, Augmentation))
-        own = tuple(given[len(steps) :])
+        if not isinstance(augment, Sequence):
+            raise FieldError(f"augment={augment!r} must be {wanted}")
+        steps = tuple(each for each in augment if isinstance(each, Augmentation))
+        own = tuple(augment[len(steps) :])
         are_functions = all(callable(each) and not isinstance(each, type) for each in own)
-        if tuple(given[: len(steps)]) != steps or not are_functions:
-            raise FieldError(f"augment={list(given)!r} must be {wanted}")
+        if tuple(augment[: len(steps)]) != steps or not are_functions:
+            raise FieldError(f"augment={list(augment)!r} must be {wanted}")
         return cls(steps, own)
 
     def drawn(self, seed: int, epoch: int, sample: int, grid: SampleGrid) -> tuple[VoxelStep, ...]:
@@ -297,20 +286,18 @@ class AskedAugmentations:
         return tuple(step for step in each if step is not None)
 
     def finished(self, tile: Tile, seed: int, epoch: int, sample: int) -> Tile:
-        """Apply the functions to the image of a sample. Raises: `FieldError` where one returns another layout
-        or dtype.
-        """
+        """Apply the functions to an image. Raises: `FieldError` where one returns another layout or dtype."""
         for at, own in enumerate(self.own):
             generator = torch.Generator()
             generator.manual_seed(RandomDraws(seed, epoch, sample, 1 + len(self.steps) + at).word() >> 1)
-            made = own(tile, generator)
-            if not isinstance(made, Tile) or made.layout != tile.layout or made.dtype != tile.dtype:
-                got = f"{made.dtype} {made.layout}" if isinstance(made, Tile) else type(made).__name__
+            result = own(tile, generator)
+            if not isinstance(result, Tile) or result.layout != tile.layout or result.dtype != tile.dtype:
+                got = f"{result.dtype} {result.layout}" if isinstance(result, Tile) else type(result).__name__
                 raise FieldError(
                     f"augment=: {own!r} gave {got} for a tile {tile.dtype} {tile.layout}; return an image of the same "
                     "shape and dtype, cut and held as the given one"
                 )
-            tile = made
+            tile = result
         return tile
 
 
@@ -318,11 +305,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _check_ends(step: Augmentation, name: str, given: Any, least: float = -math.inf, most: float = math.inf) -> None:
-    pair = tuple(given) if isinstance(given, Sequence) else ()
+def _check_ends(step: Augmentation, name: str, ends: Any, least: float = -math.inf, most: float = math.inf) -> None:
+    pair = tuple(ends) if isinstance(ends, Sequence) else ()
     if len(pair) != 2 or not all(map(_is_number, pair)) or not least <= pair[0] <= pair[1] <= most:
         limits = [f">= {least:g}"] * (least > -math.inf) + [f"<= {most:g}"] * (most < math.inf)
-        raise FieldError(f"{type(step).__name__}({name}={given!r}) must be (from, to), numbers {', '.join(limits)}")
+        raise FieldError(f"{type(step).__name__}({name}={ends!r}) must be (from, to), numbers {', '.join(limits)}")
 
 
 def _check_dims_there(step: Augmentation, dims: Sequence[str], grid: SampleGrid) -> None:

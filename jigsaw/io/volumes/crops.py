@@ -54,36 +54,33 @@ def crop_origin(
     shape: Sequence[int],
     crop: Sequence[int],
     draws: RandomDraws,
-    how: Foreground | None,
-    found: FoundVoxels | None,
+    weights: Foreground | None,
+    voxels: FoundVoxels | None,
     respacing: GridRespacing | None = None,
 ) -> tuple[int, ...]:
-    """Draw the first row of a crop along each dim; below 0 where the volume is smaller, which then lies in
-    its middle.
-    """
+    """Draw the first row of a crop along each dim; a volume that is smaller, below row 0 then, lies in its middle."""
     stored = respacing.stored if respacing else shape  # where foreground was found
-    center = None if how is None or found is None else _foreground_center(stored, draws, how, found)
+    center = None if weights is None or voxels is None else _foreground_center(stored, draws, weights, voxels)
     if center and respacing:
         center = respacing.nearest_voxel(center)
     if center is None:
         firsts = [draws.below(max(n - rows, 0) + 1) for n, rows in zip(shape, crop, strict=True)]
     else:
         firsts = [c - rows // 2 for c, rows in zip(center, crop, strict=True)]
-    return tuple(_clamp_first_row(*each) for each in zip(firsts, shape, crop, strict=True))
-
-
-def _clamp_first_row(first: int, size: int, rows: int) -> int:
-    return -((rows - size) // 2) if rows > size else min(max(first, 0), size - rows)
+    return tuple(
+        -((rows - size) // 2) if rows > size else min(max(first, 0), size - rows)
+        for first, size, rows in zip(firsts, shape, crop, strict=True)
+    )
 
 
 def _foreground_center(
-    shape: Sequence[int], draws: RandomDraws, how: Foreground, found: FoundVoxels
+    shape: Sequence[int], draws: RandomDraws, weights: Foreground, known: FoundVoxels
 ) -> tuple[int, ...] | None:
     """Draw a voxel of the kind that is drawn, or of the other kind where a volume has none of the first."""
-    wants = draws.chance(how.pos / (how.pos + how.neg))
-    present = [kept.at for kept in found.classes.values() if kept.at.size]
-    if not present or (not wants and found.background.at.size):
-        voxels = found.background.at
+    wants = draws.chance(weights.pos / (weights.pos + weights.neg))
+    present = [kept.at for kept in known.classes.values() if kept.at.size]
+    if not present or (not wants and known.background.at.size):
+        voxels = known.background.at
     else:
         voxels = present[draws.below(len(present))]
     if not voxels.size:
@@ -93,9 +90,9 @@ def _foreground_center(
 
 @dataclass(frozen=True)
 class AugmentedCrop:
-    """`steps` in the order in which they are taken.
+    """Steps of a sample, in the order in which they are taken.
 
-    Steps count from the first voxel of a window of `sizes` voxels, the row `first` of the sample along each dim: a crop
+    They count from the first voxel of a window of `sizes` voxels, the row `first` of the sample along each dim: a crop
     is its own window; of a whole volume it is the volume, wherever that lies in its batch.
     """
 
@@ -117,20 +114,18 @@ class AugmentedCrop:
             replace(cut, held=tuple((a - first, b - first) for a, b in cut.held), wraps=True)
             for cut, first in zip(layout.cuts[2:], self.first, strict=True)
         ]
-        found = [cuts]
+        stages = [cuts]
         for step in reversed(self.steps):
             cuts = step.needed(cuts, self.sizes)
-            found.append(cuts)
-        return found[::-1]
+            stages.append(cuts)
+        return stages[::-1]
 
     def boxes(self, layout: Layout, coordinate: MeshCoordinate) -> list[Box]:
         """Return the box that a rank holds at each stage."""
         return [Layout(tuple(cuts), layout.axes).held(coordinate) for cuts in self.stages(layout)]
 
     def read_layout(self, layout: Layout, origin: Sequence[int], shape: Sequence[int]) -> tuple[Layout, list[int]]:
-        """Return the layout of what is read for a crop that begins at `origin` of a volume. Also return the volume's
-        row where that layout begins along each dim.
-        """
+        """Return the layout of what is read for a crop from `origin` on, and the row of the volume where it begins."""
         cuts, begins = list(layout.cuts), list[int]()
         where = zip(self.stages(layout)[0], origin, self.first, shape, strict=True)
         for d, (cut, at, first, size) in enumerate(where, start=2):
@@ -149,9 +144,7 @@ class AugmentedCrop:
         return block
 
     def turned_affine(self, affine: AffineMatrix, dims: Sequence[str]) -> AffineMatrix:
-        """Return the affine of the augmented sample; `affine` takes the voxels (x, y, z) before augmentation to the
-        world.
-        """
+        """Return the affine of the augmented sample; `affine` is that of the voxels (x, y, z) before it."""
         to_source = np.eye(len(dims) + 1)
         for step in self.steps:
             to_source = to_source @ step.to_source(self.sizes)

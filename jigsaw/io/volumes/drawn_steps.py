@@ -57,28 +57,26 @@ class VoxelTurn(VoxelStep):
     moves_labels: ClassVar[bool] = True
 
     def needed(self, cuts: Sequence[Cut], sizes: Sequence[int]) -> list[Cut]:
-        found = list(cuts)
-        for to, cut, flipped, n in zip(self.order, cuts, self.flipped, sizes, strict=True):
-            found[to] = replace(cut, held=tuple((n - b, n - a) for a, b in cut.held)) if flipped else cut
-        return found
+        before = list(cuts)
+        for source, cut, flipped, n in zip(self.order, cuts, self.flipped, sizes, strict=True):
+            before[source] = replace(cut, held=tuple((n - b, n - a) for a, b in cut.held)) if flipped else cut
+        return before
 
     def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], is_label: bool) -> Tensor:
         turned = block.permute(0, *(1 + d for d in self.order))
         return turned.flip([1 + d for d, flipped in enumerate(self.flipped) if flipped]).contiguous()
 
     def to_source(self, sizes: Sequence[int]) -> Matrix:
-        made = np.zeros((len(sizes) + 1,) * 2)
-        made[-1, -1] = 1
-        for d, (to, flipped) in enumerate(zip(self.order, self.flipped, strict=True)):
-            made[to, d], made[to, -1] = (-1, sizes[d] - 1) if flipped else (1, 0)
-        return made
+        matrix = np.zeros((len(sizes) + 1,) * 2)
+        matrix[-1, -1] = 1
+        for d, (source, flipped) in enumerate(zip(self.order, self.flipped, strict=True)):
+            matrix[source, d], matrix[source, -1] = (-1, sizes[d] - 1) if flipped else (1, 0)
+        return matrix
 
 
 @dataclass(frozen=True)
 class IntensityStep(VoxelStep):
-    """Scale and shift: x times `scale` plus `shift`; before that, above `low`, ``low + width ((x - low) / width) **
-    gamma``.
-    """
+    """x times `scale` plus `shift`; before that, above `low`, ``low + width ((x - low) / width) ** gamma``."""
 
     scale: float = 1.0
     shift: float = 0.0
@@ -139,9 +137,9 @@ class CoarseStep(VoxelStep):
             if self.factor[d] == 1:
                 continue
             first, second, part = self._rows(d, rows)
-            one, other = (block.index_select(1 + d, torch.from_numpy(at - source[d][0])) for at in (first, second))
+            lower, upper = (block.index_select(1 + d, torch.from_numpy(at - source[d][0])) for at in (first, second))
             part = torch.from_numpy(part).to(block.dtype).reshape([-1 if k == d else 1 for k in range(len(target))])
-            block = one + (other - one) * part
+            block = lower + (upper - lower) * part
         return block
 
 
@@ -191,14 +189,14 @@ class AffineStep(WarpStep):
     shift: tuple[float, ...]
 
     def places(self, target: Box, sizes: Sequence[int]) -> list[Tensor]:
-        found: list[Tensor] = []
+        places: list[Tensor] = []
         for row, shift, n in zip(self.matrix, self.shift, sizes, strict=True):
             at = torch.full((), (n - 1) / 2 + shift, dtype=torch.float64)
             for d, (weight, rows) in enumerate(zip(row, target, strict=True)):
                 apart = (torch.arange(*rows, dtype=torch.float64) - (sizes[d] - 1) / 2) * weight
                 at = at + apart.reshape([-1 if k == d else 1 for k in range(len(target))])
-            found.append(at)
-        return found
+            places.append(at)
+        return places
 
     def needed(self, cuts: Sequence[Cut], sizes: Sequence[int]) -> list[Cut]:
         # A piece along one dim is held by ranks with other pieces of the other dims: its rows are those that any of
@@ -218,10 +216,10 @@ class AffineStep(WarpStep):
         return [replace(cut, held=tuple(reach(d, held) for held in cut.held)) for d, cut in enumerate(cuts)]
 
     def to_source(self, sizes: Sequence[int]) -> Matrix:
-        made, center = np.eye(len(sizes) + 1), (np.array(sizes) - 1) / 2
-        made[:-1, :-1] = self.matrix
-        made[:-1, -1] = center - made[:-1, :-1] @ center + self.shift
-        return made
+        matrix, center = np.eye(len(sizes) + 1), (np.array(sizes) - 1) / 2
+        matrix[:-1, :-1] = self.matrix
+        matrix[:-1, -1] = center - matrix[:-1, :-1] @ center + self.shift
+        return matrix
 
 
 @dataclass(frozen=True)
@@ -241,15 +239,15 @@ class ElasticStep(WarpStep):
 
     def places(self, target: Box, sizes: Sequence[int]) -> list[Tensor]:
         knots = tuple((a // self.every - 1, (b - 1) // self.every + 3) for a, b in target)
-        found: list[Tensor] = []
+        places: list[Tensor] = []
         for d, rows in enumerate(target):
             bits = hashed_places(self.key, ((d, d + 1), *knots))[0]
             moved = torch.from_numpy(((bits >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1) * self.most)
             for k, span in enumerate(target):
                 moved = self._between_knots(moved, k, span, knots[k][0])
             start = torch.arange(*rows, dtype=torch.float64)
-            found.append(moved + start.reshape([-1 if k == d else 1 for k in range(len(target))]))
-        return found
+            places.append(moved + start.reshape([-1 if k == d else 1 for k in range(len(target))]))
+        return places
 
     def _between_knots(self, values: Tensor, dim: int, rows: Interval, first: int) -> Tensor:
         at = torch.arange(*rows)
@@ -278,16 +276,16 @@ def _in_whole_vectors(function: Callable[[Values], Values], values: Values) -> V
 def hashed_places(key: int, box: Box) -> NDArray[np.uint64]:
     """Return 64 random bits for each place of a box, which may reach below 0, from the place and the key alone.
 
-    This is the finalizer of splitmix64 (Steele, Lea, Flood 2014), dim after dim: each dim counts on from the result of
-    the outer ones.
+    Words are mixed dim after dim: each dim counts on from the result of the outer ones.
     """
-    found = np.array(key % (1 << 64), np.uint64)
+    words = np.array(key % (1 << 64), np.uint64)
     for rows in box:
-        found = _mix_words(found[..., None] + np.arange(*rows, dtype=np.int64).astype(np.uint64))
-    return found
+        words = mix_words(words[..., None] + np.arange(*rows, dtype=np.int64).astype(np.uint64))
+    return words
 
 
-def _mix_words(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix_words(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Hash words of 64 bits by the finalizer of splitmix64 (Steele, Lea, Flood 2014): different ones differ."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

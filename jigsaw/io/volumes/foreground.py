@@ -27,6 +27,7 @@ from jigsaw.io.chunks.files import ScratchMemory, size_and_change
 from jigsaw.io.formats.slab_arrays import fill_missing_chunk
 from jigsaw.io.rank_results import result_of_first_rank, results_of_ranks
 from jigsaw.io.reading.placing import warn_of_rounding
+from jigsaw.io.volumes.drawn_steps import mix_words
 from jigsaw.io.volumes.volume import RenamedLabels, StoredVolume, VolumeArray, values_of_array
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate
 from jigsaw.tile.misuse import warn_once
@@ -101,9 +102,7 @@ class KeptVoxels:
 
 @dataclass(frozen=True)
 class FoundVoxels:
-    """Voxels of one label map: of the background, and of each class of its foreground. `labels` are some of the labels
-    that it has, 0 and others, known where classes were asked for.
-    """
+    """Voxels of one label map: of the background, and of each foreground class; `labels` are some of its labels."""
 
     background: KeptVoxels = field(default_factory=KeptVoxels)
     classes: Mapping[int, KeptVoxels] = field(default_factory=dict[int, KeptVoxels])
@@ -128,7 +127,7 @@ class _LabelSearch:
 
 def find_foreground(
     labels: Sequence[StoredVolume | None],
-    how: Foreground,
+    weights: Foreground,
     mesh: DeviceMesh | None,
     renamed: RenamedLabels = RenamedLabels(),  # noqa: B008 (it is frozen)
 ) -> tuple[FoundVoxels, ...]:
@@ -141,7 +140,7 @@ def find_foreground(
     Raises: `GridError` for label maps of several channels; `FieldError` for too many classes, where no label map has
     any foreground, or for a cache that cannot be written; or the `ReadError` of a chunk. All are alike on every rank.
     """
-    search = _LabelSearch(how, renamed)
+    search = _LabelSearch(weights, renamed)
     for volume in labels:
         if volume is not None and (n := volume.channels) != 1:
             raise GridError(f"{volume.url} has {n} channels; foreground is found in label maps of one channel")
@@ -150,29 +149,33 @@ def find_foreground(
         layout = Layout.of((), (), axes_of_mesh(mesh))
         me, ranks = layout.index(mesh_coordinate(mesh)), mesh.size()
     # what the first rank's cache has counts for all: ranks that see other folders would search other label maps
-    given = {i: volume for i, volume in enumerate(labels) if volume is not None}
+    maps = {i: volume for i, volume in enumerate(labels) if volume is not None}
     known = result_of_first_rank(
-        mesh, me == 0, lambda: {i: _read_foreground(v, search) for i, v in given.items()} if how.cache else {}
+        mesh, me == 0, lambda: {i: _read_foreground(v, search) for i, v in maps.items()} if weights.cache else {}
     )
-    found = [FoundVoxels() for _ in labels]
-    for number, volume in given.items():
+    voxels = [FoundVoxels() for _ in labels]
+    for number, volume in maps.items():
         cached = known.get(number)
-        found[number] = _search_volume(volume, search, mesh, me, ranks, number) if cached is None else cached
-        if cached is None and how.cache:
-            result_of_first_rank(mesh, me == 0, partial(_write_foreground, volume, search, found[number]))
-    if how.pos:
-        _check_foreground_found(found, how)
-    return tuple(found)
+        voxels[number] = _search_volume(volume, search, mesh, me, ranks, number) if cached is None else cached
+        if cached is None and weights.cache:
+            result_of_first_rank(mesh, me == 0, partial(_write_foreground, volume, search, voxels[number]))
+    if weights.pos:
+        _check_foreground_found(voxels, weights)
+    return tuple(voxels)
 
 
-def _check_foreground_found(found: Sequence[FoundVoxels], how: Foreground) -> None:
+def _check_foreground_found(voxels: Sequence[FoundVoxels], weights: Foreground) -> None:
     """Warn of classes that no label map has; where none has any foreground, all crops would lie in the background."""
-    there = frozenset[int]().union(*(each.labels for each in found))
-    lacking = [label for label in how.classes or () if label not in there]
-    asked = f"Foreground(classes={how.classes})"
-    known = f"the labels there are: {', '.join(map(str, sorted(there)))}"
-    if not any(kept.count for each in found for kept in each.classes.values()):
-        what = f"{asked}: no label map has any of these; {known}" if how.classes else "no label map has any but label 0"
+    present = frozenset[int]().union(*(each.labels for each in voxels))
+    lacking = [label for label in weights.classes or () if label not in present]
+    asked = f"Foreground(classes={weights.classes})"
+    known = f"the labels there are: {', '.join(map(str, sorted(present)))}"
+    if not any(kept.count for each in voxels for kept in each.classes.values()):
+        what = (
+            f"{asked}: no label map has any of these; {known}"
+            if weights.classes
+            else "no label map has any but label 0"
+        )
         raise FieldError(f"there is no foreground to weight crops by, {what}; see that labels= are the label maps")
     if lacking:
         warn_once(
@@ -187,11 +190,11 @@ def _search_volume(
     """Search a volume: every rank looks through its chunks, and all learn the voxels, or the error, of each."""
 
     def search() -> FoundVoxels:
-        stored, mine = volume.stored[0], FoundVoxels()
+        stored, own_voxels = volume.stored[0], FoundVoxels()
         for at, index in enumerate(stored.table.grid.indices()):
             if (number + at) % ranks == me:  # label maps of one chunk each are shared out too
-                mine = _search_chunk(volume, stored, index, asked, mine)
-        return mine
+                own_voxels = _search_chunk(volume, stored, index, asked, own_voxels)
+        return own_voxels
 
     whole = FoundVoxels()
     for each in results_of_ranks(mesh, search, ReadError):
@@ -235,7 +238,7 @@ def _search_chunk(
 
 
 def _search_values(
-    values: NDArray[Any], first: Sequence[int], shape: Sequence[int], how: Foreground, so_far: FoundVoxels
+    values: NDArray[Any], first: Sequence[int], shape: Sequence[int], weights: Foreground, so_far: FoundVoxels
 ) -> FoundVoxels:
     strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
     step = max(1, _VOXELS_AT_ONCE // max(1, prod(values.shape[1:])))
@@ -245,33 +248,33 @@ def _search_values(
         for d, (n, low, stride) in enumerate(zip(block.shape, (first[0] + top, *first[1:]), strides, strict=True)):
             rows = (low + np.arange(n, dtype=np.int64)) * stride
             flat = flat + rows.reshape([-1 if k == d else 1 for k in range(block.ndim)])
-        so_far = _sift_voxels(block.ravel(), flat.ravel(), how, so_far)
+        so_far = _sift_voxels(block.ravel(), flat.ravel(), weights, so_far)
     return so_far
 
 
-def _sift_voxels(values: NDArray[Any], flat: NDArray[np.int64], how: Foreground, so_far: FoundVoxels) -> FoundVoxels:
+def _sift_voxels(values: NDArray[Any], flat: NDArray[np.int64], asked: Foreground, so_far: FoundVoxels) -> FoundVoxels:
     if values.dtype.kind == "f":  # as they are read: rounded; what is missing is neither foreground nor background
         known = np.isfinite(values)
         values, flat = np.rint(values[known]), flat[known]
-    labels = frozenset[int]() if how.classes is None else frozenset(map(int, np.unique(values).tolist()))
-    hashes, found = _hash_indices(flat), dict[int | None, KeptVoxels]()
-    front = values != 0 if how.classes is None else np.isin(values, how.classes)
-    for label, mask in _class_masks(values, front, how):
+    labels = frozenset[int]() if asked.classes is None else frozenset(map(int, np.unique(values).tolist()))
+    hashes, sifted = mix_words(flat.astype(np.uint64)), dict[int | None, KeptVoxels]()
+    front = values != 0 if asked.classes is None else np.isin(values, asked.classes)
+    for label, mask in _class_masks(values, front, asked):
         old = so_far.background if label is None else so_far.classes.get(label, KeptVoxels())
-        near = mask & (hashes < old.bound(how.kept))  # of the others no hash is small enough
-        found[label] = KeptVoxels(int(mask.sum()), flat[near], hashes[near])
-    classes = {label: more for label, more in found.items() if label is not None}
-    return so_far.merged(FoundVoxels(found.get(None, KeptVoxels()), classes, labels), how.kept)
+        near = mask & (hashes < old.bound(asked.kept))  # of the others no hash is small enough
+        sifted[label] = KeptVoxels(int(mask.sum()), flat[near], hashes[near])
+    classes = {label: more for label, more in sifted.items() if label is not None}
+    return so_far.merged(FoundVoxels(sifted.get(None, KeptVoxels()), classes, labels), asked.kept)
 
 
 def _class_masks(
-    values: NDArray[Any], front: NDArray[np.bool_], how: Foreground
+    values: NDArray[Any], front: NDArray[np.bool_], weights: Foreground
 ) -> Iterator[tuple[int | None, NDArray[np.bool_]]]:
     if not front.all():
         yield None, ~front
     if not front.any():
         return
-    if how.by != "classes":
+    if weights.by != "classes":
         yield ANY_CLASS, front
         return
     labels = np.unique(values[front]).tolist()
@@ -280,23 +283,13 @@ def _class_masks(
         yield int(label), front & (values == label)
 
 
-def _hash_indices(flat: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Hash indices by the finalizer of splitmix64 (Steele, Lea, Flood 2014): different indices have different
-    hashes.
-    """
-    x = flat.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
 # -- the cache -------------------------------------------------------------------------------------------------------
 
 
 def _foreground_file(volume: StoredVolume, asked: _LabelSearch) -> str:
     """Return the name of a cache file, made from the search and the state of the files that it was made on."""
-    table, how = volume.stored[0].table, asked.how
-    about = (volume.url, table.name, table.shape, table.dims, table.dtype, how.classes, how.by, how.kept)
+    table, weights = volume.stored[0].table, asked.how
+    about = (volume.url, table.name, table.shape, table.dims, table.dtype, weights.classes, weights.by, weights.kept)
     about = (*about, volume.turn, asked.renamed)
     digest = blake2b(repr(about).encode(), digest_size=16)
     for path in dict.fromkeys(table.finder.path(index) for index in table.grid.indices()):
@@ -314,7 +307,7 @@ def _foreground_cache(asked: _LabelSearch) -> CacheFolder:
 
 
 def _read_foreground(volume: StoredVolume, asked: _LabelSearch) -> FoundVoxels | None:
-    """Read the voxels from the cache; None where they are absent, or the file is torn, which is then written again."""
+    """Read the voxels from the cache; None where they are absent, or the file is torn."""
     name = _foreground_file(volume, asked)
     try:
         file = _foreground_cache(asked).opened(name)
@@ -323,16 +316,16 @@ def _read_foreground(volume: StoredVolume, asked: _LabelSearch) -> FoundVoxels |
         with file, np.load(file, allow_pickle=False) as held:
             labels, counts = held["labels"].tolist(), held["counts"].tolist()
             parts = [KeptVoxels(n, held[f"at{i}"], held[f"hashes{i}"]) for i, n in enumerate(counts)]
-            there = frozenset(map(int, held["there"].tolist()))
+            present = frozenset(map(int, held["there"].tolist()))
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
-    return FoundVoxels(parts[0], dict(zip(labels, parts[1:], strict=True)), there)
+    return FoundVoxels(parts[0], dict(zip(labels, parts[1:], strict=True)), present)
 
 
-def _write_foreground(volume: StoredVolume, asked: _LabelSearch, found: FoundVoxels) -> None:
-    folder, parts = _foreground_cache(asked), [found.background, *found.classes.values()]
-    arrays: dict[str, Any] = {"labels": np.array(list(found.classes), np.int64)}
-    arrays["there"] = np.array(sorted(found.labels), np.int64)
+def _write_foreground(volume: StoredVolume, asked: _LabelSearch, voxels: FoundVoxels) -> None:
+    folder, parts = _foreground_cache(asked), [voxels.background, *voxels.classes.values()]
+    arrays: dict[str, Any] = {"labels": np.array(list(voxels.classes), np.int64)}
+    arrays["there"] = np.array(sorted(voxels.labels), np.int64)
     arrays["counts"] = np.array([p.count for p in parts], np.int64)
     for i, p in enumerate(parts):
         arrays |= {f"at{i}": p.at, f"hashes{i}": p.hashes}

@@ -28,7 +28,12 @@ class ImageIntensities:
     @classmethod
     def of(cls, normalize: Any, window: Any, channels: int) -> ImageIntensities:
         """Make the intensities of an image. Raises: `FieldError` unless given (mean, std) and (low, high)."""
-        ends = None if window is None else _channel_pair(_window_ends(window), channels)
+        pair = window
+        if isinstance(window, Statistics):  # their lowest and highest percentile
+            names = [name for name in window.columns if name.startswith(PERCENTILE_PREFIX)]
+            names.sort(key=lambda name: float(name.removeprefix(PERCENTILE_PREFIX)))
+            pair = [window.columns[name] for name in names[:1] + names[-1:]]
+        ends = None if window is None else _channel_pair(pair, channels)
         if window is not None and (ends is None or not (ends[0] < ends[1]).all()):
             raise FieldError(
                 f"window={window!r} must be (low, high), a number each or one for {channels} channels, low < high, or "
@@ -65,42 +70,38 @@ def intensities_of_volumes(normalize: Any, window: Any, channels: int, volumes: 
     return tuple(ImageIntensities.of(n, w, channels) for n, w in zip(means, windows, strict=True))
 
 
-def _one_a_volume(name: str, given: Any, volumes: int) -> list[Any]:
+def _one_a_volume(name: str, value: Any, volumes: int) -> list[Any]:
     """Return one argument for each volume, from one for all or from a list of statistics."""
-    if not isinstance(given, list) or not any(isinstance(one, Statistics) for one in given):
-        return [given] * volumes
-    if len(given) != volumes:
-        raise FieldError(f"{name}= has {len(given)} statistics for {volumes} volumes; give one a volume, or one")
-    return given
+    if not isinstance(value, list) or not any(isinstance(entry, Statistics) for entry in value):
+        return [value] * volumes
+    if len(value) != volumes:
+        raise FieldError(f"{name}= has {len(value)} statistics for {volumes} volumes; give one a volume, or one")
+    return value
 
 
-def _window_ends(given: Any) -> Any:
-    """Return the window as given; for statistics, their lowest and highest percentile."""
-    if not isinstance(given, Statistics):
-        return given
-    numbers = sorted(float(n.removeprefix(PERCENTILE_PREFIX)) for n in given.columns if n.startswith(PERCENTILE_PREFIX))
-    return [given.columns[f"{PERCENTILE_PREFIX}{q:g}"] for q in (numbers[:1] + numbers[-1:])]
-
-
-def _given_mean_std(given: Any, channels: int) -> ChannelPair:
-    columns = (given.columns.get("mean"), given.columns.get("std")) if isinstance(given, Statistics) else given
+def _given_mean_std(normalize: Any, channels: int) -> ChannelPair:
+    columns = (
+        (normalize.columns.get("mean"), normalize.columns.get("std"))
+        if isinstance(normalize, Statistics)
+        else normalize
+    )
     pair = _channel_pair(columns, channels)
     if pair is None:
         raise FieldError(
-            f"normalize={given!r} must be (mean, std), a number each or one for {channels} channels, or what "
+            f"normalize={normalize!r} must be (mean, std), a number each or one for {channels} channels, or what "
             "jigsaw.io.volume_statistics gives"
         )
     if not (pair[1] > 0).all():
-        raise FieldError(f"normalize={given!r}: means must be finite and standard deviations above 0")
+        raise FieldError(f"normalize={normalize!r}: means must be finite and standard deviations above 0")
     return pair
 
 
-def _channel_pair(given: Any, channels: int) -> ChannelPair | None:
+def _channel_pair(pair: Any, channels: int) -> ChannelPair | None:
     """Return two finite numbers for each channel; None for anything else."""
-    if not isinstance(given, Sequence | np.ndarray) or isinstance(given, str) or len(given) != 2:
+    if not isinstance(pair, Sequence | np.ndarray) or isinstance(pair, str) or len(pair) != 2:
         return None
     try:
-        one, other = (np.broadcast_to(np.asarray(v, np.float64), (channels,)) for v in given)
+        a, b = (np.broadcast_to(np.asarray(v, np.float64), (channels,)) for v in pair)
     except (TypeError, ValueError):  # no numbers, or not one for each channel
         return None
-    return (one, other) if np.isfinite(one).all() and np.isfinite(other).all() else None
+    return (a, b) if np.isfinite(a).all() and np.isfinite(b).all() else None

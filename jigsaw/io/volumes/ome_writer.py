@@ -22,9 +22,8 @@ from jigsaw.geometry.cut import Cut
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.volume import VOLUME_DIMS, AffineMatrix
-from jigsaw.io.writing.deliver import deliver_boxes, gather_results
+from jigsaw.io.writing.deliver import StoreCompleteness, deliver_boxes, gather_results
 from jigsaw.io.writing.outline import ArrayOutline, TileSource
-from jigsaw.io.writing.sink import StoreCompleteness
 from jigsaw.io.writing.zarr_writer import ZarrSink
 from jigsaw.ranks.mesh import mesh_coordinate
 from jigsaw.tile.tile import Tile
@@ -78,17 +77,17 @@ def pyramid_levels(sizes: Sequence[int], affine: AffineMatrix, levels: int | Non
             f"OME-Zarr has spacings and an origin, no axes that are turned, and the affine is {affine.tolist()}; open "
             "the volumes with orientation='RAS', write .nii, or give affine="
         )
-    found = [PyramidLevel(tuple(sizes), (1, 1, 1), tuple(steps.tolist()), tuple(affine[at, 3].tolist()))]
-    while len(found) < levels if levels is not None else max(found[-1].sizes) > _SMALL_SIDE:
-        further = found[-1].coarser()
+    steps_down = [PyramidLevel(tuple(sizes), (1, 1, 1), tuple(steps.tolist()), tuple(affine[at, 3].tolist()))]
+    while len(steps_down) < levels if levels is not None else max(steps_down[-1].sizes) > _SMALL_SIDE:
+        further = steps_down[-1].coarser()
         if further is None:
-            raise WriteError(f"levels={levels}: a volume of {tuple(sizes)} has {len(found)}, down to one voxel")
-        found.append(further)
-    return found
+            raise WriteError(f"levels={levels}: a volume of {tuple(sizes)} has {len(steps_down)}, down to one voxel")
+        steps_down.append(further)
+    return steps_down
 
 
 def ome_attributes(
-    name: str, levels: Sequence[PyramidLevel], has_channels: bool, unit: str, how: str
+    name: str, levels: Sequence[PyramidLevel], has_channels: bool, unit: str, rule: str
 ) -> dict[str, Any]:
     """Return the attributes of the group; a channel dim comes first, where there is one, with a step of 1."""
     channel = [{"name": "c", "type": "channel"}] * has_channels
@@ -104,11 +103,13 @@ def ome_attributes(
         for number, level in enumerate(levels)
     ]
     axes = [*channel, *({"name": d, "type": "space", "unit": unit} for d in VOLUME_DIMS)]
-    return {"ome": {"version": "0.5", "multiscales": [{"name": name, "axes": axes, "datasets": datasets, "type": how}]}}
+    return {
+        "ome": {"version": "0.5", "multiscales": [{"name": name, "axes": axes, "datasets": datasets, "type": rule}]}
+    }
 
 
 def write_pyramid(
-    where: Path, image: Tile, kind: np.dtype[Any], levels: Sequence[PyramidLevel], unit: str, how: str, replaces: bool
+    where: Path, image: Tile, kind: np.dtype[Any], levels: Sequence[PyramidLevel], unit: str, rule: str, replaces: bool
 ) -> None:
     """Write a tile [C, z, y, x] and its coarser levels.
 
@@ -119,7 +120,7 @@ def write_pyramid(
     mesh, sink = image.mesh, ZarrSink(where, None, {}, "write it again: it is not whole")
     sources = list[TileSource]()
     for number, level in enumerate(levels):
-        image = coarser_tile(image, level.factors, how) if number else image
+        image = coarser_tile(image, level.factors, rule) if number else image
         shape, dims = tuple(image.shape), ("c", *VOLUME_DIMS)
         chunks = (1, *(max(1, min(n, _CHUNK_ROWS)) for n in shape[1:]))
         kept = slice(None) if has_channels else slice(1, None)
@@ -127,7 +128,7 @@ def write_pyramid(
         array = ArrayOutline(str(number), dims[kept], shape[kept], kind.name, chunks[kept], None, {})
         sources.append(TileSource(tile, array))
     arrays, first = [source.array for source in sources], not any(mesh_coordinate(mesh))
-    attrs = ome_attributes(where.name.partition(".")[0], levels, has_channels, unit, how)
+    attrs = ome_attributes(where.name.partition(".")[0], levels, has_channels, unit, rule)
     try:
         gather_results(mesh, lambda: sink.create(arrays, (), attrs, replaces) if first else None)
         gather_results(mesh, lambda: sink.attach(arrays))
@@ -142,19 +143,19 @@ def write_pyramid(
 # -- one level of another --------------------------------------------------------------------------------------------
 
 
-def coarser_tile(tile: Tile, factors: Sequence[int], how: str) -> Tile:
+def coarser_tile(tile: Tile, factors: Sequence[int], rule: str) -> Tile:
     """Return a tile [C, z, y, x] in which every `factors` rows have become one.
 
     *Sends*: the rows beyond the last whole block of a rank, to the next.
     """
     wide = [(cut, f) for cut, f in zip(tile.layout.cuts, (1, *factors), strict=True)]
     even = [Cut(c.size, (*(p // f * f for p in c.points[:-1]), c.size), c.axes) for c, f in wide]
-    mine = tile.with_layout(Layout(tuple(even), tile.layout.axes)).local
+    block = tile.with_layout(Layout(tuple(even), tile.layout.axes)).local
     halved = [
         Cut(-(-c.size // f), tuple(-(-p // f) for p in c.points), c.axes) for c, (_, f) in zip(even, wide, strict=True)
     ]
-    made = (_mean_of_blocks if how == "mean" else _mode_of_blocks)(_whole_blocks(mine, factors), factors)
-    return Tile(made.to(mine.dtype), Layout(tuple(halved), tile.layout.axes), tile.mesh)
+    coarse = (_mean_of_blocks if rule == "mean" else _mode_of_blocks)(_whole_blocks(block, factors), factors)
+    return Tile(coarse.to(block.dtype), Layout(tuple(halved), tile.layout.axes), tile.mesh)
 
 
 def _whole_blocks(block: Tensor, factors: Sequence[int]) -> Tensor:

@@ -24,9 +24,17 @@ from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.augment import AskedAugmentations, Augmentation, OwnAugmentation
 from jigsaw.io.volumes.foreground import Foreground, find_foreground
 from jigsaw.io.volumes.intensities import intensities_of_volumes
-from jigsaw.io.volumes.orientation import AxisTurn, checked_orientation, differing_orientations, orientation_codes
 from jigsaw.io.volumes.respacing import GridRespacing, checked_spacing
-from jigsaw.io.volumes.volume import AffineMatrix, RenamedLabels, StoredVolume, checked_dims
+from jigsaw.io.volumes.volume import (
+    AffineMatrix,
+    AxisTurn,
+    RenamedLabels,
+    StoredVolume,
+    checked_dims,
+    checked_orientation,
+    differing_orientations,
+    orientation_codes,
+)
 from jigsaw.io.volumes.volume_dataset import Volumes, whole_volume_sizes
 from jigsaw.tile.misuse import warn_once
 
@@ -126,8 +134,9 @@ def open_volumes(
     """
     named = checked_dims(dims)
     checked_choice("missing", missing, MISSING_RULES)
-    pictures = _given_volumes("images", images, image_array, level, named, missing)
-    maps = () if labels is None else _given_labels(labels, label_array, level, named, missing)
+    picture = StoredVolume((), image_array, level, given_dims=named, missing=missing)
+    pictures = _given_volumes("images", images, picture)
+    maps = () if labels is None else _given_labels(labels, replace(picture, array=label_array))
     if labels is not None and len(pictures) != len(maps):
         raise FieldError(
             f"{len(pictures)} images and {len(maps)} labels: each image needs its label map, or None in its place"
@@ -150,8 +159,12 @@ def open_volumes(
         warn_of_idle_readers(axes, pictures[0].dims)
     label_type = checked_dtype("label_dtype", label_dtype, _LABEL_DTYPES)
     filled = _label_fill(label_fill, label_type)
+    try:
+        image_fill = float(fill)
+    except (TypeError, ValueError) as e:
+        raise FieldError(f"fill={fill!r} must be a number, what stands where an image has no voxel") from e
     renamed = RenamedLabels.of(label_map, label_type, filled)
-    made = Volumes(
+    opened = Volumes(
         images=pictures,
         labels=maps,
         mesh=device_mesh,
@@ -163,7 +176,7 @@ def open_volumes(
         intensities=intensities_of_volumes(normalize, window, pictures[0].channels, len(pictures)),
         dtype=checked_dtype("dtype", dtype),
         label_dtype=label_type,
-        fill=_image_fill(fill),
+        fill=image_fill,
         label_fill=filled,
         renamed=renamed,
         mode=checked_choice("mode", mode, _VOLUME_MODES),
@@ -171,32 +184,28 @@ def open_volumes(
         augment=AskedAugmentations.of(augment),
         seed=seed,
     )
-    for step in made.augment.steps:
-        for volume in range(len(made.images)):
-            step.check_fits(made.sample_grid(volume))
-    _check_nothing_beyond(made)
-    for index in range(0, len(made), crops):
-        made.plans_of(
-            made.crop(index), made.frame_of([index])
-        )  # what cannot be planned is refused here, not at the first batch
-    return replace(made, found=find_foreground(maps, foreground, device_mesh, renamed)) if foreground else made
+    for step in opened.augment.steps:
+        for volume in range(len(opened.images)):
+            step.check_fits(opened.sample_grid(volume))
+    _check_nothing_beyond(opened)
+    for index in range(0, len(opened), crops):  # what cannot be planned is refused here, not at the first batch
+        opened.plans_of(opened.crop(index), opened.frame_of([index]))
+    return replace(opened, found=find_foreground(maps, foreground, device_mesh, renamed)) if foreground else opened
 
 
-def _check_nothing_beyond(made: Volumes) -> None:
-    """Raise `GridError` where rows beyond a crop are asked for but cannot be had. Crops are then not boxes of the
-    stored scan, or the rows would be clipped.
-    """
-    for dim, rule in zip(made.frame.dims, made.frame.boundary, strict=True):
-        if rule.rule == "fill" and not all(each.holds(rule.value) for each in made.intensities):
-            low, high = made.intensities[0].low[0], made.intensities[0].high[0]
+def _check_nothing_beyond(opened: Volumes) -> None:
+    """Raise `GridError` where rows beyond a crop are asked for but cannot be had."""
+    for dim, rule in zip(opened.frame.dims, opened.frame.boundary, strict=True):
+        if rule.rule == "fill" and not all(each.holds(rule.value) for each in opened.intensities):
+            low, high = opened.intensities[0].low[0], opened.intensities[0].high[0]
             raise GridError(
                 f"boundary={{{dim!r}: ...}} fills with {rule.value:g}, which window= would clip to {low:g}..{high:g}; "
                 "fill with a number of this range"
             )
-    if not any(rule.is_beyond for rule in made.frame.boundary):
+    if not any(rule.is_beyond for rule in opened.frame.boundary):
         return
-    moved = [f"augment=: {step}" for step in made.augment.steps]
-    moved += ["spacing="] * any(image.respacing for image in made.images)
+    moved = [f"augment=: {step}" for step in opened.augment.steps]
+    moved += ["spacing="] * any(image.respacing for image in opened.images)
     if moved:
         raise GridError(
             f"{moved[0]} with boundary=, whose rows beyond a crop are those of the scan as it is stored; "
@@ -204,19 +213,19 @@ def _check_nothing_beyond(made: Volumes) -> None:
         )
 
 
-def _volume_space(images: Sequence[StoredVolume], crop: Sequence[int] | None, *how: Any) -> SampleSpace:
+def _volume_space(images: Sequence[StoredVolume], crop: Sequence[int] | None, *cuts: Any) -> SampleSpace:
     """Return how crops are cut; for whole volumes that of the largest, once each of them can be cut."""
     dims = images[0].dims
     if crop is not None:
-        return _crop_space(_crop_sizes(crop, dims), *how)
-    spaces = {shape: _crop_space(dict(zip(dims, shape, strict=True)), *how) for shape in {i.shape for i in images}}
+        return _crop_space(_crop_sizes(crop, dims), *cuts)
+    spaces = {shape: _crop_space(dict(zip(dims, shape, strict=True)), *cuts) for shape in {i.shape for i in images}}
     rows = [whole_volume_sizes(shape, space.align) for shape, space in spaces.items()]
-    return _crop_space(dict(zip(dims, map(max, zip(*rows, strict=True)), strict=True)), *how)
+    return _crop_space(dict(zip(dims, map(max, zip(*rows, strict=True)), strict=True)), *cuts)
 
 
-def _crop_space(sizes: Mapping[str, int], *how: Any) -> SampleSpace:
+def _crop_space(sizes: Mapping[str, int], *cuts: Any) -> SampleSpace:
     """Return the space of crops. Raises: `GridError` for a boundary that joins ends, which crops lack; `HaloError`."""
-    frame = SampleSpace.of(sizes, *how).on({})
+    frame = SampleSpace.of(sizes, *cuts).on({})
     for dim, wraps in zip(frame.dims, frame.periodic, strict=True):
         if wraps:
             others = "'reflect', 'replicate' or ('fill', number)"
@@ -224,46 +233,39 @@ def _crop_space(sizes: Mapping[str, int], *how: Any) -> SampleSpace:
     return frame
 
 
-def _given_volumes(
-    name: str, given: Sequence[GivenVolume], array: str | None, level: int, dims: tuple[str, ...] | None, missing: str
-) -> tuple[StoredVolume, ...]:
-    if isinstance(given, str | os.PathLike) or not len(given):
-        raise FieldError(f"{name}={given!r} must be a list of at least one path, like {name}=sorted(glob('*.nii.gz'))")
-    stores = (tuple(each) if isinstance(each, list | tuple) else (each,) for each in given)
-    return tuple(StoredVolume(each, array, level, given_dims=dims, missing=missing) for each in stores)
+def _given_volumes(name: str, volumes: Sequence[GivenVolume], form: StoredVolume) -> tuple[StoredVolume, ...]:
+    if isinstance(volumes, str | os.PathLike) or not len(volumes):
+        raise FieldError(
+            f"{name}={volumes!r} must be a list of at least one path, like {name}=sorted(glob('*.nii.gz'))"
+        )
+    stores = (tuple(each) if isinstance(each, list | tuple) else (each,) for each in volumes)
+    return tuple(replace(form, given=each) for each in stores)
 
 
-def _given_labels(
-    given: Sequence[GivenVolume | None], array: str | None, level: int, dims: tuple[str, ...] | None, missing: str
-) -> tuple[StoredVolume | None, ...]:
-    if isinstance(given, str | os.PathLike) or not any(each is None for each in given):
-        return _given_volumes("labels", given, array, level, dims, missing)
-    there = [each for each in given if each is not None]
-    if not there:
-        raise FieldError(f"labels={given!r} names no label map; give labels=None where no image has one")
-    found = iter(_given_volumes("labels", there, array, level, dims, missing))
-    return tuple(None if each is None else next(found) for each in given)
+def _given_labels(labels: Sequence[GivenVolume | None], form: StoredVolume) -> tuple[StoredVolume | None, ...]:
+    if isinstance(labels, str | os.PathLike) or not any(each is None for each in labels):
+        return _given_volumes("labels", labels, form)
+    present = [each for each in labels if each is not None]
+    if not present:
+        raise FieldError(f"labels={labels!r} names no label map; give labels=None where no image has one")
+    opened = iter(_given_volumes("labels", present, form))
+    return tuple(None if each is None else next(opened) for each in labels)
 
 
 def _turn_volumes(
     images: Sequence[StoredVolume], labels: Sequence[StoredVolume | None], codes: str | None
 ) -> tuple[tuple[StoredVolume, ...], tuple[StoredVolume | None, ...]]:
-    """Turn images and label maps so that axes run as `codes` say. Raises: `GridError` for an image without an
-    affine.
-    """
+    """Turn images and label maps so that axes run as `codes` say. Raises: `GridError` without an affine."""
     if codes is None:
         return tuple(images), tuple(labels)
-    turns = [_turn_of(image, codes) for image in images]
-    found = [
+    for image in images:
+        _check_has_affine(image, f"orientation={codes!r}", "orientation=")
+    turns = [AxisTurn.of(image.affine, codes) for image in images]
+    maps = [
         label and label.turned(AxisTurn.of(label.affine, codes) if label.affines else turn)
         for label, turn in zip(labels, turns, strict=False)
     ]
-    return tuple(image.turned(turn) for image, turn in zip(images, turns, strict=True)), tuple(found)
-
-
-def _turn_of(image: StoredVolume, codes: str) -> AxisTurn:
-    _check_has_affine(image, f"orientation={codes!r}", "orientation=")
-    return AxisTurn.of(image.affine, codes)
+    return tuple(image.turned(turn) for image, turn in zip(images, turns, strict=True)), tuple(maps)
 
 
 def _respace_volumes(
@@ -282,7 +284,6 @@ def _respace_volumes(
 
 
 def _check_has_affine(image: StoredVolume, asked: str, argument: str) -> None:
-    """Raise `GridError` for an image whose place in the world is unknown."""
     if not image.affines:
         raise GridError(
             f"{asked}: {image.url} has no affine, so nobody knows how it lies; write one into its "
@@ -305,9 +306,9 @@ def _check_volumes_match(images: Sequence[StoredVolume], labels: Sequence[Stored
     maps = [label for label in labels if label is not None]
     for kind, volumes in (("channels", images), ("channels", maps), ("dims", [*images, *maps])):
         for other in volumes[1:]:
-            mine, theirs = getattr(volumes[0], kind), getattr(other, kind)
-            if mine != theirs:
-                raise GridError(f"{volumes[0].url} has {kind} {mine} and {other.url} {theirs}: they make no one batch")
+            own, theirs = getattr(volumes[0], kind), getattr(other, kind)
+            if own != theirs:
+                raise GridError(f"{volumes[0].url} has {kind} {own} and {other.url} {theirs}: they make no one batch")
     for each in images:
         _check_affines_match(each, "the channels of one image", each.affines)
     for image, label in zip(images, labels, strict=False):
@@ -335,13 +336,6 @@ def _crop_sizes(crop: Sequence[int], dims: Sequence[str]) -> dict[str, int]:
     if not isinstance(crop, Sequence) or len(crop) != len(dims) or not all(is_whole_number(n) and n >= 1 for n in crop):
         raise GridError(f"crop={crop!r} must be {len(dims)} whole numbers >= 1, of the dims {', '.join(dims)}")
     return {d: int(n) for d, n in zip(dims, crop, strict=True)}
-
-
-def _image_fill(fill: Any) -> float:
-    try:
-        return float(fill)
-    except (TypeError, ValueError) as e:
-        raise FieldError(f"fill={fill!r} must be a number, what stands where an image has no voxel") from e
 
 
 def _label_fill(fill: Any, dtype: torch.dtype) -> int:

@@ -35,17 +35,14 @@ def checked_spacing(spacing: Any, dims: Sequence[str]) -> tuple[float, ...] | No
     if spacing is None:
         return None
     is_each = isinstance(spacing, Sequence | np.ndarray) and len(spacing) > 0
-    given: tuple[Any, ...] = tuple(spacing) if is_each else (spacing,) * len(dims)
-    if len(given) != len(dims) or not all(_is_distance(each) for each in given):
+    distances: tuple[Any, ...] = tuple(spacing) if is_each else (spacing,) * len(dims)
+    numbers = [n for n in distances if isinstance(n, int | float | np.number) and not isinstance(n, bool)]
+    if len(distances) != len(dims) or len(numbers) < len(dims) or not all(0 < float(n) < math.inf for n in numbers):
         raise FieldError(
             f"spacing={spacing!r} must be a number > 0, or {len(dims)} of them, of the dims {', '.join(dims)}: the "
             "distance of voxels in the unit of the files, mm in most"
         )
-    return tuple(map(float, given))
-
-
-def _is_distance(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and 0 < float(value) < math.inf
+    return tuple(map(float, distances))
 
 
 @dataclass(frozen=True)
@@ -68,10 +65,10 @@ class GridRespacing:
         have = np.linalg.norm(axes, axis=0)
         tilts = np.abs(np.triu((axes / have).T @ (axes / have), 1))
         if tilts.max(initial=0) > _ALIKE:
-            one, other = divmod(int(tilts.argmax()), len(dims))
-            apart = math.degrees(math.asin(min(1.0, tilts[one, other])))
+            a, b = divmod(int(tilts.argmax()), len(dims))
+            apart = math.degrees(math.asin(min(1.0, tilts[a, b])))
             raise GridError(
-                f"{url} is sheared: its axes {dims[one]} and {dims[other]} are {apart:.3g} degrees off a right angle, "
+                f"{url} is sheared: its axes {dims[a]} and {dims[b]} are {apart:.3g} degrees off a right angle, "
                 "and spacing= resamples along each axis by itself; resample it beforehand, or leave spacing= out"
             )
         steps = [
@@ -83,15 +80,15 @@ class GridRespacing:
 
     def respaced_affine(self, affine: NDArray[np.float64], dims: Sequence[str]) -> NDArray[np.float64]:
         """Return the affine of the new voxels; `affine` is that of the stored ones."""
-        found = affine.copy()
+        respaced = affine.copy()
         for d, step in zip(dims, self.step, strict=True):
-            found[:3, "xyz".index(d)] *= step
-        return found
+            respaced[:3, "xyz".index(d)] *= step
+        return respaced
 
     def nearest_voxel(self, stored: Sequence[int]) -> tuple[int, ...]:
         """Return the new voxel that is nearest to a stored one."""
-        found = zip(stored, self.step, self.sizes, strict=True)
-        return tuple(min(round(row / step), size - 1) for row, step, size in found)
+        places = zip(stored, self.step, self.sizes, strict=True)
+        return tuple(min(round(row / step), size - 1) for row, step, size in places)
 
     def places(self, d: int, rows: Interval) -> NDArray[np.float64]:
         """Return where rows of the new grid lie among the stored ones."""
@@ -100,10 +97,10 @@ class GridRespacing:
 
 @dataclass(frozen=True)
 class RespaceStep(VoxelStep):
-    """Stored voxels to those of another grid: the first of the window is the row `offset` of the new and of the old.
+    """Stored voxels to those of another grid: the window begins at the row `offset` of the new and of the old one.
 
-    Images are interpolated linearly, labels (`nearest`) take the nearest stored voxel, of two as near that of the even
-    row; then images are clipped, and what lies beyond the volume is `fill`.
+    Images are interpolated linearly; labels (`nearest`) take the nearest stored voxel, of two as near that of the even
+    row. Then images are clipped, and what lies beyond the volume is `fill`.
     """
 
     grid: GridRespacing
@@ -148,18 +145,18 @@ class RespaceStep(VoxelStep):
             self.intensities.clip_values(block.numpy())
         if tuple(block.shape[1:]) == shape:
             return block
-        found = block.new_full((block.shape[0], *shape), self.fill)
+        whole = block.new_full((block.shape[0], *shape), self.fill)
         spans = zip(inside, target, self.offset, strict=True)
-        found[(slice(None), *(slice(a - first - at, b - first - at) for (a, b), (first, _), at in spans))] = block
-        return found
+        whole[(slice(None), *(slice(a - first - at, b - first - at) for (a, b), (first, _), at in spans))] = block
+        return whole
 
     def _between(self, block: Tensor, d: int, rows: Interval, first: int) -> Tensor:
         """Interpolate the rows of a dim from a block that begins at the row `first` of the window."""
         below, part = self._stored_rows(d, rows)
         index = torch.from_numpy(below - self.offset[d] - first)
-        one = block.index_select(1 + d, index)
+        lower = block.index_select(1 + d, index)
         if not part.any():
-            return one
-        other = block.index_select(1 + d, index + torch.from_numpy((part > 0).astype(np.int64)))
+            return lower
+        upper = block.index_select(1 + d, index + torch.from_numpy((part > 0).astype(np.int64)))
         weight = torch.from_numpy(part).to(block.dtype)
-        return one + (other - one) * weight.reshape([-1 if k == d else 1 for k in range(block.ndim - 1)])
+        return lower + (upper - lower) * weight.reshape([-1 if k == d else 1 for k in range(block.ndim - 1)])

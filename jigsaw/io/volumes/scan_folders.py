@@ -55,17 +55,17 @@ def find_scans(folder: str | os.PathLike[str], channels: Sequence[str] | None = 
         return _nnunet_scans(root, part, channels)
     if any(root.glob("sub-*/")):
         return _bids_scans(root, channels)
-    there = ", ".join(sorted(p.name for p in root.iterdir())[:8]) if root.is_dir() else "no such folder"
+    names = ", ".join(sorted(p.name for p in root.iterdir())[:8]) if root.is_dir() else "no such folder"
     raise FieldError(
-        f"{root} is laid out neither as nnU-Net (images{part}/) nor as BIDS (sub-*/): {there}; give open_volumes "
+        f"{root} is laid out neither as nnU-Net (images{part}/) nor as BIDS (sub-*/): {names}; give open_volumes "
         "lists of paths instead"
     )
 
 
 def _scans_in(folder: Path) -> dict[str, Path]:
     """Return the scans of a folder, by their names without suffix."""
-    found = {p.name[: -len(end)]: p for end in _SCAN_ENDINGS for p in folder.glob(f"*{end}")}
-    return dict(sorted(found.items()))
+    scans = {p.name[: -len(end)]: p for end in _SCAN_ENDINGS for p in folder.glob(f"*{end}")}
+    return dict(sorted(scans.items()))
 
 
 def _told(scans: list[list[str]], labels: list[str | None], where: str) -> FoundScans:
@@ -101,8 +101,8 @@ def _channels_of_dataset(root: Path) -> dict[str, str]:
     """Return the names of channels by number, as ``dataset.json`` has them, if that exists."""
     about = root / "dataset.json"
     try:
-        given: Any = json.loads(about.read_text()) if about.is_file() else {}
-        named: Any = given.get("channel_names", given.get("modality", {}))
+        facts: Any = json.loads(about.read_text()) if about.is_file() else {}
+        named: Any = facts.get("channel_names", facts.get("modality", {}))
         return {f"{int(number):04d}": str(name) for number, name in named.items()}
     except (AttributeError, ValueError) as e:  # no JSON, no mapping, no numbers
         raise FieldError(
@@ -111,11 +111,11 @@ def _channels_of_dataset(root: Path) -> dict[str, str]:
 
 
 def _channel_numbers(
-    root: Path, names: Mapping[str, str], channels: Sequence[str] | None, there: list[str]
+    root: Path, names: Mapping[str, str], channels: Sequence[str] | None, present: list[str]
 ) -> list[str]:
     if channels is None:
-        return there
-    numbers = {name: number for number, name in names.items() if number in there}
+        return present
+    numbers = {name: number for number, name in names.items() if number in present}
     unknown = [name for name in channels if name not in numbers]
     if unknown:
         about, known = root / "dataset.json", ", ".join(numbers) or "none"
@@ -144,20 +144,20 @@ def _bids_scans(root: Path, channels: Sequence[str] | None) -> FoundScans:
                 _keep_only(labels, scan, path, "label maps")
             elif subject not in derived:
                 _keep_only(images.setdefault(scan, {}), suffix, path, f"{suffix} files")
-    there = sorted({suffix for suffixes in images.values() for suffix in suffixes})
-    if channels is None and len(there) > 1:
-        raise FieldError(f"{root} has {', '.join(there)}; say which are the channels, like channels=[{there[0]!r}]")
-    wanted = there if channels is None else list(channels)
-    if unknown := [name for name in wanted if name not in there]:
-        raise FieldError(f"channels={wanted}: {root} has {', '.join(there) or 'no scans'}, not {unknown[0]!r}")
+    kinds = sorted({suffix for suffixes in images.values() for suffix in suffixes})
+    if channels is None and len(kinds) > 1:
+        raise FieldError(f"{root} has {', '.join(kinds)}; say which are the channels, like channels=[{kinds[0]!r}]")
+    wanted = kinds if channels is None else list(channels)
+    if unknown := [name for name in wanted if name not in kinds]:
+        raise FieldError(f"channels={wanted}: {root} has {', '.join(kinds) or 'no scans'}, not {unknown[0]!r}")
     cases = sorted(scan for scan, suffixes in images.items() if any(name in suffixes for name in wanted))
     scans = [[str(_channel_of(scan, images[scan], name)) for name in wanted] for scan in cases]
     return _told(scans, [str(labels[s]) if s in labels else None for s in cases], str(root))
 
 
-def _keep_only(found: dict[str, Path], name: str, path: Path, what: str) -> None:
-    if name in found:
+def _keep_only(files: dict[str, Path], name: str, path: Path, what: str) -> None:
+    if name in files:
         raise FieldError(
-            f"{found[name]} and {path} are both {what} of one scan; give open_volumes lists of paths instead"
+            f"{files[name]} and {path} are both {what} of one scan; give open_volumes lists of paths instead"
         )
-    found[name] = path
+    files[name] = path

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,104 @@ from jigsaw.io.formats.store import open_store
 from jigsaw.io.series.coords import role_of_dim
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart
 from jigsaw.io.series.times import is_whole_number
-from jigsaw.io.volumes.orientation import AxisTurn
 from jigsaw.io.volumes.respacing import GridRespacing
 
 GIVEN_DIMS = ("channel", "z", "y", "x")
 """Dims that a volume may have, by the names that `dims=` gives, in the order of an array without names."""
+
+
+# -- axes in the world, in nibabel's terms and with its results -------------------------------------------------------
+
+
+_VOXEL_AXES = "xyz"
+_WORLD_ENDS = ("LR", "PA", "IS")
+"""Names of the low and the high end of each axis of the world."""
+
+
+def orientation_codes(affine: NDArray[np.float64]) -> str:
+    """Return the world ends that x, y and z run towards, as ``"RAS"`` or ``"LPS"``: nibabel's ``aff2axcodes``."""
+    return "".join(_WORLD_ENDS[axis][sign > 0] for axis, sign in _world_axes(affine))
+
+
+def _world_axes(affine: NDArray[np.float64]) -> tuple[tuple[int, int], ...]:
+    """Return for x, y and z the world axis that each runs along most, and its sign: nibabel's ``io_orientation``."""
+    columns = affine[:3, :3] / np.linalg.norm(affine[:3, :3], axis=0)
+    u, _, v = np.linalg.svd(columns)
+    turned = u @ v  # the closest rotation: shears are out
+    axes = dict[int, tuple[int, int]]()
+    # the surest first, so that an axis that lies between two takes what the others leave
+    for voxel in np.argsort(np.min(-(turned**2), axis=0), kind="stable").tolist():
+        world = int(np.argmax(np.abs(turned[:, voxel])))
+        axes[voxel] = world, 1 if turned[world, voxel] > 0 else -1
+        turned[world] = 0
+    return tuple(axes[voxel] for voxel in range(3))
+
+
+@dataclass(frozen=True)
+class AxisTurn:
+    """Turn of the stored x, y and z: the axis that each becomes, and whether it then runs the other way."""
+
+    to: tuple[int, ...]
+    flipped: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, affine: NDArray[np.float64], codes: str) -> AxisTurn:
+        """Return the turn that makes axes placed by `affine` run towards the ends that `codes` name."""
+        asked = [next(w for w, ends in enumerate(_WORLD_ENDS) if code in ends) for code in codes]
+        have = _world_axes(affine)
+        targets = tuple(asked.index(world) for world, _ in have)
+        signs = [1 if code == _WORLD_ENDS[world][1] else -1 for code, world in zip(codes, asked, strict=True)]
+        return cls(targets, tuple(sign != signs[axis] for axis, (_, sign) in zip(targets, have, strict=True)))
+
+    def role(self, role: str) -> str:
+        """Return the role that a stored dim of this role gets; any but x, y, z keeps its own."""
+        return _VOXEL_AXES[self.to[_VOXEL_AXES.index(role)]] if role and role in _VOXEL_AXES else role
+
+    def flips(self, role: str) -> bool:
+        """Say whether the stored dim of this role is read backwards."""
+        return bool(role) and role in _VOXEL_AXES and self.flipped[_VOXEL_AXES.index(role)]
+
+    def check_dims(self, url: str, roles: tuple[str, ...]) -> None:
+        """Raise `GridError` for a plane whose dims would no longer be y and x."""
+        space = {role for role in roles if role and role in _VOXEL_AXES}
+        if {self.role(role) for role in space} != space:
+            raise GridError(
+                f"{url} is a plane of {', '.join(sorted(space))}, and orientation= would make another dim of one; give "
+                "the orientation that it has, leave orientation= out, or store it as a volume"
+            )
+
+    def turned_affine(self, affine: NDArray[np.float64], sizes: dict[str, int]) -> NDArray[np.float64]:
+        """Return the affine of the turned voxels of a volume that is stored with these sizes."""
+        back = np.zeros((4, 4))
+        back[3, 3] = 1
+        for stored, (target, flipped) in enumerate(zip(self.to, self.flipped, strict=True)):
+            back[stored, target] = -1 if flipped else 1
+            back[stored, 3] = sizes.get(_VOXEL_AXES[stored], 1) - 1 if flipped else 0
+        return affine @ back
+
+
+def checked_orientation(orientation: Any) -> str | None:
+    """Check an orientation and return it in capitals. Raises: `FieldError` for anything else."""
+    if orientation is None:
+        return None
+    codes = orientation.upper() if isinstance(orientation, str) else ""
+    if (
+        sorted(w for code in codes for w, ends in enumerate(_WORLD_ENDS) if code in ends) != [0, 1, 2]
+        or len(codes) != 3
+    ):
+        raise FieldError(
+            f"orientation={orientation!r} must say towards which end x, y and z run, by one letter each of L or R, "
+            "P or A, I or S, like 'RAS'"
+        )
+    return codes
+
+
+def differing_orientations(named: list[tuple[str, str]]) -> str:
+    """Describe the first two of (name, orientation) that differ; empty where all are alike."""
+    for (first, own), (other, theirs) in pairwise(named):
+        if own != theirs:
+            return f"{first} is stored {own} and {other} {theirs}"
+    return ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,26 +137,26 @@ class ArrayVolume:
         return self.values[box_slices(box)]
 
 
-def values_of_array(given: Any) -> NDArray[Any] | None:
+def values_of_array(array: Any) -> NDArray[Any] | None:
     """Return the values of an array or tensor, not copied where numpy has their dtype; None for anything else."""
-    if isinstance(given, torch.Tensor):
-        given = given.detach().cpu()
-        given = (given.float() if given.dtype == torch.bfloat16 else given).numpy()
-    if not isinstance(given, np.ndarray):
+    if isinstance(array, torch.Tensor):
+        array = array.detach().cpu()
+        array = (array.float() if array.dtype == torch.bfloat16 else array).numpy()
+    if not isinstance(array, np.ndarray):
         return None
-    return given.view(np.uint8) if given.dtype == bool else given
+    return array.view(np.uint8) if array.dtype == bool else array
 
 
 def store_of_array(values: NDArray[Any], dims: Sequence[str] | None) -> ArrayStore:
     """Return the array as a store. Raises: `GridError` for another number of dims than those of a volume."""
     usual = GIVEN_DIMS[-values.ndim :] if 2 <= values.ndim <= len(GIVEN_DIMS) else ()
-    found = _dims_for(values.ndim, usual if dims is None else dims)
-    if not found:
+    names = _dims_for(values.ndim, usual if dims is None else dims)
+    if not names:
         wanted = "[C, z, y, x], [z, y, x] or [y, x]" if dims is None else f"[{', '.join(dims)}]"
         raise GridError(
             f"an array of shape {values.shape} is no volume {wanted}; name its dims, like dims=('x', 'y', 'z')"
         )
-    named = open_array_source(ArrayVolume(values, found))
+    named = open_array_source(ArrayVolume(values, names))
     return replace(named, url=f"array {list(values.shape)} of {values.dtype}")
 
 
@@ -72,7 +166,8 @@ def with_given_dims(store: ArrayStore, dims: Sequence[str] | None) -> ArrayStore
         return store
     named = {name: _dims_for(len(table.shape), dims) for name, table in store.arrays.items()}
     tables = {
-        name: replace(store.arrays[name], dims=found) if found else store.arrays[name] for name, found in named.items()
+        name: replace(store.arrays[name], dims=own_dims) if own_dims else store.arrays[name]
+        for name, own_dims in named.items()
     }
     return replace(store, arrays=tables)
 
@@ -80,22 +175,21 @@ def with_given_dims(store: ArrayStore, dims: Sequence[str] | None) -> ArrayStore
 def _dims_for(count: int, dims: Sequence[str]) -> tuple[str, ...] | None:
     """Return those of the given dims that an array with so many has: a label map may lack the channels."""
     whole = tuple(dims)
-    return next(
-        (each for each in (whole, tuple(d for d in whole if d != "channel")) if each and len(each) == count), None
-    )
+    space = tuple(d for d in whole if d != "channel")
+    return next((names for names in (whole, space) if names and len(names) == count), None)
 
 
 def checked_dims(dims: Any) -> tuple[str, ...] | None:
     """Check and return the dims of a volume. Raises: `FieldError` for anything that does not name them."""
     if dims is None:
         return None
-    found = tuple(dims) if isinstance(dims, Sequence) and not isinstance(dims, str) else ()
-    if not {"y", "x"} <= set(found) <= set(GIVEN_DIMS) or len(set(found)) != len(found):
+    names = tuple(dims) if isinstance(dims, Sequence) and not isinstance(dims, str) else ()
+    if not {"y", "x"} <= set(names) <= set(GIVEN_DIMS) or len(set(names)) != len(names):
         raise FieldError(
             f"dims={dims!r} must name each stored dim once, in their order: y and x, and 'z' and 'channel' where there "
             "are such, like dims=('channel', 'z', 'y', 'x')"
         )
-    return found
+    return names
 
 
 VOLUME_DIMS = ("z", "y", "x")
@@ -118,6 +212,12 @@ class VolumeArray:
     @property
     def channels(self) -> int:
         return self.table.shape[self.roles.index(CHANNEL_ROLE)] if CHANNEL_ROLE in self.roles else 1
+
+    def turned(self, turn: AxisTurn | None) -> VolumeArray:
+        if turn is None:
+            return self
+        flip = tuple(d for d, role in enumerate(self.roles) if turn.flips(role))
+        return VolumeArray(self.table, tuple(map(turn.role, self.roles)), flip)
 
     def size(self, dim: str) -> int:
         return self.table.shape[self.roles.index(dim)]
@@ -145,13 +245,13 @@ class VolumeArray:
         """Return the part that is read for a window of (start, stop) rows; its channels begin at `channel`."""
         channels: IndexPicks = tuple((c, channel + c) for c in range(self.channels))
         taken = {CHANNEL_ROLE: (channels, 1), "": (((0, 0),), DROPPED_DIM)}
-        picks, to = zip(*(taken.get(role) or (None, 2 + space.index(role)) for role in self.roles), strict=True)
+        picks, targets = zip(*(taken.get(role) or (None, 2 + space.index(role)) for role in self.roles), strict=True)
         at = ((0, 0),) if CHANNEL_ROLE in self.roles else ((0, 0), (1, channel))
         first = tuple(
             self.size(role) - window[role][1] if d in self.flip else window.get(role, (0, 0))[0]
             for d, role in enumerate(self.roles)
         )
-        return ReadPart(name, picks, to, at, self.flip, first)
+        return ReadPart(name, picks, targets, at, self.flip, first)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,8 +272,8 @@ class StoredVolume:
     missing: str = "error"
 
     def __repr__(self) -> str:
-        given = [each if values_of_array(each) is None else type(each).__name__ for each in self.given]
-        return f"Volume({redacted_text(repr(tuple(given)))}, array={self.array!r}, level={self.level})"
+        names = [each if values_of_array(each) is None else type(each).__name__ for each in self.given]
+        return f"Volume({redacted_text(repr(tuple(names)))}, array={self.array!r}, level={self.level})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -198,18 +298,18 @@ class StoredVolume:
 
     @cached_property
     def _stores(self) -> tuple[ArrayStore, ...]:
-        return tuple(_open_level(given, self.level, self.given_dims) for given in self.given)
+        return tuple(_open_level(source, self.level, self.given_dims) for source in self.given)
 
     @cached_property
     def stored(self) -> tuple[VolumeArray, ...]:
         """Its arrays.  Raises: `GridError` when they lie on different grids."""
-        found = tuple(_turn_array(_find_array(store, self.array), self.turn) for store in self._stores)
-        first = found[0]
-        for store, other in zip(self._stores, found, strict=True):
-            mine, theirs = ({d: s.size(d) for d in VOLUME_DIMS if d in s.roles} for s in (first, other))
-            if mine != theirs:
-                raise GridError(f"{self.url} has {mine} and {store.url} {theirs}: channels of one image share a grid")
-        return found
+        arrays = tuple(_find_array(store, self.array).turned(self.turn) for store in self._stores)
+        first = arrays[0]
+        for store, other in zip(self._stores, arrays, strict=True):
+            own, theirs = ({d: s.size(d) for d in VOLUME_DIMS if d in s.roles} for s in (first, other))
+            if own != theirs:
+                raise GridError(f"{self.url} has {own} and {store.url} {theirs}: channels of one image share a grid")
+        return arrays
 
     @property
     def dims(self) -> tuple[str, ...]:
@@ -236,15 +336,15 @@ class StoredVolume:
     def parts(self, window: Sequence[Interval]) -> tuple[ReadPart, ...]:
         """Return the part of each array that a window takes, given as stored (start, stop) rows along each dim."""
         at, channel = dict(zip(self.dims, window, strict=True)), 0
-        found: list[ReadPart] = []
+        parts: list[ReadPart] = []
         for i, stored in enumerate(self.stored):
-            found.append(stored.part(_plan_name(i, stored), at, channel, self.dims))
+            parts.append(stored.part(_plan_name(i, stored), at, channel, self.dims))
             channel += stored.channels
-        return tuple(found)
+        return tuple(parts)
 
     def read_window(self, window: Sequence[Interval]) -> NDArray[Any]:
         r"""Read the values [C, \*space] of stored rows, by this rank alone."""
-        at, found = dict(zip(self.dims, window, strict=True)), list[NDArray[Any]]()
+        at, blocks = dict(zip(self.dims, window, strict=True)), list[NDArray[Any]]()
         for stored in self.stored:
             rows = [at.get(role, (0, n)) for role, n in zip(stored.roles, stored.table.shape, strict=True)]
             box = tuple(
@@ -252,16 +352,18 @@ class StoredVolume:
                 for d, ((a, b), n) in enumerate(zip(rows, stored.table.shape, strict=True))
             )
             values = stored.unpacked(read_table_box(stored.table, box, self.missing))
-            found.append(np.moveaxis(stored.in_order(values, self.dims), -1, 0))
-        return np.concatenate(found)
+            blocks.append(np.moveaxis(stored.in_order(values, self.dims), -1, 0))
+        return np.concatenate(blocks)
 
     # -- the world ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def affines(self) -> tuple[tuple[str, AffineMatrix], ...]:
         """The name and affine of each of its stores that has an affine, before they are resampled."""
-        given = [(st.url, affine_of_array(st, s.table), s) for st, s in zip(self._stores, self.stored, strict=True)]
-        return tuple((url, self._turned_affine(affine, s)) for url, affine, s in given if affine is not None)
+        stored_affines = [
+            (st.url, affine_of_array(st, s.table), s) for st, s in zip(self._stores, self.stored, strict=True)
+        ]
+        return tuple((url, self._turned_affine(affine, s)) for url, affine, s in stored_affines if affine is not None)
 
     def _turned_affine(self, affine: AffineMatrix, stored: VolumeArray) -> AffineMatrix:
         turn = self.turn
@@ -298,9 +400,9 @@ def _plan_name(number: int, stored: VolumeArray) -> str:
     return f"{number}:{stored.table.name}" if number else stored.table.name
 
 
-def _open_level(given: Any, level: int, dims: tuple[str, ...] | None) -> ArrayStore:
-    values = values_of_array(given)
-    store = open_store(given) if values is None else store_of_array(values, dims)
+def _open_level(source: Any, level: int, dims: tuple[str, ...] | None) -> ArrayStore:
+    values = values_of_array(source)
+    store = open_store(source) if values is None else store_of_array(values, dims)
     if is_multiscale_group(store.attrs):
         return multiscale_level(store, level)
     if level:
@@ -308,16 +410,9 @@ def _open_level(given: Any, level: int, dims: tuple[str, ...] | None) -> ArraySt
     return with_given_dims(store, dims)
 
 
-def _turn_array(found: VolumeArray, turn: AxisTurn | None) -> VolumeArray:
-    if turn is None:
-        return found
-    flip = tuple(d for d, role in enumerate(found.roles) if turn.flips(role))
-    return VolumeArray(found.table, tuple(map(turn.role, found.roles)), flip)
-
-
 def _find_array(store: ArrayStore, array: str | None) -> VolumeArray:
-    found = {name: _space_roles(table) for name, table in store.arrays.items() if table.dtype[1] in "biuf"}
-    fitting = [name for name, roles in found.items() if {"y", "x"} <= set(roles)]
+    roles = {name: _space_roles(table) for name, table in store.arrays.items() if table.dtype[1] in "biuf"}
+    fitting = [name for name, own in roles.items() if {"y", "x"} <= set(own)]
     if array is not None and array not in fitting:
         raise MissingArrayError(f"{store.url} has no volume {array!r}; it has {', '.join(sorted(fitting)) or 'none'}")
     if array is None and len(fitting) != 1:
@@ -328,7 +423,7 @@ def _find_array(store: ArrayStore, array: str | None) -> VolumeArray:
         )
     name = array or fitting[0]
     table = store.arrays[name]
-    return VolumeArray(table, _with_channel_role(store, table, found[name]))
+    return VolumeArray(table, _with_channel_role(store, table, roles[name]))
 
 
 def _space_roles(table: ArrayTable) -> tuple[str, ...]:
@@ -370,26 +465,25 @@ class RenamedLabels:
     new: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, given: Mapping[int, int] | None, dtype: torch.dtype, fill: int) -> RenamedLabels:
-        """Make it from a mapping. Raises: `FieldError` unless it maps integers, or where it would rename missing
-        values.
-        """
-        if given is None:
+    def of(cls, renames: Mapping[int, int] | None, dtype: torch.dtype, fill: int) -> RenamedLabels:
+        """Make it from a mapping. Raises: `FieldError` unless it maps integers, and for renamed missing values."""
+        if renames is None:
             return cls()
         held = torch.iinfo(dtype)
-        if not isinstance(given, Mapping) or not all(
-            is_whole_number(old) and is_whole_number(new) and held.min <= new <= held.max for old, new in given.items()
+        if not isinstance(renames, Mapping) or not all(
+            is_whole_number(old) and is_whole_number(new) and held.min <= new <= held.max
+            for old, new in renames.items()
         ):
             raise FieldError(
-                f"label_map={given!r} must say which label becomes which, in integers that {dtype} holds, like "
+                f"label_map={renames!r} must say which label becomes which, in integers that {dtype} holds, like "
                 "label_map={2: 1, 3: 1}"
             )
-        if given.get(fill, fill) != fill:
+        if renames.get(fill, fill) != fill:
             raise FieldError(
-                f"label_map={given!r} renames {fill}, which is also label_fill, what stands where there is no label: "
+                f"label_map={renames!r} renames {fill}, which is also label_fill, what stands where there is no label: "
                 "give another label_fill, like the ignore_index of the loss"
             )
-        known = sorted((int(old), int(new)) for old, new in given.items())
+        known = sorted((int(old), int(new)) for old, new in renames.items())
         return cls(tuple(old for old, _ in known), tuple(new for _, new in known))
 
     def applied(self, values: NDArray[Any]) -> NDArray[Any]:

@@ -72,12 +72,12 @@ class VolumeCrop:
         self, volume: StoredVolume, is_label: bool, fill: float = 0, intensities: ImageIntensities | None = None
     ) -> AugmentedCrop | None:
         """Return the steps that the stored voxels of its image or label map go through; None where there are none."""
-        found = self.augmented or AugmentedCrop((), (0,) * len(self.origin), volume.shape)
-        found = found.of_labels() if is_label else found
+        steps = self.augmented or AugmentedCrop((), (0,) * len(self.origin), volume.shape)
+        steps = steps.of_labels() if is_label else steps
         if volume.respacing:
-            offset = tuple(first + at for first, at in zip(found.first, self.origin, strict=True))
-            found = found.after(RespaceStep(volume.respacing, offset, is_label, fill, intensities))
-        return found if found.steps else None
+            offset = tuple(first + at for first, at in zip(steps.first, self.origin, strict=True))
+            steps = steps.after(RespaceStep(volume.respacing, offset, is_label, fill, intensities))
+        return steps if steps.steps else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +131,11 @@ class Volumes(MeshSamples):
     @property
     def store(self) -> ArrayStore:
         """Empty store: every volume has a store of its own."""
-        return ArrayStore("volumes", {}, {}, _refuse_array)
+
+        def refuse(name: str) -> NDArray[Any]:
+            raise ReadError(f"volumes have no array {name!r} in common")
+
+        return ArrayStore("volumes", {}, {}, refuse)
 
     def identity(self) -> StoreIdentity:
         """Return the identity of some of the volumes; of many not all, because each would be opened."""
@@ -178,9 +182,9 @@ class Volumes(MeshSamples):
         index = self._index(sample)
         volume = index // self.crops
         draws = RandomDraws(self.seed, self.epoch, index)
-        found = self.found[volume] if self.found else None
+        voxels = self.found[volume] if self.found else None
         image = self.images[volume]
-        origin = crop_origin(image.shape, frame.sizes, draws, self.foreground, found, image.respacing)
+        origin = crop_origin(image.shape, frame.sizes, draws, self.foreground, voxels, image.respacing)
         return VolumeCrop(volume, origin, self._augmented(index, volume, origin, frame))
 
     def sample_grid(self, volume: int) -> SampleGrid:
@@ -213,9 +217,9 @@ class Volumes(MeshSamples):
     def plans_of(self, crop: VolumeCrop, frame: SampleSpace) -> tuple[ReadPlan, ...]:
         image = self.images[crop.volume]
         values = self.intensities[crop.volume]
-        how: dict[str, Any] = {"scale": values.scale, "offset": values.offset, "boundary": frame.boundary}
+        more: dict[str, Any] = {"scale": values.scale, "offset": values.offset, "boundary": frame.boundary}
         layout = frame.layout((1, image.channels), (None, None), axes=frame.domain)
-        plans = [self._plan_volume(image, crop, layout, is_label=False, dtype=numpy_dtype_name(self.dtype), **how)]
+        plans = [self._plan_volume(image, crop, layout, is_label=False, dtype=numpy_dtype_name(self.dtype), **more)]
         label = self.labels[crop.volume] if self.labels else None
         if label is not None:
             bare = frame.layout((1, label.channels), (None, None), halo=False, axes=frame.domain)
@@ -226,7 +230,7 @@ class Volumes(MeshSamples):
         return tuple(plans)
 
     def _plan_volume(
-        self, volume: StoredVolume, crop: VolumeCrop, layout: Layout, is_label: bool, **how: Any
+        self, volume: StoredVolume, crop: VolumeCrop, layout: Layout, is_label: bool, **more: Any
     ) -> ReadPlan:
         if chain := crop.chain(volume, is_label):
             window, first = chain.read_layout(layout, crop.origin, volume.stored_shape)
@@ -234,7 +238,7 @@ class Volumes(MeshSamples):
             window, first = _crop_layout(layout, crop.origin, volume.shape)
         rows = [(a, a + cut.size) for a, cut in zip(first, window.cuts[2:], strict=True)]
         return plan_read(
-            ReadRequest(window, volume.parts(rows), missing=volume.missing, **how), volume.tables, self.mode
+            ReadRequest(window, volume.parts(rows), missing=volume.missing, **more), volume.tables, self.mode
         )
 
     def read(
@@ -245,13 +249,13 @@ class Volumes(MeshSamples):
         *Sends*: what the plans say.
         """
         frame = frame or self.frame
-        here = frame.in_domain(mesh_coordinate(self.device_mesh()))
+        at = frame.in_domain(mesh_coordinate(self.device_mesh()))
         layouts = (
             frame.layout((len(crops), self.images[0].channels), (None, None), axes=frame.domain),
             frame.layout((len(crops), self.label_channels), (None, None), halo=False, axes=frame.domain),
         )
         names = (numpy_dtype_name(self.dtype), dtype_name(self.label_dtype))
-        blocks = [engine.memory.empty(k.local_shape(here), np.dtype(n)) for k, n in zip(layouts, names, strict=True)]
+        blocks = [engine.memory.empty(k.local_shape(at), np.dtype(n)) for k, n in zip(layouts, names, strict=True)]
         kinds = list(zip(blocks, layouts, (self.fill, self.label_fill), strict=True))
         for i, crop in enumerate(crops):
             plans, volume = self.plans_of(crop, frame), self.images[crop.volume]
@@ -260,12 +264,12 @@ class Volumes(MeshSamples):
                 if chain := crop.chain(volume, bool(is_label), fill, values):  # a label map has the grid of its image
                     source, held = (
                         VolumeRead(plan, crop.origin, fill, None if volume.respacing else values),
-                        chain.boxes(layout, here),
+                        chain.boxes(layout, at),
                     )
                     read = source.of_box(engine, chain, held[0], volume.stored_shape, block.dtype)
                     block[i] = chain.applied(torch.from_numpy(read), held, bool(is_label)).numpy()
                 else:
-                    VolumeRead(plan, crop.origin, fill, values).into(engine, block[i : i + 1], layout.held(here)[2:])
+                    VolumeRead(plan, crop.origin, fill, values).into(engine, block[i : i + 1], layout.held(at)[2:])
             if self.labels and self.labels[crop.volume] is None:
                 blocks[1][i] = self.label_fill
         if self.renamed.old:
@@ -342,7 +346,14 @@ def _crop_layout(layout: Layout, at: Sequence[int], shape: Sequence[int]) -> tup
         is_wider = not cut.wraps and 0 <= first <= size - cut.size
         low, high = (min(a for a, _ in cut.held), max(b for _, b in cut.held)) if is_wider else (0, cut.size)
         low, high = max(-first, low), min(size - first, high)
-        cuts[d] = (_widen_cut if is_wider else _clip_cut)(cut, low, high)
+        if is_wider:  # the crop's rows and its halo's, which the ranks at its ends own in this read
+            points, held = (
+                (0, *(p - low for p in cut.points[1:-1]), high - low),
+                ((a - low, b - low) for a, b in cut.held),
+            )
+            cuts[d] = Cut(high - low, points, cut.axes, tuple(held), wraps=False)
+        else:
+            cuts[d] = _clip_cut(cut, low, high)
         begins.append(first + low)
     return Layout(tuple(cuts), layout.axes), tuple(begins)
 
@@ -353,12 +364,6 @@ def _clip_cut(cut: Cut, low: int, high: int) -> Cut:
     points = tuple(min(max(p, low), high) - low for p in cut.points)
     held = tuple((min(max(a, low), high) - low, min(max(b, low), high) - low) for a, b in cut.held)
     return Cut(high - low, points, cut.axes, held)
-
-
-def _widen_cut(cut: Cut, low: int, high: int) -> Cut:
-    """Cut the rows from `low` to `high`: the crop's and its halo's, which the ranks at its ends own in this read."""
-    points = (0, *(p - low for p in cut.points[1:-1]), high - low)
-    return Cut(high - low, points, cut.axes, tuple((a - low, b - low) for a, b in cut.held), wraps=False)
 
 
 @dataclass(frozen=True)
@@ -400,7 +405,3 @@ class VolumeRead:
         engine.read(self.plan, room)
         if self.intensities:
             self.intensities.clip_values(room[0])
-
-
-def _refuse_array(name: str) -> NDArray[Any]:
-    raise ReadError(f"volumes have no array {name!r} in common")

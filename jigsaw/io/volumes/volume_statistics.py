@@ -84,8 +84,8 @@ def volume_statistics(
     numbers = [i for i in range(len(volumes.images)) if not foreground or volumes.labels[i] is not None]
     asked = tuple(dict.fromkeys(map(float, percentiles)))
     groups = [[i] for i in numbers] if each else [numbers]
-    found = [_statistics_of_group(VolumeSlabs(volumes, group, foreground), asked) for group in groups]
-    return found if each else found[0]
+    results = [_statistics_of_group(VolumeSlabs(volumes, group, foreground), asked) for group in groups]
+    return results if each else results[0]
 
 
 def _statistics_of_group(slabs: VolumeSlabs, percentiles: tuple[float, ...]) -> Statistics:
@@ -95,18 +95,18 @@ def _statistics_of_group(slabs: VolumeSlabs, percentiles: tuple[float, ...]) -> 
         tables, uppers = list[NDArray[np.float64]](), np.zeros((channels, _HALF), np.int64)
         for values in slabs.mine():
             tables.append(ChannelMoments.of(values).table)
-            for channel, one in enumerate(values if percentiles else ()):
-                uppers[channel] += np.bincount(_ordered_keys(one) >> 16, minlength=_HALF)
+            for channel, numbers in enumerate(values if percentiles else ()):
+                uppers[channel] += np.bincount(_ordered_keys(numbers) >> 16, minlength=_HALF)
         return tables, uppers
 
-    told = slabs.results(look)
-    in_order = [told[k % len(told)][0][k // len(told)] for k in range(len(slabs))]
+    by_rank = slabs.results(look)
+    in_order = [by_rank[k % len(by_rank)][0][k // len(by_rank)] for k in range(len(slabs))]
     columns = ChannelMoments.nothing(channels).add(map(ChannelMoments, in_order)).summary()
     if not columns["count"].all():
         what = "voxel of the foreground" if slabs.foreground else "number"
         raise FieldError(f"volume_statistics: {slabs.named()} has no {what} in one of its channels")
     if percentiles:
-        columns |= _percentile_columns(slabs, np.sum([uppers for _, uppers in told], axis=0), percentiles)
+        columns |= _percentile_columns(slabs, np.sum([uppers for _, uppers in by_rank], axis=0), percentiles)
     attrs = {"foreground": int(slabs.foreground), "volumes": len(slabs.numbers)}
     return Statistics(tuple(map(str, range(channels))), columns, attrs, f"statistics of {slabs.named()}")
 
@@ -127,21 +127,23 @@ def _percentile_columns(
     ]
 
     def look() -> dict[tuple[int, int], HalfCounts]:
-        found = {(c, half): np.zeros(_HALF, np.int64) for c, wanted in enumerate(halves) for half in wanted}
+        counted = {(c, half): np.zeros(_HALF, np.int64) for c, wanted in enumerate(halves) for half in wanted}
         for values in slabs.mine():
-            keys = [_ordered_keys(one) for one in values]
-            for channel, half in found:
-                mine = keys[channel]
-                found[channel, half] += np.bincount(mine[mine >> 16 == half] & (_HALF - 1), minlength=_HALF)
-        return found
+            keys = [_ordered_keys(numbers) for numbers in values]
+            for channel, half in counted:
+                own_keys = keys[channel]
+                counted[channel, half] += np.bincount(own_keys[own_keys >> 16 == half] & (_HALF - 1), minlength=_HALF)
+        return counted
 
-    told = slabs.results(look)
+    by_rank = slabs.results(look)
     values = [dict[int, float]() for _ in counts]
     for channel, (wanted, inside) in enumerate(zip(places, halves, strict=True)):
         for at, half in zip(wanted, inside, strict=True):
-            lowers = np.cumsum(sum(each[channel, half] for each in told))
+            lowers = np.cumsum(sum(each[channel, half] for each in by_rank))
             lower = int(np.searchsorted(lowers, at - starts[channel, half], "right"))
-            values[channel][at] = _value_of_key(half << 16 | lower)
+            key = half << 16 | lower
+            bits = key ^ (1 << 31) if key >> 31 else ~key & 0xFFFFFFFF
+            values[channel][at] = float(np.array(bits, np.uint32).view(np.float32))
     columns = dict[str, NDArray[np.float64]]()
     for q in percentiles:
         ends = [(*_places_around(q, int(n)), known) for n, known in zip(counts, values, strict=True)]
@@ -152,24 +154,15 @@ def _percentile_columns(
 
 
 def _places_around(q: float, count: int) -> tuple[int, int, float]:
-    """Return the two places in the order of `count` values that a percentile lies between, and how far past
-    the first.
-    """
+    """Return the two places in the order of `count` values around a percentile, and how far past the first it is."""
     at = q / 100 * (count - 1)
     return int(at), min(int(at) + 1, count - 1), at - int(at)
 
 
 def _ordered_keys(values: NDArray[np.float32]) -> NDArray[np.uint32]:
-    """Return integers in the order of the numbers, without NaN: all bits of negative ones are flipped, of others the
-    first.
-    """
+    """Return integers in the order of the numbers, without NaN: negative ones flip all bits, others the first."""
     bits = (values[~np.isnan(values)] + np.float32(0)).view(np.uint32)  # -0.0 as 0.0
     return np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
-
-
-def _value_of_key(key: int) -> float:
-    bits = key ^ (1 << 31) if key >> 31 else ~key & 0xFFFFFFFF
-    return float(np.array(bits, np.uint32).view(np.float32))
 
 
 # -- slabs, each read by one rank ------------------------------------------------------------------------------------

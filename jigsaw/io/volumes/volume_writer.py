@@ -11,6 +11,7 @@ import gzip
 import os
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from jigsaw.drafts import begin_draft_file, open_unlinked
 from jigsaw.errors import GridError, ShardingError, WriteError
+from jigsaw.geometry.stencil_rules import InterpolationTable
 from jigsaw.io.rank_results import results_of_ranks
 from jigsaw.io.volumes.ome_writer import COARSER_RULES, PyramidLevel, pyramid_levels, write_pyramid
-from jigsaw.io.volumes.scan_grid import ScanAxis, axes_of_scan, labels_on_scan
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume
+from jigsaw.nn.stencils.stencil import DimStencil, gather_input_rows, plan_stencil
 from jigsaw.ranks.mesh import mesh_coordinate
 from jigsaw.tile.tile import Tile
 
@@ -90,53 +92,69 @@ def write_volume(
     if mode not in ("w-", "w"):
         raise WriteError(f"mode={mode!r} must be 'w-' or 'w'")
     image = _channels_first(data).owned()
+    place = _WorldPlace(like, affine)
     if onto is not None:
-        image, like, affine = _put_on_scan(image, like, affine, onto), onto, None
+        image, place = _put_on_scan(image, place, onto), _WorldPlace(onto, None)
     kind = _stored_dtype(image.dtype, dtype)
     if is_ome:
-        _write_ome(where, image, kind, like, affine, mode, levels, coarser)
+        _write_ome(where, image, kind, place, mode, levels, coarser)
     elif levels is not None or coarser is not None:
         raise WriteError(f"levels={levels}, coarser={coarser!r}: {where.name} has one level; write .ome.zarr")
     else:
-        _write_nifti(where, image, kind, like, affine, mode, packed)
+        _write_nifti(where, image, kind, place, mode, packed)
+
+
+@dataclass(frozen=True)
+class _WorldPlace:
+    """Place of voxels in the world: that of `like`, or `affine`."""
+
+    like: Any
+    affine: AffineMatrix | None
+
+    @property
+    def unit(self) -> str:
+        """Unit of the world, as OME-NGFF names it: that of the given file, else mm."""
+        is_file = isinstance(self.like, str | os.PathLike)
+        attrs = StoredVolume((self.like,)).stored[0].table.attrs if is_file else {}
+        unit = str(attrs.get("space_units") or "mm")
+        return {"m": "meter", "mm": "millimeter", "um": "micrometer"}.get(unit, unit)
 
 
 def _write_ome(
     where: Path,
     image: Tile,
     kind: np.dtype[Any],
-    like: Any,
-    affine: AffineMatrix | None,
+    place: _WorldPlace,
     mode: str,
     levels: int | None,
     coarser: str | None,
 ) -> None:
-    how = coarser or ("mean" if image.dtype.is_floating_point else "mode")
-    if how not in COARSER_RULES:
+    rule = coarser or ("mean" if image.dtype.is_floating_point else "mode")
+    if rule not in COARSER_RULES:
         raise WriteError(f"coarser={coarser!r} must be 'mean' or 'mode'")
 
     def begin() -> tuple[list[PyramidLevel], str]:
         if mode == "w-" and where.exists():
             raise WriteError(f"{where} is there; mode='w' replaces it")
         _check_fits(where, image, kind)
-        _, world = _place_in_world(like, affine, image.shape[1:])
-        return pyramid_levels(image.shape[1:], world, levels), _unit_of(like)
+        _, world = _place_in_world(place, image.shape[1:])
+        return pyramid_levels(image.shape[1:], world, levels), place.unit
 
     begun = results_of_ranks(image.mesh, begin, WriteError)
     if any(other != begun[0] for other in begun):
         raise WriteError(f"{where}: the ranks give it other affines, levels or units; give all of them the same")
     # halves cannot be summed everywhere, and numpy lacks bfloat16
     wide = _STORED_AS.get(image.dtype, image.dtype)
-    write_pyramid(where, image if image.dtype == torch.int64 else image.to(wide), kind, *begun[0], how, mode == "w")
+    write_pyramid(where, image if image.dtype == torch.int64 else image.to(wide), kind, *begun[0], rule, mode == "w")
 
 
-def _put_on_scan(image: Tile, like: Any, affine: AffineMatrix | None, onto: str | os.PathLike[str]) -> Tile:
-    """Put labels, which lie where `like` or `affine` says, on the grid of the image `onto`."""
+def _put_on_scan(image: Tile, place: _WorldPlace, onto: str | os.PathLike[str]) -> Tile:
+    """Put labels, which lie at a place in the world, on the grid of the image `onto`."""
     if image.dtype.is_floating_point or image.dtype.is_complex:
         raise WriteError(f"onto= takes the nearest label, and the tile is of {image.dtype}; give integers or bool")
 
     def begin() -> tuple[ScanAxis, ...]:
-        scan, (_, world) = StoredVolume((onto,)), _place_in_world(like, affine, image.shape[1:])
+        scan, (_, world) = StoredVolume((onto,)), _place_in_world(place, image.shape[1:])
         return axes_of_scan(scan.affine, _sides_of(scan), world, image.shape[1:])
 
     begun = results_of_ranks(image.mesh, begin, WriteError)
@@ -150,27 +168,12 @@ def _sides_of(scan: StoredVolume) -> tuple[int, ...]:
     return (*(1,) * (3 - len(scan.dims)), *scan.stored_shape)
 
 
-def _unit_of(like: Any) -> str:
-    """Return the unit of the world, as OME-NGFF names it: that of the given file, else mm."""
-    told = StoredVolume((like,)).stored[0].table.attrs if isinstance(like, str | os.PathLike) else {}
-    unit = str(told.get("space_units") or "mm")
-    return {"m": "meter", "mm": "millimeter", "um": "micrometer"}.get(unit, unit)
-
-
 def _check_fits(where: Path, image: Tile, kind: np.dtype[Any]) -> None:
     if not _fits(image.owned().local, kind):
         raise WriteError(f"{where}: values of {image.dtype} do not fit {kind.name}; give a wider dtype=, or round them")
 
 
-def _write_nifti(
-    where: Path,
-    image: Tile,
-    kind: np.dtype[Any],
-    like: Any,
-    affine: AffineMatrix | None,
-    mode: str,
-    packed: bool,
-) -> None:
+def _write_nifti(where: Path, image: Tile, kind: np.dtype[Any], place: _WorldPlace, mode: str, packed: bool) -> None:
     if max(image.shape) > _LONGEST_SIDE:
         raise WriteError(
             f"NIfTI-1 has sides of up to {_LONGEST_SIDE}, not {tuple(image.shape)}; write .ome.zarr instead"
@@ -183,7 +186,7 @@ def _write_nifti(
         if mode == "w-" and where.exists():
             raise WriteError(f"{where} is there; mode='w' replaces it")
         _check_fits(where, image, kind)
-        header = _header_bytes(image.shape, kind, like, affine)
+        header = _header_bytes(image.shape, kind, place)
         start = gzip.compress(header, mtime=0) if packed else header
         if first:
             drafts.append(begin_draft_file(where))
@@ -202,8 +205,8 @@ def _write_nifti(
             runs = [gzip.compress(run, 6, mtime=0) if len(run) else run for run in runs]
         # in mesh order, which is that of the slabs: the axes cut z from the first to the last
         sizes = results_of_ranks(mesh, lambda: [len(run) for run in runs], WriteError)
-        mine = image.layout.index(mesh_coordinate(mesh))
-        _ = results_of_ranks(mesh, lambda: _write_runs(draft, begun[0][1], runs, sizes, mine), WriteError)
+        position = image.layout.index(mesh_coordinate(mesh))
+        _ = results_of_ranks(mesh, lambda: _write_runs(draft, begun[0][1], runs, sizes, position), WriteError)
         _ = results_of_ranks(mesh, lambda: draft.replace(where) if first else None, WriteError)
     finally:
         for each in drafts:
@@ -216,26 +219,26 @@ def _channels_first(data: Tile) -> Tile:
         raise ShardingError(
             f"write_volume takes a tile, not {type(data).__name__}; cut it first: jigsaw.shard(x, mesh, spec)"
         )
-    found = data[0] if data.ndim == 5 and data.shape[0] == 1 else data
-    found = found[None] if found.ndim == 3 else found
-    if found.ndim != 4:
+    image = data[0] if data.ndim == 5 and data.shape[0] == 1 else data
+    image = image[None] if image.ndim == 3 else image
+    if image.ndim != 4:
         raise ShardingError(
             f"write_volume of a tile of shape {tuple(data.shape)}: it must be [z, y, x] or [C, z, y, x]; write the "
             "samples of a batch one by one"
         )
-    return found.detach()
+    return image.detach()
 
 
-def _stored_dtype(given: torch.dtype, wanted: str | torch.dtype | None) -> np.dtype[Any]:
-    wanted = _STORED_AS.get(given, given) if wanted is None else wanted
+def _stored_dtype(own: torch.dtype, wanted: str | torch.dtype | None) -> np.dtype[Any]:
+    wanted = _STORED_AS.get(own, own) if wanted is None else wanted
     try:
-        found = torch.empty(0, dtype=wanted).numpy().dtype if isinstance(wanted, torch.dtype) else np.dtype(wanted)
+        stored = torch.empty(0, dtype=wanted).numpy().dtype if isinstance(wanted, torch.dtype) else np.dtype(wanted)
     except TypeError:
-        found = np.dtype("V1")
-    if found.str[1:] not in _NIFTI_CODES:
+        stored = np.dtype("V1")
+    if stored.str[1:] not in _NIFTI_CODES:
         names = ", ".join(np.dtype(name).name for name in _NIFTI_CODES)
         raise WriteError(f"dtype={wanted!r} is none that is written as NIfTI: {names}")
-    return found.newbyteorder("<")
+    return stored.newbyteorder("<")
 
 
 def _fits(values: Tensor, kind: np.dtype[Any]) -> bool:
@@ -257,14 +260,12 @@ def _as_bytes_of(channel: Tensor, kind: np.dtype[Any]) -> memoryview:
 
 
 def _write_runs(
-    draft: Path, begin: int, runs: Sequence[bytes | memoryview], sizes: Sequence[Sequence[int]], mine: int
+    draft: Path, begin: int, runs: Sequence[bytes | memoryview], sizes: Sequence[Sequence[int]], position: int
 ) -> None:
-    """Write this rank's runs, each behind the header, all slabs of earlier channels, and earlier ranks of its
-    channel.
-    """
+    """Write this rank's runs, each behind all slabs of earlier channels, and of earlier ranks of its channel."""
     with open(open_unlinked(draft, os.O_WRONLY), "wb") as file:
         for channel, run in enumerate(runs):
-            before = sum(sum(rank[:channel]) for rank in sizes) + sum(rank[channel] for rank in sizes[:mine])
+            before = sum(sum(rank[:channel]) for rank in sizes) + sum(rank[channel] for rank in sizes[:position])
             if len(run):
                 _ = file.seek(begin + before)
                 _ = file.write(run)
@@ -273,12 +274,12 @@ def _write_runs(
 # -- the header ------------------------------------------------------------------------------------------------------
 
 
-def _header_bytes(shape: Sequence[int], kind: np.dtype[Any], like: Any, affine: AffineMatrix | None) -> bytes:
+def _header_bytes(shape: Sequence[int], kind: np.dtype[Any], place: _WorldPlace) -> bytes:
     """Return the header of NIfTI-1 (Cox et al. 2004, nifti1.h), up to where voxels begin; `shape` is [C, z, y, x]."""
-    given, world = _place_in_world(like, affine, shape[1:])
+    template, world = _place_in_world(place, shape[1:])
     head = bytearray(_VOXELS_BEGIN)
     for at, length in _KEPT_FIELDS:
-        head[at : at + length] = given[at : at + length] if given else bytes(length)
+        head[at : at + length] = template[at : at + length] if template else bytes(length)
     if not head[_UNITS_AT]:
         head[_UNITS_AT] = _MILLIMETRES
     channels, *space = shape
@@ -298,15 +299,16 @@ def _header_bytes(shape: Sequence[int], kind: np.dtype[Any], like: Any, affine: 
     return bytes(head)
 
 
-def _place_in_world(like: Any, affine: AffineMatrix | None, space: Sequence[int]) -> tuple[bytes, AffineMatrix]:
+def _place_in_world(place: _WorldPlace, space: Sequence[int]) -> tuple[bytes, AffineMatrix]:
     """Return the header of a given NIfTI-1 file, else empty bytes; and the affine.
 
     Raises: `GridError` for an image with other sides than `space`, whose affine is that of its own voxels.
     """
-    header, found = b"", getattr(like, "affine", None)
+    like, affine = place.like, place.affine
+    header, own_affine = b"", getattr(like, "affine", None)
     if isinstance(like, str | os.PathLike):
         scan = StoredVolume((like,))
-        found = scan.affine
+        own_affine = scan.affine
         sides = _sides_of(scan)
         if affine is None and sides != tuple(space):
             raise GridError(
@@ -320,11 +322,85 @@ def _place_in_world(like: Any, affine: AffineMatrix | None, space: Sequence[int]
                 header = file.read(_HEADER_BYTES)
         if header[:4] != struct.pack("<i", _HEADER_BYTES):
             header = b""
-    elif like is not None and found is None:
+    elif like is not None and own_affine is None:
         raise WriteError(f"like={type(like).__name__} has no affine; give a sample, the path of an image, or affine=")
-    world = np.asarray(affine if affine is not None else np.eye(4) if found is None else found, np.float64)
+    world = np.asarray(affine if affine is not None else np.eye(4) if own_affine is None else own_affine, np.float64)
     if world.shape != (4, 4) or not np.isfinite(world).all():
         raise GridError(
             f"an affine of shape {world.shape} must be 4 x 4 finite numbers, from (x, y, z, 1) to the world"
         )
     return header, world
+
+
+# -- labels on the grid of a scan ------------------------------------------------------------------------------------
+
+
+_OFF_AXIS = 0.05
+"""Voxels by which an axis may drift along another over the whole scan: a header's float32 makes some."""
+_ROUNDING = 1e-3
+"""Voxels beyond its half by which an outer voxel may reach: affines in float32 are rounded by less."""
+
+
+@dataclass(frozen=True)
+class ScanAxis:
+    """Dim of a scan: the dim of the tile that runs alike, or against it, and the nearest row of that for each row.
+
+    Rows from `inside` on, up to its end, lie within the tile; the others are background.
+    """
+
+    dim: int
+    is_reversed: bool
+    rows: tuple[int, ...]
+    inside: tuple[int, int]
+
+
+def axes_of_scan(
+    scan: AffineMatrix, sides: Sequence[int], tile: AffineMatrix, space: Sequence[int]
+) -> tuple[ScanAxis, ...]:
+    """Match the dims z, y, x of a scan of these `sides` with those of a tile of the sides `space`, by their affines.
+
+    Raises: `GridError` for grids that are turned or sheared against each other.
+    """
+    into = np.linalg.inv(tile) @ scan
+    axes: list[ScanAxis] = []
+    for column, n in zip((2, 1, 0), sides, strict=True):
+        along = np.abs(into[:3, column])
+        row = int(along.argmax())
+        if (np.delete(along, row) * n).max() > _OFF_AXIS:
+            raise GridError(
+                f"the axis {'xyz'[column]} of the scan runs along none of the tile's; labels are put back on grids "
+                "whose axes run alike, so read the scan without turning it, or resample the labels beforehand"
+            )
+        size, slope = space[2 - row], into[row, column]
+        at = into[row, column] * np.arange(n) + into[row, 3]
+        within = np.flatnonzero((at > -0.5 - _ROUNDING) & (at < size - 0.5 + _ROUNDING))
+        rows = np.clip(np.rint(at), 0, size - 1).astype(int)
+        rows = size - 1 - rows if slope < 0 else rows
+        inside = (int(within[0]), int(within[-1]) + 1) if len(within) else (0, 0)
+        axes.append(ScanAxis(2 - row, bool(slope < 0), tuple(rows.tolist()), inside))
+    if len({axis.dim for axis in axes}) < 3:
+        raise GridError("two axes of the scan run along one of the tile's; give the affine that the tile has")
+    return tuple(axes)
+
+
+def labels_on_scan(labels: Tile, axes: Sequence[ScanAxis]) -> Tile:
+    """Move labels [C, z, y, x] to the grid of a scan.
+
+    *Shapes*: ``[C, *sides]``; cut as the labels are, at the points that lie nearest.
+    *Sends*: the rows that other ranks' voxels take.
+    """
+    turned = [1 + axis.dim for axis in axes if axis.is_reversed]
+    image = (labels.flip(turned) if turned else labels).permute(0, *(1 + axis.dim for axis in axes)).owned()
+    along = tuple(DimStencil(d, InterpolationTable(axis.rows, axis.rows)) for d, axis in enumerate(axes, 1))
+    plan = plan_stencil(image.layout, along, image.coordinate, "write_volume")
+    x = gather_input_rows(image, plan)
+    if plan.is_empty:
+        return Tile(x.new_zeros(plan.shape), plan.out, image.mesh)
+    touched = {d: (derived.needs[piece], derived.out.held[piece]) for d, derived, piece in plan.derived}
+    for d, axis in enumerate(axes, 1):
+        need, (start, stop) = touched.get(d, ((0, image.shape[d]), (0, len(axis.rows))))
+        x = x.index_select(d, torch.tensor(axis.rows[start:stop], device=x.device) - need[0])
+        first, last = (min(max(row, start), stop) - start for row in axis.inside)
+        x.narrow(d, 0, first).zero_()
+        x.narrow(d, last, stop - start - last).zero_()
+    return Tile(x, plan.out, image.mesh)

@@ -42,10 +42,10 @@ class StoredCoordinate:
     attrs: Mapping[str, Any]
 
 
-def encode_coordinate(name: str, given: Any, stored: StoredCoordinate | None = None) -> StoredCoordinate:
+def encode_coordinate(name: str, entry: Any, stored: StoredCoordinate | None = None) -> StoredCoordinate:
     """Encode a coordinate that the user gives.
 
-    `given` is an array along the dim of that name, ``(array, attrs)``, ``(dims, array)``, ``(dims, array, attrs)`` or
+    `entry` is an array along the dim of that name, ``(array, attrs)``, ``(dims, array)``, ``(dims, array, attrs)`` or
     an xarray variable. Dates, durations and cftime objects become numbers: in the units among its attributes, or those
     of a coordinate that is stored already (`stored`), else in the coarsest unit that is exact. They are integers,
     unless the stored ones are floats or one is missing, which is NaN. Without attributes it gets those of the CF
@@ -54,7 +54,7 @@ def encode_coordinate(name: str, given: Any, stored: StoredCoordinate | None = N
     Raises: `GridError` for a shape that does not fit its dims, or dates that are not a whole number of units where
     integers are stored.
     """
-    dims, values, attrs = _dims_values_attrs(name, given)
+    dims, values, attrs = _dims_values_attrs(name, entry)
     if values.ndim != len(dims):
         raise GridError(f"coords[{name!r}] has dims {dims} but shape {values.shape}; give (dims, values)")
     known = dict(_DEFAULT_ATTRIBUTES.get(name, {}) if attrs is None else attrs)
@@ -82,20 +82,20 @@ def _stored_units(name: str, stored: StoredCoordinate) -> Mapping[str, Any]:
     return {"calendar": "standard", **stored.attrs}
 
 
-def _dims_values_attrs(name: str, given: Any) -> tuple[tuple[str, ...], NDArray[Any], Mapping[str, Any] | None]:
-    if hasattr(given, "dims") and hasattr(given, "attrs"):
-        encoding: Mapping[str, Any] = getattr(given, "encoding", {})
+def _dims_values_attrs(name: str, entry: Any) -> tuple[tuple[str, ...], NDArray[Any], Mapping[str, Any] | None]:
+    if hasattr(entry, "dims") and hasattr(entry, "attrs"):
+        encoding: Mapping[str, Any] = getattr(entry, "encoding", {})
         units = {k: encoding[k] for k in ("units", "calendar") if k in encoding}
-        return tuple(map(str, given.dims)), np.asarray(given.values), {**dict(given.attrs), **units}
-    parts: tuple[Any, ...] = given if isinstance(given, tuple) else ()
+        return tuple(map(str, entry.dims)), np.asarray(entry.values), {**dict(entry.attrs), **units}
+    parts: tuple[Any, ...] = entry if isinstance(entry, tuple) else ()
     if len(parts) == 2 and isinstance(parts[1], Mapping):
         return (name,), np.asarray(parts[0]), parts[1]
     named = parts and (isinstance(parts[0], str) or all(isinstance(d, str) for d in np.ravel(parts[0]).tolist()))
-    told = len(parts) == 3 and isinstance(parts[2], Mapping)
-    if named and (told or (len(parts) in (2, 3) and not isinstance(parts[1], str | Mapping))):
+    has_attrs = len(parts) == 3 and isinstance(parts[2], Mapping)
+    if named and (has_attrs or (len(parts) in (2, 3) and not isinstance(parts[1], str | Mapping))):
         dims = (parts[0],) if isinstance(parts[0], str) else tuple(parts[0])
         return dims, np.asarray(parts[1]), parts[2] if len(parts) == 3 else None
-    array = np.asarray(list(parts) if isinstance(given, tuple) else given)
+    array = np.asarray(list(parts) if isinstance(entry, tuple) else entry)
     return (name,) if array.ndim else (), array, None
 
 

@@ -1,10 +1,13 @@
-"""Boxes on their way from the tiles that own them to the ranks that write them; a failure on one rank fails on all."""
+"""Sinks, which formats offer to a writer, and boxes on their way to them: a failure on one rank fails on all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,11 +16,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.comm.exchange import PackedSwap
-from jigsaw.errors import ReadError, WriteError
+from jigsaw.errors import ReadError, WriteError, writing_to
 from jigsaw.geometry.cut import Box, box_shape, box_slices
 from jigsaw.io.rank_results import results_of_ranks
-from jigsaw.io.writing.outline import AppendOutline, TileSource
-from jigsaw.io.writing.sink import FormatSink
+from jigsaw.io.writing.cf import StoredCoordinate
+from jigsaw.io.writing.outline import AppendOutline, ArrayOutline, GrowingStore, TileSource
 from jigsaw.io.writing.write_units import WriteUnit, plan_units, write_rounds
 from jigsaw.ranks.mesh import mesh_coordinate
 
@@ -26,6 +29,101 @@ _WRITER_THREADS = 4
 
 
 # -- one outcome -----------------------------------------------------------------------------------------------------
+
+
+APPEND_DIM_ATTRIBUTE, COMPLETE_ATTRIBUTE, CLOSED_ATTRIBUTE = "jigsaw_append_dim", "jigsaw_complete", "jigsaw_closed"
+
+
+@dataclass(frozen=True)
+class StoreCompleteness:
+    """Completeness of a store: whole steps along the dim that grows, and whether its writer came to its end."""
+
+    append_dim: str | None
+    steps: int
+    closed: bool
+
+    def attrs(self) -> dict[str, Any]:
+        """Return the global attributes that record it."""
+        grows = {} if self.append_dim is None else {APPEND_DIM_ATTRIBUTE: self.append_dim}
+        return {**grows, COMPLETE_ATTRIBUTE: self.steps, CLOSED_ATTRIBUTE: int(self.closed)}
+
+
+def completeness_from_attrs(attrs: Mapping[str, Any]) -> StoreCompleteness | None:
+    """Return the completeness in a store's attributes; None for a store that jigsaw did not write."""
+    if COMPLETE_ATTRIBUTE not in attrs:
+        return None
+    dim = attrs.get(APPEND_DIM_ATTRIBUTE)
+    return StoreCompleteness(
+        None if dim is None else str(dim), int(attrs[COMPLETE_ATTRIBUTE]), bool(attrs.get(CLOSED_ATTRIBUTE, 0))
+    )
+
+
+def part_path(path: Path) -> Path:
+    """Return where a file grows, unseen by others, until it is whole."""
+    return path.with_name(f"{path.name}.part")
+
+
+class FormatSink(Protocol):
+    """One format.
+
+    The first rank calls `find` or `create`, and `commit`; every rank that writes calls `attach`, `put` and `close`.
+    """
+
+    path: Path
+
+    @property
+    def remedy(self) -> str:
+        """Advice for when writing failed."""
+        ...
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The only mesh positions that write; empty where every rank may."""
+        ...
+
+    def find(self, append_dim: str) -> GrowingStore | None:
+        """Return the existing store to append to, if any."""
+
+    def create(
+        self,
+        arrays: Sequence[ArrayOutline],
+        coords: Sequence[StoredCoordinate],
+        attrs: Mapping[str, Any],
+        replace: bool,
+    ) -> None:
+        """Make a store without a complete step."""
+
+    def attach(self, arrays: Sequence[ArrayOutline]) -> None:
+        """Get ready to write boxes of arrays of these shapes, those of the whole store."""
+
+    def put(self, name: str, box: Box, block: NDArray[Any]) -> None:
+        """Write one box; nobody else writes to its units."""
+
+    def commit(self, coords: Sequence[StoredCoordinate], start: int, done: StoreCompleteness) -> None:
+        """Say that everything up to here is complete; `coords` are written, those that grow from step `start` on."""
+
+    def close(self, done: bool) -> None:
+        """Let go of the store; `done` when nothing failed."""
+
+
+S = TypeVar("S", bound=FormatSink)
+P = ParamSpec("P")
+
+
+def failing_with_remedy(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Wrap a method of a sink so that each failure is a `WriteError` that names the store and the sink's remedy."""
+
+    @wraps(method)
+    def wrapped(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        with writing_to(self.path, self.remedy):
+            return method(self, *args, **kwargs)
+
+    return wrapped
+
+
+def listed_coordinates(attrs: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the coordinates that the ``coordinates`` attributes of arrays name."""
+    return {name for each in attrs for name in str(each.get("coordinates", "")).split()}
 
 
 def gather_results(mesh: DeviceMesh, step: Callable[[], T]) -> list[T]:
@@ -38,17 +136,17 @@ def gather_results(mesh: DeviceMesh, step: Callable[[], T]) -> list[T]:
 
 def agreed_outline(mesh: DeviceMesh, describe: Callable[[], AppendOutline]) -> AppendOutline:
     """Return the outline that every rank describes, once it is known to be the same on all."""
-    found: list[AppendOutline] = []
+    outlines: list[AppendOutline] = []
 
     def digest() -> str:
-        found.append(describe())
-        return found[0].digest()
+        outlines.append(describe())
+        return outlines[0].digest()
 
     if len(set(gather_results(mesh, digest))) > 1:
         raise WriteError(
             "the ranks describe different arrays or coordinates; give each the same names, coordinates and options"
         )
-    return found[0]
+    return outlines[0]
 
 
 def _hear_or_refuse(mesh: DeviceMesh, talk: Callable[[], T]) -> T:
@@ -83,10 +181,10 @@ def deliver_boxes(
     with ThreadPoolExecutor(1 if sink.writers else _WRITER_THREADS) as pool:
         for batch in write_rounds(units, max(1, budget // itemsize)):
             moved = _hear_or_refuse(mesh, lambda batch=batch: _swap_round(source, batch, mesh, me))
-            mine = [unit for unit in batch if unit.writer == me]
-            jobs = [pool.submit(_write_unit, source, unit, base, moved, sink) for unit in mine]
+            own_units = [unit for unit in batch if unit.writer == me]
+            jobs = [pool.submit(_write_unit, source, unit, base, moved, sink) for unit in own_units]
             # a rank whose disk is full ends the write of all here, before the next round's swap would wait for it
-            gather_results(mesh, lambda jobs=jobs: _wait_for_writes(jobs))
+            gather_results(mesh, lambda jobs=jobs: _raise_first_failure(jobs))
 
 
 def _swap_round(source: TileSource, batch: Sequence[WriteUnit], mesh: DeviceMesh, me: int) -> dict[Box, Tensor]:
@@ -119,19 +217,15 @@ def _write_unit(
         block[...] = source.array.fill
     for part in unit.parts:
         rows = moved[part.taken].reshape(box_shape(part.placed))
-        block[box_slices(part.placed)] = _rows_as_numpy(rows)
+        rows = rows.cpu().resolve_conj().resolve_neg()
+        block[box_slices(part.placed)] = (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
     box = tuple((a + n, b + n) for (a, b), n in zip(unit.box, base, strict=True))
     if source.dropped is not None:
         block, box = block.squeeze(source.dropped), (*box[: source.dropped], *box[source.dropped + 1 :])
     sink.put(source.array.name, box, block)
 
 
-def _rows_as_numpy(rows: Tensor) -> NDArray[Any]:
-    rows = rows.cpu().resolve_conj().resolve_neg()
-    return (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
-
-
-def _wait_for_writes(jobs: Sequence[Future[None]]) -> None:
+def _raise_first_failure(jobs: Sequence[Future[None]]) -> None:
     for error in [job.exception() for job in jobs]:
         if error is not None:
             raise error

@@ -27,8 +27,7 @@ from jigsaw.errors import WriteError, why_not_imported, writing_to
 from jigsaw.geometry.cut import Box, box_slices
 from jigsaw.io.chunks.files import size_and_change
 from jigsaw.io.writing.cf import StoredCoordinate, plain_attribute
-from jigsaw.io.writing.outline import ArrayOutline, GrowingStore
-from jigsaw.io.writing.sink import (
+from jigsaw.io.writing.deliver import (
     COMPLETE_ATTRIBUTE,
     StoreCompleteness,
     completeness_from_attrs,
@@ -36,6 +35,7 @@ from jigsaw.io.writing.sink import (
     listed_coordinates,
     part_path,
 )
+from jigsaw.io.writing.outline import ArrayOutline, GrowingStore
 
 _DEFLATE_ENCODING: Mapping[str, Any] = {"compression": "zlib", "complevel": 1, "shuffle": True, "fletcher32": True}
 _NETCDF_CHUNK_STEPS = 1024
@@ -156,16 +156,18 @@ class NetcdfSink:
             chunks = [_NETCDF_CHUNK_STEPS if d == self._dim else max(n, 1) for d, n in sizes]
             dtype = str if c.values.dtype.kind == "U" else _HELD_DTYPES.get(c.values.dtype.name, c.values.dtype)
             checked = bool(chunks) and dtype is not str  # HDF5 cannot checksum texts
-            how = {"fletcher32": True} if checked else {}
-            self._create_variable(c, dtype, chunks if checked or self._dim in c.dims else None, None, how)
+            checksum = {"fletcher32": True} if checked else {}
+            self._create_variable(c, dtype, chunks if checked or self._dim in c.dims else None, None, checksum)
         self._file.set_auto_maskandscale(False)  # values are written as they are given: no masks, no packing
 
     def _create_variable(
-        self, made: ArrayOutline | StoredCoordinate, dtype: Any, chunks: Any, fill: Any, how: Mapping[str, Any]
+        self, item: ArrayOutline | StoredCoordinate, dtype: Any, chunks: Any, fill: Any, encoding: Mapping[str, Any]
     ) -> None:
-        fill = made.attrs.get("_FillValue", fill)
-        variable = self._file.createVariable(made.name, dtype, made.dims, chunksizes=chunks, fill_value=fill, **how)
-        variable.setncatts({k: _netcdf_attribute(v) for k, v in made.attrs.items() if k != "_FillValue"})
+        fill = item.attrs.get("_FillValue", fill)
+        variable = self._file.createVariable(
+            item.name, dtype, item.dims, chunksizes=chunks, fill_value=fill, **encoding
+        )
+        variable.setncatts({k: _netcdf_attribute(v) for k, v in item.attrs.items() if k != "_FillValue"})
 
     @failing_with_remedy
     def attach(self, arrays: Sequence[ArrayOutline]) -> None:
@@ -182,12 +184,12 @@ class NetcdfSink:
 
     def _bytes_of_coordinates(self, arrays: Sequence[ArrayOutline]) -> int:
         """Return the bytes of a chunk of those that grow, and of all of the others where nothing is complete."""
-        found, written = 0, {a.name for a in arrays}
+        size, written = 0, {a.name for a in arrays}
         for name, v in self._file.variables.items():
             grows = self._dim in v.dimensions
             if name not in written and (grows or not self._complete):
-                found += 2 * prod(v.chunking() if grows else v.shape) * (64 if v.dtype is str else v.dtype.itemsize)
-        return found
+                size += 2 * prod(v.chunking() if grows else v.shape) * (64 if v.dtype is str else v.dtype.itemsize)
+        return size
 
     @failing_with_remedy
     def put(self, name: str, box: Box, block: NDArray[Any]) -> None:

@@ -160,20 +160,20 @@ def parse_written_field(field: str) -> WrittenField:
         raise FieldError(f"field {field!r}: {level!r} is not a level; write a number, like {name}@500") from None
 
 
-def _level_values(fields: Sequence[WrittenField], given: NDArray[Any] | None) -> NDArray[Any] | None:
+def _level_values(fields: Sequence[WrittenField], own_levels: NDArray[Any] | None) -> NDArray[Any] | None:
     """Return the values along the level dim: those given, else all that fields name, in their order; None without any.
 
     Raises: `FieldError` for a field whose level is not among those given.
     """
     named = list(dict.fromkeys(f.level for f in fields if f.level is not None))
-    if not named or given is None:
+    if not named or own_levels is None:
         values = np.array(named)
         whole = values.size and not (values % 1).any()
         return (values.astype(np.int64) if whole else values) if named else None
-    missing = [level for level in named if not np.isclose(given, level).any()]
+    missing = [level for level in named if not np.isclose(own_levels, level).any()]
     if missing:
-        raise FieldError(f"fields name the levels {missing}, but coords['level'] has {given.tolist()}")
-    return given
+        raise FieldError(f"fields name the levels {missing}, but coords['level'] has {own_levels.tolist()}")
+    return own_levels
 
 
 def _tile_sources(data: TileData, levels: NDArray[Any] | None, options: WriteOptions) -> tuple[TileSource, ...]:
@@ -187,17 +187,19 @@ def _tile_sources(data: TileData, levels: NDArray[Any] | None, options: WriteOpt
             raise FieldError("a tile needs names: fields=('t2m', 'z@500') for its channels, or {'name': tile}")
         if isinstance(dims, Mapping):
             raise FieldError(f"dims={dict(dims)} name arrays, but there is one tile; give its dims in order")
-        return _split_channels(_owned_tile(data, dims), tuple(dims), fields, levels, options)
+        return _split_channels(_owned_tile(data, dims), fields, levels, options)
     if fields is not None:
         raise FieldError(f"fields={[f.array for f in fields]} split one tile; with a mapping of tiles leave them out")
-    found: list[TileSource] = []
+    sources: list[TileSource] = []
     for name, tile in data.items():
-        mine = tuple(dims[name] if isinstance(dims, Mapping) else dims)
-        bare = _owned_tile(tile, mine)
-        found.append(TileSource(bare, _outline_array(name, mine, tuple(bare.shape), bare, range(bare.ndim), options)))
-    if not found:
+        own_dims = tuple(dims[name] if isinstance(dims, Mapping) else dims)
+        bare = _owned_tile(tile, own_dims)
+        sources.append(
+            TileSource(bare, _outline_array(name, own_dims, tuple(bare.shape), bare, range(bare.ndim), options))
+        )
+    if not sources:
         raise FieldError("there is no tile to write; the mapping is empty")
-    return tuple(found)
+    return tuple(sources)
 
 
 def _owned_tile(tile: Any, dims: Sequence[str]) -> Tile:
@@ -214,19 +216,16 @@ def _owned_tile(tile: Any, dims: Sequence[str]) -> Tile:
 
 
 def _split_channels(
-    tile: Tile,
-    dims: tuple[str, ...],
-    fields: Sequence[WrittenField],
-    levels: NDArray[Any] | None,
-    options: WriteOptions,
+    tile: Tile, fields: Sequence[WrittenField], levels: NDArray[Any] | None, options: WriteOptions
 ) -> tuple[TileSource, ...]:
+    dims = tuple(options.dims)
     if CHANNEL_DIM not in dims:
         raise FieldError(f"fields name channels, but dims={dims} have no {CHANNEL_DIM!r}")
     at = dims.index(CHANNEL_DIM)
     if len(fields) != tile.shape[at]:
         named = ", ".join(map(str, fields))
         raise FieldError(f"there are {len(fields)} fields for the {tile.shape[at]} channels of {tile.layout}: {named}")
-    found: list[TileSource] = []
+    parts: list[TileSource] = []
     for name in dict.fromkeys(f.array for f in fields):
         channels = [c for c, f in enumerate(fields) if f.array == name]
         named = [level for level in (fields[c].level for c in channels) if level is not None]
@@ -238,29 +237,28 @@ def _split_channels(
         shape = tuple(tile.shape)
         if not named or levels is None:  # without a level, the array lacks a dim in the place of the channels
             kept = [d for d in range(tile.ndim) if d != at]
-            array = _outline_array(
-                name, tuple(dims[d] for d in kept), tuple(shape[d] for d in kept), tile, kept, options
-            )
-            found.append(TileSource(tile, array, at, ((channels[0], channels[0] + 1, 0),), dropped=at))
+            own_dims, own_shape = tuple(dims[d] for d in kept), tuple(shape[d] for d in kept)
+            array = _outline_array(name, own_dims, own_shape, tile, kept, options)
+            parts.append(TileSource(tile, array, at, ((channels[0], channels[0] + 1, 0),), dropped=at))
             continue
         wide, leveled = (*shape[:at], len(levels), *shape[at + 1 :]), (*dims[:at], LEVEL_DIM, *dims[at + 1 :])
         array = _outline_array(name, leveled, wide, tile, range(tile.ndim), options)
         if len(where) < len(levels) and np.dtype(array.dtype).kind not in "fc":
             raise FieldError(f"{name!r} lacks levels that other fields have, and {array.dtype} has no NaN for them")
-        found.append(TileSource(tile, array, at, _level_runs(channels, where)))
-    return tuple(found)
+        parts.append(TileSource(tile, array, at, _level_runs(channels, where)))
+    return tuple(parts)
 
 
 def _level_runs(channels: Sequence[int], levels: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     """Return runs of consecutive channels that are consecutive levels: (first, end, level of the first)."""
-    found: list[tuple[int, int, int]] = []
+    runs: list[tuple[int, int, int]] = []
     for channel, level in zip(channels, levels, strict=True):
-        first, end, start = found[-1] if found else (0, -1, 0)
+        first, end, start = runs[-1] if runs else (0, -1, 0)
         if channel == end and level - start == channel - first:
-            found[-1] = first, channel + 1, start
+            runs[-1] = first, channel + 1, start
         else:
-            found.append((channel, channel + 1, level))
-    return tuple(found)
+            runs.append((channel, channel + 1, level))
+    return tuple(runs)
 
 
 # -- dtype, chunks, shards -------------------------------------------------------------------------------------------
@@ -276,29 +274,25 @@ def _outline_array(
         )
     chunks = tuple(_chunk_rows(d, n, tile.layout, at, options) for d, n, at in zip(dims, shape, kept, strict=True))
     shards = tuple(_shard_rows(name, d, n, c, options) for d, n, c in zip(dims, shape, chunks, strict=True))
-    attrs = dict(options.field_attrs.get(name, {}))
-    return ArrayOutline(
-        name, dims, shape, _dtype_to_store(tile, options), chunks, shards if options.shards else None, attrs
-    )
+    attrs, dtype = dict(options.field_attrs.get(name, {})), _dtype_to_store(tile, options)
+    return ArrayOutline(name, dims, shape, dtype, chunks, shards if options.shards else None, attrs)
 
 
 def _dtype_to_store(tile: Tile, options: WriteOptions) -> str:
     own = str(tile.dtype).removeprefix("torch.")
     asked = options.encoding.get("dtype", _STORED_DTYPES.get(own, own))
     try:
-        found = np.dtype(asked)
+        stored = np.dtype(asked)
     except TypeError:
         raise WriteError(f"dtype {asked!r} cannot be stored; give encoding={{'dtype': 'float32'}}") from None
     kinds = "fiu" if options.suffix == ".nc" else "fiucb"
-    if found.kind not in kinds or (options.suffix == ".nc" and found.itemsize < 4 and found.kind == "f"):
-        raise WriteError(f"{options.suffix} does not hold {found.name}; give encoding={{'dtype': 'float32'}}")
-    return found.name
+    if stored.kind not in kinds or (options.suffix == ".nc" and stored.itemsize < 4 and stored.kind == "f"):
+        raise WriteError(f"{options.suffix} does not hold {stored.name}; give encoding={{'dtype': 'float32'}}")
+    return stored.name
 
 
 def _chunk_rows(dim: str, size: int, layout: Layout, at: int, options: WriteOptions) -> int:
-    """Return the rows asked for, else one step of time and the largest piece of a cut dim: chunks and tiles
-    then align.
-    """
+    """Return the rows asked for, else one step of time, and in space the largest piece: chunks and tiles align."""
     grows = dim == options.append_dim
     if dim in options.chunks:
         return int(options.chunks[dim]) if grows else max(1, min(int(options.chunks[dim]), size))
@@ -328,8 +322,8 @@ def _check_dim_sizes(options: WriteOptions, sources: Sequence[TileSource]) -> di
         for dim, size in zip(source.array.dims, source.array.shape, strict=True):
             if sizes.setdefault(dim, size) != size:
                 raise FieldError(f"array {source.array.name!r} has {size} rows along {dim!r}, another {sizes[dim]}")
-    for what, given in (("chunks", options.chunks), ("shards", options.shards)):
-        unknown = sorted(set(given) - set(sizes))
+    for what, by_dim in (("chunks", options.chunks), ("shards", options.shards)):
+        unknown = sorted(set(by_dim) - set(sizes))
         if unknown:
             raise WriteError(f"{what} name the dims {unknown}, but the arrays have {sorted(sizes)}")
     return sizes
@@ -339,24 +333,27 @@ def _check_dim_sizes(options: WriteOptions, sources: Sequence[TileSource]) -> di
 
 
 def outline_append(
-    data: TileData, given: Mapping[str, Any], options: WriteOptions, known: GrowingStore | None
+    data: TileData, own_coords: Mapping[str, Any], options: WriteOptions, known: GrowingStore | None
 ) -> AppendOutline:
-    """Return what one append writes, checked against the existing store (`known`). Coordinates that are `given` without
-    attributes are stored in `lent_units`.
+    """Return what one append writes, checked against the existing store (`known`).
+
+    Coordinates that are `own_coords` without attributes are stored in `lent_units`.
 
     Raises: `FieldError`, `GridError`, `ShardingError` or `WriteError` naming what does not fit.
     """
-    there = {} if known is None else known.coords
-    bare = {n: c for n, c in options.lent_units.items() if not isinstance(given.get(n), tuple)}
-    coords = [encode_coordinate(n, value, there.get(n, bare.get(n))) for n, value in given.items()]
-    at_levels = next((c.values for c in (*coords, *there.values()) if c.name == LEVEL_DIM), None)
+    stored = {} if known is None else known.coords
+    bare = {n: c for n, c in options.lent_units.items() if not isinstance(own_coords.get(n), tuple)}
+    coords = [encode_coordinate(n, value, stored.get(n, bare.get(n))) for n, value in own_coords.items()]
+    at_levels = next((c.values for c in (*coords, *stored.values()) if c.name == LEVEL_DIM), None)
     levels = None if options.fields is None else _level_values(options.fields, at_levels)
     sources = _tile_sources(data, levels, options)
     sizes = _check_dim_sizes(options, sources)
-    if levels is not None and LEVEL_DIM not in {c.name for c in coords} | set(there):
+    if levels is not None and LEVEL_DIM not in {c.name for c in coords} | set(stored):
         coords.append(encode_coordinate(LEVEL_DIM, levels))
     names = {s.array.name for s in sources}
-    _check_array_names((*names, *(c.name for c in coords)))
+    for name in (*names, *(c.name for c in coords)):  # names become folders in one format: none may lead elsewhere
+        if not name or "/" in name or name in (".", "..") or name.startswith("__"):
+            raise FieldError(f"{name!r} cannot name an array; choose one without '/', not '.', '..' or '__…'")
     for c in coords:
         _check_coordinate(c, sizes, names)
     rows = sizes[options.append_dim] if options.append_dim is not None else 0
@@ -369,13 +366,6 @@ def outline_append(
             f"an append writes every array that grows: the store has {sorted(grow)}, this would write {sorted(names)}"
         )
     return AppendOutline(tuple(_as_in_store(s, known, options) for s in sources), growing, rows)
-
-
-def _check_array_names(names: Sequence[str]) -> None:
-    """Check the names of arrays, which become folders in one format: none may lead elsewhere."""
-    for name in names:
-        if not name or "/" in name or name in (".", "..") or name.startswith("__"):
-            raise FieldError(f"{name!r} cannot name an array; choose one without '/', not '.', '..' or '__…'")
 
 
 def _check_coordinate(c: StoredCoordinate, sizes: Mapping[str, int], arrays: Collection[str]) -> None:
@@ -404,46 +394,46 @@ def _growing_coordinates(
     if strange or missing:
         raise GridError(f"coords of an append must be those of the store: {strange} are new and {missing} are missing")
     for c in coords:
-        there = known.coords[c.name]
+        stored = known.coords[c.name]
         fixed = dim not in c.dims
-        if c.dims != there.dims or (fixed and not np.array_equal(c.values, there.values)):
-            raise GridError(f"coords[{c.name!r}] differs from that of the store, which has dims {there.dims}")
-        _check_stored_exactly(c, there)
+        if c.dims != stored.dims or (fixed and not np.array_equal(c.values, stored.values)):
+            raise GridError(f"coords[{c.name!r}] differs from that of the store, which has dims {stored.dims}")
+        _check_stored_exactly(c, stored)
     return tuple(c for c in coords if dim in c.dims)
 
 
-def _check_stored_exactly(c: StoredCoordinate, there: StoredCoordinate) -> None:
+def _check_stored_exactly(c: StoredCoordinate, held: StoredCoordinate) -> None:
     """Refuse values that the store's dtype would round or cut off."""
-    numbers = c.values.dtype.kind in "fiu" and there.values.dtype.kind in "fiu"
+    numbers = c.values.dtype.kind in "fiu" and held.values.dtype.kind in "fiu"
     with np.errstate(invalid="ignore"):
-        kept = c.values.astype(there.values.dtype) if numbers else c.values
+        kept = c.values.astype(held.values.dtype) if numbers else c.values
     if not np.array_equal(kept, c.values, equal_nan=numbers):
         raise GridError(
-            f"coords[{c.name!r}] are stored as {there.values.dtype} in {there.attrs.get('units', 'no units')!r}, which "
+            f"coords[{c.name!r}] are stored as {held.values.dtype} in {held.attrs.get('units', 'no units')!r}, which "
             f"do not hold {c.values.ravel()[:2]}… exactly; give finer units when the store is made"
         )
 
 
 def _as_in_store(source: TileSource, known: GrowingStore, options: WriteOptions) -> TileSource:
-    mine, there = source.array, known.arrays[source.array.name]
+    ours, stored = source.array, known.arrays[source.array.name]
     shape = tuple(
-        m if d == options.append_dim else t for d, m, t in zip(mine.dims, mine.shape, there.shape, strict=False)
+        m if d == options.append_dim else t for d, m, t in zip(ours.dims, ours.shape, stored.shape, strict=False)
     )
-    if (mine.dims, mine.shape, mine.dtype) != (there.dims, shape, there.dtype):
+    if (ours.dims, ours.shape, ours.dtype) != (stored.dims, shape, stored.dtype):
         raise WriteError(
-            f"array {mine.name!r} is {mine.dtype} {dict(zip(mine.dims, mine.shape, strict=True))}, but the store has "
-            f"{there.dtype} {dict(zip(there.dims, there.shape, strict=True))}"
+            f"array {ours.name!r} is {ours.dtype} {dict(zip(ours.dims, ours.shape, strict=True))}, but the store has "
+            f"{stored.dtype} {dict(zip(stored.dims, stored.shape, strict=True))}"
         )
-    if packed := [k for k in ("scale_factor", "add_offset") if k in there.attrs and k not in mine.attrs]:
+    if packed := [k for k in ("scale_factor", "add_offset") if k in stored.attrs and k not in ours.attrs]:
         raise WriteError(
-            f"array {mine.name!r} of the store is packed by {' and '.join(packed)}, and values are appended as "
+            f"array {ours.name!r} of the store is packed by {' and '.join(packed)}, and values are appended as "
             "they are given; write a new store, or convert this one to floats (python -m jigsaw convert)"
         )
-    for what, asked, has in (("chunks", options.chunks, there.chunks), ("shards", options.shards, there.units)):
-        sizes = zip(there.dims, has, shape, strict=True)
+    for what, asked, has in (("chunks", options.chunks, stored.chunks), ("shards", options.shards, stored.units)):
+        sizes = zip(stored.dims, has, shape, strict=True)
         # what reaches beyond a dim was made as large as the dim
         whole = {d: n for d, n, size in sizes if d != options.append_dim and asked.get(d, n) > n >= size}
-        wrong = {d: n for d, n in zip(there.dims, has, strict=True) if asked.get(d, n) != n and d not in whole}
+        wrong = {d: n for d, n in zip(stored.dims, has, strict=True) if asked.get(d, n) != n and d not in whole}
         if wrong:
-            raise WriteError(f"{what}={dict(asked)} differ from those of array {mine.name!r} in the store, {wrong}")
-    return replace(source, array=replace(there, shape=mine.shape))
+            raise WriteError(f"{what}={dict(asked)} differ from those of array {ours.name!r} in the store, {wrong}")
+    return replace(source, array=replace(stored, shape=ours.shape))

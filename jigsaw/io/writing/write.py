@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Required, Self, TypedDict, TypeVar, Unpack
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,7 +28,15 @@ from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.series.fields import FieldChannel
 from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable
 from jigsaw.io.writing.cf import REFERENCE_ATTRIBUTES, StoredCoordinate
-from jigsaw.io.writing.deliver import agreed_outline, deliver_boxes, gather_results
+from jigsaw.io.writing.deliver import (
+    FormatSink,
+    StoreCompleteness,
+    agreed_outline,
+    completeness_from_attrs,
+    deliver_boxes,
+    gather_results,
+    part_path,
+)
 from jigsaw.io.writing.netcdf_writer import NetcdfSink, netcdf_attrs
 from jigsaw.io.writing.outline import (
     CHANNEL_DIM,
@@ -43,7 +51,6 @@ from jigsaw.io.writing.outline import (
     outline_append,
     parse_written_field,
 )
-from jigsaw.io.writing.sink import FormatSink, StoreCompleteness, completeness_from_attrs, part_path
 from jigsaw.io.writing.zarr_writer import ZarrSink, zarr_store_attrs
 from jigsaw.ranks.mesh import is_same_mesh, mesh_coordinate
 from jigsaw.tile.tile import Tile
@@ -53,23 +60,29 @@ _FORMAT_SUFFIXES = {"zarr": ".zarr", "netcdf": ".nc"}
 _WRITE_MODES = ("w-", "w", "a")
 
 
+class WriterOptions(TypedDict, total=False):
+    """Arguments of a `Writer`, which says what they are and what they are by default."""
+
+    dims: Required[ArrayDims]
+    fields: Sequence[str] | None
+    attrs: Mapping[str, Any] | None
+    field_attrs: Mapping[str, Mapping[str, Any]] | None
+    like: Dataset | None
+    chunks: Mapping[str, int] | None
+    shards: Mapping[str, int] | None
+    append_dim: str | None
+    mode: str
+    format: str | None
+    encoding: Mapping[str, Any] | None
+    budget: int
+
+
 def write(
     path: str | os.PathLike[str],
     data: TileData,
     *,
-    dims: ArrayDims,
-    fields: Sequence[str] | None = None,
     coords: Mapping[str, Any] | None = None,
-    attrs: Mapping[str, Any] | None = None,
-    field_attrs: Mapping[str, Mapping[str, Any]] | None = None,
-    like: Dataset | None = None,
-    chunks: Mapping[str, int] | None = None,
-    shards: Mapping[str, int] | None = None,
-    append_dim: str | None = None,
-    mode: str = "w-",
-    format: str | None = None,
-    encoding: Mapping[str, Any] | None = None,
-    budget: int = 256 << 20,
+    **options: Unpack[WriterOptions],
 ) -> None:
     """Write tiles to a Zarr v3 store or a NetCDF-4 file: one `Writer.append`, then `close`.
 
@@ -83,21 +96,7 @@ def write(
     >>> jigsaw.io.open("forecast.zarr", mesh={"lat": 1}).fields
     ('t2m', 'z@500', 'z@850')
     """
-    with Writer(
-        path,
-        dims=dims,
-        fields=fields,
-        attrs=attrs,
-        field_attrs=field_attrs,
-        like=like,
-        chunks=chunks,
-        shards=shards,
-        append_dim=append_dim,
-        mode=mode,
-        format=format,
-        encoding=encoding,
-        budget=budget,
-    ) as out:
+    with Writer(path, **options) as out:
         out.append(data, coords=coords)
 
 
@@ -117,11 +116,11 @@ def completeness(path: str | os.PathLike[str]) -> StoreCompleteness:
     if not where.exists() and part_path(where).is_file():
         where = part_path(where)
     attrs = _attrs_at_path(where) if where.exists() else {}
-    found = completeness_from_attrs(attrs)
-    if found is None:
+    record = completeness_from_attrs(attrs)
+    if record is None:
         why = "does not say how far it is complete; jigsaw did not write it" if where.exists() else "does not exist"
         raise WriteError(f"{where} {why}")
-    return found
+    return record
 
 
 class Writer:
@@ -180,7 +179,9 @@ class Writer:
         encoding: Mapping[str, Any] | None = None,
         budget: int = 256 << 20,
     ) -> None:
-        self.path = _local_path(path)
+        if "://" in os.fspath(path):
+            raise WriteError(f"{os.fspath(path)!r} is a URL; only local paths are written, copy the store afterwards")
+        self.path = Path(path)
         suffix = _store_suffix(self.path, format)
         if mode not in _WRITE_MODES or (mode == "a" and append_dim is None):
             raise WriteError(
@@ -279,13 +280,13 @@ class Writer:
 
     def _find(self, mesh: DeviceMesh) -> None:
         grows = self._mode == "a" and self._dim is not None
-        found = self._by_first_rank(mesh, lambda: self._sink.find(self._dim or "") if grows else None)
-        if found is not None:
-            self._known, self._steps = found, found.steps
+        growing = self._by_first_rank(mesh, lambda: self._sink.find(self._dim or "") if grows else None)
+        if growing is not None:
+            self._known, self._steps = growing, growing.steps
 
     def _outlined(self, data: TileData, coords: Mapping[str, Any]) -> AppendOutline:
-        given = dict(coords) if self._mesh is not None else {**self._options.coords, **coords}
-        return outline_append(data, given, self._options, self._known)
+        all_coords = dict(coords) if self._mesh is not None else {**self._options.coords, **coords}
+        return outline_append(data, all_coords, self._options, self._known)
 
     def _begin(self, mesh: DeviceMesh, piece: AppendOutline) -> None:
         arrays, replaces = [s.array for s in piece.sources], self._mode != "w-"
@@ -304,21 +305,15 @@ class Writer:
 
 def _mesh_of_tiles(data: Any) -> DeviceMesh:
     tiles = [data] if isinstance(data, Tile) else list(data.values()) if isinstance(data, Mapping) else []
-    found = next((t.mesh for t in tiles if isinstance(t, Tile)), None)
-    if found is None:
+    mesh = next((t.mesh for t in tiles if isinstance(t, Tile)), None)
+    if mesh is None:
         raise ShardingError(
             f"write takes a tile or a mapping of tiles, not {type(data).__name__}; "
             "cut it first: jigsaw.shard(x, mesh, spec)"
         )
-    if not all(is_same_mesh(found, t.mesh) for t in tiles if isinstance(t, Tile)):
+    if not all(is_same_mesh(mesh, t.mesh) for t in tiles if isinstance(t, Tile)):
         raise ShardingError("the tiles of one write lie on different meshes; write them one mesh at a time")
-    return found
-
-
-def _local_path(path: str | os.PathLike[str]) -> Path:
-    if "://" in os.fspath(path):
-        raise WriteError(f"{os.fspath(path)!r} is a URL; only local paths are written, copy the store afterwards")
-    return Path(path)
+    return mesh
 
 
 def _store_suffix(path: Path, format: str | None) -> str:
@@ -332,9 +327,7 @@ def _store_suffix(path: Path, format: str | None) -> str:
 
 
 def _attrs_at_path(path: Path) -> Mapping[str, Any]:
-    """Return the attributes of a store. Raises: `WriteError` for what is neither a Zarr group nor NetCDF, or
-    damaged.
-    """
+    """Return the attributes of a store. Raises: `WriteError` for anything else, or one that is damaged."""
     try:
         return zarr_store_attrs(path) if path.is_dir() else netcdf_attrs(path)
     except (OSError, ValueError, KeyError) as e:  # netCDF4's errors, and zarr's of groups and of metadata
@@ -364,16 +357,16 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
     def attrs_along(variable: StoreVariable, role: str) -> Mapping[str, Any]:
         return _attrs_that_hold(survey.attrs(variable, role), written)
 
-    found: dict[str, Any] = {}
+    lent: dict[str, Any] = {}
     for dim in dims or dataset.whole_coords:
         role = dim if dim in dataset.whole_coords else own.get(dim, dim)
         if role in dataset.whole_coords and role not in dataset.counted:
-            found[dim] = dataset.whole_coords[role], attrs_along(variables[0], role)
+            lent[dim] = dataset.whole_coords[role], attrs_along(variables[0], role)
     leveled = next((v for v in variables if LEVEL_DIM in v.roles), None)
     used = {f.level for f in fields} - {None}
     if leveled is not None and used and CHANNEL_DIM in dims:
         values = survey.values(leveled, LEVEL_DIM)
-        found[LEVEL_DIM] = values[[float(v) in used for v in values]], attrs_along(leveled, LEVEL_DIM)
+        lent[LEVEL_DIM] = values[[float(v) in used for v in values]], attrs_along(leveled, LEVEL_DIM)
     timed = next((v for v in variables if "time" in v.roles), None)
     lent_units: dict[str, StoredCoordinate] = {}  # of time only units and calendar, because its values are new
     if timed is not None and survey.states(timed, "time"):
@@ -384,7 +377,7 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
     return replace(
         options,
         fields=fields if CHANNEL_DIM in dims else options.fields,
-        coords={**found, **options.coords},
+        coords={**lent, **options.coords},
         attrs={**own_attrs, **options.attrs},
         field_attrs={**field_attrs, **options.field_attrs},
         lent_units=lent_units,

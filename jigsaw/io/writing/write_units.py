@@ -1,4 +1,4 @@
-"""Plan of which rank writes which piece of a stored array, and which gives which box of it. Integers, alike on all
+"""Plan of which rank writes which piece of a stored array, and which gives which box of it: integers, alike on all
 ranks.
 
 A *unit* is what one process must write as one: a chunk, or a whole shard. The rank that owns most of a unit writes it,
@@ -78,24 +78,24 @@ def plan_units(
     """
     owners = _owners_of_pieces(layout)
     load = [0] * layout.ranks
-    found: list[WriteUnit] = []
+    planned: list[WriteUnit] = []
     for slots in product(*(_unit_slots(layout, target, dim, phase[dim]) for dim in range(layout.ndim))):
         box = tuple(interval for interval, _ in slots)
         pieces = [(owners[tuple(e.piece for e in entries)], entries) for entries in product(*(e for _, e in slots))]
         # `load` grows unit by unit in the same order on every rank, so all choose the same writers without talking
         writer = _choose_writer(pieces, load, writers)
         load[writer] += box_elements(box)
-        found.append(WriteUnit(box, writer, tuple(_unit_part(p, e, box, writer, len(found)) for p, e in pieces)))
-    return tuple(found)
+        planned.append(WriteUnit(box, writer, tuple(_unit_part(p, e, box, writer, len(planned)) for p, e in pieces)))
+    return tuple(planned)
 
 
 def _owners_of_pieces(layout: Layout) -> dict[tuple[int, ...], tuple[int, ...]]:
     """Return the mesh positions that own each combination of pieces: several, where an axis replicates."""
-    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    owners: dict[tuple[int, ...], tuple[int, ...]] = {}
     for position, coord in enumerate(layout.coords()):
         key = tuple(layout.piece(cut, coord) for cut in layout.cuts)
-        found[key] = (*found.get(key, ()), position)
-    return found
+        owners[key] = (*owners.get(key, ()), position)
+    return owners
 
 
 def _unit_slots(layout: Layout, target: WriteTarget, dim: int, phase: int) -> list[tuple[Interval, list[_OwnedRows]]]:
@@ -103,7 +103,7 @@ def _unit_slots(layout: Layout, target: WriteTarget, dim: int, phase: int) -> li
     size, step = target.shape[dim], target.units[dim]
     cut = layout.cuts[dim]
     runs = target.runs if dim == target.channel else ((0, cut.size, 0),)
-    found: list[tuple[Interval, list[_OwnedRows]]] = []
+    slots: list[tuple[Interval, list[_OwnedRows]]] = []
     # rows count from the start of the first unit, which `phase` earlier rows fill already
     for start in range(0, phase + size, step):
         low, high = max(start, phase), min(start + step, phase + size)
@@ -116,8 +116,8 @@ def _unit_slots(layout: Layout, target: WriteTarget, dim: int, phase: int) -> li
                 if a < b:
                     entries.append(_OwnedRows(piece, (a, b), a + shift))
         if entries:
-            found.append(((low, high), entries))
-    return found
+            slots.append(((low, high), entries))
+    return slots
 
 
 def _choose_writer(
@@ -143,9 +143,7 @@ def _unit_part(
 
 
 def write_rounds(units: Sequence[WriteUnit], most: int) -> Iterator[tuple[WriteUnit, ...]]:
-    """Yield the units in order, as many at a time as let no rank put together more than `most` elements (or
-    one unit).
-    """
+    """Yield the units in order, so many at a time that no rank puts together more than `most` elements, or one unit."""
     batch: list[WriteUnit] = []
     held: dict[int, int] = {}
     for unit in units:

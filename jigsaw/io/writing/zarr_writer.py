@@ -24,13 +24,13 @@ from jigsaw.drafts import draft_of, path_of_draft, unforeseen_name
 from jigsaw.errors import WriteError, why_not_imported
 from jigsaw.geometry.cut import Box, box_slices
 from jigsaw.io.writing.cf import StoredCoordinate, plain_attribute
-from jigsaw.io.writing.outline import ArrayOutline, GrowingStore
-from jigsaw.io.writing.sink import (
+from jigsaw.io.writing.deliver import (
     StoreCompleteness,
     completeness_from_attrs,
     failing_with_remedy,
     listed_coordinates,
 )
+from jigsaw.io.writing.outline import ArrayOutline, GrowingStore
 
 _ZARR_CHUNK_STEPS = 1024
 _METADATA_NAMES = ("zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata")
@@ -108,8 +108,8 @@ class ZarrSink:
         self._attrs = {k: plain_attribute(v) for k, v in attrs.items()}
         self._write_root(StoreCompleteness(self._dim, 0, False))
         for a in arrays:
-            how = {"chunks": a.chunks, "shards": a.shards, **self._encoding}
-            self._create_array(a, a.shape, a.dtype, a.fill, how)
+            layout = {"chunks": a.chunks, "shards": a.shards, **self._encoding}
+            self._create_array(a, a.shape, a.dtype, a.fill, layout)
         for c in coords:
             sizes = zip(c.dims, c.values.shape, strict=True)
             chunks = tuple(_ZARR_CHUNK_STEPS if d == self._dim else max(n, 1) for d, n in sizes)
@@ -118,21 +118,26 @@ class ZarrSink:
             self._create_array(c, c.values.shape, dtype, fill, {"chunks": chunks})
 
     def _create_array(
-        self, made: ArrayOutline | StoredCoordinate, shape: tuple[int, ...], dtype: Any, fill: Any, how: dict[str, Any]
+        self,
+        item: ArrayOutline | StoredCoordinate,
+        shape: tuple[int, ...],
+        dtype: Any,
+        fill: Any,
+        layout: dict[str, Any],
     ) -> None:
         """Create an array without a row along the dim that grows."""
         _import_zarr().create_array(
-            f"{self.path}/{made.name}",
-            shape=tuple(0 if d == self._dim else n for d, n in zip(made.dims, shape, strict=True)),
+            f"{self.path}/{item.name}",
+            shape=tuple(0 if d == self._dim else n for d, n in zip(item.dims, shape, strict=True)),
             dtype=dtype,
             fill_value=fill,
-            dimension_names=made.dims,
-            attributes=_zarr_attributes(made.attrs, dtype),
+            dimension_names=item.dims,
+            attributes=_zarr_attributes(item.attrs, dtype),
             zarr_format=3,
-            compressors=_with_checksum(self._compressors if isinstance(made, ArrayOutline) else "auto"),
-            **how,
+            compressors=_with_checksum(self._compressors if isinstance(item, ArrayOutline) else "auto"),
+            **layout,
         )
-        self._documents[made.name] = self._document(f"{made.name}/zarr.json")
+        self._documents[item.name] = self._document(f"{item.name}/zarr.json")
 
     def _clear(self, replace: bool) -> None:
         if self.path.is_dir() and not any(self.path.iterdir()):
@@ -155,11 +160,11 @@ class ZarrSink:
 
     def _write_root(self, done: StoreCompleteness) -> None:
         listed = self._documents if done.steps or done.closed else {}
-        found = {name: listed[name] for name in sorted(listed, key=lambda name: (name.count("/"), name))}
+        documents = {name: listed[name] for name in sorted(listed, key=lambda name: (name.count("/"), name))}
         root = {
             "attributes": {**self._attrs, **done.attrs()},
             "zarr_format": 3,
-            "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": found},
+            "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": documents},
             "node_type": "group",
         }
         self._replace("zarr.json", root)
@@ -217,13 +222,13 @@ def _writing_all_chunks(document: Mapping[str, Any], array: Any) -> Any:
     return zarr.Array(zarr.AsyncArray(document, array.store_path, config={"write_empty_chunks": True}))
 
 
-def _with_checksum(given: Any) -> tuple[Any, ...]:
+def _with_checksum(codec: Any) -> tuple[Any, ...]:
     """Return the compressors of an array, then a CRC-32C over their output: a flipped bit is found at reading."""
     from zarr.codecs import Crc32cCodec, ZstdCodec
 
-    if isinstance(given, str) and given == "auto":
+    if isinstance(codec, str) and codec == "auto":
         return ZstdCodec(), Crc32cCodec()
-    codecs = () if given is None else tuple(given) if isinstance(given, Sequence) else (given,)
+    codecs = () if codec is None else tuple(codec) if isinstance(codec, Sequence) else (codec,)
     has_one = any(
         isinstance(each, Crc32cCodec) or (isinstance(each, Mapping) and each.get("name") == "crc32c") for each in codecs
     )
@@ -232,11 +237,11 @@ def _with_checksum(given: Any) -> tuple[Any, ...]:
 
 def _zarr_attributes(attrs: Mapping[str, Any], dtype: DTypeLike) -> dict[str, Any]:
     """Return attributes as JSON; the ``_FillValue`` of floats is base64 of its eight bytes, as in xarray's Zarr v3."""
-    found = {k: plain_attribute(v) for k, v in attrs.items()}
-    fill = found.get("_FillValue")
+    plain = {k: plain_attribute(v) for k, v in attrs.items()}
+    fill = plain.get("_FillValue")
     if isinstance(fill, int | float) and np.dtype(dtype).kind == "f":
-        found["_FillValue"] = standard_b64encode(pack("<d", fill)).decode()
-    return found
+        plain["_FillValue"] = standard_b64encode(pack("<d", fill)).decode()
+    return plain
 
 
 def remove_zarr_store(path: Path) -> None:
