@@ -31,11 +31,13 @@ from jigsaw.comm.traffic import open_counts, record_call
 from jigsaw.comm.wire_values import byte_view, floats_from_order, is_narrow, order_as_integers, plain_memory, wire_dtype
 from jigsaw.errors import ShardingError
 from jigsaw.ranks.mesh import (
+    TrafficKind,
     axes_along,
     axes_of_mesh,
     group_patience,
     groups_along,
     mesh_group,
+    mesh_size,
     ranks_in_mesh,
     sends_through_host,
 )
@@ -43,6 +45,7 @@ from jigsaw.ranks.model_world import job_rank, job_size
 from jigsaw.ranks.slab_mesh import SlabMesh
 from jigsaw.ranks.waiting_ranks import OpenWait
 from jigsaw.torch_internals.autograd import memory_id
+from jigsaw.torch_internals.groups import takes_batches
 
 AxisNames = str | Sequence[str]
 T = TypeVar("T")
@@ -83,24 +86,28 @@ def begin_at_one_place(x: Tensor, y: Tensor) -> bool:
     return same and x.storage_offset() == y.storage_offset()
 
 
-def connect_ranks(mesh: DeviceMesh) -> None:
-    """Let the ranks of a mesh send to each other; all of them call this before any sends, also one that will not.
+def connect_ranks(mesh: DeviceMesh, traffic: TrafficKind = TrafficKind.MESSAGES) -> dist.ProcessGroup | None:
+    """Return the group by which ranks of a mesh send; all of them call this before any does, also one that will not.
 
-    NCCL connects a group on its first call, which must be everybody's; gloo has connected it already.
+    The first call makes it.  NCCL connects it on its first operation, which must be everybody's; gloo has connected it
+    already.  None where nobody is to send: on one rank, and on slabs.
 
-    Raises: `ShardingError` for a mesh of several axes on some of the ranks of a job that does not run on CPUs.
+    Raises: `ShardingError` for a mesh of several axes on some of the ranks of a job, on a backend of GPUs that has no
+    groups apart.
     """
-    if mesh.device_type == "cpu" or isinstance(mesh, SlabMesh) or mesh.size() == 1:
-        return
-    group = mesh_group(mesh)
-    if group.size() > mesh.size():
+    if isinstance(mesh, SlabMesh) or mesh_size(mesh) == 1:
+        return None
+    group = mesh_group(mesh, traffic)
+    if mesh.device_type == "cpu" or group in _connected_groups:
+        return group
+    if group.size() > mesh_size(mesh):
         raise ShardingError(
             f"{mesh} of several axes leaves out ranks of the job; make it over all of them, or of one axis"
         )
-    if group not in _connected_groups:
-        _connected_groups.add(group)
-        with OpenWait("the first message", dist.get_process_group_ranks(group)):
-            dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
+    _connected_groups.add(group)
+    with OpenWait("the first message", dist.get_process_group_ranks(group)):
+        dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
+    return group
 
 
 _connected_groups: WeakSet[dist.ProcessGroup] = WeakSet()
@@ -111,20 +118,20 @@ def swap_messages(
     sends: Sequence[tuple[int, Tensor]],
     receives: Sequence[tuple[int, Tensor]],
     kind: str = "swap",
-    tag: int = 0,
+    traffic: TrafficKind = TrafficKind.MESSAGES,
 ) -> PendingWork:
     """Start one batch of messages to and from mesh positions; nothing is reduced or converted.
 
     A position is a row-major index into the mesh.  `receives` hold contiguous buffers that are filled in place.  Both
-    sides must list the same messages in the same order per pair; empty ones are left out on both sides.  Every rank of
-    the mesh calls this, even one without a message.
+    sides must list the same messages in the same order per pair; empty ones are left out on both sides.  Calls meet in
+    their order, too.  Every rank of the mesh calls this, even one without a message.
 
     *Sends*: the bytes of `sends`, one message each.
     """
     if is_shape_run():
         return PendingWork((), ())
     refuse_in_graph(f"a message of the kind {kind!r}")
-    connect_ranks(mesh)
+    group = connect_ranks(mesh, traffic)
     outgoing = [(at, byte_view(plain_memory(x))) for at, x in sends if x.numel()]
     incoming = [(at, byte_view(x)) for at, x in receives if x.numel()]
     if open_counts:
@@ -133,7 +140,9 @@ def swap_messages(
         record_call(kind, sum(given), sum(taken), len(given), list(zip(to, given, strict=True)))
     if not (outgoing or incoming):
         return PendingWork((), ())
-    group, on_host, landed = mesh_group(mesh), sends_through_host(mesh), list[tuple[Tensor, Tensor]]()
+    if group is None:
+        group = mesh_group(mesh)  # which slabs refuse
+    on_host, landed = sends_through_host(mesh), list[tuple[Tensor, Tensor]]()
     if on_host and mesh.device_type != "cpu":
         outgoing = [(at, x.cpu()) for at, x in outgoing]
         landed = [(x, torch.empty_like(x, device="cpu")) for _, x in incoming]
@@ -143,11 +152,10 @@ def swap_messages(
     messages = [(way, x, ranks[at]) for way, some in ways for at, x in some]
     others = sorted({rank for _, _, rank in messages})
     with OpenWait(kind, others):
-        # gloo has no batches, and torch's batch checks each message twice; groups of other classes may have them
-        if on_host and type(group) is dist.ProcessGroup:
-            works = [work for way, x, rank in messages if (work := way(x, rank, group, tag)) is not None]
-        else:
-            works = dist.batch_isend_irecv([dist.P2POp(way, x, rank, group, tag) for way, x, rank in messages])
+        if takes_batches(group, torch.device(mesh.device_type)):
+            works = dist.batch_isend_irecv([dist.P2POp(way, x, rank, group) for way, x, rank in messages])
+        else:  # torch's batch would check each message twice
+            works = [work for way, x, rank in messages if (work := way(x, rank, group)) is not None]
     # a gloo message's; NCCL's would block the host
     limit = group_patience(group, mesh.device_type) if on_host else None
     return PendingWork(works, [x for _, x in outgoing], kind, others, limit, landed)
@@ -336,7 +344,7 @@ def all_gather_object(mesh: DeviceMesh, value: object) -> list[Any]:
 
 
 def start_sum(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> PendingWork:
-    """Start summing the contiguous `x` in place over the ranks along `axes`; `wait()` before it is used.
+    """Start summing the contiguous `x`, of gradients, in place over the ranks along `axes`; `wait()` before it is used.
 
     Not differentiable.
 
@@ -348,7 +356,7 @@ def start_sum(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> PendingWork:
         return PendingWork((), ())
     buffer = torch.view_as_real(x) if x.is_complex() else x
     under_way = PendingWork((), ())
-    for group, ranks in groups_along(mesh, axes):
+    for group, ranks in groups_along(mesh, axes, TrafficKind.GRADIENTS):
         under_way.wait()
         with OpenWait("all_reduce", ranks):
             work = dist.all_reduce(buffer, group=group, async_op=True)

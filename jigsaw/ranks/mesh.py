@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from enum import Enum
 from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -28,17 +29,20 @@ from jigsaw.torch_internals.groups import (
     backend_of_group,
     devices_of_group,
     flattened_meshes,
+    group_by_name,
     group_of_name,
     mesh_flattened,
     mesh_root,
     mesh_unflattened,
     meshes_joined,
+    takes_batches,
     timeout_of_options,
 )
 
 # Weak, so that no job that ended is kept alive.
 _flat_by_axes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
 _split_by_axis: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
+_groups_by_kind: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 _BY_LAUNCHERS = "with torchrun --nproc-per-node or srun --ntasks"
@@ -78,7 +82,8 @@ def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = 
         _init_process_group(device, limit or DEFAULT_PATIENCE)
     axes = _with_the_rest(axes, dist.get_world_size())
     mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    for group in (_world_group(), *mesh.get_all_groups()):  # torch lets a new group wait for 30 minutes
+    apart = _groups_by_kind.get(_world_group(), {}).values()
+    for group in (_world_group(), *mesh.get_all_groups(), *apart):  # torch lets a new group wait for 30 minutes
         _let_wait(group, device, limit or group_patience(_world_group(), device))
     _agree_on_debugging()
     return mesh
@@ -376,15 +381,50 @@ def has_every_rank(mesh: DeviceMesh) -> bool:
     return mesh_size(mesh) == job_size()
 
 
-def groups_along(mesh: DeviceMesh, axes: str | Sequence[str]) -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
+class TrafficKind(Enum):
+    """Traffic that has groups of its own, where a backend runs what a group does in order: so neither kind waits
+    behind the other, nor collectives of tiles behind either.
+    """
+
+    MESSAGES = "messages"  # between two ranks: halos, rows, blocks of products
+    GRADIENTS = "gradients"
+
+
+def _group_apart(kind: TrafficKind, ranks: Sequence[int], group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
+    """Return the group of these ranks for that kind, on the backend of `group`.
+
+    The first call makes it: all of the ranks make that call, and no others.  Its name has all that it depends on.
+    Torch would number it by the groups that each rank knows, and these differ between stages of a pipeline.
+    """
+    groups = _groups_by_kind.setdefault(_world_group(), {})
+    ranks = sorted(ranks)
+    name = f"jigsaw {kind.value} {device} {','.join(map(str, ranks))}"
+    if name not in groups:
+        with of_the_job(), without_modes():
+            groups[name] = group_by_name(name, ranks, group, device, group_patience(group, device))
+    return groups[name]
+
+
+def groups_along(
+    mesh: DeviceMesh, axes: str | Sequence[str], kind: TrafficKind | None = None
+) -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
     """Return the groups that join the ranks along `axes`, each with its ranks in mesh order (`torch` sorts those of a
     group).
 
     There is one group where possible.  An axis has the mesh's own; all axes of a mesh over the whole job have the
     job's.  For other axes of such a mesh the first call makes one, for all its ranks at once.  A mesh that leaves out
     ranks of the job cannot make a group without them: `torch` names a group by how many each rank knows.  There the
-    axes follow each other, major to minor.
+    axes follow each other, major to minor.  The `kind` of what travels may have groups apart.
     """
+    along = _shared_groups_along(mesh, axes)
+    if kind is None or not along or not takes_batches(along[0][0], torch.device(mesh.device_type)):
+        return along
+    return [(_group_apart(kind, ranks, group, mesh.device_type), ranks) for group, ranks in along]
+
+
+def _shared_groups_along(
+    mesh: DeviceMesh, axes: str | Sequence[str]
+) -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
     long = axes_along(mesh, axes).long
     if len(long) > 1 and mesh_size(mesh) == job_size():
         ranks = ranks_along(mesh, long)
@@ -400,11 +440,14 @@ def _axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     return group_of_name(names[axis])
 
 
-def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return a group that every rank of the mesh is in, for messages between any two: an axis' own, or the job's."""
+def mesh_group(mesh: DeviceMesh, kind: TrafficKind | None = None) -> dist.ProcessGroup:
+    """Return a group that every rank of the mesh is in: an axis' own, or the job's; or one apart, for that `kind`."""
     sizes = axes_of_mesh(mesh)
     long = _axes_among(sizes, tuple(dict(sizes))).long
-    return _axis_group(mesh, long[0]) if len(long) == 1 else _world_group()
+    group = _axis_group(mesh, long[0]) if len(long) == 1 else _world_group()
+    if kind is None or not takes_batches(group, torch.device(mesh.device_type)):
+        return group
+    return _group_apart(kind, ranks_in_mesh(mesh), group, mesh.device_type)
 
 
 def _world_group() -> dist.ProcessGroup:

@@ -124,6 +124,8 @@ class _OrderedWork(dist.Work):
 class OrderedGroup(dist.ProcessGroup):
     """A group of ranks on gloo; torch calls it as it calls NCCL's."""
 
+    supports_coalescing = True  # as NCCL's: its operations run in order, those of a batch together
+
     def __init__(self, inner: dist.ProcessGroup, rank: int, members: Sequence[int], name: str) -> None:
         super().__init__(rank, len(members))  # pyright: ignore[reportCallIssue]
         self.inner, self.members, self.communicator = inner, tuple(members), name

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -62,6 +63,37 @@ def serve_group(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo) -> None:
 def fake_store() -> Any:
     """Return the store of a fake group, whose backend this import registers.  Public is nothing."""
     return private_name("torch.testing._internal.distributed.fake_pg:FakeStore")()
+
+
+def takes_batches(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Say whether a group runs a batch of messages as one operation, as it runs its operations one after the other."""
+    own: bool | None = getattr(group, "supports_coalescing", None)  # a group of another class has no backend to ask
+    return bool(backend_of_group(group, device).supports_coalescing) if own is None else own
+
+
+def group_by_name(
+    name: str, ranks: Sequence[int], like: dist.ProcessGroup, device: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Make a group of these ranks, which make it without the others, on the backend that `like` has for a device.
+
+    The name must be new, and the same on all of them.  Public are groups whose names count those of each rank.
+    """
+    config: Any = dist.get_backend_config(like)
+    backend = c10d.BackendConfig(config).get_device_backend_map()[device]
+    world = known_groups()
+    job = world.default_pg
+    # a communicator that NCCL splits off needs all ranks of the job, so this one is made by itself
+    bound, job.bound_device_id = job.bound_device_id, None
+    try:
+        own = list(ranks).index(job.rank())
+        group, _ = _new_group(len(ranks), own, list(ranks), backend, default_store(), name, timeout=timeout)
+    finally:
+        job.bound_device_id = bound
+    world.pg_group_ranks[group] = {rank: at for at, rank in enumerate(ranks)}
+    return group
+
+
+_new_group = LateName("torch.distributed.distributed_c10d:_new_process_group_helper")
 
 
 # -- meshes: public are slices of a mesh by its names alone -----------------------------------------------------------

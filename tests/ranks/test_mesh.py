@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,14 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from jigsaw.errors import ShardingError
 from jigsaw.nn.weights import cut_parameter
 from jigsaw.ranks.mesh import (
+    TrafficKind,
     axes_in_mesh_order,
     axes_of_mesh,
     flat_submesh,
+    group_patience,
     groups_along,
     init_mesh,
     is_same_mesh,
     mesh_coordinate,
     mesh_group,
+    mesh_patience,
     ranks_along,
     ranks_in_mesh,
 )
@@ -93,6 +97,41 @@ def test_groups_that_exist_are_used():
     assert ranks == (0, 1, 2, 3)
     assert groups_along(mesh, "data") == []
     assert dist.distributed_c10d.get_pg_count() == before
+
+
+@pytest.mark.parametrize("kind", TrafficKind)
+@on_ranks(4, backend="gloo")
+def test_gloo_has_one_group_for_all_traffic(kind):
+    """Its messages overtake each other, and each group costs a connection to every rank."""
+    mesh = world_mesh(lat=2, lon=2)
+    before = dist.distributed_c10d.get_pg_count()
+    assert groups_along(mesh, ["lat", "lon"], kind) == groups_along(mesh, ["lat", "lon"])
+    assert mesh_group(mesh, kind) is mesh_group(mesh)
+    assert dist.distributed_c10d.get_pg_count() == before
+
+
+@on_ranks(4, backend="ordered")
+def test_some_ranks_make_their_groups_without_the_others():
+    """As stages of a pipeline do: names that counted would leave all ranks waiting for each other at the next group."""
+    whole, part = world_mesh(lat=2, lon=2), DeviceMesh("cpu", [[3, 0, 1]], mesh_dim_names=("lat", "lon"))
+    if part.get_coordinate() is not None:
+        apart = {mesh_group(part, kind) for kind in TrafficKind}
+        assert len(apart) == 2 and mesh_group(part) not in apart
+        assert {tuple(dist.get_process_group_ranks(group)) for group in apart} == {(0, 1, 3)}
+        ((sums, ranks),) = groups_along(part, "lon", TrafficKind.GRADIENTS)
+        assert sums in apart and ranks == (3, 0, 1)
+    group = mesh_group(whole, TrafficKind.MESSAGES)
+    assert mesh_group(world_mesh(lat=4), TrafficKind.MESSAGES) is group
+    ((along, _),) = groups_along(world_mesh(lat=2, lon=1, data=2), "lat", TrafficKind.GRADIENTS)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=along)
+    dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=dist.new_group())
+    assert total.item() == 2 * 4 * 4
+    before = mesh_patience(whole)
+    init_mesh(device="cpu", lat=4, timeout=77)
+    assert group_patience(along, "cpu") == group_patience(group, "cpu") == timedelta(seconds=77)
+    init_mesh(device="cpu", lat=4, timeout=before)
 
 
 @on_ranks(4)

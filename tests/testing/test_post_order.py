@@ -1,5 +1,8 @@
 """NCCL's law: jobs that keep it pass on gloo's ordered groups, and each way to break it is found."""
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +12,7 @@ from torch import nn
 import jigsaw
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 from jigsaw.testing.failure import RankFailedError
+from jigsaw.testing.ordered_group import take_events
 from jigsaw.testing.post_order import Post, PostedMessage, PostOrderError, PostWait, check_posts
 
 BOTH = (0, 1)
@@ -263,3 +267,43 @@ def test_training_keeps_the_law(how, axes):
     ranks = torch.tensor(list(axes.values())).prod().item()
     by_law = on_ranks(ranks, backend="ordered")(trained)(how, axes)
     assert by_law == run_on_ranks(ranks, trained, how, axes)
+
+
+# -- groups of their own ----------------------------------------------------------------------------------------------
+
+
+def posts_of_a_step(is_shared):
+    """What a rank posts in the passes of three convolutions; with `is_shared`, to one group, as all other traffic."""
+    mesh = world_mesh(lat=2)
+    with pytest.MonkeyPatch.context() as patch:
+        if is_shared:
+            patch.setattr("jigsaw.ranks.mesh._group_apart", lambda kind, ranks, group, device: group)
+        convolutions = nn.Sequential(*(nn.Conv2d(2, 2, 3, padding=1) for _ in range(3)))
+        model = jigsaw.parallelize(convolutions, mesh, bucket_bytes=1)
+        x = jigsaw.shard(torch.randn(1, 2, 14, 10), mesh, (None, None, "lat", None))
+        take_events()
+        loss = model(x).square().mean()
+        forward = take_events()
+        loss.backward()
+    return forward, take_events()
+
+
+def sums_at_the_end(events):
+    """The same record of a rank that is late with its sums: all else that it does comes first."""
+    sums = {e.number for e in events if isinstance(e, Post) and e.signature}
+    assert len(sums) == 6
+    ordered = sorted(events, key=lambda e: (e.number in sums, isinstance(e, PostWait) and e.number in sums))
+    return [replace(e, number=e.number + 1000 * (e.number in sums)) for e in ordered]
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_halos_wait_behind_no_sum_of_gradients(is_shared):
+    (forward, first), (_, second) = on_ranks(2, backend="ordered")(posts_of_a_step)(is_shared)
+    check_posts([first, second])
+    with pytest.raises(PostOrderError, match="wait for each other forever") if is_shared else nullcontext():
+        check_posts([first, sums_at_the_end(second)])
+    halos = {e.communicator for e in first if isinstance(e, Post) and e.messages}
+    sums = {e.communicator for e in first if isinstance(e, Post) and e.signature}
+    of_forward = {e.communicator for e in forward if isinstance(e, Post) and e.signature}
+    assert halos and sums and of_forward
+    assert len(halos | sums | of_forward) == (1 if is_shared else 3)

@@ -24,11 +24,10 @@ from jigsaw import comm
 from jigsaw.comm.debug import compare_calls
 from jigsaw.geometry.cut import box_slices
 from jigsaw.geometry.layout import Layout, MeshCoordinate
-from jigsaw.ranks.mesh import mesh_coordinate
+from jigsaw.ranks.mesh import TrafficKind, mesh_coordinate
 from jigsaw.torch_internals.autograd import tensor_version
 
 _RECORD = "_jigsaw_gradient_block"
-_TAG = 1  # of messages: a rank that has its gradients sooner may send them before what others of its messages follow
 
 
 class BlockRecord:
@@ -174,7 +173,7 @@ class TravellingBlock:
                 self._arriving.append((place, buffer))
                 given.append((layout.index(there), self._sent))
                 taken.append((layout.index(there), buffer))
-        return comm.swap_messages(mesh, given, taken, "blocks of gradients", _TAG)
+        return comm.swap_messages(mesh, given, taken, "blocks of gradients", TrafficKind.GRADIENTS)
 
     def finish(self, is_mixed: bool) -> None:
         """Wait, and give the parameter its mean; by a sum of all of it, where a rank had more than its block."""
