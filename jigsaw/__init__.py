@@ -13,6 +13,7 @@ from jigsaw.comm.stop_request import StopRequest
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Cut
 from jigsaw.geometry.layout import Layout
+from jigsaw.geometry.neighbors import Neighbors
 from jigsaw.nn.local_function import LocalFunction, local
 from jigsaw.ops.into_torch.whole_tensor import strict_mode
 from jigsaw.ranks.mesh import init_mesh
@@ -36,6 +37,7 @@ __all__ = [
     "Cut",
     "Layout",
     "LocalFunction",
+    "Neighbors",
     "PendingSave",
     "RandomState",
     "ShardingError",

@@ -10,6 +10,7 @@ from jigsaw.nn.attention import multi_head_attention
 from jigsaw.nn.attention.attention_ways import attention_way
 from jigsaw.nn.attention.heads import MultiheadAttention
 from jigsaw.nn.attention.scaled_dot_product import explain_attention
+from jigsaw.nn.cells.gather import gather_neighbors, scatter_to_cells
 from jigsaw.nn.chunked import chunked
 from jigsaw.nn.experts.experts import MoE
 from jigsaw.nn.losses import loss, margin_losses
@@ -73,6 +74,7 @@ __all__ = [
     "embedding",
     "explain_attention",
     "focal_loss",
+    "gather_neighbors",
     "interpolate",
     "linear",
     "loss",
@@ -87,6 +89,7 @@ __all__ = [
     "product",
     "recurrent",
     "sampling",
+    "scatter_to_cells",
     "spectral_loss",
     "sphere",
     "tversky_loss",

@@ -1,0 +1,152 @@
+"""Rows of cells by lists: each edge gets the row of its source cell, and the adjoint sums what edges give back.
+
+A row that a rank needs travels once, however many edges name it. Back travel the gradients of edges, not their sums:
+the owner of a cell adds them up in the order of edges, which is one order on every mesh, so the bits are alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from jigsaw.comm import debug
+from jigsaw.comm.exchange import PackedSwap
+from jigsaw.comm.graph_calls import graph_call
+from jigsaw.comm.wire_values import is_narrow
+from jigsaw.geometry.neighbors import Integers, NeighborPlan, OrderedLists
+
+
+@lru_cache(maxsize=4096)
+def _places_on_device(plan: NeighborPlan, device: torch.device) -> PlacesOnDevice:
+    return PlacesOnDevice(plan, device)
+
+
+class PlacesOnDevice:
+    """Lists of a plan as tensors."""
+
+    def __init__(self, plan: NeighborPlan, device: torch.device) -> None:
+        def moved(places: Integers) -> Tensor:
+            return torch.from_numpy(places.copy()).to(device)
+
+        self.near, self.none, self.far, self.far_places = map(moved, (plan.near, plan.none, plan.far, plan.far_places))
+        self.sends = [(q, moved(rows)) for q, rows in plan.sends]
+        self.back_sends = [(q, moved(edges)) for q, edges in plan.back_sends]
+        self.sums = ListsOnDevice(plan.sums, device)
+
+
+class ListsOnDevice:
+    """Lists of what is summed as tensors."""
+
+    def __init__(self, lists: OrderedLists, device: torch.device) -> None:
+        self.rows = lists.rows
+        self.steps = [torch.from_numpy(step).to(device) for step in lists.steps]
+        self.restore = torch.from_numpy(lists.restore).to(device)
+
+
+def sum_in_order(values: Tensor, lists: ListsOnDevice, dim: int) -> Tensor:
+    """Sum the values of each row of the lists, one after the other; those of two bytes in float32.  Without messages.
+
+    *Shapes*: [..., values, ...] -> [..., rows, ...] along `dim`.
+    """
+    wide = torch.float32 if is_narrow(values.dtype) else values.dtype
+    out = values.new_zeros([*values.shape[:dim], lists.rows, *values.shape[dim + 1 :]], dtype=wide)
+    for step in lists.steps:
+        # rows with most values come first, so that those with one more are a slice
+        out.narrow(dim, 0, len(step)).add_(values.index_select(dim, step))
+    return out.index_select(dim, lists.restore).to(values.dtype)
+
+
+@dataclass(frozen=True)
+class NeighborExchange:
+    """Gather of one rank along `dim`: its plan, and the mesh position of each piece; no mesh for a whole tensor."""
+
+    plan: NeighborPlan
+    mesh: DeviceMesh | None
+    positions: tuple[int, ...]
+    dim: int
+
+    def shape_with(self, x: Tensor, rows: int) -> list[int]:
+        """Return the shape of a tensor with so many rows along the dim."""
+        return [*x.shape[: self.dim], rows, *x.shape[self.dim + 1 :]]
+
+    def start(
+        self, x: Tensor, sends: list[tuple[int, Tensor]], receives: tuple[tuple[int, int], ...]
+    ) -> PackedSwap | None:
+        """Start sending rows by their places, and receiving so many from each piece."""
+        if self.mesh is None:
+            return None
+        given = [(self.positions[q], [x.index_select(self.dim, places)]) for q, places in sends]
+        taken = [(self.positions[q], [self.shape_with(x, count)]) for q, count in receives]
+        return PackedSwap(self.mesh, given, taken, x, "neighbors")
+
+    def compare(self, kind: str) -> None:
+        """Compare, when debugging, what the ranks are about to send."""
+        if self.mesh is not None:
+            debug.compare_calls(self.mesh, kind, self.plan.key[:3], self.dim)
+
+
+def _like_edge_rows(x: Tensor, exchange: NeighborExchange) -> Tensor:
+    return x.new_empty(exchange.shape_with(x, exchange.plan.edges))
+
+
+@graph_call(_like_edge_rows)
+def _rows_to_edges(x: Tensor, exchange: NeighborExchange) -> Tensor:
+    dim, places = exchange.dim, _places_on_device(exchange.plan, x.device)
+    swap = exchange.start(x, places.sends, exchange.plan.receives)
+    # edges within this rank's rows are filled while the others' rows travel
+    out = x.index_select(dim, places.near) if x.shape[dim] else x.new_zeros(exchange.shape_with(x, exchange.plan.edges))
+    arrived = swap.wait() if swap else []
+    if arrived:
+        out.index_copy_(dim, places.far, torch.cat(arrived, dim).index_select(dim, places.far_places))
+    return out.index_fill_(dim, places.none, 0) if len(places.none) else out
+
+
+def _like_rows(edges: Tensor, exchange: NeighborExchange) -> Tensor:
+    return edges.new_empty(exchange.shape_with(edges, exchange.plan.rows))
+
+
+@graph_call(_like_rows)
+def _edges_to_rows(edges: Tensor, exchange: NeighborExchange) -> Tensor:
+    places = _places_on_device(exchange.plan, edges.device)
+    swap = exchange.start(edges, places.back_sends, exchange.plan.back_receives)
+    arrived = swap.wait() if swap else []
+    return sum_in_order(torch.cat([edges, *arrived], exchange.dim), places.sums, exchange.dim)
+
+
+class _RowsToEdges(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: NeighborExchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.compare("neighbors")
+        return _rows_to_edges(x, exchange)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _EdgesToRows.apply(grads[0], ctx.exchange), None
+
+
+class _EdgesToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, edges: Tensor, exchange: NeighborExchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.compare("gradient of neighbors")
+        return _edges_to_rows(edges, exchange)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _RowsToEdges.apply(grads[0], ctx.exchange), None
+
+
+def rows_to_edges(x: Tensor, exchange: NeighborExchange) -> Tensor:
+    """Give each edge of this rank the row of its source cell; zeros where it has none.
+
+    *Shapes*: per rank [..., own cells, ...] -> [..., own edges, ...] along the exchange's dim.
+    *Sends*: forward each own row that another rank needs, once a rank, in one message; backward, the gradient of each
+    edge whose source another rank owns, to that rank.  Counted as ``"neighbors"``.
+    """
+    return _RowsToEdges.apply(x, exchange)  # pyright: ignore[reportReturnType]

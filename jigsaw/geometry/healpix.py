@@ -1,0 +1,117 @@
+"""HEALPix grids: numbers of cells, and who is beside whom.  Integers only.
+
+The sphere is twelve faces of nside x nside cells. In a plane that is turned by 45 degrees the faces are unit squares:
+with x to the north-east and y to the north-west, face 4 + i at the equator is the square (i, -i), the northern face i
+is at (i + 1, -i) and the southern face 8 + i at (i, -i - 1).  A face is thus known by p + q of its square (p, q): 0 at
+the equator, 1 in the north, -1 in the south.  Around a pole the four faces meet, each turned by 90 degrees.
+
+Source: Gorski et al., "HEALPix: a framework for high-resolution discretization", arXiv astro-ph/0409513.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.errors import ShardingError
+
+Integers = NDArray[np.int64]
+_OFFSETS = ((-1, 0), (-1, 1), (0, 1), (1, 1), (1, 0), (1, -1), (0, -1), (-1, -1))  # SW, W, NW, N, NE, E, SE, S
+
+
+def healpix_neighbors(nside: int, nested: bool = True) -> Callable[[Integers], Integers]:
+    """Return a function of cells, [n], that gives the 8 neighbors of each, [n, 8], and -1 where one has 7."""
+    if nside < 1 or (nested and nside & (nside - 1)):
+        raise ShardingError(
+            f"nside={nside} must be {'a power of two for nested numbers' if nside > 0 and nested else '1 or more'}"
+        )
+    to_faces = _faces_of_nested if nested else _faces_of_rings
+    to_cells = _nested_of_faces if nested else _rings_of_faces
+
+    def neighbors(cells: Integers) -> Integers:
+        face, x, y = to_faces(nside, cells)
+        columns = [_cell_beside(nside, face, x + dx, y + dy) for dx, dy in _OFFSETS]
+        return np.stack([np.where(f < 0, -1, to_cells(nside, np.maximum(f, 0), a, b)) for f, a, b in columns], axis=-1)
+
+    return neighbors
+
+
+def _cell_beside(n: int, face: Integers, x: Integers, y: Integers) -> tuple[Integers, Integers, Integers]:
+    """Return face and place of a cell that may lie one row beyond a face; face -1 where there is none."""
+    band, longitude, last = 1 - face // 4, face % 4, n - 1
+    over_x, over_y = x // n, y // n  # -1, 0 or 1
+    x, y = x % n, y % n
+    to_band = band + over_x + over_y
+    over_pole, is_corner = np.abs(to_band) == 3, (over_x != 0) & (over_y != 0)
+    # at a corner where three faces meet, no cell lies diagonally beyond it
+    is_none = is_corner & ((np.abs(to_band) == 2) | ((over_x != over_y) & (band != 0)))
+    # a square beyond the map is another face around its pole, turned by 90 degrees, or by 180 across the pole
+    is_turned = (np.abs(to_band) == 2) & ~is_corner
+    turned_to = 4 * (1 - band) + (longitude + np.where(over_pole, 2, over_x - over_y)) % 4
+    beside = _face_of_square(longitude + (band > 0) + over_x, to_band)
+    to_face = np.where(is_turned | over_pole, turned_to, beside)
+    by_x, by_y = is_turned & (over_x != 0), is_turned & (over_y != 0)
+    to_x = np.select([by_x, by_y, over_pole], [y, last - y, last - x], x)
+    to_y = np.select([by_x, by_y, over_pole], [last - x, x, last - y], y)
+    return np.where(is_none, -1, to_face), to_x, to_y
+
+
+def _face_of_square(p: Integers, band: Integers) -> Integers:
+    """Return the face of the square (p, band - p) of the plane."""
+    return np.select([band == -1, band == 0], [8 + p % 4, 4 + p % 4], (p - 1) % 4)
+
+
+def _faces_of_nested(n: int, cells: Integers) -> tuple[Integers, Integers, Integers]:
+    """Return face, x and y: the bits of a nested number are those of y and x in turns, after the face."""
+    face, rest = cells // n**2, cells % n**2
+    x, y = np.zeros_like(rest), np.zeros_like(rest)
+    for bit in range(n.bit_length() - 1):
+        x |= (rest >> 2 * bit & 1) << bit
+        y |= (rest >> 2 * bit + 1 & 1) << bit
+    return face, x, y
+
+
+def _nested_of_faces(n: int, face: Integers, x: Integers, y: Integers) -> Integers:
+    rest = np.zeros_like(face)
+    for bit in range(n.bit_length() - 1):
+        rest |= (x >> bit & 1) << 2 * bit | (y >> bit & 1) << 2 * bit + 1
+    return face * n**2 + rest
+
+
+def _ring_starts(n: int) -> Integers:
+    """Return the number of cells before each of the rings 1 to 4n - 1, then of all."""
+    rings = np.arange(1, 4 * n)
+    return np.concatenate([[0], np.cumsum(4 * np.minimum(np.minimum(rings, n), 4 * n - rings))])
+
+
+def _faces_of_rings(n: int, cells: Integers) -> tuple[Integers, Integers, Integers]:
+    starts = _ring_starts(n)
+    ring = np.searchsorted(starts, cells, side="right")  # 1 is at the north pole
+    place = cells - starts[ring - 1]
+    from_pole = np.minimum(ring, 4 * n - ring)
+    in_face = place % np.maximum(from_pole, 1)
+    # in the belt between the caps, the plane's x + y falls with the ring, and x - y grows with longitude
+    total, east = 3 * n - ring - 1, 2 * place + (n - ring - 1) % 2
+    plane_x, plane_y = (total + east) // 2, (total - east) // 2
+    band = plane_x // n + plane_y // n
+    is_north, is_south = ring < n, ring > 3 * n
+    caps, x_of_caps = [is_north, is_south], [n - from_pole + in_face, in_face]
+    face = np.select(caps, [place // from_pole, 8 + place // from_pole], _face_of_square(plane_x // n, band))
+    x = np.select(caps, x_of_caps, plane_x % n)
+    y = np.select(caps, [2 * n - 1 - ring - x_of_caps[0], from_pole - 1 - in_face], plane_y % n)
+    return face, x, y
+
+
+def _rings_of_faces(n: int, face: Integers, x: Integers, y: Integers) -> Integers:
+    band, longitude = 1 - face // 4, face % 4
+    ring = (3 - band) * n - x - y - 1
+    from_pole = np.minimum(ring, 4 * n - ring)
+    east = (2 * longitude + np.abs(band)) * n + x - y
+    place = np.select(
+        [ring < n, ring > 3 * n],
+        [longitude * from_pole + x - (n - from_pole), longitude * from_pole + x],
+        east // 2 % (4 * n),
+    )
+    return _ring_starts(n)[ring - 1] + place

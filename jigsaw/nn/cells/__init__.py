@@ -1,0 +1,1 @@
+"""Layers on cells: values of neighbors, and sums over them."""

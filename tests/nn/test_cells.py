@@ -1,0 +1,263 @@
+"""Neighbors of cells on tiles against plain indexing of the whole tensor, bit for bit on every mesh."""
+
+import numpy as np
+import pytest
+import torch
+
+import jigsaw
+from jigsaw import comm
+from jigsaw.errors import RanksDifferError, ShardingError
+from jigsaw.nn import gather_neighbors, scatter_to_cells
+from jigsaw.testing import assert_adjoint, on_ranks, run_on_ranks, world_mesh
+
+MESHES = [{"cell": 1}, {"cell": 2}, {"cell": 3}, {"cell": 4}, {"cell": 2, "channel": 2}]
+POINTS = {1: (0, 48), 2: (0, 17, 48), 3: (0, 0, 31, 48), 4: (0, 5, 5, 40, 48)}
+
+
+def random_table(targets=48, sources=48, k=5, seed=0):
+    index = np.random.default_rng(seed).integers(-1, sources, (targets, k))
+    index[3] = -1
+    return jigsaw.Neighbors(index, sources)
+
+
+def random_graph(targets=48, sources=48, edges=300, seed=0):
+    rng = np.random.default_rng(seed)
+    hub = np.where(rng.uniform(size=edges) < 0.2, 7, rng.integers(0, sources, edges))
+    return jigsaw.Neighbors.of_edges(hub, rng.integers(0, targets, edges), sources, targets)
+
+
+TABLES = {
+    "healpix": lambda: jigsaw.Neighbors.healpix(2),
+    "table": random_table,
+    "graph": random_graph,
+    "smaller": lambda: random_table(targets=11),
+    "larger": lambda: random_graph(targets=100),
+}
+
+
+def layer(x, table, weight):
+    """Attention over neighbors, their greatest value, sum and mean: x [batch, channels, cells]."""
+    near = gather_neighbors(x, table)
+    dim = 2
+    scores = (near * weight.view(-1, *[1] * (near.ndim - 2))).sum(1, keepdim=True)
+    share = scatter_to_cells(scores, table, "softmax", dim)
+    parts = [scatter_to_cells(near * share, table, "sum", dim)]
+    parts += [scatter_to_cells(near, table, reduce, dim) for reduce in ("max", "mean")]
+    return torch.cat(parts, 1)
+
+
+def by_plain_torch(x, table, weight):
+    """The same of a whole tensor, cell by cell, with torch's own indexing."""
+    sources, cells = table.sources_of((0, table.targets)), table.targets_of((0, table.targets))
+    out = []
+    for cell in range(table.targets):
+        near = x[..., torch.from_numpy(sources[(cells == cell) & (sources >= 0)])]
+        if near.shape[-1] == 0:
+            out.append(x.new_zeros(x.shape[0], 3 * x.shape[1]))
+            continue
+        share = (near * weight.view(-1, 1)).sum(1, keepdim=True).softmax(-1)
+        out.append(torch.cat([(near * share).sum(-1), near.amax(-1), near.mean(-1)], 1))
+    return torch.stack(out, -1)
+
+
+def values(dtype, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(*shape, dtype=dtype, generator=draw) for shape in ((2, 4, 48), (4,)))
+    return x, weight
+
+
+def run_layer(axes, name, dtype):
+    table, (x, weight) = TABLES[name](), values(dtype)
+    mesh = world_mesh(**axes)
+    tile = jigsaw.shard(x, mesh, (None, "channel", "cell"), split={2: POINTS[axes["cell"]]})
+    tile.local.requires_grad_()
+    weight.requires_grad_()
+    out = layer(tile, table, weight)
+    out.square().mul(torch.arange(1.0, out.shape[-1] + 1)).sum().backward()
+    grad = jigsaw.Tile(tile.local.grad, tile.layout, mesh)
+    return out.full_tensor(), grad.full_tensor()
+
+
+def whole(name, dtype, function=layer):
+    table, (x, weight) = TABLES[name](), values(dtype)
+    x.requires_grad_(), weight.requires_grad_()
+    out = function(x, table, weight)
+    out.square().mul(torch.arange(1.0, out.shape[-1] + 1)).sum().backward()
+    return out.detach(), x.grad
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_whole_tensor_is_that_of_plain_torch(name):
+    for found, wanted in zip(whole(name, torch.float64), whole(name, torch.float64, by_plain_torch), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_bits_are_alike_on_every_mesh(axes, name, dtype):
+    ranks = int(np.prod(list(axes.values())))
+    wanted = whole(name, dtype)
+    for found in run_on_ranks(ranks, run_layer, axes, name, dtype):
+        for mine, one in zip(found, wanted, strict=True):
+            if "channel" in axes:  # the sum over channels is taken in parts
+                torch.testing.assert_close(mine, one, rtol=1e-5, atol=1e-4)
+            else:
+                assert torch.equal(mine, one)
+
+
+def near_of(tile):
+    return gather_neighbors(tile, TABLES["table"](), dim=1)
+
+
+def edges_of(tile):
+    return gather_neighbors(tile, TABLES["larger"](), dim=1)
+
+
+@pytest.mark.parametrize("op", [near_of, edges_of])
+def test_the_way_back_is_the_adjoint(op):
+    assert_adjoint(op, (2, 48, 3), [{"cell": 2}, {"cell": 3}, {"cell": 4}], spec=(None, "cell", None))
+
+
+@on_ranks(3)
+def test_gradients_of_gradients():
+    mesh, (x, _) = world_mesh(cell=3), values(torch.float64)
+    table = TABLES["graph"]()
+
+    def norm_of_gradient(x):
+        edges = gather_neighbors(x, table)
+        loss = scatter_to_cells(edges.pow(3), table).square().sum()
+        (grad,) = torch.autograd.grad(loss, [x.local if isinstance(x, jigsaw.Tile) else x], create_graph=True)
+        return grad
+
+    x.requires_grad_()
+    tile = jigsaw.shard(x.detach(), mesh, (None, None, "cell"))
+    tile.local.requires_grad_()
+    (wanted,) = torch.autograd.grad(norm_of_gradient(x).square().sum(), [x])
+    part = norm_of_gradient(tile)
+    jigsaw.Tile(part, tile.layout, mesh).square().sum().backward()
+    found = jigsaw.Tile(tile.local.grad, tile.layout, mesh).full_tensor()
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(4)
+def test_each_row_travels_once():
+    mesh, nside = world_mesh(cell=4), 8
+    table = jigsaw.Neighbors.healpix(nside)
+    tile = jigsaw.shard(torch.randn(3, table.targets), mesh, (None, "cell"))
+    tile.local.requires_grad_()
+    start, stop = tile.layout.owned(tile.coordinate)[1]
+    with comm.count() as counts:
+        near = gather_neighbors(tile, table)
+    rows, needed = table.sources_of((0, table.targets)).reshape(-1, 8), 0
+    for other in range(4):
+        first, last = other * table.targets // 4, (other + 1) * table.targets // 4
+        if (first, last) != (start, stop):
+            asked = np.unique(rows[first:last])
+            needed += int(np.count_nonzero((asked >= start) & (asked < stop)))
+    (call,) = [c for c in counts.calls if c.kind == "neighbors"]
+    assert call.sent_bytes == needed * 3 * 4
+    assert needed < 0.5 * (stop - start)
+    with comm.count() as counts:
+        near.sum().backward()
+    edges = rows[start:stop]
+    far = int(np.count_nonzero((edges >= 0) & ((edges < start) | (edges >= stop))))
+    assert sum(c.sent_bytes for c in counts.calls if c.kind == "neighbors") == far * 3 * 4
+
+
+@on_ranks(2)
+def test_rows_of_a_halo_are_left_out():
+    mesh, (x, _) = world_mesh(cell=2), values(torch.float64)
+    tile = jigsaw.shard(x, mesh, (None, None, "cell"), halo={2: 3}, periodic=[2])
+    table = TABLES["table"]()
+    assert torch.equal(gather_neighbors(tile, table).full_tensor(), gather_neighbors(x, table))
+
+
+@on_ranks(2)
+def test_a_dim_that_nothing_cuts_sends_nothing():
+    mesh, (x, _) = world_mesh(channel=2), values(torch.float64)
+    tile = jigsaw.shard(x, mesh, (None, "channel", None))
+    with comm.count() as counts:
+        near = gather_neighbors(tile, TABLES["graph"]())
+    assert sum(c.sent_bytes for c in counts.calls if c.kind == "neighbors") == 0
+    assert torch.equal(near.full_tensor(), gather_neighbors(x, TABLES["graph"]()))
+
+
+@on_ranks(2)
+def test_a_compiled_layer_is_the_same():
+    mesh, (x, weight) = world_mesh(cell=2), values(torch.float32)
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.table = torch.nn.Parameter(weight.clone()), TABLES["graph"]()
+
+        def forward(self, x):
+            return layer(x, self.table, self.weight)
+
+    results = []
+    for compiled in (False, True):
+        net = jigsaw.parallelize(Layer(), mesh)
+        run = jigsaw.compile(net, backend="aot_eager") if compiled else net
+        tile = jigsaw.shard(x, mesh, (None, None, "cell"))
+        tile.local.requires_grad_()
+        for _ in range(2):
+            out = run(tile)
+        out.square().sum().backward()
+        results.append((out.full_tensor(), tile.local.grad))
+    torch.testing.assert_close(results[0], results[1])
+
+
+class HealpixLayer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return layer(x, jigsaw.Neighbors.healpix(2), self.weight)
+
+
+@on_ranks(2)
+def counted_step():
+    mesh = world_mesh(cell=2)
+    net = jigsaw.parallelize(HealpixLayer(), mesh)
+    net(jigsaw.shard(torch.randn(2, 4, 48), mesh, (None, None, "cell"))).sum().backward()  # the table is agreed on
+    with comm.count() as counts:
+        net(jigsaw.shard(torch.randn(2, 4, 48), mesh, (None, None, "cell"))).square().mean().backward()
+    return sum(c.sent_bytes for c in counts.calls if c.kind == "neighbors")
+
+
+def test_a_dry_run_sends_what_a_step_sends():
+    report = jigsaw.dry_run(HealpixLayer, (2, 4, 48), mesh={"cell": 2}, spec=(None, None, "cell"))
+    (wanted,) = set(counted_step())
+    played = [phase.traffic.get("neighbors") for phase in report.ranks[0].phases.values()]
+    assert sum(sent.sent_bytes for sent in played if sent is not None) == wanted > 0
+
+
+def other_tables(axes):
+    mesh, (x, _) = world_mesh(**axes), values(torch.float64)
+    tile = jigsaw.shard(x, mesh, (None, None, "cell"))
+    with pytest.raises(RanksDifferError, match="the table differs by rank"):
+        gather_neighbors(tile, random_table(seed=100 + mesh.get_rank() // 2))
+
+
+def test_tables_that_differ_by_rank_are_told():
+    run_on_ranks(3, other_tables, {"cell": 3})
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_refused():
+    mesh, (x, _) = world_mesh(cell=2), values(torch.float64)
+    tile = jigsaw.shard(x, mesh, (None, None, "cell"))
+    with pytest.raises(ShardingError, match=r"dim 1 of shape \(2, 4, 48\) must be the 48 source cells"):
+        gather_neighbors(tile, TABLES["table"](), dim=1)
+    with pytest.raises(ShardingError, match="was flattened from several"):
+        columns = jigsaw.shard(x.view(2, 4, 6, 8), mesh, (None, None, None, "cell"))
+        gather_neighbors(columns.flatten(2), TABLES["table"]())
+    with pytest.raises(ShardingError, match="reduce='median' must be one of"):
+        scatter_to_cells(tile, TABLES["table"](), "median")
+    with pytest.raises(ShardingError, match="must be the 5 neighbors"):
+        scatter_to_cells(tile, TABLES["table"](), "sum", dim=2)
+    with pytest.raises(ShardingError, match="are not those of pieces of target cells"):
+        edges = torch.zeros(TABLES["graph"]().edges)
+        scatter_to_cells(jigsaw.shard(edges, mesh, ("cell",), split=(0, 1, 300)), TABLES["graph"]())
