@@ -88,8 +88,6 @@ class _SummedFile(io.BufferedWriter):
 
 
 class _SummingFileSystem(FileSystem):
-    """Torch's file system, with the checksum of each file that it writes."""
-
     def __init__(self) -> None:
         self.sums: dict[str, FileSum] = {}
 

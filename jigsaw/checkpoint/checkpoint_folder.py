@@ -65,9 +65,6 @@ class CheckpointDraft(NamedTuple):
     order: int
 
 
-# -- what is there ----------------------------------------------------------------------------------------------------
-
-
 def read_regular_file(path: Path, largest: int) -> bytes:
     """Return the content of a file of at most `largest` bytes.
 
@@ -154,9 +151,6 @@ def _whole_leftover(final: Path) -> Path | None:
     return max(leftovers)[1] if leftovers else None
 
 
-# -- a new one --------------------------------------------------------------------------------------------------------
-
-
 def begin_checkpoint(final: Path, order: int) -> CheckpointDraft:
     """Make an empty draft of a new checkpoint.  A whole one that a killed save left first takes its intended name.
 
@@ -212,9 +206,6 @@ def write_new_file(path: Path, content: bytes) -> FileSum:
 
 def _crc_of_json(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content).encode())
-
-
-# -- an old one -------------------------------------------------------------------------------------------------------
 
 
 def remove_checkpoint(folder: Path) -> None:

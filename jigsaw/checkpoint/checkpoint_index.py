@@ -99,9 +99,6 @@ def torch_index_of(tensors: TensorIndex, names: Iterable[str]) -> Metadata:
     return Metadata(metadata, storage_data=places)
 
 
-# -- what an index may say --------------------------------------------------------------------------------------------
-
-
 def _checked_index(index: TensorIndex, files: Collection[str]) -> TensorIndex:
     for name, (_, shape, pieces) in index.items():
         numbers = [*shape]

@@ -200,7 +200,11 @@ def load(
     if optimizer is not None:
         groups = _group_options(optimizer, _parameter_names(model, optimizer))
         elsewhere = set(_names_of_all_stages(model)).difference(*(group["params"] for group in groups))
-        _check_group_lists(path, small["optimizer groups"])
+        saved: Any = small["optimizer groups"]
+        if not isinstance(saved, list) or not all(
+            isinstance(each, dict) and isinstance(cast("Any", each).get("params"), list) for each in cast("Any", saved)
+        ):
+            raise CheckpointError(f"the checkpoint {os.fspath(path)} has parameter groups that no save of ours writes")
         for group in small["optimizer groups"]:
             group["params"] = [name for name in group["params"] if name not in elsewhere]
         _check_groups(path, small["optimizer groups"], groups)
@@ -287,9 +291,6 @@ def _names_of_all_stages(model: CheckpointModel | None) -> Sequence[str]:
     return getattr(model, "names_of_all_stages", ())
 
 
-# -- names ------------------------------------------------------------------------------------------------------------
-
-
 def _unwrapped_model(model: CheckpointModel) -> CheckpointModel:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
@@ -310,11 +311,7 @@ def _stateful_objects(loader: Stateful | None, others: Mapping[str, Stateful]) -
 
 
 def _group_options(optimizer: Optimizer, names: Mapping[Any, str]) -> list[dict[str, Any]]:
-    """Return the options of every parameter group, and the names of its parameters."""
     return [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-
-
-# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def _model_state(path: CheckpointPath, stored: Mapping[str, Any], model: CheckpointModel | None) -> dict[str, Any]:
@@ -362,12 +359,6 @@ def _optimizer_slots(
         else:
             slots[key] = torch.zeros(saved.shape, dtype=saved.dtype)
     return slots
-
-
-def _check_group_lists(path: CheckpointPath, saved: Any) -> None:
-    groups = cast("list[Any]", saved) if isinstance(saved, list) else [None]
-    if not all(isinstance(each, dict) and isinstance(cast("Any", each).get("params"), list) for each in groups):
-        raise CheckpointError(f"the checkpoint {os.fspath(path)} has parameter groups that no save of ours writes")
 
 
 def _check_groups(

@@ -290,9 +290,6 @@ def _read_piece(weight: _StoredWeight, offsets: Sequence[int], sizes: Sequence[i
     return values
 
 
-# -- where ------------------------------------------------------------------------------------------------------------
-
-
 def _size_of(weight: _StoredWeight) -> int:
     return math.prod(weight.shape) * weight.dtype.itemsize
 

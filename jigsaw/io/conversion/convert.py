@@ -264,9 +264,6 @@ def is_complete_store(path: Path) -> bool:
     return done is not None and done.closed
 
 
-# -- regions -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ConversionRegion:
     """A box of an array that is moved at a time, and the units in it."""
@@ -361,7 +358,6 @@ class MovedRegion(NamedTuple):
 def _move_by_threads(
     regions: Sequence[ConversionRegion], read: WatchedDataset, path: Path, threads: int
 ) -> Iterator[tuple[ConversionRegion, MovedRegion]]:
-    """Yield each region and the digests of its units, as they are done."""
     with ThreadPoolExecutor(threads) as pool:
         running = {pool.submit(move_region, region, read, path): region for region in regions}
         try:
@@ -406,9 +402,6 @@ def move_region(region: ConversionRegion, read: WatchedDataset, path: Path) -> M
             raise WriteError(f"{path}: rows {box} of array {array.name!r} read back other than they were written")
         written.append(((array.name, index), digest))
     return MovedRegion(written, read.take_filled())
-
-
-# -- the store ---------------------------------------------------------------------------------------------------------
 
 
 def _remove_target(path: Path, chosen: SelectedSource) -> None:
@@ -461,7 +454,6 @@ class _ConversionTarget(ZarrSink):
         self.create(self._shapes, self._coords, self._attrs, replace=True)
 
     def finish(self, digests: Mapping[str, str]) -> None:
-        """Finish the store: the root lists the arrays, and the digests of their values."""
         self.attach(self._shapes)
         self._attrs[DIGESTS_ATTRIBUTE] = dict(digests)
         steps = {n for a in self._shapes for d, n in zip(a.dims, a.shape, strict=True) if d == self._time}

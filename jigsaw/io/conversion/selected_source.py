@@ -144,9 +144,6 @@ class SelectedSource:
         return [look_at_store(path, partial(tables_of, path)) for path in self.files if Path(path).is_dir()]
 
 
-# -- opening -----------------------------------------------------------------------------------------------------------
-
-
 class OpenedSource(NamedTuple):
     """Dataset that xarray opened; `watched` are the Zarr stores that it reads, where the user gave no dataset."""
 
@@ -260,9 +257,6 @@ def _join_files(paths: Sequence[Any], options: Mapping[str, Any]) -> xr.Dataset:
         )
 
 
-# -- selecting ---------------------------------------------------------------------------------------------------------
-
-
 def select_source(
     source: Any,
     fields: Sequence[str] | None = None,
@@ -345,9 +339,6 @@ def recommended_chunks(
     except (WindowError, GridError):  # gaps at every step, or several grids: one step of one field
         dataset = opened(fields=[alike[0].table.name])
     return dict(best_chunks(dataset).chunks)
-
-
-# -- coordinates and attributes ----------------------------------------------------------------------------------------
 
 
 def _reference_words(variable: Any, key: str) -> list[str]:

@@ -57,10 +57,10 @@ class WatchedStore(ReadThroughStore[Store]):
         self.filled_arrays = filled
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        found = await self.inner.get(key, prototype, byte_range)
-        if found is None and key.rpartition("/")[2] not in _METADATA_NAMES:
+        answer = await self.inner.get(key, prototype, byte_range)
+        if answer is None and key.rpartition("/")[2] not in _METADATA_NAMES:
             await self._account_for(key)
-        return found
+        return answer
 
     async def _account_for(self, key: str) -> None:
         """Raise `MissingArrayError` or `MissingChunkError` for a chunk that is not read as fill values."""

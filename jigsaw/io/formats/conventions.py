@@ -116,7 +116,6 @@ def _rows_of_cells(latitudes: NDArray[Any], longitudes: NDArray[Any]) -> int | N
 
 
 def _on_rows(data: ArrayTable, rows: int, url: str) -> ArrayTable:
-    """Return the array with its cells as rows and columns."""
     columns = data.shape[3] // rows
     shape, dims = (*data.shape[:3], rows, columns), (*_DATA_DIMS[:3], "lat", "lon")
     decoder, places = data.decoder, data.places
@@ -257,7 +256,10 @@ def _index_to_world(
     scale, shift = np.ones(ndim), np.zeros(ndim)
     for step in steps:
         kind = step.get("type")
-        values = _numbers_or_none(step.get(str(kind)) if kind != "identity" else np.ones(ndim))
+        try:
+            values = np.asarray(step.get(str(kind), []) if kind != "identity" else np.ones(ndim), np.float64)
+        except (TypeError, ValueError):  # no numbers
+            values = np.empty(0)
         if kind not in _TRANSFORM_KINDS or values.shape != (ndim,) or not np.isfinite(values).all():
             raise UnsupportedStoreError(
                 f"{store.url}: coordinate transformation {dict(step)!r} is none of {', '.join(_TRANSFORM_KINDS)} "
@@ -268,14 +270,6 @@ def _index_to_world(
         elif kind == "translation":
             shift = shift + values
     return scale, shift
-
-
-def _numbers_or_none(numbers: Any) -> NDArray[np.float64]:
-    """Return numbers as an array; empty for anything else."""
-    try:
-        return np.asarray([] if numbers is None else numbers, np.float64)
-    except (TypeError, ValueError):
-        return np.empty(0)
 
 
 def _world_unit(store: ArrayStore, axes: Sequence[_OmeAxis]) -> str:

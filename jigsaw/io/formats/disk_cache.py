@@ -63,7 +63,6 @@ class DiskCache:
             raise FieldError(f"limit={self.limit} must be positive: the bytes that {os.fspath(self.folder)!r} may take")
 
     def of(self, store: ArrayStore) -> ArrayStore:
-        """Return the store, read through the cache."""
         folder = CacheFolder(Path(self.folder), self.limit, self.limit // _SPARE_FRACTION, self.shared)
         try:
             folder.make_ready()
@@ -180,7 +179,6 @@ class KeptAnswers:
             file.write(raw.data)
 
     def remove(self, known: ObjectIdentity) -> None:
-        """Remove every answer about an object."""
         with suppress(OSError):
             self._folder.remove(f"{_object_digest(known)}-")
 

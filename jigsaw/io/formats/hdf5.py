@@ -160,8 +160,6 @@ class _Hdf5Opening:
         describe_makani_fields(self._tables, source.path)
         return self._tables
 
-    # -- links -------------------------------------------------------------------------------------------------------
-
     def _walk(self, source: Hdf5File, group: Any, prefix: str, seen: set[tuple[str, int]]) -> Iterator[_FoundDataset]:
         """Yield every dataset below a group; a group that several links lead to counts once, by its first hard link."""
         seen.add((source.path, _object_address(group)))
@@ -211,8 +209,6 @@ class _Hdf5Opening:
             else:
                 return None
         return at
-
-    # -- tables ------------------------------------------------------------------------------------------------------
 
     def _table(self, name: str, place: _FoundDataset, known: Hdf5Dims) -> ArrayTable | None:
         dataset = place.dataset
@@ -384,7 +380,6 @@ def _box_reader_by_libhdf5(place: _FoundDataset, filters: tuple[Hdf5Filter, ...]
 
 
 def _is_filter_available(number: int) -> bool:
-    """Say whether libhdf5 has a filter; the plugins of hdf5plugin are registered by importing it."""
     if not h5py.h5z.filter_avail(number):
         try:
             import_module("hdf5plugin")

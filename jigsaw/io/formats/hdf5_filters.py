@@ -42,8 +42,7 @@ _DEFLATE_FAILURES = {
     2: "it decodes to fewer",
     3: "it decodes to more",
 }
-_LARGEST_BLOSC_BLOCK = 1 << 29
-"""Limit below the largest block that Blosc takes, about 700 MB."""
+_LARGEST_BLOSC_BLOCK = 1 << 29  # limit below the largest block that Blosc takes, about 700 MB
 
 
 @cache
@@ -63,8 +62,6 @@ def libdeflate_functions() -> Any:
 
 
 class _Decompressor(threading.local):
-    """A decompressor of each thread."""
-
     def __init__(self) -> None:
         self.library = libdeflate_functions()
         self.handle = self.library and self.library.libdeflate_alloc_decompressor()

@@ -45,8 +45,7 @@ HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _EDGES_ARE_LEFT = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
 _EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY
 _INDEX_COLUMNS = 4  # place in the grid, offset, length, mask
-_FEWEST_CHUNKS_KEPT = 4096
-"""Smallest index that is kept: asking for a smaller one again takes a few milliseconds."""
+_FEWEST_CHUNKS_KEPT = 4096  # smallest index that is kept: asking for a smaller one again takes a few milliseconds
 _INDEX_FORMAT = 1
 SEEKABLE_BLOCK_BYTES = 1 << 18
 _SEEKABLE_BLOCKS_KEPT = 64
@@ -255,9 +254,6 @@ def _sorted_index(table: NDArray[np.int64], chunks: ChunkIndex, grid: ChunkIndex
     if (np.diff(rows[:, 0]) == 0).any():
         raise CorruptChunkError(f"{what}: its index has two chunks at one place")
     return rows
-
-
-# -- the cache -------------------------------------------------------------------------------------------------------
 
 
 def _cached_index(

@@ -32,9 +32,6 @@ from jigsaw.io.formats.hdf5_index import Hdf5File, Hdf5Places
 _LARGEST_GRID = 1 << 26
 
 
-# -- values that lie in one piece ------------------------------------------------------------------------------------
-
-
 # -- what a dataset leads to, followed to its ends before libhdf5 may read it ------------------------------------------
 
 
@@ -60,19 +57,15 @@ def referenced_path(source: Hdf5File, name: str, outside: bool, what: str) -> st
         raise UnsupportedStoreError(
             f"{what} in {source.path} points to {name!r}, outside of the file's folder; {_TRUST}"
         )
-    if source.is_local and not _lies_beside(source.path, path):
+    # in the file's folder or below: that of its name, or the one where it really is
+    real, own = os.path.realpath(path), source.path
+    folders = (os.path.realpath(os.path.dirname(own) or "."), os.path.dirname(os.path.realpath(own)))
+    if source.is_local and not any(os.path.commonpath([folder, real]) == folder for folder in folders):
         raise UnsupportedStoreError(
-            f"{what} in {source.path} points to {name!r}, which a symbolic link puts to {os.path.realpath(path)!r}, "
+            f"{what} in {source.path} points to {name!r}, which a symbolic link puts to {real!r}, "
             f"outside of the file's folder; {_TRUST}"
         )
     return path
-
-
-def _lies_beside(own: str, path: str) -> bool:
-    """Say whether a file is in the folder of `own` or below: that of its name, or the one where it really is."""
-    real = os.path.realpath(path)
-    folders = (os.path.realpath(os.path.dirname(own) or "."), os.path.dirname(os.path.realpath(own)))
-    return any(os.path.commonpath([folder, real]) == folder for folder in folders)
 
 
 def _grows_with_sources(space: Any) -> bool:
@@ -139,7 +132,6 @@ class FileReach:
     def _shown(
         self, source: Hdf5File, dataset: Any, sources: Sequence[Any], by_library: bool
     ) -> Iterator[tuple[str, str]]:
-        """Yield the existing files that a virtual dataset shows, and the paths of the datasets in them."""
         what = f"the virtual dataset {dataset.name!r}"
         for each in sources:
             if each.file_name == ".":
@@ -377,7 +369,6 @@ def _cut_where_mappings_meet(mappings: Sequence[_SourceMapping], shape: ChunkInd
 
 
 def _is_decoded_alike(table: ArrayTable, first: ArrayTable, dataset: Any, fill: Any) -> bool:
-    """Say whether a source's chunks decode like the first one's, to values that need no conversion."""
     same = (table.chunks, table.clipped, table.lengths) == (first.chunks, first.clipped, {})
     fills = table.fill_value == fill or (table.fill_value != table.fill_value and fill != fill)
     return same and fills and table.decoder == first.decoder and np.dtype(table.dtype) == dataset.dtype

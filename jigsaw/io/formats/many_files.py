@@ -131,9 +131,6 @@ class _OpenStores:
         return opened
 
 
-# -- what is known of a file -----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _ArrayOfFile:
     """One array of a file: `packing` turns its stored values into those meant."""
@@ -159,33 +156,31 @@ class _KnownFile:
 
 def _know_file(files: _OpenStores, dim: str, path: str) -> _KnownFile:
     try:
-        return _known_of_store(files, dim, path)
+        store = files.store(path)
+        arrays = {
+            name: _ArrayOfFile(
+                t.dims,
+                t.shape,
+                str(t.attrs.get("units", "")),
+                str(t.attrs.get("calendar", "")),
+                (t.scale, t.offset, t.masks, t.dtype),
+            )
+            for name, t in store.arrays.items()
+        }
+        sizes = {s.shape[s.dims.index(dim)] for s in arrays.values() if dim in s.dims}
+        if len(sizes) != 1:
+            raise GridError(
+                f"{path} has no dim {dim!r} along which files are joined, or of several sizes {sorted(sizes)}"
+            )
+        coords = {n: store.read_small(n) for n, s in arrays.items() if s.dims == (n,) and n != dim}
+        table = store.arrays.get(dim)
+        axis, units = None, ""
+        if table is not None and table.dims == (dim,) and min(sizes):
+            axis = decode_times(decoded_coordinate(table, store.read_small(dim)), table.attrs)
+            units = arrays[dim].units
+        return _KnownFile(path, sizes.pop(), axis, units, arrays, coords)
     except ReadError as e:
         raise e if path in str(e) else type(e)(f"{path}: {e}") from e
-
-
-def _known_of_store(files: _OpenStores, dim: str, path: str) -> _KnownFile:
-    store = files.store(path)
-    arrays = {
-        name: _ArrayOfFile(
-            t.dims,
-            t.shape,
-            str(t.attrs.get("units", "")),
-            str(t.attrs.get("calendar", "")),
-            (t.scale, t.offset, t.masks, t.dtype),
-        )
-        for name, t in store.arrays.items()
-    }
-    sizes = {s.shape[s.dims.index(dim)] for s in arrays.values() if dim in s.dims}
-    if len(sizes) != 1:
-        raise GridError(f"{path} has no dim {dim!r} along which files are joined, or of several sizes {sorted(sizes)}")
-    coords = {n: store.read_small(n) for n, s in arrays.items() if s.dims == (n,) and n != dim}
-    table = store.arrays.get(dim)
-    axis, units = None, ""
-    if table is not None and table.dims == (dim,) and min(sizes):
-        axis = decode_times(decoded_coordinate(table, store.read_small(dim)), table.attrs)
-        units = arrays[dim].units
-    return _KnownFile(path, sizes.pop(), axis, units, arrays, coords)
 
 
 def _unfit_arrays(files: Sequence[_KnownFile], dim: str) -> dict[str, str]:
@@ -250,11 +245,8 @@ def _times_of_file(file: _KnownFile) -> NDArray[Any]:
     return file.axis.stamps
 
 
-# -- joined ----------------------------------------------------------------------------------------------------------
-
-
 class _JoinedFiles:
-    """The arrays of a series of files, as those of one store."""
+    """Arrays of a series of files, as those of one store."""
 
     def __init__(self, files: _OpenStores, series: list[_KnownFile], dim: str, unfit: Mapping[str, str]) -> None:
         self.files, self.series, self.dim, self.unfit = files, series, dim, unfit

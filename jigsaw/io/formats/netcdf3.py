@@ -78,8 +78,6 @@ class _Netcdf3Header:
         self.records = self._streamed() if count == streaming else count
         self.tables = {v.name: self._table(v) for v in self.variables}
 
-    # -- the grammar -------------------------------------------------------------------------------------------------
-
     def _take(self, length: int) -> bytes:
         stop = self._at + length
         if stop > self._size:
@@ -143,8 +141,6 @@ class _Netcdf3Header:
         if any(self.dims[d][1] == 0 for d in dims[1:]):
             raise BadChunkError(f"variable {name!r} has the record dim in another place than the first")
         return variable
-
-    # -- where values lie --------------------------------------------------------------------------------------------
 
     def _is_record(self, variable: _Netcdf3Variable) -> bool:
         return bool(variable.dims) and self.dims[variable.dims[0]][1] == 0

@@ -27,8 +27,7 @@ NIFTI_ARRAY_NAME = "image"
 _NIFTI_DIMS = ("x", "y", "z", "time", "dim_5", "dim_6", "dim_7")
 _NIFTI_TYPES = {2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4", 1024: "i8", 1280: "u8"}
 _SPACE_UNITS = {1: "m", 2: "mm", 3: "um"}
-_VERSION_BY_LENGTH = {348: b"1", 540: b"2"}
-"""NIfTI's version by the length of its header."""
+_VERSION_BY_LENGTH = {348: b"1", 540: b"2"}  # NIfTI's version by the length of its header
 _LONGEST_NIFTI_HEADER = 540
 _HEADER_FIELDS = {
     348: {
@@ -124,10 +123,20 @@ class _NiftiHeader:
         values = {name: struct.unpack_from(order + what, head, at) for name, (at, what) in fields}
         if values["magic"][0].startswith(b"ni"):
             raise UnsupportedStoreError(f"{path!r} is the header of a pair of files; join them into one .nii")
+        dim, (code, *_), (begin, *_) = values["dim"], values["datatype"], values["vox_offset"]
+        if not 1 <= dim[0] <= 7 or any(n < 1 for n in dim[1 : dim[0] + 1]):
+            raise BadChunkError(f"its dims are {tuple(dim)}: their number, and the size of each")
+        if code not in _NIFTI_TYPES:
+            raise UnsupportedStoreError(
+                f"{path!r} has values of NIfTI datatype {code}; those that can be read are {sorted(_NIFTI_TYPES)}: "
+                "real numbers of up to 64 bits"
+            )
+        if not isfinite(begin) or begin != int(begin) or (begin and begin < length + 4):
+            raise BadChunkError(f"its vox_offset is {begin}, and voxels begin at byte {length + 4} or later")
         return cls(
-            shape=_checked_nifti_shape(values["dim"]),
-            dtype=_voxel_dtype(path, values["datatype"][0], order),
-            start=_voxel_start(values["vox_offset"][0], length + 4),
+            shape=tuple(dim[1 : dim[0] + 1]),
+            dtype=np.dtype(order + _NIFTI_TYPES[code]),
+            start=int(begin) or length + 4,  # an unset offset means right after the header
             slope=values["scl"][0],
             inter=values["scl"][1],
             pixdim=values["pixdim"],
@@ -140,7 +149,6 @@ class _NiftiHeader:
 
     @property
     def stop(self) -> int:
-        """The byte after the last voxel."""
         return self.start + prod(self.shape) * self.dtype.itemsize
 
     def attrs(self) -> dict[str, Any]:
@@ -190,26 +198,3 @@ def _rotation_matrix(bcd: Sequence[float]) -> NDArray[np.float64]:
             [2 * (b * d - a * c), 2 * (c * d + a * b), a * a + d * d - b * b - c * c],
         ]
     )
-
-
-def _checked_nifti_shape(dim: Sequence[int]) -> tuple[int, ...]:
-    count = dim[0]
-    if not 1 <= count <= 7 or any(n < 1 for n in dim[1 : count + 1]):
-        raise BadChunkError(f"its dims are {tuple(dim)}: their number, and the size of each")
-    return tuple(dim[1 : count + 1])
-
-
-def _voxel_dtype(path: str, code: int, order: str) -> np.dtype[Any]:
-    if code not in _NIFTI_TYPES:
-        raise UnsupportedStoreError(
-            f"{path!r} has values of NIfTI datatype {code}; those that can be read are {sorted(_NIFTI_TYPES)}: "
-            "real numbers of up to 64 bits"
-        )
-    return np.dtype(order + _NIFTI_TYPES[code])
-
-
-def _voxel_start(vox_offset: float, least: int) -> int:
-    """Return the first byte of the voxels: an unset offset means right after the header."""
-    if not isfinite(vox_offset) or vox_offset != int(vox_offset) or (vox_offset and vox_offset < least):
-        raise BadChunkError(f"its vox_offset is {vox_offset}, and voxels begin at byte {least} or later")
-    return int(vox_offset) or least

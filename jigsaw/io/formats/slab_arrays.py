@@ -36,10 +36,8 @@ from jigsaw.io.chunks.files import (
 from jigsaw.io.chunks.remote_files import ask_at_once
 from jigsaw.io.series.coords import check_coordinate_size
 
-_SMALL_SLAB_BYTES = 1 << 20
-"""Bytes of a slab whose rows are smaller."""
-_LARGE_SLAB_BYTES = 1 << 24
-"""Bytes of a slab whose rows are larger."""
+_SMALL_SLAB_BYTES = 1 << 20  # bytes of a slab whose rows are smaller
+_LARGE_SLAB_BYTES = 1 << 24  # bytes of a slab whose rows are larger
 
 _FILE_GONE = "the file is gone since it was opened; open the store again"
 
@@ -238,9 +236,6 @@ def _read_records(places: SlabPlaces, dtype: np.dtype[Any], step: int) -> NDArra
             places.files.ranges(places.file, [(places.offset + start * stride, room)])
             out[start : start + rows] = np.lib.stride_tricks.as_strided(room, (rows, step), (stride, 1))
     return out.reshape(-1).view(dtype).reshape(places.shape).astype(dtype.newbyteorder("="))
-
-
-# -- headers ---------------------------------------------------------------------------------------------------------
 
 
 def file_head(files: StoreFiles, path: str, length: int, offset: int = 0) -> bytes:

@@ -40,10 +40,8 @@ from jigsaw.io.chunks.remote_files import RemoteFiles
 _INFLATED_BYTES = 1 << 20
 _HEAD_FETCHED_BYTES, _BODY_FETCHED_BYTES = 1 << 16, 1 << 23
 """Stored bytes that are read at a time: to look at a header, and of all."""
-_MOST_RATIO = 1032
-"""Largest ratio that deflate compresses by: a file that claims more holds less."""
-_MOST_PADDING = 1 << 16
-"""Bytes that may follow what the header describes: padding."""
+_MOST_RATIO = 1032  # largest ratio that deflate compresses by: a file that claims more holds less
+_MOST_PADDING = 1 << 16  # bytes that may follow what the header describes: padding
 _MOST_TRIES = 8
 _CHECKED_BLOCK_BYTES = 1 << 20
 _DIGEST_BYTES = 16
@@ -73,13 +71,11 @@ class FileStamp:
 
     @property
     def entry(self) -> str:
-        """The name under which its decompressed bytes are kept."""
         key = blake2b(repr((self.name, self.size, self.changed)).encode(), digest_size=16)
         return f"{key.hexdigest()}.raw"
 
     @property
     def folder(self) -> CacheFolder:
-        """The folder that keeps them."""
         cache = user_cache_folder()
         if cache is None:
             raise UnsupportedStoreError(
@@ -179,9 +175,6 @@ class UnpackedFile:
             )
 
 
-# -- entries ---------------------------------------------------------------------------------------------------------
-
-
 class _BlockChecksums:
     """The CRC-32 of each block of `_CHECKED_BLOCK_BYTES` of what is written, and what closes an entry."""
 
@@ -226,7 +219,6 @@ class _KeptEntry:
 
     @classmethod
     def of(cls, folder: CacheFolder, entry: str, length: int) -> _KeptEntry | None:
-        """Return the entry, or None where there is no whole one."""
         file = folder.opened(entry)
         if file is None:
             return None
@@ -253,9 +245,6 @@ class _KeptEntry:
         if zlib.crc32(raw) != self._checksums[block]:
             raise BadChunkError(f"block {block} of the entry is damaged")
         self._sound.add(block)
-
-
-# -- gzip ------------------------------------------------------------------------------------------------------------
 
 
 def unpacked_head(files: StoreFiles, path: str, size: int, length: int) -> bytes:
@@ -292,7 +281,6 @@ def _packed_blocks(files: StoreFiles, path: str, size: int, first: int) -> Itera
 
 
 def _unpacked_blocks(packed: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the decompressed bytes of all members, in blocks."""
     engine, rest = zlib.decompressobj(wbits=31), next(packed, b"")
     while rest:
         try:

@@ -98,7 +98,6 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
 
 
 def _read_by_zarr(group: zarr.Group, array: Any) -> NDArray[Any]:
-    """Read a coordinate whose codecs only zarr knows."""
     check_coordinate_size(array.path, array.shape, array.nbytes)
     try:
         return _box_by_zarr(array, ...)
@@ -163,14 +162,12 @@ def _open_zarr_group(url: Any, options: dict[str, Any], outside: zarr_reach.Outs
     except ReadError:
         raise
     except Exception as e:  # of any store, and of metadata that lie
-        why, cause = _hint_for_folder(url) or f": {redacted_text(e, options)}", cause_without_secrets(e, options)
+        why, cause = f": {redacted_text(e, options)}", cause_without_secrets(e, options)
+        if isinstance(url, str | os.PathLike) and os.path.isdir(url):
+            file = next((p for p in sorted(Path(url).iterdir()) if p.suffix in _SINGLE_FILE_SUFFIXES), None)
+            if file:
+                why = f", but a folder of files; give those along time as a glob: '{Path(url)}/*{file.suffix}'"
         raise UnsupportedStoreError(f"{called} is not a zarr group that can be opened{why}{_KNOWN_FORMATS}") from cause
-
-
-def _hint_for_folder(url: Any) -> str:
-    folder = Path(url) if isinstance(url, str | os.PathLike) and os.path.isdir(url) else None
-    file = next((p for p in sorted(folder.iterdir()) if p.suffix in _SINGLE_FILE_SUFFIXES), None) if folder else None
-    return f", but a folder of files; give those along time as a glob: '{folder}/*{file.suffix}'" if file else ""
 
 
 def _group_name(group: zarr.Group) -> str:

@@ -74,7 +74,6 @@ class ZarrKeyFiles:
 
     @cached_property
     def _is_snapshot(self) -> bool:
-        """True for a session of Icechunk."""
         return getattr(self._store, "session", None) is not None
 
     def size(self, path: str) -> int | None:

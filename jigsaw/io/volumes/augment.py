@@ -255,9 +255,6 @@ class Elastic(Augmentation):
         return ElasticStep(draws.word(), draws.between(*self.magnitude), int(self.every))
 
 
-# -- what was asked for ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class AskedAugmentations:
     """The steps of a list, and the functions that come after them."""

@@ -32,8 +32,7 @@ from jigsaw.io.volumes.volume import RenamedLabels, StoredVolume, VolumeArray, v
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate
 from jigsaw.tile.misuse import warn_once
 
-_VOXELS_AT_ONCE = 1 << 20
-"""Voxels that are hashed at a time."""
+_VOXELS_AT_ONCE = 1 << 20  # voxels that are hashed at a time
 _MOST_CLASSES = 512
 ANY_CLASS = 1
 """Key of the one class where voxels of all classes count alike."""
@@ -211,9 +210,6 @@ def _check_class_count(classes: int, url: str) -> None:
         )
 
 
-# -- one chunk -------------------------------------------------------------------------------------------------------
-
-
 def _search_chunk(
     volume: StoredVolume, stored: VolumeArray, index: ChunkIndex, asked: _LabelSearch, so_far: FoundVoxels
 ) -> FoundVoxels:
@@ -281,9 +277,6 @@ def _class_masks(
     _check_class_count(len(labels), "a label map")
     for label in labels:
         yield int(label), front & (values == label)
-
-
-# -- the cache -------------------------------------------------------------------------------------------------------
 
 
 def _foreground_file(volume: StoredVolume, asked: _LabelSearch) -> str:

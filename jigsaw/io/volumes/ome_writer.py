@@ -1,8 +1,8 @@
 """OME-Zarr with its levels: each rank makes its own part of every level from the level before.
 
 The metadata are those of OME-NGFF 0.5 (https://ngff.openmicroscopy.org/0.5/), on Zarr v3. A level halves the rows of
-the one before along each dim whose voxels are less than twice as long as the shortest, so that voxels become cubes. An
-odd row at the end stays by itself.
+the one before along each dim whose voxels are less than twice as long as the shortest. So voxels become cubes. An odd
+row at the end stays by itself.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from jigsaw.tile.tile import Tile
 
 COARSER_RULES = ("mean", "mode")
 _CHUNK_ROWS = 64
-_SMALL_SIDE = 256
-"""Longest side of the last level, where the number of levels is not given."""
+_SMALL_SIDE = 256  # longest side of the last level, where the number of levels is not given
 _BUDGET_BYTES = 256 << 20
 _MOST_TILT = 1e-4
 
@@ -140,9 +139,6 @@ def write_pyramid(
         sink.close(done=True)
 
 
-# -- one level of another --------------------------------------------------------------------------------------------
-
-
 def coarser_tile(tile: Tile, factors: Sequence[int], rule: str) -> Tile:
     """Return a tile [C, z, y, x] in which every `factors` rows have become one.
 
@@ -154,16 +150,11 @@ def coarser_tile(tile: Tile, factors: Sequence[int], rule: str) -> Tile:
     halved = [
         Cut(-(-c.size // f), tuple(-(-p // f) for p in c.points), c.axes) for c, (_, f) in zip(even, wide, strict=True)
     ]
-    coarse = (_mean_of_blocks if rule == "mean" else _mode_of_blocks)(_whole_blocks(block, factors), factors)
-    return Tile(coarse.to(block.dtype), Layout(tuple(halved), tile.layout.axes), tile.mesh)
-
-
-def _whole_blocks(block: Tensor, factors: Sequence[int]) -> Tensor:
-    """Repeat the last row of an odd dim, which changes neither the mean nor the mode of its block."""
-    for d, f in enumerate(factors, start=1):
+    for d, f in enumerate(factors, start=1):  # the last row of an odd dim, again, changes neither mean nor mode
         if f == 2 and block.shape[d] % 2:
             block = torch.cat([block, block.narrow(d, block.shape[d] - 1, 1)], d)
-    return block
+    coarse = (_mean_of_blocks if rule == "mean" else _mode_of_blocks)(block, factors)
+    return Tile(coarse.to(block.dtype), Layout(tuple(halved), tile.layout.axes), tile.mesh)
 
 
 def _mean_of_blocks(block: Tensor, factors: Sequence[int]) -> Tensor:

@@ -217,7 +217,10 @@ def _volume_space(images: Sequence[StoredVolume], crop: Sequence[int] | None, *c
     """Return how crops are cut; for whole volumes that of the largest, once each of them can be cut."""
     dims = images[0].dims
     if crop is not None:
-        return _crop_space(_crop_sizes(crop, dims), *cuts)
+        is_list = isinstance(crop, Sequence) and len(crop) == len(dims)
+        if not is_list or not all(is_whole_number(n) and n >= 1 for n in crop):
+            raise GridError(f"crop={crop!r} must be {len(dims)} whole numbers >= 1, of the dims {', '.join(dims)}")
+        return _crop_space({d: int(n) for d, n in zip(dims, crop, strict=True)}, *cuts)
     spaces = {shape: _crop_space(dict(zip(dims, shape, strict=True)), *cuts) for shape in {i.shape for i in images}}
     rows = [whole_volume_sizes(shape, space.align) for shape, space in spaces.items()]
     return _crop_space(dict(zip(dims, map(max, zip(*rows, strict=True)), strict=True)), *cuts)
@@ -330,12 +333,6 @@ def _check_affines_match(image: StoredVolume, what: str, affines: Sequence[tuple
             raise GridError(
                 f"{first} and {url} lie apart by {apart:.3g} voxels, and they are {what}; resample one onto the other"
             )
-
-
-def _crop_sizes(crop: Sequence[int], dims: Sequence[str]) -> dict[str, int]:
-    if not isinstance(crop, Sequence) or len(crop) != len(dims) or not all(is_whole_number(n) and n >= 1 for n in crop):
-        raise GridError(f"crop={crop!r} must be {len(dims)} whole numbers >= 1, of the dims {', '.join(dims)}")
-    return {d: int(n) for d, n in zip(dims, crop, strict=True)}
 
 
 def _label_fill(fill: Any, dtype: torch.dtype) -> int:

@@ -1,8 +1,8 @@
 """Voxels at the distances that the user asks for: the new grid of a scan, and its voxels made from the stored ones.
 
 The grid and the values are those of MONAI's ``Spacing``. The first voxel stays where it is, and beyond the last stored
-row that row is repeated. (For an oblique scan MONAI keeps the first voxel or the middle, depending on the last bits of
-its affine.) Each axis is resampled by itself, so a rank reads the stored rows that its own lie between.
+row that row is repeated. For an oblique scan MONAI keeps the first voxel or the middle, depending on the last bits of
+its affine. Each axis is resampled by itself, so a rank reads the stored rows that its own lie between.
 """
 
 from __future__ import annotations
@@ -79,14 +79,12 @@ class GridRespacing:
         return None if all(step == 1 for step in steps) else cls(stored, tuple(sizes), tuple(map(float, steps)))
 
     def respaced_affine(self, affine: NDArray[np.float64], dims: Sequence[str]) -> NDArray[np.float64]:
-        """Return the affine of the new voxels; `affine` is that of the stored ones."""
         respaced = affine.copy()
         for d, step in zip(dims, self.step, strict=True):
             respaced[:3, "xyz".index(d)] *= step
         return respaced
 
     def nearest_voxel(self, stored: Sequence[int]) -> tuple[int, ...]:
-        """Return the new voxel that is nearest to a stored one."""
         places = zip(stored, self.step, self.sizes, strict=True)
         return tuple(min(round(row / step), size - 1) for row, step, size in places)
 

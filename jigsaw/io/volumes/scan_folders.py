@@ -63,7 +63,6 @@ def find_scans(folder: str | os.PathLike[str], channels: Sequence[str] | None = 
 
 
 def _scans_in(folder: Path) -> dict[str, Path]:
-    """Return the scans of a folder, by their names without suffix."""
     scans = {p.name[: -len(end)]: p for end in _SCAN_ENDINGS for p in folder.glob(f"*{end}")}
     return dict(sorted(scans.items()))
 

@@ -32,8 +32,7 @@ GIVEN_DIMS = ("channel", "z", "y", "x")
 
 
 _VOXEL_AXES = "xyz"
-_WORLD_ENDS = ("LR", "PA", "IS")
-"""Names of the low and the high end of each axis of the world."""
+_WORLD_ENDS = ("LR", "PA", "IS")  # names of the low and the high end of each axis of the world
 
 
 def orientation_codes(affine: NDArray[np.float64]) -> str:
@@ -223,7 +222,6 @@ class VolumeArray:
         return self.table.shape[self.roles.index(dim)]
 
     def chunk_rows(self, dim: str) -> int:
-        """Return the rows of a chunk along a dim."""
         return self.table.chunks[self.roles.index(dim)]
 
     def unpacked(self, values: NDArray[Any]) -> NDArray[Any]:
@@ -284,7 +282,6 @@ class StoredVolume:
         return self._opened_as(replace(self, turn=turn))
 
     def respaced(self, respacing: GridRespacing | None) -> StoredVolume:
-        """Return the same stores, on another grid."""
         return self._opened_as(replace(self, respacing=respacing))
 
     def _opened_as(self, other: StoredVolume) -> StoredVolume:
@@ -354,8 +351,6 @@ class StoredVolume:
             values = stored.unpacked(read_table_box(stored.table, box, self.missing))
             blocks.append(np.moveaxis(stored.in_order(values, self.dims), -1, 0))
         return np.concatenate(blocks)
-
-    # -- the world ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def affines(self) -> tuple[tuple[str, AffineMatrix], ...]:

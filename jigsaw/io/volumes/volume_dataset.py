@@ -32,8 +32,7 @@ from jigsaw.io.volumes.volume import AffineMatrix, RenamedLabels, StoredVolume, 
 from jigsaw.ranks.mesh import mesh_coordinate
 from jigsaw.tile.tile import Tile
 
-_VOLUMES_COMPARED = 8
-"""Number of volumes that ranks compare before they read, spread over all."""
+_VOLUMES_COMPARED = 8  # number of volumes that ranks compare before they read, spread over all
 
 
 @dataclass(frozen=True)
@@ -145,8 +144,6 @@ class Volumes(MeshSamples):
             some[0].url, lambda: [t for v in some for t in v.tables.values()], (len(self.images), len(every))
         )
 
-    # -- shapes ------------------------------------------------------------------------------------------------------
-
     @cached_property
     def layout(self) -> Layout:
         r"""The layout of a sample's image [C, \*space], halo included; of whole volumes that of the largest."""
@@ -166,8 +163,6 @@ class Volumes(MeshSamples):
         """Return the most bytes that any rank holds of one sample, image and label."""
         kinds = ((self.layout, self.dtype), (self.label_layout, self.label_dtype))
         return max(sum(prod(k.local_shape(c)) * d.itemsize for k, d in kinds) for c in self.layout.coords())
-
-    # -- where crops lie ---------------------------------------------------------------------------------------------
 
     def at(self, seed: int, epoch: int) -> Volumes:
         """Return the same volumes with the crops of another seed and epoch."""
@@ -204,8 +199,6 @@ class Volumes(MeshSamples):
             return self.frame
         each = (whole_volume_sizes(self.images[self._index(i)].shape, self.frame.align) for i in samples)
         return replace(self.frame, sizes=tuple(map(max, zip(*each, strict=True))))
-
-    # -- reading -----------------------------------------------------------------------------------------------------
 
     def plan(self, sample: int = 0) -> tuple[ReadPlan, ...]:
         """Return the read plans of a crop: of its image, and of its label where there are labels.
@@ -331,9 +324,6 @@ def whole_volume_sizes(shape: Sequence[int], align: Sequence[int]) -> tuple[int,
     return tuple(-(-n // rows) * rows for n, rows in zip(shape, align, strict=True))
 
 
-# -- windows ---------------------------------------------------------------------------------------------------------
-
-
 def _crop_layout(layout: Layout, at: Sequence[int], shape: Sequence[int]) -> tuple[Layout, tuple[int, ...]]:
     """Return the layout of the part of a crop that the volume has, and the volume's row where that begins along each
     dim.
@@ -352,18 +342,12 @@ def _crop_layout(layout: Layout, at: Sequence[int], shape: Sequence[int]) -> tup
                 ((a - low, b - low) for a, b in cut.held),
             )
             cuts[d] = Cut(high - low, points, cut.axes, tuple(held), wraps=False)
-        else:
-            cuts[d] = _clip_cut(cut, low, high)
+        elif (low, high) != (0, cut.size):
+            points = tuple(min(max(p, low), high) - low for p in cut.points)
+            held = tuple((min(max(a, low), high) - low, min(max(b, low), high) - low) for a, b in cut.held)
+            cuts[d] = Cut(high - low, points, cut.axes, held)
         begins.append(first + low)
     return Layout(tuple(cuts), layout.axes), tuple(begins)
-
-
-def _clip_cut(cut: Cut, low: int, high: int) -> Cut:
-    if (low, high) == (0, cut.size):
-        return cut
-    points = tuple(min(max(p, low), high) - low for p in cut.points)
-    held = tuple((min(max(a, low), high) - low, min(max(b, low), high) - low) for a, b in cut.held)
-    return Cut(high - low, points, cut.axes, held)
 
 
 @dataclass(frozen=True)

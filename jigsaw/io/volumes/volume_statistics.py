@@ -111,9 +111,6 @@ def _statistics_of_group(slabs: VolumeSlabs, percentiles: tuple[float, ...]) -> 
     return Statistics(tuple(map(str, range(channels))), columns, attrs, f"statistics of {slabs.named()}")
 
 
-# -- percentiles -----------------------------------------------------------------------------------------------------
-
-
 def _percentile_columns(
     slabs: VolumeSlabs, uppers: HalfCounts, percentiles: tuple[float, ...]
 ) -> dict[str, NDArray[np.float64]]:
@@ -163,9 +160,6 @@ def _ordered_keys(values: NDArray[np.float32]) -> NDArray[np.uint32]:
     """Return integers in the order of the numbers, without NaN: negative ones flip all bits, others the first."""
     bits = (values[~np.isnan(values)] + np.float32(0)).view(np.uint32)  # -0.0 as 0.0
     return np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
-
-
-# -- slabs, each read by one rank ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

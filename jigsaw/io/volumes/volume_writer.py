@@ -164,12 +164,18 @@ def _put_on_scan(image: Tile, place: _WorldPlace, onto: str | os.PathLike[str]) 
 
 
 def _sides_of(scan: StoredVolume) -> tuple[int, ...]:
-    """Return how many voxels a scan has along z, y, x."""
     return (*(1,) * (3 - len(scan.dims)), *scan.stored_shape)
 
 
 def _check_fits(where: Path, image: Tile, kind: np.dtype[Any]) -> None:
-    if not _fits(image.owned().local, kind):
+    """Raise `WriteError` where a file of integers does not hold these values; floats are rounded as in any cast."""
+    values = image.owned().local
+    if kind.kind == "f" or not values.numel():
+        return
+    low, high = (float(v) for v in torch.aminmax(values.float() if values.dtype == torch.bool else values))
+    limits = np.iinfo(kind)
+    whole = not values.is_floating_point() or bool((values == values.round()).all())
+    if not (whole and limits.min <= low and high <= limits.max):
         raise WriteError(f"{where}: values of {image.dtype} do not fit {kind.name}; give a wider dtype=, or round them")
 
 
@@ -241,16 +247,6 @@ def _stored_dtype(own: torch.dtype, wanted: str | torch.dtype | None) -> np.dtyp
     return stored.newbyteorder("<")
 
 
-def _fits(values: Tensor, kind: np.dtype[Any]) -> bool:
-    """Say whether a file of integers holds exactly these values; floats are rounded as in any cast."""
-    if kind.kind == "f" or not values.numel():
-        return True
-    low, high = (float(v) for v in torch.aminmax(values.float() if values.dtype == torch.bool else values))
-    limits = np.iinfo(kind)
-    whole = not values.is_floating_point() or bool((values == values.round()).all())
-    return whole and limits.min <= low and high <= limits.max
-
-
 def _as_bytes_of(channel: Tensor, kind: np.dtype[Any]) -> memoryview:
     """Return a slab [z, y, x] as the file has it: z slowest, x fastest."""
     values = channel.cpu()
@@ -269,9 +265,6 @@ def _write_runs(
             if len(run):
                 _ = file.seek(begin + before)
                 _ = file.write(run)
-
-
-# -- the header ------------------------------------------------------------------------------------------------------
 
 
 def _header_bytes(shape: Sequence[int], kind: np.dtype[Any], place: _WorldPlace) -> bytes:
@@ -335,10 +328,8 @@ def _place_in_world(place: _WorldPlace, space: Sequence[int]) -> tuple[bytes, Af
 # -- labels on the grid of a scan ------------------------------------------------------------------------------------
 
 
-_OFF_AXIS = 0.05
-"""Voxels by which an axis may drift along another over the whole scan: a header's float32 makes some."""
-_ROUNDING = 1e-3
-"""Voxels beyond its half by which an outer voxel may reach: affines in float32 are rounded by less."""
+_OFF_AXIS = 0.05  # voxels by which an axis may drift along another over the whole scan: a header's float32 makes some
+_ROUNDING = 1e-3  # voxels beyond its half by which an outer voxel may reach: affines in float32 are rounded by less
 
 
 @dataclass(frozen=True)

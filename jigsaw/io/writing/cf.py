@@ -105,7 +105,11 @@ def _encode_times(
     if values.dtype.kind == "O":
         return _encode_cftime(name, values, attrs, fractions)
     gone = np.isnat(values)
-    exact = _exact_nanoseconds(np.where(gone, np.zeros((), values.dtype), values).ravel())
+    # as Python's integers: 64 bits of nanoseconds end 292 years from 1970
+    kind, fine = values.dtype.kind, np.datetime_data(values.dtype)[0] in ("ns", "ps", "fs", "as")
+    known = np.where(gone, np.zeros((), values.dtype), values).ravel()
+    ticks = known.astype(f"{kind}8[{'ns' if fine else 'us'}]").astype(np.int64)
+    exact: NDArray[Any] = np.multiply(ticks.astype(object), 1 if fine else 1000, dtype=object)
     if values.dtype.kind == "m":
         step, described = _duration_units(name, exact, attrs)
         since = exact
@@ -120,13 +124,6 @@ def _encode_times(
     numbers = (since / step).astype(np.float64) if fractions else (since // step).astype(np.int64)
     numbers = numbers.reshape(values.shape)
     return np.where(gone, np.nan, numbers) if gone.any() else numbers, described
-
-
-def _exact_nanoseconds(values: NDArray[Any]) -> NDArray[Any]:
-    """Return dates or durations [n] as Python's integers: 64 bits of nanoseconds end 292 years from 1970."""
-    kind, fine = values.dtype.kind, np.datetime_data(values.dtype)[0] in ("ns", "ps", "fs", "as")
-    ticks = values.astype(f"{kind}8[{'ns' if fine else 'us'}]").astype(np.int64)
-    return np.multiply(ticks.astype(object), 1 if fine else 1000, dtype=object)
 
 
 def _coarsest_unit(nanoseconds: NDArray[Any]) -> str:

@@ -19,16 +19,12 @@ from jigsaw.comm.exchange import PackedSwap
 from jigsaw.errors import ReadError, WriteError, writing_to
 from jigsaw.geometry.cut import Box, box_shape, box_slices
 from jigsaw.io.rank_results import results_of_ranks
-from jigsaw.io.writing.cf import StoredCoordinate
-from jigsaw.io.writing.outline import AppendOutline, ArrayOutline, GrowingStore, TileSource
+from jigsaw.io.writing.outline import AppendOutline, GrowingStore, StoredArrays, StoredCoordinates, TileSource
 from jigsaw.io.writing.write_units import WriteUnit, plan_units, write_rounds
 from jigsaw.ranks.mesh import mesh_coordinate
 
 T = TypeVar("T")
 _WRITER_THREADS = 4
-
-
-# -- one outcome -----------------------------------------------------------------------------------------------------
 
 
 APPEND_DIM_ATTRIBUTE, COMPLETE_ATTRIBUTE, CLOSED_ATTRIBUTE = "jigsaw_append_dim", "jigsaw_complete", "jigsaw_closed"
@@ -84,22 +80,16 @@ class FormatSink(Protocol):
     def find(self, append_dim: str) -> GrowingStore | None:
         """Return the existing store to append to, if any."""
 
-    def create(
-        self,
-        arrays: Sequence[ArrayOutline],
-        coords: Sequence[StoredCoordinate],
-        attrs: Mapping[str, Any],
-        replace: bool,
-    ) -> None:
+    def create(self, arrays: StoredArrays, coords: StoredCoordinates, attrs: Mapping[str, Any], replace: bool) -> None:
         """Make a store without a complete step."""
 
-    def attach(self, arrays: Sequence[ArrayOutline]) -> None:
+    def attach(self, arrays: StoredArrays) -> None:
         """Get ready to write boxes of arrays of these shapes, those of the whole store."""
 
     def put(self, name: str, box: Box, block: NDArray[Any]) -> None:
         """Write one box; nobody else writes to its units."""
 
-    def commit(self, coords: Sequence[StoredCoordinate], start: int, done: StoreCompleteness) -> None:
+    def commit(self, coords: StoredCoordinates, start: int, done: StoreCompleteness) -> None:
         """Say that everything up to here is complete; `coords` are written, those that grow from step `start` on."""
 
     def close(self, done: bool) -> None:
@@ -157,9 +147,6 @@ def _hear_or_refuse(mesh: DeviceMesh, talk: Callable[[], T]) -> T:
         if mesh.size() == 1 or isinstance(error, ReadError):
             raise
         raise WriteError(f"another rank ended while they were writing together: {error}") from error
-
-
-# -- boxes -----------------------------------------------------------------------------------------------------------
 
 
 def deliver_boxes(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from math import ceil, prod
 from pathlib import Path
@@ -35,15 +35,14 @@ from jigsaw.io.writing.deliver import (
     listed_coordinates,
     part_path,
 )
-from jigsaw.io.writing.outline import ArrayOutline, GrowingStore
+from jigsaw.io.writing.outline import ArrayOutline, GrowingStore, StoredArrays, StoredCoordinates
 
 _DEFLATE_ENCODING: Mapping[str, Any] = {"compression": "zlib", "complevel": 1, "shuffle": True, "fletcher32": True}
 _NETCDF_CHUNK_STEPS = 1024
 _METADATA, _OF_A_CHUNK = 1 << 18, 512
 """Largest number of bytes that a file needs beside its values, and beside each of their chunks."""
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_GREW_FROM = "jigsaw_grew_from"
-"""Attribute of a part that began as a copy: the file that was copied."""
+_GREW_FROM = "jigsaw_grew_from"  # attribute of a part that began as a copy: the file that was copied
 # what NetCDF lacks, and what holds it exactly
 _HELD_DTYPES = {"bool": "i1", "float16": "f4"}
 
@@ -64,8 +63,6 @@ class NetcdfSink:
     def remedy(self) -> str:
         kept = f"go on with mode='a': the {self._complete} complete steps are in {self._part}"
         return kept if self._complete and self._dim else "write again"
-
-    # -- the first rank ----------------------------------------------------------------------------------------------
 
     def find(self, append_dim: str) -> GrowingStore | None:
         """Return the complete steps of the file. A copy of it grows, or the part that an ended run has left."""
@@ -128,13 +125,7 @@ class NetcdfSink:
             os.close(handle)
 
     @failing_with_remedy
-    def create(
-        self,
-        arrays: Sequence[ArrayOutline],
-        coords: Sequence[StoredCoordinate],
-        attrs: Mapping[str, Any],
-        replace: bool,
-    ) -> None:
+    def create(self, arrays: StoredArrays, coords: StoredCoordinates, attrs: Mapping[str, Any], replace: bool) -> None:
         if self.path.exists() and not replace:
             raise WriteError(f"{self.path} exists; write elsewhere, or choose mode='w' to replace or 'a' to append")
         if not replace and (left := _attrs_of_kept(self._part)):
@@ -170,7 +161,7 @@ class NetcdfSink:
         variable.setncatts({k: _netcdf_attribute(v) for k, v in item.attrs.items() if k != "_FillValue"})
 
     @failing_with_remedy
-    def attach(self, arrays: Sequence[ArrayOutline]) -> None:
+    def attach(self, arrays: StoredArrays) -> None:
         if self._file is not None:
             self._file.set_auto_maskandscale(False)  # values are written as they are given: no masks, no packing
             self._make_sure_of(_METADATA + sum(map(self._bytes, arrays)) + self._bytes_of_coordinates(arrays))
@@ -182,7 +173,7 @@ class NetcdfSink:
         counts = [ceil(n / c) - a // c for n, c, a in zip(array.shape, chunks, first, strict=True)]
         return prod(counts) * (prod(chunks) * np.dtype(array.dtype).itemsize * 101 // 100 + _OF_A_CHUNK)
 
-    def _bytes_of_coordinates(self, arrays: Sequence[ArrayOutline]) -> int:
+    def _bytes_of_coordinates(self, arrays: StoredArrays) -> int:
         """Return the bytes of a chunk of those that grow, and of all of the others where nothing is complete."""
         size, written = 0, {a.name for a in arrays}
         for name, v in self._file.variables.items():
@@ -196,7 +187,7 @@ class NetcdfSink:
         self._file.variables[name][box_slices(box)] = block
 
     @failing_with_remedy
-    def commit(self, coords: Sequence[StoredCoordinate], start: int, done: StoreCompleteness) -> None:
+    def commit(self, coords: StoredCoordinates, start: int, done: StoreCompleteness) -> None:
         for c in coords:
             sizes = zip(c.dims, c.values.shape, strict=True)
             box = tuple(slice(start, start + n) if d == self._dim else slice(0, n) for d, n in sizes)

@@ -51,6 +51,10 @@ class ArrayOutline:
         return np.nan if np.dtype(self.dtype).kind in "fc" else 0
 
 
+StoredArrays = Sequence[ArrayOutline]
+StoredCoordinates = Sequence[StoredCoordinate]
+
+
 @dataclass(frozen=True)
 class TileSource:
     """Tile and the array made from it; an array made from a single channel lacks the dim `dropped` of the tile."""
@@ -261,9 +265,6 @@ def _level_runs(channels: Sequence[int], levels: Sequence[int]) -> tuple[tuple[i
     return tuple(runs)
 
 
-# -- dtype, chunks, shards -------------------------------------------------------------------------------------------
-
-
 def _outline_array(
     name: str, dims: tuple[str, ...], shape: tuple[int, ...], tile: Tile, kept: Sequence[int], options: WriteOptions
 ) -> ArrayOutline:
@@ -327,9 +328,6 @@ def _check_dim_sizes(options: WriteOptions, sources: Sequence[TileSource]) -> di
         if unknown:
             raise WriteError(f"{what} name the dims {unknown}, but the arrays have {sorted(sizes)}")
     return sizes
-
-
-# -- the whole piece -------------------------------------------------------------------------------------------------
 
 
 def outline_append(

@@ -271,8 +271,6 @@ class Writer:
             self._over = True
             self._sink.close(done=False)
 
-    # -- the steps of an append --------------------------------------------------------------------------------------
-
     def _by_first_rank(self, mesh: DeviceMesh, step: Callable[[], T]) -> T | None:
         """Return on all ranks what `step` returns on the first; they wait for it, and fail where it fails."""
         # the root of a store, and a file of HDF5, are one rank's to write

@@ -30,7 +30,7 @@ from jigsaw.io.writing.deliver import (
     failing_with_remedy,
     listed_coordinates,
 )
-from jigsaw.io.writing.outline import ArrayOutline, GrowingStore
+from jigsaw.io.writing.outline import ArrayOutline, GrowingStore, StoredArrays, StoredCoordinates
 
 _ZARR_CHUNK_STEPS = 1024
 _METADATA_NAMES = ("zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata")
@@ -57,8 +57,6 @@ class ZarrSink:
         self._attrs: dict[str, Any] = {}
         self._documents: dict[str, dict[str, Any]] = {}
         """Documents that each array's ``zarr.json`` holds, or will hold."""
-
-    # -- the first rank ----------------------------------------------------------------------------------------------
 
     def find(self, append_dim: str) -> GrowingStore | None:
         """Return the store as far as it is complete, whatever was being added when its writer ended."""
@@ -95,13 +93,7 @@ class ZarrSink:
         return GrowingStore(arrays, coords, sizes.pop())
 
     @failing_with_remedy
-    def create(
-        self,
-        arrays: Sequence[ArrayOutline],
-        coords: Sequence[StoredCoordinate],
-        attrs: Mapping[str, Any],
-        replace: bool,
-    ) -> None:
+    def create(self, arrays: StoredArrays, coords: StoredCoordinates, attrs: Mapping[str, Any], replace: bool) -> None:
         """Write the root first, with nothing complete, then the arrays that it does not list yet."""
         if self.path.exists():
             self._clear(replace)
@@ -149,7 +141,7 @@ class ZarrSink:
         remove_zarr_store(self.path)
 
     @failing_with_remedy
-    def commit(self, coords: Sequence[StoredCoordinate], start: int, done: StoreCompleteness) -> None:
+    def commit(self, coords: StoredCoordinates, start: int, done: StoreCompleteness) -> None:
         for c in coords:
             first = [start if d == self._dim else 0 for d in c.dims]
             shape = tuple(a + n for a, n in zip(first, c.values.shape, strict=True))
@@ -179,9 +171,7 @@ class ZarrSink:
         with draft_of(final) as beside:
             beside.write(json.dumps(document, indent=2).encode())
 
-    # -- every rank --------------------------------------------------------------------------------------------------
-
-    def attach(self, arrays: Sequence[ArrayOutline]) -> None:
+    def attach(self, arrays: StoredArrays) -> None:
         for array in arrays:
             self._open(array.name, array.shape)
 
