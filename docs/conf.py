@@ -24,7 +24,8 @@ version = release = jigsaw.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md", "docs/decisions/*.md", "docs/reference/*.rst", "examples/**/README.md"]
+include_patterns = ["*.md", "docs/*.md", "docs/reference/*.rst", "examples/**/README.md"]
+include_patterns += ["docs/decisions/*.md", "docs/paper/*.md"]
 
 html_theme = "furo"
 html_title = f"jigsaw {release}"
@@ -51,6 +52,7 @@ PAGES = {
             for name in ("compile", "parallelism", "dry_run", "scaling", "sources", "statistics", "security")
         ),
         "docs/works_with",
+        "docs/SKILL",
         "examples/*/README",
         "examples/*/data/README",
     ],
@@ -62,8 +64,11 @@ PAGES = {
         "docs/gradients",
         "docs/operators",
         "docs/models",
+        "docs/project",
         "CONTRIBUTING",
+        "docs/releases",
         "CHANGELOG",
+        "docs/paper/paper",
     ],
 }
 
