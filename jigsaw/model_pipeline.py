@@ -13,7 +13,7 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.dryrun.stage_balance import balanced_stages
+from jigsaw.dryrun.pipeline_estimate import balanced_stages
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS, PIPE_AXIS
 from jigsaw.nn.weights import is_dtensor
@@ -22,9 +22,8 @@ from jigsaw.parallel.parallelize import reduced_at_end
 from jigsaw.parallel.sharding import ShardingOptions, WeightSharding
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate, ranks_along
 from jigsaw.ranks.waiting_ranks import OpenWait
-from jigsaw.stages.batch_split import BatchSplit, as_on_paper
-from jigsaw.stages.own_stages import OwnStages
-from jigsaw.stages.pipe_schedules import PIPE_SCHEDULES, PipeSchedule, check_schedule
+from jigsaw.stages.own_stages import PIPE_SCHEDULES, OwnStages, PipeSchedule, check_schedule
+from jigsaw.stages.stage_calls import BatchSplit, as_on_paper
 from jigsaw.stages.stage_cuts import (
     StageCuts,
     balanced_begins,

@@ -7,14 +7,6 @@ from jigsaw.dryrun.mesh_search import StepOption, advice_text, advise_mesh
 from jigsaw.dryrun.report import DryRunReport, PhaseCost, RankCost, Remark, Traffic
 
 __all__ = [
-    "Device",
-    "DryRunReport",
-    "PhaseCost",
-    "RankCost",
-    "Remark",
-    "StepOption",
-    "Traffic",
-    "advice_text",
-    "advise_mesh",
-    "dry_run",
-]
+    "Device", "DryRunReport", "PhaseCost", "RankCost", "Remark", "StepOption", "Traffic", "advice_text",
+    "advise_mesh", "dry_run",
+]  # fmt: skip

@@ -25,9 +25,7 @@ _PARALLELIZED = "_jigsaw_parallelized"
 
 
 def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
-    """Return the model of a function that makes one without a mesh, with weights without memory, to copy for each run.
-    A model with tensors beside weights and buffers is made anew each time.
-    """
+    """Return a function's model, made once, its weights without memory; one with other tensors is made each time."""
     if isinstance(model, nn.Module) or wants_mesh(model):
         return model
     with FakeTensorMode(allow_non_fake_inputs=True), KnownValuesMode():
@@ -96,9 +94,7 @@ def wants_mesh(make: ModelMaker) -> bool:
 
 
 def check_model_made(model: Any) -> None:
-    """Check the model. *Raises*: `ShardingError` where a function made no module, or one whose weights have no shapes
-    yet.
-    """
+    """Check the model.  *Raises*: `ShardingError` for one that is not a module, or has lazy weights."""
     if not isinstance(model, nn.Module):
         raise ShardingError(f"the model is made by a function that gives {model!r}, no torch.nn.Module")
     for name, p in model.named_parameters():

@@ -49,7 +49,8 @@ def measure_device(ranks: int = 2, rounds: int = 3) -> Device:
         torch.set_num_threads(threads)
     calls, more = run_on_ranks(ranks, _call_seconds)[0]
     calls |= _beside_kernels(calls, more, host, kernel, ranks)
-    host["step of parts"] = host["step"] + max(more["step of parts"], 0.0) / _kernels_of_step()
+    step = dry_run(_TinyNet(), _TINY, {"lat": 1}).ranks[0].phases["step"]
+    host["step of parts"] = host["step"] + max(more["step of parts"], 0.0) / step.kernels
     start, seconds_a_byte = calls["message"]
     device = replace(
         DEVICES["cpu"],
@@ -131,6 +132,7 @@ class _TinyNet(nn.Module):
 
 
 _TINY = 1, 8, 8, 8
+_ROWS_SPEC = None, None, "lat", None
 
 
 def _tiny_step_seconds() -> dict[str, float]:
@@ -140,7 +142,7 @@ def _tiny_step_seconds() -> dict[str, float]:
     mesh = world_mesh(lat=1)
     model = parallelize(_TinyNet(), mesh)
     optimizer = torch.optim.AdamW(model.parameters())
-    tile = shard(torch.randn(_TINY), mesh, (None, None, "lat", None))
+    tile = shard(torch.randn(_TINY), mesh, _ROWS_SPEC)
     times_by_phase: dict[str, list[float]] = {name: [] for name in PHASES}
     for _ in range(30):
         optimizer.zero_grad()
@@ -201,7 +203,7 @@ def _usual_step_seconds() -> tuple[float, float]:
 
     mesh = world_mesh(lat=dist.get_world_size())
     x = torch.randn(_USUAL)
-    cases = (_UsualNet(), x), (parallelize(_UsualNet(), mesh), shard(x, mesh, _spec_of_rows(), align=4))
+    cases = (_UsualNet(), x), (parallelize(_UsualNet(), mesh), shard(x, mesh, _ROWS_SPEC, align=4))
     steps: list[Callable[[], None]] = []
     for net, net_input in cases:
         steps.append(partial(_train, net, torch.optim.AdamW(net.parameters()), net_input))
@@ -211,10 +213,6 @@ def _usual_step_seconds() -> tuple[float, float]:
             dist.barrier()
             seconds += _times_of(step, 4)
     return statistics.median(times_by_net[0]), statistics.median(times_by_net[1])
-
-
-def _spec_of_rows() -> tuple[str | None, ...]:
-    return None, None, "lat", None
 
 
 def _train(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
@@ -248,7 +246,7 @@ def _crowding(device: Device, counts: Sequence[int], rounds: int) -> tuple[dict[
 
 def _priced_usual_step(device: Device, ranks: int) -> tuple[float, float]:
     """Return the seconds of a rank's kernels each by itself, and of its Python and messages."""
-    mesh, spec = {"lat": ranks}, _spec_of_rows()
+    mesh, spec = {"lat": ranks}, _ROWS_SPEC
     report = dry_run(_UsualNet(), _USUAL, mesh, spec=spec, align=4, device=device, ranks=[0], ranks_per_node=ranks)
     phases = report.ranks[0].phases
     python = sum(phase.kernels * device.host_seconds[name] for name, phase in phases.items())
@@ -303,34 +301,28 @@ _ROWS = 8  # of a rank
 
 
 def _more_of_layers(mesh: DeviceMesh) -> dict[str, float]:
-    """Return the extra seconds of layers that send, with all Python for it.  The layers are a convolution with a halo,
-    gradients and weights of one that is cut, and the optimizer's step of parts.
-    """
+    """Return the extra seconds of layers that send: a halo, a cut convolution's messages, a step of parts."""
     x = torch.randn(1, 4, _ROWS * mesh.size(), 8)
-    halves = shard(x, mesh, (None, None, "lat", None)), shard(x, mesh, (None, None, None, None))
-    conv = parallelize(_with_halo(), mesh)
+    halves = shard(x, mesh, _ROWS_SPEC), shard(x, mesh, (None, None, None, None))
+    conv = parallelize(_convolution(3), mesh)
     with torch.no_grad():
         cut, whole = (_usual_time(partial(conv, t)) for t in halves)
 
     def step(model: nn.Module) -> None:
         model(halves[0]).sum().backward()
 
-    weights = [parallelize(_without_halo(), mesh, shard_weights=is_cut) for is_cut in (False, True)]
+    weights = [parallelize(_convolution(1), mesh, shard_weights=is_cut) for is_cut in (False, True)]
     plain, parted = (_usual_time(partial(step, model)) for model in weights)
     steps: list[float] = []
     for is_cut in (False, True):
         model = parallelize(_TinyNet(), mesh, shard_weights=is_cut)
-        model(shard(torch.randn(_TINY), mesh, (None, None, "lat", None))).square().mean().backward()
+        model(shard(torch.randn(_TINY), mesh, _ROWS_SPEC)).square().mean().backward()
         steps.append(_usual_time(torch.optim.AdamW(model.parameters()).step))
     return {"message": cut - whole, "parts": parted - plain, "step of parts": steps[1] - steps[0]}
 
 
-def _with_halo() -> nn.Module:
-    return nn.Conv2d(4, 4, 3, padding=1)
-
-
-def _without_halo() -> nn.Module:
-    return nn.Conv2d(4, 4, 1)
+def _convolution(kernel: int) -> nn.Module:
+    return nn.Conv2d(4, 4, kernel, padding=kernel // 2)
 
 
 def _beside_kernels(
@@ -340,29 +332,21 @@ def _beside_kernels(
     kernel: float,
     ranks: int,
 ) -> dict[str, tuple[float, float]]:
-    """Return the seconds of messages in layers, beside their bytes and the kernels that pack and unpack them.  A dry
-    run counts these kernels, with Python's cost for each.
-    """
+    """Return the seconds of messages in layers, beside their bytes and the kernels (and Python) around them."""
 
     def kernels(model: nn.Module, spec: tuple[str | None, ...], **options: Any) -> dict[str, int]:
         size = 1, 4, _ROWS * ranks, 8
         phases = dry_run(model, size, {"lat": ranks}, spec=spec, optimizer=None, ranks=[0], **options).ranks[0].phases
         return {name: phase.kernels for name, phase in phases.items()}
 
-    cut, whole = (kernels(_with_halo(), (None, None, name, None)) for name in ("lat", None))
+    cut, whole = (kernels(_convolution(3), (None, None, name, None)) for name in ("lat", None))
     message = more["message"] - (cut["forward"] - whole["forward"]) * (host["forward"] + kernel)
-    parted, plain = (
-        kernels(_without_halo(), (None, None, "lat", None), shard_weights=is_cut) for is_cut in (True, False)
-    )
+    parted, plain = (kernels(_convolution(1), _ROWS_SPEC, shard_weights=is_cut) for is_cut in (True, False))
     seconds = more["parts"] + calls["all_reduce"][0]  # which whole weights take for their gradients
     seconds -= sum((parted[name] - plain[name]) * (host[name] + kernel) for name in plain)
     each = max(seconds, 0.0) / 2
     starts = {"message": max(message, calls["message"][0]), "gathered weights": each, "gradients": each}
     return {name: (start, calls[name][1]) for name, start in starts.items()}
-
-
-def _kernels_of_step() -> int:
-    return dry_run(_TinyNet(), _TINY, {"lat": 1}).ranks[0].phases["step"].kernels
 
 
 # -- on disk ----------------------------------------------------------------------------------------------------------

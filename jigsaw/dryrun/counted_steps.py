@@ -59,14 +59,6 @@ class CountedPhase:
     calls_of_weights: list[TrafficCall] = field(default_factory=list[TrafficCall])
 
     @property
-    def all_kernels(self) -> list[KernelCost]:
-        return [*self.kernels, *self.kernels_at_end]
-
-    @property
-    def all_calls(self) -> list[TrafficCall]:
-        return [*self.calls, *self.calls_of_weights]
-
-    @property
     def peak(self) -> dict[str, int]:
         """Bytes alive at the phase's highest point, by kind."""
         total = highest = sum(self.alive_before.values())
@@ -153,9 +145,7 @@ _LISTS: dict[str, tuple[Any, Any]] = {
 
 
 def _with_stretches(shorter: Sequence[T], longer: Sequence[T], times: int, look: Any, make: Any) -> list[T] | None:
-    """Return `shorter` with `times` stretches where `longer` has one, and its numbers on the line through both; None
-    where they differ otherwise.
-    """
+    """Return `shorter` with `times` stretches where `longer` has one, numbers on a line; None if they differ else."""
     few, more = [*map(look, shorter)], [*map(look, longer)]
     places = _places_of_stretches(few, more)
     if places is None:
@@ -175,9 +165,7 @@ _GAP, _NEVER = 3, 10**6  # the beginning of a stretch costs as much as three num
 
 
 def _places_of_stretches(shorter: Sequence[Look], longer: Sequence[Look]) -> list[int] | None:
-    """Return the place in `longer` of each item of `shorter`, in order, with few extra stretches and few different
-    numbers.  None: items differ in kind.
-    """
+    """Return where each item of `shorter` lies in `longer`, with the fewest differences; None if kinds differ."""
     extra = len(longer) - len(shorter)
     if extra < 0:
         return None

@@ -57,9 +57,7 @@ class Device:
     host_crowding: Mapping[int, float] = field(default_factory=dict[int, float])
 
     def kernel_time(self, flop: int, moved_bytes: int, dtype: torch.dtype) -> tuple[float, str]:
-        """Return the seconds of one kernel, and which of the three bounds them: ``"flop"``, ``"memory"`` or
-        ``"kernels"``.
-        """
+        """Return the seconds of one kernel, and their bound: ``"flop"``, ``"memory"`` or ``"kernels"``."""
         peak = self.flop_per_second.get(dtype, self.flop_per_second[torch.float32]) * self.flop_share
         times = (
             (flop / peak, "flop"),
@@ -126,12 +124,7 @@ def crowding_among(crowding: Mapping[int, float], ranks: int) -> float:
 
 
 def _flops(float64: float, float32: float, sixteen: float) -> dict[torch.dtype, float]:
-    return {
-        torch.float64: float64,
-        torch.float32: float32,
-        torch.bfloat16: sixteen,
-        torch.float16: sixteen,
-    }
+    return {torch.float64: float64, torch.float32: float32, torch.bfloat16: sixteen, torch.float16: sixteen}
 
 
 _GB, _GIB, _TERA = 1e9, 2**30, 1e12

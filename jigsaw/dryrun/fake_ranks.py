@@ -102,9 +102,7 @@ def _with_values(function: Any, *args: Any) -> Any:
 
 
 class _ChunksOfRanks(Sequence[torch.Tensor]):
-    """Parts of a weight for all ranks.  FSDP2 makes all and reads one or two; here only those that it reads
-    are made.
-    """
+    """Parts of a weight for all ranks, of which FSDP2 asks for all and reads one or two: only these are made."""
 
     def __init__(self, chunk: Any, x: torch.Tensor, ranks: int, dim: int) -> None:
         self._chunk, self._x, self._ranks, self._dim = chunk, x, ranks, dim
@@ -124,16 +122,6 @@ class _ChunksOfRanks(Sequence[torch.Tensor]):
 
 def _empty_world() -> Any:
     """Return what `torch.distributed` asks of its own `_World`."""
-    dicts: dict[str, dict[Any, Any]] = {
-        name: {}
-        for name in (
-            "pg_map",
-            "pg_names",
-            "pg_group_ranks",
-            "pg_backend_config",
-            "tags_to_pg",
-            "pg_to_tag",
-            "pg_coalesce_state",
-        )
-    }
+    names = "pg_map pg_names pg_group_ranks pg_backend_config tags_to_pg pg_to_tag pg_coalesce_state"
+    dicts: dict[str, dict[Any, Any]] = {name: {} for name in names.split()}
     return SimpleNamespace(default_pg=None, group_count=next(_first_names), comms=[], pg_config_info=[], **dicts)

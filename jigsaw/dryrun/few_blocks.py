@@ -128,9 +128,7 @@ def _of_more_blocks(fewer: PlayedRank, more: PlayedRank, times: int) -> PlayedRa
 
 
 def longest_row(model: nn.Module) -> tuple[str, int] | None:
-    """Return the name and length of the longest row of blocks that are equal in everything; None where there
-    are few.
-    """
+    """Return the name and length of the longest row of blocks that are equal in everything; None for few."""
     names = {module: name for name, module in model.named_modules()}
     rows = [row for row in rows_of_blocks(model) if len(row) >= _WORTH]
     for row in sorted(rows, key=len, reverse=True):
@@ -208,9 +206,7 @@ def _outline(plan: StepPlan, axes: Mapping[str, int], rank: int) -> CountedPhase
 
 
 class _OutlineMeter(StepMeter):
-    """Notes of the tensors that each operator gets: one from before the first block by its number, others by how many
-    have been made since.
-    """
+    """Notes of the tensors of each operator: by number if from before the first block, else by their age."""
 
     def __init__(self) -> None:
         super().__init__(keeps_calls=False)
@@ -220,16 +216,13 @@ class _OutlineMeter(StepMeter):
         self._first: int | None = None
 
     def begin_phase(self, name: str) -> None:
-        """Count what follows as `name`."""
         super().begin_phase(name)
         self._begun = self._numbers
 
     def begin_row(self) -> None:
-        """Note that the first block is called."""
         self._first = self._numbers
 
     def note(self, what: Any, values: Any) -> None:
-        """Note that something is given tensors."""
         ages: list[Any] = []
         for x in pytree.tree_leaves(values):
             if isinstance(x, Tensor):
@@ -261,7 +254,6 @@ class _BlockCalls:
         self._said: Any = None
 
     def answer(self, at: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what the block at a place returns, in its order."""
         if at != self.next:
             raise _UnlikeCallError
         self.next += 1

@@ -57,20 +57,13 @@ class KernelCall:
 
     @classmethod
     def of(cls, operator: Any, args: Any, kwargs: Any) -> KernelCall:
-        """Return the call of an operator."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        return cls(operator, tuple(map(_looked_at, leaves)), spec)
+        looks = (TensorLook(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+        return cls(operator, tuple(looks), spec)
 
     def made_arguments(self) -> Any:
-        """Return arguments with values."""
         leaves = [leaf.made_tensor() if isinstance(leaf, TensorLook) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
-
-
-def _looked_at(leaf: Any) -> Hashable:
-    if isinstance(leaf, Tensor):
-        return TensorLook(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
-    return leaf
 
 
 _KNOWN: dict[KernelCall, float | None] = {}
@@ -79,9 +72,7 @@ _LEAST_SECONDS, _MOST_CALLS = 1e-3, 2**14
 
 
 def timed_kernel(call: KernelCall) -> float | None:
-    """Return the processor seconds of a kernel on this machine, by one thread, or None, and then the device's rates
-    price it.  None: it cannot run by itself, with tensors of ones and zeros for those of the step.
-    """
+    """Return the processor seconds of a kernel here, by one thread; None for one that cannot run by itself."""
     if call not in _KNOWN:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

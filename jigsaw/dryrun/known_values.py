@@ -35,7 +35,6 @@ class KnownValues:
         return x in self._copies
 
     def item_of(self, x: Tensor) -> Any:
-        """Return the number that a known tensor of one element holds."""
         with without_modes():
             return self._copies[x].item()
 

@@ -11,12 +11,18 @@ import torch
 
 from jigsaw.dryrun.bare_models import made_once
 from jigsaw.dryrun.devices import Device, device_named
-from jigsaw.dryrun.dry_runs import dry_run
+from jigsaw.dryrun.dry_runs import dry_run, inside_rank
 from jigsaw.dryrun.few_blocks import remembered_models
-from jigsaw.dryrun.pipeline_estimate import Borders, pipelined_report, stage_shares, tiles_at_borders
+from jigsaw.dryrun.pipeline_estimate import (
+    Borders,
+    balanced_cuts,
+    piece_costs,
+    pipelined_report,
+    stage_shares,
+    tiles_at_borders,
+)
 from jigsaw.dryrun.rank_playing import StepPlan
 from jigsaw.dryrun.report import DryRunReport, seconds_text, size_text
-from jigsaw.dryrun.stage_balance import balanced_cuts, piece_costs
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS, DATA_AXIS, PIPE_AXIS, REPLICATE_AXIS, SPACE_AXES
 
@@ -133,8 +139,6 @@ def advise_mesh(
 
 
 class _MeshSearch:
-    """Dry runs of one model on one kind of device."""
-
     def __init__(
         self,
         model: Any,
@@ -163,79 +167,51 @@ class _MeshSearch:
             )
         return alone
 
-    def attempt(
-        self,
-        axes: Mapping[str, int],
-        shard_weights: bool = False,
-        checkpoint: bool = False,
-        microbatches: int = 1,
-        blocks: int | None = None,
-        replicate: tuple[str, ...] = (),
-    ) -> StepOption:
+    def attempt(self, axes: Mapping[str, int], is_cut: bool = False, twice: bool = False, **more: Any) -> StepOption:
         """Return the option of a mesh; one with ``pipe`` by the microbatch of a stage."""
-        option = self._attempted(axes, shard_weights, checkpoint, microbatches, blocks, replicate)
-        option = replace(option, blocks=blocks)
+        option = self._attempted(StepOption(axes, is_cut, twice, None, **more))
         if self._progress is not None:
             self._progress(option)
         return option
 
-    def _attempted(
-        self,
-        axes: Mapping[str, int],
-        shard_weights: bool,
-        checkpoint: bool,
-        microbatches: int,
-        blocks: int | None,
-        replicate: tuple[str, ...],
-    ) -> StepOption:
-        stage_axes = {name: size for name, size in axes.items() if name != PIPE_AXIS}
-        stages = axes.get(PIPE_AXIS, 1)
-        shape = (self._shape[0] // microbatches, *self._shape[1:])
+    def _attempted(self, option: StepOption) -> StepOption:
+        stage_axes = _without_pipe(option.mesh)
+        shape = (self._shape[0] // option.microbatches, *self._shape[1:])
         try:
-            dataset = None if self._store is None else _opened_store(self._store, stage_axes)
-            ways: dict[str, Any] = {"shard_weights": shard_weights, "checkpoint": "blocks" if checkpoint else "none"}
-            ways |= {
-                "replicate": replicate,
+            ways: dict[str, Any] = {
+                "shard_weights": option.shard_weights,
+                "checkpoint": "blocks" if option.checkpoint else "none",
+                "replicate": option.replicate,
                 "device": self._device,
-                "ranks": [_inside_rank(stage_axes)],
-                "dataset": dataset,
-                "blocks": blocks,
+                "ranks": [inside_rank(stage_axes)],
+                "dataset": None if self._store is None else _opened_store(self._store, stage_axes),
+                "blocks": option.blocks,
             }
-            if blocks is not None and CHANNEL_AXIS not in axes:
+            if option.blocks is not None and CHANNEL_AXIS not in option.mesh:
                 ways["optimizer"] = None  # takes the same on all meshes that keep weights whole
-            report = dry_run(self._model, shape, axes, **{**self._how, **ways})
+            option = replace(option, report=dry_run(self._model, shape, option.mesh, **{**self._how, **ways}))
+            return self._pipelined(option, shape)
         except ShardingError as refusal:
-            return StepOption(axes, shard_weights, checkpoint, None, str(refusal), microbatches, replicate)
-        begins: tuple[str, ...] = ()
-        if stages > 1 and report.is_complete:
-            plan = self._plan(shape, shard_weights, replicate)
-            try:
-                begins, report = self._pipelined(report, plan, axes, microbatches)
-            except ShardingError as refusal:
-                return StepOption(axes, shard_weights, checkpoint, None, str(refusal), microbatches, replicate)
-        return StepOption(axes, shard_weights, checkpoint, report, "", microbatches, replicate, begins)
+            return replace(option, report=None, refusal=str(refusal))
 
-    def _plan(self, shape: tuple[int, ...], shard_weights: bool, replicate: tuple[str, ...]) -> StepPlan:
+    def _pipelined(self, option: StepOption, shape: tuple[int, ...]) -> StepOption:
+        """Return an option with stages as that of a step, from its report of a microbatch; others as they are."""
+        axes, report, stages = option.mesh, option.report, option.mesh.get(PIPE_AXIS, 1)
+        if report is None or not report.is_complete or stages == 1:
+            return option
         known = {name: value for name, value in self._how.items() if name in StepPlan.__dataclass_fields__}
-        known |= {"shard_weights": shard_weights, "replicate": replicate, "keeps_calls": self._device.times_kernels}
-        known["on_processor"] = self._device.is_processor
-        return StepPlan(self._model, (shape,), **known)
-
-    def _pipelined(
-        self, report: DryRunReport, plan: StepPlan, axes: Mapping[str, int], microbatches: int
-    ) -> tuple[tuple[str, ...], DryRunReport]:
-        """Return the modules that begin the later stages, balanced, and the report of a step, from that of a
-        microbatch.
-        """
-        stage_axes, stages = {name: size for name, size in axes.items() if name != PIPE_AXIS}, axes[PIPE_AXIS]
-        pieces = piece_costs(plan, stage_axes, stages, self._device, self._node)
-        cuts = balanced_cuts(pieces, stages, microbatches, self._device.memory_bytes)
+        known |= {"shard_weights": option.shard_weights, "replicate": option.replicate}
+        known |= {"keeps_calls": self._device.times_kernels, "on_processor": self._device.is_processor}
+        plan = StepPlan(self._model, (shape,), **known)
+        pieces = piece_costs(plan, _without_pipe(axes), stages, self._device, self._node)
+        cuts = balanced_cuts(pieces, stages, option.microbatches, self._device.memory_bytes)
         begins = tuple(pieces[at].name for at in cuts)
         key = tuple(axes.items()), plan.shapes, begins
         if key not in self._borders:
             self._borders[key] = tiles_at_borders(plan, axes, begins)
         shares, borders = stage_shares(pieces, cuts), self._borders[key]
-        return begins, pipelined_report(report, shares, borders, microbatches, self._device, self._node)
+        report = pipelined_report(report, shares, borders, option.microbatches, self._device, self._node)
+        return replace(option, report=report, begins=begins)
 
     def tried_ways(self, options: Sequence[StepOption], ranks_per_node: int) -> list[StepOption]:
         """Try each way to keep weights and to compute blocks twice on the first option's mesh. On the others', try only
@@ -258,27 +234,23 @@ class _MeshSearch:
         return results
 
     def _other_way(self, option: StepOption, weights: str, twice: bool, ranks_per_node: int) -> StepOption | None:
-        """Return the mesh of an option with weights that are whole, or cut over all ranks or those of a node;
-        or None.
-        """
+        """Return the mesh of an option with whole weights, or cut over all ranks or those of a node; or None."""
         axes, batches = option.mesh, option.microbatches
         if weights == "whole":
-            return self.attempt(axes, False, twice, batches)
-        if torch.Size(axes.values()).numel() == axes.get(PIPE_AXIS, 1):
+            return self.attempt(axes, False, twice, microbatches=batches)
+        within = _without_pipe(axes)
+        if torch.Size(within.values()).numel() == 1:
             return None
         if weights == "cut":
-            return self.attempt(axes, True, twice, batches)
-        stages = {name: size for name, size in axes.items() if name == PIPE_AXIS}
-        within = {name: size for name, size in axes.items() if name != PIPE_AXIS}
+            return self.attempt(axes, True, twice, microbatches=batches)
         hybrid = hybrid_axes(within, ranks_per_node) if ranks_per_node else None
         if hybrid is None:
             return None
-        return self.attempt({**stages, **hybrid[0]}, True, twice, batches, replicate=(hybrid[1],))
+        stages = {PIPE_AXIS: axes[PIPE_AXIS]} if PIPE_AXIS in axes else {}
+        return self.attempt({**stages, **hybrid[0]}, True, twice, microbatches=batches, replicate=(hybrid[1],))
 
     def tried_meshes(self, meshes: Sequence[Mapping[str, int]]) -> list[StepOption]:
-        """Return options with whole weights, the fastest first; of many meshes, those that are fastest with one block a
-        row.
-        """
+        """Return options with whole weights, the fastest first; of many meshes, the fastest with one block a row."""
         if len(meshes) > _MANY and self._block_count(min(meshes, key=_ranks_in_space)):
             meshes = self._fastest_by_a_block(meshes)
         return sorted(map(self.attempt, meshes), key=_by_seconds)
@@ -296,14 +268,12 @@ class _MeshSearch:
             if any(seconds.get(sizes, 0.0) > far for sizes in wider):
                 seconds[tuple(axes.values())] = float("inf")
                 continue
-            seconds[tuple(axes.values())] = self._quick_seconds(axes)
+            seconds[tuple(axes.values())] = _by_seconds(self.attempt(axes, blocks=1))
             chosen.append(axes)
         return sorted(chosen, key=lambda axes: seconds[tuple(axes.values())])[:_MESHES]
 
     def tried_pipes(self, fastest: Sequence[Mapping[str, int]]) -> list[StepOption]:
-        """Return options with stages along ``pipe``, where the model has as many blocks and the batch as
-        many samples.
-        """
+        """Return options with stages along ``pipe``, for a model of as many blocks and a batch of as many samples."""
         batch = self._shape[0]
         options: list[StepOption] = []
         for stages in (2, 4, 8):
@@ -315,10 +285,6 @@ class _MeshSearch:
                 possible = [n for n in range(stages, batch + 1) if batch % (n * axes.get(DATA_AXIS, 1)) == 0]
                 options += [self.attempt(axes, microbatches=n) for n in possible[-1:]]
         return sorted(options, key=_by_seconds)
-
-    def _quick_seconds(self, axes: Mapping[str, int]) -> float:
-        option = self.attempt(axes, blocks=1)
-        return _by_seconds(option)
 
     def _block_count(self, axes: Mapping[str, int]) -> int:
         if self._blocks is None:
@@ -350,9 +316,7 @@ def hybrid_axes(axes: Mapping[str, int], ranks_per_node: int) -> tuple[dict[str,
     >>> hybrid_axes({"data": 64, "lat": 4}, 4)
     ({'data': 64, 'lat': 4}, 'data')
     """
-    data, others = axes.get(DATA_AXIS, 1), 1
-    for name, size in axes.items():
-        others *= 1 if name == DATA_AXIS else size
+    data, others = axes.get(DATA_AXIS, 1), _ranks_in_space(axes)
     within = gcd(data, max(ranks_per_node // others, 1))
     if data == within or within * others == 1:
         return None
@@ -377,20 +341,14 @@ def _by_seconds(option: StepOption) -> float:
     return option.report.seconds if option.report is not None and option.report.is_complete else float("inf")
 
 
-def _inside_rank(axes: Mapping[str, int]) -> int:
-    """Return a rank with neighbors on all sides, where there is one, because such a rank sends most."""
-    rank = 0
-    for size in axes.values():
-        rank = rank * size + min(1, size - 1)
-    return rank
+def _without_pipe(axes: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in axes.items() if name != PIPE_AXIS}
 
 
 def possible_meshes(
     x_shape: Sequence[int], devices: int, align: int | Mapping[int, int] = 1
 ) -> Iterator[dict[str, int]]:
-    """Return the meshes of so many ranks whose axes cut dims that are long enough, without equal ones.  Each rank has
-    some of the rows that stay together (`align`).
-    """
+    """Return the meshes of so many ranks whose dims are long enough, each once; `align` rows stay together."""
     names = SPACE_AXES.get(len(x_shape))
     if names is None:
         raise ShardingError(
@@ -462,7 +420,8 @@ def advice_text(options: Sequence[StepOption]) -> str:
 
 
 def _reasons(option: StepOption, report: DryRunReport, best: StepOption) -> Iterator[str]:
-    parts = ", ".join(f"{name} {seconds / report.seconds:.0%}" for name, seconds in _shares(report))
+    bounds = {name: seconds / report.seconds for name, seconds in report.seconds_by_bound.items()}
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in bounds.items() if share >= 0.01)
     assert best.report is not None
     slower = "" if option is best else f", {report.seconds / best.report.seconds:.2f} times the best"
     yield f"{seconds_text(report.seconds)} a step{slower}; bound by {report.bound} ({parts})"
@@ -475,7 +434,3 @@ def _reasons(option: StepOption, report: DryRunReport, best: StepOption) -> Iter
     for remark in report.remarks:
         if remark.kind != "value":
             yield f"{remark.kind} in {remark.module or 'the model'}: {remark.function} ({size_text(remark.sent_bytes)})"
-
-
-def _shares(report: DryRunReport) -> list[tuple[str, float]]:
-    return [(name, seconds) for name, seconds in report.seconds_by_bound.items() if seconds >= report.seconds / 100]

@@ -21,9 +21,8 @@ from jigsaw.comm.matmul import products_of_accelerators
 from jigsaw.dryrun.bare_models import ModelMaker, bare_copy, cast_weights, check_model_made, make_bare, wants_mesh
 from jigsaw.dryrun.counted_steps import CountedPhase
 from jigsaw.dryrun.fake_ranks import fake_mesh
-from jigsaw.dryrun.piece_marks import PieceMarks
 from jigsaw.dryrun.report import Remark
-from jigsaw.dryrun.step_meter import StepMeter
+from jigsaw.dryrun.step_meter import PieceMarks, StepMeter
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS, PIPE_AXIS, usual_spec
 from jigsaw.geometry.cut import SplitRule
@@ -51,7 +50,6 @@ from jigsaw.torch_internals.fake_tensors import (
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
 LossOfOutput = Callable[[Any], Tensor]
 
-"""The mesh axis whose ranks have stages: a dry run plays one microbatch of all of them on the ranks of the first."""
 ONCE_A_STEP = ("sums", "shared")
 """Phases of a pipeline's step behind the last microbatch: sums of gradients within stages, and over all of them."""
 
@@ -93,9 +91,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class PlayedPiece:
-    """Counts of a piece of the model in the forward and backward pass, without sums of gradients.  They have the bytes
-    of its weights, with gradients and optimizer state, and of what it keeps for the backward pass.
-    """
+    """Counts of a piece, forward and backward, without sums of gradients; bytes of its weights with state, and kept."""
 
     name: str
     phases: dict[str, CountedPhase]
@@ -271,9 +267,7 @@ class PlayedStages:
         self._held.enter_context(reduced_at_end(self.holder))  # backward passes send no gradients of whole weights
 
     def play_sums(self, phase: Callable[[str], Any]) -> None:
-        """Send what a step sends once: gradients of whole weights, those of parameters that all stages have,
-        the loss.
-        """
+        """Send what a step sends once: gradients of whole weights, of parameters that all stages have, the loss."""
         with phase("sums"):
             self._held.close()
         axes = [name for name, _ in axes_of_mesh(self._mesh)]
@@ -403,8 +397,6 @@ def rows_of_blocks(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
 
 
 class _ModuleWatch:
-    """Watch of the module that is under way, and remarks about it."""
-
     def __init__(self, model: nn.Module, remarks: list[Remark]) -> None:
         self._open: list[str] = []
         self._names = {id(module): name for name, module in model.named_modules()}

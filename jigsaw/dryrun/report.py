@@ -106,7 +106,6 @@ class RankCost:
 
     @property
     def highest(self) -> PhaseCost:
-        """Phase with the most bytes alive."""
         return max(self.phases.values(), key=lambda phase: phase.peak_bytes)
 
     @property
@@ -198,20 +197,19 @@ class DryRunReport:
 
     @property
     def is_complete(self) -> bool:
-        """True where the step ran to its end."""
         return not any(r.kind == "stopped" for r in self.remarks)
 
     def print(self) -> None:
-        """Print the report as a table."""
         print(self)
 
     def __str__(self) -> str:
+        parts = ", ".join(f"{kind} {size_text(size)}" for kind, size in self.peak.items() if size)
         mesh = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
         lines = [
             f"dry run of {self.parameters / 1e6:,.3f} million parameters on {mesh}, {self.device}: one training step",
             *_phase_table(max(self.ranks, key=lambda r: r.seconds)),
             f"memory   {size_text(self.peak_bytes)} of {size_text(self.device_memory)} at most"
-            f"{'' if self.fits else ' - DOES NOT FIT'}: {_parts_text(self.peak)}",
+            f"{'' if self.fits else ' - DOES NOT FIT'}: {parts}",
             f"time     {seconds_text(self.seconds)} a step, bound by {self.bound}: "
             + ", ".join(f"{name} {seconds_text(s)}" for name, s in self.seconds_by_bound.items() if s),
         ]
@@ -244,10 +242,6 @@ def _phase_table(rank: RankCost) -> Iterable[str]:
     for kind in sorted({kind for phase in rank.phases.values() for kind in phase.traffic}):
         both = sum((phase.traffic.get(kind, Traffic()) for phase in rank.phases.values()), Traffic())
         yield f"  sends {kind}: {size_text(both.sent_bytes)} in {both.messages} messages"
-
-
-def _parts_text(parts: Mapping[str, int]) -> str:
-    return ", ".join(f"{kind} {size_text(size)}" for kind, size in parts.items() if size)
 
 
 def size_text(size: float) -> str:

@@ -11,16 +11,18 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -29,13 +31,12 @@ from jigsaw.dryrun import bare_models
 from jigsaw.dryrun.counted_steps import CountedPhase, KernelCost
 from jigsaw.dryrun.kernel_clock import KernelCall
 from jigsaw.dryrun.known_values import KnownValues
-from jigsaw.dryrun.piece_marks import PieceMarks
 from jigsaw.errors import ShardingError
 from jigsaw.parallel.gradients import local_part
 from jigsaw.ranks import call_places
 from jigsaw.ranks.model_world import job_rank
 from jigsaw.torch_internals import pytree
-from jigsaw.torch_internals.autograd import current_node, graph_task_id, memory_id
+from jigsaw.torch_internals.autograd import current_node, graph_task_id, memory_id, next_node_number, node_number
 from jigsaw.torch_internals.dispatch import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
@@ -46,6 +47,39 @@ from jigsaw.torch_internals.dispatch import (
 )
 from jigsaw.torch_internals.fake_tensors import FakeTensor, TorchDispatchMode
 from jigsaw.torch_internals.groups import is_file_of_fsdp
+
+
+class PieceMarks:
+    """Marks of where each *piece* begins in a forward pass: a module that a stage of a pipeline may begin with.
+
+    All that follows the first call in a piece belongs to it, up to that in the next.  So do the parts of the backward
+    pass that lead back through it: nodes of the graph are numbered as the forward pass makes them.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self.first_nodes: list[int] = []
+        self.order: list[int] = []
+        for at, name in enumerate(names):
+            model.get_submodule(name).register_forward_pre_hook(self._begin(at), prepend=True)
+
+    def _begin(self, at: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            if at not in self.order:
+                self.order.append(at)
+                self.first_nodes.append(next_node_number())
+
+        return hook
+
+    def piece_here(self, before: int) -> int:
+        """Return the piece under way; `before`, that of the last call, where nothing tells."""
+        if graph_task_id() == -1:
+            return self.order[-1] if self.order else before
+        node = current_node()
+        if node is None or not self.order or "AccumulateGrad" in node.name():
+            return before
+        return self.order[max(bisect_right(self.first_nodes, node_number(node)) - 1, 0)]
+
 
 aten = torch.ops.aten
 
@@ -66,9 +100,7 @@ class PhaseCount:
 
 
 class StepMeter(TorchDispatchMode):
-    """Counter of what runs within it, in phases; `value_reads` are lines that read a value of a tensor
-    without values.
-    """
+    """Counter of what runs within it, in phases; `value_reads` are lines that read a value that is not there."""
 
     def __init__(self, keeps_calls: bool = True) -> None:
         super().__init__()
@@ -88,7 +120,6 @@ class StepMeter(TorchDispatchMode):
         self._known = KnownValues()
 
     def begin_phase(self, name: str) -> None:
-        """Count what follows as `name`."""
         alive = dict(self._live.values())
         self._is_backward = name == "backward"
         self._phase = self.phases.setdefault(name, PhaseCount(begins_with=alive))
@@ -107,7 +138,7 @@ class StepMeter(TorchDispatchMode):
 
     def _number_of(self, storage: torch.UntypedStorage) -> int:
         """Return the number of a memory, which begins to be alive where it was not known."""
-        at = _address_of(storage)
+        at = memory_id(storage)
         known = self._live.get(at)
         if known is None:
             self._numbers += 1
@@ -127,10 +158,10 @@ class StepMeter(TorchDispatchMode):
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         """Note a changed size: FSDP2 frees gathered weights by making their memory empty, and fills it again."""
-        known = self._live.get(_address_of(storage))
+        known = self._live.get(memory_id(storage))
         if known is not None and storage.nbytes() != known[1]:
             self._phase.events.append((known[0], storage.nbytes() - known[1]))
-            self._live[_address_of(storage)] = known[0], storage.nbytes()
+            self._live[memory_id(storage)] = known[0], storage.nbytes()
 
     def counted_phase(self, name: str, calls: Sequence[TrafficCall]) -> CountedPhase:
         """Return the counts of a phase, with the calls of `jigsaw.comm` in it, once each memory's kind is known."""
@@ -162,7 +193,7 @@ class StepMeter(TorchDispatchMode):
                 return self._assumed_value(func, args[0])
             with without_modes():  # states of random numbers are real tensors
                 return func(*args, **kwargs)
-        if self._is_backward and self._phase.end is None and _is_behind_nodes():
+        if self._is_backward and self._phase.end is None and (graph_task_id() != -1 and current_node() is None):
             self._phase.end = len(self._phase.events), len(self._phase.kernels)
         if self.marks is not None:
             self._piece = self._piece_under_way(self.marks)
@@ -198,13 +229,15 @@ class StepMeter(TorchDispatchMode):
         results = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
         fresh = False
         for storage in _storages_of(results):
-            fresh = fresh or _address_of(storage) not in self._live
+            fresh = fresh or memory_id(storage) not in self._live
             self._number_of(storage)
+        call_of_weights = None
         if func in _OF_WEIGHTS:
-            self._phase.of_weights.append(_call_of_weights(func, args))
-            self._phase.pieces[2].append(self._piece)
-        elif func is _c10d.allreduce_.default and _is_called_by_fsdp():
-            self._phase.of_weights.append(_sum_of_parts(args))
+            call_of_weights = _call_on_ring(_OF_WEIGHTS[func], args[2], max(args[0].nbytes, args[1].nbytes), 1)
+        elif func is _c10d.allreduce_.default and _is_called_by_fsdp():  # over ranks with the same part (`replicate`)
+            call_of_weights = _call_on_ring("gradients", args[1], sum(x.nbytes for x in args[0]), 2)
+        if call_of_weights is not None:
+            self._phase.of_weights.append(call_of_weights)
             self._phase.pieces[2].append(self._piece)
         packet, changes = func.overloadpacket, operator_schema(func).is_mutable
         if func.namespace == "c10d" or not (fresh or changes) or packet in _WITHOUT_WORK:
@@ -226,9 +259,7 @@ class StepMeter(TorchDispatchMode):
         self._phase.kernels.append(KernelCost(flop, moved, dtype, func, call))
 
     def _assumed_value(self, func: Any, x: FakeTensor) -> Any:
-        """Return the value that Python reads of a tensor without values; jigsaw's own checks always pass, other reads
-        are noted.
-        """
+        """Return the value that Python reads of a tensor without any; jigsaw's own checks pass, others are noted."""
         if x in self._known and func is not aten.equal.default:
             return self._known.item_of(x)
         place, is_own = _reading_line()
@@ -260,54 +291,33 @@ class StepMeter(TorchDispatchMode):
             torch.UntypedStorage.resize_ = resize
 
 
-def _is_behind_nodes() -> bool:
-    """Say whether a backward pass is under way whose nodes have all run; then callbacks follow."""
-    return graph_task_id() != -1 and current_node() is None
-
-
 _READ_BY_PYTHON = {READ_NUMBER, aten.equal.default}
 # memory is made or given another shape, and nothing is read or written
 _WITHOUT_WORK = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.detach_}
 
 
-def _attention_flop(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> int:
-    return sdpa_flop_count(q.shape, k.shape, v.shape)
-
-
-def _attention_backward_flop(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> int:
-    return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+def _attention_flop(count: Any, tensors: int, *args: Tensor, **named: Any) -> int:
+    return count(*(x.shape for x in args[:tensors]))
 
 
 # missing in torch's own table: attention on CPUs
 _MORE_FLOP: dict[Any, Any] = {
-    CPU_ATTENTION: _attention_flop,
-    CPU_ATTENTION_BACKWARD: _attention_backward_flop,
+    CPU_ATTENTION: partial(_attention_flop, sdpa_flop_count, 3),
+    CPU_ATTENTION_BACKWARD: partial(_attention_flop, sdpa_backward_flop_count, 4),
 }
-
 
 _c10d = torch.ops.c10d
 _OF_WEIGHTS = dict(zip(operators_of_weights(), ("gathered weights", "gradients"), strict=True))
 
 
-def _call_of_weights(func: Any, args: Any) -> TrafficCall:
-    """Return what a rank sends, on a ring, while weights are gathered or gradients summed into parts."""
-    into, source, box = args[:3]
+def _call_on_ring(kind: str, box: Any, size: int, rounds: int) -> TrafficCall:
+    """Return what a rank sends on a ring, round which `size` bytes, a part for each rank, go so often."""
     group: dist.ProcessGroup = dist.ProcessGroup.unbox(box)
     ranks = dist.get_process_group_ranks(group)
-    moved = (len(ranks) - 1) * min(into.nbytes, source.nbytes)
+    messages = rounds * (len(ranks) - 1)
+    moved = messages * size // len(ranks)
     following = ranks[(dist.get_group_rank(group, job_rank()) + 1) % len(ranks)]
-    return TrafficCall(_OF_WEIGHTS[func], moved, moved, len(ranks) - 1, ((following, moved),), True, tuple(ranks))
-
-
-def _sum_of_parts(args: Any) -> TrafficCall:
-    """Return what a rank sends, on a ring, while gradients are summed over ranks that have the same
-    part (`replicate`).
-    """
-    group: dist.ProcessGroup = dist.ProcessGroup.unbox(args[1])
-    ranks = dist.get_process_group_ranks(group)
-    moved = 2 * (len(ranks) - 1) * sum(x.nbytes for x in args[0]) // len(ranks)
-    following = ranks[(dist.get_group_rank(group, job_rank()) + 1) % len(ranks)]
-    return TrafficCall("gradients", moved, moved, 2 * (len(ranks) - 1), ((following, moved),), True, tuple(ranks))
+    return TrafficCall(kind, moved, moved, messages, ((following, moved),), True, tuple(ranks))
 
 
 def _is_called_by_fsdp() -> bool:
@@ -324,9 +334,7 @@ _CHANNEL_BLOCK = 16
 
 
 def _scratch_bytes(func: Any, args: Any, out: Any) -> int:
-    """Return the memory of a convolution while it runs: its library (oneDNN, cuDNN) copies inputs into a format of its
-    own.  It copies outputs, too, where the channels do not fill a block.
-    """
+    """Return the memory of a running convolution: inputs, and outputs that fill no channel block, are copied."""
     if func is aten.convolution.default:
         x, y = args[0], out
         return _in_blocks(x) + (_in_blocks(y) if y.shape[1] % _CHANNEL_BLOCK else 0)
@@ -343,10 +351,6 @@ def _in_blocks(x: Tensor) -> int:
 def _bytes_touched(x: Tensor) -> int:
     # an expanded tensor is read once per element, from memory that exists once
     return min(x.numel() * x.itemsize, x.untyped_storage().nbytes())
-
-
-def _address_of(storage: torch.UntypedStorage) -> int:
-    return memory_id(storage)
 
 
 def _storages_of(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:

@@ -187,9 +187,7 @@ def _sine_of_degrees(degrees: LatLonValues) -> LatLonValues:
 
 
 def _bilinear_weights(source: GridRows, target: GridRows) -> tuple[NDArray[np.int64], LatLonValues]:
-    """Interpolate linearly between the two source centers around each target center; the outermost row holds up to its
-    pole.
-    """
+    """Interpolate between the two source centers around each target center; an outer row holds up to its pole."""
     centers = _unroll_circle(source, source.centers)
     reach = centers
     if source.name == "lat" and len(source) > 1:

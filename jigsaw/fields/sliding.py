@@ -180,7 +180,6 @@ class _WeightedSums:
         self.total = like.new_zeros(box_shape(box), dtype=wide)
 
     def add(self, answer: Tensor, shared: Box, window: Box) -> None:
-        """Add the rows `shared` of a window's answer."""
         weight = _view_of_box(self.weight, shared, window)
         _view_of_box(self.sum, shared, self.mine).add_(answer * weight)
         _view_of_box(self.total, shared, self.mine).add_(weight)
@@ -201,8 +200,6 @@ def _check_answer(answer: Any, window: tuple[int, ...]) -> None:
 
 
 class _CutWindows:
-    """Windows that are each a tile of the domain group."""
-
     def __init__(self, layout: Layout, mesh: DeviceMesh, local: Tensor, plan: _WindowGrid, fill: float) -> None:
         self.layout, self.mesh, self.local, self.plan, self.fill = layout, mesh, local, plan, fill
         coordinate = mesh_coordinate(mesh)
@@ -233,9 +230,7 @@ class _CutWindows:
         return sums.mean()
 
     def _stored(self, window: Box) -> list[Cut]:
-        """Return the window with each row where the volume has it; rows beyond the volume belong to its outermost
-        pieces.
-        """
+        """Return the window with each row where the volume has it, and rows beyond it on its outermost pieces."""
         return [
             Cut(high - low, tuple(p - low for p in _points_in_window(cut, (low, high))), cut.axes)
             for (low, high), cut in zip(window, self.layout.cuts[2:], strict=True)
@@ -269,8 +264,6 @@ def _points_in_window(cut: Cut, span: Interval) -> tuple[int, ...]:
 
 
 class _DealtWindows:
-    """Windows that are dealt to the ranks, whole."""
-
     def __init__(self, layout: Layout, mesh: DeviceMesh | None, local: Tensor, plan: _WindowGrid, fill: float) -> None:
         if layout.is_cut(1):
             raise FieldError("windows='dealt' needs whole channels, and they are cut; use windows='cut'")
@@ -295,9 +288,7 @@ class _DealtWindows:
         return answer
 
     def _answers(self, model: WindowModel, window: Tensor, has_window: bool) -> tuple[Tensor | None, Tensor]:
-        """Return this rank's output of a round, and its kind: all learn the channels and dtype, or why a
-        model failed.
-        """
+        """Return this rank's output of a round, and its kind: all learn channels and dtype, or why a model failed."""
         answer: Tensor | None = None
         message: Any = None
         try:
@@ -329,9 +320,7 @@ class _DealtWindows:
         return [{m: each[i] for m, each in dealt.items() if i < len(each)} for i in range(longest)]
 
     def _swap(self, sends: dict[int, Tensor], taken: dict[int, Box], like: Tensor) -> dict[int, Tensor]:
-        """Return the values of the boxes `taken` from other members, in exchange for `sends`; a plain volume has no
-        other members.
-        """
+        """Return the values of the boxes `taken` from other members (a plain volume has none) for `sends`."""
         if self.mesh is None:
             return {}
         shapes = [(m, [(*like.shape[:2], *box_shape(box))]) for m, box in taken.items()]

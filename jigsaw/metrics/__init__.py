@@ -5,24 +5,10 @@ dims are cut as they were.  `weights` broadcast to the values.  A missing value 
 ``skip_missing=True`` leaves it out of both sums.
 """
 
-from jigsaw.metrics.area_weights import latitude_weights
-from jigsaw.metrics.ensembles import crps, spread, spread_skill
-from jigsaw.metrics.field_errors import acc, bias, mae, rmse
-from jigsaw.metrics.overlaps import dice
-from jigsaw.metrics.spectra import spectrum
-from jigsaw.metrics.surfaces import hausdorff95, surface_dice
+from jigsaw.metrics.field_errors import acc, bias, crps, latitude_weights, mae, rmse, spectrum, spread, spread_skill
+from jigsaw.metrics.surfaces import dice, hausdorff95, surface_dice
 
 __all__ = [
-    "acc",
-    "bias",
-    "crps",
-    "dice",
-    "hausdorff95",
-    "latitude_weights",
-    "mae",
-    "rmse",
-    "spectrum",
-    "spread",
-    "spread_skill",
-    "surface_dice",
-]
+    "acc", "bias", "crps", "dice", "hausdorff95", "latitude_weights", "mae", "rmse", "spectrum", "spread",
+    "spread_skill", "surface_dice",
+]  # fmt: skip

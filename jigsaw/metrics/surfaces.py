@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,36 @@ from torch import Tensor
 
 from jigsaw import comm
 from jigsaw.errors import ShardingError
-from jigsaw.metrics.area_weights import MetricValues
+from jigsaw.metrics.field_errors import MetricValues
 from jigsaw.nn.losses.loss import check_same_shape
+from jigsaw.ops.reductions import ReducedDims
 from jigsaw.ops.whole_dims import rows_of_local
 from jigsaw.tile.tile import Tile
+
+
+def dice(
+    prediction: MetricValues, truth: MetricValues, dim: ReducedDims = None, weights: MetricValues | None = None
+) -> Any:
+    """Return ``2 |P and T| / (|P| + |T|)`` of two masks along `dim`, in float64; NaN where both are empty.
+
+    A mask is True where a value is not zero.  Label maps have one for each class, ``dice(found == 2, truth == 2)``, or
+    all by `one_hot`.  With `weights` voxels count for their weight.
+
+    *Shapes*: prediction and truth of one shape; with ``dim=(2, 3, 4)``, [batch, class, z, y, x] gives [batch, class].
+    *Sends*: three all-reduces of the result.
+    *Raises*: `ShardingError` for two different shapes.
+
+    >>> jigsaw.metrics.dice(torch.tensor([1, 1, 0, 0]), torch.tensor([1, 0, 0, 0])).item()
+    0.6666666666666666
+    """
+    check_same_shape("dice", prediction, truth)
+    predicted, true = prediction != 0, truth != 0
+
+    def size_of(mask: Any) -> Any:
+        return (mask.to(torch.float64) if weights is None else mask.to(torch.float64) * weights).sum(dim)
+
+    return 2 * size_of(predicted & true) / (size_of(predicted) + size_of(true))
+
 
 _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CELL = 8
@@ -97,9 +123,7 @@ def surface_dice(
 def _distances_both_ways(
     name: str, prediction: MetricValues, truth: MetricValues, spacing: Sequence[float]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return for each class the distances from the surface of the prediction to that of the truth, and the
-    other way.
-    """
+    """Return for each class the distances from the prediction's surface to the truth's, and the other way."""
     check_same_shape(name, prediction, truth)
     space = len(spacing)
     if space not in _CONVOLUTIONS or space > prediction.ndim:
@@ -187,7 +211,6 @@ def _points_in_space(places: Tensor, sizes: Sequence[int], spacing: Sequence[flo
 
 
 def _nearest_distances(points: Tensor, targets: Tensor, spacing: Sequence[float]) -> Tensor:
-    """Return the distance of each of the points from the nearest of the targets."""
     nearest = torch.empty_like(points[:, 0])
     cells = [targets[at] for at in _by_cell(targets, spacing)]
     low, high = (torch.stack([getattr(cell, end)(0) for cell in cells]) for end in ("amin", "amax"))

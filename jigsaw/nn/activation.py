@@ -39,7 +39,6 @@ def _softmin(input: Tile, dim: int | None = None, _stacklevel: int = 3, dtype: t
 # F.threshold is the private function that dispatches
 @implements_torch(F.threshold, torch.threshold)
 def _threshold(input: Tile, threshold: float, value: float, inplace: bool = False) -> Any:
-    """Return x where x > threshold, else value."""
     run = run_in_place if inplace else run_on_tiles
     return run(torch.threshold_ if inplace else torch.threshold, input, threshold, value)
 
@@ -51,9 +50,7 @@ def _threshold_in_place(input: Tile, threshold: float, value: float) -> Any:
 
 @implements_torch(F.prelu, torch.prelu, either=("input", "weight"))
 def prelu(input: Any, weight: StoredWeight) -> Any:
-    """Return x where x > 0, else w x, with one w or one a channel (dim 1).  *Sends*: a weight that is cut, to all
-    ranks.
-    """
+    """Return x where x > 0, else w x, with one w or one a channel (dim 1).  *Sends*: a cut weight, to all ranks."""
     if not isinstance(input, Tile):
         raise (
             refusal_error(
@@ -78,8 +75,7 @@ def prelu(input: Any, weight: StoredWeight) -> Any:
 def _glu(input: Tile, dim: int = -1) -> Any:
     """Return a sigmoid(b) for the two halves a and b of a dim, which may be cut.
 
-    *Sends*: along a cut dim, the rows of both halves that another rank owns when each half is cut evenly; backward the
-    same.
+    *Sends*: along a cut dim, rows of both halves that others own once each half is cut evenly; backward the same.
     """
     (at,) = reduced_dims(input, dim)
     size = input.shape[at]

@@ -95,8 +95,6 @@ def chunked(module: M, slabs: int, dim: int = 2, align: int = 1) -> M:
 
 @dataclass(frozen=True)
 class _TensorSlot:
-    """The place of a tile or plain tensor among the inputs or outputs."""
-
     place: int
     is_tile: bool
 
@@ -194,8 +192,6 @@ class _InsideForward(nn.Module):
 
 
 class _SlabJob:
-    """One call of a chunked module: its inputs, their slabs, and its statistics."""
-
     def __init__(
         self, chunk: ChunkedForward, structure: Any, inputs: Sequence[Tile], mesh: DeviceMesh | None, names: list[str]
     ) -> None:
@@ -212,10 +208,7 @@ class _SlabJob:
         # random numbers and buffers must be alike for all slabs and in the backward pass
         self.random = random_states(inputs[0])
         self.buffers = {f"inner.{name}": b.clone() for name, b in chunk.module.named_buffers()}
-        self.autocast = (
-            torch.is_autocast_enabled(self.device.type),
-            torch.get_autocast_dtype(self.device.type),
-        )
+        self.autocast = (torch.is_autocast_enabled(self.device.type), torch.get_autocast_dtype(self.device.type))
         self.statistics: list[SlabStatistic] = []
         self.out_layouts: list[Layout] = []
         self.result: tuple[Any] | None = None
@@ -260,7 +253,6 @@ class _SlabJob:
         return Layout.from_dims(wide, (*layout.axes, (SLAB_AXIS, self.slabs)))
 
     def _row_count(self, axes: tuple[str, ...], default: int) -> int:
-        """Return the rows that the axes cut, of the slab mesh too, in the input that has the fewest."""
         if SLAB_AXIS in axes:
             return self.points[-1]
         return min((c.size for each in self.layouts for c in each.cuts if c.axes == axes), default=default)
@@ -273,7 +265,6 @@ class _SlabJob:
         return layout
 
     def _out_layout(self, fine: Layout) -> Layout:
-        """Return the layout of a result whose slabs lie on the finer mesh as `fine`."""
         if SLAB_AXIS not in fine.cut_axes:
             raise ShardingError(
                 f"{CHUNKED_NAME}: {self.name} gives a result of shape {fine.shape} that has no slabs; chunk the "
@@ -326,7 +317,6 @@ class _SlabJob:
         known: Sequence[SlabStatistic],
         buffers: dict[str, Tensor],
     ) -> list[Tile]:
-        """Return the results of a slab, without halo."""
         place = SlabMesh(fine[0].axes, (*self.coordinate, slab), self.device.type, self.mesh, SlabRun(known))
         plain = operands[: len(operands) - len(self.names)]
         tiles = [Tile(x, layout, cast(DeviceMesh, place)) for x, layout in zip(inputs, fine, strict=True)]
@@ -371,7 +361,6 @@ class _SlabJob:
     # -- all slabs ----------------------------------------------------------------------------------------------------
 
     def run_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the results, after one pass for each statistic."""
         operands = self._as_leaves(tensors[len(self.layouts) :], [False] * (len(tensors) - len(self.layouts)))
         while True:
             if len(self.widths) <= len(self.statistics):

@@ -30,24 +30,18 @@ def _drop_random(tile: Tile, p: float, training: bool, dims: int, inplace: bool)
     return tile.copy_(out) if inplace else out
 
 
-def _answer_element_dropout(function: Any) -> None:
+def _answer_dropout(function: Any, space: int | None = None) -> None:
+    """Answer a dropout of elements, or of whole channels before so many dims of space."""
+
     def dropout(input: Tile, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tile:
-        """Return x / (1 - p) where kept, else 0."""
-        return _drop_random(input, p, training, input.ndim, inplace)
+        dims = input.ndim if space is None else 2 if input.ndim == space + 2 else 1
+        return _drop_random(input, p, training, dims, inplace)
 
     implements_torch(function)(dropout)
 
 
-def _answer_channel_dropout(function: Any, dims: int) -> None:
-    def dropout(input: Tile, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tile:
-        """Drop whole channels of ``[batch, channel, *space]``, or ``[channel, *space]``."""
-        return _drop_random(input, p, training, 2 if input.ndim == dims + 2 else 1, inplace)
-
-    implements_torch(function)(dropout)
-
-
-_answer_element_dropout(F.dropout)
-_answer_element_dropout(torch.dropout)
-_answer_channel_dropout(F.dropout1d, 1)
-_answer_channel_dropout(F.dropout2d, 2)
-_answer_channel_dropout(F.dropout3d, 3)
+_answer_dropout(F.dropout)
+_answer_dropout(torch.dropout)
+_answer_dropout(F.dropout1d, 1)
+_answer_dropout(F.dropout2d, 2)
+_answer_dropout(F.dropout3d, 3)

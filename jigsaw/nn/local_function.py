@@ -139,7 +139,6 @@ class LocalFunction(nn.Module):
         self.reach, self.stride, self.wrap, self.rows = reach, stride, wrap, rows
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the function's result: tiles where an argument is a tile, else what it returns."""
         tiles = list(tiles_in((args, kwargs)))
         if not tiles:
             return self.op(*args, **kwargs)
@@ -208,9 +207,7 @@ class LocalFunction(nn.Module):
         return tuple(stencils)
 
     def _parameter_operands(self, as_operand: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return the parameters of the function as `plain_operand` gives them, so that each rank's gradient is its
-        part.
-        """
+        """Return the function's parameters by `plain_operand`, so that each rank's gradient is its part."""
         operands: dict[str, Tensor] = {}
         for name, parameter in self.op.named_parameters() if isinstance(self.op, nn.Module) else ():
             if is_dtensor(parameter):
@@ -224,12 +221,7 @@ class LocalFunction(nn.Module):
         return operands
 
     def _kept_rows(
-        self,
-        y: Tensor,
-        to: StencilPlan,
-        first: Tile,
-        along: Sequence[DimStencil],
-        sources: Sequence[Tensor],
+        self, y: Tensor, to: StencilPlan, first: Tile, along: Sequence[DimStencil], sources: Sequence[Tensor]
     ) -> Tile:
         """Return this rank's rows of a result, as a tile; its gradient reaches `sources`."""
         if y.ndim != first.ndim:

@@ -70,9 +70,7 @@ def coordinates_along(
 
 
 def take_owned_rows(w: Tensor, dim: int, group: CutGroup, layout: Layout, coord: MeshCoordinate | None) -> Tensor:
-    """Return the rows that the rank at `coord` has of a whole `dim` cut as `group`; without `coord`, all of them in
-    rank order.
-    """
+    """Return the rows that the rank at `coord` has of a `dim` cut as `group`; without it, all in rank order."""
     if not any(c.is_cut for c in group):
         return w
     if coord is not None:
@@ -87,9 +85,7 @@ def take_owned_rows(w: Tensor, dim: int, group: CutGroup, layout: Layout, coord:
 
 
 def host_values() -> AbstractContextManager[Any]:
-    """Give tensors of places on the host values within the block, in a dry run, too, but not while a graph
-    is traced.
-    """
+    """Give tensors of places on the host values within the block, also in a dry run, not while a graph is traced."""
     return nullcontext() if lacks_values() else without_modes()
 
 
@@ -134,9 +130,7 @@ def _row_trades(source: CutGroup, target: CutGroup, layout: Layout, coord: MeshC
 
 
 def _shared_positions(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positions in `a` and in `b` of the rows that are in both, by ascending row.  This is the order of a
-    message, which giver and taker find each by itself.
-    """
+    """Return the positions in `a` and `b` of the rows in both, by ascending row: the order of a message."""
     # ascending, not in the order of either side, so both derive the same order without a message
     order_a, order_b = a.argsort(), b.argsort()
     in_a, in_b = torch.isin(a[order_a], b), torch.isin(b[order_b], a)

@@ -52,7 +52,6 @@ class SlabRun:
         self._known, self._next = known, 0
 
     def statistic(self, part: MomentsPart | KeysPart) -> SlabStatistic:
-        """Return the next statistic, or raise `SlabPaused`."""
         if self._next == len(self._known):
             raise SlabPaused(part)
         self._next += 1
@@ -84,9 +83,7 @@ class MomentsPart:
         return rows, mean, spread * rows
 
     def merge(self, parts: Sequence[tuple[int, Tensor, Tensor]], mesh: DeviceMesh | None) -> SlabStatistic:
-        """Return the mean and the sum of squared deviations over all slabs of all ranks (Chan, Golub and LeVeque,
-        1979).
-        """
+        """Return mean and sum of squared deviations over all slabs of all ranks (Chan, Golub and LeVeque, 1979)."""
         axes = _axes_of_ranks(reducing_axes(self.x.layout, self.dims))
         count = elements_per_value(self.x, self.dims)
 
@@ -101,9 +98,7 @@ class MomentsPart:
 
 @dataclass(frozen=True, slots=True)
 class _SlabNorm:
-    """Statistics over `dims`, of `count` elements each; the slab's rows in them are `own`, and `gradients` those of the
-    statistics of all slabs, once they are known.
-    """
+    """Statistics over `dims`, of `count` elements each, rows `own` of the slab in them, and `gradients`, once known."""
 
     dims: tuple[int, ...]
     eps: float
@@ -113,19 +108,11 @@ class _SlabNorm:
 
 
 class _StandardizeSlab(torch.autograd.Function):
-    """Function y = (x - mean) / sqrt(squares / count + eps) * weight + bias, with gradients of mean and squares for the
-    rows of x in them.
-    """
+    """Function y = (x - mean) / sqrt(squares / count + eps) * weight + bias, with gradients of mean and squares."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        squares: Tensor,
-        slab: _SlabNorm,
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, squares: Tensor, slab: _SlabNorm
     ) -> Tensor:
         inverse = torch.rsqrt(squares / slab.count + slab.eps)
         ctx.save_for_backward(x, weight, bias, mean, inverse)
@@ -190,7 +177,6 @@ class KeysPart:
         return (self,)
 
     def merge(self, parts: Sequence[tuple[KeysPart]], mesh: DeviceMesh | None) -> SlabStatistic:
-        """Return all keys and values, in the order of the whole."""
         keys, values = ([getattr(part, name) for (part,) in parts] for name in ("key", "value"))
         axes = _axes_of_ranks(self.key.layout.dim_axes(self.key.ndim - 2))
         return SlabStatistic((_tokens_of_all(keys, axes, mesh), _tokens_of_all(values, axes, mesh)), axes)

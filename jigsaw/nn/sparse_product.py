@@ -25,12 +25,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from jigsaw.comm.exchange import sum_held_rows
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Cut, Interval, cut_points
+from jigsaw.nn.rank_order import CutGroup
 from jigsaw.nn.spheres.sphere import stretched_cut
 from jigsaw.nn.stencils.stencil import empty_result
 from jigsaw.tile.tile import Tile, implements_torch
 from jigsaw.torch_internals.autograd import tensor_version
-
-CutGroup = tuple[Cut, ...]
 
 
 def is_sparse_matrix(x: object) -> bool:
@@ -94,9 +93,7 @@ def _multiply(matrix: Tensor, x: Tile) -> Tile:
 
 
 def _rows_of_result(size: int, group: CutGroup) -> Cut:
-    """Return how the rows of the result are cut: as the dim that is summed, of whatever size, or evenly by all of its
-    axes.
-    """
+    """Return how the rows of the result are cut: as the dim that is summed, or evenly by all of its axes."""
     if len(group) == 1:
         return stretched_cut(group[0], size)
     return Cut(size, cut_points(size, math.prod(c.pieces for c in group)), tuple(a for c in group for a in c.axes))

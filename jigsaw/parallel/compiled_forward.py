@@ -363,9 +363,7 @@ class _PlainModule(nn.Module):
 
 
 class _GraphInput(torch.autograd.Function):
-    """A parameter or plain tensor, with the leaf that `graph_origins` looks for, because AOTAutograd adds its own nodes
-    before the inputs.
-    """
+    """A parameter or plain tensor, with its leaf for `graph_origins`: AOTAutograd adds nodes before the inputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, leaf: Tensor) -> Tensor:
@@ -419,9 +417,7 @@ _HAS_NO_VALUES = ("FakeTensor", "FunctionalTensor", "fake mode")
 
 
 def _user_line(error: BaseException) -> str:
-    """Return the innermost line outside jigsaw and torch where an error arose, as ``, at file:line in
-    forward: code``.
-    """
+    """Return the innermost line of the user's code where an error arose, as ``, at file:line in forward: code``."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_of_packages(f.filename)]
     if not frames:
         return ""

@@ -147,9 +147,7 @@ def _mean_of_gradients(grad: Tensor, name: str, parameter: nn.Parameter, mesh: D
 
 
 def refuse_hooks(parameters: Iterable[nn.Parameter]) -> None:
-    """Let `register_hook` raise on parameters that are cut, because FSDP2 accumulates gradients elsewhere, and calls no
-    hook.
-    """
+    """Let `register_hook` raise on cut parameters, whose gradients FSDP2 accumulates elsewhere, calling no hook."""
     parameter: Any
     for parameter in parameters:
         setattr(parameter, _OWN_HOOKS, (0, 0))
@@ -165,9 +163,7 @@ def _refuse_hook(hook: Any) -> NoReturn:
 
 
 def _refuse_early_looks(gathered: nn.Parameter) -> None:
-    """Let a backward pass raise where a reader would see the gradient of gathered weights, which is a part of the
-    whole.
-    """
+    """Let a backward pass raise where a reader would see the gradient of gathered weights, which is a part."""
     if not gathered.requires_grad:
         return
 
@@ -299,9 +295,7 @@ class GradientBucket:
         self.forget()
 
     def settle(self, ranks: int) -> None:
-        """Wait for a sum under way, if any.  A lent gradient comes back: the mean of what had left, and beside it what
-        came later, which is this rank's part.
-        """
+        """Wait for a sum under way; a lent gradient comes back: the mean of what had left, plus what came later."""
         self._wait()
         if self.lent is not None and self.flat is not None:
             self.flat.div_(ranks)
@@ -349,9 +343,7 @@ def axes_not_cutting(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def axes_of_copies(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the axes along which every rank holds the same part.  For a weight that is cut over some axes and copied
-    along others (hybrid sharding) these include the latter.
-    """
+    """Return the axes along which every rank holds the same part, with those of hybrid sharding's copies."""
     if not isinstance(parameter, DTensor):
         return axes_not_cutting(parameter, mesh)
     where = parameter.device_mesh
@@ -381,9 +373,7 @@ def _axes_beside(parameter: DTensor, ranks: Sequence[int], mesh: DeviceMesh) -> 
 
 
 def make_buckets(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, most_bytes: int) -> list[GradientBucket]:
-    """Make buckets of at most `most_bytes` (or one parameter), last parameters first, as the backward pass
-    finds them.
-    """
+    """Make buckets of at most `most_bytes` (or one parameter), last parameters first, as backward passes find them."""
 
     def kind(p: nn.Parameter) -> tuple[Any, ...]:
         return p.dtype, p.device, axes_not_cutting(p, mesh)
@@ -445,9 +435,7 @@ class GradientReducer:
         )
 
     def ends_alike(self, groups: Sequence[Sequence[nn.Parameter]]) -> bool:
-        """Say whether buckets end at the same places in groups of equal parameters.  A parameter that fills a bucket
-        begins the next one, whatever came before.
-        """
+        """Say whether buckets end alike in groups of equal parameters: one that fills a bucket begins the next."""
         averaged = {p for bucket in self._buckets for p in bucket.parameters}
         sizes = [[local_part(p).nbytes for p in group if p in averaged] for group in groups]
         return all(not own or max(own) >= self._bytes for own in sizes)

@@ -62,9 +62,7 @@ class HeldTensors:
         return len(self._places) > before
 
     def tensors(self) -> list[Tensor | None]:
-        """Return the tensors in the places now; None for other values, and for tensors with a history of autograd.
-        Those belong to an earlier step: the forward pass makes them anew, or is refused.
-        """
+        """Return the tensors in the places now; None for others, and for those with a history, of an earlier step."""
         held: list[Tensor | None] = []
         for attributes, path in self._places:
             value = _value_at(attributes, path)

@@ -189,7 +189,6 @@ def _compare_now_and_then(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Mo
 
 
 def _axes_of_weights(model: nn.Module) -> set[str]:
-    """Return the mesh axes that cut parameters."""
     cut = [p for p in model.parameters() if isinstance(p, DTensor)]
     return {
         name
@@ -237,9 +236,7 @@ def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _check_spectral_norms(model: nn.Module) -> None:
-    """Check for the old spectral norm, which multiplies plain vectors by its weight; torch refuses that for a
-    cut one.
-    """
+    """Check for the old spectral norm, which multiplies plain vectors by its weight: torch refuses a cut one."""
     for name, module in model.named_modules():
         for hook in forward_pre_hooks(module):
             if isinstance(hook, SpectralNorm) and isinstance(getattr(module, f"{hook.name}_orig"), DTensor):
@@ -251,9 +248,7 @@ def _check_spectral_norms(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Fill parameters and buffers with those of the first rank; cut ones with those of the first rank that has the
-    part.
-    """
+    """Fill parameters and buffers with those of the first rank, or of the first that has the part."""
     for x in (*model.parameters(), *model.buffers()):
         if x.device.type != "meta":
             local = local_part(x)
@@ -388,7 +383,6 @@ def _total_norm(grads: Sequence[Tensor], p: float) -> Tensor:
 
 
 def _combined_norm(norm: Tensor, mesh: DeviceMesh, axis: str, p: float) -> Tensor:
-    """Return the norm of the norms of the ranks along `axis`."""
     if p == float("inf"):
         return comm.all_reduce(norm, mesh, [axis], "max")
     return comm.all_reduce(norm**p, mesh, [axis]) ** (1 / p)

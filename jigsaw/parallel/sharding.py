@@ -246,9 +246,7 @@ def _dim_to_shard(p: DTensor, ranks: int) -> int | None:
 
 
 def _shard_placement(dims: Mapping[Any, int], where: Mapping[Any, DeviceMesh]) -> Callable[[nn.Parameter], Any] | None:
-    """Return the function that tells `fully_shard` where to cut the parameters in `dims`; groups of ranks are made in
-    one order.
-    """
+    """Return the function that tells `fully_shard` where to cut parameters; all groups are made in one order."""
     if not dims:
         return None
     return results_of_placement({p: Shard(d) for p, d in dims.items()}, where).get

@@ -1,27 +1,80 @@
-"""The stages of a model that one rank of a pipeline has: their weights stay, those of other stages go."""
+"""The stages of a model that one rank of a pipeline has, by torch's schedules: weights of other stages go."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from jigsaw import comm
+from jigsaw.errors import ShardingError
 from jigsaw.nn.weights import is_dtensor
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
 from jigsaw.parallel.gradients import axes_not_cutting
 from jigsaw.parallel.parallelize import PIPE_MARK
 from jigsaw.parallel.sharding import ShardingOptions
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate
-from jigsaw.stages.pipe_schedules import PipeSchedule
 from jigsaw.stages.stage_calls import CallWatch
 from jigsaw.stages.stage_cuts import StageCuts, parallel_stage, stage_of_tensor
 from jigsaw.stages.stage_plan import PaperModel
 from jigsaw.stages.stage_runner import StageRunner
+
+
+@dataclass(frozen=True)
+class PipeSchedule:
+    """One of torch's schedules: how many stages a rank has (None: any number from 2), and its requirements."""
+
+    make: Any
+    per_rank: int | None
+    is_v: bool = False
+    parts_backward: bool = False  # gradients of inputs first, those of weights later
+    least_batches: int = 0  # a stage
+
+    def stages_at(self, place: int, ranks: int, stages: int) -> list[int]:
+        """Return the stages of the rank at a place of the axis: they loop over the ranks, or go there and back."""
+        return [place, stages - 1 - place] if self.is_v and ranks > 1 else [*range(place, stages, ranks)]
+
+
+PIPE_SCHEDULES = {
+    "gpipe": PipeSchedule(pipelining.ScheduleGPipe, 1),
+    "1f1b": PipeSchedule(pipelining.Schedule1F1B, 1, least_batches=1),
+    "interleaved_1f1b": PipeSchedule(pipelining.ScheduleInterleaved1F1B, None),
+    "interleaved_zero_bubble": PipeSchedule(pipelining.ScheduleInterleavedZeroBubble, None, parts_backward=True),
+    "zbv": PipeSchedule(pipelining.ScheduleZBVZeroBubble, 2, is_v=True, parts_backward=True),
+    "dualpipev": PipeSchedule(pipelining.ScheduleDualPipeV, 2, is_v=True, parts_backward=True, least_batches=1),
+}
+
+
+def check_schedule(name: str, schedule: PipeSchedule, ranks: int, stages: int, batches: int) -> None:
+    """Check the numbers of stages and microbatches.
+
+    *Raises*: `ShardingError` for stages and microbatches that the schedule cannot have.
+    """
+    if batches < 1:
+        raise ShardingError(f"microbatches={batches} must be at least 1")
+    if ranks == 1:
+        return
+    each = schedule.per_rank or max(stages // ranks, 2)
+    if stages != each * ranks:
+        wanted = f"{schedule.per_rank * ranks}" if schedule.per_rank else f"a multiple of {ranks}, at least {2 * ranks}"
+        raise ShardingError(
+            f"schedule={name!r} on {ranks} ranks has {wanted} stages, but stages= makes {stages}; name one module less "
+            "than there are stages"
+        )
+    if batches < schedule.least_batches * stages:
+        raise ShardingError(f"schedule={name!r} of {stages} stages needs microbatches >= {stages}, not {batches}")
+    rounds = max(1, batches // ranks)
+    if schedule.per_rank is None and batches % rounds:
+        raise ShardingError(
+            f"schedule={name!r} on {ranks} ranks: microbatches={batches} is no multiple of its {rounds} rounds; take a "
+            f"multiple of {ranks}"
+        )
 
 
 class OwnStages:
@@ -80,9 +133,7 @@ class OwnStages:
             setattr(p, PIPE_MARK, (self.mesh, self.axis, name not in self.shared or self.place == 0))
 
     def _join_groups(self, sharding: ShardingOptions, channel: str) -> None:
-        """Make the groups that any stage cuts weights over, because all ranks of the job must make each.  Some stages
-        may have nothing that `channel` cuts, or no DTensor.
-        """
+        """Make the groups that any stage cuts weights over, because all ranks of the job must make each."""
         names = tuple(name for name, _ in axes_of_mesh(self.stage_mesh))
         cut = (axes_not_cutting(p, self.stage_mesh) for p in self.model.parameters() if is_dtensor(p))
         for axes in dict.fromkeys([names, tuple(name for name in names if name != channel), *cut]):
@@ -92,7 +143,6 @@ class OwnStages:
     def runners(
         self, paper: PaperModel, loss: Callable[[Any, Any], Tensor], sharding: ShardingOptions | None
     ) -> list[StageRunner]:
-        """Return what runs each of the own stages."""
         elsewhere = {
             name
             for name, stage in self.cuts.stage_of.items()
@@ -110,16 +160,13 @@ class OwnStages:
         return runners
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over the parameters of these stages, by the model's own names."""
         for name, p in self.model.named_parameters():
             if name in self.shared or self.has(name):
                 yield name, p
 
     def stage_of(self, name: str) -> int | None:
-        """Return the stage of a parameter or buffer, None for one that every stage has."""
         return stage_of_tensor(name, self.cuts)
 
     def has(self, name: str) -> bool:
-        """Return True for a parameter or buffer of one of these stages, or of all."""
         stage = self.stage_of(name)
         return stage is None or stage in self.numbers

@@ -99,16 +99,12 @@ def _check_shared(model: nn.Module, stage_of: dict[str, int]) -> None:
     for name, stage in stage_of.items():
         for inner, p in model.get_submodule(name).named_parameters():
             first = owners.setdefault(p, f"{name}.{inner}")
-            other = stage_of[_whole_name_of(first, stage_of)]
+            other = stage_of[next(name for name in stage_of if first.startswith(f"{name}."))]
             if other != stage:
                 raise ShardingError(
                     f"parameter {first!r} of stage {other} is also {name}.{inner!s}, of stage {stage}; cut the model "
                     "where both are in one stage"
                 )
-
-
-def _whole_name_of(parameter: str, stage_of: dict[str, int]) -> str:
-    return next(name for name in stage_of if parameter.startswith(f"{name}."))
 
 
 def balanced_begins(
@@ -156,9 +152,7 @@ def _weight_count(module: nn.Module) -> int:
 
 
 def _expanded(name: str, module: nn.Module, levels: int = 1) -> list[tuple[str, nn.Module]]:
-    """Return the children with parameters, and of containers their children, down to so many levels of containers.
-    Lists, which are never called, never stand for themselves.
-    """
+    """Return the children with parameters; containers, and lists always, are replaced by theirs, `levels` deep."""
     prefix, modules = f"{name}." if name else "", list[tuple[str, nn.Module]]()
     for child, its in module.named_children():
         if isinstance(its, _CONTAINERS) or (levels and isinstance(its, nn.Sequential)):
@@ -169,9 +163,7 @@ def _expanded(name: str, module: nn.Module, levels: int = 1) -> list[tuple[str, 
 
 
 def _least_largest_cuts(sizes: Sequence[int], parts: int) -> list[int]:
-    """Return where parts 1, 2, ... of a sequence begin, so that the largest sum of a part is least; no part
-    is empty.
-    """
+    """Return where parts 1, 2, ... of a sequence begin, none empty, so that the largest sum of a part is least."""
     sums = [0, *accumulate(sizes)]
     # best[k][n]: the least largest sum of the first n in k parts, and where the last of them begins
     best = [[(sums[n], 0) for n in range(len(sums))]]

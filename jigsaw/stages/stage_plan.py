@@ -77,7 +77,6 @@ class PipelinePlan:
     read_apart: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def has_given(self) -> bool:
-        """Say whether a plain tensor travels that a tile gave between modules."""
         return any(call == GIVEN_BY_TILE for call, _ in self.as_tiles)
 
 
@@ -110,11 +109,9 @@ class PaperModel:
         self.names = {id(x): name for name, x in named}
 
     def stage_of(self, name: str) -> int | None:
-        """Return the stage of a parameter or buffer; None for one that every stage has."""
         return stage_of_tensor(name, self.cuts)
 
     def names_of_buffer(self, name: str) -> list[str]:
-        """Return all names of a buffer, which several modules may share."""
         by_name = dict(self.model.named_buffers(remove_duplicate=False))
         return [other for other, x in by_name.items() if x is by_name[name]]
 
@@ -142,7 +139,6 @@ class PaperModel:
             as_tiles |= run.crossing
 
     def order_of_calls(self, inputs: ModelInputs) -> list[str]:
-        """Return the whole modules, in the order of their first calls."""
         run = _OrderPass(self.mesh, frozenset())
         self._pass_on_paper(run, inputs)
         return run.order
@@ -193,8 +189,6 @@ class _PaperPass(WatchedPass):
 
 
 class _OrderPass(_PaperPass):
-    """Order in which whole modules are called."""
-
     def __init__(self, mesh: DeviceMesh, as_tiles: frozenset[PlainOrigin]) -> None:
         super().__init__(mesh, as_tiles)
         self.order: list[str] = []

@@ -2,19 +2,13 @@
 oracle.
 """
 
-from jigsaw.testing.adjoint import assert_adjoint
 from jigsaw.testing.failure import RankFailedError
-from jigsaw.testing.oracle import assert_same_on_every_mesh
+from jigsaw.testing.oracle import assert_adjoint, assert_same_on_every_mesh
 from jigsaw.testing.post_order import PostOrderError
 from jigsaw.testing.rank import world_mesh
 from jigsaw.testing.world import on_ranks, run_on_ranks
 
 __all__ = [
-    "PostOrderError",
-    "RankFailedError",
-    "assert_adjoint",
-    "assert_same_on_every_mesh",
-    "on_ranks",
-    "run_on_ranks",
-    "world_mesh",
-]
+    "PostOrderError", "RankFailedError", "assert_adjoint", "assert_same_on_every_mesh", "on_ranks",
+    "run_on_ranks", "world_mesh",
+]  # fmt: skip

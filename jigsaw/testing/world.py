@@ -126,7 +126,6 @@ class RankWorld:
 
     @property
     def pids(self) -> list[int]:
-        """Process id of each rank."""
         return [p.pid or 0 for p in self._processes]
 
     def run(self, body: RankBody, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> list[Any]:
@@ -147,7 +146,6 @@ class RankWorld:
         return [pickle.loads(r.value) for r in reports]
 
     def kill(self) -> None:
-        """End every rank now."""
         for process in self._processes:
             process.kill()
         for process, connection in zip(self._processes, self._connections, strict=True):
@@ -200,9 +198,7 @@ class RankWorld:
         return RankReport(failure=RankFailure(rank, text, text, moment=time.monotonic()))
 
     def _late(self, ranks: Iterable[int], timeout: float, stacks: bool) -> dict[int, RankFailure]:
-        """Return the failures of ranks that are still busy: the cause when no rank failed (`stacks`),
-        else bystanders.
-        """
+        """Return failures of ranks that are still busy: the cause if no rank failed (`stacks`), else bystanders."""
         moment = time.monotonic() if stacks else float("inf")
         dumps = self._stacks(ranks) if stacks else {}
         failures: dict[int, RankFailure] = {}

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import jigsaw
 from jigsaw import comm
 from jigsaw.errors import ShardingError
-from jigsaw.nn.experts.expert_routes import kept_by_capacity
+from jigsaw.nn.experts.experts import kept_by_capacity
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, run_on_ranks, world_mesh
 
 

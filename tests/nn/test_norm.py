@@ -10,7 +10,7 @@ from torch.distributed.tensor import distribute_tensor
 import jigsaw
 from jigsaw import comm
 from jigsaw.errors import ShardingError
-from jigsaw.nn.norms.norm_images import as_norm_images
+from jigsaw.nn.norms.standardize import as_norm_images
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.tile.tile_making import shard
 

@@ -18,8 +18,15 @@ from jigsaw import comm
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Cut
 from jigsaw.nn.attention import ring_attention, ring_order
-from jigsaw.nn.attention.attention_ways import AttentionSizes, choose_attention_way, way_costs
-from jigsaw.nn.attention.rank_split import RankSplit, SplitAxes, splits_of_cuts, splits_of_pieces
+from jigsaw.nn.attention.attention_ways import (
+    AttentionSizes,
+    RankSplit,
+    SplitAxes,
+    choose_attention_way,
+    splits_of_cuts,
+    splits_of_pieces,
+    way_costs,
+)
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.testing.world import run_on_ranks
 from jigsaw.tile.tile_making import shard

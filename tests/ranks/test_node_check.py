@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from test_launcher import free_job, step, told
 
-from jigsaw.testing.node_check import JobPlace, check_nodes, facts_of_node, place_in_job
+from jigsaw.testing.check import JobPlace, check_nodes, facts_of_node, place_in_job
 
 
 def free_port():

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.dryrun.stage_balance import PieceCost, balanced_cuts, balanced_stages
+from jigsaw.dryrun.pipeline_estimate import PieceCost, balanced_cuts, balanced_stages
 from jigsaw.dryrun.step_meter import StepMeter
 from jigsaw.errors import ShardingError
 from jigsaw.ranks.mesh import ranks_along

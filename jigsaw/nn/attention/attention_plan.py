@@ -10,8 +10,7 @@ from functools import lru_cache
 from jigsaw.geometry.cut import Cut, cut_by_some_axes, whole_dim
 from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.geometry.matmul_grid import refine_cut
-from jigsaw.nn.attention.attention_ways import AttentionSizes
-from jigsaw.nn.attention.rank_split import splits_of_cuts
+from jigsaw.nn.attention.attention_ways import AttentionSizes, splits_of_cuts
 from jigsaw.nn.products.label_cuts import LabelCuts, choose_label_cuts
 from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, bare_cuts, coordinates_along, size_of_cuts
 from jigsaw.ops.meeting.reshaped_cuts import merge_cut_group
@@ -25,9 +24,7 @@ GivenLayouts = tuple[Layout | None, ...]
 
 
 def labels_of_operand(ndim: int, batch: tuple[str, ...], *last: str) -> tuple[str, ...]:
-    """Return the labels of an operand of `ndim` dims that ends in the dims `last`, after some or all of the batch dims.
-    The last of the batch dims are the heads.
-    """
+    """Return the labels of an operand of `ndim` dims that ends in `last`, after some or all batch dims, heads last."""
     return (*batch, *last)[len(batch) + len(last) - ndim :]
 
 
@@ -57,8 +54,8 @@ class AttentionPlan:
 
 @lru_cache(maxsize=1024)
 def plan_attention(operands: GivenLayouts, sizes: Shapes, shared_by: int) -> AttentionPlan | None:
-    """Return the plan for queries, keys and values of these layouts and shapes, or None.  `shared_by` query heads share
-    each key head.  None: a rank's query heads do not have key heads of their own.
+    """Return the plan for queries, keys and values, or None where query heads of a rank lack key heads of their own
+    (each key head is `shared_by` so many).
     """
     ndims = [len(size) for size in sizes]
     batch = batch_labels(*ndims)
@@ -137,8 +134,8 @@ def heads_of_keys(plan: AttentionPlan, shapes: Shapes) -> Cut | None:
 def attention_sizes(
     plan: AttentionPlan, shapes: Shapes, itemsize: int, is_mirrored: bool = False, within_axes: bool = True
 ) -> AttentionSizes:
-    """Return the sizes on the first of the ranks along the axes that cut both queries and keys.  `is_mirrored`: queries
-    change ranks in a ring.  `within_axes`: an axis may be divided between heads and a ring.
+    """Return the sizes on the first rank along the axes that cut both queries and keys.  `is_mirrored`: queries change
+    ranks in a ring; `within_axes`: an axis may be divided between heads and a ring.
     """
     assert plan.around is not None
     first = (0,) * len(plan.out.axes)
@@ -170,16 +167,13 @@ def moving_cuts(plan: AttentionPlan) -> CutGroup:
 
 
 def _rows_at(group: Sequence[Cut], layout: Layout, at: MeshCoordinate) -> int:
-    """Return how many rows of a dim the rank at a coordinate owns."""
     owned = (c.owned(layout.piece(c, at)) for c in group)
     return math.prod(stop - start for start, stop in owned)
 
 
 @lru_cache(maxsize=1024)
 def layouts_by_heads(plan: AttentionPlan, axes: tuple[str, ...], layouts: GivenLayouts, shapes: Shapes) -> GivenLayouts:
-    """Return the layouts of queries, keys and values once `axes`, which cut the tokens of both, cut their heads
-    instead.  Operands that are plain, or that cannot be cut so, stay as they are.
-    """
+    """Return the layouts once `axes` cut heads instead of tokens; operands that are plain, or cannot, stay."""
     heads = heads_of_keys(plan, shapes)
     assert heads is not None
     fine = refine_cut(heads, axes, dict(plan.out.axes))

@@ -4,29 +4,156 @@ P ranks cut the tokens of queries and keys.  *gathered*: each rank gets all keys
 the others.  *ring*: keys and values go around the ranks block by block (`jigsaw.nn.attention.ring_attention`).
 *heads*: an exchange of queries, keys and values gives each rank all tokens of its heads. Then y returns (Jacobs et al.,
 "DeepSpeed Ulysses", arXiv 2309.14509).  *heads+ring*: neighbors share out heads, so that each has their tokens of its
-share.  These go around the ranks that have the same share of other tokens (`jigsaw.nn.attention.rank_split`; Fang and
-Zhao, "USP", arXiv 2405.07719; Gu et al., "LoongTrain", arXiv 2406.18485).
+share.  These go around the ranks that have the same share of other tokens (Fang and Zhao, "USP", arXiv 2405.07719; Gu
+et al., "LoongTrain", arXiv 2406.18485).
 
-Example: four ranks, 1000 tokens of 8 heads of 64 features in bfloat16, 2 kB a token in k and v together.  Gathered,
-each rank sends its 250 tokens to three others, 1.5 MB, and holds 2 MB.  Around the ring it sends as much, in three
-steps, and holds three blocks, 1.5 MB.  By heads it sends 3/4 of its 250 tokens of q, k, v and y, 0.75 MB. It holds
-these and all tokens of two heads, 1 MB.  By heads and rings of two it sends half of its 250 tokens of q, k, v and y,
-0.5 MB. Then it sends 500 tokens of four heads in k and v, 0.5 MB.
+Example: four ranks, 1000 tokens of 8 heads of 64 features in bfloat16, 2 kB a token in k and v together.  Gathered or
+around the ring each rank sends its 250 tokens three times, 1.5 MB, and holds 2 or 1.5 MB.  By heads it sends 3/4 of its
+250 tokens of q, k, v and y, 0.75 MB, and holds 1 MB.  By heads and rings of two it sends twice 0.5 MB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import math
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
+from functools import cached_property, lru_cache
+from itertools import pairwise, product
 from typing import Literal
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from jigsaw.errors import ShardingError
-from jigsaw.geometry.cut import cut_points
-from jigsaw.nn.attention.rank_split import RankSplit, splits_of_pieces
+from jigsaw.geometry.cut import Cut, cut_points
+from jigsaw.geometry.layout import AxisSizes, Layout
 from jigsaw.nn.attention.ring_order import mirrored_counts
+from jigsaw.nn.rank_order import CutGroup
+from jigsaw.ranks.mesh import split_axis_mesh
+from jigsaw.tile.tile import Tile
+
+
+@dataclass(frozen=True)
+class RankSplit:
+    """Number of pieces of each cut of the tokens, and how many neighboring pieces share out heads.
+
+    Example: eight ranks, ``lat=4, lon=2``, and heads for four of them.  Ranks 0 to 3 share out the heads of the first
+    half of the tokens, ranks 4 to 7 those of the second, and rings of two pass the halves on.  So the heads get lon and
+    the minor half of lat, which becomes ``lat.ring=2, lat.heads=2``.
+    """
+
+    pieces: tuple[int, ...]
+    shares: tuple[int, ...]
+
+    @property
+    def head_ranks(self) -> int:
+        return math.prod(self.shares)
+
+    @property
+    def ring_ranks(self) -> int:
+        return math.prod(self.pieces) // self.head_ranks
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Place of each rank in its ring, and its share of the heads."""
+        coordinates: list[tuple[int, int]] = []
+        for at in product(*map(range, self.pieces)):
+            in_ring = of_heads = 0
+            for place, pieces, share in zip(at, self.pieces, self.shares, strict=True):
+                in_ring = in_ring * (pieces // share) + place // share
+                of_heads = of_heads * share + place % share
+            coordinates.append((in_ring, of_heads))
+        return tuple(coordinates)
+
+    def summed_by_ring(self, rows: Sequence[int]) -> tuple[int, ...]:
+        sums = [0] * self.ring_ranks
+        for count, (at, _) in zip(rows, self.places, strict=True):
+            sums[at] += count
+        return tuple(sums)
+
+    def __str__(self) -> str:
+        return f"rings of {self.ring_ranks} ranks, heads shared out by {self.head_ranks}"
+
+
+@lru_cache(maxsize=1024)
+def splits_of_cuts(cuts: CutGroup, sizes: AxisSizes, within_axes: bool) -> tuple[RankSplit, ...]:
+    """Return every split of the ranks, minor axes first to the heads; `within_axes`: an axis may be divided, too."""
+    known = dict(sizes)
+
+    def is_possible(split: RankSplit) -> bool:
+        of_each = zip(cuts, split.shares, strict=True)
+        return all(_axes_of_share(c.axes, share, known, within_axes) is not None for c, share in of_each)
+
+    return tuple([split for split in splits_of_pieces(tuple([c.pieces for c in cuts])) if is_possible(split)])
+
+
+def splits_of_pieces(pieces: tuple[int, ...]) -> tuple[RankSplit, ...]:
+    """Return every split of the ranks that cut some tokens into so many pieces."""
+    shares = [[n for n in range(1, count + 1) if count % n == 0] for count in pieces]
+    splits = [RankSplit(pieces, some) for some in product(*shares)]
+    return tuple([split for split in splits if min(split.head_ranks, split.ring_ranks) > 1])
+
+
+def _axes_of_share(
+    axes: Sequence[str], share: int, sizes: Mapping[str, int], within_axes: bool
+) -> tuple[tuple[str, int], ...] | None:
+    """Return how many places of each axis make `share` neighboring pieces, minor axes first, or None where none do."""
+    shares: list[tuple[str, int]] = []
+    for axis in reversed(axes):
+        size = sizes[axis]
+        part = math.gcd(size, share)
+        if share > 1 and part not in (size, share):
+            return None
+        if 1 < part < size and not within_axes:
+            return None
+        shares.append((axis, part))
+        share //= part
+    return tuple(shares) if share == 1 else None
+
+
+@dataclass(frozen=True)
+class SplitAxes:
+    """Axes of the tokens once each goes one way: those of the heads, and the parts of the axes that went both."""
+
+    heads: tuple[str, ...]
+    parted: tuple[tuple[str, AxisSizes], ...]
+
+    @classmethod
+    def of(cls, split: RankSplit, cuts: CutGroup, sizes: AxisSizes) -> SplitAxes:
+        known, heads = dict(sizes), list[str]()
+        parted: list[tuple[str, AxisSizes]] = []
+        for cut, share in zip(cuts, split.shares, strict=True):
+            for axis, count in reversed(_axes_of_share(cut.axes, share, known, within_axes=True) or ()):
+                if count == known[axis]:
+                    heads.append(axis)
+                elif count > 1:
+                    parted.append((axis, ((f"{axis}.ring", known[axis] // count), (f"{axis}.heads", count))))
+                    heads.append(f"{axis}.heads")
+        return cls(tuple(heads), tuple(parted))
+
+    def mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        for axis, parts in self.parted:
+            mesh = split_axis_mesh(mesh, axis, parts)
+        return mesh
+
+    def tile(self, x: Tile) -> Tile:
+        own = x.owned()
+        return Tile(own.local, _layout_by_parts(own.layout, self.parted), self.mesh(x.mesh)) if self.parted else own
+
+
+@lru_cache(maxsize=1024)
+def _layout_by_parts(layout: Layout, parted: tuple[tuple[str, AxisSizes], ...]) -> Layout:
+    parts = dict(parted)
+
+    def names(axis: str) -> tuple[str, ...]:
+        return tuple([name for name, _ in parts[axis]]) if axis in parts else (axis,)
+
+    dims = [
+        [Cut(c.size, c.points, tuple([n for a in c.axes for n in names(a)])) for c in group] for group in layout.dims()
+    ]
+    axes = tuple([new for axis, size in layout.axes for new in parts.get(axis, ((axis, size),))])
+    return Layout.from_dims(dims, axes)
+
 
 AttentionWay = Literal["gathered", "ring", "heads", "heads+ring"]
 _WAYS: tuple[AttentionWay, ...] = ("gathered", "ring", "heads", "heads+ring")
@@ -59,9 +186,7 @@ class AttentionSizes:
 
 @dataclass(frozen=True)
 class WayCost:
-    """Bytes that one way sends forward and backward, on all ranks that cut the tokens, and bytes that one rank holds.
-    The latter are the keys and values that a rank has at a time in the forward pass, its own included.
-    """
+    """Bytes that one way sends, on all ranks that cut the tokens, and bytes of keys and values that a rank holds."""
 
     forward: int
     backward: int
@@ -74,9 +199,7 @@ class WayCost:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The way that was chosen and why, and the cost of each possible way.  `split` says which ranks share out heads
-    where others make rings.
-    """
+    """The way that was chosen and why, the cost of each possible way, and, for heads and rings, how ranks are split."""
 
     way: AttentionWay
     why: str
@@ -135,9 +258,7 @@ def _most_heads(sizes: AttentionSizes, ranks: int) -> int:
 
 
 def _bytes_by_heads(sizes: AttentionSizes, shares: Sequence[int], ranks: int) -> int:
-    """Return the bytes that give each rank its share of the heads, of which there are as many as `ranks`, and that go
-    back.
-    """
+    """Return the bytes that give each rank its share of the heads, of which there are `ranks`, and that go back."""
     heads = [b - a for a, b in pairwise(cut_points(sizes.key_heads, ranks))]
     # for its own tokens, each rank sends the heads that are not its share and gets their y back; summed over ranks, y
     # is as many bytes as q
@@ -162,19 +283,15 @@ def choose_attention_way(
 ) -> AttentionChoice:
     """Choose the way by the rule, or take the user's `asked_way`. The first of these that holds:
 
-    1. *gathered* where all keys and values are at most a mebibyte, because it has the fewest messages;
-    2. *heads* or *heads+ring* where each rank that shares out heads has a head of keys, and no other way sends less
-    (forward and backward together). Also no axis may cut a mask, because all ranks would have to be asked for its rows;
-    3. *ring* where all keys and values are more than what a rank has of queries, keys, values and results; *heads+ring*
-       where that sends less, under the conditions of 2;
-    4. *gathered*.
+    1. *gathered* where all keys and values are at most a mebibyte, because it has the fewest messages; 2. *heads* or
+    *heads+ring* where each rank that shares out heads has a head of keys, and no other way sends less (forward and
+    backward together). Also no axis may cut a mask, because all ranks would have to be asked for its rows; 3. *ring*
+    where all keys and values are more than what a rank has of queries, keys, values and results; *heads+ring* where
+    that sends less, under the conditions of 2; 4. *gathered*.
 
-    *Raises*: `ShardingError` where the user says heads and there is no dim of heads, or says heads+ring and the ranks
-    cannot go both ways.
+    *Raises*: `ShardingError` for heads without a dim of heads, and heads+ring on ranks that cannot go both ways.
 
-    A vision transformer of 4 billion parameters (42 layers, 2816 features in 44 heads) on 64,980 tokens in bfloat16, P
-    = 8.  A rank sends in a layer, in MB forward and backward: gathered 640 and 640, ring 640 and 1,921, heads 160 and
-    160, heads and rings of two 229 and 412. It holds keys and values of 732, 274, 191 and 366 MB.
+    A vision transformer of 4 billion parameters, 2816 features in 44 heads, 64,980 tokens in bfloat16, P = 8:
 
     >>> from jigsaw.nn.attention.attention_ways import AttentionSizes, choose_attention_way
     >>> choice = choose_attention_way(AttentionSizes.of_tokens(64_980, ranks=8, heads=44, features=64))
@@ -245,14 +362,14 @@ _said: list[AttentionWay | None] = [None]
 
 @contextmanager
 def attention_way(way: AttentionWay | None) -> Generator[None]:
-    """Let attention over cut tokens go this way within the block: ``"gathered"``, ``"ring"``, ``"heads"`` or
-    ``"heads+ring"``.  None: by the rule (`jigsaw.nn.explain_attention` tells which).  All ways are exact.
+    """Let attention over cut tokens go ``"gathered"``, ``"ring"``, ``"heads"`` or ``"heads+ring"`` within the block.
+    None: by the rule (`jigsaw.nn.explain_attention` tells which).  All ways are exact.
 
-    This changes nothing for attention where no axis cuts both queries and keys.  Checkpointed layers run again in the
-    backward pass, which then belongs within the block, too.
+    This changes nothing where no axis cuts both queries and keys.  Checkpointed layers run again in the backward pass,
+    which then belongs within the block, too.
 
-    *Raises*: `ShardingError` for another word.  A call of attention raises it for heads without a dim of heads. It also
-    does so for heads and rings where a prime number of ranks cuts the tokens.
+    *Raises*: `ShardingError` for another word. So does a call for heads without a dim of heads, and for heads and rings
+    where a prime number of ranks cuts the tokens.
 
     >>> mesh = jigsaw.init_mesh(lat=1)
     >>> q = jigsaw.shard(torch.randn(2, 4, 16, 8), mesh, (None, None, "lat", None))

@@ -1,8 +1,7 @@
 """Attention of some queries to one block of keys, as a part of attention to several: one step of a ring.
 
-There are two kernels with the same results.  Matrix products serve any device, dtype, mask and dropout.  Torch's fused
-kernel serves CPUs where `has_fused_kernel` says so: half the time forward, two thirds backward, and no scores in
-memory.
+Matrix products serve any device, dtype, mask and dropout; torch's fused kernel serves CPUs (`has_fused_kernel`) in half
+the time forward, two thirds backward, without scores in memory.
 """
 
 from __future__ import annotations
@@ -102,9 +101,7 @@ def sum_block(part: BlockRows, q: Tensor, k: Tensor, v: Tensor, is_fused: bool) 
 def block_gradients(
     part: BlockRows, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, grad: Tensor, is_fused: bool
 ) -> BlockGradients:
-    """Return the gradients from these rows and one block, where `out` and `log_sum` belong to all blocks.  dS = P (dP -
-    D), with dP = dY V^T and D the sum of dY Y over features.
-    """
+    """Return the gradients from one block; `out` and `log_sum` are of all blocks, dS = P (dP - sum(dY Y))."""
     if is_fused:
         return _block_gradients_fused(part, q, k, v, out, log_sum, grad)
     weights = part.scores(q, k).sub_(log_sum[..., None]).exp_()

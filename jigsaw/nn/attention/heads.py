@@ -28,8 +28,7 @@ def head_axes(query: Tile, in_weight: StoredWeight) -> tuple[str, ...]:
 def weights_of_heads(
     query: Tile, heads: int, in_weight: Tensor | None, *others: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Return the weights that the heads can use, gathered where there are fewer heads than ranks, or where queries,
-    keys and values have separate weights.
+    """Return the weights, gathered for fewer heads than ranks, and for separate weights of queries, keys and values.
 
     *Sends*: nothing for packed weights and enough heads; else as `jigsaw.nn.weights.gathered_weight`.
     """
@@ -89,8 +88,7 @@ def _project_one_of_three(x: Tile, i: int, weight: StoredWeight, bias: StoredWei
 def project_heads_out(mixed: Tile, weight: StoredWeight, bias: StoredWeight | None, query: Tile) -> Tile:
     """Return y = x Wᵀ + b, cut along the features as the query is; a whole query gets a whole y.
 
-    *Sends*: as `tile_linear`. A whole query then sends each rank's part of y to the others along the axes. Where tokens
-    had been gathered, it goes to their owners.
+    *Sends*: as `tile_linear`; then a rank's part of y for a whole query, to the owners of gathered tokens alone.
     """
     last = query.layout.dim(query.ndim - 1)
     y = add_bias(linear_onto_cuts(mixed, weight, None, last), bias)

@@ -23,12 +23,7 @@ from jigsaw.nn.attention.scaled_dot_product import (
     attention_weights,
     mix_values,
 )
-from jigsaw.tile.tile import Tile, implements_torch, tiles_in
-
-
-def _split_heads(x: Tile, heads: int) -> Tile:
-    """Return [tokens, batch, features] as [batch, heads, tokens, features of a head]."""
-    return x.unflatten(-1, (heads, x.shape[-1] // heads)).permute(1, 2, 0, 3)
+from jigsaw.tile.tile import implements_torch, tiles_in
 
 
 def _masks_of_scores(mask: Any, padding: Any, heads: int) -> list[Any]:
@@ -127,9 +122,9 @@ def multi_head_attention_forward(
         attn_mask, key_padding_mask = (
             None if m is None else F.pad(m, (0, more)) for m in (attn_mask, key_padding_mask)
         )
-    q, k, v = (_split_heads(x, num_heads) for x in projected)
-    rate = dropout_p if training else 0.0
-    weights = None
+    # [tokens, batch, features] as [batch, heads, tokens, features of a head]
+    q, k, v = (x.unflatten(-1, (num_heads, x.shape[-1] // num_heads)).permute(1, 2, 0, 3) for x in projected)
+    weights, rate = None, dropout_p if training else 0.0
     # torch passes is_causal as a hint beside the mask that it describes
     hint = is_causal and not more and attn_mask is not None and key_padding_mask is None and not need_weights
     masks = [] if hint else _masks_of_scores(attn_mask, key_padding_mask, num_heads)

@@ -33,7 +33,7 @@ from jigsaw.comm import debug
 from jigsaw.comm.graph_calls import graph_call
 from jigsaw.geometry.cut import Interval
 from jigsaw.nn.attention.block_attention import BlockRows, block_gradients, has_fused_kernel, sum_block
-from jigsaw.nn.attention.key_ring import KeyRing
+from jigsaw.nn.attention.ring_order import KeyRing
 from jigsaw.nn.rank_order import host_values, size_of_cuts
 from jigsaw.ops.random_numbers import chances_at
 
@@ -72,8 +72,6 @@ def ring_attention(
 
 
 class _RingCall(NamedTuple):
-    """The ring that passes blocks on, and the computation for a block; a graph takes the tensors of the options."""
-
     ring: KeyRing
     mesh: DeviceMesh
     is_fused: bool
@@ -81,9 +79,7 @@ class _RingCall(NamedTuple):
 
 
 class _SeenBlock(NamedTuple):
-    """Rows of queries and the keys among a member's that they see, with their places.  The places of the queries are
-    there where these hide some of the keys. The last field is True where they are the places of the keys.
-    """
+    """Rows of queries and the keys that they see, with their places; `order`: the queries', where it hides some."""
 
     rows: slice
     columns: slice
@@ -93,8 +89,6 @@ class _SeenBlock(NamedTuple):
 
 
 class _RingPass:
-    """The way of one rank through the blocks."""
-
     def __init__(self, call: _RingCall, k: Tensor, v: Tensor) -> None:
         self.ring, self.mesh, self.is_fused, options = call
         self.options = options._replace(seed=int(options.seed))
@@ -130,9 +124,7 @@ class _RingPass:
     def parts(
         self, q: Tensor, mask: Tensor | None, member: int, queries: Interval | None = None
     ) -> Iterator[BlockRows]:
-        """Iterate over all queries, or an interval of them, for a member's keys, some at a time.  Keys that the order
-        of the tokens hides are left out.
-        """
+        """Iterate over queries, all or an interval, some at a time, with those of a member's keys that they see."""
         for rows, columns, key_places, order, is_triangle in self._blocks_seen(q, mask, member, queries):
             at = key_places.to(q.device)
             some = None if mask is None else mask if mask.shape[-2] == 1 else mask[..., rows, :]
@@ -152,9 +144,7 @@ class _RingPass:
     def _some_rows(
         self, q: Tensor, keys: int, mask: Tensor | None, queries: Interval
     ) -> Iterator[tuple[slice, Tensor | None]]:
-        """Iterate over the rows of queries whose scores with so many keys fit, with their places where attention is
-        causal.
-        """
+        """Iterate over rows of queries whose scores with so many keys fit, and, if causal, their places."""
         start, order = 0, self.options.query_places
         batch = q.shape[:-2] if not self.is_fused else () if mask is None else mask.shape[:-2]
         step = max(1, SCORE_BYTES // max(1, math.prod(batch) * keys * q.itemsize))
@@ -177,9 +167,7 @@ class _RingPass:
 
 
 def _seen_columns(places: Tensor, order: Tensor | None) -> Iterator[tuple[slice, bool]]:
-    """Iterate over the keys at places that rise: those that all queries see, and those that the order hides
-    from some.
-    """
+    """Iterate over keys at rising places: those that all queries see, and those that the order hides from some."""
     low = high = len(places)
     if order is not None:
         low, high = int((places < order.min()).sum()), int((places <= order.max()).sum())
@@ -217,8 +205,6 @@ class _RingAttention(torch.autograd.Function):
 
 
 class _SavedOperands(NamedTuple):
-    """Tensors of the forward pass that the backward pass needs."""
-
     q: Tensor
     k: Tensor
     v: Tensor
@@ -279,8 +265,6 @@ def _gradients_around(saved: _SavedOperands, grad: Tensor, call: _RingCall, need
 
 
 class _RingGradients:
-    """The backward pass of one rank."""
-
     def __init__(self, saved: _SavedOperands, grad: Tensor, way: _RingPass, needs: tuple[bool, ...]) -> None:
         self.way = way
         self.q, self.k, self.v, self.mask, out, self.log_sum = saved
@@ -294,7 +278,6 @@ class _RingGradients:
         self.dmask = torch.zeros_like(self.mask, dtype=wide) if for_mask and self.mask is not None else None
 
     def all_of_them(self) -> RingGradients:
-        """Return the gradients of q, k, v and the mask."""
         way, ring = self.way, self.way.ring
         count = self.q.shape[-2]
         own = self._zeros_like_block(ring.me)
@@ -327,9 +310,7 @@ class _RingGradients:
         return self.scaled.new_zeros(self.way.size_of(member) if self.for_keys else 0)
 
     def _add_block(self, member: int, keys: Tensor, values: Tensor, queries: Interval, into: Tensor) -> None:
-        """Add the share of some queries and a member's keys and values to the gradients here, and to those packed in
-        `into`.
-        """
+        """Add the share of some queries and a member's keys and values to the gradients here and in `into`."""
         keys, values = (x.to(self.scaled.dtype) for x in (keys, values))
         for part in self.way.parts(self.scaled, self.mask, member, queries):
             rows, k, v = part.rows, keys[..., part.columns, :], values[..., part.columns, :]

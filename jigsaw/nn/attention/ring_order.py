@@ -1,4 +1,4 @@
-"""Queries of causal attention around a ring: ranks exchange halves, so that all have as much to do.
+"""Rings of ranks that pass keys and values on, and the exchange of queries that gives all as much causal work.
 
 A query attends to earlier tokens, so of P blocks of keys the ranks need 1, 2, ... P.  Rank r exchanges the second half
 of its queries with rank P-1-r, and y goes back.  Example: four ranks, by their halves of queries 0 to 7 and the blocks
@@ -16,6 +16,7 @@ keys and values lie in that order, too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +28,40 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.comm import debug
 from jigsaw.comm.graph_calls import graph_call
-from jigsaw.nn.attention.key_ring import KeyRing
-from jigsaw.nn.rank_order import CutGroup, host_values, size_of_cuts, take_owned_rows
+from jigsaw.geometry.layout import Layout, MeshCoordinate
+from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, coordinates_along, host_values, size_of_cuts, take_owned_rows
+
+
+@dataclass(frozen=True)
+class KeyRing:
+    """A ring as one of its ranks sees it: how the tokens of the keys are cut, and where each rank is."""
+
+    keys: CutGroup
+    layout: Layout
+    places: tuple[MeshCoordinate, ...]
+    me: int
+
+    @classmethod
+    def through(cls, keys: CutGroup, layout: Layout, coord: MeshCoordinate) -> KeyRing:
+        places = tuple(coordinates_along(layout, axes_of_cuts(keys), coord))
+        return cls(keys, layout, places, places.index(coord))
+
+    @property
+    def size(self) -> int:
+        return len(self.places)
+
+    def rows(self, member: int) -> int:
+        owned = (c.owned(self.layout.piece(c, self.places[member])) for c in self.keys)
+        return math.prod(stop - start for start, stop in owned)
+
+    def positions(self, member: int) -> Tensor:
+        return take_owned_rows(torch.arange(size_of_cuts(self.keys)), 0, self.keys, self.layout, self.places[member])
+
+    def pass_on(self, mesh: DeviceMesh, sent: Tensor, taken: Tensor) -> comm.PendingWork:
+        """Start one step: give a block to the next rank and take one from the rank before."""
+        after, before = (self.layout.index(self.places[(self.me + d) % self.size]) for d in (1, -1))
+        return comm.swap_messages(mesh, [(after, sent)], [(before, taken)], "ring attention")
+
 
 # a rank with fewer queries has less work than messages
 MIRRORED_QUERIES = 256
@@ -58,16 +91,13 @@ class LastRowSwap:
 
 @dataclass(frozen=True)
 class QueryMirror:
-    """Swap of queries with a rank of a ring, and the global `places` of the queries that this one has then: its own
-    first ones, and the last ones of the other.
-    """
+    """Swap of queries with a rank of a ring, and global `places` of those here then: own first ones, its last."""
 
     swap: LastRowSwap
     places: tuple[Tensor, Tensor]
 
     @classmethod
     def through(cls, queries: CutGroup, ring: KeyRing, mesh: DeviceMesh) -> QueryMirror:
-        """Return the mirror of this rank of a ring."""
         with host_values():
             every = torch.arange(size_of_cuts(queries))
             rows = [take_owned_rows(every, 0, queries, ring.layout, at) for at in ring.places]
@@ -85,7 +115,6 @@ class QueryMirror:
         return _MirroredRows.apply(q, self.swap)
 
     def give_back(self, y: Tensor) -> Tensor:
-        """Return the rows of the result to the ranks of their queries."""
         return _MirroredRows.apply(y, self.swap.back())
 
 

@@ -1,10 +1,7 @@
 """Attention over cut tokens: every rank's queries meet all keys and values, in one of four ways (`attention_ways`).
 
-*gathered*: the keys and values of the other ranks are a halo as wide as the dim.  The planner that fetches halos
-fetches them, and its adjoint brings their gradients back.  *ring*: they pass by, block by block.  *heads*: each rank
-gets all tokens of some heads.  *heads+ring*: heads along some axes, a ring along the others.  Axes may cut the keys
-alone, as with a few queries that every rank has over the tokens of a globe.  Then the keys stay too, and the softmax is
-taken over the ranks.
+Gathered keys and values are a halo as wide as the dim.  Axes may cut the keys alone, as with a few queries that every
+rank has over the tokens of a globe.  Then the keys stay, and the softmax is taken over the ranks.
 
 >>> mesh = jigsaw.init_mesh(lat=1)
 >>> q, k, v = (jigsaw.shard(torch.randn(2, 4, 16, 8), mesh, (None, None, "lat", None)) for _ in range(3))
@@ -42,11 +39,15 @@ from jigsaw.nn.attention.attention_plan import (
     moving_cuts,
     plan_attention,
 )
-from jigsaw.nn.attention.attention_ways import AttentionChoice, choose_attention_way, said_attention_way
-from jigsaw.nn.attention.key_ring import KeyRing
-from jigsaw.nn.attention.rank_split import RankSplit, SplitAxes
+from jigsaw.nn.attention.attention_ways import (
+    AttentionChoice,
+    RankSplit,
+    SplitAxes,
+    choose_attention_way,
+    said_attention_way,
+)
 from jigsaw.nn.attention.ring_attention import RingOptions, ring_attention
-from jigsaw.nn.attention.ring_order import QueryMirror
+from jigsaw.nn.attention.ring_order import KeyRing, QueryMirror
 from jigsaw.nn.products.contraction import in_autocast_dtype, tile_in_autocast_dtype
 from jigsaw.nn.products.label_cuts import LabelCuts, cuts_of_tile
 from jigsaw.nn.products.product import contract_labels
@@ -62,7 +63,6 @@ AttentionMask = Tile | Tensor | None
 
 
 def _repeat_heads(x: Any, times: int) -> Any:
-    """Repeat each head for every query head that shares it."""
     heads = x.unsqueeze(-3)
     return heads.expand(*heads.shape[:-3], times, *heads.shape[-2:]).flatten(-4, -3)
 
@@ -83,10 +83,8 @@ def as_whole_tile(x: Any, like: Tile) -> Tile:
 def _local_mask(
     masks: Sequence[Any], is_causal: bool, plan: LabelCuts, sizes: Sequence[int], like: Tile
 ) -> Tensor | None:
-    """Return this rank's rows and columns of all masks [..., L, S] together: True where a query may attend to a key, or
-    numbers to add to the scores.
-
-    Each mask may be a plain tensor or a tile, cut in any way; a causal one is made from the global positions.
+    """Return this rank's part of all masks [..., L, S] together: True where a query may attend, or numbers to add.
+    Each may be plain or a tile, cut in any way; a causal one is made from the global positions.
     """
     batch = tuple(by for by in plan.cuts if by.startswith("batch"))
     parts = [plan.bring_operand(m, labels_of_operand(m.ndim, batch, QUERY_LABEL, KEY_LABEL), like) for m in masks]
@@ -103,7 +101,6 @@ def _local_mask(
 
 
 def _places_along(label: str, size: int, plan: LabelCuts, like: Tile) -> Tensor:
-    """Return the global places of this rank's rows."""
     with host_values():
         return take_owned_rows(torch.arange(size), 0, plan.cuts[label], plan.work, like.coordinate)
 
@@ -131,16 +128,11 @@ def scaled_dot_product_attention(
     *Shapes*: q [..., L, E], k [..., S, E], v [..., S, Ev], y [..., L, Ev]. Each of them, and the mask [..., L, S], is
     either a Tile, cut in any dim, or a plain whole tensor.  An axis keeps the first dim of y that it cuts in q, k or v
     (`jigsaw.nn.products.label_cuts`). So where tokens are cut, y is cut as q is.  Along an axis that cuts no dim of y
-    (S alone, or E), y is held alike.
-    *Sends*: where axes cut L and S both, one of four ways (`jigsaw.nn.attention.attention_ways`;
-    `jigsaw.nn.explain_attention` tells which).  Gathered: forward, this rank's keys and values to each rank that shares
-    batch and heads; backward, the same reversed.  A rank holds all S keys and values of its batch and heads
-    meanwhile.  Ring: as many bytes forward; backward, these again and their gradients.  Heads: the heads of q, k and v
-    that are another rank's, and y. Heads and ring: those of neighbors, then a ring of what they have.  Where axes cut S
+    (S alone, or E), y is held alike. *Sends*: where axes cut L and S both, one of four ways
+    (`jigsaw.nn.attention.attention_ways`), which `jigsaw.nn.explain_attention` tells, with bytes.  Where axes cut S
     alone, keys and values stay: three all-reduces, of y, and of a maximum and a sum for each query and head.  A mask
     that is cut along S sends its rows. Dropout needs the scores [..., L, S] in memory, cut as y; in a ring, those of
-    one block.
-    *Raises*: `ShardingError` where only the mask is a Tile.
+    one block. *Raises*: `ShardingError` where only the mask is a Tile.
 
     The dropout mask is that of `jigsaw.nn.dropout`: the same on every mesh, but not that of plain torch.
     """
@@ -224,10 +216,7 @@ def explain_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
 ) -> AttentionChoice:
-    """Say which way `scaled_dot_product_attention` of these would go, why, and what each way would cost; print the
-    result.
-
-    This sends nothing.
+    """Say which way `scaled_dot_product_attention` of these goes, why, and what each way costs; nothing is sent.
 
     >>> mesh = jigsaw.init_mesh(lat=1)
     >>> q = jigsaw.shard(torch.randn(2, 4, 16, 8), mesh, (None, None, "lat", None))
@@ -328,9 +317,7 @@ def _attend_around_ring(operands: Sequence[Any], call: AttentionCall, plan: Atte
 
 
 def _attend_by_heads(operands: Sequence[Any], call: AttentionCall, plan: AttentionPlan, axes: tuple[str, ...]) -> Tile:
-    """Attend with each rank's share of the heads, which one exchange brings for each operand and one takes back.  The
-    tokens are all of them, or, where other axes cut them too, those that go around a ring of the other ranks.
-    """
+    """Attend with a share of the heads: one exchange brings each operand, one takes y back; a ring may be between."""
     layouts = layouts_by_heads(plan, axes, _layouts_of(operands), _shapes_of(operands))
     query, key, value = [
         x if layout is None else _exchanged_heads(x.owned(), layout)
@@ -383,13 +370,12 @@ def attention_weights(
     like: Tile,
     without_nan: bool = False,
 ) -> Tile:
-    """Return softmax(q k^T scale + masks) [..., L, S], cut as the queries, and along S by the axes that cut the keys
-    alone.
+    """Return softmax(q k^T scale + masks) [..., L, S], cut as queries, and along S by axes that cut the keys alone.
 
     A query that may attend to no key has NaN, or zeros where `without_nan`, as torch has with and without weights.
 
-    *Sends*: the keys, as attention does. Over a cut S, also a maximum and a sum for each query and head, and 1 byte
-    more for each where `without_nan`.
+    *Sends*: the keys, as attention does; over a cut S, a maximum and a sum for each query and head, and 1 byte more
+    where `without_nan`.
     """
     batch = batch_labels(query.ndim, key.ndim)
     out = (*batch, QUERY_LABEL, KEY_LABEL)

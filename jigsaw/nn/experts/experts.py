@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,19 +19,133 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
+from jigsaw.comm.debug import compare_calls
 from jigsaw.comm.graph_calls import is_shape_run, refuse_in_graph
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import EXPERT_AXIS
-from jigsaw.geometry.cut import whole_dim
+from jigsaw.geometry.cut import Cut, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.matmul_grid import refine_cut
-from jigsaw.nn.experts.expert_routes import kept_by_capacity, plan_expert_route
 from jigsaw.nn.products.contraction import in_autocast_dtype
+from jigsaw.nn.rank_order import coordinates_along
 from jigsaw.nn.weights import cut_parameter, local_weight, weight_layout
 from jigsaw.ops.random_numbers import global_index
 from jigsaw.ops.reductions import reduce_mean
 from jigsaw.ranks.mesh import axes_of_mesh
 from jigsaw.tile.tile import Tile
+
+_DIGIT_BITS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertRoute:
+    """Route of rows along the axes that cut the experts: `gives` and `takes` rows to and from each mesh position.  One
+    that `returns` is the way back, its adjoint.
+
+    `order` has the places of this rank's rows by expert, and `arrived` those of the rows that arrived. Each expert of
+    this rank gets `counts` of them.
+
+    Example: five experts on four ranks, 2, 2, 1 and 0.  Three tokens of rank 1 chose (0, 4), (2, 0) and (3, 1).  By
+    expert its rows are those of tokens 0, 1, 2, 1, 2, 0: rank 0 gets three, rank 1 keeps two, and rank 2 gets one.
+    Rows arrive by rank, then by expert, and are sorted by expert.
+    """
+
+    mesh: DeviceMesh
+    peers: tuple[int, ...]
+    here: int
+    gives: tuple[int, ...]
+    takes: tuple[int, ...]
+    order: Tensor
+    arrived: Tensor
+    counts: tuple[int, ...]
+    returns: bool = False
+
+    def back(self) -> ExpertRoute:
+        return replace(self, gives=self.takes, takes=self.gives, returns=not self.returns)
+
+    def to_experts(self, rows: Tensor) -> Tensor:
+        """Return the rows of this rank's experts, one expert's after the other's, from the ranks' `rows` in `order`.
+
+        *Sends*: the rows of other ranks' experts, one message a rank; backward, their gradients return.
+        """
+        return _ExpertSwap.apply(rows, self).index_select(0, self.arrived)
+
+    def from_experts(self, rows: Tensor) -> Tensor:
+        """Return the experts' results for this rank's rows, in `order`: the adjoint of `to_experts`, as many bytes."""
+        return _ExpertSwap.apply(rows.index_select(0, self.arrived.argsort()), self.back())
+
+
+class _ExpertSwap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: ExpertRoute) -> Tensor:
+        ctx.route = route
+        return _swap_expert_rows(rows, route)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _ExpertSwap.apply(grads[0], ctx.route.back()), None
+
+
+def _swap_expert_rows(rows: Tensor, route: ExpertRoute) -> Tensor:
+    compare_calls(route.mesh, "experts", route.returns)
+    out = rows.new_empty((sum(route.takes), *rows.shape[1:]))
+    sent, taken = rows.split(route.gives), out.split(route.takes)
+    others = [at for at in range(len(route.peers)) if at != route.here]
+    sends = [(route.peers[at], sent[at]) for at in others]
+    under_way = comm.swap_messages(route.mesh, sends, [(route.peers[at], taken[at]) for at in others], "experts")
+    taken[route.here].copy_(sent[route.here])
+    under_way.wait()
+    return out
+
+
+def plan_expert_route(chosen: Tensor, experts: Cut, tile: Tile) -> ExpertRoute:
+    """Plan the route of rows that go to the experts in `chosen`, on the mesh of `tile`.
+
+    *Sends*: the number of rows that each expert gets from this rank, 8 bytes each, to every other rank along the axes.
+    """
+    own_piece = tile.layout.piece(experts, tile.coordinate)
+    positions = [tile.layout.index(at) for at in coordinates_along(tile.layout, experts.axes, tile.coordinate)]
+    counts = torch.bincount(chosen, minlength=experts.size)
+    counts_by_rank: list[list[int]] = torch.stack(comm.all_gather(counts, tile.mesh, experts.axes)).tolist()
+    low, high = experts.owned(own_piece)
+    came = [row[low:high] for row in counts_by_rank]
+    rows_of_came = torch.tensor([n for row in came for n in row], dtype=torch.int64)
+    expert_of_came = torch.arange(high - low).repeat(len(counts_by_rank)).repeat_interleave(rows_of_came)
+    return ExpertRoute(
+        tile.mesh,
+        tuple(positions),
+        own_piece,
+        tuple(sum(counts_by_rank[own_piece][slice(*experts.owned(at))]) for at in range(experts.pieces)),
+        tuple(map(sum, came)),
+        chosen.argsort(stable=True),
+        expert_of_came.argsort(stable=True).to(chosen.device),
+        tuple(map(sum, zip(*came, strict=True))),
+    )
+
+
+def kept_by_capacity(
+    chosen: Tensor, place: Tensor, places: int, capacity: int, experts: int, mesh: DeviceMesh, axes: Sequence[str]
+) -> Tensor:
+    """Say of each row whether it is among the first `capacity` of its expert, by `place`, over all ranks along `axes`.
+
+    Places are integers below `places`, no two alike.  The first place that is left out is found for all experts at
+    once, digit by digit from the highest.  The ranks sum how many rows have each digit; the next digit is the one where
+    the rows no longer fit.  So it does not matter which rank has which tokens, and no rank sees them all.
+
+    *Sends*: for each byte of `places` one all-reduce of 256 counts an expert.
+    """
+    first_out = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
+    room = torch.full_like(first_out, capacity)
+    for shift in reversed(range(0, max(places - 1, 1).bit_length(), _DIGIT_BITS)):
+        above, digit = place >> (shift + _DIGIT_BITS), (place >> shift) % 2**_DIGIT_BITS
+        undecided = (chosen * 2**_DIGIT_BITS + digit)[above == first_out[chosen]]
+        counts = torch.bincount(undecided, minlength=experts * 2**_DIGIT_BITS).view(experts, -1)
+        up_to = comm.all_reduce(counts, mesh, axes).cumsum(1)
+        # 2^8 where all fit, which can only be the highest digit; then the next ones match no place
+        fitting = (up_to <= room[:, None]).sum(1, keepdim=True)
+        room = room - torch.where(fitting > 0, up_to.gather(1, (fitting - 1).clamp_min(0)), 0).squeeze(1)
+        first_out = first_out * 2**_DIGIT_BITS + fitting.squeeze(1)
+    return place < first_out[chosen]
 
 
 class MoE(nn.Module):
@@ -157,9 +272,8 @@ class MoE(nn.Module):
         return out.with_layout(input.layout.without_halo())
 
     def _choose_experts(self, rows: Tensor, router: Tensor, tokens: Tile) -> tuple[Tensor, Tensor]:
-        """Return the weights and numbers of each token's experts [tokens, top_k], and set the losses.  The losses come
-        before the experts run: their part of the backward pass then comes after that of y, for which FSDP2 gathers the
-        weights.
+        """Return the weights and numbers of each token's experts [tokens, top_k], and set the losses: before the
+        experts, so that FSDP2, which gathers weights for y's backward pass, comes to them first.
         """
         wide = torch.float32 if rows.dtype in (torch.bfloat16, torch.float16) else rows.dtype
         with torch.autocast(rows.device.type, enabled=False):
@@ -213,8 +327,8 @@ def _drawn_weight(shape: tuple[int, ...], device: torch.device | str | None, dty
 
 
 def _layout_of_tokens(layout: Layout, axes: Sequence[str]) -> Layout:
-    """Return the layout with whole features, and tokens that all of `axes` cut, as well as the axes that cut the
-    features before.  Axes that did not cut tokens cut the dim with the longest pieces.
+    """Return the layout with whole features, and tokens that all of `axes` cut, and those that cut the features; axes
+    that cut no tokens before cut the dim with the longest pieces.
     """
     bare, last = layout.without_halo(), layout.ndim - 1
     free = [a for a in (*bare.dim_axes(last), *axes) if not any(a in bare.dim_axes(d) for d in range(last))]

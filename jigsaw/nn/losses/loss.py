@@ -92,10 +92,8 @@ def _answer_elementwise_loss(
     mean_by_weight: bool = False,
     reduced: Callable[[Any, str], Any] = reduce_losses,
 ) -> None:
-    """Answer a torch loss that is a pointwise function of input and target, then reduced.
-
-    With `mean_by_weight` the weighted mean is divided by the sum of weights, else by the number of elements: torch has
-    both kinds.
+    """Answer a torch loss that is pointwise in input and target, then reduced; torch has both kinds of weighted means,
+    divided by the sum of weights (`mean_by_weight`) or by the number of elements.
     """
 
     def answer(input: LossValues, target: LossValues, *args: Any, **kwargs: Any) -> Any:
@@ -271,13 +269,11 @@ def _brought_beside(log_p: Tile, target: LossValues, dim: int) -> tuple[Tile, Ti
 
 
 def _class_weights(log_p: Tensor, index: Tensor, weight: Tensor | None, ignore: int) -> Tensor:
-    """Return the weights of the losses at the local positions in the mean."""
     counted = (index != ignore).to(log_p.dtype)
     return counted if weight is None else weight[index.clamp(0, len(weight) - 1)] * counted
 
 
 def _class_losses(log_p: Tensor, index: Tensor, weight: Tensor | None, ignore: int, smoothing: float) -> Tensor:
-    """Return the losses at the local positions."""
     dim = 1 if log_p.ndim > 1 else 0
     losses = F.nll_loss(log_p, index, weight, ignore_index=ignore, reduction="none")
     if smoothing:
@@ -291,11 +287,9 @@ def _class_losses(log_p: Tensor, index: Tensor, weight: Tensor | None, ignore: i
 def _losses_of_cut_classes(
     x: Tile, index: Tensor, weight: Tensor | None, ignore: int, smoothing: float, dim: int, are_logits: bool
 ) -> Tensor:
-    """Return the losses at the local positions, of which each rank has the logits (or log probabilities) of its own
-    classes.
+    """Return the losses at the local positions, where each rank has the logits (or log probabilities) of own classes.
 
-    Two ranks, six classes cut at 3, target 4. The second rank has the logit of the target, and both have a part of the
-    sum of exponentials.  What is added up is held alike, so its gradient is whole, and nothing is sent for that of x.
+    What is added up is held alike, so its gradient is whole, and nothing is sent for that of x.
     """
     if len(x.layout.dim(dim)) > 1:
         raise ShardingError(
@@ -349,9 +343,7 @@ def nll_loss(
     reduce: None = None,
     reduction: str = "mean",
 ) -> Any:
-    """Return y = -input[target] over the class dim 1, reduced as `cross_entropy`; *Sends*: over cut classes, one more
-    all-reduce of the positions.
-    """
+    """Return y = -input[target] over dim 1, reduced as `cross_entropy`; *Sends*: over cut classes, one sum more."""
     refuse_old_arguments("nll_loss", size_average, reduce)
     dim = 1 if input.ndim > 1 else 0
     return _loss_with_indices(input, target, weight, ignore_index, reduction, 0.0, dim, are_logits=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,10 +93,7 @@ def _triplet_by_distance(
 
 @_answers_reduced(F.triplet_margin_loss)
 def _triplet(anchor: Any, positive: Any, negative: Any, margin: float, p: float, eps: float, swap: bool) -> Any:
-    def distance(x: Any, y: Any) -> Any:
-        return F.pairwise_distance(x, y, p, eps)
-
-    return _triplet_by_distance(anchor, positive, negative, distance, margin, swap)
+    return _triplet_by_distance(anchor, positive, negative, partial(F.pairwise_distance, p=p, eps=eps), margin, swap)
 
 
 # -- of classes -------------------------------------------------------------------------------------------------------
@@ -116,9 +114,7 @@ def _multi_margin(input: Any, target: Any, p: int, margin: float, weight: Any) -
 
 @_answers_reduced(F.multilabel_margin_loss)
 def _multilabel_margin(input: Any, target: Any) -> Any:
-    """Sum over the labels j before the first -1, and classes k that are not labels, of max(0, 1 - x[j] + x[k]) /
-    classes.
-    """
+    """Sum over labels j before the first -1, and classes k that are none, of max(0, 1 - x[j] + x[k]) / classes."""
     input, target = (with_whole_dims(x, (x.ndim - 1,)) if isinstance(x, Tile) else x for x in (input, target))
     classes, places = input.shape[-1], target.clamp_min(0)
     is_label = ((target < 0).cumsum(-1) == 0).unsqueeze(-1)

@@ -36,12 +36,14 @@ def _widened_tile(tile: Tile) -> Tile:
 
 
 def _has_plain_weights(*values: Any) -> bool:
-    """Say whether weight and bias are ordinary tensors (or missing), not tiles."""
-    return all(map(_is_plain_weight, values))
+    return not any(type(x) is not nn.Parameter and (isinstance(x, Tile) or is_dtensor(x)) for x in values)
 
 
-def _is_plain_weight(value: Any) -> bool:
-    return value is None or type(value) is nn.Parameter or not (isinstance(value, Tile) or is_dtensor(value))
+def _last_dims(name: str, input: Tile, shape: Sequence[int]) -> tuple[int, ...]:
+    first = input.ndim - len(shape)
+    if tuple(input.shape[first:]) != tuple(shape):
+        raise ShardingError(f"{name} over {tuple(shape)}: the last dims of the Tile are {tuple(input.shape[first:])}")
+    return tuple(range(first, input.ndim))
 
 
 def _weight_parts(input: Tile, *values: Any) -> list[Tensor | None]:
@@ -97,20 +99,13 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tile:
-    """Return y = (x - mean) / sqrt(var + eps) * weight + bias over the last dims, cut or not (Ba et al., arXiv
-    1607.06450).
+    """Return y = (x - mean) / sqrt(var + eps) * weight + bias over the last dims, cut or not (arXiv 1607.06450).
 
-    *Shapes*: input and output alike, globally and per rank; weight and bias are whole, of `normalized_shape`.
-    *Sends*: nothing when the last dims are whole; else two all-reduces of one value a position, and two backward.
-    *Raises*: `ShardingError` when `normalized_shape` is not that of the last dims.
+    *Shapes*: input and output alike, globally and per rank; weight and bias are whole, of `normalized_shape`. *Sends*:
+    nothing when the last dims are whole; else two all-reduces of one value a position, and two backward. *Raises*:
+    `ShardingError` when `normalized_shape` is not that of the last dims.
     """
-    count = len(normalized_shape)
-    if tuple(input.shape[input.ndim - count :]) != tuple(normalized_shape):
-        raise ShardingError(
-            f"layer_norm over {tuple(normalized_shape)}: the last dims of the Tile are "
-            f"{tuple(input.shape[input.ndim - count :])}"
-        )
-    dims = tuple(range(input.ndim - count, input.ndim))
+    dims = _last_dims("layer_norm", input, normalized_shape)
     if is_whole_along(input, dims) and _has_plain_weights(weight, bias):
         w, b = _weight_parts(input, weight, bias)
         return Tile(F.layer_norm(input.local, list(normalized_shape), w, b, eps), input.layout, input.mesh)
@@ -121,16 +116,8 @@ def layer_norm(
 def rms_norm(
     input: Tile, normalized_shape: Sequence[int], weight: StoredWeight | None = None, eps: float | None = None
 ) -> Tile:
-    """Return y = x / sqrt(mean x^2 + eps) * weight over the last dims (Zhang and Sennrich, arXiv 1910.07467); *Sends*:
-    as `layer_norm`, but once.
-    """
-    count = len(normalized_shape)
-    if tuple(input.shape[input.ndim - count :]) != tuple(normalized_shape):
-        raise ShardingError(
-            f"rms_norm over {tuple(normalized_shape)}: the last dims of the Tile are "
-            f"{tuple(input.shape[input.ndim - count :])}"
-        )
-    dims = tuple(range(input.ndim - count, input.ndim))
+    """Return y = x / sqrt(mean x^2 + eps) * weight (arXiv 1910.07467); *Sends*: as `layer_norm`, but once."""
+    dims = _last_dims("rms_norm", input, normalized_shape)
     if is_whole_along(input, dims) and _has_plain_weights(weight):
         (w,) = _weight_parts(input, weight)
         return Tile(F.rms_norm(input.local, list(normalized_shape), w, eps), input.layout, input.mesh)
@@ -155,12 +142,11 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tile:
-    """Return y = (x - mean) / sqrt(var + eps) * weight + bias over a group of channels and all positions (Wu and He,
-    arXiv 1803.08494).
+    """Return y = (x - mean) / sqrt(var + eps) * weight + bias over a group of channels and all positions.
 
     *Shapes*: ``[batch, channel, *space]``, cut anywhere; channels may be cut where the cut points fall on groups.
-    *Sends*: two all-reduces of one value a sample and group, and two backward.
-    *Raises*: `ShardingError` when channels do not divide into groups, or are cut inside a group.
+    *Sends*: two all-reduces of one value a sample and group, and two backward. *Raises*: `ShardingError` when channels
+    do not divide into groups, or are cut inside a group. *Source*: Wu and He, arXiv 1803.08494.
     """
     channels = input.shape[1]
     if channels % num_groups:
@@ -188,8 +174,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tile:
-    """Run `group_norm` with one channel a group; running statistics are means over the batch, updated alike on every
-    rank.
+    """Run `group_norm` with one channel a group; running statistics are means over the batch, alike on every rank.
 
     *Sends*: as `group_norm`; with running statistics their values too, where the batch or the channels are cut.
     """
@@ -239,14 +224,12 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tile:
-    """Return y = (x - mean) / sqrt(var + eps) * weight + bias over the global batch and all positions (Ioffe and
-    Szegedy, arXiv 1502.03167).
+    """Return y = (x - mean) / sqrt(var + eps) * weight + bias over the global batch and all positions.
 
-    It is always synchronized: the batch dim is cut like any other. Running statistics are updated alike on every rank.
+    It is always synchronized (Ioffe and Szegedy, arXiv 1502.03167); running statistics are alike on every rank.
 
-    *Shapes*: ``[batch, channel, *space]``, cut anywhere.
-    *Sends*: in training, two all-reduces of one value a channel, and two backward. With running statistics of cut
-    channels, also their values to every rank. In evaluation, nothing.
+    *Shapes*: ``[batch, channel, *space]``, cut anywhere. *Sends*: in training, two all-reduces of one value a channel,
+    and two backward. With running statistics of cut channels, also their values to every rank. In evaluation, nothing.
     """
     if input.ndim < 2:
         raise ShardingError(f"batch_norm of a Tile of shape {tuple(input.shape)}: it needs [batch, channel, *space]")
@@ -312,13 +295,7 @@ def _local_response_norm(input: Tile, size: int, alpha: float = 1e-4, beta: floa
 
 
 class _CutNorm(nn.Module):
-    """A norm whose weight and bias are cut along `axis`, for tiles whose channels are cut so (after a column layer).
-
-    The arguments are those of torch.nn's layer of the same name.  Each rank holds 1/P of the weight, as a DTensor with
-    torch's names and full shapes.  On a mesh without that axis it is torch's layer.
-
-    *Raises*: `ShardingError` for a `normalized_shape` of several dims.
-    """
+    """A norm of torch.nn whose weight and bias are cut along `axis`, as the channels of its tiles are."""
 
     def __init__(self, *args: Any, mesh: DeviceMesh, axis: str | Sequence[str] = CHANNEL_AXIS, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

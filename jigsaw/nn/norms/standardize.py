@@ -1,9 +1,7 @@
-"""Core of the norms, (x - mean) / sqrt(var + eps) * weight + bias over cut dims, with one tensor kept for the backward
-pass.
+"""Core of the norms, (x - mean) / sqrt(var + eps) * weight + bias over cut dims, with one tensor kept for backward.
 
-The statistics of the ranks are combined so that no digits cancel. The method is that of Chan, Golub and LeVeque
-("Updating formulae and a pairwise algorithm for computing sample variances", 1979). The gradient is the closed formula
-of Ioffe and Szegedy (arXiv 1502.03167) with its two sums taken over all ranks.
+Statistics of the ranks are combined so that no digits cancel (Chan, Golub and LeVeque, 1979). The gradient is the
+closed formula of Ioffe and Szegedy (arXiv 1502.03167) with its two sums taken over all ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -18,10 +17,84 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
-from jigsaw.nn.norms.norm_images import NormImages, as_norm_images
+from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.nn.slab_statistics import slabs_cut, standardize_slab
 from jigsaw.ops.reductions import elements_per_value, global_moments, reducing_axes
 from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals.dispatch import UNSAFE_VIEW
+
+_LEAST_VALUES = 256
+_CHUNK_BYTES = 1 << 20  # a kernel's output beside the statistics is thrown away, so it should stay in the cache
+
+
+@dataclass(frozen=True)
+class NormImages:
+    """A contiguous tensor as *images*, `values` [1, images, values of each], normalized on the CPU by kernels of
+    torch's norms; `shape` is that of a value an image.
+
+    For example a U-Net's groups [1, 4, 4, 360, 1440] are 16 images of 360 x 1440 values.  `torch.var_mean` goes value
+    by value, many times slower, and a broadcast product with a factor an image is slower than torch's batch norm.
+    """
+
+    values: Tensor
+    shape: tuple[int, ...]
+    whole: torch.Size
+
+    def moments(self, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return (variance, mean) along `dims`, as `torch.var_mean` with ``correction=0, keepdim=True``."""
+        size = self.values.shape[2]
+        parts: list[tuple[Tensor, Tensor]] = []
+        for some in self.values.split(max(_CHUNK_BYTES // (size * self.values.itemsize), 1), 1):
+            _, mean, inverse = torch.native_group_norm(some, None, None, 1, some.shape[1], size, some.shape[1], 0.0)
+            parts.append((inverse.pow(-2), mean))
+        spread, mean = (torch.cat(each, 1).view(self.shape) for each in zip(*parts, strict=True))
+        between, own = torch.var_mean(mean, dims, correction=0, keepdim=True)
+        return spread.mean(dims, keepdim=True) + between, own
+
+    def scaled(self, scale: Tensor, shift: Tensor) -> Tensor:
+        """Return the tensor times `scale` plus `shift`, which have a value an image."""
+        by, to = self._an_image(scale), self._an_image(shift)
+        y = torch.native_batch_norm(self.values, by, to, torch.zeros_like(by), torch.ones_like(by), False, 0.0, 0.0)
+        # not a view to autograd, because a view that a Function returns cannot be changed in place
+        return UNSAFE_VIEW(y[0], self.whole)
+
+    def sums(self, grad: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums of ``grad * (x - mean) * inverse`` and of `grad`, a value an image."""
+        like, center, scale = grad.reshape(self.values.shape), self._an_image(mean), self._an_image(inverse)
+        _, along, total = torch.ops.aten.native_batch_norm_backward(
+            like, self.values, None, None, None, center, scale, True, 0.0, [False, True, True]
+        )
+        return along.view(self.shape), total.view(self.shape)
+
+    def _an_image(self, value: Tensor) -> Tensor:
+        return value.expand(self.shape).reshape(-1)
+
+
+def as_norm_images(x: Tensor, dims: tuple[int, ...], *scales: Tensor | None) -> NormImages | None:
+    """Return the images of a tensor that is normalized over `dims`, with `scales` of a value an image, or None: images
+    are small or do not lie in order, or another device, or a compiler, does better.
+    """
+    if x.device.type != "cpu" or lacks_values() or not x.is_contiguous():
+        return None
+    last = _first_dim_within(tuple(x.shape), dims, tuple(None if s is None else tuple(s.shape) for s in scales))
+    size = math.prod(x.shape[last:])
+    if size < _LEAST_VALUES or not x.numel():
+        return None
+    return NormImages(x.view(1, -1, size), (*x.shape[:last], *(1,) * (x.ndim - last)), x.shape)
+
+
+@lru_cache(maxsize=4096)
+def _first_dim_within(shape: tuple[int, ...], dims: tuple[int, ...], scales: tuple[tuple[int, ...] | None, ...]) -> int:
+    """Return the first of the dims within an image: the last ones, normalized over, along which no scale varies."""
+    first = len(shape)
+    while first - 1 in dims and all(s is None or _size_along(s, first - 1 - len(shape)) == 1 for s in scales):
+        first -= 1
+    return first
+
+
+def _size_along(shape: tuple[int, ...], dim: int) -> int:
+    """Return the size along `dim`, counted from the last, as broadcasting sees it."""
+    return shape[dim] if -dim <= len(shape) else 1
 
 
 def is_whole_along(tile: Tile, dims: Sequence[int]) -> bool:
@@ -30,9 +103,7 @@ def is_whole_along(tile: Tile, dims: Sequence[int]) -> bool:
 
 
 def owned_along(tile: Tile, dims: Sequence[int]) -> Tile:
-    """Return the tile without halo rows along `dims`, so that a statistic over them counts each row once; nothing is
-    sent.
-    """
+    """Return the tile without halo rows along `dims`, so that a statistic counts each row once; nothing is sent."""
     layout = tile.layout
     for d in dims:
         layout = layout.replace_dim(d, *(c.bare() for c in layout.dim(d)))
@@ -42,12 +113,11 @@ def owned_along(tile: Tile, dims: Sequence[int]) -> Tile:
 def standardize_tile(
     x: Tile, dims: Sequence[int], eps: float, weight: Tensor | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (y, mean, sum of squared deviations): local tensors; y for all rows of x, halo included, statistics of
-    owned ones.
+    """Return (y, mean, sum of squared deviations): local y of all rows, halo included, and statistics of owned ones.
 
-    *Shapes*: y as x.local, which is float32 or wider. The statistics with size 1 along `dims`, the same on the ranks
-    along the axes of `dims`; `weight` and `bias` broadcast to x.local.
-    *Sends*: forward, two all-reduces of one value a statistic; backward, one of two values.
+    *Shapes*: y as x.local, which is float32 or wider; statistics of size 1 along `dims`, alike along their axes;
+    `weight` and `bias` broadcast to x.local. *Sends*: forward, two all-reduces of one value a statistic; backward, one
+    of two values.
     """
     dims = tuple(dims)
     if slabs_cut(x, *dims):
@@ -73,7 +143,6 @@ class _NormOptions:
         return cls(x.mesh, reducing_axes(x.layout, dims), dims, eps, elements_per_value(x, dims))
 
     def inverse(self, squares: Tensor) -> Tensor:
-        """Return 1 / the standard deviation."""
         return torch.rsqrt(squares / self.count + self.eps)
 
     def tilt_and_shift(self, along: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,11 +157,7 @@ def _standardize_composed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the same from differentiable pieces, for halo rows along `dims`."""
     mean, squares = global_moments(owned_along(x, dims), dims)
-    return (
-        _apply_statistics(x.local, mean, squares, weight, bias, _NormOptions.of(x, dims, eps)),
-        mean,
-        squares,
-    )
+    return (_apply_statistics(x.local, mean, squares, weight, bias, _NormOptions.of(x, dims, eps)), mean, squares)
 
 
 def _apply_statistics(
@@ -120,9 +185,7 @@ def _global_statistics(x: Tensor, images: NormImages | None, options: _NormOptio
 
 
 def _are_near_zero(mean: Tensor, inverse: Tensor) -> bool:
-    """Say whether x * scale + shift, one pass, keeps the digits of (x - mean) * scale, two passes.  With large means it
-    loses some, in plain torch too.
-    """
+    """Say whether one pass, x * scale + shift, keeps the digits of two; with large means plain torch loses some."""
     return bool((mean * inverse).abs().max() < _LARGEST_MEAN)
 
 
@@ -182,7 +245,6 @@ def _gradients_by_images(
     options: _NormOptions,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of the values, the weight and the bias."""
     along, total = images.sums(grad, mean, inverse)
     of_weight = along.sum_to_size(weight.shape) if weight is not None and needs[1] else None
     of_bias = total.sum_to_size(bias.shape) if bias is not None and needs[2] else None

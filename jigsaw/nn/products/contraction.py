@@ -39,9 +39,7 @@ from jigsaw.tile.tile import Tile
 
 @dataclass(frozen=True)
 class LinearContraction:
-    """A linear whose contraction meets cuts: the grid, and the cuts of the last dims of x and y and of K during the
-    product.
-    """
+    """A linear whose contraction meets cuts: the grid, and the cuts of K and of the last dims of x and y meanwhile."""
 
     grid: MatmulGrid
     inner: CutGroup
@@ -49,7 +47,6 @@ class LinearContraction:
     stored: Layout  # the weight, once its rows are where they are multiplied
 
     def result(self, x: Layout) -> Layout:
-        """Return the layout of y."""
         return x.replace_dim(x.ndim - 1, *self.outer)
 
     def rows_at_work(self, w: Tensor, x: Tile) -> Tensor:
@@ -62,9 +59,7 @@ class LinearContraction:
         return w
 
     def parameter_at_work(self, parameter: nn.Parameter, x: Tile, scale: float) -> Tensor | None:
-        """Return the same for a whole parameter whose gradient may travel in blocks; None where it has no gradient of
-        its own.
-        """
+        """Return the same for a whole parameter whose gradient may travel in blocks; None if it has none of its own."""
         dims = (0, self.outer, self.grid.n), (1, self.inner, self.grid.k)
         record = recorded_blocks(parameter, x.mesh)
         if record is None or not any(block.is_cut for _, _, block in dims):
@@ -76,7 +71,6 @@ class LinearContraction:
         return w
 
     def run(self, x: Tile, w: Tensor) -> Tile:
-        """Return y = x Wᵀ; `w` is the result of `rows_at_work`."""
         grid, stored, coord, last = self.grid, self.stored, x.coordinate, x.ndim - 1
         # along these axes the ranks have the same x and use it for other columns of y (or of K): each has a part of its
         # gradient, summed in the backward pass
@@ -96,8 +90,8 @@ class LinearContraction:
 
 @lru_cache(maxsize=1024)
 def plan_contraction(x: Layout, stored: Layout, wanted: CutGroup | None = None) -> LinearContraction:
-    """Plan the product of a tile cut as `x` and a weight stored as `stored`; `wanted` are the cuts of the last dim of
-    y, where the axes allow a choice.
+    """Plan the product of tiles cut as `x` and `stored`; `wanted` are the cuts of y's last dim where axes allow a
+    choice.
 
     Raises: `ShardingError` when the axes of x and W do not form a grid.
     """
@@ -146,9 +140,7 @@ def _contraction_in_role(role: str, x: Layout, stored: Layout, wanted: CutGroup 
 
 
 def _layout_at_work(x: Layout, stored: Layout, wanted: CutGroup | None) -> Layout:
-    """Return the layout of a weight whose rows go where y is wanted, or known, to be cut by the axes along which they
-    lie.
-    """
+    """Return the layout of a weight whose rows go where y is wanted, or known, to be cut by their axes."""
     inner, rows = x.dim(x.ndim - 1), stored.dim(0)
     axes = axes_of_cuts(rows)
     known = (
@@ -166,14 +158,11 @@ def _known_cuts(inner: CutGroup, size: int, axes: Sequence[str]) -> CutGroup | N
 
 
 def _leading_axes(x: Layout) -> tuple[str, ...]:
-    """Return the axes that cut the leading dims of x, in mesh order."""
     return tuple(a for a in x.cut_axes if a not in x.dim_axes(x.ndim - 1))
 
 
 def _staying_axes_and_moves(x: Layout, stored: Layout, dim: int) -> tuple[set[str], bool]:
-    """Return the axes that cut a dim of W and stay, and whether W travels along others: those that cut the leading dims
-    of x.
-    """
+    """Return the axes that cut a dim of W and stay, and whether W travels along others, which cut x's leading dims."""
     axes, moving = set(stored.dim_axes(dim)), set(_leading_axes(x))
     return axes - moving, bool(axes & moving)
 
@@ -193,7 +182,7 @@ def _check_flattened_order(stored: Layout, dim: int, group: CutGroup) -> None:
 def _weight_block_cut(stored: Layout, dim: int, moving: Sequence[str]) -> Cut:
     """Return the block cut of a dim of W: without the axes along which W travels, which must be its minor ones."""
     cut = as_one_cut(stored.dim(dim), stored)
-    kept = _kept_axes(cut.axes, moving)
+    kept = tuple(a for a in cut.axes if a not in moving)
     every = math.prod(stored.size_of(a) for a in cut.axes if a in moving)
     if cut.axes[: len(kept)] != kept:
         raise ShardingError(
@@ -201,10 +190,6 @@ def _weight_block_cut(stored: Layout, dim: int, moving: Sequence[str]) -> Cut:
             "must come first"
         )
     return Cut(cut.size, cut.points[::every], kept) if kept else whole_dim(cut.size)
-
-
-def _kept_axes(axes: Sequence[str], without: Sequence[str]) -> tuple[str, ...]:
-    return tuple(a for a in axes if a not in without)
 
 
 def _cut_at_rest(dim: int, moving: Sequence[str], block: Cut, stored: Layout) -> Cut:
@@ -216,9 +201,7 @@ def _cut_at_rest(dim: int, moving: Sequence[str], block: Cut, stored: Layout) ->
 def _output_cuts(
     rows: CutGroup, of_n: Cut, axes: tuple[str, ...], inner: CutGroup, x: Layout, wanted: CutGroup | None
 ) -> CutGroup:
-    """Return the cuts of the last dim of y. They are those of W's rows, finer by `axes`, or those that its size is
-    known to have had.
-    """
+    """Return the cuts of the last dim of y: those of W's rows, finer by `axes`, or those that its size had before."""
     if of_n.is_cut:
         return (
             (refine_cut(of_n, axes, dict(x.axes)),)

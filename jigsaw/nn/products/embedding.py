@@ -38,15 +38,12 @@ def tile_embedding(
 ) -> Any:
     """Return y = weight[input]; y is cut as the index is, and its last dim is whole.
 
-    Where a DTensor weight is cut by rows, each rank looks up its own rows and has zeros for the others (Megatron's
-    vocabulary cut).
-
-    *Shapes*: input [...], weight [V, E], per rank its rows; y [..., E].
-    *Sends*: nothing for a whole weight, forward or backward, because the gradient of a parameter is a part.  For one
-    cut by rows: forward, an all-reduce of y over the axes that cut it; backward, nothing.  Where these axes cut the
-    indices too: the indices to each other and a reduce-scatter of y; backward, a gather of its gradient.  A weight cut
-    by columns is gathered.
-    *Raises*: `ShardingError` for max_norm and scale_grad_by_freq, which depend on all indices.
+    *Shapes*: input [...], weight [V, E], per rank its rows; y [..., E]. *Sends*: nothing for a whole weight, forward or
+    backward, because the gradient of a parameter is a part.  For one cut by rows, where each rank looks up its own
+    (Megatron's vocabulary cut): forward, an all-reduce of y over their axes; backward, nothing.  Where these axes cut
+    the indices too: the indices to each other and a reduce-scatter of y; backward, a gather of its gradient.  A weight
+    cut by columns is gathered. *Raises*: `ShardingError` for max_norm and scale_grad_by_freq, which depend on all
+    indices.
     """
     if isinstance(weight, Tile):
         return weight[(input,)]

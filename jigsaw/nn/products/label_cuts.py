@@ -43,20 +43,18 @@ class LabelCuts:
     work: Layout
 
     def bring_operand(self, operand: Tensor | Tile, labels: DimLabels, like: Tile) -> Tensor:
-        """Return the local part of an operand, whose dims have `labels`, where the product needs it; a dim of one row
-        that broadcasts is whole.
+        """Return the local part of an operand with `labels` where the product needs it; a dim that broadcasts is whole.
 
         A plain tensor is the whole one, on the mesh of `like`.
 
         *Sends*: the rows of a tile that is cut otherwise, to each rank that works with them; backward, their gradients,
         which are added up.  One more all-reduce sums the gradient of a tile that lacks a cut label and is the same on
-        the ranks along its axis.
-        *Raises*: `ShardingError` where this dim was flattened from other dims than those of the other operands, and
-        other axes cut it.
+        the ranks along its axis. *Raises*: `ShardingError` where other axes cut this dim than those of the other
+        operands, and it was flattened.
         """
         if isinstance(operand, Tile):
             own = operand.owned()
-            return _bring_tile(own, _planned_move(self, own.layout, tuple(labels)))
+            return _bring_tile(own, _plan_operand_move(self, own.layout, tuple(labels)))
         wanted = _cuts_of_plain(self, operand.shape, tuple(labels))
         x = plain_operand(operand, like, self.work, is_whole=True)
         for d, group in wanted:
@@ -66,7 +64,6 @@ class LabelCuts:
         return x
 
     def wanted_cuts(self, shape: Sequence[int], labels: DimLabels) -> tuple[CutGroup, ...]:
-        """Return how each dim of an operand of this shape is needed."""
         sizes = [size_of_cuts(self.cuts[by]) for by in labels]
         if any(n not in (1, size) for n, size in zip(shape, sizes, strict=True)):
             raise RuntimeError(f"an operand of shape {tuple(shape)} does not broadcast to {tuple(sizes)}")
@@ -76,11 +73,9 @@ class LabelCuts:
         )
 
     def result_layout(self, out: DimLabels) -> Layout:
-        """Return the layout of a result whose dims have the labels `out`."""
         return Layout.from_dims([merge_cut_group(self.cuts[by]) for by in out], self.work.axes)
 
     def axes_along(self, labels: DimLabels) -> list[str]:
-        """Return the axes that cut these labels."""
         return [a for by in labels for a in axes_of_cuts(self.cuts[by])]
 
 
@@ -107,8 +102,7 @@ def choose_label_cuts(
     out: tuple[str, ...],
     whole: tuple[str, ...] = (),
 ) -> LabelCuts:
-    """Choose the cuts of a product of operands of these layouts (None: plain) and shapes, by the rule above.  The dims
-    have `labels`; nothing is to cut the labels `whole`.
+    """Choose the cuts of a product by the rule above; nothing is to cut the labels `whole`, and layouts None are plain.
 
     *Raises*: `RuntimeError` where the sizes of a label differ.
     """
@@ -131,7 +125,6 @@ def choose_label_cuts(
 
 
 def _label_sizes(name: str, shapes: Sequence[Sequence[int]], labels: Sequence[DimLabels]) -> dict[str, int]:
-    """Return the size of each label; a dim of size 1 broadcasts."""
     sizes: dict[str, int] = {}
     for shape, operand in zip(shapes, labels, strict=True):
         for size, by in zip(shape, operand, strict=True):
@@ -166,9 +159,7 @@ def _cuts_along(
 
 @dataclass(frozen=True)
 class _OperandMove:
-    """Move of an operand from where it lies to where it is needed; `reordered` dims first take the order of
-    other cuts.
-    """
+    """Move of an operand to where it is needed; `reordered` dims first take the order of other cuts."""
 
     source: Layout
     target: Layout
@@ -177,13 +168,7 @@ class _OperandMove:
 
     @cached_property
     def is_there(self) -> bool:
-        """True where the operand lies where it is needed."""
         return self.source == self.target and not self.reordered and not self.in_parts
-
-
-@lru_cache(maxsize=1024)
-def _planned_move(cuts: LabelCuts, layout: Layout, labels: tuple[str, ...]) -> _OperandMove:
-    return _plan_operand_move(layout, cuts.wanted_cuts(layout.shape, labels), cuts.work)
 
 
 def _bring_tile(x: Tile, move: _OperandMove) -> Tensor:
@@ -196,15 +181,17 @@ def _bring_tile(x: Tile, move: _OperandMove) -> Tensor:
     return comm.use_in_parts(local, x.mesh, move.in_parts)
 
 
-def _plan_operand_move(layout: Layout, wanted: tuple[CutGroup, ...], work: Layout) -> _OperandMove:
-    """Plan how a tile of `layout` gets to the cuts `wanted` in a product that is cut as `work`."""
+@lru_cache(maxsize=1024)
+def _plan_operand_move(cuts: LabelCuts, layout: Layout, labels: tuple[str, ...]) -> _OperandMove:
+    """Plan how a tile of `layout` gets to where a product that is cut as `cuts` needs it."""
+    wanted, work = cuts.wanted_cuts(layout.shape, labels), cuts.work
     sources: list[CutGroup] = []
     targets: list[CutGroup] = []
     reordered: list[tuple[int, CutGroup]] = []
     for d, group in enumerate(wanted):
-        cuts = bare_cuts(layout.dim(d))
-        pair = _in_one_structure(cuts, group)
-        if pair is None and set(axes_of_cuts(cuts)) == set(axes_of_cuts(group)):
+        own = bare_cuts(layout.dim(d))
+        pair = _in_one_structure(own, group)
+        if pair is None and set(axes_of_cuts(own)) == set(axes_of_cuts(group)):
             reordered.append((d, group))
             pair = group, group
         if pair is None:
@@ -219,7 +206,7 @@ def _plan_operand_move(layout: Layout, wanted: tuple[CutGroup, ...], work: Layou
     # it is cut along these axes, and they cut a label that it lacks: each rank gets all of it, for its own results
     shared = [a for a in layout.cut_axes if a not in kept and a in work.cut_axes]
     held = [
-        [_held_along(cuts, wanted_cut, shared, layout) for cuts, wanted_cut in zip(source, target, strict=True)]
+        [_held_along(cut, wanted_cut, shared, layout) for cut, wanted_cut in zip(source, target, strict=True)]
         for source, target in zip(sources, targets, strict=True)
     ]
     target = Layout.from_dims(held, layout.axes)
@@ -228,9 +215,7 @@ def _plan_operand_move(layout: Layout, wanted: tuple[CutGroup, ...], work: Layou
 
 
 def _held_along(cut: Cut, wanted: Cut, shared: Sequence[str], layout: Layout) -> Cut:
-    """Return the cut `wanted`, with each piece on all ranks along those axes that cut `cut` and are `shared`.  That is
-    a halo as wide as the piece, whose adjoint adds up the gradients.
-    """
+    """Return the cut `wanted`, its pieces as halos on all ranks along axes of `cut` that are `shared`."""
     axes = [a for a in cut.axes if a in shared]
     if not axes:
         return wanted
@@ -240,9 +225,7 @@ def _held_along(cut: Cut, wanted: Cut, shared: Sequence[str], layout: Layout) ->
 
 
 def _in_one_structure(cuts: CutGroup, wanted: CutGroup) -> tuple[CutGroup, CutGroup] | None:
-    """Return pairs of cuts of the same sizes: those of a dim as it lies, and as it is wanted. None where it was
-    flattened from other dims.
-    """
+    """Return pairs of cuts of the same sizes, as a dim lies and as it is wanted; None if its dims were flattened."""
     if not any(c.is_cut for c in wanted):
         return cuts, tuple(c.uncut() for c in cuts)
     if not any(c.is_cut for c in cuts):

@@ -25,14 +25,7 @@ from jigsaw.geometry.cut import cut_by_some_axes, cut_holding_along, have_same_r
 from jigsaw.geometry.layout import Layout
 from jigsaw.nn.products.contraction import plan_contraction
 from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, bare_cuts, rearrange_rows, take_owned_rows
-from jigsaw.nn.weights import (
-    StoredWeight,
-    cut_parameter,
-    gathered_weight,
-    is_dtensor,
-    local_weight,
-    weight_layout,
-)
+from jigsaw.nn.weights import StoredWeight, cut_parameter, gathered_weight, is_dtensor, local_weight, weight_layout
 from jigsaw.ops.meeting.common_cuts import bring_to_cuts, bring_together
 from jigsaw.ops.meeting.plain_operands import averaged_over
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error
@@ -85,9 +78,7 @@ def tile_linear(input: Tile | Tensor, weight: StoredWeight, bias: StoredWeight |
 def linear_onto_cuts(
     input: Tile, weight: StoredWeight, bias: StoredWeight | None, last: CutGroup | None = None
 ) -> Tile:
-    """Run `tile_linear` over cut dims; the result's last dim is cut as `last` where the axes that cut x and W allow a
-    choice.
-    """
+    """Run `tile_linear` over cut dims; the result's last dim is cut as `last` where the axes allow a choice."""
     x = _without_halo_along_last(input)
     stored = weight_layout(weight, x)
     held = layout_of_held_tokens(x.layout, stored) if is_dtensor(weight) else None
@@ -173,9 +164,7 @@ def _holding_tokens(layout: Layout, axes: Sequence[str]) -> Layout:
 
 
 def layout_of_held_tokens(x: Layout, stored: Layout) -> Layout | None:
-    """Return the layout of y where each rank makes its channels for the tokens of all ranks along the axes of W's rows;
-    None where x does not hold them.
-    """
+    """Return y's layout with own channels of all tokens along the axes of W's rows; None if x lacks these."""
     axes, sizes, last = stored.dim_axes(0), dict(x.axes), x.ndim - 1
     if stored.cut_dims != (0,) or not set(axes) <= set(x.cut_axes) or x.is_cut(last):
         return None
@@ -192,9 +181,7 @@ def layout_of_held_tokens(x: Layout, stored: Layout) -> Layout | None:
 
 
 def layout_before_gather(layout: Layout, axes: Sequence[str], last: CutGroup) -> Layout | None:
-    """Return the layout of the tokens before those of the ranks along `axes` were gathered, with the last dim cut as
-    `last`; None where nothing is remembered.
-    """
+    """Return the layout before the tokens along `axes` were gathered, the last dim cut as `last`; None if unknown."""
     dims = [list(group) for group in (*layout.dims()[:-1], last)]
     for group in dims[:-1]:
         for k, c in enumerate(group):

@@ -1,7 +1,6 @@
 """Token mixing: a linear whose contraction runs along dims that may be cut, such as the tokens of a lat x lon tile.
 
-An unmodified MLP-Mixer (Tolstikhin et al., arXiv 2105.01601) needs nothing of this file: `F.linear` on a transposed
-tile does the same.
+An unmodified MLP-Mixer (arXiv 2105.01601) needs nothing of this file: `F.linear` on a transposed tile does the same.
 
 >>> mesh = jigsaw.init_mesh(lat=1)
 >>> tile = jigsaw.shard(torch.randn(2, 144, 8), mesh, (None, "lat", None))
@@ -63,8 +62,7 @@ def _consecutive_dims(input: Tile, dims: int | Sequence[int]) -> list[int]:
 
 
 class Mix(Linear):
-    """`mix_tokens` as a module: `torch.nn.Linear` over the tokens of `dims`, with the same names and full shapes of
-    parameters.
+    """`mix_tokens` as a module: `torch.nn.Linear` over the tokens of `dims`, with its names and full shapes.
 
     With an `axis` (or several, those that cut the tokens) each rank holds 1/P of the rows of the weight at rest.
 
@@ -93,5 +91,4 @@ class Mix(Linear):
         self.dims = dims
 
     def forward(self, input: Any) -> Any:
-        """Mix the tokens of the tile `input`."""
         return mix_tokens(input, self.weight, self.bias, self.dims)

@@ -30,15 +30,14 @@ from jigsaw.tile.tile import Tile, implements_torch, leave_tile, shared_mesh
 def contract_labels(
     name: str, function: Callable[..., Tensor], operands: Sequence[Any], labels: Sequence[DimLabels], out: DimLabels
 ) -> Any:
-    """Run ``function`` on the local parts of `operands`, whose dims have `labels`; sums over cut labels that `out`
-    lacks are global.
+    """Run ``function`` on the local parts of `operands` with `labels`; sums over cut labels that `out` lacks are
+    global.
 
     *Shapes*: every label is cut as the tiles cut it; plain tensors are whole and cut to fit.  An axis that cuts several
-    labels keeps the first of `out` (`jigsaw.nn.products.label_cuts`).
-    *Sends*: the operands that such an axis cuts elsewhere. This rank's part goes to each of the P-1 others along it (or
-    1/P of that, where the operand has the label that stays cut). Backward, their gradients take the same way in
-    reverse.  One all-reduce of the result over the axes that cut contracted labels, which makes it the same along them.
-    Backward, one all-reduce of the gradient of each tile that is the same along an axis that cuts another operand.
+    labels keeps the first of `out` (`jigsaw.nn.products.label_cuts`). *Sends*: the operands that such an axis cuts
+    elsewhere. This rank's part goes to each of the P-1 others along it (or 1/P of that, where the operand has the label
+    that stays cut), and backward gradients return.  One all-reduce of the result over the axes of contracted labels.
+    Backward, one of the gradient of each tile that is the same along an axis that cuts another operand.
     """
     tiles = [t for t in operands if isinstance(t, Tile)]
     mesh = shared_mesh(tiles)
@@ -58,7 +57,6 @@ def _plan_product(
     labels: tuple[tuple[str, ...], ...],
     out: tuple[str, ...],
 ) -> tuple[LabelCuts, tuple[str, ...], Layout]:
-    """Return the cuts of a product during its computation, the axes of its sum, and the layout of the result."""
     plan = choose_label_cuts(name, layouts, shapes, labels, out)
     return plan, tuple(plan.axes_along([by for by in plan.cuts if by not in out])), plan.result_layout(out)
 
@@ -72,9 +70,8 @@ def _plan_product(
 def tile_matmul(input: Any, other: Any) -> Any:
     """Return y = a b, batched as in torch.
 
-    Where one operand is a matrix, and the axes that cut both form a grid, it is a
-    `jigsaw.nn.products.linear.tile_linear`. Else each rank multiplies its own parts, and a cut contraction is summed.
-    Of two dims that one axis cuts, the first stays cut (see `contract_labels`).
+    Where one operand is a matrix, and the axes that cut both form a grid, it is a `tile_linear`. Else each rank
+    multiplies its own parts, and a cut contraction is summed.  Of two dims that one axis cuts, the first stays cut.
     """
     if is_sparse_matrix(input) or is_sparse_matrix(other):
         return sparse_matmul(input, other)
@@ -92,7 +89,6 @@ def tile_matmul(input: Any, other: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _labels_of_matmul(ndim: int, other_ndim: int) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], tuple[str, ...]]:
-    """Return the labels of both operands, and of the result."""
     lead = max(ndim, other_ndim, 2) - 2
     batch = tuple(f"batch {d}" for d in range(lead))
     first = (*batch[lead - (ndim - 2) :], "m", "k") if ndim > 1 else ("k",)
@@ -101,9 +97,7 @@ def _labels_of_matmul(ndim: int, other_ndim: int) -> tuple[tuple[tuple[str, ...]
 
 
 def _as_linear(x: Tile, w: Tensor | Tile, is_turned: bool) -> Any:
-    """Return x w, or w x where `is_turned`, as a linear whose weight is `w` of 1 or 2 dims; None where the axes that
-    cut both do not form a grid.
-    """
+    """Return x w, or w x where `is_turned`, as a linear with the weight `w` of 1 or 2 dims; None without a grid."""
     rows = x.mT if is_turned and x.ndim > 1 else x
     weight = w.unsqueeze(0) if w.ndim == 1 else w if is_turned else w.t()
     if isinstance(weight, Tile) and not _form_grid(rows.layout.without_halo(), weight.layout.without_halo()):
@@ -174,7 +168,6 @@ def _add_to_product(input: Any, product: Any, beta: float, alpha: float) -> Any:
 
 @implements_torch(torch.tensordot, either=("a", "b"))
 def _tensordot(a: Any, b: Any, dims: Any = 2) -> Any:
-    """Sum products over pairs of dims; see `contract_labels`."""
     if isinstance(dims, Tensor):
         dims = dims.tolist() if dims.numel() > 1 else int(dims)
     if isinstance(dims, int):
@@ -213,9 +206,7 @@ def _outer(input: Any, vec2: Any) -> Any:
 
 @implements_torch(torch.linalg.multi_dot, either=("tensors",))
 def _multi_dot(tensors: Sequence[Any]) -> Any:
-    """Return the product of several matrices, in the order that takes the fewest multiplications; the ends may be
-    vectors.
-    """
+    """Return the product of several matrices, by the fewest multiplications; the ends may be vectors."""
     if len(tensors) < 2:
         raise RuntimeError(f"multi_dot: {len(tensors)} operands; it takes two or more")
     rows = [x.shape[0] if x.ndim > 1 or i else 1 for i, x in enumerate(tensors)]
@@ -237,9 +228,7 @@ def _multiply_between(tensors: Sequence[Any], sizes: tuple[int, ...], start: int
 
 @lru_cache(maxsize=1024)
 def _cheapest_split(sizes: tuple[int, ...], start: int, stop: int) -> tuple[int, int]:
-    """Return the fewest multiplications for the matrices from `start` to `stop`, and where their last product splits
-    them.
-    """
+    """Return the fewest multiplications for the matrices from `start` to `stop`, and where the last one splits them."""
     if stop - start == 1:
         return 0, start
     costs = [

@@ -90,7 +90,6 @@ def _check_recurrence(function: Any, operands: Sequence[Any], params: Any, has_b
 
 
 def _state_layout(state: Any, sequences: Layout, batch: int) -> Layout:
-    """Return the layout of [layers, batch, features], cut along the batch as the sequences are."""
     layers, _, features = state.shape
     return Layout.from_dims([[whole_dim(layers)], sequences.dim(batch), [whole_dim(features)]], sequences.axes)
 
@@ -115,7 +114,6 @@ for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
 
 @implements_torch(torch.lstm_cell, either=("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh"))
 def _lstm_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> tuple[Any, Any]:
-    """Do one step of an LSTM; return (h, c), cut as the input's rows."""
     hidden, cell = hx
     gates = F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh)
     enter, forget, new, leave = gates.chunk(4, -1)
@@ -125,7 +123,6 @@ def _lstm_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh
 
 @implements_torch(torch.gru_cell, either=("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh"))
 def _gru_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
-    """Do one step of a GRU, cut as the input's rows."""
     of_input, of_state = F.linear(input, w_ih, b_ih).chunk(3, -1), F.linear(hx, w_hh, b_hh).chunk(3, -1)
     reset, keep = (of_input[0] + of_state[0]).sigmoid(), (of_input[1] + of_state[1]).sigmoid()
     new = (of_input[2] + reset * of_state[2]).tanh()
@@ -134,7 +131,6 @@ def _gru_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh:
 
 def _answer_plain_cell(function: Any, activation: Any) -> None:
     def handler(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
-        """Do one step of a recurrent layer, cut as the input's rows."""
         return activation(F.linear(input, w_ih, b_ih) + F.linear(hx, w_hh, b_hh))
 
     implements_torch(function, either=("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh"))(handler)

@@ -2,11 +2,8 @@
 
 Each order m stands by itself, so a rank makes the table of its own orders alone.  At order 500 the first functions of a
 table are below 1e-400 near the poles and grow along the degrees.  So each is a number with a separate exponent until
-double precision can hold it (Schaeffer, section 4; Fukushima's X-numbers).
-
-Sources: Driscoll and Healy, Computing Fourier transforms and convolutions on the 2-sphere, 1994; Schaeffer, Efficient
-spherical harmonic transforms aimed at pseudospectral numerical simulations, arXiv 1202.6522, 2013.  The convention is
-that of torch-harmonics.
+double precision can hold it (Schaeffer, arXiv 1202.6522, section 4; Fukushima's X-numbers).  The convention is that of
+torch-harmonics.
 
 >>> colatitudes, weights = latitude_quadrature("legendre-gauss", 4)
 >>> round(float((weights * np.cos(colatitudes) ** 6).sum()), 12) == round(2 / 7, 12)
@@ -59,7 +56,6 @@ def _clenshaw_curtiss(rows: int) -> tuple[Reals, Reals]:
 
 
 def _last_two_legendre(degree: int, x: Reals) -> tuple[Reals, Reals]:
-    """Return the Legendre polynomials of `degree` and of the one before."""
     before, last = np.zeros_like(x), np.ones_like(x)
     for n in range(1, degree + 1):
         before, last = last, ((2 * n - 1) * x * last - (n - 1) * before) / n
@@ -109,8 +105,7 @@ def legendre_table(
 def legendre_derivatives(
     theta: Reals, degrees: int, orders: Interval, phase: bool = True, dtype: DTypeLike = np.float64
 ) -> NDArray[np.floating]:
-    """Return D[0, m, l, k] = dP/dtheta and D[1, m, l, k] = m P / sin theta, of the P of `legendre_table`; finite at the
-    poles.
+    """Return D[0, m, l, k] = dP/dtheta and D[1, m, l, k] = m P / sin theta of `legendre_table`, finite at the poles.
 
     Both are sums of P at neighboring orders and degrees, so nothing is divided by the sine (as in torch-harmonics).
     """

@@ -1,16 +1,15 @@
 """Operators of torch-harmonics on cut spheres: DISCO convolution, its transpose, and neighborhood attention.
 
 The package registers them with torch (``torch.ops.disco_kernels``, ``torch.ops.attention_kernels``); jigsaw answers
-them by name, so the package need not be installed.  Each makes a row of latitude from all longitudes of a band of rows.
-The package's sparse matrix psi has one row of entries for each output latitude (the transpose: for each input
-latitude), with columns ``lat * nlon + lon``.  So a rank makes its own rows of latitude from the rows that psi names,
-with the entries of psi for them.  Where longitude is cut, its axes cut latitude finer meanwhile.
+them by name, so the package need not be installed.  Its sparse matrix psi has one row of entries for each output
+latitude (the transpose: for each input latitude), with columns ``lat * nlon + lon``.  So a rank makes its own rows of
+latitude from the rows that psi names, with the entries of psi for them.  Where longitude is cut, its axes cut latitude
+finer meanwhile.
 
 Example: two ranks on lat=2, x [1, 8, 24, 48], a filter that reaches three rows.  Rank 0 makes rows 0:12 of [1, 8, 7,
 24, 48] and reads rows 0:15, of which it lacks three.  The result, seven times as large, does not travel.
 
-Source of the method: Ocampo, Price, McEwen, Scalable and equivariant spherical CNNs by discrete-continuous (DISCO)
-convolutions, arXiv 2209.13603; Bonev et al., Attention on the sphere, arXiv 2505.11157.
+Source of the method: Ocampo, Price, McEwen, arXiv 2209.13603; Bonev et al., arXiv 2505.11157.
 
 >>> layout = jigsaw.Layout.of((1, 8, 6, 4), (None, None, "lat", None), (("lat", 2),))
 >>> three_rows = tuple((max(row - 1, 0), min(row + 2, 6)) for row in range(6))
@@ -45,18 +44,14 @@ LatitudeBands = tuple[Interval, ...]
 
 @dataclass(frozen=True)
 class SpherePlan:
-    """Plan of rows: `needs` are the input rows of each piece of `made`, the latitudes of the result while longitude is
-    whole.  `home` is how latitude and longitude of the result are cut in the end.
-    """
+    """Plan of rows: `needs` of each piece of `made`, the latitudes while longitude is whole; `home`: final cuts."""
 
     made: Cut
     needs: tuple[Interval, ...]
     home: tuple[Cut, Cut]
 
     def source(self, layout: Layout, lat: int) -> Layout:
-        """Return the layout to which an input is brought: every rank holds the rows that it needs, and
-        whole circles.
-        """
+        """Return the layout of an input: on every rank the rows that it needs, and whole circles."""
         size = layout.shape[lat]
         held = stretched_cut(self.made, size).holding(self.needs)
         return layout.replace_dim(lat + 1, whole_dim(layout.shape[lat + 1])).replace_dim(lat, held)
@@ -121,7 +116,7 @@ def _psi_of_rows(
     kernels: Tensor, rows: Tensor, columns: Tensor, target: Interval, held: Interval, width: int, transposed: bool
 ) -> tuple[Tensor, ...]:
     """Return the entries of a DISCO psi that make the rows `target` from the rows `held`, counted from the first of
-    each. These are their places, the begin of each row of entries, and their kernel, row and column.
+    each: their places, the begins of rows of entries, and their kernel, row and column.
     """
     makes = columns // width if transposed else rows
     (at,) = ((makes >= target[0]) & (makes < target[1])).nonzero(as_tuple=True)
@@ -201,10 +196,7 @@ for _name in ("backward", "_disco_s2_transpose_contraction_optimized"):
 
 @implements_torch("disco_kernels::_disco_s2_fused_conv_optimized", either=("inp", "weight"))
 def _fused_convolution(inp: Any, weight: Any, *psi: Any) -> Any:
-    """Run the contraction and the weights after it: the operator that saves memory does both at once.
-
-    *Sends*: as the contraction does.
-    """
+    """Run the contraction and the weights after it, as the operator that saves memory does; *Sends*: as the former."""
     roff, kernels, rows, columns, vals, *_split = psi[:11]
     kernel_size, nlat_out, nlon_out, groups, groupsize = psi[11:16]
     contract = _operator("disco_kernels::_disco_s2_contraction_optimized")
@@ -227,13 +219,7 @@ def _channels_second(x: Tile) -> Any:
 
 
 def _answer_attention(name: str) -> None:
-    @implements_torch(
-        name,
-        tiles=(
-            "vw",
-            "qw",
-        ),
-    )
+    @implements_torch(name, tiles=("vw", "qw"))
     def attend(
         kw: Tile,
         vw: Tile,
@@ -291,9 +277,7 @@ def _answer_attention(name: str) -> None:
 
 
 def _with_whole_channels(x: Tile) -> Tile:
-    """Return x with whole channels, because heads are packed along the last dim; axes that cut it cut latitude finer
-    from here on.
-    """
+    """Return x with whole channels, along which heads are packed; axes that cut them cut latitude from here on."""
     if not x.layout.is_cut(3):
         return x
     own = x.layout.without_halo()
@@ -311,8 +295,8 @@ def _neighbors_of_rows(
     width: int,
     upward: bool,
 ) -> tuple[Tensor, ...]:
-    """Return the neighbors that make the rows `target` from the rows `held` in an attention's psi, counted from the
-    first of each. That is columns and their row offsets, and the same as arcs of longitude.
+    """Return the neighbors in an attention's psi that make the rows `target` from the rows `held`, counted from the
+    first of each: columns and their row offsets, and the same as arcs of longitude.
     """
     if not upward:
         (a, b), low = target, held[0]

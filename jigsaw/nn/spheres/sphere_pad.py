@@ -65,11 +65,9 @@ class SpherePad(nn.Module):
         self.vectors, self.channel_dim = tuple(vectors), channel_dim
 
     def extra_repr(self) -> str:
-        """Return the arguments."""
         return f"{self.padding}, at_pole={self.at_pole}, vectors={self.vectors}"
 
     def forward(self, x: Any) -> Any:
-        """Return the padded field, of a tile or a plain tensor."""
         self._check(tuple(x.shape))
         signs = self._signs(x)
         if not isinstance(x, Tile):
@@ -113,7 +111,6 @@ class SpherePad(nn.Module):
             )
 
     def _signs(self, x: Any) -> Tensor | None:
-        """Return the factors of turned rows."""
         if not self.vectors:
             return None
         shape = [1] * x.ndim

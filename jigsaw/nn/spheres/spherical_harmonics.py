@@ -55,24 +55,19 @@ _NAME = "a spherical harmonic transform"
 
 @dataclass(frozen=True)
 class HarmonicPlan:
-    """Layouts of a transform: `field` [..., lat, lon] as it lies in the end or in the beginning, and two steps between.
-    These are the same of whole `circles`, and the `orders` [..., lat, m], all latitudes of some orders.
-    """
+    """Layouts of a transform: the `field` [..., lat, lon], the same of whole `circles`, and `orders` [..., lat, m]."""
 
     field: Layout
     circles: Layout
     orders: Layout
 
     def with_rows(self, rows: int) -> Layout:
-        """Return the layout of the orders with `rows` degrees, or latitudes, each."""
         return self.orders.replace_dim(self.orders.ndim - 2, whole_dim(rows))
 
     def modes(self, count: int) -> Layout:
-        """Return the layout of `count` modes of the circles."""
         return self.circles.replace_dim(self.circles.ndim - 1, whole_dim(count))
 
     def held_orders(self, coord: MeshCoordinate) -> Interval:
-        """Return the orders that a rank works on."""
         return self.orders.owned(coord)[-1]
 
 
@@ -199,7 +194,6 @@ class _SphereTransform(nn.Module):
         return {**self.__dict__, "_kept": {}}
 
     def extra_repr(self) -> str:
-        """Return the grid and the truncation."""
         size = f"nlat={self.nlat}, nlon={self.nlon}, lmax={self.lmax}, mmax={self.mmax}"
         return f"{size}, grid={self.grid!r}, norm={self.norm!r}, csphase={self.csphase}"
 
@@ -248,13 +242,12 @@ class SphericalHarmonicTransform(_SphereTransform):
     """Transform to the coefficients c[l, m] of a real field on a sphere; torch-harmonics' `RealSHT`, and its arguments.
 
     *Shapes*: [..., nlat, nlon] -> complex [..., lmax, mmax]. Per rank the orders are cut by all axes that cut latitude
-    and longitude, degrees are whole, and leading dims stay as they are.
-    *Holds*: the Legendre functions of a rank's own orders, about mmax / P x lmax x nlat numbers, in the dtype of x.
-    *Sends*: with N leading elements on P = p q ranks, p of them along latitude and q along longitude. Where q > 1,
-    these are (1 - 1/q) N nlat nlon / P real numbers. Then (1 - 1/P) N nlat mmax / P complex ones.  Backward the same,
-    of the gradients.
-    *Raises*: `ShardingError` for an unknown grid or norm, more orders than nlon resolves, other sizes, and latitudes or
-    longitudes that were flattened with other dims. Source of the method: see `jigsaw.nn.spheres.spherical_harmonics`.
+    and longitude, degrees are whole, and leading dims stay as they are. *Holds*: the Legendre functions of a rank's own
+    orders, about mmax / P x lmax x nlat numbers, in the dtype of x. *Sends*: with N leading elements on P = p q ranks,
+    p of them along latitude and q along longitude, where q > 1, (1 - 1/q) N nlat nlon / P real numbers, then (1 - 1/P)
+    N nlat mmax / P complex ones; backward the same, of gradients. *Raises*: `ShardingError` for an unknown grid or
+    norm, more orders than nlon resolves, other sizes, and latitudes or longitudes that were flattened with other dims.
+    Source of the method: see `jigsaw.nn.spheres.spherical_harmonics`.
 
     >>> transform = jigsaw.nn.SphericalHarmonicTransform(9, 16)
     >>> tile = jigsaw.shard(torch.ones(2, 9, 16), jigsaw.init_mesh(lat=1, lon=1), (None, "lat", "lon"))
@@ -264,7 +257,6 @@ class SphericalHarmonicTransform(_SphereTransform):
     """
 
     def forward(self, x: Any) -> Any:
-        """Return the coefficients of `x`, a tile or a plain tensor."""
         x = self._checked_input(x, (self.nlat, self.nlon))
         if not isinstance(x, Tile):
             return self._analyse(self._fourier_modes(x), (0, self.mmax))
@@ -289,12 +281,9 @@ class InverseSphericalHarmonicTransform(_SphereTransform):
     """Transform from coefficients c[l, m] to their real field; torch-harmonics' `InverseRealSHT`, and its arguments.
 
     *Shapes*: complex [..., lmax, mmax] -> [..., nlat, nlon]. Per rank cut as the field of the coefficients was, at
-    proportionate points where the grid has other sizes. Without such a field, latitude is cut.
-    *Holds*: the same table as the transform, once for both.
-    *Sends*: the same as the transform, the other way: (1 - 1/P) N nlat mmax / P complex numbers, then, where longitude
-    is cut, (1 - 1/q) N nlat nlon / P real ones.  Where degrees are cut too, an exchange first makes them whole.
-    Backward, the same of the gradients.
-    *Raises*: as `SphericalHarmonicTransform`.
+    proportionate points where the grid has other sizes. Without such a field, latitude is cut. *Holds*: the same table
+    as the transform, once for both. *Sends*: the same as the transform, the other way.  Where degrees are cut too, an
+    exchange first makes them whole. *Raises*: as `SphericalHarmonicTransform`.
 
     >>> inverse = jigsaw.nn.InverseSphericalHarmonicTransform(9, 16)
     >>> c = torch.zeros(5, 5, dtype=torch.complex64)
@@ -305,7 +294,6 @@ class InverseSphericalHarmonicTransform(_SphereTransform):
     """
 
     def forward(self, c: Any) -> Any:
-        """Return the field of `c`, a tile or a plain tensor."""
         c = self._checked_input(c, (self.lmax, self.mmax))
         if not isinstance(c, Tile):
             return self._fields_of_modes(self._synthesise(c, (0, self.mmax)))
@@ -335,16 +323,13 @@ class InverseSphericalHarmonicTransform(_SphereTransform):
 
 
 class VectorSphericalHarmonicTransform(SphericalHarmonicTransform):
-    """Transform to the spheroidal and toroidal coefficients of a tangential vector field; torch-harmonics'
-    `RealVectorSHT`.
+    """Transform to spheroidal and toroidal coefficients of a tangential vector field: torch-harmonics' `RealVectorSHT`.
 
     Components point along colatitude (southward) and longitude (eastward).  A gradient has only spheroidal
     coefficients, which are those of its scalar.
 
-    *Shapes*: [..., 2, nlat, nlon] -> complex [..., 2, lmax, mmax], cut as those of `SphericalHarmonicTransform`; the
-    two components are whole.
-    *Holds*: two tables of derivatives of Legendre functions, twice as much as the scalar transform. *Sends*, *Raises*:
-    as `SphericalHarmonicTransform`, with both components among the N elements; `ShardingError` also where the
+    *Shapes*: [..., 2, nlat, nlon] -> complex [..., 2, lmax, mmax], cut as those of `SphericalHarmonicTransform`.
+    *Holds*, *Sends*: twice as much as that, for both components. *Raises*: as that; `ShardingError` also where the
     components are cut.
 
     >>> transform = jigsaw.nn.VectorSphericalHarmonicTransform(9, 16)
@@ -360,7 +345,7 @@ class VectorSphericalHarmonicTransform(SphericalHarmonicTransform):
 
 
 class InverseVectorSphericalHarmonicTransform(InverseSphericalHarmonicTransform):
-    """Transform from spheroidal and toroidal coefficients to their tangential vector field; torch-harmonics'
+    """Transform from spheroidal and toroidal coefficients to their vector field: torch-harmonics'
     `InverseRealVectorSHT`.
 
     *Shapes*: complex [..., 2, lmax, mmax] -> [..., 2, nlat, nlon], cut as by `InverseSphericalHarmonicTransform`.
@@ -385,3 +370,54 @@ def _of_both_components(x: Tensor, tables: Tensor, inverse: bool) -> Tensor:
     (first, second), (other_first, other_second) = along.unbind(-3), across.unbind(-3)
     i = 1j if inverse else -1j
     return torch.stack([first + i * other_second, i * other_first - second], -3)
+
+
+class SphericalConv(nn.Module):
+    """Layer y = S^-1(W S(x)) of spherical Fourier neural operators: complex weights mix coefficients over channels.
+
+    They are one matrix for each degree l ("dhconv"), or for each degree and order ("diagonal"). The former is a
+    convolution with a filter round a pole (Driscoll and Healy, 1994; Bonev et al., arXiv 2306.03838).  The transforms
+    are separate modules, so that layers share them and their tables; between different grids the field is resampled.
+
+    *Shapes*: [..., in, nlat, nlon] -> [..., out, nlat', nlon'], cut alike; weight complex [in, out, lmax], or [in, out,
+    lmax, mmax], whole on every rank; bias [out]. *Sends*: what the transforms send. Where channels are cut, also one
+    all-reduce of the coefficients over their axes, and y has whole channels. *Raises*: `ShardingError` for transforms
+    of other degrees, or another `operator_type`.
+
+    >>> there = jigsaw.nn.SphericalHarmonicTransform(9, 16)
+    >>> back = jigsaw.nn.InverseSphericalHarmonicTransform(9, 16)
+    >>> layer = jigsaw.nn.SphericalConv(3, 4, there, back)
+    >>> layer(jigsaw.shard(torch.randn(2, 3, 9, 16), jigsaw.init_mesh(lat=1), (None, None, "lat", None))).shape
+    torch.Size([2, 4, 9, 16])
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        forward_transform: SphericalHarmonicTransform,
+        inverse_transform: InverseSphericalHarmonicTransform,
+        operator_type: str = "dhconv",
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.complex64,
+    ) -> None:
+        super().__init__()
+        forth, back = forward_transform, inverse_transform
+        if (forth.lmax, forth.mmax) != (back.lmax, back.mmax):
+            raise ShardingError(
+                f"SphericalConv: the forward transform makes {forth.lmax} degrees, and the inverse takes {back.lmax}; "
+                "give both the lesser lmax"
+            )
+        if operator_type not in ("dhconv", "diagonal"):
+            raise ShardingError(f"SphericalConv: operator_type={operator_type!r}; use 'dhconv' or 'diagonal'")
+        self.operator_type, self.forward_transform, self.inverse_transform = operator_type, forth, back
+        modes = (forth.lmax,) if operator_type == "dhconv" else (forth.lmax, forth.mmax)
+        weight = torch.randn(in_channels, out_channels, *modes, device=device, dtype=dtype)
+        self.weight = nn.Parameter(weight * in_channels**-0.5)
+        self.bias = nn.Parameter(weight.new_zeros(out_channels, dtype=dtype.to_real())) if bias else None
+
+    def forward(self, x: Any) -> Any:
+        equation = "...ilm,iol->...olm" if self.operator_type == "dhconv" else "...ilm,iolm->...olm"
+        y = self.inverse_transform(torch.einsum(equation, self.forward_transform(x), self.weight))
+        return y if self.bias is None else y + self.bias[:, None, None]

@@ -23,13 +23,7 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.stencil_rules import InterpolationTable, ceil_div
-from jigsaw.nn.stencils.stencil import (
-    DimStencil,
-    empty_result,
-    gather_input_rows,
-    is_cut_or_haloed,
-    plan_stencil,
-)
+from jigsaw.nn.stencils.stencil import DimStencil, empty_result, gather_input_rows, is_cut_or_haloed, plan_stencil
 from jigsaw.ops.reductions import reducing_axes, stack_along_axes
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 

@@ -105,9 +105,7 @@ def _is_pointwise_in_space(weight: Tensor, conv: ConvGeometry) -> bool:
 
 
 def _without_flattened_space(input: Tile) -> Tile:
-    """Return tokens of lat x lon as the two dims that they were flattened from, because a kernel of one row needs no
-    order.
-    """
+    """Return tokens of lat x lon as the two dims that they were made of, because a kernel of one row needs no order."""
     sizes = [c.size for d in range(2, input.ndim) for c in input.layout.dim(d)]
     return input.reshape((*input.shape[:2], *sizes))
 
@@ -264,13 +262,13 @@ def conv_as_torch(
     groups: int = 1,
     wrap: bool = False,
 ) -> Tile:
-    """Run `convolve` with the arguments of `torch.conv2d`, for any number of spatial dims; with `wrap`, padding is
-    circular.
-    """
-    stride = tuple(stride) if isinstance(stride, list) else stride
-    padding = tuple(padding) if isinstance(padding, list) else padding
-    dilation = tuple(dilation) if isinstance(dilation, list) else dilation
+    """Run `convolve` with the arguments of `torch.conv2d`, for any number of dims; with `wrap`, padding is circular."""
+    stride, padding, dilation = _hashable(stride, padding, dilation)
     return convolve(input, weight, bias, read_convolution(weight.shape[2:], stride, padding, dilation, groups, wrap))
+
+
+def _hashable(*values: Any) -> list[Any]:
+    return [tuple(value) if isinstance(value, list) else value for value in values]
 
 
 def conv_transpose_as_torch(
@@ -284,10 +282,7 @@ def conv_transpose_as_torch(
     dilation: ConvSize = 1,
 ) -> Tile:
     """Run `convolve` with the arguments of `torch.conv_transpose2d`, for any number of spatial dims."""
-    stride = tuple(stride) if isinstance(stride, list) else stride
-    padding = tuple(padding) if isinstance(padding, list) else padding
-    output_padding = tuple(output_padding) if isinstance(output_padding, list) else output_padding
-    dilation = tuple(dilation) if isinstance(dilation, list) else dilation
+    stride, padding, output_padding, dilation = _hashable(stride, padding, output_padding, dilation)
     conv = read_transposed_convolution(weight.ndim - 2, stride, padding, output_padding, groups, dilation)
     return convolve(input, weight, bias, conv)
 
@@ -314,18 +309,7 @@ implements_torch(torch.conv_transpose3d)(_handler_of_dims(3, conv_transpose_as_t
 
 
 class _CutConv(nn.Module):
-    """A convolution whose weight and bias are cut along `axis`: y is cut along it as the weight's output channels are.
-
-    The arguments are those of torch.nn's layer of the same name.  Each rank holds 1/P of the weight, its gradient and
-    its optimizer state, as a DTensor with torch's names and full shapes. The sizes need not divide.  On a mesh without
-    that axis it is torch's layer.  A periodic halo that reaches farther than a kernel stays on the result for the next
-    layer, so several circular layers exchange nothing.
-
-    *Shapes*: weight [out, in / groups, ...], per rank ceil(out / P) of the output channels; x whole or cut along
-    `axis`.
-    *Sends*: see `convolve`; once, when it is made, the parts of the first rank's initial values.
-    *Raises*: `ShardingError` for a transposed layer with groups.
-    """
+    """A convolution of torch.nn whose weight and bias are cut along `axis`, as the channels of its result are."""
 
     def __init__(self, *args: Any, mesh: DeviceMesh, axis: str | Sequence[str] = CHANNEL_AXIS, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -367,9 +351,7 @@ class Conv1d(_CutPaddedConv, nn.Conv1d):
 
 
 class Conv2d(_CutPaddedConv, nn.Conv2d):
-    """`torch.nn.Conv2d` whose output channels are cut along `axis` of `mesh`.
-
-    What each rank holds, the shapes and what is sent: as `Conv1d`.
+    """`torch.nn.Conv2d` whose output channels are cut along `axis` of `mesh`; all else as `Conv1d`.
 
     >>> mesh = jigsaw.init_mesh(channel=1)
     >>> layer = jigsaw.nn.Conv2d(3, 8, 3, padding=1, mesh=mesh)
@@ -379,9 +361,7 @@ class Conv2d(_CutPaddedConv, nn.Conv2d):
 
 
 class Conv3d(_CutPaddedConv, nn.Conv3d):
-    """`torch.nn.Conv3d` whose output channels are cut along `axis` of `mesh`.
-
-    What each rank holds, the shapes and what is sent: as `Conv1d`.
+    """`torch.nn.Conv3d` whose output channels are cut along `axis` of `mesh`; all else as `Conv1d`.
 
     >>> mesh = jigsaw.init_mesh(channel=1)
     >>> layer = jigsaw.nn.Conv3d(3, 8, 3, padding=1, mesh=mesh)
@@ -407,13 +387,7 @@ class ConvTranspose1d(_CutConv, nn.ConvTranspose1d):
 
 
 class ConvTranspose2d(_CutConv, nn.ConvTranspose2d):
-    """`torch.nn.ConvTranspose2d` whose output channels are cut along `axis` of `mesh`.
-
-    What each rank holds and what is sent: as `Conv1d`.
-
-    *Shapes*: input ``[B, in, ...]``, output ``[B, out, ...]``; weight ``[in, out, ...]``, per rank ceil(out / P) of its
-    second dim.
-    *Raises*: `ShardingError` for groups.
+    """`torch.nn.ConvTranspose2d` whose output channels are cut along `axis` of `mesh`; all else as `ConvTranspose1d`.
 
     >>> mesh = jigsaw.init_mesh(channel=1)
     >>> layer = jigsaw.nn.ConvTranspose2d(3, 8, 2, stride=2, mesh=mesh)
@@ -423,13 +397,7 @@ class ConvTranspose2d(_CutConv, nn.ConvTranspose2d):
 
 
 class ConvTranspose3d(_CutConv, nn.ConvTranspose3d):
-    """`torch.nn.ConvTranspose3d` whose output channels are cut along `axis` of `mesh`.
-
-    What each rank holds and what is sent: as `Conv1d`.
-
-    *Shapes*: input ``[B, in, ...]``, output ``[B, out, ...]``; weight ``[in, out, ...]``, per rank ceil(out / P) of its
-    second dim.
-    *Raises*: `ShardingError` for groups.
+    """`torch.nn.ConvTranspose3d` whose output channels are cut along `axis` of `mesh`; all else as `ConvTranspose1d`.
 
     >>> mesh = jigsaw.init_mesh(channel=1)
     >>> layer = jigsaw.nn.ConvTranspose3d(3, 8, 2, stride=2, mesh=mesh)

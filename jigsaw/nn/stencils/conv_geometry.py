@@ -37,14 +37,12 @@ class ConvGeometry(FrozenValue):
         return len(self.stride)
 
     def rule(self, i: int, kernel: int) -> StencilRule:
-        """Return the interval rule along spatial dim `i`."""
         low, high = self.padding[i]
         if self.transposed:
             return TransposedWindow(kernel, self.stride[i], self.dilation[i], low, self.output_padding[i])
         return StencilWindow(kernel, self.stride[i], self.dilation[i], low, high)
 
     def even(self, i: int) -> bool:
-        """Say whether the plain op can pad spatial dim `i` itself."""
         return self.padding[i][0] == self.padding[i][1] and not self.wrap
 
 
@@ -74,9 +72,7 @@ class ConvPlan:
 def plan_of_whole_channels(
     layout: Layout, shape: tuple[int, ...], conv: ConvGeometry, coord: MeshCoordinate
 ) -> ConvPlan | None:
-    """Return the plan for a plain weight of that `shape` and an input with whole channels and no flattened dim, which
-    most are; None for any other.
-    """
+    """Return the plan for a plain weight of that `shape`, whole channels and no flattened dim; None for any other."""
     channels = shape[0] if conv.transposed else shape[1] * conv.groups
     if layout.groups != (1,) * (conv.dims + 2) or layout.shape[1] != channels:
         return None

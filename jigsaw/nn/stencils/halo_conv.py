@@ -211,9 +211,7 @@ def _halo_strip(
 
 @dataclass(frozen=True, slots=True)
 class HaloConvolution:
-    """Convolution of the local rows of `layout` and the halo that this rank lacks; `again` is the same by an exchange
-    and can be differentiated.
-    """
+    """Convolution of the local rows of `layout` and the halo that this rank lacks; `again` is differentiable."""
 
     conv: ConvGeometry
     halo: HaloPlan
@@ -222,14 +220,12 @@ class HaloConvolution:
     again: Callable[[Tensor, Tensor, Tensor | None], Tensor] = field(repr=False, compare=False)
 
     def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int]) -> Tensor:
-        """Return the result of the plain op, with this padding."""
         conv, none = self.conv, (0,) * self.conv.dims
         return torch.convolution(x, weight, bias, conv.stride, padding, conv.dilation, False, none, conv.groups)
 
     def plain_gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor, padding: Sequence[int], mask: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of the input, the weight and the bias, where `mask` asks for them."""
         conv, none = self.conv, (0,) * self.conv.dims
         sizes = [weight.shape[0]]
         return torch.ops.aten.convolution_backward(
@@ -258,12 +254,7 @@ def _convolve_with_strips(
 
 @graph_call()
 def _gradients_with_strips(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    padded: Sequence[Tensor | None],
-    mask: Sequence[bool],
-    op: HaloConvolution,
+    grad: Tensor, x: Tensor, weight: Tensor, padded: Sequence[Tensor | None], mask: Sequence[bool], op: HaloConvolution
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of the input, the weight and the bias, where `mask` asks for them."""
     halo = op.halo
@@ -309,7 +300,6 @@ class _ConvolveWithHalo(torch.autograd.Function):
 def _strip_gradients(
     op: HaloConvolution, slab: HaloStrip, strip: Tensor | None, grad: Tensor, weight: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the rows of a strip, and of the weight through it."""
     if strip is None:
         # no output row reads this strip, but its owner still waits for a gradient
         return grad.new_zeros(slab.shape), None
@@ -318,7 +308,6 @@ def _strip_gradients(
 
 
 def _into_local_rows(gx: Tensor, x: Tensor, halo: HaloPlan) -> Tensor:
-    """Return the gradient of all local rows, from that of the box."""
     if gx.shape == x.shape:
         return gx
     whole = torch.zeros_like(x, memory_format=memory_format_of(x))

@@ -66,7 +66,6 @@ class ResampledDim(FrozenValue):
 
     @property
     def ratio(self) -> tuple[int, int]:
-        """n / m in lowest terms."""
         g = math.gcd(self.n, self.m)
         return self.n // g, self.m // g
 
@@ -196,9 +195,7 @@ def _resized_layout(layout: Layout, sizes: Sequence[int]) -> Layout:
 def _sizes_and_scales(
     input: Tile, size: int | Sequence[int] | None, scale_factor: float | Sequence[float] | None, recompute: bool
 ) -> tuple[list[int], list[float | None]]:
-    """Return the output size of every spatial dim, and its scale where it is not the ratio of the sizes, by torch's
-    rules.
-    """
+    """Return the output size of every spatial dim, and its scale if it is not their ratio, by torch's rules."""
     rows = list(input.shape[2:])
     if (size is None) == (scale_factor is None):
         raise ShardingError(
@@ -347,9 +344,7 @@ def _keys_filter(t: float) -> float:
 
 
 def _sum_weighted_rows(x: Tensor, dim: int, r: ResampledDim, low: int, out: tuple[int, int]) -> Tensor:
-    """Sum the rows of each output row, each times its weight; one with fewer rows than others takes its first again,
-    times 0.
-    """
+    """Sum the rows of each output row times their weights; one with fewer rows takes its first again, times 0."""
     reads = (_antialias_taps if r.antialias else _cubic_taps)(r)[out[0] : out[1]]
     most = max(map(len, reads))
     taps = torch.tensor([(*t, *((t[0][0], 0.0),) * (most - len(t))) for t in reads], dtype=torch.float64).to(x.device)

@@ -88,9 +88,7 @@ def pixel_unshuffle(input: Tile, downscale_factor: int) -> Tile:
 
 @implements_torch(torch.channel_shuffle)
 def _channel_shuffle(input: Tile, groups: int) -> Tile:
-    """Return [B, (g c), ...] as [B, (c g), ...].  *Sends*: nothing, unless the channels are cut; then the rows that
-    move.
-    """
+    """Return [B, (g c), ...] as [B, (c g), ...].  *Sends*: of cut channels, the rows that move."""
     channels = input.shape[1]
     if groups < 1 or channels % groups:
         raise ShardingError(f"channel_shuffle of {channels} channels into {groups} groups: they must divide evenly")

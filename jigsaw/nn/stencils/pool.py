@@ -95,8 +95,9 @@ def max_pool(
     padding: PoolSize,
     dilation: PoolSize,
     ceil_mode: bool,
-) -> Tile:
-    """Return y[o] = max over the window of o; padding never wins.
+    with_places: bool = False,
+) -> Any:
+    """Return y[o] = max over the window of o, and their flat positions in all of space `with_places`.
 
     *Shapes*: as torch, globally; per rank the output is cut at ceil(point / stride), because the center of a window
     decides.
@@ -108,26 +109,14 @@ def max_pool(
     lowest = float("-inf") if input.dtype.is_floating_point else torch.iinfo(input.dtype).min
     x = gather_input_rows(input, to, lowest)
     if to.is_empty:
-        return Tile(empty_result(to.shape, x), to.out, input.mesh)
-    op: Callable[..., Tensor] = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[dims - 1]
+        y = Tile(empty_result(to.shape, x), to.out, input.mesh)
+        return (y, Tile(x.new_zeros(to.shape, dtype=torch.int64), to.out, input.mesh)) if with_places else y
     own = _own_padding(input.layout, windows)
-    y = op(x, [w.kernel for w in windows], [w.stride for w in windows], own, [w.dilation for w in windows], ceil_mode)
-    return Tile(y, to.out, input.mesh)
-
-
-def _max_pool_and_places(
-    input: Tile, dims: int, kernel: PoolSize, stride: PoolSize | None, padding: PoolSize, dilation: PoolSize, ceil: bool
-) -> tuple[Tile, Tile]:
-    """Return maxima and their flat positions in the whole of the spatial dims; *Sends*: as `max_pool`."""
-    windows = _pool_windows(input, dims, kernel, stride, padding, dilation, ceil)
-    to = _plan_pool(input, windows, "max_pool")
-    lowest = float("-inf") if input.dtype.is_floating_point else torch.iinfo(input.dtype).min
-    x = gather_input_rows(input, to, lowest)
-    if to.is_empty:
-        places = x.new_zeros(to.shape, dtype=torch.int64)
-        return Tile(empty_result(to.shape, x), to.out, input.mesh), Tile(places, to.out, input.mesh)
-    own = _own_padding(input.layout, windows)
-    options = [[w.kernel for w in windows], [w.stride for w in windows], own, [w.dilation for w in windows], ceil]
+    steps = [[w.kernel for w in windows], [w.stride for w in windows], own, [w.dilation for w in windows]]
+    options: list[Any] = [*steps, ceil_mode]
+    if not with_places:
+        op: Callable[..., Tensor] = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[dims - 1]
+        return Tile(op(x, *options), to.out, input.mesh)
     values, flat = _WITH_INDICES[dims - 1](x, *options)
     return Tile(values, to.out, input.mesh), Tile(_global_places(flat, x, input, dims, to), to.out, input.mesh)
 
@@ -152,8 +141,8 @@ def _max_pool_handler(dims: int, *, with_places: bool) -> Callable[..., Any]:
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> Any:
-        pool = _max_pool_and_places if with_places or return_indices else max_pool
-        return pool(input, dims, kernel_size, stride, padding, dilation, ceil_mode)
+        options = kernel_size, stride, padding, dilation, ceil_mode
+        return max_pool(input, dims, *options, with_places=with_places or return_indices)
 
     handler.__name__ = f"max_pool{dims}d" + "_with_indices" * with_places
     return handler
@@ -279,16 +268,13 @@ def _adaptive_uncut(x: Tile, dims: int, first: int, wanted: Sequence[int]) -> Ti
     return Tile(y, layout, x.mesh)
 
 
-@implements_torch(F.adaptive_avg_pool1d)
-def _adaptive_avg_pool1d(input: Tile, output_size: OutputSize) -> Tile:
-    return adaptive_avg_pool(input, 1, output_size)
+def _answer_adaptive_avg(dims: int, function: Any) -> None:
+    def pool(input: Tile, output_size: OutputSize) -> Tile:
+        return adaptive_avg_pool(input, dims, output_size)
+
+    implements_torch(function)(pool)
 
 
-@implements_torch(F.adaptive_avg_pool2d)
-def _adaptive_avg_pool2d(input: Tile, output_size: OutputSize) -> Tile:
-    return adaptive_avg_pool(input, 2, output_size)
-
-
-@implements_torch(F.adaptive_avg_pool3d)
-def _adaptive_avg_pool3d(input: Tile, output_size: OutputSize) -> Tile:
-    return adaptive_avg_pool(input, 3, output_size)
+_answer_adaptive_avg(1, F.adaptive_avg_pool1d)
+_answer_adaptive_avg(2, F.adaptive_avg_pool2d)
+_answer_adaptive_avg(3, F.adaptive_avg_pool3d)

@@ -80,9 +80,7 @@ def _grid_sample(
 
 
 def _with_samples_alike(input: Any, grid: Any) -> tuple[Any, Any]:
-    """Return both with their samples in one interval a rank, where they were flattened from other dims and both are
-    cut.
-    """
+    """Return both with samples in one interval a rank, if they were flattened from other dims and both are cut."""
     if isinstance(input, Tile) and isinstance(grid, Tile):
         samples = (Layout.from_dims([t.layout.dim(0)], t.layout.axes) for t in (input, grid))
         if matched_structures(*samples) is None:

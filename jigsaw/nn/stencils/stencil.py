@@ -53,7 +53,6 @@ class StencilPlan:
 
     @property
     def is_empty(self) -> bool:
-        """True where this rank has no output element."""
         return 0 in self.shape
 
 
@@ -142,9 +141,7 @@ def empty_result(shape: Sequence[int], *sources: Tensor | None, again: bool = Tr
 
 
 def nonempty_like(x: Tensor) -> Tensor:
-    """Return one row for every dim of an empty tensor, for plain ops that refuse it: this rank then raises the same
-    errors as others.
-    """
+    """Return one row for every dim of an empty tensor, so that plain ops that refuse it raise as on other ranks."""
     return x.new_empty([max(n, 1) for n in x.shape])
 
 
