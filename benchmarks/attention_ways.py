@@ -103,6 +103,7 @@ def main() -> None:
     """Print every case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     _ = parser.add_argument("--tokens", type=int, default=2048)
+    _ = parser.add_argument("--heads", type=int, default=8, help="of the ways on several ranks")
     _ = parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
     for dtype in (torch.float32, torch.float64):
@@ -117,10 +118,10 @@ def main() -> None:
             for is_causal, is_mirrored in ((False, False), (True, False), (True, True)):
                 if is_mirrored and way in ("gathered", "heads"):
                     continue
-                case = way, is_causal, is_mirrored, asked.tokens, 8, asked.rounds, ranks
+                case = way, is_causal, is_mirrored, asked.tokens, asked.heads, asked.rounds, ranks
                 found = run_on_ranks(ranks, _way, *case)[0]
                 said = {"way": way, "ranks": ranks, "causal": is_causal, "mirrored": is_mirrored}
-                print(json.dumps({**said, "tokens": asked.tokens, **found}), flush=True)
+                print(json.dumps({**said, "tokens": asked.tokens, "heads": asked.heads, **found}), flush=True)
 
 
 if __name__ == "__main__":

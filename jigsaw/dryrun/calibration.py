@@ -136,7 +136,6 @@ _ROWS_SPEC = None, None, "lat", None
 
 
 def _tiny_step_seconds() -> dict[str, float]:
-    """Return the processor seconds of the phases of a step, on a rank alone."""
     from jigsaw.testing import world_mesh
 
     mesh = world_mesh(lat=1)
@@ -159,7 +158,6 @@ def _tiny_step_seconds() -> dict[str, float]:
 
 
 def _host_seconds(measured: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds that a step takes beside its kernels, for each of them."""
     report = dry_run(_TinyNet(), _TINY, {"lat": 1}, device=replace(DEVICES["cpu"], times_kernels=True))
     seconds_by_phase: dict[str, float] = {}
     for name, phase in report.ranks[0].phases.items():
@@ -245,7 +243,6 @@ def _crowding(device: Device, counts: Sequence[int], rounds: int) -> tuple[dict[
 
 
 def _priced_usual_step(device: Device, ranks: int) -> tuple[float, float]:
-    """Return the seconds of a rank's kernels each by itself, and of its Python and messages."""
     mesh, spec = {"lat": ranks}, _ROWS_SPEC
     report = dry_run(_UsualNet(), _USUAL, mesh, spec=spec, align=4, device=device, ranks=[0], ranks_per_node=ranks)
     phases = report.ranks[0].phases

@@ -60,7 +60,6 @@ class CountedPhase:
 
     @property
     def peak(self) -> dict[str, int]:
-        """Bytes alive at the phase's highest point, by kind."""
         total = highest = sum(self.alive_before.values())
         where, changes = 0, [*self.changes, *self.changes_at_end]
         for at, (_, size) in enumerate(changes, 1):

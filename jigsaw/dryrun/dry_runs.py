@@ -130,7 +130,6 @@ def dry_run(
 
 
 def _priced_with_sums(played: PlayedRank, device: Device, ranks_per_node: int, ranks: int) -> RankCost:
-    """Return the rank's step on the device, with what a pipeline does once after its backward passes."""
     priced = priced_rank(played, device, ranks_per_node, ranks)
     sums = {
         name: priced_rank(replace(played, phases={"backward": played.phases[name]}), device, ranks_per_node, ranks)
@@ -194,7 +193,6 @@ def _reader_seconds(dataset: Any, shape: Sequence[int], ranks: int, device: Devi
 
 
 def _merged_remarks(played: Sequence[PlayedRank]) -> tuple[Remark, ...]:
-    """Return each remark once, with the bytes of all its calls on the rank with the most."""
     most: dict[Remark, int] = {}
     for rank in played:
         bytes_by_remark: dict[Remark, int] = {}
@@ -267,7 +265,6 @@ def _priced_phase(played: PlayedRank, name: str, device: Device, ranks_per_node:
 
 
 def _split_by_link(call: TrafficCall, node: int, ranks_per_node: int) -> dict[str, Traffic]:
-    """Return the bytes and messages of a call over the links of the node and over the network."""
     traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
     places = len(call.sent_to)
     for to, size in call.sent_to:

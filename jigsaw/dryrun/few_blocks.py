@@ -109,7 +109,6 @@ def _is_foretold(few: PlayedRank, more: PlayedRank, still_more: PlayedRank) -> b
 
 
 def _of_more_blocks(fewer: PlayedRank, more: PlayedRank, times: int) -> PlayedRank | None:
-    """Return the played rank with so many more blocks than `fewer`, of which `more` has one more."""
     if not (fewer.is_periodic and more.is_periodic) or set(fewer.phases) != set(more.phases):
         return None
     if any(r.kind != "value" for r in fewer.remarks) or len(fewer.remarks) != len(more.remarks):
@@ -174,7 +173,6 @@ class _UnlikeCallError(Exception):
 
 
 def _passes_blocks_alike(plan: StepPlan, axes: Mapping[str, int], rank: int, name: str, blocks: int) -> bool:
-    """Say whether the forward pass does the same around each block of a row."""
     try:
         few, more, all_of_them = (_outline(replace(plan, row=(name, n)), axes, rank) for n in (2, 3, blocks))
     except Exception:
@@ -184,7 +182,6 @@ def _passes_blocks_alike(plan: StepPlan, axes: Mapping[str, int], rank: int, nam
 
 
 def _outline(plan: StepPlan, axes: Mapping[str, int], rank: int) -> CountedPhase:
-    """Return what a forward pass does around the blocks of its row, of which it runs the first once."""
     meter = _OutlineMeter()
     assert plan.row is not None
     with fake_mesh(axes, rank) as mesh:
@@ -245,8 +242,6 @@ def _in_one_order(phase: CountedPhase) -> CountedPhase:
 
 
 class _BlockCalls:
-    """Calls of the blocks of a row, answered as the first one was."""
-
     def __init__(self, meter: _OutlineMeter) -> None:
         self.next = 0
         self._meter = meter

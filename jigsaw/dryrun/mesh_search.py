@@ -273,7 +273,6 @@ class _MeshSearch:
         return sorted(chosen, key=lambda axes: seconds[tuple(axes.values())])[:_MESHES]
 
     def tried_pipes(self, fastest: Sequence[Mapping[str, int]]) -> list[StepOption]:
-        """Return options with stages along ``pipe``, for a model of as many blocks and a batch of as many samples."""
         batch = self._shape[0]
         options: list[StepOption] = []
         for stages in (2, 4, 8):
@@ -294,7 +293,6 @@ class _MeshSearch:
 
 
 def _giving_ranks(meshes: Sequence[Mapping[str, int]], name: str, size: int) -> list[dict[str, int]]:
-    """Return the meshes with one more axis, to which one of theirs gives its ranks."""
     candidates: list[dict[str, int]] = []
     for axes in meshes:
         for giver, ranks in axes.items():
@@ -386,9 +384,6 @@ def _opened_store(store: Any, axes: Mapping[str, int]) -> Any:
     path = options.pop("store")
     spec = {name: name for name in axes if any(name in space for space in SPACE_AXES.values())}
     return io.open(path, mesh=dict(axes), spec=options.pop("spec", spec), **options)
-
-
-# -- in words ---------------------------------------------------------------------------------------------------------
 
 
 def advice_text(options: Sequence[StepOption]) -> str:

@@ -226,8 +226,6 @@ _NOTHING = _BorderMessage("node", Traffic(), 0.0)
 
 
 class _StagesOfRank:
-    """Ranks of all stages at the place of one within its stage."""
-
     def __init__(
         self, mesh: Mapping[str, int], rank: RankCost, borders: Borders, device: Device, ranks_per_node: int
     ) -> None:
@@ -264,7 +262,6 @@ class _StagesOfRank:
         return int(np.ravel_multi_index(self._coordinate(stage), self._sizes))
 
     def _message(self, stage: int, to: int, border: int) -> _BorderMessage:
-        """Return the tiles at a border, or their gradients on the way back."""
         coordinate = self._rank.coordinate
         within = (*coordinate[: self._axis], *coordinate[self._axis + 1 :]) or (0,)
         tiles = [x for x in self._borders[border] if to > stage or x.dtype.is_floating_point or x.dtype.is_complex]
@@ -298,7 +295,6 @@ def _phase_of_stage(phase: PhaseCost, share: StageShare, under_way: int, times: 
 
 
 def _with_messages(phase: PhaseCost, message: _BorderMessage, times: int, seconds: float) -> PhaseCost:
-    """Return the phase with the messages to another stage in each microbatch; it ends when all stages have ended."""
     waiting, sent = times * message.seconds, _part_of_traffic(message.traffic, times)
     traffic, links = dict(phase.traffic), dict(phase.links)
     if sent.messages:

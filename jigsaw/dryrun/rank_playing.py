@@ -314,7 +314,6 @@ def prepared_model(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank | None =
 
 
 def _with_state(make: OptimizerMaker, parameters: Sequence[nn.Parameter], meter: StepMeter) -> Optimizer:
-    """Return the optimizer, with the state that it has after its first step."""
     optimizer = make([p for p in parameters if p.requires_grad])
     for p in parameters:
         p.grad = torch.zeros_like(p) if p.requires_grad else None
@@ -410,7 +409,6 @@ class _ModuleWatch:
         return self._open[-1] if self._open else ""
 
     def module_of_error(self, error: BaseException) -> str:
-        """Return the innermost module whose forward raised the error."""
         name, at = "", error.__traceback__
         while at is not None:
             name = self._names.get(id(at.tb_frame.f_locals.get("self")), "") or name

@@ -160,7 +160,6 @@ class DryRunReport:
 
     @property
     def peak(self) -> Mapping[str, int]:
-        """Bytes alive at the highest point, by kind, on the rank with the most."""
         return max((r.highest for r in self.ranks), key=lambda phase: phase.peak_bytes).peak
 
     @property
@@ -174,7 +173,6 @@ class DryRunReport:
 
     @property
     def bound(self) -> str:
-        """The largest part of the step's time: flop, memory, kernels, messages or reader."""
         return max(self.seconds_by_bound.items(), key=lambda item: item[1])[0]
 
     @property

@@ -72,7 +72,6 @@ class PieceMarks:
         return hook
 
     def piece_here(self, before: int) -> int:
-        """Return the piece under way; `before`, that of the last call, where nothing tells."""
         if graph_task_id() == -1:
             return self.order[-1] if self.order else before
         node = current_node()
@@ -127,17 +126,14 @@ class StepMeter(TorchDispatchMode):
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def mark_memory(self, tensors: Iterable[Any], kind: str) -> None:
-        """Say what the memory of these tensors is."""
         for storage in _storages_of(tensors):
             self._kinds[self._number_of(storage)] = kind
 
     def mark_the_rest(self, kind: str) -> None:
-        """Say what all other memory that is alive is."""
         for number, _ in self._live.values():
             self._kinds.setdefault(number, kind)
 
     def _number_of(self, storage: torch.UntypedStorage) -> int:
-        """Return the number of a memory, which begins to be alive where it was not known."""
         at = memory_id(storage)
         known = self._live.get(at)
         if known is None:
@@ -218,7 +214,6 @@ class StepMeter(TorchDispatchMode):
         return CountedPhase(kernels, calls=sent, calls_of_weights=gathered)
 
     def kept_by_piece(self) -> Counter[int]:
-        """Return the bytes of activations that each piece keeps for the backward pass."""
         sizes: Counter[int] = Counter()
         for number, size in self.phases["backward"].begins_with.items():
             if self._kinds.get(number) == "activations":
@@ -276,7 +271,6 @@ class StepMeter(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Generator[None]:
-        """Count within the block, resized memory, too."""
         resize = torch.UntypedStorage.resize_
 
         def resize_and_tell(storage: torch.UntypedStorage, size: int) -> None:

@@ -113,9 +113,6 @@ def _values_text(values: LatLonValues) -> str:
     return f"[{values[0]:g}, {values[1]:g}, ..., {values[-1]:g}]" if len(values) > 2 else str(values.tolist())
 
 
-# -- weights -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class BandedMatrix:
     """A matrix [M, N] whose row o is ``values[o]`` from column ``first[o]`` on and zero elsewhere; columns wrap."""

@@ -102,7 +102,6 @@ def _plan_with_sums(
 
 
 def _result_cut(cut: Cut, size: int, split: SplitRule | None) -> Cut:
-    """Return the cut of a target dim: as asked, or in proportion to that of the source."""
     if split is not None:
         points = cut_points(size, cut.pieces, split)
     else:
@@ -306,7 +305,6 @@ class Regridder:
         return self._judged(values, count).to(x.dtype)
 
     def _products_of(self, x: Tensor, dims: Sequence[int], boxes: RowsByPlace) -> Tensor:
-        """Return the products along the dims of `boxes`, the one that shrinks most first."""
         for place, (out, need) in sorted(boxes.items(), key=lambda box: _row_growth(*box[1])):
             key = place, out, need, x.dtype, x.device
             if key not in self._products:
@@ -315,7 +313,6 @@ class Regridder:
         return x
 
     def _sum(self, tile: Tile, place: int, dim: int, target: Cut) -> Tile:
-        """Return one product over a cut dim, through the matmul core."""
         band, cut = self.bands[place], tile.layout.dim(dim)[0]
         own_rows = slice(*cut.owned(tile.layout.piece(cut, tile.coordinate)))
         w = torch.from_numpy(band.dense((0, len(band)), (0, band.size))[:, own_rows].copy()).to(tile.local)
@@ -361,7 +358,6 @@ class BandProduct:
 
     @classmethod
     def of(cls, band: BandedMatrix, out: Interval, need: Interval, like: Tensor) -> BandProduct:
-        """Return the product of the rows `out` and a tensor that has the source rows `need`."""
         rows = max(8, int(_PRODUCT_COLUMNS * _row_growth(out, need)))
         blocks: list[tuple[Interval, Tensor]] = []
         for start in range(out[0], max(out[1], out[0] + 1), rows):

@@ -166,13 +166,10 @@ def _window_starts(size: int, rows: int, overlap: float) -> tuple[int, ...]:
 
 
 def _view_of_box(x: Tensor, box: Box, within: Box) -> Tensor:
-    """Return the rows `box` of the last dims of `x`, which holds the rows `within`."""
     return x[(..., *box_slices(box, within))]
 
 
 class _WeightedSums:
-    """Outputs and weights added up over the rows that this rank owns."""
-
     def __init__(self, box: Box, weight: Tensor, like: Tensor) -> None:
         wide = torch.promote_types(like.dtype, torch.float32)
         self.mine, self.weight = box, weight.to(like.device, wide)
@@ -328,7 +325,6 @@ class _DealtWindows:
         return dict(zip(taken, swap.wait(), strict=True))
 
     def _gather(self, windows: RoundWindows) -> Tensor:
-        """Return this rank's window; an empty tensor without one."""
         sends = {
             m: _view_of_box(self.local, box_overlap(self.mine, box), self.mine)
             for m, box in windows.items()
@@ -347,7 +343,6 @@ class _DealtWindows:
         return window_values
 
     def _give_back(self, windows: RoundWindows, answer: Tensor | None, like: Tensor, sums: _WeightedSums) -> None:
-        """Send outputs to the owners of the rows."""
         window = windows.get(self.me)
         sends: dict[int, Tensor] = {}
         shared = {m: box_overlap(self.mine, box) for m, box in windows.items()}

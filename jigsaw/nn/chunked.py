@@ -20,7 +20,7 @@ torch.Size([1, 1, 16, 16])
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import index
 from typing import Any, TypeVar, cast
@@ -44,6 +44,8 @@ from jigsaw.tile.tile import Tile, shared_mesh, tiles_in
 from jigsaw.torch_internals.autograd import tensor_version
 
 M = TypeVar("M", bound=nn.Module)
+_Tensors = Sequence[Tensor]
+_Statistics = Sequence[SlabStatistic]
 
 # For the axes of a cut: the halo of a slab below and above, in rows of the input that has the fewest, and whether the
 # dim is a circle.
@@ -216,7 +218,6 @@ class _SlabJob:
     # -- geometry -----------------------------------------------------------------------------------------------------
 
     def _slab_points(self) -> tuple[int, ...]:
-        """Return where the slabs of all ranks begin, in rows of the input that has the fewest."""
         first = self.layouts[0]
         if not -first.ndim <= self.dim < first.ndim:
             raise ShardingError(f"{CHUNKED_NAME}: dim={self.dim} of shape {first.shape}; say one that it has")
@@ -244,7 +245,6 @@ class _SlabJob:
         return tuple(points)
 
     def _slab_layout(self, layout: Layout, widths: _HaloWidths) -> Layout:
-        """Return the layout of an input on the finer mesh: its slabs, with the halo that they are known to need."""
         dims = [list(group) for group in layout.dims()]
         cut = dims[self.dim][0]
         finer = cut.size // self.points[-1]
@@ -252,13 +252,18 @@ class _SlabJob:
         wide = [[_with_width(c, widths, self._row_count(c.axes, c.size)) for c in group] for group in dims]
         return Layout.from_dims(wide, (*layout.axes, (SLAB_AXIS, self.slabs)))
 
+    def _fine_layouts(self, statistics: int) -> list[Layout]:
+        return [self._slab_layout(layout, self.widths[statistics]) for layout in self.layouts]
+
+    def _parted(self, tensors: _Tensors) -> tuple[_Tensors, _Tensors]:
+        return tensors[: len(self.layouts)], tensors[len(self.layouts) :]
+
     def _row_count(self, axes: tuple[str, ...], default: int) -> int:
         if SLAB_AXIS in axes:
             return self.points[-1]
         return min((c.size for each in self.layouts for c in each.cuts if c.axes == axes), default=default)
 
     def _source_target(self, layout: Layout, fine: Layout, slab: int) -> Layout:
-        """Return the layout of what the ranks fetch for their slab of that number."""
         for d, group in enumerate(fine.dims()):
             held = [c.held[slab :: self.slabs] if SLAB_AXIS in c.axes else c.held for c in group]
             layout = layout.replace_dim(d, *(c.holding(h) for c, h in zip(layout.dim(d), held, strict=True)))
@@ -279,7 +284,6 @@ class _SlabJob:
         return Layout.from_dims([[merged(c) for c in group] for group in fine.dims()], self.layouts[0].axes)
 
     def _slab_box(self, tile: Tile, layout: Layout) -> tuple[list[int], tuple[slice, ...]]:
-        """Return a rank's shape of a result, an entry a cut, and the box of a slab without halo in it."""
         whole, own = layout.owned(self.coordinate), tile.layout.owned(tile.coordinate)
         return list(box_shape(whole)), tuple(
             slice(a - low, b - low) for (a, b), (low, _) in zip(own, whole, strict=True)
@@ -301,7 +305,7 @@ class _SlabJob:
 
     # -- one slab -----------------------------------------------------------------------------------------------------
 
-    def _take_slab(self, locals_: Sequence[Tensor], fine: Sequence[Layout], slab: int) -> list[Tensor]:
+    def _take_slab(self, locals_: _Tensors, fine: Sequence[Layout], slab: int) -> list[Tensor]:
         slabs: list[Tensor] = []
         for x, layout, wide in zip(locals_, self.layouts, fine, strict=True):
             target = self._source_target(layout, wide, slab)
@@ -312,9 +316,9 @@ class _SlabJob:
         self,
         slab: int,
         fine: Sequence[Layout],
-        inputs: Sequence[Tensor],
-        operands: Sequence[Tensor],
-        known: Sequence[SlabStatistic],
+        inputs: _Tensors,
+        operands: _Tensors,
+        known: _Statistics,
         buffers: dict[str, Tensor],
     ) -> list[Tile]:
         place = SlabMesh(fine[0].axes, (*self.coordinate, slab), self.device.type, self.mesh, SlabRun(known))
@@ -342,7 +346,7 @@ class _SlabJob:
         self.result = (_replaced(out, Tensor, kept),)
         return outputs
 
-    def _set_random(self, states: Sequence[Tensor]) -> None:
+    def _set_random(self, states: _Tensors) -> None:
         torch.set_rng_state(states[0])
         if len(states) > 1:
             torch.cuda.set_rng_state(states[1], self.device)
@@ -351,7 +355,7 @@ class _SlabJob:
         """Return the buffers as they were before the first slab, because each slab changes its own."""
         return {name: b.clone() for name, b in self.buffers.items()}
 
-    def _as_leaves(self, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+    def _as_leaves(self, tensors: _Tensors, needs: Sequence[bool]) -> list[Tensor]:
         replicas = self.layouts[0].replicas
         leaves = [x.detach().requires_grad_(needed) for x, needed in zip(tensors, needs, strict=True)]
         for leaf in leaves:
@@ -360,29 +364,29 @@ class _SlabJob:
 
     # -- all slabs ----------------------------------------------------------------------------------------------------
 
-    def run_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        operands = self._as_leaves(tensors[len(self.layouts) :], [False] * (len(tensors) - len(self.layouts)))
+    def run_forward(self, tensors: _Tensors) -> tuple[Tensor, ...]:
+        inputs, operands = self._parted(tensors)
+        operands = self._as_leaves(operands, [False] * len(operands))
         while True:
             if len(self.widths) <= len(self.statistics):
                 self.widths.append(dict(self.widths[-1]))
             try:
-                outputs = self._run_pass(tensors[: len(self.layouts)], operands)
+                outputs = self._run_pass(inputs, operands)
             except RowsMissing as missing:  # all ranks find the same, before they allocate anything
                 self._widen(missing, self.widths[len(self.statistics)])
                 continue
             if outputs is not None:
                 return tuple(outputs)
 
-    def _run_pass(self, locals_: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor] | None:
-        fine = [self._slab_layout(layout, self.widths[len(self.statistics)]) for layout in self.layouts]
+    def _run_pass(self, locals_: _Tensors, operands: _Tensors) -> list[Tensor] | None:
+        fine = self._fine_layouts(len(self.statistics))
         whole, parts, changed = list[Tensor](), list[Any](), dict[str, Tensor]()
         last: SlabPaused | None = None
         for slab in range(self.slabs):
             buffers = self._own_buffers()
             try:
-                outputs = self._run_slab(
-                    slab, fine, self._take_slab(locals_, fine, slab), operands, self.statistics, buffers
-                )
+                taken = self._take_slab(locals_, fine, slab)
+                outputs = self._run_slab(slab, fine, taken, operands, self.statistics, buffers)
             except SlabPaused as paused:
                 last = paused
                 parts.append(paused.part.counted())
@@ -403,32 +407,24 @@ class _SlabJob:
         return [y.reshape(o.local_shape(self.coordinate)) for y, o in zip(whole, self.out_layouts, strict=True)]
 
     def _keep_changes(self, buffers: dict[str, Tensor]) -> None:
-        """Keep running statistics and other buffers, which each slab has changed alike."""
         for name, buffer in self.runner.named_buffers():
             if tensor_version(buffers[name]):
                 buffer.copy_(buffers[name])
 
-    def run_backward(
-        self, tensors: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
-    ) -> list[Tensor | None]:
+    def run_backward(self, tensors: _Tensors, grads: _Tensors, needs: Sequence[bool]) -> list[Tensor | None]:
         """Return the gradients of `tensors`; those of statistics come first, from the last to the first."""
-        inputs, operands = tensors[: len(self.layouts)], tensors[len(self.layouts) :]
-        before = random_states(Tile(inputs[0], self.layouts[0], self.source_mesh))
+        before = random_states(Tile(tensors[0], self.layouts[0], self.source_mesh))
         enabled, dtype = self.autocast
         with torch.enable_grad(), torch.autocast(self.device.type, dtype, enabled, cache_enabled=False):
             known = [SlabStatistic(s.values, s.axes) for s in self.statistics]
             for at in reversed(range(len(known))):
-                parts = self._gradient_of_statistic(at, known, inputs, operands, grads)
-                known[at] = SlabStatistic(
-                    known[at].values, known[at].axes, known[at].summed_over_ranks(parts, self.mesh)
-                )
-            gradients = self._gradients_of_tensors(known, inputs, operands, grads, needs)
+                parts = self._gradient_of_statistic(at, known, tensors, grads)
+                known[at] = replace(known[at], gradients=known[at].summed_over_ranks(parts, self.mesh))
+            gradients = self._gradients_of_tensors(known, tensors, grads, needs)
         self._set_random(before)
         return gradients
 
-    def _slab_gradients(
-        self, ys: Sequence[Tile], grads: Sequence[Tensor], wanted: Sequence[Tensor]
-    ) -> list[Tensor | None]:
+    def _slab_gradients(self, ys: Sequence[Tile], grads: _Tensors, wanted: _Tensors) -> list[Tensor | None]:
         pairs: list[tuple[Tensor, Tensor]] = []
         for y, g, layout in zip(ys, grads, self.out_layouts, strict=True):
             shape, box = self._slab_box(y, layout)
@@ -439,18 +435,12 @@ class _SlabJob:
         roots, seeds = zip(*pairs, strict=True)
         return list(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
 
-    def _gradient_of_statistic(
-        self,
-        at: int,
-        known: Sequence[SlabStatistic],
-        inputs: Sequence[Tensor],
-        operands: Sequence[Tensor],
-        grads: Sequence[Tensor],
-    ) -> list[Tensor]:
+    def _gradient_of_statistic(self, at: int, known: _Statistics, tensors: _Tensors, grads: _Tensors) -> list[Tensor]:
         """Return this rank's part; nothing before the statistic is differentiated."""
+        inputs, operands = self._parted(tensors)
         totals = [torch.zeros_like(v) for v in known[at].values]
         weights = self._as_leaves(operands, [False] * len(operands))
-        fine = [self._slab_layout(layout, self.widths[len(known)]) for layout in self.layouts]
+        fine = self._fine_layouts(len(known))
         for slab in range(self.slabs):
             leaves = [v.detach().requires_grad_() for v in known[at].values]
             statistics = [*known[:at], SlabStatistic(tuple(leaves), known[at].axes), *known[at + 1 :]]
@@ -462,22 +452,15 @@ class _SlabJob:
         return totals
 
     def _gradients_of_tensors(
-        self,
-        known: Sequence[SlabStatistic],
-        inputs: Sequence[Tensor],
-        operands: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        needs: Sequence[bool],
+        self, known: _Statistics, tensors: _Tensors, grads: _Tensors, needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        fine = [self._slab_layout(layout, self.widths[len(known)]) for layout in self.layouts]
-        weights = self._as_leaves(operands, needs[len(inputs) :])
-        totals = [
-            torch.zeros_like(x) if needed else None for x, needed in zip((*inputs, *operands), needs, strict=True)
-        ]
+        inputs, operands = self._parted(tensors)
+        fine, weights = self._fine_layouts(len(known)), self._as_leaves(operands, needs[len(inputs) :])
+        totals = [torch.zeros_like(x) if needed else None for x, needed in zip(tensors, needs, strict=True)]
         for slab in range(self.slabs):
-            taken = [
-                x.requires_grad_(needed) for x, needed in zip(self._take_slab(inputs, fine, slab), needs, strict=False)
-            ]
+            taken = self._take_slab(inputs, fine, slab)
+            for x, needed in zip(taken, needs, strict=False):
+                x.requires_grad_(needed)
             ys = self._run_slab(slab, fine, taken, weights, known, self._own_buffers())
             wanted = [x for x in (*taken, *weights) if x.requires_grad]
             of_slab = iter(self._slab_gradients(ys, grads, wanted))
@@ -498,7 +481,6 @@ class _SlabJob:
 
 
 def _with_width(cut: Cut, widths: _HaloWidths, rows: int) -> Cut:
-    """Return the cut with the halo that `widths` give in rows of an input with so many of them."""
     below, above, wraps = widths.get(cut.axes, (0, 0, False))
     below, above = (ceil_div(width * cut.size, rows) if width else 0 for width in (below, above))
     return cut.with_halo(below, above, wraps) if below or above else cut.bare()

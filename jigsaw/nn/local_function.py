@@ -207,7 +207,6 @@ class LocalFunction(nn.Module):
         return tuple(stencils)
 
     def _parameter_operands(self, as_operand: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return the function's parameters by `plain_operand`, so that each rank's gradient is its part."""
         operands: dict[str, Tensor] = {}
         for name, parameter in self.op.named_parameters() if isinstance(self.op, nn.Module) else ():
             if is_dtensor(parameter):
@@ -223,7 +222,6 @@ class LocalFunction(nn.Module):
     def _kept_rows(
         self, y: Tensor, to: StencilPlan, first: Tile, along: Sequence[DimStencil], sources: Sequence[Tensor]
     ) -> Tile:
-        """Return this rank's rows of a result, as a tile; its gradient reaches `sources`."""
         if y.ndim != first.ndim:
             raise ShardingError(
                 f"{_NAME}: {_name_of(self.op)} makes {y.ndim} dims of a Tile of {first.ndim}; keep them (keepdim=True) "

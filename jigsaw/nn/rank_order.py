@@ -99,11 +99,8 @@ def _rows_in_rank_order(group: CutGroup, layout: Layout) -> Tensor:
 
 
 def _global_rows(group: CutGroup, layout: Layout, coord: MeshCoordinate) -> Tensor:
-    """Return the global rows that a rank has, in the order in which it has them."""
     return take_owned_rows(torch.arange(size_of_cuts(group)), 0, group, layout, coord)
 
-
-# -- from one cut of a dim to another ---------------------------------------------------------------------------------
 
 PeerRows = tuple[tuple[int, Tensor], ...]
 

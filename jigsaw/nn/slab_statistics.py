@@ -183,7 +183,6 @@ class KeysPart:
 
 
 def _token_box(tile: Tile) -> tuple[Layout, Any]:
-    """Return the layout with whole tokens, and the box of it, a slice a cut, that a tile without halo has."""
     tokens = tile.ndim - 2
     layout = tile.layout.replace_dim(tokens, *(c.uncut() for c in tile.layout.dim(tokens)))
     return layout, box_slices(tile.layout.held(tile.coordinate), layout.held(tile.coordinate))

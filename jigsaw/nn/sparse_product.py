@@ -122,7 +122,6 @@ def _rows_with_entries(matrix: Tensor, group: CutGroup) -> tuple[Interval, ...]:
 
 
 def _places_in_group(columns: Tensor, group: CutGroup) -> list[Tensor]:
-    """Return where each column lies in each of the dims that were flattened."""
     places: list[Tensor] = []
     for cut in reversed(group):
         places.insert(0, columns % cut.size)

@@ -176,7 +176,6 @@ def cut_channels(model: nn.Module, mesh: DeviceMesh, axis: str) -> None:
 
 
 def _channel_counts(module: nn.Module) -> tuple[int, int] | None:
-    """Return (input, output) channels of a layer whose weights can be cut."""
     if type(module) is nn.Linear:
         return module.in_features, module.out_features
     if type(module) in (*_CONVOLUTIONS, *_TRANSPOSED) and module.groups == 1:
@@ -190,7 +189,6 @@ def _channel_counts(module: nn.Module) -> tuple[int, int] | None:
 def _column_row_pairs(
     layers: Sequence[nn.Module], able: Sequence[nn.Module], ranks: int
 ) -> Generator[tuple[nn.Module, nn.Module]]:
-    """Iterate over pairs of layers that can be column and row."""
     first: nn.Module | None = None
     for layer in layers:
         known = _channel_counts(layer) if layer in able and type(layer) is not nn.MultiheadAttention else None

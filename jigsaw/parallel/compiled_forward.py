@@ -133,7 +133,6 @@ class CompiledForward:
         return self.__dict__ | {"_graphs": {}, "_weights": None, "_held": HeldTensors(())}
 
     def call_plain(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass as it is, without a graph."""
         if self._theirs is not None:
             return self._theirs(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
@@ -171,7 +170,6 @@ class CompiledForward:
 
     @property
     def held(self) -> HeldTensors:
-        """Tensors that modules keep as plain attributes."""
         return self._held
 
 
@@ -185,7 +183,6 @@ class StoredAs:
     cut: tuple[DeviceMesh, tuple[Any, ...], torch.Size, tuple[int, ...]] | None  # of a DTensor
 
     def in_graph(self, x: Tensor) -> Tensor:
-        """Return `x`, the local part of a cut one, in the form that the module is to see."""
         leaf = _as_leaf(x, self.averaged)
         if self.cut is None:
             return leaf
@@ -221,7 +218,6 @@ class ModuleWeights:
         return [held[name] for held, name in self._places]
 
     def state(self, tensors: Sequence[Tensor]) -> tuple[tuple[StoredAs, ...], tuple[bool, ...]]:
-        """Return what is known of the tensors without their values, and which modules are in training."""
         return tuple(map(_stored_as, tensors)), tuple(m.training for m in self.modules)
 
 

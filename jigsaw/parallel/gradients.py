@@ -266,7 +266,6 @@ class GradientBucket:
         return blocks
 
     def _lend_gradient(self, parameter: nn.Parameter, wide: torch.dtype) -> Tensor:
-        """Return the gradient as it travels: its own memory, where possible."""
         flat = _flat_gradient(parameter).to(wide)
         grad = parameter.grad
         if grad is None or grad.requires_grad:  # zeros that no rank owns, or a gradient with a second derivative
@@ -316,7 +315,6 @@ class GradientBucket:
 
 
 def _flat_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return the local part of the gradient, cut as its parameter, or zeros."""
     grad = parameter.grad
     if grad is None:
         return torch.zeros_like(local_part(parameter)).reshape(-1)

@@ -176,7 +176,6 @@ def reducer_of(model: nn.Module) -> GradientReducer | None:
 
 
 def _compare_now_and_then(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Module, Any], None]:
-    """Compare the parameters before the first forward pass and every so many after it."""
     passes = count()
 
     def hook(module: nn.Module, args: Any) -> None:

@@ -107,7 +107,6 @@ def sharding_units(model: nn.Module, least_bytes: int) -> list[nn.Module]:
 
 
 def _parameter_uses(model: nn.Module) -> Counter[nn.Parameter]:
-    """Return how many modules in `model` hold each parameter."""
     return Counter(p for module in model.modules() for p in module.parameters(recurse=False))
 
 

@@ -41,7 +41,6 @@ class TileOnPaper:
 
     @property
     def sent_layout(self) -> Layout:
-        """Layout as it travels, without halos."""
         return self.layout.without_halo()
 
 
@@ -78,7 +77,6 @@ class WatchedPass:
         self._serial, self._thread = object(), get_ident()
 
     def see(self, tile: Tile) -> None:
-        """Give a number to a tile that is made between modules, except in other threads, such as a loader's."""
         if get_ident() == self._thread:
             self.number(tile)
 
@@ -96,11 +94,9 @@ class WatchedPass:
         """Note that a tile has this number."""
 
     def answer(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the result of a call of a whole module."""
         raise NotImplementedError
 
     def call_inside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the result of a whole module, its tiles numbered; tiles that it made within are not."""
         number = self.calls - 1
         self.is_inside = True
         table.see_new_tile = None

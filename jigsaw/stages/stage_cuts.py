@@ -179,9 +179,6 @@ def _least_largest_cuts(sizes: Sequence[int], parts: int) -> list[int]:
     return cuts[::-1]
 
 
-# -- on the ranks of a stage ------------------------------------------------------------------------------------------
-
-
 def mesh_of_stage(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """Return the mesh of the ranks that have one stage together."""
     names = tuple(name for name, _ in axes_of_mesh(mesh) if name != axis)

@@ -127,7 +127,6 @@ class PaperModel:
             ) from error
 
     def plan(self, inputs: ModelInputs, training: Mapping[str, bool]) -> PipelinePlan:
-        """Plan what travels for a microbatch of these inputs (tiles on paper)."""
         for name, module in self.model.named_modules():
             module.training = training[name]
         as_tiles = frozenset[PlainOrigin]()
@@ -358,7 +357,6 @@ class _PlainTensorWatch(TorchDispatchMode):
         return out
 
     def mark_of(self, x: Tensor, func: Any) -> _PlainMark:
-        """Return what is known of a plain tensor that `func` takes."""
         run = self._run
         name = run.paper.names.get(id(x))
         if name is not None:

@@ -145,7 +145,6 @@ class StagePass(WatchedPass):
                 held[key] = x
 
     def outgoing(self) -> tuple[Tensor, ...]:
-        """Return the tensors for the next stage."""
         tiles = [self.kept[number] for number in self._sent]
         for tile in tiles:
             tile.check_no_history()  # a result of a custom Function

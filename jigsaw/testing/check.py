@@ -68,7 +68,6 @@ def facts_of_node(store: str | None) -> NodeFacts:
 
 
 def _seen_of_store(path: str) -> str:
-    """Return the arrays of a store and their sizes, or why it cannot be opened."""
     try:
         arrays = open_store(path).arrays
     except (ReadError, OSError) as e:
@@ -136,7 +135,6 @@ def _await_keys(store: dist.Store, keys: list[str], limit: timedelta) -> bool:
 
 
 def _facts_of_all(store: dist.Store, ranks: int, limit: timedelta) -> tuple[list[NodeFacts], list[int]]:
-    """Return the facts of each process, and the ranks that wrote none."""
     keys = [f"facts/{rank}" for rank in range(ranks)]
     if not _await_keys(store, keys, limit):
         return [], [rank for rank, key in enumerate(keys) if not store.check([key])]
@@ -144,7 +142,6 @@ def _facts_of_all(store: dist.Store, ranks: int, limit: timedelta) -> tuple[list
 
 
 def _differences(facts_by_rank: list[NodeFacts]) -> list[str]:
-    """Return what differs between processes and should not, and stores that no one can open."""
     wrong: list[str] = []
     for name in _COMPARED:
         places: dict[str, list[int]] = {}
@@ -201,7 +198,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report_nodes(place: JobPlace, store: str | None, seconds: float) -> int:
-    """Print what is wrong with the nodes; rank 0 also prints when nothing is."""
     facts = facts_of_node(store)
     wrong = check_nodes(place, facts, seconds)
     own = ", ".join(f"{name} {value}" for name, value in facts.items())

@@ -163,7 +163,6 @@ def _run_whole(case: OracleCase) -> OracleResult:
 def _rank_differences(
     case: OracleCase, expected: OracleResult, axes: dict[str, int], rtol: float, atol: float
 ) -> list[str]:
-    """Run one rank's side on tiles, gather what is compared, and return what differs, in words."""
     mesh = world_mesh(**axes)
     model = case.model if case.build is None else case.build(case.model, mesh)
     wholes, tiles = _cut_inputs(case, mesh)
@@ -414,7 +413,6 @@ def _adjoint_products(
     dtype: torch.dtype,
     cut: dict[str, Any],
 ) -> tuple[float, float, float, float]:
-    """Return this rank's share of <F x, y>, <x, F* y>, |F x|² and |y|²."""
     mesh = world_mesh(**axes)
     x = shard(torch.randn(shape, dtype=dtype), mesh, spec, **cut)
     x.local.requires_grad_()

@@ -92,7 +92,6 @@ class _Replay:
                 self._open[rank, post.number] = list(post.messages)
 
     def advance(self) -> bool:
-        """Run what can run now; say whether there was anything."""
         moved = [self._go_on(rank, program) for (rank, _), program in self._programs.items()]
         ran = [self._run_next(queues) for queues in self._queues.values()]
         return any(moved) or any(ran)
@@ -109,7 +108,6 @@ class _Replay:
         return len(program) < before
 
     def _run_next(self, queues: Mapping[int, deque[Post]]) -> bool:
-        """Run what is next on all ranks of one communicator that it concerns."""
         heads = {rank: queue[0] for rank, queue in queues.items() if queue and (rank, queue[0].number) in self._reached}
         ended: set[int] = set()
         for rank, post in heads.items():
@@ -158,7 +156,6 @@ class _Replay:
             self._open[rank, post.number].remove(message)
 
     def check_end(self) -> None:
-        """Raise `PostOrderError` where something has not ended."""
         stuck = [
             f"rank {rank}: {queue[0]}"
             for queues in self._queues.values()

@@ -112,7 +112,6 @@ class RankWorld:
 
     @property
     def alive(self) -> bool:
-        """True where every rank can take a job."""
         return bool(self._processes) and all(p.is_alive() for p in self._processes)
 
     @property
@@ -129,7 +128,6 @@ class RankWorld:
         return [p.pid or 0 for p in self._processes]
 
     def run(self, body: RankBody, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> list[Any]:
-        """Run one body on every rank; return what each returned, in rank order."""
         __tracebackhide__ = True
         job = RankJob(body, _pickled_arguments(body, args, kwargs), tuple(sys.path))
         message = pickle.dumps(job)
@@ -155,7 +153,6 @@ class RankWorld:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _gather(self, name: str, timeout: float) -> list[RankReport]:
-        """Return one report of each rank; kill the world and raise when one fails, dies or is late."""
         __tracebackhide__ = True
         reports: dict[int, RankReport] = {}
         failures: dict[int, RankFailure] = {}
@@ -184,7 +181,6 @@ class RankWorld:
         return [s for r in ranks for s in (self._connections[r], self._processes[r].sentinel)]
 
     def _hear(self, rank: int) -> RankReport:
-        """Return the report of a ready rank, or how it died."""
         try:
             if self._connections[rank].poll():
                 return pickle.loads(self._connections[rank].recv_bytes())
@@ -234,7 +230,6 @@ def _process_context() -> ForkServerContext | SpawnContext:
 
 
 def _live_world(size: int, backend: str | None = None) -> RankWorld:
-    """Return the live world of that size, started when there is none."""
     key = size, backend or os.environ.get(BACKEND_VARIABLE, "gloo")
     if size < 1:
         raise ValueError(f"on_ranks({size}): a world has at least 1 rank")

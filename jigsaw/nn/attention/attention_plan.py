@@ -95,9 +95,6 @@ def _with_longer_heads(layout: Layout | None, times: int) -> Layout | None:
     return layout.replace_dim(layout.ndim - 3, *group, longer)
 
 
-# -- where axes cut queries and keys both -----------------------------------------------------------------------------
-
-
 def _cuts_around_ring(layouts: GivenLayouts, plan: LabelCuts) -> LabelCuts | None:
     of_queries, sizes = axes_of_cuts(plan.cuts[QUERY_LABEL]), dict(plan.work.axes)
     token_cuts = [bare_cuts(layout.dim(layout.ndim - 2)) for layout in layouts[1:] if layout is not None]

@@ -354,8 +354,6 @@ def _check_said(way: AttentionWay, costs: dict[AttentionWay, WayCost], sizes: At
     )
 
 
-# -- what a user says -------------------------------------------------------------------------------------------------
-
 # a value of the process, not of a thread, because autograd runs a checkpointed layer again in its own threads
 _said: list[AttentionWay | None] = [None]
 

@@ -28,7 +28,6 @@ class BlockRows:
     kept: Tensor | None = None  # the factor of each weight, where some are dropped
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return q k^T, masked."""
         scores = torch.matmul(q, k.mT)
         if self.mask is not None and self.mask.dtype != torch.bool:
             scores = scores.add_(self.mask)
@@ -38,11 +37,9 @@ class BlockRows:
 
     @property
     def is_causal(self) -> bool:
-        """True where torch's own flag says which scores are hidden."""
         return self.is_triangle and self.mask is None
 
     def added(self, like: Tensor) -> Tensor | None:
-        """Return what is added to the scores, in four dims, in the dtype of `like`."""
         if self.is_causal or (self.mask is None and self.places is None):
             return None
         added = like.new_zeros(self.rows.stop - self.rows.start, len(self.at))
@@ -113,9 +110,6 @@ def block_gradients(
     return BlockGradients(
         torch.matmul(by_scores, k), torch.matmul(by_scores.mT, q), torch.matmul(kept.mT, grad), by_scores
     )
-
-
-# -- torch's fused kernel ---------------------------------------------------------------------------------------------
 
 
 def _in_four_dims(x: Tensor, batch: torch.Size) -> Tensor:

@@ -63,7 +63,6 @@ def project_heads_in(
 
 
 def _project_one_of_three(x: Tile, i: int, weight: StoredWeight, bias: StoredWeight | None, packed: CutGroup) -> Tile:
-    """Return row block `i` of three of the projection."""
     if not weight_layout(weight, x).is_cut(0):
         embed = packed[1].size
         part_of_bias = None if bias is None else bias[i * embed : (i + 1) * embed]

@@ -37,7 +37,6 @@ def _masks_of_scores(mask: Any, padding: Any, heads: int) -> list[Any]:
 
 
 def _with_more_tokens(q: Any, k: Any, v: Any, bias_k: Any, bias_v: Any, zeros: bool) -> tuple[Any, Any, Any]:
-    """Return projected keys and values [S, batch, E] with a learned token behind them, and one of zeros."""
     rows: list[tuple[Any, Any]] = [] if bias_k is None else [(as_whole_tile(bias_k, k), as_whole_tile(bias_v, v))]
     if zeros:
         nothing = torch.zeros(1, 1, k.shape[-1], dtype=k.dtype, device=k.device)

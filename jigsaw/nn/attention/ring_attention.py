@@ -95,14 +95,12 @@ class _RingPass:
         self.key_shape, self.value_shape = k.shape, v.shape
 
     def unpack(self, packed: Tensor, member: int) -> tuple[Tensor, Tensor]:
-        """Unpack the keys and values (or their gradients) of a member from one message."""
         rows = self.ring.rows(member)
         shapes = [(*shape[:-2], rows, shape[-1]) for shape in (self.key_shape, self.value_shape)]
         keys, values = packed.split([math.prod(shape) for shape in shapes])
         return keys.view(shapes[0]), values.view(shapes[1])
 
     def size_of(self, member: int) -> int:
-        """Return the number of elements in a message of a member's keys and values."""
         return self.ring.rows(member) * sum(
             math.prod((*shape[:-2], shape[-1])) for shape in (self.key_shape, self.value_shape)
         )
@@ -144,7 +142,6 @@ class _RingPass:
     def _some_rows(
         self, q: Tensor, keys: int, mask: Tensor | None, queries: Interval
     ) -> Iterator[tuple[slice, Tensor | None]]:
-        """Iterate over rows of queries whose scores with so many keys fit, and, if causal, their places."""
         start, order = 0, self.options.query_places
         batch = q.shape[:-2] if not self.is_fused else () if mask is None else mask.shape[:-2]
         step = max(1, SCORE_BYTES // max(1, math.prod(batch) * keys * q.itemsize))
@@ -158,7 +155,6 @@ class _RingPass:
             start = end
 
     def _kept(self, rows: slice, at: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the factor of the weights where some are dropped."""
         p, index = self.options.dropout, self.options.places_of_weights
         if index is None:
             return None
@@ -167,7 +163,6 @@ class _RingPass:
 
 
 def _seen_columns(places: Tensor, order: Tensor | None) -> Iterator[tuple[slice, bool]]:
-    """Iterate over keys at rising places: those that all queries see, and those that the order hides from some."""
     low = high = len(places)
     if order is not None:
         low, high = int((places < order.min()).sum()), int((places <= order.max()).sum())

@@ -58,7 +58,6 @@ class KeyRing:
         return take_owned_rows(torch.arange(size_of_cuts(self.keys)), 0, self.keys, self.layout, self.places[member])
 
     def pass_on(self, mesh: DeviceMesh, sent: Tensor, taken: Tensor) -> comm.PendingWork:
-        """Start one step: give a block to the next rank and take one from the rank before."""
         after, before = (self.layout.index(self.places[(self.me + d) % self.size]) for d in (1, -1))
         return comm.swap_messages(mesh, [(after, sent)], [(before, taken)], "ring attention")
 
@@ -85,7 +84,6 @@ class LastRowSwap:
     taken: int
 
     def back(self) -> LastRowSwap:
-        """Return the swap that undoes it, which is its adjoint, because rows only change ranks."""
         return LastRowSwap(self.mesh, self.peer, self.taken, self.sent)
 
 

@@ -235,7 +235,6 @@ def explain_attention(
 
 
 def _attend_to_gathered(operands: Sequence[Any], call: AttentionCall, plan: AttentionPlan) -> Tile:
-    """Attend to keys that are brought whole, or that stay where axes cut them alone."""
     query, key, value = operands
     like = next(tiles_in(tuple(operands)))
     if plan.keys_alone or call.dropout:
@@ -261,7 +260,6 @@ def _attend_to_gathered(operands: Sequence[Any], call: AttentionCall, plan: Atte
 
 
 def _attend_over_slabs(operands: Sequence[Any], call: AttentionCall, shared_by: int) -> Tile:
-    """Attend from a slab's queries to the keys of all slabs (`jigsaw.nn.chunked`)."""
     query, key, value = operands
     alike = all(isinstance(x, Tile) and x.layout.dims()[:-2] == query.layout.dims()[:-2] for x in operands)
     if not alike or call.dropout or any(not x.layout.complete_dims[-1] for x in operands):
@@ -283,7 +281,6 @@ def _attend_over_slabs(operands: Sequence[Any], call: AttentionCall, shared_by: 
 
 
 def _attend_around_ring(operands: Sequence[Any], call: AttentionCall, plan: AttentionPlan) -> Tile:
-    """Attend to keys that pass by in blocks; they pass by again in the backward pass."""
     assert plan.around is not None
     like, around, shared_by = next(tiles_in(tuple(operands))), plan.around, plan.shared_by
     q, k, v = [
@@ -335,7 +332,6 @@ def _attend_by_heads(operands: Sequence[Any], call: AttentionCall, plan: Attenti
 
 
 def _attend_both_ways(operands: Sequence[Any], call: AttentionCall, plan: AttentionPlan, split: RankSplit) -> Tile:
-    """Attend by heads among neighbors, and around a ring of the ranks that have the same heads of other tokens."""
     axes = SplitAxes.of(split, moving_cuts(plan), plan.out.axes)
     mesh = next(tiles_in(tuple(operands))).mesh
     parted = [axes.tile(x) if isinstance(x, Tile) else x for x in operands]
@@ -351,7 +347,6 @@ def _exchanged_heads(x: Tile, layout: Layout) -> Tile:
 
 
 def _check_head_counts(query: Any, key: Any, value: Any) -> int:
-    """Return how many heads of queries share one head of keys."""
     of_query, *of_others = (x.shape[-3] if x.ndim > 2 else 1 for x in (query, key, value))
     if of_others[0] != of_others[1] or not of_others[0] or of_query % of_others[0]:
         raise RuntimeError(

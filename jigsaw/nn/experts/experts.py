@@ -294,7 +294,6 @@ class MoE(nn.Module):
         return math.prod(tokens.shape[:-1]) * self.top_k
 
     def _kept_choices(self, chosen: Tensor, tokens: Tile) -> Tensor:
-        """Say of each choice [tokens, top_k] whether it is followed, or dropped."""
         if self.capacity_factor is None:
             return torch.ones_like(chosen, dtype=torch.bool)
         choices = self._choices(tokens)
@@ -347,7 +346,6 @@ def _gated_network(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
 
 
 def _run_experts(rows: Tensor, counts: Sequence[int], w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    """Run each expert on its rows, which lie one expert's after the other's."""
     if not counts:
         # no expert lies here and no row came, but the result belongs to the graph as on the other ranks, which wait for
         # this one in the backward pass

@@ -131,8 +131,6 @@ def _absolute_error(input: Any, target: Any) -> Any:
 
 
 def _unreduced_loss(function: Callable[..., Tensor]) -> Callable[..., Tile]:
-    """Return the unreduced torch loss, which runs on the rows that both tiles hold."""
-
     def run(input: LossValues, target: LossValues, **options: Any) -> Tile:
         tiles = [t for t in (input, target) if isinstance(t, Tile)]
         layout, locals_ = align_tiles(tiles)
@@ -224,7 +222,6 @@ def _loss_with_indices(
     dim: int,
     are_logits: bool = True,
 ) -> Any:
-    """Return the loss of log probabilities; over cut classes, of the logits themselves where `are_logits`."""
     if not _lies_alike(log_p, target, dim):
         log_p, target = _brought_beside(log_p, target, dim)
     if log_p.layout.is_cut(dim):
@@ -242,14 +239,12 @@ def _loss_with_indices(
 
 
 def _lies_alike(log_p: Tile, target: LossValues, dim: int) -> bool:
-    """Say whether the target is a tile that lies as the input without its classes does, no row twice."""
     layout = log_p.layout
     is_tile = type(target) is Tile and target.mesh is log_p.mesh
     return is_tile and not layout.has_halo and target.layout is layout.drop((dim,))
 
 
 def _brought_beside(log_p: Tile, target: LossValues, dim: int) -> tuple[Tile, Tile]:
-    """Return the owned rows of the input, and the target's rows at the same positions."""
     rows = log_p
     if isinstance(target, Tile) and target.ndim == rows.ndim - 1:
         places = list(range(rows.ndim))

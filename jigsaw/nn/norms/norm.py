@@ -76,7 +76,6 @@ def _norm_operand(value: Tensor | None, shape: Sequence[int], input: Tile) -> Te
 def _standardize_and_scale(
     input: Tile, dims: Sequence[int], eps: float, weight: Any, bias: Any, shape: Sequence[int]
 ) -> tuple[Tile, Tensor, Tensor]:
-    """Return (y, mean, sum of squared deviations), y in the dtype of the input."""
     wide = _widened_tile(input)
     if isinstance(weight, Tile) or isinstance(bias, Tile):
         y, mean, squares = standardize_tile(wide, dims, eps)
@@ -191,7 +190,6 @@ def instance_norm(
 
 
 def _statistic_tile(value: Tensor, input: Tile, dims: Sequence[int]) -> Tile:
-    """Return a statistic over `dims`, of size 1 there, as a tile; its other dims are cut as the input's."""
     layout = input.layout.drop(dims, keepdim=True)
     return Tile(value.detach(), layout, input.mesh).owned()
 
@@ -204,7 +202,6 @@ def _by_running(
     bias: StoredWeight | None,
     eps: float,
 ) -> Tile:
-    """Return y = (x - running mean) / sqrt(running var + eps) * weight + bias, each of one value a channel."""
     shape = (input.shape[1], *(1,) * (input.ndim - 2))
     wide = _widened_tile(input)
     centered = wide - cast(Tensor, running_mean).to(wide.dtype).reshape(shape)
@@ -289,9 +286,6 @@ def _local_response_norm(input: Tile, size: int, alpha: float = 1e-4, beta: floa
     means = pool(squares, (size, *(1,) * space), 1).squeeze(1)
     # the pool's cuts follow its windows' centers
     return input / (means.with_layout(input.layout.without_halo()) * alpha + k) ** beta
-
-
-# -- modules ----------------------------------------------------------------------------------------------------------
 
 
 class _CutNorm(nn.Module):

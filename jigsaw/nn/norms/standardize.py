@@ -155,7 +155,6 @@ class _NormOptions:
 def _standardize_composed(
     x: Tile, dims: tuple[int, ...], eps: float, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the same from differentiable pieces, for halo rows along `dims`."""
     mean, squares = global_moments(owned_along(x, dims), dims)
     return (_apply_statistics(x.local, mean, squares, weight, bias, _NormOptions.of(x, dims, eps)), mean, squares)
 
@@ -262,7 +261,6 @@ def _gradients_by_images(
 def _differentiable_gradients(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, options: _NormOptions, grad: Tensor, needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients as functions that can be differentiated again."""
     mesh, axes, dims = options.mesh, options.axes, options.dims
     mean = comm.sum_parts(x.sum(dims, keepdim=True), mesh, axes) / options.count
     squares = comm.sum_parts((x - comm.use_in_parts(mean, mesh, axes)).square().sum(dims, keepdim=True), mesh, axes)

@@ -120,7 +120,6 @@ def _possible_roles(x: Layout, stored: Layout) -> list[str]:
 
 
 def _contraction_in_role(role: str, x: Layout, stored: Layout, wanted: CutGroup | None) -> LinearContraction:
-    """Return the contraction whose axes along K play `role`."""
     inner, rows_of_x = x.dim(x.ndim - 1), _leading_axes(x)
     m = cut_in_rank_order(x, range(x.ndim - 1), rows_of_x)
     of_n, of_k = (_weight_block_cut(stored, d, rows_of_x) for d in (0, 1))
@@ -168,7 +167,6 @@ def _staying_axes_and_moves(x: Layout, stored: Layout, dim: int) -> tuple[set[st
 
 
 def _check_flattened_order(stored: Layout, dim: int, group: CutGroup) -> None:
-    """Check that a cut dim of W which meets a dim of x or y of several cuts has the same ones."""
     cuts = stored.dim(dim)
     are_both_cut = stored.is_cut(dim) and any(c.is_cut for c in group)
     if are_both_cut and max(len(cuts), len(group)) > 1 and not have_same_rows(cuts, group):
@@ -193,7 +191,6 @@ def _weight_block_cut(stored: Layout, dim: int, moving: Sequence[str]) -> Cut:
 
 
 def _cut_at_rest(dim: int, moving: Sequence[str], block: Cut, stored: Layout) -> Cut:
-    """Return how a dim of W is cut at rest: as its block, or finer where W travels."""
     cut = as_one_cut(stored.dim(dim), stored)
     return cut if set(cut.axes) & set(moving) else block
 

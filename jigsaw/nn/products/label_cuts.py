@@ -136,7 +136,6 @@ def _label_sizes(name: str, shapes: Sequence[Sequence[int]], labels: Sequence[Di
 
 
 def _elements_moved(axis: str, by: str, layouts: Sequence[Layout | None], labels: Sequence[DimLabels]) -> float:
-    """Estimate how many elements move, for all ranks, where `axis` is to cut the label `by`."""
     moved = 0.0
     for layout, operand in zip(layouts, labels, strict=True):
         cut = [] if layout is None else [label for d, label in enumerate(operand) if axis in layout.dim_axes(d)]
@@ -152,9 +151,6 @@ def _cuts_along(
     """Return the cuts of a label by the axes that it keeps: as in the first of the operands that most of them cut."""
     thinned = [tuple(cut_by_some_axes(c, kept, dict(axes)) for c in group) for group in groups]
     return max(thinned, key=lambda group: len(axes_of_cuts(group)), default=(whole_dim(size),))
-
-
-# -- an operand that moves --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -183,7 +179,6 @@ def _bring_tile(x: Tile, move: _OperandMove) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _plan_operand_move(cuts: LabelCuts, layout: Layout, labels: tuple[str, ...]) -> _OperandMove:
-    """Plan how a tile of `layout` gets to where a product that is cut as `cuts` needs it."""
     wanted, work = cuts.wanted_cuts(layout.shape, labels), cuts.work
     sources: list[CutGroup] = []
     targets: list[CutGroup] = []

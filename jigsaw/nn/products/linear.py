@@ -99,7 +99,6 @@ def linear_onto_cuts(
 
 
 def _bring_contracted_dim_together(input: Tile, weight: Tile) -> list[Tile]:
-    """Return x and a W that is a tile, with the dim that they share at the same points where the same axes cut it."""
     of_input, other = input.layout.dim(input.ndim - 1), weight.layout.dim(1)
     if [(c.size, c.axes) for c in of_input] != [(c.size, c.axes) for c in other]:
         return [input, weight]
@@ -193,7 +192,6 @@ def layout_before_gather(layout: Layout, axes: Sequence[str], last: CutGroup) ->
 
 
 def _linear_of_plain(input: Tensor, weight: StoredWeight, bias: StoredWeight | None) -> Tile:
-    """Run a linear of a whole input and a weight that is a tile: the input multiplies the weight."""
     if not isinstance(weight, Tile) or input.ndim != 2:
         tile = next(t for t in (weight, bias) if isinstance(t, Tile))
         raise refusal_error(

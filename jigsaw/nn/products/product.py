@@ -228,7 +228,6 @@ def _multiply_between(tensors: Sequence[Any], sizes: tuple[int, ...], start: int
 
 @lru_cache(maxsize=1024)
 def _cheapest_split(sizes: tuple[int, ...], start: int, stop: int) -> tuple[int, int]:
-    """Return the fewest multiplications for the matrices from `start` to `stop`, and where the last one splits them."""
     if stop - start == 1:
         return 0, start
     costs = [
@@ -260,7 +259,6 @@ def einsum(equation: str, *operands: Any) -> Any:
 
 @lru_cache(maxsize=1024)
 def _read_equation(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Return the labels of the dims of each operand, and of the result."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if len(terms) != len(ndims):
@@ -290,7 +288,6 @@ def _without_repeats(labels: Sequence[str], x: Any) -> tuple[list[str], Any]:
 
 
 def _expand_term(term: str, ndim: int) -> list[str]:
-    """Return the labels of an operand's dims; those under the dots are numbered from the right."""
     count = ndim - len(term.replace("...", ""))
     if count < 0 or (count and "..." not in term):
         raise RuntimeError(f"einsum term {term!r} does not fit an operand of {ndim} dims")

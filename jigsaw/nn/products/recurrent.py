@@ -109,9 +109,6 @@ for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
     _answer_recurrence(_function)
 
 
-# -- cells ------------------------------------------------------------------------------------------------------------
-
-
 @implements_torch(torch.lstm_cell, either=("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh"))
 def _lstm_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> tuple[Any, Any]:
     hidden, cell = hx

@@ -73,7 +73,6 @@ def _gauss_points(rows: int) -> tuple[Reals, Reals]:
 
 
 def _lobatto_points(rows: int) -> tuple[Reals, Reals]:
-    """Return the poles, and the extrema of a Legendre polynomial between them."""
     n = rows - 1
     x = np.cos(np.linspace(0, np.pi, rows))
     for _ in range(20):

@@ -51,7 +51,6 @@ class SpherePlan:
     home: tuple[Cut, Cut]
 
     def source(self, layout: Layout, lat: int) -> Layout:
-        """Return the layout of an input: on every rank the rows that it needs, and whole circles."""
         size = layout.shape[lat]
         held = stretched_cut(self.made, size).holding(self.needs)
         return layout.replace_dim(lat + 1, whole_dim(layout.shape[lat + 1])).replace_dim(lat, held)

@@ -90,7 +90,6 @@ def _max_of_windows(x: Tensor, dim: int, spans: Sequence[tuple[int, int]]) -> Te
 
 
 def _max_of_all_rows(x: Tile, dim: int) -> Tile:
-    """Return one row, the largest.  *Sends*: each rank's largest to the others along the axes that cut the dim."""
     if x.local.shape[dim]:
         local = x.local.max(dim, keepdim=True).values
     else:

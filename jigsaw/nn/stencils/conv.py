@@ -116,7 +116,6 @@ def _pointwise_geometry(dims: int, like: ConvGeometry) -> ConvGeometry:
 
 
 def _convolve_cut_channels(input: Tile, weight: Tensor, bias: Tensor | None, plan: ConvPlan, ways: ChannelPlan) -> Tile:
-    """Run `convolve` where the input's channels or the weight's output channels are cut."""
     conv, out = plan.conv, plan.out
     w, b, groups = channel_weight(ways, input, weight, bias, out, conv.groups, conv.transposed)
     conv = replace(conv, groups=groups)
@@ -172,7 +171,6 @@ def _convolve_local(input: Tile, weight: Tensor, bias: Tensor | None, plan: Conv
 def _convolve_gathered(
     plan: ConvPlan, layout: Layout, mesh: DeviceMesh, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Convolve the rows that one exchange has assembled, padding included."""
     spread = _convolve_transposed if plan.conv.transposed else _convolve_padded_rows
     return spread(gather_input_rows(Tile(x, layout, mesh), plan.to), weight, bias, plan)
 
@@ -217,7 +215,6 @@ def _torch_convolution(
 
 
 def _convolve_padded_rows(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvPlan) -> Tensor:
-    """Convolve rows that include their padding; the op pads only the dims that nothing cuts."""
     conv, gathered = plan.conv, {dim - 2 for dim, _, _ in plan.to.derived}
     padding = [0 if i in gathered else low for i, (low, _) in enumerate(conv.padding)]
     return _torch_convolution(x, weight, bias, conv, padding, conv.output_padding)

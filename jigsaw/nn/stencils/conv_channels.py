@@ -41,7 +41,6 @@ class ChannelPlan:
     taken: Cut | None = None
 
     def input(self, layout: Layout) -> Layout:
-        """Return the layout of what every rank needs of an input whose channels are cut."""
         cut = layout.dim(1)[0]
         return layout if self.row or not cut.is_cut else layout.replace_dim(1, cut.holding(self.needs))
 
@@ -81,7 +80,6 @@ def plan_channels(
 
 
 def _made_channels(stored: Layout, groups: int, transposed: bool, shape: Sequence[int]) -> Cut:
-    """Return the cut of the output channels that the weight gives."""
     along = 1 if transposed and groups == 1 else 0
     wrong = [d for d in stored.cut_dims if d != along]
     if wrong or (stored.cut_dims and transposed and groups > 1):
@@ -123,9 +121,6 @@ def _output_channels(cut: Cut, channels: Cut, groups: int, smaller_output: bool)
     else:
         needs = [(p // outside * inside, q // outside * inside) for p, q in pieces]
     return ChannelPlan(out, tuple(needs), row)
-
-
-# -- this rank's operands ---------------------------------------------------------------------------------------------
 
 
 def channel_weight(

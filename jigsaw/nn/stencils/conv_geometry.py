@@ -90,9 +90,6 @@ def plan_of_whole_channels(
     return ConvPlan(conv, along, to, out, padding if at_hand else None)
 
 
-# -- torch's arguments ------------------------------------------------------------------------------------------------
-
-
 def _padding_per_dim(
     padding: str | ConvSize, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:

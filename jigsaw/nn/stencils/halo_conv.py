@@ -178,8 +178,6 @@ def _halo_strip(
     own_splits: dict[int, DimSplit],
     coord: MeshCoordinate,
 ) -> HaloStrip | None:
-    """Return the slab below or above along the `at`-th of the dims; None where no rank has any."""
-
     def strip(s: DimSplit) -> StripRows:
         return s.high if high else s.low
 
@@ -237,7 +235,6 @@ class HaloConvolution:
 def _convolve_with_strips(
     x: Tensor, weight: Tensor, bias: Tensor | None, op: HaloConvolution
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the op's output, and the padded strips, which the gradients need again."""
     halo = op.halo
     # started first, so that strips travel while the rows at hand, by far the most, are convolved
     strips = AsyncExchange(x, op.layout, [s.target for s in halo.slabs], op.mesh)

@@ -59,7 +59,6 @@ class ResampledDim(FrozenValue):
 
     @property
     def pace(self) -> float:
-        """The number of input rows that an output row advances."""
         if self.align_corners:
             return (self.n - 1) / (self.m - 1) if self.m > 1 else 0.0
         return self.n / self.m if self.scale is None else 1 / self.scale
@@ -260,7 +259,6 @@ def _plan_resampling(
 
 
 def _resample_local(x: Tensor, to: ResamplingPlan) -> Tensor:
-    """Interpolate the gathered rows: by the plain op where that is exact, then row by row."""
     memory_format = memory_format_of(x) if to.by_row else None
     if to.sizes is not None:
         x = _interpolate_plain(x, to.sizes, to.how, [d for d, *_ in to.by_row])

@@ -63,7 +63,6 @@ def pad(input: Tile, pad: Sequence[int], mode: str = "constant", value: float | 
 
 
 def _pads_by_dim(input: Tile, pad: Sequence[int]) -> PadsByDim:
-    """Return the pads of every dim that has any, last dim first, as torch lists them."""
     if len(pad) % 2 or len(pad) // 2 > input.ndim:
         raise ShardingError(
             f"pad={tuple(pad)} must have two entries a dim, for at most the {input.ndim} dims of {tuple(input.shape)}"

@@ -34,7 +34,6 @@ def _stencils_of_space(h: int, w: int, rule: StencilRule) -> tuple[DimStencil, .
 
 
 def _shuffle_input(input: Tile, rule: StencilRule, channels: int, name: str) -> tuple[Tile, Layout]:
-    """Return the rows that this rank needs, and the layout of the result."""
     c, h, w = range(input.ndim - 3, input.ndim)
     if input.layout.has_halo:
         input = input.with_layout(

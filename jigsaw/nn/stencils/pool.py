@@ -79,7 +79,6 @@ def _pool_stencils(first: int, windows: tuple[StencilWindow, ...]) -> tuple[DimS
 
 @lru_cache(maxsize=4096)
 def _own_padding(layout: Layout, windows: tuple[StencilWindow, ...]) -> tuple[int, ...]:
-    """Return the padding that is left to the op: that of the dims that nothing cuts."""
     first = layout.ndim - len(windows)
     return tuple(0 if is_cut_or_haloed(layout, first + i) else w.below for i, w in enumerate(windows))
 
@@ -256,7 +255,6 @@ def adaptive_avg_pool(input: Tile, dims: int, output_size: OutputSize) -> Tile:
 
 
 def _adaptive_uncut(x: Tile, dims: int, first: int, wanted: Sequence[int]) -> Tile:
-    """Pool the dims that nothing cuts by the plain op; the others have their size already."""
     shape = x.layout.local_shape(x.coordinate)
     local_sizes = [shape[first + i] if is_cut_or_haloed(x.layout, first + i) else wanted[i] for i in range(dims)]
     layout = x.layout

@@ -27,7 +27,6 @@ from jigsaw.tile.tile import Tile, implements_torch, tiles_in
 
 
 def _grid_layout(input: Any, grid: Any, first: Tile) -> Layout:
-    """Return the layout of the result's places: that of a cut grid, else as the input's space is cut."""
     axes = first.layout.axes
     if isinstance(grid, Tile):
         own = grid.layout.without_halo()
