@@ -40,8 +40,8 @@ def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
 def make_bare(make: ModelMaker, *mesh: DeviceMesh) -> nn.Module:
     """Return the model that a function makes in the caller's fake mode.
 
-    ``Net().to(torch.bfloat16)`` raises there, because torch exchanges a fake weight in place, which it refuses for one
-    that the fake mode watches.  A model that raises is made on the meta device instead, and copied into the fake mode.
+    One that raises there, as ``Net().to(torch.bfloat16)`` does, because torch refuses to exchange watched weights, is
+    made on the meta device, and copied into the fake mode.
     """
     try:
         bare = make(*mesh)
@@ -58,11 +58,7 @@ def make_bare(make: ModelMaker, *mesh: DeviceMesh) -> nn.Module:
 
 
 class _AssumedValues(KnownValuesMode):
-    """Answers for values that Python reads from tensors on the meta device: nothing is true, and numbers are 1.
-
-    Some initializations (`torch.nn.init.trunc_normal_`) read their random numbers, and draw again where one is too
-    large.
-    """
+    """Answers for values that Python reads on the meta device, as `trunc_normal_` does: nothing is true, numbers 1."""
 
     def unknown_value(self, func: Any, args: Any) -> Any:
         if args[0].is_meta:

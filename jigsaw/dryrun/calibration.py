@@ -222,8 +222,8 @@ def _train(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
 def _crowding(device: Device, counts: Sequence[int], rounds: int) -> tuple[dict[int, float], dict[int, float]]:
     """Return how many times as long kernels, and Python and messages, take in a step of so many ranks as by themselves.
 
-    In a step a kernel's arguments come from other kernels, memory is allocated anew, and other ranks use the caches,
-    too.  The speed of a machine changes from minute to minute, so both sides are measured by turns.
+    Arguments come from other kernels, memory is new, and ranks share caches.  Both sides are measured by turns, because
+    a machine's speed changes from minute to minute.
     """
     from jigsaw.testing import run_on_ranks
 
@@ -257,10 +257,7 @@ _LARGE = 2**23
 
 
 def _call_seconds() -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-    """Return on each of two ranks the processor seconds of a call beside its bytes, of a sent byte, and of layers that
-    send.  The first two are for a message to another rank and for each kind of collective; the last is what layers take
-    more.
-    """
+    """Return for each kind of call its processor seconds and those of a byte, and what layers that send take more."""
     from jigsaw.testing import world_mesh
 
     ranks = dist.get_world_size()

@@ -43,10 +43,8 @@ class KernelCost:
 
 @dataclass
 class CountedPhase:
-    """One phase of a step: its kernels, also those of a forward pass that runs again in the backward pass, and its
-    memory.  Memory is the bytes that were alive before it, and those that began (> 0) or ceased to be alive in it. They
-    are listed by kind: while nodes of the graph ran, and after the last one.  Its messages are apart from those by
-    which FSDP2 gathers weights and sums gradients.
+    """One phase of a step: its kernels, also those of a forward pass that runs again, and memory that was alive before,
+    began (> 0) or ceased to be, by kind, while nodes of the graph ran and after.  Messages of FSDP2 are apart.
     """
 
     kernels: list[KernelCost] = field(default_factory=list[KernelCost])

@@ -199,7 +199,11 @@ def _outline(plan: StepPlan, axes: Mapping[str, int], rank: int) -> CountedPhase
             del output
     if calls.next != plan.row[1]:
         raise _UnlikeCallError
-    return replace(_in_one_order(meter.counted_phase("forward", [])), kernels=meter.asked)
+    phase = meter.counted_phase("forward", [])
+    # sorted by size where it ceases to be alive at one time, because what autocast kept goes in any order
+    runs = groupby(phase.changes, lambda change: change[1] > 0)
+    phase.changes = [each for begins, run in runs for each in (run if begins else sorted(run))]
+    return replace(phase, kernels=meter.asked)
 
 
 class _OutlineMeter(StepMeter):
@@ -232,13 +236,6 @@ class _OutlineMeter(StepMeter):
         if self._begun and not self.is_quiet:
             self.note(func, (args, kwargs))
         super()._count_kernel(func, args, kwargs, out)
-
-
-def _in_one_order(phase: CountedPhase) -> CountedPhase:
-    """Sort by size the memory that ceases to be alive at one time, because what autocast kept goes in any order."""
-    runs = groupby(phase.changes, lambda change: change[1] > 0)
-    phase.changes = [each for begins, run in runs for each in (run if begins else sorted(run))]
-    return phase
 
 
 class _BlockCalls:

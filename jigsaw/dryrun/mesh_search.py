@@ -214,8 +214,8 @@ class _MeshSearch:
         return replace(option, report=report, begins=begins)
 
     def tried_ways(self, options: Sequence[StepOption], ranks_per_node: int) -> list[StepOption]:
-        """Try each way to keep weights and to compute blocks twice on the first option's mesh. On the others', try only
-        the two that are fastest there.  Which two they are hardly depends on the mesh.
+        """Try each way to keep weights and to compute blocks twice on the first option's mesh, and the two fastest on
+        others'.
         """
         results: list[StepOption] = []
         chosen = [(is_cut, twice) for is_cut in ("whole", "cut", "within nodes") for twice in (False, True)][1:]
@@ -304,9 +304,8 @@ def _giving_ranks(meshes: Sequence[Mapping[str, int]], name: str, size: int) -> 
 
 
 def hybrid_axes(axes: Mapping[str, int], ranks_per_node: int) -> tuple[dict[str, int], str] | None:
-    """Return the mesh with an axis along which every node has the same parts of the weights, and its name, or None.
-    That axis is the part of `data` over the nodes.  None: weights cannot be cut within nodes and be the same between
-    them.
+    """Return the mesh with an axis, a part of `data` over the nodes, along which each node has the same parts, and its
+    name. None: weights cannot be cut within nodes and be the same between them.
 
     >>> from jigsaw.dryrun.mesh_search import hybrid_axes
     >>> hybrid_axes({"data": 64, "lat": 4}, 8)

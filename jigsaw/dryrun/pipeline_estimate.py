@@ -27,7 +27,6 @@ from jigsaw.dryrun.few_blocks import longest_row
 from jigsaw.dryrun.rank_playing import (
     ONCE_A_STEP,
     PIPE_AXIS,
-    PlayedRank,
     StepPlan,
     know_neighbors,
     play_rank,
@@ -46,9 +45,8 @@ from jigsaw.torch_internals.fake_tensors import FakeTensorMode
 
 @dataclass(frozen=True)
 class PieceCost:
-    """Costs of a piece of the model: seconds of a microbatch, forward and backward; bytes of its state and of a
-    microbatch.  The former are its weights with their gradients and the optimizer's state; the latter what it keeps of
-    a microbatch for the backward pass.
+    """Seconds of a piece for a microbatch, forward and backward; bytes of its weights with all state, and of what it
+    keeps.
     """
 
     name: str
@@ -60,12 +58,11 @@ class PieceCost:
 def balanced_stages(
     model: nn.Module, example: Tile, mesh: DeviceMesh, *, axis: str, stages: int, microbatches: int
 ) -> tuple[str, ...]:
-    """Return the modules that begin the later stages of a pipeline on `mesh`, balanced by a dry run of one microbatch.
-    Every rank finds the same.
+    """Return the modules that begin the later stages on `mesh`, balanced by a dry run of one microbatch, alike on all
+    ranks.
 
-    *Sends*: nothing.
-    *Raises*: `ShardingError` for a model of fewer modules with parameters than stages, and one that does not run. Also
-    for a batch that is not a multiple of the microbatches.
+    *Sends*: nothing. *Raises*: `ShardingError` for a model of fewer modules with parameters than stages, one that does
+    not run, and a batch that is not a multiple of the microbatches.
     """
     axes = {name: size for name, size in axes_of_mesh(mesh) if name != axis} or {"alone": 1}
     batch, *rest = example.layout.shape
@@ -107,25 +104,19 @@ def piece_costs(
             f"stages='balanced' needs a dry run of the model, which stops in {stopped[0].module or 'the model'}: "
             f"{stopped[0].reason}; name modules in stages="
         )
-    costs = _costs_of(played, device, ranks_per_node, torch.Size(axes.values()).numel())
+    costs: dict[str, PieceCost] = {}
+    for piece in played.pieces:
+        own = replace(played, phases=piece.phases)
+        priced = priced_rank(own, device, ranks_per_node, torch.Size(axes.values()).numel())
+        seconds = sum(phase.seconds for phase in priced.phases.values())
+        costs[piece.name] = PieceCost(piece.name, seconds, piece.weight_bytes, piece.kept_bytes)
     # a block that was not played costs as much as the second one
     return [costs[name] if name in costs else replace(costs[blocks[1]], name=name) for name in names]
 
 
-def _costs_of(played: PlayedRank, device: Device, ranks_per_node: int, ranks: int) -> dict[str, PieceCost]:
-    costs: dict[str, PieceCost] = {}
-    for piece in played.pieces:
-        priced = priced_rank(replace(played, phases=piece.phases), device, ranks_per_node, ranks)
-        seconds = sum(phase.seconds for phase in priced.phases.values())
-        costs[piece.name] = PieceCost(piece.name, seconds, piece.weight_bytes, piece.kept_bytes)
-    return costs
-
-
 def balanced_cuts(pieces: Sequence[PieceCost], stages: int, microbatches: int, memory: float) -> list[int]:
-    """Return where stages 1, 2, ... begin, so that the slowest stage is as fast as possible.  Each stage must fit into
-    nine tenths of the memory; if none of the ways does, take that of the least memory.
-
-    Of 1F1B's microbatches stage s of P has P - s under way, or all where these are fewer.
+    """Return where stages 1, 2, ... begin, so that the slowest is fastest and each fits into nine tenths of the memory;
+    if no way does, that of the least memory.  Of 1F1B's microbatches stage s of P has P - s under way.
 
     >>> from jigsaw.dryrun.pipeline_estimate import PieceCost, balanced_cuts
     >>> pieces = [PieceCost(str(at), seconds, 0, 0) for at, seconds in enumerate((1, 1, 1, 1, 1, 4))]
@@ -202,8 +193,8 @@ def pipelined_report(
     device: Device,
     ranks_per_node: int,
 ) -> DryRunReport:
-    """Return the report of a step of so many microbatches, 1F1B, from that of one on a mesh with ``pipe``.  Each rank
-    of that has one for every stage.
+    """Return the report of a 1F1B step of so many microbatches from that of one, whose ranks have one for every stage
+    each.
 
     Its bound ``"bubble"`` is the time in which a rank has nothing to do.
     """

@@ -129,18 +129,14 @@ def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
             _play_step(plan, mesh, stage_mesh, played, meter, traffic)
     played.phases = {name: meter.counted_phase(name, calls) for name, calls in traffic.items()}
     if stage_mesh is not mesh and plan.replicate and "sums" in played.phases:
-        _sum_copies_once(played.phases, copies)
+        # a pipeline sums over ranks that have the same parts of weights once a step
+        backward, sums = played.phases["backward"], played.phases["sums"]
+        sums.calls_of_weights = [*sums.calls_of_weights, *(c for c in backward.calls_of_weights if c.ring == copies)]
+        backward.calls_of_weights = [c for c in backward.calls_of_weights if c.ring != copies]
     for place, times in meter.value_reads.items():
         reason = f"asks {times} times for a value, of which the dry run knows nothing: it took False, or 1"
         played.remarks.append(Remark("value", "", place, 0, reason))
     return played
-
-
-def _sum_copies_once(phases: Mapping[str, CountedPhase], copies: tuple[int, ...]) -> None:
-    """Move the sums over ranks that have the same parts of weights to what a pipeline does once a step."""
-    backward, sums = phases["backward"], phases["sums"]
-    sums.calls_of_weights = [*sums.calls_of_weights, *(c for c in backward.calls_of_weights if c.ring == copies)]
-    backward.calls_of_weights = [c for c in backward.calls_of_weights if c.ring != copies]
 
 
 def know_neighbors(mesh: DeviceMesh) -> None:

@@ -177,8 +177,8 @@ class DryRunReport:
 
     @property
     def seconds_by_bound(self) -> Mapping[str, float]:
-        """Seconds of the slowest rank: of kernels that are bound by flop, memory and their number, and of messages that
-        show.  The reader's are there where the step waits for it.
+        """Seconds of the slowest rank by what bounds its kernels, of messages that show, and of a reader that it waits
+        for.
         """
         slowest = max(self.ranks, key=lambda r: r.seconds)
         seconds_of: dict[str, float] = dict.fromkeys(("flop", "memory", "kernels", "messages"), 0.0)

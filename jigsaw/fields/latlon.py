@@ -147,10 +147,7 @@ class BandedMatrix:
 
 
 def regrid_weights(source: GridRows, target: GridRows, method: str) -> BandedMatrix:
-    """Return the weights from `source` to `target`; every row sums to 1.
-
-    Raises: `GridError` when the target reaches beyond the source.
-    """
+    """Return the weights from `source` to `target`; every row sums to 1.  Raises: `GridError` beyond the source."""
     first, values = _METHOD_WEIGHTS[method](source, target)
     if source.falling:
         first, values = len(source) - first - values.shape[1], values[:, ::-1]
@@ -160,10 +157,8 @@ def regrid_weights(source: GridRows, target: GridRows, method: str) -> BandedMat
 
 
 def _conservative_weights(source: GridRows, target: GridRows) -> tuple[NDArray[np.int64], LatLonValues]:
-    """Return the share of each target cell's area that lies in each source cell.
-
-    Area is longitude times the sine of latitude.  First-order conservative remapping (Jones, Monthly Weather Review
-    127, 1999), which factorizes on rectilinear grids.
+    """Return the share of each target cell's area (longitude times the sine of latitude) that lies in each source cell:
+    first-order conservative remapping (Jones, Monthly Weather Review 127, 1999), which factorizes on such grids.
     """
     edges = _unroll_circle(source, source.edges)
     wanted = _snap_points(_turn_points(source, target, edges, target.edges), edges, max(source.noise, target.noise))
@@ -223,9 +218,8 @@ def _snap_points(points: LatLonValues, onto: LatLonValues, noise: float) -> LatL
 
 
 def _turn_points(source: GridRows, target: GridRows, reach: LatLonValues, points: LatLonValues) -> LatLonValues:
-    """Turn the target's `points` by whole circles to where the source begins.
-
-    Raises: `GridError` where they leave `reach`.
+    """Turn the target's `points` by whole circles to where the source begins; raise `GridError` where they leave
+    `reach`.
     """
     noise = max(source.noise, target.noise)
     if source.name == "lon":

@@ -30,9 +30,8 @@ LAT_LON_DIMS = ("lat", "lon")
 class RegridPlan:
     """Plan of regridding a layout along `dims`, those of latitude and longitude.
 
-    Every rank fetches its rows of `fetch`; the dims in `summed` go through the matmul core instead, where partial sums
-    travel.  `out` is the layout of the result. `received` has the bytes that each rank receives, forward, in mesh
-    order.
+    Every rank fetches its rows of `fetch`; for dims in `summed` partial sums travel through the matmul core instead.
+    `out` is the result's layout; `received` has the bytes that each rank receives, forward, in mesh order.
     """
 
     dims: tuple[int, int]
@@ -64,10 +63,7 @@ class RegridPlan:
 def choose_regrid_plan(
     layout: Layout, dims: tuple[int, int], bands: Sequence[BandedMatrix], splits: Mapping[str, SplitRule], itemsize: int
 ) -> RegridPlan:
-    """Choose the way of fewest bytes on the busiest rank; in a tie, fetch rows.
-
-    Raises: `GridError` for dims that were flattened together.
-    """
+    """Choose the way of fewest bytes on the busiest rank, rows in a tie; raise `GridError` for flattened dims."""
     for dim in dims:
         if len(layout.dim(dim)) > 1:
             raise GridError(

@@ -170,9 +170,8 @@ def _surface_voxels(mask: MetricValues, space: int) -> SurfaceVoxels:
 
 
 def _gather_uneven(values: Tensor, tile: Tile) -> Tensor:
-    """Return the values of the ranks that share `tile`, one after the other; each may have another number.
-
-    *Sends*: 8 bytes, then as many values as the rank with the most has, to each of the other ranks.
+    """Return the values of all ranks that share `tile`, in order; *Sends*: 8 bytes, and as many values as the most, to
+    each.
     """
     axes = tile.layout.cut_axes
     counts = [int(n) for n in comm.all_gather(torch.tensor([len(values)], device=values.device), tile.mesh, axes)]

@@ -403,13 +403,10 @@ class _SlabJob:
         if last is not None:
             self.statistics.append(last.part.merge(parts, self.mesh))
             return None
-        self._keep_changes(changed)
+        for name, buffer in self.runner.named_buffers():  # running statistics, which each slab has changed alike
+            if tensor_version(changed[name]):
+                buffer.copy_(changed[name])
         return [y.reshape(o.local_shape(self.coordinate)) for y, o in zip(whole, self.out_layouts, strict=True)]
-
-    def _keep_changes(self, buffers: dict[str, Tensor]) -> None:
-        for name, buffer in self.runner.named_buffers():
-            if tensor_version(buffers[name]):
-                buffer.copy_(buffers[name])
 
     def run_backward(self, tensors: _Tensors, grads: _Tensors, needs: Sequence[bool]) -> list[Tensor | None]:
         """Return the gradients of `tensors`; those of statistics come first, from the last to the first."""

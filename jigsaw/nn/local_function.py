@@ -257,9 +257,8 @@ class LocalFunction(nn.Module):
         )
 
     def _reached_tensors(self, y: Tensor, known: Sequence[Tensor]) -> set[int]:
-        """Return which of the tensor arguments the gradient of `y` reaches, by their places.
-
-        A leaf that is not an argument would get each rank's part as if it were the whole gradient.
+        """Return the places of the arguments that the gradient of `y` reaches; another leaf would take a part for the
+        whole.
         """
         at = {get_gradient_edge(x).node: k for k, x in enumerate(known) if x.requires_grad}
         reached, seen = set[int](), set[Any]()
@@ -293,9 +292,8 @@ def _of_dim(by_dim: Mapping[int, T], dim: int, ndim: int, default: T) -> T:
 
 
 def _rows_within_reach(tile: Tile, first: Tile, along: Sequence[DimStencil]) -> Tensor:
-    """Return the rows of a tile that this rank's output rows need.
-
-    A tile of fewer dims than `first` is aligned from the right; a dim of one row, which nothing cuts, meets any number.
+    """Return the rows of a tile that this rank's output rows need, aligned from the right; an uncut row meets any
+    number.
     """
     lead = first.ndim - tile.ndim
     own_dims = [(a, a.dim - lead) for a in along if a.dim >= lead]

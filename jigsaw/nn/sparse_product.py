@@ -79,7 +79,11 @@ _DIMS = {2: (1, 2), 3: (3,)}  # of the matrix, and what a tile may have then
 def _multiply(matrix: Tensor, x: Tile) -> Tile:
     dim = matrix.ndim - 2  # of x: the one that is summed
     size, group = matrix.shape[dim], x.layout.dim(dim)
-    rows = _rows_of_result(size, group)
+    if len(group) == 1:
+        rows = stretched_cut(group[0], size)
+    else:
+        points = cut_points(size, math.prod(c.pieces for c in group))
+        rows = Cut(size, points, tuple(a for c in group for a in c.axes))
     home = x.layout.replace_dim(dim, rows)
     held = home.replace_dim(dim, rows.holding(_rows_with_entries(matrix, group))) if rows.is_cut else home
     piece = held.piece(rows, x.coordinate)
@@ -90,13 +94,6 @@ def _multiply(matrix: Tensor, x: Tile) -> Tile:
     else:
         y = empty_result(held.local_shape(x.coordinate), x.local)
     return Tile(sum_held_rows(y, held, home, x.mesh) if rows.is_cut else y, home, x.mesh)
-
-
-def _rows_of_result(size: int, group: CutGroup) -> Cut:
-    """Return how the rows of the result are cut: as the dim that is summed, or evenly by all of its axes."""
-    if len(group) == 1:
-        return stretched_cut(group[0], size)
-    return Cut(size, cut_points(size, math.prod(c.pieces for c in group)), tuple(a for c in group for a in c.axes))
 
 
 # of each matrix by the cuts of its columns; a change in place makes them anew

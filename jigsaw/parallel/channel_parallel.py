@@ -62,9 +62,9 @@ _INPUTS = ("input", "query", "key", "value")  # dims of the layers that are cut,
 class ChannelHooks:
     """Hooks before and after a layer whose weights are cut along `axis`.
 
-    Before it the channels are checked, and tokens that the axis cuts are gathered. A plain input, the same on every
-    rank, becomes a Tile that nothing cuts.  After it: with `gather` the channels are whole again, and tokens lie where
-    they were; the result of a plain input is plain again.
+    Before it channels are checked, tokens that the axis cuts are gathered, and a plain input becomes a Tile that
+    nothing cuts. After it channels are whole again with `gather`, tokens lie where they were, and plain inputs give
+    plain results.
     """
 
     def __init__(self, mesh: DeviceMesh, axis: str, gather: bool) -> None:
@@ -91,10 +91,7 @@ class ChannelHooks:
         return tuple(as_tile.get(id(x), x) for x in args), {name: as_tile.get(id(x), x) for name, x in kwargs.items()}
 
     def _with_tokens(self, layer: nn.Module, x: Tile) -> Tile:
-        """Return a layer's input with the tokens of all ranks along the axis, where it cuts them.
-
-        *Sends*: this rank's tokens to the others along the axis.
-        """
+        """Return a layer's input with the tokens of all ranks along the axis, if it cuts them; *Sends*: this rank's."""
         has_tokens = isinstance(layer, nn.Linear | nn.MultiheadAttention)
         if has_tokens and any(self._axis in x.layout.dim_axes(d) for d in range(x.ndim - 1)):
             return gathered_tokens(tile_in_autocast_dtype(x), (self._axis,))
@@ -117,8 +114,8 @@ def _channel_dim(layer: nn.Module, tile: Tile) -> int:
 
 def _gather_channels(tile: Tile, dim: int, axis: str) -> Tile:
     """Return the tile with whole channels, halo rows included.
-    *Sends*: its piece to the others, backward nothing; where tokens had been gathered, each rank's tokens to that rank
-    alone, and as much backward.
+
+    *Sends*: its piece to the others, backward nothing; tokens that were gathered go to their rank alone, also backward.
     """
     if tile.layout.dim_axes(dim) != (axis,):
         return tile

@@ -71,10 +71,8 @@ def _before_forward(ranks: int, module: nn.Module, args: Any) -> None:
 
 
 def _check_recomputed_once(unit: FSDPModule) -> None:
-    """Raise where a unit that was behind in a backward pass runs again in it.
-
-    FSDP2 (torch 2.13) then believes it is still in the backward pass, and hooks nothing to its inputs.  Where reentrant
-    checkpointing runs it a second time, the gradients of that time would be lost.
+    """Raise where a unit that was behind in a backward pass runs again in it: FSDP2 (torch 2.13) then hooks nothing to
+    its inputs, and where reentrant checkpointing runs it a second time, gradients would be lost.
     """
     if is_recomputing() and is_before_backward(unit):
         raise ShardingError(
@@ -102,14 +100,14 @@ def has_gradient_hooks(parameter: Any) -> bool:
 
 
 class WholeGradients:
-    """Early reduction of gradients, before the buckets are back: for other hooks on a parameter, and
-    `torch.autograd.grad`.  With ``create_graph=True`` every gradient is reduced so, differentiably.
+    """Early reduction of gradients for other hooks on a parameter, `torch.autograd.grad`, and all with
+    ``create_graph=True``.
 
     A hook on each parameter runs before all others and takes the mean over the ranks at once.  Then ``.grad`` is the
     same on all ranks, and the bucket's mean does not change it.
 
-    *Sends*: one all-reduce for each gradient that is read early.
-    *Raises*: `RanksDifferError` where ranks take gradients of different parameters.
+    *Sends*: one all-reduce for each gradient that is read early. *Raises*: `RanksDifferError` where ranks take
+    gradients of different parameters.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, own_hooks: int) -> None:
@@ -203,9 +201,8 @@ _LENT_BYTES = 2**20  # bytes of a gradient that is summed in place, at the price
 class GradientBucket:
     """Parameters whose gradients travel together, along `axes`; ``late`` when one changed after the bucket had left.
 
-    A large gradient that is alone in its bucket is summed in its own memory, because a copy would cost as much again.
-    It is `lent` until then, and a late part is a separate gradient beside it.  A large one that is a block and zeros is
-    not summed: `blocks` travel.
+    A large gradient alone in its bucket is summed in its own memory: it is `lent` until then, and a late part is a
+    gradient beside it.  Of a large one that is a block and zeros `blocks` travel.
     """
 
     parameters: list[nn.Parameter]
@@ -230,8 +227,8 @@ class GradientBucket:
         return True
 
     def launch(self, mesh: DeviceMesh, lends: bool) -> None:
-        """Start the sum of all gradients, with zeros where this rank has none, and of one flag each: whether there is
-        one.  For a block the flag says whether there is more.
+        """Start the sum of all gradients, zeros where there is none, and of a flag each: whether there is one (beside a
+        block).
 
         bfloat16 and float16 are summed in float32; frozen parameters stay behind.
         """
@@ -332,7 +329,6 @@ def _write_mean(parameter: nn.Parameter, total: Tensor, ranks: int) -> None:
 
 def axes_not_cutting(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
     """Return the axes along which the gradient of a parameter is reduced: all but those that cut it (a DTensor).
-
     Raises: `ShardingError` for a DTensor over ranks that no axes of the mesh make up.
     """
     if not isinstance(parameter, DTensor):

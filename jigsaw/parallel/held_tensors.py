@@ -74,10 +74,8 @@ class HeldTensors:
 
     @contextmanager
     def replaced_by(self, tensors: Sequence[Tensor | None]) -> Generator[Callable[[], list[HeldChange]]]:
-        """Let the modules keep `tensors`, those of `tensors()` in a graph, within the block, and afterwards their old
-        values.
-
-        Call its result for the values that were put there meanwhile.
+        """Let modules keep `tensors` (those of `tensors()` in a graph) within the block, and then their old values;
+        call its result for values that were put there meanwhile.
         """
         holders = self._holders()
         before = [_copied(holder) for holder in holders]

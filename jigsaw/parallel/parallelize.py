@@ -127,7 +127,9 @@ def parallelize(
         whole = set(rest.values())
         refuse_hooks(p for p in model.parameters() if p not in whole)
     mark_replaced(made_before, model.parameters())
-    _run_as_one_process(model, reduce)
+    for module in (model, *model.children()):  # they may be called on their own, and see a job of one process
+        module.register_forward_pre_hook(_enter_module, prepend=True)
+        module.register_forward_hook(partial(_leave_module, reduce), always_call=True)
     mark_averaged(model, ranks)
     if rest and reduce:
         reducer = GradientReducer(rest, mesh, bucket_bytes)
@@ -139,13 +141,6 @@ def parallelize(
     if debug.is_comparing():
         model.register_forward_pre_hook(_compare_now_and_then(model, mesh), prepend=True)  # before FSDP2 gathers them
     return model
-
-
-def _run_as_one_process(model: nn.Module, reduce: bool) -> None:
-    """Let the model and its children, which may be called on their own, see a job of one process while they run."""
-    for module in (model, *model.children()):
-        module.register_forward_pre_hook(_enter_module, prepend=True)
-        module.register_forward_hook(partial(_leave_module, reduce), always_call=True)
 
 
 def _enter_module(module: nn.Module, args: Any) -> None:

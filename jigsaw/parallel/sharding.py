@@ -48,9 +48,8 @@ class ShardingOptions:
         mp_policy: MixedPrecisionPolicy | None,
         offload_policy: OffloadPolicy | None,
     ) -> ShardingOptions | None:
-        """Return the options, or None where weights stay whole.
-
-        Raises: `ShardingError` for options that do not fit the mesh, or have no meaning for whole weights.
+        """Return the options, None for whole weights; raise `ShardingError` for some that do not fit the mesh or such
+        weights.
         """
         if not (isinstance(shard_weights, bool) or shard_weights in ("after_forward", "keep")):
             raise ShardingError(
@@ -113,11 +112,9 @@ def _parameter_uses(model: nn.Module) -> Counter[nn.Parameter]:
 def shard_model_weights(
     model: nn.Module, mesh: DeviceMesh, units: Sequence[nn.Module], options: ShardingOptions
 ) -> dict[str, nn.Parameter]:
-    """Cut the weights of `model` over the flattened mesh, each of `units` gathered at once; return what stays whole.
-
-    Scalars stay whole, and dtypes other than that of most bytes, because a unit has one.  A weight that another axis
-    has cut (a DTensor) is cut further over the axes that are left, along a dim that divides. Without such a dim it
-    stays as it is.
+    """Cut the weights of `model` over the flattened mesh, each of `units` gathered at once; return what stays whole:
+    scalars, and dtypes other than that of most bytes, because a unit has one.  A weight that another axis has cut (a
+    DTensor) is cut further over the axes left, along a dim that divides, if there is one.
     """
     named = dict(model.named_parameters())
     main = _main_dtype(named.values())
@@ -164,8 +161,8 @@ class _NoView(torch.autograd.Function):
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """Return results that may be changed in place, because FSDP2 gathers weights in a hook on them, which autograd
-    drops for a changed view.  For example a Linear, which ends with a view, as a unit before ``ReLU(inplace=True)``.
+    """Return results that may be changed in place, as by ``ReLU(inplace=True)``: FSDP2 gathers weights in a hook on
+    them, which autograd drops for a changed view.
     """
 
     def apart(x: Tensor) -> Tensor:
@@ -181,9 +178,9 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
 class _UnitPrefetch:
     """Early gather of the next unit's weights before one computes, in the order of the last forward pass.
 
-    FSDP2 does so by streams, only on GPUs. On CPUs it waits for each gather at once. It does so backward, too, where it
-    knows the order itself.  Example: after units a, b, c in one pass, b travels in the next pass while a computes.  A
-    unit that different ones follow in one pass has no known successor, and unused gathers are freed.
+    FSDP2 does so by streams, only on GPUs (backward it knows the order itself).  Example: after units a, b, c in one
+    pass, b travels in the next while a computes.  A unit that different ones follow in one pass has no known successor;
+    unused gathers are freed.
     """
 
     def __init__(self, units: Sequence[FSDPModule], root: FSDPModule) -> None:

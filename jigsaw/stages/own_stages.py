@@ -97,9 +97,8 @@ class OwnStages:
         self.shared = {name: p for name, p in model.named_parameters() if p not in within}
 
     def keep(self, sharding: ShardingOptions | None, channel: str) -> nn.Module:
-        """Move the weights of other stages to the meta device, and prepare the gradients of those that stay.
-
-        Returns the module that holds the stages, as `parallel_stage` does.
+        """Move the weights of other stages to the meta device, and return the module of those that stay
+        (`parallel_stage`).
 
         *Sends*: the shared parameters, from the first rank; cut weights, as `jigsaw.parallelize` does.
         """

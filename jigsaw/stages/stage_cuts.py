@@ -110,8 +110,8 @@ def _check_shared(model: nn.Module, stage_of: dict[str, int]) -> None:
 def balanced_begins(
     model: nn.Module, stages: int, order: Callable[[Sequence[str]], Sequence[str]] = tuple
 ) -> tuple[str, ...]:
-    """Choose modules to begin `stages` stages with, so that the stage of most parameters has as few as possible.
-    `order` sorts names of modules by their calls, those that are called.
+    """Choose modules to begin `stages` stages with, so that the stage of most parameters has as few as possible;
+    `order` sorts names of modules by their calls.
 
     *Raises*: `ShardingError` for a model of fewer modules with parameters.
     """

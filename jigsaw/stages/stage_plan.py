@@ -61,11 +61,9 @@ from jigsaw.torch_internals.fake_tensors import (
 
 @dataclass
 class PipelinePlan:
-    """Calls of whole modules in their order, and where each stage begins.  That is its call, the number of tiles before
-    it, and the number of plain tensors that these had given. It also has the tiles that it is sent.
-
-    `as_tiles` are the plain tensors that travel.  `read_apart` are the parameters and buffers of whole modules that are
-    read outside of calls of their stage's modules, without values.
+    """Calls of whole modules in their order; where each stage begins: its call, and the numbers of tiles before it and
+    of plain tensors that these had given; the tiles that it is sent; the plain tensors that travel `as_tiles`; and
+    `read_apart`, parameters and buffers that are read outside of calls of their stage's modules, without values.
     """
 
     calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
@@ -91,9 +89,8 @@ def on_paper(mode: FakeTensorMode) -> Generator[None]:
 
 
 class PaperModel:
-    """A copy of a model whose parameters and buffers have no values, made before its stages are parted.
-
-    A model whose tensors already have none, in the given mode, is not copied.
+    """A copy of a model without values, made before its stages are parted; one that has none in the given mode is not
+    copied.
     """
 
     def __init__(self, model: nn.Module, cuts: StageCuts, mesh: DeviceMesh, mode: FakeTensorMode | None = None) -> None:
@@ -331,10 +328,8 @@ class _PlainMark:
 
 
 class _PlainTensorWatch(TorchDispatchMode):
-    """Watch that marks plain tensors, and notes those of whole modules that are read outside of their calls.
-
-    *Raises*: `ShardingError` where a later stage takes one that can neither be made again nor sent as a tile. Also for
-    a parameter that another stage reads.
+    """Watch that marks plain tensors, and notes those of whole modules that are read outside of their calls; raises
+    `ShardingError` where a later stage takes one that can neither be made again nor sent, or another's parameter.
     """
 
     def __init__(self, run: _PlanningPass) -> None:

@@ -211,12 +211,10 @@ class StageRunner(nn.Module):
         one_process_backward(with_grad)
         for x in with_grad if self.copied_units else ():
             x.register_hook(begin_backward)
-        if is_last and not with_grad and torch.is_grad_enabled() and self._sums_copies():
+        copied = (p for unit in self.copied_units for p in cast(nn.Module, unit).parameters())
+        if is_last and not with_grad and torch.is_grad_enabled() and any(p.requires_grad for p in copied):
             raise ShardingError(
                 f"stage {self.stage} computes nothing with a gradient in the last microbatch, when replicate= sums "
                 "what the others have found: use its parameters in each microbatch, or leave replicate= out"
             )
         return outputs
-
-    def _sums_copies(self) -> bool:
-        return any(p.requires_grad for unit in self.copied_units for p in cast(nn.Module, unit).parameters())

@@ -327,10 +327,7 @@ def _input_specs(inputs: Sequence[Any], spec: Any) -> list[LayoutSpec | None]:
 
 
 def _checked_specs(case: OracleCase, axes: OracleMesh) -> list[LayoutSpec | None]:
-    """Return the spec of each input on this mesh.
-
-    Raises: `ValueError` when the mesh cuts nothing: such a test could not fail.
-    """
+    """Return the spec of each input on this mesh; raise `ValueError` for one that cuts nothing: no test could fail."""
     specs = case.specs if case.given else [_spec_of_input(x, axes) for x in case.inputs]
     named = set(_named_axes(specs))
     if math.prod(axes.values()) > 1 and not any(size > 1 and name in named for name, size in axes.items()):

@@ -149,9 +149,8 @@ class OrderedGroup(dist.ProcessGroup):
         return self.batch([(False, tensors[0], srcRank, tag)], is_pair=True)
 
     def batch(self, messages: Sequence[tuple[bool, Tensor, int, int]], is_pair: bool = False) -> dist.Work:
-        """Post messages as one operation: for each, whether it is sent, the tensor, the rank in the group and the tag.
-
-        A message by itself (`is_pair`) has a communicator of its two ranks alone, as torch's NCCL group makes one.
+        """Post messages as one operation: whether it is sent, the tensor, the rank in the group and the tag of each.  A
+        message by itself (`is_pair`) has a communicator of its two ranks, as torch's NCCL group makes one.
         """
         posted = [PostedMessage(sent, self.members[at], x.nbytes, tag) for sent, x, at, tag in messages]
         pair = f"{self.communicator} {sorted((self.members[self.rank()], posted[0].peer))}" if is_pair else ""

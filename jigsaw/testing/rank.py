@@ -91,10 +91,8 @@ class RankReport:
 def serve_jobs(
     connection: Connection, rank: int, size: int, folder: str, environment: dict[str, str], backend: str
 ) -> None:
-    """Join the world, then run what arrives on `connection`; the rank's whole life.
-
-    `environment` is the parent's at this moment, because the process that this one was forked from may have an older
-    one.
+    """Join the world, then run what arrives on `connection`; the rank's whole life.  `environment` is the parent's now,
+    because the process that this one was forked from may have an older one.
     """
     os.environ.clear()
     os.environ.update(environment)

@@ -116,9 +116,7 @@ class RankWorld:
 
     @property
     def is_worn(self) -> bool:
-        """True where tests have left so many groups that a fresh world is better.
-
-        A new world in the same processes is not enough: DTensor's caches keep meshes, and with them the names of
+        """True where tests left so many groups that fresh processes are better, as DTensor's caches keep meshes and
         groups.
         """
         return self._groups > _MOST_GROUPS
@@ -218,9 +216,8 @@ class RankWorld:
 
 
 def _process_context() -> ForkServerContext | SpawnContext:
-    """Choose how ranks start: forked from a process that has only imported torch, so in a tenth of a second.
-
-    A fork of this process would copy torch's threads and locks. Apple's libraries do not survive a fork at all.
+    """Choose how ranks start: forked, in a tenth of a second, from a process that has only imported torch, because a
+    fork of this one would copy threads and locks; Apple's libraries do not survive a fork at all.
     """
     if sys.platform == "darwin":
         return multiprocessing.get_context("spawn")

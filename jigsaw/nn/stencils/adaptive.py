@@ -21,9 +21,15 @@ from torch import Tensor
 
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import whole_dim
-from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.stencil_rules import InterpolationTable, ceil_div
-from jigsaw.nn.stencils.stencil import DimStencil, empty_result, gather_input_rows, is_cut_or_haloed, plan_stencil
+from jigsaw.nn.stencils.stencil import (
+    DimStencil,
+    empty_result,
+    gather_input_rows,
+    is_cut_or_haloed,
+    plan_stencil,
+    resized_layout,
+)
 from jigsaw.ops.reductions import reducing_axes, stack_along_axes
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 
@@ -115,9 +121,7 @@ def _adaptive_max_pool(input: Tile, dims: int, output_size: OutputSize, function
     rest = {d: m for d, m in sizes.items() if d not in cut}
     if not rest:
         return out
-    layout: Layout = out.layout
-    for d, m in rest.items():
-        layout = layout.replace_dim(d, whole_dim(m))
+    layout = resized_layout(out.layout, rest)
     wanted = [layout.local_shape(out.coordinate)[d] for d in sizes]
     if not out.local.numel():
         return Tile(empty_result(layout.local_shape(out.coordinate), out.local), layout, out.mesh)
@@ -139,9 +143,7 @@ def _answer_adaptive_max(dims: int, function: Any, with_indices: Any) -> None:
                 "return_indices=True gives flat positions, which a cut dim has not",
                 "leave it out, or cut other dims",
             )
-        layout = input.layout
-        for d, m in sizes.items():
-            layout = layout.replace_dim(d, whole_dim(m))
+        layout = resized_layout(input.layout, sizes)
         if not input.local.numel():  # torch's own function refuses the empty tensor of a rank that has no rows
             shape = layout.local_shape(input.coordinate)
             places = input.local.new_zeros(shape, dtype=torch.int64)

@@ -64,7 +64,8 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometr
         y = convolve(batched, weight, bias, conv)
         return Tile(y.local.squeeze(0), y.layout.drop((0,)), y.mesh)
     if _is_pointwise_in_space(weight, conv) and any(len(input.layout.dim(d)) > 1 for d in range(2, input.ndim)):
-        apart = _without_flattened_space(input)
+        # tokens of lat x lon as the two dims that they were made of, because a kernel of one row needs no order
+        apart = input.reshape((*input.shape[:2], *(c.size for d in range(2, input.ndim) for c in input.layout.dim(d))))
         if apart.ndim <= 5:  # torch convolves up to three dims
             for _ in range(apart.ndim - input.ndim):
                 weight = weight.unsqueeze(-1)
@@ -102,12 +103,6 @@ def _convolve_whole_channels(input: Tile, weight: Tensor, bias: Tensor | None, p
 def _is_pointwise_in_space(weight: Tensor, conv: ConvGeometry) -> bool:
     is_still = all(s == 1 for s in conv.stride) and not any(map(sum, conv.padding)) and not any(conv.output_padding)
     return is_still and all(k == 1 for k in weight.shape[2:])
-
-
-def _without_flattened_space(input: Tile) -> Tile:
-    """Return tokens of lat x lon as the two dims that they were made of, because a kernel of one row needs no order."""
-    sizes = [c.size for d in range(2, input.ndim) for c in input.layout.dim(d)]
-    return input.reshape((*input.shape[:2], *sizes))
 
 
 def _pointwise_geometry(dims: int, like: ConvGeometry) -> ConvGeometry:

@@ -29,10 +29,8 @@ from jigsaw.tile.tile import Tile
 
 @dataclass(frozen=True)
 class ChannelPlan:
-    """The cut of the output channels, and the input channels that each piece of it needs.
-
-    With `row` every rank convolves the input channels that it has, or those of its piece of the weight, cut as `taken`,
-    for all outputs.
+    """The cut of the output channels, and the input channels that each piece needs; with `row` every rank convolves
+    those that it has, or those of its piece of the weight, cut as `taken`, for all outputs.
     """
 
     out: Cut
@@ -48,9 +46,7 @@ class ChannelPlan:
 def plan_channels(
     input: Tile, weight: Tensor, groups: int, transposed: bool, sizes: tuple[int, int]
 ) -> ChannelPlan | None:
-    """Plan the work on channels; None where neither those of `input` nor the weight's are cut.
-
-    `sizes` are the numbers of elements of the input and of the output.
+    """Plan the work on channels, None if none are cut; `sizes` are numbers of elements of the input and the output.
 
     Raises: `ShardingError` for cuts that do not meet: other axes, inside a group, or both sides of the weight.
     """

@@ -57,8 +57,7 @@ def conv_dim_stencils(first: int, kernel: tuple[int, ...], conv: ConvGeometry) -
 @dataclass(frozen=True)
 class ConvPlan:
     """Convolution of one rank: the stencil of each dim, the rows and channels `to` which its input is brought, and the
-    layout `out` of its result.  `padding` is the op's own where every rank has all rows that it needs at hand, some of
-    the result, and no others; else None.
+    layout `out` of its result.  `padding` is the op's own where all ranks have what they need, and no more, else None.
     """
 
     conv: ConvGeometry

@@ -46,10 +46,8 @@ class StripRows:
 
 @dataclass(frozen=True)
 class DimSplit:
-    """One dim of one piece: the rows at hand (`box`) and the strips below and above.
-
-    All are intervals of the dim.  The plain op pads the box by `padding` on both sides; `count` of its output rows,
-    from `skip`, are wanted.
+    """One dim of one piece, in intervals: rows at hand (`box`), and strips below and above.  The plain op pads the box
+    by `padding`; `count` of its output rows, from `skip`, are wanted.
     """
 
     box: Interval
@@ -60,10 +58,6 @@ class DimSplit:
     count: int
     low: StripRows
     high: StripRows
-
-    @property
-    def is_worth_it(self) -> bool:
-        return self.box[0] < self.box[1] and _STRIP_SHARE * (self.low.count + self.high.count) <= self.count
 
 
 @lru_cache(maxsize=4096)
@@ -113,10 +107,10 @@ def _strip_rows(
 
 @dataclass(frozen=True)
 class HaloStrip:
-    """A strip along one dim, as wide as the whole halo in the later dims and as the box in the earlier ones.
+    """A strip along one dim, as wide as the whole halo in later dims and as the box in earlier ones.
 
-    `shape` is that of this rank's strip; `pads` are as `torch.nn.functional.pad` takes them.  `place` is where it adds
-    in the op's output; `adds` says whether there is any such row.
+    `shape` is this rank's, `pads` are as of `torch.nn.functional.pad`, and it adds at `place` of the output, if it
+    `adds`.
     """
 
     target: Layout
@@ -128,8 +122,8 @@ class HaloStrip:
 
 @dataclass(frozen=True)
 class HaloPlan:
-    """Convolution of one rank: the `box` of its local rows, the op's `padding`, `wanted` output rows, and the slabs.
-    The op pads the slabs by `own`: its own padding along whole dims, 0 along those that strips pad themselves.
+    """Convolution of one rank: the `box` of its local rows, the op's `padding`, `wanted` output rows, and slabs, padded
+    by `own`: the op's padding along whole dims, 0 along those that strips pad.
     """
 
     box: tuple[slice, ...]
@@ -152,7 +146,7 @@ def plan_halo(layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoordina
     for d, (derivation, _) in derived.items():
         rule = cast(StencilWindow, ways[d].rule)
         splits[d] = [split_dim(cuts[d], rule, derivation, i, ways[d].wrap) for i in range(cuts[d].pieces)]
-        if not all(s.is_worth_it for s in splits[d]):
+        if not all((s.box[0] < s.box[1] and _STRIP_SHARE * (s.low.count + s.high.count) <= s.count) for s in splits[d]):
             return None
     own_splits = {d: splits[d][piece] for d, (_, piece) in derived.items()}
     slabs = [

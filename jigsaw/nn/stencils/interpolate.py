@@ -20,7 +20,7 @@ from torch import Tensor
 
 from jigsaw.comm.exchange import memory_format_of
 from jigsaw.errors import ShardingError
-from jigsaw.geometry.cut import FrozenValue, whole_dim
+from jigsaw.geometry.cut import FrozenValue
 from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.geometry.stencil_rules import InterpolationTable
 from jigsaw.nn.stencils.pool import adaptive_avg_pool
@@ -33,6 +33,7 @@ from jigsaw.nn.stencils.stencil import (
     is_cut_or_haloed,
     nonempty_like,
     plan_stencil,
+    resized_layout,
     single_cut,
 )
 from jigsaw.tile.tile import Tile, implements_torch, in_own_memory, refusal_error
@@ -141,7 +142,7 @@ def interpolate(
     if not any(is_cut_or_haloed(input.layout, d) for d in range(2, input.ndim)):
         x = input.local if input.local.numel() else nonempty_like(input.local)
         y = F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
-        out = _resized_layout(input.layout, y.shape[2:])
+        out = resized_layout(input.layout, dict(enumerate(y.shape[2:], 2)))
         y = (
             y
             if x is input.local
@@ -185,12 +186,6 @@ def _dims_to_resample(
     )
 
 
-def _resized_layout(layout: Layout, sizes: Sequence[int]) -> Layout:
-    for d, m in enumerate(sizes, 2):
-        layout = layout.replace_dim(d, whole_dim(m))
-    return layout
-
-
 def _sizes_and_scales(
     input: Tile, size: int | Sequence[int] | None, scale_factor: float | Sequence[float] | None, recompute: bool
 ) -> tuple[list[int], list[float | None]]:
@@ -216,9 +211,8 @@ def _sizes_and_scales(
 
 @dataclass(frozen=True)
 class ResamplingPlan:
-    """One rank's side: the rows that it needs, then the sizes that the plain op makes of them (None: no call).  The
-    result is the rows (dim, start, length) of that.  Then come the dims that go row by row: how, the first input row at
-    hand, and which rows to make.
+    """One rank's side: needed rows, sizes that the plain op makes of them (None: no call), the rows (dim, start,
+    length) to keep, and dims that go row by row: how, the first input row at hand, which rows to make.
     """
 
     rows: StencilPlan
@@ -313,9 +307,8 @@ def _cubic_taps(r: ResampledDim) -> tuple[tuple[tuple[int, float], ...], ...]:
 
 @lru_cache(maxsize=512)
 def _antialias_taps(r: ResampledDim) -> tuple[tuple[tuple[int, float], ...], ...]:
-    """Return for every output row the input rows under the filter, with their weights, as in torch's
-    ``_compute_indices_min_size_weights_aa``.  The filter is at least as wide as an output row (Keys, a = -0.5, for
-    bicubic).
+    """Return for every output row the input rows under the filter, with weights, as torch's
+    ``_compute_indices_min_size_weights_aa``: at least as wide as an output row (Keys, a = -0.5, for bicubic).
     """
     reach, weigh = (2, _keys_filter) if r.mode == "bicubic" else (1, _hat_filter)
     width = max(r.pace, 1.0)

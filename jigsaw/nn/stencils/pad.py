@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 
 from jigsaw.errors import ShardingError
-from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.stencil_rules import FoldedPadding, StencilWindow
 from jigsaw.nn.stencils.stencil import (
@@ -25,6 +24,7 @@ from jigsaw.nn.stencils.stencil import (
     is_cut_or_haloed,
     nonempty_like,
     plan_stencil,
+    resized_layout,
 )
 from jigsaw.tile.tile import Tile, implements_torch, in_own_memory
 
@@ -73,9 +73,8 @@ def _pads_by_dim(input: Tile, pad: Sequence[int]) -> PadsByDim:
 
 def _pad_uncut(input: Tile, pads: PadsByDim, pad: Sequence[int], mode: str, value: float | None) -> Tile:
     """Pad dims that nothing cuts by torch's own op, which takes an empty tensor only for "constant"."""
-    layout, x = input.layout, input.local
-    for d, (low, high) in pads.items():
-        layout = layout.replace_dim(d, whole_dim(layout.shape[d] + low + high))
+    x, shape = input.local, input.shape
+    layout = resized_layout(input.layout, {d: shape[d] + low + high for d, (low, high) in pads.items()})
     if x.numel() or mode == "constant":
         return Tile(F.pad(x, pad, mode, value), layout, input.mesh)
     F.pad(nonempty_like(x), pad, mode)

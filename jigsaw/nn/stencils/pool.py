@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jigsaw.errors import ShardingError
-from jigsaw.geometry.cut import Interval, whole_dim
+from jigsaw.geometry.cut import Interval
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.stencil_rules import StencilWindow
 from jigsaw.nn.stencils.adaptive import OutputSize, adaptive_sizes, mean_of_windows, pool_adaptive_windows
@@ -30,6 +30,7 @@ from jigsaw.nn.stencils.stencil import (
     gather_input_rows,
     is_cut_or_haloed,
     plan_stencil,
+    resized_layout,
 )
 from jigsaw.tile.tile import Tile, implements_torch
 
@@ -257,10 +258,8 @@ def adaptive_avg_pool(input: Tile, dims: int, output_size: OutputSize) -> Tile:
 def _adaptive_uncut(x: Tile, dims: int, first: int, wanted: Sequence[int]) -> Tile:
     shape = x.layout.local_shape(x.coordinate)
     local_sizes = [shape[first + i] if is_cut_or_haloed(x.layout, first + i) else wanted[i] for i in range(dims)]
-    layout = x.layout
-    for i in range(dims):
-        if not is_cut_or_haloed(layout, first + i):
-            layout = layout.replace_dim(first + i, whole_dim(wanted[i]))
+    whole = [first + i for i in range(dims) if not is_cut_or_haloed(x.layout, first + i)]
+    layout = resized_layout(x.layout, {d: wanted[d - first] for d in whole})
     op: Callable[..., Tensor] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[dims - 1]
     y = op(x.local, local_sizes) if x.local.numel() else empty_result(layout.local_shape(x.coordinate), x.local)
     return Tile(y, layout, x.mesh)

@@ -54,9 +54,9 @@ def _grid_sample(
 ) -> Tile:
     """Return y[n, c, i, j] = `input` interpolated at grid[n, i, j].
 
-    *Shapes*: the result is cut as the grid is; for a plain or uncut grid its space is cut as the input's.
-    *Sends*: the whole input along space to every rank that samples it. In all, these are its bytes times the P - 1
-    other ranks along the axes that cut its space. Backward, an all-reduce of its gradient over them.
+    *Shapes*: the result is cut as the grid is; for a plain or uncut grid its space is cut as the input's. *Sends*: the
+    whole input along space to each of the P - 1 others along the axes that cut it; backward, an all-reduce of its
+    gradient over them.
     """
     first = next(tiles_in((input, grid)))
     input, grid = _with_samples_alike(input, grid)

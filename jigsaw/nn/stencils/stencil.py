@@ -7,7 +7,7 @@ the padding. Dims that nothing cuts are left to the op.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,9 +25,8 @@ from jigsaw.tile.tile import Tile
 
 @dataclass(frozen=True, eq=False)
 class DimStencil(FrozenValue):
-    """Stencil along one tensor dim: its rule, whether the dim wraps, and how many more output rows a side to hold.
-
-    With `always`, the engine pads the dim even where nothing cuts it.
+    """Stencil along a dim: its rule, whether it wraps, how many more output rows a side to hold; `always`: pad uncut
+    dims, too.
     """
 
     dim: int
@@ -39,10 +38,9 @@ class DimStencil(FrozenValue):
 
 @dataclass(frozen=True)
 class StencilPlan:
-    """Stencil of one rank.
-
-    `out` is the layout of the result, `target` what every rank needs of the input; `margins` the rows of padding around
-    this rank's part, an entry a cut; `derived` the arithmetic of every touched dim and `piece` this rank's place in it.
+    """Stencil of one rank: the layout `out` of the result, `target`, what every rank needs of the input, and `margins`,
+    rows of padding around its part, an entry a cut; `derived` has each touched dim, its arithmetic, and this rank's
+    piece.
     """
 
     out: Layout
@@ -61,10 +59,16 @@ def is_cut_or_haloed(layout: Layout, dim: int) -> bool:
     return not layout.complete_dims[dim]
 
 
-def single_cut(layout: Layout, dim: int, name: str) -> Cut:
-    """Return the one cut of a dim that a stencil slides along.
+def resized_layout(layout: Layout, sizes: Mapping[int, int]) -> Layout:
+    """Return the layout with other sizes of some dims, which nothing cuts."""
+    for d, n in sizes.items():
+        layout = layout.replace_dim(d, whole_dim(n))
+    return layout
 
-    Raises: `ShardingError` for dims that were flattened together.
+
+def single_cut(layout: Layout, dim: int, name: str) -> Cut:
+    """Return the one cut of a dim that a stencil slides along; raise `ShardingError` for dims that were flattened
+    together.
     """
     cuts = layout.dim(dim)
     if len(cuts) != 1:
@@ -77,8 +81,7 @@ def single_cut(layout: Layout, dim: int, name: str) -> Cut:
 
 @lru_cache(maxsize=4096)
 def plan_stencil(layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoordinate, name: str) -> StencilPlan:
-    """Plan what the rank at `coord` needs, gets and gives; the dims that are not `is_cut_or_haloed` only change their
-    size.
+    """Plan what the rank at `coord` needs, gets and gives; dims that are not `is_cut_or_haloed` only change their size.
 
     Raises: `ShardingError` for dims that were flattened together, or a window that does not fit.
     """
@@ -134,8 +137,8 @@ class _EmptyResult(torch.autograd.Function):
 def empty_result(shape: Sequence[int], *sources: Tensor | None, again: bool = True) -> Tensor:
     """Return the result of a stencil on a rank that has no output element, or nothing to make one of.
 
-    `again` says whether the plain op's gradients reach its operands in the autograd graph, as those of most ops do. A
-    second derivative then passes through the same exchanges on every rank.
+    `again`: the op's gradients reach its operands in the graph, so a second derivative passes the same exchanges
+    everywhere.
     """
     return _EmptyResult.apply(tuple(shape), again, *(s for s in sources if s is not None))
 
