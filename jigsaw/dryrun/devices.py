@@ -71,8 +71,7 @@ class Device:
         measured = self.call_seconds.get(kind, self.call_seconds.get("message")) if link == "node" else None
         if measured is None:
             return self.link_time(link, sent_bytes, messages)
-        # a collective is one call, whose ring turns in threads of gloo; an exchange with several ranks needs Python
-        # once
+        # a collective is one call, whose ring turns in threads of gloo; so is an exchange with several ranks
         start, each_byte = measured
         further = 0.0 if kind in self.call_seconds else self.call_seconds.get("further message", measured)[0]
         return min(messages, 1) * start + max(messages - 1, 0) * further + sent_bytes * each_byte

@@ -93,8 +93,7 @@ def play_few_blocks(plan: StepPlan, axes: Mapping[str, int], rank: int) -> Playe
             played[n] = play_rank(replace(plan, row=(name, n)), axes, rank)
         return played[n]
 
-    # FSDP2 gathers the weights of a block while the one before it computes, so a second block adds something else than
-    # a third one
+    # FSDP2 gathers weights while the block before computes, so a second block adds something else than a third one
     for few in (known[way],) if way in known else (1, 2):
         forecast = _of_more_blocks(play(few), play(few + 1), blocks - few)
         if forecast is not None and (way in known or _is_foretold(play(few), play(few + 1), play(few + 2))):

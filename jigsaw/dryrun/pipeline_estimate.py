@@ -132,8 +132,7 @@ def balanced_cuts(pieces: Sequence[PieceCost], stages: int, microbatches: int, m
         size = weights[end] - weights[begin] + under_way * (kept[end] - kept[begin])
         return max(size - 0.9 * memory, 0.0), seconds[end] - seconds[begin]
 
-    # best[n]: for the first n pieces, the most memory that a stage so far lacks, their longest seconds, and where these
-    # stages begin
+    # best[n]: for the first n pieces, the most memory that a stage lacks, the longest seconds, and where stages begin
     best = {n: (cost(0, 0, n), list[int]()) for n in range(1, len(pieces) + 1)}
     for stage in range(1, stages):
         best = {

@@ -47,8 +47,7 @@ M = TypeVar("M", bound=nn.Module)
 _Tensors = Sequence[Tensor]
 _Statistics = Sequence[SlabStatistic]
 
-# For the axes of a cut: the halo of a slab below and above, in rows of the input that has the fewest, and whether the
-# dim is a circle.
+# For the axes of a cut: a slab's halo below and above, in rows of the input with the fewest; whether it is a circle.
 _HaloWidths = dict[tuple[str, ...], tuple[int, int, bool]]
 
 

@@ -123,8 +123,7 @@ def _gather_channels(tile: Tile, dim: int, axis: str) -> Tile:
     home = layout_before_gather(whole, (axis,), whole.dim(whole.ndim - 1))
     if home is not None:  # whole channels of its own tokens, rather than of all
         return tile.with_layout(home)
-    # pieces are even, and held rows the same along the axis, so one all-gather is enough; `redistribute` would drop the
-    # halo rows first and fetch them again from the neighbors
+    # pieces are even, and held rows the same along the axis: one all-gather, where `redistribute` would refetch halos
     local = torch.cat(stack_along_axes(tile.local, tile, (axis,)).unbind(0), dim)
     return Tile(local, whole, tile.mesh)
 

@@ -268,8 +268,7 @@ class _PlanningPass(_PaperPass):
     def _read_again(self, number: int, where: Any, tile: Tile) -> Tensor:
         shape, stride, dtype, device = where
         self._read[self.stage].add(number)
-        # a new tensor, because it comes from another rank; a view of it, because without a node it would be traced back
-        # to the arguments of a custom Function of another stage
+        # new, as it comes from another rank; a view, as without a node it would be traced back into another stage
         local = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         needs = torch.is_grad_enabled() and dtype.is_floating_point
         local = tile.__dict__["local"] = local.requires_grad_(needs).view_as(local)

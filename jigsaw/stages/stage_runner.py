@@ -148,8 +148,7 @@ class StagePass(WatchedPass):
         tiles = [self.kept[number] for number in self._sent]
         for tile in tiles:
             tile.check_no_history()  # a result of a custom Function
-        # cloned, because the graph of a stage must not end in its own input, nor in a view of a tensor that the stage
-        # still changes
+        # cloned: the graph of a stage must not end in its own input, nor in a view of a tensor that it still changes
         return tuple(tile.owned().local.clone(memory_format=torch.contiguous_format) for tile in tiles)
 
 

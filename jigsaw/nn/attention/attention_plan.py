@@ -42,8 +42,7 @@ class AttentionPlan:
     out: Layout
     keys_alone: bool  # an axis cuts the keys or values alone
     shared_by: int = 1  # so many of a rank's query heads share one of its key heads
-    # the same with keys cut by the axes that cut both queries and keys, and queries by the others; None without such
-    # axes
+    # the same with keys cut by the axes that cut both queries and keys (None without any), and queries by the others
     around: LabelCuts | None = None
 
     @property

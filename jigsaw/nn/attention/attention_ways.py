@@ -260,8 +260,7 @@ def _most_heads(sizes: AttentionSizes, ranks: int) -> int:
 def _bytes_by_heads(sizes: AttentionSizes, shares: Sequence[int], ranks: int) -> int:
     """Return the bytes that give each rank its share of the heads, of which there are `ranks`, and that go back."""
     heads = [b - a for a, b in pairwise(cut_points(sizes.key_heads, ranks))]
-    # for its own tokens, each rank sends the heads that are not its share and gets their y back; summed over ranks, y
-    # is as many bytes as q
+    # for its tokens, a rank sends heads that are not its share and gets their y back: over all, as many bytes as q
     moved = sum(
         (q * sizes.query_row + k * sizes.key_row) * (sizes.key_heads - heads[share]) // sizes.key_heads
         for q, k, share in zip(sizes.queries, sizes.keys, shares, strict=True)

@@ -347,8 +347,7 @@ def _gated_network(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
 
 def _run_experts(rows: Tensor, counts: Sequence[int], w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     if not counts:
-        # no expert lies here and no row came, but the result belongs to the graph as on the other ranks, which wait for
-        # this one in the backward pass
+        # no expert lies here, but the result belongs to the graph, because others wait for this rank backward
         return torch.cat([rows, *(w.reshape(0, rows.shape[1]) for w in (w1, w2, w3))])
     weights = zip(w1.unbind(0), w2.unbind(0), w3.unbind(0), strict=True)
     return torch.cat([_gated_network(x, *w) for x, w in zip(rows.split(counts), weights, strict=True)])

@@ -51,8 +51,7 @@ class LinearContraction:
 
     def rows_at_work(self, w: Tensor, x: Tile) -> Tensor:
         """Return this rank's factor, from its part of a weight that is cut as ``self.stored``."""
-        # a whole W is cut here without a message; a dim whose block is whole is only put in the order of ranks, as the
-        # rows of x and y are
+        # a whole W is cut here without a message; a dim whose block is whole is put in the order of ranks, as x and y
         for dim, group, block in ((0, self.outer, self.grid.n), (1, self.inner, self.grid.k)):
             if not self.stored.is_cut(dim):
                 w = take_owned_rows(w, dim, group, self.stored, x.coordinate if block.is_cut else None)
@@ -72,8 +71,7 @@ class LinearContraction:
 
     def run(self, x: Tile, w: Tensor) -> Tile:
         grid, stored, coord, last = self.grid, self.stored, x.coordinate, x.ndim - 1
-        # along these axes the ranks have the same x and use it for other columns of y (or of K): each has a part of its
-        # gradient, summed in the backward pass
+        # along these axes ranks use the same x for other columns of y (or of K): each has a part of its gradient
         alike = [a for a in (*grid.n.axes, *grid.k.axes) if a not in x.layout.cut_axes]
         rows = comm.use_in_parts(x.local, x.mesh, alike)
         if grid.k.is_cut and not x.layout.is_cut(last):

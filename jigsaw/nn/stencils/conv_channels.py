@@ -190,8 +190,7 @@ def add_partial_sums(partial: Tensor, out: Layout, tile: Tile) -> Tensor:
 
     *Sends*: (P-1)/P of the bytes of all channels, forward and backward, along the axes that cut them.
     """
-    # every rank has partial sums of all channels, as if it had fetched all of y; the adjoint of that fetch sums them on
-    # their owners
+    # as if every rank had fetched all of y: the adjoint of that fetch sums on the owners
     cut = out.dim(1)[0]
     every = out.replace_dim(1, cut.holding([(0, cut.size)] * cut.pieces))
     return _AddPartialSums.apply(partial, ChannelSums(out, every, tile.mesh, out.local_shape(tile.coordinate)))

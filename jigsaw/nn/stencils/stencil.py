@@ -102,8 +102,7 @@ def plan_stencil(layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoord
         target = target.replace_dim(a.dim, cut.holding(derivation.needs))
         margins[a.dim] = derivation.margins[piece]
         derived.append((a.dim, derivation, piece))
-    # margins are per cut, as the boxes of an exchange are; no stencil slides along a dim of several cuts, so it has
-    # none
+    # margins are per cut, as boxes of an exchange; no stencil slides along a dim of several cuts, which has none
     by_cut = tuple(m for d, group in enumerate(layout.dims()) for m in [margins[d]] * len(group))
     return StencilPlan(out, target, by_cut, out.local_shape(coord), tuple(derived))
 
