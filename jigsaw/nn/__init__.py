@@ -8,7 +8,7 @@ from torch.nn import AvgPool1d, AvgPool2d, AvgPool3d, MaxPool1d, MaxPool2d, MaxP
 from jigsaw.nn import activation, attention, dropout
 from jigsaw.nn.attention import multi_head_attention
 from jigsaw.nn.attention.attention_ways import attention_way
-from jigsaw.nn.attention.heads import MultiheadAttention
+from jigsaw.nn.attention.multi_head_attention import MultiheadAttention
 from jigsaw.nn.attention.scaled_dot_product import explain_attention
 from jigsaw.nn.cells.gather import gather_neighbors, scatter_to_cells
 from jigsaw.nn.chunked import chunked

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import jigsaw
 from jigsaw.errors import ShardingError
-from jigsaw.nn.attention.heads import MultiheadAttention
+from jigsaw.nn.attention.multi_head_attention import MultiheadAttention
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 
 MESHES = [{"channel": 2}, {"channel": 3}, {"lat": 2, "channel": 2}, {"channel": 2, "lat": 2}]
