@@ -158,9 +158,9 @@ with-oldest:
 $(LEAST_STAMP): pyproject.toml
 	"$(PYTHON)" -m venv --clear $(LEAST)
 	$(LEAST)/bin/python -m pip install --quiet "$(TORCH)" uv
-	$(LEAST)/bin/uv pip install --quiet --python $(LEAST)/bin/python --resolution lowest-direct --editable ".[$(LEAST_EXTRAS)]"
+	$(LEAST)/bin/uv pip install --quiet --compile-bytecode --python $(LEAST)/bin/python --resolution lowest-direct --editable ".[$(LEAST_EXTRAS)]"
 	$(LEAST)/bin/uv pip freeze --python $(LEAST)/bin/python --exclude-editable >$(LEAST)/least.txt
-	$(LEAST)/bin/uv pip install --quiet --python $(LEAST)/bin/python --constraint $(LEAST)/least.txt --group test
+	$(LEAST)/bin/uv pip install --quiet --compile-bytecode --python $(LEAST)/bin/python --constraint $(LEAST)/least.txt --group test
 	@touch $@
 
 test-next: ## the same with builds of torch and zarr of the last night
