@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fuzz_functions import SMOOTH
+from fuzz_posed import draw_from_start, reads_changed_values, rounding_of, value_spread
 from fuzz_programs import AXES, Program, ProgramInput, Statement, loss_of, make_program, names_in, plain_state
 
 import jigsaw
@@ -34,8 +34,6 @@ from jigsaw.tile.tile import Tile
 
 BAD = ("wrong", "untyped", "apart", "hang", "crash")
 _REFUSALS = (ShardingError, ReadError)
-_ROUNDING = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-7, torch.complex64: 1e-7}
-_COARSE = 1e-2  # bfloat16 and float16
 
 
 @dataclass
@@ -57,11 +55,6 @@ class ProgramVerdict:
     def as_line(self) -> str:
         told = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("parts", "whole_gradients")}
         return json.dumps(told) + "\n"
-
-
-def _draw_from_start() -> None:
-    """Seed the CPU alone: torch.manual_seed formats a stack for each accelerator, which takes half of the time."""
-    torch.default_generator.manual_seed(0)
 
 
 # -- on a rank ---------------------------------------------------------------------------------------------------------
@@ -142,7 +135,7 @@ class _ProgramRun:
         return made.requires_grad_() if x.has_grad else made
 
     def run(self) -> ProgramVerdict:
-        _draw_from_start()
+        draw_from_start()
         for statement in self.program.statements:
             if not self._step(statement):
                 return self.verdict
@@ -174,7 +167,7 @@ class _ProgramRun:
             mine: Exception | None = error
         else:
             mine = None
-        _draw_from_start()
+        draw_from_start()
         try:
             exec(statement.text, self.whole)
         except Exception:  # what torch refuses too says nothing about tiles
@@ -269,7 +262,7 @@ class _ProgramRun:
     def _coarsest(self) -> float:
         """The rounding of the coarsest dtype that the program computes in."""
         tensors = [v for v in self.whole.values() if isinstance(v, torch.Tensor)]
-        return max((_rounding_of(v) for v in tensors), default=0.0)
+        return max((rounding_of(v) for v in tensors), default=0.0)
 
     def _spread(self, name: str) -> Any:
         """How far small errors in every statement move a value: of a step, or a tie, anywhere."""
@@ -301,6 +294,9 @@ class _ProgramRun:
         try:
             loss_of(*(self.whole[n] for n in outputs)).backward()
         except Exception:  # where another statement was refused, or left out
+            return
+        if mine is not None and reads_changed_values(self.program, self.done):
+            self.verdict.chaotic += 1  # on tiles torch may see that they were changed
             return
         if mine is not None:
             self._note(statement, f"untyped: {mine!r}")
@@ -365,10 +361,6 @@ def _said(v: Any) -> str:
     return text if len(text) < 160 else f"{text[:157]}..."
 
 
-def _rounding_of(v: Any) -> float:
-    return _ROUNDING.get(v.dtype, _COARSE / 100) if v.is_floating_point() or v.is_complex() else 0.0
-
-
 def _is_close(got: Any, right: Any, spread: Any, rounding: float) -> bool:
     if not right.numel():
         return True
@@ -381,65 +373,6 @@ def _is_close(got: Any, right: Any, spread: Any, rounding: float) -> bool:
     allowed = tolerance * max(scale, 1.0) + 10 * spread
     # where plain torch has a NaN or an infinity it is not compared: 0 * inf follows from the order of operations
     return bool((off.nan_to_num(float("inf")) <= allowed).all())
-
-
-# -- how well a program is posed ---------------------------------------------------------------------------------------
-
-
-def value_spread(program: Program, statements: Sequence[Statement], name: str) -> Any:
-    """How far a value (``x0``) or gradient (``x0.grad``) moves, where every rounded result has an error."""
-    results = [_noisy_value(program, statements, name, seed) for seed in range(5)]
-    first = results[0]
-    if any(r is None or r.shape != first.shape for r in results):
-        return float("inf")
-    spread = torch.zeros(first.shape, dtype=torch.float64)
-    for r in results[1:]:
-        off = (r.to(torch.complex128) - first.to(torch.complex128)).abs()
-        spread = torch.maximum(spread, off.nan_to_num(float("inf")))
-    return spread
-
-
-def _noisy_value(program: Program, statements: Sequence[Statement], name: str, seed: int) -> Any:
-    state = plain_state(list(program.inputs))
-    generator = torch.Generator().manual_seed(seed)
-    for statement in statements:
-        _draw_from_start()
-        exec(statement.text, state)
-        if seed:
-            names = statement.names or [n for n in state if n[1:].isdigit()]
-            for v in [state[n] for n in names]:
-                if isinstance(v, torch.Tensor) and (statement.key in SMOOTH or not _is_whole(v)):
-                    _add_noise(v, generator)
-    if name.endswith(".grad"):
-        try:
-            loss_of(*(state[n] for n in program.outputs if _has_grad(state.get(n)))).backward()
-        except Exception:
-            return None
-        leaf = state[name.removesuffix(".grad")]
-        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-    value = state[name]
-    return value.detach() if isinstance(value, torch.Tensor) else None
-
-
-def _is_whole(v: Any) -> bool:
-    if not (v.is_floating_point() or v.is_complex()):
-        return True
-    v = torch.view_as_real(v.detach().resolve_conj()) if v.is_complex() else v.detach()
-    exact = {torch.float64: 2**50, torch.float32: 2**22, torch.float16: 2**10, torch.bfloat16: 2**7}.get(v.dtype, 0)
-    return bool((v == v.round()).all()) and (not v.numel() or v.abs().max().item() < exact)
-
-
-def _add_noise(v: Any, generator: torch.Generator) -> None:
-    if not (v.is_floating_point() or v.is_complex()):
-        return
-    size = 10 * _ROUNDING.get(v.dtype, _COARSE / 10)
-    noise = torch.randn(v.shape, generator=generator, dtype=torch.float64) if not _is_expanded(v) else 1.0
-    scale = v.detach().abs().max().item() if v.numel() else 0.0
-    v.data.add_((size * scale * noise) if isinstance(noise, float) else (size * scale * noise).to(v.dtype))
-
-
-def _is_expanded(v: Any) -> bool:
-    return any(stride == 0 and n > 1 for stride, n in zip(v.stride(), v.shape, strict=True))
 
 
 # -- in the test's own process -----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import time
 
 import pytest
+from fuzz_posed import reads_changed_values, value_spread
 from fuzz_programs import Program, ProgramInput, Statement, make_program, ranks_of_seed
 from fuzz_ranks import BAD, verdict_of_program, verdicts_of_seeds
 
@@ -71,3 +72,41 @@ def test_faults_are_noticed(text, verdict, tmp_path):
     program = Program(0, {"lat": 2}, (x,), (Statement("mine", text, ("v0",)),))
     found = verdict_of_program(2, program, tmp_path / "verdicts", 3)
     assert (found.verdict, found.key) == (verdict, "mine")
+
+
+def _program_of(*lines, outputs=("v0",), dtype="float64"):
+    x = ProgramInput("x0", (6, 6), dtype, spec=("lat", None))
+    statements = tuple(Statement(line, line, ("v0",) if line.startswith("v0 =") else ()) for line in lines)
+    return Program(0, {"lat": 2}, (x, ProgramInput("p1", (6, 6), dtype, seed=3, has_grad=True)), statements, outputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_posed"),
+    [("x0.add_(1)", False), ("p1.data.add_(1)", True), ("v0.data.add_(1)", True)],
+)
+def test_gradients_of_values_that_were_changed_since_are_no_oracle(change, is_posed, tmp_path):
+    program = _program_of("v0 = torch.kron(x0, p1)", change)
+    assert reads_changed_values(program, program.statements) is not is_posed
+    assert verdict_of_program(2, program, tmp_path / "verdicts", 3).verdict == "exact"
+
+
+@pytest.mark.parametrize("value", [0.75, 1.0, 1.25])
+def test_errors_of_rounding_show_both_sides_of_a_step(value):
+    key = "F.instance_norm({f4})"  # whose results are rounded, also where they come out whole
+    shape = (2, 8, 1, 1)
+    x = ProgramInput("x0", (2, 8), "float64", has_grad=False)
+    steps = (
+        Statement(key, f"v0 = torch.full({shape}, {value})", ("v0",)),
+        Statement("ceil", "v2 = v0.ceil()", ("v2",)),
+    )
+    spread = value_spread(Program(0, {"lat": 2}, (x,), steps), steps, "v2")
+    assert spread.shape == shape
+    assert bool((spread == (value == 1)).all())
+
+
+def test_rows_of_an_expanded_value_have_one_error():
+    x = ProgramInput("x0", (3,), "float64", whole=False)
+    step = Statement("mine", "v0 = x0[:, None].expand(3, 2)", ("v0",))
+    spread = value_spread(Program(0, {"lat": 2}, (x,), (step,)), (step,), "v0")
+    assert bool((spread[:, 0] == spread[:, 1]).all())
+    assert bool((spread > 0).all())
