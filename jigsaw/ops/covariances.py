@@ -58,7 +58,8 @@ def _correlation(input: Tile) -> Any:
 
 
 def _powers(x: Tile, count: int) -> Any:
-    """Return 1, x, x^2 and so on, along a new last dim, which is whole."""
+    """Return 1, x, x^2 and so on, along a new last dim, which is whole; of integers in int64, as torch does."""
+    x = x if x.dtype.is_floating_point or x.dtype.is_complex else x.long()
     ones = torch.ones_like(x).unsqueeze(-1)
     if count < 2:
         return ones[..., :count]
@@ -75,6 +76,10 @@ def _vander(x: Tile, N: int | None = None, increasing: bool = False) -> Any:  # 
 
 @implements_torch(torch.linalg.vander)
 def _vander_of_last_dim(x: Tile, *, N: int | None = None) -> Any:  # torch's own name
-    if x.ndim < 1 or (N is not None and N < 2):
-        raise RuntimeError(f"linalg.vander(N={N}) of a Tile of {x.ndim} dims: it needs 1 or more, and N >= 2")
-    return _powers(x, x.shape[-1] if N is None else N)
+    count = x.shape[-1] if N is None and x.ndim else N
+    if count is None or count < 2 or x.dtype == torch.bool:
+        raise RuntimeError(
+            f"linalg.vander(N={N}) of a Tile of shape {tuple(x.shape)} and {x.dtype}: it needs a dim, N >= 2 (the last "
+            "size by default), and numbers"
+        )
+    return _powers(x, count)

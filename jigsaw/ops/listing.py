@@ -10,11 +10,15 @@ the whole tensor on every rank.  Counts are sums over the ranks.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from jigsaw import comm
+from jigsaw.comm.graph_calls import lacks_values
+from jigsaw.errors import ShardingError
 from jigsaw.ops.pointwise import align_tiles
 from jigsaw.ops.reductions import extreme_of_all
 from jigsaw.ops.unknown_functions import run_alike, uncut_tiles
@@ -66,10 +70,24 @@ for _function in (torch.unique_consecutive, torch.Tensor.unique_consecutive):
 # -- counts -----------------------------------------------------------------------------------------------------------
 
 
+def check_counts(function: Any, counts: Tensor, tile: Tile) -> None:
+    """Check counts, alike on all ranks.  Raises: `ShardingError` where adding 1 to one of them would change nothing:
+    torch's count, element by element, would end there, or sooner by its threads.
+    """
+    most = 2 / torch.finfo(counts.dtype).eps if counts.dtype.is_floating_point else math.inf
+    if tile.numel() >= most and not lacks_values() and (counts >= most).any():
+        raise ShardingError(
+            f"{function.__name__} of a Tile of shape {tuple(tile.shape)}: a count of {most:.0f} or more, where counts "
+            f"of {counts.dtype} end in torch; use x.float() for a narrow dtype, or x.double()"
+        )
+
+
 @implements_torch(torch.histc)
 def _histc(input: Tile, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     """Count how many elements lie in each of `bins` ranges; *Sends*: one all-reduce of the counts (and of the
     extremes).
+
+    *Raises*: `ShardingError` for so many elements in a bin that torch, which counts in their dtype, would go wrong.
     """
     torch.histc(input.local.detach().new_zeros(1), bins, min, max)  # torch's own errors
     own = input.owned().detach()
@@ -79,6 +97,7 @@ def _histc(input: Tile, bins: int = 100, min: float = 0, max: float = 0) -> Any:
         min, max = min - 1, max + 1
     local = torch.histc(own.local, bins, min, max) if own.local.numel() else own.local.new_zeros(bins)
     counts = comm.all_reduce(local, own.mesh, own.layout.cut_axes, same=(own.layout, bins))
+    check_counts(torch.histc, counts, own)
     return uncut_tiles(counts, own)
 
 

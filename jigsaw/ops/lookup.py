@@ -17,6 +17,7 @@ from torch import Tensor
 from jigsaw import comm
 from jigsaw.geometry.cut import whole_dim
 from jigsaw.ops.indexing import operand_part
+from jigsaw.ops.listing import check_counts
 from jigsaw.ops.reductions import extreme_of_all
 from jigsaw.ops.unknown_functions import uncut_tiles
 from jigsaw.ops.whole_dims import with_whole_dims
@@ -157,6 +158,7 @@ def _histogramdd(input: Tile, bins: Any, range: Any = None, weight: Any = None, 
     last dim.
 
     *Sends*: the extremes where no `range` is given, a weight that lies elsewhere, and one all-reduce of the counts.
+    *Raises*: `ShardingError` for counts at which torch's would end.
     """
     own = with_whole_dims(input.owned().detach(), (input.ndim - 1,))
     rows = own.layout.drop((own.ndim - 1,))
@@ -169,6 +171,8 @@ def _histogramdd(input: Tile, bins: Any, range: Any = None, weight: Any = None, 
         range = [float(extreme_of_all(c, op)) for c in columns for op in ("min", "max")]
     found = torch.histogramdd(own.local.reshape(-1, own.shape[-1]), edges, range=range, weight=part)
     counts = comm.all_reduce(found.hist, own.mesh, rows.cut_axes, same=(rows, found.hist.shape))
+    if weight is None:
+        check_counts(torch.histogramdd, counts, own)
     if density:
         counts = counts / counts.sum()
         for d, edge in enumerate(found.bin_edges):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tile_oracle import assert_answers_as_the_whole
 
-from jigsaw import comm
+from jigsaw import ShardingError, comm
 from jigsaw.testing import on_ranks, world_mesh
 from jigsaw.tile.tile import Tile
 from jigsaw.tile.tile_making import shard
@@ -171,6 +171,17 @@ def test_bytes():
         values, _ = torch.sort(tile, dim=2)
     assert counted.sent_bytes == there + back + 2 * back
     assert values.layout == tile.layout
+
+
+@on_ranks(2)
+def test_counts_that_end_in_torch_are_refused():
+    mesh = world_mesh(lat=2)
+    for dtype, most in ((torch.bfloat16, 256), (torch.float16, 2048)):
+        few = torch.cat([torch.zeros(most - 1), torch.ones(3)]).to(dtype)
+        tile = shard(few, mesh, ("lat",))
+        assert torch.equal(torch.histc(tile, 2).full_tensor(), torch.histc(few, 2))
+        with pytest.raises(ShardingError, match=f"a count of {most} or more.*x.float"):
+            torch.histc(torch.cat([tile, tile[:1]]), 2)
 
 
 REFUSED = {

@@ -148,6 +148,19 @@ def test_samples_are_the_same_on_every_mesh():
 
 
 @on_ranks(2)
+def test_powers_of_integers_are_as_wide_as_those_of_torch():
+    mesh = world_mesh(lat=2)
+    for whole in (torch.tensor([3, 2], dtype=torch.uint8), torch.tensor([2], dtype=torch.int32)):
+        for count in (None, 1, 3):
+            found = torch.vander(shard(whole, mesh, ("lat",)), count)
+            assert found.dtype == torch.int64
+            assert torch.equal(found.full_tensor(), torch.vander(whole, count))
+        for values in (whole[:1], whole.bool()):
+            with pytest.raises(RuntimeError, match=r"linalg\.vander"):
+                torch.linalg.vander(shard(values, mesh, ("lat",)))
+
+
+@on_ranks(2)
 def test_what_they_refuse():
     mesh = world_mesh(lat=2)
     tile = shard(torch.rand(6, 8), mesh, ("lat", None))
