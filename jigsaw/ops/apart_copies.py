@@ -34,9 +34,11 @@ from jigsaw import comm
 from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.comm.wire_values import lie_in_one_memory
 from jigsaw.errors import ShardingError
+from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.meeting.common_cuts import APART_MARK, apart_mark, set_apart_mark, with_moved_rows
 from jigsaw.ops.pointwise import changes_in_place, functions_named
+from jigsaw.ops.whole_strides import repeated_dims
 from jigsaw.tile.table import table
 from jigsaw.tile.tile import (
     Tile,
@@ -260,13 +262,29 @@ def copied_to(source: Tile, layout: Layout, has_way_back: bool = True) -> Tile:
 
 
 def copied_apart(moved: Tile, source: Tile, has_way_back: bool = True) -> Tile:
-    """Return `moved`, all the rows of `source` in another layout, in new memory that knows its origin."""
-    local = moved.local
+    """Return `moved`, all the rows of `source` in another layout, in new memory that knows its origin.
+
+    Rows that lie in one place, as those of an expanded dim, do so in the new memory, too, where no axis cuts them.
+    """
+    repeated = repeated_dims(source)
+    if repeated and not any(t.layout.is_cut(d) for t in (moved, source) for d in repeated):
+        rows = copied_apart(_with_rows_once(moved, repeated), _with_rows_once(source, repeated), has_way_back)
+        tile = Tile(rows.local.expand(moved.local.shape), moved.layout, moved.mesh)
+        apart_mark(rows.local).add_tile(tile)
+        return tile
+    has_way_back, local = has_way_back and not repeated, moved.local
     if lie_in_one_memory(local, source.local) or apart_mark(local) is not None:
         local = local.clone(memory_format=torch.contiguous_format)
     copy, tile = ApartCopy(source, moved.layout, local, has_way_back), Tile(local, moved.layout, moved.mesh)
     copy.add_tile(tile)
     return tile
+
+
+def _with_rows_once(tile: Tile, dims: Sequence[int]) -> Tile:
+    local, layout = tile.local, tile.layout
+    for d in dims:
+        local, layout = local.narrow(d, 0, 1), layout.replace_dim(d, whole_dim(1))
+    return Tile(local, layout, tile.mesh)
 
 
 def note_views(out: Any, rows: Tensor | None = None) -> None:
@@ -322,13 +340,15 @@ def _before_flagged(place: int, function: Any, args: Sequence[Any], kwargs: Mapp
 def _before_change(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[Any], Any] | None:
     """Prepare for a function that changes its first argument in place; return what to do after it, if anything.
 
-    *Raises*: `ShardingError` for a view whose rows moved and do not know the way back.
+    *Raises*: `ShardingError` for a view whose rows moved and do not know the way back, or lie in one place.
     """
     target: Any = args[0] if args else kwargs.get("input")
     _changes_made[0] += 1
     changed: list[Tensor] = []
     for tile in target if isinstance(target, (list, tuple)) else (target,):
         if isinstance(tile, Tile):
+            if function is not Tensor.__setitem__:  # which checks the rows that its index names
+                check_rows_apart(function, tile)
             memory = tile.local.untyped_storage()
             if hasattr(memory, APART_MARK):
                 check_way_back(function, tile)
@@ -346,6 +366,19 @@ def check_way_back(function: Any, tile: Tile) -> None:
             f"{function.__name__} of a Tile of shape {tuple(tile.shape)} in place: it is a view whose rows moved "
             "to other cut points, so what it is a view of would not change with it; use the function that makes a "
             "new one, as x + y, or clone() first"
+        )
+
+
+def check_rows_apart(function: Any, tile: Tile) -> None:
+    """Check a target.  Raises: `ShardingError` where several of its rows lie in one place: torch would raise on the
+    ranks alone that hold such rows.
+    """
+    repeated = repeated_dims(tile)
+    if repeated:
+        raise ShardingError(
+            f"{function.__name__} of a Tile of shape {tuple(tile.shape)} in place: the rows of dim {repeated[0]} lie "
+            "in one place in memory, as those that expand() makes; use the function that makes a new one, as x + y, or "
+            "clone() first"
         )
 
 

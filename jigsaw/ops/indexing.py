@@ -28,7 +28,7 @@ from jigsaw.comm.wire_values import lie_in_one_memory
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
-from jigsaw.ops.apart_copies import carry_change, check_way_back, is_written_back, note_index_asked
+from jigsaw.ops.apart_copies import carry_change, check_rows_apart, check_way_back, is_written_back, note_index_asked
 from jigsaw.ops.changing_rows import changes_rows
 from jigsaw.ops.meeting.common_cuts import with_moved_rows
 from jigsaw.ops.meeting.local_cells import cells_at_rows, cells_in_front, rows_held
@@ -355,6 +355,7 @@ def write_places(function: Any, tile: Tile, places: TilePlaces, value: Any, accu
     backward their gradients.  Rows of a `view` that had to move go back.
     """
     view = places.view
+    check_rows_apart(function, view)
     if lie_in_one_memory(view.local, tile.local):
         _write_into_view(tile, places, value, accumulate)
         return

@@ -37,6 +37,14 @@ def _has_thin_pieces(layout: Layout) -> bool:
     return any(c.size > 1 and min(b - a for a, b in c.held) < 2 for c in layout.cuts)
 
 
+def repeated_dims(tile: Tile) -> tuple[int, ...]:
+    """Return the dims along which all rows of torch's tensor lie in one place, as those that `expand` makes longer."""
+    strides = tile.__dict__.get(_STRIDES)
+    if strides is None or all(strides):
+        return ()
+    return tuple(d for d, stride in enumerate(strides) if stride == 0 and tile.shape[d] > 1)
+
+
 def with_strides(tile: Tile, strides: tuple[int, ...]) -> Tile:
     """Return the tile, a view that was just made, with the strides of torch's."""
     tile.__dict__[_STRIDES] = strides
