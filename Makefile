@@ -102,9 +102,10 @@ test: setup ## the tests, without the slow ones
 test-cuda: setup ## the tests of a GPU, the slow ones too; JIGSAW_TEST_DEVICE=cpu tries them without one
 	$(BIN)/python -m pytest tests/cuda
 
-# What ranks send each other, in training by every strategy.
+# What ranks send each other, in training by every strategy and beside the reader.
 LAW_PARTS := tests/comm tests/parallel tests/stages tests/checkpoint tests/test_composed.py tests/nn/test_experts.py \
-	tests/nn/test_ring_attention.py tests/nn/test_channels.py
+	tests/nn/test_ring_attention.py tests/nn/test_channels.py \
+	tests/io/test_boundary.py tests/io/test_engine.py tests/io/test_first_layer.py tests/io/test_loader.py tests/io/test_stats.py
 test-law: setup ## tests of messages by NCCL's law: no tags, each communicator in the order of posting, on CPUs
 	JIGSAW_TEST_BACKEND=ordered $(BIN)/$(PYTEST) -m "not slow" $(LAW_PARTS)
 
