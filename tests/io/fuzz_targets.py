@@ -28,8 +28,7 @@ def _watched():
 
 with _watched():
     from jigsaw.errors import CorruptChunkError
-    from jigsaw.io.chunks.blosc import blosc_frame_of, check_blosc_header
-    from jigsaw.io.chunks.codecs import CodecDecoder
+    from jigsaw.io.chunks.codecs import CodecDecoder, blosc_frame_of, check_blosc_header
     from jigsaw.io.chunks.files import BadChunkError
     from jigsaw.io.formats.hdf5_filters import Hdf5Filter, filter_pipeline_of
     from jigsaw.io.formats.zarr_group import table_of_zarr

@@ -35,7 +35,8 @@ def test_a_flow_reads_what_loading_gives(tmp_path, form, sizes):
 
 
 @pytest.mark.parametrize("step", [1, 3, -1, -2])
-def test_boxes_are_cut_at_the_rows_of_a_piece(step):
+def test_boxes_are_cut_at_the_rows_of_a_piece(tmp_path, step):
+    table = open_store(write(tmp_path, FORMS[0], ROWS, CHUNK)[0]).arrays["air"]
     run = RowRun(4 if step > 0 else 20, step, 5, -step, 5)
     box = ChunkBox(0, ((RowRun(0, 1, 0, 1, 2),), (run, RowRun(23, 1, 50, 1, 1))), ())
     want = sorted(
@@ -43,7 +44,7 @@ def test_boxes_are_cut_at_the_rows_of_a_piece(step):
     )
     found = []
     for start in range(0, 24, 5):
-        piece = ChunkSection(ChunkJob("air", (0, 0), 0, (0, 1)), 0, 0, 1, (start, min(start + 5, 24)))
+        piece = ChunkSection(ChunkJob("air", (0, 0), 0, (0, 1)), table, 0, 0, 1, (start, min(start + 5, 24)))
         for there, here in piece.cut([box]):
             assert there.runs[0] == here.runs[0] == box.runs[0]
             for a, b in zip(there.runs[1], here.runs[1], strict=True):
@@ -60,8 +61,8 @@ def test_pieces_make_up_their_chunks_and_lanes_take_turns(tmp_path):
     pieces = sections_in_slot_order(plan, list(enumerate(plan.shared)), [1, 2])
     for number, job in enumerate(plan.shared):
         table, mine = store.arrays[job.array], [piece for piece in pieces if piece.number == number]
-        assert sum(piece.size(table) for piece in mine) == table.grid.chunk_bytes
-        assert all(piece.size(table) <= SECTION_BYTES for piece in mine)
+        assert sum(piece.size for piece in mine) == table.grid.chunk_bytes
+        assert all(piece.size <= SECTION_BYTES for piece in mine)
         assert [piece.is_last for piece in mine] == [False] * (len(mine) - 1) + [True]
         assert len(mine) == (2 if job.array == "air" else 1)
     assert {(piece.job.owner, piece.lane) for piece in pieces[:3]} == {(0, 0), (1, 0), (1, 1)}

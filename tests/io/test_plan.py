@@ -13,7 +13,7 @@ from toy_store import layout, request, write
 
 from jigsaw.errors import FieldError, GridError, MissingArrayError, ShardingError, UnsupportedStoreError, WindowError
 from jigsaw.geometry.layout import Layout
-from jigsaw.io.chunks.chunk_grid import ChunkGrid
+from jigsaw.io.chunks.chunk import ChunkGrid
 from jigsaw.io.chunks.codecs import CodecDecoder
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading.chunk_readers import NO_OWNER, PLAN_MODES

@@ -14,8 +14,8 @@ from numcodecs import Blosc, Zstd
 
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.chunks import chunk_finder
+from jigsaw.io.chunks.chunk import MOST_PORTION_SHARE, needed_share
 from jigsaw.io.chunks.files import LocalFiles, merge_ranges
-from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, needed_share
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading import found_chunks
 from jigsaw.io.reading.chunk_readers import (

@@ -15,9 +15,9 @@ from toy_store import write as write_toy
 
 from jigsaw.errors import CorruptChunkError
 from jigsaw.io.chunks import chunk_finder
-from jigsaw.io.chunks.blosc import blosc_frame_of, check_blosc_header
+from jigsaw.io.chunks.chunk import join_spans, needed_byte_spans, needed_share
+from jigsaw.io.chunks.codecs import blosc_frame_of, check_blosc_header
 from jigsaw.io.chunks.files import BadChunkError, merge_ranges
-from jigsaw.io.chunks.portion import join_spans, needed_byte_spans, needed_share
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading.chunk_readers import PLAN_MODES
 from jigsaw.io.reading.engine import ReadEngine

@@ -14,7 +14,7 @@ from jigsaw import comm
 from jigsaw.errors import FieldError, GridError, StateError
 from jigsaw.io.stats.compute import statistics
 from jigsaw.io.stats.moments import ChannelMoments
-from jigsaw.io.stats.step_series import area_weights
+from jigsaw.io.stats.step_blocks import area_weights
 from jigsaw.testing import on_ranks, world_mesh
 
 LONG = ["geopotential@500", "2m_temperature", "land_sea_mask", "temperature@850"]

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jigsaw.errors import WindowError
+from jigsaw.io.series.choices import window_anchors, window_offsets
 from jigsaw.io.series.times import decode_times
-from jigsaw.io.series.windows import window_anchors, window_offsets
 
 
 def by_hand(start, stop, window, breaks):

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from jigsaw.errors import GridError, UnsupportedStoreError, redacted_text
 from jigsaw.geometry.cut import Box, Interval
-from jigsaw.io.chunks.chunk import ChunkDecoder, ChunkPlaces
+from jigsaw.io.chunks.chunk import ChunkDecoder, ChunkGrid, ChunkPlaces
 from jigsaw.io.chunks.chunk_finder import ChunkFinder
-from jigsaw.io.chunks.chunk_grid import ChunkGrid
 from jigsaw.io.chunks.chunk_loader import BoxReader, ChunkLoader, LibraryLoader
 
 MISSING_VALUE_ATTRS = ("_FillValue", "missing_value")

@@ -15,12 +15,25 @@ from math import prod
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from jigsaw.errors import CorruptChunkError, FetchError, MissingArrayError, MissingChunkError, ReadError, TruncatedError
-from jigsaw.io.chunks import portion
-from jigsaw.io.chunks.blosc import BLOSC_HEADER_BYTES, BloscFrame, blosc_frame_of, check_blosc_header
-from jigsaw.io.chunks.chunk import ChunkDecoder, ChunkPlaces, ChunkRef, ObjectPerChunk, StripPlaces
-from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex, ChunkRows
+from jigsaw.io.chunks.chunk import (
+    MOST_PORTION_SHARE,
+    ChunkDecoder,
+    ChunkGrid,
+    ChunkIndex,
+    ChunkPlaces,
+    ChunkPortion,
+    ChunkRef,
+    ChunkRows,
+    ObjectPerChunk,
+    StripPlaces,
+    blosc_blocks_of_rows,
+    bounding_rows,
+    needed_byte_spans,
+    needed_share,
+    plain_portion,
+)
+from jigsaw.io.chunks.codecs import BLOSC_HEADER_BYTES, BloscFrame, blosc_frame_of, check_blosc_header
 from jigsaw.io.chunks.files import BadChunkError, ByteArray, CachingFiles, ShortChunkError, StoreFiles, fresh_memory
-from jigsaw.io.chunks.portion import ChunkPortion
 
 T = TypeVar("T")
 
@@ -233,10 +246,10 @@ class ChunkFinder:
 
     def portion(self, index: ChunkIndex, rects: Sequence[ChunkRows]) -> ChunkPortion | None:
         """Return what to fetch and decode of a chunk of which these boxes are needed; None for all of it."""
-        if not self.may_part(index, portion.needed_share(rects, self.grid.shape_of(index))):
+        if not self.may_part(index, needed_share(rects, self.grid.shape_of(index))):
             return None
         if self._decoder is None:
-            rows = portion.bounding_rows(rects)
+            rows = bounding_rows(rects)
             return ChunkPortion((), (), rows, prod(b - a for a, b in rows) * self.grid.itemsize)
         ref = self.locate(index)
         return None if ref is None or ref.mask else self._portion(index, ref, rects, self._decoder)
@@ -253,7 +266,7 @@ class ChunkFinder:
         """Say whether a part may be enough when the share `needed` of a chunk is needed, as far as geometry says."""
         return (
             self.is_divisible
-            and needed <= portion.MOST_PORTION_SHARE
+            and needed <= MOST_PORTION_SHARE
             and (1 - needed) * self.grid.bytes_of(index) >= self.least_left_out
         )
 
@@ -262,15 +275,13 @@ class ChunkFinder:
     ) -> ChunkPortion | None:
         gap, shape, order = self.places.files.gap, self.grid.shape_of(index), decoder.order
         if decoder.is_plain:
-            part = portion.plain_portion(portion.needed_byte_spans(rects, shape, order, self.grid.itemsize, gap))
+            part = plain_portion(needed_byte_spans(rects, shape, order, self.grid.itemsize, gap))
         else:
             frame = self.blosc_frame_of(index, ref)
             if frame is None:
                 return None
-            part = frame.part(
-                portion.blosc_blocks_of_rows(tuple(rects), shape, order, self.grid.itemsize, frame.block), gap
-            )
-        return None if part.decoded > portion.MOST_PORTION_SHARE * self.grid.bytes_of(index) else part
+            part = frame.part(blosc_blocks_of_rows(tuple(rects), shape, order, self.grid.itemsize, frame.block), gap)
+        return None if part.decoded > MOST_PORTION_SHARE * self.grid.bytes_of(index) else part
 
     def blosc_frame(self, index: ChunkIndex, ref: ChunkRef) -> BloscFrame | None:
         """Return the Blosc frame that a chunk is stored as, its table read once; None when it is missing."""

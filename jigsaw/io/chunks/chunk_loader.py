@@ -11,10 +11,17 @@ from numpy.typing import NDArray
 
 from jigsaw.errors import CorruptChunkError, ReadError, cause_without_secrets
 from jigsaw.geometry.cut import Box
-from jigsaw.io.chunks.blosc import BloscFrame
-from jigsaw.io.chunks.chunk import ChunkDecoder, ChunkLoadCounts, ChunkRef, FetchedBytes
+from jigsaw.io.chunks.chunk import (
+    ChunkDecoder,
+    ChunkGrid,
+    ChunkIndex,
+    ChunkLoadCounts,
+    ChunkPortion,
+    ChunkRef,
+    FetchedBytes,
+)
 from jigsaw.io.chunks.chunk_finder import ChunkFinder, most_stored_bytes
-from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex
+from jigsaw.io.chunks.codecs import BloscFrame
 from jigsaw.io.chunks.files import (
     BadChunkError,
     ByteAllocator,
@@ -25,7 +32,6 @@ from jigsaw.io.chunks.files import (
     StoreFiles,
     fresh_memory,
 )
-from jigsaw.io.chunks.portion import ChunkPortion
 
 _load_scratch = ScratchMemory()
 BoxReader = Callable[[Box], NDArray[Any]]

@@ -3,20 +3,211 @@ into it, without holding the GIL; zlib's output is copied there.
 
 A `CodecDecoder` knows the codecs that nearly all stores use. `decoder_of_zarr_v2` and `decoder_of_zarr_v3` return None
 for a pipeline that it does not know. The reader then decodes that array by zarr itself, and counts it.
+
+A Blosc 1 frame is also decoded in part: it is blocks that are compressed by themselves, after a table of where they
+begin. A run of blocks becomes a frame of its own, which Blosc decodes; so every compressor, shuffle and split that
+Blosc knows works. Format: github.com/Blosc/c-blosc, README_CHUNK_FORMAT.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from jigsaw.io.chunks.blosc import DecodeStep, decode_blosc_frame
-from jigsaw.io.chunks.files import BadChunkError, ByteArray, ShortChunkError
+from jigsaw.io.chunks.chunk import ByteSpans, ChunkPortion, blosc_blocks_of_spans, join_spans
+from jigsaw.io.chunks.files import BadChunkError, ByteAllocator, ByteArray, ShortChunkError, fresh_memory
+
+BLOSC_HEADER_BYTES = 16
+_STORED_AS_IS = 0x2
+_NEVER_SPLIT = 0x10
+_BLOSC_VERSION = 2
+_RESERVED_FLAG = 0x8
+_MOST_SPLITS, _LEAST_SPLIT = 16, 128
+_HEADER_STRUCT = struct.Struct("<BBBBIII")
+DecodeStep = Callable[[ByteArray, ByteArray], None]
+
+
+@dataclass(frozen=True)
+class BloscFrame:
+    """One Blosc frame: its header, and where each of its blocks lies, [begin, end) from the frame's start."""
+
+    head: bytes
+    size: int
+    block: int
+    begin: NDArray[np.int64]
+    end: NDArray[np.int64]
+
+    @property
+    def is_copied(self) -> bool:
+        """True where the blocks are stored as they are."""
+        return bool(self.head[2] & _STORED_AS_IS)
+
+    def portion(self, spans: ByteSpans, gap: int) -> ChunkPortion:
+        """Return the blocks that hold these decoded bytes; those stored less than `gap` bytes apart are one request."""
+        return self.part(blosc_blocks_of_spans(spans, self.block), gap)
+
+    def part(self, runs: ByteSpans, gap: int) -> ChunkPortion:
+        """Return the portion of these runs of blocks, [first, stop)."""
+        stored = join_spans(self._stored(runs), gap).tolist()
+        valid = np.minimum(runs * self.block, self.size).tolist()
+        ranges, spans = tuple((a, b - a) for a, b in stored), tuple((a, b) for a, b in valid)
+        return ChunkPortion(ranges, spans, decoded=sum(b - a for a, b in spans))
+
+    def count_parts(self, runs: ByteSpans, firsts: NDArray[np.int64], gap: int) -> NDArray[np.int64]:
+        """Count requests, stored and decoded bytes [3, part] of many parts at once; their runs of blocks begin at
+        `firsts`.
+
+        The counts are those of `part` for each.
+        """
+        if not self._is_rising:
+            parts = [self.part(each, gap) for each in np.split(runs, firsts[1:])]
+            return np.array([(len(part.ranges), part.stored, part.decoded) for part in parts], np.int64).T
+        first, last = runs.T
+        start, stop = self.begin[first], self.end[last - 1]
+        before = np.zeros_like(start)
+        before[1:] = stop[:-1]
+        apart = start > before + gap
+        apart[firsts] = True
+        each = np.empty((3, len(runs)), np.int64)
+        each[0] = apart
+        # what is not apart begins, as a request, where the run before it ends
+        each[1] = stop - np.where(apart, start, before)
+        each[2] = np.minimum(last * self.block, self.size) - first * self.block
+        return np.add.reduceat(each, firsts, axis=1)
+
+    def _stored(self, runs: ByteSpans) -> ByteSpans:
+        if self._is_rising:
+            return np.stack([self.begin[runs[:, 0]], self.end[runs[:, 1] - 1]], axis=1)
+        return np.array([(self.begin[a:b].min(), self.end[a:b].max()) for a, b in runs], np.int64)
+
+    @cached_property
+    def _is_rising(self) -> bool:
+        """True where blocks are stored in their order, as they nearly always are."""
+        return bool((self.begin[1:] > self.begin[:-1]).all())
+
+    def decode(self, portion: ChunkPortion, raw: ByteArray, out: ByteArray) -> None:
+        """Decode the portion, whose ranges lie one after the other in `raw`, to where its blocks belong in `out`."""
+        begins = [offset for offset, _ in portion.ranges]
+        places = list(accumulate((length for _, length in portion.ranges), initial=0))
+
+        def read(offset: int, memory: ByteArray) -> None:
+            k = bisect_right(begins, offset) - 1  # the blocks of a span are stored within one range
+            at = places[k] + offset - begins[k]
+            memory[:] = raw[at : at + memory.size]
+
+        for start, stop in portion.spans:
+            self.run(start // self.block, -(-stop // self.block), read, fresh_memory, out[start:stop])
+
+    def run(
+        self, first: int, last: int, read: Callable[[int, ByteArray], None], room: ByteAllocator, out: ByteArray
+    ) -> None:
+        """Decode the blocks [first, last) into `out`; `read` fills memory with stored bytes from an offset on."""
+        begin, end = self.begin[first:last], self.end[first:last]
+        low, high = int(begin.min()), int(end.max())
+        table = BLOSC_HEADER_BYTES + (0 if self.is_copied else 4 * len(begin))
+        frame = room(table + high - low)
+        version, codec, flags, typesize = self.head[:4]
+        if out.size < self.block:  # the last block alone: it is shorter than the others, and never split
+            flags |= _NEVER_SPLIT
+        head = _HEADER_STRUCT.pack(version, codec, flags, typesize, out.size, min(self.block, out.size), frame.size)
+        frame[:BLOSC_HEADER_BYTES] = np.frombuffer(head, np.uint8)
+        if not self.is_copied:  # where the blocks begin, in this frame
+            frame[BLOSC_HEADER_BYTES:table] = (begin - low + table).astype("<i4").view(np.uint8)
+        read(low, frame[table:])
+        decode_blosc_frame(frame, out)
+
+
+def check_blosc_header(raw: bytes, chunk_bytes: int, stored: int | None) -> tuple[int, int]:
+    """Return the block size and the number of blocks that a frame's 16-byte header claims; refuse contradictions."""
+    if len(raw) < BLOSC_HEADER_BYTES:
+        raise ShortChunkError(f"it has {len(raw)} bytes, too few for a Blosc header")
+    version, _, flags, typesize, size, block, frame = _HEADER_STRUCT.unpack(raw[:BLOSC_HEADER_BYTES])
+    if size != chunk_bytes:
+        raise BadChunkError(f"its header claims {size} decoded bytes and the chunk has {chunk_bytes}")
+    if stored is not None and frame != stored:
+        kind = ShortChunkError if stored < frame else BadChunkError
+        raise kind(f"it has {stored} bytes and its header says {frame}")
+    if not 0 < block <= size:
+        raise BadChunkError(f"its header claims blocks of {block} bytes in a chunk of {size}")
+    if version != _BLOSC_VERSION or flags & _RESERVED_FLAG or not typesize:
+        raise BadChunkError(f"its header claims version {version}, flags {flags:#x} and elements of {typesize} bytes")
+    if not flags & (_NEVER_SPLIT | _STORED_AS_IS) and _is_block_split(block, typesize) and block % typesize:
+        # Blosc would leave the rest of each block as whatever its memory held
+        raise BadChunkError(f"its header claims blocks of {block} bytes, split by elements of {typesize}")
+    count = -(-size // block)
+    if flags & _STORED_AS_IS:
+        if frame != BLOSC_HEADER_BYTES + size:
+            raise BadChunkError(f"its header claims {size} bytes that are copied and {frame} stored ones")
+    elif BLOSC_HEADER_BYTES + 8 * count > frame:  # a table's entry, and the length of what it points to
+        raise BadChunkError(f"its header claims {count} blocks in a frame of {frame} bytes")
+    return block, count
+
+
+def _is_block_split(block: int, typesize: int) -> bool:
+    """Say whether Blosc stores each byte of the elements of a block by itself."""
+    return typesize <= _MOST_SPLITS and block // typesize >= _LEAST_SPLIT
+
+
+def check_blosc_frame(raw: ByteArray, chunk_bytes: int) -> None:
+    """Refuse a whole frame that Blosc itself would read beyond, or decode into rubbish."""
+    head = raw[:BLOSC_HEADER_BYTES].tobytes()
+    _, count = check_blosc_header(head, chunk_bytes, raw.size)
+    if head[2] & _STORED_AS_IS:
+        return
+    _block_starts(raw[BLOSC_HEADER_BYTES : BLOSC_HEADER_BYTES + 4 * count], raw.size)
+
+
+def _block_starts(table: ByteArray, stored: int) -> list[int]:
+    """Return where the blocks of a table begin, in its order. They are mostly few: a list is faster than numpy."""
+    begin: list[int] = table.view("<i4").tolist()
+    if min(begin) < BLOSC_HEADER_BYTES + table.size or max(begin) > stored - 4 or len(set(begin)) < len(begin):
+        raise BadChunkError("its table of blocks points outside the frame, or twice to one place")
+    return begin
+
+
+def blosc_frame_of(head: bytes, table: ByteArray) -> BloscFrame:
+    """Return the frame of a checked header and its table of block offsets (empty for copied blocks)."""
+    *_, size, block, stored = _HEADER_STRUCT.unpack(head)
+    count = -(-size // block)
+    if head[2] & _STORED_AS_IS:
+        begin = BLOSC_HEADER_BYTES + np.arange(count, dtype=np.int64) * block
+        end = np.minimum(begin + block, BLOSC_HEADER_BYTES + size)
+        return BloscFrame(head, size, block, begin, end)
+    begin = _block_starts(table, stored)
+    rising = sorted(begin)
+    nexts = np.array([*rising[1:], stored], np.int64)
+    if rising != begin:
+        nexts = nexts[np.searchsorted(rising, begin)]
+    return BloscFrame(head, size, block, np.array(begin, np.int64), nexts)
+
+
+@cache
+def _blosc_decompress() -> DecodeStep:
+    """Return Blosc's function: importing it at every chunk would take as long as the check of a frame."""
+    from numcodecs import blosc  # pyright: ignore[reportAttributeAccessIssue]
+
+    return blosc.decompress
+
+
+def decode_blosc_frame(frame: ByteArray, out: ByteArray) -> None:
+    """Decode a Blosc frame that fills `out`; one that is damaged is a `BadChunkError`."""
+    check_blosc_frame(frame, out.size)
+    try:
+        _blosc_decompress()(frame, out)
+    except (RuntimeError, ValueError) as e:
+        raise BadChunkError(str(e)) from e
+
+
+# -- all codecs -------------------------------------------------------------------------------------------------------
 
 _RUN_CODE = ("pickle", "dill", "marshal", "joblib")
 

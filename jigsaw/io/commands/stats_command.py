@@ -12,7 +12,7 @@ from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.opening import open
 from jigsaw.io.series.statistics import Statistics, check_statistics_path
 from jigsaw.io.stats.compute import statistics
-from jigsaw.io.stats.step_series import WEIGHT_RULES
+from jigsaw.io.stats.step_blocks import WEIGHT_RULES
 from jigsaw.ranks.mesh import init_mesh, mesh_coordinate
 
 

@@ -21,15 +21,14 @@ from jigsaw.io.formats.store import StoreSource
 from jigsaw.io.reading.chunk_readers import PLAN_MODES
 from jigsaw.io.series import coords
 from jigsaw.io.series.boundary import BoundaryRule, vector_channels
-from jigsaw.io.series.choices import choose_positions, time_origins
+from jigsaw.io.series.choices import choose_positions, time_origins, window_anchors, window_offsets
 from jigsaw.io.series.fields import FieldChannel, channels_of_fields
 from jigsaw.io.series.forcings import GridForcings, geographic_angles
-from jigsaw.io.series.normalize import NormalizeArgument, channel_scales, with_stored_statistics
 from jigsaw.io.series.request import MISSING_RULES
 from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
+from jigsaw.io.series.statistics import NormalizeArgument, channel_scales, with_stored_statistics
 from jigsaw.io.series.store_survey import RowOrder, StoreSurvey, StoreVariable
 from jigsaw.io.series.times import TimeAxis, is_accumulated
-from jigsaw.io.series.windows import window_anchors, window_offsets
 
 _READ_MODES = ("auto", *PLAN_MODES)
 _LAT_ORDERS = ("store", "north-first", "south-first")

@@ -17,9 +17,8 @@ from numpy.typing import DTypeLike, NDArray
 from jigsaw.errors import GridError, ReadError, UnsupportedStoreError
 from jigsaw.geometry.cut import Box, box_slices
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, declared_missing_values, dtype_with_declared_sign
-from jigsaw.io.chunks.chunk import ChunkPlaces, ChunkRef, ObjectPerChunk
+from jigsaw.io.chunks.chunk import ChunkIndex, ChunkPlaces, ChunkRef, ObjectPerChunk
 from jigsaw.io.chunks.chunk_finder import IndexedPlaces, LookupCounts
-from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.files import LocalFiles, StoreFiles
 from jigsaw.io.formats.slab_arrays import slab_places
 from jigsaw.io.series.times import is_whole_number

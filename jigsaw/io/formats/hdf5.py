@@ -32,8 +32,7 @@ from jigsaw.io.chunks.array_table import (
     fill_value_of,
     missing_values_of,
 )
-from jigsaw.io.chunks.chunk import ChunkPlaces
-from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.chunk import ChunkIndex, ChunkPlaces
 from jigsaw.io.chunks.files import BadChunkError, LocalFiles, StoreFiles, fresh_memory
 from jigsaw.io.formats import slab_arrays as plain
 from jigsaw.io.formats.conventions import MAKANI_DIMS, describe_makani_fields, is_makani_array

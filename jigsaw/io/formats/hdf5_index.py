@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 
 from jigsaw.errors import CacheError, CorruptChunkError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.cache_folder import CacheFolder
-from jigsaw.io.chunks.chunk import ChunkRef
-from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.chunk import ChunkIndex, ChunkRef
 from jigsaw.io.chunks.files import (
     BadChunkError,
     ByteArray,

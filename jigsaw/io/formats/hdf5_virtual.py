@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from jigsaw.errors import UnsupportedStoreError
 from jigsaw.geometry.cut import Box
 from jigsaw.io.chunks.array_table import ArrayTable
-from jigsaw.io.chunks.chunk import ChunkPlaces, ChunkRef
-from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.chunk import ChunkIndex, ChunkPlaces, ChunkRef
 from jigsaw.io.formats import slab_arrays as plain
 from jigsaw.io.formats.hdf5_filters import FilterPipeline
 from jigsaw.io.formats.hdf5_index import Hdf5File, Hdf5Places

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from jigsaw.errors import CorruptChunkError, GridError, ReadError, UnsupportedStoreError
 from jigsaw.geometry.cut import Box
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, JoinedArrays
-from jigsaw.io.chunks.chunk import ChunkRef
-from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.chunk import ChunkIndex, ChunkRef
 from jigsaw.io.chunks.files import LocalFiles, StoreFiles, size_and_change
 from jigsaw.io.formats.array_source import FilelessPlaces, table_of_values
 from jigsaw.io.formats.slab_arrays import read_table_box

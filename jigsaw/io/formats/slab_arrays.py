@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from jigsaw.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
 from jigsaw.geometry.cut import Box, box_slices
 from jigsaw.io.chunks.array_table import ArrayTable
-from jigsaw.io.chunks.chunk import ChunkRef
-from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.chunk import ChunkIndex, ChunkRef
 from jigsaw.io.chunks.codecs import CodecDecoder
 from jigsaw.io.chunks.files import (
     BadChunkError,

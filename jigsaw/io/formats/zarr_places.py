@@ -26,9 +26,8 @@ from zarr.codecs import ShardingCodec
 from zarr.storage import LocalStore, MemoryStore, ObjectStore, ZipStore
 
 from jigsaw.errors import CorruptChunkError, ReadError, TruncatedError, cause_without_secrets
-from jigsaw.io.chunks.chunk import ChunkRef
+from jigsaw.io.chunks.chunk import ChunkIndex, ChunkRef
 from jigsaw.io.chunks.chunk_finder import LookupCounts, LookupTally
-from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.codecs import CodecDecoder, without_crc
 from jigsaw.io.chunks.files import (
     BadChunkError,

@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 
 from jigsaw.geometry.cut import Interval
 from jigsaw.geometry.layout import AxisSizes, values_over_mesh
-from jigsaw.io.chunks.chunk_grid import ChunkIndex, ChunkRows
-from jigsaw.io.chunks.portion import ChunkPortion, needed_share
+from jigsaw.io.chunks.chunk import ChunkIndex, ChunkPortion, ChunkRows, needed_share
 
 PLAN_MODES = ("independent", "neighbors", "cooperative")
 ReaderRanks = tuple[int, ...]

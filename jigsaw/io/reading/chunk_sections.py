@@ -24,11 +24,14 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from math import prod
 from operator import neg
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
 
 from jigsaw.geometry.cut import Interval
 from jigsaw.io.chunks.array_table import ArrayTable
-from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.chunk import ChunkIndex
+from jigsaw.io.chunks.files import ByteArray
 from jigsaw.io.reading.chunk_readers import ChunkJob
 from jigsaw.io.reading.needed_chunks import ChunkBox, RowRun
 from jigsaw.io.reading.read_plan import ReadPlan
@@ -39,27 +42,35 @@ _FEW_SLOT_BYTES = 1 << 24
 
 
 class ChunkSection(NamedTuple):
-    """Rows of a job's chunk along `dim`; all of it where `rows` is None.
+    """A chunk on its way, or rows of it along `dim`: its job, and the table that says how it is decoded.
 
     `number` is the job's in the plan; the sections of a `lane` of its owner are decoded one after the other.
     """
 
     job: ChunkJob
+    table: ArrayTable
     number: int = 0
     lane: int = 0
     dim: int = 0
     rows: Interval | None = None
     is_last: bool = True
 
-    def shape(self, table: ArrayTable) -> tuple[int, ...]:
-        shape = list(table.grid.shape_of(self.job.chunk))
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.table.grid.shape_of(self.job.chunk))
         if self.rows is not None:
             shape[self.dim] = self.rows[1] - self.rows[0]
         return tuple(shape)
 
-    def size(self, table: ArrayTable) -> int:
-        """Return its decoded bytes; where chunks are not cut, a slot has room for a whole chunk of the array."""
-        return table.grid.chunk_bytes if self.rows is None else prod(self.shape(table)) * table.grid.itemsize
+    @property
+    def size(self) -> int:
+        """Its decoded bytes; where chunks are not cut, a slot has room for a whole chunk of the array."""
+        grid = self.table.grid
+        return grid.chunk_bytes if self.rows is None else prod(self.shape) * grid.itemsize
+
+    def view(self, memory: ByteArray) -> NDArray[Any]:
+        """View loaded bytes as an array of the section's shape."""
+        return self.table.loader.view(memory, self.job.chunk, self.shape)
 
     def cut(self, boxes: Sequence[ChunkBox]) -> Iterator[tuple[ChunkBox, ChunkBox]]:
         """Yield the part of each box that lies in the section, in the chunk's rows and in the section's rows."""
@@ -113,7 +124,7 @@ def fair_thread_count(ranks: int) -> int:
 
 def slot_size_and_count(plan: ReadPlan, sections: Sequence[ChunkSection], threads: int, budget: int) -> tuple[int, int]:
     """Return the size and number of slots: one for each loading thread, two while these are small, within a budget."""
-    size = max((section.size(plan.tables[section.job.array]) for section in sections), default=0)
+    size = max((section.size for section in sections), default=0)
     # a slot for each thread, so that none waits for another's readers; a second lets it decode on while its first is
     # taken, which pays only as long as all slots together stay in the cache
     wanted = max(threads, min(2 * threads, _FEW_SLOT_BYTES // max(size, 1)))
@@ -124,7 +135,7 @@ def _sections_of_job(plan: ReadPlan, job: ChunkJob, number: int, lane: int, cut:
     table, chunk = plan.tables[job.array], job.chunk
     size = table.grid.bytes_of(chunk)
     if not cut or size <= SECTION_BYTES or not _can_stream(plan, job):
-        yield ChunkSection(job, number, lane)
+        yield ChunkSection(job, table, number, lane)
         return
     assert table.decoder is not None
     # the outermost dim in memory that has rows to cut: what is decoded from beginning to end is then rows of it in turn
@@ -132,7 +143,7 @@ def _sections_of_job(plan: ReadPlan, job: ChunkJob, number: int, lane: int, cut:
     rows = table.grid.shape_of(chunk)[dim]
     step = max(1, SECTION_BYTES * rows // size)
     for start in range(0, rows, step):
-        yield ChunkSection(job, number, lane, dim, (start, min(start + step, rows)), start + step >= rows)
+        yield ChunkSection(job, table, number, lane, dim, (start, min(start + step, rows)), start + step >= rows)
 
 
 def _can_stream(plan: ReadPlan, job: ChunkJob) -> bool:
@@ -169,13 +180,12 @@ class ChunkStrip(NamedTuple):
     that of the one chunk that they would make.  Without one it is a single chunk, whose boxes the plan says.
     """
 
-    array: str
+    first: ChunkSection
     chunks: tuple[ChunkIndex, ...]
-    owner: int
     box: ChunkBox | None = None
 
-    def job(self, number: int = 0) -> ChunkJob:
-        return ChunkJob(self.array, self.chunks[number], self.owner, (self.owner,))
+    def section(self, number: int) -> ChunkSection:
+        return self.first._replace(job=self.first.job._replace(chunk=self.chunks[number]))
 
 
 def strips_of_rank(plan: ReadPlan, member: int) -> Iterator[ChunkStrip]:
@@ -183,16 +193,18 @@ def strips_of_rank(plan: ReadPlan, member: int) -> Iterator[ChunkStrip]:
     for array in plan.needed.readers:
         last = _joinable_runs(plan, array, member)
         for chunks in _chunks_in_strips(plan, array, member, last):
+            first = ChunkSection(ChunkJob(array, chunks[0], member, (member,)), plan.tables[array])
             run = last.get(chunks[0][-1]) if chunks[0] else None
             if run is None or _is_loaded_in_part(plan, array, chunks[0], member):
-                yield ChunkStrip(array, chunks, member)
+                yield ChunkStrip(first, chunks)
                 continue
-            (box,) = plan.boxes(ChunkJob(array, chunks[0], member, (member,)), member)
+            (box,) = plan.boxes(first.job, member)
             if box.repeats:  # a strip is converted where it lies, once
-                yield from (ChunkStrip(array, (chunk,), member) for chunk in chunks)
+                strip = ChunkStrip(first, chunks)
+                yield from (ChunkStrip(strip.section(n), (chunk,)) for n, chunk in enumerate(chunks))
                 continue
             whole = run._replace(length=len(chunks) * run.length)
-            yield ChunkStrip(array, chunks, member, box._replace(runs=(*box.runs[:-1], (whole,))))
+            yield ChunkStrip(first, chunks, box._replace(runs=(*box.runs[:-1], (whole,))))
 
 
 def _joinable_runs(plan: ReadPlan, array: str, member: int) -> dict[int, RowRun]:

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.errors import PeerError, ReadError
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
+from jigsaw.io.chunks.chunk import ChunkIndex
 from jigsaw.io.chunks.chunk_finder import LookupCounts, total_lookups
-from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.files import fresh_memory
 from jigsaw.io.chunks.remote_files import RemoteFiles, ask_at_once
 from jigsaw.io.reading.arena import attach_arena

@@ -11,11 +11,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from jigsaw.errors import ReadError
 from jigsaw.io.chunks.array_table import ArrayTable
-from jigsaw.io.chunks.chunk import ChunkRef
+from jigsaw.io.chunks.chunk import (
+    MOST_PORTION_SHARE,
+    ByteSpans,
+    ChunkIndex,
+    ChunkPortion,
+    ChunkRef,
+    blosc_blocks_of_rows,
+)
 from jigsaw.io.chunks.chunk_finder import ChunkFinder, LookupCounts, total_lookups
-from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.files import BadChunkError
-from jigsaw.io.chunks.portion import MOST_PORTION_SHARE, ByteSpans, ChunkPortion, blosc_blocks_of_rows
 from jigsaw.io.chunks.remote_files import ask_at_once
 from jigsaw.io.reading.chunk_readers import (
     COUNT_COLUMN,

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from jigsaw.geometry.cut import Cut, Interval
 from jigsaw.geometry.layout import AxisSizes, Layout
-from jigsaw.io.chunks.chunk_grid import ChunkGrid, ChunkIndex, ChunkRows, DimChunks
+from jigsaw.io.chunks.chunk import ChunkGrid, ChunkIndex, ChunkRows, DimChunks
 from jigsaw.io.chunks.files import merge_ranges
 from jigsaw.io.reading.chunk_readers import (
     DimShares,

@@ -21,11 +21,9 @@ import numpy as np
 
 from jigsaw.errors import ShardingError
 from jigsaw.io.chunks.array_table import ArrayTable, JoinedArrays
-from jigsaw.io.chunks.chunk import ChunkRef
+from jigsaw.io.chunks.chunk import ChunkIndex, ChunkPortion, ChunkRef
 from jigsaw.io.chunks.chunk_finder import LookupCounts
-from jigsaw.io.chunks.chunk_grid import ChunkIndex
 from jigsaw.io.chunks.files import ByteRange, merge_ranges
-from jigsaw.io.chunks.portion import ChunkPortion
 from jigsaw.io.chunks.remote_files import ask_at_once
 from jigsaw.io.reading.chunk_readers import (
     COUNT_COLUMN,

@@ -177,8 +177,9 @@ class RunningRead:
         try:
             for job in self.plan.shared.read_by(self.me):
                 if job.owner == NO_OWNER:
-                    self._note_missing(job, counts=job.readers[0] == self.me)
-                    self.take(ChunkSection(job), None)
+                    missing = ChunkSection(job, self.plan.tables[job.array])
+                    self._note_missing(missing, counts=job.readers[0] == self.me)
+                    self.take(missing, None)
             self._take_published()
             while wait(workers, 0.01).not_done:
                 self._went_wrong()
@@ -234,29 +235,27 @@ class RunningRead:
             if (section.job.owner, section.lane) == (self.me, lane):
                 room = self._slot(at, section)
                 if section.rows is not None:
-                    flow = self._flow(section.job) if flow is None or section.rows[0] == 0 else flow
+                    flow = self._flow(section) if flow is None or section.rows[0] == 0 else flow
                     flow(room)
-                elif self._load(section.job, room).stored is None:
-                    self.plan.tables[section.job.array].loader.fill(room, section.job.chunk)
+                elif self._load(section, room).stored is None:
+                    section.table.loader.fill(room, section.job.chunk)
                 self._show(at, section, room)
 
     def _slot(self, at: int, section: ChunkSection) -> ByteArray:
-        size = section.size(self.plan.tables[section.job.array])
         if self.arena is None:
-            return np.empty(size, np.uint8)
+            return np.empty(section.size, np.uint8)
         self._await_slot(at)
-        return self.arena.memory(at % self.slots, size)
+        return self.arena.memory(at % self.slots, section.size)
 
-    def _flow(self, job: ChunkJob) -> Callable[[ByteArray], None]:
+    def _flow(self, section: ChunkSection) -> Callable[[ByteArray], None]:
         """Begin to load a chunk section by section, and count it as the one request that it is."""
-        ref, table = self.plan.ref(job.array, job.chunk), self.plan.tables[job.array]
-        flow = table.decoding.stream(job.chunk)
-        self._count(job, ChunkLoadCounts((ref and ref.length) or 0, False, 1, table.grid.bytes_of(job.chunk)))
+        job, table = section.job, section.table
+        ref, flow = self.plan.ref(job.array, job.chunk), table.decoding.stream(job.chunk)
+        self._count(section, ChunkLoadCounts((ref and ref.length) or 0, False, 1, table.grid.bytes_of(job.chunk)))
         return flow
 
     def _show(self, at: int, section: ChunkSection, room: ByteArray) -> None:
-        job, table = section.job, self.plan.tables[section.job.array]
-        values = table.loader.view(room, job.chunk, section.shape(table))
+        job, values = section.job, section.view(room)
         self.parcels.pack(job, section.number, values)  # before it is shown: once its readers have it, the slot is free
         if section.is_last:
             self._row().sent_bytes += sum(self.plan.box_bytes(job, m) for m in job.readers if m != self.me)
@@ -288,9 +287,9 @@ class RunningRead:
     def _load_strip(self, strip: ChunkStrip) -> None:
         """Load chunks that this rank alone reads, and that lie side by side, and place them as one."""
         if strip.box is None:
-            self._load_private(strip.job())
+            self._load_private(strip.first)
             return
-        table = self.plan.tables[strip.array]
+        table = strip.first.table
         room = self.rank.scratch(len(strip.chunks) * table.grid.chunk_bytes)
         chunks, placing = table.loader.view_strip(room), self.placings[strip.box.part]
         work = placing.strip_work_memory(chunks, self.rank.converted)
@@ -301,17 +300,17 @@ class RunningRead:
             try:
                 placing.convert_strip(chunks[some], strip.box, work[some])
             except RefusedValueError as e:
-                job = strip.job(start + e.chunk)
+                job = strip.section(start + e.chunk).job
                 raise self._refusal(e, job, self.plan.boxes(job, self.me)[0]) from None
         placing.place_strip(work, strip.box, self.out)  # no other thread writes there: a row lies in one strip
         self._row().useful_bytes += prod(strip.box.extents) * table.grid.itemsize
 
     def _decode(self, strip: ChunkStrip, some: slice, room: ByteArray) -> None:
-        table, chunks = self.plan.tables[strip.array], strip.chunks[some]
+        table, chunks = strip.first.table, strip.chunks[some]
         sizes = table.decoding.load_strip(chunks[0], len(chunks), room)
         for n, size in enumerate(sizes):
             if size is None:
-                self._check_missing(strip.job(some.start + n))
+                self._check_missing(strip.section(some.start + n))
                 table.loader.fill(room[n * table.grid.chunk_bytes : (n + 1) * table.grid.chunk_bytes], chunks[n])
         row, present = self._row(), [size for size in sizes if size is not None]
         row.requests += len(present)
@@ -319,27 +318,26 @@ class RunningRead:
         row.stored_bytes += sum(present)
         row.decoded_bytes += len(present) * table.grid.chunk_bytes
 
-    def _load_private(self, job: ChunkJob) -> None:
-        table, direct = self.plan.tables[job.array], self._in_place_target(job)
-        scratch = self.rank.scratch(table.grid.bytes_of(job.chunk)) if direct is None else direct
+    def _load_private(self, section: ChunkSection) -> None:
+        direct = self._in_place_target(section)
+        scratch = self.rank.scratch(section.table.grid.bytes_of(section.job.chunk)) if direct is None else direct
         room = scratch.reshape(-1).view(np.uint8)
-        loaded = self._load(job, room)
-        self.take(ChunkSection(job), None if loaded.stored is None else table.loader.view(room, job.chunk))
+        loaded = self._load(section, room)
+        self.take(section, None if loaded.stored is None else section.view(room))
 
-    def _in_place_target(self, job: ChunkJob) -> AnyArray | None:
+    def _in_place_target(self, section: ChunkSection) -> AnyArray | None:
         """Return where in the sample a whole chunk lies as it is decoded; None when it has to be cut or turned."""
-        boxes = self.plan.boxes(job, self.me)
-        if len(boxes) != 1 or self.plan.part_of(job) is not None:
+        boxes = self.plan.boxes(section.job, self.me)
+        if len(boxes) != 1 or self.plan.part_of(section.job) is not None:
             return None
-        table = self.plan.tables[job.array]
-        return self.placings[boxes[0].part].in_place_target(boxes[0], table.grid.shape_of(job.chunk), self.out)
+        return self.placings[boxes[0].part].in_place_target(boxes[0], section.shape, self.out)
 
     def _row(self) -> ReadCounts:
         """Return this thread's own counts: `+=` on one shared object would lose some."""
         return self._rows[threading.get_ident()]
 
-    def _load(self, job: ChunkJob, room: ByteArray) -> ChunkLoadCounts:
-        table, ahead = self.plan.tables[job.array], self.rank.ahead
+    def _load(self, section: ChunkSection, room: ByteArray) -> ChunkLoadCounts:
+        job, table, ahead = section.job, section.table, self.rank.ahead
         room = room[: table.grid.bytes_of(job.chunk)]  # a slot is as large as the largest of all chunks
         if ahead is None or not table.far:
             loaded = table.loader.load(job.chunk, room, self.plan.part_of(job))
@@ -347,12 +345,12 @@ class RunningRead:
             loaded = ChunkLoadCounts(None, False)
         else:
             loaded = table.decoding.decode(job.chunk, fetched, room)
-        self._count(job, loaded)
+        self._count(section, loaded)
         return loaded
 
-    def _count(self, job: ChunkJob, loaded: ChunkLoadCounts) -> None:
+    def _count(self, section: ChunkSection, loaded: ChunkLoadCounts) -> None:
         if loaded.stored is None:
-            self._check_missing(job)
+            self._check_missing(section)
         else:
             row = self._row()
             row.requests += loaded.requests
@@ -361,36 +359,35 @@ class RunningRead:
             row.stored_bytes += loaded.stored
             row.decoded_bytes += loaded.decoded
 
-    def _check_missing(self, job: ChunkJob) -> None:
+    def _check_missing(self, section: ChunkSection) -> None:
         """Count the request that a far store needs to show that a chunk is missing; a near one says so beforehand."""
+        job = section.job
         ref = self.plan.ref(job.array, job.chunk)
         if ref is not None and ref.length is not None:
             raise CorruptChunkError(
                 f"chunk {job.chunk} of array {job.array!r} in {ref.path} vanished while it was read"
             )
         self._row().requests += int(ref is not None)
-        self._note_missing(job)
+        self._note_missing(section)
 
-    def _note_missing(self, job: ChunkJob, counts: bool = True) -> None:
+    def _note_missing(self, section: ChunkSection, counts: bool = True) -> None:
         """Count a missing chunk, once among the ranks that fill in its place.
 
         Raises: `MissingArrayError` where its array is gone, `MissingChunkError` where the request reads no fill value.
         """
         self._row().missing += counts
-        finder = self.plan.tables[job.array].finder
+        job, finder = section.job, section.table.finder
         if not finder.lacks_object(job.chunk):
             return
         if job.array not in self._metadata_seen:  # one look an array and read
             finder.check_metadata()
             self._metadata_seen.add(job.array)
         if self.plan.request.missing == "error":
-            raise finder.missing_error(job.chunk, self._missing_text(job))
-
-    def _missing_text(self, job: ChunkJob) -> str:
-        """Say how many chunks are missing beside one, as far as that is known without another request."""
-        table, needed = self.plan.tables[job.array], self.plan.needed.readers[job.array]
-        lacking = 0 if table.places.files.far else sum(table.finder.locate(chunk) is None for chunk in needed)
-        return f" (it is one of {lacking} of the {len(needed)} chunks of that array in this read)" * (lacking > 1)
+            # how many others are missing is told as far as that is known without another request
+            needed = self.plan.needed.readers[job.array]
+            lacking = 0 if finder.places.files.far else sum(finder.locate(chunk) is None for chunk in needed)
+            more = f" (it is one of {lacking} of the {len(needed)} chunks of that array in this read)"
+            raise finder.missing_error(job.chunk, more * (lacking > 1))
 
     # -- taking: in the calling thread -------------------------------------------------------------------------------
 
@@ -417,24 +414,22 @@ class RunningRead:
                 continue
             arena.check_digests(self.number)  # of another plan, the same ticket would be of other bytes
             for slot, mark, section in shown:
-                table = self.plan.tables[section.job.array]
-                memory = arena.memory(slot, section.size(table))
-                self.take(section, table.loader.view(memory, section.job.chunk, section.shape(table)))
+                self.take(section, section.view(arena.memory(slot, section.size)))
                 arena.release(slot, mark)  # the slot may hold something else from here on
             pending = [each for each in window if each not in shown] + pending[slots:]
 
     def take(self, section: ChunkSection, values: AnyArray | None) -> None:
         """Take this rank's boxes of a section, or of a missing chunk when `values` is None."""
         for box, within in section.cut(self.plan.boxes(section.job, self.me)):
-            self._take_box(section.job, box, values, within)
+            self._take_box(section, box, values, within)
 
-    def _take_box(self, job: ChunkJob, box: ChunkBox, values: AnyArray | None, within: ChunkBox) -> None:
-        """Place `box` of a job's chunk, found as `within` in `values`."""
+    def _take_box(self, section: ChunkSection, box: ChunkBox, values: AnyArray | None, within: ChunkBox) -> None:
+        """Place `box` of a chunk, found as `within` in `values`."""
         try:
             self.placings[box.part].place(values, within, self.out)
         except RefusedValueError as e:
-            raise self._refusal(e, job, box) from None
-        self._row().useful_bytes += prod(box.extents) * self.plan.tables[job.array].grid.itemsize
+            raise self._refusal(e, section.job, box) from None
+        self._row().useful_bytes += prod(box.extents) * section.table.grid.itemsize
 
     def _refusal(self, refused: RefusedValueError, job: ChunkJob, box: ChunkBox) -> ReadError:
         where = f"{self.plan.where(job, box)} (chunk {job.chunk})"
@@ -471,4 +466,4 @@ class RunningRead:
 
     def _exchange_boxes(self) -> None:
         for job, box, values in self.parcels.exchange_boxes():
-            self._take_box(job, box, values, box_when_packed(box))
+            self._take_box(ChunkSection(job, self.plan.tables[job.array]), box, values, box_when_packed(box))

@@ -18,13 +18,18 @@ import numpy as np
 from jigsaw.errors import HaloError, ShardingError
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.cut import box_elements
-from jigsaw.io.chunks import portion
 from jigsaw.io.chunks.array_table import ArrayTable
-from jigsaw.io.chunks.chunk import ChunkRef
+from jigsaw.io.chunks.chunk import (
+    MOST_PORTION_SHARE,
+    ChunkIndex,
+    ChunkPortion,
+    ChunkRef,
+    ChunkRows,
+    needed_byte_spans,
+    needed_share,
+)
 from jigsaw.io.chunks.chunk_finder import SMALLEST_DIVIDED_CHUNK, ChunkFinder
-from jigsaw.io.chunks.chunk_grid import ChunkIndex, ChunkRows
 from jigsaw.io.chunks.codecs import CodecDecoder
-from jigsaw.io.chunks.portion import ChunkPortion
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.opening import open
 from jigsaw.io.formats.array_source import FilelessPlaces
@@ -385,14 +390,14 @@ class _ProposedFinder(ChunkFinder):
 
     def portion(self, index: ChunkIndex, rects: Sequence[ChunkRows]) -> ChunkPortion | None:
         grid, size = self.grid, self.grid.bytes_of(index)
-        if size < SMALLEST_DIVIDED_CHUNK or portion.needed_share(rects, grid.chunks) > portion.MOST_PORTION_SHARE:
+        if size < SMALLEST_DIVIDED_CHUNK or needed_share(rects, grid.chunks) > MOST_PORTION_SHARE:
             return None
-        spans = portion.needed_byte_spans(rects, grid.chunks, range(grid.ndim), grid.itemsize, BLOSC_BLOCK_BYTES)
+        spans = needed_byte_spans(rects, grid.chunks, range(grid.ndim), grid.itemsize, BLOSC_BLOCK_BYTES)
         blocks: set[Any] = {
             b for a, z in spans.tolist() for b in range(a // BLOSC_BLOCK_BYTES, -(-z // BLOSC_BLOCK_BYTES))
         }
         decoded = min(size, len(blocks) * BLOSC_BLOCK_BYTES)
-        if decoded > portion.MOST_PORTION_SHARE * size:
+        if decoded > MOST_PORTION_SHARE * size:
             return None
         stored = self.stored_bytes(index) * decoded // size
         return ChunkPortion(((0, stored),), ((0, decoded),), decoded=decoded)

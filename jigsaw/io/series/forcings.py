@@ -32,9 +32,8 @@ from jigsaw.errors import FieldError, GridError, WindowError
 from jigsaw.io import arguments
 from jigsaw.io.series import solar
 from jigsaw.io.series.fields import FieldChannel
-from jigsaw.io.series.normalize import NormalizeArgument, channel_scales
 from jigsaw.io.series.solar import GridAngles, SolarInstant, SunPosition
-from jigsaw.io.series.statistics import Statistics
+from jigsaw.io.series.statistics import NormalizeArgument, Statistics, channel_scales
 from jigsaw.io.series.times import parse_duration
 
 ForcingValues = NDArray[np.float64]

@@ -26,8 +26,7 @@ from jigsaw.io.stats.moments import (
     load_moments,
     save_moments,
 )
-from jigsaw.io.stats.step_blocks import blocks_by_workers, blocks_on_mesh
-from jigsaw.io.stats.step_series import StepSeries
+from jigsaw.io.stats.step_blocks import StepSeries, blocks_by_workers, blocks_on_mesh
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from jigsaw.drafts import draft_of
 from jigsaw.errors import FieldError, GridError, ReadError
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.cache_folder import CacheFolder, user_cache_folder
-from jigsaw.io.chunks.chunk_grid import ChunkIndex
+from jigsaw.io.chunks.chunk import ChunkIndex
 from jigsaw.io.chunks.files import ScratchMemory, size_and_change
 from jigsaw.io.formats.slab_arrays import fill_missing_chunk
 from jigsaw.io.rank_results import result_of_first_rank, results_of_ranks
