@@ -52,7 +52,7 @@ def test_independent_loads_what_each_needs(tables, axes):
     ranks = math.prod(axes.values())
     assert plan.amplification == ranks
     assert plan.total.sent_bytes == 0 and plan.shared == ()
-    assert all(job.is_private for job in plan.jobs)
+    assert all(job.readers == (job.owner,) for job in plan.jobs)
     assert (
         plan.total.useful_bytes == plan_read(request(axes), tables, "cooperative").total.useful_bytes == 4 * 130 * 4 * 2
     )

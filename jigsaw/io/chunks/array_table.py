@@ -85,16 +85,15 @@ class ArrayTable:
         itemsize = np.dtype(self.dtype).itemsize
         object.__setattr__(self, "grid", ChunkGrid(self.shape, itemsize, self.chunks, self.lengths, self.clipped))
         object.__setattr__(self, "finder", self.make_finder())
-        object.__setattr__(self, "loader", self._make_loader())
+        if self.decoder is not None:
+            loader = ChunkLoader(self.finder, self.decoder, self.fill_value)
+        else:
+            loader = LibraryLoader(self.finder, np.dtype(self.dtype), self.load_slowly, self.fill_value)
+        object.__setattr__(self, "loader", loader)
 
     def make_finder(self) -> ChunkFinder:
         """Return the finder of its chunks."""
         return ChunkFinder(self.name, self.grid, self.places, self.decoder, self.slices)
-
-    def _make_loader(self) -> ChunkLoader | LibraryLoader:
-        if self.decoder is not None:
-            return ChunkLoader(self.finder, self.decoder, self.fill_value)
-        return LibraryLoader(self.finder, np.dtype(self.dtype), self.load_slowly, self.fill_value)
 
     @property
     def decoding(self) -> ChunkLoader:

@@ -42,10 +42,6 @@ class ChunkJob(NamedTuple):
     owner: int
     readers: ReaderRanks
 
-    @property
-    def is_private(self) -> bool:
-        return self.readers == (self.owner,)
-
     def is_read_by(self, rank: int) -> bool:
         at = bisect_left(self.readers, rank)  # they rise
         return at < len(self.readers) and self.readers[at] == rank

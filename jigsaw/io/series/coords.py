@@ -231,7 +231,9 @@ class StoreCoordinates:
         channels = [dim for dim in array.dims if dim.lower() in _CHANNEL_DIMS and dim in roles]
         if len(channels) == 1 and not {"level", "z"} & set(roles) and (globe or "time" in roles):
             roles[roles.index(channels[0])] = "level"
-        return _with_vertical_role(roles, globe)
+        volume = {"y", "x"} <= set(roles) and "time" not in roles
+        vertical = {"z": "level"} if globe else {"level": "z"} if volume else {}
+        return tuple(vertical.get(role, role) for role in roles)
 
     def _plane(self, array: ArrayTable) -> dict[str, str]:
         """Return the dims `y, x` of an array on a curvilinear grid: latitudes depend on both dims."""
@@ -276,12 +278,6 @@ def _without_rivals(likely: list[str], choices: Sequence[str | None], dims: Sequ
             role if not rival else "init" if role == "time" else dim if dim not in DIM_ROLES else f"other {dim}"
         )
     return kept
-
-
-def _with_vertical_role(roles: Sequence[str], globe: bool) -> tuple[str, ...]:
-    volume = {"y", "x"} <= set(roles) and "time" not in roles
-    vertical = {"z": "level"} if globe else {"level": "z"} if volume else {}
-    return tuple(vertical.get(role, role) for role in roles)
 
 
 # -- longitudes ------------------------------------------------------------------------------------------------------

@@ -103,10 +103,6 @@ class LevelCoordinate:
     counted: bool = False
     names: tuple[str, ...] = ()
 
-    def of_hpa(self, pressure: float) -> float:
-        """Convert a pressure in hPa to this coordinate's units."""
-        return pressure * 100 if self.units.lower() == "pa" else pressure
-
 
 @dataclass(frozen=True)
 class FieldChannel:
@@ -165,7 +161,7 @@ def _channels_of_one(field: str, arrays: Mapping[str, LevelCoordinate | None]) -
             f"field {field!r} asks for {hpa:g} hPa of array {array!r}, whose levels have no numbers in the store; "
             f"ask for a place, like {array}@0"
         )
-    return [_nearest_level(field, array, levels.of_hpa(hpa), levels)]
+    return [_nearest_level(field, array, hpa * 100 if levels.units.lower() == "pa" else hpa, levels)]
 
 
 def _array_named(name: str, arrays: Mapping[str, LevelCoordinate | None]) -> str | None:

@@ -101,7 +101,7 @@ def _cos_zenith_values(instant: SolarInstant, days: float, at: GridAngles) -> tu
 
 def _toa_radiation_values(instant: SolarInstant, days: float, at: GridAngles) -> tuple[ForcingValues, ...]:
     if days:
-        return (solar.mean_insolation(instant, days, at) * SOLAR_CONSTANT,)
+        return (solar.mean_cos_zenith(instant, days, at, lambda sun: sun.distance**-2) * SOLAR_CONSTANT,)
     sun = SunPosition.at(instant)
     return (solar.cos_zenith_now(sun, at) * (SOLAR_CONSTANT / sun.distance**2),)
 

@@ -182,23 +182,14 @@ def cos_zenith_now(sun: SunPosition, at: GridAngles) -> SolarValues:
     return np.maximum(cosine, 0.0, out=cosine)
 
 
-def mean_cos_zenith(instant: SolarInstant, days: float, at: GridAngles) -> SolarValues:
-    """Return the mean of `cos_zenith_now` [lat, lon] over the `days` that end at an instant.
+def mean_cos_zenith(
+    instant: SolarInstant, days: float, at: GridAngles, weight: Callable[[SunPosition], float] = lambda _: 1.0
+) -> SolarValues:
+    """Return the mean of `cos_zenith_now` [lat, lon], times a `weight` of the sun, over the `days` up to an instant.
 
     The integral over the hour angle between sunrise and sunset is taken exactly; the declination is held for a quarter
     of a day at most.
     """
-    return _mean_over_interval(instant, days, at, lambda _: 1.0)
-
-
-def mean_insolation(instant: SolarInstant, days: float, at: GridAngles) -> SolarValues:
-    """Return the mean of `cos_zenith_now` over the squared distance of the sun (au), like `mean_cos_zenith`."""
-    return _mean_over_interval(instant, days, at, lambda sun: sun.distance**-2)
-
-
-def _mean_over_interval(
-    instant: SolarInstant, days: float, at: GridAngles, weight: Callable[[SunPosition], float]
-) -> SolarValues:
     pieces = max(1, math.ceil(days / _LONGEST_PIECE))
     mean = np.zeros(at.shape)
     for piece in range(pieces):
