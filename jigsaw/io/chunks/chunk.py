@@ -166,14 +166,14 @@ class ChunkPortion(NamedTuple):
 
 def needed_share(rects: Sequence[ChunkRows], shape: Sequence[int]) -> float:
     """Return an upper bound on the share of a chunk that these boxes need."""
-    needed = sum(prod(sum(b - a for a, b in each) for each in rect) for rect in rects)
+    needed = sum(prod(sum(b - a for a, b in rows) for rows in rect) for rect in rects)
     return needed / max(prod(shape), 1)
 
 
 def bounding_rows(rects: Sequence[ChunkRows]) -> tuple[Interval, ...]:
     """Return the smallest box of rows around all of them."""
     return tuple(
-        (min(a for each in dim for a, _ in each), max(b for each in dim for _, b in each))
+        (min(a for rows in dim for a, _ in rows), max(b for rows in dim for _, b in rows))
         for dim in zip(*rects, strict=True)
     )
 

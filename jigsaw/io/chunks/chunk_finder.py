@@ -53,10 +53,10 @@ class LookupCounts(NamedTuple):
     bytes: int = 0
 
 
-def total_lookups(each: Iterable[LookupCounts]) -> LookupCounts:
+def total_lookups(lookups: Iterable[LookupCounts]) -> LookupCounts:
     """Sum look-ups."""
-    counts = tuple(each)
-    return LookupCounts(sum(one.requests for one in counts), sum(one.bytes for one in counts))
+    counts = tuple(lookups)
+    return LookupCounts(sum(count.requests for count in counts), sum(count.bytes for count in counts))
 
 
 class LookupTally:

@@ -130,8 +130,8 @@ class ChunkLoader(DecodedChunks):
         """Load whole chunks of one size that follow each other along the last dim, one after the other in `out`; gives
         the stored size of each, None for a missing one, whose memory stays as it is.
         """
-        each = self.grid.chunk_bytes
-        rooms = [out[at : at + each] for at in range(0, count * each, each)]
+        size = self.grid.chunk_bytes
+        rooms = [out[at : at + size] for at in range(0, count * size, size)]
         try:
             return self._load_strip(first, rooms)
         except (BadChunkError, OSError):  # which one it was shows when each is loaded by itself
@@ -149,7 +149,7 @@ class ChunkLoader(DecodedChunks):
                 at += raw.size
                 stored.append((ref, raw, room))
                 targets.setdefault(ref.path, []).append((ref.offset, raw))
-        present = {path for path, each in targets.items() if self._finder.places.files.ranges(path, each)}
+        present = {path for path, parts in targets.items() if self._finder.places.files.ranges(path, parts)}
         for ref, raw, room in stored:
             if ref.path in present:
                 self._decoder.decode(raw, room, ref.mask)

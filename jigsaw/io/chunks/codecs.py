@@ -69,7 +69,7 @@ class BloscFrame:
         The counts are those of `part` for each.
         """
         if not self._is_rising:
-            parts = [self.part(each, gap) for each in np.split(runs, firsts[1:])]
+            parts = [self.part(counts, gap) for counts in np.split(runs, firsts[1:])]
             return np.array([(len(part.ranges), part.stored, part.decoded) for part in parts], np.int64).T
         first, last = runs.T
         start, stop = self.begin[first], self.end[last - 1]
@@ -77,12 +77,12 @@ class BloscFrame:
         before[1:] = stop[:-1]
         apart = start > before + gap
         apart[firsts] = True
-        each = np.empty((3, len(runs)), np.int64)
-        each[0] = apart
+        counts = np.empty((3, len(runs)), np.int64)
+        counts[0] = apart
         # what is not apart begins, as a request, where the run before it ends
-        each[1] = stop - np.where(apart, start, before)
-        each[2] = np.minimum(last * self.block, self.size) - first * self.block
-        return np.add.reduceat(each, firsts, axis=1)
+        counts[1] = stop - np.where(apart, start, before)
+        counts[2] = np.minimum(last * self.block, self.size) - first * self.block
+        return np.add.reduceat(counts, firsts, axis=1)
 
     def _stored(self, runs: ByteSpans) -> ByteSpans:
         if self._is_rising:
@@ -363,7 +363,7 @@ def decoder_of_zarr_v3(dtype: np.dtype[Any], ndim: int, codecs: Sequence[Any]) -
 def codec_that_runs_code(codecs: Sequence[Any]) -> str | None:
     """Return the name of the first of zarr's codecs that decodes a chunk by running code in the chunk; else None."""
     configs = [codec.get_config() if hasattr(codec, "get_config") else codec.to_dict() for codec in codecs]
-    return next((name for name in _codec_names(configs) if any(each in name.lower() for each in _RUN_CODE)), None)
+    return next((name for name in _codec_names(configs) if any(word in name.lower() for word in _RUN_CODE)), None)
 
 
 def _codec_names(configs: Any) -> Iterator[str]:
@@ -372,8 +372,8 @@ def _codec_names(configs: Any) -> Iterator[str]:
         yield from (str(configs[key]) for key in ("id", "name") if key in configs)
         configs = list(configs.values())
     if isinstance(configs, list | tuple):
-        for each in configs:
-            yield from _codec_names(each)
+        for entry in configs:
+            yield from _codec_names(entry)
 
 
 def _is_number_dtype(dtype: np.dtype[Any]) -> bool:

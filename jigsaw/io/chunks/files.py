@@ -129,7 +129,7 @@ class StoreBounds:
 
     def __init__(self, root: str, others: Sequence[str] = ()) -> None:
         self.root, self.others = os.path.abspath(root), tuple(map(os.path.abspath, others))
-        self._within = tuple(os.path.realpath(each) for each in (self.root, *self.others))
+        self._within = tuple(os.path.realpath(folder) for folder in (self.root, *self.others))
         self._sound: dict[str, bool] = {}
 
     def __getstate__(self) -> tuple[str, tuple[str, ...]]:
@@ -173,7 +173,7 @@ class StoreBounds:
         return self._holds(os.path.realpath(folder))
 
     def _holds(self, real: str) -> bool:
-        return any(real == each or real.startswith(each.rstrip(os.sep) + os.sep) for each in self._within)
+        return any(real == folder or real.startswith(folder.rstrip(os.sep) + os.sep) for folder in self._within)
 
     def _refusal(self, path: str) -> UnsupportedStoreError:
         real = os.path.realpath(path)

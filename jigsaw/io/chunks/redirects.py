@@ -36,7 +36,7 @@ class GuardedHttp:
 
     def __init__(self, root: str, options: Mapping[str, Any], redirects: bool | Sequence[str] = ()) -> None:
         if not isinstance(redirects, bool | list | tuple) or (
-            not isinstance(redirects, bool) and not all(isinstance(each, str) for each in redirects)
+            not isinstance(redirects, bool) and not all(isinstance(host, str) for host in redirects)
         ):
             raise UnsupportedStoreError(
                 f"options={{'redirects': {redirects!r}}} must be a list of hosts that the server may lead to, or True"
@@ -90,7 +90,7 @@ def private_address(host: str) -> str | None:
     """Return the first address of a host that is not public; None where all are, or it lacks addresses."""
     addresses: list[str] = []
     with suppress(OSError, UnicodeError):
-        addresses = [str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+        addresses = [str(answer[4][0]) for answer in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     for text in addresses:
         address = ipaddress.ip_address(text.partition("%")[0])
         mapped = getattr(address, "ipv4_mapped", None) or address

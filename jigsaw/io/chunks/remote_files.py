@@ -241,7 +241,7 @@ class RemoteFiles:
         import obstore
 
         listing: Any = self._tried(prefix, lambda: obstore.list_with_delimiter(self.store, prefix=prefix))
-        below = [*listing["common_prefixes"], *(each["path"] for each in listing["objects"])] if listing else []
+        below = [*listing["common_prefixes"], *(entry["path"] for entry in listing["objects"])] if listing else []
         return [path.rpartition("/")[2] for path in below]
 
     # -- requests ----------------------------------------------------------------------------------------------------

@@ -120,8 +120,8 @@ def _storage_table(summary: StoreSummary) -> list[str]:
         shards = _shape_text(v.shards) if v.shards else "-"
         count = max(v.chunk_count, 1)
         chunks = f"{count} of {_shape_text(v.chunks)}"
-        one = v.decoded_bytes // max(1, prod(v.dims.values())) * prod(v.chunks)
-        sizes = map(bytes_text, (one, v.decoded_bytes, v.stored_bytes))
+        chunk_bytes = v.decoded_bytes // max(1, prod(v.dims.values())) * prod(v.chunks)
+        sizes = map(bytes_text, (chunk_bytes, v.decoded_bytes, v.stored_bytes))
         lines.append([v.name, v.dtype, chunks, shards, v.codec, *sizes])
     return align_columns(lines, left=True)
 

@@ -67,8 +67,8 @@ def statistics_report(stats: Statistics) -> str:
     for name in stats.fields:
         numbers = stats[name]
         lines.append(f"{name:<{width}} " + " ".join(f"{numbers[s]:>12.6g}" for s in shown))
-    of = stats.attrs
-    return f"{of['steps']} steps of {of['store']}, {of['first']} to {of['last']}\n" + "\n".join(lines)
+    facts = stats.attrs
+    return f"{facts['steps']} steps of {facts['store']}, {facts['first']} to {facts['last']}\n" + "\n".join(lines)
 
 
 def _open_for_statistics(args: argparse.Namespace, by_workers: bool) -> Dataset:

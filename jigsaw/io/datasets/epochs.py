@@ -257,7 +257,7 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
         while known:
             known.extend(islice(coming, 1))
             samples, after = known.popleft()
-            yield BatchTurn(samples, at, after, tuple(each for each, _ in known))
+            yield BatchTurn(samples, at, after, tuple(batch for batch, _ in known))
 
     def _end_iteration(self) -> None:
         current, self._current = self._current, None
@@ -417,7 +417,7 @@ _running_prefetches: weakref.WeakSet[BatchPrefetch[Any, Any]] = weakref.WeakSet(
 def _end_prefetches() -> None:
     """End the threads while Python still runs: one that comes back from a library later would abort the process."""
     until = time.monotonic() + _END_WAIT_S
-    for each in list(_running_prefetches):
-        each.stop()
-    for each in list(_running_prefetches):
-        each.join(max(0.0, until - time.monotonic()))
+    for prefetch in list(_running_prefetches):
+        prefetch.stop()
+    for prefetch in list(_running_prefetches):
+        prefetch.join(max(0.0, until - time.monotonic()))

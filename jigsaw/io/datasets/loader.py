@@ -199,4 +199,4 @@ class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
 def _batch_layouts(ds: Dataset, samples: tuple[int, ...]) -> list[Layout]:
     layouts = ((ds.layout, True), (ds.target_layout, False), (ds.forcing_layout, True))
     count, spec = len(samples), (DATA_AXIS, None, None)
-    return [ds.frame.layout((count, *one.shape[:2]), spec, halo=halo) for one, halo in layouts]
+    return [ds.frame.layout((count, *layout.shape[:2]), spec, halo=halo) for layout, halo in layouts]

@@ -40,11 +40,11 @@ def split(dataset: Dataset, **ranges: Any) -> dict[str, Dataset]:
     if not ranges:
         raise WindowError("split(dataset) names no range; give some, like train=('1979', '2015')")
     bounds = {name: _range_ends(name, wanted) for name, wanted in ranges.items()}
-    dated = {not all(end is None or is_whole_number(end) for end in each) for each in bounds.values()}
+    dated = {not all(end is None or is_whole_number(end) for end in span) for span in bounds.values()}
     if len(dated) > 1:
         raise WindowError(f"split mixes dates and step positions: {ranges}; use one of them")
     (by_date,) = dated
-    ends = {name: _included_ends(dataset, each, by_date) for name, each in bounds.items()}
+    ends = {name: _included_ends(dataset, span, by_date) for name, span in bounds.items()}
     for (one, a), (other, b) in combinations(ends.items(), 2):
         if a[0] <= b[1] and b[0] <= a[1]:
             raise WindowError(

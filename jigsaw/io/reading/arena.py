@@ -87,7 +87,7 @@ class Arena:
         self._slot_bytes = self.slots = 0
         # opened now, and kept: the number of a process that ends may be another's later, what a pidfd means stays
         watched = [(_open_pidfd(pid), m) for m, pid in enumerate(pids) if m != me]
-        self._deaths = {each: m for each, m in watched if each is not None}
+        self._deaths = {handle: m for handle, m in watched if handle is not None}
         self._fd = fd  # now there is something to close
 
     # -- where words lie ---------------------------------------------------------------------------------------------
@@ -151,9 +151,9 @@ class Arena:
 
     def any_published(self, pairs: Sequence[tuple[int, int]]) -> Callable[[], bool]:
         """Return a quick test, to be polled, that is true once any of these (slot, ticket) pairs is published."""
-        words, wanted = self._words, [(self._slot(slot), each) for slot, each in pairs]
+        words, wanted = self._words, [(self._slot(slot), ticket) for slot, ticket in pairs]
 
-        return lambda: any(words[at] == each for at, each in wanted)
+        return lambda: any(words[at] == ticket for at, ticket in wanted)
 
     def publish(self, slot: int, ticket: int) -> None:
         """Show the slot's section to everybody."""
@@ -229,9 +229,9 @@ class Arena:
         # *finished* while rank 0 still waits for rank 1. A killed rank is seen by its pidfd, a closed one by its
         # *left*.
         watch = select.poll()  # of this call alone: threads wait at the same time, and such an object refuses a second
-        for each in self._deaths:
-            watch.register(each, select.POLLIN)
-        dead = {self._deaths[each] for each, _ in watch.poll(0)}
+        for handle in self._deaths:
+            watch.register(handle, select.POLLIN)
+        dead = {self._deaths[handle] for handle, _ in watch.poll(0)}
         for m in range(self.size):
             closed = self._words[self._of(m, _LEFT)] == _CLOSED_READER
             if (m in dead or closed) and self._words[self._of(m, word)] < read:

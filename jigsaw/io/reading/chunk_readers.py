@@ -117,27 +117,29 @@ class DimShares:
     @cached_property
     def rows(self) -> NDArray[np.object_]:
         """The rows that each rank takes; None for those that take none."""
-        return self._over_mesh([each.rows for each in self.shares], None)
+        return self._over_mesh([share.rows for share in self.shares], None)
 
     @cached_property
     def taken(self) -> NDArray[np.int64]:
-        return self._over_mesh([each.taken for each in self.shares], 0)
+        return self._over_mesh([share.taken for share in self.shares], 0)
 
     @cached_property
     def share(self) -> NDArray[np.float64]:
         # of rows that are taken twice, as beyond an edge, one is decoded
-        return self._over_mesh([sum(b - a for a, b in each.rows) / self.length for each in self.shares], 0.0)
+        return self._over_mesh(
+            [sum(b - a for a, b in piece_share.rows) / self.length for piece_share in self.shares], 0.0
+        )
 
     @cached_property
     def owns(self) -> NDArray[np.bool_]:
-        return self._over_mesh([each.owns for each in self.shares], False)
+        return self._over_mesh([share.owns for share in self.shares], False)
 
     def _over_mesh(self, values: Sequence[Any], nothing: Any) -> NDArray[Any]:
         """Lay out each rank's value as an array over the mesh, of size one along the axes that do not cut."""
         pieces = prod(size for axis, size in self.axes if axis in self.cutting)
         by_piece = np.full(pieces, nothing, object if nothing is None else None)
-        for each, value in zip(self.shares, values, strict=True):
-            by_piece[each.piece] = value
+        for share, value in zip(self.shares, values, strict=True):
+            by_piece[share.piece] = value
         return values_over_mesh(self.axes, self.cutting, by_piece)
 
 
@@ -299,13 +301,15 @@ class ReadersPattern:
     def loads(self, mode: str) -> tuple[ChunkLoads, ...]:
         """Return who loads each chunk in a mode."""
         if mode not in self._loads:
-            self._loads[mode] = tuple(each.loads(mode) for each in self.readers)
+            self._loads[mode] = tuple(chunk_readers.loads(mode) for chunk_readers in self.readers)
         return self._loads[mode]
 
     def counts(self, mode: str) -> NDArray[np.int64]:
         """Return how often each chunk is loaded, whether for several ranks, and the values handed over [3, chunk]."""
         if mode not in self._counts:
-            rows = [(len(each.alone) + bool(each.served), bool(each.served), each.sent) for each in self.loads(mode)]
+            rows = [
+                (len(loads.alone) + bool(loads.served), bool(loads.served), loads.sent) for loads in self.loads(mode)
+            ]
             self._counts[mode] = np.array(rows, np.int64).reshape(-1, 3).T
         return self._counts[mode]
 
@@ -379,7 +383,10 @@ class SharedJobs(Sequence[ChunkJob]):
     def __init__(self, order: JobOrder, arrays: Sequence[tuple[str, ReadersByChunk]]) -> None:
         self.order = order
         loads = [pattern.loads(mode) for pattern, mode in order.ways]
-        self._arrays = [(name, readers.chunks, each) for (name, readers), each in zip(arrays, loads, strict=True)]
+        self._arrays = [
+            (name, readers.chunks, loads_of_chunks)
+            for (name, readers), loads_of_chunks in zip(arrays, loads, strict=True)
+        ]
 
     def __len__(self) -> int:
         return len(self.order.owners)
@@ -414,7 +421,7 @@ class SharedJobs(Sequence[ChunkJob]):
 def _numbers_read_by(order: JobOrder, rank: int) -> tuple[int, ...]:
     """Return the numbers of the jobs that have a rank among their readers."""
     # whether it reads a chunk is asked once a place of a pattern, which many arrays share
-    reads = {way: [rank in each.served for each in way[0].loads(way[1])] for way in set(order.ways)}
+    reads = {way: [rank in loads.served for loads in way[0].loads(way[1])] for way in set(order.ways)}
     by_array = [reads[way] for way in order.ways]
     placed = zip(order.arrays.tolist(), order.places.tolist(), strict=True)
     return tuple(n for n, (array, place) in enumerate(placed) if by_array[array][place])
@@ -432,7 +439,7 @@ def order_of_jobs(ways: SharingWays, weights: bytes, loads: bytes) -> JobOrder:
     """
     weight = np.frombuffer(weights, np.int64)
     places = [pattern.shared_places(mode) for pattern, mode in ways]
-    arrays = np.repeat(np.arange(len(ways)), [len(each) for each in places])
+    arrays = np.repeat(np.arange(len(ways)), [len(some_places) for some_places in places])
     place = np.concatenate([np.empty(0, np.intp), *places])
     fixed_owners = [
         pattern.loads(mode)[p].owner for (pattern, mode), some in zip(ways, places, strict=True) for p in some
@@ -448,7 +455,7 @@ def owners_of_jobs(weight: NDArray[np.int64], fixed_owners: Sequence[int], load:
     ranks, turns = len(load), [0] * len(load)
     # Among equals ranks take turns in an order that moves on each time, by a golden section of them. If the lowest were
     # always first, 64 tiles of each field would give rank 3 of 64 tile 3 of each, which may lie in the ocean in all.
-    least = [(each, rank, rank) for rank, each in enumerate(load)]
+    least = [(size_so_far, rank, rank) for rank, size_so_far in enumerate(load)]
     heapify(least)
     owners, weights = [NO_OWNER] * len(fixed_owners), weight.tolist()
     # Largest first, because a large one that comes last finds no rank that is behind by so much.  In whole bytes, with

@@ -185,15 +185,15 @@ def look_at_store(url: str, tables: Callable[[], Sequence[ArrayTable]], more: Ha
 
 def check_same_store(seen: Sequence[StoreIdentity]) -> None:
     """Raise `ReadError` where a rank could not look, `PeerError` where stores differ; alike on all ranks."""
-    for rank, each in enumerate(seen):
-        if each.failure:
-            raise ReadError(f"rank {rank} of those that read together cannot look at {each.url}: {each.failure}")
+    for rank, view in enumerate(seen):
+        if view.failure:
+            raise ReadError(f"rank {rank} of those that read together cannot look at {view.url}: {view.failure}")
     first = seen[0]
-    for rank, each in enumerate(seen):
-        if each[1:] != first[1:]:
-            differ = "its arrays, coordinates or times" if each.arrays != first.arrays else "the bytes of its chunks"
+    for rank, view in enumerate(seen):
+        if view[1:] != first[1:]:
+            differ = "its arrays, coordinates or times" if view.arrays != first.arrays else "the bytes of its chunks"
             raise PeerError(
-                f"ranks read different stores: of {first.url} on rank 0 and {each.url} on rank {rank}, {differ} "
+                f"ranks read different stores: of {first.url} on rank 0 and {view.url} on rank {rank}, {differ} "
                 "differ; all ranks must open the same data, so give one path, or copy the store to each node anew"
             )
 

@@ -303,9 +303,9 @@ class FoundChunks(dict[str, FoundArray]):
 
     def lookups(self) -> LookupCounts:
         """Count the look-ups of a rank that knew nothing yet: the indices of shards, and Blosc's tables."""
-        chunks = ((each.finder, chunk) for each in self.values() for chunk in each.readers)
+        chunks = ((array.finder, chunk) for array in self.values() for chunk in array.readers)
         indices = dict(lookups for finder, chunk in chunks if (lookups := finder.index_of(chunk)) is not None)
-        tables = (each.finder.table_of(chunk) for each in self.values() for chunk in each.asked)
+        tables = (array.finder.table_of(chunk) for array in self.values() for chunk in array.asked)
         return total_lookups((*indices.values(), *tables))
 
 
@@ -314,10 +314,10 @@ def _kinds_by_blocks(
 ) -> tuple[ByteSpans, NDArray[np.int64], ReaderKinds]:
     """Group the readers `able` by the blocks that they need; return runs of blocks, their starts by kind, and kinds."""
     rects = (tuple(readers.group((rank,)).rects) for rank in readers.at[able].tolist())
-    wanted = [blosc_blocks_of_rows(each, *blocking) for each in rects]
+    wanted = [blosc_blocks_of_rows(boxes, *blocking) for boxes in rects]
     # readers side by side share most blocks: of 64 x 64 ranks few need others than those beside them
     apart = {runs.tobytes(): runs for runs in wanted}
-    number = {each: n for n, each in enumerate(apart, 1)}
+    number = {boxes: n for n, boxes in enumerate(apart, 1)}
     kinds = np.zeros(len(readers), np.intp)
     kinds[able] = [number[runs.tobytes()] for runs in wanted]
     firsts = np.cumsum([0, *map(len, apart.values())])[:-1]
@@ -347,11 +347,11 @@ def look_up_chunks(needed: NeededChunks, tables: ArrayTables) -> FoundChunks:
     Raises: what asking a store raises, possibly on one rank alone.
     """
     places = FoundChunks(needed, tables)
-    far = [each for each in places.values() if each.table.far]
+    far = [array for array in places.values() if array.table.far]
     # one chunk of each object: its shard's index, read for that one, says where all others of it lie
-    one_an_object = {each.finder.path(chunk): (each, chunk) for each in far for chunk in each.readers}
+    one_an_object = {array.finder.path(chunk): (array, chunk) for array in far for chunk in array.readers}
     ask_at_once(lambda asked: asked[0].finder.locate(asked[1]), list(one_an_object.values()))
-    parts = [(each, chunk) for each in far if each.finder.is_divisible for chunk in each.readers]
+    parts = [(array, chunk) for array in far if array.finder.is_divisible for chunk in array.readers]
     # each reader by itself, because of its table of blocks: what they share in any mode then needs no other request
     ask_at_once(lambda asked: asked[0].counts_alone(asked[1]), parts)
     return places

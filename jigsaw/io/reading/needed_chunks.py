@@ -291,7 +291,10 @@ class NeededChunks:
             part_geometries = [PartGeometry(number, part, grids[part.array], request, way) for way in ways]
             self.geometries.setdefault(part.array, []).extend(part_geometries)
         # one mapping for all arrays whose parts take the same rows
-        alike = {name: tuple((each.dims, each.fixed) for each in parts) for name, parts in self.geometries.items()}
+        alike = {
+            name: tuple((geometry.dims, geometry.fixed) for geometry in parts)
+            for name, parts in self.geometries.items()
+        }
         part_geometries = {parts: _readers_by_chunk(parts) for parts in set(alike.values())}
         self.readers: dict[str, ReadersByChunk] = {name: part_geometries[parts] for name, parts in alike.items()}
         self._taken: dict[tuple[str, ChunkIndex, int], tuple[ChunkBox, ...]] = {}
@@ -299,14 +302,14 @@ class NeededChunks:
     def chunks(self, array: str, member: int) -> list[ChunkIndex]:
         """Return the chunks of an array that a rank needs, in C order."""
         # two geometries, such as of two levels, may name a chunk each; a rolled dim ends with its first chunk
-        return sorted({chunk for each in self.geometries[array] for chunk in each.chunks(member)})
+        return sorted({chunk for geometry in self.geometries[array] for chunk in geometry.chunks(member)})
 
     def boxes(self, array: str, chunk: ChunkIndex, member: int) -> tuple[ChunkBox, ...]:
         """Return the boxes that a rank takes of a chunk: one for each part, and one for its rows beyond a pole."""
         key = array, chunk, member
         known = self._taken.get(key)
         if known is None:
-            boxes = [each.box(chunk, member) for each in self.geometries[array]]
+            boxes = [geometry.box(chunk, member) for geometry in self.geometries[array]]
             known = self._taken[key] = tuple([box for box in boxes if box is not None])
         return known
 

@@ -118,9 +118,9 @@ _met_here: WeakSet[PeerGroup] = WeakSet()
 def _end_groups() -> None:
     """End gloo's threads while Python still runs, like the mesh's; a group that waits for others would wait on."""
     # the threads that read have ended by then: `_end_prefetches` is registered later, so it runs before
-    for each in list(_met_here):
-        if each.is_idle:
-            each.close()
+    for peers in list(_met_here):
+        if peers.is_idle:
+            peers.close()
 
 
 _groups_met: Counter[tuple[int, ...]] = Counter()
@@ -167,9 +167,9 @@ def _inherit() -> None:
     # A process that ends one of gloo's groups waits for its threads, which a forked process lacks. So none is ended
     # there, not even when Python ends: only this reference knows of it.
     _inherited[0] = dist.group.WORLD
-    for each in list(_met_here):
-        if each.group is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each.group))
+    for peers in list(_met_here):
+        if peers.group is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(peers.group))
     _met_here.clear()
 
 

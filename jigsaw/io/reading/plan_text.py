@@ -67,13 +67,13 @@ def plan_reasons(plan: ReadPlan) -> list[str]:
     alike: dict[tuple[str, tuple[int, ...], int, int, int], list[str]] = {}
     for name, mode in plan.modes.items():
         readers, table = plan.needed.readers[name], plan.tables[name]
-        shared = sum(len(each) > 1 for each in readers.pattern.readers)
+        shared = sum(len(every) > 1 for every in readers.pattern.readers)
         alike.setdefault((mode, table.chunks, table.grid.chunk_bytes, len(readers), shared), []).append(name)
     lines: list[str] = []
     for (mode, chunks, size, count, shared), names in alike.items():
         more = f" and {len(names) - NAMES_LISTED} more" if len(names) > NAMES_LISTED else ""
-        each, plural = " each" * (len(names) > 1), "s" * (count > 1)
-        what = f"{count} chunk{plural} of {' x '.join(map(str, chunks)) or '1'} = {bytes_text(size)}{each}"
+        every, plural = " each" * (len(names) > 1), "s" * (count > 1)
+        what = f"{count} chunk{plural} of {' x '.join(map(str, chunks)) or '1'} = {bytes_text(size)}{every}"
         lines.append(f"{', '.join(names[:NAMES_LISTED])}{more}: {what}")
         if not shared:
             lines[-1] += ", none of which two ranks need"
@@ -85,8 +85,8 @@ def plan_reasons(plan: ReadPlan) -> list[str]:
 
 
 def _costs_text(plan: ReadPlan, names: Sequence[str], mode: str) -> str:
-    costs = {each: sum(plan.cost(name, each) for name in names) for each in PLAN_MODES}
-    listed = ", ".join(f"{each} {float(f'{costs[each] * 1e3:.2g}'):g}" for each in sorted(costs, key=costs.__getitem__))
+    costs = {way: sum(plan.cost(name, way) for name in names) for way in PLAN_MODES}
+    listed = ", ".join(f"{way} {float(f'{costs[way] * 1e3:.2g}'):g}" for way in sorted(costs, key=costs.__getitem__))
     why = "the cheapest" if costs[mode] == min(costs.values()) else f"which mode={mode!r} asks for"
     return f"({mode} reading, {why}; predicted CPU ms of all ranks: {listed})"
 

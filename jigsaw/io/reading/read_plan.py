@@ -349,7 +349,7 @@ class ReadPlan:
                 table[job.owner] += row
                 singly[job.owner] += row[requests] * self.tables[job.array].far
                 table[job.owner, sent] += sent_values(self.found, job) * self.tables[job.array].grid.itemsize
-        if not all(each.has_own_objects() for each in self.found.values() if each.table.far):
+        if not all(array.has_own_objects() for array in self.found.values() if array.table.far):
             # one request may bring many chunks of an object: those are counted by the batch
             batched = [sum(batch.requests for batch in self.batches(member)) for member in range(self.ranks)]
             table[:, requests] += np.array(batched) - singly
@@ -450,7 +450,9 @@ def _split_joined_parts(request: ReadRequest, tables: ArrayTables) -> ReadReques
     parts_and_joins = [(part, tables[part.array].members) for part in request.parts]
     if not any(joined for _, joined in parts_and_joins):
         return request
-    parts = [each for part, joined in parts_and_joins for each in (_parts_by_array(part, joined) if joined else [part])]
+    parts = [
+        piece for part, joined in parts_and_joins for piece in (_parts_by_array(part, joined) if joined else [part])
+    ]
     return replace(request, parts=tuple(parts))
 
 

@@ -407,7 +407,7 @@ class RunningRead:
             # are of lower places; and each reader that still has to take p has it first in this window. A section
             # beyond the window may be shown already, in a slot that the window leaves out: it is taken a little later.
             window = pending[:slots]
-            shown = [each for each in window if arena.is_published(each[0], each[1])]
+            shown = [entry for entry in window if arena.is_published(entry[0], entry[1])]
             if not shown:
                 asked = arena.any_published([(slot, mark) for slot, mark, _ in window])
                 arena.wait(lambda asked=asked: self._went_wrong() or asked(), self.number)
@@ -416,7 +416,7 @@ class RunningRead:
             for slot, mark, section in shown:
                 self.take(section, section.view(arena.memory(slot, section.size)))
                 arena.release(slot, mark)  # the slot may hold something else from here on
-            pending = [each for each in window if each not in shown] + pending[slots:]
+            pending = [entry for entry in window if entry not in shown] + pending[slots:]
 
     def take(self, section: ChunkSection, values: AnyArray | None) -> None:
         """Take this rank's boxes of a section, or of a missing chunk when `values` is None."""

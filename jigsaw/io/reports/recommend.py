@@ -121,11 +121,11 @@ def recommend(
     ranks: int | None = None,
     mesh: Mapping[str, int] | None = None,
     sample: int | None = None,
-    **how: Any,
+    **arguments: Any,
 ) -> Recommendation:
     """Recommend the best meshes of `ranks` ranks for a store, and the best chunks and shards for `mesh`.
 
-    - `store`: a `Dataset`, or what `jigsaw.io.open` takes; `how` are further arguments of it (fields, halo, …);
+    - `store`: a `Dataset`, or what `jigsaw.io.open` takes; `arguments` are further arguments of it (fields, halo, …);
     - `ranks`: the number of tiles that a sample is cut into; by default as many as the mesh cuts it into;
     - `mesh`: axis sizes as integers, for a store that is not open yet;
     - `sample`: the one that is planned, by default the middle one.
@@ -138,7 +138,7 @@ def recommend(
     >>> [option.axes for option in best.meshes]
     [{'lon': 4}, {'lat': 2, 'lon': 2}, {'lat': 4}]
     """
-    dataset = store if isinstance(store, Dataset) else open(store, mesh=mesh or {}, **how)
+    dataset = store if isinstance(store, Dataset) else open(store, mesh=mesh or {}, **arguments)
     wanted = prod(cut.pieces for cut in dataset.layout.cuts[2:]) if ranks is None else ranks
     if wanted < 1:
         raise ShardingError(f"ranks={ranks} must be at least 1")

@@ -316,14 +316,14 @@ def _summarize_storage(store: ArrayStore, table: ArrayTable) -> _StorageSummary:
         return _StorageSummary(table.chunks, prod(table.grid.counts), codec_text(table), _estimated_bytes(table))
     names = table.members.names
     at = np.unique(np.linspace(0, len(names) - 1, min(len(names), _CHUNKS_SAMPLED)).astype(int))
-    each = [store.arrays[names[int(i)]] for i in at]
-    known = [size for size in map(_estimated_bytes, each) if size is not None]
-    times = len(names) / len(each)
+    tables = [store.arrays[names[int(i)]] for i in at]
+    known = [size for size in map(_estimated_bytes, tables) if size is not None]
+    times = len(names) / len(tables)
     return _StorageSummary(
-        each[0].chunks,
-        round(sum(prod(t.grid.counts) for t in each) * times),
-        " or ".join(dict.fromkeys(map(codec_text, each))),
-        round(sum(known) * times) if len(known) == len(each) else None,
+        tables[0].chunks,
+        round(sum(prod(t.grid.counts) for t in tables) * times),
+        " or ".join(dict.fromkeys(map(codec_text, tables))),
+        round(sum(known) * times) if len(known) == len(tables) else None,
     )
 
 

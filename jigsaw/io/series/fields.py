@@ -172,8 +172,8 @@ def _array_named(name: str, arrays: Mapping[str, LevelCoordinate | None]) -> str
 def _named_channel(field: str, arrays: Mapping[str, LevelCoordinate | None]) -> FieldChannel | None:
     """Return the channel of that name; else one that has the same quantity under another name."""
     named = [(array, i, name) for array, levels in arrays.items() if levels for i, name in enumerate(levels.names)]
-    matches = [each for each in named if each[2] == field] or [
-        each for each in named if _is_same_channel(field, each[2])
+    matches = [entry for entry in named if entry[2] == field] or [
+        entry for entry in named if _is_same_channel(field, entry[2])
     ]
     if len(matches) > 1:
         raise FieldError(

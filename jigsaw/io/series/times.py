@@ -98,7 +98,7 @@ class TimeAxis:
         """Return some of the steps; a gap stays a gap."""
         names = ("stamps", "elapsed", "digits", "at", "ticks")
         columns = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: each if each is None else each[steps] for name, each in columns.items()})
+        return replace(self, **{name: column if column is None else column[steps] for name, column in columns.items()})
 
     def shifted(self, by: np.timedelta64) -> TimeAxis:
         """Return the axis with every time `by` later."""

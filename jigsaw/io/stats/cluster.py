@@ -63,8 +63,8 @@ def results_in_order(client: Client, tasks: Iterator[tuple[T, Any]], working: in
     running: deque[tuple[T, Any]] = deque()
     try:
         while True:
-            while len(running) < _TASKS_AHEAD * working and (one := next(tasks, None)) is not None:
-                running.append(one)
+            while len(running) < _TASKS_AHEAD * working and (task := next(tasks, None)) is not None:
+                running.append(task)
             if not running:
                 return
             beside, future = running.popleft()

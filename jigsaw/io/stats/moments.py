@@ -72,8 +72,8 @@ class ChannelMoments:
     def add(self, others: Iterable[ChannelMoments]) -> ChannelMoments:
         """Merge others into these one after the other: the order decides the last bits."""
         total = self
-        for each in others:
-            total = total.merge(each)
+        for other in others:
+            total = total.merge(other)
         return total
 
     def summary(self) -> dict[str, MomentValues]:
@@ -177,13 +177,13 @@ def load_moments(path: Path, identity: Mapping[str, Any], shape: tuple[int, ...]
     if not path.exists():
         return None
     about, tables = _read_checkpoint(path)
-    done, of, known = about["done"], about["of"], about["format"] == _CHECKPOINT_FORMAT
+    done, facts, known = about["done"], about["of"], about["format"] == _CHECKPOINT_FORMAT
     wanted = json.loads(json.dumps(dict(identity)))
-    differing = [name for name in wanted if of.get(name) != wanted[name]]
+    differing = [name for name in wanted if facts.get(name) != wanted[name]]
     if differing:
         name = differing[0]
         raise StateError(
-            f"checkpoint {str(path)!r} is of {name} {of.get(name)!r}, this run of {wanted[name]!r}; "
+            f"checkpoint {str(path)!r} is of {name} {facts.get(name)!r}, this run of {wanted[name]!r}; "
             "run it as before, or remove the checkpoint to begin anew"
         )
     if not known or tables.shape != shape:
