@@ -328,8 +328,11 @@ def _grid_of_mappings(
     decoder, extra = first.decoder, len(shape) - first.grid.ndim
     if not isinstance(decoder, FilterPipeline) or extra < 0:
         return None
-    if not all(_is_decoded_alike(m.table, first, dataset, fill) for m in mappings):
-        return None
+    for table in (m.table for m in mappings):  # all decode like the first, to values that need no conversion
+        same = (table.chunks, table.clipped, table.lengths) == (first.chunks, first.clipped, {})
+        fills = table.fill_value == fill or (table.fill_value != table.fill_value and fill != fill)
+        if not (same and fills and table.decoder == decoder and np.dtype(table.dtype) == dataset.dtype):
+            return None
     chunks = (1,) * extra + first.chunks
     grid = tuple(-(-n // c) for n, c in zip(shape, chunks, strict=True))
     if prod(grid) > _LARGEST_GRID:
@@ -365,12 +368,6 @@ def _cut_where_mappings_meet(mappings: Sequence[_SourceMapping], shape: ChunkInd
         m._replace(table=replace(m.table, chunks=cut, places=slabs.cut(cut)))
         for m, slabs in zip(mappings, places, strict=True)
     ]
-
-
-def _is_decoded_alike(table: ArrayTable, first: ArrayTable, dataset: Any, fill: Any) -> bool:
-    same = (table.chunks, table.clipped, table.lengths) == (first.chunks, first.clipped, {})
-    fills = table.fill_value == fill or (table.fill_value != table.fill_value and fill != fill)
-    return same and fills and table.decoder == first.decoder and np.dtype(table.dtype) == dataset.dtype
 
 
 def _is_on_chunk_edges(shown: Box, at: Box, chunks: ChunkIndex, shape: ChunkIndex, source: ChunkIndex) -> bool:

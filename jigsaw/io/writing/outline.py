@@ -344,7 +344,7 @@ def outline_append(
     coords = [encode_coordinate(n, value, stored.get(n, bare.get(n))) for n, value in own_coords.items()]
     at_levels = next((c.values for c in (*coords, *stored.values()) if c.name == LEVEL_DIM), None)
     levels = None if options.fields is None else _level_values(options.fields, at_levels)
-    sources = _tile_sources(data, levels, options)
+    sources = list(_tile_sources(data, levels, options))
     sizes = _check_dim_sizes(options, sources)
     if levels is not None and LEVEL_DIM not in {c.name for c in coords} | set(stored):
         coords.append(encode_coordinate(LEVEL_DIM, levels))
@@ -356,7 +356,12 @@ def outline_append(
         _check_coordinate(c, sizes, names)
     rows = sizes[options.append_dim] if options.append_dim is not None else 0
     if known is None:
-        return AppendOutline(tuple(_name_coordinates(s, coords) for s in sources), tuple(coords), rows)
+        for at, source in enumerate(sources):  # name the coordinates that are not their dim's own, as CF does
+            array = source.array
+            own = [c.name for c in coords if c.dims != (c.name,) and set(c.dims) <= set(array.dims)]
+            if own:
+                sources[at] = replace(source, array=replace(array, attrs={"coordinates": " ".join(own), **array.attrs}))
+        return AppendOutline(tuple(sources), tuple(coords), rows)
     growing = _growing_coordinates(coords, known, options.append_dim)
     grow = {name for name, a in known.arrays.items() if options.append_dim in a.dims}
     if grow != names:
@@ -374,13 +379,6 @@ def _check_coordinate(c: StoredCoordinate, sizes: Mapping[str, int], arrays: Col
         raise GridError(
             f"coords[{c.name!r}] has {wrong} rows, but the arrays have {dict(sizes)}; give the whole array's coordinate"
         )
-
-
-def _name_coordinates(source: TileSource, coords: Sequence[StoredCoordinate]) -> TileSource:
-    """Name the coordinates that are not their dim's own, as the CF conventions do."""
-    array = source.array
-    own = [c.name for c in coords if c.dims != (c.name,) and set(c.dims) <= set(array.dims)]
-    return replace(source, array=replace(array, attrs={"coordinates": " ".join(own), **array.attrs})) if own else source
 
 
 def _growing_coordinates(

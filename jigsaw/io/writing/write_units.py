@@ -85,7 +85,14 @@ def plan_units(
         # `load` grows unit by unit in the same order on every rank, so all choose the same writers without talking
         writer = _choose_writer(pieces, load, writers)
         load[writer] += box_elements(box)
-        planned.append(WriteUnit(box, writer, tuple(_unit_part(p, e, box, writer, len(planned)) for p, e in pieces)))
+        parts: list[UnitPart] = []
+        for positions, entries in pieces:
+            # of several ranks that hold the same rows the writer takes its own, else they take turns by unit
+            giver = writer if writer in positions else positions[len(planned) % len(positions)]
+            spans = zip(entries, box, strict=True)
+            placed = tuple((e.at - low, e.at - low + e.rows[1] - e.rows[0]) for e, (low, _) in spans)
+            parts.append(UnitPart(giver, tuple(e.rows for e in entries), placed))
+        planned.append(WriteUnit(box, writer, tuple(parts)))
     return tuple(planned)
 
 
@@ -131,15 +138,6 @@ def _choose_writer(
                 owned[position] = owned.get(position, 0) + box_elements(tuple(e.rows for e in entries))
     most = max(owned.values())
     return min((p for p, n in owned.items() if 2 * n >= most), key=lambda p: (load[p], -owned[p], p))
-
-
-def _unit_part(
-    positions: tuple[int, ...], entries: tuple[_OwnedRows, ...], box: Box, writer: int, number: int
-) -> UnitPart:
-    # of several ranks that hold the same rows the writer takes its own, else they take turns by the unit's number
-    giver = writer if writer in positions else positions[number % len(positions)]
-    placed = tuple((e.at - low, e.at - low + e.rows[1] - e.rows[0]) for e, (low, _) in zip(entries, box, strict=True))
-    return UnitPart(giver, tuple(e.rows for e in entries), placed)
 
 
 def write_rounds(units: Sequence[WriteUnit], most: int) -> Iterator[tuple[WriteUnit, ...]]:
