@@ -1,5 +1,7 @@
 """Stores as scientists have them: any dims, calendars, longitudes, frequencies and targets; xarray is the oracle."""
 
+import os
+
 import numpy as np
 import pytest
 import xarray as xr
@@ -280,9 +282,20 @@ def test_a_scale_that_is_a_text_is_refused(tmp_path):
     made = zarr.open_group(str(tmp_path / "s.zarr"), mode="w", zarr_format=3).create_array(
         "v", data=np.ones((1, 3, 4)), chunks=(1, 3, 4), dimension_names=("time", "lat", "lon")
     )
-    made.attrs["scale_factor"] = "0.5"
-    with pytest.raises(jigsaw.io.UnsupportedStoreError, match=r"scale_factor='0.5', which is no number"):
-        one_rank(str(tmp_path / "s.zarr"))
+    for scale in ("0.5", "NaN", "Infinity"):
+        made.attrs["scale_factor"] = scale if scale == "0.5" else float(scale)
+        with pytest.raises(jigsaw.io.UnsupportedStoreError, match=r"scale_factor=.*, which is no number"):
+            one_rank(str(tmp_path / "s.zarr"))
+
+
+@pytest.mark.parametrize("name", ["p.nc", "p.zarr", "p.nii", "p.nii.gz", "p"])
+@pytest.mark.timeout(60)
+def test_a_pipe_in_the_place_of_a_store_keeps_nobody_waiting(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(jigsaw.io.UnsupportedStoreError, match="is a pipe or device"):
+        one_rank(str(tmp_path / name))
+    with pytest.raises(jigsaw.io.UnsupportedStoreError, match="is a pipe or device"):
+        jigsaw.io.open_volumes([tmp_path / name], mesh=world_mesh(z=1), crop=None)
 
 
 def test_what_is_no_known_format_says_what_is(tmp_path):

@@ -405,3 +405,15 @@ def test_replace_removes_neither_the_source_nor_what_a_wrong_call_would_replace(
         convert(tmp_path / "none.nc", tmp_path / "made.zarr", replace=True)
     assert all(verify(tmp_path / "made.zarr").values())
     xr.testing.assert_equal(xr.open_zarr(store, consolidated=False).load(), data)
+
+
+def test_values_that_the_dtype_cannot_hold_are_not_written(tmp_path):
+    source = globe(2)
+    name = next(iter(source.data_vars))
+    values = source[name].values.astype("f8")
+    values.flat[5] = np.inf
+    source[name] = source[name].dims, values
+    convert(source, tmp_path / "a.zarr", fields=[name], dtype="float32", chunks={"time": 1})  # infinite before
+    values.flat[6] = 1e300
+    with pytest.raises(WriteError, match=r"that float32 cannot hold; choose a wider dtype="):
+        convert(source, tmp_path / "b.zarr", fields=[name], dtype="float32", chunks={"time": 1})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -132,7 +133,10 @@ class ArrayTable:
         try:
             if np.asarray(value).dtype.kind not in "biuf":  # a text such as "0.01" is a mistake of who wrote it
                 raise TypeError(f"{value!r} is no number")
-            return float(np.asarray(value).item())
+            number = float(np.asarray(value).item())
+            if not isfinite(number):  # all values would be missing
+                raise ValueError(f"{value!r} is not finite")
+            return number
         except (TypeError, ValueError, OverflowError) as e:
             raise UnsupportedStoreError(
                 f"array {self.name!r} has {attr}={value!r}, which is no number; rewrite the attribute"

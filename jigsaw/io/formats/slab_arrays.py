@@ -7,6 +7,7 @@ are read.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -265,9 +266,9 @@ def parse_named_file(path: str, kind: str, parse: Callable[[], T]) -> T:
 
 
 def magic_bytes(url: Any, length: int) -> bytes:
-    """Read the first bytes of a local file; none of anything else."""
+    """Read the first bytes of a local file; none of anything else, such as a pipe, on which a read would wait."""
     try:
-        with open(os.fspath(url), "rb") as file:
-            return file.read(length)
+        with open(os.open(os.fspath(url), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            return file.read(length) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
     except (OSError, TypeError, ValueError):
         return b""

@@ -92,6 +92,9 @@ def _is_all_outside(url: Any, options: Mapping[str, Any] | None) -> bool:
 def _check_there_is_a_file(url: Any, is_file: bool) -> None:
     if is_file and not os.path.getsize(os.fspath(url)):
         raise UnsupportedStoreError(f"{str(url)!r} is empty: a file of 0 bytes; copy or download it again")
+    is_path = isinstance(url, str | os.PathLike) and not is_file
+    if is_path and os.path.exists(os.fspath(url)) and not os.path.isdir(os.fspath(url)):
+        raise UnsupportedStoreError(f"{str(url)!r} is a pipe or device, and a file or a folder is expected")
     name = str(url).lower() if isinstance(url, str | os.PathLike) else ""
     named = name.endswith((".nii", ".nii.gz", *_FILE_URL_SUFFIXES)) and not has_magic(name)
     if named and not os.path.exists(os.fspath(url)):
