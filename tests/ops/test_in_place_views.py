@@ -408,3 +408,49 @@ def test_windows_that_rows_had_to_move_for_are_refused_on_ranks_without_one_too(
     tile = shard(torch.ones(1), world_mesh(lat=2), ("lat",))
     with pytest.raises(ShardingError, match="rows moved to other cut points"):
         tile.unfold(0, 1, 1).mul_(2)
+
+
+IN_ORDER = {
+    "pointwise": lambda x: x.t() * 2,
+    "of two": lambda x: torch.where(x.t() > 3, x.t(), 0.0),
+    "of another dtype": lambda x: x.t().double(),
+    "clone": lambda x: x.t().clone().tril_(),
+    "detach": lambda x: x.t().detach(),
+    "zeros_like": lambda x: torch.zeros_like(x.t()),
+    "of three dims": lambda x: x[None].transpose(1, 2).sin(),
+    "sort": lambda x: x.t().sort(1)[0],
+    "flip": lambda x: x.t().flip(0),
+    "diff": lambda x: x.t().diff(dim=0),
+    "glu": lambda x: F.glu(x.t(), 0),
+    "normalize": lambda x: F.normalize(x.t(), dim=0),
+    "cumsum": lambda x: x.t().cumsum(0),
+    "softmax": lambda x: x.t().softmax(0),
+    "picked columns": lambda x: x.t()[:, torch.tensor([0, 3])],
+    "picked rows": lambda x: x[None].transpose(0, 2)[torch.tensor([0, 2])],
+    "index_select": lambda x: x.t().index_select(0, torch.tensor([0, 2])),
+    "transform": lambda x: torch.fft.fft(x, dim=0).real.clone(),
+    "transform of a transpose": lambda x: torch.fft.rfft(x.t(), dim=1).abs(),
+    "inverse": lambda x: torch.fft.irfft(torch.complex(x, x), dim=0),
+    "of two dims": lambda x: torch.fft.rfft2(x[None].transpose(0, 1)).abs(),
+}
+
+
+def _changed_if_flat(x, make):
+    """What a function makes; torch's flatten is a view of it, or a copy, by the order of its dims."""
+    y = make(x * 1)
+    y.flatten().add_(1)
+    y.reshape(-1)[-1] = 7
+    return y
+
+
+@on_ranks(4)
+def test_what_is_made_of_a_transpose_is_flattened_as_torch_does():
+    wrong, whole = [], torch.arange(42.0).reshape(7, 6)
+    for layout, spec in (({"lat": 4}, ("lat", None)), ({"lat": 2, "lon": 2}, ("lat", "lon"))):
+        mesh = world_mesh(**layout)
+        for split in (None, {0: (0, 1, 3, 6, 7)[:: 1 if len(layout) == 1 else 2]}):
+            tile = shard(whole, mesh, spec, **({} if split is None else {"split": split}))
+            for name, make in IN_ORDER.items():
+                expected, found = _changed_if_flat(whole, make), _changed_if_flat(tile, make)
+                wrong += [] if torch.allclose(found.full_tensor(), expected) else [(name, spec, split)]
+    assert not wrong
