@@ -13,6 +13,7 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
+from jigsaw.comm.agreement import told_where_different
 from jigsaw.dryrun.pipeline_estimate import balanced_stages
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS, PIPE_AXIS
@@ -136,7 +137,7 @@ def pipeline(
 def _check_same_on_ranks(own: OwnStages, microbatches: int, schedule: str) -> None:
     parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in own.model.named_parameters()]
     passed = (parameters, own.cuts.begins, microbatches, schedule)
-    for rank, other in enumerate(comm.all_gather_object(own.mesh, passed)):
+    for rank, other in enumerate(told_where_different(own.mesh, passed)):
         if other != passed:
             raise ShardingError(
                 f"pipeline needs the same model, stages, microbatches and schedule on every rank, but rank {rank} of "

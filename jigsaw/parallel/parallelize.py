@@ -17,6 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from jigsaw import comm
 from jigsaw.comm import debug
+from jigsaw.comm.agreement import told_where_different
 from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.comm.wire_values import checksum_of_bits
 from jigsaw.errors import ShardingError
@@ -203,7 +204,7 @@ def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
     hooked = [name for name, p in model.named_parameters() if has_gradient_hooks(p)]
     facts = [(n, tuple(p.shape), str(p.dtype), p.requires_grad, n in hooked) for n, p in model.named_parameters()]
     facts += [(name, tuple(b.shape), str(b.dtype), False, False) for name, b in model.named_buffers()]
-    for at, theirs in enumerate(comm.all_gather_object(mesh, facts)):
+    for at, theirs in enumerate(told_where_different(mesh, facts)):
         if theirs != facts:
             wrong = sorted({str(x) for x in theirs} ^ {str(x) for x in facts}) or ["another order of parameters"]
             raise ShardingError(

@@ -94,19 +94,20 @@ def _agree_on_debugging() -> None:
     group = _world_group()
     if group.size() == 1 or dist.get_backend() == "fake":
         return
-    kinds = devices_of_group(group)
-    interval = torch.tensor([debug_interval(os.environ)], device="cpu" if "cpu" in kinds else sorted(kinds)[0])
+    interval = torch.tensor([debug_interval(os.environ)], device=device_of_values(group))
+    ends = torch.cat([interval, -interval])
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    if ends[0] == -ends[1]:
+        return
     every = [torch.empty_like(interval) for _ in range(group.size())]
     dist.all_gather(every, interval, group=group)
-    intervals = torch.cat(every).tolist()
-    if len(set(intervals)) > 1:
-        each = [f"every {n} passes" if n else "not" for n in intervals]
-        by_rank = "; ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(each[:_MOST_TOLD]))
-        raise RanksDifferError(
-            f"{DEBUG_VARIABLE} (with {EVERY_VARIABLE}) must be the same on every rank, but the ranks compare what they "
-            f"do: {by_rank}{'; ...' * (len(each) > _MOST_TOLD)}; set it for all of them, as torchrun and srun pass the "
-            "environment on, or for none"
-        )
+    each = [f"every {n} passes" if n else "not" for n in torch.cat(every).tolist()]
+    by_rank = "; ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(each[:_MOST_TOLD]))
+    raise RanksDifferError(
+        f"{DEBUG_VARIABLE} (with {EVERY_VARIABLE}) must be the same on every rank, but the ranks compare what they "
+        f"do: {by_rank}{'; ...' * (len(each) > _MOST_TOLD)}; set it for all of them, as torchrun and srun pass the "
+        "environment on, or for none"
+    )
 
 
 _MOST_TOLD = 16
@@ -130,6 +131,12 @@ def sends_through_host(mesh: DeviceMesh) -> bool:
         return True
     backend: Any = backend_of_group(mesh_group(mesh), torch.device(mesh.device_type))
     return dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
+
+
+def device_of_values(group: dist.ProcessGroup) -> str:
+    """Return the kind of device on which a group takes small values of the host."""
+    kinds = devices_of_group(group)
+    return "cpu" if "cpu" in kinds else min(kinds)
 
 
 def job_patience() -> timedelta:

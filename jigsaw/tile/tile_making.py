@@ -12,12 +12,14 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.comm.agreement import agree_on_arguments
+from jigsaw.comm.agreement import agree_on_arguments, are_alike
+from jigsaw.comm.collectives import all_gather_object
 from jigsaw.comm.exchange import memory_format_of, redistribute_rows
+from jigsaw.comm.wire_values import checksum_of_bits
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import SplitRule
 from jigsaw.geometry.layout import Layout, LayoutSpec, MeshCoordinate
-from jigsaw.ranks.mesh import axes_of_mesh
+from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate
 from jigsaw.tile.tile import Tile
 
 
@@ -49,12 +51,12 @@ def shard(
     >>> tile
     Tile(shape (6,), torch.float32; cut: nowhere; at lat=0/1 owns [0:6], held (8,))
     """
-    found = agree_on_arguments(
+    checksums = agree_on_arguments(
         "shard", mesh, x, True, shape=tuple(x.shape), spec=spec, split=split, align=align, halo=halo, periodic=periodic
     )
     layout = Layout.of(x.shape, spec, axes_of_mesh(mesh), split=split, align=align, halo=halo, periodic=periodic)
-    for at, (_, checksum) in enumerate(found):
-        if checksum != found[0][1]:
+    for at, checksum in enumerate(checksums):
+        if checksum != checksums[0]:
             raise ShardingError(
                 f"shard takes the whole tensor, the same on every rank, but the values at place {at} of the mesh are "
                 f"not those at place 0 (shape {tuple(x.shape)}): seed the ranks alike where they are drawn "
@@ -82,7 +84,8 @@ def from_local(
     """Return the tile whose local part this rank has already; `shape` is the global one.
 
     *Shapes*: global `shape`; per rank ``local.shape``, the share that `shard` with these arguments would give it.
-    *Sends*: one agreement: every rank learns whether all parts fit; where axes cut nothing, with a checksum of `local`.
+    *Sends*: two agreements: every rank learns whether all parts fit; for each axis that cuts nothing, one on a checksum
+    of `local`.
     *Raises*: `ShardingError` on every rank, when one rank's part does not have the shape that the layout gives it, when
     ranks that hold the same part have other values, or pass different arguments.
 
@@ -91,13 +94,11 @@ def from_local(
     >>> tile.sum().item()
     10.0
     """
-    named = {a for entry in spec if entry is not None for a in ((entry,) if isinstance(entry, str) else entry)}
-    is_alike = any(size > 1 and name not in named for name, size in axes_of_mesh(mesh))
-    parts = agree_on_arguments(
+    agree_on_arguments(
         "from_local",
         mesh,
         local,
-        is_alike,
+        False,
         shape=shape,
         spec=spec,
         split=split,
@@ -106,8 +107,24 @@ def from_local(
         periodic=periodic,
     )
     layout = Layout.of(shape, spec, axes_of_mesh(mesh), split=split, align=align, halo=halo, periodic=periodic)
+    _check_parts(local, layout, mesh)
+    return Tile(local, layout, mesh)
+
+
+def _check_parts(local: Tensor, layout: Layout, mesh: DeviceMesh) -> None:
+    """Raise on every rank where a rank's part does not fit, or ranks that hold the same part have other values."""
+    uncut = [name for name, size in layout.axes if size > 1 and name not in layout.cut_axes]
+    mine = tuple(local.shape), checksum_of_bits(local) if uncut else 0
+    # with wide halos two pieces may hold the same rows; then all parts are compared one by one
+    held = [[rows for rows in cut.held if rows[0] < rows[1]] for cut in layout.cuts]
+    is_right = not uncut or all(len(set(each)) == len(each) for each in held)
+    for axis in uncut if is_right else ():
+        is_right = are_alike(mesh, mine, (axis,)) and is_right
+    is_right = is_right and mine[0] == layout.local_shape(mesh_coordinate(mesh))
+    if are_alike(mesh, is_right) and is_right:
+        return
     first: dict[Any, tuple[MeshCoordinate, int]] = {}
-    for coord, (part, checksum) in zip(layout.coords(), parts, strict=True):
+    for coord, (part, checksum) in zip(layout.coords(), all_gather_object(mesh, mine), strict=True):
         if part != layout.local_shape(coord):
             raise ShardingError(
                 f"from_local: the rank at {coord} passed a local tensor of shape {part}, but {layout} gives it "
@@ -119,4 +136,3 @@ def from_local(
                 f"from_local: the ranks at {coord} and {there} hold one part of {layout}, but passed other values; "
                 "name the axis that cuts them in spec=, or make them alike (seed the ranks alike, or broadcast)"
             )
-    return Tile(local, layout, mesh)

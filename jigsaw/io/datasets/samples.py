@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import data
 
-from jigsaw import comm
+from jigsaw.comm.agreement import told_where_different
 from jigsaw.errors import FieldError, ReadError, ShardingError
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.layout import AxisSizes
@@ -99,7 +99,8 @@ class MeshSamples(ABC, data.Dataset[Any]):
         """
         mesh = self.device_mesh()
         if dict(self.frame.axes).get(DATA_AXIS, 1) > 1:
-            check_same_store(comm.all_gather_object(mesh, self.identity()))
+            identity = self.identity()
+            check_same_store(told_where_different(mesh, identity) or [identity])
 
     @property
     def is_live(self) -> bool:

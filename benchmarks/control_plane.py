@@ -1,0 +1,183 @@
+"""What agreement costs one rank of many: processor seconds and bytes, no ranks needed; a JSON object a call.
+
+    python benchmarks/control_plane.py --ranks 64 512 1024 4096
+
+One process plays the first rank, then the last one; `played_ranks` answers for the others, which pass what this one
+does.  `cpu_s` is the processor time of the last rank and `first_cpu_s` that of the first, with pickling what they send
+and reading what they are sent.  `sent` and `received` are bytes by the usual algorithms, `messages` how many a rank
+sends.  `groups` are the communicators that a rank is in by then, `files` those of the checkpoint.
+
+Calls: `mesh`, `init_mesh` with two axes.  `shard` and `from_local`, of a small tensor that both axes cut; `copies`,
+`from_local` of one that only the second cuts, so that ranks are compared.  `parallelize`, of a model of `--entries`
+parameters.  `save` and `load`, of that model and Adam's state, on a local disk; `save again` to the next name.
+Weights are whole on every rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from played_ranks import PlayedJob, played_job
+from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+import jigsaw
+from jigsaw.checkpoint import checkpoint_files, checkpoints
+from jigsaw.checkpoint.checkpoint_files import WrittenTensors
+from jigsaw.checkpoint.checkpoint_folder import FileSum, checkpoint_contents
+
+Row = dict[str, Any]
+
+
+class _Meter:
+    """Rows of one rank, a call each."""
+
+    def __init__(self, job: PlayedJob) -> None:
+        self.job, self.rows = job, dict[str, Row]()
+
+    @contextmanager
+    def measure(self, call: str) -> Generator[None]:
+        job = self.job
+        sent, received, messages, aside = job.sent, job.received, job.messages, job.aside
+        began = time.process_time()
+        yield
+        self.rows[call] = {
+            "cpu_s": round(time.process_time() - began - (job.aside - aside), 4),
+            "sent": job.sent - sent,
+            "received": job.received - received,
+            "messages": job.messages - messages,
+            "groups": job.groups,
+        }
+
+
+def _small_model(entries: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(2, 2) for _ in range(entries // 2)])
+
+
+def _mesh_sides(ranks: int) -> tuple[int, int]:
+    second = 1 << (ranks.bit_length() // 2)
+    return ranks // second, second
+
+
+def _others_of_save(job: PlayedJob, tensors: dict[str, Any]) -> Callable[[int, Any], Any]:
+    """Return what other ranks pass when the first one gathers: their own plans, and what they have written."""
+    plans: list[SavePlan] = []
+
+    def pass_value(rank: int, mine: Any) -> Any:
+        value, why = mine if isinstance(mine, tuple) else (mine, None)
+        if isinstance(value, SavePlan):
+            plans.clear()
+            return _plan_of_rank(rank, job.ranks, tensors, value), why
+        if isinstance(value, WrittenTensors):
+            if not plans:
+                plans.extend(_scattered_plans(job))
+            return _written_by(rank, plans[rank]), why
+        return mine
+
+    return pass_value
+
+
+def _plan_of_rank(rank: int, ranks: int, tensors: dict[str, Any], mine: SavePlan) -> SavePlan:
+    share: Any = getattr(checkpoint_files, "share_of_plain", None)  # older ones let every rank plan all tensors
+    if share is None:
+        return mine
+    planner: Any = checkpoint_files._CopyingPlanner()  # pyright: ignore[reportPrivateUsage]
+    planner.set_up_planner(share(tensors, rank, ranks), None, False)
+    return planner.create_local_plan()
+
+
+def _scattered_plans(job: PlayedJob) -> list[SavePlan]:
+    """Return the plans that the first rank gave the others last."""
+    given = next(each for each in reversed(job.given) if isinstance(each, list) and each[0].nbytes > 8)  # not sizes
+    return [pickle.loads(x.numpy().tobytes())[0] for x in given]
+
+
+def _written_by(rank: int, plan: SavePlan) -> WrittenTensors:
+    file = f"__{rank}_0.distcp"
+    pieces = [WriteResult(item.index, 100, _StorageInfo(file, 100 * at, 100)) for at, item in enumerate(plan.items)]
+    return WrittenTensors(pieces, {file: FileSum(100 * len(pieces), 0)} if pieces else {})
+
+
+def _with_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    return optimizer
+
+
+def _play_saves(meter: _Meter, folder: Path, model: nn.Module) -> None:
+    optimizer = _with_optimizer(model)
+    tensors = checkpoints._checkpoint_state(model, optimizer, {})[0]  # pyright: ignore[reportPrivateUsage]
+    meter.job.others = _others_of_save(meter.job, tensors)
+    for step, call in ((1, "save"), (2, "save again")):
+        with meter.measure(call):
+            jigsaw.save(folder / f"step-{step}", model=model, optimizer=optimizer)
+    with meter.measure("load"):
+        jigsaw.load(folder / "whole", model=model, optimizer=optimizer)
+    meter.rows["save again"]["files"] = 1 + len(checkpoint_contents(folder / "step-2").files)
+
+
+def play_rank(
+    rank: int, ranks: int, entries: int, folder: Path, first: PlayedJob | None = None, most_of_saves: int = 4096
+) -> _Meter:
+    """Let one rank make every call."""
+    with played_job(rank, ranks, first) as job:
+        meter, (rows, columns) = _Meter(job), _mesh_sides(ranks)
+        with meter.measure("mesh"):
+            mesh = jigsaw.init_mesh(lat=rows, lon=columns, device="cpu")
+        jigsaw.shard(torch.ones(1), mesh, (None,))  # what a mesh makes once
+        with meter.measure("shard"):
+            jigsaw.shard(torch.ones(rows, columns), mesh, ("lat", "lon"))
+        with meter.measure("from_local"):
+            jigsaw.from_local(torch.ones(1, 1), mesh, ("lat", "lon"), (rows, columns))
+        with meter.measure("copies"):
+            jigsaw.from_local(torch.ones(4, 1), mesh, (None, "lon"), (4, columns))
+        model = _small_model(entries)
+        with meter.measure("parallelize"):
+            model = jigsaw.parallelize(model, mesh)
+        if ranks <= most_of_saves:
+            _play_saves(meter, folder, model)
+        return meter
+
+
+def play_ranks(ranks: int, entries: int, folder: Path, most_of_saves: int = 4096) -> dict[str, tuple[Row, Row]]:
+    """Return what each call costs the last rank and the first one."""
+    model = _small_model(entries)
+    jigsaw.save(folder / "whole", model=model, optimizer=_with_optimizer(model))  # of one rank, to load
+    first = play_rank(0, ranks, entries, folder, None, most_of_saves)
+    last = play_rank(ranks - 1, ranks, entries, folder, first.job, most_of_saves)
+    return {call: (row, first.rows[call]) for call, row in last.rows.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 1024, 4096])
+    parser.add_argument("--entries", type=int, default=100, help="parameters of the model, an even number")
+    parser.add_argument("--saves-up-to", type=int, default=4096, help="ranks of the largest job that saves and loads")
+    args = parser.parse_args()
+    for ranks in args.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = play_ranks(ranks, args.entries, Path(folder), args.saves_up_to)
+        for call, (last, first) in rows.items():
+            of_first = {f"first_{key}": value for key, value in first.items() if key not in ("groups", "files")}
+            print(json.dumps({"what": call, "ranks": ranks, **last, **of_first}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Ranks compare digests of what they were given; lists travel only where they differ."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import jigsaw
+from jigsaw import comm
+from jigsaw.comm.agreement import are_alike, told_in_job_where_different, told_where_different
+from jigsaw.errors import ShardingError
+from jigsaw.testing import on_ranks, world_mesh
+
+
+def _sent_in_agreement(call):
+    with comm.count() as counted:
+        call()
+    return sum(each.sent_bytes for each in counted.calls if each.kind == "agree")
+
+
+@on_ranks(3)
+def test_agreement_sends_as_few_bytes_for_much_as_for_little():
+    mesh, points = world_mesh(lat=3), [1000 * n for n in range(200)]
+    little = _sent_in_agreement(lambda: jigsaw.shard(torch.ones(6), mesh, ("lat",)))
+    cut = [0, *range(2, 4), 6]
+    much = _sent_in_agreement(
+        lambda: jigsaw.shard(torch.ones(6, *(1,) * 60), mesh, ("lat", *(None,) * 60), split={0: cut})
+    )
+    assert little == much == 2 * 2 * 32 // 3
+    assert _sent_in_agreement(lambda: told_where_different(mesh, points)) == little
+    assert (
+        _sent_in_agreement(lambda: jigsaw.parallelize(nn.Sequential(*[nn.Linear(1, 1) for _ in range(99)]), mesh))
+        == little
+    )
+    part = torch.ones(2)
+    assert _sent_in_agreement(lambda: jigsaw.from_local(part, mesh, ("lat",), (6,))) == 2 * little
+
+
+@on_ranks(4)
+def test_values_of_all_ranks_are_told_where_one_differs():
+    mesh, rank = world_mesh(lat=2, lon=2), dist.get_rank()
+    assert told_where_different(mesh, ("alike", 3)) == told_in_job_where_different(("alike", 3)) == []
+    for odd in range(4):
+        expected = [(r == odd, "x" * 9) for r in range(4)]
+        assert told_where_different(mesh, expected[rank]) == told_in_job_where_different(expected[rank]) == expected
+    expected = [r // 2 for r in range(4)]  # as stages of a pipeline, each on two ranks
+    assert told_in_job_where_different(rank // 2) == expected
+    assert are_alike(mesh, rank // 2, ("lon",))
+    assert not are_alike(mesh, rank // 2, ("lat",))
+
+
+@on_ranks(4)
+def test_copies_of_a_part_are_compared_along_the_axes_that_do_not_cut():
+    mesh, rank = world_mesh(lat=2, lon=2), dist.get_rank()
+    lat, lon = divmod(rank, 2)
+    same = jigsaw.from_local(torch.full((3, 1), float(lat)), mesh, ("lat", None), (6, 1))
+    assert same.sum().item() == 3
+    # each rank's values are those of another part: swapped on half of the ranks, so that all sums are alike
+    with pytest.raises(ShardingError, match=r"the ranks at \(0, 1\) and \(0, 0\) hold one part"):
+        jigsaw.from_local(torch.full((3, 1), float(lat ^ lon)), mesh, ("lat", None), (6, 1))
+    with pytest.raises(ShardingError, match=r"the ranks at \(1, 0\) and \(0, 0\) hold one part"):
+        jigsaw.from_local(torch.full((3, 1), float(rank == 2)), mesh, (None, None), (3, 1))
+    assert jigsaw.from_local(torch.ones(3, 1), mesh, (None, None), (3, 1)).sum().item() == 3
+
+
+@on_ranks(4)
+def test_pieces_that_hold_the_same_rows_by_their_halos_are_compared():
+    mesh, lat = world_mesh(lat=2, lon=2), dist.get_rank() // 2
+    layout = jigsaw.Layout.of((4,), ("lat",), {"lat": 2, "lon": 2}, halo={0: 2})
+    assert layout.held((0, 0)) == layout.held((1, 0))
+    assert jigsaw.from_local(torch.zeros(4), mesh, ("lat",), (4,), halo={0: 2}).shape == (4,)
+    with pytest.raises(ShardingError, match=r"the ranks at \(1, 0\) and \(0, 0\) hold one part"):
+        jigsaw.from_local(torch.full((4,), float(lat)), mesh, ("lat",), (4,), halo={0: 2})
