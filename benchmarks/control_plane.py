@@ -77,12 +77,13 @@ def _mesh_sides(ranks: int) -> tuple[int, int]:
 def _others_of_save(job: PlayedJob, tensors: dict[str, Any]) -> Callable[[int, Any], Any]:
     """Return what other ranks pass when the first one gathers: their own plans, and what they have written."""
     plans: list[SavePlan] = []
+    writers: dict[str, int] = {}
 
     def pass_value(rank: int, mine: Any) -> Any:
         value, why = mine if isinstance(mine, tuple) else (mine, None)
         if isinstance(value, SavePlan):
             plans.clear()
-            return _plan_of_rank(rank, job.ranks, tensors, value), why
+            return _plan_of_rank(rank, job.ranks, tensors, writers, value), why
         if isinstance(value, WrittenTensors):
             if not plans:
                 plans.extend(_scattered_plans(job))
@@ -92,12 +93,14 @@ def _others_of_save(job: PlayedJob, tensors: dict[str, Any]) -> Callable[[int, A
     return pass_value
 
 
-def _plan_of_rank(rank: int, ranks: int, tensors: dict[str, Any], mine: SavePlan) -> SavePlan:
-    share: Any = getattr(checkpoint_files, "share_of_plain", None)  # older ones let every rank plan all tensors
-    if share is None:
+def _plan_of_rank(rank: int, ranks: int, tensors: dict[str, Any], writers: dict[str, int], mine: SavePlan) -> SavePlan:
+    writers_of_plain: Any = getattr(checkpoint_files, "writers_of_plain", None)
+    if writers_of_plain is None:  # an older jigsaw, where every rank plans all tensors
         return mine
+    if not writers:
+        writers.update(writers_of_plain([{key: FileSum(x.nbytes, 0) for key, x in tensors.items()}] * ranks))
     planner: Any = checkpoint_files._CopyingPlanner()  # pyright: ignore[reportPrivateUsage]
-    planner.set_up_planner(share(tensors, rank, ranks), None, False)
+    planner.set_up_planner({key: x for key, x in tensors.items() if writers[key] == rank}, None, False)
     return planner.create_local_plan()
 
 

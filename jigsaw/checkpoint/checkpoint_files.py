@@ -6,6 +6,7 @@ A checkpoint of others cannot run code, because its files are read as JSON, and 
 
 from __future__ import annotations
 
+import heapq
 import io
 import os
 import zlib
@@ -18,11 +19,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
-from jigsaw import comm
 from jigsaw.checkpoint.checkpoint_folder import (
+    CheckpointContents,
     FileSum,
     checkpoint_contents,
     read_regular_file,
@@ -38,7 +39,7 @@ from jigsaw.checkpoint.checkpoint_index import (
     index_from_torch,
     torch_index_of,
 )
-from jigsaw.comm.agreement import decide_on_first_rank
+from jigsaw.comm.agreement import decide_on_first_rank, told_by_rank, told_in_job_where_different
 from jigsaw.drafts import open_unlinked, path_of_draft
 from jigsaw.errors import CheckpointError
 
@@ -51,7 +52,7 @@ def fail_together(work: Callable[[], T], of_first: bool = False, what: str = "")
 
     With `of_first` only the first rank works, and all have its result.  `what` precedes errors of the system.
 
-    *Sends*: the message of a failure, to all ranks; `of_first`, the result.
+    *Sends*: 32 bytes, and the message of a failure, to all ranks; `of_first`, the result, down a tree.
     """
     result, failure = None, None
     is_idle = of_first and dist.is_initialized() and dist.get_rank() != 0
@@ -63,12 +64,14 @@ def fail_together(work: Callable[[], T], of_first: bool = False, what: str = "")
         reason = str(e) if isinstance(e, OSError) and str(e) else repr(e)
         failure = CheckpointError(f"{what}: {reason}" if what else reason)
         failure.__cause__ = e
-    outcome = "" if failure is None else str(failure), result if of_first else None
-    every = comm.all_gather_in_job(outcome)
-    message = next((why for why, _ in every if why), None)
-    if message is not None:
+    message = "" if failure is None else str(failure)
+    if of_first:
+        message, result = told_by_rank((message, result), 0)
+    else:
+        message = next((why for why in told_in_job_where_different(message) or [message] if why), "")
+    if message:
         raise CheckpointError(message) from failure
-    return every[0][1] if of_first else result  # pyright: ignore[reportReturnType]
+    return result  # pyright: ignore[reportReturnType]
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -139,8 +142,8 @@ class WrittenTensors(NamedTuple):
 class PlannedTensors:
     """The part of the tensors of all ranks that this one writes: planned by all together, written by each alone.
 
-    For equal tensors torch's planner lets one rank write, and gives each rank about as many bytes.  Making the plan is
-    collective.
+    Where several ranks plan one tensor, torch's planner lets one write, and gives each about as many bytes.  Making the
+    plan is collective.
 
     *Sends*: plans, but no tensors.
     *Raises*: `CheckpointError` on every rank, where any cannot plan.
@@ -192,6 +195,31 @@ def torch_failures_named(what: str) -> Generator[None]:
         raise CheckpointError(f"{what} cannot be read: rank {rank}: {failure!r}") from e
 
 
+def writers_of_plain(every: Sequence[Mapping[str, FileSum]]) -> dict[str, int]:
+    """Return which rank writes each plain tensor, by the names and sizes that each rank has: about as many bytes each.
+
+    All ranks find the same, without a message.  Ranks that have the same are given by one object.
+    """
+    ranks_of: dict[int, list[int]] = {}
+    for rank, theirs in enumerate(every):
+        ranks_of.setdefault(id(theirs), []).append(rank)
+    groups = [(every[ranks[0]], ranks) for ranks in ranks_of.values()]
+    sizes = {key: each.size for theirs, _ in groups for key, each in theirs.items()}
+    written, writers = [0] * len(every), dict[str, int]()
+    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
+        holders = tuple(at for at, (theirs, _) in enumerate(groups) if key in theirs)
+        heap = heaps.setdefault(holders, [])
+        if not heap:
+            heap += sorted((written[rank], rank) for at in holders for rank in groups[at][1])
+        while heap[0][0] != written[heap[0][1]]:  # it has been given one of other holders since
+            heapq.heapreplace(heap, (written[heap[0][1]], heap[0][1]))
+        rank = writers[key] = heap[0][1]
+        written[rank] += max(sizes[key], 1)
+        heapq.heapreplace(heap, (written[rank], rank))
+    return writers
+
+
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -209,15 +237,34 @@ def open_checkpoint(final: Path) -> OpenedCheckpoint:
 
     Raises: `CheckpointError` for one that does not exist or is not whole, and for a damaged or foreign file.
     """
+    return _opened(*_small_files(final))
+
+
+def open_together(final: Path) -> OpenedCheckpoint:
+    """Do as `open_checkpoint` on every rank of the job, of which the first one reads the files.
+
+    *Sends*: the files, down a tree.
+    """
+    path, contents, raw = fail_together(lambda: _small_files(final), of_first=True)
+    return fail_together(lambda: _opened(final.with_name(path.name), contents, raw))  # in this rank's working folder
+
+
+def _small_files(final: Path) -> tuple[Path, CheckpointContents, bytes]:
+    """Return the folder of a checkpoint, what its ``jigsaw.json`` says, and the index."""
     path = whole_checkpoint(final)
     contents = checkpoint_contents(path)
     name = contents.index_file()
-    others = {each: saved for each, saved in contents.files.items() if each != name}
     _check_is_there(path, name)
     if (size := (path / name).stat().st_size) != contents.files[name].size:
         _check_sum(path / name, FileSum(size, 0), contents.files[name])
     raw = read_regular_file(path / name, size)
     _check_sum(path / name, FileSum(len(raw), zlib.crc32(raw)), contents.files[name])
+    return path, contents, raw
+
+
+def _opened(path: Path, contents: CheckpointContents, raw: bytes) -> OpenedCheckpoint:
+    name = contents.index_file()
+    others = {each: saved for each, saved in contents.files.items() if each != name}
     try:
         tensors = (index_from_torch if name == TORCH_INDEX_FILE else index_from_json)(raw, others)
     except Exception as e:  # bytes that are not an index may raise anything
@@ -239,23 +286,31 @@ def check_file_share(checkpoint: OpenedCheckpoint, rank: int, ranks: int) -> Non
 
 
 def read_tensors(checkpoint: OpenedCheckpoint, state: dict[str, torch.Tensor]) -> None:
-    """Fill the tensors of `state`, each rank its own rows."""
+    """Fill the tensors of `state`, each rank its own rows.
+
+    *Sends*: whether all have; each rank plans for itself what it reads, so that no rank hears of all.
+    *Raises*: `CheckpointError` on every rank, where one cannot read.
+    """
+
+    def read() -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        try:
+            _read_rows(checkpoint, dict(state))
+        except Exception as e:  # files that are not tensors may raise anything
+            raise CheckpointError(f"the tensors of {checkpoint.path} cannot be read: rank {rank}: {e!r}") from e
+
     if state:
-        with torch_failures_named(f"the tensors of {checkpoint.path}"):
-            reader = _TensorReader(checkpoint.path, torch_index_of(checkpoint.tensors, state))
-            dcp.load(dict(state), storage_reader=reader, no_dist=not dist.is_initialized())
+        fail_together(read)
 
 
-class _TensorReader(dcp.FileSystemReader):
-    """Torch's reader, with an index that was read already: its own method is `pickle.load`."""
-
-    def __init__(self, path: Path, index: Metadata) -> None:
-        super().__init__(path)
-        self._index = index
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        self._index.storage_meta = StorageMeta(load_id=self.load_id)
-        return self._index
+def _read_rows(checkpoint: OpenedCheckpoint, state: dict[str, Any]) -> None:
+    metadata = torch_index_of(checkpoint.tensors, state)
+    reader, planner = dcp.FileSystemReader(checkpoint.path), dcp.DefaultLoadPlanner()
+    planner.set_up_planner(state, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    [plan] = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    [plan] = reader.prepare_global_plan([plan])
+    reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
 def _check_is_there(path: Path, name: str) -> None:

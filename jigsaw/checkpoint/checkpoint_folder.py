@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -213,7 +213,7 @@ def remove_checkpoint(folder: Path) -> None:
 
     Raises: `CheckpointError` for a folder that is not one, or has anything else in it; it stays as it is.
     """
-    _remove_files(folder, _own_files(folder))
+    _remove_files(folder, files_of_checkpoint(folder))
 
 
 def remove_leftover(folder: Path) -> None:
@@ -228,7 +228,7 @@ def _check_replaceable(final: Path) -> None:
     """Raise `CheckpointError` unless `final` is free, an empty folder, or a checkpoint that jigsaw wrote."""
     try:
         if os.path.lexists(final) and (final.is_symlink() or not final.is_dir() or os.listdir(final)):
-            _own_files(final)
+            files_of_checkpoint(final)
     except CheckpointError as e:
         raise CheckpointError(
             f"{final} is there, and is replaced only where it is a checkpoint of jigsaw and nothing else: {e}; save to "
@@ -236,7 +236,7 @@ def _check_replaceable(final: Path) -> None:
         ) from e
 
 
-def _own_files(folder: Path) -> set[str]:
+def files_of_checkpoint(folder: Path) -> set[str]:
     """Return the names of everything in a checkpoint of jigsaw.  Raises: `CheckpointError` for any other file."""
     if folder.is_symlink() or not folder.is_dir():
         raise CheckpointError("it is not a folder")
@@ -255,11 +255,20 @@ def _foreign_entries(folder: Path, ours: Collection[str]) -> list[str]:
 
 def _remove_files(folder: Path, names: Collection[str]) -> None:
     """Remove files, the one that marks a checkpoint last, and their folder, if nothing else is in it by then."""
+    _unlink_files(folder, sorted(names, key=lambda name: name == _LAST))
+    folder.rmdir()
+
+
+def remove_tensor_files(folder: Path, names: Collection[str]) -> None:
+    """Remove files of a checkpoint, but not the one that marks it."""
+    _unlink_files(folder, [name for name in names if name != _LAST])
+
+
+def _unlink_files(folder: Path, names: Sequence[str]) -> None:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        for name in sorted(names, key=lambda name: name == _LAST):
+        for name in names:
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=handle)
     finally:
         os.close(handle)
-    folder.rmdir()

@@ -17,21 +17,36 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from jigsaw import comm
 from jigsaw.checkpoint.checkpoint_files import (
     PlannedTensors,
     WrittenTensors,
     check_file_share,
     fail_together,
-    open_checkpoint,
+    open_together,
     read_tensors,
+    writers_of_plain,
 )
-from jigsaw.checkpoint.checkpoint_folder import CheckpointDraft, begin_checkpoint, commit_checkpoint, removed_on_failure
+from jigsaw.checkpoint.checkpoint_folder import (
+    CheckpointDraft,
+    FileSum,
+    begin_checkpoint,
+    commit_checkpoint,
+    removed_on_failure,
+)
 from jigsaw.checkpoint.checkpoint_index import StoredTensor
 from jigsaw.checkpoint.checkpoint_state import CheckpointPath, is_converted_weight, plain_state, restored_state
-from jigsaw.checkpoint.numbered_saves import check_numbered, latest, order_of_next, remove_older_saves
+from jigsaw.checkpoint.numbered_saves import (
+    RemovalShare,
+    check_numbered,
+    latest,
+    older_saves,
+    order_of_next,
+    removal_shares,
+    remove_folders,
+    remove_share,
+)
 from jigsaw.checkpoint.pending_save import PendingSave, begin_save, end_pending_save
-from jigsaw.comm.agreement import decide_on_first_rank
+from jigsaw.comm.agreement import decide_on_first_rank, told_in_job_where_different
 from jigsaw.comm.wire_values import checksum_of_bits
 from jigsaw.errors import CheckpointError
 from jigsaw.tile.tile import Tile
@@ -119,7 +134,7 @@ def save(
     Of ``run/step-100``, ``run/step-200``, ... they are those with lower numbers, except for the last that were saved.
     `latest` finds the last one.  Only checkpoints that jigsaw wrote, without other files, are ever replaced or removed.
 
-    *Sends*: plans and checksums, but no tensors.
+    *Sends*: a checksum of checksums to all, plans to the first rank, but no tensors.
     *Raises*: `CheckpointError` for an optimizer without its model, and a state that is not plain. Also for tensors that
     should be the same on all ranks and are not, because a checkpoint would have those of one rank.  Also where `path`
     is anything but a checkpoint or an empty folder. Every rank raises where one cannot write, and where the save before
@@ -138,22 +153,31 @@ def save(
     check_numbered(final, keep)
     tensors, small = fail_together(lambda: _checkpoint_state(model, optimizer, _stateful_objects(loader, others)))
     small = _joined_over_stages(model, small)
-    _check_alike(tensors)
+    writers = writers_of_plain(_sums_of_ranks(tensors))
     what = f"the tensors of {final} cannot be written"
     draft = fail_together(lambda: begin_checkpoint(final, order_of_next(final)), of_first=True, what=what)
     draft = CheckpointDraft(final, final.with_name(draft.folder.name), draft.order)  # in this rank's own working folder
     with removed_on_failure(draft, rank == 0):
-        planned = PlannedTensors(draft.folder, tensors)
+        # of equal tensors each rank plans its own alone, so that the first one hears of each once
+        planned = PlannedTensors(draft.folder, {key: x for key, x in tensors.items() if writers.get(key, rank) == rank})
+    older: list[Path] = []
 
-    def close(written: list[WrittenTensors]) -> list[None]:
+    def close(written: list[WrittenTensors]) -> list[RemovalShare]:
         commit_checkpoint(draft, small, planned.write_index(written))
-        if keep is not None:
-            remove_older_saves(final, keep)
-        return [None] * len(written)
+        older.extend([] if keep is None else older_saves(final, keep))
+        return removal_shares(older, len(written))
 
     def write(group: dist.ProcessGroup | None) -> None:
         with removed_on_failure(draft, rank == 0):
-            decide_on_first_rank(planned.write, close, what, CheckpointError, group)
+            share = decide_on_first_rank(planned.write, close, what, CheckpointError, group)
+        if share is not None:
+            decide_on_first_rank(
+                lambda: remove_share(final.parent, share),
+                lambda done: remove_folders(older, done, keep),
+                f"checkpoints older than {final} cannot be removed",
+                CheckpointError,
+                group,
+            )
 
     if wait:
         return write(None)
@@ -187,7 +211,7 @@ def load(
     jigsaw.errors.CheckpointError: the checkpoint best is of another model: 'model.weight' has shape (2, 4)...
     """
     end_pending_save()  # it may be this one
-    checkpoint = fail_together(lambda: open_checkpoint(Path(path)))
+    checkpoint = open_together(Path(path))
     things = _stateful_objects(loader, others)
     wanted = [f"state of {name}" for name in things] + ["optimizer groups"] * (optimizer is not None)
     absent = sorted(set(wanted) - set(checkpoint.state))
@@ -249,20 +273,31 @@ def _checkpoint_state(
     return tensors, small
 
 
-def _check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise `CheckpointError` on every rank where plain tensors differ, of which one rank's are written."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    checksums = {key: checksum_of_bits(x) for key, x in tensors.items() if type(x) in (torch.Tensor, nn.Parameter)}
-    every = comm.all_gather_in_job(checksums)
-    for key, checksum in sorted((key, checksum) for theirs in every for key, checksum in theirs.items()):
-        other = [rank for rank, theirs in enumerate(every) if theirs.get(key, checksum) != checksum]
-        if other:
-            raise CheckpointError(
-                f"{key!r} differs between ranks ({other[0]} and {[key in t for t in every].index(True)} among them), "
-                "and only one rank's would be saved; every rank must hold it alike: look for a step that a rank left "
-                "out, an initialization by rank, or a model that did not go through jigsaw.parallelize"
-            )
+def _sums_of_ranks(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, FileSum]]:
+    """Return the plain tensors of each rank, of which one rank's are written, by name: their bytes and checksums.
+
+    Raises: `CheckpointError` on every rank, where they differ.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    plain = {key: x for key, x in tensors.items() if type(x) in (torch.Tensor, nn.Parameter)}
+    mine = {key: FileSum(x.nbytes, checksum_of_bits(x) if ranks > 1 else 0) for key, x in plain.items()}
+    every = told_in_job_where_different(mine) or [mine] * ranks
+    first_ranks = {id(theirs): rank for rank, theirs in reversed([*enumerate(every)])}
+    known: dict[str, tuple[int, FileSum]] = {}
+    differing: dict[str, tuple[int, int]] = {}
+    for rank in sorted(first_ranks.values()):
+        for key, each in every[rank].items():
+            first, of_first = known.setdefault(key, (rank, each))
+            if each != of_first:
+                differing.setdefault(key, (rank, first))
+    if differing:
+        key, (rank, first) = min(differing.items())
+        raise CheckpointError(
+            f"{key!r} differs between ranks ({rank} and {first} among them), and only one rank's would be saved; every "
+            "rank must hold it alike: look for a step that a rank left out, an initialization by rank, or a model that "
+            "did not go through jigsaw.parallelize"
+        )
+    return every
 
 
 def _joined_over_stages(model: CheckpointModel | None, small: dict[str, Any]) -> dict[str, Any]:
@@ -270,7 +305,7 @@ def _joined_over_stages(model: CheckpointModel | None, small: dict[str, Any]) ->
     order = _names_of_all_stages(model)
     if not order:
         return small
-    every = comm.all_gather_in_job(small)
+    every = told_in_job_where_different(small) or [small]
     joined = {key: value for theirs in reversed(every) for key, value in theirs.items()}
     if "optimizer groups" in small:
         by_rank = [theirs["optimizer groups"] for theirs in every]

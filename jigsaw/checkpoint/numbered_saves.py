@@ -7,7 +7,8 @@ last, even by a run that went back to an older one.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,12 +16,17 @@ from jigsaw.checkpoint.checkpoint_files import fail_together
 from jigsaw.checkpoint.checkpoint_folder import (
     checkpoint_contents,
     contents_of_whole,
+    files_of_checkpoint,
     remove_checkpoint,
     remove_leftover,
+    remove_tensor_files,
 )
 from jigsaw.checkpoint.checkpoint_state import CheckpointPath
 from jigsaw.drafts import path_of_draft
 from jigsaw.errors import CheckpointError
+
+RemovalShare = list[tuple[str, list[str]]] | None
+"""Files that a rank removes: for each folder its name, and theirs."""
 
 
 class _NumberedSave(NamedTuple):
@@ -90,13 +96,16 @@ def order_of_next(final: Path) -> int:
     return max(orders) + 1
 
 
-def remove_older_saves(final: Path, keep: int) -> None:
-    """Remove checkpoints with a lower number than `final`, and the same name, except for the last `keep` whole ones.
+def older_saves(final: Path, keep: int) -> list[Path]:
+    """Return the checkpoints that are to be removed: those with a lower number than `final`, and the same name before
+    it, except for the last `keep` whole ones.
 
-    Folders that are not jigsaw's stay, and so, with a warning, do checkpoints with other files in them.
+    What killed saves left there is removed at once.  Folders that are not jigsaw's stay, and so, with a warning, do
+    checkpoints with other files in them.
     """
     older = [each for each in _family_of(final) if 0 <= each.number <= _save_number(final)]
     kept = {each.final for each in _whole_saves(older)[-keep:]}
+    removed: list[Path] = []
     for each in older:
         if each.final == final or each.final in kept or each.folder.is_symlink():
             continue
@@ -104,12 +113,39 @@ def remove_older_saves(final: Path, keep: int) -> None:
             if each.folder != each.final:
                 remove_leftover(each.folder)
             else:
-                remove_checkpoint(each.folder)
+                _ = files_of_checkpoint(each.folder)
+                removed.append(each.folder)
         except OSError as e:
             warnings.warn(f"{each.folder} is not removed: {e}", stacklevel=2)
         except CheckpointError as e:
             if contents_of_whole(each.folder) is not None:
                 warnings.warn(f"{each.folder} is not removed, though keep={keep}: {e}", stacklevel=2)
+    return removed
+
+
+def removal_shares(older: Sequence[Path], ranks: int) -> list[RemovalShare]:
+    """Return for each rank the files that it removes, by folder; None for all where there are none."""
+    if not older:
+        return [None] * ranks
+    named = [(each.name, sorted(files_of_checkpoint(each))) for each in older]
+    return [[(folder, names[rank::ranks]) for folder, names in named] for rank in range(ranks)]
+
+
+def remove_share(beside: Path, share: Iterable[tuple[str, Sequence[str]]]) -> None:
+    """Remove this rank's files of older checkpoints, but for those that mark them."""
+    for folder, names in share:
+        with suppress(OSError):  # the first rank tries it again, and tells
+            remove_tensor_files(beside / folder, names)
+
+
+def remove_folders(older: Iterable[Path], done: list[None], keep: int | None) -> list[None]:
+    """Remove checkpoints of which all ranks have removed their files; what is still there, with a warning, stays."""
+    for each in older:
+        try:
+            remove_checkpoint(each)
+        except (OSError, CheckpointError) as e:
+            warnings.warn(f"{each} is not removed, though keep={keep}: {e}", stacklevel=2)
+    return done
 
 
 def _whole_saves(saves: Iterable[_NumberedSave]) -> list[_NumberedSave]:
