@@ -280,8 +280,8 @@ def _sums_of_ranks(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, FileSu
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     plain = {key: x for key, x in tensors.items() if type(x) in (torch.Tensor, nn.Parameter)}
-    mine = {key: FileSum(x.nbytes, checksum_of_bits(x) if ranks > 1 else 0) for key, x in plain.items()}
-    every = told_in_job_where_different(mine) or [mine] * ranks
+    own_sums = {key: FileSum(x.nbytes, checksum_of_bits(x) if ranks > 1 else 0) for key, x in plain.items()}
+    every = told_in_job_where_different(own_sums) or [own_sums] * ranks
     first_ranks = {id(theirs): rank for rank, theirs in reversed([*enumerate(every)])}
     known: dict[str, tuple[int, FileSum]] = {}
     differing: dict[str, tuple[int, int]] = {}
