@@ -34,8 +34,9 @@ LEAST_EXTRAS := all,medical,lightning
 
 # What comes next: builds of the last night, beyond the bounds of pyproject.toml.
 NEXT := .venv-next
-NEXT_TORCH ?= --index-url https://download.pytorch.org/whl/nightly/cpu torch
-NEXT_ZARR  ?= --index-url https://pypi.anaconda.org/scientific-python-nightly-wheels/simple --no-deps zarr
+# The addresses of the indexes that have them are given: TORCH_NIGHTLY_INDEX, the one for CPUs, and ZARR_NIGHTLY_INDEX.
+NEXT_TORCH = --index-url "$(or $(TORCH_NIGHTLY_INDEX),$(error set TORCH_NIGHTLY_INDEX))" torch
+NEXT_ZARR  = --index-url "$(or $(ZARR_NIGHTLY_INDEX),$(error set ZARR_NIGHTLY_INDEX))" --no-deps zarr
 
 REPOSITORY := .venv-repository
 REPOSITORY_STAMP := $(REPOSITORY)/.installed
