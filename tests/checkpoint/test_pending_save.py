@@ -53,6 +53,7 @@ def _copied_bytes(folder, axes, mode):
     return PlannedTensors(folder / mode, tensors).copy(), sum(x.numel() * x.element_size() for x in tensors.values())
 
 
+@pytest.mark.slow
 def test_every_byte_is_copied_once_among_all_ranks(tmp_path):
     for mode in ("whole", "cut"):
         told = run_on_ranks(3, _copied_bytes, tmp_path, {"lat": 3}, mode)

@@ -343,7 +343,7 @@ def _never_small(y):
         (lambda y: y, lambda y: y, r"the loss is a tensor of shape \(2, 3, 16, 12\)"),
         (lambda y: y, lambda y: y.mean().item(), "the loss is a float"),
         (lambda y: _raising(y) if not y.isfinite().all() else y, None, "no, from .* were assumed, which may be why"),
-        (_never_small, None, "a loop that ends by a value has no end here"),
+        pytest.param(_never_small, None, "a loop that ends by a value has no end here", marks=pytest.mark.slow),
     ],
 )
 def test_whatever_a_model_raises_ends_in_a_report(say, loss, stopped):

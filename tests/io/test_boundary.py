@@ -248,6 +248,7 @@ def test_a_volume_with_a_rule_a_dim():
 ASKED = ["cos_zenith", "day_progress", "latlon"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["poles", "poles without a circle", "reflect", "mixed", "replicate"])
 @on_ranks(4)
 def test_forcings_follow_the_rows(stores, name):

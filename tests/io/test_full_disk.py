@@ -28,6 +28,7 @@ def opened(wb2):
     return jio.open(wb2, mesh=world_mesh(lat=1), fields=["temperature"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["nc", "npz", "json"])
 def test_statistics_are_whole_or_as_they_were(tmp_path, wb2, suffix):
     found, path = jio.statistics(opened(wb2)), tmp_path / f"s.{suffix}"

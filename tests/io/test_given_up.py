@@ -44,6 +44,7 @@ def test_nothing_is_tried_again_for_a_reader_that_was_closed(proxy, name):
     assert proxy.count == asked
 
 
+@pytest.mark.slow
 def test_nothing_is_tried_again_for_a_process_that_ends(proxy):
     code = (
         "import datetime, sys\n"

@@ -56,6 +56,7 @@ def globe_task(bench, folder, store="wb2", **more):
     return bench("cases").replace(task, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("store", ["wb2", "level", "tiles", "shard"])
 def test_every_contender_reads_the_same_of_zarr(bench, folder, store):
@@ -71,6 +72,7 @@ def test_every_contender_reads_the_same_of_hdf5(bench, folder, store):
     assert len({result["checksum"] for result in found}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("store", ["nifti", "nifti-gz"])
 def test_every_contender_crops_the_same(bench, folder, store):

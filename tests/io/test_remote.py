@@ -215,6 +215,7 @@ def test_one_budget_for_what_is_fetched_and_what_is_decoded(stores, proxy, chunk
         engine.close()
 
 
+@pytest.mark.slow
 def test_a_missing_object_is_a_missing_chunk(tmp_path, tmp_path_factory):
     group = zarr.open_group(str(tmp_path / "m.zarr"), mode="w")
     for name, size in (("small", 8), ("large", 1 << 21)):

@@ -141,6 +141,7 @@ def purged(whole, tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_all_ranks_refuse_alike(purged):
     for mode in ("cooperative", "independent"):

@@ -103,7 +103,9 @@ def body_meshes(folder, axes):
                 assert stored.get("shards") == ((2, 6, 8) if name == "sharded" else None)
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "axes", [pytest.param(a, marks=[] if len(a) == 2 else [pytest.mark.slow]) for a in MESHES], ids=str
+)
 def test_every_mesh_writes_the_same(tmp_path, axes):
     run_on_ranks(ranks_of(axes), body_meshes, str(tmp_path), axes)
 

@@ -64,6 +64,7 @@ def _spectrum(x, by_latitude):
     return metrics.spectrum(x, LATS) if by_latitude else metrics.spectrum(x.movedim(-1, 0), lon_dim=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_latitude", [True, False])
 def test_spectra_on_every_mesh(by_latitude):
     meshes = [mesh for mesh in MESHES if "ensemble" not in mesh]

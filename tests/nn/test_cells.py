@@ -183,6 +183,7 @@ def test_a_dim_that_nothing_cuts_sends_nothing():
     assert torch.equal(near.full_tensor(), gather_neighbors(x, TABLES["graph"]()))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_compiled_layer_is_the_same():
     mesh, (x, weight) = world_mesh(cell=2), values(torch.float32)

@@ -319,6 +319,7 @@ class SmallPangu(nn.Module):
         return torch.cat([x, skip], dim=-1).transpose(1, 2).reshape(b, 2 * c, z, h, w)
 
 
+@pytest.mark.slow
 def test_pangu():
     torch.manual_seed(0)
     net = SmallPangu((3, 13, 18), (2, 4, 6))

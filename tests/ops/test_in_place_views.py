@@ -375,6 +375,7 @@ def test_a_tile_whose_halo_goes_around_is_written_as_torch_does(change):
         _check_change_around(change, tile, shard(WRITTEN, mesh, spec))
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_a_tile_whose_halo_goes_around_two_dims_is_written_as_torch_does():
     mesh = world_mesh(lat=2, lon=2)

@@ -118,6 +118,7 @@ class PairsInLists(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_lists_in_lists_and_norms_of_large_images():
     mesh = world_mesh(pipe=2, lat=2)

@@ -316,6 +316,7 @@ def _exists(pid):
         return False
 
 
+@pytest.mark.slow
 def test_a_script_that_is_called_by_way_of_another_folder(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "script.py").write_text(
