@@ -22,7 +22,6 @@ from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.geometry.layout import Layout
 from jigsaw.tile.table import table
 from jigsaw.tile.tile import WHOLE_STRIDES, Tile
-from jigsaw.torch_internals.dispatch import without_modes
 
 
 def whole_strides(tile: Tile) -> tuple[int, ...]:
@@ -144,8 +143,7 @@ def _on_no_memory(value: Any) -> Any:
 def _strides_of_results(function: Any, args: _Parts, kwargs: _Parts) -> dict[tuple[int, tuple[int, ...]], Any]:
     """Return the strides of torch's results, by their number and shape: of tensors without values."""
     try:
-        # modes would count it: a dry run, the attention of a model a second time
-        with torch.no_grad(), without_modes():
+        with torch.no_grad():
             call = function if callable(function) else function.__get__  # of an attribute, as x.real
             found = call(*_on_no_memory(args), **_on_no_memory(kwargs))
     except Exception:  # whatever a function says that needs values
