@@ -42,13 +42,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jigsaw.comm.exchange import redistribute_rows
-from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.geometry.cut import Cut, cut_points, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.matmul_grid import refine_cut
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.shapes import slice_dim
-from jigsaw.ops.whole_strides import whole_strides, with_order
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 
 DimCuts = tuple[Cut, ...]
@@ -272,26 +270,7 @@ def _transform(
         tile = _brought_to(tile, layout)
         local = _transform_local(tile.local, kind, now, [lengths[d] for d in now], norm, dims[-1])
         tile = Tile(local, _with_dims(layout, {d: _cut_of_size(layout.dim(d), made[d]) for d in now}), tile.mesh)
-    out = _brought_to(tile, plan.out)
-    if lacks_values():
-        return out
-    return with_order(out, _strides_of_transform(function, whole_strides(input), input.dtype, input.device, dim, dims))
-
-
-@lru_cache(maxsize=1024)
-def _strides_of_transform(
-    function: Any,
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    dim: Any,
-    dims: tuple[int, ...],
-) -> tuple[int, ...]:
-    """Return strides in the order of those of torch's result, which depends on the device: of a small transform."""
-    rows = torch.empty([4] * len(strides), dtype=dtype, device=device)
-    places = sorted(range(len(strides)), key=lambda d: -strides[d])
-    small = rows.permute([places.index(d) for d in range(len(strides))])
-    return function(small.zero_(), dim=dims[0] if isinstance(dim, int) else dims).stride()
+    return _brought_to(tile, plan.out)
 
 
 def _without_halo_of(input: Tile, dims: Sequence[int]) -> Tile:

@@ -37,7 +37,7 @@ from jigsaw.ops.picking import pick_from_plain
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
 from jigsaw.ops.shapes import select_dim, slice_dim, unsqueeze_tile
 from jigsaw.ops.unknown_functions import run_alike, run_unknown_function
-from jigsaw.ops.whole_strides import is_whole_contiguous, with_order, with_order_of
+from jigsaw.ops.whole_strides import with_dense_strides
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 from jigsaw.torch_internals.autograd import assert_on_device
 
@@ -291,7 +291,7 @@ def pick_places(view: Tile, picked: Mapping[int, Any], position: int) -> Tile:
     found = found.reshape((*places.shape, *found.shape[1:]))
     order = _join_dims(range(places.ndim), range(places.ndim, found.ndim), position)
     layout = Layout.from_dims(_join_dims(index_dims, [x.layout.dim(d) for d in kept], position), x.layout.axes)
-    return with_order(Tile(found.permute(order), layout, x.mesh), None)
+    return with_dense_strides(Tile(found.permute(order), layout, x.mesh))
 
 
 @implements_torch(Tensor.__getitem__, either=("tile", "index"))
@@ -303,13 +303,7 @@ def _getitem(tile: Any, index: Any) -> Any:
     view, picked = places.view, places.picked
     if not isinstance(view, Tile):
         return view[tuple(picked.get(d, slice(None)) for d in range(view.ndim))] if picked else view
-    if not picked:
-        return view
-    out = pick_places(view, picked, places.position)
-    if is_whole_contiguous(view):
-        return out
-    items = tuple([picked.get(d, slice(None)) for d in range(view.ndim)])
-    return with_order_of(out, Tensor.__getitem__, (view, items))
+    return pick_places(view, picked, places.position) if picked else view
 
 
 @implements_torch(torch.index_select, either=("input", "index"))

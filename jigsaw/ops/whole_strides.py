@@ -11,22 +11,17 @@ a tile without them is as dense as what a function of torch makes, its dims in t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.geometry.layout import Layout
-from jigsaw.tile.table import table
-from jigsaw.tile.tile import WHOLE_STRIDES, Tile
+from jigsaw.tile.tile import Tile
+
+_STRIDES = "whole_strides"
 
 
 def whole_strides(tile: Tile) -> tuple[int, ...]:
     """Return the strides that torch's tensor would have in place of the tile."""
-    found = tile.__dict__.get(WHOLE_STRIDES)
+    found = tile.__dict__.get(_STRIDES)
     if found is not None:
         return found
     local = tile.local
@@ -44,7 +39,7 @@ def _has_thin_pieces(layout: Layout) -> bool:
 
 def repeated_dims(tile: Tile) -> tuple[int, ...]:
     """Return the dims along which all rows of torch's tensor lie in one place, as those that `expand` makes longer."""
-    strides = tile.__dict__.get(WHOLE_STRIDES)
+    strides = tile.__dict__.get(_STRIDES)
     if strides is None or all(strides):
         return ()
     return tuple(d for d, stride in enumerate(strides) if stride == 0 and tile.shape[d] > 1)
@@ -52,13 +47,13 @@ def repeated_dims(tile: Tile) -> tuple[int, ...]:
 
 def with_strides(tile: Tile, strides: tuple[int, ...]) -> Tile:
     """Return the tile, a view that was just made, with the strides of torch's."""
-    tile.__dict__[WHOLE_STRIDES] = strides
+    tile.__dict__[_STRIDES] = strides
     return tile
 
 
-def with_order(tile: Tile, strides: tuple[int, ...] | None) -> Tile:
-    """Return the tile, just made, whose dims lie in memory in the order of those strides: of None contiguous."""
-    return with_strides(tile, _dense_strides(tile.layout, strides))
+def with_dense_strides(tile: Tile) -> Tile:
+    """Return the tile, just made, whose rows lie in another order than those of torch's result, which is contiguous."""
+    return with_strides(tile, _dense_strides(tile.layout, None))
 
 
 @lru_cache(maxsize=4096)
@@ -70,89 +65,6 @@ def _dense_strides(layout: Layout, strides: tuple[int, ...] | None) -> tuple[int
         found[d] = step
         step *= max(shape[d], 1)
     return tuple(found)
-
-
-# -- what a function makes of a view ----------------------------------------------------------------------------------
-
-
-class _StandIn(NamedTuple):
-    """A tensor by its shape and strides, for a key of a cache."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _Parts(NamedTuple):
-    """A list, tuple, dict or slice among arguments, for a key of a cache."""
-
-    kind: type
-    values: tuple[Any, ...]
-
-
-def note_order(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-    """Give results of tiles that are not contiguous the order of dims in which torch makes them.  The local strides
-    do not tell it where rows have moved, or pieces are thin.
-    """
-    given = (*args, *kwargs.values())
-    results = list(enumerate(out)) if isinstance(out, (list, tuple)) else [(0, out)]
-    results = [(at, t) for at, t in results if type(t) is Tile and WHOLE_STRIDES not in t.__dict__]
-    if not results or lacks_values() or all(is_whole_contiguous(x) for x in given if type(x) is Tile):
-        return
-    for at, tile in results:
-        if all(tile is not x for x in given):
-            with_order_of(tile, function, args, kwargs, at)
-
-
-def with_order_of(
-    tile: Tile, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, at: int = 0
-) -> Tile:
-    """Return the tile, result number `at` of a function that was just made, with torch's order of dims."""
-    key = function, _as_cache_key(tuple(args)), _as_cache_key(dict(kwargs or {}))
-    try:
-        strides = _strides_of_results(*key)
-    except TypeError:  # an argument has no hash
-        strides = _strides_of_results.__wrapped__(*key)
-    found = strides.get((at, tuple(tile.shape))) if strides else None
-    return with_order(tile, found)
-
-
-def _as_cache_key(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _StandIn(
-            tuple(value.shape), whole_strides(value) if isinstance(value, Tile) else value.stride(), value.dtype
-        )
-    if type(value) in (list, tuple):
-        return _Parts(type(value), tuple(map(_as_cache_key, value)))
-    if type(value) is dict:
-        return _Parts(dict, tuple((k, _as_cache_key(v)) for k, v in value.items()))
-    return _Parts(slice, (value.start, value.stop, value.step)) if type(value) is slice else value
-
-
-def _on_no_memory(value: Any) -> Any:
-    if isinstance(value, _StandIn):
-        return torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device="meta")
-    if not isinstance(value, _Parts):
-        return value
-    if value.kind is dict:
-        return {k: _on_no_memory(v) for k, v in value.values}
-    return slice(*value.values) if value.kind is slice else value.kind(map(_on_no_memory, value.values))
-
-
-@lru_cache(maxsize=4096)
-def _strides_of_results(function: Any, args: _Parts, kwargs: _Parts) -> dict[tuple[int, tuple[int, ...]], Any]:
-    """Return the strides of torch's results, by their number and shape: of tensors without values."""
-    try:
-        with torch.no_grad():
-            call = function if callable(function) else function.__get__  # of an attribute, as x.real
-            found = call(*_on_no_memory(args), **_on_no_memory(kwargs))
-    except Exception:  # whatever a function says that needs values
-        return {}
-    several = found if isinstance(found, (list, tuple)) else [found]
-    return {(at, tuple(t.shape)): t.stride() for at, t in enumerate(several) if isinstance(t, Tensor)}
-
-
-table.note_order = note_order
 
 
 def is_whole_contiguous(tile: Tile) -> bool:

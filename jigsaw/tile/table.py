@@ -55,8 +55,6 @@ class Table:
     find_watcher: Callable[[Any], Callable[..., Any] | None]
     # sees each result that is, or is made of, a copy where torch has a view (ops.apart_copies)
     note_views: Callable[[Any], None]
-    # sees each result of a view, to note the order of its dims in memory (ops.whole_strides)
-    note_order: Callable[[Any, Any, Any, Any], None]
     # raises a refusal, or returns the function's result all the same (ops.into_torch.whole_tensor)
     answer_refusal: Callable[[ShardingError, Any, Any, Any], Any]
     # passes a plain tensor into a custom Function beside a tile; its gradient is whole (ops.meeting.plain_operands)

@@ -69,7 +69,6 @@ _GIVEN_KINDS = {Tensor, Parameter, torch.Size, *map(type, (0, 0.0, True, "", Non
 #  6. The handler runs.
 #  7. A refusal of 5 or 6 is raised, or the function runs on whole tensors (`Table.answer_refusal`).
 #  8. A result that is a copy where torch has a view is noted (`Table.note_views`), and the change of 4 carried to it.
-#     What is made of a view may lie in the order of its dims (`Table.note_order`).
 # An argument list that needs no change skips 3 and 5: `is_quick` says so from the types alone.
 def _call_handler(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the result of the table's handler, once the arguments have torch's own names and kinds.
@@ -80,7 +79,7 @@ def _call_handler(function: Any, *args: Any, **kwargs: Any) -> Any:
     if debug.IS_DEBUGGING and debug.is_outermost_call():
         return table.note_call(_call_handler, function, args, kwargs)
     handler, kinds, by_place, names, watcher = table.found.get(function) or _find_answer(function)
-    is_quick, is_apart, is_view, made = len(args) <= _QUICK_PLACES, False, False, table.copies_made
+    is_quick, is_apart, made = len(args) <= _QUICK_PLACES, False, table.copies_made
     for value, is_tile in zip(args, by_place, strict=False):
         kind = type(value)
         if kind is Tile:
@@ -88,7 +87,6 @@ def _call_handler(function: Any, *args: Any, **kwargs: Any) -> Any:
                 value.check_no_history()
             is_quick = is_quick and is_tile is not False
             is_apart = is_apart or "apart" in value.__dict__
-            is_view = is_view or WHOLE_STRIDES in value.__dict__
         elif is_tile or kind not in _GIVEN_KINDS:
             is_sequence = not is_tile and (kind is tuple or kind is list)
             is_quick = is_quick and is_sequence and _GIVEN_KINDS.issuperset(map(type, value))
@@ -105,8 +103,6 @@ def _call_handler(function: Any, *args: Any, **kwargs: Any) -> Any:
         out = table.answer_refusal(refusal, function, args, kwargs)
     if is_apart or table.copies_made != made:
         table.note_views(out)
-    if is_view:
-        table.note_order(function, args, kwargs, out)
     return out if finish is None else finish(out)
 
 
@@ -129,7 +125,6 @@ def _check_kinds(function: Any, kinds: ArgumentKinds, args: Any, kwargs: dict[st
 
 
 _NOT_GIVEN = object()
-WHOLE_STRIDES = "whole_strides"  # of views: the strides of torch's tensor (ops.whole_strides)
 
 
 def _as_argument(value: Any) -> Any:
