@@ -45,7 +45,7 @@ PAGES = {
         "docs/open",
         *(
             f"docs/{name}"
-            for name in ("training", "medical", "failures", "memory", "attention", "local", "spheres", "metrics")
+            for name in ("training", "medical", "failures", "memory", "attention", "local", "spheres", "cells", "metrics")
         ),
         *(
             f"docs/{name}"

@@ -95,23 +95,19 @@ def _given_tensors(tensors: Sequence[Any]) -> list[Any]:
 # of a list, torch looks for tiles in the function behind it
 @implements_torch(torch.meshgrid, cpp_meshgrid)
 def _meshgrid(*tensors: Any, indexing: Any = None) -> tuple[Any, ...]:
-    """Return a view of each 1-d tensor along a separate dim, repeated along those of the others.  Each is cut as its
-    tensor is, and plain where that is: a view that another tensor cuts, too, could not be written on all ranks.
-    """
+    """Return each 1-d tensor along a separate dim, repeated along those of the others; cut as the tensors are."""
     given = _given_tensors(tensors)
     if indexing not in (None, "ij", "xy") or any(t.ndim > 1 for t in given):
         raise RuntimeError(
             f"meshgrid of shapes {[tuple(t.shape) for t in given]}, indexing={indexing!r}: pass 1-d tensors, "
             "and 'ij' or 'xy'"
         )
-    shape = [t.numel() for t in given]
-    grids = [t.expand(shape) for t in _along_separate_dims(given)]
-    return tuple(g.transpose(0, 1) if indexing == "xy" and len(given) > 1 else g for g in grids)
-
-
-def _along_separate_dims(tensors: Sequence[Any]) -> list[Any]:
-    """Return views of 1-d tensors with a dim for each of them, of one row but its own."""
-    return [t.reshape([-1 if d == at else 1 for d in range(len(tensors))]) for at, t in enumerate(tensors)]
+    count = len(given)
+    wide = [t.reshape([-1 if d == i else 1 for d in range(count)]) for i, t in enumerate(given)]
+    layout, found, tile = _meet_locally(wide)
+    shape = layout.local_shape(tile.coordinate)
+    grids = [Tile(x.expand(shape), layout, tile.mesh) for x in found]
+    return tuple(g.transpose(0, 1) if indexing == "xy" and count > 1 else g for g in grids)
 
 
 @implements_torch(torch.cartesian_prod)
@@ -119,9 +115,7 @@ def _cartesian_prod(*tensors: Any) -> Any:
     given = _given_tensors(tensors)
     if len(given) == 1:
         return given[0]
-    layout, ready, tile = _meet_locally(_along_separate_dims(given))
-    shape = layout.local_shape(tile.coordinate)
-    return torch.stack([Tile(x.expand(shape), layout, tile.mesh).flatten() for x in ready], -1)
+    return torch.stack([g.flatten() for g in _meshgrid(*given)], -1)
 
 
 @implements_torch(torch.block_diag)

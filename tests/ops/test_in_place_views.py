@@ -92,9 +92,6 @@ VIEWS |= {
     "a contiguous slice": lambda x: x[:, :, :3].contiguous(),
     "merged": lambda x: x.reshape(6, 70),
     "copied": lambda x: x.transpose(0, 1).reshape(6, 70),
-    "a grid": lambda x: _grids(x)[0],
-    "an element of a grid": lambda x: _grids(x)[0][5, 6],
-    "a column of a transposed grid": lambda x: _grids(x, "xy")[1][:, 2],
 }
 
 # one element: a plain tensor, which is a view all the same
@@ -110,10 +107,6 @@ VIEWS |= {
 
 PAIRS = [(v, c) for v in VIEWS for c in FEW]
 PAIRS += [(v, c) for v in ("an int", "ints of two cut dims", "an element") for c in CHANGES]
-
-
-def _grids(x, indexing="ij"):
-    return torch.meshgrid(x[0, 1, :, 2], x[1, 2, 3], indexing=indexing)
 
 
 def _outcome(x, view, change, late):
