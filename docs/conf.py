@@ -45,11 +45,11 @@ PAGES = {
         "docs/open",
         *(
             f"docs/{name}"
-            for name in ("training", "medical", "failures", "memory", "attention", "local", "spheres", "cells", "metrics")
+            for name in ("training", "medical", "failures", "memory", "attention", "local", "spheres", "metrics")
         ),
         *(
             f"docs/{name}"
-            for name in ("compile", "parallelism", "dry_run", "scaling", "sources", "statistics", "security")
+            for name in ("cells", "compile", "parallelism", "dry_run", "scaling", "sources", "statistics", "security")
         ),
         "docs/works_with",
         "docs/SKILL",
