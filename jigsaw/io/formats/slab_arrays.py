@@ -268,7 +268,10 @@ def parse_named_file(path: str, kind: str, parse: Callable[[], T]) -> T:
 def magic_bytes(url: Any, length: int) -> bytes:
     """Read the first bytes of a local file; none of anything else, such as a pipe, on which a read would wait."""
     try:
-        with open(os.open(os.fspath(url), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            return file.read(length) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
+        descriptor = os.open(os.fspath(url), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # of a folder, too
+        try:
+            return os.read(descriptor, length) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+        finally:
+            os.close(descriptor)
     except (OSError, TypeError, ValueError):
         return b""
