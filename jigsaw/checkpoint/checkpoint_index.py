@@ -196,7 +196,7 @@ class _TorchIndexUnpickler(pickle.Unpickler):
         if (module, name) == ("torch", "Size"):
             return tuple
         if (module, name) == ("torch.serialization", "_get_layout"):
-            return str  # the layout is not needed
+            return _pickle_record_class()  # the layout is not needed
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of tensors needs")
 
     def _member(self, owner: Any, member: Any) -> None:

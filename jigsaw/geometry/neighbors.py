@@ -49,12 +49,12 @@ class Neighbors:
         self._rows_of: Callable[[Integers], Integers] = lambda cells: table[cells]
         self._starts, self._sorted_sources = None, None
         self.is_symmetric = False
-        self.order = np.arange(table.size)
         self.key = f"table {self.sources} {_digest(table)}"
 
     degree: int | None
     _starts: Integers | None
     _sorted_sources: Integers | None
+    _order: Integers | None = None
 
     @classmethod
     def of_edges(
@@ -79,8 +79,8 @@ class Neighbors:
         table.targets = int(receiver.max(initial=-1)) + 1 if targets is None else targets
         _check_cells(sender, table.sources, "source", least=0)
         _check_cells(receiver, table.targets, "target", least=0)
-        table.order = np.lexsort((sender, receiver))
-        table._sorted_sources = sender[table.order]
+        table._order = np.lexsort((sender, receiver))
+        table._sorted_sources = sender[table._order]
         counts = np.bincount(receiver, minlength=table.targets)
         table._starts = np.concatenate([[0], np.cumsum(counts)])
         table.degree, table.is_symmetric = None, False
@@ -125,9 +125,13 @@ class Neighbors:
         table.sources = table.targets = 12 * nside**2
         table.degree, table.is_symmetric = 8, True
         table._rows_of, table._starts, table._sorted_sources = rows_of, None, None
-        table.order = np.arange(8 * table.targets)
         table.key = f"healpix {nside} {nested}"
         return table
+
+    @property
+    def order(self) -> Integers:
+        """Number, among the edges as they were given, of the first edge, the second and so on: [edges]."""
+        return np.arange(self.edges) if self._order is None else self._order
 
     @property
     def edges(self) -> int:

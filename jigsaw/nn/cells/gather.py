@@ -10,12 +10,13 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.comm.collectives import all_gather_object
+from jigsaw.comm.agreement import told_where_different
 from jigsaw.comm.exchange import exchange_rows
 from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.comm.neighbor_exchange import NeighborExchange, rows_to_edges
 from jigsaw.errors import RanksDifferError, ShardingError
 from jigsaw.geometry.cut import Cut, Interval, cut_points
+from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.geometry.neighbors import Neighbors, plan_neighbors
 from jigsaw.nn.cells.edge_sums import (
     EdgesOfCells,
@@ -64,7 +65,9 @@ def gather_neighbors(x: Any, table: Neighbors, dim: int = -1, points: Sequence[i
     cut, local = _own_rows(x, at)
     target = _cut_of_targets(table, cut, points)
     piece = x.layout.piece(cut, x.coordinate)
-    exchange = NeighborExchange(_plan(table, cut.points, target.points, piece), x.mesh, _positions(x, cut), at)
+    exchange = NeighborExchange(
+        _plan(table, cut.points, target.points, piece), x.mesh, _positions(x.layout, cut, x.coordinate), at
+    )
     edges, layout = rows_to_edges(local, exchange), x.layout
     if table.degree is None:
         return Tile(edges, layout.replace_dim(at, _cut_of_edges(table, target)), x.mesh)
@@ -157,14 +160,15 @@ def _cut_behind_edges(table: Neighbors, cut: Cut) -> Cut:
     return target
 
 
-def _positions(x: Tile, cut: Cut) -> tuple[int, ...]:
-    """Return the mesh position of each piece of the cut, for the ranks that differ from this one in it alone."""
-    layout, names = x.layout, [name for name, _ in x.layout.axes]
+@lru_cache(maxsize=1024)
+def _positions(layout: Layout, cut: Cut, coordinate: MeshCoordinate) -> tuple[int, ...]:
+    """Return the mesh position of each piece of the cut, for the ranks that differ from this coordinate in it alone."""
+    names = [name for name, _ in layout.axes]
     others = [place for place, name in enumerate(names) if name not in cut.axes]
     positions = {
         layout.piece(cut, coord): at
         for at, coord in enumerate(layout.coords())
-        if all(coord[place] == x.coordinate[place] for place in others)
+        if all(coord[place] == coordinate[place] for place in others)
     }
     return tuple(positions[piece] for piece in range(cut.pieces))
 
@@ -173,8 +177,8 @@ def _agree_on_table(table: Neighbors, mesh: DeviceMesh) -> None:
     known = _agreed.setdefault(mesh, set())
     if table.key in known or lacks_values() or mesh.size() == 1:
         return
-    keys = all_gather_object(mesh, table.key)
-    if len(set(keys)) > 1:
+    keys = told_where_different(mesh, table.key)
+    if keys:
         place = next(at for at, key in enumerate(keys) if key != keys[0])
         raise RanksDifferError(
             f"gather_neighbors: the table differs by rank: {keys[place]} at place {place} of the mesh, {keys[0]} at "
