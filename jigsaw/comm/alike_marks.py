@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.comm.debug import told_by_ranks
 from jigsaw.comm.first_meetings import number_of_meetings, settle_meetings, told_meetings
+from jigsaw.comm.wire_values import is_on_accelerator
 from jigsaw.errors import RanksDifferError
 from jigsaw.ranks.call_places import place_of_call
 from jigsaw.ranks.mesh import ranks_along
@@ -61,7 +62,7 @@ def check_marks(alike: Tensor, mesh: DeviceMesh, axes: str | Sequence[str], same
 
     *Sends*: nothing; where marks differ, to each rank along `axes` what this one has.
     """
-    if alike.is_cuda:
+    if is_on_accelerator(alike):
         assert_on_device(alike, _DIFFERENT)
     elif not alike:
         described = ", ".join(map(str, same))

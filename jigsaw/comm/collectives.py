@@ -224,7 +224,7 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
         buffer = order_as_integers(wide, op == "max") if ordered else wide
     marks = [] if same is None else alike_marks(buffer, mesh, axes, op, same)
     if marks:
-        buffer = torch.cat([buffer.reshape(-1), buffer.new_tensor(marks)])
+        buffer = torch.cat([buffer.reshape(-1), *(buffer.new_full((1,), mark) for mark in marks)])
     # several groups only on a mesh that leaves out ranks of the job; a sum along one axis after the other still gives
     # every rank the same bits
     for group, line in groups:
@@ -255,7 +255,7 @@ def _sum_in_shares(
     share = -(-size // ranks)
     given = torch.nn.functional.pad(x.reshape(-1), (0, ranks * share - size)).view(ranks, share)
     if number is not None:  # in 8 bytes behind each share
-        mark = torch.tensor([number], device=x.device).view(x.dtype)
+        mark = torch.full((1,), number, device=x.device).view(x.dtype)
         given = torch.cat([given, mark.expand(ranks, -1)], 1)
     taken = torch.empty_like(given)
     with OpenWait("all_reduce", line):
@@ -296,7 +296,7 @@ def all_gather(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks =
         return [x.detach()] * ranks
     mine = byte_view(plain_memory(x))
     if same is not None:
-        number = torch.tensor([alike_number(same, mesh, ranks)], device=x.device)
+        number = torch.full((1,), alike_number(same, mesh, ranks), device=x.device)
         mine = torch.cat([mine, number.view(torch.uint8)])
     parts = _gather_bytes(mine, mesh, axes, "all_gather")
     if same is not None:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.comm import collectives, debug
 from jigsaw.comm.graph_calls import graph_call
-from jigsaw.comm.wire_values import is_narrow
+from jigsaw.comm.wire_values import is_narrow, is_on_accelerator
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Box, Interval, box_elements, box_shape, box_slices, cut_points, interval_overlap
 from jigsaw.geometry.layout import Layout, MeshCoordinate
@@ -363,7 +363,7 @@ def _oriented_rows(
 def _multiply_wide(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
     if left.dtype == wide:
         return torch.mm(left, right)
-    if left.is_cuda or _accelerators_played:
+    if is_on_accelerator(left) or _accelerators_played:
         return torch.mm(left, right, out_dtype=wide)
     return torch.mm(left.to(wide), right.to(wide))
 

@@ -8,6 +8,8 @@ tensor([True, True, True])
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +81,7 @@ def checksum_of_bits(x: Tensor) -> int:
     On a GPU the sums of the columns and rows of its bytes, 8 kB to a row, stand for them, so that few bytes leave it.
     """
     flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    if flat.is_cuda:
+    if is_on_accelerator(flat):
         words = torch.nn.functional.pad(flat, (0, -flat.numel() % 8192)).view(torch.int64).view(-1, 1024)
         flat = torch.cat([words.sum(0), words.sum(1)]).view(torch.uint8)
     checksum = 0
@@ -87,6 +89,19 @@ def checksum_of_bits(x: Tensor) -> int:
         # a copy, because memory that numpy has seen cannot be resized again, as FSDP2 does to gathered weights
         checksum = zlib.crc32(piece.to("cpu", copy=True).numpy().data, checksum)
     return checksum
+
+
+def is_on_accelerator(x: Tensor) -> bool:
+    """Say whether the host would wait for a device to read values of `x`."""
+    return x.device.type not in ("cpu", "meta")
+
+
+def values_on_device(values: Sequence[Any] | Tensor, dtype: torch.dtype | None, device: torch.device | str) -> Tensor:
+    """Return numbers of the host on a device; a GPU gets them from pinned memory, for which the host does not wait."""
+    on_host = torch.as_tensor(values, dtype=dtype)
+    if on_host.device.type != "cpu" or torch.device(device).type != "cuda" or torch.compiler.is_compiling():
+        return on_host.to(device)
+    return on_host.pin_memory().to(device, non_blocking=True)
 
 
 def lie_in_one_memory(x: Tensor, y: Tensor) -> bool:

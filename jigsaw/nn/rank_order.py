@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.comm.debug import compare_calls
 from jigsaw.comm.exchange import PackedSwap
 from jigsaw.comm.graph_calls import graph_call, lacks_values
+from jigsaw.comm.wire_values import values_on_device
 from jigsaw.geometry.cut import Cut, have_same_rows, whole_dim
 from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.ranks.mesh import mesh_coordinate
@@ -81,7 +82,7 @@ def take_owned_rows(w: Tensor, dim: int, group: CutGroup, layout: Layout, coord:
         return cells.flatten(dim, dim + len(group) - 1) if len(group) > 1 else cells
     if len(group) == 1:
         return w  # pieces of one cut lie one after the other anyway
-    return w.index_select(dim, _rows_in_rank_order(group, layout).to(w.device))
+    return w.index_select(dim, values_on_device(_rows_in_rank_order(group, layout), None, w.device))
 
 
 def host_values() -> AbstractContextManager[Any]:
@@ -91,7 +92,9 @@ def host_values() -> AbstractContextManager[Any]:
 
 def put_in_dim_order(w: Tensor, dim: int, group: CutGroup, layout: Layout) -> Tensor:
     """Return the rows of a whole `dim`, which came in rank order, in the order of the dim."""
-    return w if len(group) == 1 else w.index_select(dim, _rows_in_rank_order(group, layout).argsort().to(w.device))
+    if len(group) == 1:
+        return w
+    return w.index_select(dim, values_on_device(_rows_in_rank_order(group, layout).argsort(), None, w.device))
 
 
 def _rows_in_rank_order(group: CutGroup, layout: Layout) -> Tensor:

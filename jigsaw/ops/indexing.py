@@ -24,7 +24,7 @@ from torch import Tensor
 
 from jigsaw import comm
 from jigsaw.comm.graph_calls import lacks_values
-from jigsaw.comm.wire_values import lie_in_one_memory
+from jigsaw.comm.wire_values import is_on_accelerator, lie_in_one_memory
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
@@ -240,7 +240,7 @@ def _flat_places(picked: Mapping[int, Any], view: Tile) -> Any:
         n, index = view.shape[d], index.long()  # an index of numpy's may be too narrow for row + n
         if isinstance(index, Tensor) and index.numel():
             is_right = ((index >= -n) & (index < n)).all()
-            if index.is_cuda or lacks_values():  # the host waits for no value
+            if is_on_accelerator(index) or lacks_values():  # the host waits for no value
                 assert_on_device(is_right)
             elif not is_right:
                 raise IndexError(
@@ -319,7 +319,7 @@ def _index_select(input: Any, dim: int, index: Any) -> Any:
     (at,) = reduced_dims(input, dim)
     if not input.ndim:
         return run_alike(torch.index_select, (input, dim, whole_index(index)), {}, input)
-    if isinstance(index, Tensor) and not (index.is_cuda or lacks_values()) and not (index >= 0).all():
+    if isinstance(index, Tensor) and not (is_on_accelerator(index) or lacks_values()) and not (index >= 0).all():
         raise IndexError(
             f"index_select(): index {int(index.min())} is out of range for dim {at}, of {input.shape[at]} rows"
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from jigsaw import comm
 from jigsaw.comm.graph_calls import lacks_values
+from jigsaw.comm.wire_values import is_on_accelerator
 from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.changing_rows import changes_rows, holds_beyond
@@ -53,7 +54,7 @@ def _check_range(function: Any, index: Any, size: int) -> None:
     """Check an index.  Raises: for one out of range, on every rank, because torch itself checks only a rank's
     own rows.
     """
-    can_look = isinstance(index, Tensor) and index.numel() and not (index.is_cuda or lacks_values())
+    can_look = isinstance(index, Tensor) and index.numel() and not (is_on_accelerator(index) or lacks_values())
     if can_look and not ((index >= 0) & (index < size)).all():
         raise IndexError(f"{function.__name__}: an index is out of range for a dim of size {size}")
 

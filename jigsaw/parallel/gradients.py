@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from jigsaw import comm
-from jigsaw.comm.wire_values import lie_in_one_memory
+from jigsaw.comm.wire_values import lie_in_one_memory, values_on_device
 from jigsaw.errors import ShardingError
 from jigsaw.ops.into_torch.reentrant import (
     at_end_of_pass,
@@ -243,7 +243,7 @@ class GradientBucket:
             like = local_part(trained[0])
             wide = torch.float32 if like.dtype in (torch.bfloat16, torch.float16) else like.dtype
             flags = [p.grad is not None for p in self.sent] + [not block.is_alone for block in self.blocks]
-            self.flags = torch.tensor(flags, device=like.device).to(wide)
+            self.flags = values_on_device(flags, wide, like.device)
             if lends and len(self.sent) == 1 and local_part(self.sent[0]).nbytes >= _LENT_BYTES:
                 self.flat = self._lend_gradient(self.sent[0], wide)
                 self.pending = [comm.start_sum(x, mesh, self.axes) for x in (self.flat, self.flags)]
@@ -275,8 +275,9 @@ class GradientBucket:
         """Wait for the sum and give every parameter its mean; one that no rank has a gradient for keeps none."""
         if self.pending is not None and self.flat is not None and self.flags is not None:
             self._wait()
-            some = any(p.grad is None for p in self.sent) or self.blocks
-            has = self.flags.tolist() if some else [1.0] * len(self.sent)
+            # the host waits for flags only where they decide; a lent gradient is there on every rank
+            is_open = self.blocks or (self.lent is None and any(p.grad is None for p in self.sent))
+            has = self.flags.tolist() if is_open else [1.0] * len(self.sent)
             if self.lent is not None:
                 self.flat.div_(ranks)
                 self.sent[0].grad = self.lent

@@ -19,11 +19,18 @@ from torch.distributed.tensor import DTensor, Shard
 from jigsaw import comm
 from jigsaw.errors import ShardingError
 from jigsaw.parallel.gradients import axes_not_cutting
-from jigsaw.ranks.mesh import axes_of_mesh, flat_submesh, has_every_rank, hybrid_submesh, root_mesh
+from jigsaw.ranks.mesh import (
+    axes_of_mesh,
+    flat_submesh,
+    has_every_rank,
+    hybrid_submesh,
+    root_mesh,
+    sends_through_host,
+)
 from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import is_view
-from jigsaw.torch_internals.groups import gather_without_waiting, results_of_placement
+from jigsaw.torch_internals.groups import gather_without_waiting, results_of_placement, sum_complex_as_reals
 
 WeightSharding = bool | Literal["after_forward", "keep"]
 
@@ -65,6 +72,12 @@ class ShardingOptions:
                         f"{name}={value!r} is about weights that are cut: pass shard_weights=True with it"
                     )
             return None
+        if mesh.device_type != "cpu" and sends_through_host(mesh):
+            raise ShardingError(
+                f"shard_weights={shard_weights!r} on {mesh.device_type} devices whose messages go through the host "
+                "(gloo): FSDP2 needs a backend of its own there; give each rank a GPU, let ranks share one by NCCL "
+                "(NCCL 2.30 or newer, NCCL_MULTI_RANK_GPU_ENABLE=1), or pass shard_weights=False"
+            )
         sizes = dict(axes_of_mesh(mesh))
         if copies and not has_every_rank(root_mesh(mesh)):
             raise ShardingError(f"replicate={copies} needs a mesh of all ranks of the job; {mesh} leaves out some")
@@ -140,12 +153,19 @@ def shard_model_weights(
         if not isinstance(unit, FSDPModule):
             unit.register_forward_hook(_without_views)  # before FSDP2's own
             fully_shard(unit, mesh=over, ignored_params=set(rest.values()), shard_placement_fn=place, **fsdp_options)
-        if isinstance(unit, FSDPModule) and mesh.device_type == "cpu":
-            unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+        if isinstance(unit, FSDPModule):
+            _set_reduction(unit, through_host=sends_through_host(mesh))
             sharded.append(unit)
-    if sharded:
+    if mesh.device_type == "cpu":
         _UnitPrefetch(sharded, sharded[-1])
     return rest
+
+
+def _set_reduction(unit: FSDPModule, through_host: bool) -> None:
+    if through_host:
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    elif any(p.is_complex() for p in cast(nn.Module, unit).parameters()):
+        sum_complex_as_reals(unit)  # NCCL adds up real numbers alone
 
 
 class _NoView(torch.autograd.Function):

@@ -141,7 +141,8 @@ def random_functional(output: Any) -> Tensor:
     terms: list[Tensor] = []
     for _, leaf in _output_leaves(output):
         numbers = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
-        terms.append((numbers * torch.randn(numbers.shape, generator=generator, dtype=numbers.dtype)).sum())
+        factors = torch.randn(numbers.shape, generator=generator, dtype=numbers.dtype).to(numbers.device)
+        terms.append((numbers * factors).sum())
     return cast(Tensor, sum(terms))
 
 
@@ -164,7 +165,8 @@ def _rank_differences(
     case: OracleCase, expected: OracleResult, axes: dict[str, int], rtol: float, atol: float
 ) -> list[str]:
     mesh = world_mesh(**axes)
-    model = case.model if case.build is None else case.build(case.model, mesh)
+    whole = case.model.to(mesh.device_type) if isinstance(case.model, nn.Module) else case.model
+    model = whole if case.build is None else case.build(whole, mesh)
     wholes, tiles = _cut_inputs(case, mesh)
     with without_warning(UNREDUCED):  # the parts are summed below
         outcome = _run_case(case, model, tiles)
@@ -204,7 +206,8 @@ def _cut_inputs(case: OracleCase, mesh: DeviceMesh) -> tuple[dict[str, Any], lis
     """Return the whole inputs by name, and their tiles; with a halo the gradient goes through `shard`, which sums."""
     wholes: dict[str, Any] = {}
     tiles: list[Any] = []
-    for i, (x, spec) in enumerate(zip(case.inputs, case.specs, strict=True)):
+    for i, (given, spec) in enumerate(zip(case.inputs, case.specs, strict=True)):
+        x = _on_device(given, mesh.device_type)
         whole = _leaf_copy(x) if spec is None or case.cut.get("halo") else x
         tile = whole if spec is None else shard(whole, mesh, spec, **case.cut)
         if spec is not None and not tile.local.requires_grad and _has_gradient(tile.local):
@@ -255,7 +258,7 @@ def _compare_tensors(name: str, got: Tensor, expected: Tensor | None, rtol: floa
         yield f"{name}: {got.dtype} instead of {expected.dtype}"
     elif got.numel():
         wide = torch.promote_types(got.dtype, torch.float64)
-        a, b = got.detach().to(wide), expected.detach().to(wide)
+        a, b = got.detach().to("cpu", wide), expected.detach().to("cpu", wide)
         error = torch.where(a.isnan() & b.isnan() | (a == b), 0.0, (a - b).abs()).nan_to_num(math.inf)
         worst, bound = error.max().item(), atol + rtol * b.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
         if worst > bound:
@@ -292,6 +295,10 @@ def _in_dtype(x: Any, dtype: torch.dtype) -> Any:
 
 def _has_gradient(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
+
+
+def _on_device(x: Any, device: str) -> Any:
+    return x.detach().to(device).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
 
 def _leaf_copy(x: Any) -> Any:

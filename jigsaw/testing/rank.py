@@ -30,13 +30,17 @@ from jigsaw.ranks.mesh import init_mesh
 from jigsaw.testing.failure import RankFailure
 from jigsaw.testing.ordered_group import ORDERED_BACKEND, serve_ordered_groups, take_events
 from jigsaw.testing.post_order import Post, PostWait
+from jigsaw.testing.tensors_on_device import make_tensors_on
+
+DEVICE_VARIABLE = "JIGSAW_TEST_DEVICE"
 
 _GROUP_TIMEOUT = timedelta(hours=1)  # the world's own timeout reports earlier, with every rank's stack
 _world_meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+_world_device = "cpu"  # of this rank's tests, as `serve_jobs` was told
 
 
 def world_mesh(**axes: int) -> DeviceMesh:
-    """Return `jigsaw.init_mesh(**axes)` on CPU, made once for each set of axes in a world: later tests get it in
+    """Return `jigsaw.init_mesh(**axes)` on the world's device, made once for each set of axes: later tests get it in
     microseconds.
 
     Raises: `ShardingError` when the product of the axes is not the number of ranks.
@@ -46,7 +50,7 @@ def world_mesh(**axes: int) -> DeviceMesh:
     """
     key = tuple(axes.items())
     if key not in _world_meshes:
-        _world_meshes[key] = init_mesh(device="cpu", **axes)
+        _world_meshes[key] = init_mesh(device=_world_device, **axes)
     return _world_meshes[key]
 
 
@@ -88,9 +92,16 @@ class RankReport:
     posts: tuple[Post | PostWait, ...] = ()
 
 
-def serve_jobs(
-    connection: Connection, rank: int, size: int, folder: str, environment: dict[str, str], backend: str
-) -> None:
+@dataclass(frozen=True)
+class WorldKind:
+    """The number of ranks, the backend of their messages, and the device of their tensors."""
+
+    ranks: int
+    backend: str
+    device: str
+
+
+def serve_jobs(connection: Connection, rank: int, kind: WorldKind, folder: str, environment: dict[str, str]) -> None:
     """Join the world, then run what arrives on `connection`; the rank's whole life.  `environment` is the parent's now,
     because the process that this one was forked from may have an older one.
     """
@@ -100,11 +111,14 @@ def serve_jobs(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when a world ends
     stacks = (Path(folder) / f"stack{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    _be_one_cpu_rank(rank, size)
-    store = dist.FileStore(str(Path(folder) / "store"), size)
-    if backend == ORDERED_BACKEND:
+    _be_one_rank(rank, kind)
+    if DEVICE_VARIABLE in os.environ:
+        make_tensors_on(kind.device)
+    store = dist.FileStore(str(Path(folder) / "store"), kind.ranks)
+    if kind.backend == ORDERED_BACKEND:
         serve_ordered_groups()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_GROUP_TIMEOUT)
+    backend = "cpu:gloo,cuda:nccl" if kind.backend == "nccl" else kind.backend
+    dist.init_process_group(backend, store=store, rank=rank, world_size=kind.ranks, timeout=_GROUP_TIMEOUT)
     connection.send_bytes(pickle.dumps(RankReport()))
     while True:
         try:
@@ -148,10 +162,19 @@ def _same_start() -> None:
     torch.set_grad_enabled(True)
 
 
-def _be_one_cpu_rank(rank: int, size: int) -> None:
+def _be_one_rank(rank: int, kind: WorldKind) -> None:
+    global _world_device
+    _world_device = kind.device
     os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
-    os.environ |= {name: str(size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ |= {name: str(kind.ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    if kind.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        # NCCL 2.30 and newer let ranks share a GPU; with little memory each, as tests have many ranks and groups
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        for name, value in {"NCCL_MAX_CTAS": "1", "NCCL_BUFFSIZE": str(2**18), "NCCL_NVLS_ENABLE": "0"}.items():
+            os.environ.setdefault(name, value)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     if "lo" in (name for _, name in socket.if_nameindex()):  # a host name that does not resolve must not stop a test
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)

@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 from jigsaw.testing import rank as rank_process
 from jigsaw.testing.failure import RankFailure, combined_error
 from jigsaw.testing.post_order import check_posts
-from jigsaw.testing.rank import RankBody, RankJob, RankReport
+from jigsaw.testing.rank import DEVICE_VARIABLE, RankBody, RankJob, RankReport, WorldKind
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,13 +32,13 @@ _GRACE_SECONDS = 1.0  # after a rank failed, the others may still report
 _STACK_SECONDS = 30.0  # for all stacks to be written, on a busy machine
 _MOST_GROUPS = 96  # gloo keeps sockets and threads for each process group that tests leave behind
 
-_worlds: dict[tuple[int, str], RankWorld] = {}
+_worlds: dict[WorldKind, RankWorld] = {}
 
 BACKEND_VARIABLE = "JIGSAW_TEST_BACKEND"
 
 
 def on_ranks(
-    ranks: int, *, timeout: float = 60.0, backend: str | None = None
+    ranks: int, *, timeout: float = 60.0, backend: str | None = None, device: str | None = None
 ) -> Callable[[Callable[P, T]], Callable[P, list[T] | None]]:
     """Run the function's body on `ranks` real ranks: ``@on_ranks(4)`` over a test, below ``pytest.mark.parametrize``.
 
@@ -47,7 +47,10 @@ def on_ranks(
     returns the list of what each rank returned, or None when no rank returned anything (as pytest expects of a test).
 
     `backend` is ``"gloo"``, or ``"ordered"``: gloo by NCCL's law, which shows on CPUs what would hang or be wrong on
-    GPUs (`jigsaw.testing.ordered_group`).  By default it is that of the variable ``JIGSAW_TEST_BACKEND``, else gloo.
+    GPUs (`jigsaw.testing.ordered_group`), or ``"nccl"``.  By default it is that of the variable
+    ``JIGSAW_TEST_BACKEND``, else gloo.  `device` is ``"cpu"``, or ``"cuda"``: ranks see the GPUs, and share them where
+    there are fewer, which NCCL allows from its version 2.30.  By default it is that of ``JIGSAW_TEST_DEVICE``, else the
+    CPU; where that variable names a device, bodies make their tensors there.
 
     Raises: `RankFailedError`, with the failing rank's own traceback first, when a rank raises, dies, or runs longer
     than `timeout` seconds. The world is then killed and the next test starts a fresh one. `PostOrderError` where
@@ -63,7 +66,7 @@ def on_ranks(
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> list[T] | None:
             __tracebackhide__ = True  # pytest: show the rank's traceback, not ours
-            values = _live_world(ranks, backend).run(body, args, kwargs, timeout)
+            values = _live_world(ranks, backend, device).run(body, args, kwargs, timeout)
             return None if all(value is None for value in values) else values
 
         call.__dict__["rank_body"] = function  # where a rank finds the body under this wrapper
@@ -72,7 +75,14 @@ def on_ranks(
     return decorate
 
 
-def run_on_ranks(ranks: int, function: Callable[..., T], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[T]:
+def run_on_ranks(
+    ranks: int,
+    function: Callable[..., T],
+    *args: Any,
+    timeout: float = 60.0,
+    device: str | None = None,
+    **kwargs: Any,
+) -> list[T]:
     """Call a module-level `function` on `ranks` ranks and return what each returned; `on_ranks` without the decorator,
     on its backend by default.
 
@@ -81,14 +91,14 @@ def run_on_ranks(ranks: int, function: Callable[..., T], *args: Any, timeout: fl
     >>> jigsaw.testing.run_on_ranks(2, torch.distributed.get_world_size)
     [2, 2]
     """
-    return _live_world(ranks).run(_importable_body(function), args, kwargs, timeout)
+    return _live_world(ranks, device=device).run(_importable_body(function), args, kwargs, timeout)
 
 
 class RankWorld:
     """The processes of one size. `run` is synchronous; after a failure the world is dead."""
 
-    def __init__(self, size: int, backend: str = "gloo") -> None:
-        self.size = size
+    def __init__(self, kind: WorldKind) -> None:
+        self.size = size = kind.ranks
         self.jobs = 0
         self._groups = 0
         self._folder = tempfile.mkdtemp(prefix="jigsaw-world-")
@@ -98,7 +108,7 @@ class RankWorld:
         self._processes: list[SpawnProcess | ForkServerProcess] = [
             start.Process(
                 target=rank_process.serve_jobs,
-                args=(theirs, rank, size, self._folder, dict(os.environ), backend),
+                args=(theirs, rank, kind, self._folder, dict(os.environ)),
                 name=f"rank{rank}",
                 daemon=True,
             )
@@ -226,19 +236,22 @@ def _process_context() -> ForkServerContext | SpawnContext:
     return context
 
 
-def _live_world(size: int, backend: str | None = None) -> RankWorld:
-    key = size, backend or os.environ.get(BACKEND_VARIABLE, "gloo")
+def _live_world(size: int, backend: str | None = None, device: str | None = None) -> RankWorld:
+    environment = os.environ
+    kind = WorldKind(
+        size, backend or environment.get(BACKEND_VARIABLE, "gloo"), device or environment.get(DEVICE_VARIABLE, "cpu")
+    )
     if size < 1:
         raise ValueError(f"on_ranks({size}): a world has at least 1 rank")
     if multiprocessing.parent_process() is not None:
         raise RuntimeError(
             f"on_ranks({size}) was called inside a rank or another child process; call it from the test's own process"
         )
-    world = _worlds.get(key)
+    world = _worlds.get(kind)
     if world is None or not world.alive or world.is_worn:
         if world is not None:
             world.kill()
-        world = _worlds[key] = RankWorld(*key)
+        world = _worlds[kind] = RankWorld(kind)
     return world
 
 

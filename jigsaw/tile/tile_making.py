@@ -43,6 +43,7 @@ def shard(
     other arguments differ.
 
     A tensor that does not require grad is never shared with the tile, so that the whole one can be freed or changed.
+    The tile lies on the device of the mesh: the share of a whole tensor in memory of the host is copied there.
 
     >>> mesh = jigsaw.init_mesh(lat=1)
     >>> tile = jigsaw.shard(torch.arange(6.0), mesh, ("lat",), halo={0: 1}, periodic=[0])
@@ -64,11 +65,18 @@ def shard(
                 "own part to jigsaw.from_local"
             )
     uncut = Layout.of(x.shape, (None,) * x.ndim, layout.axes)
+    if x.requires_grad:
+        x = _on_mesh_device(x, mesh)  # its gradient travels between ranks
     local = redistribute_rows(x, uncut, layout, mesh)
     shared = local.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     if shared and not x.requires_grad:
         local = local.clone(memory_format=memory_format_of(x))
-    return Tile(local, layout, mesh)
+    return Tile(_on_mesh_device(local, mesh), layout, mesh)
+
+
+def _on_mesh_device(local: Tensor, mesh: DeviceMesh) -> Tensor:
+    is_there = local.device.type in (mesh.device_type, "meta")  # a tensor without values has no place
+    return local if is_there else local.to(mesh.device_type)
 
 
 def from_local(
@@ -89,6 +97,8 @@ def from_local(
     *Raises*: `ShardingError` on every rank, when one rank's part does not have the shape that the layout gives it, when
     ranks that hold the same part have other values, or pass different arguments.
 
+    A part on another device than that of the mesh is copied there.
+
     >>> mesh = jigsaw.init_mesh(lat=1)
     >>> tile = jigsaw.from_local(torch.ones(5, 2), mesh, ("lat", None), shape=(5, 2))
     >>> tile.sum().item()
@@ -108,7 +118,7 @@ def from_local(
     )
     layout = Layout.of(shape, spec, axes_of_mesh(mesh), split=split, align=align, halo=halo, periodic=periodic)
     _check_parts(local, layout, mesh)
-    return Tile(local, layout, mesh)
+    return Tile(_on_mesh_device(local, mesh), layout, mesh)
 
 
 def _check_parts(local: Tensor, layout: Layout, mesh: DeviceMesh) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -135,6 +136,24 @@ _FSDP = "torch.distributed.fsdp._fully_shard."
 
 # Whether `unshard()` returns at once, on CPUs too.  Public: only for GPUs, by their streams.
 gather_without_waiting = LateName("torch.distributed.fsdp:FSDPModule._set_unshard_async_op")
+
+
+def sum_complex_as_reals(unit: Any) -> None:
+    """Let FSDP2 reduce and scatter complex gradients of a unit as pairs of reals.
+
+    Public is `set_custom_reduce_scatter`, which refuses units on several meshes and needs a class that is not public.
+    """
+    default = private_name(_FSDP + "_fsdp_collectives:DefaultReduceScatter")
+
+    class PairsOfReals(default):
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            pairs = [torch.view_as_real(x).view(-1) if x.is_complex() else x for x in (output_tensor, input_tensor)]
+            return super().__call__(*pairs, *args, **kwargs)
+
+    state = private_name("torch.distributed.fsdp:FSDPModule._get_fsdp_state")(unit)
+    for parameters in private_attribute(state, "_fsdp_param_groups")(state):
+        private_attribute(parameters, "_reduce_scatter_comm")
+        setattr(parameters, "_reduce_scatter_comm", PairsOfReals())  # noqa: B010 (a private name, which is looked up)
 
 
 def is_before_backward(unit: Any) -> bool:

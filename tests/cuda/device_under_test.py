@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 import jigsaw
+from jigsaw import testing
 
 DEVICE = os.environ.get("JIGSAW_TEST_DEVICE", "cuda")
 
@@ -16,6 +17,11 @@ DEVICE = os.environ.get("JIGSAW_TEST_DEVICE", "cuda")
 def device_mesh(**axes):
     """The mesh of a body: several ranks share a GPU where there are fewer, over gloo."""
     return jigsaw.init_mesh(device=DEVICE, **axes)
+
+
+def on_ranks(ranks, **options):
+    """`jigsaw.testing.on_ranks` where ranks see the GPUs."""
+    return testing.on_ranks(ranks, device=DEVICE, **options)
 
 
 def settle():

@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from device_under_test import DEVICE, device_mesh, settle
+from device_under_test import DEVICE, device_mesh, on_ranks, settle
 from torch import nn
 
 import jigsaw
-from jigsaw.testing import on_ranks
+from jigsaw.errors import ShardingError
 
 SPEC = (None, None, "lat", "lon")
 gpu_only = pytest.mark.gpu_only
@@ -92,10 +92,24 @@ def test_a_step_on_one_gpu(name):
 
 
 @pytest.mark.parametrize("name", NETS)
-@pytest.mark.parametrize("shard_weights", [False, True])
 @on_ranks(2)
-def test_a_step_of_ranks_that_share_a_gpu(name, shard_weights):
+def test_a_step_of_ranks_that_share_a_gpu(name):
+    _check_step(name, {"lat": 2})
+
+
+@gpu_only
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("shard_weights", [False, True])
+@on_ranks(2, backend="nccl")
+def test_a_step_over_nccl(name, shard_weights):
     _check_step(name, {"lat": 2}, shard_weights=shard_weights)
+
+
+@gpu_only
+@on_ranks(2, backend="gloo")
+def test_weights_are_not_cut_over_gloo_on_gpus():
+    with pytest.raises(ShardingError, match="FSDP2 needs a backend of its own"):
+        jigsaw.parallelize(UNet().to(DEVICE), device_mesh(lat=2), shard_weights=True)
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -129,7 +143,7 @@ def test_ways_of_attention(way):
 def test_dropout_is_that_of_the_cpu():
     def kept(device):
         torch.manual_seed(3)
-        mesh = device_mesh(lat=2) if device == DEVICE else jigsaw.testing.world_mesh(lat=2)
+        mesh = jigsaw.init_mesh(device=device, lat=2)
         return F.dropout(jigsaw.shard(torch.ones(9, 4).to(device), mesh, ("lat", None)), 0.5).full_tensor().cpu()
 
     assert torch.equal(kept(DEVICE), kept("cpu"))
@@ -189,6 +203,34 @@ def test_memory_is_that_of_plain_torch(name):
     x = torch.randn(2, 3, 18, 4000 if name != "tokens" else 300, device=DEVICE)
     theirs, ours = peak(whole, x), peak(tiled, jigsaw.shard(x, mesh, (None, None, "lat", None)))
     assert ours <= 1.05 * theirs + 2**20
+
+
+def _check_that_no_step_waits(name, ranks):
+    _, tiled, _, tile = _pair(name, device_mesh(lat=ranks), dtype=torch.float32)
+    optimizer = torch.optim.AdamW(tiled.parameters())
+    for step in range(3):
+        if step == 2:  # what is made once may wait
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            tiled(tile).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu_only
+@pytest.mark.parametrize("name", NETS)
+@on_ranks(1)
+def test_the_host_waits_for_no_step_on_one_gpu(name):
+    _check_that_no_step_waits(name, 1)
+
+
+@gpu_only
+@pytest.mark.parametrize("name", NETS)
+@on_ranks(2, backend="nccl")
+def test_the_host_waits_for_no_step_over_nccl(name):
+    _check_that_no_step_waits(name, 2)
 
 
 @gpu_only

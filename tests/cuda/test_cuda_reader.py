@@ -40,8 +40,8 @@ def _read(path, values, ranks):
 
 
 def test_batches_on_one_gpu(tmp_path):
-    run_on_ranks(1, _read, tmp_path / "x.zarr", _write(tmp_path / "x.zarr"), 1, timeout=120)
+    run_on_ranks(1, _read, tmp_path / "x.zarr", _write(tmp_path / "x.zarr"), 1, timeout=120, device=DEVICE)
 
 
 def test_batches_of_ranks_that_share_a_gpu(tmp_path):
-    run_on_ranks(2, _read, tmp_path / "x.zarr", _write(tmp_path / "x.zarr"), 2, timeout=120)
+    run_on_ranks(2, _read, tmp_path / "x.zarr", _write(tmp_path / "x.zarr"), 2, timeout=120, device=DEVICE)

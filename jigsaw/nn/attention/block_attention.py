@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jigsaw.comm.wire_values import values_on_device
 from jigsaw.torch_internals.dispatch import CPU_ATTENTION, CPU_ATTENTION_BACKWARD
 
 
@@ -52,7 +53,7 @@ class BlockRows:
 
     def _later(self) -> Tensor:
         assert self.places is not None
-        return self.at > self.places.to(self.at.device)[:, None]
+        return self.at > values_on_device(self.places, None, self.at.device)[:, None]
 
 
 @dataclass(frozen=True)

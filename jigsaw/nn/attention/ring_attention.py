@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.comm import debug
 from jigsaw.comm.graph_calls import graph_call
+from jigsaw.comm.wire_values import values_on_device
 from jigsaw.geometry.cut import Interval
 from jigsaw.nn.attention.block_attention import BlockRows, block_gradients, has_fused_kernel, sum_block
 from jigsaw.nn.attention.ring_order import KeyRing
@@ -124,7 +125,7 @@ class _RingPass:
     ) -> Iterator[BlockRows]:
         """Iterate over queries, all or an interval, some at a time, with those of a member's keys that they see."""
         for rows, columns, key_places, order, is_triangle in self._blocks_seen(q, mask, member, queries):
-            at = key_places.to(q.device)
+            at = values_on_device(key_places, None, q.device)
             some = None if mask is None else mask if mask.shape[-2] == 1 else mask[..., rows, :]
             some = some if some is None or some.shape[-1] == 1 else some.index_select(-1, at)
             yield BlockRows(rows, columns, at, some, order, is_triangle, self._kept(rows, at, q.dtype))

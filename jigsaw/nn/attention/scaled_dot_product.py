@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jigsaw.comm.exchange import redistribute_rows
+from jigsaw.comm.wire_values import values_on_device
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
@@ -90,7 +91,7 @@ def _local_mask(
     parts = [plan.bring_operand(m, labels_of_operand(m.ndim, batch, QUERY_LABEL, KEY_LABEL), like) for m in masks]
     if is_causal:
         rows, columns = (
-            _places_along(by, n, plan, like).to(like.device)
+            values_on_device(_places_along(by, n, plan, like), None, like.device)
             for n, by in zip(sizes, (QUERY_LABEL, KEY_LABEL), strict=True)
         )
         parts.append(columns <= rows[:, None])

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from jigsaw import comm
 from jigsaw.comm.graph_calls import lacks_values
+from jigsaw.comm.wire_values import is_on_accelerator
 from jigsaw.errors import ShardingError
 from jigsaw.ops.along import log_softmax, shifted_by_global_max
 from jigsaw.ops.meeting.common_cuts import bring_together
@@ -293,7 +294,7 @@ def _losses_of_cut_classes(
     (cut,) = x.layout.dim(dim)
     start, stop = cut.owned(x.layout.piece(cut, x.coordinate))
     counted = index != ignore
-    if not (index.is_cuda or lacks_values()) and not (((index >= 0) & (index < cut.size)) | ~counted).all():
+    if not (is_on_accelerator(index) or lacks_values()) and not (((index >= 0) & (index < cut.size)) | ~counted).all():
         raise IndexError(f"class losses: a target is out of range for {cut.size} classes")
     local = shifted_by_global_max(x, dim).local if are_logits else x.local
     has_target = counted & (index >= start) & (index < stop)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.comm.exchange import sum_held_rows
 from jigsaw.comm.graph_calls import lacks_values
+from jigsaw.comm.wire_values import is_on_accelerator
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS
 from jigsaw.geometry.layout import Layout
@@ -81,7 +82,7 @@ def _sum_over_rows(own: Tile, weight: Tensor, padding_idx: int | None, stored: L
         )
     index = gathered_tokens(own, axes) if are_cut else own
     places, (start, stop) = index.local, cut.owned(stored.piece(cut, own.coordinate))
-    if not (places.is_cuda or lacks_values()) and not ((places >= 0) & (places < cut.size)).all():
+    if not (is_on_accelerator(places) or lacks_values()) and not ((places >= 0) & (places < cut.size)).all():
         raise IndexError(f"embedding: an index is out of range for a table of {cut.size} rows")
     # each rank along `axes` looks up other rows of the table, even where they do not cut the indices
     work = out if are_cut else Layout.from_dims([stored.dim(0), *out.dims()], out.axes)

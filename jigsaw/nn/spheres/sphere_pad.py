@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from jigsaw.comm.exchange import exchange_rows
+from jigsaw.comm.wire_values import values_on_device
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Interval
 from jigsaw.geometry.stencil_rules import DerivedCut, StencilWindow
@@ -116,7 +117,7 @@ class SpherePad(nn.Module):
         shape = [1] * x.ndim
         shape[self.channel_dim] = x.shape[self.channel_dim]
         values = [-1.0 if c in self.vectors else 1.0 for c in range(x.shape[self.channel_dim])]
-        return torch.tensor(values, dtype=x.dtype, device=x.device).view(shape)
+        return values_on_device(values, x.dtype, x.device).view(shape)
 
     def _pad_plain(self, x: Tensor, signs: Tensor | None) -> Tensor:
         _, _, top, bottom = self.padding

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jigsaw.comm.wire_values import values_on_device
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.stencil_rules import InterpolationTable, ceil_div
@@ -91,7 +92,7 @@ def _max_of_windows(x: Tensor, dim: int, spans: Sequence[tuple[int, int]]) -> Te
     longest = max(stop - start for start, stop in spans)
     # a shorter window repeats its last row, which gets no gradient because the first of equal ones has it
     rows = [min(start + k, stop - 1) for start, stop in spans for k in range(longest)]
-    picked = x.index_select(dim, torch.tensor(rows, device=x.device))
+    picked = x.index_select(dim, values_on_device(rows, torch.int64, x.device))
     return picked.unflatten(dim, (len(spans), longest)).max(dim + 1).values
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jigsaw.comm.exchange import memory_format_of
+from jigsaw.comm.wire_values import values_on_device
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import FrozenValue
 from jigsaw.geometry.layout import Layout, MeshCoordinate
@@ -282,12 +283,12 @@ def _interpolate_by_row(x: Tensor, dim: int, r: ResampledDim, low: int, out: tup
     if r.mode == "bicubic" or r.antialias:
         return _sum_weighted_rows(x, dim, r, low, out)
     first, last, weights = (values[out[0] : out[1]] for values in _input_rows_read(r, x.dtype))
-    rows = torch.tensor(first, device=x.device) - low
+    rows = values_on_device(first, torch.int64, x.device) - low
     y = x.index_select(dim, rows)
     if r.mode in _NEAREST:
         return y
-    w = torch.tensor(weights, dtype=x.dtype, device=x.device).reshape(-1, *(1,) * (x.ndim - dim - 1))
-    return y.lerp(x.index_select(dim, torch.tensor(last, device=x.device) - low), w)
+    w = values_on_device(weights, x.dtype, x.device).reshape(-1, *(1,) * (x.ndim - dim - 1))
+    return y.lerp(x.index_select(dim, values_on_device(last, torch.int64, x.device) - low), w)
 
 
 @lru_cache(maxsize=512)
@@ -338,7 +339,8 @@ def _sum_weighted_rows(x: Tensor, dim: int, r: ResampledDim, low: int, out: tupl
     """Sum the rows of each output row times their weights; one with fewer rows takes its first again, times 0."""
     reads = (_antialias_taps if r.antialias else _cubic_taps)(r)[out[0] : out[1]]
     most = max(map(len, reads))
-    taps = torch.tensor([(*t, *((t[0][0], 0.0),) * (most - len(t))) for t in reads], dtype=torch.float64).to(x.device)
+    rows_read = [(*t, *((t[0][0], 0.0),) * (most - len(t))) for t in reads]
+    taps = values_on_device(rows_read, torch.float64, x.device)
     shape = (-1, *(1,) * (x.ndim - dim - 1))
     y: Tensor | None = None
     for k in range(most):

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from jigsaw.comm.wire_values import values_on_device
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.stencil_rules import FoldedPadding, StencilWindow
@@ -123,7 +124,7 @@ def _pad_folded(input: Tile, pads: PadsByDim, mode: str) -> Tile:
         assert isinstance(rule, FoldedPadding)
         rows = [rule.row(o, input.shape[dim]) - low for o in range(*derived.out.held[piece])]
         if rows != list(range(x.shape[dim])):
-            x = x.index_select(dim, torch.tensor(rows, device=x.device))
+            x = x.index_select(dim, values_on_device(rows, torch.int64, x.device))
     if rules:
         flat = [n for d in reversed(range(min(pads), input.ndim)) for n in (pads[d] if d in rules else (0, 0))]
         x = F.pad(x, flat, mode)

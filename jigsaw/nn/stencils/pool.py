@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jigsaw.comm.wire_values import values_on_device
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Interval
 from jigsaw.geometry.layout import Layout
@@ -201,7 +202,7 @@ def _recount_means(
         rows, window = input.shape[dim], windows[dim - first]
         counts = [_counted_rows(window, o, rows, include_pad) for o in range(*derived.out.held[piece])]
         if any(c != window.kernel for c in counts):
-            factors = torch.tensor([window.kernel / c for c in counts], dtype=y.dtype, device=y.device)
+            factors = values_on_device([window.kernel / c for c in counts], y.dtype, y.device)
             y = y * factors.reshape(-1, *(1,) * (y.ndim - dim - 1))
     return y
 
