@@ -252,6 +252,12 @@ def multi_head_attention_forward(
     axes = () if in_proj_weight is None else head_axes(query, in_proj_weight)
     if in_proj_weight is not None and axes:
         projected: Any = project_heads_in((query, key, value), in_proj_weight, in_proj_bias, num_heads, axes)
+    elif in_proj_weight is not None and query is key is value:
+        # as torch does: one product, and one copy in the narrow type of autocast
+        packed = cast(Tile, F.linear(query, in_proj_weight, in_proj_bias))
+        layout = packed.narrow(-1, 0, embed_dim_to_check).layout
+        # split, not narrowed, so that their gradients are joined in one copy
+        projected = [Tile(x, layout, packed.mesh) for x in packed.local.split(embed_dim_to_check, -1)]
     else:
         weights_in: Any = (
             in_proj_weight.chunk(3) if in_proj_weight is not None else (q_proj_weight, k_proj_weight, v_proj_weight)
