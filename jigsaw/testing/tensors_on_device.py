@@ -46,12 +46,14 @@ def _made_on(device: str, factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_of_a_test() -> bool:
     """Say whether the call comes from a test's own code, or from a module that is being constructed."""
-    frame = inspect.currentframe()
+    frame, is_of_jigsaw = inspect.currentframe(), False
     while frame is not None:  # from the innermost call on
         path = Path(frame.f_code.co_filename)
         if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), nn.Module):
             return True
-        if path != _HERE and not path.is_relative_to(_TORCH):
-            return not path.is_relative_to(_JIGSAW)
+        if path != _HERE and path.is_relative_to(_JIGSAW):
+            is_of_jigsaw = True
+        elif path != _HERE and not path.is_relative_to(_TORCH):
+            return not is_of_jigsaw
         frame = frame.f_back
     return False

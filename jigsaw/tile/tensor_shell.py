@@ -42,6 +42,7 @@ from jigsaw.torch_internals.autograd import (
     saved_tensor_hooks,
     set_versions,
 )
+from jigsaw.torch_internals.groups import before_units_of_fsdp
 
 # Attributes that the local tensor answers for the tile, because they do not depend on the rest of the global tensor.
 _ATTRIBUTES_OF_LOCAL = (
@@ -96,15 +97,33 @@ _first_lock = threading.RLock()
 
 # -- a shell in the graph ---------------------------------------------------------------------------------------------
 
-# FSDP2 and the backward hooks of modules pass what requires grad through a Function that returns it as it is.  They ask
-# for `requires_grad` first: that puts the shell into the graph (`_EnterShell`).  What the Function returns has its
-# node, and the next who reads `local` leaves the shell behind that node (`_LeaveShell`): local, shell, node, local.
-_IDENTITIES = ("RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
+# The backward hooks of modules pass what requires grad through a Function that returns it as it is.  They ask for
+# `requires_grad` first: that puts the shell into the graph (`_EnterShell`).  What the Function returns has its node.
+# The next who reads `local` leaves the shell behind that node (`_LeaveShell`): local, shell, node, local.
+_IDENTITIES = ("BackwardHookFunctionBackward",)
 ENTER_NODE = "_EnterShellBackward"
 _LEAF_NODE = "torch::autograd::AccumulateGrad"
 # Reentrant checkpointing (of what got no tile and made one) runs a backward pass of its own, and DDP looks for unused
 # parameters behind the shell.
 _UNFOLLOWED = ("CheckpointFunctionBackward", "_CheckpointTilesBackward", "_DDPSinkBackward")
+
+
+@at_first_tile
+def _reduce_units_behind_their_gradients() -> None:
+    """Pass the local tensors of a unit's tiles, not the tiles, through the Function by which FSDP2 reduces gradients.
+
+    Autograd runs the nodes of each device in a thread of its own.  A node of shells is none of a GPU's: it would reduce
+    the unit's gradients while the GPU's thread has not made all of them.
+    """
+
+    def apply(parameters: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        outputs = torchs(parameters, *(x.local if isinstance(x, TensorShell) else x for x in inputs))
+        return tuple(
+            type(x)(y, x.__dict__["layout"], x.__dict__["mesh"]) if isinstance(x, TensorShell) else y
+            for x, y in zip(inputs, outputs, strict=True)
+        )
+
+    torchs = before_units_of_fsdp(apply)
 
 
 class _EnterShell(torch.autograd.Function):

@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from jigsaw.torch_internals.private_names import LateName, private_attribute, private_name, replaced_in_torch
+from jigsaw.torch_internals.private_names import (
+    LateName,
+    private_attribute,
+    private_name,
+    replace_in_torch,
+    replaced_in_torch,
+)
 
 # -- process groups ---------------------------------------------------------------------------------------------------
 
@@ -136,6 +142,18 @@ _FSDP = "torch.distributed.fsdp._fully_shard."
 
 # Whether `unshard()` returns at once, on CPUs too.  Public: only for GPUs, by their streams.
 gather_without_waiting = LateName("torch.distributed.fsdp:FSDPModule._set_unshard_async_op")
+
+
+def before_units_of_fsdp(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's function of `apply`, which FSDP2 calls in its place from now on.
+
+    It passes the inputs of a unit that require grad through a Function whose backward reduces the unit's gradients.
+    Public is nothing.
+    """
+    function = private_name(_FSDP + "_fsdp_param_group:RegisterPostBackwardFunction")
+    torchs = function.apply
+    replace_in_torch(function, "apply", staticmethod(apply))
+    return torchs
 
 
 def sum_complex_as_reals(unit: Any) -> None:

@@ -106,7 +106,9 @@ def learned_loss(model, x, y):
 
 def _train(model, batch, loss=learned_loss, steps=10, clip=1.0, optimizer=None):
     """Losses and gradient norms of AdamW steps."""
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
+    optimizer = optimizer or torch.optim.AdamW(
+        model.parameters(), lr=3e-3, eps=1e-4, foreach=False
+    )  # DTensors beside plain
     seen = []
     for _ in range(steps):
         optimizer.zero_grad()
