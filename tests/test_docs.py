@@ -74,7 +74,7 @@ def test_files_in_the_text_are_there():
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
-    """The stores that examples read: a globe, the same in two files, a scan and its labels."""
+    """The stores that examples read: a globe, the same in two files, cells of HEALPix, a scan and its labels."""
     path = tmp_path_factory.mktemp("stores")
     times = np.datetime64("2020-01-01", "ns") + np.arange(8) * np.timedelta64(6, "h")
     coords = {"time": times, "latitude": np.linspace(90, -90, 9), "longitude": np.arange(16) * 22.5}
@@ -89,6 +89,10 @@ def stores(tmp_path_factory):
     )
     for name, part in (("globe-01.nc", slice(0, 4)), ("globe-02.nc", slice(4, 8))):
         globe.isel(time=part).to_netcdf(path / name, engine="h5netcdf")
+    healpix = {"grid_mapping_name": "healpix", "refinement_level": 1, "indexing_scheme": "nested"}
+    cells = {"time": times, "crs": ((), 0, healpix)}
+    t2m = (("time", "cell"), np.full((8, 48), 280, "f4"), {"grid_mapping": "crs"})
+    xr.Dataset({"t2m": t2m}, cells).to_zarr(path / "cells.zarr", zarr_format=2)
     scan, label = np.arange(33 * 20 * 24, dtype="f4").reshape(33, 20, 24), np.zeros((33, 20, 24), "u1")
     label[10:14, 5:9, 6:12] = 1
     for name, array in (("scan", scan), ("label", label)):

@@ -1,4 +1,4 @@
-"""HEALPix grids: numbers of cells, and who is beside whom.  Integers only.
+"""HEALPix grids: numbers of cells, who is beside whom, and where each lies.
 
 The sphere is twelve faces of nside x nside cells. In a plane that is turned by 45 degrees the faces are unit squares:
 with x to the north-east and y to the north-west, face 4 + i at the equator is the square (i, -i), the northern face i
@@ -36,6 +36,20 @@ def healpix_neighbors(nside: int, nested: bool = True) -> Callable[[Integers], I
         return np.stack([np.where(f < 0, -1, to_cells(nside, np.maximum(f, 0), a, b)) for f, a, b in columns], axis=-1)
 
     return neighbors
+
+
+def healpix_degrees(nside: int, nested: bool, cells: Integers) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return latitude and longitude of the centers of cells, in degrees: [n] each, longitudes from 0 to 360."""
+    face, x, y = (_faces_of_nested if nested else _faces_of_rings)(nside, cells)
+    ring, place = _ring_and_place(nside, face, x, y)
+    from_pole = np.minimum(ring, 4 * nside - ring)
+    in_cap = from_pole < nside
+    # in the caps 1 - sin(lat) is ring² / 3n², by half angles, whose digits last up to the pole
+    cap = 90 - np.degrees(2 * np.arcsin(np.minimum(from_pole, nside) / (nside * 6**0.5)))
+    belt = np.degrees(np.arcsin(np.clip((4 - 2 * ring / nside) / 3, -1, 1)))
+    lat = np.where(in_cap, np.where(ring < nside, cap, -cap), belt)
+    shift = np.where(in_cap | ((ring - nside) % 2 == 0), 0.5, 0.0)
+    return lat, (place + shift) * 90 / np.minimum(from_pole, nside)
 
 
 def _cell_beside(n: int, face: Integers, x: Integers, y: Integers) -> tuple[Integers, Integers, Integers]:
@@ -105,6 +119,12 @@ def _faces_of_rings(n: int, cells: Integers) -> tuple[Integers, Integers, Intege
 
 
 def _rings_of_faces(n: int, face: Integers, x: Integers, y: Integers) -> Integers:
+    ring, place = _ring_and_place(n, face, x, y)
+    return _ring_starts(n)[ring - 1] + place
+
+
+def _ring_and_place(n: int, face: Integers, x: Integers, y: Integers) -> tuple[Integers, Integers]:
+    """Return the ring of each cell, 1 at the north pole, and its place along the ring."""
     band, longitude = 1 - face // 4, face % 4
     ring = (3 - band) * n - x - y - 1
     from_pole = np.minimum(ring, 4 * n - ring)
@@ -114,4 +134,4 @@ def _rings_of_faces(n: int, face: Integers, x: Integers, y: Integers) -> Integer
         [longitude * from_pole + x - (n - from_pole), longitude * from_pole + x],
         east // 2 % (4 * n),
     )
-    return _ring_starts(n)[ring - 1] + place
+    return ring, place

@@ -33,6 +33,7 @@ from jigsaw.io.formats.raw import open_npy, open_raw
 from jigsaw.io.formats.store import open_hdf5, open_store
 from jigsaw.io.reports.recommend import Recommendation, recommend
 from jigsaw.io.series import forcings
+from jigsaw.io.series.cell_grid import CellGrid
 from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.stats.compute import statistics
 from jigsaw.io.volumes import augment
@@ -49,6 +50,7 @@ __all__ = [
     "ArraySource",
     "Batch",
     "CacheError",
+    "CellGrid",
     "Converted",
     "CorruptChunkError",
     "DataLoader",

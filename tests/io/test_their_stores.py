@@ -222,14 +222,19 @@ def test_no_window_has_a_date_that_anemoi_misses(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["reduced", "scattered"])
-def test_a_reduced_grid_of_anemoi_says_so(tmp_path, kind):
+def test_a_reduced_grid_of_anemoi_lies_on_cells(tmp_path, kind):
     sizes = [8, 16, 24, 32, 32, 24, 8] if kind == "reduced" else [1] * 144
     latitudes = np.repeat(np.linspace(80, -80, len(sizes)), sizes)
     longitudes = np.concatenate([1 + np.arange(n) * 360 / n for n in sizes])
-    path = anemoi(tmp_path / "n.zarr", cube()[..., :144], (latitudes, longitudes))
-    told = r"no variable on a lat-lon grid .*'data' has a latitude and a longitude for each of its 144 places along "
-    with pytest.raises(FieldError, match=told + "'cell': a reduced or unstructured grid.*interpolate"):
-        read(path, fields=["2t"])
+    values = cube()[..., :144]
+    path = anemoi(tmp_path / "n.zarr", values, (latitudes, longitudes), chunk=50)
+    ds = jigsaw.io.open(path, mesh=world_mesh(cell=1), fields=["2t", "z500"], normalize="store")
+    assert ds.layout.shape == (1, 2, 144)
+    at = [NAMES.index("2t"), NAMES.index("z_500")]
+    mean, std = (f(values.astype("f8"), axis=(0, 2, 3))[at] for f in (np.mean, np.std))
+    want = (values[3, at, 0] - mean[:, None]) / std[:, None]
+    np.testing.assert_allclose(ds[3].input.full_tensor()[0], want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal([ds.grid.lat, ds.grid.lon], [latitudes, longitudes])
 
 
 @pytest.mark.parametrize("name", ["dates", "latitudes", "variables"])
@@ -305,7 +310,7 @@ def test_dims_that_nobody_knows(tmp_path):
     xr.Dataset({"v": (("when", "up", "across"), numbers(3, 4, 5)), "w": ("when", [1, 2, 3])}).to_netcdf(
         tmp_path / "v.nc"
     )
-    told = r"no variable on a lat-lon grid or in a volume: it has v \(when 3, up 4, across 5\); .*dims=\{'lat': …, "
+    told = r"no variable on a lat-lon grid, on cells .*: it has v \(when 3, up 4, across 5\); .*dims=\{'lat': …, "
     for fields in (None, ["v"]):
         with pytest.raises(FieldError, match=told):
             read(str(tmp_path / "v.nc"), fields=fields)

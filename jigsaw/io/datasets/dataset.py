@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from jigsaw.errors import MissingArrayError, WindowError
+from jigsaw.errors import GridError, MissingArrayError, WindowError
 from jigsaw.geometry.cut import Box
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
@@ -24,6 +24,7 @@ from jigsaw.io.reading.engine import ReadEngine, StoreIdentity, look_at_store
 from jigsaw.io.reading.read_plan import ReadPlan, plan_read
 from jigsaw.io.series import store_survey as survey
 from jigsaw.io.series.boundary import fill_beyond_ends, shown_rows
+from jigsaw.io.series.cell_grid import CellGrid
 from jigsaw.io.series.choices import DimChoices
 from jigsaw.io.series.fields import FieldChannel
 from jigsaw.io.series.forcings import GridForcings
@@ -123,6 +124,7 @@ class Dataset(MeshSamples):
     forcings: GridForcings | None = None
     vectors: tuple[int, ...] = ()
     counted: tuple[str, ...] = ()
+    cells: CellGrid | None = None
 
     def __len__(self) -> int:
         return len(self.anchors) * self._chosen
@@ -207,6 +209,13 @@ class Dataset(MeshSamples):
         """The coordinates of the rows that this rank owns; `whole_coords` are those of the whole grid."""
         owned = self.layout.owned(mesh_coordinate(self.device_mesh()))[2:]
         return {d: self.whole_coords[d][a:b] for d, (a, b) in zip(self.frame.dims, owned, strict=True)}
+
+    @property
+    def grid(self) -> CellGrid:
+        """Places, areas and neighbors of the cells.  Raises: `GridError` for fields that do not lie on cells."""
+        if self.cells is None:
+            raise GridError(f"grid is that of cells, and the fields lie on {list(self.frame.dims)}; see whole_coords")
+        return self.cells
 
     def sample_bytes(self) -> int:
         """Return the most bytes that any rank holds of one sample, input and target."""

@@ -21,6 +21,7 @@ from jigsaw.io.formats.store import StoreSource
 from jigsaw.io.reading.chunk_readers import PLAN_MODES
 from jigsaw.io.series import coords
 from jigsaw.io.series.boundary import BoundaryRule, vector_channels
+from jigsaw.io.series.cell_grid import cell_grid_of
 from jigsaw.io.series.choices import choose_positions, time_origins, window_anchors, window_offsets
 from jigsaw.io.series.fields import FieldChannel, channels_of_fields
 from jigsaw.io.series.forcings import GridForcings, geographic_angles
@@ -69,7 +70,8 @@ def open(
     r"""Open the samples of a store, cut over `mesh` while they are read.
 
     A sample at anchor a is its input, the steps ``a + inputs``, and its target, the steps ``a + targets``. Both are
-    tiles [T, C, \*space]: space is ``lat, lon`` on the globe and ``z, y, x`` or ``y, x`` elsewhere.
+    tiles [T, C, \*space]: space is ``lat, lon`` on the globe, ``cell`` on HEALPix, ICON and other grids of cells, and
+    ``z, y, x`` or ``y, x`` elsewhere.
 
     - `store`: a path (Zarr, NetCDF, HDF5, NIfTI, `.npy`), a URL, a glob or a list of files along time, an
       `xarray.Dataset` (read through xarray, as it is), a user's own `ArraySource`, or an opened store;
@@ -157,6 +159,7 @@ def open(
     frame = SampleSpace.of({d: len(v) for d, v in grid.items()}, axes, spec, halo, boundary, split, align)
     turn, whole_coords = _make_row_order(grid, lat_order, lon)
     frame = frame.on(whole_coords)
+    cells = cell_grid_of(survey, variables[0])
     forced = None
     if forcings:
         attrs = {dim: survey.attrs(variables[0], dim) for dim in whole_coords}
@@ -193,6 +196,7 @@ def open(
         forcings=forced,
         vectors=_turning_channels(chosen, vectors, survey, frame),
         counted=tuple(dim for dim in grid if not survey.states(variables[0], dim)),
+        cells=cells,
     )
     if forced:
         forced.check(dataset.input_times(0))
@@ -249,7 +253,7 @@ def _default_fields(survey: StoreSurvey, select: Mapping[str, Any] | None) -> li
     named = set(select or {})  # by the store's own name of a dim, or by its role
     numeric = [v for v in every if all({v.table.dims[d], v.roles[d]} & named for d in v.further)] or every
     if not numeric:
-        raise FieldError(f"the store {survey.store.url} has no variable on a lat-lon grid or in a volume")
+        raise FieldError(f"the store {survey.store.url} has no variable on a lat-lon grid, on cells or in a volume")
     first = {d: numeric[0].size(d) for d in numeric[0].space}
     return [v.table.name for v in numeric if {d: v.size(d) for d in v.space} == first]
 

@@ -16,6 +16,7 @@ from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.codecs import CodecDecoder
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.series import coords
+from jigsaw.io.series.cell_grid import CellGrid, cell_grid_of
 from jigsaw.io.series.fields import SHORT_NAMES, channels_of_fields
 from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable
 from jigsaw.io.series.times import TimeAxis, decode_times
@@ -238,6 +239,9 @@ def _summarize_grid(survey: StoreSurvey, variable: StoreVariable) -> GridSummary
     values = {role: survey.values(variable, role) for role in variable.space}
     axes = tuple(_summarize_dim(role, v, survey.attrs(variable, role)) for role, v in values.items())
     counted = [role for role in ("lat", "lon") if role in values and not survey.states(variable, role)]
+    cells = cell_grid_of(survey, variable)
+    if cells is not None:
+        return GridSummary(axes, _cells_extent(cells), "")
     if counted:
         return GridSummary(axes, f"no coordinate along {', '.join(counted)}: rows are counted", "")
     return GridSummary(axes, _grid_extent(values), _order_text(values))
@@ -252,6 +256,17 @@ def _summarize_dim(role: str, values: NDArray[Any], attrs: Mapping[str, Any]) ->
     first, last = (float(f"{numbers[i]:.7g}") for i in (0, -1)) if len(numbers) else (0.0, 0.0)
     step = float(f"{steps.mean():.6g}") if even else None
     return DimSummary(role, len(values), first, last, step, str(attrs.get("units", "")))
+
+
+def _cells_extent(grid: CellGrid) -> str:
+    if grid.nside is not None:
+        sphere = 12 * grid.nside**2
+        part = "" if grid.cells == sphere else f", {grid.cells} of {sphere} cells"
+        return f"HEALPix of nside {grid.nside}, {'nested' if grid.nested else 'ring'}{part}"
+    if grid.points is None:
+        return "cells whose places the store does not say"
+    lat, lon = grid.points
+    return f"points, lat {lat.min():g} to {lat.max():g}, lon {lon.min():g} to {lon.max():g}"
 
 
 def _grid_extent(values: Mapping[str, NDArray[Any]]) -> str:

@@ -1,7 +1,8 @@
 """Meaning of a store's dims: roles by what the user says, then by CF attributes, then by name.
 
 A *role* is the canonical name of a dim, whatever the store calls it: `time, level, lat, lon` on the globe, `z, y, x`
-in a volume, `y, x` on a curvilinear or projected grid; `member` for an ensemble, `lead` for the time since a forecast
+in a volume, `y, x` on a curvilinear or projected grid, `cell` where each place has a latitude and a longitude of its
+own (HEALPix, ICON, reduced Gaussian grids, stations); `member` for an ensemble, `lead` for the time since a forecast
 began and `init` for when it did.  A dim of channels (``[time, channel, lat, lon]``) is `level`, too: its levels have
 names.  A dim without a role keeps its own name.
 """
@@ -19,7 +20,8 @@ from jigsaw.errors import GridError, UnsupportedStoreError
 from jigsaw.io.arguments import checked_mapping
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 
-SPATIAL_ROLES = ("lat", "lon", "z", "y", "x")
+CELL_ROLE = "cell"
+SPATIAL_ROLES = ("lat", "lon", "z", "y", "x", CELL_ROLE)
 _TIME_ROLES = ("time", "init", "lead")
 DIM_ROLES = (*_TIME_ROLES, "member", "level", "channel", *SPATIAL_ROLES)
 _CHANNEL_DIMS = ("channel", "channels", "variable", "variables")
@@ -38,6 +40,7 @@ _ROLE_OF_STANDARD_NAME = _roles_by_word(
     lon="longitude",
     y="grid_latitude projection_y_coordinate",
     x="grid_longitude projection_x_coordinate",
+    cell="healpix_index",
     level="air_pressure altitude height depth model_level_number atmosphere_sigma_coordinate "
     "atmosphere_hybrid_sigma_pressure_coordinate",
 )
@@ -58,7 +61,9 @@ _ROLE_OF_NAME = _roles_by_word(
     z="z depth height",
     y="y row rows rlat south_north",
     x="x column columns col cols rlon west_east",
+    cell="cell cells ncell ncells",
 )
+_ANGLES = ("lat", "lon")
 _LARGEST_COORDINATE = 1 << 31
 
 
@@ -81,6 +86,8 @@ def role_of_dim(dim: str, attrs: Mapping[str, Any]) -> str | None:
 def _said_role(attrs: Mapping[str, Any]) -> str | None:
     standard = str(attrs.get("standard_name", "")).lower()
     units = str(attrs.get("units", "")).lower()
+    if attrs.get("grid_name") == "healpix":
+        return CELL_ROLE
     return _ROLE_OF_STANDARD_NAME.get(standard) or _ROLE_OF_UNITS.get(units) or ("time" if " since " in units else None)
 
 
@@ -134,6 +141,7 @@ class StoreCoordinates:
         self.arrays, self.naming = arrays, naming or DimNaming()
         self._planes: list[tuple[str, tuple[str, ...]]] = []
         self._auxiliary: dict[tuple[str, str], str] = {}
+        self._angles: dict[tuple[str, str], dict[str, str]] = {}
         self._bounds = {
             _group_prefix(n) + str(t.attrs[k])
             for n, t in arrays.items()
@@ -144,8 +152,16 @@ class StoreCoordinates:
             group, role = _group_prefix(name), _said_role(table.attrs)
             if len(table.dims) == 2 and role == "lat":
                 self._planes.append((group, tuple(table.dims)))
+            if len(table.dims) == 1 and name != group + table.dims[0]:
+                angle = role if role in _ANGLES else _ROLE_OF_NAME.get(name.removeprefix(group).lower())
+                if angle in _ANGLES and _can_be_role(table.dims[0], angle):
+                    self._angles.setdefault((group, table.dims[0]), {}).setdefault(angle, name)
             if len(table.dims) == 1 and role and name != group + table.dims[0] and _can_be_role(table.dims[0], role):
                 self._auxiliary.setdefault((group, table.dims[0]), name)
+        self._angles = {key: angles for key, angles in self._angles.items() if len(angles) == len(_ANGLES)}
+        for key, angles in self._angles.items():  # of its own a place along such a dim has neither
+            if self._auxiliary.get(key) in angles.values():
+                del self._auxiliary[key]
 
     def name(self, array: ArrayTable, dim: str) -> str | None:
         """Return the coordinate variable of a dim: the user's choice, the one of its name, or the only other one along
@@ -191,16 +207,25 @@ class StoreCoordinates:
         return decoded_coordinate(table, store.read_small(name))
 
     def is_field(self, array: ArrayTable) -> bool:
-        """Say whether an array has values along two spatial dims, and does not describe the cells themselves."""
-        if len(array.dims) < 2 or _said_role(array.attrs) in ("lat", "lon") or array.name in self._bounds:
+        """Say whether an array has values along two spatial dims, or one of cells, and does not describe these."""
+        stated, group = _said_role(array.attrs), _group_prefix(array.name)
+        if not array.dims or stated in (*_ANGLES, CELL_ROLE) or array.name in self._bounds:
             return False
-        return len(set(SPATIAL_ROLES).intersection(self._roles(array))) >= 2
+        spatial = set(SPATIAL_ROLES).intersection(self._roles(array))
+        if len(array.dims) == 1:  # of cells alone: no time of each, no coordinate
+            named = {n for (g, _), angles in self._angles.items() if g == group for n in angles.values()}
+            describes = array.name in named or array.name == group + array.dims[0] or stated == "time"
+            return spatial == {CELL_ROLE} and np.dtype(array.dtype).kind in "fiu" and not describes
+        return len(spatial) >= 2 or spatial == {CELL_ROLE}
 
-    def is_scattered(self, array: ArrayTable, dim: str) -> bool:
-        """Say whether each place along a dim has its own latitude and longitude, as on a reduced grid."""
-        group = _group_prefix(array.name)
-        along = [t for n, t in self.arrays.items() if _group_prefix(n) == group and tuple(t.dims) == (dim,)]
-        return {"lat", "lon"} <= {_said_role(t.attrs) for t in along}
+    def angles(self, array: ArrayTable, dim: str) -> dict[str, str]:
+        """Return the arrays of the latitude and the longitude of each place along a dim; none where it lacks one."""
+        return self._angles.get((_group_prefix(array.name), dim), {})
+
+    def grid_mapping(self, array: ArrayTable) -> ArrayTable | None:
+        """Return the variable that describes the grid of an array, where CF attributes name one."""
+        named = str(array.attrs.get("grid_mapping", "")).split(":")[0].strip()
+        return self.arrays.get(_group_prefix(array.name) + named) if named else None
 
     def roles(self, array: ArrayTable) -> tuple[str, ...]:
         """Return the role of every dim of `array`, or its own name where it lacks one; two dims must not have one role.
@@ -218,7 +243,7 @@ class StoreCoordinates:
         return named
 
     def _roles(self, array: ArrayTable) -> tuple[str, ...]:
-        plane = self._plane(array)
+        plane = self._plane(array) or self._cells(array)
         choices = [self.naming.roles.get(dim) for dim in array.dims]
         likely = [
             choices[i] or plane.get(dim) or role_of_dim(dim, self.attrs(array, dim)) or dim
@@ -227,7 +252,9 @@ class StoreCoordinates:
         roles = _without_rivals(likely, choices, array.dims)
         if "time" not in roles:  # when forecasts began is the time of an array that lacks another
             roles = ["time" if role == "init" else role for role in roles]
-        globe = bool(plane) or {"lat", "lon"} <= set(roles)
+        if CELL_ROLE in roles and any(pair <= set(roles) for pair in ({"lat", "lon"}, {"y", "x"})):
+            roles[roles.index(CELL_ROLE)] = f"other {array.dims[roles.index(CELL_ROLE)]}"  # cells of something else
+        globe = bool(plane) or {"lat", "lon"} <= set(roles) or CELL_ROLE in roles
         channels = [dim for dim in array.dims if dim.lower() in _CHANNEL_DIMS and dim in roles]
         if len(channels) == 1 and not {"level", "z"} & set(roles) and (globe or "time" in roles):
             roles[roles.index(channels[0])] = "level"
@@ -243,6 +270,20 @@ class StoreCoordinates:
                 if not any(_said_role(attrs) in ("lat", "lon") for attrs in alone):
                     return dict(zip(dims, ("y", "x"), strict=True))
         return {}
+
+    def _cells(self, array: ArrayTable) -> dict[str, str]:
+        """Return the one dim along which each place has its own latitude and longitude, or is numbered by HEALPix."""
+        scattered = [dim for dim in array.dims if self.angles(array, dim)]
+        mapping = self.grid_mapping(array)
+        if not scattered and mapping is not None and is_healpix(mapping.attrs):
+            known = [dim for dim in array.dims if role_of_dim(dim, self.attrs(array, dim)) is not None]
+            scattered = [dim for dim in array.dims[-1:] if dim not in known]
+        return {scattered[0]: CELL_ROLE} if len(scattered) == 1 else {}
+
+
+def is_healpix(attrs: Mapping[str, Any]) -> bool:
+    """Say whether attributes describe a HEALPix grid: those of CF's grid mapping, or of xdggs' coordinate."""
+    return "healpix" in (attrs.get("grid_mapping_name"), attrs.get("grid_name"))
 
 
 def decoded_coordinate(table: ArrayTable, stored: NDArray[Any], wide: bool = False) -> NDArray[Any]:
@@ -260,7 +301,7 @@ def _can_be_role(dim: str, role: str) -> bool:
     named = _ROLE_OF_NAME.get(dim.lower())
     if named is None or named in _TIME_ROLES:
         return named is None or role in _TIME_ROLES
-    return role == named or (named in ("z", "y", "x") and role not in _TIME_ROLES)
+    return role == named or (named in ("z", "y", "x", CELL_ROLE) and role not in _TIME_ROLES)
 
 
 def _group_prefix(name: str) -> str:

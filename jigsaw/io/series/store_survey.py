@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from jigsaw.errors import FieldError, GridError
 from jigsaw.io.arguments import checked_names
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
-from jigsaw.io.series.coords import SPATIAL_ROLES, DimNaming, StoreCoordinates
+from jigsaw.io.series.coords import CELL_ROLE, SPATIAL_ROLES, DimNaming, StoreCoordinates
 from jigsaw.io.series.fields import FieldChannel, LevelCoordinate
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart
 from jigsaw.io.series.times import TimeAxis, decode_times
@@ -132,22 +132,14 @@ class StoreSurvey:
         if self.variables:
             return
         arrays = [t for t in self.store.arrays.values() if len(t.dims) > 1]
-        cells = next(((t, dim) for t in arrays for dim in t.dims if self.coords.is_scattered(t, dim)), None)
-        if cells is not None:
-            table, dim = cells
-            why = (
-                f"array {table.name!r} has a latitude and a longitude for each of its {table.shape[-1]} places along "
-                f"{dim!r}: a reduced or unstructured grid, which is not cut by rows; interpolate it to a regular one"
-            )
-        else:
-            shown = [
-                f"{t.name} ({', '.join(f'{d} {n}' for d, n in zip(t.dims, t.shape, strict=True))})" for t in arrays
-            ]
-            why = (
-                f"it has {', '.join(shown) or 'no array of several dims'}; where names and attributes do not tell what "
-                "dims are, say it with dims={'lat': …, 'lon': …, 'time': …}"
-            )
-        raise FieldError(f"the store {self.store.url} has no variable on a lat-lon grid or in a volume: {why}")
+        shown = [f"{t.name} ({', '.join(f'{d} {n}' for d, n in zip(t.dims, t.shape, strict=True))})" for t in arrays]
+        why = (
+            f"it has {', '.join(shown) or 'no array of several dims'}; where names and attributes do not tell what "
+            "dims are, say it with dims={'lat': …, 'lon': …, 'time': …}, or dims={'cell': …}"
+        )
+        raise FieldError(
+            f"the store {self.store.url} has no variable on a lat-lon grid, on cells or in a volume: {why}"
+        )
 
     def of(self, channels: Sequence[FieldChannel]) -> tuple[StoreVariable, ...]:
         """Return the variables of these channels, each once, in order; scale and offset of each must be numbers."""
@@ -172,6 +164,11 @@ class StoreSurvey:
             if len(set(sizes)) != len(first.space) or len(sizes) != 2 * len(first.space):
                 raise GridError(
                     f"{_grid_text(first)} and {_grid_text(other)} lie on different grids; open them one at a time"
+                )
+            if CELL_ROLE in values and first.dim(CELL_ROLE) != other.dim(CELL_ROLE):
+                raise GridError(
+                    f"arrays {first.table.name!r} and {other.table.name!r} lie on the cells {first.dim(CELL_ROLE)!r} "
+                    f"and {other.dim(CELL_ROLE)!r}; open them one at a time"
                 )
             for role, own in values.items():
                 theirs = self.values(other, role)

@@ -1,0 +1,225 @@
+"""Grid of cells: where each lies, how large it is, and which are beside it, as a store describes them.
+
+- HEALPix, by CF 1.13's grid mapping (``grid_mapping_name = "healpix"``, ``refinement_level``, ``indexing_scheme``), the
+  older ``healpix_nside`` and ``healpix_order``, or xdggs' coordinate (``grid_name = "healpix"``, ``level``). The
+  coordinate along the dim has the numbers of the cells, which may be some of the sphere's only;
+- any others by the latitude and the longitude of each, in degrees or radians (ICON, reduced Gaussian grids, stations).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.errors import GridError
+from jigsaw.geometry.healpix import healpix_degrees, healpix_neighbors
+from jigsaw.geometry.neighbors import Neighbors
+from jigsaw.io.series.coords import CELL_ROLE, decoded_coordinate, is_healpix
+
+if TYPE_CHECKING:
+    from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable
+
+CellValues = NDArray[np.float64]
+_SCHEMES = {"nested": True, "nest": True, "ring": False}
+_WIDEST_GAP = 60.0  # degrees: from a corner of a region to its point, where points lie all over the globe
+
+
+@dataclass(frozen=True, eq=False)
+class CellGrid:
+    """Places of the cells of a dataset, all of them and in the order of the store; see `jigsaw.io.Dataset.grid`.
+
+    `nside` and `nested` are those of HEALPix, else None; `numbers` are the cells' HEALPix numbers, None where they
+    count from 0 on. `variables` are the arrays of the store that describe the grid.
+
+    >>> data = jigsaw.io.open("cells.zarr", mesh={"cell": 2})
+    >>> data.grid
+    CellGrid(48 cells, HEALPix nside 2, nested)
+    >>> data.grid.lat[:3].round(1), data.grid.neighbors().degree
+    (array([19.5, 41.8, 41.8]), 8)
+    """
+
+    cells: int
+    nside: int | None = None
+    nested: bool | None = None
+    numbers: NDArray[np.int64] | None = None
+    points: tuple[CellValues, CellValues] | None = None
+    areas: CellValues | None = None
+    variables: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        if self.nside is None:
+            return f"CellGrid({self.cells} cells{'' if self.points else ', without places'})"
+        return f"CellGrid({self.cells} cells, HEALPix nside {self.nside}, {'nested' if self.nested else 'ring'})"
+
+    @property
+    def lat(self) -> CellValues:
+        """Latitude of each cell in degrees: [cells].  Raises: `GridError` where the store does not say."""
+        return self._places[0]
+
+    @property
+    def lon(self) -> CellValues:
+        """Longitude of each cell in degrees: [cells].  Raises: `GridError` where the store does not say."""
+        return self._places[1]
+
+    @cached_property
+    def _places(self) -> tuple[CellValues, CellValues]:
+        if self.nside is not None:
+            return healpix_degrees(self.nside, bool(self.nested), self._own_numbers)
+        if self.points is None:
+            raise GridError(
+                f"the store does not say where its {self.cells} cells lie; give it a latitude and a longitude for each "
+                "(standard_name), or the grid mapping of HEALPix"
+            )
+        return self.points
+
+    @property
+    def _own_numbers(self) -> NDArray[np.int64]:
+        return np.arange(self.cells) if self.numbers is None else self.numbers
+
+    @cached_property
+    def area_weights(self) -> CellValues:
+        """Area of each cell, 1 on average: [cells]; for losses, metrics and statistics.
+
+        Cells of HEALPix are equal. Of others the areas are the store's (``cell_measures``), else those of the regions
+        around the points (Voronoi, which needs scipy).
+
+        Raises: `GridError` for points of a region, whose outer cells have no ends, and for points that coincide.
+        """
+        if self.nside is not None:
+            return np.ones(self.cells)
+        areas = _voronoi_areas(*self._places) if self.areas is None else self.areas
+        return areas / areas.mean()
+
+    def neighbors(self, k: int | None = None) -> Neighbors:
+        """Return the table of neighbors: the 8 of HEALPix, or the `k` nearest points, each cell itself the first.
+
+        Raises: `GridError` without `k` where cells are points; `ShardingError` for more than there are.
+        """
+        if k is not None:
+            return Neighbors.of_points(self.lat, self.lon, k)
+        if self.nside is None:
+            raise GridError("neighbors() of cells that are points needs their number: neighbors(k=8)")
+        if self.numbers is None:
+            return Neighbors.healpix(self.nside, bool(self.nested))
+        rising = np.argsort(self.numbers)
+        known = self.numbers[rising]
+        wanted = healpix_neighbors(self.nside, bool(self.nested))(self.numbers)
+        places = np.minimum(np.searchsorted(known, wanted), self.cells - 1)
+        return Neighbors(np.where(known[places] == wanted, rising[places], -1))
+
+
+def cell_grid_of(survey: StoreSurvey, variable: StoreVariable) -> CellGrid | None:
+    """Return the grid of a variable's cells, None for one without them.
+
+    Raises: `GridError` for a description that contradicts itself, or places in other than degrees and radians.
+    """
+    if CELL_ROLE not in variable.roles:
+        return None
+    table, dim, cells = variable.table, variable.dim(CELL_ROLE), variable.size(CELL_ROLE)
+    mapping, angles = survey.coords.grid_mapping(table), survey.coords.angles(table, dim)
+    described = [(mapping.name, mapping.attrs)] if mapping is not None else []
+    if survey.states(variable, CELL_ROLE):
+        described.append((survey.coords.name(table, dim) or dim, survey.attrs(variable, CELL_ROLE)))
+    names = tuple(name for name, _ in described[:1] if mapping is not None) + tuple(angles.values())
+    for name, attrs in described:
+        if is_healpix(attrs):
+            nside, nested = _healpix_of_attributes(name, attrs)
+            return CellGrid(cells, nside, nested, _healpix_numbers(survey, variable, nside), variables=names)
+    points = None
+    if angles:
+        lat, lon = (
+            _degrees_of_cells(survey, angles[angle], cells, most) for angle, most in (("lat", 90), ("lon", 720))
+        )
+        points = lat, lon
+    return CellGrid(cells, points=points, areas=_stored_areas(survey, variable), variables=names)
+
+
+def _healpix_of_attributes(name: str, attrs: Mapping[str, Any]) -> tuple[int, bool]:
+    """Return nside and whether numbers are nested."""
+    level = attrs.get("refinement_level", attrs.get("level"))
+    nside = attrs.get("healpix_nside", attrs.get("nside")) if level is None else 2 ** int(level)
+    scheme = str(attrs.get("indexing_scheme", attrs.get("healpix_order", "not given"))).lower()
+    if nside is None or int(nside) < 1 or scheme not in _SCHEMES:
+        raise GridError(
+            f"{name!r} describes HEALPix with refinement_level {level}, nside {nside} and indexing_scheme {scheme!r}; "
+            f"give a level or nside, and one of {list(_SCHEMES)}"
+        )
+    if _SCHEMES[scheme] and int(nside) & (int(nside) - 1):
+        raise GridError(f"{name!r} describes HEALPix of nside {nside}, nested; nested numbers need a power of two")
+    return int(nside), _SCHEMES[scheme]
+
+
+def _healpix_numbers(survey: StoreSurvey, variable: StoreVariable, nside: int) -> NDArray[np.int64] | None:
+    """Return the numbers of the cells, None for all of the sphere's in order."""
+    cells, sphere = variable.size(CELL_ROLE), 12 * nside**2
+    values = survey.values(variable, CELL_ROLE)
+    numbers = values.astype(np.int64) if values.dtype.kind in "iuf" and survey.states(variable, CELL_ROLE) else None
+    if numbers is None and cells != sphere:
+        raise GridError(
+            f"array {variable.table.name!r} has {cells} cells, and HEALPix of nside {nside} has {sphere}; give the dim "
+            f"{variable.dim(CELL_ROLE)!r} a coordinate of their numbers, with standard_name 'healpix_index'"
+        )
+    if numbers is None or np.array_equal(numbers, np.arange(sphere)):
+        return None
+    if (numbers < 0).any() or (numbers >= sphere).any() or len(np.unique(numbers)) < cells:
+        raise GridError(
+            f"the coordinate of {variable.dim(CELL_ROLE)!r} has numbers from {numbers.min()} to {numbers.max()}, and "
+            f"HEALPix of nside {nside} numbers its cells from 0 to {sphere - 1}, each once"
+        )
+    return numbers
+
+
+def _degrees_of_cells(survey: StoreSurvey, name: str, cells: int, most: float) -> CellValues:
+    table = survey.store.arrays[name]
+    values = decoded_coordinate(table, survey.store.read_small(name), wide=True).astype(np.float64)
+    if str(table.attrs.get("units", "")).lower().startswith("rad"):
+        values = np.degrees(values)
+    if values.shape != (cells,) or not (np.abs(values) <= most + 1e-4).all():
+        at = int(np.flatnonzero(~(np.abs(values) <= most + 1e-4))[0]) if values.shape == (cells,) else None
+        wrong = f"{values[at]} for cell {at}" if at is not None else f"the shape {values.shape}"
+        raise GridError(
+            f"{name!r} has {wrong}, and each of {cells} cells needs degrees of at most {most:g}, or radians by its "
+            "units; rewrite it, or leave it out"
+        )
+    return values
+
+
+def _stored_areas(survey: StoreSurvey, variable: StoreVariable) -> CellValues | None:
+    """Return the areas that CF's ``cell_measures = "area: cell_area"`` names; None where they are not in the store."""
+    words = str(variable.table.attrs.get("cell_measures", "")).split()
+    named = [name for key, name in pairwise(words) if key == "area:"]
+    table = survey.store.arrays.get(named[0]) if named else None
+    if table is None or tuple(table.dims) != (variable.dim(CELL_ROLE),):
+        return None
+    areas = decoded_coordinate(table, survey.store.read_small(table.name), wide=True).astype(np.float64)
+    if not (areas > 0).all():
+        raise GridError(f"{table.name!r} has areas that are not above 0; rewrite it, or leave out cell_measures")
+    return areas
+
+
+def _voronoi_areas(lat: CellValues, lon: CellValues) -> CellValues:
+    try:
+        spatial: Any = import_module("scipy.spatial")
+    except ImportError:
+        raise GridError("areas of cells that are points need scipy, which is missing: pip install scipy") from None
+    phi, theta = np.radians(lat), np.radians(lon)
+    points = np.stack([np.cos(phi) * np.cos(theta), np.cos(phi) * np.sin(theta), np.sin(phi)], axis=-1)
+    try:
+        regions = spatial.SphericalVoronoi(points)
+        areas = regions.calculate_areas()
+    except ValueError as e:
+        raise GridError(f"the {len(lat)} points have no areas: {e}; give the store cell_measures of its own") from e
+    nearest, _ = spatial.cKDTree(points).query(regions.vertices)
+    if np.max(nearest) > 2 * np.sin(np.radians(_WIDEST_GAP) / 2):
+        raise GridError(
+            f"the {len(lat)} points do not lie all over the globe, so that the outer ones have no area; give the store "
+            "cell_measures of its own"
+        )
+    return areas

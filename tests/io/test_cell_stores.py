@@ -1,0 +1,267 @@
+"""Stores whose fields have one dim of cells, as the usual packages write them, read and trained on by every mesh."""
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+import jigsaw
+from jigsaw.errors import FieldError, GridError
+from jigsaw.testing import run_on_ranks, world_mesh
+
+STEPS, NSIDE = 9, 4
+CELLS = 12 * NSIDE**2
+TIMES = np.datetime64("2020-01-01", "ns") + np.arange(STEPS) * np.timedelta64(6, "h")
+DRAW = np.random.default_rng(0)
+# what lasts of it from step to step can be learned
+T2M = (280 + 9 * (DRAW.normal(size=CELLS) + 0.1 * DRAW.normal(size=(STEPS, CELLS)))).astype("f4")
+Z = (DRAW.normal(size=(2, CELLS)) + 0.1 * DRAW.normal(size=(STEPS, 2, CELLS))).astype("f4")
+LAND = DRAW.uniform(size=CELLS).astype("f4")
+WHOLE = np.concatenate([T2M[:, None], Z, np.broadcast_to(LAND, (STEPS, 1, CELLS))], 1)
+FIELDS = ["t2m", "z", "land"]
+LEVEL_2 = {"grid_mapping_name": "healpix", "refinement_level": 2, "indexing_scheme": "nested"}
+# points that leave ranks with more cells, with few, and with none
+MESHES = {
+    "1": ({"cell": 1}, "balanced"),
+    "2": ({"cell": 2}, [0, 50, CELLS]),
+    "3": ({"cell": 3}, [0, 0, 131, CELLS]),
+    "4": ({"cell": 4}, [0, 64, 64, 65, CELLS]),
+    "2 x 2": ({"data": 2, "cell": 2}, [0, 100, CELLS]),
+}
+
+
+def fields_on_cells(dim="cell", coords=None, **of_all):
+    """Air temperature, geopotential on two levels, and land, on the given cells."""
+    arrays = {
+        "t2m": (("time", dim), T2M, {"units": "K", "long_name": "air temperature", **of_all}),
+        "z": (("time", "level", dim), Z, of_all),
+        "land": ((dim,), LAND, of_all),
+    }
+    return xr.Dataset(arrays, {"time": TIMES, "level": [500, 850], **(coords or {})})
+
+
+def on_healpix(attrs=LEVEL_2):
+    return fields_on_cells(coords={"crs": ((), 0, attrs)}, grid_mapping="crs")
+
+
+def written(folder, data, kind="v2", chunk=48):
+    """Write a dataset in chunks of a step and some cells; return its path."""
+    path = str(folder / ("cells.nc" if kind == "nc" else f"{kind}.zarr"))
+    sizes = {"t2m": (1, chunk), "z": (1, 2, chunk), "land": (CELLS,)}
+    if kind == "nc":
+        data.to_netcdf(path, encoding={name: {"chunksizes": sizes[name], "zlib": True} for name in sizes})
+    else:
+        codes = {name: {"chunks": sizes[name]} for name in sizes}
+        data.to_zarr(path, zarr_format=int(kind[1]), consolidated=kind == "v2", encoding=codes)
+    return path
+
+
+@pytest.fixture(scope="module")
+def healpix(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("healpix"), on_healpix())
+
+
+class CellConv(torch.nn.Module):
+    """A 3 x 3 convolution: each cell and its eight neighbors."""
+
+    def __init__(self, inputs, outputs, grid):
+        super().__init__()
+        self.grid, self.mix = grid, torch.nn.Conv2d(inputs, outputs, (1, 9), dtype=torch.float64)
+
+    def forward(self, x):
+        near = jigsaw.nn.gather_neighbors(x, self.grid)
+        return self.mix(torch.cat([x.unsqueeze(-1), near], -1)).squeeze(-1)
+
+
+def train(path, axes, split):
+    """Losses of some steps from the store, the whole first batch, and the chunks that this rank has decoded."""
+    mesh, shared = world_mesh(**axes), {"split": split, "mode": "cooperative", "dtype": "float64"}
+    normalize = {"t2m": (280, 9), "z": (0, 1), "land": (0, 1)}
+    samples = jigsaw.io.open(path, mesh=mesh, fields=FIELDS, targets=[1], normalize=normalize, **shared)
+    loader = jigsaw.io.DataLoader(samples, 8, cache_bytes=1 << 20)
+    torch.manual_seed(0)
+    table = samples.grid.neighbors()
+    net = torch.nn.Sequential(CellConv(4, 8, table), torch.nn.GELU(), CellConv(8, 3, table))
+    net = jigsaw.parallelize(net, mesh)
+    weights = torch.from_numpy(samples.grid.area_weights)
+    optimizer = torch.optim.Adam(net.parameters(), 2e-2)
+    losses, first = [], None
+    for _ in range(12):
+        for batch in loader:
+            first = batch.input.full_tensor().numpy() if first is None else first
+            loss = ((net(batch.input[:, 0]) - batch.target[:, 0]).square() * weights).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, first, loader.read_counts.chunks
+
+
+def test_training_from_a_store_on_cells_is_the_same_on_every_mesh(healpix):
+    (want, first, chunks), *_ = run_on_ranks(1, train, healpix, *MESHES["1"])
+    np.testing.assert_allclose(first[:, 0], (WHOLE[:8] - [[280], [0], [0], [0]]) / [[9], [1], [1], [1]], rtol=1e-6)
+    assert want[-1] < 0.8 * want[0]
+    assert chunks == 2 * 4 * STEPS + 1  # of two arrays four pieces a step, and the land: each once
+    for axes, split in list(MESHES.values())[1:]:
+        ranks = run_on_ranks(int(np.prod(list(axes.values()))), train, healpix, axes, split)
+        for losses, whole, _ in ranks:
+            np.testing.assert_allclose(losses, want, rtol=1e-10)
+            np.testing.assert_array_equal(whole, first)
+        if "data" not in axes:
+            assert sum(decoded for *_, decoded in ranks) == chunks
+
+
+def read_whole(path, axes, split, **options):
+    samples = jigsaw.io.open(path, mesh=world_mesh(**axes), fields=FIELDS, split=split, **options)
+    return np.concatenate([samples[i].input.full_tensor().numpy() for i in range(len(samples))]), samples.grid
+
+
+@pytest.mark.parametrize("kind", ["v2", "v3", "nc"])
+def test_cells_of_each_format(tmp_path, kind):
+    path = written(tmp_path, on_healpix(), kind, chunk=80)
+    for values, grid in run_on_ranks(3, read_whole, path, *MESHES["3"]):
+        np.testing.assert_array_equal(values, WHOLE)
+        assert (grid.nside, grid.nested, grid.cells) == (NSIDE, True, CELLS)
+
+
+HEALPIX = {
+    "CF 1.13": LEVEL_2,
+    "nside": {"grid_mapping_name": "healpix", "healpix_nside": NSIDE, "healpix_order": "nest"},
+    "ring": {"grid_mapping_name": "healpix", "healpix_nside": NSIDE, "healpix_order": "ring"},
+}
+
+
+@pytest.mark.parametrize("said", HEALPIX)
+def test_descriptions_of_healpix(tmp_path, said):
+    theirs = pytest.importorskip("cdshealpix.ring" if said == "ring" else "cdshealpix.nested")
+    grid = jigsaw.io.open(written(tmp_path, on_healpix(HEALPIX[said])), mesh={"cell": 2}).grid
+    lon, lat = theirs.healpix_to_lonlat(np.arange(CELLS), NSIDE if said == "ring" else 2)
+    np.testing.assert_allclose(grid.lat, lat.to_value("deg"), atol=1e-12)
+    np.testing.assert_allclose(grid.lon, lon.to_value("deg"), atol=1e-12)
+    assert grid.neighbors() == jigsaw.Neighbors.healpix(NSIDE, nested=said != "ring")
+    np.testing.assert_array_equal(grid.area_weights, np.ones(CELLS))
+
+
+@pytest.mark.parametrize("convention", ["CF", "xdggs"])
+def test_a_part_of_the_sphere_has_neighbors_within_it(tmp_path, convention):
+    numbers = np.random.default_rng(1).permutation(12 * 8**2)[:CELLS]
+    if convention == "CF":
+        level_3 = {**LEVEL_2, "refinement_level": 3}
+        coords = {"crs": ((), 0, level_3), "index": ("pixel", numbers, {"standard_name": "healpix_index"})}
+        data = fields_on_cells("pixel", coords, grid_mapping="crs")
+    else:
+        described = {"grid_name": "healpix", "level": 3, "indexing_scheme": "nested"}
+        data = fields_on_cells("pixel", {"cell_ids": ("pixel", numbers, described)})
+    samples = jigsaw.io.open(written(tmp_path, data), mesh=world_mesh(cell=1), fields=FIELDS)
+    np.testing.assert_array_equal(samples[1].input.full_tensor()[0], WHOLE[1])
+    whole = jigsaw.Neighbors.healpix(8).rows_of(numbers)
+    places = {number: at for at, number in enumerate(numbers.tolist())} | {-1: -1}
+    want = [[places.get(number, -1) for number in row] for row in whole.tolist()]
+    np.testing.assert_array_equal(samples.grid.neighbors().rows_of(np.arange(CELLS)), want)
+    assert samples.grid.lat.shape == (CELLS,)
+
+
+@pytest.mark.parametrize(
+    ("attrs", "message"),
+    [
+        ({"refinement_level": 3}, "has 192 cells, and HEALPix of nside 8 has 768; give the dim 'cell' a coordinate"),
+        ({"indexing_scheme": "nested_unique"}, "indexing_scheme 'nested_unique'; give a level or nside, and one of"),
+        ({"refinement_level": None}, "refinement_level None, nside None"),
+    ],
+)
+def test_descriptions_that_contradict_are_refused(tmp_path, attrs, message):
+    described = {key: value for key, value in {**LEVEL_2, **attrs}.items() if value is not None}
+    with pytest.raises(GridError, match=message):
+        jigsaw.io.open(written(tmp_path, on_healpix(described)), mesh={"cell": 2})
+
+
+def test_a_dim_that_only_has_its_name(tmp_path):
+    path = written(tmp_path, fields_on_cells("ncells"))
+    samples = jigsaw.io.open(path, mesh=world_mesh(cell=1), fields=FIELDS)
+    np.testing.assert_array_equal(samples[1].input.full_tensor()[0], WHOLE[1])
+    for ask in (lambda: samples.grid.lat, lambda: samples.grid.area_weights, lambda: samples.grid.neighbors(4)):
+        with pytest.raises(GridError, match="does not say where its 192 cells lie"):
+            ask()
+    with pytest.raises(GridError, match=r"needs their number: neighbors\(k=8\)"):
+        samples.grid.neighbors()
+    other = jigsaw.io.open(written(tmp_path, fields_on_cells("k"), "v3"), mesh={"cell": 2}, dims={"cell": "k"})
+    assert other.layout.shape == (1, 4, CELLS)
+
+
+# -- cells that are points ---------------------------------------------------------------------------------------------
+
+
+def spread_points(count=CELLS):
+    """Points all over the globe, along a spiral: latitudes and longitudes in degrees."""
+    at = np.arange(count) + 0.5
+    return np.degrees(np.arcsin(1 - 2 * at / count)), (at * 180 * (3 - 5**0.5) + 180) % 360 - 180
+
+
+LAT, LON = spread_points()
+NORTH, EAST = ({"standard_name": name} for name in ("latitude", "longitude"))
+POINTS = {
+    "icon": ("ncells", {"clat": np.radians(LAT), "clon": np.radians(LON)}, {"units": "radian"}),
+    "cfgrib": ("values", {"latitude": LAT, "longitude": LON}, {"units": "degrees"}),
+    "names alone": ("station", {"lat": LAT, "lon": LON}, None),
+    "numbered": ("points", {"lat": LAT, "lon": LON, "points": np.arange(7, 7 + CELLS)}, {}),
+}
+
+
+@pytest.mark.parametrize("said", POINTS)
+def test_cells_with_a_latitude_and_a_longitude_each(tmp_path, said):
+    dim, coords, units = POINTS[said]
+    attrs = {name: {} if units is None else {**(NORTH if "lat" in name else EAST), **units} for name in coords}
+    attrs["points"] = {}
+    coords = {name: (dim, values, attrs[name]) for name, values in coords.items()}
+    if said == "icon":  # corners of cells, and areas in the grid file's words
+        coords["clat_vertices"] = ((dim, "nv"), np.zeros((CELLS, 3)))
+        coords["clat"][2]["bounds"] = "clat_vertices"
+        coords["cell_area"] = (dim, np.arange(1.0, CELLS + 1))
+    data = fields_on_cells(dim, coords, **({"cell_measures": "area: cell_area"} if said == "icon" else {}))
+    path = written(tmp_path, data, "nc" if said == "icon" else "v2", chunk=80)
+    for values, grid in run_on_ranks(2, read_whole, path, *MESHES["2"]):
+        np.testing.assert_array_equal(values, WHOLE)
+        np.testing.assert_allclose([grid.lat, grid.lon], [LAT, LON], atol=1e-12)
+        assert grid.neighbors(5) == jigsaw.Neighbors.of_points(grid.lat, grid.lon, 5)
+        if said == "icon":
+            np.testing.assert_allclose(grid.area_weights, np.arange(1.0, CELLS + 1) / (CELLS + 1) * 2)
+        else:  # a spiral's points are nearly alike
+            assert grid.area_weights.mean() == pytest.approx(1) and np.ptp(grid.area_weights) < 0.25
+
+
+def test_areas_of_rows_are_their_shares_of_the_sphere(tmp_path):
+    lat, lon = np.repeat(np.linspace(82.5, -82.5, 12), 16), np.tile(np.arange(16) * 22.5, 12)
+    data = fields_on_cells("station", {"lat": ("station", lat), "lon": ("station", lon)})
+    grid = jigsaw.io.open(written(tmp_path, data), mesh={"cell": 2}).grid
+    edges = np.sin(np.radians(np.linspace(90, -90, 13)))
+    want = (edges[:-1] - edges[1:]) * 6
+    # straight borders of Voronoi regions against circles of latitude
+    np.testing.assert_allclose(grid.area_weights.reshape(12, 16), np.repeat(want[:, None], 16, 1), rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("lat", "message"),
+    [
+        (np.where(np.arange(CELLS) == 5, np.nan, LAT), "'lat' has nan for cell 5, and each of 192 cells needs degrees"),
+        (LAT + 90, "'lat' has .* for cell 0, and each of 192 cells needs degrees of at most 90"),
+        (45 + LAT / 9, "192 points do not lie all over the globe"),
+        (np.zeros(CELLS), "192 points have no areas"),
+    ],
+)
+def test_places_that_have_no_meaning_are_refused(tmp_path, lat, message):
+    lon = np.zeros(CELLS) if not lat.any() else 40 + LON / 9
+    data = fields_on_cells("station", {"lat": ("station", lat), "lon": ("station", lon)})
+    with pytest.raises(GridError, match=message):
+        _ = jigsaw.io.open(written(tmp_path, data), mesh={"cell": 2}).grid.area_weights
+
+
+def test_a_track_and_cells_of_something_else_are_no_cells(tmp_path):
+    track = xr.Dataset({"t2m": (("time", "level"), Z[:, :, 0])}, {"time": TIMES})
+    track = track.assign_coords(lat=("time", LAT[:STEPS]), lon=("time", LON[:STEPS]))
+    track.to_zarr(tmp_path / "track.zarr", zarr_format=2)
+    with pytest.raises(FieldError, match="no variable on a lat-lon grid, on cells or in a volume"):
+        jigsaw.io.open(tmp_path / "track.zarr", mesh={"cell": 2})
+    grid = {"lat": np.linspace(60, 0, 6), "lon": np.arange(8.0)}
+    kinds = xr.Dataset({"count": (("cell", "lat", "lon"), np.zeros((4, 6, 8), "f4"))}, grid)
+    kinds.to_zarr(tmp_path / "kinds.zarr", zarr_format=2)
+    assert jigsaw.io.open(tmp_path / "kinds.zarr", mesh={"lat": 2}, select={"cell": 1}).layout.shape == (1, 1, 6, 8)
