@@ -189,6 +189,15 @@ def _with_more_tokens(q: Any, k: Any, v: Any, bias_k: Any, bias_v: Any, zeros: b
     return q, torch.cat([k, *(a for a, _ in wide)]), torch.cat([v, *(b for _, b in wide)])
 
 
+def _packed_projection(tokens: Tile, weight: Tensor, bias: Tensor | None) -> list[Tile]:
+    """Project tokens to queries, keys and values in one product, as torch does: one copy in autocast's type."""
+    packed = cast(Tile, F.linear(tokens, weight, bias))
+    features = weight.shape[0] // 3
+    layout = packed.narrow(-1, 0, features).layout
+    # split, not narrowed, so that their gradients are joined in one copy
+    return [Tile(x, layout, packed.mesh) for x in packed.local.split(features, -1)]
+
+
 @implements_torch(F.multi_head_attention_forward, either=("query", "key", "value", "key_padding_mask", "attn_mask"))
 def multi_head_attention_forward(
     query: Any,
@@ -253,24 +262,17 @@ def multi_head_attention_forward(
     if in_proj_weight is not None and axes:
         projected: Any = project_heads_in((query, key, value), in_proj_weight, in_proj_bias, num_heads, axes)
     elif in_proj_weight is not None and query is key is value:
-        # as torch does: one product, and one copy in the narrow type of autocast
-        packed = cast(Tile, F.linear(query, in_proj_weight, in_proj_bias))
-        layout = packed.narrow(-1, 0, embed_dim_to_check).layout
-        # split, not narrowed, so that their gradients are joined in one copy
-        projected = [Tile(x, layout, packed.mesh) for x in packed.local.split(embed_dim_to_check, -1)]
+        projected = _packed_projection(query, in_proj_weight, in_proj_bias)
     else:
-        weights_in: Any = (
-            in_proj_weight.chunk(3) if in_proj_weight is not None else (q_proj_weight, k_proj_weight, v_proj_weight)
-        )
+        separate = q_proj_weight, k_proj_weight, v_proj_weight
+        weights_in: Any = separate if in_proj_weight is None else in_proj_weight.chunk(3)
         biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
         projected = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights_in, biases, strict=True))
     more = (bias_k is not None) + add_zero_attn
     if more:
         q, k, v = projected
         projected = _with_more_tokens(q, k, v, bias_k, bias_v, add_zero_attn)
-        attn_mask, key_padding_mask = (
-            None if m is None else F.pad(m, (0, more)) for m in (attn_mask, key_padding_mask)
-        )
+        attn_mask, key_padding_mask = (m if m is None else F.pad(m, (0, more)) for m in (attn_mask, key_padding_mask))
     # [tokens, batch, features] as [batch, heads, tokens, features of a head]
     q, k, v = (x.unflatten(-1, (num_heads, x.shape[-1] // num_heads)).permute(1, 2, 0, 3) for x in projected)
     weights, rate = None, dropout_p if training else 0.0
