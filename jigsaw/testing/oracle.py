@@ -206,8 +206,8 @@ def _cut_inputs(case: OracleCase, mesh: DeviceMesh) -> tuple[dict[str, Any], lis
     """Return the whole inputs by name, and their tiles; with a halo the gradient goes through `shard`, which sums."""
     wholes: dict[str, Any] = {}
     tiles: list[Any] = []
-    for i, (given, spec) in enumerate(zip(case.inputs, case.specs, strict=True)):
-        x = _on_device(given, mesh.device_type)
+    for i, (whole, spec) in enumerate(zip(case.inputs, case.specs, strict=True)):
+        x = _on_device(whole, mesh.device_type)
         whole = _leaf_copy(x) if spec is None or case.cut.get("halo") else x
         tile = whole if spec is None else shard(whole, mesh, spec, **case.cut)
         if spec is not None and not tile.local.requires_grad and _has_gradient(tile.local):

@@ -34,12 +34,12 @@ def make_tensors_on(device: str) -> None:
 def _made_on(device: str, factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:
-        made = factory(*args, **kwargs)
+        tensor = factory(*args, **kwargs)
         is_told = kwargs.get("device") is not None or kwargs.get("out") is not None
-        if is_told or not isinstance(made, Tensor) or made.device.type != "cpu" or not _is_of_a_test():
-            return made
-        moved = made.detach().to(device)
-        return moved.requires_grad_(made.requires_grad)
+        if is_told or not isinstance(tensor, Tensor) or tensor.device.type != "cpu" or not _is_of_a_test():
+            return tensor
+        moved = tensor.detach().to(device)
+        return moved.requires_grad_(tensor.requires_grad)
 
     return make
 
