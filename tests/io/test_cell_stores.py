@@ -6,6 +6,7 @@ import torch
 import xarray as xr
 
 import jigsaw
+from jigsaw.__main__ import main
 from jigsaw.errors import FieldError, GridError
 from jigsaw.testing import run_on_ranks, world_mesh
 
@@ -42,6 +43,15 @@ def fields_on_cells(dim="cell", coords=None, **of_all):
 
 def on_healpix(attrs=LEVEL_2):
     return fields_on_cells(coords={"crs": ((), 0, attrs)}, grid_mapping="crs")
+
+
+NUMBERS = np.random.default_rng(1).permutation(12 * 8**2)[:CELLS]
+
+
+def part_of_sphere():
+    level_3 = {**LEVEL_2, "refinement_level": 3}
+    coords = {"crs": ((), 0, level_3), "index": ("pixel", NUMBERS, {"standard_name": "healpix_index"})}
+    return fields_on_cells("pixel", coords, grid_mapping="crs")
 
 
 def written(folder, data, kind="v2", chunk=48):
@@ -144,18 +154,15 @@ def test_descriptions_of_healpix(tmp_path, said):
 
 @pytest.mark.parametrize("convention", ["CF", "xdggs"])
 def test_a_part_of_the_sphere_has_neighbors_within_it(tmp_path, convention):
-    numbers = np.random.default_rng(1).permutation(12 * 8**2)[:CELLS]
     if convention == "CF":
-        level_3 = {**LEVEL_2, "refinement_level": 3}
-        coords = {"crs": ((), 0, level_3), "index": ("pixel", numbers, {"standard_name": "healpix_index"})}
-        data = fields_on_cells("pixel", coords, grid_mapping="crs")
+        data = part_of_sphere()
     else:
         described = {"grid_name": "healpix", "level": 3, "indexing_scheme": "nested"}
-        data = fields_on_cells("pixel", {"cell_ids": ("pixel", numbers, described)})
+        data = fields_on_cells("pixel", {"cell_ids": ("pixel", NUMBERS, described)})
     samples = jigsaw.io.open(written(tmp_path, data), mesh=world_mesh(cell=1), fields=FIELDS)
     np.testing.assert_array_equal(samples[1].input.full_tensor()[0], WHOLE[1])
-    whole = jigsaw.Neighbors.healpix(8).rows_of(numbers)
-    places = {number: at for at, number in enumerate(numbers.tolist())} | {-1: -1}
+    whole = jigsaw.Neighbors.healpix(8).rows_of(NUMBERS)
+    places = {number: at for at, number in enumerate(NUMBERS.tolist())} | {-1: -1}
     want = [[places.get(number, -1) for number in row] for row in whole.tolist()]
     np.testing.assert_array_equal(samples.grid.neighbors().rows_of(np.arange(CELLS)), want)
     assert samples.grid.lat.shape == (CELLS,)
@@ -265,3 +272,89 @@ def test_a_track_and_cells_of_something_else_are_no_cells(tmp_path):
     kinds = xr.Dataset({"count": (("cell", "lat", "lon"), np.zeros((4, 6, 8), "f4"))}, grid)
     kinds.to_zarr(tmp_path / "kinds.zarr", zarr_format=2)
     assert jigsaw.io.open(tmp_path / "kinds.zarr", mesh={"lat": 2}, select={"cell": 1}).layout.shape == (1, 1, 6, 8)
+
+
+# -- statistics, writing, conversion -----------------------------------------------------------------------------------
+
+
+def summed_up(path, axes, split, **options):
+    samples = jigsaw.io.open(path, mesh=world_mesh(**axes), fields=FIELDS, split=split, dtype="float64")
+    return jigsaw.io.statistics(samples, **options)
+
+
+def on_points():
+    return fields_on_cells("station", {"lat": ("station", LAT), "lon": ("station", LON)})
+
+
+@pytest.mark.parametrize("kind", ["healpix", "points"])
+def test_statistics_of_cells(tmp_path, kind):
+    path = written(tmp_path, on_healpix() if kind == "healpix" else on_points())
+    area = jigsaw.io.open(path, mesh={"cell": 2}).grid.area_weights
+    assert (np.ptp(area) > 0) == (kind == "points")
+    mean = (WHOLE.astype("f8") * area).mean((0, 2)) / area.mean()
+    std = np.sqrt((np.square(WHOLE - mean[:, None]) * area).mean((0, 2)))
+    for axes, split in MESHES.values():
+        for rank in run_on_ranks(int(np.prod(list(axes.values()))), summed_up, path, axes, split, weights="area"):
+            np.testing.assert_allclose(rank.columns["mean"], mean, rtol=1e-12)
+            np.testing.assert_allclose(rank.columns["std"], std, rtol=1e-9)
+            np.testing.assert_array_equal(rank.columns["count"], STEPS * CELLS)
+
+
+def test_statistics_normalize_cells(healpix):
+    table = jigsaw.io.statistics(jigsaw.io.open(healpix, mesh=world_mesh(cell=1), fields=FIELDS))
+    samples = jigsaw.io.open(healpix, mesh=world_mesh(cell=1), fields=FIELDS, normalize=table)
+    values = np.concatenate([samples[i].input.full_tensor() for i in range(len(samples))])
+    np.testing.assert_allclose(values.mean((0, 2)), np.zeros(4), atol=1e-4)
+    np.testing.assert_allclose(values.std((0, 2)), np.ones(4), rtol=1e-4)
+
+
+def write_targets(path, target, axes, split):
+    samples = jigsaw.io.open(path, mesh=world_mesh(**axes), fields=["t2m", "z"], targets=[1], split=split)
+    dims = ("time", "channel", "cell")
+    with jigsaw.io.Writer(target, dims=dims, like=samples, append_dim="time", chunks={"cell": 50}) as out:
+        for i in range(3):
+            out.append(samples[i].target, coords={"time": samples[i].target_times})
+
+
+@pytest.mark.parametrize("suffix", ["zarr", "nc"])
+@pytest.mark.parametrize("kind", ["healpix", "points", "part"])
+def test_forecasts_on_cells_are_written_like_their_store(tmp_path, kind, suffix):
+    data = {"healpix": on_healpix, "points": on_points, "part": part_of_sphere}[kind]()
+    path, target = written(tmp_path, data), str(tmp_path / f"forecast.{suffix}")
+    run_on_ranks(3, write_targets, path, target, *MESHES["3"])
+    with xr.open_dataset(target, decode_coords="all", engine="zarr" if suffix == "zarr" else None) as xarray_reads:
+        np.testing.assert_array_equal(xarray_reads.t2m, T2M[1:4])
+        assert xarray_reads.t2m.attrs["units"] == "K"
+    ours = jigsaw.io.open(target, mesh=world_mesh(cell=1))
+    np.testing.assert_array_equal(ours[1].input.full_tensor()[0], WHOLE[2, :3])
+    own = jigsaw.io.open(path, mesh={"cell": 2}).grid
+    np.testing.assert_array_equal([ours.grid.lat, ours.grid.lon], [own.lat, own.lon])
+    k = 5 if kind == "points" else None
+    assert ours.grid.neighbors(k) == own.neighbors(k)
+
+
+@pytest.mark.parametrize("kind", ["healpix", "points", "part"])
+@pytest.mark.parametrize("fields", [None, ["t2m", "z500"]])
+def test_cells_are_converted_with_their_places(tmp_path, kind, fields):
+    data = {"healpix": on_healpix, "points": on_points, "part": part_of_sphere}[kind]()
+    path = written(tmp_path, data.reset_coords(["lat", "lon"]) if kind == "points" else data, "nc", chunk=80)
+    made = jigsaw.io.convert(path, tmp_path / "made.zarr", fields=fields, mesh={"cell": 4})
+    assert all(jigsaw.io.verify(made.path).values())
+    ours = jigsaw.io.open(made.path, mesh=world_mesh(cell=1), fields=["t2m", "z500"])
+    np.testing.assert_array_equal(ours[3].input.full_tensor()[0], WHOLE[3, :2])
+    own = jigsaw.io.open(path, mesh={"cell": 2}).grid
+    np.testing.assert_array_equal([ours.grid.lat, ours.grid.lon], [own.lat, own.lon])
+    whole_chunks = {v.table.chunks[-1] for v in ours.variables}
+    assert whole_chunks == {CELLS // 4}, "as the mesh reads them cheapest: a piece a chunk"
+
+
+@pytest.mark.parametrize("kind", ["healpix", "points", "part"])
+def test_inspect_says_what_the_cells_are(tmp_path, kind, capsys):
+    data = {"healpix": on_healpix, "points": on_points, "part": part_of_sphere}[kind]()
+    assert main(["inspect", written(tmp_path, data)]) in (0, None)
+    told = {
+        "healpix": "HEALPix of nside 4, nested",
+        "points": "points, lat -84.",
+        "part": "HEALPix of nside 8, nested, 192 of 768 cells",
+    }
+    assert told[kind] in capsys.readouterr().out

@@ -281,8 +281,8 @@ def select_source(
     chosen = list(survey.variables if fields is None else dict.fromkeys(c.array for c in channels))
     if not chosen:
         raise FieldError(
-            f"{name} has no variable on a lat-lon grid or in a volume; it has {', '.join(map(str, data.data_vars))}; "
-            "say what its dims are with dims={'lat': …, 'lon': …}"
+            f"{name} has no variable on a lat-lon grid, on cells or in a volume; it has "
+            f"{', '.join(map(str, data.data_vars))}; say what its dims are with dims={{'lat': …, 'lon': …}}"
         )
     data = _take_levels(data, survey, channels)
     time_dim = next((survey.variables[n].dim("time") for n in chosen if "time" in survey.variables[n].roles), None)
@@ -294,6 +294,8 @@ def select_source(
         moved = [str(n) for n, v in data.data_vars.items() if v.dtype.kind in _CONVERTED_KINDS]
     else:  # with their coordinates, and what these name: the bounds of cells, a grid mapping
         known = {str(n) for n in data[chosen].variables}
+        on_cells = [(v.table, dim) for v in (survey.variables[n] for n in chosen) for dim in v.table.dims]
+        known |= {name for table, dim in on_cells for name in survey.coords.angles(table, dim).values()}
         known |= {
             word for n in known for key in REFERENCE_ATTRIBUTES for word in _reference_words(data.variables[n], key)
         }

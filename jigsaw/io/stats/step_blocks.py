@@ -63,7 +63,9 @@ class StepSeries:
                 f"targets={list(dataset.targets)}; open it with inputs=[0] and no targets"
             )
         checked_choice("weights", weights, WEIGHT_RULES)
-        if weights == "area" and "lat" not in dataset.frame.dims:
+        if weights == "area" and dataset.cells is not None:
+            _ = dataset.cells.area_weights  # refused before anything is read
+        elif weights == "area" and "lat" not in dataset.frame.dims:
             raise GridError(f"weights='area' needs a lat dim, and the fields have {dataset.frame.dims}; use 'none'")
         if weights == "area" and "lat" in dataset.counted:
             raise GridError("weights='area' needs latitudes, and the store has no coordinate along lat; use 'none'")
@@ -86,6 +88,8 @@ class StepSeries:
         r"""Return the weights [\*space] of the rows of a spatial box; 1 on average over the globe."""
         if self.weights == "none":
             return None
+        if self.dataset.cells is not None:
+            return self.dataset.cells.area_weights[slice(*box[0])]
         shape = tuple(b - a for a, b in box)
         dim = self.dataset.frame.dims.index("lat")
         weights = area_weights(np.asarray(self.dataset.whole_coords["lat"], dtype=np.float64))[slice(*box[dim])]

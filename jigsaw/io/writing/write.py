@@ -24,7 +24,9 @@ from typing import Any, Required, Self, TypedDict, TypeVar, Unpack
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.errors import ShardingError, WriteError
+from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.datasets.dataset import Dataset
+from jigsaw.io.series.coords import CELL_ROLE, decoded_coordinate
 from jigsaw.io.series.fields import FieldChannel
 from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable
 from jigsaw.io.writing.cf import REFERENCE_ATTRIBUTES, StoredCoordinate
@@ -350,7 +352,8 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
     fields = options.fields
     if fields is None:
         fields = [_written_field(survey, by_name, dataset.channels[c]) for c in dataset.target_channels]
-    written = {*options.coords, *(f.array for f in fields)}
+    cells = () if dataset.cells is None else dataset.cells.variables
+    written = {*options.coords, *(f.array for f in fields), *cells}
 
     def attrs_along(variable: StoreVariable, role: str) -> Mapping[str, Any]:
         return _attrs_that_hold(survey.attrs(variable, role), written)
@@ -360,6 +363,8 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
         role = dim if dim in dataset.whole_coords else own.get(dim, dim)
         if role in dataset.whole_coords and role not in dataset.counted:
             lent[dim] = dataset.whole_coords[role], attrs_along(variables[0], role)
+        if role == CELL_ROLE:
+            lent |= {name: _lent_of_cells(dataset.store, name, dim, written) for name in cells}
     leveled = next((v for v in variables if LEVEL_DIM in v.roles), None)
     used = {f.level for f in fields} - {None}
     if leveled is not None and used and CHANNEL_DIM in dims:
@@ -380,6 +385,13 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
         field_attrs={**field_attrs, **options.field_attrs},
         lent_units=lent_units,
     )
+
+
+def _lent_of_cells(store: ArrayStore, name: str, dim: str, written: Collection[str]) -> tuple[Any, Any, Any]:
+    """Return a place of each cell, or the grid mapping, as a coordinate along the dim of that name."""
+    table = store.arrays[name]
+    values = decoded_coordinate(table, store.read_small(name))
+    return (dim,) * len(table.dims), values, _attrs_that_hold(table.attrs, written)
 
 
 def _written_field(survey: StoreSurvey, by_name: Mapping[str, StoreVariable], channel: FieldChannel) -> WrittenField:
