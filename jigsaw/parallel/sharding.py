@@ -30,7 +30,12 @@ from jigsaw.ranks.mesh import (
 from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import is_view
-from jigsaw.torch_internals.groups import gather_without_waiting, results_of_placement, sum_complex_as_reals
+from jigsaw.torch_internals.groups import (
+    add_gradients_behind_reductions,
+    gather_without_waiting,
+    results_of_placement,
+    sum_complex_as_reals,
+)
 
 WeightSharding = bool | Literal["after_forward", "keep"]
 
@@ -155,6 +160,7 @@ def shard_model_weights(
             fully_shard(unit, mesh=over, ignored_params=set(rest.values()), shard_placement_fn=place, **fsdp_options)
         if isinstance(unit, FSDPModule):
             _set_reduction(unit, through_host=sends_through_host(mesh))
+            add_gradients_behind_reductions(unit)
             sharded.append(unit)
     if mesh.device_type == "cpu":
         _UnitPrefetch(sharded, sharded[-1])

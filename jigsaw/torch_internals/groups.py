@@ -168,10 +168,34 @@ def sum_complex_as_reals(unit: Any) -> None:
             pairs = [torch.view_as_real(x).view(-1) if x.is_complex() else x for x in (output_tensor, input_tensor)]
             return super().__call__(*pairs, *args, **kwargs)
 
-    state = private_name("torch.distributed.fsdp:FSDPModule._get_fsdp_state")(unit)
-    for parameters in private_attribute(state, "_fsdp_param_groups")(state):
+    for parameters in _parameter_groups(unit):
         private_attribute(parameters, "_reduce_scatter_comm")
         setattr(parameters, "_reduce_scatter_comm", PairsOfReals())  # noqa: B010 (a private name, which is looked up)
+
+
+def _parameter_groups(unit: Any) -> list[Any]:
+    state = private_name("torch.distributed.fsdp:FSDPModule._get_fsdp_state")(unit)
+    return private_attribute(state, "_fsdp_param_groups")(state)
+
+
+def add_gradients_behind_reductions(unit: Any) -> None:
+    """Let a gradient that a cut weight gets outside of its unit, as by a decay in the loss, wait for the unit's own.
+
+    FSDP2 writes the unit's to ``grad`` on a stream of its own, which autograd does not wait for: the sum that it makes
+    of both could lose either.  Public is nothing.
+    """
+    for group in _parameter_groups(unit):
+        for parameter in private_attribute(group, "fsdp_params")(group):
+            weight = private_attribute(parameter, "sharded_param")(parameter)
+            if weight.requires_grad:
+                weight.register_hook(partial(_wait_for_reductions, group, weight.device.type))
+
+
+def _wait_for_reductions(group: Any, device: str, gradient: Tensor) -> None:
+    traffic = private_attribute(group, "comm_ctx")(group)
+    current = torch.get_device_module(device).current_stream()
+    for name in ("reduce_scatter_stream", "all_reduce_stream"):
+        current.wait_stream(private_attribute(traffic, name)(traffic))
 
 
 def is_before_backward(unit: Any) -> bool:

@@ -106,9 +106,8 @@ def learned_loss(model, x, y):
 
 def _train(model, batch, loss=learned_loss, steps=10, clip=1.0, optimizer=None):
     """Losses and gradient norms of AdamW steps."""
-    optimizer = optimizer or torch.optim.AdamW(
-        model.parameters(), lr=3e-3, eps=1e-4, foreach=False
-    )  # DTensors beside plain
+    # one weight after the other: on a GPU torch would update DTensors and plain weights together, which it cannot
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, foreach=False)
     seen = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -1134,3 +1133,27 @@ def test_what_a_cut_layer_makes_of_a_plain_tensor_may_be_changed_in_place():
     found.square().sum().backward()
     for p, q in zip(net.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(q.grad.full_tensor() if hasattr(q.grad, "full_tensor") else q.grad, p.grad)
+
+
+@on_ranks(2)
+def test_gradients_from_outside_a_unit_wait_for_its_own():
+    """On a GPU FSDP2 writes gradients on streams of its own: what autograd adds to them must wait for these."""
+    mesh, waits = world_mesh(lat=2), []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parallelize(model, mesh, shard_weights=True, units=list(model))
+    weight = model[1].weight  # of a unit that is done before the end of the backward pass
+
+    class WatchedStream(torch.cpu.Stream):
+        def wait_stream(self, stream):
+            if weight.grad is not None:  # before that FSDP2 waits for gathers
+                waits.append((stream, weight.grad.to_local().clone()))
+
+    decay = weight.full_tensor().square().sum()  # before the model runs, so behind it in the backward pass
+    loss = model(jigsaw.shard(torch.randn(5, 4), mesh, ("lat", None))).square().mean() + decay
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "current_stream", lambda device=None: WatchedStream())
+        loss.backward()
+    assert len(waits) == 2  # for what reduces and scatters, and for what reduces copies
+    for stream, gradient in waits:
+        assert isinstance(stream, torch.cpu.Stream)
+        torch.testing.assert_close(weight.grad.to_local() - gradient, 2 * weight.to_local().detach())
