@@ -1,10 +1,10 @@
-"""A training step on one GPU, on a tile that is the whole sample and on a plain tensor, by turns: one JSON object a net.
+"""A training step on one GPU, in plain torch and on a tile of the whole sample, by turns: one JSON object a net.
 
     python benchmarks/gpu_step.py
 
-`step_ms` ends when the GPU is done, `host_ms` when the host has told it everything; both are medians of `--rounds`, plain
-torch's first.  `memory_mib` is the peak of a step beside weights and optimizer.  Steps are in bfloat16 by autocast, with
-a fused AdamW.  The small nets have so little to compute that the GPU waits for the host.
+`step_ms` ends when the GPU is done, `host_ms` when the host has told it everything; both are medians of `--rounds`,
+plain torch's first.  `memory_mib` is the peak of a step beside weights and optimizer.  Steps are in bfloat16 by
+autocast, with a fused AdamW.  The small nets have so little to compute that the GPU waits for the host.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ SPEC = (None, None, "lat", None)
 
 
 class ResidualBlock(nn.Module):
+    """Two convolutions with a norm between, and a way around them."""
+
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.first, self.norm = nn.Conv2d(channels, channels, 3, padding=1), nn.GroupNorm(8, channels)

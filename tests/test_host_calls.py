@@ -5,21 +5,26 @@ Counts, not times: `benchmarks/host_time.py` has these.  A bound leaves room for
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import inspect
+import math
 import pkgutil
 import sys
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import jigsaw
-from jigsaw.testing import on_ranks, world_mesh
+from jigsaw.comm.wire_values import tensors_as_on_accelerators
+from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 from jigsaw.tile.tile_making import shard
 
 SPACE = (None, None, "lat", None)
@@ -126,6 +131,71 @@ def test_calls_of_a_step_grow_as_its_parameters_do():
         return _calls_of(lambda: model(tile).square().mean().backward())
 
     assert step_calls(60) < 2 * step_calls(30)
+
+
+class _LooksAtValues(TorchDispatchMode):
+    """Raise where the host would wait for a GPU: to read a number, or for a shape that depends on values."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in WAITING, f"the host waits for {func}"
+        return func(*args, **(kwargs or {}))
+
+
+WAITING = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten.unique_consecutive.default,
+    torch.ops.aten._unique2.default,
+    torch.ops.aten.equal.default,
+}
+
+
+class _WholeNet(nn.Module):
+    """Convolutions, norms, an odd resize, attention, an embedding, picked rows, and a loss of classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.norm = nn.Conv2d(4, 8, 3, padding=1, padding_mode="circular"), nn.BatchNorm2d(8)
+        self.down, self.group = nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.GroupNorm(2, 8)
+        self.attention = nn.TransformerEncoderLayer(16, 4, 16, 0.0, batch_first=True)
+        self.places, self.leave = nn.Embedding(9, 16), nn.Linear(16, 4)
+        self.register_buffer("rows", torch.tensor([3, 0, 2]))
+
+    def forward(self, x, labels):
+        high = F.gelu(self.norm(self.enter(x)))
+        low = F.interpolate(self.group(self.down(high)), size=high.shape[-2:], mode="bilinear")
+        x = torch.cat([high, low], 1).flatten(2).transpose(1, 2)
+        x = self.attention(x + self.places.weight[:3].mean(0)) + self.places(labels.flatten(1))
+        picked = self.leave(x.roll(1, 1))
+        loss = F.cross_entropy(picked.transpose(1, 2), labels.flatten(1) % 4)
+        return loss + F.mse_loss(x, x.detach() * 0.5) + x[:, :, self.rows].square().mean()
+
+
+@pytest.mark.parametrize("axes", [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lat": 2, "lon": 2}])
+def test_no_step_looks_at_values_that_a_gpu_has(axes):
+    run_on_ranks(math.prod(axes.values()), _steps_without_looks, axes)
+
+
+def _steps_without_looks(axes):
+    mesh = world_mesh(**axes)
+    torch.manual_seed(0)
+    model = jigsaw.parallelize(_WholeNet(), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    spec = (None, None, *("lat", "lon" if "lon" in axes else None))
+    x = shard(torch.randn(2, 4, 9, 8), mesh, spec)
+    labels = shard(torch.randint(9, (2, 9, 8)), mesh, (None, *spec[2:]))
+    for step in range(3):
+        # what is made once may wait, and the first steps are compared by rank
+        looks = contextlib.ExitStack()
+        if step == 2:
+            looks.enter_context(tensors_as_on_accelerators())
+            looks.enter_context(_LooksAtValues())
+        with looks:
+            model(x, labels).backward()
+            jigsaw.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @on_ranks(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from functools import cache
 
@@ -17,6 +18,16 @@ DEVICE = os.environ.get("JIGSAW_TEST_DEVICE", "cuda")
 def device_mesh(**axes):
     """The mesh of a body: several ranks share a GPU where there are fewer, over gloo."""
     return jigsaw.init_mesh(device=DEVICE, **axes)
+
+
+@cache
+def has_nccl_for(ranks):
+    """Say whether so many ranks can talk by NCCL here: each has a GPU, or NCCL lets them share one (2.30 and newer)."""
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        return False
+    version = ctypes.c_int()  # of the library that is loaded, which may be newer than torch's
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    return torch.cuda.device_count() >= ranks or version.value >= 23000
 
 
 def on_ranks(ranks, **options):

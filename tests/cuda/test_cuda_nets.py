@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from device_under_test import DEVICE, device_mesh, on_ranks, settle
+from device_under_test import DEVICE, device_mesh, has_nccl_for, on_ranks, settle
 from torch import nn
 
 import jigsaw
@@ -15,6 +15,7 @@ from jigsaw.errors import ShardingError
 
 SPEC = (None, None, "lat", "lon")
 gpu_only = pytest.mark.gpu_only
+by_nccl = pytest.mark.skipif(not has_nccl_for(2), reason="fewer GPUs than ranks, and NCCL is older than 2.30")
 
 
 class UNet(nn.Module):
@@ -98,6 +99,7 @@ def test_a_step_of_ranks_that_share_a_gpu(name):
 
 
 @gpu_only
+@by_nccl
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("shard_weights", [False, True])
 @on_ranks(2, backend="nccl")
@@ -227,6 +229,7 @@ def test_the_host_waits_for_no_step_on_one_gpu(name):
 
 
 @gpu_only
+@by_nccl
 @pytest.mark.parametrize("name", NETS)
 @on_ranks(2, backend="nccl")
 def test_the_host_waits_for_no_step_over_nccl(name):

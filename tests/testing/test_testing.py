@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import os
 import random
@@ -332,3 +333,38 @@ def test_a_script_that_is_called_by_way_of_another_folder(tmp_path):
         check=False,
     )
     assert ran.stdout.strip() == "[0, 1]", ran.stderr
+
+
+_MADE = """
+import torch
+from torch import nn
+import jigsaw
+from jigsaw.testing.tensors_on_device import make_tensors_on
+
+make_tensors_on("meta")
+made = {
+    "own": torch.ones(2),
+    "generated": torch.randn(2, generator=torch.Generator()),
+    "module": nn.Linear(2, 2).weight,
+    "told": torch.ones(2, device="cpu"),
+    "of jigsaw": jigsaw.testing.oracle.random_functional(torch.ones(2, device="cpu")),
+}
+print({name: x.device.type for name, x in made.items()})
+"""
+
+
+def test_tensors_of_tests_are_made_on_the_device_and_jigsaws_are_not():
+    found = subprocess.run([sys.executable, "-c", _MADE], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert ast.literal_eval(found) == {
+        "own": "meta",
+        "generated": "meta",
+        "module": "meta",
+        "told": "cpu",
+        "of jigsaw": "cpu",
+    }
+
+
+@on_ranks(2, device="cpu", backend="gloo")
+def test_a_world_of_a_kind_hides_gpus():
+    assert not torch.cuda.is_available()
+    assert world_mesh(lat=2).device_type == "cpu"
