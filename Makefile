@@ -57,7 +57,7 @@ TEST_WORKERS ?= 2
 PYTEST := python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weather weather-025 aurora medical nginx test test-cuda test-law check nightly docs test-newest with-newest test-least test-next \
+.PHONY: help setup weather weather-025 cells aurora medical nginx test test-cuda test-law check nightly docs test-newest with-newest test-least test-next \
 	test-oldest with-oldest bench fuzz zoo dist sbom release-tag lint-repository clean
 
 help: ## show these targets
@@ -80,6 +80,10 @@ weather: setup ## train the weather example on one rank, then on 4 of this machi
 
 weather-025: setup ## one training step on generated 0.25 degree data, with the bytes read and the memory of each rank
 	$(BIN)/torchrun --nproc-per-node $(RANKS) examples/weather/quarter_degree.py
+
+cells: setup ## train the example on HEALPix cells on one rank, then on 4 of this machine (RANKS=2 for two)
+	$(BIN)/python examples/cells/train.py
+	$(BIN)/torchrun --nproc-per-node $(RANKS) examples/cells/train.py
 
 aurora: $(AURORA_STAMP) ## train Aurora, a large published weather net, on 4 ranks of this machine, beside one process
 	$(AURORA)/bin/torchrun --nproc-per-node $(RANKS) examples/aurora/train.py --check
