@@ -49,7 +49,17 @@ PAGES = {
         ),
         *(
             f"docs/{name}"
-            for name in ("cells", "compile", "parallelism", "dry_run", "gpus", "scaling", "sources", "statistics", "security")
+            for name in (
+                "cells",
+                "compile",
+                "parallelism",
+                "dry_run",
+                "gpus",
+                "scaling",
+                "sources",
+                "statistics",
+                "security",
+            )
         ),
         "docs/works_with",
         "docs/SKILL",

@@ -1,5 +1,7 @@
 """Stores whose fields have one dim of cells, as the usual packages write them, read and trained on by every mesh."""
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -358,3 +360,23 @@ def test_inspect_says_what_the_cells_are(tmp_path, kind, capsys):
         "part": "HEALPix of nside 8, nested, 192 of 768 cells",
     }
     assert told[kind] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["healpix", "points"])
+def test_cells_are_drawn(tmp_path, kind, monkeypatch, capsys):
+    pictures, drawn = importlib.import_module("jigsaw.io.reports.pictures"), []
+    draw = pictures._draw_cells
+    monkeypatch.setattr(pictures, "_draw_cells", lambda values, *more: (drawn.append(values), draw(values, *more)))
+    path = written(tmp_path, on_healpix() if kind == "healpix" else on_points())
+    assert main(["inspect", path, "--fields", "z500", "--step", "3", "--plot", str(tmp_path / "map.png")]) in (0, None)
+    np.testing.assert_array_equal(drawn[0], Z[3, 0])
+    plan = ["plan", path, "--mesh", "cell=3", "--halo", "4", "--plot", str(tmp_path / "plan.png")]
+    assert main(plan) in (0, None)
+    assert "drawn to" in capsys.readouterr().out
+    assert min((tmp_path / name).stat().st_size for name in ("map.png", "plan.png")) > 10_000
+
+
+def test_a_map_of_cells_needs_their_places(tmp_path):
+    pictures = importlib.import_module("jigsaw.io.reports.pictures")
+    with pytest.raises(GridError, match="does not say where its 192 cells lie"):
+        pictures.draw_field_map(written(tmp_path, fields_on_cells("ncells")), tmp_path / "map.png")

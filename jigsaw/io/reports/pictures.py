@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 from jigsaw.drafts import draft_of
 from jigsaw.errors import UnsupportedStoreError, why_not_imported
-from jigsaw.geometry.cut import Cut, Interval
+from jigsaw.geometry.cut import Box, Cut, Interval, whole_dim
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.opening import open
 from jigsaw.io.reading.read_plan import ReadPlan
 from jigsaw.io.reports.recommend import edges_in_sample
+from jigsaw.io.series.cell_grid import CellGrid
 from jigsaw.ranks.mesh import init_mesh
 
 if TYPE_CHECKING:
@@ -76,28 +77,38 @@ def save_figure(figure: Any, path: str | Path) -> None:
 
 
 def _draw_tiles(axes: Any, dataset: Dataset, plan: ReadPlan, shades: list[Any]) -> None:
-    """Draw the last two spatial dims in rows and columns: tiles filled, halos hatched, chunk borders dashed."""
+    """Draw the last two spatial dims in rows and columns: tiles filled, halos hatched, chunk borders dashed. Cells are
+    one row.
+    """
     from matplotlib.patches import Rectangle
 
-    down, across = dataset.frame.dims[-2:]
-    height, width = dataset.frame.sizes[-2:]
+    dims, is_row = dataset.frame.dims[-2:], len(dataset.frame.dims) == 1
+    height, width = (1, *dataset.frame.sizes) if is_row else dataset.frame.sizes[-2:]
     layout = plan.request.layout
+    cuts = (whole_dim(1), layout.cuts[-1]) if is_row else layout.cuts[-2:]
+
+    def plane(box: Box) -> tuple[Interval, Interval]:
+        return ((0, 1) if is_row else box[-2]), box[-1]
+
     for rank, coord in enumerate(layout.coords()):
-        rows, columns = layout.owned(coord)[-2:]
+        rows, columns = plane(layout.owned(coord))
         axes.add_patch(Rectangle(*_rectangle_of(rows, columns), fc=(*shades[rank][:3], 0.25), ec=shades[rank], lw=2))
-        label = f"rank {rank}\n{rows[1] - rows[0]} x {columns[1] - columns[0]}"
+        tall = "" if is_row else f"{rows[1] - rows[0]} x "
+        label = f"rank {rank}\n{tall}{columns[1] - columns[0]}"
         axes.text(sum(columns) / 2, sum(rows) / 2, label, ha="center", va="center", color=shades[rank], weight="bold")
-        held_rows, held_columns = layout.held(coord)[-2:]
+        held_rows, held_columns = plane(layout.held(coord))
         below, above = (held_rows[0], rows[0]), (rows[1], held_rows[1])
         left, right = (held_columns[0], columns[0]), (columns[1], held_columns[1])
         # what is held beyond the owned box: strips of full width below and above, then the sides
         for strip in ((below, held_columns), (above, held_columns), (rows, left), (rows, right)):
-            for part in product(*map(_wrap_interval, strip, layout.cuts[-2:])):
+            for part in product(*map(_wrap_interval, strip, cuts)):
                 axes.add_patch(Rectangle(*_rectangle_of(*part), fc=(*shades[rank][:3], 0.45), ec="none", hatch="////"))
     _draw_chunk_borders(axes, dataset, height, width)
     axes.set(xlim=(-0.01 * width, 1.01 * width), ylim=(1.01 * height, -0.01 * height), aspect="auto")
-    _set_ticks(axes.xaxis, across, dataset.whole_coords[across])
-    _set_ticks(axes.yaxis, down, dataset.whole_coords[down])
+    for axis, dim in zip((axes.xaxis, axes.yaxis), reversed(dims), strict=False):
+        _set_ticks(axis, dim, dataset.whole_coords[dim])
+    if is_row:
+        axes.set_yticks([])
     axes.set_title("tiles (filled), their halos (hatched), stored chunks (dashed)", fontsize=10)
 
 
@@ -126,8 +137,9 @@ def _wrap_interval(held: Interval, cut: Cut) -> Iterator[Interval]:
 
 def _draw_chunk_borders(axes: Any, dataset: Dataset, height: int, width: int) -> None:
     lines: dict[str, set[int]] = {"h": {0, height}, "v": {0, width}}
+    sizes = ("v", width), ("h", height)
     for variable in dataset.variables:
-        for key, dim, size in (("h", dataset.frame.dims[-2], height), ("v", dataset.frame.dims[-1], width)):
+        for (key, size), dim in zip(sizes, reversed(dataset.frame.dims), strict=False):
             lines[key] |= edges_in_sample(dataset, variable, dim, size)
     axes.hlines(sorted(lines["h"]), 0, width, colors="black", linestyles="dashed", lw=0.8)
     axes.vlines(sorted(lines["v"]), 0, height, colors="black", linestyles="dashed", lw=0.8)
@@ -190,8 +202,25 @@ def draw_field_map(
     timed = any("time" in v.roles for v in dataset.variables)
     at = f", {str(dataset.input_times(number)[0]).removesuffix('.000000')}" if timed else ""
     title = f"{name} ({long}){at}{cut}" if long and long != name else f"{name}{at}{cut}"
-    _draw_values(_labelled_values(values, dataset), title, path, not dataset.counted)
+    if dataset.cells is not None:
+        _draw_cells(values, dataset.cells, title, path)
+    else:
+        _draw_values(_labelled_values(values, dataset), title, path, not dataset.counted)
     return title
+
+
+def _draw_cells(values: NDArray[Any], grid: CellGrid, title: str, path: str | Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 5.5), layout="constrained")
+    axes: Any = figure.subplots()
+    side = 6e4 / max(grid.cells, 60)  # points cover the map, however many there are
+    low, high = np.nanquantile(values, (0.02, 0.98)) if np.isfinite(values).any() else (0.0, 1.0)
+    drawn = axes.scatter(grid.lon, grid.lat, c=values, s=side, marker="s", lw=0, vmin=low, vmax=high, rasterized=True)
+    figure.colorbar(drawn, ax=axes, extend="both")
+    axes.set(xlabel="longitude", ylabel="latitude", aspect="equal")
+    axes.set_title(title, fontsize=11)
+    save_figure(figure, path)
 
 
 def _labelled_values(values: Any, dataset: Dataset) -> xr.DataArray:
