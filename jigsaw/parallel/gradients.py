@@ -148,7 +148,7 @@ def refuse_hooks(parameters: Iterable[nn.Parameter]) -> None:
     """Let `register_hook` raise on cut parameters, whose gradients FSDP2 accumulates elsewhere, calling no hook."""
     parameter: Any
     for parameter in parameters:
-        setattr(parameter, _OWN_HOOKS, (0, 0))
+        setattr(parameter, _OWN_HOOKS, (len(gradient_hooks(parameter) or ()), 0))
         parameter.register_hook = _refuse_hook
 
 

@@ -162,7 +162,7 @@ def shard_model_weights(
             _set_reduction(unit, through_host=sends_through_host(mesh))
             add_gradients_behind_reductions(unit)
             sharded.append(unit)
-    if mesh.device_type == "cpu":
+    if sharded and mesh.device_type == "cpu":
         _UnitPrefetch(sharded, sharded[-1])
     return rest
 

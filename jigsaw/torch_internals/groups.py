@@ -187,8 +187,12 @@ def add_gradients_behind_reductions(unit: Any) -> None:
     for group in _parameter_groups(unit):
         for parameter in private_attribute(group, "fsdp_params")(group):
             weight = private_attribute(parameter, "sharded_param")(parameter)
-            if weight.requires_grad:
-                weight.register_hook(partial(_wait_for_reductions, group, weight.device.type))
+            if not (weight.is_floating_point() or weight.is_complex()):
+                continue
+            is_trained = weight.requires_grad
+            weight.requires_grad_()  # a frozen weight may be trained later; a hook needs this
+            weight.register_hook(partial(_wait_for_reductions, group, weight.device.type))
+            weight.requires_grad_(is_trained)
 
 
 def _wait_for_reductions(group: Any, device: str, gradient: Tensor) -> None:
