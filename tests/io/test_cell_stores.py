@@ -1,6 +1,7 @@
 """Stores whose fields have one dim of cells, as the usual packages write them, read and trained on by every mesh."""
 
 import importlib
+import pickle
 
 import numpy as np
 import pytest
@@ -380,3 +381,30 @@ def test_a_map_of_cells_needs_their_places(tmp_path):
     pictures = importlib.import_module("jigsaw.io.reports.pictures")
     with pytest.raises(GridError, match="does not say where its 192 cells lie"):
         pictures.draw_field_map(written(tmp_path, fields_on_cells("ncells")), tmp_path / "map.png")
+
+
+# -- other ways in -----------------------------------------------------------------------------------------------------
+
+
+def test_files_along_time_make_one_series_of_cells(tmp_path):
+    data, paths = on_points(), []
+    for k, part in enumerate((slice(0, 4), slice(4, STEPS))):
+        (folder := tmp_path / str(k)).mkdir()
+        paths.append(written(folder, data.isel(time=part), "nc"))
+    for values, grid in run_on_ranks(2, read_whole, paths, *MESHES["2"]):
+        np.testing.assert_array_equal(values, WHOLE)
+        np.testing.assert_array_equal([grid.lat, grid.lon], [LAT, LON])
+
+
+def test_a_dataset_on_cells_of_xarray_keeps_its_grid_mapping(tmp_path):
+    path = written(tmp_path, on_healpix().rename(cell="pix"))
+    with xr.open_zarr(path, decode_coords="all") as opened:
+        samples = jigsaw.io.open(opened, mesh=world_mesh(cell=1), fields=FIELDS)
+        np.testing.assert_array_equal(samples[2].input.full_tensor()[0], WHOLE[2])
+        assert samples.grid.nside == NSIDE
+
+
+def test_a_pickled_dataset_has_its_cells(healpix):
+    samples = pickle.loads(pickle.dumps(jigsaw.io.open(healpix, mesh=world_mesh(cell=1), fields=FIELDS)))
+    assert samples.grid.neighbors() == jigsaw.Neighbors.healpix(NSIDE)
+    np.testing.assert_array_equal(samples[2].input.full_tensor()[0], WHOLE[2])

@@ -305,7 +305,9 @@ def open_xarray(dataset: xr.Dataset, options: Mapping[str, Any] | None = None) -
 def _table_of_variable(name: str, variable: xr.Variable) -> ArrayTable:
     chunks, lengths = _chunks_of_variable(variable)
     own = variable.dtype.newbyteorder("=")
-    dtype, attrs = dtype_with_declared_sign(own, variable.attrs), dict(variable.attrs)
+    # with decode_coords="all" xarray moves attributes that name other variables aside
+    moved = {key: variable.encoding[key] for key in ("grid_mapping", "cell_measures") if key in variable.encoding}
+    dtype, attrs = dtype_with_declared_sign(own, variable.attrs), {**moved, **variable.attrs}
 
     return ArrayTable(
         name=name,
