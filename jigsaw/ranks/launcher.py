@@ -160,3 +160,31 @@ def _parsed_number(variables: LauncherVariables, name: str, default: int | None 
         return int(value or "")
     except ValueError:
         raise ShardingError(f"the environment has {name}={value!r}, which should be a number; unset it") from None
+
+
+_SPARE_FILES = 128  # of Python, the store, and what a program opens itself
+
+
+def allow_open_files(ranks: int) -> None:
+    """Raise this process' soft limit of open files to the hard one, where groups of so many ranks may need more.
+
+    A group of gloo holds a connection to each other rank: the job's own, those of the axes together, and that of saves.
+
+    Raises: `ShardingError` where even the hard limit is too low for the job's own group.
+    """
+    if os.name != "posix":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted, infinite = 3 * ranks + _SPARE_FILES, resource.RLIM_INFINITY
+    if soft == infinite or soft >= wanted:
+        return
+    highest = wanted if hard == infinite else hard
+    if highest < ranks + _SPARE_FILES:
+        raise ShardingError(
+            f"a job of {ranks} ranks holds a connection to each of them, and this process may open {highest} files at "
+            f"most; raise the hard limit to {wanted} or more on every node before the launch (ulimit -Hn, nofile in "
+            "/etc/security/limits.conf, LimitNOFILE= of the service that starts ranks)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from jigsaw.errors import RanksDifferError, ShardingError
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.layout import AxisSizes, MeshCoordinate
-from jigsaw.ranks.launcher import DEBUG_VARIABLE, EVERY_VARIABLE, debug_interval, torchrun_variables
+from jigsaw.ranks.launcher import DEBUG_VARIABLE, EVERY_VARIABLE, allow_open_files, debug_interval, torchrun_variables
 from jigsaw.ranks.model_world import job_group, job_rank, job_size, of_the_job
 from jigsaw.ranks.restart_store import is_shared_between_starts, joined_job_store, store_of_this_start
 from jigsaw.torch_internals.dispatch import without_modes
@@ -63,7 +63,8 @@ def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = 
     process group that exists.
 
     Raises: `ShardingError` when the product of the axes is not the number of ranks, or several ranks have no axes. Also
-    when `timeout` is not a time above 0, or where ``JIGSAW_DEBUG`` is set on some of the ranks only.
+    when `timeout` is not a time above 0, or where a process may open fewer files than there are ranks.
+    `RanksDifferError` where ``JIGSAW_DEBUG`` is set on some of the ranks only.
 
     >>> mesh = jigsaw.init_mesh(data=1, lat=1, lon=-1, device="cpu")
     >>> mesh.mesh_dim_names, mesh.shape
@@ -77,6 +78,7 @@ def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = 
     limit = None if timeout is None else _checked_timeout(timeout)
     if not dist.is_initialized():
         os.environ.update(torchrun_variables(os.environ))
+        allow_open_files(int(os.environ.get("WORLD_SIZE", "1")))
     device = device or _default_device()
     if not dist.is_initialized():
         _init_process_group(device, limit or DEFAULT_PATIENCE)

@@ -260,3 +260,29 @@ def test_a_proof_is_for_its_key_and_words_alone(key, words, other):
     proof = restart_store._proof(key, *words)
     assert (restart_store._proof(other, *words) == proof) == (other.rstrip(b"\0") == key.rstrip(b"\0") or other == key)
     assert restart_store._proof(key, *words, "more") != proof
+
+
+_LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 1000))
+from jigsaw.ranks.launcher import allow_open_files
+for ranks in map(int, sys.argv[1:]):
+    allow_open_files(ranks)
+    print(ranks, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+def test_the_limit_of_open_files_is_raised_for_many_ranks_alone():
+    ran = subprocess.run([sys.executable, "-c", _LIMITED, "16", "100"], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines() == ["16 200", "100 1000"]
+
+
+def test_a_mesh_of_more_ranks_than_open_files_is_refused_before_it_waits():
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 1000)); "
+    code = limited + "import jigsaw; jigsaw.init_mesh(lat=-1, device='cpu')"
+    job = {"RANK": "0", "WORLD_SIZE": "4096", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    command, environment = [sys.executable, "-c", code], {**os.environ, **job}
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert ran.returncode
+    assert "ShardingError: a job of 4096 ranks" in ran.stderr
+    assert "raise the hard limit to 12416 or more" in ran.stderr
