@@ -14,13 +14,13 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from jigsaw.errors import CheckpointError
+from jigsaw.ranks.job_groups import host_group
 from jigsaw.ranks.mesh import job_patience
+from jigsaw.ranks.model_world import job_size
 
 SaveWork = Callable[[dist.ProcessGroup | None], None]
 
@@ -100,15 +100,6 @@ def end_pending_save() -> None:
         _last.pop().wait_unless_told()
 
 
-_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-
-
 def _group_of_saves() -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks that only saves use; making it, on the first save, is collective."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None or world.size() == 1:
-        return None
-    if world not in _groups:
-        group: Any = dist.new_group(backend="gloo", timeout=job_patience())
-        _groups[world] = group
-    return _groups[world]
+    """Return a gloo group of all ranks that only saves use."""
+    return host_group("saves", job_patience()) if job_size() > 1 else None

@@ -22,7 +22,8 @@ from jigsaw.comm.graph_calls import refuse_in_graph
 from jigsaw.comm.traffic import record_call
 from jigsaw.comm.wire_values import checksum_of_bits
 from jigsaw.errors import RanksDifferError
-from jigsaw.ranks.mesh import axes_of_mesh, device_of_values, groups_along, mesh_group, ranks_along
+from jigsaw.ranks.job_groups import device_of_values
+from jigsaw.ranks.mesh import axes_of_mesh, groups_along, mesh_group, ranks_along
 from jigsaw.ranks.model_world import job_group, job_rank, job_size
 from jigsaw.ranks.waiting_ranks import OpenWait
 

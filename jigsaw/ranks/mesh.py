@@ -4,7 +4,6 @@ and groups.
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
 from collections.abc import Sequence
@@ -21,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from jigsaw.errors import RanksDifferError, ShardingError
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.layout import AxisSizes, MeshCoordinate
-from jigsaw.ranks.launcher import DEBUG_VARIABLE, EVERY_VARIABLE, allow_open_files, debug_interval, torchrun_variables
+from jigsaw.ranks.job_groups import JobOptions, check_job_options, default_device, device_of_values, join_job
+from jigsaw.ranks.launcher import DEBUG_VARIABLE, EVERY_VARIABLE, debug_interval, torchrun_variables
 from jigsaw.ranks.model_world import job_group, job_rank, job_size, of_the_job
-from jigsaw.ranks.restart_store import is_shared_between_starts, joined_job_store, store_of_this_start
 from jigsaw.torch_internals.dispatch import without_modes
 from jigsaw.torch_internals.groups import (
+    backend_alone,
     backend_of_group,
-    devices_of_group,
     flattened_meshes,
     group_by_name,
     group_of_name,
@@ -35,6 +34,7 @@ from jigsaw.torch_internals.groups import (
     mesh_root,
     mesh_unflattened,
     meshes_joined,
+    splitting_device_alone,
     takes_batches,
     timeout_of_options,
 )
@@ -51,20 +51,32 @@ DEFAULT_PATIENCE = timedelta(minutes=5)
 """Time that ranks wait for each other, by default."""
 
 
-def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = None, **axes: int) -> DeviceMesh:
+def init_mesh(
+    *,
+    device: str | None = None,
+    timeout: timedelta | float | None = None,
+    backend: str | None = None,
+    device_id: torch.device | int | None = None,
+    pg_options: Any = None,
+    **axes: int,
+) -> DeviceMesh:
     """Make a `DeviceMesh` with named axes over all ranks: ``init_mesh(data=1, lat=2, lon=2)``.
 
     Under ``torchrun``, Slurm's ``srun`` and, with ``MASTER_ADDR`` and ``MASTER_PORT`` set, ``mpirun`` it joins the
     process group (or uses the one that exists). Else the mesh has one rank.  One axis may be -1: the rest of the ranks.
     ``init_mesh()`` is for one rank: a mesh whose only axis, `data`, cuts nothing. `device` defaults to ``"cuda"`` where
     there is a GPU for each local rank, else ``"cpu"``. With ``device="cuda"`` more ranks than GPUs share them, and talk
-    through the host (gloo). This is for tests, not for speed.  A rank waits for others for `timeout` (a `timedelta`, or
-    seconds), in the mesh's groups and in those that reading makes. By default this is 5 minutes, or as long as in the
-    process group that exists.
+    through the host (gloo), or by NCCL from 2.30 on with ``NCCL_MULTI_RANK_GPU_ENABLE=1``. This is for tests, not for
+    speed.  A rank waits for others for `timeout` (a `timedelta`, or seconds), in the mesh's groups and in those that
+    reading makes. By default this is 5 minutes, or as long as in the process group that exists.
+
+    `backend`, `device_id` and `pg_options` go to `torch.distributed.init_process_group`, where this call joins. By
+    default GPUs get groups of NCCL alone, and the job's own takes tensors of the host too. With `device_id`, this
+    rank's GPU, NCCL connects all ranks at once, and splits the groups of axes off.
 
     Raises: `ShardingError` when the product of the axes is not the number of ranks, or several ranks have no axes. Also
-    when `timeout` is not a time above 0, or where a process may open fewer files than there are ranks.
-    `RanksDifferError` where ``JIGSAW_DEBUG`` is set on some of the ranks only.
+    when `timeout` is not a time above 0, where a process may open fewer files than there are ranks, or where options of
+    the process group come after it. `RanksDifferError` where ``JIGSAW_DEBUG`` is set on some of the ranks only.
 
     >>> mesh = jigsaw.init_mesh(data=1, lat=1, lon=-1, device="cpu")
     >>> mesh.mesh_dim_names, mesh.shape
@@ -78,17 +90,29 @@ def init_mesh(*, device: str | None = None, timeout: timedelta | float | None = 
     limit = None if timeout is None else _checked_timeout(timeout)
     if not dist.is_initialized():
         os.environ.update(torchrun_variables(os.environ))
-        allow_open_files(int(os.environ.get("WORLD_SIZE", "1")))
-    device = device or _default_device()
-    if not dist.is_initialized():
-        _init_process_group(device, limit or DEFAULT_PATIENCE)
+    device, options = device or default_device(), JobOptions(backend, device_id, pg_options)
+    if dist.is_initialized():
+        check_job_options(options)
+    else:
+        join_job(device, limit or DEFAULT_PATIENCE, options)
     axes = _with_the_rest(axes, dist.get_world_size())
-    mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    with splitting_device_alone(_world_group(), device):
+        names, alone = tuple(axes), _backends_alone(axes, device)
+        mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=names, backend_override=alone)
     apart = _groups_by_kind.get(_world_group(), {}).values()
     for group in (_world_group(), *mesh.get_all_groups(), *apart):  # torch lets a new group wait for 30 minutes
         _let_wait(group, device, limit or group_patience(_world_group(), device))
     _agree_on_debugging()
     return mesh
+
+
+def _backends_alone(sizes: dict[str, int], device: str) -> dict[Any, Any] | None:
+    """Return the backend of each axis' group where it is not to serve all that the job's does; that one is not made
+    again.
+    """
+    world = _world_group()
+    backend = backend_alone(world, device) if world.bound_device_id is None else None
+    return None if backend is None else {name: backend for name, size in sizes.items() if size < world.size()}
 
 
 def _agree_on_debugging() -> None:
@@ -133,12 +157,6 @@ def sends_through_host(mesh: DeviceMesh) -> bool:
         return True
     backend: Any = backend_of_group(mesh_group(mesh), torch.device(mesh.device_type))
     return dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
-
-
-def device_of_values(group: dist.ProcessGroup) -> str:
-    """Return the kind of device on which a group takes small values of the host."""
-    kinds = devices_of_group(group)
-    return "cpu" if "cpu" in kinds else min(kinds)
 
 
 def job_patience() -> timedelta:
@@ -187,42 +205,6 @@ def _with_the_rest(axes: dict[str, int], ranks: int) -> dict[str, int]:
 
 def _axes_as_arguments(axes: dict[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in axes.items())
-
-
-def _default_device() -> str:
-    return "cuda" if torch.cuda.is_available() and _has_a_gpu_each() else "cpu"
-
-
-def _has_a_gpu_each() -> bool:
-    own = "SLURM_GPUS_PER_TASK" in os.environ  # srun then shows each task only its own
-    return torch.cuda.device_count() >= (1 if own else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def _init_process_group(device: str, limit: timedelta) -> None:
-    # NCCL refuses ranks that share a GPU
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" and _has_a_gpu_each() else "gloo"
-    atexit.register(_leave_process_group, os.getpid())
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    if is_shared_between_starts():
-        store, rank, ranks = store_of_this_start(limit)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-    elif "RANK" in os.environ and os.environ.get("JIGSAW_JOB_SECRET"):
-        store, rank, ranks = joined_job_store(os.environ["JIGSAW_JOB_SECRET"], limit)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=limit)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
-
-
-def _leave_process_group(process: int) -> None:
-    """End gloo's threads before Python exits; left running they abort a rank that had finished.
-
-    A process that was forked from the one that joined has none of these threads, and would wait for them.
-    """
-    if os.getpid() == process and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def axes_of_mesh(mesh: DeviceMesh) -> AxisSizes:
@@ -362,8 +344,10 @@ def _flattened_apart(mesh: DeviceMesh, root: DeviceMesh) -> DeviceMesh:
         with (
             of_the_job(),
             without_modes(),
+            splitting_device_alone(_world_group(), mesh.device_type),
         ):  # the ranks are in a tensor, which must have values even while others have none
-            return mesh_flattened(mesh)
+            alone = _backends_alone({"": mesh_size(mesh)}, mesh.device_type) or {}
+            return mesh_flattened(mesh, backend_override=alone.get(""))
     finally:
         for name in known.keys() - before.keys():
             del known[name]
@@ -378,8 +362,10 @@ def split_axis_mesh(mesh: DeviceMesh, axis: str, parts: AxisSizes) -> DeviceMesh
     meshes, key = _split_by_axis.setdefault(_world_group(), {}), (mesh, axis, parts)
     if key not in meshes:
         names, sizes = zip(*parts, strict=True)
-        with of_the_job(), without_modes():
-            meshes[key] = mesh_unflattened(mesh, axis, sizes, names)
+        device = mesh.device_type
+        with of_the_job(), without_modes(), splitting_device_alone(_world_group(), device):
+            alone = _backends_alone(dict(parts), device)
+            meshes[key] = mesh_unflattened(mesh, axis, sizes, names, backend_override=alone)
         for name in names:
             _let_wait(meshes[key].get_group(name), mesh.device_type, mesh_patience(mesh))
     return meshes[key]

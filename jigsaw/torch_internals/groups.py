@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -59,12 +60,72 @@ def devices_of_group(group: dist.ProcessGroup) -> set[str]:
     return {device.type for device in private_attribute(group, "_device_types")(group)}
 
 
-def serve_group(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo) -> None:
+def serve_group(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo, is_default: bool = True) -> None:
     """Let gloo serve a group on CPUs; public is only the group that `init_process_group` makes."""
     register = private_name("torch.distributed:ProcessGroup._register_backend")
     register(group, torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    set_default = private_name("torch.distributed:ProcessGroup._set_default_backend")
-    set_default(group, dist.ProcessGroup.BackendType.GLOO)
+    if is_default:
+        set_default = private_name("torch.distributed:ProcessGroup._set_default_backend")
+        set_default(group, dist.ProcessGroup.BackendType.GLOO)
+
+
+def late_gloo(store: dist.Store, rank: int, ranks: int, limit: timedelta) -> dist.ProcessGroupGloo:
+    """Return gloo's group of ranks that connect as late as they first talk; public are those that do so at once."""
+    options: Any = private_name("torch.distributed:ProcessGroupGloo._Options")()
+    for name in ("_devices", "_timeout"):
+        private_attribute(options, name)
+    options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
+    options._timeout = limit
+    return dist.ProcessGroupGloo(store, rank, ranks, options)
+
+
+def group_of_host(name: str, rank: int, ranks: int, limit: timedelta) -> dist.ProcessGroup:
+    """Make a group of all ranks of the job on `late_gloo`, by a new name; public are groups that connect at once."""
+    store = dist.PrefixStore(f"{name}/", default_store())
+    group = dist.ProcessGroup(store, rank, ranks)
+    serve_group(group, late_gloo(store, rank, ranks, limit))
+    private_name("torch.distributed:ProcessGroup._set_group_name")(group, name)
+    private_name("torch.distributed:ProcessGroup._set_group_desc")(group, name)
+    _know_group(group, "gloo", store, name, "cpu:gloo", {each: each for each in range(ranks)})
+    return group
+
+
+_know_group = LateName("torch.distributed.distributed_c10d:_register_pg_in_world")
+
+
+def backend_alone(group: dist.ProcessGroup, device: str) -> str | None:
+    """Return the backend for groups that serve a device alone; None where groups made like `group` do so by themselves.
+
+    Public are groups that serve all devices that the job's own does.
+    """
+    config: Any = dist.get_backend_config(group)
+    backends = c10d.BackendConfig(config).get_device_backend_map()
+    if device not in backends:
+        return "gloo" if device == "cpu" else None
+    return backends[device] if len(set(backends.values())) > 1 else None
+
+
+@contextmanager
+def splitting_device_alone(group: dist.ProcessGroup, device: str) -> Generator[None]:
+    """Let meshes of a device be made within the block in a job that is bound to GPUs.
+
+    Their groups are split off for the device alone.  Public are splits with a part for the host.  Groups of another
+    device are made as if the job were not bound: torch would split off NCCL's on ranks outside of them alone.
+    """
+    bound = group.bound_device_id
+    if bound is None:
+        yield
+    elif bound.type != device:
+        group.bound_device_id = None
+        try:
+            yield
+        finally:
+            group.bound_device_id = bound
+    else:
+        config: Any = dist.get_backend_config(group)
+        backend = c10d.BackendConfig(config).get_device_backend_map()[device]
+        with replaced_in_torch(device_mesh, "split_group", partial(dist.split_group, backend=f"{device}:{backend}")):
+            yield
 
 
 def fake_store() -> Any:
@@ -174,7 +235,7 @@ def sum_complex_as_reals(unit: Any) -> None:
 
 
 def _parameter_groups(unit: Any) -> list[Any]:
-    state = private_name("torch.distributed.fsdp:FSDPModule._get_fsdp_state")(unit)
+    state = _state_of_unit(unit)
     return private_attribute(state, "_fsdp_param_groups")(state)
 
 
@@ -202,10 +263,13 @@ def _wait_for_reductions(group: Any, device: str, gradient: Tensor) -> None:
         current.wait_stream(private_attribute(traffic, name)(traffic))
 
 
+_state_of_unit = LateName("torch.distributed.fsdp:FSDPModule._get_fsdp_state")
+
+
 def is_before_backward(unit: Any) -> bool:
     """Say whether FSDP2 takes a unit to be behind the beginning of its backward pass; public is nothing."""
     states = private_name(_FSDP + "_fsdp_common:TrainingState")
-    state = private_name("torch.distributed.fsdp:FSDPModule._get_fsdp_state")(unit)
+    state = _state_of_unit(unit)
     return private_attribute(state, "_training_state")(state) is private_attribute(states, "PRE_BACKWARD")(states)
 
 

@@ -1,0 +1,144 @@
+"""Joining the job, and groups of its host memory beside those of its devices.
+
+On GPUs every group is of NCCL alone.  A group of gloo beside each would hold a connection from every rank to every
+other one.  The job's own group has one such part, for values and tensors of the host.  Its ranks connect as late as
+they first talk: 4 open files, and one for each rank that a rank has talked to.
+
+Example: 4096 ranks wait for each other, in twelve rounds.  Each has then 24 connections, and not 4095.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from jigsaw.errors import ShardingError
+from jigsaw.ranks.launcher import allow_open_files
+from jigsaw.ranks.model_world import job_group, of_the_job
+from jigsaw.ranks.restart_store import is_shared_between_starts, joined_job_store, store_of_this_start
+from jigsaw.torch_internals.groups import default_store, devices_of_group, group_of_host, late_gloo, serve_group
+
+_SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+class JobOptions(NamedTuple):
+    """Arguments of `torch.distributed.init_process_group`; None leaves one to jigsaw."""
+
+    backend: str | None = None
+    device_id: torch.device | int | None = None
+    pg_options: Any = None
+
+
+def default_device() -> str:
+    """Return the kind of device of a mesh: GPUs where each local rank has one."""
+    return "cuda" if torch.cuda.is_available() and _has_a_gpu_each() else "cpu"
+
+
+def _has_a_gpu_each() -> bool:
+    own = "SLURM_GPUS_PER_TASK" in os.environ  # srun then shows each task only its own
+    return torch.cuda.device_count() >= (1 if own else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+_joined_by: WeakKeyDictionary[dist.ProcessGroup, JobOptions] = WeakKeyDictionary()
+
+
+def join_job(device: str, limit: timedelta, options: JobOptions) -> None:
+    """Make the process group of the job, with the variables that its launcher has set.
+
+    Raises: `ShardingError` where a process may open too few files for so many ranks, or options do not fit the device.
+    """
+    _check_device(device, options)
+    allow_open_files(int(os.environ.get("WORLD_SIZE", "1")))
+    atexit.register(_leave_process_group, os.getpid())
+    named: dict[str, Any] = {"backend": options.backend or _usual_backend(device), "timeout": limit}
+    if device == "cuda":
+        own = options.device_id if options.device_id is not None else int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(own if isinstance(own, torch.device) else own % torch.cuda.device_count())
+        named |= {"device_id": options.device_id, "pg_options": options.pg_options}
+    if is_shared_between_starts():
+        store, rank, ranks = store_of_this_start(limit)
+        named |= {"store": store, "rank": rank, "world_size": ranks}
+    elif "RANK" in os.environ and os.environ.get("JIGSAW_JOB_SECRET"):
+        store, rank, ranks = joined_job_store(os.environ["JIGSAW_JOB_SECRET"], limit)
+        named |= {"store": store, "rank": rank, "world_size": ranks}
+    elif "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        named |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(**named)
+    world: Any = dist.group.WORLD
+    _joined_by[world] = options
+    if "cpu" not in devices_of_group(world):
+        store = dist.PrefixStore(f"jigsaw host {world.group_name}", default_store())
+        gloo: Any = late_gloo(store, world.rank(), world.size(), limit)
+        gloo.barrier().wait()  # connects those whom a later one needs, when the first rank may have ended the store
+        serve_group(world, gloo, is_default=False)
+
+
+def _usual_backend(device: str) -> str:
+    # NCCL refuses ranks that share a GPU, unless it is told not to, from its version 2.30 on
+    is_ncclable = device == "cuda" and (_has_a_gpu_each() or os.environ.get(_SHARED_GPUS) == "1")
+    return "nccl" if is_ncclable else "gloo"
+
+
+def _check_device(device: str, options: JobOptions) -> None:
+    if device == "cuda" and not torch.cuda.device_count():
+        raise ShardingError(
+            "device='cuda' needs a GPU, and torch sees none in this process; pass device='cpu', or start it where "
+            "torch.cuda.is_available()"
+        )
+    if device != "cuda" and (options.device_id is not None or options.pg_options is not None):
+        raise ShardingError(
+            f"device_id={options.device_id!r} and pg_options={options.pg_options!r} are NCCL's, and device={device!r}; "
+            "leave them out, or pass device='cuda'"
+        )
+
+
+def check_job_options(options: JobOptions) -> None:
+    """Raise `ShardingError` where the job's group exists already, and was not made with these options."""
+    world: Any = job_group()
+    if options == JobOptions() or options == _joined_by.get(world):
+        return
+    named = zip(options.__match_args__, options, strict=True)
+    arguments = ", ".join(f"{name}={value!r}" for name, value in named if value is not None)
+    raise ShardingError(
+        f"init_mesh({arguments}) says how to make the process group of the job, which exists already, on the backend "
+        f"{dist.get_backend(world)!r}; pass this to what made it, torch.distributed.init_process_group or the first "
+        "init_mesh"
+    )
+
+
+def _leave_process_group(process: int) -> None:
+    """End gloo's threads before Python exits; left running they abort a rank that had finished.
+
+    A process that was forked from the one that joined has none of these threads, and would wait for them.
+    """
+    if os.getpid() == process and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def device_of_values(group: dist.ProcessGroup) -> str:
+    """Return the kind of device on which a group takes small values of the host."""
+    kinds = devices_of_group(group)
+    return "cpu" if "cpu" in kinds else min(kinds)
+
+
+_host_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def host_group(purpose: str, limit: timedelta) -> dist.ProcessGroup:
+    """Return the job's group for one purpose of the host, whose ranks connect as late as they first talk.
+
+    A thread that talks beside others has a purpose of its own: a group pairs messages by their order.
+    """
+    world: Any = job_group()
+    groups = _host_groups.setdefault(world, {})
+    if purpose not in groups:
+        name = f"jigsaw {purpose}"
+        with of_the_job():
+            groups[purpose] = group_of_host(name, world.rank(), world.size(), limit)
+    return groups[purpose]
