@@ -1,8 +1,9 @@
 """Joining the job, and groups of its host memory beside those of its devices.
 
-On GPUs every group is of NCCL alone.  A group of gloo beside each would hold a connection from every rank to every
-other one.  The job's own group has one such part, for values and tensors of the host.  Its ranks connect as late as
-they first talk: 4 open files, and one for each rank that a rank has talked to.
+With ``init_mesh(backend="nccl")`` every group is of NCCL alone.  A group of gloo beside each, as torch makes by
+default, holds a connection from every rank to every other one.  The job's own group has one such part, for values and
+tensors of the host.  Its ranks connect as late as they first talk: 4 open files, and one for each rank that a rank has
+talked to.
 
 Example: 4096 ranks wait for each other, in twelve rounds.  Each has then 24 connections, and not 4095.
 """
@@ -82,7 +83,7 @@ def join_job(device: str, limit: timedelta, options: JobOptions) -> None:
 def _usual_backend(device: str) -> str:
     # NCCL refuses ranks that share a GPU, unless it is told not to, from its version 2.30 on
     is_ncclable = device == "cuda" and (_has_a_gpu_each() or os.environ.get(_SHARED_GPUS) == "1")
-    return "nccl" if is_ncclable else "gloo"
+    return "cpu:gloo,cuda:nccl" if is_ncclable else "gloo"
 
 
 def _check_device(device: str, options: JobOptions) -> None:

@@ -71,8 +71,9 @@ def init_mesh(
     reading makes. By default this is 5 minutes, or as long as in the process group that exists.
 
     `backend`, `device_id` and `pg_options` go to `torch.distributed.init_process_group`, where this call joins. By
-    default GPUs get groups of NCCL alone, and the job's own takes tensors of the host too. With `device_id`, this
-    rank's GPU, NCCL connects all ranks at once, and splits the groups of axes off.
+    default GPUs get groups of NCCL with a part of gloo for the host, as torch makes them. With ``backend="nccl"``, for
+    jobs of many ranks, only the job's own has one, which connects ranks late. With `device_id`, this rank's GPU, NCCL
+    connects all ranks at once, and splits the groups of axes off.
 
     Raises: `ShardingError` when the product of the axes is not the number of ranks, or several ranks have no axes. Also
     when `timeout` is not a time above 0, where a process may open fewer files than there are ranks, or where options of
@@ -107,8 +108,8 @@ def init_mesh(
 
 
 def _backends_alone(sizes: dict[str, int], device: str) -> dict[Any, Any] | None:
-    """Return the backend of each axis' group where it is not to serve all that the job's does; that one is not made
-    again.
+    """Return the backend of each axis' group where the job's own group does not serve the device of the mesh; that one
+    is not made again.
     """
     world = _world_group()
     backend = backend_alone(world, device) if world.bound_device_id is None else None

@@ -94,15 +94,13 @@ _know_group = LateName("torch.distributed.distributed_c10d:_register_pg_in_world
 
 
 def backend_alone(group: dist.ProcessGroup, device: str) -> str | None:
-    """Return the backend for groups that serve a device alone; None where groups made like `group` do so by themselves.
+    """Return the backend for groups of the host in a job of GPUs alone; None where groups made like `group` will do.
 
     Public are groups that serve all devices that the job's own does.
     """
     config: Any = dist.get_backend_config(group)
-    backends = c10d.BackendConfig(config).get_device_backend_map()
-    if device not in backends:
-        return "gloo" if device == "cpu" else None
-    return backends[device] if len(set(backends.values())) > 1 else None
+    is_served = device in c10d.BackendConfig(config).get_device_backend_map()
+    return "gloo" if device == "cpu" and not is_served else None
 
 
 @contextmanager

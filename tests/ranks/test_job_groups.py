@@ -1,4 +1,4 @@
-"""Groups of a job: those of GPUs serve GPUs alone, and those of the host connect as late as their ranks talk.
+"""Groups of a job: those of GPUs serve GPUs alone where asked to; those of the host connect as late as ranks talk.
 
 Torch's fake backend plays GPUs here, whose groups send nothing.  What gloo holds beside it is real.
 """
@@ -24,6 +24,7 @@ from jigsaw.testing import on_ranks, world_mesh
 from jigsaw.torch_internals.groups import devices_of_group, splitting_device_alone
 
 RANKS = 6
+BOTH = "cpu:gloo,cuda:nccl"
 _PLAYED_GPUS = """
 import json, os, sys
 import torch, torch.distributed as dist
@@ -116,7 +117,7 @@ def test_options_of_gpus_are_refused_without_one(monkeypatch):
 
 @pytest.mark.parametrize(
     ("device", "gpus", "variable", "backend"),
-    [("cuda", 2, "0", "nccl"), ("cuda", 1, "0", "gloo"), ("cuda", 1, "1", "nccl"), ("cpu", 2, "1", "gloo")],
+    [("cuda", 2, "0", BOTH), ("cuda", 1, "0", "gloo"), ("cuda", 1, "1", BOTH), ("cpu", 2, "1", "gloo")],
 )
 def test_ranks_that_share_a_gpu_use_nccl_where_it_is_told_to_let_them(monkeypatch, device, gpus, variable, backend):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
