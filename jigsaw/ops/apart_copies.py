@@ -51,6 +51,7 @@ from jigsaw.torch_internals.autograd import base_of_view
 _changes_made = [0]
 _COPIES = "_jigsaw_copies"  # the copies that were made of some memory
 _Place = tuple[torch.Size, tuple[int, ...], Any]
+_MoveRows = Callable[[Tile, Layout], Tile]
 
 
 def _place_in_memory(x: Tensor) -> _Place:
@@ -96,10 +97,13 @@ class _WeakRows:
 
 
 class ApartCopy:
-    """A copy in `layout` of the rows of a source with the same dims, attached to the copy's storage."""
+    """A copy in `layout` of the rows of a source with the same dims, attached to the copy's storage; `move_rows` makes
+    it again.
+    """
 
-    def __init__(self, source: Tile, layout: Layout, local: Tensor, has_way_back: bool) -> None:
+    def __init__(self, source: Tile, layout: Layout, local: Tensor, has_way_back: bool, move_rows: _MoveRows) -> None:
         self.source, self.layout, self.has_way_back = _WeakRows(source), layout, has_way_back
+        self._move_rows = move_rows
         self.has_grad_mode = torch.is_grad_enabled()
         self.asked: tuple[Tile, Any] | None = None  # the tile and the index that it answers
         self.seen, self.is_written, self._is_writing = _changes_made[0], False, False
@@ -192,7 +196,7 @@ class ApartCopy:
         source, self._newer = self._newer, None
         assert source is not None
         with torch.set_grad_enabled(self.has_grad_mode):
-            local = in_own_memory(with_moved_rows(source, self.layout).local, source)
+            local = in_own_memory(self._move_rows(source, self.layout).local, source)
             if _place_in_memory(local) != self.place:
                 laid = torch.empty_strided(*self.place[:2], dtype=local.dtype, device=local.device)
                 local = laid.copy_(local)
@@ -261,21 +265,25 @@ def copied_to(source: Tile, layout: Layout, has_way_back: bool = True) -> Tile:
     return copied_apart(with_moved_rows(source, layout), source, has_way_back)
 
 
-def copied_apart(moved: Tile, source: Tile, has_way_back: bool = True) -> Tile:
-    """Return `moved`, all the rows of `source` in another layout, in new memory that knows its origin.
+def copied_apart(moved: Tile, source: Tile, has_way_back: bool = True, move_rows: _MoveRows = with_moved_rows) -> Tile:
+    """Return `moved`, all the rows of `source` in another layout, in new memory that knows its origin.  `move_rows`
+    moves them again after a change.
 
     Rows that lie in one place, as those of an expanded dim, do so in the new memory, too, where no axis cuts them.
     """
     repeated = repeated_dims(source)
     if repeated and not any(t.layout.is_cut(d) for t in (moved, source) for d in repeated):
-        rows = copied_apart(_with_rows_once(moved, repeated), _with_rows_once(source, repeated), has_way_back)
+        rows = copied_apart(
+            _with_rows_once(moved, repeated), _with_rows_once(source, repeated), has_way_back, move_rows
+        )
         tile = Tile(rows.local.expand(moved.local.shape), moved.layout, moved.mesh)
         apart_mark(rows.local).add_tile(tile)
         return tile
     has_way_back, local = has_way_back and not repeated, moved.local
     if lie_in_one_memory(local, source.local) or apart_mark(local) is not None:
         local = local.clone(memory_format=torch.contiguous_format)
-    copy, tile = ApartCopy(source, moved.layout, local, has_way_back), Tile(local, moved.layout, moved.mesh)
+    copy = ApartCopy(source, moved.layout, local, has_way_back, move_rows)
+    tile = Tile(local, moved.layout, moved.mesh)
     copy.add_tile(tile)
     return tile
 

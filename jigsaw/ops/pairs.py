@@ -12,19 +12,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jigsaw import comm
 from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
+from jigsaw.ops.apart_copies import copied_apart, note_views
 from jigsaw.ops.joining import join_tiles
+from jigsaw.ops.meeting.common_cuts import with_moved_rows
 from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
 from jigsaw.ops.pointwise import align_tiles, held_by_all
 from jigsaw.ops.reductions import reduced_dims, vector_norm
 from jigsaw.ops.whole_dims import with_whole_dims
+from jigsaw.ops.whole_strides import whole_strides, with_strides
 from jigsaw.tile.tile import Tile, implements_torch
 from jigsaw.torch_internals.autograd import cpp_meshgrid
 
@@ -95,7 +100,11 @@ def _given_tensors(tensors: Sequence[Any]) -> list[Any]:
 # of a list, torch looks for tiles in the function behind it
 @implements_torch(torch.meshgrid, cpp_meshgrid)
 def _meshgrid(*tensors: Any, indexing: Any = None) -> tuple[Any, ...]:
-    """Return each 1-d tensor along a separate dim, repeated along those of the others; cut as the tensors are."""
+    """Return each 1-d tensor along a separate dim, repeated along those of the others; cut as the tensors are.
+
+    Where another tensor's dim is cut, a grid follows its tensor (`copied_apart`), and a write to it is refused: an
+    element lies on some ranks, and its row on all.
+    """
     given = _given_tensors(tensors)
     if indexing not in (None, "ij", "xy") or any(t.ndim > 1 for t in given):
         raise RuntimeError(
@@ -104,10 +113,29 @@ def _meshgrid(*tensors: Any, indexing: Any = None) -> tuple[Any, ...]:
         )
     count = len(given)
     wide = [t.reshape([-1 if d == i else 1 for d in range(count)]) for i, t in enumerate(given)]
-    layout, found, tile = _meet_locally(wide)
-    shape = layout.local_shape(tile.coordinate)
-    grids = [Tile(x.expand(shape), layout, tile.mesh) for x in found]
+    layout, ready, tile = _meet_locally(wide)
+    grids = [_grid_along(d, x, rows, layout, tile) for d, (x, rows) in enumerate(zip(wide, ready, strict=True))]
     return tuple(g.transpose(0, 1) if indexing == "xy" and count > 1 else g for g in grids)
+
+
+def _grid_along(dim: int, x: Any, rows: Tensor, layout: Layout, tile: Tile) -> Tile:
+    """Return `x`, which has one row but along `dim`, in the shape of `layout`; `rows` are those of this rank."""
+    once = Layout.from_dims([c if d == dim else (whole_dim(1),) for d, c in enumerate(layout.dims())], layout.axes)
+    if isinstance(x, Tile):
+        if not any(d != dim and layout.is_cut(d) for d in range(layout.ndim)) and x.layout.dim(dim) == layout.dim(dim):
+            return x.expand(layout.shape)
+        axes = tuple(a for a in layout.cut_axes if a not in once.cut_axes)
+        rows = copied_apart(Tile(rows, once, x.mesh), x, False, partial(_rows_in_parts, axes)).local
+    strides = tuple(n if d == dim else 0 for d, n in enumerate(whole_strides(x) if isinstance(x, Tile) else x.stride()))
+    grid = with_strides(Tile(rows.expand(layout.local_shape(tile.coordinate)), layout, tile.mesh), strides)
+    note_views(grid)
+    return grid
+
+
+def _rows_in_parts(axes: Sequence[str], source: Tile, layout: Layout) -> Tile:
+    """Return the rows of a grid again, each of them used in parts over the axes that cut the other dims."""
+    moved = with_moved_rows(source, layout)
+    return Tile(comm.use_in_parts(moved.local, moved.mesh, axes), layout, moved.mesh)
 
 
 @implements_torch(torch.cartesian_prod)

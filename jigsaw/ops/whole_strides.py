@@ -38,11 +38,15 @@ def _has_thin_pieces(layout: Layout) -> bool:
 
 
 def repeated_dims(tile: Tile) -> tuple[int, ...]:
-    """Return the dims along which all rows of torch's tensor lie in one place, as those that `expand` makes longer."""
+    """Return the dims along which all rows of torch's tensor lie in one place, as those that `expand` makes longer.
+
+    One row of a cut dim is one of them: the ranks without it have its place, too.
+    """
     strides = tile.__dict__.get(_STRIDES)
     if strides is None or all(strides):
         return ()
-    return tuple(d for d, stride in enumerate(strides) if stride == 0 and tile.shape[d] > 1)
+    layout = tile.layout
+    return tuple(d for d, n in enumerate(strides) if n == 0 and (layout.shape[d] > 1 or layout.is_cut(d)))
 
 
 def with_strides(tile: Tile, strides: tuple[int, ...]) -> Tile:

@@ -83,7 +83,12 @@ def _call_handler(function: Any, *args: Any, **kwargs: Any) -> Any:
     for value, is_tile in zip(args, by_place, strict=False):
         kind = type(value)
         if kind is Tile:
-            if value.local.grad_fn is None and torch.is_grad_enabled():
+            local = value.local
+            try:
+                has_history = local.grad_fn is not None
+            except RuntimeError as error:
+                raise _changed_source_error(function, value) from error
+            if not has_history and torch.is_grad_enabled():
                 value.check_no_history()
             is_quick = is_quick and is_tile is not False
             is_apart = is_apart or "apart" in value.__dict__
@@ -122,6 +127,15 @@ def _check_kinds(function: Any, kinds: ArgumentKinds, args: Any, kwargs: dict[st
         value = args[place] if place < len(args) else kwargs.get(name, _NOT_GIVEN)
         if value is not _NOT_GIVEN and isinstance(value, Tile) is not is_tile:
             _refuse_kind(function, name, value)
+
+
+def _changed_source_error(function: Any, tile: Tile) -> ShardingError:
+    """Return the error for a tile whose node autograd cannot tell: a view that entered, of a tensor changed since."""
+    return ShardingError(
+        f"{getattr(function, '__name__', function)} of a Tile of shape {tuple(tile.shape)}: it is a view of a plain "
+        "tensor that requires grad, and that tensor was changed in place since, so its gradient would be lost; make "
+        "the Tile again after the change, or give clone() of the tensor"
+    )
 
 
 _NOT_GIVEN = object()

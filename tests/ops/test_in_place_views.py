@@ -402,3 +402,72 @@ def test_windows_that_rows_had_to_move_for_are_refused_on_ranks_without_one_too(
     tile = shard(torch.ones(1), world_mesh(lat=2), ("lat",))
     with pytest.raises(ShardingError, match="rows moved to other cut points"):
         tile.unfold(0, 1, 1).mul_(2)
+
+
+def _grids_of_changed_rows(x):
+    """Grids, and their rows, of tensors that are changed after it; of two that one axis cuts, too."""
+    y = x * 1
+    rows, columns, more = y[0, 1, :, 2], y[1, 2, 3], y[1, 0, :, 3]
+    found = {}
+    for name, given in (
+        ("both", (rows, columns)),
+        ("one axis", (rows, more)),
+        ("plain", (rows, torch.ones(3, dtype=x.dtype))),
+    ):
+        for indexing in ("ij", "xy"):
+            for at, grid in enumerate(torch.meshgrid(*given, indexing=indexing)):
+                found[f"{name} {indexing} {at}"], found[f"row of {name} {indexing} {at}"] = grid, grid[1]
+    first = found["both ij 0"] * 5
+    rows.mul_(2)
+    y.add_(y.detach() * 3)
+    columns[2:].sin_()
+    return {"first": first} | {name: grid * 2 for name, grid in found.items()}
+
+
+def test_grids_follow_their_tensors():
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 7, 10)
+    assert_same_on_every_mesh(_grids_of_changed_rows, x, MESHES, spec=SPACE, loss=_loss)
+    assert_same_on_every_mesh(_grids_of_changed_rows, x, MESHES[:1], spec=(None, None, None, "lat"), loss=_loss)
+
+
+GRID_WRITES = {
+    "an element": lambda g: g.__setitem__((2, -5), 4.0),
+    "a row": lambda g: g[1].__setitem__(3, 4.0),
+    "a column": lambda g: g[:, 2:3].squeeze(1).__setitem__(3, 4.0),
+    "an element selected": lambda g: g.select(1, 3)[2].fill_(4.0),
+    "one row": lambda g: g[:, 3:4].fill_(4.0),
+    "picked": lambda g: g.__setitem__((torch.tensor([1]), torch.tensor([2])), 4.0),
+    "diagonal": lambda g: g.diagonal().fill_(4.0),
+}
+
+
+@on_ranks(2)
+def test_what_is_written_to_a_grid_is_written_to_its_tensor_or_refused():
+    mesh, refused = world_mesh(lat=2), {}
+    a, b = torch.arange(8.0), torch.arange(10.0)
+    for specs in ((None, "lat"), ("lat", None), (None, None)):
+        for (name, write), at in ((item, at) for item in GRID_WRITES.items() for at in (0, 1)):
+            tensors, tiles = (
+                [a.clone(), b.clone()],
+                [shard(t * 1, mesh, (s,)) for t, s in zip((a, b), specs, strict=True)],
+            )
+            try:
+                write(torch.meshgrid(*tiles, indexing="ij")[at])
+            except ShardingError as error:
+                refused.setdefault((specs, at), {})[name] = str(error)
+            else:
+                write(torch.meshgrid(*tensors, indexing="ij")[at])
+            for tile, whole in zip(tiles, tensors, strict=True):
+                assert torch.equal(tile.full_tensor(), whole), (name, specs, at)
+    assert all("clone() first" in text for texts in refused.values() for text in texts.values())
+    # torch refuses one column of the second grid, whose rows lie in one place, too
+    alone = {k: v.keys() - {"one row", "picked"} for k, v in refused.items()}
+    all_names = GRID_WRITES.keys() - {"one row", "picked"}
+    assert {k: v for k, v in alone.items() if v} == {((None, "lat"), 0): all_names, (("lat", None), 1): all_names}
+    x = shard(torch.ones(3, dtype=torch.float64), mesh, ("lat",)).requires_grad_()
+    norm = torch.linalg.norm(x)
+    grid = torch.meshgrid(x, norm[None], indexing="ij")[1]
+    norm.add_(1)
+    with pytest.raises(ShardingError, match=r"changed in place since, .* give clone\(\) of the tensor"):
+        grid * 2
