@@ -93,7 +93,8 @@ def reduce_sum(input: Tile, dim: ReducedDims = None, keepdim: bool = False, *, d
     """
     dims = reduced_dims(input, dim)
     own = input.owned()
-    local = torch.sum(own.local, dims, keepdim, dtype=dtype) if dims else own.local.to(dtype or own.dtype)
+    # a number is the sum of itself, in new memory
+    local = torch.sum(own.local, dims, keepdim, dtype=dtype) if dims else own.local.to(dtype or own.dtype, copy=True)
     axes, out = _plan_reduction(own.layout, dims, keepdim)
     local = comm.sum_parts(local, own.mesh, axes, (own.layout, dims)) if axes else local
     return _reduced_tile(local, own, out)

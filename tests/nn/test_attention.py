@@ -327,5 +327,9 @@ def test_what_attention_refuses():
         F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
     with pytest.raises(RuntimeError, match="attn_mask must not be set when is_causal=True"):
         F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=True)
+    # also on a rank without queries
+    few = shard(x[0, 0], mesh, ("lat", None), split={0: (0, 8, 8)})
+    with pytest.raises(RuntimeError, match="queries and keys need the same last dim"):
+        F.scaled_dot_product_attention(few, x[0, 0, :, :1], x[0, 0])
     with pytest.raises(RuntimeError, match="2 heads of queries, 3 of keys and 3 of values"):
         F.scaled_dot_product_attention(q, *(torch.randn(2, 3, 5, 4),) * 2, enable_gqa=True)

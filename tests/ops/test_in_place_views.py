@@ -471,3 +471,21 @@ def test_what_is_written_to_a_grid_is_written_to_its_tensor_or_refused():
     norm.add_(1)
     with pytest.raises(ShardingError, match=r"changed in place since, .* give clone\(\) of the tensor"):
         grid * 2
+
+
+@on_ranks(2)
+def test_views_of_windows_are_made_again_on_ranks_without_windows_too():
+    mesh, whole = world_mesh(lat=2), torch.arange(30.0).reshape(6, 5)
+    for split in ((0, 4, 5), (0, 5, 5)):
+        tile = shard(whole, mesh, (None, "lat"), split={1: split})
+        windows = [x.unfold(1, 5, 1) for x in (tile, whole)]
+        views = [w.reshape(10, 3) for w in windows]
+        tile.mul_(2)
+        assert torch.equal(views[0].full_tensor(), 2 * views[1])
+        assert torch.equal(windows[0].full_tensor(), 2 * windows[1])
+        with pytest.raises(ShardingError, match="rows moved to other cut points"):
+            views[0].add_(1)
+    number = shard(torch.tensor(3.0), mesh, ())
+    total = number.sum()
+    number.add_(1)
+    assert total == 3  # a sum of one number lies in new memory

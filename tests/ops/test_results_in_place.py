@@ -122,3 +122,13 @@ def test_a_view_of_an_extreme_may_be_changed_in_place():
 
 def test_results_may_be_changed_in_place():
     assert_same_on_every_mesh(changed_in_place, torch.randn(2, 3, 7, 10, dtype=torch.float64), MESHES, spec=SPACE)
+
+
+@on_ranks(2)
+def test_a_norm_of_no_rows_lies_in_new_memory():
+    leaf = jigsaw.shard(torch.ones(1, 3, 1), world_mesh(lat=2), (None, None, "lat"), split={2: (0, 0, 1)})
+    leaf.requires_grad_()
+    made = F.local_response_norm(leaf, 2)
+    made.fill_(2)
+    assert leaf.full_tensor().eq(1).all()
+    assert made.full_tensor().eq(2).all()

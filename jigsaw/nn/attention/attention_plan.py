@@ -57,6 +57,11 @@ def plan_attention(operands: GivenLayouts, sizes: Shapes, shared_by: int) -> Att
     (each key head is `shared_by` so many).
     """
     ndims = [len(size) for size in sizes]
+    if min(ndims) > 1 and (sizes[0][-1] != sizes[1][-1] or sizes[1][-2] != sizes[2][-2]):
+        raise RuntimeError(
+            f"{ATTENTION_NAME} of shapes {[tuple(size) for size in sizes]}: queries and keys need the same last dim, "
+            "keys and values the same second to last"
+        )
     batch = batch_labels(*ndims)
     labels = (
         labels_of_operand(ndims[0], batch, QUERY_LABEL, FEATURE_LABEL),

@@ -28,7 +28,7 @@ from jigsaw.nn.norms.standardize import is_whole_along, owned_along, standardize
 from jigsaw.nn.weights import StoredWeight, cut_parameter, is_dtensor, local_weight, weight_layout
 from jigsaw.ops.meeting.plain_operands import cut_entered_tensor, plain_operand
 from jigsaw.ops.reductions import elements_per_value, reducing_axes
-from jigsaw.tile.tile import Tile, implements_torch
+from jigsaw.tile.tile import Tile, implements_torch, in_own_memory
 
 
 def _widened_tile(tile: Tile) -> Tile:
@@ -277,7 +277,11 @@ def _local_response_norm(input: Tile, size: int, alpha: float = 1e-4, beta: floa
     """
     if not input.layout.is_cut(1):
         own = input.owned()
-        return Tile(F.local_response_norm(own.local, size, alpha, beta, k), own.layout, own.mesh)
+        # of no rows torch returns its input itself
+        rows = (
+            in_own_memory(F.local_response_norm(own.local, size, alpha, beta, k), own) if input.numel() else own.local
+        )
+        return Tile(rows, own.layout, own.mesh)
     space = input.ndim - 2
     if space not in (1, 2):
         raise ShardingError("local_response_norm on cut channels of a Tile of 5 dims is not answered: cut another dim")

@@ -27,7 +27,6 @@ from jigsaw.nn.stencils.stencil import (
     plan_stencil,
 )
 from jigsaw.ops.apart_copies import copied_to, note_views
-from jigsaw.ops.meeting.common_cuts import apart_mark, set_apart_mark
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.shapes import select_dim
 from jigsaw.ops.whole_strides import whole_strides, with_strides
@@ -124,11 +123,11 @@ def _unfold_dim(input: Tile, dimension: int, size: int, step: int) -> Tile:
     is_apart = input.layout.is_cut(at) or input.layout.has_halo  # a copy, where torch's is a view
     rows = (copied_to(input, to.target, has_way_back=False) if is_apart else input).local
     as_windows: Callable[..., Tensor] = rows.unfold  # torch's stub has another signature
-    local = empty_result((*to.shape, size), rows) if to.is_empty else as_windows(at, size, step)
+    # a rank without windows has a view all the same: it refuses, and makes again, what the others do
+    has_none = rows.shape[at] < size
+    local = rows.narrow(at, 0, 0).unsqueeze(-1).expand(*to.shape, size) if has_none else as_windows(at, size, step)
     windows = Tile(local, out, input.mesh)
     if is_apart:
-        if to.is_empty:  # a rank without windows refuses what the others refuse
-            set_apart_mark(local, apart_mark(rows))
         note_views(windows, rows)
     return with_strides(windows, (*strides[:at], strides[at] * step, *strides[at + 1 :], strides[at]))
 
