@@ -80,7 +80,7 @@ def _diagonal(input: Tile, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any
     local = local.diagonal(0, first, second)
     strides = whole_strides(input)
     kept = [n for d, n in enumerate(strides) if d not in (first, second)]
-    return with_strides(Tile(local, layout, tile.mesh), (*kept, strides[first] + strides[second]))
+    return with_strides(Tile(local, layout, tile.mesh), (*kept, strides[first] + strides[second]), input)
 
 
 @implements_torch(torch.linalg.diagonal)

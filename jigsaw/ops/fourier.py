@@ -42,12 +42,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jigsaw.comm.exchange import redistribute_rows
+from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.geometry.cut import Cut, cut_points, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.matmul_grid import refine_cut
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.shapes import slice_dim
+from jigsaw.ops.whole_strides import whole_strides, with_order
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error
+from jigsaw.torch_internals.dispatch import without_modes
 
 DimCuts = tuple[Cut, ...]
 
@@ -270,7 +273,42 @@ def _transform(
         tile = _brought_to(tile, layout)
         local = _transform_local(tile.local, kind, now, [lengths[d] for d in now], norm, dims[-1])
         tile = Tile(local, _with_dims(layout, {d: _cut_of_size(layout.dim(d), made[d]) for d in now}), tile.mesh)
-    return _brought_to(tile, plan.out)
+    out = _brought_to(tile, plan.out)
+    if lacks_values():
+        return out
+    small = tuple(_small_length(kind, d == dims[-1], input.shape[d], n) for d, n in given.items())
+    dtype, strides = _WIDER.get(input.dtype, input.dtype), whole_strides(input)
+    order = _order_of_transform(function, isinstance(dim, int), strides, dims, small, dtype, input.local.device)
+    return with_order(out, order)
+
+
+_SMALL, _WIDER = 4, {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+
+
+def _small_length(kind: TransformKind, is_last: bool, rows: int, length: int) -> int:
+    """Return the length of a transform of `_SMALL` rows that cuts them off, or adds some, as one of `rows` does."""
+    is_half = kind.takes_half and is_last
+    takes = rows if length == -1 else length // 2 + 1 if is_half else length
+    small = _SMALL + (takes > rows) - (takes < rows)
+    return 2 * (small - 1) if is_half else small
+
+
+@lru_cache(maxsize=1024)
+def _order_of_transform(
+    function: Any,
+    is_one: bool,
+    strides: tuple[int, ...],
+    dims: tuple[int, ...],
+    lengths: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[int, ...]:
+    """Return strides in the order of those of torch's result, by a small transform: the device's library decides."""
+    places = sorted(range(len(strides)), key=lambda d: -strides[d])
+    sizes = [_SMALL if d in dims else 2 for d in places]
+    with torch.no_grad(), without_modes():
+        rows = torch.zeros(sizes, dtype=dtype, device=device).permute([places.index(d) for d in range(len(places))])
+        return (function(rows, lengths[0], dims[0]) if is_one else function(rows, lengths, dims)).stride()
 
 
 def _without_halo_of(input: Tile, dims: Sequence[int]) -> Tile:

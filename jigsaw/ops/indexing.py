@@ -37,7 +37,7 @@ from jigsaw.ops.picking import pick_from_plain
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
 from jigsaw.ops.shapes import select_dim, slice_dim, unsqueeze_tile
 from jigsaw.ops.unknown_functions import run_alike, run_unknown_function
-from jigsaw.ops.whole_strides import with_dense_strides
+from jigsaw.ops.whole_strides import order_of_results, whole_strides, with_order
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 from jigsaw.torch_internals.autograd import assert_on_device
 
@@ -291,7 +291,7 @@ def pick_places(view: Tile, picked: Mapping[int, Any], position: int) -> Tile:
     found = found.reshape((*places.shape, *found.shape[1:]))
     order = _join_dims(range(places.ndim), range(places.ndim, found.ndim), position)
     layout = Layout.from_dims(_join_dims(index_dims, [x.layout.dim(d) for d in kept], position), x.layout.axes)
-    return with_dense_strides(Tile(found.permute(order), layout, x.mesh))
+    return with_order(Tile(found.permute(order), layout, x.mesh), None)
 
 
 @implements_torch(Tensor.__getitem__, either=("tile", "index"))
@@ -303,7 +303,21 @@ def _getitem(tile: Any, index: Any) -> Any:
     view, picked = places.view, places.picked
     if not isinstance(view, Tile):
         return view[tuple(picked.get(d, slice(None)) for d in range(view.ndim))] if picked else view
-    return pick_places(view, picked, places.position) if picked else view
+    if not picked:
+        return view
+    out = pick_places(view, picked, places.position)
+    return with_order(out, _order_of_picked(view, tuple(picked), places.position, out.ndim))
+
+
+def _order_of_picked(view: Tile, picked: tuple[int, ...], position: int, ndim: int) -> tuple[int, ...]:
+    """Return strides in the order of those of torch's result: the dims that stay are sorted as those of `view` are."""
+    strides, shape = whole_strides(view), tuple(view.shape)
+    kept = [d for d in range(view.ndim) if d not in picked]
+    index_dims = range(ndim - len(kept))
+    sizes = _join_dims([2 for _ in index_dims], [shape[d] for d in kept], position)
+    rows = _join_dims([0 for _ in index_dims], [strides[d] for d in kept], position)
+    places = _join_dims([1 << d for d in reversed(index_dims)], [0 for _ in kept], position)
+    return order_of_results(tuple(sizes), ((tuple(sizes), tuple(rows)), (tuple(sizes), tuple(places))))
 
 
 @implements_torch(torch.index_select, either=("input", "index"))

@@ -127,7 +127,7 @@ def _grid_along(dim: int, x: Any, rows: Tensor, layout: Layout, tile: Tile) -> T
         axes = tuple(a for a in layout.cut_axes if a not in once.cut_axes)
         rows = copied_apart(Tile(rows, once, x.mesh), x, False, partial(_rows_in_parts, axes)).local
     strides = tuple(n if d == dim else 0 for d, n in enumerate(whole_strides(x) if isinstance(x, Tile) else x.stride()))
-    grid = with_strides(Tile(rows.expand(layout.local_shape(tile.coordinate)), layout, tile.mesh), strides)
+    grid = with_strides(Tile(rows.expand(layout.local_shape(tile.coordinate)), layout, tile.mesh), strides, x)
     note_views(grid)
     return grid
 

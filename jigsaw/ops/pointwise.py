@@ -29,7 +29,7 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.ops.meeting.common_cuts import apart_mark, bring_together, has_moved_rows
 from jigsaw.ops.meeting.filling import fill_from_tiles
 from jigsaw.ops.meeting.plain_operands import cut_whole_tensor, is_taken_whole, plain_operand
-from jigsaw.ops.whole_strides import is_whole_contiguous
+from jigsaw.ops.whole_strides import WHOLE_STRIDES, has_strides, is_whole_contiguous, with_order_of_operands
 from jigsaw.tile.tile import (
     Tile,
     implements_torch,
@@ -228,9 +228,10 @@ def run_on_tiles(function: Any, *args: Any, **kwargs: Any) -> Any:
     at_once = _ready_at_once(args, kwargs)
     if at_once is None:
         return run_pointwise(function, *args, **kwargs)
-    first, ready = at_once
+    first, ready, is_view = at_once
     out = function(*ready, **kwargs)
-    return Tile(out, first.layout, first.mesh) if type(out) is Tensor else wrap_tiles(out, first.layout, first)
+    out = Tile(out, first.layout, first.mesh) if type(out) is Tensor else wrap_tiles(out, first.layout, first)
+    return _in_torch_order(out, function, args, kwargs) if is_view else out
 
 
 def run_in_place(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -250,15 +251,33 @@ def run_copy(function: Any, *args: Any, **kwargs: Any) -> Any:
     if type(first) is not Tile or not _NO_TENSORS.issuperset(map(type, (*args[1:], *kwargs.values()))):
         return run_pointwise(function, *args, **kwargs)
     out = function(first.local, *args[1:], **kwargs)
-    return first if out is first.local and not has_moved_rows(out) else wrap_tiles(out, first.layout, first)
+    if out is first.local and not has_moved_rows(out):
+        return first
+    return _in_torch_order(wrap_tiles(out, first.layout, first), function, args, kwargs)
+
+
+# of these the result is contiguous, or the second operand comes first
+_CONTIGUOUS = functions_named("contiguous masked_fill mvlgamma multigammaln")
+_SECOND_FIRST = _operators_named("rsub rpow") | functions_named("rsub") | {Tensor.where}
+
+
+def _in_torch_order(out: Any, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return results in torch's order of dims, where an operand is a view; some casts and copies name an order."""
+    values = (*args, *kwargs.values())
+    if not any(type(v) is Tile and has_strides(v) for v in values):
+        return out
+    if function in _CONTIGUOUS or any(isinstance(v, torch.memory_format) for v in values):
+        return out
+    return with_order_of_operands(out, (*values[1::-1], *values[2:]) if function in _SECOND_FIRST else values)
 
 
 _NO_TENSORS = frozenset((int, float, complex, bool, str, torch.dtype, torch.device, torch.memory_format, type(None)))
 
 
-def _ready_at_once(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tile, list[Any]] | None:
-    """Return the first tile and the local arguments, or None where something has to move."""
+def _ready_at_once(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tile, list[Any], bool] | None:
+    """Return the first tile, the local arguments, and whether a tile is a view; None where something has to move."""
     first: Any = None
+    is_view = False
     ready: list[Any] = []
     plain: list[int] = []
     for value in args:
@@ -271,6 +290,7 @@ def _ready_at_once(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tile
             elif value.layout is not first.layout or value.mesh is not first.mesh:
                 return None
             ready.append(value.local)
+            is_view = is_view or WHOLE_STRIDES in value.__dict__
             continue
         if kind in _NO_TENSORS:
             if value not in numbers_met and first is not None:
@@ -282,7 +302,7 @@ def _ready_at_once(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tile
         ready.append(value)
     if first is None or (kwargs and not _NO_TENSORS.issuperset(map(type, kwargs.values()))):
         return None
-    return None if plain and not _enter_plain(ready, plain, first) else (first, ready)
+    return None if plain and not _enter_plain(ready, plain, first) else (first, ready, is_view)
 
 
 def _enter_plain(ready: list[Any], places: Sequence[int], first: Tile) -> bool:
@@ -335,7 +355,9 @@ def run_pointwise(function: Any, *args: Any, **kwargs: Any) -> Any:
     ]
     out = function(*own[: len(args)], **dict(zip(kwargs, own[len(args) :], strict=True)))
     is_first = is_copy and out is first.local and not has_moved_rows(out)
-    return args[0] if in_place else first if is_first else wrap_tiles(out, layout, first)
+    if in_place or is_first:
+        return args[0] if in_place else first
+    return _in_torch_order(wrap_tiles(out, layout, first), function, args, kwargs)
 
 
 def _growing_dims(shapes: Sequence[torch.Size], layout: Layout) -> list[int]:
@@ -451,7 +473,7 @@ _cast_like(Tensor.type_as)
 
 @implements_torch(Tensor.contiguous)
 def _contiguous(input: Tile, **named: Any) -> Any:
-    if apart_mark(input.local) is None:
+    if apart_mark(input.local) is None and not has_strides(input):
         return run_copy(Tensor.contiguous, input, **named)
     if not named and is_whole_contiguous(input):
         return input

@@ -96,7 +96,7 @@ def reshape(input: Tile, shape: Any, *more: int) -> Any:
             f"reshape of an empty Tile {tuple(input.shape)} to {wanted} is ambiguous; build the tile in its new shape"
         )
     strides = whole_strides(input)
-    view = strides_of_view(tuple(input.shape), strides, wanted)
+    view, source = strides_of_view(tuple(input.shape), strides, wanted), input
     before, layout = plan_reshape(input.layout, wanted)
     if before is not input.layout and before != input.layout:
         _warn_of_idle_ranks(input, before, wanted)
@@ -110,7 +110,7 @@ def reshape(input: Tile, shape: Any, *more: int) -> Any:
         # they lie together in the whole tensor, but not on this rank
         rows = copied_to(input, input.layout).local
         local = rows.reshape(layout.local_shape(input.coordinate))
-    return with_strides(Tile(local, layout, input.mesh), view)
+    return with_strides(Tile(local, layout, input.mesh), view, source)
 
 
 _BYTES_TO_WARN_OF = 1 << 20
@@ -178,7 +178,7 @@ def _drop_unit_dims(input: Tile, dims: Sequence[int]) -> Any:
     if kept.ndim == 0:
         return leave_as_view(local, kept, input)
     strides = tuple([n for d, n in enumerate(whole_strides(input)) if d not in dims])
-    return with_strides(Tile(local, kept, input.mesh), strides)
+    return with_strides(Tile(local, kept, input.mesh), strides, input)
 
 
 def _held_apart(input: Tile, layout: Layout) -> Tile:
@@ -202,7 +202,7 @@ def unsqueeze_tile(input: Tile, dim: int) -> Tile:
     at, strides = new_dim_position(dim, input.ndim), whole_strides(input)
     inner = strides[at] * input.shape[at] if at < input.ndim else 1
     out = Tile(input.local.unsqueeze(at), input.layout.insert(at), input.mesh)
-    return with_strides(out, (*strides[:at], inner, *strides[at:]))
+    return with_strides(out, (*strides[:at], inner, *strides[at:]), input)
 
 
 @implements_torch(torch.permute, Tensor.permute)
@@ -216,7 +216,7 @@ def _permute(input: Tile, dims: Any, *more: int) -> Tile:
 def _reordered_dims(input: Tile, order: Sequence[int]) -> Tile:
     strides = whole_strides(input)
     out = Tile(input.local.permute(tuple(order)), input.layout.permute(order), input.mesh)
-    return with_strides(out, tuple([strides[d] for d in order]))
+    return with_strides(out, tuple([strides[d] for d in order]), input)
 
 
 @implements_torch(torch.transpose, torch.swapaxes, torch.swapdims)
@@ -261,7 +261,7 @@ def _expand(input: Tile, size: Any, *more: int) -> Tile:
         raise RuntimeError(f"cannot expand a Tile of shape {tuple(input.shape)} to {wanted}")
     longer = [d for d in range(input.ndim) if input.shape[d] == 1 and wanted[lead + d] not in (-1, 1)]
     strides = (*[0] * lead, *[0 if d in longer else n for d, n in enumerate(whole_strides(input))])
-    held = held_by_all(input, longer)
+    source, held = input, held_by_all(input, longer)
     input = held if held.layout.cut_axes == input.layout.cut_axes else copied_apart(held, input)
     layout, local_shape = input.layout, [-1] * input.ndim
     for d in longer:
@@ -269,7 +269,7 @@ def _expand(input: Tile, size: Any, *more: int) -> Tile:
         local_shape[d] = wanted[lead + d]
     for n in reversed(wanted[:lead]):
         layout = layout.insert(0, n)
-    return with_strides(Tile(input.local.expand((*wanted[:lead], *local_shape)), layout, input.mesh), strides)
+    return with_strides(Tile(input.local.expand((*wanted[:lead], *local_shape)), layout, input.mesh), strides, source)
 
 
 @implements_torch(torch.broadcast_tensors)
@@ -311,8 +311,8 @@ def slice_dim(tile: Tile, dim: int, start: int, stop: int, step: int = 1) -> Til
     strides, sliced_at_hand = whole_strides(tile), _slice_at_hand(tile.layout, dim, start, stop, step)
     if sliced_at_hand is not None:
         rows = tile.local.narrow(dim, start, stop - start)
-        return with_strides(Tile(rows, sliced_at_hand, tile.mesh), strides)
-    tile = with_contiguous_dim(tile, dim, copied_to)
+        return with_strides(Tile(rows, sliced_at_hand, tile.mesh), strides, tile)
+    source, tile = tile, with_contiguous_dim(tile, dim, copied_to)
     (cut,) = tile.layout.dim(dim)
     if cut.has_halo and cut.wraps and any(a < 0 or b > cut.size for a, b in cut.held):
         note_rows_around(tile)
@@ -324,7 +324,8 @@ def slice_dim(tile: Tile, dim: int, start: int, stop: int, step: int = 1) -> Til
     local = tile.local[(slice(None),) * dim + (slice(begin, max(begin, begin + (last - first - 1) * step + 1), step),)]
     if first == last:
         local = tile.local.narrow(dim, 0, 0)
-    return with_strides(Tile(local, layout, tile.mesh), (*strides[:dim], strides[dim] * step, *strides[dim + 1 :]))
+    strides = (*strides[:dim], strides[dim] * step, *strides[dim + 1 :])
+    return with_strides(Tile(local, layout, tile.mesh), strides, source)
 
 
 @lru_cache(maxsize=4096)
@@ -353,7 +354,7 @@ def select_dim(tile: Tile, dim: int, index: int) -> Any:
         if not layout.ndim:
             return leave_as_view(local, layout, tile)
         strides = whole_strides(tile)
-        return with_strides(Tile(local, layout, tile.mesh), (*strides[:dim], *strides[dim + 1 :]))
+        return with_strides(Tile(local, layout, tile.mesh), (*strides[:dim], *strides[dim + 1 :]), tile)
     return _drop_unit_dims(slice_dim(tile, dim, row, row + 1), (dim,))
 
 

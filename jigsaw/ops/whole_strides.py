@@ -11,17 +11,24 @@ a tile without them is as dense as what a function of torch makes, its dims in t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
+from torch import Tensor
+
+from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.geometry.layout import Layout
 from jigsaw.tile.tile import Tile
 
-_STRIDES = "whole_strides"
+WHOLE_STRIDES = "whole_strides"
+_REORDERED = "reordered"  # of tiles whose rows lie in another order than those of torch's tensor
+_Operand = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def whole_strides(tile: Tile) -> tuple[int, ...]:
     """Return the strides that torch's tensor would have in place of the tile."""
-    found = tile.__dict__.get(_STRIDES)
+    found = tile.__dict__.get(WHOLE_STRIDES)
     if found is not None:
         return found
     local = tile.local
@@ -42,22 +49,97 @@ def repeated_dims(tile: Tile) -> tuple[int, ...]:
 
     One row of a cut dim is one of them: the ranks without it have its place, too.
     """
-    strides = tile.__dict__.get(_STRIDES)
+    strides = tile.__dict__.get(WHOLE_STRIDES)
     if strides is None or all(strides):
         return ()
     layout = tile.layout
     return tuple(d for d, n in enumerate(strides) if n == 0 and (layout.shape[d] > 1 or layout.is_cut(d)))
 
 
-def with_strides(tile: Tile, strides: tuple[int, ...]) -> Tile:
-    """Return the tile, a view that was just made, with the strides of torch's."""
-    tile.__dict__[_STRIDES] = strides
+def with_strides(tile: Tile, strides: tuple[int, ...], source: Any) -> Tile:
+    """Return the tile, a view of `source` that was just made, with the strides of torch's."""
+    state = tile.__dict__
+    state[WHOLE_STRIDES] = strides
+    if _REORDERED in source.__dict__:
+        state[_REORDERED] = True
     return tile
 
 
-def with_dense_strides(tile: Tile) -> Tile:
-    """Return the tile, just made, whose rows lie in another order than those of torch's result, which is contiguous."""
-    return with_strides(tile, _dense_strides(tile.layout, None))
+def has_strides(tile: Tile) -> bool:
+    """Say whether the strides of torch's tensor were kept beside the tile, as those of a view."""
+    return WHOLE_STRIDES in tile.__dict__
+
+
+def with_order(tile: Tile, strides: tuple[int, ...] | None) -> Tile:
+    """Return the tile, just made, whose rows lie in another order than those of torch's result.
+
+    These are dense, and lie in the order of `strides`, or contiguous for None.
+    """
+    tile.__dict__[_REORDERED] = True
+    return with_strides(tile, _dense_strides(tile.layout, strides), tile)
+
+
+# -- pointwise results ------------------------------------------------------------------------------------------------
+
+
+def with_order_of_operands(out: Any, operands: Sequence[Any]) -> Any:
+    """Return results of a pointwise function with torch's order of dims, where that of this rank's rows does not tell:
+    pieces are thin, or the rows of an operand lie in another order.
+    """
+    apart = next((x for x in operands if type(x) is Tile and _REORDERED in x.__dict__), None)
+    for tile in out if isinstance(out, (list, tuple)) else (out,):
+        if type(tile) is not Tile or has_strides(tile) or not (apart is not None or _has_thin_pieces(tile.layout)):
+            continue
+        shapes = [_shape_and_strides(x) for x in operands if isinstance(x, Tensor) and x.ndim <= tile.ndim]
+        order = order_of_results(tile.layout.shape, tuple(x for x in shapes if x is not None))
+        with_strides(tile, _dense_strides(tile.layout, order), tile if apart is None else apart)
+    return out
+
+
+def _shape_and_strides(x: Tensor) -> _Operand | None:
+    if isinstance(x, Tile):
+        return x.layout.shape, whole_strides(x)
+    # while a graph is made, plain sizes may be symbols; they only decide between dims that tiles leave open
+    return None if lacks_values() else (tuple(x.shape), x.stride())
+
+
+@lru_cache(maxsize=4096)
+def order_of_results(shape: tuple[int, ...], operands: tuple[_Operand, ...]) -> tuple[int, ...]:
+    """Return strides in the order of those that torch gives to what it makes of these operands, one element at a time:
+    its dims are sorted by the strides of the first operand that tells two of them apart.
+
+    >>> from jigsaw.ops.whole_strides import order_of_results
+    >>> order_of_results((4, 6), (((4, 6), (1, 4)), ((6,), (1,))))
+    (0, 1)
+    """
+    ndim = len(shape)
+    aligned = [
+        (
+            *[0] * (ndim - len(sizes)),
+            *[0 if n < m else step for n, m, step in zip(sizes, shape[ndim - len(sizes) :], strides, strict=True)],
+        )
+        for sizes, strides in operands
+    ]
+
+    def is_inner(dim: int, other: int) -> bool | None:
+        """Say whether `dim` belongs inside of `other`; None where no operand tells."""
+        for strides in aligned:
+            a, b = strides[dim], strides[other]
+            if a and b and (a != b or shape[other] > shape[dim]):
+                return a < b or (a == b)
+        return None
+
+    order: list[int] = []  # from the innermost dim
+    for dim in reversed(range(ndim)):
+        order.append(dim)
+        at = len(order) - 1
+        for before in reversed(range(at)):
+            answer = is_inner(dim, order[before])
+            if answer:
+                order[at], order[before], at = order[before], order[at], before
+            elif answer is False:
+                break
+    return tuple(order.index(d) for d in range(ndim))
 
 
 @lru_cache(maxsize=4096)

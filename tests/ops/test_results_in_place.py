@@ -132,3 +132,60 @@ def test_a_norm_of_no_rows_lies_in_new_memory():
     made.fill_(2)
     assert leaf.full_tensor().eq(1).all()
     assert made.full_tensor().eq(2).all()
+
+
+# torch's flatten is a view of these, or a copy, by the order of their dims in memory, which pieces of one row hide
+MADE_OF_TRANSPOSED = {
+    "pointwise": lambda x: x.t() * 2,
+    "of three": lambda x: torch.where(x.t() > 3, x.t(), 0.0),
+    "of a view and another": lambda x: (x * 1)[:, :6].t() + (x * 2).t(),
+    "of rows and columns": lambda x: torch.addcmul(x.t(), x.t() * 1, x[0, 0] + x.t()[:, :1]),
+    "reversed": lambda x: torch.rsub(x.t(), x.reshape(6, 7)),
+    "of another dtype": lambda x: x.t().float(),
+    "clone": lambda x: x.t().clone().tril_(),
+    "contiguous": lambda x: x.t().contiguous(),
+    "contiguous clone": lambda x: x.t().clone(memory_format=torch.contiguous_format),
+    "contiguous slice": lambda x: x[:, :3].contiguous(),
+    "masked_fill": lambda x: x.t().masked_fill(x.t() > 2, 0.0),
+    "detach": lambda x: x.t().detach(),
+    "zeros_like": lambda x: torch.zeros_like(x.t()),
+    "of three dims": lambda x: x[None].transpose(1, 2).sin(),
+    "picked columns": lambda x: x.t()[:, torch.tensor([0, 3])],
+    "picked rows": lambda x: x[None].transpose(0, 2)[torch.tensor([0, 2])],
+    "picked twice": lambda x: x[None].transpose(0, 2)[torch.tensor([0, 2]), :, torch.tensor([0])],
+    "view of picked columns": lambda x: (x.t()[:, torch.tensor([0, 3])].t() * 2)[1:],
+    "index_select": lambda x: x.t().index_select(0, torch.tensor([0, 2])),
+    "transform": lambda x: torch.fft.fft(x, dim=0).real.clone(),
+    "transform of a transpose": lambda x: torch.fft.rfft(x.t(), dim=1).abs(),
+    "longer transform": lambda x: torch.fft.rfft(x.t(), n=9, dim=0).abs(),
+    "shorter transform": lambda x: torch.fft.rfft(x.t(), n=4, dim=0).abs(),
+    "inverse": lambda x: torch.fft.irfft(torch.complex(x, x), dim=0),
+    "longer inverse": lambda x: torch.fft.irfft(torch.complex(x, x), n=20, dim=0),
+    "hfft": lambda x: torch.fft.hfft(torch.complex(x, x), dim=0),
+    "of two dims": lambda x: torch.fft.rfft2(x[None].transpose(0, 1)).abs(),
+    "inverse of all dims": lambda x: torch.fft.irfftn(torch.complex(x, x)[None].transpose(0, 1)),
+}
+
+
+def _changed_if_flat(x, make):
+    y = make(x * 1)
+    y.flatten().add_(1)
+    y.reshape(-1)[-1] = 7
+    return y
+
+
+@on_ranks(4)
+def test_what_is_made_of_a_transpose_is_flattened_as_torch_does():
+    wrong, whole = [], 5 * torch.arange(42.0, dtype=torch.float64).reshape(7, 6).sin()
+    for axes, spec, points in (
+        ({"lat": 4}, ("lat", None), None),
+        ({"lat": 4}, ("lat", None), (0, 1, 3, 6, 7)),
+        ({"lat": 4}, (None, "lat"), None),
+        ({"lat": 2, "lon": 2}, ("lat", "lon"), None),
+        ({"lat": 2, "lon": 2}, ("lat", "lon"), (0, 1, 7)),
+    ):
+        tile = jigsaw.shard(whole, world_mesh(**axes), spec, split={0: points} if points else {})
+        for name, make in MADE_OF_TRANSPOSED.items():
+            expected, found = _changed_if_flat(whole, make), _changed_if_flat(tile, make)
+            wrong += [] if torch.allclose(found.full_tensor(), expected) else [(name, spec, points)]
+    assert not wrong

@@ -129,7 +129,7 @@ def _unfold_dim(input: Tile, dimension: int, size: int, step: int) -> Tile:
     windows = Tile(local, out, input.mesh)
     if is_apart:
         note_views(windows, rows)
-    return with_strides(windows, (*strides[:at], strides[at] * step, *strides[at + 1 :], strides[at]))
+    return with_strides(windows, (*strides[:at], strides[at] * step, *strides[at + 1 :], strides[at]), input)
 
 
 # -- pools by powers --------------------------------------------------------------------------------------------------
