@@ -16,6 +16,7 @@ import os
 import socket
 from datetime import timedelta
 from multiprocessing.queues import Queue
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,11 +40,11 @@ def _be_rank(rank: int, ranks: int, port: int, way: str, rows: Queue[tuple[int, 
     before = _open_files()
     if way == "jigsaw":
         jigsaw.init_mesh(device="cuda", backend="cuda:fake", lat=2, lon=-1)
-        group = host_group("saves", timedelta(minutes=5))
+        group: Any = host_group("saves", timedelta(minutes=5))
     else:
         dist.init_process_group("cpu:gloo,cuda:fake")
         init_device_mesh("cuda", (2, ranks // 2), mesh_dim_names=("lat", "lon"))
-        group = dist.new_group(backend="gloo")
+        group: Any = dist.new_group(backend="gloo")
     dist.all_reduce(torch.ones(1))
     dist.gather_object(rank, [None] * ranks if rank == 0 else None, dst=0, group=group)
     rows.put((rank, _open_files() - before, default_store().num_keys()))
@@ -56,7 +57,7 @@ def measure_ranks(ranks: int, way: str) -> dict[str, int | str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     rows: Queue[tuple[int, int, int]] = mp.get_context("spawn").Queue()
-    job = mp.spawn(_be_rank, (ranks, port, way, rows), ranks, join=False)
+    job: Any = mp.spawn(_be_rank, (ranks, port, way, rows), ranks, join=False)
     by_rank = {rank: row for rank, *row in (rows.get() for _ in range(ranks))}
     while not job.join():
         pass

@@ -14,7 +14,7 @@ import atexit
 import os
 from datetime import timedelta
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,7 @@ def join_job(device: str, limit: timedelta, options: JobOptions) -> None:
         gloo: Any = late_gloo(store, world.rank(), world.size(), limit)
         gloo.barrier().wait()  # connects those whom a later one needs, when the first rank may have ended the store
         serve_group(world, gloo, is_default=False)
+        _late_jobs.add(world)
 
 
 def _usual_backend(device: str) -> str:
@@ -128,18 +129,23 @@ def device_of_values(group: dist.ProcessGroup) -> str:
     return "cpu" if "cpu" in kinds else min(kinds)
 
 
+_late_jobs: WeakSet[dist.ProcessGroup] = WeakSet()  # whose ranks connect as late as they talk
 _host_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def host_group(purpose: str, limit: timedelta) -> dist.ProcessGroup:
-    """Return the job's group for one purpose of the host, whose ranks connect as late as they first talk.
+    """Return the job's group for one purpose of the host; making it, at its first use, is collective.
 
-    A thread that talks beside others has a purpose of its own: a group pairs messages by their order.
+    A thread that talks beside others has a purpose of its own: a group pairs messages by their order.  Ranks connect as
+    late as they first talk where the job's own do.  Elsewhere they connect at once: a rank that dies is found sooner.
     """
     world: Any = job_group()
     groups = _host_groups.setdefault(world, {})
     if purpose not in groups:
-        name = f"jigsaw {purpose}"
         with of_the_job():
-            groups[purpose] = group_of_host(name, world.rank(), world.size(), limit)
+            if world in _late_jobs:
+                groups[purpose] = group_of_host(f"jigsaw {purpose}", world.rank(), world.size(), limit)
+            else:
+                eager: Any = dist.new_group(backend="gloo", timeout=limit)
+                groups[purpose] = eager
     return groups[purpose]

@@ -18,10 +18,10 @@ from torch.distributed import device_mesh as meshes_of_torch
 import jigsaw
 from jigsaw.errors import ShardingError
 from jigsaw.ranks import job_groups
-from jigsaw.ranks.job_groups import JobOptions, host_group
+from jigsaw.ranks.job_groups import JobOptions
 from jigsaw.ranks.mesh import flat_submesh
 from jigsaw.testing import on_ranks, world_mesh
-from jigsaw.torch_internals.groups import devices_of_group, splitting_device_alone
+from jigsaw.torch_internals.groups import devices_of_group, group_of_host, splitting_device_alone
 
 RANKS = 6
 BOTH = "cpu:gloo,cuda:nccl"
@@ -75,7 +75,7 @@ def _open_files():
 @on_ranks(4, backend="gloo")
 def test_a_group_of_the_host_connects_when_its_ranks_talk():
     before = _open_files()
-    group = host_group("test of connections", timedelta(seconds=30))
+    group = group_of_host("test of connections", dist.get_rank(), 4, timedelta(seconds=30))
     idle = _open_files() - before
     every = [None] * 4 if dist.get_rank() == 0 else None
     dist.gather_object(dist.get_rank(), every, dst=0, group=group)
@@ -83,7 +83,6 @@ def test_a_group_of_the_host_connects_when_its_ranks_talk():
     connected = _open_files() - before
     assert idle == 4
     assert 4 < connected <= 4 + 3  # neighbors, who compare sizes, and the first rank
-    assert host_group("test of connections", timedelta(seconds=30)) is group
     assert dist.get_process_group_ranks(group) == [0, 1, 2, 3]
     dist.barrier()
 
