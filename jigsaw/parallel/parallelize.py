@@ -39,6 +39,7 @@ from jigsaw.parallel.sharding import ShardingOptions, WeightSharding, sharding_u
 from jigsaw.parallel.sharding import shard_model_weights as cut_weights
 from jigsaw.ranks.model_world import begin_backward_pass, enter_model, leave_model
 from jigsaw.tile.misuse import mark_replaced, warn_of_idle_axes, warn_of_no_wrapper
+from jigsaw.tile.tensor_shell import reduce_units_behind_their_gradients
 from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import forward_pre_hooks
@@ -113,6 +114,7 @@ def parallelize(
     options = ShardingOptions.checked(mesh, shard_weights, replicate, mp_policy, offload_policy)
     _check_model(model, mesh)
     setattr(model, _DONE, True)
+    reduce_units_behind_their_gradients()  # also of units that `fully_shard` makes later
     if not strict:
         run_forward_whole(model)
     if ranks == 1:

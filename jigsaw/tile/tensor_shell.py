@@ -42,7 +42,7 @@ from jigsaw.torch_internals.autograd import (
     saved_tensor_hooks,
     set_versions,
 )
-from jigsaw.torch_internals.groups import before_units_of_fsdp
+from jigsaw.torch_internals.groups import change_units_of_fsdp
 
 # Attributes that the local tensor answers for the tile, because they do not depend on the rest of the global tensor.
 _ATTRIBUTES_OF_LOCAL = (
@@ -108,22 +108,25 @@ _LEAF_NODE = "torch::autograd::AccumulateGrad"
 _UNFOLLOWED = ("CheckpointFunctionBackward", "_CheckpointTilesBackward", "_DDPSinkBackward")
 
 
-@at_first_tile
-def _reduce_units_behind_their_gradients() -> None:
+def reduce_units_behind_their_gradients() -> None:
     """Pass the local tensors of a unit's tiles, not the tiles, through the Function by which FSDP2 reduces gradients.
 
     Autograd runs the nodes of each device in a thread of its own.  A node of shells is none of a GPU's: it would reduce
     the unit's gradients while the GPU's thread has not made all of them.
     """
+    change_units_of_fsdp(_pass_into_unit)
 
-    def apply(parameters: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
-        outputs = torchs(parameters, *(x.local if isinstance(x, TensorShell) else x for x in inputs))
-        return tuple(
-            type(x)(y, x.__dict__["layout"], x.__dict__["mesh"]) if isinstance(x, TensorShell) else y
-            for x, y in zip(inputs, outputs, strict=True)
-        )
 
-    torchs = before_units_of_fsdp(apply)
+def _pass_into_unit(torchs_apply: Callable[..., Any], parameters: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+    # tiles and plain tensors apart: a plain tensor behind a node of tiles would be taken for one that left a tile
+    tiles = [x for x in inputs if isinstance(x, TensorShell)]
+    plain = [x for x in inputs if not isinstance(x, TensorShell)]
+    locals_ = iter(torchs_apply(parameters, *(x.local for x in tiles)) if tiles else ())
+    others = iter(torchs_apply(parameters, *plain) if plain else ())
+    return tuple(
+        type(x)(next(locals_), x.__dict__["layout"], x.__dict__["mesh"]) if isinstance(x, TensorShell) else next(others)
+        for x in inputs
+    )
 
 
 class _EnterShell(torch.autograd.Function):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -203,16 +203,15 @@ _FSDP = "torch.distributed.fsdp._fully_shard."
 gather_without_waiting = LateName("torch.distributed.fsdp:FSDPModule._set_unshard_async_op")
 
 
-def before_units_of_fsdp(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's function of `apply`, which FSDP2 calls in its place from now on.
+@cache
+def change_units_of_fsdp(apply: Callable[..., Any]) -> None:
+    """Let FSDP2 call ``apply(torchs, parameters, *inputs)`` in the place of `torchs`, from the first call on.
 
-    It passes the inputs of a unit that require grad through a Function whose backward reduces the unit's gradients.
+    That passes the inputs of a unit that require grad through a Function whose backward reduces the unit's gradients.
     Public is nothing.
     """
     function = private_name(_FSDP + "_fsdp_param_group:RegisterPostBackwardFunction")
-    torchs = function.apply
-    replace_in_torch(function, "apply", staticmethod(apply))
-    return torchs
+    replace_in_torch(function, "apply", staticmethod(partial(apply, function.apply)))
 
 
 def sum_complex_as_reals(unit: Any) -> None:

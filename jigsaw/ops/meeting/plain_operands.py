@@ -126,7 +126,7 @@ def graph_origins(x: Tensor) -> tuple[bool, list[Tensor]]:
     todo: list[Any] = [x.grad_fn]
     while todo:
         node = todo.pop()
-        # a tile that FSDP2 passed on together with the plain tensor is not one of its origins
+        # a tile that a module's hooks passed on together with the plain tensor is not one of its origins
         if node is None or node in seen or node.name() == ENTER_NODE:
             continue
         seen.add(node)
