@@ -24,8 +24,9 @@ _JIGSAW = _HERE.parent.parent
 def make_tensors_on(device: str) -> None:
     """Let test bodies and the modules that they construct make their tensors on that device, for this process's life.
 
-    Values are made on the CPU and then copied, so they are those of a run on CPUs, but for what modules draw in place.  What jigsaw itself makes is left
-    alone: it must lie on the device of what it is given, and a test shows where it does not.
+    Values are made on the CPU and then copied, so they are those of a run on CPUs, but for what modules draw in place.
+    What jigsaw itself makes is left alone: it must lie on the device of what it is given, and a test shows where it
+    does not.
     """
     for name in _FACTORIES:
         setattr(torch, name, _made_on(device, getattr(torch, name)))

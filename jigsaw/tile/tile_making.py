@@ -43,8 +43,8 @@ def shard(
     other arguments differ.
 
     A tensor that does not require grad is never shared with the tile, so that the whole one can be freed or changed.
-    The tile lies on the device of the mesh: of a whole tensor elsewhere this rank's share is copied there, or all of one
-    that requires grad.
+    The tile lies on the device of the mesh: of a whole tensor elsewhere this rank's share is copied there, or all of
+    one that requires grad.
 
     >>> mesh = jigsaw.init_mesh(lat=1)
     >>> tile = jigsaw.shard(torch.arange(6.0), mesh, ("lat",), halo={0: 1}, periodic=[0])
