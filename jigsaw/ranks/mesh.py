@@ -55,7 +55,7 @@ def init_mesh(
     *,
     device: str | None = None,
     timeout: timedelta | float | None = None,
-    backend: str | None = None,
+    backend: str | Any = None,  # a type checker takes `**sizes` of integers for any keyword that is left out
     device_id: torch.device | int | None = None,
     pg_options: Any = None,
     **axes: int,
