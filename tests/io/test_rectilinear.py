@@ -92,7 +92,7 @@ def test_what_zarr_itself_writes(tmp_path):
 @pytest.mark.skipif(KNOWN, reason="this zarr reads them")
 def test_an_older_zarr(tmp_path):
     write(tmp_path / "g.zarr", [5, [3, 10], 10])
-    with pytest.raises(UnsupportedStoreError, match=r"has metadata that cannot be read|is not a zarr group"):
+    with pytest.raises(UnsupportedStoreError, match=r"has metadata that cannot be read|(as|without) a Zarr group"):
         open_store(str(tmp_path / "g.zarr"))
 
 

@@ -284,7 +284,7 @@ def test_without_listing_the_arrays_are_named(stores, proxy):
 
 
 def test_what_is_no_store(proxy):
-    with pytest.raises(UnsupportedStoreError, match=f"http://{proxy.address}/nothing.zarr is not a zarr group"):
+    with pytest.raises(UnsupportedStoreError, match=f"//{proxy.address}/nothing.zarr cannot be opened as a"):
         open_zarr(at(proxy, "nothing"))
     with pytest.raises(UnsupportedStoreError, match=r"s3://bucket/x cannot be opened with options \['anon'\].*region"):
         open_zarr("s3://bucket/x", {"anon": True})

@@ -96,7 +96,7 @@ def test_wrong_credentials_are_refused_and_not_shown(bucket):
 
 
 def test_a_store_that_is_not_there(bucket):
-    with pytest.raises(UnsupportedStoreError, match="s3://tests/nowhere is not a zarr group"):
+    with pytest.raises(UnsupportedStoreError, match="s3://tests/nowhere cannot be opened as a Zarr group"):
         open_zarr("s3://tests/nowhere", bucket[1])
 
 

@@ -269,8 +269,15 @@ def test_nested_groups_and_small_reads(tmp_path):
 
 
 def test_what_is_no_store(tmp_path):
-    with pytest.raises(UnsupportedStoreError, match="not a zarr group"):
-        open_store(str(tmp_path / "nothing.zarr"))
+    (tmp_path / "folder.zarr").mkdir()
+    (tmp_path / "notes.txt").write_text("no field")
+    for name, reason in {
+        "nothing.zarr": "does not exist",
+        "folder.zarr": "a folder without a Zarr group",
+        "notes.txt": "a file of none of the known formats",
+    }.items():
+        with pytest.raises(UnsupportedStoreError, match=f"{name}' .*{reason}.*reads Zarr .*GRIB, with xarray"):
+            open_store(str(tmp_path / name))
 
 
 def lying(folder, name, value):

@@ -54,8 +54,9 @@ from jigsaw.io.series.coords import check_coordinate_size
 ChunkLengths = Mapping[int, tuple[int, ...]]
 
 _KNOWN_FORMATS = (
-    "; jigsaw.io.open reads Zarr (a folder, a zip file, a URL), NetCDF, HDF5, NIfTI (.nii, .nii.gz), .npy, and globs "
-    "or lists of such files; open anything else with xarray and give its Dataset, or write a jigsaw.io.ArraySource"
+    "jigsaw.io.open reads Zarr (a folder, a zip file, a URL), NetCDF, HDF5, NIfTI (.nii, .nii.gz), .npy, and globs "
+    "or lists of such files; open anything else, such as GRIB, with xarray and give its Dataset, or write a "
+    "jigsaw.io.ArraySource"
 )
 _SINGLE_FILE_SUFFIXES = (".nc", ".nc3", ".nc4", ".cdf", ".h5", ".hdf5", ".npy", ".zarr")
 
@@ -162,12 +163,22 @@ def _open_zarr_group(url: Any, options: dict[str, Any], outside: zarr_reach.Outs
     except ReadError:
         raise
     except Exception as e:  # of any store, and of metadata that lie
-        why, cause = f": {redacted_text(e, options)}", cause_without_secrets(e, options)
-        if isinstance(url, str | os.PathLike) and os.path.isdir(url):
-            file = next((p for p in sorted(Path(url).iterdir()) if p.suffix in _SINGLE_FILE_SUFFIXES), None)
-            if file:
-                why = f", but a folder of files; give those along time as a glob: '{Path(url)}/*{file.suffix}'"
-        raise UnsupportedStoreError(f"{called} is not a zarr group that can be opened{why}{_KNOWN_FORMATS}") from cause
+        reason, cause = _reason_of_no_group(url, redacted_text(e, options)), cause_without_secrets(e, options)
+        raise UnsupportedStoreError(f"{called} {reason}; {_KNOWN_FORMATS}") from cause
+
+
+def _reason_of_no_group(url: Any, message: str) -> str:
+    """Say why nothing can be opened there, in the words of someone who may not have meant Zarr at all."""
+    if not isinstance(url, str | os.PathLike) or is_remote_url(url):
+        return f"cannot be opened as a Zarr group: {message}"
+    if not os.path.lexists(url):
+        return f"does not exist, as seen from {os.getcwd()!r}"
+    if not os.path.isdir(url):
+        return f"is a file of none of the known formats (as a Zarr group: {message})"
+    file = next((p for p in sorted(Path(url).iterdir()) if p.suffix in _SINGLE_FILE_SUFFIXES), None)
+    if file:
+        return f"is a folder of files; give those along time as a glob: '{Path(url)}/*{file.suffix}'"
+    return f"is a folder without a Zarr group: {message}"
 
 
 def _group_name(group: zarr.Group) -> str:
