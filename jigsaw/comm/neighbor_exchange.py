@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -18,12 +19,31 @@ from jigsaw.comm import debug
 from jigsaw.comm.exchange import PackedSwap
 from jigsaw.comm.graph_calls import graph_call
 from jigsaw.comm.wire_values import is_narrow
+from jigsaw.geometry.cut import Cut
+from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.geometry.neighbors import Integers, NeighborPlan, OrderedLists
 
+_on_device: WeakKeyDictionary[NeighborPlan, dict[torch.device, PlacesOnDevice]] = WeakKeyDictionary()
 
-@lru_cache(maxsize=4096)
+
 def _places_on_device(plan: NeighborPlan, device: torch.device) -> PlacesOnDevice:
-    return PlacesOnDevice(plan, device)
+    by_device = _on_device.setdefault(plan, {})
+    if device not in by_device:
+        by_device[device] = PlacesOnDevice(plan, device)
+    return by_device[device]
+
+
+@lru_cache(maxsize=1024)
+def positions_of_pieces(layout: Layout, cut: Cut, coordinate: MeshCoordinate) -> tuple[int, ...]:
+    """Return the mesh position of each piece of a cut, for the ranks that differ from a coordinate in it alone."""
+    names = [name for name, _ in layout.axes]
+    others = [place for place, name in enumerate(names) if name not in cut.axes]
+    positions = {
+        layout.piece(cut, coord): at
+        for at, coord in enumerate(layout.coords())
+        if all(coord[place] == coordinate[place] for place in others)
+    }
+    return tuple(positions[piece] for piece in range(cut.pieces))
 
 
 class PlacesOnDevice:
@@ -45,6 +65,7 @@ class ListsOnDevice:
     def __init__(self, lists: OrderedLists, device: torch.device) -> None:
         self.rows = lists.rows
         self.steps = [torch.from_numpy(step).to(device) for step in lists.steps]
+        self.rest = tuple(torch.from_numpy(x).to(device) for x in (lists.rest_rows, lists.rest_places))
         self.restore = torch.from_numpy(lists.restore).to(device)
 
 
@@ -58,6 +79,10 @@ def sum_in_order(values: Tensor, lists: ListsOnDevice, dim: int) -> Tensor:
     for step in lists.steps:
         # rows with most values come first, so that those with one more are a slice
         out.narrow(dim, 0, len(step)).add_(values.index_select(dim, step))
+    rows, places = lists.rest
+    if len(rows):  # one after the other, too
+        added = values.index_select(dim, places).movedim(dim, 0).to(wide)
+        out.movedim(dim, 0).index_put_((rows,), added, accumulate=True)
     return out.index_select(dim, lists.restore).to(values.dtype)
 
 
@@ -140,6 +165,14 @@ class _EdgesToRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _RowsToEdges.apply(grads[0], ctx.exchange), None
+
+
+def edges_to_rows(edges: Tensor, exchange: NeighborExchange) -> Tensor:
+    """Sum the values of edges for each own cell that is their source, in their order: the adjoint of `rows_to_edges`.
+
+    *Sends*: each edge whose source another rank owns; backward what `rows_to_edges` sends forward.
+    """
+    return _EdgesToRows.apply(edges, exchange)  # pyright: ignore[reportReturnType]
 
 
 def rows_to_edges(x: Tensor, exchange: NeighborExchange) -> Tensor:

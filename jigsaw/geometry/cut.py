@@ -152,7 +152,8 @@ class Cut(FrozenValue):
     `source` remembers the cuts of the dim that a contraction made this one from.  A contraction back to the same size
     restores them: the tokens after a mixer's second linear lie where they were before its first.  It is part of
     equality, because caches by layout (a stencil's plan has the layout of its result) must not hand out another dim's
-    memory.  `have_same_rows` says whether two tiles can meet.
+    memory.  `have_same_rows` says whether two tiles can meet.  `by_index` says that an index which stays as it is has
+    made the dim: a function that a cut dim stops runs with this one whole.
 
     Raises: `ShardingError` for points that fall or do not run from 0 to `size`, and unless there is one held interval a
     piece.
@@ -170,6 +171,7 @@ class Cut(FrozenValue):
     held: tuple[Interval, ...] = ()
     source: tuple[Cut, ...] = field(default=(), repr=False)
     wraps: bool = True
+    by_index: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         _explicit_points(self.size, self.pieces, self.points, 1)
@@ -300,3 +302,10 @@ def cut_holding_along(cut: Cut, axes: Collection[str], sizes: Mapping[str, int])
         )
     first = [i - i % count for i in range(cut.pieces)]
     return cut.bare().holding([(cut.points[i], cut.points[i + count]) for i in first])
+
+
+def cut_of_cells(size: int, edges: Sequence[Cut]) -> tuple[Cut, ...] | None:
+    """Return how zeros of so many rows are cut, for values cut as `edges` that an index will be written with."""
+    if len(edges) != 1 or not edges[0].by_index or [c.size for c in edges[0].source] != [size]:
+        return None
+    return (replace(edges[0].source[0], by_index=True),)

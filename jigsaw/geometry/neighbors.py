@@ -212,16 +212,22 @@ def _nearest_points(points: NDArray[np.float64], among: NDArray[np.float64], k: 
 # -- sums in one order ------------------------------------------------------------------------------------------------
 
 
+_MOST_STEPS = 256
+
+
 @dataclass(frozen=True, eq=False)
 class OrderedLists:
     """Values of which each of `rows` sums some, one after the other.
 
     ``steps[j]`` are the places of the j-th value of each row that has so many, rows with most values first, and
     ``restore`` puts the rows back into their own order.  So a sum is a few vector additions in an order that is fixed.
+    Values beyond the 256th of a row are in `rest_places`, in order, with their rows, as `steps` count these.
     """
 
     rows: int
     steps: tuple[Integers, ...]
+    rest_rows: Integers
+    rest_places: Integers
     restore: Integers
     counts: Integers
 
@@ -229,14 +235,19 @@ class OrderedLists:
     def of(cls, row_of_value: Integers, place_of_value: Integers, rows: int) -> OrderedLists:
         """Make it from the row that each value belongs to, values in their order, and where each of them lies."""
         counts = np.bincount(row_of_value, minlength=rows)
-        places = place_of_value[np.argsort(row_of_value, kind="stable")]
+        by_row = np.argsort(row_of_value, kind="stable")
+        places = place_of_value[by_row]
         starts = np.concatenate([[0], np.cumsum(counts)])[:-1]
         longest_first = np.argsort(-counts, kind="stable")
+        falling = -counts[longest_first]
         steps: list[Integers] = []
-        for step in range(int(counts.max(initial=0))):
-            members = longest_first[: int(np.count_nonzero(counts > step))]
+        for step in range(min(int(counts.max(initial=0)), _MOST_STEPS)):
+            members = longest_first[: int(np.searchsorted(falling, -step))]
             steps.append(places[starts[members] + step])
-        return cls(rows, tuple(steps), np.argsort(longest_first, kind="stable"), counts)
+        restore = np.argsort(longest_first, kind="stable")
+        number = np.arange(len(places)) - np.repeat(starts, counts)  # of each value in its row
+        rest = np.flatnonzero(number >= _MOST_STEPS)
+        return cls(rows, tuple(steps), restore[row_of_value[by_row[rest]]], places[rest], restore, counts)
 
 
 # -- the plan of a rank -----------------------------------------------------------------------------------------------

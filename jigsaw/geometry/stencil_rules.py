@@ -245,7 +245,7 @@ def derive_cut(cut: Cut, rule: StencilRule, wrap: bool = False, grow: tuple[int,
         held.append(out)
         needs.append(inside)
         margins.append(margin)
-    return DerivedCut(Cut(m, points, cut.axes, tuple(held)), tuple(needs), tuple(margins))
+    return DerivedCut(Cut(m, points, cut.axes, tuple(held), by_index=cut.by_index), tuple(needs), tuple(margins))
 
 
 def _held_output(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jigsaw.geometry.cut import whole_dim
+from jigsaw.geometry.cut import cut_of_cells, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.random_numbers import global_normal, global_uniform
 from jigsaw.ops.unknown_functions import run_unknown_function
@@ -26,12 +26,14 @@ from jigsaw.tile.tile import Tile, implements_torch, refusal_error, tiles_in
 
 def layout_like(tile: Tile, shape: Sequence[int]) -> Layout:
     """Return the layout of a new tensor of `shape`.  Counted from the last dim, each that has the size of the tile's
-    lies as the tile's, without halo; all others are whole.
+    lies as the tile's, without halo.  One that has the size of the cells which an index picked lies as these (zeros
+    for `scatter_add_`).  All others are whole.
     """
     own = tile.layout.without_halo()
     lead = own.ndim - len(shape)
     alike = [lead + d >= 0 and n == own.shape[lead + d] for d, n in enumerate(shape)]
-    dims = [own.dim(lead + d) if same else (whole_dim(shape[d]),) for d, same in enumerate(alike)]
+    cells = [cut_of_cells(n, own.dim(lead + d)) if lead + d >= 0 else None for d, n in enumerate(shape)]
+    dims = [own.dim(lead + d) if same else cells[d] or (whole_dim(shape[d]),) for d, same in enumerate(alike)]
     return Layout.from_dims(dims, own.axes)
 
 

@@ -30,6 +30,7 @@ from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.apart_copies import carry_change, check_rows_apart, check_way_back, is_written_back, note_index_asked
 from jigsaw.ops.changing_rows import changes_rows
+from jigsaw.ops.kept_indices import pick_kept_rows
 from jigsaw.ops.meeting.common_cuts import with_moved_rows
 from jigsaw.ops.meeting.local_cells import cells_at_rows, cells_in_front, rows_held
 from jigsaw.ops.meeting.plain_operands import plain_operand
@@ -267,8 +268,13 @@ def pick_places(view: Tile, picked: Mapping[int, Any], position: int) -> Tile:
     *Shapes*: the dims of the index tensors stand at `position`; the others keep their cuts.
     *Sends*: of dims that nothing cuts nothing.  Else, for plain indices, one all-reduce of the result over the axes
     that cut the dims, and every rank has all that was picked; for cut tiles the rows of the tile along these axes,
-    backward their gradient, and the result is cut as the indices are.
+    backward their gradient, and the result is cut as the indices are.  An index that stays as it is has a plan, by
+    `jigsaw.ops.kept_indices`: only rows that are needed travel, and the result is cut.
     """
+    if len(picked) == 1 and position in picked:
+        kept = pick_kept_rows(view, position, picked[position])
+        if kept is not None:
+            return with_order(kept, None)
     x, dims = view.owned(), list(picked)
     flat = _flat_places(picked, x)
     kept = [d for d in range(x.ndim) if d not in dims]

@@ -69,7 +69,7 @@ def _cuts_in_join(layouts: Sequence[Layout | None], sizes: Sequence[int], at: in
         Cut(n, tuple(min(max(p - start, 0), n) for p in points), like.axes)
         for n, start in zip(sizes, starts, strict=True)
     ]
-    return Cut(sum(sizes), points, like.axes), parts
+    return Cut(sum(sizes), points, like.axes, by_index=like.by_index), parts
 
 
 def _without_other_order(t: Any, at: int) -> Any:

@@ -87,7 +87,7 @@ def _repeat_interleave(
     ends = [0, *repeats.cumsum(0).tolist()]
     start, stop = cut.owned(tile.layout.piece(cut, tile.coordinate))
     local = tile.local.repeat_interleave(repeats[start:stop].to(tile.device), at)
-    made = Cut(ends[-1], tuple(ends[p] for p in cut.points), cut.axes)
+    made = Cut(ends[-1], tuple(ends[p] for p in cut.points), cut.axes, by_index=cut.by_index)
     return Tile(local, tile.layout.replace_dim(at, made), tile.mesh)
 
 

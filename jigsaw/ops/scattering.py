@@ -12,6 +12,7 @@ tensor([7., 7.])
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.changing_rows import changes_rows, holds_beyond
 from jigsaw.ops.indexing import TilePlaces, operand_part, pick_places, whole_index, write_places
+from jigsaw.ops.kept_indices import RowsForOwners, along_one_dim, pick_kept_rows, rows_for_owners
 from jigsaw.ops.meeting.local_cells import rows_held
 from jigsaw.ops.picking import pick_from_plain
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
@@ -64,13 +66,41 @@ def _new_target(tile: Tile) -> Tile:
     return (tile.owned() if holds_beyond(tile.layout) else tile).clone()
 
 
+def _write_for_owners(
+    owners: RowsForOwners,
+    input: Tile,
+    dim: int,
+    source: Tile,
+    is_sum: bool,
+    write: Callable[..., Any],
+    alpha: float = 1,
+) -> Tile:
+    """Write, in place, the values of a cut tile for rows of which others own some; sums go in the order of the index.
+
+    *Sends*: each value whose row another rank owns; backward, of a sum, each own row that another rank needs, once, and
+    else the gradient of each value.
+    """
+    part = operand_part(source, input, owners.layout).to(input.dtype)
+    if is_sum:
+        input.local.add_(owners.summed(part), alpha=alpha)
+        return input
+    rows, moved = owners.moved(part)
+    if not input.local.numel():
+        input.local.add_(moved.sum(dtype=input.dtype))  # this rank's part stays in the graph, for others wait for it
+    else:
+        write(input.local, dim, rows, moved)
+    return input
+
+
 # -- whole rows -------------------------------------------------------------------------------------------------------
 
 
 def _write_rows(function: Any, input: Tile, dim: int, index: Any, source: Any, **named: Any) -> Tile:
     """Write, add or fill the rows that a 1-d index names, in place.
 
-    *Sends*: the rows of a tile `source` along `dim`, to every rank along the axes that cut it; backward their gradient.
+    *Sends*: for an index that stays as it is (`jigsaw.ops.kept_indices`), each row of a tile `source` to the owner of
+    the row that it is written to.  Else its rows along `dim`, to every rank along the axes that cut it.  Backward their
+    gradient.
     """
     (at,) = reduced_dims(input, dim)
     if not input.ndim:  # a number is a row of one element, to torch
@@ -80,6 +110,10 @@ def _write_rows(function: Any, input: Tile, dim: int, index: Any, source: Any, *
     size = input.layout.shape[at]
     index = torch.where(index < 0, index + size, index) if function is Tensor.index_fill_ else index
     _check_range(function, index, size)
+    owners = None if function is Tensor.index_fill_ else rows_for_owners(input, at, index, source)
+    if owners is not None and source.shape[at] == len(index):
+        write, is_sum = partial(function, **named), function is Tensor.index_add_
+        return _write_for_owners(owners, input, at, source, is_sum, write, named.get("alpha", 1))
     rows, here = index, None
     if not _is_local(input, at):
         rows, held = _own_places(index, input, at)
@@ -157,8 +191,9 @@ def gather_elements(input: Any, dim: int, index: Any, *, sparse_grad: bool = Fal
     """Return y[i, j] = input[index[i, j], j], for ``dim=0``.
 
     *Shapes*: those of `index`; the other dims are cut as the input's are.
-    *Sends*: where nothing cuts `dim`, the rows of a tile `index` that lie elsewhere.  Else, for an index that is whole
-    along `dim`, one all-reduce of the result; for a cut one the input's rows along `dim`, backward their gradient.
+    *Sends*: where nothing cuts `dim`, the rows of a tile `index` that lie elsewhere.  Else, for an index that stays as
+    it is, what `jigsaw.ops.kept_indices` says.  For others that are whole along `dim`, one all-reduce of the result;
+    for a cut one the input's rows along `dim`, backward their gradient.
     """
     if input.ndim == 0 and index.ndim == 1:  # a number is a row of one element, to torch
         input = input.reshape(1)
@@ -167,6 +202,10 @@ def gather_elements(input: Any, dim: int, index: Any, *, sparse_grad: bool = Fal
     if not input.ndim:
         return run_alike(torch.gather, (input, dim, whole_index(index)), {}, input)
     (at,) = reduced_dims(input, dim)
+    if _are_alike_but(input.shape, index.shape, at):
+        kept = pick_kept_rows(input, at, along_one_dim(index, at), may_be_negative=False)
+        if kept is not None:
+            return kept
     _check_range(torch.gather, index, input.layout.shape[at])
     x = _narrowed(input.owned(), at, index)
     axes = {a for d in range(x.ndim) if d != at for a in x.layout.dim_axes(d)}
@@ -214,20 +253,36 @@ def _take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
     return torch.gather(input.expand(from_shape), at, wide.remainder(input.shape[at]))  # torch counts on from the end
 
 
+def _are_alike_but(shape: Sequence[int], other: Sequence[int], dim: int) -> bool:
+    return len(shape) == len(other) and all(
+        n == m for d, (n, m) in enumerate(zip(shape, other, strict=True)) if d != dim
+    )
+
+
 Scatter = Callable[[Tensor, int, Tensor, Any], Any]
 
 
-def _scatter_elements(function: Any, input: Tile, dim: int, index: Any, source: Any, write: Scatter) -> Tile:
+def _scatter_elements(
+    function: Any, input: Tile, dim: int, index: Any, source: Any, write: Scatter, is_sum: bool
+) -> Tile:
     """Set x[index[i, j], j] = source[i, j], or combine them otherwise, in place, for ``dim=0``.
 
-    *Sends*: index and source tiles that lie elsewhere, along `dim` to every rank that cuts it; backward the gradient of
-    the source.
+    *Sends*: as `_write_rows` for an index that stays as it is, and is repeated along all dims but one.  Else index and
+    source tiles that lie elsewhere, along `dim` to every rank that cuts it; backward the gradient of the source.
     """
     (at,) = reduced_dims(input, dim)
     if not input.ndim:
         values = source.reshape(-1) if isinstance(source, (Tensor, Tile)) else source
-        _scatter_elements(function, input.reshape(1), dim, index.reshape(-1), values, write)
+        _scatter_elements(function, input.reshape(1), dim, index.reshape(-1), values, write, is_sum)
         return input
+    if isinstance(source, Tile) and _are_alike_but(input.shape, index.shape, at) and source.shape == index.shape:
+        owners = rows_for_owners(input, at, index, source)
+        if owners is not None:
+
+            def write_rows(x: Tensor, dim: int, rows: Tensor, values: Tensor) -> None:
+                write(x, dim, rows.view([-1 if d == dim else 1 for d in range(x.ndim)]).expand_as(values), values)
+
+            return _write_for_owners(owners, input, at, source, is_sum, write_rows)
     _check_range(function, index, input.layout.shape[at])
     view = _narrowed(input, at, index)
     layout = view.layout.replace_dim(at, whole_dim(index.shape[at]))
@@ -262,7 +317,11 @@ def _answer_scatter(name: str, takes_reduce: bool) -> None:
         def write(x: Tensor, at: int, places: Tensor, values: Any) -> None:
             in_place(x, at, places, values, **{k: v for k, v in named.items() if v is not None})
 
-        return _scatter_elements(in_place, input, dim, index, source, write)
+        reduce = named.get("reduce")
+        is_sum = (
+            name == "scatter_add" if reduce is None else reduce in ("sum", "add") and named.get("include_self", True)
+        )
+        return _scatter_elements(in_place, input, dim, index, source, write, is_sum)
 
     def make(input: Any, dim: int, index: Any, src: Any = None, *args: Any, value: Any = None, **named: Any) -> Any:
         source = value if src is None else src

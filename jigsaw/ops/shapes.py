@@ -296,9 +296,8 @@ def _sliced_cut(cut: Cut, start: int, stop: int, step: int) -> Cut:
 
     held = [(index(max(a, 0)), index(min(b, cut.size))) for a, b in cut.held]
     points = tuple(index(p) for p in cut.points[:-1]) + (size,) if cut.is_cut else (0, size)
-    return Cut(
-        size, points, cut.axes, tuple(held), cut.source
-    )  # low modes of a spectrum still remember the cuts of the field
+    # low modes of a spectrum still remember the cuts of the field
+    return Cut(size, points, cut.axes, tuple(held), cut.source, by_index=cut.by_index)
 
 
 def slice_dim(tile: Tile, dim: int, start: int, stop: int, step: int = 1) -> Tile:

@@ -52,3 +52,16 @@ def place_in_frames(frame: FrameType | None) -> tuple[str, str]:
             line = f"{code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return function or "no function of tiles", " > ".join([*reversed(modules), line])
+
+
+def modules_of_call() -> list[nn.Module]:
+    """Return the modules that are under way in this thread, innermost first: first arguments of its frames."""
+    modules: list[nn.Module] = []
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(first, nn.Module) and not any(first is module for module in modules):
+            modules.append(first)
+        frame = frame.f_back
+    return modules

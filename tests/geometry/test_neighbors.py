@@ -129,3 +129,19 @@ def test_nearest_points_are_those_of_the_great_circle():
 def test_what_is_no_table_is_refused(make, words):
     with pytest.raises(ShardingError, match=words):
         make()
+
+
+def test_lists_of_many_values_are_steps_and_a_rest():
+    rng = np.random.default_rng(0)
+    rows = np.where(rng.uniform(size=2000) < 0.4, 3, rng.integers(0, 9, 2000))
+    places = rng.permutation(2000)
+    lists = OrderedLists.of(rows, places, 10)
+    assert len(lists.steps) == 256
+    order = [[] for _ in range(10)]
+    for step in lists.steps:
+        for row, place in enumerate(step):
+            order[row].append(place)
+    for row, place in zip(lists.rest_rows, lists.rest_places, strict=True):
+        order[row].append(place)
+    for row in range(10):
+        assert order[lists.restore[row]] == list(places[rows == row])

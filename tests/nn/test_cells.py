@@ -26,12 +26,20 @@ def random_graph(targets=48, sources=48, edges=300, seed=0):
     return jigsaw.Neighbors.of_edges(hub, rng.integers(0, targets, edges), sources, targets)
 
 
+def graph_with_hubs(edges=1500, seed=0):
+    """A source of 600 edges, and a target of as many."""
+    rng = np.random.default_rng(seed)
+    ends = [np.where(rng.uniform(size=edges) < 0.4, hub, rng.integers(0, 48, edges)) for hub in (7, 30)]
+    return jigsaw.Neighbors.of_edges(*ends, 48, 48)
+
+
 TABLES = {
     "healpix": lambda: jigsaw.Neighbors.healpix(2),
     "table": random_table,
     "graph": random_graph,
     "smaller": lambda: random_table(targets=11),
     "larger": lambda: random_graph(targets=100),
+    "hubs": graph_with_hubs,
 }
 
 

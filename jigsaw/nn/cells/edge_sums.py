@@ -93,6 +93,10 @@ def _greatest_edges(edges: Tensor, cells: EdgesOfCells) -> Tensor:
     for turn, step in enumerate(sums.steps):
         rows, values = out.narrow(cells.dim, 0, len(step)), edges.index_select(cells.dim, step)
         rows.copy_(values if turn == 0 else torch.maximum(rows, values))
+    rest, places = sums.rest
+    if len(rest):
+        values = edges.index_select(cells.dim, places).movedim(cells.dim, -1)
+        out.movedim(cells.dim, -1).scatter_reduce_(-1, rest.expand_as(values), values, "amax")
     return out.index_select(cells.dim, sums.restore)
 
 

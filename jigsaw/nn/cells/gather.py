@@ -13,10 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.comm.agreement import told_where_different
 from jigsaw.comm.exchange import exchange_rows
 from jigsaw.comm.graph_calls import lacks_values
-from jigsaw.comm.neighbor_exchange import NeighborExchange, rows_to_edges
+from jigsaw.comm.neighbor_exchange import NeighborExchange, positions_of_pieces, rows_to_edges
 from jigsaw.errors import RanksDifferError, ShardingError
 from jigsaw.geometry.cut import Cut, Interval, cut_points
-from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.geometry.neighbors import Neighbors, plan_neighbors
 from jigsaw.nn.cells.edge_sums import (
     EdgesOfCells,
@@ -66,7 +65,7 @@ def gather_neighbors(x: Any, table: Neighbors, dim: int = -1, points: Sequence[i
     target = _cut_of_targets(table, cut, points)
     piece = x.layout.piece(cut, x.coordinate)
     exchange = NeighborExchange(
-        _plan(table, cut.points, target.points, piece), x.mesh, _positions(x.layout, cut, x.coordinate), at
+        _plan(table, cut.points, target.points, piece), x.mesh, positions_of_pieces(x.layout, cut, x.coordinate), at
     )
     edges, layout = rows_to_edges(local, exchange), x.layout
     if table.degree is None:
@@ -158,19 +157,6 @@ def _cut_behind_edges(table: Neighbors, cut: Cut) -> Cut:
             "gather_neighbors, or cut them where the edges of its pieces of cells begin (Neighbors.first_edge)"
         )
     return target
-
-
-@lru_cache(maxsize=1024)
-def _positions(layout: Layout, cut: Cut, coordinate: MeshCoordinate) -> tuple[int, ...]:
-    """Return the mesh position of each piece of the cut, for the ranks that differ from this coordinate in it alone."""
-    names = [name for name, _ in layout.axes]
-    others = [place for place, name in enumerate(names) if name not in cut.axes]
-    positions = {
-        layout.piece(cut, coord): at
-        for at, coord in enumerate(layout.coords())
-        if all(coord[place] == coordinate[place] for place in others)
-    }
-    return tuple(positions[piece] for piece in range(cut.pieces))
 
 
 def _agree_on_table(table: Neighbors, mesh: DeviceMesh) -> None:

@@ -50,6 +50,7 @@ from jigsaw.torch_internals.private_names import replace_in_torch
 _outer_passes: list[int] = []
 _at_end: list[Callable[[], None]] = []
 _recomputing: list[object] = []  # the functions that run for the second time
+_begun: list[object] = []  # those that run for the first time
 
 
 def outermost_pass() -> int:
@@ -84,6 +85,11 @@ def at_end_of_pass(callback: Callable[[], None]) -> None:
 def is_recomputing() -> bool:
     """Say whether a checkpointed function runs again, with a graph."""
     return bool(_recomputing) and torch.is_grad_enabled()
+
+
+def is_first_run() -> bool:
+    """Say whether a checkpointed function runs for the first time, without a graph."""
+    return bool(_begun)
 
 
 # -- the function -----------------------------------------------------------------------------------------------------
@@ -152,11 +158,12 @@ class _OnLocals:
             if again and layout is None and isinstance(x, Tensor) and x.requires_grad:
                 setattr(x, AVERAGED_MARK, mesh_size(self.mesh))
             given.append(x if layout is None else Tile(x, layout, self.mesh))
-        _recomputing.extend([self] * again)
+        runs = _recomputing if again else _begun
+        runs.append(self)
         try:
             out = self.function(*given)
         finally:
-            del _recomputing[len(_recomputing) - again :]
+            runs.pop()
         values = out if isinstance(out, tuple) else (out,)
         if again:
             for x in values:

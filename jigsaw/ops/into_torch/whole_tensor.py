@@ -119,11 +119,19 @@ def hearing_costs(listener: Callable[[str, int, ShardingError], None]) -> Genera
 
 
 def _raise_or_run(refusal: ShardingError, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Raise the refusal, or run the function on the whole tensors."""
+    """Raise the refusal, or run the function on the whole tensors.
+
+    *Sends*: dims that an index picked come whole to every rank, as they would without its plan
+    (`jigsaw.ops.kept_indices`), and the function is called again.
+    """
     tiles = list(tiles_in((args, kwargs)))
     is_cut = any(t.layout.cut_dims or t.layout.has_halo for t in tiles)
     if isinstance(refusal, (RanksDifferError, OneProcessError)) or not is_cut or _is_in_another_call():
         raise refusal
+    picked = [t for t in tiles if _is_cut_by_index(t)]
+    if picked and not (changes_in_place(function) and any(args[0] is t for t in picked)):
+        args, kwargs = replace_tensors((tuple(args), dict(kwargs)), _with_picked_dims_whole, lambda x: x)
+        return function(*args, **kwargs)
     place = calling_line()
     if _is_strict(place):
         refusal.add_note(_REMEDY)
@@ -133,6 +141,18 @@ def _raise_or_run(refusal: ShardingError, function: Any, args: Sequence[Any], kw
 
 
 table.answer_refusal = _raise_or_run
+
+
+def _is_cut_by_index(tile: Tile) -> bool:
+    return any(cut.by_index and cut.is_cut for cut in tile.layout.cuts)
+
+
+def _with_picked_dims_whole(tile: Tile) -> Tile:
+    """Return a tile with the dims whole that are cut only because an index stays as it is; others as they are."""
+    if not _is_cut_by_index(tile):
+        return tile
+    dims = [[c.uncut() if c.by_index else c.bare() for c in group] for group in tile.layout.dims()]
+    return tile.with_layout(Layout.from_dims(dims, tile.layout.axes))
 
 
 def _is_in_another_call() -> bool:

@@ -42,7 +42,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from jigsaw.geometry.cut import Cut, cut_points, whole_dim
+from jigsaw.geometry.cut import Cut, cut_of_cells, cut_points, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
 from jigsaw.tile.tensor_shell import make_shell
@@ -273,7 +273,7 @@ def _cuts_around(size: int, group: Sequence[Cut], start: int, step: int) -> Sequ
         return max(end, even[piece]) if point == rows else start + point * step
 
     inner = (place(piece) for piece in range(1, cut.pieces))
-    return (Cut(size, (0, *inner, size), cut.axes, source=cut.source),)
+    return (Cut(size, (0, *inner, size), cut.axes, source=cut.source, by_index=cut.by_index),)
 
 
 def _wish_for(plain: Tensor, dim: int, tile: Tile, of: int, start: int = 0, step: int = 1) -> Wishes | None:
@@ -324,17 +324,26 @@ def _row_wishes(plain: Tensor, dim: int, index: Any, source: Any, *_: Any, **nam
 
 def _along_others(plain: Tensor, at: int, tiles: Sequence[Tile], shape: Sequence[int]) -> Wishes | None:
     """Return the wish for every dim but `at` as in the tiles, whose sizes are those of `shape`.  None where they are
-    cut along `at`, because every rank would need all of them.
+    cut along `at`, because every rank would need all of them; but for values that an index picked there.
     """
     for t in tiles:
         others = [d for d in range(t.ndim) if d != at]
         if (
             t.ndim != plain.ndim
-            or t.layout.is_cut(at)
+            or (t.layout.is_cut(at) and not t.layout.dim(at)[0].by_index)
             or any(not t.shape[d] == shape[d] <= plain.shape[d] for d in others)
         ):
             return None
-    return _all_wishes(_wish_for(plain, d, t, d) for t in tiles for d in range(t.ndim) if d != at)
+    wishes = _all_wishes(_wish_for(plain, d, t, d) for t in tiles for d in range(t.ndim) if d != at)
+    cells = [_cells_of_picked(plain.shape[at], t.layout.dim(at)) for t in tiles if t.layout.is_cut(at)]
+    return None if wishes is None else [*wishes, *((at, cuts, 0, 1) for cuts in cells)]
+
+
+def _cells_of_picked(size: int, picked: Sequence[Cut]) -> Sequence[Cut]:
+    """Return how rows are cut that values picked by an index are written to: as the cells, or evenly."""
+    axes = tuple(a for c in picked for a in c.axes)
+    pieces = math.prod(c.pieces for c in picked)
+    return cut_of_cells(size, picked) or (Cut(size, cut_points(size, pieces), axes),)
 
 
 def _index_put_wishes(plain: Tensor, indices: Any, values: Any, *_: Any, **named: Any) -> Wishes | None:

@@ -96,7 +96,9 @@ def _split_inner(cut: Cut, inner: int) -> tuple[Cut, Cut] | None:
         return None
     held = [(a // inner, b // inner) for a, b in cut.held]
     points = tuple(p // inner for p in cut.points)
-    return Cut(cut.size // inner, points, cut.axes, tuple(held), wraps=cut.wraps), whole_dim(inner)
+    return Cut(cut.size // inner, points, cut.axes, tuple(held), wraps=cut.wraps, by_index=cut.by_index), whole_dim(
+        inner
+    )
 
 
 def merge_cut_group(cuts: Sequence[Cut]) -> tuple[Cut, ...]:
@@ -110,7 +112,8 @@ def merge_cut_group(cuts: Sequence[Cut]) -> tuple[Cut, ...]:
         if merged and not cut.is_cut and not cut.has_halo:
             outer, n = merged.pop(), cut.size
             held: list[Interval] = [(a * n, b * n) for a, b in outer.held]
-            cut = Cut(outer.size * n, tuple(p * n for p in outer.points), outer.axes, tuple(held), wraps=outer.wraps)
+            points = tuple(p * n for p in outer.points)
+            cut = Cut(outer.size * n, points, outer.axes, tuple(held), wraps=outer.wraps, by_index=outer.by_index)
         merged.append(cut)
     return tuple(merged) or (whole_dim(1),)
 

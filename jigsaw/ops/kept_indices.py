@@ -1,0 +1,338 @@
+"""Index tensors that stay as they are: what they pick along a cut dim is cut, and only the rows needed travel.
+
+An index that is new in each step brings all that it picks to every rank, because a plan would cost as much.  One that
+stays is planned once: each rank then gets the rows that its own part of the result needs, each of them once.
+
+**The rule**, from what every rank has alike:
+
+1. *Which index.*  A plain tensor of integers, by itself along a dim of one cut.  It stays as it is if a module under
+   way keeps it, as buffer, parameter or attribute, or if it is met a second time: the same memory, shape, strides and
+   version.  One that a checkpointed call, or a backward pass, meets first stays unplanned: the second run of the call
+   must have the results of the first.
+2. *Which dim of it.*  The first with as many rows as there are cells along the cut dim, cut as these are: a table
+   [cells, k].  Else the longest, cut evenly.  With less than a sixteenth of the cells, or fewer rows than pieces, it is
+   left whole.
+3. *A refusal.*  A function that a cut dim of such a result stops runs with that dim whole, as it is without a plan.
+
+What is written back along such an index (`index_add`, `scatter_reduce`) travels to the owner of the row it is added to,
+and sums go in the order of the index.  What they are written to is cut as the cells are that were picked from, where
+there are as many, and else evenly by the second rule, if no other tensor shares its memory.
+
+Three ranks, 12 cells, ``x[:, table]`` of the neighbors [12, 2] on a ring: rank 1 owns 4 to 7 and needs 3 and 8 of the
+others, two rows.  The result [1, 12, 2] is cut at 4 and 8; whole it would be 24 rows on every rank.
+
+>>> ring = torch.tensor([[3, 1], [0, 2], [1, 3], [2, 0]])
+>>> tile = jigsaw.shard(torch.arange(4.0), jigsaw.init_mesh(cell=1), ("cell",))
+>>> tile[ring].sum(-1).local
+tensor([4., 2., 4., 2.])
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from jigsaw.comm.first_meetings import meet_tensor
+from jigsaw.comm.graph_calls import lacks_values
+from jigsaw.comm.kept_halos import open_frames
+from jigsaw.comm.neighbor_exchange import (
+    NeighborExchange,
+    edges_to_rows,
+    positions_of_pieces,
+    rows_to_edges,
+)
+from jigsaw.comm.wire_values import lie_in_one_memory
+from jigsaw.geometry.cut import Cut, cut_of_cells, cut_points
+from jigsaw.geometry.layout import Layout
+from jigsaw.geometry.neighbors import Integers, NeighborPlan, Neighbors, plan_neighbors
+from jigsaw.ops.into_torch.reentrant import is_first_run
+from jigsaw.ranks.call_places import modules_of_call
+from jigsaw.ranks.mesh import mesh_size
+from jigsaw.ranks.slab_mesh import SlabMesh
+from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals.autograd import (
+    graph_task_id,
+    memory_id,
+    memory_users,
+    own_buffers,
+    own_parameters,
+    tensor_users,
+    tensor_version,
+)
+
+_MARK = "_jigsaw_kept"  # of memory: the indices there, by dtype, shape, strides and place
+_LEAST_SHARE = 16  # a dim of an index with less than one in so many of the cells is not cut
+_PLAIN = (Tensor, nn.Parameter)
+_MOST_VIEWS = 64  # of one memory, as when each step picks by other rows of it
+
+# -- which index ------------------------------------------------------------------------------------------------------
+
+
+class KeptIndex:
+    """An index that stays as it is, with its plans; negative places count from the end of the `size` cells."""
+
+    def __init__(self, index: Tensor, size: int) -> None:
+        values = index.detach().cpu().numpy().astype(np.int64)
+        lowest, highest = values.min(initial=0), values.max(initial=-1)
+        self.is_right, self.has_negative = bool(-size <= lowest and highest < size), bool(lowest < 0)
+        self.places: Integers = np.where(values < 0, values + size, values)
+        self.size = size
+        self._tables: dict[Any, Neighbors] = {}
+        self._plans: dict[Any, NeighborPlan] = {}
+        self._own_rows: dict[Any, Tensor] = {}
+
+    def gather_plan(self, along: int, sources: Sequence[int], targets: Sequence[int], piece: int) -> NeighborPlan:
+        """Return the plan of a gather whose result is cut at `targets` along a dim of the index."""
+        key = along, tuple(sources), tuple(targets), piece
+        if key not in self._plans:
+            if along not in self._tables:
+                rows = np.moveaxis(self.places, along, 0)
+                self._tables[along] = Neighbors(rows.reshape(len(rows), -1), self.size)
+            self._plans[key] = plan_neighbors(self._tables[along], sources, targets, piece)
+        return self._plans[key]
+
+    def owner_plan(self, sources: Sequence[int], targets: Sequence[int], piece: int) -> NeighborPlan:
+        """Return the plan that brings what the index is written with to the owners of the rows, in its order."""
+        key = "owners", tuple(sources), tuple(targets), piece
+        if key not in self._plans:
+            order, ends = self._by_owner(targets)
+            self._plans[key] = plan_neighbors(Neighbors(order[:, None], len(order)), sources, ends, piece)
+        return self._plans[key]
+
+    def own_rows(self, targets: Sequence[int], piece: int, device: torch.device) -> Tensor:
+        """Return the local rows that are written, in the order of `owner_plan`."""
+        key = tuple(targets), piece, device
+        if key not in self._own_rows:
+            order, ends = self._by_owner(targets)
+            rows = self.places[order[ends[piece] : ends[piece + 1]]] - targets[piece]
+            self._own_rows[key] = torch.from_numpy(rows).to(device)
+        return self._own_rows[key]
+
+    def _by_owner(self, targets: Sequence[int]) -> tuple[Integers, list[int]]:
+        owners = np.searchsorted(np.asarray(targets), self.places, side="right") - 1
+        counts = np.bincount(owners, minlength=len(targets) - 1)
+        return np.argsort(owners, kind="stable"), [0, *np.cumsum(counts).tolist()]
+
+
+class _MetIndex:
+    """An index that was met: its version then, whether it may be planned, and what is planned, by number of cells."""
+
+    def __init__(self, version: int, can_plan: bool) -> None:
+        self.version, self.can_plan = version, can_plan
+        self._kept: dict[int, KeptIndex] = {}
+
+    def of_cells(self, size: int, index: Tensor, tile: Tile) -> KeptIndex | None:
+        """Return the index as one of so many cells; None for one that names others."""
+        if size not in self._kept:
+            meet_tensor(index, tile.mesh)
+            self._kept[size] = KeptIndex(index, size)
+        return self._kept[size] if self._kept[size].is_right else None
+
+
+def _met_before(index: Any, tile: Tile) -> _MetIndex | None:
+    """Return what is known of an index that stays as it is, by the rule, and note that it was met; None for others."""
+    if not _can_stay(index, tile):
+        return None
+    try:
+        version = tensor_version(index)
+    except RuntimeError:  # made in inference mode, where changes are not counted
+        return None
+    memory: Any = index.untyped_storage()
+    known: dict[Any, _MetIndex] = getattr(memory, _MARK, {})
+    view = index.dtype, tuple(index.shape), index.stride(), index.storage_offset()
+    met = known.get(view)
+    if met is None and len(known) >= _MOST_VIEWS:
+        return None
+    if met is None or met.version != version:
+        is_kept = met is None and _is_of_module(index)
+        first, again, _ = open_frames()
+        is_settled = graph_task_id() == -1 and not is_first_run() and not first and again is None
+        known[view] = met = _MetIndex(version, is_kept or is_settled)
+        setattr(memory, _MARK, known)
+        if not is_kept:
+            return None
+    return met if met.can_plan else None
+
+
+def _can_stay(index: Any, tile: Tile) -> bool:
+    return (
+        type(index) in _PLAIN
+        and index.dtype in (torch.int64, torch.int32)
+        and index.ndim > 0
+        and index.layout == torch.strided
+        and mesh_size(tile.mesh) > 1
+        and not isinstance(tile.mesh, SlabMesh)
+        and not lacks_values()
+        and type(tile.local) in _PLAIN
+    )
+
+
+def _is_of_module(index: Tensor) -> bool:
+    return any(
+        _has_memory(values, index)
+        for module in modules_of_call()
+        for values in (own_buffers(module), own_parameters(module), vars(module))
+    )
+
+
+def _has_memory(values: Any, index: Tensor, depth: int = 3) -> bool:
+    """Say whether the memory of the index is that of a tensor among the values of a dict, list or tuple."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, (dict, list, tuple)):
+            if depth and _has_memory(value, index, depth - 1):
+                return True
+        elif type(value) in _PLAIN and lie_in_one_memory(value, index):
+            return True
+    return False
+
+
+# -- what is picked ---------------------------------------------------------------------------------------------------
+
+
+def _dim_to_cut(shape: Sequence[int], cut: Cut) -> int | None:
+    """Return the dim of an index that is cut, by the rule; None for none."""
+    alike = [d for d, n in enumerate(shape) if n == cut.size]
+    longest = alike[0] if alike else max(range(len(shape)), key=lambda d: shape[d])
+    return longest if shape[longest] >= max(cut.pieces, cut.size // _LEAST_SHARE) else None
+
+
+def pick_kept_rows(tile: Tile, dim: int, index: Any, may_be_negative: bool = True) -> Tile | None:
+    """Return what an index picks along a dim, cut by the rule; None where the index is none that stays as it is.
+
+    *Shapes*: the dims of the index take the place of `dim`; one of them is cut by its axes.
+    *Sends*: forward each own row that another rank needs, once a rank; backward the gradient of each picked row that
+    another rank owns.
+    """
+    lone = _lone_cut(tile, dim)
+    met = None if lone is None or not lone.is_cut else _met_before(index, tile)
+    kept = None if lone is None or met is None else met.of_cells(lone.size, index, tile)
+    if kept is None or (kept.has_negative and not may_be_negative):
+        return None
+    x = tile.owned()
+    (cut,) = x.layout.dim(dim)
+    shape, along = kept.places.shape, _dim_to_cut(kept.places.shape, cut)
+    if along is None:
+        return None
+    target = replace(cut, by_index=True)
+    if shape[along] != cut.size:
+        target = replace(target, size=shape[along], points=cut_points(shape[along], cut.pieces), held=(), source=(cut,))
+    piece = x.layout.piece(cut, x.coordinate)
+    plan = kept.gather_plan(along, cut.points, target.points, piece)
+    edges = rows_to_edges(x.local, _exchange(plan, x, cut, dim))
+    start, stop = target.owned(piece)
+    rest = [n for d, n in enumerate(shape) if d != along]
+    edges = edges.unflatten(dim, (stop - start, *rest)).movedim(dim, dim + along)
+    layout = x.layout.replace_dim(dim, target)
+    for d, n in enumerate(shape):
+        if d != along:
+            layout = layout.insert(dim + d, n)
+    return Tile(edges, layout, x.mesh)
+
+
+def _exchange(plan: NeighborPlan, tile: Tile, cut: Cut, dim: int) -> NeighborExchange:
+    return NeighborExchange(plan, tile.mesh, positions_of_pieces(tile.layout.without_halo(), cut, tile.coordinate), dim)
+
+
+# -- what is written --------------------------------------------------------------------------------------------------
+
+
+class RowsForOwners:
+    """Values along a cut dim that an index which stays as it is writes to the rows of a tile, cut by the same axes."""
+
+    def __init__(self, kept: KeptIndex, input: Tile, source: Tile, dim: int) -> None:
+        self._kept, self._input, self._dim = kept, input, dim
+        self._from, self._to = source.layout.dim(dim)[0].bare(), input.layout.dim(dim)[0].bare()
+        self._piece = input.layout.piece(self._to, input.coordinate)
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the values, which lie as the input along its other dims."""
+        return self._input.layout.replace_dim(self._dim, self._from)
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Return the sum for each own row, in the order of the index.
+
+        *Sends*: each value whose row another rank owns; backward each own row that another rank needs, once.
+        """
+        plan = self._kept.gather_plan(0, self._to.points, self._from.points, self._piece)
+        return edges_to_rows(values, _exchange(plan, self._input, self._from, self._dim))
+
+    def moved(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the own rows that are written, and the values for them, in the order of the index.
+
+        *Sends*: each value whose row another rank owns; backward its gradient.
+        """
+        plan = self._kept.owner_plan(self._from.points, self._to.points, self._piece)
+        rows = self._kept.own_rows(self._to.points, self._piece, values.device)
+        return rows, rows_to_edges(values, _exchange(plan, self._input, self._from, self._dim))
+
+
+def rows_for_owners(input: Tile, dim: int, index: Any, source: Any) -> RowsForOwners | None:
+    """Return how values of a cut tile, which an index writes along a dim, come to the owners of its rows.
+
+    None where the index is none that stays as it is, where the values are whole along the dim, or where these and the
+    input are not each cut once by the same axes.
+    """
+    if not isinstance(source, Tile) or source.ndim != input.ndim:
+        return None
+    index = along_one_dim(index, dim)
+    met, here, there = _met_before(index, source), _lone_cut(input, dim), _lone_cut(source, dim)
+    if met is None or here is None or there is None or here.has_halo or not there.is_cut:
+        return None
+    kept = met.of_cells(here.size, index, source)
+    if kept is None or kept.places.shape != (there.size,) or kept.has_negative:
+        return None
+    if not here.is_cut:
+        _cut_for_owners(input, dim, there)
+    return RowsForOwners(kept, input, source, dim) if input.layout.dim_axes(dim) == there.axes else None
+
+
+def _lone_cut(tile: Tile, dim: int) -> Cut | None:
+    cuts = tile.layout.dim(dim)
+    return cuts[0] if len(cuts) == 1 else None
+
+
+def _cut_for_owners(input: Tile, dim: int, picked: Cut) -> None:
+    """Cut a dim of a tile in place, by the rule, where nothing cuts it.  *Sends*: nothing."""
+    cells = picked.source[0] if picked.source else picked
+    size = input.shape[dim]
+    is_taken = any(a in picked.axes for d in range(input.ndim) for a in input.layout.dim_axes(d))
+    if not picked.by_index or is_taken or _dim_to_cut((size,), cells) is None or _is_shared(input):
+        return
+    (cut,) = cut_of_cells(size, (picked,)) or (Cut(size, cut_points(size, picked.pieces), picked.axes, by_index=True),)
+    tile = input.with_layout(input.layout.without_halo().replace_dim(dim, cut))
+    input.__dict__.update(local=tile.local.clone(), layout=tile.layout)
+
+
+def _is_shared(tile: Tile) -> bool:
+    """Say whether another tensor or tile has the memory of a tile, and would keep its old values."""
+    for _ in range(2):
+        of_memory, of_tensor = memory_users(memory_id(tile.local.untyped_storage())), tensor_users(tile.local)
+        if of_memory <= 2 and of_tensor <= 1 and sys.getrefcount(vars(tile)["local"]) <= 2:
+            return False
+        gc.collect()  # on only one rank another tile may lie in an unreachable circle
+    return True
+
+
+def along_one_dim(index: Tensor, dim: int) -> Any:
+    """Return an index that is repeated along all dims but one as one of that dim; None for others."""
+    if type(index) not in _PLAIN:
+        return None
+    if index.ndim == 1:
+        return index
+    if any(
+        n == 0 or (n > 1 and step)
+        for d, (n, step) in enumerate(zip(index.shape, index.stride(), strict=True))
+        if d != dim
+    ):
+        return None
+    for d in reversed(range(index.ndim)):
+        index = index if d == dim else index.select(d, 0)
+    return index

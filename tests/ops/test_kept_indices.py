@@ -1,0 +1,368 @@
+"""Index tensors that stay as they are: cut results, few bytes, and the values of plain torch on every mesh."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import jigsaw
+from jigsaw import comm
+from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
+
+MESHES = [{"cell": 1}, {"cell": 2}, {"cell": 3}, {"cell": 4}, {"cell": 2, "channel": 2}]
+POINTS = {1: (0, 24), 2: (0, 9, 24), 3: (0, 0, 13, 24), 4: (0, 5, 5, 20, 24)}
+CELLS, CHANNELS = 24, 4
+
+
+def indices(seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    table = torch.randint(-CELLS, CELLS, (CELLS, 3), generator=draw)
+    edges = torch.randint(0, CELLS, (2, 70), generator=draw)
+    coarse = torch.randint(0, CELLS, (7,), generator=draw)
+    return table, edges, coarse, edges[1] % 10
+
+
+class Net(nn.Module):
+    """A step of a net that knows nothing of tiles: x [batch, cells, channels]."""
+
+    def __init__(self, step, kept_as):
+        super().__init__()
+        self.step = step
+        for name, index in zip(("table", "edges", "coarse", "others"), indices(), strict=True):
+            if kept_as == "buffer":
+                self.register_buffer(name, index)
+            else:
+                setattr(self, name, index)
+        self.weight = nn.Parameter(torch.linspace(-1, 1, CHANNELS, dtype=torch.float64))
+
+    def forward(self, x):
+        return STEPS[self.step](self, x)
+
+
+def by_table(net, x):
+    return x[:, net.table].mul(net.weight).sum(2)
+
+
+def by_selected_rows(net, x):
+    return x.index_select(1, net.coarse) * net.weight
+
+
+def by_gather(net, x):
+    index = net.edges[0].view(1, -1, 1).expand(len(x), -1, x.shape[-1])
+    return torch.gather(x, 1, index) * net.weight
+
+
+def by_pairs(net, x):
+    """Both ends of each edge at once: [batch, 2, edges, channels]."""
+    return x[:, net.edges].mul(net.weight).square()
+
+
+def by_added_rows(net, x):
+    source, target = net.edges
+    values = x.index_select(1, source) * net.weight
+    return values.new_zeros(x.shape).index_add_(1, target, values, alpha=0.5)
+
+
+def by_rows_added_to_zeros(net, x):
+    source, target = net.edges
+    return torch.zeros(x.shape, dtype=x.dtype).index_add_(1, target, x[:, source] * net.weight)
+
+
+def by_scatter(net, x, reduce, size=CELLS, **named):
+    source, target = net.edges[0], net.edges[1] if size == CELLS else net.others
+    values = x.index_select(1, source) * net.weight
+    index = target.view(1, -1, 1).expand_as(values)
+    zeros = values.new_zeros(len(x), size, x.shape[-1])
+    return (
+        zeros.scatter_add_(1, index, values)
+        if reduce is None
+        else zeros.scatter_reduce_(1, index, values, reduce, **named)
+    )
+
+
+STEPS = {
+    "table": by_table,
+    "index_select": by_selected_rows,
+    "gather": by_gather,
+    "pairs": by_pairs,
+    "index_add": by_added_rows,
+    "zeros": by_rows_added_to_zeros,
+    "scatter_add": lambda net, x: by_scatter(net, x, None),
+    "sum": lambda net, x: by_scatter(net, x, "sum"),
+    "mean": lambda net, x: by_scatter(net, x, "mean", include_self=False),
+    "amax": lambda net, x: by_scatter(net, x, "amax", include_self=False),
+    "amin": lambda net, x: by_scatter(net, x, "amin"),
+    "other cells": lambda net, x: by_scatter(net, x, "sum", size=10),
+}
+
+
+def values():
+    return torch.randn(2, CELLS, CHANNELS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(out):
+    return (
+        (out * torch.arange(1.0, out.shape[1] + 1, dtype=torch.float64).view(-1, *[1] * (out.ndim - 2))).square().sum()
+    )
+
+
+def run_steps(axes, step, kept_as):
+    mesh = world_mesh(**axes)
+    net = jigsaw.parallelize(Net(step, kept_as), mesh)
+    results = []
+    for _ in range(3):
+        tile = jigsaw.shard(values(), mesh, (None, "cell", "channel"), split={1: POINTS[axes["cell"]]})
+        tile.local.requires_grad_()
+        net.zero_grad()
+        out = net(tile)
+        loss_of(out).backward()
+        grad = jigsaw.Tile(tile.local.grad, tile.layout, mesh).full_tensor()
+        is_tile = isinstance(out, jigsaw.Tile)  # on one rank zeros stay plain
+        whole = (out.full_tensor() if is_tile else out).detach()
+        results.append((whole, grad, net.weight.grad.clone()))
+    return results, [d for d in range(out.ndim) if is_tile and "cell" in out.layout.dim_axes(d)]
+
+
+def plain_step(step):
+    net, x = Net(step, "buffer"), values().requires_grad_()
+    out = net(x)
+    loss_of(out).backward()
+    return out.detach(), x.grad, net.weight.grad
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_steps_are_those_of_one_process(axes, step):
+    wanted = plain_step(step)
+    ranks = axes["cell"] * axes.get("channel", 1)
+    for results, cut_dims in run_on_ranks(ranks, run_steps, axes, step, "buffer"):
+        for found in results:
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        assert axes["cell"] == 1 or cut_dims == [2 if step == "pairs" else 1]
+
+
+# -- when an index is planned -----------------------------------------------------------------------------------------
+
+
+def cut_dims(out):
+    return out.layout.cut_dims
+
+
+@on_ranks(2)
+def test_an_index_that_no_module_keeps_is_planned_when_it_is_met_again():
+    mesh = world_mesh(cell=2)
+    tile = jigsaw.shard(values(), mesh, (None, "cell", None))
+    (table, edges, _, _), picked = indices(), []
+    for _ in range(2):
+        picked.append(cut_dims(tile[:, table]))
+        picked.append(cut_dims(tile[:, edges[0]]))  # another object each time, of one memory
+    assert picked == [(), (), (1,), (1,)]
+    table[0, 0] = 3
+    assert [cut_dims(tile[:, table]) for _ in range(2)] == [(), (1,)]
+    assert torch.equal(tile[:, table].full_tensor(), values()[:, table])
+    for _ in range(2):
+        assert cut_dims(tile[:, table + 0]) == ()  # one that is new in each step
+    with torch.inference_mode():
+        new = table.clone()
+        assert [cut_dims(tile[:, new]) for _ in range(2)] == [(), ()]
+
+
+@on_ranks(2)
+def test_an_index_that_a_module_keeps_is_planned_at_once():
+    mesh = world_mesh(cell=2)
+    tile = jigsaw.shard(values(), mesh, (None, "cell", None))
+    for kept_as in ("buffer", "attribute"):
+        assert cut_dims(jigsaw.parallelize(Net("table", kept_as), mesh)(tile)) == (1,)
+
+
+@on_ranks(2)
+def test_few_rows_stay_whole():
+    mesh = world_mesh(cell=2)
+    x = torch.arange(64.0)
+    tile, few, some = jigsaw.shard(x, mesh, ("cell",)), torch.tensor([3, 40, 5]), torch.tensor([3, 40, 5, 63])
+    for _ in range(2):
+        picked = tile[few], tile[some]
+    assert [cut_dims(p) for p in picked] == [(), (0,)]
+    assert torch.equal(picked[1].full_tensor(), x[some])
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, is_kept, use_reentrant):
+        super().__init__()
+        self.index = indices()[0] if is_kept else None
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x, index):
+        index = index if self.index is None else self.index
+
+        def part(x):
+            return x[:, index].sum(2).sin()
+
+        # the second call meets the index again
+        x = checkpoint(part, x, use_reentrant=self.use_reentrant)
+        return checkpoint(part, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("is_kept", [False, True])
+@on_ranks(2)
+def test_a_checkpoint_runs_again_as_it_ran(is_kept, use_reentrant):
+    mesh, index = world_mesh(cell=2), indices()[0]
+    net = jigsaw.parallelize(Checkpointed(is_kept, use_reentrant), mesh)
+    x = values().requires_grad_()
+    wanted = x[:, index].sum(2).sin()[:, index].sum(2).sin()
+    wanted.square().sum().backward()
+    for _ in range(3):
+        tile = jigsaw.shard(values(), mesh, (None, "cell", None))
+        tile.local.requires_grad_()
+        out = net(tile, index)
+        assert cut_dims(out) == ((1,) if is_kept else ())
+        out.square().sum().backward()
+        torch.testing.assert_close(out.full_tensor(), wanted)
+        torch.testing.assert_close(tile.grad.full_tensor(), x.grad)
+
+
+# -- what a cut result meets ------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_what_a_cut_result_cannot_do_runs_whole():
+    mesh, (table, edges, _, _) = world_mesh(cell=2), indices()
+    x = values()[0]
+    tile = jigsaw.shard(x, mesh, ("cell", None))
+    tile.local.requires_grad_()
+    x.requires_grad_()
+    for source in (x, tile):
+        for _ in range(2):
+            picked = source[edges[0]][:12] @ torch.ones(4, 12, dtype=torch.float64)  # by its rows: 12 x 12
+            square = torch.linalg.matrix_exp(picked / 20) + source[table[:12, :]].sum()
+        square.square().sum().backward()
+    torch.testing.assert_close(tile.grad.full_tensor(), x.grad, rtol=1e-10, atol=1e-10)
+    with pytest.raises(jigsaw.ShardingError, match="does not answer this function on a cut dim"):
+        torch.linalg.matrix_exp(jigsaw.shard(torch.ones(4, 4), mesh, ("cell", None)))
+
+
+@on_ranks(2)
+def test_a_cut_result_meets_plain_tensors():
+    mesh, (_, edges, _, _) = world_mesh(cell=2), indices()
+    x = values()[0]
+    tile, weights = jigsaw.shard(x, mesh, ("cell", None)), torch.linspace(0, 1, 70, dtype=torch.float64)
+    out = torch.zeros(70, 4, dtype=torch.float64)
+    for _ in range(2):
+        picked = tile[edges[0]] * weights[:, None]
+        out = torch.zeros(70, 4, dtype=torch.float64)
+        first = out[:3]  # another name of the memory keeps it plain
+        out[:] = picked
+    wanted = x[edges[0]] * weights[:, None]
+    assert cut_dims(picked) == (0,)
+    torch.testing.assert_close(picked.full_tensor(), wanted)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(first, wanted[:3])
+
+
+@on_ranks(2)
+def test_a_target_with_another_name_stays_whole():
+    mesh, (_, edges, _, others) = world_mesh(cell=2), indices()
+    x = values()[0]
+    tile = jigsaw.shard(x, mesh, ("cell", None))
+    wanted = torch.zeros(10, 4, dtype=torch.float64).index_add_(0, others, x[edges[0]])
+    for is_named in (True, True, False):
+        picked = tile[edges[0]]
+        target = picked.new_zeros(10, 4)
+        view = target.view(40) if is_named else None
+        target.index_add_(0, others, picked)
+    assert cut_dims(target) == (0,) and view is None
+    torch.testing.assert_close(target.full_tensor(), wanted)
+    target = picked.new_zeros(10, 4)
+    view = target.view(40)
+    target.index_add_(0, others, picked)
+    assert cut_dims(target) == ()
+    torch.testing.assert_close(view.full_tensor(), wanted.view(40))
+
+
+@on_ranks(2)
+def test_places_that_are_not_there_are_told():
+    mesh = world_mesh(cell=2)
+    tile = jigsaw.shard(values()[0], mesh, ("cell", None))
+    wrong, negative = torch.full((24,), CELLS), torch.full((24,), -1)
+    for _ in range(3):
+        with pytest.raises(IndexError):
+            tile[wrong]
+        with pytest.raises(IndexError):
+            tile.index_select(0, negative)
+        with pytest.raises(IndexError):
+            tile.gather(0, negative.view(-1, 1).expand(-1, 4))
+
+
+# -- bytes and bits ---------------------------------------------------------------------------------------------------
+
+
+@on_ranks(3)
+def test_a_table_of_neighbors_sends_the_rows_that_are_needed():
+    mesh, grid = world_mesh(cell=3), jigsaw.Neighbors.healpix(16)
+    table = torch.from_numpy(grid.sources_of((0, 3072)).reshape(3072, 8).copy())
+    table = torch.where(table < 0, torch.arange(3072)[:, None], table)
+    tile = jigsaw.shard(torch.randn(1, 1, 3072), mesh, (None, None, "cell"))
+    tile.local.requires_grad_()
+    tile[:, :, table]
+    with comm.count() as counts:
+        near = tile[:, :, table]
+    start, stop = tile.layout.owned(tile.coordinate)[2]
+    needed = set(table[start:stop].flatten().tolist()) - set(range(start, stop))
+    assert sum(c.received_bytes for c in counts.calls) == 4 * len(needed)
+    every = [4 * len(set(table[a : a + 1024].flatten().tolist()) - set(range(a, a + 1024))) for a in (0, 1024, 2048)]
+    assert sum(every) == 2016
+    with comm.count() as counts:
+        near.sum().backward()
+    far = sum(place < start or place >= stop for place in table[start:stop].flatten().tolist())
+    assert sum(c.sent_bytes for c in counts.calls if c.kind == "neighbors") == 4 * far
+
+
+@on_ranks(3)
+def test_an_edge_list_sends_the_rows_that_are_needed():
+    mesh, edges = world_mesh(cell=3), torch.randint(0, 300, (2, 900), generator=torch.Generator().manual_seed(0))
+    tile = jigsaw.shard(torch.randn(300, 2), mesh, ("cell", None))
+    tile.local.requires_grad_()
+    for _ in range(2):
+        with comm.count() as counts:
+            picked = tile.index_select(0, edges[0])
+        with comm.count() as back:
+            sums = picked.new_zeros(300, 2).scatter_add_(0, edges[1][:, None].expand(-1, 2), picked)
+        with comm.count() as gradient:
+            sums.square().sum().backward()
+    rank = mesh.get_rank()
+    own, mine = range(100 * rank, 100 * rank + 100), slice(300 * rank, 300 * rank + 300)
+    needed = [set(row.tolist()) - set(own) for row in edges[:, mine]]
+    assert sum(c.received_bytes for c in counts.calls) == 8 * len(needed[0])
+    far = sum(target not in own for target in edges[1, mine].tolist())
+    assert sum(c.sent_bytes for c in back.calls) == 8 * far
+    received = sum(c.received_bytes for c in gradient.calls if c.kind == "neighbors")
+    arrives = sum(source in own for source in torch.cat([edges[0, : mine.start], edges[0, mine.stop :]]).tolist())
+    assert received == 8 * (len(needed[1]) + arrives)
+
+
+def bits_of(axes, split):
+    mesh, (_, edges, _, _) = world_mesh(**axes), indices()
+    x = values().float()
+    tile = jigsaw.shard(x, mesh, (None, "cell", None), split={1: split})
+    tile.local.requires_grad_()
+    for _ in range(2):
+        picked = tile[:, edges[0]].exp()
+        out = torch.zeros(x.shape).index_add_(1, edges[1], picked)
+    (grad,) = torch.autograd.grad(out.square().sum(), tile.local)
+    return out.detach().full_tensor(), jigsaw.Tile(grad, tile.layout, mesh).full_tensor()
+
+
+def test_bits_are_alike_on_every_mesh():
+    (wanted,) = run_on_ranks(1, whole_bits)
+    for ranks in (2, 3, 4):
+        for found in run_on_ranks(ranks, bits_of, {"cell": ranks}, POINTS[ranks]):
+            assert all(map(torch.equal, found, wanted))
+
+
+def whole_bits():
+    _, edges, _, _ = indices()
+    x = values().float().requires_grad_()
+    out = torch.zeros(x.shape).index_add_(1, edges[1], x[:, edges[0]].exp())
+    out.square().sum().backward()
+    return out.detach(), x.grad
