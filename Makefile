@@ -65,13 +65,14 @@ help: ## show these targets
 
 setup: $(STAMP) ## make .venv with jigsaw, its extras and the developers' tools
 
-# torch first and pinned, so that nothing that follows chooses another one.
+# torch first and pinned, so that nothing that follows chooses another one. Python compiles a module when it is first
+# imported, which is half the time of compiling all.
 $(STAMP): pyproject.toml
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "jigsaw needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(PIP)" "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[all]" --group dev
+	$(BIN)/python -m pip install --quiet --no-compile "$(PIP)" "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[all]" --group dev
 	@touch $@
 
 weather: setup ## train the weather example on one rank, then on 4 of this machine (RANKS=2 for two)

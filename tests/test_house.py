@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import os
 import re
@@ -30,6 +31,7 @@ IMPORTED_AS = {
 }
 
 
+@functools.cache
 def _tree(file):
     return ast.parse(file.read_text(), str(file))
 

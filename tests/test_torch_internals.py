@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -26,6 +27,11 @@ OF_OTHERS = {"_getframe", "_current_frames", "_exit", "_replace", "_fields", "_o
 IN_FILES = {"_StorageInfo", "_MEM_FORMAT_ENCODING", "_get_layout"}
 
 
+@functools.cache
+def _tree(file):
+    return ast.parse(file.read_text())
+
+
 def _is_private(name):
     return name.startswith("_") and not name.startswith("__") and len(name) > 1
 
@@ -33,7 +39,7 @@ def _is_private(name):
 def _own_names():
     """Every name that jigsaw's files give to something."""
     for file in SOURCES:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(_tree(file)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 yield node.name
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -43,14 +49,14 @@ def _own_names():
 
 
 def _names_of_others(file, own):
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(_tree(file)):
         named = ()
         if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("jigsaw"):
             named = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
         elif isinstance(node, ast.Import):
             named = [part for alias in node.names for part in alias.name.split(".")]
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "super()"):
-            named = [node.attr] * (node.attr not in own)
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in own:
+            named = [node.attr] * (ast.unparse(node.value) not in ("self", "super()"))
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "setattr", "hasattr"):
             named = [x.value for x in node.args if isinstance(x, ast.Constant) and isinstance(x.value, str)]
             named = [name for name in named if name not in own]
@@ -59,7 +65,7 @@ def _names_of_others(file, own):
 
 def _names_in_room():
     for file in ROOM.glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(_tree(file)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
                 yield from (part for part in re.split(r"[.:]", node.value) if _is_private(part) and part.isidentifier())
 
@@ -81,7 +87,7 @@ def test_no_other_file_has_a_private_name_of_torch_as_text():
     texts = {
         f"{file.relative_to(ROOT)}:{node.lineno}: {node.value}"
         for file in SOURCES
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(_tree(file))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in room - IN_FILES
     }
     assert not texts

@@ -120,7 +120,7 @@ def _ranks(axes):
 
 
 WAYS = [
-    (({"lat": 2, "lon": 2}, "cut"), ({"data": 2}, "whole")),
+    pytest.param(({"lat": 2, "lon": 2}, "cut"), ({"data": 2}, "whole"), marks=pytest.mark.slow),
     pytest.param(({"data": 2}, "whole"), ({"lat": 3}, "cut"), marks=pytest.mark.slow),
     pytest.param(({"lat": 3}, "cut"), ({"lat": 1}, "whole"), marks=pytest.mark.slow),
     (({"lat": 2, "channel": 2}, "cut"), ({"lon": 2}, "cut")),

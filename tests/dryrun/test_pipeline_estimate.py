@@ -105,7 +105,7 @@ def _assert_same(axes, options):
     [
         ({"pipe": 2, "lat": 1}, {}),
         ({"pipe": 2, "lat": 2}, {}),
-        ({"pipe": 2, "data": 1, "lat": 2}, {"shard_weights": True}),
+        pytest.param({"pipe": 2, "data": 1, "lat": 2}, {"shard_weights": True}, marks=pytest.mark.slow),
         ({"pipe": 4, "lat": 1}, {}),
         pytest.param(
             {"pipe": 2, "data": 2, "lat": 2}, {"shard_weights": True, "replicate": "data"}, marks=pytest.mark.slow

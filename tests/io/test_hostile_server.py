@@ -135,7 +135,7 @@ LIES = [says_huge, says_more, sends_more, says_minus, says_words]
 
 
 @pytest.mark.parametrize("lie", LIES)
-@pytest.mark.parametrize("what", ["t2m/1.0.0", "lat/0", ".zmetadata"])
+@pytest.mark.parametrize("what", ["t2m/1.0.0", pytest.param("lat/0", marks=pytest.mark.slow), ".zmetadata"])
 def test_sizes_that_cannot_be_are_refused_before_the_body_is_read(root, what, lie):
     if (what, lie) == (".zmetadata", sends_more):
         pytest.skip("metadata may have up to 2 GiB")

@@ -186,7 +186,7 @@ def asked(axes, halo=0):
 
 @pytest.mark.parametrize("kind", ["blosc", "fortran", "copied", "plain", "sharded"])
 @pytest.mark.parametrize("mode", ["auto", *PLAN_MODES])
-@pytest.mark.parametrize("axes", [{"lat": 4}, {"lat": 2, "lon": 2}], ids=str)
+@pytest.mark.parametrize("axes", [pytest.param({"lat": 4}, marks=pytest.mark.slow), {"lat": 2, "lon": 2}], ids=str)
 @on_ranks(4)
 def test_parts_of_chunks_give_the_same_tile(tmp_path, kind, mode, axes):
     mesh = world_mesh(**axes)

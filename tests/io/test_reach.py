@@ -75,7 +75,15 @@ def read(given, **how):
     return np.stack([ds[i].input.local.numpy() for i in range(len(ds))])
 
 
-@pytest.mark.parametrize("given", [str, LocalStore, lambda p: zarr.open_group(p, mode="r"), lambda p: f"file://{p}"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        str,
+        pytest.param(LocalStore, marks=pytest.mark.slow),
+        lambda p: zarr.open_group(p, mode="r"),
+        pytest.param(lambda p: f"file://{p}", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("form", [2, 3])
 @pytest.mark.parametrize("link", LINKS)
 def test_a_link_out_of_the_store_is_refused(tmp_path, link, form, given):

@@ -468,7 +468,7 @@ def globe_proxy(tmp_path_factory):
 
 
 @pytest.mark.parametrize("steps_kept", [0, 3])
-@pytest.mark.parametrize("form", ["v2", "sharded"])
+@pytest.mark.parametrize("form", [pytest.param("v2", marks=pytest.mark.slow), "sharded"])
 def test_a_loader_reads_ahead_over_samples(globe_proxy, form, steps_kept):
     root, proxy = globe_proxy
     data = jigsaw.io.open(

@@ -291,21 +291,24 @@ def alike(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize(
+    ("kind", "suffix"),
+    [("v3", "zarr"), pytest.param("sharded", "zarr", marks=pytest.mark.slow), ("netcdf", "nc")],
+)
 @on_ranks(2)
-def test_ranks_that_open_different_stores_are_told(alike):
+def test_ranks_that_open_different_stores_are_told(alike, kind, suffix):
     rank = torch.distributed.get_rank()
-    for kind, suffix in (("v3", "zarr"), ("sharded", "zarr"), ("netcdf", "nc")):
-        for axis in ("lat", "data"):
-            how = {"mesh": world_mesh(**{axis: 2}), "fields": ["t2m", "t500"]}
-            pair = [alike / f"{kind}-{name}.{suffix}" for name in ("a", "copy-of-a")]
-            loader = DataLoader(jigsaw.io.open(str(pair[rank]), **how), batch_size=2)
-            assert len(list(loader)) == 5
-            for other in ("b", "copy-of-b", "later"):
-                mine = pair[0] if rank == 0 else alike / f"{kind}-{other}.{suffix}"
-                ds = jigsaw.io.open(str(mine), **how)
-                what = "its arrays, coordinates or times differ" if other == "later" else "the bytes of its chunks"
-                with pytest.raises(PeerError, match=f"ranks read different stores: of .*{kind}-a.* {what}"):
-                    DataLoader(ds, batch_size=2)
+    for axis in ("lat", "data"):
+        how = {"mesh": world_mesh(**{axis: 2}), "fields": ["t2m", "t500"]}
+        pair = [alike / f"{kind}-{name}.{suffix}" for name in ("a", "copy-of-a")]
+        loader = DataLoader(jigsaw.io.open(str(pair[rank]), **how), batch_size=2)
+        assert len(list(loader)) == 5
+        for other in ("b", "copy-of-b", "later"):
+            mine = pair[0] if rank == 0 else alike / f"{kind}-{other}.{suffix}"
+            ds = jigsaw.io.open(str(mine), **how)
+            what = "its arrays, coordinates or times differ" if other == "later" else "the bytes of its chunks"
+            with pytest.raises(PeerError, match=f"ranks read different stores: of .*{kind}-a.* {what}"):
+                DataLoader(ds, batch_size=2)
 
 
 # -- conversions -------------------------------------------------------------------------------------------------------

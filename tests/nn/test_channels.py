@@ -135,7 +135,11 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("mesh", [{"channel": 2}, {"channel": 3}, {"channel": 2, "lat": 2}, {"lat": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param({"channel": 2}, marks=pytest.mark.slow), {"channel": 3}, {"channel": 2, "lat": 2}, {"lat": 2}],
+    ids=str,
+)
 def test_cut_weights(name, mesh):
     if name == "circular" and mesh.get("channel") == 3:
         mesh = {"channel": 4}

@@ -88,7 +88,7 @@ def test_thin_and_empty_pieces(name, points):
 
 @pytest.mark.parametrize("mode", ["zeros", "circular", "reflect", "replicate"])
 @pytest.mark.parametrize("periodic", [(), (3,)])
-@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_halo_serves_any_padding(mode, periodic, stride):
     layer = nn.Sequential(
         nn.Conv2d(2, 3, 3, stride=stride, padding=1, padding_mode=mode),
@@ -267,7 +267,9 @@ TALL = {
 
 
 @pytest.mark.parametrize("name", TALL)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4]
+)
 def test_strips(name, ranks):
     layer, spec = TALL[name], (None, None, "lat")
     assert_same_on_every_mesh(layer, torch.randn(2, 2, 401), [{"lat": ranks}], spec=spec)

@@ -65,7 +65,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("features", [None, "channel"])
+@pytest.mark.parametrize("features", [pytest.param(None, marks=pytest.mark.slow), "channel"])
 @pytest.mark.parametrize("name", MODELS)
 def test_cut_heads(name, features):
     model = _randomised(MODELS[name])

@@ -26,12 +26,12 @@ class Interpolate(torch.nn.Module):
 
 SIZES = [
     {"scale_factor": 2},
-    {"scale_factor": 3.0},
+    pytest.param({"scale_factor": 3.0}, marks=pytest.mark.slow),
     {"scale_factor": (0.5, 2)},
     {"scale_factor": 1.7},
-    {"scale_factor": 1.7, "recompute_scale_factor": True},
+    pytest.param({"scale_factor": 1.7, "recompute_scale_factor": True}, marks=pytest.mark.slow),
     {"size": (25, 7)},
-    {"size": (13, 30)},
+    pytest.param({"size": (13, 30)}, marks=pytest.mark.slow),
     {"size": 6},
 ]
 

@@ -51,7 +51,7 @@ def _met(x, y):
     ]
 
 
-@pytest.mark.parametrize("rows", [(7, 10), (2, 5)])
+@pytest.mark.parametrize("rows", [(7, 10), pytest.param((2, 5), marks=pytest.mark.slow)])
 def test_pointwise_functions_and_joins(rows):
     torch.manual_seed(0)
     x, y = torch.randn(2, 3, *rows), torch.randn(2, 3, *rows)

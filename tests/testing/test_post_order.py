@@ -261,7 +261,12 @@ def test_gradients_of_ddp_come_through():
 
 @pytest.mark.parametrize(
     ("how", "axes"),
-    [({}, {"lat": 2}), ({}, {"lat": 3}), ({}, {"lat": 2, "lon": 2}), ({"shard_weights": True}, {"lat": 2, "lon": 2})],
+    [
+        ({}, {"lat": 2}),
+        pytest.param({}, {"lat": 3}, marks=pytest.mark.slow),
+        pytest.param({}, {"lat": 2, "lon": 2}, marks=pytest.mark.slow),
+        ({"shard_weights": True}, {"lat": 2, "lon": 2}),
+    ],
 )
 def test_training_keeps_the_law(how, axes):
     ranks = torch.tensor(list(axes.values())).prod().item()
