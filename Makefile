@@ -65,8 +65,8 @@ help: ## show these targets
 
 setup: $(STAMP) ## make .venv with jigsaw, its extras and the developers' tools
 
-# torch first and pinned, so that nothing that follows chooses another one. Python compiles a module when it is first
-# imported, which is half the time of compiling all.
+# torch first and pinned, so that nothing that follows chooses another one. Modules are compiled as they are imported:
+# to compile all of torch would double the time of its installation.
 $(STAMP): pyproject.toml
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "jigsaw needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 1; }
