@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import torchvision_ops  # noqa: F401  before Aurora, which imports torchvision
 import zarr
-from aurora import normalization
-from aurora.normalization import level_to_str
+from aurora import normalisation
+from aurora.normalisation import level_to_str
 
 CACHE = Path(__file__).parent / "data" / "cache"
 STATES = 6
@@ -88,7 +88,7 @@ def write(path: Path, degrees: float) -> None:
 def statistics(name: str, levels: tuple[int, ...] | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Mean and deviation of a variable, or of each of its levels, as Aurora knows them."""
     keys = name if levels is None else [f"{name}_{level_to_str(level)}" for level in levels]
-    known = (normalization.locations, normalization.scales)
+    known = (normalisation.locations, normalisation.scales)
     return tuple(np.array(of[keys] if isinstance(keys, str) else [of[key] for key in keys]) for of in known)  # type: ignore[return-value]
 
 
