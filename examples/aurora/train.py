@@ -157,7 +157,7 @@ def as_batch(x: Tensor, coords: dict[str, np.ndarray], times: np.ndarray) -> Bat
 
 def error_of(forecast: Batch, truth: Batch) -> Tensor:
     """The mean absolute error of the normalized variables, which Aurora was trained by; each counts alike."""
-    found, wanted = forecast.normalize(surf_stats={}), truth.normalize(surf_stats={})
+    found, wanted = forecast.normalise(surf_stats={}), truth.normalise(surf_stats={})
     pairs = [(found.surf_vars[name], wanted.surf_vars[name]) for name in wanted.surf_vars]
     pairs += [(found.atmos_vars[name], wanted.atmos_vars[name]) for name in wanted.atmos_vars]
     return torch.stack([(a - b).abs().mean() for a, b in pairs]).mean()
