@@ -7,8 +7,8 @@ stays is planned once: each rank then gets the rows that its own part of the res
 
 1. *Which index.*  A plain tensor of integers, by itself along a dim of one cut.  It stays as it is if a module under
    way keeps it, as buffer, parameter or attribute, or if it is met a second time: the same memory, shape, strides and
-   version.  One that a checkpointed call, or a backward pass, meets first stays unplanned: the second run of the call
-   must have the results of the first.
+   version, or on the host the same values.  One that a checkpointed call, or a backward pass, meets first stays
+   unplanned: the second run of the call must have the results of the first.
 2. *Which dim of it.*  The first with as many rows as there are cells along the cut dim, cut as these are: a table
    [cells, k].  Else the longest, cut evenly.  With less than a sixteenth of the cells, or fewer rows than pieces, it is
    left whole.
@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -48,7 +49,7 @@ from jigsaw.comm.neighbor_exchange import (
     positions_of_pieces,
     rows_to_edges,
 )
-from jigsaw.comm.wire_values import lie_in_one_memory
+from jigsaw.comm.wire_values import checksum_of_bits, is_on_accelerator, lie_in_one_memory
 from jigsaw.geometry.cut import Cut, cut_of_cells, cut_points
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.neighbors import Integers, NeighborPlan, Neighbors, plan_neighbors
@@ -70,6 +71,7 @@ from jigsaw.torch_internals.autograd import (
 _MARK = "_jigsaw_kept"  # of memory: the indices there, by dtype, shape, strides and place
 _LEAST_SHARE = 16  # a dim of an index with less than one in so many of the cells is not cut
 _PLAIN = (Tensor, nn.Parameter)
+_MOST_RECENT = 16  # indices whose values are known again
 _MOST_VIEWS = 64  # of one memory, as when each step picks by other rows of it
 
 # -- which index ------------------------------------------------------------------------------------------------------
@@ -79,14 +81,18 @@ class KeptIndex:
     """An index that stays as it is, with its plans; negative places count from the end of the `size` cells."""
 
     def __init__(self, index: Tensor, size: int) -> None:
-        values = index.detach().cpu().numpy().astype(np.int64)
+        values = _index_values(index)
         lowest, highest = values.min(initial=0), values.max(initial=-1)
         self.is_right, self.has_negative = bool(-size <= lowest and highest < size), bool(lowest < 0)
         self.places: Integers = np.where(values < 0, values + size, values)
-        self.size = size
+        self.size, self._negative = size, values if self.has_negative else None
         self._tables: dict[Any, Neighbors] = {}
         self._plans: dict[Any, NeighborPlan] = {}
         self._own_rows: dict[Any, Tensor] = {}
+
+    def has_values(self, index: Tensor) -> bool:
+        """Say whether an index has the same places."""
+        return np.array_equal(_index_values(index), self.places if self._negative is None else self._negative)
 
     def gather_plan(self, along: int, sources: Sequence[int], targets: Sequence[int], piece: int) -> NeighborPlan:
         """Return the plan of a gather whose result is cut at `targets` along a dim of the index."""
@@ -121,12 +127,20 @@ class KeptIndex:
         return np.argsort(owners, kind="stable"), [0, *np.cumsum(counts).tolist()]
 
 
-class _MetIndex:
-    """An index that was met: its version then, whether it may be planned, and what is planned, by number of cells."""
+def _index_values(index: Tensor) -> Integers:
+    # a copy, because memory that numpy has seen cannot be resized again
+    return index.detach().to("cpu", torch.int64, copy=True).numpy()
 
-    def __init__(self, version: int, can_plan: bool) -> None:
-        self.version, self.can_plan = version, can_plan
+
+class _MetIndex:
+    """Indices of the same values: what is planned for them, by number of cells."""
+
+    def __init__(self) -> None:
         self._kept: dict[int, KeptIndex] = {}
+
+    def has_values(self, index: Tensor) -> bool:
+        """Say whether an index may take over what is planned."""
+        return all(kept.has_values(index) for kept in self._kept.values())
 
     def of_cells(self, size: int, index: Tensor, tile: Tile) -> KeptIndex | None:
         """Return the index as one of so many cells; None for one that names others."""
@@ -145,20 +159,34 @@ def _met_before(index: Any, tile: Tile) -> _MetIndex | None:
     except RuntimeError:  # made in inference mode, where changes are not counted
         return None
     memory: Any = index.untyped_storage()
-    known: dict[Any, _MetIndex] = getattr(memory, _MARK, {})
+    known: dict[Any, tuple[int, _MetIndex | None]] = getattr(memory, _MARK, {})
     view = index.dtype, tuple(index.shape), index.stride(), index.storage_offset()
-    met = known.get(view)
-    if met is None and len(known) >= _MOST_VIEWS:
+    if view in known and known[view][0] == version:
+        return known[view][1]
+    if view not in known and len(known) >= _MOST_VIEWS:
         return None
-    if met is None or met.version != version:
-        is_kept = met is None and _is_of_module(index)
-        first, again, _ = open_frames()
-        is_settled = graph_task_id() == -1 and not is_first_run() and not first and again is None
-        known[view] = met = _MetIndex(version, is_kept or is_settled)
-        setattr(memory, _MARK, known)
-        if not is_kept:
-            return None
-    return met if met.can_plan else None
+    is_kept, (first, again, _) = view not in known and _is_of_module(index), open_frames()
+    is_settled = graph_task_id() == -1 and not is_first_run() and not first and again is None
+    met, is_new = (None, True) if is_kept or not is_settled else _met_with_values(index)
+    known[view] = version, met or (_MetIndex() if is_kept else None)
+    setattr(memory, _MARK, known)
+    return None if is_new and not is_kept else known[view][1]
+
+
+_recent: OrderedDict[Any, _MetIndex] = OrderedDict()
+
+
+def _met_with_values(index: Tensor) -> tuple[_MetIndex, bool]:
+    """Return what is known of indices of the same values, and whether this is the first of them, as far as is seen."""
+    if is_on_accelerator(index):  # the host would wait
+        return _MetIndex(), True
+    key = checksum_of_bits(index), index.dtype, tuple(index.shape)
+    before = _recent.pop(key, None)
+    is_new = before is None or not before.has_values(index)
+    _recent[key] = met = _MetIndex() if before is None or is_new else before
+    if len(_recent) > _MOST_RECENT:
+        _recent.popitem(last=False)
+    return met, is_new
 
 
 def _can_stay(index: Any, tile: Tile) -> bool:

@@ -160,8 +160,14 @@ def test_an_index_that_no_module_keeps_is_planned_when_it_is_met_again():
     table[0, 0] = 3
     assert [cut_dims(tile[:, table]) for _ in range(2)] == [(), (1,)]
     assert torch.equal(tile[:, table].full_tensor(), values()[:, table])
-    for _ in range(2):
-        assert cut_dims(tile[:, table + 0]) == ()  # one that is new in each step
+    for step in range(2):
+        assert cut_dims(tile[:, (table + step) % CELLS]) == ()  # one that is new in each step
+    made = []
+    for _ in range(3):  # one that is made anew of the same values
+        again = table.flip(0)
+        made.append(tile[:, again])
+    assert [cut_dims(x) for x in made] == [(), (1,), (1,)]
+    assert torch.equal(made[2].full_tensor(), values()[:, table.flip(0)])
     with torch.inference_mode():
         new = table.clone()
         assert [cut_dims(tile[:, new]) for _ in range(2)] == [(), ()]
