@@ -37,13 +37,14 @@ def _run_collective(function: Any, *args: Any, **kwargs: Any) -> Any:
     tile = next(tiles_in((args, kwargs)))
     name = f"torch.distributed.{function.__name__} of a Tile of shape {tuple(tile.shape)}"
     whole = "a Tile is the whole tensor on every rank"
-    group = kwargs.get("group")
-    if group is not None and group is not dist.group.WORLD:
+    group: Any = kwargs.get("group")
+    is_alone = isinstance(group, dist.ProcessGroup) and group.size() == 1
+    if group is not None and group is not dist.group.WORLD and not is_alone:
         raise OneProcessError(f"{name} with group=: {whole}, whatever the group; leave the call out")
     if function is dist.all_gather and not is_one_process():
         return _gather_copies(*args, **kwargs)
     is_idempotent = function is dist.broadcast or kwargs.get("op") in _SAME_FOR_ANY_NUMBER
-    if function in _SENDS or not (is_one_process() or (function in _CHANGES_NOTHING and is_idempotent)):
+    if function in _SENDS or not (is_alone or is_one_process() or (function in _CHANGES_NOTHING and is_idempotent)):
         raise OneProcessError(
             f"{name}: {whole}, not a part of a sum or a list; leave the call out, and the division by the world size; "
             "in a forward pass of a parallelized model, whose world size is 1, it is answered"

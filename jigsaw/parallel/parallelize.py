@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
@@ -158,6 +158,9 @@ def _leave_module(reduce: bool, module: nn.Module, args: Any, output: Any) -> No
 def one_process_backward(output: Any) -> None:
     """Let the backward pass through a model's result see one process, too."""
     for x in pytree.tree_leaves(output):
+        if isinstance(x, Tile):
+            with suppress(ShardingError):  # whoever uses it is told that its gradient is lost
+                x.check_no_history()
         local = x.local if isinstance(x, Tile) else x
         if isinstance(local, Tensor) and local.grad_fn is not None and not lacks_values():
             local.register_hook(_begin_backward)

@@ -147,7 +147,7 @@ def job_rank(group: dist.ProcessGroup | None = None) -> int:
     world = job_group()
     if world is None or not isinstance(group, dist.ProcessGroup | None):  # torch has a number for groups of other ranks
         return _get_rank(group)
-    return world.rank() if group is None or group is world else dist.get_group_rank(group, world.rank())
+    return world.rank() if group is None else group.rank()
 
 
 def job_size() -> int:
@@ -221,6 +221,14 @@ class _ModelGroup(dist.ProcessGroup):
     def __init__(self) -> None:
         super().__init__(0, 1)  # pyright: ignore[reportCallIssue]
 
+    @property
+    def group_name(self) -> Any:
+        """Refuse the functions that look a group up by its name."""
+        raise OneProcessError(
+            "a collective by the name of the default group (torch.distributed._functional_collectives) in a "
+            "parallelized model, which is one process; leave it out, or use torch.distributed's own collectives"
+        )
+
 
 def _answer_calls(answer: Any, names: str) -> None:
     for name in names.split():
@@ -277,7 +285,8 @@ def _open_world() -> None:
             return
         world: Any = _WorldOfModels(job)
         group = vars(world)["group"]
-        job.pg_map[group] = job.pg_map[job.default_pg]
+        # groups that the model makes have one process, too, and meet in a store of their own
+        job.pg_map[group] = (job.pg_map[job.default_pg][0], dist.HashStore())
         job.pg_group_ranks[group] = {0: 0}
         # torch's profiler asks for it of every group
         job.pg_backend_config[group] = job.pg_backend_config[job.default_pg]

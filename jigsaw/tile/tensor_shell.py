@@ -46,7 +46,7 @@ from jigsaw.torch_internals.groups import change_units_of_fsdp
 
 # Attributes that the local tensor answers for the tile, because they do not depend on the rest of the global tensor.
 _ATTRIBUTES_OF_LOCAL = (
-    "device dtype itemsize is_leaf retains_grad grad_dtype output_nr volatile name "
+    "device dtype itemsize retains_grad grad_dtype output_nr volatile name "
     "is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr "
     "is_vulkan is_xla is_xpu"
 ).split() + ATTRIBUTES_OF_LOCAL
@@ -341,6 +341,7 @@ class TensorShell(_TensorBase):
 
     @property
     def requires_grad(self) -> bool:
+        self.check_no_history()
         local = self.local
         if local.requires_grad and torch.is_grad_enabled():
             state, node = self.__dict__, local.grad_fn
@@ -362,8 +363,14 @@ class TensorShell(_TensorBase):
 
     @property
     def grad_fn(self) -> Any:
+        self.check_no_history()
         node = _node_of_shell(self) if "_rows" in self.__dict__ else None
         return node if node is not None and node.name() in _IDENTITIES else self.local.grad_fn
+
+    @property
+    def is_leaf(self) -> bool:
+        self.check_no_history()
+        return self.local.is_leaf
 
     # -- an object ----------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,12 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as summed_with_gradient
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import all_reduce as all_reduce_from_before
 from torch.distributed import get_world_size as world_size_from_before
+from torch.distributed._functional_collectives import all_reduce as all_reduce_by_name
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
@@ -164,6 +166,8 @@ class EveryCollective(nn.Module):
             dist.send(torch.ones(3), 1)
         with pytest.raises(ShardingError, match=r"all_reduce of a Tile .* with group=: a Tile is the whole tensor"):
             dist.all_reduce(x, group=mesh.get_group("lat"))
+        with pytest.raises(ShardingError, match="a collective by the name of the default group"):
+            all_reduce_by_name(torch.ones(3), "sum", dist.group.WORLD)
         group_sum = torch.ones(3)
         dist.all_reduce(group_sum, group=mesh.get_group("lat"))  # which was asked for by name
         assert group_sum.tolist() == [2, 2, 2]
@@ -213,6 +217,43 @@ def test_every_collective_in_a_forward_pass():
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == 2
+
+
+ENDS = {
+    "all_reduce": summed_with_gradient.all_reduce,
+    "broadcast": lambda x: summed_with_gradient.broadcast(x, 0),
+    "all_gather": lambda x: torch.cat(summed_with_gradient.all_gather(x)),
+    "a group made within": lambda x: _summed_in(dist.new_group(), x),
+    "a group of the first": lambda x: _summed_in(dist.new_group([0]), x),
+}
+
+
+def _summed_in(group, x):
+    total = x.detach().clone()
+    dist.all_reduce(total, group=group)
+    assert (dist.get_rank(group), dist.get_world_size(group)) == (0, 1)
+    return x * total.abs()
+
+
+class EndsWith(nn.Module):
+    def __init__(self, end):
+        super().__init__()
+        self.end, self.gain = end, nn.Parameter(torch.tensor([2.0, 3.0]))
+
+    def forward(self, x):
+        return self.end(x * self.gain)
+
+
+@pytest.mark.parametrize("end", ENDS)
+@on_ranks(2)
+def test_a_model_may_end_with_a_sum_and_make_groups(end):
+    mesh, x = world_mesh(lat=2), torch.randn(5, 2)
+    tiled, whole = (parallelize(EndsWith(ENDS[end]), mesh) for _ in "ab")
+    for model, given in ((tiled, jigsaw.shard(x, mesh, ("lat", None))), (whole, x)):
+        out, y = model(given), x * model.gain
+        torch.testing.assert_close(_whole(out), y * y.detach().abs() if "group" in end else y)
+        out.square().sum().backward()
+    torch.testing.assert_close(tiled.gain.grad, whole.gain.grad)
 
 
 class Raises(nn.Module):

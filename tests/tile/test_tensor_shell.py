@@ -250,6 +250,17 @@ def test_a_custom_function_of_tiles_and_one_that_cannot_be_followed():
     torch.testing.assert_close(checkpoint(layer, tile, use_reentrant=False).full_tensor(), layer(x))
 
 
+@on_ranks(2)
+def test_a_result_of_a_function_says_that_it_requires_grad():
+    leaf = shard(torch.ones(4), world_mesh(lat=2), ("lat",)).requires_grad_()
+    for read, expected in ((lambda y: y.requires_grad, True), (lambda y: y.is_leaf, False), (lambda y: y.grad_fn, ...)):
+        found = read(_Doubled.apply(leaf))
+        assert found is expected or (expected is ... and found is not None)
+    doubled = _Doubled.apply(leaf.detach())
+    assert (doubled.requires_grad, doubled.is_leaf, doubled.grad_fn) == (False, True, None)
+    assert leaf.is_leaf and leaf.grad_fn is None
+
+
 class _Contiguous(torch.autograd.Function):
     @staticmethod
     def forward(x):  # a view of its input, or the input itself
