@@ -172,7 +172,7 @@ def memory_format_of(x: Tensor) -> torch.memory_format:
     """Say whether the channels of a tensor lie side by side, as those of channels-last images and volumes, or slices of
     them.
     """
-    if x.ndim in _CHANNELS_LAST and x.shape[1] > 1 and x.stride(1) == 1:
+    if x.ndim in _CHANNELS_LAST and x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous():
         # torch's own rule: strides that fall as they do when channels come last
         order = (0, *range(2, x.ndim), 1)
         strides = [x.stride(d) for d in order if x.shape[d] != 1]
@@ -429,4 +429,6 @@ def redistribute_rows(
     owned = exchange_rows(local, source, bare_source, mesh, kind=kind)
     todo = plan_exchange(bare_source, bare_target, mesh_coordinate(mesh))
     moved = cast(Tensor, _Redistribute.apply(owned.reshape(todo.source_shape), RowExchange(todo, mesh, kind)))
-    return exchange_rows(moved.reshape(todo.target_tile), bare_target, target, mesh, kind=kind)
+    out = exchange_rows(moved.reshape(todo.target_tile), bare_target, target, mesh, kind=kind)
+    # a leaf must not be a view: autograd would look for the gradients of its own views at its base
+    return out if out.requires_grad else out.detach()

@@ -92,7 +92,7 @@ def _multiply(matrix: Tensor, x: Tile) -> Tile:
     if part.shape[dim] and x.local.numel():
         y = torch.matmul(part, x.local) if matrix.ndim == 2 else torch.bmm(part, x.local)
     else:
-        y = empty_result(held.local_shape(x.coordinate), x.local)
+        y = empty_result(held.local_shape(x.coordinate), x.local, saved=int(part.requires_grad))
     return Tile(sum_held_rows(y, held, home, x.mesh) if rows.is_cut else y, home, x.mesh)
 
 

@@ -20,7 +20,7 @@ from jigsaw.ops.apart_copies import copied_to
 from jigsaw.ops.joining import join_tiles
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.whole_dims import rows_of_local, with_whole_dims
-from jigsaw.ops.whole_strides import whole_strides, with_strides
+from jigsaw.ops.whole_strides import whole_strides, with_strides, with_strides_of
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 
 
@@ -145,4 +145,5 @@ def _diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2
     here = x.layout.drop(range(x.ndim - 2))
     row, column = (rows_of_local(x.layout, x.coordinate, d, x.device) for d in (-2, -1))
     mask = Tile(column - row[:, None] == offset, here, x.mesh)
-    return torch.where(mask, placed.unsqueeze(-1), x).movedim((-2, -1), (dim1, dim2))
+    out: Any = torch.where(mask, placed.unsqueeze(-1), x).movedim((-2, -1), (dim1, dim2))
+    return with_strides_of(out, input)

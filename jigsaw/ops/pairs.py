@@ -29,7 +29,7 @@ from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
 from jigsaw.ops.pointwise import align_tiles, held_by_all
 from jigsaw.ops.reductions import reduced_dims, vector_norm
 from jigsaw.ops.whole_dims import with_whole_dims
-from jigsaw.ops.whole_strides import whole_strides, with_strides
+from jigsaw.ops.whole_strides import whole_strides, with_order, with_strides
 from jigsaw.tile.tile import Tile, implements_torch
 from jigsaw.torch_internals.autograd import cpp_meshgrid
 
@@ -286,4 +286,4 @@ def _renorm(input: Tile, p: float, dim: int, maxnorm: float) -> Any:
     """
     (at,) = reduced_dims(input, dim)
     norms = vector_norm(input, p, [d for d in range(input.ndim) if d != at], True)
-    return input * torch.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1.0)
+    return with_order(input * torch.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1.0), None)

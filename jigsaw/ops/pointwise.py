@@ -26,10 +26,19 @@ from jigsaw.comm.first_meetings import meet_number, numbers_met
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Cut, have_same_rows, whole_dim
 from jigsaw.geometry.layout import Layout
-from jigsaw.ops.meeting.common_cuts import apart_mark, bring_together, has_moved_rows
+from jigsaw.ops.meeting.common_cuts import bring_together, has_moved_rows
 from jigsaw.ops.meeting.filling import fill_from_tiles
 from jigsaw.ops.meeting.plain_operands import cut_whole_tensor, is_taken_whole, plain_operand
-from jigsaw.ops.whole_strides import WHOLE_STRIDES, has_strides, is_whole_contiguous, with_order_of_operands
+from jigsaw.ops.whole_strides import (
+    WHOLE_STRIDES,
+    has_strides,
+    is_whole_contiguous,
+    suggested_format,
+    whole_strides,
+    with_channels_last,
+    with_order_of_operands,
+    with_strides,
+)
 from jigsaw.tile.tile import (
     Tile,
     implements_torch,
@@ -256,7 +265,8 @@ def run_copy(function: Any, *args: Any, **kwargs: Any) -> Any:
     return _in_torch_order(wrap_tiles(out, first.layout, first), function, args, kwargs)
 
 
-# of these the result is contiguous, or the second operand comes first
+# of these the result is a view, or contiguous, or the second operand comes first
+_VIEWING = functions_named("detach conj positive") | _operators_named("pos")
 _CONTIGUOUS = functions_named("contiguous masked_fill mvlgamma multigammaln")
 _SECOND_FIRST = _operators_named("rsub rpow") | functions_named("rsub") | {Tensor.where}
 
@@ -264,9 +274,14 @@ _SECOND_FIRST = _operators_named("rsub rpow") | functions_named("rsub") | {Tenso
 def _in_torch_order(out: Any, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return results in torch's order of dims, where an operand is a view; some casts and copies name an order."""
     values = (*args, *kwargs.values())
+    named = next((v for v in values if type(v) is torch.memory_format), torch.preserve_format)
+    if type(out) is Tile and named in (torch.channels_last, torch.channels_last_3d):
+        return with_channels_last(out, named)
     if not any(type(v) is Tile and has_strides(v) for v in values):
         return out
-    if function in _CONTIGUOUS or any(isinstance(v, torch.memory_format) for v in values):
+    if type(out) is Tile and function in _VIEWING:
+        return with_strides(out, whole_strides(args[0]), args[0])
+    if function in _CONTIGUOUS or named is torch.contiguous_format:
         return out
     return with_order_of_operands(out, (*values[1::-1], *values[2:]) if function in _SECOND_FIRST else values)
 
@@ -461,8 +476,12 @@ def _cast_like(function: Any) -> None:
         args, kwargs = replace_tensors((args, kwargs), lambda t: t.local, lambda x: x)
         if not isinstance(input, Tile):
             return function(input, *args, **kwargs)
-        out = function(input.local, *args, **kwargs)
-        return input if out is input.local else Tile(out, input.layout, input.mesh)
+        out, values = function(input.local, *args, **kwargs), (*args, *kwargs.values())
+        named = next((v for v in values if type(v) is torch.memory_format and v is not torch.preserve_format), None)
+        if out is input.local and (named is None or named == suggested_format(input)):
+            return input
+        out = Tile(in_own_memory(out, input), input.layout, input.mesh)
+        return _in_torch_order(out, function, (input, *[v for v in values if not isinstance(v, Tensor)]), {})
 
     implements_torch(function, either=("input",))(handler)
 
@@ -473,12 +492,11 @@ _cast_like(Tensor.type_as)
 
 @implements_torch(Tensor.contiguous)
 def _contiguous(input: Tile, **named: Any) -> Any:
-    if apart_mark(input.local) is None and not has_strides(input):
-        return run_copy(Tensor.contiguous, input, **named)
-    if not named and is_whole_contiguous(input):
-        return input
+    if is_whole_contiguous(input, **named):
+        return input  # on every rank alike, whatever the order of its own rows
     # its rows may be contiguous on some ranks only
-    return wrap_tiles(in_own_memory(input.local.contiguous(**named), input), input.layout, input)
+    out = wrap_tiles(in_own_memory(input.local.contiguous(**named), input), input.layout, input)
+    return _in_torch_order(out, Tensor.contiguous, (input,), named)
 
 
 @implements_torch(F.relu)

@@ -166,7 +166,7 @@ def _split_by_sizes(input: Any, split_sizes: Any, dim: int = 0) -> Any:
 
 @implements_torch(torch.narrow_copy, either=("input",))
 def _narrow_copy(input: Any, dim: int, start: int, length: int) -> Any:
-    return input.narrow(dim, start, length).clone()
+    return input.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
 
 @implements_torch(torch.tensor_split, either=("input", "indices_or_sections"))

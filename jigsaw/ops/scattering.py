@@ -31,6 +31,7 @@ from jigsaw.ops.picking import pick_from_plain
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
 from jigsaw.ops.shapes import slice_dim
 from jigsaw.ops.unknown_functions import run_alike, run_unknown_function
+from jigsaw.ops.whole_strides import with_strides_of
 from jigsaw.tile.tile import Tile, implements_torch
 
 
@@ -61,9 +62,9 @@ def _check_range(function: Any, index: Any, size: int) -> None:
         raise IndexError(f"{function.__name__}: an index is out of range for a dim of size {size}")
 
 
-def _new_target(tile: Tile) -> Tile:
+def _new_target(tile: Tile, memory_format: torch.memory_format = torch.contiguous_format) -> Tile:
     """Return a new tile to write into, without a halo that could not be written alike."""
-    return (tile.owned() if holds_beyond(tile.layout) else tile).clone()
+    return (tile.owned() if holds_beyond(tile.layout) else tile).clone(memory_format=memory_format)
 
 
 def _write_for_owners(
@@ -135,7 +136,7 @@ def _write_rows(function: Any, input: Tile, dim: int, index: Any, source: Any, *
     return input
 
 
-def _answer_rows(name: str) -> None:
+def _answer_rows(name: str, memory_format: torch.memory_format = torch.contiguous_format) -> None:
     in_place = getattr(Tensor, f"{name}_")
 
     @changes_rows(in_place)
@@ -154,7 +155,7 @@ def _answer_rows(name: str) -> None:
         source = value if source is None else source
         if not isinstance(input, Tile):
             return run_unknown_function(getattr(torch, name), input, dim, index, source, *args, **named)
-        return change(_new_target(input), dim, index, source, *args, **named)
+        return change(_new_target(input, memory_format), dim, index, source, *args, **named)
 
     implements_torch(in_place, either=("input", "index", "source", "value"))(change)
     implements_torch(getattr(torch, name), either=("input", "index", "source", "value"))(make)
@@ -164,8 +165,9 @@ def _reduce_rows(function: Any, input: Tile, dim: int, index: Any, source: Any, 
     return _write_rows(function, input, dim, index, source, reduce=reduce, **named)
 
 
-for _name in ("index_add", "index_copy", "index_fill", "index_reduce"):
+for _name in ("index_add", "index_copy", "index_reduce"):
     _answer_rows(_name)
+_answer_rows("index_fill", torch.preserve_format)  # in the order of its input, as torch's
 
 
 # -- elements ---------------------------------------------------------------------------------------------------------
@@ -358,7 +360,7 @@ def _written(function: Any, input: Any, src: Any, dim: int, item: Any) -> Any:
         out: Any = input.clone()
         out[_along(input.ndim, dim, item)] = src
         return out
-    out = _new_target(input)
+    out = with_strides_of(_new_target(input, torch.preserve_format), input)
     out[_along(input.ndim, reduced_dims(input, dim)[0], item)] = src
     return out
 
@@ -394,7 +396,7 @@ def _masked_scatter(input: Any, mask: Any, source: Any) -> Any:
     if not isinstance(input, Tile):
         return run_unknown_function(torch.masked_scatter, input, mask, source)
     shape = torch.broadcast_shapes(tuple(input.shape), tuple(mask.shape))
-    return _masked_scatter_in_place(input.expand(shape).clone(), mask, source)
+    return _masked_scatter_in_place(_new_target(input.expand(shape)), mask, source)
 
 
 @implements_torch(Tensor.masked_fill_, either=("input", "mask", "value"))

@@ -61,7 +61,7 @@ def _view(input: Tile, size: Any = None, *more: int, dtype: torch.dtype | None =
 def _view_as_type(input: Tile, dtype: torch.dtype) -> Tile:
     """Return the same bytes; numbers of another width make the last dim longer or shorter."""
     if dtype.itemsize == input.dtype.itemsize:
-        return Tile(input.local.view(dtype), input.layout, input.mesh)
+        return with_strides(Tile(input.local.view(dtype), input.layout, input.mesh), whole_strides(input), input)
     last = input.ndim - 1
     if last < 0 or input.shape[last] * input.dtype.itemsize % dtype.itemsize:
         raise RuntimeError(f"view({dtype}) of a Tile of {input.dtype} and shape {tuple(input.shape)}: a part is left")
@@ -138,7 +138,9 @@ def _warn_of_idle_ranks(tile: Tile, before: Layout, shape: tuple[int, ...]) -> N
 
 @implements_torch(Tensor.view_as, Tensor.reshape_as, either=("input", "other"))
 def _reshape_as(input: Any, other: Any) -> Any:
-    return input.view_of_itself() if input is other else input.reshape(tuple(other.shape))
+    if input is not other:
+        return input.reshape(tuple(other.shape))
+    return with_strides(input.view_of_itself(), whole_strides(input), input)
 
 
 @implements_torch(torch.flatten)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from jigsaw.comm.graph_calls import lacks_values
@@ -77,6 +78,18 @@ def with_order(tile: Tile, strides: tuple[int, ...] | None) -> Tile:
     """
     tile.__dict__[_REORDERED] = True
     return with_strides(tile, _dense_strides(tile.layout, strides), tile)
+
+
+def with_strides_of(tile: Tile, source: Tile) -> Tile:
+    """Return the tile, just made, with the strides of `source`, as torch's functions that end in `_scatter` keep them.
+
+    Where rows of the source lie in one place, the result is dense.
+    """
+    shape, strides = source.layout.shape, whole_strides(source)
+    if repeated_dims(source):
+        return with_order(tile, order_of_results(shape, ((shape, strides),)))
+    tile.__dict__[_REORDERED] = True
+    return with_strides(tile, strides, source)
 
 
 # -- pointwise results ------------------------------------------------------------------------------------------------
@@ -153,9 +166,32 @@ def _dense_strides(layout: Layout, strides: tuple[int, ...] | None) -> tuple[int
     return tuple(found)
 
 
-def is_whole_contiguous(tile: Tile) -> bool:
-    """Say whether torch's tensor is contiguous."""
-    return _is_contiguous(tile.layout.shape, whole_strides(tile))
+_CHANNELS_LAST = {torch.channels_last: (0, 2, 3, 1), torch.channels_last_3d: (0, 2, 3, 4, 1)}
+
+
+def is_whole_contiguous(tile: Tile, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    """Say whether torch's tensor is contiguous in that format."""
+    order = _CHANNELS_LAST.get(memory_format, range(tile.ndim))
+    shape, strides = tile.layout.shape, whole_strides(tile)
+    return _is_contiguous(tuple([shape[d] for d in order]), tuple([strides[d] for d in order]))
+
+
+def suggested_format(tile: Tile) -> torch.memory_format:
+    """Return the memory format that torch sees in its tensor, which may be a slice of one in that format."""
+    shape, strides = tile.layout.shape, whole_strides(tile)
+    for memory_format, order in _CHANNELS_LAST.items():
+        steps = [strides[d] for d in order if shape[d] != 1] if tile.ndim == len(order) else [0, 1]
+        if steps == sorted(steps, reverse=True) and not _is_contiguous(shape, strides):
+            return memory_format
+    return torch.contiguous_format
+
+
+def with_channels_last(tile: Tile, memory_format: torch.memory_format) -> Tile:
+    """Return the tile, just made in a format whose channels come last, with its order where pieces are thin."""
+    if not _has_thin_pieces(tile.layout):
+        return tile
+    order = _CHANNELS_LAST[memory_format]
+    return with_strides(tile, _dense_strides(tile.layout, tuple([-order.index(d) for d in range(tile.ndim)])), tile)
 
 
 @lru_cache(maxsize=4096)

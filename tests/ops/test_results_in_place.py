@@ -164,11 +164,69 @@ MADE_OF_TRANSPOSED = {
     "hfft": lambda x: torch.fft.hfft(torch.complex(x, x), dim=0),
     "of two dims": lambda x: torch.fft.rfft2(x[None].transpose(0, 1)).abs(),
     "inverse of all dims": lambda x: torch.fft.irfftn(torch.complex(x, x)[None].transpose(0, 1)),
+    "real": lambda x: torch.complex(x, x).t().real,
+    "imag of a sum": lambda x: (torch.complex(x, x) + 1).imag,
+    "real of pairs": lambda x: torch.view_as_real(torch.complex(x, x).t())[..., 0],
+    "complex of pairs": lambda x: torch.view_as_complex(torch.stack([x, x], -1).transpose(0, 1)).real,
+    "conjugate of a slice": lambda x: torch.complex(x, x)[:, :3].conj(),
+    "bits of a slice": lambda x: x[:, :3].view(torch.int64).view(torch.float64),
+    "detached slice": lambda x: x[:, :3].detach(),
+    "data of a slice": lambda x: x[:, :3].data,
+    "itself as a view": lambda x: (x[:, :3] + 1).view_as(x[:, :3]),
+    "channels last": lambda x: (x[:, :, None, None] * torch.ones(2, 3)).to(memory_format=torch.channels_last),
+    "clone to channels last": lambda x: x[:, :, None, None].expand(7, 6, 2, 3).clone(memory_format=torch.channels_last),
+    "cast": lambda x: x.t().to(torch.float32),
+    "cast of a slice": lambda x: x[:, :3].type_as(torch.ones(1, dtype=torch.float32)),
+    "real slice": lambda x: x[:, :3].real,
+    "positive slice": lambda x: +x[:, :3],
+    "no cast": lambda x: x[:, :3].to(x),
+    "channels last of its own": lambda x: (x[:, :, None, None] * 1).contiguous(memory_format=torch.channels_last),
+    "relu": lambda x: F.relu(x.t()),
+    "narrow_copy": lambda x: torch.narrow_copy(x.t(), 0, 1, 3),
+    "renorm": lambda x: torch.renorm(x.t(), 2, 0, 1.5),
+    "diagonal_scatter": lambda x: torch.diagonal_scatter(x, x.diagonal() * 2),
+    "diagonal_scatter of a transpose": lambda x: torch.diagonal_scatter(x.t(), x.diagonal() * 2),
+    "diagonal_scatter of a slice": lambda x: torch.diagonal_scatter(x[:, :3], x[:, 0][:3]),
+    "diagonal_scatter of outer dims": lambda x: torch.diagonal_scatter(x[None], x[:, :1], 0, 0, 2),
+    "select_scatter": lambda x: torch.select_scatter(x.t(), x[0], 1, 2),
+    "select_scatter of a slice": lambda x: torch.select_scatter(x[:, :3], x[0, :3], 0, 2),
+    "slice_scatter": lambda x: torch.slice_scatter(x.t(), x.t()[:2], 0, 1, 3),
+    "slice_scatter of a slice": lambda x: torch.slice_scatter(x[:, 1:], x[:2, 1:], 0, 1, 3),
+    "slice_scatter of an expanded row": lambda x: torch.slice_scatter(x[:1].expand(6, 6).t(), x[:2], 0, 1, 3),
+    "index_add": lambda x: x.t().index_add(0, torch.tensor([1]), x.t()[:1]),
+    "index_copy of a slice": lambda x: x[:, :3].index_copy(0, torch.tensor([1]), x[:1, :3]),
+    "index_copy": lambda x: x.t().index_copy(0, torch.tensor([1]), x.t()[:1]),
+    "index_fill": lambda x: x.t().index_fill(0, torch.tensor([1]), 3),
+    "index_fill of a slice": lambda x: x[:, :3].index_fill(0, torch.tensor([1]), 3),
+    "index_put": lambda x: x.t().index_put((torch.tensor([1]),), torch.tensor(2.0).to(x.dtype)),
+    "scatter": lambda x: x.t().scatter(0, (x.t() > 0).long(), 1),
+    "scatter_add": lambda x: x.t().scatter_add(0, (x.t() > 0).long(), x.t()),
+    "scatter_reduce": lambda x: x.t().scatter_reduce(0, (x.t() > 0).long(), x.t(), "amax"),
+    "masked_scatter": lambda x: x.t().masked_scatter(x.t() > 0, 2 * torch.ones(42).to(x.dtype)),
+    "put": lambda x: x.t().put(torch.tensor([0]), torch.tensor([5.0]).to(x.dtype)),
+    "tril": lambda x: x.t().tril(),
+    "take_along_dim": lambda x: torch.take_along_dim(x.t(), (x.t() > 0).long(), 0),
+    "gather": lambda x: x.t().gather(0, (x.t() > 0).long()),
+    "fftshift": lambda x: torch.fft.fftshift(x.t()),
+    "roll": lambda x: x.t().roll(1, 0),
+    "cat": lambda x: torch.cat([x.t(), x.t()]),
+    "stack": lambda x: torch.stack([x.t(), x.t()]),
+    "repeat": lambda x: x.t().repeat(2, 1),
+    "one_hot": lambda x: F.one_hot((x.t() > 0).long(), 2),
+    "cumsum": lambda x: x.t().cumsum(0),
+    "sum": lambda x: x[None].transpose(0, 2).sum(1),
+    "amax": lambda x: x[None].transpose(0, 2).amax(1),
+    "pad": lambda x: F.pad(x.t(), (1, 1)),
+    "circular pad of a transpose": lambda x: F.pad(x.t()[None], (1, 1), "circular"),
+    "reflected transpose": lambda x: F.pad(x.t()[None], (1, 1), "reflect"),
+    "image of one row": lambda x: F.interpolate(x[:, :, None, None], size=(5, 3)),
+    "circular image of one row": lambda x: F.pad(x[:, :, None, None], (1, 1, 1, 1), "circular"),
 }
 
 
 def _changed_if_flat(x, make):
     y = make(x * 1)
+    y.contiguous().mul_(2)
     y.flatten().add_(1)
     y.reshape(-1)[-1] = 7
     return y
@@ -189,3 +247,55 @@ def test_what_is_made_of_a_transpose_is_flattened_as_torch_does():
             expected, found = _changed_if_flat(whole, make), _changed_if_flat(tile, make)
             wrong += [] if torch.allclose(found.full_tensor(), expected) else [(name, spec, points)]
     assert not wrong
+
+
+BIAS = torch.ones(3, dtype=torch.float64, requires_grad=True)
+WINDOWS = {
+    "conv2d": lambda x: F.conv2d(x, WEIGHT, BIAS, padding=1),
+    "max_pool2d": lambda x: F.max_pool2d(x, 2),
+    "avg_pool2d": lambda x: F.avg_pool2d(x, 2),
+    "adaptive": lambda x: F.adaptive_avg_pool2d(x, 2),
+    "adaptive to one": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "adaptive maximum": lambda x: F.adaptive_max_pool2d(x, 1),
+    "area": lambda x: F.interpolate(x, size=(2, 3), mode="area"),
+    "area of one": lambda x: F.interpolate(x, size=(1, 1), mode="area"),
+    "bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "circular": lambda x: F.pad(x, (1, 1, 1, 1), mode="circular"),
+    "reflect": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "replicate": lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),
+    "unfold": lambda x: F.unfold(x, 2),
+    "pixel": lambda x: F.pixel_shuffle(x.repeat(1, 4, 1, 1), 2),
+}
+
+
+def _message_of_backward(x, make):
+    """Torch's error of a backward pass after the operands were changed, or None."""
+    y = make(x)
+    x.detach().add_(1)
+    BIAS.detach().add_(1)
+    try:
+        y.sum().backward()
+    except RuntimeError as error:
+        return "modified by an inplace operation" in str(error)
+    return None
+
+
+@on_ranks(2)
+def test_a_rank_without_rows_keeps_what_torch_keeps():
+    wrong, whole = [], torch.randn(1, 3, 4, 4, dtype=torch.float64)
+    for name, make in WINDOWS.items():
+        tile = jigsaw.shard(whole, world_mesh(lat=2), ("lat", None, None, None), split={0: (0, 0, 1)})
+        found = _message_of_backward(tile.requires_grad_(), make)
+        expected = _message_of_backward(whole.clone().requires_grad_(), make)
+        wrong += [] if found is expected else [(name, found, expected)]
+    assert not wrong
+
+
+@on_ranks(2)
+def test_views_of_a_leaf_that_was_changed_keep_their_gradients():
+    for points in ((0, 0, 1), (0, 1, 1)):
+        leaf = jigsaw.shard(torch.ones(1, 5), world_mesh(lat=2), ("lat", None), split={0: points}).requires_grad_()
+        view = leaf.unsqueeze(-1)
+        leaf.detach().add_(1)
+        (2 * view).sum().backward()
+        assert torch.equal(leaf.grad.full_tensor(), 2 * torch.ones(1, 5))

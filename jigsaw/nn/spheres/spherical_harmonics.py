@@ -232,7 +232,7 @@ class _SphereTransform(nn.Module):
 def _legendre_product(x: Tensor, table: Tensor, inverse: bool) -> Tensor:
     """Map complex [..., lat, m] to [..., l, m], or back, by a real table [m, l, lat]: one matrix for each order."""
     if not x.numel():  # a rank without orders, or an empty batch
-        return empty_result((*x.shape[:-2], table.shape[2 if inverse else 1], x.shape[-1]), x)
+        return empty_result((*x.shape[:-2], table.shape[2 if inverse else 1], x.shape[-1]), x, saved=0)
     equation = "...lmr,mlk->...kmr" if inverse else "...kmr,mlk->...lmr"
     with torch.autocast(x.device.type, enabled=False):
         return torch.view_as_complex(torch.einsum(equation, torch.view_as_real(x.resolve_conj()), table).contiguous())

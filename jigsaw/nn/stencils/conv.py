@@ -159,7 +159,7 @@ def _convolve_local(input: Tile, weight: Tensor, bias: Tensor | None, plan: Conv
             again = partial(_convolve_gathered, plan, layout, mesh)
             return convolve_with_halo(x, weight, bias, HaloConvolution(conv, halo, layout, mesh, again))
     if is_empty:
-        return empty_result(shape, gather_input_rows(Tile(x, layout, mesh), to), weight, bias)
+        return empty_result(shape, gather_input_rows(Tile(x, layout, mesh), to), weight, bias, saved=2)
     return _convolve_gathered(plan, layout, mesh, x, weight, bias)
 
 

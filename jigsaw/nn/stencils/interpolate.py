@@ -144,11 +144,9 @@ def interpolate(
         x = input.local if input.local.numel() else nonempty_like(input.local)
         y = F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
         out = resized_layout(input.layout, dict(enumerate(y.shape[2:], 2)))
-        y = (
-            y
-            if x is input.local
-            else empty_result(out.local_shape(input.coordinate), input.local, again=mode == "area")
-        )
+        if x is not input.local:
+            saved = int(mode == "area" and any(n != 1 for n in y.shape[2:]))  # one window is a mean to torch
+            y = empty_result(out.local_shape(input.coordinate), input.local, saved=saved)
         return Tile(y, out, input.mesh)
     sizes, scales = _sizes_and_scales(
         input, size, scale_factor, bool(recompute_scale_factor or align_corners) or mode == "area"
@@ -168,7 +166,7 @@ def interpolate(
     to = _plan_resampling(input.layout, resampled, input.dtype, input.coordinate)
     x = gather_input_rows(input, to.rows)
     if to.rows.is_empty:
-        return Tile(empty_result(to.rows.shape, x, again=False), to.rows.out, input.mesh)
+        return Tile(empty_result(to.rows.shape, x, saved=0), to.rows.out, input.mesh)
     return Tile(in_own_memory(_resample_local(x, to), input), to.rows.out, input.mesh)
 
 

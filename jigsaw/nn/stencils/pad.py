@@ -79,7 +79,8 @@ def _pad_uncut(input: Tile, pads: PadsByDim, pad: Sequence[int], mode: str, valu
     if x.numel() or mode == "constant":
         return Tile(F.pad(x, pad, mode, value), layout, input.mesh)
     F.pad(nonempty_like(x), pad, mode)
-    return Tile(empty_result(layout.local_shape(input.coordinate), x), layout, input.mesh)
+    saved = int(mode != "circular")  # of which torch's function copies slices
+    return Tile(empty_result(layout.local_shape(input.coordinate), x, saved=saved), layout, input.mesh)
 
 
 def _pad_by_exchange(input: Tile, along: tuple[DimStencil, ...], fill: float = 0.0) -> Tile:
@@ -116,8 +117,8 @@ def _pad_folded(input: Tile, pads: PadsByDim, mode: str) -> Tile:
     to = plan_stencil(input.layout, along, input.coordinate, "pad")
     x = gather_input_rows(input, to)
     if to.is_empty:
-        again = any(not is_cut_or_haloed(input.layout, d) for d in pads)  # else rows are only picked
-        return Tile(empty_result(to.shape, x, again=again), to.out, input.mesh)
+        saved = int(any(not is_cut_or_haloed(input.layout, d) for d in pads))  # else rows are only picked
+        return Tile(empty_result(to.shape, x, saved=saved), to.out, input.mesh)
     rules = {a.dim: a.rule for a in along}
     for dim, derived, piece in to.derived:
         rule, low = rules.pop(dim), derived.needs[piece][0]

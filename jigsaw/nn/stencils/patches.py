@@ -58,7 +58,7 @@ def _unfold_columns(
     shape = to.shape
     local_shape = (*shape[:2], math.prod(sizes), *shape[2:])
     if to.is_empty:
-        columns = empty_result(local_shape, x)
+        columns = empty_result(local_shape, x, saved=0)
     else:
         own = tuple(0 if is_cut_or_haloed(input.layout, 2 + i) else p for i, p in enumerate(pads))
         columns = F.unfold(x, sizes, spacings, own, strides).reshape(local_shape)

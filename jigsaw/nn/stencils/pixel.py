@@ -46,7 +46,7 @@ def _shuffle_input(input: Tile, rule: StencilRule, channels: int, name: str) -> 
 
 def _shuffle_result(function: Callable[[Tensor, int], Tensor], x: Tile, r: int, out: Layout) -> Tile:
     shape = out.local_shape(x.coordinate)
-    return Tile(empty_result(shape, x.local, again=False) if 0 in shape else function(x.local, r), out, x.mesh)
+    return Tile(empty_result(shape, x.local, saved=0) if 0 in shape else function(x.local, r), out, x.mesh)
 
 
 @implements_torch(torch.pixel_shuffle)

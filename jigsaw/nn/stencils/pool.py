@@ -262,8 +262,10 @@ def _adaptive_uncut(x: Tile, dims: int, first: int, wanted: Sequence[int]) -> Ti
     whole = [first + i for i in range(dims) if not is_cut_or_haloed(x.layout, first + i)]
     layout = resized_layout(x.layout, {d: wanted[d - first] for d in whole})
     op: Callable[..., Tensor] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[dims - 1]
-    y = op(x.local, local_sizes) if x.local.numel() else empty_result(layout.local_shape(x.coordinate), x.local)
-    return Tile(y, layout, x.mesh)
+    if x.local.numel():
+        return Tile(op(x.local, local_sizes), layout, x.mesh)
+    saved = int(any(n != 1 for n in local_sizes))  # one window is a mean to torch
+    return Tile(empty_result(layout.local_shape(x.coordinate), x.local, saved=saved), layout, x.mesh)
 
 
 def _answer_adaptive_avg(dims: int, function: Any) -> None:

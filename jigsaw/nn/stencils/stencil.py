@@ -121,25 +121,28 @@ class _EmptyResult(torch.autograd.Function):
     """Zeros that still pass (zero) gradients to their sources, whose exchanges other ranks wait for."""
 
     @staticmethod
-    def forward(ctx: Any, shape: Sequence[int], again: bool, *sources: Tensor) -> Tensor:
+    def forward(ctx: Any, shape: Sequence[int], saved: int, *sources: Tensor) -> Tensor:
         # a graph that ended here would leave out the exchange behind `sources`, and the neighbors would wait for it
         ctx.shapes = [s.shape for s in sources]
-        ctx.save_for_backward(*(sources if again else ()))
+        # torch checks whether they were changed since, so only what its own function saves may be saved here
+        ctx.save_for_backward(*sources[:saved])
         return sources[0].new_zeros(shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         again: tuple[Tensor, ...] = ctx.saved_tensors
-        return None, None, *(_EmptyResult.apply(s, bool(again), grads[0], *again) for s in ctx.shapes)
+        saved = len(again) and 1 + len(again)
+        return None, None, *(_EmptyResult.apply(s, saved, grads[0], *again) for s in ctx.shapes)
 
 
-def empty_result(shape: Sequence[int], *sources: Tensor | None, again: bool = True) -> Tensor:
+def empty_result(shape: Sequence[int], *sources: Tensor | None, saved: int | None = None) -> Tensor:
     """Return the result of a stencil on a rank that has no output element, or nothing to make one of.
 
-    `again`: the op's gradients reach its operands in the graph, so a second derivative passes the same exchanges
-    everywhere.
+    `saved`: torch's function keeps so many of the first sources for its backward pass, all for None.  A second
+    derivative then passes the same exchanges everywhere, and a change of them in place is an error everywhere.
     """
-    return _EmptyResult.apply(tuple(shape), again, *(s for s in sources if s is not None))
+    tensors = [s for s in sources if s is not None]
+    return _EmptyResult.apply(tuple(shape), len(tensors) if saved is None else saved, *tensors)
 
 
 def nonempty_like(x: Tensor) -> Tensor:

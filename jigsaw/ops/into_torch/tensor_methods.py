@@ -15,6 +15,7 @@ from torch import Tensor
 
 from jigsaw.errors import ShardingError
 from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
+from jigsaw.ops.whole_strides import has_strides, whole_strides, with_strides
 from jigsaw.tile.tensor_shell import as_plain_tensors
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error, tiles_in
 from jigsaw.torch_internals.autograd import METHODS_OF_MEMORY, keep_alive, old_grad
@@ -132,7 +133,8 @@ def _detach_(input: Tile) -> Tile:
 
 @implements_torch(Tensor.data)
 def _data(input: Tile) -> Any:
-    return Tile(input.local.data, input.layout, input.mesh)
+    out = Tile(input.local.data, input.layout, input.mesh)
+    return with_strides(out, whole_strides(input), input) if has_strides(input) else out
 
 
 @implements_torch(old_grad)
