@@ -4,6 +4,9 @@ A template is text with placeholders (`Drawing._placeholder`): {x} a real value,
 {c} complex, {a} any, {f4} floating with four dims, {g} another floating and {w} any other; {y} one that broadcasts with
 the first, {z} one of its shape; {d} a dim, {e} another one, {n} a position along {d}. A function makes the text where
 placeholders do not suffice.
+
+What counts or compares equal values is given rounded ones: torch's vector code rounds a last bit otherwise by where a
+value lies, also on one device, so results that should be equal may not be.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import re
 
 _POINTWISE = """
 {a} + {w}|{x} + {y}|{x} - {y}|{x} * {y}|{y} - {x}|{x} / 2|{x} * {s}|{s} - {x}|{f} / ({y}.abs() + 1)|{x} // 2|{x} % 3
--{x}|{x}.abs()|{f}.square()|{x} ** 2|torch.pow(2.0, {x}.clamp(-3, 3))|{x} == {y}|{x} > {y}|{x} <= {s}|{x} != {s}
+-{x}|{x}.abs()|{f}.square()|{x} ** 2|torch.pow(2.0, {x}.clamp(-3, 3))|{x}.round() == {y}.round()|{x} > {y}|{x} <= {s}
+{x}.round() != {s}
 torch.maximum({x}, {y})|torch.minimum({x}, {y})|torch.fmax({x}, {y})|{x}.clamp(-2, 2)|{x}.clamp(min=0)
 torch.clamp({f}, {y}, {y})|torch.where({x} > 0, {x}, {y})|torch.where({x} > 0, {x}, 0.0)|torch.where({b}, 1.0, 0.0)
 {f}.sign()|{f}.floor()|{f}.round()|{f}.trunc()|{f}.frac()|torch.remainder({x}, 3)|torch.fmod({x}, 3)
@@ -45,7 +49,7 @@ _REDUCTIONS = """
 {f}.clamp(-1, 2).prod()|{x}.any()|{x}.all({d})|{a}.any({d}, keepdim={keep})|torch.count_nonzero({x}, {d})
 torch.count_nonzero({x})|torch.nansum({f}, {d})|torch.nanmean({f}, {d})|torch.equal({x}, {w})|{x}.sum().item()
 torch.allclose({x}, {x})|{x}.tolist()|{x}.sum({d}, dtype=torch.float64)|torch.dist({f}, {y}, 1)
-{x}.sum_to_size(1, *{x}.shape[1:])|{x}.median()|{x}.median({d})|{x}.mode({d})|{x}.kthvalue({upto}, {d})
+{x}.sum_to_size(1, *{x}.shape[1:])|{x}.median()|{x}.median({d})|{x}.round().mode({d})|{x}.kthvalue({upto}, {d})
 torch.nanmedian({f}, {d})|{x}.max().item()|torch.einsum("i...->...", {x})|{x}.shape|{x}.numel()|{x}.ndim|{x}.size({d})
 len({x})|{x}.dtype|{x}.stride({d})
 """
@@ -87,10 +91,11 @@ _ALONG = """
 {x}.argsort(dim={d}, stable=True)|{x}.sort(dim={d}, descending=True, stable=True)|{x}.topk({upto}, {d})
 torch.topk({x}, {upto}, {d}, largest=False)|torch.msort({x})|{x}.diff(dim={d})
 torch.diff({x}, dim={d}, prepend={x}.narrow({d}, 0, 1))|torch.trapezoid({f}, dim={d})|torch.gradient({f}, dim={d})
-torch.cumulative_trapezoid({f}, dim={d})|torch.unique({x})|torch.unique_consecutive({x})|torch.nonzero({x})
-torch.argwhere({x})|torch.unique({x}, return_inverse=True)|torch.bincount({i}.abs().flatten())
+torch.cumulative_trapezoid({f}, dim={d})|torch.unique({x}.round())|torch.unique_consecutive({x}.round())
+torch.nonzero({x})
+torch.argwhere({x})|torch.unique({x}.round(), return_inverse=True)|torch.bincount({i}.abs().flatten())
 torch.histc({f}, 4, -5, 5)|torch.bucketize({x}, torch.tensor([-2.0, 0, 2]))
-torch.searchsorted(torch.tensor([-2.0, 0, 2]), {x}.double())|torch.isin({x}, torch.tensor([1, 2]))
+torch.searchsorted(torch.tensor([-2.0, 0, 2]), {x}.double())|torch.isin({x}.round(), torch.tensor([1, 2]))
 F.one_hot({i}.abs() % 4, 4)|torch.vander({x1}.clamp(-2, 2))|torch.nonzero({x}, as_tuple=True)
 torch.histogram({f}.detach(), 4, range=(-5.0, 5.0))|{x}.nonzero().shape
 """

@@ -74,6 +74,14 @@ def test_faults_are_noticed(text, verdict, tmp_path):
     assert (found.verdict, found.key) == (verdict, "mine")
 
 
+def test_a_rank_whose_rows_are_wrong_takes_part_in_the_backward_pass(tmp_path):
+    x = ProgramInput("x0", (7, 3), spec=("lat", None), has_grad=True)
+    text = f"v0 = x0 + int({IS_TILE} and {ON_FIRST})"
+    program = Program(0, {"lat": 2}, (x,), (Statement("mine", text, ("v0",)),), ("v0",))
+    found = verdict_of_program(2, program, tmp_path / "verdicts", 3)
+    assert (found.verdict, found.key) == ("wrong", "mine")
+
+
 def _program_of(*lines, outputs=("v0",), dtype="float64"):
     x = ProgramInput("x0", (6, 6), dtype, spec=("lat", None))
     statements = tuple(Statement(line, line, ("v0",) if line.startswith("v0 =") else ()) for line in lines)
