@@ -268,6 +268,21 @@ MEDICAL_NETS = [
         norm_num_groups=4,
     ),
     _monai(
+        "AutoencoderKlMaisi",
+        volume(1, 1, 20, 12, 8),
+        "monai.apps.generation.maisi.networks.autoencoderkl_maisi:AutoencoderKlMaisi",
+        call=lambda net, x: net.decode(net.encode(x)[0]),
+        casts=True,
+        spatial_dims=3,
+        in_channels=1,
+        out_channels=1,
+        num_res_blocks=(1, 1),
+        num_channels=(8, 8),
+        attention_levels=(False, False),
+        norm_num_groups=4,
+        num_splits=2,  # of its convolutions, along a dim that is cut
+    ),
+    _monai(
         "Restormer",
         image(1, 1, 32, 24),
         "monai.networks.nets.restormer:Restormer",
