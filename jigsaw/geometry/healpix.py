@@ -135,3 +135,79 @@ def _ring_and_place(n: int, face: Integers, x: Integers, y: Integers) -> tuple[I
         east // 2 % (4 * n),
     )
     return ring, place
+
+
+# -- padded faces -----------------------------------------------------------------------------------------------------
+
+
+def padded_faces(nside: int, padding: int, nested: bool) -> tuple[Integers, Integers]:
+    """Return the cells of the twelve faces with so many rows and columns around each: [12, nside + 2 padding, ...].
+
+    Rows go to the south-west, columns to the south-east.  The second array has the other cell of those that are the
+    mean of two, and -1 elsewhere: at the north and south corners of the faces at the equator three faces meet, and the
+    square beyond is filled from both sides.  Cells count by face, row and column, or are `nested` numbers.
+
+    Source: Karlbauer et al., "Advancing parsimonious deep learning weather prediction using the HEALPix mesh", arXiv
+    2311.06253, whose code is also PhysicsNeMo's `HEALPixPadding`.
+    """
+    faces = np.arange(12 * nside**2).reshape(12, nside, nside)
+    if nested:
+        face, row, column = np.indices(faces.shape)
+        faces = _nested_of_faces(nside, face, nside - 1 - row, nside - 1 - column)
+    size = nside + 2 * padding
+    first, second = np.full((2, 12, size, size), -1)
+    for band in range(3):
+        for i in range(4):
+            first[4 * band + i], second[4 * band + i] = _PADDED[band](faces, i, padding)
+    return first, second
+
+
+def _around(
+    center: Integers, rows: tuple[Integers, Integers], sides: tuple[Integers, Integers], corners: tuple[Integers, ...]
+) -> Integers:
+    """Put a face, two strips above and below, two left and right, and four corners (top first) together."""
+    top, bottom, left, right = corners[:2], corners[2:], sides[0], sides[1]
+    return np.block([[top[0], rows[0], top[1]], [left, center, right], [bottom[0], rows[1], bottom[1]]])
+
+
+def _padded_north(faces: Integers, i: int, p: int) -> tuple[Integers, Integers]:
+    east, across, west, below = faces[(i + 1) % 4], faces[(i + 2) % 4], faces[(i + 3) % 4], faces[4 + i]
+    rows = np.rot90(east)[-p:], below[:p]
+    sides = np.rot90(west, -1)[:, -p:], faces[4 + (i + 1) % 4][:, :p]
+    corners = np.rot90(across, 2)[-p:, -p:], east[-p:, :p], west[:p, -p:], faces[8 + i][:p, :p]
+    padded = _around(faces[i], rows, sides, corners)
+    return padded, np.full_like(padded, -1)
+
+
+def _padded_south(faces: Integers, i: int, p: int) -> tuple[Integers, Integers]:
+    east, across, west, above = (
+        faces[8 + (i + 1) % 4],
+        faces[8 + (i + 2) % 4],
+        faces[8 + (i + 3) % 4],
+        faces[4 + (i + 1) % 4],
+    )
+    rows = above[-p:], np.rot90(west)[:p]
+    sides = faces[4 + i][:, -p:], np.rot90(east, -1)[:, :p]
+    corners = faces[i][-p:, -p:], east[-p:, :p], west[:p, -p:], np.rot90(across, 2)[:p, :p]
+    padded = _around(faces[8 + i], rows, sides, corners)
+    return padded, np.full_like(padded, -1)
+
+
+def _padded_equator(faces: Integers, i: int, p: int) -> tuple[Integers, Integers]:
+    top, left, bottom, right = faces[i], faces[(i + 3) % 4], faces[8 + (i + 3) % 4], faces[8 + i]
+    west, east = faces[4 + (i + 3) % 4], faces[4 + (i + 1) % 4]
+    # seen from the corner, a rows and b columns away: of one face where a > b, of the other where b > a
+    a, b = np.indices((p, p))
+    n, over = len(top), np.abs(a - b) - 1
+    north = np.where(a > b, top[n - 1 - a, np.maximum(over, 0)], left[np.maximum(over, 0), n - 1 - b])
+    south = np.where(a > b, bottom[a, n - 1 - np.maximum(over, 0)], right[n - 1 - np.maximum(over, 0), b])
+    others = [np.where(a == b, other, -1) for other in (top[n - 1 - a, 0], bottom[a, n - 1])]
+    none = np.full((p, p), -1)
+    rows, sides = (top[-p:], bottom[:p]), (left[:, -p:], right[:, :p])
+    padded = _around(faces[4 + i], rows, sides, (north[::-1, ::-1], east[-p:, :p], west[:p, -p:], south))
+    strip, whole = np.full((p, n), -1), np.full((n, n), -1)
+    corners = others[0][::-1, ::-1], none, none, others[1]
+    return padded, _around(whole, (strip, strip), (strip.T, strip.T), corners)
+
+
+_PADDED = (_padded_north, _padded_equator, _padded_south)

@@ -11,6 +11,7 @@ from jigsaw.nn.attention.attention_ways import attention_way
 from jigsaw.nn.attention.multi_head_attention import MultiheadAttention
 from jigsaw.nn.attention.scaled_dot_product import explain_attention
 from jigsaw.nn.cells.gather import gather_neighbors, scatter_to_cells
+from jigsaw.nn.cells.healpix_pad import HEALPixPad
 from jigsaw.nn.chunked import chunked
 from jigsaw.nn.experts.experts import MoE
 from jigsaw.nn.losses import loss, margin_losses
@@ -37,7 +38,7 @@ from jigsaw.nn.stencils.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, Con
 
 __all__ = [
     "AvgPool1d", "AvgPool2d", "AvgPool3d", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d",
-    "ConvTranspose3d", "Embedding", "GroupNorm", "InverseSphericalHarmonicTransform",
+    "ConvTranspose3d", "Embedding", "GroupNorm", "HEALPixPad", "InverseSphericalHarmonicTransform",
     "InverseVectorSphericalHarmonicTransform", "LayerNorm", "Linear", "MaxPool1d", "MaxPool2d", "MaxPool3d",
     "Mix", "MoE", "MultiheadAttention", "RMSNorm", "SpherePad", "SphericalConv", "SphericalHarmonicTransform",
     "VectorSphericalHarmonicTransform", "activation", "adaptive", "attention", "attention_way", "chunked",
