@@ -199,6 +199,9 @@ def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
     if input1.shape[:-1] != input2.shape[:-1] or (input1.shape[-1], input2.shape[-1]) != tuple(weight.shape[1:]):
         shapes = [tuple(x.shape) for x in (input1, input2, weight)]
         raise RuntimeError(f"bilinear of shapes {shapes}: pass [..., i], [..., j] and [k, i, j]")
+    kinds = {input1.dtype, input2.dtype, weight.dtype}
+    if len(kinds) > 1 and not torch.is_autocast_enabled(weight.device.type):
+        raise RuntimeError(f"bilinear of {' and '.join(sorted(map(str, kinds)))}: all operands must have one dtype")
     out = torch.einsum("...i,kij,...j->...k", input1, weight, input2)
     return out if bias is None else out + bias
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -203,7 +203,7 @@ _FSDP = "torch.distributed.fsdp._fully_shard."
 gather_without_waiting = LateName("torch.distributed.fsdp:FSDPModule._set_unshard_async_op")
 
 
-@cache
+@lru_cache(maxsize=8)
 def change_units_of_fsdp(apply: Callable[..., Any]) -> None:
     """Let FSDP2 call ``apply(torchs, parameters, *inputs)`` in the place of `torchs`, from the first call on.
 

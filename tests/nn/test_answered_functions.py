@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ def _unpooled(x, *args, **options):
     return F.max_unpool2d(y, places, *args, **options, output_size=x.shape[2:])
 
 
+COMPLEX = torch.randn(4, 3, 3, 3, dtype=torch.complex128, generator=torch.Generator().manual_seed(2))
+
 FUNCTIONS = {
     "softsign": F.softsign,
     "tanhshrink": F.tanhshrink,
@@ -53,6 +56,12 @@ FUNCTIONS = {
     "unfold": lambda x: F.unfold(x, 3, padding=1),
     "unfold, strided": lambda x: F.unfold(x, (2, 3), stride=(2, 1), dilation=(1, 2)),
     "fold": lambda x: F.fold(F.unfold(x, 3, padding=1, stride=2) * 2, (7, 10), 3, padding=1, stride=2),
+    "conv of complex numbers": lambda x: torch.view_as_real(
+        F.conv2d(torch.complex(x, x.sin()), COMPLEX, COMPLEX[:, 0, 0, 0], stride=2, padding=1)
+    ),
+    "conv_transpose of complex numbers": lambda x: torch.view_as_real(
+        F.conv_transpose2d(torch.complex(x, x.sin()), COMPLEX.mT[:3], stride=2)
+    ),
     "Tensor.unfold": lambda x: x.unfold(2, 3, 2).unfold(3, 2, 2),
     "lp_pool": lambda x: F.lp_pool2d(x, 2, 2) + F.lp_pool2d(x.abs(), 3.0, 2, 2),
     "unpool": lambda x: _unpooled(x, 2),
@@ -198,6 +207,44 @@ def test_random_numbers_of_an_empty_tile_are_none():
     tile = shard(torch.rand(0, 3), jigsaw.init_mesh(lat=1), ("lat", None))
     for draw in (torch.bernoulli, torch.rand_like, F.dropout):
         assert draw(tile).shape == (0, 3)
+
+
+KERNELS = {
+    "unfold": lambda x: F.unfold(x, 2),
+    "conv": lambda x: F.conv2d(x, torch.ones(3, 4, 2, 2, dtype=x.dtype)),
+    "conv_transpose": lambda x: F.conv_transpose2d(x, torch.ones(4, 3, 2, 2, dtype=x.dtype)),
+    "conv by another dtype": lambda x: F.conv2d(x, torch.ones(3, 4, 2, 2)),
+    "avg_pool": lambda x: F.avg_pool2d(x, 2),
+    "avg_pool of volumes": lambda x: F.avg_pool3d(x, 1),
+    "adaptive_avg_pool": lambda x: F.adaptive_avg_pool2d(x, 2),
+    "adaptive_max_pool": lambda x: F.adaptive_max_pool2d(x, 2),
+    "local_response_norm": lambda x: F.local_response_norm(x, 2),
+    "layer_norm": lambda x: F.layer_norm(x, (5,)),
+    "group_norm": lambda x: F.group_norm(x, 2),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "instance_norm": F.instance_norm,
+    "bilinear": lambda x: F.bilinear(x, x, torch.ones(2, 5, 5)),
+}
+
+
+@on_ranks(2)
+def test_a_dtype_that_torch_refuses_is_refused_where_a_rank_has_no_rows():
+    mesh = world_mesh(lat=2)
+    cuts = ((3, (0, 5, 5)), (0, (0, 0, 2)), (1, (0, 4, 4)), (2, (0, 0, 4)))
+    for dtype in (torch.uint8, torch.int64, torch.bool, torch.float64):
+        x = torch.ones(2, 4, 4, 5).to(dtype)
+        for (name, function), (dim, points) in itertools.product(KERNELS.items(), cuts):
+            tile = shard(x, mesh, [None if d != dim else "lat" for d in range(4)], split={dim: points})
+            try:
+                expected = function(x)
+            except RuntimeError:
+                with comm.count() as counted, pytest.raises(RuntimeError):
+                    function(tile)
+                assert not counted.calls, (name, dtype, dim)
+            else:
+                found = function(tile)
+                assert found.local.dtype == expected.dtype, (name, dtype, dim)
+                torch.testing.assert_close(found.full_tensor(), expected, msg=f"{name} {dtype} {dim}")
 
 
 @on_ranks(2)

@@ -35,7 +35,7 @@ from jigsaw.nn.stencils.conv_geometry import (
     read_transposed_convolution,
 )
 from jigsaw.nn.stencils.halo_conv import HaloConvolution, convolve_with_halo, plan_halo
-from jigsaw.nn.stencils.stencil import empty_result, gather_input_rows, plan_stencil
+from jigsaw.nn.stencils.stencil import check_kernel, empty_result, gather_input_rows, plan_stencil
 from jigsaw.nn.weights import cut_parameter, gathered_weight, is_dtensor, local_weight, weight_layout
 from jigsaw.ops.meeting.common_cuts import bring_to_cuts
 from jigsaw.tile.tile import Tile, implements_torch
@@ -55,6 +55,9 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometr
     *Raises*: `ShardingError` for channels that do not fit, windows larger than the padded input, flattened dims.
     """
     if type(weight) in (Tensor, nn.Parameter) and isinstance(input, Tile):
+        if weight.is_complex() and input.is_complex():
+            return _convolve_complex(input, weight, bias, conv)
+        _check_dtypes(input, weight, conv)
         plan = plan_of_whole_channels(input.layout, weight.shape, conv, input.coordinate)
         if plan is not None:
             return _convolve_whole_channels(input, weight, bias, plan)
@@ -88,6 +91,22 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometr
     if ways is None:
         return _convolve_whole_channels(input, weight, bias, ConvPlan(conv, along, to, out))
     return _convolve_cut_channels(input, weight, bias, ConvPlan(conv, along, to, out.replace_dim(1, ways.out)), ways)
+
+
+def _check_dtypes(input: Tile, weight: Tensor, conv: ConvGeometry) -> None:
+    if weight.dtype != input.dtype or not weight.is_floating_point():
+        ones, none = (1,) * conv.dims, (0,) * conv.dims
+        sample = weight.new_zeros((1, 1, *ones)), None, ones, none, ones, conv.transposed, none, 1
+        check_kernel(torch.convolution, input, conv.dims, *sample, always=True)
+
+
+def _convolve_complex(input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometry) -> Tile:
+    """Convolve real and imaginary parts, in three convolutions as torch does."""
+    x, y = input.real, input.imag
+    real, imaginary = convolve(x, weight.real, None, conv), convolve(y, weight.imag, None, conv)
+    both = convolve(x + y, weight.real + weight.imag, None, conv)
+    out: Any = torch.complex(real - imaginary, both - real - imaginary)
+    return out if bias is None else out + bias.reshape(-1, *[1] * conv.dims)
 
 
 def _convolve_whole_channels(input: Tile, weight: Tensor, bias: Tensor | None, plan: ConvPlan) -> Tile:

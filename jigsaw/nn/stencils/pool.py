@@ -26,6 +26,7 @@ from jigsaw.nn.stencils.adaptive import OutputSize, adaptive_sizes, mean_of_wind
 from jigsaw.nn.stencils.stencil import (
     DimStencil,
     StencilPlan,
+    check_kernel,
     empty_result,
     entry_per_dim,
     gather_input_rows,
@@ -179,13 +180,14 @@ def avg_pool(
 
     *Shapes*, *Sends*, *Raises*: as `max_pool`.
     """
+    op: Callable[..., Tensor] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[dims - 1]
+    check_kernel(op, input, dims, kernel_size=1)
     windows = _pool_windows(input, dims, kernel, stride, padding, 1, ceil_mode)
     to = _plan_pool(input, windows, "avg_pool")
     x = gather_input_rows(input, to)
     if to.is_empty:
         return Tile(empty_result(to.shape, x), to.out, input.mesh)
     own = _own_padding(input.layout, windows)
-    op: Callable[..., Tensor] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[dims - 1]
     args = (x, [w.kernel for w in windows], [w.stride for w in windows], own, ceil_mode, include_pad)
     y = op(*args) if dims == 1 else op(*args, divisor)
     if divisor is None:
@@ -270,6 +272,7 @@ def _adaptive_uncut(x: Tile, dims: int, first: int, wanted: Sequence[int]) -> Ti
 
 def _answer_adaptive_avg(dims: int, function: Any) -> None:
     def pool(input: Tile, output_size: OutputSize) -> Tile:
+        check_kernel(function, input, dims, output_size)
         return adaptive_avg_pool(input, dims, output_size)
 
     implements_torch(function)(pool)
