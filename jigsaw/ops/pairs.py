@@ -223,8 +223,9 @@ def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any
     shape = torch.broadcast_shapes(x1.shape, x2.shape)
     if not shape:
         return _cosine_similarity(x1.reshape(1), x2.reshape(1), dim, eps)
-    dtype = torch.result_type(x1, x2)
-    x1, x2 = (x.to(dtype).reshape((1,) * (len(shape) - x.ndim) + tuple(x.shape)) for x in (x1, x2))
+    dtype = torch.promote_types(x1.dtype, x2.dtype)  # also of a number, which torch expands first
+    x1, x2 = (x if x.dtype.is_floating_point else x.to(dtype) for x in (x1, x2))
+    x1, x2 = (x.reshape((1,) * (len(shape) - x.ndim) + tuple(x.shape)) for x in (x1, x2))
     first, second = (_lengths_along(x, dim, shape, eps) for x in (x1, x2))
     return (x1 / first * (x2 / second)).sum(dim)
 

@@ -135,3 +135,17 @@ def test_a_loss_has_the_dtype_of_its_target():
     x, target = torch.randn(6, dtype=torch.float64), torch.rand(6).to(torch.bfloat16)
     loss = F.binary_cross_entropy_with_logits(shard(x, jigsaw.init_mesh(lat=1), ("lat",)), target)
     assert loss.dtype == F.binary_cross_entropy_with_logits(x, target).dtype == torch.bfloat16
+
+
+@on_ranks(2)
+def test_cosine_similarity_has_the_dtype_of_torch():
+    x = torch.randn(5, 2)
+    tile = jigsaw.shard(x, world_mesh(lat=2), ("lat", None))
+    numbers = [torch.tensor(2.0, dtype=torch.float64), torch.tensor(2), torch.tensor([2.0, 3.0], dtype=torch.float16)]
+    for other in (*numbers, x.double(), x.long()):
+        for expected, found in (
+            (F.cosine_similarity(x, other, -1), F.cosine_similarity(tile, other, -1)),
+            (F.cosine_similarity(other, x, -1), F.cosine_similarity(other, tile, -1)),
+        ):
+            assert found.dtype == expected.dtype
+            torch.testing.assert_close(found.full_tensor(), expected)
