@@ -29,9 +29,14 @@ def _faults(seeds, folder, end=float("inf")):
     return "\n".join(said)
 
 
+# of long runs: a scattered diagonal that was viewed, circular pads written through contiguous() and without rows, ties
+# of rounded values, the dtype of a similarity
+FOUND = (24314, 27091, 30872, 31666, 40189)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_random_programs_are_exact_or_refused(ranks, tmp_path):
-    seeds = [seed for seed in range(240) if ranks_of_seed(seed) == ranks]
+    seeds = [seed for seed in (*FOUND, *range(240)) if ranks_of_seed(seed) == ranks]
     assert not _faults(seeds, tmp_path / "verdicts")
 
 

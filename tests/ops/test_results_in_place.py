@@ -220,6 +220,11 @@ MADE_OF_TRANSPOSED = {
     "circular pad of a transpose": lambda x: F.pad(x.t()[None], (1, 1), "circular"),
     "reflected transpose": lambda x: F.pad(x.t()[None], (1, 1), "reflect"),
     "image of one row": lambda x: F.interpolate(x[:, :, None, None], size=(5, 3)),
+    "circular channels-last image": lambda x: F.pad(
+        (x * torch.ones(2, 3, 1, 1)).contiguous(memory_format=torch.channels_last),
+        (1, 1, 1, 1),
+        "circular",
+    ),
     "circular image of one row": lambda x: F.pad(x[:, :, None, None], (1, 1, 1, 1), "circular"),
 }
 

@@ -27,6 +27,7 @@ from jigsaw.nn.stencils.stencil import (
     plan_stencil,
     resized_layout,
 )
+from jigsaw.ops.whole_strides import with_order
 from jigsaw.tile.tile import Tile, implements_torch, in_own_memory
 
 PadsByDim = dict[int, tuple[int, int]]
@@ -59,7 +60,8 @@ def pad(input: Tile, pad: Sequence[int], mode: str = "constant", value: float | 
             )
             input = _pad_by_exchange(input, along)
             pads = {d: (max(low, 0), max(high, 0)) if d in mixed else (low, high) for d, (low, high) in pads.items()}
-        return _pad_by_exchange(input, tuple(_circular_stencil(input, d, *p) for d, p in pads.items()))
+        padded = _pad_by_exchange(input, tuple(_circular_stencil(input, d, *p) for d, p in pads.items()))
+        return with_order(padded, None)  # torch's is contiguous, also of channels-last images
     return _pad_folded(input, pads, mode)
 
 
