@@ -21,7 +21,7 @@ class ZooInput:
     """One tensor that a net takes: normal numbers, or whole ones below `classes`; `spec=None` passes it whole."""
 
     shape: tuple[int, ...]
-    spec: tuple[str | None, ...] | None = LATLON
+    spec: tuple[str | tuple[str, ...] | None, ...] | None = LATLON
     classes: int = 0
 
     def draw(self, seed: int, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 
 from nets_by_hand import HAND_NETS
+from nets_graphs import GRAPH_NETS
 from nets_hub import HUB_NETS
 from nets_medical import MEDICAL_NETS
 from nets_users import USER_NETS
@@ -14,7 +15,7 @@ from nets_weather import WEATHER_NETS
 from zoo_net import ZooNet, define_missing_operators
 
 define_missing_operators()
-_NETS = (*MEDICAL_NETS, *VISION_NETS, *HUB_NETS, *VIDEO_NETS, *WEATHER_NETS, *HAND_NETS, *USER_NETS)
+_NETS = (*MEDICAL_NETS, *VISION_NETS, *HUB_NETS, *VIDEO_NETS, *WEATHER_NETS, *HAND_NETS, *USER_NETS, *GRAPH_NETS)
 ZOO: dict[str, ZooNet] = {net.key: net for net in _NETS}
 
 # What is refused today, and the function that is: a net leaves this list when it runs.
