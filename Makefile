@@ -27,6 +27,10 @@ OLDEST_PYTHONS ?= $(shell for minor in $(MINORS); do \
 	for p in "/usr/bin/python$$minor" "$$HOME"/.pyenv/versions/$$minor.*/bin/python$$minor "$$(command -v python$$minor)"; do \
 	"$$p" -c 'import ensurepip, sys; print(sys.version_info[2], sys.executable)' 2>/dev/null; done | sort -n | head -n 1 | cut -d " " -f 2; done)
 
+# Alone, because diffusers imports a torchvision where one is, which pip may have paired with another torch.
+VAE := .venv-vae
+VAE_STAMP := $(VAE)/.jigsaw-installed
+
 LEAST := .venv-least
 LEAST_STAMP := $(LEAST)/.jigsaw-installed
 # Not aurora: its packages bring a torchvision that needs a torch of its own.
@@ -57,7 +61,7 @@ TEST_WORKERS ?= 2
 PYTEST := python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weather weather-025 cells aurora medical nginx test test-cuda test-law check nightly docs test-newest with-newest test-least test-next \
+.PHONY: help setup weather weather-025 cells aurora vae medical nginx test test-cuda test-law check nightly docs test-newest with-newest test-least test-next \
 	test-oldest with-oldest bench fuzz zoo dist sbom release-tag lint-repository clean
 
 help: ## show these targets
@@ -186,7 +190,7 @@ $(NEWEST_STAMP): pyproject.toml
 	@touch $@
 
 # WORDS="monai/ timm/Swin" chooses nets. It ends with an error when one is not exact.
-zoo: $(ZOO_STAMP) ## published nets of eleven packages on tiles against one process, on 2, 3 and 2 x 2 ranks, thirteen in harder use; makes docs/models.md
+zoo: $(ZOO_STAMP) ## published nets of twelve packages on tiles against one process, on 2, 3 and 2 x 2 ranks, thirteen in harder use; makes docs/models.md
 	PYTHONPATH=. $(ZOO)/bin/python tests/zoo/run.py $(WORDS) --json zoo.json --keep --page docs/models.md
 	PYTHONPATH=. $(ZOO)/bin/python tests/zoo/uses.py $(WORDS) --json uses.json --page docs/models.md
 
@@ -240,6 +244,15 @@ $(REPOSITORY_STAMP): pyproject.toml
 	test -x $(REPOSITORY)/bin/python || "$(PYTHON)" -m venv $(REPOSITORY)
 	$(REPOSITORY)/bin/python -m pip install --quiet "$(PIP)"
 	$(REPOSITORY)/bin/python -m pip install --quiet --group repository
+	@touch $@
+
+vae: $(VAE_STAMP) ## decode a clip that one process cannot in its memory and 4 ranks can, with Wan's autoencoder of diffusers
+	$(VAE)/bin/python examples/video_vae/decode.py
+
+$(VAE_STAMP): pyproject.toml
+	test -x $(VAE)/bin/python || "$(PYTHON)" -m venv $(VAE)
+	$(VAE)/bin/python -m pip install --quiet --no-compile "$(TORCH)"
+	$(VAE)/bin/python -m pip install --quiet --no-compile "$(TORCH)" --editable . diffusers==0.42.1
 	@touch $@
 
 medical: setup ## organs of a real CT with MONAI's net and loss: the first steps on one rank, all on two, the picture
