@@ -47,6 +47,7 @@ def pipeline(
     schedule: str = "1f1b",
     stages: Sequence[str] | Literal["balanced"] | None = None,
     example: Any = None,
+    example_kwargs: Mapping[str, Any] | None = None,
     axis: str = PIPE_AXIS,
     shard_weights: WeightSharding = False,
     replicate: str | Sequence[str] = (),
@@ -57,7 +58,8 @@ def pipeline(
     A rank keeps the parameters of its stages, with the gradients of the whole batch after each step; those of other
     stages move to the meta device.  The model's own forward runs in every stage, up to the call of the module that
     begins the next one, so the model may be written in any way.  Stages follow the order in which the model has its
-    modules.  With `example`, the `x` of a step, they follow the order in which it calls them.
+    modules.  With `example`, the `x` of a step, and `example_kwargs`, its keyword arguments, they follow the order in
+    which it calls them.
 
     - `stages` names the modules that begin the stages after the first, as ``named_modules()`` does.  By default the
       stages have about equally many parameters, with cuts between elements of ``Sequential`` and ``ModuleList``.
@@ -120,13 +122,15 @@ def pipeline(
                 "plain model and let pipeline cut its weights, with shard_weights=True or an axis 'channel'"
             )
 
+    given = _example_inputs(example, example_kwargs)
+
     def order_of_calls(names: Sequence[str]) -> Sequence[str]:
-        return names if example is None else _order_of_calls(model, names, mesh, stage_mesh, axis, example)
+        return names if given is None else _order_of_calls(model, names, mesh, stage_mesh, axis, given)
 
     count = ranks * (pipe_schedule.per_rank or 2) if ranks > 1 else 1
     begins = _begins(model, mesh, stages, count, example, axis, microbatches, order_of_calls)
     check_schedule(name, pipe_schedule, ranks, len(begins) + 1, microbatches)
-    cuts = cut_stages(model, begins, order_of_calls(whole_names(model, begins)) if example is not None else ())
+    cuts = cut_stages(model, begins, order_of_calls(whole_names(model, begins)) if given is not None else ())
     own = OwnStages(model, mesh, stage_mesh, axis, cuts, pipe_schedule)
     _check_same_on_ranks(own, microbatches, name)
     names, paper = list(model.state_dict()), PaperModel(model, cuts, stage_mesh)
@@ -145,11 +149,18 @@ def _check_same_on_ranks(own: OwnStages, microbatches: int, schedule: str) -> No
             )
 
 
+def _example_inputs(example: Any, example_kwargs: Mapping[str, Any] | None) -> Any:
+    """Return the arguments of the example by place and by name, or None where there is no example."""
+    if example is None and not example_kwargs:
+        return None
+    by_place: Any = () if example is None else example if isinstance(example, tuple) else (example,)
+    return by_place, dict(example_kwargs or {})
+
+
 def _order_of_calls(
-    model: nn.Module, names: Sequence[str], mesh: DeviceMesh, stage_mesh: DeviceMesh, axis: str, example: Any
+    model: nn.Module, names: Sequence[str], mesh: DeviceMesh, stage_mesh: DeviceMesh, axis: str, given: Any
 ) -> Sequence[str]:
-    """Return those of the modules that the model calls on the example, in order."""
-    given: Any = (example if isinstance(example, tuple) else (example,), {})
+    """Return those of the modules that the model calls on the example's arguments, in order."""
     split = BatchSplit(mesh, stage_mesh, axis, 1, given)
     paper = PaperModel(model, StageCuts((), dict.fromkeys(names, 0)), stage_mesh)
     return paper.order_of_calls(as_on_paper(pytree.tree_map(split.stage_tile, given)))

@@ -366,8 +366,8 @@ class _PlainTensorWatch(TorchDispatchMode):
                 raise ShardingError(
                     f"a plain tensor of shape {tuple(x.shape)} that stage {mark.stage} makes is used in stage "
                     f"{run.stage}, by {func} after the call of {run.inside_of!r}, and is not made of constants and "
-                    "buffers alone (random numbers, or a tile's local rows): make it in the module that uses it, or "
-                    "cut the model elsewhere (stages=)"
+                    "buffers alone (random numbers, a parameter, or a tile's local rows): make it in the module that "
+                    "uses it, or cut the model elsewhere (stages=)"
                 )
         return mark
 

@@ -238,9 +238,9 @@ def _condition_stages(axes):
     grads = {n: p.grad for n, p in whole.named_parameters()}
     tiles = [jigsaw.shard(v, mesh, SPEC) for v in (x, y)]
     for stages in (["second"], None):
-        example = (tiles[0], where, scale, {"time": time})
+        example = {"example": (tiles[0], where), "example_kwargs": {"scale": scale, "given": {"time": time}}}
         pipe = jigsaw.pipeline(
-            copy.deepcopy(model), mesh, loss=_conditioned_loss, stages=stages, example=example, microbatches=4
+            copy.deepcopy(model), mesh, loss=_conditioned_loss, stages=stages, microbatches=4, **example
         )
         for _ in range(2):
             pipe.zero_grad()
