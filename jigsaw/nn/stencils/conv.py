@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -95,9 +96,10 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometr
 
 def _check_dtypes(input: Tile, weight: Tensor, conv: ConvGeometry) -> None:
     if weight.dtype != input.dtype or not weight.is_floating_point():
-        ones, none = (1,) * conv.dims, (0,) * conv.dims
-        sample = weight.new_zeros((1, 1, *ones)), None, ones, none, ones, conv.transposed, none, 1
-        check_kernel(torch.convolution, input, conv.dims, *sample, always=True)
+        # functions of one number of dims, because autocast casts what they take, and leaves torch.convolution alone
+        plain = (F.conv1d, F.conv2d, F.conv3d), (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+        sample = weight.new_zeros([1] * (conv.dims + 2))
+        check_kernel(plain[conv.transposed][conv.dims - 1], input, conv.dims, sample, always=True)
 
 
 def _convolve_complex(input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometry) -> Tile:
