@@ -18,10 +18,11 @@ what `down` returns.  Stage 1 begins; `up` reads 2, the sum reads 1, nothing rea
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class PipelinePlan:
     """Calls of whole modules in their order; where each stage begins: its call, and the numbers of tiles before it and
     of plain tensors that these had given; the tiles that it is sent; the plain tensors that travel `as_tiles`; and
     `read_apart`, parameters and buffers that are read outside of calls of their stage's modules, without values.
+    `caches` are those of functions of the model that kept tensors without values.
     """
 
     calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
@@ -73,6 +75,7 @@ class PipelinePlan:
     sent: list[list[TileOnPaper]] = field(default_factory=lambda: [[]])
     as_tiles: frozenset[PlainOrigin] = frozenset()
     read_apart: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    caches: tuple[Any, ...] = ()
 
     def has_given(self) -> bool:
         return any(call == GIVEN_BY_TILE for call, _ in self.as_tiles)
@@ -83,6 +86,17 @@ def on_paper(mode: FakeTensorMode) -> Generator[None]:
     """Run the block with tensors without values, and send and compare nothing."""
     with mode, shape_run(), debug.without_comparing():
         yield
+
+
+def caches_on_paper() -> tuple[Any, ...]:
+    """Return the caches of `functools` that keep tensors without values, for the next call that has some."""
+    kind = type(lru_cache(_without_values))
+    return tuple(
+        cache
+        for cache in gc.get_objects()
+        if type(cache) is kind
+        and any(isinstance(x, FakeTensor) for kept in gc.get_referents(cache) for x in pytree.tree_leaves(kept))
+    )
 
 
 # -- the model on paper -----------------------------------------------------------------------------------------------
@@ -130,6 +144,9 @@ class PaperModel:
         while True:
             run = _PlanningPass(self, as_tiles)
             self._pass_on_paper(run, inputs)
+            run.made.caches = caches_on_paper()
+            for cache in run.made.caches:
+                cache.cache_clear()
             if run.crossing <= as_tiles:
                 return run.finished_plan()
             as_tiles |= run.crossing
@@ -137,6 +154,8 @@ class PaperModel:
     def order_of_calls(self, inputs: ModelInputs) -> list[str]:
         run = _OrderPass(self.mesh, frozenset())
         self._pass_on_paper(run, inputs)
+        for cache in caches_on_paper():
+            cache.cache_clear()
         return run.order
 
     def _pass_on_paper(self, run: _PaperPass, inputs: ModelInputs) -> None:

@@ -98,6 +98,7 @@ class StagePass(WatchedPass):
     def _begin(self, before: list[Tile]) -> None:
         """End the paper pass: tiles that were sent get their values, the others none."""
         self._paper.close()
+        self._forget_paper()
         self._before = None
         self._check_tiles(len(before), self.stage)
         for tile in before:
@@ -108,6 +109,11 @@ class StagePass(WatchedPass):
             even = _EvenGradient.apply(local)
             tile.__dict__["local"] = redistribute_rows(even, what.sent_layout, tile.layout, self.mesh)
             self.keep(what.number, tile)
+
+    def _forget_paper(self) -> None:
+        """Empty the model's caches of tensors by their shapes, which now have no values."""
+        for cache in self.plan.caches:
+            cache.cache_clear()
 
     def _check_tiles(self, count: int, stage: int) -> None:
         left = self.plan.left_before[stage] if self.plan.has_given() else self.left
@@ -131,6 +137,8 @@ class StagePass(WatchedPass):
             out = None
         finally:
             self._paper.close()
+            if self._before is not None:
+                self._forget_paper()
         if self._end is not None:
             self._check_tiles(self.tiles, self.stage + 1)
         return out

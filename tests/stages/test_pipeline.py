@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import os
 import re
@@ -294,6 +295,35 @@ def test_stages_whose_modules_share_a_table():
     for step in (1, 2):
         assert pipe.step(*tiles).item() == pytest.approx(loss, abs=1e-12)
         _assert_gradients(pipe, grads, step)
+
+
+@functools.lru_cache(maxsize=1)
+def _waves(rows, dtype):
+    """Positions by shape, which packages keep for the next call."""
+    return torch.linspace(0, 3, rows, dtype=dtype)[:, None].sin()
+
+
+class PlacedByCache(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.first, self.second, self.head = nn.Conv2d(3, 4, 1), _block(4), _block(4), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        x = self.first(self.stem(x) + _waves(x.shape[2], x.dtype))
+        return self.head(self.second(x * _waves(x.shape[2], x.dtype)))
+
+
+@on_ranks(2)
+def test_what_a_function_keeps_for_the_next_call_has_values():
+    mesh, model, (x, y) = world_mesh(pipe=2), _model(PlacedByCache), _batch()
+    loss, grads = _expected(model, x, y)
+    _waves.cache_clear()
+    tiles = [jigsaw.shard(v, mesh, SPEC) for v in (x, y)]
+    for example in (None, tiles[0]):
+        pipe = jigsaw.pipeline(copy.deepcopy(model), mesh, loss=F.mse_loss, stages=["second"], example=example)
+        for step in (1, 2):
+            assert pipe.step(*tiles).item() == pytest.approx(loss, abs=1e-12)
+            _assert_gradients(pipe, grads, step)
 
 
 @on_ranks(2)
