@@ -130,8 +130,8 @@ def compare(args: argparse.Namespace) -> int:
         limit = args.limit or round((peaks[0] + peaks[1]) / 2, 2)
         for name, (ranks, options) in list(ways.items())[:2]:
             ran = launched(ranks, [*sizes, *options, "--limit", str(limit)])
-            told = ran.stdout.strip().splitlines()[-1:] or ["memory refused" if "memory" in ran.stderr else "failed"]
-            print(f"{name} within {limit} GiB each: {told[0] if not ran.returncode else 'memory refused'}", flush=True)
+            words = (ran.stderr if ran.returncode else ran.stdout).strip().splitlines()
+            print(f"{name} within {limit} GiB each: {'ended by ' * bool(ran.returncode)}{words[-1]}", flush=True)
     return 0
 
 
