@@ -237,7 +237,8 @@ TRANSFORMERS_NETS = [
         fpn_feature_size=32,
         mask_feature_size=32,
         num_labels=3,
-        decoder_config={"d_model": 16, "num_queries": 5}
+        # without dropout, which draws otherwise for each microbatch of a pipeline
+        decoder_config={"d_model": 16, "num_queries": 5, "dropout": 0.0}
         | {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in DETR.items()},
         **SWIN,
     ),
