@@ -29,11 +29,9 @@ class JoinedArrays:
     edges: tuple[int, ...]
 
     def find(self, row: int) -> int:
-        """Return the number of the array that has a row of the whole."""
         return bisect_right(self.edges, row) - 1
 
     def inside(self, rows: Interval) -> Iterator[tuple[int, Interval]]:
-        """Yield the arrays that have some of `rows`, by number, and the rows that each has."""
         if rows[0] < rows[1]:
             for i in range(self.find(rows[0]), self.find(rows[1] - 1) + 1):
                 yield i, (max(rows[0], self.edges[i]), min(rows[1], self.edges[i + 1]))
@@ -93,7 +91,6 @@ class ArrayTable:
         object.__setattr__(self, "loader", loader)
 
     def make_finder(self) -> ChunkFinder:
-        """Return the finder of its chunks."""
         return ChunkFinder(self.name, self.grid, self.places, self.decoder, self.slices)
 
     @property
@@ -110,8 +107,6 @@ class ArrayTable:
     def is_plain(self) -> bool:
         return self.decoder is not None and self.decoder.is_plain
 
-    # -- attributes --------------------------------------------------------------------------------------------------
-
     @property
     def scale(self) -> float:
         """Factor of stored values; an attribute that is not a number is refused, as for `offset`."""
@@ -119,7 +114,6 @@ class ArrayTable:
 
     @property
     def offset(self) -> float:
-        """Offset that is then added."""
         return self._number("add_offset", 0.0)
 
     def check_readable(self) -> None:
@@ -159,9 +153,6 @@ class ArrayStore:
     def read_small(self, name: str) -> NDArray[Any]:
         """Read a whole array as it is stored: for coordinates."""
         return self._read(name)
-
-
-# -- packed numbers: the values that stored ones mean, by CF's and NetCDF's attributes, as xarray reads them ----------
 
 
 def dtype_with_declared_sign(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> np.dtype[Any]:

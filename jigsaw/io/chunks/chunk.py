@@ -53,11 +53,9 @@ class DimChunks:
         return -(-self.size // self.chunk) if self._edges is None else len(self._edges) - 1
 
     def find(self, row: int) -> int:
-        """Return the chunk that holds a row."""
         return row // self.chunk if self._edges is None else bisect_right(self._edges, row) - 1
 
     def start(self, index: int) -> int:
-        """Return the first row of a chunk."""
         return index * self.chunk if self._edges is None else self._edges[index]
 
     def length(self, index: int) -> int:
@@ -72,7 +70,6 @@ class DimChunks:
         return start, min(start + self.length(index), self.size)
 
     def edges(self) -> list[int]:
-        """Return the first row of each chunk, then the number of rows."""
         return [self.start(i) for i in range(self.count)] + [self.size]
 
 
@@ -97,7 +94,6 @@ class ChunkGrid:
 
     @cached_property
     def along(self) -> tuple[DimChunks, ...]:
-        """The chunks along each dim."""
         return tuple(
             DimChunks(n, c, self.lengths.get(d), self.clipped)
             for d, (n, c) in enumerate(zip(self.shape, self.chunks, strict=True))
@@ -120,24 +116,18 @@ class ChunkGrid:
         return tuple(a.length(i) for a, i in zip(self.along, index, strict=True))
 
     def bytes_of(self, index: ChunkIndex) -> int:
-        """Return the decoded size of a chunk."""
         return self.chunk_bytes if self.is_uniform else prod(self.shape_of(index)) * self.itemsize
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The number of chunks along each dim."""
         return tuple(a.count for a in self.along)
 
     def indices(self) -> Iterator[ChunkIndex]:
-        """Yield the index of every chunk, in C order."""
         return product(*(range(n) for n in self.counts))
 
     def box_of(self, index: ChunkIndex) -> Box:
-        """Return the rows of the array that a chunk covers."""
         return tuple(a.inside(i) for a, i in zip(self.along, index, strict=True))
 
-
-# -- parts of a chunk: the bytes of its values that some boxes need ---------------------------------------------------
 
 MOST_PORTION_SHARE = 0.75
 """Largest share of a chunk that is decoded as a part; beyond it the whole chunk is decoded."""
@@ -160,7 +150,6 @@ class ChunkPortion(NamedTuple):
 
     @property
     def stored(self) -> int:
-        """The stored bytes that it fetches."""
         return sum(length for _, length in self.ranges)
 
 
@@ -234,9 +223,6 @@ def plain_portion(spans: ByteSpans) -> ChunkPortion:
     """Return the portion of a chunk that is stored as its values."""
     pairs = [(int(a), int(b)) for a, b in spans]
     return ChunkPortion(tuple((a, b - a) for a, b in pairs), tuple(pairs), decoded=sum(b - a for a, b in pairs))
-
-
-# -- one stored chunk: where it lies, its decoder, the counts of its loading ------------------------------------------
 
 
 class ChunkRef(NamedTuple):

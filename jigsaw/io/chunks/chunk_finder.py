@@ -66,7 +66,6 @@ class LookupTally:
         self._lock, self.counted = threading.Lock(), LookupCounts()
 
     def add(self, more: LookupCounts) -> LookupCounts:
-        """Count `more`, and give it back."""
         with self._lock:
             so_far = self.counted
             self.counted = LookupCounts(so_far.requests + more.requests, so_far.bytes + more.bytes)
@@ -305,8 +304,6 @@ class ChunkFinder:
     def _locate_each(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
         return [self.places.locate((*first[:-1], first[-1] + n)) for n in range(count)]
 
-    # -- what finding chunks takes -----------------------------------------------------------------------------------
-
     @property
     def looked_up(self) -> LookupCounts:
         """The reads of indices and tables of blocks so far."""
@@ -322,8 +319,6 @@ class ChunkFinder:
     def table_of(self, index: ChunkIndex) -> LookupCounts:
         """Return the look-ups of reading the table of blocks of a chunk."""
         return self._tables.took(index)
-
-    # -- errors --------------------------------------------------------------------------------------------------------
 
     def naming_chunk(self, index: ChunkIndex, step: Callable[[], T]) -> T:
         """Run a step and return its result; its errors name array, chunk and file."""

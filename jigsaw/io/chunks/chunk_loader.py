@@ -49,7 +49,6 @@ class ChunkStream:
         self._rest = self._block[:0]
 
     def read(self, out: ByteArray) -> None:
-        """Fill `out` with the next bytes."""
         done = min(self._rest.size, out.size)
         out[:done], self._rest = self._rest[:done], self._rest[done:]
         if done == out.size:
@@ -221,7 +220,6 @@ class ChunkLoader(DecodedChunks):
         return fetched if self._finder.places.files.ranges(path, targets) else [None] * len(wanted)
 
     def decode(self, index: ChunkIndex, fetched: FetchedBytes, out: ByteArray) -> ChunkLoadCounts:
-        """Decode what was fetched into `out`."""
         self._finder.naming_chunk(index, lambda: self._decode(index, fetched, out))
         part, raw = fetched.portion, fetched.raw
         requests = fetched.requests if fetched.requests is not None else len(part.ranges) if part else 1

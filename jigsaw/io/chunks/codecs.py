@@ -48,7 +48,6 @@ class BloscFrame:
 
     @property
     def is_copied(self) -> bool:
-        """True where the blocks are stored as they are."""
         return bool(self.head[2] & _STORED_AS_IS)
 
     def portion(self, spans: ByteSpans, gap: int) -> ChunkPortion:
@@ -56,7 +55,6 @@ class BloscFrame:
         return self.part(blosc_blocks_of_spans(spans, self.block), gap)
 
     def part(self, runs: ByteSpans, gap: int) -> ChunkPortion:
-        """Return the portion of these runs of blocks, [first, stop)."""
         stored = join_spans(self._stored(runs), gap).tolist()
         valid = np.minimum(runs * self.block, self.size).tolist()
         ranges, spans = tuple((a, b - a) for a, b in stored), tuple((a, b) for a, b in valid)
@@ -206,8 +204,6 @@ def decode_blosc_frame(frame: ByteArray, out: ByteArray) -> None:
     except (RuntimeError, ValueError) as e:
         raise BadChunkError(str(e)) from e
 
-
-# -- all codecs -------------------------------------------------------------------------------------------------------
 
 _RUN_CODE = ("pickle", "dill", "marshal", "joblib")
 

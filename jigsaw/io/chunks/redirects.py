@@ -128,7 +128,6 @@ class _RefusingProxy:
         listener.close()
 
     def hosts_asked_for(self, port: int) -> set[str]:
-        """Return the hosts of requests to a port so far."""
         with self._lock:
             return set(self._hosts.get(port, ()))
 

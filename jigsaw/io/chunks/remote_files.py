@@ -139,7 +139,6 @@ class RetryPolicy:
         )
 
     def pause(self, failures: int) -> float:
-        """Return how long to wait after so many failures."""
         return min(self.longest, self.first * self.base ** (failures - 1)) * random.uniform(0.5, 1.0)
 
 
@@ -180,8 +179,6 @@ class RemoteFiles:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         store, name, retry, guard = state
         self.__init__(store if guard is None else guard.open_store(), name, retry, guard)
-
-    # -- `StoreFiles` ------------------------------------------------------------------------------------------------
 
     def size(self, path: str) -> int | None:
         """Return the size of an object, by one request."""
@@ -237,14 +234,11 @@ class RemoteFiles:
         return None if raw is None or size is None else (raw, size)
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names right below a prefix."""
         import obstore
 
         listing: Any = self._tried(prefix, lambda: obstore.list_with_delimiter(self.store, prefix=prefix))
         below = [*listing["common_prefixes"], *(entry["path"] for entry in listing["objects"])] if listing else []
         return [path.rpartition("/")[2] for path in below]
-
-    # -- requests ----------------------------------------------------------------------------------------------------
 
     def _at_once(self, path: str, parts: Sequence[ByteRange]) -> list[ByteArray | None]:
         with self._lock:

@@ -79,7 +79,6 @@ def _verify_target(target: str) -> int:
 
 
 def _progress_line() -> ConversionProgress:
-    """Return a function that shows progress in one line, which it overwrites."""
     began = time.monotonic()
 
     def tell(done: int, whole: int) -> None:

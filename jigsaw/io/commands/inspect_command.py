@@ -131,7 +131,6 @@ def _shape_text(sizes: tuple[int, ...]) -> str:
 
 
 def _packing_lines(summary: StoreSummary) -> list[str]:
-    """Say how stored values are decoded, where they are not values as they are."""
     lines: list[str] = []
     for v in summary.variables:
         packed = f"value = stored * {v.scale:g} + {v.offset:g}" if (v.scale, v.offset) != (1.0, 0.0) else ""

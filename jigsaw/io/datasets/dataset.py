@@ -177,8 +177,6 @@ class Dataset(MeshSamples):
             tables += [self.store.arrays[name] for name in some] or [table]
         return tables
 
-    # -- shapes -------------------------------------------------------------------------------------------------------
-
     @cached_property
     def layout(self) -> Layout:
         r"""The layout of a sample's input [T, C, \*space], halo and forcings included."""
@@ -223,8 +221,6 @@ class Dataset(MeshSamples):
         sizes = [sum(prod(layout.local_shape(c)) for layout in layouts) for c in self.layout.coords()]
         return max(sizes) * self.dtype.itemsize
 
-    # -- what samples are ---------------------------------------------------------------------------------------------
-
     @property
     def _chosen(self) -> int:
         return prod(len(at) for at in self.choices.values())
@@ -266,8 +262,6 @@ class Dataset(MeshSamples):
                 f"targets={list(self.targets)}"
             )
         return self if steps == len(self.targets) else self.changed(targets=self.targets[:steps])
-
-    # -- reading ------------------------------------------------------------------------------------------------------
 
     def reading(self, samples: Sequence[int], kept: HeldSteps | None = None) -> SampleReading:
         """Return what to read for these samples: every step once, inputs before targets, without what is `kept`."""

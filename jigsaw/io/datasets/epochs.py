@@ -134,8 +134,6 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
         """Return the number of batches in an epoch."""
         return math.ceil(self._order.usable / self._order.batch_size)
 
-    # -- what a subclass says ----------------------------------------------------------------------------------------
-
     @abstractmethod
     def _read(self, turn: BatchTurn) -> LocalType:
         """Read a batch; in the background."""
@@ -146,8 +144,6 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
 
     def _failed(self) -> None:
         """Forget what a batch that has failed, here or on another rank, may have left."""
-
-    # -- the mesh ----------------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
         """Join the mesh before there are threads; once joined, do nothing."""
@@ -193,8 +189,6 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
         pieces = dict(self.dataset.frame.axes).get(DATA_AXIS, 1)
         return -(-self._order.batch_size // pieces) * self.dataset.sample_bytes()
 
-    # -- state -------------------------------------------------------------------------------------------------------
-
     @property
     def waited_s(self) -> float:
         """Seconds that this rank has waited for data, over all iterations."""
@@ -213,8 +207,6 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
         self._end_iteration()
         self._state = loaded
         self._resumed = True
-
-    # -- iterating ---------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[BatchType]:
         if "_engine" in vars(self):
@@ -380,8 +372,6 @@ class BatchPrefetch(Generic[JobType, ResultType]):
         """Wait until the thread has ended, so many seconds at most."""
         if self._thread is not None:
             self._thread.join(timeout)
-
-    # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         try:

@@ -126,8 +126,6 @@ class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
     def _kept(self) -> HeldSteps:
         return self.dataset.new_steps(self._cache_bytes)
 
-    # -- one batch ----------------------------------------------------------------------------------------------------
-
     @cached_property
     def _by_targets(self) -> dict[int, Dataset]:
         """The dataset with so many targets, as far as epochs have needed it: it finds what it reads once."""

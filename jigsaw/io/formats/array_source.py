@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
-# -- sources ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SourceArray:
     """Description of an array of a source, before any of it is read: `dims` names each dim of its `shape`.
@@ -192,9 +189,6 @@ def _read_from_source(source: ArraySource, name: str, array: SourceArray, box: B
     return np.asarray(values)
 
 
-# -- values in memory, such as coordinates that the user gives --------------------------------------------------------
-
-
 def tables_of_coordinates(
     coords: Mapping[str, Any], sizes: Mapping[str, int], of: str
 ) -> tuple[dict[str, ArrayTable], dict[str, NDArray[Any]]]:
@@ -282,9 +276,6 @@ class WrappedIndexedPlaces(WrappedPlaces):
 def wrap_places(places: ChunkPlaces, files: StoreFiles | None = None, dims: int | None = None) -> WrappedPlaces:
     """Wrap the places of an array, with the members that they have."""
     return (WrappedIndexedPlaces if isinstance(places, IndexedPlaces) else WrappedPlaces)(places, files, dims)
-
-
-# -- datasets of xarray -----------------------------------------------------------------------------------------------
 
 
 def open_xarray(dataset: xr.Dataset, options: Mapping[str, Any] | None = None) -> ArrayStore:

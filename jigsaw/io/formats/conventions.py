@@ -46,9 +46,6 @@ _METRE_PREFIXES = {"pico": 1e-12, "nano": 1e-9, "micro": 1e-6, "milli": 1e-3, "c
 _METRES_BY_UNIT = {"angstrom": 1e-10, "inch": 0.0254} | {f"{p}meter": size for p, size in _METRE_PREFIXES.items()}
 
 
-# -- anemoi-datasets --------------------------------------------------------------------------------------------------
-
-
 class _Coordinate(NamedTuple):
     """Coordinate that a store gives along a dim of `data`."""
 
@@ -149,9 +146,6 @@ def _on_rows(data: ArrayTable, rows: int, url: str) -> ArrayTable:
     )
 
 
-# -- makani -----------------------------------------------------------------------------------------------------------
-
-
 def is_makani_array(name: str, scales: Sequence[str | None]) -> bool:
     """Say whether an array is makani's `fields`; `scales` has None for dims without a name."""
     if name.rpartition("/")[2] != MAKANI_FIELDS or len(scales) != len(MAKANI_DIMS):
@@ -178,9 +172,6 @@ def describe_makani_fields(tables: dict[str, ArrayTable], url: str) -> None:
                     "write both equally long"
                 )
             tables[along.name] = replace(along, dims=(dim,), attrs={**attrs, **along.attrs})
-
-
-# -- OME-Zarr ---------------------------------------------------------------------------------------------------------
 
 
 def is_multiscale_group(attrs: Mapping[str, Any]) -> bool:

@@ -129,9 +129,6 @@ class Hdf5File:
             yield
 
 
-# -- the index of one dataset ----------------------------------------------------------------------------------------
-
-
 class Hdf5Places:
     """An array whose values lie in one HDF5 file."""
 
@@ -292,9 +289,6 @@ def _read_cached_index(folder: CacheFolder, entry: str, wanted: NDArray[np.int64
         return None
     sound = rows.dtype == np.int64 and rows.ndim == 2 and rows.shape[1] == _INDEX_COLUMNS
     return rows if sound and np.array_equal(key, wanted) else None
-
-
-# -- files that libhdf5 opens -----------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -31,9 +31,6 @@ from jigsaw.io.formats.hdf5_index import Hdf5File, Hdf5Places
 _LARGEST_GRID = 1 << 26
 
 
-# -- what a dataset leads to, followed to its ends before libhdf5 may read it ------------------------------------------
-
-
 _DEEPEST = 16
 _TRUST = (
     "if you trust the file, open it with jigsaw.io.open(..., options={'outside': True}), or jigsaw.io.open_hdf5(path, "
@@ -166,7 +163,6 @@ class FileReach:
                 )
 
     def _datasets(self, source: Hdf5File, file: Any, name: str) -> Iterator[Any]:
-        """Yield the dataset at a path in a file, or those that a pattern names."""
         group, _, last = name.rpartition("/")
         if "%" in group and not self._outside:
             raise UnsupportedStoreError(f"a virtual dataset shows {name!r} in {source.path}; {_TRUST}")
@@ -194,7 +190,6 @@ class Hdf5SlabPlaces(Hdf5Places):
         self._slabs, self._written = slabs, written
 
     def cut(self, chunks: ChunkIndex) -> Hdf5SlabPlaces:
-        """Return the places of this array in slabs of another shape."""
         return Hdf5SlabPlaces(self._source, replace(self._slabs, chunks=chunks), self._written)
 
     def locate(self, index: ChunkIndex) -> ChunkRef | None:
@@ -227,9 +222,6 @@ def external_raw_file(dataset: Any, source: Hdf5File, outside: bool) -> tuple[Hd
     name, offset, _ = plist.get_external(0)
     path = referenced_path(source, os.fsdecode(name), outside, f"the external storage of dataset {dataset.name!r}")
     return Hdf5File(path, source.files), int(offset)
-
-
-# -- virtual datasets ------------------------------------------------------------------------------------------------
 
 
 class _SourceMapping(NamedTuple):

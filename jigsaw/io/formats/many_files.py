@@ -374,8 +374,6 @@ class _JoinedTables(Mapping[str, ArrayTable]):
 
 
 class _JoinedPlaces:
-    """Places of a joined array: the file that has each step."""
-
     def __init__(self, paths: Sequence[str], members: JoinedArrays) -> None:
         self._paths, self._members = paths, members
 

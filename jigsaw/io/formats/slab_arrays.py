@@ -159,9 +159,6 @@ def table_of_slabs(
     )
 
 
-# -- reading without ranks -------------------------------------------------------------------------------------------
-
-
 def read_table_box(table: ArrayTable, box: Box, missing: str = "error") -> NDArray[Any]:
     """Read the stored values of a box, in the machine's byte order; `missing` is that of `jigsaw.io.open`."""
     out = np.empty([b - a for a, b in box], np.dtype(table.dtype).newbyteorder("="))

@@ -306,7 +306,6 @@ class ShardPlaces:
         return self._tally.counted
 
     def index_of(self, index: ChunkIndex) -> tuple[str, LookupCounts]:
-        """Return the shard that has a chunk, and the look-ups of reading its index."""
         outer = self._outer(index)
         known = self._known.get(outer)
         return self._objects.path(outer), self._lookup(is_there=known is None or not known.is_missing)

@@ -51,9 +51,6 @@ def checked_outside(outside: Any) -> OutsidePlaces:
     return tuple(os.fspath(each) for each in places)
 
 
-# -- links -----------------------------------------------------------------------------------------------------------
-
-
 class BoundedLocalStore(LocalStore):
     """Zarr's store of a folder, which reads no file that a link puts elsewhere."""
 
@@ -91,9 +88,6 @@ class BoundedLocalStore(LocalStore):
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
     ) -> list[Buffer | None]:
         return [await self.get(key, prototype, part) for key, part in key_ranges]
-
-
-# -- references ------------------------------------------------------------------------------------------------------
 
 
 class ReadThroughStore(WrapperStore[AnyStore]):
@@ -156,14 +150,12 @@ class ReferenceReach:
         self._sound: set[Any] = set()
 
     def check_key(self, key: str) -> None:
-        """Refuse the reference of one key where it leads elsewhere."""
         if self._outside is True:
             return
         with suppress(KeyError):
             self._check(self._system.references[key.strip("/")], key.strip("/"))
 
     def check_all(self) -> None:
-        """Refuse references of which one leads elsewhere."""
         if self._outside is True:
             return
         for key in self._system.references:

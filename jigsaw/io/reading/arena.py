@@ -90,8 +90,6 @@ class Arena:
         self._deaths = {handle: m for handle, m in watched if handle is not None}
         self._fd = fd  # now there is something to close
 
-    # -- where words lie ---------------------------------------------------------------------------------------------
-
     def _of(self, member: int, word: int) -> int:
         return member * _WORDS_PER_RANK + word
 
@@ -105,8 +103,6 @@ class Arena:
 
     def _all_at(self, word: int, read: int) -> bool:
         return all(self._words[self._of(m, word)] >= read for m in range(self.size))
-
-    # -- a read's beginning and end ----------------------------------------------------------------------------------
 
     def await_turn(self, read: int) -> None:
         """Wait until everybody has left the read before, who would take a failure in this one for one in that."""
@@ -140,8 +136,6 @@ class Arena:
         # the barrier is for loads: what this rank copied out of slots is copied before others write there anew
         self._tell(self._of(self.me, _LEFT), read)
 
-    # -- slots -------------------------------------------------------------------------------------------------------
-
     def memory(self, slot: int, size: int) -> NDArray[np.uint8]:
         assert self._data is not None
         return np.frombuffer(self._data, np.uint8, size, self._header_bytes + slot * self._slot_bytes)
@@ -165,8 +159,6 @@ class Arena:
     def is_free(self, slot: int, ticket: int, readers: Sequence[int]) -> bool:
         at = self._slot(slot) + 1
         return all(self._words[at + m] >= ticket for m in readers)
-
-    # -- failures ----------------------------------------------------------------------------------------------------
 
     def fail(self, read: int, error: BaseException) -> None:
         """Tell the others that this rank failed in a read, and why; not when it failed because another one did."""
@@ -357,9 +349,6 @@ def _open_memory_file(path: str, meant: _MemoryMark, size: int) -> int:
             os.close(seen)
     except OSError:
         return -1
-
-
-# -- barriers that make data written by one process visible to another before the word that announces it --------------
 
 
 # Python does not have fences. Processors of the x86 family need none: they show stores in order and load in order

@@ -73,7 +73,6 @@ class ReadCounts:
 
     @property
     def row(self) -> NDArray[np.int64]:
-        """The row of a `CountsTable`."""
         return np.array(list(vars(self).values()), np.int64)
 
     @property
@@ -215,15 +214,12 @@ class ChunkReaders:
         return len(self.ranks)
 
     def places(self, ranks: ReaderRanks) -> NDArray[np.intp]:
-        """Return the places of some of the readers among all of them."""
         return np.arange(len(self.at)) if ranks is self.ranks else np.searchsorted(self.at, ranks)
 
     def values_of(self, ranks: ReaderRanks) -> ByReader:
-        """Return how many values each of some readers takes."""
         return self.values if ranks is self.ranks else self.values[self.places(ranks)]
 
     def group(self, ranks: ReaderRanks) -> ReaderGroup:
-        """Return the group of some of the readers."""
         if ranks is self.ranks:
             return self._all
         if ranks not in self._groups:
@@ -235,13 +231,11 @@ class ChunkReaders:
         return ReaderGroup(self, self.places(self.ranks))
 
     def rects(self, place: int) -> list[ChunkRows]:
-        """Return the boxes that a reader needs, one for each part."""
         pairs = [(tuple(d[place] for d in stored), tuple(d[place] for d in fixed)) for stored, fixed in self._rows]
         return [rect for rect, fixed_rows in pairs if None not in rect and None not in fixed_rows]
 
     @cached_property
     def _rows(self) -> list[tuple[list[NDArray[np.object_]], ...]]:
-        """Rows that each reader takes, for each part and dim."""
         mesh = tuple(size for _, size in self._parts[0].stored[0].axes)
         return [
             tuple([np.broadcast_to(dim.rows, mesh).ravel()[self.at] for dim in dims] for dims in part)
@@ -249,7 +243,6 @@ class ChunkReaders:
         ]
 
     def is_alone(self, rank: int, mode: str) -> bool:
-        """Say whether a reader loads the chunk for itself alone."""
         return mode == "independent" or rank in self.at[self.loads(mode).alone]
 
     def loads(self, mode: str) -> ChunkLoads:
@@ -299,7 +292,6 @@ class ReadersPattern:
         self._alone: dict[tuple[str, int], NDArray[np.int32]] = {}
 
     def loads(self, mode: str) -> tuple[ChunkLoads, ...]:
-        """Return who loads each chunk in a mode."""
         if mode not in self._loads:
             self._loads[mode] = tuple(chunk_readers.loads(mode) for chunk_readers in self.readers)
         return self._loads[mode]
@@ -325,7 +317,6 @@ class ReadersPattern:
         return np.flatnonzero(self.counts(mode)[1])
 
     def loaded_alone(self, mode: str, ranks: int) -> NDArray[np.int32]:
-        """Count the chunks that each of so many ranks loads for itself alone in a mode."""
         if (mode, ranks) not in self._alone:
             count = np.zeros(ranks, np.int32)
             for readers, loads in zip(self.readers, self.loads(mode), strict=True):
@@ -409,7 +400,6 @@ class SharedJobs(Sequence[ChunkJob]):
         return ChunkJob(name, chunks[place], owner, loads[place].served)
 
     def loaded_by(self, ranks: Collection[int]) -> list[tuple[int, ChunkJob]]:
-        """Return the jobs that some ranks load, and the number of each."""
         return [(n, self[n]) for n in np.flatnonzero(np.isin(self.order.owners, list(ranks))).tolist()]
 
     def read_by(self, rank: int) -> list[ChunkJob]:
@@ -419,7 +409,6 @@ class SharedJobs(Sequence[ChunkJob]):
 
 @lru_cache(maxsize=16)
 def _numbers_read_by(order: JobOrder, rank: int) -> tuple[int, ...]:
-    """Return the numbers of the jobs that have a rank among their readers."""
     # whether it reads a chunk is asked once a place of a pattern, which many arrays share
     reads = {way: [rank in loads.served for loads in way[0].loads(way[1])] for way in set(order.ways)}
     by_array = [reads[way] for way in order.ways]

@@ -69,7 +69,6 @@ class ChunkSection(NamedTuple):
         return grid.chunk_bytes if self.rows is None else prod(self.shape) * grid.itemsize
 
     def view(self, memory: ByteArray) -> NDArray[Any]:
-        """View loaded bytes as an array of the section's shape."""
         return self.table.loader.view(memory, self.job.chunk, self.shape)
 
     def cut(self, boxes: Sequence[ChunkBox]) -> Iterator[tuple[ChunkBox, ChunkBox]]:
@@ -157,8 +156,6 @@ def _can_stream(plan: ReadPlan, job: ChunkJob) -> bool:
     ref = plan.ref(job.array, job.chunk)
     return plan.part_of(job) is None and ref is not None and ref.length is not None and not ref.mask
 
-
-# -- strips of small chunks that lie side by side in a sample, placed as one ------------------------------------------
 
 # A chunk is decoded in less time than it takes to find its rows and copy them in short pieces; a strip is found once,
 # and its rows are copied as long ones. Four ranks on lat=2, lon=2 read an array of 8 x 16 in chunks of 4 x 4, each what

@@ -156,8 +156,6 @@ class ReadEngine:
         self.peers.close()
 
 
-# -- ranks that have opened the same store -----------------------------------------------------------------------------
-
 _CHUNKS_COMPARED = 8
 _BYTES_COMPARED = 1024
 """Bytes from the middle of a chunk: its beginning may be a header that many chunks share."""

@@ -51,8 +51,6 @@ class FetchAhead:
         self._is_closed = False
         self._lock = threading.Lock()
 
-    # -- reads to come -----------------------------------------------------------------------------------------------
-
     def expect(self, key: Hashable, plan: Callable[[], ReadPlan]) -> None:
         """Plan a read that will follow, in a thread, and begin to fetch for it."""
         if key not in self._expected:
@@ -75,8 +73,6 @@ class FetchAhead:
             _, future = self._expected.popitem()
             if not future.cancel() and future.exception() is None:
                 self.drop(future.result())
-
-    # -- fetching ----------------------------------------------------------------------------------------------------
 
     def add(self, plan: ReadPlan) -> ReadPlan:
         """Fetch for this plan what this rank loads of far stores, behind what was added before; once."""

@@ -190,7 +190,6 @@ class FoundArray:
         return kept[key]
 
     def load_counts(self, chunk: ChunkIndex, readers: ReaderRanks) -> ReadCounts:
-        """Count what the rank that loads a chunk for these ranks does."""
         ref, table = self.ref(chunk), self.table
         if ref is None:
             return ReadCounts(missing=1)

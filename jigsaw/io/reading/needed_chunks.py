@@ -95,8 +95,6 @@ class ChunkBox(NamedTuple):
         return tuple(map(_rows_of_runs, self.runs))
 
 
-# -- from one dim's rows to runs ---------------------------------------------------------------------------------------
-
 RunsByChunk = dict[int, tuple[RowRun, ...]]
 
 
@@ -270,8 +268,6 @@ def _fixed_targets(part: ReadPart, layout: Layout, coord: ChunkIndex) -> tuple[t
     return tuple(targets)
 
 
-# -- from parts to chunks ----------------------------------------------------------------------------------------------
-
 _PartDims = tuple[tuple[DimPieces, ...], tuple[DimShares, ...]]
 
 
@@ -300,7 +296,6 @@ class NeededChunks:
         self._taken: dict[tuple[str, ChunkIndex, int], tuple[ChunkBox, ...]] = {}
 
     def chunks(self, array: str, member: int) -> list[ChunkIndex]:
-        """Return the chunks of an array that a rank needs, in C order."""
         # two geometries, such as of two levels, may name a chunk each; a rolled dim ends with its first chunk
         return sorted({chunk for geometry in self.geometries[array] for chunk in geometry.chunks(member)})
 

@@ -48,7 +48,6 @@ class PeerGroup:
 
     @property
     def neighbors(self) -> tuple[int, ...]:
-        """Ranks on this machine, this one included."""
         return tuple(m for m, host in enumerate(self.hosts) if host == self.hosts[self.me])
 
     @property
@@ -60,7 +59,6 @@ class PeerGroup:
         self.hosts = tuple(f"{host}#{m}" for m, host in enumerate(self.hosts))
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather the picklable `value` of each rank."""
         if self.group is None:
             return [value]
         # Two all-gathers, as gloo wants equal sizes. With pickles of 40, 90, 40 and 60 bytes each of four ranks first

@@ -300,9 +300,6 @@ def box_when_packed(box: ChunkBox) -> ChunkBox:
     return box._replace(runs=tuple(dims))
 
 
-# -- boxes for ranks on other machines --------------------------------------------------------------------------------
-
-
 class BoxParcels:
     """The boxes of one plan that go from machine to machine.
 

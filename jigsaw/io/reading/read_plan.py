@@ -178,7 +178,6 @@ def fetch_batches(places: FoundChunks, jobs: Iterable[ChunkJob]) -> Iterator[Fet
 
 
 def _batches_of_object(places: FoundArray, jobs: Iterable[tuple[ChunkJob, ChunkRef]]) -> Iterator[FetchBatch]:
-    """Yield the batches of jobs on one object; one of unknown size is fetched whole."""
     placed: list[tuple[list[ByteRange], ChunkJob]] = []
     for job, ref in jobs:
         part = places.portion(job.chunk, job.readers)
@@ -233,8 +232,6 @@ class ReadPlan:
     def ranks(self) -> int:
         return self.needed.ranks
 
-    # -- how each array is read --------------------------------------------------------------------------------------
-
     def cost(self, name: str, mode: str) -> float:
         """Return the cost of reading an array in a mode, in CPU seconds over all ranks."""
         return cost_of_mode(self.found, name, mode)
@@ -250,8 +247,6 @@ class ReadPlan:
 
     def __str__(self) -> str:
         return plan_text(self)
-
-    # -- chunks ------------------------------------------------------------------------------------------------------
 
     def ref(self, array: str, chunk: ChunkIndex) -> ChunkRef | None:
         return self.found[array].ref(chunk)
@@ -270,8 +265,6 @@ class ReadPlan:
 
     def _counts_of(self, array: str, chunk: ChunkIndex, readers: ReaderRanks) -> CountsTable:
         return self._known_size(self.found[array].load_counts(chunk, readers).row, array, chunk)
-
-    # -- jobs --------------------------------------------------------------------------------------------------------
 
     @cached_property
     def shared(self) -> SharedJobs:
@@ -326,8 +319,6 @@ class ReadPlan:
 
     def box_bytes(self, job: ChunkJob, member: int) -> int:
         return self.needed.box_bytes(job.array, job.chunk, member)
-
-    # -- what it will cost -------------------------------------------------------------------------------------------
 
     @cached_property
     def rows(self) -> tuple[ReadCounts, ...]:
@@ -446,7 +437,6 @@ def make_read_plan(request: ReadRequest, tables: ArrayTables, mode: str, sizes: 
 
 
 def _split_joined_parts(request: ReadRequest, tables: ArrayTables) -> ReadRequest:
-    """Split each part that reads a joined array into one part for each array that it joins."""
     parts_and_joins = [(part, tables[part.array].members) for part in request.parts]
     if not any(joined for _, joined in parts_and_joins):
         return request
@@ -457,7 +447,6 @@ def _split_joined_parts(request: ReadRequest, tables: ArrayTables) -> ReadReques
 
 
 def _parts_by_array(part: ReadPart, joined: JoinedArrays) -> list[ReadPart]:
-    """Split a part into one for each of the joined arrays that it needs."""
     # of 12 files with 4 steps each, rows 3, 4 and 9 are: row 3 of the first, row 0 of the second, row 1 of the third
     picks = part.picks[joined.dim]
     assert picks is not None

@@ -103,8 +103,6 @@ class RunningRead:
     def counts(self) -> ReadCounts:
         return sum(self._rows.values(), ReadCounts())
 
-    # -- the whole ---------------------------------------------------------------------------------------------------
-
     def run(self, out: AnyArray | None) -> AnyArray:
         """Read; every rank leaves with its part or with an error."""
         try:
@@ -199,8 +197,6 @@ class RunningRead:
         if self.arena is not None:
             self.arena.check(self.number)
         return False
-
-    # -- loading: in the pool's threads ------------------------------------------------------------------------------
 
     def _todo(self) -> Iterator[Callable[[], None]]:
         """Yield what this rank loads, with what others wait for first."""
@@ -389,8 +385,6 @@ class RunningRead:
             more = f" (it is one of {lacking} of the {len(needed)} chunks of that array in this read)"
             raise finder.missing_error(job.chunk, more * (lacking > 1))
 
-    # -- taking: in the calling thread -------------------------------------------------------------------------------
-
     def _take_published(self) -> None:
         """Take this rank's boxes out of the slots, whichever is shown first."""
         if self.arena is None:
@@ -434,8 +428,6 @@ class RunningRead:
     def _refusal(self, refused: RefusedValueError, job: ChunkJob, box: ChunkBox) -> ReadError:
         where = f"{self.plan.where(job, box)} (chunk {job.chunk})"
         return refused.at(job.array, where, self.plan.request.dtype)
-
-    # -- over machines -----------------------------------------------------------------------------------------------
 
     def _over_machines(self, failure: BaseException | None) -> BaseException | None:
         any_go = self.parcels.are_any  # from the plan, so that all enter the all-to-all or none

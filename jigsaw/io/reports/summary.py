@@ -126,7 +126,6 @@ class StoreSummary:
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON holds it."""
         return plain_attribute(asdict(self))
 
 

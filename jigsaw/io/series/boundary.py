@@ -107,7 +107,6 @@ class DimBoundary:
         return x % size, False
 
     def rows(self, held: Interval, size: int) -> Iterator[HeldRow]:
-        """Yield the rows of an interval that show a row of the array."""
         for x in range(*held):
             shown = self.show(x, size)
             if shown is not None:
@@ -115,9 +114,6 @@ class DimBoundary:
 
 
 PERIODIC_BOUNDARY = DimBoundary("periodic")
-
-
-# -- what a rank holds ------------------------------------------------------------------------------------------------
 
 
 def shown_rows(

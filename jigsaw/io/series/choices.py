@@ -86,8 +86,6 @@ def window_anchors(
     return np.concatenate(anchors)
 
 
-# -- choices along further dims ---------------------------------------------------------------------------------------
-
 DimChoices = Mapping[str, tuple[int, ...]]
 """The picked positions along each further dim, by the store's own name."""
 

@@ -321,9 +321,6 @@ def _without_rivals(likely: list[str], choices: Sequence[str | None], dims: Sequ
     return kept
 
 
-# -- longitudes ------------------------------------------------------------------------------------------------------
-
-
 def check_lon_periodic(values: NDArray[Any], dim: str = "lon", rule: str = "periodic") -> None:
     """Check that longitudes to be wrapped go round once, n steps of 360/n degrees; `rule` of `dim` asks for it. A
     region is refused, and a grid that stores both 0 and 360.

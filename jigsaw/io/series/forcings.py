@@ -92,9 +92,6 @@ def _interval_days(interval: str, what: str) -> float:
     return microseconds / _MICROSECONDS_A_DAY
 
 
-# -- one instant, some rows -------------------------------------------------------------------------------------------
-
-
 def _cos_zenith_values(instant: SolarInstant, days: float, at: GridAngles) -> tuple[ForcingValues, ...]:
     return (solar.mean_cos_zenith(instant, days, at) if days else solar.cos_zenith_now(SunPosition.at(instant), at),)
 
@@ -127,9 +124,6 @@ _FORCING_FUNCTIONS: Mapping[str, Callable[[SolarInstant, float, GridAngles], tup
     "year_progress": _year_progress_values,
     "latlon": _latlon_values,
 }
-
-
-# -- anywhere ---------------------------------------------------------------------------------------------------------
 
 
 def cos_zenith(times: ArrayLike, lat: ArrayLike, lon: ArrayLike, interval: str | None = None) -> ForcingValues:
@@ -196,9 +190,6 @@ def _compute_forcing(
     return out
 
 
-# -- in a sample ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class GridForcings:
     """The forcings of a dataset over its whole grid, as channels with a scale and offset each."""
@@ -230,7 +221,6 @@ class GridForcings:
 
     @property
     def is_static(self) -> bool:
-        """True where they are the same at all times."""
         return all(forcing.is_static for forcing in self.forcings)
 
     def check(self, times: ArrayLike) -> None:

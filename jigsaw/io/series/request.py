@@ -90,9 +90,6 @@ def runs_of_pairs(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int
     return tuple(runs)
 
 
-# -- checks that the parts of a request fit the arrays and fill the sample exactly once -------------------------------
-
-
 def check_request_fits(request: ReadRequest, tables: Mapping[str, ArrayTable]) -> None:
     """Raise `ShardingError` or a `ReadError` that names the part, the array and the dim, unless the request fits."""
     layout = request.layout

@@ -109,11 +109,9 @@ class SampleSpace:
 
     @property
     def domain(self) -> AxisSizes:
-        """The axes of a domain group."""
         return tuple((name, size) for name, size in self.axes if name != DATA_AXIS)
 
     def in_domain(self, coordinate: MeshCoordinate) -> MeshCoordinate:
-        """Return a mesh coordinate within its domain group."""
         return tuple(c for (name, _), c in zip(self.axes, coordinate, strict=True) if name != DATA_AXIS)
 
     def layout(

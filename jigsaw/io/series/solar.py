@@ -34,9 +34,6 @@ _DAYS_OF_CALENDAR_YEAR = {"noleap": 365, "365_day": 365, "all_leap": 366, "366_d
 _LONGEST_PIECE = 0.25  # days for which the sun's declination is held when a mean is taken
 
 
-# -- instants ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SolarInstant:
     """Time as the sun sees it: days since noon of 2000-01-01, the fraction of the UTC day, and that of the year.
@@ -89,9 +86,6 @@ def _instant_of_cftime(t: Any) -> SolarInstant:
     return SolarInstant(days, clock, (day - _EPOCH_ORDINAL + clock) / TROPICAL_YEAR % 1.0)
 
 
-# -- the sun ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SunPosition:
     """The sun's declination as sine and cosine, its hour angle at Greenwich (radians) and its distance (au)."""
@@ -127,9 +121,6 @@ class SunPosition:
         return cls(sine, math.sqrt(1 - sine * sine), hour, distance)
 
 
-# -- over a grid ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class GridAngles:
     """Rows and columns of a lat-lon grid: longitudes in radians, and the sines and cosines of both."""
@@ -147,7 +138,6 @@ class GridAngles:
         return cls(east, *(_map_each(f, values) for values in (north, east) for f in (math.sin, math.cos)))
 
     def taken(self, rows: Sequence[int], columns: Sequence[int]) -> GridAngles:
-        """Return the angles of some rows and columns."""
         r, c = np.array(rows, dtype=np.int64), np.array(columns, dtype=np.int64)
         return GridAngles(self.lon[c], self.sin_lat[r], self.cos_lat[r], self.sin_lon[c], self.cos_lon[c])
 

@@ -40,7 +40,6 @@ class StoreVariable:
         return self.table.shape[self.roles.index(role)]
 
     def dim(self, role: str) -> str:
-        """Return the store's name of a dim."""
         return self.table.dims[self.roles.index(role)]
 
     @property
@@ -89,7 +88,6 @@ class StoreSurvey:
         return self.coords.name(variable.table, variable.dim(role)) is not None
 
     def attrs(self, variable: StoreVariable, role: str) -> Mapping[str, Any]:
-        """Return the attributes of that coordinate."""
         return self.attrs_along(variable, variable.dim(role))
 
     def attrs_along(self, variable: StoreVariable, dim: str) -> Mapping[str, Any]:

@@ -95,19 +95,15 @@ class TimeAxis:
         return 0 if self.monthly else max(0 if exact else 1_000_000, self.usual // 1000)
 
     def take(self, steps: slice | NDArray[Any]) -> TimeAxis:
-        """Return some of the steps; a gap stays a gap."""
         names = ("stamps", "elapsed", "digits", "at", "ticks")
         columns = {name: getattr(self, name) for name in names}
         return replace(self, **{name: column if column is None else column[steps] for name, column in columns.items()})
 
     def shifted(self, by: np.timedelta64) -> TimeAxis:
-        """Return the axis with every time `by` later."""
         moved = later_times(self.stamps, by)
         microseconds = int(by.astype("timedelta64[us]").astype(np.int64))
         digits = None if self.digits is None else stamp_digits(moved)
         return replace(self, stamps=moved, elapsed=self.elapsed + microseconds, digits=digits)
-
-    # -- selections ---------------------------------------------------------------------------------------------------
 
     def select(self, wanted: slice | tuple[Any, Any] | None) -> tuple[int, int]:
         """Return the half-open range of steps inside `wanted`: a slice or pair of dates, durations or integers. Both
@@ -149,8 +145,6 @@ class TimeAxis:
         if months:
             raise WindowError(f"{duration!r} has no fixed length; write it in days or hours")
         return count
-
-    # -- steps --------------------------------------------------------------------------------------------------------
 
     def series(self, time: slice | tuple[Any, Any] | None, every: Any) -> TimeAxis:
         """Return the steps inside `time`, and of them those of `every`; 1 takes all, however far apart."""

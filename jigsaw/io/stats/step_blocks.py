@@ -389,7 +389,6 @@ def _read_block(work: _WorkerTask, samples: Sequence[int], follows: NDArray[np.b
 
 
 def _join_block(work: _WorkerTask, part: _DaskBlock, before: StepTiles | None) -> StepBlock:
-    """Return all moments of a block, including the difference of its first step to the step before."""
     if before is None or not part.joins:
         return part.within
     seam = ChannelMoments.of(part.first, _worker_reader(work).weights, minus=before)

@@ -80,7 +80,6 @@ class Augmentation:
         return self._step(draws, grid) if draws.chance(self.p) else None
 
     def _step(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep:
-        """Draw the step of a sample that takes it."""
         raise NotImplementedError(f"{type(self).__name__} draws no step")
 
 

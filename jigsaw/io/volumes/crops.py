@@ -34,19 +34,15 @@ class RandomDraws:
         self._source = np.random.Philox(key=key, counter=counter)
 
     def word(self) -> int:
-        """Draw the next 64 bits."""
         return int(self._source.random_raw())
 
     def below(self, count: int) -> int:
-        """Draw an integer in ``range(count)``, uniformly."""
         return (self.word() * count) >> 64
 
     def chance(self, p: float) -> bool:
-        """Draw True with probability `p`."""
         return self.word() < p * _WORD_VALUES
 
     def between(self, low: float, high: float) -> float:
-        """Draw a number from `low` to `high`, uniformly."""
         return low + (high - low) * (self.word() / _WORD_VALUES)
 
 
@@ -101,7 +97,6 @@ class AugmentedCrop:
     sizes: tuple[int, ...]
 
     def of_labels(self) -> AugmentedCrop:
-        """Return the steps that label maps follow."""
         return replace(self, steps=tuple(step for step in self.steps if step.moves_labels))
 
     def after(self, step: VoxelStep) -> AugmentedCrop:
@@ -121,7 +116,6 @@ class AugmentedCrop:
         return stages[::-1]
 
     def boxes(self, layout: Layout, coordinate: MeshCoordinate) -> list[Box]:
-        """Return the box that a rank holds at each stage."""
         return [Layout(tuple(cuts), layout.axes).held(coordinate) for cuts in self.stages(layout)]
 
     def read_layout(self, layout: Layout, origin: Sequence[int], shape: Sequence[int]) -> tuple[Layout, list[int]]:

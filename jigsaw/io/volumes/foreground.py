@@ -118,8 +118,6 @@ class FoundVoxels:
 
 @dataclass(frozen=True)
 class _LabelSearch:
-    """Foreground to search for, and the renaming of labels that comes first."""
-
     how: Foreground
     renamed: RenamedLabels
 

@@ -184,7 +184,6 @@ class VolumeSlabs:
                 yield number, [(top, min(top + rows, first)), *((0, n) for n in rest)]
 
     def _values(self, number: int, window: Sequence[Interval]) -> NDArray[np.float32]:
-        """Return the values [C, voxels] of a slab, or of its foreground."""
         values = self.volumes.images[number].read_window(window).astype(np.float32)
         label = self.volumes.labels[number] if self.foreground else None
         if label is None:

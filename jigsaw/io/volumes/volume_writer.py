@@ -106,8 +106,6 @@ def write_volume(
 
 @dataclass(frozen=True)
 class _WorldPlace:
-    """Place of voxels in the world: that of `like`, or `affine`."""
-
     like: Any
     affine: AffineMatrix | None
 
@@ -149,7 +147,6 @@ def _write_ome(
 
 
 def _put_on_scan(image: Tile, place: _WorldPlace, onto: str | os.PathLike[str]) -> Tile:
-    """Put labels, which lie at a place in the world, on the grid of the image `onto`."""
     if image.dtype.is_floating_point or image.dtype.is_complex:
         raise WriteError(f"onto= takes the nearest label, and the tile is of {image.dtype}; give integers or bool")
 
@@ -323,9 +320,6 @@ def _place_in_world(place: _WorldPlace, space: Sequence[int]) -> tuple[bytes, Af
             f"an affine of shape {world.shape} must be 4 x 4 finite numbers, from (x, y, z, 1) to the world"
         )
     return header, world
-
-
-# -- labels on the grid of a scan ------------------------------------------------------------------------------------
 
 
 _OFF_AXIS = 0.05  # voxels by which an axis may drift along another over the whole scan: a header's float32 makes some

@@ -39,7 +39,6 @@ class StoreCompleteness:
     closed: bool
 
     def attrs(self) -> dict[str, Any]:
-        """Return the global attributes that record it."""
         grows = {} if self.append_dim is None else {APPEND_DIM_ATTRIBUTE: self.append_dim}
         return {**grows, COMPLETE_ATTRIBUTE: self.steps, CLOSED_ATTRIBUTE: int(self.closed)}
 

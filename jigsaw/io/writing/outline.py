@@ -100,7 +100,6 @@ class AppendOutline:
         return GrowingStore(arrays, coords if before is None else before.coords, steps)
 
     def digest(self) -> str:
-        """Return a digest that is the same on every rank that writes the same."""
         facts = [(s.array, s.tile.layout, s.runs, str(s.tile.dtype)) for s in self.sources]
         whole = hashlib.sha256(repr(facts).encode())
         for c in self.coords:
