@@ -276,8 +276,8 @@ def test_ten_steps_of_all_strategies_at_once(case):
 
 
 def _with_marks(cases):
-    """Keep one case of more than five ranks in `make check`; each takes half a minute, so the others run nightly."""
-    many = [case for case in cases if math.prod(case[0].values()) > 5][1:]
+    """Cases of more than four ranks run nightly: each takes half a minute of two cores."""
+    many = [case for case in cases if math.prod(case[0].values()) > 4]
     return [pytest.param(case, marks=[pytest.mark.nightly] if case in many else []) for case in cases]
 
 

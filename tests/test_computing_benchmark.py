@@ -19,6 +19,7 @@ def lines_of(script: str, *words: str) -> list[dict]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_those_who_are_timed_are_right():
     found = lines_of("computing.py", "--small", "--rounds", "1", "--case", "mlp")
     assert [line["engine"] for line in found if "refused" not in line] == [line["engine"] for line in found]
@@ -26,6 +27,7 @@ def test_those_who_are_timed_are_right():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_strategy_is_right():
     found = lines_of("strategies.py", "--small", "--rounds", "1", "--net", "transformer", "experts")
     assert not [line for line in found if "refused" in line]
@@ -35,6 +37,7 @@ def test_every_strategy_is_right():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_stages_wait_at_least_as_theory_says():
     found = lines_of("pipeline_waits.py", "--ranks", "2", "--rounds", "1", "--seconds", "0.03")
     assert len(found) == 6 and all(line["step_s"] > line["work_s"] for line in found)

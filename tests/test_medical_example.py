@@ -48,6 +48,7 @@ def test_two_ranks_learn_what_one_learns(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_first_steps_on_one_rank_are_those_of_two(tmp_path):
     common = ("--out", str(tmp_path), "--steps", "24", "--crop", "64", "64", "32")
     alone = run("--mesh", "z=1", "--first", "8", *common)

@@ -63,7 +63,9 @@ def trained_on_ranks(cases, states):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [CASES, MORE, PAIRS], ids=["four", "more", "two"])
+@pytest.mark.parametrize(
+    "cases", [pytest.param(CASES, marks=pytest.mark.nightly), MORE, PAIRS], ids=["four", "more", "two"]
+)
 def test_it_trains_as_in_one_process(cases):
     ranks = torch.Size(cases[0][0].values()).numel()
     torch.manual_seed(1)

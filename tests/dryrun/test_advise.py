@@ -173,6 +173,7 @@ def test_a_pipeline_waits_as_the_formula_says():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_weights_of_stages_are_cut_within_nodes():
     search = _MeshSearch(_Blocks(width=32), (8, 3, 8, 8), replace(DEVICES["a100"], ranks_per_node=2), None, {})
     plain = search.attempt({"pipe": 2, "data": 4, "lat": 1, "lon": 1}, microbatches=2)
@@ -195,6 +196,7 @@ def test_weights_of_stages_are_cut_within_nodes():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_weights_and_stages_are_cut_as_well():
     found = advise_mesh(_Blocks(), (4, 3, 8, 8), 4, device="a100")
     meshes = [{name: size for name, size in o.mesh.items() if size > 1} for o in found if o.works]

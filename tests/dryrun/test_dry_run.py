@@ -25,7 +25,7 @@ MESHES = [
     {"lat": 2, "lon": 2},
     pytest.param({"lat": 1}, marks=pytest.mark.slow),
     pytest.param({"lat": 2}, marks=pytest.mark.slow),
-    pytest.param({"lon": 4}, marks=pytest.mark.slow),
+    pytest.param({"lon": 4}, marks=[pytest.mark.slow, pytest.mark.nightly]),
 ]
 
 
@@ -57,6 +57,7 @@ def test_messages_of_weights_that_channel_cuts():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_messages_are_those_of_eight_ranks():
     _assert_same_messages({"lat": 4, "lon": 2})
 

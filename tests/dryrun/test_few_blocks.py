@@ -70,7 +70,7 @@ WAYS = [
     (LARGE, {"lat": 2}, {"checkpoint": "blocks"}, True),
     (LARGE, {"data": 2, "lat": 2}, {"shard_weights": True, "replicate": "data"}, True),
     pytest.param(DEEP, {"lat": 2}, {}, True, marks=pytest.mark.slow),
-    pytest.param(DEEP, {"lat": 2}, {"shard_weights": True, "checkpoint": "blocks"}, True, marks=pytest.mark.slow),
+    pytest.param(DEEP, {"lat": 2}, {"shard_weights": True, "checkpoint": "blocks"}, True, marks=pytest.mark.nightly),
     pytest.param(LARGE, {"lat": 2, "channel": 2}, {}, False, marks=pytest.mark.slow),
 ]
 

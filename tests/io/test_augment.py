@@ -68,7 +68,11 @@ def on_one_rank(scans):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", MESHES[1:], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [pytest.param(m, marks=pytest.mark.nightly if m in ({"z": 2}, {"y": 3}) else ()) for m in MESHES[1:]],
+    ids=str,
+)
 def test_samples_are_alike_on_every_mesh(scans, on_one_rank, axes):
     for found in run_on_ranks(int(np.prod(list(axes.values()))), read_all, scans, axes):
         for name, samples in on_one_rank.items():

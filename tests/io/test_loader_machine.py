@@ -120,7 +120,7 @@ def drive(path, orders, values, examples):
 LONG = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 
-@pytest.mark.parametrize("examples", [pytest.param(5, marks=pytest.mark.slow), pytest.param(100, marks=LONG)])
+@pytest.mark.parametrize("examples", [pytest.param(3, marks=pytest.mark.slow), pytest.param(100, marks=LONG)])
 def test_a_run_that_is_killed_anywhere_sees_each_sample_once(wb2, examples):
     loader = jigsaw.io.DataLoader(opened(wb2, {"lat": 1}), shuffle=True, seed=SEED)
     orders = [[batch.samples[0] for batch in loader] for _ in range(40)]

@@ -243,7 +243,7 @@ V3_CODECS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_zarr_3_with_and_without_shards(tmp_path, sharded):
     data = globe()
     for number, codecs in enumerate(V3_CODECS.values()):

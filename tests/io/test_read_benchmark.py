@@ -66,6 +66,7 @@ def test_every_contender_reads_the_same_of_zarr(bench, folder, store):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("store", ["netcdf4", "makani"])
 def test_every_contender_reads_the_same_of_hdf5(bench, folder, store):
     found = compared(bench, folder, store, ("jigsaw", *bench("contenders").HDF5), threads=2)
@@ -81,6 +82,7 @@ def test_every_contender_crops_the_same(bench, folder, store):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_store_holds_the_same(bench, folder):
     import h5py
     import zarr
@@ -109,6 +111,7 @@ def test_the_bare_loop_decodes_what_the_pipeline_does(bench, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_and_waiting(bench, folder):
     cases = bench("cases")
     setting = cases.Setting(folder, small=True, repeat=1)
@@ -133,6 +136,7 @@ def test_a_rank_that_fails_says_why(bench, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command(folder, tmp_path):
     result = tmp_path / "read-toy.jsonl"
     command = [sys.executable, str(FOLDER / "read.py"), "--small", "--data", str(folder), "--case", "tiles"]
@@ -179,6 +183,7 @@ def test_the_page_is_that_of_the_result_files(bench, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_benchmark_of_planning_runs():
     words = ["--integers", "--ranks", "8"]
     ran = subprocess.run([sys.executable, FOLDER / "planning.py", *words], capture_output=True, text=True, check=True)

@@ -200,6 +200,7 @@ def _any_cuts(way, times, **axes):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @on_ranks(4)
 def test_ways_of_any_cuts():
     for way in ("ring", "heads"):

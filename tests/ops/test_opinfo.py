@@ -42,10 +42,15 @@ def test_some_samples_of_torch_on_tiles_that_hold_rows_of_their_neighbors(ranks,
     assert not _faults(ranks, names, SEED, tmp_path / "under_way", 500, halos=True)
 
 
+def _cases():
+    """Each function on some mesh of several ranks in `make check`; on all of them nightly."""
+    cases = [(ranks, part) for ranks in AXES for part in range(PARTS)]
+    return [case if case[0] == 2 + case[1] % 3 else pytest.param(*case, marks=pytest.mark.nightly) for case in cases]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("ranks", AXES)
+@pytest.mark.parametrize(("ranks", "part"), _cases())
 def test_every_function_of_torch_is_answered_or_refused_alike(ranks, part, tmp_path):
     names = [name for name, _ in all_infos()][part::PARTS]
     assert not _faults(ranks, names, SEED, tmp_path / "under_way", 800)

@@ -187,6 +187,7 @@ def test_nets_on_one_rank():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @on_ranks(3, timeout=240)
 def test_nets_on_three_ranks():
     _check_nets(*NETS, lat=3)
@@ -364,6 +365,7 @@ def test_keys_go_around_a_ring_on_two_ranks():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @on_ranks(4, timeout=240)
 def test_ways_of_attention_on_four_ranks():
     for way in ("ring", "heads", "heads+ring"):  # the last makes a mesh of its own while the graph is made
@@ -386,6 +388,7 @@ def test_random_numbers_and_cut_weights_on_three_ranks():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @on_ranks(4, timeout=240)
 def test_random_numbers_and_cut_weights_on_two_by_two_ranks():
     _check_random_numbers(lat=2, lon=2)

@@ -316,6 +316,7 @@ def test_ten_steps_of_a_forecast(axes, mode):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @on_modes()
 @on_meshes([axes for axes in [*MESHES, *CHANNEL_MESHES] if axes not in FIRST])
 def test_ten_steps_of_a_forecast_on_other_meshes(axes, mode):
@@ -323,7 +324,7 @@ def test_ten_steps_of_a_forecast_on_other_meshes(axes, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicate", ["data", "lat"])
+@pytest.mark.parametrize("replicate", [pytest.param("data", marks=pytest.mark.nightly), "lat"])
 def test_hybrid_sharding_of_weights_that_channel_cuts(replicate):
     run_on_ranks(8, _hybrid_forecast, replicate, timeout=120)
 
@@ -342,7 +343,7 @@ def _hybrid_forecast(replicate):
 
 @pytest.mark.slow
 @on_modes()
-@on_meshes([*MESHES, *CHANNEL_MESHES])
+@on_meshes([m if m in FIRST else pytest.param(m, marks=pytest.mark.nightly) for m in [*MESHES, *CHANNEL_MESHES]])
 def test_ten_steps_of_a_forecast_in_float32(axes, mode):
     run_on_ranks(_ranks(axes), _forecast, axes, mode, torch.float32, 1e-4)
 

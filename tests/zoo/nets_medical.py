@@ -21,13 +21,17 @@ def _monai(name: str, given: ZooInput | list[ZooInput], net: str = "", **kwargs:
 def _loss(name: str, casts: bool = False, **kwargs: Any) -> ZooNet:
     """A small net that is trained with one of MONAI's losses on labels."""
 
+    def loss_class() -> type[nn.Module]:
+        import monai.losses
+
+        return getattr(monai.losses, name)
+
     def build() -> nn.Module:
+        loss_class()  # its package is imported here, before the net's time begins
         return nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.GELU(), nn.Conv3d(4, 3, 1))
 
     def loss(y: Tensor, target: Tensor) -> Tensor:
-        import monai.losses
-
-        return getattr(monai.losses, name)(to_onehot_y=True, **kwargs)(y, target)
+        return loss_class()(to_onehot_y=True, **kwargs)(y, target)
 
     shape = (2, 1, 13, 10, 6)
     return ZooNet(name, "monai", build, [volume(*shape)], loss=loss, targets=[labels(3, *shape)], casts=casts)

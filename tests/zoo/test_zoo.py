@@ -31,8 +31,17 @@ def test_a_net_trains_on_tiles_as_in_one_process(key):
     assert sum(found["sent"].values()) > 0
 
 
+LONGEST = {
+    f"monai/{name}"
+    for name in (
+        "SwinUNETR", "VNet", "SegResNetDS", "BasicUNet", "SegResNetVAE", "BasicUNetPlusPlus", "UNETR", "AttentionUnet",
+        "SPADEAutoencoderKL", "DiffusionModelUNet", "ViT", "RegUNet", "DynUNet deep supervision", "MedNeXt",
+    )
+}  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ZOO)
+@pytest.mark.parametrize("key", [pytest.param(k, marks=pytest.mark.nightly if k in LONGEST else ()) for k in ZOO])
 def test_every_net_trains_on_a_mesh_as_in_one_process(key):
     """On one of its meshes, each net on another: a net takes half a minute on all of them, which `make zoo` tries."""
     net = ZOO[key]
