@@ -57,6 +57,14 @@ def are_alike(mesh: DeviceMesh, value: object, axes: Sequence[str] | None = None
     return _is_one_digest(ends)
 
 
+def is_true_everywhere(mesh: DeviceMesh, value: bool) -> bool:
+    """Say whether a value is true on all ranks of a mesh; every rank of it calls this.
+
+    *Sends*: an all-reduce of 32 bytes.
+    """
+    return are_alike(mesh, value) and value
+
+
 def told_where_different(mesh: DeviceMesh, value: T) -> list[T]:
     """Return the picklable values of all ranks of a mesh, in its order, or none where all have the same `repr`.
 

@@ -16,7 +16,8 @@ stays is planned once: each rank then gets the rows that its own part of the res
 
 What is written back along such an index (`index_add`, `scatter_reduce`) travels to the owner of the row it is added to,
 and sums go in the order of the index.  What they are written to is cut as the cells are that were picked from, where
-there are as many, and else evenly by the second rule, if no other tensor shares its memory.
+there are as many, and else evenly by the second rule, if no other tensor of any rank shares its memory.  Where it is
+changed in place, the ranks agree on that.
 
 Three ranks, 12 cells, ``x[:, table]`` of the neighbors [12, 2] on a ring: rank 1 owns 4 to 7 and needs 3 and 8 of the
 others, two rows.  The result [1, 12, 2] is cut at 4 and 8; whole it would be 24 rows on every rank.
@@ -40,6 +41,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from jigsaw.comm.agreement import is_true_everywhere
 from jigsaw.comm.first_meetings import meet_tensor
 from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.comm.kept_halos import open_frames
@@ -302,11 +304,13 @@ class RowsForOwners:
         return rows, rows_to_edges(values, _exchange(plan, self._input, self._from, self._dim))
 
 
-def rows_for_owners(input: Tile, dim: int, index: Any, source: Any) -> RowsForOwners | None:
+def rows_for_owners(input: Tile, dim: int, index: Any, source: Any, is_new: bool = False) -> RowsForOwners | None:
     """Return how values of a cut tile, which an index writes along a dim, come to the owners of its rows.
 
     None where the index is none that stays as it is, where the values are whole along the dim, or where these and the
-    input are not each cut once by the same axes.
+    input are not each cut once by the same axes.  An input that `is_new` is a copy that nobody else can have.
+
+    *Sends*: where the dim of an input that is not new may be cut, 32 bytes: the ranks agree that none keeps its memory.
     """
     if not isinstance(source, Tile) or source.ndim != input.ndim:
         return None
@@ -318,7 +322,7 @@ def rows_for_owners(input: Tile, dim: int, index: Any, source: Any) -> RowsForOw
     if kept is None or kept.places.shape != (there.size,) or kept.has_negative:
         return None
     if not here.is_cut:
-        _cut_for_owners(input, dim, there)
+        _cut_for_owners(input, dim, there, is_new)
     return RowsForOwners(kept, input, source, dim) if input.layout.dim_axes(dim) == there.axes else None
 
 
@@ -327,12 +331,14 @@ def _lone_cut(tile: Tile, dim: int) -> Cut | None:
     return cuts[0] if len(cuts) == 1 else None
 
 
-def _cut_for_owners(input: Tile, dim: int, picked: Cut) -> None:
-    """Cut a dim of a tile in place, by the rule, where nothing cuts it.  *Sends*: nothing."""
+def _cut_for_owners(input: Tile, dim: int, picked: Cut, is_new: bool) -> None:
+    """Cut a dim of a tile in place, by the rule, where nothing cuts it and no rank keeps its memory elsewhere."""
     cells = picked.source[0] if picked.source else picked
     size = input.shape[dim]
     is_taken = any(a in picked.axes for d in range(input.ndim) for a in input.layout.dim_axes(d))
-    if not picked.by_index or is_taken or _dim_to_cut((size,), cells) is None or _is_shared(input):
+    if not picked.by_index or is_taken or _dim_to_cut((size,), cells) is None:
+        return
+    if not is_new and not is_true_everywhere(input.mesh, not _is_shared(input)):
         return
     (cut,) = cut_of_cells(size, (picked,)) or (Cut(size, cut_points(size, picked.pieces), picked.axes, by_index=True),)
     tile = input.with_layout(input.layout.without_halo().replace_dim(dim, cut))
@@ -340,12 +346,12 @@ def _cut_for_owners(input: Tile, dim: int, picked: Cut) -> None:
 
 
 def _is_shared(tile: Tile) -> bool:
-    """Say whether another tensor or tile has the memory of a tile, and would keep its old values."""
+    """Say whether another tensor or tile of this rank has the memory of a tile, and would keep its old values."""
     for _ in range(2):
         of_memory, of_tensor = memory_users(memory_id(tile.local.untyped_storage())), tensor_users(tile.local)
         if of_memory <= 2 and of_tensor <= 1 and sys.getrefcount(vars(tile)["local"]) <= 2:
             return False
-        gc.collect()  # on only one rank another tile may lie in an unreachable circle
+        gc.collect()  # another tile may lie in an unreachable circle
     return True
 
 

@@ -96,7 +96,9 @@ def _write_for_owners(
 # -- whole rows -------------------------------------------------------------------------------------------------------
 
 
-def _write_rows(function: Any, input: Tile, dim: int, index: Any, source: Any, **named: Any) -> Tile:
+def _write_rows(
+    function: Any, input: Tile, dim: int, index: Any, source: Any, is_new: bool = False, **named: Any
+) -> Tile:
     """Write, add or fill the rows that a 1-d index names, in place.
 
     *Sends*: for an index that stays as it is (`jigsaw.ops.kept_indices`), each row of a tile `source` to the owner of
@@ -105,13 +107,13 @@ def _write_rows(function: Any, input: Tile, dim: int, index: Any, source: Any, *
     """
     (at,) = reduced_dims(input, dim)
     if not input.ndim:  # a number is a row of one element, to torch
-        _write_rows(function, input.reshape(1), dim, index, source, **named)
+        _write_rows(function, input.reshape(1), dim, index, source, is_new, **named)
         return input
     index = whole_index(index).reshape(-1)
     size = input.layout.shape[at]
     index = torch.where(index < 0, index + size, index) if function is Tensor.index_fill_ else index
     _check_range(function, index, size)
-    owners = None if function is Tensor.index_fill_ else rows_for_owners(input, at, index, source)
+    owners = None if function is Tensor.index_fill_ else rows_for_owners(input, at, index, source, is_new)
     if owners is not None and source.shape[at] == len(index):
         write, is_sum = partial(function, **named), function is Tensor.index_add_
         return _write_for_owners(owners, input, at, source, is_sum, write, named.get("alpha", 1))
@@ -155,7 +157,7 @@ def _answer_rows(name: str, memory_format: torch.memory_format = torch.contiguou
         source = value if source is None else source
         if not isinstance(input, Tile):
             return run_unknown_function(getattr(torch, name), input, dim, index, source, *args, **named)
-        return change(_new_target(input, memory_format), dim, index, source, *args, **named)
+        return change(_new_target(input, memory_format), dim, index, source, *args, is_new=True, **named)
 
     implements_torch(in_place, either=("input", "index", "source", "value"))(change)
     implements_torch(getattr(torch, name), either=("input", "index", "source", "value"))(make)
@@ -265,7 +267,7 @@ Scatter = Callable[[Tensor, int, Tensor, Any], Any]
 
 
 def _scatter_elements(
-    function: Any, input: Tile, dim: int, index: Any, source: Any, write: Scatter, is_sum: bool
+    function: Any, input: Tile, dim: int, index: Any, source: Any, write: Scatter, is_sum: bool, is_new: bool
 ) -> Tile:
     """Set x[index[i, j], j] = source[i, j], or combine them otherwise, in place, for ``dim=0``.
 
@@ -275,10 +277,10 @@ def _scatter_elements(
     (at,) = reduced_dims(input, dim)
     if not input.ndim:
         values = source.reshape(-1) if isinstance(source, (Tensor, Tile)) else source
-        _scatter_elements(function, input.reshape(1), dim, index.reshape(-1), values, write, is_sum)
+        _scatter_elements(function, input.reshape(1), dim, index.reshape(-1), values, write, is_sum, is_new)
         return input
     if isinstance(source, Tile) and _are_alike_but(input.shape, index.shape, at) and source.shape == index.shape:
-        owners = rows_for_owners(input, at, index, source)
+        owners = rows_for_owners(input, at, index, source, is_new)
         if owners is not None:
 
             def write_rows(x: Tensor, dim: int, rows: Tensor, values: Tensor) -> None:
@@ -311,7 +313,16 @@ def _answer_scatter(name: str, takes_reduce: bool) -> None:
     in_place = getattr(Tensor, f"{name}_")
 
     @changes_rows(in_place)
-    def change(input: Any, dim: int, index: Any, src: Any = None, *args: Any, value: Any = None, **named: Any) -> Any:
+    def change(
+        input: Any,
+        dim: int,
+        index: Any,
+        src: Any = None,
+        *args: Any,
+        value: Any = None,
+        is_new: bool = False,
+        **named: Any,
+    ) -> Any:
         source = value if src is None else src
         if args and takes_reduce:
             named["reduce"], args = args[0], args[1:]
@@ -323,13 +334,13 @@ def _answer_scatter(name: str, takes_reduce: bool) -> None:
         is_sum = (
             name == "scatter_add" if reduce is None else reduce in ("sum", "add") and named.get("include_self", True)
         )
-        return _scatter_elements(in_place, input, dim, index, source, write, is_sum)
+        return _scatter_elements(in_place, input, dim, index, source, write, is_sum, is_new)
 
     def make(input: Any, dim: int, index: Any, src: Any = None, *args: Any, value: Any = None, **named: Any) -> Any:
         source = value if src is None else src
         if not isinstance(input, Tile):
             return run_unknown_function(getattr(torch, name), input, dim, index, source, *args, **named)
-        return change(_new_target(input), dim, index, source, *args, **named)
+        return change(_new_target(input), dim, index, source, *args, is_new=True, **named)
 
     implements_torch(in_place, either=("input", "index", "src", "value"))(change)
     implements_torch(getattr(torch, name), either=("input", "index", "src", "value"))(make)

@@ -286,6 +286,42 @@ def test_a_target_with_another_name_stays_whole():
     torch.testing.assert_close(view.full_tensor(), wanted.view(40))
 
 
+def targets_of_rows(picked):
+    """Rows [10, 4] to write to: made as the picked tile is, plain, and a part of a larger tensor."""
+    yield picked.new_zeros(10, 4)
+    yield torch.zeros(10, 4, dtype=picked.dtype)
+    yield picked.new_zeros(12, 4)[1:11]
+
+
+@on_ranks(3)
+def test_a_target_that_one_rank_keeps_stays_whole_on_all():
+    mesh, (_, edges, _, others) = world_mesh(cell=3), indices()
+    x = values()[0].requires_grad_()
+    wanted = torch.zeros(10, 4, dtype=torch.float64).index_add(0, others, x[edges[0]].sin())
+    wanted.square().sum().backward()
+    tile = jigsaw.shard(x.detach(), mesh, ("cell", None))
+    tile.local.requires_grad_()
+    for kind, keeper in [(kind, keeper) for kind in range(3) for keeper in (None, None, 0, 1, 2)]:
+        tile.local.grad = None
+        picked = tile[edges[0]].sin()
+        target = list(targets_of_rows(picked))[kind]
+        kept = target.view(40) if mesh.get_rank() == keeper else None
+        with comm.count() as counts:
+            target.index_add_(0, others, picked)
+        agreed = [c.sent_bytes for c in counts.calls if c.kind == "agree"]
+        target.square().sum().backward()
+        is_cut = isinstance(target, jigsaw.Tile) and target.layout.cut_dims == (0,)
+        torch.testing.assert_close(target.full_tensor() if isinstance(target, jigsaw.Tile) else target, wanted)
+        torch.testing.assert_close(tile.grad.full_tensor(), x.grad)
+        if kept is not None:
+            torch.testing.assert_close(kept.full_tensor() if isinstance(kept, jigsaw.Tile) else kept, wanted.view(40))
+        if cut_dims(picked):  # not yet at the first step
+            assert is_cut == (keeper is None and kind < 2) and agreed
+    with comm.count() as counts:
+        made = torch.index_add(picked.new_zeros(10, 4), 0, others, picked)
+    assert cut_dims(made) == (0,) and not any(c.kind == "agree" for c in counts.calls)
+
+
 @on_ranks(2)
 def test_places_that_are_not_there_are_told():
     mesh = world_mesh(cell=2)
@@ -341,7 +377,7 @@ def test_an_edge_list_sends_the_rows_that_are_needed():
     needed = [set(row.tolist()) - set(own) for row in edges[:, mine]]
     assert sum(c.received_bytes for c in counts.calls) == 8 * len(needed[0])
     far = sum(target not in own for target in edges[1, mine].tolist())
-    assert sum(c.sent_bytes for c in back.calls) == 8 * far
+    assert sum(c.sent_bytes for c in back.calls if c.kind == "neighbors") == 8 * far
     received = sum(c.received_bytes for c in gradient.calls if c.kind == "neighbors")
     arrives = sum(source in own for source in torch.cat([edges[0, : mine.start], edges[0, mine.stop :]]).tolist())
     assert received == 8 * (len(needed[1]) + arrives)

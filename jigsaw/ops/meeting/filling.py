@@ -42,6 +42,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from jigsaw.comm.agreement import is_true_everywhere
 from jigsaw.geometry.cut import Cut, cut_of_cells, cut_points, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
@@ -66,7 +67,8 @@ def fill_from_tiles(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     """Make the plain first argument of a function that changes it in place a tile, where a cut tile is among the
     others.  Return False where there is no rule for the function, or for these tiles.
 
-    *Sends*: nothing.
+    *Sends*: where an index has cut a tile, 32 bytes: the ranks agree that none of them has the memory elsewhere,
+    because they else run the function with that tile whole.  Else nothing.
     *Raises*: `ShardingError` for a tensor that cannot become a tile.
     """
     target = args[0]
@@ -82,6 +84,9 @@ def fill_from_tiles(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any
         return False
     layout = _layout_for(base, wishes, tiles[0])
     why = _reason_to_stay_plain(target, base, places, tiles[0])
+    if any(cut.by_index and cut.is_cut for t in tiles for cut in t.layout.cuts):
+        is_free = is_true_everywhere(tiles[0].mesh, why is None)
+        why = None if is_free else why or ("on another rank something else has its memory", "clone() it first")
     if why is not None:
         raise refusal_error(
             function,
@@ -97,9 +102,7 @@ def fill_from_tiles(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _reason_to_stay_plain(target: Tensor, plain: Tensor, places: _Places | None, like: Tile) -> tuple[str, str] | None:
-    """Return why a tensor, of which `target` is a view or itself, cannot become a tile, and what to write instead; the
-    same on every rank.
-    """
+    """Return why a tensor, of which `target` is a view or itself, cannot become a tile, and what to write instead."""
     if type(plain) not in (Tensor, FakeTensor, FunctionalTensor):
         kind = "a parameter" if isinstance(plain, nn.Parameter) else f"of the class {type(plain).__name__}"
         return f"it is {kind}", "write into a clone of it"
