@@ -29,7 +29,7 @@ class Neighbors:
 
     `index` has shape [targets, k]: numbers of source cells, -1 where a target has fewer than k.  There are `sources`
     source cells; by default as many as targets.  `of_edges` takes graphs in which targets have any number of edges,
-    `of_points` finds the nearest points, and `healpix` is the grid of that name.
+    `of_table` those of UGRID and ICON files, `of_points` finds the nearest points, and `healpix` is a grid.
 
     Every rank makes the same table. Which of its rows a rank sends, to whom, follows from the table and the cuts.
 
@@ -86,6 +86,33 @@ class Neighbors:
         table.degree, table.is_symmetric = None, False
         table.key = f"edges {table.sources} {_digest(table._starts)} {_digest(table._sorted_sources)}"
         return table
+
+    @classmethod
+    def of_table(
+        cls, values: ArrayLike, start_index: int = 0, missing: float | None = None, cell_dim: int = 0
+    ) -> Neighbors:
+        """Make a table from that of an unstructured grid, which counts cells from `start_index` on.
+
+        UGRID's ``face_face_connectivity`` has a row for each face; ICON's ``neighbor_cell_index`` counts from 1 and has
+        a column for each cell (``cell_dim=1``). No neighbor is a number that is `missing`, NaN, or below the first.
+
+        *Raises*: `ShardingError` for a table that is not of whole numbers, and for cells that are not there.
+
+        >>> jigsaw.Neighbors.of_table([[2, 1, 1], [3, 3, -1]], start_index=1, cell_dim=1).sources_of((0, 3)).tolist()
+        [1, 2, 0, 2, 0, -1]
+        """
+        stored = np.asarray(values)
+        is_none = np.isnan(stored) if stored.dtype.kind == "f" else np.zeros(stored.shape, bool)
+        if missing is not None:
+            is_none |= stored == missing
+        whole = np.where(is_none, start_index, stored)
+        if stored.ndim != 2 or stored.dtype.kind not in "iuf" or (whole != np.floor(whole)).any():
+            raise ShardingError(
+                f"Neighbors.of_table: values of dtype {stored.dtype} and shape {stored.shape} must be whole numbers of "
+                "2 dims, one of cells and one of their neighbors"
+            )
+        cells = whole.astype(np.int64) - start_index
+        return cls(np.moveaxis(np.where(is_none | (cells < 0), -1, cells), cell_dim, 0))
 
     @classmethod
     def of_points(

@@ -145,3 +145,36 @@ def test_lists_of_many_values_are_steps_and_a_rest():
         order[row].append(place)
     for row in range(10):
         assert order[lists.restore[row]] == list(places[rows == row])
+
+
+NONE = -999
+BESIDE = np.array([[1, -1, 2], [0, 3, -1], [-1, 0, 3], [2, 1, -1]])  # of four cells in a square
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        (BESIDE, {}),
+        (np.where(BESIDE < 0, NONE, BESIDE + 1), {"start_index": 1, "missing": NONE}),
+        (np.where(BESIDE < 0, 2**31 - 1, BESIDE).astype("i4"), {"missing": 2**31 - 1}),
+        (np.where(BESIDE < 0, np.nan, BESIDE + 7.0), {"start_index": 7}),
+        ((BESIDE + 1).T.astype("u1"), {"start_index": 1, "cell_dim": 1}),  # 0 for none, as ICON's
+    ],
+)
+def test_tables_of_unstructured_grids(values, told):
+    assert jigsaw.Neighbors.of_table(values, **told) == jigsaw.Neighbors(BESIDE)
+
+
+@pytest.mark.parametrize(
+    ("values", "told", "message"),
+    [
+        (BESIDE + 1, {}, "names cell 4, but the cells are -1 to 3"),
+        (BESIDE + 0.5, {}, "must be whole numbers of 2 dims"),
+        (BESIDE[0], {}, "of dtype int64 and shape .3,. must be whole numbers of 2 dims"),
+        (BESIDE > 0, {}, "dtype bool"),
+        (np.where(BESIDE < 0, NONE, BESIDE + 1), {"missing": 0}, "names cell 4"),
+    ],
+)
+def test_tables_that_name_no_cells_are_refused(values, told, message):
+    with pytest.raises(ShardingError, match=message):
+        jigsaw.Neighbors.of_table(values, **told)

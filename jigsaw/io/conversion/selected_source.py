@@ -296,6 +296,7 @@ def select_source(
         known = {str(n) for n in data[chosen].variables}
         on_cells = [(v.table, dim) for v in (survey.variables[n] for n in chosen) for dim in v.table.dims]
         known |= {name for table, dim in on_cells for name in survey.coords.angles(table, dim).values()}
+        known |= {name for n in chosen for name in survey.coords.mesh_variables(survey.variables[n].table)}
         known |= {
             word for n in known for key in REFERENCE_ATTRIBUTES for word in _reference_words(data.variables[n], key)
         }

@@ -159,7 +159,7 @@ def open(
     frame = SampleSpace.of({d: len(v) for d, v in grid.items()}, axes, spec, halo, boundary, split, align)
     turn, whole_coords = _make_row_order(grid, lat_order, lon)
     frame = frame.on(whole_coords)
-    cells = cell_grid_of(survey, variables[0])
+    cells = cell_grid_of(survey, variables[0], source)
     forced = None
     if forcings:
         attrs = {dim: survey.attrs(variables[0], dim) for dim in whole_coords}

@@ -3,14 +3,15 @@
 - HEALPix, by CF 1.13's grid mapping (``grid_mapping_name = "healpix"``, ``refinement_level``, ``indexing_scheme``), the
   older ``healpix_nside`` and ``healpix_order``, or xdggs' coordinate (``grid_name = "healpix"``, ``level``). The
   coordinate along the dim has the numbers of the cells, which may be some of the sphere's only;
-- any others by the latitude and the longitude of each, in degrees or radians (ICON, reduced Gaussian grids, stations).
+- any others by the latitude and the longitude of each, in degrees or radians (ICON, reduced Gaussian grids, stations);
+  who is beside whom by UGRID's ``face_face_connectivity`` or ICON's ``neighbor_cell_index``, where a store has one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.errors import GridError
+from jigsaw.errors import GridError, ShardingError
 from jigsaw.geometry.healpix import healpix_degrees, healpix_neighbors
 from jigsaw.geometry.neighbors import Neighbors
 from jigsaw.io.series.coords import CELL_ROLE, decoded_coordinate, is_healpix
 
 if TYPE_CHECKING:
+    from jigsaw.io.formats.store import StoreSource
     from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable
 
 CellValues = NDArray[np.float64]
@@ -36,7 +38,7 @@ class CellGrid:
     """Places of the cells of a dataset, all of them and in the order of the store; see `jigsaw.io.Dataset.grid`.
 
     `nside` and `nested` are those of HEALPix, else None; `numbers` are the cells' HEALPix numbers, None where they
-    count from 0 on. `variables` are the arrays of the store that describe the grid.
+    count from 0 on. `variables` are the arrays of the store that describe the grid, and `table` reads its neighbors.
 
     >>> data = jigsaw.io.open("cells.zarr", mesh={"cell": 2})
     >>> data.grid
@@ -52,6 +54,7 @@ class CellGrid:
     points: tuple[CellValues, CellValues] | None = None
     areas: CellValues | None = None
     variables: tuple[str, ...] = ()
+    table: Callable[[], Neighbors] | None = None
 
     def __repr__(self) -> str:
         if self.nside is None:
@@ -98,12 +101,16 @@ class CellGrid:
         return areas / areas.mean()
 
     def neighbors(self, k: int | None = None) -> Neighbors:
-        """Return the table of neighbors: the 8 of HEALPix, or the `k` nearest points, each cell itself the first.
+        """Return the table of neighbors: the 8 of HEALPix, the store's own (UGRID, ICON), or the `k` nearest points.
 
-        Raises: `GridError` without `k` where cells are points; `ShardingError` for more than there are.
+        Of these, each cell itself is the first.
+
+        Raises: `GridError` without `k` where cells are points alone; `ShardingError` for more than there are.
         """
         if k is not None:
             return Neighbors.of_points(self.lat, self.lon, k)
+        if self.table is not None:
+            return self.table()
         if self.nside is None:
             raise GridError("neighbors() of cells that are points needs their number: neighbors(k=8)")
         if self.numbers is None:
@@ -115,8 +122,8 @@ class CellGrid:
         return Neighbors(np.where(known[places] == wanted, rising[places], -1))
 
 
-def cell_grid_of(survey: StoreSurvey, variable: StoreVariable) -> CellGrid | None:
-    """Return the grid of a variable's cells, None for one without them.
+def cell_grid_of(survey: StoreSurvey, variable: StoreVariable, source: StoreSource | None = None) -> CellGrid | None:
+    """Return the grid of a variable's cells, None for one without them.  Its table of neighbors needs the `source`.
 
     Raises: `GridError` for a description that contradicts itself, or places in other than degrees and radians.
     """
@@ -138,7 +145,28 @@ def cell_grid_of(survey: StoreSurvey, variable: StoreVariable) -> CellGrid | Non
             _degrees_of_cells(survey, angles[angle], cells, most) for angle, most in (("lat", 90), ("lon", 720))
         )
         points = lat, lon
-    return CellGrid(cells, points=points, areas=_stored_areas(survey, variable), variables=names)
+    stored, first = survey.coords.neighbor_table(table, dim), int(survey.coords.mesh_topology(table) is None)
+    return CellGrid(
+        cells,
+        points=points,
+        areas=_stored_areas(survey, variable),
+        variables=tuple(dict.fromkeys((*names, *survey.coords.mesh_variables(table)))),
+        table=None if stored is None or source is None else partial(stored_neighbors, source, stored.name, dim, first),
+    )
+
+
+def stored_neighbors(source: StoreSource, name: str, dim: str, first: int) -> Neighbors:
+    """Read a table of neighbors, which counts cells from `first` on unless its ``start_index`` says otherwise.
+
+    Raises: `GridError` for one that names cells that are not there.
+    """
+    table = source.store.arrays[name]
+    start = int(table.attrs.get("start_index", first))
+    values = decoded_coordinate(table, source.store.read_small(name))
+    try:
+        return Neighbors.of_table(values, start, cell_dim=table.dims.index(dim))
+    except ShardingError as e:
+        raise GridError(f"{name!r} counts cells from {start}: {e}; give it the right start_index") from e
 
 
 def _healpix_of_attributes(name: str, attrs: Mapping[str, Any]) -> tuple[int, bool]:

@@ -64,6 +64,13 @@ _ROLE_OF_NAME = _roles_by_word(
     cell="cell cells ncell ncells",
 )
 _ANGLES = ("lat", "lon")
+_ICON_NEIGHBORS = "neighbor_cell_index"
+MESH_TABLES = tuple(
+    f"{ends}_connectivity"
+    for ends in "face_node face_face face_edge edge_node edge_face boundary_node volume_node".split()
+)
+"""The attributes of UGRID's topology that name tables of a mesh."""
+_MESH_PLACES = ("face_coordinates", "node_coordinates", "edge_coordinates")
 _LARGEST_COORDINATE = 1 << 31
 
 
@@ -145,9 +152,9 @@ class StoreCoordinates:
         self._bounds = {
             _group_prefix(n) + str(t.attrs[k])
             for n, t in arrays.items()
-            for k in ("bounds", "climatology")
+            for k in ("bounds", "climatology", *MESH_TABLES)
             if k in t.attrs
-        }
+        } | {n for n in arrays if n.removeprefix(_group_prefix(n)) == _ICON_NEIGHBORS}
         for name, table in sorted(arrays.items()):
             group, role = _group_prefix(name), _said_role(table.attrs)
             if len(table.dims) == 2 and role == "lat":
@@ -227,6 +234,31 @@ class StoreCoordinates:
         named = str(array.attrs.get("grid_mapping", "")).split(":")[0].strip()
         return self.arrays.get(_group_prefix(array.name) + named) if named else None
 
+    def mesh_topology(self, array: ArrayTable) -> ArrayTable | None:
+        """Return the variable that describes the unstructured mesh of an array, where UGRID's attributes name one."""
+        table = self.arrays.get(_group_prefix(array.name) + str(array.attrs.get("mesh", "")))
+        return table if table is not None and table.attrs.get("cf_role") == "mesh_topology" else None
+
+    def mesh_variables(self, array: ArrayTable) -> list[str]:
+        """Return the names of a mesh's topology, tables and places, or of ICON's table of neighbors beside an array."""
+        mesh, group = self.mesh_topology(array), _group_prefix(array.name)
+        words = [_ICON_NEIGHBORS]
+        if mesh is not None:
+            named = " ".join(str(mesh.attrs.get(key, "")) for key in (*MESH_TABLES, *_MESH_PLACES))
+            words = [mesh.name.removeprefix(group), *named.split()]
+        names = [group + word for word in words]
+        return [n for n in names if n in self.arrays and (mesh is not None or self._shares_dim(array, self.arrays[n]))]
+
+    def _shares_dim(self, array: ArrayTable, table: ArrayTable) -> bool:
+        return not set(array.dims).isdisjoint(table.dims)
+
+    def neighbor_table(self, array: ArrayTable, dim: str) -> ArrayTable | None:
+        """Return the table of the cells beside each along a dim: UGRID's ``face_face_connectivity``, or ICON's."""
+        mesh = self.mesh_topology(array)
+        word = _ICON_NEIGHBORS if mesh is None else str(mesh.attrs.get("face_face_connectivity", ""))
+        table = self.arrays.get(_group_prefix(array.name) + word)
+        return table if table is not None and len(table.dims) == 2 and dim in table.dims else None
+
     def roles(self, array: ArrayTable) -> tuple[str, ...]:
         """Return the role of every dim of `array`, or its own name where it lacks one; two dims must not have one role.
 
@@ -272,9 +304,14 @@ class StoreCoordinates:
         return {}
 
     def _cells(self, array: ArrayTable) -> dict[str, str]:
-        """Return the one dim along which each place has its own latitude and longitude, or is numbered by HEALPix."""
+        """Return the one dim along which each place has its own latitude and longitude, is numbered by HEALPix, or is a
+        face of a mesh.
+        """
         scattered = [dim for dim in array.dims if self.angles(array, dim)]
-        mapping = self.grid_mapping(array)
+        mapping, mesh = self.grid_mapping(array), self.mesh_topology(array)
+        if not scattered and mesh is not None and array.attrs.get("location") == "face":
+            corners = self.arrays.get(_group_prefix(array.name) + str(mesh.attrs.get("face_node_connectivity", "")))
+            scattered = [dim for dim in array.dims if corners is not None and dim in corners.dims]
         if not scattered and mapping is not None and is_healpix(mapping.attrs):
             known = [dim for dim in array.dims if role_of_dim(dim, self.attrs(array, dim)) is not None]
             scattered = [dim for dim in array.dims[-1:] if dim not in known]

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from jigsaw.errors import GridError, UnsupportedStoreError
 from jigsaw.io.series.times import decode_times
 
-REFERENCE_ATTRIBUTES = tuple("grid_mapping bounds climatology cell_measures ancillary_variables formula_terms".split())
+REFERENCE_ATTRIBUTES = tuple(
+    "grid_mapping bounds climatology cell_measures ancillary_variables formula_terms mesh".split()
+)
 """The attributes that name other variables."""
 _LAT_ATTRIBUTES = {"standard_name": "latitude", "units": "degrees_north", "axis": "Y"}
 _LON_ATTRIBUTES = {"standard_name": "longitude", "units": "degrees_east", "axis": "X"}

@@ -135,7 +135,8 @@ class NetcdfSink:
             )
         self._new_part(0)
         self._file = _open_netcdf4(self._part, "w")
-        for dim, size in {d: n for a in arrays for d, n in zip(a.dims, a.shape, strict=True)}.items():
+        of_coords = {d: n for c in coords for d, n in zip(c.dims, c.values.shape, strict=True)}
+        for dim, size in {**of_coords, **{d: n for a in arrays for d, n in zip(a.dims, a.shape, strict=True)}}.items():
             self._file.createDimension(dim, None if dim == self._dim else size)
         about = StoreCompleteness(self._dim, 0, False).attrs()
         self._file.setncatts({k: _netcdf_attribute(v) for k, v in attrs.items()} | about)

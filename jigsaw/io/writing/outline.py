@@ -110,7 +110,8 @@ class AppendOutline:
 
 @dataclass(frozen=True, eq=False)
 class WriteOptions:
-    """Arguments of a `Writer` for one store; `lent_units` are coordinates whose units it takes over.
+    """Arguments of a `Writer` for one store; `lent_units` are coordinates whose units it takes over,
+    and `lent_sizes` the dims of tables that no array of it has.
 
     Raises: `WriteError` for what the format does not have.
     """
@@ -126,6 +127,7 @@ class WriteOptions:
     append_dim: str | None
     encoding: Mapping[str, Any]
     lent_units: Mapping[str, StoredCoordinate] = field(default_factory=dict[str, StoredCoordinate])
+    lent_sizes: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.encoding) - set(_ENCODING_OPTIONS[self.suffix]))
@@ -352,7 +354,7 @@ def outline_append(
         if not name or "/" in name or name in (".", "..") or name.startswith("__"):
             raise FieldError(f"{name!r} cannot name an array; choose one without '/', not '.', '..' or '__…'")
     for c in coords:
-        _check_coordinate(c, sizes, names)
+        _check_coordinate(c, {**options.lent_sizes, **sizes}, names)
     rows = sizes[options.append_dim] if options.append_dim is not None else 0
     if known is None:
         for at, source in enumerate(sources):  # name the coordinates that are not their dim's own, as CF does

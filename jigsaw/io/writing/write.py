@@ -359,12 +359,16 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
         return _attrs_that_hold(survey.attrs(variable, role), written)
 
     lent: dict[str, Any] = {}
+    lent_sizes: dict[str, int] = {}
     for dim in dims or dataset.whole_coords:
         role = dim if dim in dataset.whole_coords else own.get(dim, dim)
         if role in dataset.whole_coords and role not in dataset.counted:
             lent[dim] = dataset.whole_coords[role], attrs_along(variables[0], role)
         if role == CELL_ROLE:
-            lent |= {name: _lent_of_cells(dataset.store, name, dim, written) for name in cells}
+            stored = variables[0].dim(CELL_ROLE)
+            lent |= {name: _lent_of_cells(dataset.store, name, {stored: dim}, written) for name in cells}
+            tables = [dataset.store.arrays[name] for name in cells]
+            lent_sizes = {d: n for t in tables for d, n in zip(t.dims, t.shape, strict=True) if d != stored}
     leveled = next((v for v in variables if LEVEL_DIM in v.roles), None)
     used = {f.level for f in fields} - {None}
     if leveled is not None and used and CHANNEL_DIM in dims:
@@ -384,14 +388,24 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
         attrs={**own_attrs, **options.attrs},
         field_attrs={**field_attrs, **options.field_attrs},
         lent_units=lent_units,
+        lent_sizes=lent_sizes,
     )
 
 
-def _lent_of_cells(store: ArrayStore, name: str, dim: str, written: Collection[str]) -> tuple[Any, Any, Any]:
-    """Return a place of each cell, or the grid mapping, as a coordinate along the dim of that name."""
-    table = store.arrays[name]
-    values = decoded_coordinate(table, store.read_small(name))
-    return (dim,) * len(table.dims), values, _attrs_that_hold(table.attrs, written)
+def _lent_of_cells(
+    store: ArrayStore, name: str, renamed: Mapping[str, str], written: Collection[str]
+) -> tuple[Any, Any, Any]:
+    """Return a place of each cell, a table of a mesh, or the grid mapping, as a coordinate; dims may be `renamed`."""
+    table, values, attrs = (
+        store.arrays[name],
+        store.read_small(name),
+        _attrs_that_hold(store.arrays[name].attrs, written),
+    )
+    if len(table.dims) < 2:
+        values = decoded_coordinate(table, values)
+    elif "_FillValue" in table.attrs:  # a table stays one of integers
+        attrs["_FillValue"] = table.attrs["_FillValue"]
+    return tuple(renamed.get(d, d) for d in table.dims), values, attrs
 
 
 def _written_field(survey: StoreSurvey, by_name: Mapping[str, StoreVariable], channel: FieldChannel) -> WrittenField:

@@ -1,0 +1,178 @@
+"""Stores of cells whose neighbors a table names: UGRID's meshes and ICON's grids, as their own writers make them."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+import jigsaw
+from jigsaw.errors import GridError
+from jigsaw.testing import run_on_ranks, world_mesh
+
+STEPS, CELLS = 9, 192
+SPLIT = [0, 0, 131, CELLS]  # of three ranks
+T2M = np.random.default_rng(0).normal(280, 9, (STEPS, CELLS)).astype("f4")
+
+
+def spread_points(count):
+    """Points all over the globe, along a spiral: latitudes and longitudes in degrees."""
+    at = np.arange(count) + 0.5
+    return np.degrees(np.arcsin(1 - 2 * at / count)), (at * 180 * (3 - 5**0.5) + 180) % 360 - 180
+
+
+def triangles():
+    """A sphere of 192 triangles: corners of each, its neighbors across each side, and the corners' places."""
+    lat, lon = spread_points(CELLS // 2 + 2)
+    north, east = np.radians(lat), np.radians(lon)
+    points = np.stack([np.cos(north) * np.cos(east), np.cos(north) * np.sin(east), np.sin(north)], -1)
+    hull = pytest.importorskip("scipy.spatial").ConvexHull(points)
+    assert hull.simplices.shape == (CELLS, 3)
+    middle = points[hull.simplices].mean(1)
+    places = np.degrees([np.arctan2(middle[:, 2], np.hypot(*middle[:, :2].T)), np.arctan2(middle[:, 1], middle[:, 0])])
+    return hull.simplices, hull.neighbors, (lat, lon), places
+
+
+def write_ugrid(path, start=0, fill=None, has_places=True, is_transposed=False):
+    """Write a file of UGRID 1.0, as its text shows one; a neighbor of cell 3 is missing where there is a fill value."""
+    corners, beside, nodes, places = triangles()
+    beside = np.where(np.arange(3) == 1, -1, beside) if fill is not None else beside
+    with pytest.importorskip("netCDF4").Dataset(path, "w") as out:
+        for dim, size in {"time": None, "nMesh2_node": len(nodes[0]), "nMesh2_face": CELLS, "Three": 3}.items():
+            out.createDimension(dim, size)
+        mesh = out.createVariable("Mesh2", "i4")
+        mesh.setncatts(
+            {
+                "cf_role": "mesh_topology",
+                "topology_dimension": 2,
+                "node_coordinates": "Mesh2_node_x Mesh2_node_y",
+                "face_node_connectivity": "Mesh2_face_nodes",
+                "face_face_connectivity": "Mesh2_face_links",
+                **({"face_coordinates": "Mesh2_face_x Mesh2_face_y"} if has_places else {}),
+            }
+        )
+        dims = ("Three", "nMesh2_face") if is_transposed else ("nMesh2_face", "Three")
+        links = out.createVariable("Mesh2_face_links", "i4", dims, fill_value=fill)
+        links.setncatts({"cf_role": "face_face_connectivity", **({"start_index": start} if start else {})})
+        values = np.where(beside < 0, -1 if fill is None else fill, beside + start)
+        links[:] = values.T if is_transposed else values
+        out.createVariable("Mesh2_face_nodes", "i4", ("nMesh2_face", "Three"))[:] = corners
+        pairs = {"node": nodes, **({"face": places} if has_places else {})}
+        for kind, (lat, lon) in pairs.items():
+            for axis, values, name, units in (
+                ("x", lon, "longitude", "degrees_east"),
+                ("y", lat, "latitude", "degrees_north"),
+            ):
+                place = out.createVariable(f"Mesh2_{kind}_{axis}", "f8", (f"nMesh2_{kind}",))
+                place.setncatts({"standard_name": name, "units": units})
+                place[:] = values
+        hours = out.createVariable("time", "f8", ("time",))
+        hours.units, hours[:] = "hours since 2020-01-01", np.arange(STEPS) * 6
+        t2m = out.createVariable("t2m", "f4", ("time", "nMesh2_face"), zlib=True, chunksizes=(1, 80))
+        t2m.setncatts({"mesh": "Mesh2", "location": "face", "units": "K"})
+        t2m[:] = T2M
+    return beside, places
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"start": 1, "fill": -999},
+        {"fill": 2**31 - 1, "is_transposed": True},
+        {"has_places": False, "start": 1},
+    ],
+    ids=str,
+)
+def test_meshes_of_ugrid(tmp_path, options):
+    path = str(tmp_path / "mesh.nc")
+    beside, places = write_ugrid(path, **options)
+    samples = jigsaw.io.open(path, mesh=world_mesh(cell=1))
+    assert samples.fields == ("t2m",)  # no table, no coordinate
+    np.testing.assert_array_equal(samples[2].input.full_tensor()[0, 0], T2M[2])
+    assert samples.grid.neighbors() == pickle.loads(pickle.dumps(samples)).grid.neighbors() == jigsaw.Neighbors(beside)
+    if options.get("has_places", True):
+        np.testing.assert_array_equal([samples.grid.lat, samples.grid.lon], places)
+        assert samples.grid.neighbors(2) == jigsaw.Neighbors.of_points(*places, 2)
+    else:
+        with pytest.raises(GridError, match="does not say where its 192 cells lie"):
+            _ = samples.grid.lat
+
+
+def write_icon(path, start=1):
+    """Write a file as ICON does, with the table of its grid file."""
+    _, beside, _, (lat, lon) = triangles()
+    with pytest.importorskip("netCDF4").Dataset(path, "w") as out:
+        for dim, size in {"time": None, "ncells": CELLS, "vertices": 3, "nv": 3}.items():
+            out.createDimension(dim, size)
+        for name, values, long in (("clat", lat, "center latitude"), ("clon", lon, "center longitude")):
+            place = out.createVariable(name, "f8", ("ncells",))
+            place.setncatts({"standard_name": long.split()[1], "long_name": long, "units": "radian"})
+            place.bounds = f"{name}_vertices"
+            place[:] = np.radians(values)
+            out.createVariable(f"{name}_vertices", "f8", ("ncells", "vertices"))[:] = 0
+        table = out.createVariable("neighbor_cell_index", "i4", ("nv", "ncells"))
+        table.setncatts({"long_name": "cell neighbor index", "units": "-"})
+        table[:] = beside.T + start
+        hours = out.createVariable("time", "f8", ("time",))
+        hours.units, hours[:] = "hours since 2020-01-01", np.arange(STEPS) * 6
+        t2m = out.createVariable("t2m", "f4", ("time", "ncells"))
+        t2m.setncatts({"CDI_grid_type": "unstructured", "coordinates": "clat clon", "units": "K"})
+        t2m[:] = T2M
+    return beside, (lat, lon)
+
+
+def test_a_file_of_icon(tmp_path):
+    path = str(tmp_path / "icon.nc")
+    beside, places = write_icon(path)
+    for values, grid in run_on_ranks(3, read_t2m, path, {"cell": 3}, SPLIT):
+        np.testing.assert_array_equal(values, T2M)
+        np.testing.assert_allclose([grid.lat, grid.lon], places, atol=1e-12)
+        assert grid.neighbors() == jigsaw.Neighbors(beside)
+    write_icon(path, start=2)
+    with pytest.raises(GridError, match=r"counts cells from 1: .* names cell 192, .*; give it the right start_index"):
+        jigsaw.io.open(path, mesh={"cell": 2}).grid.neighbors()
+
+
+def read_t2m(path, axes, split):
+    samples = jigsaw.io.open(path, mesh=world_mesh(**axes), split=split)
+    assert samples.fields == ("t2m",)
+    values = np.concatenate([samples[i].input.full_tensor().numpy() for i in range(len(samples))])
+    return values[:, 0], samples.grid
+
+
+# -- writing, conversion -----------------------------------------------------------------------------------------------
+
+
+MAKERS = {"ugrid": lambda path: write_ugrid(path, start=1, fill=-999), "icon": write_icon}
+
+
+def write_targets(path, target):
+    samples = jigsaw.io.open(path, mesh=world_mesh(cell=3), targets=[1], split=SPLIT)
+    with jigsaw.io.Writer(target, dims=("time", "channel", "cell"), like=samples, append_dim="time") as out:
+        for i in range(3):
+            out.append(samples[i].target, coords={"time": samples[i].target_times})
+
+
+@pytest.mark.parametrize("suffix", ["zarr", "nc"])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_forecasts_on_meshes_are_written_like_their_store(tmp_path, kind, suffix):
+    path, target = str(tmp_path / "mesh.nc"), str(tmp_path / f"forecast.{suffix}")
+    beside, places = MAKERS[kind](path)
+    run_on_ranks(3, write_targets, path, target)
+    ours = jigsaw.io.open(target, mesh=world_mesh(cell=1))
+    np.testing.assert_array_equal(ours[1].input.full_tensor()[0, 0], T2M[2])
+    np.testing.assert_allclose([ours.grid.lat, ours.grid.lon], places, atol=1e-12)
+    assert ours.grid.neighbors() == jigsaw.Neighbors(beside)
+
+
+@pytest.mark.parametrize("fields", [None, ["t2m"]])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_meshes_are_converted_with_their_tables(tmp_path, kind, fields):
+    path = str(tmp_path / "mesh.nc")
+    beside, places = MAKERS[kind](path)
+    made = jigsaw.io.convert(path, tmp_path / "made.zarr", fields=fields, mesh={"cell": 4})
+    assert all(jigsaw.io.verify(made.path).values())
+    ours = jigsaw.io.open(made.path, mesh=world_mesh(cell=1))
+    np.testing.assert_array_equal(ours[3].input.full_tensor()[0, 0], T2M[3])
+    np.testing.assert_allclose([ours.grid.lat, ours.grid.lon], places, atol=1e-12)
+    assert ours.grid.neighbors() == jigsaw.Neighbors(beside)
