@@ -29,8 +29,10 @@ from jigsaw.dryrun.rank_playing import (
 )
 from jigsaw.dryrun.report import PHASES, DryRunReport, PhaseCost, RankCost, Remark, Traffic
 from jigsaw.errors import ShardingError
+from jigsaw.geometry.axis_names import PIPE_AXIS
 from jigsaw.geometry.cut import SplitRule
 from jigsaw.geometry.layout import LayoutSpec
+from jigsaw.parallel.channel_parallel import TensorPlan
 from jigsaw.ranks.mesh import axes_of_mesh
 
 
@@ -47,6 +49,7 @@ def dry_run(
     optimizer: OptimizerMaker | None = torch.optim.AdamW,
     shard_weights: bool = False,
     replicate: str | Sequence[str] = (),
+    tensor: TensorPlan | None = None,
     checkpoint: Literal["none", "blocks"] | Sequence[str] = "none",
     device: str | Device = "h100",
     ranks_per_node: int | None = None,
@@ -67,8 +70,8 @@ def dry_run(
     `dtype` is that of the input and the weights, by default the weights' own. One of integers is the input's alone.
     `spec`, `split` and `align` cut the input as `jigsaw.shard` does; by default axes with the usual names of dims cut
     those.  `loss` takes the model's output; by default the mean square of all of it. `optimizer=None` leaves the step
-    out. `shard_weights` and `replicate` are those of `jigsaw.parallelize`. ``checkpoint="blocks"`` recomputes the
-    elements of ``ModuleList`` (without one, of the outermost ``Sequential``) in the backward pass; or name modules.
+    out. `shard_weights`, `replicate` and `tensor` are those of `jigsaw.parallelize`. ``checkpoint="blocks"`` recomputes
+    the elements of ``ModuleList`` (without one, of the outermost ``Sequential``) in the backward pass; or name modules.
     `device` is one of `DEVICES` or a `Device`.
 
     The dry run plays all ranks of up to 4, else the first, the last, and one inside; or `ranks`.  With a `dataset` of
@@ -108,10 +111,16 @@ def dry_run(
         every_block,
         keeps_calls=priced.times_kernels,
         on_processor=priced.is_processor,
+        tensor=tensor,
     )
     node = priced.ranks_per_node if ranks_per_node is None else ranks_per_node
     if node < 1:
         raise ShardingError(f"ranks_per_node={node} must be 1 or more")
+    if tensor and PIPE_AXIS in axes:
+        raise ShardingError(
+            f"dry_run(tensor=...) on a mesh with the axis {PIPE_AXIS!r}: stages of a pipeline take no plan of weights "
+            f"yet; leave out tensor, or the axis"
+        )
     size = torch.Size(axes.values()).numel()
     chosen = _usual_ranks(axes) if ranks is None else list(ranks) if isinstance(ranks, Iterable) else []
     if not chosen or not all(rank in range(size) for rank in chosen):

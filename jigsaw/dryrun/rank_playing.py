@@ -30,6 +30,7 @@ from jigsaw.geometry.layout import AxisSizes, Layout, LayoutSpec
 from jigsaw.ops.into_torch.whole_tensor import hearing_costs
 from jigsaw.ops.meeting.common_cuts import REALIGN_KIND, RECUT_KIND
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, hearing_repeats
+from jigsaw.parallel.channel_parallel import TensorPlan
 from jigsaw.parallel.gradients import local_part
 from jigsaw.parallel.parallelize import parallelize, reduced_at_end, reducer_of
 from jigsaw.parallel.sharding import ShardingOptions
@@ -86,6 +87,7 @@ class StepPlan:
     row: tuple[str, int] | None = None  # of which so many blocks alone are there
     keeps_calls: bool = True
     on_processor: bool = True
+    tensor: TensorPlan | None = None
     pieces: tuple[str, ...] = ()  # modules of which costs are told apart
 
 
@@ -161,7 +163,9 @@ def _play_step(
         module.forward = partial(run_checkpointed, module.forward, use_reentrant=False)
     stages = None if stage_mesh is mesh else PlayedStages(plan, model, mesh, stage_mesh)
     if stages is None:
-        model = parallelize(model, mesh, shard_weights=plan.shard_weights, replicate=plan.replicate, strict=False)
+        model = parallelize(
+            model, mesh, shard_weights=plan.shard_weights, replicate=plan.replicate, tensor=plan.tensor, strict=False
+        )
     reducer = reducer_of(model if stages is None else stages.holder)
     if plan.row is not None and reducer is not None:
         played.is_periodic = reducer.ends_alike(

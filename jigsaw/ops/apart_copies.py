@@ -322,6 +322,11 @@ def is_written_back(value: Any, tile: Tile, index: Any) -> bool:
     return copy.asked[0] is tile and copy.asked[1] is index
 
 
+def count_of_changes() -> int:
+    """Return the number of functions that have changed a tile in place so far, the same on every rank."""
+    return _changes_made[0]
+
+
 # -- what changes a tile in place -------------------------------------------------------------------------------------
 
 _WRITES_NOTHING = functions_named("requires_grad_ detach_ rename_ share_memory_")

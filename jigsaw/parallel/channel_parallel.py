@@ -31,8 +31,9 @@ where they were, as many bytes together as the all-reduce (`jigsaw.nn.products.l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Sequence
-from typing import Any, cast
+from collections.abc import Generator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +46,29 @@ from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.nn.products.contraction import tile_in_autocast_dtype
 from jigsaw.nn.products.linear import gathered_tokens, layout_before_gather
+from jigsaw.nn.shared_inputs import made_once
 from jigsaw.ops.reductions import stack_along_axes
 from jigsaw.ranks.mesh import axes_of_mesh, flat_submesh
 from jigsaw.tile.tile import Tile
+
+TensorPlan = Mapping[str, str]
+PlannedCut = Literal["column", "row", "gathered", "whole"]
+
+# Words of a plan: our own, then those of torch's and transformers' plans (``model.tp_plan``).
+_PLANNED_CUTS: dict[str, PlannedCut] = {
+    "column": "column",
+    "row": "row",
+    "gathered": "gathered",
+    "whole": "whole",
+    "colwise": "column",
+    "rowwise": "row",
+    "rowwise_split_input": "gathered",  # of a whole input; a gather of the result is half of a row's sum
+    "colwise_gather_output": "gathered",
+    "packed_colwise": "gathered",  # its halves are cut apart from each other there, and here as one dim
+    "replicate": "whole",
+    "replicated_with_grad_allreduce": "whole",  # every gradient is the mean over all ranks
+    "embedding_rowwise": "whole",
+}
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -94,7 +115,8 @@ class ChannelHooks:
         """Return a layer's input with the tokens of all ranks along the axis, if it cuts them; *Sends*: this rank's."""
         has_tokens = isinstance(layer, nn.Linear | nn.MultiheadAttention)
         if has_tokens and any(self._axis in x.layout.dim_axes(d) for d in range(x.ndim - 1)):
-            return gathered_tokens(tile_in_autocast_dtype(x), (self._axis,))
+            axes = (self._axis,)
+            return made_once(x, ("tokens", *axes), lambda: gathered_tokens(tile_in_autocast_dtype(x), axes))
         if not isinstance(layer, nn.MultiheadAttention):
             _check_channels(x, _channel_dim(layer, x), self._axis)
         return x
@@ -141,34 +163,83 @@ def _check_channels(tile: Tile, dim: int, axis: str) -> None:
 # -- cutting the layers of a model ------------------------------------------------------------------------------------
 
 
-def cut_channels(model: nn.Module, mesh: DeviceMesh, axis: str) -> None:
+def cut_channels(model: nn.Module, mesh: DeviceMesh, axis: str, plan: TensorPlan | None = None) -> None:
     """Cut the weights of the plain linear, convolution and attention layers of `model` along `axis`, in place.
 
-    In a ``Sequential``, two layers with only activations between them become a column and a row; others are columns. A
-    layer stays whole when the ranks do not divide its channels. So does one that has groups, shares a parameter, or
-    adds a token to keys and values.
+    Layers that `plan` names are cut as it says: the channels after a "column" stay cut, those after "gathered" do not.
+    Of the others, two layers of a ``Sequential`` with only activations between them become a column and a row; the rest
+    are columns whose channels are gathered. A layer stays whole when the ranks do not divide its channels. So does one
+    that has groups, shares a parameter, or adds a token to keys and values.
     """
     ranks = comm.rank_count(mesh, axis)
+    uses = Counter(p for m in model.modules() for p in m.parameters(recurse=False))
+    able = [m for m in model.modules() if all(uses[p] == 1 for p in m.parameters()) and _channel_counts(m)]
+    planned = _planned_layers(model, able, ranks, plan or {})
     if ranks == 1:
         return
     line = flat_submesh(mesh, axis)
-    uses = Counter(p for m in model.modules() for p in m.parameters(recurse=False))
-    able = [m for m in model.modules() if all(uses[p] == 1 for p in m.parameters()) and _channel_counts(m)]
     pairs = [
         pair
         for module in model.modules()
         if type(module) is nn.Sequential
-        for pair in _column_row_pairs(list(module), able, ranks)
+        for pair in _column_row_pairs(list(module), [m for m in able if m not in planned], ranks)
     ]
     firsts, rows = {first for first, _ in pairs}, {second for _, second in pairs}
+    firsts |= {layer for layer, cut in planned.items() if cut == "column"}
+    rows |= {layer for layer, cut in planned.items() if cut == "row"}
     for layer in able:
         channels = _channel_counts(layer)
         # only even pieces: `fully_shard` on top of them needs that, and so does one gather of equal messages
-        if channels is not None and channels[0 if layer in rows else 1] % ranks == 0:
+        is_even = channels is not None and channels[0 if layer in rows else 1] % ranks == 0
+        if is_even and planned.get(layer) != "whole":
             _cut_parameters(layer, layer in rows, line)
             hooks = ChannelHooks(mesh, axis, gather=layer not in firsts)
             layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
             layer.register_forward_hook(hooks.after)
+
+
+def _planned_layers(
+    model: nn.Module, able: Sequence[nn.Module], ranks: int, plan: TensorPlan
+) -> dict[nn.Module, PlannedCut]:
+    """Return the layers that `plan` names by patterns of `fnmatch`; of two patterns the later one counts."""
+    planned: dict[nn.Module, PlannedCut] = {}
+    cuttable = {id(layer) for layer in able}
+    for pattern, word in plan.items():
+        cut = _PLANNED_CUTS.get(word)
+        if cut is None:
+            raise ShardingError(
+                f"parallelize(tensor={{{pattern!r}: {word!r}}}): a layer is cut as 'column' (its output channels, "
+                f"which stay cut), 'gathered' (the same, gathered after it) or 'row' (its input channels), or stays "
+                f"'whole'; use one of these words, or of {', '.join(list(_PLANNED_CUTS)[4:])}"
+            )
+        layers = {name: layer for name, layer in model.named_modules() if fnmatchcase(name, pattern)}
+        if not layers:
+            raise ShardingError(
+                f"parallelize(tensor={{{pattern!r}: {word!r}}}): no module has such a name; "
+                f"model.named_modules() lists the names, and '*' stands for any part of one"
+            )
+        for name, layer in layers.items():
+            planned[layer] = cut
+            _check_planned(name, layer, cut, ranks, is_able=id(layer) in cuttable)
+    return planned
+
+
+def _check_planned(name: str, layer: nn.Module, cut: str, ranks: int, is_able: bool) -> None:
+    channels = _channel_counts(layer)
+    if cut == "whole":
+        return
+    if not is_able or channels is None or isinstance(layer, nn.MultiheadAttention):
+        raise ShardingError(
+            f"parallelize(tensor=): {name} ({type(layer).__name__}) cannot be cut as {cut!r}: only torch.nn.Linear and "
+            f"convolutions without groups, whose parameters no other module shares, are cut by a plan; "
+            f"take a narrower pattern"
+        )
+    count = channels[0 if cut == "row" else 1]
+    if count % ranks:
+        raise ShardingError(
+            f"parallelize(tensor=): {name} has {count} {'input' if cut == 'row' else 'output'} channels, which "
+            f"{ranks} ranks do not divide; leave it out of the plan, or take another number of ranks"
+        )
 
 
 def _channel_counts(module: nn.Module) -> tuple[int, int] | None:

@@ -22,9 +22,10 @@ from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.comm.wire_values import checksum_of_bits
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS
+from jigsaw.nn.shared_inputs import forget_last_input
 from jigsaw.ops.into_torch.reentrant import at_end_of_pass
 from jigsaw.ops.into_torch.whole_tensor import run_forward_whole
-from jigsaw.parallel.channel_parallel import cut_channels
+from jigsaw.parallel.channel_parallel import TensorPlan, cut_channels
 from jigsaw.parallel.gradients import (
     GradientReducer,
     WholeGradients,
@@ -61,6 +62,7 @@ def parallelize(
     offload_policy: OffloadPolicy | None = None,
     reduce: bool = True,
     channel: str = CHANNEL_AXIS,
+    tensor: TensorPlan | None = None,
     units: Sequence[nn.Module] | None = None,
     unit_bytes: int = 4 * _MIB,
     bucket_bytes: int = 25 * _MIB,
@@ -84,6 +86,11 @@ def parallelize(
     - Where the mesh has the axis `channel`, weights of linear, convolution and attention layers are cut along it. They
       compute in pieces, with either of the above for the other axes (`jigsaw.parallel.channel_parallel`).  Tokens that
       the same axis cuts stay cut between them: norms, dropout and residuals work on 1/P of them.
+    - `tensor` says where weights are cut, ``{"blocks.*.query": "column", "blocks.*.out": "row"}``, by patterns of
+      module names as in `fnmatch`. The output channels of a "column" stay cut, through heads, gates and attention,
+      until a "row" adds them up. So a block of a transformer sends what Megatron's does. "gathered" is a column whose
+      channels are gathered, "whole" leaves a layer as it is.  A plan of transformers serves too, ``model.tp_plan``.
+      Layers that no pattern names are cut as without a plan.
     - ``reduce=False`` leaves the reduction to a wrapper that averages over all ranks,
       ``DistributedDataParallel(model)``; a forward pass without one warns.
 
@@ -112,7 +119,7 @@ def parallelize(
     """
     ranks = mesh.size()
     options = ShardingOptions.checked(mesh, shard_weights, replicate, mp_policy, offload_policy)
-    _check_model(model, mesh)
+    _check_model(model, mesh, tensor)
     setattr(model, _DONE, True)
     reduce_units_behind_their_gradients()  # also of units that `fully_shard` makes later
     if not strict:
@@ -121,7 +128,7 @@ def parallelize(
         return model
     _start_alike(model, mesh)
     made_before = list(model.parameters())
-    cut_channels(model, mesh, channel)
+    cut_channels(model, mesh, channel, tensor)
     _check_spectral_norms(model)
     model.register_forward_pre_hook(warn_of_idle_axes(mesh, _axes_of_weights(model)), with_kwargs=True)
     rest = dict(model.named_parameters())
@@ -151,8 +158,10 @@ def _enter_module(module: nn.Module, args: Any) -> None:
 
 
 def _leave_module(reduce: bool, module: nn.Module, args: Any, output: Any) -> None:
-    if leave_model(module) and reduce and torch.is_grad_enabled():
-        one_process_backward(output)
+    if leave_model(module):
+        forget_last_input()
+        if reduce and torch.is_grad_enabled():
+            one_process_backward(output)
 
 
 def one_process_backward(output: Any) -> None:
@@ -201,20 +210,21 @@ def _axes_of_weights(model: nn.Module) -> set[str]:
 # -- before -----------------------------------------------------------------------------------------------------------
 
 
-def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
+def _check_model(model: nn.Module, mesh: DeviceMesh, tensor: TensorPlan | None) -> None:
     if getattr(model, _DONE, False):
         raise ShardingError(
             f"{type(model).__name__} went through jigsaw.parallelize before; call it once, on the outermost module"
         )
     hooked = [name for name, p in model.named_parameters() if has_gradient_hooks(p)]
-    facts = [(n, tuple(p.shape), str(p.dtype), p.requires_grad, n in hooked) for n, p in model.named_parameters()]
+    facts: list[tuple[Any, ...]] = [("tensor=", *(tensor or {}).items())]
+    facts += [(n, tuple(p.shape), str(p.dtype), p.requires_grad, n in hooked) for n, p in model.named_parameters()]
     facts += [(name, tuple(b.shape), str(b.dtype), False, False) for name, b in model.named_buffers()]
     for at, theirs in enumerate(told_where_different(mesh, facts)):
         if theirs != facts:
             wrong = sorted({str(x) for x in theirs} ^ {str(x) for x in facts}) or ["another order of parameters"]
             raise ShardingError(
-                f"parallelize needs the same model on every rank, but rank {at} of the mesh differs from this one: "
-                f"{'; '.join(wrong[:4])}"
+                f"parallelize needs the same model and plan on every rank, but rank {at} of the mesh differs from this "
+                f"one: {'; '.join(wrong[:4])}"
             )
     if hooked:
         raise ShardingError(

@@ -85,6 +85,11 @@ def leave_model(model: object) -> bool:
     return True
 
 
+def is_in_forward_pass() -> bool:
+    """Say whether this thread runs a model's forward pass."""
+    return bool(_state.models)
+
+
 @contextmanager
 def within_model(model: object) -> Generator[None]:
     """Do `enter_model` and `leave_model` around a block."""

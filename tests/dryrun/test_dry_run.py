@@ -22,9 +22,9 @@ from jigsaw.parallel.gradients import local_part
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 MESHES = [
-    {"lat": 2, "lon": 2},
+    {"lat": 2},
     pytest.param({"lat": 1}, marks=pytest.mark.slow),
-    pytest.param({"lat": 2}, marks=pytest.mark.slow),
+    pytest.param({"lat": 2, "lon": 2}, marks=pytest.mark.slow),
     pytest.param({"lon": 4}, marks=[pytest.mark.slow, pytest.mark.nightly]),
 ]
 

@@ -34,9 +34,10 @@ def _faults(seeds, folder, end=float("inf")):
 FOUND = (24314, 27091, 30872, 31666, 40189)
 
 
+@pytest.mark.parametrize("programs", [range(120), pytest.param(range(120, 360), marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_random_programs_are_exact_or_refused(ranks, tmp_path):
-    seeds = [seed for seed in (*FOUND, *range(240)) if ranks_of_seed(seed) == ranks]
+def test_random_programs_are_exact_or_refused(ranks, programs, tmp_path):
+    seeds = [seed for seed in (*FOUND, *programs) if ranks_of_seed(seed) == ranks]
     assert not _faults(seeds, tmp_path / "verdicts")
 
 

@@ -1016,7 +1016,7 @@ def _weights_elsewhere():
             _replaces_a_parameter,
             "'gain' of Block was replaced or added after parallelize.*call jigsaw.parallelize last",
         ),
-        (_different_models, r"same model on every rank, but rank \d of the mesh.*weight"),
+        (_different_models, r"same model and plan on every rank, but rank \d of the mesh.*weight"),
         (_twice, "Linear went through jigsaw.parallelize before; call it once"),
         (_sparse, "module '0' makes sparse gradients.*sparse=False"),
         (_copies_of_whole_weights, "replicate=.*pass shard_weights=True"),

@@ -58,6 +58,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_groups_of_gpus_have_no_part_for_the_host_and_the_job_has_one():
     job = free_job()
     printed = told(_PLAYED_GPUS, *(step(rank, RANKS, SLURM_JOB_ID=job) for rank in range(RANKS)))

@@ -655,6 +655,7 @@ def _tiles_of_a_loader(tile):
         thread.join()
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_beside_data_and_channels_and_in_bfloat16():
     model, (x, y) = _model(Chain), _batch()

@@ -265,7 +265,8 @@ def test_gradients_of_ddp_come_through():
         ({}, {"lat": 2}),
         pytest.param({}, {"lat": 3}, marks=pytest.mark.slow),
         pytest.param({}, {"lat": 2, "lon": 2}, marks=pytest.mark.slow),
-        ({"shard_weights": True}, {"lat": 2, "lon": 2}),
+        pytest.param({"shard_weights": True}, {"lat": 2, "lon": 2}, marks=pytest.mark.slow),
+        ({"shard_weights": True}, {"lat": 2}),
     ],
 )
 def test_training_keeps_the_law(how, axes):
