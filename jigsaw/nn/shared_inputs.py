@@ -1,4 +1,4 @@
-"""What several layers make of one input, made once: the entry of a tile into parts, and a gather of its tokens.
+"""Results that layers of one input share: the entry of a tile into parts, and the gather of its tokens.
 
 A block of attention multiplies x by three weights that are cut by rows.  Each rank uses x for its own part of q, k and
 v, so the gradient of x is a sum over the ranks. Three products that enter x one by one send three sums; with one entry
@@ -40,7 +40,7 @@ class _LastInput(threading.local):
 _last = _LastInput()
 
 
-def made_once(tile: Tile, key: object, make: Callable[[], R]) -> R:
+def shared_result(tile: Tile, key: object, make: Callable[[], R]) -> R:
     """Return ``make()``, or what it returned for the same tile and key in this forward pass of a model."""
     if not is_in_forward_pass():
         return make()
@@ -60,9 +60,9 @@ def forget_last_input() -> None:
     _last.made = {}
 
 
-def rows_in_parts(tile: Tile, axes: Sequence[str]) -> Tensor:
+def enter_in_parts(tile: Tile, axes: Sequence[str]) -> Tensor:
     """Return the rows of a tile that is the same along `axes`, for use in every rank's own part of the work.
 
     *Sends*: forward nothing; backward one all-reduce of the gradient, for all layers that take the tile in a row.
     """
-    return made_once(tile, ("parts", *axes), lambda: comm.use_in_parts(tile.local, tile.mesh, axes))
+    return shared_result(tile, ("parts", *axes), lambda: comm.use_in_parts(tile.local, tile.mesh, axes))

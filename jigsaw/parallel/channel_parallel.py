@@ -46,7 +46,7 @@ from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.nn.products.contraction import tile_in_autocast_dtype
 from jigsaw.nn.products.linear import gathered_tokens, layout_before_gather
-from jigsaw.nn.shared_inputs import made_once
+from jigsaw.nn.shared_inputs import shared_result
 from jigsaw.ops.reductions import stack_along_axes
 from jigsaw.ranks.mesh import axes_of_mesh, flat_submesh
 from jigsaw.tile.tile import Tile
@@ -116,7 +116,7 @@ class ChannelHooks:
         has_tokens = isinstance(layer, nn.Linear | nn.MultiheadAttention)
         if has_tokens and any(self._axis in x.layout.dim_axes(d) for d in range(x.ndim - 1)):
             axes = (self._axis,)
-            return made_once(x, ("tokens", *axes), lambda: gathered_tokens(tile_in_autocast_dtype(x), axes))
+            return shared_result(x, ("tokens", *axes), lambda: gathered_tokens(tile_in_autocast_dtype(x), axes))
         if not isinstance(layer, nn.MultiheadAttention):
             _check_channels(x, _channel_dim(layer, x), self._axis)
         return x

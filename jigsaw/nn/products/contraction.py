@@ -32,7 +32,7 @@ from jigsaw.nn.rank_order import (
     size_of_cuts,
     take_owned_rows,
 )
-from jigsaw.nn.shared_inputs import rows_in_parts
+from jigsaw.nn.shared_inputs import enter_in_parts
 from jigsaw.ops.meeting.gradient_blocks import own_block, recorded_blocks
 from jigsaw.tile.tile import Tile
 
@@ -73,7 +73,7 @@ class LinearContraction:
         grid, stored, coord, last = self.grid, self.stored, x.coordinate, x.ndim - 1
         # along these axes ranks use the same x for other columns of y (or of K): each has a part of its gradient
         alike = [a for a in (*grid.n.axes, *grid.k.axes) if a not in x.layout.cut_axes]
-        rows = rows_in_parts(x, alike)
+        rows = enter_in_parts(x, alike)
         if grid.k.is_cut and not x.layout.is_cut(last):
             rows = take_owned_rows(rows, last, self.inner, x.layout, coord)
         elif stored.is_cut(1) and not x.layout.is_cut(last):

@@ -25,7 +25,7 @@ from jigsaw.geometry.cut import cut_by_some_axes, cut_holding_along, have_same_r
 from jigsaw.geometry.layout import Layout
 from jigsaw.nn.products.contraction import plan_contraction
 from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, bare_cuts, rearrange_rows, take_owned_rows
-from jigsaw.nn.shared_inputs import rows_in_parts
+from jigsaw.nn.shared_inputs import enter_in_parts
 from jigsaw.nn.weights import StoredWeight, cut_parameter, gathered_weight, is_dtensor, local_weight, weight_layout
 from jigsaw.ops.meeting.common_cuts import bring_to_cuts, bring_together
 from jigsaw.ops.meeting.plain_operands import averaged_over
@@ -122,7 +122,7 @@ def _sum_over_input_pieces(input: Tile, weight: StoredWeight, bias: StoredWeight
     last, axes, contracted = x.ndim - 1, stored.dim_axes(1), stored.dim(1)
     rows = x.local
     if not x.layout.is_cut(last):
-        rows = take_owned_rows(rows_in_parts(x, axes), last, contracted, x.layout, x.coordinate)
+        rows = take_owned_rows(enter_in_parts(x, axes), last, contracted, x.layout, x.coordinate)
     # the products differ along `axes`, so no gradient of W is divided among replicas: its columns belong to one rank
     partial = F.linear(rows, local_weight(weight, x, x.layout.replace_dim(last, *contracted)))
     out = x.layout.replace_dim(last, whole_dim(weight.shape[0]))

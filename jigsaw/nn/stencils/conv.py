@@ -25,7 +25,7 @@ from jigsaw.geometry.axis_names import CHANNEL_AXIS
 from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.stencil_rules import TransposedWindow
-from jigsaw.nn.shared_inputs import rows_in_parts
+from jigsaw.nn.shared_inputs import enter_in_parts
 from jigsaw.nn.stencils.conv_channels import ChannelPlan, add_partial_sums, channel_weight, plan_channels
 from jigsaw.nn.stencils.conv_geometry import (
     ConvGeometry,
@@ -162,7 +162,7 @@ def _convolve_cut_channels(input: Tile, weight: Tensor, bias: Tensor | None, pla
         )
         return Tile(y if b is None else y + b.to(y.dtype).reshape(-1, *[1] * conv.dims), out, input.mesh)
     if not input.layout.is_cut(1):
-        local = rows_in_parts(input, ways.out.axes)
+        local = enter_in_parts(input, ways.out.axes)
         low, high = ways.needs[input.layout.piece(ways.out, input.coordinate)]
         local = local if high - low == local.shape[1] else local.narrow(1, low, high - low)
         input = Tile(local, input.layout.replace_dim(1, whole_dim(high - low)), input.mesh)
