@@ -1,10 +1,13 @@
 """Plans of `parallelize(tensor=)`: blocks cut as columns and rows send what Megatron's formula says."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import jigsaw
 from jigsaw.errors import ShardingError
@@ -65,18 +68,36 @@ def turned(x):
     return torch.cat([a * places.cos() - b * places.sin(), a * places.sin() + b * places.cos()], -1)
 
 
-def _trained(block, axes, spec, plan):
+class Checkpointed(nn.Module):
+    """Two blocks, each recomputed in the backward pass, as `is_reentrant` says."""
+
+    def __init__(self, block, is_reentrant):
+        super().__init__()
+        self.blocks, self.is_reentrant = nn.ModuleList([block(), block()]), is_reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.is_reentrant)
+        return x
+
+
+def _trained(block, axes, spec, plan, is_reentrant=None):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    model, whole = (nn.Sequential(block(), block()) for _ in range(2))
+    make = (
+        (lambda: nn.Sequential(block(), block()))
+        if is_reentrant is None
+        else partial(Checkpointed, block, is_reentrant)
+    )
+    model, whole = make(), make()
     whole.load_state_dict(model.state_dict())
-    x = torch.randn(SAMPLES, TOKENS, WIDTH)
+    x = torch.randn(SAMPLES, TOKENS, WIDTH, requires_grad=True)
     expected = whole(x)
     expected.square().mean().backward()
     mesh = world_mesh(**axes)
     jigsaw.parallelize(model, mesh, tensor=plan)
     with jigsaw.comm.count() as forward:
-        out = model(jigsaw.shard(x, mesh, spec))
+        out = model(jigsaw.shard(x.detach(), mesh, spec).requires_grad_())
     loss = out.square().mean()
     with jigsaw.comm.count() as backward:
         loss.backward()
@@ -122,6 +143,12 @@ def test_it_is_exact_on_other_meshes(block, axes, spec):
         plan |= {"*.key": "whole", "*.value": "whole"}
     ranks = torch.Size(axes.values()).numel()
     run_on_ranks(ranks, _trained, block, axes, spec, plan)
+
+
+@pytest.mark.parametrize("tokens", [None, "channel"])
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_blocks_that_are_computed_again_are_exact(is_reentrant, tokens):
+    run_on_ranks(2, _trained, LlamaBlock, {"channel": 2}, (None, tokens, None), PLANS[LlamaBlock], is_reentrant)
 
 
 class _Changes(nn.Module):
