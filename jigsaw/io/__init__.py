@@ -40,8 +40,7 @@ from jigsaw.io.volumes import augment
 from jigsaw.io.volumes.foreground import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.scan_folders import FoundScans, find_scans
-from jigsaw.io.volumes.volume_dataset import Volumes, VolumeSample
-from jigsaw.io.volumes.volume_loader import VolumeBatch, VolumeLoader
+from jigsaw.io.volumes.volume_dataset import VolumeBatch, VolumeLoader, Volumes, VolumeSample
 from jigsaw.io.volumes.volume_statistics import volume_statistics
 from jigsaw.io.volumes.volume_writer import write_volume
 from jigsaw.io.writing.write import Writer, completeness, write

@@ -10,7 +10,7 @@ from jigsaw.errors import FieldError
 from jigsaw.io.volumes.foreground import Foreground, find_foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.volume import StoredVolume
-from jigsaw.io.volumes.volume_loader import VolumeLoader
+from jigsaw.io.volumes.volume_dataset import VolumeLoader
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 from jigsaw.tile import misuse
 

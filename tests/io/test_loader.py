@@ -15,7 +15,7 @@ from globe_store import globe, stacked, write
 import jigsaw
 from jigsaw.errors import CorruptChunkError, FieldError, PeerError, ReadError, StateError, WindowError
 from jigsaw.io.datasets.epochs import BatchPrefetch
-from jigsaw.io.reading import memory_pool as _memory
+from jigsaw.io.reading import arena as _memory
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 FIELDS, LONG = ["z500", "t2m"], ["geopotential@500", "2m_temperature"]

@@ -10,12 +10,12 @@ from globe_store import globe
 
 import jigsaw
 from jigsaw.errors import CorruptChunkError, GridError, TruncatedError, UnsupportedStoreError
+from jigsaw.io.commands.plan_command import plan_report
 from jigsaw.io.formats import netcdf3 as _netcdf3
 from jigsaw.io.formats import raw as _raw
 from jigsaw.io.formats.many_files import claims, open_many
 from jigsaw.io.formats.slab_arrays import read_table_box
 from jigsaw.io.formats.store import open_store
-from jigsaw.io.reports.plan_report import plan_report
 from jigsaw.testing import on_ranks, world_mesh
 
 FIELDS = ["t2m", "t500", "land_sea_mask"]

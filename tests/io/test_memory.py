@@ -7,8 +7,8 @@ import pytest
 
 from jigsaw.errors import ReadError
 from jigsaw.io.chunks.files import fresh_memory
-from jigsaw.io.reading import memory_pool as _memory
-from jigsaw.io.reading.memory_pool import MemoryPool
+from jigsaw.io.reading import arena as _memory
+from jigsaw.io.reading.arena import MemoryPool
 
 F4 = np.dtype("f4")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jigsaw.errors import StateError
-from jigsaw.io.datasets.sample_order import LoaderState, SampleOrder, shuffled_sample
+from jigsaw.io.datasets.samples import LoaderState, SampleOrder, shuffled_sample
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 100, 257])

@@ -15,8 +15,8 @@ import jigsaw
 from jigsaw.__main__ import main
 from jigsaw.errors import ReadError, UnsupportedStoreError, WriteError, cause_without_secrets, redacted_text
 from jigsaw.io.chunks.array_table import ArrayStore
+from jigsaw.io.commands.plan_command import plan_report
 from jigsaw.io.formats.store import StoreSource
-from jigsaw.io.reports.plan_report import plan_report
 from jigsaw.io.volumes.volume import StoredVolume
 from jigsaw.testing import world_mesh
 

@@ -13,7 +13,7 @@ from jigsaw.errors import FieldError, GridError, WriteError
 from jigsaw.io.volumes.augment import Affine, Flip
 from jigsaw.io.volumes.foreground import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
-from jigsaw.io.volumes.volume_loader import VolumeLoader
+from jigsaw.io.volumes.volume_dataset import VolumeLoader
 from jigsaw.io.volumes.volume_writer import write_volume
 from jigsaw.testing import run_on_ranks, world_mesh
 

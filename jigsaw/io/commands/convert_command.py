@@ -13,7 +13,7 @@ import numpy as np
 
 from jigsaw.io.commands import parse_options as options
 from jigsaw.io.conversion.convert import ConversionProgress, Converted, convert, is_complete_store, verify
-from jigsaw.io.text_tables import bytes_text
+from jigsaw.io.reading.plan_text import bytes_text
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,9 +10,9 @@ from math import prod
 
 from jigsaw.io.commands import parse_options as options
 from jigsaw.io.formats.store import open_store
+from jigsaw.io.reading.plan_text import align_columns, bytes_text
 from jigsaw.io.reports.pictures import draw_field_map
 from jigsaw.io.reports.summary import DimSummary, StoreSummary, TimeSummary, summarize_store
-from jigsaw.io.text_tables import align_columns, bytes_text
 
 _TEXT_WIDTH = 70
 _ATTRIBUTES_SHOWN = 12

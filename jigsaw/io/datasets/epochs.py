@@ -23,8 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.errors import FieldError, ReadError
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.layout import MeshCoordinate
-from jigsaw.io.datasets.sample_order import LoaderState, SampleOrder
-from jigsaw.io.datasets.samples import MeshSamples
+from jigsaw.io.datasets.samples import LoaderState, MeshSamples, SampleOrder
 from jigsaw.io.reading.chunk_readers import ReadCounts
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.reading.peers import HomeProcess

@@ -17,8 +17,7 @@ from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.datasets.dataset import Dataset, HeldSteps, SampleReading
 from jigsaw.io.datasets.epochs import BatchTurn, EpochLoader, check_whole_number
-from jigsaw.io.datasets.sample_order import RolloutLengths
-from jigsaw.io.datasets.samples import TileIfAny, TileRecord
+from jigsaw.io.datasets.samples import RolloutLengths, TileIfAny, TileRecord
 from jigsaw.tile.tile import Tile
 
 

@@ -25,8 +25,7 @@ from jigsaw.io.series.cell_grid import cell_grid_of
 from jigsaw.io.series.choices import choose_positions, time_origins, window_anchors, window_offsets
 from jigsaw.io.series.fields import FieldChannel, channels_of_fields
 from jigsaw.io.series.forcings import GridForcings, geographic_angles
-from jigsaw.io.series.request import MISSING_RULES
-from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
+from jigsaw.io.series.request import MISSING_RULES, HaloWidth, SampleSpace
 from jigsaw.io.series.statistics import NormalizeArgument, channel_scales, with_stored_statistics
 from jigsaw.io.series.store_survey import RowOrder, StoreSurvey, StoreVariable
 from jigsaw.io.series.times import TimeAxis, is_accumulated

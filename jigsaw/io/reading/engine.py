@@ -23,11 +23,10 @@ from jigsaw.io.chunks.chunk import ChunkIndex
 from jigsaw.io.chunks.chunk_finder import LookupCounts, total_lookups
 from jigsaw.io.chunks.files import fresh_memory
 from jigsaw.io.chunks.remote_files import RemoteFiles, ask_at_once
-from jigsaw.io.reading.arena import attach_arena
+from jigsaw.io.reading.arena import MemoryPool, attach_arena
 from jigsaw.io.reading.chunk_readers import ReadCounts
 from jigsaw.io.reading.chunk_sections import fair_thread_count
 from jigsaw.io.reading.fetch_ahead import FetchAhead
-from jigsaw.io.reading.memory_pool import MemoryPool
 from jigsaw.io.reading.peers import HomeProcess, PeerGroup, meet_peers
 from jigsaw.io.reading.placing import AnyArray
 from jigsaw.io.reading.read_plan import ReadPlan

@@ -33,7 +33,7 @@ import numpy as np
 from jigsaw.errors import CorruptChunkError, PeerError, ReadError
 from jigsaw.io.chunks.chunk import ChunkLoadCounts
 from jigsaw.io.chunks.files import ByteArray, ScratchMemory
-from jigsaw.io.reading.arena import MAX_ARENA_SLOTS, Arena, error_from_rank, slot_ticket
+from jigsaw.io.reading.arena import MAX_ARENA_SLOTS, Arena, MemoryPool, error_from_rank, slot_ticket
 from jigsaw.io.reading.chunk_readers import NO_OWNER, ChunkJob, ReadCounts
 from jigsaw.io.reading.chunk_sections import (
     ChunkSection,
@@ -43,7 +43,6 @@ from jigsaw.io.reading.chunk_sections import (
     strips_of_rank,
 )
 from jigsaw.io.reading.fetch_ahead import FetchAhead
-from jigsaw.io.reading.memory_pool import MemoryPool
 from jigsaw.io.reading.needed_chunks import ChunkBox
 from jigsaw.io.reading.peers import PeerGroup
 from jigsaw.io.reading.placing import (

@@ -35,8 +35,7 @@ from jigsaw.io.datasets.opening import open
 from jigsaw.io.formats.array_source import FilelessPlaces
 from jigsaw.io.reading.read_plan import ReadPlan, make_read_plan, plan_read
 from jigsaw.io.series.coords import SPATIAL_ROLES
-from jigsaw.io.series.request import ReadRequest
-from jigsaw.io.series.sample_space import SampleSpace
+from jigsaw.io.series.request import ReadRequest, SampleSpace
 from jigsaw.io.series.store_survey import StoreVariable
 
 TILE_GROWTH = 1.1

@@ -1,15 +1,30 @@
-"""Request of one sample: what it needs of the stored arrays, and where each value goes. Integers and numbers only."""
+"""How samples are cut, and the request of one: what it needs of the stored arrays, and where each value goes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
-from jigsaw.errors import FieldError, GridError, MissingArrayError, ShardingError, UnsupportedStoreError, WindowError
-from jigsaw.geometry.layout import Layout
+from numpy.typing import NDArray
+
+from jigsaw.errors import (
+    FieldError,
+    GridError,
+    HaloError,
+    MissingArrayError,
+    ShardingError,
+    UnsupportedStoreError,
+    WindowError,
+)
+from jigsaw.geometry.axis_names import DATA_AXIS
+from jigsaw.geometry.cut import SplitRule, box_slices
+from jigsaw.geometry.layout import AxisSizes, DimSpec, Layout, MeshCoordinate
 from jigsaw.io.chunks.array_table import ArrayTable
-from jigsaw.io.series.boundary import DimBoundary
+from jigsaw.io.series import coords
+from jigsaw.io.series.boundary import BoundaryRule, DimBoundary, pole_boundary
+from jigsaw.io.series.times import is_whole_number
 
 IndexPicks = tuple[tuple[int, int], ...]
 
@@ -161,3 +176,158 @@ def _check_sample_filled(request: ReadRequest) -> None:
     if len(seen) != times * channels and not request.gaps:
         lacking = next(w for w in product(range(times), range(channels)) if w not in seen)
         raise FieldError(f"(time, channel) {lacking} of the sample comes from no array")
+
+
+HaloWidth = int | tuple[int, int]
+
+
+@dataclass(frozen=True)
+class SampleSpace:
+    """Spatial dims of a sample in canonical order, and for each its size, axes, halo (below, above) and boundary.
+
+    `axes` are those of the mesh.  The axis `data` cuts batches and never space: the other axes make up a *domain
+    group*, the ranks that share a sample.
+
+    At the ends of a dim whose boundary is neither ``clip`` nor ``periodic``, ranks hold rows outside of the sample
+    (`jigsaw.Cut.wraps`). A convolution without padding on ``tile.local`` reads them, while the tile stays exactly the
+    whole sample. So whatever jigsaw computes on it (padded layers, reductions, losses, norms, `full_tensor`) equals
+    torch on the whole sample.
+    """
+
+    dims: tuple[str, ...]
+    sizes: tuple[int, ...]
+    axes: AxisSizes
+    spec: tuple[DimSpec, ...]
+    halo: tuple[tuple[int, int], ...]
+    boundary: tuple[DimBoundary, ...]
+    split: tuple[SplitRule, ...]
+    align: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        sizes: Mapping[str, int],
+        axes: AxisSizes,
+        spec: Mapping[str, DimSpec] | None,
+        halo: HaloWidth | Mapping[str, HaloWidth] | None,
+        boundary: Mapping[str, BoundaryRule] | None,
+        split: SplitRule | Mapping[str, SplitRule],
+        align: int | Mapping[str, int],
+    ) -> SampleSpace:
+        """Check what the user asked for by dim names; without a `spec`, a dim is cut by the axis of its own name."""
+        dims = tuple(sizes)
+        for name, argument in (
+            ("spec", spec),
+            ("halo", halo),
+            ("boundary", boundary),
+            ("split", split),
+            ("align", align),
+        ):
+            _check_dim_names(name, argument, dims, alike=name in ("halo", "split", "align"))
+        chosen = dict(spec) if spec is not None else {d: d for d in dims}
+        frame = cls(
+            dims,
+            tuple(sizes.values()),
+            axes,
+            tuple(chosen.get(d) for d in dims),
+            tuple(_halo_widths(d, sizes[d], halo) for d in dims),
+            tuple(DimBoundary.of(d, (boundary or {}).get(d, "clip")) for d in dims),
+            tuple(split.get(d, "balanced") if isinstance(split, Mapping) else split for d in dims),
+            tuple(align.get(d, 1) if isinstance(align, Mapping) else align for d in dims),
+        )
+        frame.layout((1, 1), (None, None))
+        for dim, entry in chosen.items():
+            if DATA_AXIS in ((entry,) if isinstance(entry, str) else entry or ()):
+                raise ShardingError(
+                    f"spec={{{dim!r}: {entry!r}}} cuts space by 'data', which cuts the batch; use another axis"
+                )
+        return frame
+
+    def on(self, grid: Mapping[str, NDArray[Any]]) -> SampleSpace:
+        """Return this space on a grid whose coordinates say where longitudes wrap and latitudes meet the poles."""
+        rules = [self._boundary_on(i, grid) for i in range(len(self.dims))]
+        for dim, rule, size, width in zip(self.dims, rules, self.sizes, self.halo, strict=True):
+            rule.check_width(dim, size, width)
+        return replace(self, boundary=tuple(rules))
+
+    def _boundary_on(self, i: int, grid: Mapping[str, NDArray[Any]]) -> DimBoundary:
+        dim, rule = self.dims[i], self.boundary[i]
+        if rule.rule == "periodic" and dim == "lon":
+            coords.check_lon_periodic(grid[dim])
+        if rule.rule != "pole":
+            return rule
+        if dim != "lat" or "lon" not in self.dims:
+            raise GridError(
+                f"boundary={{{dim!r}: 'pole'}} is for 'lat' on a grid with 'lon', but the fields' spatial dims are "
+                f"{list(self.dims)}; use 'reflect' or 'replicate'"
+            )
+        circle = self.dims.index("lon")
+        coords.check_lon_periodic(grid["lon"], "lat", "pole")
+        return pole_boundary(grid["lat"], self.sizes[circle], self.halo[i], circle)
+
+    @property
+    def periodic(self) -> tuple[bool, ...]:
+        return tuple(b.rule == "periodic" for b in self.boundary)
+
+    @property
+    def domain(self) -> AxisSizes:
+        return tuple((name, size) for name, size in self.axes if name != DATA_AXIS)
+
+    def in_domain(self, coordinate: MeshCoordinate) -> MeshCoordinate:
+        return tuple(c for (name, _), c in zip(self.axes, coordinate, strict=True) if name != DATA_AXIS)
+
+    def layout(
+        self, lead: Sequence[int], lead_spec: Sequence[DimSpec], halo: bool = True, axes: AxisSizes | None = None
+    ) -> Layout:
+        """Return the layout of [*lead, *space]."""
+        first = len(lead)
+        beyond = {
+            first + i: width
+            for i, (width, b) in enumerate(zip(self.halo, self.boundary, strict=True))
+            if halo and b.is_beyond
+        }
+        layout = Layout.of(
+            (*lead, *self.sizes),
+            (*lead_spec, *self.spec),
+            self.axes if axes is None else axes,
+            split={first + i: rule for i, rule in enumerate(self.split)},
+            align={first + i: rows for i, rows in enumerate(self.align)},
+            halo={first + i: w for i, w in enumerate(self.halo) if halo and w != (0, 0) and first + i not in beyond},
+            periodic=[first + i for i, periodic in enumerate(self.periodic) if periodic],
+        )
+        for dim, width in beyond.items():
+            layout = layout.replace_dim(dim, layout.dim(dim)[0].with_beyond(*width))
+        return layout
+
+    def inner(self, coordinate: MeshCoordinate) -> tuple[slice, ...]:
+        """Return where the owned rows lie among those that a mesh coordinate holds, a slice for each spatial dim."""
+        layout = self.layout((1,), (None,))
+        return box_slices(layout.owned(coordinate)[1:], layout.held(coordinate)[1:])
+
+
+def _check_dim_names(name: str, argument: Any, dims: Sequence[str], alike: bool) -> None:
+    """Refuse names that are not dims, and an argument without names unless it may be `alike` for all dims."""
+    if isinstance(argument, Mapping):
+        unknown = sorted(set(map(str, argument)) - set(dims))
+        if unknown:
+            raise GridError(
+                f"{name}={dict(argument)!r} names {unknown[0]!r}, but the fields' spatial dims are {list(dims)}"
+            )
+
+    elif argument is not None and not alike:
+        raise GridError(f"{name}={argument!r} must say it by dim: {name}={{{dims[0]!r}: {argument!r}}}")
+
+
+def _halo_widths(dim: str, size: int, halo: HaloWidth | Mapping[str, HaloWidth] | None) -> tuple[int, int]:
+    width: Any = (halo.get(dim, 0) if isinstance(halo, Mapping) else halo) or 0
+    pair: Any = (width, width) if is_whole_number(width) else width
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(is_whole_number, pair)):
+        raise HaloError(f"halo={{{dim!r}: {width!r}}} must be a number of rows, or (below, above)")
+    below, above = int(pair[0]), int(pair[1])
+    if min(below, above) < 0:
+        raise HaloError(f"halo={{{dim!r}: {width}}} is negative; a halo is the rows held beyond those owned")
+    if max(below, above) > size:
+        raise HaloError(
+            f"halo={{{dim!r}: {width}}} is larger than the domain: {dim!r} has {size} rows; use at most {size}"
+        )
+    return below, above

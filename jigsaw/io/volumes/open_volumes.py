@@ -17,14 +17,12 @@ from jigsaw.geometry.layout import DimSpec
 from jigsaw.io.arguments import checked_choice
 from jigsaw.io.datasets.samples import checked_dtype, mesh_and_axes, warn_of_idle_readers
 from jigsaw.io.series.boundary import BoundaryRule
-from jigsaw.io.series.request import MISSING_RULES
-from jigsaw.io.series.sample_space import HaloWidth, SampleSpace
+from jigsaw.io.series.request import MISSING_RULES, HaloWidth, SampleSpace
 from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.augment import AskedAugmentations, Augmentation, OwnAugmentation
 from jigsaw.io.volumes.foreground import Foreground, find_foreground
-from jigsaw.io.volumes.intensities import intensities_of_volumes
-from jigsaw.io.volumes.respacing import GridRespacing, checked_spacing
+from jigsaw.io.volumes.respacing import GridRespacing, checked_spacing, intensities_of_volumes
 from jigsaw.io.volumes.volume import (
     AffineMatrix,
     AxisTurn,

@@ -1,4 +1,4 @@
-"""`Volumes`: crops of images and label maps, their layouts and read plans."""
+"""`Volumes`: crops of images and label maps, their layouts and read plans; `VolumeLoader`: batches of them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from jigsaw.errors import ReadError
+from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.cut import Box, Cut, Interval, box_shape
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.chunks.array_table import ArrayStore
+from jigsaw.io.datasets.epochs import BatchTurn, EpochLoader
 from jigsaw.io.datasets.samples import MeshSamples, TileIfAny, TileRecord, dtype_name, numpy_dtype_name
 from jigsaw.io.reading.engine import ReadEngine, StoreIdentity, look_at_store
 from jigsaw.io.reading.read_plan import ReadPlan, plan_read
-from jigsaw.io.series.request import ReadRequest
-from jigsaw.io.series.sample_space import SampleSpace
+from jigsaw.io.series.request import ReadRequest, SampleSpace
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.augment import AskedAugmentations, SampleGrid
 from jigsaw.io.volumes.crops import AugmentedCrop, RandomDraws, crop_origin
 from jigsaw.io.volumes.foreground import Foreground, FoundVoxels
-from jigsaw.io.volumes.intensities import ImageIntensities
-from jigsaw.io.volumes.respacing import RespaceStep
+from jigsaw.io.volumes.respacing import ImageIntensities, RespaceStep
 from jigsaw.io.volumes.volume import AffineMatrix, RenamedLabels, StoredVolume, voxel_spacing
 from jigsaw.ranks.mesh import mesh_coordinate
 from jigsaw.tile.tile import Tile
@@ -389,3 +389,111 @@ class VolumeRead:
         engine.read(self.plan, room)
         if self.intensities:
             self.intensities.clip_values(room[0])
+
+
+@dataclass(frozen=True)
+class VolumeBatch(TileRecord):
+    r"""Batch of `image` and `label` tiles [B, C, \*space] (`label` None without labels), and the place of each sample.
+
+    Values are in the units of the file, unless `normalize` says otherwise; labels do not have a halo. Whole volumes of
+    several sizes (``crop=None``) each lie in the middle of a batch as large as the largest of them.
+
+    `volumes` [B], `origins` [B, dims], `affines` [B, 4, 4] and `spacings` [B, dims]: as in `VolumeSample`.
+
+    >>> mesh = jigsaw.init_mesh(depth=1)
+    >>> volumes = jigsaw.io.open_volumes(["scan.zarr"], ["label.zarr"], mesh=mesh, crop=(16, 16, 16), crops=4)
+    >>> batch = next(iter(jigsaw.io.VolumeLoader(volumes, batch_size=2)))
+    >>> batch.samples, batch.volumes, batch.origins.shape
+    ((0, 1), (0, 0), (2, 3))
+    """
+
+    image: Tile
+    label: TileIfAny
+    samples: tuple[int, ...]
+    volumes: tuple[int, ...]
+    origins: NDArray[np.int64]
+    affines: NDArray[np.float64]
+    spacings: NDArray[np.float64]
+
+
+_LocalCrops = tuple[Tensor, Tensor]
+
+
+class VolumeLoader(EpochLoader[Volumes, _LocalCrops, VolumeBatch]):
+    """Loader of batches of crops: iterate it once for each epoch, which has its own crops.
+
+    `batch_size` counts samples over the whole mesh. The mesh axis ``data`` cuts the batch dim, and all ranks along the
+    other axes share their samples; each reads its own tile of them. The crops and their order depend on `seed` and
+    epoch alone, never on the mesh; `state_dict` resumes in O(1) on any mesh.
+
+    A background thread reads ahead in order, at most `prefetch_bytes` a rank (0: no thread; None: two batches), and
+    `threads` decode (None: this machine's cores, shared among its ranks).  An iteration that is left early ends its
+    epoch.
+
+    Making one, and every step of an iteration, is collective over the mesh. It pickles as its arguments and its state;
+    an unpickled one joins the mesh when it first reads.
+
+    *Shapes*: see `VolumeBatch`.
+    *Sends*: what `Volumes.plan` says, on process groups of its own.
+
+    Raises: `FieldError` for anything but `Volumes`, a seed below 0, a batch size below 1, or larger than the dataset
+    with `drop_last`; while iterating, the `ReadError` of the read that failed, with its traceback.
+
+    >>> mesh = jigsaw.init_mesh(depth=1)
+    >>> volumes = jigsaw.io.open_volumes(["scan.zarr"], ["label.zarr"], mesh=mesh, crop=(16, 16, 16), crops=4)
+    >>> loader = jigsaw.io.VolumeLoader(volumes, batch_size=2)
+    >>> [batch.image.shape for batch in loader]
+    [torch.Size([2, 1, 16, 16, 16]), torch.Size([2, 1, 16, 16, 16])]
+    """
+
+    _arrays = 2  # images and labels
+    _kind, _opener = Volumes, "jigsaw.io.open_volumes"
+
+    def _crops(self, turn: BatchTurn, samples: tuple[int, ...]) -> list[VolumeCrop]:
+        dataset, frame = self.dataset.at(turn.at.seed, turn.at.epoch), self.dataset.frame_of(turn.samples)
+        return [dataset.crop_within(sample, frame) for sample in samples]
+
+    def _layouts(self, turn: BatchTurn) -> tuple[Layout, Layout]:
+        ds, count, frame = self.dataset, len(turn.samples), self.dataset.frame_of(turn.samples)
+        return (
+            frame.layout((count, ds.images[0].channels), (DATA_AXIS, None)),
+            frame.layout((count, ds.label_channels), (DATA_AXIS, None), halo=False),
+        )
+
+    def _read(self, turn: BatchTurn) -> _LocalCrops:
+        crops = self._crops(turn, self._own_samples(turn))
+        image, label = self._carrier.bring(self.dataset.read(self._engine, crops, self.dataset.frame_of(turn.samples)))
+        return image, label
+
+    def _batch(self, turn: BatchTurn, block: _LocalCrops) -> VolumeBatch:
+        ds, mesh = self.dataset, self._mesh
+        crops = self._crops(turn, turn.samples)
+        affines = [ds.affine_of(crop) for crop in crops]
+        self._carrier.hand_over(block)
+        if ds.augment.own:
+            self._finish_images(turn, block[0])
+        image, label = (Tile(local, layout, mesh) for local, layout in zip(block, self._layouts(turn), strict=True))
+        return VolumeBatch(
+            image,
+            label if ds.labels else None,
+            turn.samples,
+            tuple(crop.volume for crop in crops),
+            np.array([crop.origin for crop in crops], np.int64),
+            np.stack(affines),
+            np.array([voxel_spacing(affine, ds.frame.dims) for affine in affines]),
+        )
+
+    def _own_samples(self, turn: BatchTurn) -> tuple[int, ...]:
+        """Return the samples of the batch that the ranks along this one's ``data`` read."""
+        first, stop = self._layouts(turn)[0].owned(self._coordinate)[0]
+        return turn.samples[first:stop]
+
+    def _finish_images(self, turn: BatchTurn, images: Tensor) -> None:
+        """Let the user's functions have each image, as a tile on the ranks that share it."""
+        ds, frame = self.dataset, self.dataset.frame_of(turn.samples)
+        shared = [name for name, _ in frame.domain]
+        # where each rank has samples of its own nothing cuts the tile, so nothing is sent on the mesh of all
+        mesh = self._mesh[tuple(shared)] if shared and len(shared) < len(frame.axes) else self._mesh
+        layout = frame.layout((ds.images[0].channels,), (None,), axes=frame.domain if shared else frame.axes)
+        for image, sample in zip(images, self._own_samples(turn), strict=True):
+            image.copy_(ds.augment.finished(Tile(image, layout, mesh), turn.at.seed, turn.at.epoch, sample).local)
