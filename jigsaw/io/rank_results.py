@@ -9,8 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.errors import ReadError, ShardingError, WriteError
+from jigsaw.geometry.layout import Layout
+from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate
 
 T = TypeVar("T")
+
+
+def place_in_mesh(mesh: DeviceMesh | None) -> tuple[int, int]:
+    """Return the number of this rank in mesh order, and how many ranks there are."""
+    if mesh is None:
+        return 0, 1
+    return Layout.of((), (), axes_of_mesh(mesh)).index(mesh_coordinate(mesh)), mesh.size()
 
 
 def results_of_ranks(mesh: DeviceMesh | None, step: Callable[[], T], other: type[Exception]) -> list[T]:

@@ -101,7 +101,6 @@ class ChunkGrid:
 
     @cached_property
     def is_uniform(self) -> bool:
-        """True where every chunk is stored with the same shape."""
         return not self.lengths and not self.clipped
 
     @cached_property

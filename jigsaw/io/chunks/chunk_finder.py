@@ -299,14 +299,12 @@ class ChunkFinder:
 
     @cached_property
     def _locate_strip(self) -> Callable[[ChunkIndex, int], list[ChunkRef | None]]:
-        return self.places.locate_strip if isinstance(self.places, StripPlaces) else self._locate_each
-
-    def _locate_each(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
-        return [self.places.locate((*first[:-1], first[-1] + n)) for n in range(count)]
+        if isinstance(self.places, StripPlaces):
+            return self.places.locate_strip
+        return lambda first, count: [self.places.locate((*first[:-1], first[-1] + n)) for n in range(count)]
 
     @property
     def looked_up(self) -> LookupCounts:
-        """The reads of indices and tables of blocks so far."""
         indices = [self.places.counted] if isinstance(self.places, IndexedPlaces) else []
         return total_lookups([*indices, self._tables.counted])
 
@@ -317,7 +315,6 @@ class ChunkFinder:
         return self.places.index_of(index) if isinstance(self.places, IndexedPlaces) else None
 
     def table_of(self, index: ChunkIndex) -> LookupCounts:
-        """Return the look-ups of reading the table of blocks of a chunk."""
         return self._tables.took(index)
 
     def naming_chunk(self, index: ChunkIndex, step: Callable[[], T]) -> T:

@@ -108,7 +108,6 @@ class _RefusingProxy:
         self._lock, self._selector = threading.Lock(), selectors.DefaultSelector()
 
     def listen(self) -> int:
-        """Open a port that only the caller uses."""
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setblocking(False)
         port: int = listener.getsockname()[1]

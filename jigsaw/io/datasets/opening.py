@@ -292,7 +292,6 @@ def _make_row_order(
 def _check_orders(
     survey: StoreSurvey, first: StoreVariable, grid: Mapping[str, NDArray[Any]], orders: Mapping[str, str]
 ) -> None:
-    """Raise `GridError` for an order of rows whose places are unknown."""
     for dim, order in orders.items():
         if order == "store" or dim not in grid:
             continue

@@ -139,7 +139,6 @@ class MeshSamples(ABC, data.Dataset[Any]):
         return self.new_engine()
 
     def _index(self, sample: int) -> int:
-        """Return the number of a sample; a negative one counts from the end."""
         try:
             at = index(sample)
         except TypeError:
@@ -254,7 +253,6 @@ class LoaderState:
 
 
 def _is_count(value: Any) -> bool:
-    """Say whether a value is a whole number >= 0 of any kind that a checkpoint may return."""
     try:
         return not isinstance(value, bool) and index(value) >= 0
     except TypeError:

@@ -239,7 +239,7 @@ class FilelessPlaces:
         return self._label
 
     def locate(self, index: ChunkIndex) -> ChunkRef | None:
-        return ChunkRef(self._label, 0, self._length)
+        return ChunkRef(self.path(index), 0, self._length)
 
 
 class WrappedPlaces:

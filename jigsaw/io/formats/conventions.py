@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,15 +46,6 @@ _METRE_PREFIXES = {"pico": 1e-12, "nano": 1e-9, "micro": 1e-6, "milli": 1e-3, "c
 _METRES_BY_UNIT = {"angstrom": 1e-10, "inch": 0.0254} | {f"{p}meter": size for p, size in _METRE_PREFIXES.items()}
 
 
-class _Coordinate(NamedTuple):
-    """Coordinate that a store gives along a dim of `data`."""
-
-    name: str
-    dim: str
-    values: NDArray[Any]
-    attrs: Mapping[str, Any]
-
-
 def is_anemoi_store(store: ArrayStore) -> bool:
     """Say whether a store has the layout of anemoi-datasets."""
     data, cells = store.arrays.get("data"), [store.arrays.get(name) for name in _CELL_COORDINATES]
@@ -77,26 +68,25 @@ def anemoi_as_fields(store: ArrayStore) -> ArrayStore:
                 f"{store.url}: 'data' has {data.shape[d]} rows along {_DATA_DIMS[d]!r}, and its {name} have the shape "
                 f"{array.shape}; write both equally long"
             )
-    coords = [_Coordinate("variable", "variable", values["variable"], {})]
+    coords: dict[str, tuple[str, NDArray[Any], Mapping[str, Any]]] = {"variable": ("variable", values["variable"], {})}
     if "dates" in values:
         missing = {"missing_dates": [str(date) for date in store.attrs.get("missing_dates", ())]}
-        coords.append(_Coordinate("time", "time", values["dates"], missing))
+        coords["time"] = "time", values["dates"], missing
     rows = _rows_of_cells(values["latitudes"], values["longitudes"])
     for name, attrs in _CELL_COORDINATES.items():
         if rows is None:
-            coords.append(_Coordinate(name, "cell", values[name], attrs))
+            coords[name] = "cell", values[name], attrs
         else:
             dim, grid = name[:3], values[name].reshape(rows, -1)
-            coords.append(_Coordinate(dim, dim, grid[:, 0] if dim == "lat" else grid[0], attrs))
-    known = {c.name: c.values for c in coords}
+            coords[dim] = dim, grid[:, 0] if dim == "lat" else grid[0], attrs
     tables = {
         **{name: table for name, table in store.arrays.items() if name not in _CELL_COORDINATES},
         "data": data if rows is None else _on_rows(data, rows, store.url),
-        **{c.name: table_of_values(c.name, c.values, (c.dim,), c.attrs, store.url) for c in coords},
+        **{name: table_of_values(name, held, (dim,), own, store.url) for name, (dim, held, own) in coords.items()},
     }
 
     def read_small(name: str) -> NDArray[Any]:
-        return known[name] if name in known else store.read_small(name)
+        return coords[name][1] if name in coords else store.read_small(name)
 
     return ArrayStore(store.url, tables, store.attrs, read_small, store.notes)
 

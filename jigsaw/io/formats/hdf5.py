@@ -33,12 +33,11 @@ from jigsaw.io.chunks.array_table import (
     missing_values_of,
 )
 from jigsaw.io.chunks.chunk import ChunkIndex, ChunkPlaces
-from jigsaw.io.chunks.files import BadChunkError, LocalFiles, StoreFiles, fresh_memory
+from jigsaw.io.chunks.files import LocalFiles, StoreFiles
 from jigsaw.io.formats import slab_arrays as plain
 from jigsaw.io.formats.conventions import MAKANI_DIMS, describe_makani_fields, is_makani_array
 from jigsaw.io.formats.hdf5_filters import FilterPipeline, Hdf5Filter, filter_pipeline_of
 from jigsaw.io.formats.hdf5_index import (
-    HDF5_SIGNATURE,
     Hdf5ChunkPlaces,
     Hdf5File,
     has_misplaced_chunks,
@@ -53,8 +52,6 @@ from jigsaw.io.formats.hdf5_virtual import (
     referenced_path,
 )
 
-_HDF5_SUFFIXES = (".h5", ".hdf5", ".he5", ".hdf", ".nc", ".nc4", ".cdf")
-_SIGNATURE_OFFSETS = (0, 512, 1024, 2048, 4096)
 _MOST_LINKS = 32
 _H5O_MODULE: Any = import_module("h5py.h5o")  # which h5py's types do not list
 _PLUGIN_NAMES = {32000: "lzf", 32026: "Blosc2", 32013: "ZFP", 32017: "SZ", 32024: "SZ3", 4: "szip", 307: "bzip2"}
@@ -72,24 +69,9 @@ _FILLS = {
 }  # fmt: skip
 
 
-def claims(url: Any, files: StoreFiles | None = None) -> bool:
-    """Say whether `url` is an HDF5 file, by its signature; for far files, by suffix first."""
-    if not isinstance(url, str | os.PathLike):
-        return False
-    path = str(os.fspath(url))
-    if files is None and ("://" in path or not os.path.isfile(path)):
-        return False
-    if files is not None and files.far and not path.lower().endswith(_HDF5_SUFFIXES):
-        return False
-    return any(_has_signature(files or LocalFiles(), path, start) for start in _SIGNATURE_OFFSETS)
-
-
-def _has_signature(files: StoreFiles, path: str, start: int) -> bool:
-    head = fresh_memory(len(HDF5_SIGNATURE))
-    try:
-        return files.ranges(path, [(start, head)]) and head.tobytes() == HDF5_SIGNATURE
-    except (BadChunkError, OSError):
-        return False
+def claims(url: Any) -> bool:
+    """Say whether `url` is a local HDF5 file, by its signature."""
+    return isinstance(url, str | os.PathLike) and os.path.isfile(url) and h5py.is_hdf5(os.fspath(url))
 
 
 def open_hdf5_file(
@@ -127,8 +109,6 @@ class _FoundDataset(NamedTuple):
 
 
 class _Hdf5Opening:
-    """State shared by the files of one store."""
-
     def __init__(self, files: StoreFiles, outside: bool, cache: str | os.PathLike[str] | None) -> None:
         self._files, self._outside = files, outside
         self._cache = user_cache_folder(cache)
@@ -152,7 +132,8 @@ class _Hdf5Opening:
         for each in datasets:
             if is_dim_without_values(each.dataset):
                 continue
-            name = dataset_name_in_store(each.name)
+            group, slash, last = each.name.strip("/").rpartition("/")
+            name = group + slash + last.removeprefix(_NOT_A_COORDINATE)  # NetCDF-4 marks names of dims that are others'
             table = self._table(name, each, known[each.source])
             if table is not None:
                 self._tables[name] = table
@@ -430,12 +411,6 @@ def _text_attribute(member: Any, name: str) -> bytes:
     except (OSError, TypeError, ValueError):
         return b""
     return value.encode() if isinstance(value, str) else bytes(value) if isinstance(value, bytes) else b""
-
-
-def dataset_name_in_store(path: str) -> str:
-    """Return a dataset's name: NetCDF-4 hides a variable that has a dim's name and is not its coordinate."""
-    group, slash, name = path.strip("/").rpartition("/")
-    return group + slash + name.removeprefix(_NOT_A_COORDINATE)
 
 
 class Hdf5Dims:

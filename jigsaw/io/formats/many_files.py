@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from jigsaw.errors import CorruptChunkError, GridError, ReadError, UnsupportedStoreError
 from jigsaw.geometry.cut import Box
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, JoinedArrays
-from jigsaw.io.chunks.chunk import ChunkIndex, ChunkRef
-from jigsaw.io.chunks.files import LocalFiles, StoreFiles, size_and_change
+from jigsaw.io.chunks.chunk import ChunkIndex
+from jigsaw.io.chunks.files import size_and_change
 from jigsaw.io.formats.array_source import FilelessPlaces, table_of_values
 from jigsaw.io.formats.slab_arrays import read_table_box
 from jigsaw.io.series.coords import decoded_coordinate, role_of_dim
@@ -105,8 +105,6 @@ def _time_dim_of_store(store: ArrayStore) -> str:
 
 
 class _OpenStores:
-    """The files by path, opened when they are needed; the last ones stay open."""
-
     def __init__(self, paths: tuple[str, ...], opener: StoreOpener) -> None:
         self.paths, self._opener = paths, opener
         self._open: OrderedDict[str, ArrayStore] = OrderedDict()
@@ -218,7 +216,6 @@ def _shown_dims(array: _ArrayOfFile) -> str:
 
 
 def _files_in_time_order(files: list[_KnownFile]) -> list[_KnownFile]:
-    """Order the files by their times, which must not overlap and must be of one kind."""
     without = [f for f in files if f.axis is None]
     if without:
         if len(without) < len(files):
@@ -245,8 +242,6 @@ def _times_of_file(file: _KnownFile) -> NDArray[Any]:
 
 
 class _JoinedFiles:
-    """Arrays of a series of files, as those of one store."""
-
     def __init__(self, files: _OpenStores, series: list[_KnownFile], dim: str, unfit: Mapping[str, str]) -> None:
         self.files, self.series, self.dim, self.unfit = files, series, dim, unfit
         self.edges = (0, *accumulate(f.steps for f in series))
@@ -330,7 +325,6 @@ class _JoinedFiles:
         )
 
     def _load(self, name: str, members: JoinedArrays, decoded: bool, box: Box) -> NDArray[Any]:
-        """Load a box across all files that hold some of it; decoded where they store it differently."""
         # dates that files count in other units are put together for the joined dim alone
         since = {(f.arrays[name].units, f.arrays[name].calendar): f.path for f in self.series}
         if len(since) > 1:
@@ -373,16 +367,12 @@ class _JoinedTables(Mapping[str, ArrayTable]):
         return len(self._arrays)
 
 
-class _JoinedPlaces:
-    def __init__(self, paths: Sequence[str], members: JoinedArrays) -> None:
-        self._paths, self._members = paths, members
+class _JoinedPlaces(FilelessPlaces):
+    """Places of a joined array: the file that has each step."""
 
-    @property
-    def files(self) -> StoreFiles:
-        return LocalFiles()
+    def __init__(self, paths: Sequence[str], members: JoinedArrays) -> None:
+        super().__init__("")
+        self._paths, self._members = paths, members
 
     def path(self, index: ChunkIndex) -> str:
         return self._paths[self._members.find(index[self._members.dim])]
-
-    def locate(self, index: ChunkIndex) -> ChunkRef | None:
-        return ChunkRef(self.path(index), 0, None)

@@ -75,7 +75,10 @@ class _Netcdf3Header:
         self.attrs = dict(self._list(_ATTRIBUTES_TAG, self._attribute, 2 * self._wide + 4))
         self.variables = self._list(_VARIABLES_TAG, self._variable, 4 * self._wide + 8 + self._offset)
         self._end = self._at
-        self.records = self._streamed() if count == streaming else count
+        self.records = count
+        if count == streaming:  # its writer left the number out: as many as fit in the file
+            first = min((v.begin for v in self.variables if self._is_record(v)), default=self._size)
+            self.records = max(0, self._size - first) // max(self._record, 1)
         self.tables = {v.name: self._table(v) for v in self.variables}
 
     def _take(self, length: int) -> bytes:
@@ -153,11 +156,6 @@ class _Netcdf3Header:
         """The bytes of a record: rows are padded to 4 bytes, except that of an only record variable."""
         rows = [self._row(v) for v in self.variables if self._is_record(v)]
         return rows[0] if len(rows) == 1 else sum(row + -row % 4 for row in rows)
-
-    def _streamed(self) -> int:
-        """Return the number of records of a file whose writer left it out: as many as fit in the file."""
-        first = min((v.begin for v in self.variables if self._is_record(v)), default=self._size)
-        return max(0, self._size - first) // max(self._record, 1)
 
     def _table(self, variable: _Netcdf3Variable) -> ArrayTable:
         record = self._record if self._is_record(variable) else None

@@ -130,22 +130,22 @@ class _RawArray:
             )
 
     def store(self, files: StoreFiles, coords: Mapping[str, Any]) -> ArrayStore:
-        table = slabs.parse_named_file(self.path, "an array", lambda: self._table(files))
+        def describe() -> ArrayTable:
+            size, claimed = slabs.file_size(files, self.path), prod(self.shape) * self.dtype.itemsize
+            if self.offset + claimed > size:
+                raise ShortChunkError(
+                    f"shape {self.shape} of {self.dtype} takes {claimed} bytes from byte {self.offset} on, and the "
+                    f"file has {size}"
+                )
+            order = tuple(range(len(self.shape)))[:: -1 if self.order == "F" else 1]
+            places = slabs.slab_places(files, self.path, self.offset, self.shape, self.dtype.itemsize, order)
+            masks = declared_missing_values(self.dtype, self.attrs)
+            return slabs.table_of_slabs(RAW_ARRAY_NAME, places, self.dims, self.dtype, self.attrs, order, masks)
+
+        table = slabs.parse_named_file(self.path, "an array", describe)
         tables, values = tables_of_coordinates(coords, dict(zip(self.dims, self.shape, strict=True)), self.path)
 
         def read(name: str) -> NDArray[Any]:
             return values[name] if name in values else slabs.read_whole_coordinate(table)
 
         return ArrayStore(self.path, {RAW_ARRAY_NAME: table, **tables}, {}, read)
-
-    def _table(self, files: StoreFiles) -> ArrayTable:
-        size, claimed = slabs.file_size(files, self.path), prod(self.shape) * self.dtype.itemsize
-        if self.offset + claimed > size:
-            raise ShortChunkError(
-                f"shape {self.shape} of {self.dtype} takes {claimed} bytes from byte {self.offset} on, and the file "
-                f"has {size}"
-            )
-        order = tuple(range(len(self.shape)))[:: -1 if self.order == "F" else 1]
-        places = slabs.slab_places(files, self.path, self.offset, self.shape, self.dtype.itemsize, order)
-        masks = declared_missing_values(self.dtype, self.attrs)
-        return slabs.table_of_slabs(RAW_ARRAY_NAME, places, self.dims, self.dtype, self.attrs, order, masks)

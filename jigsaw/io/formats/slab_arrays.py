@@ -91,7 +91,6 @@ class SlabPlaces:
 
     @property
     def end(self) -> int:
-        """The byte after the last value."""
         if 0 in self.shape:
             return self.offset
         return self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + self.itemsize

@@ -8,6 +8,8 @@ use.
 
 from __future__ import annotations
 
+import gzip
+import io
 import os
 import shutil
 import threading
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -32,12 +34,10 @@ from jigsaw.io.chunks.files import (
     StoreFiles,
     check_object_size,
     fill_from_file,
-    fresh_memory,
     size_and_change,
 )
 from jigsaw.io.chunks.remote_files import RemoteFiles
 
-_INFLATED_BYTES = 1 << 20
 _HEAD_FETCHED_BYTES, _BODY_FETCHED_BYTES = 1 << 16, 1 << 23
 """Stored bytes that are read at a time: to look at a header, and of all."""
 _MOST_RATIO = 1032  # largest ratio that deflate compresses by: a file that claims more holds less
@@ -156,15 +156,26 @@ class UnpackedFile:
         """Make the entry; none when other processes need the room of its draft."""
         size = self.length + _seal_bytes(self.length)
         self._check_room(folder, size <= folder.limit)
-        packed = _packed_blocks(self._packed, self._path, self.stamp.size, _BODY_FETCHED_BYTES)
         with suppress(FileNotFoundError), folder.draft(entry, size) as file:
             self._check_room(folder, size <= shutil.disk_usage(folder.path).free)
-            checksums = _BlockChecksums()
-            for block in _exact_contents(packed, self.length):
-                file.write(block)
-                checksums.add(block)
+            checksums, done = list[int](), 0
+            blocks = _unpacked_blocks(
+                self._packed, self._path, self.stamp.size, _BODY_FETCHED_BYTES, _CHECKED_BLOCK_BYTES
+            )
+            for block in blocks:  # to the end of the stream, where its own checksum is compared
+                if kept := block[: max(0, self.length - done)]:
+                    file.write(kept)
+                    checksums.append(zlib.crc32(kept))
+                done += len(block)
+                if done > self.length + _MOST_PADDING:
+                    raise BadChunkError(
+                        f"it decompresses to more than the {self.length} bytes that its header describes"
+                    )
                 beat()
-            file.write(checksums.seal(entry))
+            if done < self.length:
+                raise ShortChunkError(f"it decompresses to {done} bytes and its header describes {self.length}")
+            table = np.array(checksums, "<u4").tobytes()
+            file.write(table + _table_digest(entry, table))
 
     def _check_room(self, folder: CacheFolder, fits: bool) -> None:
         if not fits:
@@ -173,32 +184,6 @@ class UnpackedFile:
                 f"{folder.limit}, with {shutil.disk_usage(folder.path).free} free on its disk; set JIGSAW_CACHE and "
                 "JIGSAW_CACHE_BYTES, or decompress the file yourself"
             )
-
-
-class _BlockChecksums:
-    """The CRC-32 of each block of `_CHECKED_BLOCK_BYTES` of what is written, and what closes an entry."""
-
-    def __init__(self) -> None:
-        self._done: list[int] = []
-        self._crc, self._size = 0, 0
-
-    def add(self, data: bytes) -> None:
-        rest = memoryview(data)
-        while rest:
-            part = rest[: _CHECKED_BLOCK_BYTES - self._size]
-            self._crc, self._size, rest = zlib.crc32(part, self._crc), self._size + len(part), rest[len(part) :]
-            if self._size == _CHECKED_BLOCK_BYTES:
-                self._close()
-
-    def _close(self) -> None:
-        self._done.append(self._crc)
-        self._crc, self._size = 0, 0
-
-    def seal(self, entry: str) -> bytes:
-        if self._size:
-            self._close()
-        table = np.array(self._done, "<u4").tobytes()
-        return table + _table_digest(entry, table)
 
 
 def _seal_bytes(length: int) -> int:
@@ -249,48 +234,33 @@ class _KeptEntry:
 
 def unpacked_head(files: StoreFiles, path: str, size: int, length: int) -> bytes:
     """Return the first decompressed bytes of a file of `size`, `length` of them or as many as there are."""
-    head = b""
-    for block in _unpacked_blocks(_packed_blocks(files, path, size, _HEAD_FETCHED_BYTES)):
-        head += block
-        if len(head) >= length:
-            break
-    return head[:length]
+    return next(_unpacked_blocks(files, path, size, _HEAD_FETCHED_BYTES, length), b"")
 
 
-def _exact_contents(packed: Iterator[bytes], length: int) -> Iterator[bytes]:
-    """Yield exactly `length` decompressed bytes; the stream is read, and its checksum compared, to the end."""
-    done = 0
-    for block in _unpacked_blocks(packed):
-        yield block[: max(0, length - done)]
-        done += len(block)
-        if done > length + _MOST_PADDING:
-            raise BadChunkError(f"it decompresses to more than the {length} bytes that its header describes")
-    if done < length:
-        raise ShortChunkError(f"it decompresses to {done} bytes and its header describes {length}")
-
-
-def _packed_blocks(files: StoreFiles, path: str, size: int, first: int) -> Iterator[bytes]:
-    """Yield the stored bytes of a file of that size, one block after the other; the first has `first` bytes."""
-    start, length = 0, first
-    while start < size:
-        raw = fresh_memory(min(length, size - start))
-        if not files.ranges(path, [(start, raw)]):
-            raise BadChunkError("the file is gone since it was opened; open the store again")
-        yield raw.tobytes()
-        start, length = start + raw.size, _BODY_FETCHED_BYTES
-
-
-def _unpacked_blocks(packed: Iterator[bytes]) -> Iterator[bytes]:
-    engine, rest = zlib.decompressobj(wbits=31), next(packed, b"")
-    while rest:
+def _unpacked_blocks(files: StoreFiles, path: str, size: int, fetched: int, length: int) -> Iterator[bytes]:
+    """Yield the decompressed bytes of a file of `size`, `length` at a time; of the stored ones `fetched` at a time."""
+    with gzip.GzipFile(fileobj=io.BufferedReader(_PackedStream(files, path, size), fetched)) as stream:
         try:
-            block = engine.decompress(rest, _INFLATED_BYTES)
-        except zlib.error as e:
+            while block := stream.read(length):
+                yield block
+        except EOFError as e:
+            raise ShortChunkError("its gzip stream ends early") from e
+        except (zlib.error, gzip.BadGzipFile) as e:
             raise BadChunkError(f"its gzip stream is damaged: {e}") from e
-        yield block
-        rest = (engine.unused_data if engine.eof else engine.unconsumed_tail) or next(packed, b"")
-        if engine.eof:
-            rest = rest.lstrip(b"\0")
-            engine = zlib.decompressobj(wbits=31) if rest else engine
-    if not engine.eof:
-        raise ShortChunkError("its gzip stream ends early")
+
+
+class _PackedStream(io.RawIOBase):
+    """The stored bytes of a file of that size, one after the other."""
+
+    def __init__(self, files: StoreFiles, path: str, size: int) -> None:
+        self._files, self._path, self._size, self._at = files, path, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        room = np.frombuffer(memoryview(buffer).cast("B"), np.uint8)[: self._size - self._at]
+        if room.size and not self._files.ranges(self._path, [(self._at, room)]):
+            raise BadChunkError("the file is gone since it was opened; open the store again")
+        self._at += room.size
+        return room.size

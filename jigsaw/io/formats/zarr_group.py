@@ -200,7 +200,6 @@ def _listed_zarr_arrays(group: zarr.Group) -> Iterator[tuple[str, Any]]:
 
 
 def _named_zarr_arrays(group: zarr.Group, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield these arrays, and the coordinates of their dims beside them."""
     coordinates: dict[str, None] = {}
     for name, member in _ask_group_for(group, names):
         if not isinstance(member, zarr.Array):

@@ -152,7 +152,6 @@ class Arena:
         return lambda: any(words[at] == ticket for at, ticket in wanted)
 
     def publish(self, slot: int, ticket: int) -> None:
-        """Show the slot's section to everybody."""
         self._tell(self._slot(slot), ticket)
 
     def release(self, slot: int, ticket: int) -> None:
@@ -178,7 +177,6 @@ class Arena:
         self._tell(self._of(self.size, 0), read)  # looked at in every poll; all failures of a read write the same
 
     def check(self, read: int) -> None:
-        """Raise what another rank failed with in this read."""
         if self._words[self._of(self.size, 0)] < read:
             return
         for m in range(self.size):
@@ -189,7 +187,6 @@ class Arena:
                 raise error_from_rank(kind, message, self._names[m])
 
     def check_digests(self, read: int) -> None:
-        """Raise when another rank reads something else."""
         digest = self._words[self._of(self.me, _DIGEST)]
         for m in range(self.size):
             if self._words[self._of(m, _STARTED)] == read and self._words[self._of(m, _DIGEST)] != digest:

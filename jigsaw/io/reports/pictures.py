@@ -106,16 +106,13 @@ def _draw_tiles(axes: Any, dataset: Dataset, plan: ReadPlan, shades: list[Any]) 
     _draw_chunk_borders(axes, dataset, height, width)
     axes.set(xlim=(-0.01 * width, 1.01 * width), ylim=(1.01 * height, -0.01 * height), aspect="auto")
     for axis, dim in zip((axes.xaxis, axes.yaxis), reversed(dims), strict=False):
-        _set_ticks(axis, dim, dataset.whole_coords[dim])
+        values = dataset.whole_coords[dim]
+        at = np.linspace(0, len(values) - 1, min(len(values), 7)).round().astype(int)
+        axis.set_ticks(at + 0.5, [tick_text(values[i]) for i in at])
+        axis.set_label_text(dim)
     if is_row:
         axes.set_yticks([])
     axes.set_title("tiles (filled), their halos (hatched), stored chunks (dashed)", fontsize=10)
-
-
-def _set_ticks(axis: Any, dim: str, values: NDArray[Any]) -> None:
-    at = np.linspace(0, len(values) - 1, min(len(values), 7)).round().astype(int)
-    axis.set_ticks(at + 0.5, [tick_text(values[i]) for i in at])
-    axis.set_label_text(dim)
 
 
 def tick_text(value: Any) -> str:

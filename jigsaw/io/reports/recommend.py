@@ -167,7 +167,6 @@ def is_cheap_recommendation(dataset: Dataset, plan: ReadPlan) -> bool:
 
 
 def _mesh_options(dataset: Dataset, request: ReadRequest, ranks: int) -> tuple[MeshOption, ...]:
-    """Return the meshes of `ranks` ranks over the spatial dims, the cheapest first."""
     options = [
         _weigh_mesh(dataset, request, frame)
         for sizes in _rank_factors(ranks, dataset)
@@ -279,17 +278,14 @@ def _chunk_shapes(dataset: Dataset, request: ReadRequest, alike: Sequence[_Alike
         count = largest.size("level")
         choices["level"] = sorted({1, min(_CHUNK_LEVELS, count), count})
     for i, dim in enumerate(dataset.frame.dims):
-        choices[dim] = _row_counts(dataset.frame.sizes[i], request.layout.cuts[2 + i].pieces)
+        size, pieces = dataset.frame.sizes[i], request.layout.cuts[2 + i].pieces
+        aligned = [-(-size // (pieces * k)) for k in (1, 2)]
+        choices[dim] = sorted({size, *aligned, *(n for n in _CHUNK_ROWS if n < size)})
     cells = prod(max(sizes) for sizes in choices.values())
     for picked in product(*choices.values()):
         size, most = (n * largest.table.grid.itemsize for n in (prod(picked), cells))
         if SMALLEST_DIVIDED_CHUNK <= size <= _LARGEST_CHUNK or most <= SMALLEST_DIVIDED_CHUNK:
             yield dict(zip(choices, picked, strict=True))
-
-
-def _row_counts(size: int, pieces: int) -> list[int]:
-    aligned = [-(-size // (pieces * k)) for k in (1, 2)]
-    return sorted({size, *aligned, *(n for n in _CHUNK_ROWS if n < size)})
 
 
 def _weigh_chunks(mode: str, alike: Sequence[_AlikeArrays], chunks: Mapping[str, int], ratio: float) -> ChunkOption:

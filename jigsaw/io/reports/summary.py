@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,7 +148,7 @@ def summarize_store(
         raise MissingArrayError(f"the store {opened.url} has no arrays")
     grids: dict[GridSummary, int] = {}
     times: dict[TimeSummary, int] = {}
-    kind = _format_name(store, opened)
+    kind = _format_name(store)
     in_objects = kind.startswith("Zarr")
     described = [_summarize_variable(survey, survey.variables[name], in_objects, grids, times) for name in wanted]
     others: dict[str, str] = {}
@@ -189,7 +189,7 @@ def _summarize_variable(
 ) -> VariableSummary:
     table, levels = variable.table, survey.levels[variable.table.name]
     grid, time = _summarize_grid(survey, variable), _summarize_times(survey, variable)
-    attrs, stored = table.attrs, _summarize_storage(survey.store, table)
+    attrs, (chunks, chunk_count, codec, stored_bytes) = table.attrs, _summarize_storage(survey.store, table)
     return VariableSummary(
         name=table.name,
         short_name=SHORT_NAMES.get(table.name, ""),
@@ -199,12 +199,12 @@ def _summarize_variable(
         long_name=str(attrs.get("long_name", attrs.get("standard_name", ""))),
         levels=(levels.names or tuple(levels.values.tolist())) if levels else (),
         level_units=levels.units if levels else "",
-        chunks=stored.chunks,
+        chunks=chunks,
         shards=_shard_shape(table) if in_objects else None,
-        chunk_count=stored.chunk_count,
-        codec=stored.codec,
+        chunk_count=chunk_count,
+        codec=codec,
         decoded_bytes=prod(table.shape) * table.grid.itemsize,
-        stored_bytes=stored.size,
+        stored_bytes=stored_bytes,
         scale=table.scale,
         offset=table.offset,
         missing=tuple(table.masks),
@@ -315,30 +315,21 @@ def _step_text(axis: TimeAxis) -> str:
 # -- how it is stored --------------------------------------------------------------------------------------------------
 
 
-class _StorageSummary(NamedTuple):
-    """The chunks of an array, how many there are, and their stored size where it is known."""
+def _summarize_storage(store: ArrayStore, table: ArrayTable) -> tuple[tuple[int, ...], int, str, int | None]:
+    """Return the chunks of an array, their number, their codec, and their stored size where it is known.
 
-    chunks: tuple[int, ...]
-    chunk_count: int
-    codec: str
-    size: int | None
-
-
-def _summarize_storage(store: ArrayStore, table: ArrayTable) -> _StorageSummary:
-    """Summarize the storage of an array; of many files, by the chunks of the first and the sizes of some."""
+    Of an array of many files they are the chunks of the first, and the sizes follow from those of some.
+    """
     if table.members is None:
-        return _StorageSummary(table.chunks, prod(table.grid.counts), codec_text(table), _estimated_bytes(table))
+        return table.chunks, prod(table.grid.counts), codec_text(table), _estimated_bytes(table)
     names = table.members.names
     at = np.unique(np.linspace(0, len(names) - 1, min(len(names), _CHUNKS_SAMPLED)).astype(int))
     tables = [store.arrays[names[int(i)]] for i in at]
     known = [size for size in map(_estimated_bytes, tables) if size is not None]
     times = len(names) / len(tables)
-    return _StorageSummary(
-        tables[0].chunks,
-        round(sum(prod(t.grid.counts) for t in tables) * times),
-        " or ".join(dict.fromkeys(map(codec_text, tables))),
-        round(sum(known) * times) if len(known) == len(tables) else None,
-    )
+    count = round(sum(prod(t.grid.counts) for t in tables) * times)
+    codecs = " or ".join(dict.fromkeys(map(codec_text, tables)))
+    return tables[0].chunks, count, codecs, round(sum(known) * times) if len(known) == len(tables) else None
 
 
 def codec_text(table: ArrayTable) -> str:
@@ -382,7 +373,7 @@ def _estimated_bytes(table: ArrayTable) -> int | None:
     return round(sum(known) / len(known) * count) if len(known) == len(lengths) else None
 
 
-def _format_name(argument: Any, store: ArrayStore) -> str:
+def _format_name(argument: Any) -> str:
     if not isinstance(argument, str | Path):
         return f"{type(argument).__module__.partition('.')[0]} {type(argument).__name__}"
     path = Path(argument)

@@ -90,8 +90,6 @@ def statistics(
 
 
 class _RankMoments:
-    """The moments of all ranks: gathered, merged in mesh order, saved by the first."""
-
     def __init__(self, series: StepSeries, checkpoint: Path | None, alone: bool) -> None:
         self.series, self.checkpoint = series, checkpoint
         self.mesh = None if alone else series.dataset.device_mesh()

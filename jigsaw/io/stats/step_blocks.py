@@ -10,11 +10,10 @@ from __future__ import annotations
 import hashlib
 import math
 import pickle
-import threading
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,9 +28,15 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.io.arguments import checked_choice
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.loader import Batch, DataLoader
+from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.stats.cluster import results_in_order, worker_threads
 from jigsaw.io.stats.moments import ChannelMoments, MomentValues, StepBlock
 from jigsaw.ranks.mesh import mesh_coordinate
+
+if TYPE_CHECKING:
+    from dask.distributed import Client
+
+StepTiles = NDArray[Any]
 
 WEIGHT_RULES = ("none", "area")
 _BLOCK_BYTES = 1 << 27
@@ -172,17 +177,6 @@ def _default_block(dataset: Dataset) -> int:
     return fit // chunk * chunk or fit
 
 
-# -- blocks of steps --------------------------------------------------------------------------------------------------
-
-if TYPE_CHECKING:
-    from dask.distributed import Client
-
-StepTiles = NDArray[Any]
-
-
-# -- the reduction -----------------------------------------------------------------------------------------------------
-
-
 def _steps_as_numpy(local: torch.Tensor) -> StepTiles:
     r"""Return [n, C, \*held] of a batch of single steps [n, 1, C, \*held]; numpy lacks bfloat16."""
     steps = local[:, 0].cpu()
@@ -286,7 +280,6 @@ def _has_steps_after(layout: Layout, rank: int) -> bool:
 
 
 def _check_dataset_travels(dataset: Dataset) -> None:
-    """Raise `FieldError` for a dataset that a worker cannot take over."""
     if dataset.device is None or any(size > 1 for _, size in dataset.frame.axes):
         raise FieldError(
             f"client= spreads the work over dask's workers, but the dataset's mesh is {dict(dataset.frame.axes)}; "
@@ -314,86 +307,56 @@ def blocks_by_workers(series: StepSeries, start: int, client: Client) -> Iterato
     """
     workers = len(worker_threads(client))
     _check_dataset_travels(series.dataset)
-    key, follows = uuid.uuid4().hex, series.follows
-    work: Any = client.scatter(_WorkerTask(key, series.dataset, series.weights), broadcast=True, hash=False)
+    work: Any = client.scatter(_WorkerTask(series.dataset, series.weights), broadcast=True, hash=False)
 
-    def given() -> Iterator[tuple[None, Any]]:
-        before = None if start == 0 else client.submit(_read_tile, work, start - 1, pure=False)
+    def parts() -> Iterator[tuple[None, Any]]:
+        before = None if start == 0 else client.submit(_WorkerTask.last_tile, work, [start - 1], pure=False)
         for first in range(start, len(series), series.block):
-            stop = min(first + series.block, len(series))
-            part = client.submit(_read_block, work, range(first, stop), follows[first:stop], pure=False)
-            yield None, client.submit(_join_block, work, part, before, pure=False)
-            before = client.submit(attrgetter("last"), part, pure=False)
+            follows = series.follows[first : min(first + series.block, len(series))]
+            samples = range(first, first + len(follows))
+            part = client.submit(_WorkerTask.read_block, work, samples, follows, pure=False)
+            yield None, client.submit(_WorkerTask.joined, work, part, before if follows[0] else None, pure=False)
+            before = client.submit(itemgetter(-1), part, pure=False)
 
-    try:
-        yield from (block for _, block in results_in_order(client, given(), workers))
-    finally:
-        client.run(_forget_reader, key, on_error="ignore")
+    yield from (block for _, block in results_in_order(client, parts(), workers))
 
 
-@dataclass(frozen=True)
 class _WorkerTask:
-    key: str
-    dataset: Dataset
-    weights: str
+    """Dataset whose steps a worker reads, with a reader that stays from task to task."""
 
+    def __init__(self, dataset: Dataset, weights: str) -> None:
+        self._dataset, self._weights = dataset, weights
 
-@dataclass(frozen=True)
-class _DaskBlock:
-    """The moments within a block, and its outer tiles; `joins`: no gap in time lies before its first step."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _WorkerTask, (self._dataset, self._weights)
 
-    within: StepBlock
-    first: StepTiles
-    last: StepTiles
-    joins: bool
+    @cached_property
+    def _engine(self) -> ReadEngine:
+        return self._dataset.new_engine()
 
+    @cached_property
+    def _row_weights(self) -> MomentValues | None:
+        owned = self._dataset.layout.owned(mesh_coordinate(self._dataset.device_mesh()))
+        return StepSeries.of(self._dataset, self._weights, 1).row_weights(owned[2:])
 
-class _WorkerReader:
-    def __init__(self, work: _WorkerTask) -> None:
-        self.dataset = work.dataset
-        at = mesh_coordinate(self.dataset.device_mesh())
-        self.inner = self.dataset.frame.inner(at)
-        self.weights = StepSeries.of(self.dataset, work.weights, 1).row_weights(self.dataset.layout.owned(at)[2:])
-        self.engine = self.dataset.new_engine()
+    def _tiles(self, samples: Sequence[int]) -> StepTiles:
+        reading = self._dataset.reading(samples)
+        steps, *_ = self._dataset.unpack(self._dataset.read(self._engine, reading), reading)
+        inner = self._dataset.frame.inner(mesh_coordinate(self._dataset.device_mesh()))
+        return _steps_as_numpy(steps)[(..., *inner)]
 
-    def tiles(self, samples: Sequence[int]) -> StepTiles:
-        r"""Read the steps [n, C, \*space] of some samples."""
-        reading = self.dataset.reading(samples)
-        steps, *_ = self.dataset.unpack(self.dataset.read(self.engine, reading), reading)
-        return _steps_as_numpy(steps)[(..., *self.inner)]
+    def last_tile(self, samples: Sequence[int]) -> StepTiles:
+        return self._tiles(samples)[-1].copy()
 
+    def read_block(self, samples: Sequence[int], follows: NDArray[np.bool_]) -> tuple[StepBlock, StepTiles, StepTiles]:
+        tiles = self._tiles(samples)
+        within = _reduce_steps(samples[-1] + 1, follows, tiles, None, self._row_weights)
+        return within, tiles[0].copy(), tiles[-1].copy()
 
-_worker_readers: dict[str, _WorkerReader] = {}
-_readers_lock = threading.Lock()
-
-
-def _worker_reader(work: _WorkerTask) -> _WorkerReader:
-    with _readers_lock:
-        if work.key not in _worker_readers:
-            _worker_readers[work.key] = _WorkerReader(work)
-        return _worker_readers[work.key]
-
-
-def _forget_reader(key: str) -> None:
-    with _readers_lock:
-        reader = _worker_readers.pop(key, None)
-    if reader:
-        reader.engine.close()
-
-
-def _read_block(work: _WorkerTask, samples: Sequence[int], follows: NDArray[np.bool_]) -> _DaskBlock:
-    reader = _worker_reader(work)
-    tiles = reader.tiles(samples)
-    within = _reduce_steps(samples[-1] + 1, follows, tiles, None, reader.weights)
-    return _DaskBlock(within, tiles[0].copy(), tiles[-1].copy(), bool(follows[0]))
-
-
-def _join_block(work: _WorkerTask, part: _DaskBlock, before: StepTiles | None) -> StepBlock:
-    if before is None or not part.joins:
-        return part.within
-    seam = ChannelMoments.of(part.first, _worker_reader(work).weights, minus=before)
-    return replace(part.within, differences=[seam, *part.within.differences])
-
-
-def _read_tile(work: _WorkerTask, sample: int) -> StepTiles:
-    return _worker_reader(work).tiles([sample])[0].copy()
+    def joined(self, part: tuple[StepBlock, StepTiles, StepTiles], before: StepTiles | None) -> StepBlock:
+        """Return all moments of a block, with those of the difference of its first step to the step before, if any."""
+        within, first, _ = part
+        if before is None:
+            return within
+        seam = ChannelMoments.of(first, self._row_weights, minus=before)
+        return replace(within, differences=[seam, *within.differences])

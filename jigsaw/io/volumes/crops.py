@@ -100,7 +100,6 @@ class AugmentedCrop:
         return replace(self, steps=tuple(step for step in self.steps if step.moves_labels))
 
     def after(self, step: VoxelStep) -> AugmentedCrop:
-        """Return the same crop with another step before the others."""
         return replace(self, steps=(step, *self.steps))
 
     def stages(self, layout: Layout) -> list[list[Cut]]:

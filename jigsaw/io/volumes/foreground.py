@@ -20,16 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.drafts import draft_of
 from jigsaw.errors import FieldError, GridError, ReadError
-from jigsaw.geometry.layout import Layout
 from jigsaw.io.cache_folder import CacheFolder, user_cache_folder
 from jigsaw.io.chunks.chunk import ChunkIndex
 from jigsaw.io.chunks.files import ScratchMemory, size_and_change
 from jigsaw.io.formats.slab_arrays import fill_missing_chunk
-from jigsaw.io.rank_results import result_of_first_rank, results_of_ranks
+from jigsaw.io.rank_results import place_in_mesh, result_of_first_rank, results_of_ranks
 from jigsaw.io.reading.placing import warn_of_rounding
 from jigsaw.io.volumes.drawn_steps import mix_words
 from jigsaw.io.volumes.volume import RenamedLabels, StoredVolume, VolumeArray, values_of_array
-from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate
 from jigsaw.tile.misuse import warn_once
 
 _VOXELS_AT_ONCE = 1 << 20  # voxels that are hashed at a time
@@ -141,10 +139,7 @@ def find_foreground(
     for volume in labels:
         if volume is not None and (n := volume.channels) != 1:
             raise GridError(f"{volume.url} has {n} channels; foreground is found in label maps of one channel")
-    me, ranks = 0, 1
-    if mesh is not None:
-        layout = Layout.of((), (), axes_of_mesh(mesh))
-        me, ranks = layout.index(mesh_coordinate(mesh)), mesh.size()
+    me, ranks = place_in_mesh(mesh)
     # what the first rank's cache has counts for all: ranks that see other folders would search other label maps
     maps = {i: volume for i, volume in enumerate(labels) if volume is not None}
     known = result_of_first_rank(

@@ -272,7 +272,6 @@ def _turn_volumes(
 def _respace_volumes(
     images: Sequence[StoredVolume], labels: Sequence[StoredVolume | None], spacing: tuple[float, ...] | None
 ) -> tuple[tuple[StoredVolume, ...], tuple[StoredVolume | None, ...]]:
-    """Return images with voxels at these distances, and label maps on the grids of their images."""
     if spacing is None:
         return tuple(images), tuple(labels)
     for image in images:
@@ -303,7 +302,6 @@ def _warn_of_orientations(images: Sequence[StoredVolume]) -> None:
 
 
 def _check_volumes_match(images: Sequence[StoredVolume], labels: Sequence[StoredVolume | None]) -> None:
-    """Raise `GridError` naming two volumes that do not fit together."""
     maps = [label for label in labels if label is not None]
     for kind, volumes in (("channels", images), ("channels", maps), ("dims", [*images, *maps])):
         for other in volumes[1:]:

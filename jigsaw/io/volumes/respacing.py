@@ -68,7 +68,6 @@ class ImageIntensities:
             np.clip(values, low, high, out=values)
 
     def holds(self, value: float) -> bool:
-        """Say whether a scaled value is within the window of every channel."""
         return all(low <= value <= high for low, high in zip(self.low, self.high, strict=True))
 
 
@@ -184,7 +183,6 @@ class GridRespacing:
         return tuple(min(round(row / step), size - 1) for row, step, size in places)
 
     def places(self, d: int, rows: Interval) -> NDArray[np.float64]:
-        """Return where rows of the new grid lie among the stored ones."""
         return np.minimum(np.arange(*rows, dtype=np.float64) * self.step[d], self.stored[d] - 1)
 
 

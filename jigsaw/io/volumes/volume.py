@@ -75,7 +75,6 @@ class AxisTurn:
         return _VOXEL_AXES[self.to[_VOXEL_AXES.index(role)]] if role and role in _VOXEL_AXES else role
 
     def flips(self, role: str) -> bool:
-        """Say whether the stored dim of this role is read backwards."""
         return bool(role) and role in _VOXEL_AXES and self.flipped[_VOXEL_AXES.index(role)]
 
     def check_dims(self, url: str, roles: tuple[str, ...]) -> None:
@@ -318,7 +317,6 @@ class StoredVolume:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The rows along its dims before they are resampled."""
         return tuple(self.stored[0].size(d) for d in self.dims)
 
     @property
@@ -327,7 +325,6 @@ class StoredVolume:
 
     @cached_property
     def tables(self) -> dict[str, ArrayTable]:
-        """Its chunk tables, by the names that plans use."""
         return {_plan_name(i, s): s.table for i, s in enumerate(self.stored)}
 
     def parts(self, window: Sequence[Interval]) -> tuple[ReadPart, ...]:

@@ -293,7 +293,6 @@ class Volumes(MeshSamples):
         return crop.augmented.turned_affine(affine, self.frame.dims) if crop.augmented else affine
 
     def _volume_number(self, volume: int) -> int:
-        """Return the number of a volume; a negative one counts from the end."""
         count = len(self.images)
         if not is_whole_number(volume):
             raise TypeError(f"volume {volume!r} of {count} volumes must be an integer, its place among images=")
@@ -484,7 +483,6 @@ class VolumeLoader(EpochLoader[Volumes, _LocalCrops, VolumeBatch]):
         )
 
     def _own_samples(self, turn: BatchTurn) -> tuple[int, ...]:
-        """Return the samples of the batch that the ranks along this one's ``data`` read."""
         first, stop = self._layouts(turn)[0].owned(self._coordinate)[0]
         return turn.samples[first:stop]
 

@@ -19,12 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.errors import FieldError, ReadError
 from jigsaw.geometry.cut import Interval
-from jigsaw.geometry.layout import Layout
-from jigsaw.io.rank_results import results_of_ranks
+from jigsaw.io.rank_results import place_in_mesh, results_of_ranks
 from jigsaw.io.series.statistics import PERCENTILE_PREFIX, Statistics
 from jigsaw.io.stats.moments import ChannelMoments
 from jigsaw.io.volumes.volume_dataset import Volumes
-from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate
 
 T = TypeVar("T")
 _SLAB_VALUES = 1 << 23
@@ -100,7 +98,7 @@ def _statistics_of_group(slabs: VolumeSlabs, percentiles: tuple[float, ...]) -> 
         return tables, uppers
 
     by_rank = slabs.results(look)
-    in_order = [by_rank[k % len(by_rank)][0][k // len(by_rank)] for k in range(len(slabs))]
+    in_order = [by_rank[k % len(by_rank)][0][k // len(by_rank)] for k in range(len(slabs.windows))]
     columns = ChannelMoments.nothing(channels).add(map(ChannelMoments, in_order)).summary()
     if not columns["count"].all():
         what = "voxel of the foreground" if slabs.foreground else "number"
@@ -174,14 +172,17 @@ class VolumeSlabs:
         first = self.volumes.images[self.numbers[0]].url if self.numbers else "nothing"
         return first if len(self.numbers) < 2 else f"{first} and {len(self.numbers) - 1} others"
 
-    def _windows(self) -> Iterator[tuple[int, list[Interval]]]:
+    @cached_property
+    def windows(self) -> list[tuple[int, list[Interval]]]:
+        slabs: list[tuple[int, list[Interval]]] = []
         for number in self.numbers:
             image = self.volumes.images[number]
             first, *rest = image.stored_shape
             chunk = image.stored[0].chunk_rows(image.dims[0])
             rows = chunk * max(1, _SLAB_VALUES // max(1, chunk * prod(rest) * image.channels))
-            for top in range(0, first, rows):
-                yield number, [(top, min(top + rows, first)), *((0, n) for n in rest)]
+            tops = range(0, first, rows)
+            slabs += [(number, [(top, min(top + rows, first)), *((0, n) for n in rest)]) for top in tops]
+        return slabs
 
     def _values(self, number: int, window: Sequence[Interval]) -> NDArray[np.float32]:
         values = self.volumes.images[number].read_window(window).astype(np.float32)
@@ -193,19 +194,10 @@ class VolumeSlabs:
         whole = self.volumes.renamed.applied(np.rint(labels) if labels.dtype.kind == "f" else labels)
         return values[:, ((whole != 0) & known).any(0)]
 
-    @cached_property
-    def _windows_here(self) -> list[tuple[int, list[Interval]]]:
-        return list(self._windows())
-
-    def __len__(self) -> int:
-        return len(self._windows_here)
-
     def mine(self) -> Iterator[NDArray[np.float32]]:
         """Yield this rank's slabs: every one whose number leaves the rank's own when divided by the number of ranks."""
-        mesh, me, ranks = self._mesh, 0, 1
-        if mesh is not None:
-            me, ranks = Layout.of((), (), axes_of_mesh(mesh)).index(mesh_coordinate(mesh)), mesh.size()
-        for number, window in self._windows_here[me::ranks]:
+        me, ranks = place_in_mesh(self._mesh)
+        for number, window in self.windows[me::ranks]:
             yield self._values(number, window)
 
     @property
@@ -213,5 +205,4 @@ class VolumeSlabs:
         return None if self.volumes.mesh is None else self.volumes.device_mesh()
 
     def results(self, look: Callable[[], T]) -> list[T]:
-        """Return what `look` returns on each rank, in mesh order. Collective."""
         return results_of_ranks(self._mesh, look, ReadError)

@@ -47,7 +47,6 @@ class ArrayOutline:
 
     @property
     def fill(self) -> Any:
-        """Value where nothing was written."""
         return np.nan if np.dtype(self.dtype).kind in "fc" else 0
 
 

@@ -231,7 +231,9 @@ class Writer:
         if self._mesh is None and self._known is None:
             self._find(mesh)
         # before anything is changed: ranks that describe different arrays would wait for boxes that are never sent
-        piece = agreed_outline(mesh, lambda: self._outlined(data, coords or {}))
+        lent = self._options.coords if self._mesh is None else {}
+        all_coords = {**lent, **(coords or {})}
+        piece = agreed_outline(mesh, lambda: outline_append(data, all_coords, self._options, self._known))
         try:
             self._begin(mesh, piece)
             self._add(mesh, piece)
@@ -283,10 +285,6 @@ class Writer:
         growing = self._by_first_rank(mesh, lambda: self._sink.find(self._dim or "") if grows else None)
         if growing is not None:
             self._known, self._steps = growing, growing.steps
-
-    def _outlined(self, data: TileData, coords: Mapping[str, Any]) -> AppendOutline:
-        all_coords = dict(coords) if self._mesh is not None else {**self._options.coords, **coords}
-        return outline_append(data, all_coords, self._options, self._known)
 
     def _begin(self, mesh: DeviceMesh, piece: AppendOutline) -> None:
         arrays, replaces = [s.array for s in piece.sources], self._mode != "w-"
@@ -416,8 +414,6 @@ def _written_field(survey: StoreSurvey, by_name: Mapping[str, StoreVariable], ch
 
 
 def _attrs_that_hold(attrs: Mapping[str, Any], written: Collection[str]) -> dict[str, Any]:
-    """Return the attributes that still hold beside the variables that are `written`."""
-
     def refers(reference: str) -> set[str]:  # ``crs``, or ``area: cell_area``
         return {word for word in reference.split() if not word.endswith(":")}
 

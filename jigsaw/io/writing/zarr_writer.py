@@ -261,7 +261,6 @@ def _foreign_files(folder: Path, is_array: bool) -> Iterator[Path]:
 
 
 def _is_array(folder: Path) -> bool:
-    """Say whether a folder is an array of Zarr, not a group or anything else."""
     try:
         return (folder / ".zarray").exists() or json.loads((folder / "zarr.json").read_bytes())["node_type"] == "array"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
