@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_store import layout, request, write
 
-from jigsaw.errors import FieldError, GridError, MissingArrayError, ShardingError, UnsupportedStoreError, WindowError
-from jigsaw.geometry.layout import Layout
+from jigsaw.errors import UnsupportedStoreError
 from jigsaw.io.chunks.chunk import ChunkGrid
 from jigsaw.io.chunks.codecs import CodecDecoder
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading.chunk_readers import NO_OWNER, PLAN_MODES
 from jigsaw.io.reading.needed_chunks import NeededChunks
 from jigsaw.io.reading.read_plan import plan_read
-from jigsaw.io.series.request import DROPPED_DIM, ReadPart, ReadRequest, runs_of_pairs
+from jigsaw.io.series.request import ReadPart, ReadRequest, runs_of_pairs
 
 MESHES = [{}, {"lat": 2}, {"lat": 3}, {"lon": 3}, {"lat": 4}, {"lat": 2, "lon": 2}]
 
@@ -211,62 +210,7 @@ def test_a_plan_is_not_changed(tiles):
     assert plan.ask_sizes().rows == plan.rows and plan.ask_sizes() is not plan
 
 
-TIMES = ((0, 0), (1, 1))
-
-
-T2M = (0, 2, 3)
-MISFITS = {
-    "name": (
-        ReadPart("sst", (TIMES, None, None), T2M, ((1, 0),)),
-        MissingArrayError,
-        "no array 'sst'; it has air, mask, t2m",
-    ),
-    "dims": (
-        ReadPart("t2m", (TIMES, None), (0, 2), ((1, 0),)),
-        FieldError,
-        r"dims \('time', 'lat', 'lon'\) .* 2 picks",
-    ),
-    "twice": (ReadPart("t2m", (TIMES, None, None), T2M), FieldError, r"land in \[0, 2, 3\] and the sample's are 0..3"),
-    "grid": (
-        ReadPart("t2m", (TIMES, None, None), (0, 3, 2), ((1, 0),)),
-        GridError,
-        "'lat' of array 't2m' has 13 rows .* 10",
-    ),
-    "step": (
-        ReadPart("t2m", (((4, 0), (1, 1)), None, None), T2M, ((1, 0),)),
-        WindowError,
-        "index 4 is outside dim 'time'",
-    ),
-    "gap": (ReadPart("t2m", (((1, 0),), None, None), T2M, ((1, 0),)), FieldError, r"\(1, 0\) .* comes from no array"),
-    "double": (
-        ReadPart("t2m", (((1, 0), (2, 0)), None, None), T2M, ((1, 0),)),
-        FieldError,
-        r"\(0, 0\) .* also comes from",
-    ),
-    "outside": (
-        ReadPart("t2m", (((1, 0), (2, 5)), None, None), T2M, ((1, 0),)),
-        FieldError,
-        r"\(5, 0\) .* outside .* 2 x 1",
-    ),
-    "drop": (
-        ReadPart("air", (TIMES, TIMES, None, None), (0, DROPPED_DIM, 2, 3), ((1, 0),)),
-        FieldError,
-        "exactly one index",
-    ),
-}
-
-
-@pytest.mark.parametrize(("part", "error", "match"), MISFITS.values(), ids=MISFITS)
-def test_parts_that_do_not_fit(tables, part, error, match):
-    with pytest.raises(error, match=match):
-        plan_read(ReadRequest(layout(1, 2, (13, 10), {}), (part,)), tables)
-
-
-def test_other_refusals(tables):
-    with pytest.raises(ShardingError, match="mode='both' must be"):
-        plan_read(request({}), tables, "both")
-    with pytest.raises(ShardingError, match="no dims flattened together"):
-        plan_read(ReadRequest(Layout(layout(1, 1, (13, 10), {}).cuts, (), (1, 1, 2)), ()), tables)
+def test_texts_are_not_read_into_a_sample(tables):
     words = {**tables, "t2m": replace(tables["t2m"], dtype="<U4")}
     with pytest.raises(UnsupportedStoreError, match="'t2m' has dtype '<U4'"):
         plan_read(request({}), words)

@@ -280,7 +280,6 @@ class Dataset(MeshSamples):
             offset=self.offset,
             dtype=numpy_dtype_name(self.dtype),
             nan=self.nan,
-            gaps=bool(known) or len(variables) < len(self.variables),
             boundary=self.frame.boundary,
             missing=self.missing,
             vectors=self.vectors,

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jigsaw.errors import ShardingError
 from jigsaw.io.chunks.array_table import ArrayTable, JoinedArrays
 from jigsaw.io.chunks.chunk import ChunkIndex, ChunkPortion, ChunkRef
 from jigsaw.io.chunks.chunk_finder import LookupCounts
@@ -41,7 +40,7 @@ from jigsaw.io.reading.chunk_readers import (
 from jigsaw.io.reading.found_chunks import ArrayTables, FoundArray, FoundChunks, look_up_chunks
 from jigsaw.io.reading.needed_chunks import ChunkBox, NeededChunks
 from jigsaw.io.reading.plan_text import plan_reasons, plan_text
-from jigsaw.io.series.request import ReadPart, ReadRequest, check_request_fits
+from jigsaw.io.series.request import ReadPart, ReadRequest, check_arrays_readable
 
 ObjectSizes = Mapping[str, "int | None"]
 
@@ -418,11 +417,9 @@ def plan_read(
     `mode` is ``"cooperative"``, ``"neighbors"``, ``"independent"`` or ``"auto"``, which takes the cheapest of them for
     each array (`cost_of_mode`). `sizes` are those of far objects, where another plan looked them up.
 
-    Raises: `ShardingError` or `ReadError` when the parts do not fill the sample exactly once, or do not fit the arrays.
+    Raises: `UnsupportedStoreError` or `GridError` for an array that cannot be read into a sample.
     """
-    if mode not in ("auto", *PLAN_MODES):
-        raise ShardingError(f"mode={mode!r} must be one of {['auto', *PLAN_MODES]}")
-    check_request_fits(request, tables)
+    check_arrays_readable(request, tables)
     return make_read_plan(_split_joined_parts(request, tables), tables, mode, sizes)
 
 
