@@ -37,9 +37,8 @@ from jigsaw.io.series.cell_grid import CellGrid
 from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.stats.compute import statistics
 from jigsaw.io.volumes import augment
-from jigsaw.io.volumes.foreground import Foreground
-from jigsaw.io.volumes.open_volumes import open_volumes
-from jigsaw.io.volumes.scan_folders import FoundScans, find_scans
+from jigsaw.io.volumes.crops import Foreground
+from jigsaw.io.volumes.open_volumes import FoundScans, find_scans, open_volumes
 from jigsaw.io.volumes.volume_dataset import VolumeBatch, VolumeLoader, Volumes, VolumeSample
 from jigsaw.io.volumes.volume_statistics import volume_statistics
 from jigsaw.io.volumes.volume_writer import write_volume

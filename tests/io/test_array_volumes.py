@@ -9,7 +9,7 @@ import torch
 from volume_store import image, label, write
 
 from jigsaw.errors import FieldError, GridError, MissingArrayError
-from jigsaw.io.volumes.foreground import Foreground
+from jigsaw.io.volumes.crops import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.volume_dataset import VolumeLoader
 from jigsaw.io.volumes.volume_statistics import volume_statistics

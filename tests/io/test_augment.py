@@ -12,9 +12,8 @@ from volume_store import AFFINE, image, pairs, write
 
 from jigsaw.errors import FieldError, GridError
 from jigsaw.io.volumes.augment import Affine, Brightness, Elastic, Flip, Gamma, LowResolution, Noise, Rotate90
-from jigsaw.io.volumes.crops import RandomDraws
+from jigsaw.io.volumes.crops import Foreground, RandomDraws
 from jigsaw.io.volumes.drawn_steps import AffineStep, CoarseStep, ElasticStep, IntensityStep, VoxelTurn, hashed_places
-from jigsaw.io.volumes.foreground import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.volume_dataset import VolumeLoader
 from jigsaw.testing import run_on_ranks, world_mesh

@@ -11,7 +11,7 @@ from volume_store import AFFINE, label, write
 
 from jigsaw.io.formats.hdf5 import open_hdf5_file
 from jigsaw.io.formats.nifti import open_nifti
-from jigsaw.io.volumes.foreground import Foreground
+from jigsaw.io.volumes.crops import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.testing import world_mesh
 

@@ -9,8 +9,7 @@ import torch
 from volume_store import AFFINE, image, label, pairs, write
 
 from jigsaw.errors import CorruptChunkError, FieldError, GridError
-from jigsaw.io.volumes.crops import RandomDraws, crop_origin
-from jigsaw.io.volumes.foreground import Foreground, FoundVoxels, KeptVoxels, find_foreground
+from jigsaw.io.volumes.crops import Foreground, FoundVoxels, KeptVoxels, RandomDraws, crop_origin, find_foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.volume import StoredVolume
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh

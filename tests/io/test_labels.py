@@ -7,7 +7,7 @@ import torch
 from volume_store import AFFINE, image, label, write
 
 from jigsaw.errors import FieldError
-from jigsaw.io.volumes.foreground import Foreground, find_foreground
+from jigsaw.io.volumes.crops import Foreground, find_foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.volume import StoredVolume
 from jigsaw.io.volumes.volume_dataset import VolumeLoader

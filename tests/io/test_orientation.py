@@ -10,7 +10,7 @@ from nibabel.orientations import aff2axcodes, axcodes2ornt, inv_ornt_aff, io_ori
 from volume_store import AFFINE, image, label, write
 
 from jigsaw.errors import FieldError, GridError
-from jigsaw.io.volumes.foreground import Foreground
+from jigsaw.io.volumes.crops import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.volume import AxisTurn, orientation_codes
 from jigsaw.io.volumes.volume_dataset import VolumeLoader

@@ -11,7 +11,7 @@ from volume_store import AFFINE, image, label, write
 from jigsaw import comm
 from jigsaw.errors import FieldError, GridError, WriteError
 from jigsaw.io.volumes.augment import Affine, Flip
-from jigsaw.io.volumes.foreground import Foreground
+from jigsaw.io.volumes.crops import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.volume_dataset import VolumeLoader
 from jigsaw.io.volumes.volume_writer import write_volume

@@ -8,8 +8,7 @@ import pytest
 from volume_store import image, label
 
 from jigsaw.errors import FieldError
-from jigsaw.io.volumes.open_volumes import open_volumes
-from jigsaw.io.volumes.scan_folders import find_scans
+from jigsaw.io.volumes.open_volumes import find_scans, open_volumes
 from jigsaw.testing import world_mesh
 
 

@@ -139,20 +139,19 @@ class ArrayTable:
 
 @dataclass(frozen=True, eq=False)
 class ArrayStore:
-    """An opened store: its arrays, its attributes, and `notes` that a user should read."""
+    """An opened store: its arrays, its attributes, and `notes` that a user should read.
+
+    `read_small` gives a whole array as it is stored: for coordinates.
+    """
 
     url: str
     arrays: Mapping[str, ArrayTable]
     attrs: Mapping[str, Any]
-    _read: Callable[[str], NDArray[Any]] = field(repr=False)
+    read_small: Callable[[str], NDArray[Any]] = field(repr=False)
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", redacted_text(self.url))
-
-    def read_small(self, name: str) -> NDArray[Any]:
-        """Read a whole array as it is stored: for coordinates."""
-        return self._read(name)
 
 
 def dtype_with_declared_sign(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> np.dtype[Any]:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from dask.distributed import Client
 
-    from jigsaw.io.conversion.watched_store import WatchedStore
+    from jigsaw.io.formats.zarr_reach import WatchedStore
 
 
 CONVERT_AGAIN = "convert again with the same arguments: it goes on with what is not there yet"

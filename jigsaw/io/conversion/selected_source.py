@@ -41,7 +41,7 @@ from jigsaw.io.writing.outline import ArrayOutline
 if TYPE_CHECKING:
     import xarray as xr
 
-    from jigsaw.io.conversion.watched_store import WatchedStore
+    from jigsaw.io.formats.zarr_reach import WatchedStore
 
 _CONVERTED_KINDS = "biuf"
 _DECODED: dict[str, Any] = {"decode_timedelta": False, "decode_coords": "all"}
@@ -208,9 +208,8 @@ def _checked_store(path: str, engine: str | None, outside: Any) -> str | Watched
         return path
     from zarr.storage import FsspecStore
 
-    from jigsaw.io.conversion.watched_store import WatchedStore
     from jigsaw.io.formats.zarr_group import arrays_without_code
-    from jigsaw.io.formats.zarr_reach import bounded_zarr_folder, checked_outside
+    from jigsaw.io.formats.zarr_reach import WatchedStore, bounded_zarr_folder, checked_outside
 
     store = bounded_zarr_folder(path, checked_outside(outside))
     arrays = arrays_without_code(store)

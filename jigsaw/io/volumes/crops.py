@@ -1,22 +1,334 @@
 """Random crops: their places, and the steps drawn for each with the rows that every rank must read for them.
 
 Both follow from (seed, epoch, sample) alone: they are the same on every rank without communication.
+
+Places may be drawn to the foreground: a uniform sample of the voxels of each class of a label map, bounded in size. For
+each class the voxels with the smallest hashes are kept (bottom-k sampling, Cohen and Kaplan 2007). This is a uniform
+sample without replacement that can be taken chunk by chunk, by any rank, in any order, and merged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from hashlib import blake2b
+from math import prod
+from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw.drafts import draft_of
+from jigsaw.errors import FieldError, GridError, ReadError
 from jigsaw.geometry.cut import Box, Cut, cut_points
 from jigsaw.geometry.layout import Layout, MeshCoordinate
-from jigsaw.io.volumes.drawn_steps import VoxelStep
-from jigsaw.io.volumes.foreground import Foreground, FoundVoxels
+from jigsaw.io.cache_folder import CacheFolder, user_cache_folder
+from jigsaw.io.chunks.chunk import ChunkIndex
+from jigsaw.io.chunks.files import ScratchMemory, size_and_change
+from jigsaw.io.formats.slab_arrays import fill_missing_chunk
+from jigsaw.io.rank_results import place_in_mesh, result_of_first_rank, results_of_ranks
+from jigsaw.io.reading.placing import warn_of_rounding
+from jigsaw.io.volumes.drawn_steps import VoxelStep, mix_words
 from jigsaw.io.volumes.respacing import GridRespacing
-from jigsaw.io.volumes.volume import AffineMatrix
+from jigsaw.io.volumes.volume import AffineMatrix, RenamedLabels, StoredVolume, VolumeArray, values_of_array
+from jigsaw.tile.misuse import warn_once
+
+_VOXELS_AT_ONCE = 1 << 20  # voxels that are hashed at a time
+_MOST_CLASSES = 512
+ANY_CLASS = 1
+"""Key of the one class where voxels of all classes count alike."""
+
+_label_scratch = ScratchMemory()
+
+
+@dataclass(frozen=True)
+class Foreground:
+    """Weights that pull crops towards the foreground of the label map.
+
+    A crop is centered on a foreground voxel with the probability ``pos / (pos + neg)``, else on a background voxel, as
+    in MONAI's ``RandCropByPosNegLabel``. The center moves inwards where the crop would reach beyond the volume. Missing
+    values of a label map are neither.
+
+    - `classes`: the labels that count as foreground; by default all but 0;
+    - `by`: ``"voxels"``, where every foreground voxel is equally likely, or ``"classes"``, where every class of the
+      volume is equally likely, then a voxel of it;
+    - `kept`: how many voxels of each class are remembered, drawn uniformly: all of a class that has no more;
+    - `cache`: a folder in which the voxels are kept for the next run.
+
+    Raises: `FieldError` for invalid values.
+
+    >>> how = {"mesh": jigsaw.init_mesh(depth=1), "crop": (8, 8, 8), "crops": 4}
+    >>> half = jigsaw.io.Foreground(pos=1, neg=1)
+    >>> volumes = jigsaw.io.open_volumes(["scan.zarr"], ["label.zarr"], foreground=half, **how)
+    >>> [int(sample.label.sum()) > 0 for sample in volumes]
+    [True, False, False, True]
+    """
+
+    pos: float = 1.0
+    neg: float = 1.0
+    classes: tuple[int, ...] | None = None
+    by: str = "voxels"
+    kept: int = 4096
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.pos >= 0 and self.neg >= 0 and 0 < self.pos + self.neg < float("inf")):
+            raise FieldError(f"pos={self.pos}, neg={self.neg} must be weights >= 0 that are not both 0")
+        if self.by not in ("voxels", "classes"):
+            raise FieldError(f"by={self.by!r} must be 'voxels' or 'classes'")
+        if self.kept < 1:
+            raise FieldError(f"kept={self.kept} must be at least 1, the voxels that are remembered of a class")
+        if self.classes is not None and not self.classes:
+            raise FieldError("classes=() leaves no foreground; name the labels that count, or None for all but 0")
+
+
+@dataclass(frozen=True)
+class KeptVoxels:
+    """Voxels of one class: how many there are, and flat indices of a uniform sample, by rising hash."""
+
+    count: int = 0
+    at: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+
+    def merged(self, other: KeptVoxels, kept: int) -> KeptVoxels:
+        hashes, at = np.concatenate([self.hashes, other.hashes]), np.concatenate([self.at, other.at])
+        first = np.argsort(hashes, kind="stable")[:kept]
+        return KeptVoxels(self.count + other.count, at[first], hashes[first])
+
+    def bound(self, kept: int) -> np.uint64:
+        """Return the hash above which voxels are not kept."""
+        return self.hashes[-1] if self.at.size >= kept else np.uint64(2**64 - 1)
+
+
+@dataclass(frozen=True)
+class FoundVoxels:
+    """Voxels of one label map: of the background, and of each foreground class; `labels` are some of its labels."""
+
+    background: KeptVoxels = field(default_factory=KeptVoxels)
+    classes: Mapping[int, KeptVoxels] = field(default_factory=dict[int, KeptVoxels])
+    labels: frozenset[int] = frozenset()
+
+    def merged(self, other: FoundVoxels, kept: int) -> FoundVoxels:
+        classes = dict(self.classes)
+        for label, more in other.classes.items():
+            classes[label] = classes.get(label, KeptVoxels()).merged(more, kept)
+        classes = dict(sorted(classes.items()))  # the order in which `crop_origin` draws a class
+        labels = frozenset(sorted(self.labels | other.labels)[:_MOST_CLASSES])
+        return FoundVoxels(self.background.merged(other.background, kept), classes, labels)
+
+
+@dataclass(frozen=True)
+class _LabelSearch:
+    how: Foreground
+    renamed: RenamedLabels
+
+
+def find_foreground(
+    labels: Sequence[StoredVolume | None],
+    weights: Foreground,
+    mesh: DeviceMesh | None,
+    renamed: RenamedLabels = RenamedLabels(),  # noqa: B008 (it is frozen)
+) -> tuple[FoundVoxels, ...]:
+    """Find the foreground of every label map, once labels are `renamed`; an image without a label map has none.
+
+    Collective over `mesh`, whose ranks share out the chunks.
+
+    *Sends*: one agreement on what the cache has, one for each label map that it lacks, and one more where that is kept.
+
+    Raises: `GridError` for label maps of several channels; `FieldError` for too many classes, where no label map has
+    any foreground, or for a cache that cannot be written; or the `ReadError` of a chunk. All are alike on every rank.
+    """
+    search = _LabelSearch(weights, renamed)
+    for volume in labels:
+        if volume is not None and (n := volume.channels) != 1:
+            raise GridError(f"{volume.url} has {n} channels; foreground is found in label maps of one channel")
+    me, ranks = place_in_mesh(mesh)
+    # what the first rank's cache has counts for all: ranks that see other folders would search other label maps
+    maps = {i: volume for i, volume in enumerate(labels) if volume is not None}
+    known = result_of_first_rank(
+        mesh, me == 0, lambda: {i: _read_foreground(v, search) for i, v in maps.items()} if weights.cache else {}
+    )
+    voxels = [FoundVoxels() for _ in labels]
+    for number, volume in maps.items():
+        cached = known.get(number)
+        voxels[number] = _search_volume(volume, search, mesh, me, ranks, number) if cached is None else cached
+        if cached is None and weights.cache:
+            result_of_first_rank(mesh, me == 0, partial(_write_foreground, volume, search, voxels[number]))
+    if weights.pos:
+        _check_foreground_found(voxels, weights)
+    return tuple(voxels)
+
+
+def _check_foreground_found(voxels: Sequence[FoundVoxels], weights: Foreground) -> None:
+    """Warn of classes that no label map has; where none has any foreground, all crops would lie in the background."""
+    present = frozenset[int]().union(*(each.labels for each in voxels))
+    lacking = [label for label in weights.classes or () if label not in present]
+    asked = f"Foreground(classes={weights.classes})"
+    known = f"the labels there are: {', '.join(map(str, sorted(present)))}"
+    if not any(kept.count for each in voxels for kept in each.classes.values()):
+        what = (
+            f"{asked}: no label map has any of these; {known}"
+            if weights.classes
+            else "no label map has any but label 0"
+        )
+        raise FieldError(f"there is no foreground to weight crops by, {what}; see that labels= are the label maps")
+    if lacking:
+        warn_once(
+            f"{asked} lacks {lacking}",
+            f"{asked}: no label map has {', '.join(map(str, lacking))}, so no crop is drawn to it; {known}",
+        )
+
+
+def _search_volume(
+    volume: StoredVolume, asked: _LabelSearch, mesh: DeviceMesh | None, me: int, ranks: int, number: int
+) -> FoundVoxels:
+    """Search a volume: every rank looks through its chunks, and all learn the voxels, or the error, of each."""
+
+    def search() -> FoundVoxels:
+        stored, own_voxels = volume.stored[0], FoundVoxels()
+        for at, index in enumerate(stored.table.grid.indices()):
+            if (number + at) % ranks == me:  # label maps of one chunk each are shared out too
+                own_voxels = _search_chunk(volume, stored, index, asked, own_voxels)
+        return own_voxels
+
+    whole = FoundVoxels()
+    for each in results_of_ranks(mesh, search, ReadError):
+        whole = whole.merged(each, asked.how.kept)
+    _check_class_count(len(whole.classes), volume.url)
+    return whole
+
+
+def _check_class_count(classes: int, url: str) -> None:
+    if classes > _MOST_CLASSES:
+        raise FieldError(
+            f"{url} has more than {_MOST_CLASSES} labels, too many to weight by class; name those that count by "
+            "classes=, or weight by='voxels'"
+        )
+
+
+def _search_chunk(
+    volume: StoredVolume, stored: VolumeArray, index: ChunkIndex, asked: _LabelSearch, so_far: FoundVoxels
+) -> FoundVoxels:
+    table = stored.table
+    room = _label_scratch(table.grid.bytes_of(index))
+    if table.loader.load(index, room).stored is None:
+        fill_missing_chunk(table, index, room, volume.missing)
+    box = table.grid.box_of(index)
+    values = table.loader.view(room, index)[tuple(slice(0, b - a) for a, b in box)]
+    values = stored.unpacked(values)
+    if values.dtype.kind == "f":
+        warn_of_rounding(values, f"{table.name!r} of {volume.url}")
+        values = np.rint(values)
+    values = asked.renamed.applied(values)
+    box = tuple(
+        (n - b, n - a) if d in stored.flip else (a, b)
+        for d, (n, (a, b)) in enumerate(zip(table.shape, box, strict=True))
+    )
+    values = stored.in_order(values, volume.dims)[..., 0]
+    order = [stored.roles.index(d) for d in volume.dims]
+    return _search_values(values, [box[d][0] for d in order], volume.stored_shape, asked.how, so_far)
+
+
+def _search_values(
+    values: NDArray[Any], first: Sequence[int], shape: Sequence[int], weights: Foreground, so_far: FoundVoxels
+) -> FoundVoxels:
+    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+    step = max(1, _VOXELS_AT_ONCE // max(1, prod(values.shape[1:])))
+    for top in range(0, values.shape[0], step):
+        block = values[top : top + step]
+        flat = np.zeros((1,) * block.ndim, np.int64)
+        for d, (n, low, stride) in enumerate(zip(block.shape, (first[0] + top, *first[1:]), strides, strict=True)):
+            rows = (low + np.arange(n, dtype=np.int64)) * stride
+            flat = flat + rows.reshape([-1 if k == d else 1 for k in range(block.ndim)])
+        so_far = _sift_voxels(block.ravel(), flat.ravel(), weights, so_far)
+    return so_far
+
+
+def _sift_voxels(values: NDArray[Any], flat: NDArray[np.int64], asked: Foreground, so_far: FoundVoxels) -> FoundVoxels:
+    if values.dtype.kind == "f":  # as they are read: rounded; what is missing is neither foreground nor background
+        known = np.isfinite(values)
+        values, flat = np.rint(values[known]), flat[known]
+    labels = frozenset[int]() if asked.classes is None else frozenset(map(int, np.unique(values).tolist()))
+    hashes, sifted = mix_words(flat.astype(np.uint64)), dict[int | None, KeptVoxels]()
+    front = values != 0 if asked.classes is None else np.isin(values, asked.classes)
+    for label, mask in _class_masks(values, front, asked):
+        old = so_far.background if label is None else so_far.classes.get(label, KeptVoxels())
+        near = mask & (hashes < old.bound(asked.kept))  # of the others no hash is small enough
+        sifted[label] = KeptVoxels(int(mask.sum()), flat[near], hashes[near])
+    classes = {label: more for label, more in sifted.items() if label is not None}
+    return so_far.merged(FoundVoxels(sifted.get(None, KeptVoxels()), classes, labels), asked.kept)
+
+
+def _class_masks(
+    values: NDArray[Any], front: NDArray[np.bool_], weights: Foreground
+) -> Iterator[tuple[int | None, NDArray[np.bool_]]]:
+    if not front.all():
+        yield None, ~front
+    if not front.any():
+        return
+    if weights.by != "classes":
+        yield ANY_CLASS, front
+        return
+    labels = np.unique(values[front]).tolist()
+    _check_class_count(len(labels), "a label map")
+    for label in labels:
+        yield int(label), front & (values == label)
+
+
+def _foreground_file(volume: StoredVolume, asked: _LabelSearch) -> str:
+    """Return the name of a cache file, made from the search and the state of the files that it was made on."""
+    table, weights = volume.stored[0].table, asked.how
+    about = (volume.url, table.name, table.shape, table.dims, table.dtype, weights.classes, weights.by, weights.kept)
+    about = (*about, volume.turn, asked.renamed)
+    digest = blake2b(repr(about).encode(), digest_size=16)
+    for path in dict.fromkeys(table.finder.path(index) for index in table.grid.indices()):
+        if (now := size_and_change(path)) is not None:  # not in a far store
+            digest.update(f"{path} {now}".encode())
+    for values in filter(lambda each: each is not None, map(values_of_array, volume.given)):
+        digest.update(np.ascontiguousarray(values).tobytes())
+    return f"foreground-{digest.hexdigest()}.npz"
+
+
+def _foreground_cache(asked: _LabelSearch) -> CacheFolder:
+    folder = user_cache_folder(asked.how.cache)
+    assert folder is not None  # nothing is looked for without one
+    return folder
+
+
+def _read_foreground(volume: StoredVolume, asked: _LabelSearch) -> FoundVoxels | None:
+    """Read the voxels from the cache; None where they are absent, or the file is torn."""
+    name = _foreground_file(volume, asked)
+    try:
+        file = _foreground_cache(asked).opened(name)
+        if file is None:
+            return None
+        with file, np.load(file, allow_pickle=False) as held:
+            labels, counts = held["labels"].tolist(), held["counts"].tolist()
+            parts = [KeptVoxels(n, held[f"at{i}"], held[f"hashes{i}"]) for i, n in enumerate(counts)]
+            present = frozenset(map(int, held["there"].tolist()))
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+        return None
+    return FoundVoxels(parts[0], dict(zip(labels, parts[1:], strict=True)), present)
+
+
+def _write_foreground(volume: StoredVolume, asked: _LabelSearch, voxels: FoundVoxels) -> None:
+    folder, parts = _foreground_cache(asked), [voxels.background, *voxels.classes.values()]
+    arrays: dict[str, Any] = {"labels": np.array(list(voxels.classes), np.int64)}
+    arrays["there"] = np.array(sorted(voxels.labels), np.int64)
+    arrays["counts"] = np.array([p.count for p in parts], np.int64)
+    for i, p in enumerate(parts):
+        arrays |= {f"at{i}": p.at, f"hashes{i}": p.hashes}
+    try:
+        folder.make_ready()
+        with draft_of(folder.path / _foreground_file(volume, asked), folder.file_mode) as draft:
+            np.savez(draft, **arrays)
+    except OSError as e:
+        raise FieldError(f"cache={asked.how.cache!r} of a Foreground cannot be written: {e}") from e
+
 
 _WORD_VALUES = 1 << 64
 

@@ -25,8 +25,7 @@ from jigsaw.io.reading.read_plan import ReadPlan, plan_read
 from jigsaw.io.series.request import ReadRequest, SampleSpace
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.augment import AskedAugmentations, SampleGrid
-from jigsaw.io.volumes.crops import AugmentedCrop, RandomDraws, crop_origin
-from jigsaw.io.volumes.foreground import Foreground, FoundVoxels
+from jigsaw.io.volumes.crops import AugmentedCrop, Foreground, FoundVoxels, RandomDraws, crop_origin
 from jigsaw.io.volumes.respacing import ImageIntensities, RespaceStep
 from jigsaw.io.volumes.volume import AffineMatrix, RenamedLabels, StoredVolume, voxel_spacing
 from jigsaw.ranks.mesh import mesh_coordinate
