@@ -21,7 +21,7 @@ array([[[1., 0.]]])
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +79,23 @@ class AskedForcing:
 
     def at(self, instant: SolarInstant, places: GridAngles) -> tuple[ForcingValues, ...]:
         """Return the values of its channels, each of a shape that broadcasts to [lat, lon]."""
-        return _FORCING_FUNCTIONS[self.name](instant, self.days, places)
+        if self.name == "latlon":
+            return places.sin_lat[:, None], places.cos_lat[:, None], places.sin_lon[None, :], places.cos_lon[None, :]
+        if self.name == "year_progress":
+            angle = math.tau * instant.year
+            return np.full((1, 1), math.sin(angle)), np.full((1, 1), math.cos(angle))
+        if self.name == "day_progress":
+            sine, cosine = math.sin(math.tau * instant.clock), math.cos(math.tau * instant.clock)
+            turned = sine * places.cos_lon + cosine * places.sin_lon
+            return turned[None, :], (cosine * places.cos_lon - sine * places.sin_lon)[None, :]
+        is_zenith = self.name == "cos_zenith"
+        if self.days and is_zenith:
+            return (solar.mean_cos_zenith(instant, self.days, places),)
+        if self.days:
+            return (solar.mean_cos_zenith(instant, self.days, places, lambda sun: sun.distance**-2) * SOLAR_CONSTANT,)
+        sun = SunPosition.at(instant)
+        values = solar.cos_zenith_now(sun, places)
+        return (values if is_zenith else values * (SOLAR_CONSTANT / sun.distance**2),)
 
 
 def _interval_days(interval: str, what: str) -> float:
@@ -90,40 +106,6 @@ def _interval_days(interval: str, what: str) -> float:
     if months or microseconds <= 0:
         raise FieldError(f"{what} {interval!r} is not a positive number of minutes, hours or days, like '6h'")
     return microseconds / _MICROSECONDS_A_DAY
-
-
-def _cos_zenith_values(instant: SolarInstant, days: float, at: GridAngles) -> tuple[ForcingValues, ...]:
-    return (solar.mean_cos_zenith(instant, days, at) if days else solar.cos_zenith_now(SunPosition.at(instant), at),)
-
-
-def _toa_radiation_values(instant: SolarInstant, days: float, at: GridAngles) -> tuple[ForcingValues, ...]:
-    if days:
-        return (solar.mean_cos_zenith(instant, days, at, lambda sun: sun.distance**-2) * SOLAR_CONSTANT,)
-    sun = SunPosition.at(instant)
-    return (solar.cos_zenith_now(sun, at) * (SOLAR_CONSTANT / sun.distance**2),)
-
-
-def _day_progress_values(instant: SolarInstant, days: float, at: GridAngles) -> tuple[ForcingValues, ...]:
-    sine, cosine = math.sin(math.tau * instant.clock), math.cos(math.tau * instant.clock)
-    return (sine * at.cos_lon + cosine * at.sin_lon)[None, :], (cosine * at.cos_lon - sine * at.sin_lon)[None, :]
-
-
-def _year_progress_values(instant: SolarInstant, days: float, at: GridAngles) -> tuple[ForcingValues, ...]:
-    angle = math.tau * instant.year
-    return np.full((1, 1), math.sin(angle)), np.full((1, 1), math.cos(angle))
-
-
-def _latlon_values(instant: SolarInstant, days: float, at: GridAngles) -> tuple[ForcingValues, ...]:
-    return at.sin_lat[:, None], at.cos_lat[:, None], at.sin_lon[None, :], at.cos_lon[None, :]
-
-
-_FORCING_FUNCTIONS: Mapping[str, Callable[[SolarInstant, float, GridAngles], tuple[ForcingValues, ...]]] = {
-    "cos_zenith": _cos_zenith_values,
-    "toa_radiation": _toa_radiation_values,
-    "day_progress": _day_progress_values,
-    "year_progress": _year_progress_values,
-    "latlon": _latlon_values,
-}
 
 
 def cos_zenith(times: ArrayLike, lat: ArrayLike, lon: ArrayLike, interval: str | None = None) -> ForcingValues:
