@@ -1,4 +1,4 @@
-"""How samples are cut, and the request of one: what it needs of the stored arrays, and where each value goes."""
+"""Cuts of samples, and the request of one: what it needs of the stored arrays, and where each value goes."""
 
 from __future__ import annotations
 
