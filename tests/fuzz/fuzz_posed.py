@@ -1,5 +1,5 @@
-"""How well a program is posed: how far its values move where every rounded result has an error, and whether plain
-torch computes its gradient from values that were changed since.
+"""How well a program is posed: how far its values move where every rounded result has an error, how far plain torch
+itself is from float64, and whether it computes its gradient from values that were changed since.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def rounding_of(v: Any) -> float:
 
 
 def value_spread(program: Program, statements: Sequence[Statement], name: str) -> Any:
-    """How far a value (``x0``) or gradient (``x0.grad``) moves, where every rounded result has an error."""
+    """How far a value (``x0``) or gradient (``x0.grad``) moves, where every rounded result has an error, or where all
+    is computed in float64.
+    """
     if name.endswith(".grad") and reads_changed_values(program, statements):
         return float("inf")
     # errors and their opposites, so that both sides of a step are seen
@@ -35,6 +37,9 @@ def value_spread(program: Program, statements: Sequence[Statement], name: str) -
     first = results[0]
     if any(r is None or r.shape != first.shape for r in results):
         return float("inf")
+    wide = _wide_value(program, statements, name)
+    if wide is not None and wide.shape == first.shape:
+        results.append(wide)
     spread = torch.zeros(first.shape, dtype=torch.float64)
     for r in results[1:]:
         off = (r.to(torch.complex128) - first.to(torch.complex128)).abs()
@@ -81,6 +86,30 @@ def _noisy_value(program: Program, statements: Sequence[Statement], name: str, s
             for v in [state[n] for n in names]:
                 if isinstance(v, torch.Tensor) and (statement.key in SMOOTH or not _is_whole(v)):
                     _add_noise(v, generator, sign)
+    return _value_or_gradient(program, state, name)
+
+
+def _wide_value(program: Program, statements: Sequence[Statement], name: str) -> Any:
+    """The value of inputs that are the same numbers in float64; None where that is another program."""
+    state: dict[str, Any] = plain_state(list(program.inputs))
+    make = state["values"]
+    state["values"] = lambda *args, **kwargs: _widened(make(*args, **kwargs))
+    state |= {x.name: _widened(state[x.name]) for x in program.inputs}
+    try:
+        for statement in statements:
+            draw_from_start()
+            exec(statement.text, state)
+    except Exception:
+        return None
+    return _value_or_gradient(program, state, name)
+
+
+def _widened(v: torch.Tensor) -> torch.Tensor:
+    wide = torch.float64 if v.is_floating_point() else torch.complex128 if v.is_complex() else v.dtype
+    return v.detach().to(wide).requires_grad_(v.requires_grad)
+
+
+def _value_or_gradient(program: Program, state: dict[str, Any], name: str) -> Any:
     if name.endswith(".grad"):
         try:
             _loss_of_outputs(program, state).backward()

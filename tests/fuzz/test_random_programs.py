@@ -6,8 +6,10 @@ import os
 import time
 
 import pytest
+import torch
+import torch.nn.functional as F
 from fuzz_posed import reads_changed_values, value_spread
-from fuzz_programs import Program, ProgramInput, Statement, make_program, ranks_of_seed
+from fuzz_programs import Program, ProgramInput, Statement, loss_of, make_program, ranks_of_seed, values
 from fuzz_ranks import BAD, verdict_of_program, verdicts_of_seeds
 
 MINUTES = float(os.environ.get("JIGSAW_FUZZ_MINUTES", "0"))
@@ -30,8 +32,8 @@ def _faults(seeds, folder, end=float("inf")):
 
 
 # of long runs: a scattered diagonal that was viewed, circular pads written through contiguous() and without rows, ties
-# of rounded values, the dtype of a similarity
-FOUND = (24314, 27091, 30872, 31666, 40189)
+# of rounded values, the dtype of a similarity, a norm of two values of float32
+FOUND = (24314, 27091, 30872, 31666, 40189, 41066)
 
 
 @pytest.mark.parametrize("programs", [range(120), pytest.param(range(120, 360), marks=pytest.mark.slow)], ids=len)
@@ -117,6 +119,22 @@ def test_errors_of_rounding_show_both_sides_of_a_step(value):
     spread = value_spread(Program(0, {"lat": 2}, (x,), steps), steps, "v2")
     assert spread.shape == shape
     assert bool((spread == (value == 1)).all())
+
+
+def test_where_plain_torch_is_far_from_float64_is_no_fault():
+    x = ProgramInput("x0", (7, 2), "float32", seed=79, whole=False, spec=("lat", None), has_grad=True)
+    step = Statement("mine", "v0 = F.group_norm(x0, 1)", ("v0",))  # the two values of a row are nearly alike
+    program = Program(0, {"lat": 2}, (x,), (step,), ("x0", "v0"))
+    plain, wide = (_gradient_of_norm(dtype) for dtype in (torch.float32, torch.float64))
+    spread = value_spread(program, (step,), "x0.grad")
+    assert bool((spread >= 0.99 * (plain - wide).abs()).all())
+    assert spread.max().item() < 0.1
+
+
+def _gradient_of_norm(dtype):
+    x = values((7, 2), "float32", seed=79, whole=False).to(dtype).requires_grad_()
+    loss_of(x, F.group_norm(x, 1)).backward()
+    return x.grad
 
 
 def test_rows_of_an_expanded_value_have_one_error():
