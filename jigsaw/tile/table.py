@@ -51,6 +51,8 @@ class Table:
 
     # the handler of a function that no file of ops implements (ops.unknown_functions)
     find_rest: Callable[[Any], TileHandler]
+    # the handler of a function, behind a check of its operands' dtypes where that is needed (ops.kernel_samples)
+    with_check: Callable[[Any, TileHandler], TileHandler]
     # the check before a function, or None; it returns what to do with the result, if anything (ops.apart_copies)
     find_watcher: Callable[[Any], Callable[..., Any] | None]
     # sees each result that is, or is made of, a copy where torch has a view (ops.apart_copies)

@@ -41,7 +41,8 @@ def _find_answer(function: Any) -> FoundAnswer:
     by_place = {place: is_tile for place, _, is_tile in kinds}
     names = frozenset(("out", *_NUMPY_NAMES, *(name for _, name, is_tile in kinds if is_tile)))
     places = tuple(map(by_place.get, range(_QUICK_PLACES)))
-    found = FoundAnswer(entry.handler, kinds, places, names, table.find_watcher(function))
+    handler = table.with_check(function, entry.handler)
+    found = FoundAnswer(handler, kinds, places, names, table.find_watcher(function))
     table.found[function] = found
     return found
 
@@ -66,7 +67,7 @@ _GIVEN_KINDS = {Tensor, Parameter, torch.Size, *map(type, (0, 0.0, True, "", Non
 #  3. Arguments get torch's names and kinds: arrays become tensors, ``axis=`` becomes ``dim=``, and ``out=`` is refused.
 #  4. A function that changes its first argument in place is checked (`Table.find_watcher`).
 #  5. A Tile where the handler takes a plain value, or the other way, is refused.
-#  6. The handler runs.
+#  6. The handler runs, where torch has a kernel for the operands' dtypes (`Table.with_check`).
 #  7. A refusal of 5 or 6 is raised, or the function runs on whole tensors (`Table.answer_refusal`).
 #  8. A result that is a copy where torch has a view is noted (`Table.note_views`), and the change of 4 carried to it.
 # An argument list that needs no change skips 3 and 5: `is_quick` says so from the types alone.

@@ -25,7 +25,6 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS
 from jigsaw.geometry.layout import MeshCoordinate
 from jigsaw.nn.norms.standardize import is_whole_along, owned_along, standardize_tile
-from jigsaw.nn.stencils.stencil import check_kernel
 from jigsaw.nn.weights import StoredWeight, cut_parameter, is_dtensor, local_weight, weight_layout
 from jigsaw.ops.meeting.plain_operands import cut_entered_tensor, plain_operand
 from jigsaw.ops.reductions import elements_per_value, reducing_axes
@@ -276,7 +275,6 @@ def _local_response_norm(input: Tile, size: int, alpha: float = 1e-4, beta: floa
     *Sends*: along cut channels, the squares of the neighbor's channels that windows reach; backward, the same.
     *Raises*: `ShardingError` for cut channels of a tile of 5 dims.
     """
-    check_kernel(F.local_response_norm, input, max(input.ndim - 2, 0), size=1)
     if not input.layout.is_cut(1):
         own = input.owned()
         # of no rows torch returns its input itself

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -37,7 +36,7 @@ from jigsaw.nn.stencils.conv_geometry import (
     read_transposed_convolution,
 )
 from jigsaw.nn.stencils.halo_conv import HaloConvolution, convolve_with_halo, plan_halo
-from jigsaw.nn.stencils.stencil import check_kernel, empty_result, gather_input_rows, plan_stencil
+from jigsaw.nn.stencils.stencil import empty_result, gather_input_rows, plan_stencil
 from jigsaw.nn.weights import cut_parameter, gathered_weight, is_dtensor, local_weight, weight_layout
 from jigsaw.ops.meeting.common_cuts import bring_to_cuts
 from jigsaw.tile.tile import Tile, implements_torch
@@ -59,7 +58,6 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometr
     if type(weight) in (Tensor, nn.Parameter) and isinstance(input, Tile):
         if weight.is_complex() and input.is_complex():
             return _convolve_complex(input, weight, bias, conv)
-        _check_dtypes(input, weight, conv)
         plan = plan_of_whole_channels(input.layout, weight.shape, conv, input.coordinate)
         if plan is not None:
             return _convolve_whole_channels(input, weight, bias, plan)
@@ -93,19 +91,6 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometr
     if ways is None:
         return _convolve_whole_channels(input, weight, bias, ConvPlan(conv, along, to, out))
     return _convolve_cut_channels(input, weight, bias, ConvPlan(conv, along, to, out.replace_dim(1, ways.out)), ways)
-
-
-def _check_dtypes(input: Tile, weight: Tensor, conv: ConvGeometry) -> None:
-    both = {weight.dtype, input.dtype}
-    if len(both) == 1 and weight.is_floating_point():
-        return
-    # autocast makes one dtype of all floating numbers but those of 64 bits
-    is_cast = all(dtype.is_floating_point and dtype != torch.float64 for dtype in both)
-    if is_cast and torch.is_autocast_enabled(input.device.type):
-        return
-    plain = (F.conv1d, F.conv2d, F.conv3d), (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-    sample = weight.new_zeros([1] * (conv.dims + 2))
-    check_kernel(plain[conv.transposed][conv.dims - 1], input, conv.dims, sample, always=True)
 
 
 def _convolve_complex(input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometry) -> Tile:

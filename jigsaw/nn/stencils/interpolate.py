@@ -137,7 +137,7 @@ def interpolate(
     *Shapes*: ``[batch, channel, *space]``, global as torch; per rank the output is cut at ceil(point m / n).
     *Sends*: forward, the one or two rows a side that the ends of a piece read (with `antialias`, once or twice n / m
     rows). Backward, their gradients.
-    *Raises*: `ShardingError` along cut dims for other modes.
+    *Raises*: `ShardingError` along cut dims for other modes, and for integers that torch rounds along each dim.
     """
     dims = input.ndim - 2
     if not any(is_cut_or_haloed(input.layout, d) for d in range(2, input.ndim)):
@@ -153,13 +153,15 @@ def interpolate(
     )
     if mode == "area":
         return adaptive_avg_pool(input, dims, sizes)
-    if mode not in (*_NEAREST, *_LINEAR, "bicubic") or (antialias and (mode not in _ANTIALIASED or dims != 2)):
+    is_known = mode in (*_NEAREST, *_LINEAR, "bicubic") and not (antialias and (mode not in _ANTIALIASED or dims != 2))
+    is_rounded = mode not in _NEAREST and not (input.dtype.is_floating_point or input.dtype.is_complex)
+    if is_rounded or not is_known:
         options = f"mode={mode!r}, antialias={antialias} along {dims} dims"
         raise refusal_error(
             interpolate,
             input,
-            f"{options} is not answered on a cut dim",
-            "redistribute so that the spatial dims are whole",
+            f"{options} is not answered on a cut dim" + (f" of {input.dtype}" if is_rounded else ""),
+            "redistribute so that the spatial dims are whole" + (", or use tile.float()" if is_rounded else ""),
         )
     along = tuple(sizes), tuple(scales)
     resampled = _dims_to_resample(input.layout.shape[2:], *along, mode, bool(align_corners), antialias)

@@ -20,7 +20,6 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.stencil_rules import StencilWindow, TransposedWindow
 from jigsaw.nn.stencils.stencil import (
     DimStencil,
-    check_kernel,
     empty_result,
     entry_per_dim,
     gather_input_rows,
@@ -49,7 +48,6 @@ def _unfold_columns(
         return _unfold_columns(input.unsqueeze(0), kernel_size, dilation, padding, stride).squeeze(0)
     if input.ndim != 4:
         raise RuntimeError(f"unfold: expected a Tile of 3 or 4 dims, got {input.ndim}")
-    check_kernel(F.unfold, input, 2, kernel_size=1)
     sizes, pads = entry_per_dim(kernel_size, 2, "kernel_size"), entry_per_dim(padding, 2, "padding")
     spacings, strides = entry_per_dim(dilation, 2, "dilation"), entry_per_dim(stride, 2, "stride")
     windows = [StencilWindow(k, s, d, p, p) for k, s, d, p in zip(sizes, strides, spacings, pads, strict=True)]

@@ -7,7 +7,7 @@ the padding. Dims that nothing cuts are left to the op.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -143,18 +143,6 @@ def empty_result(shape: Sequence[int], *sources: Tensor | None, saved: int | Non
     """
     tensors = [s for s in sources if s is not None]
     return _EmptyResult.apply(tuple(shape), len(tensors) if saved is None else saved, *tensors)
-
-
-def check_kernel(
-    kernel: Callable[..., Any], x: Tile, dims: int, *others: Any, always: bool = False, **options: Any
-) -> None:
-    """Check that torch has a kernel for the dtype of `x`, by a sample of zeros whose `dims` spatial sizes are 1.
-
-    So every rank raises torch's own error, also one without rows, before anything is sent.  Kernels of floating numbers
-    are there, and are tried where `always` asks for it.
-    """
-    if always or not x.dtype.is_floating_point:
-        kernel(x.local.new_zeros([1] * (dims + 2)), *others, **options)
 
 
 def nonempty_like(x: Tensor) -> Tensor:
