@@ -18,6 +18,7 @@ from jigsaw.dryrun.pipeline_estimate import balanced_stages
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS, PIPE_AXIS
 from jigsaw.nn.weights import is_dtensor
+from jigsaw.parallel.channel_parallel import TensorPlan, planned_layers
 from jigsaw.parallel.gradients import has_gradient_hooks
 from jigsaw.parallel.parallelize import reduced_at_end
 from jigsaw.parallel.sharding import ShardingOptions, WeightSharding
@@ -52,6 +53,7 @@ def pipeline(
     shard_weights: WeightSharding = False,
     replicate: str | Sequence[str] = (),
     channel: str = CHANNEL_AXIS,
+    tensor: TensorPlan | None = None,
 ) -> ModelPipeline:
     """Cut the layers of `model` into stages along the mesh axis `axis`; ``step`` trains on microbatches in turn.
 
@@ -70,7 +72,7 @@ def pipeline(
     - `loss` takes the model's output and the target of a microbatch and returns their mean.  The loss of a step is the
       mean over its `microbatches`: that of the whole batch, but for functions of the batch such as batch norm.
     - The other axes of the mesh work within each stage, as `jigsaw.parallelize` has it with `shard_weights`,
-      `replicate` and `channel`.
+      `replicate`, `channel` and `tensor`, whose patterns are of names in the whole model.
     - A tile that a later stage reads (a skip) travels through the stages between, and so does a plain tensor from a
       module or a tile (a condition, a mean). Every stage makes the plain tensors that come from constants and buffers
       between modules (a mask). Every stage keeps the parameters of a module that has a cut within it (a positional
@@ -122,6 +124,7 @@ def pipeline(
                 "plain model and let pipeline cut its weights, with shard_weights=True or an axis 'channel'"
             )
 
+    planned = planned_layers(model, tensor or {})
     given = _example_inputs(example, example_kwargs)
 
     def order_of_calls(names: Sequence[str]) -> Sequence[str]:
@@ -134,7 +137,7 @@ def pipeline(
     own = OwnStages(model, mesh, stage_mesh, axis, cuts, pipe_schedule)
     _check_same_on_ranks(own, microbatches, name)
     names, paper = list(model.state_dict()), PaperModel(model, cuts, stage_mesh)
-    holder = own.keep(options, channel)
+    holder = own.keep(options, channel, planned)
     return ModelPipeline(own, pipe_schedule, paper, own.runners(paper, loss, options), holder, names, microbatches)
 
 

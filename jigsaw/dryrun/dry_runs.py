@@ -29,7 +29,6 @@ from jigsaw.dryrun.rank_playing import (
 )
 from jigsaw.dryrun.report import PHASES, DryRunReport, PhaseCost, RankCost, Remark, Traffic
 from jigsaw.errors import ShardingError
-from jigsaw.geometry.axis_names import PIPE_AXIS
 from jigsaw.geometry.cut import SplitRule
 from jigsaw.geometry.layout import LayoutSpec
 from jigsaw.parallel.channel_parallel import TensorPlan
@@ -116,11 +115,6 @@ def dry_run(
     node = priced.ranks_per_node if ranks_per_node is None else ranks_per_node
     if node < 1:
         raise ShardingError(f"ranks_per_node={node} must be 1 or more")
-    if tensor and PIPE_AXIS in axes:
-        raise ShardingError(
-            f"dry_run(tensor=...) on a mesh with the axis {PIPE_AXIS!r}: stages of a pipeline take no plan of weights "
-            f"yet; leave out tensor, or the axis"
-        )
     size = torch.Size(axes.values()).numel()
     chosen = _usual_ranks(axes) if ranks is None else list(ranks) if isinstance(ranks, Iterable) else []
     if not chosen or not all(rank in range(size) for rank in chosen):

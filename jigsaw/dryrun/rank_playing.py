@@ -30,7 +30,7 @@ from jigsaw.geometry.layout import AxisSizes, Layout, LayoutSpec
 from jigsaw.ops.into_torch.whole_tensor import hearing_costs
 from jigsaw.ops.meeting.common_cuts import REALIGN_KIND, RECUT_KIND
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, hearing_repeats
-from jigsaw.parallel.channel_parallel import TensorPlan
+from jigsaw.parallel.channel_parallel import TensorPlan, planned_layers
 from jigsaw.parallel.gradients import local_part
 from jigsaw.parallel.parallelize import parallelize, reduced_at_end, reducer_of
 from jigsaw.parallel.sharding import ShardingOptions
@@ -263,7 +263,9 @@ class PlayedStages:
         for p in self._shared:
             setattr(p, AVERAGED_MARK, stage_mesh.size())
         sharding = ShardingOptions.checked(stage_mesh, plan.shard_weights, plan.replicate, None, None)
-        self.holder = parallel_stage(modules, stage_mesh, sharding, CHANNEL_AXIS)
+        self.holder = parallel_stage(
+            modules, stage_mesh, sharding, CHANNEL_AXIS, planned_layers(model, plan.tensor or {})
+        )
         self._held.enter_context(reduced_at_end(self.holder))  # backward passes send no gradients of whole weights
 
     def play_sums(self, phase: Callable[[str], Any]) -> None:

@@ -174,15 +174,19 @@ def cut_channels(model: nn.Module, mesh: DeviceMesh, axis: str, plan: TensorPlan
     ranks = comm.rank_count(mesh, axis)
     uses = Counter(p for m in model.modules() for p in m.parameters(recurse=False))
     able = [m for m in model.modules() if all(uses[p] == 1 for p in m.parameters()) and _channel_counts(m)]
-    planned = _planned_layers(model, able, ranks, plan or {})
+    planned = planned_layers(model, plan or {})
+    names = {module: name for name, module in model.named_modules()}
+    for layer, cut in planned.items():
+        _check_planned(names[layer], layer, cut, ranks, is_able=layer in able)
     if ranks == 1:
         return
     line = flat_submesh(mesh, axis)
+    free = [layer for layer in able if layer not in planned]
     pairs = [
         pair
         for module in model.modules()
         if type(module) is nn.Sequential
-        for pair in _column_row_pairs(list(module), [m for m in able if m not in planned], ranks)
+        for pair in _column_row_pairs(list(module), free, ranks)
     ]
     firsts, rows = {first for first, _ in pairs}, {second for _, second in pairs}
     firsts |= {layer for layer, cut in planned.items() if cut == "column"}
@@ -198,29 +202,27 @@ def cut_channels(model: nn.Module, mesh: DeviceMesh, axis: str, plan: TensorPlan
             layer.register_forward_hook(hooks.after)
 
 
-def _planned_layers(
-    model: nn.Module, able: Sequence[nn.Module], ranks: int, plan: TensorPlan
-) -> dict[nn.Module, PlannedCut]:
-    """Return the layers that `plan` names by patterns of `fnmatch`; of two patterns the later one counts."""
+def planned_layers(model: nn.Module, plan: TensorPlan) -> dict[nn.Module, PlannedCut]:
+    """Return the layers that `plan` names by patterns of `fnmatch`; of two patterns the later one counts.
+
+    Raises: `ShardingError` for an unknown word, and a pattern that no module's name fits.
+    """
     planned: dict[nn.Module, PlannedCut] = {}
-    cuttable = {id(layer) for layer in able}
     for pattern, word in plan.items():
         cut = _PLANNED_CUTS.get(word)
         if cut is None:
             raise ShardingError(
-                f"parallelize(tensor={{{pattern!r}: {word!r}}}): a layer is cut as 'column' (its output channels, "
+                f"tensor={{{pattern!r}: {word!r}}}: a layer is cut as 'column' (its output channels, "
                 f"which stay cut), 'gathered' (the same, gathered after it) or 'row' (its input channels), or stays "
                 f"'whole'; use one of these words, or of {', '.join(list(_PLANNED_CUTS)[4:])}"
             )
         layers = {name: layer for name, layer in model.named_modules() if fnmatchcase(name, pattern)}
         if not layers:
             raise ShardingError(
-                f"parallelize(tensor={{{pattern!r}: {word!r}}}): no module has such a name; "
+                f"tensor={{{pattern!r}: {word!r}}}: no module has such a name; "
                 f"model.named_modules() lists the names, and '*' stands for any part of one"
             )
-        for name, layer in layers.items():
-            planned[layer] = cut
-            _check_planned(name, layer, cut, ranks, is_able=id(layer) in cuttable)
+        planned |= dict.fromkeys(layers.values(), cut)
     return planned
 
 
@@ -230,14 +232,14 @@ def _check_planned(name: str, layer: nn.Module, cut: str, ranks: int, is_able: b
         return
     if not is_able or channels is None or isinstance(layer, nn.MultiheadAttention):
         raise ShardingError(
-            f"parallelize(tensor=): {name} ({type(layer).__name__}) cannot be cut as {cut!r}: only torch.nn.Linear and "
+            f"tensor=: {name} ({type(layer).__name__}) cannot be cut as {cut!r}: only torch.nn.Linear and "
             f"convolutions without groups, whose parameters no other module shares, are cut by a plan; "
             f"take a narrower pattern"
         )
     count = channels[0 if cut == "row" else 1]
     if count % ranks:
         raise ShardingError(
-            f"parallelize(tensor=): {name} has {count} {'input' if cut == 'row' else 'output'} channels, which "
+            f"tensor=: {name} has {count} {'input' if cut == 'row' else 'output'} channels, which "
             f"{ranks} ranks do not divide; leave it out of the plan, or take another number of ranks"
         )
 

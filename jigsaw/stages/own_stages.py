@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from jigsaw import comm
 from jigsaw.errors import ShardingError
 from jigsaw.nn.weights import is_dtensor
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
+from jigsaw.parallel.channel_parallel import PlannedCut
 from jigsaw.parallel.gradients import axes_not_cutting
 from jigsaw.parallel.parallelize import PIPE_MARK
 from jigsaw.parallel.sharding import ShardingOptions
@@ -96,7 +97,9 @@ class OwnStages:
         within = {p for name in cuts.stage_of for p in model.get_submodule(name).parameters()}
         self.shared = {name: p for name, p in model.named_parameters() if p not in within}
 
-    def keep(self, sharding: ShardingOptions | None, channel: str) -> nn.Module:
+    def keep(
+        self, sharding: ShardingOptions | None, channel: str, planned: Mapping[nn.Module, PlannedCut]
+    ) -> nn.Module:
         """Move the weights of other stages to the meta device, and return the module of those that stay
         (`parallel_stage`).
 
@@ -113,7 +116,7 @@ class OwnStages:
         if sharding is not None:
             self._join_groups(sharding, channel)
         with_weights = [m for m in self._modules_of(*self.numbers) if next(m.parameters(), None) is not None]
-        holder = parallel_stage(with_weights, self.stage_mesh, sharding, channel)
+        holder = parallel_stage(with_weights, self.stage_mesh, sharding, channel, planned)
         self._share_parameters()
         return holder
 

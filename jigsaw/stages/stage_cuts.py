@@ -7,7 +7,7 @@ modules that it calls do not).  So in a net whose forward is ``head(blocks[1](bl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.errors import ShardingError
+from jigsaw.parallel.channel_parallel import PlannedCut
 from jigsaw.parallel.parallelize import parallelize
 from jigsaw.parallel.sharding import ShardingOptions, sharding_units
 from jigsaw.ranks.mesh import axes_of_mesh, split_axis_mesh
@@ -200,13 +201,21 @@ _UNIT_BYTES = 4 * 2**20  # units of weights within a module of a stage that are 
 
 
 def parallel_stage(
-    modules: Sequence[nn.Module], mesh: DeviceMesh, sharding: ShardingOptions | None, channel: str
+    modules: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    sharding: ShardingOptions | None,
+    channel: str,
+    planned: Mapping[nn.Module, PlannedCut],
 ) -> StageModules:
-    """`parallelize` the whole modules of a rank's stages together, with a unit of cut weights for each of them."""
+    """`parallelize` the whole modules of a rank's stages together, with a unit of cut weights for each of them.
+
+    `planned` has the layers of the whole model that a plan names (`parallelize(tensor=)`).
+    """
     holder = StageModules(modules)
     options: dict[str, Any] = {}
     if sharding is not None:
         inner = [unit for unit in sharding_units(holder, _UNIT_BYTES) if unit not in modules]
         cut = "keep" if sharding.keeps else True
         options = {"shard_weights": cut, "replicate": sharding.replicate, "units": [*inner, *modules]}
-    return parallelize(holder, mesh, channel=channel, **options)
+    tensor = {name: planned[module] for name, module in holder.named_modules() if module in planned}
+    return parallelize(holder, mesh, channel=channel, tensor=tensor, **options)

@@ -203,7 +203,7 @@ def _refused(plan):
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ({"wide": "col"}, "'wide': 'col'}): a layer is cut as 'column'"),
+        ({"wide": "col"}, "tensor={'wide': 'col'}: a layer is cut as 'column'"),
         ({"narrow": "row"}, "no module has such a name"),
         ({"wide": "column"}, "wide has 9 output channels, which 2 ranks do not divide"),
         ({"grouped": "row"}, "grouped (Conv2d) cannot be cut as 'row'"),
@@ -248,5 +248,33 @@ def test_a_dry_run_counts_what_the_ranks_send():
     )
     assert report.is_complete and not report.remarks
     assert abs(report.sent_bytes - forward - backward) <= MARKS
-    with pytest.raises(ShardingError, match="stages of a pipeline take no plan"):
-        jigsaw.dry_run(net, (1, TOKENS, WIDTH), {"pipe": 2}, tensor=PLANS[LlamaBlock])
+    staged = jigsaw.dry_run(
+        net, (1, TOKENS, WIDTH), {"pipe": 2, "channel": 2}, spec=(None, None, None), tensor=PLANS[LlamaBlock]
+    )
+    assert staged.is_complete and not staged.remarks
+
+
+def _staged():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, whole = (nn.Sequential(LlamaBlock(), LlamaBlock()) for _ in range(2))
+    whole.load_state_dict(model.state_dict())
+    x, y = torch.randn(2, SAMPLES, TOKENS, WIDTH)
+    right = F.mse_loss(whole(x), y)
+    right.backward()
+    mesh = world_mesh(pipe=2, channel=2)
+    pipe = jigsaw.pipeline(model, mesh, loss=F.mse_loss, microbatches=2, tensor=PLANS[LlamaBlock])
+    loss = pipe.step(*(jigsaw.shard(z, mesh, (None, None, None)) for z in (x, y)))
+    torch.testing.assert_close(loss, right.detach(), rtol=1e-12, atol=0)
+    held = dict(pipe.named_parameters())
+    for name, p in held.items():
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        torch.testing.assert_close(grad, whole.get_parameter(name).grad, rtol=1e-11, atol=1e-13)
+    return {name.split(".")[1]: tuple(p.to_local().shape) for name, p in held.items() if isinstance(p, DTensor)}
+
+
+@pytest.mark.slow
+def test_stages_of_a_pipeline_follow_the_plan():
+    for shapes in run_on_ranks(4, _staged):
+        assert (shapes["query"], shapes["out"]) == ((WIDTH // 2, WIDTH), (WIDTH, WIDTH // 2))
+        assert (shapes["gate"], shapes["down"]) == ((2 * WIDTH, WIDTH), (WIDTH, 2 * WIDTH))
