@@ -4,12 +4,15 @@ import pickle
 
 import numpy as np
 import pytest
+import xarray as xr
 
 import jigsaw
+from jigsaw.__main__ import main
 from jigsaw.errors import GridError
 from jigsaw.testing import run_on_ranks, world_mesh
 
 STEPS, CELLS = 9, 192
+TIMES = np.datetime64("2020-01-01", "ns") + np.arange(STEPS) * np.timedelta64(6, "h")
 SPLIT = [0, 0, 131, CELLS]  # of three ranks
 T2M = np.random.default_rng(0).normal(280, 9, (STEPS, CELLS)).astype("f4")
 
@@ -176,3 +179,103 @@ def test_meshes_are_converted_with_their_tables(tmp_path, kind, fields):
     np.testing.assert_array_equal(ours[3].input.full_tensor()[0, 0], T2M[3])
     np.testing.assert_allclose([ours.grid.lat, ours.grid.lon], places, atol=1e-12)
     assert ours.grid.neighbors() == jigsaw.Neighbors(beside)
+
+
+# -- cells along a curve -----------------------------------------------------------------------------------------------
+
+
+def write_points(path):
+    """Write cells by circles of latitude, without a table."""
+    lat, lon = np.repeat(np.linspace(82.5, -82.5, 12), 16), np.tile(np.arange(16) * 22.5, 12)
+    data = xr.Dataset({"t2m": (("time", "station"), T2M)}, {"lat": ("station", lat), "lon": ("station", lon)})
+    data.assign_coords(time=TIMES).to_netcdf(path)
+    return None, (lat, lon)
+
+
+def write_rings(path):
+    """Write HEALPix cells along rings."""
+    grid = xr.Dataset({"t2m": (("time", "cell"), T2M, {"grid_mapping": "crs"})})
+    described = {"grid_mapping_name": "healpix", "refinement_level": 2, "indexing_scheme": "ring"}
+    grid.assign_coords(crs=((), 0, described), time=TIMES).to_netcdf(path)
+    places = pytest.importorskip("cdshealpix.ring").healpix_to_lonlat(np.arange(CELLS), 4)[::-1]
+    return jigsaw.Neighbors.healpix(4, nested=False).rows_of(np.arange(CELLS)), [x.to_value("deg") for x in places]
+
+
+IN_OTHER_ORDER = {**MAKERS, "points": write_points, "rings": write_rings}
+
+
+@pytest.mark.parametrize("suffix", ["zarr", "nc"])
+@pytest.mark.parametrize("fields", [None, ["t2m"]])
+@pytest.mark.parametrize("kind", IN_OTHER_ORDER)
+def test_cells_are_put_along_a_curve_and_back(tmp_path, kind, fields, suffix):
+    path, target = str(tmp_path / "mesh.nc"), str(tmp_path / f"forecast.{suffix}")
+    beside, places = IN_OTHER_ORDER[kind](path)
+    made = jigsaw.io.convert(path, tmp_path / "made.zarr", fields=fields, order="curve", chunks={"cell": 50})
+    assert all(jigsaw.io.verify(made.path).values())
+    ours = jigsaw.io.open(made.path, mesh=world_mesh(cell=1))
+    assert ours.fields == ("t2m",)
+    was = ours.grid.source_places
+    assert sorted(was) == list(range(CELLS)) and (np.diff(was) != 1).any()
+    np.testing.assert_array_equal(ours[3].input.full_tensor()[0, 0], T2M[3][was])
+    np.testing.assert_allclose([ours.grid.lat, ours.grid.lon], np.array(places)[:, was], atol=1e-12)
+    if beside is not None:
+        table = ours.grid.neighbors().rows_of(np.arange(CELLS))
+        np.testing.assert_array_equal(np.where(table < 0, -1, was[table]), beside[was])
+    run_on_ranks(3, write_targets, made.path, target)
+    back = jigsaw.io.open(target, mesh=world_mesh(cell=1))
+    assert back.grid.source_places is None
+    np.testing.assert_array_equal(back[1].input.full_tensor()[0, 0], T2M[2])
+    np.testing.assert_allclose([back.grid.lat, back.grid.lon], places, atol=1e-12)
+    if beside is not None:
+        np.testing.assert_array_equal(back.grid.neighbors().rows_of(np.arange(CELLS)), beside)
+
+
+def test_all_cells_of_a_step_are_put_along_a_curve_at_once(tmp_path):
+    write_points(str(tmp_path / "points.nc"))
+    moved = []
+    made = jigsaw.io.convert(
+        str(tmp_path / "points.nc"),
+        tmp_path / "made.zarr",
+        order="curve",
+        chunks={"cell": 50, "time": 1},
+        shards={},
+        progress=lambda done, whole: moved.append(done),
+    )
+    assert made.written == 4 * STEPS  # each of rows from all over the source
+    assert len(moved) == STEPS
+
+
+def test_a_second_curve_still_knows_the_source(tmp_path):
+    _, (lat, _) = write_points(str(tmp_path / "points.nc"))
+    data = xr.open_dataset(tmp_path / "points.nc").isel(station=slice(None, None, -1))
+    first = jigsaw.io.convert(data, tmp_path / "first.zarr", order="curve")
+    second = jigsaw.io.convert(first.path, tmp_path / "second.zarr", order="curve")
+    grid = jigsaw.io.open(second.path, mesh={"cell": 2}).grid
+    np.testing.assert_array_equal(grid.lat, lat[::-1][grid.source_places])
+
+
+@pytest.mark.parametrize(
+    ("kind", "order", "message"),
+    [
+        ("nested", "curve", r"'t2m' lies on CellGrid.192 cells, HEALPix nside 4, nested., which are along a curve"),
+        ("globe", "curve", r"order='curve' is for cells, and array 't2m' lies on .'lat', 'lon'."),
+        ("places", "curve", "does not say where its 192 cells lie"),
+        ("globe", "hilbert", "order='hilbert'"),
+    ],
+)
+def test_cells_without_an_order_of_points_are_refused(tmp_path, kind, order, message):
+    described = {"grid_mapping_name": "healpix", "refinement_level": 2, "indexing_scheme": "nested"}
+    on_cells = xr.Dataset({"t2m": (("time", "cell"), T2M, {"grid_mapping": "crs"} if kind == "nested" else {})})
+    on_cells = on_cells.assign_coords(crs=((), 0, described)) if kind == "nested" else on_cells
+    globe = {"lat": np.linspace(82.5, -82.5, 12), "lon": np.arange(16) * 22.5}
+    on_globe = xr.Dataset({"t2m": (("time", "lat", "lon"), T2M.reshape(-1, 12, 16))}, globe)
+    with pytest.raises(GridError, match=message):
+        jigsaw.io.convert(on_globe if kind == "globe" else on_cells, tmp_path / "made.zarr", order=order)
+    assert not (tmp_path / "made.zarr").exists()
+
+
+def test_the_command_orders_cells(tmp_path):
+    write_points(str(tmp_path / "points.nc"))
+    asked = ["convert", str(tmp_path / "points.nc"), str(tmp_path / "made.zarr"), "--order", "curve"]
+    assert main(asked) in (0, None)
+    assert jigsaw.io.open(tmp_path / "made.zarr", mesh={"cell": 2}).grid.source_places is not None

@@ -31,6 +31,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shards", **sizes, metavar="time=8,lat=722", help="by default up to 128 MiB")
     parser.add_argument("--dtype", metavar="float32", help="what floats are rounded to, if anything")
     parser.add_argument("--engine", metavar="cfgrib", help="xarray's engine, where it does not find it")
+    orders: dict[str, Any] = {"choices": ("store", "curve"), "default": "store"}
+    parser.add_argument("--order", **orders, help="of cells: along a curve their pieces have short borders")
     threads = "threads, or workers of a local cluster"
     parser.add_argument("--workers", type=options.parse_count, metavar="N", help=threads)
     parser.add_argument("--verify", action="store_true", help="read the whole store again and compare digests")
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_conversion(args: argparse.Namespace) -> Converted:
     names = ("fields", "time", "every", "mesh", "chunks", "shards", "dims", "dtype", "engine", "replace", "outside")
-    asked = {name: getattr(args, name) for name in (*names, "missing")} | {"threads": args.workers}
+    asked = {name: getattr(args, name) for name in (*names, "missing", "order")} | {"threads": args.workers}
     source = args.source[0] if len(args.source) == 1 else args.source
     with options.scheduler_client(args.scheduler, args.workers) as client:
         progress = _progress_line() if sys.stderr.isatty() else None

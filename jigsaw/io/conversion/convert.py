@@ -179,6 +179,7 @@ def convert(
     progress: ConversionProgress | None = None,
     outside: bool | Sequence[str] = False,
     missing: str = "error",
+    order: str = "store",
 ) -> Converted:
     """Write what xarray reads of a source to a local Zarr v3 store, decoded: missing values are NaN, packed numbers are
     what they stand for.  Coordinates, attributes and CF metadata are kept.
@@ -195,7 +196,9 @@ def convert(
     - `outside`: folders and URLs that links of a Zarr store and references may lead to beyond their own folder, or True
       for all;
     - `missing`: what becomes of chunks that a Zarr source has not, ``"error"`` or ``"fill"``, as in `jigsaw.io.open`;
-      a dataset that was opened elsewhere is read as it is.
+      a dataset that was opened elsewhere is read as it is;
+    - `order`: of cells that are points, by default the source's; ``"curve"`` puts them along Hilbert's curve, so that
+      pieces have short borders. A `Writer` that writes like the new store restores the order of the source.
 
     Raises: `WriteError` for a target that is complete already, belongs to another conversion, cannot be written (on a
     full disk: the same call goes on once there is room), or reads back other than written; a `ReadError` for the
@@ -206,7 +209,7 @@ def convert(
     Dataset(file://train.zarr: 8 samples, 1 channels, lat 9, lon 16; [1, 1, 9, 16])
     """
     path = Path(target)
-    chosen = select_source(source, fields, time, every, dims, engine, outside, missing)
+    chosen = select_source(source, fields, time, every, dims, engine, outside, missing, order)
     sizes = recommended_chunks(chosen, mesh or {}, dims) if chunks is None else chunks
     arrays = tuple(chosen.outline(sizes, shards, dtype))
     if replace:
@@ -218,7 +221,7 @@ def convert(
         store.make()
         journal.made()
     kept = len(journal.done)
-    regions = [r for array in arrays for r in _regions_to_move(array, chosen.data, journal.done, budget)]
+    regions = [r for array in arrays for r in _regions_to_move(array, chosen, journal.done, budget)]
     read = WatchedDataset(chosen.data, chosen.watched)
     # the memory of a thread (region, read-back copy, encoded bytes) stays within the budget
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -289,14 +292,19 @@ def unit_box(array: ArrayOutline, index: UnitIndex) -> Box:
 
 
 def _regions_to_move(
-    array: ArrayOutline, data: xr.Dataset, done: Mapping[UnitKey, str], budget: int
+    array: ArrayOutline, chosen: SelectedSource, done: Mapping[UnitKey, str], budget: int
 ) -> Iterator[ConversionRegion]:
-    """Yield the units still to be written: along the first dim as many together as one chunk of the source has."""
-    together = _units_together(array, data, budget)
+    """Yield the units still to be written: along the first dim as many together as one chunk of the source has, and all
+    along a dim whose rows get another order, because each is made of rows of many chunks.
+    """
+    together = _units_together(array, chosen.data, budget)
+    scattered = array.dims.index(chosen.reordered) if chosen.reordered in array.dims else -1
     groups: dict[UnitIndex, list[UnitIndex]] = {}
     for index in unit_indices(array):
         if (array.name, index) not in done:
-            groups.setdefault((index[0] // together, *index[1:]) if index else (), []).append(index)
+            group = [index[0] // together, *index[1:]] if index else []
+            group[scattered : scattered + 1] = [0] if scattered >= 0 else []
+            groups.setdefault(tuple(group), []).append(index)
     for members in groups.values():
         boxes = [unit_box(array, i) for i in members]
         hull = tuple((min(a for a, _ in dim), max(b for _, b in dim)) for dim in zip(*boxes, strict=True))

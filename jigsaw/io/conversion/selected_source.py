@@ -23,6 +23,7 @@ from jigsaw.errors import (
     redacted_text,
     why_not_imported,
 )
+from jigsaw.geometry.curve import curve_order
 from jigsaw.io.arguments import checked_choice
 from jigsaw.io.chunks.array_table import ArrayTable, fill_is_missing
 from jigsaw.io.chunks.files import size_and_change
@@ -31,9 +32,11 @@ from jigsaw.io.formats.array_source import open_xarray
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading.engine import StoreIdentity, look_at_store
 from jigsaw.io.reports.recommend import best_chunks, chunk_shape_of, shard_shape_of
+from jigsaw.io.series.cell_grid import cell_grid_of, renumbered_cells
+from jigsaw.io.series.coords import CELL_ROLE, SOURCE_PLACES
 from jigsaw.io.series.fields import FieldChannel, channels_of_fields
 from jigsaw.io.series.request import MISSING_RULES
-from jigsaw.io.series.store_survey import StoreSurvey
+from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.writing.cf import REFERENCE_ATTRIBUTES, StoredCoordinate, encode_coordinate
 from jigsaw.io.writing.outline import ArrayOutline
@@ -62,6 +65,7 @@ class SelectedSource:
     time: str | None
     outside: Any = False
     watched: tuple[WatchedStore, ...] = ()
+    reordered: str | None = None  # a dim
 
     @property
     def coordinates(self) -> list[StoredCoordinate]:
@@ -265,15 +269,17 @@ def select_source(
     engine: str | None = None,
     outside: Any = False,
     missing: str = "error",
+    order: str = "store",
 ) -> SelectedSource:
     """Select what is converted of a source: variables, levels and steps.
 
-    `fields` and `missing` as in `jigsaw.io.open`; levels that one of them names are kept for all variables. By default
-    all is converted.
+    `fields` and `missing` as in `jigsaw.io.open`, `order` as in `convert`; levels that one of them names are kept for
+    all variables. By default all is converted.
 
     Raises: a `ReadError` as `jigsaw.io.open` does.
     """
     checked_choice("missing", missing, MISSING_RULES)
+    checked_choice("order", order, ("store", "curve"), GridError)
     name, files, data, watched = open_with_xarray(source, engine, outside)
     survey = StoreSurvey(open_xarray(data, {"outside": outside}), dims)
     channels = [] if fields is None else channels_of_fields(fields, survey.levels)
@@ -302,8 +308,31 @@ def select_source(
         kept = data.drop_vars([n for n in data.variables if str(n) not in known])
     for store in watched:
         store.filled_arrays = frozenset(moved if missing == "fill" else ())
-    survey = StoreSurvey(open_xarray(kept, {"outside": outside}), dims)
-    return SelectedSource(name, files, kept, survey, tuple(moved), time_dim, outside, watched)
+    survey, reordered = StoreSurvey(open_xarray(kept, {"outside": outside}), dims), None
+    if order == "curve":
+        kept, reordered = _along_curve(kept, survey, survey.variables[chosen[0]])
+        survey = StoreSurvey(open_xarray(kept, {"outside": outside}), dims)
+        moved = [n for n in moved if n in kept.data_vars]
+    return SelectedSource(name, files, kept, survey, tuple(moved), time_dim, outside, watched, reordered)
+
+
+def _along_curve(data: xr.Dataset, survey: StoreSurvey, variable: StoreVariable) -> tuple[xr.Dataset, str]:
+    """Return a dataset with the cells of a variable along a curve, with where each was, and their dim."""
+    grid = cell_grid_of(survey, variable)
+    if grid is None or grid.nested:
+        what = f"lies on {list(variable.space)}" if grid is None else f"lies on {grid}, which are along a curve already"
+        raise GridError(f"order='curve' is for cells, and array {variable.table.name!r} {what}; leave it out")
+    dim, along = variable.dim(CELL_ROLE), curve_order(grid.lat, grid.lon)
+    places = np.argsort(along)
+    renumbered: dict[str, Any] = {}
+    for name, start in survey.coords.tables_of_cells(variable.table).items():
+        renumbered[name] = data[name].copy(data=renumbered_cells(data[name].values, start, places))
+    was = along if grid.source_places is None else grid.source_places[along]
+    beside: dict[str, Any] = {SOURCE_PLACES: (dim, was, {"long_name": "place of the cell in the source"})}
+    if grid.nside is not None and grid.numbers is None:
+        beside["healpix_index"] = dim, along, {"standard_name": "healpix_index"}
+    ordered = data.drop_vars([SOURCE_PLACES, *renumbered], errors="ignore").assign_coords(renumbered)
+    return ordered.isel({dim: along}).assign_coords(beside), dim
 
 
 def _take_levels(data: xr.Dataset, survey: StoreSurvey, channels: Iterable[FieldChannel]) -> xr.Dataset:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from jigsaw.errors import GridError, ShardingError
 from jigsaw.geometry.healpix import healpix_degrees, healpix_neighbors
 from jigsaw.geometry.neighbors import Neighbors
-from jigsaw.io.series.coords import CELL_ROLE, decoded_coordinate, is_healpix
+from jigsaw.io.series.coords import CELL_ROLE, SOURCE_PLACES, StoreCoordinates, decoded_coordinate, is_healpix
 
 if TYPE_CHECKING:
     from jigsaw.io.formats.store import StoreSource
@@ -39,6 +39,7 @@ class CellGrid:
 
     `nside` and `nested` are those of HEALPix, else None; `numbers` are the cells' HEALPix numbers, None where they
     count from 0 on. `variables` are the arrays of the store that describe the grid, and `table` reads its neighbors.
+    `source_places` say where each cell was before `convert` ordered them along a curve.
 
     >>> data = jigsaw.io.open("cells.zarr", mesh={"cell": 2})
     >>> data.grid
@@ -55,6 +56,7 @@ class CellGrid:
     areas: CellValues | None = None
     variables: tuple[str, ...] = ()
     table: Callable[[], Neighbors] | None = None
+    source_places: NDArray[np.int64] | None = None
 
     def __repr__(self) -> str:
         if self.nside is None:
@@ -135,38 +137,47 @@ def cell_grid_of(survey: StoreSurvey, variable: StoreVariable, source: StoreSour
     if survey.states(variable, CELL_ROLE):
         described.append((survey.coords.name(table, dim) or dim, survey.attrs(variable, CELL_ROLE)))
     names = tuple(name for name, _ in described[:1] if mapping is not None) + tuple(angles.values())
+    places = None
+    if SOURCE_PLACES in survey.store.arrays and survey.store.arrays[SOURCE_PLACES].dims == (dim,):
+        places = survey.store.read_small(SOURCE_PLACES).astype(np.int64)
     for name, attrs in described:
         if is_healpix(attrs):
             nside, nested = _healpix_of_attributes(name, attrs)
-            return CellGrid(cells, nside, nested, _healpix_numbers(survey, variable, nside), variables=names)
+            numbers = _healpix_numbers(survey, variable, nside)
+            return CellGrid(cells, nside, nested, numbers, variables=names, source_places=places)
     points = None
     if angles:
         lat, lon = (
             _degrees_of_cells(survey, angles[angle], cells, most) for angle, most in (("lat", 90), ("lon", 720))
         )
         points = lat, lon
-    stored, first = survey.coords.neighbor_table(table, dim), int(survey.coords.mesh_topology(table) is None)
+    stored = next((n for n in survey.coords.tables_of_cells(table) if dim in survey.store.arrays[n].dims), None)
     return CellGrid(
         cells,
         points=points,
         areas=_stored_areas(survey, variable),
         variables=tuple(dict.fromkeys((*names, *survey.coords.mesh_variables(table)))),
-        table=None if stored is None or source is None else partial(stored_neighbors, source, stored.name, dim, first),
+        table=None if stored is None or source is None else partial(stored_neighbors, source, stored, table.name, dim),
+        source_places=places,
     )
 
 
-def stored_neighbors(source: StoreSource, name: str, dim: str, first: int) -> Neighbors:
-    """Read a table of neighbors, which counts cells from `first` on unless its ``start_index`` says otherwise.
-
-    Raises: `GridError` for one that names cells that are not there.
-    """
+def stored_neighbors(source: StoreSource, name: str, array: str, dim: str) -> Neighbors:
+    """Read the table of neighbors of an array's cells.  Raises: `GridError` for one that names cells that are not."""
     table = source.store.arrays[name]
-    start = int(table.attrs.get("start_index", first))
+    start = StoreCoordinates(source.store.arrays).tables_of_cells(source.store.arrays[array])[name]
     values = decoded_coordinate(table, source.store.read_small(name))
     try:
         return Neighbors.of_table(values, start, cell_dim=table.dims.index(dim))
     except ShardingError as e:
         raise GridError(f"{name!r} counts cells from {start}: {e}; give it the right start_index") from e
+
+
+def renumbered_cells(table: NDArray[Any], start: int, places: NDArray[np.int64]) -> NDArray[Any]:
+    """Return a table that counts cells from `start` with the new `places` of the old ones; what names none stays."""
+    cells = np.where(np.isfinite(table), table, start - 1).astype(np.int64) - start
+    is_cell = (cells >= 0) & (cells < len(places))
+    return np.where(is_cell, places[np.where(is_cell, cells, 0)] + start, table).astype(table.dtype)
 
 
 def _healpix_of_attributes(name: str, attrs: Mapping[str, Any]) -> tuple[int, bool]:

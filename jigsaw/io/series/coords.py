@@ -64,7 +64,9 @@ _ROLE_OF_NAME = _roles_by_word(
     cell="cell cells ncell ncells",
 )
 _ANGLES = ("lat", "lon")
-_ICON_NEIGHBORS = "neighbor_cell_index"
+SOURCE_PLACES = "jigsaw_source_places"
+"""The array with the place that each cell has in the source, in a store whose cells were put in another order."""
+_ICON_TABLES = ("neighbor_cell_index", "adjacent_cell_of_edge", "cells_of_vertex")
 MESH_TABLES = tuple(
     f"{ends}_connectivity"
     for ends in "face_node face_face face_edge edge_node edge_face boundary_node volume_node".split()
@@ -154,7 +156,7 @@ class StoreCoordinates:
             for n, t in arrays.items()
             for k in ("bounds", "climatology", *MESH_TABLES)
             if k in t.attrs
-        } | {n for n in arrays if n.removeprefix(_group_prefix(n)) == _ICON_NEIGHBORS}
+        } | {n for n in arrays if n.removeprefix(_group_prefix(n)) in (*_ICON_TABLES, SOURCE_PLACES)}
         for name, table in sorted(arrays.items()):
             group, role = _group_prefix(name), _said_role(table.attrs)
             if len(table.dims) == 2 and role == "lat":
@@ -240,24 +242,21 @@ class StoreCoordinates:
         return table if table is not None and table.attrs.get("cf_role") == "mesh_topology" else None
 
     def mesh_variables(self, array: ArrayTable) -> list[str]:
-        """Return the names of a mesh's topology, tables and places, or of ICON's table of neighbors beside an array."""
+        """Return the names of the topology, the tables and the places of an array's mesh; of ICON its tables."""
         mesh, group = self.mesh_topology(array), _group_prefix(array.name)
-        words = [_ICON_NEIGHBORS]
+        if mesh is None:
+            return [n for n in self.tables_of_cells(array) if set(self.arrays[n].dims) & set(array.dims)]
+        words = [str(mesh.attrs.get(key, "")) for key in (*MESH_TABLES, *_MESH_PLACES)]
+        return [mesh.name, *(group + w for w in " ".join(words).split() if group + w in self.arrays)]
+
+    def tables_of_cells(self, array: ArrayTable) -> dict[str, int]:
+        """Return the tables that number the cells of an array, by UGRID or of ICON, and from where on each counts."""
+        mesh, group = self.mesh_topology(array), _group_prefix(array.name)
+        words, first = _ICON_TABLES, 1
         if mesh is not None:
-            named = " ".join(str(mesh.attrs.get(key, "")) for key in (*MESH_TABLES, *_MESH_PLACES))
-            words = [mesh.name.removeprefix(group), *named.split()]
-        names = [group + word for word in words]
-        return [n for n in names if n in self.arrays and (mesh is not None or self._shares_dim(array, self.arrays[n]))]
-
-    def _shares_dim(self, array: ArrayTable, table: ArrayTable) -> bool:
-        return not set(array.dims).isdisjoint(table.dims)
-
-    def neighbor_table(self, array: ArrayTable, dim: str) -> ArrayTable | None:
-        """Return the table of the cells beside each along a dim: UGRID's ``face_face_connectivity``, or ICON's."""
-        mesh = self.mesh_topology(array)
-        word = _ICON_NEIGHBORS if mesh is None else str(mesh.attrs.get("face_face_connectivity", ""))
-        table = self.arrays.get(_group_prefix(array.name) + word)
-        return table if table is not None and len(table.dims) == 2 and dim in table.dims else None
+            words, first = [str(mesh.attrs.get(key)) for key in ("face_face_connectivity", "edge_face_connectivity")], 0
+        tables = {group + w: self.arrays[group + w] for w in words if group + w in self.arrays}
+        return {name: int(t.attrs.get("start_index", first)) for name, t in tables.items() if len(t.dims) == 2}
 
     def roles(self, array: ArrayTable) -> tuple[str, ...]:
         """Return the role of every dim of `array`, or its own name where it lacks one; two dims must not have one role.

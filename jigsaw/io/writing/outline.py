@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from jigsaw.errors import FieldError, GridError, ShardingError, WriteError
 from jigsaw.geometry.layout import Layout
+from jigsaw.geometry.neighbors import Neighbors
 from jigsaw.io.writing.cf import StoredCoordinate, encode_coordinate
 from jigsaw.io.writing.write_units import WriteTarget
 from jigsaw.tile.tile import Tile
@@ -110,7 +111,8 @@ class AppendOutline:
 @dataclass(frozen=True, eq=False)
 class WriteOptions:
     """Arguments of a `Writer` for one store; `lent_units` are coordinates whose units it takes over,
-    and `lent_sizes` the dims of tables that no array of it has.
+    and `lent_sizes` the dims of tables that no array of it has.  `restores` are the dim whose rows it puts back into
+    another order, and for each place there the row that goes to it.
 
     Raises: `WriteError` for what the format does not have.
     """
@@ -127,6 +129,7 @@ class WriteOptions:
     encoding: Mapping[str, Any]
     lent_units: Mapping[str, StoredCoordinate] = field(default_factory=dict[str, StoredCoordinate])
     lent_sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    restores: tuple[str, Neighbors] | None = None
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.encoding) - set(_ENCODING_OPTIONS[self.suffix]))
@@ -342,6 +345,8 @@ def outline_append(
     stored = {} if known is None else known.coords
     bare = {n: c for n, c in options.lent_units.items() if not isinstance(own_coords.get(n), tuple)}
     coords = [encode_coordinate(n, value, stored.get(n, bare.get(n))) for n, value in own_coords.items()]
+    if options.restores is not None:
+        coords = [_restored(c, *options.restores) for c in coords]
     at_levels = next((c.values for c in (*coords, *stored.values()) if c.name == LEVEL_DIM), None)
     levels = None if options.fields is None else _level_values(options.fields, at_levels)
     sources = list(_tile_sources(data, levels, options))
@@ -369,6 +374,12 @@ def outline_append(
             f"an append writes every array that grows: the store has {sorted(grow)}, this would write {sorted(names)}"
         )
     return AppendOutline(tuple(_as_in_store(s, known, options) for s in sources), growing, rows)
+
+
+def _restored(c: StoredCoordinate, dim: str, rows: Neighbors) -> StoredCoordinate:
+    if dim not in c.dims or c.values.shape[c.dims.index(dim)] != rows.sources:
+        return c
+    return replace(c, values=c.values.take(rows.sources_of((0, rows.targets)), c.dims.index(dim)))
 
 
 def _check_coordinate(c: StoredCoordinate, sizes: Mapping[str, int], arrays: Collection[str]) -> None:

@@ -21,11 +21,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Required, Self, TypedDict, TypeVar, Unpack
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.errors import ShardingError, WriteError
+from jigsaw.geometry.neighbors import Neighbors
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.datasets.dataset import Dataset
+from jigsaw.io.series.cell_grid import renumbered_cells
 from jigsaw.io.series.coords import CELL_ROLE, decoded_coordinate
 from jigsaw.io.series.fields import FieldChannel
 from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable
@@ -54,6 +58,7 @@ from jigsaw.io.writing.outline import (
     parse_written_field,
 )
 from jigsaw.io.writing.zarr_writer import ZarrSink, zarr_store_attrs
+from jigsaw.nn.cells.gather import gather_neighbors
 from jigsaw.ranks.mesh import is_same_mesh, mesh_coordinate
 from jigsaw.tile.tile import Tile
 
@@ -139,7 +144,8 @@ class Writer:
     - `attrs`: of the store, `field_attrs`: of each array;
     - `like`: a `jigsaw.io.Dataset` that lends its space and level coordinates (space along dims named as in jigsaw,
       ``lat``, or as in its store) and the units of time. It also lends all attributes but those that name variables
-      that are not written. As `fields` it lends the channels of its target by their names in its store;
+      that are not written. As `fields` it lends the channels of its target by their names in its store.
+      Cells that `convert` put along a curve are written in the order that they had before;
     - `chunks`, `shards`: sizes by dim; by default one step of time, all levels, and in space the largest tile, so that
       chunks and tiles align. Shards hold whole chunks, and only Zarr has them;
     - `append_dim`: the dim along which it grows, such as ``time`` or ``prediction_timedelta``;
@@ -230,6 +236,7 @@ class Writer:
             raise WriteError(f"{self.path} takes no more: it was closed, failed, or has no append_dim to grow along")
         if self._mesh is None and self._known is None:
             self._find(mesh)
+        data = _in_source_order(data, self._options)
         # before anything is changed: ranks that describe different arrays would wait for boxes that are never sent
         lent = self._options.coords if self._mesh is None else {}
         all_coords = {**lent, **(coords or {})}
@@ -314,6 +321,24 @@ def _mesh_of_tiles(data: Any) -> DeviceMesh:
     return mesh
 
 
+def _in_source_order(data: Any, options: WriteOptions) -> Any:
+    """Return tiles with their cells in the order of the source.  *Sends*: each row that another rank has there."""
+    if options.restores is None:
+        return data
+    cells, rows = options.restores
+
+    def restored(tile: Any, dims: Sequence[str]) -> Any:
+        if not isinstance(tile, Tile) or cells not in dims or len(dims) != tile.ndim:
+            return tile  # to be refused, or without cells
+        at = list(dims).index(cells)
+        return gather_neighbors(tile.detach(), rows, at).select(at + 1, 0)
+
+    if isinstance(data, Tile):
+        return restored(data, () if isinstance(options.dims, Mapping) else options.dims)
+    by_name = options.dims if isinstance(options.dims, Mapping) else dict.fromkeys(data, options.dims)
+    return {name: restored(tile, by_name.get(name, ())) for name, tile in data.items()}
+
+
 def _store_suffix(path: Path, format: str | None) -> str:
     suffix = path.suffix if format is None else _FORMAT_SUFFIXES.get(format, "")
     if suffix not in _FORMAT_SUFFIXES.values():
@@ -358,6 +383,7 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
 
     lent: dict[str, Any] = {}
     lent_sizes: dict[str, int] = {}
+    restores: tuple[str, Neighbors] | None = None
     for dim in dims or dataset.whole_coords:
         role = dim if dim in dataset.whole_coords else own.get(dim, dim)
         if role in dataset.whole_coords and role not in dataset.counted:
@@ -366,6 +392,10 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
             stored = variables[0].dim(CELL_ROLE)
             lent |= {name: _lent_of_cells(dataset.store, name, {stored: dim}, written) for name in cells}
             tables = [dataset.store.arrays[name] for name in cells]
+            places = dataset.cells.source_places if dataset.cells is not None else None
+            if places is not None:
+                restores = dim, Neighbors(np.argsort(places)[:, None])
+                lent |= _renumbered_tables(lent, survey.coords.tables_of_cells(variables[0].table), places)
             lent_sizes = {d: n for t in tables for d, n in zip(t.dims, t.shape, strict=True) if d != stored}
     leveled = next((v for v in variables if LEVEL_DIM in v.roles), None)
     used = {f.level for f in fields} - {None}
@@ -387,7 +417,14 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
         field_attrs={**field_attrs, **options.field_attrs},
         lent_units=lent_units,
         lent_sizes=lent_sizes,
+        restores=restores,
     )
+
+
+def _renumbered_tables(lent: Mapping[str, Any], tables: Mapping[str, int], places: NDArray[np.int64]) -> dict[str, Any]:
+    """Return the tables among what is lent, with the places of cells in the source."""
+    stored = {name: (*lent[name], start) for name, start in tables.items() if name in lent}
+    return {name: (dims, renumbered_cells(v, start, places), attrs) for name, (dims, v, attrs, start) in stored.items()}
 
 
 def _lent_of_cells(
