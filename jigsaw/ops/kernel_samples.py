@@ -197,9 +197,9 @@ def _call_on_sample(
             return torch.zeros(sizes, dtype=next(remaining), device=device)
         return list(map(made, value)) if type(value) is tuple else value
 
-    operands = list(map(made, values))
     count = len(values) - len(names)
-    with without_modes(), torch.no_grad():
+    with without_modes(), torch.no_grad():  # a dry run neither counts the sample nor gives it tensors without values
+        operands = list(map(made, values))
         sample(function, *operands[:count], **dict(zip(names, operands[count:], strict=True)))
 
 
