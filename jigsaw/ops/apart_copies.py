@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from jigsaw import comm
 from jigsaw.comm.graph_calls import lacks_values
@@ -362,6 +363,7 @@ def _before_change(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         if isinstance(tile, Tile):
             if function is not Tensor.__setitem__:  # which checks the rows that its index names
                 check_rows_apart(function, tile)
+            increment_version(tile)  # the shell's own, by which a custom Function that saved it sees the change
             memory = tile.local.untyped_storage()
             if hasattr(memory, APART_MARK):
                 check_way_back(function, tile)

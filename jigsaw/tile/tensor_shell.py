@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import FrozenInstanceError
 from functools import partial
 from operator import attrgetter
@@ -167,6 +168,7 @@ class _ThroughFunction(torch.autograd.Function):
     ) -> Tensor:
         # not the shell itself, which would keep itself alive through its local tensor's node
         ctx.edge, ctx.as_tile, ctx.sources = edge, as_tile, sources
+        ctx.saved_rows = _saved_rows(edge.node)
         return rows.view_as(rows)
 
     @staticmethod
@@ -175,6 +177,11 @@ class _ThroughFunction(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
         node, which = ctx.edge.node, ctx.edge.output_nr
+        if any(own_version(x) != version for x, version in ctx.saved_rows):
+            raise RuntimeError(
+                f"a Tile that {node.name()} saved for its gradient was changed in place since, through a view; make "
+                "the change before it, or give the Function tile.clone()"
+            )
         # not by the engine, for which the gradient of a plain weight, as a tile, would be on another device
         given = [ctx.as_tile(grads[0] if i == which else None, m) for i, m in enumerate(result_metadata(node))]
         found = node.apply(*given)
@@ -182,6 +189,17 @@ class _ThroughFunction(torch.autograd.Function):
         needed = [g for g, needs in zip(found, node.needs_input_grad, strict=False) if needs]
         none = (None, None, None, None)
         return *none, *(None if g is None else _as_laid(g, s) for g, s in zip(needed, ctx.sources, strict=True))
+
+
+def _saved_rows(node: Any) -> list[tuple[Tensor, int]]:
+    """Return the local tensors of tiles that a custom Function saved, with their versions; torch sees changes of the
+    tiles themselves.
+    """
+    saved: Sequence[Any] = ()
+    if saved_tensor_hooks(True) is None:
+        with as_plain_tensors(), suppress(RuntimeError):  # of a tile that was changed: the backward pass raises
+            saved = node.saved_tensors
+    return [(x.local, own_version(x.local)) for x in saved if isinstance(x, TensorShell)]
 
 
 def _as_laid(gradient: Any, source: Tensor) -> Tensor:
@@ -312,6 +330,8 @@ class TensorShell(_TensorBase):
         if is_sum and not torch.is_grad_enabled():
             first, second = args
             return cls(first.local + _as_laid(second, first), first.__dict__["layout"], first.__dict__["mesh"])
+        if func is torch.ops.aten.detach.default:  # of a result that a Function saves for its own backward
+            return cls(args[0].local.detach(), args[0].__dict__["layout"], args[0].__dict__["mesh"])
         raise ShardingError(
             f"a Tile cannot become a plain tensor by itself, which {func} below torch's own functions took it for (a "
             "custom autograd.Function, a full backward hook, TorchScript or C++ code); use tile.full_tensor() for the "

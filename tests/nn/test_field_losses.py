@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from monai.losses import DiceLoss, FocalLoss, TverskyLoss
+from monai.losses import BendingEnergyLoss, DiceLoss, DiffusionLoss, FocalLoss, TverskyLoss
 
 from jigsaw import nn
 from jigsaw.errors import ShardingError
@@ -81,6 +81,20 @@ def test_segmentation_losses_are_monais():
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     found = nn.focal_loss(x, truth, gamma=1.5, alpha=0.3)
     torch.testing.assert_close(found, FocalLoss(gamma=1.5, alpha=0.3)(x, truth).double(), rtol=1e-5, atol=0)
+
+
+def _of_displacements(loss, x):
+    return loss(x * 1)
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # of MONAI, on plain tensors
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("kind", [BendingEnergyLoss, DiffusionLoss])
+def test_monais_losses_of_displacements(kind, normalize):
+    x = torch.randn(2, 3, 7, 6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    meshes = [{"lat": 2}, {"lat": 3}, {"lat": 2, "lon": 2}]
+    loss = functools.partial(_of_displacements, kind(normalize=normalize))
+    assert_same_on_every_mesh(loss, x, meshes, spec=(None, None, "lat", "lon", None))
 
 
 def test_weights_of_voxels_are_voxels_that_stand_there_as_often():

@@ -1085,6 +1085,26 @@ def test_the_old_spectral_norm_of_a_weight_that_channel_cuts_is_refused():
         parallelize(model, world_mesh(lat=1, channel=2))
 
 
+def _spectral_net():
+    norm = nn.utils.parametrizations.spectral_norm
+    return nn.Sequential(norm(nn.Conv2d(6, 8, 3, padding=1)), nn.Tanh(), norm(nn.Conv2d(8, 6, 1)))
+
+
+@pytest.mark.parametrize("axes", [{"channel": 2}, {"lat": 2, "channel": 2}], ids=_name)
+def test_the_parametrized_spectral_norm_beside_a_channel_axis(axes):
+    run_on_ranks(_ranks(axes), _train_spectral, axes)
+
+
+def _train_spectral(axes):
+    for mode in MODES:
+        model, expected, mesh = _pair(_spectral_net, axes, mode)
+        batch = _batch()
+        found = _train(model, _tiles(batch, mesh), plain_loss, steps=3)
+        torch.testing.assert_close(found, _train(expected, batch, plain_loss, steps=3), rtol=1e-9, atol=0)
+        for (name, buffer), other in zip(model.named_buffers(), expected.buffers(), strict=True):
+            torch.testing.assert_close(buffer, other, msg=name)
+
+
 class Branches(nn.Module):
     """Three units take the same tile, whose gradient is the sum of theirs."""
 

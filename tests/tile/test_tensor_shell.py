@@ -304,6 +304,21 @@ class _Scaled(torch.autograd.Function):
         return grad * weight * ctx.k + of_mean / x.shape[1], to_weight, None, grad.sum()
 
 
+class _ExpAndTanh(torch.autograd.Function):
+    """Saves its own results, and no input."""
+
+    @staticmethod
+    def forward(ctx, x):
+        powers, bounded = x.exp(), x.tanh()
+        ctx.save_for_backward(bounded, powers)
+        return powers, bounded.mean(1, keepdim=True), bounded
+
+    @staticmethod
+    def backward(ctx, of_powers, of_mean, of_bounded):
+        bounded, powers = ctx.saved_tensors
+        return of_powers * powers + (of_mean / bounded.shape[1] + of_bounded) * (1 - bounded * bounded)
+
+
 class _WithFunctions(nn.Module):
     def __init__(self):
         super().__init__()
@@ -317,6 +332,8 @@ class _WithFunctions(nn.Module):
         scaled, _ = _Scaled.apply(z, self.weight.sin().view(2, 1, 1), 0.5, self.bias)
         _, mean = _Scaled.apply(z, self.weight.cos().view(2, 1, 1), 0.5, self.bias)
         z = scaled + mean
+        powers, mean, _ = _ExpAndTanh.apply(z * 0.3)
+        z = powers + mean - _ExpAndTanh.apply(z)[2]
         return _Quadratic.apply(z, self.second(y.exp()), 3.0) + _Contiguous.apply(z).sum(1, keepdim=True) + waves.mean()
 
 
@@ -324,6 +341,31 @@ def test_custom_functions_have_the_gradients_of_one_device():
     x = torch.randn(2, 2, 9, 7).double().requires_grad_()
     meshes = [{"lat": 2}, {"lat": 3}, {"lat": 2, "lon": 2}]
     assert_same_on_every_mesh(_WithFunctions().double(), x, meshes, spec=(None, None, "lat", "lon"))
+
+
+class _Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+
+@on_ranks(2)
+def test_a_tile_that_a_function_saved_and_that_was_changed_since_is_refused():
+    x, tile = _tile(world_mesh(lat=2))
+    for change in (
+        lambda x, y: x.mul_(2) * y,
+        lambda x, y: x.__setitem__((slice(None), 1), 3.0) or y,
+        lambda x, y: (y * 1, x[:, 1].mul_(2))[0],
+    ):
+        for given in (x, tile):
+            leaf = given * 1
+            with pytest.raises(RuntimeError, match=r"in ?place"):
+                change(leaf, _Cubed.apply(leaf)).sum().backward()
 
 
 @on_ranks(2)
