@@ -279,9 +279,13 @@ class Layout(FrozenValue):
         return _with_dim_inserted(self, dim, size)
 
     def __str__(self) -> str:
+        # all that equality compares, so that an error never shows two equal texts for layouts that differ
         def show(cut: Cut) -> str:
-            halo = f" with halo, holding {[f'{a}:{b}' for a, b in cut.held]}" if cut.has_halo else ""
-            return f"{cut.size}" + (f"/{'+'.join(cut.axes)}{list(cut.points)}" if cut.is_cut else "") + halo
+            text = f"{cut.size}" + (f"/{'+'.join(cut.axes)}{list(cut.points)}" if cut.axes else "")
+            text += f" with halo, holding {[f'{a}:{b}' for a, b in cut.held]}" if cut.has_halo else ""
+            text += "" if cut.wraps else " that goes beyond the ends"
+            text += " of an index" if cut.by_index else ""
+            return text + (f" made of {'·'.join(map(show, cut.source))}" if cut.source else "")
 
         return "[" + ", ".join("·".join(map(show, group)) for group in self.dims()) + "]"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import pickle
 import subprocess
@@ -373,6 +374,17 @@ def test_layouts_are_values(layout):
     again = pickle.loads(pickle.dumps(layout))
     assert again == layout
     assert hash(again) == hash(layout)
+
+
+@given(layouts())
+def test_layouts_that_differ_never_look_alike(layout):
+    variants = [layout]
+    for d in range(layout.ndim):
+        (cut,) = layout.dim(d)
+        held = tuple((start - 1, stop + 1) for start, stop in cut.held)
+        changes = [{"held": held}, {"held": held, "wraps": False}, {"by_index": True}, {"source": (cut,)}]
+        variants += [layout.replace_dim(d, dataclasses.replace(cut, **change)) for change in changes]
+    assert len(set(variants)) == len(set(map(str, variants))) == 1 + 4 * layout.ndim
 
 
 def test_a_layout_needs_no_torch():
