@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import jigsaw
 from jigsaw import ShardingError
@@ -345,6 +346,36 @@ def test_averaged_models_and_schedules():
     assert rates == want_rates
     torch.testing.assert_close(parts, want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(shown.full_tensor(), want_shown, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@on_ranks(3)
+def test_the_optimizer_of_zero_1_holds_its_part():
+    """torch's `ZeroRedundancyOptimizer`: weights are whole on each rank, moments of an optimizer on one."""
+    torch.set_default_dtype(torch.float64)
+    mesh, (x, y) = world_mesh(lat=3), torch.randn(2, 2, 3, 13, 10)
+    nets, states = [], []
+    for parallel in (True, False):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Conv2d(3, 6, 3, padding=1), torch.nn.GELU(), torch.nn.Conv2d(6, 3, 1))
+        net = jigsaw.parallelize(net, mesh) if parallel else net
+        if parallel:
+            optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-2)
+        else:
+            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        pair = [cut(z, mesh) if parallel else z for z in (x, y)]
+        for _ in range(4):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(net(pair[0]), pair[1]).backward()
+            optimizer.step()
+        nets.append(net)
+        own = optimizer.optim if parallel else optimizer
+        states.append(sum(v.numel() for state in own.state.values() for v in state.values()))
+    torch.testing.assert_close(*(list(net.parameters()) for net in nets), rtol=1e-12, atol=1e-13)
+    assert states[0] < states[1]
+    held = [None] * 3
+    torch.distributed.all_gather_object(held, states[0])
+    assert sum(held) == states[1]
 
 
 # -- data -------------------------------------------------------------------------------------------------------------

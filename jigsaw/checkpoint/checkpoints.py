@@ -7,6 +7,7 @@ A checkpoint is a folder in the format of `torch.distributed.checkpoint`, with a
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast, overload
@@ -258,7 +259,7 @@ def _checkpoint_state(
     if optimizer is not None:
         names = _parameter_names(model, optimizer)
         small["optimizer groups"] = plain_state(_group_options(optimizer, names), "optimizer.param_groups")
-        for p, values in optimizer.state.items():
+        for p, values in _holding_optimizer(optimizer).state.items():
             state |= {f"optimizer.{names[p]}.{key}": value for key, value in values.items()}
     tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
     for key, x in tensors.items():
@@ -345,6 +346,14 @@ def _stateful_objects(loader: Stateful | None, others: Mapping[str, Stateful]) -
     return ({} if loader is None else {"loader": loader}) | dict(others)
 
 
+def _holding_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that holds this rank's state: the inner one of torch's ZeRO-1, which has only its part."""
+    # its import takes seconds, and whoever has such an optimizer has imported it
+    module: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    is_zero = module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+    return cast("Any", optimizer).optim if is_zero else optimizer
+
+
 def _group_options(optimizer: Optimizer, names: Mapping[Any, str]) -> list[dict[str, Any]]:
     return [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
 
@@ -378,6 +387,9 @@ def _optimizer_slots(
         return {}
     owners = {name: p for p, name in _parameter_names(model, optimizer).items()}
     elsewhere = set(_names_of_all_stages(model))
+    held = {p for group in _holding_optimizer(optimizer).param_groups for p in group["params"]}
+    elsewhere |= {name for name, p in owners.items() if p not in held}
+    owners = {name: p for name, p in owners.items() if p in held}
     slots: dict[str, Any] = {}
     for key, saved in stored.items():
         if not key.startswith("optimizer."):
@@ -419,7 +431,8 @@ def _restore_optimizer(optimizer: Optimizer, names: Mapping[Any, str], groups: A
             if isinstance(value, torch.Tensor) and isinstance(current := group.get(key), torch.Tensor):
                 value = value.to(current.device)  # a learning rate that may change in a CUDA graph
             group[key] = value
-    optimizer.state.clear()
+    held_state = _holding_optimizer(optimizer).state
+    held_state.clear()
     for p, name in names.items():
         if name in state:
-            optimizer.state[p] = state[name]
+            held_state[p] = state[name]

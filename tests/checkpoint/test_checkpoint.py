@@ -119,6 +119,37 @@ def _ranks(axes):
     return math.prod(axes.values())
 
 
+def _train_with_zero_1(path, axes, is_loaded):
+    """Three steps with torch's `ZeroRedundancyOptimizer`, saved, or three that go on from there."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model, x, y = _parts()
+    mesh = world_mesh(**axes)
+    model = parallelize(model, mesh)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, eps=1e-4)
+    if is_loaded:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1)
+        load(path, model=model, optimizer=optimizer)
+    losses = _steps(model, optimizer, _schedule(optimizer), *(jigsaw.shard(z, mesh, _spec(axes)) for z in (x, y)), 3)
+    if not is_loaded:
+        save(path, model=model, optimizer=optimizer)
+    return losses
+
+
+@pytest.mark.slow
+def test_state_that_zero_1_cuts_is_saved_whole(tmp_path):
+    model, x, y = _parts()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    expected = _steps(model, optimizer, _schedule(optimizer), x, y, 3)
+    for losses in run_on_ranks(3, _train_with_zero_1, tmp_path / "saved", {"lat": 3}, False):
+        assert losses == pytest.approx(expected, rel=1e-9)
+    expected = _steps(model, optimizer, _schedule(optimizer), x, y, 3)
+    for losses in run_on_ranks(2, _train_with_zero_1, tmp_path / "saved", {"lat": 2}, True):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
 WAYS = [
     pytest.param(({"lat": 2, "lon": 2}, "cut"), ({"data": 2}, "whole"), marks=pytest.mark.slow),
     pytest.param(({"data": 2}, "whole"), ({"lat": 3}, "cut"), marks=pytest.mark.slow),
