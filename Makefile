@@ -136,8 +136,8 @@ test-newest: ## formats, reader, tiles and what stands on private names of torch
 		echo "no Python 3.13, so no tests with the newest packages; set PYTHON_NEWEST=/path/to/python3.13"
 	@test -z "$(PYTHON_NEWEST)" || $(MAKE) --no-print-directory with-newest
 
-NEWEST_IO := arena choices conventions dataset disk_cache engine faults hdf5 loader many_files netcdf3 packages portion raw \
-	rectilinear references strips table volumes windows write write_coords xarray
+NEWEST_IO := conventions dataset engine faults hdf5 loader many_files netcdf3 packages portion raw rectilinear references \
+	table volumes write write_coords xarray
 # These stand on private names of torch (jigsaw/torch_internals), of which the newest may lack some.
 NEWEST_TORCH_PARTS := checkpoint/test_checkpoint dryrun/test_dry_run ops/test_reentrant parallel/test_compile \
 	parallel/test_gradient_hooks stages/test_pipeline test_torch_internals testing/test_post_order
