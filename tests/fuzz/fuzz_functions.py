@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 _POINTWISE = """
 {a} + {w}|{x} + {y}|{x} - {y}|{x} * {y}|{y} - {x}|{x} / 2|{x} * {s}|{s} - {x}|{f} / ({y}.abs() + 1)|{x} // 2|{x} % 3
 -{x}|{x}.abs()|{f}.square()|{x} ** 2|torch.pow(2.0, {x}.clamp(-3, 3))|{x}.round() == {y}.round()|{x} > {y}|{x} <= {s}
@@ -313,3 +315,22 @@ FUNCTIONS = {
     **_DRAWN,
 }
 WRITES = _lines(_WRITES)
+
+
+def reads_what_it_writes(text: str, state: dict[str, object]) -> bool:
+    """Whether an assignment reads elements that it has written: torch refuses only overlaps that it sees, and those
+    that it does not see it copies in an order of its own.
+    """
+    left, is_assigned, right = text.partition("] = ")
+    if not is_assigned:
+        return False
+    target, source = eval(f"{left}]", state), eval(right, state)
+    if not torch.is_tensor(source) or source.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
+        return False
+    read, written = (_places_in_memory(v) for v in (source, target))
+    return bool(torch.isin(read, written).any()) and not torch.equal(read.expand(written.shape), written)
+
+
+def _places_in_memory(v: torch.Tensor) -> torch.Tensor:
+    count = v.untyped_storage().nbytes() // v.element_size()
+    return torch.arange(count).as_strided(v.shape, v.stride(), v.storage_offset())

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from fuzz_functions import FUNCTIONS, WRITES, reads_what_it_writes
 
 HELPERS = '''
 def values(shape, dtype="float64", seed=0, whole=True):
@@ -347,8 +348,6 @@ def ranks_of_seed(seed: int) -> int:
 
 def make_program(seed: int) -> Program:
     """The program of a seed, the same on every rank."""
-    from fuzz_functions import FUNCTIONS, WRITES
-
     rng = random.Random(seed)
     axes = rng.choice(AXES[ranks_of_seed(seed)])
     inputs = _draw_inputs(rng, axes)
@@ -398,10 +397,12 @@ def _accept(key: str, text: str, is_write: bool, state: dict[str, object], at: i
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            if is_write:
-                exec(text, state)
-            else:
+            if not is_write:
                 result = eval(text, state)
+            elif reads_what_it_writes(text, state):
+                return None
+            else:
+                exec(text, state)
         except Exception:  # whatever torch says of arguments that do not fit
             return None
     if is_write:

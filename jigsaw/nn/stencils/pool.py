@@ -33,7 +33,7 @@ from jigsaw.nn.stencils.stencil import (
     plan_stencil,
     resized_layout,
 )
-from jigsaw.tile.tile import Tile, implements_torch
+from jigsaw.tile.tile import Tile, implements_torch, in_own_memory
 
 PoolSize = int | Sequence[int]
 
@@ -255,7 +255,8 @@ def adaptive_avg_pool(input: Tile, dims: int, output_size: OutputSize) -> Tile:
     factors = [x.shape[d] // m if d in cut else 1 for d, m in sizes.items()]
     if prod(factors) > 1:
         x = avg_pool(x, dims, factors, factors, 0, False, True)
-    return _adaptive_uncut(x, dims, first, wanted) if len(cut) < dims else x
+    y = _adaptive_uncut(x, dims, first, wanted) if len(cut) < dims else x
+    return Tile(in_own_memory(y.local, input), y.layout, y.mesh)  # where no size changes, too
 
 
 def _adaptive_uncut(x: Tile, dims: int, first: int, wanted: Sequence[int]) -> Tile:
