@@ -35,7 +35,8 @@ ROOMS = {
     "ops.joining": ("any along the other dims", "nothing, or the rows that move"),
     "ops.along": (
         "any",
-        "nothing along a whole dim; softmax two all-reduces of a row; orders bring a cut dim whole and send it back",
+        "nothing along a whole dim; softmax two all-reduces of a row; orders bring a cut dim whole and send it back; "
+        "segments the rows of one that crosses a cut",
     ),
     "ops.covariances": ("any", "what a mean and a product send; powers nothing"),
     "ops.creation": ("any", "nothing; random numbers a seed of 8 bytes"),

@@ -12,17 +12,23 @@ tensor([1., 1.])
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from jigsaw import comm
+from jigsaw.comm.exchange import exchange_rows
+from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import whole_dim
 from jigsaw.ops.reductions import finish_reduction, reduced_dims, reducing_axes
-from jigsaw.ops.unknown_functions import uncut_tiles
+from jigsaw.ops.unknown_functions import run_unknown_function, uncut_tiles
 from jigsaw.ops.whole_dims import run_held_whole, run_with_whole_dim
 from jigsaw.tile.tile import Tile, implements_torch
 
@@ -164,3 +170,69 @@ def _torch_softmax(input: Tile, dim: int, dtype: torch.dtype | None = None) -> T
 @implements_torch(torch.log_softmax, torch.special.log_softmax)
 def _torch_log_softmax(input: Tile, dim: int, dtype: torch.dtype | None = None) -> Tile:
     return log_softmax(input, dim, dtype=dtype)
+
+
+# -- segments ---------------------------------------------------------------------------------------------------------
+
+
+@implements_torch(torch.segment_reduce, either=("data", "lengths", "offsets"))
+def segment_reduce(
+    data: Any, reduce: str, *, lengths: Any = None, offsets: Any = None, axis: int = 0, **named: Any
+) -> Any:
+    """Return y[s] = the sum, or another reduction, of the rows of segment s along `axis`, which may be cut.
+
+    *Shapes*: [..., rows, ...] -> [..., segments, ...]. Segments are cut as the cells whose edges the rows are, where
+    there are as many, else where the first segment begins that lies beyond a cut of the rows.
+    *Sends*: each row of a segment that belongs to another rank, once; backward its gradient.  The host waits for a GPU
+    to read where segments begin.
+    *Raises*: `ShardingError` for lengths that are not alike along other dims, where anything is cut.
+    """
+    ends = _ends_of_segments(data, lengths, offsets, axis)
+    if ends is None:
+        named |= {"lengths": lengths} if lengths is not None else {"offsets": offsets}
+        return run_unknown_function(torch.segment_reduce, data, reduce, axis=axis, **named)
+    (at,), count = reduced_dims(data, axis), len(ends) - 1
+    if ends[-1] != data.shape[at] or (ends[1:] < ends[:-1]).any():
+        raise RuntimeError(
+            f"segment_reduce: {count} segments end at row {int(ends[-1])} of {data.shape[at]}, and none may end before "
+            "it begins; give lengths that add up to the rows"
+        )
+    x = data.owned()
+    one = torch.ones(1, dtype=torch.int64, device=x.device)
+    torch.segment_reduce(x.local.new_ones(1), reduce, lengths=one, **named)  # refused alike where there are none, too
+    (cut,) = x.layout.dim(at)
+    target = cut.source[0].bare() if cut.is_cut and [c.size for c in cut.source] == [count] else None
+    if target is None:
+        places = np.searchsorted(ends[:-1], cut.points[1:-1])
+        target = replace(cut, size=count, points=(0, *places.tolist(), count), held=(), source=())
+    rows = replace(cut, points=tuple(ends[list(target.points)].tolist()), held=())
+    own = exchange_rows(x.local, x.layout, x.layout.replace_dim(at, rows), x.mesh)
+    start, stop = target.owned(x.layout.piece(cut, x.coordinate))
+    sizes = torch.from_numpy(np.diff(ends)[start:stop].copy()).to(own.device)
+    layout = x.layout.replace_dim(at, target)
+    if not own.numel() and stop == start:
+        return Tile(empty_rows(own, layout.local_shape(x.coordinate)), layout, x.mesh)
+    out = torch.segment_reduce(own.movedim(at, 0).contiguous(), reduce, lengths=sizes, axis=0, **named)
+    return Tile(out.movedim(0, at), layout, x.mesh)
+
+
+def empty_rows(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return no rows that stay in the graph of a tensor without any, because other ranks wait for its gradient."""
+    return x.new_zeros(shape) + x.sum(dtype=x.dtype)
+
+
+def _ends_of_segments(data: Any, lengths: Any, offsets: Any, axis: int) -> NDArray[np.int64] | None:
+    """Return the first row of each segment, and the end of the last; None where these are not alike for all."""
+    given = offsets if lengths is None else lengths
+    is_plain = isinstance(data, Tile) and data.ndim and isinstance(given, Tensor) and not isinstance(given, Tile)
+    is_lone = (lengths is None) != (offsets is None) and not lacks_values()
+    if not is_plain or not is_lone or given.dtype not in (torch.int64, torch.int32) or not given.numel():
+        return None
+    (at,) = reduced_dims(data, axis)
+    whole = given.detach().cpu()
+    first = whole.reshape(-1, whole.shape[-1])[:1]
+    is_alike = given.ndim == at + 1 and bool((whole == first[0]).all())
+    if not is_alike or len(data.layout.dim(at)) > 1 or not data.is_floating_point():
+        return None
+    values = first[0].long().numpy()
+    return values if lengths is None else np.concatenate([[0], np.cumsum(values)])
