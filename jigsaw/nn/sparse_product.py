@@ -1,10 +1,16 @@
 """Products of a sparse matrix, which every rank has whole, with a tile: ``torch.sparse.mm``, ``bmm``, ``@`` and ``mv``.
 
-A rank multiplies the columns of the matrix that its own rows of the tile meet.  That gives parts of some rows of the
-result; each row is summed by the rank that owns it.  A rank sends only the rows that its columns have entries in.
+A matrix of two dims whose columns one cut meets: a rank multiplies the rows of the result that it owns.  It needs the
+rows of the tile that these have entries for, and each that another rank owns travels once, as along an index that stays
+as it is.  Who needs which row is planned once for a matrix, until it is changed.
+
+Of others, and where fewer rows travel so (few long rows, which sum over all): a rank multiplies the columns of the
+matrix that its own rows of the tile meet.  That gives parts of some rows of the result; each row is summed by the rank
+that owns it.  A rank sends only the rows that its columns have entries in.
 
 Four ranks on lat=4, a matrix of 12 x 12 with three diagonals, x [12, 5] cut at 0, 3, 6, 9, 12. Rank 1 has the columns
-3:6, with entries in the rows 2:7.  The result is cut as x, so row 2 goes to rank 0, row 6 to rank 2, five numbers each.
+3:6, with entries in the rows 2:7.  The result is cut as x, so row 2 goes to rank 0, row 6 to rank 2, five numbers each;
+or, of which there are as many, it needs the rows 2 and 6 of x.
 
 >>> mesh = jigsaw.init_mesh(lat=1)
 >>> tile = jigsaw.shard(torch.arange(6.0).reshape(3, 2), mesh, ("lat", None))
@@ -16,15 +22,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import MutableMapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from jigsaw.comm.exchange import sum_held_rows
+from jigsaw.comm.graph_calls import lacks_values
+from jigsaw.comm.neighbor_exchange import NeighborExchange, positions_of_pieces, rows_to_edges
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Cut, Interval, cut_points
+from jigsaw.geometry.neighbors import NeighborPlan, Neighbors, plan_neighbors
 from jigsaw.nn.rank_order import CutGroup
 from jigsaw.nn.spheres.sphere import stretched_cut
 from jigsaw.nn.stencils.stencil import empty_result
@@ -43,8 +54,9 @@ def sparse_matmul(mat1: Any, mat2: Any) -> Any:
 
     *Shapes*: [M, K] x [K, N] -> [M, N], [B, M, K] x [B, K, N] -> [B, M, N], [M, K] x [K] -> [M]. Where axes cut K of
     the tile, they cut M of the result.
-    *Sends*: the rows of the result that this rank's columns have entries in and other ranks own; backward their
-    gradients, the other way.
+    *Sends*: the rows of the tile that other ranks' rows of the result have entries for, each once a rank, or the rows
+    of the result that this rank's columns have entries in and other ranks own, whichever are fewer over all ranks;
+    backward their gradients, the other way.
     *Raises*: `ShardingError` for a sparse matrix that requires a gradient, and for other numbers of dims.
     """
     if isinstance(mat1, Tile):
@@ -70,13 +82,14 @@ def sparse_matmul(mat1: Any, mat2: Any) -> Any:
         )
     if matrix.shape[-1] != x.shape[matrix.ndim - 2] or (matrix.ndim == 3 and matrix.shape[0] != x.shape[0]):
         raise RuntimeError(f"matmul: {tuple(matrix.shape)} and {tuple(x.shape)} cannot be multiplied")
-    return _multiply(matrix.to_sparse_coo().coalesce(), x.owned())
+    return _multiply(matrix, x.owned())
 
 
 _DIMS = {2: (1, 2), 3: (3,)}  # of the matrix, and what a tile may have then
 
 
-def _multiply(matrix: Tensor, x: Tile) -> Tile:
+def _multiply(original: Tensor, x: Tile) -> Tile:
+    matrix = original.to_sparse_coo().coalesce()
     dim = matrix.ndim - 2  # of x: the one that is summed
     size, group = matrix.shape[dim], x.layout.dim(dim)
     if len(group) == 1:
@@ -85,6 +98,10 @@ def _multiply(matrix: Tensor, x: Tile) -> Tile:
         points = cut_points(size, math.prod(c.pieces for c in group))
         rows = Cut(size, points, tuple(a for c in group for a in c.axes))
     home = x.layout.replace_dim(dim, rows)
+    if matrix.ndim == 2 and len(group) == 1 and rows.is_cut and not lacks_values():
+        needed = _rows_for_product(original, matrix, group[0], rows, x.layout.piece(group[0], x.coordinate))
+        if needed is not None:
+            return Tile(needed.product(matrix, x, group[0]), home, x.mesh)
     held = home.replace_dim(dim, rows.holding(_rows_with_entries(matrix, group))) if rows.is_cut else home
     piece = held.piece(rows, x.coordinate)
     held_rows = held.dim(dim)[0].held[piece]
@@ -94,6 +111,53 @@ def _multiply(matrix: Tensor, x: Tile) -> Tile:
     else:
         y = empty_result(held.local_shape(x.coordinate), x.local, saved=int(part.requires_grad))
     return Tile(sum_held_rows(y, held, home, x.mesh) if rows.is_cut else y, home, x.mesh)
+
+
+class _NeededRows:
+    """Rows of a tile that one piece of the rows of a product needs, and its entries of the matrix, by places there."""
+
+    def __init__(self, plan: NeighborPlan, entries: Tensor, places: Tensor, rows: int) -> None:
+        self.plan, self.entries, self.places, self.rows = plan, entries, places, rows
+
+    def product(self, matrix: Tensor, x: Tile, cut: Cut) -> Tensor:
+        """Return the own rows of the product.  *Sends*: each own row that another rank needs, once a rank."""
+        positions = positions_of_pieces(x.layout, cut, x.coordinate)
+        near = rows_to_edges(x.local, NeighborExchange(self.plan, x.mesh, positions, 0))
+        shape = self.rows, near.shape[0]
+        part = torch.sparse_coo_tensor(
+            self.places, matrix.values()[self.entries], shape, check_invariants=False, is_coalesced=True
+        )
+        if self.rows and near.numel():
+            return torch.matmul(part, near)
+        return empty_result((self.rows, *near.shape[1:]), near, saved=0)
+
+
+# of each matrix by the cuts of its columns and rows; a change in place makes them anew
+_needed: MutableMapping[Tensor, dict[Any, _NeededRows | None]] = WeakIdKeyDictionary()
+
+
+def _rows_for_product(original: Tensor, matrix: Tensor, cut: Cut, rows: Cut, piece: int) -> _NeededRows | None:
+    """Return what a piece of the result needs, None where fewer rows travel as parts of the result."""
+    kept, key = _needed.setdefault(original, {}), (tensor_version(original), cut.points, rows.points, piece)
+    if key not in kept:
+        row, column = matrix.indices().cpu().numpy()
+        owner = np.searchsorted(rows.points, row, side="right") - 1
+        pairs = np.unique(owner * cut.size + column)  # sorted by piece, then by row of the tile
+        names, whose = pairs % cut.size, pairs // cut.size
+        far = int((np.searchsorted(cut.points, names, side="right") - 1 != whose).sum())
+        held = _rows_with_entries(matrix, (cut,))
+        parts = sum(
+            b - a - max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in zip(held, pairwise(rows.points), strict=True)
+        )
+        ends = np.searchsorted(whose, np.arange(rows.pieces + 1))
+        plan = plan_neighbors(Neighbors(names[:, None], cut.size), cut.points, ends.tolist(), piece)
+        entries = np.flatnonzero(owner == piece)
+        near = np.searchsorted(names[ends[piece] : ends[piece + 1]], column[entries])
+        places = np.stack([row[entries] - rows.points[piece], near])
+        own, at = (torch.from_numpy(a).to(matrix.device) for a in (entries, places))
+        count = rows.points[piece + 1] - rows.points[piece]
+        kept[key] = _NeededRows(plan, own, at, count) if far <= parts else None
+    return kept[key]
 
 
 # of each matrix by the cuts of its columns; a change in place makes them anew

@@ -106,6 +106,47 @@ def test_only_rows_beyond_a_border_are_sent_and_halos_are_left_out():
         torch.testing.assert_close(y.full_tensor(), matrix @ x)
 
 
+@on_ranks(3)
+def test_a_graph_sends_the_rows_that_are_needed_once():
+    mesh, (target, source) = (
+        world_mesh(lat=3),
+        torch.randint(0, 60, (2, 90), generator=torch.Generator().manual_seed(0)),
+    )
+    ones = torch.ones(90, dtype=torch.float64)
+    graph = torch.sparse_coo_tensor(torch.stack([target, source]), ones, (60, 60), check_invariants=True)
+    tile = jigsaw.shard(torch.randn(60, 5, dtype=torch.float64), mesh, ("lat", None))
+    tile.local.requires_grad_()
+    own = range(20 * tile.coordinate[0], 20 * tile.coordinate[0] + 20)
+    needed = {s for t, s in zip(target.tolist(), source.tolist(), strict=True) if t in own} - set(own)
+    for matrix in (graph, graph.coalesce(), graph.to_sparse_csr()):
+        with jigsaw.comm.count() as traffic:
+            y = torch.sparse.mm(matrix, tile)
+        assert sum(c.received_bytes for c in traffic.calls) == len(needed) * 5 * 8
+        with jigsaw.comm.count() as traffic:
+            y.sum().backward()
+        assert sum(c.sent_bytes for c in traffic.calls if c.kind == "neighbors") == len(needed) * 5 * 8
+        torch.testing.assert_close(y.full_tensor(), torch.sparse.mm(matrix, tile.full_tensor()))
+
+
+@on_ranks(4)
+def test_ranks_without_rows_take_part():
+    mesh, eye = world_mesh(lat=4), torch.eye(13, dtype=torch.float64)
+    for matrix in (eye[:2], eye[5:8].flip(0), eye[:, :2], eye[:, :3] + eye.flip(0)[:, :3]):  # each row needs one or two
+        x = torch.randn(matrix.shape[1], 5, dtype=torch.float64)
+        compare(matrix.to_sparse().matmul, x, mesh, ("lat", None))
+
+
+@on_ranks(3)
+def test_few_rows_that_sum_over_all_are_sent_as_parts():
+    mesh, matrix = world_mesh(lat=3), torch.ones(2, 60, dtype=torch.float64).to_sparse()
+    x = torch.randn(60, 5, dtype=torch.float64)
+    tile = jigsaw.shard(x, mesh, ("lat", None))
+    with jigsaw.comm.count() as traffic:
+        y = matrix @ tile
+    assert traffic.sent_bytes <= 2 * 5 * 8
+    torch.testing.assert_close(y.full_tensor(), matrix @ x)
+
+
 @on_ranks(2)
 def test_a_matrix_that_is_changed_in_place_is_read_anew():
     mesh = world_mesh(lat=2)
