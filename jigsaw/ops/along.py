@@ -30,7 +30,8 @@ from jigsaw.geometry.cut import whole_dim
 from jigsaw.ops.reductions import finish_reduction, reduced_dims, reducing_axes
 from jigsaw.ops.unknown_functions import run_unknown_function, uncut_tiles
 from jigsaw.ops.whole_dims import run_held_whole, run_with_whole_dim
-from jigsaw.tile.tile import Tile, implements_torch
+from jigsaw.ops.whole_strides import is_whole_contiguous, whole_strides, with_order
+from jigsaw.tile.tile import Tile, implements_torch, tiles_in
 
 
 def run_along_dim(function: Any, input: Tile, dim: int, /, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +74,6 @@ def _answer_along_dim(function: Any, position: int, default: int | None) -> None
 
 
 for _function, _position, _default in (
-    (torch.argsort, 0, -1),
     (torch.topk, 1, -1),
     (torch.kthvalue, 1, -1),
     (torch.median, 0, None),
@@ -88,17 +88,26 @@ def _answer_sort(function: Any) -> None:
 
     def handler(input: Tile, *args: Any, **kwargs: Any) -> Any:
         dim = kwargs.get("dim", next((a for a in args if type(a) is int), -1))
-        return run_along_dim(function, input, dim, *args, **kwargs)
+        return _in_order_of(input, run_along_dim(function, input, dim, *args, **kwargs))
 
     implements_torch(function)(handler)
 
 
+def _in_order_of(input: Tile, out: Any) -> Any:
+    """Return results of a sort in the order of the input's dims, as torch's, wherever rows were brought for it."""
+    if not is_whole_contiguous(input):
+        for tile in tiles_in((out,)):
+            with_order(tile, whole_strides(input))
+    return out
+
+
 _answer_sort(torch.sort)
+_answer_sort(torch.argsort)
 
 
 @implements_torch(torch.msort)
 def _msort(input: Tile) -> Any:
-    return run_along_dim(torch.sort, input, 0, dim=0).values
+    return _in_order_of(input, run_along_dim(torch.sort, input, 0, dim=0).values)
 
 
 # -- softmax ----------------------------------------------------------------------------------------------------------

@@ -173,6 +173,8 @@ def is_whole_contiguous(tile: Tile, memory_format: torch.memory_format = torch.c
     """Say whether torch's tensor is contiguous in that format."""
     order = _CHANNELS_LAST.get(memory_format, range(tile.ndim))
     shape, strides = tile.layout.shape, whole_strides(tile)
+    if len(order) != len(shape):
+        return False
     return _is_contiguous(tuple([shape[d] for d in order]), tuple([strides[d] for d in order]))
 
 

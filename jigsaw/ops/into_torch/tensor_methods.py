@@ -15,7 +15,7 @@ from torch import Tensor
 
 from jigsaw.errors import ShardingError
 from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
-from jigsaw.ops.whole_strides import has_strides, whole_strides, with_strides
+from jigsaw.ops.whole_strides import has_strides, is_whole_contiguous, whole_strides, with_strides
 from jigsaw.tile.tensor_shell import as_plain_tensors
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error, tiles_in
 from jigsaw.torch_internals.autograd import METHODS_OF_MEMORY, keep_alive, old_grad
@@ -34,11 +34,17 @@ def _ask_the_local_tensor(name: str) -> None:
 
 
 for _name in (
-    "is_contiguous is_pinned is_shared is_conj is_neg is_signed is_inference is_distributed is_coalesced element_size "
+    "is_pinned is_shared is_conj is_neg is_signed is_inference is_distributed is_coalesced element_size "
     "get_device _is_view _is_zerotensor has_names"
 ).split():
     if hasattr(Tensor, _name):
         _ask_the_local_tensor(_name)
+
+
+@implements_torch(Tensor.is_contiguous)
+def _says_contiguous(input: Tile, *, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    """Say what torch's tensor says; the rows of this rank may lie otherwise, or be none."""
+    return is_whole_contiguous(input, memory_format)
 
 
 @implements_torch(Tensor.size)
