@@ -400,6 +400,7 @@ def _write_into_view(tile: Tile, places: TilePlaces, value: Any, accumulate: boo
             strides = zip(part.shape, part.stride(), view.local.stride(), strict=True)
             if (
                 not part.numel()
+                or (part.requires_grad and not view.local.requires_grad)  # `x.detach()[...] = x` enters the graph
                 or not lie_in_one_memory(part, view.local)
                 or part.storage_offset() != view.local.storage_offset()
                 or any(n > 1 and a != b for n, a, b in strides)

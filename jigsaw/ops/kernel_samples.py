@@ -99,13 +99,19 @@ _SAMPLES: dict[Any, _Sample] = {
         (
             _as_called,
             functions_named("matmul mm bmm mv inner addmm addbmm baddbmm addmv tensordot einsum linear bilinear")
-            | {Tensor.__matmul__, Tensor.__rmatmul__, F.scaled_dot_product_attention, F.multilabel_margin_loss}
+            | {
+                Tensor.__matmul__,
+                Tensor.__rmatmul__,
+                F.scaled_dot_product_attention,
+                F.multilabel_margin_loss,
+                torch.histogram,
+            }
             | functions_named("gather take_along_dim bucketize searchsorted cdist pdist")
             | functions_named("index_add index_copy index_reduce scatter scatter_add scatter_reduce", ends=("", "_")),
         ),
         (_with_one_group, functions_named("conv conv_transpose", ends=_BY_DIMS)),
         (_with_one, functions_named("avg_pool max_pool", ends=_BY_DIMS) | {F.unfold}),
-        (_with_one, {F.local_response_norm, F.group_norm, torch.histogram, torch.histogramdd}),
+        (_with_one, {F.local_response_norm, F.group_norm, torch.histogramdd}),
         (_with_one, {F.max_pool1d_with_indices, F.max_pool2d_with_indices, F.max_pool3d_with_indices}),
         (_adaptive, _ADAPTIVE_DIMS),
         (_padded, {F.pad}),

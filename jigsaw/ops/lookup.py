@@ -148,7 +148,7 @@ def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inv
 def _histogram(input: Tile, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
     """Do as `torch.histogramdd` for one number an element."""
     one = bins if isinstance(bins, int) else [bins]
-    counts, edges = _histogramdd(input.unsqueeze(-1), one, range, weight, density)
+    counts, edges = _count_in_boxes(_histogram_of_rows, input.unsqueeze(-1), one, range, weight, density)
     return torch.return_types.histogram((counts, edges[0]))  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -160,6 +160,17 @@ def _histogramdd(input: Tile, bins: Any, range: Any = None, weight: Any = None, 
     *Sends*: the extremes where no `range` is given, a weight that lies elsewhere, and one all-reduce of the counts.
     *Raises*: `ShardingError` for counts at which torch's would end.
     """
+    return _count_in_boxes(torch.histogramdd, input, bins, range, weight, density)
+
+
+def _histogram_of_rows(rows: Tensor, bins: Any, *, range: Any, weight: Any) -> Any:
+    """Count as `torch.histogram` does, which has kernels for narrow floats; `rows` have one column."""
+    options = {"range": range} if isinstance(bins[0], int) else {}
+    hist, edges = torch.histogram(rows.reshape(-1), bins[0], weight=weight, **options)
+    return torch.return_types.histogramdd((hist, (edges,)))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _count_in_boxes(kernel: Any, input: Tile, bins: Any, range: Any, weight: Any, density: bool) -> Any:
     own = with_whole_dims(input.owned().detach(), (input.ndim - 1,))
     rows = own.layout.drop((own.ndim - 1,))
     if weight is not None and tuple(weight.shape) != rows.shape:
@@ -169,7 +180,7 @@ def _histogramdd(input: Tile, bins: Any, range: Any = None, weight: Any = None, 
     if range is None and own.numel() and isinstance(edges[0], int):
         columns = own.unbind(-1)
         range = [float(extreme_of_all(c, op)) for c in columns for op in ("min", "max")]
-    found = torch.histogramdd(own.local.reshape(-1, own.shape[-1]), edges, range=range, weight=part)
+    found = kernel(own.local.reshape(-1, own.shape[-1]), edges, range=range, weight=part)
     counts = comm.all_reduce(found.hist, own.mesh, rows.cut_axes, same=(rows, found.hist.shape))
     if weight is None:
         check_counts(torch.histogramdd, counts, own)
