@@ -131,6 +131,8 @@ def answered_names() -> dict[str, list[str]]:
                 name = getattr(function.__self__, "__name__", "")
             if not name or (name.startswith("_") and not name.startswith("__")):
                 continue
+            if name == "__cuda_array_interface__":  # in builds for CUDA alone, and the page is that of any build
+                continue
             room = room_of(function)
             full = _namespace(owner) + name
             if full.startswith(".") and places.get(name) == room:

@@ -9,7 +9,6 @@ use.
 from __future__ import annotations
 
 import gzip
-import io
 import os
 import shutil
 import threading
@@ -34,6 +33,7 @@ from jigsaw.io.chunks.files import (
     StoreFiles,
     check_object_size,
     fill_from_file,
+    fresh_memory,
     size_and_change,
 )
 from jigsaw.io.chunks.remote_files import RemoteFiles
@@ -239,7 +239,8 @@ def unpacked_head(files: StoreFiles, path: str, size: int, length: int) -> bytes
 
 def _unpacked_blocks(files: StoreFiles, path: str, size: int, fetched: int, length: int) -> Iterator[bytes]:
     """Yield the decompressed bytes of a file of `size`, `length` at a time; of the stored ones `fetched` at a time."""
-    with gzip.GzipFile(fileobj=io.BufferedReader(_PackedStream(files, path, size), fetched)) as stream:
+    packed: Any = _PackedStream(files, path, size, fetched)
+    with gzip.GzipFile(fileobj=packed) as stream:
         try:
             while block := stream.read(length):
                 yield block
@@ -249,18 +250,21 @@ def _unpacked_blocks(files: StoreFiles, path: str, size: int, fetched: int, leng
             raise BadChunkError(f"its gzip stream is damaged: {e}") from e
 
 
-class _PackedStream(io.RawIOBase):
-    """The stored bytes of a file of that size, one after the other."""
+class _PackedStream:
+    """The stored bytes of a file of that size in blocks of `fetched` bytes; a read gives what is left of one.
 
-    def __init__(self, files: StoreFiles, path: str, size: int) -> None:
-        self._files, self._path, self._size, self._at = files, path, size, 0
+    Python's own buffers would ask for as much as gzip wants at a time, which differs by version.
+    """
 
-    def readable(self) -> bool:
-        return True
+    def __init__(self, files: StoreFiles, path: str, size: int, fetched: int) -> None:
+        self._files, self._path, self._size, self._fetched = files, path, size, fetched
+        self._block, self._place, self._end = b"", 0, 0
 
-    def readinto(self, buffer: Any) -> int:
-        room = np.frombuffer(memoryview(buffer).cast("B"), np.uint8)[: self._size - self._at]
-        if room.size and not self._files.ranges(self._path, [(self._at, room)]):
-            raise BadChunkError("the file is gone since it was opened; open the store again")
-        self._at += room.size
-        return room.size
+    def read(self, size: int = -1) -> bytes:
+        if self._place == len(self._block):
+            raw = fresh_memory(min(self._fetched, self._size - self._end))
+            if raw.size and not self._files.ranges(self._path, [(self._end, raw)]):
+                raise BadChunkError("the file is gone since it was opened; open the store again")
+            self._block, self._place, self._end = raw.tobytes(), 0, self._end + raw.size
+        start, self._place = self._place, len(self._block) if size < 0 else min(self._place + size, len(self._block))
+        return self._block[start : self._place]

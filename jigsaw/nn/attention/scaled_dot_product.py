@@ -288,8 +288,6 @@ def _attend_around_ring(operands: Sequence[Any], call: AttentionCall, plan: Atte
         in_autocast_dtype(cuts.bring_operand(x, by, like))
         for x, by, cuts in zip(operands, plan.labels, (plan.cuts, around, around), strict=True)
     ]
-    if not q.dtype == k.dtype == v.dtype:
-        raise RuntimeError(f"{ATTENTION_NAME}: query is {q.dtype}, key {k.dtype}, value {v.dtype}; they must be alike")
     sizes = operands[0].shape[-2], operands[1].shape[-2]
     mask = _local_mask(call.masks, False, plan.cuts, sizes, like) if call.masks else None
     ring = KeyRing.through(around.cuts[KEY_LABEL], Layout((), like.layout.axes), like.coordinate)
