@@ -416,7 +416,7 @@ def test_narrow_numbers_are_summed_in_wide_ones():
             assert _bytes_by_all(mesh, traffic) == [told.forward]
             assert told == dict(jigsaw.nn.explain_attention(*tiles).costs)[way]
             if "ring" in way:
-                with pytest.raises(RuntimeError, match="query.dtype: float key.dtype: c10::BFloat16"):
+                with pytest.raises(RuntimeError, match=r"query\.dtype: float key\.dtype: c10::BFloat16"):
                     F.scaled_dot_product_attention(wide[0], *tiles[1:])
         for y in (found, cast):
             assert y.dtype == torch.bfloat16
