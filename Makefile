@@ -106,7 +106,7 @@ nginx:
 		test "$$(id -u)" = 0 && sudo= || sudo=sudo; \
 		$$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends nginx-light >/dev/null; }
 
-test: setup ## the tests, without the slow ones
+test: setup ## the tests, without the slow ones and every second case of a long series
 	$(BIN)/$(PYTEST) -m "not slow"
 
 test-cuda: setup ## the tests of a GPU, the slow ones too; JIGSAW_TEST_DEVICE=cpu tries them without one
