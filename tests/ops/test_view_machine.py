@@ -157,6 +157,7 @@ def test_many_views_and_writes_on_two_ranks():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @on_ranks(4, timeout=600)
 def test_many_views_and_writes_on_two_axes():
     _run(300, steps=12, lat=2, lon=2)

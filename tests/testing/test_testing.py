@@ -230,6 +230,7 @@ def test_after_a_failure_the_next_test_has_a_fresh_world():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_groups_left_behind_are_closed_in_time():
     told = [_makes_a_group()[0] for _ in range(100)]
     assert all(total == 2.0 for total, _ in told)
