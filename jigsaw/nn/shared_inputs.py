@@ -5,7 +5,7 @@ v, so the gradient of x is a sum over the ranks. Three products that enter x one
 autograd adds the three gradients on each rank, and one sum travels, as in Shoeybi et al., "Megatron-LM", arXiv
 1909.08053.
 
-Only the last tile is remembered, and until the forward pass of the model ends.  What is remembered follows from the
+Only the last tile is remembered, until the forward pass of the model ends.  What is remembered follows from the
 program alone: the same Tile object, in the same mode, with no change in place of any tile in between.  So ranks agree
 on what they send.
 """
@@ -63,6 +63,6 @@ def forget_last_input() -> None:
 def enter_in_parts(tile: Tile, axes: Sequence[str]) -> Tensor:
     """Return the rows of a tile that is the same along `axes`, for use in every rank's own part of the work.
 
-    *Sends*: forward nothing; backward one all-reduce of the gradient, for all layers that take the tile in a row.
+    *Sends*: forward nothing; backward one all-reduce of the gradient, shared by the layers that take the tile.
     """
     return shared_result(tile, ("parts", *axes), lambda: comm.use_in_parts(tile.local, tile.mesh, axes))

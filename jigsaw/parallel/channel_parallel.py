@@ -54,21 +54,19 @@ from jigsaw.tile.tile import Tile
 TensorPlan = Mapping[str, str]
 PlannedCut = Literal["column", "row", "gathered", "whole"]
 
-# Words of a plan: our own, then those of torch's and transformers' plans (``model.tp_plan``).
-_PLANNED_CUTS: dict[str, PlannedCut] = {
-    "column": "column",
-    "row": "row",
-    "gathered": "gathered",
-    "whole": "whole",
+_OWN_WORDS: dict[str, PlannedCut] = {"column": "column", "row": "row", "gathered": "gathered", "whole": "whole"}
+# The words of transformers' plans (``model.tp_plan``), which begin with those of torch's styles.
+_WORDS_OF_TRANSFORMERS: dict[str, PlannedCut] = {
     "colwise": "column",
     "rowwise": "row",
-    "rowwise_split_input": "gathered",  # of a whole input; a gather of the result is half of a row's sum
+    "rowwise_split_input": "gathered",  # its input is whole; to gather its output sends half of a sum
     "colwise_gather_output": "gathered",
-    "packed_colwise": "gathered",  # its halves are cut apart from each other there, and here as one dim
+    "packed_colwise": "gathered",  # transformers cuts each half of the weight by itself, jigsaw both as one dim
     "replicate": "whole",
-    "replicated_with_grad_allreduce": "whole",  # every gradient is the mean over all ranks
+    "replicated_with_grad_allreduce": "whole",  # jigsaw averages the gradient of every whole weight over the ranks
     "embedding_rowwise": "whole",
 }
+_PLANNED_CUTS = _OWN_WORDS | _WORDS_OF_TRANSFORMERS
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -214,7 +212,7 @@ def planned_layers(model: nn.Module, plan: TensorPlan) -> dict[nn.Module, Planne
             raise ShardingError(
                 f"tensor={{{pattern!r}: {word!r}}}: a layer is cut as 'column' (its output channels, "
                 f"which stay cut), 'gathered' (the same, gathered after it) or 'row' (its input channels), or stays "
-                f"'whole'; use one of these words, or of {', '.join(list(_PLANNED_CUTS)[4:])}"
+                f"'whole'; use one of these words, or of {', '.join(_WORDS_OF_TRANSFORMERS)}"
             )
         layers = {name: layer for name, layer in model.named_modules() if fnmatchcase(name, pattern)}
         if not layers:
