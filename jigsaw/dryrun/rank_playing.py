@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
         know_neighbors(stage_mesh)
         copies = ranks_along(stage_mesh, plan.replicate)
         products = nullcontext() if plan.on_processor else products_of_accelerators()
-        with FakeTensorMode(allow_non_fake_inputs=True), meter.counting(), products:
+        with _without_collections(), FakeTensorMode(allow_non_fake_inputs=True), meter.counting(), products:
             meter.begin_phase("setup")
             _play_step(plan, mesh, stage_mesh, played, meter, traffic)
     played.phases = {name: meter.counted_phase(name, calls) for name, calls in traffic.items()}
@@ -139,6 +140,18 @@ def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
         reason = f"asks {times} times for a value, of which the dry run knows nothing: it took False, or 1"
         played.remarks.append(Remark("value", "", place, 0, reason))
     return played
+
+
+@contextmanager
+def _without_collections() -> Generator[None]:
+    """Run without Python's garbage collector, whose moments differ from run to run, and with them the memory in use."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def know_neighbors(mesh: DeviceMesh) -> None:
@@ -182,6 +195,7 @@ def _play_step(
 
     @contextmanager
     def phase(name: str) -> Generator[None]:
+        gc.collect(0)  # what the phases before left in circles, such as the whole weights of a model that was cut
         meter.begin_phase(name)
         with comm.count() as counted:
             watch.follow(counted)

@@ -1,5 +1,6 @@
 """A dry run beside the real one: messages counted, memory measured; and what it says of nets that would not run."""
 
+import gc
 import re
 import sys
 from dataclasses import replace
@@ -469,6 +470,20 @@ def test_the_process_is_left_as_it_was():
     jigsaw.parallelize(net, jigsaw.init_mesh(lat=1))  # not parallelized before
     with pytest.raises(ShardingError, match=r"before jigsaw\.parallelize"):
         jigsaw.dry_run(net, (1, 3, 16, 16), {"lat": 2})
+
+
+@pytest.mark.parametrize("thresholds", [(1, 1, 1), (0, 0, 0)], ids=["always", "never"])
+def test_memory_is_the_same_whenever_garbage_is_collected(thresholds):
+    """The whole weights of a model that was cut lie in circles of references, with the hooks that cut them."""
+    blocks = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GELU()) for _ in range(3)]
+    net, shape, mesh = nn.Sequential(*blocks), (1, 8, 12, 12), {"data": 1, "lat": 2}
+    usual, before = jigsaw.dry_run(net, shape, mesh, shard_weights=True), gc.get_threshold()
+    try:
+        gc.set_threshold(*thresholds)
+        report = jigsaw.dry_run(net, shape, mesh, shard_weights=True)
+    finally:
+        gc.set_threshold(*before)
+    assert report == usual
 
 
 @on_ranks(2)
