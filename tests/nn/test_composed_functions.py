@@ -15,6 +15,7 @@ from jigsaw.tile.tile_making import shard
 
 WINDOW = torch.hann_window(6, dtype=torch.float64) + 0.1
 LABELS = torch.randint(1, 5, (4, 3), generator=torch.Generator().manual_seed(0))
+PADDED = LABELS.masked_fill(torch.arange(3) >= torch.tensor([[3], [2], [1], [3]]), -1)
 
 
 def _short_times(x, **options):
@@ -47,6 +48,7 @@ FUNCTIONS = {
     "ctc_loss": ([(9, 4, 5)], _ctc),
     "ctc_loss, one after the other": ([(9, 4, 5)], lambda x: _ctc(x, LABELS.flatten()[:9], reduction="sum")),
     "ctc_loss, none": ([(9, 4, 5)], lambda x: _ctc(x, lengths=(3, 3, 0, 1), reduction="none")),
+    "ctc_loss, padded": ([(9, 4, 5)], lambda x: _ctc(x, PADDED)),
     "ctc_loss of one": ([(9, 5)], lambda x: F.ctc_loss(x.log_softmax(-1), LABELS[0], (9,), (3,))),
     "copies": (
         [(4, 6)],
@@ -134,6 +136,11 @@ def test_what_does_not_fit_is_refused():
     tile = shard(torch.zeros(9, 4, 5), mesh, (None, "lat", None))
     with pytest.raises(RuntimeError, match=r"ctc_loss: input_lengths \[9, 9, 9, 10\]"):
         F.ctc_loss(tile, LABELS, (9, 9, 9, 10), (1, 1, 1, 1))
+    for lengths in ((1, 1, 1, 4), (1.0, 1.0, 1.0, 1.0), (-1, 1, 1, 1)):  # of one rank alone, or of another memory
+        with pytest.raises(RuntimeError, match="one integer each, none longer than the steps or the labels"):
+            F.ctc_loss(tile, LABELS, (9, 9, 9, 9), lengths)
+    with pytest.raises(RuntimeError, match="labels from 0 to 4"):
+        F.ctc_loss(tile, torch.full((4, 3), 5), (9, 9, 9, 9), (1, 1, 1, 1))
     with pytest.raises(RuntimeError, match="pdist of shape"):
         F.pdist(tile)
     with pytest.raises(RuntimeError, match="bilinear of shapes"):

@@ -152,16 +152,24 @@ def _ctc_loss(
     """
     x: Any = log_probs if log_probs.ndim == 3 else log_probs.unsqueeze(1)
     x = with_whole_dims(x.owned(), (0, 2))
-    steps, samples, _ = x.shape
-    labels, of_input, of_target = (_as_integers(v, x) for v in (targets, input_lengths, target_lengths))
+    steps, samples, classes = x.shape
+    labels, of_input, of_target = (_on_every_rank(v, x) for v in (targets, input_lengths, target_lengths))
     of_input, of_target = of_input.reshape(-1), of_target.reshape(-1)
-    if len(of_input) != samples or len(of_target) != samples or not ((of_input >= 0) & (of_input <= steps)).all():
+    # torch reads memory by lengths and labels, so a wrong one ends the process, or the call of one rank alone
+    limits = (of_input, steps), (of_target, labels.shape[-1])
+    if not all(_are_counts(lengths, most) and len(lengths) == samples for lengths, most in limits) or (
+        labels.ndim == 1 and of_target.sum() > len(labels)
+    ):
         raise RuntimeError(
             f"ctc_loss: input_lengths {of_input.tolist()} and target_lengths {of_target.tolist()} for {samples} "
-            f"sequences of {steps} steps: one length each, none longer than the steps"
+            f"sequences of {steps} steps: one integer each, none longer than the steps or the labels"
         )
     if labels.ndim == 1:  # one after the other
         labels = torch.nn.utils.rnn.pad_sequence(list(labels[: of_target.sum()].split(of_target.tolist())), True)
+    is_label = torch.arange(labels.shape[1], device=x.device) < of_target[:, None]
+    labels = labels.long().masked_fill(~is_label, blank)
+    if not _are_counts(labels, classes - 1):
+        raise RuntimeError(f"ctc_loss: targets {labels.tolist()} are to be labels from 0 to {classes - 1}")
     rows = rows_of_local(x.layout, x.coordinate, 1, x.device)
     own_labels = labels[rows], of_input[rows], of_target[rows]
     layout = x.layout.drop((0, 2))
@@ -172,6 +180,11 @@ def _ctc_loss(
     return reduce_losses(values if log_probs.ndim == 3 else values.sum(), reduction)
 
 
-def _as_integers(values: Any, tile: Tile) -> torch.Tensor:
-    values = values.full_tensor() if isinstance(values, Tile) else values
-    return torch.as_tensor(values, device=tile.device).long()
+def _on_every_rank(values: Any, tile: Tile) -> torch.Tensor:
+    return torch.as_tensor(values.full_tensor() if isinstance(values, Tile) else values, device=tile.device)
+
+
+def _are_counts(values: torch.Tensor, most: int) -> bool:
+    """Return True for integers from 0 to `most`."""
+    is_integer = not (values.is_floating_point() or values.is_complex() or values.dtype is torch.bool)
+    return is_integer and bool(((values >= 0) & (values <= most)).all())
