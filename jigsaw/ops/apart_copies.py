@@ -41,6 +41,7 @@ from jigsaw.ops.meeting.common_cuts import APART_MARK, apart_mark, set_apart_mar
 from jigsaw.ops.pointwise import changes_in_place, functions_named
 from jigsaw.ops.whole_strides import repeated_dims
 from jigsaw.tile.table import table
+from jigsaw.tile.tensor_shell import note_change
 from jigsaw.tile.tile import (
     Tile,
     in_own_memory,
@@ -365,6 +366,7 @@ def _before_change(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
                 check_rows_apart(function, tile)
             increment_version(tile)  # the shell's own, by which a custom Function that saved it sees the change
             memory = tile.local.untyped_storage()
+            note_change(memory)  # which sees one through a view, too
             if hasattr(memory, APART_MARK):
                 check_way_back(function, tile)
                 changed.append(tile.local)

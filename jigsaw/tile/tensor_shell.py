@@ -38,6 +38,8 @@ from jigsaw.torch_internals.autograd import (
     TensorBase,
     as_plain_tensors,
     make_wrapper,
+    next_node_number,
+    node_number,
     own_version,
     result_metadata,
     saved_tensor_hooks,
@@ -199,7 +201,25 @@ def _saved_rows(node: Any) -> list[tuple[Tensor, int]]:
     if saved_tensor_hooks(True) is None:
         with as_plain_tensors(), suppress(RuntimeError):  # of a tile that was changed: the backward pass raises
             saved = node.saved_tensors
-    return [(x.local, own_version(x.local)) for x in saved if isinstance(x, TensorShell)]
+    rows = [x.local for x in saved if isinstance(x, TensorShell)]
+    last_changes = [getattr(x.untyped_storage(), _CHANGED_AT, 0) for x in rows]
+    # the result may be read for the first time after a change, which the version of now would not tell
+    return [
+        (x, own_version(x) if changed <= node_number(node) else -1)
+        for x, changed in zip(rows, last_changes, strict=True)
+    ]
+
+
+_CHANGED_AT = "_jigsaw_changed_at"  # number of autograd's next node when some memory was changed in place
+
+
+def note_change(memory: torch.UntypedStorage) -> None:
+    """Remember that a tile with this memory is changed in place, for the Functions that have saved it.
+
+    The forward of such a Function runs without autograd, so its own changes do not count.
+    """
+    if torch.is_grad_enabled():
+        setattr(memory, _CHANGED_AT, next_node_number())
 
 
 def _as_laid(gradient: Any, source: Tensor) -> Tensor:

@@ -361,6 +361,8 @@ def test_a_tile_that_a_function_saved_and_that_was_changed_since_is_refused():
         lambda x, y: x.mul_(2) * y,
         lambda x, y: x.__setitem__((slice(None), 1), 3.0) or y,
         lambda x, y: (y * 1, x[:, 1].mul_(2))[0],
+        lambda x, y: (x[:, 1].mul_(2), y * 1)[1],  # before the result is read for the first time
+        lambda x, y: (x.view(-1)[3:9].mul_(2), x[..., -1, :].mul_(2), y)[2],
     ):
         for given in (x, tile):
             leaf = given * 1
