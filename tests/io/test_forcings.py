@@ -14,7 +14,7 @@ import jigsaw
 from jigsaw.comm import count
 from jigsaw.errors import FieldError, GridError, ReadError, UnsupportedStoreError
 from jigsaw.io.series import forcings
-from jigsaw.testing import on_ranks, world_mesh
+from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 LAT, LON = np.array([90.0, 66.6, 45, 12.25, 0, -30, -71.4, -90]), np.array([0.0, 7.5, 100, 181, 250, 359.75])
 # the low-precision theory is good to 0.01 degrees, which moves a cosine by less than this
@@ -303,6 +303,88 @@ def test_a_forecast_has_the_sun_of_the_time_that_it_is_valid_at(tmp_path):
         np.testing.assert_array_equal(ds[i].input.local[0, 1], forcings.cos_zenith(valid, lat, lon)[0])
 
 
+# -- places that are no rows and columns ------------------------------------------------------------------------------
+
+
+def scattered(shape):
+    """Latitudes and longitudes without order."""
+    draw = np.random.default_rng(3)
+    return draw.uniform(-90, 90, shape), draw.uniform(-180, 360, shape)
+
+
+def at_each_place(times, lat, lon):
+    """All channels of `ASKED` [T, C, places], each place a grid of its own."""
+    of_places = [everywhere(times, [a], [b])[..., 0, 0] for a, b in zip(lat.ravel(), lon.ravel(), strict=True)]
+    return np.stack(of_places, -1).reshape(len(times), len(NAMES), *lat.shape)
+
+
+def store_of_places(path, dims, shape, angle_dims):
+    """A store whose places have a latitude and a longitude each, along `angle_dims`."""
+    sizes = dict(zip(dims, shape, strict=True))
+    lat, lon = scattered(shape)
+    data = xr.DataArray(np.zeros((3, *shape), "f4"), dims=("time", *dims), coords={"time": TIME})
+    for name, values in (("latitude", lat), ("longitude", lon)):
+        turned = values.transpose([dims.index(dim) for dim in angle_dims])
+        data.coords[f"their_{name}"] = angle_dims, turned, {"standard_name": name}
+    assert data.sizes == {"time": 3, **sizes}
+    data.to_dataset(name="t").to_zarr(path, consolidated=False)
+    return str(path), lat, lon
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "angle_dims"),
+    [
+        (("station",), (11,), ("station",)),
+        (("y", "x"), (5, 4), ("y", "x")),
+        (("rlat", "rlon"), (5, 4), ("rlon", "rlat")),
+    ],
+)
+def test_places_of_their_own_have_the_sun_of_each(tmp_path, dims, shape, angle_dims):
+    path, lat, lon = store_of_places(tmp_path / "s.zarr", dims, shape, angle_dims)
+    ds = jigsaw.io.open(path, mesh={"cell": 1, "y": 1}, forcings=ASKED, dtype="float64")
+    if dims != angle_dims:  # y and x are the dims of the latitudes, in their order
+        lat, lon = lat.T, lon.T
+    sample = forced_parts(path, {"cell": 1, "y": 1}, "balanced")
+    np.testing.assert_array_equal(sample, at_each_place(ds.input_times(1), lat, lon))  # to the bit
+
+
+def forced_parts(path, axes, split):
+    ds = jigsaw.io.open(path, mesh=world_mesh(**axes), forcings=ASKED, dtype="float64", split=split)
+    with count() as counted:
+        whole = ds[1].input
+    assert counted.sent_bytes == 0
+    return whole.full_tensor()[0, 1:].numpy()[None]
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "axes", "split"),
+    [
+        (("station",), (11,), {"cell": 2}, [0, 7, 11]),
+        (("station",), (11,), {"cell": 3}, [0, 0, 4, 11]),
+        (("station",), (11,), {"cell": 4}, [0, 5, 5, 10, 11]),
+        (("y", "x"), (5, 4), {"y": 3}, {"y": [0, 1, 3, 5]}),
+        (("y", "x"), (5, 4), {"y": 2, "x": 2}, "balanced"),
+    ],
+)
+def test_places_of_their_own_on_every_mesh(tmp_path, dims, shape, axes, split):
+    path, lat, lon = store_of_places(tmp_path / "s.zarr", dims, shape, dims)
+    times = jigsaw.io.open(path, mesh={"cell": 1}).input_times(1)
+    for got in run_on_ranks(math.prod(axes.values()), forced_parts, path, axes, split):
+        np.testing.assert_array_equal(got, at_each_place(times, lat, lon))
+
+
+def test_forcings_of_healpix_cells(tmp_path):
+    cells = xr.DataArray(np.zeros((3, 48), "f4"), dims=("time", "cell"), coords={"time": TIME}, name="t")
+    crs = {"grid_mapping_name": "healpix", "refinement_level": 1, "indexing_scheme": "nested"}
+    data = cells.assign_attrs(grid_mapping="crs").to_dataset().assign_coords(crs=((), 0, crs))
+    data.to_zarr(tmp_path / "s.zarr", consolidated=False)
+    ds = jigsaw.io.open(str(tmp_path / "s.zarr"), mesh=world_mesh(cell=1), forcings=ASKED, dtype="float64")
+    want = at_each_place(ds.input_times(2), ds.grid.lat, ds.grid.lon)
+    np.testing.assert_array_equal(ds[2].input.local[:, 1:], want)
+    standalone = forcings.cos_zenith(ds.input_times(2), ds.grid.lat[:, None], ds.grid.lon[:, None])
+    np.testing.assert_array_equal(standalone[..., 0], want[:, 0])
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -343,7 +425,12 @@ LATS, LONS = ("lat", np.linspace(-60, 60, 4)), ("lon", np.arange(5) * 72.0)
 @pytest.mark.parametrize(
     ("dims", "coords", "error", "said"),
     [
-        (("y", "x"), {"time": TIME}, GridError, r"need a lat-lon grid, but the fields' spatial dims are \['y', 'x'\]"),
+        (
+            ("y", "x"),
+            {"time": TIME},
+            GridError,
+            r"but the fields' spatial dims are \['y', 'x'\]",
+        ),
         (
             ("lat", "lon"),
             {"time": TIME, "lon": LONS},
@@ -386,6 +473,8 @@ def test_places_need_no_dates(tmp_path):
 def test_bad_arguments_of_the_functions():
     with pytest.raises(GridError, match=r"lat must be a 1-d array of degrees, not float64\[2, 2\]"):
         forcings.cos_zenith("2020-01-01", np.zeros((2, 2)), [0.0])
+    with pytest.raises(GridError, match=r"lat has the shape \[2, 2\] and lon \[2, 3\]; give both of each place"):
+        forcings.cos_zenith("2020-01-01", np.zeros((2, 2)), np.zeros((2, 3)))
     with pytest.raises(UnsupportedStoreError, match=r"a time is missing \(NaT\)"):
         forcings.cos_zenith(["2020-01-01", "NaT"], [0.0], [0.0])
     with pytest.raises(UnsupportedStoreError, match="times from 'noon' on are no dates"):

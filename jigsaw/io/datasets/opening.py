@@ -161,8 +161,7 @@ def open(
     cells = cell_grid_of(survey, variables[0], source)
     forced = None
     if forcings:
-        attrs = {dim: survey.attrs(variables[0], dim) for dim in whole_coords}
-        places = geographic_angles(whole_coords, attrs, forcings)
+        places = geographic_angles(whole_coords, survey, variables[0], cells, forcings)
         forced = GridForcings.of(forcings, places, [c.name for c in chosen], normalize)
     scale, offset = channel_scales(chosen, forced.unnamed(normalize) if forced else normalize)
     before, after = window_offsets("inputs", inputs, axis), window_offsets("targets", targets, axis)

@@ -148,7 +148,7 @@ def cell_grid_of(survey: StoreSurvey, variable: StoreVariable, source: StoreSour
     points = None
     if angles:
         lat, lon = (
-            _degrees_of_cells(survey, angles[angle], cells, most) for angle, most in (("lat", 90), ("lon", 720))
+            degrees_of_places(survey, angles[angle], (cells,), most) for angle, most in (("lat", 90), ("lon", 720))
         )
         points = lat, lon
     stored = next((n for n in survey.coords.tables_of_cells(table) if dim in survey.store.arrays[n].dims), None)
@@ -215,17 +215,19 @@ def _healpix_numbers(survey: StoreSurvey, variable: StoreVariable, nside: int) -
     return numbers
 
 
-def _degrees_of_cells(survey: StoreSurvey, name: str, cells: int, most: float) -> CellValues:
+def degrees_of_places(survey: StoreSurvey, name: str, shape: tuple[int, ...], most: float) -> CellValues:
+    """Read a latitude or longitude of each place, in degrees.  Raises: `GridError` for others than that."""
     table = survey.store.arrays[name]
     values = decoded_coordinate(table, survey.store.read_small(name), wide=True).astype(np.float64)
     if str(table.attrs.get("units", "")).lower().startswith("rad"):
         values = np.degrees(values)
-    if values.shape != (cells,) or not (np.abs(values) <= most + 1e-4).all():
-        at = int(np.flatnonzero(~(np.abs(values) <= most + 1e-4))[0]) if values.shape == (cells,) else None
-        wrong = f"{values[at]} for cell {at}" if at is not None else f"the shape {values.shape}"
+    is_wrong = ~(np.abs(values) <= most + 1e-4)
+    if values.shape != shape or is_wrong.any():
+        at = np.argwhere(is_wrong)[0].tolist() if values.shape == shape else []
+        wrong = f"{values[tuple(at)]} for cell {', '.join(map(str, at))}" if at else f"the shape {values.shape}"
         raise GridError(
-            f"{name!r} has {wrong}, and each of {cells} cells needs degrees of at most {most:g}, or radians by its "
-            "units; rewrite it, or leave it out"
+            f"{name!r} has {wrong}, and each of {' x '.join(map(str, shape))} cells needs degrees of at most {most:g}, "
+            "or radians by its units; rewrite it, or leave it out"
         )
     return values
 

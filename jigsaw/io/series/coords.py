@@ -148,7 +148,7 @@ class StoreCoordinates:
 
     def __init__(self, arrays: Mapping[str, ArrayTable], naming: DimNaming | None = None) -> None:
         self.arrays, self.naming = arrays, naming or DimNaming()
-        self._planes: list[tuple[str, tuple[str, ...]]] = []
+        self._planes: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
         self._auxiliary: dict[tuple[str, str], str] = {}
         self._angles: dict[tuple[str, str], dict[str, str]] = {}
         self._bounds = {
@@ -159,8 +159,8 @@ class StoreCoordinates:
         } | {n for n in arrays if n.removeprefix(_group_prefix(n)) in (*_ICON_TABLES, SOURCE_PLACES)}
         for name, table in sorted(arrays.items()):
             group, role = _group_prefix(name), _said_role(table.attrs)
-            if len(table.dims) == 2 and role == "lat":
-                self._planes.append((group, tuple(table.dims)))
+            if len(table.dims) == 2 and role in _ANGLES:
+                self._planes.setdefault((group, tuple(table.dims)), {}).setdefault(role, name)
             if len(table.dims) == 1 and name != group + table.dims[0]:
                 angle = role if role in _ANGLES else _ROLE_OF_NAME.get(name.removeprefix(group).lower())
                 if angle in _ANGLES and _can_be_role(table.dims[0], angle):
@@ -274,7 +274,7 @@ class StoreCoordinates:
         return named
 
     def _roles(self, array: ArrayTable) -> tuple[str, ...]:
-        plane = self._plane(array) or self._cells(array)
+        plane = dict(zip(self.plane(array)[0], ("y", "x"), strict=False)) or self._cells(array)
         choices = [self.naming.roles.get(dim) for dim in array.dims]
         likely = [
             choices[i] or plane.get(dim) or role_of_dim(dim, self.attrs(array, dim)) or dim
@@ -293,14 +293,17 @@ class StoreCoordinates:
         vertical = {"z": "level"} if globe else {"level": "z"} if volume else {}
         return tuple(vertical.get(role, role) for role in roles)
 
-    def _plane(self, array: ArrayTable) -> dict[str, str]:
-        """Return the dims `y, x` of an array on a curvilinear grid: latitudes depend on both dims."""
-        for group, dims in self._planes:
-            if group == _group_prefix(array.name) and set(dims) <= set(array.dims):
+    def plane(self, array: ArrayTable) -> tuple[tuple[str, ...], dict[str, str]]:
+        """Return the dims `y, x` of an array on a curvilinear grid, and the arrays of its latitudes and longitudes.
+
+        Nothing for another grid, whose latitudes depend on one dim.
+        """
+        for (group, dims), angles in self._planes.items():
+            if group == _group_prefix(array.name) and set(dims) <= set(array.dims) and "lat" in angles:
                 alone = [self.attrs(array, d) for d in dims]
-                if not any(_said_role(attrs) in ("lat", "lon") for attrs in alone):
-                    return dict(zip(dims, ("y", "x"), strict=True))
-        return {}
+                if not any(_said_role(attrs) in _ANGLES for attrs in alone):
+                    return dims, angles if len(angles) == len(_ANGLES) else {}
+        return (), {}
 
     def _cells(self, array: ArrayTable) -> dict[str, str]:
         """Return the one dim along which each place has its own latitude and longitude, is numbered by HEALPix, or is a

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,10 +31,14 @@ from numpy.typing import ArrayLike, NDArray
 from jigsaw.errors import FieldError, GridError, WindowError
 from jigsaw.io import arguments
 from jigsaw.io.series import solar
+from jigsaw.io.series.cell_grid import CellGrid, degrees_of_places
 from jigsaw.io.series.fields import FieldChannel
 from jigsaw.io.series.solar import GridAngles, SolarInstant, SunPosition
 from jigsaw.io.series.statistics import NormalizeArgument, Statistics, channel_scales
 from jigsaw.io.series.times import parse_duration
+
+if TYPE_CHECKING:
+    from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable
 
 ForcingValues = NDArray[np.float64]
 
@@ -44,7 +48,7 @@ SOLAR_CONSTANT = 1361.0
 FORCING_NAMES = ("cos_zenith", "toa_radiation", "day_progress", "year_progress", "latlon")
 _AVERAGED_FORCINGS = ("cos_zenith", "toa_radiation")
 _MICROSECONDS_A_DAY = 86_400_000_000
-_ROWS_AT_ONCE = 64  # rows computed at a time, so that the intermediate values stay in cache
+_PLACES_AT_ONCE = 1 << 16  # computed at a time, so that the intermediate values stay in cache
 
 
 @dataclass(frozen=True)
@@ -78,16 +82,16 @@ class AskedForcing:
         return self.name == "latlon"
 
     def at(self, instant: SolarInstant, places: GridAngles) -> tuple[ForcingValues, ...]:
-        """Return the values of its channels, each of a shape that broadcasts to [lat, lon]."""
+        """Return the values of its channels, each of a shape that broadcasts to that of the places."""
         if self.name == "latlon":
-            return places.sin_lat[:, None], places.cos_lat[:, None], places.sin_lon[None, :], places.cos_lon[None, :]
+            return places.sin_lat, places.cos_lat, places.sin_lon, places.cos_lon
         if self.name == "year_progress":
             angle = math.tau * instant.year
-            return np.full((1, 1), math.sin(angle)), np.full((1, 1), math.cos(angle))
+            return np.array(math.sin(angle)), np.array(math.cos(angle))
         if self.name == "day_progress":
             sine, cosine = math.sin(math.tau * instant.clock), math.cos(math.tau * instant.clock)
             turned = sine * places.cos_lon + cosine * places.sin_lon
-            return turned[None, :], (cosine * places.cos_lon - sine * places.sin_lon)[None, :]
+            return turned, cosine * places.cos_lon - sine * places.sin_lon
         is_zenith = self.name == "cos_zenith"
         if self.days and is_zenith:
             return (solar.mean_cos_zenith(instant, self.days, places),)
@@ -112,7 +116,8 @@ def cos_zenith(times: ArrayLike, lat: ArrayLike, lon: ArrayLike, interval: str |
     """Return the cosine of the solar zenith angle [T, lat, lon], 0 at night; or its mean over `interval` before each
     time.
 
-    `times` are UTC: datetime64, `datetime`, ISO strings or cftime objects; `lat` and `lon` 1-d, in degrees.
+    `times` are UTC: datetime64, `datetime`, ISO strings or cftime objects; `lat` and `lon` 1-d, in degrees. For
+    places of their own give both with one shape of two dims: [T, y, x], or for cells ``lat[:, None]``, [T, cells, 1].
 
     Raises: `GridError`, `UnsupportedStoreError` for coordinates that are not degrees or dates, `FieldError` for an
     invalid interval.
@@ -166,7 +171,8 @@ def latlon(lat: ArrayLike, lon: ArrayLike) -> ForcingValues:
 def _compute_forcing(
     name: str, times: ArrayLike, lat: ArrayLike, lon: ArrayLike, interval: str | None = None
 ) -> ForcingValues:
-    forcings = GridForcings.of([name if interval is None else f"{name}@{interval}"], GridAngles.of(lat, lon))
+    paired = np.ndim(lat) == np.ndim(lon) == 2
+    forcings = GridForcings.of([name if interval is None else f"{name}@{interval}"], GridAngles.of(lat, lon, paired))
     out = np.empty((np.size(np.asarray(times)), len(forcings.names), *forcings.places.shape))
     forcings.write(out, np.asarray(times))
     return out
@@ -218,19 +224,18 @@ class GridForcings:
         rest = {key: value for key, value in normalize.items() if key not in own_names}
         return rest if rest or not normalize else None
 
-    def taken(self, rows: Sequence[int], columns: Sequence[int]) -> GridForcings:
-        """Return these forcings over some rows and columns of the grid: those that a rank holds, including wrapped
-        ones.
-        """
-        return GridForcings(self.forcings, self.places.taken(rows, columns), self.scale, self.offset)
+    def taken(self, *rows: Sequence[int]) -> GridForcings:
+        """Return these forcings over some rows of each dim: those that a rank holds, including wrapped ones."""
+        return GridForcings(self.forcings, self.places.taken(*rows), self.scale, self.offset)
 
     def write(self, out: NDArray[Any], times: NDArray[Any]) -> None:
-        """Write the values at `times` into `out` [T, C, lat, lon], rounded to its dtype."""
+        r"""Write the values at `times` into `out` [T, C, \*space], rounded to its dtype."""
         when = [SolarInstant(0.0, 0.0, 0.0)] * len(out) if self.is_static else solar.solar_instants(times)
-        rows, columns = self.places.shape
-        for first in range(0, rows, _ROWS_AT_ONCE):
-            block = range(first, min(first + _ROWS_AT_ONCE, rows))
-            places = self.places.taken(block, range(columns))
+        rows, *others = self.places.shape
+        at_once = max(1, _PLACES_AT_ONCE // max(1, math.prod(others)))
+        for first in range(0, rows, at_once):
+            block = range(first, min(first + at_once, rows))
+            places = self.places.taken(block, *map(range, others))
             for t, instant in enumerate(when):
                 self._write(out[t, :, block.start : block.stop], instant, places)
 
@@ -249,18 +254,32 @@ def _forcing_scale(forcing: AskedForcing, channel: str, normalize: Mapping[str, 
 
 
 def geographic_angles(
-    grid: Mapping[str, ArrayLike], attrs: Mapping[str, Mapping[str, Any]], asked: Sequence[str]
+    grid: Mapping[str, ArrayLike],
+    survey: StoreSurvey,
+    variable: StoreVariable,
+    cells: CellGrid | None,
+    asked: Sequence[str],
 ) -> GridAngles:
-    """Return the places of a grid, from the coordinates along its spatial dims and their attributes. Anything but
-    geographic latitudes and longitudes is refused: a projection, a volume, a rotated pole, dims without coordinates.
+    """Return the places of a variable's grid: of rows and columns, of cells, or of each point of a curvilinear grid.
+
+    Raises: `GridError` for a grid without geographic latitudes and longitudes: a volume, a rotated pole or a projection
+    alone, dims without coordinates.
     """
+    if cells is not None:
+        return GridAngles.of(cells.lat, cells.lon, paired=True)
+    angles = survey.coords.plane(variable.table)[1] if tuple(grid) == ("y", "x") else {}
+    if angles:
+        shape = variable.size("y"), variable.size("x")
+        most = {"lat": 90, "lon": 720}
+        lat, lon = (degrees_of_places(survey, angles[name], shape, most[name]) for name in most)
+        return GridAngles.of(lat, lon, paired=True)
     if tuple(grid) != ("lat", "lon"):
         raise GridError(
-            f"forcings={list(asked)} need a lat-lon grid, but the fields' spatial dims are {list(grid)}; "
-            "leave the forcings out, or store them as fields"
+            f"forcings={list(asked)} need latitudes and longitudes, but the fields' spatial dims are {list(grid)} "
+            "without them; give the store both along these dims, leave the forcings out, or store them as fields"
         )
     for dim, values in grid.items():
-        _check_degrees(dim, np.asarray(values), attrs.get(dim, {}), asked)
+        _check_degrees(dim, np.asarray(values), survey.attrs(variable, dim), asked)
     return GridAngles.of(grid["lat"], grid["lon"])
 
 

@@ -1,4 +1,4 @@
-r"""Position of the sun: instants, its position at one, and the cosine of its zenith angle over a lat-lon grid.
+r"""Position of the sun: instants, its position at one, and the cosine of its zenith angle over a grid.
 
 The position is that of Meeus, Astronomical Algorithms (2nd ed., 1998, chapters 25 and 28), the low-precision theory
 that NOAA's solar calculator uses: 0.01 degrees between the years 1900 and 2100, with the mean orbit drifting slowly
@@ -123,7 +123,10 @@ class SunPosition:
 
 @dataclass(frozen=True, eq=False)
 class GridAngles:
-    """Rows and columns of a lat-lon grid: longitudes in radians, and the sines and cosines of both."""
+    """Places of a grid: longitudes in radians, and the sines and cosines of both angles.
+
+    They broadcast to the shape of the grid: [lat, 1] and [1, lon], or the whole shape where each place has its own.
+    """
 
     lon: SolarValues
     sin_lat: SolarValues
@@ -132,23 +135,33 @@ class GridAngles:
     cos_lon: SolarValues
 
     @classmethod
-    def of(cls, lat: ArrayLike, lon: ArrayLike) -> GridAngles:
-        """Make angles from 1-d latitudes and longitudes in degrees."""
-        north, east = _checked_radians("lat", lat, 90.0), _checked_radians("lon", lon, 720.0)
+    def of(cls, lat: ArrayLike, lon: ArrayLike, paired: bool = False) -> GridAngles:
+        """Make angles from degrees: those of rows and of columns, or `paired`, of one shape, those of each place."""
+        north, east = _checked_radians("lat", lat, 90.0, paired), _checked_radians("lon", lon, 720.0, paired)
+        if not paired:
+            north, east = north[:, None], east[None, :]
+        elif north.shape != east.shape:
+            raise GridError(
+                f"lat has the shape {list(north.shape)} and lon {list(east.shape)}; give both of each place"
+            )
         return cls(east, *(_map_each(f, values) for values in (north, east) for f in (math.sin, math.cos)))
 
-    def taken(self, rows: Sequence[int], columns: Sequence[int]) -> GridAngles:
-        r, c = np.array(rows, dtype=np.int64), np.array(columns, dtype=np.int64)
-        return GridAngles(self.lon[c], self.sin_lat[r], self.cos_lat[r], self.sin_lon[c], self.cos_lon[c])
+    def taken(self, *rows: Sequence[int]) -> GridAngles:
+        """Return the angles over some rows of each dim of the grid."""
+        angles = [self.lon, self.sin_lat, self.cos_lat, self.sin_lon, self.cos_lon]
+        for dim, (size, picked) in enumerate(zip(self.shape, rows, strict=True)):
+            at = np.array(picked, dtype=np.int64)
+            angles = [values.take(at, dim) if values.shape[dim] == size else values for values in angles]
+        return GridAngles(*angles)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.sin_lat.size, self.sin_lon.size
+    def shape(self) -> tuple[int, ...]:
+        return np.broadcast_shapes(self.sin_lat.shape, self.sin_lon.shape)
 
 
-def _checked_radians(name: str, values: ArrayLike, most: float) -> SolarValues:
+def _checked_radians(name: str, values: ArrayLike, most: float, paired: bool) -> SolarValues:
     degrees = np.asarray(values)
-    if degrees.ndim != 1 or degrees.dtype.kind not in "fiu":
+    if (degrees.ndim != 1 and not paired) or degrees.dtype.kind not in "fiu":
         raise GridError(f"{name} must be a 1-d array of degrees, not {degrees.dtype}{list(degrees.shape)}")
     wide = degrees.astype(np.float64)
     if not (np.abs(wide) <= most + 1e-4).all():
@@ -161,21 +174,21 @@ def _checked_radians(name: str, values: ArrayLike, most: float) -> SolarValues:
 
 def _map_each(function: Callable[[float], float], values: SolarValues) -> SolarValues:
     """Apply the function to each value: vectorized sines may differ with a value's place in its array."""
-    return np.array([function(x) for x in values.tolist()], dtype=np.float64)
+    return np.array([function(x) for x in values.ravel().tolist()], dtype=np.float64).reshape(values.shape)
 
 
 def cos_zenith_now(sun: SunPosition, at: GridAngles) -> SolarValues:
-    """Return the cosine of the sun's zenith angle now [lat, lon], 0 where it is below the horizon."""
+    """Return the cosine of the sun's zenith angle now, over the grid, 0 where it is below the horizon."""
     hour = math.cos(sun.hour) * at.cos_lon - math.sin(sun.hour) * at.sin_lon
-    cosine = np.multiply.outer(at.cos_lat * sun.cos_declination, hour)
-    cosine += (at.sin_lat * sun.sin_declination)[:, None]
+    cosine = at.cos_lat * sun.cos_declination * hour
+    cosine += at.sin_lat * sun.sin_declination
     return np.maximum(cosine, 0.0, out=cosine)
 
 
 def mean_cos_zenith(
     instant: SolarInstant, days: float, at: GridAngles, weight: Callable[[SunPosition], float] = lambda _: 1.0
 ) -> SolarValues:
-    """Return the mean of `cos_zenith_now` [lat, lon], times a `weight` of the sun, over the `days` up to an instant.
+    """Return the mean of `cos_zenith_now`, times a `weight` of the sun, over the `days` up to an instant.
 
     The integral over the hour angle between sunrise and sunset is taken exactly; the declination is held for a quarter
     of a day at most.
@@ -192,15 +205,13 @@ def _daylight_integral(sun: SunPosition, half: float, at: GridAngles) -> SolarVa
     """Integrate max(0, cos z) over the hour angles within `half` (at most pi) of the sun's."""
     a, b = at.sin_lat * sun.sin_declination, at.cos_lat * sun.cos_declination
     cos_set = np.clip(-a / b, -1.0, 1.0)
-    sunset = _SunsetIntegral(
-        a[:, None], b[:, None], _map_each(math.acos, cos_set)[:, None], np.sqrt(1.0 - cos_set**2)[:, None]
-    )
+    sunset = _SunsetIntegral(a, b, _map_each(math.acos, cos_set), np.sqrt(1.0 - cos_set**2))
     first, last = _hour_angles(sun.hour - half, at), _hour_angles(sun.hour + half, at)
     passed = sunset.until(*last)
     passed -= sunset.until(*first)
     # a span over midnight comes back below its start
     over = (last[0] < first[0]) if half < math.pi else np.ones(at.lon.shape, np.bool_)
-    passed += np.multiply.outer(sunset.day(), over)
+    passed += sunset.day() * over
     return np.maximum(passed, 0.0, out=passed)
 
 
@@ -212,7 +223,7 @@ def _hour_angles(greenwich: float, at: GridAngles) -> tuple[SolarValues, SolarVa
 
 @dataclass(frozen=True, eq=False)
 class _SunsetIntegral:
-    """cos z = a + b cos h is above 0 for hour angles within `hour` of noon; `sine` is that hour's.  All [lat, 1]."""
+    """cos z = a + b cos h is above 0 for hour angles within `hour` of noon; `sine` is that hour's; of each latitude."""
 
     a: SolarValues
     b: SolarValues
@@ -220,7 +231,7 @@ class _SunsetIntegral:
     sine: SolarValues
 
     def until(self, hour: SolarValues, sine: SolarValues) -> SolarValues:
-        """Return the integral [lat, lon] of max(0, cos z) from noon to hour angles [lon]."""
+        """Return the integral of max(0, cos z) from noon to hour angles, over the grid."""
         lit = np.clip(hour, -self.hour, self.hour)
         risen = np.where(hour > self.hour, self.sine, np.where(hour < -self.hour, -self.sine, sine))
         lit *= self.a
@@ -228,5 +239,5 @@ class _SunsetIntegral:
         return np.add(lit, risen, out=lit)
 
     def day(self) -> SolarValues:
-        """Return the integral [lat] over the whole day."""
-        return (2.0 * (self.a * self.hour + self.b * self.sine))[:, 0]
+        """Return the integral over the whole day, for each latitude."""
+        return 2.0 * (self.a * self.hour + self.b * self.sine)
