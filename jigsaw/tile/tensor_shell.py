@@ -202,23 +202,17 @@ def _saved_rows(node: Any) -> list[tuple[Tensor, int]]:
         with as_plain_tensors(), suppress(RuntimeError):  # of a tile that was changed: the backward pass raises
             saved = node.saved_tensors
     rows = [x.local for x in saved if isinstance(x, TensorShell)]
-    last_changes = [getattr(x.untyped_storage(), _CHANGED_AT, 0) for x in rows]
     # the result may be read for the first time after a change, which the version of now would not tell
-    return [
-        (x, own_version(x) if changed <= node_number(node) else -1)
-        for x, changed in zip(rows, last_changes, strict=True)
-    ]
+    are_same = [getattr(x.untyped_storage(), _CHANGED_AT, 0) <= node_number(node) for x in rows]
+    return [(x, own_version(x) if is_same else -1) for x, is_same in zip(rows, are_same, strict=True)]
 
 
 _CHANGED_AT = "_jigsaw_changed_at"  # number of autograd's next node when some memory was changed in place
 
 
 def note_change(memory: torch.UntypedStorage) -> None:
-    """Remember that a tile with this memory is changed in place, for the Functions that have saved it.
-
-    The forward of such a Function runs without autograd, so its own changes do not count.
-    """
-    if torch.is_grad_enabled():
+    """Remember that a tile with this memory is changed in place, for the Functions that have saved it."""
+    if torch.is_grad_enabled():  # the forward of such a Function runs without, so its own changes do not count
         setattr(memory, _CHANGED_AT, next_node_number())
 
 
