@@ -188,6 +188,10 @@ class Layout(FrozenValue):
             return self
         return Layout.from_dims([[c.bare() for c in group] for group in self._dims], self.axes)
 
+    def uncut(self) -> Layout:
+        """Return the layout of the whole tensor on every rank; dims that were flattened together stay so."""
+        return Layout.from_dims([[c.uncut() for c in group] for group in self._dims], self.axes)
+
     def without_beyond(self) -> Layout:
         """Return the same layout without rows beyond an end that does not wrap."""
         return self._without_beyond

@@ -25,8 +25,9 @@ def _drop_random(tile: Tile, p: float, training: bool, dims: int, inplace: bool)
     if not training or p == 0:
         return tile
     # halo rows are hashed by their global place too, so a row that two ranks hold is dropped on both or on neither
-    kept = global_chances(tile, dims, p)
-    out = Tile((tile.local * kept).mul_(0.0 if p == 1 else 1 / (1 - p)), tile.layout, tile.mesh)
+    is_kept = global_chances(tile, dims, p)
+    # False, not 0.0, which is no integer
+    out = Tile((tile.local * is_kept).mul_(False if p == 1 else 1 / (1 - p)), tile.layout, tile.mesh)
     return tile.copy_(out) if inplace else out
 
 

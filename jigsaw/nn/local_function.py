@@ -257,9 +257,7 @@ class LocalFunction(nn.Module):
         )
 
     def _reached_tensors(self, y: Tensor, known: Sequence[Tensor]) -> set[int]:
-        """Return the places of the arguments that the gradient of `y` reaches; another leaf would take a part for the
-        whole.
-        """
+        """Return the places of the arguments that the gradient of `y` reaches; another leaf is refused."""
         at = {get_gradient_edge(x).node: k for k, x in enumerate(known) if x.requires_grad}
         reached, seen = set[int](), set[Any]()
         todo: list[Any] = [get_gradient_edge(y).node] if y.requires_grad else []
@@ -292,9 +290,7 @@ def _of_dim(by_dim: Mapping[int, T], dim: int, ndim: int, default: T) -> T:
 
 
 def _rows_within_reach(tile: Tile, first: Tile, along: Sequence[DimStencil]) -> Tensor:
-    """Return the rows of a tile that this rank's output rows need, aligned from the right; an uncut row meets any
-    number.
-    """
+    """Return the rows of a tile that this rank's output rows need; a row that nothing cuts meets any number."""
     lead = first.ndim - tile.ndim
     own_dims = [(a, a.dim - lead) for a in along if a.dim >= lead]
     moved = tuple(DimStencil(d, a.rule, a.wrap) for a, d in own_dims if is_cut_or_haloed(tile.layout, d))

@@ -27,11 +27,12 @@ from jigsaw.comm.exchange import exchange_rows
 from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import whole_dim
-from jigsaw.ops.reductions import finish_reduction, reduced_dims, reducing_axes
+from jigsaw.ops.pointwise import replace_results
+from jigsaw.ops.reductions import reduced_dims, reducing_axes
 from jigsaw.ops.unknown_functions import run_unknown_function, uncut_tiles
 from jigsaw.ops.whole_dims import run_held_whole, run_with_whole_dim
 from jigsaw.ops.whole_strides import is_whole_contiguous, whole_strides, with_order
-from jigsaw.tile.tile import Tile, implements_torch, tiles_in
+from jigsaw.tile.tile import Tile, implements_torch, leave_tile, tiles_in
 
 
 def run_along_dim(function: Any, input: Tile, dim: int, /, *args: Any, **kwargs: Any) -> Any:
@@ -46,23 +47,18 @@ def run_along_dim(function: Any, input: Tile, dim: int, /, *args: Any, **kwargs:
     if not input.local.numel() and input.numel():
         # torch checks dtypes only where there are elements, so a rank without rows checks them here
         function(input.local.new_zeros([n or 1 for n in input.local.shape]), *args, **kwargs)
-    return _as_tiles(function(input.local, *args, **kwargs), input, at)
 
+    def as_tile(out: Tensor) -> Any:
+        if out.ndim == input.ndim:
+            return Tile(out, input.layout.replace_dim(at, whole_dim(out.shape[at])), input.mesh)
+        layout = input.layout.drop((at,))
+        return Tile(out, layout, input.mesh) if layout.ndim else leave_tile(out, input.mesh)
 
-def _as_tiles(out: Any, input: Tile, dim: int) -> Any:
-    if isinstance(out, Tensor) and out.ndim == input.ndim:
-        return Tile(out, input.layout.replace_dim(dim, whole_dim(out.shape[dim])), input.mesh)
-    if isinstance(out, Tensor):
-        layout = input.layout.drop((dim,))
-        return finish_reduction(out, input, (dim,), False) if layout.ndim == 0 else Tile(out, layout, input.mesh)
-    values = [_as_tiles(o, input, dim) for o in out]
-    return type(out)(*values) if hasattr(out, "_fields") else type(out)(values)
+    return replace_results(function(input.local, *args, **kwargs), as_tile)
 
 
 def _answer_along_dim(function: Any, position: int, default: int | None) -> None:
-    """Answer `function`, whose dim is argument number `position` (after the input) or `default`.  Without a dim it
-    works on the flattened tensor, which every rank then holds whole.
-    """
+    """Answer `function`, whose dim is argument number `position` (after the input) or `default`; all dims for None."""
 
     def handler(input: Tile, *args: Any, **kwargs: Any) -> Any:
         dim = kwargs.get("dim", args[position] if len(args) > position else default)
@@ -135,50 +131,39 @@ def _shifted_and_sums(input: Tile, dim: int, dtype: torch.dtype | None) -> tuple
     return shifted, comm.use_in_parts(sums, shifted.mesh, axes)
 
 
-def _check_has_exp(function: Any, input: Tile, dtype: torch.dtype | None) -> None:
-    wanted = dtype or input.dtype
-    if not wanted.is_floating_point:
-        raise RuntimeError(f"{function.__name__}() of {wanted} is not defined; give a floating dtype=")
-
-
-@implements_torch(F.softmax)
-def softmax(input: Tile, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tile:
-    """Return y = exp(x - max) / sum exp(x - max) along `dim`, which may be cut.
+def _softmax_along(function: Any, input: Tile, dim: int | None, dtype: torch.dtype | None) -> Tile:
+    """Return exp(x - max) / sum exp(x - max) along `dim`, which may be cut, or its logarithm.
 
     *Shapes*: as the input, globally and per rank.
     *Sends*: along a cut dim two all-reduces of the input's size divided by the rows of `dim`; backward one.
     """
     if dim is None:
-        raise ShardingError("softmax on a Tile needs dim=")
+        raise ShardingError(f"{function.__name__} on a Tile needs dim=")
     (at,) = reduced_dims(input, dim)
     if not input.layout.is_cut(at):
-        return run_along_dim(torch.softmax, input, at, at, dtype=dtype)
-    _check_has_exp(torch.softmax, input, dtype)
+        return run_along_dim(function, input, at, at, dtype=dtype)
+    result_dtype = dtype or input.dtype
+    if not result_dtype.is_floating_point:
+        raise RuntimeError(f"{function.__name__}() of {result_dtype} is not defined; give a floating dtype=")
     shifted, sums = _shifted_and_sums(input, at, dtype)
-    return Tile((shifted.local.exp() / sums).to(dtype or input.dtype), shifted.layout, input.mesh)
+    local = shifted.local.exp() / sums if function is torch.softmax else shifted.local - sums.log()
+    return Tile(local.to(result_dtype), shifted.layout, input.mesh)
 
 
-@implements_torch(F.log_softmax)
-def log_softmax(input: Tile, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tile:
-    """Return y = x - log sum exp x along `dim`, which may be cut; bytes as `softmax`."""
-    if dim is None:
-        raise ShardingError("log_softmax on a Tile needs dim=")
-    (at,) = reduced_dims(input, dim)
-    if not input.layout.is_cut(at):
-        return run_along_dim(torch.log_softmax, input, at, at, dtype=dtype)
-    _check_has_exp(torch.log_softmax, input, dtype)
-    shifted, sums = _shifted_and_sums(input, at, dtype)
-    return Tile((shifted.local - sums.log()).to(dtype or input.dtype), shifted.layout, input.mesh)
+def _answer_softmax(function: Any, functional: Any, special: Any) -> None:
+    @implements_torch(function, special)
+    def answer(input: Tile, dim: int, dtype: torch.dtype | None = None) -> Tile:
+        return _softmax_along(function, input, dim, dtype)
+
+    @implements_torch(functional)
+    def answer_functional(
+        input: Tile, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+    ) -> Tile:
+        return _softmax_along(function, input, dim, dtype)
 
 
-@implements_torch(torch.softmax, torch.special.softmax)
-def _torch_softmax(input: Tile, dim: int, dtype: torch.dtype | None = None) -> Tile:
-    return softmax(input, dim, dtype=dtype)
-
-
-@implements_torch(torch.log_softmax, torch.special.log_softmax)
-def _torch_log_softmax(input: Tile, dim: int, dtype: torch.dtype | None = None) -> Tile:
-    return log_softmax(input, dim, dtype=dtype)
+_answer_softmax(torch.softmax, F.softmax, torch.special.softmax)
+_answer_softmax(torch.log_softmax, F.log_softmax, torch.special.log_softmax)
 
 
 # -- segments ---------------------------------------------------------------------------------------------------------
@@ -232,15 +217,15 @@ def empty_rows(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _ends_of_segments(data: Any, lengths: Any, offsets: Any, axis: int) -> NDArray[np.int64] | None:
     """Return the first row of each segment, and the end of the last; None where these are not alike for all."""
-    given = offsets if lengths is None else lengths
-    is_plain = isinstance(data, Tile) and data.ndim and isinstance(given, Tensor) and not isinstance(given, Tile)
+    numbers = offsets if lengths is None else lengths
+    is_plain = isinstance(data, Tile) and data.ndim and isinstance(numbers, Tensor) and not isinstance(numbers, Tile)
     is_lone = (lengths is None) != (offsets is None) and not lacks_values()
-    if not is_plain or not is_lone or given.dtype not in (torch.int64, torch.int32) or not given.numel():
+    if not is_plain or not is_lone or numbers.dtype not in (torch.int64, torch.int32) or not numbers.numel():
         return None
     (at,) = reduced_dims(data, axis)
-    whole = given.detach().cpu()
+    whole = numbers.detach().cpu()
     first = whole.reshape(-1, whole.shape[-1])[:1]
-    is_alike = given.ndim == at + 1 and bool((whole == first[0]).all())
+    is_alike = numbers.ndim == at + 1 and bool((whole == first[0]).all())
     if not is_alike or len(data.layout.dim(at)) > 1 or not data.is_floating_point():
         return None
     values = first[0].long().numpy()

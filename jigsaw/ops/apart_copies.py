@@ -99,9 +99,7 @@ class _WeakRows:
 
 
 class ApartCopy:
-    """A copy in `layout` of the rows of a source with the same dims, attached to the copy's storage; `move_rows` makes
-    it again.
-    """
+    """Copy in `layout` of a source's rows, known by its memory; `move_rows` makes it again after a change."""
 
     def __init__(self, source: Tile, layout: Layout, local: Tensor, has_way_back: bool, move_rows: _MoveRows) -> None:
         self.source, self.layout, self.has_way_back = _WeakRows(source), layout, has_way_back

@@ -30,7 +30,7 @@ def changes_rows(function: Any) -> Callable[[Callable[..., Any]], Callable[..., 
         def handler(input: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(input, Tile):
                 return run_unknown_function(function, input, *args, **kwargs)
-            _check_no_leaf(function, input)
+            check_no_leaf(function, input)
             if not holds_beyond(input.layout):
                 return change(input, *args, **kwargs)
             check_halo_goes_around(function, input)
@@ -57,7 +57,8 @@ def check_halo_goes_around(function: Any, tile: Tile) -> None:
         raise refusal_error(function, tile, why, "use tile.owned()")
 
 
-def _check_no_leaf(function: Any, tile: Tile) -> None:
+def check_no_leaf(function: Any, tile: Tile) -> None:
+    """Check a target.  Raises: what autograd would raise on the ranks that have rows of it."""
     if tile.requires_grad and tile.is_leaf and torch.is_grad_enabled():
         raise RuntimeError(
             f"{function.__name__}: a leaf Variable that requires grad is being used in an in-place operation; change "

@@ -82,14 +82,3 @@ def _resolve_conj(input: Tile) -> Tile:
 @implements_torch(Tensor.resolve_neg, torch.resolve_neg)
 def _resolve_neg(input: Tile) -> Tile:
     return run_copy(Tensor.resolve_neg, input)
-
-
-def _says_of_local(function: Any) -> None:
-    def handler(input: Tile) -> bool:
-        return function(input.local)
-
-    implements_torch(function)(handler)
-
-
-for _mark in (torch.is_conj, torch.is_neg, Tensor.is_conj, Tensor.is_neg):
-    _says_of_local(_mark)

@@ -39,22 +39,22 @@ def _covariance(input: Tile, *, correction: int = 1, fweights: Any = None, aweig
             total = number - correction
     total = total.clamp_min(0) if isinstance(total, Tensor) else max(total, 0)
     apart = x - mean
-    found = (apart if w is None else apart * w) @ apart.mH / total
-    return found.squeeze(1).squeeze(0) if x.shape[0] == 1 else found
+    covariance = (apart if w is None else apart * w) @ apart.mH / total
+    return covariance.squeeze(1).squeeze(0) if x.shape[0] == 1 else covariance
 
 
 @implements_torch(torch.corrcoef)
 def _correlation(input: Tile) -> Any:
     if input.ndim > 2:
         raise RuntimeError(f"corrcoef of a Tile of {input.ndim} dims: it needs 1 or 2")
-    found = _covariance(input)
-    if found.ndim == 0:
-        return found / found
-    deviation = held_whole(found.diagonal()).real.sqrt()  # it meets both dims, of which the axes cut one
-    found = found / deviation[:, None] / deviation
-    if not found.dtype.is_complex:
-        return found.clamp(-1, 1)
-    return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
+    covariance = _covariance(input)
+    if covariance.ndim == 0:
+        return covariance / covariance
+    deviation = held_whole(covariance.diagonal()).real.sqrt()  # it meets both dims, of which the axes cut one
+    correlation = covariance / deviation[:, None] / deviation
+    if not correlation.dtype.is_complex:
+        return correlation.clamp(-1, 1)
+    return torch.complex(correlation.real.clamp(-1, 1), correlation.imag.clamp(-1, 1))
 
 
 def _powers(x: Tile, count: int) -> Any:
@@ -70,8 +70,8 @@ def _powers(x: Tile, count: int) -> Any:
 def _vander(x: Tile, N: int | None = None, increasing: bool = False) -> Any:  # torch's own name
     if x.ndim != 1 or (N is not None and N < 0):
         raise RuntimeError(f"vander(N={N}) of a Tile of {x.ndim} dims: it needs 1, and N >= 0")
-    found = _powers(x, x.shape[0] if N is None else N)
-    return found if increasing else found.flip(-1)
+    powers = _powers(x, x.shape[0] if N is None else N)
+    return powers if increasing else powers.flip(-1)
 
 
 @implements_torch(torch.linalg.vander)

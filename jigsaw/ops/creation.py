@@ -15,11 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jigsaw.geometry.cut import cut_of_cells, whole_dim
+from jigsaw.geometry.cut import Cut, cut_of_cells, whole_dim
 from jigsaw.geometry.layout import Layout
+from jigsaw.ops.changing_rows import check_no_leaf
 from jigsaw.ops.random_numbers import global_normal, global_uniform
 from jigsaw.ops.unknown_functions import run_unknown_function
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error, tiles_in
+from jigsaw.torch_internals.dispatch import without_modes
 
 # -- of a number ------------------------------------------------------------------------------------------------------
 
@@ -29,16 +31,12 @@ def layout_like(tile: Tile, shape: Sequence[int]) -> Layout:
     lies as the tile's, without halo.  One that has the size of the cells which an index picked lies as these (zeros
     for `scatter_add_`).  All others are whole.
     """
-    own = tile.layout.without_halo()
-    lead = own.ndim - len(shape)
-    alike = [lead + d >= 0 and n == own.shape[lead + d] for d, n in enumerate(shape)]
-    cells = [cut_of_cells(n, own.dim(lead + d)) if lead + d >= 0 else None for d, n in enumerate(shape)]
-    dims = [own.dim(lead + d) if same else cells[d] or (whole_dim(shape[d]),) for d, same in enumerate(alike)]
-    return Layout.from_dims(dims, own.axes)
-
-
-def _sizes(size: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
+    layout = tile.layout.without_halo()
+    dims: list[Sequence[Cut]] = []
+    for d, n in enumerate(shape, layout.ndim - len(shape)):
+        cells = None if d < 0 else layout.dim(d) if n == layout.shape[d] else cut_of_cells(n, layout.dim(d))
+        dims.append(cells or (whole_dim(n),))
+    return Layout.from_dims(dims, layout.axes)
 
 
 def _new_tile(tile: Tile, shape: Sequence[int], make: Callable[..., Tensor], named: dict[str, Any]) -> Tile:
@@ -50,8 +48,9 @@ def _new_tile(tile: Tile, shape: Sequence[int], make: Callable[..., Tensor], nam
 
 def _answer_new(name: str, make: Callable[..., Tensor]) -> None:
     def answer(self: Tile, *size: Any, **named: Any) -> Tile:
-        wanted = named.pop("size", None)
-        return _new_tile(self, _sizes(size if wanted is None else (wanted,)), make, named)
+        sizes = (named.pop("size"),) if "size" in named else size
+        sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+        return _new_tile(self, tuple(sizes), make, named)
 
     implements_torch(getattr(Tensor, name))(answer)
 
@@ -63,8 +62,8 @@ _answer_new("new_empty", torch.empty)
 
 @implements_torch(Tensor.new_full, either=("fill_value",))
 def _new_full(self: Tile, size: Sequence[int], fill_value: Any, **named: Any) -> Tile:
-    def make(shape: Sequence[int], **how: Any) -> Tensor:
-        return torch.full(tuple(shape), fill_value, **how)
+    def make(shape: Sequence[int], **options: Any) -> Tensor:
+        return torch.full(tuple(shape), fill_value, **options)
 
     return _new_tile(self, tuple(size), make, named)
 
@@ -76,8 +75,8 @@ def _new_tensor(self: Any, data: Any, **named: Any) -> Any:
         return run_unknown_function(Tensor.new_tensor, self, data, **named)
     named = {"dtype": self.dtype, "device": self.device} | {k: v for k, v in named.items() if v is not None}
     if isinstance(data, Tile):
-        made = data.clone().detach().to(named["dtype"])
-        return made.requires_grad_(bool(named.get("requires_grad")))
+        copied = data.clone().detach().to(named["dtype"])
+        return copied.requires_grad_(bool(named.get("requires_grad")))
     x = torch.empty(0, dtype=named["dtype"], device=named["device"]).new_tensor(data, **named)
     return Tile(x, Layout.of(x.shape, (None,) * x.ndim, self.layout.axes), self.mesh)
 
@@ -87,7 +86,7 @@ def _fill_in_place(input: Any, value: Any) -> Any:
     if not isinstance(input, Tile) or isinstance(value, (Tile, Tensor)):
         input[...] = value  # the value is written as any other is, with its gradient
         return input
-    check_can_fill(input)
+    check_no_leaf(Tensor.fill_, input)
     input.local.fill_(value)
     return input
 
@@ -97,42 +96,42 @@ def _zero_in_place(input: Tile) -> Tile:
     return _fill_in_place(input, 0)
 
 
-def check_can_fill(tile: Tile) -> None:
-    """Check a tile.  Raises: what autograd would raise on the ranks that have rows."""
-    if tile.requires_grad and tile.is_leaf and torch.is_grad_enabled():
-        raise RuntimeError(
-            "a leaf Variable that requires grad is being used in an in-place operation; use torch.no_grad()"
-        )
-
-
 # -- of random numbers ------------------------------------------------------------------------------------------------
 
 
 def _like(input: Tile, values: Tensor, named: dict[str, Any]) -> Tile:
-    made = values.to(named.get("dtype") or input.dtype)
+    values = values.to(named.get("dtype") or input.dtype)
     if named.get("requires_grad"):
-        made.requires_grad_()
-    return Tile(made, input.layout, input.mesh)
+        values.requires_grad_()
+    return Tile(values, input.layout, input.mesh)
+
+
+def _uniform_numbers(tile: Tile, dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Tensor:
+    """Draw numbers from `low` to below `high`, also once they are rounded to the dtype; of complex ones both parts."""
+    if dtype.is_complex:
+        return torch.complex(*(_uniform_numbers(tile, dtype.to_real(), low, high) for _ in range(2)))
+    drawn = global_uniform(tile, tile.ndim)
+    drawn = drawn if dtype == torch.float64 else drawn.clamp_max(1 - torch.finfo(dtype).eps)
+    return drawn * (high - low) + low
+
+
+def _normal_numbers(tile: Tile, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    """Draw normal numbers; of complex ones each part has the mean, and half of the variance."""
+    if dtype.is_complex:
+        return torch.complex(*(_normal_numbers(tile, torch.float64, mean, std * math.sqrt(0.5)) for _ in range(2)))
+    return global_normal(tile, tile.ndim) * std + mean
 
 
 @implements_torch(torch.rand_like)
 def _rand_like(input: Tile, **named: Any) -> Tile:
     """Draw uniform numbers in [0, 1), a function of the global position.  *Sends*: one seed of 8 bytes."""
-    return _like(input, _below_one(global_uniform(input, input.ndim), named.get("dtype") or input.dtype), named)
-
-
-def _below_one(u: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to a narrower dtype so that no number becomes 1."""
-    return u if dtype == torch.float64 else u.clamp_max(1 - torch.finfo(dtype).eps)
+    return _like(input, _uniform_numbers(input, named.get("dtype") or input.dtype), named)
 
 
 @implements_torch(torch.randn_like)
 def _randn_like(input: Tile, **named: Any) -> Tile:
     """Draw standard normal numbers, as `torch.rand_like`."""
-    if (named.get("dtype") or input.dtype).is_complex:
-        parts = [global_normal(input, input.ndim) * math.sqrt(0.5) for _ in range(2)]
-        return _like(input, torch.complex(*parts), named)
-    return _like(input, global_normal(input, input.ndim), named)
+    return _like(input, _normal_numbers(input, named.get("dtype") or input.dtype), named)
 
 
 @implements_torch(torch.randint_like)
@@ -183,7 +182,10 @@ def _answer_random_fill(name: str, draw: Callable[..., Tensor]) -> None:
         if not isinstance(self, Tile):
             return run_unknown_function(method, self, *args, generator=generator, **named)
         _check_generator(method, self, generator)
-        check_can_fill(self)
+        check_no_leaf(method, self)
+        if not any(isinstance(value, Tensor) for value in (*args, *named.values())):
+            with without_modes():  # for torch's own errors, of no numbers
+                method(torch.empty(0, dtype=self.dtype, device=self.device), *args, **named)
         self.local.copy_(draw(self, *args, **named))  # through autograd: the old values have no gradient
         return self
 
@@ -191,12 +193,11 @@ def _answer_random_fill(name: str, draw: Callable[..., Tensor]) -> None:
 
 
 def _draw_uniform(tile: Tile, a: float = 0.0, b: float = 1.0, **named: float) -> Tensor:
-    low, high = named.get("from", a), named.get("to", b)
-    return _below_one(global_uniform(tile, tile.ndim), tile.dtype) * (high - low) + low
+    return _uniform_numbers(tile, tile.dtype, named.get("from", a), named.get("to", b))
 
 
 def _draw_normal(tile: Tile, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    return global_normal(tile, tile.ndim) * std + mean
+    return _normal_numbers(tile, tile.dtype, mean, std)
 
 
 def _draw_log_normal(tile: Tile, mean: float = 1.0, std: float = 2.0) -> Tensor:
@@ -241,9 +242,9 @@ def _drop_alpha(input: Tile, p: float, training: bool, dims: int, inplace: bool)
         return input
     if p == 1:
         return input.mul_(0) if inplace else input * 0
-    kept = (global_uniform(input, dims) >= p).to(input.dtype)
+    factor = (global_uniform(input, dims) >= p).to(input.dtype)  # 0 for what is dropped
     scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
-    out = Tile(input.local * (kept * scale) + (kept - 1 + p) * (_ALPHA * scale), input.layout, input.mesh)
+    out = Tile(input.local * (factor * scale) + (factor - 1 + p) * (_ALPHA * scale), input.layout, input.mesh)
     return input.copy_(out) if inplace else out
 
 
@@ -265,14 +266,10 @@ def _feature_alpha_dropout(
 def _rrelu(
     input: Tile, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
 ) -> Any:
-    """Return x where x > 0, else x times a number from `lower` to `upper`; where `training`, random by
-    global position.
-    """
+    """Return x where x > 0, else x times a number from `lower` to `upper`, which is random where `training`."""
     slope: Any = (lower + upper) / 2
     if training:
-        slope = Tile(
-            (global_uniform(input, input.ndim) * (upper - lower) + lower).to(input.dtype), input.layout, input.mesh
-        )
+        slope = _like(input, _uniform_numbers(input, input.dtype, lower, upper), {})
     out = input.where(input > 0, input * slope)  # the gradient at 0 is the slope
     return input.copy_(out) if inplace else out
 
@@ -284,9 +281,7 @@ def _rrelu_in_place(input: Tile, lower: float = 1 / 8, upper: float = 1 / 3, tra
 
 @implements_torch(F.gumbel_softmax)
 def _gumbel_softmax(logits: Tile, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
-    """Return the softmax of logits with Gumbel noise by global position (Jang et al., arXiv 1611.01144).  With `hard`,
-    the largest becomes 1 and the gradient stays.
-    """
+    """Return the softmax of logits with Gumbel noise by global position (Jang et al., arXiv 1611.01144)."""
     noise = -torch.log(-torch.log(global_uniform(logits, logits.ndim).clamp_min(2.0**-54)))
     noisy = Tile(noise.to(logits.dtype), logits.layout, logits.mesh)
     soft = ((logits + noisy) / tau).softmax(dim)

@@ -35,9 +35,7 @@ from jigsaw.tile.tile import Tile, implements_torch
 
 
 def pieces_in_stack(layout: Layout, cut: Cut) -> list[int]:
-    """Return the pieces of `cut` in the order in which `stack_along_axes` stacks them: that of the mesh, not of the
-    dim.
-    """
+    """Return the pieces of `cut` in the order of `stack_along_axes`, which is that of the mesh, not of the dim."""
     others = [a not in cut.axes for a, _ in layout.axes]
     coords = (c for c in layout.coords() if not any(i for i, other in zip(c, others, strict=True) if other))
     return [layout.piece(cut, c) for c in coords]
@@ -53,9 +51,9 @@ def _stacked_rows(row: Tensor, tile: Tile, dim: int) -> Tensor:
 def _rows_before(stacked: Tensor, tile: Tile, dim: int) -> Tensor:
     """Return the rows of those pieces before this rank's that have any, in the order of the dim, next to each other."""
     (cut,) = tile.layout.dim(dim)
-    mine = tile.layout.piece(cut, tile.coordinate)
+    own_piece = tile.layout.piece(cut, tile.coordinate)
     places = {piece: place for place, piece in enumerate(pieces_in_stack(tile.layout, cut))}
-    before = [stacked[places[p]] for p in range(mine) if cut.points[p] < cut.points[p + 1]]
+    before = [stacked[places[p]] for p in range(own_piece) if cut.points[p] < cut.points[p + 1]]
     # no row for the first piece, which still waits for the others in the backward pass
     return torch.cat([stacked[0].narrow(dim, 0, 0), *before], dim)
 
@@ -71,7 +69,7 @@ def _last_row(scanned: Tensor, local: Tensor, dim: int) -> Tensor:
 
 
 def _answer_scan(function: Any, total: Callable[[Tensor, int], Tensor] | None) -> None:
-    """Answer a scan of one result; `total` of rows is the last row of their scan."""
+    """Answer a scan of one result; `total` of rows is the last row of their scan, in a dtype that may be wider."""
 
     def handler(input: Tile, dim: int, *, dtype: torch.dtype | None = None) -> Any:
         """Return y[i] = x[0] + ... + x[i] (or their product, or log sum exp) along `dim`, which may be cut.
@@ -86,10 +84,10 @@ def _answer_scan(function: Any, total: Callable[[Tensor, int], Tensor] | None) -
         check_by_torch(function, input, at, at, **options)
         own = input.owned()
         wide = dtype or (own.dtype if own.dtype.is_floating_point or own.dtype.is_complex else torch.int64)
-        local = own.local if function is torch.logcumsumexp else own.local.to(wide)
-        last = total(local, at) if total else _last_row(function(local, at), local, at)
+        local = own.local if total is None else own.local.to(wide)
+        last = _last_row(function(local, at), local, at) if total is None else total(local, at).to(wide)
         before = _rows_before(_stacked_rows(last, own, at), own, at)
-        scanned = function(torch.cat([before, local], at), at)
+        scanned = function(torch.cat([before, local], at), at, **options)
         return Tile(scanned.narrow(at, before.shape[at], local.shape[at]), own.layout, own.mesh)
 
     implements_torch(function)(handler)
@@ -117,16 +115,17 @@ def _answer_extreme_scan(function: Any) -> None:
         (cut,) = own.layout.dim(at)
         start, _ = cut.owned(own.layout.piece(cut, own.coordinate))
         rows = _rows_before(_stacked_rows(_last_row(values, own.local, at), own, at), own, at)
-        there = _rows_before(_stacked_rows(_last_row(places, own.local.detach(), at) + start, own, at), own, at)
+        last_places = _last_row(places, own.local.detach(), at) + start
+        places_of_rows = _rows_before(_stacked_rows(last_places, own, at), own, at)
         count, size = rows.shape[at], own.local.shape[at]
         values, places = (y.narrow(at, count, size) for y in function(torch.cat([rows, own.local], at), at))
         if count:
-            earlier = there.gather(at, places.clamp(max=count - 1))
+            earlier = places_of_rows.gather(at, places.clamp(max=count - 1))
             places = torch.where(places < count, earlier, places - count + start)
         else:
             places = places + start
-        found = [Tile(y, own.layout, own.mesh) for y in (values, places)]
-        return getattr(torch.return_types, function.__name__)(found)
+        results = [Tile(y, own.layout, own.mesh) for y in (values, places)]
+        return getattr(torch.return_types, function.__name__)(results)
 
     implements_torch(function)(handler)
 
@@ -151,5 +150,5 @@ def _prod(input: Tile, dim: ReducedDims = None, keepdim: bool = False, *, dtype:
     local = own.local.prod(dtype=dtype) if dim is None else own.local.prod(dims[0], keepdim, dtype=dtype)
     axes = reducing_axes(own.layout, dims)
     if axes:
-        local = stack_along_axes(local, own, axes, (own.layout, dims)).prod(0)
+        local = stack_along_axes(local, own, axes, (own.layout, dims)).prod(0, dtype=dtype)
     return finish_reduction(local, own, dims, keepdim)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -32,21 +33,17 @@ def _kept_by_place(input: Tile, is_kept: Callable[[Tensor, Tensor], Tensor]) -> 
     return Tile(local, own.layout, own.mesh)
 
 
-def _check_two_dims(function: Any, input: Tile) -> None:
-    if input.ndim < 2:
-        raise RuntimeError(f"{function.__name__} of a Tile of {input.ndim} dims: it needs 2 or more")
+def _answer_triangle(function: Any, is_kept: Callable[[Any, int], Any]) -> None:
+    def handler(input: Tile, diagonal: int = 0) -> Tile:
+        if input.ndim < 2:
+            raise RuntimeError(f"{function.__name__} of a Tile of {input.ndim} dims: it needs 2 or more")
+        return _kept_by_place(input, lambda row, column: is_kept(column - row, diagonal))
+
+    implements_torch(function)(handler)
 
 
-@implements_torch(torch.tril)
-def _tril(input: Tile, diagonal: int = 0) -> Tile:
-    _check_two_dims(torch.tril, input)
-    return _kept_by_place(input, lambda row, column: column - row <= diagonal)
-
-
-@implements_torch(torch.triu)
-def _triu(input: Tile, diagonal: int = 0) -> Tile:
-    _check_two_dims(torch.triu, input)
-    return _kept_by_place(input, lambda row, column: column - row >= diagonal)
+_answer_triangle(torch.tril, operator.le)
+_answer_triangle(torch.triu, operator.ge)
 
 
 @implements_torch(torch.diagonal)
@@ -68,19 +65,19 @@ def _diagonal(input: Tile, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any
     length = max(min(size[first] - row, size[second] - column), 0)
     along, skipped = (second, column) if tile.layout.is_cut(second) else (first, row)
     (cut,) = tile.layout.dim(along)
-    made = Cut(length, tuple(min(max(p - skipped, 0), length) for p in cut.points[:-1]) + (length,), cut.axes)
+    diagonal = Cut(length, tuple(min(max(p - skipped, 0), length) for p in cut.points[:-1]) + (length,), cut.axes)
     piece = tile.layout.piece(cut, tile.coordinate)
-    (start, stop), low = made.owned(piece), cut.owned(piece)[0]
+    (start, stop), low = diagonal.owned(piece), cut.owned(piece)[0]
     local = tile.local
     for d, begin in ((first, row + start), (second, column + start)):
         at = begin - low if d == along else begin
         local = local.narrow(d, at if stop > start else 0, stop - start)
     others = [group for d, group in enumerate(tile.layout.dims()) if d not in (first, second)]
-    layout = Layout.from_dims([*others, (made if cut.is_cut else whole_dim(length),)], tile.layout.axes)
+    layout = Layout.from_dims([*others, (diagonal if cut.is_cut else whole_dim(length),)], tile.layout.axes)
     local = local.diagonal(0, first, second)
     strides = whole_strides(input)
-    kept = [n for d, n in enumerate(strides) if d not in (first, second)]
-    return with_strides(Tile(local, layout, tile.mesh), (*kept, strides[first] + strides[second]), input)
+    of_others = [n for d, n in enumerate(strides) if d not in (first, second)]
+    return with_strides(Tile(local, layout, tile.mesh), (*of_others, strides[first] + strides[second]), input)
 
 
 @implements_torch(torch.linalg.diagonal)
@@ -103,8 +100,7 @@ def _diag_embed(input: Tile, offset: int = 0, dim1: int = -2, dim2: int = -1) ->
         zeros = torch.zeros((), dtype=input.dtype, device=input.device).expand(*input.shape[:-1], abs(offset))
         tile = join_tiles([input, zeros] if offset > 0 else [zeros, input], -1)
     wide = tile.unsqueeze(-1).expand(*tile.shape, tile.shape[-1])
-    made = _kept_by_place(wide, lambda row, column: column - row == offset)
-    return made.movedim((-2, -1), (dim1, dim2))
+    return _kept_by_place(wide, lambda row, column: column - row == offset).movedim((-2, -1), (dim1, dim2))
 
 
 @implements_torch(torch.diag)
@@ -123,11 +119,7 @@ def _diagflat(input: Tile, offset: int = 0) -> Any:
 def _diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     """Return a copy with `src` in a diagonal; *Sends*: of a tile `src`, the rows that other ranks write."""
     if not isinstance(input, Tile):
-        raise (
-            refusal_error(torch.diagonal_scatter, src, "its input is a plain tensor", "make the input a Tile")
-            if isinstance(src, Tile)
-            else TypeError("diagonal_scatter: input= must be a Tile")
-        )
+        raise refusal_error(torch.diagonal_scatter, src, "its input is a plain tensor", "make the input a Tile")
     x = input.owned().movedim((dim1, dim2), (-2, -1))
     rows, columns = x.shape[-2:]
     above = max(-offset, 0)
@@ -142,8 +134,7 @@ def _diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2
     zeros = [x.local.new_zeros((*x.shape[:-2], n)) for n in counts]
     parts: list[Any] = [src if k == 1 else zeros[k] for k, n in enumerate(counts) if n]
     placed = torch.cat(parts, -1) if len(parts) > 1 else (parts or [zeros[1]])[0]
-    here = x.layout.drop(range(x.ndim - 2))
     row, column = (rows_of_local(x.layout, x.coordinate, d, x.device) for d in (-2, -1))
-    mask = Tile(column - row[:, None] == offset, here, x.mesh)
+    mask = Tile(column - row[:, None] == offset, x.layout.drop(range(x.ndim - 2)), x.mesh)
     out: Any = torch.where(mask, placed.unsqueeze(-1), x).movedim((-2, -1), (dim1, dim2))
     return with_strides_of(out, input)

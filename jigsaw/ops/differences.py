@@ -37,10 +37,10 @@ def _windows_of_rows(input: Tile, dim: int, more: int) -> tuple[Tensor, Cut]:
     (cut,) = tile.layout.dim(dim)
     size = max(cut.size - more, 0)
     points = tuple(min(p, size) for p in cut.points)
-    made = Cut(size, points, cut.axes)
-    held = [(a, b + more) if a < b else (a, a) for a, b in made.held]
-    target = tile.layout.replace_dim(dim, cut.holding(held))
-    return exchange_rows(tile.local, tile.layout, target, tile.mesh), made
+    result = Cut(size, points, cut.axes)
+    needed = [(a, b + more) if a < b else (a, a) for a, b in result.held]
+    target = tile.layout.replace_dim(dim, cut.holding(needed))
+    return exchange_rows(tile.local, tile.layout, target, tile.mesh), result
 
 
 @implements_torch(torch.diff, either=("input", "prepend", "append"))
@@ -62,23 +62,22 @@ def _diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: An
 
 @implements_torch(torch.gradient, either=("spacing",))
 def _gradient_along_dims(input: Tile, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> tuple[Any, ...]:
-    """Return the slope at each row, of first or second order at the ends; *Sends*: rows from neighboring ranks, as
-    joins do.
-    """
+    """Return the slope at each row, of first or second order at the ends; *Sends*: rows of neighbors, as joins do."""
+    torch.gradient(input.local.new_zeros(2))  # for torch's own errors
     dims = reduced_dims(input, dim)
-    given: Sequence[Any] = spacing if isinstance(spacing, (list, tuple)) else [spacing] * len(dims)
-    if len(given) != len(dims) or edge_order not in (1, 2):
+    spacings: Sequence[Any] = spacing if isinstance(spacing, (list, tuple)) else [spacing] * len(dims)
+    if len(spacings) != len(dims) or edge_order not in (1, 2):
         raise RuntimeError(
-            f"gradient along {len(dims)} dims: spacing= has {len(given)} entries, edge_order={edge_order}; it takes a "
-            "number, or an entry for each dim, and order 1 or 2"
+            f"gradient along {len(dims)} dims: spacing= has {len(spacings)} entries, edge_order={edge_order}; it takes "
+            "a number, or an entry for each dim, and order 1 or 2"
         )
-    for d, between in zip(dims, given, strict=True):
+    for d, between in zip(dims, spacings, strict=True):
         size = input.shape[d]
         if size <= edge_order:
             raise RuntimeError(f"gradient along dim {d} of {size} rows: edge_order={edge_order} needs one more")
         if isinstance(between, Tensor) and between.ndim and tuple(between.shape) != (size,):
             raise RuntimeError(f"gradient: {tuple(between.shape)} places for the {size} rows of dim {d}")
-    return tuple(_slopes(input, d, between, edge_order) for d, between in zip(dims, given, strict=True))
+    return tuple(_slopes(input, d, between, edge_order) for d, between in zip(dims, spacings, strict=True))
 
 
 def _slopes(x: Any, dim: int, between: Any, order: int) -> Any:
@@ -110,10 +109,7 @@ def _slopes(x: Any, dim: int, between: Any, order: int) -> Any:
 
 def _areas_between_rows(y: Any, x: Any, dx: Any, dim: int) -> Any:
     """Return the area of the trapezoid between each row and the next."""
-    if not isinstance(y, Tile):
-        # the heights are plain, hence whole, and the places a tile
-        middle = (y.narrow(dim, 1, y.shape[dim] - 1) + y.narrow(dim, 0, y.shape[dim] - 1)) / 2
-    elif not y.layout.is_cut(dim):
+    if not isinstance(y, Tile) or not y.layout.is_cut(dim):  # plain heights are whole
         middle = (y.narrow(dim, 1, y.shape[dim] - 1) + y.narrow(dim, 0, y.shape[dim] - 1)) / 2
     else:
         rows, cut = _windows_of_rows(y, dim, 1)
@@ -135,9 +131,7 @@ def _checked_trapezoids(y: Any, x: Any, dim: int) -> int:
 
 @implements_torch(torch.trapezoid, torch.trapz, either=("y", "x", "dx"))
 def _trapezoid(y: Any, x: Any = None, *, dx: Any = 1.0, dim: int = -1) -> Any:
-    """Return the integral of `y` along `dim` by trapezoids; *Sends*: one row of a cut dim a rank, and what a
-    sum sends.
-    """
+    """Return the integral along `dim` by trapezoids; *Sends*: one row of a cut dim a rank, and what a sum sends."""
     at = _checked_trapezoids(y, x, dim)
     # for no rows torch returns zeros that require no gradient
     return _areas_between_rows(y, x, dx, at).sum(at) if y.shape[at] else y.detach().sum(at)

@@ -152,9 +152,7 @@ def _ready_dims(now: Layout, kind: TransformKind, todo: Sequence[int], last: int
 
 
 def _receiving_dim(now: Layout, source: int, todo: Sequence[int], dims: Sequence[int], home: dict[int, DimCuts]) -> int:
-    """Choose where the axes of `source` go: to a dim that they return to, that has had its turn, that they share out
-    well, that is last.
-    """
+    """Choose the dim to which the axes of `source` go: their home, one that is done, well shared out, the last."""
     axes = now.dim_axes(source)
 
     def order(d: int) -> tuple[bool, bool, float, int]:
@@ -193,9 +191,7 @@ def _busiest_share(x: Layout, dim: int, axes: Sequence[str]) -> float:
 
 
 def _home_cuts(asked: Layout, kind: TransformKind, dims: tuple[int, ...], made: dict[int, int]) -> dict[int, DimCuts]:
-    """Return how the transformed dims of the result are to be cut: as the input's, or as a half spectrum's
-    were before.
-    """
+    """Return the cuts of the result's transformed dims: the input's, or those before a half spectrum."""
     home = {d: asked.dim(d) for d in dims}
     if kind.takes_half:
         sources = [c.source for d in dims for c in asked.dim(d) if c.is_cut and 0 < len(c.source) <= len(dims)]
@@ -239,9 +235,7 @@ def _with_dims(layout: Layout, dims: dict[int, DimCuts]) -> Layout:
 def _result_of(
     function: Any, shape: tuple[int, ...], dtype: torch.dtype, sizes: Any, dim: Any, norm: str | None
 ) -> torch.Size:
-    """Return the shape of torch's result, or raise torch's own error, the same on every rank before anything
-    is sent.
-    """
+    """Return the shape of torch's result, or raise torch's own error on every rank, before anything is sent."""
     return function(torch.empty(shape, dtype=dtype, device="meta"), sizes, dim, norm).shape
 
 

@@ -87,9 +87,9 @@ def _box_of_whole(x: Tensor, layout: Layout, tile: Tile) -> Tensor:
     return x
 
 
-def whole_index(index: Any) -> Tensor:
-    """Return an index as a plain tensor, the same on every rank.  *Sends*: the rows of a cut tile, to every rank."""
-    return index.full_tensor() if isinstance(index, Tile) else index
+def as_whole_tensor(value: Any) -> Any:
+    """Return a tile as a plain tensor, others as they are.  *Sends*: the rows of a cut tile, to every rank."""
+    return value.full_tensor() if isinstance(value, Tile) else value
 
 
 # -- places -----------------------------------------------------------------------------------------------------------
@@ -117,9 +117,7 @@ class TilePlaces:
 
 
 def _read_index(function: Any, tile: Tile, index: Any, drop: bool) -> TilePlaces:
-    """Return the places that an index names; with `drop`, take rows that ints pick; else they stay, so that `view` is a
-    view of the tile.
-    """
+    """Return the places that an index names.  With `drop` ints take their row; else `view` is a view of the tile."""
     items = list(index) if isinstance(index, tuple) or _lists_items(index) else [index]
     items = [i if type(i) in _SIMPLE else _as_item(i, tile) for i in items]
     items = _without_ellipsis(function, tile, items)
@@ -182,9 +180,7 @@ _SIMPLE = frozenset((slice, int, type(None), type(...)))
 
 
 def _rows_named(tile: Tile, dim: int, row: int) -> tuple[Tile, tuple[int, ...]]:
-    """Return the row that an int names, from 0 up.  A dim that was flattened splits again, so no other row has
-    to move.
-    """
+    """Return the row that an int names, counted from 0.  A flattened dim splits again, so that no other row moves."""
     size = tile.shape[dim]
     if not -size <= row < size:
         raise IndexError(f"index {row} is out of range for dim {dim} of size {size}")
@@ -231,7 +227,7 @@ def _places_of_tensor(item: Any, out: Tile, dim: int) -> Sequence[Any]:
             f"the shape of the mask {tuple(item.shape)} at dim {dim} does not match the shape of the indexed Tile "
             f"{tuple(out.shape)}"
         )
-    return whole_index(item).nonzero(as_tuple=True)
+    return as_whole_tensor(item).nonzero(as_tuple=True)
 
 
 def _flat_places(picked: Mapping[int, Any], view: Tile) -> Any:
@@ -338,7 +334,7 @@ def _index_select(input: Any, dim: int, index: Any) -> Any:
         return pick_from_plain(torch.index_select, input, (slice(None),) * (dim % max(input.ndim, 1)) + (index,))
     (at,) = reduced_dims(input, dim)
     if not input.ndim:
-        return run_alike(torch.index_select, (input, dim, whole_index(index)), {}, input)
+        return run_alike(torch.index_select, (input, dim, as_whole_tensor(index)), {}, input)
     if isinstance(index, Tensor) and not (is_on_accelerator(index) or lacks_values()) and not (index >= 0).all():
         raise IndexError(
             f"index_select(): index {int(index.min())} is out of range for dim {at}, of {input.shape[at]} rows"
@@ -357,8 +353,8 @@ def _masked_select(input: Any, mask: Any) -> Any:
         if _is_cut(mask):
             why = "it picks from a plain tensor by a cut mask"
             raise refusal_error(torch.masked_select, mask, why, "use mask.full_tensor()")
-        return torch.masked_select(input, whole_index(mask))
-    return _getitem(input.expand(shape), whole_index(mask).expand(shape))
+        return torch.masked_select(input, as_whole_tensor(mask))
+    return _getitem(input.expand(shape), as_whole_tensor(mask).expand(shape))
 
 
 def _is_cut(value: Any) -> bool:
@@ -412,7 +408,7 @@ def _write_into_view(tile: Tile, places: TilePlaces, value: Any, accumulate: boo
     # the row of an int is one more index
     picked = {**places.picked, **{d: torch.zeros((), dtype=torch.int64, device=tile.device) for d in dropped}}
     dims, position = list(picked), places.position
-    flat = whole_index(_flat_places(picked, view))
+    flat = as_whole_tensor(_flat_places(picked, view))
     index_dims = [(whole_dim(n),) for n in flat.shape]
     rest = [view.layout.dim(d) for d in range(view.ndim) if d not in dims]
     layout = Layout.from_dims(_join_dims(index_dims, rest, position), view.layout.axes)

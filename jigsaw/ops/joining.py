@@ -55,9 +55,7 @@ def joined_points(sizes: Sequence[int], kept: int, points: Sequence[int]) -> tup
 
 
 def _cuts_in_join(layouts: Sequence[Layout | None], sizes: Sequence[int], at: int) -> tuple[Cut, list[Cut]]:
-    """Return the cut of the result along `at`, and that of each operand (None: plain) in which its rows lie where the
-    result has them.
-    """
+    """Return the cut of the result along `at`, and that of each operand's rows in it (None stands for plain)."""
     cuts = {i: layout.dim(at)[0] for i, layout in enumerate(layouts) if layout is not None and layout.is_cut(at)}
     if not cuts:
         return whole_dim(sum(sizes)), [whole_dim(n) for n in sizes]
@@ -135,9 +133,7 @@ def _local_in_join(tile: Tile, layout: Layout) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _layout_in_place(layouts: tuple[Layout, ...], dim: int) -> Layout | None:
-    """Return the layout of a join along a dim that nothing cuts, of tiles that else lie alike, where nothing meets or
-    moves; None for any other.
-    """
+    """Return the layout of a join for which nothing has to move: along a whole dim, of tiles cut alike; else None."""
     first = layouts[0]
     if not -first.ndim <= dim < first.ndim or any(o.ndim != first.ndim for o in layouts):
         return None

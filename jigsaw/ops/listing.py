@@ -30,9 +30,7 @@ from jigsaw.tile.tile import Tile, implements_torch
 
 @implements_torch(torch.nonzero)
 def _nonzero(input: Tile, *, as_tuple: bool = False) -> Any:
-    """Return the places of elements that are not zero, one a row, in order; *Sends*: one byte an element to
-    every rank.
-    """
+    """Return the places of elements that are not zero, in order; *Sends*: one byte an element to every rank."""
     return run_held_whole(torch.nonzero, input.ne(0), as_tuple=as_tuple)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jigsaw import comm
 from jigsaw.geometry.cut import whole_dim
-from jigsaw.ops.indexing import operand_part
+from jigsaw.ops.indexing import as_whole_tensor, operand_part
 from jigsaw.ops.listing import check_counts
 from jigsaw.ops.reductions import extreme_of_all
 from jigsaw.ops.unknown_functions import uncut_tiles
@@ -76,14 +76,10 @@ def _one_hot(tensor: Tile, num_classes: int = -1) -> Tile:
     return Tile(F.one_hot(own.local, num_classes), own.layout.insert(own.ndim, num_classes), own.mesh)
 
 
-def _whole_values(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, Tile) else value
-
-
 @implements_torch(torch.bucketize, either=("input", "boundaries"))
 def _bucketize(input: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Any:
     """Return places among boundaries.  *Sends*: boundaries that are a cut tile, to every rank."""
-    bounds = _whole_values(boundaries)
+    bounds = as_whole_tensor(boundaries)
     if not isinstance(input, Tile):
         return torch.bucketize(input, bounds, out_int32=out_int32, right=right)
     return Tile(torch.bucketize(input.local, bounds, out_int32=out_int32, right=right), input.layout, input.mesh)
@@ -105,7 +101,7 @@ def _searchsorted(
     """
     named: dict[str, Any] = {"out_int32": out_int32, "right": right, "side": side}
     if not isinstance(input, Tile) or sorted_sequence.ndim == 1:
-        sequence, named["sorter"] = _whole_values(sorted_sequence), _whole_values(sorter)
+        sequence, named["sorter"] = as_whole_tensor(sorted_sequence), as_whole_tensor(sorter)
         if not isinstance(input, Tile):
             return torch.searchsorted(sequence, input, **named)
         return Tile(torch.searchsorted(sequence, input.local, **named), input.layout, input.mesh)
@@ -137,7 +133,7 @@ def _unravel_index(indices: Tile, shape: Any) -> tuple[Any, ...]:
 @implements_torch(torch.isin, either=("elements", "test_elements"))
 def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Any:
     """Say of each element whether it is a test element.  *Sends*: test elements that are a cut tile, to every rank."""
-    tests = _whole_values(test_elements)
+    tests = as_whole_tensor(test_elements)
     if not isinstance(elements, Tile):
         return torch.isin(elements, tests, assume_unique=assume_unique, invert=invert)
     found: Tensor = torch.isin(elements.local, tests, invert=invert)
@@ -176,7 +172,7 @@ def _count_in_boxes(kernel: Any, input: Tile, bins: Any, range: Any, weight: Any
     if weight is not None and tuple(weight.shape) != rows.shape:
         raise RuntimeError(f"histogram: a weight of shape {tuple(weight.shape)} for elements of shape {rows.shape}")
     part = None if weight is None else operand_part(weight.detach(), own, rows).reshape(-1)
-    edges = [bins] * own.shape[-1] if isinstance(bins, int) else [_whole_values(b) for b in bins]
+    edges = [bins] * own.shape[-1] if isinstance(bins, int) else [as_whole_tensor(b) for b in bins]
     if range is None and own.numel() and isinstance(edges[0], int):
         columns = own.unbind(-1)
         range = [float(extreme_of_all(c, op)) for c in columns for op in ("min", "max")]

@@ -46,7 +46,7 @@ def _answers_masked(
     return register
 
 
-def _kept(input: Any, mask: Any) -> Any:
+def _broadcast_mask(input: Any, mask: Any) -> Any:
     """Return the mask in the shape of the input."""
     if mask.ndim > input.ndim:
         raise IndexError(f"a mask of shape {tuple(mask.shape)} has more dims than the input, {tuple(input.shape)}")
@@ -54,7 +54,7 @@ def _kept(input: Any, mask: Any) -> Any:
 
 
 def _filled_outside(input: Any, mask: Any, value: float) -> Any:
-    return input if mask is None else input.masked_fill(~_kept(input, mask), value)
+    return input if mask is None else input.masked_fill(~_broadcast_mask(input, mask), value)
 
 
 def _least(input: Any) -> float:
@@ -87,30 +87,20 @@ def _masked_prod(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: An
     return out
 
 
-@_answers_masked(torch.masked.amax)
-def _masked_amax(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
-    return torch.amax(_filled_outside(input, mask, _least(input)), _all_dims(input, dim), bool(keepdim)).to(
-        dtype=dtype or input.dtype
-    )
+def _answer_extreme(function: Any, plain_function: Any, neutral: Callable[[Any], float]) -> None:
+    has_places = plain_function in (torch.argmax, torch.argmin)
+
+    @_answers_masked(function)
+    def handler(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
+        dims = dim if has_places else _all_dims(input, dim)
+        out = plain_function(_filled_outside(input, mask, neutral(input)), dims, bool(keepdim))
+        return out.to(dtype=dtype or input.dtype)
 
 
-@_answers_masked(torch.masked.amin)
-def _masked_amin(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
-    return torch.amin(_filled_outside(input, mask, _greatest(input)), _all_dims(input, dim), bool(keepdim)).to(
-        dtype=dtype or input.dtype
-    )
-
-
-@_answers_masked(torch.masked.argmax)
-def _masked_argmax(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
-    return torch.argmax(_filled_outside(input, mask, _least(input)), dim, bool(keepdim)).to(dtype=dtype or input.dtype)
-
-
-@_answers_masked(torch.masked.argmin)
-def _masked_argmin(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
-    return torch.argmin(_filled_outside(input, mask, _greatest(input)), dim, bool(keepdim)).to(
-        dtype=dtype or input.dtype
-    )
+_answer_extreme(torch.masked.amax, torch.amax, _least)
+_answer_extreme(torch.masked.amin, torch.amin, _greatest)
+_answer_extreme(torch.masked.argmax, torch.argmax, _least)
+_answer_extreme(torch.masked.argmin, torch.argmin, _greatest)
 
 
 def _counts(input: Any, dim: Any, keepdim: bool, mask: Any) -> Any:
@@ -118,15 +108,15 @@ def _counts(input: Any, dim: Any, keepdim: bool, mask: Any) -> Any:
     dims = _all_dims(input, dim)
     if mask is None:
         return math.prod(input.shape[d] for d in dims)
-    return (torch.ones_like(input, dtype=torch.bool) & _kept(input, mask)).sum(dims, keepdim)
+    return (torch.ones_like(input, dtype=torch.bool) & _broadcast_mask(input, mask)).sum(dims, keepdim)
 
 
 @_answers_masked(torch.masked.mean)
 def _masked_mean(input: Any, dim: Any = None, *, keepdim: Any = False, dtype: Any = None, mask: Any = None) -> Any:
-    wanted = dtype or input.dtype
-    if not (wanted.is_floating_point or wanted.is_complex):
-        raise ValueError(f"masked mean: {wanted} is neither a floating point nor a complex dtype; pass dtype=")
-    total = _masked_sum(input, dim, keepdim=keepdim, dtype=wanted, mask=mask)
+    dtype = dtype or input.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"masked mean: {dtype} is neither a floating point nor a complex dtype; pass dtype=")
+    total = _masked_sum(input, dim, keepdim=keepdim, dtype=dtype, mask=mask)
     return total / _counts(input, dim, bool(keepdim), mask)
 
 
@@ -173,14 +163,13 @@ def _masked_var(
         raise ValueError("masked var and std: pass one of unbiased= and correction=")
     off = float(correction) if correction is not None else 1.0 if unbiased is None or unbiased else 0.0
     is_float = input.dtype.is_floating_point or input.dtype.is_complex
-    wanted = dtype or (input.dtype if is_float else torch.float32)
+    dtype = dtype or (input.dtype if is_float else torch.float32)
     dims = _all_dims(input, dim)
-    from_mean = input - _masked_sum(input, dims, keepdim=True, dtype=wanted, mask=mask) / _counts(
-        input, dims, True, mask
-    )
-    total = _masked_sum(from_mean * from_mean.conj(), dims, keepdim=keepdim, dtype=wanted, mask=mask)
+    mean = _masked_sum(input, dims, keepdim=True, dtype=dtype, mask=mask) / _counts(input, dims, True, mask)
+    from_mean = input - mean
+    total = _masked_sum(from_mean * from_mean.conj(), dims, keepdim=keepdim, dtype=dtype, mask=mask)
     counts = _counts(input, dims, bool(keepdim), mask) - off
-    return (total / (max(counts, 0) if mask is None else counts.clamp_min(0))).to(dtype=wanted)
+    return (total / (max(counts, 0) if mask is None else counts.clamp_min(0))).to(dtype=dtype)
 
 
 @_answers_masked(torch.masked.std, either=())
@@ -191,19 +180,17 @@ def _masked_std(*args: Any, **kwargs: Any) -> Any:
 # -- as large as the input --------------------------------------------------------------------------------------------
 
 
-@_answers_masked(torch.masked.softmax)
-def _masked_softmax(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
-    return F.softmax(_filled_outside(input, mask, _least(input)), dim, dtype=dtype or input.dtype)
+def _answer_along(function: Any, plain_function: Any, neutral: Callable[[Any], float]) -> None:
+    @_answers_masked(function)
+    def handler(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
+        return plain_function(_filled_outside(input, mask, neutral(input)), dim, dtype=dtype or input.dtype)
 
 
-@_answers_masked(torch.masked.log_softmax)
-def _masked_log_softmax(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
-    return F.log_softmax(_filled_outside(input, mask, _least(input)), dim, dtype=dtype or input.dtype)
-
-
-@_answers_masked(torch.masked.softmin)
-def _masked_softmin(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
-    return F.softmin(_filled_outside(input, mask, _greatest(input)), dim, dtype=dtype or input.dtype)
+_answer_along(torch.masked.softmax, F.softmax, _least)
+_answer_along(torch.masked.log_softmax, F.log_softmax, _least)
+_answer_along(torch.masked.softmin, F.softmin, _greatest)
+_answer_along(torch.masked.cumsum, torch.cumsum, lambda _: 0)
+_answer_along(torch.masked.cumprod, torch.cumprod, lambda _: 1)
 
 
 @_answers_masked(torch.masked.normalize)
@@ -212,16 +199,6 @@ def _masked_normalize(
 ) -> Any:
     lengths = _masked_norm(input, ord, dim, keepdim=True, dtype=dtype, mask=mask)
     return _filled_outside(input, mask, 0) / torch.maximum(lengths, torch.full((), eps, dtype=lengths.dtype))
-
-
-@_answers_masked(torch.masked.cumsum)
-def _masked_cumsum(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
-    return torch.cumsum(_filled_outside(input, mask, 0), dim, dtype=dtype or input.dtype)
-
-
-@_answers_masked(torch.masked.cumprod)
-def _masked_cumprod(input: Any, dim: int, *, dtype: Any = None, mask: Any = None) -> Any:
-    return torch.cumprod(_filled_outside(input, mask, 1), dim, dtype=dtype or input.dtype)
 
 
 @_answers_masked(torch.masked.logaddexp, either=("input", "other", "input_mask", "other_mask"))

@@ -28,7 +28,7 @@ from jigsaw.ops.meeting.common_cuts import with_moved_rows
 from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
 from jigsaw.ops.pointwise import align_tiles, held_by_all
 from jigsaw.ops.reductions import reduced_dims, vector_norm
-from jigsaw.ops.whole_dims import with_whole_dims
+from jigsaw.ops.whole_dims import check_by_torch, with_whole_dims
 from jigsaw.ops.whole_strides import whole_strides, with_order, with_strides
 from jigsaw.tile.tile import Tile, implements_torch
 from jigsaw.torch_internals.autograd import cpp_meshgrid
@@ -49,9 +49,7 @@ def _without_axes(tile: Tile, dim: int, taken: Sequence[str]) -> Tile:
 
 
 def _without_crossing_axes(operands: Sequence[Any]) -> list[Any]:
-    """Return operands of equally many dims, such that no axis cuts different dims of two; earlier ones keep
-    their cuts.
-    """
+    """Return operands of equally many dims of which no axis cuts two different ones; earlier ones keep their cuts."""
     used: dict[str, int] = {}
     ready: list[Any] = []
     for x in operands:
@@ -64,9 +62,7 @@ def _without_crossing_axes(operands: Sequence[Any]) -> list[Any]:
 
 
 def _meet_locally(operands: Sequence[Any]) -> tuple[Layout, list[Tensor], Tile]:
-    """Return the layout of a broadcast of tiles and plain tensors of equally many dims, and the local tensors
-    of each.
-    """
+    """Return the layout of a broadcast of operands of equally many dims, their local tensors, and a tile of them."""
     operands = _without_crossing_axes(operands)
     tiles = [x for x in operands if isinstance(x, Tile)]
     longer = [d for d in range(tiles[0].ndim) if any(not isinstance(x, Tile) and x.shape[d] != 1 for x in operands)]
@@ -184,9 +180,7 @@ def _cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: str | None = None) ->
 
 @implements_torch(F.pdist, torch.pdist, either=("input",))
 def _pdist(input: Any, p: float = 2.0) -> Any:
-    """Return the distances of each row to those after it, one after the other; on every rank, as rows picked by indices
-    are.
-    """
+    """Return the distances of each row to those after it, whole on every rank, as rows picked by indices are."""
     if input.ndim != 2:
         raise RuntimeError(f"pdist of shape {tuple(input.shape)}: it takes 2 dims")
     first, second = torch.triu_indices(len(input), len(input), 1, device=input.device)
@@ -289,5 +283,6 @@ def _renorm(input: Tile, p: float, dim: int, maxnorm: float) -> Any:
     *Sends*: one all-gather of the ranks' norms, one number a part.
     """
     (at,) = reduced_dims(input, dim)
+    check_by_torch(torch.renorm, input, at, p, at, maxnorm)
     norms = vector_norm(input, p, [d for d in range(input.ndim) if d != at], True)
     return with_order(input * torch.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1.0), None)

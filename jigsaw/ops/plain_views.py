@@ -44,9 +44,7 @@ class PlainView(Tensor):
 
     @staticmethod
     def of_rows(rows: Tile, plain: Tensor | None = None) -> PlainView:
-        """Return the plain view that stands for a tile which nothing cuts; `plain` is the tensor that left it, if
-        known.
-        """
+        """Return the view that stands for a tile which nothing cuts; `plain` left it already, if given."""
         local = rows.local
         plain = leave_tile(local, rows.mesh) if plain is None else plain
         view = plain.as_subclass(PlainView) if type(plain) is Tensor else _as_view_class(plain)

@@ -44,7 +44,6 @@ from jigsaw.tile.tile import (
     implements_torch,
     in_own_memory,
     leave_tile,
-    refusal_error,
     shared_mesh,
 )
 
@@ -162,14 +161,18 @@ def replace_tensors(args: Any, give: Callable[[Tile], Tensor], plain: Callable[[
     return args
 
 
-def wrap_tiles(out: Any, layout: Layout, tile: Tile) -> Any:
-    """Return local results as tiles of `layout`; values that are not tensors stay."""
+def replace_results(out: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return results of a function, a tensor or several, with each tensor replaced; other values stay."""
     if isinstance(out, Tensor):
-        return Tile(out, layout, tile.mesh)
+        return change(out)
     if isinstance(out, (list, tuple)):
-        values = [wrap_tiles(o, layout, tile) for o in out]
+        values = [replace_results(o, change) for o in out]
         return type(out)(*values) if hasattr(out, "_fields") else type(out)(values)
     return out
+
+
+def _wrap_tiles(out: Any, layout: Layout, tile: Tile) -> Any:
+    return replace_results(out, lambda local: Tile(local, layout, tile.mesh))
 
 
 # -- pointwise --------------------------------------------------------------------------------------------------------
@@ -239,7 +242,7 @@ def run_on_tiles(function: Any, *args: Any, **kwargs: Any) -> Any:
         return run_pointwise(function, *args, **kwargs)
     first, ready, is_view = at_once
     out = function(*ready, **kwargs)
-    out = Tile(out, first.layout, first.mesh) if type(out) is Tensor else wrap_tiles(out, first.layout, first)
+    out = Tile(out, first.layout, first.mesh) if type(out) is Tensor else _wrap_tiles(out, first.layout, first)
     return _in_torch_order(out, function, args, kwargs) if is_view else out
 
 
@@ -262,7 +265,7 @@ def run_copy(function: Any, *args: Any, **kwargs: Any) -> Any:
     out = function(first.local, *args[1:], **kwargs)
     if out is first.local and not has_moved_rows(out):
         return first
-    return _in_torch_order(wrap_tiles(out, first.layout, first), function, args, kwargs)
+    return _in_torch_order(_wrap_tiles(out, first.layout, first), function, args, kwargs)
 
 
 # of these the result is a view, or contiguous, or the second operand comes first
@@ -372,7 +375,7 @@ def run_pointwise(function: Any, *args: Any, **kwargs: Any) -> Any:
     is_first = is_copy and out is first.local and not has_moved_rows(out)
     if in_place or is_first:
         return args[0] if in_place else first
-    return _in_torch_order(wrap_tiles(out, layout, first), function, args, kwargs)
+    return _in_torch_order(_wrap_tiles(out, layout, first), function, args, kwargs)
 
 
 def _growing_dims(shapes: Sequence[torch.Size], layout: Layout) -> list[int]:
@@ -434,19 +437,6 @@ def _check_layout_of_target(function: Any, target: Tile, layout: Layout) -> None
         )
 
 
-def check_halo_of_target(function: Any, target: Tile) -> None:
-    """Check a target.  Raises: `ShardingError` for one with a halo, which a change of the owned rows would
-    not change.
-    """
-    if target.layout.has_halo:
-        raise refusal_error(
-            function,
-            target,
-            "it would change the owned rows in place, and leave the halo as it was",
-            "use tile.owned()",
-        )
-
-
 @implements_torch(Tensor.__rdiv__, either=("other",))
 def _divide_other(self: Tile, other: Any) -> Any:
     """Return ``other / self``, by a division.  Torch's own multiplies by the reciprocal, which rounds twice, and in the
@@ -495,7 +485,7 @@ def _contiguous(input: Tile, **named: Any) -> Any:
     if is_whole_contiguous(input, **named):
         return input  # on every rank alike, whatever the order of its own rows
     # its rows may be contiguous on some ranks only
-    out = wrap_tiles(in_own_memory(input.local.contiguous(**named), input), input.layout, input)
+    out = _wrap_tiles(in_own_memory(input.local.contiguous(**named), input), input.layout, input)
     return _in_torch_order(out, Tensor.contiguous, (input,), named)
 
 

@@ -78,9 +78,7 @@ _small_index = lru_cache(maxsize=64)(_made_index)
 
 @lru_cache(maxsize=1024)
 def _index_runs(layout: Layout, dims: int, coord: MeshCoordinate) -> tuple[tuple[int, int, int], ...]:
-    """Return (start, stop, size) of consecutive indices, major to minor: a cut with all whole ones that follow it is
-    one.
-    """
+    """Return (start, stop, size) of runs of indices, major to minor: a cut and the whole ones behind it are one."""
     # row-major over the cuts, not the dims: of flattened dims each has rows of its own, and 2 x 3 of them are six
     # indices that need not follow each other
     runs: list[tuple[int, int, int]] = []
@@ -95,9 +93,7 @@ def _index_runs(layout: Layout, dims: int, coord: MeshCoordinate) -> tuple[tuple
 
 
 def shared_seed(tile: Tile) -> int | Tensor:
-    """Return a seed from the first rank's generator; in a graph, where it has no value yet, a tensor.  *Sends*: its 8
-    bytes.
-    """
+    """Return a seed from the first rank's generator, in a graph as a tensor.  *Sends*: its 8 bytes."""
     axes = tuple([name for name, _ in tile.layout.axes])
     return _seed_in_graph(tile.mesh, axes) if lacks_values() else int(_drawn_seed(tile.mesh, axes))
 
@@ -133,9 +129,7 @@ def global_uniform(tile: Tile, dims: int) -> Tensor:
 
 
 def global_chances(tile: Tile, dims: int, p: float) -> Tensor:
-    """Say of each element whether its number of `global_uniform` is at least `p`, up to 2^-31, without making the
-    numbers.
-    """
+    """Say of each element whether its number of `global_uniform` is at least `p`, up to 2^-31."""
     if lacks_values():
         return _chances_in_graph(tile.mesh, tile.layout, tuple(tile.local.shape), dims, p)
     return chances_at(global_index(tile, dims), int(shared_seed(tile)), p)
@@ -175,9 +169,7 @@ def chances_at(index: Tensor, seed: int, p: float) -> Tensor:
 
 
 def global_normal(tile: Tile, dims: int) -> Tensor:
-    """Return standard normal numbers for every local element, as `global_uniform`: the inverse of the normal
-    distribution.
-    """
+    """Return standard normal numbers for every local element: the inverse of the distribution at uniform ones."""
     # of the 2^53 steps the first is 0, where the inverse is infinite
     return torch.special.ndtri(global_uniform(tile, dims).clamp_min(2.0**-54))
 

@@ -43,10 +43,10 @@ def reduced_dims(tile: Tile, dim: ReducedDims) -> tuple[int, ...]:
             raise IndexError(
                 f"dim {d} is out of range for a Tile of {tile.ndim} dims (expected {-tile.ndim}..{tile.ndim - 1})"
             )
-    found = tuple(d % max(tile.ndim, 1) for d in dims)
-    if len(set(found)) != len(found):
+    places = tuple(d % max(tile.ndim, 1) for d in dims)
+    if len(set(places)) != len(places):
         raise RuntimeError(f"dims {dims} name a dim of a Tile of {tile.ndim} dims twice: name each once")
-    return found
+    return places
 
 
 def reducing_axes(layout: Layout, dims: Sequence[int]) -> tuple[str, ...]:
@@ -91,6 +91,8 @@ def reduce_sum(input: Tile, dim: ReducedDims = None, keepdim: bool = False, *, d
     *Shapes*: global as in torch; per rank the dims that stay keep their cuts.
     *Sends*: forward one all-reduce of the local result over the axes that cut `dim`; backward nothing.
     """
+    if dtype is torch.bool:  # which no message sums
+        return reduce_sum(input.to(dtype), dim, keepdim).to(dtype)
     dims = reduced_dims(input, dim)
     own = input.owned()
     # a number is the sum of itself, in new memory
@@ -151,24 +153,9 @@ def _variance_and_mean(
     center, squares = global_moments(own, dims)
     spread = squares / max(elements_per_value(own, dims) - correction, 0)
     if not keepdim:
-        kept = [d for d in range(own.ndim) if d not in dims]
-        shape = [own.local.shape[d] for d in kept]
+        shape = [n for d, n in enumerate(own.local.shape) if d not in dims]
         center, spread = center.reshape(shape), spread.reshape(shape)
     return spread, center, own, dims
-
-
-@implements_torch(torch.var)
-def var(
-    input: Tile,
-    dim: Any = None,
-    unbiased: bool | None = None,
-    keepdim: bool = False,
-    *,
-    correction: float | None = None,
-) -> Any:
-    """Return the global variance over `dim`, by two passes; *Sends*: two all-reduces forward, one backward."""
-    spread, _, own, dims = _variance_and_mean(input, dim, unbiased, correction, keepdim)
-    return finish_reduction(spread, own, dims, keepdim)
 
 
 def _root_flat_at_zero(spread: Tensor) -> Tensor:
@@ -177,48 +164,30 @@ def _root_flat_at_zero(spread: Tensor) -> Tensor:
     return torch.where(flat, 0.0, torch.where(flat, 1.0, spread).sqrt())
 
 
-@implements_torch(torch.std)
-def std(
-    input: Tile,
-    dim: Any = None,
-    unbiased: bool | None = None,
-    keepdim: bool = False,
-    *,
-    correction: float | None = None,
-) -> Any:
-    """Return the global standard deviation over `dim`; see `var`."""
-    spread, _, own, dims = _variance_and_mean(input, dim, unbiased, correction, keepdim)
-    return finish_reduction(_root_flat_at_zero(spread), own, dims, keepdim)
+def _answer_spread(function: Any, is_root: bool, has_mean: bool) -> None:
+    def handler(
+        input: Tile,
+        dim: Any = None,
+        unbiased: bool | None = None,
+        keepdim: bool = False,
+        *,
+        correction: float | None = None,
+    ) -> Any:
+        """Return the global variance over `dim`, or its root, by two passes, and the mean where torch does.
+
+        *Sends*: two all-reduces forward, one backward.
+        """
+        spread, center, own, dims = _variance_and_mean(input, dim, unbiased, correction, keepdim)
+        spread = finish_reduction(_root_flat_at_zero(spread) if is_root else spread, own, dims, keepdim)
+        return (spread, finish_reduction(center, own, dims, keepdim)) if has_mean else spread
+
+    implements_torch(function)(handler)
 
 
-@implements_torch(torch.var_mean)
-def var_mean(
-    input: Tile,
-    dim: Any = None,
-    unbiased: bool | None = None,
-    keepdim: bool = False,
-    *,
-    correction: float | None = None,
-) -> Any:
-    """Return (variance, mean); see `var`."""
-    spread, center, own, dims = _variance_and_mean(input, dim, unbiased, correction, keepdim)
-    return finish_reduction(spread, own, dims, keepdim), finish_reduction(center, own, dims, keepdim)
-
-
-@implements_torch(torch.std_mean)
-def std_mean(
-    input: Tile,
-    dim: Any = None,
-    unbiased: bool | None = None,
-    keepdim: bool = False,
-    *,
-    correction: float | None = None,
-) -> Any:
-    """Return (standard deviation, mean); see `var`."""
-    spread, center, own, dims = _variance_and_mean(input, dim, unbiased, correction, keepdim)
-    return finish_reduction(_root_flat_at_zero(spread), own, dims, keepdim), finish_reduction(
-        center, own, dims, keepdim
-    )
+_answer_spread(torch.var, False, False)
+_answer_spread(torch.std, True, False)
+_answer_spread(torch.var_mean, False, True)
+_answer_spread(torch.std_mean, True, True)
 
 
 # -- norms: the norm of the ranks' norms ------------------------------------------------------------------------------
@@ -408,9 +377,7 @@ def _global_extreme(input: Tile, dim: ReducedDims, keepdim: bool, op: str, nan: 
 
 @implements_torch(torch.amax)
 def amax(input: Tile, dim: ReducedDims = None, keepdim: bool = False) -> Any:
-    """Return the global maximum over `dim`; ties share the gradient evenly.  *Sends*: two all-reduces; backward,
-    nothing.
-    """
+    """Return the global maximum over `dim`; ties share the gradient evenly.  *Sends*: forward two all-reduces."""
     return _global_extreme(input, dim, keepdim, "max")
 
 
@@ -441,16 +408,16 @@ def _truth_dtype(input: Tile) -> torch.dtype:
 def reduce_all(input: Tile, dim: ReducedDims = None, keepdim: bool = False) -> Any:
     """Say whether every element (over `dim`) is true, globally."""
     false = input.to(torch.bool).logical_not()
-    found = false if _is_empty_dim(dim) else reduce_sum(false.to(torch.int64), dim, keepdim)
-    return found.eq(0).to(_truth_dtype(input))
+    count = false if _is_empty_dim(dim) else reduce_sum(false.to(torch.int64), dim, keepdim)
+    return count.eq(0).to(_truth_dtype(input))
 
 
 @implements_torch(torch.any)
 def reduce_any(input: Tile, dim: ReducedDims = None, keepdim: bool = False) -> Any:
     """Say whether any element (over `dim`) is true, globally."""
     true = input.to(torch.bool)
-    found = true if _is_empty_dim(dim) else reduce_sum(true.to(torch.int64), dim, keepdim)
-    return found.ne(0).to(_truth_dtype(input))
+    count = true if _is_empty_dim(dim) else reduce_sum(true.to(torch.int64), dim, keepdim)
+    return count.ne(0).to(_truth_dtype(input))
 
 
 @implements_torch(torch.count_nonzero)
@@ -511,7 +478,7 @@ def dot(input: Any, other: Any) -> Any:
             f"dot of shapes {tuple(input.shape)} and {tuple(other.shape)}, {input.dtype} and {other.dtype}: pass two "
             "1-d tensors of numbers, of one length and dtype"
         )
-    return (input * other).sum()
+    return (input * other).sum(dtype=input.dtype)
 
 
 @implements_torch(torch.vdot, either=("input", "other"))

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -61,9 +61,7 @@ def _repeat(input: Tile, repeats: Any, *more: int) -> Any:
 def _repeat_interleave(
     input: Any, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
 ) -> Any:
-    """Repeat each row several times, in place; nothing is sent (along flattened dims and by a tensor of numbers: as
-    `with_contiguous_dim`).
-    """
+    """Repeat each row several times, in place.  *Sends*: nothing; along flattened dims as `with_contiguous_dim`."""
     if not isinstance(input, Tile) or isinstance(repeats, Tile) or repeats is None:
         raise ShardingError("repeat_interleave: repeats= must be plain numbers; pass repeats.full_tensor()")
     if dim is None:
@@ -87,8 +85,8 @@ def _repeat_interleave(
     ends = [0, *repeats.cumsum(0).tolist()]
     start, stop = cut.owned(tile.layout.piece(cut, tile.coordinate))
     local = tile.local.repeat_interleave(repeats[start:stop].to(tile.device), at)
-    made = Cut(ends[-1], tuple(ends[p] for p in cut.points), cut.axes, by_index=cut.by_index)
-    return Tile(local, tile.layout.replace_dim(at, made), tile.mesh)
+    longer = Cut(ends[-1], tuple(ends[p] for p in cut.points), cut.axes, by_index=cut.by_index)
+    return Tile(local, tile.layout.replace_dim(at, longer), tile.mesh)
 
 
 # -- dims that are there at least -------------------------------------------------------------------------------------
@@ -113,19 +111,16 @@ def _with_3_dims(x: Any) -> Any:
     return _with_2_dims(x).unsqueeze(-1) if x.ndim < 3 else x
 
 
-@implements_torch(torch.atleast_1d)
-def _at_least_1_dim(*tensors: Any) -> Any:
-    return _for_each(_with_1_dim, tensors)
+def _answer_at_least(function: Any, with_dims: Callable[[Any], Any]) -> None:
+    def handler(*tensors: Any) -> Any:
+        return _for_each(with_dims, tensors)
+
+    implements_torch(function)(handler)
 
 
-@implements_torch(torch.atleast_2d)
-def _at_least_2_dims(*tensors: Any) -> Any:
-    return _for_each(_with_2_dims, tensors)
-
-
-@implements_torch(torch.atleast_3d)
-def _at_least_3_dims(*tensors: Any) -> Any:
-    return _for_each(_with_3_dims, tensors)
+_answer_at_least(torch.atleast_1d, _with_1_dim)
+_answer_at_least(torch.atleast_2d, _with_2_dims)
+_answer_at_least(torch.atleast_3d, _with_3_dims)
 
 
 @implements_torch(torch.ravel)
@@ -171,8 +166,8 @@ def _narrow_copy(input: Any, dim: int, start: int, length: int) -> Any:
 
 @implements_torch(torch.tensor_split, either=("input", "indices_or_sections"))
 def _split_in_sections(input: Any, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
-    given = next((v for v in (indices_or_sections, *named.values()) if v is not None), None)
-    sections: Any = given.tolist() if isinstance(given, Tensor) and not isinstance(given, Tile) else given
+    sections: Any = next((v for v in (indices_or_sections, *named.values()) if v is not None), None)
+    sections = sections.tolist() if isinstance(sections, Tensor) and not isinstance(sections, Tile) else sections
     (at,) = reduced_dims(input, dim)
     size = input.shape[at]
     if isinstance(sections, int):
@@ -192,10 +187,11 @@ def _answer_split(function: Any, dim: int, least: int) -> None:
         if input.ndim < least:
             raise RuntimeError(f"{function.__name__} of a Tile of {input.ndim} dims: it needs {least} or more")
         at = 0 if function is torch.hsplit and input.ndim == 1 else dim
-        given = (indices_or_sections, *more) if more else indices_or_sections
-        if isinstance(given, int) and (given < 1 or input.shape[at] % given):
-            raise RuntimeError(f"{function.__name__}: dim {at} of {input.shape[at]} rows has no {given} equal sections")
-        return _split_in_sections(input, given, at)
+        sections = (indices_or_sections, *more) if more else indices_or_sections
+        size = input.shape[at]
+        if isinstance(sections, int) and (sections < 1 or size % sections):
+            raise RuntimeError(f"{function.__name__}: dim {at} of {size} rows has no {sections} equal sections")
+        return _split_in_sections(input, sections, at)
 
     implements_torch(function, either=("indices_or_sections",))(handler)
 

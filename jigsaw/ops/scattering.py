@@ -24,7 +24,7 @@ from jigsaw.comm.wire_values import is_on_accelerator
 from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.changing_rows import changes_rows, holds_beyond
-from jigsaw.ops.indexing import TilePlaces, operand_part, pick_places, whole_index, write_places
+from jigsaw.ops.indexing import TilePlaces, as_whole_tensor, operand_part, pick_places, write_places
 from jigsaw.ops.kept_indices import RowsForOwners, along_one_dim, pick_kept_rows, rows_for_owners
 from jigsaw.ops.meeting.local_cells import rows_held
 from jigsaw.ops.picking import pick_from_plain
@@ -36,9 +36,7 @@ from jigsaw.tile.tile import Tile, implements_torch
 
 
 def _own_places(places: Tensor, tile: Tile, dim: int) -> tuple[Tensor, Tensor]:
-    """Return, for places along a dim that is cut or has a halo, the local row of each, and whether this rank
-    holds it.
-    """
+    """Return the local row of each place along a dim, and whether this rank holds it."""
     cuts = tile.layout.dim(dim)
     rows, here = rows_held(places, cuts, tile)
     row = rows[0]
@@ -54,9 +52,7 @@ def _is_local(tile: Tile, dim: int) -> bool:
 
 
 def _check_range(function: Any, index: Any, size: int) -> None:
-    """Check an index.  Raises: for one out of range, on every rank, because torch itself checks only a rank's
-    own rows.
-    """
+    """Check an index.  Raises: on every rank, for one out of range; torch checks only a rank's own rows."""
     can_look = isinstance(index, Tensor) and index.numel() and not (is_on_accelerator(index) or lacks_values())
     if can_look and not ((index >= 0) & (index < size)).all():
         raise IndexError(f"{function.__name__}: an index is out of range for a dim of size {size}")
@@ -109,7 +105,7 @@ def _write_rows(
     if not input.ndim:  # a number is a row of one element, to torch
         _write_rows(function, input.reshape(1), dim, index, source, is_new, **named)
         return input
-    index = whole_index(index).reshape(-1)
+    index = as_whole_tensor(index).reshape(-1)
     size = input.layout.shape[at]
     index = torch.where(index < 0, index + size, index) if function is Tensor.index_fill_ else index
     _check_range(function, index, size)
@@ -204,7 +200,7 @@ def gather_elements(input: Any, dim: int, index: Any, *, sparse_grad: bool = Fal
     if not isinstance(input, Tile):
         return _gather_from_plain(input, dim, index)
     if not input.ndim:
-        return run_alike(torch.gather, (input, dim, whole_index(index)), {}, input)
+        return run_alike(torch.gather, (input, dim, as_whole_tensor(index)), {}, input)
     (at,) = reduced_dims(input, dim)
     if _are_alike_but(input.shape, index.shape, at):
         kept = pick_kept_rows(input, at, along_one_dim(index, at), may_be_negative=False)
@@ -390,7 +386,7 @@ def _masked_scatter_in_place(input: Any, mask: Any, source: Any) -> Any:
     if isinstance(input, Tile) and not input.ndim:
         _masked_scatter_in_place(input.reshape(1), mask, source)
         return input
-    places = whole_index(mask).expand(tuple(input.shape)).nonzero(as_tuple=True)
+    places = as_whole_tensor(mask).expand(tuple(input.shape)).nonzero(as_tuple=True)
     count = len(places[0]) if places else 1
     if source.numel() < count:
         raise RuntimeError(f"masked_scatter_(): {count} places, but {source.numel()} values")
@@ -447,7 +443,7 @@ def _put_in_place(input: Any, index: Any, source: Any, accumulate: bool = False)
     if isinstance(input, Tile) and not input.ndim:
         _put_in_place(input.reshape(1), index, source, accumulate)
         return input
-    places = TilePlaces(input, _unravelled(whole_index(index).reshape(-1), input), ())
+    places = TilePlaces(input, _unravelled(as_whole_tensor(index).reshape(-1), input), ())
     write_places(Tensor.put_, input, places, source.reshape(-1), accumulate)
     return input
 

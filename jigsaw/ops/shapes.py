@@ -184,9 +184,7 @@ def _drop_unit_dims(input: Tile, dims: Sequence[int]) -> Any:
 
 
 def _held_apart(input: Tile, layout: Layout) -> Tile:
-    """Return the tile with dims of one row whole: a copy on most ranks, where torch's is a view; if no axis has ceased
-    to cut it, a view.
-    """
+    """Return the tile with dims of one row whole: a copy where an axis cut them, because torch's is a view."""
     moved = input.with_layout(layout)
     return moved if layout.cut_axes == input.layout.cut_axes else copied_apart(moved, input)
 
@@ -237,7 +235,7 @@ def _t(input: Tile) -> Tile:
     return input if input.ndim < 2 else _transpose(input, 0, 1)
 
 
-@implements_torch(torch.adjoint)
+@implements_torch(torch.adjoint, Tensor.mH)
 def _adjoint(input: Tile) -> Tile:
     return _transpose(input, -2, -1).conj()
 
@@ -343,9 +341,7 @@ def _sliced_layout(layout: Layout, dim: int, start: int, stop: int, step: int) -
 
 
 def select_dim(tile: Tile, dim: int, index: int) -> Any:
-    """Return one row of a dim.  *Sends*: for a cut dim the row, from its owner to the ranks along the axes that cut the
-    dim.
-    """
+    """Return one row of a dim.  *Sends*: of a cut dim the row, to the ranks along the axes that cut it."""
     size = tile.shape[dim]
     if not -size <= index < size:
         raise IndexError(f"index {index} is out of range for dim {dim} of size {size}")

@@ -24,25 +24,22 @@ def _flip(input: Tile, dims: Any, *more: int) -> Tile:
 
     *Sends*: the rows of cut dims that change owner (all but those in the middle); backward the same, reversed.
     """
-    wanted = reduced_dims(input, (dims, *more)) if isinstance(dims, int) else _named_dims(input, dims)
+    named = (*_numbers_in(dims), *more)
+    flipped = reduced_dims(input, named) if named else ()
     if not input.ndim:
         return input.clone()
-    own = input if not any(c.has_halo for d in wanted for c in input.layout.dim(d)) else input.owned()
+    own = input if not any(c.has_halo for d in flipped for c in input.layout.dim(d)) else input.owned()
     target = own.layout
-    for d in wanted:
+    for d in flipped:
         # the mirror image of each piece: of flattened dims too, for their order reversed is that of each reversed
         mirrored = [c.holding([(c.size - b, c.size - a) for a, b in c.held]) if c.is_cut else c for c in target.dim(d)]
         target = target.replace_dim(d, *mirrored)
     local = exchange_rows(own.local, own.layout, target, own.mesh)
-    return Tile(torch.flip(local, wanted), own.layout, own.mesh)
+    return Tile(torch.flip(local, flipped), own.layout, own.mesh)
 
 
 def _numbers_in(value: int | Sequence[int]) -> Sequence[int]:
     return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _named_dims(input: Tile, dims: Sequence[int]) -> tuple[int, ...]:
-    return reduced_dims(input, dims) if len(dims) else ()
 
 
 @implements_torch(torch.fliplr)

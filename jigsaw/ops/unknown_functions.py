@@ -23,9 +23,9 @@ from jigsaw.ops.pointwise import (
     COPYING_FUNCTIONS,
     changes_in_place,
     changes_plain,
-    check_halo_of_target,
     functions_named,
     is_pointwise,
+    replace_results,
     replace_tensors,
     run_copy,
     run_in_place,
@@ -50,14 +50,12 @@ def run_alike(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fir
 
 def uncut_tiles(out: Any, first: Tile) -> Any:
     """Return results that are the same on every rank as tiles that nothing cuts; scalars as ordinary tensors."""
-    if isinstance(out, Tensor):
-        if out.ndim == 0:
-            return leave_tile(out, first.mesh)
-        return Tile(out, Layout.of(out.shape, (None,) * out.ndim, first.layout.axes), first.mesh)
-    if isinstance(out, (list, tuple)):
-        values = [uncut_tiles(o, first) for o in out]
-        return type(out)(*values) if hasattr(out, "_fields") else type(out)(values)
-    return out
+
+    def as_tile(x: Tensor) -> Any:
+        layout = Layout.of(x.shape, (None,) * x.ndim, first.layout.axes)
+        return Tile(x, layout, first.mesh) if x.ndim else leave_tile(x, first.mesh)
+
+    return replace_results(out, as_tile)
 
 
 # -- what no file of ops implements -----------------------------------------------------------------------------------
@@ -81,9 +79,7 @@ CHANGES_SHAPE = functions_named(
 
 
 def _function_that_makes_new(function: Any) -> Any:
-    """Return for ``cumsum_`` and the like the function that makes a new tensor, ``cumsum``; None for
-    other functions.
-    """
+    """Return for ``cumsum_`` and the like the function that makes a new tensor, ``cumsum``; else None."""
     name = getattr(function, "__name__", "")
     is_method = name.endswith("_") and not name.endswith("__") and getattr(Tensor, name, None) is function
     return getattr(Tensor, name[:-1], None) if is_method and function not in _RANDOM else None
@@ -134,5 +130,7 @@ def run_unknown_function(function: Any, *args: Any, **kwargs: Any) -> Any:
     if changes_in_place(function):
         if changes_plain(args):
             return run_into_plain(function, args, kwargs)
-        check_halo_of_target(function, tiles[0])
+        if tiles[0].layout.has_halo:
+            why = "it would change the owned rows in place, and leave the halo as it was"
+            raise refusal_error(function, tiles[0], why, "use tile.owned()")
     return run_alike(function, args, kwargs, tiles[0])

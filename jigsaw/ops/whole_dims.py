@@ -24,6 +24,7 @@ from torch import Tensor
 from jigsaw.geometry.cut import Cut, cut_points, whole_dim
 from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.geometry.matmul_grid import refine_cut
+from jigsaw.ops.pointwise import replace_results
 from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.unknown_functions import run_alike
 from jigsaw.tile.tile import Tile, leave_tile
@@ -31,9 +32,7 @@ from jigsaw.tile.tile import Tile, leave_tile
 
 @lru_cache(maxsize=1024)
 def plan_whole_dims(layout: Layout, dims: tuple[int, ...]) -> Layout:
-    """Return the layout, without halo, in which `dims` are whole and their axes cut another dim, if one has rows for
-    them.
-    """
+    """Return the layout, without halo, in which `dims` are whole; their axes cut another dim that has rows for them."""
     axes = tuple(a for d in dims for a in layout.dim_axes(d))
     there = layout.without_halo()
     for d in dims:
@@ -123,7 +122,8 @@ def run_with_whole_dim(function: Any, input: Tile, dim: int, /, *args: Any, **kw
     else:
         like = function(there.local.detach().new_zeros([n or 1 for n in there.local.shape]), *args, **kwargs)
         out = _results_without_rows(like, there.local, at)
-    return _results_at_home(out, there, input.layout.without_halo(), at)
+    home = input.layout.without_halo()
+    return replace_results(out, lambda y: _result_at_home(y, there, home, at))
 
 
 def _results_without_rows(like: Any, local: Tensor, dim: int) -> Any:
@@ -132,12 +132,14 @@ def _results_without_rows(like: Any, local: Tensor, dim: int) -> Any:
 
     `like` are the results for one row.
     """
-    if not isinstance(like, Tensor):
-        return type(like)([_results_without_rows(o, local, dim) for o in like])
-    found = local.sum(dim, keepdim=like.ndim == local.ndim).to(like.dtype)
-    if like.ndim < local.ndim:
-        return found
-    return found.expand([like.shape[d] if d == dim else n for d, n in enumerate(local.shape)])
+
+    def result(like: Tensor) -> Tensor:
+        total = local.sum(dim, keepdim=like.ndim == local.ndim).to(like.dtype)
+        if like.ndim < local.ndim:
+            return total
+        return total.expand([like.shape[d] if d == dim else n for d, n in enumerate(local.shape)])
+
+    return replace_results(like, result)
 
 
 def check_by_torch(function: Any, input: Tile, dim: int, /, *args: Any, **kwargs: Any) -> None:
@@ -146,9 +148,7 @@ def check_by_torch(function: Any, input: Tile, dim: int, /, *args: Any, **kwargs
     function(input.local.detach().new_zeros(shape), *args, **kwargs)
 
 
-def _results_at_home(out: Any, there: Tile, home: Layout, dim: int) -> Any:
-    if not isinstance(out, Tensor):
-        return type(out)([_results_at_home(o, there, home, dim) for o in out])
+def _result_at_home(out: Tensor, there: Tile, home: Layout, dim: int) -> Any:
     if out.ndim == there.ndim:
         now = there.layout.replace_dim(dim, whole_dim(out.shape[dim]))
         goal = home if out.shape[dim] == home.shape[dim] else home.replace_dim(dim, whole_dim(out.shape[dim]))
@@ -164,9 +164,8 @@ def held_whole(tile: Tile) -> Tile:
 
     *Sends*: this rank's owned rows to every rank that lacks them; backward nothing.
     """
-    uncut = Layout.from_dims([[c.uncut() for c in group] for group in tile.layout.dims()], tile.layout.axes)
     whole = Layout.from_dims([[whole_dim(n)] for n in tile.shape], tile.layout.axes)
-    return Tile(tile.owned().with_layout(uncut).local, whole, tile.mesh)
+    return Tile(tile.owned().with_layout(tile.layout.uncut()).local, whole, tile.mesh)
 
 
 def run_held_whole(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,9 +181,7 @@ def run_held_whole(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def rows_of_local(layout: Layout, coord: MeshCoordinate, dim: int, device: torch.device) -> Tensor:
-    """Return the global position along `dim` of each local row, of flattened dims too; rising, for a layout without
-    halo.
-    """
+    """Return the global position along `dim` of each local row, without a halo; of flattened dims too."""
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for cut in layout.dim(dim):
         start, stop = cut.owned(layout.piece(cut, coord))

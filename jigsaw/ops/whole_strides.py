@@ -39,9 +39,7 @@ def whole_strides(tile: Tile) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _has_thin_pieces(layout: Layout) -> bool:
-    """Say whether some rank has fewer than two rows of a dim that has more, so that its strides do not give the order
-    of dims.
-    """
+    """Say whether a rank has fewer than two rows of a longer dim, so that its strides do not tell the order."""
     return any(c.size > 1 and min(b - a for a, b in c.held) < 2 for c in layout.cuts)
 
 
@@ -208,9 +206,7 @@ def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 @lru_cache(maxsize=4096)
 def strides_of_view(shape: tuple[int, ...], strides: tuple[int, ...], to: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the strides of a tensor viewed in the shape `to`, which has equally many elements; None where that takes a
-    copy.
-    """
+    """Return the strides of a tensor viewed in the shape `to`, of as many elements; None where that is a copy."""
     # the dims that lie one after the other in memory are one block; [4, 3] with strides (6, 1) are two
     blocks: list[tuple[int, int]] = []
     for n, stride in zip(shape, strides, strict=True):

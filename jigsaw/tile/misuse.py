@@ -40,9 +40,7 @@ def warn_once(about: str, text: str) -> None:
 
 @contextmanager
 def without_warning(about: str) -> Generator[None]:
-    """Give no such warning within the block, for a caller that knows, such as an oracle that sums the parts of
-    gradients itself.
-    """
+    """Give no such warning within the block, for a caller that knows, as one that sums the parts of gradients."""
     known = about in _warned
     _warned.add(about)
     try:

@@ -63,9 +63,7 @@ _META = torch.device("meta")  # no kernel runs there, and `x.data = tile` takes 
 
 
 def make_shell(cls: type, shape: torch.Size, dtype: torch.dtype, needs_node: bool = True) -> Any:
-    """Return a shell of that class: `stride()` and the like of C++ code go to ``__torch_dispatch__``, which refuses
-    them.
-    """
+    """Return a shell of that class; C++ code that asks for its strides comes to ``__torch_dispatch__``."""
     return _make_shell(
         cls,
         shape,
@@ -194,9 +192,7 @@ class _ThroughFunction(torch.autograd.Function):
 
 
 def _saved_rows(node: Any) -> list[tuple[Tensor, int]]:
-    """Return the local tensors of tiles that a custom Function saved, with their versions; torch sees changes of the
-    tiles themselves.
-    """
+    """Return the local tensors of tiles that a custom Function saved, with their versions."""
     saved: Sequence[Any] = ()
     if saved_tensor_hooks(True) is None:
         with as_plain_tensors(), suppress(RuntimeError):  # of a tile that was changed: the backward pass raises
@@ -217,9 +213,7 @@ def note_change(memory: torch.UntypedStorage) -> None:
 
 
 def _as_laid(gradient: Any, source: Tensor) -> Tensor:
-    """Return the local part of a gradient, in the layout of the tile that it belongs to; that of a plain tensor is
-    whole on every rank.
-    """
+    """Return the local part of a gradient, in the layout of its tile; that of a plain tensor is whole."""
     if not isinstance(source, TensorShell):
         return gradient.full_tensor() if isinstance(gradient, TensorShell) else gradient
     if not isinstance(gradient, TensorShell):
@@ -254,9 +248,7 @@ def _local_through_function(shell: TensorShell, node: Any, rows: Tensor) -> Tens
 
 
 def _inputs_of_node(node: Any) -> list[Tensor | None]:
-    """Return the inputs of a custom Function that require grad: leaves, or tensors that it saved for its backward; None
-    for others.
-    """
+    """Return the inputs of a custom Function that require grad: leaves, or what it saved; None for others."""
     edges = [(n, at) for n, at in node.next_functions if n is not None]
     hooks = saved_tensor_hooks(True)
     # values that a hook packed (as checkpointing does) are not unpacked here, because that may run the forward pass

@@ -298,8 +298,7 @@ class Tile(TensorShell):
         if placements is not None and (spec is not None or not all(p.is_replicate() for p in placements)):
             raise ShardingError(f"redistribute of a Tile by placements={placements}: only Replicate(); pass a spec")
         if placements is not None:
-            dims = [[c.uncut() for c in group] for group in self.layout.dims()]
-            return self.with_layout(Layout.from_dims(dims, self.layout.axes))
+            return self.with_layout(self.layout.uncut())
         if spec is None:
             raise ShardingError("redistribute of a Tile needs a spec: for each dim the mesh axis that cuts it, or None")
         return self.with_layout(Layout.of(self.shape, spec, self.layout.axes, split=split, align=align))
@@ -319,10 +318,7 @@ class Tile(TensorShell):
         all).
         """
         self.check_no_history()
-        dims = [[c.uncut() for c in group] for group in self.layout.dims()]
-        return leave_tile(
-            redistribute_rows(self.local, self.layout, Layout.from_dims(dims, self.layout.axes), self.mesh), self.mesh
-        )
+        return leave_tile(redistribute_rows(self.local, self.layout, self.layout.uncut(), self.mesh), self.mesh)
 
     # -- dispatch -----------------------------------------------------------------------------------------------------
 

@@ -54,6 +54,14 @@ def test_the_mask_is_the_same_on_every_mesh(name):
         assert torch.equal(kept, kept[:, :, :1, :1].expand_as(kept))
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+@on_ranks(2)
+def test_all_that_is_dropped_keeps_its_dtype(dtype):
+    tile = shard(torch.ones(5, dtype=dtype), world_mesh(lat=2), ("lat",))
+    dropped = F.dropout(tile, 1.0).full_tensor()
+    assert dropped.dtype == dtype and not dropped.any()
+
+
 @on_ranks(2)
 def test_evaluation_and_gradient():
     mesh = world_mesh(lat=2)

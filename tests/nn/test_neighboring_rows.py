@@ -38,6 +38,8 @@ def test_gradient_needs_rows_and_places_that_fit():
         torch.gradient(tile, dim=(1, 2), spacing=[1.0])
     with pytest.raises(RuntimeError, match=r"\(7,\) places for the 2 rows of dim 1"):
         torch.gradient(tile, dim=1, spacing=(PLACES,))
+    with pytest.raises(RuntimeError, match="does not support uint8"):  # whose differences would go around
+        torch.gradient(tile.to(torch.uint8), dim=2)
 
 
 @on_ranks(2)

@@ -240,3 +240,35 @@ def test_special_values_and_dtypes():
                     got = got.full_tensor() if isinstance(got, Tile) else got
                     assert got.dtype == want.dtype and got.shape == want.shape
                     assert torch.equal(got.nan_to_num(7.5), want.nan_to_num(7.5)), (whole, want, got)
+
+
+NAMED_DTYPES = [(function, torch.bool) for function in (torch.sum, torch.prod)]  # torch has no scans of bool
+NAMED_DTYPES += [
+    (function, dtype)
+    for function in (torch.sum, torch.prod, torch.cumsum, torch.cumprod)
+    for dtype in (torch.int8, torch.int32, torch.float64)
+]
+
+
+@pytest.mark.parametrize(("function", "dtype"), NAMED_DTYPES)
+@on_ranks(4)
+def test_a_named_dtype_is_that_of_the_result(function, dtype):
+    x = torch.tensor([[100, 2], [100, 3], [2, 5]])  # one rank has no row; int8 overflows
+    tile = shard(x, world_mesh(lat=4), ("lat", None))
+    torch.testing.assert_close(function(tile, 0, dtype=dtype).full_tensor(), function(x, 0, dtype=dtype))
+    if function in (torch.sum, torch.prod):
+        torch.testing.assert_close(function(tile, dtype=dtype), function(x, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64])
+@on_ranks(2)
+def test_a_dot_product_of_whole_numbers_has_their_dtype(dtype):
+    x = torch.tensor([100, 2, 3], dtype=dtype)
+    torch.testing.assert_close(torch.dot(tile := shard(x, world_mesh(lat=2), ("lat",)), tile), torch.dot(x, x))
+
+
+@pytest.mark.parametrize(("p", "most"), [(-1, 1.0), (1, -1.0)])
+@on_ranks(2)
+def test_renorm_raises_what_torch_raises(p, most):
+    with pytest.raises(RuntimeError, match="renorm"):
+        shard(torch.ones(3, 2), world_mesh(lat=2), ("lat", None)).renorm(p, 0, most)

@@ -559,6 +559,45 @@ def test_what_random_numbers_replace_has_no_gradient(fill):
     assert tile.grad.full_tensor().tolist() == [1.0] * 7
 
 
+WRONG_DRAWS = {
+    "uniform_": ((1.0, 0.0), r"from=1 > to=0"),
+    "normal_": ((0.0, -1.0), "std >= 0"),
+    "random_": ((3, 1), "'from' to be less than 'to'"),
+    "exponential_": ((-1.0,), "lambda > 0"),
+    "bernoulli_": ((1.5,), r"p to be in \[0, 1\]"),
+    "log_normal_": ((0.0, -1.0), "std > 0"),
+}
+
+
+@pytest.mark.parametrize("fill", WRONG_DRAWS)
+@on_ranks(3)
+def test_wrong_arguments_of_draws_raise_what_torch_raises(fill):
+    arguments, message = WRONG_DRAWS[fill]
+    tile = shard(torch.arange(2.0), world_mesh(lat=3), ("lat",))
+    with pytest.raises(RuntimeError, match=message):
+        getattr(tile.clone(), fill)(*arguments)
+
+
+@on_ranks(2)
+def test_draws_of_complex_numbers_have_both_parts():
+    tile = shard(torch.zeros(4000, dtype=torch.complex64), world_mesh(lat=2), ("lat",))
+    low = {"rand_like": 0.0, "uniform_": 2.0}
+    for name, draw in {
+        "rand_like": torch.rand_like,
+        "uniform_": lambda x: x.clone().uniform_(2, 3),
+        "randn_like": torch.randn_like,
+        "normal_": lambda x: x.clone().normal_(1.0, 2.0),
+    }.items():
+        parts = torch.view_as_real(draw(tile).full_tensor())
+        assert not torch.equal(parts[:, 0], parts[:, 1])
+        if name in low:
+            assert parts.min() >= low[name] and parts.max() < low[name] + 1
+        else:
+            mean, std = (1.0, 2.0) if name == "normal_" else (0.0, 1.0)
+            assert (parts.mean(0) - mean).abs().max() < 0.15 * std  # as torch has it: half of the variance each
+            assert (parts.std(0) - std * 0.5**0.5).abs().max() < 0.05 * std
+
+
 @on_ranks(2)
 def test_draws_by_normal_have_gradients_of_zero_as_torchs():
     tile = shard(torch.arange(7.0), world_mesh(lat=2), ("lat",)).requires_grad_()

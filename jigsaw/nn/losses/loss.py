@@ -21,7 +21,7 @@ from jigsaw import comm
 from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.comm.wire_values import is_on_accelerator
 from jigsaw.errors import ShardingError
-from jigsaw.ops.along import log_softmax, shifted_by_global_max
+from jigsaw.ops.along import shifted_by_global_max
 from jigsaw.ops.meeting.common_cuts import bring_together
 from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
 from jigsaw.ops.pointwise import align_tiles
@@ -207,7 +207,7 @@ def cross_entropy(
         out = F.cross_entropy(input.local, target.local, weight, None, ignore_index, None, reduction, label_smoothing)
         return leave_tile(out, input.mesh) if out.ndim == 0 else Tile(out, target.layout, input.mesh)
     input, is_soft = _widened_input(input), tuple(target.shape) == tuple(input.shape)
-    log_p = input if input.layout.is_cut(dim) and not is_soft else log_softmax(input, dim)
+    log_p = input if input.layout.is_cut(dim) and not is_soft else F.log_softmax(input, dim)
     if is_soft:
         return _loss_with_probabilities(log_p, _widened_input(target), weight, reduction, label_smoothing, dim)
     return _loss_with_indices(log_p, target, weight, ignore_index, reduction, label_smoothing, dim)

@@ -67,9 +67,7 @@ def resized_layout(layout: Layout, sizes: Mapping[int, int]) -> Layout:
 
 
 def single_cut(layout: Layout, dim: int, name: str) -> Cut:
-    """Return the one cut of a dim that a stencil slides along; raise `ShardingError` for dims that were flattened
-    together.
-    """
+    """Return the one cut of a dim that a stencil slides along.  Raises: `ShardingError` for flattened dims."""
     cuts = layout.dim(dim)
     if len(cuts) != 1:
         raise ShardingError(

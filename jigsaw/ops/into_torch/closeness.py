@@ -121,9 +121,7 @@ def _with_attributes_of(tile: Tile) -> Tensor:
 
 
 def _rows_side_by_side(actual: Any, expected: Any) -> tuple[Tile, Layout, Tensor, Tensor]:
-    """Return a tile of the two, and a layout with the rows that this rank owns of both; a plain tensor is the whole
-    one.
-    """
+    """Return one of the tiles, a layout, and the rows of both in it that this rank owns; plain tensors are whole."""
     tiles = [x.detach().owned() for x in (actual, expected) if isinstance(x, Tile)]
     layout, ready = align_tiles(tiles)
     if len(tiles) == 2:
@@ -136,9 +134,7 @@ def _rows_side_by_side(actual: Any, expected: Any) -> tuple[Tile, Layout, Tensor
 
 
 def _greatest_differences(actual: Tensor, expected: Tensor, wrong: Tensor, first: Tile, layout: Layout) -> _Mismatches:
-    """Return what torch reports of elements that are not close, among those that this rank owns, by their
-    global index.
-    """
+    """Return what torch reports of this rank's elements that are not close, by their global index."""
     coord = first.coordinate
     rows = [rows_of_local(layout, coord, d, wrong.device) for d in range(layout.ndim)]
     if not (actual.is_floating_point() or actual.is_complex()):

@@ -64,9 +64,7 @@ def innermost_pass() -> int:
 
 
 def is_taken_from_pass(leaf: Tensor) -> bool:
-    """Say whether the current backward pass gives the gradient of a leaf to a `torch.autograd.grad` call, not to its
-    ``.grad``.
-    """
+    """Say whether the backward pass gives a leaf's gradient to `torch.autograd.grad`, not to its ``.grad``."""
     try:
         will_engine_run(get_gradient_edge(leaf).node)
     except RuntimeError:  # torch does not answer for leaves in such a pass
@@ -184,9 +182,7 @@ class _OnLocals:
 
 
 def _check_plain_result(x: Any, mesh: DeviceMesh) -> None:
-    """Check a plain result, which has its whole gradient on each rank: it must not be made only of a parameter whose
-    parts are summed.
-    """
+    """Check that a plain result, whose gradient is whole, was not made of parameters alone that nobody averages."""
     if isinstance(x, Tile) or not isinstance(x, Tensor) or x.grad_fn is None or mesh_size(mesh) == 1:
         return
     left, leaves = graph_origins(x)

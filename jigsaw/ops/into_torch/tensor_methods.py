@@ -34,8 +34,8 @@ def _ask_the_local_tensor(name: str) -> None:
 
 
 for _name in (
-    "is_pinned is_shared is_conj is_neg is_signed is_inference is_distributed is_coalesced element_size "
-    "get_device _is_view _is_zerotensor has_names"
+    "is_pinned is_shared is_conj is_neg is_signed is_inference is_distributed is_coalesced is_floating_point "
+    "is_complex element_size get_device _is_view _is_zerotensor has_names"
 ).split():
     if hasattr(Tensor, _name):
         _ask_the_local_tensor(_name)
@@ -99,16 +99,6 @@ def _item(tile: Tile) -> Any:
     return tile.full_tensor().item()
 
 
-@implements_torch(torch.is_floating_point)
-def _is_floating_point(tile: Tile) -> bool:
-    return tile.dtype.is_floating_point
-
-
-@implements_torch(torch.is_complex)
-def _is_complex(tile: Tile) -> bool:
-    return tile.dtype.is_complex
-
-
 @implements_torch(torch.result_type, either=("tensor1", "tensor2"))
 def _result_type(tensor1: Any, tensor2: Any) -> torch.dtype:
     return torch.result_type(*(x.local if isinstance(x, Tile) else x for x in (tensor1, tensor2)))
@@ -163,23 +153,6 @@ def _conjugate_transpose(input: Tile) -> Any:
 @implements_torch(Tensor.mT)
 def _matrix_transpose(input: Tile) -> Any:
     return input.transpose(-2, -1) if input.ndim else input.view_of_itself()
-
-
-@implements_torch(Tensor.mH)
-def _matrix_adjoint(input: Tile) -> Any:
-    return input.adjoint()
-
-
-@implements_torch(Tensor.real)
-def _real_part(input: Tile) -> Any:
-    return torch.real(input)
-
-
-@implements_torch(Tensor.imag)
-def _imaginary_part(input: Tile) -> Any:
-    if not input.dtype.is_complex:
-        raise RuntimeError(f"imag is not implemented for tiles of non-complex dtypes such as {input.dtype}")
-    return torch.imag(input)
 
 
 # -- gradients: autograd's truth is the local tensor ------------------------------------------------------------------

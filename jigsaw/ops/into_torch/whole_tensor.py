@@ -37,7 +37,7 @@ from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.meeting.common_cuts import mark_rows_moved
 from jigsaw.ops.meeting.plain_operands import plain_operand
-from jigsaw.ops.pointwise import changes_in_place, changes_plain, replace_tensors
+from jigsaw.ops.pointwise import changes_in_place, changes_plain, replace_results, replace_tensors
 from jigsaw.ops.random_numbers import random_states
 from jigsaw.ranks.call_places import is_of_packages
 from jigsaw.ranks.model_world import OneProcessError
@@ -105,9 +105,7 @@ _cost_listeners: list[Callable[[str, int, ShardingError], None]] = []
 
 @contextmanager
 def hearing_costs(listener: Callable[[str, int, ShardingError], None]) -> Generator[None]:
-    """Report to `listener`, within the block and instead of a warning, the function that runs whole, the bytes, the
-    refusal.
-    """
+    """Report to `listener`, in place of a warning: the function that runs whole, the bytes, and the refusal."""
     _cost_listeners.append(listener)
     try:
         yield
@@ -184,14 +182,14 @@ def _run_on_whole_tensors(
     like = next((t for t in tiles if t.layout.cut_dims), tiles[0])
     _check_plain_values(refusal, args, kwargs)
     _tell_cost(refusal, function, tiles, place)
-    given = {id(t): (t, _bring_whole(t)) for t in tiles}
-    versions = {at: tensor_version(whole) for at, (_, whole) in given.items()}
-    uncut = Tile(given[id(like)][1], _uncut_layout(like.layout), like.mesh)
+    whole_tiles = {id(t): (t, _bring_whole(t)) for t in tiles}
+    versions = {at: tensor_version(whole) for at, (_, whole) in whole_tiles.items()}
+    uncut = Tile(whole_tiles[id(like)][1], like.layout.uncut(), like.mesh)
     into_plain = changes_in_place(function) and changes_plain(args)
     whole_args, whole_kwargs = replace_tensors(
         (tuple(args), dict(kwargs)),
         # what is written into a plain tensor leaves its tile, so that the graph of the plain one says so
-        lambda t: leave_tile(given[id(t)][1], t.mesh) if into_plain else given[id(t)][1],
+        lambda t: leave_tile(whole_tiles[id(t)][1], t.mesh) if into_plain else whole_tiles[id(t)][1],
         lambda x: x if into_plain else plain_operand(x, uncut, Layout((), uncut.layout.axes)),
     )
     numbers = random_states(like)
@@ -208,18 +206,16 @@ def _run_on_whole_tensors(
             "it draws random numbers, which every rank would draw apart",
             "draw them into a tensor that ranks have alike (seed them alike), and use that",
         ) from refusal
-    for at, (tile, whole) in given.items():
+    for at, (tile, whole) in whole_tiles.items():
         if tensor_version(whole) != versions[at]:
             _write_back(refusal, tile, whole)
     if into_plain:
         return out
-    return _cut_again(out, like, list(given.values()), refusal)
+    return replace_results(out, lambda y: _cut_again(y, like, list(whole_tiles.values()), refusal))
 
 
 def _check_plain_values(refusal: ShardingError, args: Any, kwargs: Any) -> None:
-    """Check for a DTensor, which is a part of a weight: torch would not let it meet a plain tensor, and whole it may
-    not fit.
-    """
+    """Refuse a DTensor, a part of a weight: torch lets it meet no plain tensor, and whole it may not fit."""
     found: list[Tensor] = []
     replace_tensors((args, kwargs), lambda t: t.local, lambda x: found.append(x) or x)
     tensors = sys.modules.get("torch.distributed.tensor")  # who has not imported it has none; it takes long
@@ -249,49 +245,39 @@ def _owned_elements(tile: Tile) -> int:
 # -- whole, and cut again ---------------------------------------------------------------------------------------------
 
 
-def _uncut_layout(layout: Layout) -> Layout:
-    return Layout.from_dims([[c.uncut() for c in group] for group in layout.dims()], layout.axes)
-
-
 def _bring_whole(tile: Tile) -> Tensor:
-    return redistribute_rows(tile.local, tile.layout, _uncut_layout(tile.layout), tile.mesh, kind=GATHERED)
+    return redistribute_rows(tile.local, tile.layout, tile.layout.uncut(), tile.mesh, kind=GATHERED)
 
 
 def _write_back(refusal: ShardingError, tile: Tile, whole: Tensor) -> None:
     """Write what a function changed in place on the whole tensor into the tile."""
     if tuple(whole.shape) != tuple(tile.shape) or whole.dtype != tile.dtype:
         raise refusal
-    changed = redistribute_rows(whole, _uncut_layout(tile.layout), tile.layout, tile.mesh, kind=GATHERED)
+    changed = redistribute_rows(whole, tile.layout.uncut(), tile.layout, tile.mesh, kind=GATHERED)
     if not begin_at_one_place(changed, tile.local) or tile.layout.has_halo:
         tile.local.copy_(changed)
 
 
-def _cut_again(out: Any, like: Tile, given: Sequence[tuple[Tile, Tensor]], refusal: ShardingError) -> Any:
-    """Return whole results as tiles that are cut as `like` where dims have its sizes; a number stays a plain tensor.  A
-    result that is one of the arguments is that tile.
+def _cut_again(out: Tensor, like: Tile, arguments: Sequence[tuple[Tile, Tensor]], refusal: ShardingError) -> Any:
+    """Return a whole result as a tile, cut as `like` where dims have its sizes, or as the argument that it is; a number
+    stays a plain tensor.
     """
-    if isinstance(out, Tensor):
-        for tile, whole in given:
-            if out is whole:
-                return tile
-        if out.layout != torch.strided:
-            raise refusal
-        return leave_tile(out, like.mesh) if out.ndim == 0 else _cut_tensor(out, like, given)
-    if isinstance(out, (list, tuple)):
-        values = [_cut_again(o, like, given, refusal) for o in out]
-        return type(out)(*values) if hasattr(out, "_fields") else type(out)(values)
-    return out
+    for tile, whole in arguments:
+        if out is whole:
+            return tile
+    if out.layout != torch.strided:
+        raise refusal
+    return leave_tile(out, like.mesh) if out.ndim == 0 else _cut_tensor(out, like, arguments)
 
 
-def _cut_tensor(out: Tensor, like: Tile, given: Sequence[tuple[Tile, Tensor]]) -> Tile:
+def _cut_tensor(out: Tensor, like: Tile, arguments: Sequence[tuple[Tile, Tensor]]) -> Tile:
     groups = like.layout.dims() if out.ndim == like.ndim else ()
     alike = [
         groups[d] if groups and out.shape[d] == like.shape[d] else (whole_dim(out.shape[d]),) for d in range(out.ndim)
     ]
-    source = Layout.from_dims([[c.uncut() for c in group] for group in alike], like.layout.axes)
-    target = Layout.from_dims([[c.bare() for c in group] for group in alike], like.layout.axes)
-    cut = Tile(redistribute_rows(out, source, target, like.mesh, kind=GATHERED), target, like.mesh)
-    if any(lie_in_one_memory(out, whole) and not lie_in_one_memory(whole, tile.local) for tile, whole in given):
+    target = Layout.from_dims(alike, like.layout.axes).without_halo()
+    cut = Tile(redistribute_rows(out, target.uncut(), target, like.mesh, kind=GATHERED), target, like.mesh)
+    if any(lie_in_one_memory(out, whole) and not lie_in_one_memory(whole, tile.local) for tile, whole in arguments):
         # of a view torch would change the tile with it; on every rank, also where the rows themselves came back
         mark_rows_moved(cut.local)
     return cut

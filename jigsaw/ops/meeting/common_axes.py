@@ -114,9 +114,7 @@ def _cuts_when_staying(
     meeting: Sequence[Sequence[bool]],
     is_fixed: bool,
 ) -> _Frame:
-    """Return how the dims of each name are cut where tile number `stays` stays; finer by axes that it lacks, unless
-    `is_fixed`.
-    """
+    """Return the cuts of each name's dims where tile `stays` stays; finer by axes that it lacks, unless `is_fixed`."""
     sizes = dict(layouts[stays].axes)
     frame: _Frame = {}
     used: set[str] = set()
@@ -204,9 +202,7 @@ def exchanges_between(source: Layout, target: Layout) -> tuple[tuple[Layout, Lay
 
 
 def elements_to_fetch(source: Layout, target: Layout) -> float:
-    """Return how many elements all ranks together lack of what they then own; infinite where no exchange
-    leads there.
-    """
+    """Return how many elements all ranks lack of what they then own; infinite where no exchange leads there."""
     ways = exchanges_between(source, target)
     return sum(_elements_missing(a, b) for a, b in ways) if ways else math.inf
 

@@ -308,17 +308,13 @@ def _broadcast_wishes(plain: Tensor, *args: Any, **kwargs: Any) -> Wishes | None
 
 
 def _element_wishes(plain: Tensor, dim: int, index: Any, src: Any = None, *_: Any, **named: Any) -> Wishes | None:
-    """Return the wishes of `scatter_` and its like: index and source have a place along each dim but `dim` as
-    they lie.
-    """
+    """Return the wishes of `scatter_` and its like: index and source lie along each dim but `dim` as the target."""
     at = dim % max(plain.ndim, 1)
     return _along_others(plain, at, [t for t in (index, src) if isinstance(t, Tile) and t.ndim], index.shape)
 
 
 def _row_wishes(plain: Tensor, dim: int, index: Any, source: Any, *_: Any, **named: Any) -> Wishes | None:
-    """Return the wishes of `index_add_` and its like: the source has a row for each index, and lies along the other
-    dims as it is.
-    """
+    """Return the wishes of `index_add_` and its like: the source has a row for each index."""
     if isinstance(index, Tile) and index.layout.cut_dims:
         return None
     at = dim % max(plain.ndim, 1)
@@ -354,9 +350,7 @@ def _index_put_wishes(plain: Tensor, indices: Any, values: Any, *_: Any, **named
 
 
 def _index_wishes(plain: Tensor, index: Any, value: Any) -> Wishes | None:
-    """Return the wishes of ``plain[index] = value``: each dim of the value along the dim of the tensor that the index
-    leaves there.
-    """
+    """Return the wishes of ``plain[index] = value``, for the dims that the index leaves."""
     items = _items_of_index(plain, index)
     if items is None:
         return None
@@ -394,9 +388,7 @@ _MASK_DTYPES = (torch.bool, torch.uint8)
 
 
 def _items_of_index(plain: Tensor, index: Any) -> list[tuple[int, Any]] | None:
-    """Return the items of an index, each with the first dim that it names: None, ints, slices, tensors; None for
-    others.
-    """
+    """Return the items of an index, each with the first dim that it names; None where one has no rule."""
     items: list[Any] = list(index) if isinstance(index, tuple) else [index]
     items = [torch.as_tensor(i) if isinstance(i, (list, range, tuple, np.ndarray)) else i for i in items]
     if any(isinstance(i, bool) for i in items):

@@ -29,9 +29,7 @@ def cells_in_front(local: Tensor, tile: Tile, dims: Sequence[int]) -> tuple[Tens
 
 
 def rows_held(places: Tensor, cuts: Sequence[Cut], tile: Tile) -> tuple[list[Tensor], Tensor | None]:
-    """Return for row-major places along the dims that `cuts` make up the local row along each cut, and which of them
-    are held here; None: all.
-    """
+    """Return the local row along each cut for row-major places, and which of them are held here; None: all."""
     rest, rows, here = places, list[Tensor](), None
     for cut in reversed(cuts):
         start, stop = cut.held[tile.layout.piece(cut, tile.coordinate)]

@@ -36,9 +36,7 @@ _SUMMED_MARK = "_jigsaw_entered_summed"
 
 
 def averaged_over(leaf: Tensor) -> int:
-    """Return over how many ranks the gradient of a leaf will be averaged (set by `jigsaw.parallelize`); 1: its parts
-    are summed.
-    """
+    """Return over how many ranks a leaf's gradient is averaged (by `jigsaw.parallelize`); 1: its parts are summed."""
     return getattr(leaf, AVERAGED_MARK, 1)
 
 
@@ -98,9 +96,7 @@ def _average_others(leaves: Sequence[Tensor], ranks: int) -> set[int]:
 
 
 def _enter_function(x: Tensor, tile: Tile) -> Tensor:
-    """Return a plain tensor that a custom ``autograd.Function`` took beside tiles: its gradient is whole on
-    every rank.
-    """
+    """Return a plain tensor that a custom ``autograd.Function`` took beside tiles: its gradient is whole."""
     return plain_operand(x, tile, Layout((), tile.layout.axes))
 
 

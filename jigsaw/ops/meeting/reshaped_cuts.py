@@ -145,9 +145,7 @@ def _reshaped_dims(cuts: Sequence[Cut], shape: Sequence[int]) -> list[tuple[Cut,
 
 
 def _dims_of_single_rows(cuts: Sequence[Cut], shape: Sequence[int]) -> dict[int, int]:
-    """Return the new dim of size 1 for each cut of a single row (a class token), so that it does not cut dims beside
-    it.
-    """
+    """Return the new dim of each cut of a single row (a class token), so that it does not cut the dims beside it."""
     places: dict[int, int] = {}
     for k, cut in enumerate(cuts):
         if cut.size != 1 or not cut.is_cut or cut.has_halo:
@@ -172,9 +170,7 @@ def _dims_of_single_rows(cuts: Sequence[Cut], shape: Sequence[int]) -> dict[int,
 
 
 def _layout_to_split(layout: Layout, shape: Sequence[int]) -> Layout | None:
-    """Return the layout with its cut points at the nearest multiples that `shape` needs, or None where it would still
-    take a part of a cut dim.
-    """
+    """Return the layout with its points at the multiples that `shape` needs; None where it would part a cut dim."""
     # [2, 12 (cut at 0, 5, 12), 10] as (2, 3, 4, 10): the dims that follow a cut one count as its rows, 120 of them with
     # 10 to each, and 3 x 40 of these split at every 4th row of the 12: 0, 4, 12
     cuts = list(layout.cuts)
