@@ -1,12 +1,13 @@
-"""Regridding of fields from one lat-lon grid to another, conservative or bilinear, whole or cut into tiles."""
+"""Regridding of fields between lat-lon grids and grids of cells, conservative or bilinear, whole or cut into tiles."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, combinations, product
+from operator import attrgetter
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -16,7 +17,9 @@ from torch import Tensor
 from jigsaw.comm.exchange import exchange_rows
 from jigsaw.comm.matmul import grid_matmul
 from jigsaw.errors import FieldError, GridError
-from jigsaw.fields.latlon import REGRID_METHODS, BandedMatrix, GridRows, latitude_rows, longitude_rows, regrid_weights
+from jigsaw.fields.cell_table import CellTable, FieldProduct, TablePlan
+from jigsaw.fields.cell_weights import CellPlaces, CellsOrRows, cell_weights
+from jigsaw.fields.latlon import REGRID_METHODS, BandedMatrix, latitude_rows, longitude_rows, regrid_weights
 from jigsaw.geometry.cut import Cut, Interval, SplitRule, cut_points, whole_dim
 from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.geometry.matmul_grid import MatmulGrid
@@ -139,6 +142,7 @@ def contraction_grid(layout: Layout, dim: int, target: Cut) -> MatmulGrid:
 
 
 LatLonGrid = tuple[Any, Any] | Mapping[str, Any]
+AnyGrid = LatLonGrid | CellPlaces
 TileOrTensor = TypeVar("TileOrTensor", Tensor, Tile)
 # by place (0 lat, 1 lon): the target rows to make, the source rows here
 RowsByPlace = Mapping[int, tuple[Interval, Interval]]
@@ -165,10 +169,10 @@ LoaderBatch = TypeVar("LoaderBatch", bound=TileBatch)
 
 def regrid(
     tile: TileOrTensor,
-    source: LatLonGrid,
-    target: LatLonGrid,
+    source: AnyGrid,
+    target: AnyGrid,
     method: str = "conservative",
-    dims: tuple[int, int] = (-2, -1),
+    dims: tuple[int, ...] | None = None,
     nan: str = "keep",
     coverage: float = 0.0,
     split: SplitRule | Mapping[str, SplitRule] | None = None,
@@ -186,21 +190,26 @@ def regrid(
 
 
 class Regridder:
-    r"""Module from one rectilinear lat-lon grid to another: y = A x Bᵀ, with A along latitude and B along longitude.
+    r"""Module from one grid to another: y = A x Bᵀ, with A along latitude and B along longitude, between rectilinear
+    lat-lon grids. Where one of the grids has cells, a sparse matrix of weights takes the place of both.
 
     - `source`, `target`: (lat, lon) cell centers in degrees, or a mapping that has them under these names, such as
-      ``dataset.whole_coords``. Latitudes may rise or fall, longitudes lie in 0..360, -180..180 or any other turn; a
-      grid that goes round the globe is periodic. The target may be a part of a regional source, never more;
+      ``dataset.whole_coords``; of cells ``dataset.grid``. Latitudes may rise or fall, longitudes lie in 0..360,
+      -180..180 or any other turn; a grid that goes round the globe is periodic. The target may be a part of a regional
+      source, never more;
     - `method`: ``"conservative"``, first order: the mean over each target cell, weighted by area (longitude times the
-      sine of latitude). The area integral is that of the source. Cells end halfway between centers, and at the poles.
+      sine of latitude). The area integral is that of the source. Cells end halfway between centers, and at the poles;
+      of cells those of HEALPix, and of rings of equally spaced points (reduced Gaussian grids), have known edges.
       ``"bilinear"``: between the four centers around each target center; beyond the outermost row of a grid whose cells
-      reach the pole, that row's values hold;
-    - `dims`: those of latitude and longitude, in this order;
+      reach the pole, that row's values hold. From cells: between the corners of Delaunay's triangle (needs scipy);
+    - `dims`: those of latitude and longitude, in this order, or that of cells; by default the last of x. The result's
+      dims are in the place of the first;
     - `nan`: ``"keep"`` gives a missing value wherever a source value is missing; ``"skip"`` takes the mean of the
       present ones, and is missing where they are less than the share `coverage` of a cell, or nothing. A value that is
       not finite is missing;
     - `split`: the cuts of the result's dims, for both or by ``"lat"`` and ``"lon"``: a rule or explicit points (see
-      `jigsaw.Layout`). By default they are in proportion to the cuts of the input.
+      `jigsaw.Layout`). By default they are in proportion to the cuts of the input. From or to cells the axes of all
+      dims cut the first dim of the result, and `split` is for that one.
 
     A call takes a tile, or a plain tensor, and returns the same; gradients flow to the values that are present.  On
     load: ``for batch in map(regridder.batch, loader)``.  Sums are taken in float32 or wider, autocast or not.
@@ -211,7 +220,8 @@ class Regridder:
     target rows use and that it does not hold. They are one or two a side where both grids run alike, in one exchange
     for both dims.  Two: partial sums of all target rows through the matmul core, ``2 (1-1/P) M R`` elements for R
     others a rank. These are values, and how much of each is present.  It wins where the grids run against each other
-    (latitude flipped, longitude turned) and the target is coarse.  Backward, as many.
+    (latitude flipped, longitude turned) and the target is coarse.  Backward, as many.  From and to cells: each row that
+    a rank's targets use and that another owns, once, one message a pair of ranks; backward its gradient.
     *Raises*: `GridError` for invalid grids, a target beyond the source, or dims that do not fit; `FieldError` for an
     unknown method, `nan`, `coverage` or dtype.
 
@@ -225,21 +235,34 @@ class Regridder:
 
     def __init__(
         self,
-        source: LatLonGrid,
-        target: LatLonGrid,
+        source: AnyGrid,
+        target: AnyGrid,
         method: str = "conservative",
-        dims: tuple[int, int] = (-2, -1),
+        dims: tuple[int, ...] | None = None,
         nan: str = "keep",
         coverage: float = 0.0,
         split: SplitRule | Mapping[str, SplitRule] | None = None,
     ) -> None:
         _check_regrid_options(method, nan, coverage)
-        pairs = zip(_rows_of_grid("source", source), _rows_of_grid("target", target), strict=True)
-        self.bands = tuple(regrid_weights(s, t, method) for s, t in pairs)
-        self.method, self.dims, self.nan, self.coverage = method, dims, nan, coverage
-        self._splits = _splits_by_place(split)
+        old_grid, new_grid = _parts_of_grid("source", source), _parts_of_grid("target", target)
+        self.method, self.nan, self.coverage = method, nan, coverage
         self._ways: dict[tuple[Layout, int], RegridPlan] = {}
+        self._tables: dict[tuple[Layout, int], TablePlan] = {}
         self._products: dict[tuple[Any, ...], BandProduct] = {}
+        self.bands: tuple[BandedMatrix, ...] = ()
+        self._table = None
+        if isinstance(old_grid, CellPlaces) or isinstance(new_grid, CellPlaces):
+            if isinstance(split, Mapping):
+                raise GridError(
+                    f"regrid: split={dict(split)!r} is by dim, and from or to cells it is for one; give a rule"
+                )
+            self._table = CellTable(cell_weights(old_grid, new_grid, method), split)
+            self.sizes, self.result_sizes = self._table.entries.source_shape, self._table.entries.shape
+        else:
+            self.bands = tuple(regrid_weights(s, t, method) for s, t in zip(old_grid, new_grid, strict=True))
+            self.sizes, self.result_sizes = (tuple(map(size, self.bands)) for size in (attrgetter("size"), len))
+        self._splits = {} if self._table else _splits_by_place(split)
+        self.dims = tuple(range(-len(self.sizes), 0)) if dims is None else tuple(dims)
 
     def __call__(self, x: TileOrTensor) -> TileOrTensor:
         dims = self._dims_of(tuple(x.shape), x.dtype)
@@ -248,7 +271,7 @@ class Regridder:
         return y
 
     def __repr__(self) -> str:
-        sizes = [f"{b.size} x {c.size}" for b, c in [self.bands]] + [f"{len(b)} x {len(c)}" for b, c in [self.bands]]
+        sizes = [" x ".join(map(str, sizes)) for sizes in (self.sizes, self.result_sizes)]
         return f"Regridder({self.method}, {' to '.join(sizes)}, nan={self.nan!r})"
 
     def batch(self, batch: LoaderBatch) -> LoaderBatch:
@@ -256,17 +279,28 @@ class Regridder:
         target, forced = (None if tile is None else self(tile) for tile in (batch.target, batch.target_forcings))
         return replace(batch, input=self(batch.input), target=target, target_forcings=forced)
 
-    def way(self, layout: Layout, dtype: torch.dtype = torch.float32) -> RegridPlan:
+    def way(self, layout: Layout, dtype: torch.dtype = torch.float32) -> RegridPlan | TablePlan:
         """Return the plan for a tile of this layout: the result's layout, and the bytes that each rank receives."""
+        return self._band_way(layout, dtype) if self._table is None else self._table_way(self._table, layout, dtype)
+
+    def _table_way(self, table: CellTable, layout: Layout, dtype: torch.dtype) -> TablePlan:
+        key = layout, dtype.itemsize
+        if key not in self._tables:
+            self._tables[key] = table.plan(layout, self._dims_of(layout.shape, dtype), dtype.itemsize)
+        return self._tables[key]
+
+    def _band_way(self, layout: Layout, dtype: torch.dtype) -> RegridPlan:
         key = layout, dtype.itemsize
         if key not in self._ways:
-            dims = self._dims_of(layout.shape, dtype)
-            self._ways[key] = choose_regrid_plan(layout, dims, self.bands, self._splits, dtype.itemsize)
+            lat, lon = self._dims_of(layout.shape, dtype)
+            self._ways[key] = choose_regrid_plan(layout, (lat, lon), self.bands, self._splits, dtype.itemsize)
         return self._ways[key]
 
     # -- whole tensors and tiles ---------------------------------------------------------------------------------------
 
     def _of_tensor(self, x: Tensor, dims: Sequence[int]) -> Tensor:
+        if self._table is not None:
+            return self._table.of_tensor(x, dims, self._judged_product)
         boxes: dict[int, tuple[Interval, Interval]] = {}
         for place, (dim, band) in enumerate(zip(dims, self.bands, strict=True)):
             need = band.need((0, len(band)))
@@ -276,7 +310,10 @@ class Regridder:
         return self._whole(x, dims, boxes)
 
     def _of_tile(self, tile: Tile) -> Tile:
-        way = self.way(tile.layout, tile.dtype)
+        if self._table is not None:
+            way = self._table_way(self._table, tile.layout, tile.dtype)
+            return self._table.of_tile(tile, way, self._judged_product)
+        way = self._band_way(tile.layout, tile.dtype)
         x = exchange_rows(tile.local, tile.layout, way.fetch, tile.mesh)
         boxes = {way.dims.index(d): way.box(d, tile.coordinate) for d in way.fetched}
         if not way.summed:
@@ -292,12 +329,15 @@ class Regridder:
     # -- products ------------------------------------------------------------------------------------------------------
 
     def _whole(self, x: Tensor, dims: Sequence[int], boxes: RowsByPlace) -> Tensor:
+        return self._judged_product(x, partial(self._products_of, dims=dims, boxes=boxes))
+
+    def _judged_product(self, x: Tensor, multiply: FieldProduct) -> Tensor:
         wide = _as_wide(x)
         if bool(wide.detach().sum().isfinite()):  # one pass; a sum that overflows only costs the slower path
-            return self._products_of(wide, dims, boxes).to(x.dtype)
+            return multiply(wide).to(x.dtype)
         is_finite = wide.isfinite()
-        values = self._products_of(torch.where(is_finite, wide, 0.0), dims, boxes)
-        count = self._products_of(self._counted(is_finite, wide.dtype), dims, boxes)
+        values = multiply(torch.where(is_finite, wide, 0.0))
+        count = multiply(self._counted(is_finite, wide.dtype))
         return self._judged(values, count).to(x.dtype)
 
     def _products_of(self, x: Tensor, dims: Sequence[int], boxes: RowsByPlace) -> Tensor:
@@ -330,20 +370,21 @@ class Regridder:
         least = max(self.coverage - 1e-5, 1e-6)  # a share is a sum of rounded weights
         return torch.where(count >= least, values / count.clamp(min=least), math.nan)
 
-    def _dims_of(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
-        lat, lon = self.dims
-        n = len(shape)
-        if not all(-n <= d < n for d in self.dims) or lat % n == lon % n:
-            raise GridError(f"regrid: dims={self.dims} must be two dims of a tensor of shape {tuple(shape)}")
+    def _dims_of(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+        n, count = len(shape), len(self.sizes)
+        dims = tuple(d % n for d in self.dims) if all(-n <= d < n for d in self.dims) else ()
+        if len(set(dims)) != count or len(self.dims) != count:
+            number = "a dim" if count == 1 else "two dims"
+            raise GridError(f"regrid: dims={self.dims} must be {number} of a tensor of shape {tuple(shape)}")
         if not dtype.is_floating_point:
             raise FieldError(f"regrid: {dtype} values cannot be averaged; cast them to float32 first")
-        for dim, name, band in zip((lat % n, lon % n), LAT_LON_DIMS, self.bands, strict=True):
-            if shape[dim] != band.size:
+        for dim, name, size in zip(dims, LAT_LON_DIMS if count == 2 else ("cells",), self.sizes, strict=True):
+            if shape[dim] != size:
                 raise GridError(
                     f"regrid: dim {dim} of shape {tuple(shape)} has {shape[dim]} rows, but the source grid has "
-                    f"{band.size} in {name}; pass the grid that the field is on, or other dims= than {self.dims}"
+                    f"{size} in {name}; pass the grid that the field is on, or other dims= than {self.dims}"
                 )
-        return lat % n, lon % n
+        return dims
 
 
 @dataclass(frozen=True)
@@ -389,7 +430,9 @@ def _as_wide(x: Tensor) -> Tensor:
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def _rows_of_grid(which: str, grid: LatLonGrid) -> tuple[GridRows, GridRows]:
+def _parts_of_grid(which: str, grid: AnyGrid) -> CellsOrRows:
+    if isinstance(grid, CellPlaces):
+        return grid
     if isinstance(grid, Mapping):
         if not set(LAT_LON_DIMS) <= set(grid):
             raise GridError(f"{which} has the coordinates {sorted(grid)}; regrid needs 'lat' and 'lon'")

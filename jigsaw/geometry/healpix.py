@@ -10,7 +10,7 @@ Source: Gorski et al., "HEALPix: a framework for high-resolution discretization"
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,6 +135,49 @@ def _ring_and_place(n: int, face: Integers, x: Integers, y: Integers) -> tuple[I
         east // 2 % (4 * n),
     )
     return ring, place
+
+
+# -- areas ------------------------------------------------------------------------------------------------------------
+
+
+def healpix_corners(
+    n: int, low: float, high: float, edges: NDArray[np.float64]
+) -> Iterator[tuple[NDArray[np.float64], Integers]]:
+    """Yield quadrangles of the plane, [m, 4, 2], and which interval between longitudes (`edges`) each is a part of.
+
+    Together they are the intervals between two sines of latitude.  The plane's unit is a cell, and it keeps areas.  In
+    the caps meridians are straight within a face, and meet at its corner that is the pole.
+    """
+    belt = max(low, -2 / 3), min(high, 2 / 3)
+    if belt[0] < belt[1]:
+        total, east = (n + 1.5 * n * np.array(belt))[:, None], edges * n / 45
+        corners = np.stack([(total + east) / 2, (total - east) / 2], -1)
+        yield _quadrangles(corners), np.arange(len(edges) - 1)
+    points = np.unique(np.concatenate([edges, np.arange(np.ceil(edges[0] / 90), edges[-1] / 90) * 90]))
+    middle = (points[:-1] + points[1:]) / 2
+    quadrant = np.floor(middle / 90)
+    shares = np.stack([points[:-1], points[1:]]) / 90 - quadrant  # of the way through the quadrant
+    intervals = np.searchsorted(edges, middle, "right") - 1
+    for is_south, cap in enumerate([(max(low, 2 / 3), high), (low, min(high, -2 / 3))]):
+        if cap[0] < cap[1]:
+            rows = n * np.sqrt(np.maximum(3 * (1 - np.abs(np.array(cap))), 0))[:, None]
+            west, east = ([rows * share, rows * (1 - share)] for share in shares)
+            # faces of the south lie at (i, -i - 1), those of the north at (i + 1, -i) and count from the pole's corner
+            ends = [np.stack(end if is_south else [n - end[1], n - end[0]], -1) for end in (west, east)]
+            origin = np.stack([quadrant + 1 - is_south, -quadrant - is_south], -1) * n
+            yield np.stack([ends[0][0], ends[1][0], ends[1][1], ends[0][1]], 1) + origin[:, None], intervals
+
+
+def _quadrangles(corners: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the quadrangles between two rows of points, [2, m + 1, 2] -> [m, 4, 2]."""
+    (a, b), (c, d) = ((row[:-1], row[1:]) for row in corners)
+    return np.stack([a, b, d, c], 1)
+
+
+def healpix_cells_of_plane(n: int, nested: bool, squares: Integers) -> Integers:
+    """Return the cells that are unit squares of the plane: [m, 2] -> [m]."""
+    (p, q), (x, y) = (squares // n).T, (squares % n).T
+    return (_nested_of_faces if nested else _rings_of_faces)(n, _face_of_square(p, p + q), x, y)
 
 
 # -- padded faces -----------------------------------------------------------------------------------------------------

@@ -370,3 +370,43 @@ def _edges_from_piece(
     is_own = (sources >= start) & (sources < stop)
     owners, sources = owners[is_own], sources[is_own] - start
     return [(int(q), sources[owners == q]) for q in np.unique(owners)]
+
+
+# -- rows for a product -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class NeededRows:
+    """Source rows that one piece of the rows of a sparse matrix needs: how they come, and its entries by places there.
+
+    `entries` are those of the matrix, `rows` and `columns` their places in the piece of `count` rows and among the
+    needed rows.  `received` has the rows that each piece needs of others, and needs once.
+    """
+
+    plan: NeighborPlan
+    entries: Integers
+    rows: Integers
+    columns: Integers
+    count: int
+    received: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, row: Integers, column: Integers, row_points: Sequence[int], column_points: Sequence[int], piece: int
+    ) -> NeededRows:
+        """Plan it for the entries of a matrix, sorted by row, whose rows and columns are cut at these points."""
+        size = column_points[-1]
+        owner = np.searchsorted(row_points, row, side="right") - 1
+        pairs = np.unique(owner * size + column)  # sorted by piece, then by source row
+        names, whose = pairs % size, pairs // size
+        is_far = np.searchsorted(column_points, names, side="right") - 1 != whose
+        ends = np.searchsorted(whose, np.arange(len(row_points)))
+        entries = np.flatnonzero(owner == piece)
+        return cls(
+            plan_neighbors(Neighbors(names[:, None], size), column_points, ends.tolist(), piece),
+            entries,
+            row[entries] - row_points[piece],
+            np.searchsorted(names[ends[piece] : ends[piece + 1]], column[entries]),
+            row_points[piece + 1] - row_points[piece],
+            tuple(np.bincount(whose[is_far], minlength=len(row_points) - 1).tolist()),
+        )

@@ -35,7 +35,7 @@ from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.comm.neighbor_exchange import NeighborExchange, positions_of_pieces, rows_to_edges
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Cut, Interval, cut_points
-from jigsaw.geometry.neighbors import NeighborPlan, Neighbors, plan_neighbors
+from jigsaw.geometry.neighbors import NeededRows
 from jigsaw.nn.rank_order import CutGroup
 from jigsaw.nn.spheres.sphere import stretched_cut
 from jigsaw.nn.stencils.stencil import empty_result
@@ -113,50 +113,41 @@ def _multiply(original: Tensor, x: Tile) -> Tile:
     return Tile(sum_held_rows(y, held, home, x.mesh) if rows.is_cut else y, home, x.mesh)
 
 
-class _NeededRows:
-    """Rows of a tile that one piece of the rows of a product needs, and its entries of the matrix, by places there."""
+class _PieceOfProduct:
+    """Rows of a tile that one piece of the rows of a product needs, and its entries of the matrix, on a device."""
 
-    def __init__(self, plan: NeighborPlan, entries: Tensor, places: Tensor, rows: int) -> None:
-        self.plan, self.entries, self.places, self.rows = plan, entries, places, rows
+    def __init__(self, needed: NeededRows, device: torch.device) -> None:
+        self.needed = needed
+        self.entries = torch.from_numpy(needed.entries).to(device)
+        self.places = torch.from_numpy(np.stack([needed.rows, needed.columns])).to(device)
 
     def product(self, matrix: Tensor, x: Tile, cut: Cut) -> Tensor:
         """Return the own rows of the product.  *Sends*: each own row that another rank needs, once a rank."""
-        positions = positions_of_pieces(x.layout, cut, x.coordinate)
-        near = rows_to_edges(x.local, NeighborExchange(self.plan, x.mesh, positions, 0))
-        shape = self.rows, near.shape[0]
+        positions, rows = positions_of_pieces(x.layout, cut, x.coordinate), self.needed.count
+        near = rows_to_edges(x.local, NeighborExchange(self.needed.plan, x.mesh, positions, 0))
         part = torch.sparse_coo_tensor(
-            self.places, matrix.values()[self.entries], shape, check_invariants=False, is_coalesced=True
+            self.places, matrix.values()[self.entries], (rows, near.shape[0]), check_invariants=False, is_coalesced=True
         )
-        if self.rows and near.numel():
-            return torch.matmul(part, near)
-        return empty_result((self.rows, *near.shape[1:]), near, saved=0)
+        return (
+            torch.matmul(part, near) if rows and near.numel() else empty_result((rows, *near.shape[1:]), near, saved=0)
+        )
 
 
 # of each matrix by the cuts of its columns and rows; a change in place makes them anew
-_needed: MutableMapping[Tensor, dict[Any, _NeededRows | None]] = WeakIdKeyDictionary()
+_pieces: MutableMapping[Tensor, dict[Any, _PieceOfProduct | None]] = WeakIdKeyDictionary()
 
 
-def _rows_for_product(original: Tensor, matrix: Tensor, cut: Cut, rows: Cut, piece: int) -> _NeededRows | None:
+def _rows_for_product(original: Tensor, matrix: Tensor, cut: Cut, rows: Cut, piece: int) -> _PieceOfProduct | None:
     """Return what a piece of the result needs, None where fewer rows travel as parts of the result."""
-    kept, key = _needed.setdefault(original, {}), (tensor_version(original), cut.points, rows.points, piece)
+    kept, key = _pieces.setdefault(original, {}), (tensor_version(original), cut.points, rows.points, piece)
     if key not in kept:
         row, column = matrix.indices().cpu().numpy()
-        owner = np.searchsorted(rows.points, row, side="right") - 1
-        pairs = np.unique(owner * cut.size + column)  # sorted by piece, then by row of the tile
-        names, whose = pairs % cut.size, pairs // cut.size
-        far = int((np.searchsorted(cut.points, names, side="right") - 1 != whose).sum())
+        needed = NeededRows.of(row, column, rows.points, cut.points, piece)
         held = _rows_with_entries(matrix, (cut,))
         parts = sum(
             b - a - max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in zip(held, pairwise(rows.points), strict=True)
         )
-        ends = np.searchsorted(whose, np.arange(rows.pieces + 1))
-        plan = plan_neighbors(Neighbors(names[:, None], cut.size), cut.points, ends.tolist(), piece)
-        entries = np.flatnonzero(owner == piece)
-        near = np.searchsorted(names[ends[piece] : ends[piece + 1]], column[entries])
-        places = np.stack([row[entries] - rows.points[piece], near])
-        own, at = (torch.from_numpy(a).to(matrix.device) for a in (entries, places))
-        count = rows.points[piece + 1] - rows.points[piece]
-        kept[key] = _NeededRows(plan, own, at, count) if far <= parts else None
+        kept[key] = _PieceOfProduct(needed, matrix.device) if sum(needed.received) <= parts else None
     return kept[key]
 
 
