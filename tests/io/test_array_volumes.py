@@ -2,13 +2,17 @@
 
 import pickle
 
+import dask.array as da
 import h5py
 import numpy as np
 import pytest
 import torch
+import zarr
 from volume_store import image, label, write
+from zarr.storage import MemoryStore
 
-from jigsaw.errors import FieldError, GridError, MissingArrayError
+from jigsaw.errors import FieldError, GridError, MissingArrayError, ReadError
+from jigsaw.io import SourceArray
 from jigsaw.io.volumes.crops import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.volume_dataset import VolumeLoader
@@ -74,6 +78,88 @@ def test_the_foreground_of_arrays_is_kept_by_their_values(tmp_path):
     found = [open_volumes([image(SHAPES[0])], [each], **how).found[0].classes[1].at for each in values]
     assert sorted(found[0].tolist()) == sorted(found[2].tolist()) == np.flatnonzero(values[0]).tolist()
     assert sorted(found[1].tolist()) == np.flatnonzero(values[1]).tolist()
+
+
+class _NoParts(MemoryStore):
+    """A store that makes its chunks when it is asked, as tifffile's does."""
+
+    async def get(self, key, prototype, byte_range=None):
+        if byte_range is not None:
+            raise ValueError("no parts")
+        return await super().get(key, prototype)
+
+
+class _Counted:
+    """An array that counts the rows of z that were read of it."""
+
+    chunks = (3, 10, 7)
+
+    def __init__(self, values):
+        self.values, self.shape, self.dtype, self.rows = values, values.shape, values.dtype, []
+
+    def __getitem__(self, index):
+        self.rows += range(*index[0].indices(len(self.values)))
+        return self.values[index]
+
+
+def _read_counted(values, axes):
+    array = _Counted(values)
+    tile = open_volumes([array], mesh=world_mesh(**axes), crop=None).whole(0).image
+    return tile.full_tensor()[0], array.rows
+
+
+def test_of_an_array_each_rank_reads_the_chunks_that_it_needs():
+    values = image(SHAPES[0])
+    for whole, _ in (found := run_on_ranks(2, _read_counted, values, {"z": 2})):
+        assert torch.equal(whole, torch.from_numpy(values))
+    assert [sorted(rows) for _, rows in found] == [list(range(9)), list(range(6, 13))]  # of 7 and 6 rows
+
+
+def test_arrays_of_libraries_are_read_as_they_are(tmp_path):
+    values, names = image(SHAPES[0]), ("z", "y", "x")
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        file.create_dataset("raw", data=values, chunks=(4, 4, 4))
+    kept = zarr.storage.LocalStore(tmp_path / "named.zarr"), _NoParts()
+    of_zarr = [
+        zarr.create_array(store, shape=values.shape, chunks=(4, 4, 4), dtype="f4", dimension_names=names)
+        for store in kept
+    ]
+    old = zarr.create_array(tmp_path / "old.zarr", shape=values.shape, chunks=(4, 4, 4), dtype="f4", zarr_format=2)
+    for array in (*of_zarr, old):
+        array[:] = values
+    given = [
+        *of_zarr,
+        str(tmp_path / "named.zarr"),
+        h5py.File(tmp_path / "v.h5")["raw"],
+        da.from_array(values, (5, 4, 7)),
+    ]
+    how = {"mesh": world_mesh(z=1), "crop": None}
+    for array in given:
+        assert torch.equal(open_volumes([array], **how)[0].image.local[0], torch.from_numpy(values))
+    for array in (old, str(tmp_path / "old.zarr")):
+        assert torch.equal(open_volumes([array], dims=names, **how)[0].image.local[0], torch.from_numpy(values))
+    (tmp_path / "named.zarr" / "c" / "1" / "0" / "0").unlink()
+    with pytest.raises(ReadError, match=r"lacks|missing"):  # zarr itself would read zeros
+        open_volumes([of_zarr[0]], **how)[0]
+
+
+class _Labels:
+    """A user's source of labels."""
+
+    def __init__(self, values):
+        self.values, self.arrays = values, {"label": SourceArray(values.shape, "u1", ("z", "y", "x"))}
+
+    def read(self, array, box):
+        return self.values[tuple(slice(*rows) for rows in box)]
+
+
+def test_the_foreground_of_a_source_is_not_taken_for_that_of_another(tmp_path):
+    how = {"mesh": {}, "crop": (4, 4, 4), "foreground": Foreground(cache=str(tmp_path))}
+    values = [label(SHAPES[0], seed) for seed in (0, 1)]
+    for each in values:
+        found = open_volumes([image(SHAPES[0])], [_Labels(each)], **how).found[0].classes[1].at
+        assert sorted(found.tolist()) == np.flatnonzero(each).tolist()
+    assert not list(tmp_path.iterdir())
 
 
 def test_hdf5_without_names(tmp_path):

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import nibabel
 import numpy as np
+import pydicom
 import pytest
+import tifffile
 import torch
 from volume_store import image, label
 
@@ -26,7 +28,9 @@ def run(folder, mesh):
     with contextlib.chdir(folder):
         for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
             exec(compile(block.replace(MESH, mesh), "docs/medical.md", "exec"), left)
-    return left["batch"].image.full_tensor(), left["batch"].label.full_tensor(), left["report"]
+        wholes = [left[name].whole(0).image.full_tensor()[0] for name in ("stacks", "series")]
+    batch, affine = left["batch"], torch.from_numpy(left["series"].images[0].affine)
+    return batch.image.full_tensor(), batch.label.full_tensor(), left["report"], [*wholes, affine]
 
 
 def ball(shape, center, radius):
@@ -39,6 +43,21 @@ def save_scan(values, path):
     nibabel.save(nibabel.Nifti1Image(values, AFFINE), path)
 
 
+def save_dicom_series(values, folder):
+    """One file a slice, numbered in another order than they lie in; slopes differ."""
+    folder.mkdir()
+    for z, plane in enumerate(values):
+        head = pydicom.dataset.FileMetaDataset()
+        head.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
+        slice_ = pydicom.dataset.Dataset()
+        slice_.file_meta, slice_.SeriesInstanceUID = head, "1.2.3"
+        slice_.SOPClassUID, slice_.SOPInstanceUID = pydicom.uid.CTImageStorage, f"1.2.3.{z + 1}"
+        slice_.ImagePositionPatient, slice_.ImageOrientationPatient = [3, 4, 2.5 * z], [1, 0, 0, 0, 1, 0]
+        slice_.PixelSpacing, slice_.RescaleSlope, slice_.RescaleIntercept = [0.5, 0.75], 2 + z, -100
+        slice_.set_pixel_data(plane.astype("i2"), "MONOCHROME2", 16)
+        slice_.save_as(folder / f"{7 * z % len(values):03}.dcm", enforce_file_format=True)
+
+
 @pytest.mark.slow
 def test_the_page_runs_alike_on_one_rank_and_two(tmp_path):
     assert MESH in PAGE
@@ -49,14 +68,24 @@ def test_the_page_runs_alike_on_one_rank_and_two(tmp_path):
         folder, scan = tmp_path / "Dataset001_Balls", 50 + 100 * body + 20 * image(body.shape, case)
         save_scan(scan, folder / "imagesTr" / f"{case}_0000.nii.gz")
         save_scan(body, folder / "labelsTr" / f"{case}.nii.gz")
-    one, labels, report = run(tmp_path, MESH)
+    stack = label((12, 36, 40)).astype("u2") * 1000 + 7
+    tifffile.imwrite(tmp_path / "stack.ome.tif", stack, tile=(16, 16), metadata={"axes": "ZYX"})
+    save_dicom_series(slices := 1000 * image((9, 34, 36)).round(), tmp_path / "series")
+    one, labels, report, others = run(tmp_path, MESH)
+    assert torch.equal(others[0], torch.from_numpy(stack.astype("f4")))
+    slopes = 2 + np.arange(9)[:, None, None]
+    assert torch.equal(others[1], torch.from_numpy((slices * slopes - 100)[:, ::-1, ::-1].astype("f4")))  # LPS to RAS
+    # the last voxel of each row and column is the first now; PixelSpacing is that of rows, then of columns
+    corner = np.array([[0.75, 0, 0, -3 - 35 * 0.75], [0, 0.5, 0, -4 - 33 * 0.5], [0, 0, 2.5, 0], [0, 0, 0, 1]])
+    np.testing.assert_allclose(others[2], corner, atol=1e-6)
     assert one.shape == (2, 1, 24, 32, 32) and one.std() > 0.5
     assert report["dice"] > 0.8 and report["surfaces within 3 mm"] > 0.8 and report["hd95 in mm"] < 10
     mask = nibabel.load(tmp_path / "found.nii.gz")
     assert np.array_equal(mask.affine, AFFINE) and mask.get_data_dtype() == np.uint8
     found = mask.get_fdata()
     assert report["dice"] == pytest.approx(2 * (found * body).sum() / (found.sum() + body.sum()), rel=1e-12)
-    for tile, tile_labels, scores in run_on_ranks(2, run, tmp_path, "jigsaw.init_mesh(z=2)"):
+    for tile, tile_labels, scores, on_two in run_on_ranks(2, run, tmp_path, "jigsaw.init_mesh(z=2)"):
+        assert all(map(torch.equal, on_two, others))
         torch.testing.assert_close(tile, one, rtol=0, atol=1e-5)  # the page's own function has a mean over ranks
         assert torch.equal(tile_labels, labels)
         assert scores == pytest.approx(report, rel=0.02)  # float32: a voxel of a surface may change sides

@@ -6,6 +6,7 @@ import os
 from base64 import standard_b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -62,7 +63,7 @@ _SINGLE_FILE_SUFFIXES = (".nc", ".nc3", ".nc4", ".cdf", ".h5", ".hdf5", ".npy", 
 
 
 def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
-    """Open the chunk tables of a zarr group: at a path or URL, or a store or group of zarr's own.
+    """Open the chunk tables of a zarr group, or of one array: at a path or URL, or a store or node of zarr's own.
 
     `options` go to the store of a URL (see `jigsaw.io.chunks.remote_files.files_of_url`). Among them ``arrays`` names
     those to open, with the coordinates of their dims. It is for a store that is too large to list or cannot be listed
@@ -70,20 +71,19 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
     """
     options = dict(options or {})
     named, outside = options.pop("arrays", None), zarr_reach.checked_outside(options.pop("outside", None))
-    group = zarr_reach.bounded_group(
-        url if isinstance(url, zarr.Group) else _open_zarr_group(url, options, outside), outside
-    )
+    is_node = isinstance(url, zarr.Group | zarr.Array)
+    node = zarr_reach.bounded_node(url if is_node else _open_zarr_node(url, options, outside), outside)
     try:
         with zarr.config.set({"array.rectilinear_chunks": True}):  # zarr reads the metadata of such arrays only then
-            sources = dict(_listed_zarr_arrays(group) if named is None else _named_zarr_arrays(group, named))
+            sources = dict(_zarr_arrays_of(node, named))
         tables = {name: table_of_zarr(name, array) for name, array in sources.items()}
-        describe_makani_fields(tables, _group_name(group))
-        attrs = dict(group.attrs)
+        describe_makani_fields(tables, _node_name(node))
+        attrs = dict(node.attrs)
     except ReadError:
         raise
     except Exception as e:  # zarr may make anything of metadata that lie, "../" in a name included
         raise UnsupportedStoreError(
-            f"{_group_name(group)} has metadata that cannot be read: {e}"
+            f"{_node_name(node)} has metadata that cannot be read: {e}"
         ) from cause_without_secrets(e)
 
     def read_small(name: str) -> NDArray[Any]:
@@ -92,13 +92,19 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
             return read_whole_coordinate(table)
         if prod(table.shape) > 1:
             check_all_chunks_there(table)
-        return _read_by_zarr(group, sources[name])
+        return _read_by_zarr(node, sources[name])
 
-    store = ArrayStore(_group_name(group), tables, attrs, read_small)
+    store = ArrayStore(_node_name(node), tables, attrs, read_small)
     return anemoi_as_fields(store) if is_anemoi_store(store) else store
 
 
-def _read_by_zarr(group: zarr.Group, array: Any) -> NDArray[Any]:
+def _zarr_arrays_of(node: zarr_reach.ZarrNode, named: Sequence[str] | None) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, zarr.Array):
+        return iter([(node.basename or "array", node)])
+    return _listed_zarr_arrays(node) if named is None else _named_zarr_arrays(node, named)
+
+
+def _read_by_zarr(node: zarr_reach.ZarrNode, array: Any) -> NDArray[Any]:
     check_coordinate_size(array.path, array.shape, array.nbytes)
     try:
         return _box_by_zarr(array, ...)
@@ -106,7 +112,7 @@ def _read_by_zarr(group: zarr.Group, array: Any) -> NDArray[Any]:
         raise
     except Exception as e:  # a codec may raise anything
         raise CorruptChunkError(
-            f"array {array.path!r} of {_group_name(group)} cannot be read: {e}"
+            f"array {array.path!r} of {_node_name(node)} cannot be read: {e}"
         ) from cause_without_secrets(e)
 
 
@@ -149,7 +155,7 @@ def _refuse_code_in_array(array: Any) -> None:
         )
 
 
-def _open_zarr_group(url: Any, options: dict[str, Any], outside: zarr_reach.OutsidePlaces) -> zarr.Group:
+def _open_zarr_node(url: Any, options: dict[str, Any], outside: zarr_reach.OutsidePlaces) -> zarr_reach.ZarrNode:
     if is_remote_url(url):
         files, prefix = files_of_url(url, options)
         called = f"{files.name}/{prefix}"
@@ -159,7 +165,12 @@ def _open_zarr_group(url: Any, options: dict[str, Any], outside: zarr_reach.Outs
         where = {"store": store, "storage_options": options or None}
     try:
         with zarr.config.set({"array.rectilinear_chunks": True}):  # the group may list them
-            return zarr.open_group(**where, mode="r")
+            try:
+                return zarr.open_group(**where, mode="r")
+            except (FileNotFoundError, ContainsArrayError) as no_group:
+                with suppress(FileNotFoundError, ValueError):
+                    return zarr.open_array(**where, mode="r")
+                raise no_group from None
     except ReadError:
         raise
     except Exception as e:  # of any store, and of metadata that lie
@@ -181,16 +192,16 @@ def _reason_of_no_group(url: Any, message: str) -> str:
     return f"is a folder without a Zarr group: {message}"
 
 
-def _group_name(group: zarr.Group) -> str:
-    files = remote_files_of_zarr(group.store)
-    return str(group.store_path) if files is None else "/".join(filter(None, (files.name, group.path)))
+def _node_name(node: zarr_reach.ZarrNode) -> str:
+    files = remote_files_of_zarr(node.store)
+    return str(node.store_path) if files is None else "/".join(filter(None, (files.name, node.path)))
 
 
 def _listed_zarr_arrays(group: zarr.Group) -> Iterator[tuple[str, Any]]:
     files = remote_files_of_zarr(group.store)
     if files and not files.lists and group.metadata.consolidated_metadata is None:
         raise UnsupportedStoreError(
-            f"the arrays of {_group_name(group)} cannot be listed: it has no consolidated metadata, and HTTP has no "
+            f"the arrays of {_node_name(group)} cannot be listed: it has no consolidated metadata, and HTTP has no "
             "listing; consolidate it (zarr.consolidate_metadata), or name what to open: options={'arrays': ['t2m', …]}"
         )
     members: Any = group.members(max_depth=None)
@@ -203,7 +214,7 @@ def _named_zarr_arrays(group: zarr.Group, names: Sequence[str]) -> Iterator[tupl
     coordinates: dict[str, None] = {}
     for name, member in _ask_group_for(group, names):
         if not isinstance(member, zarr.Array):
-            raise MissingArrayError(f"{_group_name(group)} has no array {name!r}, which options={{'arrays': …}} names")
+            raise MissingArrayError(f"{_node_name(group)} has no array {name!r}, which options={{'arrays': …}} names")
         yield name, member
         folder = name.rpartition("/")[0]
         coordinates |= {f"{folder}/{dim}".lstrip("/"): None for dim in _stored_dim_names(member.metadata) or () if dim}

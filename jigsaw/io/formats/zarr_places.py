@@ -87,12 +87,21 @@ class ZarrKeyFiles:
             check_object_size(self.size(path) or 0, most)
         elif most is not None:
             part = RangeByteRequest(0, most + 1)
-        answer: Any = _answer_of_store(self._store.get(path, default_buffer_prototype(), part))
+        answer: Any = _answer_of_store(self._part_of(path, part))
         if answer is None:
             return None
         raw = np.frombuffer(answer.to_bytes(), np.uint8)
         check_object_size(raw.size, most)
         return raw
+
+    async def _part_of(self, path: str, part: RangeByteRequest | None) -> Any:
+        try:
+            return await self._store.get(path, default_buffer_prototype(), part)
+        except (ValueError, NotImplementedError):  # of a store that makes its chunks, such as tifffile's: no parts
+            if part is None:
+                raise
+            whole = await self._store.get(path, default_buffer_prototype())
+            return None if whole is None else whole[part.start : part.end]
 
     def ranges(self, path: str, targets: Sequence[FillTarget]) -> bool:
         parts = merge_ranges(((offset, offset + memory.size) for offset, memory in targets), self.gap)
@@ -104,7 +113,7 @@ class ZarrKeyFiles:
         return fill_targets(targets, parts, blocks)
 
     async def _all(self, wanted: list[tuple[str, RangeByteRequest]]) -> list[Any]:
-        return await asyncio.gather(*(self._store.get(key, default_buffer_prototype(), part) for key, part in wanted))
+        return await asyncio.gather(*(self._part_of(key, part) for key, part in wanted))
 
 
 def _lasting_store_name(store: Any) -> str:

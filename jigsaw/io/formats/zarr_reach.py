@@ -337,13 +337,17 @@ def _bounded_store(store: Any, outside: OutsidePlaces) -> Any:
     return store
 
 
-def bounded_group(group: zarr.Group, outside: OutsidePlaces) -> zarr.Group:
-    """Return the group, in a store that leads nowhere else."""
-    store = _bounded_store(group.store, outside)
-    if store is group.store:
-        return group
+ZarrNode = zarr.Group | zarr.Array[Any]
+
+
+def bounded_node(node: ZarrNode, outside: OutsidePlaces) -> ZarrNode:
+    """Return the group or array, in a store that leads nowhere else."""
+    store = _bounded_store(node.store, outside)
+    if store is node.store:
+        return node
     with zarr.config.set({"array.rectilinear_chunks": True}):
-        return zarr.open_group(store, path=group.path, mode="r")
+        opener = zarr.open_array if isinstance(node, zarr.Array) else zarr.open_group
+        return opener(store, path=node.path, mode="r")
 
 
 def bounded_zarr_folder(url: Any, outside: OutsidePlaces) -> Any:

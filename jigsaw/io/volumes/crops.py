@@ -57,7 +57,8 @@ class Foreground:
     - `by`: ``"voxels"``, where every foreground voxel is equally likely, or ``"classes"``, where every class of the
       volume is equally likely, then a voxel of it;
     - `kept`: how many voxels of each class are remembered, drawn uniformly: all of a class that has no more;
-    - `cache`: a folder in which the voxels are kept for the next run.
+    - `cache`: a folder in which the voxels are kept for the next run, those of label maps in local files and in memory.
+      Others may change unseen, so they are searched in each run.
 
     Raises: `FieldError` for invalid values.
 
@@ -279,17 +280,22 @@ def _class_masks(
         yield int(label), front & (values == label)
 
 
-def _foreground_file(volume: StoredVolume, asked: _LabelSearch) -> str:
-    """Return the name of a cache file, made from the search and the state of the files that it was made on."""
+def _foreground_file(volume: StoredVolume, asked: _LabelSearch) -> str | None:
+    """Return the name of a cache file, made from the search and the state of the files that it was made on; None for a
+    label map of which nothing tells a change.
+    """
+    arrays = [values for each in volume.given if (values := values_of_array(each)) is not None]
     table, weights = volume.stored[0].table, asked.how
     about = (volume.url, table.name, table.shape, table.dims, table.dtype, weights.classes, weights.by, weights.kept)
     about = (*about, volume.turn, asked.renamed)
     digest = blake2b(repr(about).encode(), digest_size=16)
-    for path in dict.fromkeys(table.finder.path(index) for index in table.grid.indices()):
-        if (now := size_and_change(path)) is not None:  # not in a far store
-            digest.update(f"{path} {now}".encode())
-    for values in filter(lambda each: each is not None, map(values_of_array, volume.given)):
+    for values in arrays:
         digest.update(np.ascontiguousarray(values).tobytes())
+    for path in () if arrays else dict.fromkeys(table.finder.path(index) for index in table.grid.indices()):
+        state = size_and_change(path)  # None also for a chunk that its folder lacks
+        if state is None and (table.places.files.far or table.decoder is None):
+            return None
+        digest.update(f"{path} {state}".encode())
     return f"foreground-{digest.hexdigest()}.npz"
 
 
@@ -303,7 +309,7 @@ def _read_foreground(volume: StoredVolume, asked: _LabelSearch) -> FoundVoxels |
     """Read the voxels from the cache; None where they are absent, or the file is torn."""
     name = _foreground_file(volume, asked)
     try:
-        file = _foreground_cache(asked).opened(name)
+        file = None if name is None else _foreground_cache(asked).opened(name)
         if file is None:
             return None
         with file, np.load(file, allow_pickle=False) as held:
@@ -316,6 +322,9 @@ def _read_foreground(volume: StoredVolume, asked: _LabelSearch) -> FoundVoxels |
 
 
 def _write_foreground(volume: StoredVolume, asked: _LabelSearch, voxels: FoundVoxels) -> None:
+    name = _foreground_file(volume, asked)
+    if name is None:
+        return
     folder, parts = _foreground_cache(asked), [voxels.background, *voxels.classes.values()]
     arrays: dict[str, Any] = {"labels": np.array(list(voxels.classes), np.int64)}
     arrays["there"] = np.array(sorted(voxels.labels), np.int64)
@@ -324,7 +333,7 @@ def _write_foreground(volume: StoredVolume, asked: _LabelSearch, voxels: FoundVo
         arrays |= {f"at{i}": p.at, f"hashes{i}": p.hashes}
     try:
         folder.make_ready()
-        with draft_of(folder.path / _foreground_file(volume, asked), folder.file_mode) as draft:
+        with draft_of(folder.path / name, folder.file_mode) as draft:
             np.savez(draft, **arrays)
     except OSError as e:
         raise FieldError(f"cache={asked.how.cache!r} of a Foreground cannot be written: {e}") from e

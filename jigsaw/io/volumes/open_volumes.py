@@ -237,8 +237,9 @@ def open_volumes(
     x`` (or ``y, x``) in whatever order it is stored. A dim beyond space holds the channels.
 
     - `images`, `labels`: for each a path or URL, an opened store, or an array or tensor [z, y, x], [C, z, y, x] or [y,
-      x], which every rank then has; a list of them where channels have files of their own. None among `labels` stands
-      for an image that has no label map, whose labels are `label_fill` everywhere;
+      x]. One in memory every rank then has; of one that reads what its index asks for, as those of zarr, h5py, dask and
+      nibabel, a rank reads what it needs. A list of them where channels have files of their own. None among `labels`
+      stands for an image that has no label map, whose labels are `label_fill` everywhere;
     - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
     - `crop`: rows along z, y, x. What a smaller volume lacks is `fill` (`label_fill`), half of it on either side. None
       takes whole volumes, each filled up to a multiple of `align`, and in a batch to the largest in it;

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -120,35 +121,51 @@ def differing_orientations(named: list[tuple[str, str]]) -> str:
     return ""
 
 
+@runtime_checkable
+class _IndexedArray(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
 @dataclass(frozen=True, eq=False)
 class ArrayVolume:
-    """An array as a source of boxes."""
+    """An array as a source of boxes: one in memory, or one that reads what an index asks for, as those of zarr, h5py
+    and dask do.
+    """
 
-    values: NDArray[Any]
+    values: _IndexedArray
     dims: tuple[str, ...]
 
     @property
     def arrays(self) -> Mapping[str, SourceArray]:
-        return {"array": SourceArray(self.values.shape, self.values.dtype, self.dims)}
+        dtype = np.dtype(self.values.dtype)
+        return {"array": SourceArray(self.values.shape, np.dtype("u1") if dtype.kind == "b" else dtype, self.dims)}
+
+    def chunks(self, array: str) -> tuple[int, ...] | None:
+        """Return its chunks, dask's by the largest along each dim; None for an array without any."""
+        sizes = getattr(self.values, "chunks", None)
+        return sizes and tuple(max(size) if isinstance(size, tuple) else size for size in sizes)
 
     def read(self, array: str, box: Box) -> NDArray[Any]:
-        return self.values[box_slices(box)]
+        values = np.asarray(self.values[box_slices(box)])
+        return values.view(np.uint8) if values.dtype.kind == "b" else values
 
 
 def values_of_array(array: Any) -> NDArray[Any] | None:
-    """Return the values of an array or tensor, not copied where numpy has their dtype; None for anything else."""
+    """Return the values of an array or tensor in memory, not copied where numpy has their dtype; None for others."""
     if isinstance(array, torch.Tensor):
         array = array.detach().cpu()
         array = (array.float() if array.dtype == torch.bfloat16 else array).numpy()
-    if not isinstance(array, np.ndarray):
-        return None
-    return array.view(np.uint8) if array.dtype == bool else array
+    return array if isinstance(array, np.ndarray) else None
 
 
-def store_of_array(values: NDArray[Any], dims: Sequence[str] | None) -> ArrayStore:
+def store_of_array(values: _IndexedArray, dims: Sequence[str] | None) -> ArrayStore:
     """Return the array as a store. Raises: `GridError` for another number of dims than those of a volume."""
-    usual = GIVEN_DIMS[-values.ndim :] if 2 <= values.ndim <= len(GIVEN_DIMS) else ()
-    names = _dims_for(values.ndim, usual if dims is None else dims)
+    usual = GIVEN_DIMS[-len(values.shape) :] if 2 <= len(values.shape) <= len(GIVEN_DIMS) else ()
+    names = _dims_for(len(values.shape), usual if dims is None else dims)
     if not names:
         wanted = "[C, z, y, x], [z, y, x] or [y, x]" if dims is None else f"[{', '.join(dims)}]"
         raise GridError(
@@ -394,12 +411,21 @@ def _plan_name(number: int, stored: VolumeArray) -> str:
 
 def _open_level(source: Any, level: int, dims: tuple[str, ...] | None) -> ArrayStore:
     values = values_of_array(source)
+    # zarr's and xarray's own have names of dims, and chunks that may be missing
+    if values is None and isinstance(source, _IndexedArray) and not isinstance(source, _kinds_of_stores()):
+        values = source
     store = open_store(source) if values is None else store_of_array(values, dims)
     if is_multiscale_group(store.attrs):
         return multiscale_level(store, level)
     if level:
         raise MissingLevelError(f"level={level}: {store.url} is no OME-Zarr image, so it has level 0 alone")
     return with_given_dims(store, dims)
+
+
+def _kinds_of_stores() -> tuple[type, ...]:
+    """Return the arrays that are opened as stores, of those libraries that are loaded."""
+    kinds = (("zarr", "Array"), ("xarray", "DataArray"))
+    return tuple(getattr(sys.modules[library], kind) for library, kind in kinds if library in sys.modules)
 
 
 def _find_array(store: ArrayStore, array: str | None) -> VolumeArray:
