@@ -213,13 +213,19 @@ def _option_values(given: Any) -> Iterable[str]:
             yield text
 
 
-def why_not_imported(error: ImportError, absent: str) -> str:
-    """Return `absent` where a package is not installed; else its version, and the error of its import."""
-    names = [each.name.partition(".")[0] for each in _error_chain(error) if each.name]
-    if any(find_spec(name) is None for name in names):
-        return absent
-    found = f"{_installed_version(names[0])} is installed, but " if names else ""
-    return f"{found}its import fails: {error}; install versions that fit together ({absent})"
+@contextmanager
+def imports_needed(kind: type[ReadError | WriteError], absent: str) -> Generator[None]:
+    """Raise a failed import in the block as an error of a `kind`: `absent` where the package is not installed, else
+    its version, and the error of its import.
+    """
+    try:
+        yield
+    except ImportError as error:
+        names = [each.name.partition(".")[0] for each in _error_chain(error) if each.name]
+        if any(find_spec(name) is None for name in names):
+            raise kind(absent) from error
+        version_text = f"{_installed_version(names[0])} is installed, but " if names else ""
+        raise kind(f"{version_text}its import fails: {error}; install versions that fit together ({absent})") from error
 
 
 def _error_chain(error: BaseException | None) -> Iterator[ImportError]:

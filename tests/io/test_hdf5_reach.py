@@ -7,6 +7,7 @@ import h5py
 import numpy as np
 import pytest
 
+import jigsaw
 from jigsaw.errors import UnsupportedStoreError
 from jigsaw.io.formats.hdf5 import open_hdf5_file
 
@@ -218,3 +219,17 @@ def test_files_of_the_working_directory_are_not_taken(own, monkeypatch):
     virtual(own / "a.h5", "b.h5", step=2)
     with pytest.raises(UnsupportedStoreError, match=r"needs 'part_0\.h5', which does not exist; bring it back"):
         open_hdf5_file(own / "a.h5", cache="")
+
+
+def test_files_of_a_glob_lead_where_their_options_allow(own):
+    for day in range(2):
+        (own.parent / f"{day}.bin").write_bytes(np.float32(day).tobytes())
+        with h5py.File(own / f"day-{day}.h5", "w") as f:
+            f["time"] = np.array([day])
+            f["time"].attrs["units"] = "days since 2020-01-01"
+            f["time"].make_scale()
+            f.create_dataset("t2m", (1,), "f4", external=[(f"../{day}.bin", 0, 4)]).dims[0].attach_scale(f["time"])
+    glob = str(own / "day-*.h5")
+    with pytest.raises(UnsupportedStoreError, match=OUT):
+        jigsaw.io.open_store(glob)
+    np.testing.assert_array_equal(jigsaw.io.open_store(glob, {"outside": True}).read_small("t2m"), [0, 1])

@@ -2,10 +2,13 @@
 
 import multiprocessing
 import pickle
+import shutil
+import time
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import xarray as xr
 from globe_store import stacked
 
@@ -89,3 +92,36 @@ def test_an_opened_store_does_not_travel(wb2):
     ds = opened(jigsaw.io.open_store(wb2), world_mesh(lat=1))
     with pytest.raises(ReadError, match=r"cannot be pickled.*give jigsaw.io.open the path or URL"):
         pickle.dumps(ds)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_store_that_one_rank_does_not_have_is_refused_on_all(wb2, tmp_path, loads):
+    rank = dist.get_rank()
+    own_copy = shutil.copytree(wb2, tmp_path / f"rank-{rank}" / "store.zarr")
+    pickled = pickle.dumps(opened(str(own_copy), world_mesh(lat=2)))
+    if rank == 1:
+        shutil.rmtree(own_copy)
+    again, began = pickle.loads(pickled), time.monotonic()
+    with pytest.raises(ReadError, match=r"rank 1 of those that read together cannot look at|does not exist"):
+        next(iter(jigsaw.io.DataLoader(again))) if loads else again[0]
+    assert time.monotonic() - began < 20
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reads", ["sample", "whole", "batch"])
+def test_volumes_that_one_rank_does_not_have_are_refused_on_all(tmp_path, reads):
+    rank = dist.get_rank()
+    scan = tmp_path / f"rank-{rank}.npy"
+    np.save(scan, np.zeros((8, 8, 8), "float32"))
+    volumes = jigsaw.io.open_volumes([str(scan)], mesh=world_mesh(z=2), crop=(4, 4, 4))
+    pickled = pickle.dumps(volumes)
+    if rank == 1:
+        scan.unlink()
+    again, began = pickle.loads(pickled), time.monotonic()
+    with pytest.raises(ReadError, match=r"rank 1 of those that read together cannot look at|there is no file"):
+        if reads == "batch":
+            next(iter(jigsaw.io.VolumeLoader(again)))
+        else:
+            _ = again[0] if reads == "sample" else again.whole(0)
+    assert time.monotonic() - began < 20

@@ -26,7 +26,7 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
-from jigsaw.errors import FetchError, UnsupportedStoreError, redacted_text, why_not_imported
+from jigsaw.errors import FetchError, UnsupportedStoreError, imports_needed, redacted_text
 from jigsaw.io.chunks.files import (
     BadChunkError,
     ByteAllocator,
@@ -81,12 +81,10 @@ def files_of_url(url: str, options: Mapping[str, Any] | None = None) -> tuple[Re
 
     Raises: `UnsupportedStoreError` for options that obstore refuses.
     """
-    try:
+    absent = f"reading {redacted_text(url)} needs obstore: pip install 'jigsaw-torch[remote]'"
+    with imports_needed(UnsupportedStoreError, absent):
         from obstore import store as stores
         from obstore.exceptions import BaseError
-    except ImportError as e:
-        absent = f"reading {redacted_text(url)} needs obstore: pip install 'jigsaw-torch[remote]'"
-        raise UnsupportedStoreError(why_not_imported(e, absent)) from e
     split = urlsplit(url)
     settings: dict[str, Any] = {k: v for k, v in (options or {}).items() if k not in OWN_OPTIONS}
     retry = RetryPolicy.of(settings.pop("retry_config", None))

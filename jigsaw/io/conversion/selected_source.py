@@ -20,8 +20,8 @@ from jigsaw.errors import (
     UnsupportedStoreError,
     WindowError,
     cause_without_secrets,
+    imports_needed,
     redacted_text,
-    why_not_imported,
 )
 from jigsaw.geometry.curve import curve_order
 from jigsaw.io.arguments import checked_choice
@@ -145,7 +145,9 @@ class SelectedSource:
             arrays = open_store(path, {"outside": self.outside}).arrays
             return [arrays[name] for name in self.arrays]
 
-        return [look_at_store(path, partial(tables_of, path)) for path in self.files if Path(path).is_dir()]
+        return [
+            look_at_store(partial(str, path), partial(tables_of, path)) for path in self.files if Path(path).is_dir()
+        ]
 
 
 class OpenedSource(NamedTuple):
@@ -166,11 +168,8 @@ def open_with_xarray(source: Any, engine: str | None = None, outside: Any = Fals
     Raises: `UnsupportedStoreError` for what xarray does not open, and for codecs that run code; `GridError` for files
     that do not join.
     """
-    try:
+    with imports_needed(UnsupportedStoreError, "converting needs xarray: pip install 'jigsaw-torch[xarray]'"):
         import xarray as xr
-    except ImportError as missing:
-        absent = "converting needs xarray: pip install 'jigsaw-torch[xarray]'"
-        raise UnsupportedStoreError(why_not_imported(missing, absent)) from missing
     if isinstance(source, xr.Dataset):
         called = redacted_text(f"xarray dataset of {source.encoding.get('source', 'computed values')}")
         return OpenedSource(called, (), source)

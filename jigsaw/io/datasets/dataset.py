@@ -166,7 +166,7 @@ class Dataset(MeshSamples):
         samples.
         """
         places = [(dim, values.tobytes()) for dim, values in self.whole_coords.items()]
-        return look_at_store(self.store.url, self._compared_tables, (places, self.times.tolist(), self.fields))
+        return look_at_store(lambda: self.store.url, self._compared_tables, (places, self.times.tolist(), self.fields))
 
     def _compared_tables(self) -> list[ArrayTable]:
         """Return the arrays that are read; of one that is joined from files, the first, middle and last."""
@@ -358,8 +358,9 @@ class Dataset(MeshSamples):
     def __getitem__(self, sample: int) -> Sample:
         mesh = self.device_mesh()
         index = self._index(sample)
-        reading = self.reading([index])
-        input_part, target, forced = self.unpack(self.read(self._engine, reading), reading)
+        engine = self._engine
+        reading = engine.prepared(lambda: self.reading([index]))
+        input_part, target, forced = self.unpack(self.read(engine, reading), reading)
         return Sample(
             Tile(input_part[0].to(mesh.device_type), self.layout, mesh),
             Tile(target[0].to(mesh.device_type), self.target_layout, mesh) if self.targets else None,

@@ -15,6 +15,7 @@ from operator import index
 from typing import Any, Self, TypeAlias, cast
 
 import torch
+from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import data
 
@@ -131,8 +132,21 @@ class MeshSamples(ABC, data.Dataset[Any]):
         return replace(self, **({"mesh": vars(self).get("_joined", self.mesh)} | fields))
 
     def new_engine(self, threads: int | None = None) -> ReadEngine:
-        """Make a reader of plans with its own process groups; this is collective over the mesh."""
-        return ReadEngine(self.store, self.device_mesh(), threads, apart=(DATA_AXIS,), identity=self.identity)
+        """Make a reader of plans with its own process groups; this is collective over the mesh.
+
+        Raises: `ReadError` where a store cannot be opened, on every rank that reads with this one.
+        """
+        mesh, store, failure = self.device_mesh(), empty_store("a store"), None
+        try:
+            store = self.store
+        except ReadError as error:
+            failure = error
+        # the other ranks wait for this one, whose `identity` tells them of the failure
+        engine = ReadEngine(store, mesh, threads, apart=(DATA_AXIS,), identity=self.identity)
+        if failure is not None:
+            engine.close()
+            raise failure
+        return engine
 
     @cached_property
     def _engine(self) -> ReadEngine:
@@ -148,6 +162,15 @@ class MeshSamples(ABC, data.Dataset[Any]):
         if not -len(self) <= at < len(self):
             raise IndexError(f"sample {sample} of a dataset of {len(self)}")
         return at % len(self)
+
+
+def empty_store(name: str) -> ArrayStore:
+    """Return a store without arrays."""
+
+    def refuse(array: str) -> NDArray[Any]:
+        raise ReadError(f"{name} has no array {array!r}")
+
+    return ArrayStore(name, {}, {}, refuse)
 
 
 def mesh_and_axes(mesh: DeviceMesh | Mapping[str, int]) -> tuple[DeviceMesh | None, str | None, AxisSizes]:

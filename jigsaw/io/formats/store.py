@@ -6,22 +6,20 @@ import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from glob import has_magic
 from pathlib import PurePosixPath
 from typing import Any
 
-from jigsaw.errors import FieldError, ReadError, UnsupportedStoreError, redacted_text, why_not_imported
+from jigsaw.errors import FieldError, ReadError, UnsupportedStoreError, imports_needed, redacted_text
 from jigsaw.io.arguments import checked_mapping
 from jigsaw.io.chunks.array_table import ArrayStore
-from jigsaw.io.chunks.files import fresh_memory
 from jigsaw.io.formats.conventions import is_multiscale_group, multiscale_level
 from jigsaw.io.formats.disk_cache import DiskCache
 
-# Asked in this order whether what was given is theirs; those that need a package say which extra brings it.
+# Each is asked in this order whether it opens a path or object; those that need a package name the extra.
 _FORMAT_OPENERS = (
     ("formats.array_source", "open_array_source", ""),
-    ("formats.many_files", "open_many", ""),
     ("formats.nifti", "open_nifti", ""),
     ("formats.netcdf3", "open_netcdf3", ""),
     ("formats.raw", "open_npy", ""),
@@ -57,6 +55,8 @@ def open_store(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore
         raise UnsupportedStoreError(f"{url.__name__} is a class, and its instances can be opened: {url.__name__}(…)")
     if isinstance(url, str) and "://" in url and not url.startswith("file://"):
         return _open_by_url(str(url), options)
+    if _format_function("formats.many_files", "claims")(url):
+        return _format_function("formats.many_files", "open_many")(url, partial(open_store, options=options))
     if set(options or ()) - {"outside"}:
         raise UnsupportedStoreError(
             f"options={{…}} with {sorted(options or ())} are for URLs (s3://, https://…), and {url!r} is none"
@@ -118,12 +118,10 @@ def open_hdf5(url: Any, *, outside: bool = False, cache: str | os.PathLike[str] 
 
 def _format_function(module: str, name: str, extra: str = "") -> Any:
     """Return a function of one format's module, which is loaded only when it is used."""
-    try:
+    package = {"": "more packages", "hdf5": "h5py", "remote": "obstore"}.get(extra, extra)
+    absent = f"reading this needs {package}: pip install 'jigsaw-torch[{extra or 'all'}]'"
+    with imports_needed(UnsupportedStoreError, absent):
         return getattr(importlib.import_module(f"jigsaw.io.{module}"), name)
-    except ImportError as e:
-        package = str(e.name).partition(".")[0]
-        absent = f"reading this needs {package}: pip install 'jigsaw-torch[{extra or 'all'}]'"
-        raise UnsupportedStoreError(why_not_imported(e, absent)) from e
 
 
 def _open_by_url(url: str, options: Mapping[str, Any] | None) -> ArrayStore:
@@ -134,10 +132,7 @@ def _open_by_url(url: str, options: Mapping[str, Any] | None) -> ArrayStore:
     files, path = _format_function("chunks.remote_files", "files_of_url", "remote")(url, options)
     if is_nifti:
         return _format_function("formats.nifti", "open_nifti")(path, files)
-    first = fresh_memory(8)
-    if not files.ranges(path, [(0, first)]):
-        raise UnsupportedStoreError(f"there is no object {path!r}")
-    begins = first.tobytes()
+    begins = _format_function("formats.slab_arrays", "file_head")(files, path, 8)
     for magic, (module, opener) in _OPENERS_BY_MAGIC.items():
         if begins.startswith(magic):
             return _format_function(module, opener, "hdf5")(path, files)

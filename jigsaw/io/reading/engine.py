@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,6 +31,8 @@ from jigsaw.io.reading.peers import HomeProcess, PeerGroup, meet_peers
 from jigsaw.io.reading.placing import AnyArray
 from jigsaw.io.reading.read_plan import ReadPlan
 from jigsaw.io.reading.running_read import ReadingRank, RunningRead
+
+T = TypeVar("T")
 
 
 class ReadEngine:
@@ -108,12 +110,19 @@ class ReadEngine:
     def plan(self, make: Callable[[], ReadPlan], key: Hashable = None) -> ReadPlan:
         """Return the plan of the next read: the one that `ahead` expected under `key`, or else one made now.
 
-        Raises: `ForkedError`; what planning raises. A far store may raise for one rank alone; the other ranks are told,
-        and raise in their `read`.
+        Raises: as `prepared`.
+        """
+        return self.prepared(lambda: (self.ahead and self.ahead.planned(key)) or make())
+
+    def prepared(self, step: Callable[[], T]) -> T:
+        """Return the result of a step before a read.
+
+        Raises: `ForkedError`; what the step raises. A store may fail on one rank alone: the other ranks are told, and
+        raise in their `read`.
         """
         self.home.check_home()
         try:
-            return (self.ahead and self.ahead.planned(key)) or make()
+            return step()
         except BaseException as e:
             self.refuse(e)
             raise
@@ -169,22 +178,24 @@ class StoreIdentity(NamedTuple):
     failure: str = ""
 
 
-def look_at_store(url: str, tables: Callable[[], Sequence[ArrayTable]], more: Hashable = None) -> StoreIdentity:
+def look_at_store(
+    url: Callable[[], str], tables: Callable[[], Sequence[ArrayTable]], more: Hashable = None
+) -> StoreIdentity:
     """Return the identity of what a rank reads: of these arrays, and of `more` that is known of them.
 
-    It never raises, because other ranks wait to hear of it.
+    It never raises, because other ranks wait to hear of it. `url` and `tables` may open the store.
     """
     try:
-        return _identity_of_tables(url, tables(), more)
+        return _identity_of_tables(url(), tables(), more)
     except Exception as e:  # a store may raise anything
-        return StoreIdentity(url, failure=f"{type(e).__name__}: {e}")
+        return StoreIdentity("", failure=f"{type(e).__name__}: {e}")
 
 
 def check_same_store(seen: Sequence[StoreIdentity]) -> None:
     """Raise `ReadError` where a rank could not look, `PeerError` where stores differ; alike on all ranks."""
     for rank, view in enumerate(seen):
         if view.failure:
-            raise ReadError(f"rank {rank} of those that read together cannot look at {view.url}: {view.failure}")
+            raise ReadError(f"rank {rank} of those that read together cannot look at its store: {view.failure}")
     first = seen[0]
     for rank, view in enumerate(seen):
         if view[1:] != first[1:]:

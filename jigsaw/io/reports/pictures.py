@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.drafts import draft_of
-from jigsaw.errors import UnsupportedStoreError, why_not_imported
+from jigsaw.errors import UnsupportedStoreError, imports_needed
 from jigsaw.geometry.cut import Box, Cut, Interval, whole_dim
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.datasets.dataset import Dataset
@@ -46,12 +46,9 @@ def plan_figure(dataset: Dataset, plan: ReadPlan) -> Any:
 
     Raises: `UnsupportedStoreError` where that is not installed.
     """
-    try:
+    with imports_needed(UnsupportedStoreError, "drawing a plan needs matplotlib: pip install 'jigsaw-torch[plot]'"):
         import matplotlib
         from matplotlib.figure import Figure
-    except ImportError as missing:
-        absent = "drawing a plan needs matplotlib: pip install 'jigsaw-torch[plot]'"
-        raise UnsupportedStoreError(why_not_imported(missing, absent)) from missing
     colors: Any = matplotlib.colormaps["tab10" if plan.ranks <= 10 else "turbo"]
     shades = [colors(rank if plan.ranks <= 10 else rank / (plan.ranks - 1)) for rank in range(plan.ranks)]
     figure = Figure(figsize=(13, 5), layout="constrained")

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.drafts import draft_of
-from jigsaw.errors import FieldError, why_not_imported, writing_to
+from jigsaw.errors import FieldError, imports_needed, writing_to
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.series.fields import FieldChannel, quantity_and_level
 
@@ -333,11 +333,8 @@ def _with_field_names(stats: Statistics, fields: FieldNames | None) -> Statistic
 
 
 def _open_statistics_nc(path: Path, mode: Literal["r", "w"] = "r", **options: Any) -> Any:
-    try:
+    with imports_needed(FieldError, f"{path} needs netCDF4: pip install 'jigsaw-torch[netcdf]', or use .npz or .json"):
         import netCDF4
-    except ImportError as missing:
-        absent = f"{path} needs netCDF4: pip install 'jigsaw-torch[netcdf]', or use .npz or .json"
-        raise FieldError(why_not_imported(missing, absent)) from missing
     return netCDF4.Dataset(str(path), mode, **options)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.errors import GridError, UnsupportedStoreError, WindowError, why_not_imported
+from jigsaw.errors import GridError, UnsupportedStoreError, WindowError, imports_needed
 
 _MICROSECONDS = {
     **dict.fromkeys(("microsecond", "microseconds"), 1),
@@ -390,11 +390,9 @@ class _TimeReference:
 
 
 def _cftime_dates(raw: NDArray[Any], unit: str, reference: _TimeReference, units: str, calendar: str) -> NDArray[Any]:
-    try:
+    absent = f"calendar {calendar!r} with units {units!r} needs the package cftime: pip install cftime"
+    with imports_needed(UnsupportedStoreError, absent):
         import cftime
-    except ImportError as missing:
-        absent = f"calendar {calendar!r} with units {units!r} needs the package cftime: pip install cftime"
-        raise UnsupportedStoreError(why_not_imported(missing, absent)) from missing
     try:
         dates = np.asarray(cftime.num2date(raw, f"{unit} since {reference.text}", calendar), dtype=object)
         return dates + timedelta(microseconds=reference.to_utc) if reference.to_utc else dates

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jigsaw.errors import FieldError, why_not_imported
+from jigsaw.errors import FieldError, imports_needed
 
 if TYPE_CHECKING:
     from dask.distributed import Client
@@ -22,11 +22,8 @@ def dask_client(address: str | None, workers: int | None = None) -> Generator[Cl
 
     Raises: `FieldError` where dask's scheduler is not installed, or none answers at the address.
     """
-    try:
+    with imports_needed(FieldError, "a dask cluster needs dask's scheduler: pip install 'dask[distributed]'"):
         from dask.distributed import Client
-    except ImportError as missing:
-        absent = "a dask cluster needs dask's scheduler: pip install 'dask[distributed]'"
-        raise FieldError(why_not_imported(missing, absent)) from missing
     quiet = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}  # even without a dashboard dask opens a port
     local = {"n_workers": workers or None, "host": "127.0.0.1", "threads_per_worker": 1, "scheduler_kwargs": quiet}
     options: dict[str, Any] = local if address is None else {"address": address}

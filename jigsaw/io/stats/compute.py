@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from jigsaw import comm
-from jigsaw.errors import FieldError, why_not_imported
+from jigsaw.errors import FieldError, imports_needed
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.rank_results import result_of_first_rank
@@ -141,11 +141,8 @@ def _report_progress(
     if callable(progress):
         yield progress
     elif progress and first:
-        try:
+        with imports_needed(FieldError, "progress=True needs tqdm: pip install 'jigsaw-torch[train]'"):
             from tqdm import tqdm
-        except ImportError as missing:
-            absent = "progress=True needs tqdm: pip install 'jigsaw-torch[train]'"
-            raise FieldError(why_not_imported(missing, absent)) from missing
         with tqdm(total=steps, initial=done, unit="step") as bar:
 
             def update(now: int, _: int) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -13,13 +13,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from jigsaw.errors import ReadError
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.cut import Box, Cut, Interval, box_shape
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.datasets.epochs import BatchTurn, EpochLoader
-from jigsaw.io.datasets.samples import MeshSamples, TileIfAny, TileRecord, dtype_name, numpy_dtype_name
+from jigsaw.io.datasets.samples import (
+    MeshSamples,
+    TileIfAny,
+    TileRecord,
+    dtype_name,
+    empty_store,
+    numpy_dtype_name,
+)
 from jigsaw.io.reading.engine import ReadEngine, StoreIdentity, look_at_store
 from jigsaw.io.reading.read_plan import ReadPlan, plan_read
 from jigsaw.io.series.request import ReadRequest, SampleSpace
@@ -129,18 +135,14 @@ class Volumes(MeshSamples):
     @property
     def store(self) -> ArrayStore:
         """Empty store: every volume has a store of its own."""
-
-        def refuse(name: str) -> NDArray[Any]:
-            raise ReadError(f"volumes have no array {name!r} in common")
-
-        return ArrayStore("volumes", {}, {}, refuse)
+        return empty_store("volumes")
 
     def identity(self) -> StoreIdentity:
         """Return the identity of some of the volumes; of many not all, because each would be opened."""
         every = [volume for volume in (*self.images, *self.labels) if volume is not None]
         some = every[:: -(-len(every) // _VOLUMES_COMPARED)]
         return look_at_store(
-            some[0].url, lambda: [t for v in some for t in v.tables.values()], (len(self.images), len(every))
+            lambda: some[0].url, lambda: [t for v in some for t in v.tables.values()], (len(self.images), len(every))
         )
 
     @cached_property
@@ -242,15 +244,17 @@ class Volumes(MeshSamples):
         """
         frame = frame or self.frame
         at = frame.in_domain(mesh_coordinate(self.device_mesh()))
-        layouts = (
-            frame.layout((len(crops), self.images[0].channels), (None, None), axes=frame.domain),
-            frame.layout((len(crops), self.label_channels), (None, None), halo=False, axes=frame.domain),
+        layouts = engine.prepared(
+            lambda: (
+                frame.layout((len(crops), self.images[0].channels), (None, None), axes=frame.domain),
+                frame.layout((len(crops), self.label_channels), (None, None), halo=False, axes=frame.domain),
+            )
         )
         names = (numpy_dtype_name(self.dtype), dtype_name(self.label_dtype))
         blocks = [engine.memory.empty(k.local_shape(at), np.dtype(n)) for k, n in zip(layouts, names, strict=True)]
         kinds = list(zip(blocks, layouts, (self.fill, self.label_fill), strict=True))
         for i, crop in enumerate(crops):
-            plans, volume = self.plans_of(crop, frame), self.images[crop.volume]
+            plans, volume = engine.prepared(partial(self.plans_of, crop, frame)), self.images[crop.volume]
             for is_label, ((block, layout, fill), plan) in enumerate(zip(kinds, plans, strict=False)):  # labels or none
                 values = None if is_label else self.intensities[crop.volume]
                 if chain := crop.chain(volume, bool(is_label), fill, values):  # a label map has the grid of its image
@@ -271,20 +275,24 @@ class Volumes(MeshSamples):
 
     def __getitem__(self, sample: int) -> VolumeSample:
         index = self._index(sample)
-        return self._sample(index, self.crop(index), self.frame_of([index]))
+        return self._sample(index, lambda: (self.crop(index), self.frame_of([index])))
 
     def whole(self, volume: int) -> VolumeSample:
         """Read a whole volume, cut like crops are: no rank holds more than its tile, without halo. For inference.
 
         Raises: `IndexError` for a volume that does not exist.
         """
-        number = self._volume_number(volume)
-        image = self.images[number]
-        sizes = dict(zip(image.dims, image.shape, strict=True))
-        spec = dict(zip(self.frame.dims, self.frame.spec, strict=True))
-        align = dict(zip(self.frame.dims, self.frame.align, strict=True))
-        frame = SampleSpace.of(sizes, self.frame.axes, spec, None, None, "balanced", align)
-        return self._sample(-1, VolumeCrop(number, (0,) * len(sizes)), frame)
+        number, whole = self._volume_number(volume), self.frame
+
+        def describe() -> tuple[VolumeCrop, SampleSpace]:
+            image = self.images[number]
+            sizes = dict(zip(image.dims, image.shape, strict=True))
+            spec = dict(zip(whole.dims, whole.spec, strict=True))
+            align = dict(zip(whole.dims, whole.align, strict=True))
+            frame = SampleSpace.of(sizes, whole.axes, spec, None, None, "balanced", align)
+            return VolumeCrop(number, (0,) * len(sizes)), frame
+
+        return self._sample(-1, describe)
 
     def affine_of(self, crop: VolumeCrop) -> AffineMatrix:
         """Return the affine from the voxels (x, y, z, 1) of a sample to the world."""
@@ -299,10 +307,11 @@ class Volumes(MeshSamples):
             raise IndexError(f"volume {volume} of {count} volumes: they count from 0 to {count - 1}")
         return volume % count
 
-    def _sample(self, index: int, crop: VolumeCrop, frame: SampleSpace) -> VolumeSample:
-        mesh, image = self.device_mesh(), self.images[crop.volume]
-        values, labels = self.read(self._engine, [crop], frame)
-        affine = self.affine_of(crop)
+    def _sample(self, index: int, describe: Callable[[], tuple[VolumeCrop, SampleSpace]]) -> VolumeSample:
+        mesh, engine = self.device_mesh(), self._engine
+        crop, frame = engine.prepared(describe)  # may open a volume, which fails on one rank alone
+        values, labels = self.read(engine, [crop], frame)
+        image, affine = self.images[crop.volume], self.affine_of(crop)
         layout = frame.layout((image.channels,), (None,))
         bare = frame.layout((self.label_channels,), (None,), halo=False)
         tile = Tile(values[0].to(mesh.device_type), layout, mesh)

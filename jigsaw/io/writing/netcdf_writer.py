@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.drafts import open_unlinked
-from jigsaw.errors import WriteError, why_not_imported, writing_to
+from jigsaw.errors import WriteError, imports_needed, writing_to
 from jigsaw.geometry.cut import Box, box_slices
 from jigsaw.io.chunks.files import size_and_change
 from jigsaw.io.writing.cf import StoredCoordinate, plain_attribute
@@ -225,11 +225,8 @@ class NetcdfSink:
 
 
 def _open_netcdf4(path: Path, mode: Literal["r", "w", "a"]) -> Any:
-    try:
+    with imports_needed(WriteError, "writing NetCDF-4 needs the package netCDF4: pip install 'jigsaw-torch[netcdf]'"):
         import netCDF4
-    except ImportError as missing:
-        absent = "writing NetCDF-4 needs the package netCDF4: pip install 'jigsaw-torch[netcdf]'"
-        raise WriteError(why_not_imported(missing, absent)) from missing
     return netCDF4.Dataset(str(path), mode, format="NETCDF4")
 
 

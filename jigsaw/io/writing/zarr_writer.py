@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from jigsaw.drafts import draft_of, path_of_draft, unforeseen_name
-from jigsaw.errors import WriteError, why_not_imported
+from jigsaw.errors import WriteError, imports_needed
 from jigsaw.geometry.cut import Box, box_slices
 from jigsaw.io.writing.cf import StoredCoordinate, plain_attribute
 from jigsaw.io.writing.deliver import (
@@ -198,11 +198,8 @@ class ZarrSink:
 
 def _import_zarr() -> Any:
     """Import the package, which a program that only reads other formats can do without."""
-    try:
+    with imports_needed(WriteError, "writing a Zarr store needs zarr: pip install 'jigsaw-torch[zarr]'"):
         import zarr
-    except ImportError as missing:
-        absent = "writing a Zarr store needs zarr: pip install 'jigsaw-torch[zarr]'"
-        raise WriteError(why_not_imported(missing, absent)) from missing
     return zarr
 
 
