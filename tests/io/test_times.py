@@ -309,3 +309,11 @@ def test_dates_that_were_decoded_to_cftime():
     later_by_a_day = axis.shifted(np.timedelta64(1, "D"))
     assert (later_by_a_day.stamps[:-1] == stamps[1:]).all()
     assert later_by_a_day.digits[0] == 20010202000000
+
+
+@pytest.mark.parametrize("units", ["days since 2000-01-01", "hours"])
+def test_a_series_without_a_step_selects_none(units):
+    axis = decode_times(np.zeros(0), {"units": units})
+    assert len(axis.series(None, 2)) == 0
+    with pytest.raises(WindowError, match="selects no step; the store has 0, none at all"):
+        axis.select((None, "2000" if "since" in units else "6h"))

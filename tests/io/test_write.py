@@ -578,3 +578,15 @@ def test_ranks_that_disagree_all_raise(tmp_path):
     with pytest.raises(FieldError, match="there are 3 fields for the 4 channels"):
         write(tmp_path / "a.zarr", tile, dims=DIMS, fields=fields)
     assert not (tmp_path / "a.zarr").exists()
+
+
+def test_a_writer_that_wrote_nothing_lets_go_of_the_file_that_it_would_append_to(tmp_path):
+    mesh, path = world_mesh(lat=1), tmp_path / "s.nc"
+    options = {"dims": ("time", "lat", "lon"), "append_dim": "time"}
+    write(path, {"u": cut(array((2, 4, 4)), mesh, (None, "lat", None))}, **options)
+    with Writer(path, mode="a", **options) as out, pytest.raises(WriteError, match="an append writes every array"):
+        out.append({"v": cut(array((2, 4, 4)), mesh, (None, "lat", None))})
+    with netCDF4.Dataset(tmp_path / "s.nc.part", "a") as part:  # HDF5 locks a file that is open
+        assert len(part.dimensions["time"]) == 2
+    with pytest.raises(WriteError, match="takes no more: it was closed"):
+        out.append({"u": cut(array((2, 4, 4)), mesh, (None, "lat", None))})

@@ -32,7 +32,7 @@ from jigsaw.io.chunks.array_table import (
     fill_value_of,
     missing_values_of,
 )
-from jigsaw.io.chunks.chunk import ChunkIndex, ChunkPlaces
+from jigsaw.io.chunks.chunk import ChunkIndex
 from jigsaw.io.chunks.files import LocalFiles, StoreFiles
 from jigsaw.io.formats import slab_arrays as plain
 from jigsaw.io.formats.conventions import MAKANI_DIMS, describe_makani_fields, is_makani_array
@@ -44,12 +44,13 @@ from jigsaw.io.formats.hdf5_index import (
     has_unfiltered_edges,
 )
 from jigsaw.io.formats.hdf5_virtual import (
+    DatasetStorage,
     FileReach,
     Hdf5SlabPlaces,
     LibraryPlaces,
     external_raw_file,
-    grid_of_virtual_dataset,
     referenced_path,
+    storage_of_virtual_dataset,
 )
 
 _MOST_LINKS = 32
@@ -222,7 +223,7 @@ class _Hdf5Opening:
             return table
         return _table_to_the_end(table, shape, fill_beyond(dataset, attrs), place.source)
 
-    def _stored(self, place: _FoundDataset, dtype: np.dtype[Any]) -> _DatasetStorage:
+    def _stored(self, place: _FoundDataset, dtype: np.dtype[Any]) -> DatasetStorage:
         dataset, source = place.dataset, place.source
         shape, as_is = tuple(dataset.shape), FilterPipeline(dtype, tuple(range(dataset.ndim)))
         plist = dataset.id.get_create_plist()
@@ -241,15 +242,15 @@ class _Hdf5Opening:
             held, offset = external or (source, dataset.id.get_offset())
             slabs = plain.slab_places(held.files, held.path, offset or 0, shape, dtype.itemsize)
             places = Hdf5SlabPlaces(held, slabs, written=offset is not None)
-            return _DatasetStorage(slabs.chunks, as_is, places, clipped=True)
+            return DatasetStorage(slabs.chunks, as_is, places, clipped=True)
         if layout == h5py.h5d.VIRTUAL:
             fill = fill_value_of(dataset.fillvalue, dtype)
-            grid = grid_of_virtual_dataset(dataset, source, self._outside, fill, self._source_table)
+            grid = storage_of_virtual_dataset(dataset, source, self._outside, fill, self._source_table)
             if grid is not None and native and dtype == dataset.dtype:
-                return _DatasetStorage(grid.chunks, grid.decoder, grid.places, clipped=grid.clipped)
+                return grid
         self._reach.check(source, dataset, by_library=True)
         chunks = tuple(plain.slab_shape(shape, dtype.itemsize))
-        return _DatasetStorage(chunks, None, LibraryPlaces(source), clipped=True, slices=True)
+        return DatasetStorage(chunks, None, LibraryPlaces(source), clipped=True, slices=True)
 
     def _source_table(self, path: str, name: str) -> ArrayTable | None:
         """Return the table of a dataset that a virtual one shows; None for one that libhdf5 must read."""
@@ -318,26 +319,17 @@ def _table_to_the_end(table: ArrayTable, shape: ChunkIndex, fill: Any, source: H
     )
 
 
-class _DatasetStorage(NamedTuple):
-    chunks: ChunkIndex
-    decoder: FilterPipeline | None
-    places: ChunkPlaces
-    clipped: bool = False
-    slices: bool = False
-    filters: tuple[Hdf5Filter, ...] = ()
-
-
-def _storage_in_chunks(place: _FoundDataset, dtype: np.dtype[Any], plist: Any, native: bool) -> _DatasetStorage:
+def _storage_in_chunks(place: _FoundDataset, dtype: np.dtype[Any], plist: Any, native: bool) -> DatasetStorage:
     shape, chunks = tuple(place.dataset.shape), tuple(place.dataset.chunks)
     stored = (plist.get_filter(k) for k in range(plist.get_nfilters()))
     filters = tuple(Hdf5Filter(int(number), tuple(map(int, values))) for number, _, values, _ in stored)
     if has_misplaced_chunks(place.dataset):
-        return _DatasetStorage(chunks, None, LibraryPlaces(place.source), filters=filters)
+        return DatasetStorage(chunks, None, LibraryPlaces(place.source), filters=filters)
     pipeline = filter_pipeline_of(dtype, len(shape), filters) if native else None
     exact = prod(chunks) * dtype.itemsize if pipeline is not None and pipeline.is_plain else None
     edges = (1 << len(filters)) - 1 if filters and has_unfiltered_edges(plist) else 0
     places = Hdf5ChunkPlaces(place.source, place.path, shape, chunks, exact, edges)
-    return _DatasetStorage(chunks, pipeline, places, filters=filters)
+    return DatasetStorage(chunks, pipeline, places, filters=filters)
 
 
 def _object_address(member: Any) -> int:

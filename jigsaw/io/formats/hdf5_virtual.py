@@ -25,12 +25,10 @@ from jigsaw.geometry.cut import Box
 from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.chunk import ChunkIndex, ChunkPlaces, ChunkRef
 from jigsaw.io.formats import slab_arrays as plain
-from jigsaw.io.formats.hdf5_filters import FilterPipeline
+from jigsaw.io.formats.hdf5_filters import FilterPipeline, Hdf5Filter
 from jigsaw.io.formats.hdf5_index import Hdf5File, Hdf5Places
 
 _LARGEST_GRID = 1 << 26
-
-
 _DEEPEST = 16
 _TRUST = (
     "if you trust the file, open it with jigsaw.io.open(..., options={'outside': True}), or jigsaw.io.open_hdf5(path, "
@@ -70,6 +68,11 @@ def _grows_with_sources(space: Any) -> bool:
         return False
     _, _, count, block = space.get_regular_hyperslab()
     return any(n >= 2**63 for n in (*count, *block))
+
+
+def _files_of_pattern(path: str) -> list[str]:
+    """Return the files that match a pattern of libhdf5's names: ``%b`` is a number, ``%%`` a percent sign."""
+    return sorted(glob.glob(re.sub("%[b%]", lambda m: "[0-9]*" if m[0] == "%b" else "%", glob.escape(path))))
 
 
 class FileReach:
@@ -139,15 +142,11 @@ class FileReach:
                     f"{what} in {source.path} can only be read by libhdf5, which does not open {path!r} from there; "
                     "copy the files to a disk"
                 )
-            files = self._files(path) if "%" in path else [path] if source.files.size(path) is not None else []
+            files = _files_of_pattern(path) if "%" in path else [path] if source.files.size(path) is not None else []
             for file in files:  # what a pattern finds may be a link
                 yield referenced_path(source, os.path.abspath(file), self._outside, what), each.dset_name
             if by_library and not self._outside:
                 self._check_elsewhere(source, each.file_name, bool(files), what)
-
-    def _files(self, path: str) -> list[str]:
-        """Return the files that match a pattern of libhdf5's names: ``%b`` is a number, ``%%`` a percent sign."""
-        return sorted(glob.glob(re.sub("%[b%]", lambda m: "[0-9]*" if m[0] == "%b" else "%", glob.escape(path))))
 
     def _check_elsewhere(self, source: Hdf5File, name: str, exists: bool, what: str) -> None:
         """Check files in the working directory: libhdf5 takes from it, by name or last name, what the folder lacks."""
@@ -155,7 +154,7 @@ class FileReach:
         if "%" not in name and not exists:
             raise UnsupportedStoreError(f"{what} in {source.path} needs {name!r}, which does not exist; bring it back")
         tried = os.path.abspath(os.path.basename(name) if os.path.isabs(name) else name)
-        for file in self._files(tried) if "%" in name else ():
+        for file in _files_of_pattern(tried) if "%" in name else ():
             if not os.path.exists(os.path.join(folder, os.path.relpath(file))):
                 raise UnsupportedStoreError(
                     f"{what} in {source.path} names {name!r}, and libhdf5 would take {file!r} for it, which lies in "
@@ -261,19 +260,21 @@ class VirtualPlaces(Hdf5Places):
         return None if owner < 0 else self._pieces[owner].places.locate(self._pieces[owner].index(index))
 
 
-class VirtualGrid(NamedTuple):
-    """Chunk grid that the sources of a virtual dataset form together."""
+class DatasetStorage(NamedTuple):
+    """Storage of a dataset: the members of an `ArrayTable` that it decides, and its filters."""
 
     chunks: ChunkIndex
-    clipped: bool
-    decoder: FilterPipeline
-    places: VirtualPlaces
+    decoder: FilterPipeline | None
+    places: ChunkPlaces
+    clipped: bool = False
+    slices: bool = False
+    filters: tuple[Hdf5Filter, ...] = ()
 
 
-def grid_of_virtual_dataset(
+def storage_of_virtual_dataset(
     dataset: Any, source: Hdf5File, outside: bool, fill: Any, table_of: Callable[[str, str], ArrayTable | None]
-) -> VirtualGrid | None:
-    """Return the grid of a virtual dataset; None where its mappings do not fit one.
+) -> DatasetStorage | None:
+    """Return the storage of a virtual dataset as a grid of its sources' chunks; None where these do not form one.
 
     `table_of` gives the table of a dataset of another file. A missing file is refused: libhdf5 would read fill values.
     """
@@ -313,7 +314,7 @@ def _selected_box(space: Any) -> Box | None:
 
 def _grid_of_mappings(
     dataset: Any, source: Hdf5File, mappings: Sequence[_SourceMapping], fill: Any
-) -> VirtualGrid | None:
+) -> DatasetStorage | None:
     shape = tuple(dataset.shape)
     mappings = _cut_where_mappings_meet(mappings, shape)
     first = mappings[0].table
@@ -342,7 +343,7 @@ def _grid_of_mappings(
         shift = tuple(a // c - t // c for (a, _), (t, _), c in zip(at, m.to, chunks, strict=True))[extra:]
         pieces.append(_SourceChunks(m.table.places, shift))
     whole = FilterPipeline(decoder.dtype, tuple(range(len(shape))), decoder.filters)
-    return VirtualGrid(chunks, first.clipped, whole, VirtualPlaces(source, pieces, owner))
+    return DatasetStorage(chunks, whole, VirtualPlaces(source, pieces, owner), first.clipped)
 
 
 def _cut_where_mappings_meet(mappings: Sequence[_SourceMapping], shape: ChunkIndex) -> Sequence[_SourceMapping]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from math import prod
 from tokenize import TokenError
@@ -57,8 +56,8 @@ def open_raw(
     >>> jigsaw.io.open(store, mesh=jigsaw.init_mesh(depth=1))[0].input.local.flatten()[-1].item()
     23.0
     """
-    block = _RawArray(os.fspath(path), tuple(shape), np.dtype(dtype), tuple(dims), offset, order, attrs or {})
-    return block.store(files or LocalFiles(keep=True), coords or {})
+    described = tuple(shape), np.dtype(dtype), tuple(dims), offset, order
+    return _store_of_values(os.fspath(path), files or LocalFiles(keep=True), *described, attrs or {}, coords or {})
 
 
 def open_npy(
@@ -85,7 +84,8 @@ def open_npy(
     if dims is None:
         extra = tuple(f"dim_{i}" for i in range(len(shape) - len(_NPY_DIMS)))
         dims = (*extra, *_NPY_DIMS[max(0, len(_NPY_DIMS) - len(shape)) :])
-    return _RawArray(path, shape, dtype, tuple(dims), offset, "F" if fortran else "C", {}).store(files, coords or {})
+    described = shape, dtype, tuple(dims), offset, "F" if fortran else "C"
+    return _store_of_values(path, files, *described, {}, coords or {})
 
 
 def _npy_header(files: StoreFiles, path: str) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
@@ -105,47 +105,43 @@ def _npy_header(files: StoreFiles, path: str) -> tuple[tuple[int, ...], bool, np
     return tuple(shape), bool(fortran), dtype, file.tell()
 
 
-@dataclass(frozen=True)
-class _RawArray:
-    """An array whose values lie in a file one after the other."""
+def _store_of_values(
+    path: str,
+    files: StoreFiles,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    dims: tuple[str, ...],
+    offset: int,
+    order: str,
+    attrs: Mapping[str, Any],
+    coords: Mapping[str, Any],
+) -> ArrayStore:
+    if order not in ("C", "F"):
+        raise UnsupportedStoreError(f"order={order!r} must be 'C' (the last index runs fastest) or 'F'")
+    if len(shape) != len(dims) or len(set(dims)) != len(dims):
+        raise GridError(f"dims={dims} must name each dim of shape={shape} once")
+    if offset < 0 or any(n < 0 for n in shape):
+        raise GridError(f"offset={offset} and shape={shape} must not be negative")
+    if dtype.hasobject or dtype.names:
+        raise UnsupportedStoreError(
+            f"{path!r} holds {dtype}; arrays of plain values can be read, pickled objects never"
+        )
 
-    path: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    dims: tuple[str, ...]
-    offset: int
-    order: str
-    attrs: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        if self.order not in ("C", "F"):
-            raise UnsupportedStoreError(f"order={self.order!r} must be 'C' (the last index runs fastest) or 'F'")
-        if len(self.shape) != len(self.dims) or len(set(self.dims)) != len(self.dims):
-            raise GridError(f"dims={self.dims} must name each dim of shape={self.shape} once")
-        if self.offset < 0 or any(n < 0 for n in self.shape):
-            raise GridError(f"offset={self.offset} and shape={self.shape} must not be negative")
-        if self.dtype.hasobject or self.dtype.names:
-            raise UnsupportedStoreError(
-                f"{self.path!r} holds {self.dtype}; arrays of plain values can be read, pickled objects never"
+    def describe() -> ArrayTable:
+        size, claimed = slabs.file_size(files, path), prod(shape) * dtype.itemsize
+        if offset + claimed > size:
+            raise ShortChunkError(
+                f"shape {shape} of {dtype} takes {claimed} bytes from byte {offset} on, and the file has {size}"
             )
+        stored_order = tuple(range(len(shape)))[:: -1 if order == "F" else 1]
+        places = slabs.slab_places(files, path, offset, shape, dtype.itemsize, stored_order)
+        masks = declared_missing_values(dtype, attrs)
+        return slabs.table_of_slabs(RAW_ARRAY_NAME, places, dims, dtype, attrs, stored_order, masks)
 
-    def store(self, files: StoreFiles, coords: Mapping[str, Any]) -> ArrayStore:
-        def describe() -> ArrayTable:
-            size, claimed = slabs.file_size(files, self.path), prod(self.shape) * self.dtype.itemsize
-            if self.offset + claimed > size:
-                raise ShortChunkError(
-                    f"shape {self.shape} of {self.dtype} takes {claimed} bytes from byte {self.offset} on, and the "
-                    f"file has {size}"
-                )
-            order = tuple(range(len(self.shape)))[:: -1 if self.order == "F" else 1]
-            places = slabs.slab_places(files, self.path, self.offset, self.shape, self.dtype.itemsize, order)
-            masks = declared_missing_values(self.dtype, self.attrs)
-            return slabs.table_of_slabs(RAW_ARRAY_NAME, places, self.dims, self.dtype, self.attrs, order, masks)
+    table = slabs.parse_named_file(path, "an array", describe)
+    tables, values = tables_of_coordinates(coords, dict(zip(dims, shape, strict=True)), path)
 
-        table = slabs.parse_named_file(self.path, "an array", describe)
-        tables, values = tables_of_coordinates(coords, dict(zip(self.dims, self.shape, strict=True)), self.path)
+    def read(name: str) -> NDArray[Any]:
+        return values[name] if name in values else slabs.read_whole_coordinate(table)
 
-        def read(name: str) -> NDArray[Any]:
-            return values[name] if name in values else slabs.read_whole_coordinate(table)
-
-        return ArrayStore(self.path, {RAW_ARRAY_NAME: table, **tables}, {}, read)
+    return ArrayStore(path, {RAW_ARRAY_NAME: table, **tables}, {}, read)

@@ -128,7 +128,8 @@ class TimeAxis:
     def _between(self, first: Any, last: Any) -> tuple[int, int]:
         if self.stamps.dtype.kind == "m":
             values = self.elapsed
-            low, high = (None if end is None else self._microseconds(end) for end in (first, last))
+            low = -FURTHEST_STEP if first is None else self._microseconds(first)
+            high = FURTHEST_STEP if last is None else self._microseconds(last)
         elif self.digits is not None:
             values = self.digits
             low, high = date_digit_range(first, last)
@@ -136,8 +137,7 @@ class TimeAxis:
             raise WindowError(
                 f"time=({first!r}, {last!r}) asks for dates, but the store's time has no units; use step positions"
             )
-        above = values >= (values[0] if low is None else low)
-        inside = np.flatnonzero(above & (values <= (values[-1] if high is None else high)))
+        inside = np.flatnonzero((values >= low) & (values <= high))
         return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
 
     def _microseconds(self, duration: Any) -> int:
@@ -162,7 +162,7 @@ class TimeAxis:
                 f"every={frequency!r} is {count} steps of the series, {self._step()}, and so longer than all time; "
                 f"give at most the {len(self)} that there are"
             )
-        after = self.ticks - self.ticks[0]
+        after = self.ticks - self.ticks[:1]  # of a series without a step, too
         off = np.abs(after - np.rint(after / wide).astype(np.int64) * wide) if wide else after
         return replace(self.take(np.flatnonzero(off <= self._slack)), usual=wide)
 

@@ -261,10 +261,12 @@ class Writer:
 
     def close(self) -> None:
         """Say that the store is whole; collective.  Leaving a ``with`` block does it, unless an exception leaves it."""
-        if self._mesh is None or self._over:
+        if self._over:
             return
-        self._over = True
-        mesh = self._mesh
+        self._over, mesh = True, self._mesh
+        if mesh is None:  # nothing was written, but a store to append to may be open
+            self._sink.close(done=False)
+            return
         try:
             self._commit(mesh, (), self._steps, closed=True)
         except BaseException:
