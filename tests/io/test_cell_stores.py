@@ -171,6 +171,46 @@ def test_a_part_of_the_sphere_has_neighbors_within_it(tmp_path, convention):
     assert samples.grid.lat.shape == (CELLS,)
 
 
+DGGS = {"name": "healpix", "refinement_level": 2, "indexing_scheme": "nested", "spatial_dimension": "pixel"}
+
+
+def with_dggs(numbers=None, on_arrays=False, **changes):
+    """A store that describes its cells by zarr-conventions' attribute, of the group or of each array."""
+    named = {} if numbers is None else {"coordinate": "cell_ids", "compression": "none"}
+    described = {**DGGS, **named, **changes}
+    coords = {} if numbers is None else {"cell_ids": ("pixel", numbers)}
+    data = fields_on_cells("pixel", coords, **({"dggs": described} if on_arrays else {}))
+    return data if on_arrays else data.assign_attrs(dggs=described)
+
+
+@pytest.mark.parametrize("on_arrays", [False, True])
+def test_zarr_conventions_describe_a_discrete_global_grid(tmp_path, on_arrays):
+    whole = jigsaw.io.open(written(tmp_path, with_dggs(on_arrays=on_arrays), "v3"), mesh={"cell": 2})
+    assert (whole.grid.nside, whole.grid.nested, whole.grid.numbers) == (4, True, None)
+    assert set(whole.fields) >= {"t2m", "land"}
+    part = with_dggs(NUMBERS, on_arrays, refinement_level=3, indexing_scheme="ring")
+    samples = jigsaw.io.open(written(tmp_path, part, "v2"), mesh=world_mesh(cell=1), fields=["t2m", "z"], targets=[0])
+    assert "cell_ids" not in jigsaw.io.open(str(tmp_path / "v2.zarr"), mesh={"cell": 2}).fields
+    assert (samples.grid.nside, samples.grid.nested) == (8, False)
+    np.testing.assert_array_equal(samples.grid.numbers, NUMBERS)
+    out = str(tmp_path / "again.zarr")
+    with jigsaw.io.Writer(out, dims=("time", "channel", "cell"), like=samples, append_dim="time") as writer:
+        writer.append(samples[1].target, coords={"time": samples.target_times(1)})
+    again = jigsaw.io.open(out, mesh=world_mesh(cell=1), fields=["t2m", "z"])
+    np.testing.assert_array_equal(again.grid.numbers, NUMBERS)
+    np.testing.assert_array_equal(again.grid.lat, samples.grid.lat)
+    torch.testing.assert_close(again[0].input.local, samples[1].target.local, rtol=0, atol=0)
+
+
+def test_numbers_that_are_compressed_are_refused(tmp_path):
+    for kind, changes in (("v2", {"compression": "ranges"}), ("v3", {"coordinate": "others"})):
+        with pytest.raises(GridError, match="the store must have it, with compression 'none'"):
+            jigsaw.io.open(written(tmp_path, with_dggs(NUMBERS, **changes), kind), mesh={"cell": 2})
+    (tmp_path / "other").mkdir()
+    with pytest.raises(GridError, match="indexing_scheme 'zuniq'"):
+        jigsaw.io.open(written(tmp_path / "other", with_dggs(indexing_scheme="zuniq")), mesh={"cell": 2})
+
+
 @pytest.mark.parametrize(
     ("attrs", "message"),
     [

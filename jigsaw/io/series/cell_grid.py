@@ -1,7 +1,8 @@
 """Grid of cells: where each lies, how large it is, and which are beside it, as a store describes them.
 
 - HEALPix, by CF 1.13's grid mapping (``grid_mapping_name = "healpix"``, ``refinement_level``, ``indexing_scheme``), the
-  older ``healpix_nside`` and ``healpix_order``, or xdggs' coordinate (``grid_name = "healpix"``, ``level``). The
+  older ``healpix_nside`` and ``healpix_order``, xdggs' coordinate (``grid_name = "healpix"``, ``level``), or the
+  attribute ``dggs`` of the store or an array (zarr-conventions). The
   coordinate along the dim has the numbers of the cells, which may be some of the sphere's only;
 - any others by the latitude and the longitude of each, in degrees or radians (ICON, reduced Gaussian grids, stations);
   who is beside whom by UGRID's ``face_face_connectivity`` or ICON's ``neighbor_cell_index``, where a store has one.
@@ -133,10 +134,15 @@ def cell_grid_of(survey: StoreSurvey, variable: StoreVariable, source: StoreSour
         return None
     table, dim, cells = variable.table, variable.dim(CELL_ROLE), variable.size(CELL_ROLE)
     mapping, angles = survey.coords.grid_mapping(table), survey.coords.angles(table, dim)
-    described = [(mapping.name, mapping.attrs)] if mapping is not None else []
+    described: list[tuple[str, Mapping[str, Any]]] = [] if mapping is None else [(mapping.name, mapping.attrs)]
+    dggs = survey.coords.dggs(table)
+    if dggs:
+        described = [("dggs", {**dggs, "grid_name": dggs.get("name")})]
     if survey.states(variable, CELL_ROLE):
         described.append((survey.coords.name(table, dim) or dim, survey.attrs(variable, CELL_ROLE)))
-    names = tuple(name for name, _ in described[:1] if mapping is not None) + tuple(angles.values())
+    names = (*([mapping.name] if mapping is not None else ()), *angles.values())
+    if "coordinate" in dggs:
+        names = (*names, str(survey.coords.name(table, dim)))
     places = None
     if SOURCE_PLACES in survey.store.arrays and survey.store.arrays[SOURCE_PLACES].dims == (dim,):
         places = survey.store.read_small(SOURCE_PLACES).astype(np.int64)

@@ -146,8 +146,14 @@ def _dims_along(along: str, known: set[str], arrays: Mapping[str, ArrayTable]) -
 class StoreCoordinates:
     """The dims of a store's arrays: their roles, and where their coordinates are."""
 
-    def __init__(self, arrays: Mapping[str, ArrayTable], naming: DimNaming | None = None) -> None:
+    def __init__(
+        self,
+        arrays: Mapping[str, ArrayTable],
+        naming: DimNaming | None = None,
+        attrs: Mapping[str, Any] | None = None,
+    ) -> None:
         self.arrays, self.naming = arrays, naming or DimNaming()
+        self._store_attrs = attrs or {}
         self._planes: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
         self._auxiliary: dict[tuple[str, str], str] = {}
         self._angles: dict[tuple[str, str], dict[str, str]] = {}
@@ -180,6 +186,9 @@ class StoreCoordinates:
         own = self.arrays.get(group + dim)
         if dim in self.naming.coordinates:
             return self.naming.coordinates[dim]
+        described = self.dggs(array)
+        if "coordinate" in described and dim == described["spatial_dimension"]:
+            return self._numbers_of_dggs(array, described)
         if own is not None and len(own.dims) == 1:
             return group + dim
         return self._auxiliary.get((group, dim)) or self._around(group, array, dim)
@@ -223,6 +232,7 @@ class StoreCoordinates:
         spatial = set(SPATIAL_ROLES).intersection(self._roles(array))
         if len(array.dims) == 1:  # of cells alone: no time of each, no coordinate
             named = {n for (g, _), angles in self._angles.items() if g == group for n in angles.values()}
+            named |= {group + str(self.dggs(array).get("coordinate"))}
             describes = array.name in named or array.name == group + array.dims[0] or stated == "time"
             return spatial == {CELL_ROLE} and np.dtype(array.dtype).kind in "fiu" and not describes
         return len(spatial) >= 2 or spatial == {CELL_ROLE}
@@ -235,6 +245,27 @@ class StoreCoordinates:
         """Return the variable that describes the grid of an array, where CF attributes name one."""
         named = str(array.attrs.get("grid_mapping", "")).split(":")[0].strip()
         return self.arrays.get(_group_prefix(array.name) + named) if named else None
+
+    def dggs(self, array: ArrayTable) -> Mapping[str, Any]:
+        """Return the attribute ``dggs`` of an array, else of the store for its outer arrays: a convention of Zarr for
+        discrete global grids.  Empty where it is absent, or for other dims.
+        """
+        inherited = None if _group_prefix(array.name) else self._store_attrs.get("dggs")
+        described = array.attrs.get("dggs", inherited)
+        return described if isinstance(described, Mapping) and described.get("spatial_dimension") in array.dims else {}
+
+    def _numbers_of_dggs(self, array: ArrayTable, described: Mapping[str, Any]) -> str:
+        """Return the array with the numbers of the cells.  Raises: `GridError` where it is compressed, or absent."""
+        name, compression = (
+            _group_prefix(array.name) + str(described["coordinate"]),
+            described.get("compression", "none"),
+        )
+        if compression != "none" or name not in self.arrays:
+            raise GridError(
+                f"the attribute 'dggs' of array {array.name!r} names the coordinate {name!r} with compression "
+                f"{compression!r}; the store must have it, with compression 'none': a number for each cell"
+            )
+        return name
 
     def mesh_topology(self, array: ArrayTable) -> ArrayTable | None:
         """Return the variable that describes the unstructured mesh of an array, where UGRID's attributes name one."""
@@ -310,6 +341,8 @@ class StoreCoordinates:
         face of a mesh.
         """
         scattered = [dim for dim in array.dims if self.angles(array, dim)]
+        if self.dggs(array):
+            scattered = [str(self.dggs(array)["spatial_dimension"])]
         mapping, mesh = self.grid_mapping(array), self.mesh_topology(array)
         if not scattered and mesh is not None and array.attrs.get("location") == "face":
             corners = self.arrays.get(_group_prefix(array.name) + str(mesh.attrs.get("face_node_connectivity", "")))

@@ -63,7 +63,7 @@ class StoreSurvey:
     ) -> None:
         self.store = store
         self._channels = None if channels is None else checked_names("channels", channels)
-        self.coords = StoreCoordinates(store.arrays, DimNaming.of(dims, along, store.arrays))
+        self.coords = StoreCoordinates(store.arrays, DimNaming.of(dims, along, store.arrays), store.attrs)
         self._values: dict[tuple[str, str, int], NDArray[Any]] = {}
         self.variables = {
             name: StoreVariable(table, self.coords.roles(table))

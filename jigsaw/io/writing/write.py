@@ -360,7 +360,8 @@ def _attrs_at_path(path: Path) -> Mapping[str, Any]:
 
 
 # how the values were stored, and what belongs to the old store alone
-_STORAGE_ATTRIBUTES = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned", "coordinates")
+# those of storage, and the one that describes cells, which the new store has itself
+_STORAGE_ATTRIBUTES = "scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned", "coordinates", "dggs"
 _WRITER_PREFIX = "jigsaw_"
 
 
@@ -383,6 +384,7 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
     def attrs_along(variable: StoreVariable, role: str) -> Mapping[str, Any]:
         return _attrs_that_hold(survey.attrs(variable, role), written)
 
+    dggs = survey.coords.dggs(variables[0].table)
     lent: dict[str, Any] = {}
     lent_sizes: dict[str, int] = {}
     restores: tuple[str, Neighbors] | None = None
@@ -393,6 +395,9 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
         if role == CELL_ROLE:
             stored = variables[0].dim(CELL_ROLE)
             lent |= {name: _lent_of_cells(dataset.store, name, {stored: dim}, written) for name in cells}
+            if dggs:
+                lent.pop(dim, None)  # the numbers of cells have a name of their own
+                dggs = {**dggs, "spatial_dimension": dim}
             tables = [dataset.store.arrays[name] for name in cells]
             places = dataset.cells.source_places if dataset.cells is not None else None
             if places is not None:
@@ -415,7 +420,7 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
         options,
         fields=fields if CHANNEL_DIM in dims else options.fields,
         coords={**lent, **options.coords},
-        attrs={**own_attrs, **options.attrs},
+        attrs={**own_attrs, **({"dggs": dict(dggs)} if dggs else {}), **options.attrs},
         field_attrs={**field_attrs, **options.field_attrs},
         lent_units=lent_units,
         lent_sizes=lent_sizes,
