@@ -42,11 +42,7 @@ from jigsaw.ops.pointwise import changes_in_place, functions_named
 from jigsaw.ops.whole_strides import repeated_dims
 from jigsaw.tile.table import table
 from jigsaw.tile.tensor_shell import note_change
-from jigsaw.tile.tile import (
-    Tile,
-    in_own_memory,
-    tiles_in,
-)
+from jigsaw.tile.tile import Tile, in_own_memory, tiles_in
 from jigsaw.torch_internals.autograd import base_of_view
 
 # number of functions that have changed a tile in place
@@ -62,6 +58,11 @@ def _place_in_memory(x: Tensor) -> _Place:
 
 def _at_place(root: Tensor, place: _Place) -> Tensor:
     return root if _place_in_memory(root) == place else root.as_strided(*place)
+
+
+def _at_place_of_memory(memory: Any, place: _Place, dtype: torch.dtype, device: Any) -> Tensor:
+    shape, strides, offset = place
+    return torch.empty(0, dtype=dtype, device=device).set_(memory, offset, shape, strides)
 
 
 _KINDS = attrgetter("dtype", "requires_grad"), Tensor.is_conj, Tensor.is_neg
@@ -90,9 +91,7 @@ class _WeakRows:
             return None
         if root is None:  # a detached tensor has the memory
             with torch.no_grad():
-                local = torch.empty(0, dtype=self.dtype, device=self.mesh.device_type).set_(
-                    memory, self.place[2], self.place[0], self.place[1]
-                )
+                local = _at_place_of_memory(memory, self.place, self.dtype, self.mesh.device_type)
         else:
             local = _at_place(root, self.place)
         return Tile(local, self.layout, self.mesh)
@@ -140,8 +139,7 @@ class ApartCopy:
         if root is not None and (local is root or base_of_view(local) is root):
             return _at_place(root, self.place), True
         with torch.no_grad():
-            bare = torch.empty(0, dtype=self.dtype, device=local.device)
-            return bare.set_(local.untyped_storage(), self.place[2], self.place[0], self.place[1]), False
+            return _at_place_of_memory(local.untyped_storage(), self.place, self.dtype, local.device), False
 
     def write_back(self, local: Tensor) -> None:
         """Write the copy into its source rows, through autograd where it tracks `local`.
@@ -154,8 +152,8 @@ class ApartCopy:
         is_at_hand, is_there = _is_at_hand(self.layout, layout), source is not None
         if not is_at_hand and not lacks_values():
             # ranks do not share when garbage is collected
-            there = torch.tensor(int(is_there), device=local.device)
-            is_there = bool(comm.all_reduce(there, mesh, [name for name, _ in layout.axes]))
+            counter = torch.tensor(int(is_there), device=local.device)
+            is_there = bool(comm.all_reduce(counter, mesh, [name for name, _ in layout.axes]))
         if not is_there:
             return
         with torch.set_grad_enabled(is_known and torch.is_grad_enabled()):

@@ -51,7 +51,7 @@ def holds_beyond(layout: Layout) -> bool:
 
 
 def check_halo_goes_around(function: Any, tile: Tile) -> None:
-    """Check a target.  Raises: `ShardingError` where a rank holds rows that are no rows of the array."""
+    """Check a target.  Raises: `ShardingError` where a rank holds rows beyond an end that does not wrap."""
     if any(not c.wraps for c in tile.layout.cuts for a, b in c.held if a < 0 or b > c.size):
         why = "it would change the owned rows in place, and leave the halo as it was"
         raise refusal_error(function, tile, why, "use tile.owned()")

@@ -75,10 +75,10 @@ def _answer_max_or_min(function: Any, whole_tensor: Callable[[Tile], Any]) -> No
         dim: Any = kwargs["dim"] if "dim" in kwargs else args[0]
         (at,) = reduced_dims(input, dim)
         keepdim = bool(kwargs.get("keepdim", args[1] if len(args) > 1 else False))
-        found = _along_cut_dim(function, input, at, keepdim)
-        if found is None:
+        pair = _along_cut_dim(function, input, at, keepdim)
+        if pair is None:
             return run_along_dim(function, input, dim, *args, **kwargs)
-        return getattr(torch.return_types, function.__name__)(list(found))
+        return getattr(torch.return_types, function.__name__)(list(pair))
 
     implements_torch(function, either=("input",))(answer)
 
@@ -99,8 +99,8 @@ def _answer_place(function: Any, with_values: Any) -> None:
         if dim is None:
             return _place_in_all(function, input, keepdim)
         (at,) = reduced_dims(input, dim)
-        found = _along_cut_dim(with_values, input, at, keepdim)
-        return run_along_dim(function, input, at, at, keepdim) if found is None else found[1]
+        pair = _along_cut_dim(with_values, input, at, keepdim)
+        return run_along_dim(function, input, at, at, keepdim) if pair is None else pair[1]
 
     implements_torch(function)(handler)
 
@@ -131,11 +131,11 @@ def _place_in_all(function: Any, input: Tile, keepdim: bool) -> Any:
     places = stack_along_axes(place, own, axes)
     order = places.argsort()
     order = order[places[order] < input.numel()]
-    found = places[order[function(values[order])]]
+    first_place = places[order[function(values[order])]]
     if not keepdim:
-        return leave_tile(found, own.mesh)
+        return leave_tile(first_place, own.mesh)
     ones = Layout.of((1,) * input.ndim, (None,) * input.ndim, own.layout.axes)
-    return Tile(found.reshape((1,) * input.ndim), ones, own.mesh)
+    return Tile(first_place.reshape((1,) * input.ndim), ones, own.mesh)
 
 
 @implements_torch(torch.aminmax)

@@ -96,38 +96,38 @@ def plan_transform(
 
     `asked` is the layout that it came with; `x` lacks its halo, and rows that the transform does not take.
     """
-    made = dict(zip(dims, sizes, strict=True))
+    counts = dict(zip(dims, sizes, strict=True))
     if not any(x.is_cut(d) for d in dims):
-        return TransformPlan(((x, dims),), _with_dims(x, {d: (whole_dim(n),) for d, n in made.items()}))
+        return TransformPlan(((x, dims),), _with_dims(x, {d: (whole_dim(n),) for d, n in counts.items()}))
     # a half spectrum stays where its axes end
     is_plain = all(len(x.dim(d)) == 1 for d in dims)
     if len(dims) > 1 and is_plain and kind.makes_half:
-        return _plan_between_transformed_dims(x, asked, kind, made, {d: (whole_dim(n),) for d, n in made.items()})
-    home = _home_cuts(asked, kind, dims, made)
+        return _plan_between_transformed_dims(x, asked, kind, counts, {d: (whole_dim(n),) for d, n in counts.items()})
+    home = _home_cuts(asked, kind, dims, counts)
     if len(dims) > 1 and is_plain and kind.takes_half:
-        return _plan_between_transformed_dims(x, asked, kind, made, home)
+        return _plan_between_transformed_dims(x, asked, kind, counts, home)
     visited = _visited_dim(x, dims, enough=len(dims) > 1 and is_plain)
     if visited is None and len(dims) > 1 and is_plain:
-        return _plan_between_transformed_dims(x, asked, kind, made, home)
-    there = _with_dims(x, {d: (whole_dim(x.shape[d]),) for d in dims})
+        return _plan_between_transformed_dims(x, asked, kind, counts, home)
+    whole = _with_dims(x, {d: (whole_dim(x.shape[d]),) for d in dims})
     if visited is not None:
         axes = tuple(a for d in dims for a in x.dim_axes(d))
-        there = there.replace_dim(visited, refine_cut(x.dim(visited)[0], axes, dict(x.axes)))
+        whole = whole.replace_dim(visited, refine_cut(x.dim(visited)[0], axes, dict(x.axes)))
     out = _with_dims(x, home)
-    return TransformPlan(((there, dims),), _remembering(out, asked, dims) if kind.makes_half else out)
+    return TransformPlan(((whole, dims),), _remembering(out, asked, dims) if kind.makes_half else out)
 
 
 def _plan_between_transformed_dims(
-    x: Layout, asked: Layout, kind: TransformKind, made: dict[int, int], home: dict[int, DimCuts]
+    x: Layout, asked: Layout, kind: TransformKind, counts: dict[int, int], home: dict[int, DimCuts]
 ) -> TransformPlan:
     """Plan to transform whole dims; then let the axes of one dim go to another, which has had its turn if any has."""
-    dims = tuple(made)
+    dims = tuple(counts)
     now, todo, steps = x, list(dims), list[tuple[Layout, tuple[int, ...]]]()
     while todo:
         ready = _ready_dims(now, kind, todo, dims[-1])
         if ready:
             steps.append((now, ready))
-            now = _with_dims(now, {d: _cut_of_size(now.dim(d), made[d]) for d in ready})
+            now = _with_dims(now, {d: _cut_of_size(now.dim(d), counts[d]) for d in ready})
             todo = [d for d in todo if d not in ready]
             continue
         # the real dim of a half spectrum goes first forward, last backward
@@ -137,8 +137,10 @@ def _plan_between_transformed_dims(
         now = _with_dims(now, {source: (whole_dim(now.shape[source]),), target: (cut,)})
     if kind.makes_half:
         return TransformPlan(tuple(steps), _remembering(now, asked, dims))
-    there, here = (sorted(a for d in dims for a in layout.dim_axes(d)) for layout in (_with_dims(now, home), now))
-    return TransformPlan(tuple(steps), _with_dims(now, home) if there == here else now)
+    axes_at_home, axes_now = (
+        sorted(a for d in dims for a in layout.dim_axes(d)) for layout in (_with_dims(now, home), now)
+    )
+    return TransformPlan(tuple(steps), _with_dims(now, home) if axes_at_home == axes_now else now)
 
 
 def _ready_dims(now: Layout, kind: TransformKind, todo: Sequence[int], last: int) -> tuple[int, ...]:
@@ -177,8 +179,8 @@ def _visited_dim(x: Layout, dims: Sequence[int], enough: bool) -> int | None:
     """Return the dim that is not transformed whose rows the axes share out best; with `enough`, a row for each rank."""
     axes = tuple(a for d in dims for a in x.dim_axes(d))
     ranks = math.prod(x.size_of(a) for a in axes)
-    found = [d for d in range(x.ndim) if d not in dims and len(x.dim(d)) == 1]
-    best = min(found, key=lambda d: _busiest_share(x, d, axes), default=None)
+    others = [d for d in range(x.ndim) if d not in dims and len(x.dim(d)) == 1]
+    best = min(others, key=lambda d: _busiest_share(x, d, axes), default=None)
     if best is None or _busiest_share(x, best, axes) >= ranks:
         return None
     return None if enough and x.shape[best] < x.dim(best)[0].pieces * ranks else best
@@ -190,7 +192,7 @@ def _busiest_share(x: Layout, dim: int, axes: Sequence[str]) -> float:
     return -(-x.shape[dim] // pieces) * pieces / max(x.shape[dim], 1) or float(pieces)
 
 
-def _home_cuts(asked: Layout, kind: TransformKind, dims: tuple[int, ...], made: dict[int, int]) -> dict[int, DimCuts]:
+def _home_cuts(asked: Layout, kind: TransformKind, dims: tuple[int, ...], counts: dict[int, int]) -> dict[int, DimCuts]:
     """Return the cuts of the result's transformed dims: the input's, or those before a half spectrum."""
     home = {d: asked.dim(d) for d in dims}
     if kind.takes_half:
@@ -199,7 +201,7 @@ def _home_cuts(asked: Layout, kind: TransformKind, dims: tuple[int, ...], made: 
             was = home | {d: (c,) for d, c in zip(dims[-len(source) :], source, strict=True)}
             if sorted(_axes_in(was)) == sorted(_axes_in(home)):
                 home = was
-    return {d: _cut_of_size(group, made[d]) for d, group in home.items()}
+    return {d: _cut_of_size(group, counts[d]) for d, group in home.items()}
 
 
 def _axes_in(home: dict[int, DimCuts]) -> list[str]:
@@ -251,26 +253,26 @@ def _transform(
     shape = _result_of(function, tuple(input.shape), input.dtype, sizes, dim, norm)
     if not dims:
         return Tile(function(input.local, sizes, dim, norm), input.layout, input.mesh)
-    made = {d: shape[d] for d in dims}
+    counts = {d: shape[d] for d in dims}
     asked_sizes = [-1] * len(dims) if sizes is None else [sizes] if isinstance(sizes, int) else sizes
-    given = dict(zip(dims, asked_sizes, strict=True))
-    lengths = {d: n if n != -1 else input.shape[d] for d, n in given.items()}
+    asked_lengths = dict(zip(dims, asked_sizes, strict=True))
+    lengths = {d: n if n != -1 else input.shape[d] for d, n in asked_lengths.items()}
     if kind.takes_half:
-        lengths[dims[-1]] = made[dims[-1]]
+        lengths[dims[-1]] = counts[dims[-1]]
     tile = _without_halo_of(input, dims)
     if any(tile.layout.is_cut(d) for d in dims):
         for d in dims:  # rows that are not transformed need not travel
             takes = lengths[d] // 2 + 1 if kind.takes_half and d == dims[-1] else lengths[d]
             tile = slice_dim(tile, d, 0, takes) if takes < tile.shape[d] else tile
-    plan = plan_transform(tile.layout, input.layout, kind, dims, tuple(made.values()))
+    plan = plan_transform(tile.layout, input.layout, kind, dims, tuple(counts.values()))
     for layout, now in plan.steps:
         tile = _brought_to(tile, layout)
         local = _transform_local(tile.local, kind, now, [lengths[d] for d in now], norm, dims[-1])
-        tile = Tile(local, _with_dims(layout, {d: _cut_of_size(layout.dim(d), made[d]) for d in now}), tile.mesh)
+        tile = Tile(local, _with_dims(layout, {d: _cut_of_size(layout.dim(d), counts[d]) for d in now}), tile.mesh)
     out = _brought_to(tile, plan.out)
     if lacks_values():
         return out
-    small = tuple(_small_length(kind, d == dims[-1], input.shape[d], n) for d, n in given.items())
+    small = tuple(_small_length(kind, d == dims[-1], input.shape[d], n) for d, n in asked_lengths.items())
     dtype, strides = _WIDER.get(input.dtype, input.dtype), whole_strides(input)
     order = _order_of_transform(function, isinstance(dim, int), strides, dims, small, dtype, input.local.device)
     return with_order(out, order)

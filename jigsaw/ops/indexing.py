@@ -33,7 +33,7 @@ from jigsaw.ops.changing_rows import changes_rows
 from jigsaw.ops.kept_indices import pick_kept_rows
 from jigsaw.ops.meeting.common_cuts import with_moved_rows
 from jigsaw.ops.meeting.local_cells import cells_at_rows, cells_in_front, rows_held
-from jigsaw.ops.meeting.plain_operands import plain_operand
+from jigsaw.ops.meeting.plain_operands import cut_entered_tensor, plain_operand
 from jigsaw.ops.picking import pick_from_plain
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
 from jigsaw.ops.shapes import select_dim, slice_dim, unsqueeze_tile
@@ -64,27 +64,13 @@ def operand_part(value: Any, tile: Tile, layout: Layout) -> Tensor:
         target = Layout.from_dims(dims, layout.axes)
         # tokens of two cut dims, 8/lat x 6/lon, that are written where 48 were never flattened
         is_flattened_alike = value.layout.groups == target.groups
-        there = value.with_layout(target) if is_flattened_alike else with_moved_rows(value, target)
-        return comm.use_in_parts(there.local, tile.mesh, _missing_axes(tile.layout, there.layout))
-    return _box_of_whole(plain_operand(value, tile), layout, tile)
+        moved = value.with_layout(target) if is_flattened_alike else with_moved_rows(value, target)
+        return comm.use_in_parts(moved.local, tile.mesh, _missing_axes(tile.layout, moved.layout))
+    return cut_entered_tensor(plain_operand(value, tile), tile, layout)
 
 
 def _missing_axes(layout: Layout, of: Layout) -> list[str]:
     return [a for a in layout.cut_axes if a not in of.cut_axes]
-
-
-def _box_of_whole(x: Tensor, layout: Layout, tile: Tile) -> Tensor:
-    lead = layout.ndim - x.ndim
-    for d, n in enumerate(x.shape):
-        cuts = layout.dim(lead + d)
-        if n == 1 or not any(c.is_cut or c.has_halo for c in cuts):
-            continue
-        x = x.unflatten(d, [c.size for c in cuts]) if len(cuts) > 1 else x
-        for k, cut in enumerate(cuts):
-            start, stop = cut.held[layout.piece(cut, tile.coordinate)]
-            x = x.narrow(d + k, start, stop - start)
-        x = x.flatten(d, d + len(cuts) - 1) if len(cuts) > 1 else x
-    return x
 
 
 def as_whole_tensor(value: Any) -> Any:
@@ -198,16 +184,16 @@ def _as_item(item: Any, tile: Tile) -> Any:
         return item
     if isinstance(item, (list, range, tuple, np.ndarray)):
         entries: list[Any] = list(item)
-        found = torch.as_tensor(entries, device=tile.device, dtype=None if entries else torch.int64)
+        index = torch.as_tensor(entries, device=tile.device, dtype=None if entries else torch.int64)
     elif isinstance(item, (Tensor, Tile)):
-        found = item
+        index = item
     else:
         return operator.index(item)
-    if found.ndim == 0 and isinstance(found, Tensor) and found.dtype != torch.bool:
-        return int(found.item())
-    if found.dtype.is_floating_point or found.dtype.is_complex:
-        raise IndexError(f"tensors used as indices must be integers or bools, got {found.dtype}")
-    return found
+    if index.ndim == 0 and isinstance(index, Tensor) and index.dtype != torch.bool:
+        return int(index.item())
+    if index.dtype.is_floating_point or index.dtype.is_complex:
+        raise IndexError(f"tensors used as indices must be integers or bools, got {index.dtype}")
+    return index
 
 
 def _is_mask(item: Any) -> bool:
@@ -285,15 +271,15 @@ def pick_places(view: Tile, picked: Mapping[int, Any], position: int) -> Tile:
         local, places = x.local, flat
         index_dims = [(whole_dim(n),) for n in flat.shape]
     cells, cuts = cells_in_front(local, x, dims)
-    rows, here = rows_held(places.reshape(-1), cuts, x)
-    found = cells_at_rows(cells, rows, here)
+    rows, is_held = rows_held(places.reshape(-1), cuts, x)
+    cells_picked = cells_at_rows(cells, rows, is_held)
     if any(x.layout.is_cut(d) for d in dims):
-        wide = found.to(torch.uint8) if found.dtype == torch.bool else found
-        found = sum_parts_over(wide, x, dims).to(found.dtype)
-    found = found.reshape((*places.shape, *found.shape[1:]))
-    order = _join_dims(range(places.ndim), range(places.ndim, found.ndim), position)
+        wide = cells_picked.to(torch.uint8) if cells_picked.dtype == torch.bool else cells_picked
+        cells_picked = sum_parts_over(wide, x, dims).to(cells_picked.dtype)
+    cells_picked = cells_picked.reshape((*places.shape, *cells_picked.shape[1:]))
+    order = _join_dims(range(places.ndim), range(places.ndim, cells_picked.ndim), position)
     layout = Layout.from_dims(_join_dims(index_dims, [x.layout.dim(d) for d in kept], position), x.layout.axes)
-    return with_order(Tile(found.permute(order), layout, x.mesh), None)
+    return with_order(Tile(cells_picked.permute(order), layout, x.mesh), None)
 
 
 @implements_torch(Tensor.__getitem__, either=("tile", "index"))
@@ -414,7 +400,7 @@ def _write_into_view(tile: Tile, places: TilePlaces, value: Any, accumulate: boo
     layout = Layout.from_dims(_join_dims(index_dims, rest, position), view.layout.axes)
     # halo rows are written too: each rank looks for the places among the rows that it holds
     cells, cuts = cells_in_front(view.local, view, dims)
-    rows, here = rows_held(flat.reshape(-1), cuts, view)
+    rows, is_held = rows_held(flat.reshape(-1), cuts, view)
     source = _shaped_value(value, layout.shape, tile)
     if not isinstance(source, (Tensor, Tile)):
         source = torch.tensor(source, dtype=tile.dtype, device=tile.device)
@@ -424,9 +410,9 @@ def _write_into_view(tile: Tile, places: TilePlaces, value: Any, accumulate: boo
     front = range(position, position + flat.ndim)
     part = part.permute([*front, *(d for d in range(part.ndim) if d not in front)])
     part = part.reshape(flat.numel(), *part.shape[flat.ndim :])
-    if here is not None:
-        held = here.nonzero()[:, 0]
-        rows, part = [row[held] for row in rows], part[held]
+    if is_held is not None:
+        held_places = is_held.nonzero()[:, 0]
+        rows, part = [row[held_places] for row in rows], part[held_places]
     cells.index_put_(tuple(rows), part, accumulate)
 
 

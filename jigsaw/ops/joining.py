@@ -148,12 +148,12 @@ def _layout_in_place(layouts: tuple[Layout, ...], dim: int) -> Layout | None:
 
 def _layouts_on_one_mesh(tensors: Sequence[Any]) -> tuple[Layout, ...] | None:
     """Return the layouts, where all are tiles of the same mesh."""
-    found: list[Layout] = []
+    layouts: list[Layout] = []
     for t in tensors:
         if type(t) is not Tile or t.mesh is not tensors[0].mesh:
             return None
-        found.append(t.layout)
-    return tuple(found) or None
+        layouts.append(t.layout)
+    return tuple(layouts) or None
 
 
 @implements_torch(torch.cat, torch.concat, torch.concatenate, either=("tensors",))

@@ -315,15 +315,15 @@ def rows_for_owners(input: Tile, dim: int, index: Any, source: Any, is_new: bool
     if not isinstance(source, Tile) or source.ndim != input.ndim:
         return None
     index = along_one_dim(index, dim)
-    met, here, there = _met_before(index, source), _lone_cut(input, dim), _lone_cut(source, dim)
-    if met is None or here is None or there is None or here.has_halo or not there.is_cut:
+    met, cut, source_cut = _met_before(index, source), _lone_cut(input, dim), _lone_cut(source, dim)
+    if met is None or cut is None or source_cut is None or cut.has_halo or not source_cut.is_cut:
         return None
-    kept = met.of_cells(here.size, index, source)
-    if kept is None or kept.places.shape != (there.size,) or kept.has_negative:
+    kept = met.of_cells(cut.size, index, source)
+    if kept is None or kept.places.shape != (source_cut.size,) or kept.has_negative:
         return None
-    if not here.is_cut:
-        _cut_for_owners(input, dim, there, is_new)
-    return RowsForOwners(kept, input, source, dim) if input.layout.dim_axes(dim) == there.axes else None
+    if not cut.is_cut:
+        _cut_for_owners(input, dim, source_cut, is_new)
+    return RowsForOwners(kept, input, source, dim) if input.layout.dim_axes(dim) == source_cut.axes else None
 
 
 def _lone_cut(tile: Tile, dim: int) -> Cut | None:

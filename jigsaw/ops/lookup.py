@@ -55,16 +55,16 @@ def _embedding_bag(
         )
     if input.ndim != 2:
         raise ValueError(f"embedding_bag: input has {input.ndim} dims; without offsets it has 2, a bag each row")
-    found = F.embedding(input, weight, padding_idx)
+    rows = F.embedding(input, weight, padding_idx)
     if per_sample_weights is not None:
-        found = found * per_sample_weights.unsqueeze(-1)
+        rows = rows * per_sample_weights.unsqueeze(-1)
     if padding_idx is None:
-        return found.sum(1) if mode == "sum" else found.mean(1) if mode == "mean" else found.amax(1)
-    kept: Any = (input != padding_idx % weight.shape[0]).unsqueeze(-1)
+        return rows.sum(1) if mode == "sum" else rows.mean(1) if mode == "mean" else rows.amax(1)
+    is_kept: Any = (input != padding_idx % weight.shape[0]).unsqueeze(-1)
     if mode == "max":
-        return torch.where(kept.any(1), found.masked_fill(~kept, -torch.inf).amax(1), 0.0)
-    total = (found * kept).sum(1)
-    return total if mode == "sum" else total / kept.sum(1).clamp_min(1)
+        return torch.where(is_kept.any(1), rows.masked_fill(~is_kept, -torch.inf).amax(1), 0.0)
+    total = (rows * is_kept).sum(1)
+    return total if mode == "sum" else total / is_kept.sum(1).clamp_min(1)
 
 
 @implements_torch(F.one_hot)
@@ -136,8 +136,8 @@ def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inv
     tests = as_whole_tensor(test_elements)
     if not isinstance(elements, Tile):
         return torch.isin(elements, tests, assume_unique=assume_unique, invert=invert)
-    found: Tensor = torch.isin(elements.local, tests, invert=invert)
-    return Tile(found, elements.layout, elements.mesh)
+    is_in: Tensor = torch.isin(elements.local, tests, invert=invert)
+    return Tile(is_in, elements.layout, elements.mesh)
 
 
 @implements_torch(torch.histogram, either=("bins", "weight"))
@@ -176,13 +176,13 @@ def _count_in_boxes(kernel: Any, input: Tile, bins: Any, range: Any, weight: Any
     if range is None and own.numel() and isinstance(edges[0], int):
         columns = own.unbind(-1)
         range = [float(extreme_of_all(c, op)) for c in columns for op in ("min", "max")]
-    found = kernel(own.local.reshape(-1, own.shape[-1]), edges, range=range, weight=part)
-    counts = comm.all_reduce(found.hist, own.mesh, rows.cut_axes, same=(rows, found.hist.shape))
+    histogram = kernel(own.local.reshape(-1, own.shape[-1]), edges, range=range, weight=part)
+    counts = comm.all_reduce(histogram.hist, own.mesh, rows.cut_axes, same=(rows, histogram.hist.shape))
     if weight is None:
         check_counts(torch.histogramdd, counts, own)
     if density:
         counts = counts / counts.sum()
-        for d, edge in enumerate(found.bin_edges):
+        for d, edge in enumerate(histogram.bin_edges):
             counts = counts / edge.diff().reshape((-1, *(1,) * (counts.ndim - d - 1)))
-    out = uncut_tiles(counts, own), uncut_tiles(tuple(found.bin_edges), own)
+    out = uncut_tiles(counts, own), uncut_tiles(tuple(histogram.bin_edges), own)
     return torch.return_types.histogramdd(out)  # pyright: ignore[reportAttributeAccessIssue]

@@ -73,8 +73,8 @@ def _meet_locally(operands: Sequence[Any]) -> tuple[Layout, list[Tensor], Tile]:
             if not isinstance(x, Tile) and layout.shape[d] == 1 and x.shape[d] != 1:
                 layout = layout.replace_dim(d, whole_dim(x.shape[d]))
     ready = iter(locals_)
-    found = [next(ready) if isinstance(x, Tile) else cut_whole_tensor(x, tiles[0], layout) for x in operands]
-    return layout, found, tiles[0]
+    operands_here = [next(ready) if isinstance(x, Tile) else cut_whole_tensor(x, tiles[0], layout) for x in operands]
+    return layout, operands_here, tiles[0]
 
 
 @implements_torch(torch.kron, either=("input", "other"))
@@ -101,14 +101,14 @@ def _meshgrid(*tensors: Any, indexing: Any = None) -> tuple[Any, ...]:
     Where another tensor's dim is cut, a grid follows its tensor (`copied_apart`), and a write to it is refused: an
     element lies on some ranks, and its row on all.
     """
-    given = _given_tensors(tensors)
-    if indexing not in (None, "ij", "xy") or any(t.ndim > 1 for t in given):
+    vectors = _given_tensors(tensors)
+    if indexing not in (None, "ij", "xy") or any(t.ndim > 1 for t in vectors):
         raise RuntimeError(
-            f"meshgrid of shapes {[tuple(t.shape) for t in given]}, indexing={indexing!r}: pass 1-d tensors, "
+            f"meshgrid of shapes {[tuple(t.shape) for t in vectors]}, indexing={indexing!r}: pass 1-d tensors, "
             "and 'ij' or 'xy'"
         )
-    count = len(given)
-    wide = [t.reshape([-1 if d == i else 1 for d in range(count)]) for i, t in enumerate(given)]
+    count = len(vectors)
+    wide = [t.reshape([-1 if d == i else 1 for d in range(count)]) for i, t in enumerate(vectors)]
     layout, ready, tile = _meet_locally(wide)
     grids = [_grid_along(d, x, rows, layout, tile) for d, (x, rows) in enumerate(zip(wide, ready, strict=True))]
     return tuple(g.transpose(0, 1) if indexing == "xy" and count > 1 else g for g in grids)
@@ -136,10 +136,10 @@ def _rows_in_parts(axes: Sequence[str], source: Tile, layout: Layout) -> Tile:
 
 @implements_torch(torch.cartesian_prod)
 def _cartesian_prod(*tensors: Any) -> Any:
-    given = _given_tensors(tensors)
-    if len(given) == 1:
-        return given[0]
-    return torch.stack([g.flatten() for g in _meshgrid(*given)], -1)
+    vectors = _given_tensors(tensors)
+    if len(vectors) == 1:
+        return vectors[0]
+    return torch.stack([g.flatten() for g in _meshgrid(*vectors)], -1)
 
 
 @implements_torch(torch.block_diag)
@@ -148,9 +148,9 @@ def _block_diag(*tensors: Any) -> Any:
 
     *Sends*: what makes columns whole, and what a join of the rows sends.
     """
-    given = [t.reshape((1,) * (2 - t.ndim) + tuple(t.shape)) for t in tensors]
-    total, before, rows = sum(t.shape[1] for t in given), 0, list[Any]()
-    for t in given:
+    matrices = [t.reshape((1,) * (2 - t.ndim) + tuple(t.shape)) for t in tensors]
+    total, before, rows = sum(t.shape[1] for t in matrices), 0, list[Any]()
+    for t in matrices:
         x = with_whole_dims(t, (1,)) if isinstance(t, Tile) else t
         like = x.local if isinstance(x, Tile) else x
         sides = (before, total - before - t.shape[1])

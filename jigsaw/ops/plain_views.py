@@ -86,11 +86,11 @@ class PlainView(Tensor):
                     "not change the tile with it; write tile[0, 3] = tile[0, 3] + 5 for tile[0, 3].add_(5) or +="
                 )
             return _left_again(func(_replace_views(target, _rows_of), *others, **named), changed)
-        given = _replace_views(target, cls.as_plain)
-        out = func(given, *others, **named) if args else func(**named)
-        if not isinstance(target, PlainView) or not _has_memory_of(out, given):
+        plain = _replace_views(target, cls.as_plain)
+        out = func(plain, *others, **named) if args else func(**named)
+        if not isinstance(target, PlainView) or not _has_memory_of(out, plain):
             return out
-        if out is given:
+        if out is plain:
             return target
         rows = _rows_of(target)
         views = func(rows.local, *others, **named)
@@ -106,9 +106,9 @@ def _as_view_class(plain: Tensor) -> PlainView:
 
 @lru_cache(maxsize=64)
 def _view_class(kind: type[Tensor]) -> type[PlainView]:
-    found: type[PlainView] = type(PlainView.__name__, (PlainView, kind), {})
-    table.plain_readers[found] = PlainView.as_plain
-    return found
+    view_class: type[PlainView] = type(PlainView.__name__, (PlainView, kind), {})
+    table.plain_readers[view_class] = PlainView.as_plain
+    return view_class
 
 
 def _rows_of(view: PlainView) -> Tile:

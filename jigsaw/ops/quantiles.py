@@ -31,12 +31,12 @@ def _answer_quantile(function: Any) -> None:
             return run_held_whole(function, input, q, dim, keepdim, interpolation=interpolation)
         (at,) = reduced_dims(input, dim)
         check_by_torch(function, input, at, q, at, keepdim, interpolation=interpolation)
-        there = with_whole_dims(input, (at,))
+        whole = with_whole_dims(input, (at,))
         several = (len(q),) if isinstance(q, Tensor) and q.ndim else ()
-        if there.local.numel() or not input.numel():
-            out = function(there.local, q, at, keepdim, interpolation=interpolation)
+        if whole.local.numel() or not input.numel():
+            out = function(whole.local, q, at, keepdim, interpolation=interpolation)
         else:  # torch refuses a rank without rows, which takes part in the backward pass
-            none = there.local.sum(at, keepdim)
+            none = whole.local.sum(at, keepdim)
             out = none.expand(*several, *none.shape)
 
         def of_quantiles(layout: Layout) -> Layout:
@@ -46,7 +46,7 @@ def _answer_quantile(function: Any) -> None:
         home = of_quantiles(input.layout)
         if home.ndim == 0:
             return leave_tile(out, input.mesh)
-        return brought_home(Tile(out, of_quantiles(there.layout), input.mesh), home)
+        return brought_home(Tile(out, of_quantiles(whole.layout), input.mesh), home)
 
     implements_torch(function)(handler)
 

@@ -38,12 +38,12 @@ from jigsaw.tile.tile import Tile, implements_torch
 def _own_places(places: Tensor, tile: Tile, dim: int) -> tuple[Tensor, Tensor]:
     """Return the local row of each place along a dim, and whether this rank holds it."""
     cuts = tile.layout.dim(dim)
-    rows, here = rows_held(places, cuts, tile)
+    rows, is_held = rows_held(places, cuts, tile)
     row = rows[0]
     for cut, along in zip(cuts[1:], rows[1:], strict=True):
         start, stop = cut.held[tile.layout.piece(cut, tile.coordinate)]
         row = row * (stop - start) + along
-    return row, torch.ones_like(places, dtype=torch.bool) if here is None else here
+    return row, torch.ones_like(places, dtype=torch.bool) if is_held is None else is_held
 
 
 def _is_local(tile: Tile, dim: int) -> bool:
@@ -113,11 +113,11 @@ def _write_rows(
     if owners is not None and source.shape[at] == len(index):
         write, is_sum = partial(function, **named), function is Tensor.index_add_
         return _write_for_owners(owners, input, at, source, is_sum, write, named.get("alpha", 1))
-    rows, here = index, None
+    rows, places_held = index, None
     if not _is_local(input, at):
         rows, held = _own_places(index, input, at)
-        here = held.nonzero()[:, 0]
-        rows = rows[here]
+        places_held = held.nonzero()[:, 0]
+        rows = rows[places_held]
     if not isinstance(source, (Tensor, Tile)) or source.ndim == 0:
         function(input.local, at, rows, source, **named)
         return input
@@ -125,7 +125,7 @@ def _write_rows(
     if tuple(source.shape) != layout.shape:
         raise RuntimeError(f"{function.__name__}: values of shape {tuple(source.shape)} for places of {layout.shape}")
     part = operand_part(source, input, layout)
-    part = part if here is None else part.index_select(at, here)
+    part = part if places_held is None else part.index_select(at, places_held)
     if not input.local.numel():
         # torch refuses some empty tensors, on this rank alone; its part stays in the graph, for others wait for it
         input.local.add_(part.sum(dtype=input.dtype))
@@ -142,11 +142,10 @@ def _answer_rows(name: str, memory_format: torch.memory_format = torch.contiguou
         input: Any, dim: int, index: Any, source: Any = None, *args: Any, value: Any = None, **named: Any
     ) -> Any:
         source = value if source is None else source
-        if args:  # index_reduce's reduce=
+        if args:
             named["reduce"] = args[0]
-            return _reduce_rows(in_place, input, dim, index, source, **named)
-        if name == "index_reduce":
-            return _reduce_rows(in_place, input, dim, index, source, **named)
+        if name == "index_reduce" and "reduce" not in named:
+            raise TypeError("index_reduce(): reduce= is missing; pass 'prod', 'mean', 'amax' or 'amin'")
         return _write_rows(in_place, input, dim, index, source, **named)
 
     def make(input: Any, dim: int, index: Any, source: Any = None, *args: Any, value: Any = None, **named: Any) -> Any:
@@ -157,10 +156,6 @@ def _answer_rows(name: str, memory_format: torch.memory_format = torch.contiguou
 
     implements_torch(in_place, either=("input", "index", "source", "value"))(change)
     implements_torch(getattr(torch, name), either=("input", "index", "source", "value"))(make)
-
-
-def _reduce_rows(function: Any, input: Tile, dim: int, index: Any, source: Any, reduce: str, **named: Any) -> Tile:
-    return _write_rows(function, input, dim, index, source, reduce=reduce, **named)
 
 
 for _name in ("index_add", "index_copy", "index_reduce"):
@@ -218,14 +213,14 @@ def gather_elements(input: Any, dim: int, index: Any, *, sparse_grad: bool = Fal
     places = operand_part(index, x, layout).expand(layout.local_shape(x.coordinate))
     if not x.layout.is_cut(at):
         return Tile(local.gather(at, places), layout, x.mesh)
-    rows, here = _own_places(places, x, at)
+    rows, is_held = _own_places(places, x, at)
     if local.shape[at]:
-        found = local.gather(at, rows % local.shape[at])
+        picked = local.gather(at, rows % local.shape[at])
     else:  # a rank without rows adds nothing, but its gradient passes through the same messages
-        found = local.sum(at, keepdim=True).to(local.dtype).expand(places.shape)
-    wide = found.to(torch.uint8) if found.dtype == torch.bool else found
-    summed = sum_parts_over(torch.where(here, wide, torch.zeros((), dtype=wide.dtype, device=wide.device)), x, (at,))
-    return Tile(summed.to(found.dtype), layout, x.mesh)
+        picked = local.sum(at, keepdim=True).to(local.dtype).expand(places.shape)
+    wide = picked.to(torch.uint8) if picked.dtype == torch.bool else picked
+    summed = sum_parts_over(torch.where(is_held, wide, torch.zeros((), dtype=wide.dtype, device=wide.device)), x, (at,))
+    return Tile(summed.to(picked.dtype), layout, x.mesh)
 
 
 def _gather_from_plain(input: Tensor, dim: int, index: Tile) -> Any:
@@ -296,8 +291,8 @@ def _scatter_elements(
         return input
     # what belongs to other ranks is written to one more row, which is then left out
     count = view.local.shape[at]
-    rows, here = _own_places(places, view, at)
-    rows = torch.where(here, rows, count)
+    rows, is_held = _own_places(places, view, at)
+    rows = torch.where(is_held, rows, count)
     one = [1 if d == at else n for d, n in enumerate(view.local.shape)]
     longer = torch.cat([view.local, view.local.new_zeros(one)], at)
     write(longer, at, rows, source)
@@ -427,12 +422,12 @@ def _take(input: Any, index: Any) -> Any:
 
 def _unravelled(index: Any, tile: Tile) -> dict[int, Any]:
     """Return positions in the flattened tensor as an index of each dim."""
-    rest, found = torch.where(index < 0, index + tile.numel(), index), dict[int, Any]()
+    rest, by_dim = torch.where(index < 0, index + tile.numel(), index), dict[int, Any]()
     for d in reversed(range(tile.ndim)):
         # the first dim takes what is left, so that a position out of range is one of that dim
-        found[d] = rest % tile.shape[d] if d else torch.where(rest < 0, tile.shape[0], rest)
+        by_dim[d] = rest % tile.shape[d] if d else torch.where(rest < 0, tile.shape[0], rest)
         rest = torch.div(rest, max(tile.shape[d], 1), rounding_mode="floor")
-    return dict(sorted(found.items()))
+    return dict(sorted(by_dim.items()))
 
 
 @implements_torch(Tensor.put_, either=("input", "index", "source"))

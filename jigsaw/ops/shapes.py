@@ -54,8 +54,8 @@ def _size_arguments(first: Any, rest: Sequence[int]) -> tuple[int, ...]:
 
 @implements_torch(Tensor.view)
 def _view(input: Tile, size: Any = None, *more: int, dtype: torch.dtype | None = None) -> Any:
-    wanted = dtype or size
-    return _view_as_type(input, wanted) if isinstance(wanted, torch.dtype) else reshape(input, wanted, *more)
+    shape = dtype or size
+    return _view_as_type(input, shape) if isinstance(shape, torch.dtype) else reshape(input, shape, *more)
 
 
 def _view_as_type(input: Tile, dtype: torch.dtype) -> Tile:
@@ -90,16 +90,16 @@ def reshape(input: Tile, shape: Any, *more: int) -> Any:
     mebibyte or more, a warning says so once for each line.
     *Raises*: `ShardingError` for a tile of no elements.
     """
-    wanted = _full_shape(input, _size_arguments(shape, more))
-    if 0 in wanted:
+    new = _full_shape(input, _size_arguments(shape, more))
+    if 0 in new:
         raise ShardingError(
-            f"reshape of an empty Tile {tuple(input.shape)} to {wanted} is ambiguous; build the tile in its new shape"
+            f"reshape of an empty Tile {tuple(input.shape)} to {new} is ambiguous; build the tile in its new shape"
         )
     strides = whole_strides(input)
-    view, source = strides_of_view(tuple(input.shape), strides, wanted), input
-    before, layout = plan_reshape(input.layout, wanted)
+    view, source = strides_of_view(tuple(input.shape), strides, new), input
+    before, layout = plan_reshape(input.layout, new)
     if before is not input.layout and before != input.layout:
-        _warn_of_idle_ranks(input, before, wanted)
+        _warn_of_idle_ranks(input, before, new)
         input = with_moved_rows(input, before) if view is None else copied_to(input, before)
     rows = input.local
     local = rows.reshape(layout.local_shape(input.coordinate))
@@ -254,29 +254,29 @@ def _movedim(input: Tile, source: Any, destination: Any) -> Tile:
 
 @implements_torch(Tensor.expand, torch.broadcast_to)
 def _expand(input: Tile, size: Any, *more: int) -> Tile:
-    wanted = _size_arguments(size, more)
-    lead = len(wanted) - input.ndim
-    fits = lead >= 0 and min(wanted[:lead], default=0) >= 0
-    if not fits or any(n not in (-1, m) and (m != 1 or n < 0) for n, m in zip(wanted[lead:], input.shape, strict=True)):
-        raise RuntimeError(f"cannot expand a Tile of shape {tuple(input.shape)} to {wanted}")
-    longer = [d for d in range(input.ndim) if input.shape[d] == 1 and wanted[lead + d] not in (-1, 1)]
+    sizes = _size_arguments(size, more)
+    lead = len(sizes) - input.ndim
+    fits = lead >= 0 and min(sizes[:lead], default=0) >= 0
+    if not fits or any(n not in (-1, m) and (m != 1 or n < 0) for n, m in zip(sizes[lead:], input.shape, strict=True)):
+        raise RuntimeError(f"cannot expand a Tile of shape {tuple(input.shape)} to {sizes}")
+    longer = [d for d in range(input.ndim) if input.shape[d] == 1 and sizes[lead + d] not in (-1, 1)]
     strides = (*[0] * lead, *[0 if d in longer else n for d, n in enumerate(whole_strides(input))])
     source, held = input, held_by_all(input, longer)
     input = held if held.layout.cut_axes == input.layout.cut_axes else copied_apart(held, input)
     layout, local_shape = input.layout, [-1] * input.ndim
     for d in longer:
-        layout = layout.replace_dim(d, whole_dim(wanted[lead + d]))
-        local_shape[d] = wanted[lead + d]
-    for n in reversed(wanted[:lead]):
+        layout = layout.replace_dim(d, whole_dim(sizes[lead + d]))
+        local_shape[d] = sizes[lead + d]
+    for n in reversed(sizes[:lead]):
         layout = layout.insert(0, n)
-    return with_strides(Tile(input.local.expand((*wanted[:lead], *local_shape)), layout, input.mesh), strides, source)
+    return with_strides(Tile(input.local.expand((*sizes[:lead], *local_shape)), layout, input.mesh), strides, source)
 
 
 @implements_torch(torch.broadcast_tensors)
 def _broadcast_tensors(*tensors: Any) -> tuple[Any, ...]:
-    given: Any = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors
-    shape = torch.broadcast_shapes(*[tuple(t.shape) for t in given])
-    return tuple(t if tuple(t.shape) == tuple(shape) else t.expand(shape) for t in given)  # as torch: itself, no view
+    tiles: Any = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors
+    shape = torch.broadcast_shapes(*[tuple(t.shape) for t in tiles])
+    return tuple(t if tuple(t.shape) == tuple(shape) else t.expand(shape) for t in tiles)  # as torch: itself, no view
 
 
 @implements_torch(Tensor.expand_as, either=("input", "other"))

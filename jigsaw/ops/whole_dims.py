@@ -34,21 +34,21 @@ from jigsaw.tile.tile import Tile, leave_tile
 def plan_whole_dims(layout: Layout, dims: tuple[int, ...]) -> Layout:
     """Return the layout, without halo, in which `dims` are whole; their axes cut another dim that has rows for them."""
     axes = tuple(a for d in dims for a in layout.dim_axes(d))
-    there = layout.without_halo()
+    moved = layout.without_halo()
     for d in dims:
-        there = there.replace_dim(d, *(c.uncut() for c in layout.dim(d)))
+        moved = moved.replace_dim(d, *(c.uncut() for c in layout.dim(d)))
     if not axes:
-        return there
+        return moved
     best, least = None, 1.0
     for d in range(layout.ndim):
-        if d in dims or len(there.dim(d)) != 1:
+        if d in dims or len(moved.dim(d)) != 1:
             continue
-        cut = refine_cut(there.dim(d)[0], axes, dict(layout.axes))
+        cut = refine_cut(moved.dim(d)[0], axes, dict(layout.axes))
         # the busiest rank's rows, as a part of those that it has now
-        share = _longest_piece(cut) / max(_longest_piece(there.dim(d)[0]), 1)
+        share = _longest_piece(cut) / max(_longest_piece(moved.dim(d)[0]), 1)
         if share < least and layout.shape[d]:
             best, least = (d, cut), share
-    return there if best is None else there.replace_dim(*best)
+    return moved if best is None else moved.replace_dim(*best)
 
 
 def _longest_piece(cut: Cut) -> int:
@@ -65,20 +65,20 @@ def with_whole_dims(tile: Tile, dims: Sequence[int], move: TileMove = Tile.with_
     *Sends*: where they are cut, (P-1)/P of a tile to the other ranks along their axes; where no other dim has rows for
     the axes, the whole tile to each of them.  Backward as many.
     """
-    there = plan_whole_dims(tile.layout, tuple(dims))
-    moved = move(tile, there)
+    layout = plan_whole_dims(tile.layout, tuple(dims))
+    moved = move(tile, layout)
     for d in dims:
-        there = there.replace_dim(d, whole_dim(tile.shape[d]))
-    return Tile(moved.local, there, tile.mesh)
+        layout = layout.replace_dim(d, whole_dim(tile.shape[d]))
+    return Tile(moved.local, layout, tile.mesh)
 
 
 def brought_home(tile: Tile, home: Layout) -> Tile:
     """Return the tile in the layout `home`, in which dims may be flattened that are one whole dim in its own."""
-    there = tile.layout
+    layout = tile.layout
     for d, group in enumerate(home.dims()):
-        if len(group) > 1 and len(there.dim(d)) == 1:
-            there = there.replace_dim(d, *(c.uncut() for c in group))
-    return Tile(tile.local, there, tile.mesh).with_layout(home)
+        if len(group) > 1 and len(layout.dim(d)) == 1:
+            layout = layout.replace_dim(d, *(c.uncut() for c in group))
+    return Tile(tile.local, layout, tile.mesh).with_layout(home)
 
 
 def with_contiguous_dim(tile: Tile, dim: int, move: TileMove = Tile.with_layout) -> Tile:
@@ -116,14 +116,14 @@ def run_with_whole_dim(function: Any, input: Tile, dim: int, /, *args: Any, **kw
     """
     (at,) = reduced_dims(input, dim)
     check_by_torch(function, input, at, *args, **kwargs)
-    there = with_whole_dims(input.owned(), (at,))
-    if there.local.numel() or not input.numel():
-        out = function(there.local, *args, **kwargs)
+    whole = with_whole_dims(input.owned(), (at,))
+    if whole.local.numel() or not input.numel():
+        out = function(whole.local, *args, **kwargs)
     else:
-        like = function(there.local.detach().new_zeros([n or 1 for n in there.local.shape]), *args, **kwargs)
-        out = _results_without_rows(like, there.local, at)
+        like = function(whole.local.detach().new_zeros([n or 1 for n in whole.local.shape]), *args, **kwargs)
+        out = _results_without_rows(like, whole.local, at)
     home = input.layout.without_halo()
-    return replace_results(out, lambda y: _result_at_home(y, there, home, at))
+    return replace_results(out, lambda y: _result_at_home(y, whole, home, at))
 
 
 def _results_without_rows(like: Any, local: Tensor, dim: int) -> Any:
@@ -148,15 +148,15 @@ def check_by_torch(function: Any, input: Tile, dim: int, /, *args: Any, **kwargs
     function(input.local.detach().new_zeros(shape), *args, **kwargs)
 
 
-def _result_at_home(out: Tensor, there: Tile, home: Layout, dim: int) -> Any:
-    if out.ndim == there.ndim:
-        now = there.layout.replace_dim(dim, whole_dim(out.shape[dim]))
+def _result_at_home(out: Tensor, whole: Tile, home: Layout, dim: int) -> Any:
+    if out.ndim == whole.ndim:
+        now = whole.layout.replace_dim(dim, whole_dim(out.shape[dim]))
         goal = home if out.shape[dim] == home.shape[dim] else home.replace_dim(dim, whole_dim(out.shape[dim]))
     else:
-        now, goal = there.layout.drop((dim,)), home.drop((dim,))
+        now, goal = whole.layout.drop((dim,)), home.drop((dim,))
     if goal.ndim == 0:
-        return leave_tile(out, there.mesh)
-    return brought_home(Tile(out, now, there.mesh), goal)
+        return leave_tile(out, whole.mesh)
+    return brought_home(Tile(out, now, whole.mesh), goal)
 
 
 def held_whole(tile: Tile) -> Tile:

@@ -29,9 +29,9 @@ _Operand = tuple[tuple[int, ...], tuple[int, ...]]
 
 def whole_strides(tile: Tile) -> tuple[int, ...]:
     """Return the strides that torch's tensor would have in place of the tile."""
-    found = tile.__dict__.get(WHOLE_STRIDES)
-    if found is not None:
-        return found
+    strides = tile.__dict__.get(WHOLE_STRIDES)
+    if strides is not None:
+        return strides
     local = tile.local
     is_plain = local.is_contiguous() or _has_thin_pieces(tile.layout)
     return _dense_strides(tile.layout, None if is_plain else local.stride())
@@ -157,11 +157,11 @@ def order_of_results(shape: tuple[int, ...], operands: tuple[_Operand, ...]) -> 
 def _dense_strides(layout: Layout, strides: tuple[int, ...] | None) -> tuple[int, ...]:
     shape = layout.shape
     order = range(len(shape)) if strides is None else sorted(range(len(shape)), key=lambda d: -strides[d])
-    found, step = [0] * len(shape), 1
+    dense, step = [0] * len(shape), 1
     for d in reversed(order):
-        found[d] = step
+        dense[d] = step
         step *= max(shape[d], 1)
-    return tuple(found)
+    return tuple(dense)
 
 
 _CHANNELS_LAST = {torch.channels_last: (0, 2, 3, 1), torch.channels_last_3d: (0, 2, 3, 4, 1)}
@@ -216,12 +216,12 @@ def strides_of_view(shape: tuple[int, ...], strides: tuple[int, ...], to: tuple[
             blocks[-1] = blocks[-1][0] * n, stride
         else:
             blocks.append((n, stride))
-    found, size, step = [0] * len(to), 1, 1
+    new_strides, size, step = [0] * len(to), 1, 1
     for d in reversed(range(len(to))):
         if to[d] != 1 and size == 1:
             size, step = blocks.pop()
         if size % to[d]:
             return None
-        found[d] = step
+        new_strides[d] = step
         size, step = size // to[d], step * to[d]
-    return tuple(found)
+    return tuple(new_strides)

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import cache, partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,34 +29,37 @@ REPLACED_MARK = "_jigsaw_replaced_by_parallelize"
 _warned: set[str] = set()
 
 
+def _calling_frame() -> tuple[FrameType, int]:
+    """Return the frame that called jigsaw or torch, and how many frames it is above this one."""
+    frame, level = sys._getframe(), 0  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and is_of_packages(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return frame, level
+
+
+def calling_line() -> str:
+    """Return the file and line that called jigsaw or torch."""
+    frame, _ = _calling_frame()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def warn_once(about: str, text: str) -> None:
     """Warn once in a process, at the line that called jigsaw or torch."""
     if about not in _warned:
         _warned.add(about)
-        frame, level = sys._getframe(), 1  # pyright: ignore[reportPrivateUsage]
-        while frame.f_back is not None and is_of_packages(frame.f_code.co_filename):
-            frame, level = frame.f_back, level + 1
-        warnings.warn(text, UserWarning, stacklevel=level)
+        warnings.warn(text, UserWarning, stacklevel=_calling_frame()[1])
 
 
 @contextmanager
 def without_warning(about: str) -> Generator[None]:
     """Give no such warning within the block, for a caller that knows, as one that sums the parts of gradients."""
-    known = about in _warned
+    is_new = about not in _warned
     _warned.add(about)
     try:
         yield
     finally:
-        if not known:
+        if is_new:
             _warned.discard(about)
-
-
-def calling_line() -> str:
-    """Return the file and line that called jigsaw or torch."""
-    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
-    while frame.f_back is not None and is_of_packages(frame.f_code.co_filename):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 UNREDUCED = "gradients that stay in parts"
@@ -102,10 +106,8 @@ def warn_of_no_wrapper(module: nn.Module, args: Any) -> None:
 
 def mark_replaced(before: Iterable[nn.Parameter], after: Iterable[nn.Parameter]) -> None:
     """Mark parameters that the model no longer has, so that an optimizer made from them raises when it steps."""
-    kept = set(after)
-    for parameter in before:
-        if parameter not in kept:
-            setattr(parameter, REPLACED_MARK, True)
+    for parameter in set(before).difference(after):
+        setattr(parameter, REPLACED_MARK, True)
     _watch_optimizers()
 
 

@@ -38,10 +38,10 @@ def noted_call(call: Callable[..., Any], function: Any, args: Any, kwargs: Any) 
         out = call(function, *args, **kwargs)
     if note is None:
         return out
-    made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-    if not made and before == [_changes_of(tile) for tile in tiles]:
+    results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+    if not results and before == [_changes_of(tile) for tile in tiles]:
         drop_note(tiles[0].mesh, note)  # a look at strides, say
-    for tile in (*tiles, *made):
+    for tile in (*tiles, *results):
         if isinstance(tile, Tile):
             mark_changes(tile)
     return out
@@ -52,14 +52,14 @@ table.note_call = noted_call
 
 def described_arguments(args: Any, kwargs: Any) -> str:
     """Describe the arguments of a call, as a text that all ranks have alike."""
-    said = [_described_argument(value) for value in args]
-    return f"({', '.join([*said, *(f'{name}={_described_argument(value)}' for name, value in kwargs.items())])})"
+    parts = [_described_argument(value) for value in args]
+    return f"({', '.join([*parts, *(f'{name}={_described_argument(value)}' for name, value in kwargs.items())])})"
 
 
 def _described_argument(value: Any) -> str:
     if isinstance(value, Tile):
-        mine, seen = _changes_of(value), getattr(_shell_rows(value).untyped_storage(), _SEEN, None)
-        outside = f", whose local was changed {mine - seen} times" if seen is not None and mine != seen else ""
+        changes, seen = _changes_of(value), getattr(_shell_rows(value).untyped_storage(), _SEEN, None)
+        outside = f", whose local was changed {changes - seen} times" if seen is not None and changes != seen else ""
         return f"Tile {list(value.shape)} {value.dtype}{outside}"
     if isinstance(value, Tensor):
         return described_plain(value)

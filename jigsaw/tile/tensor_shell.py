@@ -183,10 +183,10 @@ class _ThroughFunction(torch.autograd.Function):
                 "the change before it, or give the Function tile.clone()"
             )
         # not by the engine, for which the gradient of a plain weight, as a tile, would be on another device
-        given = [ctx.as_tile(grads[0] if i == which else None, m) for i, m in enumerate(result_metadata(node))]
-        found = node.apply(*given)
-        found = found if isinstance(found, tuple) else (found,)
-        needed = [g for g, needs in zip(found, node.needs_input_grad, strict=False) if needs]
+        seeds = [ctx.as_tile(grads[0] if i == which else None, m) for i, m in enumerate(result_metadata(node))]
+        gradients = node.apply(*seeds)
+        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+        needed = [g for g, needs in zip(gradients, node.needs_input_grad, strict=False) if needs]
         none = (None, None, None, None)
         return *none, *(None if g is None else _as_laid(g, s) for g, s in zip(needed, ctx.sources, strict=True))
 
@@ -234,12 +234,12 @@ def _local_through_function(shell: TensorShell, node: Any, rows: Tensor) -> Tens
     if debug.IS_DEBUGGING:
         debug.note_call(shell.__dict__["mesh"], f"a Tile {list(shell.shape)} out of {node.name()}")
     with as_plain_tensors():
-        found = _inputs_of_node(node)
+        inputs_of_node = _inputs_of_node(node)
         edge = GradientEdge(node, TensorBase.output_nr.__get__(shell))
-    sources = [s for s in found if s is not None]
+    sources = [s for s in inputs_of_node if s is not None]
     tiles = [s for s in sources if isinstance(s, TensorShell)]
     is_torchs = node.name() in _UNFOLLOWED
-    if is_torchs or len(sources) < len(found) or any(t.__dict__["layout"].has_halo for t in (shell, *tiles)):
+    if is_torchs or len(sources) < len(inputs_of_node) or any(t.__dict__["layout"].has_halo for t in (shell, *tiles)):
         raise _lost_gradient(shell, node)
     layout, mesh = shell.__dict__["layout"], shell.__dict__["mesh"]
     as_tile = partial(_tile_of, type(shell), layout, mesh)
@@ -408,8 +408,8 @@ class TensorShell(_TensorBase):
                 f"a Tile of shape {tuple(self.shape)} cannot be a parameter: make one of tile.local, or of the whole "
                 "tensor and pass the model through jigsaw.parallelize"
             )
-        found = getattr(type(self), name, None)
-        if name in _STATE or (hasattr(type(found), "__set__") and getattr(found, "fset", None) is None):
+        descriptor = getattr(type(self), name, None)
+        if name in _STATE or (hasattr(type(descriptor), "__set__") and getattr(descriptor, "fset", None) is None):
             raise FrozenInstanceError(
                 f"cannot assign to field {name!r}: a Tile is frozen; change tile.local, or make another Tile"
             )

@@ -42,9 +42,9 @@ def _find_answer(function: Any) -> FoundAnswer:
     names = frozenset(("out", *_NUMPY_NAMES, *(name for _, name, is_tile in kinds if is_tile)))
     places = tuple(map(by_place.get, range(_QUICK_PLACES)))
     handler = table.with_check(function, entry.handler)
-    found = FoundAnswer(handler, kinds, places, names, table.find_watcher(function))
-    table.found[function] = found
-    return found
+    answer = FoundAnswer(handler, kinds, places, names, table.find_watcher(function))
+    table.found[function] = answer
+    return answer
 
 
 def _operator_name(function: Any) -> str:
@@ -80,7 +80,7 @@ def _call_handler(function: Any, *args: Any, **kwargs: Any) -> Any:
     if debug.IS_DEBUGGING and debug.is_outermost_call():
         return table.note_call(_call_handler, function, args, kwargs)
     handler, kinds, by_place, names, watcher = table.found.get(function) or _find_answer(function)
-    is_quick, is_apart, made = len(args) <= _QUICK_PLACES, False, table.copies_made
+    is_quick, is_apart, copies_before = len(args) <= _QUICK_PLACES, False, table.copies_made
     for value, is_tile in zip(args, by_place, strict=False):
         kind = type(value)
         if kind is Tile:
@@ -107,7 +107,7 @@ def _call_handler(function: Any, *args: Any, **kwargs: Any) -> Any:
         out = handler(*args, **kwargs)
     except ShardingError as refusal:
         out = table.answer_refusal(refusal, function, args, kwargs)
-    if is_apart or table.copies_made != made:
+    if is_apart or table.copies_made != copies_before:
         table.note_views(out)
     return out if finish is None else finish(out)
 
@@ -383,8 +383,8 @@ def _hide_tensor(cls: Any) -> None:
         *("__array_priority__", *MAKERS_OF_CLASS),
     }
     for name in sorted(set(dir(Tensor)) - own - of_the_class):
-        found = getattr(Tensor, name)
-        setattr(cls, name, _make_method(found) if callable(found) else _make_attribute(found, name))
+        member = getattr(Tensor, name)
+        setattr(cls, name, _make_method(member) if callable(member) else _make_attribute(member, name))
 
 
 _hide_tensor(Tile)

@@ -125,25 +125,25 @@ def from_local(
 def _check_parts(local: Tensor, layout: Layout, mesh: DeviceMesh) -> None:
     """Raise on every rank where a rank's part does not fit, or ranks that hold the same part have other values."""
     uncut = [name for name, size in layout.axes if size > 1 and name not in layout.cut_axes]
-    mine = tuple(local.shape), checksum_of_bits(local) if uncut else 0
+    own_part = tuple(local.shape), checksum_of_bits(local) if uncut else 0
     # with wide halos two pieces may hold the same rows; then all parts are compared one by one
     held = [[rows for rows in cut.held if rows[0] < rows[1]] for cut in layout.cuts]
     is_right = not uncut or all(len(set(each)) == len(each) for each in held)
     for axis in uncut if is_right else ():
-        is_right = are_alike(mesh, mine, (axis,)) and is_right
-    is_right = is_right and mine[0] == layout.local_shape(mesh_coordinate(mesh))
+        is_right = are_alike(mesh, own_part, (axis,)) and is_right
+    is_right = is_right and own_part[0] == layout.local_shape(mesh_coordinate(mesh))
     if are_alike(mesh, is_right) and is_right:
         return
     first: dict[Any, tuple[MeshCoordinate, int]] = {}
-    for coord, (part, checksum) in zip(layout.coords(), all_gather_object(mesh, mine), strict=True):
+    for coord, (part, checksum) in zip(layout.coords(), all_gather_object(mesh, own_part), strict=True):
         if part != layout.local_shape(coord):
             raise ShardingError(
                 f"from_local: the rank at {coord} passed a local tensor of shape {part}, but {layout} gives it "
                 f"{layout.local_shape(coord)}; pass that part, or the split= that cuts it so"
             )
-        there, known = first.setdefault(layout.held(coord), (coord, checksum))
+        other, known = first.setdefault(layout.held(coord), (coord, checksum))
         if checksum != known:
             raise ShardingError(
-                f"from_local: the ranks at {coord} and {there} hold one part of {layout}, but passed other values; "
+                f"from_local: the ranks at {coord} and {other} hold one part of {layout}, but passed other values; "
                 "name the axis that cuts them in spec=, or make them alike (seed the ranks alike, or broadcast)"
             )

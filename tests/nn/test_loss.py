@@ -122,3 +122,15 @@ def test_what_losses_refuse():
     ):
         with pytest.raises(ShardingError, match="use reduction="):
             loss(x, target, size_average=False)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
+@on_ranks(2)
+def test_an_unknown_reduction_of_class_losses_is_refused(loss):
+    mesh = world_mesh(lat=2)
+    x, target = (
+        shard(torch.randn(1, 3, 4), mesh, (None, None, "lat")),
+        shard(torch.ones(1, 4).long(), mesh, (None, "lat")),
+    )
+    with pytest.raises(ValueError, match="'avg' is not a valid value for reduction"):
+        loss(x, target, reduction="avg")

@@ -170,6 +170,13 @@ def test_a_rank_may_have_one_sample_of_one_channel_a_group():
 
 
 @on_ranks(2)
+def test_instance_norm_of_one_position_is_refused_as_torch_does():
+    tile = shard(torch.randn(3, 2, 1), world_mesh(data=2), ("data", None, None))
+    with pytest.raises(ValueError, match="more than 1 spatial element"):
+        nn.functional.instance_norm(tile)
+
+
+@on_ranks(2)
 def test_one_value_a_group_is_refused_as_torch_does():
     tile = shard(torch.randn(1, 2), world_mesh(data=2), ("data", None))
     with comm.count() as counted, pytest.raises(ValueError, match="more than 1 value per channel"):

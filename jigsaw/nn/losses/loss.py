@@ -34,13 +34,17 @@ LossValues = Any
 
 def reduce_losses(values: Any, reduction: str) -> Any:
     """Reduce elementwise losses as torch does: ``"none"``, ``"sum"`` or ``"mean"``."""
+    _check_reduction(reduction)
     if reduction == "none":
         return values
     if reduction == "sum":
         return reduce_sum(values) if isinstance(values, Tile) else values.sum()
-    if reduction == "mean":
-        return reduce_mean(values) if isinstance(values, Tile) else values.mean()
-    raise ValueError(f"{reduction!r} is not a valid value for reduction: use 'none', 'mean' or 'sum'")
+    return reduce_mean(values) if isinstance(values, Tile) else values.mean()
+
+
+def _check_reduction(reduction: str) -> None:
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction!r} is not a valid value for reduction: use 'none', 'mean' or 'sum'")
 
 
 def weighted_mean(values: Any, weight: LossValues, dim: ReducedDims = None) -> Any:
@@ -201,6 +205,7 @@ def cross_entropy(
     arXiv 1909.08053.
     """
     refuse_old_arguments("cross_entropy", size_average, reduce)
+    _check_reduction(reduction)
     dim = 1 if input.ndim > 1 else 0
     if not input.layout.cut_axes and _lies_alike(input, target, dim):
         # nothing cuts it, so each rank has the whole answer
@@ -341,6 +346,7 @@ def nll_loss(
 ) -> Any:
     """Return y = -input[target] over dim 1, reduced as `cross_entropy`; *Sends*: over cut classes, one sum more."""
     refuse_old_arguments("nll_loss", size_average, reduce)
+    _check_reduction(reduction)
     dim = 1 if input.ndim > 1 else 0
     return _loss_with_indices(input, target, weight, ignore_index, reduction, 0.0, dim, are_logits=False)
 

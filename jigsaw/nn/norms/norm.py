@@ -181,6 +181,8 @@ def instance_norm(
     if not use_input_stats:
         return _by_running(input, running_mean, running_var, weight, bias, eps)
     dims = tuple(range(2, input.ndim))
+    if elements_per_value(input, dims) == 1:
+        raise ValueError(f"Expected more than 1 spatial element when training, got input size {tuple(input.shape)}")
     y, mean, squares = _standardize_and_scale(input, dims, eps, weight, bias, shape)
     if running_mean is not None and running_var is not None:
         count = elements_per_value(input, dims)

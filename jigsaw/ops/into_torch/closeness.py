@@ -61,12 +61,12 @@ class _TilePair(_TorchsPair):
     expected: Any
 
     def _process_inputs(self, actual: Any, expected: Any, *, id: Any, allow_subclasses: bool) -> tuple[Any, Any]:
-        given = actual, expected
-        if not any(isinstance(x, Tile) for x in given):
+        pair = actual, expected
+        if not any(isinstance(x, Tile) for x in pair):
             return super()._process_inputs(actual, expected, id=id, allow_subclasses=allow_subclasses)
-        if not all(isinstance(x, Tensor) for x in given) or not (allow_subclasses or type(actual) is type(expected)):
+        if not all(isinstance(x, Tensor) for x in pair) or not (allow_subclasses or type(actual) is type(expected)):
             self._inputs_not_supported()
-        return given
+        return pair
 
     def compare(self) -> None:
         tiles = [x for x in (self.actual, self.expected) if isinstance(x, Tile)]
@@ -79,17 +79,17 @@ class _TilePair(_TorchsPair):
             raise _comparisons.ErrorMeta(type(refusal), str(refusal), id=self.id) from refusal
 
     def _compare_tiles(self, first: Tile) -> None:
-        given = self.actual, self.expected
+        pair = self.actual, self.expected
         if self.check_stride:
             raise ShardingError(
                 f"assert_close(check_stride=True) on a Tile of shape {tuple(first.shape)}: strides are those of each "
                 "rank's memory; leave it out, or compare tile.local"
             )
-        self._compare_attributes(*(_with_attributes_of(x) if isinstance(x, Tile) else x for x in given))
-        if any(x.is_meta for x in given):
+        self._compare_attributes(*(_with_attributes_of(x) if isinstance(x, Tile) else x for x in pair))
+        if any(x.is_meta for x in pair):
             return
         with torch.no_grad():
-            self._first, self._layout, *local = _rows_side_by_side(*given)
+            self._first, self._layout, *local = _rows_side_by_side(*pair)
             self._compare_values(*self._equalize_attributes(*local))
 
     def _compare_regular_values_close(
@@ -104,8 +104,8 @@ class _TilePair(_TorchsPair):
         axes = [name for name, _ in axes_of_mesh(mesh)]  # all: equal rows may differ by mistake
         if (comm.all_reduce(wrong.sum(), mesh, axes, same=(layout,)) == 0).all():
             return
-        mine = _greatest_differences(actual, expected, wrong, self._first, layout)
-        of_ranks: list[_Mismatches] = comm.all_gather_object(mesh, mine)
+        own_mismatches = _greatest_differences(actual, expected, wrong, self._first, layout)
+        of_ranks: list[_Mismatches] = comm.all_gather_object(mesh, own_mismatches)
         if layout.ndim:
             message = mismatch_message(
                 default_identifier="Tensor-likes", **_told_together(of_ranks, math.prod(layout.shape)), **options
@@ -126,11 +126,11 @@ def _rows_side_by_side(actual: Any, expected: Any) -> tuple[Tile, Layout, Tensor
     layout, ready = align_tiles(tiles)
     if len(tiles) == 2:
         return tiles[0], layout, ready[0], ready[1]
-    found = [
+    rows = [
         ready[0] if isinstance(x, Tile) else cut_whole_tensor(x.detach().to_dense(), tiles[0], layout)
         for x in (actual, expected)
     ]
-    return tiles[0], layout, found[0], found[1]
+    return tiles[0], layout, rows[0], rows[1]
 
 
 def _greatest_differences(actual: Tensor, expected: Tensor, wrong: Tensor, first: Tile, layout: Layout) -> _Mismatches:
@@ -159,8 +159,8 @@ def _told_together(of_ranks: list[_Mismatches], elements: int) -> dict[str, Any]
     for box, count, _, _ in of_ranks:
         counts[box] = max(count, counts.get(box, 0))
     total = sum(counts.values())
-    absolute = _greatest_of_ranks([found[2] for found in of_ranks])
-    relative = _greatest_of_ranks([found[3] for found in of_ranks])
+    absolute = _greatest_of_ranks([mismatches[2] for mismatches in of_ranks])
+    relative = _greatest_of_ranks([mismatches[3] for mismatches in of_ranks])
     return {
         "extra": f"Mismatched elements: {total} / {elements} ({total / elements:.1%})",
         "abs_diff": absolute[0],
@@ -170,13 +170,13 @@ def _told_together(of_ranks: list[_Mismatches], elements: int) -> dict[str, Any]
     }
 
 
-def _greatest_of_ranks(found: list[_Difference]) -> _Difference:
+def _greatest_of_ranks(differences: list[_Difference]) -> _Difference:
     """Return the greatest difference: NaN first, as in `torch.max`; of equal ones the first in the tensor."""
 
     def order(one: _Difference) -> tuple[int, Any, tuple[int, ...]]:
         return (0, 0, one[1]) if math.isnan(one[0]) else (1, -one[0], one[1])
 
-    return min(found, key=order)
+    return min(differences, key=order)
 
 
 @at_first_tile

@@ -151,15 +151,15 @@ class _OnLocals:
 
     def __call__(self, *args: Any) -> Any:
         again = torch.is_grad_enabled()
-        given: list[Any] = []
+        arguments: list[Any] = []
         for x, layout in zip(args, self.layouts, strict=True):
             if again and layout is None and isinstance(x, Tensor) and x.requires_grad:
                 setattr(x, AVERAGED_MARK, mesh_size(self.mesh))
-            given.append(x if layout is None else Tile(x, layout, self.mesh))
+            arguments.append(x if layout is None else Tile(x, layout, self.mesh))
         runs = _recomputing if again else _begun
         runs.append(self)
         try:
-            out = self.function(*given)
+            out = self.function(*arguments)
         finally:
             runs.pop()
         values = out if isinstance(out, tuple) else (out,)

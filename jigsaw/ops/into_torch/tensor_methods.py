@@ -47,35 +47,24 @@ def _says_contiguous(input: Tile, *, memory_format: torch.memory_format = torch.
     return is_whole_contiguous(input, memory_format)
 
 
-@implements_torch(Tensor.size)
-def _size(input: Tile, dim: int | None = None) -> Any:
-    return input.size(dim)
+def _answer_fact(fact: Callable[..., Any], *methods: Any) -> None:
+    def handler(input: Tile, *args: Any, **kwargs: Any) -> Any:
+        return fact(input, *args, **kwargs)
+
+    implements_torch(*methods)(handler)
 
 
-@implements_torch(torch.numel, Tensor.numel, Tensor.nelement)
-def _numel(input: Tile) -> int:
-    return input.numel()
-
-
-@implements_torch(Tensor.dim, Tensor.ndimension)
-def _ndimension(input: Tile) -> int:
-    return input.ndim
+_answer_fact(Tile.size, Tensor.size)
+_answer_fact(Tile.numel, torch.numel, Tensor.numel, Tensor.nelement)
+_answer_fact(Tile.dim, Tensor.dim, Tensor.ndimension)
+_answer_fact(len, Tensor.__len__)
+_answer_fact(bool, Tensor.is_nonzero, torch.is_nonzero, Tensor.__bool__)
 
 
 @implements_torch(keep_alive)
 def _keep_alive(tile: Tile) -> None:
     with as_plain_tensors():
         keep_alive(tile)
-
-
-@implements_torch(Tensor.__len__)
-def _length(input: Tile) -> int:
-    return len(input)
-
-
-@implements_torch(Tensor.is_nonzero, torch.is_nonzero, Tensor.__bool__)
-def _is_nonzero(input: Tile) -> bool:
-    return bool(input)
 
 
 @implements_torch(torch.is_same_size, Tensor.is_same_size, either=("input", "other"))
@@ -192,13 +181,13 @@ def _as_sequence(value: Any) -> Sequence[Any]:
 
 
 def _local_outputs(function: Any, outputs: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
-    wanted = _as_sequence(outputs)
-    given = _as_sequence(gradients) if gradients is not None else (None,) * len(wanted)
-    if len(given) != len(wanted):
+    roots = _as_sequence(outputs)
+    seeds = _as_sequence(gradients) if gradients is not None else (None,) * len(roots)
+    if len(seeds) != len(roots):
         raise ShardingError(
-            f"{function.__name__} got {len(wanted)} tensors and {len(given)} gradients; pass one for each"
+            f"{function.__name__} got {len(roots)} tensors and {len(seeds)} gradients; pass one for each"
         )
-    pairs = [_output_and_gradient(function, y, g) for y, g in zip(wanted, given, strict=True)]
+    pairs = [_output_and_gradient(function, y, g) for y, g in zip(roots, seeds, strict=True)]
     return [y for y, _ in pairs], [g for _, g in pairs]
 
 
@@ -233,12 +222,12 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -
         raise ShardingError(
             "autograd.grad(is_grads_batched=True) is not answered on tiles: ask for one gradient a call"
         )
-    wanted = _as_sequence(inputs)
+    sources = _as_sequence(inputs)
     out, gradients = _local_outputs(torch.autograd.grad, outputs, grad_outputs)
-    found = torch.autograd.grad(out, _local_inputs(wanted), gradients, **options)
+    results = torch.autograd.grad(out, _local_inputs(sources), gradients, **options)
     return tuple(
         Tile(g, x.layout, x.mesh) if isinstance(x, Tile) and g is not None else g
-        for g, x in zip(found, wanted, strict=True)
+        for g, x in zip(results, sources, strict=True)
     )
 
 
@@ -253,9 +242,9 @@ def _register_hook(input: Tile, hook: Callable[[Any], Any]) -> Any:
     layout, mesh = input.layout, input.mesh  # not the tile: its memory would live as long as the hook that it holds
 
     def on_local(gradient: Tensor) -> Tensor | None:
-        given = Tile(gradient, layout, mesh)
-        changed = hook(given)
-        return None if changed is None else _local_gradient(Tensor.register_hook, changed, given)
+        tile = Tile(gradient, layout, mesh)
+        changed = hook(tile)
+        return None if changed is None else _local_gradient(Tensor.register_hook, changed, tile)
 
     return input.local.register_hook(on_local)
 

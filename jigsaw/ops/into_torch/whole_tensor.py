@@ -80,13 +80,13 @@ def strict_mode(is_strict: bool) -> Generator[None]:
 
 def run_forward_whole(model: nn.Module) -> None:
     """Let every forward pass of the model, whether it returns or raises, be one that is not strict."""
-    mine = (object(), False)
+    mode = (object(), False)
 
     def enter(module: nn.Module, args: Any) -> None:
-        _modes.set((*_modes.get(), mine))
+        _modes.set((*_modes.get(), mode))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if _modes.get()[-1:] == (mine,):  # also called where a hook before `enter` raised
+        if _modes.get()[-1:] == (mode,):  # also called where a hook before `enter` raised
             _modes.set(_modes.get()[:-1])
 
     model.register_forward_pre_hook(enter, prepend=True)
@@ -216,10 +216,10 @@ def _run_on_whole_tensors(
 
 def _check_plain_values(refusal: ShardingError, args: Any, kwargs: Any) -> None:
     """Refuse a DTensor, a part of a weight: torch lets it meet no plain tensor, and whole it may not fit."""
-    found: list[Tensor] = []
-    replace_tensors((args, kwargs), lambda t: t.local, lambda x: found.append(x) or x)
+    plain: list[Tensor] = []
+    replace_tensors((args, kwargs), lambda t: t.local, lambda x: plain.append(x) or x)
     tensors = sys.modules.get("torch.distributed.tensor")  # who has not imported it has none; it takes long
-    if tensors is not None and any(isinstance(x, tensors.DTensor) for x in found):
+    if tensors is not None and any(isinstance(x, tensors.DTensor) for x in plain):
         raise refusal
 
 

@@ -157,10 +157,10 @@ def matched_structures(source: Layout, target: Layout) -> tuple[Layout, Layout] 
     the other, for 70 whole tokens are 7 x 10, in the same memory.  None where both are cut.
     """
     pairs = [_matched_groups(a, b) for a, b in zip(source.dims(), target.dims(), strict=True)]
-    found = [pair for pair in pairs if pair is not None]
-    if len(found) < len(pairs):
+    both = [pair for pair in pairs if pair is not None]
+    if len(both) < len(pairs):
         return None
-    return Layout.from_dims([a for a, _ in found], source.axes), Layout.from_dims([b for _, b in found], source.axes)
+    return Layout.from_dims([a for a, _ in both], source.axes), Layout.from_dims([b for _, b in both], source.axes)
 
 
 def _matched_groups(group: _Group, to: _Group) -> tuple[_Group, _Group] | None:
@@ -185,10 +185,10 @@ def exchanges_between(source: Layout, target: Layout) -> tuple[tuple[Layout, Lay
         return (pair,)
     between: list[list[Cut]] = []
     others: list[int] = []
-    for d, (mine, wanted) in enumerate(zip(source.dims(), target.dims(), strict=True)):
-        found = _matched_groups(mine, wanted)
-        between.append([c.uncut() for c in mine] if found is None else [c.bare() for c in found[1]])
-        others += [d] if found is not None else []
+    for d, (source_group, target_group) in enumerate(zip(source.dims(), target.dims(), strict=True)):
+        matched = _matched_groups(source_group, target_group)
+        between.append([c.uncut() for c in source_group] if matched is None else [c.bare() for c in matched[1]])
+        others += [d] if matched is not None else []
     used = {a for group in between for c in group for a in c.axes}
     for axis in (a for a in source.cut_axes if a not in used):
         places = [(c.size // c.pieces, -d, -k) for d in others for k, c in enumerate(between[d])]
@@ -196,8 +196,8 @@ def exchanges_between(source: Layout, target: Layout) -> tuple[tuple[Layout, Lay
         if rows < 2:
             return ()
         between[-d][-k] = refine_cut(between[-d][-k], [axis], dict(source.axes))
-    there = Layout.from_dims(between, source.axes)
-    first, second = matched_structures(source, there), matched_structures(there, target)
+    halfway = Layout.from_dims(between, source.axes)
+    first, second = matched_structures(source, halfway), matched_structures(halfway, target)
     return () if first is None or second is None else (first, second)
 
 
@@ -212,8 +212,8 @@ def _elements_missing(source: Layout, target: Layout) -> int:
     for at in source.coords():
         owned = target.owned(at)
         held = (c.inside(source.piece(c, at)) for c in source.cuts)
-        here = (interval_overlap(a, b) for a, b in zip(owned, held, strict=True))
-        missing += math.prod(b - a for a, b in owned) - math.prod(b - a for a, b in here)
+        at_hand = (interval_overlap(a, b) for a, b in zip(owned, held, strict=True))
+        missing += math.prod(b - a for a, b in owned) - math.prod(b - a for a, b in at_hand)
     return missing
 
 

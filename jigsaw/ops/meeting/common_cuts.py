@@ -110,33 +110,33 @@ def _plan_meeting(
         moves = plan_common_axes(layouts, itemsizes, labels, stays)
         if any(moves):
             return moves
-    found = list(layouts)
+    targets = list(layouts)
     newly_cut: set[int] = set()
     for label in dict.fromkeys(name for by in labels for name in by if name is not None):
         at = {k: by.index(label) for k, by in enumerate(labels) if label in by}
         rows = max(layouts[k].shape[d] for k, d in at.items())
         # one row meets many as it is; only where all have one row do those that are cut come together
         at = {k: d for k, d in at.items() if layouts[k].shape[d] == rows and (rows != 1 or layouts[k].is_cut(d))}
-        if len(at) < 2 or _all_lie_alike([found[k].dim(d) for k, d in at.items()]):
+        if len(at) < 2 or _all_lie_alike([targets[k].dim(d) for k, d in at.items()]):
             continue
         winner = _winning_cuts(label, layouts, itemsizes, at, stays if stays in at else None)
         for k, d in at.items():
-            group = found[k].dim(d)
+            group = targets[k].dim(d)
             if have_same_rows(group, winner):
                 continue
-            if not found[k].is_cut(d):
+            if not targets[k].is_cut(d):
                 newly_cut.add(k)
-                taken = {a for other in range(found[k].ndim) if other != d for a in found[k].dim_axes(other)}
+                taken = {a for other in range(targets[k].ndim) if other != d for a in targets[k].dim_axes(other)}
                 if taken & {a for c in winner for a in c.axes}:
-                    raise _cuts_error(label, winner, group, found[k])
-                found[k] = found[k].replace_dim(d, *(c.bare() for c in winner))
+                    raise _cuts_error(label, winner, group, targets[k])
+                targets[k] = targets[k].replace_dim(d, *(c.bare() for c in winner))
             else:
                 moved = (_with_halo_kept(c, to) for c, to in zip(group, winner, strict=True))
-                found[k] = found[k].replace_dim(d, *moved)
+                targets[k] = targets[k].replace_dim(d, *moved)
     for k in newly_cut:
         # what every rank has is cut without a message only without a halo along its other dims
-        found[k] = found[k].without_halo()
-    return tuple(None if new == old else new for new, old in zip(found, layouts, strict=True))
+        targets[k] = targets[k].without_halo()
+    return tuple(None if new == old else new for new, old in zip(targets, layouts, strict=True))
 
 
 def _all_lie_alike(groups: Sequence[_Group]) -> bool:
@@ -198,10 +198,10 @@ def bring_to_cuts(tile: Tile, dim: int, group: Sequence[Cut]) -> Tile:
     """Return the tile with a dim cut as `group`, where the same axes cut both at other points; a stored weight stays.
     *Sends*: as `bring_together`.
     """
-    mine = tile.layout.dim(dim)
-    if have_same_rows(mine, group) or not _is_cut_alike(mine, tuple(group)):
+    own_group = tile.layout.dim(dim)
+    if have_same_rows(own_group, group) or not _is_cut_alike(own_group, tuple(group)):
         return tile
-    moved = (_with_halo_kept(c, to) for c, to in zip(mine, group, strict=True))
+    moved = (_with_halo_kept(c, to) for c, to in zip(own_group, group, strict=True))
     return with_moved_rows(tile, tile.layout.replace_dim(dim, *moved))
 
 

@@ -75,7 +75,7 @@ def fill_from_tiles(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     tiles = [t for t in tiles_in((args, kwargs)) if t.layout.cut_dims]
     if not tiles or not isinstance(target, Tensor):
         return False
-    rule = _broadcast_wishes if is_pointwise else _RULES.get(function.__name__)
+    rule = _broadcast_wishes if is_pointwise else _RULES.get(function)
     wishes = None if rule is None else rule(target, *args[1:], **kwargs)
     base, places = (target, None) if base_of_view(target) is None else (base_of_view(target), _places_in_base(target))
     if wishes is not None and places is not None:
@@ -155,8 +155,8 @@ def _become_tile(target: Tensor, plain: Tensor, places: _Places | None, layout: 
     local = shell if local is None else local
     vars(plain).update(local=local, layout=layout, mesh=like.mesh, shape=torch.Size(layout.shape))
     if places is not None:
-        made: Any = plain[places.items]
-        vars(target).update(local=made.local, layout=made.layout, mesh=made.mesh, shape=made.shape)
+        view: Any = plain[places.items]
+        vars(target).update(local=view.local, layout=view.layout, mesh=view.mesh, shape=view.shape)
 
 
 def _change_places(plain: Tensor) -> Tensor:
@@ -234,15 +234,15 @@ def _index_of_view(view: Tensor, first: Sequence[int], dims: Sequence[tuple[int,
 
 def _wishes_of_base(base: Tensor, places: _Places, wishes: Wishes) -> Wishes | None:
     """Return the wishes for dims of the view as those of its base; None where no cuts can do that."""
-    found: list[DimWish] = []
+    of_base: list[DimWish] = []
     for dim, group, start, step in wishes:
         place = places.dims[dim]
         if place is not None:
             at, row, apart = place
-            found.append((at, group, row + start * apart, step * apart))
-            if len(group) > 1 and found[-1][2:] != (0, 1):
+            of_base.append((at, group, row + start * apart, step * apart))
+            if len(group) > 1 and of_base[-1][2:] != (0, 1):
                 return None  # rows of dims that were flattened together are not an interval
-    return found
+    return of_base
 
 
 # -- the layout -------------------------------------------------------------------------------------------------------
@@ -289,8 +289,8 @@ def _wish_for(plain: Tensor, dim: int, tile: Tile, of: int, start: int = 0, step
     return [(dim, group, start, step)]
 
 
-def _all_wishes(found: Iterable[Wishes | None]) -> Wishes | None:
-    each = list(found)
+def _all_wishes(parts: Iterable[Wishes | None]) -> Wishes | None:
+    each = list(parts)
     return None if any(w is None for w in each) else [wish for w in each for wish in w or ()]
 
 
@@ -361,15 +361,15 @@ def _index_wishes(plain: Tensor, index: Any, value: Any) -> Wishes | None:
         return ()
     places = _value_dims(plain, items)
     lead = len(places) - value.ndim
-    found: list[Wishes | None] = []
+    of_dims: list[Wishes | None] = []
     for d in range(value.ndim):
         dim, rows = places[lead + d] if lead + d >= 0 else (None, range(1))
         if dim is None:
             # along the dims of index tensors every rank needs all values
-            found.append(None if value.layout.is_cut(d) and value.shape[d] > 1 else ())
+            of_dims.append(None if value.layout.is_cut(d) and value.shape[d] > 1 else ())
         elif value.shape[d] == len(rows):
-            found.append(_wish_for(plain, dim, value, d, rows.start, rows.step))
-    return _all_wishes(found)
+            of_dims.append(_wish_for(plain, dim, value, d, rows.start, rows.step))
+    return _all_wishes(of_dims)
 
 
 def _mask_wishes(plain: Tensor, items: Sequence[Any], masks: Sequence[Any], value: Any) -> Wishes | None:
@@ -396,11 +396,11 @@ def _items_of_index(plain: Tensor, index: Any) -> list[tuple[int, Any]] | None:
     named = sum(_named_by(i) for i in items)
     dots = next((k for k, i in enumerate(items) if i is Ellipsis), len(items))
     items[dots : dots + 1] = [slice(None)] * (plain.ndim - named)
-    found, dim = list[tuple[int, Any]](), 0
+    placed, dim = list[tuple[int, Any]](), 0
     for item in items:
-        found.append((dim, item))
+        placed.append((dim, item))
         dim += _named_by(item)
-    return found if dim == plain.ndim and not any(i is Ellipsis for i in items) else None
+    return placed if dim == plain.ndim and not any(i is Ellipsis for i in items) else None
 
 
 def _named_by(item: Any) -> int:
@@ -413,30 +413,30 @@ def _value_dims(plain: Tensor, items: Sequence[tuple[int, Any]]) -> list[tuple[i
     """Return for each dim of an index's result the dim of the plain tensor and the rows there; None for a dim that
     index tensors or None make.
     """
-    made: list[tuple[int | None, range]] = []
+    dims: list[tuple[int | None, range]] = []
     picks, wide = list[int](), 0
     for dim, item in items:
         if item is None:
-            made.append((None, range(1)))
+            dims.append((None, range(1)))
         elif isinstance(item, slice):
-            made.append((dim, range(*item.indices(plain.shape[dim]))))
+            dims.append((dim, range(*item.indices(plain.shape[dim]))))
         elif isinstance(item, Tensor) and item.ndim:
             is_mask = item.dtype in _MASK_DTYPES
-            picks.extend(range(len(made), len(made) + _named_by(item)))
-            made.extend((None, range(1)) for _ in range(_named_by(item)))
+            picks.extend(range(len(dims), len(dims) + _named_by(item)))
+            dims.extend((None, range(1)) for _ in range(_named_by(item)))
             wide = max(wide, 1 if is_mask else item.ndim)
     if not picks:
-        return made
+        return dims
     # the dims of index tensors stand in place of theirs, or in front where these are apart
     first = picks[0] if picks == list(range(picks[0], picks[-1] + 1)) else 0
-    kept = [m for k, m in enumerate(made) if k not in picks]
+    kept = [m for k, m in enumerate(dims) if k not in picks]
     return [*kept[:first], *[(None, range(1))] * wide, *kept[first:]]
 
 
-_RULES: dict[str, Callable[..., Wishes | None]] = {
-    "__setitem__": _index_wishes,
-    "index_put_": _index_put_wishes,
-    **dict.fromkeys(("copy_", "masked_fill_"), _broadcast_wishes),
-    **dict.fromkeys(("scatter_", "scatter_add_", "scatter_reduce_"), _element_wishes),
-    **dict.fromkeys(("index_add_", "index_copy_", "index_reduce_"), _row_wishes),
+_RULES: dict[Any, Callable[..., Wishes | None]] = {
+    Tensor.__setitem__: _index_wishes,
+    **dict.fromkeys((Tensor.index_put_, torch.index_put_), _index_put_wishes),
+    **dict.fromkeys((Tensor.copy_, Tensor.masked_fill_), _broadcast_wishes),
+    **dict.fromkeys((Tensor.scatter_, Tensor.scatter_add_, Tensor.scatter_reduce_), _element_wishes),
+    **dict.fromkeys((Tensor.index_add_, Tensor.index_copy_, Tensor.index_reduce_), _row_wishes),
 }

@@ -108,11 +108,11 @@ class _OwnBlock(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         use: _BlockUse = ctx.use
         whole = grads[0].new_zeros(use.layout.shape)
-        mine = _block_view(whole, use.layout, use.at)
+        block = _block_view(whole, use.layout, use.at)
         if torch.is_grad_enabled():  # of second order: what arrives is reduced whole
-            mine.copy_(comm.share_of_mean(grads[0].reshape(mine.shape), use.scale))
+            block.copy_(comm.share_of_mean(grads[0].reshape(block.shape), use.scale))
         else:
-            torch.mul(grads[0].reshape(mine.shape), use.scale, out=mine)
+            torch.mul(grads[0].reshape(block.shape), use.scale, out=block)
         use.record.note(whole, use.layout)
         return whole, None
 
@@ -161,19 +161,19 @@ class TravellingBlock:
 
     def _swap(self) -> comm.PendingWork:
         mesh, layout = self.record.mesh, self._layout
-        here = mesh_coordinate(mesh)
+        own = mesh_coordinate(mesh)
         compare_calls(mesh, "blocks of gradients", layout)
-        given: list[tuple[int, Tensor]] = []
-        taken: list[tuple[int, Tensor]] = []
-        for there in layout.coords():
-            alike = all(a == b for (name, _), a, b in zip(layout.axes, there, here, strict=True) if name in self._rest)
-            if alike and there != here:
-                place = _block_view(self._grad, layout, there)
+        sent: list[tuple[int, Tensor]] = []
+        arriving: list[tuple[int, Tensor]] = []
+        for peer in layout.coords():
+            alike = all(a == b for (name, _), a, b in zip(layout.axes, peer, own, strict=True) if name in self._rest)
+            if alike and peer != own:
+                place = _block_view(self._grad, layout, peer)
                 buffer = place if place.is_contiguous() else place.new_empty(place.shape)
                 self._arriving.append((place, buffer))
-                given.append((layout.index(there), self._sent))
-                taken.append((layout.index(there), buffer))
-        return comm.swap_messages(mesh, given, taken, "blocks of gradients", TrafficKind.GRADIENTS)
+                sent.append((layout.index(peer), self._sent))
+                arriving.append((layout.index(peer), buffer))
+        return comm.swap_messages(mesh, sent, arriving, "blocks of gradients", TrafficKind.GRADIENTS)
 
     def finish(self, is_mixed: bool) -> None:
         """Wait, and give the parameter its mean; by a sum of all of it, where a rank had more than its block."""

@@ -30,27 +30,27 @@ def cells_in_front(local: Tensor, tile: Tile, dims: Sequence[int]) -> tuple[Tens
 
 def rows_held(places: Tensor, cuts: Sequence[Cut], tile: Tile) -> tuple[list[Tensor], Tensor | None]:
     """Return the local row along each cut for row-major places, and which of them are held here; None: all."""
-    rest, rows, here = places, list[Tensor](), None
+    rest, rows, is_held = places, list[Tensor](), None
     for cut in reversed(cuts):
         start, stop = cut.held[tile.layout.piece(cut, tile.coordinate)]
         row = rest % max(cut.size, 1)
         rest = rest // max(cut.size, 1)
         if (start, stop) != (0, cut.size):
             inside = (row >= start) & (row < stop)
-            here = inside if here is None else here & inside
+            is_held = inside if is_held is None else is_held & inside
         rows.insert(0, row - start)
-    return rows, here
+    return rows, is_held
 
 
-def cells_at_rows(cells: Tensor, rows: Sequence[Tensor], here: Tensor | None) -> Tensor:
+def cells_at_rows(cells: Tensor, rows: Sequence[Tensor], is_held: Tensor | None) -> Tensor:
     """Return the cells at local rows; zeros for places that are not held here."""
-    if here is None:
+    if is_held is None:
         return cells[tuple(rows)]
     sizes = cells.shape[: len(rows)]
     if 0 in sizes:  # of no rows, which the graph has to know
         none = cells.sum(tuple(range(len(rows)))).to(cells.dtype)
-        return none.expand(len(here), *cells.shape[len(rows) :])
+        return none.expand(len(is_held), *cells.shape[len(rows) :])
     # Any row stands for those held elsewhere; their number need not be known, so the shape follows from `here`. Each
     # time another row, because gradients of one row may be added up one after the other.
-    found = cells[tuple(row % n for row, n in zip(rows, sizes, strict=True))]
-    return found.masked_fill(~here.reshape(-1, *[1] * (found.ndim - 1)), 0)
+    picked = cells[tuple(row % n for row, n in zip(rows, sizes, strict=True))]
+    return picked.masked_fill(~is_held.reshape(-1, *[1] * (picked.ndim - 1)), 0)
