@@ -250,10 +250,6 @@ def _copies_of(memory: Any) -> list[ApartCopy]:
     return list(getattr(memory, _COPIES, ()))
 
 
-def _has_copies(memory: Any) -> bool:
-    return hasattr(memory, _COPIES) or hasattr(memory, _AROUND)
-
-
 def copied_to(source: Tile, layout: Layout, has_way_back: bool = True) -> Tile:
     """Return the rows of `source` in another layout of the same dims, in new memory that knows its origin.  Without a
     way back nothing may be written to it.
@@ -366,7 +362,7 @@ def _before_change(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
             if hasattr(memory, APART_MARK):
                 check_way_back(function, tile)
                 changed.append(tile.local)
-            elif _has_copies(memory):
+            elif hasattr(memory, _COPIES) or hasattr(memory, _AROUND):
                 changed.append(tile.local)
     return partial(_after_change, changed) if changed else None
 

@@ -154,6 +154,8 @@ def _whole_numbers(input: Tile, low: int, high: int) -> Tensor:
 def _bernoulli(input: Tile, p: float | None = None, *, generator: Any = None) -> Tile:
     """Return 1 with the probability that `input` has there (or `p`), else 0, as `torch.rand_like`."""
     _check_generator(torch.bernoulli, input, generator)
+    if p is not None and not 0 <= p <= 1:
+        raise RuntimeError(f"bernoulli expects p to be in [0, 1], but got p={p}")
     chance = input.local.detach() if p is None else p
     return Tile((global_uniform(input, input.ndim) < chance).to(input.dtype), input.layout, input.mesh)
 
@@ -248,18 +250,17 @@ def _drop_alpha(input: Tile, p: float, training: bool, dims: int, inplace: bool)
     return input.copy_(out) if inplace else out
 
 
-@implements_torch(F.alpha_dropout, torch.alpha_dropout)
-def _alpha_dropout(
-    input: Tile, p: float = 0.5, training: bool = False, inplace: bool = False, train: bool = False
-) -> Tile:
-    return _drop_alpha(input, p, training or train, input.ndim, inplace)
+def _answer_alpha_dropout(function: Any, functional: Any, dims: int | None) -> None:
+    def handler(
+        input: Tile, p: float = 0.5, training: bool = False, inplace: bool = False, train: bool = False
+    ) -> Tile:
+        return _drop_alpha(input, p, training or train, dims or input.ndim, inplace)
+
+    implements_torch(function, functional)(handler)
 
 
-@implements_torch(F.feature_alpha_dropout, torch.feature_alpha_dropout)
-def _feature_alpha_dropout(
-    input: Tile, p: float = 0.5, training: bool = False, inplace: bool = False, train: bool = False
-) -> Tile:
-    return _drop_alpha(input, p, training or train, 2, inplace)
+_answer_alpha_dropout(torch.alpha_dropout, F.alpha_dropout, None)
+_answer_alpha_dropout(torch.feature_alpha_dropout, F.feature_alpha_dropout, 2)
 
 
 @implements_torch(F.rrelu, torch.rrelu)
@@ -267,6 +268,8 @@ def _rrelu(
     input: Tile, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
 ) -> Any:
     """Return x where x > 0, else x times a number from `lower` to `upper`, which is random where `training`."""
+    if lower > upper:
+        raise RuntimeError(f"rrelu: lower={lower} should be less than or equal to upper={upper}")
     slope: Any = (lower + upper) / 2
     if training:
         slope = _like(input, _uniform_numbers(input, input.dtype, lower, upper), {})

@@ -32,7 +32,7 @@ from jigsaw.ops.apart_copies import carry_change, check_rows_apart, check_way_ba
 from jigsaw.ops.changing_rows import changes_rows
 from jigsaw.ops.kept_indices import pick_kept_rows
 from jigsaw.ops.meeting.common_cuts import with_moved_rows
-from jigsaw.ops.meeting.local_cells import cells_at_rows, cells_in_front, rows_held
+from jigsaw.ops.meeting.local_cells import cells_at_rows, cells_in_front, dims_named_by, is_mask, rows_held
 from jigsaw.ops.meeting.plain_operands import cut_entered_tensor, plain_operand
 from jigsaw.ops.picking import pick_from_plain
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
@@ -109,7 +109,7 @@ def _read_index(function: Any, tile: Tile, index: Any, drop: bool) -> TilePlaces
     items = _without_ellipsis(function, tile, items)
     dim, out, picked, dropped = 0, tile, dict[int, Any](), list[int]()
     for item in items:
-        is_number = isinstance(item, (Tensor, Tile)) and not item.ndim and _is_mask(item)
+        is_number = is_mask(item) and not item.ndim
         if item is None or is_number:  # one element has left the tile
             out = unsqueeze_tile(out, dim) if isinstance(out, Tile) else out.unsqueeze(dim)
         if item is None:
@@ -153,7 +153,7 @@ def _without_ellipsis(function: Any, tile: Tile, items: list[Any]) -> list[Any]:
             f"{next(i for i in items if isinstance(i, bool))!r} is a mask of no dims",
             "use None, which adds a dim",
         )
-    named = sum([1 if type(i) in (slice, int) else _dims_named(i) for i in items])
+    named = sum([1 if type(i) in (slice, int) else dims_named_by(i) for i in items])
     dots = [k for k, i in enumerate(items) if i is Ellipsis]
     if len(dots) > 1:
         raise refusal_error(function, tile, "an index has one ellipsis, not several", "write the slices out")
@@ -196,17 +196,9 @@ def _as_item(item: Any, tile: Tile) -> Any:
     return index
 
 
-def _is_mask(item: Any) -> bool:
-    return isinstance(item, (Tensor, Tile)) and item.dtype in (torch.bool, torch.uint8)
-
-
-def _dims_named(item: Any) -> int:
-    return 0 if item is None or item is Ellipsis else item.ndim if _is_mask(item) else 1
-
-
 def _places_of_tensor(item: Any, out: Tile, dim: int) -> Sequence[Any]:
     """Return an index tensor, or those of the places of a mask, one a dim."""
-    if not _is_mask(item):
+    if not is_mask(item):
         return (item,)
     if tuple(item.shape) != tuple(out.shape[dim : dim + item.ndim]):
         raise IndexError(
@@ -441,7 +433,7 @@ def _write_at_index(tile: Any, index: Any, value: Any) -> None:
     *Raises*: `ShardingError` for a value that does not broadcast, and where a halo would keep the old values.
     """
     items = index if isinstance(index, tuple) else (index,)
-    masks = [k for k, i in enumerate(items) if _is_mask(i)]
+    masks = [k for k, i in enumerate(items) if is_mask(i)]
     is_one = not isinstance(value, (Tile, list, tuple)) and (not isinstance(value, Tensor) or value.ndim == 0)
     if (
         len(masks) == 1

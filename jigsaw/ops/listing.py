@@ -93,6 +93,7 @@ def _histc(input: Tile, bins: int = 100, min: float = 0, max: float = 0) -> Any:
         min, max = extreme_of_all(own, "min").item(), extreme_of_all(own, "max").item()
     if min == max:
         min, max = min - 1, max + 1
+    torch.histc(own.local.new_tensor([min, max]), bins, min, max)  # refuses infinities, without rows too
     local = torch.histc(own.local, bins, min, max) if own.local.numel() else own.local.new_zeros(bins)
     counts = comm.all_reduce(local, own.mesh, own.layout.cut_axes, same=(own.layout, bins))
     check_counts(torch.histc, counts, own)

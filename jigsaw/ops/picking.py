@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
+from jigsaw.ops.meeting.local_cells import is_mask
 from jigsaw.ops.meeting.plain_operands import plain_operand
 from jigsaw.ops.pointwise import align_tiles
 from jigsaw.ops.unknown_functions import run_alike
@@ -30,7 +30,7 @@ def pick_from_plain(function: Any, table: Tensor, index: Any) -> Any:
     where = [d for d, i in enumerate(items) if isinstance(i, Tile)]
     only = all(i == slice(None) for d, i in enumerate(items) if d not in where)
     for t in tiles:
-        if not only or where != list(range(where[0], where[-1] + 1)) or t.dtype in (torch.bool, torch.uint8):
+        if not only or where != list(range(where[0], where[-1] + 1)) or is_mask(t):
             raise refusal_error(
                 function,
                 t,

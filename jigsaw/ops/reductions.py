@@ -38,7 +38,7 @@ def reduced_dims(tile: Tile, dim: ReducedDims) -> tuple[int, ...]:
     dims = tuple((dim,) if isinstance(dim, int) else dim)
     for d in dims:
         if isinstance(d, bool):  # which Python takes for a number
-            raise TypeError(f"dim={d!r} is no dim of a Tile: pass whole numbers")
+            raise TypeError(f"dim={d!r} is not a dim of a Tile: pass whole numbers")
         if not -max(tile.ndim, 1) <= d < max(tile.ndim, 1):
             raise IndexError(
                 f"dim {d} is out of range for a Tile of {tile.ndim} dims (expected {-tile.ndim}..{tile.ndim - 1})"
@@ -309,7 +309,7 @@ def _check_norm_order(function: Any, input: Tile, order: Any) -> None:
         raise refusal_error(
             function,
             input,
-            f"the matrix norm {order!r} is no sum over elements",
+            f"the matrix norm {order!r} is not a sum over elements",
             "use a vector norm, or tile.full_tensor()",
         )
 

@@ -240,11 +240,10 @@ def _take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
     if dim is None:
         return torch.take(input, indices.reshape(-1))
     at = dim % max(input.ndim, 1)
-    sizes = [n if d == at else 1 for d, n in enumerate(input.shape)]
     other = [1 if d == at else n for d, n in enumerate(input.shape)]
     shape = torch.broadcast_shapes(torch.Size(1 if d == at else n for d, n in enumerate(indices.shape)), other)
     wide = indices.expand([indices.shape[d] if d == at else n for d, n in enumerate(shape)])
-    from_shape = [sizes[d] if d == at else n for d, n in enumerate(shape)]
+    from_shape = [input.shape[d] if d == at else n for d, n in enumerate(shape)]
     return torch.gather(input.expand(from_shape), at, wide.remainder(input.shape[at]))  # torch counts on from the end
 
 

@@ -211,5 +211,5 @@ def test_a_mask_of_no_dims_is_refused():
 @on_ranks(2)
 def test_matrix_norms_are_refused(order):
     x = shard(torch.randn(2, 3, 7, 10), world_mesh(lat=2), SPACE)
-    with pytest.raises(ShardingError, match=r"norm.*is no sum over elements"):
+    with pytest.raises(ShardingError, match=r"norm.*is not a sum over elements"):
         torch.linalg.norm(x, order, (2, 3))

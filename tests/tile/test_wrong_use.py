@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from jigsaw import comm
 from jigsaw.errors import ShardingError
@@ -83,3 +84,35 @@ def test_tiles_of_different_meshes_are_refused_before_anything_is_sent():
         torch.cat([tile, there], dim=1)
     assert counted.calls == []
     assert (tile + across).sum().item() == 96
+
+
+# arguments that torch checks only where there are rows
+WRONG_ARGUMENTS = {
+    "dilation of a pool": lambda x: F.max_pool2d(x, 2, dilation=0),
+    "stride of a pool": lambda x: F.avg_pool2d(x, 2, -1),
+    "divisor of a pool": lambda x: F.avg_pool2d(x, 2, divisor_override=0),
+    "mode of other dims": lambda x: F.interpolate(x, 3, mode="linear"),
+    "corners of rows": lambda x: F.interpolate(x, 3, align_corners=True),
+    "groups": lambda x: F.conv2d(x, torch.ones(3, 2, 1, 1), groups=2),
+    "no groups": lambda x: F.conv2d(x, torch.ones(3, 4, 1, 1), groups=0),
+    "negative padding": lambda x: F.conv2d(x, torch.ones(3, 4, 1, 1), padding=-1),
+    "dilation": lambda x: F.conv2d(x, torch.ones(3, 4, 3, 1), dilation=0),
+    "bias": lambda x: F.conv2d(x, torch.ones(3, 4, 1, 1), torch.ones(2)),
+    "bias of a transposed convolution": lambda x: F.conv_transpose2d(x, torch.ones(4, 3, 2, 2), torch.ones(2)),
+    "running statistics": lambda x: F.batch_norm(x, torch.zeros(3), torch.ones(3)),
+    "channels of a local norm": lambda x: F.local_response_norm(x, 0),
+    "places of other dims": lambda x: F.grid_sample(x, torch.zeros(1, 2, 2, 3)),
+    "range of a histogram": lambda x: torch.histc(x / 0, 3),
+    "range of slopes": lambda x: F.rrelu(x, 1.0, 0.0, True),
+    "chance": lambda x: torch.bernoulli(x, 2.0),
+    "smoothing": lambda x: F.cross_entropy(x, torch.zeros(1, 3, 6).long(), label_smoothing=2.0),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+@on_ranks(4)
+def test_wrong_arguments_raise_on_ranks_without_rows_too(name):
+    with pytest.raises((RuntimeError, ValueError)):
+        WRONG_ARGUMENTS[name](torch.ones(1, 4, 3, 6))
+    with pytest.raises((RuntimeError, ValueError, ShardingError)):
+        WRONG_ARGUMENTS[name](shard(torch.ones(1, 4, 3, 6), world_mesh(lat=4), (None, None, "lat", None)))

@@ -206,6 +206,8 @@ def cross_entropy(
     """
     refuse_old_arguments("cross_entropy", size_average, reduce)
     _check_reduction(reduction)
+    if not 0 <= label_smoothing <= 1:
+        raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
     dim = 1 if input.ndim > 1 else 0
     if not input.layout.cut_axes and _lies_alike(input, target, dim):
         # nothing cuts it, so each rank has the whole answer

@@ -236,6 +236,9 @@ def batch_norm(
     dims = (0, *range(2, input.ndim))
     if not training and (running_mean is None or running_var is None):
         raise ShardingError("batch_norm in evaluation needs running_mean and running_var")
+    for name, value in (("running_mean", running_mean), ("running_var", running_var)):
+        if value is not None and len(value) != input.shape[1]:  # torch looks only where there are rows
+            raise RuntimeError(f"{name} should contain {input.shape[1]} elements not {len(value)}")
     if (
         _has_plain_weights(weight, bias)
         and is_whole_along(input, (1,))
@@ -277,6 +280,8 @@ def _local_response_norm(input: Tile, size: int, alpha: float = 1e-4, beta: floa
     *Sends*: along cut channels, the squares of the neighbor's channels that windows reach; backward, the same.
     *Raises*: `ShardingError` for cut channels of a tile of 5 dims.
     """
+    if size < 1:
+        raise ShardingError(f"local_response_norm of size={size} channels: it must be 1 or more")
     if not input.layout.is_cut(1):
         own = input.owned()
         # of no rows torch returns its input itself

@@ -31,6 +31,7 @@ from jigsaw.nn.stencils.conv_geometry import (
     ConvPlan,
     ConvSize,
     conv_dim_stencils,
+    made_channels,
     plan_of_whole_channels,
     read_convolution,
     read_transposed_convolution,
@@ -85,8 +86,7 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometr
         input = bring_to_cuts(input, 1, weight_layout(weight, input).dim(0 if conv.transposed else 1))
     along = conv_dim_stencils(2, tuple(weight.shape[2:]), conv)
     to = plan_stencil(input.layout, along, input.coordinate, "convolution")
-    channels = weight.shape[1] * conv.groups if conv.transposed else weight.shape[0]
-    out = to.out.replace_dim(1, whole_dim(channels))
+    out = to.out.replace_dim(1, whole_dim(made_channels(weight.shape, conv)))
     ways = plan_channels(input, weight, conv.groups, conv.transposed, (math.prod(input.shape), math.prod(out.shape)))
     if ways is None:
         return _convolve_whole_channels(input, weight, bias, ConvPlan(conv, along, to, out))
@@ -171,6 +171,9 @@ def _convolve_local(input: Tile, weight: Tensor, bias: Tensor | None, plan: Conv
             again = partial(_convolve_gathered, plan, layout, mesh)
             return convolve_with_halo(x, weight, bias, HaloConvolution(conv, halo, layout, mesh, again))
     if is_empty:
+        channels = shape[1]  # of this rank, as those of its part of the bias
+        if bias is not None and bias.shape != (channels,):
+            raise RuntimeError(f"a convolution makes {channels} channels, but its bias has shape {tuple(bias.shape)}")
         return empty_result(shape, gather_input_rows(Tile(x, layout, mesh), to), weight, bias, saved=2)
     return _convolve_gathered(plan, layout, mesh, x, weight, bias)
 

@@ -79,7 +79,7 @@ def plan_of_whole_channels(
         return None
     along = conv_dim_stencils(2, shape[2:], conv)
     to = plan_stencil(layout, along, coord, "convolution")
-    out = to.out.replace_dim(1, whole_dim(shape[1] * conv.groups if conv.transposed else shape[0]))
+    out = to.out.replace_dim(1, whole_dim(made_channels(shape, conv)))
     moved = {d for d, _, _ in to.derived}
     has_margins = any(low or high for _, derived, _ in to.derived for low, high in derived.margins)
     is_empty = 0 in shape or any(0 in out.local_shape(at) for at in out.coords())
@@ -112,7 +112,19 @@ def read_convolution(
     dims = len(kernel)
     strides, dilations = entry_per_dim(stride, dims, "stride"), entry_per_dim(dilation, dims, "dilation")
     pads = _padding_per_dim(padding, kernel, strides, dilations)
+    _check_steps(strides, pads, dilations, groups)
     return ConvGeometry(strides, pads, dilations, (0,) * dims, groups, False, wrap)
+
+
+def _check_steps(
+    strides: Sequence[int], pads: Sequence[tuple[int, int]], dilations: Sequence[int], groups: int
+) -> None:
+    """Check what torch itself checks only on ranks that have rows."""
+    if min(*strides, *dilations, groups) < 1 or min(low for low, _ in pads) < 0:
+        raise ShardingError(
+            f"a convolution with stride={tuple(strides)}, padding={tuple(low for low, _ in pads)}, "
+            f"dilation={tuple(dilations)} and groups={groups}: padding must be 0 or more, the others 1 or more"
+        )
 
 
 @lru_cache(maxsize=4096, typed=True)
@@ -125,4 +137,21 @@ def read_transposed_convolution(
     for e, s, d in zip(extra, strides, dilations, strict=True):
         if not 0 <= e < max(s, d):
             raise ShardingError(f"output_padding={e} must be smaller than stride {s} or dilation {d}")
-    return ConvGeometry(strides, tuple((p, p) for p in pads), dilations, extra, groups, True)
+    both = tuple((p, p) for p in pads)
+    _check_steps(strides, both, dilations, groups)
+    return ConvGeometry(strides, both, dilations, extra, groups, True)
+
+
+def made_channels(shape: Sequence[int], conv: ConvGeometry) -> int:
+    """Return the number of output channels for a weight of that shape.
+
+    Raises: `ShardingError` where the groups do not share them out evenly.
+    """
+    if conv.transposed:
+        return shape[1] * conv.groups
+    if shape[0] % conv.groups:
+        raise ShardingError(
+            f"a convolution with weight {tuple(shape)} makes {shape[0]} channels, which groups={conv.groups} cannot "
+            "share out evenly"
+        )
+    return shape[0]

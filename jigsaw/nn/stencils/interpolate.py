@@ -140,6 +140,11 @@ def interpolate(
     *Raises*: `ShardingError` along cut dims for other modes, and for integers that torch rounds along each dim.
     """
     dims = input.ndim - 2
+    needed = _LINEAR.index(mode) + 1 if mode in _LINEAR else 2 if mode == "bicubic" else dims
+    if dims != needed:
+        raise NotImplementedError(f"Got {input.ndim}D input, but {mode} mode needs {needed + 2}D input")
+    if mode in _NEAREST and align_corners is not None:
+        raise ValueError(f"align_corners={align_corners} goes with the linear and cubic modes, not with {mode}")
     if not any(is_cut_or_haloed(input.layout, d) for d in range(2, input.ndim)):
         x = input.local if input.local.numel() else nonempty_like(input.local)
         y = F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)

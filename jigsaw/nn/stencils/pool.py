@@ -62,6 +62,10 @@ def _read_windows(
     sizes = entry_per_dim(kernel, dims, "kernel_size")
     strides = entry_per_dim(kernel if stride is None or stride == () else stride, dims, "stride")
     pads, spacings = entry_per_dim(padding, dims, "padding"), entry_per_dim(dilation, dims, "dilation")
+    if min(*sizes, *strides, *spacings) < 1:
+        raise ShardingError(
+            f"kernel_size={sizes}, stride={strides} and dilation={spacings} of a pool must be 1 or more in each dim"
+        )
     for k, p in zip(sizes, pads, strict=True):
         if p > k // 2 or p < 0:
             raise ShardingError(f"padding={p} of a pool must lie within 0..{k // 2}, half of kernel_size={k}")
@@ -180,6 +184,8 @@ def avg_pool(
     *Shapes*, *Sends*, *Raises*: as `max_pool`.
     """
     op: Callable[..., Tensor] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[dims - 1]
+    if divisor == 0:
+        raise ShardingError("divisor_override=0 of a pool: the sum of a window is divided by it; give another number")
     windows = _pool_windows(input, dims, kernel, stride, padding, 1, ceil_mode)
     to = _plan_pool(input, windows, "avg_pool")
     x = gather_input_rows(input, to)

@@ -59,6 +59,9 @@ def _grid_sample(
     gradient over them.
     """
     first = next(tiles_in((input, grid)))
+    if not input.ndim == grid.ndim == grid.shape[-1] + 2 or input.shape[0] != grid.shape[0]:
+        shapes = tuple(input.shape), tuple(grid.shape)
+        raise RuntimeError(f"grid_sample of shapes {shapes}: pass [N, C, *space] and [N, *places, dims of space]")
     input, grid = _with_samples_alike(input, grid)
     where = _grid_layout(input, grid, first)
     channels = (whole_dim(input.shape[1]),)

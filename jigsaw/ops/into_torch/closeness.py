@@ -85,7 +85,8 @@ class _TilePair(_TorchsPair):
                 f"assert_close(check_stride=True) on a Tile of shape {tuple(first.shape)}: strides are those of each "
                 "rank's memory; leave it out, or compare tile.local"
             )
-        self._compare_attributes(*(_with_attributes_of(x) if isinstance(x, Tile) else x for x in pair))
+        # plain tensors of the same shape, dtype and device, almost without memory
+        self._compare_attributes(*(x.local.new_empty(()).expand(x.shape) if isinstance(x, Tile) else x for x in pair))
         if any(x.is_meta for x in pair):
             return
         with torch.no_grad():
@@ -113,11 +114,6 @@ class _TilePair(_TorchsPair):
         else:
             message = _comparisons.make_scalar_mismatch_msg(actual.item(), expected.item(), **options)
         self._fail(AssertionError, message)
-
-
-def _with_attributes_of(tile: Tile) -> Tensor:
-    """Return a plain tensor of the same shape, dtype and device, almost without memory."""
-    return tile.local.new_empty(()).expand(tile.shape)
 
 
 def _rows_side_by_side(actual: Any, expected: Any) -> tuple[Tile, Layout, Tensor, Tensor]:

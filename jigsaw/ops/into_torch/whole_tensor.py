@@ -182,7 +182,9 @@ def _run_on_whole_tensors(
     like = next((t for t in tiles if t.layout.cut_dims), tiles[0])
     _check_plain_values(refusal, args, kwargs)
     _tell_cost(refusal, function, tiles, place)
-    whole_tiles = {id(t): (t, _bring_whole(t)) for t in tiles}
+    whole_tiles = {
+        id(t): (t, redistribute_rows(t.local, t.layout, t.layout.uncut(), t.mesh, kind=GATHERED)) for t in tiles
+    }
     versions = {at: tensor_version(whole) for at, (_, whole) in whole_tiles.items()}
     uncut = Tile(whole_tiles[id(like)][1], like.layout.uncut(), like.mesh)
     into_plain = changes_in_place(function) and changes_plain(args)
@@ -226,7 +228,9 @@ def _check_plain_values(refusal: ShardingError, args: Any, kwargs: Any) -> None:
 def _tell_cost(refusal: ShardingError, function: Any, tiles: Sequence[Tile], place: str) -> None:
     name = getattr(function, "__name__", str(function))
     _whole_places.add(place)
-    lacking = {id(t): (t.numel() - _owned_elements(t)) * t.local.itemsize for t in tiles}
+    lacking = {
+        id(t): (t.numel() - math.prod(b - a for a, b in t.layout.owned(t.coordinate))) * t.local.itemsize for t in tiles
+    }
     for tell in _cost_listeners:
         tell(name, sum(lacking.values()), refusal)
     if _cost_listeners:
@@ -238,15 +242,7 @@ def _tell_cost(refusal: ShardingError, function: Any, tiles: Sequence[Tile], pla
     )
 
 
-def _owned_elements(tile: Tile) -> int:
-    return math.prod(stop - start for start, stop in tile.layout.owned(tile.coordinate))
-
-
 # -- whole, and cut again ---------------------------------------------------------------------------------------------
-
-
-def _bring_whole(tile: Tile) -> Tensor:
-    return redistribute_rows(tile.local, tile.layout, tile.layout.uncut(), tile.mesh, kind=GATHERED)
 
 
 def _write_back(refusal: ShardingError, tile: Tile, whole: Tensor) -> None:

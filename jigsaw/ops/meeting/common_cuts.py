@@ -117,7 +117,8 @@ def _plan_meeting(
         rows = max(layouts[k].shape[d] for k, d in at.items())
         # one row meets many as it is; only where all have one row do those that are cut come together
         at = {k: d for k, d in at.items() if layouts[k].shape[d] == rows and (rows != 1 or layouts[k].is_cut(d))}
-        if len(at) < 2 or _all_lie_alike([targets[k].dim(d) for k, d in at.items()]):
+        first, *others = [targets[k].dim(d) for k, d in at.items()] or [()]
+        if all(have_same_rows(group, first) for group in others):
             continue
         winner = _winning_cuts(label, layouts, itemsizes, at, stays if stays in at else None)
         for k, d in at.items():
@@ -137,10 +138,6 @@ def _plan_meeting(
         # what every rank has is cut without a message only without a halo along its other dims
         targets[k] = targets[k].without_halo()
     return tuple(None if new == old else new for new, old in zip(targets, layouts, strict=True))
-
-
-def _all_lie_alike(groups: Sequence[_Group]) -> bool:
-    return all(have_same_rows(group, groups[0]) for group in groups[1:])
 
 
 def _winning_cuts(

@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from jigsaw.comm.agreement import is_true_everywhere
 from jigsaw.geometry.cut import Cut, cut_of_cells, cut_points, whole_dim
 from jigsaw.geometry.layout import Layout
+from jigsaw.ops.meeting.local_cells import dims_named_by, is_mask
 from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
 from jigsaw.tile.tensor_shell import make_shell
 from jigsaw.tile.tile import Tile, refusal_error, tiles_in
@@ -377,14 +378,11 @@ def _mask_wishes(plain: Tensor, items: Sequence[Any], masks: Sequence[Any], valu
     ((dim, mask), *more) = masks
     is_number = not isinstance(value, (Tile, list, tuple, np.ndarray)) and getattr(value, "ndim", 0) == 0
     others = [item for _, item in items if item is not mask]
-    if more or not is_number or mask.dtype not in _MASK_DTYPES or any(item != slice(None) for item in others):
+    if more or not is_number or not is_mask(mask) or any(item != slice(None) for item in others):
         return None
     if any(dim + d >= plain.ndim or n != plain.shape[dim + d] for d, n in enumerate(mask.shape)):
         return None
     return _all_wishes(_wish_for(plain, dim + d, mask, d) for d in range(mask.ndim))
-
-
-_MASK_DTYPES = (torch.bool, torch.uint8)
 
 
 def _items_of_index(plain: Tensor, index: Any) -> list[tuple[int, Any]] | None:
@@ -393,20 +391,14 @@ def _items_of_index(plain: Tensor, index: Any) -> list[tuple[int, Any]] | None:
     items = [torch.as_tensor(i) if isinstance(i, (list, range, tuple, np.ndarray)) else i for i in items]
     if any(isinstance(i, bool) for i in items):
         return None
-    named = sum(_named_by(i) for i in items)
+    named = sum(dims_named_by(i) for i in items)
     dots = next((k for k, i in enumerate(items) if i is Ellipsis), len(items))
     items[dots : dots + 1] = [slice(None)] * (plain.ndim - named)
     placed, dim = list[tuple[int, Any]](), 0
     for item in items:
         placed.append((dim, item))
-        dim += _named_by(item)
+        dim += dims_named_by(item)
     return placed if dim == plain.ndim and not any(i is Ellipsis for i in items) else None
-
-
-def _named_by(item: Any) -> int:
-    if item is None or item is Ellipsis:
-        return 0
-    return item.ndim if isinstance(item, Tensor) and item.dtype in _MASK_DTYPES else 1
 
 
 def _value_dims(plain: Tensor, items: Sequence[tuple[int, Any]]) -> list[tuple[int | None, range]]:
@@ -421,10 +413,9 @@ def _value_dims(plain: Tensor, items: Sequence[tuple[int, Any]]) -> list[tuple[i
         elif isinstance(item, slice):
             dims.append((dim, range(*item.indices(plain.shape[dim]))))
         elif isinstance(item, Tensor) and item.ndim:
-            is_mask = item.dtype in _MASK_DTYPES
-            picks.extend(range(len(dims), len(dims) + _named_by(item)))
-            dims.extend((None, range(1)) for _ in range(_named_by(item)))
-            wide = max(wide, 1 if is_mask else item.ndim)
+            picks.extend(range(len(dims), len(dims) + dims_named_by(item)))
+            dims.extend((None, range(1)) for _ in range(dims_named_by(item)))
+            wide = max(wide, 1 if is_mask(item) else item.ndim)
     if not picks:
         return dims
     # the dims of index tensors stand in place of theirs, or in front where these are apart

@@ -7,11 +7,23 @@ whose columns are cut at 2, the second rank holds 2, 3, 6, 7, 10, 11, and place 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from jigsaw.geometry.cut import Cut
 from jigsaw.tile.tile import Tile
+
+
+def is_mask(item: Any) -> bool:
+    """Say whether an item of an index is a mask, which names as many dims as it has."""
+    return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
+
+
+def dims_named_by(item: Any) -> int:
+    """Return how many dims of a tensor an item of an index names."""
+    return 0 if item is None or item is Ellipsis else item.ndim if is_mask(item) else 1
 
 
 def cells_in_front(local: Tensor, tile: Tile, dims: Sequence[int]) -> tuple[Tensor, list[Cut]]:

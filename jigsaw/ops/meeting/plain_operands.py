@@ -11,7 +11,7 @@ torch.Size([9])
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
@@ -67,10 +67,9 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None, is_whole:
     if left or len(ranks) > 1:
         raise ShardingError(
             f"a plain tensor of shape {tuple(x.shape)} was computed from a parameter and from a tensor that left a "
-            "Tile, or from leaves that are "
-            "summed and leaves that are averaged over the ranks; its gradient would be counted wrongly; pass the "
-            "model through "
-            f"jigsaw.parallelize, or keep the reduction a Tile (keepdim=True) and multiply there"
+            "Tile, or from leaves that are summed and leaves that are averaged over the ranks; its gradient would be "
+            "counted wrongly; pass the model through jigsaw.parallelize, or keep the reduction a Tile (keepdim=True) "
+            "and multiply there"
         )
     for leaf in leaves:
         if not hasattr(leaf, AVERAGED_MARK) and not isinstance(leaf, nn.Parameter):
@@ -118,6 +117,16 @@ def averaged_operand(x: Tensor, tile: Tile) -> Tensor:
 def graph_origins(x: Tensor) -> tuple[bool, list[Tensor]]:
     """Return whether the graph of `x` reaches a tensor that left a tile, and the leaves that it reaches otherwise."""
     left, leaves = False, list[Tensor]()
+    for node in _nodes_behind(x):
+        if node.name() == LEAVE_NODE:
+            left = True
+        elif hasattr(node, "variable"):
+            leaves.append(node.variable)
+    return left, leaves
+
+
+def _nodes_behind(x: Tensor) -> Iterator[Any]:
+    """Iterate over the nodes of the graph of a plain tensor, as far as leaves and tensors that left a tile."""
     seen: set[Any] = set()
     todo: list[Any] = [x.grad_fn]
     while todo:
@@ -126,14 +135,9 @@ def graph_origins(x: Tensor) -> tuple[bool, list[Tensor]]:
         if node is None or node in seen or node.name() == ENTER_NODE:
             continue
         seen.add(node)
-        if node.name() == LEAVE_NODE:
-            left = True
-            continue
-        if hasattr(node, "variable"):  # while a graph is made, nothing is known beyond this node
-            leaves.append(node.variable)
-            continue
-        todo.extend(next_node for next_node, _ in node.next_functions)
-    return left, leaves
+        yield node
+        if node.name() != LEAVE_NODE and not hasattr(node, "variable"):  # while a graph is made, a leaf has more
+            todo.extend(next_node for next_node, _ in node.next_functions)
 
 
 _repeat_listeners: list[Callable[[str, int], None]] = []
@@ -231,15 +235,8 @@ def _product_behind(x: Tensor) -> str | None:
     """Return the product of plain tensors, as large as `x`, that it was made of.  Weights, and tensors made of them
     element by element or by lookup, need none.
     """
-    seen: set[Any] = set()
-    todo: list[Any] = [x.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen or node.name() in (ENTER_NODE, LEAVE_NODE):
-            continue
-        seen.add(node)
+    for node in _nodes_behind(x):
         name = node.name().partition("Backward")[0].lower()
         if name in _PRODUCTS and math.prod(result_metadata(node)[0].shape) >= x.numel():
             return name
-        todo.extend(next_node for next_node, _ in node.next_functions)
     return None

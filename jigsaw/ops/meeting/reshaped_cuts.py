@@ -67,7 +67,7 @@ def _layouts_to_try(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
         for k in sorted(others, key=lambda k: -free.cuts[k].size):
             n = free.cuts[k].size
             moved = _split_layout(_with_cuts(free, {k: Cut(n, cut_points(n, pieces), axes)}), shape)
-            if moved is not None and pieces_with_rows(_cut_by(moved, axes).points) > 1:
+            if moved is not None and any(pieces_with_rows(c.points) > 1 for c in moved.cuts if c.axes == axes):
                 yield moved
         first = others[0] if others else None
         rows = 1 if first is None else free.cuts[first].size
@@ -76,10 +76,6 @@ def _layouts_to_try(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
 
 def _with_cuts(layout: Layout, new: dict[int, Cut]) -> Layout:
     return Layout(tuple(new.get(k, c) for k, c in enumerate(layout.cuts)), layout.axes, layout.groups)
-
-
-def _cut_by(layout: Layout, axes: tuple[str, ...]) -> Cut:
-    return next(c for c in layout.cuts if c.axes == axes)
 
 
 def _split_layout(layout: Layout, shape: Sequence[int]) -> Layout | None:
