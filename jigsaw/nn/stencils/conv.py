@@ -30,8 +30,8 @@ from jigsaw.nn.stencils.conv_geometry import (
     ConvGeometry,
     ConvPlan,
     ConvSize,
+    channels_of_result,
     conv_dim_stencils,
-    made_channels,
     plan_of_whole_channels,
     read_convolution,
     read_transposed_convolution,
@@ -86,7 +86,7 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometr
         input = bring_to_cuts(input, 1, weight_layout(weight, input).dim(0 if conv.transposed else 1))
     along = conv_dim_stencils(2, tuple(weight.shape[2:]), conv)
     to = plan_stencil(input.layout, along, input.coordinate, "convolution")
-    out = to.out.replace_dim(1, whole_dim(made_channels(weight.shape, conv)))
+    out = to.out.replace_dim(1, whole_dim(channels_of_result(weight.shape, conv)))
     ways = plan_channels(input, weight, conv.groups, conv.transposed, (math.prod(input.shape), math.prod(out.shape)))
     if ways is None:
         return _convolve_whole_channels(input, weight, bias, ConvPlan(conv, along, to, out))

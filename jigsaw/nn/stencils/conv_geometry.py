@@ -79,7 +79,7 @@ def plan_of_whole_channels(
         return None
     along = conv_dim_stencils(2, shape[2:], conv)
     to = plan_stencil(layout, along, coord, "convolution")
-    out = to.out.replace_dim(1, whole_dim(made_channels(shape, conv)))
+    out = to.out.replace_dim(1, whole_dim(channels_of_result(shape, conv)))
     moved = {d for d, _, _ in to.derived}
     has_margins = any(low or high for _, derived, _ in to.derived for low, high in derived.margins)
     is_empty = 0 in shape or any(0 in out.local_shape(at) for at in out.coords())
@@ -142,7 +142,7 @@ def read_transposed_convolution(
     return ConvGeometry(strides, both, dilations, extra, groups, True)
 
 
-def made_channels(shape: Sequence[int], conv: ConvGeometry) -> int:
+def channels_of_result(shape: Sequence[int], conv: ConvGeometry) -> int:
     """Return the number of output channels for a weight of that shape.
 
     Raises: `ShardingError` where the groups do not share them out evenly.
