@@ -105,24 +105,24 @@ class BloscBlockTables:
         with self._lock:
             if index in self._kept:
                 return self._kept[index][0]
-        took = LookupTally()  # of this table alone; what a read that fails took is counted too
+        lookups = LookupTally()  # of this table alone; what a read that fails took is counted too
         try:
-            frame = _read_frame(ref, size, files, took)
+            frame = _read_frame(ref, size, files, lookups)
         finally:
-            self._tally.add(took.counted)
+            self._tally.add(lookups.counted)
         with self._lock:
-            self._kept[index] = frame, took.counted
+            self._kept[index] = frame, lookups.counted
             if len(self._kept) > _TABLES_KEPT:
                 self._kept.popitem(last=False)
         return frame
 
 
-def _read_frame(ref: ChunkRef, size: int, files: StoreFiles, took: LookupTally) -> BloscFrame | None:
+def _read_frame(ref: ChunkRef, size: int, files: StoreFiles, lookups: LookupTally) -> BloscFrame | None:
     def read(start: int, memory: ByteArray) -> ByteArray | None:
-        took.add(LookupCounts(1, 0))
+        lookups.add(LookupCounts(1, 0))
         if not files.ranges(ref.path, [(ref.offset + start, memory)]):
             return None
-        took.add(LookupCounts(0, memory.size))
+        lookups.add(LookupCounts(0, memory.size))
         return memory
 
     # the header, and with it the table that it can be expected to have

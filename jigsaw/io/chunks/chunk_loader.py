@@ -197,27 +197,27 @@ class ChunkLoader(DecodedChunks):
         return FetchedBytes(raw, ref, None) if files.ranges(ref.path, [(ref.offset, raw)]) else None
 
     def fetch_together(
-        self, wanted: Sequence[tuple[ChunkIndex, ChunkPortion | None]], requests: int
+        self, chunks: Sequence[tuple[ChunkIndex, ChunkPortion | None]], requests: int
     ) -> list[FetchedBytes | None]:
         """Fetch the stored bytes of chunks that lie in one object, each in memory of its own, by so many requests."""
-        if len(wanted) == 1:
-            return [self.fetch(wanted[0][0], fresh_memory, wanted[0][1])]
-        return self._finder.naming_chunk(wanted[0][0], lambda: self._fetch_together(wanted, requests))
+        if len(chunks) == 1:
+            return [self.fetch(chunks[0][0], fresh_memory, chunks[0][1])]
+        return self._finder.naming_chunk(chunks[0][0], lambda: self._fetch_together(chunks, requests))
 
     def _fetch_together(
-        self, wanted: Sequence[tuple[ChunkIndex, ChunkPortion | None]], requests: int
+        self, chunks: Sequence[tuple[ChunkIndex, ChunkPortion | None]], requests: int
     ) -> list[FetchedBytes | None]:
         fetched: list[FetchedBytes | None] = []
         targets: list[FillTarget] = []
         path = ""
-        for index, part in wanted:
+        for index, part in chunks:
             ref = self._finder.checked_ref(index)
             assert ref is not None and ref.length is not None  # only such chunks are put together
             raw = fresh_memory(ref.length if part is None else part.stored)
             path = ref.path
             targets += [(ref.offset, raw)] if part is None else _portion_targets(ref, part, raw, None)
             fetched.append(FetchedBytes(raw, ref, part, 0 if fetched else requests))
-        return fetched if self._finder.places.files.ranges(path, targets) else [None] * len(wanted)
+        return fetched if self._finder.places.files.ranges(path, targets) else [None] * len(chunks)
 
     def decode(self, index: ChunkIndex, fetched: FetchedBytes, out: ByteArray) -> ChunkLoadCounts:
         self._finder.naming_chunk(index, lambda: self._decode(index, fetched, out))
@@ -279,15 +279,15 @@ class LibraryLoader(DecodedChunks):
         if ref is None or (ref.length is None and self._is_absent(ref.path)):
             return ChunkLoadCounts(None, True)
         rows = part.rows if part else tuple((0, b - a) for a, b in box)
-        wanted = tuple((a + low, min(a + high, b)) for (a, b), (low, high) in zip(box, rows, strict=True))
+        part_box = tuple((a + low, min(a + high, b)) for (a, b), (low, high) in zip(box, rows, strict=True))
         try:
-            values = self._read_box(wanted)
+            values = self._read_box(part_box)
         except ReadError:
             raise
         except Exception as e:  # a library's decoder may raise anything
             raise self._finder.chunk_error(CorruptChunkError, index, e) from cause_without_secrets(e)
-        if values.shape != tuple(b - a for a, b in wanted):
-            why = BadChunkError(f"its library gave values of shape {values.shape} for the box {wanted}")
+        if values.shape != tuple(b - a for a, b in part_box):
+            why = BadChunkError(f"its library gave values of shape {values.shape} for the box {part_box}")
             raise self._finder.chunk_error(CorruptChunkError, index, why)
         at = tuple(slice(low, low + n) for (low, _), n in zip(rows, values.shape, strict=True))
         self.view(out, index)[at] = values

@@ -314,10 +314,10 @@ def fill_from_file(fd: int, offset: int, memory: ByteArray) -> None:
     """Fill memory with the bytes of an open file from an offset on; a file that ends before is a `ShortChunkError`."""
     view, done, length = memory.data, 0, memory.size
     while done < length:
-        got = os.preadv(fd, [view[done : done + _MOST_AT_ONCE]], offset + done)
-        if got == 0:
+        count = os.preadv(fd, [view[done : done + _MOST_AT_ONCE]], offset + done)
+        if count == 0:
             raise ShortChunkError(f"the file ends after {done} of its {length} bytes")
-        done += got
+        done += count
 
 
 class ScratchMemory(threading.local):

@@ -223,8 +223,8 @@ class RemoteFiles:
 
     def edge(self, path: str, length: int, at_end: bool) -> tuple[ByteArray, int] | None:
         """Return the first or last bytes of an object, at most `length`, and its size; None when it is missing."""
-        asked: Any = {"suffix": length} if at_end else (0, length)
-        answer = self._tried(path, lambda: self._get(path, asked, length), at_end)
+        part: Any = {"suffix": length} if at_end else (0, length)
+        answer = self._tried(path, lambda: self._get(path, part, length), at_end)
         if answer is not _NO_SUFFIX:
             return answer
         size = self.size(path)  # Azure lacks ranges from the end
@@ -314,10 +314,10 @@ class RemoteFiles:
         refused = isinstance(error, (PermissionDeniedError, UnauthenticatedError))
         if refused or (status.startswith("4") and status not in _PASSING_STATUSES):
             raise FetchError(f"{self._called(path)} cannot be read: the server answered {answer}") from None
-        pause, taken = self.retry.pause(failures), time.monotonic() - begun
-        if failures > self.retry.tries or taken + pause > self.retry.within or not _wait_before_retry(pause):
+        pause, elapsed = self.retry.pause(failures), time.monotonic() - begun
+        if failures > self.retry.tries or elapsed + pause > self.retry.within or not _wait_before_retry(pause):
             raise FetchError(
-                f"{self._called(path)} cannot be read: given up after {failures} tries in {taken:.1f} s; "
+                f"{self._called(path)} cannot be read: given up after {failures} tries in {elapsed:.1f} s; "
                 f"the last answer: {answer}"
             ) from None
 

@@ -50,11 +50,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_conversion(args: argparse.Namespace) -> Converted:
     names = ("fields", "time", "every", "mesh", "chunks", "shards", "dims", "dtype", "engine", "replace", "outside")
-    asked = {name: getattr(args, name) for name in (*names, "missing", "order")} | {"threads": args.workers}
+    chosen = {name: getattr(args, name) for name in (*names, "missing", "order")} | {"threads": args.workers}
     source = args.source[0] if len(args.source) == 1 else args.source
     with options.scheduler_client(args.scheduler, args.workers) as client:
         progress = _progress_line() if sys.stderr.isatty() else None
-        return convert(source, args.target, **asked, client=client, progress=progress)
+        return convert(source, args.target, **chosen, client=client, progress=progress)
 
 
 def conversion_report(conversion: Converted) -> str:

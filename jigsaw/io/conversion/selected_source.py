@@ -94,11 +94,12 @@ class SelectedSource:
         if floats not in (None, "float16", "float32", "float64"):
             raise FieldError(f"dtype={floats!r} must be float16, float32 or float64")
         known = {word for name in self.arrays for role, own, _ in self.dims(name) for word in (role, own)}
-        for what, sizes in (("chunks", chunks), ("shards", shards or {})):
+        for argument, sizes in (("chunks", chunks), ("shards", shards or {})):
             wrong = [dim for dim, n in sizes.items() if dim not in known or n < 1]
             if wrong:
                 raise GridError(
-                    f"{what}={{{wrong[0]!r}: {sizes[wrong[0]]}}} must be a positive size along one of {sorted(known)}"
+                    f"{argument}={{{wrong[0]!r}: {sizes[wrong[0]]}}} must be a positive size along one of "
+                    f"{sorted(known)}"
                 )
         return [self._array(name, chunks, shards, floats) for name in self.arrays]
 
@@ -112,8 +113,8 @@ class SelectedSource:
         if shards is None:
             held = shard_shape_of(dims, dtype.itemsize, unit)
         else:
-            asked = [shards.get(own, shards.get(role, c)) for c, (role, own, _) in zip(unit, dims, strict=True)]
-            held = tuple(-(-max(c, min(a, n)) // c) * c for c, a, n in zip(unit, asked, variable.shape, strict=True))
+            shard = [shards.get(own, shards.get(role, c)) for c, (role, own, _) in zip(unit, dims, strict=True)]
+            held = tuple(-(-max(c, min(a, n)) // c) * c for c, a, n in zip(unit, shard, variable.shape, strict=True))
         attrs = {**_xarray_attributes(variable), **self._beside(name)}
         names = tuple(own for _, own, _ in dims)
         return ArrayOutline(name, names, tuple(variable.shape), dtype.name, unit, held if held != unit else None, attrs)
@@ -319,8 +320,8 @@ def _along_curve(data: xr.Dataset, survey: StoreSurvey, variable: StoreVariable)
     """Return a dataset with the cells of a variable along a curve, with where each was, and their dim."""
     grid = cell_grid_of(survey, variable)
     if grid is None or grid.nested:
-        what = f"lies on {list(variable.space)}" if grid is None else f"lies on {grid}, which are along a curve already"
-        raise GridError(f"order='curve' is for cells, and array {variable.table.name!r} {what}; leave it out")
+        place = list(variable.space) if grid is None else f"{grid}, which are along a curve already"
+        raise GridError(f"order='curve' is for cells, and array {variable.table.name!r} lies on {place}; leave it out")
     dim, along = variable.dim(CELL_ROLE), curve_order(grid.lat, grid.lon)
     places = np.argsort(along)
     renumbered: dict[str, Any] = {}
@@ -335,11 +336,11 @@ def _along_curve(data: xr.Dataset, survey: StoreSurvey, variable: StoreVariable)
 
 
 def _take_levels(data: xr.Dataset, survey: StoreSurvey, channels: Iterable[FieldChannel]) -> xr.Dataset:
-    wanted: dict[str, set[int]] = {}
+    levels_by_dim: dict[str, set[int]] = {}
     for c in channels:
         if c.level is not None:
-            wanted.setdefault(survey.variables[c.array].dim("level"), set()).add(c.level)
-    return data.isel({dim: sorted(at) for dim, at in wanted.items() if len(at) < data.sizes[dim]})
+            levels_by_dim.setdefault(survey.variables[c.array].dim("level"), set()).add(c.level)
+    return data.isel({dim: sorted(at) for dim, at in levels_by_dim.items() if len(at) < data.sizes[dim]})
 
 
 def _steps_to_convert(survey: StoreSurvey, chosen: Sequence[str], time: Any, every: Any) -> Any:

@@ -146,8 +146,8 @@ def open(
     survey = StoreSurvey(source.store, dims, along, channels)
     survey.check_fields()
     normalize = with_stored_statistics(normalize, source.store)
-    wanted = _default_fields(survey, select) if fields is None else fields
-    chosen, given_channels, target_channels = _channels_to_read(survey, wanted, target_fields, targets)
+    field_names = _default_fields(survey, select) if fields is None else fields
+    chosen, given_channels, target_channels = _channels_to_read(survey, field_names, target_fields, targets)
     variables = survey.of(chosen)
     grid = survey.grid(variables)
     axis = _selected_steps(survey, variables, time, every)
@@ -212,13 +212,14 @@ def _channels_to_read(
         return input_channels, every, moving or every  # a static field is known already, unless all fields are static
     if len(targets) == 0:
         raise FieldError(f"target_fields={list(target_fields)} needs targets, such as targets=[1]; there are none")
-    wanted = channels_of_fields(target_fields, survey.levels, "target_fields")
+    target_channels = channels_of_fields(target_fields, survey.levels, "target_fields")
     # Input t2m, u10, target u10, tp: read are t2m, u10, tp, and the target picks 1 and 2.  Reversed, so that of a field
     # named twice the first channel counts.
     place = {(c.array, c.level): i for i, c in reversed([*enumerate(input_channels)])}
-    more = [c for c in wanted if (c.array, c.level) not in place]
+    more = [c for c in target_channels if (c.array, c.level) not in place]
     place |= {(c.array, c.level): len(input_channels) + i for i, c in enumerate(more)}
-    return (*input_channels, *more), tuple(range(len(input_channels))), tuple(place[c.array, c.level] for c in wanted)
+    target_places = tuple(place[c.array, c.level] for c in target_channels)
+    return (*input_channels, *more), tuple(range(len(input_channels))), target_places
 
 
 def _selected_steps(survey: StoreSurvey, variables: Sequence[StoreVariable], time: Any, every: Any) -> TimeAxis | None:

@@ -55,10 +55,10 @@ def split(dataset: Dataset, **ranges: Any) -> dict[str, Dataset]:
     return {name: spans.inside(name, ranges[name], ends[name]) for name in ranges}
 
 
-def _range_ends(name: str, wanted: Any) -> tuple[Any, Any]:
-    ends = (wanted.start, wanted.stop) if isinstance(wanted, slice) else wanted
-    if not isinstance(ends, tuple | list) or len(ends) != 2 or (isinstance(wanted, slice) and wanted.step is not None):
-        raise WindowError(f"split: {name}={wanted!r} is no range; give (first, last), like ('1979', '2015')")
+def _range_ends(name: str, span: Any) -> tuple[Any, Any]:
+    ends = (span.start, span.stop) if isinstance(span, slice) else span
+    if not isinstance(ends, tuple | list) or len(ends) != 2 or (isinstance(span, slice) and span.step is not None):
+        raise WindowError(f"split: {name}={span!r} is no range; give (first, last), like ('1979', '2015')")
     return ends[0], ends[1]
 
 

@@ -104,9 +104,9 @@ def _mapping_of_source(source: ArraySource, member: str, example: str, label: st
     """Return the mapping that a source has under a name; empty where it has none."""
     mapping = getattr(source, member, {})
     if not isinstance(mapping, Mapping):
-        what = "a method" if callable(mapping) else f"a {type(mapping).__name__}"
+        kind = "a method" if callable(mapping) else f"a {type(mapping).__name__}"
         raise UnsupportedStoreError(
-            f"{label}: {member} is {what}, and an attribute or property is asked for that says it by name, like "
+            f"{label}: {member} is {kind}, and an attribute or property is asked for that says it by name, like "
             f"{example}"
         )
     return cast(Mapping[str, Any], mapping)
@@ -175,17 +175,17 @@ def _chunks_of_source(source: ArraySource, name: str, array: SourceArray, label:
 
 def _read_from_source(source: ArraySource, name: str, array: SourceArray, box: Box) -> NDArray[Any]:
     """Read the values of a box and check them; an error of the user's code becomes a `ReadError` on every rank."""
-    asked = f"{type(source).__qualname__}.read({name!r}, {box})"
+    call = f"{type(source).__qualname__}.read({name!r}, {box})"
     try:
         values = source.read(name, box)
     except ReadError:
         raise
     except Exception as e:  # the user's code may raise anything
-        raise ReadError(f"{asked} raised {type(e).__name__}: {e}") from e
+        raise ReadError(f"{call} raised {type(e).__name__}: {e}") from e
     shape = tuple(b - a for a, b in box)
     if not hasattr(values, "dtype") or values.dtype != np.dtype(array.dtype) or tuple(values.shape) != shape:
-        got = f"{values.dtype}{list(values.shape)}" if hasattr(values, "dtype") else type(values).__name__
-        raise ReadError(f"{asked} gave {got}, and {np.dtype(array.dtype)}{list(shape)} is what arrays describes")
+        answer = f"{values.dtype}{list(values.shape)}" if hasattr(values, "dtype") else type(values).__name__
+        raise ReadError(f"{call} gave {answer}, and {np.dtype(array.dtype)}{list(shape)} is what arrays describes")
     return np.asarray(values)
 
 

@@ -149,9 +149,9 @@ class KeptAnswers:
     def __init__(self, folder: CacheFolder) -> None:
         self._folder = folder
 
-    def read(self, known: ObjectIdentity, what: str) -> ByteArray | None:
+    def read(self, known: ObjectIdentity, part: str) -> ByteArray | None:
         """Read an answer; None when it is not kept, damaged, or of another state of the object."""
-        name = _answer_name(known, what)
+        name = _answer_name(known, part)
         file = self._folder.opened(name)
         if file is None:
             return None
@@ -169,9 +169,9 @@ class KeptAnswers:
         states = head[_CHECKSUM_BYTES:], _state_digest(known)
         return np.asarray(raw) if len(set(states)) == 1 or _UNKNOWN_STATE in states else None
 
-    def write(self, known: ObjectIdentity, what: str, raw: ByteArray) -> None:
+    def write(self, known: ObjectIdentity, part: str, raw: ByteArray) -> None:
         """Keep an answer, whole or not at all; a full disk is not an error."""
-        size, mark, name = _ANSWER_HEAD_BYTES + raw.size, _state_digest(known), _answer_name(known, what)
+        size, mark, name = _ANSWER_HEAD_BYTES + raw.size, _state_digest(known), _answer_name(known, part)
         if size > self._folder.limit:
             return
         with suppress(OSError), self._folder.draft(name, size) as file:
@@ -183,8 +183,8 @@ class KeptAnswers:
             self._folder.remove(f"{_object_digest(known)}-")
 
 
-def _answer_name(known: ObjectIdentity, what: str) -> str:
-    return f"{_object_digest(known)}-{what}{_ANSWER_SUFFIX}"
+def _answer_name(known: ObjectIdentity, part: str) -> str:
+    return f"{_object_digest(known)}-{part}{_ANSWER_SUFFIX}"
 
 
 def _object_digest(known: ObjectIdentity) -> str:

@@ -54,6 +54,8 @@ from jigsaw.io.formats.hdf5_virtual import (
 )
 
 _MOST_LINKS = 32
+VisitedGroups = set[tuple[str, int]]
+"""File and address of each group that was listed."""
 _H5O_MODULE: Any = import_module("h5py.h5o")  # which h5py's types do not list
 _PLUGIN_NAMES = {32000: "lzf", 32026: "Blosc2", 32013: "ZFP", 32017: "SZ", 32024: "SZ3", 4: "szip", 307: "bzip2"}
 _BOOKKEEPING_ATTRS = {
@@ -141,25 +143,25 @@ class _Hdf5Opening:
         describe_makani_fields(self._tables, source.path)
         return self._tables
 
-    def _walk(self, source: Hdf5File, group: Any, prefix: str, seen: set[tuple[str, int]]) -> Iterator[_FoundDataset]:
+    def _walk(self, source: Hdf5File, group: Any, prefix: str, visited: VisitedGroups) -> Iterator[_FoundDataset]:
         """Yield every dataset below a group; a group that several links lead to counts once, by its first hard link."""
-        seen.add((source.path, _object_address(group)))
+        visited.add((source.path, _object_address(group)))
         for name in group:
             link = group.get(name, getlink=True)
             if isinstance(link, h5py.HardLink):
                 member = group[name]
                 if isinstance(member, h5py.Dataset):
                     yield _FoundDataset(prefix + name, source, f"{group.name.rstrip('/')}/{name}", member)
-                elif isinstance(member, h5py.Group) and (source.path, _object_address(member)) not in seen:
-                    yield from self._walk(source, member, f"{prefix}{name}/", seen)
+                elif isinstance(member, h5py.Group) and (source.path, _object_address(member)) not in visited:
+                    yield from self._walk(source, member, f"{prefix}{name}/", visited)
             elif isinstance(link, h5py.SoftLink):
                 target = self._followed(source, group, link.path)
                 if isinstance(target, h5py.Dataset):  # a linked group is found where it is
                     yield _FoundDataset(prefix + name, source, str(target.name), target)
             elif isinstance(link, h5py.ExternalLink):
-                yield from self._linked(source, link, prefix + name, seen)
+                yield from self._linked(source, link, prefix + name, visited)
 
-    def _linked(self, source: Hdf5File, link: Any, name: str, seen: set[tuple[str, int]]) -> Iterator[_FoundDataset]:
+    def _linked(self, source: Hdf5File, link: Any, name: str, visited: VisitedGroups) -> Iterator[_FoundDataset]:
         """Yield the datasets that an external link leads to: none when its file is missing."""
         path = referenced_path(source, str(link.filename), self._outside, f"the external link {name!r}")
         if self._files.size(path) is None:
@@ -168,8 +170,8 @@ class _Hdf5Opening:
         target = self._followed(other, self._held.enter_context(other.opened()), link.path)
         if isinstance(target, h5py.Dataset):
             yield _FoundDataset(name, other, str(target.name), target)
-        elif isinstance(target, h5py.Group) and (other.path, _object_address(target)) not in seen:
-            yield from self._walk(other, target, name + "/", seen)
+        elif isinstance(target, h5py.Group) and (other.path, _object_address(target)) not in visited:
+            yield from self._walk(other, target, name + "/", visited)
 
     def _followed(self, source: Hdf5File, start: Any, path: str, depth: int = 0) -> Any:
         """Return the object at a path, None when there is none.

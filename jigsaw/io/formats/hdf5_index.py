@@ -189,7 +189,7 @@ class Hdf5ChunkPlaces(Hdf5Places):
 
     def _ask(self) -> NDArray[np.int64]:
         chunk_rows: list[tuple[Any, ...]] = []
-        what = f"array {self._name!r} in {self._source.path}"
+        array_text = f"array {self._name!r} in {self._source.path}"
         with self._source.opened() as file:
             try:
                 dataset: Any = file[self._name].id
@@ -203,9 +203,9 @@ class Hdf5ChunkPlaces(Hdf5Places):
                     for i in range(dataset.get_num_chunks()):
                         note(dataset.get_chunk_info(i))
                 table = np.array(chunk_rows, np.int64).reshape(len(chunk_rows), len(self._grid) + 3)
-                return _sorted_index(table, self._chunks, self._grid, what)
+                return _sorted_index(table, self._chunks, self._grid, array_text)
             except (OSError, RuntimeError, KeyError, ValueError, OverflowError) as e:
-                raise CorruptChunkError(f"{what}: its index of chunks is damaged: {e}") from e
+                raise CorruptChunkError(f"{array_text}: its index of chunks is damaged: {e}") from e
 
 
 def has_unfiltered_edges(plist: Any) -> bool:
@@ -237,18 +237,18 @@ def _ask_libhdf5(function: str, number: int) -> int:
     return answer.value
 
 
-def _sorted_index(table: NDArray[np.int64], chunks: ChunkIndex, grid: ChunkIndex, what: str) -> NDArray[np.int64]:
+def _sorted_index(table: NDArray[np.int64], chunks: ChunkIndex, grid: ChunkIndex, array_text: str) -> NDArray[np.int64]:
     """Sort the index by place in the grid; chunks off it, outside of it, or twice at one place are refused."""
     corners = table[:, : len(grid)]
     places, rests = np.divmod(corners, np.array(chunks, np.int64))
     if rests.any() or (places < 0).any() or (places >= np.array(grid, np.int64)).any() or (table < 0).any():
-        raise CorruptChunkError(f"{what}: its index of chunks has places that its grid {grid} does not have")
+        raise CorruptChunkError(f"{array_text}: its index of chunks has places that its grid {grid} does not have")
     flat = np.zeros(len(table), np.int64)
     for d, n in enumerate(grid):
         flat = flat * n + places[:, d]
     rows = np.column_stack([flat, table[:, len(grid) :]])[np.argsort(flat, kind="stable")]
     if (np.diff(rows[:, 0]) == 0).any():
-        raise CorruptChunkError(f"{what}: its index has two chunks at one place")
+        raise CorruptChunkError(f"{array_text}: its index has two chunks at one place")
     return rows
 
 
@@ -278,7 +278,7 @@ def _cached_index(
     return rows
 
 
-def _read_cached_index(folder: CacheFolder, entry: str, wanted: NDArray[np.int64]) -> NDArray[np.int64] | None:
+def _read_cached_index(folder: CacheFolder, entry: str, own_key: NDArray[np.int64]) -> NDArray[np.int64] | None:
     file = folder.opened(entry)
     if file is None:
         return None
@@ -288,7 +288,7 @@ def _read_cached_index(folder: CacheFolder, entry: str, wanted: NDArray[np.int64
     except Exception:  # the archive has checksums of its own, and a damaged one may raise anything
         return None
     sound = rows.dtype == np.int64 and rows.ndim == 2 and rows.shape[1] == _INDEX_COLUMNS
-    return rows if sound and np.array_equal(key, wanted) else None
+    return rows if sound and np.array_equal(key, own_key) else None
 
 
 @contextmanager

@@ -36,7 +36,7 @@ _TRUST = (
 )
 
 
-def referenced_path(source: Hdf5File, name: str, outside: bool, what: str) -> str:
+def referenced_path(source: Hdf5File, name: str, outside: bool, holder: str) -> str:
     """Return the path of a file that an HDF5 file names, relative to its own folder. A path outside of that folder is
     refused, unless `outside` allows it. A symbolic link counts as lying where it leads.
     """
@@ -49,14 +49,14 @@ def referenced_path(source: Hdf5File, name: str, outside: bool, what: str) -> st
         return path
     if os.path.isabs(name) or name.split("/")[0] == "..":
         raise UnsupportedStoreError(
-            f"{what} in {source.path} points to {name!r}, outside of the file's folder; {_TRUST}"
+            f"{holder} in {source.path} points to {name!r}, outside of the file's folder; {_TRUST}"
         )
     # in the file's folder or below: that of its name, or the one where it really is
     real, own = os.path.realpath(path), source.path
     folders = (os.path.realpath(os.path.dirname(own) or "."), os.path.dirname(os.path.realpath(own)))
     if source.is_local and not any(os.path.commonpath([folder, real]) == folder for folder in folders):
         raise UnsupportedStoreError(
-            f"{what} in {source.path} points to {name!r}, which a symbolic link puts to {real!r}, "
+            f"{holder} in {source.path} points to {name!r}, which a symbolic link puts to {real!r}, "
             f"outside of the file's folder; {_TRUST}"
         )
     return path
@@ -119,45 +119,47 @@ class FileReach:
     def _check_storage(self, source: Hdf5File, dataset: Any, by_library: bool) -> None:
         plist = dataset.id.get_create_plist()
         for i in range(plist.get_external_count()):
-            what = f"the external storage of dataset {dataset.name!r}"
+            holder = f"the external storage of dataset {dataset.name!r}"
             name = os.fsdecode(plist.get_external(i)[0])
-            referenced_path(source, name, False, what)
+            referenced_path(source, name, False, holder)
             if by_library:
                 raise UnsupportedStoreError(
-                    f"{what} in {source.path}, {name!r}, can only be read by libhdf5, which looks for it in the "
+                    f"{holder} in {source.path}, {name!r}, can only be read by libhdf5, which looks for it in the "
                     f"working directory; {_TRUST}"
                 )
 
     def _shown(
         self, source: Hdf5File, dataset: Any, sources: Sequence[Any], by_library: bool
     ) -> Iterator[tuple[str, str]]:
-        what = f"the virtual dataset {dataset.name!r}"
+        holder = f"the virtual dataset {dataset.name!r}"
         for each in sources:
             if each.file_name == ".":
                 yield source.path, each.dset_name
                 continue
-            path = referenced_path(source, each.file_name, self._outside, what)
+            path = referenced_path(source, each.file_name, self._outside, holder)
             if by_library and not source.is_local:
                 raise UnsupportedStoreError(
-                    f"{what} in {source.path} can only be read by libhdf5, which does not open {path!r} from there; "
-                    "copy the files to a disk"
+                    f"{holder} in {source.path} can only be read by libhdf5, which does not open {path!r} "
+                    "from there; copy the files to a disk"
                 )
             files = _files_of_pattern(path) if "%" in path else [path] if source.files.size(path) is not None else []
             for file in files:  # what a pattern finds may be a link
-                yield referenced_path(source, os.path.abspath(file), self._outside, what), each.dset_name
+                yield referenced_path(source, os.path.abspath(file), self._outside, holder), each.dset_name
             if by_library and not self._outside:
-                self._check_elsewhere(source, each.file_name, bool(files), what)
+                self._check_elsewhere(source, each.file_name, bool(files), holder)
 
-    def _check_elsewhere(self, source: Hdf5File, name: str, exists: bool, what: str) -> None:
+    def _check_elsewhere(self, source: Hdf5File, name: str, exists: bool, holder: str) -> None:
         """Check files in the working directory: libhdf5 takes from it, by name or last name, what the folder lacks."""
         folder = os.path.abspath(os.path.dirname(source.path))
         if "%" not in name and not exists:
-            raise UnsupportedStoreError(f"{what} in {source.path} needs {name!r}, which does not exist; bring it back")
+            raise UnsupportedStoreError(
+                f"{holder} in {source.path} needs {name!r}, which does not exist; bring it back"
+            )
         tried = os.path.abspath(os.path.basename(name) if os.path.isabs(name) else name)
         for file in _files_of_pattern(tried) if "%" in name else ():
             if not os.path.exists(os.path.join(folder, os.path.relpath(file))):
                 raise UnsupportedStoreError(
-                    f"{what} in {source.path} names {name!r}, and libhdf5 would take {file!r} for it, which lies in "
+                    f"{holder} in {source.path} names {name!r}, and libhdf5 would take {file!r} for it, which lies in "
                     f"the working directory; {_TRUST}"
                 )
 
@@ -168,8 +170,8 @@ class FileReach:
         names = [name]
         if "%" in last:
             parent = self._followed(source, file, group or "/") if group else file
-            wanted = re.compile(re.sub("%[b%]", lambda m: r"\d+" if m[0] == "%b" else "%", re.escape(last)))
-            names = [f"{group}/{each}" for each in parent or () if wanted.fullmatch(each)]
+            pattern = re.compile(re.sub("%[b%]", lambda m: r"\d+" if m[0] == "%b" else "%", re.escape(last)))
+            names = [f"{group}/{each}" for each in parent or () if pattern.fullmatch(each)]
         for each in names:
             try:
                 member = self._followed(source, file, each)
@@ -281,14 +283,14 @@ def storage_of_virtual_dataset(
     mappings: list[_SourceMapping] = []
     regular = True
     for each in dataset.virtual_sources():
-        what = f"the virtual dataset {dataset.name!r}"
-        path = source.path if each.file_name == "." else referenced_path(source, each.file_name, outside, what)
+        holder = f"the virtual dataset {dataset.name!r}"
+        path = source.path if each.file_name == "." else referenced_path(source, each.file_name, outside, holder)
         shown, at = _selected_box(each.vspace), _selected_box(each.src_space)
         if "%" in each.file_name or shown is None:
             regular = False  # a pattern of names, which grows
             continue
         if path != source.path and source.files.size(path) is None:
-            raise UnsupportedStoreError(f"{what} in {source.path} needs {path}, which does not exist; bring it back")
+            raise UnsupportedStoreError(f"{holder} in {source.path} needs {path}, which does not exist; bring it back")
         table = table_of(path, each.dset_name)
         regular &= table is not None and at is not None
         if table is not None and at is not None:
@@ -336,10 +338,10 @@ def _grid_of_mappings(
         if not _is_on_chunk_edges(m.to, at, chunks, shape, (1,) * extra + m.table.shape):
             return None
         # chunk i of the virtual grid is the source's chunk i + shift, both grids of the same chunks
-        taken = tuple(slice(a // c, -(-b // c)) for (a, b), c in zip(m.to, chunks, strict=True))
-        if (owner[taken] >= 0).any():
+        chunk_box = tuple(slice(a // c, -(-b // c)) for (a, b), c in zip(m.to, chunks, strict=True))
+        if (owner[chunk_box] >= 0).any():
             return None
-        owner[taken] = len(pieces)
+        owner[chunk_box] = len(pieces)
         shift = tuple(a // c - t // c for (a, _), (t, _), c in zip(at, m.to, chunks, strict=True))[extra:]
         pieces.append(_SourceChunks(m.table.places, shift))
     whole = FilterPipeline(decoder.dtype, tuple(range(len(shape))), decoder.filters)

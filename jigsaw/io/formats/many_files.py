@@ -95,9 +95,9 @@ def _time_dim_of_store(store: ArrayStore) -> str:
     dims = dict.fromkeys(d for table in store.arrays.values() for d in table.dims)
     roles = {d: role_of_dim(d, store.arrays[d].attrs if d in store.arrays else {}) for d in dims}
     for role in ("time", "init"):
-        meant = [d for d, its_role in roles.items() if its_role == role]
-        if len(meant) == 1:
-            return meant[0]
+        time_dims = [d for d, its_role in roles.items() if its_role == role]
+        if len(time_dims) == 1:
+            return time_dims[0]
     raise GridError(
         f"{store.url} has the dims {list(dims)}, of which not exactly one is time; say which one joins the files, with "
         f"jigsaw.io.open_many(paths, along={next(iter(dims), 'time')!r})"

@@ -87,8 +87,8 @@ class _Netcdf3Header:
             raise ShortChunkError(f"its header needs {length} bytes at {self._at}, and the file has {self._size}")
         if stop > len(self._read):
             self._read += slabs.file_head(self._files, self._path, max(length, len(self._read)), len(self._read))
-        taken, self._at = self._read[self._at : stop], stop
-        return taken
+        raw, self._at = self._read[self._at : stop], stop
+        return raw
 
     def _number(self, width: int) -> int:
         return int.from_bytes(self._take(width), "big")
@@ -170,8 +170,8 @@ class _Netcdf3Header:
                 f"array {variable.name!r} begins at byte {variable.begin}, within the header of {self._end} bytes"
             )
         if places.end > self._size:
-            what = f"array {variable.name!r} of shape {places.shape} ends at byte {places.end}"
-            raise ShortChunkError(f"{what}, and the file has {self._size}")
+            array_text = f"array {variable.name!r} of shape {places.shape} ends at byte {places.end}"
+            raise ShortChunkError(f"{array_text}, and the file has {self._size}")
         attrs, dtype = variable.attrs, dtype_with_declared_sign(variable.dtype, variable.attrs)
         dims = [self.dims[d][0] for d in variable.dims]
         masks = declared_missing_values(dtype, attrs, variable.dtype)

@@ -147,9 +147,9 @@ class Arena:
 
     def any_published(self, pairs: Sequence[tuple[int, int]]) -> Callable[[], bool]:
         """Return a quick test, to be polled, that is true once any of these (slot, ticket) pairs is published."""
-        words, wanted = self._words, [(self._slot(slot), ticket) for slot, ticket in pairs]
+        words, places = self._words, [(self._slot(slot), ticket) for slot, ticket in pairs]
 
-        return lambda: any(words[at] == ticket for at, ticket in wanted)
+        return lambda: any(words[at] == ticket for at, ticket in places)
 
     def publish(self, slot: int, ticket: int) -> None:
         self._tell(self._slot(slot), ticket)
@@ -334,18 +334,18 @@ def _create_memory_file(size: int) -> int:
     return fd
 
 
-def _open_memory_file(path: str, meant: _MemoryMark, size: int) -> int:
-    """Open the memory that is `meant` for writing; -1 where the path leads elsewhere or may not be opened."""
+def _open_memory_file(path: str, mark: _MemoryMark, size: int) -> int:
+    """Open the memory with this `mark` for writing; -1 where the path leads elsewhere or may not be opened."""
     try:
-        if not meant.is_at(os.stat(path)):  # what else it may be, such as a pipe, is not even opened
+        if not mark.is_at(os.stat(path)):  # what else it may be, such as a pipe, is not even opened
             return -1
-        seen = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        probe = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            is_meant = meant.is_at(os.fstat(seen)) and os.pread(seen, 8, _mark_at(size)) == meant.mark
+            is_meant = mark.is_at(os.fstat(probe)) and os.pread(probe, 8, _mark_at(size)) == mark.mark
             # through what was looked at, not the path, which may lead elsewhere by now
-            return os.open(f"/proc/self/fd/{seen}", os.O_RDWR | os.O_CLOEXEC) if is_meant else -1
+            return os.open(f"/proc/self/fd/{probe}", os.O_RDWR | os.O_CLOEXEC) if is_meant else -1
         finally:
-            os.close(seen)
+            os.close(probe)
     except OSError:
         return -1
 

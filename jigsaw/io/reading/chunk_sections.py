@@ -106,10 +106,10 @@ def sections_in_slot_order(
     # Queues stand in the order in which the plan's jobs first name them: the same everywhere, whatever order the
     # threads come in.  A rank's jobs go to its lanes in turn, so that these are about equally long.
     queues: dict[tuple[int, int], list[ChunkSection]] = {}
-    seen = [0] * len(lanes)
+    job_counts = [0] * len(lanes)
     for number, job in jobs:
-        lane = seen[job.owner] % lanes[job.owner]
-        seen[job.owner] += 1
+        lane = job_counts[job.owner] % lanes[job.owner]
+        job_counts[job.owner] += 1
         queues.setdefault((job.owner, lane), []).extend(_sections_of_job(plan, job, number, lane, cut))
     # lanes take turns, so that the slots of any moment hold sections of all
     return [section for turn in zip_longest(*queues.values()) for section in turn if section is not None]
@@ -126,8 +126,8 @@ def slot_size_and_count(plan: ReadPlan, sections: Sequence[ChunkSection], thread
     size = max((section.size for section in sections), default=0)
     # a slot for each thread, so that none waits for another's readers; a second lets it decode on while its first is
     # taken, which pays only as long as all slots together stay in the cache
-    wanted = max(threads, min(2 * threads, _FEW_SLOT_BYTES // max(size, 1)))
-    return size, max(1, min(wanted, len(sections), budget // max(size, 1)))
+    count = max(threads, min(2 * threads, _FEW_SLOT_BYTES // max(size, 1)))
+    return size, max(1, min(count, len(sections), budget // max(size, 1)))
 
 
 def _sections_of_job(plan: ReadPlan, job: ChunkJob, number: int, lane: int, cut: bool) -> Iterator[ChunkSection]:

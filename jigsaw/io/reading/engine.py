@@ -65,8 +65,8 @@ class ReadEngine:
         # that dies in between is a `PeerError` of the others' next message.
         self.stats, self.reads = ReadCounts(), 0
         self.threads = threads or fair_thread_count(len(self.peers.neighbors))
-        seen = identity() if identity is not None and self.peers.size > 1 else StoreIdentity(store.url)
-        lanes, identities = zip(*self.peers.gather((self.threads, seen)), strict=True)
+        own_identity = identity() if identity is not None and self.peers.size > 1 else StoreIdentity(store.url)
+        lanes, identities = zip(*self.peers.gather((self.threads, own_identity)), strict=True)
         self._busy, self._is_closed = threading.Lock(), False
         self.ahead = FetchAhead(self.peers.me, budget) if any(t.far for t in store.arrays.values()) else None
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="jigsaw-read")
@@ -74,10 +74,10 @@ class ReadEngine:
         if identity is not None:
             self._check_identities(identities)
 
-    def _check_identities(self, seen: Sequence[StoreIdentity]) -> None:
+    def _check_identities(self, identities: Sequence[StoreIdentity]) -> None:
         """Raise what `check_same_store` raises, once nothing is left open."""
         try:
-            check_same_store(seen)
+            check_same_store(identities)
         except ReadError:
             self.close()
             raise
@@ -191,13 +191,13 @@ def look_at_store(
         return StoreIdentity("", failure=f"{type(e).__name__}: {e}")
 
 
-def check_same_store(seen: Sequence[StoreIdentity]) -> None:
+def check_same_store(identities: Sequence[StoreIdentity]) -> None:
     """Raise `ReadError` where a rank could not look, `PeerError` where stores differ; alike on all ranks."""
-    for rank, view in enumerate(seen):
+    for rank, view in enumerate(identities):
         if view.failure:
             raise ReadError(f"rank {rank} of those that read together cannot look at its store: {view.failure}")
-    first = seen[0]
-    for rank, view in enumerate(seen):
+    first = identities[0]
+    for rank, view in enumerate(identities):
         if view[1:] != first[1:]:
             differ = "its arrays, coordinates or times" if view.arrays != first.arrays else "the bytes of its chunks"
             raise PeerError(

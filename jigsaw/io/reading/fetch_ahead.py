@@ -146,13 +146,13 @@ def _fetch_group(group: _FetchGroup) -> None:
     """Fetch what a group's jobs need, unless nobody wants it any more."""
     if group.promise.cancelled():
         return
-    wanted = while_waited_for(lambda: not group.promise.cancelled())
-    with wanted, suppress(InvalidStateError):  # given up meanwhile
+    waiting = while_waited_for(lambda: not group.promise.cancelled())
+    with waiting, suppress(InvalidStateError):  # given up meanwhile
         plan, jobs, fetched = group.plan, group.batch.jobs, None
         try:
             if group.batch.requests:  # without any they are missing chunks, of any array
-                wanted = [(job.chunk, plan.part_of(job)) for job in jobs]
-                fetched = plan.tables[jobs[0].array].decoding.fetch_together(wanted, group.batch.requests)
+                chunk_parts = [(job.chunk, plan.part_of(job)) for job in jobs]
+                fetched = plan.tables[jobs[0].array].decoding.fetch_together(chunk_parts, group.batch.requests)
         except BaseException as e:
             group.promise.set_exception(e)
         else:

@@ -313,12 +313,12 @@ def _kinds_by_blocks(
 ) -> tuple[ByteSpans, NDArray[np.int64], ReaderKinds]:
     """Group the readers `able` by the blocks that they need; return runs of blocks, their starts by kind, and kinds."""
     rects = (tuple(readers.group((rank,)).rects) for rank in readers.at[able].tolist())
-    wanted = [blosc_blocks_of_rows(boxes, *blocking) for boxes in rects]
+    block_runs = [blosc_blocks_of_rows(boxes, *blocking) for boxes in rects]
     # readers side by side share most blocks: of 64 x 64 ranks few need others than those beside them
-    apart = {runs.tobytes(): runs for runs in wanted}
+    apart = {runs.tobytes(): runs for runs in block_runs}
     number = {boxes: n for n, boxes in enumerate(apart, 1)}
     kinds = np.zeros(len(readers), np.intp)
-    kinds[able] = [number[runs.tobytes()] for runs in wanted]
+    kinds[able] = [number[runs.tobytes()] for runs in block_runs]
     firsts = np.cumsum([0, *map(len, apart.values())])[:-1]
     return np.concatenate([*apart.values()]), firsts, ReaderKinds(kinds, len(apart) + 1)
 
@@ -349,10 +349,10 @@ def look_up_chunks(needed: NeededChunks, tables: ArrayTables) -> FoundChunks:
     far = [array for array in places.values() if array.table.far]
     # one chunk of each object: its shard's index, read for that one, says where all others of it lie
     one_an_object = {array.finder.path(chunk): (array, chunk) for array in far for chunk in array.readers}
-    ask_at_once(lambda asked: asked[0].finder.locate(asked[1]), list(one_an_object.values()))
+    ask_at_once(lambda place: place[0].finder.locate(place[1]), list(one_an_object.values()))
     parts = [(array, chunk) for array in far if array.finder.is_divisible for chunk in array.readers]
     # each reader by itself, because of its table of blocks: what they share in any mode then needs no other request
-    ask_at_once(lambda asked: asked[0].counts_alone(asked[1]), parts)
+    ask_at_once(lambda place: place[0].counts_alone(place[1]), parts)
     return places
 
 

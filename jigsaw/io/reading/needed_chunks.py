@@ -88,7 +88,7 @@ class ChunkBox(NamedTuple):
     def repeats(self) -> bool:
         """True where it takes a row of the chunk more than once, as rows beyond an edge do."""
         rows = [[x for run in runs for x in run.each] for runs in self.runs if len(runs) > 1]
-        return any(len(set(taken)) < len(taken) for taken in rows)
+        return any(len(set(dim_rows)) < len(dim_rows) for dim_rows in rows)
 
     @property
     def rect(self) -> ChunkRows:
@@ -316,8 +316,8 @@ def _readers_by_chunk(parts: Sequence[_PartDims]) -> ReadersByChunk:
     """Find the chunks of which parts take rows, in C order, and the ranks that need them."""
     if len(parts) == 1:
         ((dims, fixed),) = parts
-        taken, pattern = _pattern_of_part(tuple(tuple(dim.shares.values()) for dim in dims), fixed)
-        return ReadersByChunk(compress(product(*(dim.shares for dim in dims)), taken), pattern)
+        is_read, pattern = _pattern_of_part(tuple(tuple(dim.shares.values()) for dim in dims), fixed)
+        return ReadersByChunk(compress(product(*(dim.shares for dim in dims)), is_read), pattern)
     shares_by_chunk: dict[ChunkIndex, list[PartShares]] = {}
     for dims, fixed in parts:
         for along in product(*(dim.shares.items() for dim in dims)):
@@ -334,5 +334,5 @@ def _pattern_of_part(
 ) -> tuple[tuple[bool, ...], ReadersPattern]:
     """Say which chunks any rank reads for one part, given its shares by dim, and return the pattern of those chunks."""
     every = [readers_of_chunk((PartShares(shares, fixed),)) for shares in product(*along)]
-    taken = tuple(bool(readers.ranks) for readers in every)
-    return taken, pattern_of_readers(tuple(compress(every, taken)))
+    is_read = tuple(bool(readers.ranks) for readers in every)
+    return is_read, pattern_of_readers(tuple(compress(every, is_read)))

@@ -72,8 +72,8 @@ def plan_reasons(plan: ReadPlan) -> list[str]:
     for (mode, chunks, size, count, shared), names in alike.items():
         more = f" and {len(names) - NAMES_LISTED} more" if len(names) > NAMES_LISTED else ""
         every, plural = " each" * (len(names) > 1), "s" * (count > 1)
-        what = f"{count} chunk{plural} of {' x '.join(map(str, chunks)) or '1'} = {bytes_text(size)}{every}"
-        lines.append(f"{', '.join(names[:NAMES_LISTED])}{more}: {what}")
+        chunk_text = f"{count} chunk{plural} of {' x '.join(map(str, chunks)) or '1'} = {bytes_text(size)}{every}"
+        lines.append(f"{', '.join(names[:NAMES_LISTED])}{more}: {chunk_text}")
         if not shared:
             lines[-1] += ", none of which two ranks need"
             continue
@@ -130,8 +130,8 @@ def _figure_texts(row: ReadCounts) -> list[str]:
 
 
 def _amplification_lines(plan: ReadPlan) -> list[str]:
-    meant = "bytes decoded by all ranks / bytes of the needed chunks, each once"
-    lines = [f"amplification {plan.amplification:.2f}: {meant}"]
+    meaning = "bytes decoded by all ranks / bytes of the needed chunks, each once"
+    lines = [f"amplification {plan.amplification:.2f}: {meaning}"]
     for mode in PLAN_MODES:
         other = plan.in_mode(mode)
         total = other.total

@@ -402,8 +402,8 @@ class RunningRead:
             window = pending[:slots]
             shown = [entry for entry in window if arena.is_published(entry[0], entry[1])]
             if not shown:
-                asked = arena.any_published([(slot, mark) for slot, mark, _ in window])
-                arena.wait(lambda asked=asked: self._went_wrong() or asked(), self.number)
+                is_any_shown = arena.any_published([(slot, mark) for slot, mark, _ in window])
+                arena.wait(lambda is_any_shown=is_any_shown: self._went_wrong() or is_any_shown(), self.number)
                 continue
             arena.check_digests(self.number)  # of another plan, the same ticket would be of other bytes
             for slot, mark, section in shown:

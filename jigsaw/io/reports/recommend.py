@@ -138,12 +138,12 @@ def recommend(
     [{'lon': 4}, {'lat': 2, 'lon': 2}, {'lat': 4}]
     """
     dataset = store if isinstance(store, Dataset) else open(store, mesh=mesh or {}, **arguments)
-    wanted = prod(cut.pieces for cut in dataset.layout.cuts[2:]) if ranks is None else ranks
-    if wanted < 1:
+    count = prod(cut.pieces for cut in dataset.layout.cuts[2:]) if ranks is None else ranks
+    if count < 1:
         raise ShardingError(f"ranks={ranks} must be at least 1")
     request = dataset.reading([len(dataset) // 2 if sample is None else sample]).request
     plan = plan_read(request, dataset.store.arrays, dataset.mode).ask_sizes()
-    meshes, chunks = _mesh_options(dataset, request, wanted), _chunk_options(dataset, request, plan)
+    meshes, chunks = _mesh_options(dataset, request, count), _chunk_options(dataset, request, plan)
     return Recommendation(ReadFigures.of(plan), meshes, chunks)
 
 
@@ -312,7 +312,9 @@ SPACELESS_CHUNK_BYTES = 1 << 26
 """Largest number of bytes in a chunk of an array without space."""
 
 
-def chunk_shape_of(dims: Sequence[tuple[str, str, int]], itemsize: int, wanted: Mapping[str, int]) -> tuple[int, ...]:
+def chunk_shape_of(
+    dims: Sequence[tuple[str, str, int]], itemsize: int, given_sizes: Mapping[str, int]
+) -> tuple[int, ...]:
     """Return the chunk of an array whose dims are (role, own name, size), given sizes by role or name.
 
     Levels and space that are not named are whole; of any other dim a chunk has one row. An array without space is one
@@ -321,7 +323,7 @@ def chunk_shape_of(dims: Sequence[tuple[str, str, int]], itemsize: int, wanted: 
     whole = [max(n, 1) for _, _, n in dims]
     if any(role in SPATIAL_ROLES for role, _, _ in dims):
         free = [n if role in (*SPATIAL_ROLES, "level") else 1 for (role, _, _), n in zip(dims, whole, strict=True)]
-        sizes = [wanted.get(own, wanted.get(role, n)) for (role, own, _), n in zip(dims, free, strict=True)]
+        sizes = [given_sizes.get(own, given_sizes.get(role, n)) for (role, own, _), n in zip(dims, free, strict=True)]
         return tuple(min(size, n) for size, n in zip(sizes, whole, strict=True))
     if whole and prod(whole) * itemsize > SPACELESS_CHUNK_BYTES:
         whole[0] = max(1, SPACELESS_CHUNK_BYTES // (prod(whole[1:]) * itemsize))

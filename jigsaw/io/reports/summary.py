@@ -143,14 +143,14 @@ def summarize_store(
     """
     opened = open_store(store, options)
     survey = StoreSurvey(opened, dims)
-    wanted = survey.variables if fields is None else {c.array: None for c in channels_of_fields(fields, survey.levels)}
+    names = survey.variables if fields is None else {c.array: None for c in channels_of_fields(fields, survey.levels)}
     if fields is None and not opened.arrays:
         raise MissingArrayError(f"the store {opened.url} has no arrays")
     grids: dict[GridSummary, int] = {}
     times: dict[TimeSummary, int] = {}
     kind = _format_name(store)
     in_objects = kind.startswith("Zarr")
-    described = [_summarize_variable(survey, survey.variables[name], in_objects, grids, times) for name in wanted]
+    described = [_summarize_variable(survey, survey.variables[name], in_objects, grids, times) for name in names]
     others: dict[str, str] = {}
     for name, table in opened.arrays.items():
         if fields is None and name not in survey.variables:
@@ -164,7 +164,7 @@ def summarize_store(
         grids=tuple(grids),
         times=tuple(times),
         variables=tuple(described),
-        volumes=tuple(v for v in (_summarize_volume(opened, survey.variables[name]) for name in wanted) if v),
+        volumes=tuple(v for v in (_summarize_volume(opened, survey.variables[name]) for name in names) if v),
         others=others,
         attrs=attrs,
         notes=(*opened.notes, *_why_no_fields(survey)),

@@ -29,8 +29,8 @@ def window_offsets(name: str, offsets: Any, axis: TimeAxis | None = None) -> tup
         or not isinstance(offsets, Iterable)
         or (isinstance(offsets, np.ndarray) and not offsets.ndim)
     ):
-        what = "one string" if isinstance(offsets, str) else "no list"
-        raise WindowError(f"{name}={offsets!r} is {what}; give a list: {name}=[{offsets!r}]")
+        kind = "one string" if isinstance(offsets, str) else "no list"
+        raise WindowError(f"{name}={offsets!r} is {kind}; give a list: {name}=[{offsets!r}]")
     wrong = [o for o in offsets if not (is_whole_number(o) or isinstance(o, str | timedelta | np.timedelta64))]
     if wrong:
         raise WindowError(
@@ -95,16 +95,16 @@ def choose_positions(
 ) -> DimChoices:
     """Return the positions that `select` picks along each further dim; none of several positions stays open."""
     further = {v.table.dims[d]: v for v in variables for d in v.further}
-    wanted = {_chosen_dim(name, further, select or {}): value for name, value in (select or {}).items()}
+    choice_by_dim = {_chosen_dim(name, further, select or {}): value for name, value in (select or {}).items()}
     positions_by_dim: dict[str, tuple[int, ...]] = {}
     for variable in variables:
         for d in variable.further:
             dim, size = variable.table.dims[d], variable.table.shape[d]
-            if dim in wanted:
-                positions = _wanted_positions(survey, variable, dim, wanted[dim])
+            if dim in choice_by_dim:
+                positions = _wanted_positions(survey, variable, dim, choice_by_dim[dim])
                 if positions_by_dim.setdefault(dim, positions) != positions:
                     raise GridError(
-                        f"select={{{dim!r}: {wanted[dim]!r}}} is at other places of {dim!r} in array "
+                        f"select={{{dim!r}: {choice_by_dim[dim]!r}}} is at other places of {dim!r} in array "
                         f"{variable.table.name!r} than in another field; open them one at a time"
                     )
             elif size == 1:
@@ -131,16 +131,16 @@ def time_origins(survey: StoreSurvey, variables: Sequence[StoreVariable]) -> dic
 def _chosen_dim(name: str, further: Mapping[str, StoreVariable], select: Mapping[str, Any]) -> str:
     if name in further:
         return name
-    meant = [dim for dim, v in further.items() if v.roles[v.table.dims.index(dim)] == name]
-    if len(meant) != 1:
+    dims_of_role = [dim for dim, v in further.items() if v.roles[v.table.dims.index(dim)] == name]
+    if len(dims_of_role) != 1:
         hint = {"level": "; a level is part of a field: 'geopotential@500'", "time": "; steps are picked by time="}
         raise GridError(
             f"select names {name!r}, which is no further dim of the fields; there are {sorted(further)}"
             + hint.get(name, "")
         )
-    if meant[0] in select:
-        raise GridError(f"select names {meant[0]!r} twice, also as {name!r}")
-    return meant[0]
+    if dims_of_role[0] in select:
+        raise GridError(f"select names {dims_of_role[0]!r} twice, also as {name!r}")
+    return dims_of_role[0]
 
 
 def _time_axis_along(survey: StoreSurvey, variable: StoreVariable, d: int) -> TimeAxis | None:
@@ -153,20 +153,20 @@ def _time_axis_along(survey: StoreSurvey, variable: StoreVariable, d: int) -> Ti
     return axis if axis.digits is not None or axis.stamps.dtype.kind == "m" else None
 
 
-def _wanted_positions(survey: StoreSurvey, variable: StoreVariable, dim: str, wanted: Any) -> tuple[int, ...]:
+def _wanted_positions(survey: StoreSurvey, variable: StoreVariable, dim: str, choice: Any) -> tuple[int, ...]:
     d = variable.table.dims.index(dim)
     size = variable.table.shape[d]
-    if isinstance(wanted, str) and wanted == "all":
+    if isinstance(choice, str) and choice == "all":
         return tuple(range(size))
-    if isinstance(wanted, slice | tuple):
-        return tuple(range(*_position_range(survey, variable, d, wanted)))
-    choices: list[Any] = list(wanted) if isinstance(wanted, list | np.ndarray | range) else [wanted]
+    if isinstance(choice, slice | tuple):
+        return tuple(range(*_position_range(survey, variable, d, choice)))
+    choices: list[Any] = list(choice) if isinstance(choice, list | np.ndarray | range) else [choice]
     positions = tuple(
         _checked_position(variable, dim, w) if is_whole_number(w) else _single_position(survey, variable, d, w)
         for w in choices
     )
     if not positions or len(set(positions)) != len(positions):
-        raise GridError(f"select={{{dim!r}: {wanted!r}}} picks nothing, or one place twice")
+        raise GridError(f"select={{{dim!r}: {choice!r}}} picks nothing, or one place twice")
     return positions
 
 
@@ -180,21 +180,21 @@ def _checked_position(variable: StoreVariable, dim: str, index: Any) -> int:
 
 
 def _position_range(
-    survey: StoreSurvey, variable: StoreVariable, d: int, wanted: slice | tuple[Any, ...]
+    survey: StoreSurvey, variable: StoreVariable, d: int, choice: slice | tuple[Any, ...]
 ) -> tuple[int, int]:
     dim = variable.table.dims[d]
-    ends = (wanted.start, wanted.stop) if isinstance(wanted, slice) else wanted
+    ends = (choice.start, choice.stop) if isinstance(choice, slice) else choice
     axis = _time_axis_along(survey, variable, d)
     if len(ends) != 2 or (axis is None and not all(e is None or is_whole_number(e) for e in ends)):
         raise GridError(
-            f"select={{{dim!r}: {wanted!r}}} is no range: give positions (start, stop), dates or durations "
+            f"select={{{dim!r}: {choice!r}}} is no range: give positions (start, stop), dates or durations "
             "(first, last), or a list"
         )
     try:
         plain = axis or decode_times(np.arange(variable.table.shape[d]), {})  # of which positions alone are asked
-        return plain.select(wanted)
+        return plain.select(choice)
     except WindowError as e:
-        raise GridError(f"select={{{dim!r}: {wanted!r}}}: {e}") from e
+        raise GridError(f"select={{{dim!r}: {choice!r}}}: {e}") from e
 
 
 def _single_position(survey: StoreSurvey, variable: StoreVariable, d: int, value: Any) -> int:

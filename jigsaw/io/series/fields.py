@@ -129,13 +129,13 @@ def channels_of_fields(
     )
     if not channels:
         raise FieldError(f"{argument}=[] names no variable; " + _available_text(arrays))
-    seen: dict[tuple[str, int | None], str] = {}
+    field_by_channel: dict[tuple[str, int | None], str] = {}
     for channel in channels:
         key = channel.array, channel.level
-        if key in seen:
-            both = f"fields {seen[key]!r} and {channel.field!r} both"
+        if key in field_by_channel:
+            both = f"fields {field_by_channel[key]!r} and {channel.field!r} both"
             raise FieldError(f"{both} name a channel of array {channel.array!r}; name it once")
-        seen[key] = channel.field
+        field_by_channel[key] = channel.field
     return channels
 
 
@@ -257,10 +257,10 @@ def _missing_text(field: str, name: str, arrays: Mapping[str, LevelCoordinate | 
     shorts = [row[0] for row in (*SURFACE_NAMES, *PRESSURE_NAMES) if _array_named(row[0], arrays)]
     channels = [c for levels in arrays.values() if levels for c in levels.names]
     close = difflib.get_close_matches(name, list(dict.fromkeys([*arrays, *shorts, *channels])), n=3, cutoff=0.6)
-    meant = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else "."
+    suggestion = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else "."
     others = ", ".join(repr(n) for n in _NAMES_OF_QUANTITY.get(name, ()) if n != name)
     also = f" It is also searched as {others}." if others else ""
-    return f"field {field!r} is not in the store{meant}{also} {_available_text(arrays)}"
+    return f"field {field!r} is not in the store{suggestion}{also} {_available_text(arrays)}"
 
 
 def _available_text(arrays: Mapping[str, LevelCoordinate | None], most: int = 60) -> str:

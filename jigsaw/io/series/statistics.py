@@ -152,9 +152,9 @@ class Statistics(Mapping[str, dict[str, float]]):
             return position
         if channel.name in self.fields:
             return self.fields.index(channel.name)
-        wanted = quantity_and_level(channel.name)
+        quantity = quantity_and_level(channel.name)
         for i, name in enumerate(self.fields):
-            if quantity_and_level(name) == wanted:
+            if quantity_and_level(name) == quantity:
                 return i
         raise FieldError(f"{self.source} has no channel {channel.name!r}; it has {_fields_text(self.fields)}")
 
@@ -448,8 +448,8 @@ def _by_own_names(normalize: Mapping[str, Any], channels: Sequence[FieldChannel]
     if strange:
         raise FieldError(f"normalize names {strange[0]!r}, which is no string; its keys are names of fields")
     own = {name for c in channels for name in (c.name, c.field, c.array)}
-    meant = {quantity_and_level(c.name): c.name for c in channels}
-    other = {key: meant.get(quantity_and_level(key)) for key in normalize if key not in own}
+    names = {quantity_and_level(c.name): c.name for c in channels}
+    other = {key: names.get(quantity_and_level(key)) for key in normalize if key not in own}
     unknown = sorted(key for key, name in other.items() if name is None)
     if unknown:
         raise FieldError(

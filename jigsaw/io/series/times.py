@@ -204,12 +204,12 @@ def is_accumulated(attrs: Mapping[str, Any], time_dim: str) -> bool:
     return False
 
 
-def _two_ends(wanted: Any) -> tuple[Any, Any]:
-    if isinstance(wanted, slice):
-        return wanted.start, wanted.stop
-    if not isinstance(wanted, list | tuple | np.ndarray) or len(wanted) != 2:
-        raise WindowError(f"time={wanted!r} is no span; give (first, last), like ('1979', '2015'), or a slice")
-    return wanted[0], wanted[1]
+def _two_ends(span: Any) -> tuple[Any, Any]:
+    if isinstance(span, slice):
+        return span.start, span.stop
+    if not isinstance(span, list | tuple | np.ndarray) or len(span) != 2:
+        raise WindowError(f"time={span!r} is no span; give (first, last), like ('1979', '2015'), or a slice")
+    return span[0], span[1]
 
 
 def is_whole_number(value: Any) -> bool:
@@ -226,25 +226,27 @@ def later_times(stamps: NDArray[Any], by: Any) -> NDArray[Any]:
     return stamps + by
 
 
-def parse_duration(wanted: Any) -> tuple[int, int]:
+def parse_duration(duration: Any) -> tuple[int, int]:
     """Return a duration as (microseconds, months), one of which is 0."""
-    if isinstance(wanted, np.timedelta64):
-        unit = np.datetime_data(wanted)[0]
+    if isinstance(duration, np.timedelta64):
+        unit = np.datetime_data(duration)[0]
         if unit in ("Y", "M"):
-            return 0, int(wanted.astype("timedelta64[M]").astype(np.int64))
-        return int(wanted.astype("timedelta64[us]").astype(np.int64)), 0
-    if isinstance(wanted, timedelta):
-        return round(wanted.total_seconds() * 1e6), 0
-    match = _DURATION.match(wanted) if isinstance(wanted, str) else None
+            return 0, int(duration.astype("timedelta64[M]").astype(np.int64))
+        return int(duration.astype("timedelta64[us]").astype(np.int64)), 0
+    if isinstance(duration, timedelta):
+        return round(duration.total_seconds() * 1e6), 0
+    match = _DURATION.match(duration) if isinstance(duration, str) else None
     unit = match["unit"].lower() if match else ""
     if match is None or unit not in {**_MICROSECONDS, **_MONTHS}:
-        raise WindowError(f"{wanted!r} is no number of steps, nor a duration like '6h', '-30min', '1 day', '3 months'")
+        raise WindowError(
+            f"{duration!r} is no number of steps, nor a duration like '6h', '-30min', '1 day', '3 months'"
+        )
     if not isfinite(float(match["count"])):
-        raise WindowError(f"{wanted[:40]!r}… is longer than all time")
+        raise WindowError(f"{duration[:40]!r}… is longer than all time")
     if unit in _MONTHS:
         months = float(match["count"]) * _MONTHS[unit]
         if not months.is_integer():
-            raise WindowError(f"{wanted!r} is no whole number of months, and a part of one has no fixed length")
+            raise WindowError(f"{duration!r} is no whole number of months, and a part of one has no fixed length")
         return 0, int(months)
     return round(float(match["count"]) * _MICROSECONDS[unit]), 0
 

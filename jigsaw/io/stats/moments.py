@@ -83,12 +83,12 @@ class ChannelMoments:
         With area weights mean and std are those over the sphere.
         """
         t = self.table
-        seen = t[_COUNT] > 0
+        is_any = t[_COUNT] > 0
         variance = np.divide(t[_M2], t[_WEIGHT], out=np.full_like(t[_M2], np.nan), where=t[_WEIGHT] > 0)
         alike = t[_MIN] == t[_MAX]  # a mean that is rounded would give what never varies a std of 1e-13
         mean, std = np.where(alike, t[_MIN], t[_MEAN]), np.where(alike, 0.0, np.sqrt(variance))
         columns = {"mean": mean, "std": std, "min": t[_MIN], "max": t[_MAX]}
-        blank = {name: np.where(seen, values, np.nan) for name, values in columns.items()}
+        blank = {name: np.where(is_any, values, np.nan) for name, values in columns.items()}
         return {"count": t[_COUNT].copy(), "missing": t[_MISSING].copy(), **blank}
 
 
@@ -108,9 +108,9 @@ def _moments_of_slice(
         wide -= less[at]
     w, lost, total = None if weights is None else weights[at], 0, wide.sum()
     if np.isnan(total):
-        seen = ~np.isnan(wide)
-        lost = len(wide) - int(np.count_nonzero(seen))
-        wide, w = wide[seen], None if w is None else w[seen]
+        is_present = ~np.isnan(wide)
+        lost = len(wide) - int(np.count_nonzero(is_present))
+        wide, w = wide[is_present], None if w is None else w[is_present]
         total = wide.sum()
     weight = float(len(wide)) if w is None else float(w.sum())
     if not weight > 0:
@@ -178,12 +178,12 @@ def load_moments(path: Path, identity: Mapping[str, Any], shape: tuple[int, ...]
         return None
     about, tables = _read_checkpoint(path)
     done, facts, known = about["done"], about["of"], about["format"] == _CHECKPOINT_FORMAT
-    wanted = json.loads(json.dumps(dict(identity)))
-    differing = [name for name in wanted if facts.get(name) != wanted[name]]
+    own_facts = json.loads(json.dumps(dict(identity)))
+    differing = [name for name in own_facts if facts.get(name) != own_facts[name]]
     if differing:
         name = differing[0]
         raise StateError(
-            f"checkpoint {str(path)!r} is of {name} {facts.get(name)!r}, this run of {wanted[name]!r}; "
+            f"checkpoint {str(path)!r} is of {name} {facts.get(name)!r}, this run of {own_facts[name]!r}; "
             "run it as before, or remove the checkpoint to begin anew"
         )
     if not known or tables.shape != shape:

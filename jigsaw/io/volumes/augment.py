@@ -266,14 +266,14 @@ class AskedAugmentations:
         """Make it from a list. Raises: `FieldError` unless the list has augmentations and then functions."""
         if augment is None:
             return cls()
-        wanted = "a list of jigsaw.io.augment.Flip(...) and the like, then functions of (tile, generator)"
+        expected = "a list of jigsaw.io.augment.Flip(...) and the like, then functions of (tile, generator)"
         if not isinstance(augment, Sequence):
-            raise FieldError(f"augment={augment!r} must be {wanted}")
+            raise FieldError(f"augment={augment!r} must be {expected}")
         steps = tuple(each for each in augment if isinstance(each, Augmentation))
         own = tuple(augment[len(steps) :])
         are_functions = all(callable(each) and not isinstance(each, type) for each in own)
         if tuple(augment[: len(steps)]) != steps or not are_functions:
-            raise FieldError(f"augment={list(augment)!r} must be {wanted}")
+            raise FieldError(f"augment={list(augment)!r} must be {expected}")
         return cls(steps, own)
 
     def drawn(self, seed: int, epoch: int, sample: int, grid: SampleGrid) -> tuple[VoxelStep, ...]:
@@ -288,10 +288,10 @@ class AskedAugmentations:
             generator.manual_seed(RandomDraws(seed, epoch, sample, 1 + len(self.steps) + at).word() >> 1)
             result = own(tile, generator)
             if not isinstance(result, Tile) or result.layout != tile.layout or result.dtype != tile.dtype:
-                got = f"{result.dtype} {result.layout}" if isinstance(result, Tile) else type(result).__name__
+                answer = f"{result.dtype} {result.layout}" if isinstance(result, Tile) else type(result).__name__
                 raise FieldError(
-                    f"augment=: {own!r} gave {got} for a tile {tile.dtype} {tile.layout}; return an image of the same "
-                    "shape and dtype, cut and held as the given one"
+                    f"augment=: {own!r} gave {answer} for a tile {tile.dtype} {tile.layout}; return an image of the "
+                    "same shape and dtype, cut and held as the given one"
                 )
             tile = result
         return tile

@@ -129,8 +129,8 @@ class Volumes(MeshSamples):
 
     def __repr__(self) -> str:
         box = " x ".join(f"{d} {n}" for d, n in zip(self.frame.dims, self.frame.sizes, strict=True))
-        what = f"whole, up to {box}" if self.is_whole else f"{self.crops} crops of {box} each"
-        return f"Volumes({len(self.images)} volumes, {what}; {self.layout})"
+        crop_text = f"whole, up to {box}" if self.is_whole else f"{self.crops} crops of {box} each"
+        return f"Volumes({len(self.images)} volumes, {crop_text}; {self.layout})"
 
     @property
     def store(self) -> ArrayStore:

@@ -80,9 +80,9 @@ def volume_statistics(
     if foreground and not volumes.labels:
         raise FieldError("foreground=True needs labels, and the volumes were opened without; give labels=")
     numbers = [i for i in range(len(volumes.images)) if not foreground or volumes.labels[i] is not None]
-    asked = tuple(dict.fromkeys(map(float, percentiles)))
+    distinct_percentiles = tuple(dict.fromkeys(map(float, percentiles)))
     groups = [[i] for i in numbers] if each else [numbers]
-    results = [_statistics_of_group(VolumeSlabs(volumes, group, foreground), asked) for group in groups]
+    results = [_statistics_of_group(VolumeSlabs(volumes, group, foreground), distinct_percentiles) for group in groups]
     return results if each else results[0]
 
 
@@ -101,8 +101,8 @@ def _statistics_of_group(slabs: VolumeSlabs, percentiles: tuple[float, ...]) -> 
     in_order = [by_rank[k % len(by_rank)][0][k // len(by_rank)] for k in range(len(slabs.windows))]
     columns = ChannelMoments.nothing(channels).add(map(ChannelMoments, in_order)).summary()
     if not columns["count"].all():
-        what = "voxel of the foreground" if slabs.foreground else "number"
-        raise FieldError(f"volume_statistics: {slabs.named()} has no {what} in one of its channels")
+        noun = "voxel of the foreground" if slabs.foreground else "number"
+        raise FieldError(f"volume_statistics: {slabs.named()} has no {noun} in one of its channels")
     if percentiles:
         columns |= _percentile_columns(slabs, np.sum([uppers for _, uppers in by_rank], axis=0), percentiles)
     attrs = {"foreground": int(slabs.foreground), "volumes": len(slabs.numbers)}
@@ -122,7 +122,9 @@ def _percentile_columns(
     ]
 
     def look() -> dict[tuple[int, int], HalfCounts]:
-        counted = {(c, half): np.zeros(_HALF, np.int64) for c, wanted in enumerate(halves) for half in wanted}
+        counted = {
+            (c, half): np.zeros(_HALF, np.int64) for c, channel_halves in enumerate(halves) for half in channel_halves
+        }
         for values in slabs.mine():
             keys = [_ordered_keys(numbers) for numbers in values]
             for channel, half in counted:

@@ -106,10 +106,10 @@ def _encode_times(
 ) -> tuple[NDArray[Any], dict[str, Any]]:
     if values.dtype.kind == "O":
         return _encode_cftime(name, values, attrs, fractions)
-    gone = np.isnat(values)
+    is_missing = np.isnat(values)
     # as Python's integers: 64 bits of nanoseconds end 292 years from 1970
     kind, fine = values.dtype.kind, np.datetime_data(values.dtype)[0] in ("ns", "ps", "fs", "as")
-    known = np.where(gone, np.zeros((), values.dtype), values).ravel()
+    known = np.where(is_missing, np.zeros((), values.dtype), values).ravel()
     ticks = known.astype(f"{kind}8[{'ns' if fine else 'us'}]").astype(np.int64)
     exact: NDArray[Any] = np.multiply(ticks.astype(object), 1 if fine else 1000, dtype=object)
     if values.dtype.kind == "m":
@@ -125,7 +125,7 @@ def _encode_times(
         )
     numbers = (since / step).astype(np.float64) if fractions else (since // step).astype(np.int64)
     numbers = numbers.reshape(values.shape)
-    return np.where(gone, np.nan, numbers) if gone.any() else numbers, described
+    return np.where(is_missing, np.nan, numbers) if is_missing.any() else numbers, described
 
 
 def _coarsest_unit(nanoseconds: NDArray[Any]) -> str:

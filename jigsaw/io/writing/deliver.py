@@ -177,7 +177,7 @@ def _swap_round(source: TileSource, batch: Sequence[WriteUnit], mesh: DeviceMesh
     """Return the boxes that this rank must write in one round, its own and those of others, by where they lie."""
     local, owned = source.tile.local, source.tile.layout.owned(mesh_coordinate(mesh))
     sends: dict[int, list[Tensor]] = {}
-    wanted: dict[int, list[Box]] = {}
+    receives: dict[int, list[Box]] = {}
     ready: dict[Box, Tensor] = {}
     for unit in batch:
         for part in unit.parts:
@@ -188,11 +188,11 @@ def _swap_round(source: TileSource, batch: Sequence[WriteUnit], mesh: DeviceMesh
                 else:
                     sends.setdefault(unit.writer, []).append(rows)
             elif unit.writer == me:
-                wanted.setdefault(part.giver, []).append(part.taken)
+                receives.setdefault(part.giver, []).append(part.taken)
     # the boxes of a pair of ranks are packed in the order of the units, which both sides walk alike
-    shapes = [(giver, [box_shape(box) for box in boxes]) for giver, boxes in wanted.items()]
+    shapes = [(giver, [box_shape(box) for box in boxes]) for giver, boxes in receives.items()]
     swap = PackedSwap(mesh, sorted(sends.items()), shapes, local, "write")
-    return ready | dict(zip((box for boxes in wanted.values() for box in boxes), swap.wait(), strict=True))
+    return ready | dict(zip((box for boxes in receives.values() for box in boxes), swap.wait(), strict=True))
 
 
 def _write_unit(

@@ -139,9 +139,9 @@ class WriteOptions:
             )
         if self.shards and self.suffix == ".nc":
             raise WriteError(f"shards={dict(self.shards)} belong to Zarr; leave them out or write to a .zarr")
-        for what, sizes in (("chunks", self.chunks), ("shards", self.shards)):
+        for argument, sizes in (("chunks", self.chunks), ("shards", self.shards)):
             if any(int(n) < 1 for n in sizes.values()):
-                raise WriteError(f"{what}={dict(sizes)} must be sizes >= 1 by dim")
+                raise WriteError(f"{argument}={dict(sizes)} must be sizes >= 1 by dim")
 
 
 @dataclass(frozen=True)
@@ -284,11 +284,11 @@ def _outline_array(
 
 def _dtype_to_store(tile: Tile, options: WriteOptions) -> str:
     own = str(tile.dtype).removeprefix("torch.")
-    asked = options.encoding.get("dtype", _STORED_DTYPES.get(own, own))
+    dtype = options.encoding.get("dtype", _STORED_DTYPES.get(own, own))
     try:
-        stored = np.dtype(asked)
+        stored = np.dtype(dtype)
     except TypeError:
-        raise WriteError(f"dtype {asked!r} cannot be stored; give encoding={{'dtype': 'float32'}}") from None
+        raise WriteError(f"dtype {dtype!r} cannot be stored; give encoding={{'dtype': 'float32'}}") from None
     kinds = "fiu" if options.suffix == ".nc" else "fiucb"
     if stored.kind not in kinds or (options.suffix == ".nc" and stored.itemsize < 4 and stored.kind == "f"):
         raise WriteError(f"{options.suffix} does not hold {stored.name}; give encoding={{'dtype': 'float32'}}")
@@ -308,15 +308,15 @@ def _chunk_rows(dim: str, size: int, layout: Layout, at: int, options: WriteOpti
 
 
 def _shard_rows(name: str, dim: str, size: int, chunk: int, options: WriteOptions) -> int:
-    asked = int(options.shards.get(dim, chunk))
-    if asked >= size and dim != options.append_dim:  # the whole dim, whatever its chunks
+    rows = int(options.shards.get(dim, chunk))
+    if rows >= size and dim != options.append_dim:  # the whole dim, whatever its chunks
         return -(-size // chunk) * chunk
-    if asked % chunk:
+    if rows % chunk:
         raise WriteError(
-            f"array {name!r}: shards={{{dim!r}: {asked}}} must hold whole chunks of {chunk}; "
-            f"choose {asked - asked % chunk or chunk} or {asked - asked % chunk + chunk}"
+            f"array {name!r}: shards={{{dim!r}: {rows}}} must hold whole chunks of {chunk}; "
+            f"choose {rows - rows % chunk or chunk} or {rows - rows % chunk + chunk}"
         )
-    return asked
+    return rows
 
 
 def _check_dim_sizes(options: WriteOptions, sources: Sequence[TileSource]) -> dict[str, int]:
@@ -326,10 +326,10 @@ def _check_dim_sizes(options: WriteOptions, sources: Sequence[TileSource]) -> di
         for dim, size in zip(source.array.dims, source.array.shape, strict=True):
             if sizes.setdefault(dim, size) != size:
                 raise FieldError(f"array {source.array.name!r} has {size} rows along {dim!r}, another {sizes[dim]}")
-    for what, by_dim in (("chunks", options.chunks), ("shards", options.shards)):
+    for argument, by_dim in (("chunks", options.chunks), ("shards", options.shards)):
         unknown = sorted(set(by_dim) - set(sizes))
         if unknown:
-            raise WriteError(f"{what} name the dims {unknown}, but the arrays have {sorted(sizes)}")
+            raise WriteError(f"{argument} name the dims {unknown}, but the arrays have {sorted(sizes)}")
     return sizes
 
 
@@ -436,11 +436,14 @@ def _as_in_store(source: TileSource, known: GrowingStore, options: WriteOptions)
             f"array {ours.name!r} of the store is packed by {' and '.join(packed)}, and values are appended as "
             "they are given; write a new store, or convert this one to floats (python -m jigsaw convert)"
         )
-    for what, asked, has in (("chunks", options.chunks, stored.chunks), ("shards", options.shards, stored.units)):
+    compared = (("chunks", options.chunks, stored.chunks), ("shards", options.shards, stored.units))
+    for argument, sizes_by_dim, has in compared:
         sizes = zip(stored.dims, has, shape, strict=True)
         # what reaches beyond a dim was made as large as the dim
-        whole = {d: n for d, n, size in sizes if d != options.append_dim and asked.get(d, n) > n >= size}
-        wrong = {d: n for d, n in zip(stored.dims, has, strict=True) if asked.get(d, n) != n and d not in whole}
+        whole = {d: n for d, n, size in sizes if d != options.append_dim and sizes_by_dim.get(d, n) > n >= size}
+        wrong = {d: n for d, n in zip(stored.dims, has, strict=True) if sizes_by_dim.get(d, n) != n and d not in whole}
         if wrong:
-            raise WriteError(f"{what}={dict(asked)} differ from those of array {ours.name!r} in the store, {wrong}")
+            raise WriteError(
+                f"{argument}={dict(sizes_by_dim)} differ from those of array {ours.name!r} in the store, {wrong}"
+            )
     return replace(source, array=replace(stored, shape=ours.shape))

@@ -240,9 +240,9 @@ def remove_zarr_store(path: Path) -> None:
         raise WriteError(f"{path} is a symbolic link, so it is not replaced; remove it yourself")
     if (stray := next(_foreign_files(path, False), None)) is not None:
         raise WriteError(f"{path} is not replaced, because {stray} is no part of a Zarr store; move that file away")
-    gone = unforeseen_name(path, "replaced")
-    path.rename(gone)
-    shutil.rmtree(gone)
+    moved = unforeseen_name(path, "replaced")
+    path.rename(moved)
+    shutil.rmtree(moved)
 
 
 def _foreign_files(folder: Path, is_array: bool) -> Iterator[Path]:
