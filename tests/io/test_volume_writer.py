@@ -87,6 +87,9 @@ def test_what_was_read_is_written_where_it_was(tmp_path):
     write_volume(tmp_path / "same.nii.gz", sample.image.bool(), like=tmp_path / "scan.nii.gz", affine=sample.affine)
     with pytest.raises(GridError, match=r"like=.* has \(7, 5, 6\) voxels along z, y, x and the tile \(7, 6, 5\)"):
         write_volume(tmp_path / "apart.nii.gz", sample.image.bool(), like=tmp_path / "scan.nii.gz")
+    for like in (sample, nibabel.load(tmp_path / "turned.nii")):  # a net's output of half the rows lies nowhere
+        with pytest.raises(GridError, match=r"has \(7, 6, 5\) voxels along z, y, x and the tile \(4, 6, 5\)"):
+            write_volume(tmp_path / "apart.nii.gz", sample.image[:, ::2], like=like)
     same = nibabel.load(tmp_path / "same.nii.gz")
     assert (bytes(same.header["descrip"]).rstrip(b"\0"), same.header.get_xyzt_units()[0]) == (b"a scan", "micron")
     assert same.get_data_dtype() == np.uint8

@@ -25,6 +25,7 @@ from jigsaw.geometry.stencil_rules import InterpolationTable
 from jigsaw.io.rank_results import results_of_ranks
 from jigsaw.io.volumes.ome_writer import COARSER_RULES, PyramidLevel, pyramid_levels, write_pyramid
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume
+from jigsaw.io.volumes.volume_dataset import VolumeSample
 from jigsaw.nn.stencils.stencil import DimStencil, gather_input_rows, plan_stencil
 from jigsaw.ranks.mesh import mesh_coordinate
 from jigsaw.tile.tile import Tile
@@ -54,8 +55,9 @@ def write_volume(
     r"""Write a tile [z, y, x] or [C, z, y, x] as ``.nii``, ``.nii.gz`` or ``.ome.zarr``. A batch dim of 1 before it is
     left out.
 
-    - `like`: its place in the world: a `VolumeSample` or anything else with an `affine`, or the path of an image of as
-      many voxels, in any format that `open_volumes` reads; from a NIfTI file the description is taken, too;
+    - `like`: its place in the world: a `VolumeSample` of as many voxels, anything else with an `affine`, or the path of
+      an image of as many voxels, in any format that `open_volumes` reads; from a NIfTI file the description is taken,
+      too;
     - `affine`: 4 x 4, from voxels (x, y, z, 1) to the world, used instead; without either it is the identity;
     - `onto`: the path of an image, on whose grid labels (integers or bool) are written. Each of its voxels takes the
       label of the nearest voxel of the tile, which lies where `like` or `affine` says, and 0 beyond the tile;
@@ -76,9 +78,9 @@ def write_volume(
     *Sends*: the rows that another rank writes, once; with `onto`, first those that another rank's voxels take; for each
     coarser level one row for each cut. Besides, less than a kilobyte for each rank.
     *Raises*: `WriteError` for another suffix or mode, a dtype that NIfTI lacks, values that do not fit it, sides above
-    32767, impossible levels, or a file that exists; `GridError` for an affine that is not 4 x 4, an image `like` of
-    other sides, an image `onto` whose axes are turned against the tile's, or in OME-Zarr an affine of turned axes;
-    `ShardingError` for other shapes. All are alike on every rank; no NIfTI file is left then.
+    32767, impossible levels, or a file that exists; `GridError` for an affine that is not 4 x 4, an image or
+    sample `like` of other sides, an image `onto` whose axes are turned against the tile's, or in OME-Zarr an affine of
+    turned axes; `ShardingError` for other shapes. All are alike on every rank; no NIfTI file is left then.
 
     >>> mask = jigsaw.shard(torch.ones(4, 6, 5, dtype=torch.uint8), jigsaw.init_mesh(depth=1), ("depth", None, None))
     >>> jigsaw.io.write_volume("mask.nii.gz", mask, affine=np.diag([1.0, 1, 2, 1]))
@@ -298,14 +300,7 @@ def _place_in_world(place: _WorldPlace, space: Sequence[int]) -> tuple[bytes, Af
     header, own_affine = b"", getattr(like, "affine", None)
     if isinstance(like, str | os.PathLike):
         scan = StoredVolume((like,))
-        own_affine = scan.affine
-        sides = _sides_of(scan)
-        if affine is None and sides != tuple(space):
-            raise GridError(
-                f"like={os.fspath(like)!r} has {sides} voxels along z, y, x and the tile {tuple(space)}, so its affine "
-                "would put them elsewhere; give like= the sample that the tile was made of, or affine=, and to put "
-                "labels back on the scan's own grid onto= its path"
-            )
+        own_affine, sides = scan.affine, _sides_of(scan)
         name = os.fspath(like)
         if name.endswith((".nii", ".nii.gz")) and "://" not in name:
             with gzip.open(name) if name.endswith(".gz") else open(name, "rb") as file:
@@ -314,12 +309,29 @@ def _place_in_world(place: _WorldPlace, space: Sequence[int]) -> tuple[bytes, Af
             header = b""
     elif like is not None and own_affine is None:
         raise WriteError(f"like={type(like).__name__} has no affine; give a sample, the path of an image, or affine=")
+    else:
+        name, sides = type(like).__name__, _sides_of_object(like)
     world = np.asarray(affine if affine is not None else np.eye(4) if own_affine is None else own_affine, np.float64)
     if world.shape != (4, 4) or not np.isfinite(world).all():
         raise GridError(
             f"an affine of shape {world.shape} must be 4 x 4 finite numbers, from (x, y, z, 1) to the world"
         )
+    if affine is None and sides not in (None, tuple(space)):
+        raise GridError(
+            f"like={name!r} has {sides} voxels along z, y, x and the tile {tuple(space)}, so its affine would put them "
+            "elsewhere; give like= the sample that the tile was made of, or affine=, and to put labels back on the "
+            "scan's own grid onto= its path"
+        )
     return header, world
+
+
+def _sides_of_object(like: Any) -> tuple[int, ...] | None:
+    """Return the sides z, y, x of a sample, or of an image of nibabel's; None where they are not known."""
+    if isinstance(like, VolumeSample):
+        sides = tuple(like.image.shape[1:])
+        return (*(1,) * (3 - len(sides)), *sides)
+    shape = None if isinstance(like, Tensor) else getattr(like, "shape", None)
+    return tuple(shape[::-1]) if isinstance(shape, tuple) and len(shape) == 3 else None
 
 
 _OFF_AXIS = 0.05  # voxels by which an axis may drift along another over the whole scan: a header's float32 makes some
