@@ -10,9 +10,11 @@ call begins or ends.  What lies between was not changed by a function of tiles, 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,7 +69,9 @@ def _described_argument(value: Any) -> str:
         return f"[{', '.join(map(_described_argument, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{name}: {_described_argument(x)}' for name, x in value.items())}}}"
-    if isinstance(value, (int, float, complex, bool, str, slice, Layout, torch.dtype, torch.device, type(None))):
+    if isinstance(value, (np.ndarray, np.generic)):
+        return f"{type(value).__name__} {list(value.shape)} {value.dtype} of checksum {zlib.crc32(value.tobytes()):08x}"
+    if isinstance(value, (int, float, complex, bool, str, range, slice, Layout, torch.dtype, torch.device, type(None))):
         return repr(value)
     return getattr(value, "__qualname__", type(value).__name__)  # others may show an address
 

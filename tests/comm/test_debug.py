@@ -7,6 +7,7 @@ import sys
 from contextlib import contextmanager
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -189,6 +190,7 @@ def _ways_to_part():
     return [
         (r"rank 0: add\(.*tensor \[6\] torch.float32 of checksum .*rank 1: add\(", lambda x: x + noise),
         (r"rank 0: mul\(.*, 1.5\).*rank 1: mul\(.*, 2.5\)", lambda x: x * (dist.get_rank() + 1.5)),
+        (r"rank 0: mul\(.*float32 \[\] .*rank 1: mul\(", lambda x: x * np.float32(dist.get_rank())),
         (r"rank 0: addcmul\(.*value=0.*rank 1: addcmul\(.*value=1", lambda x: x.addcmul(x, x, value=dist.get_rank())),
         (r"rank 0: relu\(.*rank 1: gelu\(", F.gelu if other else F.relu),
         (r"rank 0: sum\(.*; rank 1: relu\(", lambda x: F.relu(x) if other else x),

@@ -238,7 +238,11 @@ def test_zeros_of_zarr_v2_stay_and_are_missing_for_who_says_so(tmp_path):
 def test_sums_over_steps_are_not_thinned():
     """Rain of 6 hours every 12 hours would lose half of it; other fields are thinned as before."""
     data = globe(steps=8, lat=3, lon=4)[["2m_temperature", "temperature"]]
-    for attrs in ({"cell_methods": "area: mean time: sum (interval: 1 hr)"}, {"GRIB_stepType": "accum"}):
+    for attrs in (
+        {"cell_methods": "area: mean time: sum (interval: 1 hr)"},
+        {"GRIB_stepType": "accum"},
+        {"cell_methods": "time : Sum"},
+    ):
         data["2m_temperature"].attrs = attrs
         source = data.copy()
         with pytest.raises(jigsaw.io.WindowError, match=r"every='12h' skips steps of array '2m_temperature'.*sums"):

@@ -380,6 +380,16 @@ def test_refusals_leave_nothing(tmp_path, archive, how, kind, match):
     assert not list(tmp_path.iterdir())
 
 
+def test_sums_over_steps_are_not_thinned_in_a_conversion(tmp_path):
+    data = globe(4)
+    data["2m_temperature"].attrs["cell_methods"] = "time: sum"
+    for how in ({}, {"fields": ["2m_temperature"]}):
+        with pytest.raises(jio.WindowError, match=r"every='12h' skips steps of array '2m_temperature'.*are sums"):
+            convert(data, tmp_path / "made.zarr", every="12h", **how)
+    assert not list(tmp_path.iterdir())
+    convert(data, tmp_path / "made.zarr", every="12h", fields=["temperature"])
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path, archive):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")

@@ -151,6 +151,25 @@ def test_sizes_that_cannot_be_are_refused_before_the_body_is_read(root, what, li
     assert peak() - before < 1 << 28
 
 
+@pytest.mark.parametrize("name", ["four.nc", "three.nc"])
+@pytest.mark.parametrize("begin", [0, 1])
+def test_a_file_of_which_a_server_sends_more_than_was_asked_for(root, name, begin):
+    """The first bytes, by which the format is known, or those behind them."""
+    data = xr.open_zarr(root / "s.zarr").load().drop_encoding()
+    data.to_netcdf(root / "four.nc")
+    data.to_netcdf(root / "three.nc", format="NETCDF3_64BIT")
+
+    def answer(handler):
+        first, _, last = handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+        if not last or int(first) < begin:
+            return from_folder(handler, root)
+        size = (root / name).stat().st_size
+        return reply(handler, bytes(1 << 24), 206, length=2**40, Content_Range=f"bytes {first}-{last}/{size}")
+
+    with server(answer) as address, pytest.raises(ReadError):
+        read(f"http://{address}/{name}")
+
+
 def from_folder_of(root):
     return lambda handler: from_folder(handler, root)
 

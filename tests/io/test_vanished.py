@@ -12,6 +12,7 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 import zarr
 from dask.distributed import LocalCluster
 from globe_store import LAT, LON, globe, write
@@ -308,6 +309,20 @@ def test_ranks_that_open_different_stores_are_told(alike, kind, suffix):
             ds = jigsaw.io.open(str(mine), **how)
             what = "its arrays, coordinates or times differ" if other == "later" else "the bytes of its chunks"
             with pytest.raises(PeerError, match=f"ranks read different stores: of .*{kind}-a.* {what}"):
+                DataLoader(ds, batch_size=2)
+
+
+@on_ranks(2)
+def test_ranks_that_open_different_datasets_of_xarray_are_told(alike):
+    rank, how = torch.distributed.get_rank(), {"mesh": world_mesh(lat=2), "fields": ["t2m", "t500"]}
+    for names, is_alike in ((("a", "copy-of-a"), True), (("a", "b"), False)):
+        opened = xr.open_dataset(alike / f"netcdf-{names[rank]}.nc")
+        for source in (opened, opened.load(), opened.chunk({"time": 1})):
+            ds = jigsaw.io.open(source, **how)
+            if is_alike:
+                assert len(list(DataLoader(ds, batch_size=2))) == 5
+                continue
+            with pytest.raises(PeerError, match=r"ranks read different stores: .* the bytes of its chunks"):
                 DataLoader(ds, batch_size=2)
 
 

@@ -55,6 +55,7 @@ class ArrayTable:
     padding. `dtype` is the stored numpy dtype with its byte order; `masks` are the stored values that mean "missing".
     `decoder` is None for an array that only its library can read. Then `load_slowly` gives the values of a box, and
     reads no more than the box where `slices` says so. `unfit` says why the array is refused where it is asked for.
+    Ranks compare some of the values of one that is `compared`.
 
     These facts make its `grid` (where chunks lie in the array), its `finder` (where their bytes lie) and its `loader`
     (their values); `dataclasses.replace` makes them anew.
@@ -75,6 +76,7 @@ class ArrayTable:
     clipped: bool = False
     slices: bool = False
     members: JoinedArrays | None = None
+    compared: bool = False
     unfit: str = ""
     grid: ChunkGrid = field(init=False, repr=False)
     finder: ChunkFinder = field(init=False, repr=False)

@@ -36,7 +36,7 @@ from jigsaw.io.series.cell_grid import cell_grid_of, renumbered_cells
 from jigsaw.io.series.coords import CELL_ROLE, SOURCE_PLACES
 from jigsaw.io.series.fields import FieldChannel, channels_of_fields
 from jigsaw.io.series.request import MISSING_RULES
-from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable
+from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable, check_no_sums
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.writing.cf import REFERENCE_ATTRIBUTES, StoredCoordinate, encode_coordinate
 from jigsaw.io.writing.outline import ArrayOutline
@@ -347,10 +347,14 @@ def _steps_to_convert(survey: StoreSurvey, chosen: Sequence[str], time: Any, eve
     """Return the positions of the steps that are kept: a slice where they are equally far apart."""
     if time is None and is_whole_number(every) and every == 1:
         return None
-    axis = survey.time([survey.variables[name] for name in chosen])
+    variables = [survey.variables[name] for name in chosen]
+    axis = survey.time(variables)
     if axis is None:
         raise WindowError(f"time={time!r}, every={every!r} select steps, but the fields have no time dim")
-    at = axis.series(time, every).at
+    series = axis.series(time, every)
+    if series.usual > axis.usual:
+        check_no_sums(variables, every)
+    at = series.at
     apart = np.unique(np.diff(at))
     return slice(int(at[0]), int(at[-1]) + 1, int(apart[0]) if len(apart) else 1) if len(apart) < 2 else at
 

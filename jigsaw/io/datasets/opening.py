@@ -27,8 +27,8 @@ from jigsaw.io.series.fields import FieldChannel, channels_of_fields
 from jigsaw.io.series.forcings import GridForcings, geographic_angles
 from jigsaw.io.series.request import MISSING_RULES, HaloWidth, SampleSpace
 from jigsaw.io.series.statistics import NormalizeArgument, channel_scales, with_stored_statistics
-from jigsaw.io.series.store_survey import RowOrder, StoreSurvey, StoreVariable
-from jigsaw.io.series.times import TimeAxis, is_accumulated
+from jigsaw.io.series.store_survey import RowOrder, StoreSurvey, StoreVariable, check_no_sums
+from jigsaw.io.series.times import TimeAxis
 
 _READ_MODES = ("auto", *PLAN_MODES)
 _LAT_ORDERS = ("store", "north-first", "south-first")
@@ -231,19 +231,8 @@ def _selected_steps(survey: StoreSurvey, variables: Sequence[StoreVariable], tim
         return None
     chosen = axis.series(time, every)
     if chosen.usual > axis.usual:
-        _check_no_sums(variables, every)
+        check_no_sums(variables, every)
     return chosen
-
-
-def _check_no_sums(variables: Sequence[StoreVariable], every: Any) -> None:
-    """Raise `WindowError` for an array of sums over a step, of which some steps would be skipped."""
-    for variable in variables:
-        if "time" in variable.roles and is_accumulated(variable.table.attrs, variable.dim("time")):
-            raise WindowError(
-                f"every={every!r} skips steps of array {variable.table.name!r}, whose values are sums over a step: "
-                "those of the skipped steps would be lost; read it with every=1, or write its sums over longer steps "
-                "first (xarray: .resample(time=…).sum())"
-            )
 
 
 def _default_fields(survey: StoreSurvey, select: Mapping[str, Any] | None) -> list[str]:

@@ -311,6 +311,7 @@ def _table_of_variable(name: str, variable: xr.Variable) -> ArrayTable:
         masks=declared_missing_values(dtype, attrs, own),
         places=FilelessPlaces(f"xarray variable {name!r}"),
         load_slowly=lambda box: np.asarray(variable[box_slices(box)].values),
+        compared=True,
         lengths=lengths,
         slices=not (variable.chunksizes or _is_from_grib(variable)),
     )

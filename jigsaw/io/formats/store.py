@@ -132,7 +132,10 @@ def _open_by_url(url: str, options: Mapping[str, Any] | None) -> ArrayStore:
     files, path = _format_function("chunks.remote_files", "files_of_url", "remote")(url, options)
     if is_nifti:
         return _format_function("formats.nifti", "open_nifti")(path, files)
-    begins = _format_function("formats.slab_arrays", "file_head")(files, path, 8)
+    file_head = _format_function("formats.slab_arrays", "file_head")
+    begins = _format_function("formats.slab_arrays", "parse_named_file")(
+        url, "a file", lambda: file_head(files, path, 8)
+    )
     for magic, (module, opener) in _OPENERS_BY_MAGIC.items():
         if begins.startswith(magic):
             return _format_function(module, opener, "hdf5")(path, files)

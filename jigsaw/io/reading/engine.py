@@ -14,6 +14,7 @@ from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.errors import PeerError, ReadError
@@ -229,7 +230,9 @@ def _some_chunks(table: ArrayTable, count: int) -> list[ChunkIndex]:
 
 
 def _seen_of_chunk(table: ArrayTable, index: ChunkIndex) -> tuple[Any, ...]:
-    """Return the size of a stored chunk and some of its bytes; nothing for one that is missing or lies in no file."""
+    """Return the size of a stored chunk and some of its bytes, or some values of one in no file; nothing for a missing
+    one.
+    """
     ref, files = table.finder.locate(index), table.places.files
     if ref is None:
         return ()
@@ -238,7 +241,17 @@ def _seen_of_chunk(table: ArrayTable, index: ChunkIndex) -> tuple[Any, ...]:
         return () if edge is None else (edge[1], edge[0].tobytes())
     length = files.size(ref.path) if ref.length is None else ref.length
     if length is None:
-        return ()
+        return _seen_of_values(table, index) if table.compared else ()
     raw = fresh_memory(min(_BYTES_COMPARED, length))
     is_present = files.ranges(ref.path, [(ref.offset + (length - raw.size) // 2, raw)])
     return (length, raw.tobytes()) if is_present else ()
+
+
+def _seen_of_values(table: ArrayTable, index: ChunkIndex) -> tuple[Any, ...]:
+    """Return a few values from the middle of a chunk of an `xarray.Dataset`."""
+    middles = [(start, stop, (start + stop) // 2) for start, stop in table.grid.box_of(index)]
+    some = _BYTES_COMPARED // 2 // np.dtype(table.dtype).itemsize
+    *rows, (start, stop, middle) = middles or [(0, 1, 0)]
+    along = (max(start, middle - some), min(stop, middle + some))
+    box = (*((row, row + 1) for _, _, row in rows), along) if middles else ()
+    return (table.load_slowly(box).tobytes(),)

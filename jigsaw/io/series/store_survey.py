@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.errors import FieldError, GridError
+from jigsaw.errors import FieldError, GridError, WindowError
 from jigsaw.io.arguments import checked_names
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.series.coords import CELL_ROLE, SPATIAL_ROLES, DimNaming, StoreCoordinates
 from jigsaw.io.series.fields import FieldChannel, LevelCoordinate
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart
-from jigsaw.io.series.times import TimeAxis, decode_times
+from jigsaw.io.series.times import TimeAxis, decode_times, is_accumulated
 
 TIME_AT, CHANNEL_AT = 0, 1
 FIELD_ROLES = ("time", "level", *SPATIAL_ROLES)
@@ -193,6 +193,17 @@ class StoreSurvey:
         attrs = self.attrs(first, "time")
         axis, missing = decode_times(raw, attrs), attrs.get("missing_dates", ())  # anemoi's, whose values are none
         return axis.take(~np.isin(axis.stamps, np.array(missing, "datetime64[us]"))) if len(missing) else axis
+
+
+def check_no_sums(variables: Iterable[StoreVariable], every: Any) -> None:
+    """Raise `WindowError` for an array of sums over a step, of which some steps would be skipped."""
+    for variable in variables:
+        if "time" in variable.roles and is_accumulated(variable.table.attrs, variable.dim("time")):
+            raise WindowError(
+                f"every={every!r} skips steps of array {variable.table.name!r}, whose values are sums over a step: "
+                "those of the skipped steps would be lost; leave it out, take every=1, or write its sums over longer "
+                "steps first (xarray: .resample(time=…).sum())"
+            )
 
 
 def _text_of(value: Any) -> str:

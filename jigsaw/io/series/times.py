@@ -189,16 +189,20 @@ class TimeAxis:
 
 
 def is_accumulated(attrs: Mapping[str, Any], time_dim: str) -> bool:
-    """Say whether values are sums over a step: ``time: sum`` among CF's cell methods, or GRIB's step type ``accum``."""
+    """Say whether values are sums over a step: ``time: sum`` among CF's cell methods, or GRIB's step type ``accum``.
+
+    Upper case and blanks before a colon count as what they mean.
+    """
     if attrs.get("GRIB_stepType") == "accum":
         return True
     # "lat: lon: mean time: sum (interval: 1 hr)": names end with a colon, the method follows
     names: list[str] = []
-    for word in re.sub(r"\([^)]*\)", " ", str(attrs.get("cell_methods", ""))).split():
+    methods = re.sub(r"\([^)]*\)", " ", str(attrs.get("cell_methods", "")))
+    for word in re.sub(r"\s*:\s*", ": ", methods).split():
         if word.endswith(":"):
             names.append(word[:-1])
             continue
-        if word == "sum" and {time_dim, "time"} & set(names):
+        if word.lower() == "sum" and {time_dim, "time"} & set(names):
             return True
         names = []
     return False
