@@ -51,7 +51,7 @@ class ArrayTable:
     """Array as a table of chunks.
 
     `chunks` is the shape of what is fetched and decoded as one; in a shard, the inner chunk. It is the largest shape
-    where `lengths` gives those along a dim one by one. `clipped` says that the last chunk along a dim does not hold
+    where `lengths` has those along a dim one by one. `clipped` says that the last chunk along a dim does not hold
     padding. `dtype` is the stored numpy dtype with its byte order; `masks` are the stored values that mean "missing".
     `decoder` is None for an array that only its library can read. Then `load_slowly` gives the values of a box, and
     reads no more than the box where `slices` says so. `unfit` says why the array is refused where it is asked for.

@@ -77,8 +77,8 @@ class DimChunks:
 class ChunkGrid:
     """Places of an array's chunks in the array, and the bytes that they decode to.
 
-    `chunks` is the shape of a chunk, the largest where `lengths` gives those along a dim one by one; `clipped` says
-    that the last chunk along a dim does not hold padding. Take 10 x 6 values of 4 bytes in chunks of 4 x 4. Chunk (2,
+    `chunks` is the shape of the largest chunk; `lengths` has those along a dim where they differ. `clipped` says that
+    the last chunk along a dim does not hold padding. Take 10 x 6 values of 4 bytes in chunks of 4 x 4. Chunk (2,
     1) has the box ((8, 10), (4, 6)); it is stored as 4 x 4 values in 64 bytes, or clipped, as 2 x 2 in 16.
     """
 
@@ -138,8 +138,8 @@ ByteSpans = NDArray[np.int64]
 class ChunkPortion(NamedTuple):
     """A part of a chunk to fetch and decode.
 
-    `ranges` are (offset, length) of its stored bytes, each a request; `spans` the (start, stop) of the decoded bytes
-    that become valid, in the same order; `rows` the interval of each dim, for a chunk that a library reads by slices.
+    `ranges` are (offset, length) of its stored bytes, each a request. `spans` are the (start, stop) of the decoded
+    bytes that become valid, in the same order. `rows` has the interval of each dim of a chunk that a library slices.
     """
 
     ranges: tuple[tuple[int, int], ...]

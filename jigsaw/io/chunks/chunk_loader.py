@@ -126,8 +126,9 @@ class ChunkLoader(DecodedChunks):
         return ChunkLoadCounts(None, False) if fetched is None else self.decode(index, fetched, out)
 
     def load_strip(self, first: ChunkIndex, count: int, out: ByteArray) -> list[int | None]:
-        """Load whole chunks of one size that follow each other along the last dim, one after the other in `out`; gives
-        the stored size of each, None for a missing one, whose memory stays as it is.
+        """Load whole chunks of one size that follow each other along the last dim, one after the other in `out`.
+
+        Returns the stored size of each. It is None for a missing chunk, whose memory stays as it is.
         """
         size = self.grid.chunk_bytes
         rooms = [out[at : at + size] for at in range(0, count * size, size)]

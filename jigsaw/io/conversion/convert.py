@@ -181,28 +181,28 @@ def convert(
     missing: str = "error",
     order: str = "store",
 ) -> Converted:
-    """Write what xarray reads of a source to a local Zarr v3 store, decoded: missing values are NaN, packed numbers are
-    what they stand for.  Coordinates, attributes and CF metadata are kept.
+    """Write what xarray reads of a source to a local Zarr v3 store, decoded: missing values are NaN, and packed numbers
+    are unpacked. Coordinates, attributes and CF metadata are kept.
 
     - `source`: a path, URL, glob or list of files (joined by their coordinates), or an `xarray.Dataset`; `engine` is
       xarray's (``"cfgrib"`` for GRIB), `dims` says what its dims are (see `jigsaw.io.open`);
-    - `fields`, `time`, `every`: what is converted, as in `jigsaw.io.open`; by default all;
+    - `fields`, `time`, `every`: the selection, as in `jigsaw.io.open`; by default all is converted;
     - `chunks`, `shards`: sizes by dim; by default those that `mesh` (one rank without) reads cheapest
       (`jigsaw.io.recommend`);
-    - `dtype`: what floats are rounded to, such as ``"float32"``; by default they stay what xarray makes of them;
+    - `dtype`: the dtype that floats are rounded to, such as ``"float32"``; by default they keep that of xarray;
     - `client`: a `dask.distributed` client whose workers do it; without one, `threads` of this process (one a core);
     - `budget`: bytes that this process (or a worker's thread) holds at a time, at least one region;
     - `replace`: start again, whatever Zarr store there is at `target`, unless it is the source;
     - `outside`: folders and URLs that links of a Zarr store and references may lead to beyond their own folder, or True
       for all;
-    - `missing`: what becomes of chunks that a Zarr source has not, ``"error"`` or ``"fill"``, as in `jigsaw.io.open`;
-      a dataset that was opened elsewhere is read as it is;
+    - `missing`: the rule for chunks that a Zarr source lacks, ``"error"`` or ``"fill"``, as in `jigsaw.io.open`; a
+      dataset that was opened elsewhere is read as it is;
     - `order`: of cells that are points, by default the source's; ``"curve"`` puts them along Hilbert's curve, so that
       pieces have short borders. A `Writer` that writes like the new store restores the order of the source.
 
-    Raises: `WriteError` for a target that is complete already, belongs to another conversion, cannot be written (on a
-    full disk: the same call goes on once there is room), or reads back other than written; a `ReadError` for the
-    source; `FieldError` for a cluster without workers.
+    Raises: `WriteError` for a target that is complete, belongs to another conversion, cannot be written, or reads back
+    different values; after a full disk the same call goes on once there is room. A `ReadError` for the source;
+    `FieldError` for a cluster without workers.
 
     >>> made = jigsaw.io.convert("globe-*.nc", "train.zarr", fields=["2m_temperature"], chunks={"time": 1})
     >>> jigsaw.io.open(made.path, mesh={"lat": 1})

@@ -92,7 +92,7 @@ class Dataset(MeshSamples):
     *Shapes*: of a sample see `Sample`; per rank the rows of space that it owns, and of the input its halo.
     *Sends*: what `plan` says, on a process group of its own.
 
-    Raises: `IndexError` for a sample that there is not; the `ReadError` of a read that failed, on every rank.
+    Raises: `IndexError` for a sample that does not exist; the `ReadError` of a read that failed, on every rank.
 
     >>> data = jigsaw.io.open("globe.zarr", mesh={"lat": 2, "lon": 2}, fields=["t2m"], mode="cooperative")
     >>> data

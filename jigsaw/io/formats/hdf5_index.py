@@ -216,8 +216,8 @@ def has_unfiltered_edges(plist: Any) -> bool:
 def has_misplaced_chunks(dataset: Any) -> bool:
     """Say whether libhdf5 returns wrong places for the chunks of a dataset.
 
-    An index that is an extensible array has the one unlimited dim outermost, wherever it is in the dataset; libhdf5
-    (seen up to 2.0.0) lists its chunks as if it counted through the dims in their order.  Its reads are right.
+    An index that is an extensible array has the one unlimited dim outermost, wherever it is in the dataset. Libhdf5
+    (up to 2.0.0 at least) lists its chunks as if it counted through the dims in their order. Its reads are right.
     """
     unlimited = [d for d, most in enumerate(dataset.maxshape) if most is None]
     outer = [] if len(unlimited) != 1 else zip(dataset.maxshape[: unlimited[0]], dataset.chunks, strict=False)

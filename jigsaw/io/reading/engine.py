@@ -41,9 +41,9 @@ class ReadEngine:
 
     Making one is collective over `mesh` (ranks along the axes `apart` read other samples).  `threads` load chunks at
     the same time; by default the cores of this machine are shared among its ranks.  `budget`, the same on every rank,
-    bounds the bytes in flight, down to one chunk: the shared memory of a machine, and with it a chunk for each thread
-    and what this rank has fetched and not decoded yet.  Ranks wait `timeout` seconds for each other, by default as long
-    as in the mesh.  They tell each other the `identity` of what they have opened, where that is known, and do not read
+    bounds the bytes in flight, down to one chunk. These are the shared memory of a machine, a chunk for each thread,
+    and the bytes that this rank has fetched and not decoded yet.  Ranks wait `timeout` seconds for each other, by
+    default as long as in the mesh.  They tell each other the `identity` of what they have opened, and do not read
     different stores together.  `stats` adds up what it did, and equals its row of the plans.
     """
 

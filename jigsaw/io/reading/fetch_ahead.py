@@ -33,8 +33,8 @@ class _FetchGroup:
 class FetchAhead:
     """The far jobs of the reads of one rank, fetched in the order in which they are added.
 
-    What is under way or fetched and not taken yet, with what is in flight `beside` it, is at most `budget` bytes, or
-    one request; a chunk of unknown stored size counts as its decoded one.
+    At most `budget` bytes, or one request, are under way or fetched and not taken yet. Bytes in flight `beside` them
+    count too, and a chunk of unknown stored size counts as its decoded one.
     """
 
     def __init__(self, me: int, budget: int) -> None:

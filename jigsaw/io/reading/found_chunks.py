@@ -44,8 +44,8 @@ _SIZES_LOOKED_AT = 8
 class ReaderKinds:
     """Readers of a chunk, those that need the same of it as one kind: `of` says of which of the `number` each is.
 
-    A few kinds stand for thousands of ranks: of 64 x 64 on a chunk of the whole globe all 64 along a latitude may need
-    the same blocks.
+    A few kinds stand for thousands of ranks. On a chunk of the whole globe all 64 ranks along a latitude may need the
+    same blocks.
     """
 
     def __init__(self, of: NDArray[np.intp], number: int) -> None:

@@ -8,12 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from jigsaw.errors import (
-    GridError,
-    HaloError,
-    ShardingError,
-    UnsupportedStoreError,
-)
+from jigsaw.errors import GridError, HaloError, ShardingError, UnsupportedStoreError
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.cut import SplitRule, box_slices
 from jigsaw.geometry.layout import AxisSizes, DimSpec, Layout, MeshCoordinate
@@ -39,11 +34,11 @@ class ReadPart:
     - `to`: the destination dim that it lands in: 0 time, 1 channel, 2 and up space; `DROPPED_DIM` for a dim of which
       one index is picked and which the destination lacks.
 
-    `at` fixes the destination dims that the array lacks, as pairs (dim, index): ``((1, 3),)`` puts a variable without
-    levels into channel 3; a static field is one part a destination step.  `flip` lists the stored dims that run
-    against the layout's rows.  `first` is where a window begins that is smaller than the array: for each stored dim the
-    row that is the layout's row 0 (its last one along a flipped dim; 0 for dims that are picked from).  A window as
-    long as the array wraps: it is rolled.
+    `at` fixes the destination dims that the array lacks, as pairs (dim, index). ``((1, 3),)`` puts a variable without
+    levels into channel 3; a static field is one part for each destination step. `flip` lists the stored dims that run
+    against the layout's rows. `first` has for each stored dim the row that is the layout's row 0, where a window is
+    smaller than the array. Along a flipped dim it is the layout's last row, and 0 for dims with picks. A window as long
+    as the array wraps: it is rolled.
     """
 
     array: str
@@ -58,13 +53,12 @@ class ReadPart:
 class ReadRequest:
     """One sample [T, C, \\*space]: y = x * scale + offset, a channel each, after the file's own scale, offset and fill.
 
-    `layout` is that of the sample over the ranks that share it; its held intervals are what is read.  `nan` says what
-    becomes of missing values: ``"keep"``, ``"raise"`` (`NaNError`), or the number that stands in the result for them.
+    `layout` is that of the sample over the ranks that share it, which read its held intervals. `nan` is the rule for
+    missing values: ``"keep"``, ``"raise"`` (`NaNError`), or a number that replaces them in the result.
 
-    `missing` says what becomes of chunks whose object the store has not: ``"error"`` (`MissingChunkError`) or
-    ``"fill"``, the array's fill value.
-    `boundary` says for each spatial dim what rows beyond its ends show; without it they wrap.  `vectors` are the
-    channels that change sign in turned rows.
+    `missing` is the rule for chunks that the store lacks: ``"error"`` (`MissingChunkError`), or ``"fill"`` for the
+    array's fill value. `boundary` has the rule for rows beyond the ends of each spatial dim, which wrap without it.
+    `vectors` are the channels that change sign in turned rows.
     """
 
     layout: Layout
