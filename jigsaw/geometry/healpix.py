@@ -11,6 +11,7 @@ Source: Gorski et al., "HEALPix: a framework for high-resolution discretization"
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,15 +28,14 @@ def healpix_neighbors(nside: int, nested: bool = True) -> Callable[[Integers], I
         raise ShardingError(
             f"nside={nside} must be {'a power of two for nested numbers' if nside > 0 and nested else '1 or more'}"
         )
-    to_faces = _faces_of_nested if nested else _faces_of_rings
+    return partial(_cells_beside, nside, nested)
+
+
+def _cells_beside(nside: int, nested: bool, cells: Integers) -> Integers:
     to_cells = _nested_of_faces if nested else _rings_of_faces
-
-    def neighbors(cells: Integers) -> Integers:
-        face, x, y = to_faces(nside, cells)
-        columns = [_cell_beside(nside, face, x + dx, y + dy) for dx, dy in _OFFSETS]
-        return np.stack([np.where(f < 0, -1, to_cells(nside, np.maximum(f, 0), a, b)) for f, a, b in columns], axis=-1)
-
-    return neighbors
+    face, x, y = (_faces_of_nested if nested else _faces_of_rings)(nside, cells)
+    columns = [_cell_beside(nside, face, x + dx, y + dy) for dx, dy in _OFFSETS]
+    return np.stack([np.where(f < 0, -1, to_cells(nside, np.maximum(f, 0), a, b)) for f, a, b in columns], axis=-1)
 
 
 def healpix_degrees(nside: int, nested: bool, cells: Integers) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

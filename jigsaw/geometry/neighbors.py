@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from itertools import pairwise
@@ -46,7 +47,7 @@ class Neighbors:
         self.targets, self.degree = table.shape
         self.sources = self.targets if sources is None else sources
         _check_cells(table, self.sources, "index", least=-1)
-        self._rows_of: Callable[[Integers], Integers] = lambda cells: table[cells]
+        self._rows_of: Callable[[Integers], Integers] = partial(np.take, table, axis=0)
         self._starts, self._sorted_sources = None, None
         self.is_symmetric = False
         self.key = f"table {self.sources} {_digest(table)}"

@@ -31,7 +31,9 @@ from jigsaw.comm import debug
 from jigsaw.comm.exchange import exchange_rows
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Interval, whole_dim
+from jigsaw.geometry.neighbors import Neighbors
 from jigsaw.geometry.stencil_rules import ceil_div
+from jigsaw.nn.cells.gather import gather_neighbors
 from jigsaw.nn.stencils.stencil import DimStencil, StencilPlan, empty_result, is_cut_or_haloed, plan_stencil
 from jigsaw.nn.weights import call_with_tensors, is_dtensor
 from jigsaw.ops.meeting.common_cuts import bring_together
@@ -47,7 +49,7 @@ T = TypeVar("T")
 
 def local(
     op: Callable[..., Any],
-    reach: Mapping[int, int | tuple[int, int]],
+    reach: Mapping[int, int | tuple[int, int]] | Neighbors,
     *,
     stride: Mapping[int, int] | None = None,
     wrap: Collection[int] = (),
@@ -60,15 +62,19 @@ def local(
     the same as on the whole tensor; a dim in `wrap` continues at its other end.  Along a cut dim without a reach `op`
     works row by row.  ``rows[d]`` is how many rows `op` makes of the whole dim, by default size / stride, rounded up.
 
+    Of cells `reach` is a table of neighbors: `op` gets the neighbors of each target cell, [..., targets, k], in place
+    of its first argument [..., sources], and makes [..., targets, m] of them, cell by cell; a neighbor -1 is 0.
+
     All arguments are allowed.  Tiles meet as in ``x + y`` (all have the rows that `op` reaches for, or one row).  Plain
     tensors are whole, and `op` gets them as they are.  Parameters of `op`, where it is a module, and plain arguments
     get their gradients as with any layer.
 
     *Shapes*: global those of ``op(whole)``, with as many dims as the tile; per rank cut at the same rows / stride.
-    *Sends*: forward, the rows within reach that neighbors hold; backward, their gradients.
+    *Sends*: forward, the rows within reach that neighbors hold; backward, their gradients. Of a table as
+    `jigsaw.nn.gather_neighbors`.
     *Raises*: `ShardingError` for a dim that the tile lacks, or a stride that does not close a circle. Also for a
     changed argument, random numbers, or a parameter that is not an argument.  Also for a result with another number of
-    rows than reach, stride and rows say.
+    rows than reach, stride and rows say.  With a table for a stride, wrap or rows, and for a table of edges.
 
     >>> mesh = jigsaw.init_mesh(lat=1, lon=1)
     >>> tile = jigsaw.shard(torch.randn(2, 3, 9, 16), mesh, (None, None, "lat", "lon"))
@@ -77,6 +83,16 @@ def local(
     >>> jigsaw.local(laplacian, reach={-1: 1}, wrap=(-1,))(tile).shape
     torch.Size([2, 3, 9, 16])
     """
+    if isinstance(reach, Neighbors):
+        if stride or wrap or rows or reach.degree is None:
+            what = (
+                f"{reach}, whose cells have any number of edges" if reach.degree is None else f"{reach} beside others"
+            )
+            raise ShardingError(
+                f"jigsaw.local: reach={what}; give a table of k neighbors each, without stride, wrap and rows, or call "
+                "jigsaw.nn.gather_neighbors and scatter_to_cells"
+            )
+        return NeighborhoodFunction(op, reach)
     sides = {d: (r, r) if isinstance(r, int) else (int(r[0]), int(r[1])) for d, r in reach.items()}
     for d, (below, above) in sides.items():
         if min(below, above) < 0:
@@ -276,6 +292,17 @@ class LocalFunction(nn.Module):
             else:
                 todo.extend(before for before, _ in node.next_functions)
         return reached
+
+
+class NeighborhoodFunction(LocalFunction):
+    """The result of `jigsaw.local` with a table of neighbors."""
+
+    def __init__(self, op: Callable[..., Any], table: Neighbors) -> None:
+        super().__init__(op, {}, {}, (), {})
+        self.table = table
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(gather_neighbors(x, self.table), *args, **kwargs)
 
 
 _NAME = "jigsaw.local"

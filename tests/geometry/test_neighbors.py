@@ -1,5 +1,7 @@
 """Tables of neighbors and their plans, by enumeration."""
 
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -177,4 +179,17 @@ def test_tables_of_unstructured_grids(values, told):
 )
 def test_tables_that_name_no_cells_are_refused(values, told, message):
     with pytest.raises(ShardingError, match=message):
-        jigsaw.Neighbors.of_table(values, **told)
+        jigsaw.jigsaw.Neighbors.of_table(values, **told)
+
+
+def test_tables_are_pickled_as_the_models_that_keep_them():
+    edges = jigsaw.Neighbors.of_edges([2, 0, 1], [1, 1, 0])
+    for table in (
+        jigsaw.Neighbors([[1, 2], [0, -1], [1, 0]]),
+        jigsaw.Neighbors.healpix(2),
+        jigsaw.Neighbors.healpix(3, nested=False),
+        edges,
+    ):
+        again = pickle.loads(pickle.dumps(table))
+        assert again == table
+        np.testing.assert_array_equal(again.sources_of((0, table.targets)), table.sources_of((0, table.targets)))

@@ -172,3 +172,64 @@ def test_what_cannot_be_exact_is_refused():
             jigsaw.local(op, **how)(x)
     with pytest.raises(ShardingError, match="do not broadcast"):
         jigsaw.local(torch.add, {})(x, x[:, :, :5])
+
+
+# -- neighborhoods of cells -------------------------------------------------------------------------------------------
+
+
+class Median(nn.Module):
+    """The median of the neighbors of each cell, beside its own value, in as many mixtures as there are weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5, 2.0], dtype=torch.float64))
+
+    def forward(self, near, own):
+        return near.median(-1, keepdim=True).values * self.weight + own.tanh()
+
+
+class MedianOfCells(nn.Module):
+    """`Median` of the neighbors that a table names, beside the first of them."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.op, self.table = jigsaw.local(Median(), reach=table), table
+
+    def forward(self, x):
+        return self.op(x, jigsaw.nn.gather_neighbors(x, self.table)[..., :1])
+
+
+TABLES = {
+    "a ring": ([[(i - 1) % 48, (i + 1) % 48, (i * 7) % 48] for i in range(48)], 48),
+    "other targets": ([[5, 1, 47], [-1, 3, 30], [9, 9, 0]], 48),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_function_of_neighborhoods_on_every_mesh(name):
+    table = jigsaw.Neighbors(*TABLES[name])
+    net, x = MedianOfCells(table), torch.randn(2, 48, dtype=torch.float64)
+    near = jigsaw.nn.gather_neighbors(x, table)
+    assert torch.equal(net(x), Median()(near, near[..., :1]))
+    assert_same_on_every_mesh(net, x, [{"cell": n} for n in (1, 2, 3, 4)], spec=(None, "cell"))
+    assert_same_on_every_mesh(net, x, [{"cell": 3}], spec=(None, "cell"), split={1: (0, 0, 31, 48)})
+
+
+@on_ranks(3)
+def test_a_function_of_neighborhoods_sends_each_row_once():
+    tile = jigsaw.shard(torch.randn(5, 48), world_mesh(cell=3), (None, "cell"))
+    table = jigsaw.Neighbors.healpix(2)
+    op = jigsaw.local(lambda near: near.amax(-1, keepdim=True), reach=table)
+    jigsaw.nn.gather_neighbors(tile, table)  # the checksum of the table
+    with comm.count() as counted:
+        op(tile)
+    owned = set(range(*tile.layout.owned(tile.coordinate)[1]))
+    needed = set(table.sources_of((min(owned), max(owned) + 1)).tolist()) - owned - {-1}
+    assert counted.received_bytes == 4 * 5 * len(needed)
+
+
+def test_tables_that_have_no_neighborhoods_are_refused():
+    edges = jigsaw.Neighbors.of_edges([0, 1], [1, 1])
+    for options in ({"reach": edges}, {"reach": jigsaw.Neighbors.healpix(1), "stride": {-1: 2}}):
+        with pytest.raises(ShardingError, match="give a table of k neighbors each, without stride, wrap and rows"):
+            jigsaw.local(torch.sin, **options)
