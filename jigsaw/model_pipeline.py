@@ -18,7 +18,7 @@ from jigsaw.dryrun.pipeline_estimate import balanced_stages
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS, PIPE_AXIS
 from jigsaw.nn.weights import is_dtensor
-from jigsaw.parallel.channel_parallel import TensorPlan, planned_layers
+from jigsaw.parallel.channel_parallel import TensorPlan, found_tensor_plan, planned_layers
 from jigsaw.parallel.gradients import has_gradient_hooks
 from jigsaw.parallel.parallelize import reduced_at_end
 from jigsaw.parallel.sharding import ShardingOptions, WeightSharding
@@ -124,7 +124,10 @@ def pipeline(
                 "plain model and let pipeline cut its weights, with shard_weights=True or an axis 'channel'"
             )
 
-    planned = planned_layers(model, tensor or {})
+    if tensor is None:
+        in_tensor = comm.rank_count(stage_mesh, channel)
+        tensor = found_tensor_plan(model, in_tensor, example, **dict(example_kwargs or {})).plan
+    planned = planned_layers(model, tensor)
     given = _example_inputs(example, example_kwargs)
 
     def order_of_calls(names: Sequence[str]) -> Sequence[str]:

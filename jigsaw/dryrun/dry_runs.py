@@ -204,6 +204,7 @@ def _merged_remarks(played: Sequence[PlayedRank]) -> tuple[Remark, ...]:
             bytes_by_remark[bare] = bytes_by_remark.get(bare, 0) + remark.sent_bytes
         for bare, size in bytes_by_remark.items():
             most[bare] = max(most.get(bare, 0), size)
+        most |= {Remark("gathered", name, "linear", 0, why): 0 for name, why in rank.unpaired.items()}
     return tuple(replace(bare, sent_bytes=size) for bare, size in most.items())
 
 

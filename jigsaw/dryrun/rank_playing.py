@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from traceback import walk_tb
 from typing import Any
@@ -31,7 +31,7 @@ from jigsaw.geometry.layout import AxisSizes, Layout, LayoutSpec
 from jigsaw.ops.into_torch.whole_tensor import hearing_costs
 from jigsaw.ops.meeting.common_cuts import REALIGN_KIND, RECUT_KIND
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, hearing_repeats
-from jigsaw.parallel.channel_parallel import TensorPlan, planned_layers
+from jigsaw.parallel.channel_parallel import TensorPlan, found_tensor_plan, planned_layers
 from jigsaw.parallel.gradients import local_part
 from jigsaw.parallel.parallelize import parallelize, reduced_at_end, reducer_of
 from jigsaw.parallel.sharding import ShardingOptions
@@ -115,6 +115,7 @@ class PlayedRank:
     is_periodic: bool = True  # gradients of each block of the row travel in buckets with the same ends
     pieces: tuple[PlayedPiece, ...] = ()
     cut_share: float = 0.0  # bytes of those parameters that are DTensors
+    unpaired: Mapping[str, str] = field(default_factory=dict[str, str])  # layers, and why no plan has them
 
 
 def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
@@ -172,6 +173,9 @@ def _play_step(
 ) -> None:
     model, dtype = prepared_model(plan, mesh, played)
     inputs = prepared_inputs(plan, stage_mesh, dtype)
+    if plan.tensor is None:
+        pairs = found_tensor_plan(model, dict(axes_of_mesh(mesh)).get(CHANNEL_AXIS, 1), tuple(inputs))
+        plan, played.unpaired = replace(plan, tensor=pairs.plan), pairs.reasons
     for module in _checkpointed_modules(model, plan.checkpoint):
         module.forward = partial(run_checkpointed, module.forward, use_reentrant=False)
     stages = None if stage_mesh is mesh else PlayedStages(plan, model, mesh, stage_mesh)

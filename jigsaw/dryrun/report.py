@@ -19,6 +19,8 @@ class Remark:
     - ``"re-cut"``: rows that lay at other cut points travel, `sent_bytes` of them;
     - ``"repeated"``: each rank computes the whole of a plain tensor (learned queries of each place) by a product, and
       takes its own rows of it. Nothing is sent. `sent_bytes` are those of other ranks' rows, a mebibyte or more;
+    - ``"gathered"``: a linear layer is in no pair of a column and a row (`parallelize(tensor=)`), so its channels are
+      gathered after it; the reason says what stands in the way;
     - ``"value"``: Python reads a value of a tensor; the dry run assumed 1, or False;
     - ``"stopped"``: the dry run could not go on, and its numbers end there.
 

@@ -48,6 +48,8 @@ from jigsaw.nn.products.contraction import tile_in_autocast_dtype
 from jigsaw.nn.products.linear import gathered_tokens, layout_before_gather
 from jigsaw.nn.shared_inputs import shared_result
 from jigsaw.ops.reductions import stack_along_axes
+from jigsaw.parallel.channel_watcher import FoundPairs, PairCandidate
+from jigsaw.parallel.found_pairs import find_pairs
 from jigsaw.ranks.mesh import axes_of_mesh, flat_submesh
 from jigsaw.tile.tile import Tile
 
@@ -170,8 +172,7 @@ def cut_channels(model: nn.Module, mesh: DeviceMesh, axis: str, plan: TensorPlan
     that has groups, shares a parameter, or adds a token to keys and values.
     """
     ranks = comm.rank_count(mesh, axis)
-    uses = Counter(p for m in model.modules() for p in m.parameters(recurse=False))
-    able = [m for m in model.modules() if all(uses[p] == 1 for p in m.parameters()) and _channel_counts(m)]
+    able = _able_layers(model)
     planned = planned_layers(model, plan or {})
     names = {module: name for name, module in model.named_modules()}
     for layer, cut in planned.items():
@@ -198,6 +199,23 @@ def cut_channels(model: nn.Module, mesh: DeviceMesh, axis: str, plan: TensorPlan
             hooks = ChannelHooks(mesh, axis, gather=layer not in firsts)
             layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
             layer.register_forward_hook(hooks.after)
+
+
+def _able_layers(model: nn.Module) -> list[nn.Module]:
+    uses = Counter(p for m in model.modules() for p in m.parameters(recurse=False))
+    return [m for m in model.modules() if all(uses[p] == 1 for p in m.parameters()) and _channel_counts(m)]
+
+
+def found_tensor_plan(model: nn.Module, ranks: int, example: Any = None, **by_name: Any) -> FoundPairs:
+    """Return a plan for a model that has none, by a run on paper with the arguments `example` (one, or a tuple)."""
+    able = _able_layers(model) if ranks > 1 else []
+    candidates = {
+        name: PairCandidate(*counts, len(getattr(layer, "kernel_size", ())))
+        for name, layer in model.named_modules()
+        if layer in able and type(layer) is not nn.MultiheadAttention and (counts := _channel_counts(layer))
+    }
+    by_place: Any = () if example is None else example if isinstance(example, tuple) else (example,)
+    return find_pairs(model, candidates, ranks, (by_place, by_name) if by_place or by_name else None)
 
 
 def planned_layers(model: nn.Module, plan: TensorPlan) -> dict[nn.Module, PlannedCut]:

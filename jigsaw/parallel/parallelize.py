@@ -25,7 +25,7 @@ from jigsaw.geometry.axis_names import CHANNEL_AXIS
 from jigsaw.nn.shared_inputs import forget_last_input
 from jigsaw.ops.into_torch.reentrant import at_end_of_pass
 from jigsaw.ops.into_torch.whole_tensor import run_forward_whole
-from jigsaw.parallel.channel_parallel import TensorPlan, cut_channels
+from jigsaw.parallel.channel_parallel import TensorPlan, cut_channels, found_tensor_plan
 from jigsaw.parallel.gradients import (
     GradientReducer,
     WholeGradients,
@@ -63,6 +63,7 @@ def parallelize(
     reduce: bool = True,
     channel: str = CHANNEL_AXIS,
     tensor: TensorPlan | None = None,
+    example: Any = None,
     units: Sequence[nn.Module] | None = None,
     unit_bytes: int = 4 * _MIB,
     bucket_bytes: int = 25 * _MIB,
@@ -90,7 +91,10 @@ def parallelize(
       module names as in `fnmatch`. The output channels of a "column" stay cut, through heads, gates and attention,
       until a "row" adds them up. So a block of a transformer sends what Megatron's does. "gathered" is a column whose
       channels are gathered, "whole" leaves a layer as it is.  A plan of transformers serves too, ``model.tp_plan``.
-      Layers that no pattern names are cut as without a plan.
+      Layers that no pattern names are columns whose channels are gathered.
+    - Without `tensor` such pairs are found: the model runs once on paper, without values and messages. `example` has
+      what it is called with (a tensor or tile, or a tuple of arguments), of which only shapes matter. Without one the
+      model, or else its parts, are tried with a few likely inputs.  ``tensor={}`` looks for none.
     - ``reduce=False`` leaves the reduction to a wrapper that averages over all ranks,
       ``DistributedDataParallel(model)``; a forward pass without one warns.
 
@@ -119,6 +123,8 @@ def parallelize(
     """
     ranks = mesh.size()
     options = ShardingOptions.checked(mesh, shard_weights, replicate, mp_policy, offload_policy)
+    if tensor is None and not hasattr(model, _DONE):
+        tensor = found_tensor_plan(model, comm.rank_count(mesh, channel), example).plan
     _check_model(model, mesh, tensor)
     setattr(model, _DONE, True)
     reduce_units_behind_their_gradients()  # also of units that `fully_shard` makes later

@@ -17,12 +17,10 @@ what `down` returns.  Stage 1 begins; `up` reads 2, the sum reads 1, nothing rea
 
 from __future__ import annotations
 
-import copy
-import gc
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +31,8 @@ from jigsaw.comm import debug
 from jigsaw.comm.graph_calls import shape_run
 from jigsaw.comm.kept_halos import open_frames
 from jigsaw.errors import ShardingError
-from jigsaw.nn.weights import is_dtensor
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
+from jigsaw.parallel.models_on_paper import caches_on_paper, copy_without_values
 from jigsaw.stages.stage_calls import (
     GIVEN_BY_TILE,
     CallWatch,
@@ -88,17 +86,6 @@ def on_paper(mode: FakeTensorMode) -> Generator[None]:
         yield
 
 
-def caches_on_paper() -> tuple[Any, ...]:
-    """Return the caches of `functools` that keep tensors without values, for the next call that has some."""
-    kind = type(lru_cache(_without_values))
-    return tuple(
-        cache
-        for cache in gc.get_objects()
-        if type(cache) is kind
-        and any(isinstance(x, FakeTensor) for kept in gc.get_referents(cache) for x in pytree.tree_leaves(kept))
-    )
-
-
 # -- the model on paper -----------------------------------------------------------------------------------------------
 
 
@@ -127,10 +114,8 @@ class PaperModel:
         return [other for other, x in by_name.items() if x is by_name[name]]
 
     def _copy_without_values(self, model: nn.Module) -> nn.Module:
-        with self.mode:
-            memo: dict[int, Any] = {id(x): _without_values(x, self.mesh) for x in _tensors_of(model)}
         try:
-            return copy.deepcopy(model, memo)
+            return copy_without_values(model, self.mode, self.mesh.device_type)
         except Exception as error:
             raise ShardingError(
                 f"pipeline needs a copy of {type(model).__name__} without values, but copy.deepcopy(model) fails: "
@@ -184,16 +169,6 @@ class PaperModel:
 
 def _tensors_of(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
-
-
-def _without_values(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    if is_dtensor(x):
-        dtensor: Any = type(x.detach())  # its module is loaded wherever one exists
-        local, placement = _without_values(x.to_local().detach(), mesh), (x.device_mesh, x.placements)
-        empty: Tensor = dtensor.from_local(local, *placement, run_check=False, shape=x.shape, stride=x.stride())
-    else:
-        empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=mesh.device_type)
-    return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
 
 class _PaperPass(WatchedPass):

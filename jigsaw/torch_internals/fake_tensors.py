@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+
 from jigsaw.torch_internals.private_names import torch_imports
 
 with torch_imports():
@@ -13,6 +17,7 @@ with torch_imports():
         UnsupportedFakeTensorException,
         UnsupportedOperatorException,
     )
+    from torch._subclasses.fake_tensor import log as _log_of_failures  # it prints what raises, though it is caught
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.utils._python_dispatch import TorchDispatchMode  # sees every operator; public is nothing that does
 
@@ -25,4 +30,17 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
+    "quiet_failures",
 ]
+
+
+@contextmanager
+def quiet_failures() -> Generator[None]:
+    """Let operators that raise in the block say so by their exception alone; nothing warns."""
+    before, _log_of_failures.disabled = _log_of_failures.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        _log_of_failures.disabled = before

@@ -1,21 +1,17 @@
 """Plans of `parallelize(tensor=)`: blocks cut as columns and rows send what Megatron's formula says."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
+from plan_blocks import HEADS, KEY_HEADS, MARKS, SAMPLES, TOKENS, WIDTH, trained_beside_whole
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 import jigsaw
 from jigsaw.errors import ShardingError
 from jigsaw.testing import run_on_ranks, world_mesh
 
-WIDTH, HEADS, KEY_HEADS, TOKENS, SAMPLES = 24, 6, 2, 10, 4
 PLAN = {"*.query": "column", "*.key": "column", "*.value": "column", "*.out": "row"}
-MARKS = 64  # bytes that tell whether plain tensors are alike, once, and a sum of squares
 PLAN |= {"*.up": "column", "*.down": "row"}
 
 
@@ -68,48 +64,6 @@ def turned(x):
     return torch.cat([a * places.cos() - b * places.sin(), a * places.sin() + b * places.cos()], -1)
 
 
-class Checkpointed(nn.Module):
-    """Two blocks, each recomputed in the backward pass, as `is_reentrant` says."""
-
-    def __init__(self, block, is_reentrant):
-        super().__init__()
-        self.blocks, self.is_reentrant = nn.ModuleList([block(), block()]), is_reentrant
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.is_reentrant)
-        return x
-
-
-def _trained(block, axes, spec, plan, is_reentrant=None):
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    make = (
-        (lambda: nn.Sequential(block(), block()))
-        if is_reentrant is None
-        else partial(Checkpointed, block, is_reentrant)
-    )
-    model, whole = make(), make()
-    whole.load_state_dict(model.state_dict())
-    x = torch.randn(SAMPLES, TOKENS, WIDTH, requires_grad=True)
-    expected = whole(x)
-    expected.square().mean().backward()
-    mesh = world_mesh(**axes)
-    jigsaw.parallelize(model, mesh, tensor=plan)
-    with jigsaw.comm.count() as forward:
-        out = model(jigsaw.shard(x.detach(), mesh, spec).requires_grad_())
-    loss = out.square().mean()
-    with jigsaw.comm.count() as backward:
-        loss.backward()
-    torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-12, atol=1e-12)
-    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
-        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        torch.testing.assert_close(grad, q.grad, rtol=1e-11, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
-    held = {name: p.to_local().numel() / p.numel() for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    plain = sum(p.numel() * 8 for p in model.parameters() if not isinstance(p, DTensor))
-    return forward.sent_bytes, backward.sent_bytes, held, plain
-
-
 PLANS = {LlamaBlock: PLAN | {"*.gate": "column"}, ConditionedBlock: PLAN}
 
 
@@ -117,7 +71,7 @@ PLANS = {LlamaBlock: PLAN | {"*.gate": "column"}, ConditionedBlock: PLAN}
 @pytest.mark.parametrize("block", PLANS)
 def test_a_block_sends_four_sums(block, tokens):
     for forward, backward, held, plain in run_on_ranks(
-        2, _trained, block, {"channel": 2}, (None, tokens, None), PLANS[block]
+        2, trained_beside_whole, block, {"channel": 2}, (None, tokens, None), PLANS[block]
     ):
         assert set(held.values()) == {0.5}
         one_sum = SAMPLES * TOKENS * WIDTH * 8  # a ring of two sends as much as it holds, an exchange twice a half
@@ -142,13 +96,15 @@ def test_it_is_exact_on_other_meshes(block, axes, spec):
     if axes["channel"] == 3 and block is LlamaBlock:  # two heads of keys are eight channels
         plan |= {"*.key": "whole", "*.value": "whole"}
     ranks = torch.Size(axes.values()).numel()
-    run_on_ranks(ranks, _trained, block, axes, spec, plan)
+    run_on_ranks(ranks, trained_beside_whole, block, axes, spec, plan)
 
 
 @pytest.mark.parametrize("tokens", [None, "channel"])
 @pytest.mark.parametrize("is_reentrant", [False, True])
 def test_blocks_that_are_computed_again_are_exact(is_reentrant, tokens):
-    run_on_ranks(2, _trained, LlamaBlock, {"channel": 2}, (None, tokens, None), PLANS[LlamaBlock], is_reentrant)
+    run_on_ranks(
+        2, trained_beside_whole, LlamaBlock, {"channel": 2}, (None, tokens, None), PLANS[LlamaBlock], is_reentrant
+    )
 
 
 class _Changes(nn.Module):
@@ -240,7 +196,7 @@ def _of_transformers():
 
 def test_a_dry_run_counts_what_the_ranks_send():
     forward, backward, *_ = run_on_ranks(
-        2, _trained, LlamaBlock, {"channel": 2}, (None, None, None), PLANS[LlamaBlock]
+        2, trained_beside_whole, LlamaBlock, {"channel": 2}, (None, None, None), PLANS[LlamaBlock]
     )[0]
     net = nn.Sequential(LlamaBlock(), LlamaBlock()).double()
     report = jigsaw.dry_run(

@@ -245,7 +245,7 @@ def einsum(equation: str, *operands: Any) -> Any:
     """Sum the products that `equation` names; see `contract_labels`.  A repeated label takes the diagonal."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
-    labels, out = _read_equation(equation, tuple([t.ndim for t in operands]))
+    labels, out = read_equation(equation, tuple([t.ndim for t in operands]))
     if any(isinstance(t, Tile) and len(set(by)) != len(by) for by, t in zip(labels, operands, strict=True)):
         _, arrow, right = equation.replace(" ", "").partition("->")
         pairs = [_without_repeats(by, t) for by, t in zip(labels, operands, strict=True)]
@@ -258,7 +258,8 @@ def einsum(equation: str, *operands: Any) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _read_equation(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+def read_equation(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+    """Return the labels of each operand of an einsum, of so many dims, and those of the result."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if len(terms) != len(ndims):

@@ -1,0 +1,115 @@
+"""Plan of columns and rows for a model that has none: a run on paper with an example, or with likely inputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jigsaw.parallel.channel_watcher import ChannelWatcher, FoundPairs, PairCandidate
+from jigsaw.parallel.models_on_paper import caches_on_paper, copy_without_values
+from jigsaw.torch_internals import pytree
+from jigsaw.torch_internals.dispatch import without_modes
+from jigsaw.torch_internals.fake_tensors import FakeTensorMode, quiet_failures
+
+
+def find_pairs(
+    model: nn.Module, able: Mapping[str, PairCandidate], ranks: int, example: tuple[Any, Mapping[str, Any]] | None
+) -> FoundPairs:
+    """Return the columns and rows among the layers that `able` names.
+
+    `example` has the arguments of a call.  Without it the model, or where that raises its parts, are called with
+    tokens, images or indices of the size that their first layer takes.
+    """
+    if not able:
+        return FoundPairs()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with without_modes():
+        try:
+            bare = copy_without_values(model, mode, "cpu")
+        except Exception as error:  # of any kind: it is the model's own code
+            return FoundPairs(reasons=dict.fromkeys(able, f"copy.deepcopy(model) raises {error!r}"))
+        weights = {id(bare.get_submodule(name).weight): name for name in able}
+        whole = set[str]()  # keys and values of fewer heads than ranks
+        while True:
+            watcher = ChannelWatcher(weights, able, ranks, whole)
+            with mode, torch.no_grad(), quiet_failures():
+                if example is None:
+                    _call_parts(watcher, "", bare, able)
+                else:
+                    _call_on_paper(watcher, bare, *pytree.tree_map(_bare_input, example))
+            pairs = watcher.pairs()
+            if whole >= watcher.too_few:
+                break
+            whole |= watcher.too_few
+        for cache in caches_on_paper():
+            cache.cache_clear()
+    return pairs
+
+
+def _bare_input(x: Any) -> Any:
+    return torch.empty(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x
+
+
+def _call_on_paper(watcher: ChannelWatcher, part: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    before = watcher.begin(x for x in leaves if x.is_floating_point())
+    try:
+        with watcher:
+            out = part(*args, **kwargs)
+    except Exception as error:  # of any kind: it is the model's own code
+        watcher.go_back(before, f"on paper {type(part).__name__} raises {type(error).__name__}: {error}")
+        return False
+    watcher.end(out)
+    return True
+
+
+# -- calls without an example -----------------------------------------------------------------------------------------
+
+
+def _call_parts(watcher: ChannelWatcher, name: str, part: nn.Module, able: Mapping[str, PairCandidate]) -> None:
+    prefix = f"{name}." if name else ""
+    if sum(layer.startswith(prefix) for layer in able) < 2:
+        return
+    if any(_call_on_paper(watcher, part, args, {}) for args in _likely_arguments(part)):
+        return
+    for child, module in part.named_children():
+        _call_parts(watcher, prefix + child, module, able)
+
+
+def _likely_arguments(part: nn.Module) -> Iterator[tuple[Tensor, ...]]:
+    if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+        return
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    wanted = [p for p in inspect.signature(part.forward).parameters.values() if p.kind in kinds]
+    count = sum(p.default is p.empty for p in wanted)
+    for first, vector in _first_inputs(part):
+        yield (first,) * count
+        if count > 1:  # a condition for each sample
+            yield (first, *(vector,) * (count - 1))
+
+
+def _first_inputs(part: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield inputs that the first layer takes, and a vector for each sample; two samples, sixteen tokens."""
+    for module in part.modules():
+        if isinstance(module, nn.Embedding):
+            yield torch.zeros(2, 16, dtype=torch.int64), torch.empty(2, module.embedding_dim)
+        elif isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            for size in (32, 224):
+                yield torch.empty(2, module.in_channels, *(size,) * len(module.kernel_size)), torch.empty(2)
+        elif isinstance(module, (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.MultiheadAttention)):
+            width = (
+                module.in_features
+                if isinstance(module, nn.Linear)
+                else module.embed_dim
+                if isinstance(module, nn.MultiheadAttention)
+                else module.normalized_shape[-1]
+            )
+            for tokens in ((16,), (4, 4), ()):
+                yield torch.empty(2, *tokens, width), torch.empty(2, width)
+        else:
+            continue
+        return

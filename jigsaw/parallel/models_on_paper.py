@@ -1,0 +1,43 @@
+"""Copies of models without values, for runs on paper."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jigsaw.nn.weights import is_dtensor
+from jigsaw.torch_internals import pytree
+from jigsaw.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
+
+
+def copy_without_values(model: nn.Module, mode: FakeTensorMode, device_type: str) -> nn.Module:
+    """Return a deep copy whose parameters and buffers have no values, in a fake mode."""
+    with mode:
+        memo: dict[int, Any] = {id(x): _without_values(x, device_type) for x in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, memo)
+
+
+def _without_values(x: Tensor, device_type: str) -> Tensor:
+    if is_dtensor(x):
+        dtensor: Any = type(x.detach())  # its module is loaded wherever one exists
+        local, placement = _without_values(x.to_local().detach(), device_type), (x.device_mesh, x.placements)
+        empty: Tensor = dtensor.from_local(local, *placement, run_check=False, shape=x.shape, stride=x.stride())
+    else:
+        empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device_type)
+    return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
+
+
+def caches_on_paper() -> tuple[Any, ...]:
+    """Return the caches of `functools` that keep tensors without values, for the next call that has some."""
+    kind = type(lru_cache(_without_values))
+    return tuple(
+        cache
+        for cache in gc.get_objects()
+        if type(cache) is kind
+        and any(isinstance(x, FakeTensor) for kept in gc.get_referents(cache) for x in pytree.tree_leaves(kept))
+    )

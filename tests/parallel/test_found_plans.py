@@ -1,0 +1,91 @@
+"""Blocks without a plan: `parallelize` finds their columns and rows, and they send what Megatron's formula says."""
+
+import plan_blocks
+import pytest
+import torch
+from plan_blocks import BLOCKS, SAMPLES, WIDTH, trained_beside_whole
+from torch import nn
+
+import jigsaw
+from jigsaw.parallel.channel_parallel import found_tensor_plan
+from jigsaw.testing import run_on_ranks
+
+TOKENS = 16
+FOUR_SUMS = {"HFViTLayer", "HFLlamaLayer"}  # blocks that send nothing else
+
+
+def _share_of_four_sums(block, axes, spec):
+    return trained_beside_whole(block, axes, spec, None, tokens=TOKENS)
+
+
+@pytest.mark.parametrize("tokens", [None, "channel"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_without_a_plan(block, tokens):
+    one_sum = SAMPLES * TOKENS * WIDTH * 8
+    for forward, backward, _, plain in run_on_ranks(
+        2, _share_of_four_sums, block, {"channel": 2}, (None, tokens, None)
+    ):
+        shares = forward / (4 * one_sum), (backward - plain) / (4 * one_sum)
+        assert block.__name__ not in FOUR_SUMS or max(shares) < 1.01, shares
+        assert max(shares) < 2.6, shares
+
+
+OTHERS = [
+    pytest.param({"channel": 3}, (None, None, None), id="3"),
+    pytest.param({"channel": 4}, (None, None, None), id="4", marks=pytest.mark.slow),
+    pytest.param({"data": 2, "channel": 2}, ("data", "channel", None), id="2x2", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("axes", "spec"), OTHERS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_blocks_without_a_plan_are_exact_where_heads_do_not_divide(block, axes, spec):
+    run_on_ranks(torch.Size(axes.values()).numel(), _share_of_four_sums, block, axes, spec)
+
+
+class _Mixed(nn.Module):
+    """Columns that must not be rows' partners: one is normed, one returned, one added to what is whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+        self.norm, self.one, self.other = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.narrow(torch.tanh(self.wide(x)))
+        return self.other(self.norm(self.one(x))) + x + y
+
+
+def test_reasons_name_what_stands_in_the_way():
+    pairs = found_tensor_plan(_Mixed(), 2)
+    assert pairs.cuts == {"wide": "column", "narrow": "row"}
+    assert pairs.reasons == {"one": "layer_norm: it mixes all channels", "other": "add: it meets whole channels"}
+    report = jigsaw.dry_run(_Mixed(), (2, 8, WIDTH), {"channel": 2}, spec=(None, None, None), optimizer=None)
+    assert [(r.kind, r.module) for r in report.remarks] == [("gathered", "one"), ("gathered", "other")]
+
+
+class _Conditioned(nn.Module):
+    """A block that no likely input fits: the pairs of its parts are found, and all with an example."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = plan_blocks.HFViTLayer()
+
+    def forward(self, x, scales):
+        return self.block(x) * scales["scale"]
+
+
+def test_parts_are_run_where_the_model_cannot_be():
+    example = torch.empty(2, 8, WIDTH), {"scale": torch.empty(2, 1, 1)}
+    with_example = found_tensor_plan(_Conditioned(), 2, example)
+    assert found_tensor_plan(_Conditioned(), 2).cuts == with_example.cuts
+    assert set(with_example.cuts.values()) == {"row", "column"} and not with_example.reasons
+    assert found_tensor_plan(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), 1, torch.empty(2, 8)).cuts == {}
+
+
+def test_a_run_on_paper_leaves_no_trace_in_the_model():
+    model = plan_blocks.GPTBlock()
+    before = {name: (id(x), x.clone()) for name, x in model.state_dict(keep_vars=True).items()}
+    found_tensor_plan(model, 2)
+    for name, x in model.state_dict(keep_vars=True).items():
+        assert id(x) == before[name][0] and torch.equal(x, before[name][1])
