@@ -61,7 +61,7 @@ TEST_WORKERS ?= 2
 PYTEST := python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weather weather-025 cells aurora vae medical nginx test test-cuda test-law check nightly docs test-newest with-newest test-least test-next \
+.PHONY: help setup weather weather-025 cells aurora vae medical nginx test test-cuda test-played test-law check nightly docs test-newest with-newest test-least test-next \
 	test-oldest with-oldest bench fuzz zoo dist sbom release-tag lint-repository clean
 
 help: ## show these targets
@@ -109,8 +109,12 @@ nginx:
 test: setup ## the tests, without the slow ones and every second case of a long series
 	$(BIN)/$(PYTEST) -m "not slow"
 
-test-cuda: setup ## the tests of a GPU, the slow ones too; JIGSAW_TEST_DEVICE=cpu tries them without one
+test-cuda: setup ## the tests of a GPU, the slow ones too; without one on a device that is played
 	$(BIN)/python -m pytest tests/cuda
+
+PLAYED_PARTS := tests/cuda tests/comm/test_comm.py tests/parallel/test_parallel.py
+test-played: setup ## tests that are written for CPUs, on a device that is played: where tensors lie, and no wait of the host
+	JIGSAW_TEST_DEVICE=played $(BIN)/$(PYTEST) -m "not slow" $(PLAYED_PARTS)
 
 # What ranks send each other, in training by every strategy and beside the reader.
 LAW_PARTS := tests/comm tests/parallel tests/stages tests/checkpoint tests/test_composed.py tests/nn/test_experts.py \

@@ -20,11 +20,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import jigsaw
-from jigsaw.comm.wire_values import tensors_as_on_accelerators
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
+from jigsaw.testing.played_device import PLAYED_DEVICE, refuse_host_waits, why_not_played
 from jigsaw.tile.tile_making import shard
 
 SPACE = (None, None, "lat", None)
@@ -133,24 +132,6 @@ def test_calls_of_a_step_grow_as_its_parameters_do():
     assert step_calls(60) < 2 * step_calls(30)
 
 
-class _LooksAtValues(TorchDispatchMode):
-    """Raise where the host would wait for a GPU: to read a number, or for a shape that depends on values."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func not in WAITING, f"the host waits for {func}"
-        return func(*args, **(kwargs or {}))
-
-
-WAITING = {
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.nonzero.default,
-    torch.ops.aten.masked_select.default,
-    torch.ops.aten.unique_consecutive.default,
-    torch.ops.aten._unique2.default,
-    torch.ops.aten.equal.default,
-}
-
-
 class _WholeNet(nn.Module):
     """Convolutions, norms, an odd resize, attention, an embedding, picked rows, and a loss of classes."""
 
@@ -172,26 +153,23 @@ class _WholeNet(nn.Module):
         return loss + F.mse_loss(x, x.detach() * 0.5) + x[:, :, self.rows].square().mean()
 
 
+@pytest.mark.skipif(bool(why_not_played()), reason=why_not_played() or "it may")
 @pytest.mark.parametrize("axes", [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lat": 2, "lon": 2}])
 def test_no_step_looks_at_values_that_a_gpu_has(axes):
-    run_on_ranks(math.prod(axes.values()), _steps_without_looks, axes)
+    run_on_ranks(math.prod(axes.values()), _steps_without_looks, axes, device=PLAYED_DEVICE)
 
 
 def _steps_without_looks(axes):
     mesh = world_mesh(**axes)
     torch.manual_seed(0)
-    model = jigsaw.parallelize(_WholeNet(), mesh)
+    model = jigsaw.parallelize(_WholeNet().to(PLAYED_DEVICE), mesh)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     spec = (None, None, *("lat", "lon" if "lon" in axes else None))
-    x = shard(torch.randn(2, 4, 9, 8), mesh, spec)
-    labels = shard(torch.randint(9, (2, 9, 8)), mesh, (None, *spec[2:]))
+    x = shard(torch.randn(2, 4, 9, 8).to(PLAYED_DEVICE), mesh, spec)
+    labels = shard(torch.randint(9, (2, 9, 8)).to(PLAYED_DEVICE), mesh, (None, *spec[2:]))
     for step in range(3):
         # what is made once may wait, and the first steps are compared by rank
-        looks = contextlib.ExitStack()
-        if step == 2:
-            looks.enter_context(tensors_as_on_accelerators())
-            looks.enter_context(_LooksAtValues())
-        with looks:
+        with refuse_host_waits() if step == 2 else contextlib.nullcontext():
             model(x, labels).backward()
             jigsaw.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

@@ -28,7 +28,15 @@ from jigsaw.comm.traffic import TrafficCall as TrafficCall
 from jigsaw.comm.traffic import TrafficCount as TrafficCount
 from jigsaw.comm.traffic import count as count
 from jigsaw.comm.traffic import open_counts, record_call
-from jigsaw.comm.wire_values import byte_view, floats_from_order, is_narrow, order_as_integers, plain_memory, wire_dtype
+from jigsaw.comm.wire_values import (
+    byte_view,
+    floats_from_order,
+    is_narrow,
+    order_as_integers,
+    plain_memory,
+    wire_dtype,
+    wire_memory,
+)
 from jigsaw.errors import ShardingError
 from jigsaw.ranks.mesh import (
     TrafficKind,
@@ -257,14 +265,14 @@ def _sum_in_shares(
     if number is not None:  # in 8 bytes behind each share
         mark = torch.full((1,), number, device=x.device).view(x.dtype)
         given = torch.cat([given, mark.expand(ranks, -1)], 1)
-    taken = torch.empty_like(given)
+    taken = wire_memory(given, given.shape)
     with OpenWait("all_reduce", line):
         dist.all_to_all_single(byte_view(taken), byte_view(given), group=group)
     is_alike = None
     if number is not None:
         is_alike = (taken[:, share:].view(torch.int16) == given[:, share:].view(torch.int16)).all()
     mine = taken[:, :share].sum(0, dtype=torch.float32).to(x.dtype)
-    whole = x.new_empty(ranks, share)
+    whole = wire_memory(x, (ranks, share))
     with OpenWait("all_reduce", line):
         dist.all_gather([byte_view(row) for row in whole], byte_view(mine), group=group)
     each = given[0].nbytes + mine.nbytes
@@ -309,7 +317,7 @@ def all_gather(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks =
 def _gather_bytes(mine: Tensor, mesh: DeviceMesh, axes: AxisNames, kind: str) -> list[Tensor]:
     found = mine
     for group, ranks in reversed(groups_along(mesh, axes)):
-        parts = [torch.empty_like(found) for _ in ranks]
+        parts = [wire_memory(found, found.shape) for _ in ranks]
         with OpenWait(kind, ranks):
             dist.all_gather(parts, found, group=group)
         moved = (len(ranks) - 1) * found.nbytes

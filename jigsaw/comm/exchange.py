@@ -21,10 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.comm import collectives, debug
 from jigsaw.comm.graph_calls import graph_call, is_shape_run
 from jigsaw.comm.kept_halos import keep_messages, kept_messages
+from jigsaw.comm.wire_values import wire_memory
 from jigsaw.errors import RanksDifferError, ShardingError
 from jigsaw.geometry.cut import Box, box_shape
 from jigsaw.geometry.layout import Layout
-from jigsaw.geometry.transfers import BoxesByPeer, ExchangePlan, check_exchange, plan_exchange
+from jigsaw.geometry.transfers import BoxesByPeer, ExchangePlan, check_exchange, layouts_between, plan_exchange
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate
 from jigsaw.ranks.slab_mesh import SlabMesh
 
@@ -71,7 +72,7 @@ class PackedSwap:
             self.received, self._pending = kept, collectives.PendingWork((), ())
             return
         self.received = [
-            (peer, like.new_empty(sum(sizes))) for (peer, _), sizes in zip(taken, self._sizes, strict=True)
+            (peer, wire_memory(like, (sum(sizes),))) for (peer, _), sizes in zip(taken, self._sizes, strict=True)
         ]
         sends = [(peer, _flat_message(parts)) for peer, parts in given]
         self._pending = collectives.swap_messages(mesh, sends, self.received, kind)
@@ -413,9 +414,11 @@ def redistribute_rows(
 
     *Shapes*: global unchanged; per rank ``source.held`` -> ``target.held``.
     *Sends*: forward the rows that others need and this rank owns; backward likewise from target to source.  Counted as
-    `kind`.
+    `kind`.  Among more than 64 ranks one axis goes after the other, in few messages of more bytes.
     *Raises*: `ShardingError` for layouts of different shapes or meshes, or that do not fit `mesh` or `local`.
     """
+    for layout in layouts_between(source, target):
+        local, source = exchange_rows(local, source, layout, mesh, kind=kind), layout
     if set(source.cut_axes) == set(target.cut_axes):
         return exchange_rows(local, source, target, mesh, kind=kind)
     # Example: four ranks, from 2 x 2 pieces by lat and lon to two by lat alone, with halos.  A row of a halo has

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.comm import collectives, debug
 from jigsaw.comm.graph_calls import graph_call
-from jigsaw.comm.wire_values import is_narrow, is_on_accelerator
+from jigsaw.comm.wire_values import is_narrow, is_on_accelerator, wire_memory
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Box, Interval, box_elements, box_shape, box_slices, cut_points, interval_overlap
 from jigsaw.geometry.layout import Layout, MeshCoordinate
@@ -193,7 +193,7 @@ class MatmulEngine:
                 totals[t] = part.add_(totals[t])
                 continue
             owner, giver = ring.peers[(ring.me + 1 + step) % ring.size], ring.peers[(ring.me - 1 - step) % ring.size]
-            buffer = part.new_empty(box_shape(pieces[ring.me][t]), dtype=dtype)
+            buffer = wire_memory(part, box_shape(pieces[ring.me][t]), dtype)
             pending = collectives.swap_messages(self.mesh, [(owner, part.to(dtype))], [(giver, buffer)], "matmul")
             arriving[step + 1, t] = buffer, pending
         return torch.cat(list(totals.values())).to(dtype)
@@ -222,7 +222,7 @@ class MatmulEngine:
             if step == ring.size - 1:
                 own.append(total)
                 continue
-            buffer = total.new_empty(box_shape(pieces[(ring.me - 2 - step) % ring.size][t]))
+            buffer = wire_memory(total, box_shape(pieces[(ring.me - 2 - step) % ring.size][t]))
             arriving[step + 1, t] = buffer, self.pass_on(ring, total, buffer)
         return own[0] if len(own) == 1 else torch.cat(own)
 
@@ -253,7 +253,7 @@ class ProductBlock:
         # while that of (r - 1 - s) mod 4 arrives.  Each part is sent three times, by one neighbor to the next.
         ring = self.ring
         pieces, chunks = _ring_step_boxes(ring, self._engine.chunk, self.local.element_size())
-        whole = self.local.new_empty(ring.block) if self.keep else None
+        whole = wire_memory(self.local, ring.block) if self.keep else None
         first = ring.boxes[ring.me][0][0]
         arriving: dict[int, tuple[Tensor, collectives.PendingWork]] = {}
         for i in range(ring.size * chunks):
@@ -278,7 +278,7 @@ class ProductBlock:
     def _buffer(self, box: Box, whole: Tensor | None) -> Tensor:
         """Return where a part arrives: in its place of the kept block where that is contiguous."""
         place = None if whole is None else whole[box_slices(box)]
-        return place if place is not None and place.is_contiguous() else self.local.new_empty(box_shape(box))
+        return place if place is not None and place.is_contiguous() else wire_memory(self.local, box_shape(box))
 
 
 def _ring_step_boxes(

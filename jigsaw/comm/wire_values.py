@@ -8,7 +8,7 @@ tensor([True, True, True])
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -94,31 +94,38 @@ def checksum_of_bits(x: Tensor) -> int:
 
 def is_on_accelerator(x: Tensor) -> bool:
     """Say whether the host would wait for a device to read values of `x`."""
-    return x.device.type not in ("cpu", "meta") or bool(_accelerators_acted)
-
-
-_accelerators_acted: list[None] = []
-
-
-@contextmanager
-def tensors_as_on_accelerators() -> Generator[None]:
-    """Take tensors of the host for a GPU's within the block; a test then sees which values are looked at all the same.
-
-    Products of narrow types are left out: the host has none that add up in a wider type.
-    """
-    _accelerators_acted.append(None)
-    try:
-        yield
-    finally:
-        _accelerators_acted.pop()
+    return x.device.type not in ("cpu", "meta")
 
 
 def values_on_device(values: Sequence[Any] | Tensor, dtype: torch.dtype | None, device: torch.device | str) -> Tensor:
     """Return numbers of the host on a device; a GPU gets them from pinned memory, for which the host does not wait."""
     on_host = torch.as_tensor(values, dtype=dtype)
-    if on_host.device.type != "cpu" or torch.device(device).type != "cuda" or torch.compiler.is_compiling():
+    if on_host.device.type != "cpu" or torch.device(device).type in ("cpu", "meta") or torch.compiler.is_compiling():
         return on_host.to(device)
     return on_host.pin_memory().to(device, non_blocking=True)
+
+
+def wire_memory(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """Return contiguous memory for what arrives, on the device of `like`, and of its dtype by default.
+
+    Every message lands in memory from here, so that a pool, or memory that copy engines reach, has one place.
+    """
+    return _wire_memory_makers[-1](like, shape, dtype or like.dtype)
+
+
+_wire_memory_makers: list[Callable[[Tensor, Sequence[int], torch.dtype], Tensor]] = [
+    lambda like, shape, dtype: like.new_empty(shape, dtype=dtype)
+]
+
+
+@contextmanager
+def wire_memory_by(make: Callable[[Tensor, Sequence[int], torch.dtype], Tensor]) -> Generator[None]:
+    """Let ``make(like, shape, dtype)`` give the memory for what arrives within the block."""
+    _wire_memory_makers.append(make)
+    try:
+        yield
+    finally:
+        _wire_memory_makers.pop()
 
 
 def lie_in_one_memory(x: Tensor, y: Tensor) -> bool:

@@ -43,6 +43,7 @@ from torch import Tensor
 
 from jigsaw.comm.exchange import redistribute_rows
 from jigsaw.comm.graph_calls import lacks_values
+from jigsaw.geometry import transfers
 from jigsaw.geometry.cut import Cut, cut_points, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.matmul_grid import refine_cut
@@ -167,6 +168,8 @@ def _receiving_dim(now: Layout, source: int, todo: Sequence[int], dims: Sequence
 def _receiving_cut(now: Layout, target: int, axes: tuple[str, ...], home: dict[int, DimCuts]) -> Cut:
     """Return `target`, cut by `axes` as well: where some of them return to it, at the points that it has there."""
     cut = now.dim(target)[0]
+    if math.prod(now.size_of(a) for a in axes) > transfers.MOST_PEERS_AT_ONCE:
+        axes = axes[::-1]  # the minor one goes first, and is then major (`layouts_between`)
     if cut.is_cut:
         return refine_cut(cut, axes, dict(now.axes))
     known = home[target][0]

@@ -153,11 +153,12 @@ def mesh_patience(mesh: DeviceMesh) -> timedelta:
 
 
 def sends_through_host(mesh: DeviceMesh) -> bool:
-    """Say whether messages leave from memory of the host: gloo's do, even those of ranks that share one GPU."""
-    if mesh.device_type == "cpu":
-        return True
-    backend: Any = backend_of_group(mesh_group(mesh), torch.device(mesh.device_type))
-    return dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
+    """Say whether messages leave from memory of the host: gloo's do, even those of ranks that share one GPU.
+
+    A backend that queues its operations on a device takes batches of them.
+    """
+    device = torch.device(mesh.device_type)
+    return device.type == "cpu" or not takes_batches(mesh_group(mesh), device)
 
 
 def job_patience() -> timedelta:

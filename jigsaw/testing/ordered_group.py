@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jigsaw.ranks.call_places import place_of_call
+from jigsaw.testing.played_device import PLAYED_DEVICE, host_view
 from jigsaw.testing.post_order import Post, PostedMessage, PostOrderError, PostWait
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.groups import serve_group
@@ -96,7 +97,7 @@ class _OrderedWork(dist.Work):
                 )
             with torch.no_grad():
                 for target, result in self._late:
-                    target.copy_(result)
+                    host_view(target).copy_(result)
             self._before, self._late = [], ()
 
     def is_completed(self) -> bool:
@@ -155,7 +156,7 @@ class OrderedGroup(dist.ProcessGroup):
         posted = [PostedMessage(sent, self.members[at], x.nbytes, tag) for sent, x, at, tag in messages]
         pair = f"{self.communicator} {sorted((self.members[self.rank()], posted[0].peer))}" if is_pair else ""
         number = _record_post(self, "", posted, pair)
-        arriving = [(x, torch.empty_like(x), at) for sent, x, at, _ in messages if not sent]
+        arriving = [(x, torch.empty_like(host_view(x)), at) for sent, x, at, _ in messages if not sent]
         leaving = [(x, _copy_of(x), at) for sent, x, at, _ in messages if sent]
         works = [self.inner.recv([private], at, 0) for _, private, at in arriving]  # gloo sends once it hears of them
         works += [self.inner.send([copy], at, 0) for _, copy, at in leaving]
@@ -174,12 +175,13 @@ def _with_copies(tree: Any) -> tuple[list[Tensor], Any, list[tuple[Tensor, Tenso
 
 
 def _copy_of(x: Tensor) -> Tensor:
-    return x.detach().clone()
+    return host_view(x.detach()).clone()
 
 
 def _has_same_bits(x: Tensor, other: Tensor) -> bool:
+    x = host_view(x.detach())
     return torch.equal(*(torch.view_as_real(v) if v.is_complex() else v for v in (x, other))) or torch.equal(
-        *(v.detach().contiguous().view(-1).view(torch.uint8) for v in (x, other))  # NaN is not equal to itself
+        *(v.contiguous().view(-1).view(torch.uint8) for v in (x, other))  # NaN is not equal to itself
     )
 
 
@@ -231,5 +233,5 @@ def _batch_of_messages(messages: list[dist.P2POp]) -> list[dist.Work]:
 
 def serve_ordered_groups() -> None:
     """Let torch make such groups in this process from now on."""
-    dist.Backend.register_backend(ORDERED_BACKEND, _make_group, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(ORDERED_BACKEND, _make_group, extended_api=True, devices=["cpu", PLAYED_DEVICE])
     replace_in_torch(dist, "batch_isend_irecv", _batch_of_messages)

@@ -21,6 +21,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from jigsaw.testing import rank as rank_process
 from jigsaw.testing.failure import RankFailure, combined_error
+from jigsaw.testing.ordered_group import ORDERED_BACKEND
+from jigsaw.testing.played_device import PLAYED_DEVICE, build_played_device
 from jigsaw.testing.post_order import check_posts
 from jigsaw.testing.rank import DEVICE_VARIABLE, RankBody, RankJob, RankReport, WorldKind
 
@@ -50,7 +52,8 @@ def on_ranks(
     GPUs (`jigsaw.testing.ordered_group`), or ``"nccl"``.  By default it is that of the variable
     ``JIGSAW_TEST_BACKEND``, else gloo.  `device` is ``"cpu"``, or ``"cuda"``: ranks see the GPUs, and share them where
     there are fewer, which NCCL allows from its version 2.30.  By default it is that of ``JIGSAW_TEST_DEVICE``, else the
-    CPU; where that variable names a device, bodies make their tensors there.
+    CPU; where that variable names a device, bodies make their tensors there.  ``"played"`` is a device in the host's
+    memory that refuses what a GPU does, with ordered groups (`jigsaw.testing.played_device`).
 
     Raises: `RankFailedError`, with the failing rank's own traceback first, when a rank raises, dies, or runs longer
     than `timeout` seconds. The world is then killed and the next test starts a fresh one. `PostOrderError` where
@@ -237,10 +240,11 @@ def _process_context() -> ForkServerContext | SpawnContext:
 
 
 def _live_world(size: int, backend: str | None = None, device: str | None = None) -> RankWorld:
-    environment = os.environ
-    kind = WorldKind(
-        size, backend or environment.get(BACKEND_VARIABLE, "gloo"), device or environment.get(DEVICE_VARIABLE, "cpu")
-    )
+    device = device or os.environ.get(DEVICE_VARIABLE, "cpu")
+    if device == PLAYED_DEVICE:  # gloo does not know it
+        backend = ORDERED_BACKEND
+        build_played_device()
+    kind = WorldKind(size, backend or os.environ.get(BACKEND_VARIABLE, "gloo"), device)
     if size < 1:
         raise ValueError(f"on_ranks({size}): a world has at least 1 rank")
     if multiprocessing.parent_process() is not None:

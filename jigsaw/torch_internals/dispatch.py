@@ -53,6 +53,11 @@ def operators_of_weights() -> tuple[Any, Any]:
     return gather, sum_parts
 
 
+# -- devices of others ------------------------------------------------------------------------------------------------
+
+# Where torch looks for streams and random states of a device that is not its own.  Public: none; extensions call it.
+register_device_module = LateName("torch:_register_device_module")
+
 # -- graphs of torch.compile ------------------------------------------------------------------------------------------
 
 

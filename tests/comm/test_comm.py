@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import threading
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
+from jigsaw.comm.wire_values import wire_memory_by
 from jigsaw.errors import RanksDifferError, ShardingError
 from jigsaw.ranks.mesh import mesh_coordinate
 from jigsaw.testing import on_ranks, world_mesh
 from jigsaw.tile.tile import Tile
 from jigsaw.tile.tile_making import shard
+from jigsaw.torch_internals import pytree
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 INTS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
@@ -23,6 +27,43 @@ INTS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 def part(rank, dtype=torch.float64):
     """What a rank brings: small whole numbers, exact in every dtype."""
     return (torch.arange(6).reshape(2, 3) * (rank + 1) % 5 + rank).to(dtype)
+
+
+@on_ranks(2)
+def test_all_that_arrives_lands_in_wire_memory():
+    mesh, pool, landed = world_mesh(lat=2), set(), []
+
+    def from_pool(like, shape, dtype):
+        memory = like.new_empty(shape, dtype=dtype)
+        pool.add(memory.untyped_storage().data_ptr())
+        return memory
+
+    def noted(name):
+        function = getattr(dist, name)
+
+        def call(results, *args, **named):
+            landed.extend(x.untyped_storage().data_ptr() for x in pytree.tree_leaves(results))
+            return function(results, *args, **named)
+
+        return mock.patch.object(dist, name, call)
+
+    q = shard(torch.randn(1, 2, 8, 4), mesh, (None, None, "lat", None))
+    x = shard(torch.randn(8, 6), mesh, ("lat", None))
+    narrow = shard(torch.ones(2, 2**16, dtype=torch.bfloat16), mesh, ("lat", None))
+    calls = {
+        "halo": lambda: F.conv1d(x.T[None], torch.ones(1, 6, 3), padding=1),
+        "product": lambda: x @ shard(torch.randn(6, 8), mesh, (None, "lat")),
+        "ring": lambda: F.scaled_dot_product_attention(q, q, q),
+        "layout": lambda: x.redistribute((None, "lat")),
+        "whole": x.full_tensor,
+        "narrow sum": lambda: narrow.sum(0),
+    }
+    with wire_memory_by(from_pool), noted("irecv"), noted("all_gather"), noted("all_to_all_single"):
+        for name, call in calls.items():
+            landed.clear()
+            call()
+            assert landed, name
+            assert set(landed) <= pool, name
 
 
 # -- reductions -------------------------------------------------------------------------------------------------------

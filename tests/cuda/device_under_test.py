@@ -1,17 +1,20 @@
-"""The device that these tests run on: a GPU.  JIGSAW_TEST_DEVICE=cpu tries the tests themselves, without one."""
+"""The device that these tests run on: a GPU, or where there is none one that is played.  JIGSAW_TEST_DEVICE chooses."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import contextmanager
 from functools import cache
 
 import torch
 
 import jigsaw
 from jigsaw import testing
+from jigsaw.testing.played_device import PLAYED_DEVICE, refuse_host_waits, why_not_played
 
-DEVICE = os.environ.get("JIGSAW_TEST_DEVICE", "cuda")
+IS_PLAYED = not torch.cuda.is_available() and not why_not_played()
+DEVICE = os.environ.get("JIGSAW_TEST_DEVICE", PLAYED_DEVICE if IS_PLAYED else "cuda")
 
 
 @cache
@@ -33,6 +36,20 @@ def has_nccl_for(ranks):
 def on_ranks(ranks, **options):
     """`jigsaw.testing.on_ranks` where ranks see the GPUs."""
     return testing.on_ranks(ranks, device=DEVICE, **options)
+
+
+@contextmanager
+def refused_waits():
+    """Raise within the block where the host waits for the device."""
+    if DEVICE == PLAYED_DEVICE:
+        with refuse_host_waits():
+            yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def settle():

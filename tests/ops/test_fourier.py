@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import pairwise, product
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from jigsaw import comm
+from jigsaw.comm import exchange
+from jigsaw.geometry import transfers
 from jigsaw.geometry.layout import Layout
+from jigsaw.geometry.transfers import layouts_between, plan_exchange
 from jigsaw.ops.fourier import TransformKind, plan_transform
 from jigsaw.parallel.parallelize import parallelize
-from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
+from jigsaw.testing import assert_same_on_every_mesh, on_ranks, run_on_ranks, world_mesh
+from jigsaw.tile.tile import Tile
 from jigsaw.tile.tile_making import shard
 
 SPACE = (None, None, "lat", "lon")
@@ -51,6 +56,52 @@ def test_transforms(function):
     torch.manual_seed(0)
     x = torch.randn(2, 4, 7, 10, dtype=torch.complex64 if function is _of_complex else torch.float32)
     assert_same_on_every_mesh(function, x, MESHES, spec=SPACE)
+
+
+@pytest.mark.parametrize("axes", [{"lat": 2, "lon": 2}, {"lat": 2, "lon": 3}])
+def test_transforms_whose_axes_go_one_after_the_other(axes):
+    run_on_ranks(math.prod(axes.values()), _transforms_in_two_rounds, axes)
+
+
+def _transforms_in_two_rounds(axes):
+    mesh, rounds = world_mesh(**axes), []
+    plan_transform.cache_clear()
+
+    def noted(source, target):
+        rounds.append(layouts_between(source, target))
+        return rounds[-1]
+
+    with mock.patch.object(transfers, "MOST_PEERS_AT_ONCE", 1), mock.patch.object(exchange, "layouts_between", noted):
+        x = torch.randn(1, 3, 7, 10, dtype=torch.float64)
+        whole = x.clone().requires_grad_()
+        tile = shard(x, mesh, SPACE)
+        tile.local.requires_grad_()
+        for run in (
+            lambda v: torch.fft.irfft2(torch.fft.rfft2(v)[..., :3] * (2 + 1j), s=v.shape[-2:]),
+            lambda v: torch.fft.fft2(v * (1 + 0.5j)).abs(),
+        ):
+            expected, found = run(whole), run(tile)
+            weights = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+            torch.testing.assert_close(found.full_tensor(), expected)
+            (expected * weights).sum().backward()
+            (found * weights).sum().backward()
+    plan_transform.cache_clear()
+    assert any(rounds)
+    grad = Tile(tile.local.grad, tile.layout, mesh).full_tensor()
+    torch.testing.assert_close(grad, whole.grad)
+
+
+def test_a_rank_of_a_thousand_sends_to_those_along_one_axis_at_a_time():
+    """At once it would send 1023 messages."""
+    x = Layout.of((1, 64, 721, 1440), SPACE, (("lat", 32), ("lon", 32)))
+    steps = [
+        x,
+        *(layout for layout, _ in plan_transform(x, x, TransformKind("fftn", "fftn"), (2, 3), (721, 1440)).steps),
+    ]
+    assert max(len(plan_exchange(*step, (15, 17)).sends) for step in pairwise(steps)) == 1023
+    for source, target in pairwise(steps):
+        for step in pairwise([source, *layouts_between(source, target), target]):
+            assert len(plan_exchange(*step, (15, 17)).sends) <= 31
 
 
 @on_ranks(2)

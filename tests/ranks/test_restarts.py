@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -47,6 +48,8 @@ done = 0
 
 def die(at, due):
     if place == at and due:
+        if "LOSES_HOST" in os.environ:
+            os.kill(os.getppid(), signal.SIGKILL)  # torchrun's agent
         os.kill(os.getpid(), signal.SIGKILL)
 
 class Told(list):
@@ -96,14 +99,13 @@ dist.destroy_process_group()
 """
 
 
-def _start(folder, ranks, places, *more, flags=()):
+def _start(folder, ranks, places, *more, flags=(), **variables):
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(TRAIN)
-    launch = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *flags] if ranks > 1 else []
-    )
+    flags = ["--nproc-per-node", str(ranks), *(() if variables else ("--standalone",)), *flags]
+    launch = ["-m", "torch.distributed.run", *flags] if ranks > 1 or variables else []
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", **variables}
     command = [sys.executable, "-W", "ignore", *launch, str(folder / "train.py"), str(folder), places, *more]
     with (folder / "told").open("a") as out:
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
@@ -149,6 +151,29 @@ def test_a_job_whose_rank_is_killed_goes_on_and_its_losses_are_those_of_a_job_wi
     )  # each went on from one of its last two saves
     np.testing.assert_allclose(_losses(tmp_path), undisturbed, rtol=1e-10)
     assert len(list((tmp_path / "saves").iterdir())) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["backward", "write"])
+def test_a_job_that_loses_a_host_goes_on_with_the_ranks_of_the_other(tmp_path, undisturbed, place):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job"]
+    how = ["last_call_timeout=20", "keep_alive_interval=1", "keep_alive_max_attempt=3"]
+    flags = ["--nnodes", "1:2", "--max-restarts", "3", "--local-addr", "127.0.0.1", *meeting, "--rdzv-conf"]
+    hosts = []
+    for is_first in (True, False):
+        told_host = ",".join([*how, f"is_host={int(is_first)}"])
+        hosts.append(_start(tmp_path, 1, place, flags=[*flags, told_host], LOSES_HOST="1"))
+    status, told = _ended(hosts[0], tmp_path)
+    hosts[1].kill()
+    assert hosts[1].wait() == -signal.SIGKILL
+    assert status == 0, told
+    assert "ends at 14" in told
+    begun = [int(line.split()[2]) for line in told.splitlines() if line.startswith("begins at")]
+    assert begun[0] == 0 < begun[-1], told  # with two ranks, then from a save with one
+    np.testing.assert_allclose(_losses(tmp_path), undisturbed, rtol=1e-10)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from jigsaw import comm
+from jigsaw.comm.wire_values import wire_memory
 from jigsaw.errors import FieldError, GridError
 from jigsaw.fields.latlon import latitude_rows
 from jigsaw.geometry.axis_names import DATA_AXIS
@@ -254,7 +255,7 @@ class _CarriedTile:
         # a ring along `data`: the last rank's tile goes to the first, which needs it for the next block
         me = self.at[self.names.index(DATA_AXIS)]
         last = torch.from_numpy(tiles[-1:].copy()).to(self.mesh.device_type)
-        arrived = last.new_empty(tiles.shape[1:])
+        arrived = wire_memory(last, tiles.shape[1:])
         behind, ahead = (me - 1) % ranks, (me + 1) % ranks
         comes = _has_steps_after(layout, behind)
         sends = [(self._at(layout, ahead), last[0])] if _has_steps_after(layout, me) else []

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.comm import debug
 from jigsaw.comm.graph_calls import graph_call
-from jigsaw.comm.wire_values import values_on_device
+from jigsaw.comm.wire_values import values_on_device, wire_memory
 from jigsaw.geometry.cut import Interval
 from jigsaw.nn.attention.block_attention import BlockRows, block_gradients, has_fused_kernel, sum_block
 from jigsaw.nn.attention.ring_order import KeyRing
@@ -113,7 +113,7 @@ class _RingPass:
             member = (ring.me - step) % ring.size
             arriving = None
             if step < ring.size - 1:
-                buffer = block.new_empty(self.size_of((member - 1) % ring.size))
+                buffer = wire_memory(block, (self.size_of((member - 1) % ring.size),))
                 arriving = buffer, ring.pass_on(self.mesh, block, buffer)
             yield member, block
             if arriving is not None:
@@ -290,7 +290,7 @@ class _RingGradients:
                 arriving[1].wait()
                 part += arriving[0]
             if self.for_keys:
-                buffer = part.new_empty(way.size_of((member - 1) % ring.size))
+                buffer = wire_memory(part, (way.size_of((member - 1) % ring.size),))
                 arriving = buffer, ring.pass_on(way.mesh, part, buffer)
         self._add_block(ring.me, self.k, self.v, (count // 2, count), own)
         dk = dv = None

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.comm import debug
 from jigsaw.comm.graph_calls import graph_call
+from jigsaw.comm.wire_values import wire_memory
 from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, coordinates_along, host_values, size_of_cuts, take_owned_rows
 
@@ -118,7 +119,7 @@ class QueryMirror:
 
 @graph_call()
 def _swap_last_rows(x: Tensor, swap: LastRowSwap) -> Tensor:
-    arriving = x.new_empty((*x.shape[:-2], swap.taken, x.shape[-1]))
+    arriving = wire_memory(x, (*x.shape[:-2], swap.taken, x.shape[-1]))
     kept, leaving = x.split([x.shape[-2] - swap.sent, swap.sent], -2)
     comm.swap_messages(swap.mesh, [(swap.peer, leaving)], [(swap.peer, arriving)], "ring attention").wait()
     return torch.cat([kept, arriving], -2)

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.comm.debug import compare_calls
 from jigsaw.comm.graph_calls import is_shape_run, refuse_in_graph
+from jigsaw.comm.wire_values import wire_memory
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import EXPERT_AXIS
 from jigsaw.geometry.cut import Cut, whole_dim
@@ -88,7 +89,7 @@ class _ExpertSwap(torch.autograd.Function):
 
 def _swap_expert_rows(rows: Tensor, route: ExpertRoute) -> Tensor:
     compare_calls(route.mesh, "experts", route.returns)
-    out = rows.new_empty((sum(route.takes), *rows.shape[1:]))
+    out = wire_memory(rows, (sum(route.takes), *rows.shape[1:]))
     sent, taken = rows.split(route.gives), out.split(route.takes)
     others = [at for at in range(len(route.peers)) if at != route.here]
     sends = [(route.peers[at], sent[at]) for at in others]

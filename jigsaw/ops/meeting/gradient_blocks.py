@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.comm.debug import compare_calls
+from jigsaw.comm.wire_values import wire_memory
 from jigsaw.geometry.cut import box_slices
 from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.ranks.mesh import TrafficKind, mesh_coordinate
@@ -169,7 +170,7 @@ class TravellingBlock:
             alike = all(a == b for (name, _), a, b in zip(layout.axes, peer, own, strict=True) if name in self._rest)
             if alike and peer != own:
                 place = _block_view(self._grad, layout, peer)
-                buffer = place if place.is_contiguous() else place.new_empty(place.shape)
+                buffer = place if place.is_contiguous() else wire_memory(place, place.shape)
                 self._arriving.append((place, buffer))
                 sent.append((layout.index(peer), self._sent))
                 arriving.append((layout.index(peer), buffer))

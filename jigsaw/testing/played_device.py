@@ -1,0 +1,149 @@
+"""A device that is played: tensors of torch's PrivateUse1 in the host's memory, for tests without a GPU.
+
+What a GPU refuses is refused there, too: tensors of two devices in one call.  And where the host would wait for a GPU
+is counted.  `jigsaw.testing.on_ranks(device="played")` has it, with NCCL's law for messages; it needs a C++ compiler,
+once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jigsaw.torch_internals.dispatch import register_device_module
+
+PLAYED_DEVICE = "played"
+
+
+_COMPILER = "c++"
+
+
+def why_not_played() -> str:
+    """Return what keeps this machine from the device; empty where nothing does."""
+    if sys.platform == "linux" and shutil.which(_COMPILER):
+        return ""
+    return f"device={PLAYED_DEVICE!r} is compiled once, on Linux, by {_COMPILER}"
+
+
+@cache
+def build_played_device() -> None:
+    """Compile it, where that has not been done yet.
+
+    Raises: `RuntimeError` where there is no compiler, or it fails.
+    """
+    built = _built_file()
+    if built.exists():
+        return
+    if why_not_played():
+        raise RuntimeError(why_not_played())
+    built.parent.mkdir(parents=True, exist_ok=True)
+    from torch.utils import cpp_extension  # slow to import
+
+    paths = [f"-I{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_path("include"))]
+    with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+        made = Path(folder) / built.name
+        flags = ["-std=c++20", "-O1", "-w", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={_MODULE}", "-o", str(made)]
+        libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+        libraries += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+        command = [_COMPILER, *flags, *paths, str(_SOURCE), *libraries]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ran.returncode:
+            raise RuntimeError(f"device={PLAYED_DEVICE!r} cannot be compiled here:\n{ran.stderr}")
+        made.replace(built)
+
+
+_SOURCE, _MODULE = Path(__file__).with_suffix(".cpp"), "jigsaw_played_device"
+
+
+def _built_file() -> Path:
+    told = repr((_SOURCE.read_text(), torch.__version__, sys.version_info, platform.machine()))
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
+    return Path(root) / _MODULE / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.so"
+
+
+@cache
+def _load_played_device() -> Any:
+    loader = ExtensionFileLoader(_MODULE, str(_built_file()))
+    module = module_from_spec(ModuleSpec(_MODULE, loader, origin=loader.path))
+    loader.exec_module(module)
+    return module
+
+
+class _DeviceModule(ModuleType):
+    """`torch.played`, as `torch.cuda` is for a GPU; streams are the host's, which do nothing."""
+
+    Stream, Event, StreamContext = torch.cpu.Stream, torch.cpu.Event, torch.cpu.StreamContext
+    current_stream, stream = staticmethod(torch.cpu.current_stream), staticmethod(torch.cpu.stream)
+    get_rng_state, set_rng_state = staticmethod(torch.random.get_rng_state), staticmethod(torch.random.set_rng_state)
+
+    def is_available(self) -> bool:
+        return True
+
+    is_initialized = is_available
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, _: Any) -> None: ...
+
+    synchronize = manual_seed_all = set_device
+
+    def device(self, _: Any) -> Any:
+        return nullcontext()
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+def act_played_device() -> None:
+    """Give this process the device, for its life."""
+    torch.utils.rename_privateuse1_backend(PLAYED_DEVICE)
+    register_device_module(PLAYED_DEVICE, _DeviceModule(PLAYED_DEVICE))
+    _load_played_device()
+    torch.utils.generate_methods_for_privateuse1_backend()
+
+
+def host_view(x: Tensor) -> Tensor:
+    """Return a tensor of the host in the same memory, as what sends it from there would see it."""
+    return _load_played_device().host_view(x) if x.device.type == PLAYED_DEVICE else x
+
+
+@contextmanager
+def refuse_host_waits() -> Generator[None]:
+    """Raise `RuntimeError` within the block where the host would wait for the device: at a number that is read, at a
+    shape that depends on values, and at a copy that is not from or to pinned memory.
+    """
+    played = _load_played_device()
+    played.refuse_waits(True)
+    try:
+        yield
+    finally:
+        played.refuse_waits(False)
+
+
+def take_host_waits() -> list[str]:
+    """Return for what the host has waited since the last call."""
+    return _load_played_device().take_waits()
