@@ -168,8 +168,8 @@ def _receiving_dim(now: Layout, source: int, todo: Sequence[int], dims: Sequence
 def _receiving_cut(now: Layout, target: int, axes: tuple[str, ...], home: dict[int, DimCuts]) -> Cut:
     """Return `target`, cut by `axes` as well: where some of them return to it, at the points that it has there."""
     cut = now.dim(target)[0]
-    if math.prod(now.size_of(a) for a in axes) > transfers.MOST_PEERS_AT_ONCE:
-        axes = axes[::-1]  # the minor one goes first, and is then major (`layouts_between`)
+    if math.prod(map(now.size_of, axes)) > transfers.MOST_PEERS_AT_ONCE:
+        axes = axes[::-1]  # the minor one goes first, and is then major
     if cut.is_cut:
         return refine_cut(cut, axes, dict(now.axes))
     known = home[target][0]
@@ -202,13 +202,10 @@ def _home_cuts(asked: Layout, kind: TransformKind, dims: tuple[int, ...], counts
         sources = [c.source for d in dims for c in asked.dim(d) if c.is_cut and 0 < len(c.source) <= len(dims)]
         for source in sources[:1]:
             was = home | {d: (c,) for d, c in zip(dims[-len(source) :], source, strict=True)}
-            if sorted(_axes_in(was)) == sorted(_axes_in(home)):
+            there, here = (sorted(a for group in cuts.values() for c in group for a in c.axes) for cuts in (was, home))
+            if there == here:
                 home = was
     return {d: _cut_of_size(group, counts[d]) for d, group in home.items()}
-
-
-def _axes_in(home: dict[int, DimCuts]) -> list[str]:
-    return [a for group in home.values() for c in group for a in c.axes]
 
 
 def _cut_of_size(group: DimCuts, size: int) -> DimCuts:

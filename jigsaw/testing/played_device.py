@@ -58,24 +58,24 @@ def build_played_device() -> None:
 
     paths = [f"-I{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_path("include"))]
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
-        made = Path(folder) / built.name
-        flags = ["-std=c++20", "-O1", "-w", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={_MODULE}", "-o", str(made)]
+        library = Path(folder) / built.name
+        flags = ["-std=c++20", "-O1", "-w", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={_MODULE}", "-o", str(library)]
         libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
         libraries += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
         command = [_COMPILER, *flags, *paths, str(_SOURCE), *libraries]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
             raise RuntimeError(f"device={PLAYED_DEVICE!r} cannot be compiled here:\n{ran.stderr}")
-        made.replace(built)
+        library.replace(built)
 
 
 _SOURCE, _MODULE = Path(__file__).with_suffix(".cpp"), "jigsaw_played_device"
 
 
 def _built_file() -> Path:
-    told = repr((_SOURCE.read_text(), torch.__version__, sys.version_info, platform.machine()))
+    key = repr((_SOURCE.read_text(), torch.__version__, sys.version_info, platform.machine()))
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
-    return Path(root) / _MODULE / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.so"
+    return Path(root) / _MODULE / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
 
 
 @cache
