@@ -157,16 +157,19 @@ def _swapped_shape(w: Tensor, trade: RowTrade) -> Tensor:
 def _swap_rows(w: Tensor, trade: RowTrade) -> Tensor:
     coord = mesh_coordinate(trade.mesh)
     me = trade.layout.index(coord)
-    gives, takes = _row_trades(trade.source, trade.target, trade.layout, coord)
+    gives, takes = (
+        [(peer, values_on_device(at, None, w.device)) for peer, at in trades]
+        for trades in _row_trades(trade.source, trade.target, trade.layout, coord)
+    )
     out = w.new_empty((sum(len(at) for _, at in takes), *w.shape[1:]))
-    sends = [(peer, [w[at]]) for peer, at in gives if peer != me]
+    sends = [(peer, [w.index_select(0, at)]) for peer, at in gives if peer != me]
     places = [(peer, at) for peer, at in takes if peer != me]
     shapes = [(peer, [(len(at), *w.shape[1:])]) for peer, at in places]
     swap = PackedSwap(trade.mesh, sends, shapes, w, "rows")
     # rows that stay are copied while the messages travel
-    out[dict(takes)[me]] = w[dict(gives)[me]]
+    out.index_copy_(0, dict(takes)[me], w.index_select(0, dict(gives)[me]))
     for (_, at), values in zip(places, swap.wait(), strict=True):
-        out[at] = values
+        out.index_copy_(0, at, values)
     return out
 
 

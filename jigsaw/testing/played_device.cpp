@@ -125,6 +125,8 @@ at::Tensor tensor_on(const at::Tensor& like, const c10::Storage& storage, c10::D
   return made;
 }
 
+at::Tensor zeros_of_host(const at::Tensor& x) { return at::zeros(x.sizes(), x.options().device(c10::kCPU)); }
+
 // Tensors of one call, each by its memory, so that those which share some still do.
 struct HostSide {
   std::unordered_map<const c10::StorageImpl*, c10::Storage> to_host, to_played;
@@ -146,6 +148,7 @@ struct HostSide {
   at::Tensor played(const at::Tensor& x) {
     if (!x.defined() || x.device().type() != c10::kCPU) return x;
     TORCH_CHECK(x.layout() == c10::kStrided, "the played device has strided tensors alone");
+    if (x._is_zerotensor()) return played(zeros_of_host(x));
     auto known = to_played.find(x.storage().unsafeGetStorageImpl());
     auto storage = known != to_played.end() ? known->second : storage_on(x.storage(), device);
     if (known == to_played.end()) to_played.emplace(x.storage().unsafeGetStorageImpl(), storage);

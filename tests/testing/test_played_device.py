@@ -1,5 +1,7 @@
 """The played device refuses what a GPU does, and knows where the host would wait for one."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -92,3 +94,13 @@ def test_cut_weights_and_a_reader_of_numbers_work_on_it(shard_weights):
     found = tiled(jigsaw.shard(x, mesh, (None, None, "lat", None))).square().mean()
     found.backward()
     torch.testing.assert_close(found.detach().cpu(), expected.detach().cpu())
+
+
+@on_ranks(4, device=PLAYED_DEVICE)
+def test_attention_cut_along_channel_waits_for_nothing():
+    mesh = world_mesh(lat=2, channel=2)
+    model = jigsaw.parallelize(nn.MultiheadAttention(12, 4, batch_first=True).to(PLAYED_DEVICE), mesh)
+    x = jigsaw.shard(_here(2, 7, 12), mesh, (None, "lat", None))
+    for step in range(3):
+        with refuse_host_waits() if step == 2 else contextlib.nullcontext():
+            model(x, x, x, need_weights=False)[0].square().mean().backward()
