@@ -202,8 +202,10 @@ def _home_cuts(asked: Layout, kind: TransformKind, dims: tuple[int, ...], counts
         sources = [c.source for d in dims for c in asked.dim(d) if c.is_cut and 0 < len(c.source) <= len(dims)]
         for source in sources[:1]:
             was = home | {d: (c,) for d, c in zip(dims[-len(source) :], source, strict=True)}
-            there, here = (sorted(a for group in cuts.values() for c in group for a in c.axes) for cuts in (was, home))
-            if there == here:
+            before, after = (
+                sorted(a for group in cuts.values() for c in group for a in c.axes) for cuts in (was, home)
+            )
+            if before == after:
                 home = was
     return {d: _cut_of_size(group, counts[d]) for d, group in home.items()}
 
