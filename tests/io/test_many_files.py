@@ -188,6 +188,35 @@ def test_a_file_that_does_not_fit_is_named(tmp_path, change, match):
             jigsaw.io.open(open_many(paths, opener), mesh=world_mesh(lat=1), fields=fields)
 
 
+def _curvilinear(shift=0.0, mask=0.0):
+    y, x = np.meshgrid(np.arange(6.0), np.arange(8.0), indexing="ij")
+    places = {"lat": (("y", "x"), 40 + y + 0.1 * x + shift, {"standard_name": "latitude"})}
+    places["lon"] = (("y", "x"), 10 + x - 0.1 * y, {"standard_name": "longitude"})
+    fields = {"t2m": (("time", "y", "x"), np.zeros((2, 6, 8), "f4")), "lsm": (("y", "x"), np.full((6, 8), mask, "f4"))}
+    return xr.Dataset(fields, places)
+
+
+@pytest.mark.parametrize("suffix", ["nc", "zarr"])
+def test_places_and_statics_that_differ_between_files_are_refused(tmp_path, suffix):
+    days = np.datetime64("2020-01-01", "ns") + np.arange(2) * np.timedelta64(6, "h")
+
+    def stored(name, data, day):
+        data = data.assign_coords(time=days + np.timedelta64(day, "D"))
+        path = str(tmp_path / f"{name}.{suffix}")
+        data.to_zarr(path, zarr_format=2) if suffix == "zarr" else data.to_netcdf(path, format="NETCDF3_64BIT")
+        return path
+
+    first, same = stored("a", _curvilinear(), 0), stored("b", _curvilinear(), 1)
+    moved, wet = stored("c", _curvilinear(shift=0.5), 2), stored("d", _curvilinear(mask=1.0), 2)
+    how = {"mesh": {"y": 1}}
+    assert len(jigsaw.io.open([first, same], fields=["t2m", "lsm"], **how)) == 4
+    with pytest.raises(GridError, match=rf"{moved} has other values of 'lat' than {first}"):
+        jigsaw.io.open([first, same, moved], fields=["t2m"], **how)
+    assert len(jigsaw.io.open([first, same, wet], fields=["t2m"], **how)) == 6
+    with pytest.raises(GridError, match=rf"{wet} has other values of 'lsm' than {first}"):
+        jigsaw.io.open([first, same, wet], fields=["t2m", "lsm"], **how)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -25,7 +26,7 @@ from jigsaw.errors import CorruptChunkError, GridError, ReadError, UnsupportedSt
 from jigsaw.geometry.cut import Box
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, JoinedArrays
 from jigsaw.io.chunks.chunk import ChunkIndex
-from jigsaw.io.chunks.files import size_and_change
+from jigsaw.io.chunks.files import fresh_memory, size_and_change
 from jigsaw.io.formats.array_source import FilelessPlaces, table_of_values
 from jigsaw.io.formats.slab_arrays import read_table_box
 from jigsaw.io.series.coords import decoded_coordinate, role_of_dim
@@ -77,7 +78,7 @@ def open_many(
     with ThreadPoolExecutor(min(_FILES_OPENED_AT_ONCE, len(files.paths)), thread_name_prefix="jigsaw-open") as pool:
         known_files = list(pool.map(partial(_know_file, files, dim), files.paths))
     series = _files_in_time_order([f for f in known_files if f.steps] or known_files[:1])
-    unfit = _unfit_arrays([series[0], *(f for f in known_files if f is not series[0])], dim)
+    unfit = _unfit_arrays(files, [series[0], *(f for f in known_files if f is not series[0])], dim)
     return _JoinedFiles(files, series, dim, unfit).store()
 
 
@@ -149,6 +150,7 @@ class _KnownFile:
     units: str
     arrays: Mapping[str, _ArrayOfFile]
     coords: Mapping[str, NDArray[Any]]
+    digests: Mapping[str, bytes | None]  # of what does not lie along the joined dim
 
 
 def _know_file(files: _OpenStores, dim: str, path: str) -> _KnownFile:
@@ -170,25 +172,67 @@ def _know_file(files: _OpenStores, dim: str, path: str) -> _KnownFile:
                 f"{path} has no dim {dim!r} along which files are joined, or of several sizes {sorted(sizes)}"
             )
         coords = {n: store.read_small(n) for n, s in arrays.items() if s.dims == (n,) and n != dim}
+        statics = (n for n, s in arrays.items() if s.dims and dim not in s.dims and n not in coords)
+        digests = {n: _digest_of_middle(store.arrays[n]) for n in statics if store.arrays[n].dtype[1] in "biuf"}
         table = store.arrays.get(dim)
         axis, units = None, ""
         if table is not None and table.dims == (dim,) and min(sizes):
             axis = decode_times(decoded_coordinate(table, store.read_small(dim)), table.attrs)
             units = arrays[dim].units
-        return _KnownFile(path, sizes.pop(), axis, units, arrays, coords)
+        return _KnownFile(path, sizes.pop(), axis, units, arrays, coords, digests)
     except ReadError as e:
         raise e if path in str(e) else type(e)(f"{path}: {e}") from e
 
 
-def _unfit_arrays(files: Sequence[_KnownFile], dim: str) -> dict[str, str]:
+def _digest_of_middle(table: ArrayTable) -> bytes | None:
+    """Return a digest of the stored chunk in the middle of an array; None for one that is not stored as a whole."""
+    if 0 in table.grid.counts or table.decoder is None:
+        return None
+    ref = table.finder.locate(tuple(n // 2 for n in table.grid.counts))
+    if ref is None or ref.length is None:
+        return None
+    stored = fresh_memory(ref.length)
+    is_there = table.places.files.ranges(ref.path, [(ref.offset, stored)])
+    return blake2b(stored.tobytes(), digest_size=16).digest() if is_there else None
+
+
+def _unfit_arrays(files: _OpenStores, series: Sequence[_KnownFile], dim: str) -> dict[str, str]:
     """Return why arrays of the first file cannot be joined with the others', by name, of those that cannot."""
-    first, own = files[0], dict[str, str]()
-    for other in files[1:]:
-        for name in first.arrays.keys() - own.keys():
-            if (why := _why_unlike(name, first, other, dim)) is not None:
-                own[name] = why
-    # what lies along a dim lies where the coordinate of that name says
-    return {n: own[k] for n, a in first.arrays.items() for k in reversed((n, *a.dims)) if k in own}
+    first, unfit = series[0], dict[str, str]()
+    for other in series[1:]:
+        for name in first.arrays.keys() - unfit.keys():
+            why = _why_unlike(name, first, other, dim)
+            if why is None and name in first.digests:
+                why = _why_another_static(files, name, first, other)
+            if why is not None:
+                unfit[name] = why
+    # what lies along a dim lies where the coordinate of that name says, or those of two dims
+    tables = files.store(first.path).arrays
+    places = [n for n in unfit if n in first.digests and role_of_dim(n, tables[n].attrs) in ("lat", "lon")]
+    causes = {
+        n: [n, *a.dims, *(c for c in places if set(first.arrays[c].dims) <= set(a.dims))]
+        for n, a in first.arrays.items()
+    }
+    return {n: unfit[k] for n, keys in causes.items() for k in reversed(keys) if k in unfit}
+
+
+def _why_another_static(files: _OpenStores, name: str, first: _KnownFile, other: _KnownFile) -> str | None:
+    """Compare an array of two files by the bytes of one chunk, and by its values where these differ: to the bit, or
+    where numbers are packed to a step of theirs.
+    """
+    if first.digests[name] is not None and first.digests[name] == other.digests.get(name):
+        return None
+    tables = [files.store(file.path).arrays[name] for file in (first, other)]
+    try:
+        ours, theirs = (
+            decoded_coordinate(t, read_table_box(t, tuple((0, n) for n in t.shape), "fill"), wide=True) for t in tables
+        )
+    except ReadError as e:
+        return str(e)
+    step = max((abs(t.scale) for t in tables if (t.scale, t.offset) != (1.0, 0.0)), default=0.0)
+    if np.allclose(ours, theirs, rtol=0, atol=step, equal_nan=True):
+        return None
+    return f"{other.path} has other values of {name!r} than {first.path}, though it does not lie along the joined dim"
 
 
 def _why_unlike(name: str, first: _KnownFile, other: _KnownFile, dim: str) -> str | None:
