@@ -112,11 +112,11 @@ test: setup ## the tests, without the slow ones and every second case of a long 
 test-cuda: setup ## the tests of a GPU, the slow ones too; without one on a device that is played
 	$(BIN)/python -m pytest tests/cuda
 
-PLAYED_PARTS := tests/cuda tests/comm/test_comm.py tests/parallel/test_parallel.py tests/nn/test_conv.py tests/ops/test_tile_ops.py
+PLAYED_PARTS := tests/testing/test_played_device.py tests/comm/test_comm.py tests/parallel/test_parallel.py tests/nn/test_conv.py tests/ops/test_tile_ops.py
 # What ranks of CPUs alone raise, streams of FSDP2, and autocast for CPUs.
 PLAYED_NOT := large_narrow_sums or outside_a_unit or stay_torchs or autocast_exchanges
 test-played: setup ## tests that are written for CPUs, on a device that is played: where tensors lie, and no wait of the host
-	JIGSAW_TEST_DEVICE=played $(BIN)/$(PYTEST) -m "not slow" -k "not ($(PLAYED_NOT))" $(PLAYED_PARTS)
+	JIGSAW_TEST_DEVICE=played $(BIN)/$(PYTEST) -m "not nightly" -k "not ($(PLAYED_NOT))" $(PLAYED_PARTS)
 
 # What ranks send each other, in training by every strategy and beside the reader.
 LAW_PARTS := tests/comm tests/parallel tests/stages tests/checkpoint tests/test_composed.py tests/nn/test_experts.py \

@@ -153,6 +153,8 @@ class _WholeNet(nn.Module):
         return loss + F.mse_loss(x, x.detach() * 0.5) + x[:, :, self.rows].square().mean()
 
 
+@pytest.mark.slow  # the device is compiled first, which takes minutes on a busy machine
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(bool(why_not_played()), reason=why_not_played() or "it may")
 @pytest.mark.parametrize("axes", [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lat": 2, "lon": 2}])
 def test_no_step_looks_at_values_that_a_gpu_has(axes):

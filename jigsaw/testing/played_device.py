@@ -7,6 +7,7 @@ once.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -37,9 +38,10 @@ _COMPILER = "c++"
 
 def why_not_played() -> str:
     """Return what keeps this machine from the device; empty where nothing does."""
-    if sys.platform == "linux" and shutil.which(_COMPILER):
+    has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    if sys.platform == "linux" and shutil.which(_COMPILER) and has_headers:
         return ""
-    return f"device={PLAYED_DEVICE!r} is compiled once, on Linux, by {_COMPILER}"
+    return f"device={PLAYED_DEVICE!r} is compiled once, on Linux, by {_COMPILER} with Python's headers (Python.h)"
 
 
 @cache
@@ -56,13 +58,19 @@ def build_played_device() -> None:
     built.parent.mkdir(parents=True, exist_ok=True)
     from torch.utils import cpp_extension  # slow to import
 
-    paths = [f"-I{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_path("include"))]
+    with (built.parent / "lock").open("w") as lock:  # of two processes one compiles, which takes a minute
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            _compile_to(built, cpp_extension.include_paths(), cpp_extension.library_paths())
+
+
+def _compile_to(built: Path, includes: list[str], libraries: list[str]) -> None:
+    paths = [f"-I{path}" for path in (*includes, sysconfig.get_path("include"))]
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
         library = Path(folder) / built.name
         flags = ["-std=c++20", "-O1", "-w", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={_MODULE}", "-o", str(library)]
-        libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
-        libraries += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-        command = [_COMPILER, *flags, *paths, str(_SOURCE), *libraries]
+        links = [*(f"-L{path}" for path in libraries), "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+        command = [_COMPILER, *flags, *paths, str(_SOURCE), *links]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
             raise RuntimeError(f"device={PLAYED_DEVICE!r} cannot be compiled here:\n{ran.stderr}")

@@ -1,10 +1,16 @@
-"""Skipped where there is no GPU, with the reason; `make test-cuda` runs them."""
+"""Skipped where there is no GPU, with the reason; `make test-cuda` runs them.
+
+On the played device they are slow, because that is compiled first, which takes minutes on a busy machine.
+"""
 
 import pytest
 import torch
 from device_under_test import DEVICE
 
+from jigsaw.testing.played_device import PLAYED_DEVICE
 
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items):
     for item in items:
         if "cuda" not in item.path.parent.name:
@@ -13,3 +19,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA GPU here"))
         elif DEVICE != "cuda" and item.get_closest_marker("gpu_only"):
             item.add_marker(pytest.mark.skip(reason="of a GPU alone, and JIGSAW_TEST_DEVICE is another"))
+        if DEVICE == PLAYED_DEVICE:
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.timeout(900))

@@ -11,7 +11,11 @@ import jigsaw
 from jigsaw.testing import on_ranks, world_mesh
 from jigsaw.testing.played_device import PLAYED_DEVICE, refuse_host_waits, take_host_waits, why_not_played
 
-pytestmark = pytest.mark.skipif(bool(why_not_played()), reason=why_not_played() or "it may")
+pytestmark = [
+    pytest.mark.skipif(bool(why_not_played()), reason=why_not_played() or "it may"),
+    pytest.mark.slow,  # the device is compiled first, which takes minutes on a busy machine
+    pytest.mark.timeout(900),
+]
 
 
 def _here(*shape):
