@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from jigsaw.parallel.channel_watcher import ChannelWatcher, FoundPairs, PairCandidate
-from jigsaw.parallel.models_on_paper import caches_on_paper, copy_without_values
+from jigsaw.parallel.models_on_paper import caches_on_paper, copy_without_values, unchanged_draws
+from jigsaw.ranks.model_world import within_model
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.dispatch import without_modes
 from jigsaw.torch_internals.fake_tensors import FakeTensorMode, quiet_failures
@@ -36,7 +37,7 @@ def find_pairs(
         whole = set[str]()  # keys and values of fewer heads than ranks
         while True:
             watcher = ChannelWatcher(weights, able, ranks, whole)
-            with mode, torch.no_grad(), quiet_failures():
+            with mode, torch.no_grad(), quiet_failures(), unchanged_draws(), within_model(bare):
                 if example is None:
                     _call_parts(watcher, "", bare, able)
                 else:

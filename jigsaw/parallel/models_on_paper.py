@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +34,18 @@ def _without_values(x: Tensor, device_type: str) -> Tensor:
     else:
         empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device_type)
     return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
+
+
+@contextmanager
+def unchanged_draws() -> Generator[None]:
+    """Put random numbers of torch, Python and numpy back to where they were: one process runs no model on paper."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (what models draw from)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)  # noqa: NPY002
 
 
 def caches_on_paper() -> tuple[Any, ...]:

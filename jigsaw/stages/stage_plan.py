@@ -32,7 +32,7 @@ from jigsaw.comm.graph_calls import shape_run
 from jigsaw.comm.kept_halos import open_frames
 from jigsaw.errors import ShardingError
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
-from jigsaw.parallel.models_on_paper import caches_on_paper, copy_without_values
+from jigsaw.parallel.models_on_paper import caches_on_paper, copy_without_values, unchanged_draws
 from jigsaw.stages.stage_calls import (
     GIVEN_BY_TILE,
     CallWatch,
@@ -144,7 +144,7 @@ class PaperModel:
         return run.order
 
     def _pass_on_paper(self, run: _PaperPass, inputs: ModelInputs) -> None:
-        with on_paper(self.mode), torch.random.fork_rng(devices=[]):
+        with on_paper(self.mode), unchanged_draws():
             tiles = pytree.tree_map_only(TileOnPaper, lambda x: x.paper_tile(self.mesh), inputs)
             try:
                 with run.watch_of_plain() as plain:

@@ -1,14 +1,20 @@
 """Blocks without a plan: `parallelize` finds their columns and rows, and they send what Megatron's formula says."""
 
+import random
+from typing import ClassVar
+
+import numpy as np
 import plan_blocks
 import pytest
 import torch
+import torch.distributed as dist
 from plan_blocks import BLOCKS, SAMPLES, WIDTH, trained_beside_whole
 from torch import nn
 
 import jigsaw
+from jigsaw import comm
 from jigsaw.parallel.channel_parallel import found_tensor_plan
-from jigsaw.testing import run_on_ranks
+from jigsaw.testing import on_ranks, run_on_ranks
 
 TOKENS = 16
 FOUR_SUMS = {"HFViTLayer", "HFLlamaLayer"}  # blocks that send nothing else
@@ -89,3 +95,29 @@ def test_a_run_on_paper_leaves_no_trace_in_the_model():
     found_tensor_plan(model, 2)
     for name, x in model.state_dict(keep_vars=True).items():
         assert id(x) == before[name][0] and torch.equal(x, before[name][1])
+
+
+class _Drawing(nn.Module):
+    worlds: ClassVar = []
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        self.worlds.append(dist.get_world_size())
+        total = x.sum()
+        dist.all_reduce(total)
+        factor = random.random() + np.random.rand() + torch.rand(())  # noqa: NPY002
+        return self.narrow(self.wide(x).relu()) * total * factor
+
+
+@on_ranks(2)
+def test_a_run_on_paper_draws_and_sends_nothing():
+    model = _Drawing()
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # noqa: NPY002
+    with comm.count() as sent:
+        assert found_tensor_plan(model, 2).cuts == {"wide": "column", "narrow": "row"}
+    assert set(_Drawing.worlds) == {1} and not sent.messages
+    assert random.getstate() == states[0] and np.random.get_state()[1].tolist() == states[1]  # noqa: NPY002
+    assert torch.equal(torch.get_rng_state(), states[2])
