@@ -472,7 +472,9 @@ def test_the_process_is_left_as_it_was():
         jigsaw.dry_run(net, (1, 3, 16, 16), {"lat": 2})
 
 
-@pytest.mark.parametrize("thresholds", [(1, 1, 1), (0, 0, 0)], ids=["always", "never"])
+@pytest.mark.parametrize(
+    "thresholds", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (0, 0, 0)], ids=["always", "never"]
+)
 def test_memory_is_the_same_whenever_garbage_is_collected(thresholds):
     """The whole weights of a model that was cut lie in circles of references, with the hooks that cut them."""
     blocks = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GELU()) for _ in range(3)]

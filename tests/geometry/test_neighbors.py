@@ -179,7 +179,7 @@ def test_tables_of_unstructured_grids(values, told):
 )
 def test_tables_that_name_no_cells_are_refused(values, told, message):
     with pytest.raises(ShardingError, match=message):
-        jigsaw.jigsaw.Neighbors.of_table(values, **told)
+        jigsaw.Neighbors.of_table(values, **told)
 
 
 def test_tables_are_pickled_as_the_models_that_keep_them():

@@ -77,7 +77,8 @@ def test_flipped_bytes_give_the_values_of_the_library_or_an_error(samples, name,
         got = open_hdf5_file(path, cache="").read_small("x")
     except CorruptChunkError:
         return
-    assert name not in ("deflate", "fletcher32") or bytes(damaged) == raw  # their checksums leave no doubt
+    if name in ("deflate", "fletcher32"):  # their checksums leave no doubt, but for the level in the header of zlib
+        path.write_bytes(raw)
     with h5py.File(path) as f:
         np.testing.assert_array_equal(got.view("u4"), f["x"][...].view("u4"))
 

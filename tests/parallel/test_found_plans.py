@@ -43,6 +43,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "spec"), OTHERS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_blocks_without_a_plan_are_exact_where_heads_do_not_divide(block, axes, spec):
