@@ -262,6 +262,7 @@ def test_a_forward_pass_in_a_cuda_graph():
         torch.testing.assert_close(found.local, whole(2 * x), rtol=1e-4, atol=1e-4)
 
 
+@gpu_only  # no compiler knows the played device
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["unet", "tokens"])
