@@ -83,6 +83,6 @@ def test_it_trains_as_in_one_process(cases):
         if not how:  # what FSDP2 sends goes by jigsaw.comm
             like = {"spec": spec, "align": {2: PATCH}, "optimizer": None}
             report = jigsaw.dry_run(made_mixer(), SHAPE, axes, ranks=range(ranks), **like)
-            assert report.remarks == ()
+            assert {remark.kind for remark in report.remarks} <= {"gathered"}  # products that have no partner
             for rank in report.ranks:
                 assert rank.sent_bytes == found[rank.rank][at][2], axes

@@ -71,7 +71,7 @@ REFUSED = {
     "dot of two dtypes": (lambda x: torch.dot(x[0, 0, :, 0], x[0, 0, :, 0].float()), "dtype"),
     "dot of two lengths": (lambda x: torch.dot(x[0, 0, :, 0], x[0, 0, :1, 0]), "length|size"),
     "a dim twice": (lambda x: x.sum((2, -2)), "twice|multiple times"),
-    "a bool for a dim": (lambda x: x.amax(True), "bool|no dim"),
+    "a bool for a dim": (lambda x: x.amax(True), "bool|no dim|not a dim"),
     "keepdim alone": (lambda x: x.max(keepdim=True), "dim"),
 }
 
