@@ -69,9 +69,10 @@ def dry_run(
     `dtype` is that of the input and the weights, by default the weights' own. One of integers is the input's alone.
     `spec`, `split` and `align` cut the input as `jigsaw.shard` does; by default axes with the usual names of dims cut
     those.  `loss` takes the model's output; by default the mean square of all of it. `optimizer=None` leaves the step
-    out. `shard_weights`, `replicate` and `tensor` are those of `jigsaw.parallelize`. ``checkpoint="blocks"`` recomputes
-    the elements of ``ModuleList`` (without one, of the outermost ``Sequential``) in the backward pass; or name modules.
-    `device` is one of `DEVICES` or a `Device`.
+    out. `shard_weights`, `replicate` and `tensor` are those of `jigsaw.parallelize`; without `tensor`, columns and rows
+    are those that ``parallelize(example=)`` finds with this input. ``checkpoint="blocks"`` recomputes the elements of
+    ``ModuleList`` (without one, of the outermost ``Sequential``) in the backward pass; or name modules.  `device` is
+    one of `DEVICES` or a `Device`.
 
     The dry run plays all ranks of up to 4, else the first, the last, and one inside; or `ranks`.  With a `dataset` of
     `jigsaw.io.open` on this mesh, the step waits for its reader where that is slower.  `blocks` keeps only so many of

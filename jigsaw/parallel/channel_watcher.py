@@ -59,10 +59,13 @@ _PRODUCTS = functions_named("matmul bmm __matmul__")
 
 @dataclass
 class FoundPairs:
-    """Columns and rows by the names of layers, and why other linear layers are neither."""
+    """Columns and rows by the names of layers, and why other linear layers are neither; `failure` of a call that the
+    user named.
+    """
 
     cuts: dict[str, str] = field(default_factory=dict[str, str])
     reasons: dict[str, str] = field(default_factory=dict[str, str])
+    failure: str = ""
 
     @property
     def plan(self) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,11 +39,12 @@ def find_pairs(
         while True:
             watcher = ChannelWatcher(weights, able, ranks, whole)
             with mode, torch.no_grad(), quiet_failures(), unchanged_draws(), within_model(bare):
+                failure = ""
                 if example is None:
                     _call_parts(watcher, "", bare, able)
                 else:
-                    _call_on_paper(watcher, bare, *pytree.tree_map(_bare_input, example))
-            pairs = watcher.pairs()
+                    failure = _call_on_paper(watcher, bare, *pytree.tree_map(_bare_input, example))
+            pairs = replace(watcher.pairs(), failure=failure)
             if whole >= watcher.too_few:
                 break
             whole |= watcher.too_few
@@ -55,17 +57,19 @@ def _bare_input(x: Any) -> Any:
     return torch.empty(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x
 
 
-def _call_on_paper(watcher: ChannelWatcher, part: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> bool:
+def _call_on_paper(watcher: ChannelWatcher, part: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> str:
+    """Follow a call.  Return why it failed, or an empty text."""
     leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     before = watcher.begin(x for x in leaves if x.is_floating_point())
     try:
         with watcher:
             out = part(*args, **kwargs)
     except Exception as error:  # of any kind: it is the model's own code
-        watcher.go_back(before, f"on paper {type(part).__name__} raises {type(error).__name__}: {error}")
-        return False
+        why = f"on paper {type(part).__name__} raises {type(error).__name__}: {error}"
+        watcher.go_back(before, why)
+        return why
     watcher.end(out)
-    return True
+    return ""
 
 
 # -- calls without an example -----------------------------------------------------------------------------------------
@@ -75,8 +79,8 @@ def _call_parts(watcher: ChannelWatcher, name: str, part: nn.Module, able: Mappi
     prefix = f"{name}." if name else ""
     if sum(layer.startswith(prefix) for layer in able) < 2:
         return
-    if any(_call_on_paper(watcher, part, args, {}) for args in _likely_arguments(part)):
-        return
+    if not all(_call_on_paper(watcher, part, args, {}) for args in _likely_arguments(part)):
+        return  # one of them is what it takes
     for child, module in part.named_children():
         _call_parts(watcher, prefix + child, module, able)
 

@@ -39,7 +39,7 @@ from jigsaw.parallel.gradients import (
 from jigsaw.parallel.sharding import ShardingOptions, WeightSharding, sharding_units
 from jigsaw.parallel.sharding import shard_model_weights as cut_weights
 from jigsaw.ranks.model_world import begin_backward_pass, enter_model, leave_model
-from jigsaw.tile.misuse import mark_replaced, warn_of_idle_axes, warn_of_no_wrapper
+from jigsaw.tile.misuse import mark_replaced, warn_of_idle_axes, warn_of_no_wrapper, warn_once
 from jigsaw.tile.tensor_shell import reduce_units_behind_their_gradients
 from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals import pytree
@@ -124,7 +124,11 @@ def parallelize(
     ranks = mesh.size()
     options = ShardingOptions.checked(mesh, shard_weights, replicate, mp_policy, offload_policy)
     if tensor is None and not hasattr(model, _DONE):
-        tensor = found_tensor_plan(model, comm.rank_count(mesh, channel), example).plan
+        pairs = found_tensor_plan(model, comm.rank_count(mesh, channel), example)
+        tensor = pairs.plan
+        if pairs.failure:
+            text = f"no columns and rows were found, because with example= {pairs.failure}; pass what it is called with"
+            warn_once(f"example {type(model).__name__}", text)
     _check_model(model, mesh, tensor)
     setattr(model, _DONE, True)
     reduce_units_behind_their_gradients()  # also of units that `fully_shard` makes later

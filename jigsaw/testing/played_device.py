@@ -126,7 +126,7 @@ class _DeviceModule(ModuleType):
         return [torch.bfloat16, torch.float16]
 
 
-def act_played_device() -> None:
+def register_played_device() -> None:
     """Give this process the device, for its life."""
     torch.utils.rename_privateuse1_backend(PLAYED_DEVICE)
     register_device_module(PLAYED_DEVICE, _DeviceModule(PLAYED_DEVICE))

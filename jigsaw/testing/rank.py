@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.ranks.mesh import init_mesh
 from jigsaw.testing.failure import RankFailure
 from jigsaw.testing.ordered_group import ORDERED_BACKEND, serve_ordered_groups, take_events
-from jigsaw.testing.played_device import PLAYED_DEVICE, act_played_device
+from jigsaw.testing.played_device import PLAYED_DEVICE, register_played_device
 from jigsaw.testing.post_order import Post, PostWait
 from jigsaw.testing.tensors_on_device import make_tensors_on
 
@@ -171,7 +171,7 @@ def _be_one_rank(rank: int, kind: WorldKind) -> None:
     if kind.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif kind.device == PLAYED_DEVICE:
-        act_played_device()
+        register_played_device()
     else:
         # NCCL 2.30 and newer let ranks share a GPU; with little memory each, as tests have many ranks and groups
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"

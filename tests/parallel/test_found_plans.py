@@ -14,7 +14,7 @@ from torch import nn
 import jigsaw
 from jigsaw import comm
 from jigsaw.parallel.channel_parallel import found_tensor_plan
-from jigsaw.testing import on_ranks, run_on_ranks
+from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 TOKENS = 16
 FOUR_SUMS = {"HFViTLayer", "HFLlamaLayer"}  # blocks that send nothing else
@@ -122,3 +122,9 @@ def test_a_run_on_paper_draws_and_sends_nothing():
     assert set(_Drawing.worlds) == {1} and not sent.messages
     assert random.getstate() == states[0] and np.random.get_state()[1].tolist() == states[1]  # noqa: NPY002
     assert torch.equal(torch.get_rng_state(), states[2])
+
+
+@on_ranks(2)
+def test_an_example_that_the_model_does_not_take_is_told():
+    with pytest.warns(UserWarning, match=r"with example= on paper _Mixed raises .*; pass what it is called with"):
+        jigsaw.parallelize(_Mixed(), world_mesh(channel=2), example=torch.empty(2, 8, WIDTH + 1))

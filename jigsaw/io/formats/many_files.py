@@ -52,14 +52,14 @@ def open_many(
     """Open the files that a glob string or a list names, joined along time; formats may be mixed.
 
     Every file is read with its own chunks, dtype, scale and offset, and times in its own units. Files are ordered by
-    their times, or as they are given (a glob: by name) when they lack times. Arrays without time are taken from the
-    first file. `along` is the dim that is joined, by default the one of time; `opener` opens one file, by default
-    `open_store`.
+    their times, or as they are given (a glob: by name) when they lack times. Arrays without time must be the same in
+    all files: one stored chunk of each is compared, and the values where it differs. `along` is the dim that is
+    joined, by default the one of time; `opener` opens one file, by default `open_store`.
 
     A gap in time is reported in the store's `notes`, and no window crosses it.
 
-    A file may lack an array, or have it on another grid or in other units. That array is refused when it is read, with
-    a `GridError` that names the file; the others are joined.
+    A file may lack an array, or have it on another grid, in other units, or without time and with other values. That
+    array is refused when it is read, with a `GridError` that names the file; the others are joined.
 
     Raises: `UnsupportedStoreError` when there is no file; `GridError` naming the file for one whose times overlap with
     another's; what opening a file raises.

@@ -23,7 +23,7 @@ from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest
 from zarr.buffer import default_buffer_prototype
 from zarr.codecs import ShardingCodec
-from zarr.storage import LocalStore, MemoryStore, ObjectStore, ZipStore
+from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore, ZipStore
 
 from jigsaw.errors import CorruptChunkError, ReadError, TruncatedError, cause_without_secrets
 from jigsaw.io.chunks.chunk import ChunkIndex, ChunkRef
@@ -97,8 +97,9 @@ class ZarrKeyFiles:
     async def _part_of(self, path: str, part: RangeByteRequest | None) -> Any:
         try:
             return await self._store.get(path, default_buffer_prototype(), part)
-        except (ValueError, NotImplementedError):  # of a store that makes its chunks, such as tifffile's: no parts
-            if part is None:
+        except (ValueError, NotImplementedError):
+            # a store that makes its chunks, such as tifffile's, has no parts; of a far one nothing is taken unbounded
+            if part is None or isinstance(self._store, FsspecStore | BoundedReferences):
                 raise
             whole = await self._store.get(path, default_buffer_prototype())
             return None if whole is None else whole[part.start : part.end]
