@@ -198,7 +198,7 @@ def _saved_rows(node: Any) -> list[tuple[Tensor, int]]:
         with as_plain_tensors(), suppress(RuntimeError):  # of a tile that was changed: the backward pass raises
             saved = node.saved_tensors
     rows = [x.local for x in saved if isinstance(x, TensorShell)]
-    # the result may be read for the first time after a change, which the version of now would not tell
+    # where the result is first read after a change, the present version would hide that change
     are_same = [getattr(x.untyped_storage(), _CHANGED_AT, 0) <= node_number(node) for x in rows]
     return [(x, own_version(x) if is_same else -1) for x, is_same in zip(rows, are_same, strict=True)]
 
