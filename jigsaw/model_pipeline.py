@@ -59,33 +59,33 @@ def pipeline(
 
     A rank keeps the parameters of its stages, with the gradients of the whole batch after each step; those of other
     stages move to the meta device.  The model's own forward runs in every stage, up to the call of the module that
-    begins the next one, so the model may be written in any way.  Stages follow the order in which the model has its
+    begins the next one. So the model may be written in any way.  Stages follow the order in which the model has its
     modules.  With `example`, the `x` of a step, and `example_kwargs`, its keyword arguments, they follow the order in
     which it calls them.
 
     - `stages` names the modules that begin the stages after the first, as ``named_modules()`` does.  By default the
       stages have about equally many parameters, with cuts between elements of ``Sequential`` and ``ModuleList``.
-      ``stages="balanced"`` makes stages that take about the same time and fit the device, by a dry run of a microbatch
-      of `example`, a tile like the input of a step (`jigsaw.dryrun`).
+      ``stages="balanced"`` makes stages that take about the same time and fit the device. It makes a dry run of a
+      microbatch of `example`, a tile like the input of a step (`jigsaw.dryrun`).
     - `schedule` is one of torch's: ``"gpipe"``, ``"1f1b"`` (a stage a rank), ``"interleaved_1f1b"``,
       ``"interleaved_zero_bubble"``, ``"zbv"``, ``"dualpipev"`` (two stages a rank, or as many as `stages` makes).
     - `loss` takes the model's output and the target of a microbatch and returns their mean.  The loss of a step is the
       mean over its `microbatches`: that of the whole batch, but for functions of the batch such as batch norm.
     - The other axes of the mesh work within each stage, as `jigsaw.parallelize` has it with `shard_weights`,
-      `replicate`, `channel` and `tensor`, whose patterns are of names in the whole model.
-    - A tile that a later stage reads (a skip) travels through the stages between, and so does a plain tensor from a
-      module or a tile (a condition, a mean). Every stage makes the plain tensors that come from constants and buffers
-      between modules (a mask). Every stage keeps the parameters of a module that has a cut within it (a positional
-      embedding of the whole net), and buffers that are read outside of the call of their module.
+      `replicate`, `channel` and `tensor`. Patterns of `tensor` are of names in the whole model.
+    - A tile that a later stage reads (a skip) travels through the stages between. So does a plain tensor from a module
+      or a tile (a condition, a mean). Every stage makes the plain tensors that come from constants and buffers between
+      modules (a mask). A module that has a cut within it keeps its parameters in every stage (a positional embedding of
+      the whole net). So do buffers that are read outside of the call of their module.
 
     *Shapes*: unchanged; a stage is sent ``[batch / microbatches, ...]`` of a tile, per rank the rows that it owns.
     *Sends*: for each microbatch and border between stages on two ranks the tiles that a later stage reads, backward
     their gradients; cut weights and the parts of their gradients.  For each step: the loss, and the gradients of
     weights that several ranks share.
-    *Raises*: `ShardingError` for a mesh without the axis, stages that do not fit the model or the schedule,
-    `shard_weights` and `replicate` that do not fit the axes of a stage, and parameters that are DTensors over other
-    axes or in two stages.  In the first step, for a forward pass that calls modules in another order, uses random
-    numbers or a parameter of one stage in another, or has a cut within a checkpointed part.
+    *Raises*: `ShardingError` for a mesh without the axis, and stages that do not fit the model or the schedule.  Also
+    for `shard_weights` and `replicate` that do not fit the axes of a stage, and DTensors over other axes or in two
+    stages.  In the first step, for a forward pass that calls modules in another order, and for a checkpointed part with
+    a cut within it.  Also for random numbers or a parameter of one stage that another uses.
 
     Source of the schedules: Huang et al., arXiv 1811.06965 (GPipe); Narayanan et al., arXiv 2104.04473 (1F1B); Qi et
     al., arXiv 2401.10241 (zero bubble); DeepSeek-AI, arXiv 2412.19437 (DualPipe).

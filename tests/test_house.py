@@ -306,6 +306,7 @@ READ_ROOMS = {
     "io", "ops", "tile",
 }  # fmt: skip
 READ_SOURCES = [file for file in SOURCES if READ_ROOMS & set(map(str, file.relative_to(ROOT / "jigsaw").parents))]
+MOST_WORDS = 25
 FIRST_WORDS_THAT_ASK = {"what", "whether", "where", "who", "whom", "whose", "which", "of", "how", "when", "that", "why"}
 NAMES_THAT_SAY_NOTHING = {"found", "given", "made", "mine", "how", "there", "told", "said", "here"}
 BRITISH = re.compile(
@@ -319,17 +320,32 @@ def _docstrings(files):
     for file in files:
         for node in ast.walk(_tree(file)):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                place = f"{file.relative_to(ROOT)}: {getattr(node, 'name', 'the module')}"
-                yield place, " ".join((ast.get_docstring(node) or "").split())
+                yield f"{file.relative_to(ROOT)}: {getattr(node, 'name', 'the module')}", ast.get_docstring(node) or ""
 
 
 def _asks(text):
-    return text.split(" ")[0].strip("`*.,:;").lower() in FIRST_WORDS_THAT_ASK
+    return re.split(r"\s", text)[0].strip("`*.,:;").lower() in FIRST_WORDS_THAT_ASK
 
 
 def _hard_words(text):
-    prose = re.sub(r"`[^`]*`", "", text)
+    prose = " ".join(re.sub(r"`[^`]*`", "", text).split())
     return [*BRITISH.findall(prose), *IS_NO_NOUN.findall(prose)]
+
+
+def _long_sentences(docstring):
+    """The sentences of prose with more than 25 words; code, names and what is in parentheses count as one.
+
+    Tables and pictures, which are indented or between lines, are not prose.
+    """
+    blocks = re.split(r"\n\s*\n|\n(?=- |\*\w+\*:|>>>)", docstring)
+    for block in blocks:
+        lines = block.split("\n")
+        if re.match(r"\s|>>>|[=+|]", lines[0]) or any(line.startswith("==") for line in lines):
+            continue
+        text = re.sub(r"``[^`]*``|`[^`]*`|\"[^\"]*\"|\[[^\]]*\]|\([^)]*\)", "X", " ".join(block.split()))
+        for sentence in re.split(r"(?<=[.!?:;])\s+", text):
+            if len(re.findall(r"\S*\w\S*", sentence)) > MOST_WORDS:
+                yield sentence
 
 
 def _unclear_variables(tree):
@@ -351,6 +367,12 @@ def test_docstrings_have_no_hard_words():
     assert _hard_words("A mesh is no tensor of neighbours.") == ["neighbours", "is no tensor"]
     assert not _hard_words("There is no mesh, and a rank is no longer one of the `neighbours`.")
     assert not {place: words for place, text in _docstrings(READ_SOURCES) if (words := _hard_words(text))}
+
+
+def test_sentences_of_docstrings_are_short():
+    assert list(_long_sentences("A " + "very " * 24 + "`long name` indeed.")) == ["A " + "very " * 24 + "X indeed."]
+    assert not list(_long_sentences("A short one; " + "word " * 20 + ".\n\n    " + "picture " * 30))
+    assert not {place: long for place, text in _docstrings(SOURCES) if (long := list(_long_sentences(text)))}
 
 
 def test_variables_are_nouns():

@@ -1,9 +1,9 @@
 """``JIGSAW_DEBUG=1``: the ranks compare their calls before every message.
 
 Every rank of a mesh runs the same program, so the n-th message of each is the same call on the same global shapes.  A
-branch on local values, a step that one rank skips, another order or an argument that depends on the rank break this,
-and show as a wait until the time-out, far from the place.  Here each rank first tells the others its call, with its
-function, module and line.  Where they differ, all of them raise, with the places of both.
+branch on local values breaks this, as do a step that one rank skips, another order, and an argument that depends on the
+rank.  It shows as a wait until the time-out, far from the place.  Here each rank first tells the others its call, with
+its function, module and line.  Where they differ, all of them raise, with the places of both.
 
 Example: of four ranks, rank 2 skips a layer.  At the first different message it tells the others "all_reduce in
 mse_loss, train.py:31", and they tell it "exchange in conv2d, UNet > Conv2d, model.py:12".  Each compares all four and

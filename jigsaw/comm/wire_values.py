@@ -79,7 +79,7 @@ def checksum_of_bits(x: Tensor) -> int:
     """Return a number of the bits of `x`, element after element: NaN equals a NaN of the same bits, and 0.0 is not
     -0.0.
 
-    On a GPU the sums of the columns and rows of its bytes, 8 kB to a row, stand for them, so that few bytes leave it.
+    On a GPU its bytes are summed by columns and by rows of 8 kB, so that few bytes leave it.
     """
     flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if is_on_accelerator(flat):

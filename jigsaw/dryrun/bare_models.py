@@ -40,8 +40,8 @@ def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
 def make_bare(make: ModelMaker, *mesh: DeviceMesh) -> nn.Module:
     """Return the model that a function makes in the caller's fake mode.
 
-    One that raises there, as ``Net().to(torch.bfloat16)`` does, because torch refuses to exchange watched weights, is
-    made on the meta device, and copied into the fake mode.
+    ``Net().to(torch.bfloat16)`` raises there, because torch refuses to exchange watched weights. Such a model is made
+    on the meta device, and copied into the fake mode.
     """
     try:
         bare = make(*mesh)

@@ -43,8 +43,9 @@ class KernelCost:
 
 @dataclass
 class CountedPhase:
-    """One phase of a step: its kernels, also those of a forward pass that runs again, and memory that was alive before,
-    began (> 0) or ceased to be, by kind, while nodes of the graph ran and after.  Messages of FSDP2 are apart.
+    """One phase of a step: its kernels, also those of a forward pass that runs again, and its memory by kind.  That is
+    what was alive before, and what began (> 0) or ceased to be while nodes of the graph ran and after.  Messages of
+    FSDP2 are apart.
     """
 
     kernels: list[KernelCost] = field(default_factory=list[KernelCost])

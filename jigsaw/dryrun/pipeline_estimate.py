@@ -61,8 +61,8 @@ def balanced_stages(
     """Return the modules that begin the later stages on `mesh`, balanced by a dry run of one microbatch, alike on all
     ranks.
 
-    *Sends*: nothing. *Raises*: `ShardingError` for a model of fewer modules with parameters than stages, one that does
-    not run, and a batch that is not a multiple of the microbatches.
+    *Sends*: nothing. *Raises*: `ShardingError` for a model that does not run or has too few modules with parameters.
+    Also for a batch that is not a multiple of the microbatches.
     """
     axes = {name: size for name, size in axes_of_mesh(mesh) if name != axis} or {"alone": 1}
     batch, *rest = example.layout.shape

@@ -1,8 +1,8 @@
 """Order of points along a curve that fills the sphere, so that contiguous pieces of it have short borders.  Integers.
 
-Cells that are stored by circles of latitude give ranks bands, whose borders go around the globe.  Along Hilbert's
-curve pieces are compact.  Of the 421,120 cells of O320 and nine nearest neighbors, 64 ranks of bands need 30 % as many
-rows of others as they own, and 9 % along the curve.
+Cells that are stored by circles of latitude give ranks bands, whose borders go around the globe.  Along Hilbert's curve
+pieces are compact.  Take the 421,120 cells of O320, nine nearest neighbors and 64 ranks. In bands they need 30 % as
+many rows of others as they own, along the curve 9 %.
 
 >>> curve_order(np.array([-45.0, 45, 45, -45]), np.array([300.0, 200, 100, 50])).tolist()
 [3, 2, 1, 0]

@@ -1,7 +1,7 @@
 """HEALPix grids: numbers of cells, who is beside whom, and where each lies.
 
-The sphere is twelve faces of nside x nside cells. In a plane that is turned by 45 degrees the faces are unit squares:
-with x to the north-east and y to the north-west, face 4 + i at the equator is the square (i, -i), the northern face i
+The sphere is twelve faces of nside x nside cells. In a plane that is turned by 45 degrees the faces are unit squares,
+with x to the north-east and y to the north-west. Face 4 + i at the equator is the square (i, -i), the northern face i
 is at (i + 1, -i) and the southern face 8 + i at (i, -i - 1).  A face is thus known by p + q of its square (p, q): 0 at
 the equator, 1 in the north, -1 in the south.  Around a pole the four faces meet, each turned by 90 degrees.
 

@@ -30,7 +30,8 @@ class Neighbors:
 
     `index` has shape [targets, k]: numbers of source cells, -1 where a target has fewer than k.  There are `sources`
     source cells; by default as many as targets.  `of_edges` takes graphs in which targets have any number of edges,
-    `of_table` those of UGRID and ICON files, `of_points` finds the nearest points, and `healpix` is a grid.
+    `of_table` tables of UGRID and ICON files. `of_points` finds the nearest points, and `healpix` makes the table of a
+    grid.
 
     Every rank makes the same table. Which of its rows a rank sends, to whom, follows from the table and the cuts.
 
@@ -247,9 +248,9 @@ _MOST_STEPS = 256
 class OrderedLists:
     """Values of which each of `rows` sums some, one after the other.
 
-    ``steps[j]`` are the places of the j-th value of each row that has so many, rows with most values first, and
-    ``restore`` puts the rows back into their own order.  So a sum is a few vector additions in an order that is fixed.
-    Values beyond the 256th of a row are in `rest_places`, in order, with their rows, as `steps` count these.
+    ``steps[j]`` are the places of the j-th value of each row that has so many, rows with most values first. ``restore``
+    puts the rows back into their own order.  So a sum is a few vector additions in an order that is fixed. Values
+    beyond the 256th of a row are in `rest_places`, in order, with their rows, as `steps` count these.
     """
 
     rows: int

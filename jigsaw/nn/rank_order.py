@@ -1,7 +1,7 @@
 """Rows of a dim in the order of ranks: each rank's after the other's.  A sum over a cut dim needs no other order.
 
-Example: four ranks on lat=2, lon=2 and the 16 tokens of a 4 x 4 grid. rank 0 has 0, 1, 4, 5, rank 1 has 2, 3, 6, 7,
-rank 2 has 8, 9, 12, 13, rank 3 has 10, 11, 14, 15.  In rank order they are one cut at 0, 4, 8, 12, 16.  A product over
+Example: four ranks on lat=2, lon=2 and the 16 tokens of a 4 x 4 grid. rank 0 has 0, 1, 4, 5; rank 1 has 2, 3, 6, 7;
+rank 2 has 8, 9, 12, 13; rank 3 has 10, 11, 14, 15.  In rank order they are one cut at 0, 4, 8, 12, 16.  A product over
 them needs the rows of its other operand in the same order; the tokens stay as they are.
 """
 

@@ -1,8 +1,8 @@
 """Products of a sparse matrix, which every rank has whole, with a tile: ``torch.sparse.mm``, ``bmm``, ``@`` and ``mv``.
 
 A matrix of two dims whose columns one cut meets: a rank multiplies the rows of the result that it owns.  It needs the
-rows of the tile that these have entries for, and each that another rank owns travels once, as along an index that stays
-as it is.  Who needs which row is planned once for a matrix, until it is changed.
+rows of the tile that these have entries for. Each that another rank owns travels once, as along a kept index.  Who
+needs which row is planned once for a matrix, until it is changed.
 
 Of others, and where fewer rows travel so (few long rows, which sum over all): a rank multiplies the columns of the
 matrix that its own rows of the tile meet.  That gives parts of some rows of the result; each row is summed by the rank
@@ -54,9 +54,9 @@ def sparse_matmul(mat1: Any, mat2: Any) -> Any:
 
     *Shapes*: [M, K] x [K, N] -> [M, N], [B, M, K] x [B, K, N] -> [B, M, N], [M, K] x [K] -> [M]. Where axes cut K of
     the tile, they cut M of the result.
-    *Sends*: the rows of the tile that other ranks' rows of the result have entries for, each once a rank, or the rows
-    of the result that this rank's columns have entries in and other ranks own, whichever are fewer over all ranks;
-    backward their gradients, the other way.
+    *Sends*: the rows of the tile that other ranks' rows of the result have entries for, each once a rank. Or, where
+    these are fewer over all ranks, other ranks' rows of the result in which this rank's columns have entries. Backward
+    their gradients, the other way.
     *Raises*: `ShardingError` for a sparse matrix that requires a gradient, and for other numbers of dims.
     """
     if isinstance(mat1, Tile):

@@ -175,8 +175,8 @@ def segment_reduce(
 ) -> Any:
     """Return y[s] = the sum, or another reduction, of the rows of segment s along `axis`, which may be cut.
 
-    *Shapes*: [..., rows, ...] -> [..., segments, ...]. Segments are cut as the cells whose edges the rows are, where
-    there are as many, else where the first segment begins that lies beyond a cut of the rows.
+    *Shapes*: [..., rows, ...] -> [..., segments, ...]. Where the rows are edges of as many cells as there are segments,
+    segments are cut as these cells. Else a cut of the rows moves to the begin of the next segment.
     *Sends*: each row of a segment that belongs to another rank, once; backward its gradient.  The host waits for a GPU
     to read where segments begin.
     *Raises*: `ShardingError` for lengths that are not alike along other dims, where anything is cut.

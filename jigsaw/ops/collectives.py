@@ -2,7 +2,7 @@
 
 In a forward pass of a parallelized model there is one process (`jigsaw.ranks.model_world`).  Elsewhere the world size
 is that of the job, by which a sum would be divided.  So there only collectives with the same result for any number of
-processes are answered, and `all_gather`, which gives as many copies of the whole as it asks for.
+processes are answered. `all_gather` is, too: it gives as many copies of the whole as it asks for.
 
 >>> tile = jigsaw.shard(torch.ones(4), jigsaw.init_mesh(lat=1), ("lat",))
 >>> torch.distributed.all_reduce(tile, torch.distributed.ReduceOp.MAX)

@@ -3,8 +3,8 @@
 Along a dim that nothing cuts each rank joins what it has.  Along a cut one every operand is cut to the rows that a rank
 will have of the result, and moves there; **rows stay where they lie as far as possible**:
 
-- The cut operand with the most rows keeps its cut points, where what stands before it, and behind it, is no more than
-  an eighth of a balanced piece of the result, or one row: that joins the first piece, and the last.  A class token, a
+- The cut operand with the most rows keeps its cut points where little stands before it and behind it: at most an eighth
+  of a balanced piece of the result each, or one row.  That joins the first piece, and the last.  A class token, a
   surface level, a row of padding then move nothing of the operand, and a slice takes them off without a message.
 - Otherwise (the faces of a cubed sphere, two halves) the result is cut balanced, and each operand sends the rows that
   lie on another rank there.

@@ -14,9 +14,9 @@ stays is planned once: each rank then gets the rows that its own part of the res
    left whole.
 3. *A refusal.*  A function that a cut dim of such a result stops runs with that dim whole, as it is without a plan.
 
-What is written back along such an index (`index_add`, `scatter_reduce`) travels to the owner of the row it is added to,
-and sums go in the order of the index.  What they are written to is cut as the cells are that were picked from, where
-there are as many, and else evenly by the second rule, if no other tensor of any rank shares its memory.  Where it is
+Values that such an index writes (`index_add`, `scatter_reduce`) travel to the owners of their rows, and sums go in the
+order of the index.  The tensor that they are written to is cut, unless another tensor of some rank shares its memory:
+as the cells are that were picked from, where there are as many, and else evenly by the second rule.  Where it is
 changed in place, the ranks agree on that.
 
 Three ranks, 12 cells, ``x[:, table]`` of the neighbors [12, 2] on a ring: rank 1 owns 4 to 7 and needs 3 and 8 of the
@@ -307,8 +307,8 @@ class RowsForOwners:
 def rows_for_owners(input: Tile, dim: int, index: Any, source: Any, is_new: bool = False) -> RowsForOwners | None:
     """Return how values of a cut tile, which an index writes along a dim, come to the owners of its rows.
 
-    None where the index is none that stays as it is, where the values are whole along the dim, or where these and the
-    input are not each cut once by the same axes.  An input that `is_new` is a copy that nobody else can have.
+    None where the index changes from call to call, and where the values are whole along the dim. Also where these and
+    the input are not each cut once by the same axes.  An input that `is_new` is a copy that nobody else can have.
 
     *Sends*: where the dim of an input that is not new may be cut, 32 bytes: the ranks agree that none keeps its memory.
     """

@@ -1,8 +1,8 @@
 """Pointwise functions, and how tiles and plain tensors meet (alignment, broadcasting).
 
 Torch itself says which functions are pointwise: ``torch.Tag.pointwise`` on the aten overload.  They run on the local
-tensors, halo included.  Rows beyond an end that does not wrap are left out, except for casts and copies, because a
-function may not have a finite gradient at a reader's number there.
+tensors, halo included.  Rows beyond an end that does not wrap are left out, because a function may not have a finite
+gradient at a reader's number there.  Casts and copies keep them.
 
 >>> tile = jigsaw.shard(torch.ones(2, 9), jigsaw.init_mesh(lat=1), (None, "lat"))
 >>> (torch.exp(tile) - torch.arange(9.0)).local[0, :3]

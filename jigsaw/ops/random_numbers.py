@@ -2,9 +2,9 @@
 
 A counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11) with the finalizer of
 splitmix64 (Steele et al., OOPSLA 2014): each element hashes its global row-major index with two keys of the call, one
-before the first round and one before the second, so that no call has the numbers of another at shifted places.  The
-seed of the keys comes from torch's default generator of the mesh's first rank, so `torch.manual_seed` fixes the
-numbers; they are not those of plain torch.
+before the first round and one before the second.  So no call has the numbers of another at shifted places.  The seed of
+the keys comes from torch's default generator of the mesh's first rank, so `torch.manual_seed` fixes the numbers; they
+are not those of plain torch.
 """
 
 from __future__ import annotations

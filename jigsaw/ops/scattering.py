@@ -97,9 +97,8 @@ def _write_rows(
 ) -> Tile:
     """Write, add or fill the rows that a 1-d index names, in place.
 
-    *Sends*: for an index that stays as it is (`jigsaw.ops.kept_indices`), each row of a tile `source` to the owner of
-    the row that it is written to.  Else its rows along `dim`, to every rank along the axes that cut it.  Backward their
-    gradient.
+    *Sends*: along a kept index (`jigsaw.ops.kept_indices`), each row of a tile `source` to the owner of its target row.
+    Else its rows along `dim`, to every rank along the axes that cut it.  Backward their gradient.
     """
     (at,) = reduced_dims(input, dim)
     if not input.ndim:  # a number is a row of one element, to torch

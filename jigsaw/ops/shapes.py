@@ -81,10 +81,10 @@ def _view_as_type(input: Tile, dtype: torch.dtype) -> Tile:
 def reshape(input: Tile, shape: Any, *more: int) -> Any:
     """Return the same elements in another global shape; dims flatten together and split again.
 
-    *Shapes*: a lat x lon tile flattens to tokens that each rank holds its box of; they split again at the same place.
-    A split that would part a block between ranks (windows of 4 of rows cut at 0, 7, 12) first moves the cut points to
-    the nearest multiples (0, 8, 12); ranks may then have nothing.  Where the new dims part every row of a cut one, its
-    axes move to the dim of most rows that the view can keep cut.  The rule is in `jigsaw.ops.meeting.reshaped_cuts`.
+    *Shapes*: a lat x lon tile flattens to tokens that each rank holds its box of; they split again at the same place. A
+    split that would part a block between ranks (windows of 4 of rows cut at 0, 7, 12) first moves the cut points to the
+    nearest multiples (0, 8, 12); ranks may then have nothing.  Where the new dims part every row of a cut one, its axes
+    move to the longest dim that the view can keep cut.  The rule is in `jigsaw.ops.meeting.reshaped_cuts`.
     *Sends*: nothing; where cut points move, the rows that change owner, counted as "realign", where axes move up to
     (P-1)/P of a tile, counted as "recut"; backward the reverse.  Where one rank gets what several had, and that is a
     mebibyte or more, a warning says so once for each line.

@@ -1,8 +1,8 @@
 """Strides of the whole tensor that a tile stands for, which say where torch's `reshape` is a view, and where a copy.
 
-A tile's own strides cannot say it: of x [4, 6], cut along its columns at 0, 3, 6, all of ``x[:, :3]`` lies on one rank,
-contiguous, and torch copies ``x[:, :3].flatten()`` all the same.  Views keep the strides of the whole beside the tile;
-a tile without them is as dense as what a function of torch makes, its dims in the order of its local strides.
+A tile's own strides cannot say it.  Take x [4, 6], cut along its columns at 0, 3, 6: all of ``x[:, :3]`` lies on one
+rank, contiguous.  Torch copies ``x[:, :3].flatten()`` all the same.  Views keep the strides of the whole beside the
+tile; a tile without them is as dense as what a function of torch makes, its dims in the order of its local strides.
 
 >>> from jigsaw.ops.whole_strides import strides_of_view
 >>> strides_of_view((4, 3), (6, 1), (2, 2, 3)), strides_of_view((4, 3), (6, 1), (12,))

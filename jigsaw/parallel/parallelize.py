@@ -111,8 +111,8 @@ def parallelize(
     ``shard_weights`` one all-gather a unit (two, but for the rest; one with ``"keep"``) and one reduce-scatter. Along
     `replicate` one all-reduce of the part.
     *Raises*: `ShardingError` when the model differs between ranks in names, shapes or dtypes, lies on another device
-    than the mesh, or has sparse embeddings. Also for a model that was parallelized before, for axes that the mesh
-    does not have, and for a plan with an unknown word, a name that no module has, or a layer that cannot be cut so.
+    than the mesh, or has sparse embeddings. Also for a model that was parallelized before, and for axes that the mesh
+    does not have. For a plan with an unknown word, a name that no module has, or a layer that cannot be cut so.
 
     >>> mesh = jigsaw.init_mesh(lat=1)
     >>> model = jigsaw.parallelize(torch.nn.Conv2d(3, 8, 3, padding=1), mesh)

@@ -76,7 +76,7 @@ def init_mesh(
     connects all ranks at once, and splits the groups of axes off.
 
     Raises: `ShardingError` when the product of the axes is not the number of ranks, or several ranks have no axes. Also
-    when `timeout` is not a time above 0, where a process may open fewer files than there are ranks, or where options of
+    when `timeout` is not a time above 0, or a process may open fewer files than there are ranks. Also where options of
     the process group come after it. `RanksDifferError` where ``JIGSAW_DEBUG`` is set on some of the ranks only.
 
     >>> mesh = jigsaw.init_mesh(data=1, lat=1, lon=-1, device="cpu")

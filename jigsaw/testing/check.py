@@ -78,9 +78,9 @@ def _seen_of_store(path: str) -> str:
 def check_nodes(place: JobPlace, facts: NodeFacts, seconds: float) -> list[str]:
     """Return what is wrong, an entry a problem, each with a remedy; empty where the processes can work together.
 
-    Every process of the job calls it.  Process 0 keeps the store that torch would keep, where all write their facts and
-    wait for those of the others, so it knows which did not come.  A sum over gloo last needs connections between all.
-    All report the same differences; problems of one node are reported there alone.
+    Every process of the job calls it.  Process 0 keeps the store that torch would keep.  All write their facts there
+    and wait for those of the others, so it knows which did not come.  A sum over gloo last needs connections between
+    all. All report the same differences; problems of one node are reported there alone.
     """
     wrong = _wrong_with_meeting_point(place)
     if wrong:

@@ -9,8 +9,8 @@ raises where NCCL would hang, or would put a message into another one's buffer. 
 - Messages from one rank to another meet in the order of posting, whatever their tags.
 - A rank that waits posts nothing more to any communicator until what it waits for has ended.
 
-For example rank 0 posts a sum and then a message to rank 1, and rank 1 first takes the message and then posts the sum.
-Gloo completes both.  On NCCL the sum is next on rank 0, the message is next on rank 1, and both wait forever.
+For example rank 0 posts a sum and then a message to rank 1. Rank 1 first takes the message and then posts the sum. Gloo
+completes both.  On NCCL the sum is next on rank 0, the message is next on rank 1, and both wait forever.
 
 Source: NCCL user guide on group calls and point-to-point communication; torch's NCCL groups for the rest.
 """

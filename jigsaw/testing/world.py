@@ -229,8 +229,8 @@ class RankWorld:
 
 
 def _process_context() -> ForkServerContext | SpawnContext:
-    """Choose how ranks start: forked, in a tenth of a second, from a process that has only imported torch, because a
-    fork of this one would copy threads and locks; Apple's libraries do not survive a fork at all.
+    """Choose how ranks start: forked, in a tenth of a second, from a process that has only imported torch.  A fork of
+    this process would copy threads and locks; Apple's libraries do not survive a fork at all.
     """
     if sys.platform == "darwin":
         return multiprocessing.get_context("spawn")

@@ -4,7 +4,7 @@ A note says the function, the tiles' shapes, a checksum of each plain tensor, an
 calls is noted, not what jigsaw calls within it.  Two ranks, of which rank 1 draws other noise [4]: ``tile + noise`` is
 "add(Tile [4] float32, tensor [4] float32 of checksum 1c3a0f22)" on rank 0, and has another checksum on rank 1.
 
-A change of `tile.local` in place is seen by autograd's own counter of changes, which is kept with the memory whenever a
+A change of `tile.local` in place is seen by autograd's own counter of changes. It is kept with the memory whenever a
 call begins or ends.  What lies between was not changed by a function of tiles, and the next note says how often.
 """
 

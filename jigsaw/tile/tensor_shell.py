@@ -1,9 +1,9 @@
 """`TensorShell`: the torch.Tensor that C++ code sees of a Tile, without its own memory.
 
 Python code and functions of torch never read the shell.  C++ code that does (a custom ``autograd.Function``,
-TorchScript, an extension) finds a tensor on the meta device, whose sizes are the global ones and whose memory, strides
-and kernels are refused.  `local` has the history of autograd.  A history on the shell would be lost, so that is found
-and refused, too.
+TorchScript, an extension) finds a tensor on the meta device.  Its sizes are the global ones; its memory, strides and
+kernels are refused.  `local` has the history of autograd.  A history on the shell would be lost, so that is found and
+refused, too.
 
 >>> tile = jigsaw.shard(torch.arange(4.0), jigsaw.init_mesh(lat=1), ("lat",))
 >>> isinstance(tile, torch.Tensor), tile.device.type
@@ -279,8 +279,8 @@ def _has_entered(node: Any, output: int) -> bool:
 
 
 class _LocalBehindNode:
-    """Descriptor of `local` until its first read, for a tile that autograd has made as a view of another one, or whose
-    local tensor still has to arrive.  In the latter case ``__dict__["awaited"]`` names its source.
+    """Descriptor of `local` until its first read.  For a tile that autograd has made as a view of another one, or whose
+    local tensor still has to arrive; then ``__dict__["awaited"]`` names its source.
     """
 
     def __get__(self, shell: TensorShell | None, cls: type) -> Any:

@@ -95,8 +95,8 @@ def from_local(
     *Shapes*: global `shape`; per rank ``local.shape``, the share that `shard` with these arguments would give it.
     *Sends*: two agreements: every rank learns whether all parts fit; for each axis that cuts nothing, one on a checksum
     of `local`.
-    *Raises*: `ShardingError` on every rank, when one rank's part does not have the shape that the layout gives it, when
-    ranks that hold the same part have other values, or pass different arguments.
+    *Raises*: `ShardingError` on every rank, when one rank's part does not have the shape that the layout gives it. Also
+    when ranks that hold the same part have other values, or pass different arguments.
 
     A part on another device than that of the mesh is copied there.
 

@@ -294,8 +294,8 @@ def unit_box(array: ArrayOutline, index: UnitIndex) -> Box:
 def _regions_to_move(
     array: ArrayOutline, chosen: SelectedSource, done: Mapping[UnitKey, str], budget: int
 ) -> Iterator[ConversionRegion]:
-    """Yield the units still to be written: along the first dim as many together as one chunk of the source has, and all
-    along a dim whose rows get another order, because each is made of rows of many chunks.
+    """Yield the units still to be written, along the first dim as many together as one chunk of the source has. Along a
+    dim whose rows get another order it is all, because each unit is made of rows of many chunks.
     """
     together = _units_together(array, chosen.data, budget)
     scattered = array.dims.index(chosen.reordered) if chosen.reordered in array.dims else -1

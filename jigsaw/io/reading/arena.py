@@ -7,8 +7,8 @@ written, device, inode and a random word in the header are compared with what th
 
 The file begins with a header of 64-bit words and messages; slots of bytes follow. With four ranks the words are:
 
-- 8m .. 8m+5, stored by rank m alone: the read that it has started, finished and left, the digest of its plan, the last
-  read in which it failed, and the length of the message that says why.  8m+6 and 8m+7 are not used;
+- 8m .. 8m+5, stored by rank m alone: the read that it has started, finished and left, and the digest of its plan. Then
+  the last read in which it failed, and the length of the message that says why.  8m+6 and 8m+7 are not used;
 - 32: the last read in which any rank failed, stored by each that fails: all of one read store the same;
 - 33: the random word, stored once by who makes the file;
 - 34 .. 2081: a message of 4096 bytes (512 words) for each rank, stored by that rank;

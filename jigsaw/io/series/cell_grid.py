@@ -1,9 +1,9 @@
 """Grid of cells: where each lies, how large it is, and which are beside it, as a store describes them.
 
-- HEALPix, by CF 1.13's grid mapping (``grid_mapping_name = "healpix"``, ``refinement_level``, ``indexing_scheme``), the
-  older ``healpix_nside`` and ``healpix_order``, xdggs' coordinate (``grid_name = "healpix"``, ``level``), or the
-  attribute ``dggs`` of the store or an array (zarr-conventions). The
-  coordinate along the dim has the numbers of the cells, which may be some of the sphere's only;
+- HEALPix, by CF 1.13's grid mapping (``grid_mapping_name = "healpix"``, ``refinement_level``, ``indexing_scheme``), or
+  the older ``healpix_nside`` and ``healpix_order``. By xdggs' coordinate (``grid_name = "healpix"``, ``level``), or the
+  attribute ``dggs`` of the store or an array (zarr-conventions). The coordinate along the dim has the numbers of the
+  cells, which may be some of the sphere's only;
 - any others by the latitude and the longitude of each, in degrees or radians (ICON, reduced Gaussian grids, stations);
   who is beside whom by UGRID's ``face_face_connectivity`` or ICON's ``neighbor_cell_index``, where a store has one.
 """

@@ -1,10 +1,10 @@
 """Meaning of a store's dims: roles by what the user says, then by CF attributes, then by name.
 
-A *role* is the canonical name of a dim, whatever the store calls it: `time, level, lat, lon` on the globe, `z, y, x`
-in a volume, `y, x` on a curvilinear or projected grid, `cell` where each place has a latitude and a longitude of its
-own (HEALPix, ICON, reduced Gaussian grids, stations); `member` for an ensemble, `lead` for the time since a forecast
-began and `init` for when it did.  A dim of channels (``[time, channel, lat, lon]``) is `level`, too: its levels have
-names.  A dim without a role keeps its own name.
+A *role* is the canonical name of a dim, whatever the store calls it: `time, level, lat, lon` on the globe, `z, y, x` in
+a volume, `y, x` on a curvilinear or projected grid; `cell` where each place has a latitude and a longitude of its own
+(HEALPix, ICON, reduced Gaussian grids, stations); `member` for an ensemble, `lead` for the time since a forecast began
+and `init` for when it did.  A dim of channels (``[time, channel, lat, lon]``) is `level`, too: its levels have names.
+A dim without a role keeps its own name.
 """
 
 from __future__ import annotations

@@ -272,8 +272,8 @@ def open_volumes(
     - `dtype`, `label_dtype`: of the tiles; labels are rounded to the nearest integer, and missing ones are
       `label_fill`;
     - `image_array`, `label_array`: the array of a store that has several; `level`: that of an OME-Zarr image;
-    - `dims`: the names of the stored dims, ``channel``, ``z``, ``y`` and ``x`` in their order, where files (plain HDF5)
-      do not name them, or an array has another order; a label map may lack the channels;
+    - `dims`: the names of the stored dims: ``channel``, ``z``, ``y`` and ``x`` in their order. Needed where files
+      (plain HDF5) do not name them, or an array has another order; a label map may lack the channels;
     - `seed`: of the crops that ``volumes[i]`` gives; a `VolumeLoader` has its own;
     - `mode`: ``"cooperative"``, ``"independent"`` or ``"auto"``, as in `jigsaw.io.open`.
 

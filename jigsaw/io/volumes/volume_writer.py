@@ -55,12 +55,12 @@ def write_volume(
     r"""Write a tile [z, y, x] or [C, z, y, x] as ``.nii``, ``.nii.gz`` or ``.ome.zarr``. A batch dim of 1 before it is
     left out.
 
-    - `like`: its place in the world: a `VolumeSample` of as many voxels, anything else with an `affine`, or the path of
-      an image of as many voxels, in any format that `open_volumes` reads; from a NIfTI file the description is taken,
-      too;
+    - `like`: its place in the world: a `VolumeSample`, anything else with an `affine`, or the path of an image, in any
+      format that `open_volumes` reads. Samples and images must have as many voxels; from a NIfTI file the description
+      is taken, too;
     - `affine`: 4 x 4, from voxels (x, y, z, 1) to the world, used instead; without either it is the identity;
     - `onto`: the path of an image, on whose grid labels (integers or bool) are written. Each of its voxels takes the
-      label of the nearest voxel of the tile, which lies where `like` or `affine` says, and 0 beyond the tile;
+      label of the nearest voxel of the tile, and 0 beyond the tile. The tile lies where `like` or `affine` says;
     - `dtype`: of the file; by default the tile's, but bool as uint8, bfloat16 and float16 as float32, and int64, which
       few programs read, as int32;
     - `mode`: ``"w-"`` makes a new file, ``"w"`` replaces one;
@@ -77,10 +77,10 @@ def write_volume(
     part of every level.
     *Sends*: the rows that another rank writes, once; with `onto`, first those that another rank's voxels take; for each
     coarser level one row for each cut. Besides, less than a kilobyte for each rank.
-    *Raises*: `WriteError` for another suffix or mode, a dtype that NIfTI lacks, values that do not fit it, sides above
-    32767, impossible levels, or a file that exists; `GridError` for an affine that is not 4 x 4, an image or
-    sample `like` of other sides, an image `onto` whose axes are turned against the tile's, or in OME-Zarr an affine of
-    turned axes; `ShardingError` for other shapes. All are alike on every rank; no NIfTI file is left then.
+    *Raises*: `WriteError` for another suffix or mode, a dtype that NIfTI lacks, or values that do not fit it. Also for
+    sides above 32767, impossible levels, or a file that exists. `GridError` for an affine that is not 4 x 4, and for
+    `like` of other sides. Also for an image `onto` whose axes are turned against the tile's, and in OME-Zarr for an
+    affine of turned axes. `ShardingError` for other shapes. All are alike on every rank; no NIfTI file is left then.
 
     >>> mask = jigsaw.shard(torch.ones(4, 6, 5, dtype=torch.uint8), jigsaw.init_mesh(depth=1), ("depth", None, None))
     >>> jigsaw.io.write_volume("mask.nii.gz", mask, affine=np.diag([1.0, 1, 2, 1]))

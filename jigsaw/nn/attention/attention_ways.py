@@ -38,8 +38,8 @@ class RankSplit:
     """Number of pieces of each cut of the tokens, and how many neighboring pieces share out heads.
 
     Example: eight ranks, ``lat=4, lon=2``, and heads for four of them.  Ranks 0 to 3 share out the heads of the first
-    half of the tokens, ranks 4 to 7 those of the second, and rings of two pass the halves on.  So the heads get lon and
-    the minor half of lat, which becomes ``lat.ring=2, lat.heads=2``.
+    half of the tokens, ranks 4 to 7 those of the second. Rings of two pass the halves on.  So the heads get lon and the
+    minor half of lat, which becomes ``lat.ring=2, lat.heads=2``.
     """
 
     pieces: tuple[int, ...]

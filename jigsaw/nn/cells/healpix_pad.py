@@ -32,8 +32,8 @@ class HEALPixPad(nn.Module):
     faces.
     *Sends*: forward, each cell that a rank needs of others, once; backward, the gradient of each padded cell that
     another rank owns.
-    *Raises*: `ShardingError` for a shape without twelve square faces, a padding wider than a face, cut rows or columns
-    of faces, and numbers that cannot be nested.
+    *Raises*: `ShardingError` for a shape without twelve square faces, a padding wider than a face, and cut rows or
+    columns of faces. Also for nested cells whose nside is not a power of two.
 
     Source: Karlbauer et al., arXiv 2311.06253.
 

@@ -243,11 +243,11 @@ class SphericalHarmonicTransform(_SphereTransform):
 
     *Shapes*: [..., nlat, nlon] -> complex [..., lmax, mmax]. Per rank the orders are cut by all axes that cut latitude
     and longitude, degrees are whole, and leading dims stay as they are. *Holds*: the Legendre functions of a rank's own
-    orders, about mmax / P x lmax x nlat numbers, in the dtype of x. *Sends*: with N leading elements on P = p q ranks,
-    p of them along latitude and q along longitude, where q > 1, (1 - 1/q) N nlat nlon / P real numbers, then (1 - 1/P)
-    N nlat mmax / P complex ones; backward the same, of gradients. *Raises*: `ShardingError` for an unknown grid or
-    norm, more orders than nlon resolves, other sizes, and latitudes or longitudes that were flattened with other dims.
-    Source of the method: see `jigsaw.nn.spheres.spherical_harmonics`.
+    orders, about mmax / P x lmax x nlat numbers, in the dtype of x. *Sends*: let there be N leading elements on P = p q
+    ranks, p along latitude and q along longitude. Where q > 1, (1 - 1/q) N nlat nlon / P real numbers; then (1 - 1/P) N
+    nlat mmax / P complex ones. Backward the same, of gradients. *Raises*: `ShardingError` for an unknown grid or norm,
+    more orders than nlon resolves, other sizes, and latitudes or longitudes that were flattened with other dims. Source
+    of the method: see `jigsaw.nn.spheres.spherical_harmonics`.
 
     >>> transform = jigsaw.nn.SphericalHarmonicTransform(9, 16)
     >>> tile = jigsaw.shard(torch.ones(2, 9, 16), jigsaw.init_mesh(lat=1, lon=1), (None, "lat", "lon"))

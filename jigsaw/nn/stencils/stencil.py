@@ -38,8 +38,9 @@ class DimStencil(FrozenValue):
 
 @dataclass(frozen=True)
 class StencilPlan:
-    """Stencil of one rank: the layout `out` of the result, `target`, what every rank needs of the input, and `margins`,
-    rows of padding around its part, an entry a cut; `derived` has each touched dim, its arithmetic, and this rank's
+    """Stencil of one rank. `out` is the layout of the result, `target` that of the input that every rank needs.
+    `margins` are rows of padding around its part, an entry a cut; `derived` has each touched dim, its arithmetic, and
+    this rank's
     piece.
     """
 

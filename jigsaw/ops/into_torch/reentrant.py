@@ -1,17 +1,17 @@
 """Reentrant activation checkpointing, ``torch.utils.checkpoint.checkpoint(..., use_reentrant=True)``, of tiles.
 
-Torch's `CheckpointFunction` runs the forward pass without a graph, and in the backward pass once more with one, through
-which it then sends the gradients by a backward pass of its own.  It looks into the graph of its arguments, where a tile
+Torch's `CheckpointFunction` runs the forward pass without a graph, and in the backward pass once more with one.  It
+sends the gradients through that by a backward pass of its own.  It looks into the graph of its arguments, where a tile
 has none.  So it is given local tensors; tiles are made of them within, and of what comes out.
 
 **Plain tensors among the arguments** are leaves in the inner pass, as if nothing had come before them.  Within they are
 as a model's parameters are: marked, so that the mean over the ranks is their gradient, whether they meet tiles or plain
 tensors only.  That mean, which every rank then has alike, goes on.  A plain tensor that comes out has left a tile.
 
-**Inner passes** are part of the pass around them: what is to be done at the end of a backward pass waits for the end of
-the outermost one (`at_end_of_pass`), so that gradients are reduced once and not in every inner pass.  FSDP2 waits, too;
-but a unit that runs again once it was behind in the same backward pass loses gradients, also those of plain tensors
-(torch 2.13): `jigsaw.parallel.gradients` refuses that.
+**Inner passes** are part of the pass around them.  Work for the end of a backward pass waits for the end of the
+outermost one (`at_end_of_pass`).  So gradients are reduced once and not in every inner pass.  FSDP2 waits, too; but a
+unit that runs again once it was behind in the same backward pass loses gradients, also those of plain tensors (torch
+2.13): `jigsaw.parallel.gradients` refuses that.
 
 >>> from torch.utils.checkpoint import checkpoint
 >>> tile = jigsaw.shard(torch.ones(2, 4), jigsaw.init_mesh(lat=1), (None, "lat"))

@@ -1,12 +1,12 @@
 """Refused functions, run on the whole tensor on every rank: ``parallelize(model, mesh, strict=False)``.
 
-Every rank brings the tiles among the arguments whole, computes the same answer with torch's own function, and keeps the
-rows that the first cut tile has of it, where a dim has the same size.  A tensor that every rank has alike has its whole
-gradient on each, so the way back is exact as it is; a plain parameter enters as an operand of an answer that nothing
-cuts (`plain_operand`).
+Every rank makes the tiles among the arguments whole and computes the same answer with torch's own function.  It keeps
+the rows that the first cut tile has of it, where a dim has the same size.  A tensor that every rank has alike has its
+whole gradient on each, so the way back is exact as it is; a plain parameter enters as an operand of an answer that
+nothing cuts (`plain_operand`).
 
 Four ranks, x [12, 32] cut in rows by lat=4, and `torch.linalg.pinv(x)`, [32, 12]: each rank takes the 9 rows that it
-lacks, all compute the whole pseudo-inverse, and as no dim has the size of before, it stays uncut; of a `cholesky` each
+lacks, and all compute the whole pseudo-inverse.  No dim has the size of before, so it stays uncut; of a `cholesky` each
 rank would keep its rows again.
 
 Ranks refuse alike, from what they all know (`RanksDifferError` is the one exception), so all of them come here, or

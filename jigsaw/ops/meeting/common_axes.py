@@ -5,18 +5,18 @@
 1. It is the one to whose cuts the fewest bytes have to travel, summed over all ranks; of equals the one that leaves the
    most ranks with rows, then the first argument's.  In place the target stays.
 2. An axis that cuts others but not the one that stays goes on cutting what it cuts in the first of them: the dim, where
-   nothing else cuts it, else its pieces finer.  So all cut what any of them cuts, no tile comes to have more of a dim
-   than before, and the one that stays is cut further without a message.
-3. A tile that lacks a dim which such an axis cuts is the same along it, because each rank needs all of it for its rows.
+   nothing else cuts it, else its pieces finer.  So all cut what any of them cuts, and no tile comes to have more of a
+   dim than before. The one that stays is cut further without a message.
+3. A tile without the dim that such an axis cuts is not cut by it, because each rank needs all of it for its rows.
 4. A tile that moves leaves its halo behind.  Where a dim was flattened from other dims than the other's, and both are
    cut, it takes two exchanges, with the dim whole between them; where no other dim can be cut then, it is refused.
 
 All of it follows from layouts, which are the same on every rank.
 
-Four ranks on lat=2, lon=2: x [2, 128, 12, 8] is cut by lat along its 12 rows and by lon along its 8 columns, y of the
-same shape by lat along the 128 channels and by lon along the batch (a view parted its pixels).  ``x + y`` would send as
-much to either's cuts, so x stays.  A rank has 1 x 64 x 12 x 8 of y and needs 2 x 128 x 6 x 4, a quarter of which it
-has: three quarters of its tile travel, to the three others, and the sum is cut as x.
+Four ranks on lat=2, lon=2: x [2, 128, 12, 8] is cut by lat along its 12 rows and by lon along its 8 columns.  y of the
+same shape is cut by lat along the 128 channels and by lon along the batch (a view parted its pixels).  ``x + y`` would
+send as much to either's cuts, so x stays.  A rank has [1, 64, 12, 8] of y and needs [2, 128, 6, 4], of which it has a
+quarter.  So three quarters of its tile travel to the three others, and the sum is cut as x.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def plan_common_axes(
     `labels` name the dims of each tile; dims of one name meet, and one row meets many as it is.  Tiles of any size
     follow each other along the one named `joined`.  `stays` is the number of the tile that is changed in place.
 
-    Raises: `ShardingError` where the target of a change in place lacks an axis that cuts another tile, and for dims
-    that were flattened from other dims and cut.
+    Raises: `ShardingError` where the target of a change in place lacks an axis that cuts another tile. Also for cut
+    dims that were flattened from other dims.
     """
     rows = {
         by: max(layout.shape[named.index(by)] for layout, named in zip(layouts, labels, strict=True) if by in named)

@@ -13,11 +13,11 @@ rule.
 
 All of it follows from layouts, which are the same on every rank, so every rank moves the same tile without a message.
 
-Four ranks, 37 rows of a U-Net: `skip` [1, 16, 37, 50] is cut at 0, 10, 19, 28, 37, and `up` [1, 32, 37, 50], pooled
-to 18 rows and interpolated back, at 0, 11, 21, 29, 37.  They differ in rows 10, 19, 20 and 28.  For
-``torch.cat([skip, up], 1)`` at `skip`'s points four rows of `up` would travel, 4 x 32 x 50 numbers; at `up`'s points
-four of `skip`, 4 x 16 x 50.  So `skip` moves: rank 1 gives row 10 to rank 0, rank 2 rows 19 and 20 to rank 1, rank 3
-row 28 to rank 2, and the result is cut at 0, 11, 21, 29, 37.  Backward the gradients of these rows take the way back.
+Four ranks, 37 rows of a U-Net: `skip` [1, 16, 37, 50] is cut at 0, 10, 19, 28, 37.  `up` [1, 32, 37, 50], pooled to 18
+rows and interpolated back, is cut at 0, 11, 21, 29, 37.  They differ in rows 10, 19, 20 and 28.  For ``torch.cat([skip,
+up], 1)`` at `skip`'s points four rows of `up` would travel, 4 x 32 x 50 numbers; at `up`'s points four of `skip`, 4 x
+16 x 50.  So `skip` moves: rank 1 gives row 10 to rank 0, rank 2 rows 19 and 20 to rank 1, rank 3 row 28 to rank 2.  The
+result is cut at 0, 11, 21, 29, 37.  Backward the gradients of these rows take the way back.
 
 >>> mesh = jigsaw.init_mesh(lat=1)
 >>> tile = jigsaw.shard(torch.ones(2, 9), mesh, (None, "lat"))
@@ -63,10 +63,10 @@ def bring_together(
 
     *Shapes*: global unchanged; per rank as the cuts that win.
     *Sends*: forward the rows that change owner, counted as "realign", or as "recut" where an axis cuts another dim then
-    (up to (P-1)/P of a tile); backward their gradients the other way, and of a tile that was whole along a dim each
-    rank's part of the gradient to those that have it alike.
-    *Raises*: `ShardingError` where the target of a change in place lacks an axis that cuts another tile, and where dims
-    have no name, for those that are cut by other axes; before anything is sent.
+    (up to (P-1)/P of a tile); backward their gradients the other way.  Of a tile that was whole along a dim, also each
+    rank's part of the gradient, to the ranks that have the same tile.
+    *Raises*: `ShardingError`, before anything is sent, where the target of a change in place lacks an axis that cuts
+    another tile.  Also where dims without a name are cut by other axes.
     """
     first = tiles[0].layout
     if labels is None and all(t.layout is first for t in tiles):

@@ -19,8 +19,8 @@ of the spectrum again.  Of the highest 12, written to ``out[21:]``, the points a
 ``out[:, :, :12] += tile`` is for Python three steps: a view of `out`, a change of the view, and ``out[...] = view``.
 Such a view that ints and slices give becomes a tile together with its base: that view of the tile.
 
-Refusals follow from facts that all ranks share, before the tensor is changed.  A leaf that requires grad is refused,
-and a tensor whose memory another view, tensor, array or saved value would keep with the old values
+Refusals follow from facts that all ranks share, before the tensor is changed.  A leaf that requires grad is refused.
+So is a tensor whose memory another view, tensor, array or saved value would keep with the old values
 (`_reason_to_stay_plain`).
 
 >>> tile = jigsaw.shard(torch.ones(2, 9), jigsaw.init_mesh(lat=1), (None, "lat"))

@@ -1,7 +1,8 @@
 """Elements of a rank's local tensor at places of the whole one: which of them it holds, and where.
 
-Places are row-major numbers along one or several dims, each made up of its cuts: of 3 x 4 rows that were flattened,
-whose columns are cut at 2, the second rank holds 2, 3, 6, 7, 10, 11, and place 6 is its row 1, column 0.
+Places are row-major numbers along one or several dims, each made up of its cuts.  For example 3 x 4 rows were
+flattened, whose columns are cut at 2.  Then the second rank holds 2, 3, 6, 7, 10, 11, and place 6 is its row 1, column
+0.
 """
 
 from __future__ import annotations

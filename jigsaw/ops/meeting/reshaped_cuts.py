@@ -5,8 +5,8 @@
 1. Dims that flatten together keep their cuts; a cut dim splits where its cut points lie on multiples.
 2. Cut points that lie between go to the nearest multiples, of two to the larger one.  Ranks may then have no row: 3
    windows on 4 ranks.  Where all rows would go to one rank, the multiples are shared out evenly instead.
-3. Where no multiples leave rows to several ranks, the axes that are in the way move to another dim of the tensor, the
-   one of most rows (of equals the first), which is cut evenly: one exchange, counted as "recut".
+3. Where no multiples leave rows to several ranks, the axes that are in the way move to the dim of most rows (of equals
+   the first).  It is cut evenly, by one exchange, counted as "recut".
 4. Where no other dim can be cut either, the first rank along these axes gets what lies in the way, the others nothing;
    a warning says so where it is much.
 
