@@ -87,7 +87,13 @@ def test_the_shipped_package_needs_no_developers_tool():
 def test_all_brings_every_format():
     (everything,) = PROJECT["project"]["optional-dependencies"]["all"]
     named = set(re.search(r"\[(.*)\]", everything).group(1).split(","))
-    of_fields = {"weather", "medical", "lightning", "aurora"}  # choices of the others, and packages to work with
+    of_fields = {
+        "weather",
+        "medical",
+        "lightning",
+        "aurora",
+        "testing",
+    }  # choices of the others, and packages to work with
     assert named == set(PROJECT["project"]["optional-dependencies"]) - {"all"} - of_fields
 
 

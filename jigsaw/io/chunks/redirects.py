@@ -4,6 +4,9 @@ A server on the internet may answer with a redirect to an address that only the 
 machine or network. The HTTP client does not have a rule for redirects, but has one for proxies. It is told that all
 hosts but the store's own are behind a proxy. That proxy is ours and passes nothing on, but it learns which host was
 meant. The host is then asked directly where it is public.
+
+Names below the store's own host are not looked up: the client's rule for proxies includes them. Who decides where these
+lead also decides where the host itself leads, and needs no redirect for it.
 """
 
 from __future__ import annotations
