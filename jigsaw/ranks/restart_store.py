@@ -17,10 +17,13 @@ from __future__ import annotations
 import errno
 import hmac
 import ipaddress
+import math
 import os
 import socket
+import threading
 import time
 import uuid
+from concurrent.futures import Future
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -33,6 +36,7 @@ _POLL_SECONDS = 0.02
 _BACKLOG = 2048
 _KEEPER_PATIENCE = timedelta(seconds=20)
 """Rank 0 identifies itself as soon as it listens."""
+_LOOK_SECONDS = 2.0
 
 
 def is_shared_between_starts() -> bool:
@@ -64,9 +68,50 @@ def joined_job_store(secret: str, limit: timedelta) -> tuple[dist.Store, int, in
         salt = uuid.uuid4().hex
         store.set(f"{_FOLDER}/keeper", f"{salt} {_proof(key, 'keeper', salt)}")
     else:
-        store = dist.TCPStore(host, port, ranks, False, limit, wait_for_workers=False)
-        _check_keeper(store, key, f"{host}, port {port}", min(limit, _KEEPER_PATIENCE))
+        where, patience = f"{host}, port {port}", min(limit, _KEEPER_PATIENCE)
+        store = store_that_answers(host, port, ranks, limit, patience)
+        if store is None:
+            raise _store_of_others(where)
+        _check_keeper(store, key, where, patience)
     return _name_start(store, rank, ranks, limit, key), rank, ranks
+
+
+def store_that_answers(
+    host: str, port: int, ranks: int | None, limit: timedelta, patience: timedelta
+) -> dist.TCPStore | None:
+    """Join the store that rank 0 keeps; None where something listens for so long and does not answer as a store.
+
+    A thread waits in torch, which without end waits for the first answer of whatever has taken its connection.
+
+    Raises: what torch raises where nobody listens within the limit.
+    """
+    joined: Future[dist.TCPStore] = Future()
+
+    def join() -> None:
+        try:
+            joined.set_result(dist.TCPStore(host, port, ranks, False, limit, wait_for_workers=False))
+        except BaseException as e:
+            joined.set_exception(e)
+
+    threading.Thread(target=join, name="jigsaw-join", daemon=True).start()
+    # torch itself gives up some seconds after the limit, if nobody listens
+    until, listens_since = time.monotonic() + (limit + patience).total_seconds(), math.inf
+    while True:
+        try:
+            return joined.result(timeout=min(_LOOK_SECONDS, patience.total_seconds()))
+        except TimeoutError:
+            now = time.monotonic()
+        listens_since = min(listens_since, now) if _somebody_listens(host, port) else math.inf
+        if now > until or now - listens_since > patience.total_seconds():
+            return None
+
+
+def _somebody_listens(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=_LOOK_SECONDS):
+            return True
+    except OSError:
+        return False
 
 
 def _listen_at(host: str, port: int, is_far: bool) -> socket.socket:
@@ -94,20 +139,26 @@ def _taken_port(host: str, port: int) -> ShardingError:
     )
 
 
+_OTHER_PORT = "set MASTER_PORT to another port for all ranks of this job"
+
+
+def _store_of_others(where: str) -> ShardingError:
+    return ShardingError(
+        f"what listens at {where} is the store of another job, or of a program without jigsaw: nobody there proves "
+        f"that it belongs to this job; {_OTHER_PORT}"
+    )
+
+
 def _check_keeper(store: dist.Store, key: bytes, where: str, patience: timedelta) -> None:
-    remedy = "set MASTER_PORT to another port for all ranks of this job"
     try:
         store.wait([f"{_FOLDER}/keeper"], patience)
     except (RuntimeError, ValueError) as e:
-        raise ShardingError(
-            f"what listens at {where} is the store of another job, or of a program without jigsaw: nobody there proves "
-            f"that it belongs to this job; {remedy}"
-        ) from e
+        raise _store_of_others(where) from e
     salt, _, proof = store.get(f"{_FOLDER}/keeper").decode("utf-8", "replace").partition(" ")
     if not hmac.compare_digest(proof.encode(), _proof(key, "keeper", salt).encode()):
         raise ShardingError(
             f"what listens at {where} is the store of another job, which has another secret (JIGSAW_JOB_SECRET, or the "
-            f"numbers of job, step and user); {remedy}"
+            f"numbers of job, step and user); {_OTHER_PORT}"
         )
 
 

@@ -23,6 +23,7 @@ from torch import nn
 from jigsaw.errors import ReadError, ShardingError
 from jigsaw.io.formats.store import open_store
 from jigsaw.ranks.launcher import torchrun_variables
+from jigsaw.ranks.restart_store import store_that_answers
 from jigsaw.testing.failure import RankFailedError
 from jigsaw.testing.oracle import assert_same_on_every_mesh
 
@@ -88,12 +89,20 @@ def check_nodes(place: JobPlace, facts: NodeFacts, seconds: float) -> list[str]:
     limit = timedelta(seconds=seconds)
     try:
         keeps = place.rank == 0 and not place.is_kept
-        meeting = dist.TCPStore(place.host, place.port, None, keeps, limit, wait_for_workers=False)
+        if keeps:
+            meeting = dist.TCPStore(place.host, place.port, None, True, limit, wait_for_workers=False)
+        else:
+            meeting = store_that_answers(place.host, place.port, None, limit, limit / 2)
     except RuntimeError as e:
         return [
             f"rank {place.rank} on {facts['host']} cannot reach rank 0 at {place.host}, port {place.port}, within "
             f"{seconds:g} s: is it running, does a firewall close the port, do MASTER_ADDR and MASTER_PORT say the "
             f"same on all nodes? ({str(e).splitlines()[0]})"
+        ]
+    if meeting is None:
+        return [
+            f"rank {place.rank} on {facts['host']} reaches {place.host}, port {place.port}, but what listens there is "
+            "not the store of rank 0: another program has the port; set MASTER_PORT to a free one on all nodes"
         ]
     store = dist.PrefixStore("jigsaw.check", meeting)
     store.set(f"facts/{place.rank}", json.dumps(dict(facts)))

@@ -8,6 +8,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from jigsaw.errors import ShardingError
 from jigsaw.ranks import restart_store
 from jigsaw.ranks.launcher import torchrun_variables
+from jigsaw.testing.check import JobPlace, check_nodes
 
 ROOT = Path(__file__).parents[2]
 SUM = """
@@ -239,6 +241,62 @@ def test_a_store_that_proves_nothing_is_refused(monkeypatch):
     store.set("jigsaw.start/keeper", "salt and what is no proof")
     with pytest.raises(ShardingError, match="which has another secret"):
         restart_store.joined_job_store("mine", timedelta(seconds=60))
+
+
+def _listener(answer):
+    """A program that takes connections and is not a store; it says nothing, says something else, or hangs up."""
+    listener, taken = socket.create_server(("127.0.0.1", 0)), []
+
+    def serve():
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            taken.append(connection)
+            if answer is None:
+                connection.close()
+            else:
+                connection.sendall(answer)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener, taken
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", *(pytest.param(words, marks=pytest.mark.slow) for words in (b"HTTP/1.1 400 Bad Request\r\n\r\n", None))],
+)
+def test_what_listens_and_is_no_store_is_refused(monkeypatch, answer):
+    """Torch waits without end for a listener that says nothing."""
+    monkeypatch.setattr(restart_store, "_KEEPER_PATIENCE", timedelta(seconds=1))
+    listener, taken = _listener(answer)
+    host, port = listener.getsockname()
+    for name, value in {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": 1, "WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    try:
+        with pytest.raises(
+            ShardingError, match=r"listens at 127\.0\.0\.1, port \d+ is the store of another job, or of a"
+        ):
+            restart_store.joined_job_store("mine", timedelta(seconds=3))
+        place = JobPlace(rank=1, ranks=2, host=host, port=port, is_kept=False)
+        (wrong,) = check_nodes(place, {"host": "here"}, 4)
+        assert "what listens there is not the store of rank 0" in wrong
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        for connection in taken:
+            connection.close()
+        for thread in threading.enumerate():  # in torch, which tries again until its time is over
+            if thread.name == "jigsaw-join":
+                thread.join(30)
+
+
+def test_a_store_that_nobody_keeps_is_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(RuntimeError, match=r"timed out|Timed out|timeout"):
+        restart_store.store_that_answers("127.0.0.1", port, 2, timedelta(seconds=2), timedelta(seconds=15))
 
 
 @pytest.mark.parametrize(
