@@ -53,6 +53,7 @@ def train(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_descriptors_and_threads_stay_as_they_are(tmp_path):
     fields = {name: (("time", "lat", "lon"), np.random.default_rng(0).normal(size=(41, 13, 8))) for name in "tz"}
     times = np.datetime64("2020-01-01", "ns") + np.arange(41) * np.timedelta64(6, "h")
