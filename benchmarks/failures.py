@@ -51,7 +51,7 @@ Maker = Callable[[DeviceMesh, str], Work]
 
 def field_on(mesh: DeviceMesh) -> jigsaw.Tile:
     """A batch of small fields whose rows the mesh cuts."""
-    return jigsaw.shard(torch.linspace(-1, 1, 832).view(2, 4, 13, 8), mesh, (None, None, "lat", None))
+    return jigsaw.shard(torch.linspace(-1, 1, 1248).view(3, 4, 13, 8), mesh, (None, None, "lat", None))
 
 
 def convolutions() -> nn.Sequential:
@@ -107,7 +107,7 @@ def backward_of(**cut: Any) -> Maker:
 
 def pipeline_step(mesh: DeviceMesh, folder: str) -> Work:
     own_mesh = jigsaw.init_mesh(device="cpu", pipe=RANKS, lat=1, timeout=mesh_patience(mesh))
-    pipe = jigsaw.pipeline(convolutions(), own_mesh, loss=nn.functional.mse_loss, microbatches=2)
+    pipe = jigsaw.pipeline(convolutions(), own_mesh, loss=nn.functional.mse_loss, microbatches=RANKS)
     x = field_on(own_mesh)
 
     def work(fail: Fault) -> None:
