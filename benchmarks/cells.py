@@ -95,7 +95,7 @@ def edges_of(table: jigsaw.Neighbors) -> tuple[Tensor, Tensor]:
 
 
 def sums_of(table: jigsaw.Neighbors) -> dict[str, Callable[[Any], Any]]:
-    """Make the same sum, written in three ways; a table with gaps (-1) has no second."""
+    """Make the same sum, written in three ways; a table with gaps (-1) cannot be an index."""
     source, target = edges_of(table)
     ways: dict[str, Callable[[Any], Any]] = {
         "gather_neighbors": lambda x: jigsaw.nn.scatter_to_cells(jigsaw.nn.gather_neighbors(x, table), table),
@@ -106,8 +106,8 @@ def sums_of(table: jigsaw.Neighbors) -> dict[str, Callable[[Any], Any]]:
     return ways
 
 
-def sent_by_way(grid: str) -> dict[str, tuple[int, int, int]]:
-    """Return, by way, the bytes that this rank sends and receives in a forward pass, and the rows that it needs."""
+def sent_by_way(grid: str) -> dict[str, tuple[int, int]]:
+    """Return, by way, the bytes that this rank sends in a forward pass, and the rows that it needs of others."""
     torch.manual_seed(0)
     mesh, table = world_mesh(cell=torch.distributed.get_world_size()), table_of(grid)
     tile = jigsaw.shard(torch.randn(1, CHANNELS, table.sources), mesh, (None, None, "cell"))
@@ -120,7 +120,7 @@ def sent_by_way(grid: str) -> dict[str, tuple[int, int, int]]:
         net(tile)  # the first call compares the tables of all ranks
         with comm.count() as counts:
             net(tile)
-        traffic[way] = counts.sent_bytes, counts.received_bytes, len(needed)
+        traffic[way] = counts.sent_bytes, len(needed)
     return traffic
 
 
@@ -129,7 +129,7 @@ def rows_sent(grid: str, ranks: int) -> Iterator[Fact]:
     by_rank = run_on_ranks(ranks, sent_by_way, grid, timeout=300)
     for way in by_rank[0]:
         sent = sum(rank[way][0] for rank in by_rank)
-        needed = sum(rank[way][2] for rank in by_rank)
+        needed = sum(rank[way][1] for rank in by_rank)
         yield {
             "case": "rows", "grid": grid, "ranks": ranks, "way": way, "rows_needed": needed, "sent_bytes": sent,
             "sent_over_needed": round(sent / (needed * CHANNELS * FLOAT), 4),

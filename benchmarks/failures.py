@@ -5,7 +5,7 @@
 
 The ranks do the work once, so that groups are connected.  Then rank 1 fails where the others wait for it: it raises, it
 is killed (SIGKILL), or it stops and says nothing (SIGSTOP).  The mesh waits for `--wait` seconds.  A case is a JSON
-object: `error` is what each other rank raised, `seconds` how long the slower one took, and `names_it` whether both
+object: `errors` is what the other ranks raised, `seconds` how long the slower one took, and `names_it` whether both
 said which rank failed.  An error of a rank that raised must be in what the others say (`tells_why`).
 """
 
@@ -270,7 +270,8 @@ def table_of(facts: Sequence[Fact]) -> Iterator[str]:
         for fault in FAULTS:
             fact = by_case[work, fault]
             seconds = "**still waiting**" if fact["seconds"] is None else f"{fact['seconds']} s"
-            lacks = "" if fact["names_it"] and fact.get("tells_why", True) else ", **does not say who**"
+            lacks = "" if fact["names_it"] else ", **does not say who**"
+            lacks += "" if fact.get("tells_why", True) else ", **does not say why**"
             cells.append(f"{seconds}, {' or '.join(fact['errors'])}{lacks}")
         rows.append([work, *cells])
     yield from table_lines(["while ranks are in", *FAULTS], rows)

@@ -176,7 +176,7 @@ def segment_reduce(
     """Return y[s] = the sum, or another reduction, of the rows of segment s along `axis`, which may be cut.
 
     *Shapes*: [..., rows, ...] -> [..., segments, ...]. Where the rows are edges of as many cells as there are segments,
-    segments are cut as these cells. Else a cut of the rows moves to the begin of the next segment.
+    segments are cut as these cells. Else a cut of the rows moves to the start of the next segment.
     *Sends*: each row of a segment that belongs to another rank, once; backward its gradient.  The host waits for a GPU
     to read where segments begin.
     *Raises*: `ShardingError` for lengths that are not alike along other dims, where anything is cut.

@@ -1,4 +1,4 @@
-"""Strategies for tests of layers: every layer of torch is exact under them, and a layer that is wrong is found."""
+"""Strategies for tests of layers: a convolution is exact under them, and a layer that is wrong is found."""
 
 from __future__ import annotations
 
