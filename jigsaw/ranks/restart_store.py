@@ -37,6 +37,7 @@ _BACKLOG = 2048
 _KEEPER_PATIENCE = timedelta(seconds=20)
 """Rank 0 identifies itself as soon as it listens."""
 _LOOK_SECONDS = 2.0
+"""How often a rank that waits for rank 0 looks whether something listens there."""
 
 
 def is_shared_between_starts() -> bool:
@@ -81,7 +82,7 @@ def store_that_answers(
 ) -> dist.TCPStore | None:
     """Join the store that rank 0 keeps; None where something listens for so long and does not answer as a store.
 
-    A thread waits in torch, which without end waits for the first answer of whatever has taken its connection.
+    Torch has no time-out for the first answer on a connection.  So a thread waits in torch, and this function looks on.
 
     Raises: what torch raises where nobody listens within the limit.
     """
