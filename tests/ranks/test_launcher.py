@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -243,24 +244,34 @@ def test_a_store_that_proves_nothing_is_refused(monkeypatch):
         restart_store.joined_job_store("mine", timedelta(seconds=60))
 
 
+@contextmanager
 def _listener(answer):
     """A program that takes connections and is not a store; it says nothing, says something else, or hangs up."""
     listener, taken = socket.create_server(("127.0.0.1", 0)), []
 
     def serve():
-        while True:
-            try:
+        with suppress(OSError):  # of `accept`, once nobody listens any more
+            while True:
                 connection, _ = listener.accept()
-            except OSError:
-                return
-            taken.append(connection)
-            if answer is None:
-                connection.close()
-            else:
-                connection.sendall(answer)
+                taken.append(connection)
+                if answer is None:
+                    connection.close()
+                else:
+                    with suppress(OSError):  # who called may have hung up
+                        connection.sendall(answer)
 
-    threading.Thread(target=serve, daemon=True).start()
-    return listener, taken
+    server = threading.Thread(target=serve)
+    server.start()
+    try:
+        yield listener.getsockname()
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        server.join()
+        for connection in [listener, *taken]:
+            connection.close()
+        for thread in threading.enumerate():  # in torch, which tries again until its time is over
+            if thread.name == "jigsaw-join":
+                thread.join(30)
 
 
 @pytest.mark.parametrize(
@@ -270,26 +281,15 @@ def _listener(answer):
 def test_what_listens_and_is_no_store_is_refused(monkeypatch, answer):
     """Torch waits without end for a listener that says nothing."""
     monkeypatch.setattr(restart_store, "_KEEPER_PATIENCE", timedelta(seconds=1))
-    listener, taken = _listener(answer)
-    host, port = listener.getsockname()
-    for name, value in {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": 1, "WORLD_SIZE": 2}.items():
-        monkeypatch.setenv(name, str(value))
-    try:
-        with pytest.raises(
-            ShardingError, match=r"listens at 127\.0\.0\.1, port \d+ is the store of another job, or of a"
-        ):
+    with _listener(answer) as (host, port):
+        for name, value in {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": 1, "WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(name, str(value))
+        others = r"listens at 127\.0\.0\.1, port \d+ is the store of another job, or of a"
+        with pytest.raises(ShardingError, match=others):
             restart_store.joined_job_store("mine", timedelta(seconds=3))
         place = JobPlace(rank=1, ranks=2, host=host, port=port, is_kept=False)
         (wrong,) = check_nodes(place, {"host": "here"}, 4)
         assert "what listens there is not the store of rank 0" in wrong
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        for connection in taken:
-            connection.close()
-        for thread in threading.enumerate():  # in torch, which tries again until its time is over
-            if thread.name == "jigsaw-join":
-                thread.join(30)
 
 
 def test_a_store_that_nobody_keeps_is_waited_for():
