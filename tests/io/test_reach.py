@@ -211,6 +211,16 @@ def test_two_dots_lead_out_of_no_store(tmp_path, path):
         StoreBounds(str(root)).opened(str(root / path), os.O_RDONLY)
 
 
+def test_a_name_that_leads_out_and_back_into_the_store_is_followed(tmp_path):
+    root = tmp_path / "s"
+    (root / "a").mkdir(parents=True)
+    (root / "a" / "f").write_text("within")
+    (tmp_path / "back").symlink_to(root / "a" / "f")
+    handle = StoreBounds(str(root)).opened(str(root / ".." / "back"), os.O_RDONLY)
+    with os.fdopen(handle) as file:
+        assert file.read() == "within"
+
+
 # -- references ------------------------------------------------------------------------------------------------------
 
 

@@ -145,13 +145,12 @@ class StoreBounds:
         """
         folder, name = os.path.split(path)
         # ".." is not a link, so that O_NOFOLLOW would let it lead out of a sound folder.
-        if not self._is_sound(folder) or (name == os.pardir and not self._holds(os.path.realpath(path))):
-            raise self._refusal(path)
-        try:
-            return os.open(path, flags | os.O_NOFOLLOW)
-        except OSError as e:
-            if e.errno != errno.ELOOP:
-                raise
+        if name != os.pardir and self._is_sound(folder):
+            try:
+                return os.open(path, flags | os.O_NOFOLLOW)
+            except OSError as e:
+                if e.errno != errno.ELOOP:
+                    raise
         real = os.path.realpath(path)
         if not self._holds(real):
             raise self._refusal(path)
