@@ -84,7 +84,7 @@ def store_that_answers(
 
     Torch has no time-out for the first answer on a connection.  So a thread waits in torch, and this function looks on.
 
-    Raises: what torch raises where nobody listens within the limit.
+    Raises: `torch.distributed.DistNetworkError` where nobody listens within the limit.
     """
     joined: Future[dist.TCPStore] = Future()
 
@@ -103,8 +103,10 @@ def store_that_answers(
         except TimeoutError:
             now = time.monotonic()
         listens_since = min(listens_since, now) if _somebody_listens(host, port) else math.inf
-        if now > until or now - listens_since > patience.total_seconds():
+        if now - listens_since > patience.total_seconds() or (now > until and listens_since < math.inf):
             return None
+        if now > until:
+            raise dist.DistNetworkError(f"nobody listens at {host}, port {port}, after {limit.total_seconds():g} s")
 
 
 def _somebody_listens(host: str, port: int) -> bool:
