@@ -7,8 +7,10 @@ up.
 Example: of four ranks, rank 2 left the training loop and sleeps in line 40.  The others enter an all-reduce of
 `mse_loss`.  After a while the store has "all_reduce, UNet > train.py:31" from ranks 0, 1, 3, and "train.py:40" from
 rank 2, which sees that others wait.  When its time is over, each of 0, 1, 3 reads that and raises.  The first that
-fails, by its own error or because it gives up, writes why. Ranks whose connection to it breaks then report this as
-well.
+fails, by its own error or because it gives up, writes why.
+
+Ranks whose connection breaks report the first failure as well.  The connection may be to rank 0, with which the store
+ends.  So the threads of ranks that wait read the first failure at once, and a failed rank 0 gives them the time.
 """
 
 from __future__ import annotations
@@ -28,12 +30,16 @@ import torch.distributed as dist
 from jigsaw.ranks.call_places import place_in_frames, place_of_call
 from jigsaw.ranks.mesh import job_patience
 from jigsaw.ranks.model_world import job_group, job_rank, job_size
+from jigsaw.ranks.restart_store import is_shared_between_starts
 from jigsaw.torch_internals.groups import default_store
 
 T = TypeVar("T")
 _FOLDER = "jigsaw.waits"
 _LONGEST_NOTICE = 10.0  # after so many seconds the others learn of a wait; sooner where time-outs are short
 _STORE_SECONDS = 3.0  # the store may be gone with the rank that kept it
+_LOOK_SECONDS = 0.5  # how often a rank that waits asks whether another has failed
+_ANSWER_SECONDS = 3 * _LOOK_SECONDS  # within which ranks that wait say so, once they are asked
+_KEEPING_SECONDS = 3 * _LOOK_SECONDS  # so long a failed rank 0 keeps the store for the others
 _MOST_RANKS = 64  # at most so many ranks are described
 
 
@@ -52,7 +58,7 @@ class OpenWait:
         self.kind, self.ranks, self.since = kind, ranks, time.monotonic()
 
     def __enter__(self) -> None:
-        _start_watch()
+        start_wait_watch()
         _open_waits[threading.get_ident()] = self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
@@ -81,16 +87,41 @@ def found_of_others(kind: str, others: Sequence[int], message: str) -> str:
     """Return what the store knows, at the end of a wait, of the ranks that this one waited for, and write `message` for
     them.
     """
-    if _watch is None:
+    return _asked_of_store(lambda store: _read_others(store, kind, others, message))
+
+
+def first_failure() -> str:
+    """Return words about the first rank of the job that failed, empty where none has told it."""
+    return _asked_of_store(_read_first_failure)
+
+
+def _asked_of_store(read: Callable[[dist.Store], str]) -> str:
+    """Return what this reads of the store, or what the watch has read where the store is gone."""
+    watch = _watch
+    if watch is None:
         return ""
-    return _within(_STORE_SECONDS, lambda: _read_others(kind, others, message)) or ""
+    return _within(_STORE_SECONDS, lambda: read(watch.store)) or watch.first_failure
 
 
-def _read_others(kind: str, others: Sequence[int], message: str) -> str:
-    store, me = _store_of_job(), job_rank()
-    first = store.compare_set(f"{_FOLDER}/first", "", f"rank {me}: {message}").decode()
+def first_ended(ranks: Sequence[int]) -> int | None:
+    """Return the first of these ranks that its own error has ended; None where all still run.
+
+    It asks the store for one word, and for one of each rank only once some rank of the job has ended so.
+    """
+    store = default_store()
+    if not store.check([f"{_FOLDER}/ended"]):
+        return None
+    return next((rank for rank in ranks if store.check([f"{_FOLDER}/ended/{rank}"])), None)
+
+
+def _read_others(store: dist.Store, kind: str, others: Sequence[int], message: str) -> str:
+    me, described = job_rank(), others[:_MOST_RANKS]
+    store.set(f"{_FOLDER}/asked", "")
+    until = time.monotonic() + _ANSWER_SECONDS
+    while not store.check([f"{_FOLDER}/{rank}" for rank in described]) and time.monotonic() < until:
+        time.sleep(_LOOK_SECONDS / 10)
     missing: list[str] = []
-    for rank in others[:_MOST_RANKS]:
+    for rank in described:
         if not store.check([f"{_FOLDER}/{rank}"]):
             missing.append(f"rank {rank}, which has said nothing of itself")
             continue
@@ -100,7 +131,18 @@ def _read_others(kind: str, others: Sequence[int], message: str) -> str:
         elif status["kind"] != kind or me not in status["ranks"]:
             missing.append(f"rank {rank}, which waits in {status['kind']} at {status['place']}")
     absent = f"; missing: {'; '.join(missing)}" if missing else ""
-    return absent + (f"; the first to fail was {first}" if not first.startswith(f"rank {me}: ") else "")
+    first = store.compare_set(f"{_FOLDER}/first", "", f"rank {me}: {message}{absent}").decode()
+    # one that waits for the same ranks need not say twice that they are missing
+    return absent + ("" if first.startswith(f"rank {me}: ") else _words_of_first(first.removesuffix(absent)))
+
+
+def _read_first_failure(store: dist.Store) -> str:
+    key = f"{_FOLDER}/first"
+    return _words_of_first(store.get(key).decode()) if store.check([key]) else ""
+
+
+def _words_of_first(failure: str) -> str:
+    return f"; the first to fail was {failure}"
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T | None:
@@ -119,17 +161,12 @@ def _within(seconds: float, work: Callable[[], T]) -> T | None:
     return results[0] if results else None
 
 
-def _store_of_job() -> dist.Store:
-    # a separate one, because a client of the store that waits for a key blocks others of its process
-    return default_store().clone()
-
-
 # -- while ranks wait -------------------------------------------------------------------------------------------------
 
 
 class _WaitWatch(threading.Thread):
     """Thread that tells the other ranks, through the store, about long waits here, or where this rank is while others
-    wait.
+    wait.  It asks for failures of others while this rank waits.
     """
 
     def __init__(self) -> None:
@@ -137,30 +174,41 @@ class _WaitWatch(threading.Thread):
         self.world = job_group()
         self._rank, self._process = job_rank(), os.getpid()
         self._notice = min(_LONGEST_NOTICE, job_patience().total_seconds() / 4)
-        self._ended, self._store = threading.Event(), _store_of_job()
+        self._ended = threading.Event()
+        # a connection of its own, because a client of the store that waits for a key blocks others of its process
+        self.store = default_store().clone()
         self._main = threading.main_thread().ident or 0
+        self.first_failure = ""
+        self._next_look = time.monotonic() + self._notice / 2
 
     def run(self) -> None:
-        while not self._ended.wait(self._notice / 2):
+        while not self._ended.wait(min(_LOOK_SECONDS, self._notice / 2)):
             try:
-                self._tell()
+                self._look()
             except Exception:  # the store has ended, and with it the job
                 return
 
-    def _tell(self) -> None:
+    def _look(self) -> None:
+        """Ask the store: every half second while this rank waits, and else seldom, because a job may have many."""
         now = time.monotonic()
-        long = [(thread, each) for thread, each in list(_open_waits.items()) if now - each.since > self._notice]
-        if long:
-            self._store.set(f"{_FOLDER}/asked", "")
-            thread, wait = long[0]
-            self._say(thread, wait.kind, wait.ranks)
-        elif self._store.check([f"{_FOLDER}/asked"]):
-            self._say(self._main, None, ())
+        waits = sorted(_open_waits.items(), key=lambda thread_and_wait: thread_and_wait[1].since)
+        age = now - waits[0][1].since if waits else 0.0
+        if age < _LOOK_SECONDS and now < self._next_look:
+            return
+        self._next_look = now + self._notice / 2
+        if age > self._notice:
+            self.store.set(f"{_FOLDER}/asked", "")
+        if age > self._notice or self.store.check([f"{_FOLDER}/asked"]):
+            thread, wait = waits[0] if waits else (self._main, None)
+            self._say(thread, wait and wait.kind, wait.ranks if wait else ())
+        if age > _LOOK_SECONDS and not self.first_failure and self.store.check([f"{_FOLDER}/ended"]):
+            self.first_failure = _read_first_failure(self.store)
+            self.store.set(f"{_FOLDER}/heard/{self._rank}", "")
 
     def _say(self, thread: int, kind: str | None, ranks: Sequence[int]) -> None:
         function, where = place_in_frames(sys._current_frames().get(thread))  # pyright: ignore[reportPrivateUsage]
         place = f"{function}, {where}" if kind else where
-        self._store.set(f"{_FOLDER}/{self._rank}", json.dumps({"kind": kind, "ranks": list(ranks), "place": place}))
+        self.store.set(f"{_FOLDER}/{self._rank}", json.dumps({"kind": kind, "ranks": list(ranks), "place": place}))
 
     def end(self) -> None:
         """End the thread, while Python still runs; not that of the process that this one was forked from."""
@@ -172,7 +220,8 @@ class _WaitWatch(threading.Thread):
 _watch: _WaitWatch | None = None
 
 
-def _start_watch() -> None:
+def start_wait_watch() -> None:
+    """Start the thread that tells others of this rank's waits, and of the error that ends this rank; once a job."""
     global _watch
     if _watch is not None and _watch.world is job_group():
         return
@@ -195,7 +244,27 @@ def _end_watch() -> None:
 
 def _tell_failure(hook: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Write to the store what ends this rank, then show it."""
-    if dist.is_initialized() and issubclass(kind, Exception):
-        message = f"rank {job_rank()}: {kind.__name__}: {error}"
-        _within(_STORE_SECONDS, lambda: _store_of_job().compare_set(f"{_FOLDER}/first", "", message))
+    watch = _watch
+    if watch is not None and dist.is_initialized() and issubclass(kind, Exception):
+        _within(_STORE_SECONDS, lambda: _write_end(watch.store, f"rank {job_rank()}: {kind.__name__}: {error}"))
+        if job_rank() == 0 and not is_shared_between_starts():
+            _kept_stores.append((default_store(), job_size()))
     hook(kind, error, trace)
+
+
+def _write_end(store: dist.Store, message: str) -> None:
+    store.compare_set(f"{_FOLDER}/first", "", message)
+    for key in (f"ended/{job_rank()}", f"heard/{job_rank()}", "ended"):
+        store.set(f"{_FOLDER}/{key}", "")
+
+
+_kept_stores: list[tuple[dist.Store, int]] = []
+"""The store that this rank keeps and that ranks may still read, once an error ends it."""
+
+
+@atexit.register
+def _keep_store_for_others() -> None:
+    for store, ranks in _kept_stores:
+        keys, until = [f"{_FOLDER}/heard/{rank}" for rank in range(ranks)], time.monotonic() + _KEEPING_SECONDS
+        while not store.check(keys) and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS / 10)

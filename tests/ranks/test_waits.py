@@ -1,11 +1,12 @@
 """How long ranks wait for each other, and what those are told that wait in vain."""
 
+import importlib
 import re
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from ranks_apart import run_apart
+from ranks_apart import ROOT, run_apart
 from torch.distributed.device_mesh import init_device_mesh
 
 from jigsaw.errors import ShardingError
@@ -156,3 +157,13 @@ pipe.step(x, x)
     assert "ValueError: the second microbatch is too hot" in failed and "RuntimeError" not in failed
     assert "WaitError: a step of a pipeline waited" in waited and "for ranks [1]" in waited, waited
     assert "the first to fail was rank 1: ValueError: the second microbatch is too hot" in waited, waited
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", ["load", "read of a sample", "statistics"])
+def test_what_others_are_told_though_the_store_ends_with_rank_0(monkeypatch, work):
+    """In `load` rank 2 waits for rank 0 alone, which ends by the error of rank 1, and with it the store."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    seen = importlib.import_module("failures").seen(work, "raises", 8.0)
+    assert seen["names_it"] and seen["tells_why"], seen
+    assert seen["seconds"] < 8

@@ -57,6 +57,7 @@ from jigsaw import errors
 from jigsaw.errors import PeerError, ReadError
 from jigsaw.io.chunks.files import fresh_memory
 from jigsaw.io.reading.peers import HomeProcess, PeerGroup
+from jigsaw.ranks.waiting_ranks import first_failure
 
 MAX_ARENA_SLOTS = 64
 _MESSAGE_BYTES = 4096
@@ -227,7 +228,8 @@ class Arena:
             closed = self._words[self._of(m, _LEFT)] == _CLOSED_READER
             if (m in dead or closed) and self._words[self._of(m, word)] < read:
                 gone = "has ended" if m in dead else "has closed its reader"
-                raise PeerError(f"rank {self._names[m]} of the domain group (process {self._pids[m]}) {gone}")
+                who = f"rank {self._names[m]} of the domain group (process {self._pids[m]})"
+                raise PeerError(f"{who} {gone}{first_failure()}")
         if time.monotonic() - since > self._timeout:
             late = [self._names[m] for m in range(self.size) if m != self.me and self._words[self._of(m, word)] < read]
             raise PeerError(f"waited {self._timeout:g} s for ranks {late} of the domain group to read their part")

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.errors import ForkedError, PeerError, ShardingError
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_patience
+from jigsaw.ranks.waiting_ranks import first_ended, first_failure, found_of_others, start_wait_watch
 from jigsaw.torch_internals.groups import default_store
 
 
@@ -85,6 +86,7 @@ class PeerGroup:
             waited = f"after {time.monotonic() - since:.1f} s (of {self.timeout:g} that ranks wait for each other)"
             raise PeerError(
                 f"another rank of the domain group of {self.size} has ended or does not answer, {waited}: {e}"
+                f"{first_failure()}"
             ) from e
         finally:
             self._talks -= 1
@@ -121,6 +123,7 @@ def _end_groups() -> None:
             peers.close()
 
 
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 0.2  # seconds between looks for ranks that have not come
 _groups_met: Counter[tuple[int, ...]] = Counter()
 
 
@@ -153,8 +156,28 @@ def meet_peers(
     _groups_met[ranks] += 1
     store = dist.PrefixStore(f"jigsaw.io/{ranks}/{_groups_met[ranks]}", default_store())
     me = ranks.index(dist.get_rank())
+    _await_peers(store, ranks, me, timeout)
     group = dist.ProcessGroupGloo(store, me, len(ranks), timedelta(seconds=timeout))
     return PeerGroup(me, len(ranks), group, host, timeout)
+
+
+def _await_peers(store: dist.Store, ranks: Sequence[int], me: int, timeout: float) -> None:
+    """Wait until all come to make the group; gloo would wait for its whole time, and not say for whom.
+
+    Raises: `PeerError` with the error of a rank that failed, or with the ranks that have not come in time.
+    """
+    start_wait_watch()
+    store.set(f"here/{me}", "")
+    arrivals, pause, until = store.add("here", 1), _SHORTEST_PAUSE, time.monotonic() + timeout
+    while arrivals < len(ranks):
+        if (ended := first_ended(ranks)) is not None:
+            raise PeerError(f"rank {ended} has ended, and was to read samples with this one{first_failure()}")
+        if time.monotonic() > until:
+            absent = [rank for m, rank in enumerate(ranks) if not store.check([f"here/{m}"])]
+            waited = f"waited {timeout:g} s for ranks {absent} to read samples together, and they did not come"
+            raise PeerError(f"{waited}{found_of_others('meeting of readers', absent, waited)}")
+        time.sleep(pause)
+        arrivals, pause = store.add("here", 0), min(2 * pause, _LONGEST_PAUSE)
 
 
 _inherited: list[Any] = [None]
