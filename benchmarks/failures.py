@@ -3,10 +3,11 @@
     python benchmarks/failures.py --output benchmarks/results/failures-MACHINE-MONTH.jsonl
     python benchmarks/failures.py --page     # makes the table of docs/failures.md of the newest result file
 
-The ranks do the work once, so that groups are connected.  Then rank 1 fails where the others wait for it: it raises, it
-is killed (SIGKILL), or it stops and says nothing (SIGSTOP).  The mesh waits for `--wait` seconds.  A case is a JSON
-object: `errors` is what the other ranks raised, `seconds` how long the slower one took, and `names_it` whether both
-said which rank failed.  An error of a rank that raised must be in what the others say (`tells_why`).
+The ranks do the work once, so that groups are connected.  Then one of them fails where the others wait for it: it
+raises, it is killed (SIGKILL), or it stops and says nothing (SIGSTOP).  This is rank 1, or with `--failing 0` the one
+that keeps the job's store.  The mesh waits for `--wait` seconds.  A case is a JSON object: `errors` is what the other
+ranks raised, `seconds` how long the slower one took, and `names_it` whether both said which rank failed.  An error of a
+rank that raised must be in what the others say (`tells_why`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import jigsaw
 from jigsaw.ranks.mesh import mesh_patience
 
-ROOT, RANKS, FAILING = Path(__file__).parents[1], 3, 1
+ROOT, RANKS = Path(__file__).parents[1], 3
 FAULTS = ("raises", "killed", "silent")
 BEGIN, END = "<!-- begin: made by benchmarks/failures.py -->", "<!-- end: made by benchmarks/failures.py -->"
 ERROR_LINE = r"^(?:\[rank\d+\]: )?(?:\w+\.)*(\w+(?:Error|Exit)): "  # the last line of a traceback
@@ -176,14 +177,14 @@ WORKS: dict[str, Maker] = {
 }
 
 
-def run_rank(work: str, fault: str, folder: str, wait: float) -> None:
+def run_rank(work: str, fault: str, folder: str, wait: float, failing: int) -> None:
     """Do the work twice as the rank that the environment names; the second time one rank fails."""
     mesh = jigsaw.init_mesh(device="cpu", lat=RANKS, timeout=wait)
     call = WORKS[work](mesh, folder)
     call(lambda: None)
 
     def fail() -> None:
-        if mesh.get_rank() != FAILING:
+        if mesh.get_rank() != failing:
             return
         Path(folder, "failed_at").write_text(str(time.time()))
         if fault == "raises":
@@ -191,7 +192,7 @@ def run_rank(work: str, fault: str, folder: str, wait: float) -> None:
         os.kill(os.getpid(), signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
 
     call(fail)
-    raise SystemExit(f"{work}: nobody waited for rank {FAILING}")
+    raise SystemExit(f"{work}: nobody waited for rank {failing}")
 
 
 # -- a case -----------------------------------------------------------------------------------------------------------
@@ -209,14 +210,15 @@ def write_store(folder: str) -> None:
     data.to_zarr(f"{folder}/store.zarr", encoding={"t": {"chunks": (1, 13, 8)}}, consolidated=False)
 
 
-def seen(work: str, fault: str, wait: float, patience: float = 60.0) -> Fact:
+def seen(work: str, fault: str, wait: float, failing: int = 1, patience: float = 60.0) -> Fact:
     """Start the ranks, wait for those that do not fail, and return the facts of the case."""
     with tempfile.TemporaryDirectory() as folder:
         write_store(folder)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        command = [sys.executable, __file__, "--rank-of", work, fault, folder, "--wait", str(wait)]
+        command = [sys.executable, __file__, "--rank-of", work, fault, folder]
+        command += ["--wait", str(wait), "--failing", str(failing)]
         processes = []
         for rank in range(RANKS):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
@@ -225,7 +227,7 @@ def seen(work: str, fault: str, wait: float, patience: float = 60.0) -> Fact:
             with open(f"{folder}/said{rank}", "w") as said:
                 processes.append(subprocess.Popen(command, stdout=said, stderr=said, env=environment))
         try:
-            ended = ends_of(processes, patience)
+            ended = ends_of(processes, failing, patience)
         finally:
             for process in processes:
                 process.kill()
@@ -234,21 +236,22 @@ def seen(work: str, fault: str, wait: float, patience: float = 60.0) -> Fact:
         if not Path(folder, "failed_at").exists():
             raise RuntimeError(f"{work}: {said}")
         failed_at = float(Path(folder, "failed_at").read_text())
-    others = [rank for rank in range(RANKS) if rank != FAILING]
+    others = [rank for rank in range(RANKS) if rank != failing]
     errors = [re.findall(ERROR_LINE, said[rank], re.MULTILINE) for rank in others]
     fact: Fact = {
-        "work": work, "fault": fault, "errors": sorted({lines[-1] if lines else "none" for lines in errors}),
+        "work": work, "fault": fault, "failing": failing,
+        "errors": sorted({lines[-1] if lines else "none" for lines in errors}),
         "seconds": round(max(ended[rank] for rank in others) - failed_at, 1) if None not in ended.values() else None,
-        "names_it": all(f"rank {FAILING}" in said[rank] or f"[{FAILING}]" in said[rank] for rank in others),
+        "names_it": all(f"rank {failing}" in said[rank] or f"[{failing}]" in said[rank] for rank in others),
     }  # fmt: skip
     if fault == "raises":
         fact["tells_why"] = all("ValueError: planted" in said[rank] for rank in others)
     return fact
 
 
-def ends_of(processes: Sequence[subprocess.Popen[bytes]], patience: float) -> dict[int, float | None]:
+def ends_of(processes: Sequence[subprocess.Popen[bytes]], failing: int, patience: float) -> dict[int, float | None]:
     """Return when each process ended that is not to fail, None for one that still runs after so many seconds."""
-    ended: dict[int, float | None] = {rank: None for rank in range(len(processes)) if rank != FAILING}
+    ended: dict[int, float | None] = {rank: None for rank in range(len(processes)) if rank != failing}
     until = time.time() + patience
     while None in ended.values() and time.time() < until:
         for rank, when in ended.items():
@@ -292,6 +295,7 @@ def write_page() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wait", type=float, default=8.0, help="seconds that the mesh waits")
+    parser.add_argument("--failing", type=int, choices=range(RANKS), default=1, help="the rank that fails (default 1)")
     parser.add_argument("--work", nargs="*", help="the kinds of work; by default all")
     parser.add_argument("--output", type=Path, help="a result file, that begins with hardware, date and command")
     parser.add_argument("--hardware", default="", help="the words of the result file about the machine")
@@ -299,14 +303,14 @@ def main() -> None:
     parser.add_argument("--rank-of", nargs=3, metavar=("WORK", "FAULT", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
-        return run_rank(*options.rank_of, options.wait)
+        return run_rank(*options.rank_of, options.wait, options.failing)
     if options.page:
         return write_page()
-    command = f"python benchmarks/failures.py --wait {options.wait:g}"
+    command = f"python benchmarks/failures.py --wait {options.wait:g} --failing {options.failing}"
     lines: list[Fact] = [{"hardware": options.hardware or "?", "date": f"{datetime.date.today()}", "command": command}]
     for work in options.work or WORKS:
         for fault in FAULTS:
-            lines.append(seen(work, fault, options.wait))
+            lines.append(seen(work, fault, options.wait, options.failing))
             print(json.dumps(lines[-1]), flush=True)
     if options.output:
         options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))

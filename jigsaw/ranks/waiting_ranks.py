@@ -96,11 +96,18 @@ def first_failure() -> str:
 
 
 def _asked_of_store(read: Callable[[dist.Store], str]) -> str:
-    """Return what this reads of the store, or what the watch has read where the store is gone."""
+    """Return what this reads of the store; where the store is gone, what the watch has read, or that it is gone."""
     watch = _watch
     if watch is None:
         return ""
-    return _within(_STORE_SECONDS, lambda: read(watch.store)) or watch.first_failure
+    words = _within(_STORE_SECONDS, lambda: read(watch.store))
+    return words or watch.first_failure or (store_is_gone() if words is None else "")
+
+
+def store_is_gone() -> str:
+    """Return words about who has probably ended where the store of the job does not answer."""
+    keeper = "torchrun's agent" if is_shared_between_starts() else "rank 0"
+    return f"; the store of the job does not answer: {keeper}, which keeps it, has probably ended"
 
 
 def first_ended(ranks: Sequence[int]) -> int | None:
