@@ -4,8 +4,8 @@
     python benchmarks/failures.py --page     # makes the table of docs/failures.md of the newest result file
 
 The ranks do the work once, so that groups are connected.  Then one of them fails where the others wait for it: it
-raises, it is killed (SIGKILL), or it stops and says nothing (SIGSTOP).  This is rank 1, or with `--failing 0` the one
-that keeps the job's store.  The mesh waits for `--wait` seconds.  A case is a JSON object: `errors` is what the other
+raises, it is killed (SIGKILL), or it stops and says nothing (SIGSTOP).  This is rank 1, and in another run rank 0,
+which keeps the job's store.  The mesh waits for `--wait` seconds.  A case is a JSON object: `errors` is what the other
 ranks raised, `seconds` how long the slower one took, and `names_it` whether both said which rank failed.  An error of a
 rank that raised must be in what the others say (`tells_why`).
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import re
@@ -266,18 +267,18 @@ def ends_of(processes: Sequence[subprocess.Popen[bytes]], failing: int, patience
 
 def table_of(facts: Sequence[Fact]) -> Iterator[str]:
     """The table of the page: a row for each kind of work, a column for each fault."""
-    by_case = {(fact["work"], fact["fault"]): fact for fact in facts}
+    by_case = {(fact["work"], fact["failing"], fact["fault"]): fact for fact in facts}
     rows = []
-    for work in dict.fromkeys(fact["work"] for fact in facts):
-        cells = []
+    for work, failing in dict.fromkeys((fact["work"], fact["failing"]) for fact in facts):
+        cells = [str(failing)]
         for fault in FAULTS:
-            fact = by_case[work, fault]
+            fact = by_case[work, failing, fault]
             seconds = "**still waiting**" if fact["seconds"] is None else f"{fact['seconds']} s"
             lacks = "" if fact["names_it"] else ", **does not say who**"
             lacks += "" if fact.get("tells_why", True) else ", **does not say why**"
             cells.append(f"{seconds}, {' or '.join(fact['errors'])}{lacks}")
         rows.append([work, *cells])
-    yield from table_lines(["while ranks are in", *FAULTS], rows)
+    yield from table_lines(["while ranks are in", "rank", *FAULTS], rows)
 
 
 def write_page() -> None:
@@ -295,7 +296,7 @@ def write_page() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wait", type=float, default=8.0, help="seconds that the mesh waits")
-    parser.add_argument("--failing", type=int, choices=range(RANKS), default=1, help="the rank that fails (default 1)")
+    parser.add_argument("--failing", type=int, nargs="+", default=[1, 0], help="the ranks that fail, one in a run")
     parser.add_argument("--work", nargs="*", help="the kinds of work; by default all")
     parser.add_argument("--output", type=Path, help="a result file, that begins with hardware, date and command")
     parser.add_argument("--hardware", default="", help="the words of the result file about the machine")
@@ -303,14 +304,14 @@ def main() -> None:
     parser.add_argument("--rank-of", nargs=3, metavar=("WORK", "FAULT", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
-        return run_rank(*options.rank_of, options.wait, options.failing)
+        return run_rank(*options.rank_of, options.wait, *options.failing)
     if options.page:
         return write_page()
-    command = f"python benchmarks/failures.py --wait {options.wait:g} --failing {options.failing}"
+    command = f"python benchmarks/failures.py --wait {options.wait:g}"
     lines: list[Fact] = [{"hardware": options.hardware or "?", "date": f"{datetime.date.today()}", "command": command}]
     for work in options.work or WORKS:
-        for fault in FAULTS:
-            lines.append(seen(work, fault, options.wait, options.failing))
+        for failing, fault in itertools.product(options.failing, FAULTS):
+            lines.append(seen(work, fault, options.wait, failing))
             print(json.dumps(lines[-1]), flush=True)
     if options.output:
         options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
