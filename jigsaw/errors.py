@@ -52,8 +52,8 @@ class CheckpointError(ValueError):
 class _RedactedError(Exception):
     """Error whose message is shown and logged without secrets of URLs and options, whoever wrote it."""
 
-    def __init__(self, *told: object) -> None:
-        super().__init__(*(redacted_text(each) if isinstance(each, str) else each for each in told))
+    def __init__(self, *parts: object) -> None:
+        super().__init__(*(redacted_text(each) if isinstance(each, str) else each for each in parts))
 
 
 class ReadError(_RedactedError):
@@ -164,11 +164,11 @@ def redacted_text(shown: object, options: Mapping[str, Any] | None = None) -> st
 
 def cause_without_secrets(error: BaseException, options: Mapping[str, Any] | None = None) -> BaseException | None:
     """Return the cause that a traceback may show: `error`, or None where it, or its own cause, has a secret."""
-    here: BaseException | None = error
-    while here is not None:
-        if redacted_text(here, options) != str(here):
+    cause: BaseException | None = error
+    while cause is not None:
+        if redacted_text(cause, options) != str(cause):
             return None
-        here = here.__cause__ or here.__context__
+        cause = cause.__cause__ or cause.__context__
     return error
 
 
@@ -194,21 +194,21 @@ def _hide_in_query(part: str) -> str:
     return f"{key}={_HIDDEN}" if equals and value else _HIDDEN if part and not equals else part
 
 
-def _hide_value(found: re.Match[str]) -> str:
-    value = found["value"]
+def _hide_value(match: re.Match[str]) -> str:
+    value = match["value"]
     quote = value[-1] if value[-1] in "'\"" else ""
-    return f"{found['key']}{quote}{_HIDDEN}{quote}" if _HIDDEN not in value else found[0]
+    return f"{match['key']}{quote}{_HIDDEN}{quote}" if _HIDDEN not in value else match[0]
 
 
-def _option_values(given: Any) -> Iterable[str]:
+def _option_values(options: Any) -> Iterable[str]:
     """Iterate over the texts that options hold, at any depth."""
-    if isinstance(given, Mapping):
-        given = list(given.values())
-    if isinstance(given, list | tuple | set):
-        for each in given:
+    if isinstance(options, Mapping):
+        options = list(options.values())
+    if isinstance(options, list | tuple | set):
+        for each in options:
             yield from _option_values(each)
-    elif isinstance(given, str | bytes):
-        text = given.decode("utf-8", "replace") if isinstance(given, bytes) else given
+    elif isinstance(options, str | bytes):
+        text = options.decode("utf-8", "replace") if isinstance(options, bytes) else options
         if len(text) >= _SHORTEST:
             yield text
 

@@ -128,15 +128,17 @@ def pipeline(
         in_tensor = comm.rank_count(stage_mesh, channel)
         tensor = found_tensor_plan(model, in_tensor, example, **dict(example_kwargs or {})).plan
     planned = planned_layers(model, tensor)
-    given = _example_inputs(example, example_kwargs)
+    example_inputs = _example_inputs(example, example_kwargs)
 
     def order_of_calls(names: Sequence[str]) -> Sequence[str]:
-        return names if given is None else _order_of_calls(model, names, mesh, stage_mesh, axis, given)
+        return (
+            names if example_inputs is None else _order_of_calls(model, names, mesh, stage_mesh, axis, example_inputs)
+        )
 
     count = ranks * (pipe_schedule.per_rank or 2) if ranks > 1 else 1
     begins = _begins(model, mesh, stages, count, example, axis, microbatches, order_of_calls)
     check_schedule(name, pipe_schedule, ranks, len(begins) + 1, microbatches)
-    cuts = cut_stages(model, begins, order_of_calls(whole_names(model, begins)) if given is not None else ())
+    cuts = cut_stages(model, begins, order_of_calls(whole_names(model, begins)) if example_inputs is not None else ())
     own = OwnStages(model, mesh, stage_mesh, axis, cuts, pipe_schedule)
     _check_same_on_ranks(own, microbatches, name)
     names, paper = list(model.state_dict()), PaperModel(model, cuts, stage_mesh)
@@ -164,12 +166,12 @@ def _example_inputs(example: Any, example_kwargs: Mapping[str, Any] | None) -> A
 
 
 def _order_of_calls(
-    model: nn.Module, names: Sequence[str], mesh: DeviceMesh, stage_mesh: DeviceMesh, axis: str, given: Any
+    model: nn.Module, names: Sequence[str], mesh: DeviceMesh, stage_mesh: DeviceMesh, axis: str, example_inputs: Any
 ) -> Sequence[str]:
     """Return those of the modules that the model calls on the example's arguments, in order."""
-    split = BatchSplit(mesh, stage_mesh, axis, 1, given)
+    split = BatchSplit(mesh, stage_mesh, axis, 1, example_inputs)
     paper = PaperModel(model, StageCuts((), dict.fromkeys(names, 0)), stage_mesh)
-    return paper.order_of_calls(as_on_paper(pytree.tree_map(split.stage_tile, given)))
+    return paper.order_of_calls(as_on_paper(pytree.tree_map(split.stage_tile, example_inputs)))
 
 
 def _begins(
@@ -273,11 +275,11 @@ class ModelPipeline:
         that use them read their values.  Every microbatch gets the whole of an input whose dim 0 is not the batch.  The
         loss has the type of the model's parameters.  Under ``torch.no_grad()`` only the loss is computed.
         """
-        given: Any = (x if isinstance(x, tuple) else (x,), inputs)
-        split = BatchSplit(self.mesh, self.stage_mesh, self._own.axis, self.microbatches, given)
-        given = pytree.tree_map(split.stage_tile, given)
+        stage_inputs: Any = (x if isinstance(x, tuple) else (x,), inputs)
+        split = BatchSplit(self.mesh, self.stage_mesh, self._own.axis, self.microbatches, stage_inputs)
+        stage_inputs = pytree.tree_map(split.stage_tile, stage_inputs)
         target = pytree.tree_map_only(Tile, split.stage_tile, y)
-        batches = split.parts_of(given, is_input=True)
+        batches = split.parts_of(stage_inputs, is_input=True)
         batch = StageBatch(batches, as_on_paper(batches[0]), split.parts_of(target))
         plan, schedule = self._plan_for(batch)
         self._spread_buffers(plan)
@@ -312,9 +314,9 @@ class ModelPipeline:
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         for name in sorted(plan.read_apart.keys() & buffers.keys() - self._spread):
             x, is_own = buffers[name], self._own.has(name)
-            mine = x if is_own else torch.zeros(x.shape, dtype=x.dtype, device=self.mesh.device_type)
+            own_values = x if is_own else torch.zeros(x.shape, dtype=x.dtype, device=self.mesh.device_type)
             if self._own.ranks > 1:
-                whole = comm.all_reduce(mine, self.mesh, [self._own.axis])
+                whole = comm.all_reduce(own_values, self.mesh, [self._own.axis])
                 shared_names = [] if is_own else self._paper.names_of_buffer(name)
                 for shared_name in shared_names:
                     parent, _, key = shared_name.rpartition(".")
@@ -323,30 +325,30 @@ class ModelPipeline:
 
     def _torch_schedule(self, plan: PipelinePlan) -> Any:
         device, group = torch.device(self.mesh.device_type), self.mesh.get_group(self._own.axis)
-        made: list[Any] = []
+        pipeline_stages: list[Any] = []
         for runner in self._runners:
-            given = self._messages(plan, runner.stage)
+            stage_inputs = self._messages(plan, runner.stage)
             last = runner.stage + 1 == self._own.cuts.stages
             out = torch.empty((), device="meta", requires_grad=True) if last else self._messages(plan, runner.stage + 1)
-            made.append(
+            pipeline_stages.append(
                 pipelining.PipelineStage(
                     runner,
                     runner.stage,
                     self._own.cuts.stages,
                     device,
-                    input_args=given,
+                    input_args=stage_inputs,
                     output_args=out,
                     group=group,
                 )
             )
-        stages: Any = made[0] if self._schedule.per_rank == 1 else made
+        stages: Any = pipeline_stages[0] if self._schedule.per_rank == 1 else pipeline_stages
         return self._schedule.make(stages, n_microbatches=self.microbatches, loss_fn=_as_it_is, scale_grads=False)
 
     def _messages(self, plan: PipelinePlan, stage: int) -> tuple[Tensor, ...]:
         """Return the tensors that a stage gets for a microbatch, without values."""
-        here = mesh_coordinate(self.stage_mesh)
+        coordinate = mesh_coordinate(self.stage_mesh)
         return tuple(
-            torch.empty(each.sent_layout.local_shape(here), dtype=each.dtype, device="meta").requires_grad_(
+            torch.empty(each.sent_layout.local_shape(coordinate), dtype=each.dtype, device="meta").requires_grad_(
                 each.dtype.is_floating_point or each.dtype.is_complex
             )
             for each in plan.sent[stage]
@@ -416,10 +418,10 @@ class ModelPipeline:
         axes = [name for name, _ in axes_of_mesh(self.mesh)]
         for name, p in self._own.shared.items():
             if p.requires_grad and torch.is_grad_enabled():
-                mine = torch.zeros_like(p) if p.grad is None else p.grad
-                total = comm.all_reduce(mine, self.mesh, axes) / self.stage_mesh.size()
-                known = before[name]
-                p.grad = total if known is None else known + total
+                own_gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                total = comm.all_reduce(own_gradient, self.mesh, axes) / self.stage_mesh.size()
+                earlier = before[name]
+                p.grad = total if earlier is None else earlier + total
             else:
                 p.grad = before[name]
 

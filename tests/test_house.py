@@ -301,12 +301,6 @@ def test_files_import_each_other_in_no_circle():
 
 # -- words ------------------------------------------------------------------------------------------------------------
 
-# rooms whose variables and sentences have been read for this; the others follow
-READ_ROOMS = {
-    "checkpoint", "dryrun", "fields", "geometry", "metrics", "nn", "parallel", "ranks", "stages", "testing",
-    "io", "ops", "tile",
-}  # fmt: skip
-READ_SOURCES = [file for file in SOURCES if READ_ROOMS & set(map(str, file.relative_to(ROOT / "jigsaw").parents))]
 MOST_WORDS = 25
 FIRST_WORDS_THAT_ASK = {"what", "whether", "where", "who", "whom", "whose", "which", "of", "how", "when", "that", "why"}
 NAMES_THAT_SAY_NOTHING = {"found", "given", "made", "mine", "how", "there", "told", "said", "here"}
@@ -367,7 +361,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
 def test_docstrings_have_no_hard_words():
     assert _hard_words("A mesh is no tensor of neighbours.") == ["neighbours", "is no tensor"]
     assert not _hard_words("There is no mesh, and a rank is no longer one of the `neighbours`.")
-    assert not {place: words for place, text in _docstrings(READ_SOURCES) if (words := _hard_words(text))}
+    assert not {place: words for place, text in _docstrings(SOURCES) if (words := _hard_words(text))}
 
 
 def test_sentences_of_docstrings_are_short():
@@ -382,5 +376,5 @@ def test_variables_are_nouns():
         "found",
         "made",
     }
-    unclear = {str(file.relative_to(ROOT)): sorted(_unclear_variables(_tree(file))) for file in READ_SOURCES}
+    unclear = {str(file.relative_to(ROOT)): sorted(_unclear_variables(_tree(file))) for file in SOURCES}
     assert not {name: words for name, words in unclear.items() if words}

@@ -79,17 +79,17 @@ def agree_on_arguments(what: str, mesh: DeviceMesh, x: Tensor, with_values: bool
     """
     axes = axes_of_mesh(mesh)
     alike = {"mesh": (axes, ranks_along(mesh, [n for n, _ in axes])), "dtype": x.dtype, **arguments}
-    mine = {name: repr(value) for name, value in alike.items()} | {"requires_grad": repr(x.requires_grad)}
+    own_reprs = {name: repr(value) for name, value in alike.items()} | {"requires_grad": repr(x.requires_grad)}
     checksum = checksum_of_bits(x) if with_values and mesh.size() > 1 else 0
-    told = told_where_different(mesh, (mine, checksum))
-    for at, (theirs, _) in enumerate(told):
-        for name, value in theirs.items():
-            if value != told[0][0][name]:
+    every = told_where_different(mesh, (own_reprs, checksum))
+    for at, (reprs, _) in enumerate(every):
+        for name, value in reprs.items():
+            if value != every[0][0][name]:
                 raise RanksDifferError(
                     f"{what}: the ranks must agree on {name}, but at place {at} of the mesh it is {value}, "
-                    f"at place 0 {told[0][0][name]}"
+                    f"at place 0 {every[0][0][name]}"
                 )
-    return [number for _, number in told]
+    return [number for _, number in every]
 
 
 def _both_ends(value: object, device: str) -> Tensor:
@@ -121,8 +121,8 @@ def told_in_job_where_different(value: T) -> list[T]:
     if _is_one_digest(ends):
         return []
     digests = collectives.all_gather_in_job(tuple(_both_ends(value, "cpu").tolist()))
-    told = {digest: told_by_rank(value, digests.index(digest)) for digest in dict.fromkeys(digests)}
-    return [told[digest] for digest in digests]
+    values = {digest: told_by_rank(value, digests.index(digest)) for digest in dict.fromkeys(digests)}
+    return [values[digest] for digest in digests]
 
 
 def told_by_rank(value: T, rank: int) -> T:
@@ -130,11 +130,11 @@ def told_by_rank(value: T, rank: int) -> T:
 
     *Sends*: the pickled value, down a tree; not counted.
     """
-    told = [value]
+    values = [value]
     if job_size() > 1:
         with OpenWait("what one rank tells", range(job_size())):
-            dist.broadcast_object_list(told, src=rank, group=job_group())
-    return told[0]
+            dist.broadcast_object_list(values, src=rank, group=job_group())
+    return values[0]
 
 
 def decide_on_first_rank(
@@ -151,31 +151,31 @@ def decide_on_first_rank(
     *Sends*: this rank's value, pickled, to the first rank, and a result from there; not counted.
     *Raises*: an `error` on every rank, where `give` fails on any or `decide` on the first: `what`, the rank, and why.
     """
-    mine: tuple[Any, BaseException | None] = _tried(give)
-    given = mine[0], None if mine[1] is None else repr(mine[1])
+    own_result: tuple[Any, BaseException | None] = _tried(give)
+    sent = own_result[0], None if own_result[1] is None else repr(own_result[1])
     ranks, group = job_size(), group or job_group()  # even in a model's forward pass, which sees one process
     is_first = ranks == 1 or job_rank() == 0
-    every: list[Any] | None = [given] * ranks if is_first else None
+    every: list[Any] | None = [sent] * ranks if is_first else None
     if ranks > 1:
         with OpenWait(what, range(ranks)):
-            dist.gather_object(given, every, dst=0, group=group)
+            dist.gather_object(sent, every, dst=0, group=group)
     results: list[Any] | None = None
     if every is not None:
         failed = next(((rank, why) for rank, (_, why) in enumerate(every) if why is not None), None)
-        found: Sequence[U] | None = None
+        decisions: Sequence[U] | None = None
         if failed is None:
-            found, failure = _tried(lambda: decide([value for value, _ in every]))
-            mine, failed = (mine[0], failure), None if failure is None else (0, repr(failure))
-        results = [(None, failed)] * ranks if found is None else [(each, None) for each in found]
-    told: list[Any] = [None]
+            decisions, failure = _tried(lambda: decide([value for value, _ in every]))
+            own_result, failed = (own_result[0], failure), None if failure is None else (0, repr(failure))
+        results = [(None, failed)] * ranks if decisions is None else [(each, None) for each in decisions]
+    received: list[Any] = [None]
     if ranks > 1:
         with OpenWait(what, range(ranks)):
-            dist.scatter_object_list(told, results, src=0, group=group)
+            dist.scatter_object_list(received, results, src=0, group=group)
     else:
-        told = results or told
-    result, failed = told[0]
+        received = results or received
+    result, failed = received[0]
     if failed is not None:
-        raise error(f"{what}: rank {failed[0]}: {failed[1]}") from mine[1]
+        raise error(f"{what}: rank {failed[0]}: {failed[1]}") from own_result[1]
     return result
 
 

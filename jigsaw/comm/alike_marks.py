@@ -66,10 +66,10 @@ def check_marks(alike: Tensor, mesh: DeviceMesh, axes: str | Sequence[str], same
         assert_on_device(alike, _DIFFERENT)
     elif not alike:
         described = ", ".join(map(str, same))
-        told = told_by_ranks(mesh, axes, (described, told_meetings(mesh)), "the comparison of marks that differ")
-        if any(theirs != described for theirs, _ in told):
+        every = told_by_ranks(mesh, axes, (described, told_meetings(mesh)), "the comparison of marks that differ")
+        if any(description != described for description, _ in every):
             raise RanksDifferError(f"{_DIFFERENT}; this rank's are {described}")
-        settle_meetings(mesh, [met for _, met in told], ", ".join(place_of_call()))
+        settle_meetings(mesh, [met for _, met in every], ", ".join(place_of_call()))
 
 
 _DIFFERENT = (

@@ -143,9 +143,11 @@ def swap_messages(
     outgoing = [(at, byte_view(plain_memory(x))) for at, x in sends if x.numel()]
     incoming = [(at, byte_view(x)) for at, x in receives if x.numel()]
     if open_counts:
-        given, taken = [x.numel() for _, x in outgoing], [x.numel() for _, x in incoming]
-        to = [ranks_in_mesh(mesh)[at] for at, _ in outgoing]
-        record_call(kind, sum(given), sum(taken), len(given), list(zip(to, given, strict=True)))
+        sent_bytes, received_bytes = [x.numel() for _, x in outgoing], [x.numel() for _, x in incoming]
+        receivers = [ranks_in_mesh(mesh)[at] for at, _ in outgoing]
+        record_call(
+            kind, sum(sent_bytes), sum(received_bytes), len(sent_bytes), list(zip(receivers, sent_bytes, strict=True))
+        )
     if not (outgoing or incoming):
         return PendingWork((), ())
     if group is None:
@@ -209,20 +211,20 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     """
     wire = wire_dtype(x.dtype, op)
     ranks = rank_count(mesh, axes)
-    mine = x.detach()
+    own_values = x.detach()
     if ranks == 1:
-        return _plain_copy(mine)
+        return _plain_copy(own_values)
     compare_calls(mesh, "all_reduce", op, *(same or ()), axes=axes, shape=x.shape)
     if x.numel() == 0:
-        return _plain_copy(mine)
+        return _plain_copy(own_values)
     groups = groups_along(mesh, axes)
     if op == "sum" and is_narrow(x.dtype) and x.nbytes >= _SHARED_BYTES and len(groups) == 1:
         number = None if same is None else alike_number(same, mesh, ranks)
-        total, is_alike = _sum_in_shares(_plain_copy(mine), *groups[0], number)
+        total, is_alike = _sum_in_shares(_plain_copy(own_values), *groups[0], number)
         if is_alike is not None:
             check_marks(is_alike, mesh, axes, same or ())
         return total.detach()
-    wide = _plain_copy(mine).to(wire)
+    wide = _plain_copy(own_values).to(wire)
     ordered = op in ("max", "min") and wide.is_floating_point()
     if wide.dtype == torch.bool:
         buffer = wide.view(torch.uint8)
@@ -240,8 +242,10 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
             dist.all_reduce(buffer, _OPS[op], group=group)
         _record_reduce(buffer, line)
     if marks:
-        found = buffer[-len(marks) :]
-        check_marks(found[0] == 0 if op == "sum" else found[0] == -found[1], mesh, axes, same or ())
+        received_marks = buffer[-len(marks) :]
+        check_marks(
+            received_marks[0] == 0 if op == "sum" else received_marks[0] == -received_marks[1], mesh, axes, same or ()
+        )
         buffer = buffer[: -len(marks)]
         wide = torch.view_as_complex(buffer.view(*wide.shape, 2)) if wide.is_complex() else buffer.view(wide.shape)
     # detached from what was sent: autograd would not let a user change a view that a Function made
@@ -261,21 +265,21 @@ def _sum_in_shares(
     """
     ranks, size = group.size(), x.numel()
     share = -(-size // ranks)
-    given = torch.nn.functional.pad(x.reshape(-1), (0, ranks * share - size)).view(ranks, share)
+    sent = torch.nn.functional.pad(x.reshape(-1), (0, ranks * share - size)).view(ranks, share)
     if number is not None:  # in 8 bytes behind each share
         mark = torch.full((1,), number, device=x.device).view(x.dtype)
-        given = torch.cat([given, mark.expand(ranks, -1)], 1)
-    taken = wire_memory(given, given.shape)
+        sent = torch.cat([sent, mark.expand(ranks, -1)], 1)
+    received = wire_memory(sent, sent.shape)
     with OpenWait("all_reduce", line):
-        dist.all_to_all_single(byte_view(taken), byte_view(given), group=group)
+        dist.all_to_all_single(byte_view(received), byte_view(sent), group=group)
     is_alike = None
     if number is not None:
-        is_alike = (taken[:, share:].view(torch.int16) == given[:, share:].view(torch.int16)).all()
-    mine = taken[:, :share].sum(0, dtype=torch.float32).to(x.dtype)
+        is_alike = (received[:, share:].view(torch.int16) == sent[:, share:].view(torch.int16)).all()
+    own_share = received[:, :share].sum(0, dtype=torch.float32).to(x.dtype)
     whole = wire_memory(x, (ranks, share))
     with OpenWait("all_reduce", line):
-        dist.all_gather([byte_view(row) for row in whole], byte_view(mine), group=group)
-    each = given[0].nbytes + mine.nbytes
+        dist.all_gather([byte_view(row) for row in whole], byte_view(own_share), group=group)
+    each = sent[0].nbytes + own_share.nbytes
     sent_to = [(rank, each) for rank in line if rank != job_rank()]
     record_call("all_reduce", (ranks - 1) * each, (ranks - 1) * each, 2 * (ranks - 1), sent_to)
     return whole.view(-1)[:size].view(x.shape), is_alike
@@ -302,11 +306,11 @@ def all_gather(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks =
     compare_calls(mesh, "all_gather", *(same or ()), axes=axes, shape=x.shape)
     if x.numel() == 0:
         return [x.detach()] * ranks
-    mine = byte_view(plain_memory(x))
+    own_bytes = byte_view(plain_memory(x))
     if same is not None:
         number = torch.full((1,), alike_number(same, mesh, ranks), device=x.device)
-        mine = torch.cat([mine, number.view(torch.uint8)])
-    parts = _gather_bytes(mine, mesh, axes, "all_gather")
+        own_bytes = torch.cat([own_bytes, number.view(torch.uint8)])
+    parts = _gather_bytes(own_bytes, mesh, axes, "all_gather")
     if same is not None:
         numbers = torch.stack([part[-8:] for part in parts])
         check_marks((numbers == numbers[0]).all(), mesh, axes, same)
@@ -314,19 +318,19 @@ def all_gather(x: Tensor, mesh: DeviceMesh, axes: AxisNames, same: SameOnRanks =
     return [part.view(x.dtype).view(x.shape) for part in parts]
 
 
-def _gather_bytes(mine: Tensor, mesh: DeviceMesh, axes: AxisNames, kind: str) -> list[Tensor]:
-    found = mine
+def _gather_bytes(own_bytes: Tensor, mesh: DeviceMesh, axes: AxisNames, kind: str) -> list[Tensor]:
+    gathered = own_bytes
     for group, ranks in reversed(groups_along(mesh, axes)):
-        parts = [wire_memory(found, found.shape) for _ in ranks]
+        parts = [wire_memory(gathered, gathered.shape) for _ in ranks]
         with OpenWait(kind, ranks):
-            dist.all_gather(parts, found, group=group)
-        moved = (len(ranks) - 1) * found.nbytes
-        sent_to = [(rank, found.nbytes) for rank in ranks if rank != job_rank()] if open_counts else ()
+            dist.all_gather(parts, gathered, group=group)
+        moved = (len(ranks) - 1) * gathered.nbytes
+        sent_to = [(rank, gathered.nbytes) for rank in ranks if rank != job_rank()] if open_counts else ()
         record_call(kind, moved, moved, len(ranks) - 1, sent_to, ring=ranks)
         # torch sorts the ranks of a group; a mesh may list them in another order
         by_rank = dict(zip(dist.get_process_group_ranks(group), parts, strict=True))
-        found = torch.cat([by_rank[r] for r in ranks])
-    return list(found.split(mine.numel()))
+        gathered = torch.cat([by_rank[r] for r in ranks])
+    return list(gathered.split(own_bytes.numel()))
 
 
 def all_gather_object(mesh: DeviceMesh, value: object) -> list[Any]:
@@ -342,11 +346,11 @@ def all_gather_object(mesh: DeviceMesh, value: object) -> list[Any]:
     if dist.get_backend(mesh_group(mesh)) == "fake":  # in a dry run the imaginary ranks have the same value
         return [value] * mesh.size()
     names = [name for name, _ in axes_of_mesh(mesh)]
-    mine = pickle.dumps(value)
-    length = torch.tensor([len(mine)], device=mesh.device_type).view(torch.uint8)
+    own_bytes = pickle.dumps(value)
+    length = torch.tensor([len(own_bytes)], device=mesh.device_type).view(torch.uint8)
     # lengths first: an all-gather wants messages of one length
     lengths = [int(n.view(torch.int64)) for n in _gather_bytes(length, mesh, names, "agree")]
-    padded = torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8).to(mesh.device_type)
+    padded = torch.frombuffer(bytearray(own_bytes.ljust(max(lengths), b"\0")), dtype=torch.uint8).to(mesh.device_type)
     parts = _gather_bytes(padded, mesh, names, "agree")
     return [pickle.loads(part.cpu().numpy().tobytes()[:n]) for part, n in zip(parts, lengths, strict=True)]
 
@@ -383,8 +387,8 @@ def broadcast_first(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> None:
     if x.numel() == 0:
         return
     for group, ranks in groups_along(mesh, axes):
-        mine = ranks[0] == job_rank()
-        record_call("broadcast", x.nbytes if mine else 0, 0 if mine else x.nbytes, int(mine))
+        is_sender = ranks[0] == job_rank()
+        record_call("broadcast", x.nbytes if is_sender else 0, 0 if is_sender else x.nbytes, int(is_sender))
         with OpenWait("broadcast", ranks):
             dist.broadcast(byte_view(x), ranks[0], group=group)
 
@@ -404,10 +408,10 @@ def all_gather_in_job(value: T) -> list[T]:
     """
     if job_size() == 1:
         return [value]
-    found: list[Any] = [None] * job_size()
+    values: list[Any] = [None] * job_size()
     with OpenWait("agreement of the job", range(job_size())):
-        dist.all_gather_object(found, value)
-    return found
+        dist.all_gather_object(values, value)
+    return values
 
 
 # -- adjoint pairs ----------------------------------------------------------------------------------------------------

@@ -94,26 +94,26 @@ def compare_calls(
         return
     number = _message_numbers[mesh] = _message_numbers.get(mesh, 0) + 1
     function, where = place_of_call()
-    said = f"{kind} {', '.join(map(str, alike))}".strip(), function
+    call = f"{kind} {', '.join(map(str, alike))}".strip(), function
     names = axes_in_mesh_order(mesh, axes)
-    here = zip(axes_of_mesh(mesh), mesh_coordinate(mesh), strict=True)
-    along = tuple(c for (name, _), c in here if name not in names)
+    coordinate = zip(axes_of_mesh(mesh), mesh_coordinate(mesh), strict=True)
+    along = tuple(c for (name, _), c in coordinate if name not in names)
     notes = _this_thread.notes.pop(mesh, [])
-    checksum = zlib.crc32(repr([said for said, _ in notes]).encode())
-    mine = job_rank(), number, said, (along, tuple(shape)), where, checksum
-    every = _told_by_all(mesh, mine)
-    shapes = {theirs[3][0]: theirs for theirs in reversed(every)}
-    for theirs in every:
-        for other, asked in ((every[0], slice(1, 3)), (shapes[theirs[3][0]], slice(3, 4))):
-            if theirs[asked] != other[asked]:
+    checksum = zlib.crc32(repr([call for call, _ in notes]).encode())
+    own_call = job_rank(), number, call, (along, tuple(shape)), where, checksum
+    every = _told_by_all(mesh, own_call)
+    shapes = {each[3][0]: each for each in reversed(every)}
+    for each in every:
+        for other, part in ((every[0], slice(1, 3)), (shapes[each[3][0]], slice(3, 4))):
+            if each[part] != other[part]:
                 raise RanksDifferError(
-                    f"the ranks do different things at message {min(theirs[1], other[1])} of {mesh}: "
-                    f"{_described(other)}; {_described(theirs)}; every rank must make the same calls in the same "
+                    f"the ranks do different things at message {min(each[1], other[1])} of {mesh}: "
+                    f"{_described(other)}; {_described(each)}; every rank must make the same calls in the same "
                     "order, with the same arguments: look for a branch on local values or on the rank"
                 )
-    if any(theirs[5] != every[0][5] for theirs in every):
+    if any(each[5] != every[0][5] for each in every):
         _raise_first_difference(
-            mesh, _told_by_all(mesh, (job_rank(), notes)), f"before message {number} ({said} in {function}, {where})"
+            mesh, _told_by_all(mesh, (job_rank(), notes)), f"before message {number} ({call[0]} in {function}, {where})"
         )
 
 
@@ -132,7 +132,7 @@ def within_call() -> Generator[None]:
         _this_thread.is_within_call = before
 
 
-def note_call(mesh: DeviceMesh, said: str) -> tuple[str, str] | None:
+def note_call(mesh: DeviceMesh, call: str) -> tuple[str, str] | None:
     """Note, when debugging, what every rank of the mesh is to do alike; it is compared at the next message.
 
     Returns the note, None where none was made.
@@ -142,7 +142,7 @@ def note_call(mesh: DeviceMesh, said: str) -> tuple[str, str] | None:
     notes = _this_thread.notes.setdefault(mesh, [])
     if len(notes) == _MOST_NOTES:  # nothing was sent for long: the older ones are told by their checksum
         notes[:] = [(f"{len(notes)} calls of checksum {zlib.crc32(repr([s for s, _ in notes]).encode()):08x}", "")]
-    note = said, place_of_call()[1]
+    note = call, place_of_call()[1]
     notes.append(note)
     return note
 
@@ -169,18 +169,20 @@ def described_plain(x: Tensor) -> str:
     return f"tensor {kind} of checksum {checksum_of_bits(x):08x}"
 
 
-def _raise_first_difference(mesh: DeviceMesh, told: Sequence[tuple[int, list[tuple[str, str]]]], found_at: str) -> None:
+def _raise_first_difference(
+    mesh: DeviceMesh, notes_by_rank: Sequence[tuple[int, list[tuple[str, str]]]], found_at: str
+) -> None:
     """Raise a `RanksDifferError` with the first notes that differ, and the ranks that have each of them."""
     nothing = "no further call", ""
-    for notes in zip_longest(*(notes for _, notes in told), fillvalue=nothing):
-        if any(said != notes[0][0] for said, _ in notes):
+    for notes in zip_longest(*(notes for _, notes in notes_by_rank), fillvalue=nothing):
+        if any(call != notes[0][0] for call, _ in notes):
             forget_meetings(mesh)
             by_call: dict[str, tuple[str, list[int]]] = {}
-            for (said, place), (rank, _) in zip(notes, told, strict=True):
-                by_call.setdefault(said, (place, []))[1].append(rank)
+            for (call, place), (rank, _) in zip(notes, notes_by_rank, strict=True):
+                by_call.setdefault(call, (place, []))[1].append(rank)
             each = [
-                f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {said}{', ' * bool(place)}{place}"
-                for said, (place, ranks) in by_call.items()
+                f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {call}{', ' * bool(place)}{place}"
+                for call, (place, ranks) in by_call.items()
             ]
             raise RanksDifferError(
                 f"the ranks do different things with tiles of {mesh} {found_at}: {'; '.join(each)}; every rank must "
@@ -197,17 +199,17 @@ def compare_parameters(mesh: DeviceMesh, named: Sequence[tuple[str, int, Sequenc
     *Raises*: `RanksDifferError` on every rank, with the name of the first that differs and the ranks.
     """
     names = [name for name, _ in axes_of_mesh(mesh)]
-    mine: list[tuple[tuple[int, ...], int]] = []
+    own_sums: list[tuple[tuple[int, ...], int]] = []
     for _, checksum, axes in named:
         off = tuple(c for a, c in zip(names, mesh_coordinate(mesh), strict=True) if a not in axes)
-        mine.append((off, checksum))
-    every = _told_by_all(mesh, (job_rank(), mine))
+        own_sums.append((off, checksum))
+    every = _told_by_all(mesh, (job_rank(), own_sums))
     for at, (name, _, _) in enumerate(named):
         first: dict[Any, tuple[int, int]] = {}
         for rank, sums in every:
             off, checksum = sums[at]
-            other, known = first.setdefault(off, (rank, checksum))
-            if known != checksum:
+            other, first_sum = first.setdefault(off, (rank, checksum))
+            if first_sum != checksum:
                 _this_thread.notes.pop(mesh, None)  # calls with that parameter, which differ for this reason
                 forget_meetings(mesh)
                 raise RanksDifferError(
@@ -217,27 +219,27 @@ def compare_parameters(mesh: DeviceMesh, named: Sequence[tuple[str, int, Sequenc
                 )
 
 
-def told_by_ranks(mesh: DeviceMesh, axes: str | Sequence[str], mine: Any, kind: str) -> list[Any]:
+def told_by_ranks(mesh: DeviceMesh, axes: str | Sequence[str], value: Any, kind: str) -> list[Any]:
     """Return the values of every rank along `axes`, in mesh order; `kind` is the name of the wait for them.
 
-    *Sends*: `mine`, pickled, to each of them, not counted.
+    *Sends*: `value`, pickled, to each of them, not counted.
     """
-    said = [mine]
+    values = [value]
     for group, ranks in reversed(groups_along(mesh, axes)):
         parts: list[Any] = [None] * group.size()
         with OpenWait(kind, ranks):
-            dist.all_gather_object(parts, said, group=group)
-        said = [each for part in parts for each in part]
-    return said
+            dist.all_gather_object(parts, values, group=group)
+        values = [each for part in parts for each in part]
+    return values
 
 
-def _told_by_all(mesh: DeviceMesh, mine: Any) -> list[Any]:
+def _told_by_all(mesh: DeviceMesh, value: Any) -> list[Any]:
     """Return the values of every rank of the mesh, in the order of ranks."""
     axes = [name for name, _ in axes_of_mesh(mesh)]
-    return sorted(told_by_ranks(mesh, axes, mine, "the comparison of JIGSAW_DEBUG"), key=lambda each: each[0])
+    return sorted(told_by_ranks(mesh, axes, value, "the comparison of JIGSAW_DEBUG"), key=lambda each: each[0])
 
 
-def _described(told: Any) -> str:
-    rank, number, (what, function), (_, shape), where, _ = told
+def _described(call: Any) -> str:
+    rank, number, (what, function), (_, shape), where, _ = call
     of = f" of a local shape {list(shape)}" if shape else ""
     return f"rank {rank}, message {number}: {what}{of} in {function}, {where}"

@@ -56,7 +56,7 @@ class PackedSwap:
     def __init__(
         self,
         mesh: DeviceMesh,
-        given: TensorsByPeer,
+        sent: TensorsByPeer,
         taken: ShapesByPeer,
         like: Tensor,
         kind: str = "exchange",
@@ -64,7 +64,7 @@ class PackedSwap:
     ) -> None:
         """Start it; what arrives has the dtype and device of `like`, or has been `kept` from before.
 
-        *Sends*: the bytes of `given`, one message a peer, counted as `kind`; nothing where all was kept.
+        *Sends*: the bytes of `sent`, one message a peer, counted as `kind`; nothing where all was kept.
         """
         self._sizes = [[math.prod(shape) for shape in shapes] for _, shapes in taken]
         self._shapes = [shape for _, shapes in taken for shape in shapes]
@@ -74,7 +74,7 @@ class PackedSwap:
         self.received = [
             (peer, wire_memory(like, (sum(sizes),))) for (peer, _), sizes in zip(taken, self._sizes, strict=True)
         ]
-        sends = [(peer, _flat_message(parts)) for peer, parts in given]
+        sends = [(peer, _flat_message(parts)) for peer, parts in sent]
         self._pending = collectives.swap_messages(mesh, sends, self.received, kind)
 
     def wait(self) -> list[Tensor]:
@@ -370,9 +370,9 @@ class AsyncExchangeAdjoint:
     """Adjoint of `AsyncExchange`: gradients of the boxes go back to their owners; `wait(into)` adds what arrives."""
 
     def __init__(self, grads: Sequence[Tensor], source: Layout, targets: Sequence[Layout], mesh: DeviceMesh) -> None:
-        here = mesh_coordinate(mesh)
+        coordinate = mesh_coordinate(mesh)
         debug.compare_calls(mesh, "gradient of an exchange", source, *targets)
-        exchanges = [RowExchange(plan_exchange(source, target, here), mesh) for target in targets]
+        exchanges = [RowExchange(plan_exchange(source, target, coordinate), mesh) for target in targets]
         each = [(e, grad.reshape(e.plan.target_shape)) for e, grad in zip(exchanges, grads, strict=True)]
         self._under_way = [(exchange, grad, exchange.start_back(grad)) for exchange, grad in each]
 

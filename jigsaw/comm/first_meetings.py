@@ -102,7 +102,7 @@ def meet_tensor(x: Tensor, mesh: DeviceMesh) -> None:
 
 
 def meet_number(value: Any, mesh: DeviceMesh) -> None:
-    """Note an argument that is no tensor, unless a tile met it before."""
+    """Note an argument that is not a tensor, unless a tile met it before."""
     if _is_compared(mesh):
         if len(numbers_met) >= _MOST_NUMBERS:
             numbers_met.clear()
@@ -127,24 +127,24 @@ def forget_meetings(mesh: DeviceMesh) -> None:
     _this_thread.by_mesh.pop(mesh, None)
 
 
-def settle_meetings(mesh: DeviceMesh, told: Sequence[tuple[int, int, list[MetValue]]], found_at: str) -> None:
+def settle_meetings(mesh: DeviceMesh, meetings: Sequence[tuple[int, int, list[MetValue]]], found_at: str) -> None:
     """Take up one number with those ranks that told what they met; `found_at` says where they are.
 
     *Raises*: `RanksDifferError` where they met the same kinds of values in the same order, and one differs by more than
     rounding.
     """
-    common = zlib.crc32(repr([(rank, count) for rank, count, _ in told]).encode())
+    common = zlib.crc32(repr([(rank, count) for rank, count, _ in meetings]).encode())
     _this_thread.by_mesh[mesh] = _Meetings(common)
-    rank, count, first = told[0]
-    if any((n, [met.kind for met in theirs]) != (count, [met.kind for met in first]) for _, n, theirs in told):
+    rank, count, first = meetings[0]
+    if any((n, [met.kind for met in others]) != (count, [met.kind for met in first]) for _, n, others in meetings):
         return  # one of them met more than the others
-    for at, mine in enumerate(first):
-        for other, _, theirs in told[1:]:
-            if not _are_close(mine.sample, theirs[at].sample):
+    for at, value in enumerate(first):
+        for other, _, others in meetings[1:]:
+            if not _are_close(value.sample, others[at].sample):
                 raise RanksDifferError(
-                    f"a plain {mine.kind} that meets a tile must be alike on every rank, but at {mine.place} rank "
-                    f"{rank} has {_shown(mine.sample)} and rank {other} has {_shown(theirs[at].sample)}, at "
-                    f"{theirs[at].place} (found at {found_at}); seed the ranks alike (torch.manual_seed, "
+                    f"a plain {value.kind} that meets a tile must be alike on every rank, but at {value.place} rank "
+                    f"{rank} has {_shown(value.sample)} and rank {other} has {_shown(others[at].sample)}, at "
+                    f"{others[at].place} (found at {found_at}); seed the ranks alike (torch.manual_seed, "
                     "random.seed), draw on the tile (torch.randn_like(tile)), or broadcast it from one rank"
                 )
 
@@ -185,8 +185,8 @@ def _as_plain(value: Any) -> Any:
     return ([value], math.sqrt(sys.float_info.epsilon)) if isinstance(value, float) else ([repr(value)], 0.0)
 
 
-def _are_close(mine: tuple[list[Any], float], theirs: tuple[list[Any], float]) -> bool:
-    (some, rounding), (others, _) = mine, theirs
+def _are_close(sample: tuple[list[Any], float], other_sample: tuple[list[Any], float]) -> bool:
+    (some, rounding), (others, _) = sample, other_sample
     if not rounding or len(some) != len(others):
         return some == others
     finite = [abs(x) for x in some if math.isfinite(abs(x))]

@@ -58,12 +58,12 @@ class GraphCall:
             leaves, self.out_spec = pytree.tree_flatten(function(*args, **kwargs))
         self.out_places = tuple(isinstance(leaf, Tensor) for leaf in leaves)
         taken = {_memory_of(x) for x in tensors}
-        found: list[Tensor] = []
+        results: list[Tensor] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                found.append(leaf.clone() if _memory_of(leaf) in taken else leaf)
+                results.append(leaf.clone() if _memory_of(leaf) in taken else leaf)
                 taken.add(_memory_of(leaf))
-        return found
+        return results
 
 
 def _memory_of(x: Tensor) -> int:
@@ -163,22 +163,22 @@ def _write_call(function: Callable[..., Any], for_shapes: Callable[..., Any], ar
     else:
         before = _state.backward[1] if _state.backward is not None and _state.backward[0] == task else None
     before = torch.empty(0) if before is None else before
-    *found, last = torch.ops.jigsaw.communicate([x.detach() for x in tensors], before, name)
+    *returned, last = torch.ops.jigsaw.communicate([x.detach() for x in tensors], before, name)
     if task != -1:
         _state.backward = task, last
     elif _state.forward is not None:
         _state.forward = last
-    call, results = _calls[name], iter(found)
+    call, results = _calls[name], iter(returned)
     assert call.out_spec is not None
-    return pytree.tree_unflatten([next(results) if there else None for there in call.out_places], call.out_spec)
+    return pytree.tree_unflatten([next(results) if is_tensor else None for is_tensor in call.out_places], call.out_spec)
 
 
 def _name_of_call(call: GraphCall) -> str:
     """Return a name that describes the whole call, because compiled graphs are kept on disk, and read by other
     processes.
     """
-    said = [_described_value(value) for value in call.values]
-    digest = sha256(repr((said, call.spec, call.autocast)).encode()).hexdigest()[:32]
+    descriptions = [_described_value(value) for value in call.values]
+    digest = sha256(repr((descriptions, call.spec, call.autocast)).encode()).hexdigest()[:32]
     name = f"{call.function.__module__}.{call.function.__qualname__}:{digest}"
     if name in _calls and _calls[name].values != call.values:
         name = f"{name}:{uuid4().hex}"  # the description leaves something out, so the name must be unique

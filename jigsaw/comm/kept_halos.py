@@ -91,13 +91,13 @@ def _is_small(source: Layout, target: Layout) -> bool:
     """Say whether what all ranks receive is little compared with what they hold."""
     if [c.axes for c in source.cuts] != [c.axes for c in target.cuts]:
         return False
-    wanted = math.prod(sum(b - a for a, b in c.held) for c in target.cuts)
-    here = math.prod(sum(b - a for a, b in c.held) for c in source.cuts)
-    there = math.prod(
+    wanted_cells = math.prod(sum(b - a for a, b in c.held) for c in target.cuts)
+    held_cells = math.prod(sum(b - a for a, b in c.held) for c in source.cuts)
+    shared_cells = math.prod(
         sum(end - start for start, end in map(interval_overlap, s.held, t.held))
         for s, t in zip(source.cuts, target.cuts, strict=True)
     )
-    return _KEPT_SHARE * (wanted - there) <= here
+    return _KEPT_SHARE * (wanted_cells - shared_cells) <= held_cells
 
 
 def kept_messages(what: object) -> list[tuple[int, Tensor]] | None:
@@ -109,11 +109,11 @@ def kept_messages(what: object) -> list[tuple[int, Tensor]] | None:
         return None
     kept = _kept[frame]
     at = kept.taken[run] = kept.taken.get(run, -1) + 1
-    found = kept.messages[at] if at < len(kept.messages) else None
-    if found is None or found[0] is not what:
+    message = kept.messages[at] if at < len(kept.messages) else None
+    if message is None or message[0] is not what:
         return None
-    _keep_in(first, found)
-    return found[1]
+    _keep_in(first, message)
+    return message[1]
 
 
 def keep_messages(what: object, layouts: tuple[Layout, Layout], received: list[tuple[int, Tensor]]) -> None:

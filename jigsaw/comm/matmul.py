@@ -52,8 +52,8 @@ def grid_matmul(x: Tensor, w: Tensor, grid: MatmulGrid, mesh: DeviceMesh, chunk_
     this rank's part along them. Pass the tensor through `collectives.use_in_parts`, which sums it, where that is not
     meant.
     """
-    here = mesh_coordinate(mesh)
-    coord = grid.coord(Layout((), axes_of_mesh(mesh)).index(here))
+    coordinate = mesh_coordinate(mesh)
+    coord = grid.coord(Layout((), axes_of_mesh(mesh)).index(coordinate))
     _check_operands(x, w, grid, mesh, coord)
     if all(grid.ring(name, coord).size == 1 for name in OPERAND_DIMS):
         return torch.nn.functional.linear(x, w)
@@ -226,10 +226,10 @@ class MatmulEngine:
             arriving[step + 1, t] = buffer, self.pass_on(ring, total, buffer)
         return own[0] if len(own) == 1 else torch.cat(own)
 
-    def pass_on(self, ring: MatmulRing, given: Tensor, taken: Tensor) -> collectives.PendingWork:
+    def pass_on(self, ring: MatmulRing, sent: Tensor, taken: Tensor) -> collectives.PendingWork:
         """Start one step of a ring."""
         after, before = ring.peers[(ring.me + 1) % ring.size], ring.peers[(ring.me - 1) % ring.size]
-        return collectives.swap_messages(self.mesh, [(after, given)], [(before, taken)], "matmul")
+        return collectives.swap_messages(self.mesh, [(after, sent)], [(before, taken)], "matmul")
 
 
 class ProductBlock:

@@ -105,9 +105,9 @@ class NeighborExchange:
         """Start sending rows by their places, and receiving so many from each piece."""
         if self.mesh is None:
             return None
-        given = [(self.positions[q], [x.index_select(self.dim, places)]) for q, places in sends]
-        taken = [(self.positions[q], [self.shape_with(x, count)]) for q, count in receives]
-        return PackedSwap(self.mesh, given, taken, x, "neighbors")
+        sent = [(self.positions[q], [x.index_select(self.dim, places)]) for q, places in sends]
+        received = [(self.positions[q], [self.shape_with(x, count)]) for q, count in receives]
+        return PackedSwap(self.mesh, sent, received, x, "neighbors")
 
     def compare(self, kind: str) -> None:
         """Compare, when debugging, what the ranks are about to send."""

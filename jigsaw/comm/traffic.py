@@ -47,13 +47,13 @@ open_counts: list[TrafficCount] = []
 @contextmanager
 def count() -> Generator[TrafficCount]:
     """Count every byte and message that this rank sends and receives inside the block, in all threads."""
-    mine = TrafficCount()
-    open_counts.append(mine)
+    traffic = TrafficCount()
+    open_counts.append(traffic)
     try:
-        yield mine
+        yield traffic
     finally:
         # by identity, because two counts with the same calls compare equal
-        open_counts[:] = [c for c in open_counts if c is not mine]
+        open_counts[:] = [c for c in open_counts if c is not traffic]
 
 
 def record_call(
