@@ -88,16 +88,16 @@ def _cells_to_edges(values: Tensor, cells: EdgesOfCells) -> Tensor:
 
 @graph_call(_like_cells)
 def _greatest_edges(edges: Tensor, cells: EdgesOfCells) -> Tensor:
-    sums = cells.lists().sums
-    out = edges.new_zeros(cells.shape_with(edges, sums.rows))
-    for turn, step in enumerate(sums.steps):
-        rows, values = out.narrow(cells.dim, 0, len(step)), edges.index_select(cells.dim, step)
+    steps = cells.lists().sums.steps
+    out = edges.new_zeros(cells.shape_with(edges, cells.cells))
+    for turn, places in enumerate(steps.turns):
+        rows, values = out.narrow(cells.dim, 0, len(places)), edges.index_select(cells.dim, places)
         rows.copy_(values if turn == 0 else torch.maximum(rows, values))
-    rest, places = sums.rest
+    rest, places = steps.rest
     if len(rest):
         values = edges.index_select(cells.dim, places).movedim(cells.dim, -1)
         out.movedim(cells.dim, -1).scatter_reduce_(-1, rest.expand_as(values), values, "amax")
-    return out.index_select(cells.dim, sums.restore)
+    return out.index_select(cells.dim, steps.restore)
 
 
 @graph_call(_like_counts)
