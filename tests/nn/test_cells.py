@@ -8,9 +8,11 @@ import jigsaw
 from jigsaw import comm
 from jigsaw.comm import neighbor_exchange
 from jigsaw.comm.neighbor_exchange import ListsOnDevice, sum_in_order
+from jigsaw.dryrun.step_meter import StepMeter
 from jigsaw.errors import RanksDifferError, ShardingError
 from jigsaw.geometry.neighbors import OrderedLists
 from jigsaw.nn import gather_neighbors, scatter_to_cells
+from jigsaw.nn.cells import gather
 from jigsaw.testing import assert_adjoint, on_ranks, run_on_ranks, world_mesh
 
 MESHES = [{"cell": 1}, {"cell": 2}, {"cell": 3}, {"cell": 4}, {"cell": 2, "channel": 2}]
@@ -299,30 +301,69 @@ def test_a_compiled_layer_is_the_same():
     torch.testing.assert_close(results[0], results[1])
 
 
-class HealpixLayer(torch.nn.Module):
-    def __init__(self):
+class MixedNeighbors(torch.nn.Module):
+    """Attention over mixed values of neighbors: x [cells, channels]."""
+
+    def __init__(self, name):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.table, self.mix = TABLES[name](), torch.nn.Linear(4, 6)
 
     def forward(self, x):
-        return layer(x, jigsaw.Neighbors.healpix(2), self.weight)
+        near = self.mix(gather_neighbors(x, self.table, 0))
+        return scatter_to_cells(near * scatter_to_cells(near, self.table, "softmax", 0), self.table, "sum", 0)
 
 
-@on_ranks(2)
-def counted_step():
-    mesh = world_mesh(cell=2)
-    net = jigsaw.parallelize(HealpixLayer(), mesh)
-    net(jigsaw.shard(torch.randn(2, 4, 48), mesh, (None, None, "cell"))).sum().backward()  # the table is agreed on
-    with comm.count() as counts:
-        net(jigsaw.shard(torch.randn(2, 4, 48), mesh, (None, None, "cell"))).square().mean().backward()
-    return sum(c.sent_bytes for c in counts.calls if c.kind == "neighbors")
+def traffic_of(calls):
+    """Bytes and messages by kind."""
+    traffic = {}
+    for call in calls:
+        sent, messages = traffic.get(call.kind, (0, 0))
+        traffic[call.kind] = sent + call.sent_bytes, messages + call.messages
+    return traffic
 
 
-def test_a_dry_run_sends_what_a_step_sends():
-    report = jigsaw.dry_run(HealpixLayer, (2, 4, 48), mesh={"cell": 2}, spec=(None, None, "cell"))
-    (wanted,) = set(counted_step())
-    played = [phase.traffic.get("neighbors") for phase in report.ranks[0].phases.values()]
-    assert sum(sent.sent_bytes for sent in played if sent is not None) == wanted > 0
+def counted_step(ranks, name):
+    """Bytes and messages by kind, and FLOP, of a forward and a backward pass of this rank."""
+    mesh, meter = world_mesh(cell=ranks), StepMeter(keeps_calls=False)
+    net = jigsaw.parallelize(MixedNeighbors(name), mesh)
+    tile = jigsaw.shard(torch.randn(48, 4), mesh, ("cell", None), split={0: POINTS[ranks]})
+    net(tile).square().mean().backward()  # the table is agreed on
+    net.zero_grad()
+    counted = {}
+    with meter.counting():
+        meter.begin_phase("forward")
+        with comm.count() as counts:
+            loss = net(tile).square().mean()
+        counted["forward"] = traffic_of(counts.calls)
+        meter.begin_phase("backward")
+        with comm.count() as counts:
+            loss.backward()
+        counted["backward"] = traffic_of(counts.calls)
+    return counted, {name: sum(kernel.flop for kernel in meter.phases[name].kernels) for name in counted}
+
+
+@pytest.mark.parametrize("name", ["healpix", "table", "larger", "hubs"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_dry_run_sends_what_a_step_sends(ranks, name):
+    asked = {"mesh": {"cell": ranks}, "spec": ("cell", None), "split": POINTS[ranks], "ranks": range(ranks)}
+    report = jigsaw.dry_run(lambda: MixedNeighbors(name), (48, 4), **asked, optimizer=None)
+    assert report.is_complete and not report.remarks
+    counted = run_on_ranks(ranks, counted_step, ranks, name)
+    for rank, (traffic, flop) in zip(report.ranks, counted, strict=True):
+        for phase, kinds in traffic.items():
+            played = rank.phases[phase]
+            assert {k: (t.sent_bytes, t.messages) for k, t in played.traffic.items()} == kinds
+            assert played.flop == flop[phase]
+    assert sum(traffic["forward"]["neighbors"][0] for traffic, _ in counted) > 0
+
+
+def test_a_second_dry_run_plans_nothing_anew():
+    net = MixedNeighbors("graph")
+    asked = {"mesh": {"cell": 3}, "spec": ("cell", None)}
+    first = jigsaw.dry_run(net, (48, 4), **asked)
+    planned = gather._plan.cache_info().misses
+    assert jigsaw.dry_run(MixedNeighbors("graph"), (48, 4), **asked).sent_bytes == first.sent_bytes
+    assert gather._plan.cache_info().misses == planned
 
 
 def other_tables(axes):
