@@ -366,6 +366,31 @@ def test_a_second_dry_run_plans_nothing_anew():
     assert gather._plan.cache_info().misses == planned
 
 
+class PaddedNeighbors(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix, self.table = torch.nn.Linear(3, 3), jigsaw.Neighbors.healpix(2)
+        self.pad = jigsaw.nn.HEALPixPad(1, face_dim=None)
+
+    def forward(self, x):
+        near = gather_neighbors(self.pad(self.mix(x).t())[..., 1:-1, 1:-1].flatten(-3), self.table)
+        return sum(scatter_to_cells(near, self.table, reduce).sum() for reduce in ("sum", "mean", "max"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_what_a_dry_run_has_planned_serves_a_step(dtype):
+    net = PaddedNeighbors().to(dtype)
+    for _ in range(2):
+        assert jigsaw.dry_run(net, (48, 3), mesh={"cell": 1}, spec=("cell", None), loss=lambda out: out).is_complete
+        x = torch.randn(48, 3, dtype=dtype)
+        tile = jigsaw.shard(x, world_mesh(cell=1), ("cell", None))
+        tile.local.requires_grad_(), x.requires_grad_()
+        for loss in (net(tile), net(x)):
+            loss.backward()
+        assert torch.isfinite(x.grad).all()
+        torch.testing.assert_close(tile.local.grad, x.grad)
+
+
 def other_tables(axes):
     mesh, (x, _) = world_mesh(**axes), values(torch.float64)
     tile = jigsaw.shard(x, mesh, (None, None, "cell"))
