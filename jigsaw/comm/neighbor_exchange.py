@@ -20,7 +20,7 @@ from torch.nn.functional import embedding_bag
 from jigsaw.comm import debug
 from jigsaw.comm.exchange import PackedSwap
 from jigsaw.comm.graph_calls import graph_call
-from jigsaw.comm.wire_values import is_narrow, places_on_device
+from jigsaw.comm.wire_values import is_narrow, places_with_values
 from jigsaw.geometry.cut import Cut
 from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.geometry.neighbors import Integers, ListsBySteps, NeighborPlan, OrderedLists
@@ -53,7 +53,7 @@ class PlacesOnDevice:
 
     def __init__(self, plan: NeighborPlan, device: torch.device) -> None:
         def moved(places: Integers) -> Tensor:
-            return places_on_device(places.copy(), device)
+            return places_with_values(places.copy(), device)
 
         self.near, self.none, self.far, self.far_places = map(moved, (plan.near, plan.none, plan.far, plan.far_places))
         self.sends = [(q, moved(rows)) for q, rows in plan.sends]
@@ -71,7 +71,7 @@ class ListsOnDevice:
     @cached_property
     def bags(self) -> tuple[Tensor, ...]:
         """Places of all values, row by row, and where each row's begin and end."""
-        return tuple(places_on_device(x, self._device) for x in (self._lists.places, self._lists.ends))
+        return tuple(places_with_values(x, self._device) for x in (self._lists.places, self._lists.ends))
 
     @cached_property
     def steps(self) -> StepsOnDevice:
@@ -83,9 +83,9 @@ class StepsOnDevice:
     """Lists of what is summed turn by turn, as tensors."""
 
     def __init__(self, lists: ListsBySteps, device: torch.device) -> None:
-        self.turns = [places_on_device(places, device) for places in lists.turns]
-        self.rest = tuple(places_on_device(x, device) for x in (lists.rest_rows, lists.rest_places))
-        self.restore = places_on_device(lists.restore, device)
+        self.turns = [places_with_values(places, device) for places in lists.turns]
+        self.rest = tuple(places_with_values(x, device) for x in (lists.rest_rows, lists.rest_places))
+        self.restore = places_with_values(lists.restore, device)
 
 
 def sum_in_order(values: Tensor, lists: ListsOnDevice, dim: int) -> Tensor:

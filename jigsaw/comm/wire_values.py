@@ -108,7 +108,7 @@ def values_on_device(values: Sequence[Any] | Tensor, dtype: torch.dtype | None, 
     return on_host.pin_memory().to(device, non_blocking=True)
 
 
-def places_on_device(places: NDArray[np.int64], device: torch.device) -> Tensor:
+def places_with_values(places: NDArray[np.int64], device: torch.device) -> Tensor:
     """Return places of the host on a device, with their values in a dry run, too: what keeps them outlives it."""
     with without_modes():
         return torch.from_numpy(places).to(device)

@@ -51,7 +51,7 @@ from jigsaw.comm.neighbor_exchange import (
     positions_of_pieces,
     rows_to_edges,
 )
-from jigsaw.comm.wire_values import checksum_of_bits, is_on_accelerator, lie_in_one_memory, places_on_device
+from jigsaw.comm.wire_values import checksum_of_bits, is_on_accelerator, lie_in_one_memory, places_with_values
 from jigsaw.geometry.cut import Cut, cut_of_cells, cut_points
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.neighbors import Integers, NeighborPlan, Neighbors, plan_neighbors
@@ -122,7 +122,7 @@ class KeptIndex:
         if key not in self._own_rows:
             order, ends = self._by_owner(targets)
             rows = self.places[order[ends[piece] : ends[piece + 1]]] - targets[piece]
-            self._own_rows[key] = places_on_device(rows, device)
+            self._own_rows[key] = places_with_values(rows, device)
         return self._own_rows[key]
 
     def _by_owner(self, targets: Sequence[int]) -> tuple[Integers, list[int]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jigsaw.comm.graph_calls import graph_call
 from jigsaw.comm.neighbor_exchange import ListsOnDevice, sum_in_order
-from jigsaw.comm.wire_values import places_on_device
+from jigsaw.comm.wire_values import places_with_values
 from jigsaw.geometry.cut import Interval
 from jigsaw.geometry.neighbors import Neighbors, OrderedLists
 
@@ -52,9 +52,9 @@ class CellLists:
         cell_of_edge, sources = table.targets_of(targets), table.sources_of(targets)
         edges = np.flatnonzero(sources >= 0)
         lists = OrderedLists.of(cell_of_edge[edges], edges, targets[1] - targets[0])
-        self.cell_of_edge = places_on_device(cell_of_edge, device)
-        self.none = places_on_device(np.flatnonzero(sources < 0), device)
-        self.counts = places_on_device(lists.counts, device)
+        self.cell_of_edge = places_with_values(cell_of_edge, device)
+        self.none = places_with_values(np.flatnonzero(sources < 0), device)
+        self.counts = places_with_values(lists.counts, device)
         self.sums = ListsOnDevice(lists, device)
 
 
