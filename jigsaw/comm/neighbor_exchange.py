@@ -7,21 +7,23 @@ the owner of a cell adds them up in the order of edges, which is one order on ev
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
+from torch.nn.functional import embedding_bag
 
 from jigsaw.comm import debug
 from jigsaw.comm.exchange import PackedSwap
 from jigsaw.comm.graph_calls import graph_call
-from jigsaw.comm.wire_values import is_narrow
+from jigsaw.comm.wire_values import is_narrow, places_with_values
 from jigsaw.geometry.cut import Cut
 from jigsaw.geometry.layout import Layout, MeshCoordinate
-from jigsaw.geometry.neighbors import Integers, NeighborPlan, OrderedLists
+from jigsaw.geometry.neighbors import Integers, ListsBySteps, NeighborPlan, OrderedLists
 
 _on_device: WeakKeyDictionary[NeighborPlan, dict[torch.device, PlacesOnDevice]] = WeakKeyDictionary()
 
@@ -51,7 +53,7 @@ class PlacesOnDevice:
 
     def __init__(self, plan: NeighborPlan, device: torch.device) -> None:
         def moved(places: Integers) -> Tensor:
-            return torch.from_numpy(places.copy()).to(device)
+            return places_with_values(places.copy(), device)
 
         self.near, self.none, self.far, self.far_places = map(moved, (plan.near, plan.none, plan.far, plan.far_places))
         self.sends = [(q, moved(rows)) for q, rows in plan.sends]
@@ -60,13 +62,30 @@ class PlacesOnDevice:
 
 
 class ListsOnDevice:
-    """Lists of what is summed as tensors."""
+    """Lists of what is summed as tensors; each form of them is made when it is first needed."""
 
     def __init__(self, lists: OrderedLists, device: torch.device) -> None:
         self.rows = lists.rows
-        self.steps = [torch.from_numpy(step).to(device) for step in lists.steps]
-        self.rest = tuple(torch.from_numpy(x).to(device) for x in (lists.rest_rows, lists.rest_places))
-        self.restore = torch.from_numpy(lists.restore).to(device)
+        self._lists, self._device = lists, device
+
+    @cached_property
+    def bags(self) -> tuple[Tensor, ...]:
+        """Places of all values, row by row, and where each row's begin and end."""
+        return tuple(places_with_values(x, self._device) for x in (self._lists.places, self._lists.ends))
+
+    @cached_property
+    def steps(self) -> StepsOnDevice:
+        """Places turn by turn."""
+        return StepsOnDevice(self._lists.steps(), self._device)
+
+
+class StepsOnDevice:
+    """Lists of what is summed turn by turn, as tensors."""
+
+    def __init__(self, lists: ListsBySteps, device: torch.device) -> None:
+        self.turns = [places_with_values(places, device) for places in lists.turns]
+        self.rest = tuple(places_with_values(x, device) for x in (lists.rest_rows, lists.rest_places))
+        self.restore = places_with_values(lists.restore, device)
 
 
 def sum_in_order(values: Tensor, lists: ListsOnDevice, dim: int) -> Tensor:
@@ -74,16 +93,35 @@ def sum_in_order(values: Tensor, lists: ListsOnDevice, dim: int) -> Tensor:
 
     *Shapes*: [..., values, ...] -> [..., rows, ...] along `dim`.
     """
+    if _can_use_bags(values):
+        return _sum_in_bags(values, lists, dim)
+    steps = lists.steps
     wide = torch.float32 if is_narrow(values.dtype) else values.dtype
     out = values.new_zeros([*values.shape[:dim], lists.rows, *values.shape[dim + 1 :]], dtype=wide)
-    for step in lists.steps:
+    for places in steps.turns:
         # rows with most values come first, so that those with one more are a slice
-        out.narrow(dim, 0, len(step)).add_(values.index_select(dim, step))
-    rows, places = lists.rest
+        out.narrow(dim, 0, len(places)).add_(values.index_select(dim, places))
+    rows, places = steps.rest
     if len(rows):  # one after the other, too
         added = values.index_select(dim, places).movedim(dim, 0).to(wide)
         out.movedim(dim, 0).index_put_((rows,), added, accumulate=True)
-    return out.index_select(dim, lists.restore).to(values.dtype)
+    return out.index_select(dim, steps.restore).to(values.dtype)
+
+
+def _can_use_bags(values: Tensor) -> bool:
+    # of float64 torch adds row by row in BLAS, slower than the steps; a dry run prices the operators of all devices
+    return values.dtype == torch.float32 and values.device.type == "cpu" and type(values) in (Tensor, Parameter)
+
+
+def _sum_in_bags(values: Tensor, lists: ListsOnDevice, dim: int) -> Tensor:
+    """Sum by torch's kernel for bags of embeddings, which reads each value once, and adds them in the same order."""
+    places, ends = lists.bags
+    lead, rest = values.shape[:dim], values.shape[dim + 1 :]
+    if not values.numel():
+        return values.new_zeros([*lead, lists.rows, *rest])
+    tables = values.detach().reshape(lead.numel(), values.shape[dim], rest.numel())
+    sums = [embedding_bag(places, table, ends, mode="sum", include_last_offset=True) for table in tables]
+    return (sums[0] if len(sums) == 1 else torch.stack(sums)).view([*lead, lists.rows, *rest])
 
 
 @dataclass(frozen=True)
@@ -140,7 +178,8 @@ def _edges_to_rows(edges: Tensor, exchange: NeighborExchange) -> Tensor:
     places = _places_on_device(exchange.plan, edges.device)
     swap = exchange.start(edges, places.back_sends, exchange.plan.back_receives)
     arrived = swap.wait() if swap else []
-    return sum_in_order(torch.cat([edges, *arrived], exchange.dim), places.sums, exchange.dim)
+    values = torch.cat([edges, *arrived], exchange.dim) if arrived else edges
+    return sum_in_order(values, places.sums, exchange.dim)
 
 
 class _RowsToEdges(torch.autograd.Function):

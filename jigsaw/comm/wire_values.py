@@ -12,11 +12,14 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from jigsaw.errors import ShardingError
 from jigsaw.torch_internals.autograd import is_zero_tensor, memory_id
+from jigsaw.torch_internals.dispatch import without_modes
 
 # Types that a backend cannot combine well travel as others: exact for max and min, with less rounding for sums.
 _WIRE = {
@@ -103,6 +106,12 @@ def values_on_device(values: Sequence[Any] | Tensor, dtype: torch.dtype | None, 
     if on_host.device.type != "cpu" or torch.device(device).type in ("cpu", "meta") or torch.compiler.is_compiling():
         return on_host.to(device)
     return on_host.pin_memory().to(device, non_blocking=True)
+
+
+def places_with_values(places: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Return places of the host on a device, with their values in a dry run, too: what keeps them outlives it."""
+    with without_modes():
+        return torch.from_numpy(places).to(device)
 
 
 def wire_memory(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:

@@ -73,6 +73,11 @@ def _plain_tensors(module: nn.Module) -> list[Tensor]:
     return [x for x in leaves if isinstance(x, Tensor)]
 
 
+def _may_be_index(x: Any) -> bool:
+    """Say whether a buffer may be an index: who owns the rows that it names follows from its values."""
+    return type(x) is Tensor and x.device.type == "cpu" and x.dtype in (torch.int64, torch.int32) and x.ndim > 0
+
+
 def wants_mesh(make: ModelMaker) -> bool:
     """Say whether a function makes its model from the mesh: it has exactly one argument without a default."""
     if not callable(make):
@@ -99,7 +104,10 @@ def check_model_made(model: Any) -> None:
 
 
 def bare_copy(model: nn.Module, left_out: set[nn.Module]) -> nn.Module:
-    """Return a copy whose parameters have no memory, with nothing in the place of some modules."""
+    """Return a copy whose parameters have no memory, with nothing in the place of some modules.
+
+    Buffers that may be indices share theirs, so that what is planned for them is planned once.
+    """
     if hasattr(model, _PARALLELIZED):
         raise ShardingError("dry_run takes the model before jigsaw.parallelize, which it calls on a copy by itself")
     # deepcopy takes entries of this for copied already
@@ -108,11 +116,13 @@ def bare_copy(model: nn.Module, left_out: set[nn.Module]) -> nn.Module:
     for module in model.modules():
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False)) if module not in inside else ()
         for x in own:
-            if id(x) not in known:
+            if id(x) not in known and not _may_be_index(x):
                 bare = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
                 known[id(x)] = nn.Parameter(bare, x.requires_grad) if isinstance(x, nn.Parameter) else bare
     with without_modes():  # other tensors are real, and remain so
-        for x in (x for module in model.modules() if module not in inside for x in _plain_tensors(module)):
+        kept = [module for module in model.modules() if module not in inside]
+        indices = [x for module in kept for x in own_buffers(module).values() if _may_be_index(x)]
+        for x in (*indices, *(x for module in kept for x in _plain_tensors(module))):
             if id(x) not in known:
                 known[id(x)] = x.detach().requires_grad_(x.is_leaf and x.requires_grad)
         return copy.deepcopy(model, known)

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import memory_id
 from jigsaw.torch_internals.dispatch import READ_NUMBER, operator_schema, without_modes
-from jigsaw.torch_internals.fake_tensors import TorchDispatchMode
+from jigsaw.torch_internals.fake_tensors import TorchDispatchMode, forget_real_view, note_real_view, real_view
 
 aten = torch.ops.aten
 
@@ -41,6 +41,11 @@ class KnownValues:
     def remember(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Compute a call on real copies, where those of all inputs are known and nothing is drawn."""
         results = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        if func.is_view and _has_values(real_view(args[0])):
+            with without_modes():  # of an index that a module keeps: it takes no memory, and is planned by its values
+                views = func(real_view(args[0]), *args[1:], **(kwargs or {}))
+            for x, view in zip(results, pytree.tree_leaves(views), strict=True):
+                note_real_view(x, view)
         is_short = results and not any(x.numel() > _MOST_ELEMENTS or _has_values(x) for x in results)
         if not is_short or not self._is_computed(func, args, kwargs):
             self._forget_changed(func, args, kwargs)
@@ -62,11 +67,14 @@ class KnownValues:
     def _forget_changed(self, func: Any, args: Any, kwargs: Any) -> None:
         """Forget the known tensors that a call has changed, and those that share their memory."""
         schema = operator_schema(func)
-        if not schema.is_mutable or not len(self._copies):
+        if not schema.is_mutable:
             return
         values = [*zip(schema.arguments, args, strict=False), *((a, kwargs.get(a.name)) for a in schema.arguments)]
         written = [value for argument, value in values if argument.alias_info and argument.alias_info.is_write]
-        changed = [x for x in pytree.tree_leaves(written) if isinstance(x, Tensor) and x in self._copies]
+        leaves = [x for x in pytree.tree_leaves(written) if isinstance(x, Tensor)]
+        for x in leaves:
+            forget_real_view(x)
+        changed = [x for x in leaves if x in self._copies]
         memories = {memory_id(self._copies[x].untyped_storage()) for x in changed}
         for x in [x for x, copy in self._copies.items() if memory_id(copy.untyped_storage()) in memories]:
             del self._copies[x]

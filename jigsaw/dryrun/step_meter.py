@@ -143,7 +143,7 @@ class StepMeter(TorchDispatchMode):
                 self._piece_of_memory[self._numbers] = self._piece
             self._phase.events.append(known)
             # a storage has one Python object as long as it lives, and whoever holds it keeps the reference alive, too
-            weakref.finalize(storage, self._end, at, known[0]).atexit = False
+            weakref.finalize(storage, _end_of_memory, weakref.ref(self), at, known[0]).atexit = False
         return known[0]
 
     def _end(self, at: int, number: int) -> None:
@@ -283,6 +283,12 @@ class StepMeter(TorchDispatchMode):
                 yield
         finally:
             torch.UntypedStorage.resize_ = resize
+
+
+def _end_of_memory(meter: weakref.ref[StepMeter], at: int, number: int) -> None:
+    alive = meter()  # memory of an index outlives its meter
+    if alive is not None:
+        alive._end(at, number)  # pyright: ignore[reportPrivateUsage]
 
 
 _READ_BY_PYTHON = {READ_NUMBER, aten.equal.default}

@@ -21,6 +21,7 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.neighbors import NeededRows
 from jigsaw.geometry.stencil_rules import ceil_div
 from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals.dispatch import without_modes
 
 FieldProduct = Callable[[Tensor], Tensor]
 
@@ -36,7 +37,9 @@ class MatrixOnDevice:
         """Multiply along the last dim: [..., sources] -> [..., targets]."""
         key = x.dtype, x.device
         if key not in self._made:
-            self._made[key] = torch.from_numpy(self._places).to(x.device), torch.from_numpy(self._values).to(x)
+            with without_modes():  # they outlive a dry run
+                places, values = torch.from_numpy(self._places), torch.from_numpy(self._values)
+                self._made[key] = places.to(x.device), values.to(x.device, x.dtype)
         columns = x.movedim(-1, 0).reshape(x.shape[-1], math.prod(x.shape[:-1]))
         if self._count and x.numel():
             matrix = torch.sparse_coo_tensor(

@@ -246,37 +246,55 @@ _MOST_STEPS = 256
 
 @dataclass(frozen=True, eq=False)
 class OrderedLists:
-    """Values of which each of `rows` sums some, one after the other.
+    """Values of which each of `rows` sums some, one after the other, in an order that is fixed.
 
-    ``steps[j]`` are the places of the j-th value of each row that has so many, rows with most values first. ``restore``
-    puts the rows back into their own order.  So a sum is a few vector additions in an order that is fixed. Values
-    beyond the 256th of a row are in `rest_places`, in order, with their rows, as `steps` count these.
+    `places` are those of the values, by row and then in their order, and `ends` where each row's begin and end there.
     """
 
     rows: int
-    steps: tuple[Integers, ...]
-    rest_rows: Integers
-    rest_places: Integers
-    restore: Integers
-    counts: Integers
+    places: Integers
+    ends: Integers
 
     @classmethod
     def of(cls, row_of_value: Integers, place_of_value: Integers, rows: int) -> OrderedLists:
         """Make it from the row that each value belongs to, values in their order, and where each of them lies."""
         counts = np.bincount(row_of_value, minlength=rows)
         by_row = np.argsort(row_of_value, kind="stable")
-        places = place_of_value[by_row]
-        starts = np.concatenate([[0], np.cumsum(counts)])[:-1]
+        return cls(rows, place_of_value[by_row], np.concatenate([[0], np.cumsum(counts)]))
+
+    @property
+    def counts(self) -> Integers:
+        """Number of the values of each row."""
+        return np.diff(self.ends)
+
+    def steps(self) -> ListsBySteps:
+        """Return the same lists, for sums by vector additions."""
+        counts, starts = self.counts, self.ends[:-1]
         longest_first = np.argsort(-counts, kind="stable")
         falling = -counts[longest_first]
-        steps: list[Integers] = []
-        for step in range(min(int(counts.max(initial=0)), _MOST_STEPS)):
-            members = longest_first[: int(np.searchsorted(falling, -step))]
-            steps.append(places[starts[members] + step])
+        turns: list[Integers] = []
+        for turn in range(min(int(counts.max(initial=0)), _MOST_STEPS)):
+            members = longest_first[: int(np.searchsorted(falling, -turn))]
+            turns.append(self.places[starts[members] + turn])
         restore = np.argsort(longest_first, kind="stable")
-        number = np.arange(len(places)) - np.repeat(starts, counts)  # of each value in its row
+        number = np.arange(len(self.places)) - np.repeat(starts, counts)  # of each value in its row
         rest = np.flatnonzero(number >= _MOST_STEPS)
-        return cls(rows, tuple(steps), restore[row_of_value[by_row[rest]]], places[rest], restore, counts)
+        return ListsBySteps(tuple(turns), np.repeat(restore, counts)[rest], self.places[rest], restore)
+
+
+@dataclass(frozen=True, eq=False)
+class ListsBySteps:
+    """Values of which each row sums some, turn by turn.
+
+    ``turns[j]`` are the places of the j-th value of each row that has so many, rows with most values first. `restore`
+    puts the rows back into their own order.  So a sum is a few vector additions. Values beyond the 256th of a row are
+    in `rest_places`, in order, with their rows, as `turns` count these.
+    """
+
+    turns: tuple[Integers, ...]
+    rest_rows: Integers
+    rest_places: Integers
+    restore: Integers
 
 
 # -- the plan of a rank -----------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from jigsaw.comm.exchange import sum_held_rows
 from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.comm.neighbor_exchange import NeighborExchange, positions_of_pieces, rows_to_edges
+from jigsaw.comm.wire_values import places_with_values
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Cut, Interval, cut_points
 from jigsaw.geometry.neighbors import NeededRows
@@ -118,8 +119,8 @@ class _PieceOfProduct:
 
     def __init__(self, needed: NeededRows, device: torch.device) -> None:
         self.needed = needed
-        self.entries = torch.from_numpy(needed.entries).to(device)
-        self.places = torch.from_numpy(np.stack([needed.rows, needed.columns])).to(device)
+        self.entries = places_with_values(needed.entries, device)
+        self.places = places_with_values(np.stack([needed.rows, needed.columns]), device)
 
     def product(self, matrix: Tensor, x: Tile, cut: Cut) -> Tensor:
         """Return the own rows of the product.  *Sends*: each own row that another rank needs, once a rank."""

@@ -51,7 +51,7 @@ from jigsaw.comm.neighbor_exchange import (
     positions_of_pieces,
     rows_to_edges,
 )
-from jigsaw.comm.wire_values import checksum_of_bits, is_on_accelerator, lie_in_one_memory
+from jigsaw.comm.wire_values import checksum_of_bits, is_on_accelerator, lie_in_one_memory, places_with_values
 from jigsaw.geometry.cut import Cut, cut_of_cells, cut_points
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.neighbors import Integers, NeighborPlan, Neighbors, plan_neighbors
@@ -69,6 +69,8 @@ from jigsaw.torch_internals.autograd import (
     tensor_users,
     tensor_version,
 )
+from jigsaw.torch_internals.dispatch import without_modes
+from jigsaw.torch_internals.fake_tensors import FakeTensor, real_view
 
 _MARK = "_jigsaw_kept"  # of memory: the indices there, by dtype, shape, strides and place
 _LEAST_SHARE = 16  # a dim of an index with less than one in so many of the cells is not cut
@@ -120,7 +122,7 @@ class KeptIndex:
         if key not in self._own_rows:
             order, ends = self._by_owner(targets)
             rows = self.places[order[ends[piece] : ends[piece + 1]]] - targets[piece]
-            self._own_rows[key] = torch.from_numpy(rows).to(device)
+            self._own_rows[key] = places_with_values(rows, device)
         return self._own_rows[key]
 
     def _by_owner(self, targets: Sequence[int]) -> tuple[Integers, list[int]]:
@@ -131,7 +133,8 @@ class KeptIndex:
 
 def _index_values(index: Tensor) -> Integers:
     # a copy, because memory that numpy has seen cannot be resized again
-    return index.detach().to("cpu", torch.int64, copy=True).numpy()
+    with without_modes():
+        return index.detach().to("cpu", torch.int64, copy=True).numpy()
 
 
 class _MetIndex:
@@ -182,7 +185,8 @@ def _met_with_values(index: Tensor) -> tuple[_MetIndex, bool]:
     """Return what is known of indices of the same values, and whether this is the first of them, as far as is seen."""
     if is_on_accelerator(index):  # the host would wait
         return _MetIndex(), True
-    key = checksum_of_bits(index), index.dtype, tuple(index.shape)
+    with without_modes():
+        key = checksum_of_bits(index), index.dtype, tuple(index.shape)
     before = _recent.pop(key, None)
     is_new = before is None or not before.has_values(index)
     _recent[key] = met = _MetIndex() if before is None or is_new else before
@@ -200,7 +204,7 @@ def _can_stay(index: Any, tile: Tile) -> bool:
         and mesh_size(tile.mesh) > 1
         and not isinstance(tile.mesh, SlabMesh)
         and not lacks_values()
-        and type(tile.local) in _PLAIN
+        and type(tile.local) in (*_PLAIN, FakeTensor)  # of a dry run, in which indices that a module keeps have values
     )
 
 
@@ -240,7 +244,7 @@ def pick_kept_rows(tile: Tile, dim: int, index: Any, may_be_negative: bool = Tru
     *Sends*: forward each own row that another rank needs, once a rank; backward the gradient of each picked row that
     another rank owns.
     """
-    lone = _lone_cut(tile, dim)
+    lone, index = _lone_cut(tile, dim), real_view(index)
     met = None if lone is None or not lone.is_cut else _met_before(index, tile)
     kept = None if lone is None or met is None else met.of_cells(lone.size, index, tile)
     if kept is None or (kept.has_negative and not may_be_negative):
@@ -357,6 +361,7 @@ def _is_shared(tile: Tile) -> bool:
 
 def along_one_dim(index: Tensor, dim: int) -> Any:
     """Return an index that is repeated along all dims but one as one of that dim; None for others."""
+    index = real_view(index)
     if type(index) not in _PLAIN:
         return None
     if index.ndim == 1:
@@ -367,6 +372,7 @@ def along_one_dim(index: Tensor, dim: int) -> Any:
         if d != dim
     ):
         return None
-    for d in reversed(range(index.ndim)):
-        index = index if d == dim else index.select(d, 0)
+    with without_modes():
+        for d in reversed(range(index.ndim)):
+            index = index if d == dim else index.select(d, 0)
     return index

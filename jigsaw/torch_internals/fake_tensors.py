@@ -5,6 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
 
 from jigsaw.torch_internals.private_names import torch_imports
 
@@ -30,8 +33,28 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
+    "forget_real_view",
+    "note_real_view",
     "quiet_failures",
+    "real_view",
 ]
+
+_REAL_VIEW = "_jigsaw_real_view"
+
+
+def note_real_view(x: Tensor, real: Tensor) -> None:
+    """Note the tensor with values that a tensor without them stands for."""
+    setattr(x, _REAL_VIEW, real)
+
+
+def forget_real_view(x: Tensor) -> None:
+    """Forget it, because the tensor without values is changed."""
+    vars(x).pop(_REAL_VIEW, None)
+
+
+def real_view(x: Any) -> Any:
+    """Return the tensor with values that a tensor without them stands for, where one was noted, else itself."""
+    return getattr(x, _REAL_VIEW, x) if isinstance(x, FakeTensor) else x
 
 
 @contextmanager

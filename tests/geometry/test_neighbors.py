@@ -1,6 +1,7 @@
 """Tables of neighbors and their plans, by enumeration."""
 
 import pickle
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -61,10 +62,9 @@ def test_plans_of_all_pieces_fit_each_other(case):
             assert len(edges) == count
             given_back.append(first[peer] + edges)
         numbers = np.concatenate(given_back)
-        longest_first = np.argsort(plan.sums.restore)
-        for place, row in enumerate(longest_first):
-            listed = [int(numbers[step[place]]) for step in plan.sums.steps if place < len(step)]
-            assert listed == np.flatnonzero(whole == sources[q] + row).tolist()
+        for row, ends in enumerate(pairwise(plan.sums.ends)):
+            listed = numbers[plan.sums.places[slice(*ends)]]
+            assert listed.tolist() == np.flatnonzero(whole == sources[q] + row).tolist()
 
 
 @pytest.mark.parametrize(("nside", "nested"), [(1, True), (2, True), (4, True), (8, True), (3, False), (4, False)])
@@ -79,14 +79,15 @@ def test_a_symmetric_table_asks_its_neighbors_alone(nside, nested):
         for (q, rows), (other, theirs) in zip(a.sends, b.sends, strict=True):
             assert q == other
             np.testing.assert_array_equal(rows, theirs)
-        for step, other in zip(a.sums.steps, b.sums.steps, strict=True):
-            np.testing.assert_array_equal(step, other)
+        np.testing.assert_array_equal(a.sums.places, b.sums.places)
+        np.testing.assert_array_equal(a.sums.ends, b.sums.ends)
 
 
 def test_values_are_listed_in_their_order():
     lists = OrderedLists.of(np.array([2, 0, 2, 2]), np.array([7, 3, 1, 5]), 4)
-    assert [step.tolist() for step in lists.steps] == [[7, 3], [1], [5]]
-    assert lists.restore.tolist() == [1, 2, 0, 3]
+    assert [lists.places.tolist(), lists.ends.tolist()] == [[3, 7, 1, 5], [0, 1, 1, 4, 4]]
+    assert [places.tolist() for places in lists.steps().turns] == [[7, 3], [1], [5]]
+    assert lists.steps().restore.tolist() == [1, 2, 0, 3]
     assert lists.counts.tolist() == [1, 0, 3, 0]
 
 
@@ -137,10 +138,10 @@ def test_lists_of_many_values_are_steps_and_a_rest():
     rng = np.random.default_rng(0)
     rows = np.where(rng.uniform(size=2000) < 0.4, 3, rng.integers(0, 9, 2000))
     places = rng.permutation(2000)
-    lists = OrderedLists.of(rows, places, 10)
-    assert len(lists.steps) == 256
+    lists = OrderedLists.of(rows, places, 10).steps()
+    assert len(lists.turns) == 256
     order = [[] for _ in range(10)]
-    for step in lists.steps:
+    for step in lists.turns:
         for row, place in enumerate(step):
             order[row].append(place)
     for row, place in zip(lists.rest_rows, lists.rest_places, strict=True):

@@ -4,11 +4,17 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 
 import jigsaw
 from jigsaw.__main__ import main
 from jigsaw.errors import GridError
+from jigsaw.geometry.curve import curve_order
+from jigsaw.io.reading.chunk_readers import ReadCounts
+from jigsaw.io.reading.engine import ReadEngine
+from jigsaw.io.reading.peers import meet_peers
+from jigsaw.io.series.cell_grid import renumbered_cells
 from jigsaw.testing import run_on_ranks, world_mesh
 
 STEPS, CELLS = 9, 192
@@ -149,8 +155,8 @@ def read_t2m(path, axes, split):
 MAKERS = {"ugrid": lambda path: write_ugrid(path, start=1, fill=-999), "icon": write_icon}
 
 
-def write_targets(path, target):
-    samples = jigsaw.io.open(path, mesh=world_mesh(cell=3), targets=[1], split=SPLIT)
+def write_targets(path, target, order="store"):
+    samples = jigsaw.io.open(path, mesh=world_mesh(cell=3), targets=[1], split=SPLIT, order=order)
     with jigsaw.io.Writer(target, dims=("time", "channel", "cell"), like=samples, append_dim="time") as out:
         for i in range(3):
             out.append(samples[i].target, coords={"time": samples[i].target_times})
@@ -230,6 +236,121 @@ def test_cells_are_put_along_a_curve_and_back(tmp_path, kind, fields, suffix):
         np.testing.assert_array_equal(back.grid.neighbors().rows_of(np.arange(CELLS)), beside)
 
 
+Z = np.random.default_rng(1).normal(size=(STEPS, 2, CELLS)).astype("f4")
+LAND = np.random.default_rng(2).uniform(size=CELLS).astype("f4")
+EVERY = np.concatenate([T2M[:, None], Z, np.broadcast_to(LAND, (STEPS, 1, CELLS))], 1)
+CURVE_MESHES = {1: (0, CELLS), 2: (0, 50, CELLS), 3: (0, 0, 131, CELLS), 4: (0, 64, 64, 65, CELLS)}
+
+
+def write_several(path, chunk):
+    """Write points by circles: a field, one on levels, whose cells are not the last dim, and one without time."""
+    write_points(path + ".nc")
+    data = xr.open_dataset(path + ".nc").drop_encoding()
+    data["z"] = ("time", "station", "level"), Z.transpose(0, 2, 1)
+    data["land"] = "station", LAND
+    codes = {"t2m": {"chunks": (1, chunk)}, "z": {"chunks": (1, chunk, 2)}, "land": {"chunks": (CELLS,)}}
+    data.assign_coords(level=[500, 850]).to_zarr(path, zarr_format=3, consolidated=False, encoding=codes)
+
+
+def read_along_curve(path, ranks, mode, options, per_machine=None):
+    """Read all samples; return them whole with the grid, what was predicted and what was counted."""
+    mesh = world_mesh(cell=ranks)
+    data = jigsaw.io.open(path, mesh=mesh, order="curve", split=CURVE_MESHES[ranks], mode=mode, **options)
+    if per_machine is not None:
+        peers = meet_peers(mesh, host=f"machine {mesh.get_rank() // per_machine}")
+        vars(data)["_engine"] = ReadEngine(data.store, peers)
+    planned = ReadCounts()
+    for sample in range(len(data)):
+        planned += data.plan(sample).rows[mesh.get_rank()]
+    values = np.concatenate([data[i].input.full_tensor().numpy() for i in range(len(data))])
+    return values, data.grid, planned, data._engine.stats
+
+
+@pytest.mark.parametrize(("mode", "per_machine"), [("cooperative", None), ("auto", None), ("cooperative", 2)])
+@pytest.mark.parametrize("ranks", CURVE_MESHES)
+@pytest.mark.parametrize("chunk", [50, CELLS])
+def test_cells_are_read_along_a_curve(tmp_path, ranks, chunk, mode, per_machine):
+    path = str(tmp_path / "points.zarr")
+    write_several(path, chunk)
+    options = {"fields": ["t2m", "z", "land"], "normalize": {"t2m": (280, 9), "z": (1, 2), "land": (0, 1)}}
+    by_rank = run_on_ranks(ranks, read_along_curve, path, ranks, mode, options, per_machine)
+    lat, lon = np.repeat(np.linspace(82.5, -82.5, 12), 16), np.tile(np.arange(16) * 22.5, 12)
+    rows = curve_order(lat, lon)
+    want = (EVERY[..., rows] - [[280], [1], [1], [0]]) / [[9], [2], [2], [1]]
+    for values, grid, planned, counts in by_rank:
+        np.testing.assert_allclose(values, want, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal([grid.lat, grid.lon], [lat[rows], lon[rows]])
+        np.testing.assert_array_equal(grid.source_places, rows)
+        assert planned == counts
+    if mode == "cooperative":  # each chunk once
+        assert sum(counts.chunks for *_, counts in by_rank) == STEPS * (2 * -(-CELLS // chunk) + 1)
+
+
+@pytest.mark.parametrize("suffix", ["zarr", "nc"])
+@pytest.mark.parametrize("kind", IN_OTHER_ORDER)
+def test_forecasts_along_a_curve_are_written_in_the_order_of_the_store(tmp_path, kind, suffix):
+    path, target = str(tmp_path / "mesh.nc"), str(tmp_path / f"forecast.{suffix}")
+    beside, places = IN_OTHER_ORDER[kind](path)
+    ours = jigsaw.io.open(path, mesh={"cell": 3}, order="curve")
+    was = ours.grid.source_places
+    np.testing.assert_allclose([ours.grid.lat, ours.grid.lon], np.array(places)[:, was], atol=1e-12)
+    stored = jigsaw.io.open(path, mesh={"cell": 3}).grid
+    np.testing.assert_allclose(ours.grid.area_weights, stored.area_weights[was])
+    if beside is not None:
+        table = ours.grid.neighbors().rows_of(np.arange(CELLS))
+        np.testing.assert_array_equal(np.where(table < 0, -1, was[table]), beside[was])
+    run_on_ranks(3, write_targets, path, target, "curve")
+    back = jigsaw.io.open(target, mesh=world_mesh(cell=1))
+    assert back.grid.source_places is None
+    np.testing.assert_array_equal(back[1].input.full_tensor()[0, 0], T2M[2])
+    np.testing.assert_allclose([back.grid.lat, back.grid.lon], places, atol=1e-12)
+    if beside is not None:
+        np.testing.assert_array_equal(back.grid.neighbors().rows_of(np.arange(CELLS)), beside)
+
+
+def test_a_converted_store_that_is_opened_along_a_curve_still_knows_the_source(tmp_path):
+    write_icon(str(tmp_path / "mesh.nc"))
+    shuffled = np.random.default_rng(0).permutation(CELLS)
+    made = jigsaw.io.convert(tmp_path / "mesh.nc", tmp_path / "made.zarr", order="curve")
+    data = xr.open_zarr(made.path, consolidated=False).load().drop_encoding()
+    dim = data["t2m"].dims[-1]
+    # the order of a third program, which keeps where the cells were
+    moved = data.isel({dim: shuffled})
+    table = moved["neighbor_cell_index"]
+    moved["neighbor_cell_index"] = table.copy(data=renumbered_cells(table.values, 1, np.argsort(shuffled)))
+    moved.to_zarr(tmp_path / "moved.zarr", consolidated=False)
+    run_on_ranks(3, write_targets, str(tmp_path / "moved.zarr"), str(tmp_path / "forecast.zarr"), "curve")
+    back, want = (jigsaw.io.open(tmp_path / name, mesh={"cell": 1}).grid for name in ("forecast.zarr", "mesh.nc"))
+    np.testing.assert_array_equal(back.lat, want.lat)
+    assert back.neighbors() == want.neighbors()
+    mesh = world_mesh(cell=1)
+    np.testing.assert_array_equal(
+        jigsaw.io.open(tmp_path / "forecast.zarr", mesh=mesh)[0].input.full_tensor()[0, 0], T2M[1]
+    )
+
+
+def read_beside(path, order):
+    """Read samples with a halo and forcings, and the statistics of all."""
+    mesh = world_mesh(cell=3)
+    options = {"mesh": mesh, "order": order, "split": SPLIT}
+    data = jigsaw.io.open(path, halo=4, forcings=["cos_zenith", "latlon"], **options)
+    data = pickle.loads(pickle.dumps(data))
+    tile = data[2].input
+    whole, held = tile.full_tensor(), tile.layout.held(tile.coordinate)[-1]
+    torch.testing.assert_close(tile.local, whole[..., slice(*held)])
+    stats = jigsaw.io.statistics(jigsaw.io.open(path, **options), weights="area")
+    return whole.numpy(), stats.columns["mean"], stats.columns["std"]
+
+
+def test_forcings_halos_and_statistics_follow_the_order(tmp_path):
+    path = str(tmp_path / "points.nc")
+    _, places = write_points(path)
+    rows = curve_order(*places)
+    plain, along = (run_on_ranks(3, read_beside, path, order)[0] for order in ("store", "curve"))
+    np.testing.assert_allclose(along[0], plain[0][..., rows], rtol=1e-6)
+    np.testing.assert_allclose(along[1:], plain[1:], rtol=1e-6)
+
+
 def test_all_cells_of_a_step_are_put_along_a_curve_at_once(tmp_path):
     write_points(str(tmp_path / "points.nc"))
     moved = []
@@ -272,6 +393,8 @@ def test_cells_without_an_order_of_points_are_refused(tmp_path, kind, order, mes
     with pytest.raises(GridError, match=message):
         jigsaw.io.convert(on_globe if kind == "globe" else on_cells, tmp_path / "made.zarr", order=order)
     assert not (tmp_path / "made.zarr").exists()
+    with pytest.raises(GridError, match=message):
+        jigsaw.io.open(on_globe if kind == "globe" else on_cells, mesh={"cell": 2}, order=order)
 
 
 def test_the_command_orders_cells(tmp_path):
@@ -279,3 +402,10 @@ def test_the_command_orders_cells(tmp_path):
     asked = ["convert", str(tmp_path / "points.nc"), str(tmp_path / "made.zarr"), "--order", "curve"]
     assert main(asked) in (0, None)
     assert jigsaw.io.open(tmp_path / "made.zarr", mesh={"cell": 2}).grid.source_places is not None
+
+
+def test_the_plan_of_cells_along_a_curve(tmp_path, capsys):
+    path = str(tmp_path / "points.zarr")
+    write_several(path, 50)
+    assert main(["plan", path, "--mesh", "cell=3", "--order", "curve", "--recommend"]) == 0
+    assert "cells along a curve" in capsys.readouterr().out

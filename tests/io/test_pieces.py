@@ -11,7 +11,7 @@ from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading.chunk_readers import ChunkJob
 from jigsaw.io.reading.chunk_sections import SECTION_BYTES, ChunkSection, sections_in_slot_order
 from jigsaw.io.reading.engine import ReadEngine
-from jigsaw.io.reading.needed_chunks import ChunkBox, RowRun
+from jigsaw.io.reading.needed_chunks import ChunkBox, RowList, RowRun
 from jigsaw.io.reading.read_plan import plan_read
 from jigsaw.testing import run_on_ranks, world_mesh
 
@@ -53,6 +53,22 @@ def test_boxes_are_cut_at_the_rows_of_a_piece(tmp_path, step):
                 assert all(start <= row < start + 5 for row in rows)
                 found += [(row, a.target + k * a.target_step) for k, row in enumerate(rows)]
     assert sorted(found) == want
+
+
+def test_lists_of_rows_are_cut_at_the_rows_of_a_piece(tmp_path):
+    table = open_store(write(tmp_path, FORMS[0], ROWS, CHUNK)[0]).arrays["air"]
+    rows = np.random.default_rng(0).permutation(24)[:17]
+    box = ChunkBox(0, ((RowRun(0, 1, 0, 1, 2),), (RowList(rows, np.arange(17) * 2),)), ())
+    assert box.extents == (2, 17)
+    found = {}
+    for start in range(0, 24, 5):
+        piece = ChunkSection(ChunkJob("air", (0, 0), 0, (0, 1)), table, 0, 0, 1, (start, min(start + 5, 24)))
+        for there, here in piece.cut([box]):
+            (a,), (b,) = there.runs[1], here.runs[1]
+            np.testing.assert_array_equal(a.source, b.source + start)
+            assert (a.source >= start).all() and (a.source < start + 5).all()
+            found |= dict(zip(a.target.tolist(), a.source.tolist(), strict=True))
+    assert found == {2 * at: row for at, row in enumerate(rows.tolist())}
 
 
 def test_pieces_make_up_their_chunks_and_lanes_take_turns(tmp_path):

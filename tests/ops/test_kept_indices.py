@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import jigsaw
 from jigsaw import comm
+from jigsaw.ops import kept_indices
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 MESHES = [{"cell": 1}, {"cell": 2}, {"cell": 3}, {"cell": 4}, {"cell": 2, "channel": 2}]
@@ -139,6 +140,53 @@ def test_steps_are_those_of_one_process(axes, step):
         for found in results:
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
         assert axes["cell"] == 1 or cut_dims == [2 if step == "pairs" else 1]
+
+
+def traffic_of(calls):
+    """Bytes and messages by kind, without the 32 bytes by which ranks agree: those of a dry run are of one mind."""
+    traffic = {}
+    for call in calls:
+        if call.kind == "agree":
+            continue
+        sent, messages = traffic.get(call.kind, (0, 0))
+        traffic[call.kind] = sent + call.sent_bytes, messages + call.messages
+    return traffic
+
+
+def counted_steps(ranks, kept_as):
+    mesh, counted = world_mesh(cell=ranks), {}
+    for step in STEPS:
+        net = jigsaw.parallelize(Net(step, kept_as), mesh)
+        for _ in range(2):
+            tile = jigsaw.shard(values(), mesh, (None, "cell", None), split={1: POINTS[ranks]})
+            with comm.count() as counts:
+                loss = loss_of(net(tile))
+            counted[step, "forward"] = traffic_of(counts.calls)
+            with comm.count() as counts:
+                loss.backward()
+            counted[step, "backward"] = traffic_of(counts.calls)
+    return counted
+
+
+@pytest.mark.parametrize(("ranks", "kept_as"), [(2, "buffer"), (3, "attribute"), (4, "buffer")])
+def test_a_dry_run_sends_what_a_step_sends(ranks, kept_as, monkeypatch):
+    planned, plan = [], kept_indices.plan_neighbors
+    monkeypatch.setattr(kept_indices, "plan_neighbors", lambda *given: planned.append(given) or plan(*given))
+    asked = {"mesh": {"cell": ranks}, "spec": (None, "cell", None), "split": POINTS[ranks], "ranks": range(ranks)}
+    options = {"loss": loss_of, "optimizer": None, "dtype": torch.float64}
+    counted = run_on_ranks(ranks, counted_steps, ranks, kept_as)
+    for step in STEPS:
+        net = Net(step, kept_as)
+        for _ in range(2):
+            planned.clear()
+            report = jigsaw.dry_run(net, (2, CELLS, CHANNELS), **asked, **options)
+            assert report.is_complete and not report.remarks
+            for rank, own in zip(report.ranks, counted, strict=True):
+                for phase in ("forward", "backward"):
+                    played = {k: (t.sent_bytes, t.messages) for k, t in rank.phases[phase].traffic.items()}
+                    assert played == own[step, phase], (step, phase)
+        assert not planned  # the second time
+        assert all(map(torch.equal, (net.table, net.edges, net.coarse, net.others), indices()))
 
 
 # -- when an index is planned -----------------------------------------------------------------------------------------

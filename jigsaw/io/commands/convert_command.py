@@ -21,7 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", nargs="+", help="paths, a URL, or a quoted glob; several files are joined")
     parser.add_argument("target", help="the Zarr store to make; a conversion that was ended goes on")
     options.add_shared_options(
-        parser, "--fields", "--time", "--every", "--dims", "--outside", "--missing", "--scheduler"
+        parser, "--fields", "--time", "--every", "--dims", "--outside", "--missing", "--order", "--scheduler"
     )
     sizes: dict[str, Any] = {"type": options.parse_integers}
     parser.add_argument(
@@ -31,8 +31,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shards", **sizes, metavar="time=8,lat=722", help="by default up to 128 MiB")
     parser.add_argument("--dtype", metavar="float32", help="what floats are rounded to, if anything")
     parser.add_argument("--engine", metavar="cfgrib", help="xarray's engine, where it does not find it")
-    orders: dict[str, Any] = {"choices": ("store", "curve"), "default": "store"}
-    parser.add_argument("--order", **orders, help="of cells: along a curve their pieces have short borders")
     threads = "threads, or workers of a local cluster"
     parser.add_argument("--workers", type=options.parse_count, metavar="N", help=threads)
     parser.add_argument("--verify", action="store_true", help="read the whole store again and compare digests")

@@ -10,6 +10,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from jigsaw.errors import ReadError, ShardingError, WriteError
+from jigsaw.io.series.cell_grid import CELL_ORDERS
 from jigsaw.io.series.request import MISSING_RULES
 from jigsaw.io.stats.cluster import dask_client
 
@@ -144,6 +145,11 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
         "choices": MISSING_RULES,
         "default": "error",
         "help": "chunks that the store lacks: an error, or fill values",
+    },
+    "--order": {
+        "choices": CELL_ORDERS,
+        "default": "store",
+        "help": "of cells: along a curve their pieces have short borders",
     },
     "--scheduler": {
         "default": "threads",

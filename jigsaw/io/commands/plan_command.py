@@ -28,7 +28,7 @@ from jigsaw.io.series import coords
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    options.add_shared_options(parser, "store", "--fields", "--select", "--outside", "--missing")
+    options.add_shared_options(parser, "store", "--fields", "--select", "--outside", "--missing", "--order")
     sizes: dict[str, Any] = {"type": options.parse_integers, "default": {}}
     parser.add_argument("--mesh", **sizes, metavar="lat=2,lon=2", help="mesh axes and their sizes")
     rows = "rows of halo, for all dims or lat=2,lon=3"
@@ -75,7 +75,7 @@ def _open_for_plan(args: argparse.Namespace) -> Dataset:
     store = open_store(args.store, {"outside": args.outside})
 
     def attempt(boundary: dict[str, Any], targets: Sequence[int]) -> Dataset:
-        names = ("mesh", "fields", "spec", "halo", "inputs", "select", "missing", "mode")
+        names = ("mesh", "fields", "spec", "halo", "inputs", "select", "missing", "mode", "order")
         return open(store, boundary=boundary, targets=targets, **{name: getattr(args, name) for name in names})
 
     clipped = attempt(args.boundary or {}, args.targets or [])
@@ -120,6 +120,7 @@ def plan_report(dataset: Dataset, plan: ReadPlan) -> str:
         *dataset.store.notes,
         f"reads {steps} steps of {count} channels ({names}), {space}",
         f"mesh {_mesh_text(dataset)}; halo {', '.join(halos) or 'none'}; {' and '.join(modes)} reading",
+        *(["cells along a curve"] if dataset.turn.cells is not None else []),
         *(f"axis {axis} cuts none of the dims {dims}: all ranks along it read the same" for axis in idle),
     ]
     return plan_text(plan, head, frame.dims)

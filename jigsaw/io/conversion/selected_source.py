@@ -23,7 +23,6 @@ from jigsaw.errors import (
     imports_needed,
     redacted_text,
 )
-from jigsaw.geometry.curve import curve_order
 from jigsaw.io.arguments import checked_choice
 from jigsaw.io.chunks.array_table import ArrayTable, fill_is_missing
 from jigsaw.io.chunks.files import size_and_change
@@ -32,7 +31,7 @@ from jigsaw.io.formats.array_source import open_xarray
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading.engine import StoreIdentity, look_at_store
 from jigsaw.io.reports.recommend import best_chunks, chunk_shape_of, shard_shape_of
-from jigsaw.io.series.cell_grid import cell_grid_of, renumbered_cells
+from jigsaw.io.series.cell_grid import CELL_ORDERS, cell_grid_of, cells_along_curve, renumbered_cells
 from jigsaw.io.series.coords import CELL_ROLE, SOURCE_PLACES
 from jigsaw.io.series.fields import FieldChannel, channels_of_fields
 from jigsaw.io.series.request import MISSING_RULES
@@ -279,7 +278,7 @@ def select_source(
     Raises: a `ReadError` as `jigsaw.io.open` does.
     """
     checked_choice("missing", missing, MISSING_RULES)
-    checked_choice("order", order, ("store", "curve"), GridError)
+    checked_choice("order", order, CELL_ORDERS, GridError)
     name, files, data, watched = open_with_xarray(source, engine, outside)
     survey = StoreSurvey(open_xarray(data, {"outside": outside}), dims)
     channels = [] if fields is None else channels_of_fields(fields, survey.levels)
@@ -319,10 +318,9 @@ def select_source(
 def _along_curve(data: xr.Dataset, survey: StoreSurvey, variable: StoreVariable) -> tuple[xr.Dataset, str]:
     """Return a dataset with the cells of a variable along a curve, with where each was, and their dim."""
     grid = cell_grid_of(survey, variable)
-    if grid is None or grid.nested:
-        place = list(variable.space) if grid is None else f"{grid}, which are along a curve already"
-        raise GridError(f"order='curve' is for cells, and array {variable.table.name!r} lies on {place}; leave it out")
-    dim, along = variable.dim(CELL_ROLE), curve_order(grid.lat, grid.lon)
+    along = cells_along_curve(grid, variable)
+    assert grid is not None
+    dim = variable.dim(CELL_ROLE)
     places = np.argsort(along)
     renumbered: dict[str, Any] = {}
     for name, start in survey.coords.tables_of_cells(variable.table).items():

@@ -21,11 +21,11 @@ from jigsaw.io.formats.store import StoreSource
 from jigsaw.io.reading.chunk_readers import PLAN_MODES
 from jigsaw.io.series import coords
 from jigsaw.io.series.boundary import BoundaryRule, vector_channels
-from jigsaw.io.series.cell_grid import cell_grid_of
+from jigsaw.io.series.cell_grid import CELL_ORDERS, CellGrid, cell_grid_of, cells_along_curve
 from jigsaw.io.series.choices import choose_positions, time_origins, window_anchors, window_offsets
 from jigsaw.io.series.fields import FieldChannel, channels_of_fields
 from jigsaw.io.series.forcings import GridForcings, geographic_angles
-from jigsaw.io.series.request import MISSING_RULES, HaloWidth, SampleSpace
+from jigsaw.io.series.request import MISSING_RULES, HaloWidth, SampleSpace, StoredOrder
 from jigsaw.io.series.statistics import NormalizeArgument, channel_scales, with_stored_statistics
 from jigsaw.io.series.store_survey import RowOrder, StoreSurvey, StoreVariable, check_no_sums
 from jigsaw.io.series.times import TimeAxis
@@ -57,6 +57,7 @@ def open(
     dtype: str | torch.dtype = "float32",
     lat_order: str = "store",
     lon: str = "store",
+    order: str = "store",
     split: SplitRule | Mapping[str, SplitRule] = "balanced",
     align: int | Mapping[str, int] = 1,
     mode: str = "auto",
@@ -108,6 +109,9 @@ def open(
     - `dtype`: of the tiles;
     - `lat_order`: ``"store"``, ``"north-first"`` or ``"south-first"``;
     - `lon`: ``"store"``, or ``"0..360"`` or ``"-180..180"``: longitudes rise within these, and the grid is rolled;
+    - `order`: of cells that are points or along rings, ``"store"`` or ``"curve"``: along Hilbert's curve, so that
+      pieces have short borders. The dataset's `grid` has this order, too, and a `Writer` that writes like it restores
+      that of the store;
     - `split`, `align`: where the cuts lie (see `jigsaw.Layout`), for all spatial dims or by dim;
     - `mode`: ``"cooperative"`` (each chunk is decoded by one rank), ``"neighbors"`` (by every rank that owns rows of
       it, which also sends the halos), ``"independent"``, or ``"auto"``, the cheapest;
@@ -159,13 +163,14 @@ def open(
     turn, whole_coords = _make_row_order(grid, lat_order, lon)
     frame = frame.on(whole_coords)
     cells = cell_grid_of(survey, variables[0], source)
+    if checked_choice("order", order, CELL_ORDERS, GridError) == "curve":
+        cells, turn, whole_coords = _cells_in_order(cells, variables[0], whole_coords)
     forced = None
     if forcings:
         places = geographic_angles(whole_coords, survey, variables[0], cells, forcings)
         forced = GridForcings.of(forcings, places, [c.name for c in chosen], normalize)
     scale, offset = channel_scales(chosen, forced.unnamed(normalize) if forced else normalize)
     before, after = window_offsets("inputs", inputs, axis), window_offsets("targets", targets, axis)
-    steps = len(axis) if axis else 1
     _check_nan_and_mode(nan, mode)
     dataset = Dataset(
         source=source,
@@ -178,7 +183,7 @@ def open(
         roles={v.table.name: v.roles for v in variables},
         inputs=before,
         targets=after,
-        anchors=window_anchors(0, steps, before, after, axis.breaks if axis else ()),
+        anchors=window_anchors(0, len(axis) if axis else 1, before, after, axis.breaks if axis else ()),
         times=axis.stamps if axis else np.arange(1),  # fields without time are one step
         stored_steps=axis.at if axis else np.arange(1),
         choices=choose_positions(survey, variables, select),
@@ -276,6 +281,14 @@ def _make_row_order(
     # 0, 90, 180, 270 within -180..180 are -180, -90, 0, 90: the sample's row 0 is the stored row 2, the `shift`
     shift, values["lon"] = coords.rolled_longitudes(grid["lon"], lon)
     return RowOrder(flipped, {"lon": shift} if shift else {}), values
+
+
+def _cells_in_order(
+    cells: CellGrid | None, variable: StoreVariable, whole_coords: Mapping[str, NDArray[Any]]
+) -> tuple[CellGrid | None, RowOrder, Mapping[str, NDArray[Any]]]:
+    rows = cells_along_curve(cells, variable)
+    ordered = {dim: values[rows] for dim, values in whole_coords.items()}
+    return cells and cells.in_order(rows), RowOrder(cells=StoredOrder(rows)), ordered
 
 
 def _check_orders(

@@ -33,7 +33,7 @@ from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.chunk import ChunkIndex
 from jigsaw.io.chunks.files import ByteArray
 from jigsaw.io.reading.chunk_readers import ChunkJob
-from jigsaw.io.reading.needed_chunks import ChunkBox, RowRun
+from jigsaw.io.reading.needed_chunks import ChunkBox, RowList, RowRun, TakenRows
 from jigsaw.io.reading.read_plan import ReadPlan
 
 SECTION_BYTES = 1 << 22
@@ -80,13 +80,22 @@ class ChunkSection(NamedTuple):
             runs = tuple(part for run in box.runs[self.dim] if (part := _run_within(run, self.rows)).length)
             if runs:
                 # a section's memory begins with its own first row; targets count in the sample, and stay
-                shifted = tuple(run._replace(source=run.source - self.rows[0]) for run in runs)
+                shifted = tuple(_moved_run(run, self.rows[0]) for run in runs)
                 before, after = box.runs[: self.dim], box.runs[self.dim + 1 :]
                 yield box._replace(runs=(*before, runs, *after)), box._replace(runs=(*before, shifted, *after))
 
 
-def _run_within(run: RowRun, rows: Interval) -> RowRun:
+def _moved_run(run: TakenRows, first: int) -> TakenRows:
+    if isinstance(run, RowList):
+        return RowList(run.source - first, run.target)
+    return run._replace(source=run.source - first)
+
+
+def _run_within(run: TakenRows, rows: Interval) -> TakenRows:
     """Return the part of a run with source rows in an interval: of 1, 4, 7, 10 in [4, 8) the second and third."""
+    if isinstance(run, RowList):
+        is_within = (run.source >= rows[0]) & (run.source < rows[1])
+        return RowList(run.source[is_within], run.target[is_within])
     source = run.each  # a range: rising or falling, and searched without being written out
     if run.source_step > 0:
         first, stop = (bisect_left(source, row) for row in rows)
@@ -213,7 +222,8 @@ def _joinable_runs(plan: ReadPlan, array: str, member: int) -> dict[int, RowRun]
         return {}
     # whole chunks alone, from their first row and forwards: rows of a strip then follow each other as their bytes do
     n, rows = table.chunks[-1], geometry[0].last(member)
-    return {c: runs[0] for c, runs in rows.items() if len(runs) == 1 and runs[0] == (0, 1, runs[0].target, 1, n)}
+    lone = {c: runs[0] for c, runs in rows.items() if len(runs) == 1}
+    return {c: r for c, r in lone.items() if isinstance(r, RowRun) and r == (0, 1, r.target, 1, n)}
 
 
 def _chunks_in_strips(

@@ -13,15 +13,21 @@ Each dim is worked out by itself, and a box is the product of its dims. Take ten
 
 Sources count from the chunk's first row, targets from the first row that the rank holds. If the array were stored
 upside down, row r would be the stored row 9 - r. Rank 0 would then take (1, -1, 1, 1, 2) of chunk 2: backwards.
+
+Cells that the sample has in another order than the store are taken as a `RowList`, one of each chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import compress, product
 from math import prod
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jigsaw.geometry.cut import Cut, Interval
 from jigsaw.geometry.layout import AxisSizes, Layout
@@ -38,7 +44,7 @@ from jigsaw.io.reading.chunk_readers import (
     shares_of_dim,
 )
 from jigsaw.io.series.boundary import PERIODIC_BOUNDARY, DimBoundary
-from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart, ReadRequest, runs_of_pairs
+from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart, ReadRequest, StoredOrder, runs_of_pairs
 
 
 class RowRun(NamedTuple):
@@ -55,6 +61,16 @@ class RowRun(NamedTuple):
         return range(self.source, self.source + self.source_step * self.length, self.source_step)
 
     @property
+    def taken(self) -> slice:
+        """Index of its rows in the chunk."""
+        return strided_slice(self.source, self.source_step, self.length)
+
+    @property
+    def landing(self) -> slice:
+        """Index of its rows among the local ones."""
+        return strided_slice(self.target, self.target_step, self.length)
+
+    @property
     def rows(self) -> tuple[Interval, ...]:
         """The intervals of the chunk's rows that it takes: one, or of steps that lie apart each by itself."""
         # The targets of samples 0, 50 and 90 are such a run.  As one interval they would decode all that is between.
@@ -64,7 +80,41 @@ class RowRun(NamedTuple):
         return ((min(self.source, last), max(self.source, last) + 1),)
 
 
-def _rows_of_runs(runs: Sequence[RowRun]) -> tuple[Interval, ...]:
+def strided_slice(start: int, step: int, count: int) -> slice:
+    """Return the slice of so many rows from `start`."""
+    stop = start + step * count
+    return slice(start, None if stop < 0 else stop, step)
+
+
+@dataclass(frozen=True, eq=False)
+class RowList:
+    """Rows of a chunk in any order, `source`, and the local rows that they fill, `target`, which rise."""
+
+    source: NDArray[np.int64]
+    target: NDArray[np.int64]
+
+    @property
+    def length(self) -> int:
+        return len(self.source)
+
+    @property
+    def taken(self) -> NDArray[np.int64]:
+        """Index of its rows in the chunk."""
+        return self.source
+
+    @cached_property
+    def landing(self) -> slice | NDArray[np.int64]:
+        """Index of its rows among the local ones: where these follow each other, they are filled where they lie."""
+        first, last = int(self.target[0]), int(self.target[-1])
+        return slice(first, last + 1) if last - first == self.length - 1 else self.target
+
+    @property
+    def rows(self) -> tuple[Interval, ...]:
+        """One interval of the chunk's rows, that has all of them: what lies between is decoded, too."""
+        return ((int(self.source.min()), int(self.source.max()) + 1),)
+
+
+def _rows_of_runs(runs: Sequence[TakenRows]) -> tuple[Interval, ...]:
     return tuple(merge_ranges(rows for run in runs for rows in run.rows))
 
 
@@ -76,7 +126,7 @@ class ChunkBox(NamedTuple):
     """
 
     part: int
-    runs: tuple[tuple[RowRun, ...], ...]
+    runs: tuple[tuple[TakenRows, ...], ...]
     at: tuple[tuple[int, int], ...]
     turned: bool = False
 
@@ -87,7 +137,7 @@ class ChunkBox(NamedTuple):
     @property
     def repeats(self) -> bool:
         """True where it takes a row of the chunk more than once, as rows beyond an edge do."""
-        rows = [[x for run in runs for x in run.each] for runs in self.runs if len(runs) > 1]
+        rows = [[x for run in runs if isinstance(run, RowRun) for x in run.each] for runs in self.runs if len(runs) > 1]
         return any(len(set(dim_rows)) < len(dim_rows) for dim_rows in rows)
 
     @property
@@ -95,7 +145,8 @@ class ChunkBox(NamedTuple):
         return tuple(map(_rows_of_runs, self.runs))
 
 
-RunsByChunk = dict[int, tuple[RowRun, ...]]
+TakenRows = RowRun | RowList
+RunsByChunk = dict[int, tuple[TakenRows, ...]]
 
 
 def _split_by_chunk(pairs: Sequence[tuple[int, int]], along: DimChunks) -> RunsByChunk:
@@ -106,9 +157,26 @@ def _split_by_chunk(pairs: Sequence[tuple[int, int]], along: DimChunks) -> RunsB
     return {c: tuple(RowRun(*run) for run in runs_of_pairs(rows)) for c, rows in split.items()}
 
 
+def _lists_by_chunk(source: NDArray[np.int64], target: NDArray[np.int64], along: DimChunks) -> RunsByChunk:
+    if not len(source):
+        return {}
+    starts = np.array(along.edges()[:-1])
+    chunks = np.searchsorted(starts, source, side="right") - 1
+    by_chunk = np.argsort(chunks, kind="stable")
+    names, first = np.unique(chunks[by_chunk], return_index=True)
+    members = np.split(by_chunk, first[1:])
+    return {int(c): (RowList(source[at] - starts[c], target[at]),) for c, at in zip(names, members, strict=True)}
+
+
 @lru_cache(maxsize=4096)
 def _runs_of_space_dim(
-    held: Interval, size: int, first: int, along: DimChunks, flip: bool, way: BoundaryRows
+    held: Interval,
+    size: int,
+    first: int,
+    along: DimChunks,
+    flip: bool,
+    way: BoundaryRows,
+    order: StoredOrder | None = None,
 ) -> RunsByChunk:
     """Find the runs of a spatial dim whose `size` rows begin at the stored row `first`; a rolled dim wraps."""
     # Rows are counted in three ways. Those of the sample, as held, become those of the domain, where the boundary's
@@ -117,6 +185,9 @@ def _runs_of_space_dim(
     # 9, and the stored 0. In a rolled dim `first` is the stored row at which the domain begins: when it is 6, row 5 is
     # the stored row 11 % 10 = 1.
     rows = ((row, target) for target, row, turned in way.boundary.rows(held, size) if turned == way.turned)
+    if order is not None:
+        shown, targets = np.array([*rows], np.int64).reshape(-1, 2).T
+        return _lists_by_chunk(order.rows[shown], targets, along)
     shown = (((row + way.shift) % size if way.shift else row, target) for row, target in rows)
     pairs = [((first + (size - 1 - row if flip else row)) % along.size, target) for row, target in shown]
     return _split_by_chunk(pairs, along)
@@ -179,9 +250,15 @@ class DimPieces:
 
 @lru_cache(maxsize=256)
 def _pieces_of_space(
-    axes: AxisSizes, cut: Cut, first: int, along: DimChunks, flip: bool, way: BoundaryRows
+    axes: AxisSizes,
+    cut: Cut,
+    first: int,
+    along: DimChunks,
+    flip: bool,
+    way: BoundaryRows,
+    order: StoredOrder | None,
 ) -> DimPieces:
-    placement = cut.size, first, along, flip, way
+    placement = cut.size, first, along, flip, way, order
     held = [_runs_of_space_dim(rows, *placement) for rows in cut.held]
     return DimPieces(axes, cut, along, held, [_runs_of_space_dim(cut.owned(i), *placement) for i in range(cut.pieces)])
 
@@ -253,7 +330,8 @@ def _pieces_along(
     if picks is not None:
         return _pieces_of_picks(axes, cut, picks, along)
     # space begins at dim 2 of the sample
-    return _pieces_of_space(axes, cut, part.first[d] if part.first else 0, along, d in part.flip, ways[to - 2])
+    first = part.first[d] if part.first else 0
+    return _pieces_of_space(axes, cut, first, along, d in part.flip, ways[to - 2], part.order)
 
 
 def _fixed_targets(part: ReadPart, layout: Layout, coord: ChunkIndex) -> tuple[tuple[int, int], ...] | None:

@@ -20,7 +20,7 @@ from jigsaw.errors import FieldError, NaNError, ReadError
 from jigsaw.io.chunks.array_table import ArrayTable
 from jigsaw.io.chunks.files import ByteArray
 from jigsaw.io.reading.chunk_readers import NO_OWNER, ChunkJob
-from jigsaw.io.reading.needed_chunks import ChunkBox, RowRun
+from jigsaw.io.reading.needed_chunks import ChunkBox, RowList, RowRun, TakenRows, strided_slice
 from jigsaw.io.reading.peers import PeerGroup
 from jigsaw.io.reading.read_plan import ReadPlan
 from jigsaw.io.series.request import DROPPED_DIM, ReadPart, ReadRequest
@@ -61,11 +61,6 @@ def warn_of_rounding(labels: AnyArray, name: str) -> None:
         )
 
 
-def _strided_slice(start: int, step: int, count: int) -> slice:
-    stop = start + step * count
-    return slice(start, None if stop < 0 else stop, step)
-
-
 class PartPlacing:
     """Rules by which the values of one part land in the sample: a and b for each of the rank's `channels`."""
 
@@ -100,13 +95,17 @@ class PartPlacing:
             if chunk is None:  # the fill value, seen as an array of the run's shape
                 source = np.broadcast_to(np.asarray(self.fill, np.float64), tuple(r.length for r in runs))
             else:
-                source = chunk[tuple([_strided_slice(r.source, r.source_step, r.length) for r in runs])]
+                source = chunk[tuple([r.taken for r in runs])]
             where = self._where(runs, box, out.ndim)
             ordered = source if self.is_ordered else source.transpose(self.order + self.dropped)
             if box.at or self.dropped:
                 ordered = ordered[self._picked(box, out.ndim)]
             # `where` has dims of the sample, and its second is of channels: a and b count from the first one held
-            self._convert(ordered, out[where], a[where[1]], b[where[1]])
+            is_list = any(isinstance(index, np.ndarray) for index in where)  # whose rows have no view
+            target = np.empty(ordered.shape, out.dtype) if is_list else out[where]
+            self._convert(ordered, target, a[where[1]], b[where[1]])
+            if is_list:
+                out[where] = target
 
     def strip_work_memory(self, strip: AnyArray, scratch: Callable[[int], AnyArray]) -> AnyArray:
         """Return the memory in which a strip is converted: the strip itself if it has that dtype."""
@@ -122,7 +121,7 @@ class PartPlacing:
         Raises: a `RefusedValueError`, with the number of the chunk.
         """
         for runs in product(*box.runs[:-1]):
-            rows = (slice(None), *(_strided_slice(r.source, r.source_step, r.length) for r in runs))
+            rows = (slice(None), *(r.taken for r in runs))
             try:
                 if self.is_copy:
                     self._check(chunks[rows])
@@ -132,13 +131,14 @@ class PartPlacing:
                 number = next(k for k, y in enumerate(work[rows]) if self._refused(y))
                 raise RefusedValueError(e.is_missing, number) from None
 
-    def _factors(self, runs: Sequence[RowRun], box: ChunkBox) -> tuple[float | AnyArray, float | AnyArray]:
+    def _factors(self, runs: Sequence[TakenRows], box: ChunkBox) -> tuple[float | AnyArray, float | AnyArray]:
         """Return a and b along the stored dim of channels; plain numbers where all are 1 or 0."""
         # a b of 0 among others is -0.0: to add 0.0 would make 0.0 of -0.0, where a channel by itself is left as it is
         at = dict(box.at).get(1)
-        channels = (at, 1, 1) if at is not None else runs[self.to.index(1)][2:]
+        run = None if at is not None else runs[self.to.index(1)]
+        channels = (at or 0, 1, 1) if not isinstance(run, RowRun) else run[2:]  # which the store has in order
         if channels not in self._made:
-            a, b = self.a[_strided_slice(*channels)], self.b[_strided_slice(*channels)]
+            a, b = self.a[strided_slice(*channels)], self.b[strided_slice(*channels)]
             shape = [-1 if to == 1 else 1 for to in self.to]
             self._made[channels] = (
                 np.array(a, self.work).reshape(shape) if any(x != 1.0 for x in a) else 1.0,
@@ -154,7 +154,7 @@ class PartPlacing:
         to = self.to[last]
         order = [at for d in (*self.order, *self.dropped) for at in ((0, d + 1) if d == last else (d + 1,))]
         for runs in product(*box.runs):
-            rows = [_strided_slice(r.source, r.source_step, r.length) for r in runs[:-1]]
+            rows = [r.taken for r in runs[:-1]]
             source = strip[(slice(None), *rows)].transpose(order)
             target = out[self._where(runs, box, out.ndim)]
             shape = (*target.shape[:to], len(strip), -1, *target.shape[to + 1 :])
@@ -177,13 +177,12 @@ class PartPlacing:
         """True where decoded bytes may be scaled where they lie: dims in order, and no value means "missing"."""
         return self.is_ordered and not self.masks and self.memory == tuple(range(len(self.memory)))
 
-    def _where(self, runs: Sequence[RowRun], box: ChunkBox, ndim: int) -> tuple[slice, ...]:
-        where = [slice(None)] * ndim
+    def _where(self, runs: Sequence[TakenRows], box: ChunkBox, ndim: int) -> tuple[Any, ...]:
+        where: list[Any] = [slice(None)] * ndim
         for dim, index in box.at:
             where[dim] = slice(index, index + 1)
         for d in self.order:
-            run = runs[d]
-            where[self.to[d]] = _strided_slice(run.target, run.target_step, run.length)
+            where[self.to[d]] = runs[d].landing
         return tuple(where)
 
     def _picked(self, box: ChunkBox, ndim: int) -> tuple[Any, ...]:
@@ -277,8 +276,10 @@ class PartPlacing:
         return None if within else RefusedValueError(is_missing=False)
 
 
-def _is_all_rows(runs: Sequence[RowRun], rows: int) -> bool:
+def _is_all_rows(runs: Sequence[TakenRows], rows: int) -> bool:
     first = runs[0]
+    if isinstance(first, RowList):
+        return False
     return len(runs) == 1 and (first.length, first.source, first.source_step, first.target_step) == (rows, 0, 1, 1)
 
 
@@ -286,18 +287,23 @@ def pack_box(chunk: AnyArray, box: ChunkBox) -> ByteArray:
     """Pack the bytes that `box` takes of `chunk`, in the stored dtype, for another machine."""
     room = np.empty(box.extents, chunk.dtype)
     for runs, packed in zip(product(*box.runs), product(*box_when_packed(box).runs), strict=True):
-        to = tuple(_strided_slice(r.source, r.source_step, r.length) for r in packed)
-        room[to] = chunk[tuple(_strided_slice(r.source, r.source_step, r.length) for r in runs)]
+        room[tuple(r.taken for r in packed)] = chunk[tuple(r.taken for r in runs)]
     return room.reshape(-1).view(np.uint8)
 
 
 def box_when_packed(box: ChunkBox) -> ChunkBox:
     """Return the same box in the coordinates of what `pack_box` made of the chunk."""
-    dims: list[tuple[RowRun, ...]] = []
+    dims: list[tuple[TakenRows, ...]] = []
     for runs in box.runs:
         starts = [sum(r.length for r in runs[:i]) for i in range(len(runs))]
-        dims.append(tuple(r._replace(source=start, source_step=1) for r, start in zip(runs, starts, strict=True)))
+        dims.append(tuple(_packed_rows(r, start) for r, start in zip(runs, starts, strict=True)))
     return box._replace(runs=tuple(dims))
+
+
+def _packed_rows(run: TakenRows, start: int) -> TakenRows:
+    if isinstance(run, RowList):
+        return RowList(np.arange(start, start + run.length), run.target)
+    return run._replace(source=start, source_step=1)
 
 
 class BoxParcels:

@@ -219,7 +219,12 @@ def _points_at_edges(dataset: Dataset, dim: int, pieces: int) -> tuple[int, ...]
 
 
 def edges_in_sample(dataset: Dataset, variable: StoreVariable, dim: str, size: int) -> set[int]:
-    """Return where a variable's chunks end, in rows of a sample: they may be flipped, or begin at another longitude."""
+    """Return where a variable's chunks end, in rows of a sample, which may be flipped, or begin at another longitude.
+
+    Rows of cells in another order than the store's have no such ends.
+    """
+    if dataset.turn.cells is not None:
+        return set()
     stored, begin = variable.table.grid.along[variable.roles.index(dim)].edges(), dataset.turn.rolled.get(dim, 0)
     return {size - e for e in stored} if dim in dataset.flipped else {(e - begin) % size for e in stored}
 

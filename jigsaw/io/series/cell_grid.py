@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import import_module
 from itertools import pairwise
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.errors import GridError, ShardingError
+from jigsaw.geometry.curve import curve_order
 from jigsaw.geometry.healpix import healpix_degrees, healpix_neighbors
 from jigsaw.geometry.neighbors import Neighbors
 from jigsaw.io.series.coords import CELL_ROLE, SOURCE_PLACES, StoreCoordinates, decoded_coordinate, is_healpix
@@ -30,17 +31,19 @@ if TYPE_CHECKING:
     from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable
 
 CellValues = NDArray[np.float64]
+CELL_ORDERS = ("store", "curve")
+"""Orders of cells that `open` and `convert` give."""
 _SCHEMES = {"nested": True, "nest": True, "ring": False}
 _WIDEST_GAP = 60.0  # degrees: from a corner of a region to its point, where points lie all over the globe
 
 
 @dataclass(frozen=True, eq=False)
 class CellGrid:
-    """Places of the cells of a dataset, all of them and in the order of the store; see `jigsaw.io.Dataset.grid`.
+    """Places of the cells of a dataset, all of them and in its order; see `jigsaw.io.Dataset.grid`.
 
     `nside` and `nested` are those of HEALPix, else None; `numbers` are the cells' HEALPix numbers, None where they
     count from 0 on. `variables` are the arrays of the store that describe the grid, and `table` reads its neighbors.
-    `source_places` say where each cell was before `convert` ordered them along a curve.
+    `source_places` say where each cell was before it was ordered along a curve.
 
     >>> data = jigsaw.io.open("cells.zarr", mesh={"cell": 2})
     >>> data.grid
@@ -123,6 +126,33 @@ class CellGrid:
         wanted = healpix_neighbors(self.nside, bool(self.nested))(self.numbers)
         places = np.minimum(np.searchsorted(known, wanted), self.cells - 1)
         return Neighbors(np.where(known[places] == wanted, rising[places], -1))
+
+    def in_order(self, rows: NDArray[np.int64]) -> CellGrid:
+        """Return the grid of the same cells in another order: for each place the cell that goes to it."""
+        return replace(
+            self,
+            numbers=None if self.nside is None else self._own_numbers[rows],
+            points=None if self.points is None else (self.points[0][rows], self.points[1][rows]),
+            areas=None if self.areas is None else self.areas[rows],
+            table=None if self.table is None else partial(_neighbors_in_order, self.table, rows),
+            source_places=rows if self.source_places is None else self.source_places[rows],
+        )
+
+
+def _neighbors_in_order(table: Callable[[], Neighbors], rows: NDArray[np.int64]) -> Neighbors:
+    beside, places = table().rows_of(rows), np.argsort(rows)
+    return Neighbors(np.where(beside < 0, -1, places[beside]))
+
+
+def cells_along_curve(grid: CellGrid | None, variable: StoreVariable) -> NDArray[np.int64]:
+    """Return the cells of a variable in their order along a curve.
+
+    Raises: `GridError` for what does not lie on cells, or on cells that are in such an order already.
+    """
+    if grid is None or grid.nested:
+        place = list(variable.space) if grid is None else f"{grid}, which are along a curve already"
+        raise GridError(f"order='curve' is for cells, and array {variable.table.name!r} lies on {place}; leave it out")
+    return curve_order(grid.lat, grid.lon)
 
 
 def cell_grid_of(survey: StoreSurvey, variable: StoreVariable, source: StoreSource | None = None) -> CellGrid | None:

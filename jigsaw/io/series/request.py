@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.errors import GridError, HaloError, ShardingError, UnsupportedStoreError
@@ -24,6 +26,23 @@ MISSING_RULES = ("error", "fill")
 """Rules for a chunk that the store lacks."""
 
 
+class StoredOrder:
+    """Stored row of each of a sample's rows along a dim: `rows`.  Equal are those of equal rows."""
+
+    def __init__(self, rows: NDArray[np.int64]) -> None:
+        self.rows = rows
+        self._digest = sha256(rows.tobytes()).hexdigest()[:32]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StoredOrder) and other._digest == self._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def __repr__(self) -> str:
+        return f"StoredOrder({self._digest})"
+
+
 @dataclass(frozen=True)
 class ReadPart:
     """One stored array's contribution to a sample.
@@ -38,7 +57,7 @@ class ReadPart:
     levels into channel 3; a static field is one part for each destination step. `flip` lists the stored dims that run
     against the layout's rows. `first` has for each stored dim the row that is the layout's row 0, where a window is
     smaller than the array. Along a flipped dim it is the layout's last row, and 0 for dims with picks. A window as long
-    as the array wraps: it is rolled.
+    as the array wraps: it is rolled. `order` is that of the rows along the only dim of space, where they have one.
     """
 
     array: str
@@ -47,6 +66,7 @@ class ReadPart:
     at: tuple[tuple[int, int], ...] = ()
     flip: tuple[int, ...] = ()
     first: tuple[int, ...] = ()
+    order: StoredOrder | None = None
 
 
 @dataclass(frozen=True)

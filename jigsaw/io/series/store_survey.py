@@ -16,7 +16,7 @@ from jigsaw.io.arguments import checked_names
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.series.coords import CELL_ROLE, SPATIAL_ROLES, DimNaming, StoreCoordinates
 from jigsaw.io.series.fields import FieldChannel, LevelCoordinate
-from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart
+from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart, StoredOrder
 from jigsaw.io.series.times import TimeAxis, decode_times, is_accumulated
 
 TIME_AT, CHANNEL_AT = 0, 1
@@ -223,10 +223,11 @@ def _grid_text(variable: StoreVariable) -> str:
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Direction of rows against those stored: the dims that are `flipped`, and where each of `rolled` begins."""
+    """Order of rows against those stored: the dims that are `flipped`, where each of `rolled` begins; that of cells."""
 
     flipped: tuple[str, ...] = ()
     rolled: Mapping[str, int] = field(default_factory=dict[str, int])
+    cells: StoredOrder | None = None
 
 
 ChoiceSteps = Sequence[tuple[Mapping[str, int], IndexPicks]]
@@ -275,6 +276,6 @@ def _parts_of_variable(
     fixed = () if levels else ((CHANNEL_AT, places[0][0]),)
     landing = [()] if "time" in variable.roles else [((TIME_AT, step),) for _, step in steps]
     return [
-        ReadPart(variable.table.name, tuple(picks), tuple(to), (*moment, *fixed), flip, first=first)
+        ReadPart(variable.table.name, tuple(picks), tuple(to), (*moment, *fixed), flip, first, turn.cells)
         for moment in landing
     ]

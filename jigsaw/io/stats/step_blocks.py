@@ -107,7 +107,8 @@ class StepSeries:
         d = self.dataset
         steps = hashlib.sha256(elapsed_times(d).tobytes()).hexdigest()[:16]
         scales = [x.hex() for x in (*d.scale, *d.offset)]
-        scaled = hashlib.sha256(repr((scales, d.nan, sorted(d.select.items()))).encode()).hexdigest()[:16]
+        order = [] if d.turn.cells is None else [d.turn.cells]  # each rank counts other cells then
+        scaled = hashlib.sha256(repr((scales, d.nan, sorted(d.select.items()), *order)).encode()).hexdigest()[:16]
         sizes = dict(zip(d.frame.dims, d.frame.sizes, strict=True))
         return {
             "store": d.store.url,

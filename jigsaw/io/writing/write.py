@@ -394,7 +394,8 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
             lent[dim] = dataset.whole_coords[role], attrs_along(variables[0], role)
         if role == CELL_ROLE:
             stored = variables[0].dim(CELL_ROLE)
-            lent |= {name: _lent_of_cells(dataset.store, name, {stored: dim}, written) for name in cells}
+            rows = slice(None) if dataset.turn.cells is None else dataset.turn.cells.rows
+            lent |= {name: _lent_of_cells(dataset.store, name, (stored, dim), rows, written) for name in cells}
             if dggs:
                 lent.pop(dim, None)  # the numbers of cells have a name of their own
                 dggs = {**dggs, "spatial_dimension": dim}
@@ -402,7 +403,8 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
             places = dataset.cells.source_places if dataset.cells is not None else None
             if places is not None:
                 restores = dim, Neighbors(np.argsort(places)[:, None])
-                lent |= _renumbered_tables(lent, survey.coords.tables_of_cells(variables[0].table), places)
+                stored_places = places if isinstance(rows, slice) else places[np.argsort(rows)]
+                lent |= _renumbered_tables(lent, survey.coords.tables_of_cells(variables[0].table), stored_places)
             lent_sizes = {d: n for t in tables for d, n in zip(t.dims, t.shape, strict=True) if d != stored}
     leveled = next((v for v in variables if LEVEL_DIM in v.roles), None)
     used = {f.level for f in fields} - {None}
@@ -435,9 +437,12 @@ def _renumbered_tables(lent: Mapping[str, Any], tables: Mapping[str, int], place
 
 
 def _lent_of_cells(
-    store: ArrayStore, name: str, renamed: Mapping[str, str], written: Collection[str]
+    store: ArrayStore, name: str, cells: tuple[str, str], rows: Any, written: Collection[str]
 ) -> tuple[Any, Any, Any]:
-    """Return a place of each cell, a table of a mesh, or the grid mapping, as a coordinate; dims may be `renamed`."""
+    """Return a place of each cell, a table of a mesh, or the grid mapping, as a coordinate.
+
+    `cells` are the stored and the new name of their dim, of which `rows` are taken.
+    """
     table, values, attrs = (
         store.arrays[name],
         store.read_small(name),
@@ -447,7 +452,9 @@ def _lent_of_cells(
         values = decoded_coordinate(table, values)
     elif "_FillValue" in table.attrs:  # a table stays one of integers
         attrs["_FillValue"] = table.attrs["_FillValue"]
-    return tuple(renamed.get(d, d) for d in table.dims), values, attrs
+    if cells[0] in table.dims:
+        values = values[tuple(rows if d == cells[0] else slice(None) for d in table.dims)]
+    return tuple(cells[1] if d == cells[0] else d for d in table.dims), values, attrs
 
 
 def _written_field(survey: StoreSurvey, by_name: Mapping[str, StoreVariable], channel: FieldChannel) -> WrittenField:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from jigsaw.comm.graph_calls import graph_call
 from jigsaw.comm.neighbor_exchange import ListsOnDevice, sum_in_order
+from jigsaw.comm.wire_values import places_with_values
 from jigsaw.geometry.cut import Interval
 from jigsaw.geometry.neighbors import Neighbors, OrderedLists
 
@@ -51,9 +52,9 @@ class CellLists:
         cell_of_edge, sources = table.targets_of(targets), table.sources_of(targets)
         edges = np.flatnonzero(sources >= 0)
         lists = OrderedLists.of(cell_of_edge[edges], edges, targets[1] - targets[0])
-        self.cell_of_edge = torch.from_numpy(cell_of_edge).to(device)
-        self.none = torch.from_numpy(np.flatnonzero(sources < 0)).to(device)
-        self.counts = torch.from_numpy(lists.counts).to(device)
+        self.cell_of_edge = places_with_values(cell_of_edge, device)
+        self.none = places_with_values(np.flatnonzero(sources < 0), device)
+        self.counts = places_with_values(lists.counts, device)
         self.sums = ListsOnDevice(lists, device)
 
 
@@ -88,16 +89,16 @@ def _cells_to_edges(values: Tensor, cells: EdgesOfCells) -> Tensor:
 
 @graph_call(_like_cells)
 def _greatest_edges(edges: Tensor, cells: EdgesOfCells) -> Tensor:
-    sums = cells.lists().sums
-    out = edges.new_zeros(cells.shape_with(edges, sums.rows))
-    for turn, step in enumerate(sums.steps):
-        rows, values = out.narrow(cells.dim, 0, len(step)), edges.index_select(cells.dim, step)
+    steps = cells.lists().sums.steps
+    out = edges.new_zeros(cells.shape_with(edges, cells.cells))
+    for turn, places in enumerate(steps.turns):
+        rows, values = out.narrow(cells.dim, 0, len(places)), edges.index_select(cells.dim, places)
         rows.copy_(values if turn == 0 else torch.maximum(rows, values))
-    rest, places = sums.rest
+    rest, places = steps.rest
     if len(rest):
         values = edges.index_select(cells.dim, places).movedim(cells.dim, -1)
         out.movedim(cells.dim, -1).scatter_reduce_(-1, rest.expand_as(values), values, "amax")
-    return out.index_select(cells.dim, sums.restore)
+    return out.index_select(cells.dim, steps.restore)
 
 
 @graph_call(_like_counts)

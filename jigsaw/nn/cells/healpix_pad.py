@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import nn
 
+from jigsaw.comm.wire_values import values_on_device
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import cut_points
 from jigsaw.geometry.healpix import padded_faces
@@ -78,22 +80,24 @@ class HEALPixPad(nn.Module):
 
     def _padded(self, cells: Any, nside: int, faces: tuple[int, ...] | None) -> Any:
         size, p = nside + 2 * self.padding, self.padding
-        table, is_mean = _padding_table(nside, p, self.face_dim is None)
+        table, has_second = _padding_table(nside, p, self.face_dim is None)
         points = None
         if isinstance(cells, Tile):
             pieces = cells.layout.dim(cells.ndim - 1)[0].pieces
             points = [size * face for face in faces or cut_points(12, pieces)]
         rows = gather_neighbors(cells, table, points=points)
         first, second = rows[..., :size], rows[..., size:]
-        mean = torch.where(is_mean.to(cells.device), 0.5 * first + 0.5 * second, first)
+        # made anew: in a dry run, or a graph, it has no values, and may not be kept
+        is_mean = values_on_device(torch.from_numpy(has_second), None, cells.device)
+        mean = torch.where(is_mean, 0.5 * first + 0.5 * second, first)
         return mean.unflatten(-2, (12, size))
 
 
 @lru_cache(maxsize=16)
-def _padding_table(nside: int, padding: int, nested: bool) -> tuple[Neighbors, Tensor]:
+def _padding_table(nside: int, padding: int, nested: bool) -> tuple[Neighbors, NDArray[np.bool_]]:
     """Return the cells of each row of the padded faces, behind them the other one of a mean, and which are means."""
     if nested:
         Neighbors.healpix(nside)  # refuses numbers that cannot be nested
     first, second = (x.reshape(-1, x.shape[-1]) for x in padded_faces(nside, padding, nested))
     # a row has one mean at most
-    return Neighbors(np.hstack([first, second.max(1, keepdims=True)]), 12 * nside**2), torch.from_numpy(second >= 0)
+    return Neighbors(np.hstack([first, second.max(1, keepdims=True)]), 12 * nside**2), second >= 0
