@@ -62,7 +62,7 @@ PYTEST := python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup weather weather-025 cells aurora vae medical nginx test test-cuda test-played test-law check nightly docs test-newest with-newest test-least test-next \
-	test-oldest with-oldest bench fuzz zoo dist sbom release-tag lint-repository clean
+	test-oldest with-oldest bench fuzz zoo zoo-waits dist sbom release-tag lint-repository clean
 
 help: ## show these targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -109,7 +109,7 @@ nginx:
 test: setup ## the tests, without the slow ones and every second case of a long series
 	$(BIN)/$(PYTEST) -m "not slow"
 
-test-cuda: setup ## the tests of a GPU, the slow ones too; without one on a device that is played
+test-cuda: setup ## the tests of a GPU, the slow ones too, and a page of results; without one on a device that is played
 	$(BIN)/python -m pytest tests/cuda
 
 PLAYED_PARTS := tests/testing/test_played_device.py tests/comm/test_comm.py tests/parallel/test_parallel.py tests/nn/test_conv.py tests/ops/test_tile_ops.py
@@ -199,6 +199,10 @@ $(NEWEST_STAMP): pyproject.toml
 zoo: $(ZOO_STAMP) ## published nets of twelve packages on tiles against one process, on 2, 3 and 2 x 2 ranks, thirteen in harder use; makes docs/models.md
 	PYTHONPATH=. $(ZOO)/bin/python tests/zoo/run.py $(WORDS) --json zoo.json --keep --page docs/models.md
 	PYTHONPATH=. $(ZOO)/bin/python tests/zoo/uses.py $(WORDS) --json uses.json --page docs/models.md
+
+# It ends with an error when the host waits on tiles where it does not in plain torch.
+zoo-waits: $(ZOO_STAMP) ## for what the host waits in training steps of these nets, on a device that is played; WORDS chooses
+	PYTHONPATH=. $(ZOO)/bin/python tests/zoo/waits.py $(WORDS)
 
 $(ZOO_STAMP): pyproject.toml
 	test -x $(ZOO)/bin/python || "$(PYTHON)" -m venv $(ZOO)

@@ -107,7 +107,7 @@ def _plan_of_rank(rank: int, ranks: int, tensors: dict[str, Any], writers: dict[
 def _scattered_plans(job: PlayedJob) -> list[SavePlan]:
     """Return the plans that the first rank gave the others last."""
     given = next(each for each in reversed(job.given) if isinstance(each, list) and each[0].nbytes > 8)  # not sizes
-    return [pickle.loads(x.numpy().tobytes())[0] for x in given]
+    return [pickle.loads(x.numpy().tobytes())[0][1] for x in given]
 
 
 def _written_by(rank: int, plan: SavePlan) -> WrittenTensors:

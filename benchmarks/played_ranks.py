@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from jigsaw.comm import agreement
+
 BACKEND = "played"
 
 
@@ -33,20 +35,22 @@ class PlayedJob:
         self._first = first
         self._taken = 0
 
-    def gather(self, mine: Any, every: list[Any] | None) -> None:
-        """Do as `torch.distributed.gather_object` to the first rank; making the values of others is not its time."""
+    def gather(self, mine: Any) -> list[Any] | None:
+        """Do as jigsaw's `gather_on_first_rank`; making the values of others is not this rank's time."""
         raw = pickle.dumps(mine)
-        sizes = 8 * (self.ranks - 1)
-        self.count(sizes, sizes, self.ranks - 1)
-        if every is None:
+        size = 2 * (self.ranks - 1) * 8 // self.ranks  # of the longest value, which all ranks agree on
+        self.count(size, size, 2 * (self.ranks - 1))
+        if self.rank:
             self.count(len(raw), 0)
-            return
+            return None
         self.count(0, (self.ranks - 1) * len(raw), self.ranks - 1)
+        every: list[Any] = []
         for rank in range(self.ranks):
             began = time.process_time()
             theirs = raw if rank == self.rank else pickle.dumps(self.others(rank, mine))
             self.aside += time.process_time() - began
-            every[rank] = pickle.loads(theirs)
+            every.append(pickle.loads(theirs))
+        return every
 
     def count(self, sent: int, received: int, messages: int = 1) -> None:
         self.sent, self.received, self.messages = self.sent + sent, self.received + received, self.messages + messages
@@ -162,8 +166,8 @@ def _make_group(options: Any, _: Any) -> PlayedGroup:
     return PlayedGroup(options.group_rank, options.group_size, options.group_id)
 
 
-def _gather_object(obj: Any, object_gather_list: list[Any] | None = None, *_: Any, **__: Any) -> None:
-    _job().gather(obj, object_gather_list)
+def _gather(value: Any, _: dist.ProcessGroup) -> list[Any] | None:
+    return _job().gather(value)
 
 
 @contextmanager
@@ -173,10 +177,10 @@ def played_job(rank: int, ranks: int, first: PlayedJob | None = None) -> Generat
         dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu"])
     _jobs.append(PlayedJob(rank, ranks, first))
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=ranks)
-    gather, dist.gather_object = dist.gather_object, _gather_object
+    gather, agreement.gather_on_first_rank = agreement.gather_on_first_rank, _gather
     try:
         yield _jobs[-1]
     finally:
-        dist.gather_object = gather
+        agreement.gather_on_first_rank = gather
         dist.destroy_process_group()
         _jobs.pop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import io
 import os
+import secrets
 import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,8 +20,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 from jigsaw.checkpoint.checkpoint_folder import (
     CheckpointContents,
@@ -39,7 +41,7 @@ from jigsaw.checkpoint.checkpoint_index import (
     index_from_torch,
     torch_index_of,
 )
-from jigsaw.comm.agreement import decide_on_first_rank, told_by_rank, told_in_job_where_different
+from jigsaw.comm.agreement import decide_on_first_rank, is_alike_in_job, told_by_rank, told_in_job_where_different
 from jigsaw.drafts import open_unlinked, path_of_draft
 from jigsaw.errors import CheckpointError
 
@@ -139,23 +141,65 @@ class WrittenTensors(NamedTuple):
     sums: dict[str, FileSum]
 
 
+class _AgreedPlan(NamedTuple):
+    """Plan that all ranks made together: a number of its own, this rank's part, and on the first rank the index."""
+
+    number: str
+    part: dcp.SavePlan
+    metadata: Metadata | None
+
+
+# of the last two kinds of state that were saved, such as all of a run and the weights of its best step
+_agreed_plans: dict[object, _AgreedPlan] = {}
+_MOST_PLANS = 2
+
+
 class PlannedTensors:
     """The part of the tensors of all ranks that this one writes: planned by all together, written by each alone.
 
+    Of plain tensors, whose sizes `every` has by rank, each is planned by one rank; without `every` by all that have it.
     Where several ranks plan one tensor, torch's planner lets one write, and gives each about as many bytes.  Making the
-    plan is collective.
+    plan is collective.  The plan of the last save is taken again where no rank's names, shapes, types or cuts have
+    changed since: all ranks compare the number of the plan that each would take.
 
-    *Sends*: plans, but no tensors.
+    *Sends*: an all-reduce of 32 bytes; plans, unless all have one; no tensors.
     *Raises*: `CheckpointError` on every rank, where any cannot plan.
     """
 
-    def __init__(self, part: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._writer, self._planner, self._index = _TensorWriter(part), _CopyingPlanner(), None
-        self._index_path = part / TENSOR_INDEX_FILE
+    def __init__(
+        self, part: Path, tensors: Mapping[str, torch.Tensor], every: Sequence[Mapping[str, FileSum]] = ()
+    ) -> None:
+        self._writer, self._planner = _TensorWriter(part), _CopyingPlanner()
+        self._part, self._index_path = part, part / TENSOR_INDEX_FILE
         self._writer.fs = self._files = _SummingFileSystem()
-        what = f"the tensors of {path_of_draft(part) or part} cannot be written"
-        plan = decide_on_first_rank(lambda: self._local_plan(tensors), self._global_plans, what, CheckpointError)
-        self._plan = self._planner.finish_plan(plan)
+        kind = _kind_of_state(tensors)
+        agreed = None if kind is None else _agreed_plans.pop(kind, None)
+        if is_alike_in_job(agreed and agreed.number) and agreed is not None:
+            self._planner.state_dict = dict(tensors)
+            self._writer.set_up_storage_writer(agreed.metadata is not None)
+        else:
+            agreed = self._plan_anew(tensors, every)
+        if kind is not None:
+            _agreed_plans[kind] = agreed
+            for oldest in [*_agreed_plans][:-_MOST_PLANS]:
+                del _agreed_plans[oldest]
+        self._plan, self._index = agreed.part, agreed.metadata
+
+    def _plan_anew(self, tensors: Mapping[str, torch.Tensor], every: Sequence[Mapping[str, FileSum]]) -> _AgreedPlan:
+        rank, writers = dist.get_rank() if dist.is_initialized() else 0, writers_of_plain(every)
+        # of equal tensors each rank plans its own alone, so that the first one hears of each once
+        own = {key: x for key, x in tensors.items() if writers.get(key, rank) == rank}
+        indices: list[Metadata] = []
+
+        def plan_all(plans: list[dcp.SavePlan]) -> list[tuple[str, dcp.SavePlan]]:
+            plans, index = self._planner.create_global_plan(plans)
+            indices.append(index)
+            number = secrets.token_hex(8)
+            return [(number, plan) for plan in self._writer.prepare_global_plan(plans)]
+
+        what = f"the tensors of {path_of_draft(self._part) or self._part} cannot be written"
+        number, plan = decide_on_first_rank(lambda: self._local_plan(own), plan_all, what, CheckpointError)
+        return _AgreedPlan(number, self._planner.finish_plan(plan), indices[0] if indices else None)
 
     def _local_plan(self, tensors: Mapping[str, torch.Tensor]) -> dcp.SavePlan:
         is_first = not dist.is_initialized() or dist.get_rank() == 0
@@ -163,16 +207,13 @@ class PlannedTensors:
         self._writer.set_up_storage_writer(is_first)
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
-    def _global_plans(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        plans, self._index = self._planner.create_global_plan(plans)
-        return self._writer.prepare_global_plan(plans)
-
     def copy(self) -> int:
         """Copy what this rank writes, so that the tensors may change before; return the bytes of the copies."""
         return self._planner.keep_copies(self._plan)
 
     def write(self) -> WrittenTensors:
         """Write this rank's part; it sends nothing."""
+        self._files.mkdir(self._part)  # of a plan that was made for another folder
         pieces = self._writer.write_data(self._plan, self._planner).wait()
         return WrittenTensors(pieces, dict(self._files.sums))
 
@@ -183,6 +224,21 @@ class PlannedTensors:
         ours = write_new_file(self._index_path, index_as_json(self._index))
         sums = {name: each for rank in written for name, each in rank.sums.items()}
         return sums | self._files.sums | {TENSOR_INDEX_FILE: ours}
+
+
+def _kind_of_state(tensors: Mapping[str, torch.Tensor]) -> object:
+    """Return all that this rank's part of a plan follows from, but for other ranks; None for types not known here."""
+    kinds: list[object] = []
+    for key, x in tensors.items():
+        is_cut = isinstance(x, DTensor)
+        if not is_cut and type(x) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        with torch.no_grad():
+            local = x.to_local() if is_cut else x
+        about = (local.dtype, local.layout, local.requires_grad, local.is_pinned())
+        kinds.append((key, type(x), x.shape, *about, (x.device_mesh, x.placements) if is_cut else None))
+    place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return (place, *kinds)
 
 
 @contextmanager

@@ -25,7 +25,6 @@ from jigsaw.checkpoint.checkpoint_files import (
     fail_together,
     open_together,
     read_tensors,
-    writers_of_plain,
 )
 from jigsaw.checkpoint.checkpoint_folder import (
     CheckpointDraft,
@@ -135,7 +134,8 @@ def save(
     Of ``run/step-100``, ``run/step-200``, ... they are those with lower numbers, except for the last that were saved.
     `latest` finds the last one.  Only checkpoints that jigsaw wrote, without other files, are ever replaced or removed.
 
-    *Sends*: a checksum of checksums to all, plans to the first rank, but no tensors.
+    *Sends*: a checksum of checksums to all, plans to the first rank, but no tensors.  What was planned for the last
+    save is taken again where no rank's names, shapes or cuts have changed.
     *Raises*: `CheckpointError` for an optimizer without its model, and a state that is not plain. Also for tensors that
     should be the same on all ranks and are not, because a checkpoint would have those of one rank.  Also where `path`
     is anything but a checkpoint or an empty folder. Every rank raises where one cannot write, and where the save before
@@ -154,13 +154,12 @@ def save(
     check_numbered(final, keep)
     tensors, small = fail_together(lambda: _checkpoint_state(model, optimizer, _stateful_objects(loader, others)))
     small = _joined_over_stages(model, small)
-    writers = writers_of_plain(_sums_of_ranks(tensors))
+    every = _sums_of_ranks(tensors)
     what = f"the tensors of {final} cannot be written"
     draft = fail_together(lambda: begin_checkpoint(final, order_of_next(final)), of_first=True, what=what)
     draft = CheckpointDraft(final, final.with_name(draft.folder.name), draft.order)  # in this rank's own working folder
     with removed_on_failure(draft, rank == 0):
-        # of equal tensors each rank plans its own alone, so that the first one hears of each once
-        planned = PlannedTensors(draft.folder, {key: x for key, x in tensors.items() if writers.get(key, rank) == rank})
+        planned = PlannedTensors(draft.folder, tensors, every)
     older: list[Path] = []
 
     def close(written: list[WrittenTensors]) -> list[RemovalShare]:

@@ -8,8 +8,9 @@ an error that names the rank and the parameter.
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -106,19 +107,27 @@ def _is_one_digest(ends: Tensor) -> bool:
 # -- in the job -------------------------------------------------------------------------------------------------------
 
 
+def is_alike_in_job(value: object) -> bool:
+    """Say whether the `repr` of a value is the same on all ranks of the job; every rank calls this.
+
+    *Sends*: an all-reduce of 32 bytes; not counted.
+    """
+    group = job_group()
+    if group is None or group.size() == 1:
+        return True
+    ends = _both_ends(value, device_of_values(group))
+    with OpenWait("agreement of the job", range(group.size())):
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    return _is_one_digest(ends)
+
+
 def told_in_job_where_different(value: T) -> list[T]:
     """Return the picklable values of all ranks of the job, by rank, or none where all have the same `repr`.
 
     *Sends*: an all-reduce of 32 bytes; where values differ, a digest to each other rank, and each of the different
     values once down a tree; not counted.
     """
-    group = job_group()
-    if group is None or group.size() == 1:
-        return []
-    ends = _both_ends(value, device_of_values(group))
-    with OpenWait("agreement of the job", range(group.size())):
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
-    if _is_one_digest(ends):
+    if is_alike_in_job(value):
         return []
     digests = collectives.all_gather_in_job(tuple(_both_ends(value, "cpu").tolist()))
     values = {digest: told_by_rank(value, digests.index(digest)) for digest in dict.fromkeys(digests)}
@@ -148,17 +157,17 @@ def decide_on_first_rank(
 
     `group` has all ranks of the job, in their order; by default it is the job's own.
 
-    *Sends*: this rank's value, pickled, to the first rank, and a result from there; not counted.
+    *Sends*: an all-reduce of 8 bytes; this rank's value, pickled, to the first rank, and a result from there; not
+    counted.
     *Raises*: an `error` on every rank, where `give` fails on any or `decide` on the first: `what`, the rank, and why.
     """
     own_result: tuple[Any, BaseException | None] = _tried(give)
     sent = own_result[0], None if own_result[1] is None else repr(own_result[1])
     ranks, group = job_size(), group or job_group()  # even in a model's forward pass, which sees one process
-    is_first = ranks == 1 or job_rank() == 0
-    every: list[Any] | None = [sent] * ranks if is_first else None
+    every: list[Any] | None = [sent]
     if ranks > 1:
         with OpenWait(what, range(ranks)):
-            dist.gather_object(sent, every, dst=0, group=group)
+            every = gather_on_first_rank(sent, cast("dist.ProcessGroup", group))
     results: list[Any] | None = None
     if every is not None:
         failed = next(((rank, why) for rank, (_, why) in enumerate(every) if why is not None), None)
@@ -177,6 +186,20 @@ def decide_on_first_rank(
     if failed is not None:
         raise error(f"{what}: rank {failed[0]}: {failed[1]}") from own_result[1]
     return result
+
+
+def gather_on_first_rank(value: T, group: dist.ProcessGroup) -> list[T] | None:
+    """Return the picklable values of a group's ranks on its first rank, and None on the others.
+
+    Torch's `gather_object` tells every rank the size of every value; here all agree on the longest.
+    """
+    raw, device = bytearray(pickle.dumps(value)), device_of_values(group)
+    longest = torch.tensor([len(raw)], device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    padded = torch.frombuffer(raw.ljust(int(longest), b"\0"), dtype=torch.uint8).to(device)  # pickles know their end
+    rows = [torch.empty_like(padded) for _ in range(group.size())] if group.rank() == 0 else None
+    dist.gather(padded, rows, group=group, group_dst=0)
+    return None if rows is None else [pickle.loads(row.numpy(force=True).tobytes()) for row in rows]
 
 
 def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:

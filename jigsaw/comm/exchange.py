@@ -25,7 +25,15 @@ from jigsaw.comm.wire_values import wire_memory
 from jigsaw.errors import RanksDifferError, ShardingError
 from jigsaw.geometry.cut import Box, box_shape
 from jigsaw.geometry.layout import Layout
-from jigsaw.geometry.transfers import BoxesByPeer, ExchangePlan, check_exchange, layouts_between, plan_exchange
+from jigsaw.geometry.transfers import (
+    BoxesByPeer,
+    ExchangePlan,
+    check_exchange,
+    holding_coarser,
+    layouts_between,
+    layouts_of_gather,
+    plan_exchange,
+)
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate
 from jigsaw.ranks.slab_mesh import SlabMesh
 
@@ -279,7 +287,7 @@ def exchange_rows(
 
     *Shapes*: global source.shape = target.shape; per rank ``source.held`` -> ``target.held`` plus margins.
     *Sends*: forward the rows that others need and this rank owns, one message a pair of ranks; backward the reverse.
-    Counted as `kind`.
+    Counted as `kind`.  Whole dims come from more than 64 ranks along one axis after the other.
     *Raises*: `ShardingError` for layouts of different shapes, meshes or cut axes, or that do not fit `mesh` or `local`.
     """
     if source is target and margins is None:
@@ -291,6 +299,10 @@ def exchange_rows(
     if set(source.cut_axes) != set(target.cut_axes):
         _check_layouts(source, target, mesh)
         raise ShardingError(f"exchange from {source} to {target} would change what is replicated; use redistribute")
+    if margins is None and (passed := layouts_of_gather(source, target)):
+        for finer, coarser in pairwise((source, *passed)):  # which the ranks of the axis then hold, and own, alike
+            local = exchange_rows(local, finer, holding_coarser(finer, coarser), mesh, kind=kind)
+        return local
     todo = _checked_plan(local, source, target, mesh)
     if source == target and margins is None:
         return local
@@ -429,9 +441,13 @@ def redistribute_rows(
     _check_layouts(source, target, mesh)
     check_exchange(source, target)
     _check_local_tensor(local, source, source.local_shape(mesh_coordinate(mesh)), mesh)
-    owned = exchange_rows(local, source, bare_source, mesh, kind=kind)
-    todo = plan_exchange(bare_source, bare_target, mesh_coordinate(mesh))
-    moved = cast(Tensor, _Redistribute.apply(owned.reshape(todo.source_shape), RowExchange(todo, mesh, kind)))
-    out = exchange_rows(moved.reshape(todo.target_tile), bare_target, target, mesh, kind=kind)
+    moved = exchange_rows(local, source, bare_source, mesh, kind=kind)
+    there, back = layouts_of_gather(bare_source, bare_target), layouts_of_gather(bare_target, bare_source)
+    # what only drops rows on its way gathers them in the backward pass
+    for before, after in pairwise((bare_source, *there[:-1], *back[-2::-1], bare_target)):
+        todo = plan_exchange(before, after, mesh_coordinate(mesh))
+        rows = _Redistribute.apply(moved.reshape(todo.source_shape), RowExchange(todo, mesh, kind))
+        moved = cast(Tensor, rows).reshape(todo.target_tile)
+    out = exchange_rows(moved, bare_target, target, mesh, kind=kind)
     # a leaf must not be a view: autograd would look for the gradients of its own views at its base
     return out if out.requires_grad else out.detach()

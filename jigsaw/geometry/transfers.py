@@ -386,3 +386,49 @@ def _coarse_cut(cut: Cut, axes: tuple[str, ...], layout: Layout) -> Cut:
     """Return a cut by the major ones of its axes alone."""
     finer = math.prod(layout.size_of(a) for a in cut.axes[len(axes) :])
     return Cut(cut.size, cut.points[::finer], axes)
+
+
+def layouts_of_gather(source: Layout, target: Layout) -> tuple[Layout, ...]:
+    """Return layouts to pass on the way to whole dims, each cut by one axis less; none where few ranks meet, or those
+    of one axis.
+
+    The target holds whole what the source cuts, by the same axes or by none.  Example: tokens of 32 x 32 ranks, each of
+    which needs all.  At once it sends 1023 messages.  Along lon first it sends 31, and then has a row of pieces. Along
+    lat it sends 31 more, each of a row; the bytes are the same.
+    """
+    return _layouts_of_gather(source, target, MOST_PEERS_AT_ONCE)
+
+
+@lru_cache(maxsize=1024)
+def _layouts_of_gather(source: Layout, target: Layout, most_peers: int) -> tuple[Layout, ...]:
+    pairs = list(zip(source.cuts, target.cuts, strict=False))
+    fetched = [at for at, (cut, wanted) in enumerate(pairs) if cut.is_cut and _holds_all(cut, wanted)]
+    if source.axes != target.axes or len(source.cuts) != len(target.cuts) or source.has_halo:
+        return ()
+    if math.prod(source.cuts[at].pieces for at in fetched) <= most_peers:
+        return ()
+    if any(cut != wanted for at, (cut, wanted) in enumerate(pairs) if at not in fetched):
+        return ()
+    cuts, passed = list(source.cuts), list[Layout]()
+    for at in fetched:
+        while names := cuts[at].axes:
+            cuts[at] = _coarse_cut(cuts[at], names[:-1], source)
+            parts = iter(cuts)
+            passed.append(Layout.from_dims([[next(parts) for _ in group] for group in source.dims()], source.axes))
+    return tuple(passed) if len(passed) > 1 else ()
+
+
+def _holds_all(cut: Cut, wanted: Cut) -> bool:
+    return wanted.size == cut.size and wanted.axes in (cut.axes, ()) and set(wanted.held) == {(0, cut.size)}
+
+
+def holding_coarser(layout: Layout, coarser: Layout) -> Layout:
+    """Return a layout whose ranks own what they do, and hold what another, cut by fewer axes, gives them."""
+
+    def held(cut: Cut, wide: Cut) -> Cut:
+        finer = cut.pieces // wide.pieces
+        return cut if finer == 1 else cut.holding([wide.owned(piece // finer) for piece in range(cut.pieces)])
+
+    pairs = zip(layout.cuts, coarser.cuts, strict=True)
+    parts = iter([held(cut, wide) for cut, wide in pairs])
+    return Layout.from_dims([[next(parts) for _ in group] for group in layout.dims()], layout.axes)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.comm.graph_calls import graph_call, lacks_values
+from jigsaw.comm.wire_values import is_on_accelerator
 from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.ranks.mesh import mesh_size
 from jigsaw.ranks.slab_mesh import SlabMesh
@@ -37,13 +38,17 @@ _KEY_STEP = 0xD1342543DE82EF95
 _LOW_33 = (1 << 33) - 1
 
 
-def _splitmix_bits(x: Tensor, seed: int, is_whole: bool = True) -> Tensor:
+def _splitmix_bits(x: Tensor, seed: int | Tensor, is_whole: bool = True) -> Tensor:
     """Return 63 and more random bits for each counter in `x`; unless `is_whole`, the lower 33 are not mixed."""
+    if isinstance(seed, Tensor):  # int64 overflows as the numbers of the host are brought to it
+        keys = (seed.reshape(()), seed.reshape(()) * _signed_int64(_KEY_STEP) + 1)
+    else:
+        keys = (_signed_int64(seed), _signed_int64(seed * _KEY_STEP + 1))
     # `rsub` with an alpha is a - alpha x, a product and a sum in one pass.  A shift of int64 is arithmetic in torch: it
     # fills up with the sign, so that two counters in 2^64 become one; only at the end that would be seen, as a sign
-    x = torch.rsub(x, _signed_int64(seed), alpha=-_GOLDEN)
+    x = torch.rsub(x, keys[0], alpha=-_GOLDEN)
     x.bitwise_xor_(x >> 30)
-    x = torch.rsub(x, _signed_int64(seed * _KEY_STEP + 1), alpha=-_FIRST)
+    x = torch.rsub(x, keys[1], alpha=-_FIRST)
     x.bitwise_xor_(x >> 27).mul_(_SECOND)
     return x.bitwise_xor_((x >> 31).bitwise_and_(_LOW_33)) if is_whole else x
 
@@ -93,9 +98,13 @@ def _index_runs(layout: Layout, dims: int, coord: MeshCoordinate) -> tuple[tuple
 
 
 def shared_seed(tile: Tile) -> int | Tensor:
-    """Return a seed from the first rank's generator, in a graph as a tensor.  *Sends*: its 8 bytes."""
+    """Return a seed from the first rank's generator; a tensor in a graph, and on a device that the host would wait for.
+
+    *Sends*: its 8 bytes.
+    """
     axes = tuple([name for name, _ in tile.layout.axes])
-    return _seed_in_graph(tile.mesh, axes) if lacks_values() else int(_drawn_seed(tile.mesh, axes))
+    seed = _seed_in_graph(tile.mesh, axes) if lacks_values() else _drawn_seed(tile.mesh, axes)
+    return seed if lacks_values() or is_on_accelerator(seed) else int(seed)
 
 
 def _drawn_seed(mesh: DeviceMesh, axes: tuple[str, ...]) -> Tensor:
@@ -104,7 +113,7 @@ def _drawn_seed(mesh: DeviceMesh, axes: tuple[str, ...]) -> Tensor:
     # slabs are run by all ranks in one order, and with the same states of their generators
     real = mesh.real if isinstance(mesh, SlabMesh) else mesh
     if real is not None and mesh_size(real) > 1:
-        seed = seed.to(real.device_type)
+        seed = torch.full((1,), int(seed), device=real.device_type)  # for which the host does not wait, as for a copy
         comm.broadcast_first(seed, real, axes)
     return seed
 
@@ -124,7 +133,7 @@ def global_uniform(tile: Tile, dims: int) -> Tensor:
     """
     if lacks_values():
         return _uniform_in_graph(tile.mesh, tile.layout, tuple(tile.local.shape), dims)
-    mixed = _splitmix_bits(global_index(tile, dims), int(shared_seed(tile)))
+    mixed = _splitmix_bits(global_index(tile, dims), shared_seed(tile))
     return (mixed >> 11).bitwise_and_((1 << 53) - 1).to(torch.float64).mul_(2.0**-53)
 
 
@@ -132,7 +141,7 @@ def global_chances(tile: Tile, dims: int, p: float) -> Tensor:
     """Say of each element whether its number of `global_uniform` is at least `p`, up to 2^-31."""
     if lacks_values():
         return _chances_in_graph(tile.mesh, tile.layout, tuple(tile.local.shape), dims, p)
-    return chances_at(global_index(tile, dims), int(shared_seed(tile)), p)
+    return chances_at(global_index(tile, dims), shared_seed(tile), p)
 
 
 # In a graph to draw is one call, like a message: the seed is drawn and read when the graph runs, and a compiler that
@@ -161,7 +170,7 @@ def _tile_without_memory(mesh: DeviceMesh, layout: Layout, shape: tuple[int, ...
     return Tile(torch.empty((), device=mesh.device_type).expand(shape), layout, mesh)
 
 
-def chances_at(index: Tensor, seed: int, p: float) -> Tensor:
+def chances_at(index: Tensor, seed: int | Tensor, p: float) -> Tensor:
     """Say of the elements at these global indices whether their number is at least `p`."""
     # the bits are integers from -2^63 to 2^63, all equally likely
     least = min(math.ceil(p * 2.0**64) + _SIGN, -_SIGN - 1)

@@ -46,5 +46,15 @@ def test_a_checkpoint_costs_all_ranks_together_no_more_than_a_little_each(rows_o
         assert many[1][way] <= 511 / 63 * few[1][way] + 1000
 
 
+def test_a_save_of_unchanged_state_is_not_planned_again(rows_of):
+    few, many = (rows["save again"] for rows in rows_of.values())
+    for last, _ in (few, many):
+        assert last["sent"] + last["received"] < 1000  # constant a rank: not even sizes of all ranks go to all
+    # the first hears from each rank what it has written, and tells it that the checkpoint is whole
+    assert many[1]["received"] < 511 * 600
+    assert many[1]["sent"] < 511 * 40
+    assert many[1]["received"] + many[1]["sent"] < sum(rows_of[512]["save"][1][way] for way in ("received", "sent")) / 2
+
+
 def test_a_checkpoint_has_no_more_files_than_tensors(rows_of):
     assert [rows["save again"][0]["files"] for rows in rows_of.values()] == [40 + 3, 40 + 3]

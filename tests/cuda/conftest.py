@@ -6,6 +6,7 @@ On the played device they are slow, because that is compiled first, which takes 
 import pytest
 import torch
 from device_under_test import DEVICE
+from results_page import page_lines
 
 from jigsaw.testing.played_device import PLAYED_DEVICE
 
@@ -22,3 +23,12 @@ def pytest_collection_modifyitems(items):
         if DEVICE == PLAYED_DEVICE:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.timeout(900))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The page of results, behind everything else."""
+    lines = page_lines(terminalreporter.stats)
+    if lines:
+        terminalreporter.section("results on the device")
+        for line in lines:
+            terminalreporter.write_line(line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -13,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jigsaw.errors import ShardingError
-from jigsaw.geometry.cut import Cut, cut_points, whole_dim
+from jigsaw.geometry.cut import Cut, box_shape, cut_points, whole_dim
 from jigsaw.geometry.layout import Layout
-from jigsaw.geometry.transfers import plan_exchange, row_moves
+from jigsaw.geometry.transfers import holding_coarser, layouts_of_gather, plan_exchange, row_moves
 
 
 def box_of(whole_array, box):
@@ -334,7 +335,32 @@ def test_a_long_line_of_ranks_is_not_searched_for_every_row():
 
 
 def test_plans_kept_are_few():
-    """The cache of plans is bounded, and nothing else in the planner is kept."""
+    """The cache of plans is bounded, and nothing else in the planner is kept; tests of host calls hold it of each."""
     assert plan_exchange.cache_info().maxsize <= 512
     kept = [name for name, f in vars(sys.modules[row_moves.__module__]).items() if hasattr(f, "cache_info")]
-    assert kept == ["plan_exchange", "_layouts_between"]  # tests of host calls hold that each is bounded
+    assert kept == ["plan_exchange", "_layouts_between", "_layouts_of_gather"]
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("is_held", [False, True])
+def test_whole_dims_come_from_many_ranks_along_one_axis_after_the_other(is_flat, is_held):
+    """At once each rank would send 1023 messages; the bytes are the same."""
+    sizes, axes = (33, 40), (("lat", 32), ("lon", 32))
+    cuts = [Cut(n, cut_points(n, 32), (name,)) for n, name in zip(sizes, ("lat", "lon"), strict=True)]
+    if is_flat:
+        cuts = [Cut(1320, cut_points(1320, 1024), ("lat", "lon"))]
+    source = Layout(tuple(cuts), axes)
+    target = Layout(tuple(c.holding([(0, c.size)] * c.pieces) for c in cuts), axes) if is_held else source.uncut()
+    passed = layouts_of_gather(source, target)
+    steps = [(a, holding_coarser(a, b) if is_held else b) for a, b in pairwise((source, *passed))]
+    assert [len(plan_exchange(*step, (15, 17)).sends) for step in steps] == [31, 31]
+    assert len(plan_exchange(source, target, (15, 17)).sends) == 1023
+    assert steps[-1][1].local_shape((15, 17)) == target.local_shape((15, 17))
+
+    def rows_taken(steps):
+        plans = [plan_exchange(*step, (15, 17)) for step in steps]
+        return sum(prod(box_shape(box)) for plan in plans for _, boxes in plan.receives for box in boxes)
+
+    assert rows_taken(steps) == rows_taken([(source, target)])
+    few = Layout((Cut(33, cut_points(33, 4), ("lat",)), Cut(40, cut_points(40, 4), ("lon",))), (("lat", 4), ("lon", 4)))
+    assert layouts_of_gather(few, few.uncut()) == ()

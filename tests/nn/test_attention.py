@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +13,14 @@ import torch.nn.functional as F
 from random_cuts import any_spec, assert_as_the_whole
 from torch import nn
 
-from jigsaw import comm
+from jigsaw import comm, dry_run, parallelize
+from jigsaw.comm import exchange
 from jigsaw.errors import ShardingError
+from jigsaw.geometry import transfers
+from jigsaw.geometry.transfers import layouts_of_gather
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.testing.world import run_on_ranks
+from jigsaw.tile.tile import Tile
 from jigsaw.tile.tile_making import shard
 
 MESHES = [{"lat": 1}, {"lat": 2}, {"lat": 3}, {"lon": 4}, {"lat": 2, "lon": 2}]
@@ -333,3 +338,58 @@ def test_what_attention_refuses():
         F.scaled_dot_product_attention(few, x[0, 0, :, :1], x[0, 0])
     with pytest.raises(RuntimeError, match="2 heads of queries, 3 of keys and 3 of values"):
         F.scaled_dot_product_attention(q, *(torch.randn(2, 3, 5, 4),) * 2, enable_gqa=True)
+
+
+class _TokensOfRows(nn.Module):
+    """Attention to all points of a map, beside the map with its mean row."""
+
+    def __init__(self, features=8, heads=2):
+        super().__init__()
+        self.qkv, self.heads = nn.Linear(features, 3 * features), heads
+
+    def forward(self, x):
+        batch, rows, columns, _ = x.shape
+        q, k, v = (
+            part.reshape(batch, rows * columns, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v)
+        return y.transpose(1, 2).reshape(batch, rows, columns, -1)
+
+
+@pytest.mark.parametrize("axes", [{"lat": 2, "lon": 2}, {"lat": 2, "lon": 3}])
+def test_keys_of_many_ranks_come_along_one_axis_after_the_other(axes):
+    run_on_ranks(math.prod(axes.values()), _keys_in_rounds, axes)
+
+
+def _keys_in_rounds(axes):
+    mesh, rounds = world_mesh(**axes), []
+
+    def noted(source, target):
+        rounds.append(layouts_of_gather(source, target))
+        return rounds[-1]
+
+    torch.manual_seed(0)
+    model, x = _TokensOfRows().double(), torch.randn(2, 5, 7, 8, dtype=torch.float64)
+    weights = torch.randn(2, 5, 7, 8, dtype=torch.float64)
+    whole = x.clone().requires_grad_()
+    expected = model(whole)
+    (expected * weights).sum().backward()
+    tile = shard(x, mesh, (None, "lat", "lon", None))
+    tile.local.requires_grad_()
+    with mock.patch.object(transfers, "MOST_PEERS_AT_ONCE", 1), mock.patch.object(exchange, "layouts_of_gather", noted):
+        y = parallelize(model, mesh)(tile)
+        torch.testing.assert_close(y.full_tensor(), expected)
+        (y.full_tensor() * weights).sum().backward()  # whose gradient is alike on every rank
+        grad = Tile(tile.local.grad, tile.layout, mesh).full_tensor()
+    assert max(map(len, rounds)) == 2
+    torch.testing.assert_close(grad, whole.grad)
+
+
+def test_attention_of_a_thousand_ranks_sends_few_messages():
+    """All keys at once would be 4092 messages a rank and step."""
+    report = dry_run(
+        _TokensOfRows(), (1, 32, 32, 8), {"lat": 32, "lon": 32}, spec=(None, "lat", "lon", None), ranks=[495]
+    )
+    phases = report.ranks[0].phases
+    sent = [phases[name].traffic["exchange"] for name in ("forward", "backward")]
+    assert [(each.messages, each.sent_bytes) for each in sent] == [(2 * 62, 2 * 1023 * 8 * 4)] * 2

@@ -108,3 +108,22 @@ def test_attention_cut_along_channel_waits_for_nothing():
     for step in range(3):
         with refuse_host_waits() if step == 2 else contextlib.nullcontext():
             model(x, x, x, need_weights=False)[0].square().mean().backward()
+
+
+@on_ranks(2, device=PLAYED_DEVICE)
+def test_what_is_drawn_waits_for_nothing_and_is_that_of_the_host():
+    """A seed comes from the first rank; it stays on the device, where no number is read from it."""
+
+    def drawn(device, waits):
+        torch.manual_seed(3)
+        mesh = jigsaw.init_mesh(device=device, lat=2)
+        x = jigsaw.shard(torch.ones(9, 4).to(device), mesh, ("lat", None))
+        F.dropout(x, 0.5)  # makes once what it needs
+        with waits:
+            found = [F.dropout(x, 0.5), x.new_empty(9, 1).bernoulli_(0.4), torch.rand_like(x), torch.randn_like(x)]
+        return [y.full_tensor().cpu() for y in found]
+
+    for ours, theirs in zip(
+        drawn(PLAYED_DEVICE, refuse_host_waits()), drawn("cpu", contextlib.nullcontext()), strict=True
+    ):
+        assert torch.equal(ours, theirs)

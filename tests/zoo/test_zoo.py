@@ -12,9 +12,12 @@ import torch.nn.functional as F
 from run import causes_table, final_verdict, mesh_name, models_page, run_one, run_zoo, short_cause
 from torch import Tensor, nn
 from uses import NETS, USES, try_use, uses_table
+from waits import net_waits, waits_more
 from zoo_net import ZooNet, image
 from zoo_table import KNOWN_REFUSALS, ZOO, installed_version
 from zoo_training import RankVerdict, compare_records, measure_noise, right_norms
+
+from jigsaw.testing.played_device import why_not_played
 
 FEW = ["by hand/UTransformer"]  # what `make test` runs
 
@@ -38,6 +41,16 @@ LONGEST = {
         "SPADEAutoencoderKL", "DiffusionModelUNet", "ViT", "RegUNet", "DynUNet deep supervision", "MedNeXt",
     )
 }  # fmt: skip
+
+
+@pytest.mark.skipif(bool(why_not_played()), reason=why_not_played() or "it may")
+@pytest.mark.slow  # the device is compiled first
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("key", ["by hand/FourCastNet", "by hand/axial attention", "by hand/Perceiver"])
+def test_the_host_waits_for_no_more_than_in_plain_torch(key):
+    found = net_waits(key)
+    assert "error" not in found, found
+    assert not waits_more(found), found
 
 
 @pytest.mark.slow

@@ -91,8 +91,7 @@ class _SeenBlock(NamedTuple):
 
 class _RingPass:
     def __init__(self, call: _RingCall, k: Tensor, v: Tensor) -> None:
-        self.ring, self.mesh, self.is_fused, options = call
-        self.options = options._replace(seed=int(options.seed))
+        self.ring, self.mesh, self.is_fused, self.options = call
         self.key_shape, self.value_shape = k.shape, v.shape
 
     def unpack(self, packed: Tensor, member: int) -> tuple[Tensor, Tensor]:
@@ -160,7 +159,7 @@ class _RingPass:
         if index is None:
             return None
         places = index[..., rows, None] * size_of_cuts(self.ring.keys) + at
-        return chances_at(places, int(self.options.seed), p).to(dtype).mul_(0.0 if p == 1 else 1 / (1 - p))
+        return chances_at(places, self.options.seed, p).to(dtype).mul_(0.0 if p == 1 else 1 / (1 - p))
 
 
 def _seen_columns(places: Tensor, order: Tensor | None) -> Iterator[tuple[slice, bool]]:
