@@ -388,6 +388,8 @@ def compared(name: str, chosen: argparse.Namespace) -> list[dict[str, Any]]:
     held = {key: reference[key] for key in ("state_bytes", "peak_bytes")}
     fields: dict[str, dict[str, Any]] = {plain: facts | {"engine": plain, "max_rel_err": 0.0, "mesh": {}} | held}
     for contender, (axes, _) in ways(name, ranks).items():
+        if not any(part in contender for part in chosen.way):
+            continue
         fields[contender] = facts | {"engine": contender, "mesh": axes}
         try:
             found = run_on_ranks(ranks, prepare, name, contender, ranks, small, reference, timeout=TIMEOUT)
@@ -425,6 +427,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
     parser.add_argument("--net", nargs="+", choices=list(nets(True)), default=list(nets(True)))
+    parser.add_argument("--way", nargs="+", default=[""], help="parts of the names of ways; all by default")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--small", action="store_true", help="toy size, as the tests run it")
     parser.add_argument("--output", type=Path, help="a result file, that begins with hardware, date and command")
@@ -434,6 +437,7 @@ def main() -> None:
     if not chosen.page:
         in_own_namespace()
         words = f"--ranks {chosen.ranks} --net {' '.join(chosen.net)} --rounds {chosen.rounds}"
+        words += f" --way {' '.join(chosen.way)}" if any(chosen.way) else ""
         command = f"python benchmarks/strategies.py {words}"
         lines = [{"hardware": chosen.hardware or "?", "date": f"{datetime.date.today()}", "command": command}]
         for name in chosen.net:

@@ -1,5 +1,5 @@
-"""Makes the tables of `docs/parallelism.md` from the newest result files of `strategies.py`, `pipeline_waits.py` and
-`expert_load.py`.
+"""Makes the tables of `docs/parallelism.md` from the newest result files of `strategies.py`, `tensor_blocks.py`,
+`pipeline_waits.py` and `expert_load.py`.
 
 What stands between the markers of the page is replaced; the rest of it is left.
 """
@@ -58,6 +58,19 @@ def _ways(results: list[Result]) -> Iterator[str]:
                 yield from (f"- *{r['engine']}*: `{r['refused']}`", "")
 
 
+def _blocks(results: list[Result]) -> Iterator[str]:
+    rows = list[list[str]]()
+    for block, tokens in dict.fromkeys((r["block"], r["tokens"]) for r in results):
+        of_ranks = [r for r in results if (r["block"], r["tokens"]) == (block, tokens)]
+        names = "flop", "bytes", "activations"
+        rows.append([block, "cut" if tokens else "whole", *(_in_turn(of_ranks, name) for name in names)])
+    yield from table_lines(("block", "tokens", "FLOP", "bytes", "activations"), rows)
+
+
+def _in_turn(results: list[Result], name: str) -> str:
+    return ", ".join(f"{r[name]:.2f}" for r in results)
+
+
 def _waits(results: list[Result]) -> Iterator[str]:
     rows = [
         [
@@ -90,16 +103,24 @@ def _loads(results: list[Result]) -> Iterator[str]:
     yield from table_lines(head, rows)
 
 
+_TITLES = {
+    _blocks: "### Blocks of transformers beside Megatron's formula, with 2, 4 and 8 ranks",
+    _waits: "### How long stages wait",
+    _loads: "### How unevenly experts are asked",
+}
+
+
 def write_tables() -> None:
     """Make them anew."""
     page = ROOT / "docs" / "parallelism.md"
     text, lines, sources = page.read_text(), list[str](), list[str]()
     for pattern, told in (
         ("strategies-2-ranks-*.jsonl", _ways), ("strategies-4-ranks-*.jsonl", _ways),
-        ("pipeline-waits-*.jsonl", _waits), ("expert-load-*.jsonl", _loads),
+        ("tensor-ways-2-ranks-*.jsonl", _ways), ("tensor-blocks-*.jsonl", _blocks), ("pipeline-waits-*.jsonl", _waits),
+        ("expert-load-*.jsonl", _loads),
     ):  # fmt: skip
         results, where = _newest(pattern)
-        title = {_waits: "### How long stages wait", _loads: "### How unevenly experts are asked"}.get(told)
+        title = "### Tensor parallel beside DTensor's" if pattern.startswith("tensor-ways") else _TITLES.get(told)
         lines += [title, ""] if title and results else []
         lines += told(results) if results else []
         sources += [where] if where else []

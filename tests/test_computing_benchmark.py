@@ -45,6 +45,13 @@ def test_stages_wait_at_least_as_theory_says():
 
 
 @pytest.mark.slow
+def test_a_block_costs_what_the_formula_says():
+    found = lines_of("tensor_blocks.py", "--ranks", "2", "--block", "GPTBlock")
+    assert [line["flop"] for line in found] == [1, 1] and max(line["bytes"] for line in found) < 1.01
+    assert found[1]["activations"] < 1.1 < found[0]["activations"]
+
+
+@pytest.mark.slow
 def test_experts_are_asked_more_evenly_with_their_loss():
     found = lines_of("expert_load.py", "--steps", "40")
     plain, evened = found[1], found[-1]

@@ -41,6 +41,7 @@ from jigsaw.checkpoint.checkpoint_index import (
     index_from_torch,
     torch_index_of,
 )
+from jigsaw.checkpoint.parted_tensors import with_parts_apart
 from jigsaw.comm.agreement import decide_on_first_rank, is_alike_in_job, told_by_rank, told_in_job_where_different
 from jigsaw.drafts import open_unlinked, path_of_draft
 from jigsaw.errors import CheckpointError
@@ -175,7 +176,7 @@ class PlannedTensors:
         kind = _kind_of_state(tensors)
         agreed = None if kind is None else _agreed_plans.pop(kind, None)
         if is_alike_in_job(agreed and agreed.number) and agreed is not None:
-            self._planner.state_dict = dict(tensors)
+            self._planner.state_dict = with_parts_apart(tensors)
             self._writer.set_up_storage_writer(agreed.metadata is not None)
         else:
             agreed = self._plan_anew(tensors, every)
@@ -203,7 +204,7 @@ class PlannedTensors:
 
     def _local_plan(self, tensors: Mapping[str, torch.Tensor]) -> dcp.SavePlan:
         is_first = not dist.is_initialized() or dist.get_rank() == 0
-        self._planner.set_up_planner(dict(tensors), self._writer.storage_meta(), is_first)
+        self._planner.set_up_planner(with_parts_apart(tensors), self._writer.storage_meta(), is_first)
         self._writer.set_up_storage_writer(is_first)
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
@@ -362,7 +363,7 @@ def read_tensors(checkpoint: OpenedCheckpoint, state: dict[str, torch.Tensor]) -
 def _read_rows(checkpoint: OpenedCheckpoint, state: dict[str, Any]) -> None:
     metadata = torch_index_of(checkpoint.tensors, state)
     reader, planner = dcp.FileSystemReader(checkpoint.path), dcp.DefaultLoadPlanner()
-    planner.set_up_planner(state, metadata, True)
+    planner.set_up_planner(with_parts_apart(state), metadata, True)
     reader.set_up_storage_reader(metadata, True)
     [plan] = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
     [plan] = reader.prepare_global_plan([plan])

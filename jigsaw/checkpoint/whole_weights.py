@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jigsaw.checkpoint.checkpoint_files import fail_together, torch_failures_named
 from jigsaw.checkpoint.checkpoint_state import CheckpointPath, is_converted_weight, parse_strict_json
+from jigsaw.checkpoint.parted_tensors import with_parts_apart
 from jigsaw.comm.agreement import decide_on_first_rank
 from jigsaw.drafts import begin_draft_file, open_unlinked
 from jigsaw.errors import CheckpointError
@@ -95,7 +96,7 @@ def save_weights(path: CheckpointPath, model: nn.Module) -> None:
             with os.fdopen(open_unlinked(draft, os.O_WRONLY), "wb") as out:
                 out.write(header)
                 out.truncate(len(header) + sum(_size_of(each) for each in weights.values()))
-        planner.set_up_planner(dict(tensors), None, is_first)
+        planner.set_up_planner(with_parts_apart(tensors), None, is_first)
         return planner.create_local_plan()
 
     def close(done: list[None]) -> list[None]:
@@ -187,7 +188,7 @@ def load_weights(path: CheckpointPath, model: nn.Module) -> None:
     if wrong:
         raise CheckpointError(f"{os.fspath(path)} is of another model: {'; '.join(sorted(wrong)[:5])}")
     with torch_failures_named(f"the weights of {os.fspath(path)}"):
-        dcp.load(dict(tensors), storage_reader=_WeightReader(weights), no_dist=not dist.is_initialized())
+        dcp.load(with_parts_apart(tensors), storage_reader=_WeightReader(weights), no_dist=not dist.is_initialized())
 
 
 def _stored_weights(path: Path) -> dict[str, _StoredWeight]:

@@ -12,13 +12,14 @@ from torch.func import functional_call  # pyright: ignore[reportUnknownVariableT
 
 from jigsaw import comm
 from jigsaw.errors import ShardingError
-from jigsaw.geometry.cut import whole_dim
+from jigsaw.geometry.cut import Cut, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.matmul_grid import refine_cut
 from jigsaw.ops.meeting.plain_operands import plain_operand
 from jigsaw.ranks.mesh import axes_of_mesh
 from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals.autograd import own_buffers, own_parameters
+from jigsaw.torch_internals.placements import dim_and_parts
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -55,31 +56,34 @@ def call_with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], args: Se
 
 
 def weight_layout(weight: StoredWeight, tile: Tile) -> Layout:
-    """Return how `weight` is cut over the mesh of `tile`.
+    """Return how `weight` is cut over the mesh of `tile`; a dim of several parts, each cut by itself, is two cuts.
 
-    Raises: `ShardingError` for a DTensor on other axes than the mesh's, cut twice along a dim, or partial.
+    Raises: `ShardingError` for a DTensor on other axes than the mesh's, cut in parts and along another axis, or
+    partial.
     """
     if isinstance(weight, Tile):
         return weight.layout.without_halo()
-    cuts = [whole_dim(n) for n in weight.shape]
+    cuts: list[tuple[Cut, ...]] = [(whole_dim(n),) for n in weight.shape]
     if is_dtensor(weight):
-        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor import Replicate
 
         mesh = weight.device_mesh
         names = mesh.mesh_dim_names or ()
         for name, size, placement in zip(names, mesh.shape, weight.placements, strict=True):
             if isinstance(placement, Replicate) or size == 1:
                 continue
-            if type(placement) is not Shard:
+            known = dim_and_parts(placement)
+            dim, parts = known or (0, 0)
+            if known is None or (parts > 1 and cuts[dim] != (whole_dim(weight.shape[dim]),)):
                 raise ShardingError(
                     f"a DTensor weight of shape {tuple(weight.shape)} is placed as {weight.placements}; "
-                    f"jigsaw takes Replicate and Shard"
+                    f"jigsaw takes Replicate and Shard, and parts that one axis cuts"
                 )
-            dim = placement.dim % weight.ndim
             _check_weight_axis(name, size, tile)
+            before = (whole_dim(parts), whole_dim(weight.shape[dim] // parts)) if parts > 1 else cuts[dim]
             # torch cuts by torch.chunk, ceil(n / ranks) rows first; two axes cut a dim one after the other
-            cuts[dim] = refine_cut(cuts[dim], (name,), {name: size}, "chunk")
-    return Layout(tuple(cuts), tile.layout.axes)
+            cuts[dim] = (*before[:-1], refine_cut(before[-1], (name,), {name: size}, "chunk"))
+    return Layout.from_dims(cuts, tile.layout.axes)
 
 
 def _check_weight_axis(name: str, size: int, tile: Tile) -> None:
@@ -115,7 +119,7 @@ def gathered_weight(weight: Tensor | None, tile: Tile) -> Tensor | None:
         return weight
     stored = weight_layout(weight, tile)
     pieces = Tile(weight.to_local(), stored, tile.mesh)
-    whole = pieces.with_layout(Layout(tuple(map(whole_dim, weight.shape)), stored.axes))
+    whole = pieces.with_layout(stored.uncut())
     return comm.use_in_parts(whole.local, tile.mesh, stored.cut_axes)
 
 

@@ -308,6 +308,9 @@ def slice_dim(tile: Tile, dim: int, start: int, stop: int, step: int = 1) -> Til
     if (start, stop, step) == (0, tile.shape[dim], 1):
         return tile
     strides, sliced_at_hand = whole_strides(tile), _slice_at_hand(tile.layout, dim, start, stop, step)
+    parts = _whole_parts(tile.layout, dim) if step == 1 else 1
+    if parts > 1 and not any(at * parts % tile.shape[dim] for at in (start, stop)):
+        return with_strides(_sliced_parts(tile, dim, parts, start, stop), strides, tile)
     if sliced_at_hand is not None:
         rows = tile.local.narrow(dim, start, stop - start)
         return with_strides(Tile(rows, sliced_at_hand, tile.mesh), strides, tile)
@@ -325,6 +328,22 @@ def slice_dim(tile: Tile, dim: int, start: int, stop: int, step: int = 1) -> Til
         local = tile.local.narrow(dim, 0, 0)
     strides = (*strides[:dim], strides[dim] * step, *strides[dim + 1 :])
     return with_strides(Tile(local, layout, tile.mesh), strides, source)
+
+
+def _whole_parts(layout: Layout, dim: int) -> int:
+    """Return of how many parts a dim consists of which each rank has the same rows; 1 where it is one cut."""
+    first = layout.dim(dim)[0]
+    return 1 if len(layout.dim(dim)) == 1 or first.is_cut or first.has_halo else first.size
+
+
+def _sliced_parts(tile: Tile, dim: int, parts: int, start: int, stop: int) -> Tile:
+    """Return some of the parts of a dim: of queries, keys and values side by side each rank has its heads."""
+    rows, own = tile.shape[dim] // parts, tile.local.shape[dim] // parts
+    first, last = start // rows, stop // rows
+    rest = tile.layout.dim(dim)[1:]
+    cuts = rest if last - first == 1 else (whole_dim(last - first), *rest)
+    local = tile.local.narrow(dim, first * own, (last - first) * own)
+    return Tile(local, tile.layout.replace_dim(dim, *cuts), tile.mesh)
 
 
 @lru_cache(maxsize=4096)
@@ -382,8 +401,10 @@ def _torch_split(
         sizes = [min(sizes, n - s) for s in range(0, n, sizes or 1)] or [0]
     if sum(sizes) != n or min(sizes, default=0) < 0:
         raise RuntimeError(f"split sizes {list(sizes)} must be 0 or more, and sum to {n}, the size of dim {at}")
-    tensor = with_contiguous_dim(tensor, at, copied_to) if len(sizes) > 1 else tensor  # once for all parts
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    parts = _whole_parts(tensor.layout, at)
+    if len(sizes) > 1 and (parts == 1 or any(start * parts % n for start in starts)):
+        tensor = with_contiguous_dim(tensor, at, copied_to)  # once for all parts
     return tuple(slice_dim(tensor, at, s, s + k) for s, k in zip(starts, sizes, strict=True))
 
 

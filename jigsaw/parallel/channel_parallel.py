@@ -30,15 +30,16 @@ where they were, as many bytes together as the all-reduce (`jigsaw.nn.products.l
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from jigsaw import comm
 from jigsaw.errors import ShardingError
@@ -46,24 +47,27 @@ from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.nn.products.contraction import tile_in_autocast_dtype
 from jigsaw.nn.products.linear import gathered_tokens, layout_before_gather
+from jigsaw.nn.rank_order import put_in_dim_order
 from jigsaw.nn.shared_inputs import shared_result
 from jigsaw.ops.reductions import stack_along_axes
 from jigsaw.parallel.channel_watcher import FoundPairs, PairCandidate
 from jigsaw.parallel.found_pairs import find_pairs
 from jigsaw.ranks.mesh import axes_of_mesh, flat_submesh
 from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals.placements import shard_of_parts
 
 TensorPlan = Mapping[str, str]
-PlannedCut = Literal["column", "row", "gathered", "whole"]
+PlannedCut = str  # "column", "3 columns", "row", "gathered" or "whole"
 
 _OWN_WORDS: dict[str, PlannedCut] = {"column": "column", "row": "row", "gathered": "gathered", "whole": "whole"}
+_COLUMNS = re.compile(r"([2-9]|[1-9]\d+) columns")
 # The words of transformers' plans (``model.tp_plan``), which begin with those of torch's styles.
 _WORDS_OF_TRANSFORMERS: dict[str, PlannedCut] = {
     "colwise": "column",
     "rowwise": "row",
     "rowwise_split_input": "gathered",  # its input is whole; to gather its output sends half of a sum
     "colwise_gather_output": "gathered",
-    "packed_colwise": "gathered",  # transformers cuts each half of the weight by itself, jigsaw both as one dim
+    "packed_colwise": "2 columns",  # gate and up
     "replicate": "whole",
     "replicated_with_grad_allreduce": "whole",  # jigsaw averages the gradient of every whole weight over the ranks
     "embedding_rowwise": "whole",
@@ -147,7 +151,7 @@ def _gather_channels(tile: Tile, dim: int, axis: str) -> Tile:
         return tile.with_layout(home)
     # pieces are even, and held rows the same along the axis: one all-gather, where `redistribute` would refetch halos
     local = torch.cat(stack_along_axes(tile.local, tile, (axis,)).unbind(0), dim)
-    return Tile(local, whole, tile.mesh)
+    return Tile(put_in_dim_order(local, dim, tile.layout.dim(dim), tile.layout), whole, tile.mesh)
 
 
 def _check_channels(tile: Tile, dim: int, axis: str) -> None:
@@ -188,14 +192,14 @@ def cut_channels(model: nn.Module, mesh: DeviceMesh, axis: str, plan: TensorPlan
         for pair in _column_row_pairs(list(module), free, ranks)
     ]
     firsts, rows = {first for first, _ in pairs}, {second for _, second in pairs}
-    firsts |= {layer for layer, cut in planned.items() if cut == "column"}
+    firsts |= {layer for layer, cut in planned.items() if cut == "column" or _COLUMNS.fullmatch(cut)}
     rows |= {layer for layer, cut in planned.items() if cut == "row"}
     for layer in able:
         channels = _channel_counts(layer)
         # only even pieces: `fully_shard` on top of them needs that, and so does one gather of equal messages
         is_even = channels is not None and channels[0 if layer in rows else 1] % ranks == 0
         if is_even and planned.get(layer) != "whole":
-            _cut_parameters(layer, layer in rows, line)
+            _cut_parameters(layer, layer in rows, line, _part_count(planned.get(layer)))
             hooks = ChannelHooks(mesh, axis, gather=layer not in firsts)
             layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
             layer.register_forward_hook(hooks.after)
@@ -225,12 +229,13 @@ def planned_layers(model: nn.Module, plan: TensorPlan) -> dict[nn.Module, Planne
     """
     planned: dict[nn.Module, PlannedCut] = {}
     for pattern, word in plan.items():
-        cut = _PLANNED_CUTS.get(word)
+        cut = word if _COLUMNS.fullmatch(word) else _PLANNED_CUTS.get(word)
         if cut is None:
             raise ShardingError(
                 f"tensor={{{pattern!r}: {word!r}}}: a layer is cut as 'column' (its output channels, "
-                f"which stay cut), 'gathered' (the same, gathered after it) or 'row' (its input channels), or stays "
-                f"'whole'; use one of these words, or of {', '.join(_WORDS_OF_TRANSFORMERS)}"
+                f"which stay cut), '2 columns' (two parts side by side, each cut so), 'gathered' (gathered after it) "
+                f"or 'row' (its input channels), or stays 'whole'; use one of these words, or of "
+                f"{', '.join(_WORDS_OF_TRANSFORMERS)}"
             )
         layers = {name: layer for name, layer in model.named_modules() if fnmatchcase(name, pattern)}
         if not layers:
@@ -252,12 +257,23 @@ def _check_planned(name: str, layer: nn.Module, cut: str, ranks: int, is_able: b
             f"convolutions without groups, whose parameters no other module shares, are cut by a plan; "
             f"take a narrower pattern"
         )
-    count = channels[0 if cut == "row" else 1]
-    if count % ranks:
+    count, parts = channels[0 if cut == "row" else 1], _part_count(cut)
+    if parts > 1 and type(layer) is not nn.Linear:
         raise ShardingError(
-            f"tensor=: {name} has {count} {'input' if cut == 'row' else 'output'} channels, which "
+            f"tensor=: {name} ({type(layer).__name__}) cannot be cut as {cut!r}: only the parts of a torch.nn.Linear "
+            f"are; say 'gathered'"
+        )
+    if count % (parts * ranks):
+        raise ShardingError(
+            f"tensor=: {name} has {count} {'input' if cut == 'row' else 'output'} channels"
+            f"{f' in {parts} parts' if parts > 1 else ''}, which "
             f"{ranks} ranks do not divide; leave it out of the plan, or take another number of ranks"
         )
+
+
+def _part_count(cut: str | None) -> int:
+    columns = _COLUMNS.fullmatch(cut or "")
+    return int(columns[1]) if columns else 1
 
 
 def _channel_counts(module: nn.Module) -> tuple[int, int] | None:
@@ -286,19 +302,30 @@ def _column_row_pairs(
             first = None
 
 
-def _cut_parameters(layer: nn.Module, is_row: bool, line: DeviceMesh) -> None:
-    owners = [layer, *layer.children()] if type(layer) is nn.MultiheadAttention else [layer]
-    input_first = type(layer) in _TRANSPOSED
-    for owner in owners:
-        for name, p in owner.named_parameters(recurse=False):
-            is_weight = name == "weight" or "_weight" in name
-            dim = int(is_row != input_first) if is_weight else 0
-            # the bias of a sum is added once, whole
-            if (is_weight or not is_row) and p.shape[dim] % line.size() == 0:
-                setattr(owner, name, _shard_parameter(p, dim, line))
+def _cut_parameters(layer: nn.Module, is_row: bool, line: DeviceMesh, parts: int) -> None:
+    if type(layer) is nn.MultiheadAttention:
+        is_packed = getattr(layer, "in_proj_weight", None) is not None  # torch's stub says that it always is
+        has_own_heads = is_packed and layer.num_heads >= line.size() and layer.embed_dim % line.size() == 0
+        _cut_dims(layer, 0, line, 3 if has_own_heads else 1)
+        _cut_dims(layer.out_proj, int(has_own_heads), line, 1)  # heads stay cut until this product adds them up
+    else:
+        _cut_dims(layer, int(is_row), line, parts)
 
 
-def _shard_parameter(p: nn.Parameter, dim: int, line: DeviceMesh) -> nn.Parameter:
-    own_part = p.detach().chunk(line.size(), dim)[line.get_local_rank()].clone(memory_format=torch.contiguous_format)
-    cut = DTensor.from_local(own_part, line, [Shard(dim)], run_check=False)
+def _cut_dims(owner: nn.Module, channels: int, line: DeviceMesh, parts: int) -> None:
+    """Cut parameters by their output channels, `parts` side by side, or their input channels (1)."""
+    for name, p in owner.named_parameters(recurse=False):
+        is_weight = name == "weight" or "_weight" in name
+        dim = int((channels == 1) != (type(owner) in _TRANSPOSED)) if is_weight else 0
+        # the bias of a sum is added once, whole
+        if (is_weight or channels == 0) and p.shape[dim] % (line.size() * parts) == 0:
+            setattr(owner, name, _shard_parameter(p, dim, line, parts))
+
+
+def _shard_parameter(p: nn.Parameter, dim: int, line: DeviceMesh, parts: int) -> nn.Parameter:
+    pieces = [part.chunk(line.size(), dim)[line.get_local_rank()] for part in p.detach().chunk(parts, dim)]
+    own_part = torch.cat(pieces, dim) if parts > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+    cut = DTensor.from_local(
+        own_part, line, [shard_of_parts(dim, parts)], run_check=False, shape=p.shape, stride=p.stride()
+    )
     return nn.Parameter(cut, requires_grad=p.requires_grad)

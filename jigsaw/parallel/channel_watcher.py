@@ -358,9 +358,13 @@ class ChannelWatcher(TorchFunctionMode):
                         self._note_too_few(least, firsts, len(groups))
                 else:
                     places[firsts], sizes[firsts] = torch.arange(len(firsts)), len(firsts)
+            parts = dict[str, int]()
             for name, start in self._starts.items():
-                groups = least[start : start + self._able[name].channels_out]
-                why = _why_no_column(places[groups], int(sizes[groups[0]]), self._ranks)
+                of_layer = self._able[name]
+                groups = least[start : start + of_layer.channels_out]
+                parts[name], why = _column_parts(places[groups], int(sizes[groups[0]]), self._ranks)
+                if parts[name] > 1 and of_layer.dims_after:
+                    why = "its channels are several parts"
                 if why:
                     refused[name] = groups, why
             new = {name: (groups, why) for name, (groups, why) in refused.items() if (groups != WHOLE).any()}
@@ -370,7 +374,7 @@ class ChannelWatcher(TorchFunctionMode):
                 self._reasons.setdefault(name, why)
                 self._ties.pairs.append((groups, torch.full_like(groups, WHOLE)))
         cuts = {name: "row" for name in self._rows if name not in refused}
-        cuts |= {name: "column" for name in self._starts if name not in refused}
+        cuts |= {name: word_of_columns(parts[name]) for name in self._starts if name not in refused}
         others = {
             name: self._reasons.get(name) or (refused[name][1] if name in refused else "it was not called")
             for name, layer in self._able.items()
@@ -398,17 +402,25 @@ class ChannelWatcher(TorchFunctionMode):
         return ""
 
 
-def _why_no_column(places: Tensor, count: int, ranks: int) -> str:
-    """Say why a layer whose channels belong to `count` groups cannot have them cut between these; `places` of each."""
+def word_of_columns(parts: int) -> str:
+    """Return the word of a plan for a column layer whose result is so many parts side by side."""
+    return "column" if parts == 1 else f"{parts} columns"
+
+
+def _column_parts(places: Tensor, count: int, ranks: int) -> tuple[int, str]:
+    """Return of how many parts a layer's result consists, each with `count` groups of channels; `places` of each.
+
+    Second comes the reason why they cannot be cut between groups, or an empty text.
+    """
     if (places == -1).any():
-        return "no row takes its channels"
+        return 0, "no row takes its channels"
     run = int((places != places[0]).int().argmax()) or len(places)
     order = torch.arange(count).repeat_interleave(run)
     if len(order) == 0 or len(places) % len(order) or (places.view(-1, len(order)) != order).any():
-        return "its channels lie in another order than the row takes them"
-    if len(places) > len(order):
-        return "its channels are several parts"
-    return ""
+        return 0, "its channels lie in another order than the row takes them"
+    if len(order) % ranks:
+        return 0, f"{ranks} ranks cannot share its parts of {len(order)} channels"
+    return len(places) // len(order), ""
 
 
 def _attention_arguments(

@@ -89,8 +89,9 @@ def parallelize(
       the same axis cuts stay cut between them: norms, dropout and residuals work on 1/P of them.
     - `tensor` says where weights are cut, ``{"blocks.*.query": "column", "blocks.*.out": "row"}``, by patterns of
       module names as in `fnmatch`. The output channels of a "column" stay cut, through heads, gates and attention,
-      until a "row" adds them up. So a block of a transformer sends what Megatron's does. "gathered" is a column whose
-      channels are gathered, "whole" leaves a layer as it is.  A plan of transformers serves too, ``model.tp_plan``.
+      until a "row" adds them up. So a block of a transformer sends what Megatron's does. "3 columns" are three parts
+      that one layer makes, queries, keys and values, each cut so.  "gathered" is a column whose channels are gathered,
+      "whole" leaves a layer as it is.  A plan of transformers serves too, ``model.tp_plan``.
       Layers that no pattern names are columns whose channels are gathered.
     - Without `tensor` such pairs are found: the model runs once on paper, without values and messages. `example` has
       what it is called with (a tensor or tile, or a tuple of arguments), of which only shapes matter. Without one the

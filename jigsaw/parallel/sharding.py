@@ -36,6 +36,7 @@ from jigsaw.torch_internals.groups import (
     results_of_placement,
     sum_complex_as_reals,
 )
+from jigsaw.torch_internals.placements import dim_and_parts
 
 WeightSharding = bool | Literal["after_forward", "keep"]
 
@@ -258,12 +259,16 @@ def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
 
 
 def _dim_to_shard(p: DTensor, ranks: int) -> int | None:
-    """Return the dim to cut further: one whose pieces divide, on every rank, preferably not one that is cut already."""
-    pieces = [1] * p.ndim
+    """Return the dim to cut further: one whose pieces divide, on every rank, preferably not one that is cut already.
+
+    A dim of several parts stays as it is: pieces of its pieces are none that torch can name.
+    """
+    pieces, parted = [1] * p.ndim, set[int]()
     for size, placement in zip(p.device_mesh.shape, p.placements, strict=True):
-        if isinstance(placement, Shard):
-            pieces[placement.dim] *= size
-    order = sorted(range(p.ndim), key=lambda d: (pieces[d] > 1, d))
+        if cut := dim_and_parts(placement):
+            pieces[cut[0]] *= size
+            parted |= {cut[0]} if cut[1] > 1 else set()
+    order = sorted(set(range(p.ndim)) - parted, key=lambda d: (pieces[d] > 1, d))
     return next((d for d in order if ranks > 1 and p.shape[d] % (pieces[d] * ranks) == 0), None)
 
 

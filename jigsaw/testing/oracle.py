@@ -233,7 +233,7 @@ def _whole_gradient(gradient: Tensor, mesh: DeviceMesh, parts: bool) -> Tensor:
         names = gradient.device_mesh.mesh_dim_names or ()
         others = [name for name in others if name not in names]
         if parts:
-            summed = [p if p.is_shard() else Partial() for p in gradient.placements]
+            summed = [Partial() if p.is_replicate() else p for p in gradient.placements]
             gradient = DTensor.from_local(
                 gradient.to_local(),
                 gradient.device_mesh,

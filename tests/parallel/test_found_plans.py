@@ -17,7 +17,8 @@ from jigsaw.parallel.channel_parallel import found_tensor_plan
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 TOKENS = 16
-FOUR_SUMS = {"HFViTLayer", "HFLlamaLayer"}  # blocks that send nothing else
+# the others send the sums of Megatron alone; six vectors a sample are gathered, and windows of cut tokens travel
+MORE_THAN_SUMS = {"DiTBlock": 1.25, "SwinBlock": 1.4}
 
 
 def _share_of_four_sums(block, axes, spec):
@@ -32,8 +33,7 @@ def test_a_block_without_a_plan(block, tokens):
         2, _share_of_four_sums, block, {"channel": 2}, (None, tokens, None)
     ):
         shares = forward / (4 * one_sum), (backward - plain) / (4 * one_sum)
-        assert block.__name__ not in FOUR_SUMS or max(shares) < 1.01, shares
-        assert max(shares) < 2.6, shares
+        assert max(shares) < MORE_THAN_SUMS.get(block.__name__, 1.01), shares
 
 
 OTHERS = [

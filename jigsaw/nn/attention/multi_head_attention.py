@@ -28,7 +28,13 @@ from jigsaw.nn.attention.scaled_dot_product import (
     mix_values,
 )
 from jigsaw.nn.products.contraction import plan_contraction
-from jigsaw.nn.products.linear import add_bias, layout_before_gather, layout_of_held_tokens, linear_onto_cuts
+from jigsaw.nn.products.linear import (
+    add_bias,
+    layout_before_gather,
+    layout_of_held_tokens,
+    linear_onto_cuts,
+    tile_linear,
+)
 from jigsaw.nn.rank_order import CutGroup, rearrange_rows
 from jigsaw.nn.weights import StoredWeight, cut_parameter, gathered_weight, local_weight, weight_layout
 from jigsaw.tile.tile import Tile, implements_torch, tiles_in
@@ -101,8 +107,11 @@ def _project_one_of_three(x: Tile, i: int, weight: StoredWeight, bias: StoredWei
 def project_heads_out(mixed: Tile, weight: StoredWeight, bias: StoredWeight | None, query: Tile) -> Tile:
     """Return y = x Wᵀ + b, cut along the features as the query is; a whole query gets a whole y.
 
-    *Sends*: as `tile_linear`; then a rank's part of y for a whole query, to the owners of gathered tokens alone.
+    *Sends*: as `tile_linear`; where W is cut by outputs, then a rank's part of y for a whole query, to the owners of
+    gathered tokens alone.
     """
+    if weight_layout(weight, mixed).is_cut(1):
+        return tile_linear(mixed, weight, bias)
     last = query.layout.dim(query.ndim - 1)
     y = add_bias(linear_onto_cuts(mixed, weight, None, last), bias)
     if tuple(y.layout.dim(y.ndim - 1)) == tuple(last):
