@@ -442,9 +442,9 @@ def redistribute_rows(
     check_exchange(source, target)
     _check_local_tensor(local, source, source.local_shape(mesh_coordinate(mesh)), mesh)
     moved = exchange_rows(local, source, bare_source, mesh, kind=kind)
-    there, back = layouts_of_gather(bare_source, bare_target), layouts_of_gather(bare_target, bare_source)
+    onward, back = layouts_of_gather(bare_source, bare_target), layouts_of_gather(bare_target, bare_source)
     # what only drops rows on its way gathers them in the backward pass
-    for before, after in pairwise((bare_source, *there[:-1], *back[-2::-1], bare_target)):
+    for before, after in pairwise((bare_source, *onward[:-1], *back[-2::-1], bare_target)):
         todo = plan_exchange(before, after, mesh_coordinate(mesh))
         rows = _Redistribute.apply(moved.reshape(todo.source_shape), RowExchange(todo, mesh, kind))
         moved = cast(Tensor, rows).reshape(todo.target_tile)

@@ -15,6 +15,12 @@ from jigsaw.testing import run_on_ranks, world_mesh
 BLOCKS = [GPTBlock, MetaLlamaBlock, Encoder]
 
 
+@pytest.fixture(autouse=True)
+def _usual_dtype():
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 def _net(block, seed):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(seed)
