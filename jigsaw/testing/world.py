@@ -30,7 +30,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _START_SECONDS = 180.0  # importing torch on every rank of a busy machine
-_GRACE_SECONDS = 1.0  # after a rank failed, the others may still report
+_GRACE_SECONDS = 2.5  # after a rank failed the others may report, who first ask each other who is missing (1.5 s)
 _STACK_SECONDS = 30.0  # for all stacks to be written, on a busy machine
 _MOST_GROUPS = 96  # gloo keeps sockets and threads for each process group that tests leave behind
 
