@@ -313,9 +313,9 @@ def _cut_parameters(layer: nn.Module, is_row: bool, line: DeviceMesh, parts: int
 
 
 def _cut_dims(owner: nn.Module, channels: int, line: DeviceMesh, parts: int) -> None:
-    """Cut parameters by their output channels, `parts` side by side, or their input channels (1)."""
+    """Cut parameters by their output channels (0), `parts` side by side, or by their input channels (1)."""
     for name, p in owner.named_parameters(recurse=False):
-        is_weight = name == "weight" or "_weight" in name
+        is_weight = p.ndim > 1  # a bias has output channels alone
         dim = int((channels == 1) != (type(owner) in _TRANSPOSED)) if is_weight else 0
         # the bias of a sum is added once, whole
         if (is_weight or channels == 0) and p.shape[dim] % (line.size() * parts) == 0:

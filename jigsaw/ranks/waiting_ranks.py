@@ -10,7 +10,7 @@ rank 2, which sees that others wait.  When its time is over, each of 0, 1, 3 rea
 fails, by its own error or because it gives up, writes why.
 
 Ranks whose connection breaks report the first failure as well.  The connection may be to rank 0, with which the store
-ends.  So the threads of ranks that wait read the first failure at once, and a failed rank 0 gives them the time.
+ends.  So the threads of ranks that wait look for a failure twice a second, and a failed rank 0 gives them the time.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ def _asked_of_store(read: Callable[[dist.Store], str]) -> str:
     if watch is None:
         return ""
     words = _within(_STORE_SECONDS, lambda: read(watch.store))
-    return words or watch.first_failure or (store_is_gone() if words is None else "")
+    return words or watch.first_failure or (_words_of_lost_store() if words is None else "")
 
 
-def store_is_gone() -> str:
+def _words_of_lost_store() -> str:
     """Return words about who has probably ended where the store of the job does not answer."""
     keeper = "torchrun's agent" if is_shared_between_starts() else "rank 0"
     return f"; the store of the job does not answer: {keeper}, which keeps it, has probably ended"

@@ -3,11 +3,10 @@
     PYTHONPATH=. python tests/zoo/waits.py                # all nets that are installed, on two ranks
     PYTHONPATH=. python tests/zoo/waits.py timm/ resnet   # nets whose key has one of these words
 
-A JSON object a net.  `plain` is for what the host waits in the third step of one process: what the net itself does,
-such as ``float(tensor)``.  `tiles` is that of two ranks, of which each may have more of nothing; `place` is the first
-line that waits.  Steps are forward, backward and SGD.  It ends with an error where tiles wait more than plain
-torch, but for `KNOWN_WAITS`.
-Where the played device lacks what a net needs, or tiles refuse, `error` says it.
+A JSON object a net.  `plain` counts for what the host waits in the third step of one process: what the net itself
+does, such as ``float(tensor)``.  `tiles` counts that of the rank that waits most, of two; `place` is the first line
+that waits.  Steps are forward, backward and SGD.  It ends with an error where tiles wait more often than plain torch,
+but for `KNOWN_WAITS`.  Where the played device lacks what a net needs, or tiles refuse, `error` says it.
 """
 
 from __future__ import annotations

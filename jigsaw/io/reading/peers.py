@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.errors import ForkedError, PeerError, ShardingError
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_patience
-from jigsaw.ranks.waiting_ranks import first_ended, first_failure, found_of_others, start_wait_watch, store_is_gone
+from jigsaw.ranks.waiting_ranks import first_ended, first_failure, found_of_others, start_wait_watch
 from jigsaw.torch_internals.groups import default_store
 
 
@@ -160,7 +160,7 @@ def meet_peers(
         _await_peers(store, ranks, me, timeout)
         group = dist.ProcessGroupGloo(store, me, len(ranks), timedelta(seconds=timeout))
     except dist.DistError as e:
-        raise PeerError(f"the ranks {ranks} cannot meet to read samples together{store_is_gone()} ({e})") from e
+        raise PeerError(f"the ranks {ranks} cannot meet to read samples together{first_failure()} ({e})") from e
     return PeerGroup(me, len(ranks), group, host, timeout)
 
 
