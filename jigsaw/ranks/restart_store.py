@@ -102,11 +102,20 @@ def store_that_answers(
             return joined.result(timeout=min(_LOOK_SECONDS, patience.total_seconds()))
         except TimeoutError:
             now = time.monotonic()
+        except dist.DistNetworkError as e:
+            if _somebody_listens(host, port):
+                raise
+            # torch gives up at about the same time as this loop, and both say the same
+            raise _nobody_listens(host, port, limit) from e
         listens_since = min(listens_since, now) if _somebody_listens(host, port) else math.inf
         if now - listens_since > patience.total_seconds() or (now > until and listens_since < math.inf):
             return None
         if now > until:
-            raise dist.DistNetworkError(f"nobody listens at {host}, port {port}, after {limit.total_seconds():g} s")
+            raise _nobody_listens(host, port, limit)
+
+
+def _nobody_listens(host: str, port: int, limit: timedelta) -> dist.DistNetworkError:
+    return dist.DistNetworkError(f"nobody listens at {host}, port {port}, after {limit.total_seconds():g} s")
 
 
 def _somebody_listens(host: str, port: int) -> bool:

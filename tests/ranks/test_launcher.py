@@ -292,15 +292,11 @@ def test_what_listens_and_is_no_store_is_refused(monkeypatch, answer):
         assert "what listens there is not the store of rank 0" in wrong
 
 
-@pytest.mark.parametrize(
-    ("patience", "message"),
-    [(15, "timed out|Timed out|timeout"), (0.1, "nobody listens at 127.0.0.1")],
-    ids=["torch gives up first", "torch is still trying"],
-)
-def test_a_store_that_nobody_keeps_is_waited_for(patience, message):
+@pytest.mark.parametrize("patience", [15, 0.1], ids=["torch gives up first", "torch may still try"])
+def test_a_store_that_nobody_keeps_is_waited_for(patience):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(dist.DistNetworkError, match=message):
+    with pytest.raises(dist.DistNetworkError, match=r"nobody listens at 127\.0\.0\.1, port \d+, after 1 s"):
         restart_store.store_that_answers("127.0.0.1", port, 2, timedelta(seconds=1), timedelta(seconds=patience))
 
 
