@@ -211,6 +211,9 @@ def write_store(folder: str) -> None:
     data.to_zarr(f"{folder}/store.zarr", encoding={"t": {"chunks": (1, 13, 8)}}, consolidated=False)
 
 
+_START_SECONDS = 120.0
+
+
 def seen(work: str, fault: str, wait: float, failing: int = 1, patience: float = 60.0) -> Fact:
     """Start the ranks, wait for those that do not fail, and return the facts of the case."""
     with tempfile.TemporaryDirectory() as folder:
@@ -228,7 +231,7 @@ def seen(work: str, fault: str, wait: float, failing: int = 1, patience: float =
             with open(f"{folder}/said{rank}", "w") as said:
                 processes.append(subprocess.Popen(command, stdout=said, stderr=said, env=environment))
         try:
-            ended = ends_of(processes, failing, patience)
+            ended = ends_of(processes, failing, Path(folder, "failed_at"), patience)
         finally:
             for process in processes:
                 process.kill()
@@ -250,11 +253,17 @@ def seen(work: str, fault: str, wait: float, failing: int = 1, patience: float =
     return fact
 
 
-def ends_of(processes: Sequence[subprocess.Popen[bytes]], failing: int, patience: float) -> dict[int, float | None]:
-    """Return when each process ended that is not to fail, None for one that still runs after so many seconds."""
+def ends_of(
+    processes: Sequence[subprocess.Popen[bytes]], failing: int, fault: Path, patience: float
+) -> dict[int, float | None]:
+    """Return when each process ended that is not to fail, None for one that still runs so many seconds after the fault,
+    which the file tells, or where none happens.
+    """
     ended: dict[int, float | None] = {rank: None for rank in range(len(processes)) if rank != failing}
-    until = time.time() + patience
+    until, has_failed = time.time() + _START_SECONDS, False
     while None in ended.values() and time.time() < until:
+        if not has_failed and fault.exists():
+            until, has_failed = time.time() + patience, True
         for rank, when in ended.items():
             if when is None and processes[rank].poll() is not None:
                 ended[rank] = time.time()

@@ -1,11 +1,12 @@
-"""Open files of a rank and entries in the job's store, for groups of GPUs; a JSON object a number of ranks.
+"""Open files of a rank and requests to the job's store, for groups of GPUs; a JSON object a number of ranks.
 
     python benchmarks/open_files.py --ranks 4 8 16
 
 Ranks are processes of this host.  Torch's fake backend plays NCCL, which opens files of its own; gloo is real.  Each
 rank makes a mesh of two axes and the group of a save in the background, and all sum a value of the host.  `jigsaw` is
 by `init_mesh`.  `torch` is by torch's own functions, where every group has a part for the host.  Figures are of the
-last rank beyond those before it joined; `first` is the rank that keeps the store.
+last rank beyond those before it joined; `first` is the rank that keeps the store.  `store_requests` are those of a
+rank, `store_keys` the entries that all have left there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import socket
+import sys
 from datetime import timedelta
 from multiprocessing.queues import Queue
 from typing import Any
@@ -23,20 +25,47 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.testing._internal.distributed.fake_pg  # pyright: ignore[reportUnusedImport] # registers the backend
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 import jigsaw
 from jigsaw.ranks.job_groups import host_group
-from jigsaw.torch_internals.groups import default_store
 
 
 def _open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def _be_rank(rank: int, ranks: int, port: int, way: str, rows: Queue[tuple[int, int, int]]) -> None:
+class _CountedStore(dist.Store):
+    """The job's store, which counts what its rank asks for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.store, self.requests = dist.TCPStore(*args, **kwargs), 0
+
+
+def _counted_request(name: str) -> Any:
+    def ask(store: _CountedStore, *args: Any) -> Any:
+        store.requests += 1
+        return getattr(store.store, name)(*args)
+
+    return ask
+
+
+for _name in ("set", "get", "add", "append", "check", "wait", "delete_key", "compare_set", "multi_get", "multi_set"):
+    setattr(_CountedStore, _name, _counted_request(_name))
+
+
+def _be_rank(rank: int, ranks: int, port: int, way: str, rows: Queue[tuple[int, ...]]) -> None:
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
     torch.cuda.device_count, torch.cuda.set_device = lambda: ranks, lambda device: None
+    stores: list[_CountedStore] = []
+
+    def counted_store(*args: Any, **kwargs: Any) -> _CountedStore:
+        stores.append(_CountedStore(*args, **kwargs))
+        return stores[-1]
+
+    setattr(sys.modules[rendezvous.__module__], "TCPStore", counted_store)  # noqa: B010 (what torch makes stores of)
     before = _open_files()
     if way == "jigsaw":
         jigsaw.init_mesh(device="cuda", backend="cuda:fake", lat=2, lon=-1)
@@ -47,7 +76,7 @@ def _be_rank(rank: int, ranks: int, port: int, way: str, rows: Queue[tuple[int, 
         group: Any = dist.new_group(backend="gloo")
     dist.all_reduce(torch.ones(1))
     dist.gather_object(rank, [None] * ranks if rank == 0 else None, dst=0, group=group)
-    rows.put((rank, _open_files() - before, default_store().num_keys()))
+    rows.put((rank, _open_files() - before, stores[0].requests, stores[0].store.num_keys()))
     dist.barrier()
 
 
@@ -56,13 +85,14 @@ def measure_ranks(ranks: int, way: str) -> dict[str, int | str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    rows: Queue[tuple[int, int, int]] = mp.get_context("spawn").Queue()
+    rows: Queue[tuple[int, ...]] = mp.get_context("spawn").Queue()
     job: Any = mp.spawn(_be_rank, (ranks, port, way, rows), ranks, join=False)
-    by_rank = {rank: row for rank, *row in (rows.get() for _ in range(ranks))}
-    while not job.join():
+    while not job.join():  # raises what a rank has failed with
         pass
-    (files, _), (first_files, keys) = by_rank[ranks - 1], by_rank[0]
-    return {"ranks": ranks, "groups": way, "open_files": files, "first_open_files": first_files, "store_keys": keys}
+    by_rank = {rank: row for rank, *row in (rows.get() for _ in range(ranks))}
+    (files, requests, _), (first_files, first_requests, keys) = by_rank[ranks - 1], by_rank[0]
+    of_store = {"store_requests": requests, "first_store_requests": first_requests, "store_keys": keys}
+    return {"ranks": ranks, "groups": way, "open_files": files, "first_open_files": first_files, **of_store}
 
 
 def main() -> None:

@@ -396,13 +396,12 @@ class ModelPipeline:
             else:
                 self._count_messages(plan)
                 run = schedule.step if torch.is_grad_enabled() else schedule.eval
-                wait = OpenWait("a step of a pipeline", ranks_along(self.mesh, self._own.axis))
-                try:
-                    run(target=places, losses=losses, return_outputs=False, place=places)
-                except RuntimeError as error:
-                    if error.__cause__ is not None:  # torch wraps the errors of a stage
-                        raise error.__cause__ from None
-                    with wait:
+                with OpenWait("a step of a pipeline", ranks_along(self.mesh, self._own.axis)):
+                    try:
+                        run(target=places, losses=losses, return_outputs=False, place=places)
+                    except RuntimeError as error:
+                        if error.__cause__ is not None:  # torch wraps the errors of a stage
+                            raise error.__cause__ from None
                         raise
         self._reduce_shared(before)
         return losses

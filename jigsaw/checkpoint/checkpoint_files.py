@@ -42,7 +42,7 @@ from jigsaw.checkpoint.checkpoint_index import (
     torch_index_of,
 )
 from jigsaw.checkpoint.parted_tensors import with_parts_apart
-from jigsaw.comm.agreement import decide_on_first_rank, is_alike_in_job, told_by_rank, told_in_job_where_different
+from jigsaw.comm.agreement import decide_on_first_rank, first_rank_where, is_alike_in_job, told_by_rank
 from jigsaw.drafts import open_unlinked, path_of_draft
 from jigsaw.errors import CheckpointError
 
@@ -55,7 +55,7 @@ def fail_together(work: Callable[[], T], of_first: bool = False, what: str = "")
 
     With `of_first` only the first rank works, and all have its result.  `what` precedes errors of the system.
 
-    *Sends*: 32 bytes, and the message of a failure, to all ranks; `of_first`, the result, down a tree.
+    *Sends*: an all-reduce of 8 bytes, and the message of a failure down a tree; `of_first`, the result, down a tree.
     """
     result, failure = None, None
     is_idle = of_first and dist.is_initialized() and dist.get_rank() != 0
@@ -71,7 +71,8 @@ def fail_together(work: Callable[[], T], of_first: bool = False, what: str = "")
     if of_first:
         message, result = told_by_rank((message, result), 0)
     else:
-        message = next((why for why in told_in_job_where_different(message) or [message] if why), "")
+        first_failed = first_rank_where(bool(message))
+        message = "" if first_failed is None else told_by_rank(message, first_failed)
     if message:
         raise CheckpointError(message) from failure
     return result  # pyright: ignore[reportReturnType]

@@ -130,8 +130,23 @@ def told_in_job_where_different(value: T) -> list[T]:
     if is_alike_in_job(value):
         return []
     digests = collectives.all_gather_in_job(tuple(_both_ends(value, "cpu").tolist()))
-    values = {digest: told_by_rank(value, digests.index(digest)) for digest in dict.fromkeys(digests)}
+    first_ranks = {digest: rank for rank, digest in reversed([*enumerate(digests)])}
+    values = {digest: told_by_rank(value, first_ranks[digest]) for digest in dict.fromkeys(digests)}  # in one order
     return [values[digest] for digest in digests]
+
+
+def first_rank_where(is_here: bool) -> int | None:
+    """Return the first rank of the job where something is, or None where it is on no rank; every rank calls this.
+
+    *Sends*: an all-reduce of 8 bytes; not counted.
+    """
+    group = job_group()
+    if group is None:
+        return 0 if is_here else None
+    first = torch.tensor([group.rank() if is_here else group.size()], device=device_of_values(group))
+    with OpenWait("agreement of the job", range(group.size())):
+        dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
+    return None if int(first) == group.size() else int(first)
 
 
 def told_by_rank(value: T, rank: int) -> T:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -27,6 +28,7 @@ from jigsaw.ranks.mesh import (
     root_mesh,
     sends_through_host,
 )
+from jigsaw.ranks.waiting_ranks import OpenWait
 from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import is_view
@@ -34,7 +36,7 @@ from jigsaw.torch_internals.groups import (
     add_gradients_behind_reductions,
     gather_without_waiting,
     results_of_placement,
-    sum_complex_as_reals,
+    watch_messages_of_unit,
 )
 from jigsaw.torch_internals.placements import dim_and_parts
 
@@ -160,7 +162,9 @@ def shard_model_weights(
             unit.register_forward_hook(_without_views)  # before FSDP2's own
             fully_shard(unit, mesh=over, ignored_params=set(rest.values()), shard_placement_fn=place, **fsdp_options)
         if isinstance(unit, FSDPModule):
-            _set_reduction(unit, through_host=sends_through_host(mesh))
+            if sends_through_host(mesh):
+                unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+            watch_messages_of_unit(unit, _wait_of_group)
             add_gradients_behind_reductions(unit)
             sharded.append(unit)
     if sharded and mesh.device_type == "cpu":
@@ -168,11 +172,8 @@ def shard_model_weights(
     return rest
 
 
-def _set_reduction(unit: FSDPModule, through_host: bool) -> None:
-    if through_host:
-        unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
-    elif any(p.is_complex() for p in cast(nn.Module, unit).parameters()):
-        sum_complex_as_reals(unit)  # NCCL adds up real numbers alone
+def _wait_of_group(kind: str, group: dist.ProcessGroup) -> OpenWait:
+    return OpenWait(kind, dist.get_process_group_ranks(group))
 
 
 class _NoView(torch.autograd.Function):

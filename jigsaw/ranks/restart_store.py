@@ -23,14 +23,17 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from jigsaw.errors import ShardingError
 
+T = TypeVar("T")
 _FOLDER = "jigsaw.start"
 _POLL_SECONDS = 0.02
 _BACKLOG = 2048
@@ -82,19 +85,9 @@ def store_that_answers(
 ) -> dist.TCPStore | None:
     """Join the store that rank 0 keeps; None where something listens for so long and does not answer as a store.
 
-    Torch has no time-out for the first answer on a connection.  So a thread waits in torch, and this function looks on.
-
     Raises: `torch.distributed.DistNetworkError` where nobody listens within the limit.
     """
-    joined: Future[dist.TCPStore] = Future()
-
-    def join() -> None:
-        try:
-            joined.set_result(dist.TCPStore(host, port, ranks, False, limit, wait_for_workers=False))
-        except BaseException as e:
-            joined.set_exception(e)
-
-    threading.Thread(target=join, name="jigsaw-join", daemon=True).start()
+    joined = answer_of_store(lambda: dist.TCPStore(host, port, ranks, False, limit, wait_for_workers=False))
     # torch itself gives up some seconds after the limit, if nobody listens
     until, listens_since = time.monotonic() + (limit + patience).total_seconds(), math.inf
     while True:
@@ -112,6 +105,20 @@ def store_that_answers(
             return None
         if now > until:
             raise _nobody_listens(host, port, limit)
+
+
+def answer_of_store(ask: Callable[[], T]) -> Future[T]:
+    """Return what a thread gets of a store; torch waits for ever for the answer of a process that is silent."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as e:
+            answer.set_exception(e)
+
+    threading.Thread(target=run, name="jigsaw store", daemon=True).start()
+    return answer
 
 
 def _nobody_listens(host: str, port: int, limit: timedelta) -> dist.DistNetworkError:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from jigsaw.ranks.call_places import place_in_frames, place_of_call
 from jigsaw.ranks.mesh import job_patience
 from jigsaw.ranks.model_world import job_group, job_rank, job_size
-from jigsaw.ranks.restart_store import is_shared_between_starts
+from jigsaw.ranks.restart_store import answer_of_store, is_shared_between_starts
 from jigsaw.torch_internals.groups import default_store
 
 T = TypeVar("T")
@@ -56,17 +56,21 @@ class OpenWait:
     # not a generator, because each message opens one or two of these
     def __init__(self, kind: str, ranks: Sequence[int]) -> None:
         self.kind, self.ranks, self.since = kind, ranks, time.monotonic()
+        self._around: OpenWait | None = None
 
     def __enter__(self) -> None:
         start_wait_watch()
-        _open_waits[threading.get_ident()] = self
+        thread = threading.get_ident()
+        self._around, _open_waits[thread] = _open_waits.get(thread), self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         try:
-            if isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
+            is_of_messages = isinstance(error, dist.DistError) or "/gloo/" in str(error)
+            if isinstance(error, RuntimeError) and not isinstance(error, WaitError) and is_of_messages:
                 raise self._error_of(error) from error  # all other errors concern arguments, not ranks
         finally:
-            _open_waits.pop(threading.get_ident(), None)
+            thread = threading.get_ident()
+            _ = _open_waits.pop(thread, None) if self._around is None else _open_waits.update({thread: self._around})
 
     def _error_of(self, error: BaseException) -> WaitError:
         others = [rank for rank in self.ranks if rank != job_rank()]
@@ -154,18 +158,10 @@ def _words_of_first(failure: str) -> str:
 
 def _within(seconds: float, work: Callable[[], T]) -> T | None:
     """Return the result of `work`; None where it fails, or takes longer."""
-    results: list[T] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except Exception:  # a store that has ended may raise anything, and there is a better error to show
-            return
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None
+    try:
+        return answer_of_store(work).result(seconds)
+    except Exception:  # a store that has ended may raise anything, and there is a better error to show
+        return None
 
 
 # -- while ranks wait -------------------------------------------------------------------------------------------------

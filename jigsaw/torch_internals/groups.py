@@ -214,21 +214,46 @@ def change_units_of_fsdp(apply: Callable[..., Any]) -> None:
     replace_in_torch(function, "apply", staticmethod(partial(apply, function.apply)))
 
 
-def sum_complex_as_reals(unit: Any) -> None:
-    """Let FSDP2 reduce and scatter complex gradients of a unit as pairs of reals.
+def watch_messages_of_unit(unit: Any, wait: Callable[[str, dist.ProcessGroup], AbstractContextManager[Any]]) -> None:
+    """Let FSDP2 wait for messages of a unit within ``wait(kind, group)``, and sum complex gradients as pairs of reals.
 
-    Public is `set_custom_reduce_scatter`, which refuses units on several meshes and needs a class that is not public.
+    NCCL adds up real numbers alone.  Public are `set_custom_all_gather` and `set_custom_reduce_scatter`, which refuse
+    units on several meshes and need classes that are not public.
     """
-    default = private_name(_FSDP + "_fsdp_collectives:DefaultReduceScatter")
+    gather = private_name(_FSDP + "_fsdp_collectives:DefaultAllGather")
+    reduction = private_name(_FSDP + "_fsdp_collectives:DefaultReduceScatter")
 
-    class PairsOfReals(default):
-        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    class WatchedGather(gather):
+        def __call__(self, *, group: dist.ProcessGroup, **options: Any) -> Any:
+            gathering = "gather of cut weights"
+            with wait(gathering, group):
+                work = super().__call__(group=group, **options)
+            return None if work is None else _WatchedWork(work, lambda: wait(gathering, group))
+
+    class WatchedReduction(reduction):
+        def __call__(
+            self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options: Any
+        ) -> Any:
             pairs = [torch.view_as_real(x).view(-1) if x.is_complex() else x for x in (output_tensor, input_tensor)]
-            return super().__call__(*pairs, *args, **kwargs)
+            with wait("sum of gradients of cut weights", group):
+                return super().__call__(*pairs, group=group, **options)
 
     for parameters in _parameter_groups(unit):
-        private_attribute(parameters, "_reduce_scatter_comm")
-        setattr(parameters, "_reduce_scatter_comm", PairsOfReals())  # noqa: B010 (a private name, which is looked up)
+        for name, traffic in (("_all_gather_comm", WatchedGather()), ("_reduce_scatter_comm", WatchedReduction())):
+            private_attribute(parameters, name)
+            setattr(parameters, name, traffic)
+
+
+class _WatchedWork(dist.Work):
+    """A message under way, for which its rank waits within a block."""
+
+    def __init__(self, work: dist.Work, block: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self._work, self._block = work, block
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        with self._block():
+            return self._work.wait(timeout)
 
 
 def _parameter_groups(unit: Any) -> list[Any]:

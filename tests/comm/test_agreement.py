@@ -7,7 +7,7 @@ from torch import nn
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.comm.agreement import are_alike, told_in_job_where_different, told_where_different
+from jigsaw.comm.agreement import are_alike, first_rank_where, told_in_job_where_different, told_where_different
 from jigsaw.errors import ShardingError
 from jigsaw.testing import on_ranks, world_mesh
 
@@ -47,6 +47,14 @@ def test_values_of_all_ranks_are_told_where_one_differs():
     assert told_in_job_where_different(rank // 2) == expected
     assert are_alike(mesh, rank // 2, ("lon",))
     assert not are_alike(mesh, rank // 2, ("lat",))
+
+
+@on_ranks(4)
+def test_the_first_rank_where_something_is_is_known_to_all():
+    rank = dist.get_rank()
+    assert first_rank_where(False) is None
+    for ranks in ({3}, {1, 3}, {0, 1, 2, 3}):
+        assert first_rank_where(rank in ranks) == min(ranks)
 
 
 @on_ranks(4)

@@ -160,10 +160,24 @@ pipe.step(x, x)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("work", ["load", "read of a sample", "statistics"])
-def test_what_others_are_told_though_the_store_ends_with_rank_0(monkeypatch, work):
-    """In `load` rank 2 waits for rank 0 alone, which ends by the error of rank 1, and with it the store."""
+@pytest.mark.parametrize(
+    ("work", "fault", "failing"),
+    [
+        (
+            "load",
+            "raises",
+            1,
+        ),  # rank 2 waits for rank 0 alone, which ends by the error of rank 1, and with it the store
+        ("read of a sample", "raises", 1),
+        ("statistics", "raises", 1),
+        ("statistics", "silent", 0),  # the store, whose keeper is stopped, never answers
+        ("backward pass, cut weights", "raises", 0),  # in messages of FSDP2
+        ("step of a pipeline", "raises", 0),
+    ],
+)
+def test_what_others_are_told_of_a_failure(monkeypatch, work, fault, failing):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    seen = importlib.import_module("failures").seen(work, "raises", 8.0)
-    assert seen["names_it"] and seen["tells_why"], seen
-    assert seen["seconds"] < 8
+    wait = 8.0 if fault == "silent" else 30.0
+    seen = importlib.import_module("failures").seen(work, fault, wait, failing)
+    assert seen["names_it"] and seen.get("tells_why", True), seen
+    assert seen["seconds"] < 30, "as long as ranks wait for one that they know to have failed"

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.errors import ForkedError, PeerError, ShardingError
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_patience
+from jigsaw.ranks.restart_store import answer_of_store
 from jigsaw.ranks.waiting_ranks import first_ended, first_failure, found_of_others, start_wait_watch
 from jigsaw.torch_internals.groups import default_store
 
@@ -124,6 +125,8 @@ def _end_groups() -> None:
 
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 0.2  # seconds between looks for ranks that have not come
+_STORE_SECONDS = 5.0
+"""Beyond their time-out, ranks of a meeting wait so long for an answer of the job's store."""
 _groups_met: Counter[tuple[int, ...]] = Counter()
 
 
@@ -156,9 +159,16 @@ def meet_peers(
     _groups_met[ranks] += 1
     store = dist.PrefixStore(f"jigsaw.io/{ranks}/{_groups_met[ranks]}", default_store())
     me = ranks.index(dist.get_rank())
+    start_wait_watch()
+    limit = timeout + _STORE_SECONDS
     try:
-        _await_peers(store, ranks, me, timeout)
-        group = dist.ProcessGroupGloo(store, me, len(ranks), timedelta(seconds=timeout))
+        answer_of_store(lambda: _await_peers(store, ranks, me, timeout)).result(limit)
+        group = answer_of_store(
+            lambda: dist.ProcessGroupGloo(store, me, len(ranks), timedelta(seconds=timeout))
+        ).result(limit)
+    except TimeoutError as e:
+        waited = f"the ranks {ranks} cannot meet to read samples together, and have waited {limit:g} s"
+        raise PeerError(f"{waited}{first_failure()}") from e
     except dist.DistError as e:
         raise PeerError(f"the ranks {ranks} cannot meet to read samples together{first_failure()} ({e})") from e
     return PeerGroup(me, len(ranks), group, host, timeout)
@@ -169,7 +179,6 @@ def _await_peers(store: dist.Store, ranks: Sequence[int], me: int, timeout: floa
 
     Raises: `PeerError` with the error of a rank that failed, or with the ranks that have not come in time.
     """
-    start_wait_watch()
     store.set(f"here/{me}", "")
     arrivals, pause, until = store.add("here", 1), _SHORTEST_PAUSE, time.monotonic() + timeout
     while arrivals < len(ranks):
