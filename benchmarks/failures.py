@@ -40,6 +40,7 @@ from jigsaw.ranks.mesh import mesh_patience
 
 ROOT, RANKS = Path(__file__).parents[1], 3
 FAULTS = ("raises", "killed", "silent")
+_START_SECONDS = 120.0  # within which the fault happens
 BEGIN, END = "<!-- begin: made by benchmarks/failures.py -->", "<!-- end: made by benchmarks/failures.py -->"
 ERROR_LINE = r"^(?:\[rank\d+\]: )?(?:\w+\.)*(\w+(?:Error|Exit)): "  # the last line of a traceback
 Fact = dict[str, Any]
@@ -209,9 +210,6 @@ def write_store(folder: str) -> None:
     }
     data = xr.Dataset({"t": (("time", "lat", "lon"), values)}, coords)
     data.to_zarr(f"{folder}/store.zarr", encoding={"t": {"chunks": (1, 13, 8)}}, consolidated=False)
-
-
-_START_SECONDS = 120.0
 
 
 def seen(work: str, fault: str, wait: float, failing: int = 1, patience: float = 60.0) -> Fact:
