@@ -62,7 +62,7 @@ PYTEST := python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup weather weather-025 cells aurora vae medical nginx test test-cuda test-played test-law check nightly docs test-newest with-newest test-least test-next \
-	test-oldest with-oldest bench fuzz zoo zoo-waits dist sbom release-tag lint-repository clean
+	test-oldest with-oldest bench fuzz zoo zoo-waits zoo-law dist sbom release-tag lint-repository clean
 
 help: ## show these targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -203,6 +203,9 @@ zoo: $(ZOO_STAMP) ## published nets of twelve packages on tiles against one proc
 # It ends with an error when the host waits on tiles where it does not in plain torch.
 zoo-waits: $(ZOO_STAMP) ## for what the host waits in training steps of these nets, on a device that is played; WORDS chooses
 	PYTHONPATH=. $(ZOO)/bin/python tests/zoo/waits.py $(WORDS)
+
+zoo-law: $(ZOO_STAMP) ## the messages of these nets' training steps by NCCL's law, on CPUs; WORDS chooses
+	JIGSAW_TEST_BACKEND=ordered PYTHONPATH=. $(ZOO)/bin/python tests/zoo/run.py $(WORDS) --mesh 2 --json zoo-law.json
 
 $(ZOO_STAMP): pyproject.toml
 	test -x $(ZOO)/bin/python || "$(PYTHON)" -m venv $(ZOO)

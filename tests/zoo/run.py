@@ -79,9 +79,8 @@ def verdict_of_world(
 
 
 def end_world(ranks: int) -> None:
-    world = _worlds.pop(ranks, None)
-    if world is not None:
-        world.kill()
+    for kind in [kind for kind in _worlds if kind.ranks == ranks]:
+        _worlds.pop(kind).kill()
 
 
 def _of_all_ranks(found: list[RankVerdict]) -> RankVerdict:
@@ -143,7 +142,7 @@ def run_zoo(
                     f"{found['function']:20} {found['cause'][:150]}",
                     flush=True,
                 )
-            for ranks in list(_worlds):
+            for ranks in {kind.ranks for kind in _worlds}:
                 end_world(ranks)
     return results
 
