@@ -87,7 +87,7 @@ def store_that_answers(
 
     Raises: `torch.distributed.DistNetworkError` where nobody listens within the limit.
     """
-    joined = answer_of_store(lambda: dist.TCPStore(host, port, ranks, False, limit, wait_for_workers=False))
+    joined = store_answer(lambda: dist.TCPStore(host, port, ranks, False, limit, wait_for_workers=False))
     # torch itself gives up some seconds after the limit, if nobody listens
     until, listens_since = time.monotonic() + (limit + patience).total_seconds(), math.inf
     while True:
@@ -107,7 +107,7 @@ def store_that_answers(
             raise _nobody_listens(host, port, limit)
 
 
-def answer_of_store(ask: Callable[[], T]) -> Future[T]:
+def store_answer(ask: Callable[[], T]) -> Future[T]:
     """Return what a thread gets of a store; torch waits for ever for the answer of a process that is silent."""
     answer: Future[T] = Future()
 

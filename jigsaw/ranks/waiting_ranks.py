@@ -30,7 +30,7 @@ import torch.distributed as dist
 from jigsaw.ranks.call_places import place_in_frames, place_of_call
 from jigsaw.ranks.mesh import job_patience
 from jigsaw.ranks.model_world import job_group, job_rank, job_size
-from jigsaw.ranks.restart_store import answer_of_store, is_shared_between_starts
+from jigsaw.ranks.restart_store import store_answer, is_shared_between_starts
 from jigsaw.torch_internals.groups import default_store
 
 T = TypeVar("T")
@@ -159,7 +159,7 @@ def _words_of_first(failure: str) -> str:
 def _within(seconds: float, work: Callable[[], T]) -> T | None:
     """Return the result of `work`; None where it fails, or takes longer."""
     try:
-        return answer_of_store(work).result(seconds)
+        return store_answer(work).result(seconds)
     except Exception:  # a store that has ended may raise anything, and there is a better error to show
         return None
 

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.errors import ForkedError, PeerError, ShardingError
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_patience
-from jigsaw.ranks.restart_store import answer_of_store
+from jigsaw.ranks.restart_store import store_answer
 from jigsaw.ranks.waiting_ranks import first_ended, first_failure, found_of_others, start_wait_watch
 from jigsaw.torch_internals.groups import default_store
 
@@ -162,10 +162,10 @@ def meet_peers(
     start_wait_watch()
     limit = timeout + _STORE_SECONDS
     try:
-        answer_of_store(lambda: _await_peers(store, ranks, me, timeout)).result(limit)
-        group = answer_of_store(
-            lambda: dist.ProcessGroupGloo(store, me, len(ranks), timedelta(seconds=timeout))
-        ).result(limit)
+        store_answer(lambda: _await_peers(store, ranks, me, timeout)).result(limit)
+        group = store_answer(lambda: dist.ProcessGroupGloo(store, me, len(ranks), timedelta(seconds=timeout))).result(
+            limit
+        )
     except TimeoutError as e:
         waited = f"the ranks {ranks} cannot meet to read samples together, and have waited {limit:g} s"
         raise PeerError(f"{waited}{first_failure()}") from e
