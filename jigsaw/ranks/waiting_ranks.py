@@ -30,7 +30,7 @@ import torch.distributed as dist
 from jigsaw.ranks.call_places import place_in_frames, place_of_call
 from jigsaw.ranks.mesh import job_patience
 from jigsaw.ranks.model_world import job_group, job_rank, job_size
-from jigsaw.ranks.restart_store import store_answer, is_shared_between_starts
+from jigsaw.ranks.restart_store import is_shared_between_starts, store_answer
 from jigsaw.torch_internals.groups import default_store
 
 T = TypeVar("T")
