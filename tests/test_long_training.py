@@ -111,6 +111,7 @@ def read_days(folder):
 
 @pytest.mark.slow
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_a_thousand_files_of_a_hundred_chunks_are_read_by_eight_ranks(tmp_path):
     write_days(tmp_path)
     for history, batches in read_days(str(tmp_path)):
