@@ -69,8 +69,10 @@ class OpenWait:
             if isinstance(error, RuntimeError) and not isinstance(error, WaitError) and is_of_messages:
                 raise self._error_of(error) from error  # all other errors concern arguments, not ranks
         finally:
-            thread = threading.get_ident()
-            _ = _open_waits.pop(thread, None) if self._around is None else _open_waits.update({thread: self._around})
+            if self._around is None:
+                _open_waits.pop(threading.get_ident(), None)
+            else:
+                _open_waits[threading.get_ident()] = self._around
 
     def _error_of(self, error: BaseException) -> WaitError:
         others = [rank for rank in self.ranks if rank != job_rank()]
