@@ -14,15 +14,12 @@ headers included: the ranks are in a network namespace of their own, so that the
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,6 +28,7 @@ import computing_page
 import computing_sides as sides
 import torch
 import torch.distributed as dist
+from result_file import ResultFile, add_result_options
 from torch import nn
 
 from jigsaw.testing import RankFailedError, run_on_ranks
@@ -239,8 +237,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--case", nargs="+", choices=list(cases(True)), default=list(cases(True)))
     made.add_argument("--rounds", type=int, default=9)
     made.add_argument("--small", action="store_true", help="toy size, as the tests run it")
-    made.add_argument("--output", type=Path, help="a result file, that begins with hardware, date and command")
-    made.add_argument("--hardware", default="", help="what the result file says of the machine")
+    add_result_options(made)
     made.add_argument("--page", action="store_true", help="only make the page of the result files")
     return made
 
@@ -249,18 +246,11 @@ def main() -> None:
     chosen = parser().parse_args()
     if not chosen.page:
         in_own_namespace()
-        lines: list[dict[str, Any]] = []
-        if chosen.output:
-            command = (
-                f"python benchmarks/computing.py --case {' '.join(map(repr, chosen.case))} --rounds {chosen.rounds}"
-            )
-            lines.append({"hardware": chosen.hardware or "?", "date": f"{datetime.date.today()}", "command": command})
+        words = f"--case {' '.join(map(repr, chosen.case))} --rounds {chosen.rounds}"
+        results = ResultFile(chosen, f"python benchmarks/computing.py {words}")
         for name in chosen.case:
             for result in compared(name, chosen):
-                lines.append(result | {"versions": _versions()})
-                print(json.dumps(lines[-1]), flush=True)
-            if chosen.output:
-                chosen.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+                results.add(result | {"versions": _versions()})
     if chosen.page or chosen.output:
         computing_page.write()
 

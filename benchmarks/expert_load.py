@@ -13,14 +13,12 @@ measures.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-from pathlib import Path
 from typing import Any
 
 import strategies_page
 import torch
 import torch.nn.functional as F
+from result_file import ResultFile, add_result_options
 from torch import Tensor
 
 import jigsaw
@@ -70,16 +68,13 @@ def trained(balance: float, steps: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--output", type=Path, help="a result file, that begins with hardware, date and command")
-    parser.add_argument("--hardware", default="", help="what the result file says of the machine")
+    add_result_options(parser)
     chosen = parser.parse_args()
-    command = f"python benchmarks/expert_load.py --steps {chosen.steps}"
-    lines = [{"hardware": chosen.hardware or "?", "date": f"{datetime.date.today()}", "command": command}]
+    results = ResultFile(chosen, f"python benchmarks/expert_load.py --steps {chosen.steps}")
     for balance in (0.0, 0.01, 0.1):
-        lines += trained(balance, chosen.steps)
-        print(*map(json.dumps, lines[-2:]), sep="\n", flush=True)
+        for row in trained(balance, chosen.steps):
+            results.add(row)
     if chosen.output:
-        chosen.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
         strategies_page.write_tables()
 
 

@@ -13,7 +13,6 @@ rank that raised must be in what the others say (`tells_why`).
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import os
@@ -32,6 +31,7 @@ import numpy as np
 import torch
 import xarray as xr
 from markdown_table import table_lines
+from result_file import ResultFile, add_result_options
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -305,8 +305,7 @@ def main() -> None:
     parser.add_argument("--wait", type=float, default=8.0, help="seconds that the mesh waits")
     parser.add_argument("--failing", type=int, nargs="+", default=[1, 0], help="the ranks that fail, one in a run")
     parser.add_argument("--work", nargs="*", help="the kinds of work; by default all")
-    parser.add_argument("--output", type=Path, help="a result file, that begins with hardware, date and command")
-    parser.add_argument("--hardware", default="", help="the words of the result file about the machine")
+    add_result_options(parser)
     parser.add_argument("--page", action="store_true", help="make the table of docs/failures.md, and measure nothing")
     parser.add_argument("--rank-of", nargs=3, metavar=("WORK", "FAULT", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -314,14 +313,10 @@ def main() -> None:
         return run_rank(*options.rank_of, options.wait, *options.failing)
     if options.page:
         return write_page()
-    command = f"python benchmarks/failures.py --wait {options.wait:g}"
-    lines: list[Fact] = [{"hardware": options.hardware or "?", "date": f"{datetime.date.today()}", "command": command}]
+    results = ResultFile(options, f"python benchmarks/failures.py --wait {options.wait:g}")
     for work in options.work or WORKS:
         for failing, fault in itertools.product(options.failing, FAULTS):
-            lines.append(seen(work, fault, options.wait, failing))
-            print(json.dumps(lines[-1]), flush=True)
-    if options.output:
-        options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            results.add(seen(work, fault, options.wait, failing))
     return None
 
 

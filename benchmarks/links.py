@@ -23,7 +23,6 @@ the layer's docstring; `link_over_formula` is `link_bytes` over those bytes of t
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import os
@@ -36,7 +35,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,6 +42,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from result_file import ResultFile, add_result_options
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -377,8 +376,7 @@ def main() -> None:
     parser.add_argument("--computing", choices=["sleep", "real"], default="sleep")
     parser.add_argument("--seconds", type=float, default=0.6, help="how long the simulated device computes in a step")
     parser.add_argument("--small", action="store_true", help="toy size")
-    parser.add_argument("--output", type=Path, help="a result file, that begins with hardware, date and command")
-    parser.add_argument("--hardware", default="", help="what the result file says of the machine")
+    add_result_options(parser)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -392,13 +390,9 @@ def main() -> None:
                 ["python benchmarks/links.py", f"--rounds {chosen.rounds}", f"--share {chosen.share}"]
                 + [f"--seconds {chosen.seconds}", f"--computing {chosen.computing}"]
             )
-            today = f"{datetime.date.today()}"
-            lines: list[Any] = [{"hardware": chosen.hardware or "?", "date": today, "command": command}]
+            results = ResultFile(chosen, command)
             for name in chosen.case:
-                lines.append(measure(name, ranks, chosen))
-                print(json.dumps(lines[-1]), flush=True)
-            if chosen.output:
-                chosen.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+                results.add(measure(name, ranks, chosen))
         finally:
             ranks.end()
 

@@ -13,12 +13,9 @@ weights in the gaps have none here but that it be less.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +24,7 @@ import strategies_page
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from result_file import ResultFile, add_result_options
 from torch import Tensor, nn
 
 import jigsaw
@@ -121,17 +119,14 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=0.06, help="of a stage forward, of one microbatch")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="a result file, that begins with hardware, date and command")
-    parser.add_argument("--hardware", default="", help="what the result file says of the machine")
+    add_result_options(parser)
     chosen = parser.parse_args()
     command = f"python benchmarks/pipeline_waits.py --microbatches {chosen.microbatches} --rounds {chosen.rounds}"
-    lines = [{"hardware": chosen.hardware or "?", "date": f"{datetime.date.today()}", "command": command}]
+    results = ResultFile(chosen, command)
     for ranks in chosen.ranks:
         for schedule in STAGES_A_RANK:
-            lines.append(waits(ranks, schedule, chosen.microbatches, chosen.seconds, chosen.rounds))
-            print(json.dumps(lines[-1]), flush=True)
+            results.add(waits(ranks, schedule, chosen.microbatches, chosen.seconds, chosen.rounds))
     if chosen.output:
-        chosen.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
         strategies_page.write_tables()
 
 

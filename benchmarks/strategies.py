@@ -16,15 +16,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,6 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from computing import IN_NAMESPACE, in_own_namespace, last_words, loopback_bytes
 from computing_sides import Block
+from result_file import ResultFile, add_result_options
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -430,22 +428,17 @@ def main() -> None:
     parser.add_argument("--way", nargs="+", default=[""], help="parts of the names of ways; all by default")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--small", action="store_true", help="toy size, as the tests run it")
-    parser.add_argument("--output", type=Path, help="a result file, that begins with hardware, date and command")
-    parser.add_argument("--hardware", default="", help="what the result file says of the machine")
+    add_result_options(parser)
     parser.add_argument("--page", action="store_true", help="only make the tables of the result files")
     chosen = parser.parse_args()
     if not chosen.page:
         in_own_namespace()
         words = f"--ranks {chosen.ranks} --net {' '.join(chosen.net)} --rounds {chosen.rounds}"
         words += f" --way {' '.join(chosen.way)}" if any(chosen.way) else ""
-        command = f"python benchmarks/strategies.py {words}"
-        lines = [{"hardware": chosen.hardware or "?", "date": f"{datetime.date.today()}", "command": command}]
+        results = ResultFile(chosen, f"python benchmarks/strategies.py {words}")
         for name in chosen.net:
             for result in compared(name, chosen):
-                lines.append(result)
-                print(json.dumps(result), flush=True)
-            if chosen.output:
-                chosen.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+                results.add(result)
     if chosen.page or chosen.output:
         strategies_page.write_tables()
 

@@ -12,8 +12,6 @@ counted on ranks, whose result and gradients are compared with one process to 1e
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import sys
 from functools import cache
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 
 import strategies_page
 import torch
+from result_file import ResultFile, add_result_options
 from torch import nn
 
 import jigsaw
@@ -94,18 +93,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--block", nargs="+", default=[block.__name__ for block in plan_blocks.BLOCKS])
-    parser.add_argument("--output", type=Path, help="a result file, that begins with hardware, date and command")
-    parser.add_argument("--hardware", default="?", help="what the result file says of the machine")
+    add_result_options(parser)
     chosen = parser.parse_args()
     command = f"python benchmarks/tensor_blocks.py --ranks {' '.join(map(str, chosen.ranks))}"
-    lines: list[Any] = [{"hardware": chosen.hardware, "date": f"{datetime.date.today()}", "command": command}]
+    results = ResultFile(chosen, command)
     for ranks in chosen.ranks:
         for block in chosen.block:
             for tokens in (None, "channel"):
-                lines.append(measured(block, ranks, tokens))
-                print(json.dumps(lines[-1]), flush=True)
+                results.add(measured(block, ranks, tokens))
     if chosen.output:
-        chosen.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
         strategies_page.write_tables()
 
 
