@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from jigsaw.fields.latlon import latitude_rows
-from jigsaw.nn.losses.ensemble_loss import ensemble_crps
+from jigsaw.nn.losses.field_losses import ensemble_crps
 from jigsaw.nn.losses.loss import check_same_shape, weighted_mean
 from jigsaw.ops.reductions import ReducedDims
 

@@ -21,8 +21,7 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Cut, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.apart_copies import copied_apart, copied_to, note_rows_around
-from jigsaw.ops.meeting.common_axes import elements_to_fetch
-from jigsaw.ops.meeting.common_cuts import pieces_with_rows, with_moved_rows
+from jigsaw.ops.meeting.common_cuts import elements_to_fetch, pieces_with_rows, with_moved_rows
 from jigsaw.ops.meeting.reshaped_cuts import plan_reshape
 from jigsaw.ops.plain_views import leave_as_view
 from jigsaw.ops.pointwise import held_by_all

@@ -17,7 +17,7 @@ import jigsaw
 from jigsaw import comm
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Cut
-from jigsaw.nn.attention import ring_attention, ring_order
+from jigsaw.nn.attention import ring_attention
 from jigsaw.nn.attention.attention_ways import (
     AttentionSizes,
     RankSplit,
@@ -322,7 +322,7 @@ def test_ranks_of_a_causal_ring_have_as_much_to_do():
 
 def _check_mirrored(*meshes):
     """Causal cases, though their ranks have few queries."""
-    ring_order.MIRRORED_QUERIES, before = 0, ring_order.MIRRORED_QUERIES
+    ring_attention.MIRRORED_QUERIES, before = 0, ring_attention.MIRRORED_QUERIES
     try:
         for axes, ways in meshes:
             _check_ways(ways, ["causal", "causal cross", "grouped, causal", "fewer tokens than ranks"], **axes)
@@ -338,7 +338,7 @@ def _check_mirrored(*meshes):
                     functools.partial(_attention, is_causal=True), [K, Q, Q], [cut_q, cut_k, cut_k], mesh, **EXACT
                 )
     finally:
-        ring_order.MIRRORED_QUERIES = before
+        ring_attention.MIRRORED_QUERIES = before
 
 
 @pytest.mark.slow

@@ -11,8 +11,7 @@ from jigsaw.io.commands import parse_options as options
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.opening import open
 from jigsaw.io.series.statistics import Statistics, check_statistics_path
-from jigsaw.io.stats.compute import statistics
-from jigsaw.io.stats.step_blocks import WEIGHT_RULES
+from jigsaw.io.stats.compute import WEIGHT_RULES, statistics
 from jigsaw.ranks.mesh import init_mesh, mesh_coordinate
 
 

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Cut, cut_points
 from jigsaw.geometry.layout import AxisSizes, Layout
-from jigsaw.nn.attention.ring_order import mirrored_counts
+from jigsaw.nn.attention.ring_attention import mirrored_counts
 from jigsaw.nn.rank_order import CutGroup
 from jigsaw.ranks.mesh import split_axis_mesh
 from jigsaw.tile.tile import Tile
@@ -172,7 +172,7 @@ class AttentionSizes:
     key_row: int  # in k and v together
     itemsize: int
     splits: tuple[RankSplit, ...] = ()  # of these ranks in those that share out heads and those that make rings
-    is_mirrored: bool = False  # True where ranks of a ring exchange queries (`jigsaw.nn.attention.ring_order`)
+    is_mirrored: bool = False  # True where ranks of a ring exchange queries (`jigsaw.nn.attention.ring_attention`)
 
     @classmethod
     def of_tokens(
