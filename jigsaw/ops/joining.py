@@ -267,13 +267,6 @@ def _repeat_interleave(
 # -- dims that are there at least -------------------------------------------------------------------------------------
 
 
-def _for_each(function: Any, tensors: Sequence[Any]) -> Any:
-    """Return one tensor for one, a tuple for several (or for a list), as in torch."""
-    if len(tensors) == 1 and not isinstance(tensors[0], (list, tuple)):
-        return function(tensors[0])
-    return tuple(map(function, tensors[0] if len(tensors) == 1 else tensors))
-
-
 def _with_1_dim(x: Any) -> Any:
     return x.reshape(1) if x.ndim == 0 else x
 
@@ -288,7 +281,9 @@ def _with_3_dims(x: Any) -> Any:
 
 def _answer_at_least(function: Any, with_dims: Callable[[Any], Any]) -> None:
     def handler(*tensors: Any) -> Any:
-        return _for_each(with_dims, tensors)
+        if len(tensors) == 1 and not isinstance(tensors[0], (list, tuple)):
+            return with_dims(tensors[0])
+        return tuple(map(with_dims, tensors[0] if len(tensors) == 1 else tensors))
 
     implements_torch(function)(handler)
 
