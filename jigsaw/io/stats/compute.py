@@ -158,10 +158,7 @@ def area_weights(lat: MomentValues) -> MomentValues:
         rows = latitude_rows(lat)
     except GridError as e:
         raise GridError(f"weights='area' needs latitudes: {e}; or use 'none'") from e
-    if len(lat) == 1:
-        return np.ones(1)
-    cells = np.diff(np.sin(np.deg2rad(rows.edges)))
-    return (cells if lat[0] < lat[-1] else cells[::-1]) / cells.mean()
+    return rows.latitude_shares() if len(lat) > 1 else np.ones(1)
 
 
 def elapsed_times(dataset: Dataset) -> MomentValues:

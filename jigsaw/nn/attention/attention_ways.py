@@ -215,13 +215,9 @@ class AttentionChoice:
         return "\n".join([f"{self.way}, {self.why}", *lines])
 
 
-def way_costs(sizes: AttentionSizes) -> dict[AttentionWay, WayCost]:
-    """Return the cost of each way, in integers, as `jigsaw.comm.count` has them."""
-    return _costs_and_split(sizes)[0]
-
-
 @lru_cache(maxsize=1024)
 def _costs_and_split(sizes: AttentionSizes) -> tuple[dict[AttentionWay, WayCost], RankSplit | None]:
+    """Return the cost of each way, in integers, as `jigsaw.comm.count` has them, and the best split."""
     ranks, every, largest = len(sizes.keys), sum(sizes.keys), max(sizes.keys)
     row = sizes.key_row * sizes.itemsize
     around = (ranks - 1) * every * row
