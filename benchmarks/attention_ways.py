@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.nn.attention import ring_order
+from jigsaw.nn.attention import ring_attention
 from jigsaw.nn.attention.block_attention import BlockRows, block_gradients, sum_block
 from jigsaw.testing import run_on_ranks, world_mesh
 
@@ -77,7 +77,7 @@ def _block(kernel: str, dtype: torch.dtype, tokens: int, rounds: int) -> dict[st
 
 def _way(way: str, is_causal: bool, is_mirrored: bool, tokens: int, heads: int, rounds: int, ranks: int) -> Any:
     mesh = world_mesh(lat=ranks)
-    ring_order.MIRRORED_QUERIES = 0 if is_mirrored else tokens
+    ring_attention.MIRRORED_QUERIES = 0 if is_mirrored else tokens
     torch.manual_seed(0)
     whole = torch.randn(3, 1, heads, tokens, 64)
     tiles = [jigsaw.shard(x, mesh, (None, None, "lat", None)) for x in whole]

@@ -35,8 +35,8 @@ ROOMS = {
     "ops.joining": ("any along the other dims", "nothing, or the rows that move"),
     "ops.along": (
         "any",
-        "nothing along a whole dim; softmax two all-reduces of a row; orders bring a cut dim whole and send it back; "
-        "segments the rows of one that crosses a cut",
+        "nothing along a whole dim; softmax two all-reduces of a row; orders and quantiles bring a cut dim whole and "
+        "send it back; segments the rows of one that crosses a cut",
     ),
     "ops.covariances": ("any", "what a mean and a product send; powers nothing"),
     "ops.creation": ("any", "nothing; random numbers a seed of 8 bytes"),
@@ -52,9 +52,7 @@ ROOMS = {
         "what the function without a mask sends, and of means the counts",
     ),
     "ops.pairs": ("any", "the operand that meets every row of the other; norms an all-reduce"),
-    "ops.quantiles": ("any", "a cut dim is brought whole and sent back"),
     "ops.random_numbers": ("any", "a seed of 8 bytes"),
-    "ops.repeating": ("any", "nothing, or the rows that move"),
     "ops.scattering": ("any", "the rows that indices along a cut dim ask for, or write"),
     "ops.turns": ("any", "the rows that change their rank"),
     "ops.whole_dims": ("any", "a cut dim is brought whole and sent back"),

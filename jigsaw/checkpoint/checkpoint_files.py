@@ -290,18 +290,11 @@ class OpenedCheckpoint(NamedTuple):
     tensors: TensorIndex
 
 
-def open_checkpoint(final: Path) -> OpenedCheckpoint:
-    """Open a checkpoint, as far as small files describe it.
-
-    Raises: `CheckpointError` for one that does not exist or is not whole, and for a damaged or foreign file.
-    """
-    return _opened(*_small_files(final))
-
-
 def open_together(final: Path) -> OpenedCheckpoint:
-    """Do as `open_checkpoint` on every rank of the job, of which the first one reads the files.
+    """Open a checkpoint on every rank of the job, as far as small files describe it; the first rank reads them.
 
     *Sends*: the files, down a tree.
+    *Raises*: `CheckpointError` for one that does not exist or is not whole, and for a damaged or foreign file.
     """
     path, contents, raw = fail_together(lambda: _small_files(final), of_first=True)
     return fail_together(lambda: _opened(final.with_name(path.name), contents, raw))  # in this rank's working folder

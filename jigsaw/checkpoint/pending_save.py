@@ -44,7 +44,7 @@ class PendingSave:
     def __init__(self, path: Path, work: SaveWork) -> None:
         self.path = path
         self._work, self._failure, self._is_told = work, None, False
-        self._group = _group_of_saves()
+        self._group = host_group("saves", job_patience()) if job_size() > 1 else None
         self._thread = threading.Thread(target=self._run, name=f"jigsaw.save {path.name}")
         self._thread.start()
 
@@ -98,8 +98,3 @@ def end_pending_save() -> None:
     """
     if _last:
         _last.pop().wait_unless_told()
-
-
-def _group_of_saves() -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks that only saves use."""
-    return host_group("saves", job_patience()) if job_size() > 1 else None

@@ -58,6 +58,11 @@ class GridRows:
             bounds[-1] = POLE if POLE - bounds[-1] < steps[-1] / 2 else bounds[-1]
         return bounds
 
+    def latitude_shares(self) -> LatLonValues:
+        """Return each latitude row's share of the sphere, 1 on average, in the order in which the grid stores them."""
+        shares = np.diff(np.sin(np.deg2rad(self.edges)))
+        return (shares[::-1] if self.falling else shares) / shares.mean()
+
 
 def latitude_rows(values: Any) -> GridRows:
     """Return the rows of a latitude coordinate, north or south first.

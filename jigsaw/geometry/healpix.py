@@ -152,7 +152,8 @@ def healpix_corners(
     if belt[0] < belt[1]:
         total, east = (n + 1.5 * n * np.array(belt))[:, None], edges * n / 45
         corners = np.stack([(total + east) / 2, (total - east) / 2], -1)
-        yield _quadrangles(corners), np.arange(len(edges) - 1)
+        (a, b), (c, d) = ((row[:-1], row[1:]) for row in corners)
+        yield np.stack([a, b, d, c], 1), np.arange(len(edges) - 1)
     points = np.unique(np.concatenate([edges, np.arange(np.ceil(edges[0] / 90), edges[-1] / 90) * 90]))
     middle = (points[:-1] + points[1:]) / 2
     quadrant = np.floor(middle / 90)
@@ -166,12 +167,6 @@ def healpix_corners(
             ends = [np.stack(end if is_south else [n - end[1], n - end[0]], -1) for end in (west, east)]
             origin = np.stack([quadrant + 1 - is_south, -quadrant - is_south], -1) * n
             yield np.stack([ends[0][0], ends[1][0], ends[1][1], ends[0][1]], 1) + origin[:, None], intervals
-
-
-def _quadrangles(corners: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the quadrangles between two rows of points, [2, m + 1, 2] -> [m, 4, 2]."""
-    (a, b), (c, d) = ((row[:-1], row[1:]) for row in corners)
-    return np.stack([a, b, d, c], 1)
 
 
 def healpix_cells_of_plane(n: int, nested: bool, squares: Integers) -> Integers:

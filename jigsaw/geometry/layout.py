@@ -239,17 +239,13 @@ class Layout(FrozenValue):
             return 0
         # mixed radix, major axis first: for (lat, lon) = 2 x 3 the rank at (1, 2) has piece 1 * 3 + 2
         flat = 0
-        for place, size in self._radix(cut.axes):
-            flat = flat * size + coord[place]
-        return flat
-
-    def _radix(self, axes: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-        """Return the place of each of these axes in a coordinate, and its size."""
-        radix = self._radices.get(axes)
+        radix = self._radices.get(cut.axes)
         if radix is None:
             places = {name: (place, size) for place, (name, size) in enumerate(self.axes)}
-            radix = self._radices[axes] = tuple([places[axis] for axis in axes])
-        return radix
+            radix = self._radices[cut.axes] = tuple([places[axis] for axis in cut.axes])
+        for place, size in radix:
+            flat = flat * size + coord[place]
+        return flat
 
     @cached_property
     def _radices(self) -> dict[tuple[str, ...], tuple[tuple[int, int], ...]]:

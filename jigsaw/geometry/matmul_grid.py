@@ -329,23 +329,6 @@ class MatmulGrid:
         """Most transient elements on any rank."""
         return int(self._transient.max())
 
-    def explain(self, itemsize: int = 4) -> str:
-        """Return the grid, bytes, work and transient memory that it predicts for each rank, as a table."""
-        p1, p2, p3 = self.p
-        m, k, n = self.shape
-        product = f"Y[{m},{n}] = X[{m},{k}] W[{n},{k}]ᵀ on {p1} x {p2} x {p3} ranks"
-        head = f"{product} ({self.name}), {itemsize} bytes an element"
-        rows: list[tuple[str, ...]] = [
-            ("rank", "X received", "W received", "Y received", "backward", "products", "multiply-adds", "transient")
-        ]
-        for position, coord in enumerate(self.coords()):
-            forward, backward = self.received(coord), sum(self.received_backward(coord).values())
-            moved = (*(forward[name] * itemsize for name in OPERAND_DIMS), backward * itemsize)
-            values = (*moved, self.products(coord), self.work(coord), self.transient(coord) * itemsize)
-            rows.append((str(position), *(f"{v:,}" for v in values)))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join([head, *("  ".join(v.rjust(w) for v, w in zip(row, widths, strict=True)) for row in rows)])
-
 
 def _lengths_over_mesh(layout: Layout, cut: Cut) -> NDArray[np.int64]:
     """Return the rows of a cut that each rank owns."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from jigsaw.fields.latlon import latitude_rows
-from jigsaw.nn.losses.ensemble_loss import ensemble_crps
+from jigsaw.nn.losses.field_losses import ensemble_crps
 from jigsaw.nn.losses.loss import check_same_shape, weighted_mean
 from jigsaw.ops.reductions import ReducedDims
 
@@ -29,10 +28,7 @@ def latitude_weights(latitudes: Any, dtype: torch.dtype | None = None) -> Tensor
     >>> jigsaw.metrics.latitude_weights([90, 45, 0, -45, -90]).flatten()
     tensor([0.1903, 1.3530, 1.9134, 1.3530, 0.1903])
     """
-    rows = latitude_rows(latitudes)
-    areas = np.diff(np.sin(np.deg2rad(rows.edges)))
-    areas = areas[::-1] if rows.falling else areas
-    return torch.tensor(areas / areas.mean(), dtype=dtype or torch.get_default_dtype())[:, None]
+    return torch.tensor(latitude_rows(latitudes).latitude_shares(), dtype=dtype or torch.get_default_dtype())[:, None]
 
 
 def average_over(values: Any, dim: ReducedDims, weights: MetricValues | None, skip_missing: bool) -> Any:

@@ -15,9 +15,7 @@ from jigsaw.nn.cells.healpix_pad import HEALPixPad
 from jigsaw.nn.chunked import chunked
 from jigsaw.nn.experts.experts import MoE
 from jigsaw.nn.losses import loss, margin_losses
-from jigsaw.nn.losses.ensemble_loss import crps_loss
-from jigsaw.nn.losses.overlap_loss import dice_loss, focal_loss, tversky_loss
-from jigsaw.nn.losses.spectral_loss import spectral_loss
+from jigsaw.nn.losses.field_losses import crps_loss, dice_loss, focal_loss, spectral_loss, tversky_loss
 from jigsaw.nn.norms import norm
 from jigsaw.nn.norms.norm import GroupNorm, LayerNorm, RMSNorm
 from jigsaw.nn.products import embedding, linear, mixing, product, recurrent

@@ -19,24 +19,20 @@ from jigsaw.ops.random_numbers import global_chances
 from jigsaw.tile.tile import Tile, implements_torch
 
 
-def _drop_random(tile: Tile, p: float, training: bool, dims: int, inplace: bool) -> Tile:
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    if not training or p == 0:
-        return tile
-    # halo rows are hashed by their global place too, so a row that two ranks hold is dropped on both or on neither
-    is_kept = global_chances(tile, dims, p)
-    # False, not 0.0, which is no integer
-    out = Tile((tile.local * is_kept).mul_(False if p == 1 else 1 / (1 - p)), tile.layout, tile.mesh)
-    return tile.copy_(out) if inplace else out
-
-
 def _answer_dropout(function: Any, space: int | None = None) -> None:
     """Answer a dropout of elements, or of whole channels before so many dims of space."""
 
     def dropout(input: Tile, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tile:
         dims = input.ndim if space is None else 2 if input.ndim == space + 2 else 1
-        return _drop_random(input, p, training, dims, inplace)
+        if not 0 <= p <= 1:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        if not training or p == 0:
+            return input
+        # halo rows are hashed by their global place too, so a row that two ranks hold is dropped on both or on neither
+        is_kept = global_chances(input, dims, p)
+        # False, not 0.0, which is no integer
+        out = Tile((input.local * is_kept).mul_(False if p == 1 else 1 / (1 - p)), input.layout, input.mesh)
+        return input.copy_(out) if inplace else out
 
     implements_torch(function)(dropout)
 

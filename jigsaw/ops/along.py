@@ -1,10 +1,10 @@
-"""Functions that work along one dim: softmax as sums over ranks, and orders (sort, topk, median…) on a whole dim
-(`jigsaw.ops.whole_dims`).
+"""Functions that work along one dim: softmax as sums over ranks, and orders and quantiles (sort, topk, median…) on a
+whole dim (`jigsaw.ops.whole_dims`).
 
 >>> tile = jigsaw.shard(torch.tensor([[3.0, 1.0], [2.0, 4.0]]), jigsaw.init_mesh(lat=1), ("lat", None))
->>> tile.sort(dim=1).values.local
-tensor([[1., 3.],
-        [2., 4.]])
+>>> tile.sort(dim=1).values.local, tile.quantile(0.5).item()
+(tensor([[1., 3.],
+        [2., 4.]]), 2.5)
 >>> tile.softmax(dim=0).sum(dim=0).local
 tensor([1., 1.])
 """
@@ -27,10 +27,11 @@ from jigsaw.comm.exchange import exchange_rows
 from jigsaw.comm.graph_calls import lacks_values
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import whole_dim
+from jigsaw.geometry.layout import Layout
 from jigsaw.ops.pointwise import replace_results
 from jigsaw.ops.reductions import reduced_dims, reducing_axes
 from jigsaw.ops.unknown_functions import run_unknown_function, uncut_tiles
-from jigsaw.ops.whole_dims import run_held_whole, run_with_whole_dim
+from jigsaw.ops.whole_dims import brought_home, check_by_torch, run_held_whole, run_with_whole_dim, with_whole_dims
 from jigsaw.ops.whole_strides import is_whole_contiguous, whole_strides, with_order
 from jigsaw.tile.tile import Tile, implements_torch, leave_tile, tiles_in
 
@@ -230,3 +231,43 @@ def _ends_of_segments(data: Any, lengths: Any, offsets: Any, axis: int) -> NDArr
         return None
     values = first[0].long().numpy()
     return values if lengths is None else np.concatenate([[0], np.cumsum(values)])
+
+
+# -- quantiles --------------------------------------------------------------------------------------------------------
+
+
+def _answer_quantile(function: Any) -> None:
+    def handler(
+        input: Tile, q: float | Tensor, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
+    ) -> Any:
+        """Return [quantiles, *the other dims], or only the other dims for one quantile.
+
+        *Sends*: where `dim` is cut, what `jigsaw.ops.whole_dims` says, and the quantiles back; without `dim`, the tile
+        to every rank.
+        """
+        if dim is None or not input.ndim:
+            return run_held_whole(function, input, q, dim, keepdim, interpolation=interpolation)
+        (at,) = reduced_dims(input, dim)
+        check_by_torch(function, input, at, q, at, keepdim, interpolation=interpolation)
+        whole = with_whole_dims(input, (at,))
+        several = (len(q),) if isinstance(q, Tensor) and q.ndim else ()
+        if whole.local.numel() or not input.numel():
+            out = function(whole.local, q, at, keepdim, interpolation=interpolation)
+        else:  # torch refuses a rank without rows, which takes part in the backward pass
+            none = whole.local.sum(at, keepdim)
+            out = none.expand(*several, *none.shape)
+
+        def of_quantiles(layout: Layout) -> Layout:
+            kept = layout.without_halo().drop((at,), keepdim)
+            return kept.insert(0, *several) if several else kept
+
+        home = of_quantiles(input.layout)
+        if home.ndim == 0:
+            return leave_tile(out, input.mesh)
+        return brought_home(Tile(out, of_quantiles(whole.layout), input.mesh), home)
+
+    implements_torch(function)(handler)
+
+
+_answer_quantile(torch.quantile)
+_answer_quantile(torch.nanquantile)

@@ -233,28 +233,23 @@ _answer_random_fill("log_normal_", _draw_log_normal)
 
 # -- dropout that keeps mean and variance, and other noise ------------------------------------------------------------
 
-_ALPHA = 1.7580993408473766  # minus the limit of selu: the value of dropped elements
-
-
-def _drop_alpha(input: Tile, p: float, training: bool, dims: int, inplace: bool) -> Tile:
-    """Drop elements as Klambauer et al., arXiv 1706.02515."""
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    if not training or p == 0:
-        return input
-    if p == 1:
-        return input.mul_(0) if inplace else input * 0
-    factor = (global_uniform(input, dims) >= p).to(input.dtype)  # 0 for what is dropped
-    scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
-    out = Tile(input.local * (factor * scale) + (factor - 1 + p) * (_ALPHA * scale), input.layout, input.mesh)
-    return input.copy_(out) if inplace else out
+_ALPHA = 1.7580993408473766  # minus the limit of selu: the value of dropped elements (arXiv 1706.02515)
 
 
 def _answer_alpha_dropout(function: Any, functional: Any, dims: int | None) -> None:
     def handler(
         input: Tile, p: float = 0.5, training: bool = False, inplace: bool = False, train: bool = False
     ) -> Tile:
-        return _drop_alpha(input, p, training or train, dims or input.ndim, inplace)
+        if not 0 <= p <= 1:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        if not (training or train) or p == 0:
+            return input
+        if p == 1:
+            return input.mul_(0) if inplace else input * 0
+        factor = (global_uniform(input, dims or input.ndim) >= p).to(input.dtype)  # 0 for what is dropped
+        scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
+        out = Tile(input.local * (factor * scale) + (factor - 1 + p) * (_ALPHA * scale), input.layout, input.mesh)
+        return input.copy_(out) if inplace else out
 
     implements_torch(function, functional)(handler)
 

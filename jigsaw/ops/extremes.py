@@ -27,11 +27,15 @@ from jigsaw.ops.whole_dims import check_by_torch, rows_of_local
 from jigsaw.tile.tile import Tile, implements_torch, leave_tile
 
 
-def _value_and_place(function: Any, input: Tile, dim: int, keepdim: bool) -> tuple[Any, Any]:
-    """Run `function`, torch.max or torch.min, along a cut dim of one cut: of equal values the first, of NaN the first.
+def _along_cut_dim(function: Any, input: Tile, dim: int, keepdim: bool) -> tuple[Any, Any] | None:
+    """Return values and places along a cut dim: of equal values the first, of NaN the first.  None where a rank can
+    answer by itself, or the dim was flattened.
 
     *Sends*: two all-gathers of the ranks' values and places; backward nothing.
     """
+    if not input.ndim or not input.layout.is_cut(dim) or len(input.layout.dim(dim)) > 1:
+        return None
+    check_by_torch(function, input, dim, dim)
     own = input.owned()
     (cut,) = own.layout.dim(dim)
     axes = own.layout.dim_axes(dim)
@@ -51,14 +55,6 @@ def _value_and_place(function: Any, input: Tile, dim: int, keepdim: bool) -> tup
     if keepdim:
         best, where = best.unsqueeze(dim), where.unsqueeze(dim)
     return finish_reduction(best, own, (dim,), keepdim), finish_reduction(where, own, (dim,), keepdim)
-
-
-def _along_cut_dim(function: Any, input: Tile, dim: int, keepdim: bool) -> tuple[Any, Any] | None:
-    """Return values and places along a cut dim; None where a rank can answer by itself, or the dim was flattened."""
-    if not input.ndim or not input.layout.is_cut(dim) or len(input.layout.dim(dim)) > 1:
-        return None
-    check_by_torch(function, input, dim, dim)
-    return _value_and_place(function, input, dim, keepdim)
 
 
 def _answer_max_or_min(function: Any, whole_tensor: Callable[[Tile], Any]) -> None:

@@ -21,8 +21,7 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Cut, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.apart_copies import copied_apart, copied_to, note_rows_around
-from jigsaw.ops.meeting.common_axes import elements_to_fetch
-from jigsaw.ops.meeting.common_cuts import pieces_with_rows, with_moved_rows
+from jigsaw.ops.meeting.common_cuts import elements_to_fetch, pieces_with_rows, with_moved_rows
 from jigsaw.ops.meeting.reshaped_cuts import plan_reshape
 from jigsaw.ops.plain_views import leave_as_view
 from jigsaw.ops.pointwise import held_by_all
@@ -174,19 +173,14 @@ def _drop_unit_dims(input: Tile, dims: Sequence[int]) -> Any:
     tile = input
     if layout != input.layout:
         layout = layout.without_beyond()
-        tile = _held_apart(input, layout)
+        moved = input.with_layout(layout)
+        tile = moved if layout.cut_axes == input.layout.cut_axes else copied_apart(moved, input)
     local = tile.local.squeeze(tuple(dims)) if dims else tile.local
     kept = layout.drop(dims)
     if kept.ndim == 0:
         return leave_as_view(local, kept, input)
     strides = tuple([n for d, n in enumerate(whole_strides(input)) if d not in dims])
     return with_strides(Tile(local, kept, input.mesh), strides, input)
-
-
-def _held_apart(input: Tile, layout: Layout) -> Tile:
-    """Return the tile with dims of one row whole: a copy where an axis cut them, because torch's is a view."""
-    moved = input.with_layout(layout)
-    return moved if layout.cut_axes == input.layout.cut_axes else copied_apart(moved, input)
 
 
 def new_dim_position(dim: int, ndim: int) -> int:
@@ -287,19 +281,6 @@ def _expand_as(input: Any, other: Any) -> Any:
 # -- slices -----------------------------------------------------------------------------------------------------------
 
 
-def _sliced_cut(cut: Cut, start: int, stop: int, step: int) -> Cut:
-    """Return the cut of rows start:stop:step: every row stays where it lies."""
-    size = max(0, -(-(stop - start) // step))
-
-    def index(row: int) -> int:
-        return min(max(-(-(row - start) // step), 0), size)
-
-    held = [(index(max(a, 0)), index(min(b, cut.size))) for a, b in cut.held]
-    points = tuple(index(p) for p in cut.points[:-1]) + (size,) if cut.is_cut else (0, size)
-    # low modes of a spectrum still remember the cuts of the field
-    return Cut(size, points, cut.axes, tuple(held), cut.source, by_index=cut.by_index)
-
-
 def slice_dim(tile: Tile, dim: int, start: int, stop: int, step: int = 1) -> Tile:
     """Return rows start:stop:step of a dim, cut or not; every row stays where it lies.
 
@@ -356,7 +337,16 @@ def _slice_at_hand(layout: Layout, dim: int, start: int, stop: int, step: int) -
 
 @lru_cache(maxsize=4096)
 def _sliced_layout(layout: Layout, dim: int, start: int, stop: int, step: int) -> Layout:
-    return layout.replace_dim(dim, _sliced_cut(layout.dim(dim)[0], start, stop, step))
+    cut = layout.dim(dim)[0]
+    size = max(0, -(-(stop - start) // step))
+
+    def index(row: int) -> int:
+        return min(max(-(-(row - start) // step), 0), size)
+
+    held = [(index(max(a, 0)), index(min(b, cut.size))) for a, b in cut.held]
+    points = tuple(index(p) for p in cut.points[:-1]) + (size,) if cut.is_cut else (0, size)
+    # low modes of a spectrum still remember the cuts of the field
+    return layout.replace_dim(dim, Cut(size, points, cut.axes, tuple(held), cut.source, by_index=cut.by_index))
 
 
 def select_dim(tile: Tile, dim: int, index: int) -> Any:

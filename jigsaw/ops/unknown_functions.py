@@ -63,7 +63,9 @@ def uncut_tiles(out: Any, first: Tile) -> Any:
 
 def _find_handler(function: Any) -> TileHandler:
     if not is_pointwise(function):
-        new = _function_that_makes_new(function)
+        name = getattr(function, "__name__", "")
+        is_method = name.endswith("_") and not name.endswith("__") and getattr(Tensor, name, None) is function
+        new = getattr(Tensor, name[:-1], None) if is_method and function not in _RANDOM else None
         return partial(run_unknown_function, function) if new is None else partial(write_new_values, function, new)
     if function in COPYING_FUNCTIONS:
         return partial(run_copy, function)
@@ -76,13 +78,6 @@ table.find_rest = _find_handler
 CHANGES_SHAPE = functions_named(
     "t_ squeeze_ unsqueeze_ transpose_ swapdims_ swapaxes_ as_strided_ resize_ resize_as_ set_ sparse_resize_"
 )
-
-
-def _function_that_makes_new(function: Any) -> Any:
-    """Return for ``cumsum_`` and the like the function that makes a new tensor, ``cumsum``; else None."""
-    name = getattr(function, "__name__", "")
-    is_method = name.endswith("_") and not name.endswith("__") and getattr(Tensor, name, None) is function
-    return getattr(Tensor, name[:-1], None) if is_method and function not in _RANDOM else None
 
 
 _RANDOM = functions_named("random_ uniform_ normal_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_")

@@ -29,9 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.ranks.mesh import init_mesh
 from jigsaw.testing.failure import RankFailure
 from jigsaw.testing.ordered_group import ORDERED_BACKEND, serve_ordered_groups, take_events
-from jigsaw.testing.played_device import PLAYED_DEVICE, register_played_device
+from jigsaw.testing.played_device import PLAYED_DEVICE, make_tensors_on, register_played_device
 from jigsaw.testing.post_order import Post, PostWait
-from jigsaw.testing.tensors_on_device import make_tensors_on
 
 DEVICE_VARIABLE = "JIGSAW_TEST_DEVICE"
 

@@ -352,15 +352,6 @@ def test_memory_bounds_the_choice():
         choose_grid(every, memory=3)
 
 
-def test_explain_says_what_will_happen():
-    grid = MatmulGrid.of((32, 24, 16), (2, 1, 2))
-    lines = grid.explain(itemsize=8).splitlines()
-    assert "on 2 x 1 x 2 ranks (SUMMA)" in lines[0]
-    received = grid.received((0, 0, 0))
-    assert lines[2].split()[:4] == ["0", f"{received['x'] * 8:,}", f"{received['w'] * 8:,}", "0"]
-    assert len(lines) == 6
-
-
 def _wrong(which):
     mesh = world_mesh(rank=2)
     x, w = torch.zeros(2, 4), torch.zeros(3, 4)

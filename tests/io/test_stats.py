@@ -12,9 +12,8 @@ from globe_store import globe, stacked, write
 import jigsaw
 from jigsaw import comm
 from jigsaw.errors import FieldError, GridError, StateError
-from jigsaw.io.stats.compute import statistics
+from jigsaw.io.stats.compute import area_weights, statistics
 from jigsaw.io.stats.moments import ChannelMoments
-from jigsaw.io.stats.step_blocks import area_weights
 from jigsaw.testing import on_ranks, world_mesh
 
 LONG = ["geopotential@500", "2m_temperature", "land_sea_mask", "temperature@850"]
@@ -134,7 +133,7 @@ def test_every_step_is_read_once(wb2, monkeypatch):
     loaders = []
     real = jigsaw.io.DataLoader
     monkeypatch.setattr(
-        "jigsaw.io.stats.step_blocks.DataLoader", lambda *a, **k: loaders.append(real(*a, **k)) or loaders[0]
+        "jigsaw.io.stats.compute.DataLoader", lambda *a, **k: loaders.append(real(*a, **k)) or loaders[0]
     )
     ds = opened(wb2, world_mesh(lat=1), ["geopotential@500", "2m_temperature"])
     statistics(ds, block=3)

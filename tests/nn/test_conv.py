@@ -12,8 +12,7 @@ from torch import nn
 from jigsaw import comm
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.stencil_rules import derive_cut
-from jigsaw.nn.stencils.conv_geometry import plan_of_whole_channels
-from jigsaw.nn.stencils.halo_conv import plan_halo
+from jigsaw.nn.stencils.halo_conv import plan_halo, plan_of_whole_channels
 from jigsaw.nn.stencils.stencil import plan_stencil
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.tile.tile_making import shard

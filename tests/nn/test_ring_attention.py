@@ -17,7 +17,7 @@ import jigsaw
 from jigsaw import comm
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Cut
-from jigsaw.nn.attention import ring_attention, ring_order
+from jigsaw.nn.attention import ring_attention
 from jigsaw.nn.attention.attention_ways import (
     AttentionSizes,
     RankSplit,
@@ -25,7 +25,6 @@ from jigsaw.nn.attention.attention_ways import (
     choose_attention_way,
     splits_of_cuts,
     splits_of_pieces,
-    way_costs,
 )
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.testing.world import run_on_ranks
@@ -322,7 +321,7 @@ def test_ranks_of_a_causal_ring_have_as_much_to_do():
 
 def _check_mirrored(*meshes):
     """Causal cases, though their ranks have few queries."""
-    ring_order.MIRRORED_QUERIES, before = 0, ring_order.MIRRORED_QUERIES
+    ring_attention.MIRRORED_QUERIES, before = 0, ring_attention.MIRRORED_QUERIES
     try:
         for axes, ways in meshes:
             _check_ways(ways, ["causal", "causal cross", "grouped, causal", "fewer tokens than ranks"], **axes)
@@ -338,7 +337,7 @@ def _check_mirrored(*meshes):
                     functools.partial(_attention, is_causal=True), [K, Q, Q], [cut_q, cut_k, cut_k], mesh, **EXACT
                 )
     finally:
-        ring_order.MIRRORED_QUERIES = before
+        ring_attention.MIRRORED_QUERIES = before
 
 
 @pytest.mark.slow
@@ -476,8 +475,8 @@ def test_the_rule():
     for (tokens, ranks, heads, features), way in choices.items():
         assert choose_attention_way(AttentionSizes.of_tokens(tokens, ranks, heads, features, 4)).way == way
     sizes = AttentionSizes.of_tokens(1000, 4, 8, 64)
-    assert way_costs(sizes)["gathered"].forward == 3 * 1000 * 2 * 8 * 64 * 2
-    assert way_costs(sizes)["heads"].forward == 1000 * 4 * 8 * 64 * 2 * 3 // 4
+    assert dict(choose_attention_way(sizes).costs)["gathered"].forward == 3 * 1000 * 2 * 8 * 64 * 2
+    assert dict(choose_attention_way(sizes).costs)["heads"].forward == 1000 * 4 * 8 * 64 * 2 * 3 // 4
     # a mask that is cut would have to be gathered for heads
     assert choose_attention_way(AttentionSizes.of_tokens(1000, 4, 8, 64, 4), is_mask_cut=True).way == "ring"
     assert "1,024,000" in choose_attention_way(AttentionSizes.of_tokens(1000, 8, 4, 64)).why

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jigsaw import Layout, ShardingError, comm, shard
 from jigsaw.geometry.cut import Cut, have_same_rows
 from jigsaw.geometry.transfers import plan_exchange
-from jigsaw.ops.meeting.common_axes import plan_common_axes
+from jigsaw.ops.meeting.common_cuts import plan_common_axes
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 
 SPACE = (None, None, "lat", "lon")

@@ -340,7 +340,7 @@ _MADE = """
 import torch
 from torch import nn
 import jigsaw
-from jigsaw.testing.tensors_on_device import make_tensors_on
+from jigsaw.testing.played_device import make_tensors_on
 
 make_tensors_on("meta")
 made = {

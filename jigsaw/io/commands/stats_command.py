@@ -8,11 +8,9 @@ from typing import Any
 
 from jigsaw.errors import FieldError
 from jigsaw.io.commands import parse_options as options
-from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.opening import open
 from jigsaw.io.series.statistics import Statistics, check_statistics_path
-from jigsaw.io.stats.compute import statistics
-from jigsaw.io.stats.step_blocks import WEIGHT_RULES
+from jigsaw.io.stats.compute import WEIGHT_RULES, statistics
 from jigsaw.ranks.mesh import init_mesh, mesh_coordinate
 
 
@@ -42,7 +40,14 @@ def run(args: argparse.Namespace) -> int:
     check_statistics_path(args.output)
     scheduler = args.scheduler if args.dask is None else "local"
     with options.scheduler_client(scheduler, args.dask) as client:
-        dataset = _open_for_statistics(args, client is not None)
+        if (client is not None) and args.mesh:
+            raise FieldError(
+                f"--mesh {args.mesh} is for ranks of torchrun, and dask's workers read whole steps; leave one out"
+            )
+        mesh = init_mesh(device="cpu", **(args.mesh or {"data": -1}))
+        chosen = {name: getattr(args, name) for name in ("fields", "time", "every", "select", "missing")}
+        # float64: what a store packs as integers is not rounded before it is summed
+        dataset = open(args.store, mesh=mesh, **chosen, dtype="float64", options={"outside": args.outside})
         stats = statistics(
             dataset,
             weights=args.weights,
@@ -69,14 +74,3 @@ def statistics_report(stats: Statistics) -> str:
         lines.append(f"{name:<{width}} " + " ".join(f"{numbers[s]:>12.6g}" for s in shown))
     facts = stats.attrs
     return f"{facts['steps']} steps of {facts['store']}, {facts['first']} to {facts['last']}\n" + "\n".join(lines)
-
-
-def _open_for_statistics(args: argparse.Namespace, by_workers: bool) -> Dataset:
-    if by_workers and args.mesh:
-        raise FieldError(
-            f"--mesh {args.mesh} is for ranks of torchrun, and dask's workers read whole steps; leave one out"
-        )
-    mesh = init_mesh(device="cpu", **(args.mesh or {"data": -1}))
-    chosen = {name: getattr(args, name) for name in ("fields", "time", "every", "select", "missing")}
-    # float64: what a store packs as integers is not rounded before it is summed
-    return open(args.store, mesh=mesh, **chosen, dtype="float64", options={"outside": args.outside})

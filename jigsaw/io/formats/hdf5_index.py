@@ -39,7 +39,6 @@ from jigsaw.io.chunks.files import (
 )
 
 LIBHDF5_LOCK = threading.RLock()
-HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 _EDGES_ARE_LEFT = 2  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
 _EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY

@@ -64,7 +64,21 @@ class ZarrKeyFiles:
 
     @cached_property
     def _place(self) -> str:
-        return _lasting_store_name(self._store)
+        """Name that distinguishes a store from all others; "" for stores without one, such as one in memory.
+
+        It is the snapshot of a read-only Icechunk session, or the arguments of an fsspec file system.
+        """
+        store = self._store
+        if isinstance(store, BoundedReferences):
+            store = store.inner
+        session, system = getattr(store, "session", None), getattr(store, "fs", None)
+        if session is not None:
+            return f"icechunk {session.snapshot_id}" if session.read_only else ""
+        try:
+            origin = "" if system is None else f"{system.to_json()} {store.path}"
+        except (TypeError, ValueError):  # made from something that is not text
+            return ""
+        return origin and f"fsspec {blake2b(origin.encode()).hexdigest()}"  # references may be long
 
     @cached_property
     def knows_its_keys(self) -> bool:
@@ -115,23 +129,6 @@ class ZarrKeyFiles:
 
     async def _all(self, wanted: list[tuple[str, RangeByteRequest]]) -> list[Any]:
         return await asyncio.gather(*(self._part_of(key, part) for key, part in wanted))
-
-
-def _lasting_store_name(store: Any) -> str:
-    """Return what distinguishes a store from all others; "" for stores without it, such as one in memory.
-
-    It is the snapshot of a read-only Icechunk session, or the arguments of an fsspec file system.
-    """
-    if isinstance(store, BoundedReferences):
-        store = store.inner
-    session, system = getattr(store, "session", None), getattr(store, "fs", None)
-    if session is not None:
-        return f"icechunk {session.snapshot_id}" if session.read_only else ""
-    try:
-        origin = "" if system is None else f"{system.to_json()} {store.path}"
-    except (TypeError, ValueError):  # made from something that is not text
-        return ""
-    return origin and f"fsspec {blake2b(origin.encode()).hexdigest()}"  # references may be long
 
 
 def _answer_of_store(asked: Coroutine[Any, Any, Any]) -> Any:

@@ -73,15 +73,11 @@ class ReadEngine:
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="jigsaw-read")
         self.rank = ReadingRank(self.peers, self.arena, self.ahead, self.memory, self.pool, lanes, budget)
         if identity is not None:
-            self._check_identities(identities)
-
-    def _check_identities(self, identities: Sequence[StoreIdentity]) -> None:
-        """Raise what `check_same_store` raises, once nothing is left open."""
-        try:
-            check_same_store(identities)
-        except ReadError:
-            self.close()
-            raise
+            try:
+                check_same_store(identities)
+            except ReadError:
+                self.close()
+                raise
 
     def read(self, plan: ReadPlan, out: AnyArray | None = None) -> AnyArray:
         """Read this rank's held box of the sample [T, C, \\*space], into `out` when given.

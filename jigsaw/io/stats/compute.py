@@ -1,36 +1,381 @@
-"""`statistics`: mean, std and range of every channel and of its differences between consecutive steps, in one pass."""
+"""`statistics`: mean, std and range of every channel and of its differences between consecutive steps, in one pass.
+
+Every step is read once, in blocks that are reduced to moments. A rank reads its tile through the loader, and sends its
+last one to the rank that has the next steps. A worker reads through its own reader, and keeps the first and last tile
+of its block; the difference between two blocks is taken by whichever worker has one of them. Only moments come back.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
-from collections.abc import Callable, Generator, Iterator
+import pickle
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from jigsaw import comm
-from jigsaw.errors import FieldError, imports_needed
+from jigsaw.comm.wire_values import wire_memory
+from jigsaw.errors import FieldError, GridError, imports_needed
+from jigsaw.fields.latlon import latitude_rows
 from jigsaw.geometry.axis_names import DATA_AXIS
+from jigsaw.geometry.layout import Layout
+from jigsaw.io.arguments import checked_choice
 from jigsaw.io.datasets.dataset import Dataset
+from jigsaw.io.datasets.loader import Batch, DataLoader
 from jigsaw.io.rank_results import result_of_first_rank
+from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.series.statistics import Statistics
+from jigsaw.io.stats.cluster import results_in_order, worker_threads
 from jigsaw.io.stats.moments import (
     ChannelMoments,
     MomentTables,
+    MomentValues,
     StatisticsState,
     StepBlock,
     check_moments,
     load_moments,
     save_moments,
 )
-from jigsaw.io.stats.step_blocks import StepSeries, blocks_by_workers, blocks_on_mesh
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate
 
 if TYPE_CHECKING:
     from dask.distributed import Client
+
+StepTiles = NDArray[Any]
+
+WEIGHT_RULES = ("none", "area")
+_BLOCK_BYTES = 1 << 27
+
+
+@dataclass(frozen=True)
+class StepSeries:
+    """A dataset of single steps; `follows` says of each whether the step before it lies one usual step earlier."""
+
+    dataset: Dataset
+    follows: NDArray[np.bool_]
+    weights: str
+    block: int
+
+    @classmethod
+    def of(cls, dataset: Dataset, weights: str, block: int | None) -> StepSeries:
+        """Check what is asked.
+
+        Raises: `FieldError` for a dataset of windows, `GridError` for area weights without latitudes.
+        """
+        if not isinstance(dataset, Dataset):  # pyright: ignore[reportUnnecessaryIsInstance] # what a user may pass
+            raise FieldError(
+                f"statistics takes what jigsaw.io.open gives, not {type(dataset).__name__}; of volumes "
+                "jigsaw.io.volume_statistics makes them"
+            )
+        if len(dataset.inputs) != 1 or dataset.targets:
+            raise FieldError(
+                f"statistics read each step once, but the dataset has inputs={list(dataset.inputs)} and "
+                f"targets={list(dataset.targets)}; open it with inputs=[0] and no targets"
+            )
+        checked_choice("weights", weights, WEIGHT_RULES)
+        if weights == "area" and dataset.cells is not None:
+            _ = dataset.cells.area_weights  # refused before anything is read
+        elif weights == "area" and "lat" not in dataset.frame.dims:
+            raise GridError(f"weights='area' needs a lat dim, and the fields have {dataset.frame.dims}; use 'none'")
+        if weights == "area" and "lat" in dataset.counted:
+            raise GridError("weights='area' needs latitudes, and the store has no coordinate along lat; use 'none'")
+        if block is not None and block < 1:
+            raise FieldError(f"block={block} must be at least 1, the steps that a rank reads together")
+        once = _follows_last(elapsed_times(dataset))
+        # members and lead times come one after the other, each with all steps
+        follows = np.tile(once, len(dataset) // len(once))
+        return cls(dataset, follows, weights, min(block or _default_block(dataset), len(dataset)))
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """The names of the channels that are read, forcings included."""
+        return (*self.dataset.fields, *self.dataset.forcing_names)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def row_weights(self, box: Sequence[tuple[int, int]]) -> MomentValues | None:
+        r"""Return the weights [\*space] of the rows of a spatial box; 1 on average over the globe."""
+        if self.weights == "none":
+            return None
+        if self.dataset.cells is not None:
+            return self.dataset.cells.area_weights[slice(*box[0])]
+        shape = tuple(b - a for a, b in box)
+        dim = self.dataset.frame.dims.index("lat")
+        weights = area_weights(np.asarray(self.dataset.whole_coords["lat"], dtype=np.float64))[slice(*box[dim])]
+        lined = weights.reshape([-1 if d == dim else 1 for d in range(len(shape))])
+        return np.ascontiguousarray(np.broadcast_to(lined, shape))
+
+    def identity(self) -> dict[str, Any]:
+        """Return the facts that a checkpoint must share with the run that goes on with it."""
+        d = self.dataset
+        steps = hashlib.sha256(elapsed_times(d).tobytes()).hexdigest()[:16]
+        scales = [x.hex() for x in (*d.scale, *d.offset)]
+        order = [] if d.turn.cells is None else [d.turn.cells]  # each rank counts other cells then
+        scaled = hashlib.sha256(repr((scales, d.nan, sorted(d.select.items()), *order)).encode()).hexdigest()[:16]
+        sizes = dict(zip(d.frame.dims, d.frame.sizes, strict=True))
+        return {
+            "store": d.store.url,
+            "fields": list(self.channels),
+            "sizes": sizes,
+            "steps": f"{len(self)} ({steps})",
+            "values": f"{d.dtype} ({scaled})",
+            "weights": self.weights,
+            "mesh": [list(axis) for axis in d.frame.axes if axis[1] > 1],
+            "cuts": [list(c.points) for c in d.layout.cuts[2:]],
+        }
+
+    def attrs(self) -> dict[str, Any]:
+        d = self.dataset
+        first, last = d.input_times(0)[0], d.input_times(len(d) - 1)[0]
+        usual = _usual_step(elapsed_times(d))
+        return {
+            "store": d.store.url,
+            "first": str(first),
+            "last": str(last),
+            "steps": len(d),
+            "every": f"{usual / 3600:g}h" if d.times.dtype.kind in "mMO" else f"{usual:g}",
+            "weights": self.weights,
+        }
+
+
+def area_weights(lat: MomentValues) -> MomentValues:
+    """Return each latitude row's share of the sphere, 1 on average: rows reach half-way to the next row or the pole.
+
+    Raises: `GridError` for latitudes that do not rise or fall, or lie beyond the poles.
+    """
+    try:
+        rows = latitude_rows(lat)
+    except GridError as e:
+        raise GridError(f"weights='area' needs latitudes: {e}; or use 'none'") from e
+    return rows.latitude_shares() if len(lat) > 1 else np.ones(1)
+
+
+def elapsed_times(dataset: Dataset) -> MomentValues:
+    """Return the time of each step, in seconds on one scale, or as the store's plain numbers."""
+    stamps = dataset.times[dataset.anchors + dataset.inputs[0]]
+    if stamps.dtype.kind in "mM":
+        return stamps.astype(f"{stamps.dtype.kind}8[us]").astype(np.int64) / 1e6
+    if stamps.dtype.kind == "O":
+        return np.array([(t - stamps[0]).total_seconds() for t in stamps])
+    return stamps.astype(np.float64)
+
+
+def _usual_step(times: MomentValues) -> float:
+    return float(np.median(np.diff(times))) if len(times) > 1 else 0.0
+
+
+def _follows_last(times: MomentValues) -> NDArray[np.bool_]:
+    """Say for each step whether the one before lies less than 1.5 usual steps back: months differ by less."""
+    follows = np.zeros(len(times), dtype=np.bool_)
+    follows[1:] = np.diff(times) < 1.5 * _usual_step(times)
+    return follows
+
+
+def _default_block(dataset: Dataset) -> int:
+    """Return the number of steps that fit into 128 MiB a rank, in whole chunks where one holds several."""
+    fit = max(1, _BLOCK_BYTES // max(1, dataset.sample_bytes()))
+    along = [v.table.chunks[v.roles.index("time")] for v in dataset.variables if "time" in v.roles]
+    chunk = math.lcm(*along) if along else 1
+    return fit // chunk * chunk or fit
+
+
+def _steps_as_numpy(local: torch.Tensor) -> StepTiles:
+    r"""Return [n, C, \*held] of a batch of single steps [n, 1, C, \*held]; numpy lacks bfloat16."""
+    steps = local[:, 0].cpu()
+    return (steps.float() if steps.dtype == torch.bfloat16 else steps).numpy()
+
+
+def _reduce_steps(
+    stop: int,
+    follows: NDArray[np.bool_],
+    tiles: StepTiles,
+    before: StepTiles | None,
+    weights: MomentValues | None,
+) -> StepBlock:
+    r"""Return the moments of each of `tiles` [n, C, \*space], and of its difference to the one it follows, if any."""
+    differences = [
+        ChannelMoments.of(tile, weights, minus=less)
+        for joins, tile, less in zip(follows, tiles, [before, *tiles[:-1]], strict=False)
+        if joins and less is not None
+    ]
+    return StepBlock(stop, [ChannelMoments.of(tile, weights) for tile in tiles], differences)
+
+
+# -- by the ranks of a mesh -------------------------------------------------------------------------------------------
+
+
+def blocks_on_mesh(series: StepSeries, start: int) -> Iterator[StepBlock]:
+    """Yield this rank's part of each block from step `start` on.
+
+    The axis `data` cuts a block's steps; the last tile of a rank's part travels to the rank that has the next steps.
+
+    *Sends*: what reading sends, and with an axis `data` one tile for each block.
+    """
+    ranks = dict(series.dataset.frame.axes).get(DATA_AXIS, 1)
+    loader = DataLoader(series.dataset, batch_size=series.block * ranks)
+    try:
+        carry = _CarriedTile(series, start)
+        if start:
+            loader.load_state_dict({**loader.state_dict(), "next_sample": start})
+        for batch in loader:
+            yield carry.block(batch)
+    finally:
+        loader.close()
+
+
+class _CarriedTile:
+    """The tile of the step before the next block, on the rank that needs it."""
+
+    def __init__(self, series: StepSeries, start: int) -> None:
+        self.series, dataset = series, series.dataset
+        self.mesh = dataset.device_mesh()
+        self.at = mesh_coordinate(self.mesh)
+        self.inner = dataset.frame.inner(self.at)
+        self.weights = series.row_weights(dataset.layout.owned(self.at)[2:])
+        self.names = [name for name, _ in dataset.frame.axes]
+        self.before = None if start == 0 else self._tile(dataset[start - 1].input.local[None])[0]
+
+    def _tile(self, local: torch.Tensor) -> StepTiles:
+        r"""Return the owned rows [n, C, \*space] of [n, 1, C, \*held]."""
+        return _steps_as_numpy(local)[(..., *self.inner)]
+
+    def block(self, batch: Batch) -> StepBlock:
+        tiles, layout = self._tile(batch.input.local), batch.input.layout
+        first, stop = layout.owned(self.at)[0]
+        before = self._handed_on(tiles, layout)
+        follows = self.series.follows[list(batch.samples[first:stop])]
+        return _reduce_steps(batch.samples[-1] + 1, follows, tiles, before, self.weights)
+
+    def _handed_on(self, tiles: StepTiles, layout: Layout) -> StepTiles | None:
+        """Return the tile of the step before this rank's first, if any, and keep the one that the next block needs."""
+        ranks = layout.size_of(DATA_AXIS)
+        before = self.before
+        if ranks == 1:
+            self.before = tiles[-1].copy()
+            return before
+        # a ring along `data`: the last rank's tile goes to the first, which needs it for the next block
+        me = self.at[self.names.index(DATA_AXIS)]
+        last = torch.from_numpy(tiles[-1:].copy()).to(self.mesh.device_type)
+        arrived = wire_memory(last, tiles.shape[1:])
+        behind, ahead = (me - 1) % ranks, (me + 1) % ranks
+        comes = _has_steps_after(layout, behind)
+        sends = [(self._at(layout, ahead), last[0])] if _has_steps_after(layout, me) else []
+        receives = [(self._at(layout, behind), arrived)] if comes else []
+        comm.swap_messages(self.mesh, sends, receives, "carry").wait()
+        tile = arrived.cpu().numpy() if comes else None
+        if me == 0:
+            self.before = tile
+            return before
+        return tile
+
+    def _at(self, layout: Layout, rank: int) -> int:
+        return layout.index(tuple(rank if n == DATA_AXIS else c for n, c in zip(self.names, self.at, strict=True)))
+
+
+def _has_steps_after(layout: Layout, rank: int) -> bool:
+    """Say whether a rank along `data` hands on its last tile: both it and the next have steps."""
+    counts = [stop - first for first, stop in map(layout.cuts[0].owned, range(layout.size_of(DATA_AXIS)))]
+    return counts[rank] > 0 and (rank == len(counts) - 1 or counts[rank + 1] > 0)
+
+
+# -- by the workers of a cluster --------------------------------------------------------------------------------------
+
+
+def _check_dataset_travels(dataset: Dataset) -> None:
+    if dataset.device is None or any(size > 1 for _, size in dataset.frame.axes):
+        raise FieldError(
+            f"client= spreads the work over dask's workers, but the dataset's mesh is {dict(dataset.frame.axes)}; "
+            "open it on a mesh of one rank, or leave the client out"
+        )
+    if dataset.store.url.startswith("xarray dataset"):
+        # what is dask's in it would wait for workers that all wait for it
+        raise FieldError(
+            f"client= needs a store that workers open by themselves, not an {dataset.store.url}; "
+            "open the files by path or URL, or leave the client out"
+        )
+    try:
+        pickle.dumps(dataset)
+    except (pickle.PicklingError, TypeError, AttributeError) as unfit:
+        raise FieldError(
+            f"client= sends the dataset to dask's workers, and {dataset.store.url} does not pickle ({unfit}); "
+            "leave the client out"
+        ) from unfit
+
+
+def blocks_by_workers(series: StepSeries, start: int, client: Client) -> Iterator[StepBlock]:
+    """Yield the blocks from step `start` on, in order, however the workers finish; a bounded number is under way.
+
+    Raises: the error of a worker's read, and `FieldError` when the cluster lacks workers.
+    """
+    workers = len(worker_threads(client))
+    _check_dataset_travels(series.dataset)
+    work: Any = client.scatter(_WorkerTask(series.dataset, series.weights), broadcast=True, hash=False)
+
+    def parts() -> Iterator[tuple[None, Any]]:
+        before = None if start == 0 else client.submit(_WorkerTask.last_tile, work, [start - 1], pure=False)
+        for first in range(start, len(series), series.block):
+            follows = series.follows[first : min(first + series.block, len(series))]
+            samples = range(first, first + len(follows))
+            part = client.submit(_WorkerTask.read_block, work, samples, follows, pure=False)
+            yield None, client.submit(_WorkerTask.joined, work, part, before if follows[0] else None, pure=False)
+            before = client.submit(itemgetter(-1), part, pure=False)
+
+    yield from (block for _, block in results_in_order(client, parts(), workers))
+
+
+class _WorkerTask:
+    """Dataset whose steps a worker reads, with a reader that stays from task to task."""
+
+    def __init__(self, dataset: Dataset, weights: str) -> None:
+        self._dataset, self._weights = dataset, weights
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _WorkerTask, (self._dataset, self._weights)
+
+    @cached_property
+    def _engine(self) -> ReadEngine:
+        return self._dataset.new_engine()
+
+    @cached_property
+    def _row_weights(self) -> MomentValues | None:
+        owned = self._dataset.layout.owned(mesh_coordinate(self._dataset.device_mesh()))
+        return StepSeries.of(self._dataset, self._weights, 1).row_weights(owned[2:])
+
+    def _tiles(self, samples: Sequence[int]) -> StepTiles:
+        reading = self._dataset.reading(samples)
+        steps, *_ = self._dataset.unpack(self._dataset.read(self._engine, reading), reading)
+        inner = self._dataset.frame.inner(mesh_coordinate(self._dataset.device_mesh()))
+        return _steps_as_numpy(steps)[(..., *inner)]
+
+    def last_tile(self, samples: Sequence[int]) -> StepTiles:
+        return self._tiles(samples)[-1].copy()
+
+    def read_block(self, samples: Sequence[int], follows: NDArray[np.bool_]) -> tuple[StepBlock, StepTiles, StepTiles]:
+        tiles = self._tiles(samples)
+        within = _reduce_steps(samples[-1] + 1, follows, tiles, None, self._row_weights)
+        return within, tiles[0].copy(), tiles[-1].copy()
+
+    def joined(self, part: tuple[StepBlock, StepTiles, StepTiles], before: StepTiles | None) -> StepBlock:
+        """Return all moments of a block, with those of the difference of its first step to the step before, if any."""
+        within, first, _ = part
+        if before is None:
+            return within
+        seam = ChannelMoments.of(first, self._row_weights, minus=before)
+        return replace(within, differences=[seam, *within.differences])
+
+
+# -- statistics -------------------------------------------------------------------------------------------------------
 
 StatisticsProgress = Callable[[int, int], None]
 

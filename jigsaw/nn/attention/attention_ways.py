@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Cut, cut_points
 from jigsaw.geometry.layout import AxisSizes, Layout
-from jigsaw.nn.attention.ring_order import mirrored_counts
+from jigsaw.nn.attention.ring_attention import mirrored_counts
 from jigsaw.nn.rank_order import CutGroup
 from jigsaw.ranks.mesh import split_axis_mesh
 from jigsaw.tile.tile import Tile
@@ -172,7 +172,7 @@ class AttentionSizes:
     key_row: int  # in k and v together
     itemsize: int
     splits: tuple[RankSplit, ...] = ()  # of these ranks in those that share out heads and those that make rings
-    is_mirrored: bool = False  # True where ranks of a ring exchange queries (`jigsaw.nn.attention.ring_order`)
+    is_mirrored: bool = False  # True where ranks of a ring exchange queries (`jigsaw.nn.attention.ring_attention`)
 
     @classmethod
     def of_tokens(
@@ -215,13 +215,9 @@ class AttentionChoice:
         return "\n".join([f"{self.way}, {self.why}", *lines])
 
 
-def way_costs(sizes: AttentionSizes) -> dict[AttentionWay, WayCost]:
-    """Return the cost of each way, in integers, as `jigsaw.comm.count` has them."""
-    return _costs_and_split(sizes)[0]
-
-
 @lru_cache(maxsize=1024)
 def _costs_and_split(sizes: AttentionSizes) -> tuple[dict[AttentionWay, WayCost], RankSplit | None]:
+    """Return the cost of each way, in integers, as `jigsaw.comm.count` has them, and the best split."""
     ranks, every, largest = len(sizes.keys), sum(sizes.keys), max(sizes.keys)
     row = sizes.key_row * sizes.itemsize
     around = (ranks - 1) * every * row

@@ -47,8 +47,7 @@ from jigsaw.nn.attention.attention_ways import (
     choose_attention_way,
     said_attention_way,
 )
-from jigsaw.nn.attention.ring_attention import RingOptions, ring_attention
-from jigsaw.nn.attention.ring_order import KeyRing, QueryMirror
+from jigsaw.nn.attention.ring_attention import KeyRing, QueryMirror, RingOptions, ring_attention
 from jigsaw.nn.products.contraction import in_autocast_dtype, tile_in_autocast_dtype
 from jigsaw.nn.products.label_cuts import LabelCuts, cuts_of_tile
 from jigsaw.nn.products.product import contract_labels

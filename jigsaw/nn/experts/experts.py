@@ -80,23 +80,19 @@ class _ExpertSwap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: ExpertRoute) -> Tensor:
         ctx.route = route
-        return _swap_expert_rows(rows, route)
+        compare_calls(route.mesh, "experts", route.returns)
+        out = wire_memory(rows, (sum(route.takes), *rows.shape[1:]))
+        sent, taken = rows.split(route.gives), out.split(route.takes)
+        others = [at for at in range(len(route.peers)) if at != route.here]
+        sends = [(route.peers[at], sent[at]) for at in others]
+        under_way = comm.swap_messages(route.mesh, sends, [(route.peers[at], taken[at]) for at in others], "experts")
+        taken[route.here].copy_(sent[route.here])
+        under_way.wait()
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _ExpertSwap.apply(grads[0], ctx.route.back()), None
-
-
-def _swap_expert_rows(rows: Tensor, route: ExpertRoute) -> Tensor:
-    compare_calls(route.mesh, "experts", route.returns)
-    out = wire_memory(rows, (sum(route.takes), *rows.shape[1:]))
-    sent, taken = rows.split(route.gives), out.split(route.takes)
-    others = [at for at in range(len(route.peers)) if at != route.here]
-    sends = [(route.peers[at], sent[at]) for at in others]
-    under_way = comm.swap_messages(route.mesh, sends, [(route.peers[at], taken[at]) for at in others], "experts")
-    taken[route.here].copy_(sent[route.here])
-    under_way.wait()
-    return out
 
 
 def plan_expert_route(chosen: Tensor, experts: Cut, tile: Tile) -> ExpertRoute:

@@ -123,7 +123,8 @@ def standardize_tile(
     if slabs_cut(x, *dims):
         return standardize_slab(x, dims, eps, weight, bias)
     if any(c.has_halo for d in dims for c in x.layout.dim(d)):
-        return _standardize_composed(x, dims, eps, weight, bias)
+        mean, squares = global_moments(owned_along(x, dims), dims)
+        return (_apply_statistics(x.local, mean, squares, weight, bias, _NormOptions.of(x, dims, eps)), mean, squares)
     options = _NormOptions.of(x, dims, eps)
     return cast("tuple[Tensor, Tensor, Tensor]", _Standardize.apply(x.local, weight, bias, options))
 
@@ -150,13 +151,6 @@ class _NormOptions:
         sums = torch.stack([along.sum(self.dims, keepdim=True), total.sum(self.dims, keepdim=True)])
         tilt, shift = (comm.all_reduce(sums, self.mesh, self.axes) / self.count).unbind()
         return tilt, shift
-
-
-def _standardize_composed(
-    x: Tile, dims: tuple[int, ...], eps: float, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    mean, squares = global_moments(owned_along(x, dims), dims)
-    return (_apply_statistics(x.local, mean, squares, weight, bias, _NormOptions.of(x, dims, eps)), mean, squares)
 
 
 def _apply_statistics(

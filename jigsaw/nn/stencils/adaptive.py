@@ -105,35 +105,31 @@ def _max_of_all_rows(x: Tile, dim: int) -> Tile:
     return Tile(stacked.max(0).values, x.layout.replace_dim(dim, whole_dim(1)), x.mesh)
 
 
-def _adaptive_max_pool(input: Tile, dims: int, output_size: OutputSize, function: Callable[..., Any]) -> Tile:
-    """Return y with y[o] the maximum of the rows from floor(o n / m) to ceil((o + 1) n / m).
-
-    *Sends*: for size 1, each rank's largest row; else as `jigsaw.nn.stencils.pool.max_pool`.
-    """
-    sizes = adaptive_sizes(input, dims, output_size)
-    cut = [d for d in sizes if is_cut_or_haloed(input.layout, d)]
-    out = input
-    # the last dim first: then, of equal elements, the first one in the order of rows has the gradient
-    for d in reversed(list(sizes)):
-        if sizes[d] == 1 and d in cut:
-            out = _max_of_all_rows(out.owned(), d)
-        elif d in cut:
-            out = pool_adaptive_windows(out, {d: sizes[d]}, _max_of_windows)
-    rest = {d: m for d, m in sizes.items() if d not in cut}
-    if not rest:
-        return out
-    layout = resized_layout(out.layout, rest)
-    wanted = [layout.local_shape(out.coordinate)[d] for d in sizes]
-    if not out.local.numel():
-        return Tile(empty_result(layout.local_shape(out.coordinate), out.local), layout, out.mesh)
-    return Tile(function(out.local, wanted), layout, out.mesh)
-
-
 def _answer_adaptive_max(dims: int, function: Any, with_indices: Any) -> None:
     def pool(input: Tile, output_size: OutputSize, return_indices: bool = False) -> Any:
+        """Return y with y[o] the maximum of the rows from floor(o n / m) to ceil((o + 1) n / m).
+
+        *Sends*: for size 1, each rank's largest row; else as `jigsaw.nn.stencils.pool.max_pool`.
+        """
         if return_indices:
             return pool_with_indices(input, output_size)
-        return _adaptive_max_pool(input, dims, output_size, function)
+        sizes = adaptive_sizes(input, dims, output_size)
+        cut = [d for d in sizes if is_cut_or_haloed(input.layout, d)]
+        out = input
+        # the last dim first: then, of equal elements, the first one in the order of rows has the gradient
+        for d in reversed(list(sizes)):
+            if sizes[d] == 1 and d in cut:
+                out = _max_of_all_rows(out.owned(), d)
+            elif d in cut:
+                out = pool_adaptive_windows(out, {d: sizes[d]}, _max_of_windows)
+        rest = {d: m for d, m in sizes.items() if d not in cut}
+        if not rest:
+            return out
+        layout = resized_layout(out.layout, rest)
+        wanted = [layout.local_shape(out.coordinate)[d] for d in sizes]
+        if not out.local.numel():
+            return Tile(empty_result(layout.local_shape(out.coordinate), out.local), layout, out.mesh)
+        return Tile(function(out.local, wanted), layout, out.mesh)
 
     def pool_with_indices(input: Tile, output_size: OutputSize, return_indices: bool = False) -> Any:
         sizes = adaptive_sizes(input, dims, output_size)

@@ -26,17 +26,19 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.stencil_rules import TransposedWindow
 from jigsaw.nn.shared_inputs import enter_in_parts
 from jigsaw.nn.stencils.conv_channels import ChannelPlan, add_partial_sums, channel_weight, plan_channels
-from jigsaw.nn.stencils.conv_geometry import (
+from jigsaw.nn.stencils.halo_conv import (
     ConvGeometry,
     ConvPlan,
     ConvSize,
+    HaloConvolution,
     channels_of_result,
     conv_dim_stencils,
+    convolve_with_halo,
+    plan_halo,
     plan_of_whole_channels,
     read_convolution,
     read_transposed_convolution,
 )
-from jigsaw.nn.stencils.halo_conv import HaloConvolution, convolve_with_halo, plan_halo
 from jigsaw.nn.stencils.stencil import empty_result, gather_input_rows, plan_stencil
 from jigsaw.nn.weights import cut_parameter, gathered_weight, is_dtensor, local_weight, weight_layout
 from jigsaw.ops.meeting.common_cuts import bring_to_cuts
