@@ -393,13 +393,6 @@ def broadcast_first(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> None:
             dist.broadcast(byte_view(x), ranks[0], group=group)
 
 
-def job_barrier() -> None:
-    """Wait for every rank of the job."""
-    if job_size() > 1:
-        with OpenWait("barrier", range(job_size())):
-            dist.barrier()
-
-
 def all_gather_in_job(value: T) -> list[T]:
     """Return the small picklable `value` of every rank of the job, by rank, where there is no mesh for
     `all_gather_object`.

@@ -214,7 +214,7 @@ def found_tensor_plan(model: nn.Module, ranks: int, example: Any = None, **by_na
     """Return a plan for a model that has none, by a run on paper with the arguments `example` (one, or a tuple)."""
     able = _able_layers(model) if ranks > 1 else []
     candidates = {
-        name: PairCandidate(*counts, len(getattr(layer, "kernel_size", ())))
+        name: PairCandidate(counts[1], len(getattr(layer, "kernel_size", ())))
         for name, layer in model.named_modules()
         if layer in able and type(layer) is not nn.MultiheadAttention and (counts := _channel_counts(layer))
     }

@@ -75,9 +75,8 @@ class FoundPairs:
 
 @dataclass(frozen=True)
 class PairCandidate:
-    """A layer that may be cut: its channels in and out, and the number of dims after those of its channels."""
+    """A layer that may be cut: its channels out, and the number of dims after those of its channels."""
 
-    channels_in: int
     channels_out: int
     dims_after: int = 0
 
