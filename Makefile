@@ -113,8 +113,8 @@ test-cuda: setup ## the tests of a GPU, the slow ones too, and a page of results
 	$(BIN)/python -m pytest tests/cuda
 
 PLAYED_PARTS := tests/testing/test_played_device.py tests/comm/test_comm.py tests/parallel/test_parallel.py tests/nn/test_conv.py tests/ops/test_tile_ops.py
-# What ranks of CPUs alone raise, streams of FSDP2, and autocast for CPUs.
-PLAYED_NOT := large_narrow_sums or outside_a_unit or stay_torchs or autocast_exchanges
+# What ranks of CPUs alone raise, also for an index, streams of FSDP2, and autocast for CPUs.
+PLAYED_NOT := large_narrow_sums or outside_a_unit or stay_torchs or autocast_exchanges or negative_index
 test-played: setup ## tests that are written for CPUs, on a device that is played: where tensors lie, and no wait of the host
 	JIGSAW_TEST_DEVICE=played $(BIN)/$(PYTEST) -m "not nightly" -k "not ($(PLAYED_NOT))" $(PLAYED_PARTS)
 

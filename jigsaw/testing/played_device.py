@@ -96,12 +96,24 @@ def _load_played_device() -> Any:
     return module
 
 
-class _DeviceModule(ModuleType):
-    """`torch.played`, as `torch.cuda` is for a GPU; streams are the host's, which do nothing."""
+class _PlayedStream(torch.cpu.Stream):
+    """A stream whose work has ended when a call returns; the host's own has no events to wait for."""
 
-    Stream, Event, StreamContext = torch.cpu.Stream, torch.cpu.Event, torch.cpu.StreamContext
-    current_stream, stream = staticmethod(torch.cpu.current_stream), staticmethod(torch.cpu.stream)
+    def record_event(self, event: Any = None) -> torch.cpu.Event:
+        return event or torch.cpu.Event()
+
+    def synchronize(self) -> None: ...
+
+
+class _DeviceModule(ModuleType):
+    """`torch.played`, as `torch.cuda` is for a GPU."""
+
+    Stream, Event, StreamContext = _PlayedStream, torch.cpu.Event, torch.cpu.StreamContext
+    stream = staticmethod(torch.cpu.stream)
     get_rng_state, set_rng_state = staticmethod(torch.random.get_rng_state), staticmethod(torch.random.set_rng_state)
+
+    def current_stream(self, _: Any = None) -> _PlayedStream:
+        return _PlayedStream()
 
     def is_available(self) -> bool:
         return True

@@ -43,17 +43,17 @@ def test_values_and_gradients_are_those_of_the_host():
 
 @on_ranks(1, device=PLAYED_DEVICE)
 def test_a_call_takes_tensors_of_one_device_alone():
-    here, there = _here(3, 3), torch.ones(3, 3)
+    here, there = _here(3, 3), torch.ones(3, 3, device="cpu")
     for call in (
         lambda: here + there,
         lambda: here @ there,
         lambda: torch.cat([here, there]),
         lambda: F.linear(here, there),
-        lambda: here.copy_(there).index_select(0, torch.tensor([1])),
+        lambda: here.copy_(there).index_select(0, torch.tensor([1], device="cpu")),
     ):
         with pytest.raises(RuntimeError, match="device"):
             call()
-    assert (here * torch.tensor(2.0)).device.type == PLAYED_DEVICE  # a number of the host may come along
+    assert (here * torch.tensor(2.0, device="cpu")).device.type == PLAYED_DEVICE  # a number of the host may come along
 
 
 WAITS = {
@@ -63,7 +63,7 @@ WAITS = {
     "a mask": lambda x: x[x > 0],
     "comparison": lambda x: torch.equal(x, x),
     "to the host": lambda x: x.cpu(),
-    "from the host": lambda x: torch.ones(3).to(x.device),
+    "from the host": lambda x: torch.ones(3, device="cpu").to(x.device),
     "segments": lambda x: torch.segment_reduce(x, "sum", lengths=torch.ones_like(x[0], dtype=torch.int64)),
 }
 
@@ -72,7 +72,7 @@ WAITS = {
 def test_what_the_host_waits_for_is_told():
     x = _here(3, 3)
     x[0].add_(x[1] * 2).relu_()
-    torch.ones(3).pin_memory().to(PLAYED_DEVICE, non_blocking=True)
+    torch.ones(3, device="cpu").pin_memory().to(PLAYED_DEVICE, non_blocking=True)
     x.clamp_(max=torch.where(x > 1, x, 0.5)).cumsum(0).sort()
     take_host_waits()
     for name, call in WAITS.items():
