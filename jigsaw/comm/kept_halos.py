@@ -74,20 +74,20 @@ class FrameNotes:
     """Notes that the first run of each checkpointed call makes, in order, for its later runs."""
 
     def __init__(self) -> None:
-        self._of_frame: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+        self.of_frames: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
         self._taken: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()  # numbers of notes, by later run
 
     def add(self, note: Any) -> None:
         """Note it for the later runs of all calls that run for the first time."""
         for frame in open_frames()[0]:
-            self._of_frame.setdefault(frame, []).append(note)
+            self.of_frames.setdefault(frame, []).append(note)
 
     def next_note(self) -> Any:
         """Return what the first run noted at the same place; None outside of a later run, and for no note."""
         _, frame, run = open_frames()
         if frame is None:
             return None
-        taken, notes = self._taken.setdefault(frame, {}), self._of_frame.get(frame, [])
+        taken, notes = self._taken.setdefault(frame, {}), self.of_frames.get(frame, [])
         taken[run] = at = taken.get(run, -1) + 1
         return notes[at] if at < len(notes) else None
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zoo_net import ZooInput, ZooNet
+from zoo_net import ZooInput, ZooNet, image
 
 NODES, EDGES, CHANNELS, MESH_NODES = 41, 150, 6, 23
 CELLS = ("lat", "lon")
@@ -186,4 +188,111 @@ HEALPIX_NETS = (
     _healpix_unet("HEALPixUNet (rows of faces)", IN_FACES),
     _healpix_unet("HEALPixRecUNet (faces)", FACES, is_recurrent=True),
 )
-GRAPH_NETS = (*GEOMETRIC_NETS, *ANEMOI_NETS, *HEALPIX_NETS)
+
+
+class _LimitedArea:
+    """What neural-lam's nets ask of a data store: names, sizes, statistics, and a folder with graphs."""
+
+    num_grid_points = NODES
+
+    def __init__(self, root: Path) -> None:
+        self.root_path = root
+
+    def get_vars_names(self, category: str) -> list[str]:
+        return {"state": ["t", "q", "z"], "forcing": ["toa"]}.get(category, [])
+
+    def get_num_data_vars(self, category: str) -> int:
+        return len(self.get_vars_names(category))
+
+    def get_dataarray(self, category: str, split: str | None, standardize: bool = False) -> None:
+        return None  # no static fields
+
+    def get_standardization_dataarray(self, category: str) -> Any:
+        import xarray
+
+        values = {"mean": 0.0, "std": 1.0, "diff_mean_standardized": 0.1, "diff_std_standardized": 0.5}
+        return xarray.Dataset({f"{category}_{name}": ("feature", [value] * 3) for name, value in values.items()})
+
+    def get_xy_extent(self, category: str) -> list[float]:
+        return [0.0, 1.0, 0.0, 1.0]
+
+
+def _neural_lam(name: str, net: str, levels: int, **kwargs: Any) -> ZooNet:
+    sizes = [MESH_NODES, 11][:levels]
+
+    def build() -> nn.Module:
+        predictors = importlib.import_module("neural_lam.models")
+        draw = torch.Generator().manual_seed(2)
+
+        def features(n: int, width: int) -> Tensor:
+            return torch.rand(n, width, generator=draw)
+
+        graph: dict[str, Any] = {"mesh_features": [features(n, 2) for n in sizes]}
+        pairs = {"g2m": [(NODES, sizes[0])], "m2g": [(sizes[0], NODES)], "m2m": [(n, n) for n in sizes]}
+        if levels > 1:
+            pairs |= {"mesh_up": [(sizes[0], sizes[1])], "mesh_down": [(sizes[1], sizes[0])]}
+        for part, ends in pairs.items():
+            edges = [_edges(source + 3, target + 3) for source, target in ends]  # each target has to have edges
+            for one, (_, target) in zip(edges, ends, strict=True):
+                one[1, 20 : 20 + target] = torch.arange(target)
+            widths = [features(EDGES, 3) for _ in ends]
+            is_list = part not in ("g2m", "m2g")
+            graph |= {f"{part}_edge_index": edges if is_list else edges[0]}
+            graph |= {f"{part}_features": widths if is_list else widths[0]}
+        with tempfile.TemporaryDirectory() as root:
+            folder = Path(root) / "graph" / "mesh"
+            folder.mkdir(parents=True)
+            (folder / "metainfo.yaml").write_text("spec_version: 0.1.0\n")
+            for file, values in graph.items():
+                torch.save(values, folder / f"{file}.pt")
+            sizes_of_net = {"hidden_dim": 8, "processor_layers": 2}
+            return getattr(predictors, net)(_LimitedArea(Path(root)), graph_name="mesh", **sizes_of_net, **kwargs)
+
+    spec = (None, CELLS, None)
+    inputs = [ZooInput((2, NODES, channels), spec) for channels in (3, 3, 3)]
+    return ZooNet(name, "neural-lam", build, inputs)
+
+
+NEURAL_LAM_NETS = (
+    _neural_lam("GraphLAM", "GraphLAM", 1, output_std=True, output_clamping_lower={"q": 0.0}),
+    _neural_lam("GraphLAM (propagation)", "GraphLAM", 1, g2m_gnn_type="PropagationNet", mesh_aggr="mean"),
+    _neural_lam("HiLAM", "HiLAM", 2),
+)
+
+
+def _mesh_graph(name: str, **kwargs: Any) -> ZooNet:
+    def build() -> nn.Module:
+        from physicsnemo.models.meshgraphnet import MeshGraphNet
+
+        sizes = dict.fromkeys(("processor", "node_encoder", "edge_encoder", "node_decoder"), 8)
+        return MeshGraphNet(
+            CHANNELS, 3, 2, processor_size=2, **{f"hidden_dim_{part}": n for part, n in sizes.items()}, **kwargs
+        )
+
+    def call(model: nn.Module, x: Tensor, edges: Tensor) -> Any:
+        data = importlib.import_module("torch_geometric.data")
+        return model(x, edges, data.Data(edge_index=_edges(), num_nodes=NODES))
+
+    nodes = ZooInput((NODES, CHANNELS), (CELLS, None))
+    return ZooNet(name, "nvidia-physicsnemo", build, [nodes, ZooInput((EDGES, 3), None)], call=call)
+
+
+def _graph_cast() -> nn.Module:
+    from physicsnemo.models.graphcast import GraphCastNet
+
+    return GraphCastNet(
+        mesh_level=1,
+        input_res=(13, 20),
+        input_dim_grid_nodes=3,
+        output_dim_grid_nodes=2,
+        processor_layers=3,
+        hidden_dim=8,
+    )
+
+
+NEMO_NETS = (
+    _mesh_graph("MeshGraphNet"),
+    _mesh_graph("MeshGraphNet (checkpointed, mean)", aggregation="mean", num_processor_checkpoint_segments=2),
+    ZooNet("GraphCast", "nvidia-physicsnemo", _graph_cast, [image(1, 3, 13, 20)]),
+)
+GRAPH_NETS = (*GEOMETRIC_NETS, *ANEMOI_NETS, *HEALPIX_NETS, *NEURAL_LAM_NETS, *NEMO_NETS)
