@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from jigsaw.comm.agreement import is_true_everywhere
 from jigsaw.comm.first_meetings import meet_tensor
-from jigsaw.comm.graph_calls import lacks_values
+from jigsaw.comm.graph_calls import is_making_graph, lacks_values
 from jigsaw.comm.kept_halos import FrameNotes, open_frames
 from jigsaw.comm.neighbor_exchange import (
     NeighborExchange,
@@ -59,6 +59,7 @@ from jigsaw.ops.into_torch.reentrant import is_first_run
 from jigsaw.ranks.call_places import modules_of_call
 from jigsaw.ranks.mesh import mesh_size
 from jigsaw.ranks.slab_mesh import SlabMesh
+from jigsaw.tile.misuse import warn_once
 from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals.autograd import (
     graph_task_id,
@@ -254,6 +255,9 @@ def pick_kept_rows(tile: Tile, dim: int, index: Any, may_be_negative: bool = Tru
     another rank owns.
     """
     lone, index = _lone_cut(tile, dim), real_view(index)
+    if lone is not None and lone.is_cut and is_making_graph():
+        _tell_cost_in_graph(tile, dim, index, lone)
+        return None
     met = None if lone is None or not lone.is_cut else _met_before(index, tile)
     kept = None if lone is None or met is None else met.of_cells(lone.size, index, tile)
     if kept is None or (kept.has_negative and not may_be_negative):
@@ -277,6 +281,22 @@ def pick_kept_rows(tile: Tile, dim: int, index: Any, may_be_negative: bool = Tru
         if d != along:
             layout = layout.insert(dim + d, n)
     return Tile(edges, layout, x.mesh)
+
+
+def _tell_cost_in_graph(tile: Tile, dim: int, index: Any, cut: Cut) -> None:
+    """Warn once that a graph brings all that an index picks to every rank, where a plan would cut it."""
+    if not isinstance(index, Tensor) or isinstance(index, Tile) or not index.ndim or index.is_floating_point():
+        return
+    rows = tuple(index.shape)
+    if index.dtype != torch.bool and _dim_to_cut(rows, cut) is not None:
+        picked = index.numel() * (tile.numel() // max(cut.size, 1)) * tile.local.itemsize
+        warn_once(
+            f"index {rows} in a graph",
+            f"jigsaw.compile: an index of shape {rows} picks along dim {dim}, cut by {', '.join(cut.axes)}, of a Tile "
+            f"of shape {tuple(tile.shape)}; a graph has no values of it, so each call brings all that it picks, "
+            f"{picked} bytes, to every rank; pass a table to jigsaw.nn.gather_neighbors, whose plan a graph has, or "
+            "compile the modules beside this one",
+        )
 
 
 def _exchange(plan: NeighborPlan, tile: Tile, cut: Cut, dim: int) -> NeighborExchange:

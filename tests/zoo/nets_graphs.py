@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zoo_net import ZooInput, ZooNet, image
+from zoo_net import ZooInput, ZooNet
 
 NODES, EDGES, CHANNELS, MESH_NODES = 41, 150, 6, 23
 CELLS = ("lat", "lon")
@@ -259,40 +259,4 @@ NEURAL_LAM_NETS = (
     _neural_lam("HiLAM", "HiLAM", 2),
 )
 
-
-def _mesh_graph(name: str, **kwargs: Any) -> ZooNet:
-    def build() -> nn.Module:
-        from physicsnemo.models.meshgraphnet import MeshGraphNet
-
-        sizes = dict.fromkeys(("processor", "node_encoder", "edge_encoder", "node_decoder"), 8)
-        return MeshGraphNet(
-            CHANNELS, 3, 2, processor_size=2, **{f"hidden_dim_{part}": n for part, n in sizes.items()}, **kwargs
-        )
-
-    def call(model: nn.Module, x: Tensor, edges: Tensor) -> Any:
-        data = importlib.import_module("torch_geometric.data")
-        return model(x, edges, data.Data(edge_index=_edges(), num_nodes=NODES))
-
-    nodes = ZooInput((NODES, CHANNELS), (CELLS, None))
-    return ZooNet(name, "nvidia-physicsnemo", build, [nodes, ZooInput((EDGES, 3), None)], call=call)
-
-
-def _graph_cast() -> nn.Module:
-    from physicsnemo.models.graphcast import GraphCastNet
-
-    return GraphCastNet(
-        mesh_level=1,
-        input_res=(13, 20),
-        input_dim_grid_nodes=3,
-        output_dim_grid_nodes=2,
-        processor_layers=3,
-        hidden_dim=8,
-    )
-
-
-NEMO_NETS = (
-    _mesh_graph("MeshGraphNet"),
-    _mesh_graph("MeshGraphNet (checkpointed, mean)", aggregation="mean", num_processor_checkpoint_segments=2),
-    ZooNet("GraphCast", "nvidia-physicsnemo", _graph_cast, [image(1, 3, 13, 20)]),
-)
-GRAPH_NETS = (*GEOMETRIC_NETS, *ANEMOI_NETS, *HEALPIX_NETS, *NEURAL_LAM_NETS, *NEMO_NETS)
+GRAPH_NETS = (*GEOMETRIC_NETS, *ANEMOI_NETS, *HEALPIX_NETS, *NEURAL_LAM_NETS)
