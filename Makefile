@@ -52,6 +52,9 @@ ZOO_STAMP := $(ZOO)/.jigsaw-installed
 # Their own lists have CUDA packages, and a newer torch than ours; what PhysicsNeMo's nets import by hand.
 ZOO_ALONE := nvidia-physicsnemo torch-harmonics
 ZOO_NEMO := jaxtyping nvtx omegaconf orjson psutil pyvers s3fs tensordict termcolor treelib warp-lang
+# neural-lam asks for a torch_geometric of 2023, and fails with those of today.
+ZOO_LAM := .venv-zoo-lam
+ZOO_LAM_STAMP := $(ZOO_LAM)/.jigsaw-installed
 
 # One thread a rank: the ranks are the parallelism, and more threads than cores make every rank wait.
 export OMP_NUM_THREADS ?= 1
@@ -196,8 +199,9 @@ $(NEWEST_STAMP): pyproject.toml
 	@touch $@
 
 # WORDS="monai/ timm/Swin" chooses nets. It ends with an error when one is not exact.
-zoo: $(ZOO_STAMP) ## published nets of twelve packages on tiles against one process, on 2, 3 and 2 x 2 ranks, thirteen in harder use; makes docs/models.md
+zoo: $(ZOO_STAMP) $(ZOO_LAM_STAMP) ## published nets of fourteen packages on tiles against one process, on 2, 3 and 2 x 2 ranks, thirteen in harder use; makes docs/models.md
 	PYTHONPATH=. $(ZOO)/bin/python tests/zoo/run.py $(WORDS) --json zoo.json --keep --page docs/models.md
+	PYTHONPATH=. $(ZOO_LAM)/bin/python tests/zoo/run.py neural-lam/ --json zoo.json --keep --page docs/models.md
 	PYTHONPATH=. $(ZOO)/bin/python tests/zoo/uses.py $(WORDS) --json uses.json --page docs/models.md
 
 # It ends with an error when the host waits on tiles where it does not in plain torch.
@@ -213,6 +217,12 @@ $(ZOO_STAMP): pyproject.toml
 	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)" --editable . --group zoo
 	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)" $(ZOO_NEMO)
 	$(ZOO)/bin/python -m pip install --quiet --no-deps $(ZOO_ALONE)
+	@touch $@
+
+$(ZOO_LAM_STAMP): pyproject.toml
+	test -x $(ZOO_LAM)/bin/python || "$(PYTHON)" -m venv $(ZOO_LAM)
+	$(ZOO_LAM)/bin/python -m pip install --quiet "$(PIP)" "$(TORCH)"
+	$(ZOO_LAM)/bin/python -m pip install --quiet "$(TORCH)" --editable . pytest pytest-timeout neural-lam==0.7.0
 	@touch $@
 
 # SEED=7 runs them again; the programs that fail are written to build/fuzz, each as a script.

@@ -30,15 +30,6 @@ from jigsaw.torch_internals.dispatch import count_modes, current_modes, modes_th
 _KEPT_SHARE = 8  # received rows are kept while they are at most one in so many
 
 
-class KeptMessages:
-    """Messages that one checkpointed call has received, each with its request, or None where it was too large."""
-
-    def __init__(self) -> None:
-        self.messages: list[tuple[object, list[tuple[int, Tensor]]] | None] = []
-        self.taken: dict[Any, int] = {}  # number of messages that a run of the backward pass has taken
-
-
-_kept: WeakKeyDictionary[Any, KeptMessages] = WeakKeyDictionary()
 _by_hook: WeakKeyDictionary[Any, tuple[ReferenceType[Any], Any]] = WeakKeyDictionary()
 # for a frame that began within another one: that one, and which of its runs
 _outer: WeakKeyDictionary[Any, tuple[ReferenceType[Any], Any]] = WeakKeyDictionary()
@@ -79,6 +70,31 @@ def open_frames() -> tuple[list[Any], Any, Any]:
     return first, frame, run
 
 
+class FrameNotes:
+    """Notes that the first run of each checkpointed call makes, in order, for its later runs."""
+
+    def __init__(self) -> None:
+        self.of_frames: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+        self._taken: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()  # numbers of notes, by later run
+
+    def add(self, note: Any) -> None:
+        """Note it for the later runs of all calls that run for the first time."""
+        for frame in open_frames()[0]:
+            self.of_frames.setdefault(frame, []).append(note)
+
+    def next_note(self) -> Any:
+        """Return what the first run noted at the same place; None outside of a later run, and for no note."""
+        _, frame, run = open_frames()
+        if frame is None:
+            return None
+        taken, notes = self._taken.setdefault(frame, {}), self.of_frames.get(frame, [])
+        taken[run] = at = taken.get(run, -1) + 1
+        return notes[at] if at < len(notes) else None
+
+
+_received = FrameNotes()  # messages, each with its request, or None where it was too large
+
+
 def results_are_kept() -> bool:
     """Say whether selective checkpointing keeps what operators return, by its policy: then no result may be changed in
     place.
@@ -104,25 +120,14 @@ def kept_messages(what: object) -> list[tuple[int, Tensor]] | None:
     """Return what the first run of the same checkpointed call received for `what`; None where it has to be sent
     (again).
     """
-    first, frame, run = open_frames()
-    if frame is None or frame not in _kept:
-        return None
-    kept = _kept[frame]
-    at = kept.taken[run] = kept.taken.get(run, -1) + 1
-    message = kept.messages[at] if at < len(kept.messages) else None
+    message = _received.next_note()
     if message is None or message[0] is not what:
         return None
-    _keep_in(first, message)
+    _received.add(message)
     return message[1]
 
 
 def keep_messages(what: object, layouts: tuple[Layout, Layout], received: list[tuple[int, Tensor]]) -> None:
     """Keep what is received for `what`, an exchange between these layouts, if a checkpoint needs it again."""
-    first, _, _ = open_frames()
-    if first:
-        _keep_in(first, (what, received) if _is_small(*layouts) else None)
-
-
-def _keep_in(frames: list[Any], message: tuple[object, list[tuple[int, Tensor]]] | None) -> None:
-    for frame in frames:
-        _kept.setdefault(frame, KeptMessages()).messages.append(message)
+    if open_frames()[0]:
+        _received.add((what, received) if _is_small(*layouts) else None)

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,18 +40,18 @@ def layout_like(tile: Tile, shape: Sequence[int]) -> Layout:
     return Layout.from_dims(dims, layout.axes)
 
 
-def _new_tile(tile: Tile, shape: Sequence[int], make: Callable[..., Tensor], named: dict[str, Any]) -> Tile:
+def _new_tile(tile: Tile, sizes: Sequence[Any], make: Callable[..., Tensor], named: dict[str, Any]) -> Tile:
     named = {"dtype": tile.dtype, "device": tile.device} | {k: v for k, v in named.items() if v is not None}
     named.pop("layout", None)
-    layout = layout_like(tile, shape)
+    layout = layout_like(tile, tuple(map(operator.index, sizes)))  # a size may be a tensor of no dims
     return Tile(make(layout.local_shape(tile.coordinate), **named), layout, tile.mesh)
 
 
 def _answer_new(name: str, make: Callable[..., Tensor]) -> None:
     def answer(self: Tile, *size: Any, **named: Any) -> Tile:
         sizes = (named.pop("size"),) if "size" in named else size
-        sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-        return _new_tile(self, tuple(sizes), make, named)
+        sizes = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes
+        return _new_tile(self, sizes, make, named)
 
     implements_torch(getattr(Tensor, name))(answer)
 
@@ -65,7 +66,7 @@ def _new_full(self: Tile, size: Sequence[int], fill_value: Any, **named: Any) ->
     def make(shape: Sequence[int], **options: Any) -> Tensor:
         return torch.full(tuple(shape), fill_value, **options)
 
-    return _new_tile(self, tuple(size), make, named)
+    return _new_tile(self, size, make, named)
 
 
 @implements_torch(Tensor.new_tensor, either=("self", "data"))

@@ -7,8 +7,8 @@ stays is planned once: each rank then gets the rows that its own part of the res
 
 1. *Which index.*  A plain tensor of integers, by itself along a dim of one cut.  It stays as it is if a module under
    way keeps it, as buffer, parameter or attribute, or if it is met a second time: the same memory, shape, strides and
-   version, or on the host the same values.  One that a checkpointed call, or a backward pass, meets first stays
-   unplanned: the second run of the call must have the results of the first.
+   version, or on the host the same values.  A checkpointed call runs again as it ran.  One that a reentrant one, or a
+   backward pass, meets first stays unplanned.
 2. *Which dim of it.*  The first with as many rows as there are cells along the cut dim, cut as these are: a table
    [cells, k].  Else the longest, cut evenly.  With less than a sixteenth of the cells, or fewer rows than pieces, it is
    left whole.
@@ -43,8 +43,8 @@ from torch import Tensor, nn
 
 from jigsaw.comm.agreement import is_true_everywhere
 from jigsaw.comm.first_meetings import meet_tensor
-from jigsaw.comm.graph_calls import lacks_values
-from jigsaw.comm.kept_halos import open_frames
+from jigsaw.comm.graph_calls import is_making_graph, lacks_values
+from jigsaw.comm.kept_halos import FrameNotes, open_frames
 from jigsaw.comm.neighbor_exchange import (
     NeighborExchange,
     edges_to_rows,
@@ -59,6 +59,7 @@ from jigsaw.ops.into_torch.reentrant import is_first_run
 from jigsaw.ranks.call_places import modules_of_call
 from jigsaw.ranks.mesh import mesh_size
 from jigsaw.ranks.slab_mesh import SlabMesh
+from jigsaw.tile.misuse import warn_once
 from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals.autograd import (
     graph_task_id,
@@ -75,7 +76,7 @@ from jigsaw.torch_internals.fake_tensors import FakeTensor, real_view
 _MARK = "_jigsaw_kept"  # of memory: the indices there, by dtype, shape, strides and place
 _LEAST_SHARE = 16  # a dim of an index with less than one in so many of the cells is not cut
 _PLAIN = (Tensor, nn.Parameter)
-_MOST_RECENT = 16  # indices whose values are known again
+_MOST_RECENT = 64  # indices whose values are known again; a net that makes more in each step has no plan
 _MOST_VIEWS = 64  # of one memory, as when each step picks by other rows of it
 
 # -- which index ------------------------------------------------------------------------------------------------------
@@ -159,6 +160,13 @@ def _met_before(index: Any, tile: Tile) -> _MetIndex | None:
     """Return what is known of an index that stays as it is, by the rule, and note that it was met; None for others."""
     if not _can_stay(index, tile):
         return None
+    is_again = open_frames()[1] is not None
+    met = _plans_of_frames.next_note() if is_again else _met_in_order(index)
+    _plans_of_frames.add(met)
+    return met
+
+
+def _met_in_order(index: Tensor) -> _MetIndex | None:
     try:
         version = tensor_version(index)
     except RuntimeError:  # made in inference mode, where changes are not counted
@@ -170,8 +178,8 @@ def _met_before(index: Any, tile: Tile) -> _MetIndex | None:
         return known[view][1]
     if view not in known and len(known) >= _MOST_VIEWS:
         return None
-    is_kept, (first, again, _) = view not in known and _is_of_module(index), open_frames()
-    is_settled = graph_task_id() == -1 and not is_first_run() and not first and again is None
+    is_kept = view not in known and _is_of_module(index)
+    is_settled = graph_task_id() == -1 and not is_first_run()
     met, is_new = (None, True) if is_kept or not is_settled else _met_with_values(index)
     known[view] = version, met or (_MetIndex() if is_kept else None)
     setattr(memory, _MARK, known)
@@ -179,6 +187,8 @@ def _met_before(index: Any, tile: Tile) -> _MetIndex | None:
 
 
 _recent: OrderedDict[Any, _MetIndex] = OrderedDict()
+# a checkpointed call runs again as it ran: by the same plans, and with the same targets cut
+_plans_of_frames, _targets_of_frames = FrameNotes(), FrameNotes()
 
 
 def _met_with_values(index: Tensor) -> tuple[_MetIndex, bool]:
@@ -245,6 +255,9 @@ def pick_kept_rows(tile: Tile, dim: int, index: Any, may_be_negative: bool = Tru
     another rank owns.
     """
     lone, index = _lone_cut(tile, dim), real_view(index)
+    if lone is not None and lone.is_cut and is_making_graph():
+        _tell_cost_in_graph(tile, dim, index, lone)
+        return None
     met = None if lone is None or not lone.is_cut else _met_before(index, tile)
     kept = None if lone is None or met is None else met.of_cells(lone.size, index, tile)
     if kept is None or (kept.has_negative and not may_be_negative):
@@ -268,6 +281,22 @@ def pick_kept_rows(tile: Tile, dim: int, index: Any, may_be_negative: bool = Tru
         if d != along:
             layout = layout.insert(dim + d, n)
     return Tile(edges, layout, x.mesh)
+
+
+def _tell_cost_in_graph(tile: Tile, dim: int, index: Any, cut: Cut) -> None:
+    """Warn once that a graph brings all that an index picks to every rank, where a plan would cut it."""
+    if not isinstance(index, Tensor) or isinstance(index, Tile) or not index.ndim or index.is_floating_point():
+        return
+    rows = tuple(index.shape)
+    if index.dtype != torch.bool and _dim_to_cut(rows, cut) is not None:
+        picked = index.numel() * (tile.numel() // max(cut.size, 1)) * tile.local.itemsize
+        warn_once(
+            f"index {rows} in a graph",
+            f"jigsaw.compile: an index of shape {rows} picks along dim {dim}, cut by {', '.join(cut.axes)}, of a Tile "
+            f"of shape {tuple(tile.shape)}; a graph has no values of it, so each call brings all that it picks, "
+            f"{picked} bytes, to every rank; pass a table to jigsaw.nn.gather_neighbors, whose plan a graph has, or "
+            "compile the modules beside this one",
+        )
 
 
 def _exchange(plan: NeighborPlan, tile: Tile, cut: Cut, dim: int) -> NeighborExchange:
@@ -342,11 +371,19 @@ def _cut_for_owners(input: Tile, dim: int, picked: Cut, is_new: bool) -> None:
     is_taken = any(a in picked.axes for d in range(input.ndim) for a in input.layout.dim_axes(d))
     if not picked.by_index or is_taken or _dim_to_cut((size,), cells) is None:
         return
-    if not is_new and not is_true_everywhere(input.mesh, not _is_shared(input)):
+    if not is_new and not _is_free_everywhere(input):
         return
     (cut,) = cut_of_cells(size, (picked,)) or (Cut(size, cut_points(size, picked.pieces), picked.axes, by_index=True),)
     tile = input.with_layout(input.layout.without_halo().replace_dim(dim, cut))
     input.__dict__.update(local=tile.local.clone(), layout=tile.layout)
+
+
+def _is_free_everywhere(tile: Tile) -> bool:
+    """Say whether no rank keeps the memory of a tile elsewhere, or kept it when a checkpointed call ran first."""
+    noted = _targets_of_frames.next_note()
+    is_free = is_true_everywhere(tile.mesh, not _is_shared(tile)) if noted is None else noted
+    _targets_of_frames.add(is_free)
+    return is_free
 
 
 def _is_shared(tile: Tile) -> bool:

@@ -71,7 +71,7 @@ def _compare_steps(mesh, spec, stride):
         assert sent == [plain[0], 2 * plain[1]]
         torch.testing.assert_close(found, [2 * g for g in expected], rtol=1e-12, atol=1e-12)
     gc.collect()
-    assert not len(kept_halos._kept)
+    assert not kept_halos._received.of_frames
 
 
 @on_ranks(2)
@@ -213,24 +213,24 @@ def test_checkpointing_sends_halos_once_on_four_ranks():
 
 
 def _kept_frames(others):
-    return [frame for key, frame in kept_halos._kept.items() if key not in others]
+    return [messages for key, messages in kept_halos._received.of_frames.items() if key not in others]
 
 
 @on_ranks(2)
 def test_what_is_kept_of_halos_is_small():
     mesh, net = world_mesh(lat=2), _net(1)
     gc.collect()
-    others = {*kept_halos._kept, *kept_halos._outer}  # tests before this one may have left graphs behind
+    others = {*kept_halos._received.of_frames, *kept_halos._outer}  # tests before this one may have left graphs behind
     x = shard(torch.randn(1, 4, 66, 70, dtype=torch.float64), mesh, (None, None, "lat", None))
     y = _whole(net, x)
-    kept = [m for frame in _kept_frames(others) for m in frame.messages]
+    kept = [m for frame in _kept_frames(others) for m in frame]
     assert sum(flat.nbytes for m in kept for _, flat in m[1]) == 3 * 4 * 70 * 8
     del y, kept
     gc.collect()
     assert not _kept_frames(others)
     # calls within calls keep the same memory
     y = _nested(net, x)
-    kept = {id(m): m for frame in _kept_frames(others) for m in frame.messages}
+    kept = {id(m): m for frame in _kept_frames(others) for m in frame}
     assert len(_kept_frames(others)) == 4
     assert sum(flat.nbytes for m in kept.values() for _, flat in m[1]) == 3 * 4 * 70 * 8
     del y, kept
@@ -239,7 +239,7 @@ def test_what_is_kept_of_halos_is_small():
     # rows as many as a rank has are no halo: they come again
     wide = nn.Conv2d(4, 4, (33, 1), padding=(16, 0)).double()
     y = _whole(wide, x)
-    assert [m for frame in _kept_frames(others) for m in frame.messages] == [None]
+    assert [m for frame in _kept_frames(others) for m in frame] == [None]
     with comm.count() as counted:
         y.sum().backward()
     assert counted.calls

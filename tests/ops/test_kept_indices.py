@@ -241,9 +241,9 @@ def test_few_rows_stay_whole():
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, is_kept, use_reentrant):
+    def __init__(self, kept, use_reentrant):
         super().__init__()
-        self.index = indices()[0] if is_kept else None
+        self.index = kept
         self.use_reentrant = use_reentrant
 
     def forward(self, x, index):
@@ -261,19 +261,57 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("is_kept", [False, True])
 @on_ranks(2)
 def test_a_checkpoint_runs_again_as_it_ran(is_kept, use_reentrant):
-    mesh, index = world_mesh(cell=2), indices()[0]
-    net = jigsaw.parallelize(Checkpointed(is_kept, use_reentrant), mesh)
+    mesh, index = world_mesh(cell=2), indices(seed=3)[0]  # of values that no other test has
+    net = jigsaw.parallelize(Checkpointed(index if is_kept else None, use_reentrant), mesh)
     x = values().requires_grad_()
     wanted = x[:, index].sum(2).sin()[:, index].sum(2).sin()
     wanted.square().sum().backward()
-    for _ in range(3):
+    for step in range(3):
         tile = jigsaw.shard(values(), mesh, (None, "cell", None))
         tile.local.requires_grad_()
         out = net(tile, index)
-        assert cut_dims(out) == ((1,) if is_kept else ())
+        assert cut_dims(out) == ((1,) if is_kept or (step and not use_reentrant) else ())
         out.square().sum().backward()
         torch.testing.assert_close(out.full_tensor(), wanted)
         torch.testing.assert_close(tile.grad.full_tensor(), x.grad)
+
+
+class MadeAnew(nn.Module):
+    """Layers on edges that are made in each step, each of them in a checkpoint within another one."""
+
+    def forward(self, x, edges):
+        def layer(x):
+            source, target = edges.flip(1)
+            picked = x.index_select(1, source).sin()
+            return x + torch.zeros_like(x).index_add_(1, target, picked)
+
+        def layers(x):
+            return checkpoint(layer, checkpoint(layer, x, use_reentrant=False), use_reentrant=False)
+
+        return checkpoint(layers, x, use_reentrant=False)
+
+
+@on_ranks(3)
+def test_edges_that_a_checkpointed_call_makes_in_each_step_are_planned():
+    mesh, edges = world_mesh(cell=3), indices(seed=4)[1]  # of values that no other test has
+    net = jigsaw.parallelize(MadeAnew(), mesh)
+    x = values().requires_grad_()
+    wanted = MadeAnew()(x, edges)
+    wanted.square().sum().backward()
+    kinds = []
+    for _ in range(3):
+        tile = jigsaw.shard(values(), mesh, (None, "cell", None), split={1: POINTS[3]})
+        tile.local.requires_grad_()
+        with comm.count() as counts:
+            out = net(tile, edges)
+        loss = out.square().sum()
+        with comm.count() as back:
+            loss.backward()
+        kinds.append({call.kind for call in (*counts.calls, *back.calls) if call.kind != "agree"})
+        torch.testing.assert_close(out.full_tensor(), wanted)
+        torch.testing.assert_close(tile.grad.full_tensor(), x.grad)
+    assert "all_reduce" in kinds[0]
+    assert kinds[1:] == [{"neighbors"}, {"neighbors"}]
 
 
 # -- what a cut result meets ------------------------------------------------------------------------------------------

@@ -28,6 +28,11 @@ CASES = {
     "positional": lambda x: (
         x + torch.arange(70, dtype=x.dtype).reshape(7, 10) / 70 + torch.ones(3, 1, 1, dtype=x.dtype)
     ),
+    "sizes that are tensors": lambda x: (
+        x * x.new_full([torch.tensor(7), 10], 2.0)
+        + x.new_ones(torch.tensor(10))
+        + x.new_zeros([torch.tensor(n) for n in x.shape])
+    ),
     "broadcast of tiles": lambda x: x * x.mean(2, keepdim=True) + x.mean((0, 3), keepdim=True),
     "lerp": lambda x: torch.lerp(x, x.square(), 0.3) + torch.addcmul(x, x, x, value=0.5),
     # reductions

@@ -15,7 +15,7 @@ from nets_weather import WEATHER_NETS
 from zoo_net import ZooNet, define_missing_operators
 
 define_missing_operators()
-_NETS = (*MEDICAL_NETS, *VISION_NETS, *HUB_NETS, *VIDEO_NETS, *WEATHER_NETS, *HAND_NETS, *USER_NETS, *GRAPH_NETS)
+_NETS = (*MEDICAL_NETS, *VISION_NETS, *HUB_NETS, *VIDEO_NETS, *WEATHER_NETS, *GRAPH_NETS, *HAND_NETS, *USER_NETS)
 ZOO: dict[str, ZooNet] = {net.key: net for net in _NETS}
 
 # What is refused today, and the function that is: a net leaves this list when it runs.
