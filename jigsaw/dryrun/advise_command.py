@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from jigsaw.dryrun.calibration import load_device, measure_device, save_device
 from jigsaw.dryrun.devices import DEVICES, Device
-from jigsaw.dryrun.mesh_search import StepOption, advice_text, advise_mesh
+from jigsaw.dryrun.mesh_search import StepOption, advice_text, advise_mesh, ranked_options
 from jigsaw.dryrun.report import seconds_text, size_text
 from jigsaw.errors import ReadError, ShardingError
 
@@ -23,12 +24,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("model", nargs="?", metavar="MODULE:MODEL", help="a torch model, or what makes one when called")
     sizes: dict[str, Any] = {"type": _parse_sizes, "metavar": "1,69,721,1440"}
-    parser.add_argument("--input", **sizes, help="the global shape of the input: N, C, lat, lon or N, C, z, y, x")
+    parser.add_argument(
+        "--input", **sizes, help="the global shape of the input: N, C, lat, lon or N, C, z, y, x or N, tokens"
+    )
     parser.add_argument("--devices", type=int, default=8, metavar="8", help="how many (8)")
     known = f"{', '.join(DEVICES)}, or a file of --calibrate (h100)"
     parser.add_argument("--device", default="h100", metavar="h100", help=known)
-    dtypes = "float32", "bfloat16", "float16", "float64"
-    parser.add_argument("--dtype", choices=dtypes, help="of weights and input (the weights' own)")
+    dtypes = "float32", "bfloat16", "float16", "float64", "int64"
+    parser.add_argument(
+        "--dtype", choices=dtypes, help="of weights and input (the weights' own); int64 of an input of words alone"
+    )
     align = "rows of the cut dims that stay together: the patch, or the product of strides (1)"
     parser.add_argument("--align", type=int, default=1, metavar="4", help=align)
     parser.add_argument("--ranks-per-node", type=int, metavar="8", help="for links (the device's usual number)")
@@ -40,6 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the best five options and what would be better; return 1, with the reason, when there is none."""
+    tried: list[StepOption] = []
     try:
         device = _chosen_device(args)
         if args.model is None and args.calibrate:
@@ -59,9 +65,12 @@ def run(args: argparse.Namespace) -> int:
             args.devices,
             device=device,
             ranks_per_node=args.ranks_per_node,
-            progress=_tell_progress,
+            progress=partial(_tell_progress, tried),
             **arguments_of_run,
         )
+    except KeyboardInterrupt:
+        options = ranked_options([option for option in tried if option.blocks is None])
+        print("the search was interrupted; this ranks what was tried so far", file=sys.stderr)
     except (ShardingError, ReadError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -69,13 +78,16 @@ def run(args: argparse.Namespace) -> int:
     return 0 if any(option.works for option in options) else 1
 
 
-def _tell_progress(option: StepOption) -> None:
-    """Print each tried option to stderr, so that a search of minutes shows that it goes on."""
+def _tell_progress(tried: list[StepOption], option: StepOption) -> None:
+    """Print each tried option to stderr, so that a search of minutes shows that it goes on, and the fastest so far."""
+    tried.append(option)
     if option.report is None or not option.report.is_complete:
         outcome = "does not run"
     else:
         memory = f"{size_text(option.report.peak_bytes)} of {size_text(option.report.device_memory)}"
         outcome = f"{seconds_text(option.report.seconds)} a step, {memory} a device"
+    if option.blocks is None and option.works and ranked_options(o for o in tried if o.blocks is None)[0] is option:
+        outcome += ", the fastest so far"
     print(f"tried {option}: {outcome}", file=sys.stderr, flush=True)
 
 

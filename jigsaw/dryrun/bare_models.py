@@ -17,7 +17,7 @@ from jigsaw.errors import ShardingError
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import own_buffers, own_parameters
 from jigsaw.torch_internals.dispatch import without_modes
-from jigsaw.torch_internals.fake_tensors import FakeTensorMode
+from jigsaw.torch_internals.fake_tensors import DataDependentOutputException, FakeTensorMode
 
 ModelMaker = Callable[..., nn.Module]
 
@@ -31,8 +31,16 @@ def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
     with FakeTensorMode(allow_non_fake_inputs=True), KnownValuesMode():
         try:
             built: nn.Module = model()
+        except DataDependentOutputException:
+            return model  # made each time, so that a dry run tells of what it reads
         except RuntimeError:
-            return model  # `make_bare` has more ways, and a dry run reports what they raise
+            try:
+                with without_modes(), torch.device("meta"):
+                    whole = model()
+            except Exception:
+                return model  # a dry run tells of its own error
+            check_model_made(whole)
+            built = bare_copy(whole, set())
     check_model_made(built)
     return model if any(_plain_tensors(m) for m in built.modules()) else built
 

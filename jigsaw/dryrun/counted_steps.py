@@ -32,13 +32,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class KernelCost:
-    """One operator: its floating-point operations, the bytes it reads and writes, its dtype, its call."""
+    """One operator: its floating-point operations, the bytes it reads and writes, its dtype, its call.
+
+    One that `is_attention` multiplies queries, keys and values in one kernel.
+    """
 
     flop: int
     moved_bytes: int
     dtype: torch.dtype
     operator: Any = None
     call: KernelCall | None = None
+    is_attention: bool = False
 
 
 @dataclass
@@ -124,7 +128,7 @@ def _made_change(like: tuple[str, int], numbers: tuple[int, ...]) -> tuple[str, 
 
 
 def _made_kernel(like: KernelCost, numbers: tuple[int, ...]) -> KernelCost:
-    return KernelCost(numbers[0], numbers[1], like.dtype, like.operator)
+    return KernelCost(numbers[0], numbers[1], like.dtype, like.operator, is_attention=like.is_attention)
 
 
 def _made_call(like: TrafficCall, numbers: tuple[int, ...]) -> TrafficCall:

@@ -15,6 +15,7 @@ from jigsaw.errors import ShardingError
 class Device:
     """Peaks of a device as its maker states them, and the shares of them that count as reached.
 
+    Products reach `flop_share` of `flop_per_second`, attention in one kernel reaches `attention_share` of it.
     `flop_per_second` by dtype (a dtype that is not there counts as float32), `memory_bytes`, `memory_bandwidth` in
     bytes a second.  A kernel takes at least `kernel_seconds`.  `node_bandwidth` is the bytes a second that one rank
     sends to ranks of its own node. `network_bandwidth` is those to others while its neighbors do so, too;
@@ -45,6 +46,7 @@ class Device:
     node_seconds: float = 8e-6
     network_seconds: float = 15e-6
     flop_share: float = 0.55
+    attention_share: float = 0.2
     memory_share: float = 0.8
     link_share: float = 0.75
     overlap: float = 0.8
@@ -56,9 +58,12 @@ class Device:
     crowding: Mapping[int, float] = field(default_factory=dict[int, float])
     host_crowding: Mapping[int, float] = field(default_factory=dict[int, float])
 
-    def kernel_time(self, flop: int, moved_bytes: int, dtype: torch.dtype) -> tuple[float, str]:
+    def kernel_time(
+        self, flop: int, moved_bytes: int, dtype: torch.dtype, is_attention: bool = False
+    ) -> tuple[float, str]:
         """Return the seconds of one kernel, and their bound: ``"flop"``, ``"memory"`` or ``"kernels"``."""
-        peak = self.flop_per_second.get(dtype, self.flop_per_second[torch.float32]) * self.flop_share
+        share = self.attention_share if is_attention else self.flop_share
+        peak = self.flop_per_second.get(dtype, self.flop_per_second[torch.float32]) * share
         times = (
             (flop / peak, "flop"),
             (moved_bytes / (self.memory_bandwidth * self.memory_share), "memory"),
@@ -129,13 +134,24 @@ def _flops(float64: float, float32: float, sixteen: float) -> dict[torch.dtype, 
 _GB, _GIB, _TERA = 1e9, 2**30, 1e12
 
 # Dense, without sparsity; float32 as torch computes by default, without tf32.  Links: one way, one rank.  Above each
-# are the titles of the documents that the figures are in.
+# are the titles of the documents that the figures are in.  Shares are of published runs (docs/dry_run.md has the rule):
+# of an A100 and an H100 that train; others have H100's part of the best product that was measured on them.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
         # "NVIDIA A100 Tensor Core GPU" data sheet, 80GB SXM: 19.5 TFLOP/s float64 (tensor cores) and float32, 312 bf16,
         # 2039 GB/s, NVLink 600 GB/s both ways; HDR InfiniBand, 200 Gbit/s a GPU
-        Device("a100", _flops(19.5 * _TERA, 19.5 * _TERA, 312 * _TERA), 80 * _GIB, 2039 * _GB, 300 * _GB, 25 * _GB, 8),
+        Device(
+            "a100",
+            _flops(19.5 * _TERA, 19.5 * _TERA, 312 * _TERA),
+            80 * _GIB,
+            2039 * _GB,
+            300 * _GB,
+            25 * _GB,
+            8,
+            flop_share=0.7,
+            attention_share=0.3,
+        ),
         # "NVIDIA H100 Tensor Core GPU" data sheet, SXM: 67 TFLOP/s float64 (tensor cores) and float32, 989 bf16, 3.35
         # TB/s, NVLink 900 GB/s both ways; NDR InfiniBand, 400 Gbit/s a GPU
         Device("h100", _flops(67 * _TERA, 67 * _TERA, 989 * _TERA), 80 * _GIB, 3350 * _GB, 450 * _GB, 50 * _GB, 8),
@@ -143,14 +159,39 @@ DEVICES: dict[str, Device] = {
         Device("h200", _flops(67 * _TERA, 67 * _TERA, 989 * _TERA), 141 * _GB, 4800 * _GB, 450 * _GB, 50 * _GB, 8),
         # "NVIDIA Blackwell Architecture Technical Brief", HGX B200: 40 TFLOP/s float64, 80 float32, 2250 bf16, 8 TB/s,
         # NVLink 1.8 TB/s both ways; "NVIDIA DGX B200" data sheet: 1440 GB for eight; 400 Gbit/s a GPU
-        Device("b200", _flops(40 * _TERA, 80 * _TERA, 2250 * _TERA), 180 * _GB, 8000 * _GB, 900 * _GB, 50 * _GB, 8),
+        Device(
+            "b200",
+            _flops(40 * _TERA, 80 * _TERA, 2250 * _TERA),
+            180 * _GB,
+            8000 * _GB,
+            900 * _GB,
+            50 * _GB,
+            8,
+            flop_share=0.53,
+        ),
         # "NVIDIA GH200 Grace Hopper Superchip" data sheet: H100's peaks, 96 GB HBM3 of 4 TB/s; four to a node with
         # NVLink 150 GB/s to each other, 200 Gbit/s each, as in JUPITER and Alps (their user guides)
-        Device("gh200", _flops(67 * _TERA, 67 * _TERA, 989 * _TERA), 96 * _GB, 4000 * _GB, 450 * _GB, 25 * _GB, 4),
+        Device(
+            "gh200",
+            _flops(67 * _TERA, 67 * _TERA, 989 * _TERA),
+            96 * _GB,
+            4000 * _GB,
+            450 * _GB,
+            25 * _GB,
+            4,
+            flop_share=0.57,
+        ),
         # "AMD Instinct MI300X Accelerator" data sheet: 81.7 TFLOP/s float64, 163.4 float32 (vector), 1307 bf16, 192 GB
         # of 5.3 TB/s, Infinity Fabric 896 GB/s both ways to seven others together; 400 Gbit/s a GPU
         Device(
-            "mi300x", _flops(81.7 * _TERA, 163.4 * _TERA, 1307 * _TERA), 192 * _GB, 5300 * _GB, 448 * _GB, 50 * _GB, 8
+            "mi300x",
+            _flops(81.7 * _TERA, 163.4 * _TERA, 1307 * _TERA),
+            192 * _GB,
+            5300 * _GB,
+            448 * _GB,
+            50 * _GB,
+            8,
+            flop_share=0.35,
         ),
         # One core a rank of a shared x86 server of two, an estimate: `--calibrate` measures the machine at hand;
         # messages by gloo over the loopback, which a rank's own core copies: nothing hides behind anything
@@ -166,6 +207,7 @@ DEVICES: dict[str, Device] = {
             node_seconds=100e-6,
             network_seconds=200e-6,
             flop_share=1.0,
+            attention_share=1.0,
             memory_share=1.0,
             link_share=1.0,
             overlap=0.0,

@@ -228,7 +228,7 @@ def _priced_phase(played: PlayedRank, name: str, device: Device, ranks_per_node:
     beside = min(ranks, ranks_per_node)
     crowding, host_crowding = (crowding_among(of, beside) for of in (device.crowding, device.host_crowding))
     for cost, times in Counter(kernels).items():
-        seconds, bound = device.kernel_time(cost.flop, cost.moved_bytes, cost.dtype)
+        seconds, bound = device.kernel_time(cost.flop, cost.moved_bytes, cost.dtype, cost.is_attention)
         if device.times_kernels and cost.call is not None:
             seconds = timed_kernel(cost.call) or seconds
         bounds[bound] += times * seconds * crowding

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
 import torch
+from torch import nn
 
 from jigsaw.dryrun.bare_models import made_once
 from jigsaw.dryrun.devices import Device, device_named
@@ -21,7 +22,7 @@ from jigsaw.dryrun.pipeline_estimate import (
     stage_shares,
     tiles_at_borders,
 )
-from jigsaw.dryrun.rank_playing import StepPlan
+from jigsaw.dryrun.rank_playing import StepPlan, checkpointed_modules
 from jigsaw.dryrun.report import DryRunReport, seconds_text, size_text
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS, DATA_AXIS, PIPE_AXIS, REPLICATE_AXIS, SPACE_AXES
@@ -51,6 +52,7 @@ class StepOption:
     replicate: tuple[str, ...] = ()
     begins: tuple[str, ...] = ()
     blocks: int | None = None  # of each row, where only so many were played
+    ranks_per_node: int = 8
 
     @property
     def works(self) -> bool:
@@ -62,7 +64,7 @@ class StepOption:
         if self.report is None:
             return self.refusal
         for remark in self.report.remarks:
-            if remark.kind == "stopped":
+            if remark.kind in ("stopped", "skipped"):
                 return f"{remark.module or 'the model'} must run: {remark.reason}"
         if not self.report.fits:
             lacking = self.report.peak_bytes / 0.9 - self.report.device_memory
@@ -82,6 +84,35 @@ class StepOption:
         pipe = f", {self.microbatches} microbatches (1F1B)" if self.microbatches > 1 else ""
         few = f", {self.blocks} of the blocks of each row" if self.blocks is not None else ""
         return f"{weights}, blocks checkpointed{pipe}{few}" if self.checkpoint else weights + pipe + few
+
+    @property
+    def lines_to_paste(self) -> tuple[str, ...]:
+        """The command that starts the job, and the lines of a script that make its mesh and its model.
+
+        >>> (option,) = jigsaw.dryrun.advise_mesh(torch.nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), 1)
+        >>> print("\\n".join(option.lines_to_paste))
+        torchrun --nnodes=1 --nproc-per-node=1 train.py
+        mesh = jigsaw.init_mesh(data=1)
+        model = jigsaw.parallelize(model, mesh)
+        """
+        ranks = torch.Size(self.mesh.values()).numel()
+        on_node = gcd(ranks, self.ranks_per_node)
+        axes = {name: size for name, size in self.mesh.items() if size > 1} or {DATA_AXIS: 1}
+        lines = [f"torchrun --nnodes={ranks // on_node} --nproc-per-node={on_node} train.py"]
+        lines.append(f"mesh = jigsaw.init_mesh({', '.join(f'{name}={size}' for name, size in axes.items())})")
+        weights = ", shard_weights=True" if self.shard_weights else ""
+        weights += f", replicate={self.replicate[0]!r}" if self.replicate else ""
+        if self.checkpoint:
+            lines.append("for block in blocks:  # the ModuleList, or the outermost Sequential")
+            lines.append(
+                "    block.forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)"
+            )
+        if PIPE_AXIS in axes:
+            stages = f"microbatches={self.microbatches}, stages={list(self.begins)}"
+            lines.append(f"model = jigsaw.pipeline(model, mesh, loss=loss, {stages}{weights})")
+        else:
+            lines.append(f"model = jigsaw.parallelize(model, mesh{weights})")
+        return tuple(lines)
 
     def __str__(self) -> str:
         axes = " ".join(f"{name}={size}" for name, size in self.mesh.items() if size > 1) or "one rank"
@@ -135,7 +166,12 @@ def advise_mesh(
         pipes = search.tried_pipes(fastest)
         first = [o for o in (*plain[:_MESHES], *narrow[:1], *pipes[:1]) if o.report is not None]
         others = search.tried_ways(first, node if devices > node else 0)
-    return sorted([*plain, *narrow, *pipes, *others], key=lambda o: (not o.works, _by_seconds(o)))
+    return ranked_options([*plain, *narrow, *pipes, *others])
+
+
+def ranked_options(options: Iterable[StepOption]) -> list[StepOption]:
+    """Return options in the order of advice: those that work, then others, each group by the seconds of a step."""
+    return sorted(options, key=lambda o: (not o.works, _by_seconds(o)))
 
 
 class _MeshSearch:
@@ -159,7 +195,7 @@ class _MeshSearch:
 
         *Raises*: `ShardingError` where the model does not run there: it would run on no mesh.
         """
-        alone = self.attempt(dict.fromkeys((DATA_AXIS, *SPACE_AXES[len(self._shape)]), 1))
+        alone = self.attempt(dict.fromkeys((DATA_AXIS, *SPACE_AXES.get(len(self._shape), ())), 1))
         if alone.report is None or not alone.report.is_complete:
             raise ShardingError(
                 f"the model does not run on one device with an input of shape {self._shape}, so a mesh is not searched "
@@ -169,7 +205,7 @@ class _MeshSearch:
 
     def attempt(self, axes: Mapping[str, int], is_cut: bool = False, twice: bool = False, **more: Any) -> StepOption:
         """Return the option of a mesh; one with ``pipe`` by the microbatch of a stage."""
-        option = self._attempted(StepOption(axes, is_cut, twice, None, **more))
+        option = self._attempted(StepOption(axes, is_cut, twice, None, ranks_per_node=self._node, **more))
         if self._progress is not None:
             self._progress(option)
         return option
@@ -201,6 +237,7 @@ class _MeshSearch:
             return option
         known = {name: value for name, value in self._how.items() if name in StepPlan.__dataclass_fields__}
         known |= {"shard_weights": option.shard_weights, "replicate": option.replicate}
+        known |= {"checkpoint": "blocks"} if option.checkpoint else {}
         known |= {"keeps_calls": self._device.times_kernels, "on_processor": self._device.is_processor}
         plan = StepPlan(self._model, (shape,), **known)
         pieces = piece_costs(plan, _without_pipe(axes), stages, self._device, self._node)
@@ -218,12 +255,14 @@ class _MeshSearch:
         others'.
         """
         results: list[StepOption] = []
-        chosen = [(is_cut, twice) for is_cut in ("whole", "cut", "within nodes") for twice in (False, True)][1:]
+        # a model without blocks has nothing to compute twice; one that a function makes for each mesh is compared below
+        has_blocks = not isinstance(self._model, nn.Module) or bool(checkpointed_modules(self._model, "blocks"))
+        again = (False, True) if has_blocks else (False,)
+        chosen = [(is_cut, twice) for is_cut in ("whole", "cut", "within nodes") for twice in again][1:]
         for option in options:
             tried = {way: self._other_way(option, *way, ranks_per_node) for way in chosen}
             attempts = {way: each for way, each in tried.items() if each is not None}
             plain = {"whole": option.report} | {way[0]: each.report for way, each in attempts.items() if not way[1]}
-            # a model without blocks has nothing to compute twice
             attempts = {way: each for way, each in attempts.items() if not way[1] or each.report != plain.get(way[0])}
             if not results:
                 able = sorted(
@@ -345,16 +384,21 @@ def _without_pipe(axes: Mapping[str, int]) -> dict[str, int]:
 def possible_meshes(
     x_shape: Sequence[int], devices: int, align: int | Mapping[int, int] = 1
 ) -> Iterator[dict[str, int]]:
-    """Return the meshes of so many ranks whose dims are long enough, each once; `align` rows stay together."""
-    names = SPACE_AXES.get(len(x_shape))
-    if names is None:
+    """Return the meshes of so many ranks whose dims are long enough, each once; `align` rows stay together.  Of an
+    input without space, as tokens are, the batch alone is cut.
+    """
+    names = SPACE_AXES.get(len(x_shape), ())
+    if not names and x_shape[0] % devices:
         raise ShardingError(
-            f"a mesh is searched for images [N, C, lat, lon] and volumes [N, C, z, y, x], not for an input of "
-            f"{len(x_shape)} dims; ask jigsaw.dry_run of the meshes that you think of"
+            f"an input of {len(x_shape)} dims is cut along its batch alone, and x_shape={tuple(x_shape)} has "
+            f"{x_shape[0]} samples, no multiple of devices={devices}; images [N, C, lat, lon] and volumes [N, C, z, y, "
+            "x] are cut in space, too"
         )
-    together = [align if isinstance(align, int) else align.get(dim, 1) for dim in range(2, len(x_shape))]
-    most = [n // 2 if rows == 1 else -(-n // rows) for n, rows in zip(x_shape[2:], together, strict=True)]
-    sizes = x_shape[0], *x_shape[2:]
+    together = [align if isinstance(align, int) else align.get(dim, 1) for dim in range(2, 2 + len(names))]
+    most = [
+        n // 2 if rows == 1 else -(-n // rows) for n, rows in zip(x_shape[2 : 2 + len(names)], together, strict=True)
+    ]
+    sizes = x_shape[0], *x_shape[2 : 2 + len(names)]
     seen: set[tuple[tuple[int, int, int], ...]] = set()
     for factors in _factorisations(devices, len(sizes)):
         space = zip(sizes[1:], together, factors[1:], strict=True)
@@ -387,7 +431,7 @@ def _opened_store(store: Any, axes: Mapping[str, int]) -> Any:
 
 def advice_text(options: Sequence[StepOption]) -> str:
     """Describe the best five options that work, each with its reasons, and what would have to change for the next
-    better one.
+    better one.  The last lines are those of a script that has the best.
 
     >>> found = jigsaw.dryrun.advise_mesh(torch.nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), 1)
     >>> jigsaw.dryrun.advice_text(found).startswith("1. one rank: whole weights")
@@ -410,6 +454,8 @@ def advice_text(options: Sequence[StepOption]) -> str:
         )
     refused = {o.hindrance: o for o in options if o.report is None or not o.report.is_complete}
     lines += [f"not possible: {option}: {why}" for why, option in list(refused.items())[:_BEST]]
+    if working:
+        lines += ["", f"to have {working[0]}:", *(f"    {line}" for line in working[0].lines_to_paste)]
     return "\n".join(lines)
 
 

@@ -238,7 +238,10 @@ class _StagesOfRank:
                 one = _phase_of_stage(phases[name], share, under_way, microbatches)
                 phase_costs[name] = _with_messages(one, messages[at], microbatches, slot * (microbatches + last))
             for name, part in zip(ONCE_A_STEP, (share.weights, 1.0), strict=True):
-                phase_costs["backward"] = _one_after_other(phase_costs["backward"], _part_of_phase(phases[name], part))
+                once = replace(
+                    _part_of_phase(phases[name], part), peak=_part_of_phase(phases[name], share.weights).peak
+                )
+                phase_costs["backward"] = _one_after_other(phase_costs["backward"], once)
             if "step" in phases:
                 phase_costs["step"] = _part_of_phase(phases["step"], share.weights)
             rank_costs.append(RankCost(self._number(at), self._coordinate(at), phase_costs))

@@ -176,7 +176,7 @@ def _play_step(
     if plan.tensor is None:
         pairs = found_tensor_plan(model, dict(axes_of_mesh(mesh)).get(CHANNEL_AXIS, 1), tuple(inputs))
         plan, played.unpaired = replace(plan, tensor=pairs.plan), pairs.reasons
-    for module in _checkpointed_modules(model, plan.checkpoint):
+    for module in checkpointed_modules(model, plan.checkpoint):
         module.forward = partial(run_checkpointed, module.forward, use_reentrant=False)
     stages = None if stage_mesh is mesh else PlayedStages(plan, model, mesh, stage_mesh)
     if stages is None:
@@ -213,6 +213,8 @@ def _play_step(
             value = _one_number(plan.loss(model(*inputs)))
         meter.mark_memory((t.local if isinstance(t, Tile) else t for t in inputs), "activations")
         meter.mark_the_rest("activations")
+        # sums over ranks give gradients to all weights, so the graph tells which of them took part
+        played.remarks += _remarks_of_idle_weights(model, value) if meter.value_reads else []
         if value.requires_grad:
             with phase("backward"), hearing_costs(watch.tell_refusal):
                 value.backward()
@@ -229,6 +231,38 @@ def _play_step(
         del value
         with phase("step"):
             optimizer.step()
+
+
+def _remarks_of_idle_weights(model: nn.Module, value: Tensor) -> list[Remark]:
+    """Remark the modules of whose trained weights none led to a value, each without the modules in it."""
+    reason = (
+        "its weights take no part in a step in which Python asked for a value, which was assumed: a branch or the "
+        "turns of a loop may be missing; bound loops by numbers, and set requires_grad=False for what is not trained"
+    )
+    active = _leaves_under(value)
+    idle: list[Remark] = []
+    for name, module in model.named_modules():
+        trained = [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        is_within = any(name.startswith(f"{remark.module}." if remark.module else "") for remark in idle)
+        if trained and not is_within and active.isdisjoint(map(id, trained)):
+            idle.append(Remark("skipped", name, type(module).__name__, 0, reason))
+    return idle
+
+
+def _leaves_under(value: Tensor) -> set[int]:
+    """Return the identities of the leaves of a value's graph."""
+    seen: set[Any] = set()
+    leaves: set[int] = set()
+    todo: list[Any] = [(value.local if isinstance(value, Tile) else value).grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
+        todo += [before for before, _ in node.next_functions]
+    return leaves
 
 
 def _one_number(loss: Any) -> Tensor:
@@ -388,7 +422,8 @@ def _specs_of_inputs(plan: StepPlan, axes: AxisSizes) -> list[LayoutSpec | None]
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 
-def _checkpointed_modules(model: nn.Module, which: str | Sequence[str]) -> list[nn.Module]:
+def checkpointed_modules(model: nn.Module, which: str | Sequence[str]) -> list[nn.Module]:
+    """Return the modules that the backward pass computes again: the blocks of a model, or those of some names."""
     if which == "none":
         return []
     if which != "blocks":

@@ -22,6 +22,8 @@ class Remark:
     - ``"gathered"``: a linear layer is in no pair of a column and a row (`parallelize(tensor=)`), so its channels are
       gathered after it; the reason says what stands in the way;
     - ``"value"``: Python reads a value of a tensor; the dry run assumed 1, or False;
+    - ``"skipped"``: Python asked for a value, and weights took no part in the step: what depends on the value, a branch
+      or the turns of a loop, is not in the numbers;
     - ``"stopped"``: the dry run could not go on, and its numbers end there.
 
     >>> class Inverse(torch.nn.Module):
@@ -197,7 +199,7 @@ class DryRunReport:
 
     @property
     def is_complete(self) -> bool:
-        return not any(r.kind == "stopped" for r in self.remarks)
+        return not any(r.kind in ("stopped", "skipped") for r in self.remarks)
 
     def print(self) -> None:
         print(self)

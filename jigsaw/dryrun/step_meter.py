@@ -41,6 +41,7 @@ from jigsaw.torch_internals.dispatch import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
     READ_NUMBER,
+    bound_argument,
     operator_schema,
     operators_of_weights,
     without_modes,
@@ -245,13 +246,16 @@ class StepMeter(TorchDispatchMode):
         moved = sum(map(_bytes_touched, (*tensors, *results)))
         formula = flop_registry.get(packet) or _MORE_FLOP.get(packet)
         flop = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+        is_causal = bound_argument(func, args, kwargs, "is_causal") if flop else None
+        if is_causal:
+            flop = _causal_part(flop, *(bound_argument(func, args, kwargs, name) for name in ("query", "key")))
         like = tensors[0] if tensors else results[0] if results else None
         dtype = torch.float32 if like is None else like.dtype
         # nodes of the backward pass run without gradients, a checkpointed forward pass with them
         self._phase.kernels_again += self._is_backward and torch.is_grad_enabled()
         call = KernelCall.of(func, args, kwargs) if self._keeps_calls else None
         self._phase.pieces[0].append(self._piece)
-        self._phase.kernels.append(KernelCost(flop, moved, dtype, func, call))
+        self._phase.kernels.append(KernelCost(flop, moved, dtype, func, call, is_causal is not None))
 
     def _assumed_value(self, func: Any, x: FakeTensor) -> Any:
         """Return the value that Python reads of a tensor without any; jigsaw's own checks pass, others are noted."""
@@ -298,6 +302,14 @@ _WITHOUT_WORK = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty
 
 def _attention_flop(count: Any, tensors: int, *args: Tensor, **named: Any) -> int:
     return count(*(x.shape for x in args[:tensors]))
+
+
+def _causal_part(flop: int, query: Tensor, key: Tensor) -> int:
+    """Return the operations of attention in which query i meets keys 0 to i alone; torch counts those of all keys."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    short = min(queries, keys)
+    pairs = short * (short + 1) // 2 + (queries - short) * keys
+    return flop * pairs // max(queries * keys, 1)
 
 
 # missing in torch's own table: attention on CPUs

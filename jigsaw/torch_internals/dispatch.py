@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,15 @@ def modes_that_keep() -> tuple[type, type]:
 
 # What an operator takes and changes.  Public: its tags, which do not mark every operator that changes an argument.
 operator_schema: Callable[[Any], Any] = private_attribute(torch.ops.aten.add.Tensor, "_schema")
+
+
+def bound_argument(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    """Return an argument of a call by the name that the operator's schema gives it; None where it has none."""
+    for at, argument in enumerate(operator_schema(operator).arguments):
+        if argument.name == name:
+            return args[at] if at < len(args) else kwargs.get(name, argument.default_value)
+    return None
+
 
 # -- operators that have no public function ---------------------------------------------------------------------------
 

@@ -33,7 +33,9 @@ def test_meshes_are_searched_without_those_that_are_the_same():
     assert [tuple(axes.values()) for axes in possible_meshes((1, 1, 8, 8, 8), 4)] == [(1, 1, 1, 4), (1, 1, 2, 2)]
     # no batch of 1 is cut, nor rows of which a rank would have one
     assert [tuple(axes.values()) for axes in possible_meshes((1, 1, 7, 100), 8)] == [(1, 1, 8), (1, 2, 4)]
-    with pytest.raises(ShardingError, match="not for an input of 3 dims"):
+    # tokens have no space: the batch alone is cut
+    assert list(possible_meshes((4, 7), 2)) == [{"data": 2}]
+    with pytest.raises(ShardingError, match=r"3 dims is cut along its batch alone, .* 1 samples, no multiple of"):
         list(possible_meshes((1, 2, 3), 2))
 
 
@@ -302,3 +304,66 @@ def test_the_page_runs(capsys):
     named = set(re.findall(r"`report\.(\w+)", page))
     assert all(hasattr(DryRunReport, name) or name in DryRunReport.__dataclass_fields__ for name in named)
     assert {f"`{name}`" for name in DEVICES} <= set(re.findall(r"`\w+`", page))
+
+
+class _Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2)])
+
+    def forward(self, words):
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_tokens_get_advice_that_ends_with_lines_to_paste():
+    options = advise_mesh(_Words, (8, 33), 2, dtype=torch.int64, device="a100")
+    assert options[0].works and options[0].mesh["data"] == 2
+    pasted = advice_text(options).split(f"to have {options[0]}:\n")[1]
+    assert [line.strip() for line in pasted.splitlines()] == list(options[0].lines_to_paste)
+    cut = next(o for o in options if o.shard_weights and o.checkpoint)
+    assert cut.lines_to_paste == (
+        "torchrun --nnodes=1 --nproc-per-node=2 train.py",
+        "mesh = jigsaw.init_mesh(data=2)",
+        "for block in blocks:  # the ModuleList, or the outermost Sequential",
+        "    block.forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)",
+        "model = jigsaw.parallelize(model, mesh, shard_weights=True)",
+    )
+
+
+def test_a_net_without_blocks_is_not_offered_with_blocks_checkpointed():
+    class Single(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Conv2d(3, 3, 3, padding=1)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    tried = []
+    options = advise_mesh(Single(), (2, 3, 16, 16), 2, device="a100", progress=tried.append)
+    assert tried[0].mesh == {"data": 1, "lat": 1, "lon": 1}  # one device first
+    assert not any(option.checkpoint for option in (*tried, *options))
+    assert any(option.shard_weights for option in options)
+
+
+def test_an_interrupted_search_ranks_what_it_has(monkeypatch, capsys, tmp_path):
+    (tmp_path / "small_net_here.py").write_text("from torch import nn\nnet = nn.Conv2d(3, 3, 3, padding=1)\n")
+    monkeypatch.chdir(tmp_path)
+    attempts = []
+    attempt = _MeshSearch.attempt
+
+    def until_the_third(self, axes, *args, **more):
+        attempts.append(axes)
+        if len(attempts) > 2:
+            raise KeyboardInterrupt
+        return attempt(self, axes, *args, **more)
+
+    monkeypatch.setattr(_MeshSearch, "attempt", until_the_third)
+    assert main(["advise", "small_net_here:net", "--input", "2,3,16,16", "--devices", "2"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("1. ") and "\n2. " in said.out and "to have " in said.out
+    assert "the fastest so far" in said.err and "interrupted" in said.err

@@ -328,6 +328,31 @@ def _raising(y):
     raise ValueError("no")
 
 
+class _Refined(nn.Module):
+    """Refines in turns until a value is small."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.turn = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x):
+        x = self.first(x)
+        while x.abs().max() > 2.0:
+            x = self.turn(x)
+        return x
+
+
+def test_a_step_whose_loop_had_no_turn_is_not_complete():
+    report = jigsaw.dry_run(_Refined(), (1, 3, 8, 8), {"lat": 2})
+    assert not report.is_complete
+    (skipped,) = [r for r in report.remarks if r.kind == "skipped"]
+    assert (skipped.module, skipped.function) == ("turn", "Conv2d")
+    assert "bound loops by numbers" in skipped.reason
+    frozen = _Refined()
+    frozen.turn.requires_grad_(False)
+    assert jigsaw.dry_run(frozen, (1, 3, 8, 8), {"lat": 2}).is_complete
+
+
 def _never_small(y):
     while not (y.abs() < 1).all():
         y = y / 2
@@ -438,6 +463,22 @@ def test_a_causal_ring_has_half_of_the_work():
     causal, every = (jigsaw.dry_run(_Causal(is_causal), **how) for is_causal in (True, False))
     assert causal.flop == pytest.approx(every.flop / 2, rel=0.15)
     assert len({rank.flop for rank in causal.ranks}) == 1  # halves of queries change ranks
+
+
+class _WholeCausal(_Causal):
+    def forward(self, x):
+        q, k, v = self.linear(x).unflatten(-1, (3, 3, 5)).permute(2, 0, 3, 1, 4).unbind(0)
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+
+
+def test_causal_attention_costs_half():
+    device = replace(DEVICES["h100"], attention_share=1e-6)  # so that attention is nearly all of the time
+    how = {"x_shape": (2, 512, 15), "mesh": {"data": 2}, "spec": ("data", None, None), "ranks": [0], "device": device}
+    causal, every = (jigsaw.dry_run(_WholeCausal(is_causal), **how).ranks[0].phases for is_causal in (True, False))
+    for phase, products in (("forward", 2), ("backward", 5)):
+        less = products * 2 * 3 * 512 * 5 * (512 - 513 / 2)  # query i meets i + 1 keys
+        assert every[phase].flop - causal[phase].flop == less
+        assert causal[phase].seconds == pytest.approx(every[phase].seconds / 2, rel=0.01)
 
 
 class _Heads(nn.Module):
