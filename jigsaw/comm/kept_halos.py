@@ -50,6 +50,20 @@ def note_saving_hook(pack_hook: Any, frame: Any, run: Any) -> None:
     _by_hook[pack_hook] = ref(frame), run
 
 
+_run_memories: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+
+
+def memory_of_run() -> dict[Any, Any] | None:
+    """Return what may be kept until the run of a checkpointed call that is under way ends; None outside of one."""
+    hooks = saved_tensor_hooks(True)
+    return _run_memories.setdefault(hooks[0], {}) if hooks and hooks[0] in _by_hook else None
+
+
+def end_run(pack_hook: Any) -> None:
+    """Let go of what one run of a checkpointed call has kept, whose hook saved tensors."""
+    _run_memories.pop(pack_hook, None)
+
+
 def begin_within_frame(frame: Any) -> None:
     """Remember within which other checkpoint, if any, this one begins."""
     outer, run = _checkpoint_frame()

@@ -7,7 +7,7 @@ autograd adds the three gradients on each rank, and one sum travels, as in Shoey
 
 Only the last tile is remembered, until the forward pass of the model ends.  What is remembered follows from the
 program alone: the same Tile object, in the same mode, with no change in place of any tile in between.  So ranks agree
-on what they send.
+on what they send.  A checkpointed call remembers its own, in each of its runs: the second one does what the first did.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from jigsaw import comm
+from jigsaw.comm.kept_halos import memory_of_run
 from jigsaw.ops.apart_copies import count_of_changes
 from jigsaw.ranks.model_world import is_in_forward_pass
 from jigsaw.tile.tile import Tile
@@ -27,37 +28,48 @@ from jigsaw.tile.tile import Tile
 R = TypeVar("R")
 
 
-class _LastInput(threading.local):
-    """The tile that a layer of this thread took last, and what was made of it."""
-
-    tile: Tile | None = None
-    changes = 0
+class _LastInput:
+    """The tile that a layer took last, and what was made of it."""
 
     def __init__(self) -> None:
+        self.tile: Tile | None = None
+        self.changes = 0
         self.made: dict[object, object] = {}
 
 
-_last = _LastInput()
+class _InputOfThread(threading.local):
+    def __init__(self) -> None:
+        self.last = _LastInput()
+
+
+_of_thread = _InputOfThread()
+
+
+def _last_input() -> _LastInput | None:
+    memory = memory_of_run()
+    if memory is not None:
+        return memory.setdefault(_LastInput, _LastInput())
+    return _of_thread.last if is_in_forward_pass() else None
 
 
 def shared_result(tile: Tile, key: object, make: Callable[[], R]) -> R:
     """Return ``make()``, or what it returned for the same tile and key in this forward pass of a model."""
-    if not is_in_forward_pass():
+    last = _last_input()
+    if last is None:
         return make()
     kind = tile.local.device.type
     mode = torch.is_grad_enabled(), torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    if _last.tile is not tile or _last.changes != count_of_changes():
-        _last.tile, _last.changes = tile, count_of_changes()
-        _last.made = {}
-    if (key, mode) not in _last.made:
-        _last.made[key, mode] = make()
-    return _last.made[key, mode]  # pyright: ignore[reportReturnType]  (of the same key, so of the same type)
+    if last.tile is not tile or last.changes != count_of_changes():
+        last.tile, last.changes = tile, count_of_changes()
+        last.made = {}
+    if (key, mode) not in last.made:
+        last.made[key, mode] = make()
+    return last.made[key, mode]  # pyright: ignore[reportReturnType]  (of the same key, so of the same type)
 
 
 def forget_last_input() -> None:
     """Let go of the last tile, once the forward pass has ended."""
-    _last.tile = None
-    _last.made = {}
+    _of_thread.last = _LastInput()
 
 
 def enter_in_parts(tile: Tile, axes: Sequence[str]) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import jigsaw
 from jigsaw.testing import world_mesh
@@ -278,27 +278,42 @@ class Encoder(nn.Module):
 BLOCKS = [GPTBlock, ViTBlock, DiTBlock, HFViTLayer, HFLlamaLayer, MetaLlamaBlock, SwinBlock, Encoder]
 
 
-class Checkpointed(nn.Module):
-    """Two blocks, each recomputed in the backward pass, as `is_reentrant` says."""
+def _products_are_kept(context, operator, *args, **kwargs):
+    is_kept = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def __init__(self, block, is_reentrant):
+
+CHECKPOINTING = {
+    "whole": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, _products_are_kept),
+    },
+}
+
+
+class Checkpointed(nn.Module):
+    """Two blocks, each recomputed in the backward pass, in one of the ways of `CHECKPOINTING`."""
+
+    def __init__(self, block, way):
         super().__init__()
-        self.blocks, self.is_reentrant = nn.ModuleList([block(), block()]), is_reentrant
+        self.blocks, self.way = nn.ModuleList([block(), block()]), way
 
     def forward(self, x):
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.is_reentrant)
+            x = checkpoint(block, x, **CHECKPOINTING[self.way])
         return x
 
 
-def trained_beside_whole(block, axes, spec, plan, is_reentrant=None, tokens=TOKENS):
+def trained_beside_whole(block, axes, spec, plan, checkpointing=None, tokens=TOKENS):
     """Train two blocks on ranks beside plain torch, and return bytes sent, parts held and bytes of whole weights."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     make = (
         (lambda: nn.Sequential(block(), block()))
-        if is_reentrant is None
-        else partial(Checkpointed, block, is_reentrant)
+        if checkpointing is None
+        else partial(Checkpointed, block, checkpointing)
     )
     model, whole = make(), make()
     whole.load_state_dict(model.state_dict())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from plan_blocks import WIDTH, Encoder, GPTBlock, MetaLlamaBlock, trained_beside_whole
+from plan_blocks import CHECKPOINTING, WIDTH, Encoder, GPTBlock, MetaLlamaBlock, trained_beside_whole
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -190,9 +190,9 @@ def test_a_plan_says_how_many_parts():
 
 
 @pytest.mark.parametrize("tokens", [None, "channel"])
-@pytest.mark.parametrize("is_reentrant", [False, True])
-def test_blocks_that_are_computed_again_are_exact(is_reentrant, tokens):
-    run_on_ranks(2, trained_beside_whole, GPTBlock, {"channel": 2}, (None, tokens, None), None, is_reentrant)
+@pytest.mark.parametrize("way", CHECKPOINTING)
+def test_blocks_that_are_computed_again_are_exact(way, tokens):
+    run_on_ranks(2, trained_beside_whole, GPTBlock, {"channel": 2}, (None, tokens, None), None, way)
 
 
 def _compiled(block):

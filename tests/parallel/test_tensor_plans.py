@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from plan_blocks import HEADS, KEY_HEADS, MARKS, SAMPLES, TOKENS, WIDTH, trained_beside_whole
+from plan_blocks import CHECKPOINTING, HEADS, KEY_HEADS, MARKS, SAMPLES, TOKENS, WIDTH, trained_beside_whole
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -100,11 +100,15 @@ def test_it_is_exact_on_other_meshes(block, axes, spec):
 
 
 @pytest.mark.parametrize("tokens", [None, "channel"])
-@pytest.mark.parametrize("is_reentrant", [False, True])
-def test_blocks_that_are_computed_again_are_exact(is_reentrant, tokens):
-    run_on_ranks(
-        2, trained_beside_whole, LlamaBlock, {"channel": 2}, (None, tokens, None), PLANS[LlamaBlock], is_reentrant
-    )
+@pytest.mark.parametrize("way", CHECKPOINTING)
+def test_blocks_that_are_computed_again_are_exact(way, tokens):
+    for _, backward, _, plain in run_on_ranks(
+        2, trained_beside_whole, LlamaBlock, {"channel": 2}, (None, tokens, None), PLANS[LlamaBlock], way
+    ):
+        if way != "reentrant" and tokens is None:
+            # a second forward pass sends its sums again, but the last of a block, behind which nothing is saved
+            one_sum = SAMPLES * TOKENS * WIDTH * 8
+            assert 0 <= backward - 2 * (1 + 2) * one_sum - plain <= MARKS
 
 
 class _Changes(nn.Module):

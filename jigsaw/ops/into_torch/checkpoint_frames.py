@@ -22,7 +22,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.comm.graph_calls import is_shape_run
-from jigsaw.comm.kept_halos import begin_within_frame, note_saving_hook
+from jigsaw.comm.kept_halos import begin_within_frame, end_run, note_saving_hook
 from jigsaw.geometry.layout import Layout
 from jigsaw.tile.tensor_shell import at_first_tile
 from jigsaw.tile.tile import Tile
@@ -80,6 +80,10 @@ class _FirstHook(_TorchsFirstHook):
         super().__init__(frame)
         note_saving_hook(self.pack_hook, frame, None)
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        end_run(self.pack_hook)
+
 
 class _LaterHook(_TorchsLaterHook):
     """Torch's own hooks while the function runs again."""
@@ -87,6 +91,10 @@ class _LaterHook(_TorchsLaterHook):
     def __init__(self, frame: Any, run: Any) -> None:
         super().__init__(frame, run)
         note_saving_hook(self.pack_hook, frame(), run)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        end_run(self.pack_hook)
 
 
 @at_first_tile
