@@ -96,11 +96,17 @@ def _load_played_device() -> Any:
     return module
 
 
-class _PlayedStream(torch.cpu.Stream):
-    """A stream whose work has ended when a call returns; the host's own has no events to wait for."""
+class _PlayedStream:
+    """A stream whose work has ended when a call returns; `torch.cpu.Stream` has no events to wait for."""
+
+    def __init__(self, priority: int = 0) -> None: ...
 
     def record_event(self, event: Any = None) -> torch.cpu.Event:
         return event or torch.cpu.Event()
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    wait_event = wait_stream
 
     def synchronize(self) -> None: ...
 
