@@ -117,5 +117,6 @@ def test_a_thousand_files_of_a_hundred_chunks_are_read_by_eight_ranks(tmp_path):
     for history, batches in read_days(str(tmp_path)):
         (settled_mb, *settled), (last_mb, *last) = history
         assert batches == FILES * DAY // 8
-        assert last == settled, "descriptors, threads"
+        # a thread that reads ahead has ended by the last batch
+        assert all(now <= before for now, before in zip(last, settled, strict=True)), "descriptors, threads"
         assert last_mb - settled_mb < 10
