@@ -12,7 +12,6 @@ rank, `store_keys` the entries that all have left there.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import sys
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.testing._internal.distributed.fake_pg  # pyright: ignore[reportUnusedImport] # registers the backend
+from result_file import ResultFile, add_result_options
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
@@ -98,9 +98,12 @@ def measure_ranks(ranks: int, way: str) -> dict[str, int | str]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16], help="even numbers")
-    for ranks in parser.parse_args().ranks:
+    add_result_options(parser)
+    chosen = parser.parse_args()
+    results = ResultFile(chosen, f"python benchmarks/open_files.py --ranks {' '.join(map(str, chosen.ranks))}")
+    for ranks in chosen.ranks:
         for way in ("torch", "jigsaw"):
-            print(json.dumps(measure_ranks(ranks, way)), flush=True)
+            results.add(measure_ranks(ranks, way))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from jigsaw import comm
-from jigsaw.comm.kept_halos import memory_of_run
+from jigsaw.comm.checkpoint_runs import memory_of_run
 from jigsaw.ops.apart_copies import count_of_changes
 from jigsaw.ranks.model_world import is_in_forward_pass
 from jigsaw.tile.tile import Tile

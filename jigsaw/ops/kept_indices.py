@@ -42,9 +42,9 @@ import torch
 from torch import Tensor, nn
 
 from jigsaw.comm.agreement import is_true_everywhere
+from jigsaw.comm.checkpoint_runs import FrameNotes, open_frames
 from jigsaw.comm.first_meetings import meet_tensor
 from jigsaw.comm.graph_calls import is_making_graph, lacks_values
-from jigsaw.comm.kept_halos import FrameNotes, open_frames
 from jigsaw.comm.neighbor_exchange import (
     NeighborExchange,
     edges_to_rows,

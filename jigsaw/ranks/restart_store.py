@@ -108,7 +108,7 @@ def store_that_answers(
 
 
 def store_answer(ask: Callable[[], T]) -> Future[T]:
-    """Return what a thread gets of a store; torch waits for ever for the answer of a process that is silent."""
+    """Ask a store in a thread, and return the answer to come: torch has no time-out for a store that is silent."""
     answer: Future[T] = Future()
 
     def run() -> None:

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.comm import debug
+from jigsaw.comm.checkpoint_runs import open_frames
 from jigsaw.comm.graph_calls import shape_run
-from jigsaw.comm.kept_halos import open_frames
 from jigsaw.errors import ShardingError
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
 from jigsaw.parallel.models_on_paper import caches_on_paper, copy_without_values, unchanged_draws

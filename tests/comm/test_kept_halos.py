@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from jigsaw import comm, parallelize
-from jigsaw.comm import kept_halos
+from jigsaw.comm import checkpoint_runs, kept_halos
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.tile.tile_making import shard
 
@@ -220,7 +220,10 @@ def _kept_frames(others):
 def test_what_is_kept_of_halos_is_small():
     mesh, net = world_mesh(lat=2), _net(1)
     gc.collect()
-    others = {*kept_halos._received.of_frames, *kept_halos._outer}  # tests before this one may have left graphs behind
+    others = {
+        *kept_halos._received.of_frames,
+        *checkpoint_runs._outer,
+    }  # tests before this one may have left graphs behind
     x = shard(torch.randn(1, 4, 66, 70, dtype=torch.float64), mesh, (None, None, "lat", None))
     y = _whole(net, x)
     kept = [m for frame in _kept_frames(others) for m in frame]
@@ -235,7 +238,7 @@ def test_what_is_kept_of_halos_is_small():
     assert sum(flat.nbytes for m in kept.values() for _, flat in m[1]) == 3 * 4 * 70 * 8
     del y, kept
     gc.collect()
-    assert not _kept_frames(others) and not set(kept_halos._outer) - others
+    assert not _kept_frames(others) and not set(checkpoint_runs._outer) - others
     # rows as many as a rank has are no halo: they come again
     wide = nn.Conv2d(4, 4, (33, 1), padding=(16, 0)).double()
     y = _whole(wide, x)

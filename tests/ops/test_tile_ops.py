@@ -184,7 +184,7 @@ def _few(name, x):
 
 OUT_OF_RANGE = {
     "index": lambda x: x[:, [3]],
-    "negative index": lambda x: x.index_select(1, torch.tensor([-1])),
+    "negative_index": lambda x: x.index_select(1, torch.tensor([-1])),
     "fraction": lambda x: x[1.5],
     "permute": lambda x: x.permute(0, 1, 2, 7),
     "unsqueeze": lambda x: x.unsqueeze(5),

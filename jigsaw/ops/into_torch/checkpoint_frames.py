@@ -21,8 +21,8 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw.comm.checkpoint_runs import begin_within_frame, end_run, note_saving_hook
 from jigsaw.comm.graph_calls import is_shape_run
-from jigsaw.comm.kept_halos import begin_within_frame, end_run, note_saving_hook
 from jigsaw.geometry.layout import Layout
 from jigsaw.tile.tensor_shell import at_first_tile
 from jigsaw.tile.tile import Tile
