@@ -9,8 +9,9 @@ sends.  `groups` are the communicators that a rank is in by then, `files` those 
 
 Calls: `mesh`, `init_mesh` with two axes.  `shard` and `from_local`, of a small tensor that both axes cut; `copies`,
 `from_local` of one that only the second cuts, so that ranks are compared.  `parallelize`, of a model of `--entries`
-parameters.  `save` and `load`, of that model and Adam's state, on a local disk; `save again` to the next name.
-Weights are whole on every rank.
+parameters.  `save` and `load`, of that model and Adam's state, on a local disk; `save again` to the next name.  There
+weights are whole on every rank.  `save cut`, `save cut again` and `load cut` are of as many weights with two moments
+each, of which every rank has one row, as FSDP2 cuts them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import jigsaw
 from jigsaw.checkpoint import checkpoint_files, checkpoints
@@ -136,6 +140,57 @@ def _play_saves(meter: _Meter, folder: Path, model: nn.Module) -> None:
     meter.rows["save again"]["files"] = 1 + len(checkpoint_contents(folder / "step-2").files)
 
 
+def _cut_model(entries: int, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model of cut weights, of which a rank has a row, and an optimizer with two moments of each."""
+
+    def cut_zeros() -> DTensor:
+        row = torch.zeros(1, 2)
+        return DTensor.from_local(row, mesh, [Shard(0)], run_check=False, shape=(mesh.size(), 2), stride=(2, 1))
+
+    model = nn.Module()
+    for at in range(entries):
+        model.register_parameter(f"weight_{at}", nn.Parameter(cut_zeros()))
+    optimizer = torch.optim.Adam(model.parameters())
+    for p in model.parameters():
+        optimizer.state[p] = {"exp_avg": cut_zeros(), "exp_avg_sq": cut_zeros()}
+    return model, optimizer
+
+
+def _as_first_rank(rank: int, mine: Any) -> Any:
+    """Return what a rank passes whose rows are of the shape of the first one's."""
+    value, why = mine if isinstance(mine, tuple) else (mine, None)
+    if isinstance(value, SavePlan):
+        items: list[Any] = []
+        for item in value.items:
+            at = torch.Size((rank, *item.index.offset[1:]))
+            data = replace(item.tensor_data, chunk=replace(item.tensor_data.chunk, offsets=at))
+            items.append(replace(item, index=replace(item.index, offset=at), tensor_data=data))
+        return replace(value, items=items), why
+    if isinstance(value, WrittenTensors):
+        file, pieces = f"__{rank}_0.distcp", list[Any]()
+        for piece in value.pieces:
+            at = torch.Size((rank, *piece.index.offset[1:]))
+            places = replace(piece.storage_data, relative_path=file)
+            pieces.append(replace(piece, index=replace(piece.index, offset=at), storage_data=places))
+        [file_sum] = value.sums.values()
+        return WrittenTensors(pieces, {file: file_sum}), why
+    return mine
+
+
+def _play_cut_saves(meter: _Meter, folder: Path, entries: int) -> None:
+    job = meter.job
+    model, optimizer = _cut_model(entries, jigsaw.init_mesh(lat=job.ranks, device="cpu"))
+    job.others = _as_first_rank
+    for step, call in ((1, "save cut"), (2, "save cut again")):
+        with meter.measure(call):
+            jigsaw.save(folder / f"cut-{step}", model=model, optimizer=optimizer)
+    meter.rows["save cut again"]["files"] = 1 + len(checkpoint_contents(folder / "cut-2").files)
+    for rank in range(1, job.ranks) if job.rank == 0 else ():  # rows of one shape have files of one size
+        os.link(folder / "cut-2" / "__0_0.distcp", folder / "cut-2" / f"__{rank}_0.distcp")
+    with meter.measure("load cut"):
+        jigsaw.load(folder / "cut-2", model=model, optimizer=optimizer)
+
+
 def play_rank(
     rank: int, ranks: int, entries: int, folder: Path, first: PlayedJob | None = None, most_of_saves: int = 4096
 ) -> _Meter:
@@ -156,6 +211,7 @@ def play_rank(
             model = jigsaw.parallelize(model, mesh)
         if ranks <= most_of_saves:
             _play_saves(meter, folder, model)
+            _play_cut_saves(meter, folder, entries)
         return meter
 
 
