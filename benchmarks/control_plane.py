@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pickle
 import tempfile
 import time
 from collections.abc import Callable, Generator
@@ -34,15 +33,16 @@ import torch
 from played_ranks import PlayedJob, played_job
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import jigsaw
-from jigsaw.checkpoint import checkpoint_files, checkpoints
+from jigsaw.checkpoint import checkpoints
 from jigsaw.checkpoint.checkpoint_files import WrittenTensors
 from jigsaw.checkpoint.checkpoint_folder import FileSum, checkpoint_contents
+from jigsaw.checkpoint.piece_writers import writers_of_plain
 
 Row = dict[str, Any]
 
@@ -79,45 +79,21 @@ def _mesh_sides(ranks: int) -> tuple[int, int]:
 
 
 def _others_of_save(job: PlayedJob, tensors: dict[str, Any]) -> Callable[[int, Any], Any]:
-    """Return what other ranks pass when the first one gathers: their own plans, and what they have written."""
-    plans: list[SavePlan] = []
-    writers: dict[str, int] = {}
+    """Return what other ranks pass when the first one gathers what all have written of tensors that are whole."""
+    writers = writers_of_plain([{key: FileSum(x.nbytes, 0) for key, x in tensors.items()}] * job.ranks)
 
     def pass_value(rank: int, mine: Any) -> Any:
         value, why = mine if isinstance(mine, tuple) else (mine, None)
-        if isinstance(value, SavePlan):
-            plans.clear()
-            return _plan_of_rank(rank, job.ranks, tensors, writers, value), why
-        if isinstance(value, WrittenTensors):
-            if not plans:
-                plans.extend(_scattered_plans(job))
-            return _written_by(rank, plans[rank]), why
-        return mine
+        if not isinstance(value, WrittenTensors):
+            return mine
+        file, names = f"__{rank}_0.distcp", [key for key, writer in writers.items() if writer == rank]
+        pieces = [
+            WriteResult(MetadataIndex(key, [0] * tensors[key].ndim), 100, _StorageInfo(file, 100 * at, 100))
+            for at, key in enumerate(names)
+        ]
+        return WrittenTensors(pieces, {file: FileSum(100 * len(names), 0)} if names else {}), why
 
     return pass_value
-
-
-def _plan_of_rank(rank: int, ranks: int, tensors: dict[str, Any], writers: dict[str, int], mine: SavePlan) -> SavePlan:
-    writers_of_plain: Any = getattr(checkpoint_files, "writers_of_plain", None)
-    if writers_of_plain is None:  # an older jigsaw, where every rank plans all tensors
-        return mine
-    if not writers:
-        writers.update(writers_of_plain([{key: FileSum(x.nbytes, 0) for key, x in tensors.items()}] * ranks))
-    planner: Any = checkpoint_files._CopyingPlanner()  # pyright: ignore[reportPrivateUsage]
-    planner.set_up_planner({key: x for key, x in tensors.items() if writers[key] == rank}, None, False)
-    return planner.create_local_plan()
-
-
-def _scattered_plans(job: PlayedJob) -> list[SavePlan]:
-    """Return the plans that the first rank gave the others last."""
-    given = next(each for each in reversed(job.given) if isinstance(each, list) and each[0].nbytes > 8)  # not sizes
-    return [pickle.loads(x.numpy().tobytes())[0][1] for x in given]
-
-
-def _written_by(rank: int, plan: SavePlan) -> WrittenTensors:
-    file = f"__{rank}_0.distcp"
-    pieces = [WriteResult(item.index, 100, _StorageInfo(file, 100 * at, 100)) for at, item in enumerate(plan.items)]
-    return WrittenTensors(pieces, {file: FileSum(100 * len(pieces), 0)} if pieces else {})
 
 
 def _with_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -157,24 +133,16 @@ def _cut_model(entries: int, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.O
 
 
 def _as_first_rank(rank: int, mine: Any) -> Any:
-    """Return what a rank passes whose rows are of the shape of the first one's."""
+    """Return what a rank passes that has written pieces of the shapes of this one's."""
     value, why = mine if isinstance(mine, tuple) else (mine, None)
-    if isinstance(value, SavePlan):
-        items: list[Any] = []
-        for item in value.items:
-            at = torch.Size((rank, *item.index.offset[1:]))
-            data = replace(item.tensor_data, chunk=replace(item.tensor_data.chunk, offsets=at))
-            items.append(replace(item, index=replace(item.index, offset=at), tensor_data=data))
-        return replace(value, items=items), why
-    if isinstance(value, WrittenTensors):
-        file, pieces = f"__{rank}_0.distcp", list[Any]()
-        for piece in value.pieces:
-            at = torch.Size((rank, *piece.index.offset[1:]))
-            places = replace(piece.storage_data, relative_path=file)
-            pieces.append(replace(piece, index=replace(piece.index, offset=at), storage_data=places))
-        [file_sum] = value.sums.values()
-        return WrittenTensors(pieces, {file: file_sum}), why
-    return mine
+    if not isinstance(value, WrittenTensors):
+        return mine
+    file, pieces = f"__{rank}_0.distcp", list[WriteResult]()
+    for piece in value.pieces:
+        index = MetadataIndex(piece.index.fqn, [rank, *(piece.index.offset or ())[1:]])
+        pieces.append(replace(piece, index=index, storage_data=replace(piece.storage_data, relative_path=file)))
+    [file_sum] = value.sums.values()
+    return WrittenTensors(pieces, {file: file_sum}), why
 
 
 def _play_cut_saves(meter: _Meter, folder: Path, entries: int) -> None:
