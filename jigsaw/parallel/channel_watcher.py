@@ -226,7 +226,7 @@ class ChannelWatcher(TorchFunctionMode):
         return [x for x in pytree.tree_leaves(func(numbers, *args[1:], **kwargs)) if isinstance(x, Tensor)]
 
     def join(self, func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> list[Tensor]:
-        parts = [self.numbers_of(x) for x in args[0]]
+        parts = [self.numbers_of(x) for x in args[0] if x.numel()]  # caches of keys and values begin empty
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % outs[0].ndim
         known = [n for n in parts if n is not None]
         if len(known) < len(parts):

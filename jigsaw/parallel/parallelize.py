@@ -128,7 +128,10 @@ def parallelize(
         pairs = found_tensor_plan(model, comm.rank_count(mesh, channel), example)
         tensor = pairs.plan
         if pairs.failure:
-            text = f"no columns and rows were found, because with example= {pairs.failure}; pass what it is called with"
+            text = (
+                f"columns and rows were looked for in the model's parts alone, because with example= {pairs.failure}; "
+                "pass what it is called with, or a plan by tensor="
+            )
             warn_once(f"example {type(model).__name__}", text)
     _check_model(model, mesh, tensor)
     setattr(model, _DONE, True)

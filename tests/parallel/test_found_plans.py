@@ -90,6 +90,50 @@ def test_parts_are_run_where_the_model_cannot_be():
     assert found_tensor_plan(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), 1, torch.empty(2, 8)).cuts == {}
 
 
+class _Routed(nn.Module):
+    """Attention, and experts that take the tokens that are routed to them: their number is not known on paper."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.gate = plan_blocks.HFViTLayer(), nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH)) for _ in "ab")
+
+    def forward(self, x):
+        x = self.block(x)
+        routed = self.gate(x).argmax(-1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (routed == number).nonzero(as_tuple=True)
+            y = y.index_put(rows, expert(x[rows]))
+        return y
+
+
+def test_parts_are_run_where_an_example_needs_values():
+    pairs = found_tensor_plan(_Routed(), 2, torch.empty(2, 8, WIDTH))
+    assert "Routed raises DynamicOutputShapeException" in pairs.failure
+    assert set(pairs.reasons) == {"gate"}
+    assert pairs.cuts["experts.1.0"] == "column" and pairs.cuts["experts.1.2"] == "row"
+    assert {name for name in pairs.cuts if name.startswith("block.")} == {
+        f"block.{name}" for name in found_tensor_plan(plan_blocks.HFViTLayer(), 2).cuts
+    }
+
+
+class _Optional(nn.Module):
+    """A language model whose arguments all have defaults, as those of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block = nn.Embedding(32, WIDTH), plan_blocks.HFLlamaLayer()
+
+    def forward(self, input_ids=None, attention_mask=None):
+        return self.block(self.embed(input_ids))
+
+
+def test_a_model_whose_arguments_have_defaults_is_given_the_first():
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert set(found_tensor_plan(_Optional(), 2).cuts) == {f"block.{name}" for name in names}
+
+
 def test_a_run_on_paper_leaves_no_trace_in_the_model():
     model = plan_blocks.GPTBlock()
     before = {name: (id(x), x.clone()) for name, x in model.state_dict(keep_vars=True).items()}
