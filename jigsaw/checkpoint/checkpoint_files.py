@@ -166,7 +166,7 @@ class _AgreedPlan(NamedTuple):
 
     number: str
     part: dcp.SavePlan
-    told: Collection[str]
+    told: frozenset[str]
     tensors: TensorIndex | None
     torch_index: Metadata | None
 
@@ -229,7 +229,7 @@ class PlannedTensors:
             part, of_others = self._plan_others(part, kinds.tensors, what)
             if index is not None and of_others is not None:
                 index.state_dict_metadata |= of_others.state_dict_metadata
-        told = tensors.keys() if is_small else tensors.keys() - kinds.tensors.keys()
+        told = frozenset(tensors if is_small else tensors.keys() - kinds.tensors.keys())
         return _AgreedPlan(number, self._planner.finish_plan(part), told, stored[0] if stored else None, index)
 
     def _plan_others(
@@ -276,7 +276,7 @@ class PlannedTensors:
         assert index is not None
         sums = {name: each for rank in written for name, each in rank.sums.items()}
         index.storage_data = {piece.index: piece.storage_data for rank in written for piece in rank.pieces}
-        if len(index.state_dict_metadata) >= len(tensors):
+        if tensors.keys() <= index.state_dict_metadata.keys():
             self._writer.finish(index, [each.pieces for each in written])
             sums |= self._files.sums
         listed = {name: each for name, each in listed_tensors(index).items() if name not in tensors}

@@ -27,6 +27,7 @@ from jigsaw.errors import CheckpointError
 PiecePlaces = Mapping[str, Sequence[int]]
 _MARK = b"jigsaw\0\0"
 _TAIL = len(_MARK) + 8
+_LONGEST = 1 << 30
 
 
 def append_places(path: Path, places: PiecePlaces, before: FileSum) -> FileSum:
@@ -53,7 +54,7 @@ def read_places(path: Path) -> dict[str, list[int]]:
         begin = status.st_size - _TAIL
         tail = os.pread(handle, _TAIL, max(begin, 0))
         length = int.from_bytes(tail[len(_MARK) :], "little")
-        if not tail.startswith(_MARK) or length > begin:
+        if not tail.startswith(_MARK) or length > min(begin, _LONGEST):
             raise CheckpointError(f"{path} does not end with the places of its pieces, as a save of ours does")
         text = os.pread(handle, length, begin - length)
     finally:
