@@ -5,10 +5,15 @@
 One process plays the first rank, then the last one; `played_ranks` answers for the others, which pass what this one
 does.  `cpu_s` is the processor time of the last rank and `first_cpu_s` that of the first, with pickling what they send
 and reading what they are sent.  `sent` and `received` are bytes by the usual algorithms, `messages` how many a rank
-sends.  `groups` are the communicators that a rank is in by then, `files` those of the checkpoint.
+sends.  `groups` are the communicators that a rank is in by then, `files` those that the call has written to a
+checkpoint.  `open_files` and `store_requests` are those of a rank of a job of GPUs that has made its mesh and the group
+of a save in the background: on paper, by the rules of `open_files`, which measures them on real ranks.
+
+`pairs` are those of the messages that go to one rank each, outside of collectives.
 
 Calls: `mesh`, `init_mesh` with two axes.  `shard` and `from_local`, of a small tensor that both axes cut; `copies`,
-`from_local` of one that only the second cuts, so that ranks are compared.  `parallelize`, of a model of `--entries`
+`from_local` of one that only the second cuts, so that ranks are compared.  `step`, a training step of two weights over
+a token a rank; `block_messages` are those of blocks of their gradients.  `parallelize`, of a model of `--entries`
 parameters.  `save` and `load`, of that model and Adam's state, on a local disk; `save again` to the next name.  There
 weights are whole on every rank.  `save cut`, `save cut again` and `load cut` are of as many weights with two moments
 each, of which every rank has one row, as FSDP2 cuts them.
@@ -17,7 +22,6 @@ each, of which every rank has one row, as FSDP2 cuts them.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -30,7 +34,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from open_files import connections_of_rank
 from played_ranks import PlayedJob, played_job
+from result_file import ResultFile, add_result_options
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -39,6 +45,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import jigsaw
+from jigsaw import comm
 from jigsaw.checkpoint import checkpoints
 from jigsaw.checkpoint.checkpoint_files import WrittenTensors
 from jigsaw.checkpoint.checkpoint_folder import FileSum, checkpoint_contents
@@ -56,7 +63,7 @@ class _Meter:
     @contextmanager
     def measure(self, call: str) -> Generator[None]:
         job = self.job
-        sent, received, messages, aside = job.sent, job.received, job.messages, job.aside
+        sent, received, messages, pairs, aside = job.sent, job.received, job.messages, job.pairs, job.aside
         began = time.process_time()
         yield
         self.rows[call] = {
@@ -64,8 +71,34 @@ class _Meter:
             "sent": job.sent - sent,
             "received": job.received - received,
             "messages": job.messages - messages,
+            "pairs": job.pairs - pairs,
             "groups": job.groups,
+            "files": 0,
         }
+
+    def count_files(self, call: str, checkpoint: Path) -> None:
+        self.rows[call]["files"] = 1 + len(checkpoint_contents(checkpoint).files)
+
+
+class _TokenMixer(nn.Module):
+    """Two weights of 1 MiB over a token a rank, of use to each rank in a column or a row."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        hidden = (1 << 18) // tokens
+        self.into, self.back = nn.Linear(tokens, hidden, bias=False), nn.Linear(hidden, tokens, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.back(torch.tanh(self.into(x.flatten(1))))
+
+
+def _play_step(meter: _Meter, mesh: DeviceMesh, sides: tuple[int, int]) -> None:
+    model = jigsaw.parallelize(_TokenMixer(meter.job.ranks), mesh)
+    tile = jigsaw.shard(torch.ones(4, *sides), mesh, (None, "lat", "lon"))
+    with meter.measure("step"), comm.count() as traffic:
+        model(tile).square().mean().backward()
+    blocks = [call.messages for call in traffic.calls if call.kind == "blocks of gradients"]
+    meter.rows["step"]["block_messages"] = sum(blocks)
 
 
 def _small_model(entries: int) -> nn.Module:
@@ -111,9 +144,9 @@ def _play_saves(meter: _Meter, folder: Path, model: nn.Module) -> None:
     for step, call in ((1, "save"), (2, "save again")):
         with meter.measure(call):
             jigsaw.save(folder / f"step-{step}", model=model, optimizer=optimizer)
+        meter.count_files(call, folder / f"step-{step}")
     with meter.measure("load"):
         jigsaw.load(folder / "whole", model=model, optimizer=optimizer)
-    meter.rows["save again"]["files"] = 1 + len(checkpoint_contents(folder / "step-2").files)
 
 
 def _cut_model(entries: int, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -121,7 +154,9 @@ def _cut_model(entries: int, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.O
 
     def cut_zeros() -> DTensor:
         row = torch.zeros(1, 2)
-        return DTensor.from_local(row, mesh, [Shard(0)], run_check=False, shape=(mesh.size(), 2), stride=(2, 1))
+        return DTensor.from_local(
+            row, mesh, [Shard(0)], run_check=False, shape=torch.Size((mesh.size(), 2)), stride=(2, 1)
+        )
 
     model = nn.Module()
     for at in range(entries):
@@ -152,7 +187,7 @@ def _play_cut_saves(meter: _Meter, folder: Path, entries: int) -> None:
     for step, call in ((1, "save cut"), (2, "save cut again")):
         with meter.measure(call):
             jigsaw.save(folder / f"cut-{step}", model=model, optimizer=optimizer)
-    meter.rows["save cut again"]["files"] = 1 + len(checkpoint_contents(folder / "cut-2").files)
+        meter.count_files(call, folder / f"cut-{step}")
     for rank in range(1, job.ranks) if job.rank == 0 else ():  # rows of one shape have files of one size
         os.link(folder / "cut-2" / "__0_0.distcp", folder / "cut-2" / f"__{rank}_0.distcp")
     with meter.measure("load cut"):
@@ -174,6 +209,7 @@ def play_rank(
             jigsaw.from_local(torch.ones(1, 1), mesh, ("lat", "lon"), (rows, columns))
         with meter.measure("copies"):
             jigsaw.from_local(torch.ones(4, 1), mesh, (None, "lon"), (4, columns))
+        _play_step(meter, mesh, (rows, columns))
         model = _small_model(entries)
         with meter.measure("parallelize"):
             model = jigsaw.parallelize(model, mesh)
@@ -197,13 +233,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 1024, 4096])
     parser.add_argument("--entries", type=int, default=100, help="parameters of the model, an even number")
     parser.add_argument("--saves-up-to", type=int, default=4096, help="ranks of the largest job that saves and loads")
+    add_result_options(parser)
     args = parser.parse_args()
+    asked = f"--ranks {' '.join(map(str, args.ranks))} --entries {args.entries}"
+    results = ResultFile(args, f"python -W ignore benchmarks/control_plane.py {asked}")
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             rows = play_ranks(ranks, args.entries, Path(folder), args.saves_up_to)
+        connections = connections_of_rank(ranks)
+        del connections["store_keys"]
         for call, (last, first) in rows.items():
             of_first = {f"first_{key}": value for key, value in first.items() if key not in ("groups", "files")}
-            print(json.dumps({"what": call, "ranks": ranks, **last, **of_first}), flush=True)
+            results.add({"what": call, "ranks": ranks, **last, **of_first, **connections})
 
 
 if __name__ == "__main__":
