@@ -102,7 +102,7 @@ $(AURORA_STAMP): pyproject.toml
 	$(AURORA)/bin/python -m pip install --quiet "$(TORCH)" --editable ".[aurora]" pytest pytest-timeout
 	@touch $@
 
-# Some tests read from a real web server, which is no Python package. Without one they are skipped; not in CI, which
+# Some tests read from a real web server, which is not a Python package. Without one they are skipped; not in CI, which
 # installs Debian's.
 nginx:
 	@command -v nginx >/dev/null || test -x /usr/sbin/nginx || { \

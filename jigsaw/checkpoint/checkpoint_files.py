@@ -319,7 +319,7 @@ def _opened(path: Path, contents: CheckpointContents, raw: bytes) -> OpenedCheck
     try:
         tensors = (index_from_torch if name == TORCH_INDEX_FILE else index_from_json)(raw, others)
     except Exception as e:  # bytes that are not an index may raise anything
-        raise CheckpointError(f"{path / name} is no index of tensors: {e}") from e
+        raise CheckpointError(f"{path / name} is not an index of tensors: {e}") from e
     return OpenedCheckpoint(path, contents.state, others, tensors)
 
 

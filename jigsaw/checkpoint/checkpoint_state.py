@@ -49,7 +49,7 @@ def dtype_by_name(name: str) -> torch.dtype:
     Raises: `TypeError` where torch has none.
     """
     if not isinstance(dtype := getattr(torch, name, None), torch.dtype):
-        raise TypeError(f"{name!r} is no dtype")
+        raise TypeError(f"{name!r} is not a dtype")
     return dtype
 
 

@@ -48,7 +48,7 @@ _SAMPLED = {
 }
 
 numbers_met: set[Any] = set()
-"""Plain numbers, and other arguments that are no tensors, which a tile met before."""
+"""Plain numbers, and other arguments that are not tensors, which a tile met before."""
 
 
 class MetValue(NamedTuple):

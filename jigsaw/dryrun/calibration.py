@@ -368,7 +368,7 @@ def load_device(path: str | Path) -> Device:
         fields = json.loads(Path(path).read_text())
         fields["flop_per_second"] = {getattr(torch, dtype): rate for dtype, rate in fields["flop_per_second"].items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ShardingError(f"{path} is no device that save_device, or advise --calibrate, wrote: {error}") from error
+        raise ShardingError(f"{path} was not written by save_device or advise --calibrate: {error}") from error
     for crowding in ("crowding", "host_crowding"):
         fields[crowding] = {int(ranks): times for ranks, times in fields.get(crowding, {}).items()}
     fields["call_seconds"] = {kind: tuple(seconds) for kind, seconds in fields.get("call_seconds", {}).items()}

@@ -400,7 +400,7 @@ def possible_meshes(
     ]
     sizes = x_shape[0], *x_shape[2 : 2 + len(names)]
     seen: set[tuple[tuple[int, int, int], ...]] = set()
-    for factors in _factorisations(devices, len(sizes)):
+    for factors in _factorizations(devices, len(sizes)):
         space = zip(sizes[1:], together, factors[1:], strict=True)
         alike = (sizes[0], 1, factors[0]), *sorted(space)
         fits = sizes[0] % factors[0] == 0 and all(
@@ -411,13 +411,13 @@ def possible_meshes(
             yield dict(zip((DATA_AXIS, *names), factors, strict=True))
 
 
-def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     if parts == 1:
         yield (number,)
         return
     for first in range(1, number + 1):
         if number % first == 0:
-            yield from ((first, *rest) for rest in _factorisations(number // first, parts - 1))
+            yield from ((first, *rest) for rest in _factorizations(number // first, parts - 1))
 
 
 def _opened_store(store: Any, axes: Mapping[str, int]) -> Any:

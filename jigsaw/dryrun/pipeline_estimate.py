@@ -67,7 +67,7 @@ def balanced_stages(
     axes = {name: size for name, size in axes_of_mesh(mesh) if name != axis} or {"alone": 1}
     batch, *rest = example.layout.shape
     if batch % microbatches:
-        raise ShardingError(f"example= has a batch of {batch}, which is no multiple of microbatches={microbatches}")
+        raise ShardingError(f"example= has a batch of {batch}, which is not a multiple of microbatches={microbatches}")
     spec = tuple(_without_axis(entry, axis) for entry in example.layout.spec)
     device = DEVICES["cpu" if mesh.device_type == "cpu" else "h100"]
     shapes, is_processor = ((batch // microbatches, *rest),), device.is_processor

@@ -255,8 +255,8 @@ def _bands_of(grid: CellsOrRows) -> Iterator[CellBand]:
         if (len(ring) < 3 and abs(lats[at]) < 90 - _SAME_RING) or (np.abs(apart - step) > 1e-2 * step).any():
             raise GridError(
                 "regrid: 'conservative' needs the edges of cells, which are known of HEALPix, and of rings of points "
-                f"equally far apart (reduced Gaussian grids); the {len(ring)} cells at latitude {lats[at]:g} are no "
-                "such ring; use 'bilinear'"
+                f"equally far apart (reduced Gaussian grids); the {len(ring)} cells at latitude {lats[at]:g} are not "
+                "such a ring; use 'bilinear'"
             )
         edges = lon[0] + (np.arange(len(ring) + 1) - 0.5) * step
         yield CellBand(sines[at], sines[at + 1], edges, cells)

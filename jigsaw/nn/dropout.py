@@ -30,7 +30,7 @@ def _answer_dropout(function: Any, space: int | None = None) -> None:
             return input
         # halo rows are hashed by their global place too, so a row that two ranks hold is dropped on both or on neither
         is_kept = global_chances(input, dims, p)
-        # False, not 0.0, which is no integer
+        # False, not 0.0, which is not an integer
         out = Tile((input.local * is_kept).mul_(False if p == 1 else 1 / (1 - p)), input.layout, input.mesh)
         return input.copy_(out) if inplace else out
 

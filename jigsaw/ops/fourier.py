@@ -8,8 +8,8 @@ layout of the result follows from that of the input alone:
 - *Real, over several dims* (``rfftn irfftn hfftn ihfftn`` and their 2-d names): the axes go from one transformed dim
   to another whose turn has passed, and **stay** there.  The half spectrum is cut along its modes, so that weights of
   modes multiply it, and low modes are sliced off it, without a message.  The inverse does the same backwards and
-  brings the result home, for the cut of the modes remembers (`Cut.source`) where the dims were cut: so
-  ``x + irfftn(f(rfftn(x)))`` meets, for one exchange each way where one dim is cut.
+  brings the result home, because the cut of the modes remembers (`Cut.source`) where the dims were cut.  So
+  ``x + irfftn(f(rfftn(x)))`` meets, and costs one exchange each way where one dim is cut.
 - *Complex, or along one dim*: the result is cut as the input was (``x + fft(x).real`` meets).  The axes visit a dim
   that is not transformed, all dims are transformed there, and the axes come back: two exchanges.  The dim they visit
   is the one whose rows they share out best, the first of those (batch, then channels).  Where none has a row for each

@@ -83,7 +83,8 @@ def _write_for_owners(
         return input
     rows, moved = owners.moved(part)
     if not input.local.numel():
-        input.local.add_(moved.sum(dtype=input.dtype))  # this rank's part stays in the graph, for others wait for it
+        # this rank's part stays in the graph, because others wait for it
+        input.local.add_(moved.sum(dtype=input.dtype))
     else:
         write(input.local, dim, rows, moved)
     return input
@@ -126,7 +127,7 @@ def _write_rows(
     part = operand_part(source, input, layout)
     part = part if places_held is None else part.index_select(at, places_held)
     if not input.local.numel():
-        # torch refuses some empty tensors, on this rank alone; its part stays in the graph, for others wait for it
+        # torch refuses some empty tensors, on this rank alone; its part stays in the graph, because others wait for it
         input.local.add_(part.sum(dtype=input.dtype))
         return input
     function(input.local, at, rows, part.to(input.dtype), **named)

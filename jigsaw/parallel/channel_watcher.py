@@ -452,4 +452,4 @@ def _results_of(func: Any) -> Callable[..., list[Tensor]]:
             return rule
     if is_pointwise(func):
         return ChannelWatcher.pointwise
-    raise NeedsWholeError("it is no function of single channels")
+    raise NeedsWholeError("it is not a function of single channels")

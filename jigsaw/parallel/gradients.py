@@ -32,7 +32,7 @@ from jigsaw.ops.into_torch.reentrant import (
     is_taken_from_pass,
     outermost_pass,
 )
-from jigsaw.ops.meeting.gradient_blocks import TravellingBlock, record_blocks, recorded_blocks
+from jigsaw.ops.meeting.gradient_blocks import TravelingBlock, record_blocks, recorded_blocks
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
 from jigsaw.ranks.mesh import axes_of_mesh, ranks_along, ranks_in_mesh
 from jigsaw.torch_internals.autograd import gradient_hooks, hooks_behind_gradient, own_parameters
@@ -213,7 +213,7 @@ class GradientBucket:
     flat: Tensor | None = None
     flags: Tensor | None = None
     lent: Tensor | None = None
-    blocks: list[TravellingBlock] = field(default_factory=list[TravellingBlock])
+    blocks: list[TravelingBlock] = field(default_factory=list[TravelingBlock])
     pending: Sequence[comm.PendingWork] | None = None
     late: bool = False
 
@@ -252,12 +252,12 @@ class GradientBucket:
                 self.flags = self.flat[-len(trained) :]
                 self.pending = [comm.start_sum(self.flat, mesh, self.axes)]
 
-    def _start_blocks(self, trained: Sequence[nn.Parameter], lends: bool) -> list[TravellingBlock]:
-        blocks: list[TravellingBlock] = []
+    def _start_blocks(self, trained: Sequence[nn.Parameter], lends: bool) -> list[TravelingBlock]:
+        blocks: list[TravelingBlock] = []
         for p in trained:
             record = recorded_blocks(p)
             if record is not None and lends and record.has_come:
-                blocks.append(TravellingBlock(p, record, self.axes))
+                blocks.append(TravelingBlock(p, record, self.axes))
             elif record is not None:
                 record.forget()
         return blocks
@@ -362,7 +362,7 @@ def _axes_beside(parameter: DTensor, ranks: Sequence[int], mesh: DeviceMesh) -> 
             if set(ranks_along(mesh, some)) == holders:
                 return tuple(n for n in names if n not in some)
     raise ShardingError(
-        f"a DTensor parameter of shape {tuple(parameter.shape)} lies on ranks {sorted(holders)}, which are no axes of "
+        f"a DTensor parameter of shape {tuple(parameter.shape)} lies on ranks {sorted(holders)}, which are not axes of "
         f"the mesh {dict(axes_of_mesh(mesh))}; make it on a part of that mesh"
     )
 

@@ -73,8 +73,8 @@ def check_schedule(name: str, schedule: PipeSchedule, ranks: int, stages: int, b
     rounds = max(1, batches // ranks)
     if schedule.per_rank is None and batches % rounds:
         raise ShardingError(
-            f"schedule={name!r} on {ranks} ranks: microbatches={batches} is no multiple of its {rounds} rounds; take a "
-            f"multiple of {ranks}"
+            f"schedule={name!r} on {ranks} ranks: microbatches={batches} is not a multiple of its {rounds} rounds; "
+            f"take a multiple of {ranks}"
         )
 
 

@@ -101,7 +101,7 @@ def test_boundaries(wb2, capsys):
     assert "('fill', number)" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["plan", wb2, *beyond, "lat=fill:much"])
-    assert "lat=fill:much is no rule like lat=fill:0 with a number" in capsys.readouterr().err
+    assert "lat=fill:much is not a rule like lat=fill:0 with a number" in capsys.readouterr().err
 
 
 def test_a_missing_chunk_is_fill_and_nobody_decodes_it(tmp_path, capsys):

@@ -353,7 +353,7 @@ def test_what_is_no_nifti_is_refused(tmp_path):
     (tmp_path / "y.nii.gz").write_bytes(zlib.compress(bytes(500)))
     assert [claims(tmp_path / n) for n in ("x.nii", "x.nii.gz", "y.nii.gz", "none.nii")] == [False, True, False, False]
     for name in ("x.nii", "x.nii.gz"):
-        with pytest.raises(UnsupportedStoreError, match=r"is no NIfTI file: its 500 first bytes"):
+        with pytest.raises(UnsupportedStoreError, match=r"is not a NIfTI file: its first 500 bytes"):
             open_nifti(tmp_path / name)
     with pytest.raises(CorruptChunkError, match="gzip stream is damaged"):
         open_nifti(tmp_path / "y.nii.gz")

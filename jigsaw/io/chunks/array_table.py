@@ -128,14 +128,14 @@ class ArrayTable:
         value = self.attrs.get(attr, usual)
         try:
             if np.asarray(value).dtype.kind not in "biuf":  # a text such as "0.01" is a mistake of who wrote it
-                raise TypeError(f"{value!r} is no number")
+                raise TypeError(f"{value!r} is not a number")
             number = float(np.asarray(value).item())
             if not isfinite(number):  # all values would be missing
                 raise ValueError(f"{value!r} is not finite")
             return number
         except (TypeError, ValueError, OverflowError) as e:
             raise UnsupportedStoreError(
-                f"array {self.name!r} has {attr}={value!r}, which is no number; rewrite the attribute"
+                f"array {self.name!r} has {attr}={value!r}, which is not a number; rewrite the attribute"
             ) from e
 
 

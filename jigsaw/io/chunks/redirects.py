@@ -82,7 +82,7 @@ class GuardedHttp:
             address = private_address(host)
             if address is not None:
                 raise FetchError(
-                    f"{called} leads by a redirect to {host}, {address}, which is no address of the public internet; "
+                    f"{called} leads by a redirect to {host}, {address}, which is not a public internet address; "
                     f"if you trust the server, open the store with options={{'redirects': [{host!r}]}}"
                 )
         self._followed |= new

@@ -295,7 +295,7 @@ class RemoteFiles:
                     return _NO_SUFFIX
                 raise FetchError(
                     f"{self._called(path)} cannot be read in part: the server ignores ranges; serve the store from "
-                    f"one that honours them, or copy it"
+                    f"one that honors them, or copy it"
                 ) from None
             except (BaseError, _CutShortError) as e:
                 if self._guard is not None and self._guard.follow_new(self._called(path)):

@@ -93,7 +93,7 @@ class ConversionJournal:
 
     def _read(self) -> None:
         if self._path.is_symlink():
-            raise WriteError(f"{self._path} is a symbolic link, so it is no journal of ours; remove it yourself")
+            raise WriteError(f"{self._path} is a symbolic link, so jigsaw did not write it; remove it yourself")
         whole = self._path.read_bytes()
         kept = whole[: whole.rfind(b"\n") + 1]
         try:
@@ -247,7 +247,7 @@ def verify(target: str | os.PathLike[str]) -> dict[str, bool]:
     path = Path(target)
     attrs = zarr_store_attrs(path) if path.is_dir() else {}
     if DIGESTS_ATTRIBUTE not in attrs:
-        raise WriteError(f"{path} is no finished conversion: it has no digests to verify by")
+        raise WriteError(f"{path} is not a finished conversion: it has no digests to verify by")
     group = zarr.open_group(str(path), mode="r")
     outcomes: dict[str, bool] = {}
     for name, digest in attrs[DIGESTS_ATTRIBUTE].items():
@@ -426,7 +426,7 @@ def _rounded(values: NDArray[Any], array: ArrayOutline, box: Box) -> NDArray[Any
 def _remove_target(path: Path, chosen: SelectedSource) -> None:
     """Remove what `replace` removes: a Zarr store and its journal, nothing else, and never what is to be read."""
     if path.exists() and not is_zarr_group(path):
-        raise WriteError(f"{path} is no Zarr store, so it is not replaced; remove it yourself")
+        raise WriteError(f"{path} is not a Zarr store, so it is not replaced; remove it yourself")
     read = [Path(p).resolve() for p in chosen.places if "://" not in p]
     if any(path.resolve() in (p, *p.parents) for p in read):
         raise WriteError(f"{path} is what the conversion reads, so it is not replaced; write elsewhere")

@@ -182,7 +182,7 @@ def mesh_and_axes(mesh: DeviceMesh | Mapping[str, int]) -> tuple[DeviceMesh | No
         return mesh, mesh.device_type, axes_of_mesh(mesh)
     if not isinstance(mesh, Mapping):
         raise ShardingError(
-            f"mesh={mesh!r} is no mesh; give jigsaw.init_mesh(lat=2), or sizes by axis to plan without ranks: "
+            f"mesh={mesh!r} is not a mesh; give jigsaw.init_mesh(lat=2), or sizes by axis to plan without ranks: "
             "{'lat': 2}"
         )
     if not all(isinstance(name, str) and is_whole_number(size) and size >= 1 for name, size in mesh.items()):

@@ -58,7 +58,7 @@ def split(dataset: Dataset, **ranges: Any) -> dict[str, Dataset]:
 def _range_ends(name: str, span: Any) -> tuple[Any, Any]:
     ends = (span.start, span.stop) if isinstance(span, slice) else span
     if not isinstance(ends, tuple | list) or len(ends) != 2 or (isinstance(span, slice) and span.step is not None):
-        raise WindowError(f"split: {name}={span!r} is no range; give (first, last), like ('1979', '2015')")
+        raise WindowError(f"split: {name}={span!r} is not a range; give (first, last), like ('1979', '2015')")
     return ends[0], ends[1]
 
 

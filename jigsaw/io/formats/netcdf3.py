@@ -64,7 +64,7 @@ class _Netcdf3Header:
         self._read = slabs.file_head(files, path, _FIRST_READ)
         version = _netcdf3_version(self._read[:4])
         if version is None:
-            raise UnsupportedStoreError(f"{path!r} is no NetCDF-3 file: it begins with {self._read[:4]!r}")
+            raise UnsupportedStoreError(f"{path!r} is not a NetCDF-3 file: it begins with {self._read[:4]!r}")
         self._at = 4
         self._wide = 8 if version == 5 else 4
         self._offset = 4 if version == 1 else 8

@@ -117,7 +117,7 @@ class _NiftiHeader:
         form = _header_form(head)
         if form is None or len(head) < form[1]:
             kind = UnsupportedStoreError if form is None else ShortChunkError
-            raise kind(f"{path!r} is no NIfTI file: its {len(head)} first bytes are no header")
+            raise kind(f"{path!r} is not a NIfTI file: its first {len(head)} bytes are not a header")
         order, length = form
         fields = _HEADER_FIELDS[length].items()
         values = {name: struct.unpack_from(order + what, head, at) for name, (at, what) in fields}

@@ -190,8 +190,8 @@ class ReferenceReach:
         named = self._outside is True or any(_lies_below(place, allowed) for allowed in self._allowed)
         if not named and host != urlsplit(url).hostname and (address := private_address(host)) is not None:
             raise FetchError(
-                f"{redacted_text(url)} leads by a redirect to {host}, {address}, which is no address of the public "
-                f"internet; if you trust the server, open the references with options={{'outside': ['http://{host}']}}"
+                f"{redacted_text(url)} leads by a redirect to {host}, {address}, which is not a public "
+                f"internet address; if you trust the server, open the references with options={{'outside': ['http://{host}']}}"
             )
 
     def _check(self, reference: Any, key: str) -> None:

@@ -55,7 +55,7 @@ def warn_of_rounding(labels: AnyArray, name: str) -> None:
     if off.any():
         warn_once(
             "labels between integers",
-            f"array {name} has labels that are no integers, such as {labels[off][0]:g}, and they are rounded to the "
+            f"array {name} has labels that are not integers, such as {labels[off][0]:g}, and they are rounded to the "
             "nearest: a label map that was resampled linearly, or holds probabilities; resample it by the nearest "
             "voxel, or open probabilities as images (told once, other label maps may have such values too)",
         )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _DRAWN_BYTES = ("stored_bytes", "decoded_bytes", "useful_bytes", "sent_bytes")
-_BAR_GREYS = ("#222222", "#666666", "#999999", "#cccccc")
+_BAR_GRAYS = ("#222222", "#666666", "#999999", "#cccccc")
 
 
 def draw_plan(dataset: Dataset, plan: ReadPlan, path: str | Path) -> None:
@@ -148,7 +148,7 @@ def _draw_bars(axes: Any, plan: ReadPlan, shades: list[Any]) -> None:
     for i, name in enumerate(_DRAWN_BYTES):
         at = [group + (i - 1.5) * wide for group in range(len(rows))]
         megabytes = [getattr(row, name) / 1e6 for row in rows]
-        axes.bar(at, megabytes, wide, color=_BAR_GREYS[i], label=name.partition("_")[0])
+        axes.bar(at, megabytes, wide, color=_BAR_GRAYS[i], label=name.partition("_")[0])
     axes.set_xticks(range(len(rows)), names)
     for label, shade in zip(axes.get_xticklabels(), shades, strict=False):
         label.set(color=shade, weight="bold")
@@ -199,7 +199,7 @@ def draw_field_map(
     if dataset.cells is not None:
         _draw_cells(values, dataset.cells, title, path)
     else:
-        _draw_values(_labelled_values(values, dataset), title, path, not dataset.counted)
+        _draw_values(_labeled_values(values, dataset), title, path, not dataset.counted)
     return title
 
 
@@ -217,7 +217,7 @@ def _draw_cells(values: NDArray[Any], grid: CellGrid, title: str, path: str | Pa
     save_figure(figure, path)
 
 
-def _labelled_values(values: Any, dataset: Dataset) -> xr.DataArray:
+def _labeled_values(values: Any, dataset: Dataset) -> xr.DataArray:
     """Return the values with what xarray draws beside them: coordinates that are numbers, and attributes."""
     import xarray as xr
 

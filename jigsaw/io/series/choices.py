@@ -111,7 +111,7 @@ def choose_positions(
                 positions_by_dim.setdefault(dim, (0,))
             else:
                 raise GridError(
-                    f"array {variable.table.name!r} has a dim {dim!r} of {size} that is no time, level or space; "
+                    f"array {variable.table.name!r} has a dim {dim!r} of {size} that is not time, level or space; "
                     f"choose one with select={{{dim!r}: 0}}, or a sample for each with select={{{dim!r}: 'all'}}"
                 )
     return positions_by_dim
@@ -135,7 +135,7 @@ def _chosen_dim(name: str, further: Mapping[str, StoreVariable], select: Mapping
     if len(dims_of_role) != 1:
         hint = {"level": "; a level is part of a field: 'geopotential@500'", "time": "; steps are picked by time="}
         raise GridError(
-            f"select names {name!r}, which is no further dim of the fields; there are {sorted(further)}"
+            f"select names {name!r}, which is not a further dim of the fields; there are {sorted(further)}"
             + hint.get(name, "")
         )
     if dims_of_role[0] in select:
@@ -187,7 +187,7 @@ def _position_range(
     axis = _time_axis_along(survey, variable, d)
     if len(ends) != 2 or (axis is None and not all(e is None or is_whole_number(e) for e in ends)):
         raise GridError(
-            f"select={{{dim!r}: {choice!r}}} is no range: give positions (start, stop), dates or durations "
+            f"select={{{dim!r}: {choice!r}}} is not a range: give positions (start, stop), dates or durations "
             "(first, last), or a list"
         )
     try:

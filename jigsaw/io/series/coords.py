@@ -119,7 +119,7 @@ class DimNaming:
         for role, name in checked_mapping("dims", dims, "{'time': 'valid_time'}", GridError).items():
             if role not in DIM_ROLES:
                 raise GridError(
-                    f"dims={dict(dims or {})!r} names {role!r}, which is no role; there are {list(DIM_ROLES)}"
+                    f"dims={dict(dims or {})!r} names {role!r}, which is not a role; there are {list(DIM_ROLES)}"
                 )
             table = arrays.get(name)
             if name not in known and (table is None or len(table.dims) != 1):
@@ -139,7 +139,7 @@ def _dims_along(along: str, known: set[str], arrays: Mapping[str, ArrayTable]) -
         return [along]
     meant = sorted(d for d in known if role_of_dim(d, arrays[d].attrs if d in arrays else {}) == along)
     if not meant:
-        raise GridError(f"along={along!r} is no dim of the store; it has {sorted(known)}")
+        raise GridError(f"along={along!r} is not a dim of the store; it has {sorted(known)}")
     return meant
 
 

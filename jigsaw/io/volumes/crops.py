@@ -47,7 +47,7 @@ _label_scratch = ScratchMemory()
 
 @dataclass(frozen=True)
 class Foreground:
-    """Weights that pull crops towards the foreground of the label map.
+    """Weights that pull crops toward the foreground of the label map.
 
     A crop is centered on a foreground voxel with the probability ``pos / (pos + neg)``, else on a background voxel, as
     in MONAI's ``RandCropByPosNegLabel``. The center moves inwards where the crop would reach beyond the volume. Missing

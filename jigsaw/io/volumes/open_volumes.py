@@ -244,13 +244,13 @@ def open_volumes(
     - `crop`: rows along z, y, x. What a smaller volume lacks is `fill` (`label_fill`), half of it on either side. None
       takes whole volumes, each filled up to a multiple of `align`, and in a batch to the largest in it;
     - `crops`: how many of each volume make an epoch;
-    - `orientation`: the end of the world towards which x, y and z run, like ``"RAS"``. Axes are permuted and flipped
+    - `orientation`: the end of the world toward which x, y and z run, like ``"RAS"``. Axes are permuted and flipped
       while they are read, each volume by its own affine (a label map without one like its image). The result is that of
       MONAI's ``Orientation`` and, for RAS, of nibabel's ``as_closest_canonical``; by default axes stay as stored;
     - `spacing`: the distance of voxels along z, y, x, or one for all, in the unit of the files (mm in most). Each rank
       reads the stored rows that its own lie between, after `orientation`. It interpolates images linearly and labels to
       the nearest, on the grid of MONAI's ``Spacing``; `crop` counts voxels of that grid;
-    - `foreground`: weights crops towards labeled voxels (`jigsaw.io.Foreground`) of the stored label maps; without it
+    - `foreground`: weights crops toward labeled voxels (`jigsaw.io.Foreground`) of the stored label maps; without it
       every place is equally likely;
     - `spec`, `halo`, `split`, `align`: how a crop is cut, as in `jigsaw.io.open`; labels do not have a halo;
     - `boundary`: the content of the halo beyond the ends of a crop, by dim. With ``"reflect"``, ``"replicate"`` or

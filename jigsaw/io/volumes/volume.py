@@ -37,7 +37,7 @@ _WORLD_ENDS = ("LR", "PA", "IS")  # names of the low and the high end of each ax
 
 
 def orientation_codes(affine: NDArray[np.float64]) -> str:
-    """Return the world ends that x, y and z run towards, as ``"RAS"`` or ``"LPS"``: nibabel's ``aff2axcodes``."""
+    """Return the world ends that x, y and z run toward, as ``"RAS"`` or ``"LPS"``: nibabel's ``aff2axcodes``."""
     return "".join(_WORLD_ENDS[axis][sign > 0] for axis, sign in _world_axes(affine))
 
 
@@ -64,7 +64,7 @@ class AxisTurn:
 
     @classmethod
     def of(cls, affine: NDArray[np.float64], codes: str) -> AxisTurn:
-        """Return the turn that makes axes placed by `affine` run towards the ends that `codes` name."""
+        """Return the turn that makes axes placed by `affine` run toward the ends that `codes` name."""
         asked = [next(w for w, ends in enumerate(_WORLD_ENDS) if code in ends) for code in codes]
         have = _world_axes(affine)
         targets = tuple(asked.index(world) for world, _ in have)
@@ -107,7 +107,7 @@ def checked_orientation(orientation: Any) -> str | None:
         or len(codes) != 3
     ):
         raise FieldError(
-            f"orientation={orientation!r} must say towards which end x, y and z run, by one letter each of L or R, "
+            f"orientation={orientation!r} must say toward which end x, y and z run, by one letter each of L or R, "
             "P or A, I or S, like 'RAS'"
         )
     return codes
@@ -169,7 +169,7 @@ def store_of_array(values: _IndexedArray, dims: Sequence[str] | None) -> ArraySt
     if not names:
         wanted = "[C, z, y, x], [z, y, x] or [y, x]" if dims is None else f"[{', '.join(dims)}]"
         raise GridError(
-            f"an array of shape {values.shape} is no volume {wanted}; name its dims, like dims=('x', 'y', 'z')"
+            f"an array of shape {values.shape} is not a volume {wanted}; name its dims, like dims=('x', 'y', 'z')"
         )
     named = open_array_source(ArrayVolume(values, names))
     return replace(named, url=f"array {list(values.shape)} of {values.dtype}")
@@ -418,7 +418,7 @@ def _open_level(source: Any, level: int, dims: tuple[str, ...] | None) -> ArrayS
     if is_multiscale_group(store.attrs):
         return multiscale_level(store, level)
     if level:
-        raise MissingLevelError(f"level={level}: {store.url} is no OME-Zarr image, so it has level 0 alone")
+        raise MissingLevelError(f"level={level}: {store.url} is not an OME-Zarr image, so it has level 0 alone")
     return with_given_dims(store, dims)
 
 

@@ -183,8 +183,9 @@ def _layout_in_frame(
 
 
 def matched_structures(source: Layout, target: Layout) -> tuple[Layout, Layout] | None:
-    """Both layouts with a cut for each of the other's in every dim: what is whole in one may have been flattened in
-    the other, for 70 whole tokens are 7 x 10, in the same memory.  None where both are cut.
+    """Both layouts with a cut for each of the other's in every dim.  None where both are cut.
+
+    A dim that is whole in one may have been flattened in the other: 70 whole tokens are 7 x 10, in the same memory.
     """
     pairs = [_matched_groups(a, b) for a, b in zip(source.dims(), target.dims(), strict=True)]
     both = [pair for pair in pairs if pair is not None]

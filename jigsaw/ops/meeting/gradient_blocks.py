@@ -126,7 +126,7 @@ def own_block(parameter: nn.Parameter, layout: Layout, scale: float, record: Blo
 # -- on its way -------------------------------------------------------------------------------------------------------
 
 
-class TravellingBlock:
+class TravelingBlock:
     """The gradient of a parameter while blocks of it travel; lent until `finish` or `undo` is called.
 
     Where other ranks have more than their block, all of them learn it from what travels beside, and undo: then the
