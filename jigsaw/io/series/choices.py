@@ -29,7 +29,7 @@ def window_offsets(name: str, offsets: Any, axis: TimeAxis | None = None) -> tup
         or not isinstance(offsets, Iterable)
         or (isinstance(offsets, np.ndarray) and not offsets.ndim)
     ):
-        kind = "one string" if isinstance(offsets, str) else "no list"
+        kind = "one string" if isinstance(offsets, str) else "not a list"
         raise WindowError(f"{name}={offsets!r} is {kind}; give a list: {name}=[{offsets!r}]")
     wrong = [o for o in offsets if not (is_whole_number(o) or isinstance(o, str | timedelta | np.timedelta64))]
     if wrong:
