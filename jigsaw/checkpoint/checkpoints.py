@@ -228,7 +228,9 @@ def load(
         if not isinstance(saved, list) or not all(
             isinstance(each, dict) and isinstance(cast("Any", each).get("params"), list) for each in cast("Any", saved)
         ):
-            raise CheckpointError(f"the checkpoint {os.fspath(path)} has parameter groups that no save of ours writes")
+            raise CheckpointError(
+                f"the checkpoint {os.fspath(path)} has parameter groups that jigsaw.save never writes"
+            )
         for group in small["optimizer groups"]:
             group["params"] = [name for name in group["params"] if name not in elsewhere]
         _check_groups(path, small["optimizer groups"], groups)

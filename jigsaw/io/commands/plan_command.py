@@ -51,7 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 @options.report_refusals
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; 1 with the reason when there is none."""
+    """Print the plan; return 1 and print the reason where there cannot be one."""
     dataset = _open_for_plan(args)
     plan = dataset.plan(args.samples)
     if args.plot:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _advice_lines(args: argparse.Namespace, dataset: Dataset, plan: ReadPlan) -> list[str]:
     if args.recommend is None and not is_cheap_recommendation(dataset, plan):
-        return ["recommended: there are many chunks to weigh; --recommend does"]
+        return ["recommended: not compared, because there are many chunks; pass --recommend to compare them"]
     if args.recommend is not None and args.recommend < 0:
         raise ShardingError(f"--recommend {args.recommend} must be a number of ranks")
     advice = recommend(dataset, ranks=args.recommend or None, sample=args.samples[0])
@@ -100,7 +100,7 @@ _WORTH_TELLING = 1.05  # predictions are not more accurate
 
 
 def plan_report(dataset: Dataset, plan: ReadPlan) -> str:
-    """Return the text of a plan, headed by what is read of which store."""
+    """Return the text of a plan, with a heading that names the store and what is read."""
     frame, layout = dataset.frame, plan.request.layout
     steps, count = layout.shape[:2]
     more = f" and {count - NAMES_LISTED} more" if count > NAMES_LISTED else ""
@@ -155,7 +155,7 @@ def _mesh_text(dataset: Dataset) -> str:
 
 
 def _gain_text(times: float) -> str:
-    return f"{times:.2g} times cheaper to read" if times > _WORTH_TELLING else "about as it is"
+    return f"{times:.2g} times cheaper to read" if times > _WORTH_TELLING else "no cheaper"
 
 
 def _sizes_by_dim_text(sizes: Mapping[str, int]) -> str:

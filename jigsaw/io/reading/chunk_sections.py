@@ -1,7 +1,7 @@
 """Sections of shared chunks, which pass from rank to rank: shared memory then holds a few rows of each chunk. A section
 is taken while it still lies in the cache of the core that decoded it.
 
-The plan decides who cuts what, and the order in which sections have their slots, so these are the same on every rank.
+The plan decides which chunks are cut, and the slot of each section, so both are the same on every rank.
 Take four ranks and four shared jobs: 0 and 2 are rank 0's, 1 is rank 1's and 3 is rank 3's. Rank 0 has two threads, and
 so two lanes. Jobs 0 and 2 are large, and cut into three sections (0a 0b 0c) and two (2a 2b); 1 and 3 are not cut:
 
@@ -10,10 +10,10 @@ so two lanes. Jobs 0 and 2 are large, and cut into three sections (0a 0b 0c) and
     lane 1 of rank 0    2a 2b
     lane 0 of rank 3    3
 
-The order of slots takes one of each lane in turn: 0a 1 2a 3 0b 2b 0c. These are the places 0..6. With 4 slots, 0b, at
-place 4, follows 0a in slot 0: rank 0 decodes it there once all that read job 0 have taken 0a. A lane's sections come in
-their order, so its thread waits only for places before its own. The lowest place that is not taken yet can therefore
-always go on, and no two ranks wait for each other.
+The order of slots takes one of each lane in turn: 0a 1 2a 3 0b 2b 0c. These are the places 0..6. With 4 slots,
+place 4 is slot 0 again: rank 0 decodes 0b there once all readers of job 0 have taken 0a. A lane's sections come in
+their order, so its thread waits only for places before its own. So the section at the lowest place that is not taken
+yet never waits, and no two ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ChunkSection(NamedTuple):
         for box in boxes:
             runs = tuple(part for run in box.runs[self.dim] if (part := _run_within(run, self.rows)).length)
             if runs:
-                # a section's memory begins with its own first row; targets count in the sample, and stay
+                # source rows are counted from the section's first row; target rows are rows of the sample, and stay
                 shifted = tuple(_moved_run(run, self.rows[0]) for run in runs)
                 before, after = box.runs[: self.dim], box.runs[self.dim + 1 :]
                 yield box._replace(runs=(*before, runs, *after)), box._replace(runs=(*before, shifted, *after))
@@ -157,7 +157,7 @@ def _sections_of_job(plan: ReadPlan, job: ChunkJob, number: int, lane: int, cut:
 def _can_stream(plan: ReadPlan, job: ChunkJob) -> bool:
     """Say whether a chunk can be decoded whole, from its beginning to its end, as it is fetched."""
     table = plan.tables[job.array]
-    # The questions here must have the same answers on every rank, or ranks would count other places for the same slots.
+    # All ranks must answer this alike, or they would disagree about which section is in which slot.
     # Far chunks come whole, by batches. Chunks in part, and those whose filters were left out in part (`mask`), are not
     # a stream of rows from the first to the last.
     if table.decoder is None or not table.decoder.splits or table.far:
@@ -205,7 +205,7 @@ def strips_of_rank(plan: ReadPlan, member: int) -> Iterator[ChunkStrip]:
                 yield ChunkStrip(first, chunks)
                 continue
             (box,) = plan.boxes(first.job, member)
-            if box.repeats:  # a strip is converted where it lies, once
+            if box.repeats:  # a strip is converted in place, so a chunk that is used twice is placed by itself
                 strip = ChunkStrip(first, chunks)
                 yield from (ChunkStrip(strip.section(n), (chunk,)) for n, chunk in enumerate(chunks))
                 continue
