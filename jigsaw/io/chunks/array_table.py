@@ -43,7 +43,7 @@ class JoinedArrays:
 
 
 def _no_library(box: Box) -> NDArray[Any]:
-    raise UnsupportedStoreError(f"nothing reads the box {box} of an array that has neither a decoder nor `load_slowly`")
+    raise UnsupportedStoreError(f"the box {box} cannot be read: the array has neither a decoder nor `load_slowly`")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -127,7 +127,7 @@ class ArrayTable:
     def _number(self, attr: str, usual: float) -> float:
         value = self.attrs.get(attr, usual)
         try:
-            if np.asarray(value).dtype.kind not in "biuf":  # a text such as "0.01" is a mistake of who wrote it
+            if np.asarray(value).dtype.kind not in "biuf":  # text such as "0.01" is a mistake of the file's writer
                 raise TypeError(f"{value!r} is not a number")
             number = float(np.asarray(value).item())
             if not isfinite(number):  # all values would be missing
@@ -183,7 +183,7 @@ def missing_values_of(
     turns = stored is not None and stored.kind != dtype.kind
     flat = [x for value in missing for x in np.ravel(np.asarray(value)).tolist()]
     numbers = [x for x in flat if isinstance(x, int | float) and x == x]
-    if dtype.kind == "f":  # in float32, 0.1 as float64 is not one of the values: rounded, it would hide one that is
+    if dtype.kind == "f":  # float64's 0.1 is not a number of float32; rounded to one, it would hide a value
         with np.errstate(over="ignore"):
             numbers = [x for x in numbers if stored_number_of(x, dtype) == x]
     return tuple(dict.fromkeys(fill_value_of(x, dtype) if turns else stored_number_of(x, dtype) for x in numbers))
@@ -191,7 +191,7 @@ def missing_values_of(
 
 def fill_is_missing(fill: Any, attrs: Mapping[str, Any]) -> bool:
     """Say whether the `fill_value` of a Zarr v2 array means "missing"."""
-    return bool(fill) or "scale_factor" in attrs  # a 0 may be a default; it is missing in packed numbers alone
+    return bool(fill) or "scale_factor" in attrs  # 0 may be a default, so it means missing only for packed numbers
 
 
 def stored_number_of(value: float, dtype: np.dtype[Any]) -> float:

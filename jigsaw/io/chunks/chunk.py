@@ -40,7 +40,7 @@ class DimChunks:
             for length in lengths:
                 self._edges.append(self._edges[-1] + length)
         self._key = size, chunk, clipped, tuple(self._edges or ())
-        self._hash = hash(self._key)  # once: there may be an edge for each of many files
+        self._hash = hash(self._key)  # computed once, because many files have many edges
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, DimChunks) and self._hash == other._hash and self._key == other._key)

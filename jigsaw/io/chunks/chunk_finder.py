@@ -105,7 +105,7 @@ class BloscBlockTables:
         with self._lock:
             if index in self._kept:
                 return self._kept[index][0]
-        lookups = LookupTally()  # of this table alone; what a read that fails took is counted too
+        lookups = LookupTally()  # for this table alone; a read that fails is counted, too
         try:
             frame = _read_frame(ref, size, files, lookups)
         finally:
@@ -125,7 +125,7 @@ def _read_frame(ref: ChunkRef, size: int, files: StoreFiles, lookups: LookupTall
         lookups.add(LookupCounts(0, memory.size))
         return memory
 
-    # the header, and with it the table that it can be expected to have
+    # read the header and, at once, the largest table that the frame is likely to have
     expected = BLOSC_HEADER_BYTES + 4 * -(-size // _SMALLEST_BLOCK)
     at_once = ref.length is None or ref.length >= expected
     try:
@@ -133,7 +133,7 @@ def _read_frame(ref: ChunkRef, size: int, files: StoreFiles, lookups: LookupTall
     except ShortChunkError:
         if not at_once:
             raise
-        raw = read(0, fresh_memory(BLOSC_HEADER_BYTES))  # of an object of unknown size that compresses to less
+        raw = read(0, fresh_memory(BLOSC_HEADER_BYTES))  # the object, of unknown size, is shorter
     if raw is None:
         return None
     head = raw[:BLOSC_HEADER_BYTES].tobytes()
@@ -240,7 +240,7 @@ class ChunkFinder:
     def least_left_out(self) -> int:
         """The bytes that a part must leave out at least."""
         is_plain = self._decoder is not None and self._decoder.is_plain
-        # the table of a Blosc frame far away takes a request of its own, which is worth those of four gaps
+        # the table of a remote Blosc frame takes a request of its own, which costs as much as reading four gaps
         return 4 * self.places.files.gap if self.far and not is_plain else 0
 
     def portion(self, index: ChunkIndex, rects: Sequence[ChunkRows]) -> ChunkPortion | None:
@@ -322,7 +322,7 @@ class ChunkFinder:
         try:
             return step()
         except BadChunkError as e:
-            if isinstance(self.places.files, CachingFiles):  # a server may answer better next time
+            if isinstance(self.places.files, CachingFiles):  # a server may send the right bytes next time
                 self.places.files.forget(self.path(index))
             kind = TruncatedError if isinstance(e, ShortChunkError) else CorruptChunkError
             raise self.chunk_error(kind, index, e) from e

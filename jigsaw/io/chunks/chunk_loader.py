@@ -91,7 +91,8 @@ class DecodedChunks:
 
     def view(self, out: ByteArray, index: ChunkIndex, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
         """View the loaded bytes as an array of the chunk's shape, or of another one, without copying."""
-        return self._view(out, shape or self.grid.shape_of(index))[0, ...]  # an array, of a chunk without dims too
+        # the `...` makes it an array, also where a chunk has no dims
+        return self._view(out, shape or self.grid.shape_of(index))[0, ...]
 
     def view_strip(self, out: ByteArray) -> NDArray[Any]:
         """View the bytes of chunks of one size, one after the other, as an array [K, \\*chunk], without copying."""
@@ -134,7 +135,7 @@ class ChunkLoader(DecodedChunks):
         rooms = [out[at : at + size] for at in range(0, count * size, size)]
         try:
             return self._load_strip(first, rooms)
-        except (BadChunkError, OSError):  # which one it was shows when each is loaded by itself
+        except (BadChunkError, OSError):  # load each chunk alone, to find the one that failed
             chunks = ((*first[:-1], first[-1] + n) for n in range(count))
             return [self.load(chunk, memory).stored for chunk, memory in zip(chunks, rooms, strict=True)]
 
@@ -213,7 +214,7 @@ class ChunkLoader(DecodedChunks):
         path = ""
         for index, part in chunks:
             ref = self._finder.checked_ref(index)
-            assert ref is not None and ref.length is not None  # only such chunks are put together
+            assert ref is not None and ref.length is not None  # only chunks with a reference and a length are joined
             raw = fresh_memory(ref.length if part is None else part.stored)
             path = ref.path
             targets += [(ref.offset, raw)] if part is None else _portion_targets(ref, part, raw, None)

@@ -275,7 +275,7 @@ class LocalFiles:
 def _working_folder() -> str:
     try:
         return os.getcwd()
-    except OSError:  # it was removed, so no path is relative to it
+    except OSError:  # the folder was removed, so no path can be relative to it
         return ""
 
 
@@ -327,7 +327,7 @@ class ScratchMemory(threading.local):
 
     def __call__(self, size: int) -> NDArray[np.uint8]:
         if self._room.size < size:
-            self._room = fresh_memory(0)  # given back before there is more
+            self._room = fresh_memory(0)  # free the old memory before the larger one is made
             self._room = fresh_memory(-(-size // _SCRATCH_GRAIN) * _SCRATCH_GRAIN)
         return self._room[:size]
 
@@ -338,7 +338,7 @@ def fresh_memory(size: int) -> NDArray[np.uint8]:
         room = np.empty(size + _CACHE_LINE - 1, np.uint8)
         start = -room.ctypes.data % _CACHE_LINE
         return room[start : start + size]
-    except (MemoryError, ValueError) as e:  # ValueError: beyond what has an address
+    except (MemoryError, ValueError) as e:  # ValueError: more than an address can reach
         raise ReadError(f"there is no memory for {size} bytes; use smaller chunks, or the store's metadata lies") from e
 
 

@@ -115,7 +115,7 @@ class _RefusingProxy:
         listener.setblocking(False)
         port: int = listener.getsockname()[1]
         with self._lock:
-            is_first = not self._hosts  # which keeps those of servers that are closed
+            is_first = not self._hosts  # `_hosts` keeps the ports of closed servers, too
             self._listeners[port], self._hosts[port] = listener, set()
         self._selector.register(listener, selectors.EVENT_READ, port)
         if is_first:

@@ -105,7 +105,8 @@ def files_of_url(url: str, options: Mapping[str, Any] | None = None) -> tuple[Re
             f"{_without_urls(e, options)}; they "
             f"are those of obstore's store of this kind, such as region, endpoint, skip_signature, client_options"
         ) from None
-    host = split.netloc if split.scheme in ("abfs", "abfss") else split.netloc.rpartition("@")[2]  # container@account
+    # elsewhere the part before @ is a password; here it is container@account
+    host = split.netloc if split.scheme in ("abfs", "abfss") else split.netloc.rpartition("@")[2]
     return RemoteFiles(store, redacted_text(f"{split.scheme}://{host}"), retry, guard), unquote(split.path).strip("/")
 
 
@@ -227,7 +228,7 @@ class RemoteFiles:
         answer = self._tried(path, lambda: self._get(path, part, length), at_end)
         if answer is not _NO_SUFFIX:
             return answer
-        size = self.size(path)  # Azure lacks ranges from the end
+        size = self.size(path)  # Azure does not serve the last n bytes by a range
         raw = None if size is None else self._part(path, (max(size - length, 0), size))
         return None if raw is None or size is None else (raw, size)
 
@@ -309,7 +310,7 @@ class RemoteFiles:
         from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
         status, answer = _status_and_answer(error)
-        if status == "416":  # obstore has types of its own for 401, 403 and 404 alone
+        if status == "416":  # obstore has exception types for 401, 403 and 404 only
             raise ShortChunkError("the object ends before the range that it should have") from None
         refused = isinstance(error, (PermissionDeniedError, UnauthenticatedError))
         if refused or (status.startswith("4") and status not in _PASSING_STATUSES):

@@ -96,7 +96,7 @@ def _is_lon_periodic(dataset: Dataset) -> bool:
 
 
 _BOUNDARY_TEXTS = {"clip": "", "periodic": " (wraps round)"}
-_WORTH_TELLING = 1.05  # predictions are not more accurate
+_WORTH_TELLING = 1.05  # smaller gains are below the accuracy of the prediction
 
 
 def plan_report(dataset: Dataset, plan: ReadPlan) -> str:
@@ -112,7 +112,7 @@ def plan_report(dataset: Dataset, plan: ReadPlan) -> str:
         if below or above
     ]
     modes = sorted(set(plan.modes.values()))
-    # axes that cut nothing, because `spec`, or the name of a dim, does not name them
+    # axes that cut nothing: neither `spec` nor a dim has their name
     cutting = {axis for cut in layout.cuts for axis in cut.axes}
     dims, idle = ", ".join(frame.dims), [name for name, n in frame.domain if n > 1 and name not in cutting]
     head = [

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from jigsaw.io.formats.zarr_reach import WatchedStore
 
 
-CONVERT_AGAIN = "convert again with the same arguments: it goes on with what is not there yet"
+CONVERT_AGAIN = "convert again with the same arguments: it goes on with the regions that are missing"
 UnitIndex = tuple[int, ...]
 UnitKey = tuple[str, UnitIndex]
 """Array, and one of its units (shards, or chunks where there are none)."""
@@ -395,7 +395,8 @@ def move_region(region: ConversionRegion, read: WatchedDataset, path: Path) -> M
 
     array = region.array
     part = read.data.variables[array.name][box_slices(region.box)]
-    loaded = part.load(scheduler="synchronous") if part.chunks else part  # every region has a thread of ours already
+    # each region already runs in a thread of jigsaw's own
+    loaded = part.load(scheduler="synchronous") if part.chunks else part
     values = _rounded(np.asarray(loaded.values), array, region.box)
     sink = ZarrSink(path, None, {}, CONVERT_AGAIN)
     sink.attach([array])
@@ -439,7 +440,7 @@ def _open_journal(path: Path, chosen: SelectedSource, arrays: Sequence[ArrayOutl
     beside = path.with_name(path.name + ".journal")
     if not beside.exists() and path.exists() and (not path.is_dir() or any(path.iterdir())):
         whole = path.is_dir() and is_complete_store(path)
-        state = "is complete" if whole else "exists and no journal of a conversion with it"
+        state = "is complete" if whole else "exists without the journal of a conversion"
         raise WriteError(f"{path} {state}; write elsewhere, or start again with replace=True (--replace)")
     shapes = [(a.name, a.shape, a.dtype, a.chunks, a.shards) for a in arrays]
     with writing_to(path, CONVERT_AGAIN):
@@ -450,7 +451,7 @@ def _open_journal(path: Path, chosen: SelectedSource, arrays: Sequence[ArrayOutl
 
 def _check_began_here(path: Path, journal: ConversionJournal) -> None:
     """Check what lies at the target of a conversion that goes on.  Raises: `WriteError` for another store."""
-    if not is_zarr_group(path):  # then nothing of it is replaced
+    if not is_zarr_group(path):  # there is no store to replace
         return
     done = completeness_from_attrs(zarr_store_attrs(path))
     if done is None or (not journal.is_made and (done.steps or done.closed)):

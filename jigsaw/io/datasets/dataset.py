@@ -306,7 +306,7 @@ class Dataset(MeshSamples):
     def new_steps(self, cache_bytes: int) -> HeldSteps:
         """Return a memory for shared steps, of so many bytes a rank; 0 keeps only those of the next read."""
         layout = self.frame.layout((1, len(self.channels)), (None, None))
-        # of the rank that holds most: all keep equally many steps, and so read the same ones again
+        # the size on the rank that holds most, so that all ranks keep equally many steps, and read the same ones again
         item = np.dtype(numpy_dtype_name(self.dtype)).itemsize
         size = item * max(prod(layout.local_shape(c)) for c in layout.coords())
         timeless = {v.table.name for v in self.variables if "time" not in v.roles}
@@ -384,7 +384,7 @@ class Dataset(MeshSamples):
         shape = len(reading.steps), stored + len(self.forcing_names), *(b - a for a, b in held)
         block = engine.memory.empty(shape, np.dtype(reading.request.dtype))
         engine.read(plan, block[:, :stored])
-        if kept is not None:  # after a read that went well on all ranks; one that failed changes no rank's memory
+        if kept is not None:  # reached only if the read went well on all ranks; a failed read changes no rank's memory
             kept.write(block[:, :stored], reading.keys, reading.known)
             kept.keep(block[:, :stored], reading.keys, wanted)
         for where, forcings in self._forcings_here:
@@ -410,7 +410,7 @@ class Dataset(MeshSamples):
 
         They are views of the block where no two samples share a step and the channels follow each other, else copies.
         """
-        # Every step was read with the input's halo, as one window's target may be the next one's input; `inner` are the
+        # Every step was read with the input's halo, because a target may be the next window's input; `inner` are the
         # owned rows within what is held.
         steps = torch.from_numpy(block)
         inner = self.frame.inner(mesh_coordinate(self.device_mesh()))

@@ -31,7 +31,7 @@ from jigsaw.ranks.mesh import axes_of_mesh, init_mesh
 from jigsaw.tile.misuse import warn_once
 from jigsaw.tile.tile import Tile
 
-# numpy reads into these; bfloat16 is rounded from float32 once it is a torch tensor
+# dtypes of the arrays that are read; bfloat16 is rounded from float32 as a torch tensor
 FLOAT_DTYPES = {"float16": "float16", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
 TileIfAny: TypeAlias = Tile | Any
 """Tile where there is one, else None: callers know which, and need not tell a type checker again."""
@@ -297,7 +297,7 @@ class SampleOrder:
 
     def settled(self, state: LoaderState) -> LoaderState:
         """Return the same place, with the end of an epoch as the beginning of the next."""
-        # not `usable`: a place that another batch size led to, on another mesh, may leave more whole batches
+        # not `usable`: after another batch size, as on another mesh, more whole batches may be left
         left = self.count - state.next_sample
         done = left <= 0 or (self.drop_last and left < self.batch_size)
         return LoaderState(state.seed, state.epoch + 1, 0) if done else state
@@ -310,7 +310,8 @@ class SampleOrder:
             first = state.next_sample
             stop = min(first + self.batch_size, self.count)
             samples = tuple(self.sample(i, state) for i in range(first, stop))
-            # with the last batch comes the beginning of the next epoch: a checkpoint there names a batch that exists
+            # after the last batch the state is the start of the next epoch, so a checkpoint always names a batch that
+            # exists
             state = self.settled(LoaderState(state.seed, epoch, stop))
             yield samples, state
 

@@ -103,7 +103,7 @@ class _SampleSpans:
         low, high = self.dataset.times[self.low], self.dataset.times[self.high]
         for dim, leads in self.dataset.origins.items():
             picked = leads[list(self.dataset.choices[dim])]
-            # a sample for each choice: the earliest of an anchor's has the shortest lead, the latest the longest
+            # there is a sample for each lead time, so an anchor's samples lie between its shortest and its longest lead
             low, high = low + _addable_duration(low, picked.min()), high + _addable_duration(high, picked.max())
         return _digits_of_times(low), _digits_of_times(high)
 

@@ -307,7 +307,7 @@ def _table_of_variable(name: str, variable: xr.Variable) -> ArrayTable:
         dtype=dtype.str,
         chunks=chunks,
         attrs=attrs,
-        # of what xarray has decoded it keeps such attributes elsewhere
+        # where xarray has decoded values, it moved these attributes to `encoding`
         masks=declared_missing_values(dtype, attrs, own),
         places=FilelessPlaces(f"xarray variable {name!r}"),
         load_slowly=lambda box: np.asarray(variable[box_slices(box)].values),

@@ -239,7 +239,7 @@ def _index_to_world(
         kind = step.get("type")
         try:
             values = np.asarray(step.get(str(kind), []) if kind != "identity" else np.ones(ndim), np.float64)
-        except (TypeError, ValueError):  # no numbers
+        except (TypeError, ValueError):  # the entries are not numbers
             values = np.empty(0)
         if kind not in _TRANSFORM_KINDS or values.shape != (ndim,) or not np.isfinite(values).all():
             raise UnsupportedStoreError(

@@ -97,7 +97,8 @@ def open_hdf5_file(
             tables = opening.tables(source, file, held)
         except ReadError:
             raise
-        except (OSError, RuntimeError, KeyError, ValueError, TypeError) as e:  # what h5py makes of damaged metadata
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError) as e:
+            # errors that h5py raises for damaged metadata
             raise UnsupportedStoreError(f"{path!r} is damaged, or has what h5py cannot read: {e}") from e
     return ArrayStore(path, tables, attrs, opening.read_small)
 
@@ -231,7 +232,7 @@ class _Hdf5Opening:
         shape, as_is = tuple(dataset.shape), FilterPipeline(dtype, tuple(range(dataset.ndim)))
         plist = dataset.id.get_create_plist()
         layout = plist.get_layout()
-        # the stored type is exactly numpy's, and offsets are known to count from the beginning of the file
+        # true if the stored type is exactly numpy's, and offsets start at the beginning of the file
         same = dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True))
         native = bool(same) and (not dataset.file.userblock_size or h5py.version.hdf5_version_tuple >= (2, 0, 0))
         if layout == h5py.h5d.CHUNKED:
@@ -274,7 +275,7 @@ class _Hdf5Opening:
             with source.opened() as file:
                 dataset: Any = file[path]
                 texts = np.asarray(dataset.asstr("utf-8", "replace")[...]).astype(str)
-            whole = np.zeros(shape, texts.dtype)  # of empty texts
+            whole = np.zeros(shape, texts.dtype)  # an array of empty strings
             whole[tuple(slice(n) for n in texts.shape)] = texts
             return whole
 
@@ -375,7 +376,7 @@ def hdf5_attributes(member: Any) -> dict[str, Any]:
         try:
             value = member.attrs[name]
         except (OSError, TypeError, ValueError):
-            continue  # of a type that numpy lacks
+            continue  # its type is one that numpy lacks
         if not isinstance(value, h5py.Empty):
             attrs[str(name)] = _plain_value(value)
     return attrs

@@ -118,7 +118,7 @@ class Hdf5File:
         """Read values by libhdf5, one caller at a time; the file stays open for the next."""
         with self._calls_libhdf5():
             if self._slow is None:
-                self._slow = self._open()  # and closed by h5py when it goes: a finalizer must not wait for the lock
+                self._slow = self._open()  # h5py closes it when it is collected: a finalizer must not wait for the lock
             self.check()
             return np.asarray(self._slow[name][box])
 

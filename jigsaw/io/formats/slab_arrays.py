@@ -36,8 +36,8 @@ from jigsaw.io.chunks.files import (
 from jigsaw.io.chunks.remote_files import ask_at_once
 from jigsaw.io.series.coords import check_coordinate_size
 
-_SMALL_SLAB_BYTES = 1 << 20  # bytes of a slab whose rows are smaller
-_LARGE_SLAB_BYTES = 1 << 24  # bytes of a slab whose rows are larger
+_SMALL_SLAB_BYTES = 1 << 20  # bytes of a slab where a row has fewer
+_LARGE_SLAB_BYTES = 1 << 24  # bytes of a slab where a row has more
 
 _FILE_GONE = "the file is gone since it was opened; open the store again"
 

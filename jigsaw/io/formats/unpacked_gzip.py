@@ -39,9 +39,9 @@ from jigsaw.io.chunks.files import (
 from jigsaw.io.chunks.remote_files import RemoteFiles
 
 _HEAD_FETCHED_BYTES, _BODY_FETCHED_BYTES = 1 << 16, 1 << 23
-"""Stored bytes that are read at a time: to look at a header, and of all."""
-_MOST_RATIO = 1032  # largest ratio that deflate compresses by: a file that claims more holds less
-_MOST_PADDING = 1 << 16  # bytes that may follow what the header describes: padding
+"""Stored bytes that are read at a time: for a header, and for the whole file."""
+_MOST_RATIO = 1032  # deflate compresses by this ratio at most, so a file that claims more lies
+_MOST_PADDING = 1 << 16  # bytes of padding that may follow the values
 _MOST_TRIES = 8
 _CHECKED_BLOCK_BYTES = 1 << 20
 _DIGEST_BYTES = 16
@@ -162,7 +162,7 @@ class UnpackedFile:
             blocks = _unpacked_blocks(
                 self._packed, self._path, self.stamp.size, _BODY_FETCHED_BYTES, _CHECKED_BLOCK_BYTES
             )
-            for block in blocks:  # to the end of the stream, where its own checksum is compared
+            for block in blocks:  # read to the end of the stream, because gzip's checksum is compared there
                 if kept := block[: max(0, self.length - done)]:
                     file.write(kept)
                     checksums.append(zlib.crc32(kept))

@@ -76,9 +76,9 @@ class ZarrKeyFiles:
             return f"icechunk {session.snapshot_id}" if session.read_only else ""
         try:
             origin = "" if system is None else f"{system.to_json()} {store.path}"
-        except (TypeError, ValueError):  # made from something that is not text
+        except (TypeError, ValueError):  # its arguments are not text
             return ""
-        return origin and f"fsspec {blake2b(origin.encode()).hexdigest()}"  # references may be long
+        return origin and f"fsspec {blake2b(origin.encode()).hexdigest()}"  # a digest, because references may be long
 
     @cached_property
     def knows_its_keys(self) -> bool:
@@ -97,7 +97,7 @@ class ZarrKeyFiles:
 
     def whole(self, path: str, room: ByteAllocator, most: int | None = None) -> ByteArray | None:
         part = None
-        if most is not None and self._is_snapshot:  # it knows sizes, and refuses a part beyond the end
+        if most is not None and self._is_snapshot:  # a snapshot knows sizes, and refuses a part beyond the end
             check_object_size(self.size(path) or 0, most)
         elif most is not None:
             part = RangeByteRequest(0, most + 1)
@@ -112,7 +112,7 @@ class ZarrKeyFiles:
         try:
             return await self._store.get(path, default_buffer_prototype(), part)
         except (ValueError, NotImplementedError):
-            # a store that makes its chunks, such as tifffile's, has no parts; of a far one nothing is taken unbounded
+            # a store that computes its chunks, such as tifffile's, has no ranges; a remote one is never read unbounded
             if part is None or isinstance(self._store, FsspecStore | BoundedReferences):
                 raise
             whole = await self._store.get(path, default_buffer_prototype())
@@ -154,7 +154,7 @@ def _loop_of_zarr(process: int) -> asyncio.AbstractEventLoop:
             loops.append(asyncio.get_running_loop())
             return await super().get(*args, **kwargs)
 
-    with suppress(FileNotFoundError):  # it does not hold a group
+    with suppress(FileNotFoundError):  # the store has no group
         zarr.open_group(Asked(), mode="r")
     return loops[0]
 

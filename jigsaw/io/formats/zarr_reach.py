@@ -61,7 +61,8 @@ class BoundedLocalStore(LocalStore):
         super().__init__(root, read_only=True)
         self.outside = outside
         bounds = None if outside is True else StoreBounds(str(self.root), outside or ())
-        self.files = LocalFiles(keep=True, bounds=bounds)  # those that change are refused: what is known is kept
+        # files that change are refused, because what is known of them is kept
+        self.files = LocalFiles(keep=True, bounds=bounds)
         self._metadata = LocalFiles(bounds=bounds)
 
     def with_read_only(self, read_only: bool = False) -> BoundedLocalStore:
@@ -239,7 +240,8 @@ class HttpPart(NamedTuple):
             finally:
                 if part.system is not self.system:
                     await (await part.system.set_session()).close()
-            await asyncio.to_thread(self.reach.check_redirect, self.url, target)  # looks a name up
+            # in a thread, because it asks for the host's address
+            await asyncio.to_thread(self.reach.check_redirect, self.url, target)
             part = self._led_to(target)
         raise FetchError(f"{redacted_text(self.url)} leads by redirects to more than {_MOST_REDIRECTS} others")
 
@@ -385,7 +387,8 @@ def _reference_systems(held: Iterable[Any]) -> Iterator[Any]:
         def reducer_override(self, obj: Any) -> Any:
             if _is_reference_system(obj):
                 systems[id(obj)] = obj
-            return (int, ()) if isinstance(obj, ndarray) else NotImplemented  # values lead nowhere, and may be many
+            # values cannot lead to a store, and may be many
+            return (int, ()) if isinstance(obj, ndarray) else NotImplemented
 
     pickler = Seen(_Discarded(), protocol=5)
     for each in held:

@@ -91,7 +91,7 @@ class Arena:
         # opened now, and kept: the number of a process that ends may be another's later, what a pidfd means stays
         watched = [(_open_pidfd(pid), m) for m, pid in enumerate(pids) if m != me]
         self._deaths = {handle: m for handle, m in watched if handle is not None}
-        self._fd = fd  # now there is something to close
+        self._fd = fd  # from here on `close` has something to close
 
     def _of(self, member: int, word: int) -> int:
         return member * _WORDS_PER_RANK + word
@@ -109,13 +109,14 @@ class Arena:
 
     def await_turn(self, read: int) -> None:
         """Wait until everybody has left the read before, who would take a failure in this one for one in that."""
-        # only then are slots free as well: no rank copies from one after it has left
+        # slots are free then, too: no rank copies from a slot after it has left
         self.wait(lambda: self._all_at(_LEFT, read - 1), read - 1, _LEFT)
 
     def start(self, read: int, digest: int, slot_bytes: int, slots: int) -> None:
         if slots:
             self._lay_out(slot_bytes, slots)
-        self._words[self._of(self.me, _DIGEST)] = digest  # first: who sees *started* may compare it
+        # stored before *started*: a rank that sees *started* may compare the digest
+        self._words[self._of(self.me, _DIGEST)] = digest
         self._tell(self._of(self.me, _STARTED), read)
 
     def _lay_out(self, slot_bytes: int, slots: int) -> None:
@@ -133,7 +134,8 @@ class Arena:
         """End a read that went well here: wait until it has everywhere."""
         self._tell(self._of(self.me, _FINISHED), read)
         self.wait(lambda: self._all_at(_FINISHED, read), read)
-        self.check_digests(read)  # no rank begins the next read before this rank has left
+        # the digests are still those of this read, because no rank begins the next before this rank has left
+        self.check_digests(read)
 
     def leave(self, read: int) -> None:
         # the barrier is for loads: what this rank copied out of slots is copied before others write there anew
@@ -220,7 +222,7 @@ class Arena:
         # A rank that is gone does not keep others waiting if it had come this far: rank 3 may end after its last
         # *finished* while rank 0 still waits for rank 1. A killed rank is seen by its pidfd, a closed one by its
         # *left*.
-        watch = select.poll()  # of this call alone: threads wait at the same time, and such an object refuses a second
+        watch = select.poll()  # made in each call: threads wait at the same time, and a poll object serves one thread
         for handle in self._deaths:
             watch.register(handle, select.POLLIN)
         dead = {self._deaths[handle] for handle, _ in watch.poll(0)}
@@ -339,7 +341,7 @@ def _create_memory_file(size: int) -> int:
 def _open_memory_file(path: str, mark: _MemoryMark, size: int) -> int:
     """Open the memory with this `mark` for writing; -1 where the path leads elsewhere or may not be opened."""
     try:
-        if not mark.is_at(os.stat(path)):  # what else it may be, such as a pipe, is not even opened
+        if not mark.is_at(os.stat(path)):  # anything else, such as a pipe, is not even opened
             return -1
         probe = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -442,7 +444,7 @@ class MemoryPool:
             elif time.monotonic() < until:
                 time.sleep(_PAUSE_S)
             else:
-                self._most *= 2  # holding so many pieces is intended
+                self._most *= 2  # the loop keeps that many batches on purpose
         return memory
 
     def _pick(self, size: int | None) -> NDArray[np.uint8] | None:

@@ -96,7 +96,7 @@ def _run_within(run: TakenRows, rows: Interval) -> TakenRows:
     if isinstance(run, RowList):
         is_within = (run.source >= rows[0]) & (run.source < rows[1])
         return RowList(run.source[is_within], run.target[is_within])
-    source = run.each  # a range: rising or falling, and searched without being written out
+    source = run.each  # a range, rising or falling: it is searched without making a list of it
     if run.source_step > 0:
         first, stop = (bisect_left(source, row) for row in rows)
     else:
@@ -120,7 +120,7 @@ def sections_in_slot_order(
         lane = job_counts[job.owner] % lanes[job.owner]
         job_counts[job.owner] += 1
         queues.setdefault((job.owner, lane), []).extend(_sections_of_job(plan, job, number, lane, cut))
-    # lanes take turns, so that the slots of any moment hold sections of all
+    # lanes take turns, so that at any time the slots hold sections of all lanes
     return [section for turn in zip_longest(*queues.values()) for section in turn if section is not None]
 
 

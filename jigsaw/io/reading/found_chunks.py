@@ -123,7 +123,7 @@ class FoundArray:
                 try:
                     refs = self.finder.locate_strip(first, count)
                 except (ReadError, OSError, BadChunkError):
-                    break  # which of them it was is told one by one
+                    break  # look up each chunk alone below, so that the error names the one that failed
                 self._refs.update(((*first[:-1], first[-1] + n), ref) for n, ref in enumerate(refs))
         return [self.ref(chunk) for chunk in chunks]
 
@@ -182,7 +182,7 @@ class FoundArray:
         if not _may_part(finder, chunk, group):
             return None
         kept, key = group.portions, finder.portion_key(chunk, self.ref(chunk))
-        if key is None:  # the stored bytes have a say in it, so it is of this store alone
+        if key is None:  # the part depends on the stored bytes, so it is kept for this store only
             kept, key = self._portions, (chunk, readers)
             self.asked.add(chunk)
         if key not in kept:

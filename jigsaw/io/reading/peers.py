@@ -42,7 +42,7 @@ class PeerGroup:
         self, me: int = 0, size: int = 1, group: Any = None, host: str | None = None, timeout: float = 300.0
     ) -> None:
         self.me, self.size, self.timeout = me, size, timeout
-        self.group: Any = group  # gloo's; None for one rank, and once it was let go of
+        self.group: Any = group  # a group of gloo; None for one rank, and after it was released
         self._talks = 0
         _met_here.add(self)
         places = self.gather((host or this_host(), os.getpid()))

@@ -101,7 +101,8 @@ class PartPlacing:
             if box.at or self.dropped:
                 ordered = ordered[self._picked(box, out.ndim)]
             # `where` has dims of the sample, and its second is of channels: a and b count from the first one held
-            is_list = any(isinstance(index, np.ndarray) for index in where)  # whose rows have no view
+            # an index by a list gives a copy, not a view
+            is_list = any(isinstance(index, np.ndarray) for index in where)
             target = np.empty(ordered.shape, out.dtype) if is_list else out[where]
             self._convert(ordered, target, a[where[1]], b[where[1]])
             if is_list:
@@ -127,7 +128,7 @@ class PartPlacing:
                     self._check(chunks[rows])
                 else:
                     self._block(chunks[rows], work[rows], *self._factors((*runs, *box.runs[-1]), box))
-            except RefusedValueError as e:  # of all of them together; which chunk it was is looked for only now
+            except RefusedValueError as e:  # all chunks were checked together; find the one with the value only now
                 number = next(k for k, y in enumerate(work[rows]) if self._refused(y))
                 raise RefusedValueError(e.is_missing, number) from None
 
@@ -136,7 +137,8 @@ class PartPlacing:
         # a b of 0 among others is -0.0: to add 0.0 would make 0.0 of -0.0, where a channel by itself is left as it is
         at = dict(box.at).get(1)
         run = None if at is not None else runs[self.to.index(1)]
-        channels = (at or 0, 1, 1) if not isinstance(run, RowRun) else run[2:]  # which the store has in order
+        # a store has its channels in order, so they are a run and never a list
+        channels = (at or 0, 1, 1) if not isinstance(run, RowRun) else run[2:]
         if channels not in self._made:
             a, b = self.a[strided_slice(*channels)], self.b[strided_slice(*channels)]
             shape = [-1 if to == 1 else 1 for to in self.to]
@@ -200,10 +202,12 @@ class PartPlacing:
     def _convert(self, source: AnyArray, out: AnyArray, a: Sequence[float], b: Sequence[float]) -> None:
         if self._is_copy(a, b):
             self._check(source)
-            if source.__array_interface__["data"] != out.__array_interface__["data"]:  # else it was decoded in place
+            # equal where the chunk was decoded in place
+            if source.__array_interface__["data"] != out.__array_interface__["data"]:
                 np.copyto(out, source, casting="unsafe")
             return
-        for t, c in reversed(list(np.ndindex(*out.shape[:2]))):  # what was decoded last is still in a cache
+        # in reverse, because the planes decoded last are still in the cache
+        for t, c in reversed(list(np.ndindex(*out.shape[:2]))):
             self._planes(source[t, c, ...], out[t, c, ...], a[c], b[c])
 
     def _is_copy(self, a: Sequence[float], b: Sequence[float]) -> bool:

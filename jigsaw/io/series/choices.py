@@ -74,7 +74,7 @@ def window_anchors(
             f"a window from offset {low} to {high} needs {span} steps, but the series has {steps}; "
             "use fewer offsets or select a longer time"
         )
-    # a gap after step b ends a run before b + 1
+    # a gap after step b: a run ends before b + 1
     runs = list(pairwise([start, *(b + 1 for b in sorted(breaks) if start < b + 1 < stop), stop]))
     anchors = [np.arange(a - low, b - high, dtype=np.int64) for a, b in runs if b - a >= span]
     if not anchors:
@@ -191,7 +191,7 @@ def _position_range(
             "(first, last), or a list"
         )
     try:
-        plain = axis or decode_times(np.arange(variable.table.shape[d]), {})  # of which positions alone are asked
+        plain = axis or decode_times(np.arange(variable.table.shape[d]), {})  # only positions are asked for
         return plain.select(choice)
     except WindowError as e:
         raise GridError(f"select={{{dim!r}: {choice!r}}}: {e}") from e

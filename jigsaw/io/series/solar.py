@@ -209,7 +209,7 @@ def _daylight_integral(sun: SunPosition, half: float, at: GridAngles) -> SolarVa
     first, last = _hour_angles(sun.hour - half, at), _hour_angles(sun.hour + half, at)
     passed = sunset.until(*last)
     passed -= sunset.until(*first)
-    # a span over midnight comes back below its start
+    # a span over midnight ends at an hour before its start
     over = (last[0] < first[0]) if half < math.pi else np.ones(at.lon.shape, np.bool_)
     passed += sunset.day() * over
     return np.maximum(passed, 0.0, out=passed)

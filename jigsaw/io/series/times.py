@@ -162,7 +162,7 @@ class TimeAxis:
                 f"every={frequency!r} is {count} steps of the series, {self._step()}, and so longer than all time; "
                 f"give at most the {len(self)} that there are"
             )
-        after = self.ticks - self.ticks[:1]  # of a series without a step, too
+        after = self.ticks - self.ticks[:1]  # `[:1]`, because the series may be empty
         off = np.abs(after - np.rint(after / wide).astype(np.int64) * wide) if wide else after
         return replace(self.take(np.flatnonzero(off <= self._slack)), usual=wide)
 
@@ -225,7 +225,7 @@ def later_times(stamps: NDArray[Any], by: Any) -> NDArray[Any]:
     """Return `stamps` a duration later, on any calendar; either may be the times, and the other the duration."""
     if isinstance(by, np.timedelta64) and stamps.dtype.kind == "O":
         return np.asarray(stamps + by.astype("timedelta64[us]").item(), dtype=object)
-    if stamps.dtype.kind == "m" and not isinstance(by, np.generic):  # durations after a cftime date
+    if stamps.dtype.kind == "m" and not isinstance(by, np.generic):  # the rest are durations from a cftime date
         return np.array([by + span for span in stamps.astype("timedelta64[us]").tolist()], dtype=object)
     return stamps + by
 
@@ -436,5 +436,5 @@ def _month_numbers(elapsed: NDArray[np.int64], digits: NDArray[np.int64] | None)
     if digits is None or len(elapsed) < 2 or np.median(np.diff(elapsed)) < 28 * _MICROSECONDS["day"]:
         return None
     days = digits // 10**6 % 100
-    # stamps that keep their place in the month are calendar steps, whatever the months' lengths
+    # times on the same day of each month are steps of a month, whatever the months' lengths
     return digits // 10**10 * 12 + digits // 10**8 % 100 if int(days.max() - days.min()) <= 3 else None

@@ -217,7 +217,7 @@ class Affine(Augmentation):
     def _step(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep:
         dims = len(grid.dims)
         turn = np.eye(dims)
-        for axis in "zyx":  # a plane turns about z alone
+        for axis in "zyx":  # a plane can only turn about z
             most = self.degrees.get(axis, 0.0) if isinstance(self.degrees, Mapping) else self.degrees
             angle = math.radians(draws.between(-most, most))
             plane = [d for d in grid.dims if d != axis]

@@ -45,9 +45,9 @@ def _world_axes(affine: NDArray[np.float64]) -> tuple[tuple[int, int], ...]:
     """Return for x, y and z the world axis that each runs along most, and its sign: nibabel's ``io_orientation``."""
     columns = affine[:3, :3] / np.linalg.norm(affine[:3, :3], axis=0)
     u, _, v = np.linalg.svd(columns)
-    turned = u @ v  # the closest rotation: shears are out
+    turned = u @ v  # the closest rotation, so without shears
     axes = dict[int, tuple[int, int]]()
-    # the surest first, so that an axis that lies between two takes what the others leave
+    # the clearest axes first, so that an axis between two takes the one that is left
     for voxel in np.argsort(np.min(-(turned**2), axis=0), kind="stable").tolist():
         world = int(np.argmax(np.abs(turned[:, voxel])))
         axes[voxel] = world, 1 if turned[world, voxel] > 0 else -1
@@ -411,7 +411,7 @@ def _plan_name(number: int, stored: VolumeArray) -> str:
 
 def _open_level(source: Any, level: int, dims: tuple[str, ...] | None) -> ArrayStore:
     values = values_of_array(source)
-    # zarr's and xarray's own have names of dims, and chunks that may be missing
+    # arrays of zarr and xarray have names of dims, and their chunks may be missing
     if values is None and isinstance(source, _IndexedArray) and not isinstance(source, _kinds_of_stores()):
         values = source
     store = open_store(source) if values is None else store_of_array(values, dims)
@@ -468,7 +468,7 @@ def affine_of_array(store: ArrayStore, table: ArrayTable) -> AffineMatrix | None
         return None
     try:
         affine = np.asarray(value, np.float64)
-    except (TypeError, ValueError):  # texts, or rows of several lengths
+    except (TypeError, ValueError):  # strings, or rows of different lengths
         affine = np.zeros(0)
     if affine.shape != (4, 4) or not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-300:
         raise GridError(f"{store.url}: affine {value!r} must be an invertible 4 x 4 matrix of numbers")

@@ -143,7 +143,7 @@ def _write_ome(
     begun = results_of_ranks(image.mesh, begin, WriteError)
     if any(other != begun[0] for other in begun):
         raise WriteError(f"{where}: the ranks give it other affines, levels or units; give all of them the same")
-    # halves cannot be summed everywhere, and numpy lacks bfloat16
+    # not every device can sum float16, and numpy lacks bfloat16
     wide = _STORED_AS.get(image.dtype, image.dtype)
     write_pyramid(where, image if image.dtype == torch.int64 else image.to(wide), kind, *begun[0], rule, mode == "w")
 

@@ -68,7 +68,7 @@ class ZarrSink:
             raise WriteError(f"{self.path} is Zarr v2; convert it to v3 to append, or write a new store")
         members: Any = dict(group.members(max_depth=None))
         if done is not None and not members:
-            return None  # its writer ended before the first step was complete
+            return None  # the writer ended before the first step was complete
         if done is not None and done.append_dim not in (None, append_dim):
             raise WriteError(f"{self.path} grows along {done.append_dim!r}, not append_dim={append_dim!r}")
         self._attrs = dict(group.attrs)
