@@ -252,7 +252,7 @@ class LocalFunction(nn.Module):
                 (start, stop), (step, wrap) = derived.out.held[piece], steps[d]
                 skip = start - derived.needs[piece][0] // step
                 more = y.shape[d] - skip - (stop - start)
-                # beyond the array's last row there is nothing to cut off
+                # the last piece ends at the array's last row, so it may have no row too many
                 if not to.is_empty and (more < 0 or (more and stop == derived.out.size and not wrap)):
                     raise self._rows_error(y, d, derived.out.size + more)
                 y = y if to.is_empty else y.narrow(d, skip, stop - start)

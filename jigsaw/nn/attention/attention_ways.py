@@ -157,7 +157,7 @@ def _layout_by_parts(layout: Layout, parted: tuple[tuple[str, AxisSizes], ...]) 
 
 AttentionWay = Literal["gathered", "ring", "heads", "heads+ring"]
 _WAYS: tuple[AttentionWay, ...] = ("gathered", "ring", "heads", "heads+ring")
-# keys and values of fewer bytes than this are gathered: then the number of messages counts
+# keys and values of at most these bytes are gathered, because the number of messages decides their cost
 SMALL_KEYS_BYTES = 1 << 20
 
 
@@ -168,10 +168,10 @@ class AttentionSizes:
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     key_heads: int  # heads that the ranks could share out; 0 where there is no such dim
-    query_row: int  # elements of a token in q and y together, of all heads and all of the batch that a rank has
-    key_row: int  # in k and v together
+    query_row: int  # elements of a token in q and y together, over a rank's heads and batch
+    key_row: int  # the same in k and v together
     itemsize: int
-    splits: tuple[RankSplit, ...] = ()  # of these ranks in those that share out heads and those that make rings
+    splits: tuple[RankSplit, ...] = ()  # the ways to split these ranks into head ranks and ring ranks
     is_mirrored: bool = False  # True where ranks of a ring exchange queries (`jigsaw.nn.attention.ring_attention`)
 
     @classmethod
@@ -233,7 +233,7 @@ def _costs_and_split(sizes: AttentionSizes) -> tuple[dict[AttentionWay, WayCost]
     if not sizes.splits:
         return costs, None
     both = {split: _split_cost(sizes, split) for split in sizes.splits}
-    # where no split has enough heads, the one that leaves the fewest ranks without any
+    # where no split has enough heads, take the one that leaves the fewest ranks without a head
     split = min(both, key=lambda s: (max(s.head_ranks - sizes.key_heads, 0), both[s].sent))
     costs["heads+ring"] = both[split]
     return costs, split

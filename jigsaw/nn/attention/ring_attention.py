@@ -169,11 +169,11 @@ class RingOptions(NamedTuple):
     """Options that the forward and the backward pass share."""
 
     scale: float
-    # where attention is causal, the places of the queries, in runs; each run skips the blocks that it does not see
+    # for causal attention, places of the queries in runs; a run skips the blocks that it cannot see
     query_places: tuple[Tensor, ...] = ()
     dropout: float = 0.0
     seed: int | Tensor = 0
-    # where weights are dropped: of each weight [..., L, S] its place but that along S, [..., L]
+    # with dropout, the global place [..., L] of each row of weights; a weight's place along S is added to it
     places_of_weights: Tensor | None = None
 
 
@@ -254,7 +254,7 @@ class _RingPass:
 
     def _blocks_seen(self, q: Tensor, mask: Tensor | None, member: int, queries: Interval | None) -> list[_SeenBlock]:
         seen: list[_SeenBlock] = []
-        with host_values():  # the visible keys follow from them
+        with host_values():  # on the host, because the places decide which keys are visible
             places = self.ring.positions(member)
             for rows, order in self._some_rows(q, len(places), mask, queries or (0, q.shape[-2])):
                 for columns, is_hidden in _seen_columns(places, order):
@@ -351,7 +351,7 @@ def _attend_to_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call
         for part in way.parts(scaled, mask, member):
             some = keys[..., part.columns, :], values[..., part.columns, :]
             block_sum = sum_block(part, scaled[..., part.rows, :], *some, way.is_fused)
-            # old and new sums are scaled to one maximum; where that is -inf, there is nothing yet
+            # scale old and new sums to one maximum; where it is -inf, no key was seen yet
             before, total, y = highest[..., part.rows], totals[..., part.rows], sums[..., part.rows, :]
             now = torch.maximum(before, block_sum.highest)
             shift = now.masked_fill(now == -math.inf, 0.0)
@@ -370,7 +370,7 @@ RingGradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None
 def _like_operands_of_ring(
     saved: _SavedOperands, grad: Tensor, call: _RingCall, needs: tuple[bool, ...]
 ) -> RingGradients:
-    # the gradient of keys is part of the block that went around, so it is made where only that of values is needed, too
+    # keys and values travel as one block, and so do their gradients: if one is needed, both are made
     needs = needs[0], needs[1] or needs[2], needs[1] or needs[2], needs[3]
     kept = saved.q, saved.k.contiguous(), saved.v.contiguous(), saved.mask
     buffers = [torch.empty_like(x) if x is not None and need else None for x, need in zip(kept, needs, strict=True)]
@@ -403,7 +403,7 @@ class _RingGradients:
         for member, block in way.blocks(self.k, self.v):
             keys, values = way.unpack(block, member)
             if member == ring.me:
-                # the rest, while this rank waits for what the others add
+                # the rest of the own queries, while gradients of the other ranks are on their way
                 self._add_block(member, keys, values, (0, count // 2), own)
                 continue
             part = self._zeros_like_block(member)

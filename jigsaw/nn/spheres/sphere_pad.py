@@ -85,7 +85,7 @@ class SpherePad(nn.Module):
             signs = cut_whole_tensor(signs, x)
         ends = [_turned_rows(x, to, needs, signs) for needs in self._rows_beyond(x.shape[lat], to.derived[0][1])]
         y = torch.cat([ends[0], rows, ends[1]], lat)
-        # where longitude is whole, its columns of padding are at hand, even for rows from other ranks
+        # where longitude is whole, this rank has the columns for its padding, also for rows from other ranks
         return Tile(y if is_cut_or_haloed(x.layout, lon) else self._pad_columns(y), to.out, x.mesh)
 
     def _check(self, shape: tuple[int, ...]) -> None:

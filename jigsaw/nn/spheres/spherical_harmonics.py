@@ -139,7 +139,7 @@ def _make_table(key: TableKey) -> Tensor:
 
 
 def _plain_constant(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # a kept table must also serve training
+    with torch.inference_mode(False):  # the table is kept, and may be used in training later
         return torch.from_numpy(values).to(device, dtype)
 
 
@@ -231,7 +231,7 @@ class _SphereTransform(nn.Module):
 
 def _legendre_product(x: Tensor, table: Tensor, inverse: bool) -> Tensor:
     """Map complex [..., lat, m] to [..., l, m], or back, by a real table [m, l, lat]: one matrix for each order."""
-    if not x.numel():  # a rank without orders, or an empty batch
+    if not x.numel():  # this rank has no orders, or the batch is empty
         return empty_result((*x.shape[:-2], table.shape[2 if inverse else 1], x.shape[-1]), x, saved=0)
     equation = "...lmr,mlk->...kmr" if inverse else "...kmr,mlk->...lmr"
     with torch.autocast(x.device.type, enabled=False):

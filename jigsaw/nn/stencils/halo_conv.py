@@ -93,7 +93,7 @@ def plan_of_whole_channels(
     moved = {d for d, _, _ in to.derived}
     has_margins = any(low or high for _, derived, _ in to.derived for low, high in derived.margins)
     is_empty = 0 in shape or any(0 in out.local_shape(at) for at in out.coords())
-    # a fact of all ranks, not of this one, because a rank that exchanges waits for the others
+    # decided from facts of all ranks, because all of them must exchange or none
     at_hand = not is_empty and (not moved or (to.target == layout and not has_margins and not conv.transposed))
     padding = tuple(0 if 2 + i in moved else low for i, (low, _) in enumerate(conv.padding))
     return ConvPlan(conv, along, to, out, padding if at_hand else None)
@@ -215,7 +215,7 @@ def split_dim(cut: Cut, rule: StencilWindow, derived: DerivedCut, piece: int, wr
         box = inside[0], inside[0]
     out = derived.out.held[piece]
     count = out[1] - out[0]
-    # the op pads both sides alike, but a piece at the edge of the array may need more above than below
+    # the op pads both sides by the same amount, but a piece at the array's edge may need more above than below
     padding, skip = _covering_padding(rule, box, need)
     if box[1] < held[1]:  # keep rows that no window reads rather than cut them off, because they cost nothing
         longer, more = (box[0], held[1]), _covering_padding(rule, (box[0], held[1]), need)
@@ -423,7 +423,7 @@ class _ConvolveWithHalo(torch.autograd.Function):
         x, weight, bias, *padded = ctx.saved_tensors
         op: HaloConvolution = ctx.op
         mask = list(ctx.needs_input_grad[:3])
-        if torch.is_grad_enabled():  # differentiable twice, at the price of another exchange
+        if torch.is_grad_enabled():  # to be differentiable twice, exchange the rows again
             wanted = [v for v, needs in zip((x, weight, bias), mask, strict=True) if needs]
             gradients = iter(
                 torch.autograd.grad(op.again(x, weight, bias), wanted, grads[0][op.halo.wanted], create_graph=True)
