@@ -194,7 +194,8 @@ def segment_reduce(
         )
     x = data.owned()
     one = torch.ones(1, dtype=torch.int64, device=x.device)
-    torch.segment_reduce(x.local.new_ones(1), reduce, lengths=one, **named)  # refused alike where there are none, too
+    # torch refuses a wrong reduction here, on ranks without rows, too
+    torch.segment_reduce(x.local.new_ones(1), reduce, lengths=one, **named)
     (cut,) = x.layout.dim(at)
     target = cut.source[0].bare() if cut.is_cut and [c.size for c in cut.source] == [count] else None
     if target is None:
@@ -253,7 +254,7 @@ def _answer_quantile(function: Any) -> None:
         several = (len(q),) if isinstance(q, Tensor) and q.ndim else ()
         if whole.local.numel() or not input.numel():
             out = function(whole.local, q, at, keepdim, interpolation=interpolation)
-        else:  # torch refuses a rank without rows, which takes part in the backward pass
+        else:  # torch refuses empty rows, but this rank still takes part in the backward pass
             none = whole.local.sum(at, keepdim)
             out = none.expand(*several, *none.shape)
 

@@ -54,7 +54,7 @@ def _rows_before(stacked: Tensor, tile: Tile, dim: int) -> Tensor:
     own_piece = tile.layout.piece(cut, tile.coordinate)
     places = {piece: place for place, piece in enumerate(pieces_in_stack(tile.layout, cut))}
     before = [stacked[places[p]] for p in range(own_piece) if cut.points[p] < cut.points[p + 1]]
-    # no row for the first piece, which still waits for the others in the backward pass
+    # the first piece gets an empty row, which keeps its rank in the backward pass
     return torch.cat([stacked[0].narrow(dim, 0, 0), *before], dim)
 
 
