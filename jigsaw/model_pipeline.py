@@ -310,7 +310,7 @@ class ModelPipeline:
 
         *Sends*: each once, and again after `load_state_dict`.
         """
-        # with all names of a shared one, because it is shared only where its stage is
+        # with every name of a shared buffer, because only ranks of its stages have it
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         for name in sorted(plan.read_apart.keys() & buffers.keys() - self._spread):
             x, is_own = buffers[name], self._own.has(name)

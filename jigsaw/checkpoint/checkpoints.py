@@ -157,7 +157,8 @@ def save(
     every = _sums_of_ranks(tensors)
     what = f"the tensors of {final} cannot be written"
     draft = fail_together(lambda: begin_checkpoint(final, order_of_next(final)), of_first=True, what=what)
-    draft = CheckpointDraft(final, final.with_name(draft.folder.name), draft.order)  # in this rank's own working folder
+    # relative to this rank's own working folder
+    draft = CheckpointDraft(final, final.with_name(draft.folder.name), draft.order)
     with removed_on_failure(draft, rank == 0):
         planned = PlannedTensors(draft.folder, tensors, every)
     older: list[Path] = []
@@ -182,7 +183,7 @@ def save(
     if wait:
         return write(None)
     planned.copy()
-    del tensors  # which `write` would otherwise keep
+    del tensors  # because `write` would keep it otherwise
     return begin_save(final, write)
 
 

@@ -91,7 +91,7 @@ def order_of_next(final: Path) -> int:
     for each in _family_of(final):
         try:
             orders.append(checkpoint_contents(each.folder).order)
-        except CheckpointError:  # not a checkpoint
+        except CheckpointError:  # the folder is not a checkpoint
             continue
     return max(orders) + 1
 
@@ -134,7 +134,7 @@ def removal_shares(older: Sequence[Path], ranks: int) -> list[RemovalShare]:
 def remove_share(beside: Path, share: Iterable[tuple[str, Sequence[str]]]) -> None:
     """Remove this rank's files of older checkpoints, but for those that mark them."""
     for folder, names in share:
-        with suppress(OSError):  # the first rank tries it again, and tells
+        with suppress(OSError):  # the first rank tries again, and raises
             remove_tensor_files(beside / folder, names)
 
 

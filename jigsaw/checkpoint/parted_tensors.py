@@ -32,7 +32,7 @@ def _has_parts(x: Tensor) -> bool:
 class _PartedTensor(Tensor):
     """Pieces of a DTensor by their places, by the methods that torch's planner asks a tensor for."""
 
-    pieces: dict[tuple[int, ...], Tensor]  # by the first row, column and so on
+    pieces: dict[tuple[int, ...], Tensor]  # sorted by the first row, then column and so on
 
     @staticmethod
     def of(x: Tensor) -> _PartedTensor:
@@ -76,5 +76,5 @@ def _runs_of_rows(x: DTensor, dim: int) -> Sequence[tuple[int, Interval]]:
 
 
 def _piece(rows: Tensor, count: int, at: int) -> Tensor:
-    pieces = rows.chunk(count)  # as torch cuts: the last ones may have fewer rows, or none
+    pieces = rows.chunk(count)  # cut as torch does: the last pieces may have fewer rows, or none
     return pieces[at] if at < len(pieces) else rows[:0]

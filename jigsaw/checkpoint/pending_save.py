@@ -54,9 +54,9 @@ class PendingSave:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
             self._work(self._group)
-        except BaseException as e:  # raised by `wait`
+        except BaseException as e:  # kept, and raised by `wait`
             self._failure = e
-        del self._work  # and with it the copies
+        del self._work  # drop the function, and with it the copies
 
     def done(self) -> bool:
         """Say whether the save has ended, with success or not, on this rank."""

@@ -336,7 +336,7 @@ def _beside_kernels(
     cut, whole = (kernels(_convolution(3), (None, None, name, None)) for name in ("lat", None))
     message = more["message"] - (cut["forward"] - whole["forward"]) * (host["forward"] + kernel)
     parted, plain = (kernels(_convolution(1), _ROWS_SPEC, shard_weights=is_cut) for is_cut in (True, False))
-    seconds = more["parts"] + calls["all_reduce"][0]  # which whole weights take for their gradients
+    seconds = more["parts"] + calls["all_reduce"][0]  # the collective that sums gradients of whole weights
     seconds -= sum((parted[name] - plain[name]) * (host[name] + kernel) for name in plain)
     each = max(seconds, 0.0) / 2
     starts = {"message": max(message, calls["message"][0]), "gathered weights": each, "gradients": each}

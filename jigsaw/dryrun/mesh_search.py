@@ -27,10 +27,10 @@ from jigsaw.dryrun.report import DryRunReport, seconds_text, size_text
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS, DATA_AXIS, PIPE_AXIS, REPLICATE_AXIS, SPACE_AXES
 
-_BEST = 5  # options that are shown
-_MESHES = 3  # the fastest ones, for which every strategy is tried
-_WAYS = 2  # the fastest on the fastest mesh, that are tried on the others
-_FAR = 1.1  # times the best
+_BEST = 5  # number of options that are shown
+_MESHES = 3  # number of the fastest meshes, for which every strategy is tried
+_WAYS = 2  # number of the fastest strategies on the fastest mesh, which are tried on other meshes
+_FAR = 1.1  # as a multiple of the best time
 _MANY = 8  # more meshes than these are compared by a few blocks of the model
 
 
@@ -51,7 +51,7 @@ class StepOption:
     microbatches: int = 1
     replicate: tuple[str, ...] = ()
     begins: tuple[str, ...] = ()
-    blocks: int | None = None  # of each row, where only so many were played
+    blocks: int | None = None  # blocks of each row, where only this many were played
     ranks_per_node: int = 8
 
     @property

@@ -85,7 +85,7 @@ class StepPlan:
     blocks: int | None = None
     replicate: tuple[str, ...] = ()
     every_block: bool = False
-    row: tuple[str, int] | None = None  # of which so many blocks alone are there
+    row: tuple[str, int] | None = None  # number of blocks of a row that exist
     keeps_calls: bool = True
     on_processor: bool = True
     tensor: TensorPlan | None = None

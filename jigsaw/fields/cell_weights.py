@@ -20,9 +20,9 @@ from jigsaw.fields.latlon import CIRCLE, GridRows, LatLonValues, latitude_rows, 
 from jigsaw.geometry.healpix import healpix_cells_of_plane, healpix_corners
 
 Integers = NDArray[np.int64]
-_SAME_RING = 1e-4  # degrees: latitudes that are nearer are one ring
-_SLIVER = 1e-9  # of a cell: shares below it are rounding
-_BEYOND = 1e-3  # of a target cell, which the source may fail to cover
+_SAME_RING = 1e-4  # degrees by which latitudes of one ring may differ
+_SLIVER = 1e-9  # share of a cell: smaller ones are rounding errors
+_BEYOND = 1e-3  # share of a target cell that the source need not cover
 
 
 @runtime_checkable

@@ -157,7 +157,7 @@ def healpix_corners(
     points = np.unique(np.concatenate([edges, np.arange(np.ceil(edges[0] / 90), edges[-1] / 90) * 90]))
     middle = (points[:-1] + points[1:]) / 2
     quadrant = np.floor(middle / 90)
-    shares = np.stack([points[:-1], points[1:]]) / 90 - quadrant  # of the way through the quadrant
+    shares = np.stack([points[:-1], points[1:]]) / 90 - quadrant  # fraction of the quadrant
     intervals = np.searchsorted(edges, middle, "right") - 1
     for is_south, cap in enumerate([(max(low, 2 / 3), high), (low, min(high, -2 / 3))]):
         if cap[0] < cap[1]:

@@ -350,7 +350,8 @@ def refine_cut(cut: Cut, axes: Sequence[str], sizes: Mapping[str, int], split: s
     # each piece by itself, not the whole dim anew: a part at rest must lie inside its block, however uneven
     points = [0]
     lengths = {stop - start for start, stop in pairwise(cut.points)}
-    within = {length: cut_points(length, parts, split)[1:] for length in lengths}  # balanced ones have two lengths
+    # a balanced cut has pieces of two lengths, so each is computed once
+    within = {length: cut_points(length, parts, split)[1:] for length in lengths}
     for start, stop in pairwise(cut.points):
         points += [start + p for p in within[stop - start]]
     return Cut(cut.size, tuple(points), (*cut.axes, *axes))

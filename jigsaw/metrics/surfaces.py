@@ -117,7 +117,7 @@ def surface_dice(
     # distances of 0.8 mm are rounded: a tolerance of 0.8 includes all of them
     limits = (most.expand(classes).flatten() * (1 + 1e-9)).tolist()
     within = [torch.cat([forth, back]) <= limit for forth, back, limit in zip(*both, limits, strict=True)]
-    return torch.stack([near.to(torch.float64).mean() for near in within]).view(classes)  # the mean of nothing is NaN
+    return torch.stack([near.to(torch.float64).mean() for near in within]).view(classes)  # the mean of no values is NaN
 
 
 def _distances_both_ways(

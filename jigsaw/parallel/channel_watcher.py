@@ -42,7 +42,7 @@ from jigsaw.parallel.tied_numbers import (
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.dispatch import without_modes
 
-WHOLE = 0  # the number of a channel that every rank needs
+WHOLE = 0  # marks a channel that every rank needs
 
 _RESHAPES = functions_named("view reshape flatten unflatten view_as reshape_as squeeze unsqueeze")
 _MOVES = functions_named(
@@ -181,7 +181,7 @@ class ChannelWatcher(TorchFunctionMode):
         else:
             self._reasons[name] = f"{self._ranks} ranks cannot share {of_layer.channels_out} channels, or their heads"
 
-    # results of functions: numbers of each
+    # for results of functions: the numbers of their channels
 
     def numbers_of(self, x: Any) -> Tensor | None:
         return self._numbers.get(id(x))

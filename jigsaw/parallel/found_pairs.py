@@ -32,7 +32,7 @@ def find_pairs(
     with without_modes():
         try:
             bare = copy_without_values(model, mode, "cpu")
-        except Exception as error:  # of any kind: it is the model's own code
+        except Exception as error:  # the model's own code may raise any error
             return FoundPairs(reasons=dict.fromkeys(able, f"copy.deepcopy(model) raises {error!r}"))
         weights = {id(bare.get_submodule(name).weight): name for name in able}
         whole = set[str]()  # keys and values of fewer heads than ranks
@@ -64,7 +64,7 @@ def _call_on_paper(watcher: ChannelWatcher, part: nn.Module, args: Any, kwargs: 
     try:
         with watcher:
             out = part(*args, **kwargs)
-    except Exception as error:  # of any kind: it is the model's own code
+    except Exception as error:  # the model's own code may raise any error
         why = f"on paper {type(part).__name__} raises {type(error).__name__}: {error}"
         watcher.go_back(before, why)
         return why

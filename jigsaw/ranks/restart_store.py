@@ -230,7 +230,7 @@ def agree_on_start(store: dist.Store, rank: int, ranks: int, words: str, limit: 
         return
     own = f"rank {rank}: {words}"
     first = store.compare_set(f"{_FOLDER}/words", "", own).decode()
-    if first.partition(": ")[2] != words:  # such a rank is not counted, so this is the only answer
+    if first.partition(": ")[2] != words:  # a rank that differs is not counted, so no other answer can be set
         store.set(f"{_FOLDER}/alike", f"{first}; {own}")
     elif store.add(f"{_FOLDER}/count", 1) == ranks:
         store.set(f"{_FOLDER}/alike", "")
