@@ -151,7 +151,7 @@ class _AgreedPlan(NamedTuple):
     metadata: Metadata | None
 
 
-# of the last two kinds of state that were saved, such as all of a run and the weights of its best step
+# plans of the last two kinds of state that were saved, such as all of a run, and the weights of its best step
 _agreed_plans: dict[object, _AgreedPlan] = {}
 _MOST_PLANS = 2
 
@@ -189,7 +189,7 @@ class PlannedTensors:
 
     def _plan_anew(self, tensors: Mapping[str, torch.Tensor], every: Sequence[Mapping[str, FileSum]]) -> _AgreedPlan:
         rank, writers = dist.get_rank() if dist.is_initialized() else 0, writers_of_plain(every)
-        # of equal tensors each rank plans its own alone, so that the first one hears of each once
+        # a tensor that several ranks have is planned by its writer only, so that the first rank hears of it once
         own = {key: x for key, x in tensors.items() if writers.get(key, rank) == rank}
         indices: list[Metadata] = []
 
@@ -215,7 +215,7 @@ class PlannedTensors:
 
     def write(self) -> WrittenTensors:
         """Write this rank's part; it sends nothing."""
-        self._files.mkdir(self._part)  # of a plan that was made for another folder
+        self._files.mkdir(self._part)  # the plan may have been made for another folder
         pieces = self._writer.write_data(self._plan, self._planner).wait()
         return WrittenTensors(pieces, dict(self._files.sums))
 
@@ -270,7 +270,7 @@ def writers_of_plain(every: Sequence[Mapping[str, FileSum]]) -> dict[str, int]:
         heap = heaps.setdefault(holders, [])
         if not heap:
             heap += sorted((written[rank], rank) for at in holders for rank in groups[at][1])
-        while heap[0][0] != written[heap[0][1]]:  # it has been given one of other holders since
+        while heap[0][0] != written[heap[0][1]]:  # the entry is old: the rank was given another tensor since
             heapq.heapreplace(heap, (written[heap[0][1]], heap[0][1]))
         rank = writers[key] = heap[0][1]
         written[rank] += max(sizes[key], 1)

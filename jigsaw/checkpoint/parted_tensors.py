@@ -37,7 +37,7 @@ class _PartedTensor(Tensor):
     @staticmethod
     def of(x: Tensor) -> _PartedTensor:
         assert isinstance(x, DTensor)
-        # of one number: torch's planner replaces tensors without memory
+        # expanded from one number, because torch's planner replaces tensors without memory
         empty = torch.zeros((), dtype=x.dtype).expand(x.shape).as_subclass(_PartedTensor)
         local, runs = x.to_local().detach(), [_runs_of_rows(x, d) for d in range(x.ndim)]
         empty.pieces = {}
@@ -66,7 +66,7 @@ class _PartedTensor(Tensor):
 def _runs_of_rows(x: DTensor, dim: int) -> Sequence[tuple[int, Interval]]:
     """Return the consecutive rows of the whole that this rank has of a dim, each with its place on the rank."""
     rows, mesh = torch.arange(x.shape[dim]), x.device_mesh
-    coordinate: Any = mesh.get_coordinate()  # this rank has a part, so it is on the mesh
+    coordinate: Any = mesh.get_coordinate()  # never None: a rank that has a part is on the mesh
     for size, at, placement in zip(mesh.shape, coordinate, x.placements, strict=True):
         cut = dim_and_parts(placement)
         if cut is not None and cut[0] == dim:

@@ -50,7 +50,8 @@ class PendingSave:
 
     def _run(self) -> None:
         if sys.platform == "linux":  # elsewhere all threads of a process have one priority
-            with suppress(OSError):  # steps do not wait for a save, which has until the next one
+            # lowest priority: a step must not wait for a save, which has time until the next save
+            with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
             self._work(self._group)

@@ -291,7 +291,7 @@ def _call_seconds() -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
     return costs, _more_of_layers(mesh)
 
 
-_ROWS = 8  # of a rank
+_ROWS = 8  # rows of a rank
 
 
 def _more_of_layers(mesh: DeviceMesh) -> dict[str, float]:

@@ -106,7 +106,7 @@ def _on_line(few: int, more: int, times: int) -> int:
     return few + times * (more - few)
 
 
-Look = tuple[Any, tuple[int, ...]]  # the kind of something, and its numbers
+Look = tuple[Any, tuple[int, ...]]  # a kind, and its numbers
 
 
 def _look_of_change(change: tuple[str, int]) -> Look:
@@ -185,7 +185,7 @@ def _places_of_stretches(shorter: Sequence[Look], longer: Sequence[Look]) -> lis
     shifts = np.arange(extra + 1)
     for at in range(len(shorter) + 1):
         least = np.minimum.accumulate(costs)
-        # the last shift of the least cost before each shift
+        # for each shift, the last one up to it that has the least cost so far
         where = np.maximum.accumulate(np.where(costs == least, shifts, 0))
         opened = np.concatenate([[_NEVER], least[:-1] + _GAP])
         is_opened = opened < costs

@@ -224,7 +224,7 @@ class _MeshSearch:
                 "blocks": option.blocks,
             }
             if option.blocks is not None and CHANNEL_AXIS not in option.mesh:
-                ways["optimizer"] = None  # takes the same on all meshes that keep weights whole
+                ways["optimizer"] = None  # its memory and time are the same on all meshes that keep weights whole
             option = replace(option, report=dry_run(self._model, shape, option.mesh, **{**self._how, **ways}))
             return self._pipelined(option, shape)
         except ShardingError as refusal:
@@ -255,7 +255,7 @@ class _MeshSearch:
         others'.
         """
         results: list[StepOption] = []
-        # a model without blocks has nothing to compute twice; one that a function makes for each mesh is compared below
+        # a model without blocks has nothing to recompute; a model made by a function is looked at for each mesh
         has_blocks = not isinstance(self._model, nn.Module) or bool(checkpointed_modules(self._model, "blocks"))
         again = (False, True) if has_blocks else (False,)
         chosen = [(is_cut, twice) for is_cut in ("whole", "cut", "within nodes") for twice in again][1:]

@@ -264,7 +264,7 @@ class _StagesOfRank:
         return _BorderMessage(link, traffic, self._device.call_time("pipeline", link, *_numbers(traffic)))
 
 
-_OF_WEIGHTS = ("weights", "gradients", "optimizer")  # memory
+_OF_WEIGHTS = ("weights", "gradients", "optimizer")  # kinds of memory
 _SENT_OF_WEIGHTS = ("gathered weights", "gradients")
 
 
@@ -273,7 +273,7 @@ def _phase_of_stage(phase: PhaseCost, share: StageShare, under_way: int, times: 
     parts = {kind: share.weights if kind in _SENT_OF_WEIGHTS else share.seconds for kind in phase.traffic}
     traffic = {kind: _part_of_traffic(t, times * parts[kind]) for kind, t in phase.traffic.items()}
     before, after = (sum(totals.values(), Traffic()) for totals in (phase.traffic, traffic))
-    # links have all kinds together
+    # a link's numbers cover all kinds of traffic together
     of_bytes, of_messages = after.sent_bytes / max(before.sent_bytes, 1), after.messages / max(before.messages, 1)
     memory = dict.fromkeys(_OF_WEIGHTS, share.weights) | {"activations": share.kept * under_way}
     return replace(

@@ -127,7 +127,7 @@ def _shares_of_corners(source: CellPlaces, target: CellsOrRows) -> Entries:
     except spatial.QhullError as error:
         raise GridError(f"regrid: the {len(points)} source cells have no triangles between them: {error}") from None
     corners, beside = hull.simplices.astype(np.int64), hull.neighbors
-    # the lid over the open side of a region sees the center of the sphere from outside
+    # the faces that close the open side of a region have the sphere's center on their outer side
     is_lid = hull.equations[:, 3] > -1e-9
     triangle_of_point = np.zeros(len(points), np.int64)
     triangle_of_point[corners] = np.arange(len(corners))[:, None]
@@ -141,7 +141,7 @@ def _shares_of_corners(source: CellPlaces, target: CellsOrRows) -> Entries:
         lowest = shares.argmin(1)
         is_inside = (shares[np.arange(len(p)), lowest] >= -1e-13) & ~is_lid[at[walking]]
         weights[walking[is_inside]] = np.maximum(shares[is_inside], 0)
-        # on, over the edge that the point lies farthest beyond
+        # walk on to the triangle beyond the edge that the point is farthest behind
         walking, lowest = walking[~is_inside], lowest[~is_inside]
         if len(walking) == 0:
             break

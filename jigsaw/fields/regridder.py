@@ -333,7 +333,8 @@ class Regridder:
 
     def _judged_product(self, x: Tensor, multiply: FieldProduct) -> Tensor:
         wide = _as_wide(x)
-        if bool(wide.detach().sum().isfinite()):  # one pass; a sum that overflows only costs the slower path
+        # checked in one pass; if the sum overflows, the slower path gives the same result
+        if bool(wide.detach().sum().isfinite()):
             return multiply(wide).to(x.dtype)
         is_finite = wide.isfinite()
         values = multiply(torch.where(is_finite, wide, 0.0))
@@ -367,7 +368,7 @@ class Regridder:
     def _judged(self, values: Tensor, count: Tensor) -> Tensor:
         if self.nan == "keep":
             return torch.where(count > 0, math.nan, values)
-        least = max(self.coverage - 1e-5, 1e-6)  # a share is a sum of rounded weights
+        least = max(self.coverage - 1e-5, 1e-6)  # a little less than asked, because a share is a sum of rounded weights
         return torch.where(count >= least, values / count.clamp(min=least), math.nan)
 
     def _dims_of(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
@@ -401,7 +402,7 @@ class BandProduct:
             block = start, min(start + rows, out[1])
             reads = band.need(block)
             first = (reads[0] - need[0]) % band.size
-            if first + reads[1] - reads[0] > need[1] - need[0]:  # it wraps inside a whole dim
+            if first + reads[1] - reads[0] > need[1] - need[0]:  # the rows wrap around within a whole dim
                 reads, first = need, 0
             w = torch.from_numpy(band.dense(block, reads)).to(like)
             blocks.append(((first, first + reads[1] - reads[0]), w))

@@ -51,7 +51,8 @@ _MOVES = functions_named(
 ) | {Tensor.T.__get__, Tensor.mT.__get__}  # pyright: ignore[reportAttributeAccessIssue]
 _SAME = COPYING_FUNCTIONS | functions_named("dropout dropout1d dropout2d dropout3d")
 _JOINS = functions_named("cat concat concatenate")
-_ALONG = functions_named("softmax log_softmax normalize")  # of the same shape, made from all channels along a dim
+# functions whose result has the input's shape and depends on all channels along a dim
+_ALONG = functions_named("softmax log_softmax normalize")
 _REDUCING = functions_named("mean sum var std amax amin logsumexp")
 _NORMS = functions_named("layer_norm rms_norm")
 _PRODUCTS = functions_named("matmul bmm __matmul__")
@@ -89,13 +90,14 @@ class ChannelWatcher(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._weights, self._able, self._ranks, self._whole = weights, able, ranks, frozenset(whole)
-        self.too_few = set[str]()  # columns with so few groups of channels that others beside them cannot be cut
+        # columns that have too few groups of channels, so that the columns paired with them cannot be cut
+        self.too_few = set[str]()
         self._ties = TiedNumbers()
         self._count = 1
-        self._starts: dict[str, int] = {}  # of columns: the number of their first channel
+        self._starts: dict[str, int] = {}  # for each column, the number of its first channel
         self._rows: dict[str, list[Tensor]] = {}
         self._numbers: dict[int, Tensor] = {}
-        self._active: set[int] = set()  # tensors that differ by sample and token: of inputs, not of weights alone
+        self._active: set[int] = set()  # ids of tensors that are computed from inputs, not from weights alone
         self._alive: list[Any] = []
         self._reasons: dict[str, str] = {}
 
@@ -130,7 +132,7 @@ class ChannelWatcher(TorchFunctionMode):
     def _mark_active(self, tensors: Any) -> None:
         for x in tensors:
             self._active.add(id(x))
-            self._alive.append(x)  # so that no other tensor gets its id
+            self._alive.append(x)  # keep it alive, so that no other tensor gets its id
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

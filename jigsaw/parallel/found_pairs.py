@@ -35,7 +35,7 @@ def find_pairs(
         except Exception as error:  # the model's own code may raise any error
             return FoundPairs(reasons=dict.fromkeys(able, f"copy.deepcopy(model) raises {error!r}"))
         weights = {id(bare.get_submodule(name).weight): name for name in able}
-        whole = set[str]()  # keys and values of fewer heads than ranks
+        whole = set[str]()  # names of keys and values with fewer heads than ranks
         while True:
             watcher = ChannelWatcher(weights, able, ranks, whole)
             with mode, torch.no_grad(), quiet_failures(), unchanged_draws(), within_model(bare):
@@ -80,7 +80,7 @@ def _call_parts(watcher: ChannelWatcher, name: str, part: nn.Module, able: Mappi
     if sum(layer.startswith(prefix) for layer in able) < 2:
         return
     if not all(_call_on_paper(watcher, part, args, {}) for args in _likely_arguments(part)):
-        return  # one of them is what it takes
+        return  # all likely arguments were tried, because only some fit the module
     for child, module in part.named_children():
         _call_parts(watcher, prefix + child, module, able)
 
@@ -93,7 +93,7 @@ def _likely_arguments(part: nn.Module) -> Iterator[tuple[Tensor, ...]]:
     count = sum(p.default is p.empty for p in wanted)
     for first, vector in _first_inputs(part):
         yield (first,) * count
-        if count > 1:  # a condition for each sample
+        if count > 1:  # such as a condition for each sample
             yield (first, *(vector,) * (count - 1))
 
 

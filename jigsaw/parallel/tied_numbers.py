@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-MOST_COPIED = 2**24  # numbers that a reshape may copy
+MOST_COPIED = 2**24  # most numbers that a reshape may copy
 
 
 class NeedsWholeError(Exception):
@@ -38,7 +38,7 @@ def reshaped_numbers(numbers: Tensor, shape: torch.Size) -> Tensor:
     try:
         return numbers.view(shape)
     except RuntimeError as error:
-        kept = 0  # leading dims that stay as they are, and do not matter
+        kept = 0  # number of leading dims that the reshape keeps
         for size, before in zip(shape, numbers.shape, strict=False):
             if size != before or varies_along(numbers, kept):
                 break

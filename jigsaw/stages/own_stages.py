@@ -34,8 +34,8 @@ class PipeSchedule:
     make: Any
     per_rank: int | None
     is_v: bool = False
-    parts_backward: bool = False  # gradients of inputs first, those of weights later
-    least_batches: int = 0  # a stage
+    parts_backward: bool = False  # True: gradients of inputs are computed first, those of weights later
+    least_batches: int = 0  # microbatches needed for each stage
 
     def stages_at(self, place: int, ranks: int, stages: int) -> list[int]:
         """Return the stages of the rank at a place of the axis: they loop over the ranks, or go there and back."""
@@ -105,7 +105,7 @@ class OwnStages:
 
         *Sends*: the shared parameters, from the first rank; cut weights, as `jigsaw.parallelize` does.
         """
-        # modules of several stages may share one that has tables, as spherical nets share their transforms
+        # modules of several stages may share a module with tables, as spherical nets share their transforms
         own = [part for module in self._modules_of(*self.numbers) for part in module.modules()]
         tables = [(part, key, x) for part in own for key, x in part.named_buffers(recurse=False)]
         for name, stage in self.cuts.stage_of.items():

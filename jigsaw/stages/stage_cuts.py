@@ -21,7 +21,7 @@ from jigsaw.parallel.parallelize import parallelize
 from jigsaw.parallel.sharding import ShardingOptions, sharding_units
 from jigsaw.ranks.mesh import axes_of_mesh, split_axis_mesh
 
-# never called themselves, only their elements are
+# these are never called, only their elements are
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -197,7 +197,7 @@ class StageModules(nn.Module):
             self.add_module(str(at), module)
 
 
-_UNIT_BYTES = 4 * 2**20  # units of weights within a module of a stage that are gathered by themselves
+_UNIT_BYTES = 4 * 2**20  # least bytes of weights within a module of a stage that are gathered as a unit
 
 
 def parallel_stage(

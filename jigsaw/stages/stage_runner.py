@@ -61,7 +61,8 @@ class StagePass(WatchedPass):
         self.plan, self.stage, self.mesh = plan, stage, mesh
         self.received: Sequence[Tensor] = ()
         self.kept: dict[int, Tile] = {}
-        self._before: list[Tile] | None = [] if stage else None  # tiles on paper, until the stage begins
+        # tiles without values from calls of earlier stages, until this stage begins
+        self._before: list[Tile] | None = [] if stage else None
         last = stage + 1 == len(plan.sent)
         self._sent = () if last else tuple(each.number for each in plan.sent[stage + 1])
         self._first, self._end = plan.first_calls[stage], None if last else plan.first_calls[stage + 1]
@@ -90,8 +91,8 @@ class StagePass(WatchedPass):
                 leaves.append(leaf)
                 continue
             assert self._before is not None
-            known = leaf.number < len(self._before)  # a module returned its argument
-            with self._mode:  # around operators on plain tensors
+            known = leaf.number < len(self._before)  # True if the module returned its argument
+            with self._mode:  # making a tile without values runs plain operators, which need the mode
                 leaves.append(self._before[leaf.number] if known else leaf.paper_tile(self.mesh))
         return pytree.tree_unflatten(leaves, recorded.spec)
 
@@ -155,7 +156,7 @@ class StagePass(WatchedPass):
     def outgoing(self) -> tuple[Tensor, ...]:
         tiles = [self.kept[number] for number in self._sent]
         for tile in tiles:
-            tile.check_no_history()  # a result of a custom Function
+            tile.check_no_history()  # refused for the result of a custom Function whose gradient would be lost
         # cloned: the graph of a stage must not end in its own input, nor in a view of a tensor that it still changes
         return tuple(tile.owned().local.clone(memory_format=torch.contiguous_format) for tile in tiles)
 

@@ -58,9 +58,9 @@ def build_played_device() -> None:
     if why_not_played():
         raise RuntimeError(why_not_played())
     built.parent.mkdir(parents=True, exist_ok=True)
-    from torch.utils import cpp_extension  # slow to import
+    from torch.utils import cpp_extension  # imported here because it is slow
 
-    with (built.parent / "lock").open("w") as lock:  # of two processes one compiles, which takes a minute
+    with (built.parent / "lock").open("w") as lock:  # only one process compiles, which takes a minute
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():
             _compile_to(built, cpp_extension.include_paths(), cpp_extension.library_paths())
@@ -214,7 +214,7 @@ def _made_on(device: str, factory: Callable[..., Any]) -> Callable[..., Any]:
 def _is_of_a_test() -> bool:
     """Say whether the call comes from a test's own code, or from a module that is being constructed."""
     frame, is_of_jigsaw = inspect.currentframe(), False
-    while frame is not None:  # from the innermost call on
+    while frame is not None:  # from the innermost call outwards
         path = Path(frame.f_code.co_filename)
         if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), nn.Module):
             return True
