@@ -134,13 +134,13 @@ class NeighborExchange:
     dim: int
 
     def shape_with(self, x: Tensor, rows: int) -> list[int]:
-        """Return the shape of a tensor with so many rows along the dim."""
+        """Return the shape of a tensor with `rows` rows along the dim."""
         return [*x.shape[: self.dim], rows, *x.shape[self.dim + 1 :]]
 
     def start(
         self, x: Tensor, sends: list[tuple[int, Tensor]], receives: tuple[tuple[int, int], ...]
     ) -> PackedSwap | None:
-        """Start sending rows by their places, and receiving so many from each piece."""
+        """Start sending rows by their places, and receiving a number of rows from each piece."""
         if self.mesh is None:
             return None
         sent = [(self.positions[q], [x.index_select(self.dim, places)]) for q, places in sends]

@@ -220,7 +220,7 @@ def _train(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
 
 
 def _crowding(device: Device, counts: Sequence[int], rounds: int) -> tuple[dict[int, float], dict[int, float]]:
-    """Return how many times as long kernels, and Python and messages, take in a step of so many ranks as by themselves.
+    """Return the slow-down of kernels, and of Python and messages, in a step of each number of ranks in `counts`.
 
     Arguments come from other kernels, memory is new, and ranks share caches.  Both sides are measured by turns, because
     a machine's speed changes from minute to minute.

@@ -67,7 +67,7 @@ class KernelCall:
 
 
 _KNOWN: dict[KernelCall, float | None] = {}
-_COLD_BYTES = 2**26  # so many bytes of arguments are used in turn, so that none is still in the caches, as in a step
+_COLD_BYTES = 2**26  # bytes of arguments that are used in turn, so that none is still in the caches, as in a step
 _LEAST_SECONDS, _MOST_CALLS = 1e-3, 2**14
 
 

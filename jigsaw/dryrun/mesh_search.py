@@ -1,4 +1,4 @@
-"""Search for the best mesh: a dry run of each that so many devices can make, with each way to spend memory or time."""
+"""Search for the best mesh: a dry run of each mesh of a number of devices, with each way to spend memory or time."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def advise_mesh(
     progress: Callable[[StepOption], object] | None = None,
     **options: Any,
 ) -> list[StepOption]:
-    """Return every option for so many devices, those that work first, each group by the seconds of a step.
+    """Return every option for a number of devices, those that work first, each group by the seconds of a step.
 
     Meshes cut the batch by `data` and the last dims by ``lat`` and ``lon``, or ``z``, ``y`` and ``x`` of a volume. Of
     those that differ just in the order of two dims of one size, only one is tried.  Within a node `channel` cuts
@@ -384,7 +384,7 @@ def _without_pipe(axes: Mapping[str, int]) -> dict[str, int]:
 def possible_meshes(
     x_shape: Sequence[int], devices: int, align: int | Mapping[int, int] = 1
 ) -> Iterator[dict[str, int]]:
-    """Return the meshes of so many ranks whose dims are long enough, each once; `align` rows stay together.  Of an
+    """Return the meshes of `devices` ranks whose dims are long enough, each once; `align` rows stay together.  Of an
     input without space, as tokens are, the batch alone is cut.
     """
     names = SPACE_AXES.get(len(x_shape), ())

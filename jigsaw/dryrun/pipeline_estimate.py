@@ -192,8 +192,7 @@ def pipelined_report(
     device: Device,
     ranks_per_node: int,
 ) -> DryRunReport:
-    """Return the report of a 1F1B step of so many microbatches from that of one, whose ranks have one for every stage
-    each.
+    """Return the report of a 1F1B step of `microbatches` from the report of one, which has a rank for each stage.
 
     Its bound ``"bubble"`` is the time in which a rank has nothing to do.
     """
@@ -269,7 +268,7 @@ _SENT_OF_WEIGHTS = ("gathered weights", "gradients")
 
 
 def _phase_of_stage(phase: PhaseCost, share: StageShare, under_way: int, times: int) -> PhaseCost:
-    """Return the stage's part of a phase for so many microbatches; activations count for all under way."""
+    """Return the stage's part of a phase for `times` microbatches; activations count for all that are under way."""
     parts = {kind: share.weights if kind in _SENT_OF_WEIGHTS else share.seconds for kind in phase.traffic}
     traffic = {kind: _part_of_traffic(t, times * parts[kind]) for kind, t in phase.traffic.items()}
     before, after = (sum(totals.values(), Traffic()) for totals in (phase.traffic, traffic))

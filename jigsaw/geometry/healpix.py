@@ -179,7 +179,7 @@ def healpix_cells_of_plane(n: int, nested: bool, squares: Integers) -> Integers:
 
 
 def padded_faces(nside: int, padding: int, nested: bool) -> tuple[Integers, Integers]:
-    """Return the cells of the twelve faces with so many rows and columns around each: [12, nside + 2 padding, ...].
+    """Return cells of the twelve faces with `padding` rows and columns around each: [12, nside + 2 padding, ...].
 
     Rows go to the south-west, columns to the south-east.  The second array has the other cell of those that are the
     mean of two, and -1 elsewhere: at the north and south corners of the faces at the equator three faces meet, and the

@@ -60,7 +60,7 @@ class MatmulRing:
 @dataclass(frozen=True, eq=False)
 class RingElements:
     """Numbers of elements of one operand, each an array over the mesh.  They are those of a rank's `own` part, and of
-    the rank `before` it in its ring of so many ranks. Then those of the whole `block`, and of its `largest` part.
+    the rank `before` it in its ring of `size` ranks. Then those of the whole `block`, and of its `largest` part.
     """
 
     size: int

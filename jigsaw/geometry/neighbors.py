@@ -286,7 +286,7 @@ class OrderedLists:
 class ListsBySteps:
     """Values of which each row sums some, turn by turn.
 
-    ``turns[j]`` are the places of the j-th value of each row that has so many, rows with most values first. `restore`
+    ``turns[j]`` are the places of the j-th value of each row that has one, rows with most values first. `restore`
     puts the rows back into their own order.  So a sum is a few vector additions. Values beyond the 256th of a row are
     in `rest_places`, in order, with their rows, as `turns` count these.
     """

@@ -1,4 +1,4 @@
-"""Folder of files that can be made again: at most so many bytes, each file whole or absent, whoever writes them.
+"""Folder of files that can be made again: of limited size, each file whole or absent, whoever writes them.
 
 It belongs to this user alone: files that others put there are not read, and others cannot read its files. One that
 several users share is requested explicitly (``DiskCache(..., shared=True)``, $JIGSAW_CACHE_SHARED): they trust each

@@ -20,7 +20,7 @@ from jigsaw.tile.tile import Tile, implements_torch
 
 
 def _answer_dropout(function: Any, space: int | None = None) -> None:
-    """Answer a dropout of elements, or of whole channels before so many dims of space."""
+    """Answer a dropout of elements, or of whole channels before `space` dims of space."""
 
     def dropout(input: Tile, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tile:
         dims = input.ndim if space is None else 2 if input.ndim == space + 2 else 1

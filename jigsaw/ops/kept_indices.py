@@ -150,7 +150,7 @@ class _MetIndex:
         return all(kept.has_values(index) for kept in self._kept.values())
 
     def of_cells(self, size: int, index: Tensor, tile: Tile) -> KeptIndex | None:
-        """Return the index as one of so many cells; None for one that names others."""
+        """Return the index as one of `size` cells; None if it names cells beyond these."""
         if size not in self._kept:
             meet_tensor(index, tile.mesh)
             self._kept[size] = KeptIndex(index, size)

@@ -85,7 +85,7 @@ def _histc(input: Tile, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     """Count how many elements lie in each of `bins` ranges; *Sends*: one all-reduce of the counts (and of the
     extremes).
 
-    *Raises*: `ShardingError` for so many elements in a bin that torch, which counts in their dtype, would go wrong.
+    *Raises*: `ShardingError` where a bin has more elements than torch, which counts in the input's dtype, can count.
     """
     torch.histc(input.local.detach().new_zeros(1), bins, min, max)  # only to raise torch's own errors
     own = input.owned().detach()

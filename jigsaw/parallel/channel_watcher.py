@@ -404,7 +404,7 @@ class ChannelWatcher(TorchFunctionMode):
 
 
 def word_of_columns(parts: int) -> str:
-    """Return the word of a plan for a column layer whose result is so many parts side by side."""
+    """Return the word of a plan for a column layer whose result is `parts` parts side by side."""
     return "column" if parts == 1 else f"{parts} columns"
 
 

@@ -67,7 +67,7 @@ _joined_by: WeakKeyDictionary[dist.ProcessGroup, JobOptions] = WeakKeyDictionary
 def join_job(device: str, limit: timedelta, options: JobOptions) -> None:
     """Make the process group of the job, with the variables that its launcher has set.
 
-    Raises: `ShardingError` where a process may open too few files for so many ranks, or options do not fit the device.
+    Raises: `ShardingError` where a process may open too few files for all ranks, or options do not fit the device.
     `RanksDifferError` on every rank where ranks start on other devices or backends.
     """
     _check_device(device, options)

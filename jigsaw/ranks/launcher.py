@@ -166,7 +166,7 @@ _SPARE_FILES = 128  # of Python, the store, and what a program opens itself
 
 
 def allow_open_files(ranks: int, keeps_store: bool = False, connects_late: bool = False) -> None:
-    """Raise this process' soft limit of open files to the hard one, where groups of so many ranks may need more.
+    """Raise this process' soft limit of open files to the hard one, where groups of `ranks` ranks may need more.
 
     A group of gloo holds a connection to each other rank: the job's own, those of the axes together, and that of saves.
     One whose ranks connect as late as they talk holds few, but on the first rank, with which all talk. The rank that

@@ -248,7 +248,7 @@ class BatchSplit:
 
 
 def micro_layout(layout: Layout, parts: int) -> Layout:
-    """Return the layout of a microbatch: its dim 0 has one of so many parts of every rank's rows."""
+    """Return the layout of a microbatch: along dim 0 it has one of `parts` equal parts of every rank's rows."""
     (cut,) = layout.dim(0)
     return layout.replace_dim(0, Cut(cut.size // parts, tuple(p // parts for p in cut.points), cut.axes))
 

@@ -176,7 +176,7 @@ def needed_byte_spans(
 
 
 def blosc_blocks_of_spans(spans: ByteSpans, block: int) -> ByteSpans:
-    """Return the blocks of so many bytes that hold these: runs [first, stop), rising and apart."""
+    """Return the blocks of `block` bytes that hold these spans: runs [first, stop), rising and apart."""
     return join_spans(np.stack([spans[:, 0] // block, -(-spans[:, 1] // block)], axis=1), 0)
 
 

@@ -201,7 +201,7 @@ class ChunkLoader(DecodedChunks):
     def fetch_together(
         self, chunks: Sequence[tuple[ChunkIndex, ChunkPortion | None]], requests: int
     ) -> list[FetchedBytes | None]:
-        """Fetch the stored bytes of chunks that lie in one object, each in memory of its own, by so many requests."""
+        """Fetch the stored bytes of chunks of one object, each in memory of its own, by `requests` requests."""
         if len(chunks) == 1:
             return [self.fetch(chunks[0][0], fresh_memory, chunks[0][1])]
         return self._finder.naming_chunk(chunks[0][0], lambda: self._fetch_together(chunks, requests))

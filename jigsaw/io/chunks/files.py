@@ -18,7 +18,7 @@ from jigsaw.errors import ReadError, UnsupportedStoreError
 
 ByteArray = NDArray[np.uint8]
 ByteAllocator = Callable[[int], ByteArray]
-"""Function that returns memory for so many bytes."""
+"""Function that returns memory of a number of bytes."""
 FillTarget = tuple[int, ByteArray]
 """An offset within an object, and the memory that the bytes from there on fill."""
 ByteRange = tuple[int, int]

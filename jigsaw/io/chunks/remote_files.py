@@ -257,7 +257,7 @@ class RemoteFiles:
         return raw
 
     def _get(self, path: str, part: ByteRange | dict[str, int] | None, most: int) -> tuple[ByteArray, int]:
-        """Make one request: return its bytes, at most so many, and the size of the object."""
+        """Make one request: return its bytes, at most `most`, and the size of the object."""
         import obstore
 
         options: Any = {} if part is None else {"range": part}

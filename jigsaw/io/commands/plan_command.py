@@ -45,7 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=options.parse_samples, default=[0], metavar="0", help=together)
     parser.add_argument("--mode", choices=("auto", *PLAN_MODES), default="auto")
     parser.add_argument("--plot", metavar="plan.png", help="draw the plan")
-    ranks = "list the meshes of so many ranks (by default as many as --mesh has) and the chunks that read cheapest"
+    ranks = "list the meshes of this number of ranks (by default that of --mesh) and the chunks that read cheapest"
     parser.add_argument("--recommend", type=int, nargs="?", const=0, metavar="RANKS", help=ranks)
 
 

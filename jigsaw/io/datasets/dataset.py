@@ -304,7 +304,7 @@ class Dataset(MeshSamples):
         return tuple(dict.fromkeys(key for wanted in self._wanted(samples) for key in wanted.ravel().tolist()))
 
     def new_steps(self, cache_bytes: int) -> HeldSteps:
-        """Return a memory for shared steps, of so many bytes a rank; 0 keeps only those of the next read."""
+        """Return a memory for shared steps, of `cache_bytes` a rank; 0 keeps only those of the next read."""
         layout = self.frame.layout((1, len(self.channels)), (None, None))
         # the size on the rank that holds most, so that all ranks keep equally many steps, and read the same ones again
         item = np.dtype(numpy_dtype_name(self.dtype)).itemsize

@@ -371,7 +371,7 @@ class BatchPrefetch(Generic[JobType, ResultType]):
             self._changed.notify_all()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the thread has ended, so many seconds at most."""
+        """Wait until the thread has ended, at most `timeout` seconds."""
         if self._thread is not None:
             self._thread.join(timeout)
 

@@ -94,7 +94,7 @@ class _Netcdf3Header:
         return int.from_bytes(self._take(width), "big")
 
     def _count(self, least: int) -> int:
-        """Read a number of entries, each of at least so many bytes; too many are refused before memory is allocated."""
+        """Read a number of entries, each of at least `least` bytes; too many are refused before memory is allocated."""
         count = self._number(self._wide)
         if count * least > self._size - self._at:
             raise ShortChunkError(

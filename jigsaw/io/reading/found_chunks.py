@@ -334,7 +334,7 @@ def _strips_of_chunks(chunks: Sequence[ChunkIndex]) -> Iterator[tuple[ChunkIndex
 
 
 def spread_places(count: int) -> list[int]:
-    """Return some places out of so many, spread evenly whatever divides them, in rising order."""
+    """Return some of `count` places in rising order, spread evenly whatever divides `count`."""
     # multiples of the golden section: of 8 x 8 tiles no two in a row, where equal steps would stay in one column
     return sorted({int(count * ((0.5 + n) * 0.6180339887498949 % 1)) for n in range(_SIZES_LOOKED_AT)})
 

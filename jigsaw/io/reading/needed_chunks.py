@@ -81,7 +81,7 @@ class RowRun(NamedTuple):
 
 
 def strided_slice(start: int, step: int, count: int) -> slice:
-    """Return the slice of so many rows from `start`."""
+    """Return the slice of `count` rows from `start`, `step` apart."""
     stop = start + step * count
     return slice(start, None if stop < 0 else stop, step)
 

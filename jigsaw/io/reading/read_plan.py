@@ -160,7 +160,7 @@ def _private_bytes(places: FoundChunks, modes: Mapping[str, str]) -> ByReader:
 
 
 class FetchBatch(NamedTuple):
-    """Jobs whose bytes are fetched together, in so many requests; a chunk of unknown `size` counts as decoded."""
+    """Jobs whose bytes are fetched together, in `requests` requests; a chunk of unknown `size` counts as decoded."""
 
     jobs: tuple[ChunkJob, ...]
     requests: int

@@ -131,7 +131,7 @@ def recommend(
 
     *Sends*: nothing.
 
-    Raises: a `ReadError` or `ShardingError` as `jigsaw.io.open`; `ShardingError` when no mesh of so many ranks fits.
+    Raises: a `ReadError` or `ShardingError` as `jigsaw.io.open`; `ShardingError` when no mesh of `ranks` ranks fits.
 
     >>> best = jigsaw.io.recommend("globe.zarr", mesh={"lat": 4}, ranks=4)
     >>> [option.axes for option in best.meshes]

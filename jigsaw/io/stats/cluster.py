@@ -18,7 +18,7 @@ _TASKS_AHEAD = 2  # tasks that a worker has at a time: one that runs and one tha
 
 @contextmanager
 def dask_client(address: str | None, workers: int | None = None) -> Generator[Client]:
-    """Connect to the cluster at `address`; without one, start a local cluster of so many workers (one for each core).
+    """Connect to the cluster at `address`; without one, start a local cluster of `workers` (by default one a core).
 
     Raises: `FieldError` where dask's scheduler is not installed, or none answers at the address.
     """

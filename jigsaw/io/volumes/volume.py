@@ -188,7 +188,7 @@ def with_given_dims(store: ArrayStore, dims: Sequence[str] | None) -> ArrayStore
 
 
 def _dims_for(count: int, dims: Sequence[str]) -> tuple[str, ...] | None:
-    """Return those of the given dims that an array with so many has: a label map may lack the channels."""
+    """Return which of `dims` an array of `count` dims has: a label map may lack the channels."""
     whole = tuple(dims)
     space = tuple(d for d in whole if d != "channel")
     return next((names for names in (whole, space) if names and len(names) == count), None)

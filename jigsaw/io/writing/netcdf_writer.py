@@ -109,7 +109,7 @@ class NetcdfSink:
         self._make_sure_of(size + _METADATA)
 
     def _make_sure_of(self, size: int) -> None:
-        """Raise `OSError` when the part cannot grow by so many bytes."""
+        """Raise `OSError` when the draft cannot grow by `size` bytes."""
         if not hasattr(os, "posix_fallocate"):  # macOS: a full disk is then noticed while a step is written
             return
         handle = open_unlinked(self._part, os.O_RDWR)

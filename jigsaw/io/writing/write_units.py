@@ -141,7 +141,7 @@ def _choose_writer(
 
 
 def write_rounds(units: Sequence[WriteUnit], most: int) -> Iterator[tuple[WriteUnit, ...]]:
-    """Yield the units in order, so many at a time that no rank puts together more than `most` elements, or one unit."""
+    """Yield the units in order, in groups of which no rank puts together more than `most` elements, or one unit."""
     batch: list[WriteUnit] = []
     held: dict[int, int] = {}
     for unit in units:

@@ -29,7 +29,7 @@ def labels_of_operand(ndim: int, batch: tuple[str, ...], *last: str) -> tuple[st
 
 
 def batch_labels(*ndims: int) -> tuple[str, ...]:
-    """Return the labels of the batch dims of operands of so many dims."""
+    """Return the labels of the batch dims of operands that have `ndims` dims."""
     return tuple([f"batch {d}" for d in range(max(ndims) - 2)])
 
 
@@ -54,7 +54,7 @@ class AttentionPlan:
 @lru_cache(maxsize=1024)
 def plan_attention(operands: GivenLayouts, sizes: Shapes, shared_by: int) -> AttentionPlan | None:
     """Return the plan for queries, keys and values, or None where query heads of a rank lack key heads of their own
-    (each key head is `shared_by` so many).
+    (`shared_by` query heads share each key head).
     """
     ndims = [len(size) for size in sizes]
     if min(ndims) > 1 and (sizes[0][-1] != sizes[1][-1] or sizes[1][-2] != sizes[2][-2]):

@@ -88,7 +88,7 @@ def splits_of_cuts(cuts: CutGroup, sizes: AxisSizes, within_axes: bool) -> tuple
 
 
 def splits_of_pieces(pieces: tuple[int, ...]) -> tuple[RankSplit, ...]:
-    """Return every split of the ranks that cut some tokens into so many pieces."""
+    """Return every split of ranks that cut tokens into `pieces`, a number for each dim."""
     shares = [[n for n in range(1, count + 1) if count % n == 0] for count in pieces]
     splits = [RankSplit(pieces, some) for some in product(*shares)]
     return tuple([split for split in splits if min(split.head_ranks, split.ring_ranks) > 1])
@@ -178,7 +178,7 @@ class AttentionSizes:
     def of_tokens(
         cls, tokens: int, ranks: int, heads: int, features: int, itemsize: int = 2, is_mirrored: bool = False
     ) -> AttentionSizes:
-        """Return the sizes of a self-attention with so many heads of so many features, and balanced tokens."""
+        """Return the sizes of self-attention with `heads` heads of `features` features each, and balanced tokens."""
         rows = tuple([b - a for a, b in pairwise(cut_points(tokens, ranks))])
         row, splits = 2 * heads * features, splits_of_pieces((ranks,))
         return cls(rows, rows, heads, row, row, itemsize, splits, is_mirrored)
@@ -240,7 +240,7 @@ def _costs_and_split(sizes: AttentionSizes) -> tuple[dict[AttentionWay, WayCost]
 
 
 def _ring_cost(sizes: AttentionSizes, queries: Sequence[int], keys: Sequence[int]) -> WayCost:
-    """Return the cost of rings whose ranks have so many tokens, those of all shares of the heads together."""
+    """Return the cost of rings whose ranks have these numbers of tokens, over all shares of the heads."""
     around = (len(keys) - 1) * sum(keys) * sizes.key_row
     # gradients of bfloat16 and float16 are summed in float32 on their way
     returned = around * max(sizes.itemsize, 4)

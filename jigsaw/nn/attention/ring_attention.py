@@ -90,7 +90,7 @@ MIRRORED_QUERIES = 256
 
 
 def mirrored_counts(queries: Sequence[int]) -> tuple[int, ...]:
-    """Return how many queries each rank of a ring gives away, of so many."""
+    """Return how many of its `queries` each rank of a ring gives away."""
     if max(queries) < MIRRORED_QUERIES:
         return (0,) * len(queries)
     # the rank in the middle of an odd number is its own mirror
@@ -99,7 +99,7 @@ def mirrored_counts(queries: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LastRowSwap:
-    """Swap of the last rows with the rank at the position `peer` of the mesh: so many are sent, and so many taken."""
+    """Swap of the last rows with the rank at the position `peer` of the mesh, by numbers of rows sent and taken."""
 
     mesh: DeviceMesh
     peer: int

@@ -158,7 +158,7 @@ class MoE(nn.Module):
       `normalize` are divided by their sum.  That is Mixtral's; by default it is so for ``top_k > 1`` alone, because a
       weight that is always 1 teaches the router nothing (Switch).  ``normalize=False`` is DeepSeekMoE's.
     - *Experts*: gated as in Mixtral and DeepSeekMoE, without bias.  `shared_experts` that each token goes to, too, are
-      one network of so many times `hidden` (DeepSeekMoE).
+      one network of `shared_experts` times `hidden` features (DeepSeekMoE).
     - *Capacity*: without `capacity_factor` every expert takes all tokens that chose it, and none is dropped.  With it,
       it takes the first ``ceil(capacity_factor * tokens * top_k / experts)`` of them, and the others get nothing of it
       (GShard, Switch). All first choices come before all second ones. Of equal ones the row-major place of the token in

@@ -172,7 +172,7 @@ def channels_of_result(shape: Sequence[int], conv: ConvGeometry) -> int:
 # Example: four ranks with 8 rows each of 32, kernel 3: rank 1 has 8:16 and needs 7:17.  It convolves 8:16 as if zeros
 # lay around them while rows 7 and 16 travel; row 7 alone, convolved, is what the zeros below left out of output 8, and
 # is added to it, and row 16 to output 15.  Neither 7:17 nor its gradient is ever put together.
-_STRIP_SHARE = 8  # strips pay while they touch less than one row in so many
+_STRIP_SHARE = 8  # strips pay while they touch less than this fraction (1/8) of the rows
 
 
 # -- one dim: integers ------------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ class _EmptyResult(torch.autograd.Function):
 def empty_result(shape: Sequence[int], *sources: Tensor | None, saved: int | None = None) -> Tensor:
     """Return the result of a stencil on a rank that has no output element, or nothing to make one of.
 
-    `saved`: torch's function keeps so many of the first sources for its backward pass, all for None.  A second
+    `saved` is how many of the first sources torch's function keeps for its backward pass; None means all.  A second
     derivative then passes the same exchanges everywhere, and a change of them in place is an error everywhere.
     """
     tensors = [s for s in sources if s is not None]
