@@ -199,7 +199,7 @@ class CacheFolder:
 
 
 class _Heartbeat:
-    """Signal to those that wait for a lock that its holder is at work."""
+    """Signal by which the holder of a lock shows those that wait that it is still at work."""
 
     def __init__(self, lock: BinaryIO) -> None:
         self._lock, self._last = lock, time.monotonic()

@@ -166,7 +166,7 @@ def dtype_with_declared_sign(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> 
 def declared_missing_values(
     dtype: np.dtype[Any], attrs: Mapping[str, Any], stored: np.dtype[Any] | None = None
 ) -> tuple[float, ...]:
-    """Return `missing_values_of` what the attributes of an array say."""
+    """Return the stored values that an array's attributes declare as missing (`missing_values_of`)."""
     return missing_values_of(dtype, (attrs[name] for name in MISSING_VALUE_ATTRS if name in attrs), stored)
 
 
@@ -195,7 +195,7 @@ def fill_is_missing(fill: Any, attrs: Mapping[str, Any]) -> bool:
 
 
 def stored_number_of(value: float, dtype: np.dtype[Any]) -> float:
-    """Return the value that an array of `dtype` holds for it: rounded, or with the other sign; integers stay exact."""
+    """Return the number that `dtype` stores for a value: rounded, or with the other sign; integers stay exact."""
     if dtype.kind == "f":
         return float(np.asarray(value).astype(dtype))
     number = int(value) if isinstance(value, int) or value.is_integer() else value

@@ -59,7 +59,7 @@ class DimChunks:
         return index * self.chunk if self._edges is None else self._edges[index]
 
     def length(self, index: int) -> int:
-        """Return how many rows a chunk stores; those beyond the dim's end are padding."""
+        """Return the number of rows that a chunk stores; rows beyond the dim's end are padding."""
         if self._edges is not None:
             return self._edges[index + 1] - self._edges[index]
         return min(self.chunk, self.size - index * self.chunk) if self._clipped else self.chunk
@@ -250,14 +250,14 @@ class ChunkPlaces(Protocol):
 
 @runtime_checkable
 class StripPlaces(Protocol):
-    """Places that look up chunks that follow each other along the last dim together."""
+    """Places that look up consecutive chunks along the last dim together."""
 
     def locate_strip(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]: ...
 
 
 @runtime_checkable
 class ObjectPerChunk(Protocol):
-    """Places in objects of their own, which others may remove one by one.
+    """Places of chunks that are objects of their own, which somebody may remove one by one.
 
     A chunk may be missing there because it was never written, because all its values are the fill value, or because it
     was removed. Where an index lists the chunks (HDF5, shards, Icechunk), the store itself tells.

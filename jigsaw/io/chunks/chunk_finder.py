@@ -74,7 +74,7 @@ class LookupTally:
 
 @runtime_checkable
 class IndexedPlaces(Protocol):
-    """Places that are looked up in indices; `counted` adds up those that were read."""
+    """Places that are looked up in indices; `counted` sums the look-ups of the indices that were read."""
 
     @property
     def counted(self) -> LookupCounts: ...
@@ -254,7 +254,7 @@ class ChunkFinder:
         return None if ref is None or ref.mask else self._portion(index, ref, rects, self._decoder)
 
     def portion_key(self, index: ChunkIndex, ref: ChunkRef | None) -> Hashable:
-        """Return the key that chunks share which have equal portions; None where stored bytes decide."""
+        """Return a key that is equal for chunks with equal portions; None where the portion depends on stored bytes."""
         if self._decoder is None:
             return self.grid.shape_of(index), self.grid.itemsize
         if ref is None or ref.mask or not self._decoder.is_plain:
@@ -291,7 +291,7 @@ class ChunkFinder:
         return self.naming_chunk(index, lambda: self.blosc_frame(index, ref))
 
     def locate_strip(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
-        """Return where `count` chunks lie that follow each other along the last dim; the errors do not name them."""
+        """Return where `count` consecutive chunks along the last dim lie; the errors do not name them."""
         refs = self._locate_strip(first, count)
         for ref in refs:
             self._check_size(ref, self.grid.chunk_bytes)

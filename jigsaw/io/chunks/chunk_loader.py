@@ -107,7 +107,7 @@ class DecodedChunks:
         return turned.transpose(0, *(1 + np.argsort(order)))
 
     def fill(self, out: ByteArray, index: ChunkIndex) -> None:
-        """Make a chunk of fill values: of one that turned out to be missing."""
+        """Make a chunk of fill values, for one that turned out to be missing."""
         value = self._fill_value
         self.view(out, index)[...] = value if isinstance(value, int | float) else 0
 
@@ -127,7 +127,7 @@ class ChunkLoader(DecodedChunks):
         return ChunkLoadCounts(None, False) if fetched is None else self.decode(index, fetched, out)
 
     def load_strip(self, first: ChunkIndex, count: int, out: ByteArray) -> list[int | None]:
-        """Load whole chunks of one size that follow each other along the last dim, one after the other in `out`.
+        """Load consecutive whole chunks of one size along the last dim, one after the other in `out`.
 
         Returns the stored size of each. It is None for a missing chunk, whose memory stays as it is.
         """

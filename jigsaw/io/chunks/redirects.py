@@ -159,5 +159,5 @@ class _RefusingProxy:
 
 @lru_cache(maxsize=16)
 def _refusing_proxy(process: int) -> _RefusingProxy:
-    """Return the proxy of this process: a forked process lacks the thread that answers."""
+    """Return the proxy of this process; a forked process makes its own, because it lacks the thread that answers."""
     return _RefusingProxy()

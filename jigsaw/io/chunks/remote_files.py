@@ -195,7 +195,7 @@ class RemoteFiles:
 
     @cached_property
     def _place(self) -> str:
-        """The store as obstore has it: buckets of one name may lie on several servers, or in several accounts."""
+        """Text that identifies the store: buckets of one name may lie on several servers or in several accounts."""
         config: Mapping[str, Any] = getattr(self.store, "config", {})
         settings = [config.get(key) for key in ("endpoint", "account_name")]
         around = sorted(item for item in os.environ.items() if _ENDPOINT_VARIABLES.fullmatch(item[0]))
@@ -282,7 +282,7 @@ class RemoteFiles:
         return stamp
 
     def _tried(self, path: str, step: Callable[[], T], suffix: bool = False) -> Any:
-        """Make a request, again while that may help, and return its result; None for a missing object."""
+        """Make a request, repeat it while that may help, and return its result; None for a missing object."""
         from obstore.exceptions import BaseError, NotSupportedError
 
         begun = time.monotonic()
@@ -306,7 +306,7 @@ class RemoteFiles:
         raise AssertionError
 
     def _refuse_or_wait(self, path: str, error: Exception, failures: int, begun: float) -> None:
-        """Wait before the next try, or raise where it cannot help or there is none."""
+        """Wait before the next try; raise if another try cannot help, or none is left."""
         from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
         status, answer = _status_and_answer(error)
@@ -348,7 +348,7 @@ def _body_of_answer(answer: Any, size: int) -> ByteArray:
 
 
 def _wait_before_retry(pause: float) -> bool:
-    """Wait before the next try; False, and at once, when nobody waits for what it would give."""
+    """Wait before the next try; return False at once when nobody waits for its result any more."""
     until = time.monotonic() + pause
     while is_waited_for() and (left := until - time.monotonic()) > 0:
         time.sleep(min(left, _LOOK_EVERY_S))

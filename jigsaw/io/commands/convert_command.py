@@ -43,7 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 @options.report_refusals
 def run(args: argparse.Namespace) -> int:
-    """Convert and say what was made; 1 with the reason when it failed."""
+    """Convert and print what was made; return 1 and print the reason when it failed."""
     target = Path(args.target)
     if not (args.verify and not args.replace and target.is_dir() and is_complete_store(target)):
         print(conversion_report(_run_conversion(args)))

@@ -37,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 @options.report_refusals
 def run(args: argparse.Namespace) -> int:
-    """Write the file and print what is in it; 1 with the reason when there is none."""
+    """Write the file and print its content; return 1 and print the reason when there are no statistics."""
     checkpoint = args.checkpoint or f"{args.output}.part"
     check_statistics_path(args.output)
     scheduler = args.scheduler if args.dask is None else "local"

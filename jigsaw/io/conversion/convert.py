@@ -48,7 +48,7 @@ UnitKey = tuple[str, UnitIndex]
 
 
 def values_digest(values: NDArray[Any]) -> str:
-    """Return the digest of the values in C order; every NaN counts alike, as a store's fill value does."""
+    """Return the digest of the values in C order; every NaN counts as the same one, as a store fills with one."""
     plain = np.ascontiguousarray(values)
     if plain.dtype.kind == "f" and (missing := np.isnan(plain)).any():
         plain = np.where(missing, np.array(np.nan, plain.dtype), plain)
@@ -61,7 +61,7 @@ def combine_digests(digests: Iterable[str]) -> str:
 
 
 def remove_journal(path: Path) -> None:
-    """Remove the journal of a conversion; a link goes, and not where it leads.
+    """Remove the journal of a conversion; of a symbolic link the link, not its target.
 
     Raises: `WriteError` for a file that is not one.
     """
@@ -234,7 +234,7 @@ def convert(
 
 
 def verify(target: str | os.PathLike[str]) -> dict[str, bool]:
-    """Read a finished conversion again: for each array whether its values are those that the source had.
+    """Read a finished conversion again, and say for each array whether its values are those of the source.
 
     Raises: `WriteError` for a store that `convert` did not finish.
 
@@ -281,7 +281,7 @@ class ConversionRegion:
 
 
 def unit_indices(array: ArrayOutline) -> Iterator[UnitIndex]:
-    """Yield what is written as one: the index of every shard, or chunk, in C order."""
+    """Yield the index of every unit of writing, a shard or chunk, in C order."""
     return product(*(range(ceil(n / u)) for n, u in zip(array.shape, array.units, strict=True)))
 
 
@@ -425,7 +425,7 @@ def _rounded(values: NDArray[Any], array: ArrayOutline, box: Box) -> NDArray[Any
 
 
 def _remove_target(path: Path, chosen: SelectedSource) -> None:
-    """Remove what `replace` removes: a Zarr store and its journal, nothing else, and never what is to be read."""
+    """Remove the target for `replace`: a Zarr store and its journal, nothing else, and never the source."""
     if path.exists() and not is_zarr_group(path):
         raise WriteError(f"{path} is not a Zarr store, so it is not replaced; remove it yourself")
     read = [Path(p).resolve() for p in chosen.places if "://" not in p]
@@ -450,7 +450,7 @@ def _open_journal(path: Path, chosen: SelectedSource, arrays: Sequence[ArrayOutl
 
 
 def _check_began_here(path: Path, journal: ConversionJournal) -> None:
-    """Check what lies at the target of a conversion that goes on.  Raises: `WriteError` for another store."""
+    """Check the store at the target of a conversion that goes on.  Raises: `WriteError` for another store."""
     if not is_zarr_group(path):  # there is no store to replace
         return
     done = completeness_from_attrs(zarr_store_attrs(path))

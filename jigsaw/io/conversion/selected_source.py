@@ -68,7 +68,7 @@ class SelectedSource:
 
     @property
     def coordinates(self) -> list[StoredCoordinate]:
-        """All but the arrays to move: coordinates, their bounds, labels; stored whole."""
+        """Arrays that are stored whole: coordinates, their bounds, labels."""
         return [_as_coordinate(str(n), v) for n, v in self.data.variables.items() if n not in self.arrays]
 
     @property
@@ -139,7 +139,7 @@ class SelectedSource:
         return digest.hexdigest()
 
     def _seen_of_folders(self) -> list[StoreIdentity]:
-        """Look at a few chunks of each Zarr store on disk: nothing else tells one that was written anew."""
+        """Look at a few chunks of each Zarr store on disk, because only these show that a store was written again."""
 
         def tables_of(path: str) -> list[ArrayTable]:
             arrays = open_store(path, {"outside": self.outside}).arrays
@@ -197,7 +197,7 @@ def open_with_xarray(source: Any, engine: str | None = None, outside: Any = Fals
 
 
 def _checked_store(path: str, engine: str | None, outside: Any) -> str | WatchedStore:
-    """Return what to give to xarray for a path, before it opens it and reads coordinates.
+    """Return the store to give to xarray for a path, checked before xarray opens it and reads coordinates.
 
     A Zarr store then leads nowhere else, and others' code or references can do no harm.
     """

@@ -41,7 +41,7 @@ BATCHES_FORESEEN = 4
 
 @dataclass(frozen=True)
 class BatchTurn:
-    """The samples of one batch, the place that they were drawn at, and the loader's place once it was handed out.
+    """The samples of one batch, the loader's place before it, and its place after the batch was returned.
 
     `following` are the samples of each of the `BATCHES_FORESEEN` batches after it; fewer at the end of an epoch.
     """
@@ -53,7 +53,7 @@ class BatchTurn:
 
 
 class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
-    """Batches of a dataset; a subclass says how one is read (in the background, in order) and what it becomes."""
+    """Batches of a dataset; a subclass reads each (in the background, in order) and makes the batch of it."""
 
     _arrays = 1
     """Number of arrays that a batch is read into."""
@@ -115,7 +115,7 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
 
     @classmethod
     def _revive(cls, dataset: SamplesType, made_of: Mapping[str, Any], state: Mapping[str, int]) -> Self:
-        """Make an unpickled loader, at the place where it was pickled: in the middle of an epoch it goes on."""
+        """Make an unpickled loader, at the place where it was pickled, even within an epoch."""
         loader = cls(dataset, **made_of)
         loader.load_state_dict(state)
         return loader
@@ -139,10 +139,10 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
 
     @abstractmethod
     def _batch(self, turn: BatchTurn, block: LocalType) -> BatchType:
-        """Hand a batch out."""
+        """Make the batch that the user gets."""
 
     def _failed(self) -> None:
-        """Forget what a batch that has failed, here or on another rank, may have left."""
+        """Forget what a batch may have left that has failed, here or on another rank."""
 
     def _join(self) -> None:
         """Join the mesh before there are threads; once joined, do nothing."""
@@ -231,7 +231,7 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
             current.stop()
 
     def _read_or_refuse(self, turn: BatchTurn) -> tuple[BatchTurn, LocalType]:
-        """Read a batch; an error of this rank alone is told to the others, who raise it in place of their next one."""
+        """Read a batch; other ranks hear of an error of this rank alone, and raise it in place of their next batch."""
         before = self._engine.reads
         try:
             return turn, self._read(turn)
@@ -298,7 +298,7 @@ class DeviceCopier:
         return brought
 
     def hand_over(self, tensors: Sequence[Tensor]) -> None:
-        """Make them the computing thread's: their memory is not given to another copy while its stream uses it."""
+        """Hand tensors to the computing thread: no other copy gets their memory while that thread's stream uses it."""
         if self._stream is not None:
             for x in tensors:
                 x.record_stream(torch.cuda.current_stream(self._device))

@@ -43,7 +43,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def numpy_dtype_name(dtype: torch.dtype) -> str:
-    """Return the numpy dtype that values of a tile of floats are read as."""
+    """Return the numpy dtype in which values are read for a tile of a torch dtype."""
     return FLOAT_DTYPES[dtype_name(dtype)]
 
 
@@ -56,7 +56,7 @@ def checked_dtype(argument: str, dtype: str | torch.dtype, known: Collection[str
 
 
 class TileRecord:
-    """Dataclass of tiles and of facts about them, which moves where its tiles go."""
+    """Dataclass of tiles and facts about them, which `to` moves to another device."""
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return the same with its tiles on another device, or of another dtype, as `torch.Tensor.to` takes it."""
@@ -97,7 +97,7 @@ class MeshSamples(ABC, data.Dataset[Any]):
         """Return what this rank sees of what it reads, which all ranks must see alike."""
 
     def check_same_everywhere(self) -> None:
-        """Compare what the ranks have opened.  Ranks that share samples do so by themselves when they first read.
+        """Compare the datasets that the ranks have opened.  Ranks that share samples do so by themselves when they first read.
 
         *Sends*: with an axis `data`, less than a kilobyte to every rank of the mesh.
         *Raises*: `PeerError` for different stores, `ReadError` where one cannot be looked at; alike on every rank.
@@ -109,7 +109,7 @@ class MeshSamples(ABC, data.Dataset[Any]):
 
     @property
     def is_live(self) -> bool:
-        """True where it belongs to this process; an unpickled dataset does so only once it reads."""
+        """True once it has joined a mesh in this process; an unpickled dataset joins when it first reads."""
         return self.mesh is not None or self.device is None
 
     def device_mesh(self) -> DeviceMesh:
@@ -128,7 +128,7 @@ class MeshSamples(ABC, data.Dataset[Any]):
         return init_mesh(device=self.device, **dict(self.frame.axes))
 
     def changed(self, **fields: Any) -> Self:
-        """Return the same with other fields, on the mesh that this one has joined."""
+        """Return a copy with other attributes, on the mesh that this one has joined."""
         return replace(self, **({"mesh": vars(self).get("_joined", self.mesh)} | fields))
 
     def new_engine(self, threads: int | None = None) -> ReadEngine:

@@ -16,7 +16,7 @@ SplitRange = tuple[int, int]
 
 
 def split(dataset: Dataset, **ranges: Any) -> dict[str, Dataset]:
-    """Return datasets of the samples whose steps, inputs and targets, all lie inside a range of time, by its name.
+    """Return for each named range of time the dataset of the samples whose inputs and targets all lie within it.
 
     ``split(ds, train=("1979", "2015"), validation=("2016", "2016"), test=("2017", None))``: pairs or slices of dates,
     both ends included, or of step positions, the end excluded. Ranges may not overlap, so no step is in two of them.

@@ -144,7 +144,7 @@ def is_makani_array(name: str, scales: Sequence[str | None]) -> bool:
 
 
 def describe_makani_fields(tables: dict[str, ArrayTable], url: str) -> None:
-    """Say of the coordinates of every `fields` what makani leaves unsaid: their dims and units.
+    """Set the dims and units of the coordinates of every `fields`, which makani leaves out.
 
     Raises: `GridError` where one is of another length than its dim.
     """

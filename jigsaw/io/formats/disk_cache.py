@@ -100,7 +100,7 @@ class _CachedTables(Mapping[str, ArrayTable]):
 
 
 class _CachedFiles:
-    """`StoreFiles` whose answers are kept on disk: a file an answer, named by its object and what was asked of it."""
+    """`StoreFiles` that keep each answer in a file on disk, named by the object and the request."""
 
     def __init__(self, files: StoreFiles, answers: KeptAnswers) -> None:
         self._files, self._answers = files, answers

@@ -146,7 +146,7 @@ class _Hdf5Opening:
         return self._tables
 
     def _walk(self, source: Hdf5File, group: Any, prefix: str, visited: VisitedGroups) -> Iterator[_FoundDataset]:
-        """Yield every dataset below a group; a group that several links lead to counts once, by its first hard link."""
+        """Yield every dataset below a group; a group with several links is listed once, by its first hard link."""
         visited.add((source.path, _object_address(group)))
         for name in group:
             link = group.get(name, getlink=True)
@@ -424,7 +424,7 @@ class Hdf5Dims:
                     self._lengths[path] = max(size, self._lengths.get(path, 0))
 
     def names(self, dataset: Any) -> tuple[str, ...]:
-        """Return the names of a dataset's dims; those that share one scale are told apart by position."""
+        """Return the names of a dataset's dims; names of dims that share a scale get their position as a suffix."""
         scales = [None if path is None else _last_name(path) for path in self._scales(dataset)]
         if is_makani_array(_last_name(dataset.name), scales):
             return MAKANI_DIMS

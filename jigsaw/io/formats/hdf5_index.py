@@ -55,7 +55,7 @@ _was_enabled = False
 
 
 class Hdf5File:
-    """One HDF5 file: its bytes through `files`, its metadata through h5py; both of the file as it was when opened.
+    """One HDF5 file: bytes come through `files`, metadata through h5py, and a file that has changed since is refused.
 
     `cache` is the folder of indices, or None.
 

@@ -352,7 +352,7 @@ class _JoinedFiles:
         )
 
     def _refused(self, table: ArrayTable, why: str) -> ArrayTable:
-        """Return an array that is listed, and refused where it is asked for."""
+        """Return an array that is listed, and refused when it is read."""
 
         def refuse(box: Box) -> NDArray[Any]:
             raise GridError(why)

@@ -103,7 +103,7 @@ class FetchAhead:
                 self._let_go(group, {job})
 
     def drop(self, plan: ReadPlan) -> None:
-        """Fetch nothing more for a plan; nobody waits for its requests under way."""
+        """Fetch nothing more for a plan; results of its requests under way are dropped."""
         with self._lock:
             groups = self._groups.pop(plan, {})
             if any(not group.started for group in groups.values()):
@@ -143,7 +143,7 @@ class FetchAhead:
 
 
 def _fetch_group(group: _FetchGroup) -> None:
-    """Fetch what a group's jobs need, unless nobody wants it any more."""
+    """Fetch what a group's jobs need, unless the group was dropped."""
     if group.promise.cancelled():
         return
     waiting = while_waited_for(lambda: not group.promise.cancelled())

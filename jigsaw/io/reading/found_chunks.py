@@ -42,7 +42,7 @@ _SIZES_LOOKED_AT = 8
 
 
 class ReaderKinds:
-    """Readers of a chunk, those that need the same of it as one kind: `of` says of which of the `number` each is.
+    """Kinds of readers of a chunk, `number` in all: those that need the same part. `of` has each one's kind.
 
     A few kinds stand for thousands of ranks. On a chunk of the whole globe all 64 ranks along a latitude may need the
     same blocks.
@@ -278,7 +278,7 @@ class FoundArray:
         return LoadsAlone.of(kinds, size, frame.count_parts(runs, firsts, table.places.files.gap))
 
     def _able_alone(self, chunk: ChunkIndex) -> NDArray[np.intp]:
-        """Return the readers, by their places, for which the geometry says that a part of a chunk may be enough."""
+        """Return places of the readers for which a part of a chunk may be enough, by geometry."""
         readers, finder = self.readers[chunk], self.finder
         key = "able", finder.least_left_out
         if key not in readers.memo:

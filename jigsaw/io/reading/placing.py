@@ -35,7 +35,7 @@ CONVERTED_BYTES = 1 << 19
 
 
 class RefusedValueError(Exception):
-    """A value that the sample cannot have, missing or too large, in which of several chunks; the caller says where."""
+    """A value that the sample cannot have, missing or too large, and the number of its chunk."""
 
     def __init__(self, is_missing: bool, chunk: int = 0) -> None:
         self.is_missing, self.chunk = is_missing, chunk
@@ -296,7 +296,7 @@ def pack_box(chunk: AnyArray, box: ChunkBox) -> ByteArray:
 
 
 def box_when_packed(box: ChunkBox) -> ChunkBox:
-    """Return the same box in the coordinates of what `pack_box` made of the chunk."""
+    """Return the same box in the coordinates of the array that `pack_box` packed."""
     dims: list[tuple[TakenRows, ...]] = []
     for runs in box.runs:
         starts = [sum(r.length for r in runs[:i]) for i in range(len(runs))]
@@ -325,12 +325,12 @@ class BoxParcels:
 
     @property
     def are_any(self) -> bool:
-        """True where any rank sends some: the same on every rank."""
+        """True where any rank sends boxes; the same on every rank."""
         jobs, hosts = self._plan.shared, self._peers.hosts
         return any(hosts[job.owner] != hosts[m] for job in jobs if job.owner != NO_OWNER for m in job.readers)
 
     def pack(self, job: ChunkJob, number: int, values: AnyArray) -> None:
-        """Keep what others need of a chunk, under the job's number, until all go out together."""
+        """Keep the boxes that others need of a chunk, under the job's number, until all are sent together."""
         # in the loading threads: each (reader, number) is stored by one of them, and by no other.  Chunks are not cut
         # into sections where ranks are on several machines, so all boxes of a job are here at once
         for reader in job.readers:
@@ -338,7 +338,7 @@ class BoxParcels:
                 self._packed[reader, number] = [pack_box(values, box) for box in self._plan.boxes(job, reader)]
 
     def make_room(self) -> None:
-        """Make room for what goes and for what comes: what fails for lack of memory fails before the others wait."""
+        """Allocate memory to send and to receive, so that lack of memory fails before other ranks wait."""
         # Sorted by (reader, number): threads have packed in any order, and an all-to-all wants what goes to rank 0
         # first.  The receiver walks `plan.shared`, by owner, in the same order of numbers, and both take the boxes of a
         # job as `plan.boxes` has them.

@@ -198,7 +198,7 @@ class RunningRead:
         return False
 
     def _todo(self) -> Iterator[Callable[[], None]]:
-        """Yield what this rank loads, with what others wait for first."""
+        """Yield the loads of this rank, those that other ranks wait for first."""
         # As many lanes as threads, so all are under way at once. They have to be: an idle lane would keep a place lower
         # than those that the others wait for.
         for lane in range(self.rank.threads):
@@ -356,7 +356,7 @@ class RunningRead:
             row.decoded_bytes += loaded.decoded
 
     def _check_missing(self, section: ChunkSection) -> None:
-        """Count the request that a far store needs to show that a chunk is missing; a near one says so beforehand."""
+        """Count the request by which a far store shows that a chunk is missing; a near store is asked beforehand."""
         job = section.job
         ref = self.plan.ref(job.array, job.chunk)
         if ref is not None and ref.length is not None:
@@ -386,7 +386,7 @@ class RunningRead:
             raise finder.missing_error(job.chunk, more * (lacking > 1))
 
     def _take_published(self) -> None:
-        """Take this rank's boxes out of the slots, whichever is shown first."""
+        """Take this rank's boxes out of the slots, in the order in which sections are shown."""
         if self.arena is None:
             return
         arena, slots = self.arena, self.slots
