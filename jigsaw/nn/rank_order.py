@@ -110,7 +110,7 @@ PeerRows = tuple[tuple[int, Tensor], ...]
 
 @lru_cache(maxsize=256)
 def _row_trades(source: CutGroup, target: CutGroup, layout: Layout, coord: MeshCoordinate) -> tuple[PeerRows, PeerRows]:
-    """Return (peer, local rows) that this rank gives, and (peer, places) where it puts what it gets.
+    """Return (peer, local rows) that this rank sends, and (peer, places) at which it puts received rows.
 
     Example: the tokens above are cut anew as 0:4, 4:8, 8:12, 12:16.  Rank 1 has 2, 3, 6, 7 and is to have 4 to 7.  It
     gives rank 0 its rows 0 and 1 (2 and 3). It puts the rows from there (4 and 5) at places 0 and 1, and keeps 6 and 7.
@@ -130,7 +130,7 @@ def _row_trades(source: CutGroup, target: CutGroup, layout: Layout, coord: MeshC
 
 
 def _shared_positions(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positions in `a` and `b` of the rows in both, by ascending row: the order of a message."""
+    """Return the positions in `a` and in `b` of the rows that are in both, by ascending row: the order of a message."""
     # in ascending order, so that both sides find the same order without a message
     order_a, order_b = a.argsort(), b.argsort()
     in_a, in_b = torch.isin(a[order_a], b), torch.isin(b[order_b], a)

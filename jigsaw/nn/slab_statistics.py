@@ -38,7 +38,7 @@ class SlabStatistic:
 
 
 class SlabPaused(BaseException):
-    """Raised where a slab comes to a statistic that is not known yet; `part` is the slab's share in it."""
+    """Raised where a slab needs a statistic that is not known yet; `part` is the slab's share of it."""
 
     def __init__(self, part: MomentsPart | KeysPart) -> None:
         super().__init__(part)
@@ -201,7 +201,7 @@ def _tokens_of_all(slabs: Sequence[Tile], axes: Sequence[str], mesh: DeviceMesh 
 
 
 class _WithGradients(torch.autograd.Function):
-    """Function that returns `y` unchanged; backward, `others` get `gradients`, which come from elsewhere."""
+    """Function that returns `y` unchanged; in the backward pass `others` get `gradients`, computed elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, gradients: tuple[Tensor, ...], *others: Tensor) -> Tensor:

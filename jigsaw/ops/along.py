@@ -91,7 +91,7 @@ def _answer_sort(function: Any) -> None:
 
 
 def _in_order_of(input: Tile, out: Any) -> Any:
-    """Return results of a sort in the order of the input's dims, as torch's, wherever rows were brought for it."""
+    """Return results of a sort in torch's memory order, wherever rows were brought for the sort."""
     if not is_whole_contiguous(input):
         for tile in tiles_in((out,)):
             with_order(tile, whole_strides(input))
@@ -213,7 +213,7 @@ def segment_reduce(
 
 
 def empty_rows(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return no rows that stay in the graph of a tensor without any, because other ranks wait for its gradient."""
+    """Return empty rows that stay connected to the graph, because other ranks wait for this rank's backward pass."""
     return x.new_zeros(shape) + x.sum(dtype=x.dtype)
 
 

@@ -187,7 +187,7 @@ class ApartCopy:
                 del tile.__dict__["local"]
 
     def _made_again(self, asked: Tile) -> Tensor:
-        """Return the local tensor of a tile of this copy, made anew from its source, as those of all others.
+        """Return the local tensor of a tile of this copy, made again from its source, like all its other tiles.
 
         *Sends*: the rows that moved.
         """
@@ -246,7 +246,7 @@ def _is_at_hand(source: Layout, target: Layout) -> bool:
 
 
 def _copies_of(memory: Any) -> list[ApartCopy]:
-    """Return the copies that were made of some memory."""
+    """Return the copies that were made of a memory."""
     return list(getattr(memory, _COPIES, ()))
 
 
@@ -399,7 +399,7 @@ def _after_change(changed: Sequence[Tensor], out: Any) -> Any:
 
 
 def carry_change(local: Tensor) -> None:
-    """Carry a write to a tensor on: to the rows that it is a copy of, and to copies of it."""
+    """Carry a write to a tensor on to the rows that it is a copy of, and to copies of it."""
     copy = apart_mark(local)
     if isinstance(copy, ApartCopy):
         copy.write_back(local)

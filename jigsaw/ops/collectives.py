@@ -57,7 +57,7 @@ def _run_collective(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _gather_copies(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-    """Copy the tile to each place of the list, as ranks that gather a tensor that they all have; metrics do this."""
+    """Copy the tile to each place of the list, because all ranks have the same tensor; metrics gather like this."""
     for place in tensor_list:
         place.copy_(tensor)
     return finished_work(tensor) if async_op else None

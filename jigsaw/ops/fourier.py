@@ -190,7 +190,7 @@ def _visited_dim(x: Layout, dims: Sequence[int], enough: bool) -> int | None:
 
 
 def _busiest_share(x: Layout, dim: int, axes: Sequence[str]) -> float:
-    """Return how many times the mean the busiest rank would hold, were `dim` cut by `axes` as well."""
+    """Return the busiest rank's rows as a multiple of the mean, if `axes` also cut `dim`."""
     pieces = x.dim(dim)[0].pieces * math.prod(x.size_of(a) for a in axes)
     return -(-x.shape[dim] // pieces) * pieces / max(x.shape[dim], 1) or float(pieces)
 
@@ -284,7 +284,7 @@ _SMALL, _WIDER = 4, {torch.float16: torch.float32, torch.bfloat16: torch.float32
 
 
 def _small_length(kind: TransformKind, is_last: bool, rows: int, length: int) -> int:
-    """Return the length of a transform of `_SMALL` rows that cuts them off, or adds some, as one of `rows` does."""
+    """Return the length of a small transform that crops or pads `_SMALL` rows as the real one does its rows."""
     is_half = kind.takes_half and is_last
     takes = rows if length == -1 else length // 2 + 1 if is_half else length
     small = _SMALL + (takes > rows) - (takes < rows)

@@ -74,7 +74,7 @@ def _missing_axes(layout: Layout, of: Layout) -> list[str]:
 
 
 def as_whole_tensor(value: Any) -> Any:
-    """Return a tile as a plain tensor, others as they are.  *Sends*: the rows of a cut tile, to every rank."""
+    """Return a tile as a plain tensor, other values unchanged.  *Sends*: the rows of a cut tile, to every rank."""
     return value.full_tensor() if isinstance(value, Tile) else value
 
 

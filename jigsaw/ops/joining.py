@@ -74,7 +74,7 @@ def _cuts_in_join(layouts: Sequence[Layout | None], sizes: Sequence[int], at: in
 
 
 def _without_other_order(t: Any, at: int) -> Any:
-    """Return a tile that is cut along `at` with its rows there in one interval a rank, without halo."""
+    """Return a tile cut along `at` so that each rank has one interval of rows there, without halo."""
     if not isinstance(t, Tile) or not (t.layout.is_cut(at) or any(c.has_halo for c in t.layout.dim(at))):
         return t
     return with_contiguous_dim(t.owned(), at)

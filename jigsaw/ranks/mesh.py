@@ -143,7 +143,7 @@ def _agree_on_mesh(axes: dict[str, int], device: str) -> None:
 
 
 def _said_by_ranks(words: str) -> str:
-    """Return the different words of ranks, each with the first rank that says them. Collective over the job."""
+    """Return the different statements of ranks, each with the first rank that makes it. Collective over the job."""
     group = _world_group()
     padded = words.encode()[:_LONGEST_WORDS].ljust(_LONGEST_WORDS)
     own = torch.tensor(list(padded), dtype=torch.uint8, device=device_of_values(group))
@@ -201,7 +201,7 @@ def _let_wait(group: dist.ProcessGroup, device: str, limit: timedelta) -> None:
 
 
 def _with_the_rest(axes: dict[str, int], ranks: int) -> dict[str, int]:
-    """Return the axes with sizes for all ranks, that of -1 computed; those of a single rank where there are none."""
+    """Return the axes with their sizes, -1 computed; without axes, those of a single rank."""
     if not axes:
         if ranks == 1:
             return {DATA_AXIS: 1}

@@ -201,7 +201,7 @@ def _unchanged(self: Any, tensors: Any = (), *_: Any, **__: Any) -> dist.Work:
 
 @torch.no_grad()
 def _filled(self: Any, results: Any, values: Any, *_: Any, **__: Any) -> dist.Work:
-    """Fill every tensor among `results` with the one of `values` in its place, in its own shape."""
+    """Fill every tensor among `results` with its counterpart among `values`, in its own shape."""
     targets, sources = pytree.tree_leaves(results), pytree.tree_leaves(values)
     if len(targets) != len(sources):
         raise OneProcessError(

@@ -111,7 +111,7 @@ def first_failure() -> str:
 
 
 def _asked_of_store(read: Callable[[dist.Store], str]) -> str:
-    """Return what this reads of the store; where the store is gone, what the watch has read, or that it is gone."""
+    """Return the words that `read` finds in the store; if it is gone, those that the watch last read, or say so."""
     watch = _watch
     if watch is None:
         return ""
@@ -158,7 +158,7 @@ def _read_others(store: dist.Store, kind: str, others: Sequence[int], message: s
 
 
 def _read_status(store: dist.Store, rank: int, asked: int) -> dict[str, Any] | None:
-    """Return what a rank said of itself; None where it has not since that question was asked."""
+    """Return the status that a rank wrote; None if it wrote none since that question was asked."""
     if not store.check([f"{_FOLDER}/{rank}"]):
         return None
     status = json.loads(store.get(f"{_FOLDER}/{rank}"))
@@ -227,7 +227,7 @@ class _WaitWatch(threading.Thread):
                 return
 
     def _look(self) -> None:
-        """Ask the store: every half second while this rank waits, and else seldom, because a job may have many."""
+        """Ask the store every half second while this rank waits, and otherwise seldom: a job may have many ranks."""
         now = time.monotonic()
         waits = sorted(_open_waits.items(), key=lambda thread_and_wait: thread_and_wait[1].since)
         age = now - waits[0][1].since if waits else 0.0
@@ -290,7 +290,7 @@ def _end_watch() -> None:
 
 
 def _tell_failure(hook: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Write to the store what ends this rank, then show it."""
+    """Write the error that ends this rank to the store, then show it."""
     watch = _watch
     if watch is not None and dist.is_initialized() and issubclass(kind, Exception):
         _within(_STORE_SECONDS, lambda: _write_end(watch.store, f"rank {job_rank()}: {kind.__name__}: {error}"))

@@ -78,7 +78,7 @@ _patches: list[Callable[[], None]] = []
 
 
 def at_first_tile(patch: Callable[[], None]) -> Callable[[], None]:
-    """Do it when the process makes its first tile: a change of torch that only tiles need."""
+    """Register a change of torch that only tiles need, to be made with the process' first tile."""
     _patches.append(patch)
     return patch
 
@@ -452,7 +452,7 @@ class TensorShell(_TensorBase):
         return self.local, state["layout"], state["mesh"]
 
     def _attributes(self) -> dict[str, Any]:
-        """Return what others have set on the tile, as on any tensor."""
+        """Return the attributes that others have set on the tile, as on any tensor."""
         return {name: value for name, value in self.__dict__.items() if name not in _STATE}
 
     # -- a number, an array -------------------------------------------------------------------------------------------

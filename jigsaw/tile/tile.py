@@ -143,7 +143,7 @@ _NOT_GIVEN = object()
 
 
 def _as_argument(value: Any) -> Any:
-    """Return an array of numpy's that meets a tile as a plain tensor, which is whole."""
+    """Return a NumPy array that meets a tile as a plain tensor, which is whole."""
     if isinstance(value, Tile):
         value.check_no_history()
     elif type(value) in table.plain_readers:

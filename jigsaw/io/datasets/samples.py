@@ -97,7 +97,7 @@ class MeshSamples(ABC, data.Dataset[Any]):
         """Return what this rank sees of what it reads, which all ranks must see alike."""
 
     def check_same_everywhere(self) -> None:
-        """Compare the datasets that the ranks have opened.  Ranks that share samples do so by themselves when they first read.
+        """Compare what all ranks opened.  Ranks that share samples compare it again when they first read.
 
         *Sends*: with an axis `data`, less than a kilobyte to every rank of the mesh.
         *Raises*: `PeerError` for different stores, `ReadError` where one cannot be looked at; alike on every rank.

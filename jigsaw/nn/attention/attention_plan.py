@@ -122,7 +122,7 @@ def _have_blocks_of(group: CutGroup, keys: CutGroup) -> bool:
 
 
 def heads_of_keys(plan: AttentionPlan, shapes: Shapes) -> Cut | None:
-    """Return the dim of heads that ranks could share out, in the count of the keys; None where there is none."""
+    """Return the dim of key heads that ranks could share out; None where there is none."""
     head = plan.labels[1][-3:-2]
     if not head or min(map(len, shapes)) < 3 or len(plan.cuts.cuts[head[0]]) > 1:
         return None

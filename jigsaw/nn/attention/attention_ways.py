@@ -113,7 +113,7 @@ def _axes_of_share(
 
 @dataclass(frozen=True)
 class SplitAxes:
-    """Axes of the tokens once each goes one way: those of the heads, and the parts of the axes that went both."""
+    """Axes of the tokens, each going to heads or to rings; an axis that went both ways has become two."""
 
     heads: tuple[str, ...]
     parted: tuple[tuple[str, AxisSizes], ...]
@@ -254,7 +254,7 @@ def _most_heads(sizes: AttentionSizes, ranks: int) -> int:
 
 
 def _bytes_by_heads(sizes: AttentionSizes, shares: Sequence[int], ranks: int) -> int:
-    """Return the bytes that give each rank its share of the heads, of which there are `ranks`, and that go back."""
+    """Return the bytes that bring each of `ranks` ranks its share of the heads, and take the result back."""
     heads = [b - a for a, b in pairwise(cut_points(sizes.key_heads, ranks))]
     # for its tokens, a rank sends heads that are not its share and gets their y back: over all, as many bytes as q
     moved = sum(
@@ -380,5 +380,5 @@ def attention_way(way: AttentionWay | None) -> Generator[None]:
 
 
 def said_attention_way() -> AttentionWay | None:
-    """Return the way that the innermost `attention_way` says."""
+    """Return the way that the innermost `attention_way` sets."""
     return _said[-1]

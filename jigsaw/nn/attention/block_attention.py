@@ -18,7 +18,7 @@ from jigsaw.torch_internals.dispatch import CPU_ATTENTION, CPU_ATTENTION_BACKWAR
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Some rows of queries and columns of keys, those at the global places `at`, and what happens to their scores."""
+    """Some rows of queries, the keys at the global places `at`, and the masks and factors of their scores."""
 
     rows: slice
     columns: slice
@@ -115,7 +115,7 @@ def block_gradients(
 
 
 def _in_four_dims(x: Tensor, batch: torch.Size) -> Tensor:
-    """Return x with two batch dims and with the elements of a row side by side, which the kernel takes for granted."""
+    """Return x with two batch dims and contiguous rows, which the kernel assumes."""
     x = x.expand(*batch, *x.shape[-2:]).reshape(math.prod(batch[:-1]), *(batch[-1:] or (1,)), *x.shape[-2:])
     return x if x.stride(-1) == 1 else x.contiguous()
 

@@ -57,7 +57,7 @@ from jigsaw.ops.random_numbers import chances_at
 
 @dataclass(frozen=True)
 class KeyRing:
-    """A ring as one of its ranks sees it: how the tokens of the keys are cut, and where each rank is."""
+    """A ring as one of its ranks sees it: the cut of the keys' tokens, and the place of each rank."""
 
     keys: CutGroup
     layout: Layout
@@ -112,7 +112,7 @@ class LastRowSwap:
 
 @dataclass(frozen=True)
 class QueryMirror:
-    """Swap of queries with a rank of a ring, and global `places` of those here then: own first ones, its last."""
+    """Swap of queries with a rank of a ring. `places` are the global places of the queries that are here then."""
 
     swap: LastRowSwap
     places: tuple[Tensor, Tensor]
@@ -203,7 +203,7 @@ class _RingCall(NamedTuple):
 
 
 class _SeenBlock(NamedTuple):
-    """Rows of queries and the keys that they see, with their places; `order`: the queries', where it hides some."""
+    """Rows of queries, and the keys that they see; `order` are the queries' places where these hide keys."""
 
     rows: slice
     columns: slice

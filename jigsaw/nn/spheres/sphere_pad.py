@@ -136,7 +136,7 @@ class SpherePad(nn.Module):
         return x.index_select(-1, torch.arange(-left, nlon + right, device=x.device) % nlon)
 
     def _rows_beyond(self, n: int, lat: DerivedCut) -> tuple[list[Interval], list[Interval]]:
-        """Return the rows that show, turned, what each piece holds beyond the first pole, and beyond the last."""
+        """Return the rows that, turned, fill each piece's rows beyond the first pole, and beyond the last."""
         top, (first, last) = self.padding[2], map(int, self.at_pole)
         held = [(start - top, stop - top) for start, stop in lat.out.held]
         north = [(first - min(stop, 0), first - start) if start < min(stop, 0) else (0, 0) for start, stop in held]

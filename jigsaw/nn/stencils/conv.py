@@ -46,7 +46,7 @@ from jigsaw.tile.tile import Tile, implements_torch
 
 
 def convolve(input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometry) -> Tile:
-    """Return `input` convolved with `weight`, plus `bias`; the functions and modules of this file are its names.
+    """Return `input` convolved with `weight`, plus `bias`; all functions and modules of this file come here.
 
     *Shapes*: ``[batch, channel, *space]`` or ``[channel, *space]``, global as in torch.  A spatial dim that is cut at p
     is cut at ceil(p / stride) afterwards (about p x stride, transposed). So multiples of the stride stay aligned.  Rows

@@ -225,7 +225,7 @@ def split_dim(cut: Cut, rule: StencilWindow, derived: DerivedCut, piece: int, wr
 
 
 def _covering_padding(rule: StencilWindow, box: Interval, need: Interval) -> tuple[int, int]:
-    """Return the op's even padding that covers `need`, and how many output rows more that makes below."""
+    """Return the op's symmetric padding that covers `need`, and how many more output rows it makes below."""
     below, above = box[0] - need[0], need[1] - box[1]
     skip = max(ceil_div(above - below, rule.stride), 0)
     return below + skip * rule.stride, skip

@@ -72,7 +72,7 @@ class ResampledDim(FrozenValue):
 
     @property
     def is_regular(self) -> bool:
-        """True where a block, cut out at a multiple of the ratio, interpolates by itself as it does in the whole."""
+        """True where a block that begins at a multiple of the ratio interpolates alone as it does within the whole."""
         p, _ = self.ratio
         has_ratio = self.scale is None and not self.antialias and p <= _LARGEST_DENOMINATOR
         return has_ratio and not (self.align_corners and self.n != self.m)
