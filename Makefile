@@ -127,6 +127,7 @@ LAW_PARTS := tests/comm tests/parallel tests/stages tests/checkpoint tests/test_
 	tests/io/test_boundary.py tests/io/test_engine.py tests/io/test_first_layer.py tests/io/test_loader.py tests/io/test_stats.py
 test-law: setup ## tests of messages by NCCL's law: no tags, each communicator in the order of posting, on CPUs
 	JIGSAW_TEST_BACKEND=ordered $(BIN)/$(PYTEST) -m "not slow" $(LAW_PARTS)
+	JIGSAW_TEST_BACKEND=ordered $(BIN)/$(PYTEST) -m "slow and not nightly" tests/test_composed.py tests/stages tests/nn/test_experts.py tests/nn/test_ring_attention.py
 
 nightly: setup ## the tests that take longest, one at a time: many ranks, benchmarks beside others, a search by coverage
 	$(BIN)/python -m pytest -m nightly

@@ -18,7 +18,7 @@ from jigsaw.dryrun.pipeline_estimate import balanced_stages
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS, PIPE_AXIS
 from jigsaw.nn.weights import is_dtensor
-from jigsaw.parallel.channel_parallel import TensorPlan, found_tensor_plan, planned_layers
+from jigsaw.parallel.channel_parallel import TensorPlan, completed_plan, planned_layers
 from jigsaw.parallel.gradients import has_gradient_hooks
 from jigsaw.parallel.parallelize import reduced_at_end
 from jigsaw.parallel.sharding import ShardingOptions, WeightSharding
@@ -124,9 +124,8 @@ def pipeline(
                 "plain model and let pipeline cut its weights, with shard_weights=True or an axis 'channel'"
             )
 
-    if tensor is None:
-        in_tensor = comm.rank_count(stage_mesh, channel)
-        tensor = found_tensor_plan(model, in_tensor, example, **dict(example_kwargs or {})).plan
+    by_name = dict(example_kwargs or {})
+    tensor, _ = completed_plan(model, tensor, comm.rank_count(stage_mesh, channel), example, **by_name)
     planned = planned_layers(model, tensor)
     example_inputs = _example_inputs(example, example_kwargs)
 

@@ -414,3 +414,18 @@ def test_variables_are_nouns():
     }
     unclear = {str(file.relative_to(ROOT)): sorted(_unclear_variables(_tree(file))) for file in SOURCES}
     assert not {name: words for name, words in unclear.items() if words}
+
+
+CLOCKS_OF_THE_DAY = {("time", "time"), ("datetime", "now"), ("datetime", "utcnow"), ("date", "today")}
+
+
+def test_no_clock_of_the_day_decides():
+    """Those of hosts differ, and are set back; waits count by `time.monotonic`."""
+    asked = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in SOURCES
+        for node in ast.walk(_tree(file))
+        if isinstance(node, ast.Attribute)
+        and (getattr(node.value, "id", getattr(node.value, "attr", "")), node.attr) in CLOCKS_OF_THE_DAY
+    ]
+    assert not asked

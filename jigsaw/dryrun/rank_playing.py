@@ -31,7 +31,7 @@ from jigsaw.geometry.layout import AxisSizes, Layout, LayoutSpec
 from jigsaw.ops.into_torch.whole_tensor import hearing_costs
 from jigsaw.ops.meeting.common_cuts import REALIGN_KIND, RECUT_KIND
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, hearing_repeats
-from jigsaw.parallel.channel_parallel import TensorPlan, found_tensor_plan, planned_layers
+from jigsaw.parallel.channel_parallel import TensorPlan, completed_plan, planned_layers
 from jigsaw.parallel.gradients import local_part
 from jigsaw.parallel.parallelize import parallelize, reduced_at_end, reducer_of
 from jigsaw.parallel.sharding import ShardingOptions
@@ -173,9 +173,9 @@ def _play_step(
 ) -> None:
     model, dtype = prepared_model(plan, mesh, played)
     inputs = prepared_inputs(plan, stage_mesh, dtype)
-    if plan.tensor is None:
-        pairs = found_tensor_plan(model, dict(axes_of_mesh(mesh)).get(CHANNEL_AXIS, 1), tuple(inputs))
-        plan, played.unpaired = replace(plan, tensor=pairs.plan), pairs.reasons
+    in_tensor = dict(axes_of_mesh(mesh)).get(CHANNEL_AXIS, 1)
+    tensor, pairs = completed_plan(model, plan.tensor, in_tensor, tuple(inputs))
+    plan, played.unpaired = replace(plan, tensor=tensor), pairs.reasons
     for module in checkpointed_modules(model, plan.checkpoint):
         module.forward = partial(run_checkpointed, module.forward, use_reentrant=False)
     stages = None if stage_mesh is mesh else PlayedStages(plan, model, mesh, stage_mesh)

@@ -33,7 +33,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from glob import escape
 from typing import Any, cast
 
 import torch
@@ -57,6 +59,8 @@ from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals.placements import shard_of_parts
 
 TensorPlan = Mapping[str, str]
+FOUND = "found"
+"""Word of a plan for layers whose cuts a run on paper finds."""
 PlannedCut = str  # "column", "3 columns", "row", "gathered" or "whole"
 
 _OWN_WORDS: dict[str, PlannedCut] = {"column": "column", "row": "row", "gathered": "gathered", "whole": "whole"}
@@ -223,6 +227,28 @@ def found_tensor_plan(model: nn.Module, ranks: int, example: Any = None, **by_na
     return find_pairs(model, candidates, ranks, (by_place, by_name) if by_place or by_name else None)
 
 
+def completed_plan(
+    model: nn.Module, plan: TensorPlan | None, ranks: int, example: Any = None, **by_name: Any
+) -> tuple[TensorPlan, FoundPairs]:
+    """Return a plan with what it leaves to be found, and all that was found; without a plan that is everything."""
+    if plan is not None and FOUND not in plan.values():
+        return plan, FoundPairs()
+    pairs = found_tensor_plan(model, ranks, example, **by_name)
+    completed: dict[str, str] = {}
+    reasons = dict(pairs.reasons)
+    for pattern, word in ({"*": FOUND} if plan is None else plan).items():
+        names = list(_layers_named(model, pattern, word))
+        if word == FOUND:
+            cuts = {escape(name): pairs.cuts[name] for name in names if name in pairs.cuts}
+        else:
+            cuts = {pattern: word}
+            reasons = {name: why for name, why in reasons.items() if name not in names}
+        for name, cut in cuts.items():
+            completed.pop(name, None)  # of two patterns the later one counts
+            completed[name] = cut
+    return completed, replace(pairs, reasons=reasons)
+
+
 def planned_layers(model: nn.Module, plan: TensorPlan) -> dict[nn.Module, PlannedCut]:
     """Return the layers that `plan` names by patterns of `fnmatch`; of two patterns the later one counts.
 
@@ -235,17 +261,21 @@ def planned_layers(model: nn.Module, plan: TensorPlan) -> dict[nn.Module, Planne
             raise ShardingError(
                 f"tensor={{{pattern!r}: {word!r}}}: a layer is cut as 'column' (its output channels, "
                 f"which stay cut), '2 columns' (two parts side by side, each cut so), 'gathered' (gathered after it) "
-                f"or 'row' (its input channels), or stays 'whole'; use one of these words, or of "
+                f"or 'row' (its input channels), stays 'whole', or is {FOUND!r} on paper; use one of these words, or of "
                 f"{', '.join(_WORDS_OF_TRANSFORMERS)}"
             )
-        layers = {name: layer for name, layer in model.named_modules() if fnmatchcase(name, pattern)}
-        if not layers:
-            raise ShardingError(
-                f"tensor={{{pattern!r}: {word!r}}}: no module has such a name; "
-                f"model.named_modules() lists the names, and '*' stands for any part of one"
-            )
-        planned |= dict.fromkeys(layers.values(), cut)
+        planned |= dict.fromkeys(_layers_named(model, pattern, word).values(), cut)
     return planned
+
+
+def _layers_named(model: nn.Module, pattern: str, word: str) -> dict[str, nn.Module]:
+    layers = {name: layer for name, layer in model.named_modules() if fnmatchcase(name, pattern)}
+    if not layers:
+        raise ShardingError(
+            f"tensor={{{pattern!r}: {word!r}}}: no module has such a name; "
+            f"model.named_modules() lists the names, and '*' stands for any part of one"
+        )
+    return layers
 
 
 def _check_planned(name: str, layer: nn.Module, cut: str, ranks: int, is_able: bool) -> None:

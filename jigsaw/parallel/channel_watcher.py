@@ -20,7 +20,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from glob import escape
 from typing import Any
 
 import torch
@@ -68,10 +67,11 @@ class FoundPairs:
     reasons: dict[str, str] = field(default_factory=dict[str, str])
     failure: str = ""
 
-    @property
-    def plan(self) -> dict[str, str]:
-        """The cuts as a plan of `parallelize`, whose names are patterns."""
-        return {escape(name): cut for name, cut in self.cuts.items()}
+
+RESULT_HAS_THEM = (
+    "the model's result has them, so they are gathered; tensor={'*': 'found', LAYER: 'column'} leaves them cut, for a "
+    "loss that takes cut classes"
+)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class ChannelWatcher(TorchFunctionMode):
     def end(self, out: Any) -> None:
         with without_modes():
             for x in pytree.tree_leaves(out):
-                self._give_up(x, "the model's result has them")
+                self._give_up(x, RESULT_HAS_THEM)
         self._alive = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -228,7 +228,7 @@ class ChannelWatcher(TorchFunctionMode):
         return [x for x in pytree.tree_leaves(func(numbers, *args[1:], **kwargs)) if isinstance(x, Tensor)]
 
     def join(self, func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> list[Tensor]:
-        parts = [self.numbers_of(x) for x in args[0]]
+        parts = [self.numbers_of(x) for x in args[0] if x.numel()]  # caches of keys and values begin empty
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % outs[0].ndim
         known = [n for n in parts if n is not None]
         if len(known) < len(parts):

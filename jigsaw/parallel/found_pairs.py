@@ -23,8 +23,8 @@ def find_pairs(
 ) -> FoundPairs:
     """Return the columns and rows among the layers that `able` names.
 
-    `example` has the arguments of a call.  Without it the model, or where that raises its parts, are called with
-    tokens, images or indices of the size that their first layer takes.
+    `example` has the arguments of a call.  Without it the model is called with tokens, images or indices of the size
+    that its first layer takes.  Where that raises, its parts are called so, also after an example.
     """
     if not able:
         return FoundPairs()
@@ -44,6 +44,8 @@ def find_pairs(
                     _call_parts(watcher, "", bare, able)
                 else:
                     failure = _call_on_paper(watcher, bare, *pytree.tree_map(_bare_input, example))
+                    for child, module in bare.named_children() if failure else ():
+                        _call_parts(watcher, child, module, able)
             pairs = replace(watcher.pairs(), failure=failure)
             if whole >= watcher.too_few:
                 break
@@ -90,7 +92,8 @@ def _likely_arguments(part: nn.Module) -> Iterator[tuple[Tensor, ...]]:
         return
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     wanted = [p for p in inspect.signature(part.forward).parameters.values() if p.kind in kinds]
-    count = sum(p.default is p.empty for p in wanted)
+    # language models of transformers have a default for each argument, and take tokens first
+    count = max(sum(p.default is p.empty for p in wanted), min(len(wanted), 1))
     for first, vector in _first_inputs(part):
         yield (first,) * count
         if count > 1:  # such as a condition for each sample

@@ -25,7 +25,7 @@ from jigsaw.geometry.axis_names import CHANNEL_AXIS
 from jigsaw.nn.shared_inputs import forget_last_input
 from jigsaw.ops.into_torch.reentrant import at_end_of_pass
 from jigsaw.ops.into_torch.whole_tensor import run_forward_whole
-from jigsaw.parallel.channel_parallel import TensorPlan, cut_channels, found_tensor_plan
+from jigsaw.parallel.channel_parallel import TensorPlan, completed_plan, cut_channels
 from jigsaw.parallel.gradients import (
     GradientReducer,
     WholeGradients,
@@ -92,7 +92,8 @@ def parallelize(
       until a "row" adds them up. So a block of a transformer sends what Megatron's does. "3 columns" are three parts
       that one layer makes, queries, keys and values, each cut so.  "gathered" is a column whose channels are gathered,
       "whole" leaves a layer as it is.  A plan of transformers serves too, ``model.tp_plan``.
-      Layers that no pattern names are columns whose channels are gathered.
+      Layers that no pattern names are columns whose channels are gathered. ``{"*": "found", "head": "column"}`` takes
+      what is found, as below, but for the layers that later patterns name.
     - Without `tensor` such pairs are found: the model runs once on paper, without values and messages. `example` has
       what it is called with (a tensor or tile, or a tuple of arguments), of which only shapes matter. Without one the
       model, or else its parts, are tried with a few likely inputs.  ``tensor={}`` looks for none.
@@ -124,11 +125,13 @@ def parallelize(
     """
     ranks = mesh.size()
     options = ShardingOptions.checked(mesh, shard_weights, replicate, mp_policy, offload_policy)
-    if tensor is None and not hasattr(model, _DONE):
-        pairs = found_tensor_plan(model, comm.rank_count(mesh, channel), example)
-        tensor = pairs.plan
+    if not hasattr(model, _DONE):
+        tensor, pairs = completed_plan(model, tensor, comm.rank_count(mesh, channel), example)
         if pairs.failure:
-            text = f"no columns and rows were found, because with example= {pairs.failure}; pass what it is called with"
+            text = (
+                f"columns and rows were looked for in the model's parts alone, because with example= {pairs.failure}; "
+                "pass what it is called with, or a plan by tensor="
+            )
             warn_once(f"example {type(model).__name__}", text)
     _check_model(model, mesh, tensor)
     setattr(model, _DONE, True)

@@ -74,7 +74,8 @@ def init_mesh(
     `backend`, `device_id` and `pg_options` go to `torch.distributed.init_process_group`, where this call joins. By
     default GPUs get groups of NCCL with a part of gloo for the host, as torch makes them. With ``backend="nccl"``, for
     jobs of many ranks, only the job's own has one, which connects ranks late. With `device_id`, this rank's GPU, NCCL
-    connects all ranks at once, and splits the groups of axes off.
+    connects all ranks at once, and splits the groups of axes off, with the job's `pg_options`. These reach the job's
+    own group alone without `device_id`; groups for messages and for gradients always have NCCL's defaults.
 
     Raises: `ShardingError` when the product of the axes is not the number of ranks, or several ranks have no axes. Also
     when `timeout` is not a time above 0, or a process may open fewer files than there are ranks. Also where options of
