@@ -210,7 +210,7 @@ class PlannedTensors:
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
     def copy(self) -> int:
-        """Copy what this rank writes, so that the tensors may change before; return the bytes of the copies."""
+        """Copy what this rank writes, so that the tensors may change meanwhile; return the bytes of the copies."""
         return self._planner.keep_copies(self._plan)
 
     def write(self) -> WrittenTensors:
@@ -220,7 +220,7 @@ class PlannedTensors:
         return WrittenTensors(pieces, dict(self._files.sums))
 
     def write_index(self, written: Sequence[WrittenTensors]) -> dict[str, FileSum]:
-        """Write the index of what all ranks have written, ours and torch's, on the first rank; return all files."""
+        """Write the index of what all ranks have written, jigsaw's and torch's, on the first rank; return all files."""
         assert self._index is not None
         self._writer.finish(self._index, [each.pieces for each in written])
         ours = write_new_file(self._index_path, index_as_json(self._index))

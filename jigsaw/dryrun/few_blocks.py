@@ -52,7 +52,7 @@ _known: _Known | None = None
 
 @contextmanager
 def remembered_models() -> Generator[None]:
-    """Take models as unchanged within the block, so that what is known of one holds for its next meshes, too."""
+    """Assume that models do not change within the block, so that results for one mesh are used for the next."""
     global _known
     before, _known = _known, {} if _known is None else _known
     try:
@@ -141,7 +141,7 @@ _OWN_OF_MODULES = set(vars(nn.Module())) - {"training"}
 
 
 def _look_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return all that decides what a module does, except its values, for comparison."""
+    """Return everything except values that decides what a module does, for comparison."""
     hooks = [name for name, value in vars(module).items() if name.endswith("_hooks") and value]
     plain = {name: _plain_look(value) for name, value in vars(module).items() if name not in _OWN_OF_MODULES}
     tensors = [

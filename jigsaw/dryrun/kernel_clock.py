@@ -87,7 +87,7 @@ def timed_kernel(call: KernelCall) -> float | None:
 
 
 def forget_kernels() -> None:
-    """Time each kernel anew the next time, because old times are of the machine as it was."""
+    """Forget all times, because they are of the machine as it was then."""
     _KNOWN.clear()
 
 

@@ -324,7 +324,7 @@ _OF_WEIGHTS = dict(zip(operators_of_weights(), ("gathered weights", "gradients")
 
 
 def _call_on_ring(kind: str, box: Any, size: int, rounds: int) -> TrafficCall:
-    """Return what a rank sends on a ring, round which `size` bytes, a part for each rank, go so often."""
+    """Return what a rank sends on a ring around which `size` bytes, a part for each rank, travel `rounds` times."""
     group: dist.ProcessGroup = dist.ProcessGroup.unbox(box)
     ranks = dist.get_process_group_ranks(group)
     messages = rounds * (len(ranks) - 1)

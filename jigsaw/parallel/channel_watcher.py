@@ -83,7 +83,7 @@ class PairCandidate:
 
 
 class ChannelWatcher(TorchFunctionMode):
-    """Follows the numbers of channels through a call of a model."""
+    """Watcher that follows the numbers of channels through a call of a model."""
 
     def __init__(
         self, weights: Mapping[int, str], able: Mapping[str, PairCandidate], ranks: int, whole: Collection[str]

@@ -293,7 +293,7 @@ class GradientBucket:
         self.forget()
 
     def settle(self, ranks: int) -> None:
-        """Wait for a sum under way; a lent gradient comes back: the mean of what had left, plus what came later."""
+        """Wait for a sum under way; a lent gradient comes back as the mean of what was sent, plus what came later."""
         self._wait()
         if self.lent is not None and self.flat is not None:
             self.flat.div_(ranks)
@@ -447,7 +447,7 @@ class GradientReducer:
             self._next, self._task = 0, -1
 
     def reduce_now(self) -> None:
-        """Average the gradients outside of a backward pass, because not all ways to compute them call hooks."""
+        """Average the gradients outside of a backward pass, for ways to compute them that call no hooks."""
         with torch.no_grad():
             for bucket in self._buckets:
                 bucket.launch(self._mesh, self._lends)

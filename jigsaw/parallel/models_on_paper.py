@@ -38,7 +38,7 @@ def _without_values(x: Tensor, device_type: str) -> Tensor:
 
 @contextmanager
 def unchanged_draws() -> Generator[None]:
-    """Put random numbers of torch, Python and numpy back to where they were: one process runs no model on paper."""
+    """Restore the random states of torch, Python and numpy, because a single process runs no model without values."""
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (what models draw from)
     with torch.random.fork_rng(devices=[]):
         try:

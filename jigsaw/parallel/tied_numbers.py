@@ -29,12 +29,12 @@ def varied_dims(numbers: Tensor) -> list[int]:
 
 
 def shrunk_numbers(numbers: Tensor, dims: Sequence[int]) -> Tensor:
-    """Return the numbers with one place along all dims but some."""
+    """Return the numbers with size 1 along all dims except some."""
     return numbers[tuple(slice(None) if d in dims else slice(0, 1) for d in range(numbers.ndim))]
 
 
 def reshaped_numbers(numbers: Tensor, shape: torch.Size) -> Tensor:
-    """Return the numbers of a reshaped tensor; those that need no copy get none."""
+    """Return the numbers of a reshaped tensor, without a copy where none is needed."""
     try:
         return numbers.view(shape)
     except RuntimeError as error:

@@ -135,7 +135,7 @@ class OwnStages:
             setattr(p, PIPE_MARK, (self.mesh, self.axis, name not in self.shared or self.place == 0))
 
     def _join_groups(self, sharding: ShardingOptions, channel: str) -> None:
-        """Make the groups that any stage cuts weights over, because all ranks of the job must make each."""
+        """Make the groups over which any stage cuts weights, because every rank of the job must make each group."""
         names = tuple(name for name, _ in axes_of_mesh(self.stage_mesh))
         cut = (axes_not_cutting(p, self.stage_mesh) for p in self.model.parameters() if is_dtensor(p))
         for axes in dict.fromkeys([names, tuple(name for name in names if name != channel), *cut]):

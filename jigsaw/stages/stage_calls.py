@@ -28,7 +28,7 @@ from jigsaw.torch_internals.autograd import call_instead
 
 @dataclass(frozen=True)
 class TileOnPaper:
-    """A tile by its number in a forward pass, and all that is known of it before it has values."""
+    """A tile by its number in a forward pass, with its layout and dtype, before it has values."""
 
     number: int
     layout: Layout

@@ -164,7 +164,7 @@ def _expanded(name: str, module: nn.Module, levels: int = 1) -> list[tuple[str, 
 
 
 def _least_largest_cuts(sizes: Sequence[int], parts: int) -> list[int]:
-    """Return where parts 1, 2, ... of a sequence begin, none empty, so that the largest sum of a part is least."""
+    """Return where parts 1, 2, ... of a sequence begin, none empty, so that the largest sum of a part is smallest."""
     sums = [0, *accumulate(sizes)]
     # best[k][n]: the least largest sum of the first n in k parts, and where the last of them begins
     best = [[(sums[n], 0) for n in range(len(sums))]]

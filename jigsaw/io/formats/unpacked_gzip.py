@@ -49,7 +49,7 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class FileStamp:
-    """A file, by its whole path, or an object, by its URL, as it was when it was opened."""
+    """Path or URL of a file, and its size and version when it was opened."""
 
     name: str
     size: int
@@ -153,7 +153,7 @@ class UnpackedFile:
             folder.mark_used(entry)
 
     def _unpack(self, folder: CacheFolder, entry: str, beat: Callable[[], None]) -> None:
-        """Make the entry; none when other processes need the room of its draft."""
+        """Make the entry, or none when other processes need the room of its draft."""
         size = self.length + _seal_bytes(self.length)
         self._check_room(folder, size <= folder.limit)
         with suppress(FileNotFoundError), folder.draft(entry, size) as file:

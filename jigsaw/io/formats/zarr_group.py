@@ -123,7 +123,7 @@ def _box_by_zarr(array: Any, box: Any) -> NDArray[Any]:
 
 
 def arrays_without_code(url: Any) -> dict[str, Any]:
-    """Return the arrays of a zarr group that another library reads for us; empty if `url` is not a group.
+    """Return the arrays of a zarr group that another library reads for jigsaw; empty if `url` is not a group.
 
     Raises: `UnsupportedStoreError` when one has a codec that runs code. Also raised when its arrays cannot all be
     listed, because an unlisted one may be such.
@@ -180,7 +180,7 @@ def _open_zarr_node(url: Any, options: dict[str, Any], outside: zarr_reach.Outsi
 
 
 def _reason_of_no_group(url: Any, message: str) -> str:
-    """Say why nothing can be opened there, in the words of someone who may not have meant Zarr at all."""
+    """Say why nothing can be opened there, also for a user who did not mean Zarr."""
     if not isinstance(url, str | os.PathLike) or is_remote_url(url):
         return f"cannot be opened as a Zarr group: {message}"
     if not os.path.lexists(url):

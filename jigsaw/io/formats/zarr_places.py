@@ -50,7 +50,7 @@ _SHARD_INDICES_KEPT = 128
 
 
 class ZarrKeyFiles:
-    """A zarr store as `StoreFiles`: what it has at a key, through its own `get`."""
+    """A zarr store as `StoreFiles`: its objects by key, through its own `get`."""
 
     far = True
     gap = 1 << 16
@@ -200,7 +200,7 @@ class ZarrMetadataStore(ObjectStore[Any]):
 
 
 class ObjectPlaces:
-    """An object a chunk, named by the store's own key encoding."""
+    """Places of chunks that are an object each, named by the store's own key encoding."""
 
     def __init__(self, array: Any, files: StoreFiles) -> None:
         path = f"{array.path}/" if array.path else ""
@@ -248,7 +248,7 @@ class _ShardIndex:
     index: list[list[int]]
 
     def refs(self, first: int, count: int) -> list[ChunkRef | None]:
-        """Return where chunks lie that follow each other in the index; a damaged one is refused."""
+        """Return where consecutive chunks of the index lie; a damaged place is refused."""
         refs: list[ChunkRef | None] = []
         for offset, length in self.index[first : first + count]:
             if offset == length == _MISSING_CHUNK:
@@ -261,7 +261,7 @@ class _ShardIndex:
 
 
 class _ReadOnce:
-    """A shard's index, read when it is first asked for; others who ask meanwhile wait, and a failure is not kept."""
+    """A shard's index, read when it is first needed; other threads wait meanwhile, and a failure is not kept."""
 
     def __init__(self, read: Callable[[], _ShardIndex | None]) -> None:
         self._read, self._lock = read, threading.Lock()
@@ -309,7 +309,7 @@ class ShardPlaces:
 
     @property
     def counted(self) -> LookupCounts:
-        """The reads of indices so far; a question for the size, where a store cannot read from the end, is not one."""
+        """The reads of indices so far; requests for a size, where a store cannot read from the end, do not count."""
         return self._tally.counted
 
     def index_of(self, index: ChunkIndex) -> tuple[str, LookupCounts]:
@@ -376,7 +376,7 @@ class ShardPlaces:
         return self._within(index, 1)[0]
 
     def locate_strip(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
-        """Return where the chunk `first` lies, and those that follow it along the last dim."""
+        """Return where the chunk `first` lies, and the next ones along the last dim."""
         refs: list[ChunkRef | None] = []
         *others, last = first
         stop, per_shard = last + count, self._per_shard[-1]
@@ -387,7 +387,7 @@ class ShardPlaces:
         return refs
 
     def _within(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
-        """Return the places of chunks of one shard that follow each other along the last dim."""
+        """Return the places of consecutive chunks of one shard along the last dim."""
         outer, flat = self._outer(first), 0
         known, shard = self._last
         if known != outer:

@@ -282,7 +282,7 @@ class HttpPart(NamedTuple):
 
 
 def _without_credentials(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options of requests, or of the client that sends them, for a server that the user has not named."""
+    """Return options of requests or of their client without credentials, for a server that the user did not name."""
     kept = {name: value for name, value in options.items() if name not in ("auth", "cookies")}
     if "headers" in kept:
         headers = dict(kept["headers"])
@@ -343,7 +343,7 @@ ZarrNode = zarr.Group | zarr.Array[Any]
 
 
 def bounded_node(node: ZarrNode, outside: OutsidePlaces) -> ZarrNode:
-    """Return the group or array, in a store that leads nowhere else."""
+    """Return the group or array with a store that leads to no other place."""
     store = _bounded_store(node.store, outside)
     if store is node.store:
         return node
@@ -353,7 +353,7 @@ def bounded_node(node: ZarrNode, outside: OutsidePlaces) -> ZarrNode:
 
 
 def bounded_zarr_folder(url: Any, outside: OutsidePlaces) -> Any:
-    """Return the store of a folder that leads nowhere else; anything but a folder is returned unchanged."""
+    """Return the store of a folder that leads to no other place; anything but a folder is returned unchanged."""
     path = url.removeprefix("file://") if isinstance(url, str) else url
     is_folder = isinstance(path, str | os.PathLike) and os.path.isdir(path)
     return BoundedLocalStore(path, outside=outside) if is_folder else url
@@ -364,7 +364,7 @@ def _is_reference_system(system: Any) -> bool:
 
 
 def check_reference_file(path: str, outside: OutsidePlaces) -> None:
-    """Refuse a file or folder of references of which one leads elsewhere."""
+    """Refuse a file or folder of references if one of them leads to another place."""
     system = importlib.import_module("fsspec").filesystem("reference", fo=path)
     ReferenceReach(system, outside).check_all()
 

@@ -108,7 +108,7 @@ class Arena:
         return all(self._words[self._of(m, word)] >= read for m in range(self.size))
 
     def await_turn(self, read: int) -> None:
-        """Wait until everybody has left the read before, who would take a failure in this one for one in that."""
+        """Wait until all ranks have left the read before: they would take a failure in this one for theirs."""
         # slots are free then, too: no rank copies from a slot after it has left
         self.wait(lambda: self._all_at(_LEFT, read - 1), read - 1, _LEFT)
 
@@ -131,7 +131,7 @@ class Arena:
             self._data = mmap.mmap(self._fd, need)
 
     def finish(self, read: int) -> None:
-        """End a read that went well here: wait until it has everywhere."""
+        """End a read that went well on this rank: wait until all ranks have finished it."""
         self._tell(self._of(self.me, _FINISHED), read)
         self.wait(lambda: self._all_at(_FINISHED, read), read)
         # the digests are still those of this read, because no rank begins the next before this rank has left
@@ -165,7 +165,7 @@ class Arena:
         return all(self._words[at + m] >= ticket for m in readers)
 
     def fail(self, read: int, error: BaseException) -> None:
-        """Tell the others that this rank failed in a read, and why; not when it failed because another one did."""
+        """Tell other ranks that this one failed in a read, and why; unless it failed because another rank did."""
         if getattr(error, "heard", False):
             return
         # Ranks 1 and 2 fail at the same time: each writes its own message, length and *failed*, and both write one
@@ -237,7 +237,7 @@ class Arena:
             raise PeerError(f"waited {self._timeout:g} s for ranks {late} of the domain group to read their part")
 
     def close(self) -> None:
-        """Let go of the memory; it goes when the last rank lets go."""
+        """Release the memory, which is freed when the last rank releases it."""
         if self._fd < 0:
             return
         if self._home.is_here:  # a forked process is not a rank: what it lets go of is not closed

@@ -52,7 +52,7 @@ NO_OWNER = -1
 
 @dataclass
 class ReadCounts:
-    """Counts of the work that one rank does, or did, in a plan: byte ranges asked for, chunks decoded, and bytes.
+    """Counts of the work that a rank will do, or did, for a plan: byte ranges requested, chunks decoded, and bytes.
 
     `decoded_bytes` counts whole chunks, or the part that is decoded; `useful_bytes` is what lands in the rank's own
     tile, in the stored dtype. `sent_bytes` is what the rank hands to others, and `fallback` counts chunks that only the
@@ -115,7 +115,7 @@ class DimShares:
 
     @cached_property
     def rows(self) -> NDArray[np.object_]:
-        """The rows that each rank takes; None for those that take none."""
+        """The rows that each rank takes; None for a rank that takes none."""
         return self._over_mesh([share.rows for share in self.shares], None)
 
     @cached_property
@@ -156,7 +156,7 @@ class PartShares(NamedTuple):
 
 
 class ReaderGroup:
-    """Readers that a chunk is loaded for, and what they need of it."""
+    """Readers that a chunk is loaded for, and the rows that they need."""
 
     def __init__(self, readers: ChunkReaders, places: NDArray[np.intp]) -> None:
         self._readers, self._places = readers, places
@@ -274,12 +274,12 @@ class ChunkReaders:
 
 @lru_cache(maxsize=1 << 14)
 def readers_of_chunk(parts: tuple[PartShares, ...]) -> ChunkReaders:
-    """Return the readers of all chunks of which parts take such rows; the same object for equal parts."""
+    """Return the readers of all chunks with these shares; the same object for equal shares."""
     return ChunkReaders(parts)
 
 
 class ReadersPattern:
-    """The readers of an array's needed chunks in C order, wherever in it these lie: those of the next sample are alike.
+    """The readers of an array's needed chunks in C order, wherever these lie: the next sample has the same pattern.
 
     Where the first of several steps needs chunk 3 along time and the next one chunk 4, both have one pattern.
     """

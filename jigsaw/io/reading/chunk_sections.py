@@ -42,7 +42,7 @@ _FEW_SLOT_BYTES = 1 << 24
 
 
 class ChunkSection(NamedTuple):
-    """A chunk on its way, or rows of it along `dim`: its job, and the table that says how it is decoded.
+    """A chunk that is being read, or rows of it along `dim`: its job, and the table that says how it is decoded.
 
     `number` is the job's in the plan; the sections of a `lane` of its owner are decoded one after the other.
     """
@@ -180,7 +180,7 @@ LARGEST_STRIP = 1 << 23
 
 
 class ChunkStrip(NamedTuple):
-    """Chunks of one array that one rank alone reads, and what of them lands in its sample.
+    """Chunks of one array that one rank alone reads, and the box of them that lands in its sample.
 
     Where there is a `box`, they follow each other along the array's last dim and are taken whole along it: the box is
     that of the one chunk that they would make.  Without one it is a single chunk, whose boxes the plan says.

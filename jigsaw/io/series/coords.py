@@ -134,7 +134,7 @@ class DimNaming:
 
 
 def _dims_along(along: str, known: set[str], arrays: Mapping[str, ArrayTable]) -> list[str]:
-    """Return the store's dims that `along` means: by their own name, or by their role."""
+    """Return the store's dims that `along` names, by their own name or by their role."""
     if isinstance(along, str) and along in known:
         return [along]
     meant = sorted(d for d in known if role_of_dim(d, arrays[d].attrs if d in arrays else {}) == along)

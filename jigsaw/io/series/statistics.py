@@ -443,7 +443,7 @@ def channel_scales(
 
 
 def _by_own_names(normalize: Mapping[str, Any], channels: Sequence[FieldChannel]) -> dict[str, Any]:
-    """Return `normalize` under the names that the channels have here."""
+    """Return `normalize` with the names that the channels have in this dataset."""
     strange = [key for key in normalize if not isinstance(key, str)]
     if strange:
         raise FieldError(f"normalize names {strange[0]!r}, which is not a string; its keys are names of fields")
