@@ -30,7 +30,7 @@ def _has_parts(x: Tensor) -> bool:
 
 
 class _PartedTensor(Tensor):
-    """Pieces of a DTensor by their places, by the methods that torch's planner asks a tensor for."""
+    """Pieces of a DTensor by their places, with the methods that torch's planner calls on a tensor."""
 
     pieces: dict[tuple[int, ...], Tensor]  # sorted by the first row, then column and so on
 

@@ -76,7 +76,7 @@ class PendingSave:
             )
 
     def wait_unless_told(self) -> None:
-        """Do `wait()`, but do not raise the same error again."""
+        """Do `wait()`, without an error that was raised before."""
         if self._is_told:
             self._thread.join()
         else:

@@ -257,7 +257,7 @@ _LARGE = 2**23
 
 
 def _call_seconds() -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-    """Return for each kind of call its processor seconds and those of a byte, and what layers that send take more."""
+    """Return processor seconds of each kind of call, and of a byte, and the extra seconds of layers that send."""
     from jigsaw.testing import world_mesh
 
     ranks = dist.get_world_size()

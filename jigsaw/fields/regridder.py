@@ -45,7 +45,7 @@ class RegridPlan:
 
     @property
     def fetched(self) -> tuple[int, ...]:
-        """Dims whose rows are all at hand after the fetch."""
+        """Dims of which the rank has all needed rows after the fetch."""
         return tuple(d for d in self.dims if d not in self.summed)
 
     def box(self, dim: int, coord: MeshCoordinate) -> tuple[Interval, Interval]:
@@ -362,7 +362,7 @@ class Regridder:
     # -- missing values ------------------------------------------------------------------------------------------------
 
     def _counted(self, is_finite: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the counts to sum beside the values: of present ones, for the mean, or of missing ones."""
+        """Return the counts to sum besides the values: of present values, for the mean, or of missing ones."""
         return (is_finite if self.nan == "skip" else ~is_finite).to(dtype)
 
     def _judged(self, values: Tensor, count: Tensor) -> Tensor:
@@ -420,7 +420,7 @@ def _join_products(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _row_growth(out: Interval, need: Interval) -> float:
-    """Return the number of target rows a source row."""
+    """Return the number of target rows for each source row."""
     return (out[1] - out[0]) / max(need[1] - need[0], 1)
 
 

@@ -233,7 +233,7 @@ def _least_distances(points: Tensor, targets: Tensor) -> Tensor:
 
 
 def _by_cell(points: Tensor, spacing: Sequence[float]) -> tuple[Tensor, ...]:
-    """Return the numbers of the points of each cell that has some."""
+    """Return the numbers of the points of each non-empty cell."""
     places = (points / (_CELL * max(spacing))).long()
     number = torch.zeros_like(places[:, 0])
     for column in places.unbind(1):

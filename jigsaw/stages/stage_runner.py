@@ -46,7 +46,7 @@ class _StageEndError(BaseException):
 
 @dataclass
 class StageBatch:
-    """Microbatches of a step: the model's arguments, those on paper, and what `loss` takes beside the output."""
+    """Microbatches of a step: the model's arguments, the same without values, and the further arguments of `loss`."""
 
     args: Sequence[Any]
     on_paper: Any
@@ -97,7 +97,7 @@ class StagePass(WatchedPass):
         return pytree.tree_unflatten(leaves, recorded.spec)
 
     def _begin(self, before: list[Tile]) -> None:
-        """End the paper pass: tiles that were sent get their values, the others none."""
+        """End the pass without values: tiles that were sent get their values, other tiles never do."""
         self._paper.close()
         self._forget_paper()
         self._before = None
@@ -126,7 +126,7 @@ class StagePass(WatchedPass):
             )
 
     def run(self, watch: CallWatch, inputs: ModelInputs) -> Any:
-        """Return the result of the last stage's forward; nothing for the others, whose tiles are in `kept`."""
+        """Return the result of the last stage; None for other stages, whose tiles are in `kept`."""
         try:
             if self.stage:
                 self._paper.enter_context(on_paper(self._mode))
@@ -145,7 +145,7 @@ class StagePass(WatchedPass):
         return out
 
     def _lend_state(self, model: nn.Module) -> None:
-        """Use weights without values on paper for those of other stages that are read outside of calls."""
+        """Use weights without values in place of other stages' weights that are read outside of calls."""
         for name, x in self.plan.read_apart.items():
             parent, _, key = name.rpartition(".")
             held = own_parameters(model.get_submodule(parent))

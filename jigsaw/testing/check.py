@@ -32,7 +32,7 @@ _COMPARED = ("python", "torch", "jigsaw", "numpy", "store")
 
 
 class JobPlace(NamedTuple):
-    """Place of this process among how many, and where they meet; `is_kept` where the launcher keeps the store there."""
+    """Rank of this process, number of processes, and their meeting point; `is_kept`: a launcher has the store."""
 
     rank: int
     ranks: int

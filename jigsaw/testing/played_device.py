@@ -39,7 +39,7 @@ _COMPILER = "c++"
 
 
 def why_not_played() -> str:
-    """Return what keeps this machine from the device; empty where nothing does."""
+    """Return the reason why this machine cannot play the device; empty if it can."""
     has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()
     if sys.platform == "linux" and shutil.which(_COMPILER) and has_headers:
         return ""
@@ -48,7 +48,7 @@ def why_not_played() -> str:
 
 @cache
 def build_played_device() -> None:
-    """Compile it, where that has not been done yet.
+    """Compile the device's library, unless it exists.
 
     Raises: `RuntimeError` where there is no compiler, or it fails.
     """
@@ -155,7 +155,7 @@ def register_played_device() -> None:
 
 
 def host_view(x: Tensor) -> Tensor:
-    """Return a tensor of the host in the same memory, as what sends it from there would see it."""
+    """Return a tensor of the host in the same memory, for code that sends from there."""
     return _load_played_device().host_view(x) if x.device.type == PLAYED_DEVICE else x
 
 
@@ -173,7 +173,7 @@ def refuse_host_waits() -> Generator[None]:
 
 
 def take_host_waits() -> list[str]:
-    """Return for what the host has waited since the last call."""
+    """Return the operations for which the host has waited since the last call."""
     return _load_played_device().take_waits()
 
 
