@@ -82,7 +82,7 @@ PAGES = {
     ],
 }
 
-# What a function makes and nobody else: their arguments are no part of the interface.
+# What a function makes and nobody else: their arguments are not part of the interface.
 MADE_BY_FUNCTIONS = {"Dataset", "Volumes"}
 
 ABOUT_EXAMPLES = (

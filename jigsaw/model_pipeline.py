@@ -119,7 +119,7 @@ def pipeline(
     for parameter, p in model.named_parameters():
         if is_dtensor(p) and not set(axes_of_mesh(p.device_mesh)) <= set(axes_of_mesh(mesh)) - {(axis, ranks)}:
             raise ShardingError(
-                f"parameter {parameter!r} is a DTensor over {dict(axes_of_mesh(p.device_mesh))}, which are no axes of "
+                f"parameter {parameter!r} is a DTensor over {dict(axes_of_mesh(p.device_mesh))}, which are not axes of "
                 f"a stage, those of {sizes} without {axis!r}: make the layer with the pipeline's mesh, or pass the "
                 "plain model and let pipeline cut its weights, with shard_weights=True or an axis 'channel'"
             )
@@ -309,7 +309,7 @@ class ModelPipeline:
 
         *Sends*: each once, and again after `load_state_dict`.
         """
-        # with all names of a shared one, because it is shared only where its stage is
+        # with every name of a shared buffer, because only ranks of its stages have it
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         for name in sorted(plan.read_apart.keys() & buffers.keys() - self._spread):
             x, is_own = buffers[name], self._own.has(name)

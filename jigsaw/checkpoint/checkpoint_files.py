@@ -63,7 +63,7 @@ def fail_together(work: Callable[[], T], of_first: bool = False, what: str = "")
         result = None if is_idle else work()
     except CheckpointError as e:
         failure = e
-    except Exception as e:  # other ranks wait for this one, whatever it failed with
+    except Exception as e:  # other ranks wait for this one, so any error must be handed on
         reason = str(e) if isinstance(e, OSError) and str(e) else repr(e)
         failure = CheckpointError(f"{what}: {reason}" if what else reason)
         failure.__cause__ = e
@@ -151,7 +151,7 @@ class _AgreedPlan(NamedTuple):
     metadata: Metadata | None
 
 
-# of the last two kinds of state that were saved, such as all of a run and the weights of its best step
+# plans of the last two kinds of state that were saved, such as all of a run, and the weights of its best step
 _agreed_plans: dict[object, _AgreedPlan] = {}
 _MOST_PLANS = 2
 
@@ -189,7 +189,7 @@ class PlannedTensors:
 
     def _plan_anew(self, tensors: Mapping[str, torch.Tensor], every: Sequence[Mapping[str, FileSum]]) -> _AgreedPlan:
         rank, writers = dist.get_rank() if dist.is_initialized() else 0, writers_of_plain(every)
-        # of equal tensors each rank plans its own alone, so that the first one hears of each once
+        # a tensor that several ranks have is planned by its writer only, so that the first rank hears of it once
         own = {key: x for key, x in tensors.items() if writers.get(key, rank) == rank}
         indices: list[Metadata] = []
 
@@ -210,17 +210,17 @@ class PlannedTensors:
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
     def copy(self) -> int:
-        """Copy what this rank writes, so that the tensors may change before; return the bytes of the copies."""
+        """Copy what this rank writes, so that the tensors may change meanwhile; return the bytes of the copies."""
         return self._planner.keep_copies(self._plan)
 
     def write(self) -> WrittenTensors:
         """Write this rank's part; it sends nothing."""
-        self._files.mkdir(self._part)  # of a plan that was made for another folder
+        self._files.mkdir(self._part)  # the plan may have been made for another folder
         pieces = self._writer.write_data(self._plan, self._planner).wait()
         return WrittenTensors(pieces, dict(self._files.sums))
 
     def write_index(self, written: Sequence[WrittenTensors]) -> dict[str, FileSum]:
-        """Write the index of what all ranks have written, ours and torch's, on the first rank; return all files."""
+        """Write the index of what all ranks have written, jigsaw's and torch's, on the first rank; return all files."""
         assert self._index is not None
         self._writer.finish(self._index, [each.pieces for each in written])
         ours = write_new_file(self._index_path, index_as_json(self._index))
@@ -270,7 +270,7 @@ def writers_of_plain(every: Sequence[Mapping[str, FileSum]]) -> dict[str, int]:
         heap = heaps.setdefault(holders, [])
         if not heap:
             heap += sorted((written[rank], rank) for at in holders for rank in groups[at][1])
-        while heap[0][0] != written[heap[0][1]]:  # it has been given one of other holders since
+        while heap[0][0] != written[heap[0][1]]:  # the entry is old: the rank was given another tensor since
             heapq.heapreplace(heap, (written[heap[0][1]], heap[0][1]))
         rank = writers[key] = heap[0][1]
         written[rank] += max(sizes[key], 1)
@@ -297,7 +297,8 @@ def open_together(final: Path) -> OpenedCheckpoint:
     *Raises*: `CheckpointError` for one that does not exist or is not whole, and for a damaged or foreign file.
     """
     path, contents, raw = fail_together(lambda: _small_files(final), of_first=True)
-    return fail_together(lambda: _opened(final.with_name(path.name), contents, raw))  # in this rank's working folder
+    # relative to this rank's working folder
+    return fail_together(lambda: _opened(final.with_name(path.name), contents, raw))
 
 
 def _small_files(final: Path) -> tuple[Path, CheckpointContents, bytes]:
@@ -318,8 +319,8 @@ def _opened(path: Path, contents: CheckpointContents, raw: bytes) -> OpenedCheck
     others = {each: saved for each, saved in contents.files.items() if each != name}
     try:
         tensors = (index_from_torch if name == TORCH_INDEX_FILE else index_from_json)(raw, others)
-    except Exception as e:  # bytes that are not an index may raise anything
-        raise CheckpointError(f"{path / name} is no index of tensors: {e}") from e
+    except Exception as e:  # bytes that are not an index may raise any error
+        raise CheckpointError(f"{path / name} is not an index of tensors: {e}") from e
     return OpenedCheckpoint(path, contents.state, others, tensors)
 
 
@@ -347,7 +348,7 @@ def read_tensors(checkpoint: OpenedCheckpoint, state: dict[str, torch.Tensor]) -
         rank = dist.get_rank() if dist.is_initialized() else 0
         try:
             _read_rows(checkpoint, dict(state))
-        except Exception as e:  # files that are not tensors may raise anything
+        except Exception as e:  # files that are not tensors may raise any error
             raise CheckpointError(f"the tensors of {checkpoint.path} cannot be read: rank {rank}: {e!r}") from e
 
     if state:

@@ -30,14 +30,14 @@ def _has_parts(x: Tensor) -> bool:
 
 
 class _PartedTensor(Tensor):
-    """Pieces of a DTensor by their places, by the methods that torch's planner asks a tensor for."""
+    """Pieces of a DTensor by their places, with the methods that torch's planner calls on a tensor."""
 
-    pieces: dict[tuple[int, ...], Tensor]  # by the first row, column and so on
+    pieces: dict[tuple[int, ...], Tensor]  # sorted by the first row, then column and so on
 
     @staticmethod
     def of(x: Tensor) -> _PartedTensor:
         assert isinstance(x, DTensor)
-        # of one number: torch's planner replaces tensors without memory
+        # expanded from one number, because torch's planner replaces tensors without memory
         empty = torch.zeros((), dtype=x.dtype).expand(x.shape).as_subclass(_PartedTensor)
         local, runs = x.to_local().detach(), [_runs_of_rows(x, d) for d in range(x.ndim)]
         empty.pieces = {}
@@ -66,7 +66,7 @@ class _PartedTensor(Tensor):
 def _runs_of_rows(x: DTensor, dim: int) -> Sequence[tuple[int, Interval]]:
     """Return the consecutive rows of the whole that this rank has of a dim, each with its place on the rank."""
     rows, mesh = torch.arange(x.shape[dim]), x.device_mesh
-    coordinate: Any = mesh.get_coordinate()  # this rank has a part, so it is on the mesh
+    coordinate: Any = mesh.get_coordinate()  # never None: a rank that has a part is on the mesh
     for size, at, placement in zip(mesh.shape, coordinate, x.placements, strict=True):
         cut = dim_and_parts(placement)
         if cut is not None and cut[0] == dim:
@@ -76,5 +76,5 @@ def _runs_of_rows(x: DTensor, dim: int) -> Sequence[tuple[int, Interval]]:
 
 
 def _piece(rows: Tensor, count: int, at: int) -> Tensor:
-    pieces = rows.chunk(count)  # as torch cuts: the last ones may have fewer rows, or none
+    pieces = rows.chunk(count)  # cut as torch does: the last pieces may have fewer rows, or none
     return pieces[at] if at < len(pieces) else rows[:0]

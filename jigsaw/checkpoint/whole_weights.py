@@ -55,7 +55,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 FileNames = Mapping[str, str] | Callable[[str], str]
 """Names in a file, by the model's: a function of a name, or a mapping of those that differ."""
-_LONGEST_HEADER = 100_000_000  # as safetensors has it
+_LONGEST_HEADER = 100_000_000  # the limit of safetensors
 
 
 class _StoredWeight(NamedTuple):
@@ -109,7 +109,7 @@ def save_weights(path: CheckpointPath, model: nn.Module, names: FileNames | None
     try:
         own_plan = decide_on_first_rank(plan, lambda plans: planner.create_global_plan(plans)[0], what, CheckpointError)
         decide_on_first_rank(lambda: _write_pieces(planner, own_plan, weights, draft), close, what, CheckpointError)
-    except CheckpointError:  # on every rank, so no rank writes any more
+    except CheckpointError:  # raised on every rank, so no rank writes any more
         if is_first:
             draft.unlink(missing_ok=True)
         raise
@@ -354,7 +354,7 @@ def _byte_runs(weight: _StoredWeight, offsets: Sequence[int], sizes: Sequence[in
     shape, item = weight.shape, weight.dtype.itemsize
     if 0 in sizes:
         return
-    # the dims behind the last one that is cut lie together
+    # the dims after the last cut one are contiguous
     last = max((dim for dim, (size, whole) in enumerate(zip(sizes, shape, strict=True)) if size != whole), default=0)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     length = math.prod(sizes[last:]) * item
