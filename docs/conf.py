@@ -45,11 +45,12 @@ PAGES = {
         "docs/open",
         *(
             f"docs/{name}"
-            for name in ("training", "medical", "failures", "memory", "attention", "local", "spheres", "metrics")
+            for name in ("training", "medical", "physics", "failures", "memory", "attention", "local", "spheres")
         ),
         *(
             f"docs/{name}"
             for name in (
+                "metrics",
                 "cells",
                 "compile",
                 "parallelism",

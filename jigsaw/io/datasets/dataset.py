@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -125,6 +125,8 @@ class Dataset(MeshSamples):
     vectors: tuple[int, ...] = ()
     counted: tuple[str, ...] = ()
     cells: CellGrid | None = None
+    boundary_types: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    """Beyond the first and last row of each dim: ``open``, ``wall`` or ``periodic``, where the store says it."""
 
     def __len__(self) -> int:
         return len(self.anchors) * self._chosen

@@ -42,7 +42,7 @@ def open(
     target_fields: Sequence[str] | None = None,
     spec: Mapping[str, DimSpec] | None = None,
     halo: HaloWidth | Mapping[str, HaloWidth] | None = None,
-    boundary: Mapping[str, BoundaryRule] | None = None,
+    boundary: Mapping[str, BoundaryRule] | str | None = None,
     vectors: Sequence[str] | None = None,
     inputs: Sequence[Any] = (0,),
     targets: Sequence[Any] = (),
@@ -87,7 +87,8 @@ def open(
       do not have a halo;
     - `boundary`: the content of the halo beyond the ends of a dim (see `jigsaw.io.series.boundary`). ``"periodic"``
       takes the rows of the other end, ``"pole"`` (of ``lat``) those across the pole. Other rules are ``"reflect"``,
-      ``"replicate"`` or ``("fill", number)``. By default, ``"clip"``, the halo ends with the domain;
+      ``"replicate"`` or ``("fill", number)``. By default, ``"clip"``, the halo ends with the domain. ``"store"`` wraps
+      the dims that the store says are periodic: The Well's;
     - `vectors`: the fields that change sign across a pole; by default the components of wind, by their names or CF
       standard names;
     - `inputs`, `targets`: steps relative to the anchor, as numbers of steps or as durations: ``["-6h", "0h"]``;
@@ -158,17 +159,16 @@ def open(
     device_mesh, device, axes = mesh_and_axes(mesh)
     if device_mesh is not None and spec is None:
         warn_of_idle_readers(axes, tuple(grid))
+    rules = _stored_boundary(boundary, survey, variables[0]) if isinstance(boundary, str) else boundary
+    frame = SampleSpace.of({d: len(v) for d, v in grid.items()}, axes, spec, halo, rules, split, align)
     _check_orders(survey, variables[0], grid, {"lat": lat_order, "lon": lon})
-    frame = SampleSpace.of({d: len(v) for d, v in grid.items()}, axes, spec, halo, boundary, split, align)
     turn, whole_coords = _make_row_order(grid, lat_order, lon)
     frame = frame.on(whole_coords)
     cells = cell_grid_of(survey, variables[0], source)
     if checked_choice("order", order, CELL_ORDERS, GridError) == "curve":
         cells, turn, whole_coords = _cells_in_order(cells, variables[0], whole_coords)
-    forced = None
-    if forcings:
-        places = geographic_angles(whole_coords, survey, variables[0], cells, forcings)
-        forced = GridForcings.of(forcings, places, [c.name for c in chosen], normalize)
+    places = geographic_angles(whole_coords, survey, variables[0], cells, forcings) if forcings else None
+    forced = places and GridForcings.of(forcings, places, [c.name for c in chosen], normalize)
     scale, offset = channel_scales(chosen, forced.unnamed(normalize) if forced else normalize)
     before, after = window_offsets("inputs", inputs, axis), window_offsets("targets", targets, axis)
     _check_nan_and_mode(nan, mode)
@@ -200,6 +200,7 @@ def open(
         vectors=_turning_channels(chosen, vectors, survey, frame),
         counted=tuple(dim for dim in grid if not survey.states(variables[0], dim)),
         cells=cells,
+        boundary_types=survey.boundary_types(variables[0]),
     )
     if forced:
         forced.check(dataset.input_times(0))
@@ -242,13 +243,26 @@ def _selected_steps(survey: StoreSurvey, variables: Sequence[StoreVariable], tim
 
 def _default_fields(survey: StoreSurvey, select: Mapping[str, Any] | None) -> list[str]:
     """Return every numeric variable on the grid of the first; those that need a choice only where all do."""
-    every = [v for v in survey.variables.values() if np.dtype(v.table.dtype).kind in "fiu"]
+    listed = [v for v in survey.variables.values() if not v.table.by_name_only]
+    every = [v for v in listed if np.dtype(v.table.dtype).kind in "fiu"]
     named = set(select or {})  # by the store's own name of a dim, or by its role
-    numeric = [v for v in every if all({v.table.dims[d], v.roles[d]} & named for d in v.further)] or every
+    numeric = [v for v in every if all({v.table.dims[d], v.roles[d]} & named for d in v.unchosen)] or every
     if not numeric:
         raise FieldError(f"the store {survey.store.url} has no variable on a lat-lon grid, on cells or in a volume")
     first = {d: numeric[0].size(d) for d in numeric[0].space}
     return [v.table.name for v in numeric if {d: v.size(d) for d in v.space} == first]
+
+
+def _stored_boundary(boundary: str, survey: StoreSurvey, variable: StoreVariable) -> dict[str, BoundaryRule]:
+    edges = survey.boundary_types(variable)
+    if boundary != "store":
+        raise GridError(f"boundary={boundary!r} must be 'store', or say it by dim, like {{'lon': {boundary!r}}}")
+    if not edges:
+        raise GridError(
+            f"boundary='store' takes what the store says of its boundaries, and {survey.store.url} says nothing; give "
+            "them by dim: boundary={'lon': 'periodic'}"
+        )
+    return {dim: "periodic" for dim, ends in edges.items() if ends == ("periodic", "periodic")}
 
 
 def _turning_channels(
