@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,7 @@ from jigsaw.io.series.coords import (
     StoreCoordinates,
 )
 from jigsaw.io.series.fields import FieldChannel, LevelCoordinate
-from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart, StoredOrder
+from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, NanRule, ReadPart, StoredOrder
 from jigsaw.io.series.times import TimeAxis, decode_times, is_accumulated
 
 TIME_AT, CHANNEL_AT = 0, 1
@@ -255,19 +255,26 @@ ChoiceSteps = Sequence[tuple[Mapping[str, int], IndexPicks]]
 
 
 def read_parts_of(
-    channels: Sequence[FieldChannel], variables: Iterable[StoreVariable], moments: ChoiceSteps, turn: RowOrder
+    channels: Sequence[FieldChannel],
+    variables: Iterable[StoreVariable],
+    moments: ChoiceSteps,
+    turn: RowOrder,
+    nan: Sequence[NanRule] = (),
 ) -> tuple[ReadPart, ...]:
     """Return a part for each array and choice, of its time steps and all its levels. A variable without time fills
-    every destination step by a part of its own.
+    every destination step by a part of its own. Levels of an array whose rules for missing values differ, one a channel
+    in `nan`, are parts of their own.
     """
-    places: defaultdict[str, list[tuple[int, int | None]]] = defaultdict(list)
+    places: defaultdict[tuple[str, NanRule | None], list[tuple[int, int | None]]] = defaultdict(list)
     for i, channel in enumerate(channels):
-        places[channel.array].append((i, channel.level))
+        places[channel.array, nan[i] if nan else None].append((i, channel.level))
     return tuple(
-        part
+        replace(part, nan=rule)
         for v in variables
         for choice, steps in moments
-        for part in _parts_of_variable(v, places[v.table.name], choice, steps, turn)
+        for (array, rule), levels in places.items()
+        if array == v.table.name
+        for part in _parts_of_variable(v, levels, choice, steps, turn)
     )
 
 
