@@ -45,7 +45,17 @@ PAGES = {
         "docs/open",
         *(
             f"docs/{name}"
-            for name in ("training", "medical", "physics", "failures", "memory", "attention", "local", "spheres")
+            for name in (
+                "training",
+                "forecasts",
+                "medical",
+                "physics",
+                "failures",
+                "memory",
+                "attention",
+                "local",
+                "spheres",
+            )
         ),
         *(
             f"docs/{name}"
