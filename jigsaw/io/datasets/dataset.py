@@ -390,10 +390,24 @@ class Dataset(MeshSamples):
         if kept is not None:  # reached only if the read went well on all ranks; a failed read changes no rank's memory
             kept.write(block[:, :stored], reading.keys, reading.known)
             kept.keep(block[:, :stored], reading.keys, wanted)
-        for where, forcings in self._forcings_here:
-            forcings.write(block[:, stored:][(..., *where)], reading.times)
-        fill_beyond_ends(block[:, stored:], held, self.frame.sizes, self.frame.boundary)
+        self._fill_forcings(block[:, stored:], reading.times)
         return block
+
+    def forcings_at(self, times: Sequence[Any] | NDArray[Any]) -> Tile:
+        r"""Return the forcings [T, C, \*space] of any `times`, also later ones than the store's, with the input's halo.
+
+        *Sends*: nothing.
+        """
+        mesh = self.device_mesh()
+        layout = self.frame.layout((len(times), len(self.forcing_names)), (None, None))
+        block = np.empty((*layout.shape[:2], *(b - a for a, b in self._held)), numpy_dtype_name(self.dtype))
+        self._fill_forcings(block, np.asarray(times))
+        return Tile(torch.from_numpy(block).to(self.dtype).to(mesh.device_type), layout, mesh)
+
+    def _fill_forcings(self, out: NDArray[Any], times: NDArray[Any]) -> None:
+        for where, forcings in self._forcings_here:
+            forcings.write(out[(..., *where)], times)
+        fill_beyond_ends(out, self._held, self.frame.sizes, self.frame.boundary)
 
     @property
     def _held(self) -> Box:
