@@ -76,7 +76,7 @@ def fail_together(work: Callable[[], T], of_first: bool = False, what: str = "")
         result = None if is_idle else work()
     except CheckpointError as e:
         failure = e
-    except Exception as e:  # other ranks wait for this one, whatever it failed with
+    except Exception as e:  # other ranks wait for this one, so any error must be handed on
         reason = str(e) if isinstance(e, OSError) and str(e) else repr(e)
         failure = CheckpointError(f"{what}: {reason}" if what else reason)
         failure.__cause__ = e
@@ -171,7 +171,7 @@ class _AgreedPlan(NamedTuple):
     torch_index: Metadata | None
 
 
-# of the last two kinds of state that were saved, such as all of a run and the weights of its best step
+# plans of the last two kinds of state that were saved, such as all of a run, and the weights of its best step
 _agreed_plans: dict[object, _AgreedPlan] = {}
 _MOST_PLANS = 2
 _MOST_PIECES_FOR_TORCH = 1 << 16
@@ -330,7 +330,8 @@ def open_together(final: Path) -> OpenedCheckpoint:
     *Raises*: `CheckpointError` for one that does not exist or is not whole, and for a damaged or foreign file.
     """
     path, contents, raw = fail_together(lambda: _small_files(final), of_first=True)
-    return fail_together(lambda: _opened(final.with_name(path.name), contents, raw))  # in this rank's working folder
+    # relative to this rank's working folder
+    return fail_together(lambda: _opened(final.with_name(path.name), contents, raw))
 
 
 def _small_files(final: Path) -> tuple[Path, CheckpointContents, bytes]:
@@ -351,8 +352,8 @@ def _opened(path: Path, contents: CheckpointContents, raw: bytes) -> OpenedCheck
     others = {each: saved for each, saved in contents.files.items() if each != name}
     try:
         tensors = (index_from_torch if name == TORCH_INDEX_FILE else index_from_json)(raw, others)
-    except Exception as e:  # bytes that are not an index may raise anything
-        raise CheckpointError(f"{path / name} is no index of tensors: {e}") from e
+    except Exception as e:  # bytes that are not an index may raise any error
+        raise CheckpointError(f"{path / name} is not an index of tensors: {e}") from e
     return OpenedCheckpoint(path, contents.state, others, tensors)
 
 
@@ -380,7 +381,7 @@ def read_tensors(checkpoint: OpenedCheckpoint, state: dict[str, torch.Tensor]) -
         rank = dist.get_rank() if dist.is_initialized() else 0
         try:
             _read_rows(checkpoint, dict(state))
-        except Exception as e:  # files that are not tensors may raise anything
+        except Exception as e:  # files that are not tensors may raise any error
             raise CheckpointError(f"the tensors of {checkpoint.path} cannot be read: rank {rank}: {e!r}") from e
 
     if state:

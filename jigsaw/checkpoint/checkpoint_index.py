@@ -299,7 +299,7 @@ class _TorchIndexUnpickler(pickle.Unpickler):
 
 
 class _Record:
-    """An object as a pickle has it: its arguments, which are none, and then its state."""
+    """An object as a pickle describes it: no arguments, then its state."""
 
     state: Any = None
 

@@ -49,14 +49,14 @@ def boxes_of_rank(x: Tensor) -> list[Box]:
 
 
 class _PartedTensor(Tensor):
-    """Pieces of a DTensor by their places, by the methods that torch's planner asks a tensor for."""
+    """Pieces of a DTensor by their places, with the methods that torch's planner calls on a tensor."""
 
-    pieces: dict[tuple[int, ...], Tensor]  # by the first row, column and so on
+    pieces: dict[tuple[int, ...], Tensor]  # sorted by the first row, then column and so on
 
     @staticmethod
     def of(x: Tensor) -> _PartedTensor:
         assert isinstance(x, DTensor)
-        # of one number: torch's planner replaces tensors without memory
+        # expanded from one number, because torch's planner replaces tensors without memory
         empty = torch.zeros((), dtype=x.dtype).expand(x.shape).as_subclass(_PartedTensor)
         local, runs = x.to_local().detach(), [_runs_of_rows(x, d) for d in range(x.ndim)]
         empty.pieces = {}

@@ -152,7 +152,7 @@ def swap_messages(
     if not (outgoing or incoming):
         return PendingWork((), ())
     if group is None:
-        group = mesh_group(mesh)  # which slabs refuse
+        group = mesh_group(mesh)  # raises on slabs
     on_host, landed = sends_through_host(mesh), list[tuple[Tensor, Tensor]]()
     if on_host and mesh.device_type != "cpu":
         outgoing = [(at, x.cpu()) for at, x in outgoing]
@@ -167,7 +167,7 @@ def swap_messages(
             works = dist.batch_isend_irecv([dist.P2POp(way, x, rank, group) for way, x, rank in messages])
         else:  # torch's batch would check each message twice
             works = [work for way, x, rank in messages if (work := way(x, rank, group)) is not None]
-    # a gloo message's; NCCL's would block the host
+    # for messages of gloo; with NCCL a limit would make the host wait
     limit = group_patience(group, mesh.device_type) if on_host else None
     return PendingWork(works, [x for _, x in outgoing], kind, others, limit, landed)
 
@@ -255,7 +255,8 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     return (floats_from_order(buffer, wire).view(wide.shape) if ordered else wide).to(x.dtype).detach()
 
 
-_SHARED_BYTES = 2**16  # bytes of a narrow sum: with fewer, messages determine the cost, and one call has half of them
+# for narrow sums of fewer bytes the number of messages decides the cost, and one all-reduce has half as many
+_SHARED_BYTES = 2**16
 
 
 def _sum_in_shares(
@@ -430,7 +431,7 @@ class _SumParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # the same values, but a second derivative has parts to sum
+        # the values are the same, but for a second derivative the parts must be summed
         again = torch.is_grad_enabled()
         return _UseInParts.apply(grads[0], _RankSum(ctx.over.mesh, ctx.over.axes)) if again else grads[0], None
 

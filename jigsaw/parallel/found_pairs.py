@@ -32,10 +32,10 @@ def find_pairs(
     with without_modes():
         try:
             bare = copy_without_values(model, mode, "cpu")
-        except Exception as error:  # of any kind: it is the model's own code
+        except Exception as error:  # the model's own code may raise any error
             return FoundPairs(reasons=dict.fromkeys(able, f"copy.deepcopy(model) raises {error!r}"))
         weights = {id(bare.get_submodule(name).weight): name for name in able}
-        whole = set[str]()  # keys and values of fewer heads than ranks
+        whole = set[str]()  # names of keys and values with fewer heads than ranks
         while True:
             watcher = ChannelWatcher(weights, able, ranks, whole)
             with mode, torch.no_grad(), quiet_failures(), unchanged_draws(), within_model(bare):
@@ -66,7 +66,7 @@ def _call_on_paper(watcher: ChannelWatcher, part: nn.Module, args: Any, kwargs: 
     try:
         with watcher:
             out = part(*args, **kwargs)
-    except Exception as error:  # of any kind: it is the model's own code
+    except Exception as error:  # the model's own code may raise any error
         why = f"on paper {type(part).__name__} raises {type(error).__name__}: {error}"
         watcher.go_back(before, why)
         return why
@@ -82,7 +82,7 @@ def _call_parts(watcher: ChannelWatcher, name: str, part: nn.Module, able: Mappi
     if sum(layer.startswith(prefix) for layer in able) < 2:
         return
     if not all(_call_on_paper(watcher, part, args, {}) for args in _likely_arguments(part)):
-        return  # one of them is what it takes
+        return  # all likely arguments were tried, because only some fit the module
     for child, module in part.named_children():
         _call_parts(watcher, prefix + child, module, able)
 
@@ -96,7 +96,7 @@ def _likely_arguments(part: nn.Module) -> Iterator[tuple[Tensor, ...]]:
     count = max(sum(p.default is p.empty for p in wanted), min(len(wanted), 1))
     for first, vector in _first_inputs(part):
         yield (first,) * count
-        if count > 1:  # a condition for each sample
+        if count > 1:  # such as a condition for each sample
             yield (first, *(vector,) * (count - 1))
 
 

@@ -233,7 +233,7 @@ def test_values_that_torch_would_unpickle_are_refused(tmp_path):
     index.storage_meta = None  # it has a path, which is refused as well
     (path / ".metadata").write_bytes(pickle.dumps(index))
     _as_before(path)
-    with pytest.raises(CheckpointError, match=r"\.metadata is no index of tensors: 'model\.weight' is a value"):
+    with pytest.raises(CheckpointError, match=r"\.metadata is not an index of tensors: 'model\.weight' is a value"):
         load(path, model=_model(0.0))
     assert not mark.exists()
 
@@ -294,10 +294,10 @@ def _pieces_of(*boxes):
         (_weight_is(pieces=_pieces_of(([0, 0], [16, 64]), ([16, 0], [16, 1 << 70]))), "that is not a natural number"),
         (_weight_is(shape=[32, -64]), "that is not a natural number"),
         (_weight_is(shape=[32, True]), "that is not a natural number"),
-        (_weight_is(dtype="nn"), "'nn' is no dtype"),
-        (_weight_is(dtype="load"), "'load' is no dtype"),
-        (_weight_is(pieces=5), r"tensors\.json is no index of tensors"),
-        (lambda told: told.update({"model.weight": None}), r"tensors\.json is no index of tensors"),
+        (_weight_is(dtype="nn"), "'nn' is not a dtype"),
+        (_weight_is(dtype="load"), "'load' is not a dtype"),
+        (_weight_is(pieces=5), r"tensors\.json is not an index of tensors"),
+        (lambda told: told.update({"model.weight": None}), r"tensors\.json is not an index of tensors"),
     ],
 )
 def test_a_list_of_pieces_that_cannot_be_is_refused(tmp_path, change, told):
@@ -381,7 +381,7 @@ def test_an_index_that_names_a_tensor_twice_is_refused(tmp_path):
     raw = (path / "tensors.json").read_text()
     (path / "tensors.json").write_text(raw.replace('"model.bias"', '"model.weight"'))
     _forged(path)
-    with pytest.raises(CheckpointError, match=r"tensors\.json is no index of tensors: it has the key 'model\.weight'"):
+    with pytest.raises(CheckpointError, match=r"tensors\.json is not an index of tensors: it has the key 'model"):
         _loaded(path)
 
 
@@ -394,7 +394,7 @@ def test_other_kinds_of_numbers_and_groups_are_refused(tmp_path):
     for groups in (None, [5], [{"lr": 1}], {"params": []}):
         state = json.loads((path / "jigsaw.json").read_text())["state"]
         _forged(path, state=state | {"optimizer groups": groups})
-        with pytest.raises(CheckpointError, match="has parameter groups that no save of ours writes"):
+        with pytest.raises(CheckpointError, match=r"has parameter groups that jigsaw\.save never writes"):
             _loaded(path)
 
 
