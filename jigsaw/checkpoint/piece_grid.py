@@ -189,12 +189,12 @@ def _rows_of_shares(rows: Sequence[Interval], ranks: int, parts: int) -> list[li
         for rank in range(ranks):
             first, end = min(rank * step, size), min((rank + 1) * step, size)
             if first < end:
-                shares[rank] += _rows_between(rows, begin + first, begin + end)
+                shares[rank] += _rows_numbered(rows, begin + first, begin + end)
         begin += size
     return shares
 
 
-def _rows_between(rows: Sequence[Interval], first: int, end: int) -> list[Interval]:
+def _rows_numbered(rows: Sequence[Interval], first: int, end: int) -> list[Interval]:
     """Return the rows from number `first` to `end` among those that a rank has."""
     taken, at = list[Interval](), 0
     for start, stop in rows:
