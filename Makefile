@@ -64,8 +64,8 @@ TEST_WORKERS ?= 2
 PYTEST := python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weather weather-025 cells aurora vae medical nginx test test-cuda test-played test-law check nightly docs test-newest with-newest test-least test-next \
-	test-oldest with-oldest bench fuzz zoo zoo-waits zoo-law dist sbom release-tag lint-repository clean
+.PHONY: help setup weather weather-025 cells aurora vae medical nginx test test-cuda test-played test-law check nightly docs test-newest with-newest test-works-with test-least test-next \
+	test-oldest with-oldest bench fuzz zoo zoo-waits zoo-law dist sbom try-archives release-tag lint-repository clean
 
 help: ## show these targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -157,6 +157,10 @@ NEWEST_PARTS := $(addsuffix .py,$(addprefix tests/io/test_,$(NEWEST_IO))) tests/
 	$(addsuffix .py,$(addprefix tests/,$(NEWEST_TORCH_PARTS)))
 with-newest: $(NEWEST_STAMP)
 	$(NEWEST)/bin/$(PYTEST) -m "not slow" $(NEWEST_PARTS)
+
+test-works-with: $(NEWEST_STAMP) ## trainers, loggers and other packages of docs/works_with.md, the newest of each
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --group dev
+	$(NEWEST)/bin/$(PYTEST) tests/test_works_with.py
 
 test-least: $(LEAST_STAMP) ## the same with the least version of every package that pyproject.toml names
 	$(LEAST)/bin/$(PYTEST) -m "not slow" $(NEWEST_PARTS) tests/checkpoint/test_checkpoint.py tests/test_works_with.py
@@ -252,6 +256,14 @@ sbom: dist ## the bill of materials of the wheel with all extras, as CycloneDX: 
 	$(SBOM)/bin/python -m pip install --quiet "jigsaw-torch[all] @ file://$$(ls $(CURDIR)/dist/*.whl | tail -n 1)"
 	cd build && venv-sbom/bin/python -m jigsaw check --ranks 2
 	$(REPOSITORY)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-file build/sbom.json $(SBOM)/bin/python
+
+# Where nothing of the clone is, on the oldest Python and on the newest that is at hand.
+ALONE := build/venv-alone
+try-archives: dist ## the wheel and the source archive, each in an empty environment: what they bring, and that it works
+	for python in "$(PYTHON)" $(PYTHON_NEWEST); do for archive in $(CURDIR)/dist/*.whl $(CURDIR)/dist/*.tar.gz; do \
+		"$$python" -m venv --clear $(ALONE) && $(ALONE)/bin/python -m pip install --quiet "$(TORCH)" && \
+		$(ALONE)/bin/python -m pip install --quiet "jigsaw-torch[all] @ file://$$archive" && \
+		(cd build && venv-alone/bin/python -m jigsaw check --ranks 2) || exit 1; done; done
 
 release-tag: ## fail unless TAG is the version of pyproject.toml, with a date in CHANGELOG.md
 	version=$$($(REPOSITORY)/bin/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["version"])') && \

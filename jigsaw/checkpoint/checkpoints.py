@@ -154,13 +154,13 @@ def save(
     check_numbered(final, keep)
     tensors, small = fail_together(lambda: _checkpoint_state(model, optimizer, _stateful_objects(loader, others)))
     small = _joined_over_stages(model, small)
-    every = _sums_of_ranks(tensors)
+    _check_copies(tensors)
     what = f"the tensors of {final} cannot be written"
     draft = fail_together(lambda: begin_checkpoint(final, order_of_next(final)), of_first=True, what=what)
     # relative to this rank's own working folder
     draft = CheckpointDraft(final, final.with_name(draft.folder.name), draft.order)
     with removed_on_failure(draft, rank == 0):
-        planned = PlannedTensors(draft.folder, tensors, every)
+        planned = PlannedTensors(draft.folder, tensors)
     older: list[Path] = []
 
     def close(written: list[WrittenTensors]) -> list[RemovalShare]:
@@ -277,8 +277,8 @@ def _checkpoint_state(
     return tensors, small
 
 
-def _sums_of_ranks(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, FileSum]]:
-    """Return the plain tensors of each rank, of which one rank's are written, by name: their bytes and checksums.
+def _check_copies(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Compare the plain tensors of all ranks, of which one rank's are written, by bytes and checksums.
 
     Raises: `CheckpointError` on every rank, where they differ.
     """
@@ -301,7 +301,6 @@ def _sums_of_ranks(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, FileSu
             "rank must hold it alike: look for a step that a rank left out, an initialization by rank, or a model that "
             "did not go through jigsaw.parallelize"
         )
-    return every
 
 
 def _joined_over_stages(model: CheckpointModel | None, small: dict[str, Any]) -> dict[str, Any]:

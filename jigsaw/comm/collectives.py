@@ -38,6 +38,7 @@ from jigsaw.comm.wire_values import (
     wire_memory,
 )
 from jigsaw.errors import ShardingError
+from jigsaw.geometry import transfers
 from jigsaw.ranks.mesh import (
     TrafficKind,
     axes_along,
@@ -205,7 +206,8 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     bfloat16 and float16 are combined in float32, and rounded once.  `same` (a layout) must be equal on all ranks.
 
     *Sends*: 2 (P-1)/P of the bytes of `x` (ring: reduce-scatter, then all-gather); with `same`, of one element more, or
-    two for a maximum or minimum.  Narrow types send twice that, as float32, except for sums of 64 KiB or more.
+    two for a maximum or minimum.  Narrow types send twice that, as float32, except for sums of 64 KiB or more on at
+    most 64 ranks, where each sends a share to each other one.
     *Raises*: `ShardingError` for an op that the dtype does not have; on every rank, where `same` differs, or a plain
     value that tiles have met (`jigsaw.comm.first_meetings`).
     """
@@ -218,7 +220,8 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     if x.numel() == 0:
         return _plain_copy(own_values)
     groups = groups_along(mesh, axes)
-    if op == "sum" and is_narrow(x.dtype) and x.nbytes >= _SHARED_BYTES and len(groups) == 1:
+    in_shares = len(groups) == 1 and groups[0][0].size() <= transfers.MOST_PEERS_AT_ONCE
+    if op == "sum" and is_narrow(x.dtype) and x.nbytes >= _SHARED_BYTES and in_shares:
         number = None if same is None else alike_number(same, mesh, ranks)
         total, is_alike = _sum_in_shares(_plain_copy(own_values), *groups[0], number)
         if is_alike is not None:

@@ -261,8 +261,8 @@ def planned_layers(model: nn.Module, plan: TensorPlan) -> dict[nn.Module, Planne
             raise ShardingError(
                 f"tensor={{{pattern!r}: {word!r}}}: a layer is cut as 'column' (its output channels, "
                 f"which stay cut), '2 columns' (two parts side by side, each cut so), 'gathered' (gathered after it) "
-                f"or 'row' (its input channels), stays 'whole', or is {FOUND!r} on paper; use one of these words, or "
-                f"of {', '.join(_WORDS_OF_TRANSFORMERS)}"
+                f"or 'row' (its input channels), stays 'whole', or is {FOUND!r}; use one of these words, or of "
+                f"{', '.join(_WORDS_OF_TRANSFORMERS)}"
             )
         planned |= dict.fromkeys(_layers_named(model, pattern, word).values(), cut)
     return planned

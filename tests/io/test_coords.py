@@ -15,6 +15,7 @@ class Array:
     name: str
     dims: tuple
     attrs: dict = field(default_factory=dict)
+    roles: tuple = ()
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,8 @@ class ArrayTable:
     padding. `dtype` is the stored numpy dtype with its byte order; `masks` are the stored values that mean "missing".
     `decoder` is None for an array that only its library can read. Then `load_slowly` gives the values of a box, and
     reads no more than the box where `slices` says so. `unfit` says why the array is refused where it is asked for.
-    Ranks compare some of the values of one that is `compared`.
+    Ranks compare some of the values of one that is `compared`. `roles` are those of its dims, where the format says
+    them (see `jigsaw.io.series.coords`). An array that is read `by_name_only` is none of the default fields.
 
     These facts make its `grid` (where chunks lie in the array), its `finder` (where their bytes lie) and its `loader`
     (their values); `dataclasses.replace` makes them anew.
@@ -78,6 +79,8 @@ class ArrayTable:
     members: JoinedArrays | None = None
     compared: bool = False
     unfit: str = ""
+    roles: tuple[str, ...] = ()
+    by_name_only: bool = False
     grid: ChunkGrid = field(init=False, repr=False)
     finder: ChunkFinder = field(init=False, repr=False)
     loader: ChunkLoader | LibraryLoader = field(init=False, repr=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -28,7 +28,7 @@ from jigsaw.io.series.cell_grid import CellGrid
 from jigsaw.io.series.choices import DimChoices
 from jigsaw.io.series.fields import FieldChannel
 from jigsaw.io.series.forcings import GridForcings
-from jigsaw.io.series.request import ReadRequest
+from jigsaw.io.series.request import NanRule, ReadRequest
 from jigsaw.io.series.store_survey import RowOrder, StoreVariable
 from jigsaw.io.series.times import is_whole_number, later_times
 from jigsaw.ranks.mesh import mesh_coordinate
@@ -117,7 +117,7 @@ class Dataset(MeshSamples):
     scale: tuple[float, ...]
     offset: tuple[float, ...]
     dtype: torch.dtype
-    nan: str | float
+    nan: NanRule | tuple[NanRule, ...]
     missing: str
     mode: str
     turn: RowOrder
@@ -125,6 +125,8 @@ class Dataset(MeshSamples):
     vectors: tuple[int, ...] = ()
     counted: tuple[str, ...] = ()
     cells: CellGrid | None = None
+    boundary_types: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    """Beyond the first and last row of each dim: ``open``, ``wall`` or ``periodic``, where the store says it."""
 
     def __len__(self) -> int:
         return len(self.anchors) * self._chosen
@@ -273,13 +275,14 @@ class Dataset(MeshSamples):
         # The steps left out here, and those `known`, depend only on the earlier batches. These were the same on every
         # rank that shares these samples, so all of them make this same request, and plan the same.
         variables = [v for v in self.variables if "time" in v.roles or not (kept and kept.has_fixed)]
+        by_channel = self.nan if isinstance(self.nan, tuple) else ()
         request = ReadRequest(
             layout=self.frame.layout((len(steps), len(self.channels)), (None, None), axes=self.frame.domain),
-            parts=survey.read_parts_of(self.channels, variables, self._moments(keys, known), self.turn),
+            parts=survey.read_parts_of(self.channels, variables, self._moments(keys, known), self.turn, by_channel),
             scale=self.scale,
             offset=self.offset,
             dtype=numpy_dtype_name(self.dtype),
-            nan=self.nan,
+            nan="keep" if isinstance(self.nan, tuple) else self.nan,
             boundary=self.frame.boundary,
             missing=self.missing,
             vectors=self.vectors,
@@ -387,10 +390,24 @@ class Dataset(MeshSamples):
         if kept is not None:  # reached only if the read went well on all ranks; a failed read changes no rank's memory
             kept.write(block[:, :stored], reading.keys, reading.known)
             kept.keep(block[:, :stored], reading.keys, wanted)
-        for where, forcings in self._forcings_here:
-            forcings.write(block[:, stored:][(..., *where)], reading.times)
-        fill_beyond_ends(block[:, stored:], held, self.frame.sizes, self.frame.boundary)
+        self._fill_forcings(block[:, stored:], reading.times)
         return block
+
+    def forcings_at(self, times: Sequence[Any] | NDArray[Any]) -> Tile:
+        r"""Return the forcings [T, C, \*space] of any `times`, also later ones than the store's, with the input's halo.
+
+        *Sends*: nothing.
+        """
+        mesh = self.device_mesh()
+        layout = self.frame.layout((len(times), len(self.forcing_names)), (None, None))
+        block = np.empty((*layout.shape[:2], *(b - a for a, b in self._held)), numpy_dtype_name(self.dtype))
+        self._fill_forcings(block, np.asarray(times))
+        return Tile(torch.from_numpy(block).to(self.dtype).to(mesh.device_type), layout, mesh)
+
+    def _fill_forcings(self, out: NDArray[Any], times: NDArray[Any]) -> None:
+        for where, forcings in self._forcings_here:
+            forcings.write(out[(..., *where)], times)
+        fill_beyond_ends(out, self._held, self.frame.sizes, self.frame.boundary)
 
     @property
     def _held(self) -> Box:

@@ -52,6 +52,7 @@ from jigsaw.io.formats.hdf5_virtual import (
     referenced_path,
     storage_of_virtual_dataset,
 )
+from jigsaw.io.formats.well import BOUNDARY_GROUP, WELL_GROUPS, is_well_file, well_as_fields
 
 _MOST_LINKS = 32
 VisitedGroups = set[tuple[str, int]]
@@ -94,13 +95,27 @@ def open_hdf5_file(
         file = held.enter_context(source.opened())
         try:
             attrs = hdf5_attributes(file)
-            tables = opening.tables(source, file, held)
+            tables, groups = opening.tables(source, file, held), _well_groups(file)
         except ReadError:
             raise
         except (OSError, RuntimeError, KeyError, ValueError, TypeError) as e:
             # errors that h5py raises for damaged metadata
             raise UnsupportedStoreError(f"{path!r} is damaged, or has what h5py cannot read: {e}") from e
-    return ArrayStore(path, tables, attrs, opening.read_small)
+    store = ArrayStore(path, tables, attrs, opening.read_small)
+    return well_as_fields(store, groups) if is_well_file(groups) else store
+
+
+def _well_groups(file: Any) -> dict[str, dict[str, Any]]:
+    """Return the attributes of the groups that a file of The Well has, by their paths; through hard links alone."""
+    names = [name for name in WELL_GROUPS if _has_own_group(file, name)]
+    if BOUNDARY_GROUP in names:
+        inner = file[BOUNDARY_GROUP]
+        names += [f"{BOUNDARY_GROUP}/{name}" for name in inner if _has_own_group(inner, name)]
+    return {name: hdf5_attributes(file[name]) for name in names}
+
+
+def _has_own_group(group: Any, name: str) -> bool:
+    return isinstance(group.get(name, getlink=True), h5py.HardLink) and isinstance(group[name], h5py.Group)
 
 
 class _FoundDataset(NamedTuple):

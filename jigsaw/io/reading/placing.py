@@ -68,7 +68,8 @@ class PartPlacing:
         kept = [d for d, to in enumerate(part.to) if to != DROPPED_DIM]
         self.order = tuple(sorted(kept, key=lambda d: part.to[d]))
         self.dropped = tuple(d for d, to in enumerate(part.to) if to == DROPPED_DIM)
-        self.to, self.masks, self.nan, self.name = part.to, table.masks, request.nan, part.array
+        self.to, self.masks, self.name = part.to, table.masks, part.array
+        self.nan = request.nan if part.nan is None else part.nan
         # y = (raw * own_scale + own_offset) * s + o: the file's numbers and the channel's normalization as one a and b
         scale, offset = request.scale[slice(*channels)], request.offset[slice(*channels)]
         own = [(table.offset * s, o) for s, o in zip(scale, offset, strict=True)]

@@ -107,8 +107,8 @@ def choose_positions(
                         f"select={{{dim!r}: {choice_by_dim[dim]!r}}} is at other places of {dim!r} in array "
                         f"{variable.table.name!r} than in another field; open them one at a time"
                     )
-            elif size == 1:
-                positions_by_dim.setdefault(dim, (0,))
+            elif size == 1 or d not in variable.unchosen:
+                positions_by_dim.setdefault(dim, tuple(range(size)))
             else:
                 raise GridError(
                     f"array {variable.table.name!r} has a dim {dim!r} of {size} that is not time, level or space; "

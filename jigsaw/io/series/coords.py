@@ -2,8 +2,9 @@
 
 A *role* is the canonical name of a dim, whatever the store calls it: `time, level, lat, lon` on the globe, `z, y, x` in
 a volume, `y, x` on a curvilinear or projected grid; `cell` where each place has a latitude and a longitude of its own
-(HEALPix, ICON, reduced Gaussian grids, stations); `member` for an ensemble, `lead` for the time since a forecast began
-and `init` for when it did.  A dim of channels (``[time, channel, lat, lon]``) is `level`, too: its levels have names.
+(HEALPix, ICON, reduced Gaussian grids, stations); `member` for an ensemble, `trajectory` for runs of a simulation,
+`lead` for the time since a forecast began and `init` for when it did.  A dim of channels (``[time, channel, lat,
+lon]``) is `level`, too: its levels have names.
 A dim without a role keeps its own name.
 """
 
@@ -23,6 +24,11 @@ from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 CELL_ROLE = "cell"
 SPATIAL_ROLES = ("lat", "lon", "z", "y", "x", CELL_ROLE)
 _TIME_ROLES = ("time", "init", "lead")
+TRAJECTORY_ROLE = "trajectory"
+FURTHER_ROLES = (*_TIME_ROLES, "member", "level", TRAJECTORY_ROLE)
+"""Roles of dims that are not space."""
+BOUNDARY_ATTR = "boundary"
+"""The attribute of a coordinate with what lies beyond its first and its last row: open, wall or periodic."""
 DIM_ROLES = (*_TIME_ROLES, "member", "level", "channel", *SPATIAL_ROLES)
 _CHANNEL_DIMS = ("channel", "channels", "variable", "variables")
 
@@ -227,6 +233,8 @@ class StoreCoordinates:
 
     def is_field(self, array: ArrayTable) -> bool:
         """Say whether an array has values along two spatial dims, or one of cells, and does not describe these."""
+        if array.roles:
+            return True
         stated, group = _said_role(array.attrs), _group_prefix(array.name)
         if not array.dims or stated in (*_ANGLES, CELL_ROLE) or array.name in self._bounds:
             return False
@@ -306,6 +314,8 @@ class StoreCoordinates:
         return named
 
     def _roles(self, array: ArrayTable) -> tuple[str, ...]:
+        if array.roles:
+            return tuple(self.naming.roles.get(d, role) for d, role in zip(array.dims, array.roles, strict=True))
         plane = dict(zip(self.plane(array)[0], ("y", "x"), strict=False)) or self._cells(array)
         choices = [self.naming.roles.get(dim) for dim in array.dims]
         likely = [

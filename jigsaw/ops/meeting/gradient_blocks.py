@@ -8,11 +8,13 @@ rank 1 the other way round.  Each sends the other its 3 x 2 elements.  By lat=2,
 columns first sum theirs.
 
 Whether a gradient is its block and nothing else is known where it arrives alone: a weight that is used elsewhere too
-(tied, a loss term, an earlier backward pass) has more, and is then summed whole.
+(tied, a loss term, an earlier backward pass) has more, and is then summed whole.  So it is among more ranks than
+exchange rows at once: each block would be a message to each of them, for each weight.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.comm.debug import compare_calls
 from jigsaw.comm.wire_values import wire_memory
+from jigsaw.geometry import transfers
 from jigsaw.geometry.cut import box_slices
 from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.ranks.mesh import TrafficKind, mesh_coordinate
@@ -48,8 +51,11 @@ class BlockRecord:
 
     @property
     def has_come(self) -> bool:
-        """True where blocks are to travel: ranks have used some, and never had more than them."""
-        return self.layout is not None and not self.is_mixed
+        """True where blocks are to travel: few ranks have used some, and never had more than them."""
+        layout = self.layout
+        if layout is None or self.is_mixed:
+            return False
+        return math.prod(map(layout.size_of, layout.cut_axes)) <= transfers.MOST_PEERS_AT_ONCE
 
     def note(self, grad: Tensor, layout: Layout) -> None:
         # keep an alias: while it exists, autograd adds other gradients to a copy, not to this memory
