@@ -81,8 +81,8 @@ class PieceGrid(NamedTuple):
 def grid_from_json(shape: tuple[int, ...], cuts: list[Any], files: list[Any], most_pieces: int) -> PieceGrid:
     """Return the grid that a file describes.
 
-    Raises: `ValueError`, or any other error, for one that does not divide the shape, each element once, or has more
-    than `most_pieces`, which are counted before memory is taken for them.
+    Raises: `ValueError`, or any other error, for a grid that does not divide the shape, each element once. Also for
+    one of more than `most_pieces`, which are counted before memory is taken for them.
     """
     begins: list[Sequence[int]] = []
     for size, cut in zip(shape, cuts, strict=True):
