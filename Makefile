@@ -102,7 +102,7 @@ $(AURORA_STAMP): pyproject.toml
 	$(AURORA)/bin/python -m pip install --quiet "$(TORCH)" --editable ".[aurora]" pytest pytest-timeout
 	@touch $@
 
-# Some tests read from a real web server, which is no Python package. Without one they are skipped; not in CI, which
+# Some tests read from a real web server, which is not a Python package. Without one they are skipped; not in CI, which
 # installs Debian's.
 nginx:
 	@command -v nginx >/dev/null || test -x /usr/sbin/nginx || { \
@@ -127,6 +127,7 @@ LAW_PARTS := tests/comm tests/parallel tests/stages tests/checkpoint tests/test_
 	tests/io/test_boundary.py tests/io/test_engine.py tests/io/test_first_layer.py tests/io/test_loader.py tests/io/test_stats.py
 test-law: setup ## tests of messages by NCCL's law: no tags, each communicator in the order of posting, on CPUs
 	JIGSAW_TEST_BACKEND=ordered $(BIN)/$(PYTEST) -m "not slow" $(LAW_PARTS)
+	JIGSAW_TEST_BACKEND=ordered $(BIN)/$(PYTEST) -m "slow and not nightly" tests/test_composed.py tests/stages tests/nn/test_experts.py tests/nn/test_ring_attention.py
 
 nightly: setup ## the tests that take longest, one at a time: many ranks, benchmarks beside others, a search by coverage
 	$(BIN)/python -m pytest -m nightly
@@ -148,8 +149,9 @@ test-newest: ## formats, reader, tiles and what stands on private names of torch
 NEWEST_IO := conventions dataset engine faults hdf5 loader many_files netcdf3 packages portion raw rectilinear references \
 	table volumes write write_coords xarray
 # These stand on private names of torch (jigsaw/torch_internals), of which the newest may lack some.
-NEWEST_TORCH_PARTS := checkpoint/test_checkpoint dryrun/test_dry_run ops/test_reentrant parallel/test_compile \
-	parallel/test_gradient_hooks stages/test_pipeline test_torch_internals testing/test_post_order
+NEWEST_TORCH_PARTS := checkpoint/test_checkpoint comm/test_kept_halos dryrun/test_dry_run ops/test_closeness ops/test_masked \
+	ops/test_reentrant parallel/test_compile parallel/test_gradient_hooks parallel/test_parallel parallel/test_unit_prefetch \
+	ranks/test_job_groups stages/test_pipeline testing/test_post_order torch_internals/test_torch_internals
 NEWEST_PARTS := $(addsuffix .py,$(addprefix tests/io/test_,$(NEWEST_IO))) tests/nn/test_conv.py \
 	tests/ranks/test_launcher.py tests/ranks/test_mesh.py tests/tile/test_tile.py tests/ops/test_tile_ops.py \
 	$(addsuffix .py,$(addprefix tests/,$(NEWEST_TORCH_PARTS)))

@@ -43,7 +43,14 @@ python_use_unqualified_type_names = True
 # The margin, in the order of README.md's tables, and with their kinds. It is added to README.md here, so that README.md
 # stays plain Markdown.
 PAGES = {
-    "Tutorials": ["docs/training", "docs/medical", "examples/*/README", "examples/*/data/README"],
+    "Tutorials": [
+        "docs/training",
+        "docs/forecasts",
+        "docs/medical",
+        "docs/physics",
+        "examples/*/README",
+        "examples/*/data/README",
+    ],
     "How-to guides": [
         *(f"docs/{name}" for name in ("open", "sources", "statistics", "local", "cells", "metrics", "parallelism")),
         *(f"docs/{name}" for name in ("memory", "compile", "dry_run", "failures", "gpus")),
@@ -61,7 +68,7 @@ PAGES = {
     ],
 }
 
-# What a function makes and nobody else: their arguments are no part of the interface.
+# What a function makes and nobody else: their arguments are not part of the interface.
 MADE_BY_FUNCTIONS = {"Dataset", "Volumes"}
 
 ABOUT_EXAMPLES = (
