@@ -196,7 +196,7 @@ def test_members_are_selected_by_name(tmp_path):
     ):
         one_rank(path, fields=["t2m"], select={"number": 3})
     with pytest.raises(
-        ReadError, match=r"select names 'realm', which is no further dim of the fields; there are \['number'\]"
+        ReadError, match=r"select names 'realm', which is not a further dim of the fields; there are \['number'\]"
     ):
         one_rank(path, fields=["t2m"], select={"realm": 0})
 

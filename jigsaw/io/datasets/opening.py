@@ -93,7 +93,7 @@ def open(
       standard names;
     - `inputs`, `targets`: steps relative to the anchor, as numbers of steps or as durations: ``["-6h", "0h"]``;
     - `time`: a slice or pair of dates, both ends included, or of step positions; no window crosses a gap;
-    - `every`: the distance of the steps that make up the series, from its first on: ``"6h"``, or a number of steps;
+    - `every`: takes every n-th step, from the first: ``"6h"``, or a number of steps;
       refused for arrays that are sums over a step (by `cell_methods`, or GRIB's step type);
     - `along`: the dim that windows run along; ``"lead"`` (or its own name, such as ``"prediction_timedelta"``) for the
       lead times of a forecast;
@@ -114,9 +114,9 @@ def open(
     - `region`: by dim of space two coordinates, both ends included, or a slice of rows: ``{"lat": (30, 60), "lon":
       (-10, 40)}``. Longitudes count eastward from the first. The other rows are not read, and beyond the region nothing
       is;
-    - `order`: of cells that are points or along rings, ``"store"`` or ``"curve"``: along Hilbert's curve, so that
-      pieces have short borders. The dataset's `grid` has this order, too, and a `Writer` that writes like it restores
-      that of the store;
+    - `order`: for cells that are stored as points or in rings, ``"store"`` or ``"curve"``: along Hilbert's curve, so
+      that pieces have short borders. The dataset's `grid` has this order, too; ``Writer(like=data)`` writes in the
+      store's order;
     - `split`, `align`: where the cuts lie (see `jigsaw.Layout`), for all spatial dims or by dim;
     - `mode`: ``"cooperative"`` (each chunk is decoded by one rank), ``"neighbors"`` (by every rank that owns rows of
       it, which also sends the halos), ``"independent"``, or ``"auto"``, the cheapest;
@@ -132,8 +132,8 @@ def open(
     where values are not packed: stored zeros stay zeros, and chunks that were never written are zeros (xarray makes
     both NaN). To read such zeros as missing, give the array the attribute ``_FillValue``, 0, and choose their
     replacement by `nan`. Chunks of Zarr v3 that were never written are its `fill_value`, whatever that is. What
-    NetCDF-4 lacks at the end of an unlimited dim is missing. An existing coordinate is used as it is, or refused. A dim
-    without one is counted, 0, 1, 2…, and named by the dataset's `counted` where it is a dim of space.
+    NetCDF-4 lacks at the end of an unlimited dim is missing. An existing coordinate is used unchanged, or refused. A
+    dim without one gets 0, 1, 2…; `Dataset.counted` lists the dims of space that did.
 
     *Sends*: nothing.
 
@@ -221,8 +221,8 @@ def _channels_to_read(
     if len(targets) == 0:
         raise FieldError(f"target_fields={list(target_fields)} needs targets, such as targets=[1]; there are none")
     target_channels = channels_of_fields(target_fields, survey.levels, "target_fields")
-    # Input t2m, u10, target u10, tp: read are t2m, u10, tp, and the target picks 1 and 2.  Reversed, so that of a field
-    # named twice the first channel counts.
+    # Input t2m, u10, target u10, tp: t2m, u10 and tp are read, and the target picks 1 and 2.  In reverse, so that of a
+    # field that is named twice the first channel is picked.
     place = {(c.array, c.level): i for i, c in reversed([*enumerate(input_channels)])}
     more = [c for c in target_channels if (c.array, c.level) not in place]
     place |= {(c.array, c.level): len(input_channels) + i for i, c in enumerate(more)}
@@ -244,7 +244,7 @@ def _selected_steps(survey: StoreSurvey, variables: Sequence[StoreVariable], tim
 
 
 def _default_fields(survey: StoreSurvey, select: Mapping[str, Any] | None) -> list[str]:
-    """Return every numeric variable on the grid of the first; those that need a choice only where all do."""
+    """Return every numeric variable on the grid of the first, without those that need `select`, unless all do."""
     listed = [v for v in survey.variables.values() if not v.table.by_name_only]
     every = [v for v in listed if np.dtype(v.table.dtype).kind in "fiu"]
     named = set(select or {})  # by the store's own name of a dim, or by its role

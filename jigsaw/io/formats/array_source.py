@@ -243,7 +243,7 @@ class FilelessPlaces:
 
 
 class WrappedPlaces:
-    """Places of an array, read through other `files`, or asked for by an index with dims of which it has the first.
+    """Places of an array that are read through other `files`, or looked up by the first dims of an index.
 
     `tail` is the number of its chunk along the dims that such an index lacks.
     """
@@ -271,7 +271,7 @@ class WrappedPlaces:
 
 
 class WrappedIndexedPlaces(WrappedPlaces):
-    """Such places of an array that looks its chunks up in indices, which it keeps itself."""
+    """`WrappedPlaces` of an array whose places look chunks up in indices, which they keep themselves."""
 
     @property
     def counted(self) -> LookupCounts:
@@ -317,7 +317,7 @@ def _table_of_variable(name: str, variable: xr.Variable) -> ArrayTable:
         dtype=dtype.str,
         chunks=chunks,
         attrs=attrs,
-        # of what xarray has decoded it keeps such attributes elsewhere
+        # where xarray has decoded values, it moved these attributes to `encoding`
         masks=declared_missing_values(dtype, attrs, own),
         places=FilelessPlaces(f"xarray variable {name!r}"),
         load_slowly=lambda box: np.asarray(variable[box_slices(box)].values),
@@ -346,5 +346,5 @@ def _chunks_of_variable(variable: xr.Variable) -> tuple[tuple[int, ...], dict[in
 
 
 def _is_from_grib(variable: xr.Variable) -> bool:
-    """Say whether cfgrib opened it, which decodes the whole message for any part of a field."""
+    """Say whether cfgrib opened a variable; it decodes a whole message for any part of a field."""
     return "GRIB_gridType" in variable.attrs and "filter_by_keys" in variable.encoding

@@ -70,7 +70,7 @@ def open_many(
     Dataset(2 files globe-01.nc to globe-02.nc: 8 samples, 1 channels, lat 9, lon 16; [1, 1, 9, 16])
     """
     if opener is None:
-        from jigsaw.io.formats.store import open_store  # which builds on this file
+        from jigsaw.io.formats.store import open_store  # imported here, because that file imports this one
 
         opener = open_store
     files = _OpenStores(_listed_paths(paths), opener)
@@ -154,7 +154,7 @@ class _KnownFile:
     units: str
     arrays: Mapping[str, _ArrayOfFile]
     coords: Mapping[str, NDArray[Any]]
-    digests: Mapping[str, bytes | None]  # of what does not lie along the joined dim
+    digests: Mapping[str, bytes | None]  # of the values of arrays without the joined dim
 
 
 def _know_file(files: _OpenStores, dim: str, path: str) -> _KnownFile:
@@ -211,7 +211,7 @@ def _unfit_arrays(files: _OpenStores, series: Sequence[_KnownFile], dim: str) ->
                 why = _why_another_static(files, name, first, other)
             if why is not None:
                 unfit[name] = why
-    # what lies along a dim lies where the coordinate of that name says, or those of two dims
+    # where rows lie is said by a dim's own coordinate, or by latitudes and longitudes of two dims
     tables = files.store(first.path).arrays
     places = [n for n in unfit if n in first.digests and role_of_dim(n, tables[n].attrs) in ("lat", "lon")]
     causes = {
@@ -359,7 +359,7 @@ class _JoinedFiles:
         )
 
     def _refused(self, table: ArrayTable, why: str) -> ArrayTable:
-        """Return an array that is listed, and refused where it is asked for."""
+        """Return an array that is listed, and refused when it is read."""
 
         def refuse(box: Box) -> NDArray[Any]:
             raise GridError(why)
@@ -376,7 +376,7 @@ class _JoinedFiles:
         )
 
     def _load(self, name: str, members: JoinedArrays, decoded: bool, box: Box) -> NDArray[Any]:
-        # dates that files count in other units are put together for the joined dim alone
+        # only along the joined dim are times joined that files count in different units
         since = {(f.arrays[name].units, f.arrays[name].calendar): f.path for f in self.series}
         if len(since) > 1:
             (ours, start), (theirs, path), *_ = since.items()

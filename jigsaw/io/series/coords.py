@@ -87,7 +87,7 @@ def role_of_dim(dim: str, attrs: Mapping[str, Any]) -> str | None:
     role = _said_role(attrs)
     axis, named = _ROLE_OF_AXIS.get(str(attrs.get("axis", "")).upper()), _ROLE_OF_NAME.get(dim.lower())
     if role:
-        # "hours since" is a time of some kind, and the name says which
+        # units like "hours since" mean a time, and the name says which one
         return named if role == "time" and "standard_name" not in attrs and named == "init" else role
     if axis == "time" and named in ("init", "lead"):
         return named
@@ -125,7 +125,7 @@ class DimNaming:
         for role, name in checked_mapping("dims", dims, "{'time': 'valid_time'}", GridError).items():
             if role not in DIM_ROLES:
                 raise GridError(
-                    f"dims={dict(dims or {})!r} names {role!r}, which is no role; there are {list(DIM_ROLES)}"
+                    f"dims={dict(dims or {})!r} names {role!r}, which is not a role; there are {list(DIM_ROLES)}"
                 )
             table = arrays.get(name)
             if name not in known and (table is None or len(table.dims) != 1):
@@ -140,12 +140,12 @@ class DimNaming:
 
 
 def _dims_along(along: str, known: set[str], arrays: Mapping[str, ArrayTable]) -> list[str]:
-    """Return the store's dims that `along` means: by their own name, or by their role."""
+    """Return the store's dims that `along` names, by their own name or by their role."""
     if isinstance(along, str) and along in known:
         return [along]
     meant = sorted(d for d in known if role_of_dim(d, arrays[d].attrs if d in arrays else {}) == along)
     if not meant:
-        raise GridError(f"along={along!r} is no dim of the store; it has {sorted(known)}")
+        raise GridError(f"along={along!r} is not a dim of the store; it has {sorted(known)}")
     return meant
 
 
@@ -180,7 +180,8 @@ class StoreCoordinates:
             if len(table.dims) == 1 and role and name != group + table.dims[0] and _can_be_role(table.dims[0], role):
                 self._auxiliary.setdefault((group, table.dims[0]), name)
         self._angles = {key: angles for key, angles in self._angles.items() if len(angles) == len(_ANGLES)}
-        for key, angles in self._angles.items():  # of its own a place along such a dim has neither
+        # a place along such a dim has both, so neither is the dim's coordinate
+        for key, angles in self._angles.items():
             if self._auxiliary.get(key) in angles.values():
                 del self._auxiliary[key]
 
@@ -238,7 +239,7 @@ class StoreCoordinates:
         if not array.dims or stated in (*_ANGLES, CELL_ROLE) or array.name in self._bounds:
             return False
         spatial = set(SPATIAL_ROLES).intersection(self._roles(array))
-        if len(array.dims) == 1:  # of cells alone: no time of each, no coordinate
+        if len(array.dims) == 1:  # an array over cells alone is a field, unless it describes the cells
             named = {n for (g, _), angles in self._angles.items() if g == group for n in angles.values()}
             named |= {group + str(self.dggs(array).get("coordinate"))}
             describes = array.name in named or array.name == group + array.dims[0] or stated == "time"
@@ -322,10 +323,11 @@ class StoreCoordinates:
             for i, dim in enumerate(array.dims)
         ]
         roles = _without_rivals(likely, choices, array.dims)
-        if "time" not in roles:  # when forecasts began is the time of an array that lacks another
+        if "time" not in roles:  # an array without another time has the time at which its forecasts began
             roles = ["time" if role == "init" else role for role in roles]
         if CELL_ROLE in roles and any(pair <= set(roles) for pair in ({"lat", "lon"}, {"y", "x"})):
-            roles[roles.index(CELL_ROLE)] = f"other {array.dims[roles.index(CELL_ROLE)]}"  # cells of something else
+            # beside lat and lon, cells are of something else
+            roles[roles.index(CELL_ROLE)] = f"other {array.dims[roles.index(CELL_ROLE)]}"
         globe = bool(plane) or {"lat", "lon"} <= set(roles) or CELL_ROLE in roles
         channels = [dim for dim in array.dims if dim.lower() in _CHANNEL_DIMS and dim in roles]
         if len(channels) == 1 and not {"level", "z"} & set(roles) and (globe or "time" in roles):

@@ -211,7 +211,8 @@ class StoreSurvey:
                     f"({other.size('time')} steps) have different times; open them one at a time"
                 )
         attrs = self.attrs(first, "time")
-        axis, missing = decode_times(raw, attrs), attrs.get("missing_dates", ())  # anemoi's, whose values are none
+        # anemoi's list of steps that hold no values
+        axis, missing = decode_times(raw, attrs), attrs.get("missing_dates", ())
         return axis.take(~np.isin(axis.stamps, np.array(missing, "datetime64[us]"))) if len(missing) else axis
 
 
