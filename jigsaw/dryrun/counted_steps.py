@@ -147,7 +147,7 @@ _LISTS: dict[str, tuple[Any, Any]] = {
 
 
 def _with_stretches(shorter: Sequence[T], longer: Sequence[T], times: int, look: Any, make: Any) -> list[T] | None:
-    """Return `shorter` with `times` stretches where `longer` has one, by extrapolation; None if they differ elsewhere."""
+    """Return `shorter` with `times` stretches where `longer` has one, extrapolated; None if they differ elsewhere."""
     few, more = [*map(look, shorter)], [*map(look, longer)]
     places = _places_of_stretches(few, more)
     if places is None:
