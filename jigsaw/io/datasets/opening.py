@@ -301,5 +301,5 @@ def _nan_rules(nan: NanRule | Mapping[str, NanRule], channels: Sequence[FieldCha
     names = [(c.name, c.field, c.array) for c in channels]
     unknown = sorted(str(key) for key in nan if not any(key in of_channel for of_channel in names))
     if unknown:
-        raise FieldError(f"nan has {unknown[0]!r}, which is no field; the channels are {[c.name for c in channels]}")
+        raise FieldError(f"nan has {unknown[0]!r}, and the channels are {[c.name for c in channels]}")
     return tuple(next((nan[name] for name in of_channel if name in nan), "keep") for of_channel in names)
