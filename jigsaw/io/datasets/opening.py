@@ -114,9 +114,9 @@ def open(
     - `region`: by dim of space two coordinates, both ends included, or a slice of rows: ``{"lat": (30, 60), "lon":
       (-10, 40)}``. Longitudes count eastward from the first. The other rows are not read, and beyond the region nothing
       is;
-    - `order`: of cells that are points or along rings, ``"store"`` or ``"curve"``: along Hilbert's curve, so that
-      pieces have short borders. The dataset's `grid` has this order, too, and a `Writer` that writes like it restores
-      that of the store;
+    - `order`: for cells that are stored as points or in rings, ``"store"`` or ``"curve"``: along Hilbert's curve, so
+      that pieces have short borders. The dataset's `grid` has this order, too; ``Writer(like=data)`` writes in the
+      store's order;
     - `split`, `align`: where the cuts lie (see `jigsaw.Layout`), for all spatial dims or by dim;
     - `mode`: ``"cooperative"`` (each chunk is decoded by one rank), ``"neighbors"`` (by every rank that owns rows of
       it, which also sends the halos), ``"independent"``, or ``"auto"``, the cheapest;
