@@ -166,7 +166,7 @@ def cut_rows(size: int, axes: RankRows) -> tuple[Sequence[int], NDArray[Any]]:
     """
     runs = [[(0, size)]]
     for ranks, parts in axes:
-        runs = [share for rows in runs for share in _shares_of_rows(rows, ranks, parts)]
+        runs = [share for rows in runs for share in _rows_by_rank(rows, ranks, parts)]
     owned = sorted((start, stop, owner) for owner, rows in enumerate(runs) for start, stop in rows if start < stop)
     joined: list[tuple[int, int, int]] = []
     for start, stop, owner in owned:
@@ -180,7 +180,7 @@ def cut_rows(size: int, axes: RankRows) -> tuple[Sequence[int], NDArray[Any]]:
     return range(0, max(size, 1), step) if step else tuple(begins), owners
 
 
-def _shares_of_rows(rows: Sequence[Interval], ranks: int, parts: int) -> list[list[Interval]]:
+def _rows_by_rank(rows: Sequence[Interval], ranks: int, parts: int) -> list[list[Interval]]:
     """Return the rows of each rank, of parts that differ by at most one row."""
     total, shares, begin = sum(stop - start for start, stop in rows), [list[Interval]() for _ in range(ranks)], 0
     for part in range(parts):
