@@ -18,6 +18,7 @@ from jigsaw.dryrun.devices import DEVICES, Device
 from jigsaw.dryrun.mesh_search import StepOption, advice_text, advise_mesh, ranked_options
 from jigsaw.dryrun.report import seconds_text, size_text
 from jigsaw.errors import ReadError, ShardingError
+from jigsaw.stages.own_stages import PIPE_SCHEDULES
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +37,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     align = "rows of the cut dims that stay together: the patch, or the product of strides (1)"
     parser.add_argument("--align", type=int, default=1, metavar="4", help=align)
+    parser.add_argument(
+        "--passes", type=int, default=1, metavar="4", help="gradients of so many are added up a step (1)"
+    )
+    parser.add_argument("--schedule", default="1f1b", metavar="1f1b", help=f"of pipelines: {', '.join(PIPE_SCHEDULES)}")
     parser.add_argument("--ranks-per-node", type=int, metavar="8", help="for links (the device's usual number)")
     parser.add_argument("--store", help="what jigsaw.io.open takes: adds the time of its reader")
     parser.add_argument("--fields", type=lambda text: text.split(","), metavar="t2m,z500", help="of the store (all)")
@@ -65,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
             args.devices,
             device=device,
             ranks_per_node=args.ranks_per_node,
+            passes=args.passes,
+            schedule=args.schedule,
             progress=partial(_tell_progress, tried),
             **arguments_of_run,
         )

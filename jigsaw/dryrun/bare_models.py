@@ -1,10 +1,10 @@
-"""Model of a dry run: made by a function or copied, its weights without memory."""
+"""Model of a dry run: made by a function or copied, its weights without memory; and its blocks."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -147,3 +147,34 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
         for name, x in module.named_buffers(recurse=False):
             if x.is_floating_point():
                 setattr(module, name, x.to(dtype))
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def checkpointed_modules(model: nn.Module, which: str | Sequence[str]) -> list[nn.Module]:
+    """Return the modules that the backward pass computes again: the blocks of a model, or those of some names."""
+    if which == "none":
+        return []
+    if which != "blocks":
+        names = dict(model.named_modules())
+        if isinstance(which, str) or not isinstance(which, Sequence) or not all(name in names for name in which):
+            some = ", ".join(name for name in names if name)
+            raise ShardingError(f"checkpoint={which!r} is to be 'none', 'blocks' or names of modules, of {some}")
+        return [names[name] for name in which]
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())]
+    inner = {id(n) for m in lists for n in m.modules() if n is not m}
+    rows: list[nn.Module] = [m for m in lists if id(m) not in inner]
+    if not rows:
+        rows += [m for m in model.modules() if isinstance(m, nn.Sequential) and len(m) > 1][:1]
+    return [block for row in rows for block in row.children() if any(True for _ in block.parameters())]
+
+
+def rows_of_blocks(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
+    """Return lists of at least three modules that are equal in type and weights."""
+
+    def look(module: nn.Module) -> Any:
+        return type(module), [(name, p.shape) for name, p in module.named_parameters()]
+
+    lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) >= 3]
+    return [row for row in lists if look(row[0])[1] and all(look(block) == look(row[0]) for block in row)]

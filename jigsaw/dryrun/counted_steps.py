@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, TypeVar
 
 import numpy as np
@@ -75,6 +76,18 @@ class CountedPhase:
         return alive
 
 
+def ends_by_size(changes: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return changes of memory in which what ceases to be alive at one time does so in the order of its size: autocast
+    drops the casts that it kept in any order.  The highest point is the same.
+
+    >>> from jigsaw.dryrun.counted_steps import ends_by_size
+    >>> ends_by_size([("temporary", 8), ("temporary", -3), ("temporary", -5)])
+    [('temporary', 8), ('temporary', -5), ('temporary', -3)]
+    """
+    runs = groupby(changes, lambda change: change[1] > 0)
+    return [each for begins, run in runs for each in (run if begins else sorted(run))]
+
+
 def phase_of_more_blocks(fewer: CountedPhase, more: CountedPhase, times: int) -> CountedPhase | None:
     """Return the phase with `times` more stretches than `fewer`, of which `more` has one more; None where they differ
     otherwise.
@@ -96,10 +109,19 @@ def phase_of_more_blocks(fewer: CountedPhase, more: CountedPhase, times: int) ->
 
 
 def are_same_steps(some: CountedPhase, other: CountedPhase) -> bool:
-    """Say whether two phases are equal, except for what is kept to time kernels."""
+    """Say whether two phases are equal.
+
+    What is kept to time kernels does not count, nor the order in which memory ceases to be alive at one time.
+    """
     if (some.kernels_again, some.alive_before) != (other.kernels_again, other.alive_before):
         return False
-    return all([*map(look, getattr(some, n))] == [*map(look, getattr(other, n))] for n, (look, _) in _LISTS.items())
+    for name, (look, _) in _LISTS.items():
+        lists = getattr(some, name), getattr(other, name)
+        if look is _look_of_change:
+            lists = ends_by_size(lists[0]), ends_by_size(lists[1])
+        if [*map(look, lists[0])] != [*map(look, lists[1])]:
+            return False
+    return True
 
 
 def _on_line(few: int, more: int, times: int) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from jigsaw.comm import TrafficCall
 from jigsaw.dryrun.bare_models import ModelMaker, made_once
@@ -27,11 +28,22 @@ from jigsaw.dryrun.rank_playing import (
     StepPlan,
     mean_square_of_tiles,
 )
-from jigsaw.dryrun.report import PHASES, DryRunReport, PhaseCost, RankCost, Remark, Traffic
+from jigsaw.dryrun.report import (
+    PHASES,
+    PHASES_AGAIN,
+    DryRunReport,
+    PhaseCost,
+    RankCost,
+    Remark,
+    Traffic,
+    part_of_phase,
+    phase_after_phase,
+)
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import SplitRule
 from jigsaw.geometry.layout import LayoutSpec
 from jigsaw.parallel.channel_parallel import TensorPlan
+from jigsaw.parallel.sharding import WeightSharding
 from jigsaw.ranks.mesh import axes_of_mesh
 
 
@@ -46,9 +58,11 @@ def dry_run(
     align: int | Mapping[int, int] = 1,
     loss: LossOfOutput | None = None,
     optimizer: OptimizerMaker | None = torch.optim.AdamW,
-    shard_weights: bool = False,
+    shard_weights: WeightSharding = False,
     replicate: str | Sequence[str] = (),
+    mp_policy: MixedPrecisionPolicy | None = None,
     tensor: TensorPlan | None = None,
+    passes: int = 1,
     checkpoint: Literal["none", "blocks"] | Sequence[str] = "none",
     device: str | Device = "h100",
     ranks_per_node: int | None = None,
@@ -69,10 +83,11 @@ def dry_run(
     `dtype` is that of the input and the weights, by default the weights' own. One of integers is the input's alone.
     `spec`, `split` and `align` cut the input as `jigsaw.shard` does; by default axes with the usual names of dims cut
     those.  `loss` takes the model's output; by default the mean square of all of it. `optimizer=None` leaves the step
-    out. `shard_weights`, `replicate` and `tensor` are those of `jigsaw.parallelize`; without `tensor`, columns and rows
-    are those that ``parallelize(example=)`` finds with this input. ``checkpoint="blocks"`` recomputes the elements of
-    ``ModuleList`` (without one, of the outermost ``Sequential``) in the backward pass; or name modules.  `device` is
-    one of `DEVICES` or a `Device`.
+    out. `shard_weights`, `replicate`, `mp_policy` and `tensor` are those of `jigsaw.parallelize`; without `tensor`,
+    columns and rows are those that ``parallelize(example=)`` finds with this input.  With `passes` the gradients of so
+    many passes forward and backward are added up before a step of the optimizer. Each has an input of `x_shape`.
+    ``checkpoint="blocks"`` recomputes the elements of ``ModuleList`` (without one, of the outermost ``Sequential``) in
+    the backward pass; or name modules.  `device` is one of `DEVICES` or a `Device`.
 
     The dry run plays all ranks of up to 4, else the first, the last, and one inside; or `ranks`.  With a `dataset` of
     `jigsaw.io.open` on this mesh, the step waits for its reader where that is slower.  `blocks` is how many
@@ -112,10 +127,13 @@ def dry_run(
         keeps_calls=priced.times_kernels,
         on_processor=priced.is_processor,
         tensor=tensor,
+        mp_policy=mp_policy,
+        passes=passes,
     )
     node = priced.ranks_per_node if ranks_per_node is None else ranks_per_node
-    if node < 1:
-        raise ShardingError(f"ranks_per_node={node} must be 1 or more")
+    for name, number in (("ranks_per_node", node), ("passes", passes)):
+        if number < 1:
+            raise ShardingError(f"{name}={number} must be 1 or more")
     size = torch.Size(axes.values()).numel()
     chosen = _usual_ranks(axes) if ranks is None else list(ranks) if isinstance(ranks, Iterable) else []
     if not chosen or not all(rank in range(size) for rank in chosen):
@@ -126,21 +144,29 @@ def dry_run(
         priced.name,
         priced.memory_bytes,
         played[0].parameters,
-        tuple(_priced_with_sums(rank, priced, node, size) for rank in played),
+        tuple(_priced_step(rank, priced, node, size, passes) for rank in played),
         _merged_remarks(played),
-        _reader_seconds(dataset, plan.shapes[0], size, priced),
+        passes * _reader_seconds(dataset, plan.shapes[0], size, priced),
         blocks=played[0].blocks,
     )
 
 
-def _priced_with_sums(played: PlayedRank, device: Device, ranks_per_node: int, ranks: int) -> RankCost:
+def _priced_step(played: PlayedRank, device: Device, ranks_per_node: int, ranks: int, passes: int) -> RankCost:
+    """Return the cost of a rank's step, also of what a step of several passes, or of a pipeline, sends once."""
     priced = priced_rank(played, device, ranks_per_node, ranks)
-    sums = {
-        name: priced_rank(replace(played, phases={"backward": played.phases[name]}), device, ranks_per_node, ranks)
-        for name in ONCE_A_STEP
-        if name in played.phases
-    }
-    return replace(priced, phases={**priced.phases, **{name: cost.phases["backward"] for name, cost in sums.items()}})
+    phases = dict(priced.phases)
+
+    def price_as(name: str, phase: str) -> PhaseCost:
+        alone = replace(played, phases={name: played.phases[phase]})
+        return priced_rank(alone, device, ranks_per_node, ranks).phases[name]
+
+    for name, again in PHASES_AGAIN.items():
+        if again in played.phases:  # the first pass has no gradients to add to, and all others are alike
+            second = price_as(name, again)
+            others = replace(part_of_phase(second, passes - 1), peak=second.peak)
+            phases[name] = phase_after_phase(phases[name], others)
+    phases |= {name: price_as("backward", name) for name in ONCE_A_STEP if name in played.phases}
+    return replace(priced, phases=phases)
 
 
 def _checked_axes(mesh: Any) -> dict[str, int]:

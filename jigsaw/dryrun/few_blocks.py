@@ -21,13 +21,13 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from jigsaw.dryrun.counted_steps import CountedPhase, KernelCost, are_same_steps, phase_of_more_blocks
+from jigsaw.dryrun.bare_models import rows_of_blocks
+from jigsaw.dryrun.counted_steps import CountedPhase, KernelCost, are_same_steps, ends_by_size, phase_of_more_blocks
 from jigsaw.dryrun.fake_ranks import fake_mesh
 from jigsaw.dryrun.rank_playing import (
     PIPE_AXIS,
@@ -37,7 +37,6 @@ from jigsaw.dryrun.rank_playing import (
     play_rank,
     prepared_inputs,
     prepared_model,
-    rows_of_blocks,
 )
 from jigsaw.dryrun.step_meter import StepMeter
 from jigsaw.tile.tile import Tile
@@ -199,10 +198,7 @@ def _outline(plan: StepPlan, axes: Mapping[str, int], rank: int) -> CountedPhase
     if calls.next != plan.row[1]:
         raise _UnlikeCallError
     phase = meter.counted_phase("forward", [])
-    # memory that is freed at one time is sorted by size, because autocast frees its copies in any order
-    runs = groupby(phase.changes, lambda change: change[1] > 0)
-    phase.changes = [each for begins, run in runs for each in (run if begins else sorted(run))]
-    return replace(phase, kernels=meter.asked)
+    return replace(phase, kernels=meter.asked, changes=ends_by_size(phase.changes))
 
 
 class _OutlineMeter(StepMeter):

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import memory_id
-from jigsaw.torch_internals.dispatch import READ_NUMBER, operator_schema, without_modes
+from jigsaw.torch_internals.dispatch import READ_NUMBER, operator_schema, tensors_of_call, without_modes
 from jigsaw.torch_internals.fake_tensors import TorchDispatchMode, forget_real_view, note_real_view, real_view
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ class KnownValues:
 
     def remember(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Compute a call on real copies, where those of all inputs are known and nothing is drawn."""
-        results = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        results = tensors_of_call(out)
         if func.is_view and _has_values(real_view(args[0])):
             # a view of an index that a module keeps is real, too: it takes no memory, and its values are needed for
             # plans
@@ -63,7 +63,7 @@ class KnownValues:
             return False
         if func.namespace == "c10d":  # nothing is sent in a dry run, so received values are unknown
             return False
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = tensors_of_call((*args, *(kwargs or {}).values()))
         return all(x in self._copies or _has_values(x) for x in tensors)
 
     def _forget_changed(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -73,10 +73,12 @@ class KnownValues:
             return
         values = [*zip(schema.arguments, args, strict=False), *((a, kwargs.get(a.name)) for a in schema.arguments)]
         written = [value for argument, value in values if argument.alias_info and argument.alias_info.is_write]
-        leaves = [x for x in pytree.tree_leaves(written) if isinstance(x, Tensor)]
+        leaves = tensors_of_call(written)
         for x in leaves:
             forget_real_view(x)
         changed = [x for x in leaves if x in self._copies]
+        if not changed:
+            return
         memories = {memory_id(self._copies[x].untyped_storage()) for x in changed}
         for x in [x for x, copy in self._copies.items() if memory_id(copy.untyped_storage()) in memories]:
             del self._copies[x]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from jigsaw.dryrun.bare_models import made_once
+from jigsaw.dryrun.bare_models import checkpointed_modules, made_once, rows_of_blocks
 from jigsaw.dryrun.devices import Device, device_named
 from jigsaw.dryrun.dry_runs import dry_run, inside_rank
 from jigsaw.dryrun.few_blocks import remembered_models
@@ -22,10 +22,12 @@ from jigsaw.dryrun.pipeline_estimate import (
     stage_shares,
     tiles_at_borders,
 )
-from jigsaw.dryrun.rank_playing import StepPlan, checkpointed_modules
+from jigsaw.dryrun.rank_playing import StepPlan
 from jigsaw.dryrun.report import DryRunReport, seconds_text, size_text
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS, DATA_AXIS, PIPE_AXIS, REPLICATE_AXIS, SPACE_AXES
+from jigsaw.parallel.sharding import WeightSharding
+from jigsaw.stages.own_stages import PIPE_SCHEDULES, check_schedule
 
 _BEST = 5  # number of options that are shown
 _MESHES = 3  # number of the fastest meshes, for which every strategy is tried
@@ -44,7 +46,7 @@ class StepOption:
     """
 
     mesh: Mapping[str, int]
-    shard_weights: bool
+    shard_weights: WeightSharding
     checkpoint: bool
     report: DryRunReport | None
     refusal: str = ""
@@ -53,6 +55,8 @@ class StepOption:
     begins: tuple[str, ...] = ()
     blocks: int | None = None  # blocks of each row, where only this many were played
     ranks_per_node: int = 8
+    has_policy: bool = False  # mixed precision of cut weights
+    schedule: str = "1f1b"
 
     @property
     def works(self) -> bool:
@@ -78,10 +82,12 @@ class StepOption:
     @property
     def strategy(self) -> str:
         """The strategy in words: what is cut beside the input, and what is computed twice."""
-        weights = "weights cut (shard_weights=True)" if self.shard_weights else "whole weights"
+        weights = f"weights cut (shard_weights={self.shard_weights!r})" if self.shard_weights else "whole weights"
         if self.replicate:
-            weights = f"weights cut within the node (shard_weights=True, replicate={self.replicate[0]!r})"
-        pipe = f", {self.microbatches} microbatches (1F1B)" if self.microbatches > 1 else ""
+            arguments = f"shard_weights={self.shard_weights!r}, replicate={self.replicate[0]!r}"
+            weights = f"weights cut within the node ({arguments})"
+        named = self.schedule.upper() if self.schedule in ("1f1b", "gpipe") else self.schedule
+        pipe = f", {self.microbatches} microbatches ({named})" if self.microbatches > 1 else ""
         few = f", {self.blocks} of the blocks of each row" if self.blocks is not None else ""
         return f"{weights}, blocks checkpointed{pipe}{few}" if self.checkpoint else weights + pipe + few
 
@@ -100,15 +106,16 @@ class StepOption:
         axes = {name: size for name, size in self.mesh.items() if size > 1} or {DATA_AXIS: 1}
         lines = [f"torchrun --nnodes={ranks // on_node} --nproc-per-node={on_node} train.py"]
         lines.append(f"mesh = jigsaw.init_mesh({', '.join(f'{name}={size}' for name, size in axes.items())})")
-        weights = ", shard_weights=True" if self.shard_weights else ""
+        weights = f", shard_weights={self.shard_weights!r}" if self.shard_weights else ""
         weights += f", replicate={self.replicate[0]!r}" if self.replicate else ""
+        weights += ", mp_policy=mp_policy" if self.has_policy else ""
         if self.checkpoint:
             lines.append("for block in blocks:  # the ModuleList, or the outermost Sequential")
             lines.append(
                 "    block.forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)"
             )
         if PIPE_AXIS in axes:
-            stages = f"microbatches={self.microbatches}, stages={list(self.begins)}"
+            stages = f"microbatches={self.microbatches}, schedule={self.schedule!r}, stages={list(self.begins)}"
             lines.append(f"model = jigsaw.pipeline(model, mesh, loss=loss, {stages}{weights})")
         else:
             lines.append(f"model = jigsaw.parallelize(model, mesh{weights})")
@@ -133,14 +140,17 @@ def advise_mesh(
     Meshes cut the batch by `data` and the last dims by ``lat`` and ``lon``, or ``z``, ``y`` and ``x`` of a volume. Of
     those that differ just in the order of two dims of one size, only one is tried.  Within a node `channel` cuts
     weights (`jigsaw.parallelize`).  `pipe` cuts a model with a row of equal blocks, for a batch of several samples.
-    This is an estimate from one microbatch (`pipelined_report`), with balanced stages (`balanced_cuts`).  An axis of
-    the three fastest meshes gives these its ranks.  The fastest is also run with ``shard_weights``, on several nodes
-    cut over all ranks or within a node (`replicate`). It is run with checkpointing of blocks, and with both, too. The
-    next two, and the fastest with `channel` and `pipe`, are run with the two of these ways that are fastest there.
+    This is an estimate from one microbatch (`pipelined_report`), with balanced stages (`balanced_cuts`), by the
+    `schedule` of `jigsaw.pipeline`.  An axis of the three fastest meshes gives these its ranks.  The fastest is also
+    run with ``shard_weights``, on several nodes cut over all ranks or within a node (`replicate`). It is run with
+    checkpointing of blocks, and with both, too. The next two, and the fastest with `channel` and `pipe`, are run with
+    the two of these ways that are fastest there.
 
     Of more than eight meshes the fastest are found by dry runs of one block of each row, from those that cut space the
     least. Where one takes a tenth longer than the best, those that cut its space further are left out.  `options` takes
-    further arguments of `dry_run`; a `store`, or arguments of `jigsaw.io.open` with it, adds the reader.
+    further arguments of `dry_run`; a `store`, or arguments of `jigsaw.io.open` with it, adds the reader.  Of these
+    ``shard_weights="keep"`` and `mp_policy` are of options that cut weights, where they do; a pipeline, which has no
+    such policy, takes the samples of all `passes` as microbatches of one step.
 
     The model first runs on one device, so that a wrong input raises before the search.  A search may take minutes; it
     calls `progress` with each option as soon as it was tried, that of one device first.
@@ -184,9 +194,16 @@ class _MeshSearch:
         options: Mapping[str, Any],
         progress: Callable[[StepOption], object] | None = None,
     ) -> None:
-        self._model, self._shape, self._store, self._how = model, x_shape, store, options
+        self._model, self._shape, self._store = model, x_shape, store
+        self._how = {name: value for name, value in options.items() if name != "schedule"}
+        self._schedule = str(options.get("schedule", "1f1b"))
+        if self._schedule not in PIPE_SCHEDULES:
+            raise ShardingError(f"schedule={self._schedule!r} is none of {', '.join(map(repr, PIPE_SCHEDULES))}")
         self._device, self._progress = device, progress
         self._node: int = options.get("ranks_per_node") or self._device.ranks_per_node
+        self._batch = x_shape[0] * options.get("passes", 1)  # of a step
+        self._has_policy = options.get("mp_policy") is not None
+        self._cut: WeightSharding = options.get("shard_weights") or True  # how weights are cut, where they are
         self._blocks: int | None = None
         self._borders: dict[Any, Borders] = {}
 
@@ -205,14 +222,16 @@ class _MeshSearch:
 
     def attempt(self, axes: Mapping[str, int], is_cut: bool = False, twice: bool = False, **more: Any) -> StepOption:
         """Return the option of a mesh; one with ``pipe`` by the microbatch of a stage."""
-        option = self._attempted(StepOption(axes, is_cut, twice, None, ranks_per_node=self._node, **more))
+        more |= {"ranks_per_node": self._node, "has_policy": is_cut and PIPE_AXIS not in axes and self._has_policy}
+        more |= {"schedule": self._schedule}
+        option = self._attempted(StepOption(axes, self._cut if is_cut else False, twice, None, **more))
         if self._progress is not None:
             self._progress(option)
         return option
 
     def _attempted(self, option: StepOption) -> StepOption:
-        stage_axes = _without_pipe(option.mesh)
-        shape = (self._shape[0] // option.microbatches, *self._shape[1:])
+        stage_axes, is_pipe = _without_pipe(option.mesh), PIPE_AXIS in option.mesh
+        shape = ((self._batch if is_pipe else self._shape[0]) // option.microbatches, *self._shape[1:])
         try:
             ways: dict[str, Any] = {
                 "shard_weights": option.shard_weights,
@@ -223,6 +242,10 @@ class _MeshSearch:
                 "dataset": None if self._store is None else _opened_store(self._store, stage_axes),
                 "blocks": option.blocks,
             }
+            if not option.has_policy:
+                ways["mp_policy"] = None
+            if is_pipe:  # its microbatches are those of all passes
+                ways["passes"] = 1
             if option.blocks is not None and CHANNEL_AXIS not in option.mesh:
                 ways["optimizer"] = None  # its memory and time are the same on all meshes that keep weights whole
             option = replace(option, report=dry_run(self._model, shape, option.mesh, **{**self._how, **ways}))
@@ -232,12 +255,14 @@ class _MeshSearch:
 
     def _pipelined(self, option: StepOption, shape: tuple[int, ...]) -> StepOption:
         """Return an option with stages as that of a step, from its report of a microbatch; others as they are."""
-        axes, report, stages = option.mesh, option.report, option.mesh.get(PIPE_AXIS, 1)
-        if report is None or not report.is_complete or stages == 1:
+        axes, report, stages = option.mesh, option.report, self._stage_count(option.mesh.get(PIPE_AXIS, 1))
+        if report is None or not report.is_complete or PIPE_AXIS not in axes:
             return option
+        check_schedule(self._schedule, PIPE_SCHEDULES[self._schedule], axes[PIPE_AXIS], stages, option.microbatches)
         known = {name: value for name, value in self._how.items() if name in StepPlan.__dataclass_fields__}
         known |= {"shard_weights": option.shard_weights, "replicate": option.replicate}
         known |= {"checkpoint": "blocks"} if option.checkpoint else {}
+        known |= {"mp_policy": None, "passes": 1}
         known |= {"keeps_calls": self._device.times_kernels, "on_processor": self._device.is_processor}
         plan = StepPlan(self._model, (shape,), **known)
         pieces = piece_costs(plan, _without_pipe(axes), stages, self._device, self._node)
@@ -247,8 +272,11 @@ class _MeshSearch:
         if key not in self._borders:
             self._borders[key] = tiles_at_borders(plan, axes, begins)
         shares, borders = stage_shares(pieces, cuts), self._borders[key]
-        report = pipelined_report(report, shares, borders, option.microbatches, self._device, self._node)
-        return replace(option, report=report, begins=begins)
+        step = option.microbatches, self._device, self._node, self._schedule
+        return replace(option, report=pipelined_report(report, shares, borders, *step), begins=begins)
+
+    def _stage_count(self, ranks: int) -> int:
+        return ranks * (PIPE_SCHEDULES[self._schedule].per_rank or 2)
 
     def tried_ways(self, options: Sequence[StepOption], ranks_per_node: int) -> list[StepOption]:
         """Try each way to keep weights and to compute blocks twice on the first option's mesh, and the two fastest on
@@ -280,6 +308,8 @@ class _MeshSearch:
         within = _without_pipe(axes)
         if torch.Size(within.values()).numel() == 1:
             return None
+        if PIPE_AXIS in axes and PIPE_SCHEDULES[self._schedule].parts_backward:
+            return None  # `jigsaw.pipeline` refuses cut weights there
         if weights == "cut":
             return self.attempt(axes, True, twice, microbatches=batches)
         hybrid = hybrid_axes(within, ranks_per_node) if ranks_per_node else None
@@ -312,20 +342,22 @@ class _MeshSearch:
         return sorted(chosen, key=lambda axes: seconds[tuple(axes.values())])[:_MESHES]
 
     def tried_pipes(self, fastest: Sequence[Mapping[str, int]]) -> list[StepOption]:
-        batch = self._shape[0]
+        batch = self._batch
         options: list[StepOption] = []
-        for stages in (2, 4, 8):
-            meshes = _giving_ranks(fastest, PIPE_AXIS, stages)
-            if batch < stages or not meshes or self._block_count(fastest[0]) < stages:
+        for ranks in (2, 4, 8):
+            meshes, stages = _giving_ranks(fastest, PIPE_AXIS, ranks), self._stage_count(ranks)
+            if batch < ranks or not meshes or self._block_count(fastest[0]) < stages:
                 continue
             for axes in meshes[:1]:
                 # as many microbatches as possible, because each one more makes the bubble smaller
-                possible = [n for n in range(stages, batch + 1) if batch % (n * axes.get(DATA_AXIS, 1)) == 0]
+                possible = [n for n in range(ranks, batch + 1) if batch % (n * axes.get(DATA_AXIS, 1)) == 0]
                 options += [self.attempt(axes, microbatches=n) for n in possible[-1:]]
         return sorted(options, key=_by_seconds)
 
     def _block_count(self, axes: Mapping[str, int]) -> int:
-        if self._blocks is None:
+        if self._blocks is None and isinstance(self._model, nn.Module):
+            self._blocks = sum(map(len, rows_of_blocks(self._model)))
+        if self._blocks is None:  # of a model that is made from the mesh
             report = self.attempt(axes, blocks=1).report
             self._blocks = 0 if report is None else report.blocks
         return self._blocks

@@ -33,9 +33,19 @@ from jigsaw.dryrun.rank_playing import (
     prepared_inputs,
     prepared_model,
 )
-from jigsaw.dryrun.report import DryRunReport, PhaseCost, RankCost, Traffic
+from jigsaw.dryrun.report import (
+    DryRunReport,
+    PhaseCost,
+    RankCost,
+    Traffic,
+    part_of_phase,
+    part_of_traffic,
+    phase_after_phase,
+)
+from jigsaw.dryrun.schedule_times import StageWork, played_schedule
 from jigsaw.errors import ShardingError
 from jigsaw.ranks.mesh import axes_of_mesh
+from jigsaw.stages.own_stages import PIPE_SCHEDULES
 from jigsaw.stages.stage_calls import TileOnPaper, as_on_paper
 from jigsaw.stages.stage_cuts import cut_places, cut_stages, mesh_of_stage
 from jigsaw.stages.stage_plan import PaperModel
@@ -191,16 +201,15 @@ def pipelined_report(
     microbatches: int,
     device: Device,
     ranks_per_node: int,
+    schedule: str = "1f1b",
 ) -> DryRunReport:
-    """Return the report of a 1F1B step of `microbatches` from the report of one, which has a rank for each stage.
+    """Return the report of a step of `microbatches` from the report of one, which has a rank for each stage.
 
-    Its bound ``"bubble"`` is the time in which a rank has nothing to do.
+    Its bound ``"bubble"`` is the time in which a rank has nothing to do: with one stage a rank, (P - 1) microbatches of
+    the slowest; of other schedules, what their own order leaves (`played_schedule`).
     """
-    ranks = [
-        cost
-        for rank in report.ranks
-        for cost in _StagesOfRank(report.mesh, rank, borders, device, ranks_per_node).costs(shares, microbatches)
-    ]
+    stages = (_StagesOfRank(report.mesh, rank, borders, device, ranks_per_node, schedule) for rank in report.ranks)
+    ranks = [cost for each in stages for cost in each.costs(shares, microbatches)]
     return replace(report, ranks=tuple(ranks), reader_seconds=microbatches * report.reader_seconds)
 
 
@@ -216,10 +225,20 @@ _NOTHING = _BorderMessage("node", Traffic(), 0.0)
 
 class _StagesOfRank:
     def __init__(
-        self, mesh: Mapping[str, int], rank: RankCost, borders: Borders, device: Device, ranks_per_node: int
+        self,
+        mesh: Mapping[str, int],
+        rank: RankCost,
+        borders: Borders,
+        device: Device,
+        ranks_per_node: int,
+        schedule: str,
     ) -> None:
         self._rank, self._borders, self._device, self._node = rank, borders, device, ranks_per_node
         self._axis, self._sizes = list(mesh).index(PIPE_AXIS), list(mesh.values())
+        self._schedule, self._places = PIPE_SCHEDULES[schedule], mesh[PIPE_AXIS]
+        # of each rank of the pipeline, its stages
+        self._own = [self._schedule.stages_at(at, self._places, len(borders)) for at in range(self._places)]
+        self._place_of = {stage: place for place, stages in enumerate(self._own) for stage in stages}
 
     def costs(self, shares: Sequence[StageShare], microbatches: int) -> list[RankCost]:
         phases, last = self._rank.phases, len(shares) - 1
@@ -227,31 +246,55 @@ class _StagesOfRank:
             "forward": [*(self._message(at, at + 1, at + 1) for at in range(last)), _NOTHING],
             "backward": [_NOTHING, *(self._message(at, at - 1, at) for at in range(1, last + 1))],
         }
+        slots = {
+            name: [phases[name].seconds * s.seconds + m.seconds for s, m in zip(shares, messages, strict=True)]
+            for name, messages in sent.items()
+        }
+        if self._schedule.per_rank == 1:
+            ends = {name: [max(each) * (microbatches + last)] * len(shares) for name, each in slots.items()}
+            kept = [share.kept * min(len(shares) - at, microbatches) for at, share in enumerate(shares)]
+        else:
+            ends, kept = self._played(shares, slots, microbatches)
         rank_costs = list[RankCost]()
-        for at, share in enumerate(shares):
+        for place, own in enumerate(self._own):
+            share = StageShare(*(sum(getattr(shares[at], n) for at in own) for n in ("seconds", "weights", "kept")))
             phase_costs = dict[str, PhaseCost]()
             for name, messages in sent.items():
-                each = zip(shares, messages, strict=True)
-                slot = max(phases[name].seconds * s.seconds + message.seconds for s, message in each)
-                under_way = min(len(shares) - at, microbatches)
-                one = _phase_of_stage(phases[name], share, under_way, microbatches)
-                phase_costs[name] = _with_messages(one, messages[at], microbatches, slot * (microbatches + last))
+                one = _phase_of_stage(phases[name], share, kept[place], microbatches)
+                phase_costs[name] = _with_messages(one, [messages[at] for at in own], microbatches, ends[name][place])
             for name, part in zip(ONCE_A_STEP, (share.weights, 1.0), strict=True):
-                once = replace(
-                    _part_of_phase(phases[name], part), peak=_part_of_phase(phases[name], share.weights).peak
-                )
-                phase_costs["backward"] = _one_after_other(phase_costs["backward"], once)
+                once = replace(part_of_phase(phases[name], part), peak=part_of_phase(phases[name], share.weights).peak)
+                phase_costs["backward"] = phase_after_phase(phase_costs["backward"], once)
             if "step" in phases:
-                phase_costs["step"] = _part_of_phase(phases["step"], share.weights)
-            rank_costs.append(RankCost(self._number(at), self._coordinate(at), phase_costs))
+                phase_costs["step"] = part_of_phase(phases["step"], share.weights)
+            rank_costs.append(RankCost(self._number(place), self._coordinate(place), phase_costs))
         return rank_costs
 
-    def _coordinate(self, stage: int) -> tuple[int, ...]:
-        coordinate = self._rank.coordinate
-        return (*coordinate[: self._axis], stage, *coordinate[self._axis + 1 :])
+    def _played(
+        self, shares: Sequence[StageShare], slots: Mapping[str, Sequence[float]], microbatches: int
+    ) -> tuple[dict[str, list[float]], list[float]]:
+        """Return the seconds in which each rank is in forward and in backward passes, waiting counted with either by
+        their work; and what it keeps.
+        """
+        works = [
+            StageWork(forward, backward, share.kept)
+            for forward, backward, share in zip(slots["forward"], slots["backward"], shares, strict=True)
+        ]
+        seconds, kept = played_schedule(self._schedule, self._places, works, microbatches)
+        busy = {name: [sum(each[at] for at in own) for own in self._own] for name, each in slots.items()}
+        whole = [sum(of_place) or 1.0 for of_place in zip(*busy.values(), strict=True)]
+        ends = {
+            name: [seconds * part / all_of_it for part, all_of_it in zip(parts, whole, strict=True)]
+            for name, parts in busy.items()
+        }
+        return ends, kept
 
-    def _number(self, stage: int) -> int:
-        return int(np.ravel_multi_index(self._coordinate(stage), self._sizes))
+    def _coordinate(self, place: int) -> tuple[int, ...]:
+        coordinate = self._rank.coordinate
+        return (*coordinate[: self._axis], place, *coordinate[self._axis + 1 :])
+
+    def _number(self, place: int) -> int:
+        return int(np.ravel_multi_index(self._coordinate(place), self._sizes))
 
     def _message(self, stage: int, to: int, border: int) -> _BorderMessage:
         coordinate = self._rank.coordinate
@@ -259,7 +302,11 @@ class _StagesOfRank:
         tiles = [x for x in self._borders[border] if to > stage or x.dtype.is_floating_point or x.dtype.is_complex]
         sizes = [torch.Size(x.sent_layout.local_shape(within)).numel() * x.dtype.itemsize for x in tiles]
         traffic = Traffic(sum(sizes), len(sizes))
-        link = "node" if self._number(stage) // self._node == self._number(to) // self._node else "network"
+        places = self._place_of[stage], self._place_of[to]
+        if places[0] == places[1]:
+            return _NOTHING
+        nodes = {self._number(place) // self._node for place in places}
+        link = "node" if len(nodes) == 1 else "network"
         return _BorderMessage(link, traffic, self._device.call_time("pipeline", link, *_numbers(traffic)))
 
 
@@ -267,16 +314,16 @@ _OF_WEIGHTS = ("weights", "gradients", "optimizer")  # kinds of memory
 _SENT_OF_WEIGHTS = ("gathered weights", "gradients")
 
 
-def _phase_of_stage(phase: PhaseCost, share: StageShare, under_way: int, times: int) -> PhaseCost:
-    """Return the stage's part of a phase for `times` microbatches; activations count for all that are under way."""
+def _phase_of_stage(phase: PhaseCost, share: StageShare, kept: float, times: int) -> PhaseCost:
+    """Return the stage's part of a phase for `times` microbatches; `kept` is the part of activations under way."""
     parts = {kind: share.weights if kind in _SENT_OF_WEIGHTS else share.seconds for kind in phase.traffic}
-    traffic = {kind: _part_of_traffic(t, times * parts[kind]) for kind, t in phase.traffic.items()}
+    traffic = {kind: part_of_traffic(t, times * parts[kind]) for kind, t in phase.traffic.items()}
     before, after = (sum(totals.values(), Traffic()) for totals in (phase.traffic, traffic))
     # a link's numbers cover all kinds of traffic together
     of_bytes, of_messages = after.sent_bytes / max(before.sent_bytes, 1), after.messages / max(before.messages, 1)
-    memory = dict.fromkeys(_OF_WEIGHTS, share.weights) | {"activations": share.kept * under_way}
+    memory = dict.fromkeys(_OF_WEIGHTS, share.weights) | {"activations": kept}
     return replace(
-        _part_of_phase(phase, times * share.seconds),
+        part_of_phase(phase, times * share.seconds),
         peak={kind: round(size * memory.get(kind, share.seconds)) for kind, size in phase.peak.items()},
         traffic=traffic,
         links={
@@ -286,12 +333,14 @@ def _phase_of_stage(phase: PhaseCost, share: StageShare, under_way: int, times: 
     )
 
 
-def _with_messages(phase: PhaseCost, message: _BorderMessage, times: int, seconds: float) -> PhaseCost:
-    waiting, sent = times * message.seconds, _part_of_traffic(message.traffic, times)
+def _with_messages(phase: PhaseCost, messages: Sequence[_BorderMessage], times: int, seconds: float) -> PhaseCost:
+    waiting = times * sum(message.seconds for message in messages)
     traffic, links = dict(phase.traffic), dict(phase.links)
-    if sent.messages:
-        traffic["pipeline"] = sent
-        links[message.link] = links.get(message.link, Traffic()) + sent
+    for message in messages:
+        sent = part_of_traffic(message.traffic, times)
+        if sent.messages:
+            traffic["pipeline"] = traffic.get("pipeline", Traffic()) + sent
+            links[message.link] = links.get(message.link, Traffic()) + sent
     return replace(
         phase,
         traffic=traffic,
@@ -300,45 +349,6 @@ def _with_messages(phase: PhaseCost, message: _BorderMessage, times: int, second
         message_seconds=phase.message_seconds + waiting,
         seconds=seconds,
     )
-
-
-def _part_of_phase(phase: PhaseCost, part: float) -> PhaseCost:
-    return PhaseCost(
-        round(phase.flop * part),
-        round(phase.moved_bytes * part),
-        round(phase.kernels * part),
-        {kind: round(size * part) for kind, size in phase.peak.items()},
-        {kind: _part_of_traffic(t, part) for kind, t in phase.traffic.items()},
-        {link: _part_of_traffic(t, part) for link, t in phase.links.items()},
-        {name: seconds * part for name, seconds in phase.seconds_by_bound.items()},
-        phase.message_seconds * part,
-        phase.hidden_seconds * part,
-        phase.seconds * part,
-    )
-
-
-def _one_after_other(first: PhaseCost, then: PhaseCost) -> PhaseCost:
-    bounds = {**then.seconds_by_bound, **first.seconds_by_bound}
-    return PhaseCost(
-        first.flop + then.flop,
-        first.moved_bytes + then.moved_bytes,
-        first.kernels + then.kernels,
-        max(first, then, key=lambda phase: phase.peak_bytes).peak,
-        _sum_of_traffic(first.traffic, then.traffic),
-        _sum_of_traffic(first.links, then.links),
-        {name: first.seconds_by_bound.get(name, 0.0) + then.seconds_by_bound.get(name, 0.0) for name in bounds},
-        first.message_seconds + then.message_seconds,
-        first.hidden_seconds + then.hidden_seconds,
-        first.seconds + then.seconds,
-    )
-
-
-def _sum_of_traffic(first: Mapping[str, Traffic], then: Mapping[str, Traffic]) -> dict[str, Traffic]:
-    return {kind: first.get(kind, Traffic()) + then.get(kind, Traffic()) for kind in {**first, **then}}
-
-
-def _part_of_traffic(traffic: Traffic, part: float) -> Traffic:
-    return Traffic(round(traffic.sent_bytes * part), round(traffic.messages * part))
 
 
 def _numbers(traffic: Traffic) -> tuple[int, int]:

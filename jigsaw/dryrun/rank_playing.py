@@ -13,28 +13,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from jigsaw import comm
 from jigsaw.comm.matmul import products_of_accelerators
-from jigsaw.dryrun.bare_models import ModelMaker, bare_copy, cast_weights, check_model_made, make_bare, wants_mesh
+from jigsaw.dryrun.bare_models import (
+    ModelMaker,
+    bare_copy,
+    cast_weights,
+    check_model_made,
+    checkpointed_modules,
+    make_bare,
+    rows_of_blocks,
+    wants_mesh,
+)
 from jigsaw.dryrun.counted_steps import CountedPhase
 from jigsaw.dryrun.fake_ranks import fake_mesh
-from jigsaw.dryrun.report import Remark
+from jigsaw.dryrun.report import PHASES, PHASES_AGAIN, Remark
 from jigsaw.dryrun.step_meter import PieceMarks, StepMeter
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS, PIPE_AXIS, usual_spec
 from jigsaw.geometry.cut import SplitRule
 from jigsaw.geometry.layout import AxisSizes, Layout, LayoutSpec
+from jigsaw.nn.experts.experts import even_choices
 from jigsaw.ops.into_torch.whole_tensor import hearing_costs
 from jigsaw.ops.meeting.common_cuts import REALIGN_KIND, RECUT_KIND
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, hearing_repeats
 from jigsaw.parallel.channel_parallel import TensorPlan, completed_plan, planned_layers
 from jigsaw.parallel.gradients import local_part
 from jigsaw.parallel.parallelize import parallelize, reduced_at_end, reducer_of
-from jigsaw.parallel.sharding import ShardingOptions
+from jigsaw.parallel.sharding import ShardingOptions, WeightSharding
 from jigsaw.ranks.call_places import is_of_packages
 from jigsaw.ranks.mesh import axes_of_mesh, groups_along, mesh_coordinate, ranks_along
 from jigsaw.stages.stage_cuts import cut_places, mesh_of_stage, parallel_stage, whole_names
@@ -80,7 +91,7 @@ class StepPlan:
     align: int | Mapping[int, int] = 1
     loss: LossOfOutput = mean_square_of_tiles
     optimizer: OptimizerMaker | None = torch.optim.AdamW
-    shard_weights: bool = False
+    shard_weights: WeightSharding = False
     checkpoint: str | Sequence[str] = "none"
     blocks: int | None = None
     replicate: tuple[str, ...] = ()
@@ -90,6 +101,8 @@ class StepPlan:
     on_processor: bool = True
     tensor: TensorPlan | None = None
     pieces: tuple[str, ...] = ()  # modules whose costs are counted separately
+    mp_policy: MixedPrecisionPolicy | None = None
+    passes: int = 1  # forward and backward, before a step of the optimizer
 
 
 @dataclass(frozen=True)
@@ -128,7 +141,8 @@ def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
         know_neighbors(stage_mesh)
         copies = ranks_along(stage_mesh, plan.replicate)
         products = nullcontext() if plan.on_processor else products_of_accelerators()
-        with _without_collections(), FakeTensorMode(allow_non_fake_inputs=True), meter.counting(), products:
+        without_values = FakeTensorMode(allow_non_fake_inputs=True)
+        with _without_collections(), without_values, meter.counting(), products, even_choices():
             meter.begin_phase("setup")
             _play_step(plan, mesh, stage_mesh, played, meter, traffic)
     played.phases = {name: meter.counted_phase(name, calls) for name, calls in traffic.items()}
@@ -181,7 +195,13 @@ def _play_step(
     stages = None if stage_mesh is mesh else PlayedStages(plan, model, mesh, stage_mesh)
     if stages is None:
         model = parallelize(
-            model, mesh, shard_weights=plan.shard_weights, replicate=plan.replicate, tensor=plan.tensor, strict=False
+            model,
+            mesh,
+            shard_weights=plan.shard_weights,
+            replicate=plan.replicate,
+            mp_policy=plan.mp_policy,
+            tensor=plan.tensor,
+            strict=False,
         )
     reducer = reducer_of(model if stages is None else stages.holder)
     if plan.row is not None and reducer is not None:
@@ -208,29 +228,44 @@ def _play_step(
             watch.attribute()
         meter.begin_phase("after")
 
-    try:
-        with phase("forward"), hearing_costs(watch.tell_refusal), hearing_repeats(watch.tell_repeat):
-            value = _one_number(plan.loss(model(*inputs)))
-        meter.mark_memory((t.local if isinstance(t, Tile) else t for t in inputs), "activations")
-        meter.mark_the_rest("activations")
-        # sums over ranks give gradients to all weights, so the graph tells which of them took part
-        played.remarks += _remarks_of_idle_weights(model, value) if meter.value_reads else []
-        if value.requires_grad:
-            with phase("backward"), hearing_costs(watch.tell_refusal):
-                value.backward()
-    except Exception as error:  # any error of the model or the loss: the report says where it ends
-        why = _why_it_stopped(error, guessed=bool(meter.value_reads))
-        played.remarks.append(Remark("stopped", watch.module_of_error(error), type(error).__name__, 0, why))
-        return
-    meter.mark_memory((p.grad for p in parameters if p.grad is not None), "gradients")
+    for names in (PHASES[:2], PHASES_AGAIN.values())[: plan.passes]:
+        try:
+            _play_pass(plan, model, inputs, names, watch, phase, played, meter)
+        except Exception as error:  # any error of the model or the loss: the report says where it ends
+            why = _why_it_stopped(error, guessed=bool(meter.value_reads))
+            played.remarks.append(Remark("stopped", watch.module_of_error(error), type(error).__name__, 0, why))
+            return
+        meter.mark_memory((p.grad for p in parameters if p.grad is not None), "gradients")
     if meter.marks is not None:
         played.pieces = _played_pieces(plan.pieces, model, optimizer, meter, traffic)
     if stages is not None:
         stages.play_sums(phase)
     if optimizer is not None:
-        del value
         with phase("step"):
             optimizer.step()
+
+
+def _play_pass(
+    plan: StepPlan,
+    model: nn.Module,
+    inputs: Sequence[Any],
+    names: Iterable[str],
+    watch: _ModuleWatch,
+    phase: Callable[[str], Any],
+    played: PlayedRank,
+    meter: StepMeter,
+) -> None:
+    """Run forward and backward, as phases of these names."""
+    forward, backward = names
+    with phase(forward), hearing_costs(watch.tell_refusal), hearing_repeats(watch.tell_repeat):
+        value = _one_number(plan.loss(model(*inputs)))
+    meter.mark_memory((t.local if isinstance(t, Tile) else t for t in inputs), "activations")
+    meter.mark_the_rest("activations")
+    # sums over ranks give gradients to all weights, so the graph tells which of them took part
+    played.remarks += _remarks_of_idle_weights(model, value) if meter.value_reads else []
+    if value.requires_grad:
+        with phase(backward), hearing_costs(watch.tell_refusal):
+            value.backward()
 
 
 def _remarks_of_idle_weights(model: nn.Module, value: Tensor) -> list[Remark]:
@@ -421,34 +456,6 @@ def _specs_of_inputs(plan: StepPlan, axes: AxisSizes) -> list[LayoutSpec | None]
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------
-
-
-def checkpointed_modules(model: nn.Module, which: str | Sequence[str]) -> list[nn.Module]:
-    """Return the modules that the backward pass computes again: the blocks of a model, or those of some names."""
-    if which == "none":
-        return []
-    if which != "blocks":
-        names = dict(model.named_modules())
-        if isinstance(which, str) or not isinstance(which, Sequence) or not all(name in names for name in which):
-            some = ", ".join(name for name in names if name)
-            raise ShardingError(f"checkpoint={which!r} is to be 'none', 'blocks' or names of modules, of {some}")
-        return [names[name] for name in which]
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())]
-    inner = {id(n) for m in lists for n in m.modules() if n is not m}
-    rows: list[nn.Module] = [m for m in lists if id(m) not in inner]
-    if not rows:
-        rows += [m for m in model.modules() if isinstance(m, nn.Sequential) and len(m) > 1][:1]
-    return [block for row in rows for block in row.children() if any(True for _ in block.parameters())]
-
-
-def rows_of_blocks(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
-    """Return lists of at least three modules that are equal in type and weights."""
-
-    def look(module: nn.Module) -> Any:
-        return type(module), [(name, p.shape) for name, p in module.named_parameters()]
-
-    lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) >= 3]
-    return [row for row in lists if look(row[0])[1] and all(look(block) == look(row[0]) for block in row)]
 
 
 class _ModuleWatch:

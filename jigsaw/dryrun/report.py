@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 PHASES = ("forward", "backward", "step")
+PHASES_AGAIN = {"forward": "forward again", "backward": "backward again"}
+"""Phases of the second of several passes before a step, whose gradients are added to those of the first."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,48 @@ class PhaseCost:
     @property
     def messages(self) -> int:
         return sum(t.messages for t in self.traffic.values())
+
+
+def part_of_phase(phase: PhaseCost, part: float) -> PhaseCost:
+    """Return a part of all that a phase takes, or several times it."""
+    return PhaseCost(
+        round(phase.flop * part),
+        round(phase.moved_bytes * part),
+        round(phase.kernels * part),
+        {kind: round(size * part) for kind, size in phase.peak.items()},
+        {kind: part_of_traffic(t, part) for kind, t in phase.traffic.items()},
+        {link: part_of_traffic(t, part) for link, t in phase.links.items()},
+        {name: seconds * part for name, seconds in phase.seconds_by_bound.items()},
+        phase.message_seconds * part,
+        phase.hidden_seconds * part,
+        phase.seconds * part,
+    )
+
+
+def phase_after_phase(first: PhaseCost, then: PhaseCost) -> PhaseCost:
+    """Return what two phases take one after the other, with the higher of their two peaks."""
+    bounds = {**then.seconds_by_bound, **first.seconds_by_bound}
+    return PhaseCost(
+        first.flop + then.flop,
+        first.moved_bytes + then.moved_bytes,
+        first.kernels + then.kernels,
+        max(first, then, key=lambda phase: phase.peak_bytes).peak,
+        _sum_of_traffic(first.traffic, then.traffic),
+        _sum_of_traffic(first.links, then.links),
+        {name: first.seconds_by_bound.get(name, 0.0) + then.seconds_by_bound.get(name, 0.0) for name in bounds},
+        first.message_seconds + then.message_seconds,
+        first.hidden_seconds + then.hidden_seconds,
+        first.seconds + then.seconds,
+    )
+
+
+def _sum_of_traffic(first: Mapping[str, Traffic], then: Mapping[str, Traffic]) -> dict[str, Traffic]:
+    return {kind: first.get(kind, Traffic()) + then.get(kind, Traffic()) for kind in {**first, **then}}
+
+
+def part_of_traffic(traffic: Traffic, part: float) -> Traffic:
+    """Return a part of what is sent, or several times it."""
+    return Traffic(round(traffic.sent_bytes * part), round(traffic.messages * part))
 
 
 @dataclass(frozen=True)

@@ -31,22 +31,24 @@ from jigsaw.dryrun import bare_models
 from jigsaw.dryrun.counted_steps import CountedPhase, KernelCost
 from jigsaw.dryrun.kernel_clock import KernelCall
 from jigsaw.dryrun.known_values import KnownValues
+from jigsaw.dryrun.report import PHASES, PHASES_AGAIN
 from jigsaw.errors import ShardingError
 from jigsaw.parallel.gradients import local_part
 from jigsaw.ranks import call_places
 from jigsaw.ranks.model_world import job_rank
-from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import current_node, graph_task_id, memory_id, next_node_number, node_number
 from jigsaw.torch_internals.dispatch import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
+    DEVICE_OF_TENSOR,
     READ_NUMBER,
     bound_argument,
     operator_schema,
     operators_of_weights,
+    tensors_of_call,
     without_modes,
 )
-from jigsaw.torch_internals.fake_tensors import FakeTensor, TorchDispatchMode
+from jigsaw.torch_internals.fake_tensors import FakeTensor, TorchDispatchMode, answer_by_shape
 from jigsaw.torch_internals.groups import is_file_of_fsdp
 
 
@@ -122,7 +124,7 @@ class StepMeter(TorchDispatchMode):
 
     def begin_phase(self, name: str) -> None:
         alive = dict(self._live.values())
-        self._is_backward = name == "backward"
+        self._is_backward = name in (PHASES[1], PHASES_AGAIN[PHASES[1]])
         self._phase = self.phases.setdefault(name, PhaseCount(begins_with=alive))
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -195,7 +197,11 @@ class StepMeter(TorchDispatchMode):
             self._phase.end = len(self._phase.events), len(self._phase.kernels)
         if self.marks is not None:
             self._piece = self._piece_under_way(self.marks)
-        out = func(*args, **kwargs)
+        if func is DEVICE_OF_TENSOR and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        out = answer_by_shape(func, args, kwargs)
+        if out is None:
+            out = func(*args, **kwargs)
         self._known.remember(func, args, kwargs, out)
         self._count_kernel(func, args, kwargs, out)
         return out
@@ -223,7 +229,7 @@ class StepMeter(TorchDispatchMode):
         return sizes
 
     def _count_kernel(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        results = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        results = tensors_of_call(out)
         fresh = False
         for storage in _storages_of(results):
             fresh = fresh or memory_id(storage) not in self._live
@@ -243,7 +249,7 @@ class StepMeter(TorchDispatchMode):
         if scratch:
             self._numbers += 1
             self._phase.events += [(self._numbers, scratch), (self._numbers, -scratch)]
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = tensors_of_call((*args, *kwargs.values()))
         moved = sum(map(_bytes_touched, (*tensors, *results)))
         formula = flop_registry.get(packet) or _MORE_FLOP.get(packet)
         flop = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0

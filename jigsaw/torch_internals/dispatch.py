@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import Tensor
 
 from jigsaw.torch_internals.private_names import LateName, private_attribute, private_name
 
@@ -39,6 +40,17 @@ def modes_that_keep() -> tuple[type, type]:
 operator_schema: Callable[[Any], Any] = private_attribute(torch.ops.aten.add.Tensor, "_schema")
 
 
+def tensors_of_call(values: Any) -> list[Tensor]:
+    """Return the tensors among an operator's arguments or results, which are in lists at most."""
+    tensors: list[Tensor] = []
+    for x in values if isinstance(values, (list, tuple)) else (values,):
+        if isinstance(x, Tensor):
+            tensors.append(x)
+        elif isinstance(x, (list, tuple)):
+            tensors += tensors_of_call(x)
+    return tensors
+
+
 def bound_argument(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
     """Return an argument of a call by the name that the operator's schema gives it; None where it has none."""
     for at, argument in enumerate(operator_schema(operator).arguments):
@@ -50,6 +62,7 @@ def bound_argument(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 # -- operators that have no public function ---------------------------------------------------------------------------
 
 READ_NUMBER: Any = private_name("torch:ops.aten._local_scalar_dense.default")
+DEVICE_OF_TENSOR: Any = private_name("torch:ops.prim.device.default")
 UNSAFE_VIEW: Any = private_name("torch:ops.aten._unsafe_view")
 CPU_ATTENTION: Any = private_name("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu")
 CPU_ATTENTION_BACKWARD: Any = private_name("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")

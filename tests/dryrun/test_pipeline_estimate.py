@@ -12,7 +12,9 @@ from jigsaw import comm
 from jigsaw.dryrun import DEVICES
 from jigsaw.dryrun.pipeline_estimate import StageShare, pipelined_report, tiles_at_borders
 from jigsaw.dryrun.rank_playing import StepPlan
+from jigsaw.dryrun.schedule_times import StageWork, played_schedule
 from jigsaw.dryrun.step_meter import StepMeter
+from jigsaw.stages.own_stages import PIPE_SCHEDULES
 from jigsaw.testing import run_on_ranks, world_mesh
 
 SHAPE, BATCHES, SPEC = (8, 3, 16, 12), 4, ("data", None, "lat", None)
@@ -115,3 +117,15 @@ def _assert_same(axes, options):
 )
 def test_messages_are_those_of_a_real_pipeline(axes, options):
     _assert_same(axes, options)
+
+
+@pytest.mark.parametrize(("name", "seconds"), [("interleaved_1f1b", 8 * 3 + 3 * 3 / 2), ("zbv", 8 * 3 + 3 * 1 / 2)])
+def test_the_order_of_a_schedule_is_played(name, seconds):
+    """Four ranks, eight microbatches: (P - 1) / v of what a rank does for one; of ZB-V the forward passes alone."""
+    works = [StageWork(0.5, 1.0, 0.5)] * 8
+    found, kept = played_schedule(PIPE_SCHEDULES[name], 4, works, 8)
+    assert found == pytest.approx(seconds)
+    assert max(kept) <= 8 / 2 + 2
+    slower = [*works[:3], StageWork(1.0, 2.0, 0.5), *works[4:]]
+    # a rank has no less time than for its own work
+    assert played_schedule(PIPE_SCHEDULES[name], 4, slower, 8)[0] >= 8 * (0.5 + 1.0 + 1.0 + 2.0)

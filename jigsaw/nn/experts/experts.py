@@ -9,7 +9,9 @@ torch.Size([2, 9, 8])
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +38,20 @@ from jigsaw.ranks.mesh import axes_of_mesh
 from jigsaw.tile.tile import Tile
 
 _DIGIT_BITS = 8
+
+_is_even: ContextVar[bool] = ContextVar("_is_even", default=False)
+
+
+@contextmanager
+def even_choices() -> Generator[None]:
+    """Take each expert as chosen by as many rows as any other within the block, for runs without values: nothing is
+    dropped, and what ranks compare to find out is not sent.
+    """
+    token = _is_even.set(True)
+    try:
+        yield
+    finally:
+        _is_even.reset(token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,12 +118,17 @@ def plan_expert_route(chosen: Tensor, experts: Cut, tile: Tile) -> ExpertRoute:
     """
     own_piece = tile.layout.piece(experts, tile.coordinate)
     positions = [tile.layout.index(at) for at in coordinates_along(tile.layout, experts.axes, tile.coordinate)]
-    counts = torch.bincount(chosen, minlength=experts.size)
-    counts_by_rank: list[list[int]] = torch.stack(comm.all_gather(counts, tile.mesh, experts.axes)).tolist()
+    counts = comm.all_gather(_counts_of(chosen, experts.size), tile.mesh, experts.axes)
+    if _is_even.get():
+        each, more = divmod(len(chosen), experts.size)
+        counts_by_rank = [[each + (at < more) for at in range(experts.size)]] * len(counts)
+    else:
+        counts_by_rank: list[list[int]] = torch.stack(counts).tolist()
     low, high = experts.owned(own_piece)
     came = [row[low:high] for row in counts_by_rank]
     rows_of_came = torch.tensor([n for row in came for n in row], dtype=torch.int64)
-    expert_of_came = torch.arange(high - low).repeat(len(counts_by_rank)).repeat_interleave(rows_of_came)
+    expert_of_came = torch.arange(high - low).repeat(len(counts_by_rank))
+    expert_of_came = expert_of_came.repeat_interleave(rows_of_came, output_size=sum(map(sum, came)))
     return ExpertRoute(
         tile.mesh,
         tuple(positions),
@@ -118,6 +139,12 @@ def plan_expert_route(chosen: Tensor, experts: Cut, tile: Tile) -> ExpertRoute:
         expert_of_came.argsort(stable=True).to(chosen.device),
         tuple(map(sum, zip(*came, strict=True))),
     )
+
+
+def _counts_of(chosen: Tensor, experts: int) -> Tensor:
+    """Return how often each expert is chosen; of a size that follows from no value, as that of `bincount` may."""
+    counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
+    return counts.index_add_(0, chosen, torch.ones_like(chosen))
 
 
 def kept_by_capacity(
@@ -256,8 +283,12 @@ class MoE(nn.Module):
         w = {name: local_weight(p, tokens, tokens.layout) for name, p in weights.items()}
         rows = tokens.local.flatten(0, -2)
         p, chosen = self._choose_experts(rows, w["router"], tokens)
-        kept = self._kept_choices(chosen, tokens)
-        token_of, expert_of, p = kept.nonzero()[:, 0], chosen[kept], p[kept]
+        if _is_even.get():
+            token_of = torch.arange(len(rows), device=rows.device).repeat_interleave(self.top_k)
+            expert_of, p = chosen.flatten(), p.flatten()
+        else:
+            kept = self._kept_choices(chosen, tokens)
+            token_of, expert_of, p = kept.nonzero()[:, 0], chosen[kept], p[kept]
         route = plan_expert_route(expert_of, stored, tokens)
         token_of, p = token_of[route.order], p[route.order]
         expert_rows = route.to_experts(in_autocast_dtype(rows).index_select(0, token_of))
@@ -281,7 +312,7 @@ class MoE(nn.Module):
         leading = tuple(range(tokens.ndim - 1))
         as_tile = tokens.layout.replace_dim(tokens.ndim - 1, whole_dim(self.experts))
         by_expert = reduce_mean(Tile(p.reshape(as_tile.local_shape(tokens.coordinate)), as_tile, tokens.mesh), leading)
-        counts = torch.bincount(chosen.flatten(), minlength=self.experts)
+        counts = _counts_of(chosen.flatten(), self.experts)
         counts = comm.all_reduce(counts, tokens.mesh, tokens.layout.cut_axes).to(wide)
         self.balance_loss = (by_expert * (self.experts / max(self._choices(tokens), 1) * counts)).sum()
         squares = logits.logsumexp(-1).square().reshape(tokens.local.shape[:-1])
