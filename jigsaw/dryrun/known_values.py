@@ -27,8 +27,8 @@ from jigsaw.torch_internals.fake_tensors import (
 aten = torch.ops.aten
 
 _MOST_ELEMENTS = 1024
-_MOST_INTEGERS = 2**26  # of a tensor that a model has while it is made
-# what has no values yet when it is made
+_MOST_INTEGERS = 2**26  # elements of an integer tensor whose values are known while a model is made
+# functions that make tensors without setting values
 _UNFILLED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 
 
@@ -57,7 +57,9 @@ class KnownValues:
         """Compute a call on real copies, where those of all inputs are known and nothing is drawn."""
         results = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
         if func.is_view and _has_values(real_view(args[0])):
-            with without_modes():  # of an index that a module keeps: it takes no memory, and is planned by its values
+            # a view of an index that a module keeps is real, too: it takes no memory, and its values are needed for
+            # plans
+            with without_modes():
                 views = func(real_view(args[0]), *args[1:], **(kwargs or {}))
             for x, view in zip(results, pytree.tree_leaves(views), strict=True):
                 note_real_view(x, view)
@@ -74,7 +76,7 @@ class KnownValues:
     def _is_computed(self, func: Any, args: Any, kwargs: Any) -> bool:
         if func.overloadpacket in _UNFILLED or torch.Tag.nondeterministic_seeded in func.tags:
             return False
-        if func.namespace == "c10d":  # no group carries messages here, so nobody knows what one brings
+        if func.namespace == "c10d":  # nothing is sent in a dry run, so received values are unknown
             return False
         return self._has_inputs(args, kwargs)
 
@@ -108,7 +110,7 @@ def _has_values(x: Tensor) -> bool:
 
 
 def _are_integers(out: Any) -> bool:
-    """Say whether all results are tensors of whole numbers or truths, of a size that may have memory."""
+    """Say whether all results are tensors of integers or bools, not too large to be computed."""
     results = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
     return bool(results) and not any(
         x.is_floating_point() or x.is_complex() or x.device.type != "cpu" or x.numel() > _MOST_INTEGERS for x in results
@@ -126,7 +128,7 @@ class KnownValuesMode(TorchDispatchMode):
         self._known = KnownValues()
 
     def __enter__(self) -> Any:
-        with without_modes():  # integers that are drawn leave the caller's generator as it was
+        with without_modes():  # restored at the end, because integers that are drawn here change it
             self._random_state = torch.get_rng_state()
         return super().__enter__()
 
@@ -143,7 +145,7 @@ class KnownValuesMode(TorchDispatchMode):
             return self._known.item_of(args[0]) if args[0] in self._known else self.unknown_value(func, args)
         try:
             out = func(*args, **(kwargs or {}))
-        except DynamicOutputShapeException:  # places of a mask, whose number follows from values
+        except DynamicOutputShapeException:  # the shape depends on values, as of the places of a mask
             out = self._known.integers_of(func, args, kwargs or {})
             if out is None:
                 raise

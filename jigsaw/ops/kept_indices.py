@@ -74,13 +74,14 @@ from jigsaw.torch_internals.autograd import (
 from jigsaw.torch_internals.dispatch import without_modes
 from jigsaw.torch_internals.fake_tensors import FakeTensor, real_view
 
-_MARK = "_jigsaw_kept"  # of memory: the indices there, by dtype, shape, strides and place
-_LEAST_SHARE = 16  # a dim of an index with less than one in so many of the cells is not cut
+_MARK = "_jigsaw_kept"  # attribute of memory: the indices in it, by dtype, shape, strides and offset
+_LEAST_SHARE = 16  # an index is cut only if it has at least one place for this number of cells
 _PLAIN = (Tensor, nn.Parameter)
-_MOST_RECENT = 64  # indices whose values are known again; a net that makes more in each step has no plan
-_MOST_VIEWS = 64  # of one memory, as when each step picks by other rows of it
-_COSTLY = 2**20  # bytes that an index picks, for which a host waits for a GPU, and a person is told of them
-_MANY_NEW = 8  # indices of new values, none of which came again, until a person is told
+# number of indices that are recognized by their values; a net that makes more in each step gets no plan
+_MOST_RECENT = 64
+_MOST_VIEWS = 64  # number of indices in one memory: each step may pick by other rows of it
+_COSTLY = 2**20  # number of picked bytes from which the host waits for a GPU, and warnings are given
+_MANY_NEW = 8  # number of indices with new values, none of which came again, before a warning is given
 
 # -- which index ------------------------------------------------------------------------------------------------------
 
@@ -94,7 +95,7 @@ class KeptIndex:
         self.is_right, self.has_negative = bool(-size <= lowest and highest < size), bool(lowest < 0)
         self.places: Integers = np.where(values < 0, values + size, values)
         self.size, self._negative = size, values if self.has_negative else None
-        # a GPU compares with a copy of its own, so that one truth travels to the host
+        # the GPU compares with its own copy, so that only one bool is copied to the host
         self._on_device = index.detach().clone() if is_on_accelerator(index) else None
         self._tables: dict[Any, Neighbors] = {}
         self._plans: dict[Any, NeighborPlan] = {}
@@ -141,7 +142,7 @@ class KeptIndex:
 
 
 def _index_values(index: Tensor) -> Integers:
-    # a copy, because memory that numpy has seen cannot be resized again
+    # a copy, because memory that numpy shares cannot be resized any more
     with without_modes():
         return index.detach().to("cpu", torch.int64, copy=True).numpy()
 
@@ -157,7 +158,7 @@ class _MetIndex:
         return all(kept.has_values(index) for kept in self._kept.values())
 
     def of_cells(self, size: int, index: Tensor, tile: Tile) -> KeptIndex | None:
-        """Return the index as one of so many cells; None for one that names others."""
+        """Return the index as one of `size` cells; None if it names cells beyond these."""
         if size not in self._kept:
             meet_tensor(index, tile.mesh)
             self._kept[size] = KeptIndex(index, size)
@@ -180,7 +181,7 @@ def _met_before(index: Any, tile: Tile, dim: int) -> _MetIndex | None:
 def _met_in_order(index: Tensor, tile: Tile, dim: int) -> _MetIndex | None:
     try:
         version = tensor_version(index)
-    except RuntimeError:  # made in inference mode, where changes are not counted
+    except RuntimeError:  # in inference mode torch counts no changes
         return None
     memory: Any = index.untyped_storage()
     known: dict[Any, tuple[int, _MetIndex | None]] = getattr(memory, _MARK, {})
@@ -198,7 +199,7 @@ def _met_in_order(index: Tensor, tile: Tile, dim: int) -> _MetIndex | None:
 
 
 _recent: OrderedDict[Any, _MetIndex] = OrderedDict()
-# a checkpointed call runs again as it ran: by the same plans, and with the same targets cut
+# a checkpointed call runs again by the same plans, and with the same targets cut
 _plans_of_frames, _targets_of_frames = FrameNotes(), FrameNotes()
 
 
@@ -230,20 +231,20 @@ def _met_with_values(index: Tensor, tile: Tile, dim: int) -> tuple[_MetIndex, bo
     return met, is_new
 
 
-# indices along so many cells: how many had new values, and whether any came again
+# by dims of the index and number of cells: the indices with new values, and whether any came again
 _count_of_new: Counter[tuple[int, int]] = Counter()
 _came_again: set[tuple[int, int]] = set()
 
 
 def _is_worth_a_wait(index: Tensor, tile: Tile, dim: int) -> bool:
-    """Say whether values on a GPU are to be looked at: not where none came again, nor while a CUDA graph is made."""
+    """Say whether values on a GPU are compared: not where none came again, nor while a CUDA graph is captured."""
     key = index.ndim, tile.shape[dim]
     is_hopeless = _count_of_new[key] >= _MANY_NEW and key not in _came_again
     return not is_hopeless and not (index.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _tell_of_new_values(index: Tensor, tile: Tile, dim: int, picked: int) -> None:
-    """Warn once where indices along so many cells have other values each time."""
+    """Warn once where the indices along a dim have other values each time."""
     key = index.ndim, tile.shape[dim]
     if len(_count_of_new) > _MOST_RECENT:
         _count_of_new.clear()
@@ -267,7 +268,8 @@ def _can_stay(index: Any, tile: Tile) -> bool:
         and mesh_size(tile.mesh) > 1
         and not isinstance(tile.mesh, SlabMesh)
         and not lacks_values()
-        and type(tile.local) in (*_PLAIN, FakeTensor)  # of a dry run, in which indices that a module keeps have values
+        # FakeTensor: in a dry run, indices that a module keeps have values
+        and type(tile.local) in (*_PLAIN, FakeTensor)
     )
 
 
@@ -445,7 +447,7 @@ def _is_shared(tile: Tile) -> bool:
         of_memory, of_tensor = memory_users(memory_id(tile.local.untyped_storage())), tensor_users(tile.local)
         if of_memory <= 2 and of_tensor <= 1 and sys.getrefcount(vars(tile)["local"]) <= 2:
             return False
-        gc.collect()  # another tile may lie in an unreachable circle
+        gc.collect()  # another tile may be part of an unreachable cycle
     return True
 
 

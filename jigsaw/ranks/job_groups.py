@@ -40,7 +40,7 @@ from jigsaw.torch_internals.groups import (
 )
 
 _SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
-_MANY_RANKS = 256  # of a full mesh of gloo's connections beside NCCL's
+_MANY_RANKS = 256  # from this number on, warn of a full mesh of gloo's connections besides NCCL's
 
 
 class JobOptions(NamedTuple):
@@ -57,7 +57,7 @@ def default_device() -> str:
 
 
 def _has_a_gpu_each() -> bool:
-    own = "SLURM_GPUS_PER_TASK" in os.environ  # srun then shows each task only its own
+    own = "SLURM_GPUS_PER_TASK" in os.environ  # srun then shows each task only its own GPUs
     return torch.cuda.device_count() >= (1 if own else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
@@ -67,7 +67,7 @@ _joined_by: WeakKeyDictionary[dist.ProcessGroup, JobOptions] = WeakKeyDictionary
 def join_job(device: str, limit: timedelta, options: JobOptions) -> None:
     """Make the process group of the job, with the variables that its launcher has set.
 
-    Raises: `ShardingError` where a process may open too few files for so many ranks, or options do not fit the device.
+    Raises: `ShardingError` where a process may open too few files for all ranks, or options do not fit the device.
     `RanksDifferError` on every rank where ranks start on other devices or backends.
     """
     _check_device(device, options)
@@ -105,7 +105,8 @@ def join_job(device: str, limit: timedelta, options: JobOptions) -> None:
     if "cpu" not in devices_of_group(world):
         store = dist.PrefixStore(f"jigsaw host {world.group_name}", default_store())
         gloo: Any = late_gloo(store, world.rank(), world.size(), limit)
-        gloo.barrier().wait()  # connects those whom a later one needs, when the first rank may have ended the store
+        # connect the ranks that a later barrier needs, because by then the first rank may have ended the store
+        gloo.barrier().wait()
         serve_group(world, gloo, is_default=False)
         _late_jobs.add(world)
 
@@ -158,7 +159,7 @@ def device_of_values(group: dist.ProcessGroup) -> str:
     return "cpu" if "cpu" in kinds else min(kinds)
 
 
-_late_jobs: WeakSet[dist.ProcessGroup] = WeakSet()  # whose ranks connect as late as they talk
+_late_jobs: WeakSet[dist.ProcessGroup] = WeakSet()  # jobs whose ranks connect when they first talk
 _host_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
 
 

@@ -74,7 +74,8 @@ def init_mesh(
     `backend`, `device_id` and `pg_options` go to `torch.distributed.init_process_group`, where this call joins. By
     default GPUs get groups of NCCL with a part of gloo for the host, as torch makes them. With ``backend="nccl"``, for
     jobs of many ranks, only the job's own has one, which connects ranks late. With `device_id`, this rank's GPU, NCCL
-    connects all ranks at once, and splits the groups of axes off.
+    connects all ranks at once, and splits the groups of axes off, with the job's `pg_options`. These reach the job's
+    own group alone without `device_id`; groups for messages and for gradients always have NCCL's defaults.
 
     Raises: `ShardingError` when the product of the axes is not the number of ranks, or several ranks have no axes. Also
     when `timeout` is not a time above 0, or a process may open fewer files than there are ranks. Also where options of
@@ -98,7 +99,7 @@ def init_mesh(
         check_job_options(options)
     else:
         join_job(device, limit or DEFAULT_PATIENCE, options)
-    _agree_on_mesh(axes, device)  # first, so that ranks of which one has wrong axes do not wait for it
+    _agree_on_mesh(axes, device)  # before anything else, so that no rank waits for one with wrong axes
     axes = _with_the_rest(axes, dist.get_world_size())
     with splitting_device_alone(_world_group(), device):
         names, alone = tuple(axes), _backends_alone(axes, device)
@@ -128,7 +129,7 @@ def _agree_on_mesh(axes: dict[str, int], device: str) -> None:
     digest = int.from_bytes(blake2b(words.encode(), digest_size=7).digest(), "big")
     own = torch.tensor([interval, digest], device=device_of_values(group))
     ends = torch.cat([own, -own])
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)  # the largest of each, and of each the smallest, negated
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)  # the maximum of each number, and minus its minimum
     if ends[0] != -ends[2]:
         raise RanksDifferError(
             f"{DEBUG_VARIABLE} (with {EVERY_VARIABLE}) must be the same on every rank, but the ranks compare what they "
@@ -143,7 +144,7 @@ def _agree_on_mesh(axes: dict[str, int], device: str) -> None:
 
 
 def _said_by_ranks(words: str) -> str:
-    """Return the different words of ranks, each with the first rank that says them. Collective over the job."""
+    """Return the different statements of ranks, each with the first rank that makes it. Collective over the job."""
     group = _world_group()
     padded = words.encode()[:_LONGEST_WORDS].ljust(_LONGEST_WORDS)
     own = torch.tensor(list(padded), dtype=torch.uint8, device=device_of_values(group))
@@ -189,9 +190,9 @@ def group_patience(group: dist.ProcessGroup, device: str) -> timedelta:
     """Return how long a member of the group waits for a message between devices of that kind."""
     try:
         backend: Any = backend_of_group(group, torch.device(device))
-    except RuntimeError:  # a group that does not serve this device
+    except RuntimeError:  # the group has no backend for this device
         return DEFAULT_PATIENCE
-    options = getattr(backend, "options", None)  # MPI's has none
+    options = getattr(backend, "options", None)  # MPI's backend has none
     return DEFAULT_PATIENCE if options is None else timeout_of_options(options)
 
 
@@ -201,7 +202,7 @@ def _let_wait(group: dist.ProcessGroup, device: str, limit: timedelta) -> None:
 
 
 def _with_the_rest(axes: dict[str, int], ranks: int) -> dict[str, int]:
-    """Return the axes with sizes for all ranks, that of -1 computed; those of a single rank where there are none."""
+    """Return the axes with their sizes, -1 computed; without axes, those of a single rank."""
     if not axes:
         if ranks == 1:
             return {DATA_AXIS: 1}

@@ -83,7 +83,7 @@ def joined_job_store(secret: str, limit: timedelta) -> tuple[dist.Store, int, in
 def store_that_answers(
     host: str, port: int, ranks: int | None, limit: timedelta, patience: timedelta
 ) -> dist.TCPStore | None:
-    """Join the store that rank 0 keeps; None where something listens for so long and does not answer as a store.
+    """Join the store that rank 0 keeps; None where something listens until the limit and does not answer as a store.
 
     Raises: `torch.distributed.DistNetworkError` where nobody listens within the limit.
     """
@@ -108,7 +108,7 @@ def store_that_answers(
 
 
 def store_answer(ask: Callable[[], T]) -> Future[T]:
-    """Ask a store in a thread, and return the answer to come: torch has no time-out for a store that is silent."""
+    """Ask a store in a thread, and return the future answer: torch has no time-out for a store that is silent."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -182,7 +182,7 @@ def _check_keeper(store: dist.Store, key: bytes, where: str, patience: timedelta
 
 
 def _proof(key: bytes, *words: str) -> str:
-    """Return the proof, for words that were said, of knowing the key."""
+    """Return a digest of the words and the key, which proves that the sender knows the key."""
     return hmac.new(key, " ".join(words).encode(), "sha256").hexdigest()
 
 
@@ -230,7 +230,7 @@ def agree_on_start(store: dist.Store, rank: int, ranks: int, words: str, limit: 
         return
     own = f"rank {rank}: {words}"
     first = store.compare_set(f"{_FOLDER}/words", "", own).decode()
-    if first.partition(": ")[2] != words:  # such a rank is not counted, so this is the only answer
+    if first.partition(": ")[2] != words:  # a rank that differs is not counted, so no other answer can be set
         store.set(f"{_FOLDER}/alike", f"{first}; {own}")
     elif store.add(f"{_FOLDER}/count", 1) == ranks:
         store.set(f"{_FOLDER}/alike", "")

@@ -35,14 +35,14 @@ from jigsaw.torch_internals.groups import default_store
 
 T = TypeVar("T")
 _FOLDER = "jigsaw.waits"
-_LONGEST_NOTICE = 10.0  # after so many seconds the others learn of a wait; sooner where time-outs are short
-_STORE_SECONDS = 3.0  # the store may be gone with the rank that kept it
-_LOOK_SECONDS = 0.5  # how often a rank that waits asks whether another has failed
-_ANSWER_SECONDS = 3 * _LOOK_SECONDS  # within which ranks that wait say so, once they are asked
-_KEEPING_SECONDS = 3 * _LOOK_SECONDS  # so long a failed rank 0 keeps the store for the others
-_MOST_RANKS = 64  # at most so many ranks are described
-_MOST_NAMED = 16  # and at most so many are named by their numbers alone
-_MANY_RANKS = 256  # of more than so many, each asks the store less often
+_LONGEST_NOTICE = 10.0  # seconds after which other ranks hear of a wait; fewer where time-outs are short
+_STORE_SECONDS = 3.0  # patience with the store, which may have ended with the rank that kept it
+_LOOK_SECONDS = 0.5  # interval at which a waiting rank asks whether another has failed
+_ANSWER_SECONDS = 3 * _LOOK_SECONDS  # time in which waiting ranks answer once they are asked
+_KEEPING_SECONDS = 3 * _LOOK_SECONDS  # time for which a failed rank 0 keeps the store for the others
+_MOST_RANKS = 64  # largest number of ranks that are described
+_MOST_NAMED = 16  # largest number of ranks that are listed by number
+_MANY_RANKS = 256  # with more ranks than this, each asks the store less often
 
 
 class WaitError(RuntimeError):
@@ -58,7 +58,7 @@ class OpenWait:
     # not a generator, because each message opens one or two of these
     def __init__(self, kind: str, ranks: Sequence[int]) -> None:
         self.kind, self.ranks, self.since = kind, ranks, time.monotonic()
-        self.question: int | None = None  # by which the others were asked where they are
+        self.question: int | None = None  # the number of the question by which the others were asked where they are
         self._around: OpenWait | None = None
 
     def __enter__(self) -> None:
@@ -111,7 +111,7 @@ def first_failure() -> str:
 
 
 def _asked_of_store(read: Callable[[dist.Store], str]) -> str:
-    """Return what this reads of the store; where the store is gone, what the watch has read, or that it is gone."""
+    """Return the words that `read` finds in the store; if it is gone, those that the watch last read, or say so."""
     watch = _watch
     if watch is None:
         return ""
@@ -158,7 +158,7 @@ def _read_others(store: dist.Store, kind: str, others: Sequence[int], message: s
 
 
 def _read_status(store: dist.Store, rank: int, asked: int) -> dict[str, Any] | None:
-    """Return what a rank said of itself; None where it has not since that question was asked."""
+    """Return the status that a rank wrote; None if it wrote none since that question was asked."""
     if not store.check([f"{_FOLDER}/{rank}"]):
         return None
     status = json.loads(store.get(f"{_FOLDER}/{rank}"))
@@ -223,11 +223,11 @@ class _WaitWatch(threading.Thread):
         while not self._ended.wait(min(_LOOK_SECONDS, self._notice / 2)):
             try:
                 self._look()
-            except Exception:  # the store has ended, and with it the job
+            except Exception:  # the store has ended, and so has the job
                 return
 
     def _look(self) -> None:
-        """Ask the store: every half second while this rank waits, and else seldom, because a job may have many."""
+        """Ask the store every half second while this rank waits, and otherwise seldom: a job may have many ranks."""
         now = time.monotonic()
         waits = sorted(_open_waits.items(), key=lambda thread_and_wait: thread_and_wait[1].since)
         age = now - waits[0][1].since if waits else 0.0
@@ -273,7 +273,7 @@ def start_wait_watch() -> None:
     if _watch is not None and _watch.world is job_group():
         return
     if job_size() == 1 or dist.get_backend() == "fake":
-        return  # no rank to wait for
+        return  # there is no other rank to wait for
     if _watch is None:
         atexit.register(_end_watch)
         hook = sys.excepthook
@@ -290,7 +290,7 @@ def _end_watch() -> None:
 
 
 def _tell_failure(hook: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Write to the store what ends this rank, then show it."""
+    """Write the error that ends this rank to the store, then show it."""
     watch = _watch
     if watch is not None and dist.is_initialized() and issubclass(kind, Exception):
         _within(_STORE_SECONDS, lambda: _write_end(watch.store, f"rank {job_rank()}: {kind.__name__}: {error}"))

@@ -42,7 +42,7 @@ class PeerGroup:
         self, me: int = 0, size: int = 1, group: Any = None, host: str | None = None, timeout: float = 300.0
     ) -> None:
         self.me, self.size, self.timeout = me, size, timeout
-        self.group: Any = group  # gloo's; None for one rank, and once it was let go of
+        self.group: Any = group  # a group of gloo; None for one rank, and after it was released
         self._talks = 0
         _met_here.add(self)
         places = self.gather((host or this_host(), os.getpid()))
@@ -78,7 +78,7 @@ class PeerGroup:
         return received
 
     def _heard(self, talk: Callable[[], Any]) -> None:
-        """Communicate; gloo does not say which rank is gone."""
+        """Run a communication, and turn gloo's error, which does not name the rank that is gone, into a `PeerError`."""
         since = time.monotonic()
         self._talks += 1
         try:
@@ -95,7 +95,7 @@ class PeerGroup:
     def exchange_bytes(
         self, going: NDArray[np.uint8], counts: Sequence[int], coming: NDArray[np.uint8], sizes: Sequence[int]
     ) -> None:
-        """Give each its `counts` bytes of `going`, and get `sizes` bytes of each into `coming`.
+        """Send each rank its `counts` bytes of `going`, and receive `sizes` bytes from each into `coming`.
 
         *Sends*: `going`, in one all-to-all.
         """
