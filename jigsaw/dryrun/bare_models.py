@@ -52,8 +52,7 @@ def make_bare(make: ModelMaker, *mesh: DeviceMesh) -> nn.Module:
     on the meta device, and copied into the fake mode.
     """
     try:
-        with KnownValuesMode():  # its indices need values for plans
-            bare = make(*mesh)
+        bare = make(*mesh)
     except RuntimeError as error:
         try:
             with without_modes(), _AssumedValues(), torch.device("meta"):
