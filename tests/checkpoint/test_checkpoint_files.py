@@ -208,9 +208,9 @@ GETATTR = b"cbuiltins\ngetattr\n"
         ),
         (_raw_index(b"ctorch\nload\n"), "names torch.load"),
         # sets an attribute of whatever class it may name
-        (_raw_index(METADATA, b"N}X\x07\0\0\0planted", GETATTR, b"s\x86b"), "no index of tensors"),
-        (_raw_index(ENCODING, b"N}X\x07\0\0\0planted", GETATTR, b"s\x86b"), "no index of tensors"),
-        (_raw_index(b"]"), "no index of tensors"),
+        (_raw_index(METADATA, b"N}X\x07\0\0\0planted", GETATTR, b"s\x86b"), "not an index of tensors"),
+        (_raw_index(ENCODING, b"N}X\x07\0\0\0planted", GETATTR, b"s\x86b"), "not an index of tensors"),
+        (_raw_index(b"]"), "not an index of tensors"),
     ],
 )
 def test_a_planted_index_of_torch_is_refused(tmp_path, raw, told):
