@@ -279,7 +279,8 @@ class PlannedTensors:
         if tensors.keys() <= index.state_dict_metadata.keys():
             self._writer.finish(index, [each.pieces for each in written])
             sums |= self._files.sums
-        listed = {name: each for name, each in listed_tensors(index).items() if name not in tensors}
+        others = {name: each for name, each in index.state_dict_metadata.items() if name not in tensors}
+        listed = listed_tensors(replace(index, state_dict_metadata=others))
         return sums | {TENSOR_INDEX_FILE: write_new_file(self._index_path, index_as_json({**tensors, **listed}))}
 
 
