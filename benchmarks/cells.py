@@ -5,9 +5,10 @@
 
 Each case is one JSON object:
 
-- `rows`: bytes that all ranks send in a forward pass over those of the rows that they need of others, each counted
-  once a rank.  Real ranks; the three ways to write the same sum over neighbors: `gather_neighbors`, `x[..., table]` and
-  edges with `index_select` and `index_add`, the last two with an index that the module keeps.
+- `rows`: bytes that all ranks send in a forward pass, and in a backward one, over those of the rows that they need of
+  others, each counted once a rank.  `random graph`: 20,000 cells, 200,000 edges between any two.  Real ranks; the three
+  ways to write the same sum over neighbors: `gather_neighbors`, `x[..., table]` and edges with `index_select` and
+  `index_add`, the last two with an index that the module keeps.
 - `layer`: a forward and a backward pass of the sum over neighbors, on one process: `gather_neighbors` and
   `scatter_to_cells`, and torch_geometric's propagation of the same edges.  Contenders take turns, with a thread each.
   `cpu_s` and `wall_s` are medians; `max_rel_err` is the largest difference of sums and gradients.
@@ -58,6 +59,9 @@ def table_of(grid: str) -> jigsaw.Neighbors:
     """Make the table of a grid by its name."""
     if grid == "O96":
         return jigsaw.Neighbors.of_points(*octahedral_points(96), k=9)
+    if grid == "random graph":
+        draw = np.random.default_rng(0)
+        return jigsaw.Neighbors.of_edges(*draw.integers(0, 20_000, (2, 200_000)), 20_000, 20_000)
     return jigsaw.Neighbors.healpix(64, nested=grid == "HEALPix nested")
 
 
@@ -101,16 +105,19 @@ def sums_of(table: jigsaw.Neighbors) -> dict[str, Callable[[Any], Any]]:
         "gather_neighbors": lambda x: jigsaw.nn.scatter_to_cells(jigsaw.nn.gather_neighbors(x, table), table),
         "index_select and index_add": EdgeSum(source, target),
     }
-    if len(source) == table.edges:
+    if table.degree is not None and len(source) == table.edges:
         ways["x[..., table]"] = TableSum(source.view(table.targets, -1))
     return ways
 
 
-def sent_by_way(grid: str) -> dict[str, tuple[int, int]]:
-    """Return, by way, the bytes that this rank sends in a forward pass, and the rows that it needs of others."""
+def sent_by_way(grid: str) -> dict[str, tuple[int, int, int]]:
+    """Return, by way, the bytes that this rank sends in a forward and in a backward pass, and the rows that it needs of
+    others.
+    """
     torch.manual_seed(0)
     mesh, table = world_mesh(cell=torch.distributed.get_world_size()), table_of(grid)
     tile = jigsaw.shard(torch.randn(1, CHANNELS, table.sources), mesh, (None, None, "cell"))
+    tile.local.requires_grad_()
     start, stop = tile.layout.owned(tile.coordinate)[-1]
     needed = np.unique(table.sources_of((start, stop)))
     needed = needed[(needed >= 0) & ((needed < start) | (needed >= stop))]
@@ -119,8 +126,10 @@ def sent_by_way(grid: str) -> dict[str, tuple[int, int]]:
         net = jigsaw.parallelize(function, mesh) if isinstance(function, nn.Module) else function
         net(tile)  # the first call compares the tables of all ranks
         with comm.count() as counts:
-            net(tile)
-        traffic[way] = counts.sent_bytes, len(needed)
+            out = net(tile)
+        with comm.count() as back:
+            torch.autograd.grad(out.local.sum(), tile.local)
+        traffic[way] = counts.sent_bytes, back.sent_bytes, len(needed)
     return traffic
 
 
@@ -129,10 +138,11 @@ def rows_sent(grid: str, ranks: int) -> Iterator[Fact]:
     by_rank = run_on_ranks(ranks, sent_by_way, grid, timeout=300)
     for way in by_rank[0]:
         sent = sum(rank[way][0] for rank in by_rank)
-        needed = sum(rank[way][1] for rank in by_rank)
+        back, needed = (sum(rank[way][at] for rank in by_rank) for at in (1, 2))
         yield {
             "case": "rows", "grid": grid, "ranks": ranks, "way": way, "rows_needed": needed, "sent_bytes": sent,
             "sent_over_needed": round(sent / (needed * CHANNELS * FLOAT), 4),
+            "back_over_needed": round(back / (needed * CHANNELS * FLOAT), 4),
         }  # fmt: skip
 
 
@@ -268,22 +278,36 @@ def read_times(grid: str, rounds: int, steps: int = 8) -> Iterator[Fact]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rows", action="store_true", help="the rows that travel, alone")
     parser.add_argument("--output", type=Path, help="a result file, that begins with hardware, date and command")
     parser.add_argument("--hardware", default="", help="the words of the result file about the machine")
     options = parser.parse_args()
-    packages = {name: version(name) for name in ("torch", "torch-geometric", "xarray", "zarr")}
+    packages = {
+        name: version(name) for name in ("torch", *(() if options.rows else ("torch-geometric", "xarray", "zarr")))
+    }
+    command = "python benchmarks/cells.py " + ("--rows" if options.rows else f"--rounds {options.rounds}")
     lines: list[Fact] = [
         {
             "hardware": options.hardware or "?", "date": f"{datetime.date.today()}", **packages,
-            "command": f"python benchmarks/cells.py --rounds {options.rounds}",
+            "command": command,
         }
     ]  # fmt: skip
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    grids = "HEALPix nested", "HEALPix ring", "O96", "random graph"
+    rows = [rows_sent(grid, ranks) for grid in grids for ranks in (2, 3, 4)]
     cases = (
-        *(rows_sent(grid, ranks) for grid in ("HEALPix nested", "HEALPix ring", "O96") for ranks in (2, 3, 4)),
-        *(layer_times(grid, features, options.rounds) for grid in ("HEALPix nested", "O96") for features in (16, 128)),
-        *(read_times(grid, options.rounds) for grid in ("HEALPix level 8", "O320")),
+        rows
+        if options.rows
+        else (
+            *rows,
+            *(
+                layer_times(grid, features, options.rounds)
+                for grid in ("HEALPix nested", "O96")
+                for features in (16, 128)
+            ),
+            *(read_times(grid, options.rounds) for grid in ("HEALPix level 8", "O320")),
+        )
     )
     for facts in cases:
         for fact in facts:

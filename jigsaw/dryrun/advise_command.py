@@ -15,9 +15,10 @@ import torch
 
 from jigsaw.dryrun.calibration import load_device, measure_device, save_device
 from jigsaw.dryrun.devices import DEVICES, Device
-from jigsaw.dryrun.mesh_search import StepOption, advice_text, advise_mesh, ranked_options
+from jigsaw.dryrun.mesh_search import StepOption, advice_text, advise_mesh, ranked_options, space_dims
 from jigsaw.dryrun.report import seconds_text, size_text
 from jigsaw.errors import ReadError, ShardingError
+from jigsaw.geometry.axis_names import DATA_AXIS, REPLICATE_AXIS
 from jigsaw.stages.own_stages import PIPE_SCHEDULES
 
 
@@ -26,8 +27,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODULE:MODEL", help="a torch model, or what makes one when called")
     sizes: dict[str, Any] = {"type": _parse_sizes, "metavar": "1,69,721,1440"}
     parser.add_argument(
-        "--input", **sizes, help="the global shape of the input: N, C, lat, lon or N, C, z, y, x or N, tokens"
+        "--input",
+        **sizes,
+        help="the global shape of the input: N, C, lat, lon or N, C, z, y, x or N, tokens or N, C, cells",
     )
+    cells = "axes of space and the dims that they cut, of cells or tokens (lat, lon or z, y, x: the last dims)"
+    parser.add_argument("--axes", type=_parse_dims, metavar="cell=-1", help=cells)
     parser.add_argument("--devices", type=int, default=8, metavar="8", help="how many (8)")
     known = f"{', '.join(DEVICES)}, or a file of --calibrate (h100)"
     parser.add_argument("--device", default="h100", metavar="h100", help=known)
@@ -60,10 +65,13 @@ def run(args: argparse.Namespace) -> int:
         arguments_of_run: dict[str, Any] = (
             {} if args.store is None else {"store": {"store": args.store, "fields": args.fields}}
         )
+        if args.axes is not None:
+            arguments_of_run["spec"] = _spec_of_axes(args.axes, len(args.input))
         if args.dtype is not None:
             arguments_of_run["dtype"] = getattr(torch, args.dtype)
         if args.align != 1:
-            arguments_of_run["align"] = dict.fromkeys(range(2, len(args.input)), args.align)
+            cut_dims = space_dims(args.input, arguments_of_run.get("spec")).values()
+            arguments_of_run["align"] = dict.fromkeys(cut_dims, args.align)
         options = advise_mesh(
             _found_model(args.model),
             args.input,
@@ -129,3 +137,20 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
         return tuple(int(size) for size in text.split(","))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write numbers, as in 1,69,721,1440") from error
+
+
+def _parse_dims(text: str) -> dict[str, int]:
+    try:
+        return {name: int(dim) for name, dim in (pair.split("=") for pair in text.split(","))}
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} names no axes; write NAME=DIM, as in cell=-1") from error
+
+
+def _spec_of_axes(axes: dict[str, int], dims: int) -> tuple[tuple[str, ...], ...]:
+    """Return the spec of an input whose axes of space cut these dims; the batch is cut where none of them cuts it."""
+    spec: list[tuple[str, ...]] = [()] * dims
+    for name, dim in axes.items():
+        if not -dims <= dim < dims:
+            raise ShardingError(f"--axes {name}={dim}: the input has the dims {-dims} to {dims - 1}")
+        spec[dim] = *spec[dim], name
+    return (spec[0] or (REPLICATE_AXIS, DATA_AXIS), *spec[1:])

@@ -17,7 +17,7 @@ from jigsaw.errors import ShardingError
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import own_buffers, own_parameters
 from jigsaw.torch_internals.dispatch import without_modes
-from jigsaw.torch_internals.fake_tensors import DataDependentOutputException, FakeTensorMode
+from jigsaw.torch_internals.fake_tensors import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 ModelMaker = Callable[..., nn.Module]
 
@@ -25,7 +25,7 @@ _PARALLELIZED = "_jigsaw_parallelized"
 
 
 def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
-    """Return a function's model, made once, its weights without memory; one with other tensors is made each time."""
+    """Return a function's model, made once, its weights without memory.  One that keeps floats otherwise is not."""
     if isinstance(model, nn.Module) or wants_mesh(model):
         return model
     with FakeTensorMode(allow_non_fake_inputs=True), KnownValuesMode():
@@ -42,7 +42,7 @@ def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
             check_model_made(whole)
             built = bare_copy(whole, set())
     check_model_made(built)
-    return model if any(_plain_tensors(m) for m in built.modules()) else built
+    return model if any(isinstance(x, FakeTensor) for m in built.modules() for x in _plain_tensors(m)) else built
 
 
 def make_bare(make: ModelMaker, *mesh: DeviceMesh) -> nn.Module:

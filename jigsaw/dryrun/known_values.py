@@ -16,11 +16,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import memory_id
 from jigsaw.torch_internals.dispatch import READ_NUMBER, operator_schema, tensors_of_call, without_modes
-from jigsaw.torch_internals.fake_tensors import TorchDispatchMode, forget_real_view, note_real_view, real_view
+from jigsaw.torch_internals.fake_tensors import (
+    DynamicOutputShapeException,
+    TorchDispatchMode,
+    forget_real_view,
+    note_real_view,
+    real_view,
+)
 
 aten = torch.ops.aten
 
 _MOST_ELEMENTS = 1024
+_MOST_INTEGERS = 2**26  # elements of an integer tensor whose values are known while a model is made
 # functions that make tensors without setting values
 _UNFILLED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 
@@ -37,6 +44,14 @@ class KnownValues:
     def item_of(self, x: Tensor) -> Any:
         with without_modes():
             return self._copies[x].item()
+
+    def integers_of(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Compute a call on real copies, and return its results with their values; None where an input has none."""
+        if func.namespace == "c10d" or not self._has_inputs(args, kwargs):
+            return None
+        args, kwargs = pytree.tree_map(self._real_copy, (args, kwargs))
+        with without_modes():
+            return func(*args, **kwargs)
 
     def remember(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Compute a call on real copies, where those of all inputs are known and nothing is drawn."""
@@ -63,6 +78,9 @@ class KnownValues:
             return False
         if func.namespace == "c10d":  # nothing is sent in a dry run, so received values are unknown
             return False
+        return self._has_inputs(args, kwargs)
+
+    def _has_inputs(self, args: Any, kwargs: Any) -> bool:
         tensors = tensors_of_call((*args, *(kwargs or {}).values()))
         return all(x in self._copies or _has_values(x) for x in tensors)
 
@@ -93,17 +111,50 @@ def _has_values(x: Tensor) -> bool:
     return type(x) is Tensor and x.device.type == "cpu"
 
 
+def _are_integers(out: Any) -> bool:
+    """Say whether all results are tensors of integers or bools, not too large to be computed."""
+    results = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+    return bool(results) and not any(
+        x.is_floating_point() or x.is_complex() or x.device.type != "cpu" or x.numel() > _MOST_INTEGERS for x in results
+    )
+
+
 class KnownValuesMode(TorchDispatchMode):
-    """Answers reads of values that are known, while a model is made; `unknown_value` answers others."""
+    """Answers reads of values that are known, while a model is made; `unknown_value` answers others.
+
+    Integers that follow from known values have theirs, and memory: an index that the model keeps is planned by them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._known = KnownValues()
 
+    def __enter__(self) -> Any:
+        with without_modes():  # restored at the end, because integers that are drawn here change it
+            self._random_state = torch.get_rng_state()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        with without_modes():
+            torch.set_rng_state(self._random_state)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is READ_NUMBER and _has_values(args[0]):
+            with without_modes():
+                return args[0].item()
         if func is READ_NUMBER:
             return self._known.item_of(args[0]) if args[0] in self._known else self.unknown_value(func, args)
-        out = func(*args, **(kwargs or {}))
+        try:
+            out = func(*args, **(kwargs or {}))
+        except DynamicOutputShapeException:  # the shape depends on values, as of the places of a mask
+            out = self._known.integers_of(func, args, kwargs or {})
+            if out is None:
+                raise
+            return out
+        integers = self._known.integers_of(func, args, kwargs or {}) if _are_integers(out) else None
+        if integers is not None:
+            return integers
         self._known.remember(func, args, kwargs or {}, out)
         return out
 

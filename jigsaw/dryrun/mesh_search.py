@@ -25,7 +25,8 @@ from jigsaw.dryrun.pipeline_estimate import (
 from jigsaw.dryrun.rank_playing import StepPlan
 from jigsaw.dryrun.report import DryRunReport, seconds_text, size_text
 from jigsaw.errors import ShardingError
-from jigsaw.geometry.axis_names import CHANNEL_AXIS, DATA_AXIS, PIPE_AXIS, REPLICATE_AXIS, SPACE_AXES
+from jigsaw.geometry.axis_names import CHANNEL_AXIS, DATA_AXIS, PIPE_AXIS, REPLICATE_AXIS, SAMPLE_AXES, SPACE_AXES
+from jigsaw.geometry.layout import LayoutSpec
 from jigsaw.parallel.sharding import WeightSharding
 from jigsaw.stages.own_stages import PIPE_SCHEDULES, check_schedule
 
@@ -137,7 +138,8 @@ def advise_mesh(
 ) -> list[StepOption]:
     """Return every option for a number of devices, those that work first, each group by the seconds of a step.
 
-    Meshes cut the batch by `data` and the last dims by ``lat`` and ``lon``, or ``z``, ``y`` and ``x`` of a volume. Of
+    Meshes cut the batch by `data` and the last dims by ``lat`` and ``lon``, or ``z``, ``y`` and ``x`` of a volume. Of a
+    `spec`, as ``("data", None, "cell")``, they cut what it names, where cells have no batch these alone.  Of
     those that differ just in the order of two dims of one size, only one is tried.  Within a node `channel` cuts
     weights (`jigsaw.parallelize`).  `pipe` cuts a model with a row of equal blocks, for a batch of several samples.
     This is an estimate from one microbatch (`pipelined_report`), with balanced stages (`balanced_cuts`), by the
@@ -164,7 +166,7 @@ def advise_mesh(
     if devices < 1:
         raise ShardingError(f"devices={devices} must be 1 or more")
     device = device_named(device)
-    meshes = list(possible_meshes(x_shape, devices, options.get("align", 1)))
+    meshes = list(possible_meshes(x_shape, devices, options.get("align", 1), options.get("spec")))
     search = _MeshSearch(made_once(model), tuple(x_shape), device, options.pop("store", None), options, progress)
     node = options.get("ranks_per_node") or device.ranks_per_node
     with remembered_models():
@@ -204,6 +206,7 @@ class _MeshSearch:
         self._batch = x_shape[0] * options.get("passes", 1)  # of a step
         self._has_policy = options.get("mp_policy") is not None
         self._cut: WeightSharding = options.get("shard_weights") or True  # how weights are cut, where they are
+        self._space = space_dims(x_shape, options.get("spec"))
         self._blocks: int | None = None
         self._borders: dict[Any, Borders] = {}
 
@@ -212,7 +215,7 @@ class _MeshSearch:
 
         *Raises*: `ShardingError` where the model does not run there: it would run on no mesh.
         """
-        alone = self.attempt(dict.fromkeys((DATA_AXIS, *SPACE_AXES.get(len(self._shape), ())), 1))
+        alone = self.attempt(dict.fromkeys((DATA_AXIS, *self._space), 1))
         if alone.report is None or not alone.report.is_complete:
             raise ShardingError(
                 f"the model does not run on one device with an input of shape {self._shape}, so a mesh is not searched "
@@ -239,7 +242,7 @@ class _MeshSearch:
                 "replicate": option.replicate,
                 "device": self._device,
                 "ranks": [inside_rank(stage_axes)],
-                "dataset": None if self._store is None else _opened_store(self._store, stage_axes),
+                "dataset": None if self._store is None else _opened_store(self._store, stage_axes, self._space),
                 "blocks": option.blocks,
             }
             if not option.has_policy:
@@ -413,34 +416,59 @@ def _without_pipe(axes: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in axes.items() if name != PIPE_AXIS}
 
 
+def space_dims(x_shape: Sequence[int], spec: LayoutSpec | None = None) -> dict[str, int]:
+    """Return which dim of an input each axis of space cuts: as a spec says, or else the last ones.
+
+    >>> from jigsaw.dryrun.mesh_search import space_dims
+    >>> space_dims((2, 3, 721, 1440)), space_dims((2, 4, 3072), ("data", None, "cell"))
+    ({'lat': 2, 'lon': 3}, {'cell': 2})
+    """
+    if spec is None:
+        return {name: dim for dim, name in enumerate(SPACE_AXES.get(len(x_shape), ()), 2)}
+    if len(spec) != len(x_shape) or not all(isinstance(names, str | tuple | list | None) for names in spec):
+        raise ShardingError(
+            f"spec={spec!r} must say of each dim of x_shape={tuple(x_shape)} which axis cuts it, or None, as in "
+            "('data', None, 'cell')"
+        )
+    names_by_dim = [(names,) if isinstance(names, str) else tuple(names or ()) for names in spec]
+    return {
+        name: dim
+        for dim, names in enumerate(names_by_dim)
+        for name in names
+        if name not in (*SAMPLE_AXES, CHANNEL_AXIS, PIPE_AXIS)
+    }
+
+
 def possible_meshes(
-    x_shape: Sequence[int], devices: int, align: int | Mapping[int, int] = 1
+    x_shape: Sequence[int], devices: int, align: int | Mapping[int, int] = 1, spec: LayoutSpec | None = None
 ) -> Iterator[dict[str, int]]:
     """Return the meshes of `devices` ranks whose dims are long enough, each once; `align` rows stay together.  Of an
-    input without space, as tokens are, the batch alone is cut.
+    input without space, as tokens are, the batch alone is cut; of a `spec` that gives the batch no axis, space alone.
     """
-    names = SPACE_AXES.get(len(x_shape), ())
-    if not names and x_shape[0] % devices:
+    space = space_dims(x_shape, spec)
+    has_batch = spec is None or any(
+        DATA_AXIS in ((names,) if isinstance(names, str) else names or ()) for names in spec
+    )
+    samples = x_shape[0] if has_batch else 1
+    if not space and samples % devices:
         raise ShardingError(
             f"an input of {len(x_shape)} dims is cut along its batch alone, and x_shape={tuple(x_shape)} has "
-            f"{x_shape[0]} samples, no multiple of devices={devices}; images [N, C, lat, lon] and volumes [N, C, z, y, "
-            "x] are cut in space, too"
+            f"{samples} samples, no multiple of devices={devices}; images [N, C, lat, lon] and volumes [N, C, z, y, x] "
+            "are cut in space, too, and so is what a spec names (advise --axes cell=-1)"
         )
-    together = [align if isinstance(align, int) else align.get(dim, 1) for dim in range(2, 2 + len(names))]
-    most = [
-        n // 2 if rows == 1 else -(-n // rows) for n, rows in zip(x_shape[2 : 2 + len(names)], together, strict=True)
-    ]
-    sizes = x_shape[0], *x_shape[2 : 2 + len(names)]
+    together = [align if isinstance(align, int) else align.get(dim, 1) for dim in space.values()]
+    sizes = samples, *(x_shape[dim] for dim in space.values())
+    most = [n // 2 if rows == 1 else -(-n // rows) for n, rows in zip(sizes[1:], together, strict=True)]
     seen: set[tuple[tuple[int, int, int], ...]] = set()
     for factors in _factorizations(devices, len(sizes)):
-        space = zip(sizes[1:], together, factors[1:], strict=True)
-        alike = (sizes[0], 1, factors[0]), *sorted(space)
+        parts = zip(sizes[1:], together, factors[1:], strict=True)
+        alike = (sizes[0], 1, factors[0]), *sorted(parts)
         fits = sizes[0] % factors[0] == 0 and all(
             f in range(1, max(n, 1) + 1) for n, f in zip(most, factors[1:], strict=True)
         )
         if fits and alike not in seen:
             seen.add(alike)
-            yield dict(zip((DATA_AXIS, *names), factors, strict=True))
+            yield dict(zip((DATA_AXIS, *space), factors, strict=True))
 
 
 def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -452,12 +480,12 @@ def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in _factorizations(number // first, parts - 1))
 
 
-def _opened_store(store: Any, axes: Mapping[str, int]) -> Any:
+def _opened_store(store: Any, axes: Mapping[str, int], space: Iterable[str]) -> Any:
     from jigsaw import io
 
     options = dict(store) if isinstance(store, Mapping) else {"store": store}
     path = options.pop("store")
-    spec = {name: name for name in axes if any(name in space for space in SPACE_AXES.values())}
+    spec = {name: name for name in axes if name in space}
     return io.open(path, mesh=dict(axes), spec=options.pop("spec", spec), **options)
 
 

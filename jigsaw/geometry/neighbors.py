@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from importlib import import_module
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ class Neighbors:
 
     `index` has shape [targets, k]: numbers of source cells, -1 where a target has fewer than k.  There are `sources`
     source cells; by default as many as targets.  `of_edges` takes graphs in which targets have any number of edges,
-    `of_table` tables of UGRID and ICON files. `of_points` finds the nearest points, and `healpix` makes the table of a
+    `of_table` tables of UGRID and ICON files. `of_points` finds near points, and `healpix` makes the table of a
     grid.
 
     Every rank makes the same table. Which of its rows a rank sends, to whom, follows from the table and the cuts.
@@ -118,21 +118,37 @@ class Neighbors:
 
     @classmethod
     def of_points(
-        cls, lat: ArrayLike, lon: ArrayLike, k: int, sources: tuple[ArrayLike, ArrayLike] | None = None
+        cls,
+        lat: ArrayLike,
+        lon: ArrayLike,
+        k: int | None = None,
+        sources: tuple[ArrayLike, ArrayLike] | None = None,
+        *,
+        radius: float | None = None,
     ) -> Neighbors:
-        """Make a table of the `k` source points nearest to each point, by distance on the sphere, nearest first.
+        """Make a table of the source points near each point on the sphere: the `k` nearest, or all within a `radius`.
 
         `lat` and `lon` are degrees, [targets] each; `sources` are those of the source points, by default the same
-        points, of which each is then its own first neighbor.  Needs scipy.
+        points, of which each is then its own neighbor.  The `k` nearest come nearest first.  A `radius` is an arc, in
+        degrees too. Its table is a graph, as of `of_edges`, in which points may have no neighbor.  Needs scipy.
 
         *Raises*: `ShardingError` for points whose coordinates do not fit each other, and for fewer than `k` sources.
+        Also for a radius that is not above 0 and at most 180, and unless one of `k` and `radius` is passed.
 
         >>> jigsaw.Neighbors.of_points([0, 0, 0], [0, 10, 30], k=2).degree
         2
+        >>> jigsaw.Neighbors.of_points([0, 0, 0], [0, 10, 30], radius=15).sources_of((0, 3)).tolist()
+        [0, 1, 0, 1, 2]
         """
         targets = _points_on_sphere(lat, lon)
         among = targets if sources is None else _points_on_sphere(*sources)
-        if not 1 <= k <= len(among):
+        if (k is None) == (radius is None):
+            raise ShardingError(f"Neighbors.of_points: pass k, or radius in degrees, not k={k} and radius={radius}")
+        if radius is not None:
+            if not 0 < radius <= 180:
+                raise ShardingError(f"radius={radius} must be above 0 and at most 180 degrees of arc")
+            return cls.of_edges(*_points_within(targets, among, radius), len(among), len(targets))
+        if k is None or not 1 <= k <= len(among):
             raise ShardingError(f"k={k} of {len(among)} source points; use a number from 1 to {len(among)}")
         return cls(_nearest_points(targets, among, k), len(among))
 
@@ -230,12 +246,25 @@ def _points_on_sphere(lat: ArrayLike, lon: ArrayLike) -> NDArray[np.float64]:
 
 
 def _nearest_points(points: NDArray[np.float64], among: NDArray[np.float64], k: int) -> Integers:
+    _, nearest = _point_tree(among).query(points, k=[*range(1, k + 1)])
+    return nearest.astype(np.int64)
+
+
+def _points_within(points: NDArray[np.float64], among: NDArray[np.float64], radius: float) -> tuple[Integers, Integers]:
+    """Return the sources and the targets of all pairs whose arc is at most so many degrees."""
+    chord = 2 * np.sin(np.radians(radius) / 2)
+    near: list[list[int]] = _point_tree(among).query_ball_point(points, chord).tolist()
+    counts = np.fromiter(map(len, near), np.int64, len(near))
+    sources = np.fromiter(chain.from_iterable(near), np.int64, int(counts.sum()))
+    return sources, np.repeat(np.arange(len(near)), counts)
+
+
+def _point_tree(points: NDArray[np.float64]) -> Any:
     try:
         spatial: Any = import_module("scipy.spatial")
     except ImportError:
         raise ShardingError("Neighbors.of_points needs scipy, which is missing: pip install scipy") from None
-    _, nearest = spatial.cKDTree(among).query(points, k=[*range(1, k + 1)])
-    return nearest.astype(np.int64)
+    return spatial.cKDTree(points)
 
 
 # -- sums in one order ------------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ stays is planned once: each rank then gets the rows that its own part of the res
 
 1. *Which index.*  A plain tensor of integers, by itself along a dim of one cut.  It stays as it is if a module under
    way keeps it, as buffer, parameter or attribute, or if it is met a second time: the same memory, shape, strides and
-   version, or on the host the same values.  A checkpointed call runs again as it ran.  One that a reentrant one, or a
-   backward pass, meets first stays unplanned.
+   version, or the same values.  For those that a GPU has the host waits, so they are compared only where the index
+   picks a mebibyte or more.  A checkpointed call runs again as it ran.  One that a reentrant one, or a backward pass,
+   meets first stays unplanned.
 2. *Which dim of it.*  The first with as many rows as there are cells along the cut dim, cut as these are: a table
    [cells, k].  Else the longest, cut evenly.  With less than a sixteenth of the cells, or fewer rows than pieces, it is
    left whole.
@@ -32,7 +33,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -79,6 +80,8 @@ _PLAIN = (Tensor, nn.Parameter)
 # number of indices that are recognized by their values; a net that makes more in each step gets no plan
 _MOST_RECENT = 64
 _MOST_VIEWS = 64  # number of indices in one memory: each step may pick by other rows of it
+_COSTLY = 2**20  # number of picked bytes from which the host waits for a GPU, and warnings are given
+_MANY_NEW = 8  # number of indices with new values, none of which came again, before a warning is given
 
 # -- which index ------------------------------------------------------------------------------------------------------
 
@@ -92,12 +95,17 @@ class KeptIndex:
         self.is_right, self.has_negative = bool(-size <= lowest and highest < size), bool(lowest < 0)
         self.places: Integers = np.where(values < 0, values + size, values)
         self.size, self._negative = size, values if self.has_negative else None
+        # the GPU compares with its own copy, so that only one bool is copied to the host
+        self._on_device = index.detach().clone() if is_on_accelerator(index) else None
         self._tables: dict[Any, Neighbors] = {}
         self._plans: dict[Any, NeighborPlan] = {}
         self._own_rows: dict[Any, Tensor] = {}
 
     def has_values(self, index: Tensor) -> bool:
-        """Say whether an index has the same places."""
+        """Say whether an index has the same places; the host waits for one that a GPU has."""
+        if self._on_device is not None and self._on_device.device == index.device:
+            with without_modes():
+                return torch.equal(self._on_device, index.detach())
         return np.array_equal(_index_values(index), self.places if self._negative is None else self._negative)
 
     def gather_plan(self, along: int, sources: Sequence[int], targets: Sequence[int], piece: int) -> NeighborPlan:
@@ -157,17 +165,20 @@ class _MetIndex:
         return self._kept[size] if self._kept[size].is_right else None
 
 
-def _met_before(index: Any, tile: Tile) -> _MetIndex | None:
-    """Return what is known of an index that stays as it is, by the rule, and note that it was met; None for others."""
+def _met_before(index: Any, tile: Tile, dim: int) -> _MetIndex | None:
+    """Return what is known of an index along a dim, if it stays as it is by the rule; None for others.
+
+    Where it runs for the first time, a checkpointed call notes what it is.
+    """
     if not _can_stay(index, tile):
         return None
     is_again = open_frames()[1] is not None
-    met = _plans_of_frames.next_note() if is_again else _met_in_order(index)
+    met = _plans_of_frames.next_note() if is_again else _met_in_order(index, tile, dim)
     _plans_of_frames.add(met)
     return met
 
 
-def _met_in_order(index: Tensor) -> _MetIndex | None:
+def _met_in_order(index: Tensor, tile: Tile, dim: int) -> _MetIndex | None:
     try:
         version = tensor_version(index)
     except RuntimeError:  # in inference mode torch counts no changes
@@ -181,7 +192,7 @@ def _met_in_order(index: Tensor) -> _MetIndex | None:
         return None
     is_kept = view not in known and _is_of_module(index)
     is_settled = graph_task_id() == -1 and not is_first_run()
-    met, is_new = (None, True) if is_kept or not is_settled else _met_with_values(index)
+    met, is_new = (None, True) if is_kept or not is_settled else _met_with_values(index, tile, dim)
     known[view] = version, met or (_MetIndex() if is_kept else None)
     setattr(memory, _MARK, known)
     return None if is_new and not is_kept else known[view][1]
@@ -192,9 +203,12 @@ _recent: OrderedDict[Any, _MetIndex] = OrderedDict()
 _plans_of_frames, _targets_of_frames = FrameNotes(), FrameNotes()
 
 
-def _met_with_values(index: Tensor) -> tuple[_MetIndex, bool]:
+def _met_with_values(index: Tensor, tile: Tile, dim: int) -> tuple[_MetIndex, bool]:
     """Return what is known of indices of the same values, and whether this is the first of them, as far as is seen."""
-    if is_on_accelerator(index):  # the host would wait
+    picked = index.numel() * (tile.numel() // max(tile.shape[dim], 1)) * tile.local.itemsize
+    is_costly = picked >= _COSTLY and _dim_to_cut(index.shape, tile.layout.dim(dim)[0]) is not None
+    is_awaited = is_on_accelerator(index)
+    if is_awaited and not (is_costly and _is_worth_a_wait(index, tile, dim)):
         return _MetIndex(), True
     with without_modes():
         key = checksum_of_bits(index), index.dtype, tuple(index.shape)
@@ -203,7 +217,46 @@ def _met_with_values(index: Tensor) -> tuple[_MetIndex, bool]:
     _recent[key] = met = _MetIndex() if before is None or is_new else before
     if len(_recent) > _MOST_RECENT:
         _recent.popitem(last=False)
+    if is_costly and is_new:
+        _tell_of_new_values(index, tile, dim, picked)
+    elif is_costly:
+        _came_again.add((index.ndim, tile.shape[dim]))
+        if is_awaited:
+            warn_once(
+                f"awaited index {tuple(index.shape)}",
+                f"an index of shape {tuple(index.shape)} is made anew in each step with the same values, so each time "
+                f"the host waits for {index.device} to compare them; this saves bringing {picked} bytes to every rank; "
+                "keep it as a buffer of the module, and nothing waits",
+            )
     return met, is_new
+
+
+# by dims of the index and number of cells: the indices with new values, and whether any came again
+_count_of_new: Counter[tuple[int, int]] = Counter()
+_came_again: set[tuple[int, int]] = set()
+
+
+def _is_worth_a_wait(index: Tensor, tile: Tile, dim: int) -> bool:
+    """Say whether values on a GPU are compared: not where none came again, nor while a CUDA graph is captured."""
+    key = index.ndim, tile.shape[dim]
+    is_hopeless = _count_of_new[key] >= _MANY_NEW and key not in _came_again
+    return not is_hopeless and not (index.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _tell_of_new_values(index: Tensor, tile: Tile, dim: int, picked: int) -> None:
+    """Warn once where the indices along a dim have other values each time."""
+    key = index.ndim, tile.shape[dim]
+    if len(_count_of_new) > _MOST_RECENT:
+        _count_of_new.clear()
+    _count_of_new[key] += 1
+    if _count_of_new[key] > _MOST_RECENT or (_count_of_new[key] >= _MANY_NEW and key not in _came_again):
+        warn_once(
+            f"new indices {key}",
+            f"an index of shape {tuple(index.shape)} along dim {dim} of a Tile of shape {tuple(tile.shape)}, cut by "
+            f"{', '.join(tile.layout.dim_axes(dim))}, has other values in each step, so all that it picks, {picked} "
+            "bytes, comes to every rank; where its values repeat, keep it as a buffer of the module: then only the "
+            "rows that each rank needs travel",
+        )
 
 
 def _can_stay(index: Any, tile: Tile) -> bool:
@@ -260,7 +313,7 @@ def pick_kept_rows(tile: Tile, dim: int, index: Any, may_be_negative: bool = Tru
     if lone is not None and lone.is_cut and is_making_graph():
         _tell_cost_in_graph(tile, dim, index, lone)
         return None
-    met = None if lone is None or not lone.is_cut else _met_before(index, tile)
+    met = None if lone is None or not lone.is_cut else _met_before(index, tile, dim)
     kept = None if lone is None or met is None else met.of_cells(lone.size, index, tile)
     if kept is None or (kept.has_negative and not may_be_negative):
         return None
@@ -350,7 +403,7 @@ def rows_for_owners(input: Tile, dim: int, index: Any, source: Any, is_new: bool
     if not isinstance(source, Tile) or source.ndim != input.ndim:
         return None
     index = along_one_dim(index, dim)
-    met, cut, source_cut = _met_before(index, source), _lone_cut(input, dim), _lone_cut(source, dim)
+    met, cut, source_cut = _met_before(index, source, dim), _lone_cut(input, dim), _lone_cut(source, dim)
     if met is None or cut is None or source_cut is None or cut.has_halo or not source_cut.is_cut:
         return None
     kept = met.of_cells(cut.size, index, source)

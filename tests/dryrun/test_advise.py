@@ -1,6 +1,7 @@
 """`python -m jigsaw advise`: the meshes that are searched, and what is said of them."""
 
 import re
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from jigsaw.__main__ import main
 from jigsaw.dryrun import DEVICES, DryRunReport, Traffic, advice_text, advise_mesh
 from jigsaw.dryrun.calibration import load_device, measure_device, save_device
 from jigsaw.dryrun.kernel_clock import timed_kernel
-from jigsaw.dryrun.mesh_search import _MeshSearch, possible_meshes
+from jigsaw.dryrun.mesh_search import _MeshSearch, possible_meshes, space_dims
 from jigsaw.dryrun.pipeline_estimate import StageShare, pipelined_report
 from jigsaw.dryrun.rank_playing import StepPlan, mean_square_of_tiles, play_rank
 from jigsaw.errors import ShardingError
@@ -37,6 +38,40 @@ def test_meshes_are_searched_without_those_that_are_the_same():
     assert list(possible_meshes((4, 7), 2)) == [{"data": 2}]
     with pytest.raises(ShardingError, match=r"3 dims is cut along its batch alone, .* 1 samples, no multiple of"):
         list(possible_meshes((1, 2, 3), 2))
+
+
+def test_meshes_cut_what_a_spec_names():
+    cells = (("replicate", "data"), None, "cell")
+    assert list(possible_meshes((2, 4, 3072), 4, spec=cells)) == [{"data": 1, "cell": 4}, {"data": 2, "cell": 2}]
+    assert list(possible_meshes((3072, 4), 4, spec=("cell", None))) == [{"data": 1, "cell": 4}]
+    assert list(possible_meshes((1, 4, 10), 4, {2: 5}, ("data", None, "cell"))) == []  # two pieces of five cells
+    assert space_dims((1, 2, 8, 9), ("data", "channel", ("lat", "z"), None)) == {"lat": 2, "z": 2}
+    with pytest.raises(ShardingError, match=r"must say of each dim of x_shape=\(2, 4, 3072\)"):
+        list(possible_meshes((2, 4, 3072), 4, spec=("data", "cell")))
+
+
+class _CellNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.from_numpy(jigsaw.Neighbors.healpix(4).rows_of(np.arange(192))))
+        self.mix = nn.Conv1d(3, 3, 1)
+
+    def forward(self, x):
+        return self.mix(x) + x[..., self.table].mean(-1)
+
+
+def test_a_net_on_cells_gets_advice(capsys, monkeypatch):
+    options = advise_mesh(_CellNet(), (1, 3, 192), 2, spec=("data", None, "cell"), device="a100")
+    by_cells = next(o for o in options if o.mesh.get("cell") == 2)
+    assert by_cells.works
+    row_bytes = 3 * 4
+    assert 0 < by_cells.report.ranks[0].phases["forward"].sent_bytes < 96 * row_bytes  # of the border alone
+    monkeypatch.setitem(sys.modules, "nets_on_cells", sys.modules[__name__])
+    asked = ["advise", "nets_on_cells:_CellNet", "--input", "1,3,192", "--devices", "1", "--device", "cpu"]
+    assert main([*asked, "--axes", "cell=-1"]) == 0
+    assert "1. one rank: " in capsys.readouterr().out
+    assert main([*asked, "--axes", "cell=3"]) == 1
+    assert "--axes cell=3: the input has the dims -3 to 2" in capsys.readouterr().err
 
 
 class _WideMlp(nn.Module):

@@ -113,6 +113,29 @@ def test_nearest_points_are_those_of_the_great_circle():
     assert (table.sources, table.targets) == (40, 30)
 
 
+@pytest.mark.parametrize("radius", [4.0, 33.0, 100.0, 180.0])
+def test_points_within_a_radius_are_those_of_the_great_circle(radius):
+    rng = np.random.default_rng(1)
+    lat, lon = np.degrees(np.arcsin(rng.uniform(-1, 1, 50))), rng.uniform(-180, 360, 50)
+    table = jigsaw.Neighbors.of_points(lat[:13], lon[:13], radius=radius, sources=(lat[7:], lon[7:]))
+    phi, theta = np.radians(lat), np.radians(lon)
+    differences = theta[:13, None] - theta[7:]
+    # the formula of Vincenty, which is right for points close by and opposite ones
+    across = np.hypot(
+        np.cos(phi[7:]) * np.sin(differences),
+        np.cos(phi)[:13, None] * np.sin(phi[7:]) - np.sin(phi)[:13, None] * np.cos(phi[7:]) * np.cos(differences),
+    )
+    along = np.sin(phi)[:13, None] * np.sin(phi[7:]) + np.cos(phi)[:13, None] * np.cos(phi[7:]) * np.cos(differences)
+    targets, sources = np.nonzero(np.degrees(np.arctan2(across, along)) <= radius)
+    assert (table.sources, table.targets, table.edges) == (43, 13, len(sources))
+    np.testing.assert_array_equal(table.sources_of((0, 13)), sources)
+    np.testing.assert_array_equal(table.targets_of((0, 13)), targets)
+    if radius == 4.0:
+        assert 0 in np.bincount(targets, minlength=13)  # a point with no neighbor
+        assert 6 <= len(sources) < 20  # of the points that are in both
+    assert (radius == 180.0) == (len(sources) == 13 * 43)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -124,6 +147,9 @@ def test_nearest_points_are_those_of_the_great_circle():
         (lambda: jigsaw.Neighbors.of_edges([-1], [0]), "source names cell -1"),
         (lambda: jigsaw.Neighbors.of_edges([0], [3], targets=2), "target names cell 3"),
         (lambda: jigsaw.Neighbors.of_points([0.0], [0.0], 2), "k=2 of 1 source points"),
+        (lambda: jigsaw.Neighbors.of_points([0.0], [0.0]), "pass k, or radius in degrees, not k=None and radius=None"),
+        (lambda: jigsaw.Neighbors.of_points([0.0], [0.0], 1, radius=2), "not k=1 and radius=2"),
+        (lambda: jigsaw.Neighbors.of_points([0.0], [0.0], radius=-1), "radius=-1 must be above 0"),
         (lambda: jigsaw.Neighbors.of_points([float("nan")], [0.0], 1), "must be finite"),
         (lambda: jigsaw.Neighbors.healpix(3), "nside=3 must be a power of two"),
         (lambda: jigsaw.Neighbors.healpix(0, nested=False), "nside=0 must be 1 or more"),

@@ -273,6 +273,7 @@ def test_cells_with_a_latitude_and_a_longitude_each(tmp_path, said):
         np.testing.assert_array_equal(values, WHOLE)
         np.testing.assert_allclose([grid.lat, grid.lon], [LAT, LON], atol=1e-12)
         assert grid.neighbors(5) == jigsaw.Neighbors.of_points(grid.lat, grid.lon, 5)
+        assert grid.neighbors(radius=20) == jigsaw.Neighbors.of_points(grid.lat, grid.lon, radius=20)
         if said == "icon":
             np.testing.assert_allclose(grid.area_weights, np.arange(1.0, CELLS + 1) / (CELLS + 1) * 2)
         else:  # a spiral's points are nearly alike

@@ -1,8 +1,11 @@
 """Neighbors of cells on tiles against plain indexing of the whole tensor, bit for bit on every mesh."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import jigsaw
 from jigsaw import comm
@@ -418,3 +421,58 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ShardingError, match="are not those of pieces of target cells"):
         edges = torch.zeros(TABLES["graph"]().edges)
         scatter_to_cells(jigsaw.shard(edges, mesh, ("cell",), split=(0, 1, 300)), TABLES["graph"]())
+
+
+class BlockOfCells(nn.Module):
+    """A layer by a table of jigsaw, and one by edges that the module keeps: x [batch, cells, channels]."""
+
+    def __init__(self):
+        super().__init__()
+        self.grid, graph = jigsaw.Neighbors.healpix(2), random_graph()
+        self.source, self.target = (
+            nn.Buffer(torch.from_numpy(ends)) for ends in (graph.sources_of((0, 48)), graph.targets_of((0, 48)))
+        )
+        self.near, self.message = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1, 7).view(7, 1))  # fewer rows than some meshes have ranks
+
+    def forward(self, x):
+        near = scatter_to_cells(gather_neighbors(self.near(x), self.grid, dim=1), self.grid, "mean", dim=1)
+        picked = self.message(x.index_select(1, self.source)).tanh()
+        return x + near + torch.zeros_like(x).index_add_(1, self.target, picked) * self.scale.mean()
+
+
+def trained_weights(axes, shard_weights):
+    """Weights after three steps of two blocks, and the share of them that this rank keeps at rest."""
+    torch.manual_seed(0)
+    net = nn.Sequential(BlockOfCells(), BlockOfCells()).double()
+    whole, x = copy.deepcopy(net), torch.randn(2, 48, 4, dtype=torch.float64)
+    mesh = world_mesh(**axes)
+    spec = ("data" if "data" in axes else None, "cell", None)
+    tile = jigsaw.shard(x, mesh, spec, split={1: POINTS[axes["cell"]]})
+    net = jigsaw.parallelize(net, mesh, shard_weights=shard_weights, units=list(net))
+    losses = []
+    for model, values in ((net, tile), (whole, x)):
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(values).square().mean()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.detach())
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
+    for (name, ours), theirs in zip(net.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-10, atol=1e-12, msg=name)
+    return sum(p.to_local().numel() for p in net.parameters()), sum(p.numel() for p in whole.parameters())
+
+
+@pytest.mark.parametrize("shard_weights", [True, "keep"])
+@pytest.mark.parametrize(
+    "axes",
+    [{"cell": 2}, {"cell": 3}, {"cell": 4}, {"data": 2, "cell": 2}],
+    ids=lambda axes: "x".join(map(str, axes.values())),
+)
+def test_cut_weights_train_on_cells_as_in_one_process(axes, shard_weights):
+    ranks = axes["cell"] * axes.get("data", 1)
+    kept = run_on_ranks(ranks, trained_weights, axes, shard_weights)
+    assert sum(own for own, _ in kept) == kept[0][1]  # each weight lies with one rank
+    assert max(own for own, _ in kept) < kept[0][1]

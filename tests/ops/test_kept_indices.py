@@ -1,5 +1,9 @@
 """Index tensors that stay as they are: cut results, few bytes, and the values of plain torch on every mesh."""
 
+import contextlib
+import warnings
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +13,7 @@ import jigsaw
 from jigsaw import comm
 from jigsaw.ops import kept_indices
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
+from jigsaw.testing.played_device import PLAYED_DEVICE, refuse_host_waits, take_host_waits, why_not_played
 
 MESHES = [{"cell": 1}, {"cell": 2}, {"cell": 3}, {"cell": 4}, {"cell": 2, "channel": 2}]
 POINTS = {1: (0, 24), 2: (0, 9, 24), 3: (0, 0, 13, 24), 4: (0, 5, 5, 20, 24)}
@@ -168,8 +173,14 @@ def counted_steps(ranks, kept_as):
     return counted
 
 
-@pytest.mark.parametrize(("ranks", "kept_as"), [(2, "buffer"), (3, "attribute"), (4, "buffer")])
-def test_a_dry_run_sends_what_a_step_sends(ranks, kept_as, monkeypatch):
+@pytest.mark.parametrize(
+    ("ranks", "kept_as", "is_made"),
+    [
+        *((2, "buffer", False), (3, "attribute", False), (4, "buffer", False)),
+        *((3, "buffer", True), (2, "attribute", True)),
+    ],
+)
+def test_a_dry_run_sends_what_a_step_sends(ranks, kept_as, is_made, monkeypatch):
     planned, plan = [], kept_indices.plan_neighbors
     monkeypatch.setattr(kept_indices, "plan_neighbors", lambda *given: planned.append(given) or plan(*given))
     asked = {"mesh": {"cell": ranks}, "spec": (None, "cell", None), "split": POINTS[ranks], "ranks": range(ranks)}
@@ -177,16 +188,39 @@ def test_a_dry_run_sends_what_a_step_sends(ranks, kept_as, monkeypatch):
     counted = run_on_ranks(ranks, counted_steps, ranks, kept_as)
     for step in STEPS:
         net = Net(step, kept_as)
-        for _ in range(2):
+        model = partial(Net, step, kept_as) if is_made else net
+        for _ in range(1 if is_made else 2):
             planned.clear()
-            report = jigsaw.dry_run(net, (2, CELLS, CHANNELS), **asked, **options)
+            report = jigsaw.dry_run(model, (2, CELLS, CHANNELS), **asked, **options)
             assert report.is_complete and not report.remarks
             for rank, own in zip(report.ranks, counted, strict=True):
                 for phase in ("forward", "backward"):
                     played = {k: (t.sent_bytes, t.messages) for k, t in rank.phases[phase].traffic.items()}
                     assert played == own[step, phase], (step, phase)
-        assert not planned  # the second time
+        assert is_made or not planned  # the second time
         assert all(map(torch.equal, (net.table, net.edges, net.coarse, net.others), indices()))
+
+
+class MaskedEdges(nn.Module):
+    """A net that chooses its edges by their values while it is made."""
+
+    def __init__(self):
+        super().__init__()
+        _, edges, _, _ = indices()
+        chosen = edges[:, edges[0] != edges[1]]
+        self.edges = nn.Buffer(chosen[:, : int((chosen[0] < 20).sum())])
+        self.mix = nn.Linear(CHANNELS, CHANNELS)
+
+    def forward(self, x):
+        return self.mix(x.index_select(1, self.edges[0]))
+
+
+def test_a_dry_run_of_a_function_makes_indices_with_their_values():
+    shape, asked = (2, CELLS, CHANNELS), {"mesh": {"cell": 3}, "spec": (None, "cell", None), "optimizer": None}
+    whole = jigsaw.dry_run(MaskedEdges(), shape, **asked)
+    made = jigsaw.dry_run(MaskedEdges, shape, **asked)
+    assert made.is_complete and not made.remarks
+    assert [rank.sent_bytes for rank in made.ranks] == [rank.sent_bytes for rank in whole.ranks]
 
 
 # -- when an index is planned -----------------------------------------------------------------------------------------
@@ -219,6 +253,59 @@ def test_an_index_that_no_module_keeps_is_planned_when_it_is_met_again():
     with torch.inference_mode():
         new = table.clone()
         assert [cut_dims(tile[:, new]) for _ in range(2)] == [(), ()]
+
+
+@pytest.mark.skipif(bool(why_not_played()), reason=why_not_played() or "it may")
+@on_ranks(2, device=PLAYED_DEVICE)
+def test_a_device_compares_an_index_that_is_made_anew():
+    mesh, table = world_mesh(cell=2), torch.randint(0, 3000, (3000, 9), generator=torch.Generator().manual_seed(0))
+    x, thin = (torch.randn(3000, n).to(PLAYED_DEVICE) for n in (12, 1))
+    tile, small = (jigsaw.shard(values, mesh, ("cell", None)) for values in (x, thin))
+    needed = set(table[:1500].flatten().tolist()) - set(range(1500))
+    if mesh.get_rank():
+        needed = set(table[1500:].flatten().tolist()) - set(range(1500, 3000))
+    table, waits = table.to(PLAYED_DEVICE), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            anew = table.flip(0).flip(0)
+            take_host_waits()
+            with comm.count() as counts:
+                picked = tile[anew]
+            waits.append(len(take_host_waits()))
+            assert cut_dims(picked) == ((0,) if step else ())
+            if step:
+                assert sum(c.received_bytes for c in counts.calls) == 12 * x.element_size() * len(needed)
+    assert waits[2:] == [2, 2]  # for a checksum, and for one truth
+    (warning,) = (str(w.message) for w in caught if "made anew in each step" in str(w.message))
+    assert f"bringing {27000 * 12 * x.element_size()} bytes to every rank" in warning
+    assert torch.equal(picked.full_tensor().cpu(), x[table].cpu())
+    other = table.roll(1, 0)  # with other values than before
+    assert torch.equal(tile[other].full_tensor().cpu(), x[other].cpu())
+    wide = jigsaw.shard(torch.randn(3001, 12).to(PLAYED_DEVICE), mesh, ("cell", None))
+    for step in range(1, 11):  # values that never come again are soon not looked at
+        with refuse_host_waits() if step > 8 else contextlib.nullcontext():
+            assert cut_dims(wide[(table + step) % 3001]) == ()
+    with refuse_host_waits():  # few bytes are not worth a wait
+        for _ in range(3):
+            assert cut_dims(small[table.flip(0)]) == ()
+
+
+@on_ranks(2)
+def test_what_an_index_that_changes_costs_is_told_once():
+    mesh, draw = world_mesh(cell=2), torch.Generator().manual_seed(1)
+    x = torch.randn(4001, 40, dtype=torch.float64)
+    tile = jigsaw.shard(x, mesh, ("cell", None))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(20):
+            index = torch.randint(0, 4001, (4000 + step,), generator=draw)
+            picked = tile.index_select(0, index)
+            told = [str(w.message) for w in caught if "has other values in each step" in str(w.message)]
+            assert len(told) == (step >= 7)
+    assert torch.equal(picked.full_tensor(), x[index])
+    assert f"{4007 * 40 * 8} bytes, comes to every rank" in told[0]
+    assert "an index of shape (4007,) along dim 0 of a Tile of shape (4001, 40), cut by cell," in told[0]
 
 
 @on_ranks(2)

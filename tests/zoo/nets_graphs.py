@@ -140,6 +140,20 @@ ANEMOI_NETS = (
 )
 
 
+def _transolver(name: str, **kwargs: Any) -> ZooNet:
+    """A net of points, each of which belongs to a few slices by shares; attention is between the slices."""
+
+    def build() -> nn.Module:
+        transolver = importlib.import_module("physicsnemo.models.transolver").Transolver
+        return transolver(3, 2, embedding_dim=2, n_layers=2, n_hidden=16, n_head=2, slice_num=5, use_te=False, **kwargs)
+
+    inputs = [ZooInput((2, NODES, channels), (None, CELLS, None)) for channels in (3, 2)]
+    return ZooNet(name, "nvidia-physicsnemo", build, inputs)
+
+
+TRANSOLVERS = (_transolver("Transolver (points)"),)
+
+
 FACES = (None, CELLS, None, None, None, None)
 IN_FACES = (None, None, None, None, "lat", "lon")
 
@@ -259,4 +273,4 @@ NEURAL_LAM_NETS = (
     _neural_lam("HiLAM", "HiLAM", 2),
 )
 
-GRAPH_NETS = (*GEOMETRIC_NETS, *ANEMOI_NETS, *HEALPIX_NETS, *NEURAL_LAM_NETS)
+GRAPH_NETS = (*GEOMETRIC_NETS, *ANEMOI_NETS, *HEALPIX_NETS, *TRANSOLVERS, *NEURAL_LAM_NETS)

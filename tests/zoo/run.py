@@ -91,7 +91,9 @@ def _of_all_ranks(found: list[RankVerdict]) -> RankVerdict:
     first.worst = max(v.worst for v in found)
     first.seconds = max(v.seconds for v in found)
     first.said = sorted({line for v in found for line in v.said})
-    first.sent = {kind: max(v.sent.get(kind, 0) for v in found) for v in found for kind in v.sent}
+    for name in ("sent", "sent_last"):
+        by_rank: list[dict[str, int]] = [getattr(v, name) for v in found]
+        setattr(first, name, {kind: max(sent.get(kind, 0) for sent in by_rank) for each in by_rank for kind in each})
     return first
 
 
@@ -212,8 +214,10 @@ def models_page(results: dict[str, dict[str, Any]]) -> str:
         "",
         "Published nets, small, as they are installed: forward, loss, all gradients and three optimizer steps on tiles",
         "are those of one process, dropout and noise included. Made by `tests/zoo/run.py`, as `make zoo` calls it.",
-        "*Sent* are the bytes that the busiest rank sends in the first step on the largest mesh, by kind; *said* is",
-        "what the user had to say beyond `parallelize`.",
+        "*Sent* are the bytes that the busiest rank sends in the first step on the largest mesh, by kind. Of nets that",
+        "exchange neighbors by planned indices, those of the third step follow where they are others: an index that is",
+        "made anew in each step is planned from the second on. *Said* is what the user had to say beyond",
+        "`parallelize`.",
         "",
     ]
     for package in dict.fromkeys(row["package"] for row in results.values()):
@@ -229,11 +233,17 @@ def models_page(results: dict[str, dict[str, Any]]) -> str:
                 told = f"{found['verdict']}: `{found['function']}` {short_cause(found)}".replace("|", "/")
                 lines.append(f"| {name} | {', '.join(exact) or '-'} | | | {told} |")
                 continue
-            sent = ", ".join(f"{kind} {n:,}" for kind, n in sorted(found["sent"].items(), key=lambda k: -k[1]) if n)
+            sent, last = (_bytes_by_kind(found.get(name, {})) for name in ("sent", "sent_last"))
+            if "neighbors" in found.get("sent_last", {}) and last != sent:
+                sent += f"; third step: {last}"
             said = "; ".join(found["said"]).replace("|", "/") or "nothing"
             lines.append(f"| {name} | {', '.join(exact)} | {found['worst']:.0e} | {sent} | {said} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _bytes_by_kind(sent: dict[str, int]) -> str:
+    return ", ".join(f"{kind} {n:,}" for kind, n in sorted(sent.items(), key=lambda k: -k[1]) if n)
 
 
 def main(arguments: list[str]) -> int:

@@ -106,7 +106,7 @@ def train_whole(net: ZooNet, last_digit: float = 0.0, seed: int = 0) -> Record:
             x.requires_grad_(given.spec is not None and x.is_floating_point())
         model = net.model()
         with drawn_by_place(world_mesh(alone=1)):
-            record, _ = _train(net, model, inputs, net.draw_targets(), lambda i: _gradient_of(inputs[i]))
+            record, *_ = _train(net, model, inputs, net.draw_targets(), lambda i: _gradient_of(inputs[i]))
     if not any(found.any() for name, found in record.items() if name.startswith("gradient")):
         raise ValueError("every gradient is zero, so any run would be exact; build the net otherwise")
     return record
@@ -165,7 +165,8 @@ class RankVerdict:
     place: str = ""
     detail: str = ""
     worst: float = 0.0
-    sent: dict[str, int] = field(default_factory=dict[str, int])
+    sent: dict[str, int] = field(default_factory=dict[str, int])  # in the first step, by kind
+    sent_last: dict[str, int] = field(default_factory=dict[str, int])  # in the last one
     said: list[str] = field(default_factory=list[str])
     seconds: float = 0.0
 
@@ -233,9 +234,9 @@ def compare_with_whole(
 
     # a loss is called outside of the model
     with jigsaw.strict_mode(options.get("strict", True)), drawn_by_place(mesh):
-        record, sent = _train(net, model, inputs, targets, input_gradient)
+        record, *sent = _train(net, model, inputs, targets, input_gradient)
     found = compare_records(net, record, folder)
-    found.sent = sent
+    found.sent, found.sent_last = sent
     return found
 
 
@@ -256,8 +257,8 @@ def compare_records(net: ZooNet, record: Record, folder: str, is_part: bool = Fa
 
 def _train(
     net: ZooNet, model: nn.Module, inputs: Sequence[Any], targets: Sequence[Any], input_gradient: Any
-) -> tuple[Record, dict[str, int]]:
-    """Three steps; what they give by name, and the bytes that the first one sends, by kind.
+) -> tuple[Record, dict[str, int], dict[str, int]]:
+    """Three steps; what they give by name, and the bytes that the first and the last one send, by kind.
 
     Adam for few weights in float64; else SGD, for Adam's first steps have the signs of gradients that are rounding.
     """
@@ -270,20 +271,21 @@ def _train(
         if few
         else torch.optim.SGD(trained, lr=1e-3, momentum=0.9, foreach=False)
     )
-    sent: Counter[str] = Counter()
+    sent: list[Counter[str]] = []
     for step in range(STEPS):
         optimizer.zero_grad()
         with ExitStack() as stack:
             stack.enter_context(wide_complex(net))
-            traffic = stack.enter_context(jigsaw.comm.count()) if step == 0 else None
+            traffic = stack.enter_context(jigsaw.comm.count())
             output = model(*inputs) if net.call is None else net.call(model, *inputs)
             leaves = list(float_leaves(output))
             loss = net.loss(output, *targets) if net.loss else sum_of_squares([leaf for _, leaf in leaves])
             loss.backward()
         record[f"loss {step}"] = loss.detach().clone()
-        if traffic is not None:
-            for call in traffic.calls:
-                sent[call.kind] += call.sent_bytes
+        sent.append(Counter())
+        for call in traffic.calls:
+            sent[-1][call.kind] += call.sent_bytes
+        if step == 0:
             for name, leaf in leaves:
                 record[name] = _whole(leaf).detach().clone()
             for name, p in model.named_parameters():
@@ -298,7 +300,7 @@ def _train(
         optimizer.step()
     record |= {f"trained {name}": _whole(p.detach()).clone() for name, p in model.named_parameters()}
     record |= {f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()}
-    return record, dict(sent)
+    return record, dict(sent[0]), dict(sent[-1])
 
 
 def _clip_gradients(trained: Sequence[Tensor]) -> None:

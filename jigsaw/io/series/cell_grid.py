@@ -106,15 +106,16 @@ class CellGrid:
         areas = _voronoi_areas(*self._places) if self.areas is None else self.areas
         return areas / areas.mean()
 
-    def neighbors(self, k: int | None = None) -> Neighbors:
-        """Return the table of neighbors: the 8 of HEALPix, the store's own (UGRID, ICON), or the `k` nearest points.
+    def neighbors(self, k: int | None = None, *, radius: float | None = None) -> Neighbors:
+        """Return the table of neighbors: the 8 of HEALPix, the store's own (UGRID, ICON), or near points.
 
-        Of these, each cell itself is the first.
+        These are the `k` nearest, each cell itself first, or all within an arc of `radius` degrees.
 
-        Raises: `GridError` without `k` where cells are points alone; `ShardingError` for more than there are.
+        Raises: `GridError` without `k` or `radius` where cells are points alone; `ShardingError` for more than there
+        are.
         """
-        if k is not None:
-            return Neighbors.of_points(self.lat, self.lon, k)
+        if k is not None or radius is not None:
+            return Neighbors.of_points(self.lat, self.lon, k, radius=radius)
         if self.table is not None:
             return self.table()
         if self.nside is None:

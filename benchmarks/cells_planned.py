@@ -1,0 +1,239 @@
+"""Large graph nets planned on 1 to 64 devices by dry runs: memory, seconds and bytes of a training step.
+
+    python benchmarks/cells_planned.py --output benchmarks/results/cells-planned-MACHINE-MONTH.jsonl
+
+Two nets of the published sizes, written with `gather_neighbors` and `scatter_to_cells`, in bfloat16, with AdamW and
+blocks checkpointed:
+
+- `graphcast`: 0.25 degrees, 721 x 1440 points of 474 channels. The encoder takes the points within 0.6 of the longest
+  edge of the mesh, the decoder three corners of the mesh a point, and 16 layers work on the edges of all seven
+  refinements of the icosahedron, 512 channels wide (Lam et al., arXiv 2212.12794).
+- `graph transformer`: O364, whose 543,088 points stand for the 542,080 of N320, to O96 and back, 16 layers of attention
+  over 16 near points with 1024 channels and 16 heads, as AIFS has them (Lang et al., arXiv 2406.01465), whose own
+  layers attend to windows instead.
+
+Points lie along Hilbert's curve.  Each row says what the rank in the middle takes.  `planned_s` is how long the dry run
+took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import torch
+from cells import octahedral_points
+from result_file import ResultFile, add_result_options
+from torch import Tensor, nn
+
+import jigsaw
+from jigsaw import Neighbors
+from jigsaw.geometry.curve import curve_order
+from jigsaw.nn import gather_neighbors, scatter_to_cells
+
+Points = tuple[np.ndarray, np.ndarray]
+
+
+def refined_icosahedron(refinements: int) -> tuple[Points, np.ndarray, float]:
+    """Latitudes and longitudes of the corners, the edges of all refinements in both directions, [2, edges], and the
+    longest of the last refinement in degrees.
+    """
+    golden = (1 + 5**0.5) / 2
+    corners = [np.roll((0, a, b * golden), turn) for turn in range(3) for a in (1, -1) for b in (1, -1)]
+    points = np.array(corners) / np.linalg.norm(corners[0])
+    near = points @ points.T > 0.4  # neighbors of a corner; itself, too
+    faces = np.array([c for c in combinations(range(12), 3) if all(near[a, b] for a, b in combinations(c, 2))])
+    edges = [faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]]
+    for _ in range(refinements):
+        sides = np.sort(np.concatenate([faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]]), axis=1)
+        unique, middle = np.unique(sides, axis=0, return_inverse=True)
+        ab, bc, ca = middle.reshape(3, -1) + len(points)
+        halves = points[unique].sum(1)
+        points = np.concatenate([points, halves / np.linalg.norm(halves, axis=1, keepdims=True)])
+        a, b, c = faces.T
+        faces = np.concatenate([np.stack(f, 1) for f in ((a, ab, ca), (b, bc, ab), (c, ca, bc), (ab, bc, ca))])
+        edges += [faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]]
+    places = np.degrees(np.arcsin(points[:, 2])), np.degrees(np.arctan2(points[:, 1], points[:, 0]))
+    order = curve_order(*places)
+    pairs = np.unique(np.sort(np.argsort(order)[np.concatenate(edges)], axis=1), axis=0)
+    chords = np.linalg.norm(points[faces[:, 0]] - points[faces[:, 1]], axis=1)
+    longest = float(np.degrees(2 * np.arcsin(chords.max() / 2)))
+    return along_curve(*places), np.concatenate([pairs, pairs[:, ::-1]]).T, longest
+
+
+def along_curve(lat: np.ndarray, lon: np.ndarray) -> Points:
+    """Points in the order in which `jigsaw.io.open(..., order="curve")` reads them."""
+    order = curve_order(lat, lon)
+    return lat[order], lon[order]
+
+
+def regular_points(rows: int, columns: int) -> Points:
+    """Points of a regular grid with rows at both poles."""
+    lat, lon = np.meshgrid(np.linspace(90, -90, rows), np.arange(columns) * 360 / columns, indexing="ij")
+    return along_curve(lat.ravel(), lon.ravel())
+
+
+def as_edges(table: Neighbors) -> Neighbors:
+    """Make a table of k neighbors one of edges."""
+    span = (0, table.targets)
+    return Neighbors.of_edges(table.sources_of(span), table.targets_of(span), table.sources, table.targets)
+
+
+# -- GraphCast --------------------------------------------------------------------------------------------------------
+
+
+def mlp(inside: int, width: int, out: int | None = None) -> nn.Sequential:
+    layers: list[nn.Module] = [nn.Linear(inside, width), nn.SiLU(), nn.Linear(width, out or width)]
+    return nn.Sequential(*layers, nn.LayerNorm(width)) if out is None else nn.Sequential(*layers)
+
+
+class Interaction(nn.Module):
+    """A message along each edge, from both its ends and what it had before, and a new value of each target."""
+
+    def __init__(self, graph: Neighbors, width: int) -> None:
+        super().__init__()
+        span = (0, graph.targets)
+        targets = graph.targets_of(span)
+        self.graph, self.ends = graph, Neighbors.of_edges(targets, targets, graph.targets, graph.targets)
+        self.message, self.update = mlp(3 * width, width), mlp(2 * width, width)
+
+    def forward(self, source: Tensor, target: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
+        from_source = gather_neighbors(source, self.graph, dim=0, points=self._points_of(target))
+        from_target = gather_neighbors(target, self.ends, dim=0)
+        edge = edge + self.message(torch.cat([edge, from_source, from_target], -1))
+        return target + self.update(torch.cat([target, scatter_to_cells(edge, self.graph, dim=0)], -1)), edge
+
+    @staticmethod
+    def _points_of(target: Any) -> Any:
+        return target.layout.dim(0)[0].points if isinstance(target, jigsaw.Tile) else None
+
+
+class GraphCast(nn.Module):
+    """An encoder from grid to mesh, layers on the mesh, a decoder to the grid; places of points are inputs, and cut."""
+
+    def __init__(self, grid: Points, refinements: int, channels: int, out: int, width: int, layers: int) -> None:
+        super().__init__()
+        places, edges, longest = refined_icosahedron(refinements)
+        to_mesh = Neighbors.of_points(*places, radius=0.6 * longest, sources=grid)
+        mesh = Neighbors.of_edges(*edges, len(places[0]), len(places[0]))
+        to_grid = as_edges(Neighbors.of_points(*grid, k=3, sources=places))
+        self.grid_embedding, self.mesh_embedding = mlp(channels, width), mlp(3, width)
+        self.encoder, self.decoder = Interaction(to_mesh, width), Interaction(to_grid, width)
+        self.edge_embeddings = nn.ModuleList([mlp(6, width) for _ in range(3)])
+        self.layers = nn.ModuleList([Interaction(mesh, width) for _ in range(layers)])
+        self.last = mlp(width, width, out)
+
+    def embedded_edges(self, number: int, block: Interaction, source: Tensor, target: Tensor) -> Tensor:
+        """Edges by the places of both their ends."""
+        points = block._points_of(target)
+        ends = gather_neighbors(source, block.graph, dim=0, points=points), gather_neighbors(target, block.ends, dim=0)
+        return self.edge_embeddings[number](torch.cat(ends, -1))
+
+    def forward(self, x: Tensor, grid_places: Tensor, mesh_places: Tensor) -> Tensor:
+        grid, mesh = self.grid_embedding(x), self.mesh_embedding(mesh_places)
+        edge = self.embedded_edges(0, self.encoder, grid_places, mesh_places)
+        mesh, _ = self.encoder(grid, mesh, edge)
+        edge = self.embedded_edges(1, self.layers[0], mesh_places, mesh_places)
+        for layer in self.layers:
+            mesh, edge = layer(mesh, mesh, edge)
+        edge = self.embedded_edges(2, self.decoder, mesh_places, grid_places)
+        grid, _ = self.decoder(mesh, grid, edge)
+        return self.last(grid)
+
+
+# -- a graph transformer ----------------------------------------------------------------------------------------------
+
+
+class NearAttention(nn.Module):
+    """Attention of each target to near sources, and an MLP."""
+
+    def __init__(self, table: Neighbors, width: int, heads: int) -> None:
+        super().__init__()
+        self.table, self.heads = table, heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(3)])
+        self.q, self.kv, self.out = nn.Linear(width, width), nn.Linear(width, 2 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        points = Interaction._points_of(target)
+        kv = gather_neighbors(self.kv(self.norms[0](source)), self.table, dim=0, points=points)
+        k, v = kv.unflatten(-1, (2, self.heads, -1)).unbind(2)  # [cells, near, heads, head]
+        q = self.q(self.norms[1](target)).unflatten(-1, (self.heads, -1)).unsqueeze(1)
+        weights = ((q * k).sum(-1) / k.shape[-1] ** 0.5).softmax(1)
+        target = target + self.out((weights.unsqueeze(-1) * v).sum(1).flatten(1))
+        return target + self.mlp(self.norms[2](target))
+
+
+class GraphTransformer(nn.Module):
+    """An encoder to a coarse grid, layers there, and a decoder back, of attention to near points."""
+
+    def __init__(self, grid: Points, coarse: Points, channels: int, out: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.first, self.places = nn.Linear(channels, width), nn.Linear(3, width)
+        near = Neighbors.of_points(*coarse, k=16)
+        self.encoder = NearAttention(Neighbors.of_points(*coarse, k=32, sources=grid), width, 16)
+        self.layers = nn.ModuleList([NearAttention(near, width, 16) for _ in range(layers)])
+        self.decoder = NearAttention(Neighbors.of_points(*grid, k=3, sources=coarse), width, 16)
+        self.last = nn.Linear(width, out)
+
+    def forward(self, x: Tensor, grid_places: Tensor, coarse_places: Tensor) -> Tensor:
+        grid = self.first(x) + self.places(grid_places)
+        coarse = self.encoder(grid, self.places(coarse_places))
+        for layer in self.layers:
+            coarse = layer(coarse, coarse)
+        return self.last(self.decoder(coarse, grid))
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def planned_nets(is_small: bool) -> dict[str, tuple[nn.Module, list[tuple[int, int]]]]:
+    """Make both nets, and the shapes of their inputs."""
+    grid, refinements = regular_points(*((19, 36) if is_small else (721, 1440))), 2 if is_small else 6
+    fine, coarse = (along_curve(*octahedral_points(rings)) for rings in ((12, 6) if is_small else (364, 96)))
+    width, layers = (32, 2) if is_small else (512, 16)
+    corners = 10 * 4**refinements + 2
+    return {
+        "graphcast": (
+            GraphCast(grid, refinements, 474, 227, width, layers),
+            [(len(grid[0]), 474), (len(grid[0]), 3), (corners, 3)],
+        ),
+        "graph transformer": (
+            GraphTransformer(fine, coarse, 218, 102, 2 * width, layers),
+            [(len(fine[0]), 218), (len(fine[0]), 3), (len(coarse[0]), 3)],
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--small", action="store_true", help="small nets on coarse grids")
+    add_result_options(parser)
+    options = parser.parse_args()
+    file = ResultFile(
+        options, "python benchmarks/cells_planned.py" + " --small" * options.small, torch=torch.__version__
+    )
+    for name, (net, shapes) in planned_nets(options.small).items():
+        for devices in options.devices:
+            began = time.perf_counter()
+            report = jigsaw.dry_run(
+                net, shapes, {"cell": devices}, spec=("cell", None), dtype=torch.bfloat16, checkpoint="blocks",
+                ranks=[devices // 2], device="h100",
+            )  # fmt: skip
+            assert report.is_complete, report.remarks
+            file.add(
+                {
+                    "net": name, "weights": report.parameters, "cells": shapes[0][0], "devices": devices,
+                    "device": "h100", "peak_GiB": round(report.peak_bytes / 2**30, 2), "fits": report.fits,
+                    "step_s": float(f"{report.seconds:.3g}"), "sent_MiB": round(report.sent_bytes / 2**20, 1),
+                    "messages": report.messages, "planned_s": round(time.perf_counter() - began, 1),
+                }
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
