@@ -15,10 +15,10 @@ import torch
 
 from jigsaw.dryrun.calibration import load_device, measure_device, save_device
 from jigsaw.dryrun.devices import DEVICES, Device
-from jigsaw.dryrun.mesh_search import StepOption, advice_text, advise_mesh, ranked_options, space_dims
+from jigsaw.dryrun.mesh_search import StepOption, advice_text, advise_mesh, ranked_options
 from jigsaw.dryrun.report import seconds_text, size_text
 from jigsaw.errors import ReadError, ShardingError
-from jigsaw.geometry.axis_names import DATA_AXIS, REPLICATE_AXIS
+from jigsaw.geometry.axis_names import DATA_AXIS, REPLICATE_AXIS, space_dims
 from jigsaw.stages.own_stages import PIPE_SCHEDULES
 
 

@@ -25,7 +25,7 @@ from jigsaw.dryrun.pipeline_estimate import (
 from jigsaw.dryrun.rank_playing import StepPlan
 from jigsaw.dryrun.report import DryRunReport, seconds_text, size_text
 from jigsaw.errors import ShardingError
-from jigsaw.geometry.axis_names import CHANNEL_AXIS, DATA_AXIS, PIPE_AXIS, REPLICATE_AXIS, SAMPLE_AXES, SPACE_AXES
+from jigsaw.geometry.axis_names import CHANNEL_AXIS, DATA_AXIS, PIPE_AXIS, REPLICATE_AXIS, space_dims
 from jigsaw.geometry.layout import LayoutSpec
 from jigsaw.parallel.sharding import WeightSharding
 from jigsaw.stages.own_stages import PIPE_SCHEDULES, check_schedule
@@ -414,29 +414,6 @@ def _by_seconds(option: StepOption) -> float:
 
 def _without_pipe(axes: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in axes.items() if name != PIPE_AXIS}
-
-
-def space_dims(x_shape: Sequence[int], spec: LayoutSpec | None = None) -> dict[str, int]:
-    """Return which dim of an input each axis of space cuts: as a spec says, or else the last ones.
-
-    >>> from jigsaw.dryrun.mesh_search import space_dims
-    >>> space_dims((2, 3, 721, 1440)), space_dims((2, 4, 3072), ("data", None, "cell"))
-    ({'lat': 2, 'lon': 3}, {'cell': 2})
-    """
-    if spec is None:
-        return {name: dim for dim, name in enumerate(SPACE_AXES.get(len(x_shape), ()), 2)}
-    if len(spec) != len(x_shape) or not all(isinstance(names, str | tuple | list | None) for names in spec):
-        raise ShardingError(
-            f"spec={spec!r} must say of each dim of x_shape={tuple(x_shape)} which axis cuts it, or None, as in "
-            "('data', None, 'cell')"
-        )
-    names_by_dim = [(names,) if isinstance(names, str) else tuple(names or ()) for names in spec]
-    return {
-        name: dim
-        for dim, names in enumerate(names_by_dim)
-        for name in names
-        if name not in (*SAMPLE_AXES, CHANNEL_AXIS, PIPE_AXIS)
-    }
 
 
 def possible_meshes(

@@ -5,7 +5,9 @@ An axis may have any other name: it then cuts what a spec says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from jigsaw.errors import ShardingError
 
 DATA_AXIS = "data"  # cuts the batch
 REPLICATE_AXIS = "replicate"  # cuts the batch, between groups of ranks that each have all weights
@@ -36,3 +38,26 @@ def usual_spec(dims: int, axes: Iterable[str]) -> tuple[str | tuple[str, ...] | 
         if dim is not None and -dims <= dim < dims:
             spec[dim] = *spec[dim], name
     return tuple(names if len(names) > 1 else next(iter(names), None) for names in spec)
+
+
+def space_dims(x_shape: Sequence[int], spec: Sequence[str | Sequence[str] | None] | None = None) -> dict[str, int]:
+    """Return which dim of an input each axis of space cuts: as a spec says, or else the last ones.
+
+    >>> from jigsaw.geometry.axis_names import space_dims
+    >>> space_dims((2, 3, 721, 1440)), space_dims((2, 4, 3072), ("data", None, "cell"))
+    ({'lat': 2, 'lon': 3}, {'cell': 2})
+    """
+    if spec is None:
+        return {name: dim for dim, name in enumerate(SPACE_AXES.get(len(x_shape), ()), 2)}
+    if len(spec) != len(x_shape) or not all(isinstance(names, str | tuple | list | None) for names in spec):
+        raise ShardingError(
+            f"spec={spec!r} must say of each dim of x_shape={tuple(x_shape)} which axis cuts it, or None, as in "
+            "('data', None, 'cell')"
+        )
+    names_by_dim = [(names,) if isinstance(names, str) else tuple(names or ()) for names in spec]
+    return {
+        name: dim
+        for dim, names in enumerate(names_by_dim)
+        for name in names
+        if name not in (*SAMPLE_AXES, CHANNEL_AXIS, PIPE_AXIS)
+    }

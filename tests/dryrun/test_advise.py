@@ -19,10 +19,11 @@ from jigsaw.__main__ import main
 from jigsaw.dryrun import DEVICES, DryRunReport, Traffic, advice_text, advise_mesh
 from jigsaw.dryrun.calibration import load_device, measure_device, save_device
 from jigsaw.dryrun.kernel_clock import timed_kernel
-from jigsaw.dryrun.mesh_search import _MeshSearch, possible_meshes, space_dims
+from jigsaw.dryrun.mesh_search import _MeshSearch, possible_meshes
 from jigsaw.dryrun.pipeline_estimate import StageShare, pipelined_report
 from jigsaw.dryrun.rank_playing import StepPlan, mean_square_of_tiles, play_rank
 from jigsaw.errors import ShardingError
+from jigsaw.geometry.axis_names import space_dims
 
 SHAPE = (1, 3, 32, 40)
 
