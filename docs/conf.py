@@ -45,7 +45,17 @@ PAGES = {
         "docs/open",
         *(
             f"docs/{name}"
-            for name in ("training", "medical", "failures", "memory", "attention", "local", "spheres", "metrics")
+            for name in (
+                "training",
+                "medical",
+                "diffusion",
+                "failures",
+                "memory",
+                "attention",
+                "local",
+                "spheres",
+                "metrics",
+            )
         ),
         *(
             f"docs/{name}"
