@@ -399,7 +399,8 @@ def main() -> None:
     add_result_options(parser)
     options = parser.parse_args()
     versions = {"torch": torch.__version__, "diffusers": version("diffusers")}
-    results = ResultFile(options, " ".join(["python tests/zoo/pipelines.py", *sys.argv[1:]]), **versions)
+    asked = {name: value for name, value in vars(options).items() if name not in ("output", "hardware")}
+    results = ResultFile(options, f"python tests/zoo/pipelines.py, {asked}", **versions)
     ways = [None, {"y": 1}, {"y": 2}, {"y": 2, "x": 2}]
     if options.requests > 1:
         ways = [None, {"y": 2}, {"data": 2}, {"data": 2, "y": 2}]
