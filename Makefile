@@ -64,8 +64,8 @@ TEST_WORKERS ?= 2
 PYTEST := python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weather weather-025 cells aurora vae medical nginx test test-cuda test-played test-law check nightly docs test-newest with-newest test-least test-next \
-	test-oldest with-oldest bench fuzz zoo zoo-waits zoo-law dist sbom release-tag lint-repository clean
+.PHONY: help setup weather weather-025 cells aurora vae medical nginx test test-cuda test-played test-law check nightly docs test-newest with-newest test-works-with test-least test-next \
+	test-oldest with-oldest bench fuzz zoo zoo-waits zoo-law dist sbom try-archives release-tag lint-repository clean
 
 help: ## show these targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -102,7 +102,7 @@ $(AURORA_STAMP): pyproject.toml
 	$(AURORA)/bin/python -m pip install --quiet "$(TORCH)" --editable ".[aurora]" pytest pytest-timeout
 	@touch $@
 
-# Some tests read from a real web server, which is no Python package. Without one they are skipped; not in CI, which
+# Some tests read from a real web server, which is not a Python package. Without one they are skipped; not in CI, which
 # installs Debian's.
 nginx:
 	@command -v nginx >/dev/null || test -x /usr/sbin/nginx || { \
@@ -127,6 +127,7 @@ LAW_PARTS := tests/comm tests/parallel tests/stages tests/checkpoint tests/test_
 	tests/io/test_boundary.py tests/io/test_engine.py tests/io/test_first_layer.py tests/io/test_loader.py tests/io/test_stats.py
 test-law: setup ## tests of messages by NCCL's law: no tags, each communicator in the order of posting, on CPUs
 	JIGSAW_TEST_BACKEND=ordered $(BIN)/$(PYTEST) -m "not slow" $(LAW_PARTS)
+	JIGSAW_TEST_BACKEND=ordered $(BIN)/$(PYTEST) -m "slow and not nightly" tests/test_composed.py tests/stages tests/nn/test_experts.py tests/nn/test_ring_attention.py
 
 nightly: setup ## the tests that take longest, one at a time: many ranks, benchmarks beside others, a search by coverage
 	$(BIN)/python -m pytest -m nightly
@@ -148,13 +149,18 @@ test-newest: ## formats, reader, tiles and what stands on private names of torch
 NEWEST_IO := conventions dataset engine faults hdf5 loader many_files netcdf3 packages portion raw rectilinear references \
 	table volumes write write_coords xarray
 # These stand on private names of torch (jigsaw/torch_internals), of which the newest may lack some.
-NEWEST_TORCH_PARTS := checkpoint/test_checkpoint dryrun/test_dry_run ops/test_reentrant parallel/test_compile \
-	parallel/test_gradient_hooks stages/test_pipeline test_torch_internals testing/test_post_order
+NEWEST_TORCH_PARTS := checkpoint/test_checkpoint comm/test_kept_halos dryrun/test_dry_run ops/test_closeness ops/test_masked \
+	ops/test_reentrant parallel/test_compile parallel/test_gradient_hooks parallel/test_parallel parallel/test_unit_prefetch \
+	ranks/test_job_groups stages/test_pipeline testing/test_post_order torch_internals/test_torch_internals
 NEWEST_PARTS := $(addsuffix .py,$(addprefix tests/io/test_,$(NEWEST_IO))) tests/nn/test_conv.py \
 	tests/ranks/test_launcher.py tests/ranks/test_mesh.py tests/tile/test_tile.py tests/ops/test_tile_ops.py \
 	$(addsuffix .py,$(addprefix tests/,$(NEWEST_TORCH_PARTS)))
 with-newest: $(NEWEST_STAMP)
 	$(NEWEST)/bin/$(PYTEST) -m "not slow" $(NEWEST_PARTS)
+
+test-works-with: $(NEWEST_STAMP) ## trainers, loggers and other packages of docs/works_with.md, the newest of each
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --group dev
+	$(NEWEST)/bin/$(PYTEST) tests/test_works_with.py
 
 test-least: $(LEAST_STAMP) ## the same with the least version of every package that pyproject.toml names
 	$(LEAST)/bin/$(PYTEST) -m "not slow" $(NEWEST_PARTS) tests/checkpoint/test_checkpoint.py tests/test_works_with.py
@@ -251,6 +257,14 @@ sbom: dist ## the bill of materials of the wheel with all extras, as CycloneDX: 
 	$(SBOM)/bin/python -m pip install --quiet "jigsaw-torch[all] @ file://$$(ls $(CURDIR)/dist/*.whl | tail -n 1)"
 	cd build && venv-sbom/bin/python -m jigsaw check --ranks 2
 	$(REPOSITORY)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-file build/sbom.json $(SBOM)/bin/python
+
+# Where nothing of the clone is, on the oldest Python and on the newest that is at hand.
+ALONE := build/venv-alone
+try-archives: dist ## the wheel and the source archive, each in an empty environment: what they bring, and that it works
+	for python in "$(PYTHON)" $(PYTHON_NEWEST); do for archive in $(CURDIR)/dist/*.whl $(CURDIR)/dist/*.tar.gz; do \
+		"$$python" -m venv --clear $(ALONE) && $(ALONE)/bin/python -m pip install --quiet "$(TORCH)" && \
+		$(ALONE)/bin/python -m pip install --quiet "jigsaw-torch[all] @ file://$$archive" && \
+		(cd build && venv-alone/bin/python -m jigsaw check --ranks 2) || exit 1; done; done
 
 release-tag: ## fail unless TAG is the version of pyproject.toml, with a date in CHANGELOG.md
 	version=$$($(REPOSITORY)/bin/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["version"])') && \

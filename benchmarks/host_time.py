@@ -151,7 +151,7 @@ def least_mean(function: Callable[[], Any], calls: int) -> float:
 
 
 def operands(mesh: DeviceMesh) -> tuple[Operands, Operands]:
-    """Tiles and their local tensors; what is no tile is in both."""
+    """Tiles and their local tensors; what is not a tile is in both."""
     torch.manual_seed(0)
     block = jigsaw.parallelize(make_block(), mesh)
     specs = {

@@ -1,12 +1,18 @@
 """Open files of a rank and requests to the job's store, for groups of GPUs; a JSON object a number of ranks.
 
-    python benchmarks/open_files.py --ranks 4 8 16
+    python benchmarks/open_files.py --ranks 4 8 16 --paper 64 512 1024 4096
 
 Ranks are processes of this host.  Torch's fake backend plays NCCL, which opens files of its own; gloo is real.  Each
 rank makes a mesh of two axes and the group of a save in the background, and all sum a value of the host.  `jigsaw` is
 by `init_mesh`.  `torch` is by torch's own functions, where every group has a part for the host.  Figures are of the
 last rank beyond those before it joined; `first` is the rank that keeps the store.  `store_requests` are those of a
 rank, `store_keys` the entries that all have left there.
+
+The last rows are on paper: what `connections_of_rank` says of more ranks, by rules that hold exactly for those that
+were run, and the start of such a job.  `store_s` is the processor time of the store, one thread, for all requests and
+connections, by what one of each costs it here (`store_request_s`, `store_connection_s`).  What is assumed: the store
+has a core of its own, each rank waits for each of its requests one round trip of `--round-trip` seconds, and NCCL needs
+`--nccl` seconds for its groups.  `start_s` is the sum; starting Python and reading weights come on top.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import argparse
 import os
 import socket
 import sys
+import time
 from datetime import timedelta
 from multiprocessing.queues import Queue
 from typing import Any
@@ -95,15 +102,64 @@ def measure_ranks(ranks: int, way: str) -> dict[str, int | str]:
     return {"ranks": ranks, "groups": way, "open_files": files, "first_open_files": first_files, **of_store}
 
 
+def connections_of_rank(ranks: int) -> dict[str, int]:
+    """Return the figures of `measure_ranks` for `jigsaw` of any power of two: by rules, which tests compare with it."""
+    doublings = ranks.bit_length() - 1
+    files, requests = 10 + 2 * doublings, 8 + 4 * doublings
+    of_first = {"first_open_files": files + 2 * ranks + 6, "first_store_requests": requests + 2 * ranks - 5}
+    return {"open_files": files, "store_requests": requests, **of_first, "store_keys": 2 * ranks + 4}
+
+
+def _ask_store(port: int, requests: int, connections: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    for at in range(requests // 2):
+        store.set(f"{os.getpid()} {at % 100}", "0" * 32)
+        store.get(f"{os.getpid()} {at % 100}")
+    stores = [dist.TCPStore("127.0.0.1", port, is_master=False) for _ in range(connections)]
+    del stores
+
+
+def measure_store(requests: int = 20_000, connections: int = 400) -> dict[str, float]:
+    """Return the processor seconds of the store for a request, and for a rank that connects."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    costs: list[float] = []
+    for asked in ((requests, 0), (0, connections)):
+        client = mp.get_context("spawn").Process(target=_ask_store, args=(store.port, *asked))
+        client.start()
+        began = time.process_time()
+        client.join()
+        costs.append((time.process_time() - began) / max(asked))
+    return {"store_request_s": round(costs[0], 7), "store_connection_s": round(costs[1], 7)}
+
+
+def start_on_paper(ranks: int, store: dict[str, float], round_trip: float, nccl: float) -> dict[str, int | float | str]:
+    """Return the seconds until all ranks of a job have their groups."""
+    counts = connections_of_rank(ranks)
+    asked = (ranks - 1) * counts["store_requests"] + counts["first_store_requests"]
+    busy = asked * store["store_request_s"] + ranks * store["store_connection_s"]
+    start = busy + counts["store_requests"] * round_trip + nccl
+    costs = {**store, "store_s": round(busy, 2), "round_trip_s": round_trip, "nccl_s": nccl, "start_s": round(start, 1)}
+    return {"ranks": ranks, "groups": "on paper", **counts, "all_store_requests": asked, **costs}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16], help="even numbers")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[4, 8, 16], help="powers of two")
+    parser.add_argument("--ways", nargs="+", default=["torch", "jigsaw"], choices=["torch", "jigsaw"])
+    parser.add_argument("--paper", type=int, nargs="*", default=[], help="powers of two, which are not run")
+    parser.add_argument("--round-trip", type=float, default=1e-3, help="seconds, assumed")
+    parser.add_argument("--nccl", type=float, default=30.0, help="seconds of NCCL for its own groups, assumed")
     add_result_options(parser)
     chosen = parser.parse_args()
-    results = ResultFile(chosen, f"python benchmarks/open_files.py --ranks {' '.join(map(str, chosen.ranks))}")
+    asked = {"ranks": chosen.ranks, "ways": chosen.ways, "paper": chosen.paper}
+    options = [f"--{name} {' '.join(map(str, values))}" for name, values in asked.items() if values]
+    results = ResultFile(chosen, f"python benchmarks/open_files.py {' '.join(options)}")
     for ranks in chosen.ranks:
-        for way in ("torch", "jigsaw"):
+        for way in chosen.ways:
             results.add(measure_ranks(ranks, way))
+    store = measure_store() if chosen.paper else {}
+    for ranks in chosen.paper:
+        results.add(start_on_paper(ranks, store, chosen.round_trip, chosen.nccl))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 A group of torch's own kind answers its collectives.  Other ranks pass what this one passes, or what `others` makes of
 it.  What the first rank broadcasts or scatters is kept, so that another rank may be played after it and is given that.
 Bytes are those of the usual algorithms: a ring for all-gathers and all-reduces, a binomial tree for broadcasts, and a
-message a rank for gathers and scatters.  Sums and maxima of what ranks pass alike are exact.
+message a rank for gathers and scatters.  Sums and maxima of what ranks pass alike are exact; what another rank alone
+sends is zeros, and `pairs` counts such messages.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class PlayedJob:
 
     def __init__(self, rank: int, ranks: int, first: PlayedJob | None = None) -> None:
         self.rank, self.ranks = rank, ranks
-        self.sent = self.received = self.messages = self.groups = 0
+        self.sent = self.received = self.messages = self.pairs = self.groups = 0
         self.given: list[list[Tensor] | Tensor] = []
         self.others: Callable[[int, Any], Any] = lambda _, mine: mine
         self.aside = 0.0
@@ -148,6 +149,18 @@ class PlayedGroup(dist.ProcessGroup):
                 x.copy_(job.value_of_first(given)[job.rank])
                 job.count(0, x.nbytes)
         return _DoneWork(results)
+
+    def send(self, tensors: list[Tensor], *_: Any) -> dist.Work:
+        job = _job()
+        job.pairs += len(tensors)
+        job.count(sum(x.nbytes for x in tensors), 0, len(tensors))
+        return _DoneWork()
+
+    def recv(self, tensors: list[Tensor], *_: Any) -> dist.Work:
+        for x in tensors:
+            x.zero_()
+            _job().count(0, x.nbytes, 0)
+        return _DoneWork()
 
     def barrier(self, *_: Any, **__: Any) -> dist.Work:
         _job().count(0, 0, (self.size() - 1).bit_length())

@@ -23,7 +23,7 @@ from result_file import ResultFile, add_result_options
 from torch import nn
 
 import jigsaw
-from jigsaw.parallel.channel_parallel import found_tensor_plan
+from jigsaw.parallel.channel_parallel import completed_plan
 from jigsaw.testing import run_on_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "parallel"))
@@ -48,7 +48,7 @@ def _input_shape() -> tuple[Any, ...]:
 def counted_bytes(block: str, ranks: int, tokens: str | None) -> tuple[int, int]:
     """Return what this rank sends in a step, and the bytes of weights that it has whole."""
     make, axes, spec = _at_size(block), {"channel": ranks}, (None, tokens, None)
-    plan = found_tensor_plan(nn.Sequential(make(), make()), ranks, torch.empty(_input_shape())).plan
+    plan, _ = completed_plan(nn.Sequential(make(), make()), None, ranks, torch.empty(_input_shape()))
     forward, backward, _, plain = plan_blocks.trained_beside_whole(make, axes, spec, plan, tokens=TOKENS)
     return forward + backward, plain
 

@@ -30,6 +30,8 @@ include_patterns += ["docs/decisions/*.md", "docs/paper/*.md"]
 html_theme = "furo"
 html_title = f"jigsaw {release}"
 html_copy_source = False
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 
 myst_heading_anchors = 3  # as on GitHub: a heading is the target of a link
 default_role = "py:obj"  # `x` in a docstring is a link where x is documented, and code anywhere
@@ -38,61 +40,36 @@ autodoc_inherit_docstrings = False  # a Tile has every method of torch.Tensor: t
 maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
 
-# The margin, in the order of reading. It is added to README.md here, so that README.md stays plain Markdown.
+# The margin, in the order of README.md's tables, and with their kinds. It is added to README.md here, so that README.md
+# stays plain Markdown.
 PAGES = {
-    "Guides": [
-        "docs/which_one",
-        "docs/open",
-        *(
-            f"docs/{name}"
-            for name in (
-                "training",
-                "medical",
-                "diffusion",
-                "failures",
-                "memory",
-                "attention",
-                "local",
-                "spheres",
-                "metrics",
-            )
-        ),
-        *(
-            f"docs/{name}"
-            for name in (
-                "cells",
-                "compile",
-                "parallelism",
-                "dry_run",
-                "gpus",
-                "scaling",
-                "sources",
-                "statistics",
-                "security",
-            )
-        ),
-        "docs/works_with",
-        "docs/SKILL",
+    "Tutorials": [
+        "docs/training",
+        "docs/forecasts",
+        "docs/medical",
+        "docs/physics",
+        "docs/diffusion",
         "examples/*/README",
         "examples/*/data/README",
     ],
-    "Reference": [f"docs/reference/{name}" for name in ("jigsaw", "nn", "metrics", "ops", "io", "dryrun", "testing")],
-    "Measured": ["docs/benchmarks", "docs/reading", "docs/computing"],
-    "How it is built": [
-        "docs/design",
-        "docs/files",
-        "docs/gradients",
-        "docs/operators",
-        "docs/models",
-        "docs/project",
+    "How-to guides": [
+        *(f"docs/{name}" for name in ("open", "sources", "statistics", "local", "cells", "metrics", "parallelism")),
+        *(f"docs/{name}" for name in ("memory", "compile", "dry_run", "failures", "gpus")),
         "CONTRIBUTING",
-        "docs/releases",
+        "docs/SKILL",
+    ],
+    "Reference": [
+        *(f"docs/reference/{name}" for name in ("jigsaw", "nn", "metrics", "ops", "io", "dryrun", "testing")),
+        *(f"docs/{name}" for name in ("operators", "models", "works_with", "benchmarks", "files", "releases")),
         "CHANGELOG",
-        "docs/paper/paper",
+    ],
+    "Explanation": [
+        *(f"docs/{name}" for name in ("which_one", "pictures", "gradients", "attention", "spheres", "reading")),
+        *(f"docs/{name}" for name in ("computing", "scaling", "security", "design", "project", "paper/paper")),
     ],
 }
 
-# What a function makes and nobody else: their arguments are no part of the interface.
+# What a function makes and nobody else: their arguments are not part of the interface.
 MADE_BY_FUNCTIONS = {"Dataset", "Volumes"}
 
 ABOUT_EXAMPLES = (

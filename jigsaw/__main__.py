@@ -28,7 +28,7 @@ COMMANDS = {
     ),
     "advise": (
         "jigsaw.dryrun.advise_command",
-        "which mesh and strategy to take for a model on so many devices: memory, time and messages of dry runs",
+        "which mesh and strategy to take for a model on a number of devices: memory, time and messages of dry runs",
     ),
     "check": (
         "jigsaw.testing.check",

@@ -127,7 +127,7 @@ class PeerError(ReadError, RuntimeError):
 class ForkedError(ReadError, RuntimeError):
     """A reader that a forked process inherited: only the process that made it can read with it."""
 
-    heard = True  # no rank waits for a process that is not one
+    heard = True  # a forked process is not a rank, so no rank waits for it
 
 
 class WriteError(_RedactedError):

@@ -18,7 +18,7 @@ from jigsaw.dryrun.pipeline_estimate import balanced_stages
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS, PIPE_AXIS
 from jigsaw.nn.weights import is_dtensor
-from jigsaw.parallel.channel_parallel import TensorPlan, found_tensor_plan, planned_layers
+from jigsaw.parallel.channel_parallel import TensorPlan, completed_plan, planned_layers
 from jigsaw.parallel.gradients import has_gradient_hooks
 from jigsaw.parallel.parallelize import reduced_at_end
 from jigsaw.parallel.sharding import ShardingOptions, WeightSharding
@@ -119,14 +119,13 @@ def pipeline(
     for parameter, p in model.named_parameters():
         if is_dtensor(p) and not set(axes_of_mesh(p.device_mesh)) <= set(axes_of_mesh(mesh)) - {(axis, ranks)}:
             raise ShardingError(
-                f"parameter {parameter!r} is a DTensor over {dict(axes_of_mesh(p.device_mesh))}, which are no axes of "
+                f"parameter {parameter!r} is a DTensor over {dict(axes_of_mesh(p.device_mesh))}, which are not axes of "
                 f"a stage, those of {sizes} without {axis!r}: make the layer with the pipeline's mesh, or pass the "
                 "plain model and let pipeline cut its weights, with shard_weights=True or an axis 'channel'"
             )
 
-    if tensor is None:
-        in_tensor = comm.rank_count(stage_mesh, channel)
-        tensor = found_tensor_plan(model, in_tensor, example, **dict(example_kwargs or {})).plan
+    by_name = dict(example_kwargs or {})
+    tensor, _ = completed_plan(model, tensor, comm.rank_count(stage_mesh, channel), example, **by_name)
     planned = planned_layers(model, tensor)
     example_inputs = _example_inputs(example, example_kwargs)
 
@@ -310,7 +309,7 @@ class ModelPipeline:
 
         *Sends*: each once, and again after `load_state_dict`.
         """
-        # with all names of a shared one, because it is shared only where its stage is
+        # with every name of a shared buffer, because only ranks of its stages have it
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         for name in sorted(plan.read_apart.keys() & buffers.keys() - self._spread):
             x, is_own = buffers[name], self._own.has(name)

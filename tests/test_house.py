@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import io
 import os
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 from pathlib import Path
 
@@ -305,7 +307,9 @@ MOST_WORDS = 25
 FIRST_WORDS_THAT_ASK = {"what", "whether", "where", "who", "whom", "whose", "which", "of", "how", "when", "that", "why"}
 NAMES_THAT_SAY_NOTHING = {"found", "given", "made", "mine", "how", "there", "told", "said", "here"}
 BRITISH = re.compile(
-    r"\w*(?:neighbour|normalis|initialis|specialis|serialis|behaviour|colour|centre)\w*", re.IGNORECASE
+    r"\b\w*(?:neighbour|normalis|initialis|specialis|serialis|factoris|organis|recognis|parallelis(?!m)|analyse(?!s)|synthesise"
+    r"|behaviour|colour|honour|favour|centre|metres?\b|metres?_|labelled|travell|grey|towards)\w*",
+    re.IGNORECASE,
 )
 IS_NO_NOUN = re.compile(r"(?<!here )\b(?:is|are) no (?!longer\b|more\b)\w+")
 
@@ -316,6 +320,22 @@ def _docstrings(files):
         for node in ast.walk(_tree(file)):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 yield f"{file.relative_to(ROOT)}: {getattr(node, 'name', 'the module')}", ast.get_docstring(node) or ""
+
+
+def _texts(source):
+    """Every string and comment, with its line. An f-string has X for each value; comments on lines in a row are one."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "X" for part in node.values)
+    comments = {
+        t.start[0]: t.string[1:]
+        for t in tokenize.generate_tokens(io.StringIO(source).readline)
+        if t.type == tokenize.COMMENT
+    }
+    for line, text in comments.items():
+        yield line, text + comments.get(line + 1, "")
 
 
 def _asks(text):
@@ -364,6 +384,22 @@ def test_docstrings_have_no_hard_words():
     assert not {place: words for place, text in _docstrings(SOURCES) if (words := _hard_words(text))}
 
 
+def test_messages_and_comments_say_is_not_a():
+    def is_no(source):
+        return {(line, words) for line, text in _texts(source) for words in IS_NO_NOUN.findall(" ".join(text.split()))}
+
+    assert is_no("# this is\n# no mesh\nraise E(f'{x} is '\n  'no tile')  # no more\n") == {
+        (1, "is no mesh"),
+        (3, "is no tile"),
+    }
+    assert not {(str(file.relative_to(ROOT)), *words) for file in SOURCES for words in is_no(file.read_text())}
+
+
+def test_names_have_american_spelling():
+    assert BRITISH.findall("x = self._analyse(_MILLIMETRES, analysis, parameters)") == ["_analyse", "_MILLIMETRES"]
+    assert not {str(file.relative_to(ROOT)): words for file in SOURCES if (words := BRITISH.findall(file.read_text()))}
+
+
 def test_sentences_of_docstrings_are_short():
     assert list(_long_sentences("A " + "very " * 24 + "`long name` indeed.")) == ["A " + "very " * 24 + "X indeed."]
     assert not list(_long_sentences("A short one; " + "word " * 20 + ".\n\n    " + "picture " * 30))
@@ -378,3 +414,18 @@ def test_variables_are_nouns():
     }
     unclear = {str(file.relative_to(ROOT)): sorted(_unclear_variables(_tree(file))) for file in SOURCES}
     assert not {name: words for name, words in unclear.items() if words}
+
+
+CLOCKS_OF_THE_DAY = {("time", "time"), ("datetime", "now"), ("datetime", "utcnow"), ("date", "today")}
+
+
+def test_no_clock_of_the_day_decides():
+    """Those of hosts differ, and are set back; waits count by `time.monotonic`."""
+    asked = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in SOURCES
+        for node in ast.walk(_tree(file))
+        if isinstance(node, ast.Attribute)
+        and (getattr(node.value, "id", getattr(node.value, "attr", "")), node.attr) in CLOCKS_OF_THE_DAY
+    ]
+    assert not asked

@@ -1,9 +1,11 @@
-"""Training for thousands of steps, with samples read and checkpoints written: nothing grows."""
+"""Thousands of steps with samples read and checkpoints written, and a thousand files: nothing grows."""
 
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
+import netCDF4
 import numpy as np
 import psutil
 import pytest
@@ -66,3 +68,55 @@ def test_memory_descriptors_and_threads_stay_as_they_are(tmp_path):
         assert last_mb - settled_mb < 10  # a leak of 8 kB a step would be 11
         assert np.mean(losses[-100:]) < np.mean(losses[:100])
     assert sorted(folder.name for folder in (tmp_path / "run").iterdir()) == ["step-1950", "step-2000"]
+
+
+FILES, DAY, LAT, LON = 1000, 4, 45, 90
+BATCHES = (100, 400)  # in the midst of the epoch: readers ahead are at work at both
+FEW = 8  # of a thousand files: connections and threads that come and go
+
+
+def day_of(file):
+    """Values of a file that tell their place."""
+    steps = file * DAY + np.arange(DAY)
+    return (steps[:, None, None] + np.arange(LAT)[:, None] / 64 + np.arange(LON) / 4096).astype("f4")
+
+
+def write_days(folder):
+    """NetCDF files of 100 chunks each."""
+    for file in range(FILES):
+        with netCDF4.Dataset(folder / f"{file:04}.nc", "w") as day:
+            for name, size in (("time", DAY), ("lat", LAT), ("lon", LON)):
+                day.createDimension(name, size)
+            times = day.createVariable("time", "i8", ("time",))
+            times.units, times[:] = "hours since 2000-01-01", 6 * (file * DAY + np.arange(DAY))
+            day.createVariable("lat", "f4", ("lat",))[:] = np.linspace(88, -88, LAT)
+            day.createVariable("lon", "f4", ("lon",))[:] = 4 * np.arange(LON)
+            chunked = {"chunksizes": (1, LAT // 5, LON // 5), "zlib": True}
+            day.createVariable("t", "f4", ("time", "lat", "lon"), **chunked)[:] = day_of(file)
+
+
+@on_ranks(8, timeout=1200)
+def read_days(folder):
+    mesh = world_mesh(lat=4, lon=2)
+    data = jigsaw.io.open(sorted(map(str, Path(folder).glob("*.nc"))), mesh=mesh, fields=["t"])
+    history, batches = [], 0
+    for batch in jigsaw.io.DataLoader(data, 8, shuffle=True, seed=0):
+        first = batch.input[:, 0, 0].local[:, 0, 0]  # this tile's corner
+        *_, lat, lon = (start for start, _ in batch.input.layout.owned(tuple(mesh.get_coordinate())))
+        assert (first.frac() == torch.tensor(lat / 64 + lon / 4096)).all()
+        batches += 1
+        if batches in BATCHES:
+            history.append(held())
+    return history, batches
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_a_thousand_files_of_a_hundred_chunks_are_read_by_eight_ranks(tmp_path):
+    write_days(tmp_path)
+    for history, batches in read_days(str(tmp_path)):
+        (settled_mb, *settled), (last_mb, *last) = history
+        assert batches == FILES * DAY // 8
+        assert all(now <= before + FEW for now, before in zip(last, settled, strict=True)), "descriptors, threads"
+        assert last_mb - settled_mb < 10

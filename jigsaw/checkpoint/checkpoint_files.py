@@ -6,13 +6,14 @@ A checkpoint of others cannot run code, because its files are read as JSON, and 
 
 from __future__ import annotations
 
-import heapq
 import io
 import os
 import secrets
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,13 +37,25 @@ from jigsaw.checkpoint.checkpoint_index import (
     TENSOR_INDEX_FILE,
     TORCH_INDEX_FILE,
     TensorIndex,
+    count_pieces,
+    file_of_rank,
     index_as_json,
     index_from_json,
     index_from_torch,
+    listed_tensors,
     torch_index_of,
+    whole_torch_index,
 )
-from jigsaw.checkpoint.parted_tensors import with_parts_apart
-from jigsaw.comm.agreement import decide_on_first_rank, first_rank_where, is_alike_in_job, told_by_rank
+from jigsaw.checkpoint.parted_tensors import boxes_of_rank, with_parts_apart
+from jigsaw.checkpoint.piece_places import PiecePlaces, append_places, read_places
+from jigsaw.checkpoint.piece_writers import PieceWriters, kinds_of_tensors
+from jigsaw.comm.agreement import (
+    decide_on_first_rank,
+    first_rank_where,
+    is_alike_in_job,
+    told_by_rank,
+    told_in_job_where_different,
+)
 from jigsaw.drafts import open_unlinked, path_of_draft
 from jigsaw.errors import CheckpointError
 
@@ -63,7 +76,7 @@ def fail_together(work: Callable[[], T], of_first: bool = False, what: str = "")
         result = None if is_idle else work()
     except CheckpointError as e:
         failure = e
-    except Exception as e:  # other ranks wait for this one, whatever it failed with
+    except Exception as e:  # other ranks wait for this one, so any error must be handed on
         reason = str(e) if isinstance(e, OSError) and str(e) else repr(e)
         failure = CheckpointError(f"{what}: {reason}" if what else reason)
         failure.__cause__ = e
@@ -137,40 +150,48 @@ class _CopyingPlanner(dcp.DefaultSavePlanner):
 
 
 class WrittenTensors(NamedTuple):
-    """Record of what a rank has written: where each piece lies, and its files."""
+    """Record of what a rank has written: its files, and where pieces lie whose places the first rank has to know."""
 
     pieces: list[WriteResult]
     sums: dict[str, FileSum]
 
 
 class _AgreedPlan(NamedTuple):
-    """Plan that all ranks made together: a number of its own, this rank's part, and on the first rank the index."""
+    """Plan that all ranks made together: a number of its own, and this rank's part.
+
+    `told` are the names of those of its tensors whose places the first rank has to know: all, where torch's index can
+    have them, or else those of types that only torch's planner knows.  The first rank has the `tensors` of the index
+    that are cut by rules, and the index of torch for all in `told`.
+    """
 
     number: str
     part: dcp.SavePlan
-    metadata: Metadata | None
+    told: frozenset[str]
+    tensors: TensorIndex | None
+    torch_index: Metadata | None
 
 
-# of the last two kinds of state that were saved, such as all of a run and the weights of its best step
+# plans of the last two kinds of state that were saved, such as all of a run, and the weights of its best step
 _agreed_plans: dict[object, _AgreedPlan] = {}
 _MOST_PLANS = 2
+_MOST_PIECES_FOR_TORCH = 1 << 16
+"""Pieces that the first rank hears of and lists in torch's index; with more, their number decides what a save costs."""
 
 
 class PlannedTensors:
     """The part of the tensors of all ranks that this one writes: planned by all together, written by each alone.
 
-    Of plain tensors, whose sizes `every` has by rank, each is planned by one rank; without `every` by all that have it.
-    Where several ranks plan one tensor, torch's planner lets one write, and gives each about as many bytes.  Making the
-    plan is collective.  The plan of the last save is taken again where no rank's names, shapes, types or cuts have
-    changed since: all ranks compare the number of the plan that each would take.
+    Which ranks have which rows follows from shapes and placements, which all ranks tell each other where they differ.
+    So each rank finds its own part (`PieceWriters`).  Of types that only torch's planner knows the first rank plans all
+    parts.  Making the plan is collective.  The plan of the last save is taken again where no rank's names, shapes,
+    types or cuts have changed since: all ranks compare the number of the plan that each would take.
 
-    *Sends*: an all-reduce of 32 bytes; plans, unless all have one; no tensors.
+    *Sends*: an all-reduce of 32 bytes; for a new plan 32 bytes more, its number, and kinds of tensors where ranks have
+    different ones; plans, of types that only torch knows; no tensors.
     *Raises*: `CheckpointError` on every rank, where any cannot plan.
     """
 
-    def __init__(
-        self, part: Path, tensors: Mapping[str, torch.Tensor], every: Sequence[Mapping[str, FileSum]] = ()
-    ) -> None:
+    def __init__(self, part: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         self._writer, self._planner = _TensorWriter(part), _CopyingPlanner()
         self._part, self._index_path = part, part / TENSOR_INDEX_FILE
         self._writer.fs = self._files = _SummingFileSystem()
@@ -178,30 +199,54 @@ class PlannedTensors:
         agreed = None if kind is None else _agreed_plans.pop(kind, None)
         if is_alike_in_job(agreed and agreed.number) and agreed is not None:
             self._planner.state_dict = with_parts_apart(tensors)
-            self._writer.set_up_storage_writer(agreed.metadata is not None)
+            self._writer.set_up_storage_writer(agreed.tensors is not None)
         else:
-            agreed = self._plan_anew(tensors, every)
+            agreed = self._plan_anew(tensors)
         if kind is not None:
             _agreed_plans[kind] = agreed
             for oldest in [*_agreed_plans][:-_MOST_PLANS]:
                 del _agreed_plans[oldest]
-        self._plan, self._index = agreed.part, agreed.metadata
+        self._plan = agreed
 
-    def _plan_anew(self, tensors: Mapping[str, torch.Tensor], every: Sequence[Mapping[str, FileSum]]) -> _AgreedPlan:
-        rank, writers = dist.get_rank() if dist.is_initialized() else 0, writers_of_plain(every)
-        # of equal tensors each rank plans its own alone, so that the first one hears of each once
-        own = {key: x for key, x in tensors.items() if writers.get(key, rank) == rank}
-        indices: list[Metadata] = []
-
-        def plan_all(plans: list[dcp.SavePlan]) -> list[tuple[str, dcp.SavePlan]]:
-            plans, index = self._planner.create_global_plan(plans)
-            indices.append(index)
-            number = secrets.token_hex(8)
-            return [(number, plan) for plan in self._writer.prepare_global_plan(plans)]
-
+    def _plan_anew(self, tensors: Mapping[str, torch.Tensor]) -> _AgreedPlan:
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         what = f"the tensors of {path_of_draft(self._part) or self._part} cannot be written"
-        number, plan = decide_on_first_rank(lambda: self._local_plan(own), plan_all, what, CheckpointError)
-        return _AgreedPlan(number, self._planner.finish_plan(plan), indices[0] if indices else None)
+        kinds = kinds_of_tensors(tensors)
+        every = told_in_job_where_different(kinds) or [kinds] * ranks
+        writers = PieceWriters(every)
+        own = {key: x for key, x in tensors.items() if key not in kinds.tensors or writers.writes(rank, key)}
+        plan = fail_together(lambda: self._local_plan(own), what=what)
+        stored: list[TensorIndex] = []
+
+        def number_plan() -> tuple[str, bool]:
+            stored.append(writers.stored_tensors())
+            return secrets.token_hex(8), count_pieces(stored[0]) <= _MOST_PIECES_FOR_TORCH
+
+        number, is_small = fail_together(number_plan, of_first=True, what=what)
+        index = whole_torch_index(stored[0] if is_small else {}) if stored else None
+        [*_, part] = self._writer.prepare_global_plan([dcp.SavePlan([])] * rank + [plan])  # with this rank's file
+        if any(each.has_others for each in every):
+            part, of_others = self._plan_others(part, kinds.tensors, what)
+            if index is not None and of_others is not None:
+                index.state_dict_metadata |= of_others.state_dict_metadata
+        told = frozenset(tensors if is_small else tensors.keys() - kinds.tensors.keys())
+        return _AgreedPlan(number, self._planner.finish_plan(part), told, stored[0] if stored else None, index)
+
+    def _plan_others(
+        self, part: dcp.SavePlan, known: Collection[str], what: str
+    ) -> tuple[dcp.SavePlan, Metadata | None]:
+        """Let the first rank plan tensors that are not `known`; return this rank's part with them, and their index."""
+        own = [item for item in part.items if item.index.fqn in known]
+        others = [item for item in part.items if item.index.fqn not in known]
+        index: list[Metadata] = []
+
+        def plan_all(plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+            plans, index_of_all = self._planner.create_global_plan(plans)
+            index.append(index_of_all)
+            return plans
+
+        shared = decide_on_first_rank(lambda: replace(part, items=others), plan_all, what, CheckpointError)
+        return replace(part, items=[*own, *shared.items]), index[0] if index else None
 
     def _local_plan(self, tensors: Mapping[str, torch.Tensor]) -> dcp.SavePlan:
         is_first = not dist.is_initialized() or dist.get_rank() == 0
@@ -211,21 +256,31 @@ class PlannedTensors:
 
     def copy(self) -> int:
         """Copy what this rank writes, so that the tensors may change before; return the bytes of the copies."""
-        return self._planner.keep_copies(self._plan)
+        return self._planner.keep_copies(self._plan.part)
 
     def write(self) -> WrittenTensors:
         """Write this rank's part; it sends nothing."""
         self._files.mkdir(self._part)  # of a plan that was made for another folder
-        pieces = self._writer.write_data(self._plan, self._planner).wait()
-        return WrittenTensors(pieces, dict(self._files.sums))
+        results = self._writer.write_data(self._plan.part, self._planner).wait()
+        places: dict[str, list[int]] = {}
+        for each in sorted(results, key=lambda each: tuple(each.index.offset or ())):  # in the order of the grid
+            places.setdefault(each.index.fqn, []).extend((each.storage_data.offset, each.storage_data.length))
+        for name in {each.storage_data.relative_path for each in results}:
+            self._files.sums[name] = append_places(self._part / name, places, self._files.sums[name])
+        return WrittenTensors([each for each in results if each.index.fqn in self._plan.told], dict(self._files.sums))
 
     def write_index(self, written: Sequence[WrittenTensors]) -> dict[str, FileSum]:
         """Write the index of what all ranks have written, ours and torch's, on the first rank; return all files."""
-        assert self._index is not None
-        self._writer.finish(self._index, [each.pieces for each in written])
-        ours = write_new_file(self._index_path, index_as_json(self._index))
+        tensors, index = self._plan.tensors, self._plan.torch_index
+        assert tensors is not None
+        assert index is not None
         sums = {name: each for rank in written for name, each in rank.sums.items()}
-        return sums | self._files.sums | {TENSOR_INDEX_FILE: ours}
+        index.storage_data = {piece.index: piece.storage_data for rank in written for piece in rank.pieces}
+        if tensors.keys() <= index.state_dict_metadata.keys():
+            self._writer.finish(index, [each.pieces for each in written])
+            sums |= self._files.sums
+        listed = {name: each for name, each in listed_tensors(index).items() if name not in tensors}
+        return sums | {TENSOR_INDEX_FILE: write_new_file(self._index_path, index_as_json({**tensors, **listed}))}
 
 
 def _kind_of_state(tensors: Mapping[str, torch.Tensor]) -> object:
@@ -253,31 +308,6 @@ def torch_failures_named(what: str) -> Generator[None]:
         raise CheckpointError(f"{what} cannot be read: rank {rank}: {failure!r}") from e
 
 
-def writers_of_plain(every: Sequence[Mapping[str, FileSum]]) -> dict[str, int]:
-    """Return which rank writes each plain tensor, by the names and sizes that each rank has: about as many bytes each.
-
-    All ranks find the same, without a message.  Ranks that have the same are given by one object.
-    """
-    ranks_of: dict[int, list[int]] = {}
-    for rank, theirs in enumerate(every):
-        ranks_of.setdefault(id(theirs), []).append(rank)
-    groups = [(every[ranks[0]], ranks) for ranks in ranks_of.values()]
-    sizes = {key: each.size for theirs, _ in groups for key, each in theirs.items()}
-    written, writers = [0] * len(every), dict[str, int]()
-    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
-        holders = tuple(at for at, (theirs, _) in enumerate(groups) if key in theirs)
-        heap = heaps.setdefault(holders, [])
-        if not heap:
-            heap += sorted((written[rank], rank) for at in holders for rank in groups[at][1])
-        while heap[0][0] != written[heap[0][1]]:  # it has been given one of other holders since
-            heapq.heapreplace(heap, (written[heap[0][1]], heap[0][1]))
-        rank = writers[key] = heap[0][1]
-        written[rank] += max(sizes[key], 1)
-        heapq.heapreplace(heap, (written[rank], rank))
-    return writers
-
-
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -297,7 +327,8 @@ def open_together(final: Path) -> OpenedCheckpoint:
     *Raises*: `CheckpointError` for one that does not exist or is not whole, and for a damaged or foreign file.
     """
     path, contents, raw = fail_together(lambda: _small_files(final), of_first=True)
-    return fail_together(lambda: _opened(final.with_name(path.name), contents, raw))  # in this rank's working folder
+    # relative to this rank's working folder
+    return fail_together(lambda: _opened(final.with_name(path.name), contents, raw))
 
 
 def _small_files(final: Path) -> tuple[Path, CheckpointContents, bytes]:
@@ -318,8 +349,8 @@ def _opened(path: Path, contents: CheckpointContents, raw: bytes) -> OpenedCheck
     others = {each: saved for each, saved in contents.files.items() if each != name}
     try:
         tensors = (index_from_torch if name == TORCH_INDEX_FILE else index_from_json)(raw, others)
-    except Exception as e:  # bytes that are not an index may raise anything
-        raise CheckpointError(f"{path / name} is no index of tensors: {e}") from e
+    except Exception as e:  # bytes that are not an index may raise any error
+        raise CheckpointError(f"{path / name} is not an index of tensors: {e}") from e
     return OpenedCheckpoint(path, contents.state, others, tensors)
 
 
@@ -347,7 +378,7 @@ def read_tensors(checkpoint: OpenedCheckpoint, state: dict[str, torch.Tensor]) -
         rank = dist.get_rank() if dist.is_initialized() else 0
         try:
             _read_rows(checkpoint, dict(state))
-        except Exception as e:  # files that are not tensors may raise anything
+        except Exception as e:  # files that are not tensors may raise any error
             raise CheckpointError(f"the tensors of {checkpoint.path} cannot be read: rank {rank}: {e!r}") from e
 
     if state:
@@ -355,9 +386,16 @@ def read_tensors(checkpoint: OpenedCheckpoint, state: dict[str, torch.Tensor]) -
 
 
 def _read_rows(checkpoint: OpenedCheckpoint, state: dict[str, Any]) -> None:
-    metadata = torch_index_of(checkpoint.tensors, state)
+    apart = with_parts_apart(state)
+    boxes = {name: boxes_of_rank(x) for name, x in apart.items()}
+
+    @cache
+    def places_of_rank(rank: int) -> PiecePlaces:
+        return read_places(checkpoint.path / file_of_rank(rank))
+
+    metadata = torch_index_of(checkpoint.tensors, boxes, places_of_rank)
     reader, planner = dcp.FileSystemReader(checkpoint.path), dcp.DefaultLoadPlanner()
-    planner.set_up_planner(with_parts_apart(state), metadata, True)
+    planner.set_up_planner(apart, metadata, True)
     reader.set_up_storage_reader(metadata, True)
     [plan] = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
     [plan] = reader.prepare_global_plan([plan])

@@ -25,9 +25,9 @@ from jigsaw.drafts import begin_draft_folder, open_unlinked, path_of_draft, unfo
 from jigsaw.errors import CheckpointError
 
 _LAST = "jigsaw.json"
-_FORMAT = 2
+_FORMAT = 3
 _LARGEST_LAST = 1 << 30
-_INDEX_OF_FORMAT = {1: TORCH_INDEX_FILE, 2: TENSOR_INDEX_FILE}
+_INDEX_OF_FORMAT = {1: TORCH_INDEX_FILE, 2: TENSOR_INDEX_FILE, 3: TENSOR_INDEX_FILE}
 _NAME_OF_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|tensors\.json|jigsaw\.json")
 
 
@@ -52,7 +52,7 @@ class CheckpointContents(NamedTuple):
         Raises: `CheckpointError` for a format that this jigsaw cannot read.
         """
         if self.format not in _INDEX_OF_FORMAT:
-            known = " and ".join(map(str, _INDEX_OF_FORMAT))
+            known = f"{min(_INDEX_OF_FORMAT)} to {max(_INDEX_OF_FORMAT)}"
             raise CheckpointError(f"the checkpoint is of format {self.format}, and this jigsaw reads {known}")
         return _INDEX_OF_FORMAT[self.format]
 

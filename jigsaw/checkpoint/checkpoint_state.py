@@ -49,12 +49,12 @@ def dtype_by_name(name: str) -> torch.dtype:
     Raises: `TypeError` where torch has none.
     """
     if not isinstance(dtype := getattr(torch, name, None), torch.dtype):
-        raise TypeError(f"{name!r} is no dtype")
+        raise TypeError(f"{name!r} is not a dtype")
     return dtype
 
 
 def is_converted_weight(stored: torch.dtype, current: torch.dtype) -> bool:
-    """Say whether stored weights are read as another type: floats as any floats, integers as wider ones."""
+    """Say whether stored weights are read as another type: any float type as another, integers only as wider ones."""
     if stored == current or (stored.is_floating_point and current.is_floating_point):
         return True
     alike = (stored == torch.bool) == (current == torch.bool) and stored.is_complex == current.is_complex
@@ -97,7 +97,7 @@ def plain_state(value: Any, name: str, depth: int = 0) -> Any:
 
 
 def restored_state(plain: Any, depth: int = 0) -> Any:
-    """Return the value that `plain_state` made JSON of.
+    """Return the value that `plain_state` turned into JSON.
 
     Raises: `CheckpointError` for a mark that it does not know.
     """
@@ -114,7 +114,9 @@ def restored_state(plain: Any, depth: int = 0) -> Any:
     except CheckpointError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as e:
-        raise CheckpointError(f"the state of a checkpoint has {mark!r}, which no save of ours writes so: {e}") from e
+        raise CheckpointError(
+            f"the state of a checkpoint has {mark!r} in a form that jigsaw.save never writes: {e}"
+        ) from e
 
 
 def _check_depth(depth: int, name: str) -> None:

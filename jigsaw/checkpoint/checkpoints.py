@@ -154,12 +154,13 @@ def save(
     check_numbered(final, keep)
     tensors, small = fail_together(lambda: _checkpoint_state(model, optimizer, _stateful_objects(loader, others)))
     small = _joined_over_stages(model, small)
-    every = _sums_of_ranks(tensors)
+    _check_copies(tensors)
     what = f"the tensors of {final} cannot be written"
     draft = fail_together(lambda: begin_checkpoint(final, order_of_next(final)), of_first=True, what=what)
-    draft = CheckpointDraft(final, final.with_name(draft.folder.name), draft.order)  # in this rank's own working folder
+    # relative to this rank's own working folder
+    draft = CheckpointDraft(final, final.with_name(draft.folder.name), draft.order)
     with removed_on_failure(draft, rank == 0):
-        planned = PlannedTensors(draft.folder, tensors, every)
+        planned = PlannedTensors(draft.folder, tensors)
     older: list[Path] = []
 
     def close(written: list[WrittenTensors]) -> list[RemovalShare]:
@@ -182,7 +183,7 @@ def save(
     if wait:
         return write(None)
     planned.copy()
-    del tensors  # which `write` would otherwise keep
+    del tensors  # because `write` would keep it otherwise
     return begin_save(final, write)
 
 
@@ -210,7 +211,7 @@ def load(
         ...
     jigsaw.errors.CheckpointError: the checkpoint best is of another model: 'model.weight' has shape (2, 4)...
     """
-    end_pending_save()  # it may be this one
+    end_pending_save()  # the pending save may be of this checkpoint
     checkpoint = open_together(Path(path))
     things = _stateful_objects(loader, others)
     wanted = [f"state of {name}" for name in things] + ["optimizer groups"] * (optimizer is not None)
@@ -228,7 +229,9 @@ def load(
         if not isinstance(saved, list) or not all(
             isinstance(each, dict) and isinstance(cast("Any", each).get("params"), list) for each in cast("Any", saved)
         ):
-            raise CheckpointError(f"the checkpoint {os.fspath(path)} has parameter groups that no save of ours writes")
+            raise CheckpointError(
+                f"the checkpoint {os.fspath(path)} has parameter groups that jigsaw.save never writes"
+            )
         for group in small["optimizer groups"]:
             group["params"] = [name for name in group["params"] if name not in elsewhere]
         _check_groups(path, small["optimizer groups"], groups)
@@ -236,7 +239,8 @@ def load(
     if tensors:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         fail_together(lambda: check_file_share(checkpoint, rank, ranks))
-    for name, thing in things.items():  # before anything else is changed, because they refuse what does not fit them
+    # first, because these may refuse their state, and then nothing else may have changed
+    for name, thing in things.items():
         thing.load_state_dict(small[f"state of {name}"])
     read_tensors(checkpoint, tensors)
     if model is not None:
@@ -273,8 +277,8 @@ def _checkpoint_state(
     return tensors, small
 
 
-def _sums_of_ranks(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, FileSum]]:
-    """Return the plain tensors of each rank, of which one rank's are written, by name: their bytes and checksums.
+def _check_copies(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Compare the plain tensors of all ranks, of which one rank's are written, by bytes and checksums.
 
     Raises: `CheckpointError` on every rank, where they differ.
     """
@@ -297,7 +301,6 @@ def _sums_of_ranks(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, FileSu
             "rank must hold it alike: look for a step that a rank left out, an initialization by rank, or a model that "
             "did not go through jigsaw.parallelize"
         )
-    return every
 
 
 def _joined_over_stages(model: CheckpointModel | None, small: dict[str, Any]) -> dict[str, Any]:
@@ -347,7 +350,7 @@ def _stateful_objects(loader: Stateful | None, others: Mapping[str, Stateful]) -
 
 def _holding_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer that holds this rank's state: the inner one of torch's ZeRO-1, which has only its part."""
-    # its import takes seconds, and whoever has such an optimizer has imported it
+    # not imported here, because that takes seconds; an optimizer of this class exists only if it was imported
     module: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     is_zero = module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
     return cast("Any", optimizer).optim if is_zero else optimizer
@@ -428,7 +431,7 @@ def _restore_optimizer(optimizer: Optimizer, names: Mapping[Any, str], groups: A
             if key == "params":
                 continue
             if isinstance(value, torch.Tensor) and isinstance(current := group.get(key), torch.Tensor):
-                value = value.to(current.device)  # a learning rate that may change in a CUDA graph
+                value = value.to(current.device)  # such as a learning rate in a tensor, for CUDA graphs
             group[key] = value
     held_state = _holding_optimizer(optimizer).state
     held_state.clear()

@@ -73,7 +73,7 @@ def latest(folder: CheckpointPath) -> Path | None:
 
 
 def check_numbered(final: Path, keep: int | None) -> None:
-    """Raise `CheckpointError` for a `keep` that is not a count, or where there is no number to count by."""
+    """Raise `CheckpointError` for a `keep` that is not a number of checkpoints, or for a name without a number."""
     if keep is None:
         return
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
@@ -86,12 +86,12 @@ def check_numbered(final: Path, keep: int | None) -> None:
 
 
 def order_of_next(final: Path) -> int:
-    """Return the order of a save to `final`: after all that were saved to its folder under such names."""
+    """Return the order number of a save to `final`: one after all saves to its folder under numbered names."""
     orders = [0]
     for each in _family_of(final):
         try:
             orders.append(checkpoint_contents(each.folder).order)
-        except CheckpointError:  # not a checkpoint
+        except CheckpointError:  # the folder is not a checkpoint
             continue
     return max(orders) + 1
 
@@ -132,9 +132,9 @@ def removal_shares(older: Sequence[Path], ranks: int) -> list[RemovalShare]:
 
 
 def remove_share(beside: Path, share: Iterable[tuple[str, Sequence[str]]]) -> None:
-    """Remove this rank's files of older checkpoints, but for those that mark them."""
+    """Remove this rank's files of older checkpoints, except the files that mark them as checkpoints."""
     for folder, names in share:
-        with suppress(OSError):  # the first rank tries it again, and tells
+        with suppress(OSError):  # the first rank tries again, and raises
             remove_tensor_files(beside / folder, names)
 
 
@@ -149,7 +149,7 @@ def remove_folders(older: Iterable[Path], done: list[None], keep: int | None) ->
 
 
 def _whole_saves(saves: Iterable[_NumberedSave]) -> list[_NumberedSave]:
-    """Return those that are whole, the one that was saved last at the end."""
+    """Return the whole checkpoints, the one that was saved last at the end."""
     whole = [(contents.order, each) for each in saves if (contents := contents_of_whole(each.folder)) is not None]
     return [each for _, each in sorted(whole)]
 

@@ -1,4 +1,4 @@
-"""Tensors of several parts, each cut by itself, as torch's checkpoints take them: a rank has a piece of every part.
+"""DTensors as torch's checkpoints take them, in pieces: of a tensor of several parts a rank has one of every part.
 
 Two ranks and rows 0 to 5 in three parts: rank 0 has rows 0, 2 and 4.  A file has them as pieces at these rows of the
 whole tensor, so it is read on any number of ranks.  Torch would take what a rank has for one interval.
@@ -7,41 +7,61 @@ whole tensor, so it is read on any number of ranks.  Torch would take what a ran
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from jigsaw.geometry.cut import Interval
+from jigsaw.checkpoint.piece_grid import cut_rows
+from jigsaw.geometry.cut import Box, Interval
 from jigsaw.torch_internals.placements import dim_and_parts
 
 
 def with_parts_apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors for torch's planner, which reads and writes those of several parts in place."""
-    return {name: _PartedTensor.of(x) if _has_parts(x) else x for name, x in tensors.items()}
+    """Return the tensors for torch's planner, which reads and writes the pieces of DTensors in place."""
+    return {name: x if cuts_of_tensor(x) is None else _PartedTensor.of(x) for name, x in tensors.items()}
 
 
-def _has_parts(x: Tensor) -> bool:
-    return isinstance(x, DTensor) and any((dim_and_parts(p) or (0, 1))[1] > 1 for p in x.placements)
+def cuts_of_tensor(x: Tensor) -> tuple[tuple[int, int] | None, ...] | None:
+    """Return which dim of a DTensor each axis of its mesh cuts, and of how many parts that dim is; None where it cuts
+    none.  None for a tensor that is no DTensor, or one of sums that are still apart.
+    """
+    if not isinstance(x, DTensor):
+        return None
+    cuts = tuple(map(dim_and_parts, x.placements))
+    known = all(cut is not None or placement.is_replicate() for cut, placement in zip(cuts, x.placements, strict=True))
+    return cuts if known else None
+
+
+def boxes_of_rank(x: Tensor) -> list[Box]:
+    """Return the boxes of the whole tensor that this rank has, for what `with_parts_apart` returns."""
+    if isinstance(x, _PartedTensor):
+        return [
+            tuple((start, start + size) for start, size in zip(at, piece.shape, strict=True))
+            for at, piece in x.pieces.items()
+        ]
+    return [tuple((0, size) for size in x.shape)]
 
 
 class _PartedTensor(Tensor):
-    """Pieces of a DTensor by their places, by the methods that torch's planner asks a tensor for."""
+    """Pieces of a DTensor by their places, with the methods that torch's planner calls on a tensor."""
 
-    pieces: dict[tuple[int, ...], Tensor]  # by the first row, column and so on
+    pieces: dict[tuple[int, ...], Tensor]  # sorted by the first row, then column and so on
 
     @staticmethod
     def of(x: Tensor) -> _PartedTensor:
         assert isinstance(x, DTensor)
-        # of one number: torch's planner replaces tensors without memory
+        # expanded from one number, because torch's planner replaces tensors without memory
         empty = torch.zeros((), dtype=x.dtype).expand(x.shape).as_subclass(_PartedTensor)
         local, runs = x.to_local().detach(), [_runs_of_rows(x, d) for d in range(x.ndim)]
         empty.pieces = {}
-        for box in product(*runs):
+        is_here = x.device_mesh.get_coordinate() is not None
+        for box in product(*runs) if is_here else ():
             own = tuple(slice(at, at + stop - start) for at, (start, stop) in box)
             empty.pieces[tuple(start for _, (start, _) in box)] = local[own]
         return empty
@@ -65,16 +85,19 @@ class _PartedTensor(Tensor):
 
 def _runs_of_rows(x: DTensor, dim: int) -> Sequence[tuple[int, Interval]]:
     """Return the consecutive rows of the whole that this rank has of a dim, each with its place on the rank."""
-    rows, mesh = torch.arange(x.shape[dim]), x.device_mesh
-    coordinate: Any = mesh.get_coordinate()  # this rank has a part, so it is on the mesh
-    for size, at, placement in zip(mesh.shape, coordinate, x.placements, strict=True):
-        cut = dim_and_parts(placement)
-        if cut is not None and cut[0] == dim:
-            rows = torch.cat([_piece(part, size, at) for part in rows.tensor_split(cut[1])])
-    begins = [0, *((rows.diff() != 1).nonzero().flatten() + 1).tolist(), len(rows)]
-    return [(a, (int(rows[a]), int(rows[b - 1]) + 1)) for a, b in pairwise(begins) if a < b]
-
-
-def _piece(rows: Tensor, count: int, at: int) -> Tensor:
-    pieces = rows.chunk(count)  # as torch cuts: the last ones may have fewer rows, or none
-    return pieces[at] if at < len(pieces) else rows[:0]
+    mesh, cuts = x.device_mesh, cuts_of_tensor(x) or ()
+    coordinate: Any = mesh.get_coordinate() or [0] * mesh.ndim
+    axes = [(at, cut[1]) for at, cut in enumerate(cuts) if cut is not None and cut[0] == dim]
+    own = 0
+    for at, _ in axes:
+        own = own * mesh.shape[at] + coordinate[at]
+    size = x.shape[dim]
+    begins, owners = cut_rows(size, tuple((mesh.shape[at], parts) for at, parts in axes))
+    runs: list[tuple[int, Interval]] = []
+    place = 0
+    for piece in np.flatnonzero(owners == own).tolist():
+        start, stop = begins[piece], begins[piece + 1] if piece + 1 < len(begins) else size
+        if start < stop:
+            runs.append((place, (start, stop)))
+        place += stop - start
+    return runs

@@ -50,13 +50,14 @@ class PendingSave:
 
     def _run(self) -> None:
         if sys.platform == "linux":  # elsewhere all threads of a process have one priority
-            with suppress(OSError):  # steps do not wait for a save, which has until the next one
+            # lowest priority: a step must not wait for a save, which has time until the next save
+            with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
             self._work(self._group)
-        except BaseException as e:  # raised by `wait`
+        except BaseException as e:  # kept, and raised by `wait`
             self._failure = e
-        del self._work  # and with it the copies
+        del self._work  # drop the function, and with it the copies
 
     def done(self) -> bool:
         """Say whether the save has ended, with success or not, on this rank."""
@@ -75,7 +76,7 @@ class PendingSave:
             )
 
     def wait_unless_told(self) -> None:
-        """Do `wait()`, but do not raise the same error again."""
+        """Do `wait()`, without an error that was raised before."""
         if self._is_told:
             self._thread.join()
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +53,9 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_LONGEST_HEADER = 100_000_000  # as safetensors has it
+FileNames = Mapping[str, str] | Callable[[str], str]
+"""Names in a file, by the model's: a function of a name, or a mapping of those that differ."""
+_LONGEST_HEADER = 100_000_000  # the limit of safetensors
 
 
 class _StoredWeight(NamedTuple):
@@ -66,15 +68,16 @@ class _StoredWeight(NamedTuple):
 # -- out --------------------------------------------------------------------------------------------------------------
 
 
-def save_weights(path: CheckpointPath, model: nn.Module) -> None:
+def save_weights(path: CheckpointPath, model: nn.Module, names: FileNames | None = None) -> None:
     """Write the parameters and buffers of a model to one ``.safetensors`` file, under their names.
 
     Each rank writes the rows that it holds; one rank writes the rows that several hold.  The file takes its name once
-    it is whole.  Every rank calls this, with a `path` that all of them see.
+    it is whole.  Every rank calls this, with a `path` that all of them see.  `names` turns names of the model into
+    those of the file, for example into those of a checkpoint on Hugging Face.
 
     *Sends*: plans, and no tensors.
     *Raises*: `CheckpointError` on every rank, where a state is not a tensor or has a type that such a file cannot have.
-    Also where one rank cannot write.
+    Also where one rank cannot write, and for `names` that the model does not have, or that are alike.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> jigsaw.save_weights("model.safetensors", model)
@@ -84,7 +87,7 @@ def save_weights(path: CheckpointPath, model: nn.Module) -> None:
     True
     """
     final = Path(path)
-    tensors = fail_together(lambda: _whole_state(model))
+    tensors = fail_together(lambda: _named_in_file(_whole_state(model), names))
     what = f"the weights of {final} cannot be written"
     draft = final.with_name(fail_together(lambda: begin_draft_file(final).name, of_first=True, what=what))
     header, weights = _header_of(draft, tensors)
@@ -106,14 +109,18 @@ def save_weights(path: CheckpointPath, model: nn.Module) -> None:
     try:
         own_plan = decide_on_first_rank(plan, lambda plans: planner.create_global_plan(plans)[0], what, CheckpointError)
         decide_on_first_rank(lambda: _write_pieces(planner, own_plan, weights, draft), close, what, CheckpointError)
-    except CheckpointError:  # on every rank, so no rank writes any more
+    except CheckpointError:  # raised on every rank, so no rank writes any more
         if is_first:
             draft.unlink(missing_ok=True)
         raise
 
 
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
 def _whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    state = dict((model.module if isinstance(model, DistributedDataParallel) else model).state_dict())
+    state = dict(_unwrapped(model).state_dict())
     for name, x in state.items():
         if not isinstance(x, torch.Tensor) or isinstance(x, Tile) or x.dtype not in _NAMES:
             kind = f"a {type(x).__name__}" if not isinstance(x, torch.Tensor) else f"a Tile, or of {x.dtype}"
@@ -122,6 +129,27 @@ def _whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
                 f"{', '.join(str(each).removeprefix('torch.') for each in _NAMES)}; jigsaw.save keeps more"
             )
     return state
+
+
+def _named_in_file(tensors: Mapping[str, torch.Tensor], names: FileNames | None) -> dict[str, torch.Tensor]:
+    if isinstance(names, Mapping) and (unknown := names.keys() - tensors.keys()):
+        raise CheckpointError(f"names= has {sorted(unknown)[:5]}, which the model does not have; leave them out")
+    renamed: dict[str, torch.Tensor] = {}
+    origins: dict[str, str] = {}
+    for name, x in tensors.items():
+        in_file = _name_in_file(name, names)
+        if in_file in renamed:
+            raise CheckpointError(
+                f"names= gives {origins[in_file]!r} and {name!r} of the model one name, {in_file!r}; each has its own"
+            )
+        renamed[in_file], origins[in_file] = x, name
+    return renamed
+
+
+def _name_in_file(name: str, names: FileNames | None) -> str:
+    if names is None:
+        return name
+    return names.get(name, name) if isinstance(names, Mapping) else names(name)
 
 
 def _header_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, _StoredWeight]]:
@@ -159,15 +187,16 @@ def _write_pieces(
 # -- in ---------------------------------------------------------------------------------------------------------------
 
 
-def load_weights(path: CheckpointPath, model: nn.Module) -> None:
+def load_weights(path: CheckpointPath, model: nn.Module, names: FileNames | None = None) -> None:
     """Read the parameters and buffers of a model from a ``.safetensors`` file, or from all such files of a folder.
 
     Each rank reads the rows that it holds, in place, and converts floats to the model's type.  Call
-    `jigsaw.parallelize` before, if at all.
+    `jigsaw.parallelize` before, if at all.  `names` turns names of the model into those of the file.  Of a weight that
+    has several names in the model, one is enough.
 
     *Sends*: plans, and no tensors.
     *Raises*: `CheckpointError` on every rank, for a damaged file and a name in two files. Also for names, shapes or
-    kinds of numbers that are not the model's. Nothing is changed then.
+    kinds of numbers that are not the model's, and for `names` as `save_weights`. Nothing is changed then.
 
     >>> jigsaw.save_weights("small.safetensors", torch.nn.Linear(4, 2))
     >>> jigsaw.load_weights("small.safetensors", torch.nn.Linear(4, 3))
@@ -176,7 +205,8 @@ def load_weights(path: CheckpointPath, model: nn.Module) -> None:
     jigsaw.errors.CheckpointError: small.safetensors is of another model: 'bias' has shape (2,), the...
     """
     weights = fail_together(lambda: _stored_weights(Path(path)))
-    tensors = fail_together(lambda: _whole_state(model))
+    tensors = fail_together(lambda: _named_in_file(_whole_state(model), names))
+    tensors = _without_second_names(model, tensors, weights, names)
     wrong = [f"missing: {name!r}" for name in tensors if name not in weights]
     wrong += [f"left over: {name!r}" for name in weights if name not in tensors]
     for name in tensors.keys() & weights.keys():
@@ -189,6 +219,26 @@ def load_weights(path: CheckpointPath, model: nn.Module) -> None:
         raise CheckpointError(f"{os.fspath(path)} is of another model: {'; '.join(sorted(wrong)[:5])}")
     with torch_failures_named(f"the weights of {os.fspath(path)}"):
         dcp.load(with_parts_apart(tensors), storage_reader=_WeightReader(weights), no_dist=not dist.is_initialized())
+
+
+def _without_second_names(
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    weights: Mapping[str, _StoredWeight],
+    names: FileNames | None,
+) -> dict[str, torch.Tensor]:
+    """Return the tensors by their names in the files, but for second names of shared weights that these leave out."""
+    shared: dict[int, list[str]] = {}
+    for name, x in _unwrapped(model).named_parameters(remove_duplicate=False):
+        shared.setdefault(id(x), []).append(_name_in_file(name, names))
+    left_out = {
+        name
+        for alike in shared.values()
+        if any(other in weights for other in alike)
+        for name in alike
+        if name not in weights
+    }
+    return {name: x for name, x in tensors.items() if name not in left_out}
 
 
 def _stored_weights(path: Path) -> dict[str, _StoredWeight]:
@@ -304,7 +354,7 @@ def _byte_runs(weight: _StoredWeight, offsets: Sequence[int], sizes: Sequence[in
     shape, item = weight.shape, weight.dtype.itemsize
     if 0 in sizes:
         return
-    # the dims behind the last one that is cut lie together
+    # the dims after the last cut one are contiguous
     last = max((dim for dim, (size, whole) in enumerate(zip(sizes, shape, strict=True)) if size != whole), default=0)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     length = math.prod(sizes[last:]) * item

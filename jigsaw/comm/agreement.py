@@ -131,7 +131,8 @@ def told_in_job_where_different(value: T) -> list[T]:
         return []
     digests = collectives.all_gather_in_job(tuple(_both_ends(value, "cpu").tolist()))
     first_ranks = {digest: rank for rank, digest in reversed([*enumerate(digests)])}
-    values = {digest: told_by_rank(value, first_ranks[digest]) for digest in dict.fromkeys(digests)}  # in one order
+    # the same order on every rank
+    values = {digest: told_by_rank(value, first_ranks[digest]) for digest in dict.fromkeys(digests)}
     return [values[digest] for digest in digests]
 
 
@@ -211,7 +212,8 @@ def gather_on_first_rank(value: T, group: dist.ProcessGroup) -> list[T] | None:
     raw, device = bytearray(pickle.dumps(value)), device_of_values(group)
     longest = torch.tensor([len(raw)], device=device)
     dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
-    padded = torch.frombuffer(raw.ljust(int(longest), b"\0"), dtype=torch.uint8).to(device)  # pickles know their end
+    # a pickle knows its end, so padding does no harm
+    padded = torch.frombuffer(raw.ljust(int(longest), b"\0"), dtype=torch.uint8).to(device)
     rows = [torch.empty_like(padded) for _ in range(group.size())] if group.rank() == 0 else None
     dist.gather(padded, rows, group=group, group_dst=0)
     return None if rows is None else [pickle.loads(row.numpy(force=True).tobytes()) for row in rows]

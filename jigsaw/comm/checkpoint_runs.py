@@ -13,7 +13,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 from jigsaw.torch_internals.autograd import saved_tensor_hooks
 
 _by_hook: WeakKeyDictionary[Any, tuple[ReferenceType[Any], Any]] = WeakKeyDictionary()
-# for a frame that began within another one: that one, and which of its runs
+# for a frame that began within another frame: the outer frame, and which of its runs
 _outer: WeakKeyDictionary[Any, tuple[ReferenceType[Any], Any]] = WeakKeyDictionary()
 
 
@@ -21,7 +21,7 @@ def _checkpoint_frame() -> tuple[Any, Any]:
     """Return the frame of the checkpoint that is being computed, if any, and which of its later runs this is (None: the
     first).
     """
-    # by the innermost hooks of autograd for saved tensors, which may be others, as those of `save_on_cpu`
+    # found by autograd's innermost hooks for saved tensors, which may be others, such as those of `save_on_cpu`
     hooks = saved_tensor_hooks(True)
     frame, run = (_by_hook.get(hooks[0]) if hooks else None) or (None, None)
     return (None, None) if frame is None else (frame(), run)
@@ -71,7 +71,8 @@ class FrameNotes:
 
     def __init__(self) -> None:
         self.of_frames: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
-        self._taken: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()  # numbers of notes, by later run
+        # for each later run, the number of notes that it has taken
+        self._taken: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
 
     def add(self, note: Any) -> None:
         """Note it for the later runs of all calls that run for the first time."""

@@ -38,6 +38,7 @@ from jigsaw.comm.wire_values import (
     wire_memory,
 )
 from jigsaw.errors import ShardingError
+from jigsaw.geometry import transfers
 from jigsaw.ranks.mesh import (
     TrafficKind,
     axes_along,
@@ -151,7 +152,7 @@ def swap_messages(
     if not (outgoing or incoming):
         return PendingWork((), ())
     if group is None:
-        group = mesh_group(mesh)  # which slabs refuse
+        group = mesh_group(mesh)  # raises on slabs
     on_host, landed = sends_through_host(mesh), list[tuple[Tensor, Tensor]]()
     if on_host and mesh.device_type != "cpu":
         outgoing = [(at, x.cpu()) for at, x in outgoing]
@@ -166,7 +167,7 @@ def swap_messages(
             works = dist.batch_isend_irecv([dist.P2POp(way, x, rank, group) for way, x, rank in messages])
         else:  # torch's batch would check each message twice
             works = [work for way, x, rank in messages if (work := way(x, rank, group)) is not None]
-    # a gloo message's; NCCL's would block the host
+    # for messages of gloo; with NCCL a limit would make the host wait
     limit = group_patience(group, mesh.device_type) if on_host else None
     return PendingWork(works, [x for _, x in outgoing], kind, others, limit, landed)
 
@@ -205,7 +206,8 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     bfloat16 and float16 are combined in float32, and rounded once.  `same` (a layout) must be equal on all ranks.
 
     *Sends*: 2 (P-1)/P of the bytes of `x` (ring: reduce-scatter, then all-gather); with `same`, of one element more, or
-    two for a maximum or minimum.  Narrow types send twice that, as float32, except for sums of 64 KiB or more.
+    two for a maximum or minimum.  Narrow types send twice that, as float32, except for sums of 64 KiB or more on at
+    most 64 ranks, where each sends a share to each other one.
     *Raises*: `ShardingError` for an op that the dtype does not have; on every rank, where `same` differs, or a plain
     value that tiles have met (`jigsaw.comm.first_meetings`).
     """
@@ -218,7 +220,8 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     if x.numel() == 0:
         return _plain_copy(own_values)
     groups = groups_along(mesh, axes)
-    if op == "sum" and is_narrow(x.dtype) and x.nbytes >= _SHARED_BYTES and len(groups) == 1:
+    in_shares = len(groups) == 1 and groups[0][0].size() <= transfers.MOST_PEERS_AT_ONCE
+    if op == "sum" and is_narrow(x.dtype) and x.nbytes >= _SHARED_BYTES and in_shares:
         number = None if same is None else alike_number(same, mesh, ranks)
         total, is_alike = _sum_in_shares(_plain_copy(own_values), *groups[0], number)
         if is_alike is not None:
@@ -252,7 +255,8 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     return (floats_from_order(buffer, wire).view(wide.shape) if ordered else wide).to(x.dtype).detach()
 
 
-_SHARED_BYTES = 2**16  # bytes of a narrow sum: with fewer, messages determine the cost, and one call has half of them
+# for narrow sums of fewer bytes the number of messages decides the cost, and one all-reduce has half as many
+_SHARED_BYTES = 2**16
 
 
 def _sum_in_shares(
@@ -427,7 +431,7 @@ class _SumParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # the same values, but a second derivative has parts to sum
+        # the values are the same, but for a second derivative the parts must be summed
         again = torch.is_grad_enabled()
         return _UseInParts.apply(grads[0], _RankSum(ctx.over.mesh, ctx.over.axes)) if again else grads[0], None
 

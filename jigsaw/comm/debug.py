@@ -140,7 +140,7 @@ def note_call(mesh: DeviceMesh, call: str) -> tuple[str, str] | None:
     if not is_comparing() or isinstance(mesh, SlabMesh) or mesh.size() == 1:
         return None
     notes = _this_thread.notes.setdefault(mesh, [])
-    if len(notes) == _MOST_NOTES:  # nothing was sent for long: the older ones are told by their checksum
+    if len(notes) == _MOST_NOTES:  # many calls without a message: keep a checksum in place of the older ones
         notes[:] = [(f"{len(notes)} calls of checksum {zlib.crc32(repr([s for s, _ in notes]).encode()):08x}", "")]
     note = call, place_of_call()[1]
     notes.append(note)
@@ -210,7 +210,8 @@ def compare_parameters(mesh: DeviceMesh, named: Sequence[tuple[str, int, Sequenc
             off, checksum = sums[at]
             other, first_sum = first.setdefault(off, (rank, checksum))
             if first_sum != checksum:
-                _this_thread.notes.pop(mesh, None)  # calls with that parameter, which differ for this reason
+                # drop notes of calls with that parameter, which differ for the same reason
+                _this_thread.notes.pop(mesh, None)
                 forget_meetings(mesh)
                 raise RanksDifferError(
                     f"parameter {name!r} differs between rank {other} and rank {rank}, which must hold it alike: look "

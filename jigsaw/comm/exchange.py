@@ -300,7 +300,8 @@ def exchange_rows(
         _check_layouts(source, target, mesh)
         raise ShardingError(f"exchange from {source} to {target} would change what is replicated; use redistribute")
     if margins is None and (passed := layouts_of_gather(source, target)):
-        for finer, coarser in pairwise((source, *passed)):  # which the ranks of the axis then hold, and own, alike
+        # after each step the ranks along one more axis hold the same rows
+        for finer, coarser in pairwise((source, *passed)):
             local = exchange_rows(local, finer, holding_coarser(finer, coarser), mesh, kind=kind)
         return local
     todo = _checked_plan(local, source, target, mesh)
@@ -443,7 +444,7 @@ def redistribute_rows(
     _check_local_tensor(local, source, source.local_shape(mesh_coordinate(mesh)), mesh)
     moved = exchange_rows(local, source, bare_source, mesh, kind=kind)
     onward, back = layouts_of_gather(bare_source, bare_target), layouts_of_gather(bare_target, bare_source)
-    # what only drops rows on its way gathers them in the backward pass
+    # a step that only drops rows gathers their gradients in the backward pass
     for before, after in pairwise((bare_source, *onward[:-1], *back[-2::-1], bare_target)):
         todo = plan_exchange(before, after, mesh_coordinate(mesh))
         rows = _Redistribute.apply(moved.reshape(todo.source_shape), RowExchange(todo, mesh, kind))

@@ -41,14 +41,14 @@ from jigsaw.torch_internals.autograd import tensor_version
 from jigsaw.torch_internals.dispatch import count_modes
 
 _SAMPLE, _KEPT, _MOST_NUMBERS, _MOST_VIEWS = 64, 64, 4096, 16
-_MARK = "_jigsaw_met"  # of memory: the versions of the tensors there that met a tile, by shape and place
+_MARK = "_jigsaw_met"  # attribute of memory: versions of the tensors in it that met a tile, by shape and offset
 _SAMPLED = {
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128),
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 }
 
 numbers_met: set[Any] = set()
-"""Plain numbers, and other arguments that are no tensors, which a tile met before."""
+"""Plain numbers, and other arguments that are not tensors, which a tile met before."""
 
 
 class MetValue(NamedTuple):
@@ -86,7 +86,7 @@ def meet_tensor(x: Tensor, mesh: DeviceMesh) -> None:
     try:
         memory: Any = x.untyped_storage()
         version = tensor_version(x)
-    except (NotImplementedError, RuntimeError):  # of torch.func, or made in inference mode
+    except (NotImplementedError, RuntimeError):  # a tensor of torch.func, or one made in inference mode
         return
     known, view = getattr(memory, _MARK, None), (x.shape, x.storage_offset())
     if known is not None and known.get(view) == version:
@@ -137,7 +137,7 @@ def settle_meetings(mesh: DeviceMesh, meetings: Sequence[tuple[int, int, list[Me
     _this_thread.by_mesh[mesh] = _Meetings(common)
     rank, count, first = meetings[0]
     if any((n, [met.kind for met in others]) != (count, [met.kind for met in first]) for _, n, others in meetings):
-        return  # one of them met more than the others
+        return  # some rank met more tensors than others
     for at, value in enumerate(first):
         for other, _, others in meetings[1:]:
             if not _are_close(value.sample, others[at].sample):
@@ -159,7 +159,7 @@ def _is_compared(mesh: DeviceMesh) -> bool:
         and mesh.device_type == "cpu"
         and not isinstance(mesh, SlabMesh)
         and not lacks_values()
-        and count_modes() == 0  # who counts calls
+        and count_modes() == 0  # modes may count calls
     )
 
 

@@ -34,7 +34,7 @@ from jigsaw.torch_internals.dispatch import leave_to_python, tracing_context
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_TENSOR = object()  # stands for each tensor among the arguments of a call
+_TENSOR = object()  # placeholder for each tensor among the arguments of a call
 
 
 @dataclass
@@ -45,7 +45,8 @@ class GraphCall:
     for_shapes: Callable[..., Any]
     values: tuple[Any, ...]
     spec: pytree.TreeSpec
-    autocast: tuple[str, bool, torch.dtype]  # a mode that was set when the graph was made, and is off while it runs
+    # device, whether autocast was on, and its dtype, when the graph was made; it is off while the graph runs
+    autocast: tuple[str, bool, torch.dtype]
     out_spec: pytree.TreeSpec | None = None
     out_places: tuple[bool, ...] = ()
 
@@ -181,7 +182,7 @@ def _name_of_call(call: GraphCall) -> str:
     digest = sha256(repr((descriptions, call.spec, call.autocast)).encode()).hexdigest()[:32]
     name = f"{call.function.__module__}.{call.function.__qualname__}:{digest}"
     if name in _calls and _calls[name].values != call.values:
-        name = f"{name}:{uuid4().hex}"  # the description leaves something out, so the name must be unique
+        name = f"{name}:{uuid4().hex}"  # equal descriptions of different values: make the name unique
     _calls.setdefault(name, call)
     return name
 
@@ -190,7 +191,7 @@ def _described_value(value: Any) -> str:
     if isinstance(value, DeviceMesh):
         axes = axes_of_mesh(value)
         return repr((value.device_type, axes, ranks_along(value, [name for name, _ in axes])))
-    if is_dataclass(value):  # which may have a mesh
+    if is_dataclass(value):  # its fields may be meshes
         parts = [_described_value(getattr(value, field.name)) for field in fields(value) if field.repr]
         return f"{type(value).__qualname__}({', '.join(parts)})"
     return "tensor" if value is _TENSOR else repr(value)

@@ -24,10 +24,10 @@ from jigsaw.geometry.cut import interval_overlap
 from jigsaw.geometry.layout import Layout
 from jigsaw.torch_internals.dispatch import count_modes, current_modes, modes_that_keep
 
-_KEPT_SHARE = 8  # received rows are kept while they are at most one in so many
+_KEPT_SHARE = 8  # received rows are kept if they are at most this fraction (1/8) of the rows
 
 
-_received = FrameNotes()  # messages, each with its request, or None where it was too large
+_received = FrameNotes()  # received messages with their requests, or None where one was too large
 
 
 def results_are_kept() -> bool:

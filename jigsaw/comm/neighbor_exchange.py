@@ -99,17 +99,17 @@ def sum_in_order(values: Tensor, lists: ListsOnDevice, dim: int) -> Tensor:
     wide = torch.float32 if is_narrow(values.dtype) else values.dtype
     out = values.new_zeros([*values.shape[:dim], lists.rows, *values.shape[dim + 1 :]], dtype=wide)
     for places in steps.turns:
-        # rows with most values come first, so that those with one more are a slice
+        # rows are sorted by their number of values, most first, so that rows with one more value are a slice
         out.narrow(dim, 0, len(places)).add_(values.index_select(dim, places))
     rows, places = steps.rest
-    if len(rows):  # one after the other, too
+    if len(rows):  # also one value after the other
         added = values.index_select(dim, places).movedim(dim, 0).to(wide)
         out.movedim(dim, 0).index_put_((rows,), added, accumulate=True)
     return out.index_select(dim, steps.restore).to(values.dtype)
 
 
 def _can_use_bags(values: Tensor) -> bool:
-    # of float64 torch adds row by row in BLAS, slower than the steps; a dry run prices the operators of all devices
+    # torch adds float64 row by row in BLAS, slower than the steps; a dry run counts operators that all devices have
     return values.dtype == torch.float32 and values.device.type == "cpu" and type(values) in (Tensor, Parameter)
 
 
@@ -134,13 +134,13 @@ class NeighborExchange:
     dim: int
 
     def shape_with(self, x: Tensor, rows: int) -> list[int]:
-        """Return the shape of a tensor with so many rows along the dim."""
+        """Return the shape of a tensor with `rows` rows along the dim."""
         return [*x.shape[: self.dim], rows, *x.shape[self.dim + 1 :]]
 
     def start(
         self, x: Tensor, sends: list[tuple[int, Tensor]], receives: tuple[tuple[int, int], ...]
     ) -> PackedSwap | None:
-        """Start sending rows by their places, and receiving so many from each piece."""
+        """Start sending rows by their places, and receiving a number of rows from each piece."""
         if self.mesh is None:
             return None
         sent = [(self.positions[q], [x.index_select(self.dim, places)]) for q, places in sends]

@@ -13,7 +13,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.comm import collectives
-from jigsaw.ranks.mesh import axes_of_mesh
+from jigsaw.comm.agreement import first_rank_where
+from jigsaw.ranks.mesh import axes_of_mesh, mesh_size
+from jigsaw.ranks.model_world import job_size
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -25,7 +27,7 @@ class StopRequest:
     minutes before the time is up.  Each rank gets them at another line of its program, or only one rank does; the ranks
     agree in `heard`.  The end of the ``with`` block restores the old handlers.
 
-    *Sends*: at each `heard`, one all-reduce of 4 bytes over the mesh.
+    *Sends*: at each `heard`, one all-reduce of 4 bytes over the mesh, or of 8 over the job where devices are not CPUs.
     *Raises*: `ValueError` off the main thread, where Python takes no signals.
 
     >>> import signal
@@ -52,8 +54,10 @@ class StopRequest:
     def heard(self) -> bool:
         """Say whether any rank was asked, the same on all.
 
-        Every rank calls this, once a step.
+        Every rank calls this, once a step. Where the job's own group serves the host, no host waits for its device.
         """
+        if self._mesh.device_type != "cpu" and mesh_size(self._mesh) == job_size():
+            return first_rank_where(self._is_asked) is not None
         asked = torch.tensor([self._is_asked], dtype=torch.int32, device=self._mesh.device_type)
         names = [name for name, _ in axes_of_mesh(self._mesh)]
         return bool(collectives.all_reduce(asked, self._mesh, names, "max").item())

@@ -121,4 +121,4 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(size) for size in text.split(","))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape; write numbers, as in 1,69,721,1440") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write numbers, as in 1,69,721,1440") from error

@@ -32,13 +32,13 @@ def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
         try:
             built: nn.Module = model()
         except DataDependentOutputException:
-            return model  # made each time, so that a dry run tells of what it reads
+            return model  # it reads values: made again in each dry run, which then reports where
         except RuntimeError:
             try:
                 with without_modes(), torch.device("meta"):
                     whole = model()
             except Exception:
-                return model  # a dry run tells of its own error
+                return model  # the dry run will raise the function's own error
             check_model_made(whole)
             built = bare_copy(whole, set())
     check_model_made(built)
@@ -58,7 +58,7 @@ def make_bare(make: ModelMaker, *mesh: DeviceMesh) -> nn.Module:
             with without_modes(), _AssumedValues(), torch.device("meta"):
                 whole = make(*mesh)
         except Exception:
-            raise error from None  # the function's own
+            raise error from None  # the error of the function itself
         check_model_made(whole)
         bare = bare_copy(whole, set())
     check_model_made(bare)
@@ -118,7 +118,7 @@ def bare_copy(model: nn.Module, left_out: set[nn.Module]) -> nn.Module:
     """
     if hasattr(model, _PARALLELIZED):
         raise ShardingError("dry_run takes the model before jigsaw.parallelize, which it calls on a copy by itself")
-    # deepcopy takes entries of this for copied already
+    # deepcopy does not copy what has an entry here
     known: dict[int, Any] = {id(module): nn.Identity() for module in left_out}
     inside = {module for each in left_out for module in each.modules()}
     for module in model.modules():
@@ -127,7 +127,7 @@ def bare_copy(model: nn.Module, left_out: set[nn.Module]) -> nn.Module:
             if id(x) not in known and not _may_be_index(x):
                 bare = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
                 known[id(x)] = nn.Parameter(bare, x.requires_grad) if isinstance(x, nn.Parameter) else bare
-    with without_modes():  # other tensors are real, and remain so
+    with without_modes():  # tensors that may be indices keep their values
         kept = [module for module in model.modules() if module not in inside]
         indices = [x for module in kept for x in own_buffers(module).values() if _may_be_index(x)]
         for x in (*indices, *(x for module in kept for x in _plain_tensors(module))):

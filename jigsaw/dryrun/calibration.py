@@ -220,7 +220,7 @@ def _train(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
 
 
 def _crowding(device: Device, counts: Sequence[int], rounds: int) -> tuple[dict[int, float], dict[int, float]]:
-    """Return how many times as long kernels, and Python and messages, take in a step of so many ranks as by themselves.
+    """Return the slow-down of kernels, and of Python and messages, in a step of each number of ranks in `counts`.
 
     Arguments come from other kernels, memory is new, and ranks share caches.  Both sides are measured by turns, because
     a machine's speed changes from minute to minute.
@@ -257,7 +257,7 @@ _LARGE = 2**23
 
 
 def _call_seconds() -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-    """Return for each kind of call its processor seconds and those of a byte, and what layers that send take more."""
+    """Return processor seconds of each kind of call, and of a byte, and the extra seconds of layers that send."""
     from jigsaw.testing import world_mesh
 
     ranks = dist.get_world_size()
@@ -291,7 +291,7 @@ def _call_seconds() -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
     return costs, _more_of_layers(mesh)
 
 
-_ROWS = 8  # of a rank
+_ROWS = 8  # rows of a rank
 
 
 def _more_of_layers(mesh: DeviceMesh) -> dict[str, float]:
@@ -336,7 +336,7 @@ def _beside_kernels(
     cut, whole = (kernels(_convolution(3), (None, None, name, None)) for name in ("lat", None))
     message = more["message"] - (cut["forward"] - whole["forward"]) * (host["forward"] + kernel)
     parted, plain = (kernels(_convolution(1), _ROWS_SPEC, shard_weights=is_cut) for is_cut in (True, False))
-    seconds = more["parts"] + calls["all_reduce"][0]  # which whole weights take for their gradients
+    seconds = more["parts"] + calls["all_reduce"][0]  # the collective that sums gradients of whole weights
     seconds -= sum((parted[name] - plain[name]) * (host[name] + kernel) for name in plain)
     each = max(seconds, 0.0) / 2
     starts = {"message": max(message, calls["message"][0]), "gathered weights": each, "gradients": each}
@@ -368,7 +368,7 @@ def load_device(path: str | Path) -> Device:
         fields = json.loads(Path(path).read_text())
         fields["flop_per_second"] = {getattr(torch, dtype): rate for dtype, rate in fields["flop_per_second"].items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ShardingError(f"{path} is no device that save_device, or advise --calibrate, wrote: {error}") from error
+        raise ShardingError(f"{path} was not written by save_device or advise --calibrate: {error}") from error
     for crowding in ("crowding", "host_crowding"):
         fields[crowding] = {int(ranks): times for ranks, times in fields.get(crowding, {}).items()}
     fields["call_seconds"] = {kind: tuple(seconds) for kind, seconds in fields.get("call_seconds", {}).items()}

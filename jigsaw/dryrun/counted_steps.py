@@ -106,7 +106,7 @@ def _on_line(few: int, more: int, times: int) -> int:
     return few + times * (more - few)
 
 
-Look = tuple[Any, tuple[int, ...]]  # the kind of something, and its numbers
+Look = tuple[Any, tuple[int, ...]]  # a kind, and its numbers
 
 
 def _look_of_change(change: tuple[str, int]) -> Look:
@@ -147,7 +147,7 @@ _LISTS: dict[str, tuple[Any, Any]] = {
 
 
 def _with_stretches(shorter: Sequence[T], longer: Sequence[T], times: int, look: Any, make: Any) -> list[T] | None:
-    """Return `shorter` with `times` stretches where `longer` has one, numbers on a line; None if they differ else."""
+    """Return `shorter` with `times` stretches where `longer` has one, extrapolated; None if they differ elsewhere."""
     few, more = [*map(look, shorter)], [*map(look, longer)]
     places = _places_of_stretches(few, more)
     if places is None:
@@ -185,7 +185,7 @@ def _places_of_stretches(shorter: Sequence[Look], longer: Sequence[Look]) -> lis
     shifts = np.arange(extra + 1)
     for at in range(len(shorter) + 1):
         least = np.minimum.accumulate(costs)
-        # the last shift of the least cost before each shift
+        # for each shift, the last one up to it that has the least cost so far
         where = np.maximum.accumulate(np.where(costs == least, shifts, 0))
         opened = np.concatenate([[_NEVER], least[:-1] + _GAP])
         is_opened = opened < costs

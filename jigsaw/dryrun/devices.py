@@ -112,7 +112,7 @@ class Device:
 
 
 def crowding_among(crowding: Mapping[int, float], ranks: int) -> float:
-    """Return how many times as long something takes beside so many ranks, on a line between the measured numbers. More
+    """Return how many times as long something takes beside `ranks` ranks, on a line between the measured numbers. More
     ranks count as the most that were measured.
 
     >>> from jigsaw.dryrun.devices import crowding_among

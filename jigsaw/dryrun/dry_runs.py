@@ -75,9 +75,9 @@ def dry_run(
     one of `DEVICES` or a `Device`.
 
     The dry run plays all ranks of up to 4, else the first, the last, and one inside; or `ranks`.  With a `dataset` of
-    `jigsaw.io.open` on this mesh, the step waits for its reader where that is slower.  `blocks` keeps only so many of
-    each row of three or more equal blocks (``ModuleList``, ``Sequential``), for a quick look at a deep model.  A row of
-    seven or more blocks equal in everything is played with one to four where these give the same to the byte;
+    `jigsaw.io.open` on this mesh, the step waits for its reader where that is slower.  `blocks` is how many
+    blocks are kept of each row of three or more equal ones (``ModuleList``, ``Sequential``), for a quick look.  A
+    row of seven or more blocks equal in everything is played with one to four where these give the same to the byte;
     `every_block` always plays all.  On a mesh with an axis `pipe`, `x_shape` is that of a microbatch, which runs
     through all stages on ranks of the first; `jigsaw.dryrun.advise_mesh` makes a step of it.
 
@@ -210,7 +210,7 @@ def _merged_remarks(played: Sequence[PlayedRank]) -> tuple[Remark, ...]:
 
 
 def priced_rank(played: PlayedRank, device: Device, ranks_per_node: int, ranks: int) -> RankCost:
-    """Return the rank's step on the device, one of so many ranks, `ranks_per_node` to a node.
+    """Return the rank's step on the device, one of `ranks` ranks, `ranks_per_node` to a node.
 
     A phase takes the sum of its kernels, each the longest of its operations, its bytes and the least time of a kernel.
     It also takes its messages, by link, except for those that work hides.  Ranks lie on nodes in order.

@@ -60,7 +60,7 @@ def fake_mesh(axes: Mapping[str, int], rank: int) -> Generator[DeviceMesh]:
             for name in world.pg_names.values():
                 unregister_group(name)
             know_groups(held)
-            set_rank_of_log(dist.get_rank() if dist.is_initialized() else -1)  # of torch's log
+            set_rank_of_log(dist.get_rank() if dist.is_initialized() else -1)  # the rank that torch's log shows
             meshes.__init__ = initializer
             sys.excepthook = hook
 

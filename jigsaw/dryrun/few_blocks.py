@@ -45,14 +45,14 @@ from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import own_buffers, own_parameters
 from jigsaw.torch_internals.fake_tensors import FakeTensorMode
 
-_WORTH = 7  # a row has more blocks than are played: one, two and three, and sometimes four
+_WORTH = 7  # rows with fewer blocks are played whole: else one, two and three blocks are played, and sometimes four
 _Known = dict[tuple[Any, ...], int]
 _known: _Known | None = None
 
 
 @contextmanager
 def remembered_models() -> Generator[None]:
-    """Take models as unchanged within the block, so that what is known of one holds for its next meshes, too."""
+    """Assume that models do not change within the block, so that results for one mesh are used for the next."""
     global _known
     before, _known = _known, {} if _known is None else _known
     try:
@@ -141,7 +141,7 @@ _OWN_OF_MODULES = set(vars(nn.Module())) - {"training"}
 
 
 def _look_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return all that decides what a module does, except its values, for comparison."""
+    """Return everything except values that decides what a module does, for comparison."""
     hooks = [name for name, value in vars(module).items() if name.endswith("_hooks") and value]
     plain = {name: _plain_look(value) for name, value in vars(module).items() if name not in _OWN_OF_MODULES}
     tensors = [
@@ -175,7 +175,7 @@ def _passes_blocks_alike(plan: StepPlan, axes: Mapping[str, int], rank: int, nam
     try:
         few, more, all_of_them = (_outline(replace(plan, row=(name, n)), axes, rank) for n in (2, 3, blocks))
     except Exception:
-        return False  # an error belongs to the run with all blocks
+        return False  # the run with all blocks will raise the error
     forecast = phase_of_more_blocks(few, more, blocks - 2)
     return forecast is not None and are_same_steps(forecast, all_of_them)
 
@@ -199,7 +199,7 @@ def _outline(plan: StepPlan, axes: Mapping[str, int], rank: int) -> CountedPhase
     if calls.next != plan.row[1]:
         raise _UnlikeCallError
     phase = meter.counted_phase("forward", [])
-    # sorted by size where it ceases to be alive at one time, because what autocast kept goes in any order
+    # memory that is freed at one time is sorted by size, because autocast frees its copies in any order
     runs = groupby(phase.changes, lambda change: change[1] > 0)
     phase.changes = [each for begins, run in runs for each in (run if begins else sorted(run))]
     return replace(phase, kernels=meter.asked)
@@ -212,7 +212,7 @@ class _OutlineMeter(StepMeter):
         super().__init__(keeps_calls=False)
         self.asked: list[KernelCost] = []
         self._begun = 0
-        self.is_quiet = False  # while the answer stands for a block
+        self.is_quiet = False  # True while a remembered answer stands for a block
         self._first: int | None = None
 
     def begin_phase(self, name: str) -> None:

@@ -67,7 +67,7 @@ class KernelCall:
 
 
 _KNOWN: dict[KernelCall, float | None] = {}
-_COLD_BYTES = 2**26  # arguments take turns, so that the caches have dropped those of the last run, as in a step
+_COLD_BYTES = 2**26  # bytes of arguments that are used in turn, so that none is still in the caches, as in a step
 _LEAST_SECONDS, _MOST_CALLS = 1e-3, 2**14
 
 
@@ -87,7 +87,7 @@ def timed_kernel(call: KernelCall) -> float | None:
 
 
 def forget_kernels() -> None:
-    """Time each kernel anew the next time, because old times are of the machine as it was."""
+    """Forget all times, because they are of the machine as it was then."""
     _KNOWN.clear()
 
 

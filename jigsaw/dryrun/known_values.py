@@ -21,7 +21,7 @@ from jigsaw.torch_internals.fake_tensors import TorchDispatchMode, forget_real_v
 aten = torch.ops.aten
 
 _MOST_ELEMENTS = 1024
-# what has no values yet when it is made
+# functions that make tensors without setting values
 _UNFILLED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 
 
@@ -42,7 +42,9 @@ class KnownValues:
         """Compute a call on real copies, where those of all inputs are known and nothing is drawn."""
         results = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
         if func.is_view and _has_values(real_view(args[0])):
-            with without_modes():  # of an index that a module keeps: it takes no memory, and is planned by its values
+            # a view of an index that a module keeps is real, too: it takes no memory, and its values are needed for
+            # plans
+            with without_modes():
                 views = func(real_view(args[0]), *args[1:], **(kwargs or {}))
             for x, view in zip(results, pytree.tree_leaves(views), strict=True):
                 note_real_view(x, view)
@@ -59,7 +61,7 @@ class KnownValues:
     def _is_computed(self, func: Any, args: Any, kwargs: Any) -> bool:
         if func.overloadpacket in _UNFILLED or torch.Tag.nondeterministic_seeded in func.tags:
             return False
-        if func.namespace == "c10d":  # no group carries messages here, so nobody knows what one brings
+        if func.namespace == "c10d":  # nothing is sent in a dry run, so received values are unknown
             return False
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         return all(x in self._copies or _has_values(x) for x in tensors)

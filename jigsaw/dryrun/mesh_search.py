@@ -1,4 +1,4 @@
-"""Search for the best mesh: a dry run of each that so many devices can make, with each way to spend memory or time."""
+"""Search for the best mesh: a dry run of each mesh of a number of devices, with each way to spend memory or time."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from jigsaw.dryrun.report import DryRunReport, seconds_text, size_text
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS, DATA_AXIS, PIPE_AXIS, REPLICATE_AXIS, SPACE_AXES
 
-_BEST = 5  # options that are shown
-_MESHES = 3  # the fastest ones, for which every strategy is tried
-_WAYS = 2  # the fastest on the fastest mesh, that are tried on the others
-_FAR = 1.1  # times the best
+_BEST = 5  # number of options that are shown
+_MESHES = 3  # number of the fastest meshes, for which every strategy is tried
+_WAYS = 2  # number of the fastest strategies on the fastest mesh, which are tried on other meshes
+_FAR = 1.1  # as a multiple of the best time
 _MANY = 8  # more meshes than these are compared by a few blocks of the model
 
 
@@ -51,7 +51,7 @@ class StepOption:
     microbatches: int = 1
     replicate: tuple[str, ...] = ()
     begins: tuple[str, ...] = ()
-    blocks: int | None = None  # of each row, where only so many were played
+    blocks: int | None = None  # blocks of each row, where only this many were played
     ranks_per_node: int = 8
 
     @property
@@ -128,7 +128,7 @@ def advise_mesh(
     progress: Callable[[StepOption], object] | None = None,
     **options: Any,
 ) -> list[StepOption]:
-    """Return every option for so many devices, those that work first, each group by the seconds of a step.
+    """Return every option for a number of devices, those that work first, each group by the seconds of a step.
 
     Meshes cut the batch by `data` and the last dims by ``lat`` and ``lon``, or ``z``, ``y`` and ``x`` of a volume. Of
     those that differ just in the order of two dims of one size, only one is tried.  Within a node `channel` cuts
@@ -224,7 +224,7 @@ class _MeshSearch:
                 "blocks": option.blocks,
             }
             if option.blocks is not None and CHANNEL_AXIS not in option.mesh:
-                ways["optimizer"] = None  # takes the same on all meshes that keep weights whole
+                ways["optimizer"] = None  # its memory and time are the same on all meshes that keep weights whole
             option = replace(option, report=dry_run(self._model, shape, option.mesh, **{**self._how, **ways}))
             return self._pipelined(option, shape)
         except ShardingError as refusal:
@@ -255,7 +255,7 @@ class _MeshSearch:
         others'.
         """
         results: list[StepOption] = []
-        # a model without blocks has nothing to compute twice; one that a function makes for each mesh is compared below
+        # a model without blocks has nothing to recompute; a model made by a function is looked at for each mesh
         has_blocks = not isinstance(self._model, nn.Module) or bool(checkpointed_modules(self._model, "blocks"))
         again = (False, True) if has_blocks else (False,)
         chosen = [(is_cut, twice) for is_cut in ("whole", "cut", "within nodes") for twice in again][1:]
@@ -384,7 +384,7 @@ def _without_pipe(axes: Mapping[str, int]) -> dict[str, int]:
 def possible_meshes(
     x_shape: Sequence[int], devices: int, align: int | Mapping[int, int] = 1
 ) -> Iterator[dict[str, int]]:
-    """Return the meshes of so many ranks whose dims are long enough, each once; `align` rows stay together.  Of an
+    """Return the meshes of `devices` ranks whose dims are long enough, each once; `align` rows stay together.  Of an
     input without space, as tokens are, the batch alone is cut.
     """
     names = SPACE_AXES.get(len(x_shape), ())
@@ -400,7 +400,7 @@ def possible_meshes(
     ]
     sizes = x_shape[0], *x_shape[2 : 2 + len(names)]
     seen: set[tuple[tuple[int, int, int], ...]] = set()
-    for factors in _factorisations(devices, len(sizes)):
+    for factors in _factorizations(devices, len(sizes)):
         space = zip(sizes[1:], together, factors[1:], strict=True)
         alike = (sizes[0], 1, factors[0]), *sorted(space)
         fits = sizes[0] % factors[0] == 0 and all(
@@ -411,13 +411,13 @@ def possible_meshes(
             yield dict(zip((DATA_AXIS, *names), factors, strict=True))
 
 
-def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     if parts == 1:
         yield (number,)
         return
     for first in range(1, number + 1):
         if number % first == 0:
-            yield from ((first, *rest) for rest in _factorisations(number // first, parts - 1))
+            yield from ((first, *rest) for rest in _factorizations(number // first, parts - 1))
 
 
 def _opened_store(store: Any, axes: Mapping[str, int]) -> Any:

@@ -67,7 +67,7 @@ def balanced_stages(
     axes = {name: size for name, size in axes_of_mesh(mesh) if name != axis} or {"alone": 1}
     batch, *rest = example.layout.shape
     if batch % microbatches:
-        raise ShardingError(f"example= has a batch of {batch}, which is no multiple of microbatches={microbatches}")
+        raise ShardingError(f"example= has a batch of {batch}, which is not a multiple of microbatches={microbatches}")
     spec = tuple(_without_axis(entry, axis) for entry in example.layout.spec)
     device = DEVICES["cpu" if mesh.device_type == "cpu" else "h100"]
     shapes, is_processor = ((batch // microbatches, *rest),), device.is_processor
@@ -192,8 +192,7 @@ def pipelined_report(
     device: Device,
     ranks_per_node: int,
 ) -> DryRunReport:
-    """Return the report of a 1F1B step of so many microbatches from that of one, whose ranks have one for every stage
-    each.
+    """Return the report of a 1F1B step of `microbatches` from the report of one, which has a rank for each stage.
 
     Its bound ``"bubble"`` is the time in which a rank has nothing to do.
     """
@@ -264,16 +263,16 @@ class _StagesOfRank:
         return _BorderMessage(link, traffic, self._device.call_time("pipeline", link, *_numbers(traffic)))
 
 
-_OF_WEIGHTS = ("weights", "gradients", "optimizer")  # memory
+_OF_WEIGHTS = ("weights", "gradients", "optimizer")  # kinds of memory
 _SENT_OF_WEIGHTS = ("gathered weights", "gradients")
 
 
 def _phase_of_stage(phase: PhaseCost, share: StageShare, under_way: int, times: int) -> PhaseCost:
-    """Return the stage's part of a phase for so many microbatches; activations count for all under way."""
+    """Return the stage's part of a phase for `times` microbatches; activations count for all that are under way."""
     parts = {kind: share.weights if kind in _SENT_OF_WEIGHTS else share.seconds for kind in phase.traffic}
     traffic = {kind: _part_of_traffic(t, times * parts[kind]) for kind, t in phase.traffic.items()}
     before, after = (sum(totals.values(), Traffic()) for totals in (phase.traffic, traffic))
-    # links have all kinds together
+    # a link's numbers cover all kinds of traffic together
     of_bytes, of_messages = after.sent_bytes / max(before.sent_bytes, 1), after.messages / max(before.messages, 1)
     memory = dict.fromkeys(_OF_WEIGHTS, share.weights) | {"activations": share.kept * under_way}
     return replace(

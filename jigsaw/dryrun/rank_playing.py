@@ -31,7 +31,7 @@ from jigsaw.geometry.layout import AxisSizes, Layout, LayoutSpec
 from jigsaw.ops.into_torch.whole_tensor import hearing_costs
 from jigsaw.ops.meeting.common_cuts import REALIGN_KIND, RECUT_KIND
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, hearing_repeats
-from jigsaw.parallel.channel_parallel import TensorPlan, found_tensor_plan, planned_layers
+from jigsaw.parallel.channel_parallel import TensorPlan, completed_plan, planned_layers
 from jigsaw.parallel.gradients import local_part
 from jigsaw.parallel.parallelize import parallelize, reduced_at_end, reducer_of
 from jigsaw.parallel.sharding import ShardingOptions
@@ -85,11 +85,11 @@ class StepPlan:
     blocks: int | None = None
     replicate: tuple[str, ...] = ()
     every_block: bool = False
-    row: tuple[str, int] | None = None  # of which so many blocks alone are there
+    row: tuple[str, int] | None = None  # number of blocks of a row that exist
     keeps_calls: bool = True
     on_processor: bool = True
     tensor: TensorPlan | None = None
-    pieces: tuple[str, ...] = ()  # modules of which costs are told apart
+    pieces: tuple[str, ...] = ()  # modules whose costs are counted separately
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class PlayedRank:
     is_periodic: bool = True  # gradients of each block of the row travel in buckets with the same ends
     pieces: tuple[PlayedPiece, ...] = ()
     cut_share: float = 0.0  # bytes of those parameters that are DTensors
-    unpaired: Mapping[str, str] = field(default_factory=dict[str, str])  # layers, and why no plan has them
+    unpaired: Mapping[str, str] = field(default_factory=dict[str, str])  # layers that are in no plan, and why
 
 
 def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
@@ -173,9 +173,9 @@ def _play_step(
 ) -> None:
     model, dtype = prepared_model(plan, mesh, played)
     inputs = prepared_inputs(plan, stage_mesh, dtype)
-    if plan.tensor is None:
-        pairs = found_tensor_plan(model, dict(axes_of_mesh(mesh)).get(CHANNEL_AXIS, 1), tuple(inputs))
-        plan, played.unpaired = replace(plan, tensor=pairs.plan), pairs.reasons
+    in_tensor = dict(axes_of_mesh(mesh)).get(CHANNEL_AXIS, 1)
+    tensor, pairs = completed_plan(model, plan.tensor, in_tensor, tuple(inputs))
+    plan, played.unpaired = replace(plan, tensor=tensor), pairs.reasons
     for module in checkpointed_modules(model, plan.checkpoint):
         module.forward = partial(run_checkpointed, module.forward, use_reentrant=False)
     stages = None if stage_mesh is mesh else PlayedStages(plan, model, mesh, stage_mesh)
@@ -199,7 +199,7 @@ def _play_step(
 
     @contextmanager
     def phase(name: str) -> Generator[None]:
-        gc.collect(0)  # what the phases before left in circles, such as the whole weights of a model that was cut
+        gc.collect(0)  # free reference cycles of earlier phases, such as the whole weights of a model that was cut
         meter.begin_phase(name)
         with comm.count() as counted:
             watch.follow(counted)
@@ -318,7 +318,8 @@ class PlayedStages:
         self.holder = parallel_stage(
             modules, stage_mesh, sharding, CHANNEL_AXIS, planned_layers(model, plan.tensor or {})
         )
-        self._held.enter_context(reduced_at_end(self.holder))  # backward passes send no gradients of whole weights
+        # gradients of whole weights are not sent in the backward passes, but once, in `play_sums`
+        self._held.enter_context(reduced_at_end(self.holder))
 
     def play_sums(self, phase: Callable[[str], Any]) -> None:
         """Send what a step sends once: gradients of whole weights, of parameters that all stages have, the loss."""

@@ -92,8 +92,9 @@ class PhaseCount:
     kernels_again: int = 0
     events: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     begins_with: dict[int, int] = field(default_factory=dict[int, int])
-    end: tuple[int, int] | None = None  # events and kernels until the last node of a backward pass had run
-    # where pieces of the model are told apart, that of each kernel, of each call of jigsaw and of each of FSDP2
+    # the numbers of events and kernels when the last node of a backward pass had run
+    end: tuple[int, int] | None = None
+    # if pieces of the model are counted separately: the piece of each kernel, jigsaw call and FSDP2 message
     pieces: tuple[list[int], list[int], list[int]] = field(default_factory=lambda: ([], [], []))
     # messages of FSDP2, which jigsaw.comm does not see
     of_weights: list[TrafficCall] = field(default_factory=list[TrafficCall])
@@ -104,7 +105,7 @@ class StepMeter(TorchDispatchMode):
 
     def __init__(self, keeps_calls: bool = True) -> None:
         super().__init__()
-        self._keeps_calls = keeps_calls  # to time them
+        self._keeps_calls = keeps_calls  # calls are kept to be timed later
         self.phases: dict[str, PhaseCount] = {}
         self.value_reads: Counter[str] = Counter()
         self._kinds: dict[int, str] = {}  # memory -> kind, where known
@@ -112,7 +113,7 @@ class StepMeter(TorchDispatchMode):
         self._numbers = 0
         self._phase = PhaseCount()
         self._is_backward = False
-        # where pieces of the model are told apart: the current one, that of each memory; messages of jigsaw so far
+        # if pieces are counted separately: the current one, that of each memory, and the number of jigsaw's messages
         self.marks: PieceMarks | None = None
         self.calls: list[TrafficCall] = []
         self._piece = 0
@@ -183,7 +184,7 @@ class StepMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # its own operators on local tensors arrive separately
+            return NotImplemented  # DTensor's operators on its local tensors are counted when they arrive
         kwargs = kwargs or {}
         if func in _READ_BY_PYTHON:
             if isinstance(args[0], FakeTensor):
@@ -290,7 +291,7 @@ class StepMeter(TorchDispatchMode):
 
 
 def _end_of_memory(meter: weakref.ref[StepMeter], at: int, number: int) -> None:
-    alive = meter()  # memory of an index outlives its meter
+    alive = meter()  # None if the meter has ended: memory of an index lives longer
     if alive is not None:
         alive._end(at, number)  # pyright: ignore[reportPrivateUsage]
 
@@ -312,7 +313,7 @@ def _causal_part(flop: int, query: Tensor, key: Tensor) -> int:
     return flop * pairs // max(queries * keys, 1)
 
 
-# missing in torch's own table: attention on CPUs
+# attention on CPUs, which torch's own table lacks
 _MORE_FLOP: dict[Any, Any] = {
     CPU_ATTENTION: partial(_attention_flop, sdpa_flop_count, 3),
     CPU_ATTENTION_BACKWARD: partial(_attention_flop, sdpa_backward_flop_count, 4),
@@ -323,7 +324,7 @@ _OF_WEIGHTS = dict(zip(operators_of_weights(), ("gathered weights", "gradients")
 
 
 def _call_on_ring(kind: str, box: Any, size: int, rounds: int) -> TrafficCall:
-    """Return what a rank sends on a ring, round which `size` bytes, a part for each rank, go so often."""
+    """Return what a rank sends on a ring around which `size` bytes, a part for each rank, travel `rounds` times."""
     group: dist.ProcessGroup = dist.ProcessGroup.unbox(box)
     ranks = dist.get_process_group_ranks(group)
     messages = rounds * (len(ranks) - 1)
@@ -374,9 +375,9 @@ def _storages_of(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
 
 
 _OWN_FILES = str(Path(__file__).parents[1]) + os.sep
-# a Tile's own ways to a value; of the functions that give one (allclose, one_hot) those who call them are asked
+# files by which a value of a Tile is read; the place that is shown is the caller of these
 _SHOWN_BY = ("tensor_shell.py", "tensor_methods.py", "tile.py", "reductions.py", "lookup.py", "step_meter.py")
-_MOST_READS = 1000  # by one line
+_MOST_READS = 1000  # at one line
 
 
 def _reading_line() -> tuple[str, bool]:
@@ -385,7 +386,7 @@ def _reading_line() -> tuple[str, bool]:
     while frame.f_back is not None and call_places.is_of_packages(frame.f_code.co_filename):
         file = frame.f_code.co_filename
         if file == bare_models.__file__:
-            break  # while a model is made, its own code reads, even where a package made all of it
+            break  # while a model is constructed, its own code reads, even if all of it lies in packages
         if file.startswith(_OWN_FILES) and not file.endswith(_SHOWN_BY):
             return f"{file}:{frame.f_lineno}", True
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Weights between grids of cells as products of a sparse matrix: each row that a rank needs travels to it once."""
+"""Regridding as a product with a sparse matrix of weights; each source row is sent to a rank once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FieldProduct = Callable[[Tensor], Tensor]
 
 
 class MatrixOnDevice:
-    """Rows of the matrix of weights, over the source rows at hand, for each dtype and device."""
+    """Rows of the matrix of weights, for the source rows that this rank has, by dtype and device."""
 
     def __init__(self, rows: Integers, columns: Integers, values: np.ndarray, count: int) -> None:
         self._places, self._values, self._count = np.stack([rows, columns]), values, count
@@ -37,7 +37,7 @@ class MatrixOnDevice:
         """Multiply along the last dim: [..., sources] -> [..., targets]."""
         key = x.dtype, x.device
         if key not in self._made:
-            with without_modes():  # they outlive a dry run
+            with without_modes():  # kept, so with values, even where a dry run makes them
                 places, values = torch.from_numpy(self._places), torch.from_numpy(self._values)
                 self._made[key] = places.to(x.device), values.to(x.device, x.dtype)
         columns = x.movedim(-1, 0).reshape(x.shape[-1], math.prod(x.shape[:-1]))
@@ -46,7 +46,7 @@ class MatrixOnDevice:
                 *self._made[key], (self._count, x.shape[-1]), check_invariants=False, is_coalesced=True
             )
             y = torch.sparse.mm(matrix, columns)
-        else:  # its gradient still reaches the rows of other ranks
+        else:  # times 0, so that the backward pass still sends to other ranks
             y = (columns.sum(0, keepdim=True) * 0).expand(self._count, -1)
         return y.mT.reshape(*x.shape[:-1], self._count)
 
@@ -55,7 +55,8 @@ class MatrixOnDevice:
 class TablePlan:
     """Plan of one layout: its bare `source`, the result's layout, and what this rank needs, by pieces of one cut.
 
-    The dims of the source count as one, cut by the axes of all.  `received` has the bytes of each rank, in mesh order.
+    The source's dims are flattened into one, cut by the axes of all.  `received` has the bytes of each rank,
+    in mesh order.
     """
 
     dims: tuple[int, ...]
@@ -84,7 +85,7 @@ class CellTable:
         return MatrixOnDevice(e.target, e.source, e.value, math.prod(e.shape))
 
     def of_tensor(self, x: Tensor, dims: Sequence[int], judge: Callable[[Tensor, FieldProduct], Tensor]) -> Tensor:
-        """Return the field of a whole tensor; `judge` makes products of its values, and of which are missing."""
+        """Return the field of a whole tensor; `judge` applies the product to values and to the mask of missing ones."""
         y = judge(x.movedim(tuple(dims), self._last).flatten(-len(dims)), self._whole)
         return self._with_dims(y, self.entries.shape, min(dims))
 
@@ -142,7 +143,7 @@ class CellTable:
         key = plan.source, plan.dims, piece
         if key not in self._pieces:
             e, source = self.entries, self.entries.source
-            if plan.order is not None:  # sources count by the pieces of the ranks
+            if plan.order is not None:  # sources are numbered in the order in which ranks hold them
                 source = np.argsort(plan.order)[source]
             needed = NeededRows.of(e.target, source, plan.target_points, plan.cut.points, piece)
             by_place = np.lexsort((needed.columns, needed.rows))

@@ -20,9 +20,9 @@ from jigsaw.fields.latlon import CIRCLE, GridRows, LatLonValues, latitude_rows, 
 from jigsaw.geometry.healpix import healpix_cells_of_plane, healpix_corners
 
 Integers = NDArray[np.int64]
-_SAME_RING = 1e-4  # degrees: latitudes that are nearer are one ring
-_SLIVER = 1e-9  # of a cell: shares below it are rounding
-_BEYOND = 1e-3  # of a target cell, which the source may fail to cover
+_SAME_RING = 1e-4  # degrees by which latitudes of one ring may differ
+_SLIVER = 1e-9  # share of a cell: smaller ones are rounding errors
+_BEYOND = 1e-3  # share of a target cell that the source need not cover
 
 
 @runtime_checkable
@@ -127,7 +127,7 @@ def _shares_of_corners(source: CellPlaces, target: CellsOrRows) -> Entries:
     except spatial.QhullError as error:
         raise GridError(f"regrid: the {len(points)} source cells have no triangles between them: {error}") from None
     corners, beside = hull.simplices.astype(np.int64), hull.neighbors
-    # the lid over the open side of a region sees the center of the sphere from outside
+    # the faces that close the open side of a region have the sphere's center on their outer side
     is_lid = hull.equations[:, 3] > -1e-9
     triangle_of_point = np.zeros(len(points), np.int64)
     triangle_of_point[corners] = np.arange(len(corners))[:, None]
@@ -141,7 +141,7 @@ def _shares_of_corners(source: CellPlaces, target: CellsOrRows) -> Entries:
         lowest = shares.argmin(1)
         is_inside = (shares[np.arange(len(p)), lowest] >= -1e-13) & ~is_lid[at[walking]]
         weights[walking[is_inside]] = np.maximum(shares[is_inside], 0)
-        # on, over the edge that the point lies farthest beyond
+        # walk on to the triangle beyond the edge that the point is farthest behind
         walking, lowest = walking[~is_inside], lowest[~is_inside]
         if len(walking) == 0:
             break
@@ -255,8 +255,8 @@ def _bands_of(grid: CellsOrRows) -> Iterator[CellBand]:
         if (len(ring) < 3 and abs(lats[at]) < 90 - _SAME_RING) or (np.abs(apart - step) > 1e-2 * step).any():
             raise GridError(
                 "regrid: 'conservative' needs the edges of cells, which are known of HEALPix, and of rings of points "
-                f"equally far apart (reduced Gaussian grids); the {len(ring)} cells at latitude {lats[at]:g} are no "
-                "such ring; use 'bilinear'"
+                f"equally far apart (reduced Gaussian grids); the {len(ring)} cells at latitude {lats[at]:g} are not "
+                "such a ring; use 'bilinear'"
             )
         edges = lon[0] + (np.arange(len(ring) + 1) - 0.5) * step
         yield CellBand(sines[at], sines[at + 1], edges, cells)

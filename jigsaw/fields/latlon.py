@@ -172,7 +172,7 @@ def _conservative_weights(source: GridRows, target: GridRows) -> tuple[NDArray[n
     last = np.searchsorted(edges, wanted[1:], "left") - 1
     columns = np.minimum(first[:, None] + np.arange(int((last - first).max()) + 1), len(edges) - 2)
     measure = _sine_of_degrees if source.name == "lat" else np.asarray
-    # a column that was moved back to the last one counts once, at its own place
+    # columns beyond the last were clipped to it, and count only at their own place
     inside = columns == first[:, None] + np.arange(columns.shape[1])
     overlap = measure(np.minimum(high, edges[columns + 1])) - measure(np.maximum(low, edges[columns]))
     overlap = np.where(inside, np.maximum(overlap, 0.0), 0.0)

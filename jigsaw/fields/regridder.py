@@ -45,7 +45,7 @@ class RegridPlan:
 
     @property
     def fetched(self) -> tuple[int, ...]:
-        """Dims whose rows are all at hand after the fetch."""
+        """Dims of which the rank has all needed rows after the fetch."""
         return tuple(d for d in self.dims if d not in self.summed)
 
     def box(self, dim: int, coord: MeshCoordinate) -> tuple[Interval, Interval]:
@@ -333,7 +333,8 @@ class Regridder:
 
     def _judged_product(self, x: Tensor, multiply: FieldProduct) -> Tensor:
         wide = _as_wide(x)
-        if bool(wide.detach().sum().isfinite()):  # one pass; a sum that overflows only costs the slower path
+        # checked in one pass; if the sum overflows, the slower path gives the same result
+        if bool(wide.detach().sum().isfinite()):
             return multiply(wide).to(x.dtype)
         is_finite = wide.isfinite()
         values = multiply(torch.where(is_finite, wide, 0.0))
@@ -361,13 +362,13 @@ class Regridder:
     # -- missing values ------------------------------------------------------------------------------------------------
 
     def _counted(self, is_finite: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the counts to sum beside the values: of present ones, for the mean, or of missing ones."""
+        """Return the counts to sum besides the values: of present values, for the mean, or of missing ones."""
         return (is_finite if self.nan == "skip" else ~is_finite).to(dtype)
 
     def _judged(self, values: Tensor, count: Tensor) -> Tensor:
         if self.nan == "keep":
             return torch.where(count > 0, math.nan, values)
-        least = max(self.coverage - 1e-5, 1e-6)  # a share is a sum of rounded weights
+        least = max(self.coverage - 1e-5, 1e-6)  # a little less than asked, because a share is a sum of rounded weights
         return torch.where(count >= least, values / count.clamp(min=least), math.nan)
 
     def _dims_of(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
@@ -401,7 +402,7 @@ class BandProduct:
             block = start, min(start + rows, out[1])
             reads = band.need(block)
             first = (reads[0] - need[0]) % band.size
-            if first + reads[1] - reads[0] > need[1] - need[0]:  # it wraps inside a whole dim
+            if first + reads[1] - reads[0] > need[1] - need[0]:  # the rows wrap around within a whole dim
                 reads, first = need, 0
             w = torch.from_numpy(band.dense(block, reads)).to(like)
             blocks.append(((first, first + reads[1] - reads[0]), w))
@@ -419,7 +420,7 @@ def _join_products(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _row_growth(out: Interval, need: Interval) -> float:
-    """Return the number of target rows a source row."""
+    """Return the number of target rows for each source row."""
     return (out[1] - out[0]) / max(need[1] - need[0], 1)
 
 

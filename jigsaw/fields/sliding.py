@@ -227,7 +227,7 @@ class _CutWindows:
         return sums.mean()
 
     def _stored(self, window: Box) -> list[Cut]:
-        """Return the window with each row where the volume has it, and rows beyond it on its outermost pieces."""
+        """Return the window's cuts: rows stay on the rank that has them, rows beyond the volume go to the outermost."""
         return [
             Cut(high - low, tuple(p - low for p in _points_in_window(cut, (low, high))), cut.axes)
             for (low, high), cut in zip(window, self.layout.cuts[2:], strict=True)

@@ -18,13 +18,13 @@ SAMPLE_AXES = (DATA_AXIS, REPLICATE_AXIS, ENSEMBLE_AXIS)
 """Axes that cut batches and members, not space."""
 
 SPACE_AXES = {4: ("lat", "lon"), 5: ("z", "y", "x")}
-"""Axes of space of an input with so many dims, in the order of its last dims."""
+"""Axes of space by the input's number of dims, in the order of its last dims."""
 
 _USUAL_DIMS = {DATA_AXIS: 0, REPLICATE_AXIS: 0, "z": -3, "depth": -3, "y": -2, "lat": -2, "x": -1, "lon": -1}
 
 
 def usual_spec(dims: int, axes: Iterable[str]) -> tuple[str | tuple[str, ...] | None, ...]:
-    """Return the spec of an input with so many dims: each axis cuts the dim that axes of its name usually cut.
+    """Return the spec of an input with `dims` dims: each axis cuts the dim that axes of its name usually cut.
 
     >>> from jigsaw.geometry.axis_names import usual_spec
     >>> usual_spec(4, ["replicate", "data", "channel", "lat"])

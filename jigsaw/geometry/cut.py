@@ -305,7 +305,7 @@ def cut_holding_along(cut: Cut, axes: Collection[str], sizes: Mapping[str, int])
 
 
 def cut_of_cells(size: int, edges: Sequence[Cut]) -> tuple[Cut, ...] | None:
-    """Return how zeros of so many rows are cut, for values cut as `edges` that an index will be written with."""
+    """Return how `size` rows of zeros are cut, into which an index will write values that are cut as `edges`."""
     if len(edges) != 1 or not edges[0].by_index or [c.size for c in edges[0].source] != [size]:
         return None
     return (replace(edges[0].source[0], by_index=True),)

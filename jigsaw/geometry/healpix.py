@@ -157,7 +157,7 @@ def healpix_corners(
     points = np.unique(np.concatenate([edges, np.arange(np.ceil(edges[0] / 90), edges[-1] / 90) * 90]))
     middle = (points[:-1] + points[1:]) / 2
     quadrant = np.floor(middle / 90)
-    shares = np.stack([points[:-1], points[1:]]) / 90 - quadrant  # of the way through the quadrant
+    shares = np.stack([points[:-1], points[1:]]) / 90 - quadrant  # fraction of the quadrant
     intervals = np.searchsorted(edges, middle, "right") - 1
     for is_south, cap in enumerate([(max(low, 2 / 3), high), (low, min(high, -2 / 3))]):
         if cap[0] < cap[1]:
@@ -179,7 +179,7 @@ def healpix_cells_of_plane(n: int, nested: bool, squares: Integers) -> Integers:
 
 
 def padded_faces(nside: int, padding: int, nested: bool) -> tuple[Integers, Integers]:
-    """Return the cells of the twelve faces with so many rows and columns around each: [12, nside + 2 padding, ...].
+    """Return cells of the twelve faces with `padding` rows and columns around each: [12, nside + 2 padding, ...].
 
     Rows go to the south-west, columns to the south-east.  The second array has the other cell of those that are the
     mean of two, and -1 elsewhere: at the north and south corners of the faces at the equator three faces meet, and the

@@ -22,7 +22,7 @@ from jigsaw.geometry.axis_names import SAMPLE_AXES
 from jigsaw.geometry.cut import Box, Cut, FrozenValue, SplitRule, box_shape, check_split_rule, cut_points, whole_dim
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray  # arrays are passed on, never made, so a layout needs no package
+    from numpy.typing import NDArray  # for annotations only: a layout does not need NumPy
 
 MeshCoordinate = tuple[int, ...]
 AxisSizes = tuple[tuple[str, int], ...]
@@ -143,7 +143,8 @@ class Layout(FrozenValue):
 
     @cached_property
     def _are_cut(self) -> tuple[bool, ...]:
-        return tuple(any(c.is_cut for c in group) for group in self._dims) or (False,)  # dim 0 of no dims, as in torch
+        # a 0-d tensor accepts dim 0, as in torch
+        return tuple(any(c.is_cut for c in group) for group in self._dims) or (False,)
 
     @cached_property
     def complete_dims(self) -> tuple[bool, ...]:
@@ -358,7 +359,7 @@ def _cut_dim(size: int, axes: tuple[str, ...], sizes: Mapping[str, int], split: 
     named = tuple(a for a in axes if sizes.get(a, 1) > 1)
     # an axis of size 1 cuts nothing and is left out, so that layouts with one rank and without the axis compare equal
     if size < 0 or (axes and not named and not isinstance(split, str)):
-        cut_points(size, 1, split, align)  # raises: not an array, or points for other pieces
+        cut_points(size, 1, split, align)  # raises for a rule that is none, or points of another number of pieces
     if not named:
         check_split_rule(1, split, align)
         return whole_dim(size)

@@ -60,7 +60,7 @@ class MatmulRing:
 @dataclass(frozen=True, eq=False)
 class RingElements:
     """Numbers of elements of one operand, each an array over the mesh.  They are those of a rank's `own` part, and of
-    the rank `before` it in its ring of so many ranks. Then those of the whole `block`, and of its `largest` part.
+    the rank `before` it in its ring of `size` ranks. Then those of the whole `block`, and of its `largest` part.
     """
 
     size: int
@@ -350,7 +350,8 @@ def refine_cut(cut: Cut, axes: Sequence[str], sizes: Mapping[str, int], split: s
     # each piece by itself, not the whole dim anew: a part at rest must lie inside its block, however uneven
     points = [0]
     lengths = {stop - start for start, stop in pairwise(cut.points)}
-    within = {length: cut_points(length, parts, split)[1:] for length in lengths}  # balanced ones have two lengths
+    # a balanced cut has pieces of two lengths, so each is computed once
+    within = {length: cut_points(length, parts, split)[1:] for length in lengths}
     for start, stop in pairwise(cut.points):
         points += [start + p for p in within[stop - start]]
     return Cut(cut.size, tuple(points), (*cut.axes, *axes))

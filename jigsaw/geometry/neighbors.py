@@ -277,7 +277,7 @@ class OrderedLists:
             members = longest_first[: int(np.searchsorted(falling, -turn))]
             turns.append(self.places[starts[members] + turn])
         restore = np.argsort(longest_first, kind="stable")
-        number = np.arange(len(self.places)) - np.repeat(starts, counts)  # of each value in its row
+        number = np.arange(len(self.places)) - np.repeat(starts, counts)  # the number of each value within its row
         rest = np.flatnonzero(number >= _MOST_STEPS)
         return ListsBySteps(tuple(turns), np.repeat(restore, counts)[rest], self.places[rest], restore)
 
@@ -286,7 +286,7 @@ class OrderedLists:
 class ListsBySteps:
     """Values of which each row sums some, turn by turn.
 
-    ``turns[j]`` are the places of the j-th value of each row that has so many, rows with most values first. `restore`
+    ``turns[j]`` are the places of the j-th value of each row that has one, rows with most values first. `restore`
     puts the rows back into their own order.  So a sum is a few vector additions. Values beyond the 256th of a row are
     in `rest_places`, in order, with their rows, as `turns` count these.
     """
@@ -319,7 +319,7 @@ class NeighborPlan:
     sends: tuple[tuple[int, Integers], ...]  # piece, own rows
     back_sends: tuple[tuple[int, Integers], ...]  # piece, own edges
     back_receives: tuple[tuple[int, int], ...]  # piece, edges
-    sums: OrderedLists  # of own edges, then those that come back, for each own row
+    sums: OrderedLists  # for each own row, the values to add: own edges, then those that come back
 
     def __repr__(self) -> str:
         return f"NeighborPlan{self.key}"
@@ -379,7 +379,7 @@ def _edges_from_piece(
     """Return the edges of other pieces whose sources this piece owns: their pieces, and own rows in order of edges."""
     start, stop = source_points[piece], source_points[piece + 1]
     if table.is_symmetric and tuple(source_points) == tuple(target_points):
-        # who is a neighbor of an own cell has that cell as a neighbor
+        # neighbors are mutual, so edges back start at the own cells' neighbors
         rows = table.rows_of(needed)
         owners = np.repeat(np.searchsorted(target_points, needed, side="right") - 1, rows.shape[1])
         sources = rows.reshape(-1)

@@ -338,7 +338,10 @@ def plan_exchange(source: Layout, target: Layout, coord: MeshCoordinate) -> Exch
 
 
 MOST_PEERS_AT_ONCE = 64
-"""Ranks among which rows are exchanged at once; with more, messages are so many and small that two rounds are less."""
+"""Ranks among which rows are exchanged at once; with more, messages are many and small, and two rounds have fewer.
+
+Sums that each rank would share with each other one are the backend's own then.
+"""
 
 
 def layouts_between(source: Layout, target: Layout) -> tuple[Layout, ...]:

@@ -18,12 +18,12 @@ def checked_names(argument: str, value: Any, example: str = "t2m") -> tuple[str,
         names: tuple[Any, ...] = tuple(value)
     except TypeError:
         raise FieldError(
-            f"{argument}={value!r} is no list; give a list of names, like {argument}=[{example!r}]"
+            f"{argument}={value!r} is not a list; give a list of names, like {argument}=[{example!r}]"
         ) from None
     wrong = [name for name in names if not isinstance(name, str)]
     if wrong:
         raise FieldError(
-            f"{argument}={list(names)!r} has {wrong[0]!r}, which is no string; give names, like {example!r}"
+            f"{argument}={list(names)!r} has {wrong[0]!r}, which is not a string; give names, like {example!r}"
         )
     return names
 

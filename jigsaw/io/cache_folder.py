@@ -1,4 +1,4 @@
-"""Folder of files that can be made again: at most so many bytes, each file whole or absent, whoever writes them.
+"""Folder of files that can be made again: of limited size, each file whole or absent, whoever writes them.
 
 It belongs to this user alone: files that others put there are not read, and others cannot read its files. One that
 several users share is requested explicitly (``DiskCache(..., shared=True)``, $JIGSAW_CACHE_SHARED): they trust each
@@ -199,7 +199,7 @@ class CacheFolder:
 
 
 class _Heartbeat:
-    """Signal to those that wait for a lock that its holder is at work."""
+    """Signal by which the holder of a lock shows those that wait that it is still at work."""
 
     def __init__(self, lock: BinaryIO) -> None:
         self._lock, self._last = lock, time.monotonic()

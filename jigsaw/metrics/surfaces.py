@@ -117,7 +117,7 @@ def surface_dice(
     # distances of 0.8 mm are rounded: a tolerance of 0.8 includes all of them
     limits = (most.expand(classes).flatten() * (1 + 1e-9)).tolist()
     within = [torch.cat([forth, back]) <= limit for forth, back, limit in zip(*both, limits, strict=True)]
-    return torch.stack([near.to(torch.float64).mean() for near in within]).view(classes)  # the mean of nothing is NaN
+    return torch.stack([near.to(torch.float64).mean() for near in within]).view(classes)  # the mean of no values is NaN
 
 
 def _distances_both_ways(
@@ -233,7 +233,7 @@ def _least_distances(points: Tensor, targets: Tensor) -> Tensor:
 
 
 def _by_cell(points: Tensor, spacing: Sequence[float]) -> tuple[Tensor, ...]:
-    """Return the numbers of the points of each cell that has some."""
+    """Return the numbers of the points of each non-empty cell."""
     places = (points / (_CELL * max(spacing))).long()
     number = torch.zeros_like(places[:, 0])
     for column in places.unbind(1):

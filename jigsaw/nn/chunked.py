@@ -89,7 +89,7 @@ def chunked(module: M, slabs: int, dim: int = 2, align: int = 1) -> M:
         wanted = 0
     if wanted < 2:
         raise ShardingError(f"{CHUNKED_NAME}: slabs={slabs!r} must be a whole number, 2 or more")
-    cut_points(0, wanted, align=align)  # raises: align
+    cut_points(0, wanted, align=align)  # raises for an invalid `align`
     module.forward = ChunkedForward(module, wanted, dim, align)
     return module
 
@@ -106,18 +106,18 @@ class ChunkedForward:
     def __init__(self, module: nn.Module, slabs: int, dim: int, align: int) -> None:
         self.module, self.slabs, self.dim, self.align = module, slabs, dim, align
         self.inside: Callable[..., Any] = module.forward
-        self.widths: dict[Any, list[_HaloWidths]] = {}  # by the layouts of the inputs, for each pass
+        self.widths: dict[Any, list[_HaloWidths]] = {}  # for each pass, keyed by the layouts of the inputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tiles = list(tiles_in((args, kwargs)))
-        if any(isinstance(t.mesh, SlabMesh) for t in tiles):  # a chunked module within a chunked one
+        if any(isinstance(t.mesh, SlabMesh) for t in tiles):  # this module lies within another chunked one
             return self.inside(*args, **kwargs)
         mesh = shared_mesh(tiles) if tiles else None
         inputs, plain = list[Tile](), list[Tensor]()
 
         def as_slot(x: Tensor) -> _TensorSlot:
             is_tile = isinstance(x, Tile)
-            if not tiles and not inputs:  # of plain tensors the first is cut, as if it were a tile on one rank
+            if not tiles and not inputs:  # with plain tensors alone, the first is cut as if it were a tile on one rank
                 is_tile = True
                 x = Tile(x, Layout.of(x.shape, (None,) * x.ndim, ()), cast(DeviceMesh, SlabMesh((), (), x.device.type)))
             if isinstance(x, Tile):
@@ -358,7 +358,7 @@ class _SlabJob:
         replicas = self.layouts[0].replicas
         leaves = [x.detach().requires_grad_(needed) for x, needed in zip(tensors, needs, strict=True)]
         for leaf in leaves:
-            setattr(leaf, AVERAGED_MARK, replicas)  # it was scaled where it entered, so within the factor is 1
+            setattr(leaf, AVERAGED_MARK, replicas)  # it was scaled outside, so the factor is 1 within
         return leaves
 
     # -- all slabs ----------------------------------------------------------------------------------------------------
@@ -402,7 +402,8 @@ class _SlabJob:
         if last is not None:
             self.statistics.append(last.part.merge(parts, self.mesh))
             return None
-        for name, buffer in self.runner.named_buffers():  # running statistics, which each slab has changed alike
+        # running statistics, which every slab changes by the same amount
+        for name, buffer in self.runner.named_buffers():
             if tensor_version(changed[name]):
                 buffer.copy_(changed[name])
         return [y.reshape(o.local_shape(self.coordinate)) for y, o in zip(whole, self.out_layouts, strict=True)]
@@ -469,7 +470,7 @@ class _SlabJob:
                     if g is not None:
                         total.add_(g)
                     continue
-                # halos come from neighbors, so their gradients go back, even where a rank has none to give
+                # halos came from neighbors, so all ranks send gradients back, even a rank that has only zeros
                 target = self._source_target(self.layouts[place], fine[place], slab)
                 back = torch.zeros_like(taken[place]) if g is None else g
                 AsyncExchangeAdjoint([back], self.layouts[place], [target], self.source_mesh).wait(total)

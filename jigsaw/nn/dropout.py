@@ -20,7 +20,7 @@ from jigsaw.tile.tile import Tile, implements_torch
 
 
 def _answer_dropout(function: Any, space: int | None = None) -> None:
-    """Answer a dropout of elements, or of whole channels before so many dims of space."""
+    """Answer a dropout of elements, or of whole channels before `space` dims of space."""
 
     def dropout(input: Tile, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tile:
         dims = input.ndim if space is None else 2 if input.ndim == space + 2 else 1
@@ -30,7 +30,7 @@ def _answer_dropout(function: Any, space: int | None = None) -> None:
             return input
         # halo rows are hashed by their global place too, so a row that two ranks hold is dropped on both or on neither
         is_kept = global_chances(input, dims, p)
-        # False, not 0.0, which is no integer
+        # False, not 0.0, which is not an integer
         out = Tile((input.local * is_kept).mul_(False if p == 1 else 1 / (1 - p)), input.layout, input.mesh)
         return input.copy_(out) if inplace else out
 

@@ -252,7 +252,7 @@ class LocalFunction(nn.Module):
                 (start, stop), (step, wrap) = derived.out.held[piece], steps[d]
                 skip = start - derived.needs[piece][0] // step
                 more = y.shape[d] - skip - (stop - start)
-                # beyond the array's last row there is nothing to cut off
+                # the last piece ends at the array's last row, so it may have no row too many
                 if not to.is_empty and (more < 0 or (more and stop == derived.out.size and not wrap)):
                     raise self._rows_error(y, d, derived.out.size + more)
                 y = y if to.is_empty else y.narrow(d, skip, stop - start)
@@ -317,7 +317,7 @@ def _of_dim(by_dim: Mapping[int, T], dim: int, ndim: int, default: T) -> T:
 
 
 def _rows_within_reach(tile: Tile, first: Tile, along: Sequence[DimStencil]) -> Tensor:
-    """Return the rows of a tile that this rank's output rows need; a row that nothing cuts meets any number."""
+    """Return the rows of a tile that this rank's output rows need; an uncut dim of one row broadcasts."""
     lead = first.ndim - tile.ndim
     own_dims = [(a, a.dim - lead) for a in along if a.dim >= lead]
     moved = tuple(DimStencil(d, a.rule, a.wrap) for a, d in own_dims if is_cut_or_haloed(tile.layout, d))
@@ -326,7 +326,7 @@ def _rows_within_reach(tile: Tile, first: Tile, along: Sequence[DimStencil]) -> 
 
 
 def _stand_in(x: Tensor, first: Tile, along: Sequence[DimStencil]) -> Tensor:
-    """Return enough zeros for the function to make a result of them, with a gradient where `x` has one."""
+    """Return zeros, enough for the function to return a result, with a gradient where `x` has one."""
     shape = [max(n, 1) for n in x.shape]
     for a in along:
         d = a.dim - first.ndim + x.ndim

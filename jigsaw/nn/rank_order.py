@@ -49,7 +49,7 @@ def bare_cuts(group: Sequence[Cut]) -> CutGroup:
 
 def cut_in_rank_order(layout: Layout, dims: Sequence[int], axes: Sequence[str]) -> Cut:
     """Return some dims as one, each rank's local rows after the other's; `axes` are those that cut them."""
-    # pieces of a product of cuts are not intervals, but their counts still give points
+    # pieces of a product of cuts are not intervals, but their sizes still give cut points
     counts = [0, *(math.prod(layout.local_shape(at)[d] for d in dims) for at in coordinates_along(layout, axes))]
     points = tuple(accumulate(counts))
     return Cut(points[-1], points, tuple(axes)) if axes else whole_dim(points[-1])
@@ -81,7 +81,7 @@ def take_owned_rows(w: Tensor, dim: int, group: CutGroup, layout: Layout, coord:
             cells = cells.narrow(dim + k, start, stop - start)
         return cells.flatten(dim, dim + len(group) - 1) if len(group) > 1 else cells
     if len(group) == 1:
-        return w  # pieces of one cut lie one after the other anyway
+        return w  # the pieces of a single cut are already in the order of ranks
     return w.index_select(dim, values_on_device(_rows_in_rank_order(group, layout), None, w.device))
 
 
@@ -110,7 +110,7 @@ PeerRows = tuple[tuple[int, Tensor], ...]
 
 @lru_cache(maxsize=256)
 def _row_trades(source: CutGroup, target: CutGroup, layout: Layout, coord: MeshCoordinate) -> tuple[PeerRows, PeerRows]:
-    """Return (peer, local rows) that this rank gives, and (peer, places) where it puts what it gets.
+    """Return (peer, local rows) that this rank sends, and (peer, places) at which it puts received rows.
 
     Example: the tokens above are cut anew as 0:4, 4:8, 8:12, 12:16.  Rank 1 has 2, 3, 6, 7 and is to have 4 to 7.  It
     gives rank 0 its rows 0 and 1 (2 and 3). It puts the rows from there (4 and 5) at places 0 and 1, and keeps 6 and 7.
@@ -130,8 +130,8 @@ def _row_trades(source: CutGroup, target: CutGroup, layout: Layout, coord: MeshC
 
 
 def _shared_positions(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positions in `a` and `b` of the rows in both, by ascending row: the order of a message."""
-    # ascending, not in the order of either side, so both derive the same order without a message
+    """Return the positions in `a` and in `b` of the rows that are in both, by ascending row: the order of a message."""
+    # in ascending order, so that both sides find the same order without a message
     order_a, order_b = a.argsort(), b.argsort()
     in_a, in_b = torch.isin(a[order_a], b), torch.isin(b[order_b], a)
     return order_a[in_a], order_b[in_b]
@@ -182,7 +182,7 @@ class _RearrangedRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # a permutation of rows over ranks: its adjoint is its inverse, which gives back what was taken
+        # the adjoint of a permutation of rows over ranks is its inverse
         trade: RowTrade = ctx.trade
         return _RearrangedRows.apply(grads[0], RowTrade(trade.target, trade.source, trade.layout, trade.mesh)), None
 

@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 class _LastInput:
-    """The tile that a layer took last, and what was made of it."""
+    """The tile that a layer took last, and the results computed from it."""
 
     def __init__(self) -> None:
         self.tile: Tile | None = None
@@ -68,7 +68,7 @@ def shared_result(tile: Tile, key: object, make: Callable[[], R]) -> R:
 
 
 def forget_last_input() -> None:
-    """Let go of the last tile, once the forward pass has ended."""
+    """Forget the last tile once the forward pass has ended."""
     _of_thread.last = _LastInput()
 
 

@@ -38,7 +38,7 @@ class SlabStatistic:
 
 
 class SlabPaused(BaseException):
-    """Raised where a slab comes to a statistic that is not known yet; `part` is the slab's share in it."""
+    """Raised where a slab needs a statistic that is not known yet; `part` is the slab's share of it."""
 
     def __init__(self, part: MomentsPart | KeysPart) -> None:
         super().__init__(part)
@@ -76,7 +76,7 @@ class MomentsPart:
         """Return (rows, mean, sum of squared deviations), after which the slab itself is not needed."""
         rows = math.prod(self.x.local.shape[d] for d in self.dims)
         x = self.x.local.detach()
-        if not rows:  # another dim leaves this rank without rows
+        if not rows:  # this rank has no rows of another dim
             none = x.new_zeros([1 if d in self.dims else n for d, n in enumerate(x.shape)])
             return 0, none, none
         spread, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
@@ -195,13 +195,13 @@ def _tokens_of_all(slabs: Sequence[Tile], axes: Sequence[str], mesh: DeviceMesh 
     for tile in slabs:
         box = _token_box(tile)[1]
         whole[box] = tile.local.detach().reshape(whole[box].shape)
-    # zeros elsewhere, so the sum has every token once
+    # each rank has zeros for the tokens of others, so the sum has every token once
     whole = whole if mesh is None else comm.all_reduce(whole, mesh, axes)
     return whole.reshape(layout.local_shape(coord))
 
 
 class _WithGradients(torch.autograd.Function):
-    """Function that returns `y` unchanged; backward, `others` get `gradients`, which come from elsewhere."""
+    """Function that returns `y` unchanged; in the backward pass `others` get `gradients`, computed elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, gradients: tuple[Tensor, ...], *others: Tensor) -> Tensor:

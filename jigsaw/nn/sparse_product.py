@@ -86,12 +86,12 @@ def sparse_matmul(mat1: Any, mat2: Any) -> Any:
     return _multiply(matrix, x.owned())
 
 
-_DIMS = {2: (1, 2), 3: (3,)}  # of the matrix, and what a tile may have then
+_DIMS = {2: (1, 2), 3: (3,)}  # numbers of dims: of the matrix, and of the tile that it may multiply
 
 
 def _multiply(original: Tensor, x: Tile) -> Tile:
     matrix = original.to_sparse_coo().coalesce()
-    dim = matrix.ndim - 2  # of x: the one that is summed
+    dim = matrix.ndim - 2  # the dim of x that is summed over
     size, group = matrix.shape[dim], x.layout.dim(dim)
     if len(group) == 1:
         rows = stretched_cut(group[0], size)
@@ -134,7 +134,7 @@ class _PieceOfProduct:
         )
 
 
-# of each matrix by the cuts of its columns and rows; a change in place makes them anew
+# for each matrix, keyed by the cuts of its columns and rows; made again after a change in place
 _pieces: MutableMapping[Tensor, dict[Any, _PieceOfProduct | None]] = WeakIdKeyDictionary()
 
 
@@ -152,7 +152,7 @@ def _rows_for_product(original: Tensor, matrix: Tensor, cut: Cut, rows: Cut, pie
     return kept[key]
 
 
-# of each matrix by the cuts of its columns; a change in place makes them anew
+# for each matrix, keyed by the cuts of its columns; made again after a change in place
 _kept_rows: MutableMapping[Tensor, dict[tuple[int, CutGroup], tuple[Interval, ...]]] = WeakIdKeyDictionary()
 
 

@@ -39,7 +39,7 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def call_with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], args: Sequence[Any], kwargs: Any) -> Any:
-    """Call `module` with other parameters and buffers, by their first names; it keeps its own.
+    """Call `module` with other parameters and buffers by name (of shared ones the first name); it keeps its own.
 
     torch's `functional_call` (2.13) replaces a tensor twice where its module has two names, and leaves the replacement
     behind. So each place of a tensor is named once here, and tied tensors are replaced in all their places.

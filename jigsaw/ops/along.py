@@ -91,7 +91,7 @@ def _answer_sort(function: Any) -> None:
 
 
 def _in_order_of(input: Tile, out: Any) -> Any:
-    """Return results of a sort in the order of the input's dims, as torch's, wherever rows were brought for it."""
+    """Return results of a sort in torch's memory order, wherever rows were brought for the sort."""
     if not is_whole_contiguous(input):
         for tile in tiles_in((out,)):
             with_order(tile, whole_strides(input))
@@ -194,7 +194,8 @@ def segment_reduce(
         )
     x = data.owned()
     one = torch.ones(1, dtype=torch.int64, device=x.device)
-    torch.segment_reduce(x.local.new_ones(1), reduce, lengths=one, **named)  # refused alike where there are none, too
+    # torch refuses a wrong reduction here, on ranks without rows, too
+    torch.segment_reduce(x.local.new_ones(1), reduce, lengths=one, **named)
     (cut,) = x.layout.dim(at)
     target = cut.source[0].bare() if cut.is_cut and [c.size for c in cut.source] == [count] else None
     if target is None:
@@ -212,7 +213,7 @@ def segment_reduce(
 
 
 def empty_rows(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return no rows that stay in the graph of a tensor without any, because other ranks wait for its gradient."""
+    """Return empty rows that stay connected to the graph, because other ranks wait for this rank's backward pass."""
     return x.new_zeros(shape) + x.sum(dtype=x.dtype)
 
 
@@ -253,7 +254,7 @@ def _answer_quantile(function: Any) -> None:
         several = (len(q),) if isinstance(q, Tensor) and q.ndim else ()
         if whole.local.numel() or not input.numel():
             out = function(whole.local, q, at, keepdim, interpolation=interpolation)
-        else:  # torch refuses a rank without rows, which takes part in the backward pass
+        else:  # torch refuses empty rows, but this rank still takes part in the backward pass
             none = whole.local.sum(at, keepdim)
             out = none.expand(*several, *none.shape)
 

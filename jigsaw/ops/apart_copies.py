@@ -47,7 +47,7 @@ from jigsaw.torch_internals.autograd import base_of_view
 
 # number of functions that have changed a tile in place
 _changes_made = [0]
-_COPIES = "_jigsaw_copies"  # the copies that were made of some memory
+_COPIES = "_jigsaw_copies"  # attribute of memory: the copies that were made of it
 _Place = tuple[torch.Size, tuple[int, ...], Any]
 _MoveRows = Callable[[Tile, Layout], Tile]
 
@@ -75,8 +75,8 @@ class _WeakRows:
         local = tile.local
         root = local if base_of_view(local) is None else base_of_view(local)
         is_alike = all(of(root) == of(local) for of in _KINDS)
-        # anything but a plain view of its base is kept, as are the rows of a copy that nothing else may know (not by
-        # the memory itself, which would then never end)
+        # keep anything but a plain view of its base, and the rows of a copy that nothing else may hold (not within
+        # the memory itself, which would then never be freed)
         is_kept = not is_alike or isinstance(apart_mark(local), ApartCopy)
         self.kept = tile if is_kept and not is_in_storage else None
         self.root, self.memory = weakref.ref(root), weakref.ref(local.untyped_storage())
@@ -89,7 +89,7 @@ class _WeakRows:
         root, memory = self.root(), self.memory()
         if memory is None:
             return None
-        if root is None:  # a detached tensor has the memory
+        if root is None:  # the memory belongs to a detached tensor
             with torch.no_grad():
                 local = _at_place_of_memory(memory, self.place, self.dtype, self.mesh.device_type)
         else:
@@ -104,10 +104,10 @@ class ApartCopy:
         self.source, self.layout, self.has_way_back = _WeakRows(source), layout, has_way_back
         self._move_rows = move_rows
         self.has_grad_mode = torch.is_grad_enabled()
-        self.asked: tuple[Tile, Any] | None = None  # the tile and the index that it answers
+        self.asked: tuple[Tile, Any] | None = None  # the tile that was indexed, and the index
         self.seen, self.is_written, self._is_writing = _changes_made[0], False, False
-        self._tiles: dict[int, tuple[weakref.ref[Tile], _Place | None]] = {}  # those that have its memory
-        self._newer: Tile | None = None  # the source, where it was changed since
+        self._tiles: dict[int, tuple[weakref.ref[Tile], _Place | None]] = {}  # the tiles that share its memory
+        self._newer: Tile | None = None  # the source, if it was changed since
         self._take_memory(local)
         self._add_to(source)
         table.copies_made += 1
@@ -151,7 +151,7 @@ class ApartCopy:
         source, layout, mesh = self.source.tile(), self.source.layout, self.source.mesh
         is_at_hand, is_there = _is_at_hand(self.layout, layout), source is not None
         if not is_at_hand and not lacks_values():
-            # ranks do not share when garbage is collected
+            # ranks collect garbage at different times, so they ask each other
             counter = torch.tensor(int(is_there), device=local.device)
             is_there = bool(comm.all_reduce(counter, mesh, [name for name, _ in layout.axes]))
         if not is_there:
@@ -175,7 +175,7 @@ class ApartCopy:
         if self._is_writing or self._newer is not None or not tiles:
             return
         root = self.root()
-        # copies of this copy, whose sources are then among its tiles
+        # copies of this copy; their sources are among its tiles
         for copy in [] if root is None else _copies_of(root.untyped_storage()):
             copy.put_out_of_date()
         self._newer = self.source.tile()
@@ -187,7 +187,7 @@ class ApartCopy:
                 del tile.__dict__["local"]
 
     def _made_again(self, asked: Tile) -> Tensor:
-        """Return the local tensor of a tile of this copy, made anew from its source, as those of all others.
+        """Return the local tensor of a tile of this copy, made again from its source, like all its other tiles.
 
         *Sends*: the rows that moved.
         """
@@ -246,7 +246,7 @@ def _is_at_hand(source: Layout, target: Layout) -> bool:
 
 
 def _copies_of(memory: Any) -> list[ApartCopy]:
-    """Return the copies that were made of some memory."""
+    """Return the copies that were made of a memory."""
     return list(getattr(memory, _COPIES, ()))
 
 
@@ -292,7 +292,7 @@ def _with_rows_once(tile: Tile, dims: Sequence[int]) -> Tile:
 def note_views(out: Any, rows: Tensor | None = None) -> None:
     """Remember the results of a function that are views of a copy: that of `rows`, or by their memory."""
     for tile in (out,) if type(out) is Tile else tiles_in(out):
-        # a tile that autograd makes gets its local tensor when that is read for the first time
+        # a tile that autograd makes gets its local tensor only when that is first read
         copy = apart_mark(tile.local if rows is None else rows) if "local" in tile.__dict__ else None
         if isinstance(copy, ApartCopy):
             copy.add_tile(tile)
@@ -354,11 +354,12 @@ def _before_change(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     changed: list[Tensor] = []
     for tile in target if isinstance(target, (list, tuple)) else (target,):
         if isinstance(tile, Tile):
-            if function is not Tensor.__setitem__:  # which checks the rows that its index names
+            if function is not Tensor.__setitem__:  # `__setitem__` itself checks the rows that its index names
                 check_rows_apart(function, tile)
-            increment_version(tile)  # the shell's own, by which a custom Function that saved it sees the change
+            # the version of the shell, by which a custom Function that saved it sees the change
+            increment_version(tile)
             memory = tile.local.untyped_storage()
-            note_change(memory)  # which sees one through a view, too
+            note_change(memory)  # this finds changes through a view, too
             if hasattr(memory, APART_MARK):
                 check_way_back(function, tile)
                 changed.append(tile.local)
@@ -398,13 +399,13 @@ def _after_change(changed: Sequence[Tensor], out: Any) -> Any:
 
 
 def carry_change(local: Tensor) -> None:
-    """Carry a write to a tensor on: to the rows that it is a copy of, and to copies of it."""
+    """Carry a write to a tensor on to the rows that it is a copy of, and to copies of it."""
     copy = apart_mark(local)
     if isinstance(copy, ApartCopy):
         copy.write_back(local)
     memory = local.untyped_storage()
     rows_around = getattr(memory, _AROUND, None)
     if rows_around is not None and local.numel() == rows_around.source.place[0].numel():
-        rows_around = None  # they were changed with all the others
+        rows_around = None  # all rows of the source were changed, those around included
     for other in _copies_of(memory) if rows_around is None else [rows_around, *_copies_of(memory)]:
         other.put_out_of_date()

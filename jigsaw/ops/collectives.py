@@ -21,7 +21,7 @@ from jigsaw.ranks.model_world import OneProcessError, finished_work, is_one_proc
 from jigsaw.tile.tile import implements_torch, tiles_in
 from jigsaw.torch_internals.autograd import as_plain_tensors
 
-dist: Any = distributed  # which marks some of these as deprecated
+dist: Any = distributed  # Any, because torch marks some of its functions as deprecated
 _OPS = dist.ReduceOp
 _SAME_FOR_ANY_NUMBER = (_OPS.AVG, _OPS.MAX, _OPS.MIN, _OPS.BAND, _OPS.BOR)
 _CHANGES_NOTHING = (dist.all_reduce, dist.all_reduce_coalesced, dist.broadcast, dist.reduce)
@@ -52,12 +52,12 @@ def _run_collective(function: Any, *args: Any, **kwargs: Any) -> Any:
     if function in _CHANGES_NOTHING:
         return finished_work(args[0]) if kwargs.get("async_op") else None
     with as_plain_tensors():
-        # torch checks the arguments, and asks the group of one process
+        # torch checks the arguments, in a group of one process
         return function(*args, **kwargs)
 
 
 def _gather_copies(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-    """Copy the tile to each place of the list, as ranks that gather a tensor that they all have; metrics do this."""
+    """Copy the tile to each place of the list, because all ranks have the same tensor; metrics gather like this."""
     for place in tensor_list:
         place.copy_(tensor)
     return finished_work(tensor) if async_op else None

@@ -68,7 +68,7 @@ def _view_as_complex(input: Tile) -> Tile:
         input = input.with_layout(input.layout.replace_dim(last, whole_dim(2)))
     strides, source, local = whole_strides(input), input, input.local
     if local.stride(last) != 1 or any(n % 2 for n in (*local.stride()[:-1], local.storage_offset())):
-        # rows that came from other ranks have strides of their own
+        # rows that came from other ranks may have other strides
         local = copied_to(input, input.layout).local.contiguous()
     out = Tile(torch.view_as_complex(local), input.layout.drop((last,)), input.mesh)
     return with_strides(out, tuple([n // 2 for n in strides[:-1]]), source)

@@ -50,7 +50,7 @@ def _correlation(input: Tile) -> Any:
     covariance = _covariance(input)
     if covariance.ndim == 0:
         return covariance / covariance
-    deviation = held_whole(covariance.diagonal()).real.sqrt()  # it meets both dims, of which the axes cut one
+    deviation = held_whole(covariance.diagonal()).real.sqrt()  # it divides along both dims, so all ranks need all
     correlation = covariance / deviation[:, None] / deviation
     if not correlation.dtype.is_complex:
         return correlation.clamp(-1, 1)
@@ -58,7 +58,7 @@ def _correlation(input: Tile) -> Any:
 
 
 def _powers(x: Tile, count: int) -> Any:
-    """Return 1, x, x^2 and so on, along a new last dim, which is whole; of integers in int64, as torch does."""
+    """Return 1, x, x^2 and so on, along a new last dim, which is whole; integers become int64, as in torch."""
     x = x if x.dtype.is_floating_point or x.dtype.is_complex else x.long()
     ones = torch.ones_like(x).unsqueeze(-1)
     if count < 2:

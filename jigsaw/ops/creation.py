@@ -85,7 +85,7 @@ def _new_tensor(self: Any, data: Any, **named: Any) -> Any:
 @implements_torch(Tensor.fill_, torch.fill_, either=("input", "value"))
 def _fill_in_place(input: Any, value: Any) -> Any:
     if not isinstance(input, Tile) or isinstance(value, (Tile, Tensor)):
-        input[...] = value  # the value is written as any other is, with its gradient
+        input[...] = value  # write it like any value, so that it gets its gradient
         return input
     check_no_leaf(Tensor.fill_, input)
     input.local.fill_(value)
@@ -187,9 +187,10 @@ def _answer_random_fill(name: str, draw: Callable[..., Tensor]) -> None:
         _check_generator(method, self, generator)
         check_no_leaf(method, self)
         if not any(isinstance(value, Tensor) for value in (*args, *named.values())):
-            with without_modes():  # for torch's own errors, of no numbers
+            with without_modes():  # an empty tensor, only to raise torch's own errors
                 method(torch.empty(0, dtype=self.dtype, device=self.device), *args, **named)
-        self.local.copy_(draw(self, *args, **named))  # through autograd: the old values have no gradient
+        # copied in sight of autograd, so that the old values get no gradient
+        self.local.copy_(draw(self, *args, **named))
         return self
 
     implements_torch(method, either=("self",))(fill)
@@ -214,7 +215,7 @@ def _draw_exponential(tile: Tile, lambd: float = 1.0) -> Tensor:
 def _draw_whole(tile: Tile, *bounds: int, to: int | None = None, **named: int) -> Tensor:
     low = named.get("from", bounds[0] if len(bounds) == 2 else 0)
     high = bounds[-1] if bounds else to
-    if high is None:  # all that the dtype can hold exactly
+    if high is None:  # up to the largest integer that the dtype holds exactly
         is_float = tile.dtype.is_floating_point
         high = min(int(2 / torch.finfo(tile.dtype).eps), 2**53) if is_float else min(torch.iinfo(tile.dtype).max, 2**53)
     return _whole_numbers(tile, low, high)
@@ -247,7 +248,7 @@ def _answer_alpha_dropout(function: Any, functional: Any, dims: int | None) -> N
             return input
         if p == 1:
             return input.mul_(0) if inplace else input * 0
-        factor = (global_uniform(input, dims or input.ndim) >= p).to(input.dtype)  # 0 for what is dropped
+        factor = (global_uniform(input, dims or input.ndim) >= p).to(input.dtype)  # 0 where an element is dropped
         scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
         out = Tile(input.local * (factor * scale) + (factor - 1 + p) * (_ALPHA * scale), input.layout, input.mesh)
         return input.copy_(out) if inplace else out
@@ -269,7 +270,7 @@ def _rrelu(
     slope: Any = (lower + upper) / 2
     if training:
         slope = _like(input, _uniform_numbers(input, input.dtype, lower, upper), {})
-    out = input.where(input > 0, input * slope)  # the gradient at 0 is the slope
+    out = input.where(input > 0, input * slope)  # `> 0`, because at 0 the gradient is the slope
     return input.copy_(out) if inplace else out
 
 

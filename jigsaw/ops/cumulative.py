@@ -49,17 +49,17 @@ def _stacked_rows(row: Tensor, tile: Tile, dim: int) -> Tensor:
 
 
 def _rows_before(stacked: Tensor, tile: Tile, dim: int) -> Tensor:
-    """Return the rows of those pieces before this rank's that have any, in the order of the dim, next to each other."""
+    """Return the rows of the non-empty pieces before this rank's, joined in the order of the dim."""
     (cut,) = tile.layout.dim(dim)
     own_piece = tile.layout.piece(cut, tile.coordinate)
     places = {piece: place for place, piece in enumerate(pieces_in_stack(tile.layout, cut))}
     before = [stacked[places[p]] for p in range(own_piece) if cut.points[p] < cut.points[p + 1]]
-    # no row for the first piece, which still waits for the others in the backward pass
+    # the first piece gets an empty row, which keeps its rank in the backward pass
     return torch.cat([stacked[0].narrow(dim, 0, 0), *before], dim)
 
 
 def _last_row(scanned: Tensor, local: Tensor, dim: int) -> Tensor:
-    """Return the last row of a scan; where there is none, some row of the same shape and history."""
+    """Return the last row of a scan; where there is none, a row of the same shape and with the same graph."""
     if scanned.shape[dim]:
         return scanned.narrow(dim, scanned.shape[dim] - 1, 1)
     return local.sum(dim, keepdim=True).to(scanned.dtype)

@@ -49,21 +49,21 @@ def _diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: An
     parts = [t for t in (prepend, input, append) if t is not None]
     if any(t.ndim != input.ndim for t in parts):
         raise RuntimeError(f"diff of shapes {[tuple(t.shape) for t in parts]}: prepend and append need as many dims")
-    # for n = 0 torch returns the input alone
+    # for n = 0 torch returns the input without what is appended
     tile = join_tiles(parts, dim) if len(parts) > 1 and n else input
     (at,) = reduced_dims(tile, dim)
     if not tile.layout.is_cut(at) or n == 0:
         return run_along_dim(torch.diff, tile, at, n, at)
     check_by_torch(torch.diff, tile, at, n, at)
     rows, cut = _windows_of_rows(tile, at, n)
-    local = in_own_memory(torch.diff(rows, n, at), tile)  # of no rows torch returns what it was given
+    local = in_own_memory(torch.diff(rows, n, at), tile)  # without rows torch returns its input
     return Tile(local, tile.layout.without_halo().replace_dim(at, cut), tile.mesh)
 
 
 @implements_torch(torch.gradient, either=("spacing",))
 def _gradient_along_dims(input: Tile, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> tuple[Any, ...]:
     """Return the slope at each row, of first or second order at the ends; *Sends*: rows of neighbors, as joins do."""
-    torch.gradient(input.local.new_zeros(2))  # for torch's own errors
+    torch.gradient(input.local.new_zeros(2))  # only to raise torch's own errors
     dims = reduced_dims(input, dim)
     spacings: Sequence[Any] = spacing if isinstance(spacing, (list, tuple)) else [spacing] * len(dims)
     if len(spacings) != len(dims) or edge_order not in (1, 2):
@@ -109,7 +109,7 @@ def _slopes(x: Any, dim: int, between: Any, order: int) -> Any:
 
 def _areas_between_rows(y: Any, x: Any, dx: Any, dim: int) -> Any:
     """Return the area of the trapezoid between each row and the next."""
-    if not isinstance(y, Tile) or not y.layout.is_cut(dim):  # plain heights are whole
+    if not isinstance(y, Tile) or not y.layout.is_cut(dim):  # a plain tensor is whole
         middle = (y.narrow(dim, 1, y.shape[dim] - 1) + y.narrow(dim, 0, y.shape[dim] - 1)) / 2
     else:
         rows, cut = _windows_of_rows(y, dim, 1)
@@ -133,7 +133,7 @@ def _checked_trapezoids(y: Any, x: Any, dim: int) -> int:
 def _trapezoid(y: Any, x: Any = None, *, dx: Any = 1.0, dim: int = -1) -> Any:
     """Return the integral along `dim` by trapezoids; *Sends*: one row of a cut dim a rank, and what a sum sends."""
     at = _checked_trapezoids(y, x, dim)
-    # for no rows torch returns zeros that require no gradient
+    # without rows torch returns zeros that require no gradient
     return _areas_between_rows(y, x, dx, at).sum(at) if y.shape[at] else y.detach().sum(at)
 
 

@@ -41,12 +41,12 @@ def _along_cut_dim(function: Any, input: Tile, dim: int, keepdim: bool) -> tuple
     axes = own.layout.dim_axes(dim)
     if own.local.shape[dim]:
         value, place = function(own.local, dim)
-    else:  # left out below, but every rank takes part in the backward pass
+    else:  # this value is left out below, but keeps the rank in the backward pass
         value = own.local.sum(dim).to(own.dtype)
         place = torch.zeros_like(value, dtype=torch.int64)
     place = place + cut.owned(own.layout.piece(cut, own.coordinate))[0]
     pieces = pieces_in_stack(own.layout, cut)
-    # in the order of the dim, so that the first of equal ones is the first; pieces without rows have none
+    # in the order of the dim, so that of equal values the first wins; pieces without rows are left out
     order = [pieces.index(p) for p in range(cut.pieces) if cut.points[p] < cut.points[p + 1]]
     values, places = stack_along_axes(value, own, axes, (own.layout, dim)), stack_along_axes(place, own, axes)
     values, places = (torch.stack([y[i] for i in order]) for y in (values, places))
@@ -115,7 +115,7 @@ def _place_in_all(function: Any, input: Tile, keepdim: bool) -> Any:
         )
     local = own.local.flatten()
     if local.numel():
-        # a box in row-major order is one part of the whole in its order, so a rank's first is the whole's first of it
+        # a rank's rows have the order of the whole tensor, so its first hit is its earliest one in the whole
         at = torch.unravel_index(function(local), own.local.shape)
         value, place = own.local[at].reshape(()), torch.zeros((), dtype=torch.int64, device=local.device)
         for d, row in enumerate(at):

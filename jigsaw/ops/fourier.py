@@ -8,8 +8,8 @@ layout of the result follows from that of the input alone:
 - *Real, over several dims* (``rfftn irfftn hfftn ihfftn`` and their 2-d names): the axes go from one transformed dim
   to another whose turn has passed, and **stay** there.  The half spectrum is cut along its modes, so that weights of
   modes multiply it, and low modes are sliced off it, without a message.  The inverse does the same backwards and
-  brings the result home, for the cut of the modes remembers (`Cut.source`) where the dims were cut: so
-  ``x + irfftn(f(rfftn(x)))`` meets, for one exchange each way where one dim is cut.
+  brings the result home, because the cut of the modes remembers (`Cut.source`) where the dims were cut.  So
+  ``x + irfftn(f(rfftn(x)))`` meets, and costs one exchange each way where one dim is cut.
 - *Complex, or along one dim*: the result is cut as the input was (``x + fft(x).real`` meets).  The axes visit a dim
   that is not transformed, all dims are transformed there, and the axes come back: two exchanges.  The dim they visit
   is the one whose rows they share out best, the first of those (batch, then channels).  Where none has a row for each
@@ -100,7 +100,7 @@ def plan_transform(
     counts = dict(zip(dims, sizes, strict=True))
     if not any(x.is_cut(d) for d in dims):
         return TransformPlan(((x, dims),), _with_dims(x, {d: (whole_dim(n),) for d, n in counts.items()}))
-    # a half spectrum stays where its axes end
+    # a half spectrum stays cut where the axes are at the end
     is_plain = all(len(x.dim(d)) == 1 for d in dims)
     if len(dims) > 1 and is_plain and kind.makes_half:
         return _plan_between_transformed_dims(x, asked, kind, counts, {d: (whole_dim(n),) for d, n in counts.items()})
@@ -131,7 +131,7 @@ def _plan_between_transformed_dims(
             now = _with_dims(now, {d: _cut_of_size(now.dim(d), counts[d]) for d in ready})
             todo = [d for d in todo if d not in ready]
             continue
-        # the real dim of a half spectrum goes first forward, last backward
+        # the dim of the half spectrum is transformed first forward, last backward
         source = next((d for d in todo if d != dims[-1]), todo[0]) if kind.takes_half else todo[-1]
         target = _receiving_dim(now, source, todo, dims, home)
         cut = _receiving_cut(now, target, now.dim_axes(source), home)
@@ -169,7 +169,7 @@ def _receiving_cut(now: Layout, target: int, axes: tuple[str, ...], home: dict[i
     """Return `target`, cut by `axes` as well: where some of them return to it, at the points that it has there."""
     cut = now.dim(target)[0]
     if math.prod(map(now.size_of, axes)) > transfers.MOST_PEERS_AT_ONCE:
-        axes = axes[::-1]  # the minor one goes first, and is then major
+        axes = axes[::-1]  # the axes move one by one, the minor one first, which then becomes the major one
     if cut.is_cut:
         return refine_cut(cut, axes, dict(now.axes))
     known = home[target][0]
@@ -190,7 +190,7 @@ def _visited_dim(x: Layout, dims: Sequence[int], enough: bool) -> int | None:
 
 
 def _busiest_share(x: Layout, dim: int, axes: Sequence[str]) -> float:
-    """Return how many times the mean the busiest rank would hold, were `dim` cut by `axes` as well."""
+    """Return the busiest rank's rows as a multiple of the mean, if `axes` also cut `dim`."""
     pieces = x.dim(dim)[0].pieces * math.prod(x.size_of(a) for a in axes)
     return -(-x.shape[dim] // pieces) * pieces / max(x.shape[dim], 1) or float(pieces)
 
@@ -251,7 +251,7 @@ def _transform(
         and input.device.type == "cpu"
         and torch.is_autocast_enabled("cpu")
     ):
-        input = input.float()  # torch's own autocast does so on CPUs alone
+        input = input.float()  # as torch's autocast does, on CPUs only
     shape = _result_of(function, tuple(input.shape), input.dtype, sizes, dim, norm)
     if not dims:
         return Tile(function(input.local, sizes, dim, norm), input.layout, input.mesh)
@@ -263,7 +263,7 @@ def _transform(
         lengths[dims[-1]] = counts[dims[-1]]
     tile = _without_halo_of(input, dims)
     if any(tile.layout.is_cut(d) for d in dims):
-        for d in dims:  # rows that are not transformed need not travel
+        for d in dims:  # drop rows that are not transformed before they travel
             takes = lengths[d] // 2 + 1 if kind.takes_half and d == dims[-1] else lengths[d]
             tile = slice_dim(tile, d, 0, takes) if takes < tile.shape[d] else tile
     plan = plan_transform(tile.layout, input.layout, kind, dims, tuple(counts.values()))
@@ -284,7 +284,7 @@ _SMALL, _WIDER = 4, {torch.float16: torch.float32, torch.bfloat16: torch.float32
 
 
 def _small_length(kind: TransformKind, is_last: bool, rows: int, length: int) -> int:
-    """Return the length of a transform of `_SMALL` rows that cuts them off, or adds some, as one of `rows` does."""
+    """Return the length of a small transform that crops or pads `_SMALL` rows as the real one does its rows."""
     is_half = kind.takes_half and is_last
     takes = rows if length == -1 else length // 2 + 1 if is_half else length
     small = _SMALL + (takes > rows) - (takes < rows)
@@ -342,7 +342,7 @@ def _transform_local(
 ) -> Tensor:
     function = getattr(torch.fft, kind.whole if last in dims else kind.others)
     empty = [d for d, n in enumerate(x.shape) if not n and d not in dims]
-    # the library refuses empty tensors: a rank without rows takes one of zeros, and drops it
+    # the library refuses empty tensors, so a rank without rows transforms zeros and drops the result
     padded = F.pad(x, [1 if side and d in empty else 0 for d in reversed(range(x.ndim)) for side in (0, 1)])
     y = function(padded if empty else x, lengths, dims, norm)
     for d in empty:

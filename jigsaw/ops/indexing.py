@@ -62,7 +62,7 @@ def operand_part(value: Any, tile: Tile, layout: Layout) -> Tensor:
     if isinstance(value, Tile):
         dims = [layout.dim(lead + d) if n != 1 else (whole_dim(1),) for d, n in enumerate(value.shape)]
         target = Layout.from_dims(dims, layout.axes)
-        # tokens of two cut dims, 8/lat x 6/lon, that are written where 48 were never flattened
+        # False for tokens flattened from 8/lat x 6/lon that are written to a dim of 48 that was never flattened
         is_flattened_alike = value.layout.groups == target.groups
         moved = value.with_layout(target) if is_flattened_alike else with_moved_rows(value, target)
         return comm.use_in_parts(moved.local, tile.mesh, _missing_axes(tile.layout, moved.layout))
@@ -74,7 +74,7 @@ def _missing_axes(layout: Layout, of: Layout) -> list[str]:
 
 
 def as_whole_tensor(value: Any) -> Any:
-    """Return a tile as a plain tensor, others as they are.  *Sends*: the rows of a cut tile, to every rank."""
+    """Return a tile as a plain tensor, other values unchanged.  *Sends*: the rows of a cut tile, to every rank."""
     return value.full_tensor() if isinstance(value, Tile) else value
 
 
@@ -110,7 +110,7 @@ def _read_index(function: Any, tile: Tile, index: Any, drop: bool) -> TilePlaces
     dim, out, picked, dropped = 0, tile, dict[int, Any](), list[int]()
     for item in items:
         is_number = is_mask(item) and not item.ndim
-        if item is None or is_number:  # one element has left the tile
+        if item is None or is_number:  # `out` is a plain tensor if only one element was picked
             out = unsqueeze_tile(out, dim) if isinstance(out, Tile) else out.unsqueeze(dim)
         if item is None:
             dim += 1
@@ -121,7 +121,7 @@ def _read_index(function: Any, tile: Tile, index: Any, drop: bool) -> TilePlaces
             out = slice_dim(out, dim, start, max(start, stop), step)
             dim += 1
         elif isinstance(item, (Tensor, Tile)):
-            # a mask of no dims says whether a new dim has its row
+            # a 0-d mask adds a dim, of one row if it is True, else of none
             for places in _places_of_tensor(item.reshape(1) if is_number else item, out, dim):
                 picked[dim] = places
                 dim += 1
@@ -212,10 +212,10 @@ def _flat_places(picked: Mapping[int, Any], view: Tile) -> Any:
     """Return one row-major index over the picked dims, for the index tensors of each; a tile where one of them is."""
     flat: Any = None
     for d, index in picked.items():
-        n, index = view.shape[d], index.long()  # an index of numpy's may be too narrow for row + n
+        n, index = view.shape[d], index.long()  # a narrow integer of numpy may overflow in row + n
         if isinstance(index, Tensor) and index.numel():
             is_right = ((index >= -n) & (index < n)).all()
-            if is_on_accelerator(index) or lacks_values():  # the host waits for no value
+            if is_on_accelerator(index) or lacks_values():  # check on the device, so that the host does not wait
                 assert_on_device(is_right)
             elif not is_right:
                 raise IndexError(
@@ -253,7 +253,7 @@ def pick_places(view: Tile, picked: Mapping[int, Any], position: int) -> Tile:
     flat = _flat_places(picked, x)
     kept = [d for d in range(x.ndim) if d not in dims]
     if isinstance(flat, Tile) and any(a in x.layout.dim_axes(d) for d in kept for a in flat.layout.cut_axes):
-        flat = flat.full_tensor()  # one axis cannot cut two dims
+        flat = flat.full_tensor()  # an axis cannot cut two dims
     if isinstance(flat, Tile):
         for d in dims:
             x = x.with_layout(x.layout.replace_dim(d, *(c.uncut() for c in x.layout.dim(d))))
@@ -368,13 +368,14 @@ def _write_into_view(tile: Tile, places: TilePlaces, value: Any, accumulate: boo
             for d in reversed(dropped):
                 after = view.ndim - d - 1
                 source = source.unsqueeze(source.ndim - after) if source.ndim > after else source
-            # a unit dim that an int made is cut, but its row is written by whoever holds it
+            # the dim of one row that an int stands for is cut, but every rank that holds the row writes it
             part = operand_part(source, tile, layout).expand(view.local.shape)
-            # in `tile[0] += 1` Python writes the row back that was changed where it lies
+            # after `tile[0] += 1` Python writes the row back, which is already changed in place
             strides = zip(part.shape, part.stride(), view.local.stride(), strict=True)
             if (
                 not part.numel()
-                or (part.requires_grad and not view.local.requires_grad)  # `x.detach()[...] = x` enters the graph
+                # a value with a gradient must be written, as in `x.detach()[...] = x`
+                or (part.requires_grad and not view.local.requires_grad)
                 or not lie_in_one_memory(part, view.local)
                 or part.storage_offset() != view.local.storage_offset()
                 or any(n > 1 and a != b for n, a, b in strides)
@@ -383,14 +384,14 @@ def _write_into_view(tile: Tile, places: TilePlaces, value: Any, accumulate: boo
         else:
             view.local.fill_(source)
         return
-    # the row of an int is one more index
+    # treat an int as one more index tensor, of one row
     picked = {**places.picked, **{d: torch.zeros((), dtype=torch.int64, device=tile.device) for d in dropped}}
     dims, position = list(picked), places.position
     flat = as_whole_tensor(_flat_places(picked, view))
     index_dims = [(whole_dim(n),) for n in flat.shape]
     rest = [view.layout.dim(d) for d in range(view.ndim) if d not in dims]
     layout = Layout.from_dims(_join_dims(index_dims, rest, position), view.layout.axes)
-    # halo rows are written too: each rank looks for the places among the rows that it holds
+    # each rank writes to the rows that it holds, halo rows included
     cells, cuts = cells_in_front(view.local, view, dims)
     rows, is_held = rows_held(flat.reshape(-1), cuts, view)
     source = _shaped_value(value, layout.shape, tile)

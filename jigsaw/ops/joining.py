@@ -74,7 +74,7 @@ def _cuts_in_join(layouts: Sequence[Layout | None], sizes: Sequence[int], at: in
 
 
 def _without_other_order(t: Any, at: int) -> Any:
-    """Return a tile that is cut along `at` with its rows there in one interval a rank, without halo."""
+    """Return a tile cut along `at` so that each rank has one interval of rows there, without halo."""
     if not isinstance(t, Tile) or not (t.layout.is_cut(at) or any(c.has_halo for c in t.layout.dim(at))):
         return t
     return with_contiguous_dim(t.owned(), at)
@@ -93,7 +93,7 @@ def _aligned_parts(function: Any, tensors: Sequence[Any], dim: int) -> tuple[lis
     planned = iter(to or t.layout for t, to in zip(tiles, moves, strict=True))
     lie = [next(planned) if isinstance(t, Tile) else None for t in tensors]
     joined, cuts = _cuts_in_join(lie, [t.shape[at] for t in tensors], at)
-    # those that other axes cut go at once to where their rows are joined
+    # a tile that other axes cut moves at once to the ranks that hold its rows of the result
     tensors = [
         with_moved_rows(t, to.replace_dim(at, cut)) if to is not None and to is not t.layout else t
         for t, to, cut in zip(tensors, lie, cuts, strict=True)
@@ -101,7 +101,7 @@ def _aligned_parts(function: Any, tensors: Sequence[Any], dim: int) -> tuple[lis
     tiles = [t for t in tensors if isinstance(t, Tile)]
     met = iter(bring_together(tiles, [[None if d == at else d for d in range(t.ndim)] for t in tiles]))
     tensors = [next(met) if isinstance(t, Tile) else t for t in tensors]
-    # one row of each, because their sizes along `at` differ: the other dims are seen in them
+    # compare one row of each, because sizes along `at` may differ
     layout, _ = align_tiles([_with_one_row(t, at) for t in tensors if isinstance(t, Tile)])
     parts: list[Tensor] = []
     for t, cut in zip(tensors, cuts, strict=True):
@@ -131,7 +131,8 @@ def _check_joined_shapes(function: Any, tensors: Sequence[Any], first: Tile, at:
 def _local_in_join(tile: Tile, layout: Layout) -> Tensor:
     """Return the local part of a tile in a join whose result has `layout`."""
     anchor = Tile(tile.local.new_empty(layout.local_shape(tile.coordinate)), layout, tile.mesh)
-    return align_tiles([tile, anchor])[1][0].expand(anchor.local.shape)  # one row, which is cut in another tile
+    # a dim of one row broadcasts to a dim that is cut in another tile
+    return align_tiles([tile, anchor])[1][0].expand(anchor.local.shape)
 
 
 @lru_cache(maxsize=4096)
@@ -168,12 +169,12 @@ def join_tiles(tensors: Sequence[Any], dim: int = 0) -> Tile:
     """
     layouts = _layouts_on_one_mesh(tensors)
     layout = None if layouts is None or type(dim) is not int else _layout_in_place(layouts, dim)
-    if layout is not None:  # most joins
+    if layout is not None:  # the usual case
         return Tile(torch.cat([t.local for t in tensors], dim), layout, tensors[0].mesh)
-    # torch leaves out a 1-d tensor of no elements, which has no shape yet, but for its dtype
+    # torch ignores an empty 1-d tensor, except for its dtype
     shaped = [t for t in tensors if tuple(t.shape) != (0,) or all(other.ndim == 1 for other in tensors)]
     first = next((t for t in shaped if isinstance(t, Tile)), None)
-    if first is None:  # all that has a shape is plain, so whole on every rank
+    if first is None:  # the others are plain tensors, and so whole on every rank
         empty = next(t for t in tensors if isinstance(t, Tile))
         whole = torch.cat([t.local if isinstance(t, Tile) else t for t in tensors], dim)
         layout = Layout.of(whole.shape, (None,) * whole.ndim, empty.layout.axes)

@@ -73,11 +73,12 @@ from jigsaw.torch_internals.autograd import (
 from jigsaw.torch_internals.dispatch import without_modes
 from jigsaw.torch_internals.fake_tensors import FakeTensor, real_view
 
-_MARK = "_jigsaw_kept"  # of memory: the indices there, by dtype, shape, strides and place
-_LEAST_SHARE = 16  # a dim of an index with less than one in so many of the cells is not cut
+_MARK = "_jigsaw_kept"  # attribute of memory: the indices in it, by dtype, shape, strides and offset
+_LEAST_SHARE = 16  # an index is cut only if it has at least one place for this number of cells
 _PLAIN = (Tensor, nn.Parameter)
-_MOST_RECENT = 64  # indices whose values are known again; a net that makes more in each step has no plan
-_MOST_VIEWS = 64  # of one memory, as when each step picks by other rows of it
+# number of indices that are recognized by their values; a net that makes more in each step gets no plan
+_MOST_RECENT = 64
+_MOST_VIEWS = 64  # number of indices in one memory: each step may pick by other rows of it
 
 # -- which index ------------------------------------------------------------------------------------------------------
 
@@ -133,7 +134,7 @@ class KeptIndex:
 
 
 def _index_values(index: Tensor) -> Integers:
-    # a copy, because memory that numpy has seen cannot be resized again
+    # a copy, because memory that numpy shares cannot be resized any more
     with without_modes():
         return index.detach().to("cpu", torch.int64, copy=True).numpy()
 
@@ -149,7 +150,7 @@ class _MetIndex:
         return all(kept.has_values(index) for kept in self._kept.values())
 
     def of_cells(self, size: int, index: Tensor, tile: Tile) -> KeptIndex | None:
-        """Return the index as one of so many cells; None for one that names others."""
+        """Return the index as one of `size` cells; None if it names cells beyond these."""
         if size not in self._kept:
             meet_tensor(index, tile.mesh)
             self._kept[size] = KeptIndex(index, size)
@@ -169,7 +170,7 @@ def _met_before(index: Any, tile: Tile) -> _MetIndex | None:
 def _met_in_order(index: Tensor) -> _MetIndex | None:
     try:
         version = tensor_version(index)
-    except RuntimeError:  # made in inference mode, where changes are not counted
+    except RuntimeError:  # in inference mode torch counts no changes
         return None
     memory: Any = index.untyped_storage()
     known: dict[Any, tuple[int, _MetIndex | None]] = getattr(memory, _MARK, {})
@@ -187,7 +188,7 @@ def _met_in_order(index: Tensor) -> _MetIndex | None:
 
 
 _recent: OrderedDict[Any, _MetIndex] = OrderedDict()
-# a checkpointed call runs again as it ran: by the same plans, and with the same targets cut
+# a checkpointed call runs again by the same plans, and with the same targets cut
 _plans_of_frames, _targets_of_frames = FrameNotes(), FrameNotes()
 
 
@@ -214,7 +215,8 @@ def _can_stay(index: Any, tile: Tile) -> bool:
         and mesh_size(tile.mesh) > 1
         and not isinstance(tile.mesh, SlabMesh)
         and not lacks_values()
-        and type(tile.local) in (*_PLAIN, FakeTensor)  # of a dry run, in which indices that a module keeps have values
+        # FakeTensor: in a dry run, indices that a module keeps have values
+        and type(tile.local) in (*_PLAIN, FakeTensor)
     )
 
 
@@ -392,7 +394,7 @@ def _is_shared(tile: Tile) -> bool:
         of_memory, of_tensor = memory_users(memory_id(tile.local.untyped_storage())), tensor_users(tile.local)
         if of_memory <= 2 and of_tensor <= 1 and sys.getrefcount(vars(tile)["local"]) <= 2:
             return False
-        gc.collect()  # another tile may lie in an unreachable circle
+        gc.collect()  # another tile may be part of an unreachable cycle
     return True
 
 

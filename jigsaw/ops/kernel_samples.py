@@ -204,7 +204,8 @@ def _call_on_sample(
         return list(map(made, value)) if type(value) is tuple else value
 
     count = len(values) - len(names)
-    with without_modes(), torch.no_grad():  # a dry run neither counts the sample nor gives it tensors without values
+    # outside a dry run, which would count the sample and make its tensors without values
+    with without_modes(), torch.no_grad():
         operands = list(map(made, values))
         sample(function, *operands[:count], **dict(zip(names, operands[count:], strict=True)))
 

@@ -85,15 +85,15 @@ def _histc(input: Tile, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     """Count how many elements lie in each of `bins` ranges; *Sends*: one all-reduce of the counts (and of the
     extremes).
 
-    *Raises*: `ShardingError` for so many elements in a bin that torch, which counts in their dtype, would go wrong.
+    *Raises*: `ShardingError` where a bin has more elements than torch, which counts in the input's dtype, can count.
     """
-    torch.histc(input.local.detach().new_zeros(1), bins, min, max)  # torch's own errors
+    torch.histc(input.local.detach().new_zeros(1), bins, min, max)  # only to raise torch's own errors
     own = input.owned().detach()
     if min == max and own.numel():
         min, max = extreme_of_all(own, "min").item(), extreme_of_all(own, "max").item()
     if min == max:
         min, max = min - 1, max + 1
-    torch.histc(own.local.new_tensor([min, max]), bins, min, max)  # refuses infinities, without rows too
+    torch.histc(own.local.new_tensor([min, max]), bins, min, max)  # raises for infinities, on ranks without rows, too
     local = torch.histc(own.local, bins, min, max) if own.local.numel() else own.local.new_zeros(bins)
     counts = comm.all_reduce(local, own.mesh, own.layout.cut_axes, same=(own.layout, bins))
     check_counts(torch.histc, counts, own)
@@ -120,6 +120,6 @@ def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
         tiles = [own, weights if isinstance(weights, Tile) else own * 0 + weights]
         parts = align_tiles(tiles)[1]
     counts = torch.bincount(*(p.detach() for p in parts), minlength=size)
-    if weights is not None and own.numel():  # of nothing, as on a rank of an uneven cut, torch counts in int64
+    if weights is not None and own.numel():  # for an empty input, as on a rank without rows, torch returns int64
         counts = counts.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)
     return uncut_tiles(comm.all_reduce(counts, own.mesh, own.layout.cut_axes, same=(own.layout, size)), own)

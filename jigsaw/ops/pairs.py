@@ -93,7 +93,7 @@ def _given_tensors(tensors: Sequence[Any]) -> list[Any]:
     return list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else list(tensors)
 
 
-# of a list, torch looks for tiles in the function behind it
+# called with a list, torch dispatches only in the function of C++
 @implements_torch(torch.meshgrid, cpp_meshgrid)
 def _meshgrid(*tensors: Any, indexing: Any = None) -> tuple[Any, ...]:
     """Return each 1-d tensor along a separate dim, repeated along those of the others; cut as the tensors are.
@@ -217,7 +217,8 @@ def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any
     shape = torch.broadcast_shapes(x1.shape, x2.shape)
     if not shape:
         return _cosine_similarity(x1.reshape(1), x2.reshape(1), dim, eps)
-    dtype = torch.promote_types(x1.dtype, x2.dtype)  # also of a number, which torch expands first
+    # numbers count in the promotion, because torch expands them to tensors first
+    dtype = torch.promote_types(x1.dtype, x2.dtype)
     x1, x2 = (x if x.dtype.is_floating_point else x.to(dtype) for x in (x1, x2))
     x1, x2 = (x.reshape((1,) * (len(shape) - x.ndim) + tuple(x.shape)) for x in (x1, x2))
     first, second = (_lengths_along(x, dim, shape, eps) for x in (x1, x2))
@@ -229,7 +230,8 @@ def _lengths_along(x: Any, dim: int, shape: Sequence[int], eps: float) -> Any:
     lengths = torch.linalg.vector_norm(x, 2, dim, True)
     if x.shape[dim] != shape[dim]:
         lengths = lengths * math.sqrt(shape[dim])
-    return lengths + (lengths.clamp_min(eps) - lengths).detach()  # raised to eps with the gradient of the value before
+    # clamped at eps, with the gradient of the unclamped value
+    return lengths + (lengths.clamp_min(eps) - lengths).detach()
 
 
 @implements_torch(F.pairwise_distance, either=("x1", "x2"))

@@ -40,7 +40,8 @@ class PlainView(Tensor):
     """
 
     rows: Tile
-    _plain: tuple[Tensor, int, Tensor]  # the local tensor that was read, its version, and what left the tile
+    # the local tensor that was read, its version, and the plain tensor that was made of it
+    _plain: tuple[Tensor, int, Tensor]
 
     @staticmethod
     def of_rows(rows: Tile, plain: Tensor | None = None) -> PlainView:
@@ -151,7 +152,7 @@ def leave_as_view(local: Tensor, layout: Layout, tile: Tile) -> Tensor:
     """
     plain = leave_tile(local, tile.mesh)
     if plain is local and apart_mark(local) is None:
-        return plain  # it has the tile's own memory
+        return plain  # it shares the tile's memory
     rows = Tile(local, layout, tile.mesh)
     note_views(rows)
     return PlainView.of_rows(rows, plain)

@@ -125,7 +125,8 @@ def _broadcast_cuts(layouts: Sequence[Layout], dim: int) -> tuple[Cut, ...]:
     """Return the cuts of one dim of a broadcast; `dim` counts from the right."""
     groups = [layout.dim(layout.ndim + dim) for layout in layouts]
     wide = [g for g, layout in zip(groups, layouts, strict=True) if layout.shape[dim] != 1]
-    # one row that is cut stays so: the last batch of an epoch may have fewer samples than there are groups
+    # a cut dim of one row stays cut, as of the last batch of an epoch, which may have fewer samples than `data` has
+    # ranks
     wide = wide or [g for g in groups if any(c.is_cut for c in g)]
     if not wide:
         return (whole_dim(1),)
@@ -203,7 +204,7 @@ _UNTAGGED = (
         "zeros_like ones_like full_like empty_like conj real imag complex polar hardswish logsigmoid isclose isreal "
         "masked_fill_"
     )
-    # other names of tagged ones
+    # other names of functions that torch tags
     | functions_named(
         "abs copysign heaviside "
         "true_divide eq ne gt ge lt le expit ndtr gammaln psi gammainc gammaincc multigammaln absolute arccos arccosh "
@@ -268,7 +269,7 @@ def run_copy(function: Any, *args: Any, **kwargs: Any) -> Any:
     return _in_torch_order(_wrap_tiles(out, first.layout, first), function, args, kwargs)
 
 
-# of these the result is a view, or contiguous, or the second operand comes first
+# functions whose result is a view, or contiguous, or whose second operand comes first
 _VIEWING = functions_named("detach conj positive") | _operators_named("pos")
 _CONTIGUOUS = functions_named("contiguous masked_fill mvlgamma multigammaln")
 _SECOND_FIRST = _operators_named("rsub rpow") | functions_named("rsub") | {Tensor.where}
@@ -454,7 +455,7 @@ def _method_where(*args: Any, **kwargs: Any) -> Any:
 
 @implements_torch(torch.where, either=("condition",))
 def _where(condition: Any, *others: Any, **named: Any) -> Any:
-    if not others and not named:  # alone, it lists places
+    if not others and not named:  # with a condition alone, `where` lists places
         return condition.nonzero(as_tuple=True)
     return run_on_tiles(torch.where, condition, *others, **named)
 
@@ -483,8 +484,8 @@ _cast_like(Tensor.type_as)
 @implements_torch(Tensor.contiguous)
 def _contiguous(input: Tile, **named: Any) -> Any:
     if is_whole_contiguous(input, **named):
-        return input  # on every rank alike, whatever the order of its own rows
-    # its rows may be contiguous on some ranks only
+        return input  # decided by the whole tensor's strides, so alike on every rank
+    # the local rows may be contiguous on some ranks only, so copy on all
     out = _wrap_tiles(in_own_memory(input.local.contiguous(**named), input), input.layout, input)
     return _in_torch_order(out, Tensor.contiguous, (input,), named)
 

@@ -40,7 +40,7 @@ _LOW_33 = (1 << 33) - 1
 
 def _splitmix_bits(x: Tensor, seed: int | Tensor, is_whole: bool = True) -> Tensor:
     """Return 63 and more random bits for each counter in `x`; unless `is_whole`, the lower 33 are not mixed."""
-    if isinstance(seed, Tensor):  # int64 overflows as the numbers of the host are brought to it
+    if isinstance(seed, Tensor):  # int64 wraps around, as `_signed_int64` wraps Python's integers
         keys = (seed.reshape(()), seed.reshape(()) * _signed_int64(_KEY_STEP) + 1)
     else:
         keys = (_signed_int64(seed), _signed_int64(seed * _KEY_STEP + 1))
@@ -58,7 +58,7 @@ def global_index(tile: Tile, dims: int) -> Tensor:
     change it.
     """
     local = tile.local
-    # the index of a small tile takes longer to make than to keep; a tensor of another type may have no values
+    # a small tile's index is kept, because making it costs more; tensors of other types may have no values
     make = _small_index if local.numel() <= 4096 and type(local) is Tensor else _made_index
     return make(tile.layout, dims, tile.coordinate, tuple(local.shape), local.device)
 
@@ -84,7 +84,7 @@ _small_index = lru_cache(maxsize=64)(_made_index)
 @lru_cache(maxsize=1024)
 def _index_runs(layout: Layout, dims: int, coord: MeshCoordinate) -> tuple[tuple[int, int, int], ...]:
     """Return (start, stop, size) of runs of indices, major to minor: a cut and the whole ones behind it are one."""
-    # row-major over the cuts, not the dims: of flattened dims each has rows of its own, and 2 x 3 of them are six
+    # row-major over cuts, not dims: each cut of a flattened dim has its own rows, and 2 x 3 of them are six
     # indices that need not follow each other
     runs: list[tuple[int, int, int]] = []
     for cut in (c for d in range(dims) for c in layout.dim(d)):
@@ -110,10 +110,11 @@ def shared_seed(tile: Tile) -> int | Tensor:
 def _drawn_seed(mesh: DeviceMesh, axes: tuple[str, ...]) -> Tensor:
     # every rank draws, so that their generators stay in step, but the first rank's number is taken
     seed = torch.randint(1 << 62, (1,))
-    # slabs are run by all ranks in one order, and with the same states of their generators
+    # all ranks run slabs in one order, with generators in the same state
     real = mesh.real if isinstance(mesh, SlabMesh) else mesh
     if real is not None and mesh_size(real) > 1:
-        seed = torch.full((1,), int(seed), device=real.device_type)  # for which the host does not wait, as for a copy
+        # `full` does not make the host wait, as a copy would
+        seed = torch.full((1,), int(seed), device=real.device_type)
         comm.broadcast_first(seed, real, axes)
     return seed
 

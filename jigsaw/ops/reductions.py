@@ -37,7 +37,7 @@ def reduced_dims(tile: Tile, dim: ReducedDims) -> tuple[int, ...]:
         return tuple(range(ndim))
     dims = tuple((dim,) if isinstance(dim, int) else dim)
     for d in dims:
-        if isinstance(d, bool):  # which Python takes for a number
+        if isinstance(d, bool):  # in Python a bool is an int
             raise TypeError(f"dim={d!r} is not a dim of a Tile: pass whole numbers")
         if not -max(tile.ndim, 1) <= d < max(tile.ndim, 1):
             raise IndexError(
@@ -91,11 +91,11 @@ def reduce_sum(input: Tile, dim: ReducedDims = None, keepdim: bool = False, *, d
     *Shapes*: global as in torch; per rank the dims that stay keep their cuts.
     *Sends*: forward one all-reduce of the local result over the axes that cut `dim`; backward nothing.
     """
-    if dtype is torch.bool:  # which no message sums
+    if dtype is torch.bool:  # messages cannot sum bools
         return reduce_sum(input.to(dtype), dim, keepdim).to(dtype)
     dims = reduced_dims(input, dim)
     own = input.owned()
-    # a number is the sum of itself, in new memory
+    # without dims the sum is the input, in new memory
     local = torch.sum(own.local, dims, keepdim, dtype=dtype) if dims else own.local.to(dtype or own.dtype, copy=True)
     axes, out = _plan_reduction(own.layout, dims, keepdim)
     local = comm.sum_parts(local, own.mesh, axes, (own.layout, dims)) if axes else local
@@ -260,7 +260,7 @@ def vector_norm(
     if ord < 0 and elements_per_value(x, dims) == 0:
         raise RuntimeError(f"vector_norm: no elements, as of {tuple(x.shape)} over {dims}, have a norm of ord={ord}")
     if ord < 0 and 0 in (own.local.shape[d] for d in dims):
-        # torch has no such norm of no rows; in that of the ranks' norms infinity adds nothing
+        # torch refuses this norm without rows; infinity is neutral in the norm of the ranks' norms
         local = own.local.to(dtype or own.dtype).abs().sum(dims, keepdim) + math.inf
     elif dims:
         local = torch.linalg.vector_norm(own.local, ord, dims, keepdim, dtype=dtype)
@@ -401,7 +401,7 @@ def _is_empty_dim(dim: ReducedDims) -> bool:
 
 
 def _truth_dtype(input: Tile) -> torch.dtype:
-    return torch.uint8 if input.dtype == torch.uint8 else torch.bool  # as torch does
+    return torch.uint8 if input.dtype == torch.uint8 else torch.bool  # as in torch
 
 
 @implements_torch(torch.all)

@@ -83,7 +83,8 @@ def _write_for_owners(
         return input
     rows, moved = owners.moved(part)
     if not input.local.numel():
-        input.local.add_(moved.sum(dtype=input.dtype))  # this rank's part stays in the graph, for others wait for it
+        # this rank's part stays in the graph, because others wait for it
+        input.local.add_(moved.sum(dtype=input.dtype))
     else:
         write(input.local, dim, rows, moved)
     return input
@@ -126,7 +127,7 @@ def _write_rows(
     part = operand_part(source, input, layout)
     part = part if places_held is None else part.index_select(at, places_held)
     if not input.local.numel():
-        # torch refuses some empty tensors, on this rank alone; its part stays in the graph, for others wait for it
+        # torch refuses some empty tensors, on this rank alone; its part stays in the graph, because others wait for it
         input.local.add_(part.sum(dtype=input.dtype))
         return input
     function(input.local, at, rows, part.to(input.dtype), **named)
@@ -159,7 +160,7 @@ def _answer_rows(name: str, memory_format: torch.memory_format = torch.contiguou
 
 for _name in ("index_add", "index_copy", "index_reduce"):
     _answer_rows(_name)
-_answer_rows("index_fill", torch.preserve_format)  # in the order of its input, as torch's
+_answer_rows("index_fill", torch.preserve_format)  # the result has the memory order of its input, as in torch
 
 
 # -- elements ---------------------------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ def gather_elements(input: Any, dim: int, index: Any, *, sparse_grad: bool = Fal
     rows, is_held = _own_places(places, x, at)
     if local.shape[at]:
         picked = local.gather(at, rows % local.shape[at])
-    else:  # a rank without rows adds nothing, but its gradient passes through the same messages
+    else:  # a rank without rows adds zeros, and takes part in the backward messages
         picked = local.sum(at, keepdim=True).to(local.dtype).expand(places.shape)
     wide = picked.to(torch.uint8) if picked.dtype == torch.bool else picked
     summed = sum_parts_over(torch.where(is_held, wide, torch.zeros((), dtype=wide.dtype, device=wide.device)), x, (at,))
@@ -228,7 +229,7 @@ def _gather_from_plain(input: Tensor, dim: int, index: Tile) -> Any:
     at = dim % max(input.ndim, 1)
     whole = Layout.of(input.shape, (None,) * input.ndim, index.layout.axes)
     x = _narrowed(Tile(input, whole, index.mesh), at, index)
-    # a plain tensor is whole on every rank: along the others it is cut to the index
+    # the plain tensor is whole on every rank; along the other dims it is cut like the index
     dims = [whole.dim(d) if d == at else index.owned().layout.dim(d) for d in range(input.ndim)]
     part = operand_part(x.local, index, Layout.from_dims(dims, index.layout.axes))
     return Tile(part.gather(at, index.owned().local), index.owned().layout, index.mesh)
@@ -243,7 +244,8 @@ def _take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
     shape = torch.broadcast_shapes(torch.Size(1 if d == at else n for d, n in enumerate(indices.shape)), other)
     wide = indices.expand([indices.shape[d] if d == at else n for d, n in enumerate(shape)])
     from_shape = [input.shape[d] if d == at else n for d, n in enumerate(shape)]
-    return torch.gather(input.expand(from_shape), at, wide.remainder(input.shape[at]))  # torch counts on from the end
+    # negative indices count from the end, as in torch
+    return torch.gather(input.expand(from_shape), at, wide.remainder(input.shape[at]))
 
 
 def _are_alike_but(shape: Sequence[int], other: Sequence[int], dim: int) -> bool:
@@ -287,7 +289,7 @@ def _scatter_elements(
     if _is_local(view, at):
         write(view.local, at, places, source)
         return input
-    # what belongs to other ranks is written to one more row, which is then left out
+    # values for rows of other ranks go to an extra row, which is dropped
     count = view.local.shape[at]
     rows, is_held = _own_places(places, view, at)
     rows = torch.where(is_held, rows, count)
@@ -422,7 +424,7 @@ def _unravelled(index: Any, tile: Tile) -> dict[int, Any]:
     """Return positions in the flattened tensor as an index of each dim."""
     rest, by_dim = torch.where(index < 0, index + tile.numel(), index), dict[int, Any]()
     for d in reversed(range(tile.ndim)):
-        # the first dim takes what is left, so that a position out of range is one of that dim
+        # the first dim takes the rest, so that a position out of range is out of range in that dim
         by_dim[d] = rest % tile.shape[d] if d else torch.where(rest < 0, tile.shape[0], rest)
         rest = torch.div(rest, max(tile.shape[d], 1), rounding_mode="floor")
     return dict(sorted(by_dim.items()))

@@ -48,7 +48,7 @@ def _full_shape(tile: Tile, shape: Sequence[int]) -> tuple[int, ...]:
 
 def _size_arguments(first: Any, rest: Sequence[int]) -> tuple[int, ...]:
     sizes = first if isinstance(first, (tuple, list)) else (first, *rest)
-    return tuple(map(index, sizes))  # torch takes tensors of one element, too
+    return tuple(map(index, sizes))  # `index`, because torch also takes tensors of one element
 
 
 @implements_torch(Tensor.view)
@@ -72,7 +72,7 @@ def _view_as_type(input: Tile, dtype: torch.dtype) -> Tile:
             "redistribute the tile so that another dim is cut",
         )
     size = input.shape[last] * input.dtype.itemsize // dtype.itemsize
-    # contiguous, because torch asks for strides that ranks without rows would have anyway
+    # contiguous, because torch checks strides, and ranks must not differ in the check
     return Tile(input.local.contiguous().view(dtype), input.layout.replace_dim(last, whole_dim(size)), input.mesh)
 
 
@@ -103,10 +103,10 @@ def reshape(input: Tile, shape: Any, *more: int) -> Any:
     rows = input.local
     local = rows.reshape(layout.local_shape(input.coordinate))
     if view is None:
-        # of rows that lie apart in the whole tensor torch makes a copy, though those of this rank may lie together
+        # torch copies where rows of the whole tensor are not contiguous, even if this rank's rows are
         return Tile(in_own_memory(local, input), layout, input.mesh)
     if base_of_view(local) is None and local is not rows and local.numel():
-        # they lie together in the whole tensor, but not on this rank
+        # contiguous in the whole tensor, but not on this rank
         rows = copied_to(input, input.layout).local
         local = rows.reshape(layout.local_shape(input.coordinate))
     return with_strides(Tile(local, layout, input.mesh), view, source)
@@ -161,7 +161,7 @@ def _unflatten(input: Tile, dim: int, sizes: Sequence[int]) -> Any:
 @implements_torch(torch.squeeze)
 def _squeeze(input: Tile, dim: Any = None) -> Any:
     named = () if dim == () else reduced_dims(input, dim)
-    dims = [d for d in named if input.ndim and input.shape[d] == 1]  # a scalar has a dim 0 by name alone
+    dims = [d for d in named if input.ndim and input.shape[d] == 1]  # a 0-d tensor accepts dim 0, but has no dims
     return _drop_unit_dims(input, dims)
 
 
@@ -236,7 +236,7 @@ def _adjoint(input: Tile) -> Tile:
 
 @implements_torch(torch.movedim, torch.moveaxis)
 def _movedim(input: Tile, source: Any, destination: Any) -> Tile:
-    torch.movedim(torch.empty([0] * input.ndim), source, destination)  # for torch's own checks and errors
+    torch.movedim(torch.empty([0] * input.ndim), source, destination)  # only to raise torch's own errors
     if not input.ndim:
         return input.view_of_itself()
     sources = [d % input.ndim for d in _size_arguments(source, ())]
@@ -270,7 +270,8 @@ def _expand(input: Tile, size: Any, *more: int) -> Tile:
 def _broadcast_tensors(*tensors: Any) -> tuple[Any, ...]:
     tiles: Any = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors
     shape = torch.broadcast_shapes(*[tuple(t.shape) for t in tiles])
-    return tuple(t if tuple(t.shape) == tuple(shape) else t.expand(shape) for t in tiles)  # as torch: itself, no view
+    # as in torch, the tensor itself and not a view
+    return tuple(t if tuple(t.shape) == tuple(shape) else t.expand(shape) for t in tiles)
 
 
 @implements_torch(Tensor.expand_as, either=("input", "other"))
@@ -345,7 +346,7 @@ def _sliced_layout(layout: Layout, dim: int, start: int, stop: int, step: int) -
 
     held = [(index(max(a, 0)), index(min(b, cut.size))) for a, b in cut.held]
     points = tuple(index(p) for p in cut.points[:-1]) + (size,) if cut.is_cut else (0, size)
-    # low modes of a spectrum still remember the cuts of the field
+    # `source` is kept: low modes of a spectrum remember the cuts of the field
     return layout.replace_dim(dim, Cut(size, points, cut.axes, tuple(held), cut.source, by_index=cut.by_index))
 
 
@@ -394,7 +395,7 @@ def _torch_split(
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     parts = _whole_parts(tensor.layout, at)
     if len(sizes) > 1 and (parts == 1 or any(start * parts % n for start in starts)):
-        tensor = with_contiguous_dim(tensor, at, copied_to)  # once for all parts
+        tensor = with_contiguous_dim(tensor, at, copied_to)  # one copy for all parts
     return tuple(slice_dim(tensor, at, s, s + k) for s, k in zip(starts, sizes, strict=True))
 
 

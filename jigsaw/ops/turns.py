@@ -31,7 +31,7 @@ def _flip(input: Tile, dims: Any, *more: int) -> Tile:
     own = input if not any(c.has_halo for d in flipped for c in input.layout.dim(d)) else input.owned()
     target = own.layout
     for d in flipped:
-        # the mirror image of each piece: of flattened dims too, for their order reversed is that of each reversed
+        # the mirror image of each piece; a flattened dim reversed is each of its parts reversed
         mirrored = [c.holding([(c.size - b, c.size - a) for a, b in c.held]) if c.is_cut else c for c in target.dim(d)]
         target = target.replace_dim(d, *mirrored)
     local = exchange_rows(own.local, own.layout, target, own.mesh)

@@ -90,9 +90,9 @@ def write_new_values(function: Any, new: Any, input: Any, *args: Any, **kwargs: 
     stays = "the shape and the cuts of a Tile stay as they are", f"write x = x.{new.__name__}(...)"
     if function in CHANGES_SHAPE:
         raise refusal_error(function, input, *stays)
-    # of a copy: what the function keeps for its gradient is not what is then written over
+    # run on a copy, because the function may save its input, which is overwritten below
     out = new(input.clone() if input.requires_grad else input, *args, **kwargs)
-    if out.shape != input.shape and function is Tensor.addbmm_:  # torch resizes a smaller target, of this one alone
+    if out.shape != input.shape and function is Tensor.addbmm_:  # only this function of torch resizes a smaller target
         raise refusal_error(function, input, *stays)
     if out.shape != input.shape or not torch.can_cast(out.dtype, input.dtype):
         raise RuntimeError(

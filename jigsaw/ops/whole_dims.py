@@ -44,7 +44,7 @@ def plan_whole_dims(layout: Layout, dims: tuple[int, ...]) -> Layout:
         if d in dims or len(moved.dim(d)) != 1:
             continue
         cut = refine_cut(moved.dim(d)[0], axes, dict(layout.axes))
-        # the busiest rank's rows, as a part of those that it has now
+        # rows of the busiest rank, as a share of those that it has now
         share = _longest_piece(cut) / max(_longest_piece(moved.dim(d)[0]), 1)
         if share < least and layout.shape[d]:
             best, least = (d, cut), share

@@ -23,7 +23,7 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.tile.tile import Tile
 
 WHOLE_STRIDES = "whole_strides"
-_REORDERED = "reordered"  # of tiles whose rows lie in another order than those of torch's tensor
+_REORDERED = "reordered"  # attribute of tiles whose rows are ordered in memory otherwise than torch's tensor
 _Operand = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -110,7 +110,7 @@ def with_order_of_operands(out: Any, operands: Sequence[Any]) -> Any:
 def _shape_and_strides(x: Tensor) -> _Operand | None:
     if isinstance(x, Tile):
         return x.layout.shape, whole_strides(x)
-    # while a graph is made, plain sizes may be symbols; they only decide between dims that tiles leave open
+    # in a graph plain sizes may be symbols; they matter only where tiles do not decide the order
     return None if lacks_values() else (tuple(x.shape), x.stride())
 
 
@@ -140,7 +140,7 @@ def order_of_results(shape: tuple[int, ...], operands: tuple[_Operand, ...]) -> 
                 return a < b or (a == b)
         return None
 
-    order: list[int] = []  # from the innermost dim
+    order: list[int] = []  # dims, from the innermost on
     for dim in reversed(range(ndim)):
         order.append(dim)
         at = len(order) - 1

@@ -33,7 +33,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from glob import escape
 from typing import Any, cast
 
 import torch
@@ -57,6 +59,8 @@ from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals.placements import shard_of_parts
 
 TensorPlan = Mapping[str, str]
+FOUND = "found"
+"""Word of a plan for layers whose cuts a run on paper finds."""
 PlannedCut = str  # "column", "3 columns", "row", "gathered" or "whole"
 
 _OWN_WORDS: dict[str, PlannedCut] = {"column": "column", "row": "row", "gathered": "gathered", "whole": "whole"}
@@ -65,9 +69,10 @@ _COLUMNS = re.compile(r"([2-9]|[1-9]\d+) columns")
 _WORDS_OF_TRANSFORMERS: dict[str, PlannedCut] = {
     "colwise": "column",
     "rowwise": "row",
-    "rowwise_split_input": "gathered",  # its input is whole; to gather its output sends half of a sum
+    # its input is whole, so its output is gathered, which sends half as much as a sum
+    "rowwise_split_input": "gathered",
     "colwise_gather_output": "gathered",
-    "packed_colwise": "2 columns",  # gate and up
+    "packed_colwise": "2 columns",  # the gate and the up projection
     "replicate": "whole",
     "replicated_with_grad_allreduce": "whole",  # jigsaw averages the gradient of every whole weight over the ranks
     "embedding_rowwise": "whole",
@@ -78,7 +83,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 # Modules that may stand between a column and a row layer, because they work on each channel by itself.
 _BETWEEN = (nn.Identity, nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus)
-_INPUTS = ("input", "query", "key", "value")  # dims of the layers that are cut, by name
+_INPUTS = ("input", "query", "key", "value")  # names of the tensors that these layers take
 
 
 # -- around a layer ---------------------------------------------------------------------------------------------------
@@ -94,7 +99,7 @@ class ChannelHooks:
 
     def __init__(self, mesh: DeviceMesh, axis: str, gather: bool) -> None:
         self._mesh, self._axis, self._gather = mesh, axis, gather
-        self._is_plain = False  # of the call that is under way
+        self._is_plain = False  # whether the running call has plain inputs alone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChannelHooks:
         return ChannelHooks(self._mesh, self._axis, self._gather)  # a copy of a model runs on the same mesh
@@ -104,7 +109,7 @@ class ChannelHooks:
         tiles = [x for x in inputs if isinstance(x, Tile)]
         self._is_plain = not tiles
         if tiles:
-            # by identity, so that query, key and value of self attention stay one
+            # keyed by identity, so that query, key and value of self attention stay one tensor
             as_tile: dict[int, Tile] = {id(x): self._with_tokens(layer, x) for x in tiles}
         else:
             axes = axes_of_mesh(self._mesh)
@@ -126,7 +131,7 @@ class ChannelHooks:
         return x
 
     def after(self, layer: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(layer, nn.MultiheadAttention):  # the output is whole where the query is
+        if isinstance(layer, nn.MultiheadAttention):  # the output is a plain tensor if the query is
             return tuple(y.full_tensor() if self._is_plain and y is not None else y for y in output)
         if self._gather or self._is_plain:
             output = _gather_channels(output, _channel_dim(layer, output), self._axis)
@@ -147,7 +152,7 @@ def _gather_channels(tile: Tile, dim: int, axis: str) -> Tile:
         return tile
     whole = tile.layout.replace_dim(dim, whole_dim(tile.shape[dim]))
     home = layout_before_gather(whole, (axis,), whole.dim(whole.ndim - 1))
-    if home is not None:  # whole channels of its own tokens, rather than of all
+    if home is not None:  # each rank gets all channels of its own tokens, rather than of all tokens
         return tile.with_layout(home)
     # pieces are even, and held rows the same along the axis: one all-gather, where `redistribute` would refetch halos
     local = torch.cat(stack_along_axes(tile.local, tile, (axis,)).unbind(0), dim)
@@ -222,6 +227,28 @@ def found_tensor_plan(model: nn.Module, ranks: int, example: Any = None, **by_na
     return find_pairs(model, candidates, ranks, (by_place, by_name) if by_place or by_name else None)
 
 
+def completed_plan(
+    model: nn.Module, plan: TensorPlan | None, ranks: int, example: Any = None, **by_name: Any
+) -> tuple[TensorPlan, FoundPairs]:
+    """Return a plan with what it leaves to be found, and all that was found; without a plan that is everything."""
+    if plan is not None and FOUND not in plan.values():
+        return plan, FoundPairs()
+    pairs = found_tensor_plan(model, ranks, example, **by_name)
+    completed: dict[str, str] = {}
+    reasons = dict(pairs.reasons)
+    for pattern, word in ({"*": FOUND} if plan is None else plan).items():
+        names = list(_layers_named(model, pattern, word))
+        if word == FOUND:
+            cuts = {escape(name): pairs.cuts[name] for name in names if name in pairs.cuts}
+        else:
+            cuts = {pattern: word}
+            reasons = {name: why for name, why in reasons.items() if name not in names}
+        for name, cut in cuts.items():
+            completed.pop(name, None)  # of two patterns the later one counts
+            completed[name] = cut
+    return completed, replace(pairs, reasons=reasons)
+
+
 def planned_layers(model: nn.Module, plan: TensorPlan) -> dict[nn.Module, PlannedCut]:
     """Return the layers that `plan` names by patterns of `fnmatch`; of two patterns the later one counts.
 
@@ -234,17 +261,21 @@ def planned_layers(model: nn.Module, plan: TensorPlan) -> dict[nn.Module, Planne
             raise ShardingError(
                 f"tensor={{{pattern!r}: {word!r}}}: a layer is cut as 'column' (its output channels, "
                 f"which stay cut), '2 columns' (two parts side by side, each cut so), 'gathered' (gathered after it) "
-                f"or 'row' (its input channels), or stays 'whole'; use one of these words, or of "
+                f"or 'row' (its input channels), stays 'whole', or is {FOUND!r}; use one of these words, or of "
                 f"{', '.join(_WORDS_OF_TRANSFORMERS)}"
             )
-        layers = {name: layer for name, layer in model.named_modules() if fnmatchcase(name, pattern)}
-        if not layers:
-            raise ShardingError(
-                f"tensor={{{pattern!r}: {word!r}}}: no module has such a name; "
-                f"model.named_modules() lists the names, and '*' stands for any part of one"
-            )
-        planned |= dict.fromkeys(layers.values(), cut)
+        planned |= dict.fromkeys(_layers_named(model, pattern, word).values(), cut)
     return planned
+
+
+def _layers_named(model: nn.Module, pattern: str, word: str) -> dict[str, nn.Module]:
+    layers = {name: layer for name, layer in model.named_modules() if fnmatchcase(name, pattern)}
+    if not layers:
+        raise ShardingError(
+            f"tensor={{{pattern!r}: {word!r}}}: no module has such a name; "
+            f"model.named_modules() lists the names, and '*' stands for any part of one"
+        )
+    return layers
 
 
 def _check_planned(name: str, layer: nn.Module, cut: str, ranks: int, is_able: bool) -> None:
@@ -304,10 +335,11 @@ def _column_row_pairs(
 
 def _cut_parameters(layer: nn.Module, is_row: bool, line: DeviceMesh, parts: int) -> None:
     if type(layer) is nn.MultiheadAttention:
-        is_packed = getattr(layer, "in_proj_weight", None) is not None  # torch's stub says that it always is
+        # getattr, because torch's stub says that it is never None
+        is_packed = getattr(layer, "in_proj_weight", None) is not None
         has_own_heads = is_packed and layer.num_heads >= line.size() and layer.embed_dim % line.size() == 0
         _cut_dims(layer, 0, line, 3 if has_own_heads else 1)
-        _cut_dims(layer.out_proj, int(has_own_heads), line, 1)  # heads stay cut until this product adds them up
+        _cut_dims(layer.out_proj, int(has_own_heads), line, 1)  # heads stay cut until this product sums over them
     else:
         _cut_dims(layer, int(is_row), line, parts)
 
@@ -315,9 +347,9 @@ def _cut_parameters(layer: nn.Module, is_row: bool, line: DeviceMesh, parts: int
 def _cut_dims(owner: nn.Module, channels: int, line: DeviceMesh, parts: int) -> None:
     """Cut parameters by their output channels (0), `parts` side by side, or by their input channels (1)."""
     for name, p in owner.named_parameters(recurse=False):
-        is_weight = p.ndim > 1  # a bias has output channels alone
+        is_weight = p.ndim > 1  # a bias has output channels only
         dim = int((channels == 1) != (type(owner) in _TRANSPOSED)) if is_weight else 0
-        # the bias of a sum is added once, whole
+        # where outputs are summed over ranks, the bias stays whole, and is added once
         if (is_weight or channels == 0) and p.shape[dim] % (line.size() * parts) == 0:
             setattr(owner, name, _shard_parameter(p, dim, line, parts))
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from glob import escape
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from jigsaw.parallel.tied_numbers import (
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.dispatch import without_modes
 
-WHOLE = 0  # the number of a channel that every rank needs
+WHOLE = 0  # marks a channel that every rank needs
 
 _RESHAPES = functions_named("view reshape flatten unflatten view_as reshape_as squeeze unsqueeze")
 _MOVES = functions_named(
@@ -51,7 +50,8 @@ _MOVES = functions_named(
 ) | {Tensor.T.__get__, Tensor.mT.__get__}  # pyright: ignore[reportAttributeAccessIssue]
 _SAME = COPYING_FUNCTIONS | functions_named("dropout dropout1d dropout2d dropout3d")
 _JOINS = functions_named("cat concat concatenate")
-_ALONG = functions_named("softmax log_softmax normalize")  # of the same shape, made from all channels along a dim
+# functions whose result has the input's shape and depends on all channels along a dim
+_ALONG = functions_named("softmax log_softmax normalize")
 _REDUCING = functions_named("mean sum var std amax amin logsumexp")
 _NORMS = functions_named("layer_norm rms_norm")
 _PRODUCTS = functions_named("matmul bmm __matmul__")
@@ -67,10 +67,11 @@ class FoundPairs:
     reasons: dict[str, str] = field(default_factory=dict[str, str])
     failure: str = ""
 
-    @property
-    def plan(self) -> dict[str, str]:
-        """The cuts as a plan of `parallelize`, whose names are patterns."""
-        return {escape(name): cut for name, cut in self.cuts.items()}
+
+RESULT_HAS_THEM = (
+    "the model's result has them, so they are gathered; tensor={'*': 'found', LAYER: 'column'} leaves them cut, for a "
+    "loss that takes cut classes"
+)
 
 
 @dataclass(frozen=True)
@@ -82,20 +83,21 @@ class PairCandidate:
 
 
 class ChannelWatcher(TorchFunctionMode):
-    """Follows the numbers of channels through a call of a model."""
+    """Watcher that follows the numbers of channels through a call of a model."""
 
     def __init__(
         self, weights: Mapping[int, str], able: Mapping[str, PairCandidate], ranks: int, whole: Collection[str]
     ) -> None:
         super().__init__()
         self._weights, self._able, self._ranks, self._whole = weights, able, ranks, frozenset(whole)
-        self.too_few = set[str]()  # columns with so few groups of channels that others beside them cannot be cut
+        # columns that have too few groups of channels, so that the columns paired with them cannot be cut
+        self.too_few = set[str]()
         self._ties = TiedNumbers()
         self._count = 1
-        self._starts: dict[str, int] = {}  # of columns: the number of their first channel
+        self._starts: dict[str, int] = {}  # for each column, the number of its first channel
         self._rows: dict[str, list[Tensor]] = {}
         self._numbers: dict[int, Tensor] = {}
-        self._active: set[int] = set()  # tensors that differ by sample and token: of inputs, not of weights alone
+        self._active: set[int] = set()  # ids of tensors that are computed from inputs, not from weights alone
         self._alive: list[Any] = []
         self._reasons: dict[str, str] = {}
 
@@ -117,7 +119,7 @@ class ChannelWatcher(TorchFunctionMode):
     def end(self, out: Any) -> None:
         with without_modes():
             for x in pytree.tree_leaves(out):
-                self._give_up(x, "the model's result has them")
+                self._give_up(x, RESULT_HAS_THEM)
         self._alive = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,7 +132,7 @@ class ChannelWatcher(TorchFunctionMode):
     def _mark_active(self, tensors: Any) -> None:
         for x in tensors:
             self._active.add(id(x))
-            self._alive.append(x)  # so that no other tensor gets its id
+            self._alive.append(x)  # keep it alive, so that no other tensor gets its id
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -181,7 +183,7 @@ class ChannelWatcher(TorchFunctionMode):
         else:
             self._reasons[name] = f"{self._ranks} ranks cannot share {of_layer.channels_out} channels, or their heads"
 
-    # results of functions: numbers of each
+    # for results of functions: the numbers of their channels
 
     def numbers_of(self, x: Any) -> Tensor | None:
         return self._numbers.get(id(x))
@@ -226,7 +228,7 @@ class ChannelWatcher(TorchFunctionMode):
         return [x for x in pytree.tree_leaves(func(numbers, *args[1:], **kwargs)) if isinstance(x, Tensor)]
 
     def join(self, func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> list[Tensor]:
-        parts = [self.numbers_of(x) for x in args[0]]
+        parts = [self.numbers_of(x) for x in args[0] if x.numel()]  # caches of keys and values begin empty
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % outs[0].ndim
         known = [n for n in parts if n is not None]
         if len(known) < len(parts):
@@ -402,7 +404,7 @@ class ChannelWatcher(TorchFunctionMode):
 
 
 def word_of_columns(parts: int) -> str:
-    """Return the word of a plan for a column layer whose result is so many parts side by side."""
+    """Return the word of a plan for a column layer whose result is `parts` parts side by side."""
     return "column" if parts == 1 else f"{parts} columns"
 
 
@@ -452,4 +454,4 @@ def _results_of(func: Any) -> Callable[..., list[Tensor]]:
             return rule
     if is_pointwise(func):
         return ChannelWatcher.pointwise
-    raise NeedsWholeError("it is no function of single channels")
+    raise NeedsWholeError("it is not a function of single channels")

@@ -84,10 +84,11 @@ class TensorPlace:
     """Stand-in for a tensor among arguments and results, with all that is known before it has values."""
 
     requires_grad: bool
-    layout: Layout | None = None  # of a tile
+    layout: Layout | None = None  # set for a tile
     mesh: DeviceMesh | None = None
-    left: bool = False  # of a plain tensor: it was computed from a tile, so its gradient is whole on every rank
-    averaged: int = 1  # of a plain tensor: the `averaged_over` of all leaves that it was computed from
+    # for a plain tensor: whether it was computed from a tile, so that its gradient is whole on every rank
+    left: bool = False
+    averaged: int = 1  # for a plain tensor: the `averaged_over` of all leaves that it was computed from
 
     def tensor_of(self, value: Tensor) -> Tensor:
         return value.local if isinstance(value, Tile) else value
@@ -120,7 +121,7 @@ class CompiledForward:
 
     def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
         self.module, self.options = module, options
-        # from an earlier replacement; a module compiled twice is compiled once, with the later options
+        # a `forward` that someone set before; a module that is compiled twice is compiled once, with the later options
         self._theirs = module.__dict__.get("forward")
         if isinstance(self._theirs, CompiledForward):
             self._theirs = self._theirs._theirs
@@ -138,7 +139,7 @@ class CompiledForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # ranks that compare their messages check every call; and within another graph one more is not needed
+        # while messages are compared, run every call plainly; within another graph no further one is needed
         if debug.is_comparing() or is_making_graph():
             return self.call_plain(*args, **kwargs)
         if self._weights is None:
@@ -158,14 +159,14 @@ class CompiledForward:
         if graph is None:
             is_new = True
             _check_weights(self.module, self._weights.names, weights)
-            if self._held.find_more():  # those that were added since the last graph was made
+            if self._held.find_more():  # tensors that modules have held only since the last graph was made
                 return self(*args, **kwargs)
             graph = self._graphs[key] = TileGraph(self, self._weights.names, state[0], (spec, values), held_places)
         tensors = [p.tensor_of(v) for p, v in zip(values, leaves, strict=True) if isinstance(p, TensorPlace)]
         tensors += [p.tensor_of(v) for p, v in zip(held_places, held, strict=True) if p is not None and v is not None]
         out = graph([*weights, *tensors])
         if is_new:
-            self._held.find_more()  # the next call may read what this one has kept
+            self._held.find_more()  # the next call may read tensors that this one left in modules
         return out
 
     @property
@@ -335,7 +336,7 @@ class TileGraph:
     def _as_result(self, place: TensorPlace, x: Tensor) -> Tensor:
         if place.layout is not None:
             return Tile(x, place.layout, cast(DeviceMesh, place.mesh))
-        # the node of the whole graph hides the origin of the tensor in it
+        # a graph has one node for everything, which hides that the tensor came from a tile
         return leave_tile(x, self._meshes[0]) if place.left and self._meshes else x
 
 

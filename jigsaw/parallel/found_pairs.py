@@ -23,8 +23,8 @@ def find_pairs(
 ) -> FoundPairs:
     """Return the columns and rows among the layers that `able` names.
 
-    `example` has the arguments of a call.  Without it the model, or where that raises its parts, are called with
-    tokens, images or indices of the size that their first layer takes.
+    `example` has the arguments of a call.  Without it the model is called with tokens, images or indices of the size
+    that its first layer takes.  Where that raises, its parts are called so, also after an example.
     """
     if not able:
         return FoundPairs()
@@ -32,10 +32,10 @@ def find_pairs(
     with without_modes():
         try:
             bare = copy_without_values(model, mode, "cpu")
-        except Exception as error:  # of any kind: it is the model's own code
+        except Exception as error:  # the model's own code may raise any error
             return FoundPairs(reasons=dict.fromkeys(able, f"copy.deepcopy(model) raises {error!r}"))
         weights = {id(bare.get_submodule(name).weight): name for name in able}
-        whole = set[str]()  # keys and values of fewer heads than ranks
+        whole = set[str]()  # names of keys and values with fewer heads than ranks
         while True:
             watcher = ChannelWatcher(weights, able, ranks, whole)
             with mode, torch.no_grad(), quiet_failures(), unchanged_draws(), within_model(bare):
@@ -44,6 +44,8 @@ def find_pairs(
                     _call_parts(watcher, "", bare, able)
                 else:
                     failure = _call_on_paper(watcher, bare, *pytree.tree_map(_bare_input, example))
+                    for child, module in bare.named_children() if failure else ():
+                        _call_parts(watcher, child, module, able)
             pairs = replace(watcher.pairs(), failure=failure)
             if whole >= watcher.too_few:
                 break
@@ -64,7 +66,7 @@ def _call_on_paper(watcher: ChannelWatcher, part: nn.Module, args: Any, kwargs: 
     try:
         with watcher:
             out = part(*args, **kwargs)
-    except Exception as error:  # of any kind: it is the model's own code
+    except Exception as error:  # the model's own code may raise any error
         why = f"on paper {type(part).__name__} raises {type(error).__name__}: {error}"
         watcher.go_back(before, why)
         return why
@@ -80,7 +82,7 @@ def _call_parts(watcher: ChannelWatcher, name: str, part: nn.Module, able: Mappi
     if sum(layer.startswith(prefix) for layer in able) < 2:
         return
     if not all(_call_on_paper(watcher, part, args, {}) for args in _likely_arguments(part)):
-        return  # one of them is what it takes
+        return  # all likely arguments were tried, because only some fit the module
     for child, module in part.named_children():
         _call_parts(watcher, prefix + child, module, able)
 
@@ -90,10 +92,11 @@ def _likely_arguments(part: nn.Module) -> Iterator[tuple[Tensor, ...]]:
         return
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     wanted = [p for p in inspect.signature(part.forward).parameters.values() if p.kind in kinds]
-    count = sum(p.default is p.empty for p in wanted)
+    # language models of transformers have a default for each argument, and take tokens first
+    count = max(sum(p.default is p.empty for p in wanted), min(len(wanted), 1))
     for first, vector in _first_inputs(part):
         yield (first,) * count
-        if count > 1:  # a condition for each sample
+        if count > 1:  # such as a condition for each sample
             yield (first, *(vector,) * (count - 1))
 
 

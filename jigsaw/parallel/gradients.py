@@ -32,7 +32,7 @@ from jigsaw.ops.into_torch.reentrant import (
     is_taken_from_pass,
     outermost_pass,
 )
-from jigsaw.ops.meeting.gradient_blocks import TravellingBlock, record_blocks, recorded_blocks
+from jigsaw.ops.meeting.gradient_blocks import TravelingBlock, record_blocks, recorded_blocks
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
 from jigsaw.ranks.mesh import axes_of_mesh, ranks_along, ranks_in_mesh
 from jigsaw.torch_internals.autograd import gradient_hooks, hooks_behind_gradient, own_parameters
@@ -83,7 +83,7 @@ def _check_recomputed_once(unit: FSDPModule) -> None:
 
 
 def _mark_parameter(parameter: nn.Parameter, ranks: int) -> None:
-    # along the axes that cut a DTensor its gradient is complete already, so it is averaged only over the others
+    # along axes that cut a DTensor its gradient is already complete, so it is averaged only over the other axes
     cut = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
     setattr(parameter, AVERAGED_MARK, max(ranks // cut, 1))
 
@@ -111,7 +111,7 @@ class WholeGradients:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, own_hooks: int) -> None:
-        self.waits_for_step = False  # in a pipeline, which takes gradients itself and reduces them once
+        self.waits_for_step = False  # True in a pipeline, which sums gradients of microbatches and reduces them once
         self._mesh, self._pass, self._is_taken = mesh, -1, False
         for name, p in parameters.items():
             if p.is_floating_point() or p.is_complex():
@@ -213,7 +213,7 @@ class GradientBucket:
     flat: Tensor | None = None
     flags: Tensor | None = None
     lent: Tensor | None = None
-    blocks: list[TravellingBlock] = field(default_factory=list[TravellingBlock])
+    blocks: list[TravelingBlock] = field(default_factory=list[TravelingBlock])
     pending: Sequence[comm.PendingWork] | None = None
     late: bool = False
 
@@ -252,12 +252,12 @@ class GradientBucket:
                 self.flags = self.flat[-len(trained) :]
                 self.pending = [comm.start_sum(self.flat, mesh, self.axes)]
 
-    def _start_blocks(self, trained: Sequence[nn.Parameter], lends: bool) -> list[TravellingBlock]:
-        blocks: list[TravellingBlock] = []
+    def _start_blocks(self, trained: Sequence[nn.Parameter], lends: bool) -> list[TravelingBlock]:
+        blocks: list[TravelingBlock] = []
         for p in trained:
             record = recorded_blocks(p)
             if record is not None and lends and record.has_come:
-                blocks.append(TravellingBlock(p, record, self.axes))
+                blocks.append(TravelingBlock(p, record, self.axes))
             elif record is not None:
                 record.forget()
         return blocks
@@ -265,7 +265,8 @@ class GradientBucket:
     def _lend_gradient(self, parameter: nn.Parameter, wide: torch.dtype) -> Tensor:
         flat = _flat_gradient(parameter).to(wide)
         grad = parameter.grad
-        if grad is None or grad.requires_grad:  # zeros that no rank owns, or a gradient with a second derivative
+        # there is no gradient here yet, or one with a graph for second derivatives
+        if grad is None or grad.requires_grad:
             return flat.clone()
         if lie_in_one_memory(local_part(grad), flat):
             self.lent, parameter.grad = grad, None
@@ -275,7 +276,7 @@ class GradientBucket:
         """Wait for the sum and give every parameter its mean; one that no rank has a gradient for keeps none."""
         if self.pending is not None and self.flat is not None and self.flags is not None:
             self._wait()
-            # the host waits for flags only where they decide; a lent gradient is there on every rank
+            # read flags, for which the host waits, only where they decide; a lent gradient exists on every rank
             is_open = self.blocks or (self.lent is None and any(p.grad is None for p in self.sent))
             has = self.flags.tolist() if is_open else [1.0] * len(self.sent)
             if self.lent is not None:
@@ -292,7 +293,7 @@ class GradientBucket:
         self.forget()
 
     def settle(self, ranks: int) -> None:
-        """Wait for a sum under way; a lent gradient comes back: the mean of what had left, plus what came later."""
+        """Wait for a sum under way; a lent gradient comes back as the mean of what was sent, plus what came later."""
         self._wait()
         if self.lent is not None and self.flat is not None:
             self.flat.div_(ranks)
@@ -325,7 +326,7 @@ def _write_mean(parameter: nn.Parameter, total: Tensor, ranks: int) -> None:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     local = local_part(parameter.grad)
-    torch.div(total.view(local.shape), ranks, out=local)  # divided on its way, not before, which saves one pass
+    torch.div(total.view(local.shape), ranks, out=local)  # divided while it is copied, which saves a pass
 
 
 def axes_not_cutting(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
@@ -362,7 +363,7 @@ def _axes_beside(parameter: DTensor, ranks: Sequence[int], mesh: DeviceMesh) -> 
             if set(ranks_along(mesh, some)) == holders:
                 return tuple(n for n in names if n not in some)
     raise ShardingError(
-        f"a DTensor parameter of shape {tuple(parameter.shape)} lies on ranks {sorted(holders)}, which are no axes of "
+        f"a DTensor parameter of shape {tuple(parameter.shape)} lies on ranks {sorted(holders)}, which are not axes of "
         f"the mesh {dict(axes_of_mesh(mesh))}; make it on a part of that mesh"
     )
 
@@ -375,7 +376,7 @@ def make_buckets(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, most_byte
 
     buckets: list[GradientBucket] = []
     for (_, _, axes), group in groupby(reversed(parameters), kind):
-        size = most_bytes + 1  # the first opens a bucket, even where no row of it lies here
+        size = most_bytes + 1  # the first parameter opens a bucket, even if no row of it lies on this rank
         for p in group:
             part_size = local_part(p).nbytes
             if size + part_size > most_bytes:
@@ -401,7 +402,7 @@ class GradientReducer:
         self.early = WholeGradients(parameters if mesh.size() > 1 else {}, mesh, own_hooks=1)
         self._mesh, self._bytes = mesh, bucket_bytes
         self._parameters = dict(parameters)
-        # the gradients of a single rank are whole: a bucket would be a copy of them
+        # on a single rank gradients are whole, so buckets would only copy them
         averaged = self._parameters.values() if mesh.size() > 1 else ()
         self._buckets = make_buckets(
             [p for p in averaged if p.is_floating_point() or p.is_complex()], mesh, bucket_bytes
@@ -437,7 +438,7 @@ class GradientReducer:
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Forget the remains of a backward pass that raised; called before the forward pass."""
-        # DDP around the model reads every gradient in place, as soon as it arrives
+        # gradients are not lent under DDP, which reads each in place as soon as it arrives
         self._lends = wrapper_around() is None
         if outermost_pass() == -1 and self._task != -1:
             for bucket in self._buckets:
@@ -446,7 +447,7 @@ class GradientReducer:
             self._next, self._task = 0, -1
 
     def reduce_now(self) -> None:
-        """Average the gradients outside of a backward pass, because not all ways to compute them call hooks."""
+        """Average the gradients outside of a backward pass, for ways to compute them that call no hooks."""
         with torch.no_grad():
             for bucket in self._buckets:
                 bucket.launch(self._mesh, self._lends)
@@ -468,7 +469,7 @@ class GradientReducer:
         bucket.arrived.add(parameter)
         bucket.late = bucket.pending is not None
         if has_gradient_hooks(parameter):
-            return  # the hooks after this one may step and remove the gradient, so its bucket leaves after them
+            return  # later hooks may step and remove the gradient, so the bucket is sent after them
         while self._next < len(self._buckets) and self._buckets[self._next].is_full():
             self._launch_next()
 
@@ -479,13 +480,13 @@ class GradientReducer:
 
     def _finish(self) -> None:
         if self._next == 0 and not any(b.arrived for b in self._buckets):
-            return  # a backward pass inside this one has finished everything
-        # buckets that this rank did not fill, but others may have, and wait for it
+            return  # a backward pass within this one has already finished the buckets
+        # send buckets that this rank did not fill, too: other ranks may have filled them, and wait
         while self._next < len(self._buckets):
             self._launch_next()
         with torch.no_grad():
             for bucket in self._buckets:
-                if bucket.late:  # its copy is out of date; the mean of means and later parts is exact
+                if bucket.late:  # its copy is out of date; the mean over the means and the later parts is exact
                     bucket.settle(comm.rank_count(self._mesh, bucket.axes))
                     bucket.launch(self._mesh, self._lends)
             for bucket in self._buckets:

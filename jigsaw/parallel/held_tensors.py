@@ -125,7 +125,7 @@ def _paths(holder: Holder, path: tuple[Any, ...], depth: int = 8) -> Iterator[tu
     for key, value in _items(holder):
         if not isinstance(value, dict | list):
             yield (*path, key), value
-        elif depth:  # and no further, because a list may contain itself
+        elif depth:  # the depth is limited, because a list may contain itself
             yield from _paths(cast(Holder, value), (*path, key), depth - 1)
 
 

@@ -28,7 +28,7 @@ def copy_without_values(model: nn.Module, mode: FakeTensorMode, device_type: str
 
 def _without_values(x: Tensor, device_type: str) -> Tensor:
     if is_dtensor(x):
-        dtensor: Any = type(x.detach())  # its module is loaded wherever one exists
+        dtensor: Any = type(x.detach())  # the class, without an import: its module is loaded if a DTensor exists
         local, placement = _without_values(x.to_local().detach(), device_type), (x.device_mesh, x.placements)
         empty: Tensor = dtensor.from_local(local, *placement, run_check=False, shape=x.shape, stride=x.stride())
     else:
@@ -38,7 +38,7 @@ def _without_values(x: Tensor, device_type: str) -> Tensor:
 
 @contextmanager
 def unchanged_draws() -> Generator[None]:
-    """Put random numbers of torch, Python and numpy back to where they were: one process runs no model on paper."""
+    """Restore the random states of torch, Python and numpy, because a single process runs no model without values."""
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (what models draw from)
     with torch.random.fork_rng(devices=[]):
         try:

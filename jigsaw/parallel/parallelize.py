@@ -25,7 +25,7 @@ from jigsaw.geometry.axis_names import CHANNEL_AXIS
 from jigsaw.nn.shared_inputs import forget_last_input
 from jigsaw.ops.into_torch.reentrant import at_end_of_pass
 from jigsaw.ops.into_torch.whole_tensor import run_forward_whole
-from jigsaw.parallel.channel_parallel import TensorPlan, cut_channels, found_tensor_plan
+from jigsaw.parallel.channel_parallel import TensorPlan, completed_plan, cut_channels
 from jigsaw.parallel.gradients import (
     GradientReducer,
     WholeGradients,
@@ -92,7 +92,8 @@ def parallelize(
       until a "row" adds them up. So a block of a transformer sends what Megatron's does. "3 columns" are three parts
       that one layer makes, queries, keys and values, each cut so.  "gathered" is a column whose channels are gathered,
       "whole" leaves a layer as it is.  A plan of transformers serves too, ``model.tp_plan``.
-      Layers that no pattern names are columns whose channels are gathered.
+      Layers that no pattern names are columns whose channels are gathered. ``{"*": "found", "head": "column"}`` takes
+      what is found, as below, but for the layers that later patterns name.
     - Without `tensor` such pairs are found: the model runs once on paper, without values and messages. `example` has
       what it is called with (a tensor or tile, or a tuple of arguments), of which only shapes matter. Without one the
       model, or else its parts, are tried with a few likely inputs.  ``tensor={}`` looks for none.
@@ -124,15 +125,17 @@ def parallelize(
     """
     ranks = mesh.size()
     options = ShardingOptions.checked(mesh, shard_weights, replicate, mp_policy, offload_policy)
-    if tensor is None and not hasattr(model, _DONE):
-        pairs = found_tensor_plan(model, comm.rank_count(mesh, channel), example)
-        tensor = pairs.plan
+    if not hasattr(model, _DONE):
+        tensor, pairs = completed_plan(model, tensor, comm.rank_count(mesh, channel), example)
         if pairs.failure:
-            text = f"no columns and rows were found, because with example= {pairs.failure}; pass what it is called with"
+            text = (
+                f"columns and rows were looked for in the model's parts alone, because with example= {pairs.failure}; "
+                "pass what it is called with, or a plan by tensor="
+            )
             warn_once(f"example {type(model).__name__}", text)
     _check_model(model, mesh, tensor)
     setattr(model, _DONE, True)
-    reduce_units_behind_their_gradients()  # also of units that `fully_shard` makes later
+    reduce_units_behind_their_gradients()  # this also covers units that `fully_shard` makes later
     if not strict:
         run_forward_whole(model)
     if ranks == 1:
@@ -148,7 +151,7 @@ def parallelize(
         whole = set(rest.values())
         refuse_hooks(p for p in model.parameters() if p not in whole)
     mark_replaced(made_before, model.parameters())
-    for module in (model, *model.children()):  # they may be called on their own, and see a job of one process
+    for module in (model, *model.children()):  # children may be called alone, and must see a job of one process, too
         module.register_forward_pre_hook(_enter_module, prepend=True)
         module.register_forward_hook(partial(_leave_module, reduce), always_call=True)
     mark_averaged(model, ranks)
@@ -160,7 +163,8 @@ def parallelize(
         WholeGradients(rest, mesh, own_hooks=0)
         model.register_forward_pre_hook(warn_of_no_wrapper)
     if debug.is_comparing():
-        model.register_forward_pre_hook(_compare_now_and_then(model, mesh), prepend=True)  # before FSDP2 gathers them
+        # compared before FSDP2 gathers the weights
+        model.register_forward_pre_hook(_compare_now_and_then(model, mesh), prepend=True)
     return model
 
 
@@ -179,7 +183,8 @@ def one_process_backward(output: Any) -> None:
     """Let the backward pass through a model's result see one process, too."""
     for x in pytree.tree_leaves(output):
         if isinstance(x, Tile):
-            with suppress(ShardingError):  # whoever uses it is told that its gradient is lost
+            # not raised here, but where the result is used, that its gradient would be lost
+            with suppress(ShardingError):
                 x.check_no_history()
         local = x.local if isinstance(x, Tile) else x
         if isinstance(local, Tensor) and local.grad_fn is not None and not lacks_values():

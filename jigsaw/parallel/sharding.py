@@ -159,11 +159,11 @@ def shard_model_weights(
     sharded: list[FSDPModule] = []
     for unit in [*units, model]:
         if not isinstance(unit, FSDPModule):
-            unit.register_forward_hook(_without_views)  # before FSDP2's own
+            unit.register_forward_hook(_without_views)  # registered before FSDP2's own hook
             fully_shard(unit, mesh=over, ignored_params=set(rest.values()), shard_placement_fn=place, **fsdp_options)
         if isinstance(unit, FSDPModule):
             if sends_through_host(mesh):
-                unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+                unit.set_force_sum_reduction_for_comms(True)  # gloo cannot average
             watch_messages_of_unit(unit, _wait_of_group)
             add_gradients_behind_reductions(unit)
             sharded.append(unit)
@@ -215,7 +215,7 @@ class _UnitPrefetch:
         self._next: dict[Any, FSDPModule | None] = {}
         self._seen: list[FSDPModule] = []
         self._ahead: set[FSDPModule] = set()
-        self._is_forward = False  # checkpointed parts run again in the backward pass
+        self._is_forward = False  # False in the backward pass, where checkpointed parts run again
         hooked: Any
         for hooked in units:
             gather_without_waiting(hooked, True)
@@ -224,7 +224,7 @@ class _UnitPrefetch:
         hooked.register_forward_hook(self._end_root)
 
     def _begin_root(self, module: Any, args: Any) -> None:
-        self._free_unused()  # of a pass that raised
+        self._free_unused()  # units that a pass left gathered when it raised
         self._seen, self._is_forward = [], True
         self._begin_unit(module, args)
 
@@ -247,7 +247,7 @@ class _UnitPrefetch:
 
     def _free_unused(self) -> None:
         for unit in self._ahead:
-            unit.unshard()  # waits for the gather under way
+            unit.unshard()  # wait for the gather that is under way
             unit.reshard()
         self._ahead.clear()
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-MOST_COPIED = 2**24  # numbers that a reshape may copy
+MOST_COPIED = 2**24  # most numbers that a reshape may copy
 
 
 class NeedsWholeError(Exception):
@@ -29,16 +29,16 @@ def varied_dims(numbers: Tensor) -> list[int]:
 
 
 def shrunk_numbers(numbers: Tensor, dims: Sequence[int]) -> Tensor:
-    """Return the numbers with one place along all dims but some."""
+    """Return the numbers with size 1 along all dims except some."""
     return numbers[tuple(slice(None) if d in dims else slice(0, 1) for d in range(numbers.ndim))]
 
 
 def reshaped_numbers(numbers: Tensor, shape: torch.Size) -> Tensor:
-    """Return the numbers of a reshaped tensor; those that need no copy get none."""
+    """Return the numbers of a reshaped tensor, without a copy where none is needed."""
     try:
         return numbers.view(shape)
     except RuntimeError as error:
-        kept = 0  # leading dims that stay as they are, and do not matter
+        kept = 0  # number of leading dims that the reshape keeps
         for size, before in zip(shape, numbers.shape, strict=False):
             if size != before or varies_along(numbers, kept):
                 break

@@ -12,20 +12,35 @@ from __future__ import annotations
 
 import atexit
 import os
+import warnings
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from jigsaw.errors import ShardingError
 from jigsaw.ranks.launcher import allow_open_files
 from jigsaw.ranks.model_world import job_group, of_the_job
-from jigsaw.ranks.restart_store import is_shared_between_starts, joined_job_store, store_of_this_start
-from jigsaw.torch_internals.groups import default_store, devices_of_group, group_of_host, late_gloo, serve_group
+from jigsaw.ranks.restart_store import (
+    agree_on_start,
+    is_shared_between_starts,
+    joined_job_store,
+    store_of_this_start,
+)
+from jigsaw.torch_internals.groups import (
+    default_store,
+    devices_of_group,
+    group_of_host,
+    late_gloo,
+    serve_group,
+    serves_host,
+)
 
 _SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+_MANY_RANKS = 256  # from this number on, warn of a full mesh of gloo's connections besides NCCL's
 
 
 class JobOptions(NamedTuple):
@@ -42,7 +57,7 @@ def default_device() -> str:
 
 
 def _has_a_gpu_each() -> bool:
-    own = "SLURM_GPUS_PER_TASK" in os.environ  # srun then shows each task only its own
+    own = "SLURM_GPUS_PER_TASK" in os.environ  # srun then shows each task only its own GPUs
     return torch.cuda.device_count() >= (1 if own else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
@@ -52,12 +67,22 @@ _joined_by: WeakKeyDictionary[dist.ProcessGroup, JobOptions] = WeakKeyDictionary
 def join_job(device: str, limit: timedelta, options: JobOptions) -> None:
     """Make the process group of the job, with the variables that its launcher has set.
 
-    Raises: `ShardingError` where a process may open too few files for so many ranks, or options do not fit the device.
+    Raises: `ShardingError` where a process may open too few files for all ranks, or options do not fit the device.
+    `RanksDifferError` on every rank where ranks start on other devices or backends.
     """
     _check_device(device, options)
-    allow_open_files(int(os.environ.get("WORLD_SIZE", "1")))
+    backend, ranks = options.backend or _usual_backend(device), int(os.environ.get("WORLD_SIZE", "1"))
+    is_late = not serves_host(backend)
+    keeps_store = os.environ.get("RANK") == "0" and ranks > 1 and not is_shared_between_starts()
+    allow_open_files(ranks, keeps_store, is_late)
+    if device == "cuda" and not is_late and ranks > _MANY_RANKS and os.environ.get("RANK") == "0":
+        warnings.warn(
+            f"init_mesh() with backend={backend!r} gives each of {ranks} ranks connections to all others beside those "
+            'of NCCL; so large a job needs few open files with init_mesh(backend="nccl", ...), and starts faster',
+            stacklevel=3,
+        )
     atexit.register(_leave_process_group, os.getpid())
-    named: dict[str, Any] = {"backend": options.backend or _usual_backend(device), "timeout": limit}
+    named: dict[str, Any] = {"backend": backend, "timeout": limit}
     if device == "cuda":
         own = options.device_id if options.device_id is not None else int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(own if isinstance(own, torch.device) else own % torch.cuda.device_count())
@@ -70,13 +95,18 @@ def join_job(device: str, limit: timedelta, options: JobOptions) -> None:
         named |= {"store": store, "rank": rank, "world_size": ranks}
     elif "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         named |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    else:
+        store, rank, ranks = next(rendezvous("env://", timeout=limit))
+        named |= {"store": store, "rank": rank, "world_size": ranks}
+    agree_on_start(named["store"], named["rank"], named["world_size"], f"device={device!r}, backend={backend!r}", limit)
     dist.init_process_group(**named)
     world: Any = dist.group.WORLD
     _joined_by[world] = options
     if "cpu" not in devices_of_group(world):
         store = dist.PrefixStore(f"jigsaw host {world.group_name}", default_store())
         gloo: Any = late_gloo(store, world.rank(), world.size(), limit)
-        gloo.barrier().wait()  # connects those whom a later one needs, when the first rank may have ended the store
+        # connect the ranks that a later barrier needs, because by then the first rank may have ended the store
+        gloo.barrier().wait()
         serve_group(world, gloo, is_default=False)
         _late_jobs.add(world)
 
@@ -129,7 +159,7 @@ def device_of_values(group: dist.ProcessGroup) -> str:
     return "cpu" if "cpu" in kinds else min(kinds)
 
 
-_late_jobs: WeakSet[dist.ProcessGroup] = WeakSet()  # whose ranks connect as late as they talk
+_late_jobs: WeakSet[dist.ProcessGroup] = WeakSet()  # jobs whose ranks connect when they first talk
 _host_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
 
 

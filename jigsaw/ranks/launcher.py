@@ -13,9 +13,9 @@ from jigsaw.errors import ShardingError
 _STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
 _NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _NO_TASKS = 2**31  # Slurm numbers the steps of batch scripts and of salloc's shell from the top down
-_PORTS = 15000, 10000  # so many ports from here on, below those that systems assign
+_PORTS = 15000, 10000  # the first port and their number, below the ports that systems assign
 
-# The rank, the number of ranks, and the same on this machine: of Open MPI, and of MPICH and Intel MPI.
+# Variables with the rank, the number of ranks, and both on this machine: Open MPI, then MPICH and Intel MPI.
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -165,26 +165,31 @@ def _parsed_number(variables: LauncherVariables, name: str, default: int | None 
 _SPARE_FILES = 128  # of Python, the store, and what a program opens itself
 
 
-def allow_open_files(ranks: int) -> None:
-    """Raise this process' soft limit of open files to the hard one, where groups of so many ranks may need more.
+def allow_open_files(ranks: int, keeps_store: bool = False, connects_late: bool = False) -> None:
+    """Raise this process' soft limit of open files to the hard one, where groups of `ranks` ranks may need more.
 
     A group of gloo holds a connection to each other rank: the job's own, those of the axes together, and that of saves.
+    One whose ranks connect as late as they talk holds few, but on the first rank, with which all talk. The rank that
+    keeps the job's store has two more of each rank.
 
-    Raises: `ShardingError` where even the hard limit is too low for the job's own group.
+    Raises: `ShardingError` where even the hard limit is too low for the store and the job's own group.
     """
     if os.name != "posix":
         return
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted, infinite = 3 * ranks + _SPARE_FILES, resource.RLIM_INFINITY
+    own, infinite = 0 if connects_late and not keeps_store else ranks, resource.RLIM_INFINITY
+    least = own + 2 * ranks * keeps_store + _SPARE_FILES
+    wanted = least + 2 * own
     if soft == infinite or soft >= wanted:
         return
     highest = wanted if hard == infinite else hard
-    if highest < ranks + _SPARE_FILES:
+    if highest < least:
         raise ShardingError(
-            f"a job of {ranks} ranks holds a connection to each of them, and this process may open {highest} files at "
-            f"most; raise the hard limit to {wanted} or more on every node before the launch (ulimit -Hn, nofile in "
-            "/etc/security/limits.conf, LimitNOFILE= of the service that starts ranks)"
+            f"a job of {ranks} ranks holds a connection to each of them"
+            f"{', and two more for the store that this rank keeps' * keeps_store}, and this process may open {highest} "
+            f"files at most; raise the hard limit to {wanted} or more on every node before the launch (ulimit -Hn, "
+            "nofile in /etc/security/limits.conf, LimitNOFILE= of the service that starts ranks)"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))

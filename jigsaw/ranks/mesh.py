@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from enum import Enum
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -73,11 +74,13 @@ def init_mesh(
     `backend`, `device_id` and `pg_options` go to `torch.distributed.init_process_group`, where this call joins. By
     default GPUs get groups of NCCL with a part of gloo for the host, as torch makes them. With ``backend="nccl"``, for
     jobs of many ranks, only the job's own has one, which connects ranks late. With `device_id`, this rank's GPU, NCCL
-    connects all ranks at once, and splits the groups of axes off.
+    connects all ranks at once, and splits the groups of axes off, with the job's `pg_options`. These reach the job's
+    own group alone without `device_id`; groups for messages and for gradients always have NCCL's defaults.
 
     Raises: `ShardingError` when the product of the axes is not the number of ranks, or several ranks have no axes. Also
     when `timeout` is not a time above 0, or a process may open fewer files than there are ranks. Also where options of
-    the process group come after it. `RanksDifferError` where ``JIGSAW_DEBUG`` is set on some of the ranks only.
+    the process group come after it. `RanksDifferError` on every rank where ranks name other axes, devices or backends,
+    or ``JIGSAW_DEBUG`` is set on some of them only.
 
     >>> mesh = jigsaw.init_mesh(data=1, lat=1, lon=-1, device="cpu")
     >>> mesh.mesh_dim_names, mesh.shape
@@ -96,6 +99,7 @@ def init_mesh(
         check_job_options(options)
     else:
         join_job(device, limit or DEFAULT_PATIENCE, options)
+    _agree_on_mesh(axes, device)  # before anything else, so that no rank waits for one with wrong axes
     axes = _with_the_rest(axes, dist.get_world_size())
     with splitting_device_alone(_world_group(), device):
         names, alone = tuple(axes), _backends_alone(axes, device)
@@ -103,7 +107,6 @@ def init_mesh(
     apart = _groups_by_kind.get(_world_group(), {}).values()
     for group in (_world_group(), *mesh.get_all_groups(), *apart):  # torch lets a new group wait for 30 minutes
         _let_wait(group, device, limit or group_patience(_world_group(), device))
-    _agree_on_debugging()
     return mesh
 
 
@@ -116,28 +119,45 @@ def _backends_alone(sizes: dict[str, int], device: str) -> dict[Any, Any] | None
     return None if backend is None else {name: backend for name, size in sizes.items() if size < world.size()}
 
 
-def _agree_on_debugging() -> None:
-    """Raise `RanksDifferError` on every rank if some ranks compare messages and others do not."""
+def _agree_on_mesh(axes: dict[str, int], device: str) -> None:
+    """Raise `RanksDifferError` on every rank if ranks make different meshes, or some alone compare their messages."""
     group = _world_group()
     if group.size() == 1 or dist.get_backend() == "fake":
         return
-    interval = torch.tensor([debug_interval(os.environ)], device=device_of_values(group))
-    ends = torch.cat([interval, -interval])
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
-    if ends[0] == -ends[1]:
-        return
-    every = [torch.empty_like(interval) for _ in range(group.size())]
-    dist.all_gather(every, interval, group=group)
-    each = [f"every {n} passes" if n else "not" for n in torch.cat(every).tolist()]
-    by_rank = "; ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(each[:_MOST_TOLD]))
-    raise RanksDifferError(
-        f"{DEBUG_VARIABLE} (with {EVERY_VARIABLE}) must be the same on every rank, but the ranks compare what they "
-        f"do: {by_rank}{'; ...' * (len(each) > _MOST_TOLD)}; set it for all of them, as torchrun and srun pass the "
-        "environment on, or for none"
-    )
+    interval = debug_interval(os.environ)
+    words = f"init_mesh({_axes_as_arguments(axes)}, device={device!r})"
+    digest = int.from_bytes(blake2b(words.encode(), digest_size=7).digest(), "big")
+    own = torch.tensor([interval, digest], device=device_of_values(group))
+    ends = torch.cat([own, -own])
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)  # the maximum of each number, and minus its minimum
+    if ends[0] != -ends[2]:
+        raise RanksDifferError(
+            f"{DEBUG_VARIABLE} (with {EVERY_VARIABLE}) must be the same on every rank, but the ranks compare what they "
+            f"do: {_said_by_ranks(f'every {interval} passes' if interval else 'not')}; set it for all of them, as "
+            "torchrun and srun pass the environment on, or for none"
+        )
+    if ends[1] != -ends[3]:
+        raise RanksDifferError(
+            f"ranks of one job make different meshes: {_said_by_ranks(words)}; give init_mesh the same axes in the "
+            "same order on every rank"
+        )
 
 
-_MOST_TOLD = 16
+def _said_by_ranks(words: str) -> str:
+    """Return the different statements of ranks, each with the first rank that makes it. Collective over the job."""
+    group = _world_group()
+    padded = words.encode()[:_LONGEST_WORDS].ljust(_LONGEST_WORDS)
+    own = torch.tensor(list(padded), dtype=torch.uint8, device=device_of_values(group))
+    every = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(every, own, group=group)
+    first: dict[str, int] = {}
+    for rank, letters in enumerate(torch.stack(every).tolist()):
+        first.setdefault(bytes(letters).decode(errors="ignore").rstrip(), rank)
+    named = [f"rank {rank}: {text}" for text, rank in list(first.items())[:_MOST_TOLD]]
+    return "; ".join([*named, "..."] if len(first) > _MOST_TOLD else named)
+
+
+_MOST_TOLD, _LONGEST_WORDS = 16, 256
 
 
 def _checked_timeout(timeout: timedelta | float) -> timedelta:
@@ -170,9 +190,9 @@ def group_patience(group: dist.ProcessGroup, device: str) -> timedelta:
     """Return how long a member of the group waits for a message between devices of that kind."""
     try:
         backend: Any = backend_of_group(group, torch.device(device))
-    except RuntimeError:  # a group that does not serve this device
+    except RuntimeError:  # the group has no backend for this device
         return DEFAULT_PATIENCE
-    options = getattr(backend, "options", None)  # MPI's has none
+    options = getattr(backend, "options", None)  # MPI's backend has none
     return DEFAULT_PATIENCE if options is None else timeout_of_options(options)
 
 
@@ -182,7 +202,7 @@ def _let_wait(group: dist.ProcessGroup, device: str, limit: timedelta) -> None:
 
 
 def _with_the_rest(axes: dict[str, int], ranks: int) -> dict[str, int]:
-    """Return the axes with sizes for all ranks, that of -1 computed; those of a single rank where there are none."""
+    """Return the axes with their sizes, -1 computed; without axes, those of a single rank."""
     if not axes:
         if ranks == 1:
             return {DATA_AXIS: 1}
@@ -387,6 +407,14 @@ class TrafficKind(Enum):
     GRADIENTS = "gradients"
 
 
+def digest_of_ranks(ranks: Sequence[int]) -> str:
+    """Return 32 characters for these ranks in this order, for a name in the job's store.
+
+    Torch's store takes names of fewer than 8192 bytes, which are not enough for the numbers of 2000 ranks.
+    """
+    return blake2b(",".join(map(str, ranks)).encode(), digest_size=16).hexdigest()
+
+
 def _group_apart(kind: TrafficKind, ranks: Sequence[int], group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
     """Return the group of these ranks for that kind, on the backend of `group`.
 
@@ -395,7 +423,7 @@ def _group_apart(kind: TrafficKind, ranks: Sequence[int], group: dist.ProcessGro
     """
     groups = _groups_by_kind.setdefault(_world_group(), {})
     ranks = sorted(ranks)
-    name = f"jigsaw {kind.value} {device} {','.join(map(str, ranks))}"
+    name = f"jigsaw {kind.value} {device} {digest_of_ranks(ranks)}"
     if name not in groups:
         with of_the_job(), without_modes():
             groups[name] = group_by_name(name, ranks, group, device, group_patience(group, device))

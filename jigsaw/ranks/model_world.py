@@ -150,7 +150,8 @@ def job_group() -> dist.ProcessGroup | None:
 def job_rank(group: dist.ProcessGroup | None = None) -> int:
     """Do as `torch.distributed.get_rank`, in a forward pass too."""
     world = job_group()
-    if world is None or not isinstance(group, dist.ProcessGroup | None):  # torch has a number for groups of other ranks
+    # for a group that this rank is not in, torch has a number and no object
+    if world is None or not isinstance(group, dist.ProcessGroup | None):
         return _get_rank(group)
     return world.rank() if group is None else group.rank()
 
@@ -200,14 +201,14 @@ def _unchanged(self: Any, tensors: Any = (), *_: Any, **__: Any) -> dist.Work:
 
 @torch.no_grad()
 def _filled(self: Any, results: Any, values: Any, *_: Any, **__: Any) -> dist.Work:
-    """Fill every tensor among `results` with the one of `values` in its place, in its own shape."""
+    """Fill every tensor among `results` with its counterpart among `values`, in its own shape."""
     targets, sources = pytree.tree_leaves(results), pytree.tree_leaves(values)
     if len(targets) != len(sources):
         raise OneProcessError(
             f"a collective with a list of {max(len(targets), len(sources))} tensors: a parallelized model is one "
             "process, so make as many as torch.distributed.get_world_size() says in its forward pass, which is 1"
         )
-    with dispatching_again():  # so that tiles are filled, and filled from, as tiles
+    with dispatching_again():  # so that copies from and to tiles are dispatched to tiles
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source.reshape(target.shape))
     return _DoneWork(results)

@@ -31,7 +31,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from jigsaw.errors import ShardingError
+from jigsaw.errors import RanksDifferError, ShardingError
 
 T = TypeVar("T")
 _FOLDER = "jigsaw.start"
@@ -83,7 +83,7 @@ def joined_job_store(secret: str, limit: timedelta) -> tuple[dist.Store, int, in
 def store_that_answers(
     host: str, port: int, ranks: int | None, limit: timedelta, patience: timedelta
 ) -> dist.TCPStore | None:
-    """Join the store that rank 0 keeps; None where something listens for so long and does not answer as a store.
+    """Join the store that rank 0 keeps; None where something listens until the limit and does not answer as a store.
 
     Raises: `torch.distributed.DistNetworkError` where nobody listens within the limit.
     """
@@ -108,7 +108,7 @@ def store_that_answers(
 
 
 def store_answer(ask: Callable[[], T]) -> Future[T]:
-    """Ask a store in a thread, and return the answer to come: torch has no time-out for a store that is silent."""
+    """Ask a store in a thread, and return the future answer: torch has no time-out for a store that is silent."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -182,7 +182,7 @@ def _check_keeper(store: dist.Store, key: bytes, where: str, patience: timedelta
 
 
 def _proof(key: bytes, *words: str) -> str:
-    """Return the proof, for words that were said, of knowing the key."""
+    """Return a digest of the words and the key, which proves that the sender knows the key."""
     return hmac.new(key, " ".join(words).encode(), "sha256").hexdigest()
 
 
@@ -218,3 +218,31 @@ def _answer_ranks(store: dist.Store, name: str, ranks: int, until: float, key: b
                 "first rank waits for the others: look into their output for why, or give them longer"
             )
         time.sleep(_POLL_SECONDS if missing else 0)
+
+
+def agree_on_start(store: dist.Store, rank: int, ranks: int, words: str, limit: timedelta) -> None:
+    """Compare how the ranks of a job start, before any connects to another: who starts otherwise would be waited for.
+
+    Raises: `RanksDifferError` on every rank, with the words of two that differ. `ShardingError` where ranks do not
+    come.
+    """
+    if ranks == 1:
+        return
+    own = f"rank {rank}: {words}"
+    first = store.compare_set(f"{_FOLDER}/words", "", own).decode()
+    if first.partition(": ")[2] != words:  # a rank that differs is not counted, so no other answer can be set
+        store.set(f"{_FOLDER}/alike", f"{first}; {own}")
+    elif store.add(f"{_FOLDER}/count", 1) == ranks:
+        store.set(f"{_FOLDER}/alike", "")
+    try:
+        store.wait([f"{_FOLDER}/alike"], limit)
+    except dist.DistStoreError as e:
+        raise ShardingError(
+            f"{store.add(f'{_FOLDER}/count', 0)} of {ranks} ranks came to start the job within "
+            f"{limit.total_seconds():g} s; look into the output of the others, or give them longer: init_mesh(timeout=)"
+        ) from e
+    if different := store.get(f"{_FOLDER}/alike").decode():
+        raise RanksDifferError(
+            f"ranks of one job start in different ways: {different}; give init_mesh the same arguments on every rank, "
+            "and a rank without its GPU one, or none to all (device='cpu')"
+        )

@@ -35,12 +35,14 @@ from jigsaw.torch_internals.groups import default_store
 
 T = TypeVar("T")
 _FOLDER = "jigsaw.waits"
-_LONGEST_NOTICE = 10.0  # after so many seconds the others learn of a wait; sooner where time-outs are short
-_STORE_SECONDS = 3.0  # the store may be gone with the rank that kept it
-_LOOK_SECONDS = 0.5  # how often a rank that waits asks whether another has failed
-_ANSWER_SECONDS = 3 * _LOOK_SECONDS  # within which ranks that wait say so, once they are asked
-_KEEPING_SECONDS = 3 * _LOOK_SECONDS  # so long a failed rank 0 keeps the store for the others
-_MOST_RANKS = 64  # at most so many ranks are described
+_LONGEST_NOTICE = 10.0  # seconds after which other ranks hear of a wait; fewer where time-outs are short
+_STORE_SECONDS = 3.0  # patience with the store, which may have ended with the rank that kept it
+_LOOK_SECONDS = 0.5  # interval at which a waiting rank asks whether another has failed
+_ANSWER_SECONDS = 3 * _LOOK_SECONDS  # time in which waiting ranks answer once they are asked
+_KEEPING_SECONDS = 3 * _LOOK_SECONDS  # time for which a failed rank 0 keeps the store for the others
+_MOST_RANKS = 64  # largest number of ranks that are described
+_MOST_NAMED = 16  # largest number of ranks that are listed by number
+_MANY_RANKS = 256  # with more ranks than this, each asks the store less often
 
 
 class WaitError(RuntimeError):
@@ -56,6 +58,7 @@ class OpenWait:
     # not a generator, because each message opens one or two of these
     def __init__(self, kind: str, ranks: Sequence[int]) -> None:
         self.kind, self.ranks, self.since = kind, ranks, time.monotonic()
+        self.question: int | None = None  # the number of the question by which the others were asked where they are
         self._around: OpenWait | None = None
 
     def __enter__(self) -> None:
@@ -77,8 +80,8 @@ class OpenWait:
     def _error_of(self, error: BaseException) -> WaitError:
         others = [rank for rank in self.ranks if rank != job_rank()]
         function, where = place_of_call()
-        waited = f"{self.kind} waited {time.monotonic() - self.since:.1f} s for ranks {others}"
-        report = found_of_others(self.kind, others, f"{waited}, in {function}, {where}")
+        waited = f"{self.kind} waited {time.monotonic() - self.since:.1f} s for ranks {_short_list(others)}"
+        report = found_of_others(self.kind, others, f"{waited}, in {function}, {where}", self.question)
         return WaitError(
             f"{waited}: they have ended, or do not answer; init_mesh(timeout=) says how long ranks wait; this was in "
             f"{function}, {where}{report} ({error})"
@@ -89,11 +92,17 @@ _open_waits: dict[int, OpenWait] = {}
 """Waits of each thread of this rank."""
 
 
-def found_of_others(kind: str, others: Sequence[int], message: str) -> str:
+def found_of_others(kind: str, others: Sequence[int], message: str, question: int | None = None) -> str:
     """Return what the store knows, at the end of a wait, of the ranks that this one waited for, and write `message` for
-    them.
+    them.  `question` is the number by which they were asked where they are, if they were.
     """
-    return _asked_of_store(lambda store: _read_others(store, kind, others, message))
+    return _asked_of_store(lambda store: _read_others(store, kind, others, message, question))
+
+
+def _short_list(ranks: Sequence[int]) -> str:
+    if len(ranks) <= _MOST_NAMED:
+        return str(list(ranks))
+    return f"[{', '.join(map(str, ranks[: _MOST_NAMED // 2]))}, ..., {ranks[-1]}], {len(ranks)} in all"
 
 
 def first_failure() -> str:
@@ -102,7 +111,7 @@ def first_failure() -> str:
 
 
 def _asked_of_store(read: Callable[[dist.Store], str]) -> str:
-    """Return what this reads of the store; where the store is gone, what the watch has read, or that it is gone."""
+    """Return the words that `read` finds in the store; if it is gone, those that the watch last read, or say so."""
     watch = _watch
     if watch is None:
         return ""
@@ -127,26 +136,33 @@ def first_ended(ranks: Sequence[int]) -> int | None:
     return next((rank for rank in ranks if store.check([f"{_FOLDER}/ended/{rank}"])), None)
 
 
-def _read_others(store: dist.Store, kind: str, others: Sequence[int], message: str) -> str:
+def _read_others(store: dist.Store, kind: str, others: Sequence[int], message: str, question: int | None) -> str:
     me, described = job_rank(), others[:_MOST_RANKS]
-    store.set(f"{_FOLDER}/asked", "")
-    until = time.monotonic() + _ANSWER_SECONDS
-    while not store.check([f"{_FOLDER}/{rank}" for rank in described]) and time.monotonic() < until:
-        time.sleep(_LOOK_SECONDS / 10)
+    asked, until = question or store.add(f"{_FOLDER}/asked", 1), time.monotonic() + _ANSWER_SECONDS
+    statuses = {rank: _read_status(store, rank, asked) for rank in described}
+    while None in statuses.values() and time.monotonic() < until:
+        time.sleep(_LOOK_SECONDS / (1 if job_size() > _MANY_RANKS else 10))
+        statuses |= {rank: _read_status(store, rank, asked) for rank, status in statuses.items() if status is None}
     missing: list[str] = []
-    for rank in described:
-        if not store.check([f"{_FOLDER}/{rank}"]):
+    for rank, status in statuses.items():
+        if status is None:
             missing.append(f"rank {rank}, which has said nothing of itself")
-            continue
-        status = json.loads(store.get(f"{_FOLDER}/{rank}"))
-        if status["kind"] is None:
+        elif status["kind"] is None:
             missing.append(f"rank {rank}, which was at {status['place']}")
-        elif status["kind"] != kind or me not in status["ranks"]:
+        elif status["kind"] != kind or not any(me in range(*run) for run in status["runs"]):
             missing.append(f"rank {rank}, which waits in {status['kind']} at {status['place']}")
     absent = f"; missing: {'; '.join(missing)}" if missing else ""
     first = store.compare_set(f"{_FOLDER}/first", "", f"rank {me}: {message}{absent}").decode()
     # one that waits for the same ranks need not say twice that they are missing
     return absent + ("" if first.startswith(f"rank {me}: ") else _words_of_first(first.removesuffix(absent)))
+
+
+def _read_status(store: dist.Store, rank: int, asked: int) -> dict[str, Any] | None:
+    """Return the status that a rank wrote; None if it wrote none since that question was asked."""
+    if not store.check([f"{_FOLDER}/{rank}"]):
+        return None
+    status = json.loads(store.get(f"{_FOLDER}/{rank}"))
+    return status if status["question"] >= asked else None
 
 
 def _read_first_failure(store: dist.Store) -> str:
@@ -166,6 +182,20 @@ def _within(seconds: float, work: Callable[[], T]) -> T | None:
         return None
 
 
+def runs_of_ranks(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return ranges (start, stop, step) of these numbers in their order: one for an axis of thousands of ranks."""
+    runs: list[tuple[int, int, int]] = []
+    for rank in ranks:
+        start, stop, step = runs[-1] if runs else (0, 0, 0)
+        last = stop - (1 if step > 0 else -1)
+        if runs and rank != last and (last == start or rank - last == step):
+            step = rank - last
+            runs[-1] = start, rank + (1 if step > 0 else -1), step
+        else:
+            runs.append((rank, rank + 1, 1))
+    return runs
+
+
 # -- while ranks wait -------------------------------------------------------------------------------------------------
 
 
@@ -178,42 +208,54 @@ class _WaitWatch(threading.Thread):
         super().__init__(name="jigsaw waits", daemon=True)
         self.world = job_group()
         self._rank, self._process = job_rank(), os.getpid()
-        self._notice = min(_LONGEST_NOTICE, job_patience().total_seconds() / 4)
+        self._patience = job_patience().total_seconds()
+        self._notice = min(_LONGEST_NOTICE, self._patience / 4)
         self._ended = threading.Event()
         # a connection of its own, because a client of the store that waits for a key blocks others of its process
         self.store = default_store().clone()
         self._main = threading.main_thread().ident or 0
         self.first_failure = ""
+        self._answered, self._told_until = 0, 0.0
+        self._told: OpenWait | None = None
         self._next_look = time.monotonic() + self._notice / 2
 
     def run(self) -> None:
         while not self._ended.wait(min(_LOOK_SECONDS, self._notice / 2)):
             try:
                 self._look()
-            except Exception:  # the store has ended, and with it the job
+            except Exception:  # the store has ended, and so has the job
                 return
 
     def _look(self) -> None:
-        """Ask the store: every half second while this rank waits, and else seldom, because a job may have many."""
+        """Ask the store every half second while this rank waits, and otherwise seldom: a job may have many ranks."""
         now = time.monotonic()
         waits = sorted(_open_waits.items(), key=lambda thread_and_wait: thread_and_wait[1].since)
         age = now - waits[0][1].since if waits else 0.0
         if age < _LOOK_SECONDS and now < self._next_look:
             return
         self._next_look = now + self._notice / 2
-        if age > self._notice:
-            self.store.set(f"{_FOLDER}/asked", "")
-        if age > self._notice or self.store.check([f"{_FOLDER}/asked"]):
-            thread, wait = waits[0] if waits else (self._main, None)
-            self._say(thread, wait and wait.kind, wait.ranks if wait else ())
+        thread, wait = waits[0] if waits else (self._main, None)
+        if wait is not None and wait.question is None and age > self._notice:
+            wait.question = self.store.add(f"{_FOLDER}/asked", 1)
+        question = self.store.add(f"{_FOLDER}/asked", 0)
+        # A place is told once a question, and again in another long wait while those who asked may still wait; not
+        # always, because thousands of ranks share the store.
+        is_asked = question > self._answered
+        if is_asked:
+            self._answered, self._told_until = question, now + self._patience
+        waits_elsewhere = wait is not None and wait is not self._told and age > _LOOK_SECONDS
+        if is_asked or (waits_elsewhere and now < self._told_until):
+            self._told = wait
+            self._say(question, thread, wait and wait.kind, wait.ranks if wait else ())
         if age > _LOOK_SECONDS and not self.first_failure and self.store.check([f"{_FOLDER}/ended"]):
             self.first_failure = _read_first_failure(self.store)
             self.store.set(f"{_FOLDER}/heard/{self._rank}", "")
 
-    def _say(self, thread: int, kind: str | None, ranks: Sequence[int]) -> None:
+    def _say(self, question: int, thread: int, kind: str | None, ranks: Sequence[int]) -> None:
         function, where = place_in_frames(sys._current_frames().get(thread))  # pyright: ignore[reportPrivateUsage]
         place = f"{function}, {where}" if kind else where
-        self.store.set(f"{_FOLDER}/{self._rank}", json.dumps({"kind": kind, "ranks": list(ranks), "place": place}))
+        status = {"question": question, "kind": kind, "runs": runs_of_ranks(ranks), "place": place}
+        self.store.set(f"{_FOLDER}/{self._rank}", json.dumps(status))
 
     def end(self) -> None:
         """End the thread, while Python still runs; not that of the process that this one was forked from."""
@@ -231,7 +273,7 @@ def start_wait_watch() -> None:
     if _watch is not None and _watch.world is job_group():
         return
     if job_size() == 1 or dist.get_backend() == "fake":
-        return  # no rank to wait for
+        return  # there is no other rank to wait for
     if _watch is None:
         atexit.register(_end_watch)
         hook = sys.excepthook
@@ -248,7 +290,7 @@ def _end_watch() -> None:
 
 
 def _tell_failure(hook: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Write to the store what ends this rank, then show it."""
+    """Write the error that ends this rank to the store, then show it."""
     watch = _watch
     if watch is not None and dist.is_initialized() and issubclass(kind, Exception):
         _within(_STORE_SECONDS, lambda: _write_end(watch.store, f"rank {job_rank()}: {kind.__name__}: {error}"))

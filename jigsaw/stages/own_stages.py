@@ -34,8 +34,8 @@ class PipeSchedule:
     make: Any
     per_rank: int | None
     is_v: bool = False
-    parts_backward: bool = False  # gradients of inputs first, those of weights later
-    least_batches: int = 0  # a stage
+    parts_backward: bool = False  # True: gradients of inputs are computed first, those of weights later
+    least_batches: int = 0  # microbatches needed for each stage
 
     def stages_at(self, place: int, ranks: int, stages: int) -> list[int]:
         """Return the stages of the rank at a place of the axis: they loop over the ranks, or go there and back."""
@@ -73,8 +73,8 @@ def check_schedule(name: str, schedule: PipeSchedule, ranks: int, stages: int, b
     rounds = max(1, batches // ranks)
     if schedule.per_rank is None and batches % rounds:
         raise ShardingError(
-            f"schedule={name!r} on {ranks} ranks: microbatches={batches} is no multiple of its {rounds} rounds; take a "
-            f"multiple of {ranks}"
+            f"schedule={name!r} on {ranks} ranks: microbatches={batches} is not a multiple of its {rounds} rounds; "
+            f"take a multiple of {ranks}"
         )
 
 
@@ -105,7 +105,7 @@ class OwnStages:
 
         *Sends*: the shared parameters, from the first rank; cut weights, as `jigsaw.parallelize` does.
         """
-        # modules of several stages may share one that has tables, as spherical nets share their transforms
+        # modules of several stages may share a module with tables, as spherical nets share their transforms
         own = [part for module in self._modules_of(*self.numbers) for part in module.modules()]
         tables = [(part, key, x) for part in own for key, x in part.named_buffers(recurse=False)]
         for name, stage in self.cuts.stage_of.items():
@@ -135,7 +135,7 @@ class OwnStages:
             setattr(p, PIPE_MARK, (self.mesh, self.axis, name not in self.shared or self.place == 0))
 
     def _join_groups(self, sharding: ShardingOptions, channel: str) -> None:
-        """Make the groups that any stage cuts weights over, because all ranks of the job must make each."""
+        """Make the groups over which any stage cuts weights, because every rank of the job must make each group."""
         names = tuple(name for name, _ in axes_of_mesh(self.stage_mesh))
         cut = (axes_not_cutting(p, self.stage_mesh) for p in self.model.parameters() if is_dtensor(p))
         for axes in dict.fromkeys([names, tuple(name for name in names if name != channel), *cut]):

@@ -28,7 +28,7 @@ from jigsaw.torch_internals.autograd import call_instead
 
 @dataclass(frozen=True)
 class TileOnPaper:
-    """A tile by its number in a forward pass, and all that is known of it before it has values."""
+    """A tile by its number in a forward pass, with its layout and dtype, before it has values."""
 
     number: int
     layout: Layout
@@ -72,7 +72,7 @@ class WatchedPass:
 
     def __init__(self, mesh: DeviceMesh, as_tiles: frozenset[PlainOrigin]) -> None:
         self.calls, self.tiles = 0, 0
-        self.is_inside = False  # of a whole module
+        self.is_inside = False  # whether a module that belongs to one stage is running
         self.left, self._mesh, self._as_tiles = 0, mesh, as_tiles
         self._serial, self._thread = object(), get_ident()
 
@@ -233,7 +233,7 @@ class BatchSplit:
                 f"cut at {list(self._cut.points)} that dim 0 of x is; cut x and y alike along dim 0"
             )
         if not isinstance(x, Tile):
-            # whole: the samples that the ranks' parts have, in their order
+            # a plain tensor has all samples, so take those of each rank's part, in the order of ranks
             pieces = [self._rows(x[a:b]) for a, b in zip(self._cut.points, self._cut.points[1:], strict=False)]
             return [torch.cat([piece[at] for piece in pieces]) for at in range(self.parts)]
         layout = micro_layout(x.layout, self.parts)
@@ -248,7 +248,7 @@ class BatchSplit:
 
 
 def micro_layout(layout: Layout, parts: int) -> Layout:
-    """Return the layout of a microbatch: its dim 0 has one of so many parts of every rank's rows."""
+    """Return the layout of a microbatch: along dim 0 it has one of `parts` equal parts of every rank's rows."""
     (cut,) = layout.dim(0)
     return layout.replace_dim(0, Cut(cut.size // parts, tuple(p // parts for p in cut.points), cut.axes))
 

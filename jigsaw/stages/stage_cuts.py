@@ -21,7 +21,7 @@ from jigsaw.parallel.parallelize import parallelize
 from jigsaw.parallel.sharding import ShardingOptions, sharding_units
 from jigsaw.ranks.mesh import axes_of_mesh, split_axis_mesh
 
-# never called themselves, only their elements are
+# these are never called, only their elements are
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -164,7 +164,7 @@ def _expanded(name: str, module: nn.Module, levels: int = 1) -> list[tuple[str, 
 
 
 def _least_largest_cuts(sizes: Sequence[int], parts: int) -> list[int]:
-    """Return where parts 1, 2, ... of a sequence begin, none empty, so that the largest sum of a part is least."""
+    """Return where parts 1, 2, ... of a sequence begin, none empty, so that the largest sum of a part is smallest."""
     sums = [0, *accumulate(sizes)]
     # best[k][n]: the least largest sum of the first n in k parts, and where the last of them begins
     best = [[(sums[n], 0) for n in range(len(sums))]]
@@ -197,7 +197,7 @@ class StageModules(nn.Module):
             self.add_module(str(at), module)
 
 
-_UNIT_BYTES = 4 * 2**20  # units of weights within a module of a stage that are gathered by themselves
+_UNIT_BYTES = 4 * 2**20  # least bytes of weights within a module of a stage that are gathered as a unit
 
 
 def parallel_stage(

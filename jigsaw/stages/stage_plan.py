@@ -99,9 +99,9 @@ class PaperModel:
         self.mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
         self.model = self._copy_without_values(model) if mode is None else model
         for p in self.model.parameters():
-            setattr(p, AVERAGED_MARK, mesh.size())  # as that of a stage
+            setattr(p, AVERAGED_MARK, mesh.size())  # marked like the parameters of a stage
         self.watch = CallWatch(self.model, cuts)
-        # a module without either is the same in every stage
+        # names of modules with parameters or buffers; any other module is the same in every stage
         self.with_state = frozenset(n for n in cuts.stage_of if _tensors_of(self.model.get_submodule(n)))
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         self.names = {id(x): name for name, x in named}
@@ -201,7 +201,7 @@ class _PlanningPass(_PaperPass):
         self._tiles: list[tuple[Tile, torch.dtype]] = []
         self._found: list[dict[int, TileOnPaper]] = []  # the tiles where each stage after the first begins
         self._read: list[set[int]] = [set()]
-        self._stage_of_frame: dict[Any, int] = {}  # of a checkpointed part
+        self._stage_of_frame: dict[Any, int] = {}  # keyed by the frame of a checkpointed part
 
     def see(self, tile: Tile) -> None:
         super().see(tile)

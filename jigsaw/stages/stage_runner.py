@@ -46,7 +46,7 @@ class _StageEndError(BaseException):
 
 @dataclass
 class StageBatch:
-    """Microbatches of a step: the model's arguments, those on paper, and what `loss` takes beside the output."""
+    """Microbatches of a step: the model's arguments, the same without values, and the further arguments of `loss`."""
 
     args: Sequence[Any]
     on_paper: Any
@@ -61,7 +61,8 @@ class StagePass(WatchedPass):
         self.plan, self.stage, self.mesh = plan, stage, mesh
         self.received: Sequence[Tensor] = ()
         self.kept: dict[int, Tile] = {}
-        self._before: list[Tile] | None = [] if stage else None  # tiles on paper, until the stage begins
+        # tiles without values from calls of earlier stages, until this stage begins
+        self._before: list[Tile] | None = [] if stage else None
         last = stage + 1 == len(plan.sent)
         self._sent = () if last else tuple(each.number for each in plan.sent[stage + 1])
         self._first, self._end = plan.first_calls[stage], None if last else plan.first_calls[stage + 1]
@@ -90,13 +91,13 @@ class StagePass(WatchedPass):
                 leaves.append(leaf)
                 continue
             assert self._before is not None
-            known = leaf.number < len(self._before)  # a module returned its argument
-            with self._mode:  # around operators on plain tensors
+            known = leaf.number < len(self._before)  # True if the module returned its argument
+            with self._mode:  # making a tile without values runs plain operators, which need the mode
                 leaves.append(self._before[leaf.number] if known else leaf.paper_tile(self.mesh))
         return pytree.tree_unflatten(leaves, recorded.spec)
 
     def _begin(self, before: list[Tile]) -> None:
-        """End the paper pass: tiles that were sent get their values, the others none."""
+        """End the pass without values: tiles that were sent get their values, other tiles never do."""
         self._paper.close()
         self._forget_paper()
         self._before = None
@@ -125,7 +126,7 @@ class StagePass(WatchedPass):
             )
 
     def run(self, watch: CallWatch, inputs: ModelInputs) -> Any:
-        """Return the result of the last stage's forward; nothing for the others, whose tiles are in `kept`."""
+        """Return the result of the last stage; None for other stages, whose tiles are in `kept`."""
         try:
             if self.stage:
                 self._paper.enter_context(on_paper(self._mode))
@@ -144,7 +145,7 @@ class StagePass(WatchedPass):
         return out
 
     def _lend_state(self, model: nn.Module) -> None:
-        """Use weights without values on paper for those of other stages that are read outside of calls."""
+        """Use weights without values in place of other stages' weights that are read outside of calls."""
         for name, x in self.plan.read_apart.items():
             parent, _, key = name.rpartition(".")
             held = own_parameters(model.get_submodule(parent))
@@ -155,7 +156,7 @@ class StagePass(WatchedPass):
     def outgoing(self) -> tuple[Tensor, ...]:
         tiles = [self.kept[number] for number in self._sent]
         for tile in tiles:
-            tile.check_no_history()  # a result of a custom Function
+            tile.check_no_history()  # refused for the result of a custom Function whose gradient would be lost
         # cloned: the graph of a stage must not end in its own input, nor in a view of a tensor that it still changes
         return tuple(tile.owned().local.clone(memory_format=torch.contiguous_format) for tile in tiles)
 

@@ -32,7 +32,7 @@ _COMPARED = ("python", "torch", "jigsaw", "numpy", "store")
 
 
 class JobPlace(NamedTuple):
-    """Place of this process among how many, and where they meet; `is_kept` where the launcher keeps the store there."""
+    """Rank of this process, number of processes, and their meeting point; `is_kept`: a launcher has the store."""
 
     rank: int
     ranks: int
@@ -85,7 +85,7 @@ def check_nodes(place: JobPlace, facts: NodeFacts, seconds: float) -> list[str]:
     """
     wrong = _wrong_with_meeting_point(place)
     if wrong:
-        return wrong  # the others notice that this process does not come
+        return wrong  # the other ranks will notice that this process is missing
     limit = timedelta(seconds=seconds)
     try:
         keeps = place.rank == 0 and not place.is_kept
@@ -111,7 +111,7 @@ def check_nodes(place: JobPlace, facts: NodeFacts, seconds: float) -> list[str]:
         return [f"ranks {absent} of {place.ranks} did not come within {seconds:g} s; what do they say, on their nodes?"]
     wrong = _differences(facts_by_rank) + _wrong_with_gloo(place, facts, store, limit)
     store.set(f"done/{place.rank}", "")
-    if keeps:  # it ends with this process
+    if keeps:  # the store ends with this process, so wait for the others
         _await_keys(store, [f"done/{rank}" for rank in range(place.ranks)], limit)
     return wrong
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-# Errors on the neighbors of a dead or failed rank: true, but never the cause.
+# Errors that neighbors of a dead or failed rank report: true, but never the cause.
 _ECHOES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -54,7 +54,7 @@ class RankFailure:
         summary = traceback.format_exception_only(error)[-1].strip()
         try:
             pickled = pickle.dumps(error)
-        except Exception:  # it holds something that does not pickle; the text has everything
+        except Exception:  # part of it does not pickle; the text has everything
             pickled = b""
         return cls(rank, summary, text, pickled, time.monotonic())
 

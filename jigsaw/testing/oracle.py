@@ -168,7 +168,7 @@ def _rank_differences(
     whole = case.model.to(mesh.device_type) if isinstance(case.model, nn.Module) else case.model
     model = whole if case.build is None else case.build(whole, mesh)
     wholes, tiles = _cut_inputs(case, mesh)
-    with without_warning(UNREDUCED):  # the parts are summed below
+    with without_warning(UNREDUCED):  # no warning is needed: the parts are summed below
         outcome = _run_case(case, model, tiles)
     for name, parameter in _trained_parameters(model):
         if f"gradient of {name}" in expected.tensors or parameter.grad is not None:
@@ -218,7 +218,7 @@ def _cut_inputs(case: OracleCase, mesh: DeviceMesh) -> tuple[dict[str, Any], lis
 
 
 def _input_gradient(x: Any, whole: Any, mesh: DeviceMesh) -> Tensor:
-    if not isinstance(x, Tile):  # passed whole: a rank's gradient is its part, as that of a parameter
+    if not isinstance(x, Tile):  # for an input passed whole, a rank's gradient is its part, as for a parameter
         return _whole_gradient(torch.zeros_like(x) if x.grad is None else x.grad, mesh, parts=True)
     if not x.local.is_leaf:
         return torch.zeros_like(whole) if whole.grad is None else whole.grad

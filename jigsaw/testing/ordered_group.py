@@ -73,7 +73,7 @@ class _OrderedWork(dist.Work):
         """Hold the tensors that are filled, each with its result, and those that are sent, each with its copy."""
         super().__init__()
         self._number, self._works, self._late = number, works, late
-        # the copies stay here, as gloo keeps none of what it sends
+        # hold the copies, because gloo does not keep alive what it sends
         self._before = [*sent, *((x, _copy_of(x)) for x, _ in late)]
         self._lock, self._has_ended = threading.Lock(), False
 
@@ -115,7 +115,7 @@ class _OrderedWork(dist.Work):
         targets = [target for target, _ in self._late]
 
         def end(arrived: Any) -> list[Tensor]:
-            arrived.value()  # raises what gloo raised
+            arrived.value()  # raises gloo's error, if there was one
             self._finish()
             return targets
 
@@ -125,7 +125,7 @@ class _OrderedWork(dist.Work):
 class OrderedGroup(dist.ProcessGroup):
     """A group of ranks on gloo; torch calls it as it calls NCCL's."""
 
-    supports_coalescing = True  # as NCCL's: its operations run in order, those of a batch together
+    supports_coalescing = True  # like NCCL: operations run in order, and those of a batch together
 
     def __init__(self, inner: dist.ProcessGroup, rank: int, members: Sequence[int], name: str) -> None:
         super().__init__(rank, len(members))  # pyright: ignore[reportCallIssue]
@@ -158,7 +158,8 @@ class OrderedGroup(dist.ProcessGroup):
         number = _record_post(self, "", posted, pair)
         arriving = [(x, torch.empty_like(host_view(x)), at) for sent, x, at, _ in messages if not sent]
         leaving = [(x, _copy_of(x), at) for sent, x, at, _ in messages if sent]
-        works = [self.inner.recv([private], at, 0) for _, private, at in arriving]  # gloo sends once it hears of them
+        # receives first, because gloo sends only once the other side receives
+        works = [self.inner.recv([private], at, 0) for _, private, at in arriving]
         works += [self.inner.send([copy], at, 0) for _, copy, at in leaving]
         return _OrderedWork(number, works, [x[:2] for x in arriving], [x[:2] for x in leaving])
 
@@ -216,7 +217,7 @@ def _make_group(options: Any, _: Any) -> OrderedGroup:
     inner = dist.ProcessGroup(options.store, rank, options.group_size)
     serve_group(inner, gloo)
     group = OrderedGroup(inner, rank, list(members), name)
-    serve_group(group, gloo)  # for whoever asks what serves the group, and how long it waits
+    serve_group(group, gloo)  # for callers that ask for the group's backend or its time-out
     return group
 
 

@@ -39,7 +39,7 @@ _COMPILER = "c++"
 
 
 def why_not_played() -> str:
-    """Return what keeps this machine from the device; empty where nothing does."""
+    """Return the reason why this machine cannot play the device; empty if it can."""
     has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()
     if sys.platform == "linux" and shutil.which(_COMPILER) and has_headers:
         return ""
@@ -48,7 +48,7 @@ def why_not_played() -> str:
 
 @cache
 def build_played_device() -> None:
-    """Compile it, where that has not been done yet.
+    """Compile the device's library, unless it exists.
 
     Raises: `RuntimeError` where there is no compiler, or it fails.
     """
@@ -58,9 +58,9 @@ def build_played_device() -> None:
     if why_not_played():
         raise RuntimeError(why_not_played())
     built.parent.mkdir(parents=True, exist_ok=True)
-    from torch.utils import cpp_extension  # slow to import
+    from torch.utils import cpp_extension  # imported here because it is slow
 
-    with (built.parent / "lock").open("w") as lock:  # of two processes one compiles, which takes a minute
+    with (built.parent / "lock").open("w") as lock:  # only one process compiles, which takes a minute
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():
             _compile_to(built, cpp_extension.include_paths(), cpp_extension.library_paths())
@@ -155,7 +155,7 @@ def register_played_device() -> None:
 
 
 def host_view(x: Tensor) -> Tensor:
-    """Return a tensor of the host in the same memory, as what sends it from there would see it."""
+    """Return a tensor of the host in the same memory, for code that sends from there."""
     return _load_played_device().host_view(x) if x.device.type == PLAYED_DEVICE else x
 
 
@@ -173,7 +173,7 @@ def refuse_host_waits() -> Generator[None]:
 
 
 def take_host_waits() -> list[str]:
-    """Return for what the host has waited since the last call."""
+    """Return the operations for which the host has waited since the last call."""
     return _load_played_device().take_waits()
 
 
@@ -214,7 +214,7 @@ def _made_on(device: str, factory: Callable[..., Any]) -> Callable[..., Any]:
 def _is_of_a_test() -> bool:
     """Say whether the call comes from a test's own code, or from a module that is being constructed."""
     frame, is_of_jigsaw = inspect.currentframe(), False
-    while frame is not None:  # from the innermost call on
+    while frame is not None:  # from the innermost call outwards
         path = Path(frame.f_code.co_filename)
         if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), nn.Module):
             return True

@@ -97,7 +97,7 @@ class _Replay:
         return any(moved) or any(ran)
 
     def _go_on(self, rank: int, program: deque[Post | PostWait]) -> bool:
-        """Let a thread of a rank post until it waits for what has not ended."""
+        """Let a thread of a rank post until it waits for a post that has not ended."""
         before = len(program)
         while program:
             event = program[0]

@@ -19,7 +19,7 @@ __all__ = ["CutTensor", "axis_sizes", "cut_points_of", "cut_tensors"]
 
 @dataclass(frozen=True)
 class CutTensor:
-    """A tensor, and the arguments that `jigsaw.shard` cuts it by on a mesh of these axes."""
+    """A tensor, the sizes of a mesh's axes, and the arguments of `jigsaw.shard` that cut it on that mesh."""
 
     tensor: Tensor
     mesh: dict[str, int]
@@ -32,7 +32,7 @@ class CutTensor:
 
 @st.composite
 def axis_sizes(draw: st.DrawFn, names: Sequence[str], most_ranks: int = 4) -> dict[str, int]:
-    """Draw the sizes of mesh axes with these names, of at least two and at most `most_ranks` ranks together.
+    """Draw sizes of mesh axes with these names; their product is at least 2 and at most `most_ranks`.
 
     >>> from hypothesis import find
     >>> find(axis_sizes(["lat", "lon"]), lambda mesh: mesh["lat"] > 1)
@@ -45,7 +45,7 @@ def axis_sizes(draw: st.DrawFn, names: Sequence[str], most_ranks: int = 4) -> di
 
 @st.composite
 def cut_points_of(draw: st.DrawFn, size: int, pieces: int) -> list[int]:
-    """Draw where to cut so many rows into so many pieces: anywhere, so that pieces are uneven and may be empty.
+    """Draw the points that cut `size` rows into `pieces` pieces, which may be uneven or empty.
 
     >>> from hypothesis import find
     >>> find(cut_points_of(5, 2), lambda points: points[1] == 4)

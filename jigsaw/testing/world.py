@@ -29,9 +29,9 @@ from jigsaw.testing.rank import DEVICE_VARIABLE, RankBody, RankJob, RankReport, 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_START_SECONDS = 180.0  # importing torch on every rank of a busy machine
-_GRACE_SECONDS = 2.5  # after a rank failed the others may report, who first ask each other who is missing (1.5 s)
-_STACK_SECONDS = 30.0  # for all stacks to be written, on a busy machine
+_START_SECONDS = 180.0  # time to import torch on every rank of a busy machine
+_GRACE_SECONDS = 2.5  # time for other ranks to report after one failed; they first ask for 1.5 s who is missing
+_STACK_SECONDS = 30.0  # time to write all stacks on a busy machine
 _MOST_GROUPS = 96  # gloo keeps sockets and threads for each process group that tests leave behind
 
 _worlds: dict[WorldKind, RankWorld] = {}
@@ -72,7 +72,7 @@ def on_ranks(
             values = _live_world(ranks, backend, device).run(body, args, kwargs, timeout)
             return None if all(value is None for value in values) else values
 
-        call.__dict__["rank_body"] = function  # where a rank finds the body under this wrapper
+        call.__dict__["rank_body"] = function  # a rank looks here for the function that this wraps
         return call
 
     return decorate
@@ -196,7 +196,7 @@ class RankWorld:
             if self._connections[rank].poll():
                 return pickle.loads(self._connections[rank].recv_bytes())
         except (EOFError, OSError):
-            pass  # the pipe ended without a report: the exit code below says why
+            pass  # the pipe ended without a report, so look at the exit code
         process = self._processes[rank]
         process.join(5)
         code = process.exitcode
@@ -241,7 +241,7 @@ def _process_context() -> ForkServerContext | SpawnContext:
 
 def _live_world(size: int, backend: str | None = None, device: str | None = None) -> RankWorld:
     device = device or os.environ.get(DEVICE_VARIABLE, "cpu")
-    if device == PLAYED_DEVICE:  # gloo does not know it
+    if device == PLAYED_DEVICE:  # gloo does not support this device
         backend = ORDERED_BACKEND
         build_played_device()
     kind = WorldKind(size, backend or os.environ.get(BACKEND_VARIABLE, "gloo"), device)

@@ -52,7 +52,7 @@ def warn_once(about: str, text: str) -> None:
 
 @contextmanager
 def without_warning(about: str) -> Generator[None]:
-    """Give no such warning within the block, for a caller that knows, as one that sums the parts of gradients."""
+    """Suppress a warning within the block, for a caller that sums the parts of gradients itself."""
     is_new = about not in _warned
     _warned.add(about)
     try:

@@ -25,7 +25,7 @@ from jigsaw.tile.tile import Tile, tiles_in
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import tensor_version
 
-_SEEN = "_jigsaw_changes_seen"  # of the memory of a tile: how often it was changed when a call of tiles last had it
+_SEEN = "_jigsaw_changes_seen"  # attribute of a tile's memory: its number of changes when a call of tiles last saw it
 
 
 def noted_call(call: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ def noted_call(call: Callable[..., Any], function: Any, args: Any, kwargs: Any) 
         return out
     results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
     if not results and before == [_changes_of(tile) for tile in tiles]:
-        drop_note(tiles[0].mesh, note)  # a look at strides, say
+        drop_note(tiles[0].mesh, note)  # the call only read metadata, such as strides
     for tile in (*tiles, *results):
         if isinstance(tile, Tile):
             mark_changes(tile)
@@ -73,7 +73,7 @@ def _described_argument(value: Any) -> str:
         return f"{type(value).__name__} {list(value.shape)} {value.dtype} of checksum {zlib.crc32(value.tobytes()):08x}"
     if isinstance(value, (int, float, complex, bool, str, range, slice, Layout, torch.dtype, torch.device, type(None))):
         return repr(value)
-    return getattr(value, "__qualname__", type(value).__name__)  # others may show an address
+    return getattr(value, "__qualname__", type(value).__name__)  # the repr of other values may contain an address
 
 
 def mark_changes(tile: Tile) -> None:

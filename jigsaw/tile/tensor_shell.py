@@ -59,7 +59,7 @@ _ATTRIBUTES_OF_LOCAL = (
 _DIFFERENTIABLE = frozenset(
     d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d.is_complex)
 )
-_META = torch.device("meta")  # no kernel runs there, and `x.data = tile` takes over no memory
+_META = torch.device("meta")  # on meta no kernel runs, and `x.data = tile` takes over no memory
 
 
 def make_shell(cls: type, shape: torch.Size, dtype: torch.dtype, needs_node: bool = True) -> Any:
@@ -78,7 +78,7 @@ _patches: list[Callable[[], None]] = []
 
 
 def at_first_tile(patch: Callable[[], None]) -> Callable[[], None]:
-    """Do it when the process makes its first tile: a change of torch that only tiles need."""
+    """Register a change of torch that only tiles need, to be made with the process' first tile."""
     _patches.append(patch)
     return patch
 
@@ -92,7 +92,7 @@ def _make_first_shell(*args: Any, **kwargs: Any) -> Any:
     return make_wrapper(*args, **kwargs)
 
 
-_make_shell: Any = _make_first_shell  # costs nothing once there was a tile
+_make_shell: Any = _make_first_shell  # replaced by the first tile, so that later ones pay nothing for the check
 _first_lock = threading.RLock()
 
 
@@ -195,7 +195,8 @@ def _saved_rows(node: Any) -> list[tuple[Tensor, int]]:
     """Return the local tensors of tiles that a custom Function saved, with their versions."""
     saved: Sequence[Any] = ()
     if saved_tensor_hooks(True) is None:
-        with as_plain_tensors(), suppress(RuntimeError):  # of a tile that was changed: the backward pass raises
+        # raised for a saved tile that was changed; the backward pass will raise, too
+        with as_plain_tensors(), suppress(RuntimeError):
             saved = node.saved_tensors
     rows = [x.local for x in saved if isinstance(x, TensorShell)]
     # where the result is first read after a change, the present version would hide that change
@@ -203,12 +204,13 @@ def _saved_rows(node: Any) -> list[tuple[Tensor, int]]:
     return [(x, own_version(x) if is_same else -1) for x, is_same in zip(rows, are_same, strict=True)]
 
 
-_CHANGED_AT = "_jigsaw_changed_at"  # number of autograd's next node when some memory was changed in place
+# attribute of memory: the number of autograd's next node when it was last changed in place
+_CHANGED_AT = "_jigsaw_changed_at"
 
 
 def note_change(memory: torch.UntypedStorage) -> None:
     """Remember that a tile with this memory is changed in place, for the Functions that have saved it."""
-    if torch.is_grad_enabled():  # the forward of such a Function runs without, so its own changes do not count
+    if torch.is_grad_enabled():  # a custom Function's forward runs without grad mode, so its own changes are not noted
         setattr(memory, _CHANGED_AT, next_node_number())
 
 
@@ -336,7 +338,7 @@ class TensorShell(_TensorBase):
         if is_sum and not torch.is_grad_enabled():
             first, second = args
             return cls(first.local + _as_laid(second, first), first.__dict__["layout"], first.__dict__["mesh"])
-        if func is torch.ops.aten.detach.default:  # of a result that a Function saves for its own backward
+        if func is torch.ops.aten.detach.default:  # a result that a Function saves for its own backward is detached
             return cls(args[0].local.detach(), args[0].__dict__["layout"], args[0].__dict__["mesh"])
         raise ShardingError(
             f"a Tile cannot become a plain tensor by itself, which {func} below torch's own functions took it for (a "
@@ -450,7 +452,7 @@ class TensorShell(_TensorBase):
         return self.local, state["layout"], state["mesh"]
 
     def _attributes(self) -> dict[str, Any]:
-        """Return what others have set on the tile, as on any tensor."""
+        """Return the attributes that others have set on the tile, as on any tensor."""
         return {name: value for name, value in self.__dict__.items() if name not in _STATE}
 
     # -- a number, an array -------------------------------------------------------------------------------------------

@@ -54,10 +54,10 @@ def _operator_name(function: Any) -> str:
 
 
 _OPERATOR_KINDS = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
-_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}  # names that torch takes for its own
+_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}  # torch accepts NumPy's names for its own
 _HAS_AXIS = frozenset((torch.segment_reduce, torch.quantize_per_channel, torch.fake_quantize_per_channel_affine))
 _QUICK_PLACES = 16
-# taken as they are; a subclass of one of them, an array or a list is checked more closely
+# types that need no check; a subclass of one, an array or a list is checked further
 _GIVEN_KINDS = {Tensor, Parameter, torch.Size, *map(type, (0, 0.0, True, "", None, ..., slice(0), torch.int))}
 
 
@@ -143,7 +143,7 @@ _NOT_GIVEN = object()
 
 
 def _as_argument(value: Any) -> Any:
-    """Return an array of numpy's that meets a tile as a plain tensor, which is whole."""
+    """Return a NumPy array that meets a tile as a plain tensor, which is whole."""
     if isinstance(value, Tile):
         value.check_no_history()
     elif type(value) in table.plain_readers:
@@ -154,7 +154,7 @@ def _as_argument(value: Any) -> Any:
         for item in value:
             if isinstance(item, Tile):
                 item.check_no_history()
-            elif isinstance(item, np.ndarray) and type(value) is tuple:  # of an index
+            elif isinstance(item, np.ndarray) and type(value) is tuple:  # a tuple with an array is an index
                 return tuple(map(_as_argument, value))
     return value
 
@@ -198,7 +198,7 @@ class Tile(TensorShell):
     mesh: DeviceMesh
     shape: torch.Size
 
-    if not TYPE_CHECKING:  # hides torch's own descriptors, so that the values of `__new__` are found
+    if not TYPE_CHECKING:  # hides torch's descriptors of these names, so that values set in `__new__` are read
         layout = shape = None
 
     def __new__(cls, local: Tensor, layout: Layout, mesh: DeviceMesh) -> Tile:
@@ -388,7 +388,7 @@ def _hide_tensor(cls: Any) -> None:
 
 
 _hide_tensor(Tile)
-# a package may compile a function of its own, which then meets tiles
+# a package may compile one of its functions, in which tiles then appear
 leave_untraced(_call_handler, *(x for x in vars(Tile).values() if isinstance(x, FunctionType)))
 leave_untraced(Tile.__torch_function__.__func__, Tile.__new__)
 
@@ -451,7 +451,8 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        debug.meet_left_gradient(ctx.mesh, grads[0])  # as of a loss that is scaled by rank
+        # which may differ by rank, as for a loss that is scaled by the rank
+        debug.meet_left_gradient(ctx.mesh, grads[0])
         return grads[0], None
 
 

@@ -67,7 +67,7 @@ def shard(
             )
     uncut = Layout.of(x.shape, (None,) * x.ndim, layout.axes)
     if x.requires_grad:
-        x = _on_mesh_device(x, mesh)  # its gradient travels between ranks
+        x = _on_mesh_device(x, mesh)  # on the mesh's device, because its gradient travels between ranks
     local = redistribute_rows(x, uncut, layout, mesh)
     shared = local.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     if shared and not x.requires_grad:
@@ -76,7 +76,7 @@ def shard(
 
 
 def _on_mesh_device(local: Tensor, mesh: DeviceMesh) -> Tensor:
-    is_there = local.device.type in (mesh.device_type, "meta")  # a tensor without values has no place
+    is_there = local.device.type in (mesh.device_type, "meta")  # a tensor without values lies nowhere
     return local if is_there else local.to(mesh.device_type)
 
 

@@ -60,6 +60,12 @@ def devices_of_group(group: dist.ProcessGroup) -> set[str]:
     return {device.type for device in private_attribute(group, "_device_types")(group)}
 
 
+def serves_host(backend: str) -> bool:
+    """Say whether groups of a backend serve the host's memory, too; public is the answer of a group that exists."""
+    config: Any = backend  # torch's own hint leaves out "cpu:gloo,cuda:nccl"
+    return "cpu" in c10d.BackendConfig(config).get_device_backend_map()
+
+
 def serve_group(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo, is_default: bool = True) -> None:
     """Let gloo serve a group on CPUs; public is only the group that `init_process_group` makes."""
     register = private_name("torch.distributed:ProcessGroup._register_backend")

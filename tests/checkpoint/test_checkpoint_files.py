@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from jigsaw.checkpoint.checkpoints import latest, load, save
+from jigsaw.checkpoint.piece_places import read_places
 from jigsaw.checkpoint.whole_weights import save_weights
 from jigsaw.errors import CheckpointError
 from jigsaw.parallel.parallelize import parallelize
@@ -95,6 +96,20 @@ class PicklerOf3112(pickle.Pickler):
 
     def reducer_override(self, value):
         return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def _with_lists(path):
+    """A checkpoint as it was made before its index had rules: a list of pieces for each tensor."""
+    index = json.loads((path / "tensors.json").read_text())
+    for name, each in index.items():
+        (first, count, _), *more = each.pop("files")
+        assert (first, count, more) == (0, 1, [])
+        place = read_places(path / "__0_0.distcp")[name]
+        del each["cuts"]
+        each["pieces"] = [[[0] * len(each["shape"]), each["shape"], "__0_0.distcp", *place]]
+    (path / "tensors.json").write_text(json.dumps(index))
+    _forged(path, format=2)
+    return path
 
 
 def _as_before(path, pickler=pickle.Pickler):
@@ -218,13 +233,23 @@ def test_values_that_torch_would_unpickle_are_refused(tmp_path):
     index.storage_meta = None  # it has a path, which is refused as well
     (path / ".metadata").write_bytes(pickle.dumps(index))
     _as_before(path)
-    with pytest.raises(CheckpointError, match=r"\.metadata is no index of tensors: 'model\.weight' is a value"):
+    with pytest.raises(CheckpointError, match=r"\.metadata is not an index of tensors: 'model\.weight' is a value"):
         load(path, model=_model(0.0))
     assert not mark.exists()
 
 
+def test_a_checkpoint_of_before_the_index_had_rules_is_read(tmp_path):
+    path = _with_lists(_saved(tmp_path / "it", fill=2.0))
+    raw = (path / "__0_0.distcp").read_bytes()
+    (path / "__0_0.distcp").write_bytes(raw[: -16 - int.from_bytes(raw[-8:], "little")])  # files had no such ends
+    _forged(path)
+    assert round(_loaded(path).weight[0, 0].item()) == 2
+    save(path, model=_model(4.0))  # and is replaced as any other
+    assert json.loads((path / "jigsaw.json").read_text())["format"] == 3
+
+
 def _changed_index(path, change):
-    """Change what the index says of `model.weight`, in both forms."""
+    """Change what the index says."""
     told = json.loads((path / "tensors.json").read_text())
     change(told)
     (path / "tensors.json").write_text(json.dumps(told))
@@ -233,7 +258,7 @@ def _changed_index(path, change):
 
 def test_a_trap_in_a_file_of_torchs_own_form_does_not_run(tmp_path):
     """Where the index says that a tensor lies there is what `torch.save` made of a trap."""
-    path, mark = _saved(tmp_path / "it"), tmp_path / "ran"
+    path, mark = _with_lists(_saved(tmp_path / "it")), tmp_path / "ran"
     torch.save(Trap(mark), path / "__0_0.distcp")
     size = (path / "__0_0.distcp").stat().st_size
     _changed_index(path, lambda told: [each["pieces"][0].__setitem__(slice(3, 5), [0, size]) for each in told.values()])
@@ -269,16 +294,85 @@ def _pieces_of(*boxes):
         (_weight_is(pieces=_pieces_of(([0, 0], [16, 64]), ([16, 0], [16, 1 << 70]))), "that is not a natural number"),
         (_weight_is(shape=[32, -64]), "that is not a natural number"),
         (_weight_is(shape=[32, True]), "that is not a natural number"),
-        (_weight_is(dtype="nn"), "'nn' is no dtype"),
-        (_weight_is(dtype="load"), "'load' is no dtype"),
-        (_weight_is(pieces=5), r"tensors\.json is no index of tensors"),
-        (lambda told: told.update({"model.weight": None}), r"tensors\.json is no index of tensors"),
+        (_weight_is(dtype="nn"), "'nn' is not a dtype"),
+        (_weight_is(dtype="load"), "'load' is not a dtype"),
+        (_weight_is(pieces=5), r"tensors\.json is not an index of tensors"),
+        (lambda told: told.update({"model.weight": None}), r"tensors\.json is not an index of tensors"),
     ],
 )
-def test_an_index_that_cannot_be_is_refused(tmp_path, change, told):
+def test_a_list_of_pieces_that_cannot_be_is_refused(tmp_path, change, told):
+    path = _with_lists(_saved(tmp_path / "it"))
+    _changed_index(path, change)
+    with pytest.raises(CheckpointError, match=told):
+        _loaded(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_weight_is(files=[[1, 1, 1]]), "'model.weight' lies in '__1_0.distcp', a file that the checkpoint does not"),
+        (_weight_is(files=[]), "1 pieces do not lie in the files that are said to have them"),
+        (_weight_is(files=[[0, 2, 1]]), "1 pieces do not lie in the files"),
+        (
+            _weight_is(files=[[0, 1 << 70, 1]]),
+            "do not cover it, each element once: 1180591620717411303424 is not a",
+        ),
+        (_weight_is(files=[[0, True, 1]]), "True is not a natural number"),
+        (_weight_is(files=[[0, 1]]), r"tensors\.json is no index of tensors"),
+        (_weight_is(cuts=[32]), r"tensors\.json is no index of tensors"),
+        (_weight_is(cuts=[33, 64]), "pieces of 33 rows do not cut 32"),
+        (_weight_is(cuts=[0, 64]), "pieces of 0 rows do not cut 32"),
+        (_weight_is(cuts=[-1, 64]), "pieces of -1 rows do not cut 32"),
+        (_weight_is(cuts=[[1, 16], 64], files=[[0, 2, 0]]), "pieces of a dim of 32 rows do not begin one after"),
+        (_weight_is(cuts=[[0, 16, 16], 64], files=[[0, 3, 0]]), "pieces of a dim of 32 rows do not begin one after"),
+        (_weight_is(cuts=[[0, 32], 64], files=[[0, 2, 0]]), "pieces of a dim of 32 rows do not begin one after"),
+        (_weight_is(cuts=[[], 64]), "pieces of a dim of 32 rows do not begin one after"),
+        # of which no list fits into memory
+        (_weight_is(shape=[1 << 40, 1 << 20], cuts=[1, 1], files=[[0, 1 << 60, 0]]), "1152921504606846976 pieces do"),
+        (_weight_is(shape=[32, -64]), "that is not a natural number"),
+        (_weight_is(cuts=[16, 64], files=[[0, 2, 0]]), "__0_0.distcp has no piece 1 of 'model.weight'"),
+        (_weight_is(dtype="load"), "'load' is no dtype"),
+    ],
+)
+def test_rules_that_cannot_be_are_refused(tmp_path, change, told):
     path = _saved(tmp_path / "it")
     _changed_index(path, change)
     with pytest.raises(CheckpointError, match=told):
+        _loaded(path)
+
+
+@pytest.mark.parametrize(
+    ("places", "told"),
+    [
+        (b"{}", "__0_0.distcp has no piece 0 of 'model.weight'"),
+        (b'{"model.weight": 7}', "the places of 'model.weight' are not natural numbers"),
+        (b'{"model.weight": [0, true]}', "the places of 'model.weight' are not natural numbers"),
+        (b'{"model.weight": [0]}', "the places of 'model.weight' are not within"),
+        (b'{"model.weight": [0, 1000000]}', "the places of 'model.weight' are not within"),
+        (b'{"model.weight": [-1, 2]}', "the places of 'model.weight' are not natural numbers"),
+        (b"[]", "__0_0.distcp does not say where its pieces are"),
+        (b'{"model.weight"', "__0_0.distcp does not say where its pieces are"),
+        (b"[" * 900 + b"]" * 900, "__0_0.distcp does not say where its pieces are"),
+        (None, "__0_0.distcp does not end with the places of its pieces"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(tmp_path, places, told):
+    path = _saved(tmp_path / "it")
+    file = path / "__0_0.distcp"
+    raw = file.read_bytes()
+    tensors = raw[: -16 - int.from_bytes(raw[-8:], "little")]
+    end = b"" if places is None else places + b"jigsaw\0\0" + len(places).to_bytes(8, "little")
+    file.write_bytes(tensors + end)
+    _forged(path)
+    with pytest.raises(CheckpointError, match=told):
+        _loaded(path)
+
+
+def test_an_end_that_is_longer_than_its_file_is_refused(tmp_path):
+    path = _saved(tmp_path / "it")
+    (path / "__0_0.distcp").write_bytes(b"jigsaw\0\0" + b"\xff" * 8)
+    _forged(path)
+    with pytest.raises(CheckpointError, match="does not end with the places of its pieces"):
         _loaded(path)
 
 
@@ -287,7 +381,7 @@ def test_an_index_that_names_a_tensor_twice_is_refused(tmp_path):
     raw = (path / "tensors.json").read_text()
     (path / "tensors.json").write_text(raw.replace('"model.bias"', '"model.weight"'))
     _forged(path)
-    with pytest.raises(CheckpointError, match=r"tensors\.json is no index of tensors: it has the key 'model\.weight'"):
+    with pytest.raises(CheckpointError, match=r"tensors\.json is not an index of tensors: it has the key 'model"):
         _loaded(path)
 
 
@@ -300,7 +394,7 @@ def test_other_kinds_of_numbers_and_groups_are_refused(tmp_path):
     for groups in (None, [5], [{"lr": 1}], {"params": []}):
         state = json.loads((path / "jigsaw.json").read_text())["state"]
         _forged(path, state=state | {"optimizer groups": groups})
-        with pytest.raises(CheckpointError, match="has parameter groups that no save of ours writes"):
+        with pytest.raises(CheckpointError, match=r"has parameter groups that jigsaw\.save never writes"):
             _loaded(path)
 
 
@@ -341,7 +435,7 @@ BAD_LAST = {
     "no files": (lambda path: (path / "jigsaw.json").write_text('{"files": {}}'), "is damaged"),
     "no index": (lambda path: (path / "tensors.json").unlink() or _forged(path), r"it names no tensors\.json"),
     "outside": (lambda path: _renamed_file(path, "../mine"), r"it names a file '\.\./mine'"),
-    "future": (lambda path: _forged(path, format=3), "is of format 3, and this jigsaw reads 1 and 2"),
+    "future": (lambda path: _forged(path, format=4), "is of format 4, and this jigsaw reads 1 to 3"),
 }
 
 

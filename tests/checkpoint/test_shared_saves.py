@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import jigsaw
-from jigsaw.checkpoint.checkpoint_files import PlannedTensors, writers_of_plain
+from jigsaw.checkpoint.checkpoint_files import PlannedTensors
 from jigsaw.checkpoint.checkpoint_folder import FileSum, checkpoint_contents
 from jigsaw.checkpoint.numbered_saves import older_saves, removal_shares, remove_folders, remove_share
+from jigsaw.checkpoint.piece_writers import writers_of_plain
 from jigsaw.errors import CheckpointError
 from jigsaw.testing import run_on_ranks
 

@@ -83,6 +83,67 @@ def test_files_of_a_folder_are_read_together_and_converted(tmp_path):
         assert torch.equal(mine, theirs.double())
 
 
+class _Language(nn.Module):
+    """An embedding whose weight the head has, too, as in many language models."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+HUGGING_FACE = {
+    "embed.weight": "model.embed_tokens.weight",
+    "block.weight": "model.layers.0.mlp.weight",
+    "block.bias": "model.layers.0.mlp.bias",
+    "head.weight": "lm_head.weight",
+}
+
+
+def _read_theirs(path, names):
+    model = parallelize(_Language().double(), world_mesh(lat=2), shard_weights=True)
+    jigsaw.load_weights(path, model, names)
+    return {name: x.full_tensor() for name, x in model.state_dict().items()}
+
+
+def _theirs(**more):
+    layers = nn.ModuleList([nn.ModuleDict({"mlp": nn.Linear(4, 4)})])
+    return nn.ModuleDict(
+        {"model": nn.ModuleDict({"embed_tokens": nn.Embedding(7, 4), "layers": layers}), **more}
+    ).double()
+
+
+@pytest.mark.parametrize("names", [HUGGING_FACE, HUGGING_FACE.__getitem__], ids=["mapping", "function"])
+def test_names_of_others_are_read_and_written_and_shared_weights_have_one(tmp_path, names):
+    theirs = _theirs()
+    jigsaw.save_weights(tmp_path / "theirs.safetensors", theirs)
+    expected = theirs.state_dict()
+    for state in run_on_ranks(2, _read_theirs, tmp_path / "theirs.safetensors", names):
+        assert torch.equal(state.pop("head.weight"), state["embed.weight"])
+        assert {HUGGING_FACE[name] for name in state} == set(expected)
+        assert all(torch.equal(x, expected[HUGGING_FACE[name]]) for name, x in state.items())
+    model = _Language().double()
+    jigsaw.save_weights(tmp_path / "ours.safetensors", model, names)
+    again = _theirs(lm_head=nn.Linear(4, 7, bias=False))
+    jigsaw.load_weights(tmp_path / "ours.safetensors", again)
+    assert all(torch.equal(again.state_dict()[HUGGING_FACE[name]], x) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({"weights": "w"}, r"names= has \['weights'\], which the model does not have"),
+        (lambda name: "w", "gives 'weight' and 'bias' of the model one name, 'w'"),
+    ],
+)
+def test_names_that_do_not_fit_the_model(tmp_path, names, words):
+    with pytest.raises(CheckpointError, match=words):
+        jigsaw.save_weights(tmp_path / "it.safetensors", nn.Linear(3, 2), names)
+    jigsaw.save_weights(tmp_path / "it.safetensors", nn.Linear(3, 2))
+    with pytest.raises(CheckpointError, match=words):
+        jigsaw.load_weights(tmp_path / "it.safetensors", nn.Linear(3, 2), names)
+
+
 def _broken(header, more=0):
     text = json.dumps(header).encode() if isinstance(header, dict) else header
     return len(text).to_bytes(8, "little") + text + bytes(more)

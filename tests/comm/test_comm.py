@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.comm.wire_values import wire_memory_by
 from jigsaw.errors import RanksDifferError, ShardingError
+from jigsaw.geometry import transfers
 from jigsaw.ranks.mesh import mesh_coordinate
 from jigsaw.testing import on_ranks, world_mesh
 from jigsaw.tile.tile import Tile
@@ -176,6 +177,10 @@ def test_large_narrow_sums_travel_as_they_are(dtype):
         assert all(torch.equal(other, total) for other in comm.all_gather(total, mesh, "lat"))
     with pytest.raises(RanksDifferError, match="the ranks reduce tiles of different layouts"):
         comm.all_reduce(mine, mesh, "lat", same=("rank", dist.get_rank() // 2))
+    with comm.count() as counted, mock.patch.object(transfers, "MOST_PEERS_AT_ONCE", 2):  # three ranks are many
+        total = comm.all_reduce(mine, mesh, "lat")
+    assert counted.sent_bytes == 2 * (2 * 34993 * 4) // 3  # in float32, by the backend's own sum
+    torch.testing.assert_close(total, parts.double().sum(0).t().to(dtype), rtol=0, atol=0)
 
 
 @on_ranks(2)

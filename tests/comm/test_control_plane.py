@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "control_plane.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPT = BENCHMARKS / "control_plane.py"
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +38,13 @@ def test_a_model_is_compared_by_constant_bytes_a_rank(rows_of):
     assert many[1]["sent"] <= 2 * 32 + 9 * weights  # down a tree of nine levels
 
 
-@pytest.mark.parametrize("call", ["save", "save again", "load"])
+@pytest.mark.parametrize("call", ["save", "save again", "load", "save cut", "save cut again", "load cut"])
 def test_a_checkpoint_costs_all_ranks_together_no_more_than_a_little_each(rows_of, call):
     few, many = (rows[call] for rows in rows_of.values())
     for last, _ in (few, many):
-        assert last["sent"] + last["received"] < (64_000 if call == "load" else 30_000)
+        assert last["sent"] + last["received"] < (64_000 if "load" in call else 30_000)
     for way in ("sent", "received"):  # of the first rank, which hears of all others
-        assert many[1][way] <= 511 / 63 * few[1][way] + 1000
+        assert many[1][way] <= 511 / 63 * 1.01 * few[1][way] + 1000  # numbers of ranks have a digit more
 
 
 def test_a_save_of_unchanged_state_is_not_planned_again(rows_of):
@@ -53,8 +54,51 @@ def test_a_save_of_unchanged_state_is_not_planned_again(rows_of):
     # the first hears from each rank what it has written, and tells it that the checkpoint is whole
     assert many[1]["received"] < 511 * 600
     assert many[1]["sent"] < 511 * 40
-    assert many[1]["received"] + many[1]["sent"] < sum(rows_of[512]["save"][1][way] for way in ("received", "sent")) / 2
+
+
+def test_no_rank_of_many_sends_a_block_of_each_gradient_to_each_other(rows_of):
+    few, many = (rows["step"][0] for rows in rows_of.values())
+    assert few["block_messages"] == 2 * 63  # of two weights, which each rank uses in a column or a row
+    assert many["block_messages"] == 0
+    assert many["pairs"] <= 5 * 511  # to those who own a part of a product
+
+
+def test_a_load_of_cut_weights_reads_rules_and_no_list_of_all_pieces(rows_of):
+    few, many = (rows["load cut"][0] for rows in rows_of.values())
+    # for each further rank no more than its file in the list of files, and not its 30 pieces
+    assert many["received"] - few["received"] < 40 * (512 - 64)
 
 
 def test_a_checkpoint_has_no_more_files_than_tensors(rows_of):
     assert [rows["save again"][0]["files"] for rows in rows_of.values()] == [40 + 3, 40 + 3]
+
+
+CALLS = ["mesh", "shard", "from_local", "copies", "step", "parallelize", "save", "save again", "load"]
+CALLS += ["save cut", "save cut again", "load cut"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_row_has_every_column_and_none_grows_faster_than_the_ranks(rows_of, call):
+    (few, few_first), (many, many_first) = (rows[call] for rows in rows_of.values())
+    both_ends = {"cpu_s", "sent", "received", "messages", "pairs", "open_files", "store_requests"}
+    assert few_first.keys() - {"block_messages"} == both_ends
+    assert few.keys() >= both_ends | {"what", "ranks", "groups", "files"}
+    assert few["groups"] == many["groups"] == 3
+    # constant and O(log P) a rank
+    assert (many["open_files"], many["store_requests"]) == (few["open_files"] + 6, few["store_requests"] + 12)
+    # O(P): rings and trees of collectives, messages that each other rank sends the first, files of ranks
+    for row_of_few, row_of_many in ((few, many), (few_first, many_first)):
+        for column in ("messages", "pairs", "open_files", "store_requests"):
+            assert row_of_many[column] <= 512 / 64 * row_of_few[column] + 100, column
+    assert many["files"] <= max(512 + 3, few["files"])
+
+
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_rules_of_open_files_and_requests_are_what_real_ranks_need(ranks):
+    command = [sys.executable, "-W", "ignore", "open_files.py", "--ways", "jigsaw", "--ranks", str(ranks)]
+    rules = "import json, sys, open_files; print(json.dumps(open_files.connections_of_rank(int(sys.argv[1]))))"
+    counted, ruled = (
+        json.loads(subprocess.run(each, cwd=BENCHMARKS, capture_output=True, text=True, check=True).stdout)
+        for each in (command, [sys.executable, "-W", "ignore", "-c", rules, str(ranks)])
+    )
+    assert counted == {"ranks": ranks, "groups": "jigsaw", **ruled}

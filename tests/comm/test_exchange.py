@@ -386,7 +386,7 @@ def test_complex_gradients():
     torch.testing.assert_close(local.grad, box_of(wanted, source.held(here)))
 
 
-# -- meshes whose ranks are no range ----------------------------------------------------------------------------------
+# -- meshes whose ranks are not a range ------------------------------------------------------------------------------
 
 
 def check_mesh_of(ranks, spec):

@@ -239,7 +239,7 @@ def test_what_is_kept_of_halos_is_small():
     del y, kept
     gc.collect()
     assert not _kept_frames(others) and not set(checkpoint_runs._outer) - others
-    # rows as many as a rank has are no halo: they come again
+    # rows as many as a rank has are not a halo: they come again
     wide = nn.Conv2d(4, 4, (33, 1), padding=(16, 0)).double()
     y = _whole(wide, x)
     assert [m for frame in _kept_frames(others) for m in frame] == [None]

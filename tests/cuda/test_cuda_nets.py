@@ -194,7 +194,7 @@ def test_tf32_is_torchs_switch(tf32):
 @on_ranks(1)
 def test_memory_is_that_of_plain_torch(name):
     def peak(net, given):
-        net(given).square().mean().backward()  # what is kept after a first step is no part of it
+        net(given).square().mean().backward()  # what is kept after a first step is not part of it
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         base = torch.cuda.memory_allocated()

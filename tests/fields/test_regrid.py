@@ -84,8 +84,7 @@ def by_iris(x, source, target, scheme):
 
 @pytest.mark.parametrize("source", SOURCES, ids=range(len(SOURCES)))
 def test_values_are_those_of_iris(source):
-    from iris import analysis
-
+    analysis = pytest.importorskip("iris.analysis")  # not where cf-units has no wheel: Linux on ARM
     rng = np.random.default_rng(1)
     x = rng.standard_normal([len(v) for v in source])
     holes = np.ma.masked_array(x, rng.random(x.shape) < 0.2)

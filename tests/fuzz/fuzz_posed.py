@@ -48,7 +48,7 @@ def value_spread(program: Program, statements: Sequence[Statement], name: str) -
 
 
 def reads_changed_values(program: Program, statements: Sequence[Statement]) -> bool:
-    """Whether plain torch makes a gradient of values that were written over since, which is no derivative.
+    """Whether plain torch makes a gradient of values that were written over since, which is not a derivative.
 
     The check of torch for changed values does not see those that `kron` has saved.  So all that is saved is copied, and
     the gradients are compared with those without copies.

@@ -177,10 +177,10 @@ def test_hdf5_without_names(tmp_path):
         with pytest.raises(FieldError, match=r"dims=.* must name each stored dim once, in their order: y and x"):
             open_volumes([path], dims=wrong, **arrays, **how)
     with pytest.raises(
-        GridError, match=r"an array of shape \(5,\) is no volume \[C, z, y, x\], \[z, y, x\] or \[y, x\]"
+        GridError, match=r"an array of shape \(5,\) is not a volume \[C, z, y, x\], \[z, y, x\] or \[y, x\]"
     ):
         open_volumes([np.zeros(5)], **how)
-    with pytest.raises(GridError, match=r"an array of shape \(5, 5, 5\) is no volume \[y, x\]; name its dims"):
+    with pytest.raises(GridError, match=r"an array of shape \(5, 5, 5\) is not a volume \[y, x\]; name its dims"):
         open_volumes([np.zeros((5, 5, 5))], dims=("y", "x"), **how)
 
 

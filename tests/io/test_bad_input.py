@@ -58,10 +58,10 @@ REFUSED = [
     ({"inputs": range(-11, 1)}, WindowError, r"offset -11 to 0 needs 12 steps, but the series has 10"),
     ({"boundary": "periodic"}, GridError, r"boundary='periodic' must say it by dim: boundary=\{'lat': 'periodic'\}"),
     ({"spec": "lat"}, GridError, r"spec='lat' must say it by dim: spec=\{'lat': 'lat'\}"),
-    ({"inputs": 0}, WindowError, r"inputs=0 is no list; give a list: inputs=\[0\]"),
-    ({"time": "2020-01"}, WindowError, r"time='2020-01' is no span; give \(first, last\), like \('1979', '2015'\)"),
-    ({"time": 3}, WindowError, r"time=3 is no span"),
-    ({"inputs": np.array(0)}, WindowError, r"inputs=array\(0\) is no list; give a list"),
+    ({"inputs": 0}, WindowError, r"inputs=0 is not a list; give a list: inputs=\[0\]"),
+    ({"time": "2020-01"}, WindowError, r"time='2020-01' is not a span; give \(first, last\), like \('1979', '2015'\)"),
+    ({"time": 3}, WindowError, r"time=3 is not a span"),
+    ({"inputs": np.array(0)}, WindowError, r"inputs=array\(0\) is not a list; give a list"),
     ({"inputs": []}, WindowError, r"inputs=\[\] names no step"),
     ({"targets": [1, 1]}, WindowError, r"targets=\[1, 1\] names a step twice"),
     ({"inputs": [10**20]}, WindowError, r"inputs=\[10+\] has a step 10+ away from the sample's anchor, and 64 bits"),
@@ -72,7 +72,7 @@ REFUSED = [
     (
         {"normalize": {"z500": (0, 1)}},
         FieldError,
-        r"normalize has 'z500', which is no field; the channels are \['t2m'\]",
+        r"normalize has 'z500', which is not a field; the channels are \['t2m'\]",
     ),
     (
         {"fields": ["t2m", "z500"], "normalize": {"t2m": (0, 1)}},
@@ -87,17 +87,17 @@ REFUSED = [
     ({"dtype": "int8"}, FieldError, r"dtype='int8' must be one of"),
     ({"mode": "fast"}, FieldError, r"mode='fast' must be one of"),
     ({"lat_order": "down"}, GridError, r"lat_order='down' must be one of"),
-    ({"fields": 5}, FieldError, r"fields=5 is no list; give a list of names, like fields=\['t2m'\]"),
-    ({"fields": ["t2m", 1]}, FieldError, r"fields=\['t2m', 1\] has 1, which is no string; give names"),
+    ({"fields": 5}, FieldError, r"fields=5 is not a list; give a list of names, like fields=\['t2m'\]"),
+    ({"fields": ["t2m", 1]}, FieldError, r"fields=\['t2m', 1\] has 1, which is not a string; give names"),
     ({"target_fields": "t2m", "targets": [1]}, FieldError, r"target_fields='t2m' is one string; give a list"),
-    ({"forcings": 5}, FieldError, r"forcings=5 is no list; give a list of names, like forcings=\['cos_zenith'\]"),
-    ({"vectors": 5, "boundary": {"lat": "pole"}}, FieldError, r"vectors=5 is no list"),
+    ({"forcings": 5}, FieldError, r"forcings=5 is not a list; give a list of names, like forcings=\['cos_zenith'\]"),
+    ({"vectors": 5, "boundary": {"lat": "pole"}}, FieldError, r"vectors=5 is not a list"),
     ({"dims": 5}, GridError, r"dims=5 must say it by name: dims=\{'time': 'valid_time'\}"),
     ({"select": 5}, GridError, r"select=5 must say it by name: select=\{'member': 0\}"),
-    ({"along": ["time"]}, GridError, r"along=\['time'\] is no dim of the store"),
+    ({"along": ["time"]}, GridError, r"along=\['time'\] is not a dim of the store"),
     ({"options": 5}, UnsupportedStoreError, r"options=5 must say it by name: options=\{'region'"),
     ({"disk_cache": "cache"}, FieldError, r"disk_cache='cache' must be a DiskCache: .*jigsaw.io.DiskCache\("),
-    ({"normalize": {5: (0, 1)}}, FieldError, r"normalize names 5, which is no string"),
+    ({"normalize": {5: (0, 1)}}, FieldError, r"normalize names 5, which is not a string"),
     ({"nan": np.zeros(2)}, FieldError, r"nan=array\(.* must be 'keep', 'raise' or a number"),
     ({"dtype": []}, FieldError, r"dtype=\[\] must be one of"),
     ({"spec": {"lat": 5}}, ShardingError, r"has 5, which names no axis; give a name"),
@@ -132,7 +132,7 @@ def test_open_refuses_on_every_rank_without_a_word_between_them(wb2):
 )
 def test_no_mesh(wb2, mesh):
     with pytest.raises(
-        ShardingError, match=r"mesh=.*(is no mesh; give jigsaw.init_mesh|must have axes of at least one)"
+        ShardingError, match=r"mesh=.*(is not a mesh; give jigsaw.init_mesh|must have axes of at least one)"
     ):
         jigsaw.io.open(wb2, mesh=mesh)
 
@@ -159,7 +159,7 @@ def test_a_loader_of_what_is_no_dataset(given):
 
 def test_loaders_refuse_numbers_of_other_kinds(wb2):
     ds = jigsaw.io.open(wb2, mesh=jigsaw.init_mesh(lat=1), fields=["t2m"], targets=[1, 2])
-    with pytest.raises(FieldError, match=r"is no Dataset|needs a jigsaw.io.Volumes"):
+    with pytest.raises(FieldError, match=r"is not a Dataset|needs a jigsaw.io.Volumes"):
         jigsaw.io.VolumeLoader(ds)
     for rollout in ("1", [1], 1.5):
         with pytest.raises(WindowError, match=r"rollout=.* must be targets by first epoch"):
@@ -179,7 +179,7 @@ def test_no_store(tmp_path):
     globe(2).to_netcdf(tmp_path / "2020.nc")
     with pytest.raises(UnsupportedStoreError, match=r"a folder of files; give those along time as a glob: '.*/\*\.nc'"):
         jigsaw.io.open(str(tmp_path), mesh={"lat": 1})
-    with pytest.raises(UnsupportedStoreError, match=r"an xarray DataArray is no Dataset: give .to_dataset\("):
+    with pytest.raises(UnsupportedStoreError, match=r"an xarray DataArray is not a Dataset: give .to_dataset\("):
         jigsaw.io.open(globe(2)["2m_temperature"], mesh={"lat": 1})
 
 

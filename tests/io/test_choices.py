@@ -153,7 +153,7 @@ def test_a_chunk_that_members_share_is_decoded_once(store):
         ({"lead": 0, "number": None}, "None} is 0 values of 'number'"),
         ({"lead": 0, "number": {}}, "{}} is 0 values of 'number'"),
         ({"lead": 0, "number": [1, 1]}, "picks nothing, or one place twice"),
-        ({"lead": 0, "number": ("1", "2")}, "is no range"),
+        ({"lead": 0, "number": ("1", "2")}, "is not a range"),
         ({"lead": ("30h", "60h"), "number": 0}, "selects no step"),
         ({"lead": 0, "prediction_timedelta": 0, "number": 0}, "twice"),
         ({"lead": 0, "number": 0, "level": 0}, r"select names 'level'.*\['number', 'prediction_timedelta'\]"),
@@ -179,7 +179,7 @@ def test_one_label_at_two_places_is_refused():
 
 
 def test_a_dim_to_run_along_must_exist(store):
-    with pytest.raises(GridError, match=re.escape("along='step_time' is no dim of the store")):
+    with pytest.raises(GridError, match=re.escape("along='step_time' is not a dim of the store")):
         opened(store, {}, along="step_time")
 
 

@@ -75,7 +75,7 @@ def test_packing_by_what_is_no_number(tmp_path, name, attr, value):
     )
     path = saved(tmp_path, data)
     zarr.open_group(path)[name].attrs[attr] = value
-    with pytest.raises(UnsupportedStoreError, match=f"array '{name}' has {attr}=.* which is no number"):
+    with pytest.raises(UnsupportedStoreError, match=f"array '{name}' has {attr}=.* which is not a number"):
         one_rank(path)
 
 
@@ -179,7 +179,7 @@ def test_a_thinned_series(tmp_path):
         np.testing.assert_allclose(sample.input.local[:, 0], kept.sel(time=times[:2]).values, rtol=1e-6)
         np.testing.assert_allclose(sample.target.local[:, 0], kept.sel(time=times[2:]).values, rtol=1e-6)
     assert len(ds) == 6
-    with pytest.raises(WindowError, match="every='7h' is no whole number of the series' steps"):
+    with pytest.raises(WindowError, match="every='7h' is not a whole number of the series' steps"):
         one_rank(path, fields=["t2m"], every="7h")
 
 
@@ -288,7 +288,7 @@ def test_a_scale_that_is_a_text_is_refused(tmp_path):
     )
     for scale in ("0.5", "NaN", "Infinity"):
         made.attrs["scale_factor"] = scale if scale == "0.5" else float(scale)
-        with pytest.raises(jigsaw.io.UnsupportedStoreError, match=r"scale_factor=.*, which is no number"):
+        with pytest.raises(jigsaw.io.UnsupportedStoreError, match=r"scale_factor=.*, which is not a number"):
             one_rank(str(tmp_path / "s.zarr"))
 
 

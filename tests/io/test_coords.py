@@ -15,6 +15,7 @@ class Array:
     name: str
     dims: tuple
     attrs: dict = field(default_factory=dict)
+    roles: tuple = ()
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_what_the_user_says_wins(dims, along, want):
 @pytest.mark.parametrize(
     ("dims", "match"),
     [
-        ({"latitude": "j"}, "names 'latitude', which is no role; there are .*'lat'"),
+        ({"latitude": "j"}, "names 'latitude', which is not a role; there are .*'lat'"),
         ({"lat": "k"}, r"dims=\{'lat': 'k'\}: the store has no such dim; it has \['i', 'j'\]"),
     ],
 )

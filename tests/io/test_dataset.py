@@ -7,7 +7,7 @@ import xarray as xr
 from globe_store import LEVELS, globe, stacked, truth, write
 
 import jigsaw
-from jigsaw.errors import ReadError
+from jigsaw.errors import FieldError, NaNError, ReadError
 from jigsaw.testing import on_ranks, world_mesh
 
 FIELDS = ["z500", "t2m", "temperature@850", "land_sea_mask", "temperature@700"]
@@ -196,7 +196,7 @@ def test_members_are_selected_by_name(tmp_path):
     ):
         one_rank(path, fields=["t2m"], select={"number": 3})
     with pytest.raises(
-        ReadError, match=r"select names 'realm', which is no further dim of the fields; there are \['number'\]"
+        ReadError, match=r"select names 'realm', which is not a further dim of the fields; there are \['number'\]"
     ):
         one_rank(path, fields=["t2m"], select={"realm": 0})
 
@@ -266,3 +266,42 @@ def test_a_variable_that_needs_a_choice_is_no_default_field(tmp_path):
     assert jigsaw.io.open(tmp_path / "s.zarr", mesh={"lat": 1}).fields == ("air",)
     chosen = jigsaw.io.open(tmp_path / "s.zarr", mesh={"lat": 1}, fields=["normal"], select={"month": 2})
     assert chosen.fields == ("normal",)
+
+
+# -- missing values by field ----------------------------------------------------------------------------------------
+
+
+def fields_with_holes():
+    """Three fields [time, lat, lon] of which each lacks values elsewhere: as arrays, and as channels of one array."""
+    values = np.random.default_rng(3).normal(size=(3, 4, 9, 16)).astype("f4")
+    for c in range(3):
+        values[c, :, c : c + 3, 2 * c : 2 * c + 4] = np.nan
+    values[2] = np.nan_to_num(values[2])
+    dims = ("time", "lat", "lon")
+    times = np.datetime64("2020-01-01", "ns") + np.arange(4) * np.timedelta64(6, "h")
+    space = {"time": times, "lat": np.linspace(90, -90, 9), "lon": np.arange(16) * 22.5}
+    names = ["sst", "t2m", "u10"]
+    apart = xr.Dataset({name: (dims, v) for name, v in zip(names, values, strict=True)}, space)
+    stacked = xr.DataArray(values.swapaxes(0, 1), {**space, "channel": names}, ("time", "channel", "lat", "lon"))
+    return values, {"arrays": apart, "channels": stacked.to_dataset(name="fields")}
+
+
+@on_ranks(4)
+def test_missing_values_are_treated_by_field():
+    values, stores = fields_with_holes()
+    mesh = world_mesh(lat=2, lon=2)
+    rules = {"sst": -5.0, "u10": "raise"}
+    for store in stores.values():
+        how = {"mesh": mesh, "fields": ["u10", "sst", "t2m"], "targets": [1]}
+        how["normalize"] = {"sst": (1.0, 2.0), "t2m": (0.0, 1.0), "u10": (0.0, 1.0)}
+        sample = jigsaw.io.open(store, nan=rules, **how)[1]
+        sst = np.where(np.isnan(values[0]), -5.0, (values[0] - 1) / 2)  # the number is that of the result
+        whole = np.stack([values[2], sst, values[1]], axis=1)
+        np.testing.assert_allclose(sample.input.full_tensor(), whole[1:2], rtol=1e-6)
+        np.testing.assert_allclose(sample.target.full_tensor(), whole[2:3], rtol=1e-6)
+        with pytest.raises(NaNError, match="missing values at time 1"):
+            jigsaw.io.open(store, nan=rules | {"t2m": "raise"}, **how)[1]
+        with pytest.raises(FieldError, match=r"nan has 'z500', which is no field; the channels are \['u10'"):
+            jigsaw.io.open(store, nan={"z500": 0.0}, **how)
+        with pytest.raises(FieldError, match="must be 'keep', 'raise' or a number, or these by field"):
+            jigsaw.io.open(store, nan={"sst": None}, **how)

@@ -207,7 +207,7 @@ def test_a_store_is_replaced_unless_other_files_are_in_it(tmp_path, stray, zarr_
         if stray is None:
             write()
         else:
-            with pytest.raises(WriteError, match=rf"is not replaced, because .*{stray} is no part of a Zarr store"):
+            with pytest.raises(WriteError, match=rf"is not replaced, because .*{stray} is not part of a Zarr store"):
                 write()
     assert stray is None or (path / stray).read_bytes() == (image / stray).read_bytes() == b"mine"
     assert (path / "u").exists() == (stray is None)

@@ -30,7 +30,7 @@ class _FilesCalled:
 @on_ranks(2)
 def test_a_sample_passes_few_files(wb2):
     files = _FilesCalled()
-    _ = jigsaw.io.open, jigsaw.io.DataLoader  # imports are no part of it
+    _ = jigsaw.io.open, jigsaw.io.DataLoader  # imports are not part of it
     threading.setprofile(files)
     sys.setprofile(files)
     try:

@@ -303,7 +303,7 @@ def test_a_forecast_has_the_sun_of_the_time_that_it_is_valid_at(tmp_path):
         np.testing.assert_array_equal(ds[i].input.local[0, 1], forcings.cos_zenith(valid, lat, lon)[0])
 
 
-# -- places that are no rows and columns ------------------------------------------------------------------------------
+# -- places that are not rows and columns -----------------------------------------------------------------------------
 
 
 def scattered(shape):
@@ -441,7 +441,7 @@ LATS, LONS = ("lat", np.linspace(-60, 60, 4)), ("lon", np.arange(5) * 72.0)
             ("lat", "lon"),
             {"time": TIME, "lat": ("lat", np.linspace(0, 300, 4)), "lon": LONS},
             GridError,
-            r"lat values 0..300 are no degrees of lat \(at most 90\)",
+            r"lat values 0..300 are not degrees of lat \(at most 90\)",
         ),
         (
             ("lat", "lon"),
@@ -477,11 +477,11 @@ def test_bad_arguments_of_the_functions():
         forcings.cos_zenith("2020-01-01", np.zeros((2, 2)), np.zeros((2, 3)))
     with pytest.raises(UnsupportedStoreError, match=r"a time is missing \(NaT\)"):
         forcings.cos_zenith(["2020-01-01", "NaT"], [0.0], [0.0])
-    with pytest.raises(UnsupportedStoreError, match="times from 'noon' on are no dates"):
+    with pytest.raises(UnsupportedStoreError, match="times from 'noon' on are not dates"):
         forcings.year_progress(["noon"])
     with pytest.raises(ReadError, match="times of type int64 have no date"):
         forcings.year_progress([2020])
-    with pytest.raises(GridError, match=r"lon values nan\.\.nan are no degrees of lon"):
+    with pytest.raises(GridError, match=r"lon values nan\.\.nan are not degrees of lon"):
         forcings.latlon([0.0], [np.nan])
 
 

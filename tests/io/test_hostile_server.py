@@ -282,9 +282,7 @@ def test_a_redirect_to_aprivate_address_is_refused_unless_it_is_asked_for(root):
         from_folder(handler, root)
 
     with server(secret, other_address()) as inner, server(redirecting(inner)) as address:
-        said = (
-            r"leads by a redirect to 127\.0\.0\.2, 127\.0\.0\.2, which is no address.*'redirects': \['127\.0\.0\.2'\]"
-        )
+        said = r"leads by a redirect to 127\.0\.0\.2, 127\.0\.0\.2, which is not a.*'redirects': \['127\.0\.0\.2'\]"
         with pytest.raises(FetchError, match=said):
             read(f"http://{address}/s.zarr")
         assert not asked

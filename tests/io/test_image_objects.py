@@ -69,7 +69,7 @@ def test_a_fourth_dim_has_the_channels(tmp_path):
     path = nifti(tmp_path / "two.nii", values.T)
     assert torch.equal(sample_of(nibabel.load(path))[0], torch.from_numpy(values))
     assert_same_scan(nibabel.load(path), path)
-    with pytest.raises(GridError, match=r"an array of shape \(7, 10, 13, 2, 1\) is no volume \[x, y, z, channel\]"):
+    with pytest.raises(GridError, match=r"an array of shape \(7, 10, 13, 2, 1\) is not a volume \[x, y, z, channel\]"):
         sample_of(nibabel.load(nifti(tmp_path / "five.nii", values.T[..., None])))
 
 

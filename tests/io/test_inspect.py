@@ -41,7 +41,7 @@ def test_json_agrees_with_zarr_and_the_disk(tiled, capsys):
         assert tuple(variable["dims"].values()) == array.shape
         assert variable["decoded_bytes"] == array.nbytes
         assert variable["chunk_count"] == np.prod([-(-n // c) for n, c in zip(array.shape, array.chunks, strict=True)])
-        # a shard's index and a v2 store's metadata are no values; some chunks stand for all
+        # a shard's index and a v2 store's metadata are not values; some chunks stand for all
         assert variable["stored_bytes"] == pytest.approx(array.nbytes_stored(), rel=0.25, abs=2500)
     assert found["variables"][1]["levels"] == [500, 700, 850]
 

@@ -119,7 +119,7 @@ def test_windows_are_monais(scans):
         assert got[~np.isnan(got)].max() == 1
         outside = np.ones(got.shape, bool)
         outside[(slice(None), *inside)] = False
-        assert (got[outside] == -5).all()  # what is no voxel is not clipped
+        assert (got[outside] == -5).all()  # what is not a voxel is not clipped
     assert outside.any()
 
 

@@ -237,7 +237,7 @@ def test_what_is_no_file_is_refused(tmp_path):
     with pytest.raises(UnsupportedStoreError, match=r"there is no file .*no\.nc"):
         open_netcdf3(tmp_path / "no.nc")
     globe().to_netcdf(tmp_path / "four.nc", engine="netcdf4")
-    with pytest.raises(UnsupportedStoreError, match="is no NetCDF-3 file: it begins with"):
+    with pytest.raises(UnsupportedStoreError, match="is not a NetCDF-3 file: it begins with"):
         open_netcdf3(tmp_path / "four.nc")
 
 

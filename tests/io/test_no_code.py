@@ -56,7 +56,7 @@ def _store(path, where, mark):
 def test_the_trap_works(tmp_path):
     """Zarr itself runs it, where numcodecs lets it."""
     path = _store(tmp_path / "it.zarr", "t2m", tmp_path / "ran")
-    with pytest.raises((TypeError, ValueError, AttributeError)):  # of what is no text
+    with pytest.raises((TypeError, ValueError, AttributeError)):  # of what is not text
         np.asarray(zarr.open_group(path, mode="r")["t2m"][...])
     if not (tmp_path / "ran").exists():
         pytest.skip(f"zarr {zarr.__version__} refuses it before it runs")

@@ -132,14 +132,14 @@ def test_what_cannot_be_written(tmp_path):
     for wrong in (0, 2.5, True):
         with pytest.raises(WriteError, match=f"levels={wrong!r} must be a whole number >= 1"):
             write_volume(path, tile, levels=wrong)
-    with pytest.raises(WriteError, match=r"levels=9: a volume of \(7, 33, 21\) has 7, down to one voxel"):
+    with pytest.raises(WriteError, match=r"levels=9: a volume of \(7, 33, 21\) has only 7; the last is one voxel"):
         write_volume(path, tile, levels=9)
     with pytest.raises(WriteError, match="coarser='max' must be 'mean' or 'mode'"):
         write_volume(path, tile, coarser="max")
     with pytest.raises(WriteError, match=r"levels=2, coarser=None: v\.nii has one level; write \.ome\.zarr"):
         write_volume(tmp_path / "v.nii", tile, levels=2)
     for wrong in (AFFINE[[1, 0, 2, 3]], np.diag([-1.0, 1, 1, 1])):
-        with pytest.raises(GridError, match="OME-Zarr has spacings and an origin, no axes that are turned"):
+        with pytest.raises(GridError, match="OME-Zarr stores spacings and an origin, and no rotation"):
             write_volume(path, tile, affine=wrong)
     with pytest.raises(WriteError, match="do not fit uint8"):
         write_volume(path, tile - 1, dtype="uint8")

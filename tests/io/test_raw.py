@@ -123,7 +123,7 @@ def test_a_file_cut_after_it_was_opened(tmp_path):
 def test_what_is_no_array_is_refused(tmp_path):
     (tmp_path / "x.bin").write_bytes(bytes(24))
     assert not claims(tmp_path / "x.bin")
-    with pytest.raises(UnsupportedStoreError, match=r"is no \.npy file"):
+    with pytest.raises(UnsupportedStoreError, match=r"is not a \.npy file"):
         open_npy(tmp_path / "x.bin")
     with pytest.raises(UnsupportedStoreError, match="is a directory"):
         open_npy(tmp_path)

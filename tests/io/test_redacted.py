@@ -80,7 +80,7 @@ def test_a_cause_with_secrets_is_not_shown():
     over.__cause__ = OSError("http://u:hunter2@h")
     assert cause_without_secrets(over) is None
     assert cause_without_secrets(plain := OSError("plain")) is plain
-    assert cause_without_secrets(OSError("eu-west is no key"), {"region": "eu-west"}) is None
+    assert cause_without_secrets(OSError("eu-west is not a key"), {"region": "eu-west"}) is None
 
 
 @pytest.mark.parametrize("end", [".zarr", ".nc", ".nii.gz", ".npy", ".h5"])

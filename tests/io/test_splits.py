@@ -80,7 +80,7 @@ def test_other_calendars_split_too():
         ({"a": ("2020-01-01", "2020-01-05"), "b": ("2020-01-05", None)}, r"a=.* and b=.* overlap"),
         ({"a": (None, "2020-01-05"), "b": (3, 5)}, "mixes dates and step positions"),
         ({"a": ("2021", "2022")}, r"a=\('2021', '2022'\) holds no sample; the dataset has 37, 2020-01-01"),
-        ({"a": "2020"}, "is no range"),
+        ({"a": "2020"}, "is not a range"),
     ],
 )
 def test_ranges_that_make_no_split(ranges, match):

@@ -71,7 +71,7 @@ def test_spans(wb2, tmp_path, span, steps):
 @pytest.mark.parametrize(
     ("argv", "match"),
     [
-        (["--time", "2020"], "'2020' is no span like 1979..2015"),
+        (["--time", "2020"], "'2020' is not a span like 1979..2015"),
         (["--dask", "-1"], "'-1' is not a whole number of at least 1"),
     ],
 )

@@ -103,7 +103,7 @@ def test_one_file_a_statistic(wb2, tmp_path):
     np.save(tmp_path / "s.npy", STD)
     found = Statistics.read({"mean": tmp_path / "m.npy", "std": str(tmp_path / "s.npy")}, fields=FIELDS)
     np.testing.assert_allclose(normalized(wb2, found), wanted(wb2), rtol=1e-6, atol=1e-6)
-    with pytest.raises(FieldError, match=r"\['median'\] is no statistic; they are \['count'"):
+    with pytest.raises(FieldError, match=r"\['median'\] is not a statistic; they are \['count'"):
         Statistics.read({"median": tmp_path / "m.npy"})
 
 

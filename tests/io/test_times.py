@@ -128,7 +128,7 @@ def test_steps_without_a_time_are_refused(attrs, missing, at):
 
 @pytest.mark.parametrize("dtype", [str, object, "S10"])
 def test_times_that_are_texts_are_refused(dtype):
-    with pytest.raises(UnsupportedStoreError, match=r"holds .*2000-01-01.*, which is no number"):
+    with pytest.raises(UnsupportedStoreError, match=r"holds .*2000-01-01.*, which is not a number"):
         decode_times(np.array(["2000-01-01", "2000-01-02"], dtype), {})
 
 
@@ -196,9 +196,9 @@ def test_a_selection_includes_both_ends(wanted, want):
         (("1990", "1991"), r"selects no step; the store has 48, 1948-01-01.* to 1951-12"),
         (("June", None), "'June' is not a date"),
         (slice(0, 9, 2), "has a step"),
-        (5, "time=5 is no span; give"),
-        ("1948", "time='1948' is no span; give"),
-        (("1948", "1949", "1950"), "is no span; give"),
+        (5, "time=5 is not a span; give"),
+        ("1948", "time='1948' is not a span; give"),
+        (("1948", "1949", "1950"), "is not a span; give"),
     ],
 )
 def test_selections_that_find_nothing(wanted, match):
@@ -240,12 +240,12 @@ def test_durations_are_steps(axis, wanted, steps):
 @pytest.mark.parametrize(
     ("axis", "wanted", "match"),
     [
-        (six_hourly(), "7h", r"inputs='7h' is no whole number of the series' steps, which are 6 hour\(s\)"),
-        (six_hourly(), "1 month", "is no whole number of the series' steps"),
-        (monthly(months("1948-01", "1952-01")), "1.5 months", "is no whole number of months"),
+        (six_hourly(), "7h", r"inputs='7h' is not a whole number of the series' steps, which are 6 hour\(s\)"),
+        (six_hourly(), "1 month", "is not a whole number of the series' steps"),
+        (monthly(months("1948-01", "1952-01")), "1.5 months", "is not a whole number of months"),
         (monthly(months("1948-01", "1952-01")), "30 days", r"steps, which are 1 month\(s\)"),
-        (six_hourly(), "soon", "'soon' is no number of steps, nor a duration"),
-        (six_hourly(), "6m", "'6m' is no number of steps"),
+        (six_hourly(), "soon", "'soon' is not a number of steps, nor a duration"),
+        (six_hourly(), "6m", "'6m' is not a number of steps"),
         (decode_times(np.arange(9), {}), "6h", "the store's time has no units"),
         (decode_times(np.arange(1), {"units": "days since 2000-01-01"}), "6h", "the series has one step"),
     ],

@@ -242,7 +242,7 @@ def test_a_whole_volume_is_cut_like_its_crops(toy):
 
 
 def test_the_affine_of_an_hdf5_file(tmp_path):
-    """A table of numbers stays one; what is no table of 4 x 4 is refused."""
+    """A table of numbers stays one; what is not a table of 4 x 4 is refused."""
     path, values = tmp_path / "v.h5", image((8, 7, 6))
     with h5py.File(path, "w") as f:
         f["image"] = values
@@ -378,7 +378,7 @@ def broken(change):
             r"have the units \['furlong', 'micrometer', 'micrometer'\], and \['furlong'\] cannot be brought",
         ),
         (lambda m: m["axes"].pop(), 0, UnsupportedStoreError, "3 axes for array 's0' of 4 dims"),
-        (lambda m: m["datasets"][0].update(path="../x"), 0, UnsupportedStoreError, "name '../x', which is no array"),
+        (lambda m: m["datasets"][0].update(path="../x"), 0, UnsupportedStoreError, "'../x', which is not an array"),
         *(
             (
                 lambda m, step=step: m["datasets"][0].update(coordinateTransformations=[step]),
@@ -574,7 +574,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         (MissingArrayError, "has 0 arrays with dims z, y, x", [bare], None, crop),
         (MissingArrayError, r"2 arrays with dims .* image .*label .* name it by image_array=", [both], None, crop),
         (MissingArrayError, "has no volume 'x'; it has image", [a], None, {**crop, "image_array": "x"}),
-        (MissingLevelError, "is no OME-Zarr image, so it has level 0 alone", [a], None, {**crop, "level": 1}),
+        (MissingLevelError, "is not an OME-Zarr image, so it has level 0 alone", [a], None, {**crop, "level": 1}),
         (
             FieldError,
             "foreground= weights crops by labels, and there are none",

@@ -513,7 +513,7 @@ def test_places_that_are_refused(tmp_path):
         write("s3://bucket/a.zarr", tile, **options)
     (tmp_path / "own.zarr").mkdir()
     (tmp_path / "own.zarr" / "letter").write_text("dear")
-    with pytest.raises(WriteError, match="is no Zarr store, so mode='w' does not replace it"):
+    with pytest.raises(WriteError, match="is not a Zarr store, so mode='w' does not replace it"):
         write(tmp_path / "own.zarr", tile, mode="w", **options)
     assert (tmp_path / "own.zarr" / "letter").exists()
     with pytest.raises(WriteError, match="does not exist"):

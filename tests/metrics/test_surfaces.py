@@ -90,7 +90,7 @@ def test_classes_are_measured_as_by_monai():
     assert metrics.dice(nothing, nothing).isnan()
     assert metrics.surface_dice(nothing, nothing, 1.0).isnan().all()
     assert metrics.surface_dice(found, nothing, 1e6).tolist() == [[0, 0]]
-    rows = torch.eye(50)[:, :, None, None]  # one voxel each, 0.1 from the next, which is no number of base two
+    rows = torch.eye(50)[:, :, None, None]  # one voxel each, 0.1 from the next, which is not a number of base two
     assert metrics.surface_dice(rows, rows.roll(1, 0), 0.1, (0.1, 1.0, 1.0))[1:].eq(1).all()
 
 

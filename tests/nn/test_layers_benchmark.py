@@ -1,4 +1,4 @@
-"""The benchmark of layers runs at toy size, and its numbers that are no times are right."""
+"""The benchmark of layers runs at toy size, and its numbers that are not times are right."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_losses_of_cut_classes(mesh):
     x, y = 9 * torch.randn(3, 7, 5, 4, generator=generator), torch.randint(7, (3, 5, 4), generator=generator)
     run = functools.partial(_losses, list(LOSSES))
     assert_same_on_every_mesh(run, [x, y], [mesh], spec=[(None, "channel", "lat", None), (None, "lat", None)])
-    # targets whole, and logits that are minus infinity where they are no target
+    # targets whole, and logits that are minus infinity where they are not a target
     low = x.masked_fill(torch.arange(7)[:, None, None] == (y[:, None] + 1) % 7, -torch.inf)
     run = functools.partial(_losses, ["plain"])
     assert_same_on_every_mesh(run, [low[:2], y[:2]], [mesh], spec=[(None, "channel", None, "lat"), None])

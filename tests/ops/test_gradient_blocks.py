@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import jigsaw
 from jigsaw import comm
+from jigsaw.geometry import transfers
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 SPEC = ("data", None, "lat", "lon")
@@ -87,6 +89,20 @@ def test_blocks_travel_instead_of_sums(axes):
     for size in axes.values():
         ranks *= size
     run_on_ranks(ranks, _blocks_travel, axes)
+
+
+def _blocks_of_many_ranks_are_summed(axes):
+    model, expected, tile, x = _made(axes)
+    with mock.patch.object(transfers, "MOST_PEERS_AT_ONCE", 1):
+        assert _step(model, expected, tile, x) == (0, 0)
+    model.zero_grad()
+    expected.zero_grad()
+    assert _step(model, expected, tile, x)[0] == 2
+
+
+@pytest.mark.parametrize("axes", [{"lat": 2}, {"lat": 2, "lon": 2}, {"data": 2, "lat": 2}], ids=str)
+def test_among_many_ranks_gradients_are_summed_whole(axes):
+    run_on_ranks(4 if len(axes) == 2 else 2, _blocks_of_many_ranks_are_summed, axes)
 
 
 def _decay(model, x):

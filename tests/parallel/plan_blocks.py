@@ -193,6 +193,8 @@ class HFLlamaLayer(nn.Module):
         query = self.rotated(self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2))
         key = self.rotated(self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2))
         value = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        empty = torch.tensor([], dtype=key.dtype)  # of the cache, which the call makes by default
+        key, value = torch.cat([empty, key], dim=-2), torch.cat([empty, value], dim=-2)
         key, value = _repeat_kv(key, HEADS // KEY_HEADS), _repeat_kv(value, HEADS // KEY_HEADS)
         scores = torch.matmul(query, key.transpose(2, 3)) * self.head_dim**-0.5
         weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float64).to(query.dtype)

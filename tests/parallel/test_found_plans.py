@@ -13,7 +13,8 @@ from torch import nn
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.parallel.channel_parallel import found_tensor_plan
+from jigsaw.errors import ShardingError
+from jigsaw.parallel.channel_parallel import completed_plan, found_tensor_plan
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 TOKENS = 16
@@ -88,6 +89,98 @@ def test_parts_are_run_where_the_model_cannot_be():
     assert found_tensor_plan(_Conditioned(), 2).cuts == with_example.cuts
     assert set(with_example.cuts.values()) == {"row", "column"} and not with_example.reasons
     assert found_tensor_plan(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), 1, torch.empty(2, 8)).cuts == {}
+
+
+class _Routed(nn.Module):
+    """Attention, and experts that take the tokens that are routed to them: their number is not known on paper."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.gate = plan_blocks.HFViTLayer(), nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH)) for _ in "ab")
+
+    def forward(self, x):
+        x = self.block(x)
+        routed = self.gate(x).argmax(-1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (routed == number).nonzero(as_tuple=True)
+            y = y.index_put(rows, expert(x[rows]))
+        return y
+
+
+def test_parts_are_run_where_an_example_needs_values():
+    pairs = found_tensor_plan(_Routed(), 2, torch.empty(2, 8, WIDTH))
+    assert "Routed raises DynamicOutputShapeException" in pairs.failure
+    assert set(pairs.reasons) == {"gate"}
+    assert pairs.cuts["experts.1.0"] == "column" and pairs.cuts["experts.1.2"] == "row"
+    assert {name for name in pairs.cuts if name.startswith("block.")} == {
+        f"block.{name}" for name in found_tensor_plan(plan_blocks.HFViTLayer(), 2).cuts
+    }
+
+
+class _Optional(nn.Module):
+    """A language model whose arguments all have defaults, as those of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block = nn.Embedding(32, WIDTH), plan_blocks.HFLlamaLayer()
+
+    def forward(self, input_ids=None, attention_mask=None):
+        return self.block(self.embed(input_ids))
+
+
+def test_a_model_whose_arguments_have_defaults_is_given_the_first():
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert set(found_tensor_plan(_Optional(), 2).cuts) == {f"block.{name}" for name in names}
+
+
+class _Language(_Optional):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 32)
+
+    def forward(self, input_ids=None, attention_mask=None):
+        return self.head(super().forward(input_ids))
+
+
+HEAD_STAYS_CUT = {"*": "found", "head": "column"}
+
+
+def _trained_language(plan):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    whole, model = _Language(), _Language()
+    model.load_state_dict(whole.state_dict())
+    tokens, labels = torch.randint(32, (2, 6)), torch.randint(32, (2, 6))
+    right = nn.functional.cross_entropy(whole(tokens).flatten(0, 1), labels.flatten())
+    right.backward()
+    mesh = world_mesh(channel=2)
+    jigsaw.parallelize(model, mesh, tensor=plan)
+    out = model(jigsaw.shard(tokens, mesh, (None, None)))
+    loss = nn.functional.cross_entropy(out.flatten(0, 1), jigsaw.shard(labels.flatten(), mesh, (None,)))
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), right.detach(), rtol=1e-12, atol=0)
+    for (name, x), y in zip(model.named_parameters(), whole.parameters(), strict=True):
+        gradient = x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad
+        torch.testing.assert_close(gradient, y.grad, rtol=1e-11, atol=1e-13, msg=name)
+    return out.local.shape[-1]
+
+
+@pytest.mark.parametrize(("plan", "classes"), [(None, 32), (HEAD_STAYS_CUT, 16)])
+def test_a_plan_may_name_some_layers_and_leave_others_to_be_found(plan, classes):
+    assert run_on_ranks(2, _trained_language, plan) == [classes] * 2
+
+
+def test_what_a_plan_names_is_no_longer_remarked():
+    model, tokens = _Language(), torch.zeros(2, 6, dtype=torch.int64)
+    found, pairs = completed_plan(model, None, 2, tokens)
+    assert set(pairs.reasons) == {"head"} and "tensor={'*': 'found', LAYER: 'column'}" in pairs.reasons["head"]
+    plan, rest = completed_plan(model, HEAD_STAYS_CUT, 2, tokens)
+    assert plan == {**found, "head": "column"} and not rest.reasons
+    assert completed_plan(model, {"head": "column", "block*": "found"}, 2, tokens)[0] == {"head": "column", **found}
+    with pytest.raises(ShardingError, match="'heads': 'found'}: no module has such a name"):
+        completed_plan(model, {"heads": "found"}, 2, tokens)
 
 
 def test_a_run_on_paper_leaves_no_trace_in_the_model():

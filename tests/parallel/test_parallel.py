@@ -987,7 +987,7 @@ def test_tensors_that_require_grad_beside_parameters():
             parallelize(tiled, mesh)(tile, own).square().mean().backward()
             for p, right in zip(tiled.parameters(), whole.parameters(), strict=True):
                 torch.testing.assert_close(p.grad, right.grad)
-            if given is not None:  # the parts of what is no parameter are summed
+            if given is not None:  # the parts of what is not a parameter are summed
                 torch.testing.assert_close(comm.all_reduce(own.grad, mesh, list(axes)), mine.grad)
 
 
@@ -1028,7 +1028,7 @@ def _weights_elsewhere():
             _cuts_rows_and_channels_by_one_axis,
             "weights are cut along 'channel' takes channels .dim 1.*use tile.redistribute",
         ),
-        (_weights_elsewhere, "lies on ranks .*, which are no axes of the mesh"),
+        (_weights_elsewhere, "lies on ranks .*, which are not axes of the mesh"),
         (_mixes_summed_and_averaged, "leaves that are summed and leaves that are averaged"),
     ],
 )

@@ -325,15 +325,30 @@ _LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 1000))
 from jigsaw.ranks.launcher import allow_open_files
-for ranks in map(int, sys.argv[1:]):
-    allow_open_files(ranks)
-    print(ranks, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+keeps_store, connects_late = (word == "True" for word in sys.argv[1:3])
+for ranks in map(int, sys.argv[3:]):
+    try:
+        allow_open_files(ranks, keeps_store, connects_late)
+    except ValueError:
+        print(ranks, "refused")
+    else:
+        print(ranks, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
 
 
-def test_the_limit_of_open_files_is_raised_for_many_ranks_alone():
-    ran = subprocess.run([sys.executable, "-c", _LIMITED, "16", "100"], capture_output=True, text=True, check=True)
-    assert ran.stdout.splitlines() == ["16 200", "100 1000"]
+@pytest.mark.parametrize(
+    ("keeps_store", "connects_late", "limits"),
+    [
+        (False, False, ["16 200", "100 1000", "500 1000", "1000 refused"]),
+        (True, False, ["10 200", "100 1000", "290 1000", "300 refused"]),
+        (False, True, ["4096 200"]),
+        (True, True, ["290 1000", "300 refused"]),  # all ranks talk with the first
+    ],
+)
+def test_the_limit_of_open_files_is_raised_for_many_ranks_alone(keeps_store, connects_late, limits):
+    words = [keeps_store, connects_late, *(line.split()[0] for line in limits)]
+    ran = subprocess.run([sys.executable, "-c", _LIMITED, *map(str, words)], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines() == limits
 
 
 def test_a_mesh_of_more_ranks_than_open_files_is_refused_before_it_waits():
@@ -344,4 +359,30 @@ def test_a_mesh_of_more_ranks_than_open_files_is_refused_before_it_waits():
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert ran.returncode
     assert "ShardingError: a job of 4096 ranks" in ran.stderr
-    assert "raise the hard limit to 12416 or more" in ran.stderr
+    assert "raise the hard limit to 20608 or more" in ran.stderr
+
+
+DIFFERENT = [
+    ("lat=2", "lat=2", None),
+    ("lat=2", "lon=2", "different meshes: rank 0: init_mesh(lat=2, device='cpu'); rank 1: init_mesh(lon=2, "),
+    ("lat=2", "lat=3", "different meshes: "),
+    ("lat=2, backend='gloo'", "lat=2, backend='cpu:gloo'", "start in different ways: rank "),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "words"), DIFFERENT)
+def test_ranks_that_start_in_different_ways_are_all_told(first, second, words):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    codes = [f"import jigsaw; jigsaw.init_mesh({arguments}, device='cpu')" for arguments in (first, second)]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env={**job, "RANK": str(n)})
+        for n, code in enumerate(codes)
+    ]
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    if words is None:
+        assert [rank.returncode for rank in ranks] == [0, 0]
+    else:
+        assert all("RanksDifferError: ranks of one job" in error and words in error for error in errors)

@@ -9,6 +9,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from jigsaw.errors import ShardingError
@@ -17,6 +19,7 @@ from jigsaw.ranks.mesh import (
     TrafficKind,
     axes_in_mesh_order,
     axes_of_mesh,
+    digest_of_ranks,
     flat_submesh,
     group_patience,
     groups_along,
@@ -175,3 +178,13 @@ def test_asking_a_mesh_does_not_keep_it_alive():
     del mesh
     gc.collect()
     assert gone() is None
+
+
+@given(st.lists(st.integers(0, 99), unique=True), st.lists(st.integers(0, 99), unique=True))
+def test_a_digest_of_ranks_is_of_these_alone(one, other):
+    assert (digest_of_ranks(one) == digest_of_ranks(other)) == (one == other)
+
+
+def test_a_group_of_thousands_of_ranks_has_a_name_that_the_store_takes():
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, use_libuv=True)
+    dist.PrefixStore(f"jigsaw messages cuda {digest_of_ranks(range(4096))}/", store).set("0", "here")

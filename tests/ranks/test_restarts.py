@@ -10,11 +10,13 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from two_hosts import FIRST_ADDRESS, linked_hosts, why_not_two_hosts
 
 import jigsaw
 from jigsaw.testing import on_ranks, world_mesh
@@ -99,14 +101,14 @@ dist.destroy_process_group()
 """
 
 
-def _start(folder, ranks, places, *more, flags=(), **variables):
+def _start(folder, ranks, places, *more, flags=(), within=(), **variables):
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(TRAIN)
     flags = ["--nproc-per-node", str(ranks), *(() if variables else ("--standalone",)), *flags]
     launch = ["-m", "torch.distributed.run", *flags] if ranks > 1 or variables else []
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", **variables}
-    command = [sys.executable, "-W", "ignore", *launch, str(folder / "train.py"), str(folder), places, *more]
+    command = [*within, sys.executable, "-W", "ignore", *launch, str(folder / "train.py"), str(folder), places, *more]
     with (folder / "told").open("a") as out:
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
 
@@ -153,22 +155,42 @@ def test_a_job_whose_rank_is_killed_goes_on_and_its_losses_are_those_of_a_job_wi
     assert len(list((tmp_path / "saves").iterdir())) == 2
 
 
+@contextmanager
+def _hosts(are_linked):
+    """Addresses, what runs a command on each, and the interface: of two hosts, or of this machine for both."""
+    if not are_linked:
+        yield ["127.0.0.1"] * 2, [(), ()], "lo"
+        return
+    with linked_hosts() as hosts:
+        yield [f"{FIRST_ADDRESS[:-1]}{n}" for n in (1, 2)], [("ip", "netns", "exec", n) for n in hosts.names], "wire"
+
+
+TWO_HOSTS = pytest.param(
+    "backward",
+    True,
+    marks=pytest.mark.skipif(bool(why_not_two_hosts()), reason=why_not_two_hosts() or "it may"),
+    id="backward, hosts in namespaces",
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["backward", "write"])
-def test_a_job_that_loses_a_host_goes_on_with_the_ranks_of_the_other(tmp_path, undisturbed, place):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job"]
-    how = ["last_call_timeout=20", "keep_alive_interval=1", "keep_alive_max_attempt=3"]
-    flags = ["--nnodes", "1:2", "--max-restarts", "3", "--local-addr", "127.0.0.1", *meeting, "--rdzv-conf"]
-    hosts = []
-    for is_first in (True, False):
-        told_host = ",".join([*how, f"is_host={int(is_first)}"])
-        hosts.append(_start(tmp_path, 1, place, flags=[*flags, told_host], LOSES_HOST="1"))
-    status, told = _ended(hosts[0], tmp_path)
-    hosts[1].kill()
-    assert hosts[1].wait() == -signal.SIGKILL
+@pytest.mark.parametrize(("place", "are_linked"), [("backward", False), ("write", False), TWO_HOSTS])
+def test_a_job_that_loses_a_host_goes_on_with_the_ranks_of_the_other(tmp_path, undisturbed, place, are_linked):
+    with _hosts(are_linked) as (addresses, within, interface):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{addresses[0]}:{port}", "--rdzv-id", "job"]
+        how = ["last_call_timeout=20", "keep_alive_interval=1", "keep_alive_max_attempt=3"]
+        hosts = []
+        for number, address in enumerate(addresses):
+            flags = ["--nnodes", "1:2", "--max-restarts", "3", "--local-addr", address, *meeting]
+            flags += ["--rdzv-conf", ",".join([*how, f"is_host={int(number == 0)}"])]
+            variables = {"LOSES_HOST": "1", "GLOO_SOCKET_IFNAME": interface}
+            hosts.append(_start(tmp_path, 1, place, flags=flags, within=within[number], **variables))
+        status, told = _ended(hosts[0], tmp_path)
+        hosts[1].kill()
+        assert hosts[1].wait() == -signal.SIGKILL
     assert status == 0, told
     assert "ends at 14" in told
     begun = [int(line.split()[2]) for line in told.splitlines() if line.startswith("begins at")]

@@ -6,11 +6,14 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from ranks_apart import ROOT, run_apart
 from torch.distributed.device_mesh import init_device_mesh
 
 from jigsaw.errors import ShardingError
 from jigsaw.ranks.mesh import flat_submesh, init_mesh, mesh_patience
+from jigsaw.ranks.waiting_ranks import runs_of_ranks
 from jigsaw.testing import on_ranks
 
 
@@ -55,6 +58,16 @@ def test_a_mesh_of_ones_own_says_how_long_its_ranks_wait():
 def test_a_timeout_that_is_no_time(timeout):
     with pytest.raises(ShardingError, match=r"timeout=.* must be a time above 0: seconds, or a datetime\.timedelta"):
         init_mesh(device="cpu", lat=1, timeout=timeout)
+
+
+@given(st.lists(st.integers(0, 60), unique=True))
+def test_runs_are_the_ranks_in_their_order(ranks):
+    assert [rank for run in runs_of_ranks(ranks) for rank in range(*run)] == ranks
+
+
+def test_an_axis_of_thousands_of_ranks_is_one_run():
+    assert runs_of_ranks(range(4096)) == [(0, 4096, 1)]
+    assert runs_of_ranks(range(7, 4096, 64)) == [(7, 4040, 64)]
 
 
 CALLS = {

@@ -131,7 +131,7 @@ def test_lists_in_lists_and_norms_of_large_images():
     _assert_gradients(pipe, grads)
 
 
-# -- nets that are no chains ------------------------------------------------------------------------------------------
+# -- nets that are not chains -----------------------------------------------------------------------------------------
 
 
 class UNet(nn.Module):
@@ -410,7 +410,7 @@ def test_stages_are_balanced_by_a_dry_run():
         jigsaw.pipeline(model, mesh, loss=F.mse_loss, stages="balanced")
     with pytest.raises(ShardingError, match="stages='even' must be a list of names"):
         jigsaw.pipeline(model, mesh, loss=F.mse_loss, stages="even")
-    with pytest.raises(ShardingError, match="a batch of 8, which is no multiple of microbatches=3"):
+    with pytest.raises(ShardingError, match="a batch of 8, which is not a multiple of microbatches=3"):
         jigsaw.pipeline(model, mesh, loss=F.mse_loss, stages="balanced", example=tiles[0], microbatches=3)
 
 
@@ -737,7 +737,7 @@ def test_refused():
     _refused(r"a plain tensor of shape .* that stage 0 makes is used in stage 1, by aten.*random numbers", "random")
     _refused("'second' begins a stage within what is checkpointed", "checkpointed", ["second"])
     _refused("'second' begins a stage within what is checkpointed", "nested", ["second"])
-    _refused(r"'third.w1' is a DTensor over {'pipe': 2}, which are no axes of a stage", "experts")
+    _refused(r"'third.w1' is a DTensor over {'pipe': 2}, which are not axes of a stage", "experts")
     _refused("does not call 'third'; name modules that it calls", "never")
     _refused(r"needs microbatches >= 2, not 1", microbatches=1)
     _refused("of 6 samples cut at .* into 4 equal parts", x=torch.randn(6, 3, 7, 5))

@@ -1,9 +1,11 @@
 """The played device refuses what a GPU does, and knows where the host would wait for one."""
 
 import contextlib
+import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -127,3 +129,13 @@ def test_what_is_drawn_waits_for_nothing_and_is_that_of_the_host():
         drawn(PLAYED_DEVICE, refuse_host_waits()), drawn("cpu", contextlib.nullcontext()), strict=True
     ):
         assert torch.equal(ours, theirs)
+
+
+@on_ranks(2, device=PLAYED_DEVICE)
+def test_no_host_waits_for_its_device_to_hear_of_a_request_to_end():
+    with jigsaw.StopRequest(world_mesh(lat=2)) as stop:
+        for step in range(3):
+            if step == 1 and dist.get_rank() == 1:
+                signal.raise_signal(signal.SIGUSR1)
+            with refuse_host_waits():
+                assert stop.heard() == (step >= 1)

@@ -43,7 +43,7 @@ class JoinedArrays:
 
 
 def _no_library(box: Box) -> NDArray[Any]:
-    raise UnsupportedStoreError(f"nothing reads the box {box} of an array that has neither a decoder nor `load_slowly`")
+    raise UnsupportedStoreError(f"the box {box} cannot be read: the array has neither a decoder nor `load_slowly`")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -55,7 +55,8 @@ class ArrayTable:
     padding. `dtype` is the stored numpy dtype with its byte order; `masks` are the stored values that mean "missing".
     `decoder` is None for an array that only its library can read. Then `load_slowly` gives the values of a box, and
     reads no more than the box where `slices` says so. `unfit` says why the array is refused where it is asked for.
-    Ranks compare some of the values of one that is `compared`.
+    Ranks compare some of the values of one that is `compared`. `roles` are those of its dims, where the format says
+    them (see `jigsaw.io.series.coords`). An array that is read `by_name_only` is none of the default fields.
 
     These facts make its `grid` (where chunks lie in the array), its `finder` (where their bytes lie) and its `loader`
     (their values); `dataclasses.replace` makes them anew.
@@ -78,6 +79,8 @@ class ArrayTable:
     members: JoinedArrays | None = None
     compared: bool = False
     unfit: str = ""
+    roles: tuple[str, ...] = ()
+    by_name_only: bool = False
     grid: ChunkGrid = field(init=False, repr=False)
     finder: ChunkFinder = field(init=False, repr=False)
     loader: ChunkLoader | LibraryLoader = field(init=False, repr=False)
@@ -127,15 +130,15 @@ class ArrayTable:
     def _number(self, attr: str, usual: float) -> float:
         value = self.attrs.get(attr, usual)
         try:
-            if np.asarray(value).dtype.kind not in "biuf":  # a text such as "0.01" is a mistake of who wrote it
-                raise TypeError(f"{value!r} is no number")
+            if np.asarray(value).dtype.kind not in "biuf":  # text such as "0.01" is a mistake of the file's writer
+                raise TypeError(f"{value!r} is not a number")
             number = float(np.asarray(value).item())
             if not isfinite(number):  # all values would be missing
                 raise ValueError(f"{value!r} is not finite")
             return number
         except (TypeError, ValueError, OverflowError) as e:
             raise UnsupportedStoreError(
-                f"array {self.name!r} has {attr}={value!r}, which is no number; rewrite the attribute"
+                f"array {self.name!r} has {attr}={value!r}, which is not a number; rewrite the attribute"
             ) from e
 
 
@@ -166,7 +169,7 @@ def dtype_with_declared_sign(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> 
 def declared_missing_values(
     dtype: np.dtype[Any], attrs: Mapping[str, Any], stored: np.dtype[Any] | None = None
 ) -> tuple[float, ...]:
-    """Return `missing_values_of` what the attributes of an array say."""
+    """Return the stored values that an array's attributes declare as missing (`missing_values_of`)."""
     return missing_values_of(dtype, (attrs[name] for name in MISSING_VALUE_ATTRS if name in attrs), stored)
 
 
@@ -183,7 +186,7 @@ def missing_values_of(
     turns = stored is not None and stored.kind != dtype.kind
     flat = [x for value in missing for x in np.ravel(np.asarray(value)).tolist()]
     numbers = [x for x in flat if isinstance(x, int | float) and x == x]
-    if dtype.kind == "f":  # in float32, 0.1 as float64 is not one of the values: rounded, it would hide one that is
+    if dtype.kind == "f":  # float64's 0.1 is not a number of float32; rounded to one, it would hide a value
         with np.errstate(over="ignore"):
             numbers = [x for x in numbers if stored_number_of(x, dtype) == x]
     return tuple(dict.fromkeys(fill_value_of(x, dtype) if turns else stored_number_of(x, dtype) for x in numbers))
@@ -191,11 +194,11 @@ def missing_values_of(
 
 def fill_is_missing(fill: Any, attrs: Mapping[str, Any]) -> bool:
     """Say whether the `fill_value` of a Zarr v2 array means "missing"."""
-    return bool(fill) or "scale_factor" in attrs  # a 0 may be a default; it is missing in packed numbers alone
+    return bool(fill) or "scale_factor" in attrs  # 0 may be a default, so it means missing only for packed numbers
 
 
 def stored_number_of(value: float, dtype: np.dtype[Any]) -> float:
-    """Return the value that an array of `dtype` holds for it: rounded, or with the other sign; integers stay exact."""
+    """Return the number that `dtype` stores for a value: rounded, or with the other sign; integers stay exact."""
     if dtype.kind == "f":
         return float(np.asarray(value).astype(dtype))
     number = int(value) if isinstance(value, int) or value.is_integer() else value

@@ -40,7 +40,7 @@ class DimChunks:
             for length in lengths:
                 self._edges.append(self._edges[-1] + length)
         self._key = size, chunk, clipped, tuple(self._edges or ())
-        self._hash = hash(self._key)  # once: there may be an edge for each of many files
+        self._hash = hash(self._key)  # computed once, because many files have many edges
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, DimChunks) and self._hash == other._hash and self._key == other._key)
@@ -59,7 +59,7 @@ class DimChunks:
         return index * self.chunk if self._edges is None else self._edges[index]
 
     def length(self, index: int) -> int:
-        """Return how many rows a chunk stores; those beyond the dim's end are padding."""
+        """Return the number of rows that a chunk stores; rows beyond the dim's end are padding."""
         if self._edges is not None:
             return self._edges[index + 1] - self._edges[index]
         return min(self.chunk, self.size - index * self.chunk) if self._clipped else self.chunk
@@ -176,7 +176,7 @@ def needed_byte_spans(
 
 
 def blosc_blocks_of_spans(spans: ByteSpans, block: int) -> ByteSpans:
-    """Return the blocks of so many bytes that hold these: runs [first, stop), rising and apart."""
+    """Return the blocks of `block` bytes that hold these spans: runs [first, stop), rising and apart."""
     return join_spans(np.stack([spans[:, 0] // block, -(-spans[:, 1] // block)], axis=1), 0)
 
 
@@ -250,14 +250,14 @@ class ChunkPlaces(Protocol):
 
 @runtime_checkable
 class StripPlaces(Protocol):
-    """Places that look up chunks that follow each other along the last dim together."""
+    """Places that look up consecutive chunks along the last dim together."""
 
     def locate_strip(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]: ...
 
 
 @runtime_checkable
 class ObjectPerChunk(Protocol):
-    """Places in objects of their own, which others may remove one by one.
+    """Places of chunks that are objects of their own, which somebody may remove one by one.
 
     A chunk may be missing there because it was never written, because all its values are the fill value, or because it
     was removed. Where an index lists the chunks (HDF5, shards, Icechunk), the store itself tells.

@@ -74,7 +74,7 @@ class LookupTally:
 
 @runtime_checkable
 class IndexedPlaces(Protocol):
-    """Places that are looked up in indices; `counted` adds up those that were read."""
+    """Places that are looked up in indices; `counted` sums the look-ups of the indices that were read."""
 
     @property
     def counted(self) -> LookupCounts: ...
@@ -105,7 +105,7 @@ class BloscBlockTables:
         with self._lock:
             if index in self._kept:
                 return self._kept[index][0]
-        lookups = LookupTally()  # of this table alone; what a read that fails took is counted too
+        lookups = LookupTally()  # for this table alone; a read that fails is counted, too
         try:
             frame = _read_frame(ref, size, files, lookups)
         finally:
@@ -125,7 +125,7 @@ def _read_frame(ref: ChunkRef, size: int, files: StoreFiles, lookups: LookupTall
         lookups.add(LookupCounts(0, memory.size))
         return memory
 
-    # the header, and with it the table that it can be expected to have
+    # read the header and, at once, the largest table that the frame is likely to have
     expected = BLOSC_HEADER_BYTES + 4 * -(-size // _SMALLEST_BLOCK)
     at_once = ref.length is None or ref.length >= expected
     try:
@@ -133,7 +133,7 @@ def _read_frame(ref: ChunkRef, size: int, files: StoreFiles, lookups: LookupTall
     except ShortChunkError:
         if not at_once:
             raise
-        raw = read(0, fresh_memory(BLOSC_HEADER_BYTES))  # of an object of unknown size that compresses to less
+        raw = read(0, fresh_memory(BLOSC_HEADER_BYTES))  # the object, of unknown size, is shorter
     if raw is None:
         return None
     head = raw[:BLOSC_HEADER_BYTES].tobytes()
@@ -240,7 +240,7 @@ class ChunkFinder:
     def least_left_out(self) -> int:
         """The bytes that a part must leave out at least."""
         is_plain = self._decoder is not None and self._decoder.is_plain
-        # the table of a Blosc frame far away takes a request of its own, which is worth those of four gaps
+        # the table of a remote Blosc frame takes a request of its own, which costs as much as reading four gaps
         return 4 * self.places.files.gap if self.far and not is_plain else 0
 
     def portion(self, index: ChunkIndex, rects: Sequence[ChunkRows]) -> ChunkPortion | None:
@@ -254,7 +254,7 @@ class ChunkFinder:
         return None if ref is None or ref.mask else self._portion(index, ref, rects, self._decoder)
 
     def portion_key(self, index: ChunkIndex, ref: ChunkRef | None) -> Hashable:
-        """Return the key that chunks share which have equal portions; None where stored bytes decide."""
+        """Return a key that is equal for chunks with equal portions; None where the portion depends on stored bytes."""
         if self._decoder is None:
             return self.grid.shape_of(index), self.grid.itemsize
         if ref is None or ref.mask or not self._decoder.is_plain:
@@ -291,7 +291,7 @@ class ChunkFinder:
         return self.naming_chunk(index, lambda: self.blosc_frame(index, ref))
 
     def locate_strip(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
-        """Return where `count` chunks lie that follow each other along the last dim; the errors do not name them."""
+        """Return where `count` consecutive chunks along the last dim lie; the errors do not name them."""
         refs = self._locate_strip(first, count)
         for ref in refs:
             self._check_size(ref, self.grid.chunk_bytes)
@@ -322,7 +322,7 @@ class ChunkFinder:
         try:
             return step()
         except BadChunkError as e:
-            if isinstance(self.places.files, CachingFiles):  # a server may answer better next time
+            if isinstance(self.places.files, CachingFiles):  # a server may send the right bytes next time
                 self.places.files.forget(self.path(index))
             kind = TruncatedError if isinstance(e, ShortChunkError) else CorruptChunkError
             raise self.chunk_error(kind, index, e) from e

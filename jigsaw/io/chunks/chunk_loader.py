@@ -91,7 +91,8 @@ class DecodedChunks:
 
     def view(self, out: ByteArray, index: ChunkIndex, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
         """View the loaded bytes as an array of the chunk's shape, or of another one, without copying."""
-        return self._view(out, shape or self.grid.shape_of(index))[0, ...]  # an array, of a chunk without dims too
+        # the `...` makes it an array, also where a chunk has no dims
+        return self._view(out, shape or self.grid.shape_of(index))[0, ...]
 
     def view_strip(self, out: ByteArray) -> NDArray[Any]:
         """View the bytes of chunks of one size, one after the other, as an array [K, \\*chunk], without copying."""
@@ -106,7 +107,7 @@ class DecodedChunks:
         return turned.transpose(0, *(1 + np.argsort(order)))
 
     def fill(self, out: ByteArray, index: ChunkIndex) -> None:
-        """Make a chunk of fill values: of one that turned out to be missing."""
+        """Make a chunk of fill values, for one that turned out to be missing."""
         value = self._fill_value
         self.view(out, index)[...] = value if isinstance(value, int | float) else 0
 
@@ -126,7 +127,7 @@ class ChunkLoader(DecodedChunks):
         return ChunkLoadCounts(None, False) if fetched is None else self.decode(index, fetched, out)
 
     def load_strip(self, first: ChunkIndex, count: int, out: ByteArray) -> list[int | None]:
-        """Load whole chunks of one size that follow each other along the last dim, one after the other in `out`.
+        """Load consecutive whole chunks of one size along the last dim, one after the other in `out`.
 
         Returns the stored size of each. It is None for a missing chunk, whose memory stays as it is.
         """
@@ -134,7 +135,7 @@ class ChunkLoader(DecodedChunks):
         rooms = [out[at : at + size] for at in range(0, count * size, size)]
         try:
             return self._load_strip(first, rooms)
-        except (BadChunkError, OSError):  # which one it was shows when each is loaded by itself
+        except (BadChunkError, OSError):  # load each chunk alone, to find the one that failed
             chunks = ((*first[:-1], first[-1] + n) for n in range(count))
             return [self.load(chunk, memory).stored for chunk, memory in zip(chunks, rooms, strict=True)]
 
@@ -200,7 +201,7 @@ class ChunkLoader(DecodedChunks):
     def fetch_together(
         self, chunks: Sequence[tuple[ChunkIndex, ChunkPortion | None]], requests: int
     ) -> list[FetchedBytes | None]:
-        """Fetch the stored bytes of chunks that lie in one object, each in memory of its own, by so many requests."""
+        """Fetch the stored bytes of chunks of one object, each in memory of its own, by `requests` requests."""
         if len(chunks) == 1:
             return [self.fetch(chunks[0][0], fresh_memory, chunks[0][1])]
         return self._finder.naming_chunk(chunks[0][0], lambda: self._fetch_together(chunks, requests))
@@ -213,7 +214,7 @@ class ChunkLoader(DecodedChunks):
         path = ""
         for index, part in chunks:
             ref = self._finder.checked_ref(index)
-            assert ref is not None and ref.length is not None  # only such chunks are put together
+            assert ref is not None and ref.length is not None  # only chunks with a reference and a length are joined
             raw = fresh_memory(ref.length if part is None else part.stored)
             path = ref.path
             targets += [(ref.offset, raw)] if part is None else _portion_targets(ref, part, raw, None)

@@ -77,7 +77,7 @@ class BloscFrame:
         apart[firsts] = True
         counts = np.empty((3, len(runs)), np.int64)
         counts[0] = apart
-        # what is not apart begins, as a request, where the run before it ends
+        # a run that is joined to the one before is requested from the end of that one on
         counts[1] = stop - np.where(apart, start, before)
         counts[2] = np.minimum(last * self.block, self.size) - first * self.block
         return np.add.reduceat(counts, firsts, axis=1)
@@ -118,7 +118,7 @@ class BloscFrame:
             flags |= _NEVER_SPLIT
         head = _HEADER_STRUCT.pack(version, codec, flags, typesize, out.size, min(self.block, out.size), frame.size)
         frame[:BLOSC_HEADER_BYTES] = np.frombuffer(head, np.uint8)
-        if not self.is_copied:  # where the blocks begin, in this frame
+        if not self.is_copied:  # offsets of the blocks within this frame
             frame[BLOSC_HEADER_BYTES:table] = (begin - low + table).astype("<i4").view(np.uint8)
         read(low, frame[table:])
         decode_blosc_frame(frame, out)
@@ -145,7 +145,8 @@ def check_blosc_header(raw: bytes, chunk_bytes: int, stored: int | None) -> tupl
     if flags & _STORED_AS_IS:
         if frame != BLOSC_HEADER_BYTES + size:
             raise BadChunkError(f"its header claims {size} bytes that are copied and {frame} stored ones")
-    elif BLOSC_HEADER_BYTES + 8 * count > frame:  # a table's entry, and the length of what it points to
+    elif BLOSC_HEADER_BYTES + 8 * count > frame:
+        # 8 bytes a block: its entry in the table, and the length before its bytes
         raise BadChunkError(f"its header claims {count} blocks in a frame of {frame} bytes")
     return block, count
 
@@ -288,7 +289,7 @@ def _decode_zstd(raw: ByteArray, out: ByteArray) -> None:
     from numcodecs import zstd  # pyright: ignore[reportAttributeAccessIssue]
 
     size = zstd_frame_size(raw)
-    if size is not None:  # of a streamed frame it shows while decoding, which never goes beyond `out`
+    if size is not None:  # a streamed frame does not say its size; decoding never goes beyond `out`
         _check_claimed_size(size, out)
     zstd.decompress(raw, out)
 
@@ -306,7 +307,7 @@ def _decode_deflate(raw: ByteArray, out: ByteArray) -> None:
     """Decode zlib and gzip, also of several members, and never more than the chunk's size."""
     done, rest = 0, memoryview(raw.data)
     while rest:
-        engine = zlib.decompressobj(wbits=47)  # either header
+        engine = zlib.decompressobj(wbits=47)  # the header of zlib or of gzip
         part = engine.decompress(rest, out.size - done + 1)
         if done + len(part) > out.size:
             raise BadChunkError(f"it decodes to more than the chunk's {out.size} bytes")

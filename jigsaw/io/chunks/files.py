@@ -18,7 +18,7 @@ from jigsaw.errors import ReadError, UnsupportedStoreError
 
 ByteArray = NDArray[np.uint8]
 ByteAllocator = Callable[[int], ByteArray]
-"""Function that returns memory for so many bytes."""
+"""Function that returns memory of a number of bytes."""
 FillTarget = tuple[int, ByteArray]
 """An offset within an object, and the memory that the bytes from there on fill."""
 ByteRange = tuple[int, int]
@@ -44,7 +44,7 @@ class ShortChunkError(BadChunkError):
 
 
 def size_and_change(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Return what distinguishes a file from its later self: its size and modification time (ns); None if missing."""
+    """Return the size and modification time (ns) of a file, by which a change is noticed; None if it is missing."""
     try:
         state = os.stat(path)
     except OSError:
@@ -82,14 +82,14 @@ class ObjectIdentity(NamedTuple):
 
 @runtime_checkable
 class IdentifiedFiles(Protocol):
-    """Files that know what their objects are; None for those that cannot be told from others."""
+    """Files that know the identity of their objects; None for an object without one."""
 
     def identity(self, path: str) -> ObjectIdentity | None: ...
 
 
 @runtime_checkable
 class CachingFiles(Protocol):
-    """Files that keep what they fetched; what they have of an object can be let go of."""
+    """Files that keep fetched bytes; those of an object can be dropped."""
 
     def forget(self, path: str) -> None: ...
 
@@ -100,7 +100,7 @@ def identity_of_object(files: StoreFiles, path: str) -> ObjectIdentity | None:
 
 
 def check_object_size(size: int, most: int | None) -> None:
-    """Refuse an object of more bytes than its values can be stored in, before anybody makes room for them."""
+    """Refuse an object that is larger than its values can be, before memory is allocated for it."""
     if most is not None and size > most:
         raise BadChunkError(f"it has {size} bytes or more, and at most {most} can be right")
 
@@ -216,7 +216,7 @@ class LocalFiles:
             return None
 
     def _check_not_seen(self, path: str) -> None:
-        """Refuse a file that is not there and was: it is not one that was never written."""
+        """Refuse a file that existed before and is gone now: it is not a chunk that was never written."""
         if hash(path) in self._seen:
             raise BadChunkError("the file is gone since it was opened; restore it")
 
@@ -275,7 +275,7 @@ class LocalFiles:
 def _working_folder() -> str:
     try:
         return os.getcwd()
-    except OSError:  # it was removed, so no path is relative to it
+    except OSError:  # the folder was removed, so no path can be relative to it
         return ""
 
 
@@ -320,14 +320,14 @@ def fill_from_file(fd: int, offset: int, memory: ByteArray) -> None:
 
 
 class ScratchMemory(threading.local):
-    """Memory of each thread that the next call overwrites."""
+    """Memory of each thread, which the next call uses again."""
 
     def __init__(self) -> None:
         self._room = fresh_memory(0)
 
     def __call__(self, size: int) -> NDArray[np.uint8]:
         if self._room.size < size:
-            self._room = fresh_memory(0)  # given back before there is more
+            self._room = fresh_memory(0)  # free the old memory before the larger one is made
             self._room = fresh_memory(-(-size // _SCRATCH_GRAIN) * _SCRATCH_GRAIN)
         return self._room[:size]
 
@@ -338,7 +338,7 @@ def fresh_memory(size: int) -> NDArray[np.uint8]:
         room = np.empty(size + _CACHE_LINE - 1, np.uint8)
         start = -room.ctypes.data % _CACHE_LINE
         return room[start : start + size]
-    except (MemoryError, ValueError) as e:  # ValueError: beyond what has an address
+    except (MemoryError, ValueError) as e:  # ValueError: more than an address can reach
         raise ReadError(f"there is no memory for {size} bytes; use smaller chunks, or the store's metadata lies") from e
 
 

@@ -82,7 +82,7 @@ class GuardedHttp:
             address = private_address(host)
             if address is not None:
                 raise FetchError(
-                    f"{called} leads by a redirect to {host}, {address}, which is no address of the public internet; "
+                    f"{called} leads by a redirect to {host}, {address}, which is not a public internet address; "
                     f"if you trust the server, open the store with options={{'redirects': [{host!r}]}}"
                 )
         self._followed |= new
@@ -115,7 +115,7 @@ class _RefusingProxy:
         listener.setblocking(False)
         port: int = listener.getsockname()[1]
         with self._lock:
-            is_first = not self._hosts  # which keeps those of servers that are closed
+            is_first = not self._hosts  # `_hosts` keeps the ports of closed servers, too
             self._listeners[port], self._hosts[port] = listener, set()
         self._selector.register(listener, selectors.EVENT_READ, port)
         if is_first:
@@ -159,5 +159,5 @@ class _RefusingProxy:
 
 @lru_cache(maxsize=16)
 def _refusing_proxy(process: int) -> _RefusingProxy:
-    """Return the proxy of this process: a forked process lacks the thread that answers."""
+    """Return the proxy of this process; a forked process makes its own, because it lacks the thread that answers."""
     return _RefusingProxy()

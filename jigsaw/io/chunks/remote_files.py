@@ -105,7 +105,8 @@ def files_of_url(url: str, options: Mapping[str, Any] | None = None) -> tuple[Re
             f"{_without_urls(e, options)}; they "
             f"are those of obstore's store of this kind, such as region, endpoint, skip_signature, client_options"
         ) from None
-    host = split.netloc if split.scheme in ("abfs", "abfss") else split.netloc.rpartition("@")[2]  # container@account
+    # elsewhere the part before @ is a password; here it is container@account
+    host = split.netloc if split.scheme in ("abfs", "abfss") else split.netloc.rpartition("@")[2]
     return RemoteFiles(store, redacted_text(f"{split.scheme}://{host}"), retry, guard), unquote(split.path).strip("/")
 
 
@@ -194,7 +195,7 @@ class RemoteFiles:
 
     @cached_property
     def _place(self) -> str:
-        """The store as obstore has it: buckets of one name may lie on several servers, or in several accounts."""
+        """Text that identifies the store: buckets of one name may lie on several servers or in several accounts."""
         config: Mapping[str, Any] = getattr(self.store, "config", {})
         settings = [config.get(key) for key in ("endpoint", "account_name")]
         around = sorted(item for item in os.environ.items() if _ENDPOINT_VARIABLES.fullmatch(item[0]))
@@ -227,7 +228,7 @@ class RemoteFiles:
         answer = self._tried(path, lambda: self._get(path, part, length), at_end)
         if answer is not _NO_SUFFIX:
             return answer
-        size = self.size(path)  # Azure lacks ranges from the end
+        size = self.size(path)  # Azure does not serve the last n bytes by a range
         raw = None if size is None else self._part(path, (max(size - length, 0), size))
         return None if raw is None or size is None else (raw, size)
 
@@ -256,7 +257,7 @@ class RemoteFiles:
         return raw
 
     def _get(self, path: str, part: ByteRange | dict[str, int] | None, most: int) -> tuple[ByteArray, int]:
-        """Make one request: return its bytes, at most so many, and the size of the object."""
+        """Make one request: return its bytes, at most `most`, and the size of the object."""
         import obstore
 
         options: Any = {} if part is None else {"range": part}
@@ -281,7 +282,7 @@ class RemoteFiles:
         return stamp
 
     def _tried(self, path: str, step: Callable[[], T], suffix: bool = False) -> Any:
-        """Make a request, again while that may help, and return its result; None for a missing object."""
+        """Make a request, repeat it while that may help, and return its result; None for a missing object."""
         from obstore.exceptions import BaseError, NotSupportedError
 
         begun = time.monotonic()
@@ -295,7 +296,7 @@ class RemoteFiles:
                     return _NO_SUFFIX
                 raise FetchError(
                     f"{self._called(path)} cannot be read in part: the server ignores ranges; serve the store from "
-                    f"one that honours them, or copy it"
+                    f"one that honors them, or copy it"
                 ) from None
             except (BaseError, _CutShortError) as e:
                 if self._guard is not None and self._guard.follow_new(self._called(path)):
@@ -305,11 +306,11 @@ class RemoteFiles:
         raise AssertionError
 
     def _refuse_or_wait(self, path: str, error: Exception, failures: int, begun: float) -> None:
-        """Wait before the next try, or raise where it cannot help or there is none."""
+        """Wait before the next try; raise if another try cannot help, or none is left."""
         from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
         status, answer = _status_and_answer(error)
-        if status == "416":  # obstore has types of its own for 401, 403 and 404 alone
+        if status == "416":  # obstore has exception types for 401, 403 and 404 only
             raise ShortChunkError("the object ends before the range that it should have") from None
         refused = isinstance(error, (PermissionDeniedError, UnauthenticatedError))
         if refused or (status.startswith("4") and status not in _PASSING_STATUSES):
@@ -347,7 +348,7 @@ def _body_of_answer(answer: Any, size: int) -> ByteArray:
 
 
 def _wait_before_retry(pause: float) -> bool:
-    """Wait before the next try; False, and at once, when nobody waits for what it would give."""
+    """Wait before the next try; return False at once when nobody waits for its result any more."""
     until = time.monotonic() + pause
     while is_waited_for() and (left := until - time.monotonic()) > 0:
         time.sleep(min(left, _LOOK_EVERY_S))

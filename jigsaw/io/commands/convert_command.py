@@ -19,19 +19,23 @@ from jigsaw.io.reading.plan_text import bytes_text
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("source", nargs="+", help="paths, a URL, or a quoted glob; several files are joined")
-    parser.add_argument("target", help="the Zarr store to make; a conversion that was ended goes on")
+    parser.add_argument("target", help="the Zarr store to make; a conversion that was stopped goes on")
     options.add_shared_options(
         parser, "--fields", "--time", "--every", "--dims", "--outside", "--missing", "--order", "--scheduler"
     )
     sizes: dict[str, Any] = {"type": options.parse_integers}
     parser.add_argument(
-        "--mesh", **sizes, default={}, metavar="lat=2,lon=2", help="what will read it: chunks are for it"
+        "--mesh",
+        **sizes,
+        default={},
+        metavar="lat=2,lon=2",
+        help="the mesh that will read it; chunks are chosen for it",
     )
     parser.add_argument("--chunks", **sizes, metavar="time=1,lat=361", help="by default recommended ones")
     parser.add_argument("--shards", **sizes, metavar="time=8,lat=722", help="by default up to 128 MiB")
-    parser.add_argument("--dtype", metavar="float32", help="what floats are rounded to, if anything")
-    parser.add_argument("--engine", metavar="cfgrib", help="xarray's engine, where it does not find it")
-    threads = "threads, or workers of a local cluster"
+    parser.add_argument("--dtype", metavar="float32", help="the dtype that floats are rounded to")
+    parser.add_argument("--engine", metavar="cfgrib", help="xarray's engine, where xarray cannot tell")
+    threads = "number of threads, or of workers of a local cluster"
     parser.add_argument("--workers", type=options.parse_count, metavar="N", help=threads)
     parser.add_argument("--verify", action="store_true", help="read the whole store again and compare digests")
     parser.add_argument("--replace", action="store_true", help="start again, whatever Zarr store there is")
@@ -39,7 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 @options.report_refusals
 def run(args: argparse.Namespace) -> int:
-    """Convert and say what was made; 1 with the reason when it failed."""
+    """Convert and print what was made; return 1 and print the reason when it failed."""
     target = Path(args.target)
     if not (args.verify and not args.replace and target.is_dir() and is_complete_store(target)):
         print(conversion_report(_run_conversion(args)))

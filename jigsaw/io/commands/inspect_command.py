@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 @options.report_refusals
 def run(args: argparse.Namespace) -> int:
-    """Print what there is; 1 with the reason when it cannot be read."""
+    """Print what a store has; return 1 and print the reason when it cannot be read."""
     reach = {"outside": args.outside}
     summary = summarize_store(args.store, args.fields, args.dims, reach)
     print(json.dumps(summary.as_dict(), indent=1, default=str) if args.json else inspection_report(summary))

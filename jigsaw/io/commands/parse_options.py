@@ -74,7 +74,7 @@ def parse_boundary(text: str) -> dict[str, Any]:
         try:
             rules[dim] = (name, float(value)) if colon else name
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{dim}={rule} is no rule like lat=fill:0 with a number") from None
+            raise argparse.ArgumentTypeError(f"{dim}={rule} is not a rule like lat=fill:0 with a number") from None
     return rules
 
 
@@ -110,7 +110,7 @@ def parse_time_span(text: str) -> tuple[Any, Any]:
     """Parse ``1979..2015``, dates with both ends included, or positions like ``0..100``."""
     first, dots, last = text.partition("..")
     if not dots:
-        raise argparse.ArgumentTypeError(f"{text!r} is no span like 1979..2015, 2020-01-01..2020-06-30 or 0..100")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a span like 1979..2015, 2020-01-01..2020-06-30 or 0..100")
     ends = [end for end in (first, last) if end]
     # four digits are a year, unless the other end is a step
     steps = all(end.isdecimal() for end in ends) and any(len(end) != 4 for end in ends)

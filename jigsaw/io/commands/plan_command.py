@@ -45,13 +45,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=options.parse_samples, default=[0], metavar="0", help=together)
     parser.add_argument("--mode", choices=("auto", *PLAN_MODES), default="auto")
     parser.add_argument("--plot", metavar="plan.png", help="draw the plan")
-    ranks = "list the meshes of so many ranks (by default as many as --mesh has) and the chunks that read cheapest"
+    ranks = "list the meshes of this number of ranks (by default that of --mesh) and the chunks that read cheapest"
     parser.add_argument("--recommend", type=int, nargs="?", const=0, metavar="RANKS", help=ranks)
 
 
 @options.report_refusals
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; 1 with the reason when there is none."""
+    """Print the plan; return 1 and print the reason where there cannot be one."""
     dataset = _open_for_plan(args)
     plan = dataset.plan(args.samples)
     if args.plot:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _advice_lines(args: argparse.Namespace, dataset: Dataset, plan: ReadPlan) -> list[str]:
     if args.recommend is None and not is_cheap_recommendation(dataset, plan):
-        return ["recommended: there are many chunks to weigh; --recommend does"]
+        return ["recommended: not compared, because there are many chunks; pass --recommend to compare them"]
     if args.recommend is not None and args.recommend < 0:
         raise ShardingError(f"--recommend {args.recommend} must be a number of ranks")
     advice = recommend(dataset, ranks=args.recommend or None, sample=args.samples[0])
@@ -96,11 +96,11 @@ def _is_lon_periodic(dataset: Dataset) -> bool:
 
 
 _BOUNDARY_TEXTS = {"clip": "", "periodic": " (wraps round)"}
-_WORTH_TELLING = 1.05  # predictions are not more accurate
+_WORTH_TELLING = 1.05  # smaller gains are below the accuracy of the prediction
 
 
 def plan_report(dataset: Dataset, plan: ReadPlan) -> str:
-    """Return the text of a plan, headed by what is read of which store."""
+    """Return the text of a plan, with a heading that names the store and what is read."""
     frame, layout = dataset.frame, plan.request.layout
     steps, count = layout.shape[:2]
     more = f" and {count - NAMES_LISTED} more" if count > NAMES_LISTED else ""
@@ -112,7 +112,7 @@ def plan_report(dataset: Dataset, plan: ReadPlan) -> str:
         if below or above
     ]
     modes = sorted(set(plan.modes.values()))
-    # axes that cut nothing, because `spec`, or the name of a dim, does not name them
+    # axes that cut nothing: neither `spec` nor a dim has their name
     cutting = {axis for cut in layout.cuts for axis in cut.axes}
     dims, idle = ", ".join(frame.dims), [name for name, n in frame.domain if n > 1 and name not in cutting]
     head = [
@@ -155,7 +155,7 @@ def _mesh_text(dataset: Dataset) -> str:
 
 
 def _gain_text(times: float) -> str:
-    return f"{times:.2g} times cheaper to read" if times > _WORTH_TELLING else "about as it is"
+    return f"{times:.2g} times cheaper to read" if times > _WORTH_TELLING else "no cheaper"
 
 
 def _sizes_by_dim_text(sizes: Mapping[str, int]) -> str:

@@ -17,25 +17,27 @@ from jigsaw.ranks.mesh import init_mesh, mesh_coordinate
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     options.add_shared_options(parser, "store", "--fields", "--time", "--every", "--select", "--outside", "--missing")
-    parser.add_argument("--output", required=True, metavar="stats.nc", help="where to: .nc, .npz or .json")
+    parser.add_argument("--output", required=True, metavar="stats.nc", help="the file to write: .nc, .npz or .json")
     parser.add_argument(
-        "--weights", choices=WEIGHT_RULES, default="none", help="area: rows by their share of the sphere"
+        "--weights", choices=WEIGHT_RULES, default="none", help="area: weight rows by their share of the sphere"
     )
     ranks = "under torchrun; by default all cut the time"
     parser.add_argument("--mesh", type=options.parse_integers, metavar="data=2,lat=2", help=ranks)
     parser.add_argument("--block", type=int, metavar="8", help="steps read together; by default 128 MiB of them")
-    parser.add_argument("--resume", action="store_true", help="go on where a run that was ended stopped")
+    parser.add_argument("--resume", action="store_true", help="go on where a run was stopped")
     parser.add_argument("--checkpoint", metavar="FILE", help="by default the output with .part behind it")
     parser.add_argument("--no-progress", action="store_true", help="no bar")
     cluster = parser.add_mutually_exclusive_group()
     options.add_shared_options(cluster, "--scheduler")
     local: dict[str, Any] = {"type": options.parse_count, "nargs": "?", "const": 0, "metavar": "WORKERS"}
-    cluster.add_argument("--dask", **local, help="the same as --scheduler local, of so many workers (one a core)")
+    cluster.add_argument(
+        "--dask", **local, help="the same as --scheduler local, with this number of workers (one a core)"
+    )
 
 
 @options.report_refusals
 def run(args: argparse.Namespace) -> int:
-    """Write the file and print what is in it; 1 with the reason when there is none."""
+    """Write the file and print its content; return 1 and print the reason when there are no statistics."""
     checkpoint = args.checkpoint or f"{args.output}.part"
     check_statistics_path(args.output)
     scheduler = args.scheduler if args.dask is None else "local"

@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from jigsaw.io.formats.zarr_reach import WatchedStore
 
 
-CONVERT_AGAIN = "convert again with the same arguments: it goes on with what is not there yet"
+CONVERT_AGAIN = "convert again with the same arguments: it goes on with the regions that are missing"
 UnitIndex = tuple[int, ...]
 UnitKey = tuple[str, UnitIndex]
 """Array, and one of its units (shards, or chunks where there are none)."""
 
 
 def values_digest(values: NDArray[Any]) -> str:
-    """Return the digest of the values in C order; every NaN counts alike, as a store's fill value does."""
+    """Return the digest of the values in C order; every NaN counts as the same one, as a store fills with one."""
     plain = np.ascontiguousarray(values)
     if plain.dtype.kind == "f" and (missing := np.isnan(plain)).any():
         plain = np.where(missing, np.array(np.nan, plain.dtype), plain)
@@ -61,7 +61,7 @@ def combine_digests(digests: Iterable[str]) -> str:
 
 
 def remove_journal(path: Path) -> None:
-    """Remove the journal of a conversion; a link goes, and not where it leads.
+    """Remove the journal of a conversion; of a symbolic link the link, not its target.
 
     Raises: `WriteError` for a file that is not one.
     """
@@ -93,7 +93,7 @@ class ConversionJournal:
 
     def _read(self) -> None:
         if self._path.is_symlink():
-            raise WriteError(f"{self._path} is a symbolic link, so it is no journal of ours; remove it yourself")
+            raise WriteError(f"{self._path} is a symbolic link, so jigsaw did not write it; remove it yourself")
         whole = self._path.read_bytes()
         kept = whole[: whole.rfind(b"\n") + 1]
         try:
@@ -234,7 +234,7 @@ def convert(
 
 
 def verify(target: str | os.PathLike[str]) -> dict[str, bool]:
-    """Read a finished conversion again: for each array whether its values are those that the source had.
+    """Read a finished conversion again, and say for each array whether its values are those of the source.
 
     Raises: `WriteError` for a store that `convert` did not finish.
 
@@ -247,7 +247,7 @@ def verify(target: str | os.PathLike[str]) -> dict[str, bool]:
     path = Path(target)
     attrs = zarr_store_attrs(path) if path.is_dir() else {}
     if DIGESTS_ATTRIBUTE not in attrs:
-        raise WriteError(f"{path} is no finished conversion: it has no digests to verify by")
+        raise WriteError(f"{path} is not a finished conversion: it has no digests to verify by")
     group = zarr.open_group(str(path), mode="r")
     outcomes: dict[str, bool] = {}
     for name, digest in attrs[DIGESTS_ATTRIBUTE].items():
@@ -281,7 +281,7 @@ class ConversionRegion:
 
 
 def unit_indices(array: ArrayOutline) -> Iterator[UnitIndex]:
-    """Yield what is written as one: the index of every shard, or chunk, in C order."""
+    """Yield the index of every unit of writing, a shard or chunk, in C order."""
     return product(*(range(ceil(n / u)) for n, u in zip(array.shape, array.units, strict=True)))
 
 
@@ -395,7 +395,8 @@ def move_region(region: ConversionRegion, read: WatchedDataset, path: Path) -> M
 
     array = region.array
     part = read.data.variables[array.name][box_slices(region.box)]
-    loaded = part.load(scheduler="synchronous") if part.chunks else part  # every region has a thread of ours already
+    # each region already runs in a thread of jigsaw's own
+    loaded = part.load(scheduler="synchronous") if part.chunks else part
     values = _rounded(np.asarray(loaded.values), array, region.box)
     sink = ZarrSink(path, None, {}, CONVERT_AGAIN)
     sink.attach([array])
@@ -424,9 +425,9 @@ def _rounded(values: NDArray[Any], array: ArrayOutline, box: Box) -> NDArray[Any
 
 
 def _remove_target(path: Path, chosen: SelectedSource) -> None:
-    """Remove what `replace` removes: a Zarr store and its journal, nothing else, and never what is to be read."""
+    """Remove the target for `replace`: a Zarr store and its journal, nothing else, and never the source."""
     if path.exists() and not is_zarr_group(path):
-        raise WriteError(f"{path} is no Zarr store, so it is not replaced; remove it yourself")
+        raise WriteError(f"{path} is not a Zarr store, so it is not replaced; remove it yourself")
     read = [Path(p).resolve() for p in chosen.places if "://" not in p]
     if any(path.resolve() in (p, *p.parents) for p in read):
         raise WriteError(f"{path} is what the conversion reads, so it is not replaced; write elsewhere")
@@ -439,7 +440,7 @@ def _open_journal(path: Path, chosen: SelectedSource, arrays: Sequence[ArrayOutl
     beside = path.with_name(path.name + ".journal")
     if not beside.exists() and path.exists() and (not path.is_dir() or any(path.iterdir())):
         whole = path.is_dir() and is_complete_store(path)
-        state = "is complete" if whole else "exists and no journal of a conversion with it"
+        state = "is complete" if whole else "exists without the journal of a conversion"
         raise WriteError(f"{path} {state}; write elsewhere, or start again with replace=True (--replace)")
     shapes = [(a.name, a.shape, a.dtype, a.chunks, a.shards) for a in arrays]
     with writing_to(path, CONVERT_AGAIN):
@@ -449,8 +450,8 @@ def _open_journal(path: Path, chosen: SelectedSource, arrays: Sequence[ArrayOutl
 
 
 def _check_began_here(path: Path, journal: ConversionJournal) -> None:
-    """Check what lies at the target of a conversion that goes on.  Raises: `WriteError` for another store."""
-    if not is_zarr_group(path):  # then nothing of it is replaced
+    """Check the store at the target of a conversion that goes on.  Raises: `WriteError` for another store."""
+    if not is_zarr_group(path):  # there is no store to replace
         return
     done = completeness_from_attrs(zarr_store_attrs(path))
     if done is None or (not journal.is_made and (done.steps or done.closed)):

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _CONVERTED_KINDS = "biuf"
 _DECODED: dict[str, Any] = {"decode_timedelta": False, "decode_coords": "all"}
-# what xarray keeps of an array's own metadata
+# the keys that xarray keeps from an array's own metadata
 _OF_ZARR, _OF_ZARR_V3 = {"compressor", "compressors"}, {"serializer", "codecs"}
 _GRIB = (".grib", ".grib2", ".grb", ".grb2")
 
@@ -64,11 +64,11 @@ class SelectedSource:
     time: str | None
     outside: Any = False
     watched: tuple[WatchedStore, ...] = ()
-    reordered: str | None = None  # a dim
+    reordered: str | None = None  # the dim along which cells were reordered
 
     @property
     def coordinates(self) -> list[StoredCoordinate]:
-        """All but the arrays to move: coordinates, their bounds, labels; stored whole."""
+        """Arrays that are stored whole: coordinates, their bounds, labels."""
         return [_as_coordinate(str(n), v) for n, v in self.data.variables.items() if n not in self.arrays]
 
     @property
@@ -139,7 +139,7 @@ class SelectedSource:
         return digest.hexdigest()
 
     def _seen_of_folders(self) -> list[StoreIdentity]:
-        """Look at a few chunks of each Zarr store on disk: nothing else tells one that was written anew."""
+        """Look at a few chunks of each Zarr store on disk, because only these show that a store was written again."""
 
         def tables_of(path: str) -> list[ArrayTable]:
             arrays = open_store(path, {"outside": self.outside}).arrays
@@ -177,14 +177,14 @@ def open_with_xarray(source: Any, engine: str | None = None, outside: Any = Fals
     raw = any(engine in ("zarr", "kerchunk") or (engine is None and not os.path.isfile(path)) for path in paths)
     options: dict[str, Any] = {"engine": engine, **({"decode_cf": False} if raw else _DECODED)}
     if engine == "cfgrib" or (engine is None and paths[0].lower().endswith(_GRIB)):
-        # an index that lies beside the file is a pickle, possibly from the untrusted writer of the file
+        # an index beside the file is a pickle, and may come from an untrusted writer
         options |= {"engine": "cfgrib", "backend_kwargs": {"indexpath": ""}}
     stores: list[Any] = [_checked_store(path, engine, outside) for path in paths]
     watched = tuple(store for store in stores if not isinstance(store, str))
     if watched:
         options["engine"] = "zarr"
     try:
-        with warnings.catch_warnings():  # a store without consolidated metadata is as good
+        with warnings.catch_warnings():  # consolidated metadata are not needed
             warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated", RuntimeWarning)
             if len(paths) == 1:
                 dataset = xr.open_dataset(stores[0], **options)
@@ -197,7 +197,7 @@ def open_with_xarray(source: Any, engine: str | None = None, outside: Any = Fals
 
 
 def _checked_store(path: str, engine: str | None, outside: Any) -> str | WatchedStore:
-    """Return what to give to xarray for a path, before it opens it and reads coordinates.
+    """Return the store to give to xarray for a path, checked before xarray opens it and reads coordinates.
 
     A Zarr store then leads nowhere else, and others' code or references can do no harm.
     """
@@ -218,7 +218,7 @@ def _checked_store(path: str, engine: str | None, outside: Any) -> str | Watched
     arrays = arrays_without_code(store)
     if arrays and isinstance(store, str) and "://" in store:
         store = FsspecStore.from_url(store, read_only=True)
-    # a zip file says itself which chunks it has
+    # a zip file lists its chunks, so nothing needs to be watched
     return path if isinstance(store, str) else WatchedStore.of(store, arrays)
 
 
@@ -296,7 +296,7 @@ def select_source(
     moved, kept = chosen, data
     if fields is None:
         moved = [str(n) for n, v in data.data_vars.items() if v.dtype.kind in _CONVERTED_KINDS]
-    else:  # with their coordinates, and what these name: the bounds of cells, a grid mapping
+    else:  # with their coordinates, and variables that these name: bounds of cells, a grid mapping
         known = {str(n) for n in data[chosen].variables}
         on_cells = [(v.table, dim) for v in (survey.variables[n] for n in chosen) for dim in v.table.dims]
         known |= {name for table, dim in on_cells for name in survey.coords.angles(table, dim).values()}
@@ -369,7 +369,7 @@ def recommended_chunks(
     opened = partial(open, selected.data, mesh=mesh, select=further, dims=dims, options={"outside": selected.outside})
     try:
         dataset = opened(fields=[v.table.name for v in alike], targets=[1] if steps > 1 else [])
-    except (WindowError, GridError):  # gaps at every step, or several grids: one step of one field
+    except (WindowError, GridError):  # gaps at every step, or several grids: plan one step of one field
         dataset = opened(fields=[alike[0].table.name])
     return dict(best_chunks(dataset).chunks)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -28,7 +28,7 @@ from jigsaw.io.series.cell_grid import CellGrid
 from jigsaw.io.series.choices import DimChoices
 from jigsaw.io.series.fields import FieldChannel
 from jigsaw.io.series.forcings import GridForcings
-from jigsaw.io.series.request import ReadRequest
+from jigsaw.io.series.request import NanRule, ReadRequest
 from jigsaw.io.series.store_survey import RowOrder, StoreVariable
 from jigsaw.io.series.times import is_whole_number, later_times
 from jigsaw.ranks.mesh import mesh_coordinate
@@ -117,7 +117,7 @@ class Dataset(MeshSamples):
     scale: tuple[float, ...]
     offset: tuple[float, ...]
     dtype: torch.dtype
-    nan: str | float
+    nan: NanRule | tuple[NanRule, ...]
     missing: str
     mode: str
     turn: RowOrder
@@ -125,6 +125,8 @@ class Dataset(MeshSamples):
     vectors: tuple[int, ...] = ()
     counted: tuple[str, ...] = ()
     cells: CellGrid | None = None
+    boundary_types: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    """Beyond the first and last row of each dim: ``open``, ``wall`` or ``periodic``, where the store says it."""
 
     def __len__(self) -> int:
         return len(self.anchors) * self._chosen
@@ -158,7 +160,7 @@ class Dataset(MeshSamples):
 
     @property
     def flipped(self) -> tuple[str, ...]:
-        """The spatial dims whose rows run against those stored."""
+        """The spatial dims whose rows are in reverse of the stored order."""
         return self.turn.flipped
 
     def identity(self) -> StoreIdentity:
@@ -199,7 +201,7 @@ class Dataset(MeshSamples):
 
     @property
     def target_fields(self) -> tuple[str, ...]:
-        """The name of each channel of the target; one that the input has too is named as there."""
+        """The name of each channel of the target; a channel that the input has, too, has the same name."""
         return tuple(self.channels[c].name for c in self.target_channels)
 
     @property
@@ -264,7 +266,7 @@ class Dataset(MeshSamples):
         return self if steps == len(self.targets) else self.changed(targets=self.targets[:steps])
 
     def reading(self, samples: Sequence[int], kept: HeldSteps | None = None) -> SampleReading:
-        """Return what to read for these samples: every step once, inputs before targets, without what is `kept`."""
+        """Return what to read for these samples: every step once, inputs before targets, except the steps in `kept`."""
         wanted = self._wanted(samples)
         keys = self.keys(samples)
         place = {key: i for i, key in enumerate(keys)}
@@ -273,13 +275,14 @@ class Dataset(MeshSamples):
         # The steps left out here, and those `known`, depend only on the earlier batches. These were the same on every
         # rank that shares these samples, so all of them make this same request, and plan the same.
         variables = [v for v in self.variables if "time" in v.roles or not (kept and kept.has_fixed)]
+        by_channel = self.nan if isinstance(self.nan, tuple) else ()
         request = ReadRequest(
             layout=self.frame.layout((len(steps), len(self.channels)), (None, None), axes=self.frame.domain),
-            parts=survey.read_parts_of(self.channels, variables, self._moments(keys, known), self.turn),
+            parts=survey.read_parts_of(self.channels, variables, self._moments(keys, known), self.turn, by_channel),
             scale=self.scale,
             offset=self.offset,
             dtype=numpy_dtype_name(self.dtype),
-            nan=self.nan,
+            nan="keep" if isinstance(self.nan, tuple) else self.nan,
             boundary=self.frame.boundary,
             missing=self.missing,
             vectors=self.vectors,
@@ -300,13 +303,13 @@ class Dataset(MeshSamples):
         return [first + np.array(steps, dtype=np.int64) for steps in (self.inputs, self.targets)]
 
     def keys(self, samples: Sequence[int]) -> tuple[int, ...]:
-        """Return the steps that these samples need, each once, as numbers that differ by step and choice."""
+        """Return the steps that these samples need, each once, as a number for each step and choice."""
         return tuple(dict.fromkeys(key for wanted in self._wanted(samples) for key in wanted.ravel().tolist()))
 
     def new_steps(self, cache_bytes: int) -> HeldSteps:
-        """Return a memory for shared steps, of so many bytes a rank; 0 keeps only those of the next read."""
+        """Return a memory for shared steps, of `cache_bytes` a rank; 0 keeps only those of the next read."""
         layout = self.frame.layout((1, len(self.channels)), (None, None))
-        # of the rank that holds most: all keep equally many steps, and so read the same ones again
+        # the size on the rank that holds most, so that all ranks keep equally many steps, and read the same ones again
         item = np.dtype(numpy_dtype_name(self.dtype)).itemsize
         size = item * max(prod(layout.local_shape(c)) for c in layout.coords())
         timeless = {v.table.name for v in self.variables if "time" not in v.roles}
@@ -384,13 +387,27 @@ class Dataset(MeshSamples):
         shape = len(reading.steps), stored + len(self.forcing_names), *(b - a for a, b in held)
         block = engine.memory.empty(shape, np.dtype(reading.request.dtype))
         engine.read(plan, block[:, :stored])
-        if kept is not None:  # after a read that went well on all ranks; one that failed changes no rank's memory
+        if kept is not None:  # reached only if the read went well on all ranks; a failed read changes no rank's memory
             kept.write(block[:, :stored], reading.keys, reading.known)
             kept.keep(block[:, :stored], reading.keys, wanted)
-        for where, forcings in self._forcings_here:
-            forcings.write(block[:, stored:][(..., *where)], reading.times)
-        fill_beyond_ends(block[:, stored:], held, self.frame.sizes, self.frame.boundary)
+        self._fill_forcings(block[:, stored:], reading.times)
         return block
+
+    def forcings_at(self, times: Sequence[Any] | NDArray[Any]) -> Tile:
+        r"""Return the forcings [T, C, \*space] of any `times`, also later ones than the store's, with the input's halo.
+
+        *Sends*: nothing.
+        """
+        mesh = self.device_mesh()
+        layout = self.frame.layout((len(times), len(self.forcing_names)), (None, None))
+        block = np.empty((*layout.shape[:2], *(b - a for a, b in self._held)), numpy_dtype_name(self.dtype))
+        self._fill_forcings(block, np.asarray(times))
+        return Tile(torch.from_numpy(block).to(self.dtype).to(mesh.device_type), layout, mesh)
+
+    def _fill_forcings(self, out: NDArray[Any], times: NDArray[Any]) -> None:
+        for where, forcings in self._forcings_here:
+            forcings.write(out[(..., *where)], times)
+        fill_beyond_ends(out, self._held, self.frame.sizes, self.frame.boundary)
 
     @property
     def _held(self) -> Box:
@@ -398,7 +415,7 @@ class Dataset(MeshSamples):
 
     @cached_property
     def _forcings_here(self) -> list[tuple[tuple[slice, ...], GridForcings]]:
-        """The forcings over the rows that this rank holds, or those that they show, and where they lie there."""
+        """The forcings over this rank's held rows, or the rows that these repeat beyond an edge, and their place."""
         if self.forcings is None:
             return []
         pieces = shown_rows(self._held, self.frame.sizes, self.frame.boundary)
@@ -410,7 +427,7 @@ class Dataset(MeshSamples):
 
         They are views of the block where no two samples share a step and the channels follow each other, else copies.
         """
-        # Every step was read with the input's halo, as one window's target may be the next one's input; `inner` are the
+        # Every step was read with the input's halo, because a target may be the next window's input; `inner` are the
         # owned rows within what is held.
         steps = torch.from_numpy(block)
         inner = self.frame.inner(mesh_coordinate(self.device_mesh()))
@@ -460,7 +477,7 @@ class HeldSteps:
         return frozenset(key for key in keys if key in self._known)
 
     def foreseen(self, keys: Iterable[int], wanted: Collection[int]) -> HeldSteps:
-        """Return the memory, without values, as it will be after this read, with those `wanted` kept."""
+        """Return the memory without values as it will be after a read of `keys` that keeps the `wanted` ones."""
         nothing = np.empty(0)
         # The same order of use that `write` and `keep` will leave: what is not used, what is used again, what is new.
         # Of steps 1 to 4 in memory and 3 to 6 read, with room for 5: 1 2 | 3 4 | 5 6, of which 1 goes.
@@ -473,7 +490,7 @@ class HeldSteps:
         return memory
 
     def write(self, block: AnyArray, keys: Sequence[int], known: Collection[int]) -> None:
-        r"""Put the known steps, and the channels without time, where they belong in a block [steps, C, \*held]."""
+        r"""Copy the known steps, and the channels without time, to their places in a block [steps, C, \*held]."""
         for i, key in enumerate(keys):
             if key in known:
                 block[i] = self._known[key]
@@ -491,7 +508,7 @@ class HeldSteps:
         self._drop(wanted)
 
     def _drop(self, wanted: Collection[int]) -> None:
-        """Give up the steps that were not used for longest, or those that the next read does not want."""
+        """Drop the steps that were unused for longest, or those that the next read does not need."""
         # In the order of use, which is that of the samples: four ranks that share them drop the same steps. If time or
         # free memory decided, one rank would read again what the others hold, and plan alone.
         if self._capacity:

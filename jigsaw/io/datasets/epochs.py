@@ -41,7 +41,7 @@ BATCHES_FORESEEN = 4
 
 @dataclass(frozen=True)
 class BatchTurn:
-    """The samples of one batch, the place that they were drawn at, and the loader's place once it was handed out.
+    """The samples of one batch, the loader's place before it, and its place after the batch was returned.
 
     `following` are the samples of each of the `BATCHES_FORESEEN` batches after it; fewer at the end of an epoch.
     """
@@ -53,7 +53,7 @@ class BatchTurn:
 
 
 class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
-    """Batches of a dataset; a subclass says how one is read (in the background, in order) and what it becomes."""
+    """Batches of a dataset; a subclass reads each (in the background, in order) and makes the batch of it."""
 
     _arrays = 1
     """Number of arrays that a batch is read into."""
@@ -100,7 +100,7 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
         self._current: BatchPrefetch[BatchTurn, tuple[BatchTurn, LocalType]] | None = None
         self._waited_s = 0.0
         if dataset.is_live:
-            self._join()  # made by all ranks now
+            self._join()  # all ranks of the mesh call this now
 
     @classmethod
     def _check(cls, dataset: Any) -> None:
@@ -115,7 +115,7 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
 
     @classmethod
     def _revive(cls, dataset: SamplesType, made_of: Mapping[str, Any], state: Mapping[str, int]) -> Self:
-        """Make an unpickled loader, at the place where it was pickled: in the middle of an epoch it goes on."""
+        """Make an unpickled loader, at the place where it was pickled, even within an epoch."""
         loader = cls(dataset, **made_of)
         loader.load_state_dict(state)
         return loader
@@ -139,10 +139,10 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
 
     @abstractmethod
     def _batch(self, turn: BatchTurn, block: LocalType) -> BatchType:
-        """Hand a batch out."""
+        """Make the batch that the user gets."""
 
     def _failed(self) -> None:
-        """Forget what a batch that has failed, here or on another rank, may have left."""
+        """Forget what a batch may have left that has failed, here or on another rank."""
 
     def _join(self) -> None:
         """Join the mesh before there are threads; once joined, do nothing."""
@@ -215,7 +215,8 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
             self._state = LoaderState(self._state.seed, self._state.epoch + 1)
         self._resumed = False
         self._join()
-        self._engine.memory.keep((self._ahead + 1) * self._arrays)  # that of a batch in use, and of those ahead
+        # memory of the batch in use, and of those read ahead
+        self._engine.memory.keep((self._ahead + 1) * self._arrays)
         at = self._order.settled(self._state)
         alone = all(size == 1 for _, size in self.dataset.frame.domain)
         # One thread reads all batches in their order, the same on every rank, so reads pair up without messages.
@@ -223,13 +224,14 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
         current = self._current = BatchPrefetch(self._read_or_refuse, self._turns(at), self._ahead, alone)
         try:
             for turn, block in current:
-                self._state = turn.after  # before it is handed out: a state saved while it is used resumes behind it
+                # before the batch is returned: a state saved while it is in use resumes after it
+                self._state = turn.after
                 yield self._batch(turn, block)
         finally:
             current.stop()
 
     def _read_or_refuse(self, turn: BatchTurn) -> tuple[BatchTurn, LocalType]:
-        """Read a batch; an error of this rank alone is told to the others, who raise it in place of their next one."""
+        """Read a batch; other ranks hear of an error of this rank alone, and raise it in place of their next batch."""
         before = self._engine.reads
         try:
             return turn, self._read(turn)
@@ -282,7 +284,7 @@ class DeviceCopier:
     """
 
     def __init__(self, device: str) -> None:
-        # a thread's current GPU is its own: the one that the model computes on is that of the thread that makes this
+        # each thread has its own current GPU, so take that of this thread, which the model uses, for the reading thread
         self._device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self._stream = torch.cuda.Stream(self._device) if device == "cuda" else None
 
@@ -296,7 +298,7 @@ class DeviceCopier:
         return brought
 
     def hand_over(self, tensors: Sequence[Tensor]) -> None:
-        """Make them the computing thread's: their memory is not given to another copy while its stream uses it."""
+        """Hand tensors to the computing thread: no other copy gets their memory while that thread's stream uses it."""
         if self._stream is not None:
             for x in tensors:
                 x.record_stream(torch.cuda.current_stream(self._device))
@@ -352,7 +354,8 @@ class BatchPrefetch(Generic[JobType, ResultType]):
             if error is not None:
                 raise error
             if result is None:
-                raise StopIteration  # made anew: one that is kept would keep the frames it went through, and a batch
+                # a new exception: a kept one would keep its traceback's frames alive, and so a batch
+                raise StopIteration
             self._ready.popleft()
             self._taken += 1
             self._changed.notify_all()
@@ -361,14 +364,14 @@ class BatchPrefetch(Generic[JobType, ResultType]):
     def stop(self) -> None:
         """Read no further than what was due; returns at once."""
         if not self.home.is_here:
-            return  # the thread is not, and may have held the lock when this process was forked
+            return  # in a forked process the thread does not run, and may have held the lock at the fork
         with self._changed:
             self._stopped = True
             self._ready.clear()
             self._changed.notify_all()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the thread has ended, so many seconds at most."""
+        """Wait until the thread has ended, at most `timeout` seconds."""
         if self._thread is not None:
             self._thread.join(timeout)
 
@@ -393,7 +396,7 @@ class BatchPrefetch(Generic[JobType, ResultType]):
 
     def _hand_over(self, result: ResultType | None, error: BaseException | None) -> None:
         with self._changed:
-            if not self._stopped:  # what was read only because it was due goes, and its memory with it
+            if not self._stopped:  # after a stop the result is dropped, and its memory with it
                 self._ready.append((result, error))
                 self._changed.notify_all()
 

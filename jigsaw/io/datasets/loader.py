@@ -127,23 +127,23 @@ class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
 
     @cached_property
     def _by_targets(self) -> dict[int, Dataset]:
-        """The dataset with so many targets, as far as epochs have needed it: it finds what it reads once."""
+        """Datasets by their number of targets, each made when an epoch first needs it."""
         return {len(self.dataset.targets): self.dataset}
 
     def _failed(self) -> None:
-        # Of four ranks that share a batch rank 2 fails: the others may hold its steps and rank 2 not, and would then
-        # plan the next read without them.  Every rank forgets, those that failed and those that were told alike.
+        # Of four ranks that share a batch rank 2 fails. The others may hold the steps of this batch while rank 2 does
+        # not, and would plan another next read than rank 2. So every rank forgets them, also one that only heard of it.
         vars(self).pop("_kept", None)
 
-    def _of(self, epoch: int) -> Dataset:
+    def _dataset_at(self, epoch: int) -> Dataset:
         steps = self._rollout.at(epoch)
         if steps not in self._by_targets:
             self._by_targets[steps] = self.dataset.rollout(steps)
         return self._by_targets[steps]
 
     def _read(self, turn: BatchTurn) -> _LocalBatch:
-        dataset = self._of(turn.at.epoch)
-        own_samples = self._mine(turn.samples)
+        dataset = self._dataset_at(turn.at.epoch)
+        own_samples = self._own_samples(turn.samples)
         # Fewer samples than ranks along `data`: of the last 3 on data=4, lat=2 the two ranks of the fourth place read
         # nothing. They share their reads with each other alone, so no other rank waits for them.
         if not own_samples:
@@ -151,28 +151,28 @@ class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
             empty = [torch.empty(shape, dtype=self.dataset.dtype) for shape in shapes]
             return dataset, self._carrier.bring(empty)
         reading = dataset.reading(own_samples, self._kept)
-        following = [self._mine(samples) for samples in turn.following]
-        self._expect(dataset, reading, following)
-        # What is kept is what the next batch of this epoch wants, which every rank knows from the order alone; one
-        # epoch's last batch is followed by none, so nothing is held over its end without `cache_bytes`.
+        following = [self._own_samples(samples) for samples in turn.following]
+        self._fetch_ahead(dataset, reading, following)
+        # The steps that the next batch of this epoch needs are kept, which every rank knows from the order alone. The
+        # last batch has no next one, so without `cache_bytes` nothing is kept beyond the end of an epoch.
         wanted = dataset.keys(following[0]) if following else ()
         block = dataset.read(self._engine, reading, self._kept, frozenset(wanted))
         return dataset, self._carrier.bring(dataset.unpack(block, reading))
 
-    def _expect(self, dataset: Dataset, reading: SampleReading, following: Sequence[tuple[int, ...]]) -> None:
-        """Fetch from far stores what a batch needs, and behind it what the next ones will."""
+    def _fetch_ahead(self, dataset: Dataset, reading: SampleReading, following: Sequence[tuple[int, ...]]) -> None:
+        """Fetch from far stores what a batch needs, then what the following batches need."""
         ahead, kept = self._engine.ahead, self._kept
         if ahead is None:
             return
         ahead.expect(reading.request, partial(dataset.plan_of, reading))
-        # Each following request has to equal the one that its own turn will make, or the plan is thrown away: so what
-        # will be held by then is foreseen batch by batch.  The first without samples here ends it: it reads nothing.
+        # A plan that was made ahead is used only if the request of that batch is identical. So for each batch, predict
+        # the steps that will be held by then. A batch without samples on this rank reads nothing, and ends the loop.
         for samples in takewhile(bool, following):
             kept = kept.foreseen(reading.keys, frozenset(dataset.keys(samples)))
             reading = dataset.reading(samples, kept)
             ahead.expect(reading.request, partial(dataset.plan_of, reading))
 
-    def _mine(self, samples: tuple[int, ...]) -> tuple[int, ...]:
+    def _own_samples(self, samples: tuple[int, ...]) -> tuple[int, ...]:
         """Return the samples of a batch that this rank reads: none where there are fewer than ranks along `data`."""
         layout = self.dataset.frame.layout((len(samples), 1), (DATA_AXIS, None))
         first, stop = layout.owned(self._coordinate)[0]

@@ -19,19 +19,18 @@ from jigsaw.io.datasets.samples import checked_dtype, mesh_and_axes, warn_of_idl
 from jigsaw.io.formats.disk_cache import DiskCache
 from jigsaw.io.formats.store import StoreSource
 from jigsaw.io.reading.chunk_readers import PLAN_MODES
-from jigsaw.io.series import coords
 from jigsaw.io.series.boundary import BoundaryRule, vector_channels
 from jigsaw.io.series.cell_grid import CELL_ORDERS, CellGrid, cell_grid_of, cells_along_curve
 from jigsaw.io.series.choices import choose_positions, time_origins, window_anchors, window_offsets
 from jigsaw.io.series.fields import FieldChannel, channels_of_fields
 from jigsaw.io.series.forcings import GridForcings, geographic_angles
-from jigsaw.io.series.request import MISSING_RULES, HaloWidth, SampleSpace, StoredOrder
+from jigsaw.io.series.request import MISSING_RULES, HaloWidth, NanRule, SampleSpace, StoredOrder
+from jigsaw.io.series.row_order import make_row_order
 from jigsaw.io.series.statistics import NormalizeArgument, channel_scales, with_stored_statistics
 from jigsaw.io.series.store_survey import RowOrder, StoreSurvey, StoreVariable, check_no_sums
 from jigsaw.io.series.times import TimeAxis
 
 _READ_MODES = ("auto", *PLAN_MODES)
-_LAT_ORDERS = ("store", "north-first", "south-first")
 
 
 def open(
@@ -42,7 +41,7 @@ def open(
     target_fields: Sequence[str] | None = None,
     spec: Mapping[str, DimSpec] | None = None,
     halo: HaloWidth | Mapping[str, HaloWidth] | None = None,
-    boundary: Mapping[str, BoundaryRule] | None = None,
+    boundary: Mapping[str, BoundaryRule] | str | None = None,
     vectors: Sequence[str] | None = None,
     inputs: Sequence[Any] = (0,),
     targets: Sequence[Any] = (),
@@ -52,11 +51,12 @@ def open(
     select: Mapping[str, Any] | None = None,
     dims: Mapping[str, str] | None = None,
     normalize: NormalizeArgument = None,
-    nan: str | float = "keep",
+    nan: NanRule | Mapping[str, NanRule] = "keep",
     missing: str = "error",
     dtype: str | torch.dtype = "float32",
     lat_order: str = "store",
     lon: str = "store",
+    region: Mapping[str, Any] | None = None,
     order: str = "store",
     split: SplitRule | Mapping[str, SplitRule] = "balanced",
     align: int | Mapping[str, int] = 1,
@@ -87,12 +87,13 @@ def open(
       do not have a halo;
     - `boundary`: the content of the halo beyond the ends of a dim (see `jigsaw.io.series.boundary`). ``"periodic"``
       takes the rows of the other end, ``"pole"`` (of ``lat``) those across the pole. Other rules are ``"reflect"``,
-      ``"replicate"`` or ``("fill", number)``. By default, ``"clip"``, the halo ends with the domain;
+      ``"replicate"`` or ``("fill", number)``. By default, ``"clip"``, the halo ends with the domain. ``"store"`` wraps
+      the dims that the store says are periodic: The Well's;
     - `vectors`: the fields that change sign across a pole; by default the components of wind, by their names or CF
       standard names;
     - `inputs`, `targets`: steps relative to the anchor, as numbers of steps or as durations: ``["-6h", "0h"]``;
     - `time`: a slice or pair of dates, both ends included, or of step positions; no window crosses a gap;
-    - `every`: the distance of the steps that make up the series, from its first on: ``"6h"``, or a number of steps;
+    - `every`: takes every n-th step, from the first: ``"6h"``, or a number of steps;
       refused for arrays that are sums over a step (by `cell_methods`, or GRIB's step type);
     - `along`: the dim that windows run along; ``"lead"`` (or its own name, such as ``"prediction_timedelta"``) for the
       lead times of a forecast;
@@ -102,13 +103,17 @@ def open(
     - `dims`: the roles of the store's dims, where they are not found: ``{"time": "valid_time", "lat": "j"}``;
     - `normalize`: the path of a file of statistics (see `jigsaw.io.statistics`), a `jigsaw.io.Statistics`, ``{"t2m":
       (mean, std)}`` by field, or ``"store"`` for the store's own (anemoi's); fused into the read;
-    - `nan`: ``"keep"``, ``"raise"``, or the number that replaces missing values in the result;
+    - `nan`: ``"keep"``, ``"raise"``, or the number that replaces missing values in the result; or these by field, as in
+      ``{"sst": 0.0, "t2m": "raise"}``, where other fields keep theirs;
     - `missing`: the rule for chunks that are not in the store: ``"error"``, or ``"fill"`` for the array's fill value.
       Use ``"fill"`` where chunks are known to be unwritten, or left out because they hold fill values alone. A store
       whose index says so itself (HDF5, within a shard, Icechunk, references) is believed;
     - `dtype`: of the tiles;
     - `lat_order`: ``"store"``, ``"north-first"`` or ``"south-first"``;
     - `lon`: ``"store"``, or ``"0..360"`` or ``"-180..180"``: longitudes rise within these, and the grid is rolled;
+    - `region`: by dim of space two coordinates, both ends included, or a slice of rows: ``{"lat": (30, 60), "lon":
+      (-10, 40)}``. Longitudes count eastward from the first. The other rows are not read, and beyond the region nothing
+      is;
     - `order`: of cells that are points or along rings, ``"store"`` or ``"curve"``: along Hilbert's curve, so that
       pieces have short borders. The dataset's `grid` has this order, too, and a `Writer` that writes like it restores
       that of the store;
@@ -127,8 +132,8 @@ def open(
     where values are not packed: stored zeros stay zeros, and chunks that were never written are zeros (xarray makes
     both NaN). To read such zeros as missing, give the array the attribute ``_FillValue``, 0, and choose their
     replacement by `nan`. Chunks of Zarr v3 that were never written are its `fill_value`, whatever that is. What
-    NetCDF-4 lacks at the end of an unlimited dim is missing. An existing coordinate is used as it is, or refused. A dim
-    without one is counted, 0, 1, 2…, and named by the dataset's `counted` where it is a dim of space.
+    NetCDF-4 lacks at the end of an unlimited dim is missing. An existing coordinate is used unchanged, or refused. A
+    dim without one gets 0, 1, 2…; `Dataset.counted` lists the dims of space that did.
 
     *Sends*: nothing.
 
@@ -158,20 +163,17 @@ def open(
     device_mesh, device, axes = mesh_and_axes(mesh)
     if device_mesh is not None and spec is None:
         warn_of_idle_readers(axes, tuple(grid))
-    _check_orders(survey, variables[0], grid, {"lat": lat_order, "lon": lon})
-    frame = SampleSpace.of({d: len(v) for d, v in grid.items()}, axes, spec, halo, boundary, split, align)
-    turn, whole_coords = _make_row_order(grid, lat_order, lon)
+    rules = _stored_boundary(boundary, survey, variables[0]) if isinstance(boundary, str) else boundary
+    turn, whole_coords = make_row_order(survey, variables[0], grid, lat_order, lon, region)
+    frame = SampleSpace.of({d: len(v) for d, v in whole_coords.items()}, axes, spec, halo, rules, split, align)
     frame = frame.on(whole_coords)
     cells = cell_grid_of(survey, variables[0], source)
     if checked_choice("order", order, CELL_ORDERS, GridError) == "curve":
         cells, turn, whole_coords = _cells_in_order(cells, variables[0], whole_coords)
-    forced = None
-    if forcings:
-        places = geographic_angles(whole_coords, survey, variables[0], cells, forcings)
-        forced = GridForcings.of(forcings, places, [c.name for c in chosen], normalize)
+    places = geographic_angles(whole_coords, survey, variables[0], cells, turn, forcings) if forcings else None
+    forced = places and GridForcings.of(forcings, places, [c.name for c in chosen], normalize)
     scale, offset = channel_scales(chosen, forced.unnamed(normalize) if forced else normalize)
     before, after = window_offsets("inputs", inputs, axis), window_offsets("targets", targets, axis)
-    _check_nan_and_mode(nan, mode)
     dataset = Dataset(
         source=source,
         mesh=device_mesh,
@@ -192,14 +194,15 @@ def open(
         scale=scale,
         offset=offset,
         dtype=checked_dtype("dtype", dtype),
-        nan=nan,
+        nan=_nan_rules(nan, chosen),
         missing=checked_choice("missing", missing, MISSING_RULES),
-        mode=mode,
+        mode=checked_choice("mode", mode, _READ_MODES),
         turn=turn,
         forcings=forced,
         vectors=_turning_channels(chosen, vectors, survey, frame),
         counted=tuple(dim for dim in grid if not survey.states(variables[0], dim)),
         cells=cells,
+        boundary_types=survey.boundary_types(variables[0]),
     )
     if forced:
         forced.check(dataset.input_times(0))
@@ -218,8 +221,8 @@ def _channels_to_read(
     if len(targets) == 0:
         raise FieldError(f"target_fields={list(target_fields)} needs targets, such as targets=[1]; there are none")
     target_channels = channels_of_fields(target_fields, survey.levels, "target_fields")
-    # Input t2m, u10, target u10, tp: read are t2m, u10, tp, and the target picks 1 and 2.  Reversed, so that of a field
-    # named twice the first channel counts.
+    # Input t2m, u10, target u10, tp: t2m, u10 and tp are read, and the target picks 1 and 2.  In reverse, so that of a
+    # field that is named twice the first channel is picked.
     place = {(c.array, c.level): i for i, c in reversed([*enumerate(input_channels)])}
     more = [c for c in target_channels if (c.array, c.level) not in place]
     place |= {(c.array, c.level): len(input_channels) + i for i, c in enumerate(more)}
@@ -241,14 +244,28 @@ def _selected_steps(survey: StoreSurvey, variables: Sequence[StoreVariable], tim
 
 
 def _default_fields(survey: StoreSurvey, select: Mapping[str, Any] | None) -> list[str]:
-    """Return every numeric variable on the grid of the first; those that need a choice only where all do."""
-    every = [v for v in survey.variables.values() if np.dtype(v.table.dtype).kind in "fiu"]
+    """Return every numeric variable on the grid of the first, without those that need `select`, unless all do."""
+    listed = [v for v in survey.variables.values() if not v.table.by_name_only]
+    every = [v for v in listed if np.dtype(v.table.dtype).kind in "fiu"]
     named = set(select or {})  # by the store's own name of a dim, or by its role
-    numeric = [v for v in every if all({v.table.dims[d], v.roles[d]} & named for d in v.further)] or every
+    numeric = [v for v in every if all({v.table.dims[d], v.roles[d]} & named for d in v.unchosen)] or every
     if not numeric:
         raise FieldError(f"the store {survey.store.url} has no variable on a lat-lon grid, on cells or in a volume")
     first = {d: numeric[0].size(d) for d in numeric[0].space}
     return [v.table.name for v in numeric if {d: v.size(d) for d in v.space} == first]
+
+
+def _stored_boundary(boundary: str, survey: StoreSurvey, variable: StoreVariable) -> dict[str, BoundaryRule]:
+    edges = survey.boundary_types(variable)
+    if boundary != "store":
+        by_dim = f"boundary={{{variable.space[0]!r}: {boundary!r}}}"
+        raise GridError(f"boundary={boundary!r} must say it by dim: {by_dim}, or be 'store'")
+    if not edges:
+        raise GridError(
+            f"boundary='store' takes what the store says of its boundaries, and {survey.store.url} says nothing; give "
+            "them by dim: boundary={'lon': 'periodic'}"
+        )
+    return {dim: "periodic" for dim, ends in edges.items() if ends == ("periodic", "periodic")}
 
 
 def _turning_channels(
@@ -266,23 +283,6 @@ def _turning_channels(
     return ()
 
 
-def _make_row_order(
-    grid: Mapping[str, NDArray[Any]], lat_order: str, lon: str
-) -> tuple[RowOrder, Mapping[str, NDArray[Any]]]:
-    checked_choice("lat_order", lat_order, _LAT_ORDERS, GridError)
-    has_order = lat_order != "store" and "lat" in grid
-    north_first = has_order and bool(grid["lat"][0] > grid["lat"][-1])
-    flipped = ("lat",) if has_order and north_first != (lat_order == "north-first") else ()
-    values = {d: v[::-1] if d in flipped else v for d, v in grid.items()}
-    if lon != "store" and "lon" not in grid:
-        raise GridError(f"lon={lon!r} turns longitudes, but the fields' spatial dims are {list(grid)}")
-    if "lon" not in grid:
-        return RowOrder(flipped), values
-    # 0, 90, 180, 270 within -180..180 are -180, -90, 0, 90: the sample's row 0 is the stored row 2, the `shift`
-    shift, values["lon"] = coords.rolled_longitudes(grid["lon"], lon)
-    return RowOrder(flipped, {"lon": shift} if shift else {}), values
-
-
 def _cells_in_order(
     cells: CellGrid | None, variable: StoreVariable, whole_coords: Mapping[str, NDArray[Any]]
 ) -> tuple[CellGrid | None, RowOrder, Mapping[str, NDArray[Any]]]:
@@ -291,21 +291,15 @@ def _cells_in_order(
     return cells and cells.in_order(rows), RowOrder(cells=StoredOrder(rows)), ordered
 
 
-def _check_orders(
-    survey: StoreSurvey, first: StoreVariable, grid: Mapping[str, NDArray[Any]], orders: Mapping[str, str]
-) -> None:
-    for dim, order in orders.items():
-        if order == "store" or dim not in grid:
-            continue
-        if not (survey.states(first, dim) and len(grid[dim]) and grid[dim].dtype.kind in "iuf"):
-            argument = "lon" if dim == "lon" else "lat_order"
-            raise GridError(
-                f"{argument}={order!r} needs a coordinate of numbers along {first.dim(dim)!r}, which the store lacks; "
-                f"use {argument}='store'"
-            )
-
-
-def _check_nan_and_mode(nan: str | float, mode: str) -> None:
-    if not isinstance(nan, int | float | np.number) and not (isinstance(nan, str) and nan in ("keep", "raise")):
-        raise FieldError(f"nan={nan!r} must be 'keep', 'raise' or a number")
-    checked_choice("mode", mode, _READ_MODES)
+def _nan_rules(nan: NanRule | Mapping[str, NanRule], channels: Sequence[FieldChannel]) -> NanRule | tuple[NanRule, ...]:
+    """Return the one rule for missing values, or that of each channel: by its name, its field's or its array's."""
+    for rule in nan.values() if isinstance(nan, Mapping) else (nan,):
+        if not isinstance(rule, int | float | np.number) and not (isinstance(rule, str) and rule in ("keep", "raise")):
+            raise FieldError(f"nan={nan!r} must be 'keep', 'raise' or a number, or these by field: {{'sst': 0.0}}")
+    if not isinstance(nan, Mapping):
+        return nan
+    names = [(c.name, c.field, c.array) for c in channels]
+    unknown = sorted(str(key) for key in nan if not any(key in of_channel for of_channel in names))
+    if unknown:
+        raise FieldError(f"nan has {unknown[0]!r}, which is no field; the channels are {[c.name for c in channels]}")
+    return tuple(next((nan[name] for name in of_channel if name in nan), "keep") for of_channel in names)

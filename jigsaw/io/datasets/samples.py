@@ -31,7 +31,7 @@ from jigsaw.ranks.mesh import axes_of_mesh, init_mesh
 from jigsaw.tile.misuse import warn_once
 from jigsaw.tile.tile import Tile
 
-# numpy reads into these; bfloat16 is rounded from float32 once it is a torch tensor
+# dtypes of the arrays that are read; bfloat16 is rounded from float32 as a torch tensor
 FLOAT_DTYPES = {"float16": "float16", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
 TileIfAny: TypeAlias = Tile | Any
 """Tile where there is one, else None: callers know which, and need not tell a type checker again."""
@@ -43,7 +43,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def numpy_dtype_name(dtype: torch.dtype) -> str:
-    """Return the numpy dtype that values of a tile of floats are read as."""
+    """Return the numpy dtype in which values are read for a tile of a torch dtype."""
     return FLOAT_DTYPES[dtype_name(dtype)]
 
 
@@ -56,7 +56,7 @@ def checked_dtype(argument: str, dtype: str | torch.dtype, known: Collection[str
 
 
 class TileRecord:
-    """Dataclass of tiles and of facts about them, which moves where its tiles go."""
+    """Dataclass of tiles and facts about them, which `to` moves to another device."""
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return the same with its tiles on another device, or of another dtype, as `torch.Tensor.to` takes it."""
@@ -97,7 +97,7 @@ class MeshSamples(ABC, data.Dataset[Any]):
         """Return what this rank sees of what it reads, which all ranks must see alike."""
 
     def check_same_everywhere(self) -> None:
-        """Compare what the ranks have opened.  Ranks that share samples do so by themselves when they first read.
+        """Compare what all ranks opened.  Ranks that share samples compare it again when they first read.
 
         *Sends*: with an axis `data`, less than a kilobyte to every rank of the mesh.
         *Raises*: `PeerError` for different stores, `ReadError` where one cannot be looked at; alike on every rank.
@@ -109,7 +109,7 @@ class MeshSamples(ABC, data.Dataset[Any]):
 
     @property
     def is_live(self) -> bool:
-        """True where it belongs to this process; an unpickled dataset does so only once it reads."""
+        """True once it has joined a mesh in this process; an unpickled dataset joins when it first reads."""
         return self.mesh is not None or self.device is None
 
     def device_mesh(self) -> DeviceMesh:
@@ -128,7 +128,7 @@ class MeshSamples(ABC, data.Dataset[Any]):
         return init_mesh(device=self.device, **dict(self.frame.axes))
 
     def changed(self, **fields: Any) -> Self:
-        """Return the same with other fields, on the mesh that this one has joined."""
+        """Return a copy with other attributes, on the mesh that this one has joined."""
         return replace(self, **({"mesh": vars(self).get("_joined", self.mesh)} | fields))
 
     def new_engine(self, threads: int | None = None) -> ReadEngine:
@@ -182,7 +182,7 @@ def mesh_and_axes(mesh: DeviceMesh | Mapping[str, int]) -> tuple[DeviceMesh | No
         return mesh, mesh.device_type, axes_of_mesh(mesh)
     if not isinstance(mesh, Mapping):
         raise ShardingError(
-            f"mesh={mesh!r} is no mesh; give jigsaw.init_mesh(lat=2), or sizes by axis to plan without ranks: "
+            f"mesh={mesh!r} is not a mesh; give jigsaw.init_mesh(lat=2), or sizes by axis to plan without ranks: "
             "{'lat': 2}"
         )
     if not all(isinstance(name, str) and is_whole_number(size) and size >= 1 for name, size in mesh.items()):
@@ -297,7 +297,7 @@ class SampleOrder:
 
     def settled(self, state: LoaderState) -> LoaderState:
         """Return the same place, with the end of an epoch as the beginning of the next."""
-        # not `usable`: a place that another batch size led to, on another mesh, may leave more whole batches
+        # not `usable`: after another batch size, as on another mesh, more whole batches may be left
         left = self.count - state.next_sample
         done = left <= 0 or (self.drop_last and left < self.batch_size)
         return LoaderState(state.seed, state.epoch + 1, 0) if done else state
@@ -310,7 +310,8 @@ class SampleOrder:
             first = state.next_sample
             stop = min(first + self.batch_size, self.count)
             samples = tuple(self.sample(i, state) for i in range(first, stop))
-            # with the last batch comes the beginning of the next epoch: a checkpoint there names a batch that exists
+            # after the last batch the state is the start of the next epoch, so a checkpoint always names a batch that
+            # exists
             state = self.settled(LoaderState(state.seed, epoch, stop))
             yield samples, state
 

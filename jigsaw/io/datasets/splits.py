@@ -16,7 +16,7 @@ SplitRange = tuple[int, int]
 
 
 def split(dataset: Dataset, **ranges: Any) -> dict[str, Dataset]:
-    """Return datasets of the samples whose steps, inputs and targets, all lie inside a range of time, by its name.
+    """Return for each named range of time the dataset of the samples whose inputs and targets all lie within it.
 
     ``split(ds, train=("1979", "2015"), validation=("2016", "2016"), test=("2017", None))``: pairs or slices of dates,
     both ends included, or of step positions, the end excluded. Ranges may not overlap, so no step is in two of them.
@@ -58,7 +58,7 @@ def split(dataset: Dataset, **ranges: Any) -> dict[str, Dataset]:
 def _range_ends(name: str, span: Any) -> tuple[Any, Any]:
     ends = (span.start, span.stop) if isinstance(span, slice) else span
     if not isinstance(ends, tuple | list) or len(ends) != 2 or (isinstance(span, slice) and span.step is not None):
-        raise WindowError(f"split: {name}={span!r} is no range; give (first, last), like ('1979', '2015')")
+        raise WindowError(f"split: {name}={span!r} is not a range; give (first, last), like ('1979', '2015')")
     return ends[0], ends[1]
 
 
@@ -103,7 +103,7 @@ class _SampleSpans:
         low, high = self.dataset.times[self.low], self.dataset.times[self.high]
         for dim, leads in self.dataset.origins.items():
             picked = leads[list(self.dataset.choices[dim])]
-            # a sample for each choice: the earliest of an anchor's has the shortest lead, the latest the longest
+            # there is a sample for each lead time, so an anchor's samples lie between its shortest and its longest lead
             low, high = low + _addable_duration(low, picked.min()), high + _addable_duration(high, picked.max())
         return _digits_of_times(low), _digits_of_times(high)
 

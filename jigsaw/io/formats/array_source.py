@@ -243,39 +243,49 @@ class FilelessPlaces:
 
 
 class WrappedPlaces:
-    """Places of an array, read through other `files`, or asked for by an index with dims of which it has the first."""
+    """Places of an array that are read through other `files`, or looked up by the first dims of an index.
 
-    def __init__(self, places: ChunkPlaces, files: StoreFiles | None = None, dims: int | None = None) -> None:
+    `tail` is the number of its chunk along the dims that such an index lacks.
+    """
+
+    def __init__(
+        self, places: ChunkPlaces, files: StoreFiles | None = None, dims: int | None = None, tail: ChunkIndex = ()
+    ) -> None:
         self._places: Any = places
-        self.files, self._dims = files or places.files, dims
+        self.files, self._dims, self._tail = files or places.files, dims, tail
+
+    def own_index(self, index: ChunkIndex) -> ChunkIndex:
+        return index[: self._dims] + self._tail
 
     def path(self, index: ChunkIndex) -> str:
-        return self._places.path(index[: self._dims])
+        return self._places.path(self.own_index(index))
 
     def locate(self, index: ChunkIndex) -> ChunkRef | None:
-        return self._places.locate(index[: self._dims])
+        return self._places.locate(self.own_index(index))
 
     def lacks_object(self, index: ChunkIndex) -> bool:
-        return isinstance(self._places, ObjectPerChunk) and self._places.lacks_object(index[: self._dims])
+        return isinstance(self._places, ObjectPerChunk) and self._places.lacks_object(self.own_index(index))
 
     def lost_metadata(self) -> str | None:
         return self._places.lost_metadata() if isinstance(self._places, ObjectPerChunk) else None
 
 
 class WrappedIndexedPlaces(WrappedPlaces):
-    """Such places of an array that looks its chunks up in indices, which it keeps itself."""
+    """`WrappedPlaces` of an array whose places look chunks up in indices, which they keep themselves."""
 
     @property
     def counted(self) -> LookupCounts:
         return self._places.counted
 
     def index_of(self, index: ChunkIndex) -> tuple[str, LookupCounts]:
-        return self._places.index_of(index[: self._dims])
+        return self._places.index_of(self.own_index(index))
 
 
-def wrap_places(places: ChunkPlaces, files: StoreFiles | None = None, dims: int | None = None) -> WrappedPlaces:
+def wrap_places(
+    places: ChunkPlaces, files: StoreFiles | None = None, dims: int | None = None, tail: ChunkIndex = ()
+) -> WrappedPlaces:
     """Wrap the places of an array, with the members that they have."""
-    return (WrappedIndexedPlaces if isinstance(places, IndexedPlaces) else WrappedPlaces)(places, files, dims)
+    return (WrappedIndexedPlaces if isinstance(places, IndexedPlaces) else WrappedPlaces)(places, files, dims, tail)
 
 
 def open_xarray(dataset: xr.Dataset, options: Mapping[str, Any] | None = None) -> ArrayStore:
@@ -307,7 +317,7 @@ def _table_of_variable(name: str, variable: xr.Variable) -> ArrayTable:
         dtype=dtype.str,
         chunks=chunks,
         attrs=attrs,
-        # of what xarray has decoded it keeps such attributes elsewhere
+        # where xarray has decoded values, it moved these attributes to `encoding`
         masks=declared_missing_values(dtype, attrs, own),
         places=FilelessPlaces(f"xarray variable {name!r}"),
         load_slowly=lambda box: np.asarray(variable[box_slices(box)].values),
@@ -336,5 +346,5 @@ def _chunks_of_variable(variable: xr.Variable) -> tuple[tuple[int, ...], dict[in
 
 
 def _is_from_grib(variable: xr.Variable) -> bool:
-    """Say whether cfgrib opened it, which decodes the whole message for any part of a field."""
+    """Say whether cfgrib opened a variable; it decodes a whole message for any part of a field."""
     return "GRIB_gridType" in variable.attrs and "filter_by_keys" in variable.encoding

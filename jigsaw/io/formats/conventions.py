@@ -42,8 +42,8 @@ _MAKANI_COORDINATES: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
 )
 """The names that the coordinate of each dim may have, and the units that it has."""
 _TRANSFORM_KINDS = ("scale", "translation", "identity")
-_METRE_PREFIXES = {"pico": 1e-12, "nano": 1e-9, "micro": 1e-6, "milli": 1e-3, "centi": 1e-2, "": 1.0, "kilo": 1e3}
-_METRES_BY_UNIT = {"angstrom": 1e-10, "inch": 0.0254} | {f"{p}meter": size for p, size in _METRE_PREFIXES.items()}
+_METER_PREFIXES = {"pico": 1e-12, "nano": 1e-9, "micro": 1e-6, "milli": 1e-3, "centi": 1e-2, "": 1.0, "kilo": 1e3}
+_METERS_BY_UNIT = {"angstrom": 1e-10, "inch": 0.0254} | {f"{p}meter": size for p, size in _METER_PREFIXES.items()}
 
 
 def is_anemoi_store(store: ArrayStore) -> bool:
@@ -144,7 +144,7 @@ def is_makani_array(name: str, scales: Sequence[str | None]) -> bool:
 
 
 def describe_makani_fields(tables: dict[str, ArrayTable], url: str) -> None:
-    """Say of the coordinates of every `fields` what makani leaves unsaid: their dims and units.
+    """Set the dims and units of the coordinates of every `fields`, which makani leaves out.
 
     Raises: `GridError` where one is of another length than its dim.
     """
@@ -186,7 +186,7 @@ def multiscale_level(store: ArrayStore, level: int = 0) -> ArrayStore:
         )
     path = levels[level]
     if path not in store.arrays:
-        raise UnsupportedStoreError(f"{store.url}: the multiscales metadata name {path!r}, which is no array of it")
+        raise UnsupportedStoreError(f"{store.url}: the multiscales metadata name {path!r}, which is not an array of it")
     axes = [_OmeAxis.of(store, entry) for entry in _listed_metadata(store, image, "axes")]
     table = store.arrays[path]
     if len(axes) != table.grid.ndim:
@@ -239,7 +239,7 @@ def _index_to_world(
         kind = step.get("type")
         try:
             values = np.asarray(step.get(str(kind), []) if kind != "identity" else np.ones(ndim), np.float64)
-        except (TypeError, ValueError):  # no numbers
+        except (TypeError, ValueError):  # the entries are not numbers
             values = np.empty(0)
         if kind not in _TRANSFORM_KINDS or values.shape != (ndim,) or not np.isfinite(values).all():
             raise UnsupportedStoreError(
@@ -256,11 +256,11 @@ def _index_to_world(
 def _world_unit(store: ArrayStore, axes: Sequence[_OmeAxis]) -> str:
     """Return the unit of the world, "" where no axis of space has one."""
     units = [axis.unit for axis in axes if axis.is_space and axis.unit]
-    unknown = sorted(set(units) - set(_METRES_BY_UNIT))
+    unknown = sorted(set(units) - set(_METERS_BY_UNIT))
     if len(set(units)) > 1 and unknown:
         raise UnsupportedStoreError(
             f"{store.url}: the axes of space have the units {units}, and {unknown} cannot be brought to the same; "
-            f"give all axes one unit, or those of {', '.join(_METRES_BY_UNIT)}"
+            f"give all axes one unit, or those of {', '.join(_METERS_BY_UNIT)}"
         )
     return units[-1] if units else ""
 
@@ -280,7 +280,7 @@ def _store_of_level(
         if not axis.is_space:
             continue
         row = "xyz".index(axis.name)
-        factor = 1.0 if axis.unit in ("", unit) else _METRES_BY_UNIT[axis.unit] / _METRES_BY_UNIT[unit]
+        factor = 1.0 if axis.unit in ("", unit) else _METERS_BY_UNIT[axis.unit] / _METERS_BY_UNIT[unit]
         affine[row, row], affine[row, 3] = step, start = scale[d] * factor, shift[d] * factor
         name = f"{group}/{axis.name}" if group else axis.name
         coordinates[name] = start + step * np.arange(table.shape[d])

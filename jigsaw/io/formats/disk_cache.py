@@ -94,13 +94,13 @@ class _CachedTables(Mapping[str, ArrayTable]):
 
     def _of(self, table: ArrayTable) -> ArrayTable:
         if table.decoder is None or identity_of_object(table.places.files, "") is None:
-            return replace(table)  # its library fetches for itself, or its objects cannot be told from others
+            return replace(table)  # a library fetches the chunks, or versions of an object cannot be told apart
         files = _CachedFiles(table.places.files, self._answers)
         return replace(table, places=wrap_places(table.places, files))
 
 
 class _CachedFiles:
-    """`StoreFiles` whose answers are kept on disk: a file an answer, named by its object and what was asked of it."""
+    """`StoreFiles` that keep each answer in a file on disk, named by the object and the request."""
 
     def __init__(self, files: StoreFiles, answers: KeptAnswers) -> None:
         self._files, self._answers = files, answers
@@ -139,7 +139,7 @@ class _CachedFiles:
 
     def _known(self, path: str) -> ObjectIdentity:
         identity = identity_of_object(self._files, path)
-        assert identity is not None  # only such files are kept
+        assert identity is not None  # only objects with an identity are cached
         return identity
 
 

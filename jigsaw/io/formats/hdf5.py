@@ -1,4 +1,4 @@
-"""HDF5 and NetCDF-4 as chunk tables: h5py lists the datasets and the places of their chunks, and takes no further part.
+"""HDF5 and NetCDF-4 as chunk tables: h5py lists datasets and where their chunks lie, and jigsaw reads the chunks.
 
 The filters that the reader undoes itself are in `hdf5_filters`. Everything else is read by libhdf5, under one lock, and
 counted as fallback: other filters, types that numpy lacks, values in object headers, irregular virtual datasets.
@@ -52,6 +52,7 @@ from jigsaw.io.formats.hdf5_virtual import (
     referenced_path,
     storage_of_virtual_dataset,
 )
+from jigsaw.io.formats.well import BOUNDARY_GROUP, WELL_GROUPS, is_well_file, well_as_fields
 
 _MOST_LINKS = 32
 VisitedGroups = set[tuple[str, int]]
@@ -85,7 +86,7 @@ def open_hdf5_file(
     libhdf5 is asked once where the chunks lie, when they are first needed. Long indices are kept in the folder `cache`,
     by default $JIGSAW_CACHE or ~/.cache/jigsaw (an empty name keeps none). External links, sources of virtual datasets
     and external storage must lie in the file's folder or below, unless `outside` allows others. The same holds for each
-    file that they lead to. Others are refused, as is what h5py cannot open.
+    file that they lead to. Other places, and files that h5py cannot open, are refused.
     """
     path = str(os.fspath(url))
     opening = _Hdf5Opening(files or LocalFiles(keep=True), outside, cache)
@@ -94,12 +95,27 @@ def open_hdf5_file(
         file = held.enter_context(source.opened())
         try:
             attrs = hdf5_attributes(file)
-            tables = opening.tables(source, file, held)
+            tables, groups = opening.tables(source, file, held), _well_groups(file)
         except ReadError:
             raise
-        except (OSError, RuntimeError, KeyError, ValueError, TypeError) as e:  # what h5py makes of damaged metadata
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError) as e:
+            # errors that h5py raises for damaged metadata
             raise UnsupportedStoreError(f"{path!r} is damaged, or has what h5py cannot read: {e}") from e
-    return ArrayStore(path, tables, attrs, opening.read_small)
+    store = ArrayStore(path, tables, attrs, opening.read_small)
+    return well_as_fields(store, groups) if is_well_file(groups) else store
+
+
+def _well_groups(file: Any) -> dict[str, dict[str, Any]]:
+    """Return the attributes of the groups that a file of The Well has, by their paths; through hard links alone."""
+    names = [name for name in WELL_GROUPS if _has_own_group(file, name)]
+    if BOUNDARY_GROUP in names:
+        inner = file[BOUNDARY_GROUP]
+        names += [f"{BOUNDARY_GROUP}/{name}" for name in inner if _has_own_group(inner, name)]
+    return {name: hdf5_attributes(file[name]) for name in names}
+
+
+def _has_own_group(group: Any, name: str) -> bool:
+    return isinstance(group.get(name, getlink=True), h5py.HardLink) and isinstance(group[name], h5py.Group)
 
 
 class _FoundDataset(NamedTuple):
@@ -129,14 +145,15 @@ class _Hdf5Opening:
         """Return the tables of all datasets of numbers and lists of texts; linked files stay open in `held`."""
         self._held = held
         datasets = list(self._walk(source, file, "", set()))
-        for each in datasets:  # before any shape is read: libhdf5 opens the sources of some virtual datasets for it
+        for each in datasets:  # checked first, because reading a shape makes libhdf5 open some files of sources
             self._reach.check(each.source, each.dataset)
         known = {s: Hdf5Dims([f.dataset for f in datasets if f.source is s]) for s in {f.source for f in datasets}}
         for each in datasets:
             if is_dim_without_values(each.dataset):
                 continue
             group, slash, last = each.name.strip("/").rpartition("/")
-            name = group + slash + last.removeprefix(_NOT_A_COORDINATE)  # NetCDF-4 marks names of dims that are others'
+            # NetCDF-4 puts this before the name of a variable that is named like a dim and is not its coordinate
+            name = group + slash + last.removeprefix(_NOT_A_COORDINATE)
             table = self._table(name, each, known[each.source])
             if table is not None:
                 self._tables[name] = table
@@ -144,7 +161,7 @@ class _Hdf5Opening:
         return self._tables
 
     def _walk(self, source: Hdf5File, group: Any, prefix: str, visited: VisitedGroups) -> Iterator[_FoundDataset]:
-        """Yield every dataset below a group; a group that several links lead to counts once, by its first hard link."""
+        """Yield every dataset below a group; a group with several links is listed once, by its first hard link."""
         visited.add((source.path, _object_address(group)))
         for name in group:
             link = group.get(name, getlink=True)
@@ -230,7 +247,7 @@ class _Hdf5Opening:
         shape, as_is = tuple(dataset.shape), FilterPipeline(dtype, tuple(range(dataset.ndim)))
         plist = dataset.id.get_create_plist()
         layout = plist.get_layout()
-        # the stored type is exactly numpy's, and offsets are known to count from the beginning of the file
+        # true if the stored type is exactly numpy's, and offsets start at the beginning of the file
         same = dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True))
         native = bool(same) and (not dataset.file.userblock_size or h5py.version.hdf5_version_tuple >= (2, 0, 0))
         if layout == h5py.h5d.CHUNKED:
@@ -273,7 +290,7 @@ class _Hdf5Opening:
             with source.opened() as file:
                 dataset: Any = file[path]
                 texts = np.asarray(dataset.asstr("utf-8", "replace")[...]).astype(str)
-            whole = np.zeros(shape, texts.dtype)  # of empty texts
+            whole = np.zeros(shape, texts.dtype)  # an array of empty strings
             whole[tuple(slice(n) for n in texts.shape)] = texts
             return whole
 
@@ -296,7 +313,7 @@ class _Hdf5Opening:
 
 
 def _table_to_the_end(table: ArrayTable, shape: ChunkIndex, fill: Any, source: Hdf5File) -> ArrayTable:
-    """Return the table of a variable shorter than its unlimited dims; libhdf5 reads it, and the rest is missing."""
+    """Return the table of a variable shorter than its unlimited dims; libhdf5 reads it, further rows are missing."""
     own, dtype = table.shape, np.dtype(table.dtype)
 
     def load(box: Box) -> NDArray[Any]:
@@ -306,7 +323,7 @@ def _table_to_the_end(table: ArrayTable, shape: ChunkIndex, fill: Any, source: H
             values[box_slices(stored_box, box)] = table.load_slowly(stored_box)
         return values
 
-    # NetCDF-4 cannot say which byte is missing: what fills an array of bytes stays a value
+    # NetCDF-4 has no byte that means missing, so bytes are values, even the fill value
     masks = table.masks if dtype.itemsize == 1 else (*table.masks, *missing_values_of(dtype, [fill]))
     return replace(
         table,
@@ -374,7 +391,7 @@ def hdf5_attributes(member: Any) -> dict[str, Any]:
         try:
             value = member.attrs[name]
         except (OSError, TypeError, ValueError):
-            continue  # of a type that numpy lacks
+            continue  # its type is one that numpy lacks
         if not isinstance(value, h5py.Empty):
             attrs[str(name)] = _plain_value(value)
     return attrs
@@ -422,7 +439,7 @@ class Hdf5Dims:
                     self._lengths[path] = max(size, self._lengths.get(path, 0))
 
     def names(self, dataset: Any) -> tuple[str, ...]:
-        """Return the names of a dataset's dims; those that share one scale are told apart by position."""
+        """Return the names of a dataset's dims; names of dims that share a scale get their position as a suffix."""
         scales = [None if path is None else _last_name(path) for path in self._scales(dataset)]
         if is_makani_array(_last_name(dataset.name), scales):
             return MAKANI_DIMS
@@ -430,7 +447,7 @@ class Hdf5Dims:
         return tuple(f"{name}_{i}" if name in names[:i] else name for i, name in enumerate(names))
 
     def shape(self, dataset: Any) -> tuple[int, ...]:
-        """Return the shape of a dataset as its file means it: to the end of its unlimited dims."""
+        """Return the shape of a dataset, including rows of unlimited dims that were not written."""
         own = tuple(dataset.shape)
         if not self._lengths:
             return own
@@ -454,7 +471,7 @@ def _last_name(path: Any) -> str:
 
 
 def fill_beyond(dataset: Any, attrs: Mapping[str, Any]) -> Any:
-    """Return the value of what a variable lacks at the end of an unlimited dim, as NetCDF-4 reads it. This is its
+    """Return the value of rows of unlimited dims that were never written, as NetCDF-4 reads them. This is its
     ``_FillValue``, the dataset's own fill value where one was chosen, or NetCDF's default for its type.
     """
     chosen = dataset.id.get_create_plist().fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED

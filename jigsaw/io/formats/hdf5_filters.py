@@ -87,7 +87,7 @@ def inflate_zlib(raw: ByteArray, out: ByteArray, decoder: CodecDecoder) -> None:
 
 
 class _FrameScratch(ScratchMemory):
-    """Memory of each thread in which a decoded part has room for a frame's header before it."""
+    """Memory of each thread with room for a frame's header before a decoded part."""
 
     def values(self, size: int) -> ByteArray:
         return self(_FRAME_HEAD_BYTES + size)[_FRAME_HEAD_BYTES:]
@@ -101,7 +101,7 @@ _frame_scratch = (_FrameScratch(), _FrameScratch())
 
 
 def _with_room_for_head(data: ByteArray) -> ByteArray:
-    """Return `data` with the room before it: in place where it lies in such memory already."""
+    """Return `data` with that room before it, without a copy where it already lies in such memory."""
     for each in _frame_scratch:
         if each.holds(data):
             return each(_FRAME_HEAD_BYTES + data.size)

@@ -55,7 +55,7 @@ _was_enabled = False
 
 
 class Hdf5File:
-    """One HDF5 file: its bytes through `files`, its metadata through h5py; both of the file as it was when opened.
+    """One HDF5 file: bytes come through `files`, metadata through h5py, and a file that has changed since is refused.
 
     `cache` is the folder of indices, or None.
 
@@ -118,7 +118,7 @@ class Hdf5File:
         """Read values by libhdf5, one caller at a time; the file stays open for the next."""
         with self._calls_libhdf5():
             if self._slow is None:
-                self._slow = self._open()  # and closed by h5py when it goes: a finalizer must not wait for the lock
+                self._slow = self._open()  # h5py closes it when it is collected: a finalizer must not wait for the lock
             self.check()
             return np.asarray(self._slow[name][box])
 

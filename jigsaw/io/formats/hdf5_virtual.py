@@ -51,7 +51,7 @@ def referenced_path(source: Hdf5File, name: str, outside: bool, holder: str) -> 
         raise UnsupportedStoreError(
             f"{holder} in {source.path} points to {name!r}, outside of the file's folder; {_TRUST}"
         )
-    # in the file's folder or below: that of its name, or the one where it really is
+    # the place must lie in the file's folder or below: the folder of its name, or of its real path
     real, own = os.path.realpath(path), source.path
     folders = (os.path.realpath(os.path.dirname(own) or "."), os.path.dirname(os.path.realpath(own)))
     if source.is_local and not any(os.path.commonpath([folder, real]) == folder for folder in folders):
@@ -105,7 +105,7 @@ class FileReach:
         if not self._outside:
             self._check_storage(source, dataset, by_library)
         sources = dataset.virtual_sources() if dataset.is_virtual else []
-        # what neither grows nor is read by libhdf5 opens no file of its own accord: names are enough
+        # a dataset that neither grows nor is read by libhdf5 opens no file by itself, so names are enough
         ends = by_library or any(_grows_with_sources(each.vspace) for each in sources)
         for path, name in self._shown(source, dataset, sources, by_library):
             if not ends:
@@ -287,7 +287,7 @@ def storage_of_virtual_dataset(
         path = source.path if each.file_name == "." else referenced_path(source, each.file_name, outside, holder)
         shown, at = _selected_box(each.vspace), _selected_box(each.src_space)
         if "%" in each.file_name or shown is None:
-            regular = False  # a pattern of names, which grows
+            regular = False  # a pattern of file names: the dataset grows with the files
             continue
         if path != source.path and source.files.size(path) is None:
             raise UnsupportedStoreError(f"{holder} in {source.path} needs {path}, which does not exist; bring it back")
@@ -323,7 +323,8 @@ def _grid_of_mappings(
     decoder, extra = first.decoder, len(shape) - first.grid.ndim
     if not isinstance(decoder, FilterPipeline) or extra < 0:
         return None
-    for table in (m.table for m in mappings):  # all decode like the first, to values that need no conversion
+    # every source must decode like the first one, to values that need no conversion
+    for table in (m.table for m in mappings):
         same = (table.chunks, table.clipped, table.lengths) == (first.chunks, first.clipped, {})
         fills = table.fill_value == fill or (table.fill_value != table.fill_value and fill != fill)
         if not (same and fills and table.decoder == decoder and np.dtype(table.dtype) == dataset.dtype):
@@ -334,7 +335,7 @@ def _grid_of_mappings(
         return None
     owner, pieces = np.full(grid, -1, np.int32), list[_SourceChunks]()
     for m in mappings:
-        at = ((0, 1),) * extra + m.at  # a source may lack the leading dims
+        at = ((0, 1),) * extra + m.at  # a source may have fewer leading dims
         if not _is_on_chunk_edges(m.to, at, chunks, shape, (1,) * extra + m.table.shape):
             return None
         # chunk i of the virtual grid is the source's chunk i + shift, both grids of the same chunks

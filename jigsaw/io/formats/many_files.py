@@ -1,4 +1,4 @@
-"""Many files along time as one store: their arrays are joined, however each file is stored.
+"""Many files along time, or with trajectories of their own, as one store: their arrays are joined, as each is stored.
 
 Opening reads the metadata, the times and the one-dimensional coordinates of every file, 16 at a time; a file's chunks
 are looked up when a sample first needs them, and the last 64 files stay open.
@@ -29,7 +29,7 @@ from jigsaw.io.chunks.chunk import ChunkIndex
 from jigsaw.io.chunks.files import fresh_memory, size_and_change
 from jigsaw.io.formats.array_source import FilelessPlaces, table_of_values
 from jigsaw.io.formats.slab_arrays import read_table_box
-from jigsaw.io.series.coords import decoded_coordinate, role_of_dim
+from jigsaw.io.series.coords import BOUNDARY_ATTR, TRAJECTORY_ROLE, decoded_coordinate, role_of_dim
 from jigsaw.io.series.times import TimeAxis, decode_times
 
 _FILES_OPENED_AT_ONCE = 16
@@ -49,12 +49,13 @@ def claims(url: Any) -> bool:
 def open_many(
     paths: str | Sequence[str | os.PathLike[str]], opener: StoreOpener | None = None, along: str | None = None
 ) -> ArrayStore:
-    """Open the files that a glob string or a list names, joined along time; formats may be mixed.
+    """Open the files that a glob string or a list names, joined along time or trajectories; formats may be mixed.
 
     Every file is read with its own chunks, dtype, scale and offset, and times in its own units. Files are ordered by
     their times, or as they are given (a glob: by name) when they lack times. Arrays without time must be the same in
     all files: one stored chunk of each is compared, and the values where it differs. `along` is the dim that is
-    joined, by default the one of time; `opener` opens one file, by default `open_store`.
+    joined, by default that of trajectories where there is one, else of time; `opener` opens one file, by default
+    `open_store`.
 
     A gap in time is reported in the store's `notes`, and no window crosses it.
 
@@ -69,12 +70,12 @@ def open_many(
     Dataset(2 files globe-01.nc to globe-02.nc: 8 samples, 1 channels, lat 9, lon 16; [1, 1, 9, 16])
     """
     if opener is None:
-        from jigsaw.io.formats.store import open_store  # which builds on this file
+        from jigsaw.io.formats.store import open_store  # imported here, because that file imports this one
 
         opener = open_store
     files = _OpenStores(_listed_paths(paths), opener)
     first = files.store(files.paths[0])
-    dim = along or _time_dim_of_store(first)
+    dim = along or _joined_dim_of_store(first)
     with ThreadPoolExecutor(min(_FILES_OPENED_AT_ONCE, len(files.paths)), thread_name_prefix="jigsaw-open") as pool:
         known_files = list(pool.map(partial(_know_file, files, dim), files.paths))
     series = _files_in_time_order([f for f in known_files if f.steps] or known_files[:1])
@@ -92,8 +93,10 @@ def _listed_paths(paths: str | Sequence[str | os.PathLike[str]]) -> tuple[str, .
     return tuple(listed)
 
 
-def _time_dim_of_store(store: ArrayStore) -> str:
+def _joined_dim_of_store(store: ArrayStore) -> str:
     dims = dict.fromkeys(d for table in store.arrays.values() for d in table.dims)
+    if any(TRAJECTORY_ROLE in table.roles for table in store.arrays.values()):
+        return TRAJECTORY_ROLE
     roles = {d: role_of_dim(d, store.arrays[d].attrs if d in store.arrays else {}) for d in dims}
     for role in ("time", "init"):
         time_dims = [d for d, its_role in roles.items() if its_role == role]
@@ -138,6 +141,7 @@ class _ArrayOfFile:
     units: str
     calendar: str
     packing: tuple[Any, ...]
+    ends: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +154,7 @@ class _KnownFile:
     units: str
     arrays: Mapping[str, _ArrayOfFile]
     coords: Mapping[str, NDArray[Any]]
-    digests: Mapping[str, bytes | None]  # of what does not lie along the joined dim
+    digests: Mapping[str, bytes | None]  # of the values of arrays without the joined dim
 
 
 def _know_file(files: _OpenStores, dim: str, path: str) -> _KnownFile:
@@ -163,6 +167,7 @@ def _know_file(files: _OpenStores, dim: str, path: str) -> _KnownFile:
                 str(t.attrs.get("units", "")),
                 str(t.attrs.get("calendar", "")),
                 (t.scale, t.offset, t.masks, t.dtype),
+                t.attrs.get(BOUNDARY_ATTR),
             )
             for name, t in store.arrays.items()
         }
@@ -206,7 +211,7 @@ def _unfit_arrays(files: _OpenStores, series: Sequence[_KnownFile], dim: str) ->
                 why = _why_another_static(files, name, first, other)
             if why is not None:
                 unfit[name] = why
-    # what lies along a dim lies where the coordinate of that name says, or those of two dims
+    # where rows lie is said by a dim's own coordinate, or by latitudes and longitudes of two dims
     tables = files.store(first.path).arrays
     places = [n for n in unfit if n in first.digests and role_of_dim(n, tables[n].attrs) in ("lat", "lon")]
     causes = {
@@ -246,6 +251,8 @@ def _why_unlike(name: str, first: _KnownFile, other: _KnownFile, dim: str) -> st
         )
     if ours.units != theirs.units and " since " not in ours.units:
         return f"{other.path} has array {name!r} in units {theirs.units!r} and {first.path} in {ours.units!r}"
+    if ours.ends != theirs.ends:
+        return f"{other.path} has the boundaries {theirs.ends} along {name!r} and {first.path} {ours.ends}"
     if name in first.coords and not np.array_equal(first.coords[name], other.coords[name]):
         return f"{other.path} lies on another grid than {first.path}: its {name!r} has other values"
     return None
@@ -352,7 +359,7 @@ class _JoinedFiles:
         )
 
     def _refused(self, table: ArrayTable, why: str) -> ArrayTable:
-        """Return an array that is listed, and refused where it is asked for."""
+        """Return an array that is listed, and refused when it is read."""
 
         def refuse(box: Box) -> NDArray[Any]:
             raise GridError(why)
@@ -369,7 +376,7 @@ class _JoinedFiles:
         )
 
     def _load(self, name: str, members: JoinedArrays, decoded: bool, box: Box) -> NDArray[Any]:
-        # dates that files count in other units are put together for the joined dim alone
+        # only along the joined dim are times joined that files count in different units
         since = {(f.arrays[name].units, f.arrays[name].calendar): f.path for f in self.series}
         if len(since) > 1:
             (ours, start), (theirs, path), *_ = since.items()

@@ -42,7 +42,7 @@ def open_netcdf3(url: str | os.PathLike[str], files: StoreFiles | None = None) -
     """
     path, files = os.fspath(url), files or LocalFiles(keep=True)
     header = slabs.parse_named_file(path, "NetCDF-3", lambda: _Netcdf3Header(files, path))
-    tables = header.tables  # what was read of the header is let go of
+    tables = header.tables  # free the bytes of the header
     return ArrayStore(path, tables, header.attrs, lambda name: slabs.read_whole_coordinate(tables[name]))
 
 
@@ -64,7 +64,7 @@ class _Netcdf3Header:
         self._read = slabs.file_head(files, path, _FIRST_READ)
         version = _netcdf3_version(self._read[:4])
         if version is None:
-            raise UnsupportedStoreError(f"{path!r} is no NetCDF-3 file: it begins with {self._read[:4]!r}")
+            raise UnsupportedStoreError(f"{path!r} is not a NetCDF-3 file: it begins with {self._read[:4]!r}")
         self._at = 4
         self._wide = 8 if version == 5 else 4
         self._offset = 4 if version == 1 else 8
@@ -76,7 +76,7 @@ class _Netcdf3Header:
         self.variables = self._list(_VARIABLES_TAG, self._variable, 4 * self._wide + 8 + self._offset)
         self._end = self._at
         self.records = count
-        if count == streaming:  # its writer left the number out: as many as fit in the file
+        if count == streaming:  # the writer did not store the number: as many records as fit in the file
             first = min((v.begin for v in self.variables if self._is_record(v)), default=self._size)
             self.records = max(0, self._size - first) // max(self._record, 1)
         self.tables = {v.name: self._table(v) for v in self.variables}
@@ -94,7 +94,7 @@ class _Netcdf3Header:
         return int.from_bytes(self._take(width), "big")
 
     def _count(self, least: int) -> int:
-        """Read a number of entries, each of at least so many bytes; too many are refused before memory is allocated."""
+        """Read a number of entries, each of at least `least` bytes; too many are refused before memory is allocated."""
         count = self._number(self._wide)
         if count * least > self._size - self._at:
             raise ShortChunkError(
@@ -137,7 +137,7 @@ class _Netcdf3Header:
         dims = tuple(self._number(self._wide) for _ in range(self._count(self._wide)))
         attrs = dict(self._list(_ATTRIBUTES_TAG, self._attribute, 2 * self._wide + 4))
         dtype = self._type()
-        self._number(self._wide)  # its size, which is redundant, and wrong for those of 4 GiB or more
+        self._number(self._wide)  # the size is skipped: it is redundant, and wrong for variables of 4 GiB or more
         if any(d >= len(self.dims) for d in dims):
             raise BadChunkError(f"variable {name!r} has the dims {dims}, and the file has {len(self.dims)}")
         variable = _Netcdf3Variable(name, dims, attrs, dtype, self._number(self._offset))

@@ -1,4 +1,4 @@
-"""NIfTI-1 and NIfTI-2 volumes: `.nii` by offset, `.nii.gz` through a decompressed file in the cache, near or far.
+"""NIfTI-1 and NIfTI-2 volumes: `.nii` by offset, `.nii.gz` through a decompressed file in the cache, local or remote.
 
 The first index of a NIfTI image, x, runs fastest, so in memory its dims are ``(time,) z, y, x``.
 """
@@ -45,7 +45,7 @@ _HEADER_FIELDS = {
 
 
 def claims(url: Any) -> bool:
-    """Say whether a local file is named and begins as NIfTI does."""
+    """Say whether a local file is a `.nii.gz` that gzip wrote, or begins as NIfTI does."""
     name = os.fspath(url) if isinstance(url, str | os.PathLike) else ""
     if str(name).lower().endswith(".nii.gz"):
         return slabs.magic_bytes(url, 2) == b"\x1f\x8b"
@@ -79,7 +79,8 @@ def _table_of_nifti(files: StoreFiles, path: str, packed: bool) -> ArrayTable:
         size = slabs.file_size(files, path)
     if header.stop > size:
         raise ShortChunkError(
-            f"its header says {header.shape} of {header.dtype} from byte {header.start} on, and the file has {size}"
+            f"its header says {header.shape} of {header.dtype} from byte {header.start} on, "
+            f"and the file has {size} bytes"
         )
     shape = header.shape[::-1]
     places = slabs.slab_places(files, path, header.start, shape, header.dtype.itemsize)
@@ -117,7 +118,7 @@ class _NiftiHeader:
         form = _header_form(head)
         if form is None or len(head) < form[1]:
             kind = UnsupportedStoreError if form is None else ShortChunkError
-            raise kind(f"{path!r} is no NIfTI file: its {len(head)} first bytes are no header")
+            raise kind(f"{path!r} is not a NIfTI file: its first {len(head)} bytes are not a header")
         order, length = form
         fields = _HEADER_FIELDS[length].items()
         values = {name: struct.unpack_from(order + what, head, at) for name, (at, what) in fields}
@@ -125,14 +126,14 @@ class _NiftiHeader:
             raise UnsupportedStoreError(f"{path!r} is the header of a pair of files; join them into one .nii")
         dim, (code, *_), (begin, *_) = values["dim"], values["datatype"], values["vox_offset"]
         if not 1 <= dim[0] <= 7 or any(n < 1 for n in dim[1 : dim[0] + 1]):
-            raise BadChunkError(f"its dims are {tuple(dim)}: their number, and the size of each")
+            raise BadChunkError(f"its `dim` is {tuple(dim)}: it must have 1 to 7 dims, each of size 1 or more")
         if code not in _NIFTI_TYPES:
             raise UnsupportedStoreError(
                 f"{path!r} has values of NIfTI datatype {code}; those that can be read are {sorted(_NIFTI_TYPES)}: "
                 "real numbers of up to 64 bits"
             )
         if not isfinite(begin) or begin != int(begin) or (begin and begin < length + 4):
-            raise BadChunkError(f"its vox_offset is {begin}, and voxels begin at byte {length + 4} or later")
+            raise BadChunkError(f"its vox_offset is {begin}, but voxels cannot begin before byte {length + 4}")
         return cls(
             shape=tuple(dim[1 : dim[0] + 1]),
             dtype=np.dtype(order + _NIFTI_TYPES[code]),
@@ -155,7 +156,7 @@ class _NiftiHeader:
         attrs: dict[str, Any] = {"affine": self.affine().tolist(), "zooms": list(self.zooms())}
         if isfinite(self.slope) and self.slope != 0 and (self.slope, self.inter) != (1, 0):
             if not isfinite(self.inter):
-                raise BadChunkError(f"its scl_inter is {self.inter}")
+                raise BadChunkError(f"its scl_inter is {self.inter}; it must be finite")
             attrs |= {"scale_factor": self.slope, "add_offset": self.inter}
         if self.units & 7 in _SPACE_UNITS:
             attrs["space_units"] = _SPACE_UNITS[self.units & 7]
@@ -166,7 +167,7 @@ class _NiftiHeader:
         return tuple(abs(p) for p in self.pixdim[1 : len(self.shape) + 1])
 
     def affine(self) -> NDArray[np.float64]:
-        """Return the map from (x, y, z, 1) to space: by sform, else qform, else voxel sizes, x from right to left."""
+        """Return the map from (x, y, z, 1) to space: by sform, else qform, else voxel sizes, with x pointing left."""
         affine = np.eye(4)
         if self.codes[1] > 0:
             affine[:3] = np.reshape(self.sform, (3, 4))

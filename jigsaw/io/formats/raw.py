@@ -92,7 +92,7 @@ def _npy_header(files: StoreFiles, path: str) -> tuple[tuple[int, ...], bool, np
     """Return shape, whether the order is Fortran's, dtype, and where values begin; numpy parses it, without pickle."""
     file = BytesIO(slabs.file_head(files, path, _LONGEST_NPY_HEADER))
     if not file.getvalue().startswith(_NPY_MAGIC):
-        raise UnsupportedStoreError(f"{path!r} is no .npy file: it begins with {file.getvalue()[:6]!r}")
+        raise UnsupportedStoreError(f"{path!r} is not a .npy file: it begins with {file.getvalue()[:6]!r}")
     numpy_format: Any = np.lib.format
     try:
         version = numpy_format.read_magic(file)

@@ -36,8 +36,8 @@ from jigsaw.io.chunks.files import (
 from jigsaw.io.chunks.remote_files import ask_at_once
 from jigsaw.io.series.coords import check_coordinate_size
 
-_SMALL_SLAB_BYTES = 1 << 20  # bytes of a slab whose rows are smaller
-_LARGE_SLAB_BYTES = 1 << 24  # bytes of a slab whose rows are larger
+_SMALL_SLAB_BYTES = 1 << 20  # bytes of a slab where a row has fewer
+_LARGE_SLAB_BYTES = 1 << 24  # bytes of a slab where a row has more
 
 _FILE_GONE = "the file is gone since it was opened; open the store again"
 
@@ -105,7 +105,7 @@ def slab_places(
     order: Sequence[int] | None = None,
     record: int | None = None,
 ) -> SlabPlaces:
-    """Return the slabs of an array whose dims are stored in `order` (that of C by default).
+    """Return the slabs of an array whose dims are stored in `order` (C order by default).
 
     `record` is how many bytes lie between the starts of two rows of the first dim, where other arrays lie between them.
     """
@@ -194,7 +194,7 @@ def fill_missing_chunk(table: ArrayTable, index: ChunkIndex, room: ByteArray, mi
 
 
 def check_all_chunks_there(table: ArrayTable) -> None:
-    """Raise `MissingChunkError` where an array that only its library reads, which would fill it in, lacks a chunk."""
+    """Raise `MissingChunkError` where an array lacks a chunk that its library, which alone reads it, would fill in."""
     check_coordinate_size(table.name, table.shape, table.grid.chunk_bytes)
     for index in table.grid.indices():
         ref, files = table.finder.locate(index), table.places.files
@@ -252,7 +252,7 @@ def file_size(files: StoreFiles, path: str) -> int:
 
 
 def parse_named_file(path: str, kind: str, parse: Callable[[], T]) -> T:
-    """Return what `parse` makes of a header; its refusals become errors that name the file."""
+    """Return the result of `parse`; errors that it raises about a header name the file."""
     try:
         return parse()
     except ShortChunkError as e:

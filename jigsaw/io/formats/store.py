@@ -64,7 +64,7 @@ def open_store(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore
     if type(url).__module__.partition(".")[0] == "xarray":
         if not hasattr(url, "variables"):
             kind = type(url).__name__
-            raise UnsupportedStoreError(f"an xarray {kind} is no Dataset: give .to_dataset(name='t2m') of it")
+            raise UnsupportedStoreError(f"an xarray {kind} is not a Dataset: give .to_dataset(name='t2m') of it")
         return _format_function("formats.array_source", "open_xarray")(url, options)
     is_file = isinstance(url, str | os.PathLike) and os.path.isfile(os.fspath(url))
     _check_there_is_a_file(url, is_file)

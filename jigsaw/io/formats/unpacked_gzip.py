@@ -39,9 +39,9 @@ from jigsaw.io.chunks.files import (
 from jigsaw.io.chunks.remote_files import RemoteFiles
 
 _HEAD_FETCHED_BYTES, _BODY_FETCHED_BYTES = 1 << 16, 1 << 23
-"""Stored bytes that are read at a time: to look at a header, and of all."""
-_MOST_RATIO = 1032  # largest ratio that deflate compresses by: a file that claims more holds less
-_MOST_PADDING = 1 << 16  # bytes that may follow what the header describes: padding
+"""Stored bytes that are read at a time: for a header, and for the whole file."""
+_MOST_RATIO = 1032  # deflate compresses by this ratio at most, so a file that claims more lies
+_MOST_PADDING = 1 << 16  # bytes of padding that may follow the values
 _MOST_TRIES = 8
 _CHECKED_BLOCK_BYTES = 1 << 20
 _DIGEST_BYTES = 16
@@ -49,7 +49,7 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class FileStamp:
-    """A file, by its whole path, or an object, by its URL, as it was when it was opened."""
+    """Path or URL of a file, and its size and version when it was opened."""
 
     name: str
     size: int
@@ -153,7 +153,7 @@ class UnpackedFile:
             folder.mark_used(entry)
 
     def _unpack(self, folder: CacheFolder, entry: str, beat: Callable[[], None]) -> None:
-        """Make the entry; none when other processes need the room of its draft."""
+        """Make the entry, or none when other processes need the room of its draft."""
         size = self.length + _seal_bytes(self.length)
         self._check_room(folder, size <= folder.limit)
         with suppress(FileNotFoundError), folder.draft(entry, size) as file:
@@ -162,7 +162,7 @@ class UnpackedFile:
             blocks = _unpacked_blocks(
                 self._packed, self._path, self.stamp.size, _BODY_FETCHED_BYTES, _CHECKED_BLOCK_BYTES
             )
-            for block in blocks:  # to the end of the stream, where its own checksum is compared
+            for block in blocks:  # read to the end of the stream, because gzip's checksum is compared there
                 if kept := block[: max(0, self.length - done)]:
                     file.write(kept)
                     checksums.append(zlib.crc32(kept))

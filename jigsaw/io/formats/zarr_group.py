@@ -74,7 +74,8 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
     is_node = isinstance(url, zarr.Group | zarr.Array)
     node = zarr_reach.bounded_node(url if is_node else _open_zarr_node(url, options, outside), outside)
     try:
-        with zarr.config.set({"array.rectilinear_chunks": True}):  # zarr reads the metadata of such arrays only then
+        # without this zarr refuses the metadata of rectilinear arrays
+        with zarr.config.set({"array.rectilinear_chunks": True}):
             sources = dict(_zarr_arrays_of(node, named))
         tables = {name: table_of_zarr(name, array) for name, array in sources.items()}
         describe_makani_fields(tables, _node_name(node))
@@ -122,7 +123,7 @@ def _box_by_zarr(array: Any, box: Any) -> NDArray[Any]:
 
 
 def arrays_without_code(url: Any) -> dict[str, Any]:
-    """Return the arrays of a zarr group that another library reads for us; empty if `url` is not a group.
+    """Return the arrays of a zarr group that another library reads for jigsaw; empty if `url` is not a group.
 
     Raises: `UnsupportedStoreError` when one has a codec that runs code. Also raised when its arrays cannot all be
     listed, because an unlisted one may be such.
@@ -131,7 +132,7 @@ def arrays_without_code(url: Any) -> dict[str, Any]:
         with zarr.config.set({"array.rectilinear_chunks": True}):
             try:
                 group = zarr.open_group(url, mode="r")
-            except (FileNotFoundError, ContainsArrayError, ImportError):  # not a group, as that library reports too
+            except (FileNotFoundError, ContainsArrayError, ImportError):  # this is not a group
                 return {}
             arrays = dict(_listed_zarr_arrays(group))
     except Exception as e:  # zarr may make anything of metadata that lie
@@ -164,7 +165,7 @@ def _open_zarr_node(url: Any, options: dict[str, Any], outside: zarr_reach.Outsi
         called, store = repr(url), zarr_reach.bounded_zarr_folder(url, outside)
         where = {"store": store, "storage_options": options or None}
     try:
-        with zarr.config.set({"array.rectilinear_chunks": True}):  # the group may list them
+        with zarr.config.set({"array.rectilinear_chunks": True}):  # the group may have rectilinear arrays
             try:
                 return zarr.open_group(**where, mode="r")
             except (FileNotFoundError, ContainsArrayError) as no_group:
@@ -173,13 +174,13 @@ def _open_zarr_node(url: Any, options: dict[str, Any], outside: zarr_reach.Outsi
                 raise no_group from None
     except ReadError:
         raise
-    except Exception as e:  # of any store, and of metadata that lie
+    except Exception as e:  # any store may fail in its own way, and metadata may lie
         reason, cause = _reason_of_no_group(url, redacted_text(e, options)), cause_without_secrets(e, options)
         raise UnsupportedStoreError(f"{called} {reason}; {_KNOWN_FORMATS}") from cause
 
 
 def _reason_of_no_group(url: Any, message: str) -> str:
-    """Say why nothing can be opened there, in the words of someone who may not have meant Zarr at all."""
+    """Say why nothing can be opened there, also for a user who did not mean Zarr."""
     if not isinstance(url, str | os.PathLike) or is_remote_url(url):
         return f"cannot be opened as a Zarr group: {message}"
     if not os.path.lexists(url):

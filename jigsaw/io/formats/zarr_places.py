@@ -50,7 +50,7 @@ _SHARD_INDICES_KEPT = 128
 
 
 class ZarrKeyFiles:
-    """A zarr store as `StoreFiles`: what it has at a key, through its own `get`."""
+    """A zarr store as `StoreFiles`: its objects by key, through its own `get`."""
 
     far = True
     gap = 1 << 16
@@ -76,9 +76,9 @@ class ZarrKeyFiles:
             return f"icechunk {session.snapshot_id}" if session.read_only else ""
         try:
             origin = "" if system is None else f"{system.to_json()} {store.path}"
-        except (TypeError, ValueError):  # made from something that is not text
+        except (TypeError, ValueError):  # its arguments are not text
             return ""
-        return origin and f"fsspec {blake2b(origin.encode()).hexdigest()}"  # references may be long
+        return origin and f"fsspec {blake2b(origin.encode()).hexdigest()}"  # a digest, because references may be long
 
     @cached_property
     def knows_its_keys(self) -> bool:
@@ -97,7 +97,7 @@ class ZarrKeyFiles:
 
     def whole(self, path: str, room: ByteAllocator, most: int | None = None) -> ByteArray | None:
         part = None
-        if most is not None and self._is_snapshot:  # it knows sizes, and refuses a part beyond the end
+        if most is not None and self._is_snapshot:  # a snapshot knows sizes, and refuses a part beyond the end
             check_object_size(self.size(path) or 0, most)
         elif most is not None:
             part = RangeByteRequest(0, most + 1)
@@ -112,7 +112,7 @@ class ZarrKeyFiles:
         try:
             return await self._store.get(path, default_buffer_prototype(), part)
         except (ValueError, NotImplementedError):
-            # a store that makes its chunks, such as tifffile's, has no parts; of a far one nothing is taken unbounded
+            # a store that computes its chunks, such as tifffile's, has no ranges; a remote one is never read unbounded
             if part is None or isinstance(self._store, FsspecStore | BoundedReferences):
                 raise
             whole = await self._store.get(path, default_buffer_prototype())
@@ -154,7 +154,7 @@ def _loop_of_zarr(process: int) -> asyncio.AbstractEventLoop:
             loops.append(asyncio.get_running_loop())
             return await super().get(*args, **kwargs)
 
-    with suppress(FileNotFoundError):  # it does not hold a group
+    with suppress(FileNotFoundError):  # the store has no group
         zarr.open_group(Asked(), mode="r")
     return loops[0]
 
@@ -200,7 +200,7 @@ class ZarrMetadataStore(ObjectStore[Any]):
 
 
 class ObjectPlaces:
-    """An object a chunk, named by the store's own key encoding."""
+    """Places of chunks that are an object each, named by the store's own key encoding."""
 
     def __init__(self, array: Any, files: StoreFiles) -> None:
         path = f"{array.path}/" if array.path else ""
@@ -248,7 +248,7 @@ class _ShardIndex:
     index: list[list[int]]
 
     def refs(self, first: int, count: int) -> list[ChunkRef | None]:
-        """Return where chunks lie that follow each other in the index; a damaged one is refused."""
+        """Return where consecutive chunks of the index lie; a damaged place is refused."""
         refs: list[ChunkRef | None] = []
         for offset, length in self.index[first : first + count]:
             if offset == length == _MISSING_CHUNK:
@@ -261,7 +261,7 @@ class _ShardIndex:
 
 
 class _ReadOnce:
-    """A shard's index, read when it is first asked for; others who ask meanwhile wait, and a failure is not kept."""
+    """A shard's index, read when it is first needed; other threads wait meanwhile, and a failure is not kept."""
 
     def __init__(self, read: Callable[[], _ShardIndex | None]) -> None:
         self._read, self._lock = read, threading.Lock()
@@ -309,7 +309,7 @@ class ShardPlaces:
 
     @property
     def counted(self) -> LookupCounts:
-        """The reads of indices so far; a question for the size, where a store cannot read from the end, is not one."""
+        """The reads of indices so far; requests for a size, where a store cannot read from the end, do not count."""
         return self._tally.counted
 
     def index_of(self, index: ChunkIndex) -> tuple[str, LookupCounts]:
@@ -376,7 +376,7 @@ class ShardPlaces:
         return self._within(index, 1)[0]
 
     def locate_strip(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
-        """Return where the chunk `first` lies, and those that follow it along the last dim."""
+        """Return where the chunk `first` lies, and the next ones along the last dim."""
         refs: list[ChunkRef | None] = []
         *others, last = first
         stop, per_shard = last + count, self._per_shard[-1]
@@ -387,7 +387,7 @@ class ShardPlaces:
         return refs
 
     def _within(self, first: ChunkIndex, count: int) -> list[ChunkRef | None]:
-        """Return the places of chunks of one shard that follow each other along the last dim."""
+        """Return the places of consecutive chunks of one shard along the last dim."""
         outer, flat = self._outer(first), 0
         known, shard = self._last
         if known != outer:

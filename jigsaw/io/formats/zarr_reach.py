@@ -61,7 +61,8 @@ class BoundedLocalStore(LocalStore):
         super().__init__(root, read_only=True)
         self.outside = outside
         bounds = None if outside is True else StoreBounds(str(self.root), outside or ())
-        self.files = LocalFiles(keep=True, bounds=bounds)  # those that change are refused: what is known is kept
+        # files that change are refused, because what is known of them is kept
+        self.files = LocalFiles(keep=True, bounds=bounds)
         self._metadata = LocalFiles(bounds=bounds)
 
     def with_read_only(self, read_only: bool = False) -> BoundedLocalStore:
@@ -190,8 +191,8 @@ class ReferenceReach:
         named = self._outside is True or any(_lies_below(place, allowed) for allowed in self._allowed)
         if not named and host != urlsplit(url).hostname and (address := private_address(host)) is not None:
             raise FetchError(
-                f"{redacted_text(url)} leads by a redirect to {host}, {address}, which is no address of the public "
-                f"internet; if you trust the server, open the references with options={{'outside': ['http://{host}']}}"
+                f"{redacted_text(url)} leads by a redirect to {host}, {address}, which is not a public "
+                f"internet address; if you trust the server, open the references with options={{'outside': ['http://{host}']}}"
             )
 
     def _check(self, reference: Any, key: str) -> None:
@@ -239,7 +240,8 @@ class HttpPart(NamedTuple):
             finally:
                 if part.system is not self.system:
                     await (await part.system.set_session()).close()
-            await asyncio.to_thread(self.reach.check_redirect, self.url, target)  # looks a name up
+            # in a thread, because it asks for the host's address
+            await asyncio.to_thread(self.reach.check_redirect, self.url, target)
             part = self._led_to(target)
         raise FetchError(f"{redacted_text(self.url)} leads by redirects to more than {_MOST_REDIRECTS} others")
 
@@ -280,7 +282,7 @@ class HttpPart(NamedTuple):
 
 
 def _without_credentials(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options of requests, or of the client that sends them, for a server that the user has not named."""
+    """Return options of requests or of their client without credentials, for a server that the user did not name."""
     kept = {name: value for name, value in options.items() if name not in ("auth", "cookies")}
     if "headers" in kept:
         headers = dict(kept["headers"])
@@ -341,7 +343,7 @@ ZarrNode = zarr.Group | zarr.Array[Any]
 
 
 def bounded_node(node: ZarrNode, outside: OutsidePlaces) -> ZarrNode:
-    """Return the group or array, in a store that leads nowhere else."""
+    """Return the group or array with a store that leads to no other place."""
     store = _bounded_store(node.store, outside)
     if store is node.store:
         return node
@@ -351,7 +353,7 @@ def bounded_node(node: ZarrNode, outside: OutsidePlaces) -> ZarrNode:
 
 
 def bounded_zarr_folder(url: Any, outside: OutsidePlaces) -> Any:
-    """Return the store of a folder that leads nowhere else; anything but a folder is returned unchanged."""
+    """Return the store of a folder that leads to no other place; anything but a folder is returned unchanged."""
     path = url.removeprefix("file://") if isinstance(url, str) else url
     is_folder = isinstance(path, str | os.PathLike) and os.path.isdir(path)
     return BoundedLocalStore(path, outside=outside) if is_folder else url
@@ -362,7 +364,7 @@ def _is_reference_system(system: Any) -> bool:
 
 
 def check_reference_file(path: str, outside: OutsidePlaces) -> None:
-    """Refuse a file or folder of references of which one leads elsewhere."""
+    """Refuse a file or folder of references if one of them leads to another place."""
     system = importlib.import_module("fsspec").filesystem("reference", fo=path)
     ReferenceReach(system, outside).check_all()
 
@@ -385,7 +387,8 @@ def _reference_systems(held: Iterable[Any]) -> Iterator[Any]:
         def reducer_override(self, obj: Any) -> Any:
             if _is_reference_system(obj):
                 systems[id(obj)] = obj
-            return (int, ()) if isinstance(obj, ndarray) else NotImplemented  # values lead nowhere, and may be many
+            # values cannot lead to a store, and may be many
+            return (int, ()) if isinstance(obj, ndarray) else NotImplemented
 
     pickler = Seen(_Discarded(), protocol=5)
     for each in held:

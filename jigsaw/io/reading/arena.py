@@ -91,7 +91,7 @@ class Arena:
         # opened now, and kept: the number of a process that ends may be another's later, what a pidfd means stays
         watched = [(_open_pidfd(pid), m) for m, pid in enumerate(pids) if m != me]
         self._deaths = {handle: m for handle, m in watched if handle is not None}
-        self._fd = fd  # now there is something to close
+        self._fd = fd  # from here on `close` has something to close
 
     def _of(self, member: int, word: int) -> int:
         return member * _WORDS_PER_RANK + word
@@ -108,14 +108,15 @@ class Arena:
         return all(self._words[self._of(m, word)] >= read for m in range(self.size))
 
     def await_turn(self, read: int) -> None:
-        """Wait until everybody has left the read before, who would take a failure in this one for one in that."""
-        # only then are slots free as well: no rank copies from one after it has left
+        """Wait until all ranks have left the read before: they would take a failure in this one for theirs."""
+        # slots are free then, too: no rank copies from a slot after it has left
         self.wait(lambda: self._all_at(_LEFT, read - 1), read - 1, _LEFT)
 
     def start(self, read: int, digest: int, slot_bytes: int, slots: int) -> None:
         if slots:
             self._lay_out(slot_bytes, slots)
-        self._words[self._of(self.me, _DIGEST)] = digest  # first: who sees *started* may compare it
+        # stored before *started*: a rank that sees *started* may compare the digest
+        self._words[self._of(self.me, _DIGEST)] = digest
         self._tell(self._of(self.me, _STARTED), read)
 
     def _lay_out(self, slot_bytes: int, slots: int) -> None:
@@ -130,10 +131,11 @@ class Arena:
             self._data = mmap.mmap(self._fd, need)
 
     def finish(self, read: int) -> None:
-        """End a read that went well here: wait until it has everywhere."""
+        """End a read that went well on this rank: wait until all ranks have finished it."""
         self._tell(self._of(self.me, _FINISHED), read)
         self.wait(lambda: self._all_at(_FINISHED, read), read)
-        self.check_digests(read)  # no rank begins the next read before this rank has left
+        # the digests are still those of this read, because no rank begins the next before this rank has left
+        self.check_digests(read)
 
     def leave(self, read: int) -> None:
         # the barrier is for loads: what this rank copied out of slots is copied before others write there anew
@@ -163,7 +165,7 @@ class Arena:
         return all(self._words[at + m] >= ticket for m in readers)
 
     def fail(self, read: int, error: BaseException) -> None:
-        """Tell the others that this rank failed in a read, and why; not when it failed because another one did."""
+        """Tell other ranks that this one failed in a read, and why; unless it failed because another rank did."""
         if getattr(error, "heard", False):
             return
         # Ranks 1 and 2 fail at the same time: each writes its own message, length and *failed*, and both write one
@@ -220,7 +222,7 @@ class Arena:
         # A rank that is gone does not keep others waiting if it had come this far: rank 3 may end after its last
         # *finished* while rank 0 still waits for rank 1. A killed rank is seen by its pidfd, a closed one by its
         # *left*.
-        watch = select.poll()  # of this call alone: threads wait at the same time, and such an object refuses a second
+        watch = select.poll()  # made in each call: threads wait at the same time, and a poll object serves one thread
         for handle in self._deaths:
             watch.register(handle, select.POLLIN)
         dead = {self._deaths[handle] for handle, _ in watch.poll(0)}
@@ -235,7 +237,7 @@ class Arena:
             raise PeerError(f"waited {self._timeout:g} s for ranks {late} of the domain group to read their part")
 
     def close(self) -> None:
-        """Let go of the memory; it goes when the last rank lets go."""
+        """Release the memory, which is freed when the last rank releases it."""
         if self._fd < 0:
             return
         if self._home.is_here:  # a forked process is not a rank: what it lets go of is not closed
@@ -339,7 +341,7 @@ def _create_memory_file(size: int) -> int:
 def _open_memory_file(path: str, mark: _MemoryMark, size: int) -> int:
     """Open the memory with this `mark` for writing; -1 where the path leads elsewhere or may not be opened."""
     try:
-        if not mark.is_at(os.stat(path)):  # what else it may be, such as a pipe, is not even opened
+        if not mark.is_at(os.stat(path)):  # anything else, such as a pipe, is not even opened
             return -1
         probe = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -442,7 +444,7 @@ class MemoryPool:
             elif time.monotonic() < until:
                 time.sleep(_PAUSE_S)
             else:
-                self._most *= 2  # holding so many pieces is intended
+                self._most *= 2  # the loop keeps that many batches on purpose
         return memory
 
     def _pick(self, size: int | None) -> NDArray[np.uint8] | None:

@@ -43,7 +43,7 @@ class ChunkJob(NamedTuple):
     readers: ReaderRanks
 
     def is_read_by(self, rank: int) -> bool:
-        at = bisect_left(self.readers, rank)  # they rise
+        at = bisect_left(self.readers, rank)  # readers are in rising order
         return at < len(self.readers) and self.readers[at] == rank
 
 
@@ -52,7 +52,7 @@ NO_OWNER = -1
 
 @dataclass
 class ReadCounts:
-    """Counts of the work that one rank does, or did, in a plan: byte ranges asked for, chunks decoded, and bytes.
+    """Counts of the work that a rank will do, or did, for a plan: byte ranges requested, chunks decoded, and bytes.
 
     `decoded_bytes` counts whole chunks, or the part that is decoded; `useful_bytes` is what lands in the rank's own
     tile, in the stored dtype. `sent_bytes` is what the rank hands to others, and `fallback` counts chunks that only the
@@ -115,7 +115,7 @@ class DimShares:
 
     @cached_property
     def rows(self) -> NDArray[np.object_]:
-        """The rows that each rank takes; None for those that take none."""
+        """The rows that each rank takes; None for a rank that takes none."""
         return self._over_mesh([share.rows for share in self.shares], None)
 
     @cached_property
@@ -156,7 +156,7 @@ class PartShares(NamedTuple):
 
 
 class ReaderGroup:
-    """Readers that a chunk is loaded for, and what they need of it."""
+    """Readers that a chunk is loaded for, and the rows that they need."""
 
     def __init__(self, readers: ChunkReaders, places: NDArray[np.intp]) -> None:
         self._readers, self._places = readers, places
@@ -262,7 +262,7 @@ class ChunkReaders:
             return ChunkLoads(self.ranks[0], (), everybody)
         if mode == "cooperative":
             return ChunkLoads(self.ranks[0], self.ranks, everybody[:0], int(values[1:].sum()))
-        # all readers may hold a chunk as their halo alone: of a crop whose halo reaches beyond its own rows
+        # there may be no owner: a crop's halo may reach into chunks that no rank owns rows of
         owning = np.flatnonzero(self.owning) if self.owning.any() else everybody[:1]
         serving = np.delete(everybody, owning[1:])
         owner, sent = self.ranks[owning[0]], int(values[serving].sum() - values[owning[0]])
@@ -274,12 +274,12 @@ class ChunkReaders:
 
 @lru_cache(maxsize=1 << 14)
 def readers_of_chunk(parts: tuple[PartShares, ...]) -> ChunkReaders:
-    """Return the readers of all chunks of which parts take such rows; the same object for equal parts."""
+    """Return the readers of all chunks with these shares; the same object for equal shares."""
     return ChunkReaders(parts)
 
 
 class ReadersPattern:
-    """The readers of an array's needed chunks in C order, wherever in it these lie: those of the next sample are alike.
+    """The readers of an array's needed chunks in C order, wherever these lie: the next sample has the same pattern.
 
     Where the first of several steps needs chunk 3 along time and the next one chunk 4, both have one pattern.
     """
@@ -409,7 +409,7 @@ class SharedJobs(Sequence[ChunkJob]):
 
 @lru_cache(maxsize=16)
 def _numbers_read_by(order: JobOrder, rank: int) -> tuple[int, ...]:
-    # whether it reads a chunk is asked once a place of a pattern, which many arrays share
+    # computed once for each place of a pattern, because many arrays share a pattern
     reads = {way: [rank in loads.served for loads in way[0].loads(way[1])] for way in set(order.ways)}
     by_array = [reads[way] for way in order.ways]
     placed = zip(order.arrays.tolist(), order.places.tolist(), strict=True)
@@ -455,7 +455,7 @@ def owners_of_jobs(weight: NDArray[np.int64], fixed_owners: Sequence[int], load:
         if not size:
             break  # no rank loads missing chunks: their readers fill their boxes by themselves
         if owner == NO_OWNER:
-            while least[0][0] < load[owner := least[0][2]]:  # it was given more since it was entered
+            while least[0][0] < load[owner := least[0][2]]:  # the entry is old: that rank was given more jobs since
                 turn = turns[owner] * ranks * GOLDEN_SECTION >> 16
                 heapreplace(least, (load[owner], (owner + turn) % ranks, owner))
         load[owner] += size

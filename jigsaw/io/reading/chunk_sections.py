@@ -1,7 +1,7 @@
 """Sections of shared chunks, which pass from rank to rank: shared memory then holds a few rows of each chunk. A section
 is taken while it still lies in the cache of the core that decoded it.
 
-The plan decides who cuts what, and the order in which sections have their slots, so these are the same on every rank.
+The plan decides which chunks are cut, and the slot of each section, so both are the same on every rank.
 Take four ranks and four shared jobs: 0 and 2 are rank 0's, 1 is rank 1's and 3 is rank 3's. Rank 0 has two threads, and
 so two lanes. Jobs 0 and 2 are large, and cut into three sections (0a 0b 0c) and two (2a 2b); 1 and 3 are not cut:
 
@@ -10,10 +10,10 @@ so two lanes. Jobs 0 and 2 are large, and cut into three sections (0a 0b 0c) and
     lane 1 of rank 0    2a 2b
     lane 0 of rank 3    3
 
-The order of slots takes one of each lane in turn: 0a 1 2a 3 0b 2b 0c. These are the places 0..6. With 4 slots, 0b, at
-place 4, follows 0a in slot 0: rank 0 decodes it there once all that read job 0 have taken 0a. A lane's sections come in
-their order, so its thread waits only for places before its own. The lowest place that is not taken yet can therefore
-always go on, and no two ranks wait for each other.
+The order of slots takes one of each lane in turn: 0a 1 2a 3 0b 2b 0c. These are the places 0..6. With 4 slots,
+place 4 is slot 0 again: rank 0 decodes 0b there once all readers of job 0 have taken 0a. A lane's sections come in
+their order, so its thread waits only for places before its own. So the section at the lowest place that is not taken
+yet never waits, and no two ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FEW_SLOT_BYTES = 1 << 24
 
 
 class ChunkSection(NamedTuple):
-    """A chunk on its way, or rows of it along `dim`: its job, and the table that says how it is decoded.
+    """A chunk that is being read, or rows of it along `dim`: its job, and the table that says how it is decoded.
 
     `number` is the job's in the plan; the sections of a `lane` of its owner are decoded one after the other.
     """
@@ -79,7 +79,7 @@ class ChunkSection(NamedTuple):
         for box in boxes:
             runs = tuple(part for run in box.runs[self.dim] if (part := _run_within(run, self.rows)).length)
             if runs:
-                # a section's memory begins with its own first row; targets count in the sample, and stay
+                # source rows are counted from the section's first row; target rows are rows of the sample, and stay
                 shifted = tuple(_moved_run(run, self.rows[0]) for run in runs)
                 before, after = box.runs[: self.dim], box.runs[self.dim + 1 :]
                 yield box._replace(runs=(*before, runs, *after)), box._replace(runs=(*before, shifted, *after))
@@ -96,7 +96,7 @@ def _run_within(run: TakenRows, rows: Interval) -> TakenRows:
     if isinstance(run, RowList):
         is_within = (run.source >= rows[0]) & (run.source < rows[1])
         return RowList(run.source[is_within], run.target[is_within])
-    source = run.each  # a range: rising or falling, and searched without being written out
+    source = run.each  # a range, rising or falling: it is searched without making a list of it
     if run.source_step > 0:
         first, stop = (bisect_left(source, row) for row in rows)
     else:
@@ -120,7 +120,7 @@ def sections_in_slot_order(
         lane = job_counts[job.owner] % lanes[job.owner]
         job_counts[job.owner] += 1
         queues.setdefault((job.owner, lane), []).extend(_sections_of_job(plan, job, number, lane, cut))
-    # lanes take turns, so that the slots of any moment hold sections of all
+    # lanes take turns, so that at any time the slots hold sections of all lanes
     return [section for turn in zip_longest(*queues.values()) for section in turn if section is not None]
 
 
@@ -157,7 +157,7 @@ def _sections_of_job(plan: ReadPlan, job: ChunkJob, number: int, lane: int, cut:
 def _can_stream(plan: ReadPlan, job: ChunkJob) -> bool:
     """Say whether a chunk can be decoded whole, from its beginning to its end, as it is fetched."""
     table = plan.tables[job.array]
-    # The questions here must have the same answers on every rank, or ranks would count other places for the same slots.
+    # All ranks must answer this alike, or they would disagree about which section is in which slot.
     # Far chunks come whole, by batches. Chunks in part, and those whose filters were left out in part (`mask`), are not
     # a stream of rows from the first to the last.
     if table.decoder is None or not table.decoder.splits or table.far:
@@ -180,7 +180,7 @@ LARGEST_STRIP = 1 << 23
 
 
 class ChunkStrip(NamedTuple):
-    """Chunks of one array that one rank alone reads, and what of them lands in its sample.
+    """Chunks of one array that one rank alone reads, and the box of them that lands in its sample.
 
     Where there is a `box`, they follow each other along the array's last dim and are taken whole along it: the box is
     that of the one chunk that they would make.  Without one it is a single chunk, whose boxes the plan says.
@@ -205,7 +205,7 @@ def strips_of_rank(plan: ReadPlan, member: int) -> Iterator[ChunkStrip]:
                 yield ChunkStrip(first, chunks)
                 continue
             (box,) = plan.boxes(first.job, member)
-            if box.repeats:  # a strip is converted where it lies, once
+            if box.repeats:  # a strip is converted in place, so a chunk that is used twice is placed by itself
                 strip = ChunkStrip(first, chunks)
                 yield from (ChunkStrip(strip.section(n), (chunk,)) for n, chunk in enumerate(chunks))
                 continue

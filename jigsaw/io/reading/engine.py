@@ -126,7 +126,7 @@ class ReadEngine:
 
     def refuse(self, error: BaseException) -> None:
         """Take part in the next read as one that has failed, so that others do not wait for this rank."""
-        # nothing to do when they know of the error already, from the read that failed with it
+        # nothing to do if the other ranks have heard of the error, from the read that failed with it
         if self._is_closed or getattr(error, "heard", False):
             return
         with self._busy, suppress(PeerError):
@@ -136,7 +136,8 @@ class ReadEngine:
                     # told before the turn has come, it would be taken for a failure of the read before
                     self.arena.await_turn(self.reads)
                     self.arena.fail(self.reads, error)
-                if self.peers.is_spread:  # answers the first `RunningRead._agree` of the others; they leave after it
+                # this answers the first `RunningRead._agree` of the other ranks, which then leave the read
+                if self.peers.is_spread:
                     self.peers.gather(((type(error).__name__, str(error)), 0))
             finally:
                 vars(error)["heard"] = True
@@ -233,7 +234,7 @@ def _seen_of_chunk(table: ArrayTable, index: ChunkIndex) -> tuple[Any, ...]:
     if ref is None:
         return ()
     if ref.length is None and isinstance(files, RemoteFiles):
-        edge = files.edge(ref.path, _BYTES_COMPARED, at_end=True)  # one request, where a size takes another
+        edge = files.edge(ref.path, _BYTES_COMPARED, at_end=True)  # one request; asking for the size would be another
         return () if edge is None else (edge[1], edge[0].tobytes())
     length = files.size(ref.path) if ref.length is None else ref.length
     if length is None:

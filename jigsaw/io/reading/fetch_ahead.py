@@ -91,8 +91,8 @@ class FetchAhead:
             group = self._groups.get(plan, {}).get(job)
             if group is None:
                 raise CancelledError
-            if not group.started:  # the budget is full: what is asked for goes first
-                # beyond the budget, or two threads could each hold what the other's request needs room for
+            if not group.started:  # the budget is full, but a thread waits for this group, so start it now
+                # exceed the budget, or each of two threads could hold the bytes that the other one waits for
                 self._waiting.remove(group)
                 self._start(group)
         try:
@@ -103,7 +103,7 @@ class FetchAhead:
                 self._let_go(group, {job})
 
     def drop(self, plan: ReadPlan) -> None:
-        """Fetch nothing more for a plan; nobody waits for its requests under way."""
+        """Fetch nothing more for a plan; results of its requests under way are dropped."""
         with self._lock:
             groups = self._groups.pop(plan, {})
             if any(not group.started for group in groups.values()):
@@ -135,7 +135,7 @@ class FetchAhead:
 
     def _let_go(self, group: _FetchGroup, jobs: set[ChunkJob]) -> None:
         """Count the bytes of a group until the last of its jobs is taken."""
-        if group.left:  # else it was let go of: a drop may meet a job that is just being taken
+        if group.left:  # empty if the group was dropped while one of its jobs was being taken
             group.left -= jobs
             if group.started and not group.left:
                 self._held -= group.batch.size
@@ -143,14 +143,14 @@ class FetchAhead:
 
 
 def _fetch_group(group: _FetchGroup) -> None:
-    """Fetch what a group's jobs need, unless nobody wants it any more."""
+    """Fetch what a group's jobs need, unless the group was dropped."""
     if group.promise.cancelled():
         return
     waiting = while_waited_for(lambda: not group.promise.cancelled())
-    with waiting, suppress(InvalidStateError):  # given up meanwhile
+    with waiting, suppress(InvalidStateError):  # the promise may have been canceled meanwhile
         plan, jobs, fetched = group.plan, group.batch.jobs, None
         try:
-            if group.batch.requests:  # without any they are missing chunks, of any array
+            if group.batch.requests:  # without requests the jobs are missing chunks, possibly of several arrays
                 chunk_parts = [(job.chunk, plan.part_of(job)) for job in jobs]
                 fetched = plan.tables[jobs[0].array].decoding.fetch_together(chunk_parts, group.batch.requests)
         except BaseException as e:

@@ -42,7 +42,7 @@ _SIZES_LOOKED_AT = 8
 
 
 class ReaderKinds:
-    """Readers of a chunk, those that need the same of it as one kind: `of` says of which of the `number` each is.
+    """Kinds of readers of a chunk, `number` in all: those that need the same part. `of` has each one's kind.
 
     A few kinds stand for thousands of ranks. On a chunk of the whole globe all 64 ranks along a latitude may need the
     same blocks.
@@ -123,7 +123,7 @@ class FoundArray:
                 try:
                     refs = self.finder.locate_strip(first, count)
                 except (ReadError, OSError, BadChunkError):
-                    break  # which of them it was is told one by one
+                    break  # look up each chunk alone below, so that the error names the one that failed
                 self._refs.update(((*first[:-1], first[-1] + n), ref) for n, ref in enumerate(refs))
         return [self.ref(chunk) for chunk in chunks]
 
@@ -182,7 +182,7 @@ class FoundArray:
         if not _may_part(finder, chunk, group):
             return None
         kept, key = group.portions, finder.portion_key(chunk, self.ref(chunk))
-        if key is None:  # the stored bytes have a say in it, so it is of this store alone
+        if key is None:  # the part depends on the stored bytes, so it is kept for this store only
             kept, key = self._portions, (chunk, readers)
             self.asked.add(chunk)
         if key not in kept:
@@ -278,7 +278,7 @@ class FoundArray:
         return LoadsAlone.of(kinds, size, frame.count_parts(runs, firsts, table.places.files.gap))
 
     def _able_alone(self, chunk: ChunkIndex) -> NDArray[np.intp]:
-        """Return the readers, by their places, for which the geometry says that a part of a chunk may be enough."""
+        """Return places of the readers for which a part of a chunk may be enough, by geometry."""
         readers, finder = self.readers[chunk], self.finder
         key = "able", finder.least_left_out
         if key not in readers.memo:
@@ -334,7 +334,7 @@ def _strips_of_chunks(chunks: Sequence[ChunkIndex]) -> Iterator[tuple[ChunkIndex
 
 
 def spread_places(count: int) -> list[int]:
-    """Return some places out of so many, spread evenly whatever divides them, in rising order."""
+    """Return some of `count` places in rising order, spread evenly whatever divides `count`."""
     # multiples of the golden section: of 8 x 8 tiles no two in a row, where equal steps would stay in one column
     return sorted({int(count * ((0.5 + n) * 0.6180339887498949 % 1)) for n in range(_SIZES_LOOKED_AT)})
 

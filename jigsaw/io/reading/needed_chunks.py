@@ -81,14 +81,14 @@ class RowRun(NamedTuple):
 
 
 def strided_slice(start: int, step: int, count: int) -> slice:
-    """Return the slice of so many rows from `start`."""
+    """Return the slice of `count` rows from `start`, `step` apart."""
     stop = start + step * count
     return slice(start, None if stop < 0 else stop, step)
 
 
 @dataclass(frozen=True, eq=False)
 class RowList:
-    """Rows of a chunk in any order, `source`, and the local rows that they fill, `target`, which rise."""
+    """Rows of a chunk in any order (`source`), and the local rows that they fill, in rising order (`target`)."""
 
     source: NDArray[np.int64]
     target: NDArray[np.int64]
@@ -335,7 +335,7 @@ def _pieces_along(
 
 
 def _fixed_targets(part: ReadPart, layout: Layout, coord: ChunkIndex) -> tuple[tuple[int, int], ...] | None:
-    """Return where a part lands along dims that its array lacks; None for a rank that does not hold that place."""
+    """Return the local place of a part along dims that its array lacks; None for a rank that does not hold it."""
     targets: list[tuple[int, int]] = []
     for dim, index in part.at:
         cut = layout.cuts[dim]

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.errors import ForkedError, PeerError, ShardingError
 from jigsaw.geometry.axis_names import DATA_AXIS
-from jigsaw.ranks.mesh import axes_of_mesh, mesh_patience
+from jigsaw.ranks.mesh import axes_of_mesh, digest_of_ranks, mesh_patience
 from jigsaw.ranks.restart_store import store_answer
 from jigsaw.ranks.waiting_ranks import first_ended, first_failure, found_of_others, start_wait_watch
 from jigsaw.torch_internals.groups import default_store
@@ -42,7 +42,7 @@ class PeerGroup:
         self, me: int = 0, size: int = 1, group: Any = None, host: str | None = None, timeout: float = 300.0
     ) -> None:
         self.me, self.size, self.timeout = me, size, timeout
-        self.group: Any = group  # gloo's; None for one rank, and once it was let go of
+        self.group: Any = group  # a group of gloo; None for one rank, and after it was released
         self._talks = 0
         _met_here.add(self)
         places = self.gather((host or this_host(), os.getpid()))
@@ -78,7 +78,7 @@ class PeerGroup:
         return received
 
     def _heard(self, talk: Callable[[], Any]) -> None:
-        """Communicate; gloo does not say which rank is gone."""
+        """Run a communication, and turn gloo's error, which does not name the rank that is gone, into a `PeerError`."""
         since = time.monotonic()
         self._talks += 1
         try:
@@ -95,7 +95,7 @@ class PeerGroup:
     def exchange_bytes(
         self, going: NDArray[np.uint8], counts: Sequence[int], coming: NDArray[np.uint8], sizes: Sequence[int]
     ) -> None:
-        """Give each its `counts` bytes of `going`, and get `sizes` bytes of each into `coming`.
+        """Send each rank its `counts` bytes of `going`, and receive `sizes` bytes from each into `coming`.
 
         *Sends*: `going`, in one all-to-all.
         """
@@ -155,9 +155,9 @@ def meet_peers(
     timeout = timeout or mesh_patience(mesh).total_seconds()
     # Made by hand on the job's store, not by `new_group`. That one is collective over all ranks of the job and counts
     # the groups that a rank has made, so ranks that make one alone would no longer find their peers. Each group has its
-    # own name: ranks 0 to 3 that open two datasets meet in the same order as (0, 1, 2, 3)/1 and (0, 1, 2, 3)/2.
+    # own name: ranks 0 to 3 that open two datasets meet in the same order, by their digest with 1 and then with 2.
     _groups_met[ranks] += 1
-    store = dist.PrefixStore(f"jigsaw.io/{ranks}/{_groups_met[ranks]}", default_store())
+    store = dist.PrefixStore(f"jigsaw.io/{digest_of_ranks(ranks)}/{_groups_met[ranks]}", default_store())
     me = ranks.index(dist.get_rank())
     start_wait_watch()
     limit = timeout + _STORE_SECONDS

@@ -35,7 +35,7 @@ CONVERTED_BYTES = 1 << 19
 
 
 class RefusedValueError(Exception):
-    """A value that the sample cannot have, missing or too large, in which of several chunks; the caller says where."""
+    """A value that the sample cannot have, missing or too large, and the number of its chunk."""
 
     def __init__(self, is_missing: bool, chunk: int = 0) -> None:
         self.is_missing, self.chunk = is_missing, chunk
@@ -55,7 +55,7 @@ def warn_of_rounding(labels: AnyArray, name: str) -> None:
     if off.any():
         warn_once(
             "labels between integers",
-            f"array {name} has labels that are no integers, such as {labels[off][0]:g}, and they are rounded to the "
+            f"array {name} has labels that are not integers, such as {labels[off][0]:g}, and they are rounded to the "
             "nearest: a label map that was resampled linearly, or holds probabilities; resample it by the nearest "
             "voxel, or open probabilities as images (told once, other label maps may have such values too)",
         )
@@ -68,7 +68,8 @@ class PartPlacing:
         kept = [d for d, to in enumerate(part.to) if to != DROPPED_DIM]
         self.order = tuple(sorted(kept, key=lambda d: part.to[d]))
         self.dropped = tuple(d for d, to in enumerate(part.to) if to == DROPPED_DIM)
-        self.to, self.masks, self.nan, self.name = part.to, table.masks, request.nan, part.array
+        self.to, self.masks, self.name = part.to, table.masks, part.array
+        self.nan = request.nan if part.nan is None else part.nan
         # y = (raw * own_scale + own_offset) * s + o: the file's numbers and the channel's normalization as one a and b
         scale, offset = request.scale[slice(*channels)], request.offset[slice(*channels)]
         own = [(table.offset * s, o) for s, o in zip(scale, offset, strict=True)]
@@ -101,7 +102,8 @@ class PartPlacing:
             if box.at or self.dropped:
                 ordered = ordered[self._picked(box, out.ndim)]
             # `where` has dims of the sample, and its second is of channels: a and b count from the first one held
-            is_list = any(isinstance(index, np.ndarray) for index in where)  # whose rows have no view
+            # an index by a list gives a copy, not a view
+            is_list = any(isinstance(index, np.ndarray) for index in where)
             target = np.empty(ordered.shape, out.dtype) if is_list else out[where]
             self._convert(ordered, target, a[where[1]], b[where[1]])
             if is_list:
@@ -127,7 +129,7 @@ class PartPlacing:
                     self._check(chunks[rows])
                 else:
                     self._block(chunks[rows], work[rows], *self._factors((*runs, *box.runs[-1]), box))
-            except RefusedValueError as e:  # of all of them together; which chunk it was is looked for only now
+            except RefusedValueError as e:  # all chunks were checked together; find the one with the value only now
                 number = next(k for k, y in enumerate(work[rows]) if self._refused(y))
                 raise RefusedValueError(e.is_missing, number) from None
 
@@ -136,7 +138,8 @@ class PartPlacing:
         # a b of 0 among others is -0.0: to add 0.0 would make 0.0 of -0.0, where a channel by itself is left as it is
         at = dict(box.at).get(1)
         run = None if at is not None else runs[self.to.index(1)]
-        channels = (at or 0, 1, 1) if not isinstance(run, RowRun) else run[2:]  # which the store has in order
+        # a store has its channels in order, so they are a run and never a list
+        channels = (at or 0, 1, 1) if not isinstance(run, RowRun) else run[2:]
         if channels not in self._made:
             a, b = self.a[strided_slice(*channels)], self.b[strided_slice(*channels)]
             shape = [-1 if to == 1 else 1 for to in self.to]
@@ -200,10 +203,12 @@ class PartPlacing:
     def _convert(self, source: AnyArray, out: AnyArray, a: Sequence[float], b: Sequence[float]) -> None:
         if self._is_copy(a, b):
             self._check(source)
-            if source.__array_interface__["data"] != out.__array_interface__["data"]:  # else it was decoded in place
+            # equal where the chunk was decoded in place
+            if source.__array_interface__["data"] != out.__array_interface__["data"]:
                 np.copyto(out, source, casting="unsafe")
             return
-        for t, c in reversed(list(np.ndindex(*out.shape[:2]))):  # what was decoded last is still in a cache
+        # in reverse, because the planes decoded last are still in the cache
+        for t, c in reversed(list(np.ndindex(*out.shape[:2]))):
             self._planes(source[t, c, ...], out[t, c, ...], a[c], b[c])
 
     def _is_copy(self, a: Sequence[float], b: Sequence[float]) -> bool:
@@ -292,7 +297,7 @@ def pack_box(chunk: AnyArray, box: ChunkBox) -> ByteArray:
 
 
 def box_when_packed(box: ChunkBox) -> ChunkBox:
-    """Return the same box in the coordinates of what `pack_box` made of the chunk."""
+    """Return the same box in the coordinates of the array that `pack_box` packed."""
     dims: list[tuple[TakenRows, ...]] = []
     for runs in box.runs:
         starts = [sum(r.length for r in runs[:i]) for i in range(len(runs))]
@@ -321,12 +326,12 @@ class BoxParcels:
 
     @property
     def are_any(self) -> bool:
-        """True where any rank sends some: the same on every rank."""
+        """True where any rank sends boxes; the same on every rank."""
         jobs, hosts = self._plan.shared, self._peers.hosts
         return any(hosts[job.owner] != hosts[m] for job in jobs if job.owner != NO_OWNER for m in job.readers)
 
     def pack(self, job: ChunkJob, number: int, values: AnyArray) -> None:
-        """Keep what others need of a chunk, under the job's number, until all go out together."""
+        """Keep the boxes that others need of a chunk, under the job's number, until all are sent together."""
         # in the loading threads: each (reader, number) is stored by one of them, and by no other.  Chunks are not cut
         # into sections where ranks are on several machines, so all boxes of a job are here at once
         for reader in job.readers:
@@ -334,7 +339,7 @@ class BoxParcels:
                 self._packed[reader, number] = [pack_box(values, box) for box in self._plan.boxes(job, reader)]
 
     def make_room(self) -> None:
-        """Make room for what goes and for what comes: what fails for lack of memory fails before the others wait."""
+        """Allocate memory to send and to receive, so that lack of memory fails before other ranks wait."""
         # Sorted by (reader, number): threads have packed in any order, and an all-to-all wants what goes to rank 0
         # first.  The receiver walks `plan.shared`, by owner, in the same order of numbers, and both take the boxes of a
         # job as `plan.boxes` has them.

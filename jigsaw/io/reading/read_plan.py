@@ -79,7 +79,7 @@ def choose_mode(places: FoundChunks, array: str, mode: str) -> str:
     """Choose how an array is read: in `mode`, or in the cheapest mode for ``"auto"``; alone where nothing is shared."""
     if places.needed.ranks == 1 or all(len(readers) == 1 for readers in places[array].readers.pattern.readers):
         return "independent"
-    # of equal costs the first, which hands over least: `PLAN_MODES` has the modes in that order
+    # of equal costs take the first mode, which hands over least: `PLAN_MODES` is in that order
     return mode if mode != "auto" else min(PLAN_MODES, key=lambda each: cost_of_mode(places, array, each))
 
 
@@ -92,7 +92,8 @@ def cost_of_mode(places: FoundChunks, array: str, mode: str) -> float:
     _, shared, sent = places[array].readers.pattern.totals(mode)
     if table.far:
         jobs = shared_jobs(places, {array: mode})
-        if mode == "cooperative":  # who owns a chunk changes what is sent, and the requests for objects of many chunks
+        # the owner of a chunk decides what is sent, and the number of requests for objects of many chunks
+        if mode == "cooperative":
             sent = sum(sent_values(places, job) for job in jobs)
         requests = _far_requests(places, array, mode, jobs, requests)
     return read_cost(table, requests, stored, decoded, sent * table.grid.itemsize, shared)
@@ -109,7 +110,7 @@ def _far_requests(places: FoundChunks, array: str, mode: str, shared: SharedJobs
     """Count the requests for an array of a far store; `requests` is the count if each chunk were its own object."""
     if places[array].has_own_objects():
         return requests
-    # chunks of an object are one request only for the rank that loads both: so ranks count, batch by batch
+    # two chunks of an object are one request only if one rank loads both, so requests are counted for each rank
     jobs_by_rank: defaultdict[int, list[ChunkJob]] = defaultdict(list)
     by_chunk = {job.chunk: job for job in shared}
     if mode == "cooperative":
@@ -127,7 +128,7 @@ def shared_jobs(places: FoundChunks, modes: Mapping[str, str]) -> SharedJobs:
     """Return the jobs whose chunk several ranks read, with their owners, in the order in which all ranks take them."""
     readers_of = places.needed.readers
     sharing = [name for name, mode in modes.items() if len(readers_of[name].pattern.shared_places(mode))]
-    if not sharing:  # near stores need not be asked for the sizes of private chunks then
+    if not sharing:  # then the sizes of private chunks of near stores need not be looked up
         return SharedJobs(order_of_jobs((), b"", b""), ())
     weights = np.concatenate([places[name].bytes_of_shared(modes[name]) for name in sharing])
     # Every rank works out the load of all, not its own alone: who owns what must come out alike everywhere, and the
@@ -159,7 +160,7 @@ def _private_bytes(places: FoundChunks, modes: Mapping[str, str]) -> ByReader:
 
 
 class FetchBatch(NamedTuple):
-    """Jobs whose bytes are fetched together, in so many requests; a chunk of unknown `size` counts as decoded."""
+    """Jobs whose bytes are fetched together, in `requests` requests; a chunk of unknown `size` counts as decoded."""
 
     jobs: tuple[ChunkJob, ...]
     requests: int
@@ -279,7 +280,7 @@ class ReadPlan:
         """Return the chunks of an array that a rank loads for itself alone, in C order."""
         readers_of, mode = self.needed.readers[name], self.modes[name]
         loads, shared, _ = readers_of.pattern.totals(mode)
-        if mode == "independent" or loads == shared:  # every chunk is, or none
+        if mode == "independent" or loads == shared:  # every chunk is shared, or none
             return self.needed.chunks(name, member) if mode == "independent" else []
         return [chunk for chunk in self.needed.chunks(name, member) if readers_of[chunk].is_alone(member, mode)]
 
@@ -333,14 +334,15 @@ class ReadPlan:
                 singly[readers.at[alone]] += rows[:, requests] * self.tables[name].far
         for job in self.shared:
             if job.owner == NO_OWNER:
-                table[job.readers[0], COUNT_COLUMN["missing"]] += 1  # all its readers fill, and one counts it
+                # all its readers fill their boxes, and the first one counts it
+                table[job.readers[0], COUNT_COLUMN["missing"]] += 1
             else:
                 row = self._counts_of(job.array, job.chunk, job.readers)
                 table[job.owner] += row
                 singly[job.owner] += row[requests] * self.tables[job.array].far
                 table[job.owner, sent] += sent_values(self.found, job) * self.tables[job.array].grid.itemsize
         if not all(array.has_own_objects() for array in self.found.values() if array.table.far):
-            # one request may bring many chunks of an object: those are counted by the batch
+            # one request may fetch many chunks of an object, so requests are counted by the batch
             batched = [sum(batch.requests for batch in self.batches(member)) for member in range(self.ranks)]
             table[:, requests] += np.array(batched) - singly
         return tuple(ReadCounts(*row) for row in table.tolist())
@@ -391,7 +393,7 @@ class ReadPlan:
     @property
     def lookups(self) -> LookupCounts:
         """Look-ups for all `rows` by a rank that knows nothing yet; `ReadEngine.looked_up` has those done."""
-        _ = self.rows  # asks for every part
+        _ = self.rows  # computing the rows looks up every part
         return self.found.lookups()
 
     @property

@@ -141,7 +141,7 @@ class RunningRead:
             raise PeerError(f"the plan is for {plan.ranks} ranks and {self.peers.size} share this reader")
         near = self.peers.neighbors
         self.local = {m: i for i, m in enumerate(near)}
-        # a slot is of one machine: each counts places of its own, among the jobs that its ranks load
+        # slots belong to one machine, so places are numbered among the jobs that its ranks load
         shared = plan.shared.loaded_by(near)
         self.sections = sections_in_slot_order(plan, shared, self.rank.lanes, cut=not self.peers.is_spread)
         # the threads of all ranks here, as all are to find the same slots; half of what the header has words for, since
@@ -198,7 +198,7 @@ class RunningRead:
         return False
 
     def _todo(self) -> Iterator[Callable[[], None]]:
-        """Yield what this rank loads, with what others wait for first."""
+        """Yield the loads of this rank, those that other ranks wait for first."""
         # As many lanes as threads, so all are under way at once. They have to be: an idle lane would keep a place lower
         # than those that the others wait for.
         for lane in range(self.rank.threads):
@@ -209,7 +209,7 @@ class RunningRead:
     def _work(self, todo: Iterator[Callable[[], None]]) -> None:
         try:
             while not self._stop.is_set():
-                with self._taking:  # a generator that runs in one thread refuses a second
+                with self._taking:  # a generator that runs in one thread raises when another one enters it
                     step = next(todo, None)
                 if step is None:
                     return
@@ -251,7 +251,8 @@ class RunningRead:
 
     def _show(self, at: int, section: ChunkSection, room: ByteArray) -> None:
         job, values = section.job, section.view(room)
-        self.parcels.pack(job, section.number, values)  # before it is shown: once its readers have it, the slot is free
+        # pack before the section is shown: once its readers have taken it, the slot may be used again
+        self.parcels.pack(job, section.number, values)
         if section.is_last:
             self._row().sent_bytes += sum(self.plan.box_bytes(job, m) for m in job.readers if m != self.me)
         if self.arena is not None:
@@ -262,7 +263,7 @@ class RunningRead:
     def _await_slot(self, at: int) -> None:
         """Wait until everybody here has taken the section that lay in the slot before: that of the place at - slots."""
         if at < self.slots:
-            return  # the read before was left by all, and with it every slot
+            return  # all ranks have left the read before, so every slot is free
         arena, job = self.arena, self.sections[at - self.slots].job
         assert arena is not None
         slot, last = at % self.slots, slot_ticket(self.number, at - self.slots)
@@ -333,7 +334,7 @@ class RunningRead:
 
     def _load(self, section: ChunkSection, room: ByteArray) -> ChunkLoadCounts:
         job, table, ahead = section.job, section.table, self.rank.ahead
-        room = room[: table.grid.bytes_of(job.chunk)]  # a slot is as large as the largest of all chunks
+        room = room[: table.grid.bytes_of(job.chunk)]  # a slot is as large as the largest chunk
         if ahead is None or not table.far:
             loaded = table.loader.load(job.chunk, room, self.plan.part_of(job))
         elif (fetched := ahead.take(self.plan, job)) is None:
@@ -355,7 +356,7 @@ class RunningRead:
             row.decoded_bytes += loaded.decoded
 
     def _check_missing(self, section: ChunkSection) -> None:
-        """Count the request that a far store needs to show that a chunk is missing; a near one says so beforehand."""
+        """Count the request by which a far store shows that a chunk is missing; a near store is asked beforehand."""
         job = section.job
         ref = self.plan.ref(job.array, job.chunk)
         if ref is not None and ref.length is not None:
@@ -374,18 +375,18 @@ class RunningRead:
         job, finder = section.job, section.table.finder
         if not finder.lacks_object(job.chunk):
             return
-        if job.array not in self._metadata_seen:  # one look an array and read
+        if job.array not in self._metadata_seen:  # look at most once an array and read
             finder.check_metadata()
             self._metadata_seen.add(job.array)
         if self.plan.request.missing == "error":
-            # how many others are missing is told as far as that is known without another request
+            # the number of missing chunks is given only where it takes no further request
             needed = self.plan.needed.readers[job.array]
             lacking = 0 if finder.places.files.far else sum(finder.locate(chunk) is None for chunk in needed)
             more = f" (it is one of {lacking} of the {len(needed)} chunks of that array in this read)"
             raise finder.missing_error(job.chunk, more * (lacking > 1))
 
     def _take_published(self) -> None:
-        """Take this rank's boxes out of the slots, whichever is shown first."""
+        """Take this rank's boxes out of the slots, in the order in which sections are shown."""
         if self.arena is None:
             return
         arena, slots = self.arena, self.slots
@@ -405,10 +406,10 @@ class RunningRead:
                 is_any_shown = arena.any_published([(slot, mark) for slot, mark, _ in window])
                 arena.wait(lambda is_any_shown=is_any_shown: self._went_wrong() or is_any_shown(), self.number)
                 continue
-            arena.check_digests(self.number)  # of another plan, the same ticket would be of other bytes
+            arena.check_digests(self.number)  # with another plan, the same ticket would stand for other bytes
             for slot, mark, section in shown:
                 self.take(section, section.view(arena.memory(slot, section.size)))
-                arena.release(slot, mark)  # the slot may hold something else from here on
+                arena.release(slot, mark)  # from here on the slot may be used again
             pending = [entry for entry in window if entry not in shown] + pending[slots:]
 
     def take(self, section: ChunkSection, values: AnyArray | None) -> None:

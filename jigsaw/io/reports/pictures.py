@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _DRAWN_BYTES = ("stored_bytes", "decoded_bytes", "useful_bytes", "sent_bytes")
-_BAR_GREYS = ("#222222", "#666666", "#999999", "#cccccc")
+_BAR_GRAYS = ("#222222", "#666666", "#999999", "#cccccc")
 
 
 def draw_plan(dataset: Dataset, plan: ReadPlan, path: str | Path) -> None:
@@ -96,7 +96,7 @@ def _draw_tiles(axes: Any, dataset: Dataset, plan: ReadPlan, shades: list[Any]) 
         held_rows, held_columns = plane(layout.held(coord))
         below, above = (held_rows[0], rows[0]), (rows[1], held_rows[1])
         left, right = (held_columns[0], columns[0]), (columns[1], held_columns[1])
-        # what is held beyond the owned box: strips of full width below and above, then the sides
+        # the halo around the owned box: strips of full width below and above, then the sides
         for strip in ((below, held_columns), (above, held_columns), (rows, left), (rows, right)):
             for part in product(*map(_wrap_interval, strip, cuts)):
                 axes.add_patch(Rectangle(*_rectangle_of(*part), fc=(*shades[rank][:3], 0.45), ec="none", hatch="////"))
@@ -148,12 +148,12 @@ def _draw_bars(axes: Any, plan: ReadPlan, shades: list[Any]) -> None:
     for i, name in enumerate(_DRAWN_BYTES):
         at = [group + (i - 1.5) * wide for group in range(len(rows))]
         megabytes = [getattr(row, name) / 1e6 for row in rows]
-        axes.bar(at, megabytes, wide, color=_BAR_GREYS[i], label=name.partition("_")[0])
+        axes.bar(at, megabytes, wide, color=_BAR_GRAYS[i], label=name.partition("_")[0])
     axes.set_xticks(range(len(rows)), names)
     for label, shade in zip(axes.get_xticklabels(), shades, strict=False):
         label.set(color=shade, weight="bold")
     axes.set(xlabel="rank", ylabel="MB")
-    # beside the bars: within the axes it hides those of the last ranks
+    # beside the bars: within the axes it would hide bars of the last ranks
     axes.legend(frameon=False, fontsize=9, ncols=len(_DRAWN_BYTES), loc="lower center", bbox_to_anchor=(0.5, 1.06))
     modes = " and ".join(sorted(set(plan.modes.values())))
     title = f"{modes}: {plan.total.chunks} chunks decoded, amplification {plan.amplification:.2f}"
@@ -199,7 +199,7 @@ def draw_field_map(
     if dataset.cells is not None:
         _draw_cells(values, dataset.cells, title, path)
     else:
-        _draw_values(_labelled_values(values, dataset), title, path, not dataset.counted)
+        _draw_values(_labeled_values(values, dataset), title, path, not dataset.counted)
     return title
 
 
@@ -208,7 +208,7 @@ def _draw_cells(values: NDArray[Any], grid: CellGrid, title: str, path: str | Pa
 
     figure = Figure(figsize=(10, 5.5), layout="constrained")
     axes: Any = figure.subplots()
-    side = 6e4 / max(grid.cells, 60)  # points cover the map, however many there are
+    side = 6e4 / max(grid.cells, 60)  # size of a point, so that points cover the map, however many there are
     low, high = np.nanquantile(values, (0.02, 0.98)) if np.isfinite(values).any() else (0.0, 1.0)
     drawn = axes.scatter(grid.lon, grid.lat, c=values, s=side, marker="s", lw=0, vmin=low, vmax=high, rasterized=True)
     figure.colorbar(drawn, ax=axes, extend="both")
@@ -217,7 +217,7 @@ def _draw_cells(values: NDArray[Any], grid: CellGrid, title: str, path: str | Pa
     save_figure(figure, path)
 
 
-def _labelled_values(values: Any, dataset: Dataset) -> xr.DataArray:
+def _labeled_values(values: Any, dataset: Dataset) -> xr.DataArray:
     """Return the values with what xarray draws beside them: coordinates that are numbers, and attributes."""
     import xarray as xr
 

@@ -40,7 +40,7 @@ from jigsaw.io.series.store_survey import StoreVariable
 
 TILE_GROWTH = 1.1
 """Largest growth of the largest tile for which cuts move to the edges of chunks: all ranks wait for that tile."""
-_CHUNK_ROWS, _CHUNK_LEVELS = (128, 256), 4  # sizes that are tried beside those that fit the cuts
+_CHUNK_ROWS, _CHUNK_LEVELS = (128, 256), 4  # sizes that are tried besides those that fit the cuts
 _LARGEST_CHUNK = 1 << 26
 _USUAL_RATIO = 0.5  # stored by decoded bytes, where the store does not tell
 _CHEAP_JOBS = 3000  # chunks times candidates that are planned in about a second
@@ -131,7 +131,7 @@ def recommend(
 
     *Sends*: nothing.
 
-    Raises: a `ReadError` or `ShardingError` as `jigsaw.io.open`; `ShardingError` when no mesh of so many ranks fits.
+    Raises: a `ReadError` or `ShardingError` as `jigsaw.io.open`; `ShardingError` when no mesh of `ranks` ranks fits.
 
     >>> best = jigsaw.io.recommend("globe.zarr", mesh={"lat": 4}, ranks=4)
     >>> [option.axes for option in best.meshes]
@@ -348,7 +348,7 @@ def shard_shape_of(
     for d in last_first:
         room = most // (prod(shard) * itemsize)
         needed = -(-dims[d][2] // chunks[d])
-        # 128 steps rather than 129: a power of two fits what else is cut along the dim
+        # 128 steps rather than 129: powers of two fit other cuts along the dim
         shard[d] = chunks[d] * (needed if needed <= room else 1 << max(room, 1).bit_length() - 1)
     return tuple(shard)
 

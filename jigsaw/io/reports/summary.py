@@ -247,7 +247,7 @@ def _summarize_grid(survey: StoreSurvey, variable: StoreVariable) -> GridSummary
 
 
 def _summarize_dim(role: str, values: NDArray[Any], attrs: Mapping[str, Any]) -> DimSummary:
-    # the places of texts stand for them, because texts do not have distances
+    # strings have no distances, so their places are used instead
     numbers = values.astype(np.float64) if values.dtype.kind in "fiu" else np.arange(len(values), dtype=np.float64)
     steps = np.diff(numbers)
     # coordinates are often rounded to float32

@@ -146,7 +146,7 @@ def fill_beyond_ends(
 
 _TURNING_NAMES = ("u10", "v10", "u100", "v100", "u", "v")
 _TURNING_STANDARD_NAMES = ("eastward", "northward", "x_wind", "y_wind")
-_AT_POLE_SHARE = 0.05  # of a step: a first row that near to the pole is the pole
+_AT_POLE_SHARE = 0.05  # share of a step: a first row that is nearer to the pole lies on it
 
 
 def pole_boundary(values: NDArray[Any], columns: int, halo: tuple[int, int], circle: int) -> DimBoundary:

@@ -29,7 +29,7 @@ def window_offsets(name: str, offsets: Any, axis: TimeAxis | None = None) -> tup
         or not isinstance(offsets, Iterable)
         or (isinstance(offsets, np.ndarray) and not offsets.ndim)
     ):
-        kind = "one string" if isinstance(offsets, str) else "no list"
+        kind = "one string" if isinstance(offsets, str) else "not a list"
         raise WindowError(f"{name}={offsets!r} is {kind}; give a list: {name}=[{offsets!r}]")
     wrong = [o for o in offsets if not (is_whole_number(o) or isinstance(o, str | timedelta | np.timedelta64))]
     if wrong:
@@ -74,7 +74,7 @@ def window_anchors(
             f"a window from offset {low} to {high} needs {span} steps, but the series has {steps}; "
             "use fewer offsets or select a longer time"
         )
-    # a gap after step b ends a run before b + 1
+    # a gap after step b: a run ends before b + 1
     runs = list(pairwise([start, *(b + 1 for b in sorted(breaks) if start < b + 1 < stop), stop]))
     anchors = [np.arange(a - low, b - high, dtype=np.int64) for a, b in runs if b - a >= span]
     if not anchors:
@@ -107,11 +107,11 @@ def choose_positions(
                         f"select={{{dim!r}: {choice_by_dim[dim]!r}}} is at other places of {dim!r} in array "
                         f"{variable.table.name!r} than in another field; open them one at a time"
                     )
-            elif size == 1:
-                positions_by_dim.setdefault(dim, (0,))
+            elif size == 1 or d not in variable.unchosen:
+                positions_by_dim.setdefault(dim, tuple(range(size)))
             else:
                 raise GridError(
-                    f"array {variable.table.name!r} has a dim {dim!r} of {size} that is no time, level or space; "
+                    f"array {variable.table.name!r} has a dim {dim!r} of {size} that is not time, level or space; "
                     f"choose one with select={{{dim!r}: 0}}, or a sample for each with select={{{dim!r}: 'all'}}"
                 )
     return positions_by_dim
@@ -135,7 +135,7 @@ def _chosen_dim(name: str, further: Mapping[str, StoreVariable], select: Mapping
     if len(dims_of_role) != 1:
         hint = {"level": "; a level is part of a field: 'geopotential@500'", "time": "; steps are picked by time="}
         raise GridError(
-            f"select names {name!r}, which is no further dim of the fields; there are {sorted(further)}"
+            f"select names {name!r}, which is not a further dim of the fields; there are {sorted(further)}"
             + hint.get(name, "")
         )
     if dims_of_role[0] in select:
@@ -187,11 +187,11 @@ def _position_range(
     axis = _time_axis_along(survey, variable, d)
     if len(ends) != 2 or (axis is None and not all(e is None or is_whole_number(e) for e in ends)):
         raise GridError(
-            f"select={{{dim!r}: {choice!r}}} is no range: give positions (start, stop), dates or durations "
+            f"select={{{dim!r}: {choice!r}}} is not a range: give positions (start, stop), dates or durations "
             "(first, last), or a list"
         )
     try:
-        plain = axis or decode_times(np.arange(variable.table.shape[d]), {})  # of which positions alone are asked
+        plain = axis or decode_times(np.arange(variable.table.shape[d]), {})  # only positions are asked for
         return plain.select(choice)
     except WindowError as e:
         raise GridError(f"select={{{dim!r}: {choice!r}}}: {e}") from e

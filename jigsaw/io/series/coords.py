@@ -2,8 +2,9 @@
 
 A *role* is the canonical name of a dim, whatever the store calls it: `time, level, lat, lon` on the globe, `z, y, x` in
 a volume, `y, x` on a curvilinear or projected grid; `cell` where each place has a latitude and a longitude of its own
-(HEALPix, ICON, reduced Gaussian grids, stations); `member` for an ensemble, `lead` for the time since a forecast began
-and `init` for when it did.  A dim of channels (``[time, channel, lat, lon]``) is `level`, too: its levels have names.
+(HEALPix, ICON, reduced Gaussian grids, stations); `member` for an ensemble, `trajectory` for runs of a simulation,
+`lead` for the time since a forecast began and `init` for when it did.  A dim of channels (``[time, channel, lat,
+lon]``) is `level`, too: its levels have names.
 A dim without a role keeps its own name.
 """
 
@@ -23,6 +24,11 @@ from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 CELL_ROLE = "cell"
 SPATIAL_ROLES = ("lat", "lon", "z", "y", "x", CELL_ROLE)
 _TIME_ROLES = ("time", "init", "lead")
+TRAJECTORY_ROLE = "trajectory"
+FURTHER_ROLES = (*_TIME_ROLES, "member", "level", TRAJECTORY_ROLE)
+"""Roles of dims that are not space."""
+BOUNDARY_ATTR = "boundary"
+"""The attribute of a coordinate with what lies beyond its first and its last row: open, wall or periodic."""
 DIM_ROLES = (*_TIME_ROLES, "member", "level", "channel", *SPATIAL_ROLES)
 _CHANNEL_DIMS = ("channel", "channels", "variable", "variables")
 
@@ -81,7 +87,7 @@ def role_of_dim(dim: str, attrs: Mapping[str, Any]) -> str | None:
     role = _said_role(attrs)
     axis, named = _ROLE_OF_AXIS.get(str(attrs.get("axis", "")).upper()), _ROLE_OF_NAME.get(dim.lower())
     if role:
-        # "hours since" is a time of some kind, and the name says which
+        # units like "hours since" mean a time, and the name says which one
         return named if role == "time" and "standard_name" not in attrs and named == "init" else role
     if axis == "time" and named in ("init", "lead"):
         return named
@@ -119,7 +125,7 @@ class DimNaming:
         for role, name in checked_mapping("dims", dims, "{'time': 'valid_time'}", GridError).items():
             if role not in DIM_ROLES:
                 raise GridError(
-                    f"dims={dict(dims or {})!r} names {role!r}, which is no role; there are {list(DIM_ROLES)}"
+                    f"dims={dict(dims or {})!r} names {role!r}, which is not a role; there are {list(DIM_ROLES)}"
                 )
             table = arrays.get(name)
             if name not in known and (table is None or len(table.dims) != 1):
@@ -134,12 +140,12 @@ class DimNaming:
 
 
 def _dims_along(along: str, known: set[str], arrays: Mapping[str, ArrayTable]) -> list[str]:
-    """Return the store's dims that `along` means: by their own name, or by their role."""
+    """Return the store's dims that `along` names, by their own name or by their role."""
     if isinstance(along, str) and along in known:
         return [along]
     meant = sorted(d for d in known if role_of_dim(d, arrays[d].attrs if d in arrays else {}) == along)
     if not meant:
-        raise GridError(f"along={along!r} is no dim of the store; it has {sorted(known)}")
+        raise GridError(f"along={along!r} is not a dim of the store; it has {sorted(known)}")
     return meant
 
 
@@ -174,7 +180,8 @@ class StoreCoordinates:
             if len(table.dims) == 1 and role and name != group + table.dims[0] and _can_be_role(table.dims[0], role):
                 self._auxiliary.setdefault((group, table.dims[0]), name)
         self._angles = {key: angles for key, angles in self._angles.items() if len(angles) == len(_ANGLES)}
-        for key, angles in self._angles.items():  # of its own a place along such a dim has neither
+        # a place along such a dim has both, so neither is the dim's coordinate
+        for key, angles in self._angles.items():
             if self._auxiliary.get(key) in angles.values():
                 del self._auxiliary[key]
 
@@ -226,11 +233,13 @@ class StoreCoordinates:
 
     def is_field(self, array: ArrayTable) -> bool:
         """Say whether an array has values along two spatial dims, or one of cells, and does not describe these."""
+        if array.roles:
+            return True
         stated, group = _said_role(array.attrs), _group_prefix(array.name)
         if not array.dims or stated in (*_ANGLES, CELL_ROLE) or array.name in self._bounds:
             return False
         spatial = set(SPATIAL_ROLES).intersection(self._roles(array))
-        if len(array.dims) == 1:  # of cells alone: no time of each, no coordinate
+        if len(array.dims) == 1:  # an array over cells alone is a field, unless it describes the cells
             named = {n for (g, _), angles in self._angles.items() if g == group for n in angles.values()}
             named |= {group + str(self.dggs(array).get("coordinate"))}
             describes = array.name in named or array.name == group + array.dims[0] or stated == "time"
@@ -305,6 +314,8 @@ class StoreCoordinates:
         return named
 
     def _roles(self, array: ArrayTable) -> tuple[str, ...]:
+        if array.roles:
+            return tuple(self.naming.roles.get(d, role) for d, role in zip(array.dims, array.roles, strict=True))
         plane = dict(zip(self.plane(array)[0], ("y", "x"), strict=False)) or self._cells(array)
         choices = [self.naming.roles.get(dim) for dim in array.dims]
         likely = [
@@ -312,10 +323,11 @@ class StoreCoordinates:
             for i, dim in enumerate(array.dims)
         ]
         roles = _without_rivals(likely, choices, array.dims)
-        if "time" not in roles:  # when forecasts began is the time of an array that lacks another
+        if "time" not in roles:  # an array without another time has the time at which its forecasts began
             roles = ["time" if role == "init" else role for role in roles]
         if CELL_ROLE in roles and any(pair <= set(roles) for pair in ({"lat", "lon"}, {"y", "x"})):
-            roles[roles.index(CELL_ROLE)] = f"other {array.dims[roles.index(CELL_ROLE)]}"  # cells of something else
+            # beside lat and lon, cells are of something else
+            roles[roles.index(CELL_ROLE)] = f"other {array.dims[roles.index(CELL_ROLE)]}"
         globe = bool(plane) or {"lat", "lon"} <= set(roles) or CELL_ROLE in roles
         channels = [dim for dim in array.dims if dim.lower() in _CHANNEL_DIMS and dim in roles]
         if len(channels) == 1 and not {"level", "z"} & set(roles) and (globe or "time" in roles):

@@ -165,7 +165,7 @@ def _channels_of_one(field: str, arrays: Mapping[str, LevelCoordinate | None]) -
 
 
 def _array_named(name: str, arrays: Mapping[str, LevelCoordinate | None]) -> str | None:
-    """Return the store's variable of that quantity, whichever of its names is used."""
+    """Return the store's variable for a quantity, under any of the quantity's names."""
     return next((n for n in (name, *_NAMES_OF_QUANTITY.get(name, ())) if n in arrays), None)
 
 

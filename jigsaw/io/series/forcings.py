@@ -38,7 +38,7 @@ from jigsaw.io.series.statistics import NormalizeArgument, Statistics, channel_s
 from jigsaw.io.series.times import parse_duration
 
 if TYPE_CHECKING:
-    from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable
+    from jigsaw.io.series.store_survey import RowOrder, StoreSurvey, StoreVariable
 
 ForcingValues = NDArray[np.float64]
 
@@ -258,9 +258,11 @@ def geographic_angles(
     survey: StoreSurvey,
     variable: StoreVariable,
     cells: CellGrid | None,
+    turn: RowOrder,
     asked: Sequence[str],
 ) -> GridAngles:
-    """Return the places of a variable's grid: of rows and columns, of cells, or of each point of a curvilinear grid.
+    """Return the places of a variable's grid: of rows and columns, of cells, or of each point of a curvilinear grid, of
+    which `turn` may take a part.
 
     Raises: `GridError` for a grid without geographic latitudes and longitudes: a volume, a rotated pole or a projection
     alone, dims without coordinates.
@@ -271,8 +273,10 @@ def geographic_angles(
     if angles:
         shape = variable.size("y"), variable.size("x")
         most = {"lat": 90, "lon": 720}
-        lat, lon = (degrees_of_places(survey, angles[name], shape, most[name]) for name in most)
-        return GridAngles.of(lat, lon, paired=True)
+        degrees = [degrees_of_places(survey, angles[name], shape, most[name]) for name in most]
+        starts = [(turn.rolled.get(dim, 0), len(np.asarray(grid[dim]))) for dim in ("y", "x")]
+        part = tuple(slice(first, first + count) for first, count in starts)
+        return GridAngles.of(degrees[0][part], degrees[1][part], paired=True)
     if tuple(grid) != ("lat", "lon"):
         raise GridError(
             f"forcings={list(asked)} need latitudes and longitudes, but the fields' spatial dims are {list(grid)} "

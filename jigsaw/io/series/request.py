@@ -20,6 +20,8 @@ from jigsaw.io.series.boundary import BoundaryRule, DimBoundary, pole_boundary
 from jigsaw.io.series.times import is_whole_number
 
 IndexPicks = tuple[tuple[int, int], ...]
+NanRule = str | float
+"""Rule for missing values: ``"keep"``, ``"raise"``, or the number that replaces them."""
 
 DROPPED_DIM = -1
 MISSING_RULES = ("error", "fill")
@@ -58,6 +60,7 @@ class ReadPart:
     against the layout's rows. `first` has for each stored dim the row that is the layout's row 0, where a window is
     smaller than the array. Along a flipped dim it is the layout's last row, and 0 for dims with picks. A window as long
     as the array wraps: it is rolled. `order` is that of the rows along the only dim of space, where they have one.
+    `nan` is a rule of its own for missing values.
     """
 
     array: str
@@ -67,6 +70,7 @@ class ReadPart:
     flip: tuple[int, ...] = ()
     first: tuple[int, ...] = ()
     order: StoredOrder | None = None
+    nan: NanRule | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class ReadRequest:
     scale: tuple[float, ...] = ()
     offset: tuple[float, ...] = ()
     dtype: str = "float32"
-    nan: str | float = "keep"
+    nan: NanRule = "keep"
 
     boundary: tuple[DimBoundary, ...] = ()
     missing: str = "error"

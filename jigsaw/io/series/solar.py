@@ -64,7 +64,7 @@ def solar_instants(times: ArrayLike) -> tuple[SolarInstant, ...]:
     try:
         stamps = flat.astype("datetime64[us]")
     except (ValueError, TypeError) as error:
-        raise UnsupportedStoreError(f"times from {str(flat[0])!r} on are no dates: {error}") from None
+        raise UnsupportedStoreError(f"times from {str(flat[0])!r} on are not dates: {error}") from None
     if np.isnat(stamps).any():
         raise UnsupportedStoreError("a time is missing (NaT), so the sun's place is unknown; drop it")
     return tuple(_instant_of_microseconds(t) for t in stamps.astype(np.int64).tolist())
@@ -166,7 +166,7 @@ def _checked_radians(name: str, values: ArrayLike, most: float, paired: bool) ->
     wide = degrees.astype(np.float64)
     if not (np.abs(wide) <= most + 1e-4).all():
         raise GridError(
-            f"{name} values {wide.min():g}..{wide.max():g} are no degrees of {name} (at most {most:g}), so the sun's "
+            f"{name} values {wide.min():g}..{wide.max():g} are not degrees of {name} (at most {most:g}), so the sun's "
             "place over them is unknown; leave the forcings out, or mend the coordinate"
         )
     return np.deg2rad(wide)
@@ -209,7 +209,7 @@ def _daylight_integral(sun: SunPosition, half: float, at: GridAngles) -> SolarVa
     first, last = _hour_angles(sun.hour - half, at), _hour_angles(sun.hour + half, at)
     passed = sunset.until(*last)
     passed -= sunset.until(*first)
-    # a span over midnight comes back below its start
+    # a span over midnight ends at an hour before its start
     over = (last[0] < first[0]) if half < math.pi else np.ones(at.lon.shape, np.bool_)
     passed += sunset.day() * over
     return np.maximum(passed, 0.0, out=passed)

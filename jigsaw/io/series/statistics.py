@@ -219,7 +219,7 @@ def _files_of_set(folder: Path, name: str, names: Mapping[str, str]) -> dict[str
 def _read_each(files: Mapping[str, Path], fields: FieldNames | None, source: str) -> Statistics:
     unknown = sorted(set(files) - set(ALL_STATISTICS))
     if unknown or not files:
-        raise FieldError(f"{source}: {unknown[:1] or 'nothing'} is no statistic; they are {list(ALL_STATISTICS)}")
+        raise FieldError(f"{source}: {unknown[:1] or 'nothing'} is not a statistic; they are {list(ALL_STATISTICS)}")
     missing = [str(p) for p in files.values() if not p.is_file()]
     if missing:
         raise FieldError(f"{source}: there is no file {missing[0]!r}")
@@ -443,17 +443,17 @@ def channel_scales(
 
 
 def _by_own_names(normalize: Mapping[str, Any], channels: Sequence[FieldChannel]) -> dict[str, Any]:
-    """Return `normalize` under the names that the channels have here."""
+    """Return `normalize` with the names that the channels have in this dataset."""
     strange = [key for key in normalize if not isinstance(key, str)]
     if strange:
-        raise FieldError(f"normalize names {strange[0]!r}, which is no string; its keys are names of fields")
+        raise FieldError(f"normalize names {strange[0]!r}, which is not a string; its keys are names of fields")
     own = {name for c in channels for name in (c.name, c.field, c.array)}
     names = {quantity_and_level(c.name): c.name for c in channels}
     other = {key: names.get(quantity_and_level(key)) for key in normalize if key not in own}
     unknown = sorted(key for key, name in other.items() if name is None)
     if unknown:
         raise FieldError(
-            f"normalize has {unknown[0]!r}, which is no field; the channels are {[c.name for c in channels]}"
+            f"normalize has {unknown[0]!r}, which is not a field; the channels are {[c.name for c in channels]}"
         )
     return {name: normalize[key] for key, name in other.items() if name} | {
         k: normalize[k] for k in normalize if k in own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,14 +14,20 @@ from numpy.typing import NDArray
 from jigsaw.errors import FieldError, GridError, WindowError
 from jigsaw.io.arguments import checked_names
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
-from jigsaw.io.series.coords import CELL_ROLE, SPATIAL_ROLES, DimNaming, StoreCoordinates
+from jigsaw.io.series.coords import (
+    BOUNDARY_ATTR,
+    CELL_ROLE,
+    FURTHER_ROLES,
+    SPATIAL_ROLES,
+    TRAJECTORY_ROLE,
+    DimNaming,
+    StoreCoordinates,
+)
 from jigsaw.io.series.fields import FieldChannel, LevelCoordinate
-from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart, StoredOrder
+from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, NanRule, ReadPart, StoredOrder
 from jigsaw.io.series.times import TimeAxis, decode_times, is_accumulated
 
 TIME_AT, CHANNEL_AT = 0, 1
-FIELD_ROLES = ("time", "level", *SPATIAL_ROLES)
-"""Roles of dims that are read whole, or picked by field and step; of any other dim a place must be chosen."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,9 @@ class StoreVariable:
 
     @property
     def space(self) -> tuple[str, ...]:
-        """Its spatial dims in canonical order."""
+        """Its spatial dims in canonical order, or as they are stored where the format names them."""
+        if self.table.roles:
+            return tuple(role for role in self.roles if role not in FURTHER_ROLES)
         return tuple(role for role in SPATIAL_ROLES if role in self.roles)
 
     def size(self, role: str) -> int:
@@ -45,7 +53,12 @@ class StoreVariable:
     @property
     def further(self) -> tuple[int, ...]:
         """Dims of which a place must be chosen: members, lead times, and those without a role."""
-        return tuple(d for d, role in enumerate(self.roles) if role not in FIELD_ROLES)
+        return tuple(d for d, role in enumerate(self.roles) if role not in ("time", "level", *self.space))
+
+    @property
+    def unchosen(self) -> tuple[int, ...]:
+        """Those of them that have no default: of trajectories all are samples."""
+        return tuple(d for d in self.further if self.roles[d] != TRAJECTORY_ROLE)
 
 
 class StoreSurvey:
@@ -93,6 +106,13 @@ class StoreSurvey:
     def attrs_along(self, variable: StoreVariable, dim: str) -> Mapping[str, Any]:
         """Return the attributes of the coordinate along a dim, by the store's name of it."""
         return self.coords.attrs(variable.table, dim)
+
+    def boundary_types(self, variable: StoreVariable) -> dict[str, tuple[str, str]]:
+        """Return what lies beyond the first and last row of each dim of space: ``open``, ``wall`` or ``periodic``;
+        nothing where the store does not say it.
+        """
+        stated = {role: self.attrs(variable, role).get(BOUNDARY_ATTR) for role in variable.space}
+        return {role: (ends[0], ends[1]) for role, ends in stated.items() if isinstance(ends, tuple)}
 
     @cached_property
     def levels(self) -> dict[str, LevelCoordinate | None]:
@@ -191,7 +211,8 @@ class StoreSurvey:
                     f"({other.size('time')} steps) have different times; open them one at a time"
                 )
         attrs = self.attrs(first, "time")
-        axis, missing = decode_times(raw, attrs), attrs.get("missing_dates", ())  # anemoi's, whose values are none
+        # anemoi's list of steps that hold no values
+        axis, missing = decode_times(raw, attrs), attrs.get("missing_dates", ())
         return axis.take(~np.isin(axis.stamps, np.array(missing, "datetime64[us]"))) if len(missing) else axis
 
 
@@ -235,19 +256,26 @@ ChoiceSteps = Sequence[tuple[Mapping[str, int], IndexPicks]]
 
 
 def read_parts_of(
-    channels: Sequence[FieldChannel], variables: Iterable[StoreVariable], moments: ChoiceSteps, turn: RowOrder
+    channels: Sequence[FieldChannel],
+    variables: Iterable[StoreVariable],
+    moments: ChoiceSteps,
+    turn: RowOrder,
+    nan: Sequence[NanRule] = (),
 ) -> tuple[ReadPart, ...]:
     """Return a part for each array and choice, of its time steps and all its levels. A variable without time fills
-    every destination step by a part of its own.
+    every destination step by a part of its own. Levels of an array whose rules for missing values differ, one a channel
+    in `nan`, are parts of their own.
     """
-    places: defaultdict[str, list[tuple[int, int | None]]] = defaultdict(list)
+    places: defaultdict[tuple[str, NanRule | None], list[tuple[int, int | None]]] = defaultdict(list)
     for i, channel in enumerate(channels):
-        places[channel.array].append((i, channel.level))
+        places[channel.array, nan[i] if nan else None].append((i, channel.level))
     return tuple(
-        part
+        replace(part, nan=rule)
         for v in variables
         for choice, steps in moments
-        for part in _parts_of_variable(v, places[v.table.name], choice, steps, turn)
+        for (array, rule), levels in places.items()
+        if array == v.table.name
+        for part in _parts_of_variable(v, levels, choice, steps, turn)
     )
 
 

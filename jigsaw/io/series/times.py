@@ -162,7 +162,7 @@ class TimeAxis:
                 f"every={frequency!r} is {count} steps of the series, {self._step()}, and so longer than all time; "
                 f"give at most the {len(self)} that there are"
             )
-        after = self.ticks - self.ticks[:1]  # of a series without a step, too
+        after = self.ticks - self.ticks[:1]  # `[:1]`, because the series may be empty
         off = np.abs(after - np.rint(after / wide).astype(np.int64) * wide) if wide else after
         return replace(self.take(np.flatnonzero(off <= self._slack)), usual=wide)
 
@@ -178,7 +178,7 @@ class TimeAxis:
         length, other = (months, microseconds) if self.monthly else (microseconds, months)
         count = round(length / self.usual)
         if other or abs(length - count * self.usual) > self._slack:
-            raise WindowError(f"{name}={wanted!r} is no whole number of the series' steps, which are {self._step()}")
+            raise WindowError(f"{name}={wanted!r} is not a whole number of the series' steps, which are {self._step()}")
         return count
 
     def _step(self) -> str:
@@ -212,7 +212,7 @@ def _two_ends(span: Any) -> tuple[Any, Any]:
     if isinstance(span, slice):
         return span.start, span.stop
     if not isinstance(span, list | tuple | np.ndarray) or len(span) != 2:
-        raise WindowError(f"time={span!r} is no span; give (first, last), like ('1979', '2015'), or a slice")
+        raise WindowError(f"time={span!r} is not a span; give (first, last), like ('1979', '2015'), or a slice")
     return span[0], span[1]
 
 
@@ -225,7 +225,7 @@ def later_times(stamps: NDArray[Any], by: Any) -> NDArray[Any]:
     """Return `stamps` a duration later, on any calendar; either may be the times, and the other the duration."""
     if isinstance(by, np.timedelta64) and stamps.dtype.kind == "O":
         return np.asarray(stamps + by.astype("timedelta64[us]").item(), dtype=object)
-    if stamps.dtype.kind == "m" and not isinstance(by, np.generic):  # durations after a cftime date
+    if stamps.dtype.kind == "m" and not isinstance(by, np.generic):  # the rest are durations from a cftime date
         return np.array([by + span for span in stamps.astype("timedelta64[us]").tolist()], dtype=object)
     return stamps + by
 
@@ -243,14 +243,14 @@ def parse_duration(duration: Any) -> tuple[int, int]:
     unit = match["unit"].lower() if match else ""
     if match is None or unit not in {**_MICROSECONDS, **_MONTHS}:
         raise WindowError(
-            f"{duration!r} is no number of steps, nor a duration like '6h', '-30min', '1 day', '3 months'"
+            f"{duration!r} is not a number of steps, nor a duration like '6h', '-30min', '1 day', '3 months'"
         )
     if not isfinite(float(match["count"])):
         raise WindowError(f"{duration[:40]!r}… is longer than all time")
     if unit in _MONTHS:
         months = float(match["count"]) * _MONTHS[unit]
         if not months.is_integer():
-            raise WindowError(f"{duration!r} is no whole number of months, and a part of one has no fixed length")
+            raise WindowError(f"{duration!r} is not a whole number of months, and a part of one has no fixed length")
         return 0, int(months)
     return round(float(match["count"]) * _MICROSECONDS[unit]), 0
 
@@ -288,7 +288,7 @@ def decode_times(raw: NDArray[Any], attrs: Mapping[str, Any]) -> TimeAxis:
 def _check_time_values(raw: NDArray[Any]) -> None:
     if raw.dtype.kind not in "iufmMO" or (raw.dtype.kind == "O" and not all(hasattr(t, "calendar") for t in raw)):
         raise UnsupportedStoreError(
-            f"the time coordinate holds {str(raw[0])!r}, which is no number; rewrite it with CF units such as "
+            f"the time coordinate holds {str(raw[0])!r}, which is not a number; rewrite it with CF units such as "
             "'hours since 1900-01-01', or name another coordinate with dims={'time': …}"
         )
     if raw.dtype.kind in "mM":
@@ -436,5 +436,5 @@ def _month_numbers(elapsed: NDArray[np.int64], digits: NDArray[np.int64] | None)
     if digits is None or len(elapsed) < 2 or np.median(np.diff(elapsed)) < 28 * _MICROSECONDS["day"]:
         return None
     days = digits // 10**6 % 100
-    # stamps that keep their place in the month are calendar steps, whatever the months' lengths
+    # times on the same day of each month are steps of a month, whatever the months' lengths
     return digits // 10**10 * 12 + digits // 10**8 % 100 if int(days.max() - days.min()) <= 3 else None

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from dask.distributed import Client
 
 T = TypeVar("T")
-_TASKS_AHEAD = 2  # tasks that each worker has at a time: one under way, one that waits
+_TASKS_AHEAD = 2  # tasks that a worker has at a time: one that runs and one that waits
 
 
 @contextmanager
 def dask_client(address: str | None, workers: int | None = None) -> Generator[Client]:
-    """Connect to the cluster at `address`; without one, start a local cluster of so many workers (one for each core).
+    """Connect to the cluster at `address`; without one, start a local cluster of `workers` (by default one a core).
 
     Raises: `FieldError` where dask's scheduler is not installed, or none answers at the address.
     """
@@ -28,12 +28,13 @@ def dask_client(address: str | None, workers: int | None = None) -> Generator[Cl
     local = {"n_workers": workers or None, "host": "127.0.0.1", "threads_per_worker": 1, "scheduler_kwargs": quiet}
     options: dict[str, Any] = local if address is None else {"address": address}
     try:
-        connection = Client(**options, set_as_default=False)  # one that fails as dask's default would remain it
+        # a client that fails to connect would otherwise stay dask's default
+        connection = Client(**options, set_as_default=False)
     except (ValueError, OSError) as error:
         if address is None:
             raise
         raise FieldError(
-            f"no dask scheduler answers at {address!r} ({error}); give one that runs, like tcp://host:8786"
+            f"no dask scheduler answers at {address!r} ({error}); give the address of a running one, like tcp://host:8786"
         ) from error
     with connection as client:
         yield client

@@ -121,7 +121,7 @@ class StepSeries:
         d = self.dataset
         steps = hashlib.sha256(elapsed_times(d).tobytes()).hexdigest()[:16]
         scales = [x.hex() for x in (*d.scale, *d.offset)]
-        order = [] if d.turn.cells is None else [d.turn.cells]  # each rank counts other cells then
+        order = [] if d.turn.cells is None else [d.turn.cells]  # the ranks then count different cells
         scaled = hashlib.sha256(repr((scales, d.nan, sorted(d.select.items()), *order)).encode()).hexdigest()[:16]
         sizes = dict(zip(d.frame.dims, d.frame.sizes, strict=True))
         return {
@@ -264,7 +264,7 @@ class _CarriedTile:
         if ranks == 1:
             self.before = tiles[-1].copy()
             return before
-        # a ring along `data`: the last rank's tile goes to the first, which needs it for the next block
+        # a ring along `data`: the last rank's tile goes to the first rank, which needs it for the next block
         me = self.at[self.names.index(DATA_AXIS)]
         last = torch.from_numpy(tiles[-1:].copy()).to(self.mesh.device_type)
         arrived = wire_memory(last, tiles.shape[1:])
@@ -299,7 +299,7 @@ def _check_dataset_travels(dataset: Dataset) -> None:
             "open it on a mesh of one rank, or leave the client out"
         )
     if dataset.store.url.startswith("xarray dataset"):
-        # what is dask's in it would wait for workers that all wait for it
+        # tasks of dask within it would wait for workers that all wait for them
         raise FieldError(
             f"client= needs a store that workers open by themselves, not an {dataset.store.url}; "
             "open the files by path or URL, or leave the client out"

@@ -85,7 +85,7 @@ class ChannelMoments:
         t = self.table
         is_any = t[_COUNT] > 0
         variance = np.divide(t[_M2], t[_WEIGHT], out=np.full_like(t[_M2], np.nan), where=t[_WEIGHT] > 0)
-        alike = t[_MIN] == t[_MAX]  # a mean that is rounded would give what never varies a std of 1e-13
+        alike = t[_MIN] == t[_MAX]  # a rounded mean would give constant values a std of 1e-13
         mean, std = np.where(alike, t[_MIN], t[_MEAN]), np.where(alike, 0.0, np.sqrt(variance))
         columns = {"mean": mean, "std": std, "min": t[_MIN], "max": t[_MAX]}
         blank = {name: np.where(is_any, values, np.nan) for name, values in columns.items()}

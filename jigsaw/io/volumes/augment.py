@@ -196,7 +196,7 @@ class Affine(Augmentation):
     - `degrees`: about each axis, an angle of -degrees to degrees; ``{"z": 15}`` turns within slices alone; in the
       world, so that bodies keep their shape where voxels are longer along one dim;
     - `scale`: the range of the zoom, above 1 larger;
-    - `shift`: along each dim by at most so many voxels.
+    - `shift`: the most voxels of a shift along each dim.
     """
 
     degrees: float | Mapping[str, float] = 15.0
@@ -217,7 +217,7 @@ class Affine(Augmentation):
     def _step(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep:
         dims = len(grid.dims)
         turn = np.eye(dims)
-        for axis in "zyx":  # a plane turns about z alone
+        for axis in "zyx":  # a plane can only turn about z
             most = self.degrees.get(axis, 0.0) if isinstance(self.degrees, Mapping) else self.degrees
             angle = math.radians(draws.between(-most, most))
             plane = [d for d in grid.dims if d != axis]

@@ -48,7 +48,7 @@ _label_scratch = ScratchMemory()
 
 @dataclass(frozen=True)
 class Foreground:
-    """Weights that pull crops towards the foreground of the label map.
+    """Weights that pull crops toward the foreground of the label map.
 
     A crop is centered on a foreground voxel with the probability ``pos / (pos + neg)``, else on a background voxel, as
     in MONAI's ``RandCropByPosNegLabel``. The center moves inwards where the crop would reach beyond the volume. Missing
@@ -118,7 +118,7 @@ class FoundVoxels:
         classes = dict(self.classes)
         for label, more in other.classes.items():
             classes[label] = classes.get(label, KeptVoxels()).merged(more, kept)
-        classes = dict(sorted(classes.items()))  # the order in which `crop_origin` draws a class
+        classes = dict(sorted(classes.items()))  # `crop_origin` draws a class by its place in this order
         labels = frozenset(sorted(self.labels | other.labels)[:_MOST_CLASSES])
         return FoundVoxels(self.background.merged(other.background, kept), classes, labels)
 
@@ -149,7 +149,7 @@ def find_foreground(
         if volume is not None and (n := volume.channels) != 1:
             raise GridError(f"{volume.url} has {n} channels; foreground is found in label maps of one channel")
     me, ranks = place_in_mesh(mesh)
-    # what the first rank's cache has counts for all: ranks that see other folders would search other label maps
+    # the first rank's cache decides for all: ranks that see different folders would search different label maps
     maps = {i: volume for i, volume in enumerate(labels) if volume is not None}
     known = result_of_first_rank(
         mesh, me == 0, lambda: {i: _read_foreground(v, search) for i, v in maps.items()} if weights.cache else {}
@@ -193,7 +193,7 @@ def _search_volume(
     def search() -> FoundVoxels:
         stored, own_voxels = volume.stored[0], FoundVoxels()
         for at, index in enumerate(stored.table.grid.indices()):
-            if (number + at) % ranks == me:  # label maps of one chunk each are shared out too
+            if (number + at) % ranks == me:  # label maps of one chunk are divided among ranks, too
                 own_voxels = _search_chunk(volume, stored, index, asked, own_voxels)
         return own_voxels
 
@@ -251,7 +251,8 @@ def _search_values(
 
 
 def _sift_voxels(values: NDArray[Any], flat: NDArray[np.int64], asked: Foreground, so_far: FoundVoxels) -> FoundVoxels:
-    if values.dtype.kind == "f":  # as they are read: rounded; what is missing is neither foreground nor background
+    # labels are rounded, as when they are read; a missing one is neither foreground nor background
+    if values.dtype.kind == "f":
         known = np.isfinite(values)
         values, flat = np.rint(values[known]), flat[known]
     labels = frozenset[int]() if asked.classes is None else frozenset(map(int, np.unique(values).tolist()))
@@ -259,7 +260,7 @@ def _sift_voxels(values: NDArray[Any], flat: NDArray[np.int64], asked: Foregroun
     front = values != 0 if asked.classes is None else np.isin(values, asked.classes)
     for label, mask in _class_masks(values, front, asked):
         old = so_far.background if label is None else so_far.classes.get(label, KeptVoxels())
-        near = mask & (hashes < old.bound(asked.kept))  # of the others no hash is small enough
+        near = mask & (hashes < old.bound(asked.kept))  # the other voxels' hashes are too large to be kept
         sifted[label] = KeptVoxels(int(mask.sum()), flat[near], hashes[near])
     classes = {label: more for label, more in sifted.items() if label is not None}
     return so_far.merged(FoundVoxels(sifted.get(None, KeptVoxels()), classes, labels), asked.kept)
@@ -293,7 +294,7 @@ def _foreground_file(volume: StoredVolume, asked: _LabelSearch) -> str | None:
     for values in arrays:
         digest.update(np.ascontiguousarray(values).tobytes())
     for path in () if arrays else dict.fromkeys(table.finder.path(index) for index in table.grid.indices()):
-        state = size_and_change(path)  # None also for a chunk that its folder lacks
+        state = size_and_change(path)  # None also where the folder lacks a chunk
         if state is None and (table.places.files.far or table.decoder is None):
             return None
         digest.update(f"{path} {state}".encode())
@@ -302,7 +303,7 @@ def _foreground_file(volume: StoredVolume, asked: _LabelSearch) -> str | None:
 
 def _foreground_cache(asked: _LabelSearch) -> CacheFolder:
     folder = user_cache_folder(asked.how.cache)
-    assert folder is not None  # nothing is looked for without one
+    assert folder is not None  # without a cache, nothing is looked up
     return folder
 
 
@@ -377,7 +378,7 @@ def crop_origin(
     respacing: GridRespacing | None = None,
 ) -> tuple[int, ...]:
     """Draw the first row of a crop along each dim; a volume that is smaller, below row 0 then, lies in its middle."""
-    stored = respacing.stored if respacing else shape  # where foreground was found
+    stored = respacing.stored if respacing else shape  # the shape in which foreground was found
     center = None if weights is None or voxels is None else _foreground_center(stored, draws, weights, voxels)
     if center and respacing:
         center = respacing.nearest_voxel(center)

@@ -27,7 +27,7 @@ from jigsaw.geometry.cut import Box, Cut, Interval, box_shape
 Matrix = NDArray[np.float64]
 Values = NDArray[np.float64]
 _VECTOR = 64
-_ROUNDING = 1e-6  # what positions may be off by, in voxels: a box is that much wider than what it is made for
+_ROUNDING = 1e-6  # rounding error of positions, in voxels, by which boxes are made wider
 
 
 class VoxelStep(ABC):
@@ -101,7 +101,7 @@ class NoiseStep(VoxelStep):
 
     def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], is_label: bool) -> Tensor:
         bits = hashed_places(self.key, ((0, block.shape[0]), *target))
-        # Box and Muller's, of the upper and the lower half of the bits
+        # Box and Muller's method, from the upper and the lower half of the bits
         first = ((bits >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
         second = (bits & np.uint64(0xFFFFFFFF)).astype(np.float64) * (2 * math.pi * 2.0**-32)
         drawn = np.sqrt(-2 * _in_whole_vectors(np.log, first)) * _in_whole_vectors(np.cos, second)
@@ -156,7 +156,7 @@ class WarpStep(VoxelStep):
         shape = box_shape(target)
         if not math.prod(shape):
             return block.new_zeros(block.shape[0], *shape)
-        # the places come from those of the sample alone, and each sum has one order, so all meshes find the same bits
+        # places depend on the sample alone, and each sum has one order, so results have the same bits on all meshes
         places = [at.expand(shape).reshape(-1) for at in self.places(target, sizes)]
         flat = block.reshape(block.shape[0], -1)
         strides = [math.prod(block.shape[2 + d :]) for d in range(len(shape))]
@@ -233,7 +233,8 @@ class ElasticStep(WarpStep):
     def needed(self, cuts: Sequence[Cut], sizes: Sequence[int]) -> list[Cut]:
         def reach(held: Interval) -> Interval:
             a, b = held
-            return _reach_of_places(a - self.most, b - 1 + self.most) if a < b else held  # a mean of random ones
+            # a mean of ones of at most `most`
+            return _reach_of_places(a - self.most, b - 1 + self.most) if a < b else held
 
         return [replace(cut, held=tuple(map(reach, cut.held))) for cut in cuts]
 

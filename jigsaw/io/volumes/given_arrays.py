@@ -165,7 +165,7 @@ def store_of_given(source: Any, dims: Sequence[str] | None) -> ArrayStore | None
     if image is not None:
         attrs = {"affine": image.affine.tolist()}
         return _store_of_array(image.values if values is None else values, dims or image.dims, attrs)
-    # zarr's and xarray's own have names of dims, and chunks that may be missing
+    # arrays of zarr and xarray have names of dims, and their chunks may be missing
     if values is None and isinstance(source, _IndexedArray) and not isinstance(source, _kinds_of_stores()):
         return _store_of_array(source, dims, {})
     return None if values is None else _store_of_array(values, dims, {})
@@ -177,7 +177,7 @@ def _store_of_array(values: _IndexedArray, dims: Sequence[str] | None, attrs: Ma
     if not names:
         wanted = "[C, z, y, x], [z, y, x] or [y, x]" if dims is None else f"[{', '.join(dims)}]"
         raise GridError(
-            f"an array of shape {values.shape} is no volume {wanted}; name its dims, like dims=('x', 'y', 'z')"
+            f"an array of shape {values.shape} is not a volume {wanted}; name its dims, like dims=('x', 'y', 'z')"
         )
     named = open_array_source(ArrayVolume(values, names, attrs))
     return replace(named, url=f"array {list(values.shape)} of {values.dtype}")
@@ -196,7 +196,7 @@ def with_given_dims(store: ArrayStore, dims: Sequence[str] | None) -> ArrayStore
 
 
 def _dims_for(count: int, dims: Sequence[str]) -> tuple[str, ...] | None:
-    """Return those of the given dims that an array with so many has: a label map may lack the channels."""
+    """Return which of `dims` an array of `count` dims has: a label map may lack the channels."""
     whole = tuple(dims)
     space = tuple(d for d in whole if d != "channel")
     return next((names for names in (whole, space) if names and len(names) == count), None)

@@ -37,7 +37,7 @@ _MOST_TILT = 1e-4
 
 @dataclass(frozen=True)
 class PyramidLevel:
-    """One level along z, y, x: how many rows of the level before are one of its rows, and where those lie."""
+    """One level along z, y, x: sizes, how many rows of the level before make one row, spacing and origin."""
 
     sizes: tuple[int, ...]
     factors: tuple[int, ...]
@@ -73,14 +73,16 @@ def pyramid_levels(sizes: Sequence[int], affine: AffineMatrix, levels: int | Non
         or steps.min() <= 0
     ):
         raise GridError(
-            f"OME-Zarr has spacings and an origin, no axes that are turned, and the affine is {affine.tolist()}; open "
+            f"OME-Zarr stores spacings and an origin, and no rotation, but the affine {affine.tolist()} has one; open "
             "the volumes with orientation='RAS', write .nii, or give affine="
         )
     steps_down = [PyramidLevel(tuple(sizes), (1, 1, 1), tuple(steps.tolist()), tuple(affine[at, 3].tolist()))]
     while len(steps_down) < levels if levels is not None else max(steps_down[-1].sizes) > _SMALL_SIDE:
         further = steps_down[-1].coarser()
         if further is None:
-            raise WriteError(f"levels={levels}: a volume of {tuple(sizes)} has {len(steps_down)}, down to one voxel")
+            raise WriteError(
+                f"levels={levels}: a volume of {tuple(sizes)} has only {len(steps_down)}; the last is one voxel"
+            )
         steps_down.append(further)
     return steps_down
 
@@ -112,11 +114,11 @@ def write_pyramid(
 ) -> None:
     """Write a tile [C, z, y, x] and its coarser levels.
 
-    *Sends*: the rows that another rank makes a level or writes a chunk of; no rank has a whole level.
+    *Sends*: rows that another rank needs for its part of a level, or for a chunk that it writes; never a whole level.
     *Raises*: `WriteError` when anything fails on any rank.
     """
     has_channels = image.shape[0] > 1
-    mesh, sink = image.mesh, ZarrSink(where, None, {}, "write it again: it is not whole")
+    mesh, sink = image.mesh, ZarrSink(where, None, {}, "it is incomplete; write it again")
     sources = list[TileSource]()
     for number, level in enumerate(levels):
         image = coarser_tile(image, level.factors, rule) if number else image
@@ -150,7 +152,8 @@ def coarser_tile(tile: Tile, factors: Sequence[int], rule: str) -> Tile:
     halved = [
         Cut(-(-c.size // f), tuple(-(-p // f) for p in c.points), c.axes) for c, (_, f) in zip(even, wide, strict=True)
     ]
-    for d, f in enumerate(factors, start=1):  # the last row of an odd dim, again, changes neither mean nor mode
+    # the last row of an odd dim is repeated, which changes neither mean nor mode
+    for d, f in enumerate(factors, start=1):
         if f == 2 and block.shape[d] % 2:
             block = torch.cat([block, block.narrow(d, block.shape[d] - 1, 1)], d)
     coarse = (_mean_of_blocks if rule == "mean" else _mode_of_blocks)(block, factors)

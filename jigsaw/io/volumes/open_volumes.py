@@ -134,7 +134,7 @@ def _channels_of_dataset(root: Path) -> dict[str, str]:
         facts: Any = json.loads(about.read_text()) if about.is_file() else {}
         named: Any = facts.get("channel_names", facts.get("modality", {}))
         return {f"{int(number):04d}": str(name) for number, name in named.items()}
-    except (AttributeError, ValueError) as e:  # no JSON, no mapping, no numbers
+    except (AttributeError, ValueError) as e:  # the file is not JSON, not a mapping, or has no numbers
         raise FieldError(
             f"{about} does not say which channels there are, as nnU-Net's and the Decathlon's do: {e}"
         ) from e
@@ -244,13 +244,13 @@ def open_volumes(
     - `crop`: rows along z, y, x. What a smaller volume lacks is `fill` (`label_fill`), half of it on either side. None
       takes whole volumes, each filled up to a multiple of `align`, and in a batch to the largest in it;
     - `crops`: how many of each volume make an epoch;
-    - `orientation`: the end of the world towards which x, y and z run, like ``"RAS"``. Axes are permuted and flipped
+    - `orientation`: the end of the world toward which x, y and z run, like ``"RAS"``. Axes are permuted and flipped
       while they are read, each volume by its own affine (a label map without one like its image). The result is that of
       MONAI's ``Orientation`` and, for RAS, of nibabel's ``as_closest_canonical``; by default axes stay as stored;
     - `spacing`: the distance of voxels along z, y, x, or one for all, in the unit of the files (mm in most). Each rank
       reads the stored rows that its own lie between, after `orientation`. It interpolates images linearly and labels to
       the nearest, on the grid of MONAI's ``Spacing``; `crop` counts voxels of that grid;
-    - `foreground`: weights crops towards labeled voxels (`jigsaw.io.Foreground`) of the stored label maps; without it
+    - `foreground`: weights crops toward labeled voxels (`jigsaw.io.Foreground`) of the stored label maps; without it
       every place is equally likely;
     - `spec`, `halo`, `split`, `align`: how a crop is cut, as in `jigsaw.io.open`; labels do not have a halo;
     - `boundary`: the content of the halo beyond the ends of a crop, by dim. With ``"reflect"``, ``"replicate"`` or
@@ -344,7 +344,7 @@ def open_volumes(
         for volume in range(len(opened.images)):
             step.check_fits(opened.sample_grid(volume))
     _check_nothing_beyond(opened)
-    for index in range(0, len(opened), crops):  # what cannot be planned is refused here, not at the first batch
+    for index in range(0, len(opened), crops):  # refuse here what cannot be planned, not at the first batch
         opened.plans_of(opened.crop(index), opened.frame_of([index]))
     return replace(opened, found=find_foreground(maps, foreground, device_mesh, renamed)) if foreground else opened
 
@@ -465,7 +465,9 @@ def _check_volumes_match(images: Sequence[StoredVolume], labels: Sequence[Stored
         for other in volumes[1:]:
             own, theirs = getattr(volumes[0], kind), getattr(other, kind)
             if own != theirs:
-                raise GridError(f"{volumes[0].url} has {kind} {own} and {other.url} {theirs}: they make no one batch")
+                raise GridError(
+                    f"{volumes[0].url} has {kind} {own} and {other.url} {theirs}: one batch cannot hold both"
+                )
     for each in images:
         _check_affines_match(each, "the channels of one image", each.affines)
     for image, label in zip(images, labels, strict=False):
@@ -493,7 +495,7 @@ def _label_fill(fill: Any, dtype: torch.dtype) -> int:
     held = torch.iinfo(dtype)
     try:
         number = int(fill)
-    except (TypeError, ValueError, OverflowError):  # no number, NaN, infinite
+    except (TypeError, ValueError, OverflowError):  # not a number, NaN or infinite
         number = None
     if number is None or number != fill or not held.min <= number <= held.max:
         raise FieldError(f"label_fill={fill!r} must be an integer that {dtype} holds, from {held.min} to {held.max}")

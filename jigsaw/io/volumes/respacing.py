@@ -39,7 +39,7 @@ class ImageIntensities:
     def of(cls, normalize: Any, window: Any, channels: int) -> ImageIntensities:
         """Make the intensities of an image. Raises: `FieldError` unless given (mean, std) and (low, high)."""
         pair = window
-        if isinstance(window, Statistics):  # their lowest and highest percentile
+        if isinstance(window, Statistics):  # the lowest and the highest percentile
             names = [name for name in window.columns if name.startswith(PERCENTILE_PREFIX)]
             names.sort(key=lambda name: float(name.removeprefix(PERCENTILE_PREFIX)))
             pair = [window.columns[name] for name in names[:1] + names[-1:]]
@@ -111,7 +111,7 @@ def _channel_pair(pair: Any, channels: int) -> ChannelPair | None:
         return None
     try:
         a, b = (np.broadcast_to(np.asarray(v, np.float64), (channels,)) for v in pair)
-    except (TypeError, ValueError):  # no numbers, or not one for each channel
+    except (TypeError, ValueError):  # not numbers, or not one for each channel
         return None
     return (a, b) if np.isfinite(a).all() and np.isfinite(b).all() else None
 

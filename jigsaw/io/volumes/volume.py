@@ -32,7 +32,7 @@ _WORLD_ENDS = ("LR", "PA", "IS")  # names of the low and the high end of each ax
 
 
 def orientation_codes(affine: NDArray[np.float64]) -> str:
-    """Return the world ends that x, y and z run towards, as ``"RAS"`` or ``"LPS"``: nibabel's ``aff2axcodes``."""
+    """Return the world ends that x, y and z run toward, as ``"RAS"`` or ``"LPS"``: nibabel's ``aff2axcodes``."""
     return "".join(_WORLD_ENDS[axis][sign > 0] for axis, sign in _world_axes(affine))
 
 
@@ -40,9 +40,9 @@ def _world_axes(affine: NDArray[np.float64]) -> tuple[tuple[int, int], ...]:
     """Return for x, y and z the world axis that each runs along most, and its sign: nibabel's ``io_orientation``."""
     columns = affine[:3, :3] / np.linalg.norm(affine[:3, :3], axis=0)
     u, _, v = np.linalg.svd(columns)
-    turned = u @ v  # the closest rotation: shears are out
+    turned = u @ v  # the closest rotation, so without shears
     axes = dict[int, tuple[int, int]]()
-    # the surest first, so that an axis that lies between two takes what the others leave
+    # the clearest axes first, so that an axis between two takes the one that is left
     for voxel in np.argsort(np.min(-(turned**2), axis=0), kind="stable").tolist():
         world = int(np.argmax(np.abs(turned[:, voxel])))
         axes[voxel] = world, 1 if turned[world, voxel] > 0 else -1
@@ -59,7 +59,7 @@ class AxisTurn:
 
     @classmethod
     def of(cls, affine: NDArray[np.float64], codes: str) -> AxisTurn:
-        """Return the turn that makes axes placed by `affine` run towards the ends that `codes` name."""
+        """Return the turn that makes axes placed by `affine` run toward the ends that `codes` name."""
         asked = [next(w for w, ends in enumerate(_WORLD_ENDS) if code in ends) for code in codes]
         have = _world_axes(affine)
         targets = tuple(asked.index(world) for world, _ in have)
@@ -102,7 +102,7 @@ def checked_orientation(orientation: Any) -> str | None:
         or len(codes) != 3
     ):
         raise FieldError(
-            f"orientation={orientation!r} must say towards which end x, y and z run, by one letter each of L or R, "
+            f"orientation={orientation!r} must say toward which end x, y and z run, by one letter each of L or R, "
             "P or A, I or S, like 'RAS'"
         )
     return codes
@@ -323,7 +323,7 @@ def _open_level(source: Any, level: int, dims: tuple[str, ...] | None) -> ArrayS
     if is_multiscale_group(store.attrs):
         return multiscale_level(store, level)
     if level:
-        raise MissingLevelError(f"level={level}: {store.url} is no OME-Zarr image, so it has level 0 alone")
+        raise MissingLevelError(f"level={level}: {store.url} is not an OME-Zarr image, so it has level 0 alone")
     return with_given_dims(store, dims)
 
 
@@ -367,7 +367,7 @@ def affine_of_array(store: ArrayStore, table: ArrayTable) -> AffineMatrix | None
         return None
     try:
         affine = np.asarray(value, np.float64)
-    except (TypeError, ValueError):  # texts, or rows of several lengths
+    except (TypeError, ValueError):  # strings, or rows of different lengths
         affine = np.zeros(0)
     if affine.shape != (4, 4) or not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-300:
         raise GridError(f"{store.url}: affine {value!r} must be an invertible 4 x 4 matrix of numbers")

@@ -37,7 +37,7 @@ from jigsaw.io.volumes.volume import AffineMatrix, RenamedLabels, StoredVolume, 
 from jigsaw.ranks.mesh import mesh_coordinate
 from jigsaw.tile.tile import Tile
 
-_VOLUMES_COMPARED = 8  # number of volumes that ranks compare before they read, spread over all
+_VOLUMES_COMPARED = 8  # number of volumes, spread over all, that ranks compare before they read
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,8 @@ class Volumes(MeshSamples):
         kinds = list(zip(blocks, layouts, (self.fill, self.label_fill), strict=True))
         for i, crop in enumerate(crops):
             plans, volume = engine.prepared(partial(self.plans_of, crop, frame)), self.images[crop.volume]
-            for is_label, ((block, layout, fill), plan) in enumerate(zip(kinds, plans, strict=False)):  # labels or none
+            # a volume without labels has one plan
+            for is_label, ((block, layout, fill), plan) in enumerate(zip(kinds, plans, strict=False)):
                 values = None if is_label else self.intensities[crop.volume]
                 if chain := crop.chain(volume, bool(is_label), fill, values):  # a label map has the grid of its image
                     source, held = (
@@ -498,7 +499,7 @@ class VolumeLoader(EpochLoader[Volumes, _LocalCrops, VolumeBatch]):
         """Let the user's functions have each image, as a tile on the ranks that share it."""
         ds, frame = self.dataset, self.dataset.frame_of(turn.samples)
         shared = [name for name, _ in frame.domain]
-        # where each rank has samples of its own nothing cuts the tile, so nothing is sent on the mesh of all
+        # where each rank has samples of its own, no axis cuts the tile, so nothing is sent on the whole mesh
         mesh = self._mesh[tuple(shared)] if shared and len(shared) < len(frame.axes) else self._mesh
         layout = frame.layout((ds.images[0].channels,), (None,), axes=frame.domain if shared else frame.axes)
         for image, sample in zip(images, self._own_samples(turn), strict=True):

@@ -113,7 +113,7 @@ def _percentile_columns(
     slabs: VolumeSlabs, uppers: HalfCounts, percentiles: tuple[float, ...]
 ) -> dict[str, NDArray[np.float64]]:
     """Find each percentile between two values of known places in the order, by a second pass."""
-    starts = np.cumsum(uppers, axis=1) - uppers  # how many values come before each upper half
+    starts = np.cumsum(uppers, axis=1) - uppers  # the number of values before each upper half
     counts = uppers.sum(axis=1)
     places = [sorted({at for q in percentiles for at in _places_around(q, int(n))[:2]}) for n in counts]
     halves = [
@@ -158,7 +158,7 @@ def _places_around(q: float, count: int) -> tuple[int, int, float]:
 
 def _ordered_keys(values: NDArray[np.float32]) -> NDArray[np.uint32]:
     """Return integers in the order of the numbers, without NaN: negative ones flip all bits, others the first."""
-    bits = (values[~np.isnan(values)] + np.float32(0)).view(np.uint32)  # -0.0 as 0.0
+    bits = (values[~np.isnan(values)] + np.float32(0)).view(np.uint32)  # -0.0 counts as 0.0
     return np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
 
 

@@ -35,7 +35,7 @@ _NIFTI_CODES = {"u1": 2, "i2": 4, "i4": 8, "f4": 16, "f8": 64, "i1": 256, "u2": 
 _STORED_AS = {
     torch.bool: torch.uint8, torch.int64: torch.int32, torch.float16: torch.float32, torch.bfloat16: torch.float32
 }  # fmt: skip
-_UNITS_AT, _MILLIMETRES, _SCANNER = 123, 2, 1
+_UNITS_AT, _MILLIMETERS, _SCANNER = 123, 2, 1
 _KEPT_FIELDS = ((_UNITS_AT, 1), (148, 80), (228, 24))
 """Offset and length of what is taken from a given header: units, description, auxiliary file."""
 
@@ -143,7 +143,7 @@ def _write_ome(
     begun = results_of_ranks(image.mesh, begin, WriteError)
     if any(other != begun[0] for other in begun):
         raise WriteError(f"{where}: the ranks give it other affines, levels or units; give all of them the same")
-    # halves cannot be summed everywhere, and numpy lacks bfloat16
+    # not every device can sum float16, and numpy lacks bfloat16
     wide = _STORED_AS.get(image.dtype, image.dtype)
     write_pyramid(where, image if image.dtype == torch.int64 else image.to(wide), kind, *begun[0], rule, mode == "w")
 
@@ -273,7 +273,7 @@ def _header_bytes(shape: Sequence[int], kind: np.dtype[Any], place: _WorldPlace)
     for at, length in _KEPT_FIELDS:
         head[at : at + length] = template[at : at + length] if template else bytes(length)
     if not head[_UNITS_AT]:
-        head[_UNITS_AT] = _MILLIMETRES
+        head[_UNITS_AT] = _MILLIMETERS
     channels, *space = shape
     sides = [*space[::-1], *([channels] if channels > 1 else [])]
     zooms = np.sqrt((world[:3, :3] ** 2).sum(0)).tolist()

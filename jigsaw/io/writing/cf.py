@@ -74,7 +74,7 @@ def encode_coordinate(name: str, entry: Any, stored: StoredCoordinate | None = N
 
 def _stored_units(name: str, stored: StoredCoordinate) -> Mapping[str, Any]:
     """Return the attributes by which readers decode the stored values: without a calendar it is the standard one."""
-    if stored.values.dtype.kind in "mMO":  # xarray has decoded it
+    if stored.values.dtype.kind in "mMO":  # the values were decoded by xarray
         return stored.attrs
     if stored.attrs.get("units") is None:
         raise GridError(
@@ -107,7 +107,7 @@ def _encode_times(
     if values.dtype.kind == "O":
         return _encode_cftime(name, values, attrs, fractions)
     is_missing = np.isnat(values)
-    # as Python's integers: 64 bits of nanoseconds end 292 years from 1970
+    # Python's integers, because nanoseconds in 64 bits end 292 years from 1970
     kind, fine = values.dtype.kind, np.datetime_data(values.dtype)[0] in ("ns", "ps", "fs", "as")
     known = np.where(is_missing, np.zeros((), values.dtype), values).ravel()
     ticks = known.astype(f"{kind}8[{'ns' if fine else 'us'}]").astype(np.int64)
@@ -138,7 +138,7 @@ def _duration_units(name: str, exact: NDArray[Any], attrs: Mapping[str, Any]) ->
     units = str(attrs.get("units", _coarsest_unit(exact)))
     if units not in steps:
         raise GridError(f"coords[{name!r}] has units {units!r}; durations are stored in {', '.join(_NANOSECONDS)}")
-    # the attribute by which xarray knows durations from plain numbers
+    # by this attribute xarray tells durations from plain numbers
     return steps[units], {"units": units, "dtype": "timedelta64[ns]"}
 
 
@@ -146,7 +146,7 @@ def _date_units(name: str, exact: NDArray[Any], attrs: Mapping[str, Any]) -> tup
     """Return where the units of dates begin, how long one is (nanoseconds), and their attributes."""
     units = str(attrs.get("units", f"{_coarsest_unit(exact)} since 1970-01-01"))
     calendar = str(attrs.get("calendar", "proleptic_gregorian"))
-    try:  # the reader's places of 0 and 1000 are those of these units; its dates lack nanoseconds
+    try:  # the numbers 0 and 1000 tell the reader's units; its dates have no nanoseconds
         origin, after = decode_times(np.array([0, 1000]), {"units": units, "calendar": calendar}).stamps
     except UnsupportedStoreError as error:
         raise GridError(f"coords[{name!r}]: {error}") from error

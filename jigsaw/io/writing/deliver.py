@@ -169,7 +169,7 @@ def deliver_boxes(
             moved = _hear_or_refuse(mesh, lambda batch=batch: _swap_round(source, batch, mesh, me))
             own_units = [unit for unit in batch if unit.writer == me]
             jobs = [pool.submit(_write_unit, source, unit, base, moved, sink) for unit in own_units]
-            # a rank whose disk is full ends the write of all here, before the next round's swap would wait for it
+            # if a rank's disk is full, all end here, before the next round's swap would wait for it
             gather_results(mesh, lambda jobs=jobs: _raise_first_failure(jobs))
 
 
@@ -189,7 +189,7 @@ def _swap_round(source: TileSource, batch: Sequence[WriteUnit], mesh: DeviceMesh
                     sends.setdefault(unit.writer, []).append(rows)
             elif unit.writer == me:
                 receives.setdefault(part.giver, []).append(part.taken)
-    # the boxes of a pair of ranks are packed in the order of the units, which both sides walk alike
+    # both ranks of a pair go through the units in one order, so boxes are packed in that order
     shapes = [(giver, [box_shape(box) for box in boxes]) for giver, boxes in receives.items()]
     swap = PackedSwap(mesh, sorted(sends.items()), shapes, local, "write")
     return ready | dict(zip((box for boxes in receives.values() for box in boxes), swap.wait(), strict=True))

@@ -42,8 +42,8 @@ _NETCDF_CHUNK_STEPS = 1024
 _METADATA, _OF_A_CHUNK = 1 << 18, 512
 """Largest number of bytes that a file needs beside its values, and beside each of their chunks."""
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_GREW_FROM = "jigsaw_grew_from"  # attribute of a part that began as a copy: the file that was copied
-# what NetCDF lacks, and what holds it exactly
+_GREW_FROM = "jigsaw_grew_from"  # attribute of a draft that began as a copy: the name of the copied file
+# types that NetCDF lacks, and the types that hold them exactly
 _HELD_DTYPES = {"bool": "i1", "float16": "f4"}
 
 
@@ -80,7 +80,7 @@ class NetcdfSink:
         self._complete = steps = len(self._file.dimensions[append_dim]) if done is None else done.steps
         variables: Mapping[str, Any] = self._file.variables
         listed = listed_coordinates(map(_read_attrs, variables.values()))
-        # a step that was not complete is written again
+        # an incomplete step is written again
         rows = {d: slice(steps if d == append_dim else None) for d in self._file.dimensions}
         whole = {n: tuple(rows[d] for d in v.dimensions) for n, v in variables.items()}
         coords = {
@@ -109,8 +109,8 @@ class NetcdfSink:
         self._make_sure_of(size + _METADATA)
 
     def _make_sure_of(self, size: int) -> None:
-        """Raise `OSError` when the part cannot grow by so many bytes."""
-        if not hasattr(os, "posix_fallocate"):  # macOS: a disk that is full then shows while a step is written
+        """Raise `OSError` when the draft cannot grow by `size` bytes."""
+        if not hasattr(os, "posix_fallocate"):  # macOS: a full disk is then noticed while a step is written
             return
         handle = open_unlinked(self._part, os.O_RDWR)
         before = os.fstat(handle).st_size
@@ -118,7 +118,7 @@ class NetcdfSink:
             os.posix_fallocate(handle, before, size)
         except OSError as e:
             if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                return  # this file system does not tell
+                return  # this file system does not say
             raise OSError(e.errno, f"{os.strerror(e.errno)}; what is written next takes up to {size} bytes") from e
         finally:
             os.ftruncate(handle, before)
@@ -194,7 +194,7 @@ class NetcdfSink:
             box = tuple(slice(start, start + n) if d == self._dim else slice(0, n) for d, n in sizes)
             values = c.values.astype(object) if c.values.dtype.kind == "U" else c.values
             self._file.variables[c.name][box or ...] = values
-        self._file.sync()  # the steps, before what says that they are complete
+        self._file.sync()  # write the steps before the attribute that says that they are complete
         self._file.setncatts(done.attrs())
         self._file.sync()
         self._complete = done.steps
@@ -205,7 +205,8 @@ class NetcdfSink:
             with writing_to(self.path, self.remedy):
                 self._finish(file)
         elif file is not None:
-            with suppress(RuntimeError, OSError):  # of a file that could not be written; the first failure is told
+            # closing a file that could not be written fails again; the first failure is raised
+            with suppress(RuntimeError, OSError):
                 file.close()
         if self._is_new and not done and not self._complete:
             with suppress(OSError):

@@ -309,7 +309,7 @@ def _chunk_rows(dim: str, size: int, layout: Layout, at: int, options: WriteOpti
 
 def _shard_rows(name: str, dim: str, size: int, chunk: int, options: WriteOptions) -> int:
     rows = int(options.shards.get(dim, chunk))
-    if rows >= size and dim != options.append_dim:  # the whole dim, whatever its chunks
+    if rows >= size and dim != options.append_dim:  # one shard for the whole dim, whatever its chunks
         return -(-size // chunk) * chunk
     if rows % chunk:
         raise WriteError(
@@ -354,7 +354,7 @@ def outline_append(
     if levels is not None and LEVEL_DIM not in {c.name for c in coords} | set(stored):
         coords.append(encode_coordinate(LEVEL_DIM, levels))
     names = {s.array.name for s in sources}
-    for name in (*names, *(c.name for c in coords)):  # names become folders in one format: none may lead elsewhere
+    for name in (*names, *(c.name for c in coords)):  # in Zarr names become folders, so none may lead to another folder
         if not name or "/" in name or name in (".", "..") or name.startswith("__"):
             raise FieldError(f"{name!r} cannot name an array; choose one without '/', not '.', '..' or '__…'")
     for c in coords:
@@ -439,7 +439,7 @@ def _as_in_store(source: TileSource, known: GrowingStore, options: WriteOptions)
     compared = (("chunks", options.chunks, stored.chunks), ("shards", options.shards, stored.units))
     for argument, sizes_by_dim, has in compared:
         sizes = zip(stored.dims, has, shape, strict=True)
-        # what reaches beyond a dim was made as large as the dim
+        # sizes larger than the dim were reduced to it
         whole = {d: n for d, n, size in sizes if d != options.append_dim and sizes_by_dim.get(d, n) > n >= size}
         wrong = {d: n for d, n in zip(stored.dims, has, strict=True) if sizes_by_dim.get(d, n) != n and d not in whole}
         if wrong:

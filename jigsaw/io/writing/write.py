@@ -264,7 +264,7 @@ class Writer:
         if self._over:
             return
         self._over, mesh = True, self._mesh
-        if mesh is None:  # nothing was written, but a store to append to may be open
+        if mesh is None:  # nothing was written, but a store may have been opened to append to
             self._sink.close(done=False)
             return
         try:
@@ -286,7 +286,7 @@ class Writer:
 
     def _by_first_rank(self, mesh: DeviceMesh, step: Callable[[], T]) -> T | None:
         """Return on all ranks what `step` returns on the first; they wait for it, and fail where it fails."""
-        # the root of a store, and a file of HDF5, are one rank's to write
+        # one rank alone writes the root of a store, or a file of HDF5
         return gather_results(mesh, lambda: step() if not any(mesh_coordinate(mesh)) else None)[0]
 
     def _find(self, mesh: DeviceMesh) -> None:
@@ -331,7 +331,7 @@ def _in_source_order(data: Any, options: WriteOptions) -> Any:
 
     def restored(tile: Any, dims: Sequence[str]) -> Any:
         if not isinstance(tile, Tile) or cells not in dims or len(dims) != tile.ndim:
-            return tile  # to be refused, or without cells
+            return tile  # it has no cells, or is refused later
         at = list(dims).index(cells)
         return gather_neighbors(tile.detach(), rows, at).select(at + 1, 0)
 
@@ -355,12 +355,12 @@ def _attrs_at_path(path: Path) -> Mapping[str, Any]:
     """Return the attributes of a store. Raises: `WriteError` for anything else, or one that is damaged."""
     try:
         return zarr_store_attrs(path) if path.is_dir() else netcdf_attrs(path)
-    except (OSError, ValueError, KeyError) as e:  # netCDF4's errors, and zarr's of groups and of metadata
+    except (OSError, ValueError, KeyError) as e:  # errors of netCDF4, and of zarr for groups and metadata
         raise WriteError(f"{path} cannot be read as a store that jigsaw wrote: {e}") from e
 
 
-# how the values were stored, and what belongs to the old store alone
-# those of storage, and the one that describes cells, which the new store has itself
+# attributes of storage, and those that belong to the old store alone
+# attributes of storage, and the one that describes cells, which the new store writes itself
 _STORAGE_ATTRIBUTES = "scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned", "coordinates", "dggs"
 _WRITER_PREFIX = "jigsaw_"
 
@@ -412,7 +412,8 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
         values = survey.values(leveled, LEVEL_DIM)
         lent[LEVEL_DIM] = values[[float(v) in used for v in values]], attrs_along(leveled, LEVEL_DIM)
     timed = next((v for v in variables if "time" in v.roles), None)
-    lent_units: dict[str, StoredCoordinate] = {}  # of time only units and calendar, because its values are new
+    # of time, only units and calendar are kept, because its values are new
+    lent_units: dict[str, StoredCoordinate] = {}
     if timed is not None and survey.states(timed, "time"):
         attrs = attrs_along(timed, "time")
         lent_units["time"] = StoredCoordinate("time", ("time",), survey.values(timed, "time"), attrs)

@@ -116,7 +116,7 @@ def _unit_slots(layout: Layout, target: WriteTarget, dim: int, phase: int) -> li
         low, high = max(start, phase), min(start + step, phase + size)
         entries: list[_OwnedRows] = []
         for first, end, level in runs:
-            shift = phase + level - first  # from a row of the tile to its row in the array
+            shift = phase + level - first  # the offset from a row of the tile to its row in the array
             for piece in range(cut.pieces):
                 a = max(low - shift, first, cut.points[piece])
                 b = min(high - shift, end, cut.points[piece + 1])
@@ -141,12 +141,12 @@ def _choose_writer(
 
 
 def write_rounds(units: Sequence[WriteUnit], most: int) -> Iterator[tuple[WriteUnit, ...]]:
-    """Yield the units in order, so many at a time that no rank puts together more than `most` elements, or one unit."""
+    """Yield the units in order, in groups of which no rank puts together more than `most` elements, or one unit."""
     batch: list[WriteUnit] = []
     held: dict[int, int] = {}
     for unit in units:
         size = held.get(unit.writer, 0) + unit.size
-        # all ranks end a round together, when any writer is full: their swaps must match
+        # all ranks end a round together, when any writer is full, because their swaps must match
         if batch and size > most and unit.writer in held:
             yield tuple(batch)
             batch, held, size = [], {}, unit.size

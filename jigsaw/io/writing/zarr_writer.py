@@ -68,7 +68,7 @@ class ZarrSink:
             raise WriteError(f"{self.path} is Zarr v2; convert it to v3 to append, or write a new store")
         members: Any = dict(group.members(max_depth=None))
         if done is not None and not members:
-            return None  # its writer ended before the first step was complete
+            return None  # the writer ended before the first step was complete
         if done is not None and done.append_dim not in (None, append_dim):
             raise WriteError(f"{self.path} grows along {done.append_dim!r}, not append_dim={append_dim!r}")
         self._attrs = dict(group.attrs)
@@ -137,7 +137,7 @@ class ZarrSink:
         if not replace:
             raise WriteError(f"{self.path} exists; write elsewhere, or choose mode='w' to replace or 'a' to append")
         if not is_zarr_group(self.path):
-            raise WriteError(f"{self.path} is no Zarr store, so mode='w' does not replace it; remove it yourself")
+            raise WriteError(f"{self.path} is not a Zarr store, so mode='w' does not replace it; remove it yourself")
         remove_zarr_store(self.path)
 
     @failing_with_remedy
@@ -239,7 +239,7 @@ def remove_zarr_store(path: Path) -> None:
     if path.is_symlink():
         raise WriteError(f"{path} is a symbolic link, so it is not replaced; remove it yourself")
     if (stray := next(_foreign_files(path, False), None)) is not None:
-        raise WriteError(f"{path} is not replaced, because {stray} is no part of a Zarr store; move that file away")
+        raise WriteError(f"{path} is not replaced, because {stray} is not part of a Zarr store; move that file away")
     moved = unforeseen_name(path, "replaced")
     path.rename(moved)
     shutil.rmtree(moved)

@@ -29,7 +29,7 @@ def labels_of_operand(ndim: int, batch: tuple[str, ...], *last: str) -> tuple[st
 
 
 def batch_labels(*ndims: int) -> tuple[str, ...]:
-    """Return the labels of the batch dims of operands of so many dims."""
+    """Return the labels of the batch dims of operands that have `ndims` dims."""
     return tuple([f"batch {d}" for d in range(max(ndims) - 2)])
 
 
@@ -40,9 +40,9 @@ class AttentionPlan:
     cuts: LabelCuts
     labels: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
     out: Layout
-    keys_alone: bool  # an axis cuts the keys or values alone
-    shared_by: int = 1  # so many of a rank's query heads share one of its key heads
-    # the same with keys cut by the axes that cut both queries and keys (None without any), and queries by the others
+    keys_alone: bool  # True where an axis cuts keys or values and not queries
+    shared_by: int = 1  # number of a rank's query heads that share one of its key heads
+    # for a ring: keys cut by the axes that cut both queries and keys, queries by the others; None without such axes
     around: LabelCuts | None = None
 
     @property
@@ -54,7 +54,7 @@ class AttentionPlan:
 @lru_cache(maxsize=1024)
 def plan_attention(operands: GivenLayouts, sizes: Shapes, shared_by: int) -> AttentionPlan | None:
     """Return the plan for queries, keys and values, or None where query heads of a rank lack key heads of their own
-    (each key head is `shared_by` so many).
+    (`shared_by` query heads share each key head).
     """
     ndims = [len(size) for size in sizes]
     if min(ndims) > 1 and (sizes[0][-1] != sizes[1][-1] or sizes[1][-2] != sizes[2][-2]):
@@ -70,7 +70,7 @@ def plan_attention(operands: GivenLayouts, sizes: Shapes, shared_by: int) -> Att
     )
     layouts, shapes = list(operands), list(sizes)
     for i in (1, 2) if shared_by > 1 else ():
-        # planned as if each head were there for every query that shares it
+        # plan as if each key head were repeated for every query head that shares it
         shapes[i] = (*shapes[i][:-3], shapes[i][-3] * shared_by, *shapes[i][-2:])
         layouts[i] = _with_longer_heads(layouts[i], shared_by)
     out = (*batch, QUERY_LABEL, VALUE_FEATURE_LABEL)
@@ -105,13 +105,13 @@ def _cuts_around_ring(layouts: GivenLayouts, plan: LabelCuts) -> LabelCuts | Non
     groups = [tuple([cut_by_some_axes(c, of_queries, sizes) for c in group]) for group in token_cuts]
     keys = max(groups, key=lambda group: len(axes_of_cuts(group)), default=())
     moving = axes_of_cuts(keys)
-    # keys and values that were flattened from other dims have no blocks in common
+    # keys and values that were flattened from different dims have no common blocks
     if not moving or not all(_have_blocks_of(group, keys) for group in token_cuts):
         return None
     others = [a for a in of_queries if a not in moving]
     queries = tuple([cut_by_some_axes(c, others, sizes) for c in plan.cuts[QUERY_LABEL]])
     cuts = {**plan.cuts, QUERY_LABEL: queries, KEY_LABEL: keys}
-    # heads of keys are those of queries in another count: one of them stands for both
+    # the dim of key heads is the dim of query heads with other numbers, so it is left out
     counted = [group for by, group in cuts.items() if by != _KEY_HEAD_LABEL]
     return LabelCuts(cuts, Layout.from_dims(counted, plan.work.axes))
 
@@ -122,7 +122,7 @@ def _have_blocks_of(group: CutGroup, keys: CutGroup) -> bool:
 
 
 def heads_of_keys(plan: AttentionPlan, shapes: Shapes) -> Cut | None:
-    """Return the dim of heads that ranks could share out, in the count of the keys; None where there is none."""
+    """Return the dim of key heads that ranks could share out; None where there is none."""
     head = plan.labels[1][-3:-2]
     if not head or min(map(len, shapes)) < 3 or len(plan.cuts.cuts[head[0]]) > 1:
         return None

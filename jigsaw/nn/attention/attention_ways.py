@@ -88,7 +88,7 @@ def splits_of_cuts(cuts: CutGroup, sizes: AxisSizes, within_axes: bool) -> tuple
 
 
 def splits_of_pieces(pieces: tuple[int, ...]) -> tuple[RankSplit, ...]:
-    """Return every split of the ranks that cut some tokens into so many pieces."""
+    """Return every split of ranks that cut tokens into `pieces`, a number for each dim."""
     shares = [[n for n in range(1, count + 1) if count % n == 0] for count in pieces]
     splits = [RankSplit(pieces, some) for some in product(*shares)]
     return tuple([split for split in splits if min(split.head_ranks, split.ring_ranks) > 1])
@@ -113,7 +113,7 @@ def _axes_of_share(
 
 @dataclass(frozen=True)
 class SplitAxes:
-    """Axes of the tokens once each goes one way: those of the heads, and the parts of the axes that went both."""
+    """Axes of the tokens, each going to heads or to rings; an axis that went both ways has become two."""
 
     heads: tuple[str, ...]
     parted: tuple[tuple[str, AxisSizes], ...]
@@ -157,7 +157,7 @@ def _layout_by_parts(layout: Layout, parted: tuple[tuple[str, AxisSizes], ...]) 
 
 AttentionWay = Literal["gathered", "ring", "heads", "heads+ring"]
 _WAYS: tuple[AttentionWay, ...] = ("gathered", "ring", "heads", "heads+ring")
-# keys and values of fewer bytes than this are gathered: then the number of messages counts
+# keys and values of at most these bytes are gathered, because the number of messages decides their cost
 SMALL_KEYS_BYTES = 1 << 20
 
 
@@ -168,17 +168,17 @@ class AttentionSizes:
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     key_heads: int  # heads that the ranks could share out; 0 where there is no such dim
-    query_row: int  # elements of a token in q and y together, of all heads and all of the batch that a rank has
-    key_row: int  # in k and v together
+    query_row: int  # elements of a token in q and y together, over a rank's heads and batch
+    key_row: int  # the same in k and v together
     itemsize: int
-    splits: tuple[RankSplit, ...] = ()  # of these ranks in those that share out heads and those that make rings
+    splits: tuple[RankSplit, ...] = ()  # the ways to split these ranks into head ranks and ring ranks
     is_mirrored: bool = False  # True where ranks of a ring exchange queries (`jigsaw.nn.attention.ring_attention`)
 
     @classmethod
     def of_tokens(
         cls, tokens: int, ranks: int, heads: int, features: int, itemsize: int = 2, is_mirrored: bool = False
     ) -> AttentionSizes:
-        """Return the sizes of a self-attention with so many heads of so many features, and balanced tokens."""
+        """Return the sizes of self-attention with `heads` heads of `features` features each, and balanced tokens."""
         rows = tuple([b - a for a, b in pairwise(cut_points(tokens, ranks))])
         row, splits = 2 * heads * features, splits_of_pieces((ranks,))
         return cls(rows, rows, heads, row, row, itemsize, splits, is_mirrored)
@@ -233,14 +233,14 @@ def _costs_and_split(sizes: AttentionSizes) -> tuple[dict[AttentionWay, WayCost]
     if not sizes.splits:
         return costs, None
     both = {split: _split_cost(sizes, split) for split in sizes.splits}
-    # where no split has enough heads, the one that leaves the fewest ranks without any
+    # where no split has enough heads, take the one that leaves the fewest ranks without a head
     split = min(both, key=lambda s: (max(s.head_ranks - sizes.key_heads, 0), both[s].sent))
     costs["heads+ring"] = both[split]
     return costs, split
 
 
 def _ring_cost(sizes: AttentionSizes, queries: Sequence[int], keys: Sequence[int]) -> WayCost:
-    """Return the cost of rings whose ranks have so many tokens, those of all shares of the heads together."""
+    """Return the cost of rings whose ranks have these numbers of tokens, over all shares of the heads."""
     around = (len(keys) - 1) * sum(keys) * sizes.key_row
     # gradients of bfloat16 and float16 are summed in float32 on their way
     returned = around * max(sizes.itemsize, 4)
@@ -254,7 +254,7 @@ def _most_heads(sizes: AttentionSizes, ranks: int) -> int:
 
 
 def _bytes_by_heads(sizes: AttentionSizes, shares: Sequence[int], ranks: int) -> int:
-    """Return the bytes that give each rank its share of the heads, of which there are `ranks`, and that go back."""
+    """Return the bytes that bring each of `ranks` ranks its share of the heads, and take the result back."""
     heads = [b - a for a, b in pairwise(cut_points(sizes.key_heads, ranks))]
     # for its tokens, a rank sends heads that are not its share and gets their y back: over all, as many bytes as q
     moved = sum(
@@ -380,5 +380,5 @@ def attention_way(way: AttentionWay | None) -> Generator[None]:
 
 
 def said_attention_way() -> AttentionWay | None:
-    """Return the way that the innermost `attention_way` says."""
+    """Return the way that the innermost `attention_way` sets."""
     return _said[-1]

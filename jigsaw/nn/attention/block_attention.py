@@ -18,15 +18,16 @@ from jigsaw.torch_internals.dispatch import CPU_ATTENTION, CPU_ATTENTION_BACKWAR
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Some rows of queries and columns of keys, those at the global places `at`, and what happens to their scores."""
+    """Some rows of queries, the keys at the global places `at`, and the masks and factors of their scores."""
 
     rows: slice
     columns: slice
     at: Tensor
-    mask: Tensor | None = None  # [..., 1 or rows, 1 or keys], True where a query may attend, or what is added
-    places: Tensor | None = None  # places of the queries, where some of the keys come later
-    is_triangle: bool = False  # True where these are the places of the keys
-    kept: Tensor | None = None  # the factor of each weight, where some are dropped
+    # [..., 1 or rows, 1 or keys], bool (True: may attend) or numbers that are added to the scores
+    mask: Tensor | None = None
+    places: Tensor | None = None  # places of the queries, where some keys come later than a query
+    is_triangle: bool = False  # True where queries and keys have the same places
+    kept: Tensor | None = None  # with dropout, the factor of each weight
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         scores = torch.matmul(q, k.mT)
@@ -80,7 +81,7 @@ def has_fused_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bo
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     if q.device.type != "cpu" or not 0 < k.shape[-1] == v.shape[-1] or 0 in batch:
         return False
-    # four dims: all batch dims but the last become one, which a mask must have whole or not at all
+    # the kernel takes four dims: all batch dims but the last are flattened, so a mask must have all of them or none
     of_mask = (1,) * len(batch) if mask is None else (*(1,) * (len(batch) + 2 - mask.ndim), *mask.shape[:-2])
     return all(n == 1 for n in of_mask[:-1]) or of_mask[:-1] == batch[:-1]
 
@@ -114,7 +115,7 @@ def block_gradients(
 
 
 def _in_four_dims(x: Tensor, batch: torch.Size) -> Tensor:
-    """Return x with two batch dims and with the elements of a row side by side, which the kernel takes for granted."""
+    """Return x with two batch dims and contiguous rows, which the kernel assumes."""
     x = x.expand(*batch, *x.shape[-2:]).reshape(math.prod(batch[:-1]), *(batch[-1:] or (1,)), *x.shape[-2:])
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -138,7 +139,7 @@ def _block_gradients_fused(
 ) -> BlockGradients:
     batch = q.shape[:-2]
     wide = [_in_four_dims(x, batch) for x in (grad, q, k, v, out)]
-    # the kernel takes these as it leaves them, with heads behind queries
+    # the kernel expects these in the memory order that its forward pass makes, with heads last
     log_sum = _in_four_dims(log_sum[..., None], batch)[..., 0].transpose(1, 2).contiguous().transpose(1, 2)
     gradients = CPU_ATTENTION_BACKWARD(*wide, log_sum, 0.0, part.is_causal, attn_mask=part.added(q), scale=1.0)
     return BlockGradients(*(x.reshape(*batch, *x.shape[2:]) for x in gradients))

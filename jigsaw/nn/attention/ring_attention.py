@@ -57,7 +57,7 @@ from jigsaw.ops.random_numbers import chances_at
 
 @dataclass(frozen=True)
 class KeyRing:
-    """A ring as one of its ranks sees it: how the tokens of the keys are cut, and where each rank is."""
+    """A ring as one of its ranks sees it: the cut of the keys' tokens, and the place of each rank."""
 
     keys: CutGroup
     layout: Layout
@@ -90,7 +90,7 @@ MIRRORED_QUERIES = 256
 
 
 def mirrored_counts(queries: Sequence[int]) -> tuple[int, ...]:
-    """Return how many queries each rank of a ring gives away, of so many."""
+    """Return how many of its `queries` each rank of a ring gives away."""
     if max(queries) < MIRRORED_QUERIES:
         return (0,) * len(queries)
     # the rank in the middle of an odd number is its own mirror
@@ -99,7 +99,7 @@ def mirrored_counts(queries: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LastRowSwap:
-    """Swap of the last rows with the rank at the position `peer` of the mesh: so many are sent, and so many taken."""
+    """Swap of the last rows with the rank at the position `peer` of the mesh, by numbers of rows sent and taken."""
 
     mesh: DeviceMesh
     peer: int
@@ -112,7 +112,7 @@ class LastRowSwap:
 
 @dataclass(frozen=True)
 class QueryMirror:
-    """Swap of queries with a rank of a ring, and global `places` of those here then: own first ones, its last."""
+    """Swap of queries with a rank of a ring. `places` are the global places of the queries that are here then."""
 
     swap: LastRowSwap
     places: tuple[Tensor, Tensor]
@@ -169,11 +169,11 @@ class RingOptions(NamedTuple):
     """Options that the forward and the backward pass share."""
 
     scale: float
-    # where attention is causal, the places of the queries, in runs; each run skips the blocks that it does not see
+    # for causal attention, places of the queries in runs; a run skips the blocks that it cannot see
     query_places: tuple[Tensor, ...] = ()
     dropout: float = 0.0
     seed: int | Tensor = 0
-    # where weights are dropped: of each weight [..., L, S] its place but that along S, [..., L]
+    # with dropout, the global place [..., L] of each row of weights; a weight's place along S is added to it
     places_of_weights: Tensor | None = None
 
 
@@ -203,7 +203,7 @@ class _RingCall(NamedTuple):
 
 
 class _SeenBlock(NamedTuple):
-    """Rows of queries and the keys that they see, with their places; `order`: the queries', where it hides some."""
+    """Rows of queries, and the keys that they see; `order` are the queries' places where these hide keys."""
 
     rows: slice
     columns: slice
@@ -254,7 +254,7 @@ class _RingPass:
 
     def _blocks_seen(self, q: Tensor, mask: Tensor | None, member: int, queries: Interval | None) -> list[_SeenBlock]:
         seen: list[_SeenBlock] = []
-        with host_values():  # the visible keys follow from them
+        with host_values():  # on the host, because the places decide which keys are visible
             places = self.ring.positions(member)
             for rows, order in self._some_rows(q, len(places), mask, queries or (0, q.shape[-2])):
                 for columns, is_hidden in _seen_columns(places, order):
@@ -351,7 +351,7 @@ def _attend_to_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call
         for part in way.parts(scaled, mask, member):
             some = keys[..., part.columns, :], values[..., part.columns, :]
             block_sum = sum_block(part, scaled[..., part.rows, :], *some, way.is_fused)
-            # old and new sums are scaled to one maximum; where that is -inf, there is nothing yet
+            # scale old and new sums to one maximum; where it is -inf, no key was seen yet
             before, total, y = highest[..., part.rows], totals[..., part.rows], sums[..., part.rows, :]
             now = torch.maximum(before, block_sum.highest)
             shift = now.masked_fill(now == -math.inf, 0.0)
@@ -370,7 +370,7 @@ RingGradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None
 def _like_operands_of_ring(
     saved: _SavedOperands, grad: Tensor, call: _RingCall, needs: tuple[bool, ...]
 ) -> RingGradients:
-    # the gradient of keys is part of the block that went around, so it is made where only that of values is needed, too
+    # keys and values travel as one block, and so do their gradients: if one is needed, both are made
     needs = needs[0], needs[1] or needs[2], needs[1] or needs[2], needs[3]
     kept = saved.q, saved.k.contiguous(), saved.v.contiguous(), saved.mask
     buffers = [torch.empty_like(x) if x is not None and need else None for x, need in zip(kept, needs, strict=True)]
@@ -403,7 +403,7 @@ class _RingGradients:
         for member, block in way.blocks(self.k, self.v):
             keys, values = way.unpack(block, member)
             if member == ring.me:
-                # the rest, while this rank waits for what the others add
+                # the rest of the own queries, while gradients of the other ranks are on their way
                 self._add_block(member, keys, values, (0, count // 2), own)
                 continue
             part = self._zeros_like_block(member)

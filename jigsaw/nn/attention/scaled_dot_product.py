@@ -241,7 +241,7 @@ def _attend_to_gathered(operands: Sequence[Any], call: AttentionCall, plan: Atte
         weights = attention_weights(query, key, call.masks, call.is_causal, call.scale, like, without_nan=True)
         return mix_values(cast(Any, F.dropout(cast(Any, weights), call.dropout)), value)
     q, k, v = [plan.cuts.bring_operand(x, by, like) for x, by in zip(operands, plan.labels, strict=True)]
-    # torch's own flag is for whole queries: its kernels skip what the mask hides
+    # pass is_causal on where queries are whole, because torch's kernels then skip hidden blocks
     is_whole = not any(c.is_cut for c in plan.cuts.cuts[QUERY_LABEL])
     makes_causal = call.is_causal and not (is_whole and not call.masks)
     sizes = query.shape[-2], key.shape[-2]
@@ -294,7 +294,7 @@ def _attend_around_ring(operands: Sequence[Any], call: AttentionCall, plan: Atte
     options = RingOptions(1 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale, order)
     if call.dropout:
         layout = layout_of_weights(plan, _shapes_of(operands))
-        # a tile of these rows without memory: only their places are read from it
+        # a tile of these rows without memory of its own, because only the global places are read
         rows = Tile(q.new_empty(()).expand(layout.local_shape(like.coordinate)), layout, like.mesh)
         seed, index = shared_seed(rows), global_index(rows, rows.ndim)
         options = options._replace(dropout=call.dropout, seed=seed, places_of_weights=index)
@@ -322,7 +322,7 @@ def _attend_by_heads(operands: Sequence[Any], call: AttentionCall, plan: Attenti
     assert by_heads is not None
     is_ring = by_heads.around is not None and axes != plan.moving
     y = (_attend_around_ring if is_ring else _attend_to_gathered)((query, key, value), call, by_heads)
-    # queries may be flattened from several dims; the result of whole queries no longer knows them
+    # queries may be flattened from several dims, which the result of whole queries no longer has
     dim = y.ndim - 2
     y = Tile(y.local, y.layout.replace_dim(dim, *by_heads.cuts.cuts[QUERY_LABEL]), y.mesh)
     by_tokens = plan.out.replace_dim(dim, *plan.cuts.cuts[QUERY_LABEL])

@@ -31,7 +31,7 @@ class EdgesOfCells:
         return _lists_of_cells(self.table, self.targets, self.device)
 
     def shape_with(self, x: Tensor, rows: int) -> list[int]:
-        """Return the shape of a tensor with so many rows along the dim."""
+        """Return the shape of a tensor with `rows` rows along the dim."""
         return [*x.shape[: self.dim], rows, *x.shape[self.dim + 1 :]]
 
     @property

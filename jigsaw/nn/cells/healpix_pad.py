@@ -87,7 +87,7 @@ class HEALPixPad(nn.Module):
             points = [size * face for face in faces or cut_points(12, pieces)]
         rows = gather_neighbors(cells, table, points=points)
         first, second = rows[..., :size], rows[..., size:]
-        # made anew: in a dry run, or a graph, it has no values, and may not be kept
+        # made in each call: in a dry run or a graph it has no values, so it must not be kept
         is_mean = values_on_device(torch.from_numpy(has_second), None, cells.device)
         mean = torch.where(is_mean, 0.5 * first + 0.5 * second, first)
         return mean.unflatten(-2, (12, size))
@@ -97,7 +97,7 @@ class HEALPixPad(nn.Module):
 def _padding_table(nside: int, padding: int, nested: bool) -> tuple[Neighbors, NDArray[np.bool_]]:
     """Return the cells of each row of the padded faces, behind them the other one of a mean, and which are means."""
     if nested:
-        Neighbors.healpix(nside)  # refuses numbers that cannot be nested
+        Neighbors.healpix(nside)  # raises where nside is not a power of two
     first, second = (x.reshape(-1, x.shape[-1]) for x in padded_faces(nside, padding, nested))
-    # a row has one mean at most
+    # at most one column of a row is a mean
     return Neighbors(np.hstack([first, second.max(1, keepdims=True)]), 12 * nside**2), second >= 0

@@ -138,7 +138,7 @@ def kept_by_capacity(
         undecided = (chosen * 2**_DIGIT_BITS + digit)[above == first_out[chosen]]
         counts = torch.bincount(undecided, minlength=experts * 2**_DIGIT_BITS).view(experts, -1)
         up_to = comm.all_reduce(counts, mesh, axes).cumsum(1)
-        # 2^8 where all fit, which can only be the highest digit; then the next ones match no place
+        # 2^8 if all fit, which can only happen at the highest digit; then later digits match nothing
         fitting = (up_to <= room[:, None]).sum(1, keepdim=True)
         room = room - torch.where(fitting > 0, up_to.gather(1, (fitting - 1).clamp_min(0)), 0).squeeze(1)
         first_out = first_out * 2**_DIGIT_BITS + fitting.squeeze(1)
@@ -158,7 +158,7 @@ class MoE(nn.Module):
       `normalize` are divided by their sum.  That is Mixtral's; by default it is so for ``top_k > 1`` alone, because a
       weight that is always 1 teaches the router nothing (Switch).  ``normalize=False`` is DeepSeekMoE's.
     - *Experts*: gated as in Mixtral and DeepSeekMoE, without bias.  `shared_experts` that each token goes to, too, are
-      one network of so many times `hidden` (DeepSeekMoE).
+      one network of `shared_experts` times `hidden` features (DeepSeekMoE).
     - *Capacity*: without `capacity_factor` every expert takes all tokens that chose it, and none is dropped.  With it,
       it takes the first ``ceil(capacity_factor * tokens * top_k / experts)`` of them, and the others get nothing of it
       (GShard, Switch). All first choices come before all second ones. Of equal ones the row-major place of the token in
@@ -232,12 +232,13 @@ class MoE(nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # the losses belong to a graph, which can be neither copied (a mean of weights copies its model) nor pickled
+        # the losses hold a graph, which cannot be copied or pickled, as when weights are averaged over a copy of the
+        # model
         return {name: value for name, value in self.__dict__.items() if name not in ("balance_loss", "z_loss")}
 
     def forward(self, input: Any) -> Any:
         refuse_in_graph("MoE, whose messages depend on values,")
-        if not isinstance(input, Tile):  # the same on every rank, as plain inputs are
+        if not isinstance(input, Tile):  # a plain input is the same on every rank
             whole = Layout(tuple(map(whole_dim, input.shape)), axes_of_mesh(self._mesh))
             return self.forward(Tile(input, whole, self._mesh)).full_tensor()
         if input.ndim < 2 or input.shape[-1] != self.dim:
@@ -245,7 +246,7 @@ class MoE(nn.Module):
                 f"MoE takes tokens of {self.dim} features, the last of at least 2 dims, but the Tile has shape "
                 f"{tuple(input.shape)}; move the features there, x.movedim(1, -1), or make the layer for another dim"
             )
-        if is_shape_run():  # the route of a token is decided by values
+        if is_shape_run():  # without values there is no route of a token
             self.balance_loss = self.z_loss = input.local.new_zeros(())
             tile = input.owned()
             return Tile(in_autocast_dtype(tile.local).clone(), tile.layout, tile.mesh)

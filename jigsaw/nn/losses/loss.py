@@ -141,7 +141,8 @@ def _unreduced_loss(function: Callable[..., Tensor]) -> Callable[..., Tile]:
         layout, locals_ = align_tiles(tiles)
         ready = iter(locals_)
         parts = [next(ready) if isinstance(t, Tile) else cut_whole_tensor(t, tiles[0], layout) for t in (input, target)]
-        # a rank without the one row of a cut dim has that of an uncut one; some losses of torch refuse to broadcast
+        # where a cut dim of size 1 meets an uncut one, ranks without its row have 0 and 1 rows; some losses do not
+        # broadcast
         parts = torch.broadcast_tensors(*parts) if parts[0].shape != parts[1].shape else parts
         return Tile(function(*parts, reduction="none", **options), layout, tiles[0].mesh)
 
@@ -177,7 +178,7 @@ def binary_cross_entropy_with_logits(
     check_same_shape("binary_cross_entropy_with_logits", input, target)
     input, target = _widened_input(input), _widened_input(target)
     log_weight: Any = 1.0 if pos_weight is None else 1 + (pos_weight - 1) * target
-    # of the target's dtype, because torch computes in the place of 1 - t
+    # torch computes in the memory of 1 - t, so the result has its dtype
     losses = ((1 - target) * input - log_weight * F.logsigmoid(input)).to((1 - target).dtype)
     return reduce_losses(losses if weight is None else losses * weight, reduction)
 
@@ -210,7 +211,7 @@ def cross_entropy(
         raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
     dim = 1 if input.ndim > 1 else 0
     if not input.layout.cut_axes and _lies_alike(input, target, dim):
-        # nothing cuts it, so each rank has the whole answer
+        # no axis cuts the input, so each rank computes the whole answer
         out = F.cross_entropy(input.local, target.local, weight, None, ignore_index, None, reduction, label_smoothing)
         return leave_tile(out, input.mesh) if out.ndim == 0 else Tile(out, target.layout, input.mesh)
     input, is_soft = _widened_input(input), tuple(target.shape) == tuple(input.shape)
@@ -371,7 +372,7 @@ def _raised_variances(input: LossValues, var: Any, eps: float) -> LossValues:
         raise ValueError("gaussian_nll_loss: var has negative entries")
     if tuple(var.shape) == tuple(input.shape)[:-1]:
         var = var.unsqueeze(-1)
-    # raised to eps with the gradient of the value before, as in torch
+    # clamped at eps, but with the gradient of the unclamped value, as in torch
     return var + (torch.clamp(var, min=eps) - var).detach()
 
 

@@ -105,7 +105,7 @@ def _multi_margin(input: Any, target: Any, p: int, margin: float, weight: Any) -
     if p not in (1, 2):
         raise ValueError(f"multi_margin_loss: p={p} is not 1 or 2")
     classes, places = input.shape[-1], target.reshape((*input.shape[:-1], 1))
-    # relu's gradient at 0 is 0, as that of the loss
+    # relu, because its gradient at 0 is 0, as the loss has it
     losses = F.relu(margin - input.gather(-1, places) + input)
     losses = (losses if p == 1 else losses.square()) * (torch.arange(classes, device=input.device) != places)
     losses = losses if weight is None else losses * weight[places]
@@ -155,7 +155,7 @@ def _ctc_loss(
     steps, samples, classes = x.shape
     labels, of_input, of_target = (_on_every_rank(v, x) for v in (targets, input_lengths, target_lengths))
     of_input, of_target = of_input.reshape(-1), of_target.reshape(-1)
-    # torch reads memory by lengths and labels, so a wrong one ends the process, or the call of one rank alone
+    # torch indexes memory by lengths and labels, so a wrong one would end the process, or fail on one rank alone
     limits = (of_input, steps), (of_target, labels.shape[-1])
     if not all(_are_counts(lengths, most) and len(lengths) == samples for lengths, most in limits) or (
         labels.ndim == 1 and of_target.sum() > len(labels)
@@ -164,7 +164,7 @@ def _ctc_loss(
             f"ctc_loss: input_lengths {of_input.tolist()} and target_lengths {of_target.tolist()} for {samples} "
             f"sequences of {steps} steps: one integer each, none longer than the steps or the labels"
         )
-    if labels.ndim == 1:  # one after the other
+    if labels.ndim == 1:  # the labels of all samples are concatenated
         labels = torch.nn.utils.rnn.pad_sequence(list(labels[: of_target.sum()].split(of_target.tolist())), True)
     is_label = torch.arange(labels.shape[1], device=x.device) < of_target[:, None]
     labels = labels.long().masked_fill(~is_label, blank)

@@ -58,7 +58,7 @@ def _norm_operand(value: Tensor | None, shape: Sequence[int], input: Tile) -> Te
     if not is_dtensor(value):
         if value is None:
             return None
-        # it enters before it is reshaped, while it is still a leaf without a graph
+        # make it an operand before it is reshaped, while it is still a leaf
         return cut_entered_tensor(plain_operand(value, input).reshape(tuple(shape)), input, input.layout)
     stored, last = weight_layout(value, input), range(input.ndim - len(shape), input.ndim)
 
@@ -155,7 +155,7 @@ def group_norm(
     shape = (channels, *(1,) * (input.ndim - 2))
     if is_whole_along(input, range(1, input.ndim)) and _has_plain_weights(weight, bias):
         w, b = _weight_parts(input, weight, bias)
-        # without the check of `F.group_norm`, which would refuse the one sample of a rank
+        # not `F.group_norm`, whose check would refuse a rank with a single value a group
         return Tile(torch.group_norm(input.local, num_groups, w, b, eps), input.layout, input.mesh)
     grouped: Tile = input.unflatten(1, (num_groups, channels // num_groups))
     by_group = (num_groups, channels // num_groups, *shape[1:])
@@ -237,7 +237,7 @@ def batch_norm(
     if not training and (running_mean is None or running_var is None):
         raise ShardingError("batch_norm in evaluation needs running_mean and running_var")
     for name, value in (("running_mean", running_mean), ("running_var", running_var)):
-        if value is not None and len(value) != input.shape[1]:  # torch looks only where there are rows
+        if value is not None and len(value) != input.shape[1]:  # torch checks this only for inputs with rows
             raise RuntimeError(f"{name} should contain {input.shape[1]} elements not {len(value)}")
     if (
         _has_plain_weights(weight, bias)
@@ -250,7 +250,7 @@ def batch_norm(
     if not training:
         return _by_running(input, running_mean, running_var, weight, bias, eps)
     count = elements_per_value(input, dims)
-    if not count:  # an empty batch has no statistics, and changes none
+    if not count:  # an empty batch leaves the running statistics unchanged
         zeros = input.local.new_zeros(input.shape[1])
         return _by_running(input, zeros, zeros + 1, weight, bias, eps)
     if count < 2:
@@ -284,7 +284,7 @@ def _local_response_norm(input: Tile, size: int, alpha: float = 1e-4, beta: floa
         raise ShardingError(f"local_response_norm of size={size} channels: it must be 1 or more")
     if not input.layout.is_cut(1):
         own = input.owned()
-        # of no rows torch returns its input itself
+        # without rows torch returns the input itself
         rows = (
             in_own_memory(F.local_response_norm(own.local, size, alpha, beta, k), own) if input.numel() else own.local
         )

@@ -24,7 +24,7 @@ from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals.dispatch import UNSAFE_VIEW
 
 _LEAST_VALUES = 256
-_CHUNK_BYTES = 1 << 20  # a kernel's output beside the statistics is thrown away, so it should stay in the cache
+_CHUNK_BYTES = 1 << 20  # only the statistics of a kernel are used, so its other output should fit in the cache
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class NormImages:
         """Return the tensor times `scale` plus `shift`, which have a value an image."""
         by, to = self._an_image(scale), self._an_image(shift)
         y = torch.native_batch_norm(self.values, by, to, torch.zeros_like(by), torch.ones_like(by), False, 0.0, 0.0)
-        # not a view to autograd, because a view that a Function returns cannot be changed in place
+        # autograd must not take this for a view: a view that a Function returns cannot be changed in place
         return UNSAFE_VIEW(y[0], self.whole)
 
     def sums(self, grad: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,7 +182,7 @@ def _are_near_zero(mean: Tensor, inverse: Tensor) -> bool:
     return bool((mean * inverse).abs().max() < _LARGEST_MEAN)
 
 
-_LARGEST_MEAN = 16  # in standard deviations
+_LARGEST_MEAN = 16  # counted in standard deviations
 
 
 class _Standardize(torch.autograd.Function):
@@ -206,7 +206,7 @@ class _Standardize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight, bias, mean, inverse = ctx.saved_tensors
         options: _NormOptions = ctx.options
-        if torch.is_grad_enabled():  # from the pieces, which can be differentiated twice
+        if torch.is_grad_enabled():  # compute it from differentiable operations, for second derivatives
             return *_differentiable_gradients(x, weight, bias, options, grads[0], ctx.needs_input_grad), None
         images = as_norm_images(x, options.dims, weight, bias)
         if images is not None and _are_near_zero(mean, inverse):
@@ -219,7 +219,8 @@ class _Standardize(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, of_weight, of_bias, None
         grad = grads[0] if weight is None else grads[0] * weight
-        if weight is not None:  # of a tensor of the weight's own shape, `of_weight` is `along` itself
+        # where `along` has the weight's shape, `of_weight` is the same tensor, and must not be changed
+        if weight is not None:
             along = along * weight if weight.shape == along.shape else along.mul_(weight)
         tilt, shift = options.tilt_and_shift(along, grad)
         del along

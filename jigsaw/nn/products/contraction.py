@@ -44,14 +44,14 @@ class LinearContraction:
     grid: MatmulGrid
     inner: CutGroup
     outer: CutGroup
-    stored: Layout  # the weight, once its rows are where they are multiplied
+    stored: Layout  # the layout of the weight once its rows are where they are multiplied
 
     def result(self, x: Layout) -> Layout:
         return x.replace_dim(x.ndim - 1, *self.outer)
 
     def rows_at_work(self, w: Tensor, x: Tile) -> Tensor:
         """Return this rank's factor, from its part of a weight that is cut as ``self.stored``."""
-        # a whole W is cut here without a message; a dim whose block is whole is put in the order of ranks, as x and y
+        # cut a whole W without a message; where a dim stays whole, put its rows in the order of ranks, as in x and y
         for dim, group, block in ((0, self.outer, self.grid.n), (1, self.inner, self.grid.k)):
             if not self.stored.is_cut(dim):
                 w = take_owned_rows(w, dim, group, self.stored, x.coordinate if block.is_cut else None)
@@ -71,13 +71,13 @@ class LinearContraction:
 
     def run(self, x: Tile, w: Tensor) -> Tile:
         grid, stored, coord, last = self.grid, self.stored, x.coordinate, x.ndim - 1
-        # along these axes ranks use the same x for other columns of y (or of K): each has a part of its gradient
+        # along these axes ranks use the same x for different columns of y (or of K), so each has a part of its gradient
         alike = [a for a in (*grid.n.axes, *grid.k.axes) if a not in x.layout.cut_axes]
         rows = enter_in_parts(x, alike)
         if grid.k.is_cut and not x.layout.is_cut(last):
             rows = take_owned_rows(rows, last, self.inner, x.layout, coord)
         elif stored.is_cut(1) and not x.layout.is_cut(last):
-            # the pieces of W travel one after the other, and meet the features of x in that order
+            # pieces of W arrive in the order of ranks, so put the features of x in that order
             rows = take_owned_rows(rows, last, stored.dim(1), x.layout, None)
         rows, w = in_autocast_dtype(rows), in_autocast_dtype(w)
         y = grid_matmul(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]), w, grid, x.mesh)
@@ -105,7 +105,7 @@ def _possible_roles(x: Layout, stored: Layout) -> list[str]:
     """
     along = set(x.dim_axes(x.ndim - 1))
     (by_rows, rows_move), (by_columns, columns_move) = (_staying_axes_and_moves(x, stored, d) for d in (0, 1))
-    # axes cut K once, and a dim of W that is cut finer for its travel cannot be cut by them as well
+    # an axis can cut K only once, and cannot cut a dim of W that is already cut finer for its travel
     as_k = along.isdisjoint(by_rows) and not (along and columns_move)
     as_n = along.isdisjoint(by_columns) and not (along and rows_move) and (not by_rows or along <= by_rows)
     if not (as_k or as_n):

@@ -84,7 +84,7 @@ def _sum_over_rows(own: Tile, weight: Tensor, padding_idx: int | None, stored: L
     places, (start, stop) = index.local, cut.owned(stored.piece(cut, own.coordinate))
     if not (is_on_accelerator(places) or lacks_values()) and not ((places >= 0) & (places < cut.size)).all():
         raise IndexError(f"embedding: an index is out of range for a table of {cut.size} rows")
-    # each rank along `axes` looks up other rows of the table, even where they do not cut the indices
+    # each rank along `axes` looks up different rows of the table, even where `axes` do not cut the indices
     work = out if are_cut else Layout.from_dims([stored.dim(0), *out.dims()], out.axes)
     table = local_weight(weight, own, work)
     is_mine = (places >= start) & (places < stop)

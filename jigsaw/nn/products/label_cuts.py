@@ -111,7 +111,7 @@ def choose_label_cuts(
     groups: dict[str, list[CutGroup]] = {by: [] for by in sizes}
     for layout, operand in zip(layouts, labels, strict=True):
         for d, by in enumerate(operand):
-            # a row that broadcasts is not a part of the label, it follows the other operands
+            # a dim of size 1 that broadcasts does not decide the label's cut
             if layout is not None and layout.shape[d] == sizes[by]:
                 groups[by].append(bare_cuts(layout.dim(d)))
     owners: dict[str, str] = {}
@@ -140,7 +140,8 @@ def _elements_moved(axis: str, by: str, layouts: Sequence[Layout | None], labels
     for layout, operand in zip(layouts, labels, strict=True):
         cut = [] if layout is None else [label for d, label in enumerate(operand) if axis in layout.dim_axes(d)]
         if layout is not None and cut and by not in cut:
-            # an operand with this label is cut along it instead; all ranks along the axis need one without it
+            # an operand with this label is cut along it instead; one without it is needed whole by all ranks along the
+            # axis
             moved += math.prod(layout.shape) * (1 if by in operand else layout.size_of(axis))
     return moved
 
@@ -160,7 +161,8 @@ class _OperandMove:
     source: Layout
     target: Layout
     reordered: tuple[tuple[int, CutGroup], ...]
-    in_parts: tuple[str, ...]  # along these it is then the same on all ranks, and each uses it for other results
+    # axes along which the operand is then the same on all ranks, and each rank uses it for different results
+    in_parts: tuple[str, ...]
 
     @cached_property
     def is_there(self) -> bool:
@@ -198,7 +200,7 @@ def _plan_operand_move(cuts: LabelCuts, layout: Layout, labels: tuple[str, ...])
         sources.append(pair[0])
         targets.append(pair[1])
     kept = Layout.from_dims(targets, layout.axes).cut_axes
-    # it is cut along these axes, and they cut a label that it lacks: each rank gets all of it, for its own results
+    # these axes cut the operand, and also a label that it lacks: so each rank needs all of it, for its own results
     shared = [a for a in layout.cut_axes if a not in kept and a in work.cut_axes]
     held = [
         [_held_along(cut, wanted_cut, shared, layout) for cut, wanted_cut in zip(source, target, strict=True)]

@@ -93,7 +93,7 @@ def linear_onto_cuts(
         parameter = job.parameter_at_work(weight, x, averaged_over(weight) / out.replicas)
         if parameter is not None:
             return add_bias(job.run(x, parameter), bias)
-        # taken before it enters, so that the gradient of this rank's rows is scaled, not zeros beside it
+        # take this rank's rows before the weight becomes an operand, so that only their gradient is scaled, not zeros
         return add_bias(job.run(x, local_weight(job.rows_at_work(weight, x), x, out)), bias)
     w = rearrange_rows(local_weight(weight, x, out), stored.dim(0), job.stored.dim(0), x)
     return add_bias(job.run(x, job.rows_at_work(w, x)), bias)
@@ -123,7 +123,7 @@ def _sum_over_input_pieces(input: Tile, weight: StoredWeight, bias: StoredWeight
     rows = x.local
     if not x.layout.is_cut(last):
         rows = take_owned_rows(enter_in_parts(x, axes), last, contracted, x.layout, x.coordinate)
-    # the products differ along `axes`, so no gradient of W is divided among replicas: its columns belong to one rank
+    # each rank along `axes` has its own columns of W, so no gradient of W is divided among replicas
     partial = F.linear(rows, local_weight(weight, x, x.layout.replace_dim(last, *contracted)))
     out = x.layout.replace_dim(last, whole_dim(weight.shape[0]))
     home = layout_before_gather(out, axes, out.dim(last))

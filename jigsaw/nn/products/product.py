@@ -259,7 +259,7 @@ def einsum(equation: str, *operands: Any) -> Any:
 
 @lru_cache(maxsize=1024)
 def read_equation(equation: str, ndims: tuple[int, ...]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Return the labels of each operand of an einsum, of so many dims, and those of the result."""
+    """Return the labels of each operand of an einsum, which has `ndims` dims, and those of the result."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if len(terms) != len(ndims):

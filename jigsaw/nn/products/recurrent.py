@@ -1,8 +1,8 @@
 """Recurrent layers: LSTM, GRU and RNN along a dim that is whole on each rank, and their cells.
 
-Whole sequences on one rank need no message: for example, the pixels of a lat x lon tile as a batch of series.  Axes
-that cut the sequence itself cut the batch meanwhile (`jigsaw.ops.whole_dims`).  On lat=4, [16, 32, 8] cut along 32
-steps in pieces of 8 becomes 4 sequences of 32 steps a rank, and the result returns.
+Whole sequences on one rank need no message: for example, the pixels of a lat x lon tile as a batch of series.  Where
+axes cut the sequence, rows are exchanged so that the axes cut the batch instead (`jigsaw.ops.whole_dims`), and back
+afterwards.  On lat=4, [16, 32, 8] cut along 32 steps in pieces of 8 becomes 4 sequences of 32 steps a rank.
 
 >>> series = jigsaw.shard(torch.randn(6, 9, 4), jigsaw.init_mesh(lat=1), ("lat", None, None))
 >>> output, (last, _) = torch.nn.LSTM(4, 5, batch_first=True, bidirectional=True)(series)
@@ -43,8 +43,7 @@ def _answer_recurrence(function: Any) -> None:
     ) -> Any:
         """Return (output, last states) of the sequences along dim 0, or dim 1 with `batch_first`.
 
-        *Shapes*: the output is cut as the input; last states are cut along the batch, as the sequences were while they
-        were computed.
+        *Shapes*: the output is cut as the input; last states are cut along the batch only.
         *Sends*: where the sequence or the features are cut, (P-1)/P of a tile before and after, and as many backward.
         *Raises*: `ShardingError` for packed sequences, a plain input, weights that are tiles, dropout between layers.
         """
@@ -56,7 +55,7 @@ def _answer_recurrence(function: Any) -> None:
         layouts = [_state_layout(s, tile.layout, batch) for s in states]
         begin = [_local_state(s, tile, layout) for s, layout in zip(states, layouts, strict=True)]
         rows, none_here = tile.local, not tile.local.shape[batch]
-        if none_here:  # torch refuses an empty batch; a sequence of zeros keeps this rank in the graph
+        if none_here:  # torch refuses an empty batch; with a sequence of zeros, backward runs here, too
             rows, begin = _with_one_more(rows, batch), [_with_one_more(s, 1) for s in begin]
         weights = [plain_operand(w, tile) for w in (gathered_weight(w, tile) for w in params) if w is not None]
         options = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
@@ -82,8 +81,8 @@ def _check_recurrence(function: Any, operands: Sequence[Any], params: Any, has_b
     elif any(isinstance(w, Tile) for w in params):
         reason, remedy = "a weight is a Tile", "pass the weights whole, or as DTensors"
     elif masks:
-        reason = "dropout between layers would draw other masks on each rank"
-        remedy = "use dropout=0 and layers of their own with nn.Dropout between them"
+        reason = "dropout between layers would draw different masks on each rank"
+        remedy = "use dropout=0, and single-layer modules with nn.Dropout between them"
     else:
         return
     raise refusal_error(function, tile, reason, remedy)

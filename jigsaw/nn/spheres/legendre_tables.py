@@ -23,7 +23,7 @@ Reals = NDArray[np.float64]
 SPHERE_GRIDS = ("equiangular", "legendre-gauss", "lobatto")
 
 _TINY = 1e-150  # the unit of an exponent: squares of it and of its inverse are still finite
-_ORDERS_AT_ONCE = 32  # as many orders go through the recurrence together as fit a cache
+_ORDERS_AT_ONCE = 32  # number of orders that go through the recurrence together, so that they fit in a cache
 
 
 # -- quadrature -------------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def _last_two_legendre(degree: int, x: Reals) -> tuple[Reals, Reals]:
 def _gauss_points(rows: int) -> tuple[Reals, Reals]:
     theta = np.linspace(0.75, rows - 0.25, rows) * np.pi / (rows + 0.5)
     slope = np.ones(rows)
-    for _ in range(10):  # Newton's steps in the angle, which is exact where its cosine is nearly 1
+    for _ in range(10):  # Newton's method for the angle, which stays accurate where its cosine is nearly 1
         last, before = _last_two_legendre(rows, np.cos(theta))
         slope = rows * (np.cos(theta) * last - before) / np.sin(theta)
         theta = theta - last / slope
@@ -115,7 +115,7 @@ def legendre_derivatives(
         high = min(low + _ORDERS_AT_ONCE, stop)
         m = np.arange(low, high)[:, None]
         p = _some_orders(theta, degrees + 1, (low - 1, high + 1))
-        below, above = p[:-2], p[2:]  # of the orders m - 1 and m + 1
+        below, above = p[:-2], p[2:]  # for the orders m - 1 and m + 1
 
         def root(values: Reals) -> Reals:
             return np.sqrt(np.maximum(values, 0))[..., None]
@@ -145,14 +145,14 @@ def _some_orders(theta: Reals, degrees: int, orders: Interval) -> Reals:
     last, exponent = _sectoral_functions(np.sin(theta), m)
     before, counts = np.zeros_like(last), (exponent == 0) * 1.0
     for degree in range(degrees):
-        going = min(max(degree - m[0], 0), len(m))  # orders below l; the next one begins here
+        going = min(max(degree - m[0], 0), len(m))  # number of orders below l; order l starts in this step
         if going:
             k = squares[:going]
             a = np.sqrt((4.0 * degree**2 - 1) / (degree**2 - k))
             b = a * np.sqrt(((degree - 1.0) ** 2 - k) / (4.0 * (degree - 1) ** 2 - 1))
             now = (a * x) * last[:going] - b * before[:going]
             before[:going], last[:going] = last[:going], now
-        if degree % 16 == 0:  # they grow by far less than 1e150 in between
+        if degree % 16 == 0:  # in 16 steps values grow by far less than 1e150
             risen = (np.abs(last) > 1) & (exponent < 0)
             last[risen] *= _TINY
             before[risen] *= _TINY

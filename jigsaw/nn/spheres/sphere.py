@@ -121,7 +121,7 @@ def _psi_of_rows(
     (at,) = ((makes >= target[0]) & (makes < target[1])).nonzero(as_tuple=True)
     of_row, of_column = (held[0], target[0]) if transposed else (target[0], held[0])
     kernels, rows, columns = kernels[at], rows[at] - of_row, columns[at] - of_column * width
-    # entries of one kernel and row lie side by side
+    # entries of the same kernel and row are neighbors
     starts = torch.ones(len(at), dtype=torch.bool, device=at.device)
     starts[1:] = (kernels[1:] != kernels[:-1]) | (rows[1:] != rows[:-1])
     (begins,) = starts.nonzero(as_tuple=True)
@@ -271,7 +271,7 @@ def _answer_attention(name: str) -> None:
         else:
             out = empty_result((*q.shape[:-1], vw.shape[-1]), q, k, v)
         features = stretched_cut(single_cut(qw.layout, 3, name), vw.shape[3])
-        home = qw.layout.without_halo().replace_dim(3, features)  # queries lie on the grid of the result
+        home = qw.layout.without_halo().replace_dim(3, features)  # the result is on the grid of the queries
         return Tile(out, layout.replace_dim(3, whole_dim(vw.shape[3])), mesh).with_layout(home)
 
 

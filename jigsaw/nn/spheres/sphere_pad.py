@@ -85,7 +85,7 @@ class SpherePad(nn.Module):
             signs = cut_whole_tensor(signs, x)
         ends = [_turned_rows(x, to, needs, signs) for needs in self._rows_beyond(x.shape[lat], to.derived[0][1])]
         y = torch.cat([ends[0], rows, ends[1]], lat)
-        # where longitude is whole, its columns of padding are at hand, even for rows from other ranks
+        # where longitude is whole, this rank has the columns for its padding, also for rows from other ranks
         return Tile(y if is_cut_or_haloed(x.layout, lon) else self._pad_columns(y), to.out, x.mesh)
 
     def _check(self, shape: tuple[int, ...]) -> None:
@@ -136,7 +136,7 @@ class SpherePad(nn.Module):
         return x.index_select(-1, torch.arange(-left, nlon + right, device=x.device) % nlon)
 
     def _rows_beyond(self, n: int, lat: DerivedCut) -> tuple[list[Interval], list[Interval]]:
-        """Return the rows that show, turned, what each piece holds beyond the first pole, and beyond the last."""
+        """Return the rows that, turned, fill each piece's rows beyond the first pole, and beyond the last."""
         top, (first, last) = self.padding[2], map(int, self.at_pole)
         held = [(start - top, stop - top) for start, stop in lat.out.held]
         north = [(first - min(stop, 0), first - start) if start < min(stop, 0) else (0, 0) for start, stop in held]

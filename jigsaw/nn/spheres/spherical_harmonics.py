@@ -139,7 +139,7 @@ def _make_table(key: TableKey) -> Tensor:
 
 
 def _plain_constant(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # a kept table must also serve training
+    with torch.inference_mode(False):  # the table is kept, and may be used in training later
         return torch.from_numpy(values).to(device, dtype)
 
 
@@ -231,7 +231,7 @@ class _SphereTransform(nn.Module):
 
 def _legendre_product(x: Tensor, table: Tensor, inverse: bool) -> Tensor:
     """Map complex [..., lat, m] to [..., l, m], or back, by a real table [m, l, lat]: one matrix for each order."""
-    if not x.numel():  # a rank without orders, or an empty batch
+    if not x.numel():  # this rank has no orders, or the batch is empty
         return empty_result((*x.shape[:-2], table.shape[2 if inverse else 1], x.shape[-1]), x, saved=0)
     equation = "...lmr,mlk->...kmr" if inverse else "...kmr,mlk->...lmr"
     with torch.autocast(x.device.type, enabled=False):
@@ -259,16 +259,16 @@ class SphericalHarmonicTransform(_SphereTransform):
     def forward(self, x: Any) -> Any:
         x = self._checked_input(x, (self.nlat, self.nlon))
         if not isinstance(x, Tile):
-            return self._analyse(self._fourier_modes(x), (0, self.mmax))
+            return self._analyze(self._fourier_modes(x), (0, self.mmax))
         plan = plan_harmonics(x.layout, self.mmax)
         modes = cast(Tile, self._fourier_modes(x.with_layout(plan.circles))).with_layout(plan.orders)
-        c = self._analyse(modes.local, plan.held_orders(x.coordinate))
+        c = self._analyze(modes.local, plan.held_orders(x.coordinate))
         return Tile(c, plan.with_rows(self.lmax), x.mesh)
 
     def _fourier_modes(self, x: Any) -> Any:
         return torch.fft.rfft(x, norm="forward")[..., : self.mmax]
 
-    def _analyse(self, modes: Tensor, orders: Interval) -> Tensor:
+    def _analyze(self, modes: Tensor, orders: Interval) -> Tensor:
         """Map [..., lat, m] to [..., l, m] for some orders."""
         c = self._contract(modes * self._constant("weights", modes), self._table(orders, modes))
         return c if self.norm == "ortho" else c * self._constant("scale", c)
@@ -296,17 +296,17 @@ class InverseSphericalHarmonicTransform(_SphereTransform):
     def forward(self, c: Any) -> Any:
         c = self._checked_input(c, (self.lmax, self.mmax))
         if not isinstance(c, Tile):
-            return self._fields_of_modes(self._synthesise(c, (0, self.mmax)))
+            return self._fields_of_modes(self._synthesize(c, (0, self.mmax)))
         plan = plan_inverse_harmonics(c.layout, self.nlat, self.nlon)
         c = c.with_layout(plan.with_rows(self.lmax))
-        modes = Tile(self._synthesise(c.local, plan.held_orders(c.coordinate)), plan.orders, c.mesh)
+        modes = Tile(self._synthesize(c.local, plan.held_orders(c.coordinate)), plan.orders, c.mesh)
         field = self._fields_of_modes(modes.with_layout(plan.modes(self.mmax)))
         return field.with_layout(plan.field)
 
     def _fields_of_modes(self, modes: Any) -> Any:
         return torch.fft.irfft(modes, n=self.nlon, norm="forward")
 
-    def _synthesise(self, c: Tensor, orders: Interval) -> Tensor:
+    def _synthesize(self, c: Tensor, orders: Interval) -> Tensor:
         """Map [..., l, m] to [..., lat, m] for some orders."""
         c = c if self.norm == "ortho" else c / self._constant("scale", c)
         modes = self._contract(c, self._table(orders, c))

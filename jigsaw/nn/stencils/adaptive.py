@@ -90,7 +90,7 @@ def mean_of_windows(x: Tensor, dim: int, spans: Sequence[tuple[int, int]]) -> Te
 def _max_of_windows(x: Tensor, dim: int, spans: Sequence[tuple[int, int]]) -> Tensor:
     """Return the largest of the rows of each span; among equal ones the first has the gradient, as in torch."""
     longest = max(stop - start for start, stop in spans)
-    # a shorter window repeats its last row, which gets no gradient because the first of equal ones has it
+    # a shorter window repeats its last row; the copies get no gradient, because the first of equal elements gets it
     rows = [min(start + k, stop - 1) for start, stop in spans for k in range(longest)]
     picked = x.index_select(dim, values_on_device(rows, torch.int64, x.device))
     return picked.unflatten(dim, (len(spans), longest)).max(dim + 1).values
@@ -116,7 +116,7 @@ def _answer_adaptive_max(dims: int, function: Any, with_indices: Any) -> None:
         sizes = adaptive_sizes(input, dims, output_size)
         cut = [d for d in sizes if is_cut_or_haloed(input.layout, d)]
         out = input
-        # the last dim first: then, of equal elements, the first one in the order of rows has the gradient
+        # the last dim first, so that of equal elements the first in row-major order gets the gradient
         for d in reversed(list(sizes)):
             if sizes[d] == 1 and d in cut:
                 out = _max_of_all_rows(out.owned(), d)

@@ -46,7 +46,7 @@ from jigsaw.tile.tile import Tile, implements_torch
 
 
 def convolve(input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometry) -> Tile:
-    """Return `input` convolved with `weight`, plus `bias`; the functions and modules of this file are its names.
+    """Return `input` convolved with `weight`, plus `bias`; all functions and modules of this file come here.
 
     *Shapes*: ``[batch, channel, *space]`` or ``[channel, *space]``, global as in torch.  A spatial dim that is cut at p
     is cut at ceil(p / stride) afterwards (about p x stride, transposed). So multiples of the stride stay aligned.  Rows
@@ -70,7 +70,7 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometr
         y = convolve(batched, weight, bias, conv)
         return Tile(y.local.squeeze(0), y.layout.drop((0,)), y.mesh)
     if _is_pointwise_in_space(weight, conv) and any(len(input.layout.dim(d)) > 1 for d in range(2, input.ndim)):
-        # tokens of lat x lon as the two dims that they were made of, because a kernel of one row needs no order
+        # unflatten tokens into lat x lon, because a kernel of size 1 does not depend on the order of rows
         apart = input.reshape((*input.shape[:2], *(c.size for d in range(2, input.ndim) for c in input.layout.dim(d))))
         if apart.ndim <= 5:  # torch convolves up to three dims
             for _ in range(apart.ndim - input.ndim):
@@ -82,7 +82,7 @@ def convolve(input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometr
             input.layout.replace_dim(1, whole_dim(input.shape[1]))
         )  # a halo of channels is dropped
     if is_dtensor(weight) and conv.transposed and conv.groups > 1:
-        # channels are cut within groups, or between them: then each rank works on the whole groups that it has
+        # the cut of channels need not fall between groups: each rank then works on the whole groups that it has
         weight, bias = cast(Tensor, gathered_weight(weight, input)), gathered_weight(bias, input)
     if is_dtensor(weight) and conv.groups == 1:
         input = bring_to_cuts(input, 1, weight_layout(weight, input).dim(0 if conv.transposed else 1))
@@ -164,7 +164,7 @@ def _convolve_local(input: Tile, weight: Tensor, bias: Tensor | None, plan: Conv
     shape, layout, mesh = plan.out.local_shape(input.coordinate), input.layout, input.mesh
     conv, to = plan.conv, plan.to
     is_empty = 0 in shape or not weight.numel()  # without input channels torch makes no output
-    needs_channels = layout.is_cut(1)  # channels of other ranks come with the rows, in one exchange
+    needs_channels = layout.is_cut(1)  # channels and rows of other ranks come in one exchange
     if not (to.derived or needs_channels or is_empty):
         return _torch_convolution(x, weight, bias, conv, [p for p, _ in conv.padding], conv.output_padding)
     if not (conv.transposed or needs_channels or is_empty):
@@ -173,7 +173,7 @@ def _convolve_local(input: Tile, weight: Tensor, bias: Tensor | None, plan: Conv
             again = partial(_convolve_gathered, plan, layout, mesh)
             return convolve_with_halo(x, weight, bias, HaloConvolution(conv, halo, layout, mesh, again))
     if is_empty:
-        channels = shape[1]  # of this rank, as those of its part of the bias
+        channels = shape[1]  # this rank's channels, to which its part of the bias belongs
         if bias is not None and bias.shape != (channels,):
             raise RuntimeError(f"a convolution makes {channels} channels, but its bias has shape {tuple(bias.shape)}")
         return empty_result(shape, gather_input_rows(Tile(x, layout, mesh), to), weight, bias, saved=2)
@@ -322,7 +322,7 @@ class _CutConv(nn.Module):
 
     def __init__(self, *args: Any, mesh: DeviceMesh, axis: str | Sequence[str] = CHANNEL_AXIS, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        layer: Any = self  # torch's layer, of which this class is a part
+        layer: Any = self  # this class is mixed into a layer of torch
         transposed = isinstance(self, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
         if transposed and layer.groups > 1:
             raise ShardingError(f"{type(self).__name__} with groups={layer.groups} cannot be cut; use torch.nn's")

@@ -93,7 +93,7 @@ def plan_of_whole_channels(
     moved = {d for d, _, _ in to.derived}
     has_margins = any(low or high for _, derived, _ in to.derived for low, high in derived.margins)
     is_empty = 0 in shape or any(0 in out.local_shape(at) for at in out.coords())
-    # a fact of all ranks, not of this one, because a rank that exchanges waits for the others
+    # decided from facts of all ranks, because all of them must exchange or none
     at_hand = not is_empty and (not moved or (to.target == layout and not has_margins and not conv.transposed))
     padding = tuple(0 if 2 + i in moved else low for i, (low, _) in enumerate(conv.padding))
     return ConvPlan(conv, along, to, out, padding if at_hand else None)
@@ -172,7 +172,7 @@ def channels_of_result(shape: Sequence[int], conv: ConvGeometry) -> int:
 # Example: four ranks with 8 rows each of 32, kernel 3: rank 1 has 8:16 and needs 7:17.  It convolves 8:16 as if zeros
 # lay around them while rows 7 and 16 travel; row 7 alone, convolved, is what the zeros below left out of output 8, and
 # is added to it, and row 16 to output 15.  Neither 7:17 nor its gradient is ever put together.
-_STRIP_SHARE = 8  # strips pay while they touch less than one row in so many
+_STRIP_SHARE = 8  # strips pay while they touch less than this fraction (1/8) of the rows
 
 
 # -- one dim: integers ------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def split_dim(cut: Cut, rule: StencilWindow, derived: DerivedCut, piece: int, wr
         box = inside[0], inside[0]
     out = derived.out.held[piece]
     count = out[1] - out[0]
-    # the op pads both sides alike, but a piece at the edge of the array may need more above than below
+    # the op pads both sides by the same amount, but a piece at the array's edge may need more above than below
     padding, skip = _covering_padding(rule, box, need)
     if box[1] < held[1]:  # keep rows that no window reads rather than cut them off, because they cost nothing
         longer, more = (box[0], held[1]), _covering_padding(rule, (box[0], held[1]), need)
@@ -225,7 +225,7 @@ def split_dim(cut: Cut, rule: StencilWindow, derived: DerivedCut, piece: int, wr
 
 
 def _covering_padding(rule: StencilWindow, box: Interval, need: Interval) -> tuple[int, int]:
-    """Return the op's even padding that covers `need`, and how many output rows more that makes below."""
+    """Return the op's symmetric padding that covers `need`, and how many more output rows it makes below."""
     below, above = box[0] - need[0], need[1] - box[1]
     skip = max(ceil_div(above - below, rule.stride), 0)
     return below + skip * rule.stride, skip
@@ -461,7 +461,7 @@ class _ConvolveWithHalo(torch.autograd.Function):
         x, weight, bias, *padded = ctx.saved_tensors
         op: HaloConvolution = ctx.op
         mask = list(ctx.needs_input_grad[:3])
-        if torch.is_grad_enabled():  # differentiable twice, at the price of another exchange
+        if torch.is_grad_enabled():  # to be differentiable twice, exchange the rows again
             wanted = [v for v, needs in zip((x, weight, bias), mask, strict=True) if needs]
             gradients = iter(
                 torch.autograd.grad(op.again(x, weight, bias), wanted, grads[0][op.halo.wanted], create_graph=True)

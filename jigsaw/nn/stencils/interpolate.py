@@ -72,7 +72,7 @@ class ResampledDim(FrozenValue):
 
     @property
     def is_regular(self) -> bool:
-        """True where a block, cut out at a multiple of the ratio, interpolates by itself as it does in the whole."""
+        """True where a block that begins at a multiple of the ratio interpolates alone as it does within the whole."""
         p, _ = self.ratio
         has_ratio = self.scale is None and not self.antialias and p <= _LARGEST_DENOMINATOR
         return has_ratio and not (self.align_corners and self.n != self.m)
@@ -82,7 +82,7 @@ class ResampledDim(FrozenValue):
 def _input_rows_read(r: ResampledDim, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
     """Return for every output row the first and last input row that it reads, and the weight of the second of two."""
     if r.mode in _NEAREST:
-        # torch finds the row in floating point, so its own rounding decides
+        # torch finds the row in floating point, so ask torch, to get the same rounding
         options: dict[str, Any] = {"size": r.m} if r.scale is None else {"scale_factor": r.scale}
         with without_modes():  # while a graph is traced, tensors have no values
             rows = torch.arange(r.n, dtype=dtype if dtype in (torch.float32, torch.float64) else torch.float32)
@@ -150,7 +150,8 @@ def interpolate(
         y = F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
         out = resized_layout(input.layout, dict(enumerate(y.shape[2:], 2)))
         if x is not input.local:
-            saved = int(mode == "area" and any(n != 1 for n in y.shape[2:]))  # one window is a mean to torch
+            # for one window torch calls mean, which saves nothing
+            saved = int(mode == "area" and any(n != 1 for n in y.shape[2:]))
             y = empty_result(out.local_shape(input.coordinate), input.local, saved=saved)
         return Tile(y, out, input.mesh)
     sizes, scales = _sizes_and_scales(
@@ -351,5 +352,5 @@ def _sum_weighted_rows(x: Tensor, dim: int, r: ResampledDim, low: int, out: tupl
     for k in range(most):
         part = x.index_select(dim, taps[:, k, 0].long() - low) * taps[:, k, 1].to(x.dtype).reshape(shape)
         y = part if y is None else y + part
-    assert y is not None  # an output row reads at least one
+    assert y is not None  # each output row reads at least one input row
     return y

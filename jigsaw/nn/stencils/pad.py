@@ -54,14 +54,14 @@ def pad(input: Tile, pad: Sequence[int], mode: str = "constant", value: float | 
         return _remembering_sources(_pad_by_exchange(input, along, value or 0.0), input)
     if mode == "circular":
         mixed = {d: (min(low, 0), min(high, 0)) for d, (low, high) in pads.items() if low * high < 0}
-        if mixed:  # torch crops first, and the circle is what is left
+        if mixed:  # torch crops first, then wraps around what is left
             along = tuple(
                 DimStencil(d, StencilWindow(below=low, above=high), always=True) for d, (low, high) in mixed.items()
             )
             input = _pad_by_exchange(input, along)
             pads = {d: (max(low, 0), max(high, 0)) if d in mixed else (low, high) for d, (low, high) in pads.items()}
         padded = _pad_by_exchange(input, tuple(_circular_stencil(input, d, *p) for d, p in pads.items()))
-        return with_order(padded, None)  # torch's is contiguous, also of channels-last images
+        return with_order(padded, None)  # torch returns contiguous memory, also for channels-last images
     return _pad_folded(input, pads, mode)
 
 
@@ -81,7 +81,7 @@ def _pad_uncut(input: Tile, pads: PadsByDim, pad: Sequence[int], mode: str, valu
     if x.numel() or mode == "constant":
         return Tile(F.pad(x, pad, mode, value), layout, input.mesh)
     F.pad(nonempty_like(x), pad, mode)
-    saved = int(mode != "circular")  # of which torch's function copies slices
+    saved = int(mode != "circular")  # for circular padding torch only copies slices, and saves nothing
     return Tile(empty_result(layout.local_shape(input.coordinate), x, saved=saved), layout, input.mesh)
 
 
@@ -119,7 +119,7 @@ def _pad_folded(input: Tile, pads: PadsByDim, mode: str) -> Tile:
     to = plan_stencil(input.layout, along, input.coordinate, "pad")
     x = gather_input_rows(input, to)
     if to.is_empty:
-        saved = int(any(not is_cut_or_haloed(input.layout, d) for d in pads))  # else rows are only picked
+        saved = int(any(not is_cut_or_haloed(input.layout, d) for d in pads))  # zero where rows are only picked
         return Tile(empty_result(to.shape, x, saved=saved), to.out, input.mesh)
     rules = {a.dim: a.rule for a in along}
     for dim, derived, piece in to.derived:

@@ -82,7 +82,7 @@ def _fold_columns(
     """
     if input.ndim == 2:
         return _fold_columns(input.unsqueeze(0), output_size, kernel_size, dilation, padding, stride).squeeze(0)
-    if input.dtype == torch.bool:  # whether any is true, and no convolution takes bools
+    if input.dtype == torch.bool:  # a sum of bools says whether any is True, and no convolution takes bools
         return _fold_columns(input.float(), output_size, kernel_size, dilation, padding, stride).bool()
     wanted, sizes = entry_per_dim(output_size, 2, "output_size"), entry_per_dim(kernel_size, 2, "kernel_size")
     pads, spacings = entry_per_dim(padding, 2, "padding"), entry_per_dim(dilation, 2, "dilation")
@@ -114,16 +114,16 @@ def _unfold_dim(input: Tile, dimension: int, size: int, step: int) -> Tile:
     *Sends*: forward, the rows of windows that reach into a neighbor; backward, their gradients.
     """
     (at,) = reduced_dims(input, dimension)
-    if not input.ndim:  # a number is a row of one element, to torch
+    if not input.ndim:  # torch treats a 0-d tensor as one row
         return select_dim(_unfold_dim(input.unsqueeze(0), 0, size, step), 0, 0)
     if size > input.shape[at] or size < 0 or step < 1:
         raise RuntimeError(f"unfold of dim {at} of size {input.shape[at]}: windows of {size} rows, step {step}")
     to = plan_stencil(input.layout, (DimStencil(at, StencilWindow(size, step)),), input.coordinate, "unfold")
     strides, out = whole_strides(input), to.out.insert(input.ndim, size)
-    is_apart = input.layout.is_cut(at) or input.layout.has_halo  # a copy, where torch's is a view
+    is_apart = input.layout.is_cut(at) or input.layout.has_halo  # then the result is a copy, where torch returns a view
     rows = (copied_to(input, to.target, has_way_back=False) if is_apart else input).local
     as_windows: Callable[..., Tensor] = rows.unfold  # torch's stub has another signature
-    # a rank without windows has a view all the same: it refuses, and makes again, what the others do
+    # a rank without windows makes a view, too, so that it refuses and refreshes the same things as other ranks
     has_none = rows.shape[at] < size
     local = rows.narrow(at, 0, 0).unsqueeze(-1).expand(*to.shape, size) if has_none else as_windows(at, size, step)
     windows = Tile(local, out, input.mesh)
@@ -214,7 +214,7 @@ def _put_back(
         is_inside &= (at >= low) & (at < high)
         row += (at - low) * stride_here
         stride_here *= high - low
-    # values of a neighbor go to one extra place, which is left out
+    # values that belong to a neighbor go to one extra place, which is dropped
     flat = torch.where(is_inside, row, stride_here).flatten(first)
     out = values.new_zeros((*values.shape[:first], stride_here + 1)).scatter(first, flat, values.flatten(first))
     return Tile(out.narrow(first, 0, stride_here).reshape(to.shape), to.out, input.mesh)

@@ -254,7 +254,7 @@ def adaptive_avg_pool(input: Tile, dims: int, output_size: OutputSize) -> Tile:
     cut = {d: m for d, m in sizes.items() if is_cut_or_haloed(input.layout, d)}
     ones = [d for d, m in cut.items() if m == 1]
     x = input.mean(ones, keepdim=True) if ones else input
-    # of volumes in narrow dtypes, torch has the kernel of this function, not always that of `avg_pool3d`
+    # for volumes in narrow dtypes torch has a kernel of this function, but not always of `avg_pool3d`
     is_narrow = dims == 3 and input.itemsize < 4
     odd = {d: m for d, m in cut.items() if m != 1 and (is_narrow or input.shape[d] % m)}
     x = pool_adaptive_windows(x, odd, mean_of_windows) if odd else x
@@ -262,7 +262,7 @@ def adaptive_avg_pool(input: Tile, dims: int, output_size: OutputSize) -> Tile:
     if prod(factors) > 1:
         x = avg_pool(x, dims, factors, factors, 0, False, True)
     y = _adaptive_uncut(x, dims, first, wanted) if len(cut) < dims else x
-    return Tile(in_own_memory(y.local, input), y.layout, y.mesh)  # where no size changes, too
+    return Tile(in_own_memory(y.local, input), y.layout, y.mesh)  # own memory, also where no size changes
 
 
 def _adaptive_uncut(x: Tile, dims: int, first: int, wanted: Sequence[int]) -> Tile:
@@ -273,7 +273,7 @@ def _adaptive_uncut(x: Tile, dims: int, first: int, wanted: Sequence[int]) -> Ti
     op: Callable[..., Tensor] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[dims - 1]
     if x.local.numel():
         return Tile(op(x.local, local_sizes), layout, x.mesh)
-    saved = int(any(n != 1 for n in local_sizes))  # one window is a mean to torch
+    saved = int(any(n != 1 for n in local_sizes))  # for one window torch calls mean, which saves nothing
     return Tile(empty_result(layout.local_shape(x.coordinate), x.local, saved=saved), layout, x.mesh)
 
 

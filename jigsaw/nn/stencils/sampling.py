@@ -71,7 +71,7 @@ def _grid_sample(
         channels = own if not taken.intersection(a for c in own for a in c.axes) else channels
     space = [(whole_dim(n),) for n in input.shape[2:]]
     out = Layout.from_dims([where.dim(0), channels, *where.dims()[1:-1]], where.axes)
-    # the parts are those of the result: a replicated operand's gradient is summed over the axes that cut it
+    # each rank works on its part of the result: so a replicated operand's gradient is summed over the axes that cut it
     like = Tile(first.local, out, first.mesh)
     x = _sampled_part(input, like, Layout.from_dims([where.dim(0), channels, *space], where.axes))
     places = _sampled_part(grid, like, where)

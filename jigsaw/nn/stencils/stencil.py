@@ -101,7 +101,7 @@ def plan_stencil(layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoord
         target = target.replace_dim(a.dim, cut.holding(derivation.needs))
         margins[a.dim] = derivation.margins[piece]
         derived.append((a.dim, derivation, piece))
-    # margins are per cut, as boxes of an exchange; no stencil slides along a dim of several cuts, which has none
+    # an exchange takes margins for each cut; dims of several cuts have none, because no stencil slides along them
     by_cut = tuple(m for d, group in enumerate(layout.dims()) for m in [margins[d]] * len(group))
     return StencilPlan(out, target, by_cut, out.local_shape(coord), tuple(derived))
 
@@ -111,7 +111,7 @@ def gather_input_rows(x: Tile, to: StencilPlan, fill: float = 0.0) -> Tensor:
 
     *Sends*: forward, the rows that neighbors need and do not hold; backward, their gradients.
     """
-    if not to.derived and to.target == x.layout:  # no rows and no channels have to come
+    if not to.derived and to.target == x.layout:  # no row or channel is missing
         return x.local
     return exchange_rows(x.local, x.layout, to.target, x.mesh, margins=to.margins, fill=fill)
 
@@ -121,9 +121,9 @@ class _EmptyResult(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shape: Sequence[int], saved: int, *sources: Tensor) -> Tensor:
-        # a graph that ended here would leave out the exchange behind `sources`, and the neighbors would wait for it
+        # keep the graph: without it this rank would skip the backward exchange of `sources`, and neighbors would wait
         ctx.shapes = [s.shape for s in sources]
-        # torch checks whether they were changed since, so only what its own function saves may be saved here
+        # torch raises if a saved tensor was changed since, so save only the tensors that torch's own function saves
         ctx.save_for_backward(*sources[:saved])
         return sources[0].new_zeros(shape)
 
@@ -137,7 +137,7 @@ class _EmptyResult(torch.autograd.Function):
 def empty_result(shape: Sequence[int], *sources: Tensor | None, saved: int | None = None) -> Tensor:
     """Return the result of a stencil on a rank that has no output element, or nothing to make one of.
 
-    `saved`: torch's function keeps so many of the first sources for its backward pass, all for None.  A second
+    `saved` is how many of the first sources torch's function keeps for its backward pass; None means all.  A second
     derivative then passes the same exchanges everywhere, and a change of them in place is an error everywhere.
     """
     tensors = [s for s in sources if s is not None]

@@ -37,7 +37,7 @@ _TorchsLaterHook: Any = _torchs.later_hook
 
 @dataclass(frozen=True)
 class _SavedTile:
-    local: Any  # torch's saved value of it
+    local: Any  # the object that torch saves for the local tensor
     layout: Layout
     mesh: DeviceMesh
     on_paper: Tile | None
@@ -63,7 +63,7 @@ class _FrameOfTiles(_TorchsFrame):
 
 
 def _as_saved(x: Any) -> Any:
-    # a tile of another stage of a pipeline has no values to save, and stays what it is
+    # a tile of another stage of a pipeline has no values to save, so it is saved unchanged
     if not isinstance(x, Tile) or ("awaited" in x.__dict__ and "local" not in x.__dict__):
         return x
     x.check_no_history()

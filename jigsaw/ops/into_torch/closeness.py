@@ -43,7 +43,7 @@ from jigsaw.torch_internals.private_names import replace_in_torch
 _comparisons: Any = COMPARISONS
 _TorchsPair: Any = _comparisons.TensorLikePair
 
-# the box of a rank, how many elements mismatch there, the greatest absolute and relative difference, and where
+# the box of a rank, the number of mismatches, and the greatest absolute and relative difference, each with its place
 _Difference = tuple[Any, tuple[int, ...]]
 _Mismatches = tuple[Box, int, _Difference, _Difference]
 
@@ -75,7 +75,7 @@ class _TilePair(_TorchsPair):
             return
         try:
             self._compare_tiles(tiles[0])
-        except ShardingError as refusal:  # torch would change the error
+        except ShardingError as refusal:  # torch would turn it into another error
             raise _comparisons.ErrorMeta(type(refusal), str(refusal), id=self.id) from refusal
 
     def _compare_tiles(self, first: Tile) -> None:
@@ -85,7 +85,7 @@ class _TilePair(_TorchsPair):
                 f"assert_close(check_stride=True) on a Tile of shape {tuple(first.shape)}: strides are those of each "
                 "rank's memory; leave it out, or compare tile.local"
             )
-        # plain tensors of the same shape, dtype and device, almost without memory
+        # compare plain tensors of the same shape, dtype and device, expanded from one element
         self._compare_attributes(*(x.local.new_empty(()).expand(x.shape) if isinstance(x, Tile) else x for x in pair))
         if any(x.is_meta for x in pair):
             return
@@ -102,7 +102,8 @@ class _TilePair(_TorchsPair):
             return
         mesh, layout = self._first.mesh, self._layout
         wrong = ~torch.isclose(actual, expected, rtol=rtol, atol=atol, equal_nan=equal_nan)
-        axes = [name for name, _ in axes_of_mesh(mesh)]  # all: equal rows may differ by mistake
+        # over all axes: rows that should be the same on several ranks may differ by mistake
+        axes = [name for name, _ in axes_of_mesh(mesh)]
         if (comm.all_reduce(wrong.sum(), mesh, axes, same=(layout,)) == 0).all():
             return
         own_mismatches = _greatest_differences(actual, expected, wrong, self._first, layout)
@@ -135,7 +136,7 @@ def _greatest_differences(actual: Tensor, expected: Tensor, wrong: Tensor, first
     rows = [rows_of_local(layout, coord, d, wrong.device) for d in range(layout.ndim)]
     if not (actual.is_floating_point() or actual.is_complex()):
         actual, expected = actual.to(torch.int64), expected.to(torch.int64)
-    elif actual.itemsize == 1:  # torch subtracts none of these
+    elif actual.itemsize == 1:  # torch cannot subtract 8-bit floats
         actual, expected = actual.float(), expected.float()
     away = (actual - expected).abs()
 

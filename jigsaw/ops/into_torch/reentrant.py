@@ -46,11 +46,11 @@ from jigsaw.torch_internals.private_names import replace_in_torch
 
 # -- backward passes within others ------------------------------------------------------------------------------------
 
-# the passes around the one that runs, outermost first, and what is to be done once the outermost one ends
+# backward passes around the running one, outermost first, and calls to make once the outermost one ends
 _outer_passes: list[int] = []
 _at_end: list[Callable[[], None]] = []
-_recomputing: list[object] = []  # the functions that run for the second time
-_begun: list[object] = []  # those that run for the first time
+_recomputing: list[object] = []  # functions that run for the second time
+_begun: list[object] = []  # functions that run for the first time
 
 
 def outermost_pass() -> int:
@@ -67,7 +67,7 @@ def is_taken_from_pass(leaf: Tensor) -> bool:
     """Say whether the backward pass gives a leaf's gradient to `torch.autograd.grad`, not to its ``.grad``."""
     try:
         will_engine_run(get_gradient_edge(leaf).node)
-    except RuntimeError:  # torch does not answer for leaves in such a pass
+    except RuntimeError:  # torch raises for leaves in such a pass
         return True
     return False
 
@@ -100,7 +100,7 @@ class _CheckpointTiles(_TorchsFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        as_model = within_model(ctx) if is_one_process() else nullcontext()  # the inner pass, too
+        as_model = within_model(ctx) if is_one_process() else nullcontext()  # the inner pass runs within the model, too
         _outer_passes.append(innermost_pass())
         try:
             with as_model:
@@ -147,7 +147,7 @@ class _OnLocals:
 
     def __init__(self, function: Any, layouts: Sequence[Layout | None], mesh: DeviceMesh) -> None:
         self.function, self.layouts, self.mesh = function, layouts, mesh
-        self.results: list[Layout | None] = []  # of what came out, once it ran
+        self.results: list[Layout | None] = []  # layouts of the results, set by the first run
 
     def __call__(self, *args: Any) -> Any:
         again = torch.is_grad_enabled()

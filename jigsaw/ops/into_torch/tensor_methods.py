@@ -239,7 +239,8 @@ def _retain_grad(input: Tile) -> None:
 @implements_torch(Tensor.register_hook)
 def _register_hook(input: Tile, hook: Callable[[Any], Any]) -> Any:
     """Register a hook that sees the gradient as a tile of the same layout; a halo row has this rank's part."""
-    layout, mesh = input.layout, input.mesh  # not the tile: its memory would live as long as the hook that it holds
+    # the hook must not hold the tile, or the tile's memory would never be freed
+    layout, mesh = input.layout, input.mesh
 
     def on_local(gradient: Tensor) -> Tensor | None:
         tile = Tile(gradient, layout, mesh)

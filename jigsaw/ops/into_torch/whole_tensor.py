@@ -48,7 +48,7 @@ from jigsaw.torch_internals.autograd import graph_task_id, tensor_version
 
 GATHERED = "gathered"
 
-# (whose, whether strict), innermost last; what is not within any is strict
+# (the mode's owner, whether it is strict), innermost last; outside of all modes it is strict
 _modes: ContextVar[tuple[tuple[object, bool], ...]] = ContextVar("_modes", default=())
 _whole_places: set[str] = set()
 
@@ -86,7 +86,7 @@ def run_forward_whole(model: nn.Module) -> None:
         _modes.set((*_modes.get(), mode))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if _modes.get()[-1:] == (mode,):  # also called where a hook before `enter` raised
+        if _modes.get()[-1:] == (mode,):  # called even if a hook before `enter` raised
             _modes.set(_modes.get()[:-1])
 
     model.register_forward_pre_hook(enter, prepend=True)
@@ -94,7 +94,7 @@ def run_forward_whole(model: nn.Module) -> None:
 
 
 def _is_strict(place: str) -> bool:
-    # activation checkpointing runs the forward pass again, outside of the model: there what ran whole does so again
+    # checkpointing runs the forward pass again, outside the model: places that ran whole then run whole again
     if graph_task_id() != -1 and place in _whole_places:
         return False
     return _modes.get()[-1][1] if _modes.get() else True
@@ -190,7 +190,7 @@ def _run_on_whole_tensors(
     into_plain = changes_in_place(function) and changes_plain(args)
     whole_args, whole_kwargs = replace_tensors(
         (tuple(args), dict(kwargs)),
-        # what is written into a plain tensor leaves its tile, so that the graph of the plain one says so
+        # a tile that is written into a plain tensor becomes plain in sight of autograd, so that the graph records it
         lambda t: leave_tile(whole_tiles[id(t)][1], t.mesh) if into_plain else whole_tiles[id(t)][1],
         lambda x: x if into_plain else plain_operand(x, uncut, Layout((), uncut.layout.axes)),
     )
@@ -220,7 +220,8 @@ def _check_plain_values(refusal: ShardingError, args: Any, kwargs: Any) -> None:
     """Refuse a DTensor, a part of a weight: torch lets it meet no plain tensor, and whole it may not fit."""
     plain: list[Tensor] = []
     replace_tensors((args, kwargs), lambda t: t.local, lambda x: plain.append(x) or x)
-    tensors = sys.modules.get("torch.distributed.tensor")  # who has not imported it has none; it takes long
+    # not imported here, because it takes long: a DTensor exists only if it was imported
+    tensors = sys.modules.get("torch.distributed.tensor")
     if tensors is not None and any(isinstance(x, tensors.DTensor) for x in plain):
         raise refusal
 
@@ -274,6 +275,6 @@ def _cut_tensor(out: Tensor, like: Tile, arguments: Sequence[tuple[Tile, Tensor]
     target = Layout.from_dims(alike, like.layout.axes).without_halo()
     cut = Tile(redistribute_rows(out, target.uncut(), target, like.mesh, kind=GATHERED), target, like.mesh)
     if any(lie_in_one_memory(out, whole) and not lie_in_one_memory(whole, tile.local) for tile, whole in arguments):
-        # of a view torch would change the tile with it; on every rank, also where the rows themselves came back
+        # torch would return a view, and change the tile with it; marked on every rank, also where no row moved
         mark_rows_moved(cut.local)
     return cut

@@ -93,7 +93,7 @@ def plan_common_axes(
     ]
     sizes_fit = all(
         met or layout.shape[d] == 1 for layout, dims in zip(layouts, meeting, strict=True) for d, met in enumerate(dims)
-    )  # where they do not, nothing is sent before that is said
+    )  # where sizes differ, the error is raised before anything is sent
     if not sizes_fit or _axes_agree(layouts, labels, meeting, joined):
         return (None,) * len(layouts)
     if stays is not None:
@@ -183,8 +183,9 @@ def _layout_in_frame(
 
 
 def matched_structures(source: Layout, target: Layout) -> tuple[Layout, Layout] | None:
-    """Both layouts with a cut for each of the other's in every dim: what is whole in one may have been flattened in
-    the other, for 70 whole tokens are 7 x 10, in the same memory.  None where both are cut.
+    """Both layouts with a cut for each of the other's in every dim.  None where both are cut.
+
+    A dim that is whole in one may have been flattened in the other: 70 whole tokens are 7 x 10, in the same memory.
     """
     pairs = [_matched_groups(a, b) for a, b in zip(source.dims(), target.dims(), strict=True)]
     both = [pair for pair in pairs if pair is not None]
@@ -337,7 +338,7 @@ def _plan_meeting(
     for label in dict.fromkeys(name for by in labels for name in by if name is not None):
         at = {k: by.index(label) for k, by in enumerate(labels) if label in by}
         rows = max(layouts[k].shape[d] for k, d in at.items())
-        # one row meets many as it is; only where all have one row do those that are cut come together
+        # a dim of one row broadcasts as it is; only if all have one row must the cut ones be brought together
         at = {k: d for k, d in at.items() if layouts[k].shape[d] == rows and (rows != 1 or layouts[k].is_cut(d))}
         first, *others = [targets[k].dim(d) for k, d in at.items()] or [()]
         if all(have_same_rows(group, first) for group in others):
@@ -357,7 +358,7 @@ def _plan_meeting(
                 moved = (_with_halo_kept(c, to) for c, to in zip(group, winner, strict=True))
                 targets[k] = targets[k].replace_dim(d, *moved)
     for k in newly_cut:
-        # what every rank has is cut without a message only without a halo along its other dims
+        # rows that every rank has are cut without a message, but only without a halo along other dims
         targets[k] = targets[k].without_halo()
     return tuple(None if new == old else new for new, old in zip(targets, layouts, strict=True))
 
@@ -383,7 +384,7 @@ def _winning_cuts(
         )
         for option in options
     ]
-    # of equals the one at whose points the rank with the most rows has the fewest: it needs the most memory
+    # of equal options take the one whose largest piece is smallest, because that rank needs the most memory
     most = [math.prod(max(b - a for a, b in pairwise(c.points)) for c in groups[option]) for option in options]
     return groups[min(zip(sent, most, options, strict=True), key=lambda o: o[:2])[2]]
 

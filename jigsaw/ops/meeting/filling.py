@@ -139,7 +139,7 @@ def _is_held_elsewhere(target: Tensor, plain: Tensor) -> bool:
     be a view, a saved value, or a tensor of `detach()`.
     """
     views = int(target is not plain)
-    memory = plain.untyped_storage()  # one user of the memory itself
+    memory = plain.untyped_storage()  # `memory` itself is one user
     users = memory_users(memory_id(memory))
     of_tensor, of_view = (tensor_users(x) for x in (plain, target))
     return of_tensor > 1 + views or users > 2 + views or (views == 1 and of_view > 1)
@@ -148,10 +148,10 @@ def _is_held_elsewhere(target: Tensor, plain: Tensor) -> bool:
 def _become_tile(target: Tensor, plain: Tensor, places: _Places | None, layout: Layout, like: Tile) -> None:
     """Make a plain tensor a tile, with this rank's part of it, and the view of it `target` that view of the tile."""
     part = cut_whole_tensor(plain, like, layout)
-    local = None if part is plain else part.clone()  # new memory, so that the whole one is freed
+    local = None if part is plain else part.clone()  # copied, so that the whole tensor's memory is freed
     del part
     if places is not None:
-        _change_places(target)  # the view goes first, which keeps its base
+        _change_places(target)  # the view first, because it holds its base
     shell = _change_places(plain)
     local = shell if local is None else local
     vars(plain).update(local=local, layout=layout, mesh=like.mesh, shape=torch.Size(layout.shape))
@@ -167,7 +167,8 @@ def _change_places(plain: Tensor) -> Tensor:
     """
     shell = make_shell(Tile, plain.shape, plain.dtype)
     kind = type(plain)
-    if kind is not Tensor:  # what stands for a tensor on paper, or in a graph, is known by its attributes
+    # tensors without values, and those of a graph, are known by attributes, which the shell takes over
+    if kind is not Tensor:
         vars(shell).update(vars(plain))
         vars(plain).clear()
     plain.__class__ = Tile
@@ -366,7 +367,7 @@ def _index_wishes(plain: Tensor, index: Any, value: Any) -> Wishes | None:
     for d in range(value.ndim):
         dim, rows = places[lead + d] if lead + d >= 0 else (None, range(1))
         if dim is None:
-            # along the dims of index tensors every rank needs all values
+            # every rank needs all values along dims of index tensors
             of_dims.append(None if value.layout.is_cut(d) and value.shape[d] > 1 else ())
         elif value.shape[d] == len(rows):
             of_dims.append(_wish_for(plain, dim, value, d, rows.start, rows.step))
@@ -418,7 +419,7 @@ def _value_dims(plain: Tensor, items: Sequence[tuple[int, Any]]) -> list[tuple[i
             wide = max(wide, 1 if is_mask(item) else item.ndim)
     if not picks:
         return dims
-    # the dims of index tensors stand in place of theirs, or in front where these are apart
+    # dims of index tensors replace the indexed dims, or come first where these are not next to each other
     first = picks[0] if picks == list(range(picks[0], picks[-1] + 1)) else 0
     kept = [m for k, m in enumerate(dims) if k not in picks]
     return [*kept[:first], *[(None, range(1))] * wide, *kept[first:]]

@@ -8,11 +8,13 @@ rank 1 the other way round.  Each sends the other its 3 x 2 elements.  By lat=2,
 columns first sum theirs.
 
 Whether a gradient is its block and nothing else is known where it arrives alone: a weight that is used elsewhere too
-(tied, a loss term, an earlier backward pass) has more, and is then summed whole.
+(tied, a loss term, an earlier backward pass) has more, and is then summed whole.  So it is among more ranks than
+exchange rows at once: each block would be a message to each of them, for each weight.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw import comm
 from jigsaw.comm.debug import compare_calls
 from jigsaw.comm.wire_values import wire_memory
+from jigsaw.geometry import transfers
 from jigsaw.geometry.cut import box_slices
 from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.ranks.mesh import TrafficKind, mesh_coordinate
@@ -48,11 +51,14 @@ class BlockRecord:
 
     @property
     def has_come(self) -> bool:
-        """True where blocks are to travel: ranks have used some, and never had more than them."""
-        return self.layout is not None and not self.is_mixed
+        """True where blocks are to travel: few ranks have used some, and never had more than them."""
+        layout = self.layout
+        if layout is None or self.is_mixed:
+            return False
+        return math.prod(map(layout.size_of, layout.cut_axes)) <= transfers.MOST_PEERS_AT_ONCE
 
     def note(self, grad: Tensor, layout: Layout) -> None:
-        # by an alias: while one exists, autograd adds other gradients to a copy, not to this memory
+        # keep an alias: while it exists, autograd adds other gradients to a copy, not to this memory
         self.layout, self._placed = layout, (grad.detach(), tensor_version(grad))
 
     def is_all_of(self, grad: Tensor | None) -> bool:
@@ -110,7 +116,7 @@ class _OwnBlock(torch.autograd.Function):
         use: _BlockUse = ctx.use
         whole = grads[0].new_zeros(use.layout.shape)
         block = _block_view(whole, use.layout, use.at)
-        if torch.is_grad_enabled():  # of second order: what arrives is reduced whole
+        if torch.is_grad_enabled():  # for second derivatives, the incoming gradient is reduced whole
             block.copy_(comm.share_of_mean(grads[0].reshape(block.shape), use.scale))
         else:
             torch.mul(grads[0].reshape(block.shape), use.scale, out=block)
@@ -126,7 +132,7 @@ def own_block(parameter: nn.Parameter, layout: Layout, scale: float, record: Blo
 # -- on its way -------------------------------------------------------------------------------------------------------
 
 
-class TravellingBlock:
+class TravelingBlock:
     """The gradient of a parameter while blocks of it travel; lent until `finish` or `undo` is called.
 
     Where other ranks have more than their block, all of them learn it from what travels beside, and undo: then the
@@ -141,7 +147,7 @@ class TravellingBlock:
         self.parameter, self.record, self._layout = parameter, record, record.layout
         self.is_alone = record.is_all_of(parameter.grad)
         record.forget()
-        # what is more than a block stays where it is, and zeros take part in its place
+        # a gradient of more than the block stays in `.grad`, and zeros are summed in place of the block
         grad = parameter.grad
         if grad is not None and self.is_alone:
             self._grad, parameter.grad = grad, None
@@ -154,7 +160,7 @@ class TravellingBlock:
         self._is_summed = comm.rank_count(mesh, self._rest) > 1
         self._ranks = comm.rank_count(mesh, axes)
         if not self._is_summed and self._mine.is_contiguous():
-            self._sent = self._mine.div_(self._ranks)  # sent from where it lies
+            self._sent = self._mine.div_(self._ranks)  # sent without a copy
         else:
             narrow = self._is_summed and self._mine.dtype in (torch.bfloat16, torch.float16)
             self._sent = ((self._mine.float() if narrow else self._mine) / self._ranks).contiguous()

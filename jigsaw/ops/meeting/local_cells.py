@@ -60,7 +60,7 @@ def cells_at_rows(cells: Tensor, rows: Sequence[Tensor], is_held: Tensor | None)
     if is_held is None:
         return cells[tuple(rows)]
     sizes = cells.shape[: len(rows)]
-    if 0 in sizes:  # of no rows, which the graph has to know
+    if 0 in sizes:  # without rows, but connected to the graph
         none = cells.sum(tuple(range(len(rows)))).to(cells.dtype)
         return none.expand(len(is_held), *cells.shape[len(rows) :])
     # Any row stands for those held elsewhere; their number need not be known, so the shape follows from `here`. Each

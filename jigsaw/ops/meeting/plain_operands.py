@@ -53,7 +53,7 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None, is_whole:
     *Raises*: `ShardingError` for a tensor made of both a global statistic and a parameter whose parts are summed.
     """
     if (is_whole or type(x) is nn.Parameter) and mesh_size(tile.mesh) > 1 and not hasattr(x, AVERAGED_MARK):
-        meet_tensor(x, tile.mesh)  # `parallelize` has made alike what it marked
+        meet_tensor(x, tile.mesh)  # tensors that `parallelize` marked are known to be the same on all ranks
     if not (x.requires_grad and torch.is_grad_enabled()) or mesh_size(tile.mesh) == 1:
         return x
     mesh, layout = tile.mesh, layout or tile.layout
@@ -62,7 +62,7 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None, is_whole:
     if len(ranks) == 2 and 1 in ranks:
         ranks = _average_others(leaves, max(ranks))
     if left and ranks <= {mesh.size()}:
-        # a whole gradient on every rank is right for what left a tile, and for parameters that are averaged
+        # tensors that left a tile, and averaged parameters, get the whole gradient on every rank
         return comm.use_in_parts(x, mesh, layout.cut_axes)
     if left or len(ranks) > 1:
         raise ShardingError(
@@ -131,12 +131,13 @@ def _nodes_behind(x: Tensor) -> Iterator[Any]:
     todo: list[Any] = [x.grad_fn]
     while todo:
         node = todo.pop()
-        # a tile that a module's hooks passed on together with the plain tensor is not one of its origins
+        # stop at a tile that only went through the same module hooks: the plain tensor was not computed from it
         if node is None or node in seen or node.name() == ENTER_NODE:
             continue
         seen.add(node)
         yield node
-        if node.name() != LEAVE_NODE and not hasattr(node, "variable"):  # while a graph is made, a leaf has more
+        # while a graph is made, a leaf has further nodes
+        if node.name() != LEAVE_NODE and not hasattr(node, "variable"):
             todo.extend(next_node for next_node, _ in node.next_functions)
 
 
@@ -197,7 +198,7 @@ def _take_held_rows(x: Tensor, dim: int, cuts: Sequence[Cut], tile: Tile, layout
         start, stop = cut.held[layout.piece(cut, coord)]
         if start < 0 or stop > cut.size:
             rows = torch.arange(start, stop, device=x.device)
-            # beyond an end that does not wrap, a plain tensor has its last row again
+            # beyond an end that does not wrap, repeat the plain tensor's last row
             x = x.index_select(dim + k, rows % cut.size if cut.wraps else rows.clamp(0, cut.size - 1))
         else:
             x = x.narrow(dim + k, start, stop - start)

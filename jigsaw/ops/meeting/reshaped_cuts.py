@@ -55,7 +55,7 @@ def _layouts_to_try(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
     bare = layout.without_halo()
     if bare is not layout:
         yield bare
-    # the cuts in the way: the fewest without which the others can stay
+    # try to give up as few cuts as possible, so that the others can stay
     cut = [k for k, c in enumerate(bare.cuts) if c.is_cut]
     for taken in (some for n in range(1, len(cut) + 1) for some in combinations(cut, n)):
         axes = tuple(axis for k in taken for axis in bare.cuts[k].axes)

@@ -18,7 +18,7 @@ from jigsaw.errors import TorchVersionError
 from jigsaw.torch_internals import private_names
 from jigsaw.torch_internals.private_names import LateName, private_attribute, private_name, replaced_in_torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ROOM = ROOT / "jigsaw" / "torch_internals"
 SOURCES = sorted(f for f in (ROOT / "jigsaw").rglob("*.py") if ROOM not in f.parents)
 # private names of others than torch: of Python, of named tuples, of h5py, fsspec
@@ -109,6 +109,29 @@ def test_a_torch_without_a_name_is_refused_at_import():
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     last = ran.stderr.strip().splitlines()[-1]
     assert last.startswith("jigsaw.errors.TorchVersionError: jigsaw uses torch._C._current_graph_task_id, which torch")
+
+
+_NAMES_AT_IMPORT = """
+import sys, torch
+names = set()
+def note(frame, event, arg):
+    code, values = frame.f_code, frame.f_locals
+    if event == "call" and code.co_filename.endswith("torch_internals/private_names.py"):
+        if code.co_name == "private_name":
+            names.add(values["path"])
+        elif code.co_name == "private_attribute":
+            names.add((id(values["owner"]), values["name"]))
+sys.setprofile(note)
+import jigsaw
+sys.setprofile(None)
+print(len(names))
+"""
+
+
+def test_the_page_says_how_many_names_import_needs():
+    ran = subprocess.run([sys.executable, "-c", _NAMES_AT_IMPORT], capture_output=True, text=True, check=True)
+    page = (ROOT / "docs" / "decisions" / "0088-private-names-of-torch.md").read_text()
+    assert f"`import jigsaw` needs {ran.stdout.strip()} of these names" in page
 
 
 def test_every_name_is_in_this_torch():
