@@ -159,14 +159,14 @@ class WrittenTensors(NamedTuple):
 class _AgreedPlan(NamedTuple):
     """Plan that all ranks made together: a number of its own, and this rank's part.
 
-    `told` are the names of those of its tensors whose places the first rank has to know: all, where torch's index can
+    `placed` are the names of those of its tensors whose places the first rank has to know: all, where torch's index can
     have them, or else those of types that only torch's planner knows.  The first rank has the `tensors` of the index
-    that are cut by rules, and the index of torch for all in `told`.
+    that are cut by rules, and the index of torch for all in `placed`.
     """
 
     number: str
     part: dcp.SavePlan
-    told: frozenset[str]
+    placed: frozenset[str]
     tensors: TensorIndex | None
     torch_index: Metadata | None
 
@@ -229,8 +229,8 @@ class PlannedTensors:
             part, of_others = self._plan_others(part, kinds.tensors, what)
             if index is not None and of_others is not None:
                 index.state_dict_metadata |= of_others.state_dict_metadata
-        told = frozenset(tensors if is_small else tensors.keys() - kinds.tensors.keys())
-        return _AgreedPlan(number, self._planner.finish_plan(part), told, stored[0] if stored else None, index)
+        placed = frozenset(tensors if is_small else tensors.keys() - kinds.tensors.keys())
+        return _AgreedPlan(number, self._planner.finish_plan(part), placed, stored[0] if stored else None, index)
 
     def _plan_others(
         self, part: dcp.SavePlan, known: Collection[str], what: str
@@ -267,7 +267,7 @@ class PlannedTensors:
             places.setdefault(each.index.fqn, []).extend((each.storage_data.offset, each.storage_data.length))
         for name in {each.storage_data.relative_path for each in results}:
             self._files.sums[name] = append_places(self._part / name, places, self._files.sums[name])
-        return WrittenTensors([each for each in results if each.index.fqn in self._plan.told], dict(self._files.sums))
+        return WrittenTensors([each for each in results if each.index.fqn in self._plan.placed], dict(self._files.sums))
 
     def write_index(self, written: Sequence[WrittenTensors]) -> dict[str, FileSum]:
         """Write the index of what all ranks have written, ours and torch's, on the first rank; return all files."""
@@ -279,7 +279,8 @@ class PlannedTensors:
         if tensors.keys() <= index.state_dict_metadata.keys():
             self._writer.finish(index, [each.pieces for each in written])
             sums |= self._files.sums
-        listed = {name: each for name, each in listed_tensors(index).items() if name not in tensors}
+        others = {name: each for name, each in index.state_dict_metadata.items() if name not in tensors}
+        listed = listed_tensors(replace(index, state_dict_metadata=others))
         return sums | {TENSOR_INDEX_FILE: write_new_file(self._index_path, index_as_json({**tensors, **listed}))}
 
 

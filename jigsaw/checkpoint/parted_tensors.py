@@ -29,7 +29,7 @@ def with_parts_apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def cuts_of_tensor(x: Tensor) -> tuple[tuple[int, int] | None, ...] | None:
     """Return which dim of a DTensor each axis of its mesh cuts, and of how many parts that dim is; None where it cuts
-    none.  None for a tensor that is no DTensor, or one of sums that are still apart.
+    none.  None for a tensor that is not a DTensor, or one of sums that are still apart.
     """
     if not isinstance(x, DTensor):
         return None

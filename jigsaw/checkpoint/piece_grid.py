@@ -81,8 +81,8 @@ class PieceGrid(NamedTuple):
 def grid_from_json(shape: tuple[int, ...], cuts: list[Any], files: list[Any], most_pieces: int) -> PieceGrid:
     """Return the grid that a file describes.
 
-    Raises: `ValueError`, or any other error, for one that does not divide the shape, each element once, or has more
-    than `most_pieces`, which are counted before memory is taken for them.
+    Raises: `ValueError`, or any other error, for a grid that does not divide the shape, each element once. Also for
+    one of more than `most_pieces`, which are counted before memory is taken for them.
     """
     begins: list[Sequence[int]] = []
     for size, cut in zip(shape, cuts, strict=True):
@@ -166,7 +166,7 @@ def cut_rows(size: int, axes: RankRows) -> tuple[Sequence[int], NDArray[Any]]:
     """
     runs = [[(0, size)]]
     for ranks, parts in axes:
-        runs = [share for rows in runs for share in _shared_rows(rows, ranks, parts)]
+        runs = [share for rows in runs for share in _row_shares_of_ranks(rows, ranks, parts)]
     owned = sorted((start, stop, owner) for owner, rows in enumerate(runs) for start, stop in rows if start < stop)
     joined: list[tuple[int, int, int]] = []
     for start, stop, owner in owned:
@@ -180,7 +180,7 @@ def cut_rows(size: int, axes: RankRows) -> tuple[Sequence[int], NDArray[Any]]:
     return range(0, max(size, 1), step) if step else tuple(begins), owners
 
 
-def _shared_rows(rows: Sequence[Interval], ranks: int, parts: int) -> list[list[Interval]]:
+def _row_shares_of_ranks(rows: Sequence[Interval], ranks: int, parts: int) -> list[list[Interval]]:
     """Return the rows of each rank, of parts that differ by at most one row."""
     total, shares, begin = sum(stop - start for start, stop in rows), [list[Interval]() for _ in range(ranks)], 0
     for part in range(parts):
@@ -189,12 +189,12 @@ def _shared_rows(rows: Sequence[Interval], ranks: int, parts: int) -> list[list[
         for rank in range(ranks):
             first, end = min(rank * step, size), min((rank + 1) * step, size)
             if first < end:
-                shares[rank] += _rows_between(rows, begin + first, begin + end)
+                shares[rank] += _interval_rows(rows, begin + first, begin + end)
         begin += size
     return shares
 
 
-def _rows_between(rows: Sequence[Interval], first: int, end: int) -> list[Interval]:
+def _interval_rows(rows: Sequence[Interval], first: int, end: int) -> list[Interval]:
     """Return the rows from number `first` to `end` among those that a rank has."""
     taken, at = list[Interval](), 0
     for start, stop in rows:

@@ -68,7 +68,7 @@ def kinds_of_tensors(tensors: Mapping[str, torch.Tensor]) -> TensorKinds:
 
 
 class PieceWriters:
-    """Which ranks write each tensor, the same on all ranks, from the `TensorKinds` of `every` rank.
+    """Ranks that write each tensor, the same on all ranks, from the `TensorKinds` of `every` rank.
 
     Ranks with the same kinds are given by one object.  A tensor that any rank has whole is written by one of those.
     Another is written by the ranks of its mesh; where several have the same rows, by one of them.

@@ -206,7 +206,7 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", sa
     bfloat16 and float16 are combined in float32, and rounded once.  `same` (a layout) must be equal on all ranks.
 
     *Sends*: 2 (P-1)/P of the bytes of `x` (ring: reduce-scatter, then all-gather); with `same`, of one element more, or
-    two for a maximum or minimum.  Narrow types send twice that, as float32, except for sums of 64 KiB or more on at
+    two for a maximum or minimum.  Narrow types send twice that, as float32.  Sums of 64 KiB or more do not, on at
     most 64 ranks, where each sends a share to each other one.
     *Raises*: `ShardingError` for an op that the dtype does not have; on every rank, where `same` differs, or a plain
     value that tiles have met (`jigsaw.comm.first_meetings`).

@@ -208,9 +208,9 @@ GETATTR = b"cbuiltins\ngetattr\n"
         ),
         (_raw_index(b"ctorch\nload\n"), "names torch.load"),
         # sets an attribute of whatever class it may name
-        (_raw_index(METADATA, b"N}X\x07\0\0\0planted", GETATTR, b"s\x86b"), "no index of tensors"),
-        (_raw_index(ENCODING, b"N}X\x07\0\0\0planted", GETATTR, b"s\x86b"), "no index of tensors"),
-        (_raw_index(b"]"), "no index of tensors"),
+        (_raw_index(METADATA, b"N}X\x07\0\0\0planted", GETATTR, b"s\x86b"), "not an index of tensors"),
+        (_raw_index(ENCODING, b"N}X\x07\0\0\0planted", GETATTR, b"s\x86b"), "not an index of tensors"),
+        (_raw_index(b"]"), "not an index of tensors"),
     ],
 )
 def test_a_planted_index_of_torch_is_refused(tmp_path, raw, told):
@@ -318,8 +318,8 @@ def test_a_list_of_pieces_that_cannot_be_is_refused(tmp_path, change, told):
             "do not cover it, each element once: 1180591620717411303424 is not a",
         ),
         (_weight_is(files=[[0, True, 1]]), "True is not a natural number"),
-        (_weight_is(files=[[0, 1]]), r"tensors\.json is no index of tensors"),
-        (_weight_is(cuts=[32]), r"tensors\.json is no index of tensors"),
+        (_weight_is(files=[[0, 1]]), r"tensors\.json is not an index of tensors"),
+        (_weight_is(cuts=[32]), r"tensors\.json is not an index of tensors"),
         (_weight_is(cuts=[33, 64]), "pieces of 33 rows do not cut 32"),
         (_weight_is(cuts=[0, 64]), "pieces of 0 rows do not cut 32"),
         (_weight_is(cuts=[-1, 64]), "pieces of -1 rows do not cut 32"),
@@ -331,7 +331,7 @@ def test_a_list_of_pieces_that_cannot_be_is_refused(tmp_path, change, told):
         (_weight_is(shape=[1 << 40, 1 << 20], cuts=[1, 1], files=[[0, 1 << 60, 0]]), "1152921504606846976 pieces do"),
         (_weight_is(shape=[32, -64]), "that is not a natural number"),
         (_weight_is(cuts=[16, 64], files=[[0, 2, 0]]), "__0_0.distcp has no piece 1 of 'model.weight'"),
-        (_weight_is(dtype="load"), "'load' is no dtype"),
+        (_weight_is(dtype="load"), "'load' is not a dtype"),
     ],
 )
 def test_rules_that_cannot_be_are_refused(tmp_path, change, told):

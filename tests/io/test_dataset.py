@@ -301,7 +301,7 @@ def test_missing_values_are_treated_by_field():
         np.testing.assert_allclose(sample.target.full_tensor(), whole[2:3], rtol=1e-6)
         with pytest.raises(NaNError, match="missing values at time 1"):
             jigsaw.io.open(store, nan=rules | {"t2m": "raise"}, **how)[1]
-        with pytest.raises(FieldError, match=r"nan has 'z500', which is no field; the channels are \['u10'"):
+        with pytest.raises(FieldError, match=r"nan has 'z500', which is not a field; the channels are \['u10'"):
             jigsaw.io.open(store, nan={"z500": 0.0}, **how)
         with pytest.raises(FieldError, match="must be 'keep', 'raise' or a number, or these by field"):
             jigsaw.io.open(store, nan={"sst": None}, **how)

@@ -461,7 +461,7 @@ def test_references_follow_redirects_as_stores_do(root, whole):
         return from_folder(handler, root)
 
     with server(secret, other_address()) as inner, server(redirecting(inner)) as address:
-        said = r"leads by a redirect to 127\.0\.0\.2, 127\.0\.0\.2, which is no .*'outside': \['http://127\.0\.0\.2'\]"
+        said = r"redirect to 127\.0\.0\.2, 127\.0\.0\.2, which is not a.*'outside': \['http://127\.0\.0\.2'\]"
         with pytest.raises(ReadError, match=said):
             referring(root, address, whole)
         assert not asked

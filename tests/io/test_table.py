@@ -304,7 +304,7 @@ def test_attributes_that_are_none(tmp_path, value):
 @pytest.mark.parametrize("name", ["scale_factor", "add_offset"])
 @pytest.mark.parametrize("value", ["x", None, [1.0, 2.0], {}, 10**400], ids=lambda v: str(v)[:10])
 def test_packing_by_what_is_no_number(tmp_path, name, value):
-    with pytest.raises(UnsupportedStoreError, match=f"array 'a' has {name}=.* no number"):
+    with pytest.raises(UnsupportedStoreError, match=f"array 'a' has {name}=.* not a number"):
         jigsaw.io.open(lying(tmp_path, name, value), mesh={"lat": 1}, fields=["a"])
 
 

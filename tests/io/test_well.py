@@ -190,7 +190,7 @@ def test_a_file_that_does_not_hold_what_it_says(tmp_path):
     path = write_well(tmp_path / "b.hdf5")
     with h5py.File(path, "a") as f:
         del f["t1_fields/velocity"]
-    with pytest.raises(GridError, match="attributes name 't1_fields/velocity', which is no array"):
+    with pytest.raises(GridError, match="attributes name 't1_fields/velocity', which is not an array"):
         jigsaw.io.open(path, mesh={"x": 1})
     path = write_well(tmp_path / "c.hdf5")
     with h5py.File(path, "a") as f:

@@ -114,9 +114,9 @@ def open(
     - `region`: by dim of space two coordinates, both ends included, or a slice of rows: ``{"lat": (30, 60), "lon":
       (-10, 40)}``. Longitudes count eastward from the first. The other rows are not read, and beyond the region nothing
       is;
-    - `order`: of cells that are points or along rings, ``"store"`` or ``"curve"``: along Hilbert's curve, so that
-      pieces have short borders. The dataset's `grid` has this order, too, and a `Writer` that writes like it restores
-      that of the store;
+    - `order`: for cells that are stored as points or in rings, ``"store"`` or ``"curve"``: along Hilbert's curve, so
+      that pieces have short borders. The dataset's `grid` has this order, too; ``Writer(like=data)`` writes in the
+      store's order;
     - `split`, `align`: where the cuts lie (see `jigsaw.Layout`), for all spatial dims or by dim;
     - `mode`: ``"cooperative"`` (each chunk is decoded by one rank), ``"neighbors"`` (by every rank that owns rows of
       it, which also sends the halos), ``"independent"``, or ``"auto"``, the cheapest;
@@ -301,5 +301,5 @@ def _nan_rules(nan: NanRule | Mapping[str, NanRule], channels: Sequence[FieldCha
     names = [(c.name, c.field, c.array) for c in channels]
     unknown = sorted(str(key) for key in nan if not any(key in of_channel for of_channel in names))
     if unknown:
-        raise FieldError(f"nan has {unknown[0]!r}, which is no field; the channels are {[c.name for c in channels]}")
+        raise FieldError(f"nan has {unknown[0]!r}, which is not a field; the channels are {[c.name for c in channels]}")
     return tuple(next((nan[name] for name in of_channel if name in nan), "keep") for of_channel in names)

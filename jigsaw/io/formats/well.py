@@ -97,7 +97,7 @@ class _WellFile:
     def _array(self, path: str) -> ArrayTable:
         table = self._stored.arrays.get(path)
         if table is None:
-            raise GridError(f"{self._stored.url}: its attributes name {path!r}, which is no array of numbers of it")
+            raise GridError(f"{self._stored.url}: its attributes name {path!r}, which is not an array of numbers in it")
         return table
 
     def _fields(self, group: str, order: int) -> Iterator[_StoredField]:

@@ -71,7 +71,7 @@ def _part_of_rows(
         start, stop, step = wanted.indices(size)
         count = stop - start if step == 1 else 0
     else:
-        start, count, values = _rows_between(dim, values, wanted, stated)
+        start, count, values = _rows_of_region(dim, values, wanted, stated)
     if count < 1:
         held = f"{values[0]:g} to {values[-1]:g}" if stated else f"0 to {size - 1}"
         raise GridError(
@@ -87,7 +87,7 @@ def _part_of_rows(
     )
 
 
-def _rows_between(dim: str, values: NDArray[Any], wanted: Any, stated: bool) -> tuple[int, int, NDArray[Any]]:
+def _rows_of_region(dim: str, values: NDArray[Any], wanted: Any, stated: bool) -> tuple[int, int, NDArray[Any]]:
     """Return the first of the rows whose coordinates lie between two ends, their number, and all coordinates.
 
     Longitudes are counted from the first end on, eastward, so rows may go on at the beginning of a full circle.
