@@ -209,6 +209,7 @@ zoo: $(ZOO_STAMP) $(ZOO_LAM_STAMP) ## published nets of fourteen packages on til
 	PYTHONPATH=. $(ZOO)/bin/python tests/zoo/run.py $(WORDS) --json zoo.json --keep --page docs/models.md
 	PYTHONPATH=. $(ZOO_LAM)/bin/python tests/zoo/run.py neural-lam/ --json zoo.json --keep --page docs/models.md
 	PYTHONPATH=. $(ZOO)/bin/python tests/zoo/uses.py $(WORDS) --json uses.json --page docs/models.md
+	PYTHONPATH=. $(ZOO)/bin/python -m pytest -m zoo tests/zoo
 
 # It ends with an error when the host waits on tiles where it does not in plain torch.
 zoo-waits: $(ZOO_STAMP) ## for what the host waits in training steps of these nets, on a device that is played; WORDS chooses

@@ -48,6 +48,7 @@ PAGES = {
         "docs/forecasts",
         "docs/medical",
         "docs/physics",
+        "docs/diffusion",
         "examples/*/README",
         "examples/*/data/README",
     ],

@@ -5,6 +5,7 @@ import pickle
 import nibabel
 import numpy as np
 import pytest
+import scipy.spatial.transform
 import torch
 from volume_store import AFFINE, image, label, write
 
@@ -13,6 +14,7 @@ from jigsaw.errors import FieldError, GridError, WriteError
 from jigsaw.io.volumes.augment import Affine, Flip
 from jigsaw.io.volumes.crops import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
+from jigsaw.io.volumes.respacing import GridRespacing
 from jigsaw.io.volumes.volume_dataset import VolumeLoader
 from jigsaw.io.volumes.volume_writer import write_volume
 from jigsaw.testing import run_on_ranks, world_mesh
@@ -137,6 +139,20 @@ def test_oblique_scans_are_resampled_along_their_own_axes(tmp_path):
     how = {"dst_affine": sample.affine, "spatial_size": tuple(sample.image.shape[:0:-1]), "padding_mode": "border"}
     want = transforms.SpatialResample()(loaded, **how)
     np.testing.assert_allclose(sample.image.local[0], want[0].numpy().T, atol=1e-5)
+
+
+def test_an_oblique_grid_begins_with_the_first_voxel_where_monais_need_not():
+    utils = pytest.importorskip("monai.data.utils")
+    turn = scipy.spatial.transform.Rotation.from_euler("xyz", (10, -7, 3), degrees=True).as_matrix()
+    affine = np.eye(4)
+    affine[:3] = np.c_[turn * (0.8, 0.9, 2.5), (-130, 120, 70)].astype("f4")  # as a header has it
+    sizes, asked = (300, 310, 320), (2.0, 1.5, 1.1)
+    grid = GridRespacing.of("scan", affine, ("z", "y", "x"), sizes, asked)
+    theirs = utils.zoom_affine(affine, asked[::-1], diagonal=False)
+    their_sizes, their_origin = utils.compute_shape_offset(sizes[::-1], affine, theirs)
+    assert tuple(their_sizes) == grid.sizes[::-1]
+    assert np.array_equal(grid.respaced_affine(affine, ("z", "y", "x"))[:3, 3], affine[:3, 3])
+    assert 0.01 < np.abs(their_origin - affine[:3, 3]).max() < 2
 
 
 def test_augmented_crops_are_those_of_the_resampled_scan(tmp_path, scans):

@@ -4,6 +4,9 @@ padding.
 
 from __future__ import annotations
 
+import copy
+from math import prod
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +17,7 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.stencil_rules import derive_cut
 from jigsaw.nn.stencils.halo_conv import plan_halo, plan_of_whole_channels
 from jigsaw.nn.stencils.stencil import plan_stencil
-from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
+from jigsaw.testing import assert_same_on_every_mesh, on_ranks, run_on_ranks, world_mesh
 from jigsaw.tile.tile_making import shard
 
 SPACE = (None, None, "lat", "lon")
@@ -289,6 +292,37 @@ def test_strips_around_a_box(kernel, mesh):
 def test_strips_around_a_box_of_three_dims():
     layer, spec = nn.Conv3d(1, 2, 3, padding=1), (None, None, "z", "y", None)
     assert_same_on_every_mesh(layer, torch.randn(1, 1, 35, 36, 5), [{"z": 2, "y": 2}], spec=spec)
+
+
+BOXES = {
+    "box": (nn.Conv2d(3, 4, (5, 3), padding="same"), (2, 3, 110, 101), SPACE, {"lat": 2, "lon": 2}),
+    "strided box": (nn.Conv2d(3, 4, 3, padding=2, stride=(2, 1)), (2, 3, 110, 101), SPACE, {"lat": 2, "lon": 2}),
+    "circular box": (
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), (2, 3, 110, 101), SPACE, {"lat": 2, "lon": 2}
+    ),
+    "box of three dims": (
+        nn.Conv3d(1, 2, 3, padding=1), (1, 1, 35, 36, 5), (None, None, "z", "y", None), {"z": 2, "y": 2}
+    ),
+}  # fmt: skip
+NARROW = {name: (layer, (2, 2, 401), (None, None, "lat"), {"lat": 3}) for name, layer in TALL.items()} | BOXES
+
+
+def narrow_result(layer, x, spec, axes, dtype):
+    narrow = copy.deepcopy(layer).to(dtype)
+    return narrow(shard(x.to(dtype), world_mesh(**axes), spec)).full_tensor()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NARROW)
+def test_strips_of_narrow_values_are_rounded_once(name, dtype):
+    """So rows at the borders of ranks are as exact as the others: half of the last digit."""
+    layer, shape, spec, axes = NARROW[name]
+    x = torch.randn(shape).to(dtype)
+    exact = copy.deepcopy(layer).to(dtype).double()(x.double())
+    half_digit = torch.finfo(dtype).eps / 2 * 2.0 ** exact.abs().clamp(min=1e-3).log2().floor()
+    for got in run_on_ranks(prod(axes.values()), narrow_result, layer, x, spec, axes, dtype):
+        assert got.dtype == dtype
+        assert ((got.double() - exact).abs() <= half_digit * 1.01 + 1e-6).all()
 
 
 @on_ranks(2)

@@ -198,7 +198,7 @@ def use_on_rank(key: str, name: str, folder: str) -> RankVerdict:
     """One rank's side."""
     use = USES[name]
     net = use.of_net(ZOO[key])
-    with without_casts(net), default_dtype(net.dtype):
+    with without_casts(net.is_wide), default_dtype(net.dtype):
         return judged(lambda: (use.run or _train)(net, use, folder), folder)
 
 

@@ -89,6 +89,11 @@ class ZooNet:
     def key(self) -> str:
         return f"{self.package}/{self.name}"
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether its casts to float32 are left out."""
+        return self.casts and self.dtype == torch.float64
+
     def model(self) -> nn.Module:
         torch.manual_seed(0)
         with default_dtype(self.drawn or torch.get_default_dtype()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 
 from nets_by_hand import HAND_NETS
+from nets_diffusion import DIFFUSION_NETS
 from nets_graphs import GRAPH_NETS
 from nets_hub import HUB_NETS
 from nets_medical import MEDICAL_NETS
@@ -15,7 +16,10 @@ from nets_weather import WEATHER_NETS
 from zoo_net import ZooNet, define_missing_operators
 
 define_missing_operators()
-_NETS = (*MEDICAL_NETS, *VISION_NETS, *HUB_NETS, *VIDEO_NETS, *WEATHER_NETS, *GRAPH_NETS, *HAND_NETS, *USER_NETS)
+_NETS = (
+    *MEDICAL_NETS, *VISION_NETS, *HUB_NETS, *DIFFUSION_NETS, *VIDEO_NETS, *WEATHER_NETS, *GRAPH_NETS, *HAND_NETS,
+    *USER_NETS,
+)  # fmt: skip
 ZOO: dict[str, ZooNet] = {net.key: net for net in _NETS}
 
 # What is refused today, and the function that is: a net leaves this list when it runs.

@@ -57,13 +57,12 @@ def right_norms() -> Iterator[None]:
 
 
 @contextmanager
-def without_casts(net: ZooNet) -> Iterator[None]:
-    """What a net of float64 casts to float32 stays float64 where it says so (`ZooNet.casts`), in both runs: what is
+def without_casts(is_wide: bool) -> Iterator[None]:
+    """What a net of float64 casts to float32 stays float64 where it says so (`ZooNet.is_wide`), in both runs: what is
     left of a difference is not its own rounding.
     """
-    casts = net.casts and net.dtype == torch.float64
     kept = [(place, name, getattr(place, name)) for place in (Tensor, jigsaw.Tile) for name in ("to", "type", "float")]
-    for place, name, method in kept if casts else ():
+    for place, name, method in kept if is_wide else ():
         setattr(place, name, place.double if name == "float" else _to_float64(method))
     try:
         yield
@@ -76,7 +75,7 @@ def without_casts(net: ZooNet) -> Iterator[None]:
 def wide_complex(net: ZooNet) -> Iterator[None]:
     """What such a net makes as ``torch.cfloat`` in a step is complex128; not for longer: `torch.load` asks for it."""
     kept = torch.cfloat
-    torch.cfloat = torch.complex128 if net.casts and net.dtype == torch.float64 else kept
+    torch.cfloat = torch.complex128 if net.is_wide else kept
     try:
         yield
     finally:
@@ -95,7 +94,7 @@ def _to_float64(method: Any) -> Any:
 
 def train_whole(net: ZooNet, last_digit: float = 0.0, seed: int = 0) -> Record:
     """Three steps in this process, on whole tensors; with `last_digit` from an input that differs by so much."""
-    with right_norms(), without_casts(net), default_dtype(net.dtype), warnings.catch_warnings():
+    with right_norms(), without_casts(net.is_wide), default_dtype(net.dtype), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         inputs = net.draw_inputs()
         for x, given in zip(inputs, net.inputs, strict=True):
@@ -184,7 +183,7 @@ def import_package(net: ZooNet | str) -> None:
 def train_on_tiles(named: ZooNet | str, axes: dict[str, int], options: dict[str, Any], folder: str) -> RankVerdict:
     """One rank's side; the verdict is also left in `folder`, in case another rank never answers."""
     net = named_net(named)
-    with without_casts(net), default_dtype(net.dtype):
+    with without_casts(net.is_wide), default_dtype(net.dtype):
         return judged(lambda: compare_with_whole(net, axes, options, folder), folder)
 
 

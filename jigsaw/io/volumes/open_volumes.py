@@ -28,13 +28,13 @@ from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.augment import AskedAugmentations, Augmentation, OwnAugmentation
 from jigsaw.io.volumes.crops import Foreground, find_foreground
+from jigsaw.io.volumes.given_arrays import checked_dims
 from jigsaw.io.volumes.respacing import GridRespacing, checked_spacing, intensities_of_volumes
 from jigsaw.io.volumes.volume import (
     AffineMatrix,
     AxisTurn,
     RenamedLabels,
     StoredVolume,
-    checked_dims,
     checked_orientation,
     differing_orientations,
     orientation_codes,

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from jigsaw.errors import FieldError, GridError, MissingArrayError, MissingLevelError, redacted_text
-from jigsaw.geometry.cut import Box, Interval, box_slices
+from jigsaw.geometry.cut import Interval
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
-from jigsaw.io.formats.array_source import SourceArray, open_array_source
 from jigsaw.io.formats.conventions import is_multiscale_group, multiscale_level
 from jigsaw.io.formats.slab_arrays import read_table_box
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.series.coords import role_of_dim
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart
 from jigsaw.io.series.times import is_whole_number
+from jigsaw.io.volumes.given_arrays import store_of_given, values_of_array, with_given_dims
 from jigsaw.io.volumes.respacing import GridRespacing
-
-GIVEN_DIMS = ("channel", "z", "y", "x")
-"""Dims that a volume may have, by the names that `dims=` gives, in the order of an array without names."""
-
 
 # -- axes in the world, in nibabel's terms and with its results -------------------------------------------------------
 
@@ -119,92 +114,6 @@ def differing_orientations(named: list[tuple[str, str]]) -> str:
         if own != theirs:
             return f"{first} is stored {own} and {other} {theirs}"
     return ""
-
-
-@runtime_checkable
-class _IndexedArray(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> Any: ...
-    def __getitem__(self, index: Any, /) -> Any: ...
-
-
-@dataclass(frozen=True, eq=False)
-class ArrayVolume:
-    """An array as a source of boxes: one in memory, or one that reads what an index asks for, as those of zarr, h5py
-    and dask do.
-    """
-
-    values: _IndexedArray
-    dims: tuple[str, ...]
-
-    @property
-    def arrays(self) -> Mapping[str, SourceArray]:
-        dtype = np.dtype(self.values.dtype)
-        return {"array": SourceArray(self.values.shape, np.dtype("u1") if dtype.kind == "b" else dtype, self.dims)}
-
-    def chunks(self, array: str) -> tuple[int, ...] | None:
-        """Return its chunks, dask's by the largest along each dim; None for an array without any."""
-        sizes = getattr(self.values, "chunks", None)
-        return sizes and tuple(max(size) if isinstance(size, tuple) else size for size in sizes)
-
-    def read(self, array: str, box: Box) -> NDArray[Any]:
-        values = np.asarray(self.values[box_slices(box)])
-        return values.view(np.uint8) if values.dtype.kind == "b" else values
-
-
-def values_of_array(array: Any) -> NDArray[Any] | None:
-    """Return the values of an array or tensor in memory, not copied where numpy has their dtype; None for others."""
-    if isinstance(array, torch.Tensor):
-        array = array.detach().cpu()
-        array = (array.float() if array.dtype == torch.bfloat16 else array).numpy()
-    return array if isinstance(array, np.ndarray) else None
-
-
-def store_of_array(values: _IndexedArray, dims: Sequence[str] | None) -> ArrayStore:
-    """Return the array as a store. Raises: `GridError` for another number of dims than those of a volume."""
-    usual = GIVEN_DIMS[-len(values.shape) :] if 2 <= len(values.shape) <= len(GIVEN_DIMS) else ()
-    names = _dims_for(len(values.shape), usual if dims is None else dims)
-    if not names:
-        wanted = "[C, z, y, x], [z, y, x] or [y, x]" if dims is None else f"[{', '.join(dims)}]"
-        raise GridError(
-            f"an array of shape {values.shape} is not a volume {wanted}; name its dims, like dims=('x', 'y', 'z')"
-        )
-    named = open_array_source(ArrayVolume(values, names))
-    return replace(named, url=f"array {list(values.shape)} of {values.dtype}")
-
-
-def with_given_dims(store: ArrayStore, dims: Sequence[str] | None) -> ArrayStore:
-    """Return the store with these names of the dims of each array that has as many, or as many as its dims of space."""
-    if dims is None:
-        return store
-    named = {name: _dims_for(len(table.shape), dims) for name, table in store.arrays.items()}
-    tables = {
-        name: replace(store.arrays[name], dims=own_dims) if own_dims else store.arrays[name]
-        for name, own_dims in named.items()
-    }
-    return replace(store, arrays=tables)
-
-
-def _dims_for(count: int, dims: Sequence[str]) -> tuple[str, ...] | None:
-    """Return which of `dims` an array of `count` dims has: a label map may lack the channels."""
-    whole = tuple(dims)
-    space = tuple(d for d in whole if d != "channel")
-    return next((names for names in (whole, space) if names and len(names) == count), None)
-
-
-def checked_dims(dims: Any) -> tuple[str, ...] | None:
-    """Check and return the dims of a volume. Raises: `FieldError` for anything that does not name them."""
-    if dims is None:
-        return None
-    names = tuple(dims) if isinstance(dims, Sequence) and not isinstance(dims, str) else ()
-    if not {"y", "x"} <= set(names) <= set(GIVEN_DIMS) or len(set(names)) != len(names):
-        raise FieldError(
-            f"dims={dims!r} must name each stored dim once, in their order: y and x, and 'z' and 'channel' where there "
-            "are such, like dims=('channel', 'z', 'y', 'x')"
-        )
-    return names
 
 
 VOLUME_DIMS = ("z", "y", "x")
@@ -410,22 +319,12 @@ def _plan_name(number: int, stored: VolumeArray) -> str:
 
 
 def _open_level(source: Any, level: int, dims: tuple[str, ...] | None) -> ArrayStore:
-    values = values_of_array(source)
-    # arrays of zarr and xarray have names of dims, and their chunks may be missing
-    if values is None and isinstance(source, _IndexedArray) and not isinstance(source, _kinds_of_stores()):
-        values = source
-    store = open_store(source) if values is None else store_of_array(values, dims)
+    store = store_of_given(source, dims) or open_store(source)
     if is_multiscale_group(store.attrs):
         return multiscale_level(store, level)
     if level:
         raise MissingLevelError(f"level={level}: {store.url} is not an OME-Zarr image, so it has level 0 alone")
     return with_given_dims(store, dims)
-
-
-def _kinds_of_stores() -> tuple[type, ...]:
-    """Return the arrays that are opened as stores, of those libraries that are loaded."""
-    kinds = (("zarr", "Array"), ("xarray", "DataArray"))
-    return tuple(getattr(sys.modules[library], kind) for library, kind in kinds if library in sys.modules)
 
 
 def _find_array(store: ArrayStore, array: str | None) -> VolumeArray:

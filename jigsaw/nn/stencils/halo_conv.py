@@ -254,7 +254,7 @@ class HaloStrip:
     """A strip along one dim, as wide as the whole halo in later dims and as the box in earlier ones.
 
     `shape` is this rank's, `pads` are as of `torch.nn.functional.pad`, and it adds at `place` of the output, if it
-    `adds`.
+    `adds`. Of each cut dim it has `rows`, and the output at `place` reads `window`.
     """
 
     target: Layout
@@ -262,14 +262,18 @@ class HaloStrip:
     pads: tuple[int, ...]
     place: tuple[slice, ...]
     adds: bool
+    rows: tuple[Interval, ...]
+    window: tuple[Interval, ...]
 
 
 @dataclass(frozen=True)
 class HaloPlan:
     """Convolution of one rank: the `box` of its local rows, the op's `padding`, `wanted` output rows, and slabs, padded
-    by `own`: the op's padding along whole dims, 0 along those that strips pad.
+    by `own`: the op's padding along whole dims, 0 along those that strips pad. Of the cut `dims` the box has `rows`.
     """
 
+    dims: tuple[int, ...]
+    rows: tuple[Interval, ...]
     box: tuple[slice, ...]
     padding: tuple[int, ...]
     own: tuple[int, ...]
@@ -293,8 +297,9 @@ def plan_halo(layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoordina
         if not all((s.box[0] < s.box[1] and _STRIP_SHARE * (s.low.count + s.high.count) <= s.count) for s in splits[d]):
             return None
     own_splits = {d: splits[d][piece] for d, (_, piece) in derived.items()}
+    rules = [cast(StencilWindow, ways[d].rule) for d in derived]
     slabs = [
-        _halo_strip(layout, at, high, splits, own_splits, coord)
+        _halo_strip(layout, at, high, splits, own_splits, coord, rules[at])
         for at in range(len(own_splits))
         for high in (False, True)
     ]
@@ -305,7 +310,9 @@ def plan_halo(layout: Layout, along: tuple[DimStencil, ...], coord: MeshCoordina
         low, s = cuts[d].held[piece][0], own_splits[d]
         box[d] = slice(s.box[0] - low, s.box[1] - low)
         wanted[d] = slice(s.skip, s.skip + s.count)
-    return HaloPlan(tuple(box), tuple(padding), tuple(own), tuple(wanted), tuple(s for s in slabs if s is not None))
+    slices = tuple(box), tuple(padding), tuple(own), tuple(wanted)
+    rows = tuple(s.box for s in own_splits.values())
+    return HaloPlan(tuple(derived), rows, *slices, tuple(s for s in slabs if s is not None))
 
 
 def _halo_strip(
@@ -315,6 +322,7 @@ def _halo_strip(
     splits: dict[int, list[DimSplit]],
     own_splits: dict[int, DimSplit],
     coord: MeshCoordinate,
+    rule: StencilWindow,
 ) -> HaloStrip | None:
     def strip(s: DimSplit) -> StripRows:
         return s.high if high else s.low
@@ -323,14 +331,18 @@ def _halo_strip(
     if all(strip(s).rows[0] == strip(s).rows[1] for s in splits[dim]):
         return None
     pads, place = [(0, 0)] * layout.ndim, [slice(None)] * layout.ndim
-    target = layout
+    target, own_rows, window = layout, list[Interval](), list[Interval]()
     for i, d in enumerate(splits):
         s = own_splits[d]
         # a corner belongs to one strip, that of the first dim.  The rows of lat's strips reach over all that lon needs,
         # lon's only over the box of lat; otherwise the corner's rows would be added twice
         rows = [strip(p).rows if i == at else p.box if i < at else p.inside for p in splits[d]]
         target = target.replace_dim(d, layout.dim(d)[0].holding(rows))
+        own_rows.append(strip(s).rows if i == at else s.box if i < at else s.inside)
+        window.append(s.need)
         if i == at:
+            first = s.need[0] + strip(s).first * rule.stride
+            window[i] = first, first + (strip(s).count - 1) * rule.stride + rule.span
             pads[d] = strip(s).pads
             place[d] = slice(s.skip + strip(s).first, s.skip + strip(s).first + strip(s).count)
         else:
@@ -339,7 +351,7 @@ def _halo_strip(
             place[d] = slice(s.skip, s.skip + s.count)
     flat = tuple(p for d in reversed(range(2, layout.ndim)) for p in pads[d])
     adds = strip(own_splits[dim]).count > 0
-    return HaloStrip(target, target.local_shape(coord), flat, tuple(place), adds)
+    return HaloStrip(target, target.local_shape(coord), flat, tuple(place), adds, tuple(own_rows), tuple(window))
 
 
 # -- carrying it out --------------------------------------------------------------------------------------------------
@@ -379,12 +391,38 @@ def _convolve_with_strips(
     out = op.plain(x[halo.box], weight, bias, halo.padding)
     if results_are_kept():
         out = out.clone()
-    padded: list[Tensor | None] = []
-    for slab, strip in zip(halo.slabs, strips.wait(), strict=True):
+    padded, arrived = list[Tensor | None](), strips.wait()
+    for slab, strip in zip(halo.slabs, arrived, strict=True):
         padded.append(F.pad(strip, slab.pads) if slab.adds else None)
-        if slab.adds:
+        if slab.adds and x.dtype in _NARROW:
+            out[slab.place] = op.plain(_rows_of_window(halo, slab, x, arrived), weight, bias, halo.own)
+        elif slab.adds:
             out[slab.place].add_(op.plain(cast(Tensor, padded[-1]), weight, None, halo.own))
     return out, padded
+
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def _rows_of_window(halo: HaloPlan, slab: HaloStrip, x: Tensor, strips: Sequence[Tensor]) -> Tensor:
+    """Return all rows that the output rows of a slab read: those at hand, of strips, and zeros beyond the array.
+
+    Two narrow sums, each rounded, would lie three roundings off where one process rounds once, at every border of
+    ranks. So these few rows are convolved again, whole.
+    """
+    shape = list(x.shape)
+    for d, (start, stop) in zip(halo.dims, slab.window, strict=True):
+        shape[d] = stop - start
+    window = x.new_zeros(shape).contiguous(memory_format=memory_format_of(x))
+    parts = [(halo.rows, x[halo.box]), *((s.rows, strip) for s, strip in zip(halo.slabs, strips, strict=True))]
+    for rows, part in parts:
+        place, taken = [slice(None)] * x.ndim, [slice(None)] * x.ndim
+        for d, (start, stop), (first, end) in zip(halo.dims, slab.window, rows, strict=True):
+            low = max(start, first)
+            high = max(low, min(stop, end))
+            place[d], taken[d] = slice(low - start, high - start), slice(low - first, high - first)
+        window[tuple(place)] = part[tuple(taken)]
+    return window
 
 
 @graph_call()
