@@ -17,7 +17,12 @@ from jigsaw.errors import ShardingError
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import own_buffers, own_parameters
 from jigsaw.torch_internals.dispatch import without_modes
-from jigsaw.torch_internals.fake_tensors import DataDependentOutputException, FakeTensor, FakeTensorMode
+from jigsaw.torch_internals.fake_tensors import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    weights_converted_alone,
+)
 
 ModelMaker = Callable[..., nn.Module]
 
@@ -30,7 +35,8 @@ def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
         return model
     with FakeTensorMode(allow_non_fake_inputs=True), KnownValuesMode():
         try:
-            built: nn.Module = model()
+            with weights_converted_alone():
+                built: nn.Module = model()
         except DataDependentOutputException:
             return model  # it reads values: made again in each dry run, which then reports where
         except RuntimeError:
@@ -48,11 +54,11 @@ def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
 def make_bare(make: ModelMaker, *mesh: DeviceMesh) -> nn.Module:
     """Return the model that a function makes in the caller's fake mode.
 
-    ``Net().to(torch.bfloat16)`` raises there, because torch refuses to exchange watched weights. Such a model is made
-    on the meta device, and copied into the fake mode.
+    A function that cannot run there makes its model on the meta device, which is copied into the fake mode.
     """
     try:
-        bare = make(*mesh)
+        with weights_converted_alone():
+            bare = make(*mesh)
     except RuntimeError as error:
         try:
             with without_modes(), _AssumedValues(), torch.device("meta"):

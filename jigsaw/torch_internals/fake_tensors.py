@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from jigsaw.torch_internals.private_names import torch_imports
+from jigsaw.torch_internals.autograd import own_buffers, own_parameters
+from jigsaw.torch_internals.private_names import private_attribute, replaced_in_torch, torch_imports
 
 with torch_imports():
     from torch._subclasses.fake_tensor import (
@@ -40,9 +41,13 @@ __all__ = [
     "note_real_view",
     "quiet_failures",
     "real_view",
+    "weights_converted_alone",
 ]
 
 _REAL_VIEW = "_jigsaw_real_view"
+
+# What ``Module.to`` and its kin do to each weight.  Public: `Module.apply`, which knows modules and no weights.
+apply_of_module = private_attribute(nn.Module(), "_apply")
 
 
 def note_real_view(x: Tensor, real: Tensor) -> None:
@@ -96,6 +101,32 @@ def answer_by_shape(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     if is_message or type(out) is FakeTensor:  # messages, and changes in place, return what they were given
         return out
     return FakeTensor(first.fake_mode, out, first.fake_device)
+
+
+@contextmanager
+def weights_converted_alone() -> Generator[None]:
+    """Let ``Module.to`` put new weights in the place of those without values within the block.
+
+    Torch exchanges the two tensors, and refuses that where anything refers to one weakly, as torch itself does to the
+    first weights that it makes.  Public is the meta device, where no number can be read.
+    """
+    converted: dict[int, tuple[Tensor, Tensor]] = {}  # each weight once, where modules share it
+
+    def apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for child in module.children() if recurse else ():
+            apply_of_module(child)(change)
+        for weights in (own_parameters(module), own_buffers(module)):
+            for name, x in weights.items():
+                if x is not None and id(x) not in converted:
+                    with torch.no_grad():
+                        y = change(x)
+                    is_weight = isinstance(x, nn.Parameter) and y is not x
+                    converted[id(x)] = x, nn.Parameter(y, x.requires_grad) if is_weight else y
+                weights[name] = x if x is None else converted[id(x)][1]
+        return module
+
+    with replaced_in_torch(nn.Module, "_apply", apply):
+        yield
 
 
 @contextmanager
