@@ -111,11 +111,15 @@ def weights_converted_alone() -> Generator[None]:
     first weights that it makes.  Public is the meta device, where no number can be read.
     """
     converted: dict[int, tuple[Tensor, Tensor]] = {}  # each weight once, where modules share it
+    torchs = apply_of_module(nn.Module)
 
     def apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        own = own_parameters(module), own_buffers(module)
+        if not any(isinstance(x, FakeTensor) for weights in own for x in weights.values()):
+            return torchs(module, change, recurse)  # those of another thread have values
         for child in module.children() if recurse else ():
             apply_of_module(child)(change)
-        for weights in (own_parameters(module), own_buffers(module)):
+        for weights in own:
             for name, x in weights.items():
                 if x is not None and id(x) not in converted:
                     with torch.no_grad():
