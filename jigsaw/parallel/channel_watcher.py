@@ -69,8 +69,8 @@ class FoundPairs:
 
 
 RESULT_HAS_THEM = (
-    "the model's result has them, so they are gathered; tensor={'*': 'found', LAYER: 'column'} leaves them cut, for a "
-    "loss that takes cut classes"
+    "its channels are in the model's result, so they are gathered; tensor={'*': 'found', LAYER: 'column'} leaves them "
+    "cut, for a loss that takes cut classes"
 )
 
 

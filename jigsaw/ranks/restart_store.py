@@ -221,7 +221,7 @@ def _answer_ranks(store: dist.Store, name: str, ranks: int, until: float, key: b
 
 
 def agree_on_start(store: dist.Store, rank: int, ranks: int, words: str, limit: timedelta) -> None:
-    """Compare how the ranks of a job start, before any connects to another: who starts otherwise would be waited for.
+    """Compare how the ranks of a job start, before any connects to another; else all wait for one that differs.
 
     Raises: `RanksDifferError` on every rank, with the words of two that differ. `ShardingError` where ranks do not
     come.

@@ -238,8 +238,8 @@ class _WaitWatch(threading.Thread):
         if wait is not None and wait.question is None and age > self._notice:
             wait.question = self.store.add(f"{_FOLDER}/asked", 1)
         question = self.store.add(f"{_FOLDER}/asked", 0)
-        # A place is told once a question, and again in another long wait while those who asked may still wait; not
-        # always, because thousands of ranks share the store.
+        # This rank tells its place once for each question, and again in its next long wait, as long as the ranks that
+        # asked may be waiting. It does not do so at each look, because thousands of ranks share the store.
         is_asked = question > self._answered
         if is_asked:
             self._answered, self._told_until = question, now + self._patience

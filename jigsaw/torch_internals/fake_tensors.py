@@ -107,8 +107,8 @@ def answer_by_shape(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
 def weights_converted_alone() -> Generator[None]:
     """Let ``Module.to`` put new weights in the place of those without values within the block.
 
-    Torch exchanges the two tensors, and refuses that where anything refers to one weakly, as torch itself does to the
-    first weights that it makes.  Public is the meta device, where no number can be read.
+    Torch swaps the two tensors, and refuses to where one has a weak reference. Torch itself keeps one to the first
+    weights that it makes.  Public is the meta device, where no number can be read.
     """
     converted: dict[int, tuple[Tensor, Tensor]] = {}  # each weight once, where modules share it
     torchs = apply_of_module(nn.Module)

@@ -33,9 +33,9 @@ from jigsaw.io.formats.slab_arrays import fill_missing_chunk
 from jigsaw.io.rank_results import place_in_mesh, result_of_first_rank, results_of_ranks
 from jigsaw.io.reading.placing import warn_of_rounding
 from jigsaw.io.volumes.drawn_steps import VoxelStep, mix_words
-from jigsaw.io.volumes.given_arrays import values_of_array
 from jigsaw.io.volumes.respacing import GridRespacing
 from jigsaw.io.volumes.volume import AffineMatrix, RenamedLabels, StoredVolume, VolumeArray
+from jigsaw.io.volumes.volume_arrays import values_of_array
 from jigsaw.tile.misuse import warn_once
 
 _VOXELS_AT_ONCE = 1 << 20  # voxels that are hashed at a time

@@ -28,7 +28,6 @@ from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.augment import AskedAugmentations, Augmentation, OwnAugmentation
 from jigsaw.io.volumes.crops import Foreground, find_foreground
-from jigsaw.io.volumes.given_arrays import checked_dims
 from jigsaw.io.volumes.respacing import GridRespacing, checked_spacing, intensities_of_volumes
 from jigsaw.io.volumes.volume import (
     AffineMatrix,
@@ -39,6 +38,7 @@ from jigsaw.io.volumes.volume import (
     differing_orientations,
     orientation_codes,
 )
+from jigsaw.io.volumes.volume_arrays import checked_dims
 from jigsaw.io.volumes.volume_dataset import Volumes, whole_volume_sizes
 from jigsaw.tile.misuse import warn_once
 

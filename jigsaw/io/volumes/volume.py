@@ -21,8 +21,8 @@ from jigsaw.io.formats.store import open_store
 from jigsaw.io.series.coords import role_of_dim
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, ReadPart
 from jigsaw.io.series.times import is_whole_number
-from jigsaw.io.volumes.given_arrays import store_of_given, values_of_array, with_given_dims
 from jigsaw.io.volumes.respacing import GridRespacing
+from jigsaw.io.volumes.volume_arrays import store_of_given, values_of_array, with_given_dims
 
 # -- axes in the world, in nibabel's terms and with its results -------------------------------------------------------
 
