@@ -137,6 +137,7 @@ check: setup $(if $(CI),nginx) ## lint, types, layers and all tests but the nigh
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(if $(PYTHON_NEWEST),$(MAKE) --no-print-directory $(NEWEST_STAMP)) # before the tests: what a machine lacks is told at once
 	$(BIN)/$(PYTEST) -m "not nightly"
 	$(MAKE) --no-print-directory test-newest
 	$(MAKE) --no-print-directory test-oldest

@@ -60,7 +60,7 @@ PAGES = {
     ],
     "Reference": [
         *(f"docs/reference/{name}" for name in ("jigsaw", "nn", "metrics", "ops", "io", "dryrun", "testing")),
-        *(f"docs/{name}" for name in ("operators", "models", "works_with", "benchmarks", "files", "releases")),
+        *(f"docs/{name}" for name in ("operators", "models", "works_with", "benchmarks", "files")),
         "CHANGELOG",
     ],
     "Explanation": [
