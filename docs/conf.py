@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -22,10 +23,10 @@ project = "jigsaw"
 author = copyright = "The jigsaw developers"
 version = release = jigsaw.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary"]
 root_doc = "README"
 include_patterns = ["*.md", "docs/*.md", "docs/reference/*.rst", "examples/**/README.md"]
-include_patterns += ["docs/decisions/*.md", "docs/paper/*.md"]
+include_patterns += ["docs/decisions/*.md", "docs/paper/*.md", "docs/reference/names/*.rst"]
 
 html_theme = "furo"
 html_title = f"jigsaw {release}"
@@ -35,6 +36,7 @@ html_css_files = ["site.css"]
 
 myst_heading_anchors = 3  # as on GitHub: a heading is the target of a link
 default_role = "py:obj"  # `x` in a docstring is a link where x is documented, and code anywhere
+autosummary_generate = False  # `write_name_pages` makes the pages that it would make, with the members that are ours
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # a Tile has every method of torch.Tensor: torch documents them
 maximum_signature_line_length = 100
@@ -108,9 +110,8 @@ class PublicNames(SphinxDirective):
         modules = {name: value for name, value in names.items() if inspect.ismodule(value)}
         of_torch = [name for name, value in names.items() if getattr(value, "__module__", "").startswith("torch.")]
         lines = [f".. automodule:: {package.__name__}", "", ABOUT_EXAMPLES, ""]
-        for name, value in names.items():
-            if name not in modules and name not in of_torch:
-                lines += entry_lines(f"{package.__name__}.{name}", value)
+        lines += [f".. currentmodule:: {package.__name__}", "", ".. autosummary::", "   :nosignatures:"]
+        lines += ["   :toctree: names", "", *(f"   {name}" for name in names_with_page(package)), ""]
         if of_torch:
             lines += [f"Torch's own, which run on tiles as they are: ``{'``, ``'.join(of_torch)}``.", ""]
         parts = self.parsed(lines)
@@ -136,6 +137,35 @@ class PublicNames(SphinxDirective):
         return section
 
 
+def names_with_page(package: ModuleType) -> list[str]:
+    """The public names of a package that have a page: not its modules, and not what it hands on from torch."""
+    values = {name: getattr(package, name) for name in package.__all__}
+    return [
+        name
+        for name, value in values.items()
+        if not inspect.ismodule(value) and not getattr(value, "__module__", "").startswith("torch.")
+    ]
+
+
+def write_name_pages(app: Sphinx) -> None:
+    """A page for each public name of the packages of the reference, in a folder that git ignores."""
+    folder = Path(__file__).with_name("reference") / "names"
+    folder.mkdir(exist_ok=True)
+    texts: dict[str, str] = {}
+    for reference in folder.parent.glob("*.rst"):
+        for path in re.findall(r"public-names:: (\S+)", reference.read_text()):
+            package = importlib.import_module(path)
+            for name in names_with_page(package):
+                title, entry = f"{path}.{name}", entry_lines(f"{path}.{name}", getattr(package, name))
+                texts[f"{title}.rst"] = "\n".join([title, "=" * len(title), "", *entry])
+    for page in folder.glob("*.rst"):
+        if page.name not in texts:
+            page.unlink()  # of a name that went
+    for name, text in texts.items():
+        if not (folder / name).exists() or (folder / name).read_text() != text:
+            (folder / name).write_text(text)
+
+
 def entry_lines(path: str, value: object) -> list[str]:
     """A function, or a class with its documented members, those of its bases that are ours included."""
     if not isinstance(value, type):
@@ -150,5 +180,6 @@ def entry_lines(path: str, value: object) -> list[str]:
 def setup(app: Sphinx) -> None:
     """What Sphinx calls."""
     app.add_directive("public-names", PublicNames)
+    app.connect("builder-inited", write_name_pages)
     app.connect("source-read", add_contents)
     app.connect("build-finished", copy_start_page)

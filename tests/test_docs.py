@@ -245,7 +245,7 @@ def test_the_reference_is_complete(site):
     told = inventory.loads((site / "objects.inv").read_bytes(), uri="").data
     names = {name for kind, entries in told.items() if kind.startswith("py:") for name in entries}
     assert not OURS.keys() - names
-    for page in (site / "docs" / "reference").glob("*.html"):  # *space] would pair with the next *
+    for page in (site / "docs" / "reference").rglob("*.html"):  # *space] would pair with the next *
         assert not re.findall(r"\*(?:Shapes|Sends|Raises)", page.read_text()), page
     assert {"jigsaw.nn", "jigsaw.io", "jigsaw.testing", "jigsaw.Tile.full_tensor", "jigsaw.io.Dataset.plan"} <= names
 
