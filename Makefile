@@ -65,7 +65,7 @@ PYTEST := python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup weather weather-025 cells aurora vae medical nginx test test-cuda test-played test-law check nightly docs test-newest with-newest test-works-with test-least test-next \
-	test-oldest with-oldest bench fuzz zoo zoo-waits zoo-law dist sbom try-archives release-tag lint-repository clean
+	test-oldest with-oldest bench watch fuzz zoo zoo-waits zoo-law dist sbom try-archives release-tag lint-repository clean
 
 help: ## show these targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -242,6 +242,9 @@ bench: setup ## every benchmark, one JSON object a case (an hour)
 	$(BIN)/python benchmarks/memory.py --ranks 2
 	$(BIN)/python benchmarks/recomputing.py --ranks 2
 	$(BIN)/python benchmarks/read.py
+
+watch: setup ## host time of functions on tiles, plans and layouts in the last COMMITS=10 commits that changed the package
+	$(BIN)/python benchmarks/watched.py --commits $(or $(COMMITS),10)
 
 docs: setup ## the documentation as a site of plain files: open site/index.html
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -c docs -d build/doctrees . site
