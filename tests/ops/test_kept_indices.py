@@ -495,6 +495,40 @@ def test_a_target_that_one_rank_keeps_stays_whole_on_all():
     assert cut_dims(made) == (0,) and not any(c.kind == "agree" for c in counts.calls)
 
 
+def add_values_of_edges(axes):
+    mesh, (_, edges, _, _) = world_mesh(**axes), indices()
+    x = torch.randn(70, CHANNELS, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    ones = torch.ones(CELLS, CHANNELS, dtype=torch.float64)
+    adds = (
+        lambda v: torch.zeros(CELLS, CHANNELS, dtype=v.dtype).index_add_(0, edges[1], v),
+        lambda v: torch.zeros(CELLS, CHANNELS, dtype=v.dtype).scatter_add_(0, index, v),
+        lambda v: ones.clone().scatter_reduce_(0, index, v, "amax", include_self=False),
+    )
+    index = edges[1][:, None].expand(-1, CHANNELS)
+    tile = jigsaw.shard(x.detach(), mesh, ("cell", None))
+    tile.local.requires_grad_()
+    for add in adds:
+        tile.local.grad = x.grad = None
+        wanted = add(x)
+        loss_of(wanted[None]).backward()
+        for _ in range(3):  # planned from the second time on
+            tile.local.grad = None
+            with comm.count() as counts:
+                out = add(tile)
+            loss_of(out[None]).backward()
+        whole = out.full_tensor() if isinstance(out, jigsaw.Tile) else out  # on one rank zeros stay plain
+        torch.testing.assert_close(whole, wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(jigsaw.Tile(tile.local.grad, tile.layout, mesh).full_tensor(), x.grad)
+        if axes["cell"] > 1:
+            assert cut_dims(out) == (0,)
+            assert counts.sent_bytes <= tile.local.nbytes  # each row once, to the owner of its cell
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_values_of_edges_that_are_cut_go_to_the_owners_of_their_cells(axes):
+    run_on_ranks(axes["cell"] * axes.get("channel", 1), add_values_of_edges, axes)
+
+
 @on_ranks(2)
 def test_places_that_are_not_there_are_told():
     mesh = world_mesh(cell=2)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zoo_net import ZooInput, ZooNet
+from zoo_net import ZooInput, ZooNet, image
 
 NODES, EDGES, CHANNELS, MESH_NODES = 41, 150, 6, 23
 CELLS = ("lat", "lon")
@@ -154,6 +154,42 @@ def _transolver(name: str, **kwargs: Any) -> ZooNet:
 TRANSOLVERS = (_transolver("Transolver (points)"),)
 
 
+def _graph_cast() -> ZooNet:
+    """A grid of 9 x 18, cut by latitude and longitude, and a mesh of 42 points that the net makes, with its edges."""
+
+    def build() -> nn.Module:
+        graph_cast = importlib.import_module("physicsnemo.models.graphcast.graph_cast_net").GraphCastNet
+        sizes = {"input_dim_grid_nodes": 4, "output_dim_grid_nodes": 3, "hidden_dim": 8, "processor_layers": 3}
+        return graph_cast(mesh_level=1, input_res=(9, 18), **sizes)
+
+    return ZooNet("GraphCast", "nvidia-physicsnemo", build, [image(1, 4, 9, 18)])
+
+
+def _mesh_graph_net(name: str, **kwargs: Any) -> ZooNet:
+    """A net of a mesh whose nodes are cut; its edges, and what is known of them, are whole or cut."""
+
+    def build() -> nn.Module:
+        net = importlib.import_module("physicsnemo.models.meshgraphnet").MeshGraphNet
+        hidden = {f"hidden_dim_{part}": 8 for part in ("processor", "node_encoder", "edge_encoder", "node_decoder")}
+        return net(CHANNELS, 3, 2, processor_size=2, **hidden, **kwargs)
+
+    kept = _edges()
+
+    def call(model: nn.Module, nodes: Tensor, edges: Tensor) -> Any:
+        graph = importlib.import_module("torch_geometric.data").Data(edge_index=kept, num_nodes=NODES)
+        return model(nodes, edges, graph)
+
+    inputs = [ZooInput((NODES, CHANNELS), (CELLS, None)), ZooInput((EDGES, 3), (CELLS, None))]
+    return ZooNet(name, "nvidia-physicsnemo", build, inputs, call=call)
+
+
+SCATTER_NETS = (
+    _graph_cast(),
+    _mesh_graph_net("MeshGraphNet"),
+    _mesh_graph_net("MeshGraphNet (mean)", aggregation="mean", do_concat_trick=True),
+)
+
+
 FACES = (None, CELLS, None, None, None, None)
 IN_FACES = (None, None, None, None, "lat", "lon")
 
@@ -273,4 +309,4 @@ NEURAL_LAM_NETS = (
     _neural_lam("HiLAM", "HiLAM", 2),
 )
 
-GRAPH_NETS = (*GEOMETRIC_NETS, *ANEMOI_NETS, *HEALPIX_NETS, *TRANSOLVERS, *NEURAL_LAM_NETS)
+GRAPH_NETS = (*GEOMETRIC_NETS, *ANEMOI_NETS, *HEALPIX_NETS, *TRANSOLVERS, *SCATTER_NETS, *NEURAL_LAM_NETS)

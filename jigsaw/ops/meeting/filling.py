@@ -10,7 +10,8 @@ sent.
    tile; those before the first row and behind the last one are the balanced ones, as far as they lie there.
 2. Pointwise functions, `copy_` and `masked_fill_`: dims from the right.  Of several tiles the first that cuts a dim.
 3. `scatter_` and its like take the index's cuts, and the source's; `index_add_` and its like the source's.  Along the
-   dim that the index runs over nothing cuts.  Dims of index tensors are whole, too; a mask's are those of the mask.
+   dim that the index runs over nothing cuts, but for values that are added up: their target is cut evenly by the axes
+   that cut them.  Dims of index tensors are whole, too; a mask's are those of the mask.
 
 Example: four ranks, 33 modes cut at 0, 9, 17, 25, 33, of which the lowest 12 are kept: the slice is cut at 0, 9, 12,
 12, 12. Written to ``out[:12]`` of 33 rows, the points are 0, 9 (between written rows), 17, 25 (balanced) and 33: those
@@ -323,15 +324,33 @@ def _row_wishes(plain: Tensor, dim: int, index: Any, source: Any, *_: Any, **nam
     return _along_others(plain, at, [source] if isinstance(source, Tile) and source.ndim else [], plain.shape)
 
 
-def _along_others(plain: Tensor, at: int, tiles: Sequence[Tile], shape: Sequence[int]) -> Wishes | None:
+def _added_element_wishes(plain: Tensor, dim: int, index: Any, src: Any = None, *_: Any, **named: Any) -> Wishes | None:
+    """Return the wishes of `scatter_add_` and its like, whose source may be cut along the dim of a whole index."""
+    if isinstance(index, Tile) or not isinstance(src, Tile) or not src.ndim:
+        return _element_wishes(plain, dim, index, src)
+    return _along_others(plain, dim % max(plain.ndim, 1), [src], index.shape, is_added=True)
+
+
+def _added_row_wishes(plain: Tensor, dim: int, index: Any, source: Any, *_: Any, **named: Any) -> Wishes | None:
+    """Return the wishes of `index_add_`, whose source may be cut along the dim of a whole index."""
+    if isinstance(index, Tile) or not isinstance(source, Tile) or not source.ndim:
+        return _row_wishes(plain, dim, index, source)
+    return _along_others(plain, dim % max(plain.ndim, 1), [source], plain.shape, is_added=True)
+
+
+def _along_others(
+    plain: Tensor, at: int, tiles: Sequence[Tile], shape: Sequence[int], is_added: bool = False
+) -> Wishes | None:
     """Return the wish for every dim but `at` as in the tiles, whose sizes are those of `shape`.  None where they are
-    cut along `at`, because every rank would need all of them; but for values that an index picked there.
+    cut along `at`, because every rank would need all of them.
+
+    Values that an index picked there, and those that are added up, go to the rank that owns their row of the target.
     """
     for t in tiles:
         others = [d for d in range(t.ndim) if d != at]
         if (
             t.ndim != plain.ndim
-            or (t.layout.is_cut(at) and not t.layout.dim(at)[0].by_index)
+            or (t.layout.is_cut(at) and not is_added and not t.layout.dim(at)[0].by_index)
             or any(not t.shape[d] == shape[d] <= plain.shape[d] for d in others)
         ):
             return None
@@ -429,6 +448,8 @@ _RULES: dict[Any, Callable[..., Wishes | None]] = {
     Tensor.__setitem__: _index_wishes,
     **dict.fromkeys((Tensor.index_put_, torch.index_put_), _index_put_wishes),
     **dict.fromkeys((Tensor.copy_, Tensor.masked_fill_), _broadcast_wishes),
-    **dict.fromkeys((Tensor.scatter_, Tensor.scatter_add_, Tensor.scatter_reduce_), _element_wishes),
-    **dict.fromkeys((Tensor.index_add_, Tensor.index_copy_, Tensor.index_reduce_), _row_wishes),
+    Tensor.scatter_: _element_wishes,
+    **dict.fromkeys((Tensor.scatter_add_, Tensor.scatter_reduce_), _added_element_wishes),
+    Tensor.index_copy_: _row_wishes,
+    **dict.fromkeys((Tensor.index_add_, Tensor.index_reduce_), _added_row_wishes),
 }
