@@ -412,7 +412,14 @@ def table_of_writes(facts: Sequence[Fact]) -> Iterator[str]:
     for fact in facts:
         next_run = "goes on, same bits" if fact["goes_on"] else "**does not go on**"
         rows.append(
-            [fact["work"], str(fact["ranks"]), fact["fault"], told_seconds(fact), " or ".join(fact["errors"]), next_run]
+            [
+                fact["work"],
+                str(fact["ranks"]),
+                fact["fault"],
+                told_seconds(fact),
+                " or ".join(fact["errors"]) or "nothing: all are killed",
+                next_run,
+            ]
         )
     yield from table_lines(["work", "ranks", "fault", "until all have ended", "they raise", "the next run"], rows)
 
