@@ -188,6 +188,8 @@ def _play_cut_saves(meter: _Meter, folder: Path, entries: int) -> None:
         with meter.measure(call):
             jigsaw.save(folder / f"cut-{step}", model=model, optimizer=optimizer)
         meter.count_files(call, folder / f"cut-{step}")
+    with meter.measure("save weights"):
+        jigsaw.save_weights(folder / "cut.safetensors", model)
     for rank in range(1, job.ranks) if job.rank == 0 else ():  # rows of one shape have files of one size
         os.link(folder / "cut-2" / "__0_0.distcp", folder / "cut-2" / f"__{rank}_0.distcp")
     with meter.measure("load cut"):

@@ -53,7 +53,7 @@ import jigsaw
 from jigsaw import comm
 
 RANKS, FLOAT = 4, 4
-HOSTS = ("jigsaw-a", "jigsaw-b")
+HOSTS = (f"jigsaw-{os.getpid()}-a", f"jigsaw-{os.getpid()}-b")  # several runs may have theirs at a time
 MTU = 9000
 Step = Callable[[], Any]
 
@@ -178,6 +178,14 @@ CASES = {
 # -- a device --------------------------------------------------------------------------------------------------------
 
 
+_aten = torch.ops.aten
+# attention on CPUs, of which torch counts no operations, has those of the same on GPUs
+_COUNTED_AS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+
+
 class SimulatedDevice(TorchDispatchMode):
     """Sleeps where torch would multiply or convolve, and gives zeros."""
 
@@ -186,7 +194,8 @@ class SimulatedDevice(TorchDispatchMode):
         self.flops, self.flops_per_s = 0, math.inf
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        counted = flop_registry.get(func._overloadpacket)
+        packet = func._overloadpacket
+        counted = flop_registry.get(_COUNTED_AS.get(packet, packet))
         if counted is None:
             return func(*args, **(kwargs or {}))
         there, options = tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs or {}))

@@ -415,14 +415,23 @@ def test_variables_are_nouns():
     assert not {name: words for name, words in unclear.items() if words}
 
 
-CLOCKS_OF_THE_DAY = {("time", "time"), ("datetime", "now"), ("datetime", "utcnow"), ("date", "today")}
+CLOCKS_OF_THE_DAY = {
+    ("time", "time"),
+    ("time", "time_ns"),
+    ("datetime", "now"),
+    ("datetime", "utcnow"),
+    ("date", "today"),
+}
 
 
 def test_no_clock_of_the_day_decides():
-    """Those of hosts differ, and are set back; waits count by `time.monotonic`."""
+    """Those of hosts differ, and are set back; waits count by `time.monotonic`.  A disk cache alone asks when its files
+    were used, for the order in which they leave.
+    """
     asked = [
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in SOURCES
+        if file.name != "cache_folder.py"
         for node in ast.walk(_tree(file))
         if isinstance(node, ast.Attribute)
         and (getattr(node.value, "id", getattr(node.value, "attr", "")), node.attr) in CLOCKS_OF_THE_DAY

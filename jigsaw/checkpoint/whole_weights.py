@@ -32,7 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from jigsaw.checkpoint.checkpoint_files import fail_together, torch_failures_named
 from jigsaw.checkpoint.checkpoint_state import CheckpointPath, is_converted_weight, parse_strict_json
 from jigsaw.checkpoint.parted_tensors import with_parts_apart
-from jigsaw.comm.agreement import decide_on_first_rank
+from jigsaw.checkpoint.piece_writers import PieceWriters, kinds_of_tensors
+from jigsaw.comm.agreement import decide_on_first_rank, told_in_job_where_different
 from jigsaw.drafts import begin_draft_file, open_unlinked
 from jigsaw.errors import CheckpointError
 from jigsaw.tile.tile import Tile
@@ -75,7 +76,7 @@ def save_weights(path: CheckpointPath, model: nn.Module, names: FileNames | None
     it is whole.  Every rank calls this, with a `path` that all of them see.  `names` turns names of the model into
     those of the file, for example into those of a checkpoint on Hugging Face.
 
-    *Sends*: plans, and no tensors.
+    *Sends*: a few all-reduces of some bytes, and kinds of tensors where ranks have different ones; no tensors.
     *Raises*: `CheckpointError` on every rank, where a state is not a tensor or has a type that such a file cannot have.
     Also where one rank cannot write, and for `names` that the model does not have, or that are alike.
 
@@ -94,20 +95,18 @@ def save_weights(path: CheckpointPath, model: nn.Module, names: FileNames | None
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     planner = dcp.DefaultSavePlanner()
 
-    def plan() -> dcp.SavePlan:
-        if is_first:
-            with os.fdopen(open_unlinked(draft, os.O_WRONLY), "wb") as out:
-                out.write(header)
-                out.truncate(len(header) + sum(_size_of(each) for each in weights.values()))
-        planner.set_up_planner(with_parts_apart(tensors), None, is_first)
-        return planner.create_local_plan()
+    def write_header() -> None:
+        with os.fdopen(open_unlinked(draft, os.O_WRONLY), "wb") as out:
+            out.write(header)
+            out.truncate(len(header) + sum(_size_of(each) for each in weights.values()))
 
     def close(done: list[None]) -> list[None]:
         draft.replace(final)
         return done
 
     try:
-        own_plan = decide_on_first_rank(plan, lambda plans: planner.create_global_plan(plans)[0], what, CheckpointError)
+        fail_together(write_header, of_first=True, what=what)
+        own_plan = _own_part(planner, tensors, what)
         decide_on_first_rank(lambda: _write_pieces(planner, own_plan, weights, draft), close, what, CheckpointError)
     except CheckpointError:  # raised on every rank, so no rank writes any more
         if is_first:
@@ -165,6 +164,25 @@ def _header_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, 
     header = len(text).to_bytes(8, "little") + text
     starts = {name: len(header) + entries[name]["data_offsets"][0] for name in tensors}
     return header, {n: _StoredWeight(path, x.dtype, tuple(x.shape), starts[n]) for n, x in tensors.items()}
+
+
+def _own_part(planner: dcp.DefaultSavePlanner, tensors: Mapping[str, torch.Tensor], what: str) -> dcp.SavePlan:
+    """Return what this rank writes.  Each rank finds its own; of types that torch alone knows the first plans all."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    kinds = kinds_of_tensors(tensors)
+    every = told_in_job_where_different(kinds) or [kinds] * ranks
+    is_known, own = not any(each.has_others for each in every), tensors
+    if is_known:
+        writers = PieceWriters(every)
+        own = {name: x for name, x in tensors.items() if writers.writes(rank, name)}
+
+    def plan() -> dcp.SavePlan:
+        planner.set_up_planner(with_parts_apart(own), None, rank == 0)
+        return planner.create_local_plan()
+
+    if is_known:
+        return fail_together(plan, what=what)
+    return decide_on_first_rank(plan, lambda plans: planner.create_global_plan(plans)[0], what, CheckpointError)
 
 
 def _write_pieces(

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.comm.alike_marks import SameOnRanks, alike_marks, alike_number, check_marks
+from jigsaw.comm.connections import connect_ranks
 from jigsaw.comm.debug import compare_calls
 from jigsaw.comm.graph_calls import graph_call, is_shape_run, refuse_in_graph
 from jigsaw.comm.traffic import TrafficCall as TrafficCall
@@ -37,7 +37,6 @@ from jigsaw.comm.wire_values import (
     wire_dtype,
     wire_memory,
 )
-from jigsaw.errors import ShardingError
 from jigsaw.geometry import transfers
 from jigsaw.ranks.mesh import (
     TrafficKind,
@@ -46,12 +45,10 @@ from jigsaw.ranks.mesh import (
     group_patience,
     groups_along,
     mesh_group,
-    mesh_size,
     ranks_in_mesh,
     sends_through_host,
 )
 from jigsaw.ranks.model_world import job_rank, job_size
-from jigsaw.ranks.slab_mesh import SlabMesh
 from jigsaw.ranks.waiting_ranks import OpenWait
 from jigsaw.torch_internals.autograd import memory_id
 from jigsaw.torch_internals.groups import takes_batches
@@ -93,33 +90,6 @@ def begin_at_one_place(x: Tensor, y: Tensor) -> bool:
     """Say whether two tensors begin at the same element of the same memory; those without values have no address."""
     same = memory_id(x.untyped_storage()) == memory_id(y.untyped_storage())
     return same and x.storage_offset() == y.storage_offset()
-
-
-def connect_ranks(mesh: DeviceMesh, traffic: TrafficKind = TrafficKind.MESSAGES) -> dist.ProcessGroup | None:
-    """Return the group by which ranks of a mesh send; all of them call this before any does, also one that will not.
-
-    The first call makes it.  NCCL connects it on its first operation, which must be everybody's; gloo has connected it
-    already.  None where nobody is to send: on one rank, and on slabs.
-
-    Raises: `ShardingError` for a mesh of several axes on some of the ranks of a job, on a backend of GPUs that has no
-    groups apart.
-    """
-    if isinstance(mesh, SlabMesh) or mesh_size(mesh) == 1:
-        return None
-    group = mesh_group(mesh, traffic)
-    if mesh.device_type == "cpu" or group in _connected_groups:
-        return group
-    if group.size() > mesh_size(mesh):
-        raise ShardingError(
-            f"{mesh} of several axes leaves out ranks of the job; make it over all of them, or of one axis"
-        )
-    _connected_groups.add(group)
-    with OpenWait("the first message", dist.get_process_group_ranks(group)):
-        dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
-    return group
-
-
-_connected_groups: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def swap_messages(

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.comm import collectives, debug
+from jigsaw.comm.connections import connect_ranks
 from jigsaw.comm.graph_calls import graph_call, is_shape_run
 from jigsaw.comm.kept_halos import keep_messages, kept_messages
 from jigsaw.comm.wire_values import wire_memory
@@ -262,7 +263,7 @@ def _check_layouts(source: Layout, target: Layout, mesh: DeviceMesh) -> None:
 
 def _check_local_tensor(local: Tensor, source: Layout, shape: tuple[int, ...], mesh: DeviceMesh) -> None:
     """Check this rank's tensor, which may be wrong alone: the others then wait, but not for a first connection."""
-    collectives.connect_ranks(mesh)
+    connect_ranks(mesh)
     if tuple(local.shape) != shape:
         raise RanksDifferError(
             f"the rank at {mesh_coordinate(mesh)} has a local tensor of shape {tuple(local.shape)}, "

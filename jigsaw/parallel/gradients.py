@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from jigsaw import comm
+from jigsaw.comm.connections import connect_sums
 from jigsaw.comm.wire_values import lie_in_one_memory, values_on_device
 from jigsaw.errors import ShardingError
 from jigsaw.ops.into_torch.reentrant import (
@@ -409,14 +410,16 @@ class GradientReducer:
         )
         self._next = 0
         self._task = -1
+        large = [p for b in self._buckets for p in b.parameters if type(p) is nn.Parameter and p.nbytes >= _LENT_BYTES]
+        connect_sums(mesh, dict.fromkeys(bucket.axes for bucket in self._buckets), bool(large))
+        for p in large:
+            record_blocks(p, mesh)
         for bucket in self._buckets:
             for p in bucket.parameters:
                 needs = p.requires_grad
                 p.requires_grad_()  # a frozen parameter may be trained later; a hook needs this
                 p.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
                 p.requires_grad_(needs)
-                if type(p) is nn.Parameter and p.nbytes >= _LENT_BYTES:
-                    record_blocks(p, mesh)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
         copied = {name: copy.deepcopy(p, memo) for name, p in self._parameters.items()}

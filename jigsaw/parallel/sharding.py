@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor, Shard
 
 from jigsaw import comm
+from jigsaw.comm.connections import group_of_weights
 from jigsaw.errors import ShardingError
 from jigsaw.parallel.gradients import axes_not_cutting
 from jigsaw.ranks.mesh import (
@@ -36,6 +37,7 @@ from jigsaw.torch_internals.groups import (
     add_gradients_behind_reductions,
     gather_without_waiting,
     results_of_placement,
+    send_unit_by,
     watch_messages_of_unit,
 )
 from jigsaw.torch_internals.placements import dim_and_parts
@@ -167,6 +169,9 @@ def shard_model_weights(
             watch_messages_of_unit(unit, _wait_of_group)
             add_gradients_behind_reductions(unit)
             sharded.append(unit)
+    # once all units are made, as FSDP2 tells parameters of one unit apart by their groups
+    for unit in sharded:
+        send_unit_by(unit, lambda group: group_of_weights(group, mesh))
     if sharded and mesh.device_type == "cpu":
         _UnitPrefetch(sharded, sharded[-1])
     return rest

@@ -405,6 +405,7 @@ class TrafficKind(Enum):
 
     MESSAGES = "messages"  # between two ranks: halos, rows, blocks of products
     GRADIENTS = "gradients"
+    WEIGHTS = "weights"  # FSDP2's: gathers of cut weights, and sums of their gradients
 
 
 def digest_of_ranks(ranks: Sequence[int]) -> str:
@@ -473,6 +474,13 @@ def mesh_group(mesh: DeviceMesh, kind: TrafficKind | None = None) -> dist.Proces
     if kind is None or not takes_batches(group, torch.device(mesh.device_type)):
         return group
     return _group_apart(kind, ranks_in_mesh(mesh), group, mesh.device_type)
+
+
+def group_of_kind(kind: TrafficKind, group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
+    """Return the group apart of the same ranks for that `kind`; the group itself where all traffic has one."""
+    if group.size() == 1 or not takes_batches(group, torch.device(device)):
+        return group
+    return _group_apart(kind, dist.get_process_group_ranks(group), group, device)
 
 
 def _world_group() -> dist.ProcessGroup:

@@ -117,7 +117,10 @@ def store_answer(ask: Callable[[], T]) -> Future[T]:
         except BaseException as e:
             answer.set_exception(e)
 
-    threading.Thread(target=run, name="jigsaw store", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="jigsaw store", daemon=True).start()
+    except RuntimeError:  # memory has run out, also for a thread, and the others are to hear of it
+        run()
     return answer
 
 

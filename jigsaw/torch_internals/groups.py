@@ -250,6 +250,19 @@ def watch_messages_of_unit(unit: Any, wait: Callable[[str, dist.ProcessGroup], A
             setattr(parameters, name, traffic)
 
 
+def send_unit_by(unit: Any, replaced: Callable[[dist.ProcessGroup], dist.ProcessGroup]) -> None:
+    """Let FSDP2 send a unit's messages by `replaced(group)` of each of its groups, once all units are made.
+
+    Public is `set_separate_reduce_scatter_group`, for sums of gradients alone.
+    """
+    for parameters in _parameter_groups(unit):
+        cut = private_attribute(parameters, "mesh_info")(parameters)
+        private_attribute(cut, "shard_process_group")
+        for name in ("shard_process_group", "replicate_process_group"):
+            if hasattr(cut, name):
+                setattr(cut, name, replaced(getattr(cut, name)))
+
+
 class _WatchedWork(dist.Work):
     """A message under way, for which its rank waits within a block."""
 

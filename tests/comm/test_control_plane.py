@@ -74,7 +74,7 @@ def test_a_checkpoint_has_no_more_files_than_tensors(rows_of):
 
 
 CALLS = ["mesh", "shard", "from_local", "copies", "step", "parallelize", "save", "save again", "load"]
-CALLS += ["save cut", "save cut again", "load cut"]
+CALLS += ["save cut", "save cut again", "save weights", "load cut"]
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -309,7 +309,7 @@ NARROW = {name: (layer, (2, 2, 401), (None, None, "lat"), {"lat": 3}) for name, 
 
 def narrow_result(layer, x, spec, axes, dtype):
     narrow = copy.deepcopy(layer).to(dtype)
-    return narrow(shard(x.to(dtype), world_mesh(**axes), spec)).full_tensor()
+    return narrow(shard(x.to(dtype), world_mesh(**axes), spec)).full_tensor().cpu()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -186,6 +186,7 @@ pipe.step(x, x)
         ("statistics", "silent", 0),  # the store, whose keeper is stopped, never answers
         ("backward pass, cut weights", "raises", 0),  # in messages of FSDP2
         ("step of a pipeline", "raises", 0),
+        ("halos", "memory runs out", 1),  # no memory is left for the thread that tells others
     ],
 )
 def test_what_others_are_told_of_a_failure(monkeypatch, work, fault, failing):

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import jigsaw
+from jigsaw import comm
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 from jigsaw.testing.failure import RankFailedError
 from jigsaw.testing.ordered_group import take_events
 from jigsaw.testing.post_order import Post, PostedMessage, PostOrderError, PostWait, check_posts
+from jigsaw.torch_internals.groups import group_by_name
 
 BOTH = (0, 1)
 
@@ -313,3 +316,52 @@ def test_halos_wait_behind_no_sum_of_gradients(is_shared):
     of_forward = {e.communicator for e in forward if isinstance(e, Post) and e.signature}
     assert halos and sums and of_forward
     assert len(halos | sums | of_forward) == (1 if is_shared else 3)
+
+
+def posts_of_cut_weights(axes, how):
+    """What a rank posts in a step whose norm adds up tiles between units of cut weights."""
+    mesh = world_mesh(**axes)
+    layers = [nn.Conv2d(2, 2, 3, padding=1), nn.GroupNorm(1, 2), nn.Conv2d(2, 2, 3, padding=1)]
+    model = jigsaw.parallelize(nn.Sequential(*layers), mesh, shard_weights=True, unit_bytes=1, **how)
+    x = jigsaw.shard(torch.randn(1, 2, 14, 10), mesh, (None, None, "lat", None))
+    take_events()
+    model(x).square().mean().backward()
+    return [event for event in take_events() if isinstance(event, Post)]
+
+
+@pytest.mark.parametrize(
+    ("axes", "how"), [({"lat": 2}, {}), ({"lat": 3}, {}), ({"data": 2, "lat": 2}, {"replicate": "data"})]
+)
+def test_cut_weights_wait_behind_no_collective_of_tiles(axes, how):
+    ranks = prod(axes.values())
+    for posts in on_ranks(ranks, backend="ordered")(posts_of_cut_weights)(axes, how):
+        of_units = {p.communicator for p in posts if p.signature.startswith(("all_gather_single", "reduce_scatter"))}
+        others = {p.communicator for p in posts} - of_units
+        of_copies = {name for name in others if "weights" in name}  # the sums of hybrid sharding's copies
+        assert len(of_units) == 1 and "weights" in of_units.pop() and len(of_copies) == len(how)
+        assert {p.communicator for p in posts if p.messages} < others - of_copies
+
+
+@on_ranks(2, backend="ordered")
+def test_ranks_may_come_to_sums_and_messages_in_any_order():
+    """Groups are made where all ranks are; a group that two ranks make in other order would never be whole."""
+    mesh, made = world_mesh(lat=2), []
+
+    def made_anew(name, *facts):
+        made.append(name.split()[1])
+        return group_by_name(f"{name} once more", *facts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jigsaw.ranks.mesh._groups_by_kind", {})
+        patch.setattr("jigsaw.ranks.mesh.group_by_name", made_anew)
+        jigsaw.parallelize(nn.Linear(3, 3), mesh)
+        assert made == ["gradients"]
+        own, other = torch.ones(3), torch.empty(3)
+        total, at = torch.ones(3), mesh.get_rank()
+        steps = [
+            lambda: comm.start_sum(total, mesh, ("lat",)),
+            lambda: comm.swap_messages(mesh, [(1 - at, own)], [(1 - at, other)]),
+        ]
+        for work in [step() for step in (steps if at == 0 else reversed(steps))]:
+            work.wait()
+    assert made == ["gradients", "messages"] and total.tolist() == [2, 2, 2] and other.tolist() == [1, 1, 1]
