@@ -51,6 +51,8 @@ ZOO := .venv-zoo
 ZOO_STAMP := $(ZOO)/.jigsaw-installed
 # Their own lists have CUDA packages, and a newer torch than ours; what PhysicsNeMo's nets import by hand.
 ZOO_ALONE := nvidia-physicsnemo torch-harmonics
+# PhysicsNeMo's MeshGraphNet imports it; of it there is the source alone, which is compiled for the torch that is there.
+ZOO_COMPILED := setuptools torch_scatter
 ZOO_NEMO := jaxtyping nvtx omegaconf orjson psutil pyvers s3fs tensordict termcolor treelib warp-lang
 # neural-lam asks for a torch_geometric of 2023, and fails with those of today.
 ZOO_LAM := .venv-zoo-lam
@@ -225,6 +227,7 @@ $(ZOO_STAMP): pyproject.toml
 	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)" --editable . --group zoo
 	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)" $(ZOO_NEMO)
 	$(ZOO)/bin/python -m pip install --quiet --no-deps $(ZOO_ALONE)
+	$(ZOO)/bin/python -m pip install --quiet --no-deps --no-build-isolation $(ZOO_COMPILED)
 	@touch $@
 
 $(ZOO_LAM_STAMP): pyproject.toml

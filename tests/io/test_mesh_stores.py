@@ -155,8 +155,9 @@ def read_t2m(path, axes, split):
 MAKERS = {"ugrid": lambda path: write_ugrid(path, start=1, fill=-999), "icon": write_icon}
 
 
-def write_targets(path, target, order="store"):
-    samples = jigsaw.io.open(path, mesh=world_mesh(cell=3), targets=[1], split=SPLIT, order=order)
+def write_targets(path, target, order="store", region=None):
+    split = "balanced" if region else SPLIT
+    samples = jigsaw.io.open(path, mesh=world_mesh(cell=3), targets=[1], split=split, order=order, region=region)
     with jigsaw.io.Writer(target, dims=("time", "channel", "cell"), like=samples, append_dim="time") as out:
         for i in range(3):
             out.append(samples[i].target, coords={"time": samples[i].target_times})
@@ -409,3 +410,75 @@ def test_the_plan_of_cells_along_a_curve(tmp_path, capsys):
     write_several(path, 50)
     assert main(["plan", path, "--mesh", "cell=3", "--order", "curve", "--recommend"]) == 0
     assert "cells along a curve" in capsys.readouterr().out
+
+
+# -- some of the cells -------------------------------------------------------------------------------------------------
+
+
+def read_region(path, ranks, region, order, fields=None):
+    """Read a sample of some cells, with their grid and the number of chunks that this rank decoded."""
+    data = jigsaw.io.open(
+        path, mesh=world_mesh(cell=ranks), region=region, order=order, fields=fields, mode="cooperative"
+    )
+    values = data[3].input.full_tensor().numpy()[0, 0]
+    return values, data.grid, data._engine.stats.chunks
+
+
+@pytest.mark.parametrize("order", ["store", "curve"])
+@pytest.mark.parametrize("kind", IN_OTHER_ORDER)
+def test_some_of_the_cells_are_read(tmp_path, kind, order):
+    path = str(tmp_path / "mesh.nc")
+    beside, (lat, lon) = IN_OTHER_ORDER[kind](path)
+    lat, lon = np.asarray(lat), np.asarray(lon)
+    boxes = {
+        "belt": ({"lat": (40, -10)}, (lat >= -10) & (lat <= 40)),
+        "over the meridian": ({"lat": (-60, 60), "lon": (-50, 70)}, (abs(lat) <= 60) & ((lon + 50) % 360 <= 120)),
+        "numbers": ({"cell": slice(20, 61)}, (np.arange(CELLS) >= 20) & (np.arange(CELLS) < 61)),
+        "one": ({"cell": slice(7, 8)}, np.arange(CELLS) == 7),
+    }
+    for region, inside in boxes.values():
+        rows = np.flatnonzero(inside)
+        for ranks in (1, 3):
+            for values, grid, _ in run_on_ranks(ranks, read_region, path, ranks, region, order):
+                was = rows if grid.source_places is None else grid.source_places
+                assert sorted(was) == rows.tolist()
+                assert order == "store" or len(rows) < 9 or (was != rows).any()
+                np.testing.assert_array_equal(values, T2M[3][was])
+                np.testing.assert_allclose([grid.lat, grid.lon], np.array([lat, lon])[:, was], atol=1e-12)
+                if beside is not None:  # a cell beyond the region is none
+                    table = grid.neighbors().rows_of(np.arange(len(was)))
+                    want = np.where(np.isin(beside[was], was) & (beside[was] >= 0), beside[was], -1)
+                    np.testing.assert_array_equal(np.where(table < 0, -1, was[table]), want)
+
+
+def test_only_the_chunks_of_these_cells_are_read(tmp_path):
+    path = str(tmp_path / "points.zarr")
+    write_several(path, 50)
+    by_rank = run_on_ranks(2, read_region, path, 2, {"cell": slice(40, 110)}, "store", ["t2m"])
+    assert sum(chunks for *_, chunks in by_rank) == 3  # which hold the cells 0 to 149
+
+
+@pytest.mark.parametrize(
+    ("region", "message"),
+    [
+        ({"cell": (0, 4)}, r"of cells must be two latitudes, two longitudes, or a slice of cells"),
+        ({"lev": slice(0, 4)}, r"of cells must be two latitudes, two longitudes, or a slice of cells"),
+        ({"lat": 4.0}, r"must be two coordinates"),
+        ({"lat": (89.0, 90.0)}, r"holds none of the \d+ cells"),
+    ],
+)
+def test_regions_without_cells_are_refused(tmp_path, region, message):
+    write_points(str(tmp_path / "points.nc"))
+    with pytest.raises(GridError, match=message):
+        jigsaw.io.open(tmp_path / "points.nc", mesh={"cell": 2}, region=region)
+
+
+@pytest.mark.parametrize("kind", IN_OTHER_ORDER)
+def test_forecasts_of_some_cells_are_written_with_their_places(tmp_path, kind):
+    path, target = str(tmp_path / "mesh.nc"), str(tmp_path / "forecast.zarr")
+    _, (lat, lon) = IN_OTHER_ORDER[kind](path)
+    run_on_ranks(3, write_targets, path, target, "curve", {"lat": (-40, 40)})
+    rows = np.flatnonzero(abs(np.asarray(lat)) <= 40)
+    back = jigsaw.io.open(target, mesh=world_mesh(cell=1))
+    np.testing.assert_array_equal(back[1].input.full_tensor()[0, 0], T2M[2][rows])
+    np.testing.assert_allclose([back.grid.lat, back.grid.lon], np.array([lat, lon])[:, rows], atol=1e-12)

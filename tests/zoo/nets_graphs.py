@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zoo_net import ZooInput, ZooNet, image
+from zoo_net import ZooInput, ZooNet
 
 NODES, EDGES, CHANNELS, MESH_NODES = 41, 150, 6, 23
 CELLS = ("lat", "lon")
@@ -154,17 +154,6 @@ def _transolver(name: str, **kwargs: Any) -> ZooNet:
 TRANSOLVERS = (_transolver("Transolver (points)"),)
 
 
-def _graph_cast() -> ZooNet:
-    """A grid of 9 x 18, cut by latitude and longitude, and a mesh of 42 points that the net makes, with its edges."""
-
-    def build() -> nn.Module:
-        graph_cast = importlib.import_module("physicsnemo.models.graphcast.graph_cast_net").GraphCastNet
-        sizes = {"input_dim_grid_nodes": 4, "output_dim_grid_nodes": 3, "hidden_dim": 8, "processor_layers": 3}
-        return graph_cast(mesh_level=1, input_res=(9, 18), **sizes)
-
-    return ZooNet("GraphCast", "nvidia-physicsnemo", build, [image(1, 4, 9, 18)])
-
-
 def _mesh_graph_net(name: str, **kwargs: Any) -> ZooNet:
     """A net of a mesh whose nodes are cut; its edges, and what is known of them, are whole or cut."""
 
@@ -184,7 +173,6 @@ def _mesh_graph_net(name: str, **kwargs: Any) -> ZooNet:
 
 
 SCATTER_NETS = (
-    _graph_cast(),
     _mesh_graph_net("MeshGraphNet"),
     _mesh_graph_net("MeshGraphNet (mean)", aggregation="mean", do_concat_trick=True),
 )

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jigsaw.errors import GridError, ShardingError
 from jigsaw.io.commands import parse_options as options
 from jigsaw.io.datasets.dataset import Dataset
@@ -99,6 +101,15 @@ _BOUNDARY_TEXTS = {"clip": "", "periodic": " (wraps round)"}
 _WORTH_TELLING = 1.05  # smaller gains are below the accuracy of the prediction
 
 
+def _cells_line(dataset: Dataset) -> list[str]:
+    """Return a line that says which cells are read, and in which order, where it is another than the store's."""
+    rows = None if dataset.turn.cells is None else dataset.turn.cells.rows
+    if rows is None:
+        return []
+    is_ordered = bool((np.diff(rows) > 0).all())
+    return [f"{len(rows)} cells of a region" if is_ordered else "cells along a curve"]
+
+
 def plan_report(dataset: Dataset, plan: ReadPlan) -> str:
     """Return the text of a plan, with a heading that names the store and what is read."""
     frame, layout = dataset.frame, plan.request.layout
@@ -120,7 +131,7 @@ def plan_report(dataset: Dataset, plan: ReadPlan) -> str:
         *dataset.store.notes,
         f"reads {steps} steps of {count} channels ({names}), {space}",
         f"mesh {_mesh_text(dataset)}; halo {', '.join(halos) or 'none'}; {' and '.join(modes)} reading",
-        *(["cells along a curve"] if dataset.turn.cells is not None else []),
+        *_cells_line(dataset),
         *(f"axis {axis} cuts none of the dims {dims}: all ranks along it read the same" for axis in idle),
     ]
     return plan_text(plan, head, frame.dims)

@@ -20,7 +20,7 @@ from jigsaw.io.formats.disk_cache import DiskCache
 from jigsaw.io.formats.store import StoreSource
 from jigsaw.io.reading.chunk_readers import PLAN_MODES
 from jigsaw.io.series.boundary import BoundaryRule, vector_channels
-from jigsaw.io.series.cell_grid import CELL_ORDERS, CellGrid, cell_grid_of, cells_along_curve
+from jigsaw.io.series.cell_grid import CELL_ORDERS, CellGrid, cell_grid_of, cells_along_curve, cells_of_region
 from jigsaw.io.series.choices import choose_positions, time_origins, window_anchors, window_offsets
 from jigsaw.io.series.fields import FieldChannel, channels_of_fields
 from jigsaw.io.series.forcings import GridForcings, geographic_angles
@@ -113,7 +113,7 @@ def open(
     - `lon`: ``"store"``, or ``"0..360"`` or ``"-180..180"``: longitudes rise within these, and the grid is rolled;
     - `region`: by dim of space two coordinates, both ends included, or a slice of rows: ``{"lat": (30, 60), "lon":
       (-10, 40)}``. Longitudes count eastward from the first. The other rows are not read, and beyond the region nothing
-      is;
+      is. Of cells those between the two are read, or a slice of them: ``{"cell": slice(0, 100)}``;
     - `order`: for cells that are stored as points or in rings, ``"store"`` or ``"curve"``: along Hilbert's curve, so
       that pieces have short borders. The dataset's `grid` has this order, too; ``Writer(like=data)`` writes in the
       store's order;
@@ -164,12 +164,14 @@ def open(
     if device_mesh is not None and spec is None:
         warn_of_idle_readers(axes, tuple(grid))
     rules = _stored_boundary(boundary, survey, variables[0]) if isinstance(boundary, str) else boundary
-    turn, whole_coords = make_row_order(survey, variables[0], grid, lat_order, lon, region)
+    cells = cell_grid_of(survey, variables[0], source)
+    of_rows = region if cells is None else None  # cells lie along one dim, and a region picks some of them
+    turn, whole_coords = make_row_order(survey, variables[0], grid, lat_order, lon, of_rows)
+    along_curve = checked_choice("order", order, CELL_ORDERS, GridError) == "curve"
+    if along_curve or (cells is not None and region is not None):
+        cells, turn, whole_coords = _cells_in_order(cells, variables[0], whole_coords, region, along_curve)
     frame = SampleSpace.of({d: len(v) for d, v in whole_coords.items()}, axes, spec, halo, rules, split, align)
     frame = frame.on(whole_coords)
-    cells = cell_grid_of(survey, variables[0], source)
-    if checked_choice("order", order, CELL_ORDERS, GridError) == "curve":
-        cells, turn, whole_coords = _cells_in_order(cells, variables[0], whole_coords)
     places = geographic_angles(whole_coords, survey, variables[0], cells, turn, forcings) if forcings else None
     forced = places and GridForcings.of(forcings, places, [c.name for c in chosen], normalize)
     scale, offset = channel_scales(chosen, forced.unnamed(normalize) if forced else normalize)
@@ -284,9 +286,17 @@ def _turning_channels(
 
 
 def _cells_in_order(
-    cells: CellGrid | None, variable: StoreVariable, whole_coords: Mapping[str, NDArray[Any]]
+    cells: CellGrid | None,
+    variable: StoreVariable,
+    whole_coords: Mapping[str, NDArray[Any]],
+    region: Any,
+    along_curve: bool,
 ) -> tuple[CellGrid | None, RowOrder, Mapping[str, NDArray[Any]]]:
-    rows = cells_along_curve(cells, variable)
+    """Return the grid, the stored rows and the coordinates of the cells that are read, in their order."""
+    rows = np.arange(0) if cells is None else cells_of_region(cells, {} if region is None else region)
+    if along_curve:
+        of_curve = cells_along_curve(cells and cells.in_order(rows), variable)
+        rows = rows[of_curve]
     ordered = {dim: values[rows] for dim, values in whole_coords.items()}
     return cells and cells.in_order(rows), RowOrder(cells=StoredOrder(rows)), ordered
 

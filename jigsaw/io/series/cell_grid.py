@@ -24,7 +24,9 @@ from jigsaw.errors import GridError, ShardingError
 from jigsaw.geometry.curve import curve_order
 from jigsaw.geometry.healpix import healpix_degrees, healpix_neighbors
 from jigsaw.geometry.neighbors import Neighbors
+from jigsaw.io.arguments import checked_mapping
 from jigsaw.io.series.coords import CELL_ROLE, SOURCE_PLACES, StoreCoordinates, decoded_coordinate, is_healpix
+from jigsaw.io.series.row_order import region_ends
 
 if TYPE_CHECKING:
     from jigsaw.io.formats.store import StoreSource
@@ -50,6 +52,8 @@ class CellGrid:
     CellGrid(48 cells, HEALPix nside 2, nested)
     >>> data.grid.lat[:3].round(1), data.grid.neighbors().degree
     (array([19.5, 41.8, 41.8]), 8)
+    >>> jigsaw.io.open("cells.zarr", mesh={"cell": 2}, region={"lat": (0, 90)}).grid
+    CellGrid(28 cells, HEALPix nside 2, nested)
     """
 
     cells: int
@@ -129,9 +133,10 @@ class CellGrid:
         return Neighbors(np.where(known[places] == wanted, rising[places], -1))
 
     def in_order(self, rows: NDArray[np.int64]) -> CellGrid:
-        """Return the grid of the same cells in another order: for each place the cell that goes to it."""
+        """Return the grid of these cells: all in another order, or some of them."""
         return replace(
             self,
+            cells=len(rows),
             numbers=None if self.nside is None else self._own_numbers[rows],
             points=None if self.points is None else (self.points[0][rows], self.points[1][rows]),
             areas=None if self.areas is None else self.areas[rows],
@@ -141,7 +146,9 @@ class CellGrid:
 
 
 def _neighbors_in_order(table: Callable[[], Neighbors], rows: NDArray[np.int64]) -> Neighbors:
-    beside, places = table().rows_of(rows), np.argsort(rows)
+    whole = table()
+    beside, places = whole.rows_of(rows), np.full(whole.targets, -1)
+    places[rows] = np.arange(len(rows))  # cells that are not among the rows stay -1
     return Neighbors(np.where(beside < 0, -1, places[beside]))
 
 
@@ -154,6 +161,34 @@ def cells_along_curve(grid: CellGrid | None, variable: StoreVariable) -> NDArray
         place = list(variable.space) if grid is None else f"{grid}, which are along a curve already"
         raise GridError(f"order='curve' is for cells, and array {variable.table.name!r} lies on {place}; leave it out")
     return curve_order(grid.lat, grid.lon)
+
+
+def cells_of_region(grid: CellGrid, region: Any) -> NDArray[np.int64]:
+    """Return the cells inside of a region, in their order: a slice of them, or those between two lat and two lon.
+
+    Raises: `GridError` for any other region, and for one that holds no cell.
+    """
+    inside = np.ones(grid.cells, bool)
+    for dim, wanted in checked_mapping("region", region, "{'lat': (30, 60), 'lon': (-10, 40)}", GridError).items():
+        if dim == CELL_ROLE and isinstance(wanted, slice):
+            chosen = np.zeros(grid.cells, bool)
+            chosen[wanted] = True
+        elif dim in ("lat", "lon"):
+            first, last = region_ends(dim, wanted, "")
+            at = grid.lat if dim == "lat" else (grid.lon - first) % 360.0
+            ends = (min(first, last), max(first, last)) if dim == "lat" else (0.0, last - first)
+            if dim == "lon" and ends[1] < 360.0:
+                ends = (0.0, ends[1] % 360.0)
+            chosen = (at >= ends[0]) & (at <= ends[1])
+        else:
+            raise GridError(
+                f"region={{{dim!r}: {wanted!r}}} of cells must be two latitudes, two longitudes, or a slice of cells, "
+                f"such as {{'cell': slice(0, {grid.cells})}}"
+            )
+        inside &= chosen
+    if not inside.any():
+        raise GridError(f"region={region!r} holds none of the {grid.cells} cells")
+    return np.flatnonzero(inside)
 
 
 def cell_grid_of(survey: StoreSurvey, variable: StoreVariable, source: StoreSource | None = None) -> CellGrid | None:

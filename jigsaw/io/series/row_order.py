@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from jigsaw.errors import GridError
 from jigsaw.io.arguments import checked_choice, checked_mapping
-from jigsaw.io.series.coords import CELL_ROLE, rolled_longitudes
+from jigsaw.io.series.coords import rolled_longitudes
 from jigsaw.io.series.store_survey import RowOrder, StoreSurvey, StoreVariable
 from jigsaw.io.series.times import is_whole_number
 
@@ -41,11 +41,8 @@ def make_row_order(
         shift, values["lon"] = rolled_longitudes(grid["lon"], lon)
         order = RowOrder(flipped, {"lon": shift} if shift else {})
     for dim, wanted in checked_mapping("region", region, "{'lat': (30, 60), 'lon': (-10, 40)}", GridError).items():
-        if dim not in values or dim == CELL_ROLE:
-            raise GridError(
-                f"region={{{dim!r}: {wanted!r}}} names no dim of rows; the fields lie along {list(values)}, and of "
-                "cells all are read"
-            )
+        if dim not in values:
+            raise GridError(f"region={{{dim!r}: {wanted!r}}} names no dim of rows; the fields lie along {list(values)}")
         order, values[dim] = _part_of_rows(order, dim, values[dim], wanted, survey.states(variable, dim))
     return order, values
 
@@ -92,14 +89,9 @@ def _rows_of_region(dim: str, values: NDArray[Any], wanted: Any, stated: bool) -
 
     Longitudes are counted from the first end on, eastward, so rows may go on at the beginning of a full circle.
     """
-    ends: Any = wanted if isinstance(wanted, tuple | list) and len(wanted) == 2 else ()
-    numbers = [end for end in ends if isinstance(end, float | np.number) or is_whole_number(end)]
-    if len(numbers) != 2 or not stated or values.dtype.kind not in "iuf":
-        raise GridError(
-            f"region={{{dim!r}: {wanted!r}}} must be two coordinates, such as (30.0, 60.0), or, also without a "
-            f"coordinate along {dim!r}, a slice of rows"
-        )
-    first, last = map(float, numbers)
+    or_rows = f", or, also without a coordinate along {dim!r}, a slice of rows"
+    has_numbers = stated and values.dtype.kind in "iuf"
+    first, last = region_ends(dim, wanted, or_rows, has_numbers)
     at = values.astype(np.float64)
     step = float(np.abs(np.diff(at)).min()) if len(at) > 1 else 0.0
     slack = _ROUNDED_OFF * step
@@ -120,3 +112,12 @@ def _rows_of_region(dim: str, values: NDArray[Any], wanted: Any, stated: bool) -
     if len(breaks) == 1 and goes_round and rows[0] == 0 and rows[-1] == len(at) - 1:
         return int(rows[breaks[0] + 1]), len(rows), values
     return (int(rows[0]), len(rows), values) if not len(breaks) else (0, 0, at)
+
+
+def region_ends(dim: str, wanted: Any, else_text: str, has_numbers: bool = True) -> tuple[float, float]:
+    """Check and return the two ends of a region along a dim; `else_text` says what else could be given there."""
+    ends: Any = wanted if isinstance(wanted, tuple | list) and len(wanted) == 2 else ()
+    numbers = [float(end) for end in ends if isinstance(end, float | np.number) or is_whole_number(end)]
+    if len(numbers) != 2 or not has_numbers:
+        raise GridError(f"region={{{dim!r}: {wanted!r}}} must be two coordinates, such as (30.0, 60.0){else_text}")
+    return numbers[0], numbers[1]

@@ -396,6 +396,8 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
             stored = variables[0].dim(CELL_ROLE)
             rows = slice(None) if dataset.turn.cells is None else dataset.turn.cells.rows
             lent |= {name: _lent_of_cells(dataset.store, name, (stored, dim), rows, written) for name in cells}
+            if dim not in lent and dataset.cells is not None and dataset.cells.numbers is not None:
+                lent[dim] = dataset.cells.numbers, {"standard_name": "healpix_index"}  # some cells of the sphere
             if dggs:
                 lent.pop(dim, None)  # the numbers of cells have a name of their own
                 dggs = {**dggs, "spatial_dimension": dim}
