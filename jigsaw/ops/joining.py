@@ -212,7 +212,7 @@ def _pad_and_stack(
         ends = (0, lacking) if padding_side == "right" else (lacking, 0)
         padded = torch.nn.functional.pad(t, (0, 0) * (t.ndim - 1) + ends, value=padding_value) if lacking else t
         rows.append(padded.to(sequences[0].dtype))  # the first one's, as torch has it, where a stack promotes
-    return torch.stack(rows, 0 if batch_first else 1)
+    return _stack(rows, 0 if batch_first else 1)
 
 
 # -- repeated ---------------------------------------------------------------------------------------------------------
