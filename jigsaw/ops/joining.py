@@ -1,4 +1,4 @@
-"""Joining, repeating and rearranging: cat, stack, repeat, repeat_interleave, atleast_nd, named splits and stacks.
+"""Joining and repeating: cat, stack, pad_sequence, repeat, repeat_interleave, atleast_nd, named splits and stacks.
 
 Along a dim that nothing cuts each rank joins what it has.  Along a cut one every operand is cut to the rows that a rank
 will have of the result, and moves there; **rows stay where they lie as far as possible**:
@@ -39,6 +39,7 @@ from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.shapes import new_dim_position
 from jigsaw.ops.whole_dims import with_contiguous_dim
 from jigsaw.tile.tile import Tile, implements_torch, shared_mesh
+from jigsaw.torch_internals.autograd import cpp_pad_sequence
 
 
 def joined_points(sizes: Sequence[int], kept: int, points: Sequence[int]) -> tuple[int, ...]:
@@ -195,6 +196,23 @@ def _stack(tensors: Sequence[Any], dim: int = 0) -> Tile:
     ):
         return Tile(torch.stack([t.local for t in tensors], at), layouts[0].insert(at, len(tensors)), tensors[0].mesh)
     return join_tiles([t.unsqueeze(at) for t in tensors], at)
+
+
+@implements_torch(cpp_pad_sequence, either=("sequences",))
+def _pad_and_stack(
+    sequences: Sequence[Any], batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
+) -> Any:
+    """Stack sequences, short ones padded along dim 0; *Sends*: of a cut dim the rows that lie on another rank then."""
+    if padding_side not in ("left", "right"):
+        raise RuntimeError(f"pad_sequence: padding_side={padding_side!r} must be 'left' or 'right'")
+    longest = max(t.shape[0] for t in sequences)
+    rows: list[Any] = []
+    for t in sequences:
+        lacking = longest - t.shape[0]
+        ends = (0, lacking) if padding_side == "right" else (lacking, 0)
+        padded = torch.nn.functional.pad(t, (0, 0) * (t.ndim - 1) + ends, value=padding_value) if lacking else t
+        rows.append(padded.to(sequences[0].dtype))  # the first one's, as torch has it, where a stack promotes
+    return _stack(rows, 0 if batch_first else 1)
 
 
 # -- repeated ---------------------------------------------------------------------------------------------------------

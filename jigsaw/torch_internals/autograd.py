@@ -51,8 +51,9 @@ saved_tensor_hooks: Any = private_name("torch._C:_autograd._top_saved_tensors_de
 # The function of `Tensor.grad`'s older name, which C++ dispatches beside the public one.
 old_grad: Any = private_name("torch:Tensor._grad")
 
-# The C++ function behind `torch.meshgrid`, which dispatches under its own name.
+# The C++ functions behind `torch.meshgrid` and `torch.nn.utils.rnn.pad_sequence`, which dispatch under their own names.
 cpp_meshgrid: Any = private_name("torch:_VF.meshgrid")
+cpp_pad_sequence: Any = private_name("torch:_C._nn.pad_sequence")
 
 # Says whether a tensor is a zero without memory.  Public: nothing tells.
 is_zero_tensor: Callable[[Any], bool] = private_name("torch:Tensor._is_zerotensor")

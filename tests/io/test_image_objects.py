@@ -3,13 +3,11 @@
 import pickle
 from pathlib import Path
 
-import monai.data
 import nibabel
 import numpy as np
 import pytest
 import tensorstore
 import torch
-from monai.transforms import LoadImage
 from volume_store import image, label
 
 from jigsaw.errors import GridError
@@ -75,6 +73,9 @@ def test_a_fourth_dim_has_the_channels(tmp_path):
 
 @pytest.mark.parametrize("more", [{}, {"orientation": "LPS"}], ids=str)
 def test_what_monai_loads_lies_where_its_file_does(tmp_path, more):
+    import monai.data  # here, as ranks import this file: it took four of them 50 s on two busy cores
+    from monai.transforms import LoadImage
+
     path = nifti(tmp_path / "scan.nii.gz")
     for channel_first in (False, True):
         loaded = LoadImage(ensure_channel_first=channel_first, image_only=True)(path)
@@ -122,7 +123,8 @@ def test_vectors_of_simpleitk_are_channels(tmp_path):
 
 def read_on_rank(folder, name, axes):
     """The scan, and the bytes that this rank read from files meanwhile."""
-    itk = pytest.importorskip("SimpleITK")
+    import SimpleITK as itk  # noqa: N813
+
     volumes = open_volumes([reader_of(itk, folder / name)], mesh=world_mesh(**axes), crop=None)
     before = read_bytes()
     tile = volumes.whole(0).image

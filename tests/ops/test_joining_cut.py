@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from tile_oracle import assert_answers_as_the_whole
+from torch.nn.utils.rnn import pad_sequence
 
 from jigsaw import comm
 from jigsaw.ops.joining import joined_points
@@ -31,6 +32,13 @@ CASES = {
     "plain tensors": lambda x: [torch.cat([PLAIN, x, PLAIN[:, :, :1]], 2), torch.cat([x, PLAIN], -2)],
     "whole tiles": lambda x: [torch.cat([x, x.sum(2, keepdim=True)], 2), torch.cat([x[:, :, 1:2], x], 2)],
     "stacked": lambda x: torch.stack([x, x * 2], 2).flatten(2, 3),
+    "sequences of one length": lambda x: pad_sequence([x.movedim(2, 0), x.movedim(2, 0).sin()], batch_first=True),
+    "sequences of several lengths": lambda x: [
+        pad_sequence([y, y[2:].sin(), y[:1]], padding_value=0.5, padding_side=side)
+        for y in (x.movedim(2, 0), x.movedim(3, 0))
+        for side in ("left", "right")
+    ],
+    "sequences, some plain": lambda x: pad_sequence([x[0, 0], PLAIN[0, 0], x[1, 2, :, :].float()], True, -1),
     "repeated": lambda x: [x.repeat(1, 1, 2, 3), x.tile(2, 1), torch.tile(x, (2, 2))],
     "differences": lambda x: [
         torch.diff(x, dim=2, append=x),

@@ -23,7 +23,7 @@ _NETS = (
 ZOO: dict[str, ZooNet] = {net.key: net for net in _NETS}
 
 # What is refused today, and the function that is: a net leaves this list when it runs.
-KNOWN_REFUSALS = {"diffusers/ZImageTransformer2DModel": "pad_sequence"}
+KNOWN_REFUSALS: dict[str, str] = {}
 
 
 def installed_version(net: ZooNet) -> str | None:
