@@ -1,5 +1,6 @@
 """Many files along time as one store: the values of all, each by its own packing, units and format; gaps, overlaps."""
 
+import math
 import os
 
 import netCDF4
@@ -16,7 +17,7 @@ from jigsaw.io.formats import raw as _raw
 from jigsaw.io.formats.many_files import claims, open_many
 from jigsaw.io.formats.slab_arrays import read_table_box
 from jigsaw.io.formats.store import open_store
-from jigsaw.testing import on_ranks, world_mesh
+from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 FIELDS = ["t2m", "t500", "land_sea_mask"]
 STEPS = (4, 1, 3, 2)
@@ -120,6 +121,60 @@ def test_planned_counts_are_what_the_engine_counts(shared):
     loader = jigsaw.io.DataLoader(ds, batch_size=4)
     assert sum(len(batch.samples) for batch in loader) == 8
     loader.close()
+
+
+def write_apart(folder, upper=None):
+    """The surface in two files along time, and another store with what lies above it."""
+    data = globe()
+    surface, above = data[["2m_temperature", "land_sea_mask"]], data[["temperature", "land_sea_mask"]]
+    paths = [str(folder / "late.nc"), str(folder / "above.zarr"), str(folder / "early.nc")]
+    surface.isel(time=slice(6, None)).to_netcdf(paths[0], format="NETCDF3_64BIT")
+    (above if upper is None else upper(above)).to_zarr(paths[1], zarr_format=2, consolidated=False)
+    surface.isel(time=slice(6)).to_netcdf(paths[2], format="NETCDF3_64BIT")
+    return paths
+
+
+def read_apart(paths, axes):
+    """Samples of both stores, and the stored bytes that each rank read, as planned, of both and of each alone."""
+    mesh, halo = world_mesh(**axes), {"lat": 1}
+    ds = jigsaw.io.open(paths, mesh=mesh, fields=FIELDS, inputs=[-1, 0], targets=[1], halo=halo)
+    values = [(ds[i].input.full_tensor(), ds[i].target.full_tensor()) for i in range(len(ds))]
+    ds = jigsaw.io.open(paths, mesh=mesh, fields=FIELDS, halo=halo)
+    assert ds[6].input.shape[1] == 3
+    row = mesh.get_rank()
+    assert ds._engine.stats == ds.plan(6).rows[row]
+    parts = [(paths[::2], ["t2m", "land_sea_mask"]), (paths[1], ["t500"])]
+    alone = [jigsaw.io.open(part, mesh=mesh, fields=names, halo=halo).plan(6).rows for part, names in parts]
+    return values, ds.plan(6).rows[row].stored_bytes, sum(rows[row].stored_bytes for rows in alone)
+
+
+@pytest.mark.parametrize("axes", [{"lat": 1}, {"lat": 2}, {"lat": 2, "lon": 2}], ids=str)
+def test_stores_of_other_fields_are_joined_as_channels(tmp_path, axes):
+    data = globe()
+    columns = [data["2m_temperature"], data.temperature.sel(level=500), data.land_sea_mask]
+    whole = np.stack([np.broadcast_to(c, (10, 13, 16)) for c in columns], 1)
+    answers = run_on_ranks(math.prod(axes.values()), read_apart, write_apart(tmp_path), axes)
+    for values, _, _ in answers:
+        assert len(values) == 8
+        for i, (given, target) in enumerate(values):
+            np.testing.assert_array_equal(given, whole[i : i + 2])
+            np.testing.assert_array_equal(target, whole[i + 2 : i + 3, :2])
+    assert sum(read for _, read, _ in answers) == sum(alone for _, _, alone in answers) > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda d: d.assign_coords(latitude=d.latitude + 1), "above.zarr lies on another grid .*'latitude' has other"),
+        (lambda d: d.isel(longitude=slice(12)), "above.zarr lies on another grid .*longitude 12 there"),
+        (lambda d: d.assign(land_sea_mask=d.land_sea_mask * 2), "above.zarr has other values of 'land_sea_mask'"),
+        (lambda d: d.isel(time=slice(9)), "overlap.*files of other fields need the same times"),
+        (lambda d: d.assign(temperature_2=d.temperature).rename(temperature="2m_temperature"), "overlap"),
+    ],
+)
+def test_stores_of_other_fields_elsewhere_are_refused(tmp_path, change, match):
+    with pytest.raises(GridError, match=match):
+        jigsaw.io.open(write_apart(tmp_path, change), mesh=world_mesh(lat=1))
 
 
 def test_a_glob(tmp_path):

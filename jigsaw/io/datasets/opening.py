@@ -73,8 +73,8 @@ def open(
     tiles [T, C, \*space]: space is ``lat, lon`` on the globe, ``cell`` on HEALPix, ICON and other grids of cells, and
     ``z, y, x`` or ``y, x`` elsewhere.
 
-    - `store`: a path (Zarr, NetCDF, HDF5, NIfTI, `.npy`), a URL, a glob or a list of files along time, an
-      `xarray.Dataset` (read through xarray, as it is), a user's own `ArraySource`, or an opened store;
+    - `store`: a path (Zarr, NetCDF, HDF5, NIfTI, `.npy`), a URL, a glob or a list (along time, or of other
+      fields), an `xarray.Dataset` (read through xarray, as it is), a user's own `ArraySource`, or an opened store;
     - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
     - `fields`: names (see `jigsaw.io.series.fields`), in channel order; by default every variable on the first one's
       grid;

@@ -1,4 +1,4 @@
-"""Many files along time, or with trajectories of their own, as one store: their arrays are joined, as each is stored.
+"""Many files along time, with trajectories or with fields of their own, as one store: arrays joined as they are stored.
 
 Opening reads the metadata, the times and the one-dimensional coordinates of every file, 16 at a time; a file's chunks
 are looked up when a sample first needs them, and the last 64 files stay open.
@@ -59,6 +59,8 @@ def open_many(
 
     A gap in time is reported in the store's `notes`, and no window crosses it.
 
+    Files of other fields at the same times are joined as channels. Their grids must be the same.
+
     A file may lack an array, or have it on another grid, in other units, or without time and with other values. That
     array is refused when it is read, with a `GridError` that names the file; the others are joined.
 
@@ -78,9 +80,13 @@ def open_many(
     dim = along or _joined_dim_of_store(first)
     with ThreadPoolExecutor(min(_FILES_OPENED_AT_ONCE, len(files.paths)), thread_name_prefix="jigsaw-open") as pool:
         known_files = list(pool.map(partial(_know_file, files, dim), files.paths))
-    series = _files_in_time_order([f for f in known_files if f.steps] or known_files[:1])
-    unfit = _unfit_arrays(files, [series[0], *(f for f in known_files if f is not series[0])], dim)
-    return _JoinedFiles(files, series, dim, unfit).store()
+    parts = _files_by_fields([f for f in known_files if f.steps], dim) or [known_files]
+    stores: list[ArrayStore] = []
+    for part in parts:
+        series = _files_in_time_order([f for f in part if f.steps] or part[:1])
+        unfit = _unfit_arrays(files, [series[0], *(f for f in part if f is not series[0])], dim)
+        stores.append(_JoinedFiles(files, series, dim, unfit).store())
+    return stores[0] if len(stores) == 1 else _stores_side_by_side(files, parts, stores, dim)
 
 
 def _listed_paths(paths: str | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
@@ -282,7 +288,8 @@ def _files_in_time_order(files: list[_KnownFile]) -> list[_KnownFile]:
         if _times_of_file(before)[-1] >= _times_of_file(after)[0]:
             raise GridError(
                 f"the times of two files overlap: {before.path} ends at {_times_of_file(before)[-1]} and {after.path} "
-                f"begins at {_times_of_file(after)[0]}; leave one out, or cut it"
+                f"begins at {_times_of_file(after)[0]}; leave one out, or cut it; files of other fields need "
+                "the same times"
             )
     return series
 
@@ -290,6 +297,46 @@ def _files_in_time_order(files: list[_KnownFile]) -> list[_KnownFile]:
 def _times_of_file(file: _KnownFile) -> NDArray[Any]:
     assert file.axis is not None
     return file.axis.stamps
+
+
+def _files_by_fields(files: list[_KnownFile], dim: str) -> list[list[_KnownFile]]:
+    """Return files of other fields at the same times, those of each set together; none for any others."""
+    parts: dict[frozenset[str], list[_KnownFile]] = {}
+    for file in files:
+        fields = frozenset(n for n, a in file.arrays.items() if dim in a.dims and len(a.dims) > 1)
+        parts.setdefault(fields, []).append(file)
+    alone = len(parts) < 2 or any(f.axis is None for f in files)
+    if alone or len(frozenset[str]().union(*parts)) < sum(map(len, parts)):
+        return []
+    series = [_files_in_time_order(part) for part in parts.values()]
+    times, *others = [np.concatenate([_times_of_file(f) for f in part]) for part in series]
+    same = all(other.dtype.kind == times.dtype.kind and np.array_equal(times, other) for other in others)
+    return series if same else []
+
+
+def _stores_side_by_side(
+    files: _OpenStores, parts: list[list[_KnownFile]], stores: list[ArrayStore], dim: str
+) -> ArrayStore:
+    """Return stores of other fields as one. Raises: `GridError` where arrays without time, or places, differ."""
+    owners: dict[str, int] = {}
+    for i, (file, *_) in enumerate(parts):
+        for name, array in file.arrays.items():
+            first = parts[owners.setdefault(name, i)][0]
+            if first is file or dim in array.dims:
+                continue
+            why = _why_unlike(name, first, file, dim)
+            if why is None and name in first.digests:
+                why = _why_another_static(files, name, first, file)
+            if why is not None:
+                raise GridError(f"{why}; files of other fields are joined on one grid")
+    arrays = {name: stores[i].arrays[name] for name, i in owners.items()}
+    members = {f"{n} of {f.path}": (f.path, n) for part in parts for f in part for n in f.arrays}
+
+    def read_small(name: str) -> NDArray[Any]:
+        return stores[owners[name]].read_small(name)
+
+    url = " beside ".join(store.url for store in stores)
+    return ArrayStore(url, _JoinedTables(arrays, members, files), stores[0].attrs, read_small, stores[0].notes)
 
 
 class _JoinedFiles:
