@@ -51,9 +51,9 @@ ZOO := .venv-zoo
 ZOO_STAMP := $(ZOO)/.jigsaw-installed
 # Their own lists have CUDA packages, and a newer torch than ours; what PhysicsNeMo's nets import by hand.
 ZOO_ALONE := nvidia-physicsnemo torch-harmonics
-# PhysicsNeMo's MeshGraphNet imports it; of it there is the source alone, which is compiled for the torch that is there.
-ZOO_COMPILED := setuptools torch_scatter
-ZOO_NEMO := jaxtyping nvtx omegaconf orjson psutil pyvers s3fs tensordict termcolor treelib warp-lang
+# PhysicsNeMo's graph nets import them; of them there is the source alone, which is compiled for the torch that is there (half an hour).
+ZOO_COMPILED := torch_scatter torch_sparse
+ZOO_NEMO := jaxtyping nvtx omegaconf orjson psutil pyvers s3fs scikit-learn tensordict termcolor treelib warp-lang
 # neural-lam asks for a torch_geometric of 2023, and fails with those of today.
 ZOO_LAM := .venv-zoo-lam
 ZOO_LAM_STAMP := $(ZOO_LAM)/.jigsaw-installed
@@ -227,7 +227,8 @@ $(ZOO_STAMP): pyproject.toml
 	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)" --editable . --group zoo
 	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)" $(ZOO_NEMO)
 	$(ZOO)/bin/python -m pip install --quiet --no-deps $(ZOO_ALONE)
-	$(ZOO)/bin/python -m pip install --quiet --no-deps --no-build-isolation $(ZOO_COMPILED)
+	$(ZOO)/bin/python -m pip install --quiet setuptools wheel
+	FORCE_ONLY_CPU=1 $(ZOO)/bin/python -m pip install --quiet --no-deps --no-build-isolation $(ZOO_COMPILED)
 	@touch $@
 
 $(ZOO_LAM_STAMP): pyproject.toml

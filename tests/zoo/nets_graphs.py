@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zoo_net import ZooInput, ZooNet
+from zoo_net import ZooInput, ZooNet, default_dtype, image
 
 NODES, EDGES, CHANNELS, MESH_NODES = 41, 150, 6, 23
 CELLS = ("lat", "lon")
@@ -154,6 +154,23 @@ def _transolver(name: str, **kwargs: Any) -> ZooNet:
 TRANSOLVERS = (_transolver("Transolver (points)"),)
 
 
+def _graph_cast() -> ZooNet:
+    """A grid of 9 x 18, cut by latitude and longitude, and a mesh of 42 points that the net makes, with its edges."""
+
+    def build() -> nn.Module:
+        graph_cast = importlib.import_module("physicsnemo.models.graphcast.graph_cast_net").GraphCastNet
+        sizes = {"input_dim_grid_nodes": 4, "output_dim_grid_nodes": 3, "hidden_dim": 8, "processor_layers": 3}
+        with default_dtype(torch.float32):  # it makes its graph of that alone
+            net = graph_cast(mesh_level=1, input_res=(9, 18), **sizes)
+        # places and lengths of edges are plain attributes, which `.double()` of a module leaves as they are
+        kept = {name: x for name, x in vars(net).items() if isinstance(x, Tensor) and x.is_floating_point()}
+        for name, x in kept.items():
+            setattr(net, name, x.double())
+        return net
+
+    return ZooNet("GraphCast", "nvidia-physicsnemo", build, [image(1, 4, 9, 18)])
+
+
 def _mesh_graph_net(name: str, **kwargs: Any) -> ZooNet:
     """A net of a mesh whose nodes are cut; its edges, and what is known of them, are whole or cut."""
 
@@ -173,6 +190,7 @@ def _mesh_graph_net(name: str, **kwargs: Any) -> ZooNet:
 
 
 SCATTER_NETS = (
+    _graph_cast(),
     _mesh_graph_net("MeshGraphNet"),
     _mesh_graph_net("MeshGraphNet (mean)", aggregation="mean", do_concat_trick=True),
 )
