@@ -266,6 +266,6 @@ def test_the_variable_turns_it_on(tmp_path):
     script.write_text(SCRIPT)
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     env = {**os.environ, "JIGSAW_DEBUG": "1"}
-    found = subprocess.run(run, env=env, capture_output=True, text=True, timeout=120, check=False)
+    found = subprocess.run(run, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert "the ranks do different things at message" in found.stderr, found.stderr
     assert "in softmax" in found.stderr and "script.py:" in found.stderr

@@ -113,7 +113,7 @@ def _start(folder, ranks, places, *more, flags=(), within=(), **variables):
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
 
 
-def _ended(started, folder, seconds=200):
+def _ended(started, folder, seconds=260):
     try:
         status = started.wait(seconds)
     finally:
