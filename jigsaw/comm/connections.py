@@ -33,7 +33,9 @@ def connect_ranks(mesh: DeviceMesh, traffic: TrafficKind = TrafficKind.MESSAGES)
     if isinstance(mesh, SlabMesh) or mesh_size(mesh) == 1:
         return None
     group = mesh_group(mesh, traffic)
-    if mesh.device_type != "cpu" and group.size() > mesh_size(mesh):
+    if mesh.device_type == "cpu":
+        return group
+    if group.size() > mesh_size(mesh):
         raise ShardingError(
             f"{mesh} of several axes leaves out ranks of the job; make it over all of them, or of one axis"
         )
