@@ -51,7 +51,7 @@ ZOO := .venv-zoo
 ZOO_STAMP := $(ZOO)/.jigsaw-installed
 # Their own lists have CUDA packages, and a newer torch than ours; what PhysicsNeMo's nets import by hand.
 ZOO_ALONE := nvidia-physicsnemo torch-harmonics
-# PhysicsNeMo's graph nets import them; of them there is the source alone, which is compiled for the torch that is there (half an hour).
+# PhysicsNeMo's graph nets import them; of them there is the source alone, which takes long to compile.
 ZOO_COMPILED := torch_scatter torch_sparse
 ZOO_NEMO := jaxtyping nvtx omegaconf orjson psutil pyvers s3fs scikit-learn tensordict termcolor treelib warp-lang
 # neural-lam asks for a torch_geometric of 2023, and fails with those of today.

@@ -5,8 +5,8 @@
     python benchmarks/watched.py --table benchmarks/results/watched-MACHINE-MONTH.jsonl
 
 The second prints the last commits that changed the package, a JSON object each.  `calls` are the Python functions that
-a case calls, a count that is the same on every machine; `us` is the least of seven means, in processor microseconds.
-Each commit is checked out by itself, and measured by this file, in `--turns` turns over all of them.
+a case calls, the same on every machine with the same torch; `us` is the least of seven means, in processor
+microseconds.  Each commit is checked out by itself, and measured by this file, in `--turns` turns over all of them.
 """
 
 from __future__ import annotations

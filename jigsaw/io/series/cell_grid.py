@@ -173,13 +173,13 @@ def cells_of_region(grid: CellGrid, region: Any) -> NDArray[np.int64]:
         if dim == CELL_ROLE and isinstance(wanted, slice):
             chosen = np.zeros(grid.cells, bool)
             chosen[wanted] = True
-        elif dim in ("lat", "lon"):
-            first, last = region_ends(dim, wanted, "")
-            at = grid.lat if dim == "lat" else (grid.lon - first) % 360.0
-            ends = (min(first, last), max(first, last)) if dim == "lat" else (0.0, last - first)
-            if dim == "lon" and ends[1] < 360.0:
-                ends = (0.0, ends[1] % 360.0)
-            chosen = (at >= ends[0]) & (at <= ends[1])
+        elif dim == "lat":
+            ends = region_ends(dim, wanted)
+            chosen = (grid.lat >= min(ends)) & (grid.lat <= max(ends))
+        elif dim == "lon":  # eastward from the first end; 350 to 370 are 20 degrees, as are 350 to 10
+            first, last = region_ends(dim, wanted)
+            width = last - first if last - first >= 360.0 else (last - first) % 360.0
+            chosen = (grid.lon - first) % 360.0 <= width
         else:
             raise GridError(
                 f"region={{{dim!r}: {wanted!r}}} of cells must be two latitudes, two longitudes, or a slice of cells, "

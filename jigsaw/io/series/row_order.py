@@ -114,8 +114,11 @@ def _rows_of_region(dim: str, values: NDArray[Any], wanted: Any, stated: bool) -
     return (int(rows[0]), len(rows), values) if not len(breaks) else (0, 0, at)
 
 
-def region_ends(dim: str, wanted: Any, else_text: str, has_numbers: bool = True) -> tuple[float, float]:
-    """Check and return the two ends of a region along a dim; `else_text` says what else could be given there."""
+def region_ends(dim: str, wanted: Any, else_text: str = "", has_numbers: bool = True) -> tuple[float, float]:
+    """Check and return the two ends of a region along a dim; `else_text` says what else could be given there.
+
+    `has_numbers` is False where no coordinate of numbers lies along the dim, so that two ends mean nothing.
+    """
     ends: Any = wanted if isinstance(wanted, tuple | list) and len(wanted) == 2 else ()
     numbers = [float(end) for end in ends if isinstance(end, float | np.number) or is_whole_number(end)]
     if len(numbers) != 2 or not has_numbers:
