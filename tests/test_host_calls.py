@@ -142,6 +142,7 @@ class _WholeNet(nn.Module):
         self.attention = nn.TransformerEncoderLayer(16, 4, 16, 0.0, batch_first=True)
         self.places, self.leave = nn.Embedding(9, 16), nn.Linear(16, 4)
         self.register_buffer("rows", torch.tensor([3, 0, 2]))
+        self.mask_token = nn.Parameter(torch.ones(16))  # never has a gradient, as in many published nets
 
     def forward(self, x, labels):
         high = F.gelu(self.norm(self.enter(x)))
@@ -176,6 +177,33 @@ def _steps_without_looks(axes):
             jigsaw.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.slow  # the device is compiled first, which takes minutes on a busy machine
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(bool(why_not_played()), reason=why_not_played() or "it may")
+def test_who_has_a_gradient_may_change_at_each_step():
+    run_on_ranks(3, _steps_of_a_spare_parameter, device=PLAYED_DEVICE)
+
+
+def _steps_of_a_spare_parameter():
+    mesh = world_mesh(lat=3)
+    net = nn.Linear(4, 4)
+    net.spare = nn.Parameter(torch.ones(2))
+    model = jigsaw.parallelize(net.to(PLAYED_DEVICE), mesh)
+    tile = shard(torch.randn(8, 4).to(PLAYED_DEVICE), mesh, ("lat", None))
+    for step, ranks in enumerate([(1,), (), (), (1,), (0, 1, 2), (2,), (), (0, 1, 2)]):
+        # from the second step without a gradient on, the hosts tell each other, also when there is one again
+        with refuse_host_waits() if step in (2, 3, 4) else contextlib.nullcontext():
+            loss = model(tile).square().mean()
+            if mesh.get_rank() in ranks:
+                loss = loss + model.spare.sum() * 6
+            loss.backward()
+        expected = torch.full((2,), 2.0 * len(ranks)) if ranks else None
+        assert (model.spare.grad is None) == (not ranks), (step, ranks)
+        torch.testing.assert_close(None if expected is None else model.spare.grad.cpu(), expected)
+        assert model.weight.grad is not None
+        model.zero_grad()
 
 
 @on_ranks(1)

@@ -51,7 +51,7 @@ from jigsaw.ranks.mesh import (
 from jigsaw.ranks.model_world import job_rank, job_size
 from jigsaw.ranks.waiting_ranks import OpenWait
 from jigsaw.torch_internals.autograd import memory_id
-from jigsaw.torch_internals.groups import takes_batches
+from jigsaw.torch_internals.groups import devices_of_group, takes_batches
 
 AxisNames = str | Sequence[str]
 T = TypeVar("T")
@@ -349,6 +349,27 @@ def start_sum(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> PendingWork:
         under_way = PendingWork([] if work is None else [work], (x,), "all_reduce", ranks)
         _record_reduce(buffer, ranks, is_behind=True)
     return under_way
+
+
+def sum_of_host(counts: Sequence[int], mesh: DeviceMesh, axes: AxisNames) -> list[int]:
+    """Return the sums of numbers of the hosts over the ranks along `axes`; no host waits for its device.
+
+    The groups must serve hosts (`serves_hosts_along`).
+
+    *Sends*: 2 (P-1)/P of 8 bytes a number.
+    """
+    compare_calls(mesh, "sum of numbers of hosts", axes=axes, shape=(len(counts),))
+    sums = torch.tensor(counts, dtype=torch.int64, device="cpu")
+    for group, ranks in groups_along(mesh, axes):
+        with OpenWait("all_reduce", ranks):
+            dist.all_reduce(sums, group=group)
+        _record_reduce(sums, ranks)
+    return sums.tolist()
+
+
+def serves_hosts_along(mesh: DeviceMesh, axes: AxisNames) -> bool:
+    """Say whether the groups along `axes` send numbers of the host, too; those of NCCL alone do not."""
+    return all("cpu" in devices_of_group(group) for group, _ in groups_along(mesh, axes))
 
 
 def broadcast_first(x: Tensor, mesh: DeviceMesh, axes: AxisNames) -> None:

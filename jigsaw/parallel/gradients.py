@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from jigsaw import comm
 from jigsaw.comm.connections import connect_sums
-from jigsaw.comm.wire_values import lie_in_one_memory, values_on_device
+from jigsaw.comm.wire_values import is_on_accelerator, lie_in_one_memory, values_on_device
 from jigsaw.errors import ShardingError
 from jigsaw.ops.into_torch.reentrant import (
     at_end_of_pass,
@@ -203,7 +203,8 @@ class GradientBucket:
     """Parameters whose gradients travel together, along `axes`; ``late`` when one changed after the bucket had left.
 
     A large gradient alone in its bucket is summed in its own memory: it is `lent` until then, and a late part is a
-    gradient beside it.  Of a large one that is a block and zeros `blocks` travel.
+    gradient beside it.  Of a large one that is a block and zeros `blocks` travel.  The hosts of all ranks tell each
+    other who has gradients (`asks_hosts`) after a backward pass in which no rank had one of them.
     """
 
     parameters: list[nn.Parameter]
@@ -212,7 +213,9 @@ class GradientBucket:
     seen: int = 0  # number of parameters, from the first on, that have arrived or are frozen
     sent: list[nn.Parameter] = field(default_factory=list[nn.Parameter])
     flat: Tensor | None = None
+    own_flags: list[bool] = field(default_factory=list[bool])
     flags: Tensor | None = None
+    asks_hosts: bool = False
     lent: Tensor | None = None
     blocks: list[TravelingBlock] = field(default_factory=list[TravelingBlock])
     pending: Sequence[comm.PendingWork] | None = None
@@ -243,8 +246,8 @@ class GradientBucket:
         if trained:
             like = local_part(trained[0])
             wide = torch.float32 if like.dtype in (torch.bfloat16, torch.float16) else like.dtype
-            flags = [p.grad is not None for p in self.sent] + [not block.is_alone for block in self.blocks]
-            self.flags = values_on_device(flags, wide, like.device)
+            self.own_flags = [p.grad is not None for p in self.sent] + [not block.is_alone for block in self.blocks]
+            self.flags = values_on_device(self.own_flags, wide, like.device)
             if lends and len(self.sent) == 1 and local_part(self.sent[0]).nbytes >= _LENT_BYTES:
                 self.flat = self._lend_gradient(self.sent[0], wide)
                 self.pending = [comm.start_sum(x, mesh, self.axes) for x in (self.flat, self.flags)]
@@ -273,13 +276,11 @@ class GradientBucket:
             self.lent, parameter.grad = grad, None
         return flat
 
-    def finish(self, ranks: int) -> None:
+    def finish(self, mesh: DeviceMesh) -> None:
         """Wait for the sum and give every parameter its mean; one that no rank has a gradient for keeps none."""
         if self.pending is not None and self.flat is not None and self.flags is not None:
             self._wait()
-            # read flags, for which the host waits, only where they decide; a lent gradient exists on every rank
-            is_open = self.blocks or (self.lent is None and any(p.grad is None for p in self.sent))
-            has = self.flags.tolist() if is_open else [1.0] * len(self.sent)
+            has, ranks = self._summed_flags(self.flags, mesh), comm.rank_count(mesh, self.axes)
             if self.lent is not None:
                 self.flat.div_(ranks)
                 self.sent[0].grad = self.lent
@@ -292,6 +293,19 @@ class GradientBucket:
             for block, more in zip(self.blocks, has[len(self.sent) :], strict=True):
                 block.finish(bool(more))
         self.forget()
+
+    def _summed_flags(self, flags: Tensor, mesh: DeviceMesh) -> Sequence[float]:
+        """Return the number of ranks that have a gradient of each parameter sent, and more than a block of the rest."""
+        if self.asks_hosts:
+            sums = comm.sum_of_host(self.own_flags, mesh, self.axes)
+        # read flags, for which the host waits, only where they decide; a lent gradient exists on every rank
+        elif self.blocks or (self.lent is None and any(p.grad is None for p in self.sent)):
+            sums = flags.tolist()
+        else:
+            return [1.0] * len(self.sent)
+        # a zero is one on every rank, and all have read it: so they agree on who asks next time
+        self.asks_hosts = is_on_accelerator(flags) and 0 in sums and comm.serves_hosts_along(mesh, self.axes)
+        return sums
 
     def settle(self, ranks: int) -> None:
         """Wait for a sum under way; a lent gradient comes back as the mean of what was sent, plus what came later."""
@@ -311,7 +325,7 @@ class GradientBucket:
     def forget(self) -> None:
         self.arrived, self.seen, self.sent, self.pending, self.late = set(), 0, [], None, False
         self.flat = self.flags = self.lent = None
-        self.blocks = []
+        self.blocks, self.own_flags = [], []
 
 
 def _flat_gradient(parameter: nn.Parameter) -> Tensor:
@@ -455,7 +469,7 @@ class GradientReducer:
             for bucket in self._buckets:
                 bucket.launch(self._mesh, self._lends)
             for bucket in self._buckets:
-                bucket.finish(comm.rank_count(self._mesh, bucket.axes))
+                bucket.finish(self._mesh)
 
     def _arrived(self, bucket: GradientBucket, parameter: nn.Parameter) -> None:
         if not self.enabled:
@@ -493,5 +507,5 @@ class GradientReducer:
                     bucket.settle(comm.rank_count(self._mesh, bucket.axes))
                     bucket.launch(self._mesh, self._lends)
             for bucket in self._buckets:
-                bucket.finish(comm.rank_count(self._mesh, bucket.axes))
+                bucket.finish(self._mesh)
         self._next, self._task = 0, -1

@@ -170,7 +170,9 @@ def meet_peers(
         waited = f"the ranks {ranks} cannot meet to read samples together, and have waited {limit:g} s"
         raise PeerError(f"{waited}{first_failure()}") from e
     except dist.DistError as e:
-        raise PeerError(f"the ranks {ranks} cannot meet to read samples together{first_failure()} ({e})") from e
+        others = [rank for rank in ranks if rank != dist.get_rank()]
+        waited = f"the ranks {ranks} cannot meet to read samples together ({e})"
+        raise PeerError(f"{waited}{found_of_others('meeting of readers', others, waited)}") from e
     return PeerGroup(me, len(ranks), group, host, timeout)
 
 
