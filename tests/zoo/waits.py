@@ -33,12 +33,7 @@ from jigsaw.testing import RankFailedError, run_on_ranks, world_mesh
 from jigsaw.testing.played_device import PLAYED_DEVICE, refuse_host_waits, take_host_waits
 
 # Where tiles wait more, and for what: a net leaves this list when it no longer does.
-_LACKING = "parameters without a gradient: whether another rank has one"
-KNOWN_WAITS = {
-    **dict.fromkeys((f"transformers/{name}" for name in ("Dinov2", "Dinov2 with registers", "DPT", "BEiT")), _LACKING),
-    **dict.fromkeys(("transformers/DepthAnything", "transformers/MaskFormer"), _LACKING),
-    "by hand/sparse experts": "rows chosen by value, in plain torch, too",
-}
+KNOWN_WAITS = {"by hand/sparse experts": "rows chosen by value, in plain torch, too"}
 STEPS_BEFORE = 2  # in which ranks compare what is new to them, and the optimizer makes its state
 
 
