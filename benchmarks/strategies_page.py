@@ -63,7 +63,7 @@ def _blocks(results: list[Result]) -> Iterator[str]:
     for block, tokens in dict.fromkeys((r["block"], r["tokens"]) for r in results):
         of_ranks = [r for r in results if (r["block"], r["tokens"]) == (block, tokens)]
         names = "flop", "bytes", "activations"
-        rows.append([block, "cut" if tokens else "whole", *(_in_turn(of_ranks, name) for name in names)])
+        rows.append([block, tokens, *(_in_turn(of_ranks, name) for name in names)])
     yield from table_lines(("block", "tokens", "FLOP", "bytes", "activations"), rows)
 
 

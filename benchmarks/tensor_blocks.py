@@ -32,6 +32,12 @@ import plan_blocks
 
 SIZES = {"WIDTH": 128, "HEADS": 16, "KEY_HEADS": 8, "SAMPLES": 4, "GRID": (8, 8)}
 TOKENS = 64
+WAYS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "whole": (None, {}),
+    "cut": ("channel", {}),
+    "cut, gathered again": ("channel", {"gather_again": True}),
+}
+"""The axis that cuts tokens, and options of `parallelize`."""
 
 
 def _at_size(block: str) -> Any:
@@ -45,24 +51,25 @@ def _input_shape() -> tuple[Any, ...]:
     return SIZES["SAMPLES"], TOKENS, SIZES["WIDTH"]
 
 
-def counted_bytes(block: str, ranks: int, tokens: str | None) -> tuple[int, int]:
+def counted_bytes(block: str, ranks: int, way: str) -> tuple[int, int]:
     """Return what this rank sends in a step, and the bytes of weights that it has whole."""
+    tokens, options = WAYS[way]
     make, axes, spec = _at_size(block), {"channel": ranks}, (None, tokens, None)
     plan, _ = completed_plan(nn.Sequential(make(), make()), None, ranks, torch.empty(_input_shape()))
-    forward, backward, _, plain = plan_blocks.trained_beside_whole(make, axes, spec, plan, tokens=TOKENS)
+    forward, backward, _, plain = plan_blocks.trained_beside_whole(make, axes, spec, plan, tokens=TOKENS, **options)
     return forward + backward, plain
 
 
 @cache
-def _counted(block: str, ranks: int, tokens: str | None) -> tuple[int, int]:
-    return max(run_on_ranks(ranks, counted_bytes, block, ranks, tokens, timeout=300.0))
+def _counted(block: str, ranks: int, way: str) -> tuple[int, int]:
+    return max(run_on_ranks(ranks, counted_bytes, block, ranks, way, timeout=300.0))
 
 
 @cache
-def _played(block: str, ranks: int, tokens: str | None) -> Any:
-    make = _at_size(block)
-    net = nn.Sequential(make(), make())
-    return jigsaw.dry_run(net, _input_shape(), {"channel": ranks}, spec=(None, tokens, None), optimizer=None)
+def _played(block: str, ranks: int, way: str) -> Any:
+    make, (tokens, options) = _at_size(block), WAYS[way]
+    net, spec = nn.Sequential(make(), make()), (None, tokens, None)
+    return jigsaw.dry_run(net, _input_shape(), {"channel": ranks}, spec=spec, optimizer=None, **options)
 
 
 def _most_of(report: Any) -> tuple[int, int]:
@@ -71,17 +78,17 @@ def _most_of(report: Any) -> tuple[int, int]:
     return flop, max(phase.peak["activations"] for rank in report.ranks for phase in rank.phases.values())
 
 
-def measured(block: str, ranks: int, tokens: str | None) -> dict[str, Any]:
+def measured(block: str, ranks: int, way: str) -> dict[str, Any]:
     """Return what a block costs, over what it would cost at best."""
-    report = _played(block, ranks, tokens)
-    (flop, activations), (one_flop, one_activations) = _most_of(report), _most_of(_played(block, 1, None))
+    report = _played(block, ranks, way)
+    (flop, activations), (one_flop, one_activations) = _most_of(report), _most_of(_played(block, 1, "whole"))
     both_ways = 2 * (ranks - 1) / ranks
-    sent, plain = _counted(block, min(ranks, 4), tokens)
+    sent, plain = _counted(block, min(ranks, 4), way)
     if ranks > 4:  # the same weights are whole as with four ranks
         sent = report.sent_bytes
     one_sum = SIZES["SAMPLES"] * TOKENS * SIZES["WIDTH"] * 8 * both_ways
     return {
-        "block": block, "ranks": ranks, "tokens": tokens is not None, "counted": ranks <= 4,
+        "block": block, "ranks": ranks, "tokens": way, "counted": ranks <= 4,
         "flop": round(flop * ranks / one_flop, 3), "activations": round(activations * ranks / one_activations, 3),
         "bytes": round((sent - both_ways * plain) / (2 * 4 * one_sum), 3),
         "remarks": [f"{r.module}: {r.reason}" for r in report.remarks],
@@ -99,8 +106,8 @@ def main() -> None:
     results = ResultFile(chosen, command)
     for ranks in chosen.ranks:
         for block in chosen.block:
-            for tokens in (None, "channel"):
-                results.add(measured(block, ranks, tokens))
+            for way in WAYS:
+                results.add(measured(block, ranks, way))
     if chosen.output:
         strategies_page.write_tables()
 

@@ -54,6 +54,7 @@ def pipeline(
     replicate: str | Sequence[str] = (),
     channel: str = CHANNEL_AXIS,
     tensor: TensorPlan | None = None,
+    gather_again: bool = False,
 ) -> ModelPipeline:
     """Cut the layers of `model` into stages along the mesh axis `axis`; ``step`` trains on microbatches in turn.
 
@@ -72,7 +73,7 @@ def pipeline(
     - `loss` takes the model's output and the target of a microbatch and returns their mean.  The loss of a step is the
       mean over its `microbatches`: that of the whole batch, but for functions of the batch such as batch norm.
     - The other axes of the mesh work within each stage, as `jigsaw.parallelize` has it with `shard_weights`,
-      `replicate`, `channel` and `tensor`. Patterns of `tensor` are of names in the whole model.
+      `replicate`, `channel`, `tensor` and `gather_again`. Patterns of `tensor` are of names in the whole model.
     - A tile that a later stage reads (a skip) travels through the stages between. So does a plain tensor from a module
       or a tile (a condition, a mean). Every stage makes the plain tensors that come from constants and buffers between
       modules (a mask). A module that has a cut within it keeps its parameters in every stage (a positional embedding of
@@ -141,7 +142,7 @@ def pipeline(
     own = OwnStages(model, mesh, stage_mesh, axis, cuts, pipe_schedule)
     _check_same_on_ranks(own, microbatches, name)
     names, paper = list(model.state_dict()), PaperModel(model, cuts, stage_mesh)
-    holder = own.keep(options, channel, planned)
+    holder = own.keep(options, channel, planned, gather_again)
     return ModelPipeline(own, pipe_schedule, paper, own.runners(paper, loss, options), holder, names, microbatches)
 
 

@@ -62,6 +62,7 @@ def dry_run(
     replicate: str | Sequence[str] = (),
     mp_policy: MixedPrecisionPolicy | None = None,
     tensor: TensorPlan | None = None,
+    gather_again: bool = False,
     passes: int = 1,
     checkpoint: Literal["none", "blocks"] | Sequence[str] = "none",
     device: str | Device = "h100",
@@ -82,10 +83,11 @@ def dry_run(
     has each, and `spec` too, with None for one that is passed whole; or `spec` is one of names and None for all.
     `dtype` is that of the input and the weights, by default the weights' own. One of integers is the input's alone.
     `spec`, `split` and `align` cut the input as `jigsaw.shard` does; by default axes with the usual names of dims cut
-    those.  `loss` takes the model's output; by default the mean square of all of it. `optimizer=None` leaves the step
-    out. `shard_weights`, `replicate`, `mp_policy` and `tensor` are those of `jigsaw.parallelize`; without `tensor`,
-    columns and rows are those that ``parallelize(example=)`` finds with this input.  With `passes` the gradients of so
-    many passes forward and backward are added up before a step of the optimizer. Each has an input of `x_shape`.
+    those. `loss` takes the model's output; by default the mean square of all of it. `optimizer=None` leaves the step
+    out. `shard_weights`, `replicate`, `mp_policy`, `tensor` and `gather_again` are those of `jigsaw.parallelize`;
+    without `tensor`, columns and rows are those that ``parallelize(example=)`` finds with this input. With `passes`
+    the gradients of so many passes forward and backward are added up before a step of the optimizer. Each has an
+    input of `x_shape`.
     ``checkpoint="blocks"`` recomputes the elements of ``ModuleList`` (without one, of the outermost ``Sequential``) in
     the backward pass; or name modules.  `device` is one of `DEVICES` or a `Device`.
 
@@ -127,6 +129,7 @@ def dry_run(
         keeps_calls=priced.times_kernels,
         on_processor=priced.is_processor,
         tensor=tensor,
+        gather_again=gather_again,
         mp_policy=mp_policy,
         passes=passes,
     )

@@ -80,7 +80,15 @@ def play_few_blocks(plan: StepPlan, axes: Mapping[str, int], rank: int) -> Playe
         return None
     name, blocks = row
     model = id(plan.model), plan.dtype, name
-    way = *model, plan.shard_weights, plan.checkpoint, bool(plan.replicate), bool(plan.tensor), PIPE_AXIS in axes
+    way = (
+        *model,
+        plan.shard_weights,
+        plan.checkpoint,
+        bool(plan.replicate),
+        bool(plan.tensor),
+        plan.gather_again,
+        PIPE_AXIS in axes,
+    )
     known: _Known = {} if _known is None else _known
     if model not in known and not _passes_blocks_alike(plan, axes, rank, *row):
         return None

@@ -100,6 +100,7 @@ class StepPlan:
     keeps_calls: bool = True
     on_processor: bool = True
     tensor: TensorPlan | None = None
+    gather_again: bool = False
     pieces: tuple[str, ...] = ()  # modules whose costs are counted separately
     mp_policy: MixedPrecisionPolicy | None = None
     passes: int = 1  # forward and backward, before a step of the optimizer
@@ -201,6 +202,7 @@ def _play_step(
             replicate=plan.replicate,
             mp_policy=plan.mp_policy,
             tensor=plan.tensor,
+            gather_again=plan.gather_again,
             strict=False,
         )
     reducer = reducer_of(model if stages is None else stages.holder)
@@ -351,7 +353,7 @@ class PlayedStages:
             setattr(p, AVERAGED_MARK, stage_mesh.size())
         sharding = ShardingOptions.checked(stage_mesh, plan.shard_weights, plan.replicate, None, None)
         self.holder = parallel_stage(
-            modules, stage_mesh, sharding, CHANNEL_AXIS, planned_layers(model, plan.tensor or {})
+            modules, stage_mesh, sharding, CHANNEL_AXIS, planned_layers(model, plan.tensor or {}), plan.gather_again
         )
         # gradients of whole weights are not sent in the backward passes, but once, in `play_sums`
         self._held.enter_context(reduced_at_end(self.holder))

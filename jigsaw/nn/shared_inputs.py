@@ -13,7 +13,7 @@ on what they send.  A checkpointed call remembers its own, in each of its runs: 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 import torch
@@ -65,6 +65,12 @@ def shared_result(tile: Tile, key: object, make: Callable[[], R]) -> R:
     if (key, mode) not in last.made:
         last.made[key, mode] = make()
     return last.made[key, mode]  # pyright: ignore[reportReturnType]  (of the same key, so of the same type)
+
+
+def shared_results() -> Collection[object]:
+    """Return what was made of the tile that a layer took last."""
+    last = _last_input()
+    return () if last is None else last.made.values()
 
 
 def forget_last_input() -> None:

@@ -48,7 +48,7 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.nn.products.contraction import tile_in_autocast_dtype
-from jigsaw.nn.products.linear import gathered_tokens, layout_before_gather
+from jigsaw.nn.products.linear import GatheredTokens, TokensAgain, gathered_tokens, layout_before_gather
 from jigsaw.nn.rank_order import put_in_dim_order
 from jigsaw.nn.shared_inputs import shared_result
 from jigsaw.ops.reductions import stack_along_axes
@@ -94,15 +94,17 @@ class ChannelHooks:
 
     Before it channels are checked, tokens that the axis cuts are gathered, and a plain input becomes a Tile that
     nothing cuts. After it channels are whole again with `gather`, tokens lie where they were, and plain inputs give
-    plain results.
+    plain results.  With `gather_again` the backward pass gathers the tokens once more.
     """
 
-    def __init__(self, mesh: DeviceMesh, axis: str, gather: bool) -> None:
-        self._mesh, self._axis, self._gather = mesh, axis, gather
+    def __init__(self, mesh: DeviceMesh, axis: str, gather: bool, gather_again: bool) -> None:
+        self._mesh, self._axis, self._gather, self._gather_again = mesh, axis, gather, gather_again
         self._is_plain = False  # whether the running call has plain inputs alone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChannelHooks:
-        return ChannelHooks(self._mesh, self._axis, self._gather)  # a copy of a model runs on the same mesh
+        return ChannelHooks(
+            self._mesh, self._axis, self._gather, self._gather_again
+        )  # a copy of a model runs on the same mesh
 
     def before(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         inputs = [*args[:3], *(kwargs.get(name) for name in _INPUTS)]
@@ -124,11 +126,14 @@ class ChannelHooks:
         """Return a layer's input with the tokens of all ranks along the axis, if it cuts them; *Sends*: this rank's."""
         has_tokens = isinstance(layer, nn.Linear | nn.MultiheadAttention)
         if has_tokens and any(self._axis in x.layout.dim_axes(d) for d in range(x.ndim - 1)):
-            axes = (self._axis,)
-            return shared_result(x, ("tokens", *axes), lambda: gathered_tokens(tile_in_autocast_dtype(x), axes))
+            return shared_result(x, ("tokens", self._axis), lambda: self._gathered(tile_in_autocast_dtype(x))).tile
         if not isinstance(layer, nn.MultiheadAttention):
             _check_channels(x, _channel_dim(layer, x), self._axis)
         return x
+
+    def _gathered(self, own: Tile) -> GatheredTokens:
+        tile = gathered_tokens(own, (self._axis,))
+        return GatheredTokens(tile, TokensAgain(own, tile) if self._gather_again else None)
 
     def after(self, layer: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(layer, nn.MultiheadAttention):  # the output is a plain tensor if the query is
@@ -172,7 +177,9 @@ def _check_channels(tile: Tile, dim: int, axis: str) -> None:
 # -- cutting the layers of a model ------------------------------------------------------------------------------------
 
 
-def cut_channels(model: nn.Module, mesh: DeviceMesh, axis: str, plan: TensorPlan | None = None) -> None:
+def cut_channels(
+    model: nn.Module, mesh: DeviceMesh, axis: str, plan: TensorPlan | None = None, gather_again: bool = False
+) -> None:
     """Cut the weights of the plain linear, convolution and attention layers of `model` along `axis`, in place.
 
     Layers that `plan` names are cut as it says: the channels after a "column" stay cut, those after "gathered" do not.
@@ -205,7 +212,7 @@ def cut_channels(model: nn.Module, mesh: DeviceMesh, axis: str, plan: TensorPlan
         is_even = channels is not None and channels[0 if layer in rows else 1] % ranks == 0
         if is_even and planned.get(layer) != "whole":
             _cut_parameters(layer, layer in rows, line, _part_count(planned.get(layer)))
-            hooks = ChannelHooks(mesh, axis, gather=layer not in firsts)
+            hooks = ChannelHooks(mesh, axis, layer not in firsts, gather_again)
             layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
             layer.register_forward_hook(hooks.after)
 

@@ -64,6 +64,7 @@ def parallelize(
     channel: str = CHANNEL_AXIS,
     tensor: TensorPlan | None = None,
     example: Any = None,
+    gather_again: bool = False,
     units: Sequence[nn.Module] | None = None,
     unit_bytes: int = 4 * _MIB,
     bucket_bytes: int = 25 * _MIB,
@@ -97,6 +98,9 @@ def parallelize(
     - Without `tensor` such pairs are found: the model runs once on paper, without values and messages. `example` has
       what it is called with (a tensor or tile, or a tuple of arguments), of which only shapes matter. Without one the
       model, or else its parts, are tried with a few likely inputs.  ``tensor={}`` looks for none.
+    - A column of tokens that `channel` cuts keeps the tokens of all ranks for its backward pass.  With
+      ``gather_again=True`` it keeps 1/P of them, and gathers them a second time there, as Megatron-LM does: less memory
+      for a gather more.
     - ``reduce=False`` leaves the reduction to a wrapper that averages over all ranks,
       ``DistributedDataParallel(model)``; a forward pass without one warns.
 
@@ -133,7 +137,7 @@ def parallelize(
                 "pass what it is called with, or a plan by tensor="
             )
             warn_once(f"example {type(model).__name__}", text)
-    _check_model(model, mesh, tensor)
+    _check_model(model, mesh, tensor, gather_again)
     setattr(model, _DONE, True)
     reduce_units_behind_their_gradients()  # this also covers units that `fully_shard` makes later
     if not strict:
@@ -142,7 +146,7 @@ def parallelize(
         return model
     _start_alike(model, mesh)
     made_before = list(model.parameters())
-    cut_channels(model, mesh, channel, tensor)
+    cut_channels(model, mesh, channel, tensor, gather_again)
     _check_spectral_norms(model)
     model.register_forward_pre_hook(warn_of_idle_axes(mesh, _axes_of_weights(model)), with_kwargs=True)
     rest = dict(model.named_parameters())
@@ -226,13 +230,13 @@ def _axes_of_weights(model: nn.Module) -> set[str]:
 # -- before -----------------------------------------------------------------------------------------------------------
 
 
-def _check_model(model: nn.Module, mesh: DeviceMesh, tensor: TensorPlan | None) -> None:
+def _check_model(model: nn.Module, mesh: DeviceMesh, tensor: TensorPlan | None, gather_again: bool) -> None:
     if getattr(model, _DONE, False):
         raise ShardingError(
             f"{type(model).__name__} went through jigsaw.parallelize before; call it once, on the outermost module"
         )
     hooked = [name for name, p in model.named_parameters() if has_gradient_hooks(p)]
-    facts: list[tuple[Any, ...]] = [("tensor=", *(tensor or {}).items())]
+    facts: list[tuple[Any, ...]] = [("tensor=", *(tensor or {}).items()), ("gather_again=", gather_again)]
     facts += [(n, tuple(p.shape), str(p.dtype), p.requires_grad, n in hooked) for n, p in model.named_parameters()]
     facts += [(name, tuple(b.shape), str(b.dtype), False, False) for name, b in model.named_buffers()]
     for at, theirs in enumerate(told_where_different(mesh, facts)):

@@ -98,7 +98,11 @@ class OwnStages:
         self.shared = {name: p for name, p in model.named_parameters() if p not in within}
 
     def keep(
-        self, sharding: ShardingOptions | None, channel: str, planned: Mapping[nn.Module, PlannedCut]
+        self,
+        sharding: ShardingOptions | None,
+        channel: str,
+        planned: Mapping[nn.Module, PlannedCut],
+        gather_again: bool = False,
     ) -> nn.Module:
         """Move the weights of other stages to the meta device, and return the module of those that stay
         (`parallel_stage`).
@@ -116,7 +120,7 @@ class OwnStages:
         if sharding is not None:
             self._join_groups(sharding, channel)
         with_weights = [m for m in self._modules_of(*self.numbers) if next(m.parameters(), None) is not None]
-        holder = parallel_stage(with_weights, self.stage_mesh, sharding, channel, planned)
+        holder = parallel_stage(with_weights, self.stage_mesh, sharding, channel, planned, gather_again)
         self._share_parameters()
         return holder
 

@@ -206,16 +206,17 @@ def parallel_stage(
     sharding: ShardingOptions | None,
     channel: str,
     planned: Mapping[nn.Module, PlannedCut],
+    gather_again: bool = False,
 ) -> StageModules:
     """`parallelize` the whole modules of a rank's stages together, with a unit of cut weights for each of them.
 
     `planned` has the layers of the whole model that a plan names (`parallelize(tensor=)`).
     """
     holder = StageModules(modules)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"gather_again": gather_again}
     if sharding is not None:
         inner = [unit for unit in sharding_units(holder, _UNIT_BYTES) if unit not in modules]
         cut = "keep" if sharding.keeps else True
-        options = {"shard_weights": cut, "replicate": sharding.replicate, "units": [*inner, *modules]}
+        options |= {"shard_weights": cut, "replicate": sharding.replicate, "units": [*inner, *modules]}
     tensor = {name: planned[module] for name, module in holder.named_modules() if module in planned}
     return parallelize(holder, mesh, channel=channel, tensor=tensor, **options)

@@ -308,7 +308,7 @@ class Checkpointed(nn.Module):
         return x
 
 
-def trained_beside_whole(block, axes, spec, plan, checkpointing=None, tokens=TOKENS):
+def trained_beside_whole(block, axes, spec, plan, checkpointing=None, tokens=TOKENS, **options):
     """Train two blocks on ranks beside plain torch, and return bytes sent, parts held and bytes of whole weights."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
@@ -323,7 +323,7 @@ def trained_beside_whole(block, axes, spec, plan, checkpointing=None, tokens=TOK
     expected = whole(x)
     expected.square().mean().backward()
     mesh = world_mesh(**axes)
-    jigsaw.parallelize(model, mesh, tensor=plan)
+    jigsaw.parallelize(model, mesh, tensor=plan, **options)
     with jigsaw.comm.count() as forward:
         out = model(jigsaw.shard(x.detach(), mesh, spec).requires_grad_())
     loss = out.square().mean()

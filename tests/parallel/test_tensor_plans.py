@@ -80,6 +80,16 @@ def test_a_block_sends_four_sums(block, tokens):
         assert 0 <= backward - 2 * 2 * one_sum - plain <= MARKS
 
 
+@pytest.mark.parametrize("block", PLANS)
+def test_a_block_that_gathers_its_tokens_again_sends_two_gathers_more(block):
+    for forward, backward, _, plain in run_on_ranks(
+        2, trained_beside_whole, block, {"channel": 2}, (None, "channel", None), PLANS[block], gather_again=True
+    ):
+        one_sum = SAMPLES * TOKENS * WIDTH * 8
+        assert 0 <= forward - 2 * 2 * one_sum <= MARKS
+        assert 0 <= backward - 2 * (2 * one_sum + 2 * one_sum // 2) - plain <= MARKS
+
+
 OTHERS = [
     ({"channel": 3}, (None, None, None)),
     ({"data": 2, "channel": 2}, ("data", "channel", None)),
@@ -109,6 +119,14 @@ def test_blocks_that_are_computed_again_are_exact(way, tokens):
             # a second forward pass sends its sums again, but the last of a block, behind which nothing is saved
             one_sum = SAMPLES * TOKENS * WIDTH * 8
             assert 0 <= backward - 2 * (1 + 2) * one_sum - plain <= MARKS
+
+
+@pytest.mark.parametrize("way", CHECKPOINTING)
+def test_blocks_that_are_computed_again_may_gather_again(way):
+    arguments = LlamaBlock, {"channel": 2}, (None, "channel", None), PLANS[LlamaBlock], way
+    sent = [run_on_ranks(2, trained_beside_whole, *arguments, gather_again=again)[0][1] for again in (False, True)]
+    # the second forward pass has gathered the tokens; only that of a reentrant call is an ordinary one
+    assert (sent[0] < sent[1]) == (way == "reentrant")
 
 
 class _Changes(nn.Module):
@@ -214,7 +232,7 @@ def test_a_dry_run_counts_what_the_ranks_send():
     assert staged.is_complete and not staged.remarks
 
 
-def _staged():
+def _staged(tokens):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model, whole = (nn.Sequential(LlamaBlock(), LlamaBlock()) for _ in range(2))
@@ -223,8 +241,9 @@ def _staged():
     right = F.mse_loss(whole(x), y)
     right.backward()
     mesh = world_mesh(pipe=2, channel=2)
-    pipe = jigsaw.pipeline(model, mesh, loss=F.mse_loss, microbatches=2, tensor=PLANS[LlamaBlock])
-    loss = pipe.step(*(jigsaw.shard(z, mesh, (None, None, None)) for z in (x, y)))
+    options = {"tensor": PLANS[LlamaBlock], "gather_again": tokens is not None}
+    pipe = jigsaw.pipeline(model, mesh, loss=F.mse_loss, microbatches=2, **options)
+    loss = pipe.step(*(jigsaw.shard(z, mesh, (None, tokens, None)) for z in (x, y)))
     torch.testing.assert_close(loss, right.detach(), rtol=1e-12, atol=0)
     held = dict(pipe.named_parameters())
     for name, p in held.items():
@@ -234,7 +253,8 @@ def _staged():
 
 
 @pytest.mark.slow
-def test_stages_of_a_pipeline_follow_the_plan():
-    for shapes in run_on_ranks(4, _staged):
+@pytest.mark.parametrize("tokens", [None, "channel"])
+def test_stages_of_a_pipeline_follow_the_plan(tokens):
+    for shapes in run_on_ranks(4, _staged, tokens):
         assert (shapes["query"], shapes["out"]) == ((WIDTH // 2, WIDTH), (WIDTH, WIDTH // 2))
         assert (shapes["gate"], shapes["down"]) == ((2 * WIDTH, WIDTH), (WIDTH, 2 * WIDTH))

@@ -42,11 +42,11 @@ MESHES = [{"channel": 2}, {"channel": 3}, {"channel": 4}, {"lat": 2, "channel": 
 class Parallel:
     """What runs on the ranks; a class, for it must pickle."""
 
-    def __init__(self, shard_weights):
-        self.how = {"shard_weights": shard_weights, "unit_bytes": 1}
+    def __init__(self, shard_weights, gather_again=False):
+        self.options = {"shard_weights": shard_weights, "unit_bytes": 1, "gather_again": gather_again}
 
     def __call__(self, model, mesh):
-        return jigsaw.parallelize(model, mesh, **self.how)
+        return jigsaw.parallelize(model, mesh, **self.options)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -59,6 +59,62 @@ def test_equal_to_one_process(mesh, cut):
         spec = (None, "lat", "channel", None)
         assert_same_on_every_mesh(image, torch.randn(2, 5, 3, 12), [mesh], spec=spec, build=Parallel(cut))
         assert_same_on_every_mesh(Block(heads=1), torch.randn(1, 3, 12), [mesh], spec=TOKENS, build=Parallel(cut))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("cut", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_equal_to_one_process_with_tokens_gathered_again(mesh, cut):
+    x = torch.randn(2, 13, 12, generator=torch.Generator().manual_seed(1))
+    assert_same_on_every_mesh(Block(), x, [mesh], spec=TOKENS, build=Parallel(cut, gather_again=True))
+
+
+class Squares(nn.Module):
+    """A column and a row layer behind a product, so that the column's input is made and may be changed."""
+
+    def __init__(self, is_changed=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.is_changed = nn.Linear(12, 24), nn.Linear(24, 12), is_changed
+
+    def forward(self, x):
+        own = x * x
+        y = self.down(self.up(own).tanh())
+        if self.is_changed:
+            own.mul_(2)
+        return y
+
+
+SQUARES = {"up": "column", "down": "row"}
+
+
+def _graph_of_squares(again, is_changed=False):
+    mesh = world_mesh(channel=2)
+    net = jigsaw.parallelize(Squares(is_changed).double(), mesh, tensor=SQUARES, gather_again=again)
+    whole = torch.randn(2, 5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = jigsaw.shard(whole, mesh, (None, "channel", None)).requires_grad_()
+    return net, x, net(x).square().mean()
+
+
+@on_ranks(2)
+def test_a_graph_that_gathers_again_serves_twice_and_has_second_derivatives():
+    results = []
+    for again in (False, True):
+        net, x, loss = _graph_of_squares(again)
+        first = [torch.autograd.grad(loss, [x], retain_graph=True)[0].full_tensor() for _ in range(2)]
+        (slope,) = torch.autograd.grad(loss, [x], create_graph=True)
+        slope.square().sum().backward()
+        results.append(
+            [*first, slope.full_tensor(), x.grad.full_tensor(), *(local_part(p.grad) for p in net.parameters())]
+        )
+    for kept, gathered in zip(*results, strict=True):
+        torch.testing.assert_close(gathered, kept, rtol=1e-13, atol=1e-15)
+
+
+@on_ranks(2)
+def test_tokens_that_change_before_they_are_gathered_again_are_told():
+    _, _, loss = _graph_of_squares(True, is_changed=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def _step(spec, block):

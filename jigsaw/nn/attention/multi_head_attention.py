@@ -33,6 +33,7 @@ from jigsaw.nn.products.linear import (
     layout_before_gather,
     layout_of_held_tokens,
     linear_onto_cuts,
+    product_of_tokens,
     tile_linear,
 )
 from jigsaw.nn.rank_order import CutGroup, rearrange_rows
@@ -92,7 +93,7 @@ def _project_one_of_three(x: Tile, i: int, weight: StoredWeight, bias: StoredWei
     if out is not None:
         out = out.replace_dim(out.ndim - 1, packed[1])
         w = rearrange_rows(local_weight(weight, x, out), stored.dim(0), packed, x)
-        y = Tile(F.linear(x.local, w.unflatten(0, (3, -1))[i]), out, x.mesh)
+        y = Tile(product_of_tokens(x, w.unflatten(0, (3, -1))[i]), out, x.mesh)
     else:
         job = plan_contraction(x.layout, stored.replace_dim(0, packed[1]), packed[1:])
         out = job.result(x.layout)

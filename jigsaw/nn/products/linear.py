@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,17 +19,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.comm.exchange import sum_held_rows
+from jigsaw.comm.wire_values import lie_in_one_memory
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS
 from jigsaw.geometry.cut import cut_by_some_axes, cut_holding_along, have_same_rows, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.nn.products.contraction import plan_contraction
 from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, bare_cuts, rearrange_rows, take_owned_rows
-from jigsaw.nn.shared_inputs import enter_in_parts
+from jigsaw.nn.shared_inputs import enter_in_parts, shared_results
 from jigsaw.nn.weights import StoredWeight, cut_parameter, gathered_weight, is_dtensor, local_weight, weight_layout
 from jigsaw.ops.meeting.common_cuts import bring_to_cuts, bring_together
 from jigsaw.ops.meeting.plain_operands import averaged_over
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error
+from jigsaw.torch_internals.autograd import memory_id, saved_tensor_hooks, tensor_version
 
 
 @implements_torch(F.linear, either=("input", "weight", "bias"))
@@ -86,7 +88,7 @@ def linear_onto_cuts(
     if held is not None:
         result = held if last is None else held.replace_dim(held.ndim - 1, *last)
         w = rearrange_rows(local_weight(weight, x, held), stored.dim(0), result.dim(result.ndim - 1), x)
-        return add_bias(Tile(F.linear(x.local, w), result, x.mesh), bias)
+        return add_bias(Tile(product_of_tokens(x, w), result, x.mesh), bias)
     job = plan_contraction(x.layout, stored, last)
     out = job.result(x.layout)
     if type(weight) is nn.Parameter:
@@ -144,6 +146,92 @@ def _sum_over_input_pieces(input: Tile, weight: StoredWeight, bias: StoredWeight
 #                   adds it: a reduce-scatter
 #
 # Backward the gather of x becomes a reduce-scatter and that of y a gather.  An all-reduce is as many bytes as the two.
+
+
+#
+# A product keeps all ten for the gradient of W1, unless the backward pass is to gather them again (section 4.2.2).
+
+
+class GatheredTokens(NamedTuple):
+    """A tile with the tokens of all ranks, and what gathers them again in the backward pass, if something does."""
+
+    tile: Tile
+    again: TokensAgain | None
+
+
+class TokensAgain:
+    """This rank's tokens, which products keep for the backward pass in place of those of all, and gather there.
+
+    Its methods are hooks for saved tensors.  The products of one input gather once: the first that needs all tokens
+    does so, and the last lets go of them.
+
+    *Sends*: backward, this rank's tokens to the others.
+    """
+
+    def __init__(self, own: Tile, gathered: Tile) -> None:
+        self._own = Tile(own.local.detach(), own.layout, own.mesh)
+        self._version = tensor_version(self._own.local)
+        self._layout, self._strides = gathered.layout, gathered.local.stride()
+        self._memory = memory_id(gathered.local.untyped_storage())
+        self._uses = self._left = 0
+        self._tokens: Tensor | None = None
+
+    def keep(self, saved: Tensor) -> tuple[Any, ...]:
+        """Return what is kept of a tensor: of all tokens only how a view lies in them."""
+        if memory_id(saved.untyped_storage()) != self._memory:
+            return saved, tensor_version(saved)
+        self._uses += 1
+        return saved.size(), saved.stride(), saved.storage_offset()
+
+    def restore(self, kept: tuple[Any, ...]) -> Tensor:
+        """Return the tensor that was kept."""
+        if isinstance(kept[0], Tensor):
+            _check_unchanged(kept[0], kept[1])
+            return kept[0]
+        tokens = self._all_tokens()
+        self._left -= 1
+        if self._left <= 0:
+            self._tokens = None
+        return tokens.as_strided(*kept)
+
+    def _all_tokens(self) -> Tensor:
+        if self._tokens is None:
+            _check_unchanged(self._own.local, self._version)
+            with torch.no_grad():
+                tokens = self._own.with_layout(self._layout).local
+                if tokens.stride() != self._strides:  # views of them were kept by their strides
+                    tokens = tokens.new_empty_strided(tokens.shape, self._strides).copy_(tokens)
+            self._tokens, self._left = tokens, self._uses
+        return self._tokens
+
+
+def _check_unchanged(saved: Tensor, version: int) -> None:
+    if tensor_version(saved) != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(saved.shape)}, in the product of gathered tokens"
+        )
+
+
+def product_of_tokens(x: Tile, weight: Tensor) -> Tensor:
+    """Return this rank's x Wᵀ of gathered tokens, of which its own are kept where they shall be gathered again."""
+    again = _again_of(x)
+    if again is None:
+        return F.linear(x.local, weight)
+    # in the order of memory: of dims in another one, such as tokens before samples, torch would keep a copy
+    strides, last = x.local.stride(), x.ndim - 1
+    order = [*sorted(range(last), key=lambda d: -strides[d]), last]
+    with torch.autograd.graph.saved_tensors_hooks(again.keep, again.restore):
+        product = F.linear(x.local.permute(order), weight)
+    return product.permute([order.index(d) for d in range(last + 1)])
+
+
+def _again_of(x: Tile) -> TokensAgain | None:
+    # what saves tensors in another way, such as checkpointing, recomputes the gather or keeps tokens as it likes
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or saved_tensor_hooks(True):
+        return None
+    gathers = (result for result in shared_results() if isinstance(result, GatheredTokens))
+    return next((each.again for each in gathers if lie_in_one_memory(each.tile.local, x.local)), None)
 
 
 def gathered_tokens(x: Tile, axes: Sequence[str]) -> Tile:
