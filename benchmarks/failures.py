@@ -60,6 +60,7 @@ OUT_OF_MEMORY, KILLED_FOR_MEMORY = "memory runs out", "killed for its memory"
 MEMORY_FAULTS, MEMORY_WORKS = (OUT_OF_MEMORY, KILLED_FOR_MEMORY), ("halos", "backward pass")
 TOLD = {"raises": "ValueError: planted", OUT_OF_MEMORY: "can't allocate memory"}  # what others must hear
 _START_SECONDS, _MOST_SECONDS = 300.0, 120.0  # within which the fault happens; and for which ranks are awaited after it
+NOBODY_WAITED = "nobody waited for"
 BEGIN, END = "<!-- begin: made by benchmarks/failures.py -->", "<!-- end: made by benchmarks/failures.py -->"
 ERROR_LINE = r"^(?:\[rank\d+\]: )?(?:\w+\.)*(\w+(?:Error|Exit)): "  # the last line of a traceback
 Fact = dict[str, Any]
@@ -252,7 +253,7 @@ def run_rank(work: str, fault: str, folder: str, wait: float, failing: int) -> N
         os.kill(os.getpid(), signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
 
     call(fail)
-    raise SystemExit(f"{work}: nobody waited for rank {failing}")
+    raise SystemExit(f"{NOBODY_WAITED} rank {failing}")
 
 
 # -- a case -----------------------------------------------------------------------------------------------------------
@@ -345,6 +346,9 @@ def seen(work: str, fault: str, wait: float, failing: int = 1) -> Fact:
     if fault == KILLED_FOR_MEMORY and ends.statuses[failing] != -signal.SIGKILL:
         raise RuntimeError(f"{work}: rank {failing} was not killed, but ended with {ends.statuses[failing]}")
 
+    if is_link and all(NOBODY_WAITED in said for said in ends.said):
+        return {"work": work, "fault": fault, "failing": failing, "needs_no_link": True}
+
     def names(rank: int, missing: Sequence[int]) -> bool:
         listed = [set(map(int, re.findall(r"\d+", ranks))) for ranks in re.findall(r"\[([\d, ]+)\]", ends.said[rank])]
         return any(f"rank {each}" in ends.said[rank] or any(each in some for some in listed) for each in missing)
@@ -399,6 +403,9 @@ def table_of(facts: Sequence[Fact], faults: Sequence[str]) -> Iterator[str]:
                 cells.append("not measured")
                 continue
             fact = by_case[work, failing, fault]
+            if fact.get("needs_no_link"):
+                cells.append("goes on: each host reads for itself")
+                continue
             lacks = "" if fact["names_it"] else ", **does not say who**"
             lacks += "" if fact.get("tells_why", True) else ", **does not say why**"
             cells.append(f"{told_seconds(fact)}, {' or '.join(fact['errors'])}{lacks}")

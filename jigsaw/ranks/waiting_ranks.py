@@ -49,6 +49,10 @@ class WaitError(RuntimeError):
     """Other ranks of the mesh have ended, or did not take part for as long as `init_mesh(timeout=)` says."""
 
 
+# Gloo has no type for errors of messages: most name a line of its source, those of a pair that it closed do not.
+_WORDS_OF_GLOO = ("/gloo/", "Application timeout caused pair closure")
+
+
 class OpenWait:
     """A block in which this thread waits for `ranks`, which may include itself.
 
@@ -68,7 +72,7 @@ class OpenWait:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         try:
-            is_of_messages = isinstance(error, dist.DistError) or "/gloo/" in str(error)
+            is_of_messages = isinstance(error, dist.DistError) or any(words in str(error) for words in _WORDS_OF_GLOO)
             if isinstance(error, RuntimeError) and not isinstance(error, WaitError) and is_of_messages:
                 raise self._error_of(error) from error  # all other errors concern arguments, not ranks
         finally:

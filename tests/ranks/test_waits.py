@@ -185,6 +185,7 @@ pipe.step(x, x)
         ("statistics", "raises", 1),
         ("statistics", "silent", 0),  # the store, whose keeper is stopped, never answers
         ("backward pass, cut weights", "raises", 0),  # in messages of FSDP2
+        ("blocks of gradients", "silent", 0),  # of which gloo closes the pairs
         ("step of a pipeline", "raises", 0),
         ("halos", "memory runs out", 1),  # no memory is left for the thread that tells others
     ],
