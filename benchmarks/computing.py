@@ -78,6 +78,7 @@ def cases(small: bool) -> dict[str, Case]:
                 "jigsaw, tokens cut": (ONE, sides.on_tiles(cut)),
                 "jigsaw, tokens cut, weights 1/P": (ONE, sides.on_tiles(cut, shard_weights=True)),
                 "jigsaw, channels cut": (along_channel, sides.on_tiles((None, None))),
+                "jigsaw, channels and tokens cut": (along_channel, sides.on_tiles(("channel", None))),
                 "DTensor, tensor parallel": (along_channel, sides.tensor_parallel(False)),
                 "DTensor, sequence parallel": (along_channel, sides.tensor_parallel(True)),
             },
@@ -87,6 +88,8 @@ def cases(small: bool) -> dict[str, Case]:
             (1, tokens // 2, width),
             {
                 "jigsaw, tokens cut": (ONE, sides.on_tiles(cut_tokens)),
+                "jigsaw, channels cut": (along_channel, sides.on_tiles((None, None, None))),
+                "jigsaw, channels and tokens cut": (along_channel, sides.on_tiles((None, "channel", None))),
                 "DTensor, tensor parallel": (along_channel, sides.tensor_parallel(False)),
                 "DTensor, sequence parallel": (along_channel, sides.tensor_parallel(True)),
             },

@@ -127,8 +127,8 @@ def on_tiles(spec: tuple[str | None, ...], way: str | None = None, **options: An
 
     def make(model: nn.Module, x: Tensor, axes: Axes) -> Side:
         mesh = world_mesh(**axes)
-        model = jigsaw.parallelize(copy.deepcopy(model), mesh, **options)
         tile = jigsaw.shard(x, mesh, spec)
+        model = jigsaw.parallelize(copy.deepcopy(model), mesh, example=tile, **options)
         leaf = jigsaw.Tile(tile.local.clone().requires_grad_(), tile.layout, mesh)
         side = _side(model, leaf, lambda: jigsaw.Tile(leaf.local.grad, leaf.layout, mesh).full_tensor())
         return side if way is None else Side(_in_way(way, side.step), side.answer)
