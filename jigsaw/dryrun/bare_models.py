@@ -1,16 +1,18 @@
-"""Model of a dry run: made by a function or copied, its weights without memory; and its blocks."""
+"""Model of a dry run: made by a function or copied, its weights without memory; its blocks, and its optimizer."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from jigsaw.dryrun.known_values import KnownValuesMode
 from jigsaw.errors import ShardingError
@@ -25,6 +27,7 @@ from jigsaw.torch_internals.fake_tensors import (
 )
 
 ModelMaker = Callable[..., nn.Module]
+OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 _PARALLELIZED = "_jigsaw_parallelized"
 
@@ -184,3 +187,37 @@ def rows_of_blocks(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
 
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) >= 3]
     return [row for row in lists if look(row[0])[1] and all(look(block) == look(row[0]) for block in row)]
+
+
+# -- its optimizer ----------------------------------------------------------------------------------------------------
+
+# Those that make the same state of parameters of a group that have the same shape and cut.
+_OF_EACH_ALIKE = {
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+    torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
+}  # fmt: skip
+
+
+def _cut_of_weight(p: Tensor) -> tuple[Any, ...]:
+    return (p.device_mesh, p.placements) if isinstance(p, DTensor) else ()
+
+
+def stepped_optimizer(make: OptimizerMaker, parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """Return an optimizer with its state, by a step of the first of all parameters that are alike."""
+    optimizer = make([p for p in parameters if p.requires_grad])
+    knows_looks = type(optimizer) in _OF_EACH_ALIKE
+    firsts: dict[Any, nn.Parameter] = {}
+    alike: list[tuple[nn.Parameter, nn.Parameter]] = []
+    for at, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            look = (at, p.shape, p.stride(), p.dtype, _cut_of_weight(p)) if knows_looks else p
+            alike.append((p, firsts.setdefault(look, p)))
+    for p in firsts.values():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    for p, first in alike:
+        if p is not first:
+            state = optimizer.state[first].items()
+            optimizer.state[p] = {name: x.clone() if isinstance(x, Tensor) else x for name, x in state}
+    return optimizer

@@ -22,12 +22,14 @@ from jigsaw import comm
 from jigsaw.comm.matmul import products_of_accelerators
 from jigsaw.dryrun.bare_models import (
     ModelMaker,
+    OptimizerMaker,
     bare_copy,
     cast_weights,
     check_model_made,
     checkpointed_modules,
     make_bare,
     rows_of_blocks,
+    stepped_optimizer,
     wants_mesh,
 )
 from jigsaw.dryrun.counted_steps import CountedPhase
@@ -60,7 +62,6 @@ from jigsaw.torch_internals.fake_tensors import (
     UnsupportedOperatorException,
 )
 
-OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
 LossOfOutput = Callable[[Any], Tensor]
 
 ONCE_A_STEP = ("sums", "shared")
@@ -214,7 +215,9 @@ def _play_step(
     played.cut_share = sum(isinstance(p, DTensor) for p in parameters) / max(len(parameters), 1)
     meter.mark_memory([*parameters, *model.buffers()], "weights")
     is_trained = plan.optimizer is not None and any(p.requires_grad for p in parameters)
-    optimizer = _with_state(plan.optimizer, parameters, meter) if plan.optimizer is not None and is_trained else None
+    optimizer = None if plan.optimizer is None or not is_trained else stepped_optimizer(plan.optimizer, parameters)
+    if optimizer is not None:
+        meter.mark_memory(pytree.tree_leaves([*optimizer.state.values()]), "optimizer")
     if plan.pieces:
         meter.marks = PieceMarks(model, plan.pieces)
     watch = _ModuleWatch(model, played.remarks)
@@ -403,17 +406,6 @@ def prepared_model(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank | None =
     if played is not None:
         played.parameters = sum(p.numel() for p in model.parameters())
     return model, dtype
-
-
-def _with_state(make: OptimizerMaker, parameters: Sequence[nn.Parameter], meter: StepMeter) -> Optimizer:
-    optimizer = make([p for p in parameters if p.requires_grad])
-    for p in parameters:
-        p.grad = torch.zeros_like(p) if p.requires_grad else None
-    optimizer.step()
-    optimizer.zero_grad()
-    state = [x for values in optimizer.state.values() for x in pytree.tree_leaves(values)]
-    meter.mark_memory((x for x in state if isinstance(x, Tensor)), "optimizer")
-    return optimizer
 
 
 def _bytes_with_state(parameter: nn.Parameter, optimizer: Optimizer | None) -> int:

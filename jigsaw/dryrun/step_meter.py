@@ -41,6 +41,7 @@ from jigsaw.torch_internals.dispatch import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
     DEVICE_OF_TENSOR,
+    OF_PROFILER,
     READ_NUMBER,
     bound_argument,
     operator_schema,
@@ -48,8 +49,9 @@ from jigsaw.torch_internals.dispatch import (
     tensors_of_call,
     without_modes,
 )
-from jigsaw.torch_internals.fake_tensors import FakeTensor, TorchDispatchMode, answer_by_shape
+from jigsaw.torch_internals.fake_tensors import OF_EACH_ELEMENT, FakeTensor, TorchDispatchMode, answer_by_shape
 from jigsaw.torch_internals.groups import is_file_of_fsdp
+from jigsaw.torch_internals.placements import answer_by_parts
 
 
 class PieceMarks:
@@ -185,9 +187,14 @@ class StepMeter(TorchDispatchMode):
     # -- operators ----------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # DTensor's operators on its local tensors are counted when they arrive
         kwargs = kwargs or {}
+        if any(issubclass(t, DTensor) for t in types):
+            # operators on local tensors are counted when they arrive
+            by_parts = func in OF_EACH_ELEMENT and not kwargs.keys() & _OTHER_RESULT
+            return answer_by_parts(self._answer, func, args, kwargs) if by_parts else NotImplemented
+        return self._answer(func, args, kwargs)
+
+    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _READ_BY_PYTHON:
             if isinstance(args[0], FakeTensor):
                 return self._assumed_value(func, args[0])
@@ -199,6 +206,9 @@ class StepMeter(TorchDispatchMode):
             self._piece = self._piece_under_way(self.marks)
         if func is DEVICE_OF_TENSOR and isinstance(args[0], FakeTensor):
             return args[0].fake_device
+        if func in OF_PROFILER:
+            with without_modes():
+                return func(*args, **kwargs)
         out = answer_by_shape(func, args, kwargs)
         if out is None:
             out = func(*args, **kwargs)
@@ -302,6 +312,7 @@ def _end_of_memory(meter: weakref.ref[StepMeter], at: int, number: int) -> None:
         alive._end(at, number)  # pyright: ignore[reportPrivateUsage]
 
 
+_OTHER_RESULT = {"dtype", "device", "layout"}  # arguments that make a result of another kind
 _READ_BY_PYTHON = {READ_NUMBER, aten.equal.default}
 # memory is made or given another shape, and nothing is read or written
 _WITHOUT_WORK = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.detach_}
@@ -341,7 +352,7 @@ def _call_on_ring(kind: str, box: Any, size: int, rounds: int) -> TrafficCall:
 
 def _is_called_by_fsdp() -> bool:
     """Say whether FSDP2 calls this; sums of jigsaw's own are counted where they begin."""
-    frame: Any = sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
+    frame: Any = sys._getframe(4)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and not frame.f_code.co_filename.startswith(_OWN_FILES):
         if is_file_of_fsdp(frame.f_code.co_filename):
             return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from jigsaw.nn.weights import is_dtensor
-from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 
 
@@ -51,9 +50,21 @@ def unchanged_draws() -> Generator[None]:
 def caches_on_paper() -> tuple[Any, ...]:
     """Return the caches of `functools` that keep tensors without values, for the next call that has some."""
     kind = type(lru_cache(_without_values))
-    return tuple(
-        cache
-        for cache in gc.get_objects()
-        if type(cache) is kind
-        and any(isinstance(x, FakeTensor) for kept in gc.get_referents(cache) for x in pytree.tree_leaves(kept))
-    )
+    caches = [each for each in gc.get_objects() if type(each) is kind]
+    return tuple(each for each in caches if _has_tensor_on_paper(gc.get_referents(each)))
+
+
+def _has_tensor_on_paper(values: Iterable[Any]) -> bool:
+    """Say whether such a tensor is among values, or within their tuples, lists and dicts.
+
+    Many thousand keys are looked at, for which `pytree` would take seconds.
+    """
+    for x in values:
+        kind = type(x)
+        if issubclass(kind, FakeTensor):
+            return True
+        if issubclass(kind, (tuple, list)) and _has_tensor_on_paper(x):
+            return True
+        if issubclass(kind, dict) and _has_tensor_on_paper((*x, *x.values())):
+            return True
+    return False

@@ -71,7 +71,9 @@ class ShardingOptions:
         if not (isinstance(shard_weights, bool) or shard_weights in ("after_forward", "keep")):
             raise ShardingError(
                 f"shard_weights={shard_weights!r} must be True or 'after_forward' (a unit's weights are freed between "
-                "its forward and its backward pass), 'keep' (they stay), or False"
+                "its forward and its backward pass), 'keep' (they stay), or False; to cut an optimizer's state "
+                "alone (ZeRO-1), pass False and take "
+                "torch.distributed.optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)"
             )
         copies = (replicate,) if isinstance(replicate, str) else tuple(replicate)
         options = {"replicate": copies, "mp_policy": mp_policy, "offload_policy": offload_policy}

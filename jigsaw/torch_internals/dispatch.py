@@ -68,6 +68,13 @@ CPU_ATTENTION: Any = private_name("torch:ops.aten._scaled_dot_product_flash_atte
 CPU_ATTENTION_BACKWARD: Any = private_name("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 
 
+# Names of stretches in a profile.  Public: `torch.profiler.record_function`, which calls them.
+OF_PROFILER: set[Any] = {
+    private_name(f"torch:ops.profiler.{name}")
+    for name in ("_record_function_enter_new.default", "_record_function_exit._RecordFunction")
+}
+
+
 def operators_of_weights() -> tuple[Any, Any]:
     """Return the operators by which FSDP2 gathers weights, and sums gradients into parts."""
     names = "_allgather_base_", "_reduce_scatter_base_"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from jigsaw.torch_internals.autograd import own_buffers, own_parameters
+from jigsaw.torch_internals.dispatch import operator_schema
 from jigsaw.torch_internals.private_names import private_attribute, replaced_in_torch, torch_imports
 
 with torch_imports():
@@ -28,6 +29,7 @@ with torch_imports():
     from torch.utils._python_dispatch import TorchDispatchMode  # sees every operator; public is nothing that does
 
 __all__ = [
+    "OF_EACH_ELEMENT",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -70,14 +72,21 @@ def _overloads(names: str, namespace: Any) -> set[Any]:
     return {getattr(getattr(namespace, packet), overload) for packet, overload in pairs}
 
 
-# Operators whose results follow from sizes, strides and types alone, by torch's own kernel for the meta device: views,
-# functions of each element, products.  They are most of a training step's, and torch's table of earlier answers, which
-# serves all operators, takes longer than the kernel itself.  Public is nothing.
-_BY_SHAPE = _overloads(
-    "detach.default alias.default view.default view.dtype slice.Tensor select.int as_strided.default t.default "
-    "transpose.int permute.default expand.default unsqueeze.default squeeze.dim "
+# Functions of each element whose result has the shape, the strides and the type of their tensors, where these agree.
+OF_EACH_ELEMENT = _overloads(
     "add.Tensor add_.Tensor sub.Tensor mul.Tensor mul_.Tensor div.Tensor sqrt.default addcmul_.default "
-    "addcdiv_.default lerp_.Scalar copy_.default mm.default addmm.default bmm.default",
+    "addcdiv_.default lerp_.Scalar copy_.default zeros_like.default clone.default",
+    torch.ops.aten,
+)
+_IN_PLACE = {func for func in OF_EACH_ELEMENT if operator_schema(func).is_mutable}
+# Operators whose results follow from sizes, strides and types alone, by torch's own kernel for the meta device: views,
+# functions of each element, products, new memory.  They are most of a training step's, and torch's table of earlier
+# answers, which serves all operators, takes longer than the kernel itself.  Public is nothing.
+_BY_SHAPE = OF_EACH_ELEMENT | _overloads(
+    "detach.default alias.default view.default view.dtype slice.Tensor select.int as_strided.default t.default "
+    "transpose.int permute.default expand.default unsqueeze.default squeeze.dim split.Tensor _unsafe_view.default "
+    "mm.default mm.dtype addmm.default bmm.default empty_like.default new_empty.default new_zeros.default "
+    "_to_copy.default",
     torch.ops.aten,
 )
 _MESSAGES = _overloads("send.default recv_.default broadcast_.default allreduce_.default", torch.ops.c10d)
@@ -86,7 +95,7 @@ _MESSAGES = _overloads("send.default recv_.default broadcast_.default allreduce_
 def answer_by_shape(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """Return what `FakeTensorMode` does for some operators, in a fraction of its time; None where it has to answer."""
     is_message = func in _MESSAGES
-    if kwargs or not (is_message or func in _BY_SHAPE):
+    if not (is_message or func in _BY_SHAPE):
         return None
     first: Any = None
     for x in args[0] if is_message else args:
@@ -96,11 +105,25 @@ def answer_by_shape(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
             first = x if first is None else first
     if first is None:
         return None
+    if func in _IN_PLACE and _is_like_the_others(first, args):
+        return first
+    if kwargs:
+        if kwargs.get("pin_memory") or kwargs.get("device") not in (None, first.fake_device):
+            return None
+        kwargs = {name: value for name, value in kwargs.items() if name != "device"}  # here it is the meta device
     with _on_meta_kernels(first.fake_mode):
-        out = func(*args)
+        out = func(*args, **kwargs)
     if is_message or type(out) is FakeTensor:  # messages, and changes in place, return what they were given
         return out
+    if isinstance(out, list):
+        return [FakeTensor(first.fake_mode, x, first.fake_device) for x in out]
     return FakeTensor(first.fake_mode, out, first.fake_device)
+
+
+def _is_like_the_others(first: Tensor, args: Sequence[Any]) -> bool:
+    """Say whether a tensor has the shape and type of the others, and no place twice: what changes it needs no check."""
+    others = (x for x in args[1:] if isinstance(x, Tensor))
+    return 0 not in first.stride() and all(x.shape == first.shape and x.dtype == first.dtype for x in others)
 
 
 @contextmanager

@@ -882,6 +882,10 @@ def _another_sharding():
     parallelize(nn.Linear(2, 2), world_mesh(lat=2), shard_weights="always")
 
 
+def _state_alone():
+    parallelize(nn.Linear(2, 2), world_mesh(lat=2), shard_weights="optimizer")
+
+
 def _sparse():
     parallelize(nn.Sequential(nn.Embedding(3, 2, sparse=True)), world_mesh(lat=2))
 
@@ -1023,6 +1027,7 @@ def _weights_elsewhere():
         (_copies_of_whole_weights, "replicate=.*pass shard_weights=True"),
         (_copies_of_everything, "some, not all, of the axes"),
         (_another_sharding, "shard_weights=.always. must be"),
+        (_state_alone, "shard_weights=.optimizer. must be.*pass False.*ZeroRedundancyOptimizer.model.parameters"),
         (_pickles, "cannot be pickled.*state_dict"),
         (
             _cuts_rows_and_channels_by_one_axis,
