@@ -15,8 +15,9 @@ from torch import Tensor
 
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.layout import Layout
-from jigsaw.io.datasets.dataset import Dataset, HeldSteps, SampleReading
+from jigsaw.io.datasets.dataset import Dataset, SampleReading
 from jigsaw.io.datasets.epochs import BatchTurn, EpochLoader, check_whole_number
+from jigsaw.io.datasets.held_steps import HeldSteps
 from jigsaw.io.datasets.pairs import PairedDataset
 from jigsaw.io.datasets.samples import RolloutLengths, TileIfAny, TileRecord
 from jigsaw.io.reading.chunk_readers import ReadCounts
@@ -251,5 +252,6 @@ class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
 
 def _batch_layouts(ds: Dataset, samples: tuple[int, ...]) -> list[Layout]:
     layouts = ((ds.layout, True), (ds.target_layout, False), (ds.forcing_layout, True))
-    count, spec = len(samples), (DATA_AXIS, None, None)
-    return [ds.frame.layout((count, *layout.shape[:2]), spec, halo=halo) for layout, halo in layouts]
+    leads = [(len(samples), *layout.shape[: -len(ds.frame.dims)]) for layout, _ in layouts]
+    spec = (DATA_AXIS, *(None for _ in leads[0][1:]))
+    return [ds.frame.layout(lead, spec, halo=halo) for lead, (_, halo) in zip(leads, layouts, strict=True)]

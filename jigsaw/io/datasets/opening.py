@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,7 @@ def open(
     every: Any = 1,
     along: str = "time",
     select: Mapping[str, Any] | None = None,
+    stack: str | None = None,
     dims: Mapping[str, str] | None = None,
     normalize: NormalizeArgument = None,
     nan: NanRule | Mapping[str, NanRule] = "keep",
@@ -100,6 +101,8 @@ def open(
     - `select`: the choice along any further dim (members, lead or initial times), by its name or as `member`, `lead`,
       `init`. An integer is a position; a float, string, date or duration is a value (``"24h"``). A list, a slice or
       pair of ends, or ``"all"`` makes samples of each;
+    - `stack`: a further dim that is the first of each sample, such as ``"member"``: [member, T, C, \*space]; all places
+      along it, or those of `select`;
     - `dims`: the roles of the store's dims, where they are not found: ``{"time": "valid_time", "lat": "j"}``;
     - `normalize`: the path of a file of statistics (see `jigsaw.io.statistics`), a `jigsaw.io.Statistics`, ``{"t2m":
       (mean, std)}`` by field, or ``"store"`` for the store's own (anemoi's); fused into the read;
@@ -155,7 +158,7 @@ def open(
     survey = StoreSurvey(source.store, dims, along, channels)
     survey.check_fields()
     normalize = with_stored_statistics(normalize, source.store)
-    field_names = _default_fields(survey, select) if fields is None else fields
+    field_names = _default_fields(survey, {stack, *(select or ())}) if fields is None else fields
     chosen, given_channels, target_channels = _channels_to_read(survey, field_names, target_fields, targets)
     variables = survey.of(chosen)
     grid = survey.grid(variables)
@@ -165,16 +168,13 @@ def open(
         warn_of_idle_readers(axes, tuple(grid))
     rules = _stored_boundary(boundary, survey, variables[0]) if isinstance(boundary, str) else boundary
     cells = cell_grid_of(survey, variables[0], source)
-    of_rows = region if cells is None else None  # cells lie along one dim, and a region picks some of them
-    turn, whole_coords = make_row_order(survey, variables[0], grid, lat_order, lon, of_rows)
-    along_curve = checked_choice("order", order, CELL_ORDERS, GridError) == "curve"
-    if along_curve or (cells is not None and region is not None):
-        cells, turn, whole_coords = _cells_in_order(cells, variables[0], whole_coords, region, along_curve)
+    cells, turn, whole_coords = _rows_in_order(cells, survey, variables[0], grid, lat_order, lon, region, order)
     frame = SampleSpace.of({d: len(v) for d, v in whole_coords.items()}, axes, spec, halo, rules, split, align)
     frame = frame.on(whole_coords)
     places = geographic_angles(whole_coords, survey, variables[0], cells, turn, forcings) if forcings else None
     forced = places and GridForcings.of(forcings, places, [c.name for c in chosen], normalize)
     scale, offset = channel_scales(chosen, forced.unnamed(normalize) if forced else normalize)
+    choices, stacked = choose_positions(survey, variables, select, stack)
     before, after = window_offsets("inputs", inputs, axis), window_offsets("targets", targets, axis)
     dataset = Dataset(
         source=source,
@@ -190,7 +190,8 @@ def open(
         anchors=window_anchors(0, len(axis) if axis else 1, before, after, axis.breaks if axis else ()),
         times=axis.stamps if axis else np.arange(1),  # fields without time are one step
         stored_steps=axis.at if axis else np.arange(1),
-        choices=choose_positions(survey, variables, select),
+        choices=choices,
+        stacked=stacked,
         origins=time_origins(survey, variables),
         whole_coords=whole_coords,
         scale=scale,
@@ -245,12 +246,13 @@ def _selected_steps(survey: StoreSurvey, variables: Sequence[StoreVariable], tim
     return chosen
 
 
-def _default_fields(survey: StoreSurvey, select: Mapping[str, Any] | None) -> list[str]:
-    """Return every numeric variable on the grid of the first, without those that need `select`, unless all do."""
+def _default_fields(survey: StoreSurvey, named: Collection[str | None]) -> list[str]:
+    """Return every numeric variable on the grid of the first, without those with a choice that is not `named`, unless
+    all have one. A dim is named by the store's own name, or by its role.
+    """
     listed = [v for v in survey.variables.values() if not v.table.by_name_only]
     every = [v for v in listed if np.dtype(v.table.dtype).kind in "fiu"]
-    named = set(select or {})  # by the store's own name of a dim, or by its role
-    numeric = [v for v in every if all({v.table.dims[d], v.roles[d]} & named for d in v.unchosen)] or every
+    numeric = [v for v in every if all(v.table.dims[d] in named or v.roles[d] in named for d in v.unchosen)] or every
     if not numeric:
         raise FieldError(f"the store {survey.store.url} has no variable on a lat-lon grid, on cells or in a volume")
     first = {d: numeric[0].size(d) for d in numeric[0].space}
@@ -285,18 +287,25 @@ def _turning_channels(
     return ()
 
 
-def _cells_in_order(
+def _rows_in_order(
     cells: CellGrid | None,
+    survey: StoreSurvey,
     variable: StoreVariable,
-    whole_coords: Mapping[str, NDArray[Any]],
+    grid: Mapping[str, NDArray[Any]],
+    lat_order: str,
+    lon: str,
     region: Any,
-    along_curve: bool,
+    order: str,
 ) -> tuple[CellGrid | None, RowOrder, Mapping[str, NDArray[Any]]]:
-    """Return the grid, the stored rows and the coordinates of the cells that are read, in their order."""
+    """Return the cells, if any, the order of the rows that are read, and their coordinates."""
+    of_rows = region if cells is None else None  # cells lie along one dim, and a region picks some of them
+    turn, whole_coords = make_row_order(survey, variable, grid, lat_order, lon, of_rows)
+    along_curve = checked_choice("order", order, CELL_ORDERS, GridError) == "curve"
+    if not along_curve and (cells is None or region is None):
+        return cells, turn, whole_coords
     rows = np.arange(0) if cells is None else cells_of_region(cells, {} if region is None else region)
     if along_curve:
-        of_curve = cells_along_curve(cells and cells.in_order(rows), variable)
-        rows = rows[of_curve]
+        rows = rows[cells_along_curve(cells and cells.in_order(rows), variable)]
     ordered = {dim: values[rows] for dim, values in whole_coords.items()}
     return cells and cells.in_order(rows), RowOrder(cells=StoredOrder(rows)), ordered
 
