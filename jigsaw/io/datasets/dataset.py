@@ -29,6 +29,7 @@ from jigsaw.io.series.choices import DimChoices
 from jigsaw.io.series.fields import FieldChannel
 from jigsaw.io.series.forcings import GridForcings
 from jigsaw.io.series.request import NanRule, ReadRequest
+from jigsaw.io.series.step_sums import StepSum
 from jigsaw.io.series.store_survey import RowOrder, StoreVariable
 from jigsaw.io.series.times import is_whole_number, later_times
 from jigsaw.ranks.mesh import mesh_coordinate
@@ -125,6 +126,7 @@ class Dataset(MeshSamples):
     vectors: tuple[int, ...] = ()
     counted: tuple[str, ...] = ()
     cells: CellGrid | None = None
+    sums: tuple[StepSum, ...] = ()
     stacked: str | None = None
     """The further dim, the last of `choices`, that is a dim of each sample."""
     boundary_types: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
@@ -405,6 +407,10 @@ class Dataset(MeshSamples):
         shape = len(reading.steps), stored + len(self.forcing_names), *(b - a for a, b in held)
         block = engine.memory.empty(shape, np.dtype(reading.request.dtype))
         engine.read(plan, block[:, :stored])
+        for step_sum in self.sums:
+            step_sum.add_up(block)
+        if self.sums:
+            fill_beyond_ends(block[:, :stored], held, self.frame.sizes, self.frame.boundary)
         if kept is not None:  # reached only if the read went well on all ranks; a failed read changes no rank's memory
             kept.write(block[:, :stored], reading.keys, reading.known)
             kept.keep(block[:, :stored], reading.keys, wanted)

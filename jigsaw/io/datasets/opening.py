@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from jigsaw.io.series.forcings import GridForcings, geographic_angles
 from jigsaw.io.series.request import MISSING_RULES, HaloWidth, NanRule, SampleSpace, StoredOrder
 from jigsaw.io.series.row_order import make_row_order
 from jigsaw.io.series.statistics import NormalizeArgument, channel_scales, with_stored_statistics
+from jigsaw.io.series.step_sums import StepSum, summed_channels
 from jigsaw.io.series.store_survey import RowOrder, StoreSurvey, StoreVariable, check_no_sums
 from jigsaw.io.series.times import TimeAxis
 
@@ -47,6 +49,7 @@ def open(
     targets: Sequence[Any] = (),
     time: slice | tuple[Any, Any] | None = None,
     every: Any = 1,
+    sums: Mapping[str, Any] | None = None,
     along: str = "time",
     select: Mapping[str, Any] | None = None,
     stack: str | None = None,
@@ -95,7 +98,9 @@ def open(
     - `inputs`, `targets`: steps relative to the anchor, as numbers of steps or as durations: ``["-6h", "0h"]``;
     - `time`: a slice or pair of dates, both ends included, or of step positions; no window crosses a gap;
     - `every`: takes every n-th step, from the first: ``"6h"``, or a number of steps;
-      refused for arrays that are sums over a step (by `cell_methods`, or GRIB's step type);
+      refused for arrays that are sums over a step (by `cell_methods`, or GRIB's step type), unless `sums` has them;
+    - `sums`: by field, how long a sum its value is: ``{"tp": "6h"}`` adds up the stored steps of the six hours up to
+      each step, whatever `every` takes. Steps without all of them are left out;
     - `along`: the dim that windows run along; ``"lead"`` (or its own name, such as ``"prediction_timedelta"``) for the
       lead times of a forecast;
     - `select`: the choice along any further dim (members, lead or initial times), by its name or as `member`, `lead`,
@@ -162,7 +167,8 @@ def open(
     chosen, given_channels, target_channels = _channels_to_read(survey, field_names, target_fields, targets)
     variables = survey.of(chosen)
     grid = survey.grid(variables)
-    axis = _selected_steps(survey, variables, time, every)
+    summed = summed_channels(checked_mapping("sums", sums, "{'tp': '6h'}", WindowError), chosen)
+    axis = _selected_steps(survey, variables, time, every, {chosen[i].array: length for i, length in summed.items()})
     device_mesh, device, axes = mesh_and_axes(mesh)
     if device_mesh is not None and spec is None:
         warn_of_idle_readers(axes, tuple(grid))
@@ -207,6 +213,7 @@ def open(
         cells=cells,
         boundary_types=survey.boundary_types(variables[0]),
     )
+    dataset = _with_sums(dataset, summed, survey, time) if summed else dataset
     if forced:
         forced.check(dataset.input_times(0))
     dataset.plan_of(dataset.reading([0]))  # what cannot be planned is refused here, not at the first batch
@@ -233,17 +240,70 @@ def _channels_to_read(
     return (*input_channels, *more), tuple(range(len(input_channels))), target_places
 
 
-def _selected_steps(survey: StoreSurvey, variables: Sequence[StoreVariable], time: Any, every: Any) -> TimeAxis | None:
+def _selected_steps(
+    survey: StoreSurvey, variables: Sequence[StoreVariable], time: Any, every: Any, summed: Mapping[str, Any]
+) -> TimeAxis | None:
     axis = survey.time(variables)
     if axis is None:
-        for name, value, default in (("time", time, None), ("every", every, 1)):
+        for name, value, default in (("time", time, None), ("every", every, 1), ("sums", dict(summed), {})):
             if value != default:
                 raise WindowError(f"{name}={value!r} selects steps, but the fields have no time dim")
         return None
     chosen = axis.series(time, every)
     if chosen.usual > axis.usual:
-        check_no_sums(variables, every)
+        ends = {array: axis.steps_in("sums", length) * axis.usual >= chosen.usual for array, length in summed.items()}
+        check_no_sums([v for v in variables if not ends.get(v.table.name)], every)
     return chosen
+
+
+def _with_sums(dataset: Dataset, summed: Mapping[int, Any], survey: StoreSurvey, time: Any) -> Dataset:
+    """Return the dataset with a channel for each earlier step of a sum, and the anchors that have all of them."""
+    axis = survey.time(dataset.variables)
+    channels = list(dataset.channels)
+    static = [channels[i].field for i in summed if "time" not in survey.variables[channels[i].array].roles]
+    if axis is None or static:
+        raise FieldError(f"sums has {static}, which have no time; leave them out")
+    series, rules = axis.series(time, 1), dataset.nan
+    scale, offset, sums = list(dataset.scale), list(dataset.offset), list[StepSum]()
+    nan = list(rules) if isinstance(rules, tuple) else [rules] * len(channels)
+    vectors = list(dataset.vectors)
+    for i, length in summed.items():
+        count = series.steps_in("sums", length)
+        if count < 1:
+            raise WindowError(f"sums={{{channels[i].field!r}: {length!r}}} must be at least one step of the series")
+        earlier = range(len(channels), len(channels) + count - 1)
+        fill = None if isinstance(nan[i], str) else float(nan[i])
+        nan[i] = nan[i] if fill is None else "keep"  # what replaces missing values replaces missing sums
+        channels += [replace(channels[i], earlier=k) for k in range(1, count)]
+        scale += [scale[i] for _ in earlier]
+        offset += [0.0 for _ in earlier]  # (x - mean) / std of a sum: the offset once
+        nan += [nan[i] for _ in earlier]
+        vectors += earlier if i in vectors else ()
+        sums.append(StepSum(i, tuple(earlier), fill))
+    return dataset.changed(
+        channels=tuple(channels),
+        scale=tuple(scale),
+        offset=tuple(offset),
+        nan=tuple(nan),
+        vectors=tuple(vectors),
+        sums=tuple(sums),
+        anchors=_whole_anchors(dataset, series, 1 + max(len(s.earlier) for s in sums)),
+    )
+
+
+def _whole_anchors(dataset: Dataset, series: TimeAxis, count: int) -> NDArray[np.int64]:
+    """Return the anchors of whose steps each has the `count` steps up to it, in the series and without a gap."""
+    at, runs = np.searchsorted(series.at, dataset.stored_steps), np.zeros(len(series), np.int64)
+    runs[np.array(series.breaks, np.int64) + 1] = 1
+    runs = np.cumsum(runs)
+    is_whole = (at >= count - 1) & (runs[at] == runs[np.maximum(at - count + 1, 0)])
+    kept = dataset.anchors[is_whole[dataset.anchors[:, None] + [*dataset.inputs, *dataset.targets]].all(axis=1)]
+    if not len(kept):
+        raise WindowError(
+            f"sums need {count} steps without a gap up to each step of a sample, and no sample of the series of "
+            f"{len(series)} has them; sum over fewer steps, or select a longer time"
+        )
+    return kept
 
 
 def _default_fields(survey: StoreSurvey, named: Collection[str | None]) -> list[str]:
