@@ -210,3 +210,74 @@ def test_what_cannot_be_paired(stores):
         jigsaw.io.pair(coarse, jigsaw.io.open(stores[1], mesh=mesh, fields=["land_sea_mask"]))
     with pytest.raises(WindowError, match=r"rollout=2 asks for 2 targets"):
         jigsaw.io.DataLoader(jigsaw.io.pair(coarse, fine), rollout=2)
+
+
+# -- stations beside grids ---------------------------------------------------------------------------------------------
+
+
+PLACES = np.array(
+    [[52.5, 13.4], [40.7, -74.0], [-33.9, 151.2], [1.3, 103.8], [64.1, 338.1], [89.0, 12.0], [19.4, 260.9]]
+)
+
+
+@pytest.fixture(scope="module")
+def observed(stores):
+    """Temperatures of seven stations every six hours, one a day missing."""
+    times = truth(stores[0]).time.values[2:]
+    values = np.random.default_rng(5).normal(280, 10, (len(times), len(PLACES))).astype("f4")
+    values[1::4, 2] = np.nan
+    places = {name: ("station", PLACES[:, i]) for i, name in enumerate(("lat", "lon"))}
+    return xr.Dataset({"t2m": (("time", "station"), values)}, {"time": times, **places})
+
+
+class Change(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.near = torch.nn.Conv2d(2, 1, 3, padding=1)
+
+    def forward(self, x):
+        return x[:, :, 1:] + self.near(x[:, 0])[:, None]
+
+
+def scored(stores, observed, axes):
+    """Losses at the stations that reported, their number, gradients, and what a net says there."""
+    torch.manual_seed(0)
+    mesh, scale = world_mesh(**axes), {"z500": (5e4, 1e3), "t2m": (280.0, 10.0)}
+    options = {"mesh": mesh, "dtype": "float64"}
+    grid = jigsaw.io.open(stores[0], fields=["z500", "t2m"], normalize=scale, **options)
+    spec = {"cell": tuple(name for name in axes if name != "data")}
+    stations = jigsaw.io.open(observed, fields=["t2m"], normalize={"t2m": (280.0, 10.0)}, spec=spec, **options)
+    at_stations = jigsaw.io.Regridder(grid.whole_coords, stations.grid, method="bilinear")
+    net = jigsaw.parallelize(Change().double(), mesh)
+    losses, told = [], []
+    for batch in jigsaw.io.DataLoader(jigsaw.io.pair(grid, stations), batch_size=2):
+        forecast = at_stations(net(batch.input))
+        has_value = ~batch.target.isnan()
+        off = torch.where(has_value, forecast - batch.target, 0.0)
+        loss = off.square().sum() / has_value.sum()
+        loss.backward()
+        losses.append((loss.item(), has_value.sum().item()))
+        told.append(forecast.detach().full_tensor().numpy())
+    return losses, [p.grad.numpy() for p in net.parameters()], np.concatenate(told)
+
+
+@pytest.mark.parametrize("axes", [{"lat": 2}, {"lat": 2, "lon": 2}, {"data": 2, "lat": 2}], ids=str)
+def test_a_forecast_is_scored_at_stations_alike_on_every_mesh(stores, observed, axes):
+    ((losses, gradients, told),) = run_on_ranks(1, scored, stores, observed, {"lat": 1})
+    assert [count for _, count in losses] == [13, 14, 13, 14]
+    for theirs, parts, said in run_on_ranks(int(np.prod(list(axes.values()))), scored, stores, observed, axes):
+        np.testing.assert_allclose(theirs, losses, rtol=1e-12)
+        np.testing.assert_allclose(said, told, rtol=1e-9)
+        for part, whole in zip(parts, gradients, strict=True):
+            np.testing.assert_allclose(part, whole, rtol=1e-9, atol=1e-12)
+
+
+def test_values_at_stations_are_those_of_xarray(stores, observed):
+    grid = jigsaw.io.open(stores[0], mesh=world_mesh(lat=1), fields=["t2m"], dtype="float64")
+    stations = jigsaw.io.open(observed, mesh=world_mesh(lat=1), fields=["t2m"])
+    told = jigsaw.io.Regridder(grid.whole_coords, stations.grid, method="bilinear")(grid[3].input)
+    field = truth(stores[0])["2m_temperature"][3].pad(longitude=(0, 1), mode="wrap")
+    field = field.assign_coords(longitude=np.arange(17) * 22.5)
+    lat, lon = (xr.DataArray(PLACES[:, i], dims="station") for i in range(2))
+    want = field.astype("f8").interp(latitude=lat, longitude=lon % 360)
+    np.testing.assert_allclose(told.local[0, 0], want, rtol=1e-6)
