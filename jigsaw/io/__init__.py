@@ -25,6 +25,7 @@ from jigsaw.io.conversion.convert import Converted, convert, verify
 from jigsaw.io.datasets.dataset import Dataset, Sample
 from jigsaw.io.datasets.loader import Batch, DataLoader
 from jigsaw.io.datasets.opening import open
+from jigsaw.io.datasets.pairs import pair
 from jigsaw.io.datasets.splits import split
 from jigsaw.io.formats.array_source import ArraySource, SourceArray
 from jigsaw.io.formats.disk_cache import DiskCache
@@ -93,6 +94,7 @@ __all__ = [
     "open_raw",
     "open_store",
     "open_volumes",
+    "pair",
     "recommend",
     "regrid",
     "sliding_window",

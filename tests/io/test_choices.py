@@ -4,13 +4,14 @@ import re
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 import zarr
 
 import jigsaw
-from jigsaw.errors import GridError, WindowError
+from jigsaw.errors import FieldError, GridError, WindowError
 from jigsaw.io.series.forcings import day_progress
-from jigsaw.testing import on_ranks, world_mesh
+from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 INITS, LEADS, MEMBERS = 5, 4, 3
 
@@ -186,3 +187,68 @@ def test_a_dim_to_run_along_must_exist(store):
 def test_a_window_of_leads_ends_with_the_forecast(store):
     with pytest.raises(WindowError, match="needs 5 steps, but the series has 4"):
         opened(store, {"init": 0, "number": 0}, along="lead", targets=["24h"])
+
+
+# -- a further dim as a dim of a sample --------------------------------------------------------------------------------
+
+
+def stacked(store, axes, **kwargs):
+    """Forecasts of three leads with all members in a sample, beside the mask: batches, chunks of a start, a sample."""
+    mesh = world_mesh(**axes)
+    options = {"select": {"time": "all"}, "stack": "member", "targets": ["6h"], "mode": "cooperative", **kwargs}
+    edges = {"halo": 1, "boundary": {"lon": "periodic"}}
+    data = jigsaw.io.open(
+        store, mesh=mesh, fields=["t2m", "land_sea_mask"], along="lead", forcings=["latlon"], **edges, **options
+    )
+    loader = jigsaw.io.DataLoader(data, batch_size=4)
+    read = []
+    for batch in loader:
+        parts = batch.input, batch.target, batch.target_forcings
+        read.append((batch.samples, *(x.full_tensor().numpy() for x in parts), batch.input_times))
+        # members and samples as one batch dim, as most nets need them
+        flat = batch.input.flatten(0, 1)[:, 0]
+        torch.testing.assert_close(flat.full_tensor(), torch.from_numpy(read[-1][1]).flatten(0, 1)[:, 0])
+    return read, data.plan([0, 1, 2]).total.chunks, data[3].input.full_tensor().numpy()
+
+
+@pytest.mark.parametrize("store", ["zarr"], indirect=True)
+@pytest.mark.parametrize("axes", [{"lat": 1}, {"lat": 2}, {"lon": 3}, {"data": 2, "lat": 2}], ids=str)
+def test_members_are_a_dim_of_each_sample(store, axes):
+    truth = xr.open_zarr(store, consolidated=False)
+    whole = truth["2m_temperature"].transpose("time", "number", "prediction_timedelta", ...).values
+    results = run_on_ranks(int(np.prod(list(axes.values()))), stacked, store, axes)
+    for read, chunks, one in results:
+        assert [s for samples, *_ in read for s in samples] == list(range(15))
+        for samples, input, target, forced, times in read:
+            start, lead = np.divmod(np.array(samples), 3)
+            assert input.shape == (len(samples), 3, 1, 6, 7, 8)  # members, steps, two fields and four forcings
+            np.testing.assert_array_equal(input[:, :, 0, 0], whole[start, :, lead])
+            np.testing.assert_array_equal(target[:, :, 0, 0], whole[start, :, lead + 1])
+            np.testing.assert_array_equal(
+                input[:, :, 0, 1], np.broadcast_to(truth.land_sea_mask, (len(start), 3, 7, 8))
+            )
+            np.testing.assert_array_equal(input[:, :, 0, 2:], forced[:, :, 0])
+            assert (times[:, 0] == truth.time.values[start] + truth.prediction_timedelta.values[lead]).all()
+        np.testing.assert_array_equal(one[:, 0, 0], whole[1, :, 0])
+        assert chunks == 3  # one of two leads of all members, another of two, and the mask
+
+
+def test_some_members_in_a_sample(store):
+    data = opened(store, {"lead": "12h", "number": [2, 0]}, stack="number")
+    assert len(data) == INITS and data.select == {"prediction_timedelta": 2, "number": [2, 0]}
+    assert data.choice(3) == {"prediction_timedelta": 2} and data.layout.shape == (2, 1, 1, 7, 8)
+    whole = forecasts()["2m_temperature"].values
+    np.testing.assert_array_equal(data[3].input.local[:, 0, 0], whole[3, 2, [2, 0]])
+    assert jigsaw.io.open(store, mesh={"lat": 2}, along="lead", select={"time": 0}, stack="member").fields == (
+        "2m_temperature",
+        "land_sea_mask",
+    )
+
+
+def test_what_cannot_be_stacked(store):
+    with pytest.raises(GridError, match=r"stack names 'level', which is not a further dim"):
+        opened(store, {"lead": 0, "number": 0}, stack="level")
+    with pytest.raises(GridError, match=r"stack='lead': places along 'prediction_timedelta' have times of their own"):
+        opened(store, {"number": 0}, stack="lead")
+    with pytest.raises(FieldError, match=r"stack='number' puts all into one; open it with select={'number': 'all'}"):
+        jigsaw.io.statistics(opened(store, {"lead": 0}, stack="member"))

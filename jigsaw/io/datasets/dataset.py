@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +17,7 @@ from jigsaw.errors import GridError, MissingArrayError, WindowError
 from jigsaw.geometry.cut import Box
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
+from jigsaw.io.datasets.held_steps import HeldSteps
 from jigsaw.io.datasets.samples import MeshSamples, TileIfAny, TileRecord, numpy_dtype_name
 from jigsaw.io.formats.store import StoreSource
 from jigsaw.io.reading.engine import ReadEngine, StoreIdentity, look_at_store
@@ -29,6 +29,7 @@ from jigsaw.io.series.choices import DimChoices
 from jigsaw.io.series.fields import FieldChannel
 from jigsaw.io.series.forcings import GridForcings
 from jigsaw.io.series.request import NanRule, ReadRequest
+from jigsaw.io.series.step_sums import StepSum
 from jigsaw.io.series.store_survey import RowOrder, StoreVariable
 from jigsaw.io.series.times import is_whole_number, later_times
 from jigsaw.ranks.mesh import mesh_coordinate
@@ -125,6 +126,9 @@ class Dataset(MeshSamples):
     vectors: tuple[int, ...] = ()
     counted: tuple[str, ...] = ()
     cells: CellGrid | None = None
+    sums: tuple[StepSum, ...] = ()
+    stacked: str | None = None
+    """The further dim, the last of `choices`, that is a dim of each sample."""
     boundary_types: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
     """Beyond the first and last row of each dim: ``open``, ``wall`` or ``periodic``, where the store says it."""
 
@@ -182,17 +186,21 @@ class Dataset(MeshSamples):
     @cached_property
     def layout(self) -> Layout:
         r"""The layout of a sample's input [T, C, \*space], halo and forcings included."""
-        return self.frame.layout((len(self.inputs), len(self.fields) + len(self.forcing_names)), (None, None))
+        return self._layout(len(self.inputs), len(self.fields) + len(self.forcing_names))
 
     @cached_property
     def target_layout(self) -> Layout:
         r"""Layout of a sample's target [T, C, \*space]; targets do not have a halo."""
-        return self.frame.layout((len(self.targets), len(self.target_channels)), (None, None), halo=False)
+        return self._layout(len(self.targets), len(self.target_channels), halo=False)
 
     @cached_property
     def forcing_layout(self) -> Layout:
         r"""The layout of a sample's `target_forcings` [T, C, \*space], halo included."""
-        return self.frame.layout((len(self.targets), len(self.forcing_names)), (None, None))
+        return self._layout(len(self.targets), len(self.forcing_names))
+
+    def _layout(self, *lead: int, halo: bool = True) -> Layout:
+        lead = (*self._stack, *lead)
+        return self.frame.layout(lead, (None,) * len(lead), halo)
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -207,7 +215,7 @@ class Dataset(MeshSamples):
     @property
     def coords(self) -> dict[str, NDArray[Any]]:
         """The coordinates of the rows that this rank owns; `whole_coords` are those of the whole grid."""
-        owned = self.layout.owned(mesh_coordinate(self.device_mesh()))[2:]
+        owned = self.layout.owned(mesh_coordinate(self.device_mesh()))[-len(self.frame.dims) :]
         return {d: self.whole_coords[d][a:b] for d, (a, b) in zip(self.frame.dims, owned, strict=True)}
 
     @property
@@ -224,12 +232,18 @@ class Dataset(MeshSamples):
         return max(sizes) * self.dtype.itemsize
 
     @property
+    def _stack(self) -> tuple[int, ...]:
+        """The size of the leading dim of samples, where they have one."""
+        return () if self.stacked is None else (len(self.choices[self.stacked]),)
+
+    @property
     def _chosen(self) -> int:
-        return prod(len(at) for at in self.choices.values())
+        return prod(len(at) for dim, at in self.choices.items() if dim != self.stacked)
 
     def choice(self, sample: int) -> dict[str, int]:
         """Return the position of a sample along each further dim, by the store's own name."""
-        return self._choice(self._index(sample) // len(self.anchors))
+        choice = self._choice(self._index(sample) // len(self.anchors) * prod(self._stack))
+        return {dim: at for dim, at in choice.items() if dim != self.stacked}
 
     def _choice(self, number: int) -> dict[str, int]:
         places = np.unravel_index(number, [len(at) for at in self.choices.values()])
@@ -293,13 +307,15 @@ class Dataset(MeshSamples):
         return SampleReading(request, keys, known, tuple(steps), self._block_times(keys), input_at, target_at)
 
     def _wanted(self, samples: Sequence[int]) -> list[NDArray[np.int64]]:
-        """Return the keys [B, T] of these samples' input steps, and of their target steps."""
+        """Return the keys [B, T] of these samples' input steps, and of their targets'; [B, M, T] of M stacked."""
         places = np.array([self._index(s) for s in samples], dtype=np.int64)
         chosen, at = places // len(self.anchors), self.anchors[places % len(self.anchors)]
         # One number for a step of a choice: of 8 stored steps and members 0 and 1, step 3 of member 1 is 1 * 8 + 3.  Of
         # samples 0 and 1 with inputs (-1, 0) and target 1 the keys are 0, 1, 1, 2 and 2, 3: the four steps 0 to 3, each
         # read once, and `input_at` says [[0, 1], [1, 2]].
-        first = (chosen * len(self.stored_steps) + at)[:, None]
+        stack = np.arange(prod(self._stack)).reshape(self._stack)
+        chosen = chosen.reshape(-1, *(1 for _ in self._stack)) * stack.size + stack
+        first = (chosen * len(self.stored_steps) + at.reshape(-1, *(1 for _ in self._stack)))[..., None]
         return [first + np.array(steps, dtype=np.int64) for steps in (self.inputs, self.targets)]
 
     def keys(self, samples: Sequence[int]) -> tuple[int, ...]:
@@ -313,7 +329,11 @@ class Dataset(MeshSamples):
         item = np.dtype(numpy_dtype_name(self.dtype)).itemsize
         size = item * max(prod(layout.local_shape(c)) for c in layout.coords())
         timeless = {v.table.name for v in self.variables if "time" not in v.roles}
-        fixed = [i for i, c in enumerate(self.channels) if c.array in timeless] if self._chosen == 1 else []
+        fixed = (
+            [i for i, c in enumerate(self.channels) if c.array in timeless]
+            if self._chosen * prod(self._stack) == 1
+            else []
+        )
         return HeldSteps(cache_bytes // size, fixed)
 
     def _moments(self, keys: Sequence[int], known: Collection[int]) -> survey.ChoiceSteps:
@@ -387,6 +407,10 @@ class Dataset(MeshSamples):
         shape = len(reading.steps), stored + len(self.forcing_names), *(b - a for a, b in held)
         block = engine.memory.empty(shape, np.dtype(reading.request.dtype))
         engine.read(plan, block[:, :stored])
+        for step_sum in self.sums:
+            step_sum.add_up(block)
+        if self.sums:
+            fill_beyond_ends(block[:, :stored], held, self.frame.sizes, self.frame.boundary)
         if kept is not None:  # reached only if the read went well on all ranks; a failed read changes no rank's memory
             kept.write(block[:, :stored], reading.keys, reading.known)
             kept.keep(block[:, :stored], reading.keys, wanted)
@@ -411,7 +435,7 @@ class Dataset(MeshSamples):
 
     @property
     def _held(self) -> Box:
-        return self.layout.held(mesh_coordinate(self.device_mesh()))[2:]
+        return self.layout.held(mesh_coordinate(self.device_mesh()))[-len(self.frame.dims) :]
 
     @cached_property
     def _forcings_here(self) -> list[tuple[tuple[slice, ...], GridForcings]]:
@@ -432,18 +456,20 @@ class Dataset(MeshSamples):
         steps = torch.from_numpy(block)
         inner = self.frame.inner(mesh_coordinate(self.device_mesh()))
         computed = tuple(range(len(self.channels), block.shape[1]))
-        before = _take_channels(_take_steps(steps, reading.input_at), (*self.input_channels, *computed))
+        channels = -1 - len(self.frame.dims)
+        before = _take_channels(_take_steps(steps, reading.input_at), channels, (*self.input_channels, *computed))
         after = _take_steps(steps, reading.target_at)
-        target, forced = _take_channels(after, self.target_channels)[(..., *inner)], _take_channels(after, computed)
+        target = _take_channels(after, channels, self.target_channels)[(..., *inner)]
+        forced = _take_channels(after, channels, computed)
         return before.to(self.dtype), target.to(self.dtype), forced.to(self.dtype)
 
 
-def _take_channels(x: Tensor, picked: tuple[int, ...]) -> Tensor:
-    r"""Take channels of [B, T, C, \*space]; a view where they follow each other."""
+def _take_channels(x: Tensor, dim: int, picked: tuple[int, ...]) -> Tensor:
+    """Take channels along a dim; a view where they follow each other."""
     first = picked[0] if picked else 0
     if picked == tuple(range(first, first + len(picked))):
-        return x.narrow(2, first, len(picked))
-    return x.index_select(2, torch.tensor(picked))
+        return x.narrow(dim, first, len(picked))
+    return x.index_select(dim, torch.tensor(picked))
 
 
 def _take_steps(x: Tensor, at: NDArray[np.int64]) -> Tensor:
@@ -452,68 +478,3 @@ def _take_steps(x: Tensor, at: NDArray[np.int64]) -> Tensor:
     rising = bool((flat == np.arange(first, first + at.size)).all())
     picked = x.narrow(0, first, at.size) if rising else x.index_select(0, torch.from_numpy(flat))
     return picked.unflatten(0, at.shape)
-
-
-AnyArray = NDArray[Any]
-
-
-class HeldSteps:
-    r"""Copies of decoded steps [C, \*held] by their keys, the last `capacity` that were used.
-
-    Without a capacity, it keeps what `keep` is told that the next read needs.  Copies, because the samples are the
-    user's to change.  `fixed` are the channels without time, which are read once.
-    """
-
-    def __init__(self, capacity: int, fixed: Sequence[int]) -> None:
-        self._capacity, self.fixed = capacity, tuple(fixed)
-        self._known: OrderedDict[int, AnyArray] = OrderedDict()
-        self._fixed_values: AnyArray | None = None
-
-    @property
-    def has_fixed(self) -> bool:
-        return self._fixed_values is not None
-
-    def known(self, keys: Iterable[int]) -> frozenset[int]:
-        return frozenset(key for key in keys if key in self._known)
-
-    def foreseen(self, keys: Iterable[int], wanted: Collection[int]) -> HeldSteps:
-        """Return the memory without values as it will be after a read of `keys` that keeps the `wanted` ones."""
-        nothing = np.empty(0)
-        # The same order of use that `write` and `keep` will leave: what is not used, what is used again, what is new.
-        # Of steps 1 to 4 in memory and 3 to 6 read, with room for 5: 1 2 | 3 4 | 5 6, of which 1 goes.
-        memory = HeldSteps(self._capacity, self.fixed)
-        again = [key for key in keys if key in self._known]
-        unused = [key for key in self._known if key not in again]
-        memory._known = OrderedDict.fromkeys([*unused, *again, *keys], nothing)
-        memory._drop(wanted)
-        memory._fixed_values = nothing if self.fixed else None
-        return memory
-
-    def write(self, block: AnyArray, keys: Sequence[int], known: Collection[int]) -> None:
-        r"""Copy the known steps, and the channels without time, to their places in a block [steps, C, \*held]."""
-        for i, key in enumerate(keys):
-            if key in known:
-                block[i] = self._known[key]
-                self._known.move_to_end(key)
-            elif self._fixed_values is not None:
-                for c, values in zip(self.fixed, self._fixed_values, strict=True):
-                    block[i, c] = values
-
-    def keep(self, block: AnyArray, keys: Sequence[int], wanted: Collection[int]) -> None:
-        if self.fixed and self._fixed_values is None:
-            self._fixed_values = block[0][list(self.fixed)].copy()
-        for i, key in enumerate(keys):
-            if key not in self._known and (self._capacity or key in wanted):
-                self._known[key] = np.array(block[i])
-        self._drop(wanted)
-
-    def _drop(self, wanted: Collection[int]) -> None:
-        """Drop the steps that were unused for longest, or those that the next read does not need."""
-        # In the order of use, which is that of the samples: four ranks that share them drop the same steps. If time or
-        # free memory decided, one rank would read again what the others hold, and plan alone.
-        if self._capacity:
-            while len(self._known) > self._capacity:
-                self._known.popitem(last=False)
-        else:
-            for key in [key for key in self._known if key not in wanted]:
-                del self._known[key]

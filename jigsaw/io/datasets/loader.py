@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
@@ -15,9 +15,12 @@ from torch import Tensor
 
 from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.layout import Layout
-from jigsaw.io.datasets.dataset import Dataset, HeldSteps, SampleReading
+from jigsaw.io.datasets.dataset import Dataset, SampleReading
 from jigsaw.io.datasets.epochs import BatchTurn, EpochLoader, check_whole_number
+from jigsaw.io.datasets.held_steps import HeldSteps
+from jigsaw.io.datasets.pairs import PairedDataset
 from jigsaw.io.datasets.samples import RolloutLengths, TileIfAny, TileRecord
+from jigsaw.io.reading.chunk_readers import ReadCounts
 from jigsaw.tile.tile import Tile
 
 
@@ -59,7 +62,7 @@ class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
     other axes share their samples; each reads its own tile of them. The order depends on `seed` and epoch alone, never
     on the mesh. Steps that the windows of a batch share, or those of a batch and the next, are read once. Fields
     without time are read only once in all. `cache_bytes` keeps further steps in memory, the last used ones of so many
-    bytes a rank.
+    bytes a rank. Of a `jigsaw.io.pair` it reads both, side by side, within the same bytes.
 
     `rollout` says how many of the dataset's targets an epoch has: ``{0: 1, 5: 4, 10: 12}`` is one in the epochs 0 to 4,
     four from 5 on, twelve from 10 on. The samples are those of the longest rollout, so that epochs are equally long and
@@ -123,12 +126,66 @@ class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
 
     @cached_property
     def _kept(self) -> HeldSteps:
-        return self.dataset.new_steps(self._cache_bytes)
+        return self.dataset.new_steps(self._own_cache)
 
     @cached_property
     def _by_targets(self) -> dict[int, Dataset]:
         """Datasets by their number of targets, each made when an epoch first needs it."""
-        return {len(self.dataset.targets): self.dataset}
+        dataset = self.dataset
+        return {len(dataset.targets): dataset.unpaired if isinstance(dataset, PairedDataset) else dataset}
+
+    @cached_property
+    def _partner(self) -> DataLoader | None:
+        """The loader of a pair's targets: the same samples in the same order."""
+        if not isinstance(self.dataset, PairedDataset):
+            return None
+        targets = self.dataset.target_dataset
+        batch_bytes = self.batch_bytes // self.dataset.sample_bytes() * targets.sample_bytes()
+        arguments: dict[str, Any] = self._made_of() | {"cache_bytes": self._cache_bytes - self._own_cache}
+        if self._prefetch_bytes is not None:
+            arguments["prefetch_bytes"] = self._ahead * batch_bytes
+        return DataLoader(targets, **arguments)
+
+    @property
+    def _own_cache(self) -> int:
+        """The bytes of the cache that are for the inputs of a pair, by their share of a sample."""
+        if not isinstance(self.dataset, PairedDataset):
+            return self._cache_bytes
+        own = self.dataset.unpaired.sample_bytes()
+        return self._cache_bytes * own // self.dataset.sample_bytes()
+
+    def _join(self) -> None:
+        super()._join()
+        _ = self._partner
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._join()
+        partner = self._partner
+        if partner is None:
+            yield from super().__iter__()
+            return
+        partner._state, partner._resumed = self._state, self._resumed
+        # The partner first: this loader's state counts a batch as handed out, which holds once both are read.
+        for other, batch in zip(partner, super().__iter__(), strict=True):
+            yield replace(batch, target=other.input, target_times=other.input_times)
+
+    def close(self) -> None:
+        """End the reading threads and let go of their memory; no iteration is possible afterwards."""
+        super().close()
+        if (partner := vars(self).get("_partner")) is not None:
+            partner.close()
+
+    @property
+    def read_counts(self) -> ReadCounts:
+        """Counts of this rank over all iterations, counted as the `rows` of a plan: requests, chunks, bytes."""
+        partner = vars(self).get("_partner")
+        return super().read_counts + (partner.read_counts if partner is not None else ReadCounts())
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for data, over all iterations."""
+        partner = vars(self).get("_partner")
+        return super().waited_s + (partner.waited_s if partner is not None else 0.0)
 
     def _failed(self) -> None:
         # Of four ranks that share a batch rank 2 fails. The others may hold the steps of this batch while rank 2 does
@@ -195,5 +252,6 @@ class DataLoader(EpochLoader[Dataset, _LocalBatch, Batch]):
 
 def _batch_layouts(ds: Dataset, samples: tuple[int, ...]) -> list[Layout]:
     layouts = ((ds.layout, True), (ds.target_layout, False), (ds.forcing_layout, True))
-    count, spec = len(samples), (DATA_AXIS, None, None)
-    return [ds.frame.layout((count, *layout.shape[:2]), spec, halo=halo) for layout, halo in layouts]
+    leads = [(len(samples), *layout.shape[: -len(ds.frame.dims)]) for layout, _ in layouts]
+    spec = (DATA_AXIS, *(None for _ in leads[0][1:]))
+    return [ds.frame.layout(lead, spec, halo=halo) for lead, (_, halo) in zip(leads, layouts, strict=True)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from jigsaw.io.series.forcings import GridForcings, geographic_angles
 from jigsaw.io.series.request import MISSING_RULES, HaloWidth, NanRule, SampleSpace, StoredOrder
 from jigsaw.io.series.row_order import make_row_order
 from jigsaw.io.series.statistics import NormalizeArgument, channel_scales, with_stored_statistics
+from jigsaw.io.series.step_sums import StepSum, summed_channels
 from jigsaw.io.series.store_survey import RowOrder, StoreSurvey, StoreVariable, check_no_sums
 from jigsaw.io.series.times import TimeAxis
 
@@ -47,8 +49,10 @@ def open(
     targets: Sequence[Any] = (),
     time: slice | tuple[Any, Any] | None = None,
     every: Any = 1,
+    sums: Mapping[str, Any] | None = None,
     along: str = "time",
     select: Mapping[str, Any] | None = None,
+    stack: str | None = None,
     dims: Mapping[str, str] | None = None,
     normalize: NormalizeArgument = None,
     nan: NanRule | Mapping[str, NanRule] = "keep",
@@ -94,12 +98,16 @@ def open(
     - `inputs`, `targets`: steps relative to the anchor, as numbers of steps or as durations: ``["-6h", "0h"]``;
     - `time`: a slice or pair of dates, both ends included, or of step positions; no window crosses a gap;
     - `every`: takes every n-th step, from the first: ``"6h"``, or a number of steps;
-      refused for arrays that are sums over a step (by `cell_methods`, or GRIB's step type);
+      refused for arrays that are sums over a step (by `cell_methods`, or GRIB's step type), unless `sums` has them;
+    - `sums`: by field, how long a sum its value is: ``{"tp": "6h"}`` adds up the stored steps of the six hours up to
+      each step, whatever `every` takes. Steps without all of them are left out;
     - `along`: the dim that windows run along; ``"lead"`` (or its own name, such as ``"prediction_timedelta"``) for the
       lead times of a forecast;
     - `select`: the choice along any further dim (members, lead or initial times), by its name or as `member`, `lead`,
       `init`. An integer is a position; a float, string, date or duration is a value (``"24h"``). A list, a slice or
       pair of ends, or ``"all"`` makes samples of each;
+    - `stack`: a further dim that is the first of each sample, such as ``"member"``: [member, T, C, \*space]; all places
+      along it, or those of `select`;
     - `dims`: the roles of the store's dims, where they are not found: ``{"time": "valid_time", "lat": "j"}``;
     - `normalize`: the path of a file of statistics (see `jigsaw.io.statistics`), a `jigsaw.io.Statistics`, ``{"t2m":
       (mean, std)}`` by field, or ``"store"`` for the store's own (anemoi's); fused into the read;
@@ -155,26 +163,24 @@ def open(
     survey = StoreSurvey(source.store, dims, along, channels)
     survey.check_fields()
     normalize = with_stored_statistics(normalize, source.store)
-    field_names = _default_fields(survey, select) if fields is None else fields
+    field_names = _default_fields(survey, {stack, *(select or ())}) if fields is None else fields
     chosen, given_channels, target_channels = _channels_to_read(survey, field_names, target_fields, targets)
     variables = survey.of(chosen)
     grid = survey.grid(variables)
-    axis = _selected_steps(survey, variables, time, every)
+    summed = summed_channels(checked_mapping("sums", sums, "{'tp': '6h'}", WindowError), chosen)
+    axis = _selected_steps(survey, variables, time, every, {chosen[i].array: length for i, length in summed.items()})
     device_mesh, device, axes = mesh_and_axes(mesh)
     if device_mesh is not None and spec is None:
         warn_of_idle_readers(axes, tuple(grid))
     rules = _stored_boundary(boundary, survey, variables[0]) if isinstance(boundary, str) else boundary
     cells = cell_grid_of(survey, variables[0], source)
-    of_rows = region if cells is None else None  # cells lie along one dim, and a region picks some of them
-    turn, whole_coords = make_row_order(survey, variables[0], grid, lat_order, lon, of_rows)
-    along_curve = checked_choice("order", order, CELL_ORDERS, GridError) == "curve"
-    if along_curve or (cells is not None and region is not None):
-        cells, turn, whole_coords = _cells_in_order(cells, variables[0], whole_coords, region, along_curve)
+    cells, turn, whole_coords = _rows_in_order(cells, survey, variables[0], grid, lat_order, lon, region, order)
     frame = SampleSpace.of({d: len(v) for d, v in whole_coords.items()}, axes, spec, halo, rules, split, align)
     frame = frame.on(whole_coords)
     places = geographic_angles(whole_coords, survey, variables[0], cells, turn, forcings) if forcings else None
     forced = places and GridForcings.of(forcings, places, [c.name for c in chosen], normalize)
     scale, offset = channel_scales(chosen, forced.unnamed(normalize) if forced else normalize)
+    choices, stacked = choose_positions(survey, variables, select, stack)
     before, after = window_offsets("inputs", inputs, axis), window_offsets("targets", targets, axis)
     dataset = Dataset(
         source=source,
@@ -190,7 +196,8 @@ def open(
         anchors=window_anchors(0, len(axis) if axis else 1, before, after, axis.breaks if axis else ()),
         times=axis.stamps if axis else np.arange(1),  # fields without time are one step
         stored_steps=axis.at if axis else np.arange(1),
-        choices=choose_positions(survey, variables, select),
+        choices=choices,
+        stacked=stacked,
         origins=time_origins(survey, variables),
         whole_coords=whole_coords,
         scale=scale,
@@ -206,6 +213,7 @@ def open(
         cells=cells,
         boundary_types=survey.boundary_types(variables[0]),
     )
+    dataset = _with_sums(dataset, summed, survey, time) if summed else dataset
     if forced:
         forced.check(dataset.input_times(0))
     dataset.plan_of(dataset.reading([0]))  # what cannot be planned is refused here, not at the first batch
@@ -232,25 +240,79 @@ def _channels_to_read(
     return (*input_channels, *more), tuple(range(len(input_channels))), target_places
 
 
-def _selected_steps(survey: StoreSurvey, variables: Sequence[StoreVariable], time: Any, every: Any) -> TimeAxis | None:
+def _selected_steps(
+    survey: StoreSurvey, variables: Sequence[StoreVariable], time: Any, every: Any, summed: Mapping[str, Any]
+) -> TimeAxis | None:
     axis = survey.time(variables)
     if axis is None:
-        for name, value, default in (("time", time, None), ("every", every, 1)):
+        for name, value, default in (("time", time, None), ("every", every, 1), ("sums", dict(summed), {})):
             if value != default:
                 raise WindowError(f"{name}={value!r} selects steps, but the fields have no time dim")
         return None
     chosen = axis.series(time, every)
     if chosen.usual > axis.usual:
-        check_no_sums(variables, every)
+        ends = {array: axis.steps_in("sums", length) * axis.usual >= chosen.usual for array, length in summed.items()}
+        check_no_sums([v for v in variables if not ends.get(v.table.name)], every)
     return chosen
 
 
-def _default_fields(survey: StoreSurvey, select: Mapping[str, Any] | None) -> list[str]:
-    """Return every numeric variable on the grid of the first, without those that need `select`, unless all do."""
+def _with_sums(dataset: Dataset, summed: Mapping[int, Any], survey: StoreSurvey, time: Any) -> Dataset:
+    """Return the dataset with a channel for each earlier step of a sum, and the anchors that have all of them."""
+    axis = survey.time(dataset.variables)
+    channels = list(dataset.channels)
+    static = [channels[i].field for i in summed if "time" not in survey.variables[channels[i].array].roles]
+    if axis is None or static:
+        raise FieldError(f"sums has {static}, which have no time; leave them out")
+    series, rules = axis.series(time, 1), dataset.nan
+    scale, offset, sums = list(dataset.scale), list(dataset.offset), list[StepSum]()
+    nan = list(rules) if isinstance(rules, tuple) else [rules] * len(channels)
+    vectors = list(dataset.vectors)
+    for i, length in summed.items():
+        count = series.steps_in("sums", length)
+        if count < 1:
+            raise WindowError(f"sums={{{channels[i].field!r}: {length!r}}} must be at least one step of the series")
+        earlier = range(len(channels), len(channels) + count - 1)
+        fill = None if isinstance(nan[i], str) else float(nan[i])
+        nan[i] = nan[i] if fill is None else "keep"  # what replaces missing values replaces missing sums
+        channels += [replace(channels[i], earlier=k) for k in range(1, count)]
+        scale += [scale[i] for _ in earlier]
+        offset += [0.0 for _ in earlier]  # (x - mean) / std of a sum: the offset once
+        nan += [nan[i] for _ in earlier]
+        vectors += earlier if i in vectors else ()
+        sums.append(StepSum(i, tuple(earlier), fill))
+    return dataset.changed(
+        channels=tuple(channels),
+        scale=tuple(scale),
+        offset=tuple(offset),
+        nan=tuple(nan),
+        vectors=tuple(vectors),
+        sums=tuple(sums),
+        anchors=_whole_anchors(dataset, series, 1 + max(len(s.earlier) for s in sums)),
+    )
+
+
+def _whole_anchors(dataset: Dataset, series: TimeAxis, count: int) -> NDArray[np.int64]:
+    """Return the anchors of whose steps each has the `count` steps up to it, in the series and without a gap."""
+    at, runs = np.searchsorted(series.at, dataset.stored_steps), np.zeros(len(series), np.int64)
+    runs[np.array(series.breaks, np.int64) + 1] = 1
+    runs = np.cumsum(runs)
+    is_whole = (at >= count - 1) & (runs[at] == runs[np.maximum(at - count + 1, 0)])
+    kept = dataset.anchors[is_whole[dataset.anchors[:, None] + [*dataset.inputs, *dataset.targets]].all(axis=1)]
+    if not len(kept):
+        raise WindowError(
+            f"sums need {count} steps without a gap up to each step of a sample, and no sample of the series of "
+            f"{len(series)} has them; sum over fewer steps, or select a longer time"
+        )
+    return kept
+
+
+def _default_fields(survey: StoreSurvey, named: Collection[str | None]) -> list[str]:
+    """Return every numeric variable on the grid of the first, without those with a choice that is not `named`, unless
+    all have one. A dim is named by the store's own name, or by its role.
+    """
     listed = [v for v in survey.variables.values() if not v.table.by_name_only]
     every = [v for v in listed if np.dtype(v.table.dtype).kind in "fiu"]
-    named = set(select or {})  # by the store's own name of a dim, or by its role
-    numeric = [v for v in every if all({v.table.dims[d], v.roles[d]} & named for d in v.unchosen)] or every
+    numeric = [v for v in every if all(v.table.dims[d] in named or v.roles[d] in named for d in v.unchosen)] or every
     if not numeric:
         raise FieldError(f"the store {survey.store.url} has no variable on a lat-lon grid, on cells or in a volume")
     first = {d: numeric[0].size(d) for d in numeric[0].space}
@@ -285,18 +347,25 @@ def _turning_channels(
     return ()
 
 
-def _cells_in_order(
+def _rows_in_order(
     cells: CellGrid | None,
+    survey: StoreSurvey,
     variable: StoreVariable,
-    whole_coords: Mapping[str, NDArray[Any]],
+    grid: Mapping[str, NDArray[Any]],
+    lat_order: str,
+    lon: str,
     region: Any,
-    along_curve: bool,
+    order: str,
 ) -> tuple[CellGrid | None, RowOrder, Mapping[str, NDArray[Any]]]:
-    """Return the grid, the stored rows and the coordinates of the cells that are read, in their order."""
+    """Return the cells, if any, the order of the rows that are read, and their coordinates."""
+    of_rows = region if cells is None else None  # cells lie along one dim, and a region picks some of them
+    turn, whole_coords = make_row_order(survey, variable, grid, lat_order, lon, of_rows)
+    along_curve = checked_choice("order", order, CELL_ORDERS, GridError) == "curve"
+    if not along_curve and (cells is None or region is None):
+        return cells, turn, whole_coords
     rows = np.arange(0) if cells is None else cells_of_region(cells, {} if region is None else region)
     if along_curve:
-        of_curve = cells_along_curve(cells and cells.in_order(rows), variable)
-        rows = rows[of_curve]
+        rows = rows[cells_along_curve(cells and cells.in_order(rows), variable)]
     ordered = {dim: values[rows] for dim, values in whole_coords.items()}
     return cells and cells.in_order(rows), RowOrder(cells=StoredOrder(rows)), ordered
 

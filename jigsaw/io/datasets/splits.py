@@ -76,7 +76,10 @@ class _SampleSpans:
     def __init__(self, dataset: Dataset, dated: bool) -> None:
         self.dataset, self.dated = dataset, dated
         steps = (*dataset.inputs, *dataset.targets)
-        self.low, self.high = dataset.anchors + min(steps), dataset.anchors + max(steps)
+        at, summed = dataset.stored_steps, max((1 + len(s.earlier) for s in dataset.sums), default=1)
+        # the first step that a sum reaches: 6 stored steps up to one of every 6 reach no other
+        self.low = np.searchsorted(at, at[dataset.anchors + min(steps)] - summed, side="right")
+        self.high = dataset.anchors + max(steps)
         # forecasts with windows along the lead time begin at dates of a further dim
         self.began = next((d for d, v in dataset.origins.items() if v.dtype.kind != "m"), None)
         if not dated and self.began is not None:

@@ -91,11 +91,21 @@ DimChoices = Mapping[str, tuple[int, ...]]
 
 
 def choose_positions(
-    survey: StoreSurvey, variables: Sequence[StoreVariable], select: Mapping[str, Any] | None
-) -> DimChoices:
-    """Return the positions that `select` picks along each further dim; none of several positions stays open."""
+    survey: StoreSurvey, variables: Sequence[StoreVariable], select: Mapping[str, Any] | None, stack: str | None = None
+) -> tuple[DimChoices, str | None]:
+    """Return the positions that `select` picks along each further dim, and the own name of the stacked dim, the last of
+    them. Of a stacked dim all are picked if `select` does not say. None of several positions stays open.
+    """
     further = {v.table.dims[d]: v for v in variables for d in v.further}
-    choice_by_dim = {_chosen_dim(name, further, select or {}): value for name, value in (select or {}).items()}
+    choice_by_dim = {_chosen_dim("select", n, further, select or {}): value for n, value in (select or {}).items()}
+    stacked = None if stack is None else _chosen_dim("stack", stack, further, {})
+    if stacked is not None:
+        if stacked in time_origins(survey, variables):
+            raise GridError(
+                f"stack={stack!r}: places along {stacked!r} have times of their own, which one sample cannot have; for "
+                "windows along it open with along=, for samples of each select= is enough"
+            )
+        choice_by_dim.setdefault(stacked, "all")
     positions_by_dim: dict[str, tuple[int, ...]] = {}
     for variable in variables:
         for d in variable.further:
@@ -112,9 +122,12 @@ def choose_positions(
             else:
                 raise GridError(
                     f"array {variable.table.name!r} has a dim {dim!r} of {size} that is not time, level or space; "
-                    f"choose one with select={{{dim!r}: 0}}, or a sample for each with select={{{dim!r}: 'all'}}"
+                    f"choose one with select={{{dim!r}: 0}}, or a sample for each with select={{{dim!r}: 'all'}}, or "
+                    f"all in each sample with stack={dim!r}"
                 )
-    return positions_by_dim
+    if stacked is not None:
+        positions_by_dim[stacked] = positions_by_dim.pop(stacked)
+    return positions_by_dim, stacked
 
 
 def time_origins(survey: StoreSurvey, variables: Sequence[StoreVariable]) -> dict[str, NDArray[Any]]:
@@ -128,14 +141,14 @@ def time_origins(survey: StoreSurvey, variables: Sequence[StoreVariable]) -> dic
     return origins
 
 
-def _chosen_dim(name: str, further: Mapping[str, StoreVariable], select: Mapping[str, Any]) -> str:
+def _chosen_dim(argument: str, name: str, further: Mapping[str, StoreVariable], select: Mapping[str, Any]) -> str:
     if name in further:
         return name
     dims_of_role = [dim for dim, v in further.items() if v.roles[v.table.dims.index(dim)] == name]
     if len(dims_of_role) != 1:
         hint = {"level": "; a level is part of a field: 'geopotential@500'", "time": "; steps are picked by time="}
         raise GridError(
-            f"select names {name!r}, which is not a further dim of the fields; there are {sorted(further)}"
+            f"{argument} names {name!r}, which is not a further dim of the fields; there are {sorted(further)}"
             + hint.get(name, "")
         )
     if dims_of_role[0] in select:

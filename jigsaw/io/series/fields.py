@@ -108,7 +108,7 @@ class LevelCoordinate:
 class FieldChannel:
     """Channel of a field: an array, and the position of a level in it (None where the array has no level dim).
 
-    `own_name` is its name, by the store or the user, along a dim of channels.
+    `own_name` is its name, by the store or the user, along a dim of channels. It is read so many steps `earlier`.
     """
 
     name: str
@@ -116,6 +116,7 @@ class FieldChannel:
     array: str
     level: int | None = None
     own_name: str = ""
+    earlier: int = 0
 
 
 def channels_of_fields(

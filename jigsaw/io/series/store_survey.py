@@ -222,8 +222,8 @@ def check_no_sums(variables: Iterable[StoreVariable], every: Any) -> None:
         if "time" in variable.roles and is_accumulated(variable.table.attrs, variable.dim("time")):
             raise WindowError(
                 f"every={every!r} skips steps of array {variable.table.name!r}, whose values are sums over a step: "
-                "those of the skipped steps would be lost; leave it out, take every=1, or write its sums over longer "
-                "steps first (xarray: .resample(time=…).sum())"
+                "those of the skipped steps would be lost; leave it out, take every=1, add them up at the read by "
+                f"sums={{{variable.table.name!r}: {every!r}}}, or write sums first (xarray: .resample(time=…).sum())"
             )
 
 
@@ -266,16 +266,16 @@ def read_parts_of(
     every destination step by a part of its own. Levels of an array whose rules for missing values differ, one a channel
     in `nan`, are parts of their own.
     """
-    places: defaultdict[tuple[str, NanRule | None], list[tuple[int, int | None]]] = defaultdict(list)
+    places: defaultdict[tuple[str, NanRule | None, int], list[tuple[int, int | None]]] = defaultdict(list)
     for i, channel in enumerate(channels):
-        places[channel.array, nan[i] if nan else None].append((i, channel.level))
+        places[channel.array, nan[i] if nan else None, channel.earlier].append((i, channel.level))
     return tuple(
         replace(part, nan=rule)
         for v in variables
         for choice, steps in moments
-        for (array, rule), levels in places.items()
+        for (array, rule, earlier), levels in places.items()
         if array == v.table.name
-        for part in _parts_of_variable(v, levels, choice, steps, turn)
+        for part in _parts_of_variable(v, levels, choice, [(step - earlier, to) for step, to in steps], turn)
     )
 
 
@@ -283,7 +283,7 @@ def _parts_of_variable(
     variable: StoreVariable,
     places: Sequence[tuple[int, int | None]],
     choice: Mapping[str, int],
-    steps: IndexPicks,
+    steps: Sequence[tuple[int, int]],
     turn: RowOrder,
 ) -> list[ReadPart]:
     levels: IndexPicks = tuple((level, i) for i, level in places if level is not None)
@@ -294,7 +294,7 @@ def _parts_of_variable(
             picks.append(None)
             to.append(2 + variable.space.index(role))
         elif role in ("time", "level"):
-            picks.append(steps if role == "time" else levels)
+            picks.append(tuple(steps) if role == "time" else levels)
             to.append(TIME_AT if role == "time" else CHANNEL_AT)
         else:
             picks.append(((choice[dim], 0),))

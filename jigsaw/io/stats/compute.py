@@ -82,6 +82,11 @@ class StepSeries:
                 f"statistics read each step once, but the dataset has inputs={list(dataset.inputs)} and "
                 f"targets={list(dataset.targets)}; open it with inputs=[0] and no targets"
             )
+        if dataset.stacked is not None:
+            raise FieldError(
+                f"statistics read samples of single members, and stack={dataset.stacked!r} puts all into one; open it "
+                f"with select={{{dataset.stacked!r}: 'all'}} alone"
+            )
         checked_choice("weights", weights, WEIGHT_RULES)
         if weights == "area" and dataset.cells is not None:
             _ = dataset.cells.area_weights  # refused before anything is read

@@ -1,0 +1,148 @@
+"""`pair`: two datasets as one, for inputs and targets on other grids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jigsaw.errors import FieldError, ShardingError, WindowError
+from jigsaw.geometry.layout import Layout
+from jigsaw.io.datasets.dataset import Dataset, Sample
+from jigsaw.io.series.times import later_times
+
+
+@dataclass(frozen=True, eq=False)
+class PairedDataset(Dataset):
+    """Samples of two datasets at the same times: the input of one, and for a target the input of its `partner`.
+
+    Each is cut by the mesh as it was opened, and read by an engine of its own.
+    """
+
+    partner: Dataset = field(kw_only=True)
+
+    def __repr__(self) -> str:
+        return f"PairedDataset({self.unpaired!r} with {self.partner!r})"
+
+    @cached_property
+    def unpaired(self) -> Dataset:
+        """The dataset of the inputs alone."""
+        own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(Dataset)}
+        own["mesh"] = self._mesh_so_far
+        return Dataset(**own)
+
+    @cached_property
+    def target_dataset(self) -> Dataset:
+        """The dataset of the targets, on the mesh of the inputs."""
+        return self.partner if self.partner.is_live else self.partner.changed(mesh=self.device_mesh())
+
+    @cached_property
+    def target_layout(self) -> Layout:
+        r"""The layout of a sample's target [T, C, \*space], with the halo that the partner was opened with."""
+        return self.partner.layout
+
+    @property
+    def target_fields(self) -> tuple[str, ...]:
+        """The name of each channel of the partner's input."""
+        return self.partner.fields
+
+    def target_times(self, sample: int) -> NDArray[Any]:
+        """Return the times that the partner's input steps are valid at."""
+        return self.partner.input_times(sample)
+
+    def sample_bytes(self) -> int:
+        """Return the most bytes that any rank holds of one sample, input and target."""
+        return self.unpaired.sample_bytes() + self.partner.sample_bytes()
+
+    def changed(self, **fields: Any) -> Self:
+        """Return a copy with other attributes; of other anchors the partner has those of the same times."""
+        if "anchors" in fields:
+            kept = self.partner.anchors[np.searchsorted(self.anchors, fields["anchors"])]
+            fields["partner"] = self.partner.changed(anchors=kept)
+        return super().changed(**fields)
+
+    def __getitem__(self, sample: int) -> Sample:
+        ours = self.unpaired[sample]
+        theirs = self.target_dataset[sample]
+        return replace(ours, target=theirs.input, target_times=theirs.input_times)
+
+
+def pair(inputs: Dataset, targets: Dataset) -> PairedDataset:
+    r"""Return one dataset of two whose grids, stores or fields differ: a sample has the input of both.
+
+    Its samples are those of the times that both have, the anchors of their windows. The input is that of `inputs`, and
+    the target that of `targets`, each with its own grid, layout, halo, steps and normalization. Both are opened without
+    targets; ``inputs=["6h"]`` of the second makes the target a later step. A `jigsaw.io.DataLoader` and
+    `jigsaw.io.split` take the result as any other dataset.
+
+    *Shapes*: input and target [T, C, \*space], each as its own `Dataset.layout`. *Sends*: nothing.
+
+    Raises: `FieldError` for anything but two datasets of `jigsaw.io.open`, `ShardingError` for two meshes. Also
+    `WindowError` for datasets that have targets, no common time, or another number of members.
+
+    >>> mesh = jigsaw.init_mesh(lat=1, lon=1)
+    >>> whole = jigsaw.io.open("globe.zarr", mesh=mesh, fields=["t2m", "u10"], inputs=["-6h", "0h"])
+    >>> tropics = jigsaw.io.open("globe.zarr", mesh=mesh, fields=["t2m"], region={"lat": (-30, 30)}, every="12h")
+    >>> data = jigsaw.io.pair(whole, tropics)
+    >>> len(data), data[0].input.shape, data[0].target.shape
+    (3, torch.Size([2, 2, 9, 16]), torch.Size([1, 1, 3, 16]))
+    >>> data[0].input_times[-1] == data[0].target_times[0]
+    np.True_
+    """
+    datasets = {"inputs": inputs, "targets": targets}
+    for name, dataset in datasets.items():
+        if not isinstance(dataset, Dataset) or isinstance(dataset, PairedDataset):  # pyright: ignore[reportUnnecessaryIsInstance] # what a user may pass
+            raise FieldError(f"pair: {name}={dataset!r} must be a dataset as jigsaw.io.open(…, mesh=…) returns it")
+        if dataset.targets:
+            raise WindowError(
+                f"pair: {name} was opened with targets={list(dataset.targets)}, but a pair's target is the input of "
+                f"the second dataset; open both without, and the second with inputs={list(dataset.targets)}"
+            )
+    if (inputs.mesh, inputs.frame.axes) != (targets.mesh, targets.frame.axes):
+        raise ShardingError(
+            f"pair: inputs are cut by a mesh of {dict(inputs.frame.axes)}, targets by one of "
+            f"{dict(targets.frame.axes)}; open both with the same mesh"
+        )
+    counts = {name: len(dataset) // len(dataset.anchors) for name, dataset in datasets.items()}
+    if len(set(counts.values())) > 1:
+        raise WindowError(
+            f"pair: of each time there are {counts['inputs']} samples of inputs and {counts['targets']} of targets; "
+            "open both with as many members, select={'member': [0, 1]}, or one, select={'member': 0}"
+        )
+    times = [_anchor_times(name, dataset) for name, dataset in datasets.items()]
+    if _time_kind(times[0]) != _time_kind(times[1]):
+        raise WindowError(
+            f"pair: times of inputs are like {times[0][0]}, of targets like {times[1][0]}: they cannot be compared; "
+            "rewrite one with the units and calendar of the other"
+        )
+    _, ours, theirs = np.intersect1d(*times, assume_unique=True, return_indices=True)
+    if not len(ours):
+        spans = " and ".join(f"{name} {t[0]} to {t[-1]}" for name, t in zip(datasets, times, strict=True))
+        raise WindowError(f"pair: no time is in both, with windows that are whole: {spans}; select others with time=")
+    own: dict[str, Any] = {f.name: getattr(inputs, f.name) for f in fields(Dataset)}
+    own["anchors"] = inputs.anchors[ours]
+    return PairedDataset(**own, partner=targets.changed(anchors=targets.anchors[theirs]))
+
+
+def _anchor_times(name: str, dataset: Dataset) -> NDArray[Any]:
+    """Return the time that each anchor is valid at: in a forecast, its start plus the lead time."""
+    times = dataset.times[dataset.anchors]
+    for dim, values in dataset.origins.items():
+        first, *others = dataset.choices[dim]
+        if others:
+            raise WindowError(
+                f"pair: {name} has samples of {1 + len(others)} places along {dim!r}, which have times of their own; "
+                f"choose one, like select={{{dim!r}: {first}}}"
+            )
+        times = later_times(times, values[first])
+    return times
+
+
+def _time_kind(times: NDArray[Any]) -> str:
+    """Return what times can be compared with: a calendar, or a kind of number."""
+    if times.dtype.kind == "O":
+        return str(times[0].calendar)
+    return "number" if times.dtype.kind in "iuf" else times.dtype.kind
