@@ -51,8 +51,8 @@ ZOO := .venv-zoo
 ZOO_STAMP := $(ZOO)/.jigsaw-installed
 # Their own lists have CUDA packages, and a newer torch than ours; what PhysicsNeMo's nets import by hand.
 ZOO_ALONE := nvidia-physicsnemo torch-harmonics
-# PhysicsNeMo's graph nets import them; of them there is the source alone, which takes long to compile.
-ZOO_COMPILED := torch_scatter torch_sparse
+# PhysicsNeMo's graph nets import them. There is the source alone, which takes long to compile.
+ZOO_COMPILED := torch_scatter==2.1.2 torch_sparse==0.6.18
 ZOO_NEMO := jaxtyping nvtx omegaconf orjson psutil pyvers s3fs scikit-learn tensordict termcolor treelib warp-lang
 # neural-lam asks for a torch_geometric of 2023, and fails with those of today.
 ZOO_LAM := .venv-zoo-lam
@@ -221,14 +221,16 @@ zoo-waits: $(ZOO_STAMP) ## for what the host waits in training steps of these ne
 zoo-law: $(ZOO_STAMP) ## the messages of these nets' training steps by NCCL's law, on CPUs; WORDS chooses
 	JIGSAW_TEST_BACKEND=ordered PYTHONPATH=. $(ZOO)/bin/python tests/zoo/run.py $(WORDS) --mesh 2 --json zoo-law.json
 
+# The last step compiles against the torch that is installed, without CUDA, and takes no wheel that pip kept from another torch.
 $(ZOO_STAMP): pyproject.toml
 	test -x $(ZOO)/bin/python || "$(PYTHON)" -m venv $(ZOO)
 	$(ZOO)/bin/python -m pip install --quiet "$(PIP)" "$(TORCH)"
 	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)" --editable . --group zoo
 	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)" $(ZOO_NEMO)
 	$(ZOO)/bin/python -m pip install --quiet --no-deps $(ZOO_ALONE)
-	$(ZOO)/bin/python -m pip install --quiet setuptools wheel
-	FORCE_ONLY_CPU=1 $(ZOO)/bin/python -m pip install --quiet --no-deps --no-build-isolation $(ZOO_COMPILED)
+	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)" "setuptools>=70.1"
+	FORCE_ONLY_CPU=1 $(ZOO)/bin/python -m pip install --quiet --no-deps --no-build-isolation --no-cache-dir $(ZOO_COMPILED)
+	$(ZOO)/bin/python -c "import torch_scatter, torch_sparse" # fails where they were compiled for another torch
 	@touch $@
 
 $(ZOO_LAM_STAMP): pyproject.toml

@@ -309,3 +309,25 @@ def cut_of_cells(size: int, edges: Sequence[Cut]) -> tuple[Cut, ...] | None:
     if len(edges) != 1 or not edges[0].by_index or [c.size for c in edges[0].source] != [size]:
         return None
     return (replace(edges[0].source[0], by_index=True),)
+
+
+_LEAST_SHARE = 16  # rows that an index names are cut only if there is at least one for this number of cells
+
+
+def is_worth_cutting(rows: int, cells: Sequence[Cut]) -> bool:
+    """Say whether so many rows that belong to cells, by an index, are cut as these: few of them stay whole."""
+    return rows >= max(math.prod(c.pieces for c in cells), math.prod(c.size for c in cells) // _LEAST_SHARE)
+
+
+def cut_of_written_rows(size: int, values: Sequence[Cut]) -> tuple[Cut, ...] | None:
+    """Return how `size` rows are cut to which an index writes values that are cut as `values`; None for whole ones.
+
+    They are cut as the cells that the values were picked from, where there are as many, else evenly.
+    """
+    cells = values[0].source if len(values) == 1 and values[0].by_index and values[0].source else values
+    if [c.size for c in cells] == [size]:
+        return (replace(cells[0].bare(), by_index=True),)
+    if not is_worth_cutting(size, cells):
+        return None
+    axes, pieces = tuple(a for c in values for a in c.axes), math.prod(c.pieces for c in values)
+    return (Cut(size, cut_points(size, pieces), axes, by_index=True),)

@@ -140,8 +140,8 @@ class Neighbors:
         >>> jigsaw.Neighbors.of_points([0, 0, 0], [0, 10, 30], radius=15).sources_of((0, 3)).tolist()
         [0, 1, 0, 1, 2]
         """
-        targets = _points_on_sphere(lat, lon)
-        among = targets if sources is None else _points_on_sphere(*sources)
+        targets = points_on_sphere(lat, lon)
+        among = targets if sources is None else points_on_sphere(*sources)
         if (k is None) == (radius is None):
             raise ShardingError(f"Neighbors.of_points: pass k, or radius in degrees, not k={k} and radius={radius}")
         if radius is not None:
@@ -235,7 +235,8 @@ def _check_cells(cells: Integers, count: int, name: str, least: int) -> None:
         raise ShardingError(f"Neighbors: {name} names cell {wrong}, but the cells are {least} to {count - 1}")
 
 
-def _points_on_sphere(lat: ArrayLike, lon: ArrayLike) -> NDArray[np.float64]:
+def points_on_sphere(lat: ArrayLike, lon: ArrayLike) -> NDArray[np.float64]:
+    """Return points of latitudes and longitudes in degrees on the sphere of radius 1: [points, 3]."""
     phi, theta = np.radians(np.asarray(lat, np.float64)), np.radians(np.asarray(lon, np.float64))
     if phi.shape != theta.shape or phi.ndim != 1 or not (np.isfinite(phi).all() and np.isfinite(theta).all()):
         raise ShardingError(

@@ -17,8 +17,8 @@ stays is planned once: each rank then gets the rows that its own part of the res
 
 Values that such an index writes (`index_add`, `scatter_reduce`) travel to the owners of their rows, and sums go in the
 order of the index.  The tensor that they are written to is cut, unless another tensor of some rank shares its memory:
-as the cells are that were picked from, where there are as many, and else evenly by the second rule.  Where it is
-changed in place, the ranks agree on that.
+as the cells are that were picked from, where there are as many, and else evenly by the second rule (of the values,
+where no index picked them).  Where it is changed in place, the ranks agree on that.
 
 Three ranks, 12 cells, ``x[:, table]`` of the neighbors [12, 2] on a ring: rank 1 owns 4 to 7 and needs 3 and 8 of the
 others, two rows.  The result [1, 12, 2] is cut at 4 and 8; whole it would be 24 rows on every rank.
@@ -53,7 +53,7 @@ from jigsaw.comm.neighbor_exchange import (
     rows_to_edges,
 )
 from jigsaw.comm.wire_values import checksum_of_bits, is_on_accelerator, lie_in_one_memory, places_with_values
-from jigsaw.geometry.cut import Cut, cut_of_cells, cut_points
+from jigsaw.geometry.cut import Cut, cut_of_written_rows, cut_points, is_worth_cutting
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.neighbors import Integers, NeighborPlan, Neighbors, plan_neighbors
 from jigsaw.ops.into_torch.reentrant import is_first_run
@@ -75,7 +75,6 @@ from jigsaw.torch_internals.dispatch import without_modes
 from jigsaw.torch_internals.fake_tensors import FakeTensor, real_view
 
 _MARK = "_jigsaw_kept"  # attribute of memory: the indices in it, by dtype, shape, strides and offset
-_LEAST_SHARE = 16  # an index is cut only if it has at least one place for this number of cells
 _PLAIN = (Tensor, nn.Parameter)
 # number of indices that are recognized by their values; a net that makes more in each step gets no plan
 _MOST_RECENT = 64
@@ -299,7 +298,7 @@ def _dim_to_cut(shape: Sequence[int], cut: Cut) -> int | None:
     """Return the dim of an index that is cut, by the rule; None for none."""
     alike = [d for d, n in enumerate(shape) if n == cut.size]
     longest = alike[0] if alike else max(range(len(shape)), key=lambda d: shape[d])
-    return longest if shape[longest] >= max(cut.pieces, cut.size // _LEAST_SHARE) else None
+    return longest if is_worth_cutting(shape[longest], (cut,)) else None
 
 
 def pick_kept_rows(tile: Tile, dim: int, index: Any, may_be_negative: bool = True) -> Tile | None:
@@ -419,17 +418,13 @@ def _lone_cut(tile: Tile, dim: int) -> Cut | None:
     return cuts[0] if len(cuts) == 1 else None
 
 
-def _cut_for_owners(input: Tile, dim: int, picked: Cut, is_new: bool) -> None:
+def _cut_for_owners(input: Tile, dim: int, values: Cut, is_new: bool) -> None:
     """Cut a dim of a tile in place, by the rule, where nothing cuts it and no rank keeps its memory elsewhere."""
-    cells = picked.source[0] if picked.source else picked
-    size = input.shape[dim]
-    is_taken = any(a in picked.axes for d in range(input.ndim) for a in input.layout.dim_axes(d))
-    if not picked.by_index or is_taken or _dim_to_cut((size,), cells) is None:
+    is_taken = any(a in values.axes for d in range(input.ndim) for a in input.layout.dim_axes(d))
+    cuts = None if is_taken else cut_of_written_rows(input.shape[dim], (values,))
+    if cuts is None or (not is_new and not _is_free_everywhere(input)):
         return
-    if not is_new and not _is_free_everywhere(input):
-        return
-    (cut,) = cut_of_cells(size, (picked,)) or (Cut(size, cut_points(size, picked.pieces), picked.axes, by_index=True),)
-    tile = input.with_layout(input.layout.without_halo().replace_dim(dim, cut))
+    tile = input.with_layout(input.layout.without_halo().replace_dim(dim, *cuts))
     input.__dict__.update(local=tile.local.clone(), layout=tile.layout)
 
 

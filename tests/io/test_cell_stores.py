@@ -2,6 +2,8 @@
 
 import importlib
 import pickle
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -449,3 +451,15 @@ def test_a_pickled_dataset_has_its_cells(healpix):
     samples = pickle.loads(pickle.dumps(jigsaw.io.open(healpix, mesh=world_mesh(cell=1), fields=FIELDS)))
     assert samples.grid.neighbors() == jigsaw.Neighbors.healpix(NSIDE)
     np.testing.assert_array_equal(samples[2].input.full_tensor()[0], WHOLE[2])
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "cells.md").read_text()
+
+
+def test_the_page_runs_as_it_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    on_healpix().rename(z="geopotential").to_zarr("era5_healpix.zarr", zarr_format=2)
+    names = {"__name__": "page", "jigsaw": jigsaw, "torch": torch, "np": np, "xarray": xr}
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
+        exec(compile(block, "docs/cells.md", "exec"), names)
+    assert 0 < names["around"].sum() < len(names["around"]) < CELLS and names["loss"].isfinite()

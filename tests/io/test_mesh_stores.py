@@ -415,6 +415,58 @@ def test_the_plan_of_cells_along_a_curve(tmp_path, capsys):
 # -- some of the cells -------------------------------------------------------------------------------------------------
 
 
+def steps_from_inside(beside, inside):
+    """How many steps along the table lead to each cell from those inside, by brute force."""
+    steps = np.where(inside, 0, CELLS)
+    for _ in range(CELLS):
+        for start, row in enumerate(beside):
+            for cell in row[row >= 0]:
+                steps[cell] = min(steps[cell], steps[start] + 1)
+    return steps
+
+
+def kilometers_from_inside(lat, lon, inside):
+    """The distance on the sphere of each cell to the nearest inside, by brute force."""
+    phi, theta = np.radians(lat), np.radians(lon)
+    cosines = np.sin(phi[:, None]) * np.sin(phi) + np.cos(phi[:, None]) * np.cos(phi) * np.cos(theta[:, None] - theta)
+    return 6371 * np.arccos(np.clip(cosines, -1, 1))[:, inside].min(1)
+
+
+def limited_forecast(path, axes, region, order):
+    """Two steps of a limited-area model: cells of the boundary keep the truth, and the loss is that of those inside."""
+    mesh, options = world_mesh(**axes), {"fields": ["t2m"], "targets": [1], "dtype": "float64"}
+    data = jigsaw.io.open(path, mesh=mesh, region=region, order=order, normalize={"t2m": (280, 9)}, **options)
+    table, around = data.grid.neighbors(radius=24), torch.from_numpy(data.grid.boundary_mask)
+    truth, forecast = data[2].target[:, 0], data[2].input[:, 0]
+    start = forecast
+    start.local.requires_grad_()
+    for _ in range(2):
+        near = jigsaw.nn.scatter_to_cells(jigsaw.nn.gather_neighbors(forecast, table), table, "mean")
+        forecast = torch.where(around, truth, (1.5 * forecast - near).tanh())
+    loss = ((forecast - truth).square() * ~around).sum() / (~around).sum()
+    loss.backward()
+    places = np.argsort(data.grid.source_places)
+    grad = jigsaw.Tile(start.local.grad, start.layout, mesh)
+    return loss.item(), *(x.full_tensor().detach()[:, places] for x in (forecast, grad))
+
+
+def limited_forecast_of_one_process(lats, lons, distance):
+    """The same in plain torch, of the cells of `write_points`."""
+    lat, lon = np.repeat(np.linspace(82.5, -82.5, 12), 16), np.tile(np.arange(16) * 22.5, 12)
+    inside = (lat >= lats[0]) & (lat <= lats[1]) & ((lon - lons[0]) % 360 <= lons[1] - lons[0])
+    rows = np.flatnonzero(kilometers_from_inside(lat, lon, inside) <= distance)
+    assert inside.sum() < len(rows) < CELLS
+    near = [kilometers_from_inside(lat[rows], lon[rows], rows == row) <= np.radians(24) * 6371 for row in rows]
+    near = torch.from_numpy(np.array(near) / np.sum(near, 1, keepdims=True))
+    start, truth = (torch.from_numpy((T2M[step, rows].astype("f8") - 280) / 9) for step in (2, 3))
+    around, forecast = torch.from_numpy(~inside[rows]), start.requires_grad_()
+    for _ in range(2):
+        forecast = torch.where(around, truth, (1.5 * forecast - near @ forecast).tanh())
+    loss = (forecast - truth)[~around].square().mean()
+    loss.backward()
+    return loss.item(), forecast.detach(), start.grad
+
+
 def read_region(path, ranks, region, order, fields=None):
     """Read a sample of some cells, with their grid and the number of chunks that this rank decoded."""
     data = jigsaw.io.open(
@@ -471,6 +523,63 @@ def test_regions_without_cells_are_refused(tmp_path, region, message):
     write_points(str(tmp_path / "points.nc"))
     with pytest.raises(GridError, match=message):
         jigsaw.io.open(tmp_path / "points.nc", mesh={"cell": 2}, region=region)
+
+
+@pytest.mark.parametrize("order", ["store", "curve"])
+@pytest.mark.parametrize("kind", IN_OTHER_ORDER)
+def test_cells_around_a_region_are_read_with_it(tmp_path, kind, order):
+    path = str(tmp_path / "mesh.nc")
+    beside, (lat, lon) = IN_OTHER_ORDER[kind](path)
+    lat, lon = np.asarray(lat), np.asarray(lon)
+    inside = (abs(lat) <= 40) & ((lon + 50) % 360 <= 120)
+    steps = None if beside is None else steps_from_inside(beside, inside)
+    far = kilometers_from_inside(lat, lon, inside)
+    boundaries = {"1500 km": far <= 1500, "2400.5km": far <= 2400.5, "30000 km": far <= 30000, "1 km": inside}
+    if steps is not None:
+        boundaries |= {1: steps <= 1, 3: steps <= 3, 99: steps < CELLS}
+    for boundary, wanted in boundaries.items():
+        region = {"lat": (-40, 40), "lon": (-50, 70), "boundary": boundary}
+        samples = jigsaw.io.open(path, mesh=world_mesh(cell=1), region=region, order=order)
+        was = samples.grid.source_places
+        assert sorted(was) == np.flatnonzero(wanted).tolist()
+        np.testing.assert_array_equal(samples.grid.boundary_mask, ~inside[was])
+        np.testing.assert_array_equal(samples[3].input.full_tensor()[0, 0], T2M[3][was])
+
+
+@pytest.mark.parametrize("order", ["store", "curve"])
+def test_a_limited_area_is_forecast_as_on_one_process(tmp_path, order):
+    path = str(tmp_path / "points.nc")
+    write_points(path)
+    region = {"lat": (-40, 40), "lon": (-50, 70), "boundary": "2000 km"}
+    loss, *wanted = limited_forecast_of_one_process((-40, 40), (-50, 70), 2000)
+    for axes in ({"cell": 1}, {"cell": 2}, {"cell": 3}, {"cell": 4}, {"channel": 2, "cell": 2}):
+        ranks = int(np.prod(list(axes.values())))
+        for part, *values in run_on_ranks(ranks, limited_forecast, path, axes, region, order):
+            assert part == pytest.approx(loss, rel=1e-12)
+            for value, one in zip(values, wanted, strict=True):
+                torch.testing.assert_close(value[0], one, rtol=1e-10, atol=1e-13)
+
+
+def test_only_the_chunks_of_a_region_and_its_boundary_are_read(tmp_path):
+    path = str(tmp_path / "points.zarr")
+    write_several(path, 16)  # a circle of latitude a chunk
+    for boundary, chunks in (("1600 km", 4), ("1700 km", 6)):  # circles are 15 degrees, 1668 km, apart
+        region = {"lat": (-25, 25), "boundary": boundary}
+        by_rank = run_on_ranks(2, read_region, path, 2, region, "store", ["t2m"])
+        assert sum(decoded for *_, decoded in by_rank) == chunks
+
+
+@pytest.mark.parametrize("boundary", [0, -1, 1.5, True, "300", "300 m", "-3 km", [2]])
+def test_boundaries_that_are_none_are_refused(tmp_path, boundary):
+    write_icon(str(tmp_path / "icon.nc"))
+    with pytest.raises(GridError, match=r"must be a number of rings of neighbors, such as 2, or a distance"):
+        jigsaw.io.open(tmp_path / "icon.nc", mesh={"cell": 2}, region={"lat": (0, 40), "boundary": boundary})
+
+
+def test_rings_around_points_are_refused(tmp_path):
+    write_points(str(tmp_path / "points.nc"))
+    with pytest.raises(GridError, match="needs neighbors of cells, and the store has their places alone"):
+        jigsaw.io.open(tmp_path / "points.nc", mesh={"cell": 2}, region={"lat": (0, 40), "boundary": 2})
 
 
 @pytest.mark.parametrize("kind", IN_OTHER_ORDER)

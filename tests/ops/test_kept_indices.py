@@ -327,6 +327,17 @@ def test_few_rows_stay_whole():
     assert torch.equal(picked[1].full_tensor(), x[some])
 
 
+@on_ranks(2)
+def test_sums_over_few_groups_stay_whole():
+    mesh, groups = world_mesh(cell=2), torch.arange(64) % 3
+    x = torch.arange(64.0, dtype=torch.float64)
+    tile, wanted = jigsaw.shard(x, mesh, ("cell",)), torch.zeros(3, dtype=torch.float64).index_add_(0, groups, x)
+    for _ in range(3):
+        for zeros in (torch.zeros(3, dtype=torch.float64), tile.new_zeros(3)):
+            zeros.index_add_(0, groups, tile)
+            assert cut_dims(zeros) == () and torch.equal(zeros.full_tensor(), wanted)
+
+
 class Checkpointed(nn.Module):
     def __init__(self, kept, use_reentrant):
         super().__init__()
@@ -503,6 +514,9 @@ def add_values_of_edges(axes):
         lambda v: torch.zeros(CELLS, CHANNELS, dtype=v.dtype).index_add_(0, edges[1], v),
         lambda v: torch.zeros(CELLS, CHANNELS, dtype=v.dtype).scatter_add_(0, index, v),
         lambda v: ones.clone().scatter_reduce_(0, index, v, "amax", include_self=False),
+        lambda v: v.new_zeros(CELLS, CHANNELS).index_add_(0, edges[1], v),
+        lambda v: v.new_ones(CELLS, CHANNELS).scatter_reduce_(0, index, v, "mean"),
+        lambda v: torch.index_add(v.new_zeros(CELLS, CHANNELS), 0, edges[1], v),
     )
     index = edges[1][:, None].expand(-1, CHANNELS)
     tile = jigsaw.shard(x.detach(), mesh, ("cell", None))
@@ -521,7 +535,8 @@ def add_values_of_edges(axes):
         torch.testing.assert_close(jigsaw.Tile(tile.local.grad, tile.layout, mesh).full_tensor(), x.grad)
         if axes["cell"] > 1:
             assert cut_dims(out) == (0,)
-            assert counts.sent_bytes <= tile.local.nbytes  # each row once, to the owner of its cell
+            moved = sum(call.sent_bytes for call in counts.calls if call.kind != "agree")
+            assert moved <= tile.local.nbytes  # each row once, to the owner of its cell
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
@@ -590,28 +605,41 @@ def test_an_edge_list_sends_the_rows_that_are_needed():
     assert received == 8 * (len(needed[1]) + arrives)
 
 
-def bits_of(axes, split):
-    mesh, (_, edges, _, _) = world_mesh(**axes), indices()
-    x = values().float()
-    tile = jigsaw.shard(x, mesh, (None, "cell", None), split={1: split})
-    tile.local.requires_grad_()
-    for _ in range(2):
-        picked = tile[:, edges[0]].exp()
-        out = torch.zeros(x.shape).index_add_(1, edges[1], picked)
-    (grad,) = torch.autograd.grad(out.square().sum(), tile.local)
-    return out.detach().full_tensor(), jigsaw.Tile(grad, tile.layout, mesh).full_tensor()
+def bits_of_step(step, x):
+    net = Net(step, "buffer").float()
+    mesh = x.mesh if isinstance(x, jigsaw.Tile) else None
+    if mesh is not None:
+        jigsaw.parallelize(net, mesh)
+    local = x if mesh is None else x.local
+    local.requires_grad_()
+    out = net(x)
+    weights = torch.linspace(0.1, 9, out.numel()).view(out.shape)
+    (grad,) = torch.autograd.grad((out * weights).sum(), local)
+    if mesh is None:
+        return out.detach(), grad
+    return out.full_tensor().detach(), jigsaw.Tile(grad, x.layout, mesh).full_tensor()
+
+
+def values_of_sizes():
+    draw = torch.Generator().manual_seed(3)
+    shape = (2, CELLS, CHANNELS)
+    return torch.randn(shape, generator=draw) * 10.0 ** torch.randint(-3, 4, shape, generator=draw)
+
+
+def bits_of_steps(ranks):
+    mesh, split = world_mesh(cell=ranks), {1: POINTS[ranks]}
+    tile = jigsaw.shard(values_of_sizes(), mesh, (None, "cell", None), split=split)
+    return {step: bits_of_step(step, tile.clone().detach()) for step in STEPS}
 
 
 def test_bits_are_alike_on_every_mesh():
-    (wanted,) = run_on_ranks(1, whole_bits)
+    wanted = {step: bits_of_step(step, values_of_sizes()) for step in STEPS}
+    of_two = None
     for ranks in (2, 3, 4):
-        for found in run_on_ranks(ranks, bits_of, {"cell": ranks}, POINTS[ranks]):
-            assert all(map(torch.equal, found, wanted))
-
-
-def whole_bits():
-    _, edges, _, _ = indices()
-    x = values().float().requires_grad_()
-    out = torch.zeros(x.shape).index_add_(1, edges[1], x[:, edges[0]].exp())
-    out.square().sum().backward()
-    return out.detach(), x.grad
+        for found in run_on_ranks(ranks, bits_of_steps, ranks):
+            of_two = of_two or found
+            for step in STEPS:
+                assert all(map(torch.equal, found[step], of_two[step])), step
+                # what an index of two dims picks is cut along the second, and its gradients are summed in that order
+                out, grad = (torch.equal(a, b) for a, b in zip(found[step], wanted[step], strict=True))
+                assert out and (grad or step == "pairs"), step

@@ -21,7 +21,7 @@ from jigsaw.io.formats.disk_cache import DiskCache
 from jigsaw.io.formats.store import StoreSource
 from jigsaw.io.reading.chunk_readers import PLAN_MODES
 from jigsaw.io.series.boundary import BoundaryRule, vector_channels
-from jigsaw.io.series.cell_grid import CELL_ORDERS, CellGrid, cell_grid_of, cells_along_curve, cells_of_region
+from jigsaw.io.series.cell_grid import CELL_ORDERS, CellGrid, cell_grid_of, cells_along_curve, part_of_cells
 from jigsaw.io.series.choices import choose_positions, time_origins, window_anchors, window_offsets
 from jigsaw.io.series.fields import FieldChannel, channels_of_fields
 from jigsaw.io.series.forcings import GridForcings, geographic_angles
@@ -121,7 +121,9 @@ def open(
     - `lon`: ``"store"``, or ``"0..360"`` or ``"-180..180"``: longitudes rise within these, and the grid is rolled;
     - `region`: by dim of space two coordinates, both ends included, or a slice of rows: ``{"lat": (30, 60), "lon":
       (-10, 40)}``. Longitudes count eastward from the first. The other rows are not read, and beyond the region nothing
-      is. Of cells those between the two are read, or a slice of them: ``{"cell": slice(0, 100)}``;
+      is. Of cells those between the two are read, or a slice of them: ``{"cell": slice(0, 100)}``. ``"boundary"`` adds
+      cells around these: a number of rings of neighbors, or a distance, ``"300 km"``. They are cells of the sample, and
+      `grid.boundary_mask` says which;
     - `order`: for cells that are stored as points or in rings, ``"store"`` or ``"curve"``: along Hilbert's curve, so
       that pieces have short borders. The dataset's `grid` has this order, too; ``Writer(like=data)`` writes in the
       store's order;
@@ -363,11 +365,12 @@ def _rows_in_order(
     along_curve = checked_choice("order", order, CELL_ORDERS, GridError) == "curve"
     if not along_curve and (cells is None or region is None):
         return cells, turn, whole_coords
-    rows = np.arange(0) if cells is None else cells_of_region(cells, {} if region is None else region)
+    rows, part = (np.arange(0), None) if cells is None else part_of_cells(cells, {} if region is None else region)
     if along_curve:
-        rows = rows[cells_along_curve(cells and cells.in_order(rows), variable)]
+        of_curve = cells_along_curve(part, variable)
+        rows, part = rows[of_curve], part and part.in_order(of_curve)
     ordered = {dim: values[rows] for dim, values in whole_coords.items()}
-    return cells and cells.in_order(rows), RowOrder(cells=StoredOrder(rows)), ordered
+    return part, RowOrder(cells=StoredOrder(rows)), ordered
 
 
 def _nan_rules(nan: NanRule | Mapping[str, NanRule], channels: Sequence[FieldChannel]) -> NanRule | tuple[NanRule, ...]:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -23,10 +24,11 @@ from numpy.typing import NDArray
 from jigsaw.errors import GridError, ShardingError
 from jigsaw.geometry.curve import curve_order
 from jigsaw.geometry.healpix import healpix_degrees, healpix_neighbors
-from jigsaw.geometry.neighbors import Neighbors
+from jigsaw.geometry.neighbors import Neighbors, points_on_sphere
 from jigsaw.io.arguments import checked_mapping
 from jigsaw.io.series.coords import CELL_ROLE, SOURCE_PLACES, StoreCoordinates, decoded_coordinate, is_healpix
 from jigsaw.io.series.row_order import region_ends
+from jigsaw.io.series.times import is_whole_number
 
 if TYPE_CHECKING:
     from jigsaw.io.formats.store import StoreSource
@@ -36,6 +38,8 @@ CellValues = NDArray[np.float64]
 CELL_ORDERS = ("store", "curve")
 """Orders of cells that `open` and `convert` give."""
 _SCHEMES = {"nested": True, "nest": True, "ring": False}
+_KILOMETERS = re.compile(r"(\d+(?:\.\d+)?) ?km")
+_EARTH_RADIUS = 6371.0  # km
 _WIDEST_GAP = 60.0  # degrees: from a corner of a region to its point, where points lie all over the globe
 
 
@@ -45,7 +49,8 @@ class CellGrid:
 
     `nside` and `nested` are those of HEALPix, else None; `numbers` are the cells' HEALPix numbers, None where they
     count from 0 on. `variables` are the arrays of the store that describe the grid, and `table` reads its neighbors.
-    `source_places` say where each cell was before it was ordered along a curve.
+    `source_places` say where each cell was before it was ordered along a curve, or a region was taken. `boundary_mask`
+    is True for the cells around a region that was opened with a boundary: [cells]; None without one.
 
     >>> data = jigsaw.io.open("cells.zarr", mesh={"cell": 2})
     >>> data.grid
@@ -54,6 +59,8 @@ class CellGrid:
     (array([19.5, 41.8, 41.8]), 8)
     >>> jigsaw.io.open("cells.zarr", mesh={"cell": 2}, region={"lat": (0, 90)}).grid
     CellGrid(28 cells, HEALPix nside 2, nested)
+    >>> jigsaw.io.open("cells.zarr", mesh={"cell": 2}, region={"lat": (0, 90), "boundary": 1}).grid.boundary_mask.sum()
+    np.int64(16)
     """
 
     cells: int
@@ -65,6 +72,7 @@ class CellGrid:
     variables: tuple[str, ...] = ()
     table: Callable[[], Neighbors] | None = None
     source_places: NDArray[np.int64] | None = None
+    boundary_mask: NDArray[np.bool_] | None = None
 
     def __repr__(self) -> str:
         if self.nside is None:
@@ -142,6 +150,7 @@ class CellGrid:
             areas=None if self.areas is None else self.areas[rows],
             table=None if self.table is None else partial(_neighbors_in_order, self.table, rows),
             source_places=rows if self.source_places is None else self.source_places[rows],
+            boundary_mask=None if self.boundary_mask is None else self.boundary_mask[rows],
         )
 
 
@@ -163,13 +172,17 @@ def cells_along_curve(grid: CellGrid | None, variable: StoreVariable) -> NDArray
     return curve_order(grid.lat, grid.lon)
 
 
-def cells_of_region(grid: CellGrid, region: Any) -> NDArray[np.int64]:
-    """Return the cells inside of a region, in their order: a slice of them, or those between two lat and two lon.
+def part_of_cells(grid: CellGrid, region: Any) -> tuple[NDArray[np.int64], CellGrid]:
+    """Return the cells of a region, in their order, and their grid: those inside, and its boundary of other cells.
 
-    Raises: `GridError` for any other region, and for one that holds no cell.
+    Raises: `GridError` for any other region than of two lat, two lon, a slice of cells and a boundary, and for one that
+    holds no cell.
     """
-    inside = np.ones(grid.cells, bool)
+    inside, boundary = np.ones(grid.cells, bool), None
     for dim, wanted in checked_mapping("region", region, "{'lat': (30, 60), 'lon': (-10, 40)}", GridError).items():
+        if dim == "boundary":
+            boundary = wanted
+            continue
         if dim == CELL_ROLE and isinstance(wanted, slice):
             chosen = np.zeros(grid.cells, bool)
             chosen[wanted] = True
@@ -188,7 +201,48 @@ def cells_of_region(grid: CellGrid, region: Any) -> NDArray[np.int64]:
         inside &= chosen
     if not inside.any():
         raise GridError(f"region={region!r} holds none of the {grid.cells} cells")
-    return np.flatnonzero(inside)
+    if boundary is None:
+        rows = np.flatnonzero(inside)
+        return rows, grid.in_order(rows)
+    is_around = _cells_around(grid, inside, boundary)
+    rows = np.flatnonzero(inside | is_around)
+    return rows, replace(grid.in_order(rows), boundary_mask=is_around[rows])
+
+
+def _cells_around(grid: CellGrid, inside: NDArray[np.bool_], boundary: Any) -> NDArray[np.bool_]:
+    """Return which cells are around those inside: so many rings of neighbors, or all within some kilometers."""
+    distance = _KILOMETERS.fullmatch(boundary) if isinstance(boundary, str) else None
+    if distance is not None:
+        return _cells_within(grid, inside, float(distance[1]))
+    rings = int(boundary) if is_whole_number(boundary) else 0
+    if rings < 1:
+        raise GridError(
+            f"region={{'boundary': {boundary!r}}} must be a number of rings of neighbors, such as 2, or a distance, "
+            "such as '300 km'"
+        )
+    if grid.nside is None and grid.table is None:
+        raise GridError(
+            f"region={{'boundary': {boundary}}} needs neighbors of cells, and the store has their places alone; give a "
+            "distance, such as '300 km'"
+        )
+    table, reached, ring = grid.neighbors(), inside.copy(), np.flatnonzero(inside)
+    for _ in range(rings):
+        beside = np.unique(table.rows_of(ring))
+        ring = beside[(beside >= 0) & ~reached[beside]]
+        reached[ring] = True
+    return reached & ~inside
+
+
+def _cells_within(grid: CellGrid, inside: NDArray[np.bool_], kilometers: float) -> NDArray[np.bool_]:
+    near, outside, is_within = np.flatnonzero(inside), np.flatnonzero(~inside), np.zeros(grid.cells, bool)
+    if len(outside):
+        places = (grid.lat[near], grid.lon[near])
+        to_nearest = Neighbors.of_points(grid.lat[outside], grid.lon[outside], 1, sources=places)
+        nearest = near[to_nearest.sources_of((0, len(outside)))]
+        points = points_on_sphere(grid.lat, grid.lon)
+        chords = np.linalg.norm(points[outside] - points[nearest], axis=1)
+        is_within[outside] = 2 * np.arcsin(np.minimum(chords / 2, 1)) * _EARTH_RADIUS <= kilometers
+    return is_within
 
 
 def cell_grid_of(survey: StoreSurvey, variable: StoreVariable, source: StoreSource | None = None) -> CellGrid | None:
@@ -322,8 +376,7 @@ def _voronoi_areas(lat: CellValues, lon: CellValues) -> CellValues:
         spatial: Any = import_module("scipy.spatial")
     except ImportError:
         raise GridError("areas of cells that are points need scipy, which is missing: pip install scipy") from None
-    phi, theta = np.radians(lat), np.radians(lon)
-    points = np.stack([np.cos(phi) * np.cos(theta), np.cos(phi) * np.sin(theta), np.sin(phi)], axis=-1)
+    points = points_on_sphere(lat, lon)
     try:
         regions = spatial.SphericalVoronoi(points)
         areas = regions.calculate_areas()

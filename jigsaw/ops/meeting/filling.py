@@ -10,8 +10,8 @@ sent.
    tile; those before the first row and behind the last one are the balanced ones, as far as they lie there.
 2. Pointwise functions, `copy_` and `masked_fill_`: dims from the right.  Of several tiles the first that cuts a dim.
 3. `scatter_` and its like take the index's cuts, and the source's; `index_add_` and its like the source's.  Along the
-   dim that the index runs over nothing cuts, but for values that are added up: their target is cut evenly by the axes
-   that cut them.  Dims of index tensors are whole, too; a mask's are those of the mask.
+   dim that the index runs over nothing cuts, but for values that are added up, or that an index picked: their target
+   is cut by `cut_of_written_rows`.  Dims of index tensors are whole, too; a mask's are those of the mask.
 
 Example: four ranks, 33 modes cut at 0, 9, 17, 25, 33, of which the lowest 12 are kept: the slice is cut at 0, 9, 12,
 12, 12. Written to ``out[:12]`` of 33 rows, the points are 0, 9 (between written rows), 17, 25 (balanced) and 33: those
@@ -44,7 +44,7 @@ import torch
 from torch import Tensor, nn
 
 from jigsaw.comm.agreement import is_true_everywhere
-from jigsaw.geometry.cut import Cut, cut_of_cells, cut_points, whole_dim
+from jigsaw.geometry.cut import Cut, cut_of_written_rows, cut_points, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.meeting.local_cells import dims_named_by, is_mask
 from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
@@ -355,15 +355,8 @@ def _along_others(
         ):
             return None
     wishes = _all_wishes(_wish_for(plain, d, t, d) for t in tiles for d in range(t.ndim) if d != at)
-    cells = [_cells_of_picked(plain.shape[at], t.layout.dim(at)) for t in tiles if t.layout.is_cut(at)]
-    return None if wishes is None else [*wishes, *((at, cuts, 0, 1) for cuts in cells)]
-
-
-def _cells_of_picked(size: int, picked: Sequence[Cut]) -> Sequence[Cut]:
-    """Return how rows are cut that values picked by an index are written to: as the cells, or evenly."""
-    axes = tuple(a for c in picked for a in c.axes)
-    pieces = math.prod(c.pieces for c in picked)
-    return cut_of_cells(size, picked) or (Cut(size, cut_points(size, pieces), axes),)
+    targets = [cut_of_written_rows(plain.shape[at], t.layout.dim(at)) for t in tiles if t.layout.is_cut(at)]
+    return None if wishes is None else [*wishes, *((at, cuts, 0, 1) for cuts in targets if cuts is not None)]
 
 
 def _index_put_wishes(plain: Tensor, indices: Any, values: Any, *_: Any, **named: Any) -> Wishes | None:
