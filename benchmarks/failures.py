@@ -341,13 +341,12 @@ def seen(work: str, fault: str, wait: float, failing: int = 1) -> Fact:
         write_store(folder)
         words = ["--rank-of", work, fault, folder, "--wait", str(wait), "--failing", str(failing)]
         ends = ended_ranks(folder, words, RANKS, awaited, failing if is_link else None)
+        if is_link and all(NOBODY_WAITED in said for said in ends.said):
+            return {"work": work, "fault": fault, "failing": failing, "needs_no_link": True}
         if not Path(folder, "failed_at").exists():
             raise RuntimeError(f"{work}: {ends.said}")
     if fault == KILLED_FOR_MEMORY and ends.statuses[failing] != -signal.SIGKILL:
         raise RuntimeError(f"{work}: rank {failing} was not killed, but ended with {ends.statuses[failing]}")
-
-    if is_link and all(NOBODY_WAITED in said for said in ends.said):
-        return {"work": work, "fault": fault, "failing": failing, "needs_no_link": True}
 
     def names(rank: int, missing: Sequence[int]) -> bool:
         listed = [set(map(int, re.findall(r"\d+", ranks))) for ranks in re.findall(r"\[([\d, ]+)\]", ends.said[rank])]
