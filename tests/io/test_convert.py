@@ -314,6 +314,29 @@ def test_a_zarr_source_that_was_written_anew_does_not_go_on(tmp_path, wb2, monke
     assert convert(path, tmp_path / "made.zarr", **how, replace=True).kept == 0
 
 
+def test_a_dataset_that_lists_its_arrays_in_another_order_goes_on(tmp_path, wb2, monkeypatch):
+    """As xarray may, each time that it opens a Zarr store without consolidated metadata."""
+    from jigsaw.io.conversion import convert as conversion
+
+    data, moved, move = xr.open_zarr(wb2), [], conversion.move_region
+
+    def until(region, *given):
+        if len(moved) == 2:
+            raise OSError(28, "No space left on device")
+        moved.append(region)
+        return move(region, *given)
+
+    monkeypatch.setattr(conversion, "move_region", until)
+    sizes = {"chunks": {"time": 1}, "shards": {"time": 2}, "threads": 1}
+    with pytest.raises(OSError, match="No space left"):
+        convert(data, tmp_path / "made.zarr", **sizes)
+    monkeypatch.undo()
+    turned = data[[*reversed(list(data.data_vars))]]
+    turned = turned.assign_coords({name: data[name] for name in reversed(list(data.coords))})
+    assert list(turned.data_vars) != list(data.data_vars)
+    assert convert(turned, tmp_path / "made.zarr", **sizes).kept > 0
+
+
 # -- checksums ---------------------------------------------------------------------------------------------------------
 
 

@@ -442,7 +442,7 @@ def _open_journal(path: Path, chosen: SelectedSource, arrays: Sequence[ArrayOutl
         whole = path.is_dir() and is_complete_store(path)
         state = "is complete" if whole else "exists without the journal of a conversion"
         raise WriteError(f"{path} {state}; write elsewhere, or start again with replace=True (--replace)")
-    shapes = [(a.name, a.shape, a.dtype, a.chunks, a.shards) for a in arrays]
+    shapes = [(a.name, a.shape, a.dtype, a.chunks, a.shards) for a in sorted(arrays, key=lambda array: array.name)]
     with writing_to(path, CONVERT_AGAIN):
         path.parent.mkdir(parents=True, exist_ok=True)
     digest = values_digest(np.frombuffer(repr(shapes).encode(), np.uint8))

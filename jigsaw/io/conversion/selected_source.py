@@ -132,9 +132,10 @@ class SelectedSource:
         """Return a digest of what is read: files by size and time, shapes, dtypes and coordinates."""
         stamps = [(path, size_and_change(path)) for path in self.files if Path(path).is_file()]
         facts: list[Any] = [self.name, *self.files, *stamps, *self._seen_of_folders()]
-        facts += [(n, self.data.variables[n].dims, self.data.variables[n].shape) for n in self.arrays]
+        # in the order of names: that in which xarray lists a Zarr store without consolidated metadata changes
+        facts += [(n, self.data.variables[n].dims, self.data.variables[n].shape) for n in sorted(self.arrays)]
         digest = hashlib.blake2b(repr(facts).encode(), digest_size=16)
-        for each in self.coordinates:
+        for each in sorted(self.coordinates, key=lambda coordinate: coordinate.name):
             digest.update(repr((each.name, each.dims, each.values.dtype)).encode() + each.values.tobytes())
         return digest.hexdigest()
 

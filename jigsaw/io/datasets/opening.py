@@ -81,7 +81,7 @@ def open(
       fields), an `xarray.Dataset` (read through xarray, as it is), a user's own `ArraySource`, or an opened store;
     - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
     - `fields`: names (see `jigsaw.io.series.fields`), in channel order; by default every variable on the first one's
-      grid;
+      grid, those of Zarr stores and xarray datasets by name;
     - `target_fields`: those of the target, by default `fields` without those that lack time; the union is read for
       every step;
     - `spec`: the axis, or axes, that cut each spatial dim; by default the axis of its own name (``lat``, whatever the

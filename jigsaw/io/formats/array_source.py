@@ -291,6 +291,8 @@ def wrap_places(
 def open_xarray(dataset: xr.Dataset, options: Mapping[str, Any] | None = None) -> ArrayStore:
     """Open the chunk tables of a dataset as it is, including the user's selections, renamings and lazy computations.
 
+    Arrays are in the order of their names.
+
     References that it reads may lead elsewhere only where ``options["outside"]`` allows it.
     """
     variables: Mapping[Any, xr.Variable] = dataset.variables
@@ -298,7 +300,10 @@ def open_xarray(dataset: xr.Dataset, options: Mapping[str, Any] | None = None) -
         from jigsaw.io.formats.zarr_reach import check_references_within, checked_outside
 
         check_references_within(variables.values(), checked_outside((options or {}).get("outside")))
-    tables = {str(name): _table_of_variable(str(name), variable) for name, variable in variables.items()}
+    # by name, as of a Zarr store: xarray lists one without consolidated metadata in an order that changes, and ranks,
+    # and the run that goes on, must read the same channels
+    named = sorted(((str(name), v) for name, v in variables.items()), key=lambda pair: pair[0])
+    tables = {name: _table_of_variable(name, variable) for name, variable in named}
     name = f"xarray dataset of {dataset.encoding.get('source', 'computed values')}"
     return ArrayStore(name, tables, dict(dataset.attrs), lambda name: np.asarray(variables[name].values))
 
