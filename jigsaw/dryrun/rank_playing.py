@@ -54,13 +54,7 @@ from jigsaw.stages.stage_cuts import cut_places, mesh_of_stage, parallel_stage, 
 from jigsaw.tile.tile import Tile, tiles_in
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import graph_task_id
-from jigsaw.torch_internals.fake_tensors import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from jigsaw.torch_internals.fake_tensors import VALUE_ERRORS, FakeTensorMode
 
 LossOfOutput = Callable[[Any], Tensor]
 
@@ -317,7 +311,7 @@ def _why_it_stopped(error: Exception, guessed: bool) -> str:
         return str(error)
     frames = [(f.f_code.co_filename, line) for f, line in walk_tb(error.__traceback__)]
     file, line = next((at for at in reversed(frames) if not is_of_packages(at[0])), frames[-1])
-    if isinstance(error, _WANT_VALUES):
+    if isinstance(error, VALUE_ERRORS):
         return f"it needs the values of tensors, which a dry run has not: {error}, from {file}:{line}"
     why = "; values that Python had asked for were assumed, which may be why" if guessed else ""
     return f"{error}, from {file}:{line}{why}"
@@ -371,14 +365,6 @@ class PlayedStages:
                 if p.requires_grad:
                     comm.all_reduce(torch.zeros_like(p), self._mesh, axes)
             comm.all_reduce(torch.zeros((), dtype=torch.float64), self._mesh, [PIPE_AXIS])
-
-
-_WANT_VALUES = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 
 
 def prepared_model(plan: StepPlan, mesh: DeviceMesh, played: PlayedRank | None = None) -> tuple[nn.Module, torch.dtype]:

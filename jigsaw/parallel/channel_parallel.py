@@ -31,14 +31,17 @@ where they were, as many bytes together as the all-reduce (`jigsaw.nn.products.l
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from glob import escape
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -56,7 +59,7 @@ from jigsaw.parallel.channel_watcher import FoundPairs, PairCandidate
 from jigsaw.parallel.found_pairs import find_pairs
 from jigsaw.ranks.mesh import axes_of_mesh, flat_submesh
 from jigsaw.tile.tile import Tile
-from jigsaw.torch_internals.placements import shard_of_parts
+from jigsaw.torch_internals.placements import dim_and_parts, shard_of_parts
 
 TensorPlan = Mapping[str, str]
 FOUND = "found"
@@ -124,7 +127,7 @@ class ChannelHooks:
 
     def _with_tokens(self, layer: nn.Module, x: Tile) -> Tile:
         """Return a layer's input with the tokens of all ranks along the axis, if it cuts them; *Sends*: this rank's."""
-        has_tokens = isinstance(layer, nn.Linear | nn.MultiheadAttention)
+        has_tokens = isinstance(layer, nn.Linear | nn.MultiheadAttention) or _is_turned_linear(layer)
         if has_tokens and any(self._axis in x.layout.dim_axes(d) for d in range(x.ndim - 1)):
             return shared_result(x, ("tokens", self._axis), lambda: self._gathered(tile_in_autocast_dtype(x))).tile
         if not isinstance(layer, nn.MultiheadAttention):
@@ -212,6 +215,8 @@ def cut_channels(
         is_even = channels is not None and channels[0 if layer in rows else 1] % ranks == 0
         if is_even and planned.get(layer) != "whole":
             _cut_parameters(layer, layer in rows, line, _part_count(planned.get(layer)))
+            if _is_turned_linear(layer):
+                layer.forward = partial(_linear_of_turned, layer)
             hooks = ChannelHooks(mesh, axis, layer not in firsts, gather_again)
             layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
             layer.register_forward_hook(hooks.after)
@@ -296,7 +301,7 @@ def _check_planned(name: str, layer: nn.Module, cut: str, ranks: int, is_able: b
             f"take a narrower pattern"
         )
     count, parts = channels[0 if cut == "row" else 1], _part_count(cut)
-    if parts > 1 and type(layer) is not nn.Linear:
+    if parts > 1 and type(layer) is not nn.Linear and not _is_turned_linear(layer):
         raise ShardingError(
             f"tensor=: {name} ({type(layer).__name__}) cannot be cut as {cut!r}: only the parts of a torch.nn.Linear "
             f"are; say 'gathered'"
@@ -317,12 +322,31 @@ def _part_count(cut: str | None) -> int:
 def _channel_counts(module: nn.Module) -> tuple[int, int] | None:
     if type(module) is nn.Linear:
         return module.in_features, module.out_features
+    if _is_turned_linear(module):
+        inputs, outputs = cast(Tensor, module.weight).shape
+        return inputs, outputs
     if type(module) in (*_CONVOLUTIONS, *_TRANSPOSED) and module.groups == 1:
         convolution = cast(nn.Conv2d, module)
         return convolution.in_channels, convolution.out_channels
     if type(module) is nn.MultiheadAttention and module.bias_k is None and not module.add_zero_attn:
         return module.embed_dim, module.embed_dim
     return None
+
+
+def _is_turned_linear(module: nn.Module) -> bool:
+    """Say whether it is the linear layer of GPT-2 in transformers, whose weight is [in, out]."""
+    package = sys.modules.get("transformers.pytorch_utils")
+    return package is not None and type(module) is package.Conv1D
+
+
+def _linear_of_turned(layer: nn.Module, x: Tensor) -> Tensor:
+    weight = cast(DTensor, layer.weight)
+    dim, parts = dim_and_parts(weight.placements[0]) or (0, 1)
+    rows = weight.to_local().t()
+    cut = [shard_of_parts(1 - dim, parts)]
+    shape = weight.shape[::-1]
+    turned = DTensor.from_local(rows, weight.device_mesh, cut, run_check=False, shape=shape, stride=(1, shape[0]))
+    return F.linear(x, turned, cast(Tensor, layer.bias))
 
 
 def _column_row_pairs(
@@ -355,7 +379,8 @@ def _cut_dims(owner: nn.Module, channels: int, line: DeviceMesh, parts: int) -> 
     """Cut parameters by their output channels (0), `parts` side by side, or by their input channels (1)."""
     for name, p in owner.named_parameters(recurse=False):
         is_weight = p.ndim > 1  # a bias has output channels only
-        dim = int((channels == 1) != (type(owner) in _TRANSPOSED)) if is_weight else 0
+        is_turned = type(owner) in _TRANSPOSED or _is_turned_linear(owner)
+        dim = int((channels == 1) != is_turned) if is_weight else 0
         # where outputs are summed over ranks, the bias stays whole, and is added once
         if (is_weight or channels == 0) and p.shape[dim] % (line.size() * parts) == 0:
             setattr(owner, name, _shard_parameter(p, dim, line, parts))

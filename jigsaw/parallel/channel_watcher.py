@@ -55,6 +55,7 @@ _ALONG = functions_named("softmax log_softmax normalize")
 _REDUCING = functions_named("mean sum var std amax amin logsumexp")
 _NORMS = functions_named("layer_norm rms_norm")
 _PRODUCTS = functions_named("matmul bmm __matmul__")
+_SUMS_WITH_PRODUCTS = functions_named("addmm")
 
 
 @dataclass
@@ -109,11 +110,11 @@ class ChannelWatcher(TorchFunctionMode):
         return len(self._ties.pairs), self._count, dict(self._starts), {k: list(v) for k, v in self._rows.items()}
 
     def go_back(self, before: Any, why: str) -> None:
-        """Forget a call that raised."""
+        """Forget a call that raised, for a reason that holds for all layers, or an empty text."""
         pairs, self._count, self._starts, self._rows = before
         del self._ties.pairs[pairs:]
         self._alive = []
-        for name in self._able:
+        for name in self._able if why else ():
             self._reasons.setdefault(name, why)
 
     def end(self, out: Any) -> None:
@@ -138,9 +139,10 @@ class ChannelWatcher(TorchFunctionMode):
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         outs = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
         numbered = [x for x in tensors if id(x) in self._numbers]
-        layer = self._weights.get(id(args[1])) if len(args) > 1 else None
+        at = 2 if func in _SUMS_WITH_PRODUCTS else 1  # the place of a layer's weight, behind its input
+        layer = self._weights.get(id(args[at])) if len(args) > at else None
         if layer is not None and outs:
-            self._call_layer(layer, args[0], outs[0])
+            self._call_layer(layer, args[at - 1], outs[0])
         elif numbered and (outs or changes_in_place(func)):
             try:
                 results = _results_of(func)(self, func, args, kwargs, outs)

@@ -30,14 +30,13 @@ with torch_imports():
 
 __all__ = [
     "OF_EACH_ELEMENT",
+    "VALUE_ERRORS",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "FunctionalTensor",
     "TorchDispatchMode",
-    "UnsupportedFakeTensorException",
-    "UnsupportedOperatorException",
     "answer_by_shape",
     "forget_real_view",
     "note_real_view",
@@ -45,6 +44,14 @@ __all__ = [
     "real_view",
     "weights_converted_alone",
 ]
+
+VALUE_ERRORS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+"""Errors of operators that need the values of tensors."""
 
 _REAL_VIEW = "_jigsaw_real_view"
 

@@ -119,6 +119,46 @@ def test_parts_are_run_where_an_example_needs_values():
     }
 
 
+class _Experts(nn.Module):
+    """Experts whose weights are stacked, so that none is a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(2, WIDTH, WIDTH))
+
+    def forward(self, x, routed):
+        y = torch.zeros_like(x)
+        for number, weight in enumerate(self.weights):
+            rows = (routed == number).nonzero(as_tuple=True)
+            y = y.index_put(rows, x[rows] @ weight)
+        return y
+
+
+class _Mixture(nn.Module):
+    """Two blocks with such experts, the second with layers as experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.gate, self.experts = plan_blocks.HFViTLayer(), nn.Linear(WIDTH, 2), _Experts()
+        self.routed = _Routed()
+
+    def forward(self, x):
+        x = self.block(x)
+        return self.routed(self.experts(x, self.gate(x).argmax(-1)))
+
+
+@pytest.mark.parametrize("example", [None, torch.empty(2, 8, WIDTH)], ids=["guessed", "example"])
+def test_experts_that_need_values_are_left_out(example):
+    pairs = found_tensor_plan(_Mixture(), 2, example)
+    block = {f"block.{name}" for name in found_tensor_plan(plan_blocks.HFViTLayer(), 2).cuts}
+    experts = {f"experts.{at}.{layer}" for at in "01" for layer in "02"}
+    assert set(pairs.cuts) == block | {f"routed.{name}" for name in block | experts}
+    assert set(pairs.reasons) == {"experts", "gate", "routed.gate"} and not pairs.failure
+    assert "its weights stay whole: on paper _Experts raises DynamicOutputShape" in pairs.reasons["experts"]
+    report = jigsaw.dry_run(_Mixture(), (2, 8, WIDTH), {"channel": 2}, spec=(None, None, None), optimizer=None)
+    assert "experts" in [remark.module for remark in report.remarks]
+
+
 class _Optional(nn.Module):
     """A language model whose arguments all have defaults, as those of transformers."""
 
