@@ -9,11 +9,13 @@ import torch
 from nibabel.orientations import aff2axcodes, axcodes2ornt, inv_ornt_aff, io_orientation, ornt_transform
 from volume_store import AFFINE, image, label, write
 
+import jigsaw
 from jigsaw.errors import FieldError, GridError
 from jigsaw.io.volumes.crops import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.volume import AxisTurn, orientation_codes
 from jigsaw.io.volumes.volume_dataset import VolumeLoader
+from jigsaw.io.volumes.volume_writer import write_volume
 from jigsaw.testing import run_on_ranks, world_mesh
 from jigsaw.tile import misuse
 
@@ -153,3 +155,56 @@ def test_volumes_that_lie_differently_are_told_of_once(scans, recwarn):
     open_volumes(images, mesh={}, crop=(8, 8, 8), orientation="RAS")
     assert not [str(w.message) for w in recwarn if "is stored" in str(w.message)]
     assert torch.is_tensor(open_volumes(images[:1], mesh=world_mesh(z=1), crop=(8, 8, 8))[0].image.local)
+
+
+# -- MONAI's order of axes ---------------------------------------------------------------------------------------------
+
+
+def read_x_first(images, labels, axes, folder):
+    """Of both orders: crops, batches and a whole scan; the scan's file, and what a net says of it."""
+    mesh = world_mesh(**axes)
+    torch.manual_seed(0)
+    net = torch.nn.Conv3d(1, 2, (3, 5, 1), padding=(1, 2, 0), dtype=torch.float64)  # not alike along x, y and z
+    net, read = jigsaw.parallelize(net, mesh), {}
+    for order in ("zyx", "xyz"):
+        data = open_volumes(images, labels, mesh=mesh, axes=order, dtype="float64", **OPTIONS)
+        batches = [*VolumeLoader(data, batch_size=4)]
+        whole = data.whole(1)
+        write_volume(folder / f"{order}.nii", whole.label[0], like=whole, mode="w")
+        told = net(whole.image[None]).detach().full_tensor()
+        tiles = [data[2].image, data[2].label, *(t for b in batches for t in (b.image, b.label)), whole.image]
+        numbers = [data[2].origin, data[2].spacing, *(n for b in batches for n in (b.origins, b.spacings))]
+        assert {x.x_first for x in (data[2], whole, *batches)} == {order == "xyz"}
+        read[order] = [t.full_tensor().numpy() for t in tiles], [np.array(n) for n in numbers], told.numpy()
+    return read
+
+
+@pytest.mark.parametrize("axes", [{"z": 1}, {"z": 2}, {"z": 2, "x": 2}, {"data": 2, "y": 2}], ids=str)
+def test_samples_in_monais_order_are_the_same_in_reverse(scans, tmp_path, axes):
+    images, labels = scans
+    torch.manual_seed(0)
+    net = torch.nn.Conv3d(1, 2, (3, 5, 1), padding=(1, 2, 0), dtype=torch.float64)
+    for read in run_on_ranks(int(np.prod(list(axes.values()))), read_x_first, images, labels, axes, tmp_path):
+        for tile, turned in zip(read["zyx"][0], read["xyz"][0], strict=True):
+            assert tile.shape != turned.shape
+            np.testing.assert_array_equal(np.moveaxis(tile, (-3, -2, -1), (-1, -2, -3)), turned)
+        for along, against in zip(read["zyx"][1], read["xyz"][1], strict=True):
+            np.testing.assert_array_equal(along[..., ::-1], against)
+        # a net that nibabel's array goes through as it is
+        scan = torch.from_numpy(nibabel.load(images[1]).get_fdata())
+        np.testing.assert_allclose(read["xyz"][2][0], net(scan[None]).detach().numpy(), rtol=1e-9, atol=1e-9)
+    files = [nibabel.load(tmp_path / f"{order}.nii") for order in ("zyx", "xyz")]
+    want = nibabel.load(labels[1])
+    for file in files:
+        np.testing.assert_array_equal(file.get_fdata(), want.get_fdata())
+        np.testing.assert_allclose(file.affine, want.affine, atol=1e-5)
+
+
+def test_orders_of_axes_that_cannot_be(scans, tmp_path):
+    images, _ = scans
+    with pytest.raises(FieldError, match=r"axes='zxy' must be one of \('zyx', 'xyz'\)"):
+        open_volumes(images, mesh=world_mesh(z=1), crop=None, axes="zxy")
+    of_order = {o: open_volumes(images, mesh=world_mesh(z=1), crop=None, axes=o).whole(0) for o in ("zyx", "xyz")}
+    with pytest.raises(GridError, match=r"voxels along z, y, x and the tile"):
+        write_volume(tmp_path / "mask.nii", of_order["zyx"].image[0], like=of_order["xyz"])
+    assert not (tmp_path / "mask.nii").exists()

@@ -227,6 +227,7 @@ def open_volumes(
     image_array: str | None = None,
     label_array: str | None = None,
     dims: Sequence[str] | None = None,
+    axes: str = "zyx",
     level: int = 0,
     seed: int = 0,
     mode: str = "auto",
@@ -274,6 +275,8 @@ def open_volumes(
     - `image_array`, `label_array`: the array of a store that has several; `level`: that of an OME-Zarr image;
     - `dims`: the names of the stored dims: ``channel``, ``z``, ``y`` and ``x`` in their order. Needed where files
       (plain HDF5) do not name them, or an array has another order; a label map may lack the channels;
+    - `axes`: the order of space in samples, ``"zyx"``, or ``"xyz"`` as MONAI's readers have it, for weights that come
+      from MONAI or go there: views of the same tiles. Arguments stay along z, y, x;
     - `seed`: of the crops that ``volumes[i]`` gives; a `VolumeLoader` has its own;
     - `mode`: ``"cooperative"``, ``"independent"`` or ``"auto"``, as in `jigsaw.io.open`.
 
@@ -310,9 +313,9 @@ def open_volumes(
             f"crop=None: each sample is a whole volume, and crops={crops}, foreground={foreground} choose among crops; "
             "give a crop, or leave them out"
         )
-    device_mesh, device, axes = mesh_and_axes(mesh)
+    device_mesh, device, mesh_axes = mesh_and_axes(mesh)
     if device_mesh is not None and spec is None:
-        warn_of_idle_readers(axes, pictures[0].dims)
+        warn_of_idle_readers(mesh_axes, pictures[0].dims)
     label_type = checked_dtype("label_dtype", label_dtype, _LABEL_DTYPES)
     filled = _label_fill(label_fill, label_type)
     try:
@@ -325,7 +328,7 @@ def open_volumes(
         labels=maps,
         mesh=device_mesh,
         device=device,
-        frame=_volume_space(pictures, crop, axes, spec, halo, boundary, split, align),
+        frame=_volume_space(pictures, crop, mesh_axes, spec, halo, boundary, split, align),
         crops=crops,
         foreground=foreground,
         found=(),
@@ -337,6 +340,7 @@ def open_volumes(
         renamed=renamed,
         mode=checked_choice("mode", mode, _VOLUME_MODES),
         is_whole=crop is None,
+        x_first=checked_choice("axes", axes, ("zyx", "xyz")) == "xyz",
         augment=AskedAugmentations.of(augment),
         seed=seed,
     )

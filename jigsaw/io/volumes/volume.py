@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from jigsaw.io.volumes.volume_arrays import store_of_given, values_of_array, wit
 # -- axes in the world, in nibabel's terms and with its results -------------------------------------------------------
 
 
+RecordType = TypeVar("RecordType")
 _VOXEL_AXES = "xyz"
 _WORLD_ENDS = ("LR", "PA", "IS")  # names of the low and the high end of each axis of the world
 
@@ -312,6 +313,23 @@ def voxel_spacing(affine: AffineMatrix, dims: Sequence[str]) -> tuple[float, ...
     """Return the length of a step along each dim."""
     lengths = np.linalg.norm(affine[:3, :3], axis=0)
     return tuple(float(lengths["xyz".index(d)]) for d in dims)
+
+
+def with_x_first(record: RecordType, *along: str) -> RecordType:
+    """Return a sample or batch whose dims of space are in reverse: views, for which nothing moves.
+
+    `along` names its numbers along these dims, those of one sample or of each.
+    """
+    changed: dict[str, Any] = {"x_first": True}
+    for name in along:
+        values = getattr(record, name)
+        changed[name] = values[..., ::-1] if isinstance(values, np.ndarray) else values[::-1]
+    for name in ("image", "label"):
+        tile, space = getattr(record, name), np.shape(changed[along[0]])[-1]
+        if tile is not None:
+            lead = tile.ndim - space
+            changed[name] = tile.permute(*range(lead), *range(tile.ndim - 1, lead - 1, -1))
+    return replace(cast(Any, record), **changed)
 
 
 def _plan_name(number: int, stored: VolumeArray) -> str:

@@ -33,7 +33,7 @@ from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.augment import AskedAugmentations, SampleGrid
 from jigsaw.io.volumes.crops import AugmentedCrop, Foreground, FoundVoxels, RandomDraws, crop_origin
 from jigsaw.io.volumes.respacing import ImageIntensities, RespaceStep
-from jigsaw.io.volumes.volume import AffineMatrix, RenamedLabels, StoredVolume, voxel_spacing
+from jigsaw.io.volumes.volume import AffineMatrix, RenamedLabels, StoredVolume, voxel_spacing, with_x_first
 from jigsaw.ranks.mesh import mesh_coordinate
 from jigsaw.tile.tile import Tile
 
@@ -44,7 +44,8 @@ _VOLUMES_COMPARED = 8  # number of volumes, spread over all, that ranks compare 
 class VolumeSample(TileRecord):
     r"""Crop, or whole volume: `image` and `label` tiles [C, \*space] of one box (`label` None without labels).
 
-    `origin` is the volume's voxel where it begins (below 0 where the volume is padded), in the order of the dims.
+    `origin` is the volume's voxel where it begins (below 0 where the volume is padded), in the order of the dims, which
+    is x, y, z where `x_first`.
     `affine` takes its voxels (x, y, z, 1) to the world, 4 x 4, as nibabel has it; `spacing` is in the order of dims.
     Both are in the unit of the file, mm in most, and have the flips, turns and `Affine` of an augmented sample.
 
@@ -62,6 +63,7 @@ class VolumeSample(TileRecord):
     origin: tuple[int, ...]
     affine: AffineMatrix
     spacing: tuple[float, ...]
+    x_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ class Volumes(MeshSamples):
     renamed: RenamedLabels
     mode: str
     is_whole: bool = False
+    x_first: bool = False
     augment: AskedAugmentations = AskedAugmentations()  # noqa: RUF009 (it is frozen)
     seed: int = 0
     epoch: int = 0
@@ -316,7 +319,7 @@ class Volumes(MeshSamples):
         layout = frame.layout((image.channels,), (None,))
         bare = frame.layout((self.label_channels,), (None,), halo=False)
         tile = Tile(values[0].to(mesh.device_type), layout, mesh)
-        return VolumeSample(
+        sample = VolumeSample(
             tile if index < 0 else self.augment.finished(tile, self.seed, self.epoch, index),
             Tile(labels[0].to(mesh.device_type), bare, mesh) if self.labels else None,
             index,
@@ -325,6 +328,7 @@ class Volumes(MeshSamples):
             affine,
             voxel_spacing(affine, frame.dims),
         )
+        return with_x_first(sample, "origin", "spacing") if self.x_first else sample
 
 
 def whole_volume_sizes(shape: Sequence[int], align: Sequence[int]) -> tuple[int, ...]:
@@ -422,6 +426,7 @@ class VolumeBatch(TileRecord):
     origins: NDArray[np.int64]
     affines: NDArray[np.float64]
     spacings: NDArray[np.float64]
+    x_first: bool = False
 
 
 _LocalCrops = tuple[Tensor, Tensor]
@@ -481,7 +486,7 @@ class VolumeLoader(EpochLoader[Volumes, _LocalCrops, VolumeBatch]):
         if ds.augment.own:
             self._finish_images(turn, block[0])
         image, label = (Tile(local, layout, mesh) for local, layout in zip(block, self._layouts(turn), strict=True))
-        return VolumeBatch(
+        batch = VolumeBatch(
             image,
             label if ds.labels else None,
             turn.samples,
@@ -490,6 +495,7 @@ class VolumeLoader(EpochLoader[Volumes, _LocalCrops, VolumeBatch]):
             np.stack(affines),
             np.array([voxel_spacing(affine, ds.frame.dims) for affine in affines]),
         )
+        return with_x_first(batch, "origins", "spacings") if ds.x_first else batch
 
     def _own_samples(self, turn: BatchTurn) -> tuple[int, ...]:
         first, stop = self._layouts(turn)[0].owned(self._coordinate)[0]

@@ -53,7 +53,7 @@ def write_volume(
     coarser: str | None = None,
 ) -> None:
     r"""Write a tile [z, y, x] or [C, z, y, x] as ``.nii``, ``.nii.gz`` or ``.ome.zarr``. A batch dim of 1 before it is
-    left out.
+    left out. It is [x, y, z] where `like` is a sample of ``open_volumes(axes="xyz")``.
 
     - `like`: its place in the world: a `VolumeSample`, anything else with an `affine`, or the path of an image, in any
       format that `open_volumes` reads. Samples and images must have as many voxels; from a NIfTI file the description
@@ -93,7 +93,9 @@ def write_volume(
         raise WriteError(f"{where} must end with .nii or .nii.gz, or .ome.zarr; jigsaw.io.write makes Zarr and NetCDF")
     if mode not in ("w-", "w"):
         raise WriteError(f"mode={mode!r} must be 'w-' or 'w'")
-    image = _channels_first(data).owned()
+    image = _channels_first(data)
+    # of a sample whose dims are x, y, z, as its mask has them
+    image = (image.permute(0, *range(image.ndim - 1, 0, -1)) if getattr(like, "x_first", False) else image).owned()
     place = _WorldPlace(like, affine)
     if onto is not None:
         image, place = _put_on_scan(image, place, onto), _WorldPlace(onto, None)
@@ -328,7 +330,7 @@ def _place_in_world(place: _WorldPlace, space: Sequence[int]) -> tuple[bytes, Af
 def _sides_of_object(like: Any) -> tuple[int, ...] | None:
     """Return the sides z, y, x of a sample, or of an image of nibabel's; None where they are not known."""
     if isinstance(like, VolumeSample):
-        sides = tuple(like.image.shape[1:])
+        sides = tuple(like.image.shape[1:])[:: -1 if like.x_first else 1]
         return (*(1,) * (3 - len(sides)), *sides)
     shape = None if isinstance(like, Tensor) else getattr(like, "shape", None)
     return tuple(shape[::-1]) if isinstance(shape, tuple) and len(shape) == 3 else None
