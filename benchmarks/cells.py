@@ -55,6 +55,16 @@ def octahedral_points(rings: int) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat(latitudes, counts), np.concatenate(longitudes)
 
 
+def n320_points() -> tuple[np.ndarray, np.ndarray]:
+    """Latitudes and longitudes of ECMWF's reduced Gaussian grid N320, as ecCodes has them: 542,080 points."""
+    import eccodes
+
+    message = eccodes.codes_grib_new_from_samples("reduced_gg_pl_320_grib2")
+    lat, lon = (eccodes.codes_get_array(message, name) for name in ("latitudes", "longitudes"))
+    eccodes.codes_release(message)
+    return lat, lon
+
+
 def table_of(grid: str) -> jigsaw.Neighbors:
     """Make the table of a grid by its name."""
     if grid == "O96":
@@ -214,8 +224,8 @@ def layer_times(grid: str, features: int, rounds: int) -> Iterator[Fact]:
 
 def write_store(path: str, grid: str, steps: int, variables: tuple[str, ...]) -> int:
     """Write a store by xarray, with fields that compress as weather does, and return the number of its cells."""
-    if grid == "O320":
-        lat, lon = octahedral_points(320)
+    if grid == "N320":
+        lat, lon = n320_points()
         coords = {"latitude": ("cell", lat), "longitude": ("cell", lon)}
         cells, attributes, mapping = len(lat), {}, {}
     else:
@@ -279,13 +289,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--rows", action="store_true", help="the rows that travel, alone")
+    parser.add_argument("--read", action="store_true", help="reading, alone")
     parser.add_argument("--output", type=Path, help="a result file, that begins with hardware, date and command")
     parser.add_argument("--hardware", default="", help="the words of the result file about the machine")
     options = parser.parse_args()
-    packages = {
-        name: version(name) for name in ("torch", *(() if options.rows else ("torch-geometric", "xarray", "zarr")))
-    }
-    command = "python benchmarks/cells.py " + ("--rows" if options.rows else f"--rounds {options.rounds}")
+    alone = " --rows" * options.rows or " --read" * options.read
+    others = () if options.rows else ("xarray", "zarr") if options.read else ("torch-geometric", "xarray", "zarr")
+    packages = {name: version(name) for name in ("torch", *others)}
+    command = "python benchmarks/cells.py" + alone + f" --rounds {options.rounds}" * (not options.rows)
     lines: list[Fact] = [
         {
             "hardware": options.hardware or "?", "date": f"{datetime.date.today()}", **packages,
@@ -295,20 +306,10 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     grids = "HEALPix nested", "HEALPix ring", "O96", "random graph"
-    rows = [rows_sent(grid, ranks) for grid in grids for ranks in (2, 3, 4)]
-    cases = (
-        rows
-        if options.rows
-        else (
-            *rows,
-            *(
-                layer_times(grid, features, options.rounds)
-                for grid in ("HEALPix nested", "O96")
-                for features in (16, 128)
-            ),
-            *(read_times(grid, options.rounds) for grid in ("HEALPix level 8", "O320")),
-        )
-    )
+    rows = (rows_sent(grid, ranks) for grid in grids for ranks in (2, 3, 4))
+    layers = (layer_times(grid, n, options.rounds) for grid in ("HEALPix nested", "O96") for n in (16, 128))
+    reads = (read_times(grid, options.rounds) for grid in ("HEALPix level 8", "N320"))
+    cases = rows if options.rows else reads if options.read else (*rows, *layers, *reads)
     for facts in cases:
         for fact in facts:
             lines.append(fact)

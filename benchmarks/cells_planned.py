@@ -8,9 +8,8 @@ blocks checkpointed:
 - `graphcast`: 0.25 degrees, 721 x 1440 points of 474 channels. The encoder takes the points within 0.6 of the longest
   edge of the mesh, the decoder three corners of the mesh a point, and 16 layers work on the edges of all seven
   refinements of the icosahedron, 512 channels wide (Lam et al., arXiv 2212.12794).
-- `graph transformer`: O364, whose 543,088 points stand for the 542,080 of N320, to O96 and back, 16 layers of attention
-  over 16 near points with 1024 channels and 16 heads, as AIFS has them (Lang et al., arXiv 2406.01465), whose own
-  layers attend to windows instead.
+- `graph transformer`: N320 to O96 and back, 16 layers of attention over 16 near points with 1024 channels and 16 heads,
+  as AIFS has them (Lang et al., arXiv 2406.01465), whose own layers attend to windows instead.
 
 Points lie along Hilbert's curve.  Each row says what the rank in the middle takes.  `planned_s` is how long the dry run
 took.
@@ -25,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cells import octahedral_points
+from cells import n320_points, octahedral_points
 from result_file import ResultFile, add_result_options
 from torch import Tensor, nn
 
@@ -190,34 +189,34 @@ class GraphTransformer(nn.Module):
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
-def planned_nets(is_small: bool) -> dict[str, tuple[nn.Module, list[tuple[int, int]]]]:
-    """Make both nets, and the shapes of their inputs."""
-    grid, refinements = regular_points(*((19, 36) if is_small else (721, 1440))), 2 if is_small else 6
-    fine, coarse = (along_curve(*octahedral_points(rings)) for rings in ((12, 6) if is_small else (364, 96)))
+NETS = ("graphcast", "graph transformer")
+
+
+def planned_net(name: str, is_small: bool) -> tuple[nn.Module, list[tuple[int, int]]]:
+    """Make a net, and the shapes of its inputs."""
     width, layers = (32, 2) if is_small else (512, 16)
-    corners = 10 * 4**refinements + 2
-    return {
-        "graphcast": (
-            GraphCast(grid, refinements, 474, 227, width, layers),
-            [(len(grid[0]), 474), (len(grid[0]), 3), (corners, 3)],
-        ),
-        "graph transformer": (
-            GraphTransformer(fine, coarse, 218, 102, 2 * width, layers),
-            [(len(fine[0]), 218), (len(fine[0]), 3), (len(coarse[0]), 3)],
-        ),
-    }
+    if name == "graphcast":
+        grid, refinements = regular_points(*((19, 36) if is_small else (721, 1440))), 2 if is_small else 6
+        net = GraphCast(grid, refinements, 474, 227, width, layers)
+        return net, [(len(grid[0]), 474), (len(grid[0]), 3), (10 * 4**refinements + 2, 3)]
+    fine = along_curve(*(octahedral_points(12) if is_small else n320_points()))
+    coarse = along_curve(*octahedral_points(6 if is_small else 96))
+    net = GraphTransformer(fine, coarse, 218, 102, 2 * width, layers)
+    return net, [(len(fine[0]), 218), (len(fine[0]), 3), (len(coarse[0]), 3)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--net", choices=NETS, help="one net alone")
     parser.add_argument("--small", action="store_true", help="small nets on coarse grids")
     add_result_options(parser)
     options = parser.parse_args()
-    file = ResultFile(
-        options, "python benchmarks/cells_planned.py" + " --small" * options.small, torch=torch.__version__
-    )
-    for name, (net, shapes) in planned_nets(options.small).items():
+    chosen = "" if options.net is None else f" --net {options.net!r}"
+    command = "python benchmarks/cells_planned.py" + chosen + " --small" * options.small
+    file = ResultFile(options, command, torch=torch.__version__)
+    for name in NETS if options.net is None else (options.net,):
+        net, shapes = planned_net(name, options.small)
         for devices in options.devices:
             began = time.perf_counter()
             report = jigsaw.dry_run(
