@@ -100,6 +100,11 @@ class StepPlan:
     mp_policy: MixedPrecisionPolicy | None = None
     passes: int = 1  # forward and backward, before a step of the optimizer
 
+    def parallel_options(self) -> dict[str, Any]:
+        """Return the arguments of `parallelize` that the plan has."""
+        names = ("shard_weights", "replicate", "mp_policy", "tensor", "gather_again")
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass(frozen=True)
 class PlayedPiece:
@@ -190,16 +195,7 @@ def _play_step(
         module.forward = partial(run_checkpointed, module.forward, use_reentrant=False)
     stages = None if stage_mesh is mesh else PlayedStages(plan, model, mesh, stage_mesh)
     if stages is None:
-        model = parallelize(
-            model,
-            mesh,
-            shard_weights=plan.shard_weights,
-            replicate=plan.replicate,
-            mp_policy=plan.mp_policy,
-            tensor=plan.tensor,
-            gather_again=plan.gather_again,
-            strict=False,
-        )
+        model = parallelize(model, mesh, **plan.parallel_options(), strict=False)
     reducer = reducer_of(model if stages is None else stages.holder)
     if plan.row is not None and reducer is not None:
         played.is_periodic = reducer.ends_alike(
