@@ -41,10 +41,10 @@ from jigsaw.torch_internals.dispatch import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
     DEVICE_OF_TENSOR,
-    OF_PROFILER,
     READ_NUMBER,
     bound_argument,
     operator_schema,
+    operators_of_profiler,
     operators_of_weights,
     tensors_of_call,
     without_modes,
@@ -206,7 +206,7 @@ class StepMeter(TorchDispatchMode):
             self._piece = self._piece_under_way(self.marks)
         if func is DEVICE_OF_TENSOR and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        if func in OF_PROFILER:
+        if func in _OF_PROFILER:
             with without_modes():
                 return func(*args, **kwargs)
         out = answer_by_shape(func, args, kwargs)
@@ -312,6 +312,7 @@ def _end_of_memory(meter: weakref.ref[StepMeter], at: int, number: int) -> None:
         alive._end(at, number)  # pyright: ignore[reportPrivateUsage]
 
 
+_OF_PROFILER = operators_of_profiler()
 _OTHER_RESULT = {"dtype", "device", "layout"}  # arguments that make a result of another kind
 _READ_BY_PYTHON = {READ_NUMBER, aten.equal.default}
 # memory is made or given another shape, and nothing is read or written

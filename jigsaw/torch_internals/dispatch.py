@@ -68,11 +68,10 @@ CPU_ATTENTION: Any = private_name("torch:ops.aten._scaled_dot_product_flash_atte
 CPU_ATTENTION_BACKWARD: Any = private_name("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 
 
-# Names of stretches in a profile.  Public: `torch.profiler.record_function`, which calls them.
-OF_PROFILER: set[Any] = {
-    private_name(f"torch:ops.profiler.{name}")
-    for name in ("_record_function_enter_new.default", "_record_function_exit._RecordFunction")
-}
+def operators_of_profiler() -> set[Any]:
+    """Return the operators that name a stretch of a profile.  Public: `torch.profiler.record_function` calls them."""
+    names = "_record_function_enter_new.default", "_record_function_exit._RecordFunction"
+    return {private_name(f"torch:ops.profiler.{name}") for name in names}
 
 
 def operators_of_weights() -> tuple[Any, Any]:
