@@ -8,8 +8,10 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import pytest
+import torch
 
-from jigsaw.testing import run_on_ranks
+import jigsaw
+from jigsaw.testing import run_on_ranks, world_mesh
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "medical"
 MODULES = ("baseline", "data", "plot", "train")
@@ -56,3 +58,31 @@ def test_the_first_steps_on_one_rank_are_those_of_two(tmp_path):
     found = run_on_ranks(2, run, "--mesh", "z=2", *common, timeout=240)[0]
     assert found["losses"][:8] == pytest.approx(alone["losses"], rel=1e-3)
     assert sum(found["losses"][-4:]) < 0.75 * sum(found["losses"][:4])
+
+
+def tumors(ranks, dtype, narrow):
+    """What MONAI's net of BraTS says of a scan of four channels, its Dice loss in float32 or more, the gradient."""
+    losses, nets = importlib.import_module("monai.losses"), importlib.import_module("monai.networks.nets")
+    torch.manual_seed(0)
+    mesh, size = world_mesh(z=ranks), (24, 32, 16)
+    net = nets.SegResNet(blocks_down=[1, 2, 2, 4], blocks_up=[1, 1, 1], init_filters=8, in_channels=4, out_channels=3)
+    scan, truth = torch.randn(1, 4, *size).to(dtype), (torch.rand(1, 3, *size) > 0.7).to(dtype)
+    scan, truth = (jigsaw.shard(x, mesh, (None, None, "z", None, None)) for x in (scan, truth))
+    net = jigsaw.parallelize(net.to(dtype), mesh)
+    with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+        said = net(scan)
+    loss = losses.DiceLoss(smooth_nr=0, smooth_dr=1e-5, squared_pred=True, sigmoid=True)(said.to(dtype), truth)
+    loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in net.parameters()]).double()
+    return said.detach().full_tensor(), loss.item(), gradient
+
+
+@pytest.mark.slow
+def test_brats_in_bfloat16_is_that_of_one_process():
+    pytest.importorskip("monai")
+    (exact,) = run_on_ranks(1, tumors, 1, torch.float64, False, timeout=240)
+    (alone,) = run_on_ranks(1, tumors, 1, torch.float32, True, timeout=240)
+    for said, loss, gradient in run_on_ranks(2, tumors, 2, torch.float32, True, timeout=240):
+        assert said.dtype == torch.bfloat16 and torch.equal(said, alone[0])
+        assert loss == pytest.approx(alone[1], rel=1e-5)
+        assert (gradient - exact[2]).norm() < 1.5 * (alone[2] - exact[2]).norm()
