@@ -141,6 +141,7 @@ def test_cells_of_each_format(tmp_path, kind):
 
 HEALPIX = {
     "CF 1.13": LEVEL_2,
+    "CF by xdggs": LEVEL_2,
     "nside": {"grid_mapping_name": "healpix", "healpix_nside": NSIDE, "healpix_order": "nest"},
     "ring": {"grid_mapping_name": "healpix", "healpix_nside": NSIDE, "healpix_order": "ring"},
 }
@@ -149,7 +150,10 @@ HEALPIX = {
 @pytest.mark.parametrize("said", HEALPIX)
 def test_descriptions_of_healpix(tmp_path, said):
     theirs = pytest.importorskip("cdshealpix.ring" if said == "ring" else "cdshealpix.nested")
-    grid = jigsaw.io.open(written(tmp_path, on_healpix(HEALPIX[said])), mesh={"cell": 2}).grid
+    data = on_healpix(HEALPIX[said])
+    if said == "CF by xdggs":
+        data.t2m.attrs["grid_mapping"] = "healpix"
+    grid = jigsaw.io.open(written(tmp_path, data), mesh={"cell": 2}, fields=["t2m"]).grid
     lon, lat = theirs.healpix_to_lonlat(np.arange(CELLS), NSIDE if said == "ring" else 2)
     np.testing.assert_allclose(grid.lat, lat.to_value("deg"), atol=1e-12)
     np.testing.assert_allclose(grid.lon, lon.to_value("deg"), atol=1e-12)

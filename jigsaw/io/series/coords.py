@@ -252,8 +252,13 @@ class StoreCoordinates:
 
     def grid_mapping(self, array: ArrayTable) -> ArrayTable | None:
         """Return the variable that describes the grid of an array, where CF attributes name one."""
-        named = str(array.attrs.get("grid_mapping", "")).split(":")[0].strip()
-        return self.arrays.get(_group_prefix(array.name) + named) if named else None
+        named, group = str(array.attrs.get("grid_mapping", "")).split(":")[0].strip(), _group_prefix(array.name)
+        if not named or group + named in self.arrays:
+            return self.arrays.get(group + named) if named else None
+        # xdggs gives the name of the mapping instead of its variable's
+        alike = [t for t in self.arrays.values() if t.attrs.get("grid_mapping_name") == named]
+        alike = [t for t in alike if _group_prefix(t.name) == group]
+        return alike[0] if len(alike) == 1 else None
 
     def dggs(self, array: ArrayTable) -> Mapping[str, Any]:
         """Return the attribute ``dggs`` of an array, else of the store for its outer arrays: a convention of Zarr for
