@@ -38,6 +38,7 @@ LEAST_EXTRAS := all,medical,lightning
 
 # What comes next: builds of the last night, beyond the bounds of pyproject.toml.
 NEXT := .venv-next
+FREE := .venv-free
 # The addresses of the indexes that have them are given: TORCH_NIGHTLY_INDEX, the one for CPUs, and ZARR_NIGHTLY_INDEX.
 NEXT_TORCH = --index-url "$(or $(TORCH_NIGHTLY_INDEX),$(error set TORCH_NIGHTLY_INDEX))" torch
 NEXT_ZARR  = --index-url "$(or $(ZARR_NIGHTLY_INDEX),$(error set ZARR_NIGHTLY_INDEX))" --no-deps zarr
@@ -66,7 +67,7 @@ TEST_WORKERS ?= 2
 PYTEST := python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weather weather-025 cells aurora vae medical nginx test test-cuda test-played test-law check nightly docs test-newest with-newest test-works-with test-least test-next \
+.PHONY: help setup weather weather-025 cells aurora vae medical nginx test test-cuda test-played test-law check nightly docs test-newest with-newest test-works-with test-least test-next test-free-threaded \
 	test-oldest with-oldest bench watch fuzz zoo zoo-waits zoo-law dist sbom try-archives release-tag lint-repository clean
 
 help: ## show these targets
@@ -167,6 +168,14 @@ test-works-with: $(NEWEST_STAMP) ## trainers, loggers and other packages of docs
 
 test-least: $(LEAST_STAMP) ## the same with the least version of every package that pyproject.toml names
 	$(LEAST)/bin/$(PYTEST) -m "not slow" $(NEWEST_PARTS) tests/checkpoint/test_checkpoint.py tests/test_works_with.py
+
+FREE_IO := fields plan strips table times windows
+test-free-threaded: ## tests of the reader, each in four threads at once, on a Python without the lock (PYTHON=python3.14t)
+	test -x $(FREE)/bin/python || "$(PYTHON)" -m venv $(FREE)
+	$(FREE)/bin/python -c 'import sys; assert not sys._is_gil_enabled(), "set PYTHON to one without the lock"'
+	$(FREE)/bin/python -m pip install --quiet "$(TORCH)"
+	$(FREE)/bin/python -m pip install --quiet "$(TORCH)" --editable ".[zarr,hdf5,xarray]" dask hypothesis pytest-run-parallel pytest-timeout scipy
+	$(FREE)/bin/python -m pytest --parallel-threads 4 -m "not slow" $(addsuffix .py,$(addprefix tests/io/test_,$(FREE_IO)))
 
 test-oldest: ## checkpoints, pickles, types and imports on the oldest patch release at hand of Python 3.11
 	@for python in $(OLDEST_PYTHONS); do $(MAKE) --no-print-directory with-oldest OLDEST_PYTHON=$$python || exit 1; done
