@@ -105,9 +105,8 @@ class ChannelHooks:
         self._is_plain = False  # whether the running call has plain inputs alone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChannelHooks:
-        return ChannelHooks(
-            self._mesh, self._axis, self._gather, self._gather_again
-        )  # a copy of a model runs on the same mesh
+        # a copy of a model runs on the same mesh
+        return ChannelHooks(self._mesh, self._axis, self._gather, self._gather_again)
 
     def before(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         inputs = [*args[:3], *(kwargs.get(name) for name in _INPUTS)]
@@ -183,7 +182,8 @@ def _check_channels(tile: Tile, dim: int, axis: str) -> None:
 def cut_channels(
     model: nn.Module, mesh: DeviceMesh, axis: str, plan: TensorPlan | None = None, gather_again: bool = False
 ) -> None:
-    """Cut the weights of the plain linear, convolution and attention layers of `model` along `axis`, in place.
+    """Cut the weights of the plain linear, convolution and attention layers of `model` along `axis`, in place; those of
+    transformers' `Conv1D`, too.
 
     Layers that `plan` names are cut as it says: the channels after a "column" stay cut, those after "gathered" do not.
     Of the others, two layers of a ``Sequential`` with only activations between them become a column and a row; the rest
@@ -296,15 +296,16 @@ def _check_planned(name: str, layer: nn.Module, cut: str, ranks: int, is_able: b
         return
     if not is_able or channels is None or isinstance(layer, nn.MultiheadAttention):
         raise ShardingError(
-            f"tensor=: {name} ({type(layer).__name__}) cannot be cut as {cut!r}: only torch.nn.Linear and "
-            f"convolutions without groups, whose parameters no other module shares, are cut by a plan; "
+            f"tensor=: {name} ({type(layer).__name__}) cannot be cut as {cut!r}: only torch.nn.Linear, "
+            f"transformers' Conv1D and convolutions without groups, whose parameters no other module shares, are cut "
+            f"by a plan; "
             f"take a narrower pattern"
         )
     count, parts = channels[0 if cut == "row" else 1], _part_count(cut)
     if parts > 1 and type(layer) is not nn.Linear and not _is_turned_linear(layer):
         raise ShardingError(
-            f"tensor=: {name} ({type(layer).__name__}) cannot be cut as {cut!r}: only the parts of a torch.nn.Linear "
-            f"are; say 'gathered'"
+            f"tensor=: {name} ({type(layer).__name__}) cannot be cut as {cut!r}: only the parts of a torch.nn.Linear, "
+            f"or of transformers' Conv1D, are; say 'gathered'"
         )
     if count % (parts * ranks):
         raise ShardingError(
@@ -336,12 +337,14 @@ def _channel_counts(module: nn.Module) -> tuple[int, int] | None:
 def _is_turned_linear(module: nn.Module) -> bool:
     """Say whether it is the linear layer of GPT-2 in transformers, whose weight is [in, out]."""
     package = sys.modules.get("transformers.pytorch_utils")
-    return package is not None and type(module) is package.Conv1D
+    return package is not None and type(module) is getattr(package, "Conv1D", None)
 
 
 def _linear_of_turned(layer: nn.Module, x: Tensor) -> Tensor:
     weight = cast(DTensor, layer.weight)
-    dim, parts = dim_and_parts(weight.placements[0]) or (0, 1)
+    cut_of_weight = dim_and_parts(weight.placements[0])
+    assert cut_of_weight is not None, "weights of a cut layer are cut along one dim"
+    dim, parts = cut_of_weight
     rows = weight.to_local().t()
     cut = [shard_of_parts(1 - dim, parts)]
     shape = weight.shape[::-1]

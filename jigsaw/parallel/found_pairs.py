@@ -82,7 +82,7 @@ def _call_on_paper(
         with watcher:
             out = part(*args, **kwargs)
     except Exception as error:  # the model's own code may raise any error
-        module = _module_to_leave_out(part, error)
+        module = _module_to_leave_out(part, error, left_out)
         why = f"on paper {type(module or part).__name__} raises {type(error).__name__}: {error}"
         watcher.go_back(before, "" if module else why)
         if module is None:
@@ -96,7 +96,7 @@ def _call_on_paper(
     return _call_on_paper(watcher, part, args, kwargs, left_out)
 
 
-def _module_to_leave_out(part: nn.Module, error: Exception) -> nn.Module | None:
+def _module_to_leave_out(part: nn.Module, error: Exception, left_out: Mapping[nn.Module, str]) -> nn.Module | None:
     """Return the innermost module of a part in which an error was raised, if it may be left out; the part is not.
 
     It may where it asked for values.  So may one with weights of several matrices, as experts have, whatever it raised:
@@ -109,11 +109,15 @@ def _module_to_leave_out(part: nn.Module, error: Exception) -> nn.Module | None:
         module = owner if isinstance(owner, nn.Module) and owner in inner else module
         at = at.tb_next
     has_matrices = module is not None and any(p.ndim > 2 for p in module.parameters(recurse=False))
-    return module if has_matrices or isinstance(error, VALUE_ERRORS) else None
+    may_go = (has_matrices or isinstance(error, VALUE_ERRORS)) and module not in left_out
+    return module if may_go else None
 
 
 def _like_first_argument(*args: Any, **kwargs: Any) -> Tensor:
-    return torch.zeros_like(next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)))
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if not tensors:
+        raise TypeError("a module that is left out on paper was called without a tensor")
+    return torch.zeros_like(tensors[0])
 
 
 # -- calls without an example -----------------------------------------------------------------------------------------

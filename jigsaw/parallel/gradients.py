@@ -299,7 +299,7 @@ class GradientBucket:
         if self.asks_hosts:
             sums = comm.sum_of_host(self.own_flags, mesh, self.axes)
         # read flags, for which the host waits, only where they decide; a lent gradient exists on every rank
-        elif self.blocks or (self.lent is None and any(p.grad is None for p in self.sent)):
+        elif self.blocks or (self.lent is None and not all(self.own_flags)):
             sums = flags.tolist()
         else:
             return [1.0] * len(self.sent)

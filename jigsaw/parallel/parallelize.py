@@ -98,9 +98,10 @@ def parallelize(
     - Without `tensor` such pairs are found: the model runs once on paper, without values and messages. `example` has
       what it is called with (a tensor or tile, or a tuple of arguments), of which only shapes matter. Without one the
       model, or else its parts, are tried with a few likely inputs.  ``tensor={}`` looks for none.
-    - A column of tokens that `channel` cuts keeps the tokens of all ranks for its backward pass.  With
-      ``gather_again=True`` it keeps 1/P of them, and gathers them a second time there, as Megatron-LM does: less memory
-      for a gather more.
+    - A column of tokens that `channel` cuts keeps the tokens of all ranks for its backward pass. With
+      ``gather_again=True`` it keeps 1/P of them, and gathers them a second time there, as Megatron-LM does: less
+      memory for a gather more. An input that is changed in place behind the layer then raises in the backward pass.
+      Calls that are checkpointed or compiled, and hooks for saved tensors around the model, do as without it.
     - ``reduce=False`` leaves the reduction to a wrapper that averages over all ranks,
       ``DistributedDataParallel(model)``; a forward pass without one warns.
 

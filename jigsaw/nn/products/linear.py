@@ -146,10 +146,8 @@ def _sum_over_input_pieces(input: Tile, weight: StoredWeight, bias: StoredWeight
 #                   adds it: a reduce-scatter
 #
 # Backward the gather of x becomes a reduce-scatter and that of y a gather.  An all-reduce is as many bytes as the two.
-
-
-#
-# A product keeps all ten for the gradient of W1, unless the backward pass is to gather them again (section 4.2.2).
+# A product keeps all ten for the gradient of W1, or its own five where the backward pass gathers them again (section
+# 4.2.2 of that paper).
 
 
 class GatheredTokens(NamedTuple):
@@ -166,12 +164,14 @@ class TokensAgain:
     does so, and the last lets go of them.
 
     *Sends*: backward, this rank's tokens to the others.
+    *Raises*: `RuntimeError` in the backward pass, as torch does, where the tokens were changed in place meanwhile.
     """
 
     def __init__(self, own: Tile, gathered: Tile) -> None:
         self._own = Tile(own.local.detach(), own.layout, own.mesh)
         self._version = tensor_version(self._own.local)
         self._layout, self._strides = gathered.layout, gathered.local.stride()
+        self._offset = gathered.local.storage_offset()
         self._memory = memory_id(gathered.local.untyped_storage())
         self._uses = self._left = 0
         self._tokens: Tensor | None = None
@@ -181,7 +181,7 @@ class TokensAgain:
         if memory_id(saved.untyped_storage()) != self._memory:
             return saved, tensor_version(saved)
         self._uses += 1
-        return saved.size(), saved.stride(), saved.storage_offset()
+        return saved.size(), saved.stride(), saved.storage_offset() - self._offset
 
     def restore(self, kept: tuple[Any, ...]) -> Tensor:
         """Return the tensor that was kept."""
@@ -192,7 +192,8 @@ class TokensAgain:
         self._left -= 1
         if self._left <= 0:
             self._tokens = None
-        return tokens.as_strided(*kept)
+        size, strides, offset = kept
+        return tokens.as_strided(size, strides, tokens.storage_offset() + offset)
 
     def _all_tokens(self) -> Tensor:
         if self._tokens is None:
