@@ -72,8 +72,7 @@ class OpenWait:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         try:
-            is_of_messages = isinstance(error, dist.DistError) or any(words in str(error) for words in _WORDS_OF_GLOO)
-            if isinstance(error, RuntimeError) and not isinstance(error, WaitError) and is_of_messages:
+            if isinstance(error, RuntimeError) and not isinstance(error, WaitError) and _is_of_messages(error):
                 raise self._error_of(error) from error  # all other errors concern arguments, not ranks
         finally:
             if self._around is None:
@@ -90,6 +89,10 @@ class OpenWait:
             f"{waited}: they have ended, or do not answer; init_mesh(timeout=) says how long ranks wait; this was in "
             f"{function}, {where}{report} ({error})"
         )
+
+
+def _is_of_messages(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in _WORDS_OF_GLOO)
 
 
 _open_waits: dict[int, OpenWait] = {}
