@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from jigsaw.errors import FieldError, ShardingError, WindowError
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.datasets.dataset import Dataset, Sample
+from jigsaw.io.datasets.held_steps import HeldSteps
 from jigsaw.io.series.times import later_times
 
 
@@ -56,6 +58,13 @@ class PairedDataset(Dataset):
     def sample_bytes(self) -> int:
         """Return the most bytes that any rank holds of one sample, input and target."""
         return self.unpaired.sample_bytes() + self.partner.sample_bytes()
+
+    def reading(self, samples: Sequence[int], kept: HeldSteps | None = None) -> NoReturn:
+        """Refuse, because inputs and targets are read one by one.  Raises: `FieldError`, always."""
+        raise FieldError(
+            "a pair has two stores, so that no single plan or recommendation is that of its samples; take "
+            "data.unpaired, the inputs, and data.partner, the targets, one by one"
+        )
 
     def changed(self, **fields: Any) -> Self:
         """Return a copy with other attributes; of other anchors the partner has those of the same times."""
