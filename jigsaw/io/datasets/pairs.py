@@ -33,7 +33,7 @@ class PairedDataset(Dataset):
     def unpaired(self) -> Dataset:
         """The dataset of the inputs alone."""
         own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(Dataset)}
-        own["mesh"] = self._mesh_so_far
+        own["mesh"] = self.mesh_so_far
         return Dataset(**own)
 
     @cached_property
@@ -110,10 +110,16 @@ def pair(inputs: Dataset, targets: Dataset) -> PairedDataset:
                 f"pair: {name} was opened with targets={list(dataset.targets)}, but a pair's target is the input of "
                 f"the second dataset; open both without, and the second with inputs={list(dataset.targets)}"
             )
-    if (inputs.mesh, inputs.frame.axes) != (targets.mesh, targets.frame.axes):
+    if inputs.frame.axes != targets.frame.axes:
         raise ShardingError(
             f"pair: inputs are cut by a mesh of {dict(inputs.frame.axes)}, targets by one of "
             f"{dict(targets.frame.axes)}; open both with the same mesh"
+        )
+    meshes = [dataset.mesh_so_far for dataset in datasets.values()]
+    if meshes[0] != meshes[1]:
+        raise ShardingError(
+            f"pair: inputs and targets are cut alike, by {dict(inputs.frame.axes)}, on other devices or ranks: "
+            f"{meshes[0]} and {meshes[1]}; open both with the same mesh"
         )
     counts = {name: len(dataset) // len(dataset.anchors) for name, dataset in datasets.items()}
     if len(set(counts.values())) > 1:
