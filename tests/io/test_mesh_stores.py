@@ -576,6 +576,12 @@ def test_boundaries_that_are_none_are_refused(tmp_path, boundary):
         jigsaw.io.open(tmp_path / "icon.nc", mesh={"cell": 2}, region={"lat": (0, 40), "boundary": boundary})
 
 
+def test_a_boundary_of_no_area_is_refused(tmp_path):
+    write_icon(str(tmp_path / "icon.nc"))
+    with pytest.raises(GridError, match="adds cells around an area, and beside 'boundary' it names none"):
+        jigsaw.io.open(tmp_path / "icon.nc", mesh={"cell": 2}, region={"boundary": 1})
+
+
 def test_rings_around_points_are_refused(tmp_path):
     write_points(str(tmp_path / "points.nc"))
     with pytest.raises(GridError, match="needs neighbors of cells, and the store has their places alone"):

@@ -200,6 +200,19 @@ def test_samples_in_monais_order_are_the_same_in_reverse(scans, tmp_path, axes):
         np.testing.assert_allclose(file.affine, want.affine, atol=1e-5)
 
 
+def test_an_image_of_two_dims_in_monais_order_is_written_like_its_sample(tmp_path):
+    pixels = np.arange(4 * 7, dtype="f4").reshape(4, 7)
+    np.save(tmp_path / "image.npy", pixels)
+    data = open_volumes([tmp_path / "image.npy"], mesh=world_mesh(y=1), crop=None, axes="xyz")
+    sample = data.whole(0)
+    assert sample.image.shape == (1, 7, 4)
+    for name, tile in (("all.nii", sample.image), ("batch.nii", sample.image[None])):
+        write_volume(tmp_path / name, tile, like=sample)
+        np.testing.assert_array_equal(nibabel.load(tmp_path / name).get_fdata().squeeze(), pixels.T)
+    batch = next(iter(VolumeLoader(data)))
+    assert torch.from_numpy(np.asarray(batch.spacings)).shape == torch.from_numpy(batch.origins).shape == (1, 2)
+
+
 def test_orders_of_axes_that_cannot_be(scans, tmp_path):
     images, _ = scans
     with pytest.raises(FieldError, match=r"axes='zxy' must be one of \('zyx', 'xyz'\)"):

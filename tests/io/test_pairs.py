@@ -166,6 +166,23 @@ def test_a_pair_is_split_by_date(stores):
     assert parts["late"][0].input_times[0] >= np.datetime64("2020-01-03")
 
 
+def test_no_target_of_a_part_reaches_into_another(stores):
+    """Inputs of 6 hours, targets 3 hours after or before them: at the end of a part they lie in the next one."""
+    end, mesh = np.datetime64("2020-01-02T12"), world_mesh(lat=1)
+    ranges = {"early": (None, "2020-01-02T12"), "late": ("2020-01-02T16", None)}
+    inputs = jigsaw.io.open(stores[0], mesh=mesh, fields=["t2m"])
+    for step, last, first in (("3h", "2020-01-02T06", "2020-01-02T18"), ("-3h", "2020-01-02T12", "2020-01-03T00")):
+        targets = jigsaw.io.open(stores[1], mesh=mesh, fields=["t2m"], inputs=[step])
+        data = jigsaw.io.pair(inputs, targets)
+        assert end in [data.input_times(i)[0] for i in range(len(data))]
+        parts = jigsaw.io.split(data, **ranges)
+        early, late = parts["early"][-1], parts["late"][0]
+        assert (early.input_times[0], late.input_times[0]) == (np.datetime64(last), np.datetime64(first))
+        assert early.target_times[0] <= end < late.target_times[0]
+        with pytest.raises(WindowError, match="step positions, which count the steps of a pair's inputs"):
+            jigsaw.io.split(data, early=(0, 4))
+
+
 def test_a_forecast_beside_what_came(stores, tmp_path):
     """The time of a forecast is its start plus the lead."""
     leads, start = np.arange(3) * np.timedelta64(6, "h"), truth(stores[0]).time.values[:5]
@@ -186,6 +203,14 @@ def test_a_forecast_beside_what_came(stores, tmp_path):
     assert len(data) == 5
     assert data[3].input_times == data[3].target_times == start[3] + np.timedelta64(12, "h")
     assert np.array_equal(data[3].input.local[0, 0], values[3, 2])
+    windows = jigsaw.io.open(forecast, mesh=mesh, fields=["t2m"], along="lead", select={"time": 2}, inputs=[-1, 0])
+    ahead, behind = jigsaw.io.pair(windows, came), jigsaw.io.pair(came, windows)
+    for both in (ahead, behind):
+        assert len(both) == len(jigsaw.io.split(both, all=(str(start[2]), str(start[4])))["all"]) == 2
+    # the window of the first sample begins before the range, and a forecast of the inputs is kept whole
+    assert len(jigsaw.io.split(behind, late=(str(start[3]), str(start[4])))["late"]) == 1
+    with pytest.raises(WindowError, match="holds no sample"):
+        jigsaw.io.split(ahead, late=(str(start[3]), str(start[4])))
     several = jigsaw.io.open(forecast, mesh=mesh, fields=["t2m"], select={"lead": "all"})
     with pytest.raises(WindowError, match="of each time there are 3 samples of inputs and 1 of targets"):
         jigsaw.io.pair(several, came)
@@ -204,12 +229,29 @@ def test_what_cannot_be_paired(stores):
         jigsaw.io.pair(coarse, jigsaw.io.open(stores[1], mesh=mesh, fields=["t2m"], targets=[1]))
     with pytest.raises(ShardingError, match=r"a mesh of {'lat': 1}, targets by one of {'lon': 1}"):
         jigsaw.io.pair(coarse, jigsaw.io.open(stores[1], mesh={"lon": 1}, fields=["t2m"]))
+    with pytest.raises(ShardingError, match=r"cut alike, by {'lat': 1}, on other devices or ranks"):
+        jigsaw.io.pair(coarse, jigsaw.io.open(stores[1], mesh={"lat": 1}, fields=["t2m"]))
     with pytest.raises(WindowError, match="no time is in both"):
         jigsaw.io.pair(coarse, jigsaw.io.open(stores[1], mesh=mesh, fields=["t2m"], time=(1, None), every="6h"))
     with pytest.raises(WindowError, match="cannot be compared"):
         jigsaw.io.pair(coarse, jigsaw.io.open(stores[1], mesh=mesh, fields=["land_sea_mask"]))
     with pytest.raises(WindowError, match=r"rollout=2 asks for 2 targets"):
         jigsaw.io.DataLoader(jigsaw.io.pair(coarse, fine), rollout=2)
+
+
+def test_what_takes_one_dataset_of_a_pair(stores, tmp_path):
+    """A store like a pair is one of its targets; plans and statistics name the two datasets."""
+    data = paired(stores, world_mesh(lat=1))
+    sample = data[0]
+    jigsaw.io.write(tmp_path / "target.zarr", sample.target, like=data, dims=("time", "channel", "lat", "lon"))
+    written = xr.open_zarr(tmp_path / "target.zarr", consolidated=False)
+    fine = truth(stores[1]).sel(time=sample.target_times)
+    assert np.array_equal(written.lat, fine.latitude) and np.array_equal(written.lon, fine.longitude)
+    assert np.array_equal(written["2m_temperature"], fine["2m_temperature"])
+    for refused in (data.plan, lambda: jigsaw.io.recommend(data), lambda: jigsaw.io.statistics(data)):
+        with pytest.raises(FieldError, match=r"data\.unpaired, the inputs, and .*data\.partner, the targets"):
+            refused()
+    assert data.unpaired.plan() and data.partner.plan()
 
 
 # -- stations beside grids ---------------------------------------------------------------------------------------------

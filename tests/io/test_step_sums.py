@@ -112,9 +112,9 @@ def test_sums_that_cannot_be(store):
         opened(store, mesh, sums={"land_sea_mask": 6, "tp": 6})
     with pytest.raises(WindowError, match=r"every='6h' skips steps of array 'total_precipitation'.*sums="):
         opened(store, mesh, sums={"tp": "3h"})
-    with pytest.raises(WindowError, match="must be at least one step"):
+    with pytest.raises(WindowError, match=r"sums={'t2m': 0} must be at least one step of the series, 1 hour"):
         opened(store, mesh, sums={"t2m": 0, "tp": 6})
-    with pytest.raises(WindowError, match="sums need 60 steps without a gap"):
+    with pytest.raises(WindowError, match=r"sums={'tp': 60} needs 60 steps of 1 hour\(s\) without a gap"):
         opened(store, mesh, sums={"tp": 60})
     with pytest.raises(WindowError, match="must say it by name"):
         opened(store, mesh, sums="6h")
@@ -122,6 +122,22 @@ def test_sums_that_cannot_be(store):
         opened(store, mesh, fields=["land_sea_mask"], sums={"land_sea_mask": 2}, every=1)
     with pytest.raises((GridError, WindowError)):
         jigsaw.io.open(hourly().drop_vars("time"), mesh=mesh, fields=["tp"], sums={"tp": "6h"})
+
+
+def test_a_sum_of_one_level_frees_no_other(store):
+    """Of an array of sums with levels, each level that is taken needs a sum."""
+    data, mesh = hourly()[["total_precipitation"]], world_mesh(lat=1)
+    upper = data["total_precipitation"].expand_dims(level=[500, 850], axis=1)
+    data["rain"] = upper.copy().assign_attrs(cell_methods="time: sum")
+    fields = {"mesh": mesh, "fields": ["rain@500", "rain@850"], "every": "6h"}
+    with pytest.raises(WindowError, match="skips steps of array 'rain'"):
+        jigsaw.io.open(data, sums={"rain@500": "6h"}, **fields)
+    assert len(jigsaw.io.open(data, sums={"rain@500": "6h", "rain@850": "6h"}, **fields)) == 4
+
+
+def test_the_bytes_of_a_sample_count_the_hours_of_a_sum(store):
+    one = opened(store, world_mesh(lat=1), every=1, sums=None)
+    assert opened(store, world_mesh(lat=1)).sample_bytes() == one.sample_bytes() + 5 * 13 * 16 * 4
 
 
 def test_what_xarray_resamples_to(store):

@@ -43,6 +43,8 @@ class Sample(TileRecord):
     Values are in the units of the store, unless `normalize` says otherwise; times are datetime64, or cftime dates of
     other calendars.
 
+    With `stack`, tiles are [member, T, C, \*space].
+
     With forcings, they are the last channels of the input. `target_forcings` [T, C, \*space] are those of the target's
     times, with the input's halo: a rollout puts them beside the state that it has predicted.
 
@@ -185,7 +187,7 @@ class Dataset(MeshSamples):
 
     @cached_property
     def layout(self) -> Layout:
-        r"""The layout of a sample's input [T, C, \*space], halo and forcings included."""
+        r"""The layout of a sample's input [T, C, \*space], with halo and forcings; [member, T, …] with `stack`."""
         return self._layout(len(self.inputs), len(self.fields) + len(self.forcing_names))
 
     @cached_property
@@ -227,9 +229,15 @@ class Dataset(MeshSamples):
 
     def sample_bytes(self) -> int:
         """Return the most bytes that any rank holds of one sample, input and target."""
-        layouts = (self.layout, self.target_layout, self.forcing_layout)
+        summed = self._layout(len(self.inputs) + len(self.targets), self._earlier)
+        layouts = (self.layout, self.target_layout, self.forcing_layout, summed)
         sizes = [sum(prod(layout.local_shape(c)) for layout in layouts) for c in self.layout.coords()]
         return max(sizes) * self.dtype.itemsize
+
+    @property
+    def _earlier(self) -> int:
+        """The number of channels, the last ones, that are read for a sum alone."""
+        return sum(len(s.earlier) for s in self.sums)
 
     @property
     def _stack(self) -> tuple[int, ...]:
@@ -324,7 +332,7 @@ class Dataset(MeshSamples):
 
     def new_steps(self, cache_bytes: int) -> HeldSteps:
         """Return a memory for shared steps, of `cache_bytes` a rank; 0 keeps only those of the next read."""
-        layout = self.frame.layout((1, len(self.channels)), (None, None))
+        layout = self.frame.layout((1, len(self.channels) - self._earlier), (None, None))
         # the size on the rank that holds most, so that all ranks keep equally many steps, and read the same ones again
         item = np.dtype(numpy_dtype_name(self.dtype)).itemsize
         size = item * max(prod(layout.local_shape(c)) for c in layout.coords())
@@ -407,13 +415,15 @@ class Dataset(MeshSamples):
         shape = len(reading.steps), stored + len(self.forcing_names), *(b - a for a, b in held)
         block = engine.memory.empty(shape, np.dtype(reading.request.dtype))
         engine.read(plan, block[:, :stored])
-        for step_sum in self.sums:
-            step_sum.add_up(block)
+        with np.errstate(all="ignore"):  # steps that `kept` provides are not yet in the block, which holds any numbers
+            for step_sum in self.sums:
+                step_sum.add_up(block)
         if self.sums:
             fill_beyond_ends(block[:, :stored], held, self.frame.sizes, self.frame.boundary)
         if kept is not None:  # reached only if the read went well on all ranks; a failed read changes no rank's memory
-            kept.write(block[:, :stored], reading.keys, reading.known)
-            kept.keep(block[:, :stored], reading.keys, wanted)
+            own = block[:, : stored - self._earlier]
+            kept.write(own, reading.keys, reading.known)
+            kept.keep(own, reading.keys, wanted)
         self._fill_forcings(block[:, stored:], reading.times)
         return block
 

@@ -29,7 +29,8 @@ class Batch(TileRecord):
     r"""`input` and `target` tiles [B, T, C, \*space] (None without targets), the samples, and their times [B, T].
 
     Values are in the units of the store, unless `normalize` says otherwise; times are datetime64, or cftime dates of
-    other calendars. On each rank a tile has the rank's own rows, the input also those of its halo.
+    other calendars. On each rank a tile has the rank's own rows, the input also those of its halo. With `stack`, tiles
+    are [B, member, T, C, \*space].
 
     With forcings, they are the last channels of the input, and `target_forcings` those of the target's times.
 

@@ -170,7 +170,7 @@ def open(
     variables = survey.of(chosen)
     grid = survey.grid(variables)
     summed = summed_channels(checked_mapping("sums", sums, "{'tp': '6h'}", WindowError), chosen)
-    axis = _selected_steps(survey, variables, time, every, {chosen[i].array: length for i, length in summed.items()})
+    axis = _selected_steps(survey, variables, time, every, chosen, summed)
     device_mesh, device, axes = mesh_and_axes(mesh)
     if device_mesh is not None and spec is None:
         warn_of_idle_readers(axes, tuple(grid))
@@ -243,18 +243,25 @@ def _channels_to_read(
 
 
 def _selected_steps(
-    survey: StoreSurvey, variables: Sequence[StoreVariable], time: Any, every: Any, summed: Mapping[str, Any]
+    survey: StoreSurvey,
+    variables: Sequence[StoreVariable],
+    time: Any,
+    every: Any,
+    channels: Sequence[FieldChannel],
+    summed: Mapping[int, Any],
 ) -> TimeAxis | None:
     axis = survey.time(variables)
     if axis is None:
-        for name, value, default in (("time", time, None), ("every", every, 1), ("sums", dict(summed), {})):
+        sums = {channels[i].field: length for i, length in summed.items()}
+        for name, value, default in (("time", time, None), ("every", every, 1), ("sums", sums, {})):
             if value != default:
                 raise WindowError(f"{name}={value!r} selects steps, but the fields have no time dim")
         return None
     chosen = axis.series(time, every)
     if chosen.usual > axis.usual:
-        ends = {array: axis.steps_in("sums", length) * axis.usual >= chosen.usual for array, length in summed.items()}
-        check_no_sums([v for v in variables if not ends.get(v.table.name)], every)
+        long = {i for i, length in summed.items() if axis.steps_in("sums", length) * axis.usual >= chosen.usual}
+        skipped = {c.array for i, c in enumerate(channels) if i not in long}  # a sum of one level is not that of all
+        check_no_sums([v for v in variables if v.table.name in skipped], every)
     return chosen
 
 
@@ -270,9 +277,12 @@ def _with_sums(dataset: Dataset, summed: Mapping[int, Any], survey: StoreSurvey,
     nan = list(rules) if isinstance(rules, tuple) else [rules] * len(channels)
     vectors = list(dataset.vectors)
     for i, length in summed.items():
-        count = series.steps_in("sums", length)
+        count = series.steps_in(f"sums of {channels[i].field!r}", length)
         if count < 1:
-            raise WindowError(f"sums={{{channels[i].field!r}: {length!r}}} must be at least one step of the series")
+            raise WindowError(
+                f"sums={{{channels[i].field!r}: {length!r}}} must be at least one step of the series, "
+                f"{series.step_text()}"
+            )
         earlier = range(len(channels), len(channels) + count - 1)
         fill = None if isinstance(nan[i], str) else float(nan[i])
         nan[i] = nan[i] if fill is None else "keep"  # what replaces missing values replaces missing sums
@@ -282,6 +292,8 @@ def _with_sums(dataset: Dataset, summed: Mapping[int, Any], survey: StoreSurvey,
         nan += [nan[i] for _ in earlier]
         vectors += earlier if i in vectors else ()
         sums.append(StepSum(i, tuple(earlier), fill))
+    longest = max(sums, key=lambda s: len(s.earlier))
+    wanted = f"sums={{{channels[longest.channel].field!r}: {summed[longest.channel]!r}}}"
     return dataset.changed(
         channels=tuple(channels),
         scale=tuple(scale),
@@ -289,11 +301,11 @@ def _with_sums(dataset: Dataset, summed: Mapping[int, Any], survey: StoreSurvey,
         nan=tuple(nan),
         vectors=tuple(vectors),
         sums=tuple(sums),
-        anchors=_whole_anchors(dataset, series, 1 + max(len(s.earlier) for s in sums)),
+        anchors=_whole_anchors(dataset, series, 1 + len(longest.earlier), wanted),
     )
 
 
-def _whole_anchors(dataset: Dataset, series: TimeAxis, count: int) -> NDArray[np.int64]:
+def _whole_anchors(dataset: Dataset, series: TimeAxis, count: int, wanted: str) -> NDArray[np.int64]:
     """Return the anchors of whose steps each has the `count` steps up to it, in the series and without a gap."""
     at, runs = np.searchsorted(series.at, dataset.stored_steps), np.zeros(len(series), np.int64)
     runs[np.array(series.breaks, np.int64) + 1] = 1
@@ -302,8 +314,8 @@ def _whole_anchors(dataset: Dataset, series: TimeAxis, count: int) -> NDArray[np
     kept = dataset.anchors[is_whole[dataset.anchors[:, None] + [*dataset.inputs, *dataset.targets]].all(axis=1)]
     if not len(kept):
         raise WindowError(
-            f"sums need {count} steps without a gap up to each step of a sample, and no sample of the series of "
-            f"{len(series)} has them; sum over fewer steps, or select a longer time"
+            f"{wanted} needs {count} steps of {series.step_text()} without a gap up to each step of a sample, and no "
+            f"sample of the series of {len(series)} has them; sum over fewer steps, or select a longer time"
         )
     return kept
 

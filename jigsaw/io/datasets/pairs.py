@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from jigsaw.errors import FieldError, ShardingError, WindowError
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.datasets.dataset import Dataset, Sample
+from jigsaw.io.datasets.held_steps import HeldSteps
 from jigsaw.io.series.times import later_times
 
 
@@ -31,7 +33,7 @@ class PairedDataset(Dataset):
     def unpaired(self) -> Dataset:
         """The dataset of the inputs alone."""
         own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(Dataset)}
-        own["mesh"] = self._mesh_so_far
+        own["mesh"] = self.mesh_so_far
         return Dataset(**own)
 
     @cached_property
@@ -56,6 +58,13 @@ class PairedDataset(Dataset):
     def sample_bytes(self) -> int:
         """Return the most bytes that any rank holds of one sample, input and target."""
         return self.unpaired.sample_bytes() + self.partner.sample_bytes()
+
+    def reading(self, samples: Sequence[int], kept: HeldSteps | None = None) -> NoReturn:
+        """Refuse, because inputs and targets are read one by one.  Raises: `FieldError`, always."""
+        raise FieldError(
+            "a pair has two stores, so that no single plan or recommendation is that of its samples; take "
+            "data.unpaired, the inputs, and data.partner, the targets, one by one"
+        )
 
     def changed(self, **fields: Any) -> Self:
         """Return a copy with other attributes; of other anchors the partner has those of the same times."""
@@ -101,10 +110,16 @@ def pair(inputs: Dataset, targets: Dataset) -> PairedDataset:
                 f"pair: {name} was opened with targets={list(dataset.targets)}, but a pair's target is the input of "
                 f"the second dataset; open both without, and the second with inputs={list(dataset.targets)}"
             )
-    if (inputs.mesh, inputs.frame.axes) != (targets.mesh, targets.frame.axes):
+    if inputs.frame.axes != targets.frame.axes:
         raise ShardingError(
             f"pair: inputs are cut by a mesh of {dict(inputs.frame.axes)}, targets by one of "
             f"{dict(targets.frame.axes)}; open both with the same mesh"
+        )
+    meshes = [dataset.mesh_so_far for dataset in datasets.values()]
+    if meshes[0] != meshes[1]:
+        raise ShardingError(
+            f"pair: inputs and targets are cut alike, by {dict(inputs.frame.axes)}, on other devices or ranks: "
+            f"{meshes[0]} and {meshes[1]}; open both with the same mesh"
         )
     counts = {name: len(dataset) // len(dataset.anchors) for name, dataset in datasets.items()}
     if len(set(counts.values())) > 1:

@@ -128,13 +128,13 @@ class MeshSamples(ABC, data.Dataset[Any]):
         return init_mesh(device=self.device, **dict(self.frame.axes))
 
     @property
-    def _mesh_so_far(self) -> DeviceMesh | None:
+    def mesh_so_far(self) -> DeviceMesh | None:
         """The mesh that it was made on or has joined, if any."""
         return vars(self).get("_joined", self.mesh)
 
     def changed(self, **fields: Any) -> Self:
         """Return a copy with other attributes, on the mesh that this one has joined."""
-        return replace(self, **({"mesh": self._mesh_so_far} | fields))
+        return replace(self, **({"mesh": self.mesh_so_far} | fields))
 
     def new_engine(self, threads: int | None = None) -> ReadEngine:
         """Make a reader of plans with its own process groups; this is collective over the mesh.

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from jigsaw.errors import WindowError
 from jigsaw.io.datasets.dataset import Dataset
-from jigsaw.io.series.times import date_digit_range, is_whole_number, stamp_digits
+from jigsaw.io.datasets.pairs import PairedDataset
+from jigsaw.io.series.times import date_digit_range, is_whole_number, later_times, stamp_digits
 
 SplitRange = tuple[int, int]
 
@@ -23,12 +24,12 @@ def split(dataset: Dataset, **ranges: Any) -> dict[str, Dataset]:
     Samples keep all their targets, so the longest rollout counts; samples that reach over an end are left out.
 
     Times are those that steps are *valid* at: in a forecast, its start plus the lead time. With windows along the lead
-    time, a forecast is kept whole or not at all.
+    time, a forecast is kept whole or not at all. A pair is split by dates, which hold the steps of both datasets.
 
     *Sends*: nothing.
 
-    Raises: `WindowError` for anything but a dataset, ranges that overlap or hold no sample, or for dates where the
-    store lacks them.
+    Raises: `WindowError` for anything but a dataset, ranges that overlap or hold no sample, for dates where the store
+    lacks them, or for positions in a pair.
 
     >>> data = jigsaw.io.open("globe.zarr", mesh={"lat": 1}, fields=["t2m"], targets=[1])
     >>> parts = jigsaw.io.split(data, train=("2020-01-01T00", "2020-01-01T18"), test=("2020-01-02", None))
@@ -44,6 +45,11 @@ def split(dataset: Dataset, **ranges: Any) -> dict[str, Dataset]:
     if len(dated) > 1:
         raise WindowError(f"split mixes dates and step positions: {ranges}; use one of them")
     (by_date,) = dated
+    if isinstance(dataset, PairedDataset) and not by_date:
+        raise WindowError(
+            f"split: {ranges} are step positions, which count the steps of a pair's inputs and not of its targets; "
+            "split it by dates, or split both datasets and pair the parts"
+        )
     ends = {name: _included_ends(dataset, span, by_date) for name, span in bounds.items()}
     for (one, a), (other, b) in combinations(ends.items(), 2):
         if a[0] <= b[1] and b[0] <= a[1]:
@@ -75,6 +81,7 @@ class _SampleSpans:
 
     def __init__(self, dataset: Dataset, dated: bool) -> None:
         self.dataset, self.dated = dataset, dated
+        self.of_targets = _SampleSpans(dataset.partner, dated) if isinstance(dataset, PairedDataset) else None
         steps = (*dataset.inputs, *dataset.targets)
         at, summed = dataset.stored_steps, max((1 + len(s.earlier) for s in dataset.sums), default=1)
         # the first step that a sum reaches: 6 stored steps up to one of every 6 reach no other
@@ -86,18 +93,24 @@ class _SampleSpans:
             raise WindowError(f"split by positions counts steps of lead time here; split by dates of {self.began!r}")
 
     def inside(self, name: str, wanted: Any, ends: SplitRange) -> Dataset:
-        dataset = self.dataset
+        dataset, targets = self.dataset, self.of_targets
         if self.began is not None:
             kept = self._forecasts(self.began, ends)
+            kept = kept if targets is None or targets.lies_within(ends).all() else ()
             part = dataset.changed(choices={**dataset.choices, self.began: kept})
         else:
-            low, high = self._places()
-            part = dataset.changed(anchors=dataset.anchors[(low >= ends[0]) & (high <= ends[1])])
+            is_kept = self.lies_within(ends) & (True if targets is None else targets.lies_within(ends))
+            part = dataset.changed(anchors=dataset.anchors[is_kept])
         if not len(part):
             times = dataset.times if self.began is None else dataset.origins[self.began]
             extent = f"the dataset has {len(dataset)}, {times[0]} to {times[-1]}"
             raise WindowError(f"split: {name}={wanted!r} holds no sample; {extent}")
         return part
+
+    def lies_within(self, ends: SplitRange) -> NDArray[np.bool_]:
+        """Return of each anchor whether all that its samples touch lies between the ends."""
+        low, high = self._places()
+        return (low >= ends[0]) & (high <= ends[1])
 
     def _places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the first and last place of each anchor, over all choices of lead time."""
@@ -107,7 +120,7 @@ class _SampleSpans:
         for dim, leads in self.dataset.origins.items():
             picked = leads[list(self.dataset.choices[dim])]
             # there is a sample for each lead time, so an anchor's samples lie between its shortest and its longest lead
-            low, high = low + _addable_duration(low, picked.min()), high + _addable_duration(high, picked.max())
+            low, high = later_times(low, picked.min()), later_times(high, picked.max())
         return _digits_of_times(low), _digits_of_times(high)
 
     def _forecasts(self, dim: str, ends: SplitRange) -> tuple[int, ...]:

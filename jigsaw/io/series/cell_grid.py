@@ -201,6 +201,11 @@ def part_of_cells(grid: CellGrid, region: Any) -> tuple[NDArray[np.int64], CellG
         inside &= chosen
     if not inside.any():
         raise GridError(f"region={region!r} holds none of the {grid.cells} cells")
+    if boundary is not None and inside.all():
+        raise GridError(
+            f"region={region!r} adds cells around an area, and beside 'boundary' it names none, or all cells; "
+            "name one, such as 'lat': (30, 60)"
+        )
     if boundary is None:
         rows = np.flatnonzero(inside)
         return rows, grid.in_order(rows)

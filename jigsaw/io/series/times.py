@@ -155,11 +155,11 @@ class TimeAxis:
         """Return the steps that lie whole multiples of `frequency` (``"6h"``, or a number) after the first."""
         count = self.steps_in("every", frequency)
         if count < 1:
-            raise WindowError(f"every={frequency!r} must be at least one step of the series, {self._step()}")
+            raise WindowError(f"every={frequency!r} must be at least one step of the series, {self.step_text()}")
         wide = count * self.usual
         if wide >= FURTHEST_STEP:
             raise WindowError(
-                f"every={frequency!r} is {count} steps of the series, {self._step()}, and so longer than all time; "
+                f"every={frequency!r} is {count} steps of the series, {self.step_text()}, and so longer than all time; "
                 f"give at most the {len(self)} that there are"
             )
         after = self.ticks - self.ticks[:1]  # `[:1]`, because the series may be empty
@@ -178,10 +178,15 @@ class TimeAxis:
         length, other = (months, microseconds) if self.monthly else (microseconds, months)
         count = round(length / self.usual)
         if other or abs(length - count * self.usual) > self._slack:
-            raise WindowError(f"{name}={wanted!r} is not a whole number of the series' steps, which are {self._step()}")
+            raise WindowError(
+                f"{name}={wanted!r} is not a whole number of the series' steps, which are {self.step_text()}"
+            )
         return count
 
-    def _step(self) -> str:
+    def step_text(self) -> str:
+        """Return how long a usual step is."""
+        if self.digits is None and self.stamps.dtype.kind != "m":
+            return f"{self.usual} without a unit"
         if self.monthly:
             return f"{self.usual} month(s)"
         hours = self.usual / 3_600_000_000

@@ -32,6 +32,7 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.io.arguments import checked_choice
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.loader import Batch, DataLoader
+from jigsaw.io.datasets.pairs import PairedDataset
 from jigsaw.io.rank_results import result_of_first_rank
 from jigsaw.io.reading.engine import ReadEngine
 from jigsaw.io.series.statistics import Statistics
@@ -76,6 +77,11 @@ class StepSeries:
             raise FieldError(
                 f"statistics takes what jigsaw.io.open gives, not {type(dataset).__name__}; of volumes "
                 "jigsaw.io.volume_statistics makes them"
+            )
+        if isinstance(dataset, PairedDataset):
+            raise FieldError(
+                "statistics are those of one dataset, and a pair has two; make them of data.unpaired, the inputs, and "
+                "of data.partner, the targets"
             )
         if len(dataset.inputs) != 1 or dataset.targets:
             raise FieldError(

@@ -323,7 +323,7 @@ def with_x_first(record: RecordType, *along: str) -> RecordType:
     changed: dict[str, Any] = {"x_first": True}
     for name in along:
         values = getattr(record, name)
-        changed[name] = values[..., ::-1] if isinstance(values, np.ndarray) else values[::-1]
+        changed[name] = values[..., ::-1].copy() if isinstance(values, np.ndarray) else values[::-1]
     for name in ("image", "label"):
         tile, space = getattr(record, name), np.shape(changed[along[0]])[-1]
         if tile is not None:

@@ -150,7 +150,10 @@ class Volumes(MeshSamples):
 
     @cached_property
     def layout(self) -> Layout:
-        r"""The layout of a sample's image [C, \*space], halo included; of whole volumes that of the largest."""
+        r"""The layout of a sample's image [C, \*space], halo included; of whole volumes that of the largest.
+
+        Its dims of space are in the order of reading, ``z, y, x``, also under ``axes="xyz"``.
+        """
         return self.frame.layout((self.images[0].channels,), (None,))
 
     @cached_property

@@ -93,9 +93,7 @@ def write_volume(
         raise WriteError(f"{where} must end with .nii or .nii.gz, or .ome.zarr; jigsaw.io.write makes Zarr and NetCDF")
     if mode not in ("w-", "w"):
         raise WriteError(f"mode={mode!r} must be 'w-' or 'w'")
-    image = _channels_first(data)
-    # of a sample whose dims are x, y, z, as its mask has them
-    image = (image.permute(0, *range(image.ndim - 1, 0, -1)) if getattr(like, "x_first", False) else image).owned()
+    image = _channels_first(data, like).owned()
     place = _WorldPlace(like, affine)
     if onto is not None:
         image, place = _put_on_scan(image, place, onto), _WorldPlace(onto, None)
@@ -220,12 +218,15 @@ def _write_nifti(where: Path, image: Tile, kind: np.dtype[Any], place: _WorldPla
             each.unlink(missing_ok=True)
 
 
-def _channels_first(data: Tile) -> Tile:
+def _channels_first(data: Tile, like: Any) -> Tile:
     """Return the tile as [C, z, y, x]. Raises: `ShardingError` for another number of dims, or a batch of several."""
     if not isinstance(data, Tile):  # pyright: ignore[reportUnnecessaryIsInstance] # what a user may pass
         raise ShardingError(
             f"write_volume takes a tile, not {type(data).__name__}; cut it first: jigsaw.shard(x, mesh, spec)"
         )
+    if isinstance(like, VolumeSample) and like.x_first:  # the dims of space are those of its mask: x, y, z, or x, y
+        lead = max(0, data.ndim - len(like.spacing))
+        data = data.permute(*range(lead), *range(data.ndim - 1, lead - 1, -1))
     image = data[0] if data.ndim == 5 and data.shape[0] == 1 else data
     image = image[None] if image.ndim == 3 else image
     if image.ndim != 4:

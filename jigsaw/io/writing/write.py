@@ -29,6 +29,7 @@ from jigsaw.errors import ShardingError, WriteError
 from jigsaw.geometry.neighbors import Neighbors
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.datasets.dataset import Dataset
+from jigsaw.io.datasets.pairs import PairedDataset
 from jigsaw.io.series.cell_grid import renumbered_cells
 from jigsaw.io.series.coords import CELL_ROLE, decoded_coordinate
 from jigsaw.io.series.fields import FieldChannel
@@ -371,6 +372,8 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
     What is given stays. A spatial dim is found by its canonical name, or by the store's own. An attribute is left out
     where it names a variable (bounds, a grid mapping) that is neither written as a field nor among the coordinates.
     """
+    if isinstance(dataset, PairedDataset):  # its target is the whole input of the partner
+        dataset = dataset.partner.changed(target_channels=dataset.partner.input_channels)
     variables, survey = dataset.variables, StoreSurvey(dataset.store)
     dims: Sequence[str] = () if isinstance(options.dims, Mapping) else options.dims
     own = dict(zip(variables[0].table.dims, variables[0].roles, strict=True))
