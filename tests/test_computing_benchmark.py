@@ -46,9 +46,10 @@ def test_stages_wait_at_least_as_theory_says():
 
 @pytest.mark.slow
 def test_a_block_costs_what_the_formula_says():
-    found = lines_of("tensor_blocks.py", "--ranks", "2", "--block", "GPTBlock")
-    assert [line["flop"] for line in found] == [1, 1] and max(line["bytes"] for line in found) < 1.01
-    assert found[1]["activations"] < 1.1 < found[0]["activations"]
+    whole, cut, again = lines_of("tensor_blocks.py", "--ranks", "2", "--block", "GPTBlock")
+    assert [line["flop"] for line in (whole, cut, again)] == [1, 1, 1]
+    assert max(whole["bytes"], cut["bytes"]) < 1.01 and 1.25 <= again["bytes"] < 1.26  # two gathers beside four sums
+    assert again["activations"] < 1 < cut["activations"] < 1.1 < whole["activations"]
 
 
 @pytest.mark.slow
