@@ -239,6 +239,18 @@ def test_what_cannot_be_paired(stores):
         jigsaw.io.DataLoader(jigsaw.io.pair(coarse, fine), rollout=2)
 
 
+def test_members_are_paired_by_their_coordinate(stores):
+    field = truth(stores[0])[["2m_temperature"]].expand_dims(number=[1, 2, 3], axis=1)
+    shuffled = field.isel(number=[1, 0, 2])
+    mesh, options = world_mesh(lat=1), {"fields": ["t2m"], "select": {"number": "all"}}
+    whole, other = (jigsaw.io.open(data, mesh=mesh, **options) for data in (field, shuffled))
+    assert len(jigsaw.io.pair(whole, whole)) == len(whole)
+    with pytest.raises(WindowError, match=r"'number' \[1, 2, 3\], samples of targets those of 'number' \[2, 1, 3\]"):
+        jigsaw.io.pair(whole, other)
+    unnamed = jigsaw.io.open(shuffled.drop_vars("number"), mesh=mesh, **options)
+    assert len(jigsaw.io.pair(whole, unnamed)) == len(whole)
+
+
 def test_what_takes_one_dataset_of_a_pair(stores, tmp_path):
     """A store like a pair is one of its targets; plans and statistics name the two datasets."""
     data = paired(stores, world_mesh(lat=1))
