@@ -129,7 +129,9 @@ def pair(inputs: Dataset, targets: Dataset) -> PairedDataset:
             "open both with as many members, select={'member': [0, 1]}, or one, select={'member': 0}"
         )
     _check_members(inputs, targets)
-    times = [_anchor_times(name, dataset) for name, dataset in datasets.items()]
+    # a window of the next step alone has its first anchor before the series, where no time is
+    anchors = [d.anchors[(d.anchors >= 0) & (d.anchors < len(d.times))] for d in datasets.values()]
+    times = [_anchor_times(name, datasets[name], at) for name, at in zip(datasets, anchors, strict=True)]
     if _time_kind(times[0]) != _time_kind(times[1]):
         raise WindowError(
             f"pair: times of inputs are like {times[0][0]}, of targets like {times[1][0]}: they cannot be compared; "
@@ -140,8 +142,8 @@ def pair(inputs: Dataset, targets: Dataset) -> PairedDataset:
         spans = " and ".join(f"{name} {t[0]} to {t[-1]}" for name, t in zip(datasets, times, strict=True))
         raise WindowError(f"pair: no time is in both, with windows that are whole: {spans}; select others with time=")
     own: dict[str, Any] = {f.name: getattr(inputs, f.name) for f in fields(Dataset)}
-    own["anchors"] = inputs.anchors[ours]
-    return PairedDataset(**own, partner=targets.changed(anchors=targets.anchors[theirs]))
+    own["anchors"] = anchors[0][ours]
+    return PairedDataset(**own, partner=targets.changed(anchors=anchors[1][theirs]))
 
 
 def _check_members(inputs: Dataset, targets: Dataset) -> None:
@@ -166,9 +168,11 @@ def _places_by_dim(dataset: Dataset) -> dict[str, list[Any] | None]:
     return {dim: places[dim] for dim in dataset.choices if dim in places}
 
 
-def _anchor_times(name: str, dataset: Dataset) -> NDArray[Any]:
+def _anchor_times(name: str, dataset: Dataset, anchors: NDArray[np.int64]) -> NDArray[Any]:
     """Return the time that each anchor is valid at: in a forecast, its start plus the lead time."""
-    times = dataset.times[dataset.anchors]
+    if not len(anchors):
+        raise WindowError(f"pair: {name} has no window with its anchor in the series; select a longer time")
+    times = dataset.times[anchors]
     for dim, values in dataset.origins.items():
         first, *others = dataset.choices[dim]
         if others:

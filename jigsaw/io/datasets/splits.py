@@ -28,8 +28,8 @@ def split(dataset: Dataset, **ranges: Any) -> dict[str, Dataset]:
 
     *Sends*: nothing.
 
-    Raises: `WindowError` for anything but a dataset, ranges that overlap or hold no sample, for dates where the store
-    lacks them, or for positions in a pair.
+    Raises: `WindowError` for anything but a dataset, ranges that overlap or hold no sample, or for dates where the
+    store lacks them. Also for positions in a pair.
 
     >>> data = jigsaw.io.open("globe.zarr", mesh={"lat": 1}, fields=["t2m"], targets=[1])
     >>> parts = jigsaw.io.split(data, train=("2020-01-01T00", "2020-01-01T18"), test=("2020-01-02", None))

@@ -159,8 +159,8 @@ class TimeAxis:
         wide = count * self.usual
         if wide >= FURTHEST_STEP:
             raise WindowError(
-                f"every={frequency!r} is {count} steps of the series, {self.usual_length()}, and so longer than all time; "
-                f"give at most the {len(self)} that there are"
+                f"every={frequency!r} is {count} steps of the series, {self.usual_length()}, and so longer than "
+                f"all time; give at most the {len(self)} that there are"
             )
         after = self.ticks - self.ticks[:1]  # `[:1]`, because the series may be empty
         off = np.abs(after - np.rint(after / wide).astype(np.int64) * wide) if wide else after
