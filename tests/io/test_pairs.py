@@ -183,6 +183,16 @@ def test_no_target_of_a_part_reaches_into_another(stores):
             jigsaw.io.split(data, early=(0, 4))
 
 
+def test_a_step_beyond_the_series_is_no_anchor(stores):
+    """A window of the next step alone has one before the series, whose time is not the last one's."""
+    whole = jigsaw.io.open(stores[0], mesh=world_mesh(lat=1), fields=["t2m"])
+    for step in (1, -1):
+        data = jigsaw.io.pair(whole, jigsaw.io.open(stores[0], mesh=world_mesh(lat=1), fields=["t2m"], inputs=[step]))
+        assert len(data) == len(whole) - 1
+        for i in range(len(data)):
+            assert data.target_times(i) - data.input_times(i) == step * np.timedelta64(6, "h")
+
+
 def test_a_forecast_beside_what_came(stores, tmp_path):
     """The time of a forecast is its start plus the lead."""
     leads, start = np.arange(3) * np.timedelta64(6, "h"), truth(stores[0]).time.values[:5]
@@ -239,6 +249,18 @@ def test_what_cannot_be_paired(stores):
         jigsaw.io.DataLoader(jigsaw.io.pair(coarse, fine), rollout=2)
 
 
+def test_members_are_paired_by_their_coordinate(stores):
+    field = truth(stores[0])[["2m_temperature"]].expand_dims(number=[1, 2, 3], axis=1)
+    shuffled = field.isel(number=[1, 0, 2])
+    mesh, options = world_mesh(lat=1), {"fields": ["t2m"], "select": {"number": "all"}}
+    whole, other = (jigsaw.io.open(data, mesh=mesh, **options) for data in (field, shuffled))
+    assert len(jigsaw.io.pair(whole, whole)) == len(whole)
+    with pytest.raises(WindowError, match=r"'number' \[1, 2, 3\], samples of targets those of 'number' \[2, 1, 3\]"):
+        jigsaw.io.pair(whole, other)
+    unnamed = jigsaw.io.open(shuffled.drop_vars("number"), mesh=mesh, **options)
+    assert len(jigsaw.io.pair(whole, unnamed)) == len(whole)
+
+
 def test_what_takes_one_dataset_of_a_pair(stores, tmp_path):
     """A store like a pair is one of its targets; plans and statistics name the two datasets."""
     data = paired(stores, world_mesh(lat=1))
@@ -247,7 +269,7 @@ def test_what_takes_one_dataset_of_a_pair(stores, tmp_path):
     written = xr.open_zarr(tmp_path / "target.zarr", consolidated=False)
     fine = truth(stores[1]).sel(time=sample.target_times)
     assert np.array_equal(written.lat, fine.latitude) and np.array_equal(written.lon, fine.longitude)
-    assert np.array_equal(written["2m_temperature"], fine["2m_temperature"])
+    np.testing.assert_allclose(written["2m_temperature"].values, fine["2m_temperature"].values, rtol=1e-6)
     for refused in (data.plan, lambda: jigsaw.io.recommend(data), lambda: jigsaw.io.statistics(data)):
         with pytest.raises(FieldError, match=r"data\.unpaired, the inputs, and .*data\.partner, the targets"):
             refused()

@@ -281,7 +281,7 @@ def _with_sums(dataset: Dataset, summed: Mapping[int, Any], survey: StoreSurvey,
         if count < 1:
             raise WindowError(
                 f"sums={{{channels[i].field!r}: {length!r}}} must be at least one step of the series, "
-                f"{series.step_text()}"
+                f"{series.usual_length()}"
             )
         earlier = range(len(channels), len(channels) + count - 1)
         fill = None if isinstance(nan[i], str) else float(nan[i])
@@ -314,8 +314,8 @@ def _whole_anchors(dataset: Dataset, series: TimeAxis, count: int, wanted: str) 
     kept = dataset.anchors[is_whole[dataset.anchors[:, None] + [*dataset.inputs, *dataset.targets]].all(axis=1)]
     if not len(kept):
         raise WindowError(
-            f"{wanted} needs {count} steps of {series.step_text()} without a gap up to each step of a sample, and no "
-            f"sample of the series of {len(series)} has them; sum over fewer steps, or select a longer time"
+            f"{wanted} needs {count} steps of {series.usual_length()} without a gap up to each step of a sample, and "
+            f"no sample of the series of {len(series)} has them; sum over fewer steps, or select a longer time"
         )
     return kept
 

@@ -14,6 +14,7 @@ from jigsaw.errors import FieldError, ShardingError, WindowError
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.datasets.dataset import Dataset, Sample
 from jigsaw.io.datasets.held_steps import HeldSteps
+from jigsaw.io.series.store_survey import StoreSurvey
 from jigsaw.io.series.times import later_times
 
 
@@ -90,7 +91,7 @@ def pair(inputs: Dataset, targets: Dataset) -> PairedDataset:
     *Shapes*: input and target [T, C, \*space], each as its own `Dataset.layout`. *Sends*: nothing.
 
     Raises: `FieldError` for anything but two datasets of `jigsaw.io.open`, `ShardingError` for two meshes. Also
-    `WindowError` for datasets that have targets, no common time, or another number of members.
+    `WindowError` for datasets that have targets, no common time, or other members.
 
     >>> mesh = jigsaw.init_mesh(lat=1, lon=1)
     >>> whole = jigsaw.io.open("globe.zarr", mesh=mesh, fields=["t2m", "u10"], inputs=["-6h", "0h"])
@@ -127,7 +128,10 @@ def pair(inputs: Dataset, targets: Dataset) -> PairedDataset:
             f"pair: of each time there are {counts['inputs']} samples of inputs and {counts['targets']} of targets; "
             "open both with as many members, select={'member': [0, 1]}, or one, select={'member': 0}"
         )
-    times = [_anchor_times(name, dataset) for name, dataset in datasets.items()]
+    _check_members(inputs, targets)
+    # a window of the next step alone has its first anchor before the series, where no time is
+    anchors = [d.anchors[(d.anchors >= 0) & (d.anchors < len(d.times))] for d in datasets.values()]
+    times = [_anchor_times(name, datasets[name], at) for name, at in zip(datasets, anchors, strict=True)]
     if _time_kind(times[0]) != _time_kind(times[1]):
         raise WindowError(
             f"pair: times of inputs are like {times[0][0]}, of targets like {times[1][0]}: they cannot be compared; "
@@ -138,13 +142,37 @@ def pair(inputs: Dataset, targets: Dataset) -> PairedDataset:
         spans = " and ".join(f"{name} {t[0]} to {t[-1]}" for name, t in zip(datasets, times, strict=True))
         raise WindowError(f"pair: no time is in both, with windows that are whole: {spans}; select others with time=")
     own: dict[str, Any] = {f.name: getattr(inputs, f.name) for f in fields(Dataset)}
-    own["anchors"] = inputs.anchors[ours]
-    return PairedDataset(**own, partner=targets.changed(anchors=targets.anchors[theirs]))
+    own["anchors"] = anchors[0][ours]
+    return PairedDataset(**own, partner=targets.changed(anchors=anchors[1][theirs]))
 
 
-def _anchor_times(name: str, dataset: Dataset) -> NDArray[Any]:
+def _check_members(inputs: Dataset, targets: Dataset) -> None:
+    """Raise `WindowError` for samples of other places along a further dim, where both stores have its coordinate."""
+    ours, theirs = (_places_by_dim(dataset) for dataset in (inputs, targets))
+    for (dim, own), (other_dim, other) in zip(ours.items(), theirs.items(), strict=False):
+        if own is not None and other is not None and own != other:
+            raise WindowError(
+                f"pair: samples of inputs are those of {dim!r} {own}, samples of targets those of {other_dim!r} "
+                f"{other}, and the first is paired with the first; choose the same ones by select="
+            )
+
+
+def _places_by_dim(dataset: Dataset) -> dict[str, list[Any] | None]:
+    """Return the coordinates of the several places along each further dim; None where the store has none."""
+    survey, places = StoreSurvey(dataset.store), dict[str, list[Any] | None]()
+    for variable in dataset.variables:
+        for dim, chosen in dataset.choices.items():
+            if len(chosen) > 1 and dim in variable.table.dims and dim != dataset.stacked:
+                is_stated = survey.coords.name(variable.table, dim) is not None
+                places[dim] = survey.values_along(variable, dim)[list(chosen)].tolist() if is_stated else None
+    return {dim: places[dim] for dim in dataset.choices if dim in places}
+
+
+def _anchor_times(name: str, dataset: Dataset, anchors: NDArray[np.int64]) -> NDArray[Any]:
     """Return the time that each anchor is valid at: in a forecast, its start plus the lead time."""
-    times = dataset.times[dataset.anchors]
+    if not len(anchors):
+        raise WindowError(f"pair: {name} has no window with its anchor in the series; select a longer time")
+    times = dataset.times[anchors]
     for dim, values in dataset.origins.items():
         first, *others = dataset.choices[dim]
         if others:

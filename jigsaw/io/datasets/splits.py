@@ -28,8 +28,8 @@ def split(dataset: Dataset, **ranges: Any) -> dict[str, Dataset]:
 
     *Sends*: nothing.
 
-    Raises: `WindowError` for anything but a dataset, ranges that overlap or hold no sample, for dates where the store
-    lacks them, or for positions in a pair.
+    Raises: `WindowError` for anything but a dataset, ranges that overlap or hold no sample, or for dates where the
+    store lacks them. Also for positions in a pair.
 
     >>> data = jigsaw.io.open("globe.zarr", mesh={"lat": 1}, fields=["t2m"], targets=[1])
     >>> parts = jigsaw.io.split(data, train=("2020-01-01T00", "2020-01-01T18"), test=("2020-01-02", None))
@@ -96,10 +96,10 @@ class _SampleSpans:
         dataset, targets = self.dataset, self.of_targets
         if self.began is not None:
             kept = self._forecasts(self.began, ends)
-            kept = kept if targets is None or targets.lies_within(ends).all() else ()
+            kept = kept if targets is None or targets.anchors_inside(ends).all() else ()
             part = dataset.changed(choices={**dataset.choices, self.began: kept})
         else:
-            is_kept = self.lies_within(ends) & (True if targets is None else targets.lies_within(ends))
+            is_kept = self.anchors_inside(ends) & (True if targets is None else targets.anchors_inside(ends))
             part = dataset.changed(anchors=dataset.anchors[is_kept])
         if not len(part):
             times = dataset.times if self.began is None else dataset.origins[self.began]
@@ -107,7 +107,7 @@ class _SampleSpans:
             raise WindowError(f"split: {name}={wanted!r} holds no sample; {extent}")
         return part
 
-    def lies_within(self, ends: SplitRange) -> NDArray[np.bool_]:
+    def anchors_inside(self, ends: SplitRange) -> NDArray[np.bool_]:
         """Return of each anchor whether all that its samples touch lies between the ends."""
         low, high = self._places()
         return (low >= ends[0]) & (high <= ends[1])

@@ -155,12 +155,12 @@ class TimeAxis:
         """Return the steps that lie whole multiples of `frequency` (``"6h"``, or a number) after the first."""
         count = self.steps_in("every", frequency)
         if count < 1:
-            raise WindowError(f"every={frequency!r} must be at least one step of the series, {self.step_text()}")
+            raise WindowError(f"every={frequency!r} must be at least one step of the series, {self.usual_length()}")
         wide = count * self.usual
         if wide >= FURTHEST_STEP:
             raise WindowError(
-                f"every={frequency!r} is {count} steps of the series, {self.step_text()}, and so longer than all time; "
-                f"give at most the {len(self)} that there are"
+                f"every={frequency!r} is {count} steps of the series, {self.usual_length()}, and so longer than "
+                f"all time; give at most the {len(self)} that there are"
             )
         after = self.ticks - self.ticks[:1]  # `[:1]`, because the series may be empty
         off = np.abs(after - np.rint(after / wide).astype(np.int64) * wide) if wide else after
@@ -179,11 +179,11 @@ class TimeAxis:
         count = round(length / self.usual)
         if other or abs(length - count * self.usual) > self._slack:
             raise WindowError(
-                f"{name}={wanted!r} is not a whole number of the series' steps, which are {self.step_text()}"
+                f"{name}={wanted!r} is not a whole number of the series' steps, which are {self.usual_length()}"
             )
         return count
 
-    def step_text(self) -> str:
+    def usual_length(self) -> str:
         """Return how long a usual step is."""
         if self.digits is None and self.stamps.dtype.kind != "m":
             return f"{self.usual} without a unit"

@@ -209,7 +209,7 @@ class Writer:
             append_dim,
             encoding or {},
         )
-        self._options = options if like is None else options_like_dataset(options, like)
+        self._options = options if like is None else options_like_dataset(options, _dataset_of_targets(like))
         make_sink = ZarrSink if suffix == ".zarr" else NetcdfSink
         self._sink: FormatSink = make_sink(self.path, append_dim, encoding or {})
         self._mesh: DeviceMesh | None = None
@@ -366,14 +366,19 @@ _STORAGE_ATTRIBUTES = "scale_factor", "add_offset", "_FillValue", "missing_value
 _WRITER_PREFIX = "jigsaw_"
 
 
+def _dataset_of_targets(dataset: Dataset) -> Dataset:
+    """Return the dataset whose target channels and grid are written: a pair's target is its partner's whole input."""
+    if not isinstance(dataset, PairedDataset):
+        return dataset
+    return dataset.partner.changed(target_channels=dataset.partner.input_channels)
+
+
 def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOptions:
     """Return the options with what a dataset lends: coordinates, attributes, and names for the channels of one tile.
 
     What is given stays. A spatial dim is found by its canonical name, or by the store's own. An attribute is left out
     where it names a variable (bounds, a grid mapping) that is neither written as a field nor among the coordinates.
     """
-    if isinstance(dataset, PairedDataset):  # its target is the whole input of the partner
-        dataset = dataset.partner.changed(target_channels=dataset.partner.input_channels)
     variables, survey = dataset.variables, StoreSurvey(dataset.store)
     dims: Sequence[str] = () if isinstance(options.dims, Mapping) else options.dims
     own = dict(zip(variables[0].table.dims, variables[0].roles, strict=True))
