@@ -175,7 +175,7 @@ test-free-threaded: ## tests of the reader, each in four threads at once, on a P
 	$(FREE)/bin/python -c 'import sys; assert not sys._is_gil_enabled(), "set PYTHON to one without the lock"'
 	$(FREE)/bin/python -m pip install --quiet "$(TORCH)"
 	$(FREE)/bin/python -m pip install --quiet "$(TORCH)" --editable ".[zarr,hdf5,xarray]" dask hypothesis pytest-run-parallel pytest-timeout scipy
-	$(FREE)/bin/python -m pytest --parallel-threads 4 -m "not slow" $(addsuffix .py,$(addprefix tests/io/test_,$(FREE_IO)))
+	$(FREE)/bin/python -X gil=0 -m pytest --parallel-threads 4 -m "not slow" $(addsuffix .py,$(addprefix tests/io/test_,$(FREE_IO)))
 
 test-oldest: ## checkpoints, pickles, types and imports on the oldest patch release at hand of Python 3.11
 	@for python in $(OLDEST_PYTHONS); do $(MAKE) --no-print-directory with-oldest OLDEST_PYTHON=$$python || exit 1; done
