@@ -1,5 +1,7 @@
 """Operators that a dry run answers by torch's kernels for shapes, beside torch's real ones."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -170,7 +172,7 @@ def test_an_optimizer_counts_as_torch_runs_it(name, axes, monkeypatch):
         """The same, of which nothing is known."""
 
     def phases(optimizer):
-        made = lambda parameters: optimizer(parameters, **OPTIMIZERS[name])  # noqa: E731
+        made = partial(optimizer, **OPTIMIZERS[name])
         spec = (None, "lat", None)
         plan = StepPlan(_Uneven, ((2, 5, 7),), spec=spec, optimizer=made, shard_weights=True, keeps_calls=False)
         return play_rank(plan, axes, 1).phases
