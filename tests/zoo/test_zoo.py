@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from run import causes_table, final_verdict, mesh_name, models_page, run_one, run_zoo, short_cause
+from run import SECONDS, causes_table, final_verdict, mesh_name, models_page, run_one, run_zoo, short_cause
 from torch import Tensor, nn
 from uses import NETS, USES, try_use, uses_table
 from waits import net_waits, waits_more
@@ -176,17 +176,17 @@ def test_what_a_net_draws_is_the_same_on_tiles(axes, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("build", "verdict", "cause"),
+    ("build", "verdict", "cause", "seconds"),
     [
-        (OtherOnTiles, "wrong", "off by"),
-        (OwnError, "untyped", "KeyError"),
-        (Branching, "refused", "ambiguous|bool|become"),
-        pytest.param(OneSleeps, "hang", "still running", marks=pytest.mark.slow),
+        (OtherOnTiles, "wrong", "off by", SECONDS),
+        (OwnError, "untyped", "KeyError", SECONDS),
+        (Branching, "refused", "ambiguous|bool|become", SECONDS),
+        (OneSleeps, "hang", "still running", 5.0),  # the others end by themselves, however busy the machine is
     ],
 )
-def test_the_runner_tells_how_a_net_ends(build, verdict, cause, tmp_path):
+def test_the_runner_tells_how_a_net_ends(build, verdict, cause, seconds, tmp_path):
     net = ZooNet("by test", "by hand", build, [image(1, 1, 8, 6)])
-    found = run_one(net, {"lat": 2}, {}, tmp_path / "net", seconds=5.0)
+    found = run_one(net, {"lat": 2}, {}, tmp_path / "net", seconds)
     assert found.verdict == verdict, found
     assert re.search(cause, found.cause)
 
