@@ -12,7 +12,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import parent_process
@@ -107,7 +108,8 @@ def serve_jobs(connection: Connection, rank: int, kind: WorldKind, folder: str, 
     """
     os.environ.clear()
     os.environ.update(environment)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    others: list[int] = []
+    threading.Thread(target=_die_with_parent, args=(others,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when a world ends
     stacks = (Path(folder) / f"stack{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -119,6 +121,9 @@ def serve_jobs(connection: Connection, rank: int, kind: WorldKind, folder: str, 
         serve_ordered_groups()
     backend = "cpu:gloo,cuda:nccl" if kind.backend == "nccl" else kind.backend
     dist.init_process_group(backend, store=store, rank=rank, world_size=kind.ranks, timeout=_GROUP_TIMEOUT)
+    store.set(f"process {rank}", str(os.getpid()))
+    if rank == 0:
+        others += [int(store.get(f"process {other}")) for other in range(1, kind.ranks)]
     connection.send_bytes(pickle.dumps(RankReport()))
     while True:
         try:
@@ -182,11 +187,16 @@ def _be_one_rank(rank: int, kind: WorldKind) -> None:
     torch.set_num_threads(1)
 
 
-def _die_with_parent() -> None:
-    """End with the parent: a rank in a collective does not read its pipe, so a thread watches for the parent's end."""
+def _die_with_parent(others: Sequence[int]) -> None:
+    """End with the parent: a rank in a collective does not read its pipe, so a thread watches for the parent's end.
+    The first rank, which never rests, wakes the `others` for this.
+    """
     parent = parent_process()
     if parent is not None:
         parent.join()
+        for process in others:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
         os._exit(1)
 
 

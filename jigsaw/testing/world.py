@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 from pathlib import Path
@@ -103,6 +104,8 @@ class RankWorld:
     def __init__(self, kind: WorldKind) -> None:
         self.size = size = kind.ranks
         self.jobs = 0
+        # NCCL's threads would take a stop for a rank that hangs
+        self._may_rest, self._is_resting = kind.device != "cuda", False
         self._groups = 0
         self._folder = tempfile.mkdtemp(prefix="jigsaw-world-")
         start = _process_context()
@@ -138,8 +141,29 @@ class RankWorld:
     def pids(self) -> list[int]:
         return [p.pid or 0 for p in self._processes]
 
+    def rest(self) -> None:
+        """Stop all ranks but the first until the next job.  Gloo has a thread for each group, which looks for messages
+        a hundred times a second: those of a few idle worlds take a third of a core.
+
+        The first rank stays awake, because it wakes the others when this process has ended without a word.
+        """
+        if self._may_rest and not self._is_resting and self.alive:
+            self._signal_others(signal.SIGSTOP)
+            self._is_resting = True
+
+    def _wake(self) -> None:
+        if self._is_resting:
+            self._signal_others(signal.SIGCONT)
+            self._is_resting = False
+
+    def _signal_others(self, number: signal.Signals) -> None:
+        for pid in self.pids[1:]:
+            with suppress(ProcessLookupError):  # it has died, which the next job reports
+                os.kill(pid, number)
+
     def run(self, body: RankBody, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> list[Any]:
         __tracebackhide__ = True
+        self._wake()
         job = RankJob(body, _pickled_arguments(body, args, kwargs), tuple(sys.path))
         message = pickle.dumps(job)
         try:
@@ -256,6 +280,9 @@ def _live_world(size: int, backend: str | None = None, device: str | None = None
         if world is not None:
             world.kill()
         world = _worlds[kind] = RankWorld(kind)
+    for other in _worlds.values():
+        if other is not world:
+            other.rest()
     return world
 
 

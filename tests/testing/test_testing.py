@@ -269,7 +269,9 @@ def test_a_skip_is_a_skip():
 
 @pytest.mark.slow
 def test_ranks_end_with_their_parent(tmp_path):
-    """A parent killed without a chance to clean up leaves no process, even when its ranks hang in a collective."""
+    """A parent killed without a chance to clean up leaves no process, even when its ranks hang in a collective, or when
+    they rest because another world was used last.
+    """
     (tmp_path / "bodies.py").write_text(
         textwrap.dedent("""
         import os, pathlib, sys
@@ -280,14 +282,36 @@ def test_ranks_end_with_their_parent(tmp_path):
             if dist.get_rank() == 0:
                 dist.all_reduce(torch.ones(1))
             dist.barrier() if dist.get_rank() == 5 else __import__("time").sleep(1000)
+
+        def rest(folder):
+            (pathlib.Path(folder) / f"pid{os.getpid()}").touch()
         """)
     )
-    script = f"from jigsaw.testing import run_on_ranks\nimport bodies\nrun_on_ranks(2, bodies.hang, {str(tmp_path)!r})"
+    script = (
+        f"from jigsaw.testing import run_on_ranks\nimport bodies\nrun_on_ranks(3, bodies.rest, {str(tmp_path)!r})\n"
+        f"run_on_ranks(2, bodies.hang, {str(tmp_path)!r})"
+    )
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path)
-    pids = _wait_for(lambda: [int(f.name[3:]) for f in tmp_path.glob("pid*")], 2)
+    pids = _wait_for(lambda: [int(f.name[3:]) for f in tmp_path.glob("pid*")], 5)
+    assert [_state(p) for p in pids].count("T") == 2
     parent.kill()
     parent.wait()
-    _wait_for(lambda: [p for p in pids if not _exists(p)], 2)
+    _wait_for(lambda: [p for p in pids if not _exists(p)], 5)
+
+
+def _rank_and_sum():
+    ranks = torch.ones(1)
+    dist.all_reduce(ranks)
+    return dist.get_rank(), int(ranks)
+
+
+def test_a_world_rests_while_another_works():
+    world = _live_world(3)
+    assert run_on_ranks(3, _rank_and_sum) == [(0, 3), (1, 3), (2, 3)]
+    assert run_on_ranks(2, _rank_and_sum) == [(0, 2), (1, 2)]
+    assert [_state(p) == "T" for p in world.pids] == [False, True, True]
+    assert run_on_ranks(3, _rank_and_sum) == [(0, 3), (1, 3), (2, 3)]
+    assert _live_world(3) is world
 
 
 @pytest.mark.slow
@@ -311,11 +335,16 @@ def _wait_for(find, count):
 
 
 def _exists(pid):
+    return _state(pid) not in ("", "Z")
+
+
+def _state(pid):
+    """The letter of a process's state in Linux, as T of one that is stopped; nothing where there is none."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+            return stat.read().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
-        return False
+        return ""
 
 
 @pytest.mark.slow
