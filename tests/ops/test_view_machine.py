@@ -152,6 +152,13 @@ def test_views_and_writes_on_two_ranks():
 
 @pytest.mark.slow
 @on_ranks(2, timeout=600)
+def test_more_views_and_writes_on_two_ranks():
+    _run(150, steps=14, lat=2)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@on_ranks(2, timeout=600)
 def test_many_views_and_writes_on_two_ranks():
     _run(600, steps=14, lat=2)
 

@@ -91,16 +91,19 @@ def _go_on(path, block, axes, options):
     _assert_same_weights(model, whole)
 
 
+TWO, THREE, FOUR = {"channel": 2}, {"channel": 3}, {"lat": 2, "channel": 2}
 WAYS = [
-    ({"channel": 2}, {}),
-    pytest.param({"channel": 3}, {}, marks=pytest.mark.slow),
-    pytest.param({"lat": 2, "channel": 2}, {}, marks=pytest.mark.slow),
-    ({"lat": 2, "channel": 2}, {"shard_weights": True}),
+    (GPTBlock, TWO, {}),
+    pytest.param(GPTBlock, THREE, {}, marks=pytest.mark.slow),
+    pytest.param(GPTBlock, FOUR, {}, marks=pytest.mark.slow),
+    (GPTBlock, FOUR, {"shard_weights": True}),
+    pytest.param(MetaLlamaBlock, THREE, {}, marks=pytest.mark.slow),
+    pytest.param(Encoder, FOUR, {"shard_weights": True}, marks=pytest.mark.slow),
+    *(pytest.param(b, axes, {}, marks=pytest.mark.nightly) for b in (MetaLlamaBlock, Encoder) for axes in (TWO, FOUR)),
 ]
 
 
-@pytest.mark.parametrize(("axes", "options"), WAYS)
-@pytest.mark.parametrize("block", [GPTBlock, *(pytest.param(b, marks=pytest.mark.slow) for b in BLOCKS[1:])])
+@pytest.mark.parametrize(("block", "axes", "options"), WAYS)
 def test_it_is_trained_saved_and_loaded_as_by_one_process(tmp_path, block, axes, options):
     ranks = torch.Size(axes.values()).numel()
     run_on_ranks(ranks, _begin, tmp_path, block, axes, options)

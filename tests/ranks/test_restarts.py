@@ -168,13 +168,15 @@ def _hosts(are_linked):
 TWO_HOSTS = pytest.param(
     "backward",
     True,
-    marks=pytest.mark.skipif(bool(why_not_two_hosts()), reason=why_not_two_hosts() or "it may"),
+    marks=[pytest.mark.nightly, pytest.mark.skipif(bool(why_not_two_hosts()), reason=why_not_two_hosts() or "it may")],
     id="backward, hosts in namespaces",
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "are_linked"), [("backward", False), ("write", False), TWO_HOSTS])
+@pytest.mark.parametrize(
+    ("place", "are_linked"), [("backward", False), pytest.param("write", False, marks=pytest.mark.nightly), TWO_HOSTS]
+)
 def test_a_job_that_loses_a_host_goes_on_with_the_ranks_of_the_other(tmp_path, undisturbed, place, are_linked):
     with _hosts(are_linked) as (addresses, within, interface):
         with socket.socket() as free:
