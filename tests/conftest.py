@@ -16,9 +16,13 @@ LONG_SERIES = 4
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark every second case of a series of more than `LONG_SERIES` as slow: `make check` runs them all."""
+    """Mark every second case of a series of more than `LONG_SERIES` as slow, which `make check` runs, and what is
+    nightly, too.
+    """
     series = defaultdict(list)
     for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker(pytest.mark.slow)
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
             series[item.path, item.originalname].append(item)
     for cases in series.values():
