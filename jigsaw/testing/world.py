@@ -48,6 +48,7 @@ def on_ranks(
     The ranks are gloo processes with one thread each that all tests share; each starts a body with the same seed, in
     float32. The arguments (parameters, fixture values) must pickle, and the function must be at module level. It
     returns the list of what each rank returned, or None when no rank returned anything (as pytest expects of a test).
+    While ranks of another number or backend work, these are stopped (all but rank 0, on CPUs), with all their threads.
 
     `backend` is ``"gloo"``, or ``"ordered"``: gloo by NCCL's law, which shows on CPUs what would hang or be wrong on
     GPUs (`jigsaw.testing.ordered_group`), or ``"nccl"``.  By default it is that of the variable
