@@ -2,8 +2,8 @@
 
     python benchmarks/cells_planned.py --output benchmarks/results/cells-planned-MACHINE-MONTH.jsonl
 
-Nets of the published sizes in bfloat16, with AdamW and blocks checkpointed.  Two are written with `gather_neighbors` and
-`scatter_to_cells`, and the third is as anemoi-models has it (``pip install anemoi-models torch-geometric``):
+Nets of the published sizes in bfloat16, with AdamW and blocks checkpointed.  Two are written with `gather_neighbors`
+and `scatter_to_cells`, and the third is as anemoi-models has it (``pip install anemoi-models torch-geometric``):
 
 - `graphcast`: 0.25 degrees, 721 x 1440 points of 474 channels. The encoder takes the points within 0.6 of the longest
   edge of the mesh, the decoder three corners of the mesh a point, and 16 layers work on the edges of all seven
@@ -14,8 +14,8 @@ Nets of the published sizes in bfloat16, with AdamW and blocks checkpointed.  Tw
   16 layers and decoder, 1024 channels wide with 16 heads.  It checkpoints each layer by itself.
 
 Points lie along Hilbert's curve.  Each row says what the rank in the middle takes.  `planned_s` is how long the dry run
-took.  With ``--real`` the same step, after a first one, runs on real ranks of this machine: `real_MiB` is what the rank
-in the middle sends.
+took.  With ``--real`` the same step, after a first one, runs on real ranks of this machine: `sent_by_real_ranks` is what
+the rank in the middle sends.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def near_edges(grid: Points, coarse: Points) -> Any:
 NETS = ("graphcast", "graph transformer", "anemoi")
 # how each net is planned: the first two give tiles on any mesh, and the third a plain tensor on one device
 PLANS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(NETS[:2], {"spec": ("cell", None), "checkpoint": "blocks"}),
+    **{name: {"spec": ("cell", None), "checkpoint": "blocks"} for name in NETS[:2]},
     "anemoi": {"spec": (None, None, None, "cell", None), "loss": lambda y: y.square().mean()},
 }
 
@@ -317,9 +317,9 @@ def main() -> None:
                 {
                     "net": name, "weights": report.parameters, "cells": cells, "devices": devices,
                     "device": "h100", "peak_GiB": round(report.peak_bytes / 2**30, 2), "fits": report.fits,
-                    "step_s": float(f"{report.seconds:.3g}"), "sent_MiB": round(report.sent_bytes / 2**20, 3 if options.small else 1),
+                    "step_s": float(f"{report.seconds:.3g}"), "sent_MiB": round(report.sent_bytes / 2**20, 1),
                     "messages": report.messages, "planned_s": planned_s,
-                    **({} if real is None else {"real_MiB": round(real / 2**20, 3)}),
+                    **({} if real is None else {"sent_bytes": report.sent_bytes, "sent_by_real_ranks": real}),
                 }
             )  # fmt: skip
 

@@ -5,8 +5,8 @@ A dry run computes with tensors without values.  But many nets read values that 
 the rate of each layer's stochastic depth from ``torch.linspace(0, 0.1, 12)``, and the sizes of feature maps from a
 table.  Nets on graphs compute with the edges that they keep: ``torch.unique(edges[0])`` says which points have any.
 
-A tensor whose values are known has a real copy beside it.  What is computed of it is computed of the copy, too.  Integers
-that nobody has written yet (``torch.empty``) have the lowest integer there: what reads it is not known.
+A tensor whose values are known has a real copy beside it.  What is computed of it is computed of the copy, too.
+Integers that nobody has written yet (``torch.empty``) have the lowest integer there: what reads it is not known.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class KnownValues:
         for x, copy in zip(results, copies, strict=True):
             self._note(x, copy)
             if is_unfilled:
-                copy.fill_(torch.iinfo(copy.dtype).min)
+                with without_modes():
+                    copy.fill_(torch.iinfo(copy.dtype).min)
                 note_on_paper(copy, is_unwritten=True)
             elif func in _LIFTERS or not (func.is_view or operator_schema(func).is_mutable):
                 note_on_paper(copy)
@@ -176,7 +177,9 @@ def _written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         return []
     named = kwargs or {}
     values = [*zip(schema.arguments, args, strict=False), *((a, named.get(a.name)) for a in schema.arguments)]
-    return tensors_of_call([value for argument, value in values if argument.alias_info and argument.alias_info.is_write])
+    return tensors_of_call(
+        [value for argument, value in values if argument.alias_info and argument.alias_info.is_write]
+    )
 
 
 def _is_writer(func: Any, args: Any) -> bool:

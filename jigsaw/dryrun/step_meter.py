@@ -290,7 +290,10 @@ class StepMeter(TorchDispatchMode):
         self._phase.kernels.append(KernelCost(flop, moved, dtype, func, call, is_causal is not None))
 
     def _read_value(self, func: Any, args: Any) -> Any:
-        """Return the value that Python reads of a tensor; of one without any, jigsaw's own checks pass, others are noted."""
+        """Return the value that Python reads of a tensor.
+
+        Of one without any, jigsaw's own checks pass, and others are noted.
+        """
         x, value = args[0], self.known_values.read_value(func, args)
         if value is not None:
             return value

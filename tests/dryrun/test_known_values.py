@@ -82,3 +82,49 @@ def test_what_is_computed_of_a_kept_index_is_known(ranks):
             assert {k: (t.sent_bytes, t.messages) for k, t in played.traffic.items()} == traffic
             assert played.flop == flop
             assert sum(played.peak.values()) == pytest.approx(peak, rel=0.1)
+
+
+class ChangedIndex(nn.Module):
+    """Numbers that follow from an index, written in place before Python asks for them."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.register_buffer("index", torch.arange(2000).flip(0))
+        self.change, self.read = change, None
+
+    def forward(self, x):
+        self.read = self.change(self.index, x)
+        return x * (2 if self.read == 5 else 1)
+
+
+def _own(index, x):
+    numbers = index + 1
+    numbers[numbers == 3] = 5
+    return int(numbers[1998] - numbers[1999] + 1)  # 5 and 1
+
+
+def _by_floats(index, x):
+    numbers = index + 1
+    view = numbers[1990:]
+    numbers[x.local[:2000, 0].argsort()] = 7
+    return int(view[0])
+
+
+def _of_model(index, x):
+    index.add_(1)
+    return int(index[0])
+
+
+def _unwritten(index, x):
+    numbers = index.new_empty(3000)
+    numbers[index] = 5
+    return int(numbers[index].sum() - numbers[index[1:]].sum()) + int(numbers[2500])
+
+
+@pytest.mark.parametrize(("change", "asks"), [(_own, 0), (_by_floats, 1), (_of_model, 1), (_unwritten, 1)])
+def test_what_is_not_known_is_never_read_as_a_value(change, asks):
+    net = ChangedIndex(change)
+    report = jigsaw.dry_run(net, (4000, 3), {"cell": 2}, spec=("cell", None), ranks=[0], optimizer=None)
+    assert report.is_complete
+    assert [remark.kind for remark in report.remarks] == ["value"] * asks
+    assert torch.equal(net.index, torch.arange(2000).flip(0))  # the model is as it was
