@@ -126,8 +126,8 @@ class KnownValues:
         if not all(copy is not None and is_on_paper(copy) for copy in written):
             return False  # it would change the model
         read = args[1:] if func in _PICKERS or _is_writer(func, args) else args
-        tensors = () if func.is_view else tensors_of_call((*read, *(kwargs or {}).values()))
-        return not any(_is_unwritten(self._copies.get(x)) for x in tensors)
+        tensors = [] if func.is_view else tensors_of_call((*read, *(kwargs or {}).values()))
+        return not any(x.numel() > _MOST_INTEGERS or _is_unwritten(self._copies.get(x)) for x in tensors)
 
     def _has_inputs(self, args: Any, kwargs: Any) -> bool:
         tensors = tensors_of_call((*args, *(kwargs or {}).values()))

@@ -90,35 +90,35 @@ class ChangedIndex(nn.Module):
     def __init__(self, change):
         super().__init__()
         self.register_buffer("index", torch.arange(2000).flip(0))
-        self.change, self.read = change, None
+        self.change, self.mix = change, nn.Linear(3, 3)
 
     def forward(self, x):
-        self.read = self.change(self.index, x)
-        return x * (2 if self.read == 5 else 1)
+        assert self.change(self.index, x) == 5  # a value that is not known counts as 1
+        return self.mix(x)
 
 
 def _own(index, x):
     numbers = index + 1
     numbers[numbers == 3] = 5
-    return int(numbers[1998] - numbers[1999] + 1)  # 5 and 1
+    return int(numbers[1997])
 
 
 def _by_floats(index, x):
     numbers = index + 1
     view = numbers[1990:]
     numbers[x.local[:2000, 0].argsort()] = 7
-    return int(view[0])
+    return int(view[0]) + 4
 
 
 def _of_model(index, x):
     index.add_(1)
-    return int(index[0])
+    return int(index[0]) + 4
 
 
 def _unwritten(index, x):
     numbers = index.new_empty(3000)
-    numbers[index] = 5
-    return int(numbers[index].sum() - numbers[index[1:]].sum()) + int(numbers[2500])
+    numbers[index] = 2
+    return int(numbers[index].max()) + int(numbers[2500]) + 2
 
 
 @pytest.mark.parametrize(("change", "asks"), [(_own, 0), (_by_floats, 1), (_of_model, 1), (_unwritten, 1)])
