@@ -14,8 +14,8 @@ and `scatter_to_cells`, and the third is as anemoi-models has it (``pip install 
   16 layers and decoder, 1024 channels wide with 16 heads.  It checkpoints each layer by itself.
 
 Points lie along Hilbert's curve.  Each row says what the rank in the middle takes.  `planned_s` is how long the dry run
-took.  With ``--real`` the same step, after a first one, runs on real ranks of this machine: `sent_by_real_ranks` is what
-the rank in the middle sends.
+took, and `planned_cpu_s` the processor time of that.  With ``--real`` the same step, after a first one, runs on real
+ranks of this machine, too: `sent_by_real_ranks` is what the rank in the middle sends.
 """
 
 from __future__ import annotations
@@ -299,26 +299,30 @@ def main() -> None:
     add_result_options(parser)
     options = parser.parse_args()
     chosen = "" if options.net is None else f" --net {options.net!r}"
-    command = "python benchmarks/cells_planned.py" + chosen + " --small" * options.small + " --real" * options.real
+    chosen += f" --devices {' '.join(map(str, options.devices))}" + " --small" * options.small + " --real" * options.real
+    command = "python benchmarks/cells_planned.py" + chosen
     file = ResultFile(options, command, torch=torch.__version__)
     for name in NETS if options.net is None else (options.net,):
         net, shapes = planned_net(name, options.small)
         cells = shapes[0][PLANS[name]["spec"].index("cell")]
         for devices in options.devices:
-            began = time.perf_counter()
+            began, began_cpu = time.perf_counter(), time.process_time()
             report = jigsaw.dry_run(
                 net, shapes, {"cell": devices}, dtype=torch.bfloat16, ranks=[devices // 2], device="h100",
                 **PLANS[name],
             )  # fmt: skip
             assert report.is_complete, report.remarks
-            planned_s = round(time.perf_counter() - began, 1)
+            planned = {
+                "planned_s": round(time.perf_counter() - began, 1),
+                "planned_cpu_s": round(time.process_time() - began_cpu, 1),
+            }
             real = run_on_ranks(devices, sent_by_ranks, name)[devices // 2] if options.real else None
             file.add(
                 {
                     "net": name, "weights": report.parameters, "cells": cells, "devices": devices,
                     "device": "h100", "peak_GiB": round(report.peak_bytes / 2**30, 2), "fits": report.fits,
                     "step_s": float(f"{report.seconds:.3g}"), "sent_MiB": round(report.sent_bytes / 2**20, 1),
-                    "messages": report.messages, "planned_s": planned_s,
+                    "messages": report.messages, **planned,
                     **({} if real is None else {"sent_bytes": report.sent_bytes, "sent_by_real_ranks": real}),
                 }
             )  # fmt: skip
