@@ -299,7 +299,9 @@ def main() -> None:
     add_result_options(parser)
     options = parser.parse_args()
     chosen = "" if options.net is None else f" --net {options.net!r}"
-    chosen += f" --devices {' '.join(map(str, options.devices))}" + " --small" * options.small + " --real" * options.real
+    chosen += (
+        f" --devices {' '.join(map(str, options.devices))}" + " --small" * options.small + " --real" * options.real
+    )
     command = "python benchmarks/cells_planned.py" + chosen
     file = ResultFile(options, command, torch=torch.__version__)
     for name in NETS if options.net is None else (options.net,):
