@@ -2,17 +2,20 @@
 
     python benchmarks/cells_planned.py --output benchmarks/results/cells-planned-MACHINE-MONTH.jsonl
 
-Two nets of the published sizes, written with `gather_neighbors` and `scatter_to_cells`, in bfloat16, with AdamW and
-blocks checkpointed:
+Nets of the published sizes in bfloat16, with AdamW and blocks checkpointed.  Two are written with `gather_neighbors`
+and `scatter_to_cells`, and the third is as anemoi-models has it (``pip install anemoi-models torch-geometric``):
 
 - `graphcast`: 0.25 degrees, 721 x 1440 points of 474 channels. The encoder takes the points within 0.6 of the longest
   edge of the mesh, the decoder three corners of the mesh a point, and 16 layers work on the edges of all seven
   refinements of the icosahedron, 512 channels wide (Lam et al., arXiv 2212.12794).
 - `graph transformer`: N320 to O96 and back, 16 layers of attention over 16 near points with 1024 channels and 16 heads,
   as AIFS has them (Lang et al., arXiv 2406.01465), whose own layers attend to windows instead.
+- `anemoi`: `AnemoiModelEncProcDec` on the same points and edges, with its graph transformers as encoder, processor of
+  16 layers and decoder, 1024 channels wide with 16 heads.  It checkpoints each layer by itself.
 
 Points lie along Hilbert's curve.  Each row says what the rank in the middle takes.  `planned_s` is how long the dry run
-took.
+took, and `planned_cpu_s` the processor time of that.  With ``--real`` the same step, after a first one, runs on real
+ranks of this machine, too: `sent_by_real_ranks` is what the rank in the middle sends.
 """
 
 from __future__ import annotations
@@ -24,14 +27,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from cells import n320_points, octahedral_points
 from result_file import ResultFile, add_result_options
 from torch import Tensor, nn
 
 import jigsaw
-from jigsaw import Neighbors
+from jigsaw import Neighbors, comm
 from jigsaw.geometry.curve import curve_order
 from jigsaw.nn import gather_neighbors, scatter_to_cells
+from jigsaw.testing import run_on_ranks, world_mesh
 
 Points = tuple[np.ndarray, np.ndarray]
 
@@ -186,13 +191,78 @@ class GraphTransformer(nn.Module):
         return self.last(self.decoder(coarse, grid))
 
 
+# -- anemoi-models ----------------------------------------------------------------------------------------------------
+
+STEPS, FORCINGS = 2, 10
+
+
+class AnemoiNet(nn.Module):
+    """The encoder, processor and decoder of anemoi-models: x [1, steps, 1, cells, variables]."""
+
+    def __init__(self, grid: Points, coarse: Points, variables: int, width: int, layers: int) -> None:
+        super().__init__()
+        from anemoi.models.data_indices.collection import IndexCollection
+        from anemoi.models.models import AnemoiModelEncProcDec
+        from omegaconf import OmegaConf
+
+        part = {
+            "sub_graph_edge_attributes": ["edge_length", "edge_dirs"], "trainable_size": 8, "num_chunks": 1,
+            "num_heads": 16, "mlp_hidden_ratio": 4, "mlp_extra_layers": 0, "cpu_offload": False, "layer_kernels": {},
+            "graph_attention_backend": "pyg", "qk_norm": True,
+        }  # fmt: skip
+        kinds, where = "anemoi.models.layers", {"num_layers": layers, "num_chunks": layers}
+        model = {
+            "model": {"hidden_nodes_name": "hidden", "latent_skip": True},
+            "num_channels": width,
+            "trainable_parameters": {"data": 8, "hidden": 8},
+            "encoder": {"_target_": f"{kinds}.mapper.GraphTransformerForwardMapper", **part},
+            "processor": {"_target_": f"{kinds}.processor.GraphTransformerProcessor", **part, **where},
+            "decoder": {"_target_": f"{kinds}.mapper.GraphTransformerBackwardMapper", **part},
+            "residual": {"_target_": f"{kinds}.residual.SkipConnection"},
+            "bounding": [],
+        }
+        names = [f"v{number}" for number in range(variables)]
+        split = OmegaConf.create({"forcing": names[:FORCINGS], "diagnostic": [], "target": None})
+        indices = IndexCollection(split, {name: number for number, name in enumerate(names)})
+        self.net = AnemoiModelEncProcDec(
+            model_config={"model": model, "training": {"multistep_input": STEPS, "multistep_output": 1}},
+            data_indices={"data": indices}, statistics={"data": None}, graph_data=near_edges(grid, coarse),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net({"data": x})["data"]
+
+
+def near_edges(grid: Points, coarse: Points) -> Any:
+    """The edges of `GraphTransformer` in anemoi-graphs' form, sorted by their target."""
+    from torch_geometric.data import HeteroData
+
+    graph, points = HeteroData(), {"data": grid, "hidden": coarse}
+    for name, places in points.items():
+        graph[name].x = torch.from_numpy(np.radians(np.stack(places, 1))).float()
+    for source, target, k in (("data", "hidden", 32), ("hidden", "hidden", 16), ("hidden", "data", 3)):
+        table = Neighbors.of_points(*points[target], k=k, sources=points[source])
+        span = (0, table.targets)
+        ends = torch.from_numpy(np.stack([table.sources_of(span), table.targets_of(span)]))
+        edges = graph[source, "to", target]
+        edges.edge_index = ends
+        edges.edge_dirs = graph[source].x[ends[0]] - graph[target].x[ends[1]]
+        edges.edge_length = edges.edge_dirs.norm(dim=1, keepdim=True)
+    return graph
+
+
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
-NETS = ("graphcast", "graph transformer")
+NETS = ("graphcast", "graph transformer", "anemoi")
+# how each net is planned: the first two give tiles on any mesh, and the third a plain tensor on one device
+PLANS: dict[str, dict[str, Any]] = {
+    **{name: {"spec": ("cell", None), "checkpoint": "blocks"} for name in NETS[:2]},
+    "anemoi": {"spec": (None, None, None, "cell", None), "loss": lambda y: y.square().mean()},
+}
 
 
-def planned_net(name: str, is_small: bool) -> tuple[nn.Module, list[tuple[int, int]]]:
+def planned_net(name: str, is_small: bool) -> tuple[nn.Module, list[tuple[int, ...]]]:
     """Make a net, and the shapes of its inputs."""
     width, layers = (32, 2) if is_small else (512, 16)
     if name == "graphcast":
@@ -201,35 +271,61 @@ def planned_net(name: str, is_small: bool) -> tuple[nn.Module, list[tuple[int, i
         return net, [(len(grid[0]), 474), (len(grid[0]), 3), (10 * 4**refinements + 2, 3)]
     fine = along_curve(*(octahedral_points(12) if is_small else n320_points()))
     coarse = along_curve(*octahedral_points(6 if is_small else 96))
+    if name == "anemoi":
+        net = AnemoiNet(fine, coarse, 109, 2 * width, layers)
+        return net, [(1, STEPS, 1, len(fine[0]), 109)]
     net = GraphTransformer(fine, coarse, 218, 102, 2 * width, layers)
     return net, [(len(fine[0]), 218), (len(fine[0]), 3), (len(coarse[0]), 3)]
+
+
+def sent_by_ranks(name: str) -> int:
+    """Return the bytes that this rank sends in the second step of a small net."""
+    mesh, spec = world_mesh(cell=dist.get_world_size()), PLANS[name]["spec"]
+    net, shapes = planned_net(name, is_small=True)
+    net = jigsaw.parallelize(net.to(torch.bfloat16), mesh)
+    tiles = [jigsaw.shard(torch.randn(shape, dtype=torch.bfloat16), mesh, spec) for shape in shapes]
+    for _ in range(2):
+        with comm.count() as counted:
+            net(*tiles).square().mean().backward()
+    return counted.sent_bytes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--net", choices=NETS, help="one net alone")
+    parser.add_argument("--real", action="store_true", help="with --small: count on real ranks, too")
     parser.add_argument("--small", action="store_true", help="small nets on coarse grids")
     add_result_options(parser)
     options = parser.parse_args()
     chosen = "" if options.net is None else f" --net {options.net!r}"
-    command = "python benchmarks/cells_planned.py" + chosen + " --small" * options.small
+    chosen += (
+        f" --devices {' '.join(map(str, options.devices))}" + " --small" * options.small + " --real" * options.real
+    )
+    command = "python benchmarks/cells_planned.py" + chosen
     file = ResultFile(options, command, torch=torch.__version__)
     for name in NETS if options.net is None else (options.net,):
         net, shapes = planned_net(name, options.small)
+        cells = shapes[0][PLANS[name]["spec"].index("cell")]
         for devices in options.devices:
-            began = time.perf_counter()
+            began, began_cpu = time.perf_counter(), time.process_time()
             report = jigsaw.dry_run(
-                net, shapes, {"cell": devices}, spec=("cell", None), dtype=torch.bfloat16, checkpoint="blocks",
-                ranks=[devices // 2], device="h100",
+                net, shapes, {"cell": devices}, dtype=torch.bfloat16, ranks=[devices // 2], device="h100",
+                **PLANS[name],
             )  # fmt: skip
             assert report.is_complete, report.remarks
+            planned = {
+                "planned_s": round(time.perf_counter() - began, 1),
+                "planned_cpu_s": round(time.process_time() - began_cpu, 1),
+            }
+            real = run_on_ranks(devices, sent_by_ranks, name)[devices // 2] if options.real else None
             file.add(
                 {
-                    "net": name, "weights": report.parameters, "cells": shapes[0][0], "devices": devices,
+                    "net": name, "weights": report.parameters, "cells": cells, "devices": devices,
                     "device": "h100", "peak_GiB": round(report.peak_bytes / 2**30, 2), "fits": report.fits,
                     "step_s": float(f"{report.seconds:.3g}"), "sent_MiB": round(report.sent_bytes / 2**20, 1),
-                    "messages": report.messages, "planned_s": round(time.perf_counter() - began, 1),
+                    "messages": report.messages, **planned,
+                    **({} if real is None else {"sent_bytes": report.sent_bytes, "sent_by_real_ranks": real}),
                 }
             )  # fmt: skip
 

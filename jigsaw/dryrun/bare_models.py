@@ -95,6 +95,11 @@ def _may_be_index(x: Any) -> bool:
     return type(x) is Tensor and x.device.type == "cpu" and x.dtype in (torch.int64, torch.int32) and x.ndim > 0
 
 
+def keeps_indices(model: nn.Module) -> bool:
+    """Say whether a module of a model keeps a tensor with values that may be an index."""
+    return any(_may_be_index(x) for m in model.modules() for x in (*own_buffers(m).values(), *_plain_tensors(m)))
+
+
 def wants_mesh(make: ModelMaker) -> bool:
     """Say whether a function makes its model from the mesh: it has exactly one argument without a default."""
     if not callable(make):

@@ -27,6 +27,7 @@ from jigsaw.dryrun.bare_models import (
     cast_weights,
     check_model_made,
     checkpointed_modules,
+    keeps_indices,
     make_bare,
     rows_of_blocks,
     stepped_optimizer,
@@ -187,6 +188,7 @@ def _play_step(
     traffic: dict[str, list[comm.TrafficCall]],
 ) -> None:
     model, dtype = prepared_model(plan, mesh, played)
+    meter.known_values.follows_integers = keeps_indices(model)
     inputs = prepared_inputs(plan, stage_mesh, dtype)
     in_tensor = dict(axes_of_mesh(mesh)).get(CHANNEL_AXIS, 1)
     tensor, pairs = completed_plan(model, plan.tensor, in_tensor, tuple(inputs))

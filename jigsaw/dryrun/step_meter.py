@@ -49,7 +49,14 @@ from jigsaw.torch_internals.dispatch import (
     tensors_of_call,
     without_modes,
 )
-from jigsaw.torch_internals.fake_tensors import OF_EACH_ELEMENT, FakeTensor, TorchDispatchMode, answer_by_shape
+from jigsaw.torch_internals.fake_tensors import (
+    OF_EACH_ELEMENT,
+    DynamicOutputShapeException,
+    FakeTensor,
+    TorchDispatchMode,
+    answer_by_shape,
+    real_view,
+)
 from jigsaw.torch_internals.groups import is_file_of_fsdp
 from jigsaw.torch_internals.placements import answer_by_parts
 
@@ -122,7 +129,7 @@ class StepMeter(TorchDispatchMode):
         self.calls: list[TrafficCall] = []
         self._piece = 0
         self._piece_of_memory: dict[int, int] = {}
-        self._known = KnownValues()
+        self.known_values = KnownValues()
 
     def begin_phase(self, name: str) -> None:
         alive = dict(self._live.values())
@@ -197,7 +204,7 @@ class StepMeter(TorchDispatchMode):
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _READ_BY_PYTHON:
             if isinstance(args[0], FakeTensor):
-                return self._assumed_value(func, args[0])
+                return self._read_value(func, args)
             with without_modes():  # states of random numbers are real tensors
                 return func(*args, **kwargs)
         if self._is_backward and self._phase.end is None and (graph_task_id() != -1 and current_node() is None):
@@ -210,9 +217,17 @@ class StepMeter(TorchDispatchMode):
             with without_modes():
                 return func(*args, **kwargs)
         out = answer_by_shape(func, args, kwargs)
+        is_remembered = False
         if out is None:
-            out = func(*args, **kwargs)
-        self._known.remember(func, args, kwargs, out)
+            try:
+                out = func(*args, **kwargs)
+            except DynamicOutputShapeException:
+                out = self.known_values.answer_by_values(func, args, kwargs)
+                if out is None:
+                    raise
+                is_remembered = True
+        if not is_remembered:
+            self.known_values.remember(func, args, kwargs, out)
         self._count_kernel(func, args, kwargs, out)
         return out
 
@@ -274,10 +289,14 @@ class StepMeter(TorchDispatchMode):
         self._phase.pieces[0].append(self._piece)
         self._phase.kernels.append(KernelCost(flop, moved, dtype, func, call, is_causal is not None))
 
-    def _assumed_value(self, func: Any, x: FakeTensor) -> Any:
-        """Return the value that Python reads of a tensor without any; jigsaw's own checks pass, others are noted."""
-        if x in self._known and func is not aten.equal.default:
-            return self._known.item_of(x)
+    def _read_value(self, func: Any, args: Any) -> Any:
+        """Return the value that Python reads of a tensor.
+
+        Of one without any, jigsaw's own checks pass, and others are noted.
+        """
+        x, value = args[0], self.known_values.read_value(func, args)
+        if value is not None:
+            return value
         place, is_own = _reading_line()
         if not is_own:
             self.value_reads[place] += 1
@@ -389,7 +408,7 @@ def _storages_of(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
         if isinstance(x, DTensor):
             x = local_part(x)
         if isinstance(x, Tensor) and x.layout == torch.strided:
-            yield x.untyped_storage()
+            yield real_view(x).untyped_storage()  # a view of an index that a module keeps is in the memory of that
 
 
 _OWN_FILES = str(Path(__file__).parents[1]) + os.sep

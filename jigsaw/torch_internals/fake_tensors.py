@@ -39,6 +39,8 @@ __all__ = [
     "TorchDispatchMode",
     "answer_by_shape",
     "forget_real_view",
+    "is_on_paper",
+    "note_on_paper",
     "note_real_view",
     "quiet_failures",
     "real_view",
@@ -54,6 +56,7 @@ VALUE_ERRORS = (
 """Errors of operators that need the values of tensors."""
 
 _REAL_VIEW = "_jigsaw_real_view"
+_ON_PAPER = "_jigsaw_on_paper"  # attribute of memory: whether elements of it were never written
 
 # What ``Module.to`` and its kin do to each weight.  Public: `Module.apply`, which knows modules and no weights.
 apply_of_module = private_attribute(nn.Module(), "_apply")
@@ -72,6 +75,17 @@ def forget_real_view(x: Tensor) -> None:
 def real_view(x: Any) -> Any:
     """Return the tensor with values that a tensor without them stands for, where one was noted, else itself."""
     return getattr(x, _REAL_VIEW, x) if isinstance(x, FakeTensor) else x
+
+
+def note_on_paper(real: Tensor, is_unwritten: bool = False) -> None:
+    """Note that memory with values belongs to no model, but was computed for tensors without values."""
+    setattr(real.untyped_storage(), _ON_PAPER, is_unwritten)
+
+
+def is_on_paper(real: Tensor, unwritten: bool = False) -> bool:
+    """Say whether memory was noted as computed; of `unwritten` memory, whether some of it may have no values yet."""
+    noted = getattr(real.untyped_storage(), _ON_PAPER, None)
+    return bool(noted) if unwritten else noted is not None
 
 
 def _overloads(names: str, namespace: Any) -> set[Any]:
