@@ -11,6 +11,7 @@ Integers that nobody has written yet (``torch.empty``) have the lowest integer t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class KnownValues:
         """Compute a call on real copies, where those of all inputs are known and nothing is drawn."""
         results = tensors_of_call(out)
         if not self._is_bounded(func, args, kwargs, results) or not self._is_computed(func, args, kwargs):
-            self._forget_changed(func, args, kwargs)
+            self.forget(written_by_call(func, args, kwargs))
             return
         is_unfilled = func.overloadpacket in _UNFILLED
         if is_unfilled and not (self.follows_integers and results[0].dtype in _INTEGERS):
@@ -106,7 +107,7 @@ class KnownValues:
 
     def _is_bounded(self, func: Any, args: Any, kwargs: Any, results: list[Tensor]) -> bool:
         """Say whether results are short, or integers that follow from an index; views of these take no memory."""
-        if not results or any(_has_values(x) for x in results):
+        if not results or any(has_real_values(x) for x in results):
             return False
         if all(x.numel() <= _MOST_ELEMENTS for x in results):
             return True
@@ -114,7 +115,7 @@ class KnownValues:
             return False
         inputs = tensors_of_call((*args, *(kwargs or {}).values()))
         return self.follows_integers or any(
-            _has_values(x) or (x.numel() > _MOST_ELEMENTS and x in self._copies) for x in inputs
+            has_real_values(x) or (x.numel() > _MOST_ELEMENTS and x in self._copies) for x in inputs
         )
 
     def _is_computed(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -122,7 +123,7 @@ class KnownValues:
             return False
         if func.namespace == "c10d":  # nothing is sent in a dry run, so received values are unknown
             return False
-        written = [self._copies.get(x) for x in _written_by(func, args, kwargs)]
+        written = [self._copies.get(x) for x in written_by_call(func, args, kwargs)]
         if not all(copy is not None and is_on_paper(copy) for copy in written):
             return False  # it would change the model
         read = args[1:] if func in _PICKERS or _is_writer(func, args) else args
@@ -131,7 +132,7 @@ class KnownValues:
 
     def _has_inputs(self, args: Any, kwargs: Any) -> bool:
         tensors = tensors_of_call((*args, *(kwargs or {}).values()))
-        return all(x in self._copies or (_has_values(x) and not self._is_changed(x)) for x in tensors)
+        return all(x in self._copies or (has_real_values(x) and not self._is_changed(x)) for x in tensors)
 
     def _is_changed(self, x: Tensor) -> bool:
         return bool(self._changed) and memory_id(x.untyped_storage()) in self._changed
@@ -152,10 +153,9 @@ class KnownValues:
         if not _is_float(copy):
             note_real_view(x, copy)
 
-    def _forget_changed(self, func: Any, args: Any, kwargs: Any) -> None:
+    def forget(self, written: Iterable[Tensor]) -> None:
         """Forget the known tensors that a call has changed, and those that share their memory."""
-        written = _written_by(func, args, kwargs)
-        changed = [self._copies.get(x, x) for x in written if x in self._copies or _has_values(x)]
+        changed = [self._copies.get(x, x) for x in written if x in self._copies or has_real_values(x)]
         if not changed:
             return
         memories = {memory_id(x.untyped_storage()) for x in changed}
@@ -170,7 +170,7 @@ class KnownValues:
         return self._copies[x] if isinstance(x, Tensor) and x in self._copies else x
 
 
-def _written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def written_by_call(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that a call changes."""
     schema = operator_schema(func)
     if not schema.is_mutable:
@@ -204,7 +204,8 @@ def _is_float(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _has_values(x: Tensor) -> bool:
+def has_real_values(x: Tensor) -> bool:
+    """Say whether a tensor is a plain one in the host's memory, as an index is that a module keeps."""
     return type(x) is Tensor and x.device.type == "cpu"
 
 
@@ -237,7 +238,7 @@ class KnownValuesMode(TorchDispatchMode):
             torch.set_rng_state(self._random_state)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is READ_NUMBER and _has_values(args[0]):
+        if func is READ_NUMBER and has_real_values(args[0]):
             with without_modes():
                 return args[0].item()
         if func is READ_NUMBER:

@@ -30,12 +30,13 @@ from jigsaw.comm import TrafficCall
 from jigsaw.dryrun import bare_models
 from jigsaw.dryrun.counted_steps import CountedPhase, KernelCost
 from jigsaw.dryrun.kernel_clock import KernelCall
-from jigsaw.dryrun.known_values import KnownValues
+from jigsaw.dryrun.known_values import KnownValues, has_real_values, written_by_call
 from jigsaw.dryrun.report import PHASES, PHASES_AGAIN
 from jigsaw.errors import ShardingError
 from jigsaw.parallel.gradients import local_part
 from jigsaw.ranks import call_places
 from jigsaw.ranks.model_world import job_rank
+from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import current_node, graph_task_id, memory_id, next_node_number, node_number
 from jigsaw.torch_internals.dispatch import (
     CPU_ATTENTION,
@@ -216,6 +217,10 @@ class StepMeter(TorchDispatchMode):
         if func in _OF_PROFILER:
             with without_modes():
                 return func(*args, **kwargs)
+        if self.known_values.follows_integers:  # in a dry run of a model that keeps indices
+            kept = [x for x in written_by_call(func, args, kwargs) if has_real_values(x)]
+            if kept:
+                return self._answer_beside(kept, func, args, kwargs)
         out = answer_by_shape(func, args, kwargs)
         is_remembered = False
         if out is None:
@@ -230,6 +235,16 @@ class StepMeter(TorchDispatchMode):
             self.known_values.remember(func, args, kwargs, out)
         self._count_kernel(func, args, kwargs, out)
         return out
+
+    def _answer_beside(self, kept: list[Tensor], func: Any, args: Any, kwargs: Any) -> Any:
+        """Answer a call that changes an index of the user's model: it stays as it is, and counts as unknown."""
+        written = {id(x): torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in kept}
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: written.get(id(x), x), (args, kwargs))
+        out = func(*args, **kwargs)
+        self.known_values.forget(kept)
+        self._count_kernel(func, args, kwargs, out)
+        origins = {memory_id(written[id(x)].untyped_storage()): x for x in kept}
+        return pytree.tree_map_only(Tensor, lambda x: origins.get(memory_id(x.untyped_storage()), x), out)
 
     def _piece_under_way(self, marks: PieceMarks) -> int:
         of_calls = self._phase.pieces[1]

@@ -123,8 +123,8 @@ def _unwritten(index, x):
 
 @pytest.mark.parametrize(("change", "asks"), [(_own, 0), (_by_floats, 1), (_of_model, 1), (_unwritten, 1)])
 def test_what_is_not_known_is_never_read_as_a_value(change, asks):
-    report = jigsaw.dry_run(
-        ChangedIndex(change), (4000, 3), {"cell": 2}, spec=("cell", None), ranks=[0], optimizer=None
-    )
+    net = ChangedIndex(change)
+    report = jigsaw.dry_run(net, (4000, 3), {"cell": 2}, spec=("cell", None), ranks=[0], optimizer=None)
     assert report.is_complete
+    assert net.index.equal(torch.arange(2000).flip(0))  # the user's, with which a dry run has nothing to do
     assert [remark.kind for remark in report.remarks] == ["value"] * asks
