@@ -310,3 +310,8 @@ def test_a_torn_state_dict(wb2):
         with pytest.raises(StateError):
             loader.load_state_dict(torn)
     loader.load_state_dict(whole)
+
+
+def test_a_series_without_steps_has_no_sample():
+    with pytest.raises(WindowError, match=r"needs 1 steps, but the series has 0"):
+        jigsaw.io.open(globe().isel(time=slice(0)), mesh={"lat": 1}, fields=["t2m"])

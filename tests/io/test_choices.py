@@ -252,3 +252,14 @@ def test_what_cannot_be_stacked(store):
         opened(store, {"number": 0}, stack="lead")
     with pytest.raises(FieldError, match=r"stack='number' puts all into one; open it with select={'number': 'all'}"):
         jigsaw.io.statistics(opened(store, {"lead": 0}, stack="member"))
+
+
+@pytest.mark.parametrize(("time", "units"), [(np.arange(3.0), "hours"), (None, "")])
+def test_leads_are_not_added_to_times_without_units(time, units):
+    days = np.datetime64("2020-01-01", "ns") + np.arange(3) * np.timedelta64(1, "D")
+    leads, values = ("step", np.array([0, 6]), {"units": units}), np.zeros((3, 2, 5, 8), "f4")
+    places = {"time": days if time is None else time, "step": leads, "lat": np.linspace(90, -90, 5)}
+    data = xr.Dataset({"t2m": (("time", "step", "lat", "lon"), values)}, places)
+    along = "lead" if time is None else "time"
+    ds = jigsaw.io.open(data, mesh={"lat": 1}, along=along, select={"init" if time is None else "lead": 1})
+    assert ds.input_times(1).tolist() == ([6] if time is None else [1.0])

@@ -403,6 +403,15 @@ def test_refusals_leave_nothing(tmp_path, archive, how, kind, match):
     assert not list(tmp_path.iterdir())
 
 
+def test_files_in_other_units_are_not_joined(tmp_path):
+    for name, units, steps in (("a", "K", slice(4)), ("b", "degC", slice(4, None))):
+        data = globe()[["2m_temperature"]].isel(time=steps)
+        data["2m_temperature"].attrs["units"] = units
+        data.to_netcdf(tmp_path / f"{name}.nc")
+    with pytest.raises(GridError, match=r"in units 'K' and 'degC'; write them in the same units"):
+        convert([tmp_path / "a.nc", tmp_path / "b.nc"], tmp_path / "made.zarr")
+
+
 def test_sums_over_steps_are_not_thinned_in_a_conversion(tmp_path):
     data = globe(4)
     data["2m_temperature"].attrs["cell_methods"] = "time: sum"

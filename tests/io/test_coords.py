@@ -4,10 +4,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import xarray as xr
 
 from jigsaw.errors import GridError
+from jigsaw.io.formats.array_source import open_xarray
 from jigsaw.io.series import coords
 from jigsaw.io.series.coords import DimNaming, StoreCoordinates, role_of_dim
+from jigsaw.io.series.store_survey import StoreSurvey
 
 
 @dataclass
@@ -191,3 +194,19 @@ def test_only_a_grid_that_goes_round_once_is_periodic():
         coords.check_lon_periodic(np.arange(0, 362.5, 2.5))
     with pytest.raises(GridError, match="cover 60 degrees"):
         coords.check_lon_periodic(np.arange(-10, 50, 1.0))
+
+
+@pytest.mark.parametrize(("units", "is_same"), [("days since 2020-01-02", False), ("hours since 2020-01-01", True)])
+def test_times_of_two_dims_are_compared_as_dates(units, is_same):
+    values, count = np.zeros((3, 5, 8), "f4"), 24 if is_same else 1
+    times = {
+        "time": ("time", np.arange(3), {"units": "days since 2020-01-01"}),
+        "time2": ("time2", count * np.arange(3), {"units": units}),
+    }
+    fields = {"a": (("time", "lat", "lon"), values), "b": (("time2", "lat", "lon"), values)}
+    survey = StoreSurvey(open_xarray(xr.Dataset(fields, times)))
+    if is_same:
+        assert len(survey.time(tuple(survey.variables.values()))) == 3
+    else:
+        with pytest.raises(GridError, match=r"'a' \(3 steps\) and 'b' \(3 steps\) have different times"):
+            survey.time(tuple(survey.variables.values()))

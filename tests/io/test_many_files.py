@@ -344,3 +344,33 @@ def test_more_files_than_stay_open(tmp_path):
     os.utime(paths[0], ns=(0, 0))
     with pytest.raises(CorruptChunkError, match=r"000\.nc .*changed since it was opened"):
         ds[1]
+
+
+@pytest.mark.parametrize("suffix", ["nc", "zarr"])
+def test_files_of_other_levels_are_not_one_series(tmp_path, suffix):
+    def stored(name, hpa, day):
+        time = np.datetime64("2020-01-01", "ns") + np.arange(2) * np.timedelta64(6, "h") + np.timedelta64(day, "D")
+        level = ((), hpa, {"units": "hPa"})
+        places = {"time": time, "lat": np.linspace(90, -90, 5), "lon": np.arange(8) * 45.0, "level": level}
+        data = xr.Dataset({"t": (("time", "lat", "lon"), np.zeros((2, 5, 8), "f4"))}, places)
+        path = str(tmp_path / f"{name}.{suffix}")
+        data.to_zarr(path, zarr_format=2) if suffix == "zarr" else data.to_netcdf(path)
+        return path
+
+    first, same, other = stored("a", 500.0, 0), stored("b", 500.0, 1), stored("c", 850.0, 2)
+    assert not open_many([first, same]).arrays["t"].unfit
+    assert f"{other} has other values of 'level' than {first}" in open_many([first, same, other]).arrays["t"].unfit
+
+
+def test_relative_paths_stay_those_of_the_folder_they_were_opened_in(tmp_path, monkeypatch):
+    monkeypatch.setattr("jigsaw.io.formats.many_files._STORES_KEPT_OPEN", 1)  # so that files are opened once more
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    data = globe()[["2m_temperature"]]
+    data.isel(time=slice(4)).to_netcdf("a.nc")
+    data.isel(time=slice(4, None)).to_netcdf("b.nc")
+    one, both = open_store("a.nc").arrays["2m_temperature"], open_many("?.nc").arrays["2m_temperature"]
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for table, want in ((one, data.isel(time=slice(4))), (both, data)):
+        values = read_table_box(table, tuple((0, n) for n in table.shape))
+        np.testing.assert_array_equal(values, want["2m_temperature"])

@@ -135,3 +135,11 @@ def test_regions_that_are_none(stored):
             jigsaw.io.open(stored["globe"], region=region, **how)
     with pytest.raises(GridError, match="needs 'lon' to go round once"):
         jigsaw.io.open(stored["globe"], region={"lon": (0, 90)}, boundary={"lon": "periodic"}, halo=1, **how)
+
+
+@pytest.mark.parametrize("dtype", ["u2", "i2", "f4"])
+def test_longitudes_west_of_zero_whatever_number_holds_them(dtype):
+    east = np.arange(0, 360, 60).astype(dtype)
+    data = xr.Dataset({"a": (("lat", "lon"), np.zeros((5, 6), "f4"))}, {"lat": np.linspace(90, -90, 5), "lon": east})
+    part = jigsaw.io.open(data, mesh={"lat": 1}, region={"lon": (-60, 60)})
+    assert part.whole_coords["lon"].tolist() == [-60, 0, 60]

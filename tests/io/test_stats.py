@@ -294,6 +294,8 @@ def test_a_checkpoint_of_something_else_is_refused(holed, tmp_path):
         statistics(opened(holed, mesh, ["t2m"]), checkpoint=at, resume=True)
     with pytest.raises(StateError, match=r"is of steps '10 .*, this run of '5 "):
         statistics(opened(holed, mesh, every=2), checkpoint=at, resume=True)
+    with pytest.raises(StateError, match=r"is of places .*; run it as before"):
+        statistics(opened(holed, mesh, lat_order="south-first"), checkpoint=at, resume=True)
     at.write_bytes(at.read_bytes()[:100])
     with pytest.raises(StateError, match=r"cannot be read .* remove it to begin anew"):
         statistics(opened(holed, mesh), checkpoint=at, resume=True)

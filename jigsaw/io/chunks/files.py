@@ -207,6 +207,10 @@ class LocalFiles:
     def __setstate__(self, state: tuple[bool, str, StoreBounds | None]) -> None:
         self.__init__(*state)
 
+    def absolute_path(self, path: str) -> str:
+        """Return the absolute path of a file."""
+        return os.path.abspath(os.path.join(self._folder, path))
+
     def size(self, path: str) -> int | None:
         whole = os.path.join(self._folder, path)
         try:
@@ -222,7 +226,7 @@ class LocalFiles:
 
     def identity(self, path: str) -> ObjectIdentity:
         """Return its absolute path, its size and its modification time."""
-        path = os.path.abspath(os.path.join(self._folder, path))
+        path = self.absolute_path(path)
         stamp = size_and_change(path)
         return ObjectIdentity(path, "" if stamp is None else f"{stamp[0]} {stamp[1]}")
 

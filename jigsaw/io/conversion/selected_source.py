@@ -250,14 +250,26 @@ def _join_files(paths: Sequence[Any], options: Mapping[str, Any]) -> xr.Dataset:
     import xarray as xr
 
     joining: dict[str, Any] = {"data_vars": "minimal", "coords": "minimal", "compat": "override", "join": "exact"}
+    joining["combine_attrs"] = _attributes_of_first
     try:
         return xr.open_mfdataset(list(paths), combine="by_coords", **joining, **options)
+    except GridError:
+        raise
     except ValueError as e:
         if "engine" in str(e) or "dask" in str(e):
             raise
         raise GridError(f"the {len(paths)} files {paths[0]!r} … do not join along their coordinates: {e}") from (
             cause_without_secrets(e)
         )
+
+
+def _attributes_of_first(of_files: Sequence[Mapping[str, Any]], context: Any = None) -> dict[str, Any]:
+    """Return the attributes of an array in the first file.  Raises: `GridError` where another has other units."""
+    units = list(dict.fromkeys(str(attrs.get("units", "")) for attrs in of_files))
+    if len(units) > 1:
+        name = of_files[0].get("long_name", of_files[0].get("standard_name", "an array"))
+        raise GridError(f"files have {name!r} in units {units[0]!r} and {units[1]!r}; write them in the same units")
+    return dict(of_files[0]) if of_files else {}
 
 
 def select_source(

@@ -195,9 +195,9 @@ def open(
         roles={v.table.name: v.roles for v in variables},
         inputs=before,
         targets=after,
-        anchors=window_anchors(0, len(axis) if axis else 1, before, after, axis.breaks if axis else ()),
-        times=axis.stamps if axis else np.arange(1),  # fields without time are one step
-        stored_steps=axis.at if axis else np.arange(1),
+        anchors=window_anchors(0, 1 if axis is None else len(axis), before, after, axis.breaks if axis else ()),
+        times=np.arange(1) if axis is None else axis.stamps,  # fields without time are one step
+        stored_steps=np.arange(1) if axis is None else axis.at,
         choices=choices,
         stacked=stacked,
         origins=time_origins(survey, variables),

@@ -15,7 +15,7 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.io.datasets.dataset import Dataset, Sample
 from jigsaw.io.datasets.held_steps import HeldSteps
 from jigsaw.io.series.store_survey import StoreSurvey
-from jigsaw.io.series.times import later_times
+from jigsaw.io.series.times import kind_of_times, later_times
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +132,7 @@ def pair(inputs: Dataset, targets: Dataset) -> PairedDataset:
     # a window of the next step alone has its first anchor before the series, where no time is
     anchors = [d.anchors[(d.anchors >= 0) & (d.anchors < len(d.times))] for d in datasets.values()]
     times = [_anchor_times(name, datasets[name], at) for name, at in zip(datasets, anchors, strict=True)]
-    if _time_kind(times[0]) != _time_kind(times[1]):
+    if kind_of_times(times[0]) != kind_of_times(times[1]):
         raise WindowError(
             f"pair: times of inputs are like {times[0][0]}, of targets like {times[1][0]}: they cannot be compared; "
             "rewrite one with the units and calendar of the other"
@@ -182,10 +182,3 @@ def _anchor_times(name: str, dataset: Dataset, anchors: NDArray[np.int64]) -> ND
             )
         times = later_times(times, values[first])
     return times
-
-
-def _time_kind(times: NDArray[Any]) -> str:
-    """Return what times can be compared with: a calendar, or a kind of number."""
-    if times.dtype.kind == "O":
-        return str(times[0].calendar)
-    return "number" if times.dtype.kind in "iuf" else times.dtype.kind

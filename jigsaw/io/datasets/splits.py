@@ -126,8 +126,6 @@ class _SampleSpans:
     def _forecasts(self, dim: str, ends: SplitRange) -> tuple[int, ...]:
         """Return the chosen forecasts that lie between the ends, from their first step to their last."""
         began, leads = self.dataset.origins[dim], self.dataset.times
-        if leads.dtype.kind != "m":
-            raise WindowError("split by dates needs lead times with units, such as hours")
         chosen = np.array(self.dataset.choices[dim])
         first, last = leads[self.low.min()], leads[self.high.max()]
         low, high = (_digits_of_times(began[chosen] + _addable_duration(began, lead)) for lead in (first, last))

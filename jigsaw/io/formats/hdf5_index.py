@@ -65,6 +65,7 @@ class Hdf5File:
     def __init__(self, path: str, files: StoreFiles, cache: CacheFolder | None = None) -> None:
         self.path, self.files, self.cache = path, files, cache
         self.is_local = isinstance(files, LocalFiles)
+        self._place = files.absolute_path(path) if isinstance(files, LocalFiles) else path
         stamp = self._stamp()
         if stamp is None:
             raise UnsupportedStoreError(f"{path!r} does not exist")
@@ -75,7 +76,7 @@ class Hdf5File:
         if not self.is_local:
             size = self.files.size(self.path)
             return None if size is None else (size, 0)
-        return size_and_change(self.path)
+        return size_and_change(self._place)
 
     def check(self) -> None:
         """Refuse a file on disk that is not the one that was opened."""
@@ -108,7 +109,7 @@ class Hdf5File:
         try:
             self.check()
             if self.is_local:
-                return h5py.File(self.path, "r", locking="best-effort")  # some shared file systems lack locks
+                return h5py.File(self._place, "r", locking="best-effort")  # some shared file systems lack locks
             return h5py.File(SeekableObject(self.files, self.path), "r")
         except (OSError, BadChunkError) as e:
             kind = TruncatedError if "truncated" in str(e) or isinstance(e, ShortChunkError) else UnsupportedStoreError

@@ -26,7 +26,7 @@ from jigsaw.errors import CorruptChunkError, GridError, ReadError, UnsupportedSt
 from jigsaw.geometry.cut import Box
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, JoinedArrays
 from jigsaw.io.chunks.chunk import ChunkIndex
-from jigsaw.io.chunks.files import fresh_memory, size_and_change
+from jigsaw.io.chunks.files import LocalFiles, fresh_memory, size_and_change
 from jigsaw.io.formats.array_source import FilelessPlaces, table_of_values
 from jigsaw.io.formats.slab_arrays import read_table_box
 from jigsaw.io.series.coords import BOUNDARY_ATTR, TRAJECTORY_ROLE, decoded_coordinate, role_of_dim
@@ -34,6 +34,8 @@ from jigsaw.io.series.times import TimeAxis, decode_times
 
 _FILES_OPENED_AT_ONCE = 16
 _STORES_KEPT_OPEN = 64
+_PLACE_ROLES = ("level", "z", "member")
+"""Roles of coordinates without dims, which say where or of what a whole array is."""
 _PACKING_ATTRS = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
 
 StoreOpener = Callable[[str], ArrayStore]
@@ -53,9 +55,9 @@ def open_many(
 
     Every file is read with its own chunks, dtype, scale and offset, and times in its own units. Files are ordered by
     their times, or as they are given (a glob: by name) when they lack times. Arrays without time must be the same in
-    all files: one stored chunk of each is compared, and the values where it differs. `along` is the dim that is
-    joined, by default that of trajectories where there is one, else of time; `opener` opens one file, by default
-    `open_store`.
+    all files: one stored chunk of each is compared, and the values where it differs. So must the level or member of an
+    array be, where a coordinate without dims says it. `along` is the dim that is joined, by default that of
+    trajectories where there is one, else of time; `opener` opens one file, by default `open_store`.
 
     A gap in time is reported in the store's `notes`, and no window crosses it.
 
@@ -117,6 +119,7 @@ def _joined_dim_of_store(store: ArrayStore) -> str:
 class _OpenStores:
     def __init__(self, paths: tuple[str, ...], opener: StoreOpener) -> None:
         self.paths, self._opener = paths, opener
+        self._files = LocalFiles()  # knows the folder that relative paths are of, wherever the process goes later
         self._open: OrderedDict[str, ArrayStore] = OrderedDict()
         self._stamps: dict[str, tuple[int, int] | None] = {}
         self._lock = threading.Lock()
@@ -127,8 +130,10 @@ class _OpenStores:
             if path in self._open:
                 self._open.move_to_end(path)
                 return self._open[path]
-        stamp = size_and_change(path)
-        opened = self._opener(path)
+        is_known = path in self._stamps and "://" not in path
+        place = self._files.absolute_path(path) if is_known else path
+        stamp = size_and_change(place)
+        opened = self._opener(place)
         with self._lock:
             if self._stamps.setdefault(path, stamp) != stamp:
                 raise CorruptChunkError(f"{path} has changed since it was opened; open the files again")
@@ -183,7 +188,8 @@ def _know_file(files: _OpenStores, dim: str, path: str) -> _KnownFile:
                 f"{path} has no dim {dim!r} along which files are joined, or of several sizes {sorted(sizes)}"
             )
         coords = {n: store.read_small(n) for n, s in arrays.items() if s.dims == (n,) and n != dim}
-        statics = (n for n, s in arrays.items() if s.dims and dim not in s.dims and n not in coords)
+        statics = [n for n, s in arrays.items() if dim not in s.dims and n not in coords]
+        statics = [n for n in statics if arrays[n].dims or role_of_dim(n, store.arrays[n].attrs) in _PLACE_ROLES]
         digests = {n: _digest_of_middle(store.arrays[n]) for n in statics if store.arrays[n].dtype[1] in "biuf"}
         table = store.arrays.get(dim)
         axis, units = None, ""
@@ -220,10 +226,14 @@ def _unfit_arrays(files: _OpenStores, series: Sequence[_KnownFile], dim: str) ->
     # where rows lie is said by a dim's own coordinate, or by latitudes and longitudes of two dims
     tables = files.store(first.path).arrays
     places = [n for n in unfit if n in first.digests and role_of_dim(n, tables[n].attrs) in ("lat", "lon")]
-    causes = {
-        n: [n, *a.dims, *(c for c in places if set(first.arrays[c].dims) <= set(a.dims))]
-        for n, a in first.arrays.items()
-    }
+    # a coordinate without dims, which an array names, may be its level or its member
+    scalars = {n for n in unfit if not first.arrays[n].dims and n in first.digests}
+    scalars = {n for n in scalars if all(n in file.arrays for file in series)}
+    causes: dict[str, list[str]] = {}
+    for name, array in first.arrays.items():
+        around = [n for n in places if set(first.arrays[n].dims) <= set(array.dims)]
+        named = str(tables[name].attrs.get("coordinates", "")).split()
+        causes[name] = [name, *array.dims, *around, *(n for n in named if n in scalars)]
     return {n: unfit[k] for n, keys in causes.items() for k in reversed(keys) if k in unfit}
 
 
@@ -322,7 +332,7 @@ def _stores_side_by_side(
     for i, (file, *_) in enumerate(parts):
         for name, array in file.arrays.items():
             first = parts[owners.setdefault(name, i)][0]
-            if first is file or dim in array.dims:
+            if first is file or dim in array.dims or not array.dims:
                 continue
             why = _why_unlike(name, first, file, dim)
             if why is None and name in first.digests:

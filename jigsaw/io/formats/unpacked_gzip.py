@@ -62,12 +62,13 @@ class FileStamp:
             if known is None:
                 raise UnsupportedStoreError(f"there is no object {path!r} in {files.name}")
             return cls(f"{files.name}/{path}", *known)
-        state = size_and_change(path)
+        place = files.absolute_path(path) if isinstance(files, LocalFiles) else os.path.abspath(path)
+        state = size_and_change(place)
         if state is None:
             raise UnsupportedStoreError(f"there is no file {path!r}")
-        if os.path.isdir(path):
+        if os.path.isdir(place):
             raise UnsupportedStoreError(f"{path!r} is a directory, and a file is expected")
-        return cls(os.path.abspath(path), *state)
+        return cls(place, *state)
 
     @property
     def entry(self) -> str:

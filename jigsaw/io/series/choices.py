@@ -134,10 +134,12 @@ def time_origins(survey: StoreSurvey, variables: Sequence[StoreVariable]) -> dic
     """Return the times that positions along a dim add to a sample: lead times, or starts of forecasts."""
     origins: dict[str, NDArray[Any]] = {}
     for variable in (v for v in variables if "time" in v.roles):
-        for d in variable.further:
-            axis = _time_axis_along(survey, variable, d) if variable.roles[d] in ("lead", "init") else None
-            if axis is not None:
-                origins[variable.table.dims[d]] = axis.stamps
+        for d in (d for d in variable.further if variable.roles[d] in ("lead", "init")):
+            along, times = _time_axis_along(survey, variable, d), survey.time([variable])
+            kinds = {axis.stamps.dtype.kind for axis in (along, times) if axis is not None}
+            # a duration is added to dates, or to another; numbers without units, and second dates, stand alone
+            if along is not None and "m" in kinds and kinds <= set("mMO"):
+                origins[variable.table.dims[d]] = along.stamps
     return origins
 
 

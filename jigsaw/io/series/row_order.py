@@ -100,8 +100,9 @@ def _rows_of_region(dim: str, values: NDArray[Any], wanted: Any, stated: bool) -
     else:
         east = (at - first + slack) % _CIRCLE - slack
         inside = east <= (last - first) % _CIRCLE + slack if last - first < _CIRCLE else np.ones(len(at), bool)
-        turns = np.rint((first + east - at) / _CIRCLE).astype(values.dtype)
-        values = values + turns * values.dtype.type(_CIRCLE)  # whole turns, so that coordinates stay exact
+        exact = values if values.dtype.kind == "f" else at  # integers may not hold 360, or what lies west of 0
+        turns = np.rint((first + east - at) / _CIRCLE).astype(exact.dtype)
+        values = exact + turns * exact.dtype.type(_CIRCLE)  # whole turns, so that coordinates stay exact
     rows = np.flatnonzero(inside)
     if not len(rows):
         return 0, 0, at

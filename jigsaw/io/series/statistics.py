@@ -477,7 +477,7 @@ def _mean_and_std(
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
         raise FieldError(
             f"normalize[{key!r}] gives channel {channel.name!r} mean {mean:g} and std {std:g}; "
-            "need finite numbers and std > 0"
+            "need finite numbers and std > 0; leave out a field that is constant, or give it (mean, 1.0)"
         )
     return mean, std
 

@@ -25,7 +25,7 @@ from jigsaw.io.series.coords import (
 )
 from jigsaw.io.series.fields import FieldChannel, LevelCoordinate
 from jigsaw.io.series.request import DROPPED_DIM, IndexPicks, NanRule, ReadPart, StoredOrder
-from jigsaw.io.series.times import TimeAxis, decode_times, is_accumulated
+from jigsaw.io.series.times import TimeAxis, decode_times, is_accumulated, kind_of_times
 
 TIME_AT, CHANNEL_AT = 0, 1
 
@@ -202,18 +202,23 @@ class StoreSurvey:
         timed = [v for v in variables if "time" in v.roles]
         if not timed:
             return None
-        first = timed[0]
-        raw = self.values(first, "time")
+        first, attrs = timed[0], self.attrs(timed[0], "time")
+        axis, own = self._time_of(first), self.coords.name(first.table, first.dim("time"))
         for other in timed[1:]:
-            if other.size("time") != first.size("time") or not _same_coordinates(raw, self.values(other, "time")):
+            has_same = other.size("time") == first.size("time")
+            if has_same and self.coords.name(other.table, other.dim("time")) != own:
+                theirs = self._time_of(other).stamps  # decoded, because equal numbers may count from other dates
+                has_same = kind_of_times(axis.stamps) == kind_of_times(theirs) and np.array_equal(axis.stamps, theirs)
+            if not has_same:
                 raise GridError(
                     f"arrays {first.table.name!r} ({first.size('time')} steps) and {other.table.name!r} "
                     f"({other.size('time')} steps) have different times; open them one at a time"
                 )
-        attrs = self.attrs(first, "time")
-        # anemoi's list of steps that hold no values
-        axis, missing = decode_times(raw, attrs), attrs.get("missing_dates", ())
+        missing = attrs.get("missing_dates", ())  # anemoi's list of steps that hold no values
         return axis.take(~np.isin(axis.stamps, np.array(missing, "datetime64[us]"))) if len(missing) else axis
+
+    def _time_of(self, variable: StoreVariable) -> TimeAxis:
+        return decode_times(self.values(variable, "time"), self.attrs(variable, "time"))
 
 
 def check_no_sums(variables: Iterable[StoreVariable], every: Any) -> None:

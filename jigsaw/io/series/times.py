@@ -226,6 +226,13 @@ def is_whole_number(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64)
 
 
+def kind_of_times(times: NDArray[Any]) -> str:
+    """Return what times can be compared with: a calendar, or a kind of number."""
+    if times.dtype.kind == "O":
+        return str(times[0].calendar) if len(times) else ""
+    return "number" if times.dtype.kind in "iuf" else times.dtype.kind
+
+
 def later_times(stamps: NDArray[Any], by: Any) -> NDArray[Any]:
     """Return `stamps` a duration later, on any calendar; either may be the times, and the other the duration."""
     if isinstance(by, np.timedelta64) and stamps.dtype.kind == "O":

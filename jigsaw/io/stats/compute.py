@@ -139,6 +139,7 @@ class StepSeries:
             "store": d.store.url,
             "fields": list(self.channels),
             "sizes": sizes,
+            "places": d.places_digest(),
             "steps": f"{len(self)} ({steps})",
             "values": f"{d.dtype} ({scaled})",
             "weights": self.weights,

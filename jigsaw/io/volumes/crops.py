@@ -9,6 +9,7 @@ sample without replacement that can be taken chunk by chunk, by any rank, in any
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -297,7 +298,7 @@ def _foreground_file(volume: StoredVolume, asked: _LabelSearch) -> str | None:
         state = size_and_change(path)  # None also where the folder lacks a chunk
         if state is None and (table.places.files.far or table.decoder is None):
             return None
-        digest.update(f"{path} {state}".encode())
+        digest.update(f"{os.path.abspath(path)} {state}".encode())
     return f"foreground-{digest.hexdigest()}.npz"
 
 
