@@ -14,7 +14,7 @@ and `scatter_to_cells`, and the third is as anemoi-models has it (``pip install 
   16 layers and decoder, 1024 channels wide with 16 heads.  It checkpoints each layer by itself.
 
 Points lie along Hilbert's curve.  Each row says what the rank in the middle takes.  `planned_s` is how long the dry run
-took, and `planned_cpu_s` the processor time of that.  With ``--real`` the same step, after a first one, runs on real
+took, and `planned_cpu_s` the processor time of that.  With ``--real`` the same step, after two others, runs on real
 ranks of this machine, too: `sent_by_real_ranks` is what the rank in the middle sends.
 """
 
@@ -279,12 +279,12 @@ def planned_net(name: str, is_small: bool) -> tuple[nn.Module, list[tuple[int, .
 
 
 def sent_by_ranks(name: str) -> int:
-    """Return the bytes that this rank sends in the second step of a small net."""
+    """Return the bytes that this rank sends in the third step of a small net: in the second indices are planned."""
     mesh, spec = world_mesh(cell=dist.get_world_size()), PLANS[name]["spec"]
     net, shapes = planned_net(name, is_small=True)
     net = jigsaw.parallelize(net.to(torch.bfloat16), mesh)
     tiles = [jigsaw.shard(torch.randn(shape, dtype=torch.bfloat16), mesh, spec) for shape in shapes]
-    for _ in range(2):
+    for _ in range(3):
         with comm.count() as counted:
             net(*tiles).square().mean().backward()
     return counted.sent_bytes

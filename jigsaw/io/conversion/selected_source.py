@@ -193,6 +193,8 @@ def open_with_xarray(source: Any, engine: str | None = None, outside: Any = Fals
                 return OpenedSource(redacted_text(paths[0]), (paths[0],), data, watched)
             dataset = _join_files(stores, {**options, "preprocess": _decode_as_reader} if raw else options)
             return OpenedSource(redacted_text(f"{paths[0]} and {len(paths) - 1} more"), tuple(paths), dataset, watched)
+    except GridError:  # of files that are not joined
+        raise
     except (OSError, ValueError, ImportError, KeyError) as e:
         raise UnsupportedStoreError(f"xarray does not open {paths[0]!r}: {e}") from cause_without_secrets(e)
 
