@@ -94,28 +94,28 @@ def find_boxes(images: Sequence[StoredVolume], asked: ForegroundBox, mesh: Devic
     slabs = [(number, slab) for number, image in enumerate(images) if number not in known for slab in image.slabs()]
 
     def search() -> dict[int, Box]:
-        boxes = dict[int, Box]()
+        own_boxes = dict[int, Box]()
         for number, slab in slabs[me::ranks]:
             if rows := _box_in_slab(images[number], slab, asked):
-                boxes[number] = _joined(boxes.get(number, rows), rows)
-        return boxes
+                own_boxes[number] = _joined_boxes(own_boxes.get(number, rows), rows)
+        return own_boxes
 
-    found = dict[int, Box]()
+    boxes = dict[int, Box]()
     for each in results_of_ranks(mesh, search, ReadError):
-        found |= {number: _joined(found.get(number, rows), rows) for number, rows in each.items()}
+        boxes |= {number: _joined_boxes(boxes.get(number, rows), rows) for number, rows in each.items()}
     for number, image in enumerate(images):
-        if number not in known and number not in found:
+        if number not in known and number not in boxes:
             raise GridError(
                 f"{image.url} has no voxel above {asked.above:g}, so ForegroundBox(above={asked.above:g}) leaves "
                 "nothing of it; give a lower above=, or leave the image out"
             )
-    if asked.cache and found:
-        result_of_first_rank(mesh, me == 0, partial(_write_boxes, images, asked, found))
-    boxes = known | found
+    if asked.cache and boxes:
+        result_of_first_rank(mesh, me == 0, partial(_write_boxes, images, asked, boxes))
+    boxes |= known
     return tuple(asked.widened(boxes[number], image) for number, image in enumerate(images))
 
 
-def _joined(first: Box, other: Box) -> Box:
+def _joined_boxes(first: Box, other: Box) -> Box:
     return tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(first, other, strict=True))
 
 

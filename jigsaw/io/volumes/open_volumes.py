@@ -206,8 +206,8 @@ def open_volumes(
     _check_nothing_beyond(opened)
     for index in range(0, len(opened), crops):  # refuse here what cannot be planned, not at the first batch
         opened.plans_of(opened.crop(index), opened.frame_of([index]))
-    found = find_foreground(maps, foreground, device_mesh, renamed) if foreground else ()
-    return replace(opened, found=found, weights=shares)
+    voxels = find_foreground(maps, foreground, device_mesh, renamed) if foreground else ()
+    return replace(opened, found=voxels, weights=shares)
 
 
 def _check_nothing_beyond(opened: Volumes) -> None:
