@@ -165,6 +165,6 @@ def _write_boxes(images: Sequence[StoredVolume], asked: ForegroundBox, boxes: Ma
         for number, rows in boxes.items():
             if name := _box_file(images[number], asked):
                 with draft_of(folder.path / name, folder.file_mode) as draft:
-                    draft.write(json.dumps([*zip(*rows, strict=True)]).encode())
+                    _ = draft.write(json.dumps([*zip(*rows, strict=True)]).encode())
     except OSError as e:
         raise FieldError(f"cache={asked.cache!r} of a ForegroundBox cannot be written: {e}") from e

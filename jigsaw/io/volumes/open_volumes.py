@@ -197,7 +197,7 @@ def open_volumes(
         is_whole=crop is None,
         x_first=checked_choice("axes", axes, ("zyx", "xyz")) == "xyz",
         augment=AskedAugmentations.of(augment),
-        absent_fill=stand_in,
+        absent_fill=stand_in or 0.0,  # no image lacks a channel where it is None
         seed=seed,
     )
     for step in opened.augment.steps:

@@ -135,7 +135,7 @@ class Volumes(MeshSamples):
     is_whole: bool = False
     x_first: bool = False
     augment: AskedAugmentations = AskedAugmentations()  # noqa: RUF009 (it is frozen)
-    absent_fill: float | None = None
+    absent_fill: float = 0.0
     weights: tuple[float, ...] = ()
     seed: int = 0
     epoch: int = 0
