@@ -221,6 +221,9 @@ class StepMeter(TorchDispatchMode):
             kept = [x for x in written_by_call(func, args, kwargs) if has_real_values(x)]
             if kept:
                 return self._answer_beside(kept, func, args, kwargs)
+        return self._answer_on_paper(func, args, kwargs)
+
+    def _answer_on_paper(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = answer_by_shape(func, args, kwargs)
         is_remembered = False
         if out is None:

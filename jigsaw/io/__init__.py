@@ -39,8 +39,11 @@ from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.stats.compute import statistics
 from jigsaw.io.volumes import augment
 from jigsaw.io.volumes.crops import Foreground
-from jigsaw.io.volumes.open_volumes import FoundScans, find_scans, open_volumes
-from jigsaw.io.volumes.volume_dataset import VolumeBatch, VolumeLoader, Volumes, VolumeSample
+from jigsaw.io.volumes.foreground_box import ForegroundBox
+from jigsaw.io.volumes.open_volumes import open_volumes
+from jigsaw.io.volumes.scan_folders import FoundScans, find_scans
+from jigsaw.io.volumes.volume_dataset import Volumes, VolumeSample
+from jigsaw.io.volumes.volume_loader import VolumeBatch, VolumeLoader
 from jigsaw.io.volumes.volume_statistics import volume_statistics
 from jigsaw.io.volumes.volume_writer import write_volume
 from jigsaw.io.writing.write import Writer, completeness, write
@@ -58,6 +61,7 @@ __all__ = [
     "FetchError",
     "FieldError",
     "Foreground",
+    "ForegroundBox",
     "ForkedError",
     "FoundScans",
     "GridError",

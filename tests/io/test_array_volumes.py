@@ -15,7 +15,7 @@ from jigsaw.errors import FieldError, GridError, MissingArrayError, ReadError
 from jigsaw.io import SourceArray
 from jigsaw.io.volumes.crops import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
-from jigsaw.io.volumes.volume_dataset import VolumeLoader
+from jigsaw.io.volumes.volume_loader import VolumeLoader
 from jigsaw.io.volumes.volume_statistics import volume_statistics
 from jigsaw.testing import run_on_ranks, world_mesh
 

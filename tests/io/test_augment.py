@@ -15,7 +15,7 @@ from jigsaw.io.volumes.augment import Affine, Brightness, Elastic, Flip, Gamma, 
 from jigsaw.io.volumes.crops import Foreground, RandomDraws
 from jigsaw.io.volumes.drawn_steps import AffineStep, CoarseStep, ElasticStep, IntensityStep, VoxelTurn, hashed_places
 from jigsaw.io.volumes.open_volumes import open_volumes
-from jigsaw.io.volumes.volume_dataset import VolumeLoader
+from jigsaw.io.volumes.volume_loader import VolumeLoader
 from jigsaw.testing import run_on_ranks, world_mesh
 
 SHAPE, CROP = (21, 17, 19), (10, 13, 13)

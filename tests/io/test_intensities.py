@@ -11,7 +11,7 @@ from jigsaw.errors import FieldError, GridError
 from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.stats.compute import statistics
 from jigsaw.io.volumes.open_volumes import open_volumes
-from jigsaw.io.volumes.volume_dataset import VolumeLoader
+from jigsaw.io.volumes.volume_loader import VolumeLoader
 from jigsaw.io.volumes.volume_statistics import volume_statistics
 from jigsaw.testing import run_on_ranks, world_mesh
 

@@ -7,10 +7,11 @@ import torch
 from volume_store import AFFINE, image, label, write
 
 from jigsaw.errors import FieldError
+from jigsaw.io import augment
 from jigsaw.io.volumes.crops import Foreground, find_foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.volume import StoredVolume
-from jigsaw.io.volumes.volume_dataset import VolumeLoader
+from jigsaw.io.volumes.volume_loader import VolumeLoader
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 from jigsaw.tile import misuse
 
@@ -193,3 +194,41 @@ def test_names_of_labels_that_cannot_be(tmp_path):
             open_volumes(paths[0] * len(labels), labels, mesh={}, crop=SHAPE)
     with pytest.raises(FieldError, match="2 images and 1 labels: each image needs its label map, or None in its place"):
         open_volumes(paths[0] * 2, paths[1], mesh={}, crop=SHAPE)
+
+
+# -- labels that are real numbers -------------------------------------------------------------------------------------
+
+
+def read_real(path, axes, options):
+    """The tiles of one array that is read as an image and as a label map, from a dataset and from a loader."""
+    ds = open_volumes([path], [path], mesh=world_mesh(**axes), fill=-2.5, label_fill=-2.5, **options)
+    batch = next(iter(VolumeLoader(ds, batch_size=2)))
+    tiles = [(ds[0].image, ds[0].label), (batch.image, batch.label), (ds.whole(0).image, ds.whole(0).label)]
+    return [(x.full_tensor(), y.full_tensor()) for x, y in tiles]
+
+
+@pytest.mark.parametrize("axes", [{"z": 1}, {"z": 2}, {"data": 2, "y": 2}], ids=str)
+@pytest.mark.parametrize("label_dtype", ["float32", torch.bfloat16], ids=str)
+def test_labels_of_a_float_dtype_are_read_and_interpolated_as_images_are(tmp_path, axes, label_dtype):
+    path = write(tmp_path / "soft.zarr", image(SHAPE), affine=np.diag([2.0, 1, 3, 1]))
+    moved = {"spacing": (2, 1.5, 1.5), "augment": [augment.Affine(degrees=20), augment.Flip()]}
+    count = int(np.prod(list(axes.values())))
+    for more in ({"crop": (7, 12, 5)}, moved | {"crop": (5, 6, 7)}):
+        options = {"crops": 2, "dtype": label_dtype, "label_dtype": label_dtype} | more
+        for tiles in run_on_ranks(count, read_real, path, axes, options):
+            for x, y in tiles:
+                assert y.dtype == getattr(torch, str(label_dtype).removeprefix("torch."))
+                assert torch.equal(x, y) and (y != y.round()).any()
+
+
+def test_missing_real_labels_are_the_fill_and_rules_of_classes_are_refused(tmp_path):
+    values = image(SHAPE)
+    values[2] = np.nan
+    path = write(tmp_path / "soft.zarr", values)
+    options = {"mesh": world_mesh(z=1), "crop": SHAPE, "label_dtype": "float64"}
+    ds = open_volumes([path, path], [path, None], label_fill=-0.5, **options)
+    np.testing.assert_array_equal(ds[0].label.local[0], np.where(np.isnan(values), -0.5, values.astype("f8")))
+    assert (ds[1].label.local == -0.5).all()
+    for more in ({"foreground": Foreground()}, {"label_map": {1: 2}}):
+        with pytest.raises(FieldError, match=r"label_dtype=.float64. reads real numbers, and foreground="):
+            open_volumes([path], [path], **options, **more)

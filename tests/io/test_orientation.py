@@ -14,7 +14,7 @@ from jigsaw.errors import FieldError, GridError
 from jigsaw.io.volumes.crops import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.volume import AxisTurn, orientation_codes
-from jigsaw.io.volumes.volume_dataset import VolumeLoader
+from jigsaw.io.volumes.volume_loader import VolumeLoader
 from jigsaw.io.volumes.volume_writer import write_volume
 from jigsaw.testing import run_on_ranks, world_mesh
 from jigsaw.tile import misuse

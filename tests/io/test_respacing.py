@@ -15,7 +15,7 @@ from jigsaw.io.volumes.augment import Affine, Flip
 from jigsaw.io.volumes.crops import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.respacing import GridRespacing
-from jigsaw.io.volumes.volume_dataset import VolumeLoader
+from jigsaw.io.volumes.volume_loader import VolumeLoader
 from jigsaw.io.volumes.volume_writer import write_volume
 from jigsaw.testing import run_on_ranks, world_mesh
 

@@ -8,7 +8,8 @@ import pytest
 from volume_store import image, label
 
 from jigsaw.errors import FieldError
-from jigsaw.io.volumes.open_volumes import find_scans, open_volumes
+from jigsaw.io.volumes.open_volumes import open_volumes
+from jigsaw.io.volumes.scan_folders import find_scans
 from jigsaw.testing import world_mesh
 
 
@@ -20,7 +21,7 @@ def touch(root, *names):
 
 
 def named(root, found):
-    return [[p.removeprefix(f"{root}/") for p in paths] for paths in found.images], found.labels and [
+    return [[p and p.removeprefix(f"{root}/") for p in paths] for paths in found.images], found.labels and [
         p and p.removeprefix(f"{root}/") for p in found.labels
     ]
 
@@ -48,6 +49,18 @@ def test_nnunet_folders_open_with_their_channels(tmp_path):
     (tmp_path / "imagesTr" / "a_0001.nii.gz").unlink()
     with pytest.raises(FieldError, match="scan a has no channel 0001; it has 0000: name those that all have"):
         find_scans(tmp_path)
+    lacking = find_scans(tmp_path, allow_absent=True)
+    assert named(tmp_path, lacking)[0] == [
+        ["imagesTr/a_0000.nii.gz", None],
+        [f"imagesTr/b_000{k}.nii.gz" for k in (0, 1)],
+    ]
+    sample = open_volumes(*lacking, mesh=world_mesh(z=1), crop=(7, 9, 8), absent_fill=-1)[0]
+    assert sample.present.tolist() == [True, False] and (sample.image.local[1] == -1).all()
+    (tmp_path / "imagesTr" / "b_0000.nii.gz").unlink()  # its number alone could be that of a case
+    assert named(tmp_path, find_scans(tmp_path, allow_absent=True))[0][1] == [None, "imagesTr/b_0001.nii.gz"]
+    (tmp_path / "dataset.json").unlink()
+    with pytest.raises(FieldError, match=r"allow_absent=True: .*dataset.json names no channels"):
+        find_scans(tmp_path, allow_absent=True)
     touch(tmp_path, "imagesTs/c_0000.nii")
     assert named(tmp_path, find_scans(tmp_path, part="Ts")) == ([["imagesTs/c_0000.nii"]], None)
 

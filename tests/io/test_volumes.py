@@ -29,7 +29,7 @@ from jigsaw.io.formats.nifti import open_nifti
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.volumes.crops import Foreground
 from jigsaw.io.volumes.open_volumes import open_volumes
-from jigsaw.io.volumes.volume_dataset import VolumeLoader
+from jigsaw.io.volumes.volume_loader import VolumeLoader
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 from jigsaw.tile import misuse
 

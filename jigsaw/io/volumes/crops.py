@@ -9,11 +9,9 @@ sample without replacement that can be taken chunk by chunk, by any rank, in any
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import blake2b
 from math import prod
 from typing import Any
 from zipfile import BadZipFile
@@ -29,14 +27,13 @@ from jigsaw.geometry.cut import Box, Cut, cut_points
 from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.io.cache_folder import CacheFolder, user_cache_folder
 from jigsaw.io.chunks.chunk import ChunkIndex
-from jigsaw.io.chunks.files import ScratchMemory, size_and_change
+from jigsaw.io.chunks.files import ScratchMemory
 from jigsaw.io.formats.slab_arrays import fill_missing_chunk
 from jigsaw.io.rank_results import place_in_mesh, result_of_first_rank, results_of_ranks
 from jigsaw.io.reading.placing import warn_of_rounding
 from jigsaw.io.volumes.drawn_steps import VoxelStep, mix_words
 from jigsaw.io.volumes.respacing import GridRespacing
 from jigsaw.io.volumes.volume import AffineMatrix, RenamedLabels, StoredVolume, VolumeArray
-from jigsaw.io.volumes.volume_arrays import values_of_array
 from jigsaw.tile.misuse import warn_once
 
 _VOXELS_AT_ONCE = 1 << 20  # voxels that are hashed at a time
@@ -217,23 +214,27 @@ def _search_chunk(
     volume: StoredVolume, stored: VolumeArray, index: ChunkIndex, asked: _LabelSearch, so_far: FoundVoxels
 ) -> FoundVoxels:
     table = stored.table
+    chunk_box = tuple(
+        (n - b, n - a) if d in stored.flip else (a, b)
+        for d, (n, (a, b)) in enumerate(zip(table.shape, table.grid.box_of(index), strict=True))
+    )
+    # in the order of the volume's dims, the rows of the chunk that are the volume's own
+    chunk_rows = [chunk_box[stored.roles.index(d)] for d in volume.dims]
+    own_rows = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(chunk_rows, volume.own_box, strict=True)]
+    if any(a >= b for a, b in own_rows):
+        return so_far
     room = _label_scratch(table.grid.bytes_of(index))
     if table.loader.load(index, room).stored is None:
         fill_missing_chunk(table, index, room, volume.missing)
-    box = table.grid.box_of(index)
-    values = table.loader.view(room, index)[tuple(slice(0, b - a) for a, b in box)]
+    values = table.loader.view(room, index)[tuple(slice(0, b - a) for a, b in table.grid.box_of(index))]
     values = stored.unpacked(values)
     if values.dtype.kind == "f":
         warn_of_rounding(values, f"{table.name!r} of {volume.url}")
         values = np.rint(values)
-    values = asked.renamed.applied(values)
-    box = tuple(
-        (n - b, n - a) if d in stored.flip else (a, b)
-        for d, (n, (a, b)) in enumerate(zip(table.shape, box, strict=True))
-    )
-    values = stored.in_order(values, volume.dims)[..., 0]
-    order = [stored.roles.index(d) for d in volume.dims]
-    return _search_values(values, [box[d][0] for d in order], volume.stored_shape, asked.how, so_far)
+    values = stored.in_order(asked.renamed.applied(values), volume.dims)[..., 0]
+    values = values[tuple(slice(a - at, b - at) for (a, b), (at, _) in zip(own_rows, chunk_rows, strict=True))]
+    first = [a - at for (a, _), (at, _) in zip(own_rows, volume.own_box, strict=True)]
+    return _search_values(values, first, volume.stored_shape, asked.how, so_far)
 
 
 def _search_values(
@@ -284,22 +285,10 @@ def _class_masks(
 
 
 def _foreground_file(volume: StoredVolume, asked: _LabelSearch) -> str | None:
-    """Return the name of a cache file, made from the search and the state of the files that it was made on; None for a
-    label map of which nothing tells a change.
-    """
-    arrays = [values for each in volume.given if (values := values_of_array(each)) is not None]
-    table, weights = volume.stored[0].table, asked.how
-    about = (volume.url, table.name, table.shape, table.dims, table.dtype, weights.classes, weights.by, weights.kept)
-    about = (*about, volume.turn, asked.renamed)
-    digest = blake2b(repr(about).encode(), digest_size=16)
-    for values in arrays:
-        digest.update(np.ascontiguousarray(values).tobytes())
-    for path in () if arrays else dict.fromkeys(table.finder.path(index) for index in table.grid.indices()):
-        state = size_and_change(path)  # None also where the folder lacks a chunk
-        if state is None and (table.places.files.far or table.decoder is None):
-            return None
-        digest.update(f"{os.path.abspath(path)} {state}".encode())
-    return f"foreground-{digest.hexdigest()}.npz"
+    """Return the name of a cache file; None for a label map of which nothing tells a change."""
+    weights = asked.how
+    checksum = volume.fingerprint((weights.classes, weights.by, weights.kept, asked.renamed))
+    return None if checksum is None else f"foreground-{checksum}.npz"
 
 
 def _foreground_cache(asked: _LabelSearch) -> CacheFolder:
@@ -454,10 +443,10 @@ class AugmentedCrop:
             begins.append(low)
         return Layout(tuple(cuts), layout.axes), begins
 
-    def applied(self, block: Tensor, boxes: Sequence[Box], is_label: bool) -> Tensor:
+    def applied(self, block: Tensor, boxes: Sequence[Box], nearest: bool) -> Tensor:
         r"""Return the values [C, \*box] of the last of the `boxes`, made from those of the first."""
         for step, source, target in zip(self.steps, boxes, boxes[1:], strict=False):
-            block = step.applied(block, source, target, self.sizes, is_label)
+            block = step.applied(block, source, target, self.sizes, nearest)
         return block
 
     def turned_affine(self, affine: AffineMatrix, dims: Sequence[str]) -> AffineMatrix:

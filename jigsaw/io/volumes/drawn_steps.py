@@ -40,7 +40,7 @@ class VoxelStep(ABC):
         return list(cuts)
 
     @abstractmethod
-    def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], is_label: bool) -> Tensor:
+    def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], nearest: bool) -> Tensor:
         """Return the values of the box `target`, made from those of the box `source`."""
 
     def to_source(self, sizes: Sequence[int]) -> Matrix:
@@ -62,7 +62,7 @@ class VoxelTurn(VoxelStep):
             before[source] = replace(cut, held=tuple((n - b, n - a) for a, b in cut.held)) if flipped else cut
         return before
 
-    def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], is_label: bool) -> Tensor:
+    def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], nearest: bool) -> Tensor:
         turned = block.permute(0, *(1 + d for d in self.order))
         return turned.flip([1 + d for d, flipped in enumerate(self.flipped) if flipped]).contiguous()
 
@@ -84,7 +84,7 @@ class IntensityStep(VoxelStep):
     low: float = 0.0
     width: float = 1.0
 
-    def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], is_label: bool) -> Tensor:
+    def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], nearest: bool) -> Tensor:
         if self.gamma != 1:
             above = (block.to(torch.float64) - self.low).clamp_(min=0) / self.width
             bent = torch.from_numpy(_in_whole_vectors(lambda x: np.power(x, self.gamma), above.numpy()))
@@ -99,7 +99,7 @@ class NoiseStep(VoxelStep):
     key: int
     std: float
 
-    def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], is_label: bool) -> Tensor:
+    def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], nearest: bool) -> Tensor:
         bits = hashed_places(self.key, ((0, block.shape[0]), *target))
         # Box and Muller's method, from the upper and the lower half of the bits
         first = ((bits >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
@@ -132,7 +132,7 @@ class CoarseStep(VoxelStep):
             for d, cut in enumerate(cuts)
         ]
 
-    def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], is_label: bool) -> Tensor:
+    def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], nearest: bool) -> Tensor:
         for d, rows in enumerate(target):
             if self.factor[d] == 1:
                 continue
@@ -152,7 +152,7 @@ class WarpStep(VoxelStep):
     def places(self, target: Box, sizes: Sequence[int]) -> list[Tensor]:
         """Return where the voxels of a box come from: their places along each dim."""
 
-    def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], is_label: bool) -> Tensor:
+    def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], nearest: bool) -> Tensor:
         shape = box_shape(target)
         if not math.prod(shape):
             return block.new_zeros(block.shape[0], *shape)
@@ -160,11 +160,11 @@ class WarpStep(VoxelStep):
         places = [at.expand(shape).reshape(-1) for at in self.places(target, sizes)]
         flat = block.reshape(block.shape[0], -1)
         strides = [math.prod(block.shape[2 + d :]) for d in range(len(shape))]
-        lows = [(at + 0.5).floor() if is_label else at.floor() for at in places]
+        lows = [(at + 0.5).floor() if nearest else at.floor() for at in places]
         index = torch.zeros_like(lows[0], dtype=torch.int64)
         for low, (a, _), stride in zip(lows, source, strides, strict=True):
             index += (low.to(torch.int64) - a) * stride
-        if is_label:
+        if nearest:
             return flat.index_select(1, index).reshape(-1, *shape)
         parts = [(at - low).to(block.dtype) for at, low in zip(places, lows, strict=True)]
         total = torch.zeros(block.shape[0], index.numel(), dtype=block.dtype)

@@ -1,17 +1,11 @@
-"""`open_volumes`: the user's arguments for images and label maps, checked, as `Volumes`.
-
-`find_scans` finds the images and label maps of a folder as nnU-Net and BIDS lay it out.
-"""
+"""`open_volumes`: the user's arguments for images and label maps, checked, as `Volumes`."""
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +15,14 @@ from jigsaw.errors import FieldError, GridError
 from jigsaw.geometry.cut import SplitRule
 from jigsaw.geometry.layout import DimSpec
 from jigsaw.io.arguments import checked_choice
-from jigsaw.io.datasets.samples import checked_dtype, mesh_and_axes, warn_of_idle_readers
+from jigsaw.io.datasets.samples import FLOAT_DTYPES, checked_dtype, mesh_and_axes, warn_of_idle_readers
 from jigsaw.io.series.boundary import BoundaryRule
 from jigsaw.io.series.request import MISSING_RULES, HaloWidth, SampleSpace
 from jigsaw.io.series.statistics import Statistics
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.augment import AskedAugmentations, Augmentation, OwnAugmentation
 from jigsaw.io.volumes.crops import Foreground, find_foreground
+from jigsaw.io.volumes.foreground_box import ForegroundBox, find_boxes
 from jigsaw.io.volumes.respacing import GridRespacing, checked_spacing, intensities_of_volumes
 from jigsaw.io.volumes.volume import (
     AffineMatrix,
@@ -42,162 +37,14 @@ from jigsaw.io.volumes.volume_arrays import checked_dims
 from jigsaw.io.volumes.volume_dataset import Volumes, whole_volume_sizes
 from jigsaw.tile.misuse import warn_once
 
-_SCAN_ENDINGS = (".nii.gz", ".nii")
-_BIDS_LABEL_SUFFIX = "dseg"
-
-
-class FoundScans(NamedTuple):
-    """Paths of the channels of each scan, and its label map or None; `labels` is None where no scan has one.
-
-    >>> found = jigsaw.io.FoundScans([["a_0000.nii.gz", "a_0001.nii.gz"]], None)
-    >>> len(found.images[0])
-    2
-    """
-
-    images: list[list[str]]
-    labels: list[str | None] | None
-
-
-def find_scans(folder: str | os.PathLike[str], channels: Sequence[str] | None = None, part: str = "Tr") -> FoundScans:
-    """Find the scans of a folder, by rising name: ``open_volumes(*find_scans("Dataset004_Hippocampus"), ...)``.
-
-    - nnU-Net's and the Decathlon's: ``imagesTr/CASE_0000.nii.gz`` (a number a channel, or a file with all of them) and
-      ``labelsTr/CASE.nii.gz``; `part` is ``"Tr"``, ``"Ts"`` or ``"Va"``; `channels` are names of ``dataset.json``;
-    - BIDS: ``sub-01/[ses-1/]anat/sub-01_[...]T1w.nii.gz``, with label maps ``*_dseg.nii.gz`` of the same subject and
-      session there or under ``derivatives``; `channels` are suffixes, like ``["T1w", "FLAIR"]``.
-
-    Only names and ``dataset.json`` are read.
-
-    Raises: `FieldError` for a folder of neither kind, and for channels that it lacks. Also for a scan that lacks a
-    channel or has several files or label maps of one kind.
-
-    >>> import pathlib
-    >>> for name in ("imagesTr/a_0000.nii.gz", "imagesTr/a_0001.nii.gz", "labelsTr/a.nii.gz"):
-    ...     pathlib.Path("Dataset001", name).parent.mkdir(parents=True, exist_ok=True)
-    ...     pathlib.Path("Dataset001", name).touch()
-    >>> images, labels = jigsaw.io.find_scans("Dataset001")
-    >>> [len(paths) for paths in images], labels
-    ([2], ['Dataset001/labelsTr/a.nii.gz'])
-    """
-    root = Path(folder)
-    if isinstance(channels, str):
-        raise FieldError(f"channels={channels!r} must be a list of names, like [{channels!r}]")
-    if (root / f"images{part}").is_dir():
-        return _nnunet_scans(root, part, channels)
-    if any(root.glob("sub-*/")):
-        return _bids_scans(root, channels)
-    names = ", ".join(sorted(p.name for p in root.iterdir())[:8]) if root.is_dir() else "no such folder"
-    raise FieldError(
-        f"{root} is laid out neither as nnU-Net (images{part}/) nor as BIDS (sub-*/): {names}; give open_volumes "
-        "lists of paths instead"
-    )
-
-
-def _scans_in(folder: Path) -> dict[str, Path]:
-    scans = {p.name[: -len(end)]: p for end in _SCAN_ENDINGS for p in folder.glob(f"*{end}")}
-    return dict(sorted(scans.items()))
-
-
-def _told(scans: list[list[str]], labels: list[str | None], where: str) -> FoundScans:
-    if not scans:
-        raise FieldError(f"{where} has no .nii or .nii.gz file that is a scan")
-    return FoundScans(scans, labels if any(labels) else None)
-
-
-def _nnunet_scans(root: Path, part: str, channels: Sequence[str] | None) -> FoundScans:
-    files, maps = _scans_in(root / f"images{part}"), _scans_in(root / f"labels{part}")
-    names = _channels_of_dataset(root)
-    groups: dict[str, dict[str, Path]] = {}
-    for name, path in files.items():
-        case, _, number = name.rpartition("_")
-        is_channel = bool(re.fullmatch(r"\d{4}", number))
-        groups.setdefault(case if is_channel else name, {})[number if is_channel else "0000"] = path
-    cases: dict[str, dict[str, Path]] = {}
-    for case, paths in groups.items():
-        # The Decathlon's names are like `la_0007`, and each is a scan: it has its own label map, or the numbers are not
-        # those of channels.
-        known = set(names) or {f"{k:04d}" for k in range(len(paths))}
-        if set(paths) <= known and not any(f"{case}_{number}" in maps for number in paths):
-            cases[case] = paths
-        else:
-            cases |= {f"{case}_{number}": {"0000": path} for number, path in paths.items()}
-    wanted = _channel_numbers(root, names, channels, sorted({n for paths in cases.values() for n in paths}))
-    scans = [[str(_channel_of(case, paths, n)) for n in wanted] for case, paths in cases.items()]
-    labels = [str(maps[case]) if case in maps else None for case in cases]
-    return _told(scans, labels, f"{root / f'images{part}'}")
-
-
-def _channels_of_dataset(root: Path) -> dict[str, str]:
-    """Return the names of channels by number, as ``dataset.json`` has them, if that exists."""
-    about = root / "dataset.json"
-    try:
-        facts: Any = json.loads(about.read_text()) if about.is_file() else {}
-        named: Any = facts.get("channel_names", facts.get("modality", {}))
-        return {f"{int(number):04d}": str(name) for number, name in named.items()}
-    except (AttributeError, ValueError) as e:  # the file is not JSON, not a mapping, or has no numbers
-        raise FieldError(
-            f"{about} does not say which channels there are, as nnU-Net's and the Decathlon's do: {e}"
-        ) from e
-
-
-def _channel_numbers(
-    root: Path, names: Mapping[str, str], channels: Sequence[str] | None, present: list[str]
-) -> list[str]:
-    if channels is None:
-        return present
-    numbers = {name: number for number, name in names.items() if number in present}
-    unknown = [name for name in channels if name not in numbers]
-    if unknown:
-        about, known = root / "dataset.json", ", ".join(numbers) or "none"
-        raise FieldError(f"channels={list(channels)}: {about} names {known}, not {unknown[0]!r}")
-    return [numbers[name] for name in channels]
-
-
-def _channel_of(case: str, paths: Mapping[str, Path], channel: str) -> Path:
-    if channel not in paths:
-        raise FieldError(
-            f"scan {case} has no channel {channel}; it has {', '.join(sorted(paths))}: name those that all have by "
-            "channels=, or leave the scan out"
-        )
-    return paths[channel]
-
-
-def _bids_scans(root: Path, channels: Sequence[str] | None) -> FoundScans:
-    images: dict[str, dict[str, Path]] = {}
-    labels: dict[str, Path] = {}
-    derived = [*root.glob("derivatives/sub-*/"), *root.glob("derivatives/*/sub-*/")]
-    for subject in (*root.glob("sub-*/"), *derived):
-        for path in sorted(p for end in _SCAN_ENDINGS for p in subject.rglob(f"*{end}")):
-            stem, _, suffix = path.name.split(".", 1)[0].rpartition("_")
-            scan = "_".join(word for word in stem.split("_") if word.startswith(("sub-", "ses-")))
-            if suffix == _BIDS_LABEL_SUFFIX:
-                _keep_only(labels, scan, path, "label maps")
-            elif subject not in derived:
-                _keep_only(images.setdefault(scan, {}), suffix, path, f"{suffix} files")
-    kinds = sorted({suffix for suffixes in images.values() for suffix in suffixes})
-    if channels is None and len(kinds) > 1:
-        raise FieldError(f"{root} has {', '.join(kinds)}; say which are the channels, like channels=[{kinds[0]!r}]")
-    wanted = kinds if channels is None else list(channels)
-    if unknown := [name for name in wanted if name not in kinds]:
-        raise FieldError(f"channels={wanted}: {root} has {', '.join(kinds) or 'no scans'}, not {unknown[0]!r}")
-    cases = sorted(scan for scan, suffixes in images.items() if any(name in suffixes for name in wanted))
-    scans = [[str(_channel_of(scan, images[scan], name)) for name in wanted] for scan in cases]
-    return _told(scans, [str(labels[s]) if s in labels else None for s in cases], str(root))
-
-
-def _keep_only(files: dict[str, Path], name: str, path: Path, what: str) -> None:
-    if name in files:
-        raise FieldError(
-            f"{files[name]} and {path} are both {what} of one scan; give open_volumes lists of paths instead"
-        )
-    files[name] = path
-
-
-_LABEL_DTYPES = ("uint8", "int16", "int32", "int64")
+_LABEL_DTYPES = ("uint8", "int16", "int32", "int64", *FLOAT_DTYPES)
 _VOLUME_MODES = ("auto", "cooperative", "independent")
 
 GivenVolume = Any
-"""One image or label map: a path, URL, opened store or array; a list of them for channels in files of their own."""
+"""One image or label map: a path, URL, opened store or array; a list of them for channels in files of their own.
+
+None in the list of an image is a channel that it lacks.
+"""
 
 
 def open_volumes(
@@ -207,7 +54,9 @@ def open_volumes(
     mesh: DeviceMesh | Mapping[str, int],
     crop: Sequence[int] | None,
     crops: int = 1,
+    weights: Sequence[float] | None = None,
     orientation: str | None = None,
+    box: ForegroundBox | None = None,
     spacing: float | Sequence[float] | None = None,
     foreground: Foreground | None = None,
     spec: Mapping[str, DimSpec] | None = None,
@@ -218,7 +67,8 @@ def open_volumes(
     window: tuple[Any, Any] | Statistics | Sequence[Statistics] | None = None,
     normalize: tuple[Any, Any] | Statistics | Sequence[Statistics] | str | None = None,
     fill: float = 0.0,
-    label_fill: int = 0,
+    label_fill: float = 0,
+    absent_fill: float | None = None,
     missing: str = "error",
     label_map: Mapping[int, int] | None = None,
     augment: Sequence[Augmentation | OwnAugmentation] | None = None,
@@ -241,13 +91,20 @@ def open_volumes(
       x]. One in memory every rank then has; of one that reads what its index asks for, as those of zarr, h5py, dask and
       nibabel, a rank reads what it needs. A list of them where channels have files of their own. None among `labels`
       stands for an image that has no label map, whose labels are `label_fill` everywhere;
+    - `absent_fill`: the value of a channel that an image lacks, such as ``["t1.nii.gz", None]``, in all of its voxels,
+      after `normalize` and `augment`. Samples say by `present` which channels there are. Without it, None is refused;
     - `mesh`: a `DeviceMesh`, or axis sizes as integers, to plan without ranks;
     - `crop`: rows along z, y, x. What a smaller volume lacks is `fill` (`label_fill`), half of it on either side. None
       takes whole volumes, each filled up to a multiple of `align`, and in a batch to the largest in it;
     - `crops`: how many of each volume make an epoch;
+    - `weights`: a number >= 0 for each volume. Each sample is then of a volume that is drawn by them, with replacement,
+      as torch's ``WeightedRandomSampler`` draws. An epoch has as many samples as without;
     - `orientation`: the end of the world toward which x, y and z run, like ``"RAS"``. Axes are permuted and flipped
       while they are read, each volume by its own affine (a label map without one like its image). The result is that of
       MONAI's ``Orientation`` and, for RAS, of nibabel's ``as_closest_canonical``; by default axes stay as stored;
+    - `box`: a `jigsaw.io.ForegroundBox`: of each image and its label map, only the box around its voxels above a
+      threshold is read, as if the files had no more. Affines say where it lies, and ``volumes.images[i].box`` which
+      rows it has, after `orientation` and before `spacing`;
     - `spacing`: the distance of voxels along z, y, x, or one for all, in the unit of the files (mm in most). Each rank
       reads the stored rows that its own lie between, after `orientation`. It interpolates images linearly and labels to
       the nearest, on the grid of MONAI's ``Spacing``; `crop` counts voxels of that grid;
@@ -271,7 +128,8 @@ def open_volumes(
     - `augment`: changes made to each sample as it is read, drawn from (seed, epoch, sample), alike on every mesh: a
       list of steps (see `jigsaw.io.augment`), then functions of (tile, generator); not applied to ``whole(i)``;
     - `dtype`, `label_dtype`: of the tiles; labels are rounded to the nearest integer, and missing ones are
-      `label_fill`;
+      `label_fill`. With a float `label_dtype` they are real numbers, such as soft labels or distances: read as they
+      are stored, and interpolated as images are;
     - `image_array`, `label_array`: the array of a store that has several; `level`: that of an OME-Zarr image;
     - `dims`: the names of the stored dims: ``channel``, ``z``, ``y`` and ``x`` in their order. Needed where files
       (plain HDF5) do not name them, or an array has another order; a label map may lack the channels;
@@ -280,7 +138,8 @@ def open_volumes(
     - `seed`: of the crops that ``volumes[i]`` gives; a `VolumeLoader` has its own;
     - `mode`: ``"cooperative"``, ``"independent"`` or ``"auto"``, as in `jigsaw.io.open`.
 
-    *Sends*: nothing without `foreground`; with it, the voxels found in each label map.
+    *Sends*: nothing without `foreground` and `box`; with them, the voxels found in each label map, and two numbers for
+    each image and dim.
 
     Raises: a `ReadError` of `jigsaw.errors`, or `ShardingError` for impossible cuts, naming the request and what
     exists, alike on every rank. Reading raises `FieldError` for a label that `label_dtype` cannot hold.
@@ -291,38 +150,34 @@ def open_volumes(
     >>> len(volumes), sample.image.shape, sample.label.dtype
     (4, torch.Size([1, 16, 16, 16]), torch.int64)
     """
-    named = checked_dims(dims)
     checked_choice("missing", missing, MISSING_RULES)
-    picture = StoredVolume((), image_array, level, given_dims=named, missing=missing)
-    pictures = _given_volumes("images", images, picture)
-    maps = () if labels is None else _given_labels(labels, replace(picture, array=label_array))
-    if labels is not None and len(pictures) != len(maps):
-        raise FieldError(
-            f"{len(pictures)} images and {len(maps)} labels: each image needs its label map, or None in its place"
-        )
+    picture = StoredVolume((), image_array, level, given_dims=checked_dims(dims), missing=missing)
+    pictures, maps = _given_pairs(images, labels, picture, replace(picture, array=label_array))
+    image_fill = _checked_number("fill", fill)
+    stand_in = None if absent_fill is None else _checked_number("absent_fill", absent_fill)
+    _check_absent_channels(pictures, maps, stand_in)
+    shares = _checked_weights(weights, len(pictures))
     pictures, maps = _turn_volumes(pictures, maps, checked_orientation(orientation))
     _check_volumes_match(pictures, maps)
     _warn_of_orientations(pictures)
-    pictures, maps = _respace_volumes(pictures, maps, checked_spacing(spacing, pictures[0].dims))
-    if foreground is not None and not maps:
-        raise FieldError("foreground= weights crops by labels, and there are none; give labels=")
-    if not is_whole_number(crops) or crops < 1:
-        raise FieldError(f"crops={crops} must be at least 1, the crops of a volume in an epoch")
-    if crop is None and (crops != 1 or foreground is not None):
-        raise FieldError(
-            f"crop=None: each sample is a whole volume, and crops={crops}, foreground={foreground} choose among crops; "
-            "give a crop, or leave them out"
-        )
     device_mesh, device, mesh_axes = mesh_and_axes(mesh)
+    distances = checked_spacing(spacing, pictures[0].dims)
+    _check_crops(crop, crops, foreground, bool(maps))
     if device_mesh is not None and spec is None:
         warn_of_idle_readers(mesh_axes, pictures[0].dims)
     label_type = checked_dtype("label_dtype", label_dtype, _LABEL_DTYPES)
+    if label_type.is_floating_point and (foreground is not None or label_map is not None):
+        raise FieldError(
+            f"label_dtype={label_dtype!r} reads real numbers, and foreground= and label_map= are rules for classes; "
+            "leave them out, or give an integer label_dtype"
+        )
     filled = _label_fill(label_fill, label_type)
-    try:
-        image_fill = float(fill)
-    except (TypeError, ValueError) as e:
-        raise FieldError(f"fill={fill!r} must be a number, what stands where an image has no voxel") from e
     renamed = RenamedLabels.of(label_map, label_type, filled)
+    if box is not None:
+        boxes = find_boxes(pictures, box, device_mesh)
+        pictures = tuple(image.boxed(rows) for image, rows in zip(pictures, boxes, strict=True))
+        maps = tuple(label and label.boxed(rows) for label, rows in zip(maps, boxes, strict=False))
+    pictures, maps = _respace_volumes(pictures, maps, distances)
     opened = Volumes(
         images=pictures,
         labels=maps,
@@ -332,7 +187,7 @@ def open_volumes(
         crops=crops,
         foreground=foreground,
         found=(),
-        intensities=intensities_of_volumes(normalize, window, pictures[0].channels, len(pictures)),
+        intensities=intensities_of_volumes(normalize, window, [image.present for image in pictures]),
         dtype=checked_dtype("dtype", dtype),
         label_dtype=label_type,
         fill=image_fill,
@@ -342,6 +197,7 @@ def open_volumes(
         is_whole=crop is None,
         x_first=checked_choice("axes", axes, ("zyx", "xyz")) == "xyz",
         augment=AskedAugmentations.of(augment),
+        absent_fill=stand_in or 0.0,  # no image lacks a channel where it is None
         seed=seed,
     )
     for step in opened.augment.steps:
@@ -350,7 +206,8 @@ def open_volumes(
     _check_nothing_beyond(opened)
     for index in range(0, len(opened), crops):  # refuse here what cannot be planned, not at the first batch
         opened.plans_of(opened.crop(index), opened.frame_of([index]))
-    return replace(opened, found=find_foreground(maps, foreground, device_mesh, renamed)) if foreground else opened
+    voxels = find_foreground(maps, foreground, device_mesh, renamed) if foreground else ()
+    return replace(opened, found=voxels, weights=shares)
 
 
 def _check_nothing_beyond(opened: Volumes) -> None:
@@ -394,6 +251,33 @@ def _crop_space(sizes: Mapping[str, int], *cuts: Any) -> SampleSpace:
             others = "'reflect', 'replicate' or ('fill', number)"
             raise GridError(f"boundary={{{dim!r}: 'periodic'}}: a crop's ends do not meet; use {others}")
     return frame
+
+
+def _check_crops(crop: Sequence[int] | None, crops: int, foreground: Foreground | None, has_labels: bool) -> None:
+    if foreground is not None and not has_labels:
+        raise FieldError("foreground= weights crops by labels, and there are none; give labels=")
+    if not is_whole_number(crops) or crops < 1:
+        raise FieldError(f"crops={crops} must be at least 1, the crops of a volume in an epoch")
+    if crop is None and (crops != 1 or foreground is not None):
+        raise FieldError(
+            f"crop=None: each sample is a whole volume, and crops={crops}, foreground={foreground} choose among crops; "
+            "give a crop, or leave them out"
+        )
+
+
+def _given_pairs(
+    images: Sequence[GivenVolume],
+    labels: Sequence[GivenVolume | None] | None,
+    picture: StoredVolume,
+    form: StoredVolume,
+) -> tuple[tuple[StoredVolume, ...], tuple[StoredVolume | None, ...]]:
+    pictures = _given_volumes("images", images, picture)
+    maps = () if labels is None else _given_labels(labels, form)
+    if labels is not None and len(pictures) != len(maps):
+        raise FieldError(
+            f"{len(pictures)} images and {len(maps)} labels: each image needs its label map, or None in its place"
+        )
+    return pictures, maps
 
 
 def _given_volumes(name: str, volumes: Sequence[GivenVolume], form: StoredVolume) -> tuple[StoredVolume, ...]:
@@ -495,7 +379,50 @@ def _check_affines_match(image: StoredVolume, what: str, affines: Sequence[tuple
             )
 
 
-def _label_fill(fill: Any, dtype: torch.dtype) -> int:
+def _check_absent_channels(
+    images: Sequence[StoredVolume], labels: Sequence[StoredVolume | None], fill: float | None
+) -> None:
+    """Raise `FieldError` for a channel that is absent where nothing says its value, or where nothing else is there."""
+    for number, label in enumerate(labels):
+        if label and any(each is None for each in label.given):
+            raise FieldError(
+                f"labels[{number}] lacks a channel (None); give its map, or None in place of the whole list"
+            )
+    for number, image in enumerate(images):
+        if all(each is None for each in image.given):
+            raise FieldError(f"images[{number}] names no file, so it has no shape; leave this image out")
+        if fill is None and any(each is None for each in image.given):
+            raise FieldError(
+                f"images[{number}] lacks channel {image.absent[0]} (None); leave the image out, or give absent_fill=, "
+                "the value that stands for it in samples, which then say by `present` that it is absent"
+            )
+
+
+def _checked_weights(weights: Sequence[float] | None, volumes: int) -> tuple[float, ...]:
+    if weights is None:
+        return ()
+    try:
+        shares = np.asarray(weights, np.float64)
+    except (TypeError, ValueError):
+        shares = np.zeros(0)
+    if shares.shape != (volumes,) or not np.isfinite(shares.sum()) or (shares < 0).any() or not shares.any():
+        raise FieldError(
+            f"weights={weights!r} must be {volumes} numbers >= 0 that are not all 0, one for each image: how likely a "
+            "sample is of it"
+        )
+    return tuple(shares.tolist())
+
+
+def _checked_number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as e:
+        raise FieldError(f"{name}={value!r} must be a number, what stands where an image has no voxel") from e
+
+
+def _label_fill(fill: Any, dtype: torch.dtype) -> float:
+    if dtype.is_floating_point:
+        return _checked_number("label_fill", fill)
     held = torch.iinfo(dtype)
     try:
         number = int(fill)

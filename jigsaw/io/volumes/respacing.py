@@ -36,21 +36,25 @@ class ImageIntensities:
     high: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, normalize: Any, window: Any, channels: int) -> ImageIntensities:
-        """Make the intensities of an image. Raises: `FieldError` unless given (mean, std) and (low, high)."""
+    def of(cls, normalize: Any, window: Any, present: Sequence[bool]) -> ImageIntensities:
+        """Make the intensities of an image; statistics may lack its channels that are not `present`.
+
+        Raises: `FieldError` unless given (mean, std) and (low, high).
+        """
+        channels = len(present)
         pair = window
         if isinstance(window, Statistics):  # the lowest and the highest percentile
             names = [name for name in window.columns if name.startswith(PERCENTILE_PREFIX)]
             names.sort(key=lambda name: float(name.removeprefix(PERCENTILE_PREFIX)))
             pair = [window.columns[name] for name in names[:1] + names[-1:]]
-        ends = None if window is None else _channel_pair(pair, channels)
+        ends = None if window is None else _channel_pair(pair, present)
         if window is not None and (ends is None or not (ends[0] < ends[1]).all()):
             raise FieldError(
                 f"window={window!r} must be (low, high), a number each or one for {channels} channels, low < high, or "
                 "statistics with two percentiles"
             )
         if normalize is not None:
-            mean, std = _given_mean_std(normalize, channels)
+            mean, std = _given_mean_std(normalize, present)
         elif ends is not None:
             mean, std = ends[0], ends[1] - ends[0]
         else:
@@ -71,12 +75,17 @@ class ImageIntensities:
         return all(low <= value <= high for low, high in zip(self.low, self.high, strict=True))
 
 
-def intensities_of_volumes(normalize: Any, window: Any, channels: int, volumes: int) -> tuple[ImageIntensities, ...]:
-    """Return the intensities of each volume. Raises: `FieldError` for another number of statistics than volumes."""
+def intensities_of_volumes(
+    normalize: Any, window: Any, present: Sequence[Sequence[bool]]
+) -> tuple[ImageIntensities, ...]:
+    """Return the intensities of each volume, which has the channels that are `present`.
+
+    Raises: `FieldError` for another number of statistics than volumes.
+    """
     if isinstance(normalize, str | os.PathLike):
         normalize = Statistics.read(normalize)
-    means, windows = (_one_a_volume(*each, volumes) for each in (("normalize", normalize), ("window", window)))
-    return tuple(ImageIntensities.of(n, w, channels) for n, w in zip(means, windows, strict=True))
+    means, windows = (_one_a_volume(*each, len(present)) for each in (("normalize", normalize), ("window", window)))
+    return tuple(ImageIntensities.of(n, w, p) for n, w, p in zip(means, windows, present, strict=True))
 
 
 def _one_a_volume(name: str, value: Any, volumes: int) -> list[Any]:
@@ -88,16 +97,16 @@ def _one_a_volume(name: str, value: Any, volumes: int) -> list[Any]:
     return value
 
 
-def _given_mean_std(normalize: Any, channels: int) -> ChannelPair:
+def _given_mean_std(normalize: Any, present: Sequence[bool]) -> ChannelPair:
     columns = (
         (normalize.columns.get("mean"), normalize.columns.get("std"))
         if isinstance(normalize, Statistics)
         else normalize
     )
-    pair = _channel_pair(columns, channels)
+    pair = _channel_pair(columns, present)
     if pair is None:
         raise FieldError(
-            f"normalize={normalize!r} must be (mean, std), a number each or one for {channels} channels, or what "
+            f"normalize={normalize!r} must be (mean, std), a number each or one for {len(present)} channels, or what "
             "jigsaw.io.volume_statistics gives"
         )
     if not (pair[1] > 0).all():
@@ -105,14 +114,18 @@ def _given_mean_std(normalize: Any, channels: int) -> ChannelPair:
     return pair
 
 
-def _channel_pair(pair: Any, channels: int) -> ChannelPair | None:
-    """Return two finite numbers for each channel; None for anything else."""
+def _channel_pair(pair: Any, present: Sequence[bool]) -> ChannelPair | None:
+    """Return two finite numbers for each channel; None for anything else.
+
+    Statistics have none for a channel that is not `present`: it gets 0 and 1, which change nothing.
+    """
     if not isinstance(pair, Sequence | np.ndarray) or isinstance(pair, str) or len(pair) != 2:
         return None
     try:
-        a, b = (np.broadcast_to(np.asarray(v, np.float64), (channels,)) for v in pair)
+        a, b = (np.broadcast_to(np.asarray(v, np.float64), (len(present),)) for v in pair)
     except (TypeError, ValueError):  # not numbers, or not one for each channel
         return None
+    a, b = (np.where(np.isnan(v) & ~np.asarray(present), n, v) for n, v in enumerate((a, b)))
     return (a, b) if np.isfinite(a).all() and np.isfinite(b).all() else None
 
 
@@ -225,7 +238,7 @@ class RespaceStep(VoxelStep):
 
         return [replace(cut, held=tuple(reach(d, held) for held in cut.held)) for d, cut in enumerate(cuts)]
 
-    def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], is_label: bool) -> Tensor:
+    def applied(self, block: Tensor, source: Box, target: Box, sizes: Sequence[int], nearest: bool) -> Tensor:
         inside = [self._inside(d, rows) for d, rows in enumerate(target)]
         shape = box_shape(target)
         if any(a == b for a, b in inside):

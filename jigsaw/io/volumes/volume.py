@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from hashlib import blake2b
 from itertools import pairwise
+from math import prod
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -13,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from jigsaw.errors import FieldError, GridError, MissingArrayError, MissingLevelError, redacted_text
-from jigsaw.geometry.cut import Interval
+from jigsaw.geometry.cut import Box, Interval, box_shape
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
+from jigsaw.io.chunks.files import size_and_change
 from jigsaw.io.formats.conventions import is_multiscale_group, multiscale_level
 from jigsaw.io.formats.slab_arrays import read_table_box
 from jigsaw.io.formats.store import open_store
@@ -118,6 +122,7 @@ def differing_orientations(named: list[tuple[str, str]]) -> str:
 
 
 VOLUME_DIMS = ("z", "y", "x")
+_SLAB_VALUES = 1 << 23
 CHANNEL_ROLE = "channel"
 
 AffineMatrix = NDArray[np.float64]
@@ -182,15 +187,17 @@ class VolumeArray:
 class StoredVolume:
     r"""Image [C, \*space] in the order ``z, y, x`` (or ``y, x``), in whatever order it is stored.
 
-    `given` are its stores, whose channels follow each other; `given_dims` are the names of their dims where the user
-    gives them. `turn` says what its stored axes become, and `respacing` the distances of its voxels after that. It
-    pickles as those, and is opened on first use. `missing` is the rule for chunks that its stores lack.
+    `given` are its stores, whose channels follow each other; None among them is one channel that it lacks.
+    `given_dims` are the names of their dims where the user gives them. `turn` says what its stored axes become, `box`
+    which rows of them are its own, and `respacing` the distances of its voxels after that. It pickles as those, and is
+    opened on first use. `missing` is the rule for chunks that its stores lack.
     """
 
     given: tuple[Any, ...]
     array: str | None = None
     level: int = 0
     turn: AxisTurn | None = None
+    box: Box | None = None
     respacing: GridRespacing | None = None
     given_dims: tuple[str, ...] | None = None
     missing: str = "error"
@@ -207,6 +214,9 @@ class StoredVolume:
         turn.check_dims(self.url, self.stored[0].roles)
         return self._opened_as(replace(self, turn=turn))
 
+    def boxed(self, box: Box) -> StoredVolume:
+        return self._opened_as(replace(self, box=box))
+
     def respaced(self, respacing: GridRespacing | None) -> StoredVolume:
         return self._opened_as(replace(self, respacing=respacing))
 
@@ -221,7 +231,7 @@ class StoredVolume:
 
     @cached_property
     def _stores(self) -> tuple[ArrayStore, ...]:
-        return tuple(_open_level(source, self.level, self.given_dims) for source in self.given)
+        return tuple(_open_level(source, self.level, self.given_dims) for source in self.given if source is not None)
 
     @cached_property
     def stored(self) -> tuple[VolumeArray, ...]:
@@ -243,12 +253,42 @@ class StoredVolume:
         return self.respacing.sizes if self.respacing else self.stored_shape
 
     @property
+    def own_box(self) -> Box:
+        """The rows of its stores that are its own, all without a `box`."""
+        return self.box or tuple((0, self.stored[0].size(d)) for d in self.dims)
+
+    @property
     def stored_shape(self) -> tuple[int, ...]:
-        return tuple(self.stored[0].size(d) for d in self.dims)
+        return box_shape(self.own_box)
+
+    def _rows_of_stores(self, window: Sequence[Interval]) -> dict[str, Interval]:
+        places = zip(self.dims, window, self.own_box, strict=True)
+        return {d: (first + a, first + b) for d, (a, b), (first, _) in places}
+
+    def slabs(self) -> list[list[Interval]]:
+        """Return windows of whole chunks along the first dim that together are all of it, of bounded size."""
+        first, *rest = self.stored_shape
+        chunk = self.stored[0].chunk_rows(self.dims[0])
+        rows = chunk * max(1, _SLAB_VALUES // max(1, chunk * prod(rest) * self.channels))
+        tops = range(0, first, rows)
+        return [[(top, min(top + rows, first)), *((0, n) for n in rest)] for top in tops]
+
+    @cached_property
+    def present(self) -> tuple[bool, ...]:
+        """True for each channel that it has, False for one that it lacks."""
+        stored = iter(self.stored)
+        return tuple(
+            has for source in self.given for has in ([False] if source is None else [True] * next(stored).channels)
+        )
+
+    @property
+    def absent(self) -> list[int]:
+        """The channels that it lacks."""
+        return [channel for channel, has in enumerate(self.present) if not has]
 
     @property
     def channels(self) -> int:
-        return sum(s.channels for s in self.stored)
+        return len(self.present)
 
     @cached_property
     def tables(self) -> dict[str, ArrayTable]:
@@ -256,16 +296,16 @@ class StoredVolume:
 
     def parts(self, window: Sequence[Interval]) -> tuple[ReadPart, ...]:
         """Return the part of each array that a window takes, given as stored (start, stop) rows along each dim."""
-        at, channel = dict(zip(self.dims, window, strict=True)), 0
-        parts: list[ReadPart] = []
+        at, parts = self._rows_of_stores(window), list[ReadPart]()
+        channels = [channel for channel, has in enumerate(self.present) if has]
         for i, stored in enumerate(self.stored):
-            parts.append(stored.part(_plan_name(i, stored), at, channel, self.dims))
-            channel += stored.channels
+            parts.append(stored.part(_plan_name(i, stored), at, channels[0], self.dims))
+            channels = channels[stored.channels :]
         return tuple(parts)
 
     def read_window(self, window: Sequence[Interval]) -> NDArray[Any]:
-        r"""Read the values [C, \*space] of stored rows, by this rank alone."""
-        at, blocks = dict(zip(self.dims, window, strict=True)), list[NDArray[Any]]()
+        r"""Read the values [C, \*space] of stored rows, by this rank alone; channels that it lacks are NaN."""
+        at, blocks = self._rows_of_stores(window), list[NDArray[Any]]()
         for stored in self.stored:
             rows = [at.get(role, (0, n)) for role, n in zip(stored.roles, stored.table.shape, strict=True)]
             box = tuple(
@@ -274,7 +314,12 @@ class StoredVolume:
             )
             values = stored.unpacked(read_table_box(stored.table, box, self.missing))
             blocks.append(np.moveaxis(stored.in_order(values, self.dims), -1, 0))
-        return np.concatenate(blocks)
+        values = np.concatenate(blocks)
+        if not self.absent:
+            return values
+        whole = np.full((self.channels, *values.shape[1:]), np.nan, np.result_type(values, np.float32))
+        whole[list(self.present)] = values
+        return whole
 
     @cached_property
     def affines(self) -> tuple[tuple[str, AffineMatrix], ...]:
@@ -285,10 +330,10 @@ class StoredVolume:
         return tuple((url, self._turned_affine(affine, s)) for url, affine, s in stored_affines if affine is not None)
 
     def _turned_affine(self, affine: AffineMatrix, stored: VolumeArray) -> AffineMatrix:
-        turn = self.turn
-        if turn is None:
-            return affine
-        return turn.turned_affine(affine, {d: stored.size(turn.role(d)) for d in "xyz" if turn.role(d) in stored.roles})
+        if turn := self.turn:
+            sizes = {d: stored.size(turn.role(d)) for d in "xyz" if turn.role(d) in stored.roles}
+            affine = turn.turned_affine(affine, sizes)
+        return affine if self.box is None else _moved_affine(affine, self.dims, [first for first, _ in self.box])
 
     @property
     def affine(self) -> AffineMatrix:
@@ -303,10 +348,30 @@ class StoredVolume:
 
     def affine_at(self, origin: Sequence[int]) -> AffineMatrix:
         """Return the affine of the part that begins at `origin`, given in the order of `dims`."""
-        at = dict(zip(self.dims, origin, strict=True))
-        moved = self.affine.copy()
-        moved[:3, 3] += self.affine[:3, :3] @ np.array([at.get(d, 0) for d in "xyz"], np.float64)
-        return moved
+        return _moved_affine(self.affine, self.dims, origin)
+
+    def fingerprint(self, asked: Any) -> str | None:
+        """Return a checksum of what is `asked` of it and of the state of its stores; None if nothing tells a change."""
+        digest = blake2b(repr((self.turn, self.box, asked)).encode(), digest_size=16)
+        sources = (each for each in self.given if each is not None)
+        for source, store, stored in zip(sources, self._stores, self.stored, strict=True):
+            table, values = stored.table, values_of_array(source)
+            digest.update(repr((store.url, table.name, table.shape, table.dims, table.dtype)).encode())
+            if values is not None:
+                digest.update(np.ascontiguousarray(values).tobytes())
+                continue
+            for path in dict.fromkeys(table.finder.path(index) for index in table.grid.indices()):
+                state = size_and_change(path)  # None also where the folder lacks a chunk
+                if state is None and (table.places.files.far or table.decoder is None):
+                    return None
+                digest.update(f"{os.path.abspath(path)} {state}".encode())
+        return digest.hexdigest()
+
+
+def _moved_affine(affine: AffineMatrix, dims: Sequence[str], origin: Sequence[int]) -> AffineMatrix:
+    at, moved = dict(zip(dims, origin, strict=True)), affine.copy()
+    moved[:3, 3] += affine[:3, :3] @ np.array([at.get(d, 0) for d in "xyz"], np.float64)
+    return moved
 
 
 def voxel_spacing(affine: AffineMatrix, dims: Sequence[str]) -> tuple[float, ...]:
@@ -400,7 +465,7 @@ class RenamedLabels:
     new: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, renames: Mapping[int, int] | None, dtype: torch.dtype, fill: int) -> RenamedLabels:
+    def of(cls, renames: Mapping[int, int] | None, dtype: torch.dtype, fill: float) -> RenamedLabels:
         """Make it from a mapping. Raises: `FieldError` unless it maps integers, and for renamed missing values."""
         if renames is None:
             return cls()
@@ -413,7 +478,7 @@ class RenamedLabels:
                 f"label_map={renames!r} must say which label becomes which, in integers that {dtype} holds, like "
                 "label_map={2: 1, 3: 1}"
             )
-        if renames.get(fill, fill) != fill:
+        if renames.get(int(fill), fill) != fill:
             raise FieldError(
                 f"label_map={renames!r} renames {fill}, which is also label_fill, what stands where there is no label: "
                 "give another label_fill, like the ignore_index of the loss"

@@ -1,4 +1,4 @@
-"""`Volumes`: crops of images and label maps, their layouts and read plans; `VolumeLoader`: batches of them."""
+"""`Volumes`: crops of images and label maps, their layouts and read plans."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.cut import Box, Cut, Interval, box_shape
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.chunks.array_table import ArrayStore
-from jigsaw.io.datasets.epochs import BatchTurn, EpochLoader
 from jigsaw.io.datasets.samples import (
     MeshSamples,
     TileIfAny,
@@ -38,6 +36,8 @@ from jigsaw.ranks.mesh import mesh_coordinate
 from jigsaw.tile.tile import Tile
 
 _VOLUMES_COMPARED = 8  # number of volumes, spread over all, that ranks compare before they read
+_VOLUME_STREAM = 1 << 32  # of the draws of volumes; those of augmentations count up from 1
+_SHARES = 1 << 53  # as many as float64 tells apart below 1, so that a share of the weights never is all of them
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class VolumeSample(TileRecord):
     is x, y, z where `x_first`.
     `affine` takes its voxels (x, y, z, 1) to the world, 4 x 4, as nibabel has it; `spacing` is in the order of dims.
     Both are in the unit of the file, mm in most, and have the flips, turns and `Affine` of an augmented sample.
+    `present` is a plain tensor of bool [C], alike on every rank: False for a channel that the image lacks.
 
     >>> mesh = jigsaw.init_mesh(depth=1)
     >>> volumes = jigsaw.io.open_volumes(["scan.zarr"], ["label.zarr"], mesh=mesh, crop=(16, 16, 16), crops=4)
@@ -63,6 +64,7 @@ class VolumeSample(TileRecord):
     origin: tuple[int, ...]
     affine: AffineMatrix
     spacing: tuple[float, ...]
+    present: Tensor
     x_first: bool = False
 
 
@@ -75,14 +77,22 @@ class VolumeCrop:
     augmented: AugmentedCrop | None = field(default=None, repr=False)
 
     def chain(
-        self, volume: StoredVolume, is_label: bool, fill: float = 0, intensities: ImageIntensities | None = None
+        self,
+        volume: StoredVolume,
+        is_label: bool,
+        nearest: bool,
+        fill: float = 0,
+        intensities: ImageIntensities | None = None,
     ) -> AugmentedCrop | None:
-        """Return the steps that the stored voxels of its image or label map go through; None where there are none."""
+        """Return the steps that the stored voxels of its image or label map go through; None where there are none.
+
+        Where they lead between voxels, the value is that of the `nearest` one, or one between them.
+        """
         steps = self.augmented or AugmentedCrop((), (0,) * len(self.origin), volume.shape)
         steps = steps.of_labels() if is_label else steps
         if volume.respacing:
             offset = tuple(first + at for first, at in zip(steps.first, self.origin, strict=True))
-            steps = steps.after(RespaceStep(volume.respacing, offset, is_label, fill, intensities))
+            steps = steps.after(RespaceStep(volume.respacing, offset, nearest, fill, intensities))
         return steps if steps.steps else None
 
 
@@ -91,6 +101,7 @@ class Volumes(MeshSamples):
     """Random crops of volumes, or whole volumes; made by `jigsaw.io.open_volumes`.
 
     ``len(ds)`` samples: `crops` of each volume, or each volume where it `is_whole` (`frame` is that of the largest).
+    With `weights` it has as many, each of a volume that is drawn.
     ``ds[i]`` reads one (every rank of the mesh must ask for it, in the same order), a `jigsaw.io.VolumeLoader` reads
     batches in the background. The place of a crop follows from (`seed`, `epoch`, i) alone; `at` gives the dataset of
     another epoch.
@@ -118,12 +129,14 @@ class Volumes(MeshSamples):
     dtype: torch.dtype
     label_dtype: torch.dtype
     fill: float
-    label_fill: int
+    label_fill: float
     renamed: RenamedLabels
     mode: str
     is_whole: bool = False
     x_first: bool = False
     augment: AskedAugmentations = AskedAugmentations()  # noqa: RUF009 (it is frozen)
+    absent_fill: float = 0.0
+    weights: tuple[float, ...] = ()
     seed: int = 0
     epoch: int = 0
 
@@ -166,6 +179,15 @@ class Volumes(MeshSamples):
         """Number of channels of a label; 0 without labels."""
         return next((label.channels for label in self.labels if label is not None), 0)
 
+    @property
+    def has_classes(self) -> bool:
+        """True where labels are integers, and so are never interpolated."""
+        return not self.label_dtype.is_floating_point
+
+    @property
+    def _label_numpy_dtype(self) -> str:
+        return dtype_name(self.label_dtype) if self.has_classes else numpy_dtype_name(self.label_dtype)
+
     def sample_bytes(self) -> int:
         """Return the most bytes that any rank holds of one sample, image and label."""
         kinds = ((self.layout, self.dtype), (self.label_layout, self.label_dtype))
@@ -181,13 +203,25 @@ class Volumes(MeshSamples):
 
     def crop_within(self, sample: int, frame: SampleSpace) -> VolumeCrop:
         """Return the box of a sample in a batch of this frame."""
-        index = self._index(sample)
-        volume = index // self.crops
+        index, volume = self._index(sample), self.volume_of(sample)
         draws = RandomDraws(self.seed, self.epoch, index)
         voxels = self.found[volume] if self.found else None
         image = self.images[volume]
         origin = crop_origin(image.shape, frame.sizes, draws, self.foreground, voxels, image.respacing)
         return VolumeCrop(volume, origin, self._augmented(index, volume, origin, frame))
+
+    def volume_of(self, sample: int) -> int:
+        """Return the number of the volume that a sample is of; with `weights` it is drawn, with replacement."""
+        index = self._index(sample)
+        if not self.weights:
+            return index // self.crops
+        draws = RandomDraws(self.seed, self.epoch, index, _VOLUME_STREAM)
+        share = draws.below(_SHARES) / _SHARES * self._weight_sums[-1]
+        return int(np.searchsorted(self._weight_sums, share, side="right"))
+
+    @cached_property
+    def _weight_sums(self) -> NDArray[np.float64]:
+        return np.cumsum(self.weights)
 
     def sample_grid(self, volume: int) -> SampleGrid:
         """Return the grid that is augmented of a volume: of its crops, or of all of it."""
@@ -204,7 +238,7 @@ class Volumes(MeshSamples):
         """Return the frame of a batch: that of crops, or for whole volumes the smallest that holds each of them."""
         if not self.is_whole:
             return self.frame
-        each = (whole_volume_sizes(self.images[self._index(i)].shape, self.frame.align) for i in samples)
+        each = (whole_volume_sizes(self.images[self.volume_of(i)].shape, self.frame.align) for i in samples)
         return replace(self.frame, sizes=tuple(map(max, zip(*each, strict=True))))
 
     def plan(self, sample: int = 0) -> tuple[ReadPlan, ...]:
@@ -225,14 +259,14 @@ class Volumes(MeshSamples):
             bare = frame.layout((1, label.channels), (None, None), halo=False, axes=frame.domain)
             lacks = any(table.masks or np.dtype(table.dtype).kind == "f" for table in label.tables.values())
             nan = self.label_fill if lacks else "keep"
-            dtype = dtype_name(self.label_dtype)
+            dtype = self._label_numpy_dtype
             plans.append(self._plan_volume(label, crop, bare, is_label=True, dtype=dtype, nan=nan))
         return tuple(plans)
 
     def _plan_volume(
         self, volume: StoredVolume, crop: VolumeCrop, layout: Layout, is_label: bool, **more: Any
     ) -> ReadPlan:
-        if chain := crop.chain(volume, is_label):
+        if chain := crop.chain(volume, is_label, is_label and self.has_classes):
             window, first = chain.read_layout(layout, crop.origin, volume.stored_shape)
         else:
             window, first = _crop_layout(layout, crop.origin, volume.shape)
@@ -256,7 +290,7 @@ class Volumes(MeshSamples):
                 frame.layout((len(crops), self.label_channels), (None, None), halo=False, axes=frame.domain),
             )
         )
-        names = (numpy_dtype_name(self.dtype), dtype_name(self.label_dtype))
+        names = (numpy_dtype_name(self.dtype), self._label_numpy_dtype)
         blocks = [engine.memory.empty(k.local_shape(at), np.dtype(n)) for k, n in zip(layouts, names, strict=True)]
         kinds = list(zip(blocks, layouts, (self.fill, self.label_fill), strict=True))
         for i, crop in enumerate(crops):
@@ -264,13 +298,15 @@ class Volumes(MeshSamples):
             # a volume without labels has one plan
             for is_label, ((block, layout, fill), plan) in enumerate(zip(kinds, plans, strict=False)):
                 values = None if is_label else self.intensities[crop.volume]
-                if chain := crop.chain(volume, bool(is_label), fill, values):  # a label map has the grid of its image
+                nearest = bool(is_label) and self.has_classes
+                # a label map has the grid of its image
+                if chain := crop.chain(volume, bool(is_label), nearest, fill, values):
                     source, held = (
                         VolumeRead(plan, crop.origin, fill, None if volume.respacing else values),
                         chain.boxes(layout, at),
                     )
                     read = source.of_box(engine, chain, held[0], volume.stored_shape, block.dtype)
-                    block[i] = chain.applied(torch.from_numpy(read), held, bool(is_label)).numpy()
+                    block[i] = chain.applied(torch.from_numpy(read), held, nearest).numpy()
                 else:
                     VolumeRead(plan, crop.origin, fill, values).into(engine, block[i : i + 1], layout.held(at)[2:])
             if self.labels and self.labels[crop.volume] is None:
@@ -278,7 +314,15 @@ class Volumes(MeshSamples):
         if self.renamed.old:
             blocks[1][...] = self.renamed.applied(blocks[1])
         image, label = (torch.from_numpy(block) for block in blocks)
-        return image.to(self.dtype), label
+        image = image.to(self.dtype)
+        self.fill_absent(image, [crop.volume for crop in crops])
+        return image, label.to(self.label_dtype)
+
+    def fill_absent(self, images: Tensor, volumes: Sequence[int]) -> None:
+        r"""Set the channels that volumes lack, in this rank's part of their images [B, C, \*held]."""
+        for image, volume in zip(images, volumes, strict=True):
+            if absent := self.images[volume].absent:
+                image[absent] = self.absent_fill
 
     def __getitem__(self, sample: int) -> VolumeSample:
         index = self._index(sample)
@@ -322,14 +366,18 @@ class Volumes(MeshSamples):
         layout = frame.layout((image.channels,), (None,))
         bare = frame.layout((self.label_channels,), (None,), halo=False)
         tile = Tile(values[0].to(mesh.device_type), layout, mesh)
+        if index >= 0 and self.augment.own:
+            tile = self.augment.finished(tile, self.seed, self.epoch, index)
+            self.fill_absent(tile.local[None], [crop.volume])
         sample = VolumeSample(
-            tile if index < 0 else self.augment.finished(tile, self.seed, self.epoch, index),
+            tile,
             Tile(labels[0].to(mesh.device_type), bare, mesh) if self.labels else None,
             index,
             crop.volume,
             crop.origin,
             affine,
             voxel_spacing(affine, frame.dims),
+            torch.tensor(image.present, device=mesh.device_type),
         )
         return with_x_first(sample, "origin", "spacing") if self.x_first else sample
 
@@ -404,112 +452,3 @@ class VolumeRead:
         engine.read(self.plan, room)
         if self.intensities:
             self.intensities.clip_values(room[0])
-
-
-@dataclass(frozen=True)
-class VolumeBatch(TileRecord):
-    r"""Batch of `image` and `label` tiles [B, C, \*space] (`label` None without labels), and the place of each sample.
-
-    Values are in the units of the file, unless `normalize` says otherwise; labels do not have a halo. Whole volumes of
-    several sizes (``crop=None``) each lie in the middle of a batch as large as the largest of them.
-
-    `volumes` [B], `origins` [B, dims], `affines` [B, 4, 4] and `spacings` [B, dims]: as in `VolumeSample`.
-
-    >>> mesh = jigsaw.init_mesh(depth=1)
-    >>> volumes = jigsaw.io.open_volumes(["scan.zarr"], ["label.zarr"], mesh=mesh, crop=(16, 16, 16), crops=4)
-    >>> batch = next(iter(jigsaw.io.VolumeLoader(volumes, batch_size=2)))
-    >>> batch.samples, batch.volumes, batch.origins.shape
-    ((0, 1), (0, 0), (2, 3))
-    """
-
-    image: Tile
-    label: TileIfAny
-    samples: tuple[int, ...]
-    volumes: tuple[int, ...]
-    origins: NDArray[np.int64]
-    affines: NDArray[np.float64]
-    spacings: NDArray[np.float64]
-    x_first: bool = False
-
-
-_LocalCrops = tuple[Tensor, Tensor]
-
-
-class VolumeLoader(EpochLoader[Volumes, _LocalCrops, VolumeBatch]):
-    """Loader of batches of crops: iterate it once for each epoch, which has its own crops.
-
-    `batch_size` counts samples over the whole mesh. The mesh axis ``data`` cuts the batch dim, and all ranks along the
-    other axes share their samples; each reads its own tile of them. The crops and their order depend on `seed` and
-    epoch alone, never on the mesh; `state_dict` resumes in O(1) on any mesh.
-
-    A background thread reads ahead in order, at most `prefetch_bytes` a rank (0: no thread; None: two batches), and
-    `threads` decode (None: this machine's cores, shared among its ranks).  An iteration that is left early ends its
-    epoch.
-
-    Making one, and every step of an iteration, is collective over the mesh. It pickles as its arguments and its state;
-    an unpickled one joins the mesh when it first reads.
-
-    *Shapes*: see `VolumeBatch`.
-    *Sends*: what `Volumes.plan` says, on process groups of its own.
-
-    Raises: `FieldError` for anything but `Volumes`, a seed below 0, a batch size below 1, or larger than the dataset
-    with `drop_last`; while iterating, the `ReadError` of the read that failed, with its traceback.
-
-    >>> mesh = jigsaw.init_mesh(depth=1)
-    >>> volumes = jigsaw.io.open_volumes(["scan.zarr"], ["label.zarr"], mesh=mesh, crop=(16, 16, 16), crops=4)
-    >>> loader = jigsaw.io.VolumeLoader(volumes, batch_size=2)
-    >>> [batch.image.shape for batch in loader]
-    [torch.Size([2, 1, 16, 16, 16]), torch.Size([2, 1, 16, 16, 16])]
-    """
-
-    _arrays = 2  # images and labels
-    _kind, _opener = Volumes, "jigsaw.io.open_volumes"
-
-    def _crops(self, turn: BatchTurn, samples: tuple[int, ...]) -> list[VolumeCrop]:
-        dataset, frame = self.dataset.at(turn.at.seed, turn.at.epoch), self.dataset.frame_of(turn.samples)
-        return [dataset.crop_within(sample, frame) for sample in samples]
-
-    def _layouts(self, turn: BatchTurn) -> tuple[Layout, Layout]:
-        ds, count, frame = self.dataset, len(turn.samples), self.dataset.frame_of(turn.samples)
-        return (
-            frame.layout((count, ds.images[0].channels), (DATA_AXIS, None)),
-            frame.layout((count, ds.label_channels), (DATA_AXIS, None), halo=False),
-        )
-
-    def _read(self, turn: BatchTurn) -> _LocalCrops:
-        crops = self._crops(turn, self._own_samples(turn))
-        image, label = self._carrier.bring(self.dataset.read(self._engine, crops, self.dataset.frame_of(turn.samples)))
-        return image, label
-
-    def _batch(self, turn: BatchTurn, block: _LocalCrops) -> VolumeBatch:
-        ds, mesh = self.dataset, self._mesh
-        crops = self._crops(turn, turn.samples)
-        affines = [ds.affine_of(crop) for crop in crops]
-        self._carrier.hand_over(block)
-        if ds.augment.own:
-            self._finish_images(turn, block[0])
-        image, label = (Tile(local, layout, mesh) for local, layout in zip(block, self._layouts(turn), strict=True))
-        batch = VolumeBatch(
-            image,
-            label if ds.labels else None,
-            turn.samples,
-            tuple(crop.volume for crop in crops),
-            np.array([crop.origin for crop in crops], np.int64),
-            np.stack(affines),
-            np.array([voxel_spacing(affine, ds.frame.dims) for affine in affines]),
-        )
-        return with_x_first(batch, "origins", "spacings") if ds.x_first else batch
-
-    def _own_samples(self, turn: BatchTurn) -> tuple[int, ...]:
-        first, stop = self._layouts(turn)[0].owned(self._coordinate)[0]
-        return turn.samples[first:stop]
-
-    def _finish_images(self, turn: BatchTurn, images: Tensor) -> None:
-        """Let the user's functions have each image, as a tile on the ranks that share it."""
-        ds, frame = self.dataset, self.dataset.frame_of(turn.samples)
-        shared = [name for name, _ in frame.domain]
-        # where each rank has samples of its own, no axis cuts the tile, so nothing is sent on the whole mesh
-        mesh = self._mesh[tuple(shared)] if shared and len(shared) < len(frame.axes) else self._mesh
-        layout = frame.layout((ds.images[0].channels,), (None,), axes=frame.domain if shared else frame.axes)
-        for image, sample in zip(images, self._own_samples(turn), strict=True):
-            image.copy_(ds.augment.finished(Tile(image, layout, mesh), turn.at.seed, turn.at.epoch, sample).local)

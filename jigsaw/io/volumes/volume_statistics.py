@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Literal, TypeVar, overload
 
 import numpy as np
@@ -25,7 +24,6 @@ from jigsaw.io.stats.moments import ChannelMoments
 from jigsaw.io.volumes.volume_dataset import Volumes
 
 T = TypeVar("T")
-_SLAB_VALUES = 1 << 23
 _HALF = 1 << 16
 
 HalfCounts = NDArray[np.int64]
@@ -49,9 +47,11 @@ def volume_statistics(
 ) -> Statistics | list[Statistics]:
     """Compute count, missing, mean, std, min, max and percentiles of every channel, over all voxels of all volumes.
 
-    They are those of the voxels as stored, whatever crops, spacing or intensities the `volumes` are opened with. Each
+    They are those of the voxels as stored, whatever crops, spacing or intensities the `volumes` are opened with; with
+    ``box=``, of those in the boxes. Each
     rank of their mesh takes its share of slabs; every rank returns the same, with the same bits on every mesh. NaN is
-    skipped and counted (`missing`); std is the population's; values are float32, as they are read.
+    skipped and counted (`missing`), as are the voxels of channels that a volume lacks; a channel that all of them lack
+    has NaN. std is the population's; values are float32, as they are read.
 
     - `percentiles`: as numpy's ``percentile`` has them, in the columns ``percentile_0.5`` …; they take a second pass
       over the files, an empty list none;
@@ -100,7 +100,8 @@ def _statistics_of_group(slabs: VolumeSlabs, percentiles: tuple[float, ...]) -> 
     by_rank = slabs.results(look)
     in_order = [by_rank[k % len(by_rank)][0][k // len(by_rank)] for k in range(len(slabs.windows))]
     columns = ChannelMoments.nothing(channels).add(map(ChannelMoments, in_order)).summary()
-    if not columns["count"].all():
+    present = np.any([slabs.volumes.images[number].present for number in slabs.numbers], axis=0)
+    if not columns["count"][present].all():
         noun = "voxel of the foreground" if slabs.foreground else "number"
         raise FieldError(f"volume_statistics: {slabs.named()} has no {noun} in one of its channels")
     if percentiles:
@@ -115,7 +116,7 @@ def _percentile_columns(
     """Find each percentile between two values of known places in the order, by a second pass."""
     starts = np.cumsum(uppers, axis=1) - uppers  # the number of values before each upper half
     counts = uppers.sum(axis=1)
-    places = [sorted({at for q in percentiles for at in _places_around(q, int(n))[:2]}) for n in counts]
+    places = [sorted({at for q in percentiles for at in _places_around(q, int(n))[:2]}) if n else [] for n in counts]
     halves = [
         [int(np.searchsorted(start, at, "right")) - 1 for at in wanted]
         for start, wanted in zip(starts, places, strict=True)
@@ -145,7 +146,7 @@ def _percentile_columns(
     for q in percentiles:
         ends = [(*_places_around(q, int(n)), known) for n, known in zip(counts, values, strict=True)]
         columns[f"{PERCENTILE_PREFIX}{q:g}"] = np.array(
-            [known[a] + (known[b] - known[a]) * part for a, b, part, known in ends]
+            [known[a] + (known[b] - known[a]) * part if known else np.nan for a, b, part, known in ends]
         )
     return columns
 
@@ -176,15 +177,7 @@ class VolumeSlabs:
 
     @cached_property
     def windows(self) -> list[tuple[int, list[Interval]]]:
-        slabs: list[tuple[int, list[Interval]]] = []
-        for number in self.numbers:
-            image = self.volumes.images[number]
-            first, *rest = image.stored_shape
-            chunk = image.stored[0].chunk_rows(image.dims[0])
-            rows = chunk * max(1, _SLAB_VALUES // max(1, chunk * prod(rest) * image.channels))
-            tops = range(0, first, rows)
-            slabs += [(number, [(top, min(top + rows, first)), *((0, n) for n in rest)]) for top in tops]
-        return slabs
+        return [(number, slab) for number in self.numbers for slab in self.volumes.images[number].slabs()]
 
     def _values(self, number: int, window: Sequence[Interval]) -> NDArray[np.float32]:
         values = self.volumes.images[number].read_window(window).astype(np.float32)
