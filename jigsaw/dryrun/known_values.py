@@ -75,13 +75,13 @@ class KnownValues:
         """
         if self._is_computed(func, args, kwargs):
             return pytree.tree_map_only(Tensor, self._stand_in, self._call(func, args, kwargs))
-        masks = [x for x in args[1] if _is_mask(x)] if func is aten.index.Tensor else []
+        masks = [x for x in args[1] if _is_bool_index(x)] if func is aten.index.Tensor else []
         if not masks or not all(self._is_computed(aten.nonzero.default, (x,), {}) for x in masks):
             return None
         indices: list[Any] = []
         for x in args[1]:
-            places = self._call(aten.nonzero.default, (x,), {}).unbind(1) if _is_mask(x) else ()
-            indices += map(self._stand_in, places) if _is_mask(x) else [x]
+            places = self._call(aten.nonzero.default, (x,), {}).unbind(1) if _is_bool_index(x) else ()
+            indices += map(self._stand_in, places) if _is_bool_index(x) else [x]
         return func(args[0], indices)
 
     def remember(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -196,7 +196,7 @@ def _has_lowest(copy: Tensor) -> bool:
         return bool((copy == torch.iinfo(copy.dtype).min).any())
 
 
-def _is_mask(x: Any) -> bool:
+def _is_bool_index(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype == torch.bool
 
 

@@ -591,7 +591,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         (FieldError, "normalize=.* standard deviations above 0", [a], None, {**crop, "normalize": (0.0, 0.0)}),
         (FieldError, r"normalize=3.0 must be \(mean, std\)", [a], None, {**crop, "normalize": 3.0}),
         (FieldError, r"normalize=\(1, 2, 3\) must be", [a], None, {**crop, "normalize": (1, 2, 3)}),
-        (FieldError, "label_dtype='float32' must be one of", [a], None, {**crop, "label_dtype": "float32"}),
+        (FieldError, "label_dtype='complex64' must be one of", [a], None, {**crop, "label_dtype": "complex64"}),
         (GridError, "spec=.* names 'lat'", [a], None, {**crop, "spec": {"lat": "z"}}),
     ]:
         with pytest.raises(kind, match=why):
