@@ -390,7 +390,9 @@ def _call_on_ring(kind: str, box: Any, size: int, rounds: int) -> TrafficCall:
 
 def _is_called_by_fsdp() -> bool:
     """Say whether FSDP2 calls this; sums of jigsaw's own are counted where they begin."""
-    frame: Any = sys._getframe(4)  # pyright: ignore[reportPrivateUsage]
+    frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
     while frame is not None and not frame.f_code.co_filename.startswith(_OWN_FILES):
         if is_file_of_fsdp(frame.f_code.co_filename):
             return True

@@ -76,11 +76,14 @@ class RankBody:
 
 @dataclass(frozen=True)
 class RankJob:
-    """A test body for every rank. `arguments` are pickled apart, because they may need the body's module."""
+    """A test body for every rank, in the folder of the test. `arguments` are pickled apart, because they may need the
+    body's module.
+    """
 
     body: RankBody
     arguments: bytes
     path: tuple[str, ...]
+    folder: str
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ def _run_job(job: RankJob, rank: int) -> RankReport:
     sys.path.extend(p for p in job.path if p not in sys.path)
     _same_start()
     try:
+        os.chdir(job.folder)  # the one in which this process began may be a test's own, and gone
         body = job.body.find()
         args, kwargs = pickle.loads(job.arguments)
         value = body(*args, **kwargs)

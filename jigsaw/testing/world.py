@@ -165,7 +165,7 @@ class RankWorld:
     def run(self, body: RankBody, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> list[Any]:
         __tracebackhide__ = True
         self._wake()
-        job = RankJob(body, _pickled_arguments(body, args, kwargs), tuple(sys.path))
+        job = RankJob(body, _pickled_arguments(body, args, kwargs), tuple(sys.path), os.getcwd())
         message = pickle.dumps(job)
         try:
             for connection in self._connections:

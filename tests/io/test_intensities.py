@@ -91,7 +91,7 @@ def test_statistics_are_numpys_and_alike_on_every_mesh(scans, monkeypatch):
             np.testing.assert_allclose(found[name], numbers, rtol=1e-12, err_msg=name)
     assert one[4]["mean"] == one[3]["mean"]  # the one volume that has labels
     assert list(one[4])[-2:] == ["percentile_0.5", "percentile_99.5"]
-    monkeypatch.setattr("jigsaw.io.volumes.volume_statistics._SLAB_VALUES", 2000)  # several slabs a volume
+    monkeypatch.setattr("jigsaw.io.volumes.volume._SLAB_VALUES", 2000)  # several slabs a volume
     pieces = all_statistics(images, labels, MESHES[0])
     for a, b in zip(one, pieces, strict=True):
         for name in a:
