@@ -9,7 +9,6 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -52,22 +51,7 @@ def caches_on_paper() -> tuple[Any, ...]:
     """Return the caches of `functools` that keep tensors without values, for the next call that has some."""
     kind = type(lru_cache(_without_values))
     caches = [each for each in gc.get_objects() if type(each) is kind]
-    return tuple(each for each in caches if _keeps_tensor_on_paper(each))
-
-
-_MANY_ENTRIES = 256
-_clean_caches: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
-
-
-def _keeps_tensor_on_paper(cache: Any) -> bool:
-    """Say whether a cache keeps such a tensor.  Many entries are looked at again only where some were added."""
-    info = cache.cache_info()
-    if info.currsize > _MANY_ENTRIES and _clean_caches.get(cache) == (info.misses, info.currsize):
-        return False
-    if _has_tensor_on_paper(gc.get_referents(cache)):
-        return True
-    _clean_caches[cache] = info.misses, info.currsize
-    return False
+    return tuple(each for each in caches if _has_tensor_on_paper(gc.get_referents(each)))
 
 
 def _has_tensor_on_paper(values: Iterable[Any]) -> bool:
