@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,9 @@ import pydicom
 import pytest
 import tifffile
 import torch
+from monai.bundle import ConfigParser
+from monai.inferers import SlidingWindowInferer
+from monai.transforms import LoadImage
 from volume_store import image, label
 
 from jigsaw.testing import run_on_ranks
@@ -30,7 +34,8 @@ def run(folder, mesh):
             exec(compile(block.replace(MESH, mesh), "docs/medical.md", "exec"), left)
         wholes = [left[name].whole(0).image.full_tensor()[0] for name in ("stacks", "series")]
     batch, affine = left["batch"], torch.from_numpy(left["series"].images[0].affine)
-    return batch.image.full_tensor(), batch.label.full_tensor(), left["report"], [*wholes, affine]
+    others = [*wholes, affine, left["logits"].full_tensor(), *left["network"].state_dict().values()]
+    return batch.image.full_tensor(), batch.label.full_tensor(), left["report"], others
 
 
 def ball(shape, center, radius):
@@ -58,6 +63,37 @@ def save_dicom_series(values, folder):
         slice_.save_as(folder / f"{7 * z % len(values):03}.dcm", enforce_file_format=True)
 
 
+BUNDLE = {
+    "_target_": "BasicUNet",
+    "spatial_dims": 3,
+    "in_channels": 1,
+    "out_channels": 2,
+    "features": [4, 4, 4, 4, 4, 4],
+}
+
+
+def bundle_net(folder):
+    """The net of a MONAI bundle with the weights in its folder, by MONAI and torch alone."""
+    config = ConfigParser()
+    config.read_config(folder / "configs" / "inference.json")
+    net = config.get_parsed_content("network_def")
+    net.load_state_dict(torch.load(folder / "models" / "model.pt", weights_only=True))
+    return net.eval()
+
+
+def save_bundle(folder):
+    (folder / "configs").mkdir(parents=True)
+    (folder / "models").mkdir()
+    inputs = {"image": {"spatial_shape": [32, 32, 32]}}
+    meta = {"network_data_format": {"inputs": inputs}}
+    (folder / "configs" / "inference.json").write_text(json.dumps({"network_def": BUNDLE}))
+    (folder / "configs" / "metadata.json").write_text(json.dumps(meta))
+    torch.manual_seed(1)
+    net = ConfigParser({"network_def": BUNDLE}).get_parsed_content("network_def")
+    torch.save(net.state_dict(), folder / "models" / "model.pt")
+    return list(net.state_dict().values())
+
+
 @pytest.mark.slow
 def test_the_page_runs_alike_on_one_rank_and_two(tmp_path):
     assert MESH in PAGE
@@ -71,7 +107,12 @@ def test_the_page_runs_alike_on_one_rank_and_two(tmp_path):
     stack = label((12, 36, 40)).astype("u2") * 1000 + 7
     tifffile.imwrite(tmp_path / "stack.ome.tif", stack, tile=(16, 16), metadata={"axes": "ZYX"})
     save_dicom_series(slices := 1000 * image((9, 34, 36)).round(), tmp_path / "series")
+    weights = save_bundle(tmp_path / "bundle")
     one, labels, report, others = run(tmp_path, MESH)
+    net, scan = bundle_net(tmp_path / "bundle"), LoadImage(ensure_channel_first=True)(tmp_path / "scan.nii.gz")
+    assert all(map(torch.equal, weights, net.state_dict().values()))  # written by the page
+    inferer = SlidingWindowInferer((32, 32, 32), overlap=0.25, mode="gaussian")
+    torch.testing.assert_close(others[3], inferer(scan.as_tensor()[None], net), rtol=1e-4, atol=1e-5)
     assert torch.equal(others[0], torch.from_numpy(stack.astype("f4")))
     slopes = 2 + np.arange(9)[:, None, None]
     assert torch.equal(others[1], torch.from_numpy((slices * slopes - 100)[:, ::-1, ::-1].astype("f4")))  # LPS to RAS
@@ -85,7 +126,8 @@ def test_the_page_runs_alike_on_one_rank_and_two(tmp_path):
     found = mask.get_fdata()
     assert report["dice"] == pytest.approx(2 * (found * body).sum() / (found.sum() + body.sum()), rel=1e-12)
     for tile, tile_labels, scores, on_two in run_on_ranks(2, run, tmp_path, "jigsaw.init_mesh(z=2)"):
-        assert all(map(torch.equal, on_two, others))
+        assert all(map(torch.equal, on_two[:3] + on_two[4:], others[:3] + others[4:]))
+        torch.testing.assert_close(on_two[3], others[3], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(tile, one, rtol=0, atol=1e-5)  # the page's own function has a mean over ranks
         assert torch.equal(tile_labels, labels)
         assert scores == pytest.approx(report, rel=0.02)  # float32: a voxel of a surface may change sides
