@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_nets import by_kind
 from torch import nn
 
 import jigsaw
@@ -36,15 +37,6 @@ class ComputedEdges(nn.Module):
         return torch.zeros_like(x).index_add(0, target[edges], values)
 
 
-def traffic_of(calls):
-    """Bytes and messages by kind."""
-    traffic = {}
-    for call in calls:
-        sent, messages = traffic.get(call.kind, (0, 0))
-        traffic[call.kind] = sent + call.sent_bytes, messages + call.messages
-    return traffic
-
-
 def counted_step(ranks):
     """Bytes and messages by kind, FLOP and memory of this rank in a step after the first."""
     mesh, meter = world_mesh(cell=ranks), StepMeter(keeps_calls=False)
@@ -66,7 +58,7 @@ def counted_step(ranks):
     phases = {"forward": forward.calls, "backward": backward.calls}
     counted = {name: meter.counted_phase(name, calls) for name, calls in phases.items()}
     return {
-        name: (traffic_of(phase.calls), sum(kernel.flop for kernel in phase.kernels), sum(phase.peak.values()))
+        name: (by_kind(phase.calls), sum(kernel.flop for kernel in phase.kernels), sum(phase.peak.values()))
         for name, phase in counted.items()
     }
 

@@ -269,7 +269,7 @@ def _attributes_of_first(of_files: Sequence[Mapping[str, Any]], context: Any = N
     """Return the attributes of an array in the first file.  Raises: `GridError` where another has other units."""
     units = list(dict.fromkeys(str(attrs.get("units", "")) for attrs in of_files))
     if len(units) > 1:
-        name = of_files[0].get("long_name", of_files[0].get("standard_name", "an array"))
+        name = of_files[0].get("long_name", of_files[0].get("standard_name", "an array without a long name"))
         raise GridError(f"files have {name!r} in units {units[0]!r} and {units[1]!r}; write them in the same units")
     return dict(of_files[0]) if of_files else {}
 
