@@ -20,7 +20,7 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -132,11 +132,12 @@ def serve_jobs(connection: Connection, rank: int, kind: WorldKind, folder: str, 
         try:
             job: RankJob = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
-            os._exit(0)
-        report = _run_job(job, rank)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        connection.send_bytes(pickle.dumps(report))
+            _end_rank(others, 0)
+        report = pickle.dumps(_run_job(job, rank))
+        with suppress(OSError):  # the parent has gone, as recv_bytes will tell
+            sys.stdout.flush()
+            sys.stderr.flush()
+            connection.send_bytes(report)
 
 
 def _run_job(job: RankJob, rank: int) -> RankReport:
@@ -192,16 +193,19 @@ def _be_one_rank(rank: int, kind: WorldKind) -> None:
 
 
 def _die_with_parent(others: Sequence[int]) -> None:
-    """End with the parent: a rank in a collective does not read its pipe, so a thread watches for the parent's end.
-    The first rank, which never rests, wakes the `others` for this.
-    """
+    """End with the parent: a rank in a collective does not read its pipe, so a thread watches for the parent's end."""
     parent = parent_process()
     if parent is not None:
         parent.join()
-        for process in others:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGCONT)
-        os._exit(1)
+        _end_rank(others, 1)
+
+
+def _end_rank(others: Sequence[int], code: int) -> NoReturn:
+    """End this process.  The first rank, which never rests, first wakes the `others`, which then see the same end."""
+    for process in others:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGCONT)
+    os._exit(code)
 
 
 def _find_module(name: str, file: str | None) -> ModuleType:
