@@ -30,10 +30,9 @@ from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.apart_copies import carry_change, check_rows_apart, check_way_back, is_written_back, note_index_asked
 from jigsaw.ops.changing_rows import changes_rows
-from jigsaw.ops.kept_indices import pick_kept_rows
-from jigsaw.ops.meeting.common_cuts import with_moved_rows
+from jigsaw.ops.kept_indices import pick_kept_rows, rows_for_owners, write_for_owners
 from jigsaw.ops.meeting.local_cells import cells_at_rows, cells_in_front, dims_named_by, is_mask, rows_held
-from jigsaw.ops.meeting.plain_operands import cut_entered_tensor, plain_operand
+from jigsaw.ops.meeting.plain_operands import operand_part, plain_operand
 from jigsaw.ops.picking import pick_from_plain
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
 from jigsaw.ops.shapes import select_dim, slice_dim, unsqueeze_tile
@@ -41,36 +40,6 @@ from jigsaw.ops.unknown_functions import run_alike, run_unknown_function
 from jigsaw.ops.whole_strides import order_of_results, whole_strides, with_order
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 from jigsaw.torch_internals.autograd import assert_on_device
-
-# -- operands ---------------------------------------------------------------------------------------------------------
-
-
-def operand_part(value: Any, tile: Tile, layout: Layout) -> Tensor:
-    """Return this rank's part of `value` (a whole plain tensor or a tile), which broadcasts to `layout`, for its own
-    part of `tile`.
-
-    *Sends*: the rows of a tile that this rank lacks; backward their gradients, added over the ranks that used a row.
-    *Raises*: `ShardingError` where it does not broadcast.
-    """
-    lead = layout.ndim - value.ndim
-    fits = lead >= 0 and all(n in (1, layout.shape[lead + d]) for d, n in enumerate(value.shape))
-    if not fits:
-        raise ShardingError(
-            f"values of shape {tuple(value.shape)} do not broadcast to the places, of shape {layout.shape}, that they "
-            "are written to; plain tensors are whole"
-        )
-    if isinstance(value, Tile):
-        dims = [layout.dim(lead + d) if n != 1 else (whole_dim(1),) for d, n in enumerate(value.shape)]
-        target = Layout.from_dims(dims, layout.axes)
-        # False for tokens flattened from 8/lat x 6/lon that are written to a dim of 48 that was never flattened
-        is_flattened_alike = value.layout.groups == target.groups
-        moved = value.with_layout(target) if is_flattened_alike else with_moved_rows(value, target)
-        return comm.use_in_parts(moved.local, tile.mesh, _missing_axes(tile.layout, moved.layout))
-    return cut_entered_tensor(plain_operand(value, tile), tile, layout)
-
-
-def _missing_axes(layout: Layout, of: Layout) -> list[str]:
-    return [a for a in layout.cut_axes if a not in of.cut_axes]
 
 
 def as_whole_tensor(value: Any) -> Any:
@@ -257,7 +226,7 @@ def pick_places(view: Tile, picked: Mapping[int, Any], position: int) -> Tile:
     if isinstance(flat, Tile):
         for d in dims:
             x = x.with_layout(x.layout.replace_dim(d, *(c.uncut() for c in x.layout.dim(d))))
-        local = comm.use_in_parts(x.local, x.mesh, _missing_axes(flat.layout, x.layout))
+        local = comm.use_in_parts(x.local, x.mesh, [a for a in flat.layout.cut_axes if a not in x.layout.cut_axes])
         index_dims, places = flat.layout.dims(), flat.local
     else:
         local, places = x.local, flat
@@ -431,6 +400,7 @@ def _write_at_index(tile: Any, index: Any, value: Any) -> None:
     """Do ``tile[index] = value``, in place: every name of the tile sees it, and autograd's own rules hold.
 
     *Sends*: the rows of a tile `value` that are written on another rank than they lie on; backward their gradients.
+    Cut rows for an index tensor that does not stay as it is go to every rank.
     *Raises*: `ShardingError` for a value that does not broadcast, and where a halo would keep the old values.
     """
     items = index if isinstance(index, tuple) else (index,)
@@ -443,7 +413,27 @@ def _write_at_index(tile: Any, index: Any, value: Any) -> None:
     ):
         _fill_masked(tile, items, masks[0], value)
         return
+    if isinstance(value, Tile) and _write_kept_rows(Tensor.__setitem__, tile, items, value):
+        return
     write_places(Tensor.__setitem__, tile, _read_index(Tensor.__setitem__, tile, index, drop=False), value)
+
+
+def _write_kept_rows(function: Any, tile: Tile, items: Sequence[Any], value: Tile, accumulate: bool = False) -> bool:
+    """Do ``tile[:, index] = value``, in place, for a cut value whose rows an index that stays as it is writes.  Return
+    False for others.
+
+    *Sends*: each row to the owner of its place, as `write_for_owners` does.
+    """
+    by_dim = _without_ellipsis(function, tile, [_as_item(i, tile) for i in items])
+    dim = next((d for d, i in enumerate(by_dim) if isinstance(i, Tensor)), None)
+    if dim is None or any(i != slice(None) for d, i in enumerate(by_dim) if d != dim):
+        return False
+    owners = None if by_dim[dim].ndim != 1 else rows_for_owners(tile, dim, by_dim[dim], value)
+    if owners is None:
+        return False
+    check_rows_apart(function, tile)
+    write_for_owners(owners, tile, dim, value, accumulate, Tensor.index_copy_)
+    return True
 
 
 def _fill_masked(tile: Tile, items: Sequence[Any], at: int, value: Any) -> None:
@@ -474,6 +464,8 @@ def _copy_in_place(input: Any, src: Any, non_blocking: bool = False) -> Any:
 @changes_rows(Tensor.index_put_)
 def _index_put_in_place(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
     index = tuple(slice(None) if i is None else i for i in indices)
+    if isinstance(values, Tile) and _write_kept_rows(Tensor.index_put_, input, index, values, accumulate):
+        return input
     places = _read_index(Tensor.index_put_, input, index, drop=False)
     write_places(Tensor.index_put_, input, places, values, accumulate)
     return input

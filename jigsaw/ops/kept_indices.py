@@ -34,7 +34,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +57,7 @@ from jigsaw.geometry.cut import Cut, cut_of_written_rows, cut_points, is_worth_c
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.neighbors import Integers, NeighborPlan, Neighbors, plan_neighbors
 from jigsaw.ops.into_torch.reentrant import is_first_run
+from jigsaw.ops.meeting.plain_operands import operand_part
 from jigsaw.ranks.call_places import modules_of_call
 from jigsaw.ranks.mesh import mesh_size
 from jigsaw.ranks.slab_mesh import SlabMesh
@@ -417,6 +418,33 @@ def rows_for_owners(input: Tile, dim: int, index: Any, source: Any, is_new: bool
 def _lone_cut(tile: Tile, dim: int) -> Cut | None:
     cuts = tile.layout.dim(dim)
     return cuts[0] if len(cuts) == 1 else None
+
+
+def write_for_owners(
+    owners: RowsForOwners,
+    input: Tile,
+    dim: int,
+    source: Tile,
+    is_sum: bool,
+    write: Callable[..., Any],
+    alpha: float = 1,
+) -> Tile:
+    """Write, in place, the values of a cut tile for rows of which others own some; sums go in the order of the index.
+
+    *Sends*: each value whose row another rank owns; backward, of a sum, each own row that another rank needs, once, and
+    else the gradient of each value.
+    """
+    part = operand_part(source, input, owners.layout).to(input.dtype)
+    if is_sum:
+        input.local.add_(owners.summed(part), alpha=alpha)
+        return input
+    rows, moved = owners.moved(part)
+    if not input.local.numel():
+        # this rank's part stays in the graph, because others wait for it
+        input.local.add_(moved.sum(dtype=input.dtype))
+    else:
+        write(input.local, dim, rows, moved)
+    return input
 
 
 def _cut_for_owners(input: Tile, dim: int, values: Cut, is_new: bool) -> None:

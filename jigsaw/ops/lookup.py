@@ -16,8 +16,9 @@ from torch import Tensor
 
 from jigsaw import comm
 from jigsaw.geometry.cut import whole_dim
-from jigsaw.ops.indexing import as_whole_tensor, operand_part
+from jigsaw.ops.indexing import as_whole_tensor
 from jigsaw.ops.listing import check_counts
+from jigsaw.ops.meeting.plain_operands import operand_part
 from jigsaw.ops.reductions import extreme_of_all
 from jigsaw.ops.unknown_functions import uncut_tiles
 from jigsaw.ops.whole_dims import with_whole_dims

@@ -24,9 +24,10 @@ from jigsaw.comm.wire_values import is_on_accelerator
 from jigsaw.geometry.cut import whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.changing_rows import changes_rows, holds_beyond
-from jigsaw.ops.indexing import TilePlaces, as_whole_tensor, operand_part, pick_places, write_places
-from jigsaw.ops.kept_indices import RowsForOwners, along_one_dim, pick_kept_rows, rows_for_owners
+from jigsaw.ops.indexing import TilePlaces, as_whole_tensor, pick_places, write_places
+from jigsaw.ops.kept_indices import along_one_dim, pick_kept_rows, rows_for_owners, write_for_owners
 from jigsaw.ops.meeting.local_cells import rows_held
+from jigsaw.ops.meeting.plain_operands import operand_part
 from jigsaw.ops.picking import pick_from_plain
 from jigsaw.ops.reductions import reduced_dims, sum_parts_over
 from jigsaw.ops.shapes import slice_dim
@@ -63,33 +64,6 @@ def _new_target(tile: Tile, memory_format: torch.memory_format = torch.contiguou
     return (tile.owned() if holds_beyond(tile.layout) else tile).clone(memory_format=memory_format)
 
 
-def _write_for_owners(
-    owners: RowsForOwners,
-    input: Tile,
-    dim: int,
-    source: Tile,
-    is_sum: bool,
-    write: Callable[..., Any],
-    alpha: float = 1,
-) -> Tile:
-    """Write, in place, the values of a cut tile for rows of which others own some; sums go in the order of the index.
-
-    *Sends*: each value whose row another rank owns; backward, of a sum, each own row that another rank needs, once, and
-    else the gradient of each value.
-    """
-    part = operand_part(source, input, owners.layout).to(input.dtype)
-    if is_sum:
-        input.local.add_(owners.summed(part), alpha=alpha)
-        return input
-    rows, moved = owners.moved(part)
-    if not input.local.numel():
-        # this rank's part stays in the graph, because others wait for it
-        input.local.add_(moved.sum(dtype=input.dtype))
-    else:
-        write(input.local, dim, rows, moved)
-    return input
-
-
 # -- whole rows -------------------------------------------------------------------------------------------------------
 
 
@@ -112,7 +86,7 @@ def _write_rows(
     owners = None if function is Tensor.index_fill_ else rows_for_owners(input, at, index, source, is_new)
     if owners is not None and source.shape[at] == len(index):
         write, is_sum = partial(function, **named), function is Tensor.index_add_
-        return _write_for_owners(owners, input, at, source, is_sum, write, named.get("alpha", 1))
+        return write_for_owners(owners, input, at, source, is_sum, write, named.get("alpha", 1))
     rows, places_held = index, None
     if not _is_local(input, at):
         rows, held = _own_places(index, input, at)
@@ -277,7 +251,7 @@ def _scatter_elements(
             def write_rows(x: Tensor, dim: int, rows: Tensor, values: Tensor) -> None:
                 write(x, dim, rows.view([-1 if d == dim else 1 for d in range(x.ndim)]).expand_as(values), values)
 
-            return _write_for_owners(owners, input, at, source, is_sum, write_rows)
+            return write_for_owners(owners, input, at, source, is_sum, write_rows)
     _check_range(function, index, input.layout.shape[at])
     view = _narrowed(input, at, index)
     layout = view.layout.replace_dim(at, whole_dim(index.shape[at]))

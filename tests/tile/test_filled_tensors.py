@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.errors import ShardingError
+from jigsaw.errors import RanksDifferError, ShardingError
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 from jigsaw.tile.tile import Tile
 from jigsaw.tile.tile_making import shard
@@ -272,6 +272,32 @@ class _Twice(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g * 2
+
+
+@on_ranks(2)
+def test_only_old_values_that_are_read_must_be_alike():
+    x = torch.arange(18.0).view(2, 9)
+    tile = shard(x, world_mesh(lat=2), (None, "lat"))
+    wanted = torch.cat([x, torch.zeros(2, 3)], 1)
+
+    def old(columns):  # as torch.empty may give them
+        return torch.full((2, columns), 7.0 + torch.distributed.get_rank())
+
+    written = old(12)
+    written[:, :9] = tile
+    written[:, 9:] = 0
+    copied = old(9).copy_(tile)
+    masked = old(9).masked_fill_(tile >= 0, 3.0)
+    put = old(9).scatter_(0, torch.zeros(2, 9, dtype=torch.int64), tile)
+    assert all(isinstance(y, Tile) for y in (written, copied, masked, put))
+    torch.testing.assert_close(written.full_tensor(), wanted)
+    torch.testing.assert_close(copied.full_tensor(), x)
+    torch.testing.assert_close(masked.full_tensor(), torch.full((2, 9), 3.0))
+    torch.testing.assert_close(put[:1].full_tensor(), x[1:])
+    added = old(9)
+    added += tile
+    with pytest.raises(RanksDifferError, match="must be alike on every rank"):
+        added.sum()
 
 
 @on_ranks(2)

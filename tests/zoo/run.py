@@ -158,6 +158,7 @@ def run_one(
     if not (folder / "whole").exists():
         folder.mkdir(exist_ok=True)
         try:
+            import_package(net)  # in float32 as on ranks, because modules make constants as they are imported
             torch.save(train_whole(net), folder / "whole")
         except ImportError as error:
             return RankVerdict("absent", f"{net.package} needs what is not installed: {error}")

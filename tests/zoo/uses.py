@@ -208,6 +208,7 @@ def _runs_of_one_process(net: ZooNet, use: Use, folder: Path) -> Path:
     runs = folder / f"{net.key} {use.prepare.__name__} {used.dtype}".replace("/", "-")
     digit = use.last_digit or (0.0 if used.dtype == torch.float64 else 2.0**-23)
     if not runs.exists():
+        import_package(net)
         whole = train_whole(used)
         noise = measure_noise(used, digit, net.dtype == torch.float64) if digit else OwnNoise()
         runs.mkdir()

@@ -20,8 +20,8 @@ from torch import Tensor
 from jigsaw.geometry.cut import Cut, cut_points, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.nn.stencils.stencil import empty_result
-from jigsaw.ops.indexing import operand_part
 from jigsaw.ops.meeting.common_cuts import matched_structures
+from jigsaw.ops.meeting.plain_operands import operand_part
 from jigsaw.ops.whole_dims import with_contiguous_dim
 from jigsaw.tile.tile import Tile, implements_torch, tiles_in
 

@@ -11,7 +11,8 @@ sent.
 2. Pointwise functions, `copy_` and `masked_fill_`: dims from the right.  Of several tiles the first that cuts a dim.
 3. `scatter_` and its like take the index's cuts, and the source's; `index_add_` and its like the source's.  Along the
    dim that the index runs over nothing cuts, but for values that are added up, or that an index picked: their target
-   is cut by `cut_of_written_rows`.  Dims of index tensors are whole, too; a mask's are those of the mask.
+   is cut by `cut_of_written_rows`.  So it is for ``out[:, index] = tile``; dims of other index tensors are whole, and
+   those of a mask are as the mask.
 
 Example: four ranks, 33 modes cut at 0, 9, 17, 25, 33, of which the lowest 12 are kept: the slice is cut at 0, 9, 12,
 12, 12. Written to ``out[:12]`` of 33 rows, the points are 0, 9 (between written rows), 17, 25 (balanced) and 33: those
@@ -19,6 +20,8 @@ of the spectrum again.  Of the highest 12, written to ``out[21:]``, the points a
 
 ``out[:, :, :12] += tile`` is for Python three steps: a view of `out`, a change of the view, and ``out[...] = view``.
 Such a view that ints and slices give becomes a tile together with its base: that view of the tile.
+
+Where the function reads old values, as ``out += tile``, ranks compare some of them; `torch.empty` may be written over.
 
 Refusals follow from facts that all ranks share, before the tensor is changed.  A leaf that requires grad is refused.
 So is a tensor whose memory another view, tensor, array or saved value would keep with the old values
@@ -47,7 +50,7 @@ from jigsaw.comm.agreement import is_true_everywhere
 from jigsaw.geometry.cut import Cut, cut_of_written_rows, cut_points, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.meeting.local_cells import dims_named_by, is_mask
-from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
+from jigsaw.ops.meeting.plain_operands import cut_entered_tensor, plain_operand
 from jigsaw.tile.tensor_shell import make_shell
 from jigsaw.tile.tile import Tile, refusal_error, tiles_in
 from jigsaw.torch_internals.autograd import (
@@ -96,7 +99,9 @@ def fill_from_tiles(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any
             f"the plain tensor of shape {tuple(base.shape)} that it changes would become a Tile, but {why[0]}",
             why[1],
         )
-    _become_tile(target, base, places, layout, tiles[0])
+    # what ranks have in rows of torch.empty differs, and is right where it is only written over
+    is_read = len(args) > _WRITTEN_OVER.get(function, 0) or bool(kwargs.keys() & {"accumulate", "reduce"})
+    _become_tile(target, base, places, layout, tiles[0], is_read)
     return True
 
 
@@ -146,9 +151,13 @@ def _is_held_elsewhere(target: Tensor, plain: Tensor) -> bool:
     return of_tensor > 1 + views or users > 2 + views or (views == 1 and of_view > 1)
 
 
-def _become_tile(target: Tensor, plain: Tensor, places: _Places | None, layout: Layout, like: Tile) -> None:
-    """Make a plain tensor a tile, with this rank's part of it, and the view of it `target` that view of the tile."""
-    part = cut_whole_tensor(plain, like, layout)
+def _become_tile(
+    target: Tensor, plain: Tensor, places: _Places | None, layout: Layout, like: Tile, is_read: bool
+) -> None:
+    """Make a plain tensor a tile, with this rank's part of it, and the view of it `target` that view of the tile.
+    Values that are read must be alike on all ranks.
+    """
+    part = cut_entered_tensor(plain_operand(plain, like, layout, is_whole=is_read), like, layout)
     local = None if part is plain else part.clone()  # copied, so that the whole tensor's memory is freed
     del part
     if places is not None:
@@ -379,11 +388,24 @@ def _index_wishes(plain: Tensor, index: Any, value: Any) -> Wishes | None:
     for d in range(value.ndim):
         dim, rows = places[lead + d] if lead + d >= 0 else (None, range(1))
         if dim is None:
-            # every rank needs all values along dims of index tensors
-            of_dims.append(None if value.layout.is_cut(d) and value.shape[d] > 1 else ())
+            is_cut = value.layout.is_cut(d) and value.shape[d] > 1
+            of_dims.append(_written_row_wishes(plain, items, value, d) if is_cut else ())
         elif value.shape[d] == len(rows):
             of_dims.append(_wish_for(plain, dim, value, d, rows.start, rows.step))
     return _all_wishes(of_dims)
+
+
+def _written_row_wishes(plain: Tensor, items: Sequence[Any], value: Tile, of: int) -> Wishes | None:
+    """Return the wish for the dim of a lone index, to which a dim of a tile is written that another index picked.
+
+    Values along dims of other indices would have to come to every rank.
+    """
+    picks = [(dim, item) for dim, item in items if not (item is None or isinstance(item, slice))]
+    if len(picks) != 1 or is_mask(picks[0][1]) or not isinstance(picks[0][1], Tensor) or picks[0][1].ndim != 1:
+        return None
+    cuts = value.layout.dim(of)
+    target = cut_of_written_rows(plain.shape[picks[0][0]], cuts) if all(c.by_index for c in cuts) else None
+    return None if target is None else [(picks[0][0], target, 0, 1)]
 
 
 def _mask_wishes(plain: Tensor, items: Sequence[Any], masks: Sequence[Any], value: Any) -> Wishes | None:
@@ -445,4 +467,11 @@ _RULES: dict[Any, Callable[..., Wishes | None]] = {
     **dict.fromkeys((Tensor.scatter_add_, Tensor.scatter_reduce_), _added_element_wishes),
     Tensor.index_copy_: _row_wishes,
     **dict.fromkeys((Tensor.index_add_, Tensor.index_reduce_), _added_row_wishes),
+}
+
+# functions that only write over the old values, with the number of arguments of which that is true
+_WRITTEN_OVER: dict[Any, int] = {
+    **dict.fromkeys((Tensor.__setitem__, Tensor.index_put_, torch.index_put_, Tensor.masked_fill_), 3),
+    **dict.fromkeys((Tensor.scatter_, Tensor.index_copy_), 4),
+    Tensor.copy_: 3,
 }

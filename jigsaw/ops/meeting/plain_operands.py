@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from jigsaw import comm
 from jigsaw.comm.first_meetings import meet_tensor
 from jigsaw.errors import ShardingError
-from jigsaw.geometry.cut import Cut
+from jigsaw.geometry.cut import Cut, whole_dim
 from jigsaw.geometry.layout import Layout
+from jigsaw.ops.meeting.common_cuts import with_moved_rows
 from jigsaw.ranks.mesh import mesh_size
 from jigsaw.tile.misuse import warn_of_unreduced
 from jigsaw.tile.table import table
@@ -173,6 +174,32 @@ def cut_entered_tensor(x: Tensor, tile: Tile, layout: Layout) -> Tensor:
         if x.shape[d] == layout.shape[lead + d] and any(c.is_cut or c.has_halo for c in cuts):
             x = _take_held_rows(x, d, cuts, tile, layout)
     return x
+
+
+def operand_part(value: Any, tile: Tile, layout: Layout) -> Tensor:
+    """Return this rank's part of `value` (a whole plain tensor or a tile), which broadcasts to `layout`, for its own
+    part of `tile`.
+
+    *Sends*: the rows of a tile that this rank lacks; backward their gradients, added over the ranks that used a row.
+    *Raises*: `ShardingError` where it does not broadcast.
+    """
+    lead = layout.ndim - value.ndim
+    fits = lead >= 0 and all(n in (1, layout.shape[lead + d]) for d, n in enumerate(value.shape))
+    if not fits:
+        raise ShardingError(
+            f"values of shape {tuple(value.shape)} do not broadcast to the places, of shape {layout.shape}, that they "
+            "are written to; plain tensors are whole"
+        )
+    if isinstance(value, Tile):
+        dims = [layout.dim(lead + d) if n != 1 else (whole_dim(1),) for d, n in enumerate(value.shape)]
+        target = Layout.from_dims(dims, layout.axes)
+        # False for tokens flattened from 8/lat x 6/lon that are written to a dim of 48 that was never flattened
+        is_flattened_alike = value.layout.groups == target.groups
+        moved = value.with_layout(target) if is_flattened_alike else with_moved_rows(value, target)
+        return comm.use_in_parts(
+            moved.local, tile.mesh, [a for a in tile.layout.cut_axes if a not in moved.layout.cut_axes]
+        )
+    return cut_entered_tensor(plain_operand(value, tile), tile, layout)
 
 
 def is_taken_whole(x: Tensor, layout: Layout) -> bool:
