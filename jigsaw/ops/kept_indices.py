@@ -7,8 +7,8 @@ stays is planned once: each rank then gets the rows that its own part of the res
 
 1. *Which index.*  A plain tensor of integers, by itself along a dim of one cut.  It stays as it is if a module under
    way keeps it, as buffer, parameter or attribute, or if it is met a second time: the same memory, shape, strides and
-   version, or the same values.  For those that a GPU has the host waits, so they are compared only where the index
-   picks a mebibyte or more.  A checkpointed call runs again as it ran.  One that a reentrant one, or a backward pass,
+   version, or the same values.  For those that a GPU has the host waits, so they are planned and compared only where
+   the index picks a mebibyte or more.  A checkpointed call runs again as it ran.  One that a reentrant one, or a backward pass,
    meets first stays unplanned.
 2. *Which dim of it.*  The first with as many rows as there are cells along the cut dim, cut as these are: a table
    [cells, k].  Else the longest, cut evenly.  With less than a sixteenth of the cells, or fewer rows than pieces, it is
@@ -204,13 +204,15 @@ _recent: OrderedDict[Any, _MetIndex] = OrderedDict()
 _plans_of_frames, _targets_of_frames = FrameNotes(), FrameNotes()
 
 
-def _met_with_values(index: Tensor, tile: Tile, dim: int) -> tuple[_MetIndex, bool]:
-    """Return what is known of indices of the same values, and whether this is the first of them, as far as is seen."""
+def _met_with_values(index: Tensor, tile: Tile, dim: int) -> tuple[_MetIndex | None, bool]:
+    """Return what is known of indices of the same values, and whether this is the first of them, as far as is seen.
+    None stands for one that is not worth a wait, which stays unplanned.
+    """
     picked = index.numel() * (tile.numel() // max(tile.shape[dim], 1)) * tile.local.itemsize
     is_costly = picked >= _COSTLY and _dim_to_cut(index.shape, tile.layout.dim(dim)[0]) is not None
     is_awaited = is_on_accelerator(index)
     if is_awaited and not (is_costly and _is_worth_a_wait(index, tile, dim)):
-        return _MetIndex(), True
+        return None, True
     with without_modes():
         key = checksum_of_bits(index), index.dtype, tuple(index.shape)
     before = _recent.pop(key, None)

@@ -19,14 +19,13 @@ Source of the method: Ocampo, Price, McEwen, arXiv 2209.13603; Bonev et al., arX
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from jigsaw.geometry.cut import Cut, Interval, whole_dim
 from jigsaw.geometry.layout import Layout
@@ -34,6 +33,7 @@ from jigsaw.geometry.matmul_grid import refine_cut
 from jigsaw.geometry.stencil_rules import ceil_div
 from jigsaw.nn.stencils.stencil import empty_result, single_cut
 from jigsaw.tile.tile import Tile, implements_torch, shared_mesh
+from jigsaw.torch_internals.autograd import tensor_version
 
 # For each output row of latitude, the input rows that make it; (0, 0) for one without any.
 LatitudeBands = tuple[Interval, ...]
@@ -82,25 +82,44 @@ def _needed_rows(bands: LatitudeBands, rows: Interval) -> Interval:
 
 # -- psi --------------------------------------------------------------------------------------------------------------
 
-# Values derived from the indices of psi, which a module keeps because reading them on the host waits for a GPU.
-_kept_bands: MutableMapping[Tensor, dict[int, LatitudeBands]] = WeakIdKeyDictionary()
-_kept_parts: MutableMapping[Tensor, dict[Any, tuple[Tensor, ...]]] = WeakIdKeyDictionary()
+# attribute of memory: what was derived from the indices of psi in it, because reading them on the host waits for a GPU
+_MARK = "_jigsaw_psi"
+_MOST_VIEWS = 256  # parts of one memory: torch-harmonics has one for each kernel
 
 
-def _latitude_bands(columns: Tensor, rows: int, entries: Callable[[], tuple[Tensor, Tensor]]) -> LatitudeBands:
-    """Return the bands of psi, each of whose `entries` reads a row and makes one of `rows`; kept by `columns`."""
-    kept = _kept_bands.setdefault(columns, {})
-    if rows not in kept:
+def _kept_values(columns: Tensor) -> dict[Any, Any]:
+    """Return what may be kept as long as these indices stay in their memory as they are, also of other views of it."""
+    try:
+        memory: Any = columns.untyped_storage()
+        version = tensor_version(columns)
+    except (NotImplementedError, RuntimeError):  # in inference mode torch counts no changes
+        return {}
+    known: dict[Any, dict[Any, Any]] = getattr(memory, _MARK, {})
+    view = version, columns.dtype, columns.shape, columns.stride(), columns.storage_offset()
+    if view not in known and len(known) >= _MOST_VIEWS:
+        known = {}
+    setattr(memory, _MARK, known)
+    return known.setdefault(view, {})
+
+
+def _latitude_bands(
+    columns: Tensor, rows: int, width: int, is_turned: bool, entries: Callable[[], tuple[Tensor, Tensor]]
+) -> LatitudeBands:
+    """Return the bands of psi, each of whose `entries` reads a row and makes one of `rows`; kept by `columns`.  Where
+    input and output have as many rows, a forward and a backward pass read other ones of the same psi.
+    """
+    kept, key = _kept_values(columns), (rows, width, is_turned, "bands")
+    if key not in kept:
         reads, makes = entries()
         first = torch.full((rows,), torch.iinfo(torch.int64).max, device=reads.device)
         first = first.scatter_reduce(0, makes, reads, "amin")
         last = torch.full((rows,), -1, device=reads.device).scatter_reduce(0, makes, reads, "amax")
-        kept[rows] = tuple((a, b + 1) if b >= 0 else (0, 0) for a, b in zip(first.tolist(), last.tolist(), strict=True))
-    return kept[rows]
+        kept[key] = tuple((a, b + 1) if b >= 0 else (0, 0) for a, b in zip(first.tolist(), last.tolist(), strict=True))
+    return kept[key]
 
 
 def _kept_part(columns: Tensor, key: Any, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    kept = _kept_parts.setdefault(columns, {})
+    kept = _kept_values(columns)
     if key not in kept:
         kept[key] = make()
     return kept[key]
@@ -155,9 +174,12 @@ def _answer_contraction(name: str, *, transposed: bool) -> None:
         function = _operator(name)
         lat = 3 if transposed else 2
         width = nlon_out if transposed else inp.shape[lat + 1]
-        bands = _latitude_bands(
-            col_idx, nlat_out, lambda: (row_idx, col_idx // width) if transposed else (col_idx // width, row_idx)
-        )
+
+        def entries() -> tuple[Tensor, Tensor]:
+            latitudes = col_idx // width
+            return (row_idx, latitudes) if transposed else (latitudes, row_idx)
+
+        bands = _latitude_bands(col_idx, nlat_out, width, transposed, entries)
         plan = plan_sphere(inp.layout, lat, bands, nlon_out, name)
         source = plan.source(inp.layout.without_halo(), lat)
         layout = source.replace_dim(lat, plan.made).replace_dim(lat + 1, whole_dim(nlon_out))
@@ -249,7 +271,7 @@ def _answer_attention(name: str) -> None:
             rows, latitudes = torch.repeat_interleave(row_off.diff()), col_idx // width
             return (rows, latitudes) if upward else (latitudes, rows)
 
-        bands = _latitude_bands(col_idx, nlat_out, entries)
+        bands = _latitude_bands(col_idx, nlat_out, width, upward, entries)
         queries, keys, values = (_with_whole_channels(x) for x in (qw, kw, vw))
         plan = plan_sphere(queries.layout, 1, bands, nlon_out, name)
         layout = plan.source(queries.layout.without_halo(), 1).replace_dim(1, plan.made)
