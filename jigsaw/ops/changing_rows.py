@@ -59,7 +59,8 @@ def check_halo_goes_around(function: Any, tile: Tile) -> None:
 
 def check_no_leaf(function: Any, tile: Tile) -> None:
     """Check a target.  Raises: what autograd would raise on the ranks that have rows of it."""
-    if tile.requires_grad and tile.is_leaf and torch.is_grad_enabled():
+    # not `tile.requires_grad`, which records the tile in the graph
+    if tile.local.requires_grad and tile.local.is_leaf and torch.is_grad_enabled():
         raise RuntimeError(
             f"{function.__name__}: a leaf Variable that requires grad is being used in an in-place operation; change "
             "tile.clone(), or use torch.no_grad()"

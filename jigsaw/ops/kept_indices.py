@@ -8,8 +8,8 @@ stays is planned once: each rank then gets the rows that its own part of the res
 1. *Which index.*  A plain tensor of integers, by itself along a dim of one cut.  It stays as it is if a module under
    way keeps it, as buffer, parameter or attribute, or if it is met a second time: the same memory, shape, strides and
    version, or the same values.  For those that a GPU has the host waits, so they are planned and compared only where
-   the index picks a mebibyte or more.  A checkpointed call runs again as it ran.  One that a reentrant one, or a backward pass,
-   meets first stays unplanned.
+   the index picks a mebibyte or more.  A checkpointed call runs again as it ran.  One that a reentrant one, or a
+   backward pass, meets first stays unplanned.
 2. *Which dim of it.*  The first with as many rows as there are cells along the cut dim, cut as these are: a table
    [cells, k].  Else the longest, cut evenly.  With less than a sixteenth of the cells, or fewer rows than pieces, it is
    left whole.

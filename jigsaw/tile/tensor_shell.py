@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import FrozenInstanceError
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -135,6 +136,7 @@ class _EnterShell(torch.autograd.Function):
     def forward(ctx: Any, shell: TensorShell, local: Tensor) -> TensorShell:
         ctx.mark_dirty(shell)
         ctx.set_materialize_grads(False)  # a shell that entered twice has no gradient from its first entry
+        ctx.entered = ref(shell)
         return shell
 
     @staticmethod
@@ -182,7 +184,7 @@ class _ThroughFunction(torch.autograd.Function):
                 f"a Tile that {node.name()} saved for its gradient was changed in place since, through a view; make "
                 "the change before it, or give the Function tile.clone()"
             )
-        # not by the engine, for which the gradient of a plain weight, as a tile, would be on another device
+        # not by the engine, to which the gradient of a plain weight, as a tile, would be on another device
         seeds = [ctx.as_tile(grads[0] if i == which else None, m) for i, m in enumerate(result_metadata(node))]
         gradients = node.apply(*seeds)
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
@@ -230,8 +232,8 @@ def _as_laid(gradient: Any, source: Tensor) -> Tensor:
 def _local_through_function(shell: TensorShell, node: Any, rows: Tensor) -> Tensor:
     """Return the local tensor of a custom Function's result, with a gradient that reaches its inputs.
 
-    *Raises*: `ShardingError` where an input that requires grad is neither a leaf nor saved for its backward, or a tile
-    has a halo.
+    *Raises*: `ShardingError` where an input that requires grad is not a leaf, was not saved for its backward, and is no
+    longer there as a tile, or a tile has a halo; RuntimeError where one was changed in place since, as torch's.
     """
     if debug.IS_DEBUGGING:
         debug.note_call(shell.__dict__["mesh"], f"a Tile {list(shell.shape)} out of {node.name()}")
@@ -243,6 +245,11 @@ def _local_through_function(shell: TensorShell, node: Any, rows: Tensor) -> Tens
     is_torchs = node.name() in _UNFOLLOWED
     if is_torchs or len(sources) < len(inputs_of_node) or any(t.__dict__["layout"].has_halo for t in (shell, *tiles)):
         raise _lost_gradient(shell, node)
+    if any(getattr(t.local.untyped_storage(), _CHANGED_AT, 0) > node_number(node) for t in tiles):
+        raise RuntimeError(
+            f"the input of {node.name()} was changed in place before its result, a Tile of shape {tuple(shell.shape)}, "
+            "was used: its gradient would be that of the changed input; give the Function tile.clone()"
+        )
     layout, mesh = shell.__dict__["layout"], shell.__dict__["mesh"]
     as_tile = partial(_tile_of, type(shell), layout, mesh)
     inputs = [s.local if isinstance(s, TensorShell) else table.enter_function(s, shell) for s in sources]
@@ -250,12 +257,12 @@ def _local_through_function(shell: TensorShell, node: Any, rows: Tensor) -> Tens
 
 
 def _inputs_of_node(node: Any) -> list[Tensor | None]:
-    """Return the inputs of a custom Function that require grad: leaves, or what it saved; None for others."""
+    """Return the inputs of a custom Function that require grad: leaves, entered tiles, what it saved; else None."""
     edges = [(n, at) for n, at in node.next_functions if n is not None]
     hooks = saved_tensor_hooks(True)
-    # values that a hook packed (as checkpointing does) are not unpacked here, because that may run the forward pass
-    # again
-    leaves = [n.variable if n.name() == _LEAF_NODE else None for n, _ in edges]
+    # values that a hook packed (as checkpointing does) are not unpacked, because that may run the forward pass again
+    known = {_LEAF_NODE: attrgetter("variable"), ENTER_NODE: methodcaller("entered")}
+    leaves = [known[n.name()](n) if n.name() in known else None for n, _ in edges]
     saved = [] if hooks is not None or not any(x is None for x in leaves) else node.saved_tensors
     by_edge = {(TensorBase.grad_fn.__get__(x), TensorBase.output_nr.__get__(x)): x for x in saved if x is not None}
     return [by_edge.get(edge) if leaf is None else leaf for leaf, edge in zip(leaves, edges, strict=True)]

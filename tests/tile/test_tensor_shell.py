@@ -251,6 +251,28 @@ def test_a_custom_function_of_tiles_and_one_that_cannot_be_followed():
 
 
 @on_ranks(2)
+def test_a_custom_function_of_a_tile_that_was_asked_or_changed():
+    mesh = world_mesh(lat=2)
+    for is_asked in (False, True):
+        x, tile = _tile(mesh)
+        results = []
+        for leaf in (x, tile):
+            y = leaf * 2
+            y.mul_(3)
+            y[0] = 1.0  # a second change: the first gave it a gradient
+            assert not is_asked or y.requires_grad
+            z = _Doubled.apply(y)
+            z.square().sum().backward()
+            results.append(z)
+        torch.testing.assert_close(results[1].full_tensor(), results[0])
+        torch.testing.assert_close(tile.grad.full_tensor(), x.grad)
+        z = _Doubled.apply(y)
+        y.mul_(3)
+        with pytest.raises(RuntimeError, match="the input of _DoubledBackward was changed in place"):
+            z.sum()
+
+
+@on_ranks(2)
 def test_a_result_of_a_function_says_that_it_requires_grad():
     leaf = shard(torch.ones(4), world_mesh(lat=2), ("lat",)).requires_grad_()
     for read, expected in ((lambda y: y.requires_grad, True), (lambda y: y.is_leaf, False), (lambda y: y.grad_fn, ...)):
