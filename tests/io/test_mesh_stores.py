@@ -41,8 +41,11 @@ def triangles():
     return hull.simplices, hull.neighbors, (lat, lon), places
 
 
-def write_ugrid(path, start=0, fill=None, has_places=True, is_transposed=False):
-    """Write a file of UGRID 1.0, as its text shows one; a neighbor of cell 3 is missing where there is a fill value."""
+def write_ugrid(path, start=0, fill=None, has_places=True, is_transposed=False, is_named=True):
+    """Write a file of UGRID 1.0, as its text shows one; a neighbor of cell 3 is missing where there is a fill value.
+
+    Fields that do not name their mesh lie along its dim of faces, as xugrid writes them.
+    """
     corners, beside, nodes, places = triangles()
     beside = np.where(np.arange(3) == 1, -1, beside) if fill is not None else beside
     with pytest.importorskip("netCDF4").Dataset(path, "w") as out:
@@ -57,6 +60,7 @@ def write_ugrid(path, start=0, fill=None, has_places=True, is_transposed=False):
                 "face_node_connectivity": "Mesh2_face_nodes",
                 "face_face_connectivity": "Mesh2_face_links",
                 **({"face_coordinates": "Mesh2_face_x Mesh2_face_y"} if has_places else {}),
+                **({} if is_named else {"face_dimension": "nMesh2_face"}),
             }
         )
         dims = ("Three", "nMesh2_face") if is_transposed else ("nMesh2_face", "Three")
@@ -77,7 +81,7 @@ def write_ugrid(path, start=0, fill=None, has_places=True, is_transposed=False):
         hours = out.createVariable("time", "f8", ("time",))
         hours.units, hours[:] = "hours since 2020-01-01", np.arange(STEPS) * 6
         t2m = out.createVariable("t2m", "f4", ("time", "nMesh2_face"), zlib=True, chunksizes=(1, 80))
-        t2m.setncatts({"mesh": "Mesh2", "location": "face", "units": "K"})
+        t2m.setncatts({"units": "K", **({"mesh": "Mesh2", "location": "face"} if is_named else {})})
         t2m[:] = T2M
     return beside, places
 
@@ -89,6 +93,7 @@ def write_ugrid(path, start=0, fill=None, has_places=True, is_transposed=False):
         {"start": 1, "fill": -999},
         {"fill": 2**31 - 1, "is_transposed": True},
         {"has_places": False, "start": 1},
+        {"has_places": False, "is_named": False},
     ],
     ids=str,
 )

@@ -160,6 +160,7 @@ class StoreCoordinates:
     ) -> None:
         self.arrays, self.naming = arrays, naming or DimNaming()
         self._store_attrs = attrs or {}
+        self._meshes = [t for t in self.arrays.values() if t.attrs.get("cf_role") == "mesh_topology"]
         self._planes: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
         self._auxiliary: dict[tuple[str, str], str] = {}
         self._angles: dict[tuple[str, str], dict[str, str]] = {}
@@ -282,9 +283,14 @@ class StoreCoordinates:
         return name
 
     def mesh_topology(self, array: ArrayTable) -> ArrayTable | None:
-        """Return the variable that describes the unstructured mesh of an array, where UGRID's attributes name one."""
-        table = self.arrays.get(_group_prefix(array.name) + str(array.attrs.get("mesh", "")))
-        return table if table is not None and table.attrs.get("cf_role") == "mesh_topology" else None
+        """Return the variable that describes the unstructured mesh of an array by UGRID: the one that its attribute
+        names, or else the only one whose faces lie along a dim of the array.
+        """
+        group, named = _group_prefix(array.name), array.attrs.get("mesh")
+        if named is not None:
+            return next((t for t in self._meshes if t.name == group + str(named)), None)
+        meshes = [t for t in self._meshes if _group_prefix(t.name) == group and _face_dim(t) in array.dims]
+        return meshes[0] if len(meshes) == 1 else None
 
     def mesh_variables(self, array: ArrayTable) -> list[str]:
         """Return the names of the topology, the tables and the places of an array's mesh; of ICON its tables."""
@@ -361,9 +367,10 @@ class StoreCoordinates:
         if self.dggs(array):
             scattered = [str(self.dggs(array)["spatial_dimension"])]
         mapping, mesh = self.grid_mapping(array), self.mesh_topology(array)
-        if not scattered and mesh is not None and array.attrs.get("location") == "face":
+        if not scattered and mesh is not None and array.attrs.get("location", "face") == "face":
             corners = self.arrays.get(_group_prefix(array.name) + str(mesh.attrs.get("face_node_connectivity", "")))
-            scattered = [dim for dim in array.dims if corners is not None and dim in corners.dims]
+            faces = (_face_dim(mesh),) if "face_dimension" in mesh.attrs else () if corners is None else corners.dims
+            scattered = [dim for dim in array.dims if dim in faces]
         if not scattered and mapping is not None and is_healpix(mapping.attrs):
             known = [dim for dim in array.dims if role_of_dim(dim, self.attrs(array, dim)) is not None]
             scattered = [dim for dim in array.dims[-1:] if dim not in known]
@@ -391,6 +398,10 @@ def _can_be_role(dim: str, role: str) -> bool:
     if named is None or named in _TIME_ROLES:
         return named is None or role in _TIME_ROLES
     return role == named or (named in ("z", "y", "x", CELL_ROLE) and role not in _TIME_ROLES)
+
+
+def _face_dim(mesh: ArrayTable) -> str:
+    return str(mesh.attrs.get("face_dimension", ""))
 
 
 def _group_prefix(name: str) -> str:
