@@ -232,8 +232,8 @@ def _as_laid(gradient: Any, source: Tensor) -> Tensor:
 def _local_through_function(shell: TensorShell, node: Any, rows: Tensor) -> Tensor:
     """Return the local tensor of a custom Function's result, with a gradient that reaches its inputs.
 
-    *Raises*: `ShardingError` where an input that requires grad is not a leaf, was not saved, and is no longer there as a
-    tile. Also where a tile has a halo. `RuntimeError` where one was changed in place since, as torch's.
+    *Raises*: `ShardingError` where an input that requires grad is not a leaf, was not saved, and is no longer there as
+    a tile. Also where a tile has a halo. `RuntimeError` where one was changed in place since, as torch's.
     """
     if debug.IS_DEBUGGING:
         debug.note_call(shell.__dict__["mesh"], f"a Tile {list(shell.shape)} out of {node.name()}")

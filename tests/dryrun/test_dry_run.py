@@ -306,6 +306,24 @@ def test_a_plain_tensor_that_every_rank_makes_whole_is_remarked():
     assert not jigsaw.dry_run(_Queries(own=False), (8192, 5, 32), {"lat": 2}, spec=(None, "lat", None)).remarks
 
 
+class OwnPlaces(nn.Module):
+    """A net that cuts a tensor of its own, and a projection of it beside the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.places, self.project = nn.Buffer(torch.randn(24, 3)), nn.Linear(3, 4)
+
+    def forward(self, x):
+        places = jigsaw.shard(self.places, x.mesh, ("cell", None)) if isinstance(x, jigsaw.Tile) else self.places
+        return x + self.project(places)
+
+
+def test_a_net_may_cut_a_tensor_of_its_own():
+    report = jigsaw.dry_run(OwnPlaces(), (24, 4), {"cell": 2}, spec=("cell", None))
+    assert report.is_complete and not report.remarks
+    assert {k: t.sent_bytes for k, t in report.ranks[0].phases["backward"].traffic.items()} == {"all_reduce": 72}
+
+
 def test_what_needs_values_stops_with_its_module():
     report = jigsaw.dry_run(_Chosen(), (2, 3, 33, 12), {"lat": 2}, ranks=[0])
     assert [(r.kind, r.module) for r in report.remarks] == [("stopped", "inner.1")]
