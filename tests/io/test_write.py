@@ -3,6 +3,8 @@
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -223,6 +225,34 @@ def test_a_rollout_grows_along_lead_time(tmp_path):
     np.testing.assert_array_equal(zarr.open_array(str(path / "t2m"), mode="r")[...], x[:, :, 0].numpy())
 
 
+@pytest.mark.parametrize("axes", [{"lat": 1}, {"lat": 3}, {"lat": 2, "lon": 2}], ids=str)
+def test_steps_written_behind_the_next_are_the_same_files(tmp_path, axes):
+    run_on_ranks(ranks_of(axes), body_behind, str(tmp_path), axes)
+    assert files_of(tmp_path / "behind.zarr") == files_of(tmp_path / "waiting.zarr")
+
+
+def files_of(store):
+    return {file.relative_to(store): file.read_bytes() for file in store.rglob("*") if file.is_file()}
+
+
+def body_behind(folder, axes):
+    mesh, x = world_mesh(**axes), array((5, 4, 13, 10))
+    options = {"dims": DIMS, "fields": FIELDS, "append_dim": "time", "coords": SPACE, "chunks": {"lat": 5, "time": 2}}
+    for name, more in (("waiting", {}), ("behind", {"wait": False}), ("small", {"wait": False, "budget": 900})):
+        path, writers = f"{folder}/{name}.zarr", set()
+        with Writer(path, **options, **more) as out:
+            for step in range(5):
+                tile = cut(x[step : step + 1], mesh, (None, None, "lat", "lon"))
+                out.append(tile, coords={"time": TIMES[step : step + 1]})
+                tile.zero_()  # the model goes on in the same memory
+                assert out.steps == step + (not more)
+                writers |= {thread.name for thread in threading.enumerate() if thread.name.startswith("jigsaw-write")}
+        assert len(writers) <= 1
+        np.testing.assert_array_equal(check_fields(path, x.numpy()).time.values, TIMES[:5])
+        assert completeness(path).steps == 5 and completeness(path).closed
+        dist.barrier()
+
+
 def test_a_store_of_xarray_grows(tmp_path):
     mesh = world(lat=1)
     data = globe(4)[["geopotential", "2m_temperature"]].rename(latitude="lat", longitude="lon")
@@ -395,6 +425,60 @@ def body_no_space(path, full):
         return not os.path.exists(path)
     np.testing.assert_array_equal(opened(path).u.values, x[:1].numpy())
     return completeness(path).steps == 1 and not completeness(path).closed
+
+
+def test_a_failure_behind_a_step_is_raised_by_all_at_the_next(tmp_path):
+    run_on_ranks(2, body_no_space_behind, str(tmp_path))
+
+
+def body_no_space_behind(folder):
+    mesh, x = world_mesh(lat=2), array((4, 64, 64))
+    options = {"dims": ("time", "lat", "lon"), "append_dim": "time"}
+    for last in ("append", "close"):
+        path = f"{folder}/{last}.zarr"
+        write(path, {"u": cut(x[:2], mesh, (None, "lat", None))}, coords={"time": TIMES[:2]}, **options)
+        out = Writer(path, mode="a", wait=False, **options)
+        with no_space(4096 if dist.get_rank() == 1 else resource.RLIM_INFINITY):
+            out.append({"u": cut(x[2:3], mesh, (None, "lat", None))}, {"time": TIMES[2:3]})
+            with pytest.raises(WriteError, match=r"could not be written behind a step: rank 1: .*Error: ") as failure:
+                if last == "append":
+                    out.append({"u": cut(x[3:], mesh, (None, "lat", None))}, {"time": TIMES[3:4]})
+                out.close()
+        assert (failure.value.__cause__ is not None) == (dist.get_rank() == 1)  # the rank's own traceback
+        with pytest.raises(WriteError, match="takes no more: it was closed, failed"):
+            out.append({"u": cut(x[:1], mesh, (None, "lat", None))}, {"time": TIMES[:1]})
+        dist.barrier()
+        np.testing.assert_array_equal(opened(path).u.values, x[:2].numpy())
+        assert completeness(path).steps == 2
+        dist.barrier()
+
+
+def test_a_step_behind_is_kept_whatever_ends_the_program(tmp_path):
+    program = """
+import jigsaw, numpy as np, sys, torch
+mesh = jigsaw.init_mesh(lat=1)
+out = jigsaw.io.Writer("run.zarr", dims=("time", "lat"), append_dim="time", wait=False)
+for step in range(3):
+    tile = jigsaw.shard(torch.full((1, 5), float(step)), mesh, (None, "lat"))
+    out.append({"u": tile}, coords={"time": np.array([step])})
+raise KeyError("the model's")
+"""
+    run = [sys.executable, "-c", program]
+    done = subprocess.run(run, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and done.stderr.rstrip().endswith('KeyError: "the model\'s"')
+    assert completeness(tmp_path / "run.zarr").steps == 3
+    np.testing.assert_array_equal(opened(tmp_path / "run.zarr").u.values[:, 0], [0, 1, 2])
+
+
+@on_ranks(2)
+def test_what_cannot_be_written_behind_a_step():
+    with pytest.raises(WriteError, match=r"wait=False with a\.nc: only Zarr .*write a \.zarr"):
+        Writer("a.nc", dims=("lat",), wait=False)
+    alone = jigsaw.shard(torch.zeros(4), world_mesh(data=2, lat=1)["lat"], ("lat",))
+    with pytest.raises(
+        WriteError, match=r"wait=False .*all 2 ranks of the job.* lie on the ranks \[\d\]; leave wait=F"
+    ):
+        Writer("a.zarr", dims=("lat",), wait=False).append({"u": alone})
 
 
 def kill_when(appears):

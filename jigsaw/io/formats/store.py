@@ -23,6 +23,7 @@ _FORMAT_OPENERS = (
     ("formats.nifti", "open_nifti", ""),
     ("formats.netcdf3", "open_netcdf3", ""),
     ("formats.raw", "open_npy", ""),
+    ("formats.dicom", "open_dicom", ""),
     ("formats.hdf5", "open_hdf5_file", "hdf5"),
 )
 # Single files behind a URL are known by how they begin: their suffix only says that it is worth a request to look.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -15,16 +16,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw.comm.agreement import decide_on_first_rank
 from jigsaw.comm.exchange import PackedSwap
 from jigsaw.errors import ReadError, WriteError, writing_to
 from jigsaw.geometry.cut import Box, box_shape, box_slices
 from jigsaw.io.rank_results import results_of_ranks
 from jigsaw.io.writing.outline import AppendOutline, GrowingStore, StoredArrays, StoredCoordinates, TileSource
 from jigsaw.io.writing.write_units import WriteUnit, plan_units, write_rounds
-from jigsaw.ranks.mesh import mesh_coordinate
+from jigsaw.ranks.job_groups import host_group
+from jigsaw.ranks.mesh import axes_of_mesh, job_patience, mesh_coordinate, ranks_along
+from jigsaw.ranks.model_world import job_size
 
 T = TypeVar("T")
 _WRITER_THREADS = 4
+# one thread for all writers of a process, so that the messages about their stores have one order on every rank
+_behind_steps = ThreadPoolExecutor(1, thread_name_prefix="jigsaw-write")
+# A program that ends without `close` still writes its last step. `atexit` would be too late, because by then no pool of
+# threads takes work, not zarr's either: what is registered here runs before that.
+threading._register_atexit(_behind_steps.shutdown)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 APPEND_DIM_ATTRIBUTE, COMPLETE_ATTRIBUTE, CLOSED_ATTRIBUTE = "jigsaw_append_dim", "jigsaw_complete", "jigsaw_closed"
@@ -148,10 +157,21 @@ def _hear_or_refuse(mesh: DeviceMesh, talk: Callable[[], T]) -> T:
         raise WriteError(f"another rank ended while they were writing together: {error}") from error
 
 
+WriteJob = Callable[[], None]
+
+
 def deliver_boxes(
-    source: TileSource, mesh: DeviceMesh, sink: FormatSink, dim: str | None, done: int, budget: int
+    source: TileSource,
+    mesh: DeviceMesh,
+    sink: FormatSink,
+    dim: str | None,
+    done: int,
+    budget: int,
+    later: list[WriteJob] | None = None,
 ) -> None:
     """Bring every box of a tile to the rank that writes it, and write; `done` rows along `dim` are there already.
+
+    With `later`, what this rank writes in the last round is copied, and a job that writes it is added there.
 
     *Sends*: the boxes of units that another rank writes, in the tile's dtype, a message a pair of ranks and round.
     *Raises*: `WriteError` on every rank when writing fails on any.
@@ -164,13 +184,58 @@ def deliver_boxes(
     base = [n - p for n, p in zip(whole, phase, strict=True)]
     itemsize = max(source.tile.local.element_size(), np.dtype(source.array.dtype).itemsize)
     me = layout.index(mesh_coordinate(mesh))
-    with ThreadPoolExecutor(1 if sink.writers else _WRITER_THREADS) as pool:
-        for batch in write_rounds(units, max(1, budget // itemsize)):
+    threads = 1 if sink.writers else _WRITER_THREADS
+    rounds = list(write_rounds(units, max(1, budget // itemsize)))
+    with ThreadPoolExecutor(threads) as pool:
+        for number, batch in enumerate(rounds, start=1):
             moved = _hear_or_refuse(mesh, lambda batch=batch: _swap_round(source, batch, mesh, me))
             own_units = [unit for unit in batch if unit.writer == me]
+            if later is not None and number == len(rounds):
+                # a copy that fails is raised by the job, which tells the other ranks
+                copies = [pool.submit(_block_of_unit, source, unit, base, moved) for unit in own_units]
+                later.append(partial(_put_blocks, source.array.name, copies, sink, threads))
+                return  # once all are copied
             jobs = [pool.submit(_write_unit, source, unit, base, moved, sink) for unit in own_units]
             # if a rank's disk is full, all end here, before the next round's swap would wait for it
             gather_results(mesh, lambda jobs=jobs: _raise_first_failure(jobs))
+
+
+class PendingStep:
+    """Step that a thread writes behind the next one: `jobs` write this rank's blocks, then `commit` runs on the first.
+
+    The ranks hear of each other in a group of their own.  On a group of the model their messages would mix with its
+    own, differently on each rank.  A program that ends waits for the thread.
+    """
+
+    def __init__(self, path: Path, mesh: DeviceMesh, jobs: Sequence[WriteJob], commit: WriteJob) -> None:
+        group = host_group("writes", job_patience()) if job_size() > 1 else None
+        what = f"{path} could not be written behind a step"
+        self._mesh, put, then = mesh, partial(_run_each, jobs), partial(_committed, commit)
+        self._written = _behind_steps.submit(decide_on_first_rank, put, then, what, WriteError, group)
+
+    def wait(self) -> None:
+        """Return once the step is complete.  Raises: `WriteError` on every rank, where it failed on any."""
+        _hear_or_refuse(self._mesh, self._written.result)
+
+
+def check_mesh_of_all_ranks(mesh: DeviceMesh, path: Path) -> None:
+    """Raise `WriteError` for a mesh of which no step can be written behind the next."""
+    ranks = ranks_along(mesh, [name for name, _ in axes_of_mesh(mesh)])
+    if ranks != tuple(range(job_size())):
+        raise WriteError(
+            f"wait=False with {path}: the thread talks in a group of all {job_size()} ranks of the job in their order, "
+            f"and the tiles lie on the ranks {list(ranks)}; leave wait=False out, or write tiles of a mesh of all ranks"
+        )
+
+
+def _run_each(jobs: Sequence[WriteJob]) -> None:
+    for job in jobs:
+        job()
+
+
+def _committed(commit: WriteJob, ranks: list[None]) -> list[None]:
+    commit()
+    return ranks
 
 
 def _swap_round(source: TileSource, batch: Sequence[WriteUnit], mesh: DeviceMesh, me: int) -> dict[Box, Tensor]:
@@ -198,6 +263,13 @@ def _swap_round(source: TileSource, batch: Sequence[WriteUnit], mesh: DeviceMesh
 def _write_unit(
     source: TileSource, unit: WriteUnit, base: Sequence[int], moved: dict[Box, Tensor], sink: FormatSink
 ) -> None:
+    sink.put(source.array.name, *_block_of_unit(source, unit, base, moved))
+
+
+def _block_of_unit(
+    source: TileSource, unit: WriteUnit, base: Sequence[int], moved: dict[Box, Tensor]
+) -> tuple[Box, NDArray[Any]]:
+    """Return where a unit lies in the array, and a copy of its values."""
     block: NDArray[Any] = np.empty(box_shape(unit.box), source.array.dtype)
     if not unit.is_full:
         block[...] = source.array.fill
@@ -208,7 +280,13 @@ def _write_unit(
     box = tuple((a + n, b + n) for (a, b), n in zip(unit.box, base, strict=True))
     if source.dropped is not None:
         block, box = block.squeeze(source.dropped), (*box[: source.dropped], *box[source.dropped + 1 :])
-    sink.put(source.array.name, box, block)
+    return box, block
+
+
+def _put_blocks(name: str, copies: Sequence[Future[tuple[Box, NDArray[Any]]]], sink: FormatSink, threads: int) -> None:
+    blocks = [copy.result() for copy in copies]
+    with ThreadPoolExecutor(threads) as pool:
+        _raise_first_failure([pool.submit(sink.put, name, box, block) for box, block in blocks])
 
 
 def _raise_first_failure(jobs: Sequence[Future[None]]) -> None:

@@ -15,8 +15,10 @@ lose.  `completeness` tells how far a store is; the same stands in its global at
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Required, Self, TypedDict, TypeVar, Unpack
@@ -37,8 +39,11 @@ from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable
 from jigsaw.io.writing.cf import REFERENCE_ATTRIBUTES, StoredCoordinate
 from jigsaw.io.writing.deliver import (
     FormatSink,
+    PendingStep,
     StoreCompleteness,
+    WriteJob,
     agreed_outline,
+    check_mesh_of_all_ranks,
     completeness_from_attrs,
     deliver_boxes,
     gather_results,
@@ -153,7 +158,9 @@ class Writer:
     - `mode`: ``"w-"`` makes a new store, ``"w"`` replaces one, ``"a"`` goes on after its last complete step;
     - `encoding`: ``dtype`` (bfloat16 is stored as float32, else tiles keep theirs) and, in Zarr, ``compressors``,
       ``filters``, ``serializer``, in NetCDF ``compression``, ``complevel``, ``shuffle``, ``fletcher32``;
-    - `budget`: bytes that a rank puts together at a time, at least one chunk or shard.
+    - `budget`: bytes that a rank puts together at a time, at least one chunk or shard;
+    - `wait`: with False, `append` returns once this rank has a copy of what it writes, of each array at most `budget`,
+      and a thread writes it behind the next step: in Zarr, for tiles whose mesh has all ranks of the job.
 
     Making one sends nothing; `append` and `close` are collective over the tiles' mesh.
 
@@ -187,6 +194,7 @@ class Writer:
         format: str | None = None,
         encoding: Mapping[str, Any] | None = None,
         budget: int = 256 << 20,
+        wait: bool = True,
     ) -> None:
         if "://" in os.fspath(path):
             raise WriteError(f"{os.fspath(path)!r} is a URL; only local paths are written, copy the store afterwards")
@@ -196,7 +204,12 @@ class Writer:
             raise WriteError(
                 f"mode={mode!r} must be one of {_WRITE_MODES}, and 'a' needs append_dim='time' or another dim"
             )
-        self._mode, self._dim, self._budget = mode, append_dim, budget
+        if not wait and suffix != ".zarr":
+            raise WriteError(
+                f"wait=False with {self.path}: only Zarr is written behind a step, as the libraries of NetCDF "
+                "cannot be called by two threads; write a .zarr, or leave wait=False out"
+            )
+        self._mode, self._dim, self._budget, self._wait = mode, append_dim, budget, wait
         options = WriteOptions(
             suffix,
             dims,
@@ -215,14 +228,18 @@ class Writer:
         self._mesh: DeviceMesh | None = None
         self._known: GrowingStore | None = None
         self._steps, self._over = 0, False
+        self._pending: tuple[PendingStep, int, GrowingStore] | None = None
 
     @property
     def steps(self) -> int:
-        """Number of complete steps along `append_dim`."""
+        """Number of complete steps along `append_dim`, without one that a thread still writes."""
         return self._steps
 
     def append(self, data: TileData, coords: Mapping[str, Any] | None = None) -> None:
         """Write tiles: all there is, or the next steps along `append_dim`; complete when it returns.
+
+        With ``wait=False`` the steps of the call before are complete then, and the tiles may be changed. What went
+        wrong with those is raised here, or by `close`.
 
         `coords` add to those of the writer; after the first call only those along `append_dim` may be given.
 
@@ -235,6 +252,10 @@ class Writer:
         mesh = _mesh_of_tiles(data)
         if self._over or (self._mesh is not None and self._dim is None):
             raise WriteError(f"{self.path} takes no more: it was closed, failed, or has no append_dim to grow along")
+        with self._over_on_failure():
+            self._end_pending_step()
+        if not self._wait:
+            check_mesh_of_all_ranks(mesh, self.path)
         if self._mesh is None and self._known is None:
             self._find(mesh)
         data = _in_source_order(data, self._options)
@@ -242,9 +263,14 @@ class Writer:
         lent = self._options.coords if self._mesh is None else {}
         all_coords = {**lent, **(coords or {})}
         piece = agreed_outline(mesh, lambda: outline_append(data, all_coords, self._options, self._known))
-        try:
+        with self._over_on_failure():
             self._begin(mesh, piece)
             self._add(mesh, piece)
+
+    @contextmanager
+    def _over_on_failure(self) -> Generator[None]:
+        try:
+            yield
         except BaseException:
             self._over = True
             self._sink.close(done=False)
@@ -253,12 +279,27 @@ class Writer:
     def _add(self, mesh: DeviceMesh, piece: AppendOutline) -> None:
         whole = [self._whole(s.array, piece.rows) for s in piece.sources]
         gather_results(mesh, lambda: self._sink.attach(whole))  # all ranks are ready before any sends its rows
+        later: list[WriteJob] | None = None if self._wait else []
         for source in piece.sources:
-            deliver_boxes(source, mesh, self._sink, self._dim, self._steps, self._budget)
-        start, self._steps = self._steps, self._steps + piece.rows
+            deliver_boxes(source, mesh, self._sink, self._dim, self._steps, self._budget, later)
+        start, steps = self._steps, self._steps + piece.rows
+        known = piece.known(self._known, steps)
+        if later is not None:
+            commit = partial(self._sink.commit, piece.coords, start, StoreCompleteness(self._dim, steps, False))
+            self._pending = PendingStep(self.path, mesh, later, commit), steps, known
+            return
         # every rank has heard that all boxes of all ranks are written: only now may the store say so
+        self._steps = steps
         self._commit(mesh, piece.coords, start, closed=False)
-        self._known = piece.known(self._known, self._steps)
+        self._known = known
+
+    def _end_pending_step(self) -> None:
+        """Wait for the step that the thread writes, if any. Raises: `WriteError` on every rank where it failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            step, steps, known = pending
+            step.wait()
+            self._steps, self._known = steps, known
 
     def close(self) -> None:
         """Say that the store is whole; collective.  Leaving a ``with`` block does it, unless an exception leaves it."""
@@ -268,11 +309,9 @@ class Writer:
         if mesh is None:  # nothing was written, but a store may have been opened to append to
             self._sink.close(done=False)
             return
-        try:
+        with self._over_on_failure():
+            self._end_pending_step()
             self._commit(mesh, (), self._steps, closed=True)
-        except BaseException:
-            self._sink.close(done=False)
-            raise
         gather_results(mesh, lambda: self._sink.close(done=True))
 
     def __enter__(self) -> Self:
@@ -282,6 +321,8 @@ class Writer:
         if kind is None:
             self.close()
         elif not self._over:
+            with suppress(WriteError):  # what leaves the block says more
+                self._end_pending_step()
             self._over = True
             self._sink.close(done=False)
 
@@ -360,7 +401,6 @@ def _attrs_at_path(path: Path) -> Mapping[str, Any]:
         raise WriteError(f"{path} cannot be read as a store that jigsaw wrote: {e}") from e
 
 
-# attributes of storage, and those that belong to the old store alone
 # attributes of storage, and the one that describes cells, which the new store writes itself
 _STORAGE_ATTRIBUTES = "scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned", "coordinates", "dggs"
 _WRITER_PREFIX = "jigsaw_"
@@ -454,11 +494,8 @@ def _lent_of_cells(
 
     `cells` are the stored and the new name of their dim, of which `rows` are taken.
     """
-    table, values, attrs = (
-        store.arrays[name],
-        store.read_small(name),
-        _attrs_that_hold(store.arrays[name].attrs, written),
-    )
+    table, values = store.arrays[name], store.read_small(name)
+    attrs = _attrs_that_hold(table.attrs, written)
     if len(table.dims) < 2:
         values = decoded_coordinate(table, values)
     elif "_FillValue" in table.attrs:  # a table stays one of integers
