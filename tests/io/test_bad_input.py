@@ -306,7 +306,7 @@ def test_a_field_without_holes_passes_the_strict_policy(holes):
 def test_a_torn_state_dict(wb2):
     loader = DataLoader(jigsaw.io.open(wb2, mesh=world_mesh(lat=1), fields=["t2m"]))
     whole = loader.state_dict()
-    for torn in (dict(list(whole.items())[:2]), whole | {"epoch": None}, whole | {"next_sample": 99}, [], None):
+    for torn in (dict(list(whole.items())[:2]), whole | {"epoch": None}, whole | {"next_sample": 9, "samples": 8}, [], None):
         with pytest.raises(StateError):
             loader.load_state_dict(torn)
     loader.load_state_dict(whole)

@@ -239,7 +239,7 @@ def blocks_on_mesh(series: StepSeries, start: int) -> Iterator[StepBlock]:
     try:
         carry = _CarriedTile(series, start)
         if start:
-            loader.load_state_dict({**loader.state_dict(), "next_sample": start})
+            loader.load_state_dict({**loader.state_dict(), "next_sample": start, "samples": len(series.dataset)})
         for batch in loader:
             yield carry.block(batch)
     finally:
