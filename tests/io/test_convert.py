@@ -412,6 +412,22 @@ def test_files_in_other_units_are_not_joined(tmp_path):
         convert([tmp_path / "a.nc", tmp_path / "b.nc"], tmp_path / "made.zarr")
 
 
+def test_fields_without_time_are_alike_in_all_files(tmp_path):
+    data = globe()[["2m_temperature", "land_sea_mask"]]
+    data["land_sea_mask"].values[3, 4] = np.nan
+    for i in range(3):
+        data.isel(time=slice(3 * i, 3 * i + 3)).to_netcdf(tmp_path / f"{i}.nc")
+    files = [str(tmp_path / f"{i}.nc") for i in range(3)]
+    convert(files, tmp_path / "alike.zarr")
+    np.testing.assert_array_equal(stored(tmp_path / "alike.zarr")["land_sea_mask"], data["land_sea_mask"])
+    data["land_sea_mask"].values[1, 2] += 1e-6
+    data.isel(time=slice(6, 9)).to_netcdf(files[2])
+    with pytest.raises(GridError, match=r"2\.nc has other values of 'land_sea_mask' than .*0\.nc"):
+        convert(files, tmp_path / "other.zarr")
+    assert not (tmp_path / "other.zarr").exists()
+    convert(files, tmp_path / "without.zarr", fields=["t2m"])
+
+
 def test_sums_over_steps_are_not_thinned_in_a_conversion(tmp_path):
     data = globe(4)
     data["2m_temperature"].attrs["cell_methods"] = "time: sum"

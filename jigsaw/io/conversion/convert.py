@@ -185,7 +185,8 @@ def convert(
     are unpacked. Coordinates, attributes and CF metadata are kept.
 
     - `source`: a path, URL, glob or list of files (joined by their coordinates), or an `xarray.Dataset`; `engine` is
-      xarray's (``"cfgrib"`` for GRIB), `dims` says what its dims are (see `jigsaw.io.open`);
+      xarray's (``"cfgrib"`` for GRIB), `dims` says what its dims are (see `jigsaw.io.open`). What each file has whole,
+      such as a field without time, must be alike in all: each call reads it in each file first;
     - `fields`, `time`, `every`: the selection, as in `jigsaw.io.open`; by default all is converted;
     - `chunks`, `shards`: sizes by dim; by default those that `mesh` (one rank without) reads cheapest
       (`jigsaw.io.recommend`);
@@ -201,8 +202,8 @@ def convert(
       pieces have short borders. A `Writer` that writes like the new store restores the order of the source.
 
     Raises: `WriteError` for a target that is complete, belongs to another conversion, cannot be written, or reads back
-    different values; after a full disk the same call goes on once there is room. A `ReadError` for the source;
-    `FieldError` for a cluster without workers.
+    different values; after a full disk the same call goes on once there is room. A `ReadError` for the source, a
+    `GridError` for files that differ in what each has whole; `FieldError` for a cluster without workers.
 
     >>> made = jigsaw.io.convert("globe-*.nc", "train.zarr", fields=["2m_temperature"], chunks={"time": 1})
     >>> jigsaw.io.open(made.path, mesh={"lat": 1})
