@@ -398,7 +398,7 @@ def move_region(region: ConversionRegion, read: WatchedDataset, path: Path) -> M
     part = read.data.variables[array.name][box_slices(region.box)]
     # each region already runs in a thread of jigsaw's own
     loaded = part.load(scheduler="synchronous") if part.chunks else part
-    values = _rounded(np.asarray(loaded.values), array, region.box)
+    values = array.stored_values(np.asarray(loaded.values))
     sink = ZarrSink(path, None, {}, CONVERT_AGAIN)
     sink.attach([array])
     written: list[tuple[UnitKey, str]] = []
@@ -412,17 +412,6 @@ def move_region(region: ConversionRegion, read: WatchedDataset, path: Path) -> M
             raise WriteError(f"{path}: rows {box} of array {array.name!r} read back other than they were written")
         written.append(((array.name, index), digest))
     return MovedRegion(written, read.take_filled())
-
-
-def _rounded(values: NDArray[Any], array: ArrayOutline, box: Box) -> NDArray[Any]:
-    """Return values in an array's dtype.  Raises: `WriteError` where floats become infinite by that."""
-    with np.errstate(over="ignore"):
-        rounded: NDArray[Any] = values.astype(array.dtype, copy=False)
-    if rounded.dtype.kind == "f" and np.isinf(rounded).sum() > np.isinf(values).sum():
-        raise WriteError(
-            f"array {array.name!r} has values in rows {box} that {array.dtype} cannot hold; choose a wider dtype="
-        )
-    return rounded
 
 
 def _remove_target(path: Path, chosen: SelectedSource) -> None:

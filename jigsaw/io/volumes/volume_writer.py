@@ -167,9 +167,14 @@ def _sides_of(scan: StoredVolume) -> tuple[int, ...]:
 
 
 def _check_fits(where: Path, image: Tile, kind: np.dtype[Any]) -> None:
-    """Raise `WriteError` where a file of integers does not hold these values; floats are rounded as in any cast."""
+    """Raise `WriteError` where a file does not hold these values; floats are rounded as in any cast."""
     values = image.owned().local
-    if kind.kind == "f" or not values.numel():
+    if kind.kind == "f":
+        largest = float(np.finfo(kind).max)
+        if values.is_floating_point() and bool(((values.abs() > largest) & values.isfinite()).any()):
+            raise WriteError(f"{where}: values of {image.dtype} do not fit {kind.name}; give a wider dtype=")
+        return
+    if not values.numel():
         return
     low, high = (float(v) for v in torch.aminmax(values.float() if values.dtype == torch.bool else values))
     limits = np.iinfo(kind)
