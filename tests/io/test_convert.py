@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from base64 import standard_b64encode
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ import jigsaw.io as jio
 from jigsaw.__main__ import main
 from jigsaw.errors import FieldError, GridError, UnsupportedStoreError, WriteError
 from jigsaw.io.conversion.convert import convert, verify
+from jigsaw.io.conversion.selected_source import select_source
 from jigsaw.io.writing.write import completeness
 from jigsaw.testing import world_mesh
 
@@ -335,6 +337,8 @@ def test_a_dataset_that_lists_its_arrays_in_another_order_goes_on(tmp_path, wb2,
     turned = turned.assign_coords({name: data[name] for name in reversed(list(data.coords))})
     assert list(turned.data_vars) != list(data.data_vars)
     assert convert(turned, tmp_path / "made.zarr", **sizes).kept > 0
+    stored_in = select_source(wb2)
+    assert replace(stored_in, arrays=stored_in.arrays[::-1]).identity() == stored_in.identity()
 
 
 # -- checksums ---------------------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ class SelectedSource:
 
         def tables_of(path: str) -> list[ArrayTable]:
             arrays = open_store(path, {"outside": self.outside}).arrays
-            return [arrays[name] for name in self.arrays]
+            return [arrays[name] for name in sorted(self.arrays)]
 
         return [
             look_at_store(partial(str, path), partial(tables_of, path)) for path in self.files if Path(path).is_dir()
