@@ -1,5 +1,6 @@
 """Conversion: what is written is what xarray reads of the source, after any kill, and damage is found."""
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -8,7 +9,6 @@ import subprocess
 import sys
 import time
 from base64 import standard_b64encode
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -338,7 +338,7 @@ def test_a_dataset_that_lists_its_arrays_in_another_order_goes_on(tmp_path, wb2,
     assert list(turned.data_vars) != list(data.data_vars)
     assert convert(turned, tmp_path / "made.zarr", **sizes).kept > 0
     stored_in = select_source(wb2)
-    assert replace(stored_in, arrays=stored_in.arrays[::-1]).identity() == stored_in.identity()
+    assert dataclasses.replace(stored_in, arrays=stored_in.arrays[::-1]).identity() == stored_in.identity()
 
 
 # -- checksums ---------------------------------------------------------------------------------------------------------
