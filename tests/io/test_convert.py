@@ -432,6 +432,23 @@ def test_fields_without_time_are_alike_in_all_files(tmp_path):
     convert(files, tmp_path / "without.zarr", fields=["t2m"])
 
 
+@pytest.mark.parametrize(
+    ("second", "match"),
+    [
+        (slice(2, 5), r"0\.nc and .*1\.nc overlap along 'time', at 2020-01-01 12:00:00 among others"),
+        (slice(0, 5), r"0\.nc and .*1\.nc overlap along 'time', at 2020-01-01 00:00:00 among others"),
+        (slice(0, 3), r"1\.nc has other values of '2m_temperature' than .*0\.nc at the same place"),
+    ],
+)
+def test_files_of_the_same_steps_are_not_joined(tmp_path, second, match):
+    """Xarray keeps such steps twice, or leaves a whole file out."""
+    data, files = globe()[["2m_temperature"]], [str(tmp_path / f"{i}.nc") for i in range(3)]
+    for file, steps in zip(files, (slice(0, 3), second, slice(5, 8)), strict=True):
+        (data if steps == slice(0, 3) and file == files[0] else data + 1).isel(time=steps).to_netcdf(file)
+    with pytest.raises(GridError, match=match):
+        convert(files, tmp_path / "made.zarr")
+
+
 def test_sums_over_steps_are_not_thinned_in_a_conversion(tmp_path):
     data = globe(4)
     data["2m_temperature"].attrs["cell_methods"] = "time: sum"

@@ -185,8 +185,9 @@ def convert(
     are unpacked. Coordinates, attributes and CF metadata are kept.
 
     - `source`: a path, URL, glob or list of files (joined by their coordinates), or an `xarray.Dataset`; `engine` is
-      xarray's (``"cfgrib"`` for GRIB), `dims` says what its dims are (see `jigsaw.io.open`). What each file has whole,
-      such as a field without time, must be alike in all: each call reads it in each file first;
+      xarray's (``"cfgrib"`` for GRIB), `dims` says what its dims are (see `jigsaw.io.open`). What several files
+      have, such as a field without time, must be alike in all: each call first reads it once in each of them, and twice
+      in the first above 256 MiB. Files that share some of their steps are refused;
     - `fields`, `time`, `every`: the selection, as in `jigsaw.io.open`; by default all is converted;
     - `chunks`, `shards`: sizes by dim; by default those that `mesh` (one rank without) reads cheapest
       (`jigsaw.io.recommend`);
@@ -203,7 +204,7 @@ def convert(
 
     Raises: `WriteError` for a target that is complete, belongs to another conversion, cannot be written, or reads back
     different values; after a full disk the same call goes on once there is room. A `ReadError` for the source, a
-    `GridError` for files that differ in what each has whole; `FieldError` for a cluster without workers.
+    `GridError` for files that differ in what several have; `FieldError` for a cluster without workers.
 
     >>> made = jigsaw.io.convert("globe-*.nc", "train.zarr", fields=["2m_temperature"], chunks={"time": 1})
     >>> jigsaw.io.open(made.path, mesh={"lat": 1})

@@ -277,7 +277,7 @@ def _join_files(
         return dataset, tuple(parts)
     except GridError:
         raise
-    except ValueError as e:
+    except (ValueError, TypeError) as e:  # the last for times of several calendars
         if "engine" in str(e) or "dask" in str(e):
             raise
         raise GridError(f"the {len(paths)} files {paths[0]!r} … do not join along their coordinates: {e}") from (
@@ -353,21 +353,54 @@ def select_source(
 
 
 def _check_files_alike(opened: OpenedSource, kept: xr.Dataset) -> None:
-    """Refuse files that differ in what each has whole, such as a field without time: joined, they have that of one."""
-    for name in map(str, kept.variables if opened.parts else ()):
-        first, ours = "", None
-        for path, part in zip(opened.files, opened.parts, strict=True):
+    """Refuse files that have other values at the same places, such as of a field without time: one file's would stay.
+
+    Three files of the steps 0 to 2, 0 to 2 and 3 to 5 lie at two places along time, and all at one along latitude.
+    """
+    if not opened.parts:
+        return
+    places = {str(dim): _places_of_parts(opened, str(dim)) for dim in opened.data.dims}
+    for name in map(str, kept.variables):
+        firsts: dict[tuple[int, ...], tuple[str, Any]] = {}
+        for number, (path, part) in enumerate(zip(opened.files, opened.parts, strict=True)):
             theirs = part.variables.get(name)
-            # along a joined dim no file is as long as all together; indexes were compared when they were joined
-            if theirs is None or name in part.indexes or theirs.sizes != opened.data.variables[name].sizes:
+            if theirs is None or name in part.indexes:
                 continue
-            if ours is None:
-                first, ours = path, theirs.load() if theirs.nbytes <= _COMPARED_IN_MEMORY else theirs
-            elif not ours.equals(theirs):
+            place = tuple(places[str(dim)][number] for dim in theirs.dims)
+            if place not in firsts:
+                firsts[place] = path, theirs
+                continue
+            first, ours = firsts[place]
+            if ours.nbytes <= _COMPARED_IN_MEMORY:
+                ours.load()
+            if not ours.equals(theirs):
                 raise GridError(
-                    f"{redacted_text(path)} has other values of {name!r} than {redacted_text(first)}, and joined files "
-                    "keep those of one; write them alike, leave the array out by fields=, or convert these files apart"
+                    f"{redacted_text(path)} has other values of {name!r} than {redacted_text(first)} at the same "
+                    "place, and joined files keep those of one; write them alike, leave the array out by fields=, or "
+                    "convert these files apart"
                 )
+
+
+def _places_of_parts(opened: OpenedSource, dim: str) -> list[int]:
+    """Return for each file the number of its place along a dim: files have the same one where their coordinates agree.
+
+    Raises: `GridError` for files that share some coordinates and not all.
+    """
+    numbers: dict[tuple[Any, ...], int] = {}
+    places: list[int] = []
+    owners: dict[Any, tuple[int, str]] = {}
+    for path, part in zip(opened.files, opened.parts, strict=True):
+        values = tuple(part.indexes[dim].tolist()) if dim in part.indexes else ()
+        place = numbers.setdefault(values, len(numbers))
+        places.append(place)
+        for value in dict.fromkeys(values) if place == len(numbers) - 1 else ():
+            known, owner = owners.setdefault(value, (place, path))
+            if known != place:
+                raise GridError(
+                    f"{redacted_text(owner)} and {redacted_text(path)} overlap along {dim!r}, at {value} among others; "
+                    "leave one out, or cut it"
+                )
+    return places
 
 
 def _along_curve(data: xr.Dataset, survey: StoreSurvey, variable: StoreVariable) -> tuple[xr.Dataset, str]:
