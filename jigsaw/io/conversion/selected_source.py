@@ -355,7 +355,8 @@ def select_source(
 def _check_files_alike(opened: OpenedSource, kept: xr.Dataset) -> None:
     """Refuse files that have other values at the same places, such as of a field without time: one file's would stay.
 
-    Three files of the steps 0 to 2, 0 to 2 and 3 to 5 lie at two places along time, and all at one along latitude.
+    Take three files of the steps 0 to 2, 0 to 2 and 3 to 5. They lie at two places along time, and at one along
+    latitude.
     """
     if not opened.parts:
         return

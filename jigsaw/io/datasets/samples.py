@@ -269,8 +269,8 @@ class LoaderState:
 
         `appended` says that samples which the dataset had not when the epoch began come after those that it had.
 
-        Raises: `StateError` for missing or foreign keys, values that are not integers, a place beyond the samples, or a
-        dataset that is not that of the epoch under way.
+        Raises: `StateError` for missing or foreign keys, and values that are not integers. Also for a place beyond the
+        samples, or a dataset that is not that of the epoch.
         """
         names = [*cls.__dataclass_fields__]
         # a checkpoint may hold anything

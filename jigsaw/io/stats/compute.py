@@ -468,7 +468,7 @@ class _RankMoments:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """What the run is of; with a few stored chunks, which differ where the store was written anew."""
+        """Facts of the run that its checkpoint must have too, among them some stored bytes: a new store has others."""
         return {**self.series.identity(), "stored bytes": self.series.dataset.identity().chunks}
 
     def gather(self, state: StatisticsState) -> MomentTables:
