@@ -306,10 +306,29 @@ def test_a_field_without_holes_passes_the_strict_policy(holes):
 def test_a_torn_state_dict(wb2):
     loader = DataLoader(jigsaw.io.open(wb2, mesh=world_mesh(lat=1), fields=["t2m"]))
     whole = loader.state_dict()
-    for torn in (dict(list(whole.items())[:2]), whole | {"epoch": None}, whole | {"next_sample": 99}, [], None):
+    for torn in (
+        dict(list(whole.items())[:2]),
+        whole | {"epoch": None},
+        whole | {"next_sample": 9, "samples": 8},
+        [],
+        None,
+    ):
         with pytest.raises(StateError):
             loader.load_state_dict(torn)
     loader.load_state_dict(whole)
+
+
+@pytest.mark.parametrize("dim", ["latitude", "longitude"])
+def test_a_grid_without_rows_has_no_sample(tmp_path, dim):
+    data = globe().isel({dim: slice(0)})
+    refusal = f"array '2m_temperature' has 0 rows along '{dim}', so it holds no sample"
+    with pytest.raises(GridError, match=refusal):
+        jigsaw.io.open(data, mesh={"lat": 1}, fields=["t2m"])
+    with pytest.raises(GridError, match=refusal):
+        jigsaw.io.convert(data, tmp_path / "none.zarr", fields=["t2m"], chunks={})
+    np.save(tmp_path / "none.npy", np.zeros((0, 4, 4), "f4"))
+    with pytest.raises(GridError, match="has 0 rows along 'z'"):
+        jigsaw.io.open_volumes([tmp_path / "none.npy"], mesh={"z": 1}, crop=None)
 
 
 def test_a_series_without_steps_has_no_sample():

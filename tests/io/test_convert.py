@@ -1,5 +1,6 @@
 """Conversion: what is written is what xarray reads of the source, after any kill, and damage is found."""
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -20,6 +21,7 @@ import jigsaw.io as jio
 from jigsaw.__main__ import main
 from jigsaw.errors import FieldError, GridError, UnsupportedStoreError, WriteError
 from jigsaw.io.conversion.convert import convert, verify
+from jigsaw.io.conversion.selected_source import select_source
 from jigsaw.io.writing.write import completeness
 from jigsaw.testing import world_mesh
 
@@ -335,6 +337,8 @@ def test_a_dataset_that_lists_its_arrays_in_another_order_goes_on(tmp_path, wb2,
     turned = turned.assign_coords({name: data[name] for name in reversed(list(data.coords))})
     assert list(turned.data_vars) != list(data.data_vars)
     assert convert(turned, tmp_path / "made.zarr", **sizes).kept > 0
+    stored_in = select_source(wb2)
+    assert dataclasses.replace(stored_in, arrays=stored_in.arrays[::-1]).identity() == stored_in.identity()
 
 
 # -- checksums ---------------------------------------------------------------------------------------------------------
@@ -412,6 +416,39 @@ def test_files_in_other_units_are_not_joined(tmp_path):
         convert([tmp_path / "a.nc", tmp_path / "b.nc"], tmp_path / "made.zarr")
 
 
+def test_fields_without_time_are_alike_in_all_files(tmp_path):
+    data = globe()[["2m_temperature", "land_sea_mask"]]
+    data["land_sea_mask"].values[3, 4] = np.nan
+    for i in range(3):
+        data.isel(time=slice(3 * i, 3 * i + 3)).to_netcdf(tmp_path / f"{i}.nc")
+    files = [str(tmp_path / f"{i}.nc") for i in range(3)]
+    convert(files, tmp_path / "alike.zarr")
+    np.testing.assert_array_equal(stored(tmp_path / "alike.zarr")["land_sea_mask"], data["land_sea_mask"])
+    data["land_sea_mask"].values[1, 2] += 1e-6
+    data.isel(time=slice(6, 9)).to_netcdf(files[2])
+    with pytest.raises(GridError, match=r"2\.nc has other values of 'land_sea_mask' than .*0\.nc"):
+        convert(files, tmp_path / "other.zarr")
+    assert not (tmp_path / "other.zarr").exists()
+    convert(files, tmp_path / "without.zarr", fields=["t2m"])
+
+
+@pytest.mark.parametrize(
+    ("second", "match"),
+    [
+        (slice(2, 5), r"0\.nc and .*1\.nc overlap along 'time', at 2020-01-01 12:00:00 among others"),
+        (slice(0, 5), r"0\.nc and .*1\.nc overlap along 'time', at 2020-01-01 00:00:00 among others"),
+        (slice(0, 3), r"1\.nc has other values of '2m_temperature' than .*0\.nc at the same place"),
+    ],
+)
+def test_files_of_the_same_steps_are_not_joined(tmp_path, second, match):
+    """Xarray keeps such steps twice, or leaves a whole file out."""
+    data, files = globe()[["2m_temperature"]], [str(tmp_path / f"{i}.nc") for i in range(3)]
+    for file, steps in zip(files, (slice(0, 3), second, slice(5, 8)), strict=True):
+        (data if steps == slice(0, 3) and file == files[0] else data + 1).isel(time=steps).to_netcdf(file)
+    with pytest.raises(GridError, match=match):
+        convert(files, tmp_path / "made.zarr")
+
+
 def test_sums_over_steps_are_not_thinned_in_a_conversion(tmp_path):
     data = globe(4)
     data["2m_temperature"].attrs["cell_methods"] = "time: sum"
@@ -457,5 +494,5 @@ def test_values_that_the_dtype_cannot_hold_are_not_written(tmp_path):
     source[name] = source[name].dims, values
     convert(source, tmp_path / "a.zarr", fields=[name], dtype="float32", chunks={"time": 1})  # infinite before
     values.flat[6] = 1e300
-    with pytest.raises(WriteError, match=r"that float32 cannot hold; choose a wider dtype="):
+    with pytest.raises(WriteError, match="which float32 does not hold; choose a wider dtype"):
         convert(source, tmp_path / "b.zarr", fields=[name], dtype="float32", chunks={"time": 1})

@@ -87,7 +87,7 @@ def test_a_run_resumes_in_mid_epoch_on_another_mesh(wb2, before, after):
     want, _ = batches(wb2, {"lat": 1}, **kwargs)
     first = run_on_ranks(int(np.prod(list(before.values()))), batches, wb2, before, count=1, **kwargs)
     states = [state for _, state in first]
-    assert states == [{"seed": 3, "epoch": 0, "next_sample": 2}] * len(states)
+    assert states == [{"seed": 3, "epoch": 0, "next_sample": 2, "samples": 8}] * len(states)
     rest = run_on_ranks(
         int(np.prod(list(after.values()))), batches, wb2, after, state=states[0], **(kwargs | {"seed": 99})
     )
@@ -98,14 +98,33 @@ def test_a_run_resumes_in_mid_epoch_on_another_mesh(wb2, before, after):
             np.testing.assert_array_equal(given, expected)
 
 
+def test_an_epoch_goes_on_over_the_samples_that_it_began_with():
+    def loader(steps, field="2m_temperature", **select):
+        data = globe().rename(level="number").isel(time=slice(steps))
+        dataset = jigsaw.io.open(data, mesh=world_mesh(lat=1), fields=[field], select=select)
+        return jigsaw.io.DataLoader(dataset, 2, shuffle=True, seed=3)
+
+    order = [batch.samples for batch in loader(7)]
+    before, after = loader(7), loader(10)
+    next(iter(before))
+    state = before.state_dict()
+    assert state == {"seed": 3, "epoch": 0, "next_sample": 2, "samples": 7}
+    after.load_state_dict(state)
+    assert [batch.samples for batch in after] == order[1:]
+    assert sorted(s for batch in after for s in batch.samples) == list(range(10))
+    # samples of a member come after those of the one before it, so one more step gives others new numbers
+    with pytest.raises(StateError, match=r"samples=7, but the dataset has 30 samples, in another order"):
+        loader(10, "temperature", number="all").load_state_dict(state)
+
+
 def test_every_epoch_has_its_own_order_and_leaving_one_early_ends_it(wb2):
     loader = jigsaw.io.DataLoader(opened(wb2, world_mesh(lat=1)), batch_size=2, shuffle=True)
     first, second = ([b.samples for b in loader] for _ in range(2))
     assert first != second
     list(islice(loader, 1))
-    assert loader.state_dict() == {"seed": 0, "epoch": 2, "next_sample": 2}
+    assert loader.state_dict() == {"seed": 0, "epoch": 2, "next_sample": 2, "samples": 8}
     next(iter(loader))
-    assert loader.state_dict() == {"seed": 0, "epoch": 3, "next_sample": 2}
+    assert loader.state_dict() == {"seed": 0, "epoch": 3, "next_sample": 2, "samples": 8}
 
 
 def test_a_new_iteration_takes_over_from_one_that_is_left(wb2):
@@ -230,8 +249,8 @@ def test_an_error_in_the_background_arrives_with_its_traceback(tmp_path):
     ("state", "match"),
     [
         ({}, "has the keys"),
-        ({"seed": 0, "epoch": 0, "next_sample": "3"}, "torn"),
-        ({"seed": 0, "epoch": 0, "next_sample": 9}, "dataset has 8 samples"),
+        ({"seed": 0, "epoch": 0, "next_sample": "3", "samples": 8}, "torn"),
+        ({"seed": 0, "epoch": 0, "next_sample": 3, "samples": 9}, "dataset has 8 samples"),
     ],
 )
 def test_a_torn_state_is_refused_and_changes_nothing(wb2, state, match):
@@ -336,10 +355,10 @@ def test_loading_a_state_ends_the_iteration_under_way(wb2):
     loader = jigsaw.io.DataLoader(opened(wb2, world_mesh(lat=1)))
     running = iter(loader)
     next(running)
-    loader.load_state_dict({"seed": np.int64(0), "epoch": torch.tensor(4), "next_sample": 6})
+    loader.load_state_dict({"seed": np.int64(0), "epoch": torch.tensor(4), "next_sample": 6, "samples": 8})
     with pytest.raises(ReadError, match="or a loaded state, took over its loader"):
         next(running)
-    assert loader.state_dict() == {"seed": 0, "epoch": 4, "next_sample": 6}
+    assert loader.state_dict() == {"seed": 0, "epoch": 4, "next_sample": 6, "samples": 8}
     assert [batch.samples for batch in loader] == [(6,), (7,)]
     loader.close()
 
@@ -361,7 +380,7 @@ def test_rollouts_grow_by_epoch_and_samples_stay(wb2):
         orders.append(sorted(s for batch in batches for s in batch.samples))
     assert orders == [list(range(6))] * 3
     assert loader.state_dict() == {"seed": 1, "epoch": 3, "next_sample": 0}
-    loader.load_state_dict({"seed": 1, "epoch": 1, "next_sample": 4})
+    loader.load_state_dict({"seed": 1, "epoch": 1, "next_sample": 4, "samples": 6})
     assert [batch.target.shape[1] for batch in loader] == [1]
     assert [batch.target.shape[1] for batch in loader] == [4, 4, 4]
 

@@ -1,5 +1,6 @@
 """`statistics`: on every mesh what numpy gives over the whole array; resumed, thinned, weighted, with gaps."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -296,6 +297,12 @@ def test_a_checkpoint_of_something_else_is_refused(holed, tmp_path):
         statistics(opened(holed, mesh, every=2), checkpoint=at, resume=True)
     with pytest.raises(StateError, match=r"is of places .*; run it as before"):
         statistics(opened(holed, mesh, lat_order="south-first"), checkpoint=at, resume=True)
+    again = write(tmp_path / "again.zarr", globe())
+    stopped(opened(again, mesh), at, 4, block=2)
+    shutil.rmtree(again)
+    write(tmp_path / "again.zarr", globe() + 1)
+    with pytest.raises(StateError, match=r"is of stored bytes .*; run it as before, or remove the checkpoint"):
+        statistics(opened(again, mesh), checkpoint=at, resume=True)
     at.write_bytes(at.read_bytes()[:100])
     with pytest.raises(StateError, match=r"cannot be read .* remove it to begin anew"):
         statistics(opened(holed, mesh), checkpoint=at, resume=True)

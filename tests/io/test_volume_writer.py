@@ -122,6 +122,11 @@ def test_refusals_are_alike_and_leave_nothing(folder):
     with pytest.raises(WriteError, match="is there; mode='w'"):
         write_volume(folder / "mask.nii", tile)
     write_volume(folder / "mask.nii", tile * 0, mode="w")
+    if mesh.get_rank() == 0:
+        (folder / "note.nii").write_text("dear")
+    comm.all_gather_object(mesh, "there is a note")
+    with pytest.raises(WriteError, match=r"note\.nii is not a NIfTI file, so mode='w' does not replace it"):
+        write_volume(folder / "note.nii", tile, mode="w")
 
 
 @pytest.fixture

@@ -599,7 +599,13 @@ def test_places_that_are_refused(tmp_path):
     (tmp_path / "own.zarr" / "letter").write_text("dear")
     with pytest.raises(WriteError, match="is not a Zarr store, so mode='w' does not replace it"):
         write(tmp_path / "own.zarr", tile, mode="w", **options)
-    assert (tmp_path / "own.zarr" / "letter").exists()
+    (tmp_path / "own.nc").mkdir()
+    (tmp_path / "note.nc").write_text("dear")
+    for path in ("own.nc", "note.nc"):
+        with pytest.raises(WriteError, match=f"{path} is not a NetCDF file, so mode='w' does not replace it"):
+            write(tmp_path / path, tile, mode="w", **options)
+    assert (tmp_path / "own.zarr" / "letter").exists() and (tmp_path / "note.nc").read_text() == "dear"
+    assert not list(tmp_path.glob("*.part"))
     with pytest.raises(WriteError, match="does not exist"):
         completeness(tmp_path / "none.zarr")
     globe(2).to_zarr(tmp_path / "theirs.zarr")
@@ -624,6 +630,35 @@ def test_mode_w_replaces(tmp_path):
             x = array((rows, 2))
             write(tmp_path / f"a.{suffix}", {"u": cut(x, mesh, (None, None))}, dims=("lat", "lon"), mode="w")
             np.testing.assert_array_equal(opened(tmp_path / f"a.{suffix}").u.values, x.numpy())
+
+
+LOST = [(float("nan"), "int16"), (1.5, "int16"), (40000.0, "int16"), (-1, "uint8"), (1e300, "float32")]
+
+
+@pytest.mark.parametrize(("value", "dtype"), LOST)
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_values_that_the_stored_dtype_does_not_hold(tmp_path, suffix, value, dtype):
+    x = torch.tensor([[0, value]], dtype=torch.float64 if isinstance(value, float) else torch.int8)
+    tile, options = cut(x, world(lat=1), (None, None)), {"dims": ("lat", "lon"), "encoding": {"dtype": dtype}}
+    with pytest.raises(WriteError, match=f"values such as .*, which {dtype} does not hold; choose a wider dtype"):
+        write(tmp_path / f"a.{suffix}", {"u": tile}, **options)
+    write(tmp_path / f"b.{suffix}", {"u": tile * 0 if dtype == "float32" else tile[:, :1]}, **options)
+    assert opened(tmp_path / f"b.{suffix}").u.values.tolist()[0][0] == 0
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_steps_that_are_there_are_not_appended_again(tmp_path, suffix):
+    path, tile = tmp_path / f"a.{suffix}", cut(array((2, 3)), world(lat=1), (None, None))
+    options = {"dims": ("time", "lat"), "append_dim": "time", "mode": "a"}
+    times = np.datetime64("2020-01-01", "ns") + np.arange(6) * np.timedelta64(6, "h")
+    with Writer(path, **options) as out:
+        out.append({"u": tile}, {"time": times[:2]})
+        out.append({"u": tile}, {"time": times[2:4]})
+    for again in (times[2:4], times[3:5], times[5:3:-1]):
+        with pytest.raises(GridError, match=r"coords\['time'\] of an append must rise from the last in the store"):
+            write(path, {"u": tile}, coords={"time": again}, **options)
+    write(path, {"u": tile}, coords={"time": times[4:]}, **options)
+    np.testing.assert_array_equal(opened(path).time.values, times)
 
 
 APPENDS = {

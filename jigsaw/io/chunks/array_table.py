@@ -127,6 +127,15 @@ class ArrayTable:
             raise GridError(self.unfit)
         _ = self.scale, self.offset
 
+    def check_rows(self, dims: Iterable[str]) -> None:
+        """Raise `GridError` where the array has no row along one of these dims."""
+        empty = [dim for dim in dims if self.shape[self.dims.index(dim)] == 0]
+        if empty:
+            raise GridError(
+                f"array {self.name!r} has 0 rows along {empty[0]!r}, so it holds no sample; write it with rows, or "
+                "leave it out"
+            )
+
     def _number(self, attr: str, usual: float) -> float:
         value = self.attrs.get(attr, usual)
         try:

@@ -185,7 +185,9 @@ def convert(
     are unpacked. Coordinates, attributes and CF metadata are kept.
 
     - `source`: a path, URL, glob or list of files (joined by their coordinates), or an `xarray.Dataset`; `engine` is
-      xarray's (``"cfgrib"`` for GRIB), `dims` says what its dims are (see `jigsaw.io.open`);
+      xarray's (``"cfgrib"`` for GRIB), `dims` says what its dims are (see `jigsaw.io.open`). What several files
+      have, such as a field without time, must be alike in all: each call first reads it once in each of them, and twice
+      in the first above 256 MiB. Files that share some of their steps are refused;
     - `fields`, `time`, `every`: the selection, as in `jigsaw.io.open`; by default all is converted;
     - `chunks`, `shards`: sizes by dim; by default those that `mesh` (one rank without) reads cheapest
       (`jigsaw.io.recommend`);
@@ -201,8 +203,8 @@ def convert(
       pieces have short borders. A `Writer` that writes like the new store restores the order of the source.
 
     Raises: `WriteError` for a target that is complete, belongs to another conversion, cannot be written, or reads back
-    different values; after a full disk the same call goes on once there is room. A `ReadError` for the source;
-    `FieldError` for a cluster without workers.
+    different values; after a full disk the same call goes on once there is room. A `ReadError` for the source, a
+    `GridError` for files that differ in what several have; `FieldError` for a cluster without workers.
 
     >>> made = jigsaw.io.convert("globe-*.nc", "train.zarr", fields=["2m_temperature"], chunks={"time": 1})
     >>> jigsaw.io.open(made.path, mesh={"lat": 1})
@@ -397,7 +399,7 @@ def move_region(region: ConversionRegion, read: WatchedDataset, path: Path) -> M
     part = read.data.variables[array.name][box_slices(region.box)]
     # each region already runs in a thread of jigsaw's own
     loaded = part.load(scheduler="synchronous") if part.chunks else part
-    values = _rounded(np.asarray(loaded.values), array, region.box)
+    values = array.stored_values(np.asarray(loaded.values))
     sink = ZarrSink(path, None, {}, CONVERT_AGAIN)
     sink.attach([array])
     written: list[tuple[UnitKey, str]] = []
@@ -411,17 +413,6 @@ def move_region(region: ConversionRegion, read: WatchedDataset, path: Path) -> M
             raise WriteError(f"{path}: rows {box} of array {array.name!r} read back other than they were written")
         written.append(((array.name, index), digest))
     return MovedRegion(written, read.take_filled())
-
-
-def _rounded(values: NDArray[Any], array: ArrayOutline, box: Box) -> NDArray[Any]:
-    """Return values in an array's dtype.  Raises: `WriteError` where floats become infinite by that."""
-    with np.errstate(over="ignore"):
-        rounded: NDArray[Any] = values.astype(array.dtype, copy=False)
-    if rounded.dtype.kind == "f" and np.isinf(rounded).sum() > np.isinf(values).sum():
-        raise WriteError(
-            f"array {array.name!r} has values in rows {box} that {array.dtype} cannot hold; choose a wider dtype="
-        )
-    return rounded
 
 
 def _remove_target(path: Path, chosen: SelectedSource) -> None:

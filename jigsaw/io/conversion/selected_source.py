@@ -49,6 +49,8 @@ _CONVERTED_KINDS = "biuf"
 _DECODED: dict[str, Any] = {"decode_timedelta": False, "decode_coords": "all"}
 # the keys that xarray keeps from an array's own metadata
 _OF_ZARR, _OF_ZARR_V3 = {"compressor", "compressors"}, {"serializer", "codecs"}
+_COMPARED_IN_MEMORY = 1 << 28
+"""Bytes of an array that is read once and kept, to compare other files with it; a larger one is read for each."""
 _GRIB = (".grib", ".grib2", ".grb", ".grb2")
 
 
@@ -88,10 +90,13 @@ class SelectedSource:
     ) -> list[ArrayOutline]:
         """Return the arrays of the store to be made: `chunks` and `shards` are sizes by role or name.
 
-        Raises: `FieldError` for an invalid `floats`, `GridError` for sizes along a dim that no array has.
+        Raises: `FieldError` for an invalid `floats`, `GridError` for sizes along a dim that no array has, and for an
+        array without rows.
         """
         if floats not in (None, "float16", "float32", "float64"):
             raise FieldError(f"dtype={floats!r} must be float16, float32 or float64")
+        for table in map(self.found.store.arrays.__getitem__, self.arrays):
+            table.check_rows(table.dims)
         known = {word for name in self.arrays for role, own, _ in self.dims(name) for word in (role, own)}
         for argument, sizes in (("chunks", chunks), ("shards", shards or {})):
             wrong = [dim for dim, n in sizes.items() if dim not in known or n < 1]
@@ -144,7 +149,7 @@ class SelectedSource:
 
         def tables_of(path: str) -> list[ArrayTable]:
             arrays = open_store(path, {"outside": self.outside}).arrays
-            return [arrays[name] for name in self.arrays]
+            return [arrays[name] for name in sorted(self.arrays)]
 
         return [
             look_at_store(partial(str, path), partial(tables_of, path)) for path in self.files if Path(path).is_dir()
@@ -152,12 +157,16 @@ class SelectedSource:
 
 
 class OpenedSource(NamedTuple):
-    """Dataset that xarray opened; `watched` are the Zarr stores that it reads, where the user gave no dataset."""
+    """Dataset that xarray opened; `watched` are the Zarr stores that it reads, where the user gave no dataset.
+
+    `parts` are the datasets of several files, in the order of `files`.
+    """
 
     name: str
     files: tuple[str, ...]
     data: xr.Dataset
     watched: tuple[WatchedStore, ...] = ()
+    parts: tuple[xr.Dataset, ...] = ()
 
 
 def open_with_xarray(source: Any, engine: str | None = None, outside: Any = False) -> OpenedSource:
@@ -191,8 +200,9 @@ def open_with_xarray(source: Any, engine: str | None = None, outside: Any = Fals
                 dataset = xr.open_dataset(stores[0], **options)
                 data = _decode_as_reader(dataset) if raw else dataset
                 return OpenedSource(redacted_text(paths[0]), (paths[0],), data, watched)
-            dataset = _join_files(stores, {**options, "preprocess": _decode_as_reader} if raw else options)
-            return OpenedSource(redacted_text(f"{paths[0]} and {len(paths) - 1} more"), tuple(paths), dataset, watched)
+            dataset, parts = _join_files(stores, options, raw)
+            name = redacted_text(f"{paths[0]} and {len(paths) - 1} more")
+            return OpenedSource(name, tuple(paths), dataset, watched, parts)
     except GridError:  # of files that are not joined
         raise
     except (OSError, ValueError, ImportError, KeyError) as e:
@@ -248,16 +258,26 @@ def _source_paths(source: Any) -> list[str]:
     return paths
 
 
-def _join_files(paths: Sequence[Any], options: Mapping[str, Any]) -> xr.Dataset:
+def _join_files(
+    paths: Sequence[Any], options: Mapping[str, Any], raw: bool
+) -> tuple[xr.Dataset, tuple[xr.Dataset, ...]]:
+    """Return files as one dataset, and the dataset of each."""
     import xarray as xr
+
+    parts: list[xr.Dataset] = []
+
+    def keep_part(part: xr.Dataset) -> xr.Dataset:
+        parts.append(_decode_as_reader(part) if raw else part)
+        return parts[-1]
 
     joining: dict[str, Any] = {"data_vars": "minimal", "coords": "minimal", "compat": "override", "join": "exact"}
     joining["combine_attrs"] = _attributes_of_first
     try:
-        return xr.open_mfdataset(list(paths), combine="by_coords", **joining, **options)
+        dataset = xr.open_mfdataset(list(paths), combine="by_coords", preprocess=keep_part, **joining, **options)
+        return dataset, tuple(parts)
     except GridError:
         raise
-    except ValueError as e:
+    except (ValueError, TypeError) as e:  # the last for times of several calendars
         if "engine" in str(e) or "dask" in str(e):
             raise
         raise GridError(f"the {len(paths)} files {paths[0]!r} … do not join along their coordinates: {e}") from (
@@ -294,7 +314,8 @@ def select_source(
     """
     checked_choice("missing", missing, MISSING_RULES)
     checked_choice("order", order, CELL_ORDERS, GridError)
-    name, files, data, watched = open_with_xarray(source, engine, outside)
+    opened = open_with_xarray(source, engine, outside)
+    name, files, data, watched, _ = opened
     survey = StoreSurvey(open_xarray(data, {"outside": outside}), dims)
     channels = [] if fields is None else channels_of_fields(fields, survey.levels)
     chosen = list(survey.variables if fields is None else dict.fromkeys(c.array for c in channels))
@@ -322,12 +343,65 @@ def select_source(
         kept = data.drop_vars([n for n in data.variables if str(n) not in known])
     for store in watched:
         store.filled_arrays = frozenset(moved if missing == "fill" else ())
+    _check_files_alike(opened, kept)
     survey, reordered = StoreSurvey(open_xarray(kept, {"outside": outside}), dims), None
     if order == "curve":
         kept, reordered = _along_curve(kept, survey, survey.variables[chosen[0]])
         survey = StoreSurvey(open_xarray(kept, {"outside": outside}), dims)
         moved = [n for n in moved if n in kept.data_vars]
     return SelectedSource(name, files, kept, survey, tuple(moved), time_dim, outside, watched, reordered)
+
+
+def _check_files_alike(opened: OpenedSource, kept: xr.Dataset) -> None:
+    """Refuse files that have other values at the same places, such as of a field without time: one file's would stay.
+
+    Take three files of the steps 0 to 2, 0 to 2 and 3 to 5. They lie at two places along time, and at one along
+    latitude.
+    """
+    if not opened.parts:
+        return
+    places = {str(dim): _places_of_parts(opened, str(dim)) for dim in opened.data.dims}
+    for name in map(str, kept.variables):
+        firsts: dict[tuple[int, ...], tuple[str, Any]] = {}
+        for number, (path, part) in enumerate(zip(opened.files, opened.parts, strict=True)):
+            theirs = part.variables.get(name)
+            if theirs is None or name in part.indexes:
+                continue
+            place = tuple(places[str(dim)][number] for dim in theirs.dims)
+            if place not in firsts:
+                firsts[place] = path, theirs
+                continue
+            first, ours = firsts[place]
+            if ours.nbytes <= _COMPARED_IN_MEMORY:
+                ours.load()
+            if not ours.equals(theirs):
+                raise GridError(
+                    f"{redacted_text(path)} has other values of {name!r} than {redacted_text(first)} at the same "
+                    "place, and joined files keep those of one; write them alike, leave the array out by fields=, or "
+                    "convert these files apart"
+                )
+
+
+def _places_of_parts(opened: OpenedSource, dim: str) -> list[int]:
+    """Return for each file the number of its place along a dim: files have the same one where their coordinates agree.
+
+    Raises: `GridError` for files that share some coordinates and not all.
+    """
+    numbers: dict[tuple[Any, ...], int] = {}
+    places: list[int] = []
+    owners: dict[Any, tuple[int, str]] = {}
+    for path, part in zip(opened.files, opened.parts, strict=True):
+        values = tuple(part.indexes[dim].tolist()) if dim in part.indexes else ()
+        place = numbers.setdefault(values, len(numbers))
+        places.append(place)
+        for value in dict.fromkeys(values) if place == len(numbers) - 1 else ():
+            known, owner = owners.setdefault(value, (place, path))
+            if known != place:
+                raise GridError(
+                    f"{redacted_text(owner)} and {redacted_text(path)} overlap along {dim!r}, at {value} among others; "
+                    "leave one out, or cut it"
+                )
+    return places
 
 
 def _along_curve(data: xr.Dataset, survey: StoreSurvey, variable: StoreVariable) -> tuple[xr.Dataset, str]:

@@ -255,6 +255,10 @@ class Dataset(MeshSamples):
         return () if self.stacked is None else (len(self.choices[self.stacked]),)
 
     @property
+    def is_appended_to(self) -> bool:
+        return self._chosen == 1
+
+    @property
     def _chosen(self) -> int:
         return prod(len(at) for dim, at in self.choices.items() if dim != self.stacked)
 

@@ -194,15 +194,21 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
         return self._waited_s + (self._current.waited_s if self._current else 0.0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the seed, the epoch, and the next sample that was not handed out: the same on every rank."""
+        """Return the seed, the epoch, and the next sample that was not handed out: the same on every rank. Within an
+        epoch also the number of samples that it began with.
+        """
         return self._state.as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was saved, on whatever mesh and batch size, in O(1); ends an iteration under way.
 
-        Raises: `StateError` for a state that is torn or belongs to a longer dataset.
+        Of a store that has grown since, an epoch that had begun has the samples that it began with, and the next one
+        has all.
+
+        Raises: `StateError` for a state that is torn, or whose epoch began with other samples than the dataset has.
         """
-        loaded = self._order.settled(LoaderState.from_dict(state, self._order.count))
+        place = LoaderState.from_dict(state, self._order.count, self.dataset.is_appended_to)
+        loaded = self._order.settled(place)
         self._end_iteration()
         self._state = loaded
         self._resumed = True

@@ -88,6 +88,11 @@ class MeshSamples(ABC, data.Dataset[Any]):
     def store(self) -> ArrayStore:
         """The opened store."""
 
+    @property
+    def is_appended_to(self) -> bool:
+        """True where the samples that a store gains come after those that it had, as in a series of one member."""
+        return False
+
     @abstractmethod
     def sample_bytes(self) -> int:
         """Return the most bytes that any rank holds of one sample."""
@@ -243,41 +248,60 @@ def shuffled_sample(position: int, count: int, seed: int, epoch: int) -> int:
 
 @dataclass(frozen=True)
 class LoaderState:
-    """Place of a loader: the `next_sample` in the order of an `epoch`."""
+    """Place of a loader: the `next_sample` in the order of an `epoch`.
+
+    `samples` is how many the epoch began with, which a store that grows meanwhile does not change; 0 at its beginning.
+    """
 
     seed: int
     epoch: int = 0
     next_sample: int = 0
+    samples: int = 0
 
     def as_dict(self) -> dict[str, int]:
-        return asdict(self)
+        """Return the place as integers by name; `samples` only within an epoch."""
+        state = asdict(self)
+        return state if self.next_sample else {name: state[name] for name in ("seed", "epoch", "next_sample")}
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, Any], count: int) -> LoaderState:
-        """Return the state in a dict that `as_dict` made, in a series of `count` samples.
+    def from_dict(cls, state: Mapping[str, Any], count: int, appended: bool = False) -> LoaderState:
+        """Return the state in a dict that `as_dict` made, for a dataset of `count` samples.
 
-        Raises: `StateError` for missing or foreign keys, values that are not integers, or a place beyond the series.
+        `appended` says that samples which the dataset had not when the epoch began come after those that it had.
+
+        Raises: `StateError` for missing or foreign keys, and values that are not integers. Also for a place beyond the
+        samples, or a dataset that is not that of the epoch.
         """
-        names = list(cls.__dataclass_fields__)
+        names = [*cls.__dataclass_fields__]
         # a checkpoint may hold anything
-        if not isinstance(state, Mapping) or sorted(map(str, state)) != sorted(names):
-            shown = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        keys = set(map(str, state)) if isinstance(state, Mapping) else set[str]()
+        if keys | {"samples"} != set(names):
+            shown = sorted(keys) if isinstance(state, Mapping) else type(state).__name__
             raise StateError(
-                f"a loader's state has the keys {names}, but got {shown}; save what loader.state_dict() returns"
+                f"a loader's state has the keys {names}, the last within an epoch, but got {shown}; save what "
+                "loader.state_dict() returns"
             )
-        values = {name: state[name] for name in names}
+        values = {name: state[name] for name in names if name in keys}
         wrong = [f"{n}={v!r}" for n, v in values.items() if not _is_count(v)]
         if wrong:
             raise StateError(
                 f"a loader's state holds integers >= 0, but got {', '.join(wrong)}; the checkpoint is torn"
             )
-        values = {name: index(v) for name, v in values.items()}
-        if values["next_sample"] > count:
+        place = cls(**{name: index(v) for name, v in values.items()})
+        if place.next_sample == 0:
+            return replace(place, samples=0)
+        if place.next_sample > place.samples:
             raise StateError(
-                f"state says next_sample={values['next_sample']}, but the dataset has {count} samples; "
-                "open it with the fields, offsets and time that the state was saved with"
+                f"state says next_sample={place.next_sample} in an epoch of samples={place.samples}; save what "
+                "loader.state_dict() returns"
             )
-        return cls(**values)
+        if place.samples != count and not (appended and place.samples < count):
+            raise StateError(
+                f"state is within an epoch of samples={place.samples}, but the dataset has {count} samples, in another "
+                "order; open it with the fields, offsets and time that the state was saved with, or begin the next "
+                f"epoch by {cls(place.seed, place.epoch + 1).as_dict()}"
+            )
+        return place
 
 
 def _is_count(value: Any) -> bool:
@@ -303,25 +327,29 @@ class SampleOrder:
     def settled(self, state: LoaderState) -> LoaderState:
         """Return the same place, with the end of an epoch as the beginning of the next."""
         # not `usable`: after another batch size, as on another mesh, more whole batches may be left
-        left = self.count - state.next_sample
+        left = self._samples(state) - state.next_sample
         done = left <= 0 or (self.drop_last and left < self.batch_size)
         return LoaderState(state.seed, state.epoch + 1, 0) if done else state
 
     def batches(self, state: LoaderState) -> Iterator[tuple[tuple[int, ...], LoaderState]]:
         """Yield the samples of each batch left in the epoch, and the state once it was handed out."""
         state = self.settled(state)
-        epoch = state.epoch
+        epoch, count = state.epoch, self._samples(state)
         while state.epoch == epoch:
             first = state.next_sample
-            stop = min(first + self.batch_size, self.count)
+            stop = min(first + self.batch_size, count)
             samples = tuple(self.sample(i, state) for i in range(first, stop))
             # after the last batch the state is the start of the next epoch, so a checkpoint always names a batch that
             # exists
-            state = self.settled(LoaderState(state.seed, epoch, stop))
+            state = self.settled(LoaderState(state.seed, epoch, stop, count))
             yield samples, state
 
     def sample(self, position: int, state: LoaderState) -> int:
-        return shuffled_sample(position, self.count, state.seed, state.epoch) if self.shuffle else position
+        count = self._samples(state)
+        return shuffled_sample(position, count, state.seed, state.epoch) if self.shuffle else position
+
+    def _samples(self, state: LoaderState) -> int:
+        return state.samples if state.next_sample else self.count
 
 
 @dataclass(frozen=True)

@@ -160,10 +160,14 @@ class StoreSurvey:
         )
 
     def of(self, channels: Sequence[FieldChannel]) -> tuple[StoreVariable, ...]:
-        """Return the variables of these channels, each once, in order; scale and offset of each must be numbers."""
+        """Return the variables of these channels, each once, in order.
+
+        Raises: `UnsupportedStoreError` for a scale or offset that is not a number; `GridError` without rows of space.
+        """
         variables = tuple(self.variables[name] for name in dict.fromkeys(c.array for c in channels))
         for variable in variables:
             variable.table.check_readable()
+            variable.table.check_rows(variable.dim(role) for role in variable.space)
         return variables
 
     def grid(self, variables: Sequence[StoreVariable]) -> dict[str, NDArray[Any]]:

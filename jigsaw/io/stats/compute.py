@@ -239,7 +239,7 @@ def blocks_on_mesh(series: StepSeries, start: int) -> Iterator[StepBlock]:
     try:
         carry = _CarriedTile(series, start)
         if start:
-            loader.load_state_dict({**loader.state_dict(), "next_sample": start})
+            loader.load_state_dict({**loader.state_dict(), "next_sample": start, "samples": len(series.dataset)})
         for batch in loader:
             yield carry.block(batch)
     finally:
@@ -412,7 +412,8 @@ def statistics(
     - `weights`: ``"area"`` weighs latitude rows by their share of the sphere, ``"none"`` counts each value alike;
     - `block`: steps that a rank reads together, by default 128 MiB of them;
     - `checkpoint`: a file that is replaced whole after each block, and yours to remove once the result is safe. With
-      `resume` the run goes on from it, if it exists, with the same bits as a run that was never interrupted;
+      `resume` the run goes on from it, if it exists, with the same bits as a run that was never interrupted. A store
+      that has grown since, or was written anew as a few of its chunks show, is refused;
     - `progress`: a bar (tqdm) on the first rank, or a function of the steps done and their number;
     - `client`: a `dask.distributed.Client`: its workers get the dataset pickled and read blocks of steps, and the
       result has the same bits as on one rank.
@@ -460,12 +461,15 @@ class _RankMoments:
         path, shape = self.checkpoint, (len(self.coords), 2, *nothing.shape)
         saved = None
         if path is not None:
-            begin = (
-                (lambda: load_moments(path, self.series.identity(), shape)) if resume else lambda: check_moments(path)
-            )
+            begin = (lambda: load_moments(path, self._identity, shape)) if resume else lambda: check_moments(path)
             saved = result_of_first_rank(self.mesh, self.is_first, begin)
         done, tables = saved or (0, np.broadcast_to(nothing, shape))
         return StatisticsState(done, tables[self.me])
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        """Facts of the run that its checkpoint must have too, among them some stored bytes: a new store has others."""
+        return {**self.series.identity(), "stored bytes": self.series.dataset.identity().chunks}
 
     def gather(self, state: StatisticsState) -> MomentTables:
         """[ranks, 2, 7, C], in mesh order."""
@@ -477,8 +481,9 @@ class _RankMoments:
 
     def save(self, state: StatisticsState) -> None:
         if (path := self.checkpoint) is not None:
-            tables, identity = self.gather(state), self.series.identity()
-            result_of_first_rank(self.mesh, self.is_first, lambda: save_moments(path, identity, state.done, tables))
+            tables = self.gather(state)
+            begun = self._identity if self.is_first else {}
+            result_of_first_rank(self.mesh, self.is_first, lambda: save_moments(path, begun, state.done, tables))
 
     def merged(self, state: StatisticsState) -> list[ChannelMoments]:
         """Return the moments of values and of differences; of ranks with the same tile the first counts."""

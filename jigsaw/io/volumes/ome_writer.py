@@ -122,6 +122,7 @@ def write_pyramid(
     sources = list[TileSource]()
     for number, level in enumerate(levels):
         image = coarser_tile(image, level.factors, rule) if number else image
+        image = image.round() if kind.kind in "iu" and image.dtype.is_floating_point else image
         shape, dims = tuple(image.shape), ("c", *VOLUME_DIMS)
         chunks = (1, *(max(1, min(n, _CHUNK_ROWS)) for n in shape[1:]))
         kept = slice(None) if has_channels else slice(1, None)

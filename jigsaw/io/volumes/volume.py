@@ -423,6 +423,7 @@ def _find_array(store: ArrayStore, array: str | None) -> VolumeArray:
         )
     name = array or fitting[0]
     table = store.arrays[name]
+    table.check_rows(table.dims)
     return VolumeArray(table, _with_channel_role(store, table, roles[name]))
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from jigsaw.drafts import begin_draft_file, open_unlinked
 from jigsaw.errors import GridError, ShardingError, WriteError
 from jigsaw.geometry.stencil_rules import InterpolationTable
+from jigsaw.io.formats.nifti import claims as is_nifti_file
 from jigsaw.io.rank_results import results_of_ranks
 from jigsaw.io.volumes.ome_writer import COARSER_RULES, PyramidLevel, pyramid_levels, write_pyramid
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume
@@ -167,9 +168,14 @@ def _sides_of(scan: StoredVolume) -> tuple[int, ...]:
 
 
 def _check_fits(where: Path, image: Tile, kind: np.dtype[Any]) -> None:
-    """Raise `WriteError` where a file of integers does not hold these values; floats are rounded as in any cast."""
+    """Raise `WriteError` where a file does not hold these values; floats are rounded as in any cast."""
     values = image.owned().local
-    if kind.kind == "f" or not values.numel():
+    if kind.kind == "f":
+        largest = float(np.finfo(kind).max)
+        if values.is_floating_point() and bool(((values.abs() > largest) & values.isfinite()).any()):
+            raise WriteError(f"{where}: values of {image.dtype} do not fit {kind.name}; give a wider dtype=")
+        return
+    if not values.numel():
         return
     low, high = (float(v) for v in torch.aminmax(values.float() if values.dtype == torch.bool else values))
     limits = np.iinfo(kind)
@@ -190,6 +196,8 @@ def _write_nifti(where: Path, image: Tile, kind: np.dtype[Any], place: _WorldPla
     def begin() -> tuple[bytes, int, str]:
         if mode == "w-" and where.exists():
             raise WriteError(f"{where} is there; mode='w' replaces it")
+        if where.exists() and where.stat().st_size and not is_nifti_file(where):
+            raise WriteError(f"{where} is not a NIfTI file, so mode='w' does not replace it; remove it yourself")
         _check_fits(where, image, kind)
         header = _header_bytes(image.shape, kind, place)
         start = gzip.compress(header, mtime=0) if packed else header

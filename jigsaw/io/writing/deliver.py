@@ -276,7 +276,8 @@ def _block_of_unit(
     for part in unit.parts:
         rows = moved[part.taken].reshape(box_shape(part.placed))
         rows = rows.cpu().resolve_conj().resolve_neg()
-        block[box_slices(part.placed)] = (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
+        values = (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
+        block[box_slices(part.placed)] = source.array.stored_values(values)
     box = tuple((a + n, b + n) for (a, b), n in zip(unit.box, base, strict=True))
     if source.dropped is not None:
         block, box = block.squeeze(source.dropped), (*box[: source.dropped], *box[source.dropped + 1 :])

@@ -128,6 +128,8 @@ class NetcdfSink:
     def create(self, arrays: StoredArrays, coords: StoredCoordinates, attrs: Mapping[str, Any], replace: bool) -> None:
         if self.path.exists() and not replace:
             raise WriteError(f"{self.path} exists; write elsewhere, or choose mode='w' to replace or 'a' to append")
+        if os.path.lexists(self.path) and not _begins_as_netcdf(self.path):
+            raise WriteError(f"{self.path} is not a NetCDF file, so mode='w' does not replace it; remove it yourself")
         if not replace and (left := _attrs_of_kept(self._part)):
             raise WriteError(
                 f"{self._part} holds {left[COMPLETE_ATTRIBUTE]} complete steps of a run that ended; go on with "
@@ -283,6 +285,15 @@ def _is_replaceable(part: Path) -> bool:
         return begin in (b"", bytes(len(begin)), _HDF5_SIGNATURE) and COMPLETE_ATTRIBUTE in netcdf_attrs(part)
     except (OSError, RuntimeError):
         return True
+
+
+def _begins_as_netcdf(path: Path) -> bool:
+    """Say whether a path is a NetCDF file of any kind, or an empty one."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        begin = file.read(len(_HDF5_SIGNATURE))
+    return begin in (b"", _HDF5_SIGNATURE) or begin.startswith((b"CDF\x01", b"CDF\x02", b"CDF\x05"))
 
 
 def netcdf_attrs(path: Path) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from jigsaw.errors import FieldError, GridError, ShardingError, WriteError
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.neighbors import Neighbors
+from jigsaw.io.series.coords import role_of_dim
 from jigsaw.io.writing.cf import StoredCoordinate, encode_coordinate
 from jigsaw.io.writing.write_units import WriteTarget
 from jigsaw.tile.tile import Tile
@@ -50,6 +51,24 @@ class ArrayOutline:
     def fill(self) -> Any:
         return np.nan if np.dtype(self.dtype).kind in "fc" else 0
 
+    def stored_values(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return values in the array's dtype, floats rounded to it.
+
+        Raises: `WriteError` for values that it does not hold: beyond its range, and fractions and NaN as integers.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            stored: NDArray[Any] = values.astype(self.dtype, copy=False)
+            if stored.dtype == values.dtype:
+                return stored
+            is_float = stored.dtype.kind in "fc"
+            lost = np.isinf(stored) & ~np.isinf(values) if is_float else stored != values
+        if lost.any():
+            raise WriteError(
+                f"array {self.name!r} has values such as {values[lost][0]}, which {self.dtype} does not hold; choose a "
+                "wider dtype, or round them"
+            )
+        return stored
+
 
 StoredArrays = Sequence[ArrayOutline]
 StoredCoordinates = Sequence[StoredCoordinate]
@@ -79,7 +98,10 @@ class TileSource:
 
 @dataclass(frozen=True, eq=False)
 class GrowingStore:
-    """A store that grows: its arrays, its coordinates, and its complete steps."""
+    """A store that grows: its arrays, its coordinates, and its complete steps.
+
+    Of coordinates along the dim that grows, `coords` may have only those of the last append.
+    """
 
     arrays: Mapping[str, ArrayOutline]
     coords: Mapping[str, StoredCoordinate]
@@ -96,8 +118,9 @@ class AppendOutline:
 
     def known(self, before: GrowingStore | None, steps: int) -> GrowingStore:
         arrays = {s.array.name: s.array for s in self.sources}
-        coords = {c.name: c for c in self.coords}
-        return GrowingStore(arrays, coords if before is None else before.coords, steps)
+        held = {} if before is None else before.coords
+        own = {c.name: replace(c, values=c.values.astype(held.get(c.name, c).values.dtype)) for c in self.coords}
+        return GrowingStore(arrays, {**held, **own}, steps)
 
     def digest(self) -> str:
         facts = [(s.array, s.tile.layout, s.runs, str(s.tile.dtype)) for s in self.sources]
@@ -373,7 +396,10 @@ def outline_append(
         raise WriteError(
             f"an append writes every array that grows: the store has {sorted(grow)}, this would write {sorted(names)}"
         )
-    return AppendOutline(tuple(_as_in_store(s, known, options) for s in sources), growing, rows)
+    outlined = AppendOutline(tuple(_as_in_store(s, known, options) for s in sources), growing, rows)
+    for c in growing:
+        _check_times_rise(c, known.coords[c.name])
+    return outlined
 
 
 def _restored(c: StoredCoordinate, dim: str, rows: Neighbors) -> StoredCoordinate:
@@ -407,6 +433,19 @@ def _growing_coordinates(
             raise GridError(f"coords[{c.name!r}] differs from that of the store, which has dims {stored.dims}")
         _check_stored_exactly(c, stored)
     return tuple(c for c in coords if dim in c.dims)
+
+
+def _check_times_rise(c: StoredCoordinate, before: StoredCoordinate) -> None:
+    """Refuse times that do not follow those of the store, as steps that a run appends again after it was ended."""
+    is_time = c.dims == (c.name,) and role_of_dim(c.name, before.attrs) in ("time", "lead")
+    if not is_time or {c.values.dtype.kind, before.values.dtype.kind} - set("fiu"):
+        return
+    values = np.concatenate([before.values[-1:], c.values])
+    if not (np.diff(values) > 0).all():
+        raise GridError(
+            f"coords[{c.name!r}] of an append must rise from the last in the store, {before.values[-1:]} "
+            f"{before.attrs.get('units', '')}, and is {c.values[:3]}; append only the steps after Writer.steps"
+        )
 
 
 def _check_stored_exactly(c: StoredCoordinate, held: StoredCoordinate) -> None:
