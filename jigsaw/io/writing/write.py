@@ -231,7 +231,7 @@ class Writer:
         *Raises*: `WriteError`, alike on every rank, when anything fails on any of them (a full disk, a rank that
         ended, a store that does not fit, values that the stored dtype does not hold); the store keeps the steps that
         were complete.  `FieldError`, `GridError` or `ShardingError` for data, names and coordinates that do not fit
-        together, and for times that do not rise from those of the store; nothing is changed then.
+        together.  Also for times that do not rise from those of the store; nothing is changed then.
         """
         mesh = _mesh_of_tiles(data)
         if self._over or (self._mesh is not None and self._dim is None):
