@@ -422,14 +422,14 @@ def test_fields_without_time_are_alike_in_all_files(tmp_path):
     for i in range(3):
         data.isel(time=slice(3 * i, 3 * i + 3)).to_netcdf(tmp_path / f"{i}.nc")
     files = [str(tmp_path / f"{i}.nc") for i in range(3)]
-    convert(files, tmp_path / "alike.zarr")
+    convert(files, tmp_path / "alike.zarr", chunks={})
     np.testing.assert_array_equal(stored(tmp_path / "alike.zarr")["land_sea_mask"], data["land_sea_mask"])
     data["land_sea_mask"].values[1, 2] += 1e-6
     data.isel(time=slice(6, 9)).to_netcdf(files[2])
     with pytest.raises(GridError, match=r"2\.nc has other values of 'land_sea_mask' than .*0\.nc"):
-        convert(files, tmp_path / "other.zarr")
+        convert(files, tmp_path / "other.zarr", chunks={})
     assert not (tmp_path / "other.zarr").exists()
-    convert(files, tmp_path / "without.zarr", fields=["t2m"])
+    convert(files, tmp_path / "without.zarr", fields=["t2m"], chunks={})
 
 
 @pytest.mark.parametrize(

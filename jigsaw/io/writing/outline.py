@@ -441,7 +441,7 @@ def _check_times_rise(c: StoredCoordinate, before: StoredCoordinate) -> None:
     if not is_time or {c.values.dtype.kind, before.values.dtype.kind} - set("fiu"):
         return
     values = np.concatenate([before.values[-1:], c.values])
-    if not (np.diff(values) > 0).all():
+    if not (values[1:] > values[:-1]).all():
         raise GridError(
             f"coords[{c.name!r}] of an append must rise from the last in the store, {before.values[-1:]} "
             f"{before.attrs.get('units', '')}, and is {c.values[:3]}; append only the steps after Writer.steps"

@@ -246,8 +246,9 @@ class Writer:
         *Sends*: the boxes whose chunk or shard another rank writes, in the tile's dtype; in NetCDF everything that the
         first rank does not own.  Besides, a few messages of less than a kilobyte each round.
         *Raises*: `WriteError`, alike on every rank, when anything fails on any of them (a full disk, a rank that
-        ended, a store that does not fit); the store keeps the steps that were complete.  `FieldError`, `GridError` or
-        `ShardingError` for data, names and coordinates that do not fit together; nothing is changed then.
+        ended, a store that does not fit, values that the stored dtype does not hold); the store keeps the steps that
+        were complete.  `FieldError`, `GridError` or `ShardingError` for data, names and coordinates that do not fit
+        together.  Also for times that do not rise from those of the store; nothing is changed then.
         """
         mesh = _mesh_of_tiles(data)
         if self._over or (self._mesh is not None and self._dim is None):
