@@ -424,6 +424,8 @@ def _write_kept_rows(function: Any, tile: Tile, items: Sequence[Any], value: Til
 
     *Sends*: each row to the owner of its place, as `write_for_owners` does.
     """
+    if not any(isinstance(i, Tensor) for i in items):
+        return False
     by_dim = _without_ellipsis(function, tile, [_as_item(i, tile) for i in items])
     dim = next((d for d, i in enumerate(by_dim) if isinstance(i, Tensor)), None)
     if dim is None or any(i != slice(None) for d, i in enumerate(by_dim) if d != dim):

@@ -173,7 +173,12 @@ def test_a_volume_a_device_and_a_picture(tmp_path, mine):
     image = jigsaw.shard(torch.ones(2, 3, 4), world_mesh(depth=1), ("depth", None, None))
     for name in ("a.nii.part", "a.nii", "device.json", "p.png"):
         (tmp_path / name).symlink_to(mine)
+    with pytest.raises(WriteError, match="is not a NIfTI file"):
+        jigsaw.io.write_volume(tmp_path / "a.nii", image, affine=np.eye(4), mode="w")
+    (tmp_path / "a.nii").unlink()
+    (tmp_path / "a.nii").symlink_to(tmp_path / "nothing")
     jigsaw.io.write_volume(tmp_path / "a.nii", image, affine=np.eye(4), mode="w")
+    assert not (tmp_path / "nothing").exists()
     save_device(DEVICES["h100"], tmp_path / "device.json")
     assert load_device(tmp_path / "device.json") == DEVICES["h100"]
     save_figure(Figure(), tmp_path / "p.png")

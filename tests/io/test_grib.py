@@ -156,9 +156,9 @@ def test_an_index_that_lies_beside_a_file_is_not_unpickled(tmp_path, analyses, e
     xr.open_dataset(path, engine="cfgrib", backend_kwargs=by_pressure).close()
     (index,) = tmp_path.glob("*.idx")
     index.write_bytes(pickle.dumps(Trap(mark)))
-    name, _, data, _ = open_with_xarray(str(path), engine)
-    assert name == str(path)
-    assert data.sizes["latitude"] == LAT
+    opened = open_with_xarray(str(path), engine)
+    assert opened.name == str(path)
+    assert opened.data.sizes["latitude"] == LAT
     assert not mark.exists()
     xr.open_dataset(path, engine="cfgrib", backend_kwargs=by_pressure).close()  # as cfgrib does by itself
     assert mark.exists()

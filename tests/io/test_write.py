@@ -436,7 +436,8 @@ def body_no_space_behind(folder):
     options = {"dims": ("time", "lat", "lon"), "append_dim": "time"}
     for last in ("append", "close"):
         path = f"{folder}/{last}.zarr"
-        write(path, {"u": cut(x[:2], mesh, (None, "lat", None))}, coords={"time": TIMES[:2]}, **options)
+        with Writer(path, wait=False, **options) as first:  # the group of the thread has a file, too
+            first.append({"u": cut(x[:2], mesh, (None, "lat", None))}, {"time": TIMES[:2]})
         out = Writer(path, mode="a", wait=False, **options)
         with no_space(4096 if dist.get_rank() == 1 else resource.RLIM_INFINITY):
             out.append({"u": cut(x[2:3], mesh, (None, "lat", None))}, {"time": TIMES[2:3]})

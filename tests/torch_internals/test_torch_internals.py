@@ -22,7 +22,16 @@ ROOT = Path(__file__).parents[2]
 ROOM = ROOT / "jigsaw" / "torch_internals"
 SOURCES = sorted(f for f in (ROOT / "jigsaw").rglob("*.py") if ROOM not in f.parents)
 # private names of others than torch: of Python, of named tuples, of h5py, fsspec
-OF_OTHERS = {"_getframe", "_current_frames", "_exit", "_replace", "_fields", "_objects", "_cat_file"}
+OF_OTHERS = {
+    "_getframe",
+    "_current_frames",
+    "_exit",
+    "_register_atexit",
+    "_replace",
+    "_fields",
+    "_objects",
+    "_cat_file",
+}
 # names in files that torch writes, which no one looks up in torch
 IN_FILES = {"_StorageInfo", "_MEM_FORMAT_ENCODING", "_get_layout"}
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from jigsaw.drafts import begin_draft_file, open_unlinked
 from jigsaw.errors import GridError, ShardingError, WriteError
 from jigsaw.geometry.stencil_rules import InterpolationTable
-from jigsaw.io.formats.nifti import claims as is_nifti_file
+from jigsaw.io.formats import nifti
 from jigsaw.io.rank_results import results_of_ranks
 from jigsaw.io.volumes.ome_writer import COARSER_RULES, PyramidLevel, pyramid_levels, write_pyramid
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume
@@ -196,7 +196,7 @@ def _write_nifti(where: Path, image: Tile, kind: np.dtype[Any], place: _WorldPla
     def begin() -> tuple[bytes, int, str]:
         if mode == "w-" and where.exists():
             raise WriteError(f"{where} is there; mode='w' replaces it")
-        if where.exists() and where.stat().st_size and not is_nifti_file(where):
+        if where.exists() and where.stat().st_size and not nifti.claims(where):
             raise WriteError(f"{where} is not a NIfTI file, so mode='w' does not replace it; remove it yourself")
         _check_fits(where, image, kind)
         header = _header_bytes(image.shape, kind, place)

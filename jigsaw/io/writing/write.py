@@ -159,8 +159,8 @@ class Writer:
     - `encoding`: ``dtype`` (bfloat16 is stored as float32, else tiles keep theirs) and, in Zarr, ``compressors``,
       ``filters``, ``serializer``, in NetCDF ``compression``, ``complevel``, ``shuffle``, ``fletcher32``;
     - `budget`: bytes that a rank puts together at a time, at least one chunk or shard;
-    - `wait`: with False, `append` returns once this rank has a copy of what it writes, of each array at most `budget`,
-      and a thread writes it behind the next step: in Zarr, for tiles whose mesh has all ranks of the job.
+    - `wait`: with False, a thread writes a copy, of each array at most `budget`, behind the next step. In Zarr alone,
+      for tiles whose mesh has all ranks of the job.
 
     Making one sends nothing; `append` and `close` are collective over the tiles' mesh.
 
@@ -239,9 +239,8 @@ class Writer:
         """Write tiles: all there is, or the next steps along `append_dim`; complete when it returns.
 
         With ``wait=False`` the steps of the call before are complete then, and the tiles may be changed. What went
-        wrong with those is raised here, or by `close`.
-
-        `coords` add to those of the writer; after the first call only those along `append_dim` may be given.
+        wrong with those is raised here, or by `close`.  `coords` add to those of the writer; after the first call only
+        those along `append_dim` may be given.
 
         *Sends*: the boxes whose chunk or shard another rank writes, in the tile's dtype; in NetCDF everything that the
         first rank does not own.  Besides, a few messages of less than a kilobyte each round.
