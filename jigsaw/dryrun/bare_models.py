@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from jigsaw.torch_internals.fake_tensors import (
     FakeTensorMode,
     weights_converted_alone,
 )
+from jigsaw.torch_internals.private_names import replaced_in_torch
 
 ModelMaker = Callable[..., nn.Module]
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -38,7 +40,7 @@ def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
         return model
     with FakeTensorMode(allow_non_fake_inputs=True), KnownValuesMode():
         try:
-            with weights_converted_alone():
+            with weights_converted_alone(), _real_tensors_copied():
                 built: nn.Module = model()
         except DataDependentOutputException:
             return model  # it reads values: made again in each dry run, which then reports where
@@ -60,7 +62,7 @@ def make_bare(make: ModelMaker, *mesh: DeviceMesh) -> nn.Module:
     A function that cannot run there makes its model on the meta device, which is copied into the fake mode.
     """
     try:
-        with weights_converted_alone():
+        with weights_converted_alone(), _real_tensors_copied():
             bare = make(*mesh)
     except RuntimeError as error:
         try:
@@ -72,6 +74,22 @@ def make_bare(make: ModelMaker, *mesh: DeviceMesh) -> nn.Module:
         bare = bare_copy(whole, set())
     check_model_made(bare)
     return bare
+
+
+@contextmanager
+def _real_tensors_copied() -> Generator[None]:
+    """Let `copy.deepcopy` copy real tensors into the fake mode, in which torch itself copies no storage."""
+    torchs_copy = Tensor.__deepcopy__
+
+    def copied(tensor: Tensor, memo: dict[int, Any]) -> Any:
+        if type(tensor) is not Tensor or tensor.grad_fn is not None:
+            return torchs_copy(tensor, memo)
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
+
+    with replaced_in_torch(Tensor, "__deepcopy__", copied):
+        yield
 
 
 class _AssumedValues(KnownValuesMode):

@@ -1,5 +1,6 @@
 """A dry run beside the real one: messages counted, memory measured; and what it says of nets that would not run."""
 
+import copy
 import gc
 import re
 import sys
@@ -304,6 +305,25 @@ def test_a_plain_tensor_that_every_rank_makes_whole_is_remarked():
     # what is small, and what no axis cuts
     assert not jigsaw.dry_run(_Queries(own=False), (512, 5, 32), **how).remarks
     assert not jigsaw.dry_run(_Queries(own=False), (8192, 5, 32), {"lat": 2}, spec=(None, "lat", None)).remarks
+
+
+class CopiedPlaces(nn.Module):
+    """A net with a copy of a tensor that the process already has, as caches of torch-harmonics give it."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Buffer(copy.deepcopy(PLACES))
+
+    def forward(self, x):
+        return x * self.places
+
+
+PLACES = torch.linspace(0, 1, 4)
+
+
+def test_a_function_may_copy_a_tensor_that_is_there():
+    report = jigsaw.dry_run(CopiedPlaces, (24, 4), {"cell": 2}, spec=("cell", None), optimizer=None)
+    assert report.is_complete and PLACES.sum() == 2
 
 
 class OwnPlaces(nn.Module):
