@@ -201,8 +201,8 @@ def load(
     make this run code.  Before anything is changed, the files of tensors are compared with the checksums of what was
     saved, each by one rank.
 
-    *Raises*: `CheckpointError` that names a damaged file, or lists what is missing, left over or of another shape;
-    nothing is changed then.
+    *Raises*: `CheckpointError` that names a damaged file, or lists what is missing, left over or of another shape, and
+    for the state of another optimizer; nothing is changed then.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> jigsaw.save("best", model=model)
@@ -235,6 +235,7 @@ def load(
         for group in small["optimizer groups"]:
             group["params"] = [name for name in group["params"] if name not in elsewhere]
         _check_groups(path, small["optimizer groups"], groups)
+        _check_options(path, small.get("optimizer options"), optimizer)
     tensors = {key: x for key, x in (state | slots).items() if isinstance(x, torch.Tensor)}
     if tensors:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -262,6 +263,7 @@ def _checkpoint_state(
     if optimizer is not None:
         names = _parameter_names(model, optimizer)
         small["optimizer groups"] = plain_state(_group_options(optimizer, names), "optimizer.param_groups")
+        small["optimizer options"] = sorted(_holding_optimizer(optimizer).defaults)
         for p, values in _holding_optimizer(optimizer).state.items():
             state |= {f"optimizer.{names[p]}.{key}": value for key, value in values.items()}
     tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
@@ -418,6 +420,20 @@ def _check_groups(
         raise CheckpointError(
             f"the checkpoint {os.fspath(path)} has an optimizer with groups of {[len(g) for g in theirs]} parameters, "
             f"this one has {[len(g) for g in ours]}, or other parameters in them; make it with the same groups"
+        )
+
+
+def _check_options(path: CheckpointPath, saved: Any, optimizer: Optimizer) -> None:
+    """Refuse the state of another optimizer, which would begin anew from it, or fail in its first step."""
+    holding = _holding_optimizer(optimizer)
+    # versions of torch add options, or lack some of a later one; two optimizers each have some that the other lacks
+    theirs = set(map(str, cast("Any", saved))) if isinstance(saved, list) else set[str]()
+    ours = set(holding.defaults)
+    if theirs - ours and ours - theirs:
+        raise CheckpointError(
+            f"the checkpoint {os.fspath(path)} is of another optimizer than {type(holding).__name__}: it has the "
+            f"options {sorted(theirs - ours)}, and not {sorted(ours - theirs)}; make the optimizer that was saved, or "
+            "load the model alone"
         )
 
 

@@ -44,7 +44,7 @@ def average_over(values: Any, dim: ReducedDims, weights: MetricValues | None, sk
     return values.mean(dim) if weights is None else weighted_mean(values, weights, dim)
 
 
-def _errors(name: str, forecast: MetricValues, truth: MetricValues) -> Any:
+def _forecast_errors(name: str, forecast: MetricValues, truth: MetricValues) -> Any:
     check_same_shape(name, forecast, truth)
     return as_wide_floats(forecast) - as_wide_floats(truth)
 
@@ -71,7 +71,7 @@ def rmse(
     >>> jigsaw.metrics.rmse(truth + 2, truth, dim=(1, 2), weights=area).full_tensor()
     tensor([2., 2., 2.])
     """
-    return average_over(_errors("rmse", forecast, truth).square(), dim, weights, skip_missing).sqrt()
+    return average_over(_forecast_errors("rmse", forecast, truth).square(), dim, weights, skip_missing).sqrt()
 
 
 def mae(
@@ -87,7 +87,7 @@ def mae(
     >>> jigsaw.metrics.mae(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0]))
     tensor(1.5000)
     """
-    return average_over(_errors("mae", forecast, truth).abs(), dim, weights, skip_missing)
+    return average_over(_forecast_errors("mae", forecast, truth).abs(), dim, weights, skip_missing)
 
 
 def bias(
@@ -103,7 +103,7 @@ def bias(
     >>> jigsaw.metrics.bias(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0]))
     tensor(-1.5000)
     """
-    return average_over(_errors("bias", forecast, truth), dim, weights, skip_missing)
+    return average_over(_forecast_errors("bias", forecast, truth), dim, weights, skip_missing)
 
 
 def acc(

@@ -203,8 +203,9 @@ def convert(
       pieces have short borders. A `Writer` that writes like the new store restores the order of the source.
 
     Raises: `WriteError` for a target that is complete, lies within the source, belongs to another conversion, cannot be
-    written, or reads back different values; after a full disk the same call goes on once there is room. A `ReadError` for the source, a
-    `GridError` for files that differ in what several have; `FieldError` for a cluster without workers.
+    written, or reads back different values; after a full disk the same call goes on once there is room. A `ReadError`
+    for the source, a `GridError` for files that differ in what several have; `FieldError` for a cluster without
+    workers.
 
     >>> made = jigsaw.io.convert("globe-*.nc", "train.zarr", fields=["2m_temperature"], chunks={"time": 1})
     >>> jigsaw.io.open(made.path, mesh={"lat": 1})
