@@ -28,7 +28,6 @@ from jigsaw.checkpoint.checkpoint_files import (
 )
 from jigsaw.checkpoint.checkpoint_folder import (
     CheckpointDraft,
-    FileSum,
     begin_checkpoint,
     commit_checkpoint,
     removed_on_failure,
@@ -46,8 +45,8 @@ from jigsaw.checkpoint.numbered_saves import (
     remove_share,
 )
 from jigsaw.checkpoint.pending_save import PendingSave, begin_save, end_pending_save
+from jigsaw.checkpoint.piece_writers import check_equal_copies
 from jigsaw.comm.agreement import decide_on_first_rank, told_in_job_where_different
-from jigsaw.comm.wire_values import checksum_of_bits
 from jigsaw.errors import CheckpointError
 from jigsaw.tile.tile import Tile
 
@@ -154,7 +153,7 @@ def save(
     check_numbered(final, keep)
     tensors, small = fail_together(lambda: _checkpoint_state(model, optimizer, _stateful_objects(loader, others)))
     small = _joined_over_stages(model, small)
-    _check_copies(tensors)
+    check_equal_copies(tensors)
     what = f"the tensors of {final} cannot be written"
     draft = fail_together(lambda: begin_checkpoint(final, order_of_next(final)), of_first=True, what=what)
     # relative to this rank's own working folder
@@ -277,32 +276,6 @@ def _checkpoint_state(
     for name, thing in things.items():
         small[f"state of {name}"] = plain_state(thing.state_dict(), f"{name}.state_dict()")
     return tensors, small
-
-
-def _check_copies(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Compare the plain tensors of all ranks, of which one rank's are written, by bytes and checksums.
-
-    Raises: `CheckpointError` on every rank, where they differ.
-    """
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    plain = {key: x for key, x in tensors.items() if type(x) in (torch.Tensor, nn.Parameter)}
-    own_sums = {key: FileSum(x.nbytes, checksum_of_bits(x) if ranks > 1 else 0) for key, x in plain.items()}
-    every = told_in_job_where_different(own_sums) or [own_sums] * ranks
-    first_ranks = {id(theirs): rank for rank, theirs in reversed([*enumerate(every)])}
-    known: dict[str, tuple[int, FileSum]] = {}
-    differing: dict[str, tuple[int, int]] = {}
-    for rank in sorted(first_ranks.values()):
-        for key, each in every[rank].items():
-            first, of_first = known.setdefault(key, (rank, each))
-            if each != of_first:
-                differing.setdefault(key, (rank, first))
-    if differing:
-        key, (rank, first) = min(differing.items())
-        raise CheckpointError(
-            f"{key!r} differs between ranks ({rank} and {first} among them), and only one rank's would be saved; every "
-            "rank must hold it alike: look for a step that a rank left out, an initialization by rank, or a model that "
-            "did not go through jigsaw.parallelize"
-        )
 
 
 def _joined_over_stages(model: CheckpointModel | None, small: dict[str, Any]) -> dict[str, Any]:

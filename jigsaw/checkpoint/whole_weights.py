@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jigsaw.checkpoint.checkpoint_files import fail_together, torch_failures_named
 from jigsaw.checkpoint.checkpoint_state import CheckpointPath, is_converted_weight, parse_strict_json
 from jigsaw.checkpoint.parted_tensors import with_parts_apart
-from jigsaw.checkpoint.piece_writers import PieceWriters, kinds_of_tensors
+from jigsaw.checkpoint.piece_writers import PieceWriters, check_equal_copies, kinds_of_tensors
 from jigsaw.comm.agreement import decide_on_first_rank, told_in_job_where_different
 from jigsaw.drafts import begin_draft_file, open_unlinked
 from jigsaw.errors import CheckpointError
@@ -78,6 +78,7 @@ def save_weights(path: CheckpointPath, model: nn.Module, names: FileNames | None
 
     *Sends*: a few all-reduces of some bytes, and kinds of tensors where ranks have different ones; no tensors.
     *Raises*: `CheckpointError` on every rank, where a state is not a tensor or has a type that such a file cannot have.
+    Also for tensors that should be the same on all ranks and are not, because the file would have those of one rank.
     Also where one rank cannot write, and for `names` that the model does not have, or that are alike.
 
     >>> model = torch.nn.Linear(4, 2)
@@ -89,6 +90,7 @@ def save_weights(path: CheckpointPath, model: nn.Module, names: FileNames | None
     """
     final = Path(path)
     tensors = fail_together(lambda: _named_in_file(_whole_state(model), names))
+    check_equal_copies(tensors)
     what = f"the weights of {final} cannot be written"
     draft = final.with_name(fail_together(lambda: begin_draft_file(final).name, of_first=True, what=what))
     header, weights = _header_of(draft, tensors)
