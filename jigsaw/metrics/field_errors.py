@@ -250,10 +250,10 @@ def spread_skill(
     >>> jigsaw.metrics.spread_skill(torch.tensor([[1.0, 3.0], [5.0, 5.0]]), torch.tensor([2.0, 3.0]))
     tensor(0.8660)
     """
-    members = forecast.shape[member_dim]
+    members, forecast = forecast.shape[member_dim], as_wide_floats(forecast)
     if skip_missing:
         forecast = forecast.masked_fill(truth.isnan().unsqueeze(member_dim), torch.nan)
-    error = rmse(as_wide_floats(forecast).mean(member_dim), truth, dim, weights, skip_missing=skip_missing)
+    error = rmse(forecast.mean(member_dim), truth, dim, weights, skip_missing=skip_missing)
     return (
         math.sqrt((members + 1) / members)
         * spread(forecast, member_dim, dim, weights, skip_missing=skip_missing)

@@ -48,5 +48,6 @@ def _refuse_if_trained(module: nn.Module, name: str, parameter: Any) -> None:
     if parameter.requires_grad and torch.is_grad_enabled():
         raise ShardingError(
             f"parameter {name!r} of {type(module).__name__} was replaced or added after parallelize: nothing would "
-            "reduce its gradient; call jigsaw.parallelize last, and load with load_state_dict(assign=False)"
+            "reduce its gradient; call jigsaw.parallelize last, and load with load_state_dict(assign=False), or give "
+            "it requires_grad_(False) where it is not trained"
         )

@@ -165,6 +165,7 @@ def test_spread_and_skill_are_of_the_same_places():
     members, truth = torch.tensor([[1.0, 3.0], [0.0, 90.0]]), torch.tensor([3.0, torch.nan])
     got = metrics.spread_skill(members, truth, skip_missing=True)
     torch.testing.assert_close(got, metrics.spread_skill(members[:1], truth[:1]))
+    torch.testing.assert_close(got, metrics.spread_skill(members.byte(), truth, skip_missing=True))
 
 
 def test_what_is_refused():

@@ -96,7 +96,9 @@ class MeshSamples(ABC, data.Dataset[Any]):
 
     @property
     def first_sample(self) -> str:
-        """What the first sample is of, which stays where the store moves or grows; "" where nothing tells it."""
+        """A text that tells the first sample from those of other data, also where the store moves or grows; "" where
+        nothing does.
+        """
         return ""
 
     @abstractmethod
