@@ -861,6 +861,31 @@ def _replaces_a_parameter():
     model(jigsaw.shard(_batch()[0], mesh, SPEC))
 
 
+def _replaces_a_layer(**options):
+    mesh = world_mesh(lat=2)
+    model = parallelize(nn.Sequential(nn.ModuleDict(), nn.Linear(3, 3)), mesh, **options)
+    model.forward = lambda x: model[0].head(model[1](x))
+    model[0].head = nn.Linear(3, 3)
+    tile = jigsaw.shard(torch.ones(4, 3), mesh, ("lat", None))
+    with torch.no_grad():
+        model(tile)
+    model[0].head.requires_grad_(False)
+    model(tile)
+    model[0].head.requires_grad_()
+    model(tile)
+
+
+def _replaces_a_layer_of_cut_weights():
+    _replaces_a_layer(shard_weights=True)
+
+
+def _adds_a_parameter_to_cut_weights():
+    mesh = world_mesh(lat=2)
+    model = parallelize(nn.Linear(3, 3), mesh, shard_weights=True)
+    model.gain = nn.Parameter(torch.ones(3))
+    model(jigsaw.shard(torch.ones(4, 3), mesh, ("lat", None)))
+
+
 def _different_models():
     parallelize(nn.Linear(2, 2 + dist.get_rank()), world_mesh(lat=2))
 
@@ -1021,6 +1046,9 @@ def _weights_elsewhere():
             _replaces_a_parameter,
             "'gain' of Block was replaced or added after parallelize.*call jigsaw.parallelize last",
         ),
+        (_replaces_a_layer, "'weight' of Linear was replaced or added after parallelize"),
+        (_replaces_a_layer_of_cut_weights, "'weight' of Linear was replaced or added after parallelize"),
+        (_adds_a_parameter_to_cut_weights, "'gain' of FSDPLinear was replaced or added after parallelize"),
         (_different_models, r"same model and plan on every rank, but rank \d of the mesh.*weight"),
         (_twice, "Linear went through jigsaw.parallelize before; call it once"),
         (_sparse, "module '0' makes sparse gradients.*sparse=False"),
