@@ -1212,3 +1212,35 @@ def test_gradients_from_outside_a_unit_wait_for_its_own():
     for stream, gradient in waits:
         assert isinstance(stream, torch.cpu.Stream)
         torch.testing.assert_close(weight.grad.to_local() - gradient, 2 * weight.to_local().detach())
+
+
+class _Autoencoder(nn.Module):
+    """Its parts are called one by one, as users of VAEs do, and never by its own forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(1, 4))
+        self.decoder = nn.Sequential(nn.LayerNorm(8), nn.Conv2d(4, 3, 3, padding=1))
+
+    def encode(self, x):
+        return self.encoder(x)
+
+    def decode(self, x):
+        return self.decoder(x)
+
+
+@on_ranks(2)
+def test_methods_of_a_model_with_cut_weights_need_units():
+    mesh, net, x = world_mesh(lat=2), _Autoencoder(), torch.randn(1, 3, 9, 8)
+    tile = jigsaw.shard(x, mesh, (None, None, "lat", None))
+    for parts in (), ("encoder",):  # a convolution meets cut weights first, and then a norm
+        cut = copy.deepcopy(net)
+        parallelize(cut, mesh, shard_weights=True, units=[getattr(cut, part) for part in parts])
+        with pytest.raises(ShardingError, match=r"call the model itself.*units="):
+            cut.decode(cut.encode(tile))
+    cut = copy.deepcopy(net)
+    parallelize(cut, mesh, shard_weights=True, units=[cut.encoder, cut.decoder])
+    for model, image in ((net, x), (cut, tile)):
+        model.decode(model.encode(image)).square().mean().backward()
+    for p, q in zip(net.parameters(), cut.parameters(), strict=True):
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad)
