@@ -79,7 +79,7 @@ def save_weights(path: CheckpointPath, model: nn.Module, names: FileNames | None
     *Sends*: a few all-reduces of some bytes, and kinds of tensors where ranks have different ones; no tensors.
     *Raises*: `CheckpointError` on every rank, where a state is not a tensor or has a type that such a file cannot have.
     Also for tensors that should be the same on all ranks and are not, because the file would have those of one rank.
-    Also where one rank cannot write, or `path` is a file of something else, and for `names` that the model does not
+    Also where one rank cannot write, or `path` is a file of something else. Also for `names` that the model does not
     have, or that are alike.
 
     >>> model = torch.nn.Linear(4, 2)

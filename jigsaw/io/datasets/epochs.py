@@ -205,8 +205,8 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
         Of a store that has grown since, an epoch that had begun has the samples that it began with, and the next one
         has all.
 
-        Raises: `StateError` for a state that is torn, or whose epoch began with other samples than the dataset has, in
-        number or time, or with another `shuffle`.
+        Raises: `StateError` for a state that is torn. Also within an epoch that began with samples of another number or
+        time, or with another `shuffle`.
         """
         order = self._order
         place = LoaderState.from_dict(state, order.count, self.dataset.is_appended_to, order.mark)
