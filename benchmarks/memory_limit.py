@@ -293,7 +293,11 @@ def draw(lines: Sequence[dict[str, Any]], path: Path) -> None:
         place.bar(labels, [line["data_bytes"] / 2**30 for line in free], color=colors)
         place.axhline(limit, color="black", linestyle="--", linewidth=1)
         place.text(len(free) - 0.5, limit, f"limit {limit:g} GiB", ha="right", va="bottom", fontsize=8)
-        title = {"volume": "whole volume, 3-D U-Net", "weather": "721 x 1440 x 69, weather net"}[name]
+        title = {
+            "volume": "whole volume, 3-D U-Net",
+            "weather": "721 x 1440 x 69, weather net",
+            "slide": "slide, pooled",
+        }[name]
         place.set(title=title, xlabel="ranks", ylabel="GiB of a rank")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
