@@ -1,11 +1,12 @@
-"""A sample that is too big for one rank: whole-sample steps of a 3-D U-Net and of a weather net, each process with the
-same limit of memory; one JSON object a number of ranks, and the page's picture.
+"""A sample that is too big for one rank: whole-sample steps of a 3-D U-Net, of a weather net and of a net that pools
+over a slide, each process with the same limit of memory; one JSON object a number of ranks, and the page's picture.
 
     python benchmarks/memory_limit.py --output benchmarks/results/memory-limit-MACHINE-MONTH.jsonl
     python benchmarks/memory_limit.py --draw benchmarks/results/memory-limit-MACHINE-MONTH.jsonl
 
 The data lies in a store on disk, of which each rank reads its tile; the nets are plain torch:
-`synthetic_scans.py`'s U-Net and that of `examples/weather`.
+`synthetic_scans.py`'s U-Net, that of `examples/weather`, and two convolutions before a mean over the slide.
+Each rank counts what it reads of the slide's file: it is the stored bytes of the tiles that its rows touch.
 `limit_bytes` is RLIMIT_DATA of every process, Python and torch included: the kernel refuses more private memory, as a
 device would.  Without a limit (0) a run shows what each rank takes: `data_bytes` is the most private memory at a time
 (VmData, looked at every 20 ms), `resident_bytes` the most that was resident (VmHWM), of the rank that has the most.
@@ -15,6 +16,7 @@ device would.  Without a limit (0) a run shows what each rank takes: `data_bytes
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import resource
@@ -31,9 +33,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"volume": 2.0, "weather": 3.0}  # GiB of a process
+LIMITS = {"volume": 2.0, "weather": 3.0, "slide": 4.0}  # GiB of a process
 SHAPE, WIDTH = (160, 160, 128), 16  # of the volume, of its U-Net
 WIDTHS = (48, 64, 96, 128)  # of the weather net
+TIFF_TILE = 512  # rows and columns
 STEPS = 3
 
 # -- one rank --------------------------------------------------------------------------------------------------------
@@ -92,9 +95,63 @@ def weather_steps(folder: Path, mesh: Any, small: bool) -> Iterator[Any]:
             yield loss
 
 
+def slide_net() -> Any:
+    """Two convolutions, the mean over the whole slide, and two classes."""
+    from torch import nn
+
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 7, stride=4, padding=3), nn.GroupNorm(2, 8), nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2),
+    )  # fmt: skip
+
+
+def slide_steps(folder: Path, mesh: Any, small: bool) -> Iterator[Any]:
+    """The loss of each step on a whole slide, of whose TIFF each rank reads the tiles that its rows touch."""
+    import tifffile
+    import torch
+    import zarr
+
+    import jigsaw
+
+    class CountedFile(io.FileIO):
+        """A file that counts what is read of it."""
+
+        bytes_read = 0
+
+        def read(self, size: int | None = -1, /) -> bytes:
+            values = super().read(size)
+            self.bytes_read += len(values)
+            return values
+
+    file = CountedFile(folder / slide_file(small))
+    page = tifffile.TiffFile(file).pages[0]
+    tile_bytes = torch.tensor(page.databytecounts).unflatten(0, (-(-page.shape[0] // TIFF_TILE), -1))
+    slides = jigsaw.io.open_volumes(
+        [zarr.open(page.aszarr(), mode="r")], mesh=mesh, crop=None, dims=("y", "x", "channel"), window=(0, 255),
+        mode="independent",
+    )  # fmt: skip
+    model = jigsaw.parallelize(slide_net(), mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    loader = jigsaw.io.VolumeLoader(slides, batch_size=1)  # reads two tiles, to learn what one takes
+    for _ in range(STEPS):
+        before = file.bytes_read
+        for batch in loader:
+            layout = batch.image.layout
+            first, stop = layout.owned(layout.coord(mesh.get_rank()))[2]
+            wanted = tile_bytes[first // TIFF_TILE : -(-stop // TIFF_TILE)].sum().item()
+            assert file.bytes_read - before == wanted, f"{file.bytes_read - before} bytes instead of {wanted}"
+            loss = torch.nn.functional.cross_entropy(model(batch.image), torch.tensor([1]))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+
 CASES = {
     "volume": (volume_steps, "benchmarks", "z"),
     "weather": (weather_steps, "examples/weather", "lat"),
+    "slide": (slide_steps, "benchmarks", "y"),
 }
 
 
@@ -163,12 +220,31 @@ def volume_shape(small: bool) -> tuple[int, ...]:
     return (32, 32, 32) if small else SHAPE
 
 
+def slide_file(small: bool) -> str:
+    return f"slide-{1500 if small else 20_000}.tif"
+
+
+def write_slide(path: Path) -> None:
+    """Write a tiled TIFF of deflated colors without noise, tile by tile: a wave, other in each tile."""
+    import numpy as np
+    import tifffile
+
+    rows = int(path.stem.split("-")[1])
+    across = np.arange(TIFF_TILE)
+    wave = 100 + 60 * np.sin(across[:, None, None] / 37) + 60 * np.cos(across[:, None] / 53) + [0, 15, 35]
+    tiles = ((wave + number % 97).astype("u1") for number in range((-(-rows // TIFF_TILE)) ** 2))
+    kind = {"tile": (TIFF_TILE, TIFF_TILE), "photometric": "rgb", "compression": "zlib"}
+    tifffile.imwrite(path, tiles, shape=(rows, rows, 3), dtype="u1", **kind)
+
+
 def make_data(name: str, folder: Path, small: bool) -> None:
     sys.path.insert(0, str(ROOT / CASES[name][1]))
     if name == "volume":
         import synthetic_scans
 
         synthetic_scans.scans(folder / ("small" if small else "scans"), 1, volume_shape(small), writes=True)
+    elif name == "slide":
+        write_slide(folder / slide_file(small))
     elif not (folder / "quarter_degree.zarr").exists():
         import quarter_degree
 
@@ -217,7 +293,11 @@ def draw(lines: Sequence[dict[str, Any]], path: Path) -> None:
         place.bar(labels, [line["data_bytes"] / 2**30 for line in free], color=colors)
         place.axhline(limit, color="black", linestyle="--", linewidth=1)
         place.text(len(free) - 0.5, limit, f"limit {limit:g} GiB", ha="right", va="bottom", fontsize=8)
-        title = {"volume": "whole volume, 3-D U-Net", "weather": "721 x 1440 x 69, weather net"}[name]
+        title = {
+            "volume": "whole volume, 3-D U-Net",
+            "weather": "721 x 1440 x 69, weather net",
+            "slide": "slide, pooled",
+        }[name]
         place.set(title=title, xlabel="ranks", ylabel="GiB of a rank")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -227,7 +307,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="+", choices=sorted(CASES), default=sorted(CASES))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--limit", type=float, help="GiB of a process; by default 2 and 3")
+    parser.add_argument("--limit", type=float, help="GiB of a process; by default 2, 3 and 4")
     parser.add_argument("--data", type=Path, help="where the stores are made, and kept for the next time")
     parser.add_argument("--output", type=Path, help="a file that the lines are added to")
     parser.add_argument("--draw", type=Path, help="make the picture of docs/memory.md of this file instead")

@@ -240,7 +240,8 @@ def _result_of(
     function: Any, shape: tuple[int, ...], dtype: torch.dtype, sizes: Any, dim: Any, norm: str | None
 ) -> torch.Size:
     """Return the shape of torch's result, or raise torch's own error on every rank, before anything is sent."""
-    return function(torch.empty(shape, dtype=dtype, device="meta"), sizes, dim, norm).shape
+    with without_modes():  # a dry run would count the memory of the whole, and in its first step alone
+        return function(torch.empty(shape, dtype=dtype, device="meta"), sizes, dim, norm).shape
 
 
 def _transform(

@@ -567,6 +567,17 @@ def test_memory_is_the_same_whenever_garbage_is_collected(thresholds):
     assert report == usual
 
 
+class _Transformed(nn.Module):
+    def forward(self, x):
+        return torch.fft.irfft2(torch.fft.rfft2(x), s=x.shape[-2:])
+
+
+def test_the_first_dry_run_of_a_transform_is_as_the_next():
+    """Its shapes are asked once, and no other test has this size."""
+    first, second = (jigsaw.dry_run(_Transformed(), (1, 1, 37, 41), {"lat": 4}) for _ in range(2))
+    assert first == second
+
+
 @on_ranks(2)
 def _dry_run_on_ranks():
     mesh = world_mesh(lat=2)

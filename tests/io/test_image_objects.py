@@ -168,6 +168,32 @@ def test_blosc2_and_mrc(tmp_path):
     assert torch.equal(sample_of(mrcfile.mmap(tmp_path / "scan.mrc", mode="r").data)[0][0], torch.from_numpy(values))
 
 
+def read_arrays_of_libraries(folder, axes):
+    blosc2, mrcfile = pytest.importorskip("blosc2"), pytest.importorskip("mrcfile")
+    spec = {"driver": "n5", "kvstore": {"driver": "file", "path": str(folder / "scan.n5")}}
+    others = [
+        np.load(folder / "scan.npz")["data"],
+        blosc2.open(str(folder / "scan.b2nd"), mode="r"),
+        mrcfile.mmap(folder / "scan.mrc", mode="r").data,
+    ]
+    of_n5 = sample_of(tensorstore.open(spec).result(), axes, dims=("x", "y", "z"))
+    return [image[0] for image, _ in (of_n5, *(sample_of(each, axes) for each in others))]
+
+
+@pytest.mark.parametrize("axes", [{"z": 2}, pytest.param({"y": 2, "x": 2}, marks=pytest.mark.slow)], ids=str)
+def test_arrays_of_other_libraries_on_ranks(tmp_path, axes):
+    blosc2, mrcfile = pytest.importorskip("blosc2"), pytest.importorskip("mrcfile")
+    values = image(SHAPE)
+    spec = {"driver": "n5", "kvstore": {"driver": "file", "path": str(tmp_path / "scan.n5")}}
+    tensorstore.open(spec, create=True, dtype=tensorstore.float32, shape=SHAPE[::-1]).result().write(values.T).result()
+    np.savez_compressed(tmp_path / "scan.npz", data=values)
+    blosc2.asarray(values, urlpath=str(tmp_path / "scan.b2nd"), chunks=(4, 5, 7), blocks=(2, 5, 7))
+    with mrcfile.new(tmp_path / "scan.mrc") as file:
+        file.set_data(values)
+    for read in run_on_ranks(2 * len(axes), read_arrays_of_libraries, tmp_path, axes, timeout=240):
+        assert all(torch.equal(each, torch.from_numpy(values)) for each in read)
+
+
 def test_image_objects_travel_to_other_processes(tmp_path):
     path = nifti(tmp_path / "scan.nii")
     volumes = pickle.loads(pickle.dumps(open_volumes([nibabel.load(path)], mesh=world_mesh(z=1), crop=None)))

@@ -1,4 +1,4 @@
-"""Nets of neuraloperator, torch-harmonics, microsoft-aurora and PhysicsNeMo."""
+"""Nets of neuraloperator, torch-harmonics, microsoft-aurora, PhysicsNeMo and The Well."""
 
 from __future__ import annotations
 
@@ -344,10 +344,35 @@ NEMO_NETS = [
     ),
 ]
 
+
+def _well(name: str, shape: tuple[int, ...], *, channels_last: bool = False, net: str = "", **kwargs: Any) -> ZooNet:
+    """A baseline of The Well, on `shape` of space; its FNO and TFNO need a neuraloperator before 2.0."""
+    sizes = (1, *shape, 3) if channels_last else (1, 3, *shape)
+    space = ("lat", "lon", None)[: len(shape)]
+    spec = (None, *space, None) if channels_last else (None, None, *space)
+    build = make(f"the_well.benchmark.models:{net or name}", 3, 2, len(shape), shape, **kwargs)
+    return ZooNet(name, "the_well", build, [ZooInput(sizes, spec)], casts=name == "AFNO")
+
+
+_WELL_VIT = {"hidden_dim": 48, "num_heads": 4, "processor_blocks": 2}
+
+WELL_NETS = [
+    _well("UNetClassic", (48, 64), init_features=4),
+    _well("UNetClassic 3d", (48, 32, 16), net="UNetClassic", init_features=4, gradient_checkpointing=True),
+    _well("UNetConvNext", (48, 64), init_features=4),
+    _well("UNetConvNext 3d", (48, 32, 16), net="UNetConvNext", init_features=4, gradient_checkpointing=True),
+    _well("DilatedResNet", (25, 36), hidden_dim=8, blocks=2),
+    _well("AViT", (64, 96), channels_last=True, **_WELL_VIT),
+    _well("AViT 3d", (64, 48, 32), net="AViT", channels_last=True, **_WELL_VIT),
+    _well("AFNO", (48, 64), channels_last=True, hidden_dim=16, n_blocks=2),
+    _well("ReFNO", (24, 32), channels_last=True, hidden_dim=8, blocks=2),
+]
+
 WEATHER_NETS = [
     *NEURALOP_NETS,
     *HARMONICS_NETS,
     _aurora_net("Aurora", 16),
     _aurora_net("Aurora 17 rows", 17),
     *NEMO_NETS,
+    *WELL_NETS,
 ]
