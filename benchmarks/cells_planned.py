@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from importlib.metadata import version
 from itertools import combinations
 from typing import Any
 
@@ -199,7 +200,9 @@ STEPS, FORCINGS = 2, 10
 class AnemoiNet(nn.Module):
     """The encoder, processor and decoder of anemoi-models: x [1, steps, 1, cells, variables]."""
 
-    def __init__(self, grid: Points, coarse: Points, variables: int, width: int, layers: int) -> None:
+    mesh: Any = None
+
+    def __init__(self, grid: Points, coarse: Points, variables: int, width: int, layers: int, cuts_edges: bool) -> None:
         super().__init__()
         from anemoi.models.data_indices.collection import IndexCollection
         from anemoi.models.models import AnemoiModelEncProcDec
@@ -228,8 +231,18 @@ class AnemoiNet(nn.Module):
             model_config={"model": model, "training": {"multistep_input": STEPS, "multistep_output": 1}},
             data_indices={"data": indices}, statistics={"data": None}, graph_data=near_edges(grid, coarse),
         )  # fmt: skip
+        if cuts_edges:
+            for name, layer in self.named_modules():
+                if name.endswith(("lin_edge", "emb_nodes_dst")):
+                    layer.register_forward_pre_hook(self.cut_plain)
+
+    def cut_plain(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Cut plain features of edges and hidden points in front of a layer, so that no rank has its whole product."""
+        x, *others = inputs
+        return (x if isinstance(x, jigsaw.Tile) else jigsaw.shard(x, self.mesh, ("cell", None)), *others)
 
     def forward(self, x: Tensor) -> Tensor:
+        self.mesh = x.mesh if isinstance(x, jigsaw.Tile) else jigsaw.init_mesh(cell=1)
         return self.net({"data": x})["data"]
 
 
@@ -254,11 +267,11 @@ def near_edges(grid: Points, coarse: Points) -> Any:
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
-NETS = ("graphcast", "graph transformer", "anemoi")
+NETS = ("graphcast", "graph transformer", "anemoi", "anemoi, edges cut")
 # how each net is planned: the first two give tiles on any mesh, and the third a plain tensor on one device
 PLANS: dict[str, dict[str, Any]] = {
     **{name: {"spec": ("cell", None), "checkpoint": "blocks"} for name in NETS[:2]},
-    "anemoi": {"spec": (None, None, None, "cell", None), "loss": lambda y: y.square().mean()},
+    **{name: {"spec": (None, None, None, "cell", None), "loss": lambda y: y.square().mean()} for name in NETS[2:]},
 }
 
 
@@ -271,8 +284,8 @@ def planned_net(name: str, is_small: bool) -> tuple[nn.Module, list[tuple[int, .
         return net, [(len(grid[0]), 474), (len(grid[0]), 3), (10 * 4**refinements + 2, 3)]
     fine = along_curve(*(octahedral_points(12) if is_small else n320_points()))
     coarse = along_curve(*octahedral_points(6 if is_small else 96))
-    if name == "anemoi":
-        net = AnemoiNet(fine, coarse, 109, 2 * width, layers)
+    if name in NETS[2:]:
+        net = AnemoiNet(fine, coarse, 109, 2 * width, layers, name == NETS[3])
         return net, [(1, STEPS, 1, len(fine[0]), 109)]
     net = GraphTransformer(fine, coarse, 218, 102, 2 * width, layers)
     return net, [(len(fine[0]), 218), (len(fine[0]), 3), (len(coarse[0]), 3)]
@@ -293,18 +306,19 @@ def sent_by_ranks(name: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--net", choices=NETS, help="one net alone")
+    parser.add_argument("--net", choices=NETS, nargs="+", default=NETS, help="these nets alone")
     parser.add_argument("--real", action="store_true", help="with --small: count on real ranks, too")
     parser.add_argument("--small", action="store_true", help="small nets on coarse grids")
     add_result_options(parser)
     options = parser.parse_args()
-    chosen = "" if options.net is None else f" --net {options.net!r}"
+    chosen = "" if options.net == NETS else " --net " + " ".join(map(repr, options.net))
     chosen += (
         f" --devices {' '.join(map(str, options.devices))}" + " --small" * options.small + " --real" * options.real
     )
     command = "python benchmarks/cells_planned.py" + chosen
-    file = ResultFile(options, command, torch=torch.__version__)
-    for name in NETS if options.net is None else (options.net,):
+    theirs = {"anemoi-models": version("anemoi-models")} if {*NETS[2:]} & {*options.net} else {}
+    file = ResultFile(options, command, torch=torch.__version__, **theirs)
+    for name in options.net:
         net, shapes = planned_net(name, options.small)
         cells = shapes[0][PLANS[name]["spec"].index("cell")]
         for devices in options.devices:

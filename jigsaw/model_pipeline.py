@@ -239,7 +239,16 @@ class ModelPipeline:
         return {name: x for name, x in self.model.state_dict().items() if self._own.has(name)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load as a module does, for this rank's stages: the state of other stages is left out."""
+        """Load as a module does, for this rank's stages: the state of other stages is left out.
+
+        Raises: `ShardingError` for names that the model does not have, and for missing ones of this rank's stages,
+        unless `strict` is False.
+        """
+        strange = sorted(set(state_dict).difference(self.names_of_all_stages))
+        if strict and strange:
+            raise ShardingError(
+                f"load_state_dict of a pipeline: the model has no {strange[0]!r}; leave it out, or pass strict=False"
+            )
         own = {name: x for name, x in state_dict.items() if self._own.has(name)}
         missing = [name for name in self.state_dict() if name not in own]
         if strict and missing:

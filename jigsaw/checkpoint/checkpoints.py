@@ -28,7 +28,6 @@ from jigsaw.checkpoint.checkpoint_files import (
 )
 from jigsaw.checkpoint.checkpoint_folder import (
     CheckpointDraft,
-    FileSum,
     begin_checkpoint,
     commit_checkpoint,
     removed_on_failure,
@@ -46,8 +45,8 @@ from jigsaw.checkpoint.numbered_saves import (
     remove_share,
 )
 from jigsaw.checkpoint.pending_save import PendingSave, begin_save, end_pending_save
+from jigsaw.checkpoint.piece_writers import check_equal_copies
 from jigsaw.comm.agreement import decide_on_first_rank, told_in_job_where_different
-from jigsaw.comm.wire_values import checksum_of_bits
 from jigsaw.errors import CheckpointError
 from jigsaw.tile.tile import Tile
 
@@ -154,7 +153,7 @@ def save(
     check_numbered(final, keep)
     tensors, small = fail_together(lambda: _checkpoint_state(model, optimizer, _stateful_objects(loader, others)))
     small = _joined_over_stages(model, small)
-    _check_copies(tensors)
+    check_equal_copies(tensors)
     what = f"the tensors of {final} cannot be written"
     draft = fail_together(lambda: begin_checkpoint(final, order_of_next(final)), of_first=True, what=what)
     # relative to this rank's own working folder
@@ -201,8 +200,8 @@ def load(
     make this run code.  Before anything is changed, the files of tensors are compared with the checksums of what was
     saved, each by one rank.
 
-    *Raises*: `CheckpointError` that names a damaged file, or lists what is missing, left over or of another shape;
-    nothing is changed then.
+    *Raises*: `CheckpointError` that names a damaged file, or lists what is missing, left over or of another shape, and
+    for the state of another optimizer; nothing is changed then.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> jigsaw.save("best", model=model)
@@ -235,6 +234,7 @@ def load(
         for group in small["optimizer groups"]:
             group["params"] = [name for name in group["params"] if name not in elsewhere]
         _check_groups(path, small["optimizer groups"], groups)
+        _check_options(path, small.get("optimizer options"), optimizer)
     tensors = {key: x for key, x in (state | slots).items() if isinstance(x, torch.Tensor)}
     if tensors:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -262,6 +262,7 @@ def _checkpoint_state(
     if optimizer is not None:
         names = _parameter_names(model, optimizer)
         small["optimizer groups"] = plain_state(_group_options(optimizer, names), "optimizer.param_groups")
+        small["optimizer options"] = sorted(_holding_optimizer(optimizer).defaults)
         for p, values in _holding_optimizer(optimizer).state.items():
             state |= {f"optimizer.{names[p]}.{key}": value for key, value in values.items()}
     tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
@@ -275,32 +276,6 @@ def _checkpoint_state(
     for name, thing in things.items():
         small[f"state of {name}"] = plain_state(thing.state_dict(), f"{name}.state_dict()")
     return tensors, small
-
-
-def _check_copies(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Compare the plain tensors of all ranks, of which one rank's are written, by bytes and checksums.
-
-    Raises: `CheckpointError` on every rank, where they differ.
-    """
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    plain = {key: x for key, x in tensors.items() if type(x) in (torch.Tensor, nn.Parameter)}
-    own_sums = {key: FileSum(x.nbytes, checksum_of_bits(x) if ranks > 1 else 0) for key, x in plain.items()}
-    every = told_in_job_where_different(own_sums) or [own_sums] * ranks
-    first_ranks = {id(theirs): rank for rank, theirs in reversed([*enumerate(every)])}
-    known: dict[str, tuple[int, FileSum]] = {}
-    differing: dict[str, tuple[int, int]] = {}
-    for rank in sorted(first_ranks.values()):
-        for key, each in every[rank].items():
-            first, of_first = known.setdefault(key, (rank, each))
-            if each != of_first:
-                differing.setdefault(key, (rank, first))
-    if differing:
-        key, (rank, first) = min(differing.items())
-        raise CheckpointError(
-            f"{key!r} differs between ranks ({rank} and {first} among them), and only one rank's would be saved; every "
-            "rank must hold it alike: look for a step that a rank left out, an initialization by rank, or a model that "
-            "did not go through jigsaw.parallelize"
-        )
 
 
 def _joined_over_stages(model: CheckpointModel | None, small: dict[str, Any]) -> dict[str, Any]:
@@ -418,6 +393,20 @@ def _check_groups(
         raise CheckpointError(
             f"the checkpoint {os.fspath(path)} has an optimizer with groups of {[len(g) for g in theirs]} parameters, "
             f"this one has {[len(g) for g in ours]}, or other parameters in them; make it with the same groups"
+        )
+
+
+def _check_options(path: CheckpointPath, saved: Any, optimizer: Optimizer) -> None:
+    """Refuse the state of another optimizer, which would begin anew from it, or fail in its first step."""
+    holding = _holding_optimizer(optimizer)
+    # versions of torch add options, or lack some of a later one; two optimizers each have some that the other lacks
+    theirs = set(map(str, cast("Any", saved))) if isinstance(saved, list) else set[str]()
+    ours = set(holding.defaults)
+    if theirs - ours and ours - theirs:
+        raise CheckpointError(
+            f"the checkpoint {os.fspath(path)} is of another optimizer than {type(holding).__name__}: it has the "
+            f"options {sorted(theirs - ours)}, and not {sorted(ours - theirs)}; make the optimizer that was saved, or "
+            "load the model alone"
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +22,35 @@ from jigsaw.checkpoint.checkpoint_folder import FileSum
 from jigsaw.checkpoint.checkpoint_index import StoredTensor
 from jigsaw.checkpoint.parted_tensors import cuts_of_tensor
 from jigsaw.checkpoint.piece_grid import PieceGrid, grid_of_ranks
+from jigsaw.comm.agreement import told_in_job_where_different
+from jigsaw.comm.wire_values import checksum_of_bits
 from jigsaw.errors import CheckpointError
+
+
+def check_equal_copies(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Compare the plain tensors of all ranks, of which one rank's are written, by bytes and checksums.
+
+    Raises: `CheckpointError` on every rank, where they differ.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    plain = {key: x for key, x in tensors.items() if type(x) in (torch.Tensor, torch.nn.Parameter)}
+    own_sums = {key: FileSum(x.nbytes, checksum_of_bits(x) if ranks > 1 else 0) for key, x in plain.items()}
+    every = told_in_job_where_different(own_sums) or [own_sums] * ranks
+    first_ranks = {id(theirs): rank for rank, theirs in reversed([*enumerate(every)])}
+    known: dict[str, tuple[int, FileSum]] = {}
+    differing: dict[str, tuple[int, int]] = {}
+    for rank in sorted(first_ranks.values()):
+        for key, each in every[rank].items():
+            first, of_first = known.setdefault(key, (rank, each))
+            if each != of_first:
+                differing.setdefault(key, (rank, first))
+    if differing:
+        key, (rank, first) = min(differing.items())
+        raise CheckpointError(
+            f"{key!r} differs between ranks ({rank} and {first} among them), and only one rank's would be saved; every "
+            "rank must hold it alike: look for a step that a rank left out, an initialization by rank, or a model that "
+            "did not go through jigsaw.parallelize"
+        )
 
 
 class RankMesh(NamedTuple):

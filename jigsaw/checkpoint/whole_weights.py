@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jigsaw.checkpoint.checkpoint_files import fail_together, torch_failures_named
 from jigsaw.checkpoint.checkpoint_state import CheckpointPath, is_converted_weight, parse_strict_json
 from jigsaw.checkpoint.parted_tensors import with_parts_apart
-from jigsaw.checkpoint.piece_writers import PieceWriters, kinds_of_tensors
+from jigsaw.checkpoint.piece_writers import PieceWriters, check_equal_copies, kinds_of_tensors
 from jigsaw.comm.agreement import decide_on_first_rank, told_in_job_where_different
 from jigsaw.drafts import begin_draft_file, open_unlinked
 from jigsaw.errors import CheckpointError
@@ -78,7 +78,9 @@ def save_weights(path: CheckpointPath, model: nn.Module, names: FileNames | None
 
     *Sends*: a few all-reduces of some bytes, and kinds of tensors where ranks have different ones; no tensors.
     *Raises*: `CheckpointError` on every rank, where a state is not a tensor or has a type that such a file cannot have.
-    Also where one rank cannot write, and for `names` that the model does not have, or that are alike.
+    Also for tensors that should be the same on all ranks and are not, because the file would have those of one rank.
+    Also where one rank cannot write, or `path` is a file of something else, and for `names` that the model does not
+    have, or that are alike.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> jigsaw.save_weights("model.safetensors", model)
@@ -89,8 +91,9 @@ def save_weights(path: CheckpointPath, model: nn.Module, names: FileNames | None
     """
     final = Path(path)
     tensors = fail_together(lambda: _named_in_file(_whole_state(model), names))
+    check_equal_copies(tensors)
     what = f"the weights of {final} cannot be written"
-    draft = final.with_name(fail_together(lambda: begin_draft_file(final).name, of_first=True, what=what))
+    draft = final.with_name(fail_together(lambda: _begin_file(final).name, of_first=True, what=what))
     header, weights = _header_of(draft, tensors)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     planner = dcp.DefaultSavePlanner()
@@ -112,6 +115,22 @@ def save_weights(path: CheckpointPath, model: nn.Module, names: FileNames | None
         if is_first:
             draft.unlink(missing_ok=True)
         raise
+
+
+def _begin_file(final: Path) -> Path:
+    """Begin a draft.
+
+    Raises: `CheckpointError` where it would replace a file of something else; an empty file, or a link, is replaced.
+    """
+    if final.is_file() and not final.is_symlink() and final.stat().st_size:
+        try:
+            _weights_of_file(final)
+        except CheckpointError as e:
+            raise CheckpointError(
+                f"{final} is there, and is replaced only where it is a file of weights ({e}); save to another name, or "
+                "move away what is there"
+            ) from e
+    return begin_draft_file(final)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -81,6 +81,9 @@ def sliding_window(
     torch.Size([1, 3, 20, 12, 12])
     """
     shape = tuple(volume.shape)
+    is_real = volume.dtype.is_floating_point or volume.dtype.is_complex
+    if not is_real and torch.tensor(fill, dtype=torch.float64).to(volume.dtype).item() != fill:
+        raise FieldError(f"fill={fill} is none of the values of {volume.dtype}; give another, or volume.float()")
     plan = _WindowGrid.of(shape, roi, overlap, windows, align)
     weight = importance_map(plan.roi, blend, sigma)
     with torch.no_grad():
@@ -143,6 +146,8 @@ class _WindowGrid:
             raise FieldError(f"overlap={overlap} must be a share in [0, 1)")
         if windows not in ("cut", "dealt"):
             raise FieldError(f"windows={windows!r} must be 'cut' or 'dealt'")
+        if any(rows is not None and rows != int(rows) for rows in roi):
+            raise FieldError(f"roi={tuple(roi)} must be whole numbers of rows, or None for all rows of a dim")
         sizes = tuple(n if rows is None else int(rows) for n, rows in zip(space, roi, strict=True))
         if min(sizes) < 1 or min(space) < 1:
             raise FieldError(f"roi={tuple(roi)} and the volume's {tuple(space)} rows must be at least 1")

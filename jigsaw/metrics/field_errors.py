@@ -10,7 +10,7 @@ from torch import Tensor
 
 from jigsaw.fields.latlon import latitude_rows
 from jigsaw.nn.losses.field_losses import ensemble_crps
-from jigsaw.nn.losses.loss import check_same_shape, weighted_mean
+from jigsaw.nn.losses.loss import as_wide_floats, check_same_shape, weighted_mean
 from jigsaw.ops.reductions import ReducedDims
 
 # A Tile or a plain whole Tensor: torch's stubs know only the latter, so this stays open.
@@ -44,6 +44,11 @@ def average_over(values: Any, dim: ReducedDims, weights: MetricValues | None, sk
     return values.mean(dim) if weights is None else weighted_mean(values, weights, dim)
 
 
+def _forecast_errors(name: str, forecast: MetricValues, truth: MetricValues) -> Any:
+    check_same_shape(name, forecast, truth)
+    return as_wide_floats(forecast) - as_wide_floats(truth)
+
+
 def rmse(
     forecast: MetricValues,
     truth: MetricValues,
@@ -54,19 +59,19 @@ def rmse(
 ) -> Any:
     """Return the root of the mean of (forecast - truth)² along `dim`.
 
-    With time in `dim` the root is taken after the mean over time, as WeatherBench2 does it.
+    With time in `dim` the root is taken after the mean over time, as WeatherBench2 does it. float16, bfloat16 and
+    integers are computed in float32, long integers in float64.
 
     *Shapes*: forecast and truth of one shape; `weights` broadcast to it, e.g. [lat, 1].
     *Sends*: one all-reduce of the result, two with weights or `skip_missing`.
-    *Raises*: `ShardingError` for two shapes.
+    *Raises*: `ShardingError` for two shapes, and for weights of another.
 
     >>> truth = jigsaw.shard(torch.zeros(3, 5, 8), jigsaw.init_mesh(lat=1), (None, "lat", None))
     >>> area = jigsaw.metrics.latitude_weights([90, 45, 0, -45, -90])
     >>> jigsaw.metrics.rmse(truth + 2, truth, dim=(1, 2), weights=area).full_tensor()
     tensor([2., 2., 2.])
     """
-    check_same_shape("rmse", forecast, truth)
-    return average_over((forecast - truth).square(), dim, weights, skip_missing).sqrt()
+    return average_over(_forecast_errors("rmse", forecast, truth).square(), dim, weights, skip_missing).sqrt()
 
 
 def mae(
@@ -82,8 +87,7 @@ def mae(
     >>> jigsaw.metrics.mae(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0]))
     tensor(1.5000)
     """
-    check_same_shape("mae", forecast, truth)
-    return average_over((forecast - truth).abs(), dim, weights, skip_missing)
+    return average_over(_forecast_errors("mae", forecast, truth).abs(), dim, weights, skip_missing)
 
 
 def bias(
@@ -99,8 +103,7 @@ def bias(
     >>> jigsaw.metrics.bias(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0]))
     tensor(-1.5000)
     """
-    check_same_shape("bias", forecast, truth)
-    return average_over(forecast - truth, dim, weights, skip_missing)
+    return average_over(_forecast_errors("bias", forecast, truth), dim, weights, skip_missing)
 
 
 def acc(
@@ -128,7 +131,7 @@ def acc(
     tensor(1.)
     """
     check_same_shape("acc", forecast, truth)
-    of_forecast, of_truth = forecast - climatology, truth - climatology
+    of_forecast, of_truth = as_wide_floats(forecast) - climatology, as_wide_floats(truth) - climatology
     both = of_forecast * of_truth
     squares = [of_forecast.square(), of_truth.square()]
     if skip_missing:
@@ -221,7 +224,7 @@ def spread(
     >>> jigsaw.metrics.spread(torch.tensor([[1.0, 3.0], [5.0, 5.0]]))
     tensor(1.)
     """
-    return average_over(forecast.var(member_dim), dim, weights, skip_missing).sqrt()
+    return average_over(as_wide_floats(forecast).var(member_dim), dim, weights, skip_missing).sqrt()
 
 
 def spread_skill(
@@ -237,7 +240,8 @@ def spread_skill(
     drawn.
 
     Below 1 the ensemble is too confident.  The factor corrects for the larger error of the mean of few members (Fortin
-    et al., J. Hydrometeorol. 15, 2014).
+    et al., J. Hydrometeorol. 15, 2014).  With `skip_missing` both are of the places where neither the truth nor any
+    member is missing.
 
     *Shapes*: as in `crps`.
     *Sends*: as `spread` and `rmse`, and where the members are cut, one all-reduce of a member.
@@ -246,7 +250,9 @@ def spread_skill(
     >>> jigsaw.metrics.spread_skill(torch.tensor([[1.0, 3.0], [5.0, 5.0]]), torch.tensor([2.0, 3.0]))
     tensor(0.8660)
     """
-    members = forecast.shape[member_dim]
+    members, forecast = forecast.shape[member_dim], as_wide_floats(forecast)
+    if skip_missing:
+        forecast = forecast.masked_fill(truth.isnan().unsqueeze(member_dim), torch.nan)
     error = rmse(forecast.mean(member_dim), truth, dim, weights, skip_missing=skip_missing)
     return (
         math.sqrt((members + 1) / members)

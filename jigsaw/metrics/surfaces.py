@@ -74,6 +74,7 @@ def hausdorff95(
     *Sends*: for each mask, 16 bytes a surface voxel (as many as the rank with the most has) and 16 more to each other
     rank. Also the rows beside the cuts in float32.
     *Raises*: `ShardingError` for two different shapes, or a spacing that is not of one to three dims of space.
+    `ValueError` for a percentile outside 0 to 100.
 
     >>> mesh, truth = jigsaw.init_mesh(z=1), torch.zeros(2, 9, 9, 9)
     >>> truth[0, 2:5, 2:5, 2:5] = 1
@@ -81,6 +82,8 @@ def hausdorff95(
     >>> jigsaw.metrics.hausdorff95(tile.roll(2, 1), tile, spacing=(2.5, 1.0, 1.0))
     tensor([5., nan], dtype=torch.float64)
     """
+    if not 0 <= percentile <= 100:
+        raise ValueError(f"hausdorff95(percentile={percentile}): a percentile is from 0 to 100; 95 is the usual one")
     both = _distances_both_ways("hausdorff95", prediction, truth, spacing)
     of_classes = [torch.stack([_linear_percentile(d, percentile) for d in distances]) for distances in both]
     one_is_empty = of_classes[0].isnan() != of_classes[1].isnan()
@@ -101,7 +104,8 @@ def surface_dice(
     one for each of the last dim of classes.  NaN where both masks are empty, 0 where one is.
 
     *Shapes*, *Sends*: as `hausdorff95`.
-    *Raises*: `ShardingError` as there, and where there are not as many tolerances as classes.
+    *Raises*: `ShardingError` as there, and where there are not as many tolerances as classes. `ValueError` for a
+    tolerance below 0.
 
     >>> mesh, truth = jigsaw.init_mesh(z=1), torch.zeros(2, 9, 9, 9)
     >>> truth[0, 2:5, 2:5, 2:5] = 1
@@ -113,6 +117,8 @@ def surface_dice(
     most = torch.as_tensor(tolerance, dtype=torch.float64)
     if most.ndim > 1 or (most.ndim and (not classes or len(most) != classes[-1])):
         raise ShardingError(f"surface_dice(tolerance={tolerance}): one number, or one for each class of {classes}")
+    if not (most >= 0).all():
+        raise ValueError(f"surface_dice(tolerance={tolerance}): a distance of 0 or more, in the unit of spacing")
     both = _distances_both_ways("surface_dice", prediction, truth, spacing)
     # distances of 0.8 mm are rounded: a tolerance of 0.8 includes all of them
     limits = (most.expand(classes).flatten() * (1 + 1e-9)).tolist()
@@ -131,6 +137,8 @@ def _distances_both_ways(
             f"{name}(spacing={tuple(spacing)}): one to three numbers, one for each of the last dims of "
             f"{tuple(prediction.shape)}"
         )
+    if not all(math.isfinite(step) and step != 0 for step in spacing):
+        raise ValueError(f"{name}(spacing={tuple(spacing)}): the size of a voxel along each dim is finite and not 0")
     with torch.no_grad():
         answer, true = (_surface_voxels(mask, space) for mask in (prediction, truth))
         shape = tuple(prediction.shape)

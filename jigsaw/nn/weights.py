@@ -95,6 +95,13 @@ def _check_weight_axis(name: str, size: int, tile: Tile) -> None:
         )
 
 
+# for refusals of weights whose cuts do not meet those of a tile
+CALL_THE_MODEL = (
+    "; weights that shard_weights has cut are gathered when the forward pass of their unit begins, so call the model "
+    "itself and not another method of it, or name the modules that the method calls in parallelize(units=...)"
+)
+
+
 def local_weight(weight: StoredWeight, tile: Tile, work: Layout) -> Tensor:
     """Return this rank's part of `weight`, as an operand of work that is cut over the mesh as `work` is.
 

@@ -19,7 +19,7 @@ import torch
 import torch.masked
 import torch.nn.functional as F
 
-from jigsaw.tile.tensor_shell import at_first_tile
+from jigsaw.tile.shell_making import at_first_tile
 from jigsaw.tile.tile import Tile, implements_torch, tiles_in
 from jigsaw.torch_internals.private_names import replace_in_torch
 

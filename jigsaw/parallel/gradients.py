@@ -35,8 +35,9 @@ from jigsaw.ops.into_torch.reentrant import (
 )
 from jigsaw.ops.meeting.gradient_blocks import TravelingBlock, record_blocks, recorded_blocks
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
+from jigsaw.parallel.late_parameters import gathered_parameters, note_parameters, refuse_late_parameters
 from jigsaw.ranks.mesh import axes_of_mesh, ranks_along, ranks_in_mesh
-from jigsaw.torch_internals.autograd import gradient_hooks, hooks_behind_gradient, own_parameters
+from jigsaw.torch_internals.autograd import gradient_hooks, hooks_behind_gradient
 from jigsaw.torch_internals.dispatch import without_modes
 from jigsaw.torch_internals.groups import is_before_backward, wrapper_around
 
@@ -48,6 +49,7 @@ def mark_averaged(model: nn.Module, ranks: int) -> None:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             _mark_parameter(parameter, ranks)
+        note_parameters(module)
         module.register_forward_pre_hook(partial(_before_forward, ranks))
 
 
@@ -55,20 +57,12 @@ def _before_forward(ranks: int, module: nn.Module, args: Any) -> None:
     if isinstance(module, FSDPModule):
         _check_recomputed_once(module)
         # it has gathered the parameters of all modules in it, even of those whose forward is not called
-        for parameter in module.parameters():
+        for parameter in gathered_parameters(module):
             _mark_parameter(parameter, ranks)
             if not hasattr(parameter, _OWN_HOOKS):
                 _refuse_early_looks(parameter)
         return
-    # not `named_parameters`, which walks through the module, because this runs for every module in every forward pass
-    for name, parameter in own_parameters(module).items():
-        if parameter is None or hasattr(parameter, AVERAGED_MARK):
-            continue
-        if parameter.requires_grad and torch.is_grad_enabled():
-            raise ShardingError(
-                f"parameter {name!r} of {type(module).__name__} was replaced or added after parallelize: nothing "
-                f"would reduce its gradient; call jigsaw.parallelize last, and load with load_state_dict(assign=False)"
-            )
+    refuse_late_parameters(module)
 
 
 def _check_recomputed_once(unit: FSDPModule) -> None:

@@ -80,8 +80,9 @@ def parallelize(
       backward pass goes on, into ordinary ``.grad``.
     - ``shard_weights=True`` cuts weights, gradients and optimizer state into 1/P a rank by `fully_shard` over the
       flattened mesh, in `units` (modules that are gathered at once). By default these are elements of ``Sequential``
-      and ``ModuleList`` of at least `unit_bytes`, and the rest.  Parameters are then DTensors; scalars stay whole.  A
-      unit's weights are freed after its forward pass and gathered again for its backward pass; with
+      and ``ModuleList`` of at least `unit_bytes`, and the rest.  Parameters are then DTensors; scalars stay whole.
+      Where you call ``model.encode(x)`` and never ``model(x)``, name the modules that `encode` calls as units.
+      A unit's weights are freed after its forward pass and gathered again for its backward pass; with
       ``shard_weights="keep"`` they stay.  Along the axes `replicate` every rank keeps the same part (hybrid sharding:
       gathered within a node, say, and only gradients cross the network).  `mp_policy` and `offload_policy` are those of
       `fully_shard`.

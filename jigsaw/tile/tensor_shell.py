@@ -13,7 +13,6 @@ refused, too.
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import FrozenInstanceError
@@ -31,6 +30,7 @@ from jigsaw.comm import debug
 from jigsaw.comm.wire_values import lie_in_one_memory
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.layout import Layout
+from jigsaw.tile.shell_making import META_DEVICE, make_shell
 from jigsaw.tile.table import table
 from jigsaw.torch_internals.autograd import (
     ATTRIBUTES_OF_LOCAL,
@@ -38,13 +38,14 @@ from jigsaw.torch_internals.autograd import (
     PARAMETER_ATTRIBUTE,
     TensorBase,
     as_plain_tensors,
-    make_wrapper,
     next_node_number,
     node_number,
     own_version,
     result_metadata,
     saved_tensor_hooks,
     set_versions,
+    swap_tensors_in_place,
+    tensor_users,
 )
 from jigsaw.torch_internals.groups import change_units_of_fsdp
 
@@ -54,48 +55,6 @@ _ATTRIBUTES_OF_LOCAL = (
     "is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr "
     "is_vulkan is_xla is_xpu"
 ).split() + ATTRIBUTES_OF_LOCAL
-
-# Types that autograd can differentiate.  Their shells require grad, so that an autograd.Function that meets a tile
-# makes a node, which `check_no_history` finds.
-_DIFFERENTIABLE = frozenset(
-    d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d.is_complex)
-)
-_META = torch.device("meta")  # on meta no kernel runs, and `x.data = tile` takes over no memory
-
-
-def make_shell(cls: type, shape: torch.Size, dtype: torch.dtype, needs_node: bool = True) -> Any:
-    """Return a shell of that class; C++ code that asks for its strides comes to ``__torch_dispatch__``."""
-    return _make_shell(
-        cls,
-        shape,
-        dtype=dtype,
-        device=_META,
-        requires_grad=needs_node and dtype in _DIFFERENTIABLE,
-        dispatch_sizes_strides_policy="strides",
-    )
-
-
-_patches: list[Callable[[], None]] = []
-
-
-def at_first_tile(patch: Callable[[], None]) -> Callable[[], None]:
-    """Register a change of torch that only tiles need, to be made with the process' first tile."""
-    _patches.append(patch)
-    return patch
-
-
-def _make_first_shell(*args: Any, **kwargs: Any) -> Any:
-    global _make_shell
-    with _first_lock:
-        while _patches:
-            _patches.pop()()
-        _make_shell = make_wrapper
-    return make_wrapper(*args, **kwargs)
-
-
-_make_shell: Any = _make_first_shell  # replaced by the first tile, so that later ones pay nothing for the check
-_first_lock = threading.RLock()
-
 
 # -- a shell in the graph ---------------------------------------------------------------------------------------------
 
@@ -166,10 +125,10 @@ class _ThroughFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, edge: GradientEdge, as_tile: Any, sources: Sequence[Tensor], *inputs: Tensor
+        ctx: Any, rows: Tensor, edge: GradientEdge, as_tile: Any, layouts: Sequence[Layout | None], *inputs: Tensor
     ) -> Tensor:
-        # not the shell itself, which would keep itself alive through its local tensor's node
-        ctx.edge, ctx.as_tile, ctx.sources = edge, as_tile, sources
+        # not the shell, which its local tensor's node would keep alive, and no inputs, which a checkpoint frees
+        ctx.edge, ctx.as_tile, ctx.layouts = edge, as_tile, layouts
         ctx.saved_rows = _saved_rows(edge.node)
         return rows.view_as(rows)
 
@@ -190,7 +149,7 @@ class _ThroughFunction(torch.autograd.Function):
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         needed = [g for g, needs in zip(gradients, node.needs_input_grad, strict=False) if needs]
         none = (None, None, None, None)
-        return *none, *(None if g is None else _as_laid(g, s) for g, s in zip(needed, ctx.sources, strict=True))
+        return *none, *(None if g is None else _as_laid(g, s) for g, s in zip(needed, ctx.layouts, strict=True))
 
 
 def _saved_rows(node: Any) -> list[tuple[Tensor, int]]:
@@ -216,16 +175,15 @@ def note_change(memory: torch.UntypedStorage) -> None:
         setattr(memory, _CHANGED_AT, next_node_number())
 
 
-def _as_laid(gradient: Any, source: Tensor) -> Tensor:
+def _as_laid(gradient: Any, layout: Layout | None) -> Tensor:
     """Return the local part of a gradient, in the layout of its tile; that of a plain tensor is whole."""
-    if not isinstance(source, TensorShell):
+    if layout is None:
         return gradient.full_tensor() if isinstance(gradient, TensorShell) else gradient
     if not isinstance(gradient, TensorShell):
         raise ShardingError(
             f"the backward of a custom autograd.Function returned a plain tensor as the gradient of a Tile of shape "
-            f"{tuple(source.shape)}; return a Tile, as torch's functions of tiles give it"
+            f"{layout.shape}; return a Tile, as torch's functions of tiles give it"
         )
-    layout = source.__dict__["layout"]
     return (gradient if gradient.__dict__["layout"] == layout else gradient.with_layout(layout)).local
 
 
@@ -253,7 +211,35 @@ def _local_through_function(shell: TensorShell, node: Any, rows: Tensor) -> Tens
     layout, mesh = shell.__dict__["layout"], shell.__dict__["mesh"]
     as_tile = partial(_tile_of, type(shell), layout, mesh)
     inputs = [s.local if isinstance(s, TensorShell) else table.enter_function(s, shell) for s in sources]
-    return _ThroughFunction.apply(rows, edge, as_tile, sources, *inputs)
+    layouts = [s.__dict__["layout"] if isinstance(s, TensorShell) else None for s in sources]
+    local = _ThroughFunction.apply(rows, edge, as_tile, layouts, *inputs)
+    for tile in tiles:
+        _part_from_graph(tile)
+    return local
+
+
+class _WithoutRows(torch.autograd.Function):
+    """Function from a local tensor to one of its shape that has its history and no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor) -> Tensor:
+        return local.new_empty(()).expand(local.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _part_from_graph(tile: TensorShell) -> None:
+    """Give a tile another C++ tensor than the one that autograd keeps as a leaf, so that its memory ends with it."""
+    with as_plain_tensors():
+        # the object and the leaf's node; a third one has saved it, to read its values
+        is_leaf_alone = TensorBase.grad_fn.__get__(tile) is None and tensor_users(tile) == 2
+    if is_leaf_alone:
+        rows = _WithoutRows.apply(tile.local)
+        setattr(rows.untyped_storage(), _CHANGED_AT, getattr(tile.local.untyped_storage(), _CHANGED_AT, 0))
+        with suppress(RuntimeError):  # C++ code has a weak reference to the tile
+            swap_tensors_in_place(tile, type(tile)(rows, tile.__dict__["layout"], tile.__dict__["mesh"]))
 
 
 def _inputs_of_node(node: Any) -> list[Tensor | None]:
@@ -284,7 +270,7 @@ def _node_of_shell(shell: TensorShell) -> Any:
 def _has_entered(node: Any, output: int) -> bool:
     """Say whether an input of an identity is a tile that entered the graph, a plain tensor, or needs no gradient."""
     # metadata do not name a subclass, but of tensors with values only shells are on the meta device
-    return node is None or node.name() == ENTER_NODE or result_metadata(node)[output].device != _META
+    return node is None or node.name() == ENTER_NODE or result_metadata(node)[output].device != META_DEVICE
 
 
 class _LocalBehindNode:

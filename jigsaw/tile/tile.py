@@ -25,10 +25,11 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import SplitRule
 from jigsaw.geometry.layout import Layout, LayoutSpec, MeshCoordinate
 from jigsaw.ranks.mesh import is_same_mesh, mesh_coordinate, mesh_size
+from jigsaw.tile.shell_making import make_shell
 from jigsaw.tile.table import ArgumentKinds, FoundAnswer, TableEntry, table
 from jigsaw.tile.table import TileHandler as TileHandler
 from jigsaw.tile.table import implements_torch as implements_torch
-from jigsaw.tile.tensor_shell import TensorShell, make_shell
+from jigsaw.tile.tensor_shell import TensorShell
 from jigsaw.tile.tensor_shell import in_own_memory as in_own_memory
 from jigsaw.torch_internals.autograd import MAKERS_OF_CLASS
 

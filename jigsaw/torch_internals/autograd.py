@@ -40,10 +40,11 @@ memory_id: Callable[[Any], int] = private_attribute(UntypedStorage, "_cdata")
 gradient_hooks: Callable[[Any], Any] = private_attribute(Tensor, "_backward_hooks")
 hooks_behind_gradient: Callable[[Any], Any] = private_attribute(Tensor, "_post_accumulate_grad_hooks")
 
-# A module's own parameters and buffers by name.  Public: `named_parameters(recurse=False)`, ten times as slow, which
-# runs for each module in each forward pass.
+# A module's own parameters, buffers and modules by name.  Public: `named_parameters(recurse=False)`, ten times as slow,
+# which runs for each module in each forward pass.
 own_parameters: Callable[[nn.Module], dict[str, Any]] = private_attribute(nn.Module(), "_parameters")
 own_buffers: Callable[[nn.Module], dict[str, Any]] = private_attribute(nn.Module(), "_buffers")
+own_modules: Callable[[nn.Module], dict[str, Any]] = private_attribute(nn.Module(), "_modules")
 
 # The innermost hooks for saved tensors, or None.  Public: `saved_tensors_hooks` sets them, and nothing reads them.
 saved_tensor_hooks: Any = private_name("torch._C:_autograd._top_saved_tensors_default_hooks")

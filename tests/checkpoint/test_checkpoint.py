@@ -239,7 +239,12 @@ def test_an_optimizer_of_other_groups_is_refused_and_nothing_is_read(tmp_path):
     split = torch.optim.Adam([{"params": [other.weight]}, {"params": [other.bias]}])
     with pytest.raises(CheckpointError, match=r"groups of \[2\] parameters, this one has \[1, 1\]"):
         load(path, model=other, optimizer=split)
+    unlike = torch.optim.SGD(other.parameters(), momentum=0.9)
+    with pytest.raises(CheckpointError, match=r"another optimizer than SGD: it has .*'betas'.* not .*'momentum'"):
+        load(path, model=other, optimizer=unlike)
+    assert unlike.param_groups[0]["lr"] == torch.optim.SGD(other.parameters()).param_groups[0]["lr"]
     assert all(torch.equal(x, before[name]) for name, x in other.state_dict().items())
+    load(path, model=other, optimizer=torch.optim.AdamW(other.parameters()))  # it has the same options
 
 
 class Refusing:

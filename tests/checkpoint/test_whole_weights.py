@@ -265,4 +265,10 @@ def test_nothing_is_written_through_a_link_and_nothing_half_is_left(tmp_path):
     (tmp_path / "a folder").mkdir()
     with pytest.raises(CheckpointError, match=r"the weights of .*a folder cannot be written: rank 0: IsADirectory"):
         jigsaw.save_weights(tmp_path / "a folder", nn.Linear(3, 2))
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["a folder", "it.safetensors", "mine"]
+    for _ in range(2):  # to an empty file, then to one of weights
+        (tmp_path / "again").touch()
+        jigsaw.save_weights(tmp_path / "again", nn.Linear(3, 2))
+    with pytest.raises(CheckpointError, match=r"mine is there, and is replaced only where it is a file of weights \("):
+        jigsaw.save_weights(victim, nn.Linear(3, 2))
+    assert victim.read_bytes() == b"mine"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a folder", "again", "it.safetensors", "mine"]

@@ -130,6 +130,9 @@ def refusals():
     return [
         (r"roi=\(4, 4\) must have a size for each dim of space", {"roi": (4, 4)}, x, model()),
         (r"roi=4 must have a size for each dim of space, like roi=\(4, 4, 4\)", {"roi": 4}, x, model()),
+        (r"roi=\(4.5, 4, None\) must be whole numbers of rows", {"roi": (4.5, 4, None)}, x, model()),
+        (r"fill=-9.0 is none of the values of torch.uint8", {"roi": (4, 4, 4), "fill": -9.0}, x.byte(), model()),
+        (r"fill=0.5 is none of the values of torch.int16", {"roi": (4, 4, 4), "fill": 0.5}, x.short(), model()),
         (r"volume of shape .* has no batch dim; give volume.unsqueeze\(0\)", {"roi": (4, 4, 4)}, x[0], model()),
         (r"has no batch and no channel dim; give volume\[None, None\]", {"roi": (4, 4, 4)}, x[0, 0], model()),
         (r"overlap=1.0 must be a share in \[0, 1\)", {"roi": (4, 4, 4), "overlap": 1.0}, x, model()),
@@ -150,7 +153,7 @@ def refusals():
     ]
 
 
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("number", range(12))
 def test_what_does_not_fit_is_refused(number):
     why, options, x, net = refusals()[number]
     with pytest.raises(FieldError, match=why):

@@ -479,6 +479,10 @@ def test_replace_removes_neither_the_source_nor_what_a_wrong_call_would_replace(
     (tmp_path / "link.zarr").symlink_to(store)
     with pytest.raises(WriteError, match=r"link\.zarr is what the conversion reads"):
         convert(store, tmp_path / "link.zarr", replace=True)
+    for within in (store / "train.zarr", tmp_path / "link.zarr" / "variable" / "c"):
+        with pytest.raises(WriteError, match=r"lies within .*in\.zarr, which the conversion reads; write beside"):
+            convert(store, within)
+    assert not (store / "train.zarr.journal").exists()
     convert(data, tmp_path / "made.zarr")
     with pytest.raises(UnsupportedStoreError):
         convert(tmp_path / "none.nc", tmp_path / "made.zarr", replace=True)

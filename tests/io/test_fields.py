@@ -104,6 +104,14 @@ def test_errors_list_what_there_is(fields, error, match):
         channels_of_fields(fields, WB2)
 
 
+def test_a_level_that_is_there_twice_is_none_or_two():
+    twice = {"geopotential": LevelCoordinate(np.array([500.0, 500.0, 850.0]), "hPa")}
+    for field in ("z500", "geopotential@500"):
+        with pytest.raises(FieldError, match=r"has the level 500 at the positions \[0, 1\], and nothing says which"):
+            channels_of_fields([field], twice)
+    assert [c.level for c in channels_of_fields(["z850"], twice)] == [2]
+
+
 def test_the_tables_name_each_quantity_once():
     names = [name for row in (*SURFACE_NAMES, *PRESSURE_NAMES) for name in row]
     assert len(names) == len(set(names))

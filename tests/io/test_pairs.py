@@ -86,7 +86,7 @@ def test_a_run_goes_on_in_mid_epoch_on_another_mesh(stores):
     options = {"batch_size": 2, "shuffle": True, "seed": 3}
     ((whole, *_),) = run_on_ranks(1, batches, stores, {"lat": 1}, **options)
     ((_, state, _), *_) = run_on_ranks(2, batches, stores, {"lat": 2}, count=1, **options)
-    assert state == {"seed": 3, "epoch": 0, "next_sample": 2, "samples": 7}
+    assert state.items() >= {"seed": 3, "epoch": 0, "next_sample": 2, "samples": 7}.items()
     for rest, after, _ in run_on_ranks(2, batches, stores, {"lon": 2}, state=state, **options):
         assert after == {"seed": 3, "epoch": 1, "next_sample": 0}
         assert [samples for samples, *_ in rest] == [samples for samples, *_ in whole[1:]]
@@ -100,7 +100,7 @@ def test_an_epoch_that_is_left_ends_for_both(stores):
         for batch in loader:
             assert batch.target_times[0, 0] - batch.input_times[0, 1] == np.timedelta64(3, "h")
             break
-    assert loader.state_dict() == {"seed": 0, "epoch": 1, "next_sample": 1, "samples": 7}
+    assert loader.state_dict().items() >= {"seed": 0, "epoch": 1, "next_sample": 1, "samples": 7}.items()
     assert loader.waited_s > 0
 
 

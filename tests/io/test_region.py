@@ -128,6 +128,9 @@ def test_regions_that_are_none(stored):
         ({"lat": slice(0, 9, 2)}, "holds no row, or rows that do not follow each other"),
         ({"lat": 30}, r"region=\{'lat': 30\} must be two coordinates"),
         ({"lat": ("30", "60")}, "must be two coordinates"),
+        ({"lat": (30, np.nan)}, "must be two coordinates"),
+        ({"lon": (np.nan, 10)}, r"region=\{'lon': \(nan, 10\)\} must be two coordinates"),
+        ({"lon": (10, np.inf)}, "must be two coordinates"),
         ({"z": (0, 1)}, r"names no dim of rows; the fields lie along \['lat', 'lon'\]"),
         ([30, 60], "must say it by name: region="),
     ):

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import struct
+import warnings
 import zlib
 
 import numpy as np
@@ -256,6 +257,26 @@ def test_a_mask_is_one_whole_number(tmp_path):
     group.create_array("a", shape=(3,), chunks=(3,), dtype="i8", attributes={"missing_value": most})
     table = open_store(group).arrays["a"]
     assert [np.int64(most - n) == table.masks[0] for n in range(3)] == [True, False, False]
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize(("dtype", "chunks", "key"), [("i4", 2, "dtype|data_type"), ("f4", 1, "chunks|chunk_grid")])
+def test_consolidated_metadata_of_another_array_are_refused(tmp_path, zarr_format, dtype, chunks, key):
+    path = str(tmp_path / "c.zarr")
+    group = zarr.create_group(path, zarr_format=zarr_format)
+    group.create_group("in").create_array("a", shape=(4,), chunks=(2,), dtype="f4")[...] = 4.0
+    with warnings.catch_warnings(action="ignore"):  # that a Zarr v3 store is consolidated
+        zarr.consolidate_metadata(path)
+    current = zarr.open_group(path, use_consolidated=False)
+    current["in/a"].resize(6)
+    assert open_store(path).arrays["in/a"].shape == (4,)  # rows that were added do not change how others are read
+    del current["in/a"]
+    current["in"].create_array("a", shape=(4,), chunks=(chunks,), dtype=dtype)[...] = 4
+    with pytest.raises(UnsupportedStoreError, match=f"array 'in/a' in .* have ({key})=.*, and the array's own"):
+        open_store(path)
+    with warnings.catch_warnings(action="ignore"):
+        zarr.consolidate_metadata(path)
+    assert whole(open_store(path).arrays["in/a"]).tolist() == [4] * 4
 
 
 def test_nested_groups_and_small_reads(tmp_path):

@@ -195,6 +195,9 @@ def test_a_selection_includes_both_ends(wanted, want):
     [
         (("1990", "1991"), r"selects no step; the store has 48, 1948-01-01.* to 1951-12"),
         (("June", None), "'June' is not a date"),
+        (("1949-13", None), "'1949-13' is not a date"),
+        (("1949-02-45", None), "'1949-02-45' is not a date"),
+        ((None, "1949-02-02T25:00"), "'1949-02-02T25:00' is not a date"),
         (slice(0, 9, 2), "has a step"),
         (5, "time=5 is not a span; give"),
         ("1948", "time='1948' is not a span; give"),

@@ -436,7 +436,8 @@ def test_a_run_resumes_in_mid_epoch_on_another_mesh(toy, before, after):
             np.testing.assert_array_equal(got[i, 0], box(values[sample // 3][0], origin, (8, 8, 8)))
             np.testing.assert_array_equal(got_label[i, 0], box(values[sample // 3][1], origin, (8, 8, 8)))
     first = run_on_ranks(2, batches, images, labels, before, count=1)
-    assert [state for _, state in first] == [{"seed": 3, "epoch": 0, "next_sample": 2, "samples": 6}] * 2
+    place = {"seed": 3, "epoch": 0, "next_sample": 2, "samples": 6}
+    assert all(state.items() >= place.items() for _, state in first)
     ranks = int(np.prod(list(after.values())))
     for found, state in run_on_ranks(ranks, batches, images, labels, after, state=first[0][1], seed=99):
         assert state == {"seed": 3, "epoch": 1, "next_sample": 0}

@@ -101,6 +101,17 @@ def test_an_append_never_rounds_a_coordinate(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
+def test_an_append_of_no_steps_changes_nothing(tmp_path, suffix):
+    path, tile = tmp_path / f"a.{suffix}", whole_tile()
+    with Writer(path, dims=("time", "lat"), append_dim="time") as out:
+        for steps in (0, 2, 0):
+            out.append({"u": tile[:steps]}, {"time": TIMES[:steps]})
+        out.append({"u": tile[:0]}, {"time": []})
+    np.testing.assert_array_equal(opened(path).time.values, TIMES)
+    np.testing.assert_array_equal(opened(path).u.values, tile.local)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_text_beside_the_coordinates(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
     coords = {"model": ((), "small", {"long_name": "which"}), "run": "first"}

@@ -149,8 +149,30 @@ def test_what_metrics_send():
         assert sent.sent_bytes < 200
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float16, torch.bfloat16])
+def test_narrow_values_neither_wrap_nor_overflow(dtype):
+    forecast, truth = (torch.tensor(values, dtype=dtype) for values in ([1, 250] * 40_000, [2, 0] * 40_000))
+    wide, weights = [x.double() for x in (forecast, truth)], torch.ones(80_000)
+    for name in ("rmse", "mae", "bias"):
+        got = getattr(metrics, name)(forecast, truth, weights=weights, skip_missing=True)
+        torch.testing.assert_close(got, getattr(metrics, name)(*wide).float(), rtol=1e-4, atol=0)
+    members = torch.stack([forecast, truth], 1)
+    torch.testing.assert_close(metrics.spread(members), metrics.spread(members.double()).float(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(metrics.crps(members, truth), metrics.crps(members.double(), wide[1]).float())
+
+
+def test_spread_and_skill_are_of_the_same_places():
+    members, truth = torch.tensor([[1.0, 3.0], [0.0, 90.0]]), torch.tensor([3.0, torch.nan])
+    got = metrics.spread_skill(members, truth, skip_missing=True)
+    torch.testing.assert_close(got, metrics.spread_skill(members[:1], truth[:1]))
+    torch.testing.assert_close(got, metrics.spread_skill(members.byte(), truth, skip_missing=True))
+
+
 def test_what_is_refused():
     x = torch.ones(2, 4)
+    for metric in (metrics.rmse, functools.partial(metrics.acc, climatology=0)):
+        with pytest.raises(ShardingError, match=r"weight of shape \(2, 1\) does not broadcast to the values, \(2,\)"):
+            metric(x[:, 0], x[:, 0], weights=x[:, :1])
     for metric in (metrics.rmse, metrics.mae, metrics.bias, functools.partial(metrics.acc, climatology=0)):
         with pytest.raises(ShardingError, match=r"input \(2, 4\) and target \(1, 4\) must have one shape"):
             metric(x, x[:1])

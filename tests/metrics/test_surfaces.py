@@ -151,3 +151,12 @@ def test_what_is_refused():
         metrics.surface_dice(x, x, [1, 2, 3], (1, 1))
     with pytest.raises(ShardingError, match=r"surface_dice\(spacing=\(\)\): one to three numbers"):
         metrics.surface_dice(x, x, 1.0, ())
+    for percentile in (-5, 150, float("nan")):
+        with pytest.raises(ValueError, match=r"hausdorff95\(percentile=.*\): a percentile is from 0 to 100"):
+            metrics.hausdorff95(x, x, percentile=percentile)
+    for tolerance in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"surface_dice\(tolerance=.*\): a distance of 0 or more"):
+            metrics.surface_dice(x, x, tolerance)
+    for step in (0.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"hausdorff95\(spacing=.*\): the size of a voxel"):
+            metrics.hausdorff95(x, x, (1, 1, step))

@@ -861,6 +861,31 @@ def _replaces_a_parameter():
     model(jigsaw.shard(_batch()[0], mesh, SPEC))
 
 
+def _replaces_a_layer(**options):
+    mesh = world_mesh(lat=2)
+    model = parallelize(nn.Sequential(nn.ModuleDict(), nn.Linear(3, 3)), mesh, **options)
+    model.forward = lambda x: model[0].head(model[1](x))
+    model[0].head = nn.Linear(3, 3)
+    tile = jigsaw.shard(torch.ones(4, 3), mesh, ("lat", None))
+    with torch.no_grad():
+        model(tile)
+    model[0].head.requires_grad_(False)
+    model(tile)
+    model[0].head.requires_grad_()
+    model(tile)
+
+
+def _replaces_a_layer_of_cut_weights():
+    _replaces_a_layer(shard_weights=True)
+
+
+def _adds_a_parameter_to_cut_weights():
+    mesh = world_mesh(lat=2)
+    model = parallelize(nn.Linear(3, 3), mesh, shard_weights=True)
+    model.gain = nn.Parameter(torch.ones(3))
+    model(jigsaw.shard(torch.ones(4, 3), mesh, ("lat", None)))
+
+
 def _different_models():
     parallelize(nn.Linear(2, 2 + dist.get_rank()), world_mesh(lat=2))
 
@@ -1021,6 +1046,9 @@ def _weights_elsewhere():
             _replaces_a_parameter,
             "'gain' of Block was replaced or added after parallelize.*call jigsaw.parallelize last",
         ),
+        (_replaces_a_layer, "'weight' of Linear was replaced or added after parallelize"),
+        (_replaces_a_layer_of_cut_weights, "'weight' of Linear was replaced or added after parallelize"),
+        (_adds_a_parameter_to_cut_weights, "'gain' of FSDPLinear was replaced or added after parallelize"),
         (_different_models, r"same model and plan on every rank, but rank \d of the mesh.*weight"),
         (_twice, "Linear went through jigsaw.parallelize before; call it once"),
         (_sparse, "module '0' makes sparse gradients.*sparse=False"),
@@ -1184,3 +1212,35 @@ def test_gradients_from_outside_a_unit_wait_for_its_own():
     for stream, gradient in waits:
         assert isinstance(stream, torch.cpu.Stream)
         torch.testing.assert_close(weight.grad.to_local() - gradient, 2 * weight.to_local().detach())
+
+
+class _Autoencoder(nn.Module):
+    """Its parts are called one by one, as users of VAEs do, and never by its own forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(1, 4))
+        self.decoder = nn.Sequential(nn.LayerNorm(8), nn.Conv2d(4, 3, 3, padding=1))
+
+    def encode(self, x):
+        return self.encoder(x)
+
+    def decode(self, x):
+        return self.decoder(x)
+
+
+@on_ranks(2)
+def test_methods_of_a_model_with_cut_weights_need_units():
+    mesh, net, x = world_mesh(lat=2), _Autoencoder(), torch.randn(1, 3, 9, 8)
+    tile = jigsaw.shard(x, mesh, (None, None, "lat", None))
+    for parts in (), ("encoder",):  # a convolution meets cut weights first, and then a norm
+        cut = copy.deepcopy(net)
+        parallelize(cut, mesh, shard_weights=True, units=[getattr(cut, part) for part in parts])
+        with pytest.raises(ShardingError, match=r"call the model itself.*units="):
+            cut.decode(cut.encode(tile))
+    cut = copy.deepcopy(net)
+    parallelize(cut, mesh, shard_weights=True, units=[cut.encoder, cut.decoder])
+    for model, image in ((net, x), (cut, tile)):
+        model.decode(model.encode(image)).square().mean().backward()
+    for p, q in zip(net.parameters(), cut.parameters(), strict=True):
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad)

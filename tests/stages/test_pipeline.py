@@ -249,6 +249,8 @@ def _condition_stages(axes):
             assert loss.item() == pytest.approx(sum(losses).item(), abs=1e-12)
             _assert_gradients(pipe, grads)
         changed = {name: v * 2 for name, v in model.state_dict().items()}
+        with pytest.raises(ShardingError, match=r"the model has no 'strange'; leave it out, or pass strict=False"):
+            pipe.load_state_dict({**changed, "strange": torch.zeros(1)})
         pipe.load_state_dict(changed)
         twice = copy.deepcopy(model)
         twice.load_state_dict(changed)

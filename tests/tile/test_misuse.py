@@ -107,4 +107,6 @@ def test_weights_that_differ_are_not_saved(tmp_path):
         model.bias[2] += dist.get_rank()
     with pytest.raises(CheckpointError, match=r"'model.bias' differs between ranks \(1 and 0 among them\)"):
         jigsaw.save(tmp_path / "bad", model=model)
-    assert not (tmp_path / "bad").exists()
+    with pytest.raises(CheckpointError, match=r"'bias' differs between ranks \(1 and 0 among them\)"):
+        jigsaw.save_weights(tmp_path / "bad.safetensors", model)
+    assert [each.name for each in tmp_path.iterdir()] == ["good"]

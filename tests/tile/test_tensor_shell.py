@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import inspect
 import io
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -390,6 +392,41 @@ def test_a_tile_that_a_function_saved_and_that_was_changed_since_is_refused():
             leaf = given * 1
             with pytest.raises(RuntimeError, match=r"in ?place"):
                 change(leaf, _Cubed.apply(leaf)).sum().backward()
+
+
+def _several_functions(x):
+    return (_Doubled.apply(x) * 3).square() + _Cubed.apply(x) + _Doubled.apply(x * 2) * _Cubed.apply(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize(("function", "keeps_input"), [(_Doubled, False), (_Cubed, True)])
+def test_the_input_of_a_function_lives_as_long_as_in_torch(function, keeps_input, is_checkpointed):
+    x, tile = _tile(world_mesh(lat=2))
+    inputs = []
+
+    def step(x):
+        y = x * 2
+        inputs.append(weakref.ref(y.local if isinstance(y, jigsaw.Tile) else y))
+        return function.apply(y) * 3 + 1
+
+    for leaf in (x, tile):
+        out = checkpoint(step, leaf, use_reentrant=False) if is_checkpointed else step(leaf)
+        gc.collect()
+        assert (inputs[-1]() is not None) == (keeps_input and not is_checkpointed)
+        out.sum().backward()
+    torch.testing.assert_close(tile.grad.full_tensor(), x.grad)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_a_tile_that_several_functions_take(is_checkpointed):
+    x, tile = _tile(world_mesh(lat=2))
+    for leaf in (x, tile):
+        y = leaf * 1
+        out = checkpoint(_several_functions, y, use_reentrant=False) if is_checkpointed else _several_functions(y)
+        out.sum().backward()
+    torch.testing.assert_close(tile.grad.full_tensor(), x.grad)
 
 
 @on_ranks(2)

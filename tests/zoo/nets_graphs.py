@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from zoo_net import ZooInput, ZooNet, default_dtype, image
 
+import jigsaw
+
 NODES, EDGES, CHANNELS, MESH_NODES = 41, 150, 6, 23
 CELLS = ("lat", "lon")
 
@@ -92,6 +94,22 @@ def _meshed_grid() -> Any:
     return graph
 
 
+def _with_plain_cut(model: nn.Module, x: Any) -> Any:
+    """Call a net of anemoi-models with docs/cells.md's hook in front of the layers that take plain tensors."""
+
+    def cut(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        plain, *others = inputs
+        is_plain = not isinstance(plain, jigsaw.Tile)
+        return (jigsaw.shard(plain, x.mesh, ("cell", None)) if is_plain else plain, *others)
+
+    for name, layer in model.named_modules():
+        # hooks stay, because a checkpointed layer runs again in the backward pass
+        takes_plain = name.endswith(("lin_edge", "emb_nodes_dst")) and isinstance(x, jigsaw.Tile)
+        if takes_plain and not layer._forward_pre_hooks:
+            layer.register_forward_pre_hook(cut)
+    return model({"data": x})
+
+
 ANEMOI_VARIABLES = {"t": 0, "q": 1, "z": 2, "lsm": 3, "tp": 4}
 ANEMOI_ROLES = {"forcing": ["lsm"], "diagnostic": ["tp"], "target": None}
 
@@ -134,7 +152,7 @@ def _anemoi_indices() -> Any:
     return IndexCollection(OmegaConf.create(ANEMOI_ROLES), ANEMOI_VARIABLES)
 
 
-def _anemoi(name: str, kind: str, **kwargs: Any) -> ZooNet:
+def _anemoi(name: str, kind: str, call: Callable[[nn.Module, Any], Any] | None = None, **kwargs: Any) -> ZooNet:
     def build() -> nn.Module:
         from anemoi.models.models import AnemoiModelEncProcDec
 
@@ -146,7 +164,7 @@ def _anemoi(name: str, kind: str, **kwargs: Any) -> ZooNet:
         )
 
     cells = ZooInput((1, 2, 1, NODES, 4), (None, None, None, CELLS, None))
-    return ZooNet(name, "anemoi-models", build, [cells], call=lambda model, x: model({"data": x}))
+    return ZooNet(name, "anemoi-models", build, [cells], call=call or (lambda model, x: model({"data": x})))
 
 
 def save_anemoi_checkpoint(path: Path) -> None:
@@ -193,6 +211,7 @@ def save_anemoi_checkpoint(path: Path) -> None:
 ANEMOI_NETS = (
     _anemoi("GraphTransformer", "GraphTransformer", qk_norm=True),
     _anemoi("GraphTransformer (two chunks)", "GraphTransformer", num_chunks=2),
+    _anemoi("GraphTransformer (edges cut by a hook)", "GraphTransformer", call=_with_plain_cut),
     _anemoi("GraphTransformer (heads)", "GraphTransformer", shard_strategy="heads"),
     _anemoi("GNN", "GNN"),
 )

@@ -15,6 +15,7 @@ if find_spec("xarray") is None or find_spec("zarr") is None:
     pytest.skip("xarray and zarr are not installed: make zoo, make test-weather-tools", allow_module_level=True)
 
 import xarray as xr
+from nets_graphs import NODES, save_anemoi_checkpoint
 from test_works_with import run_page
 from zoo_net import define_missing_operators
 
@@ -157,13 +158,13 @@ def _run_anemoi(folder, is_cut):
     """The fields of each lead, from a random state."""
     page = run_page(folder, "anemoi-inference")[0]
     runner = page["CutRunner" if is_cut else "SimpleRunner"]
-    draw, cells = np.random.default_rng(0), anemoi_cells()
+    draw = np.random.default_rng(0)
     spread = {"t": (280, 10), "q": (5, 2), "z": (5e4, 1e3), "lsm": (0.3, 0.2)}
     state = {
         "date": datetime.datetime(2020, 1, 1),
-        "latitudes": draw.uniform(-90, 90, cells),
-        "longitudes": draw.uniform(0, 360, cells),
-        "fields": {name: draw.normal(*s, (2, cells)).astype("f4") for name, s in spread.items()},
+        "latitudes": draw.uniform(-90, 90, NODES),
+        "longitudes": draw.uniform(0, 360, NODES),
+        "fields": {name: draw.normal(*s, (2, NODES)).astype("f4") for name, s in spread.items()},
     }
     state["fields"]["lsm"][1] = state["fields"]["lsm"][0]
     states = runner(str(folder / "inference.ckpt"), device="cpu", precision="float32").run(
@@ -172,16 +173,8 @@ def _run_anemoi(folder, is_cut):
     return [{name: x.copy() for name, x in state["fields"].items()} for state in states]
 
 
-def anemoi_cells():
-    from nets_graphs import NODES
-
-    return NODES
-
-
 @needs("anemoi.inference", "anemoi.models", "torch_geometric")
 def test_a_cut_checkpoint_gives_the_runners_forecast(tmp_path):
-    from nets_graphs import save_anemoi_checkpoint
-
     save_anemoi_checkpoint(tmp_path / "inference.ckpt")
     (want,) = run_on_ranks(1, _run_anemoi, tmp_path, False, timeout=SECONDS)
     assert len(want) == 4 and set(want[0]) == {"t", "q", "z", "tp"}

@@ -271,7 +271,8 @@ def main(arguments: list[str]) -> int:
         page = given.page.read_text().partition(PAGE_HEAD.partition("\n")[0])[0].rstrip("\n")
         given.page.write_text(f"{page}\n\n{uses_table(results)}")
     verdicts = [found["verdict"] for row in results.values() for found in row.values()]
-    return int(any(v not in ("exact", "refused", "absent") for v in verdicts))
+    # "unbuilt": one process cannot do it either
+    return int(any(v not in ("exact", "refused", "absent", "unbuilt") for v in verdicts))
 
 
 if __name__ == "__main__":

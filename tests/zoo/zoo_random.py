@@ -52,7 +52,8 @@ def _by_place(function: Any, mesh: DeviceMesh) -> Any:
         if any(isinstance(x, jigsaw.Tile) for x in tensors):
             return _on_tiles(function, args, kwargs)
         is_random = not is_attention or (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0
-        if not is_random or not tensors or kwargs.get("generator") is not None:
+        # jigsaw tries a method's arguments on an empty tensor, which draws nothing
+        if not is_random or not any(x.numel() for x in tensors) or kwargs.get("generator") is not None:
             return function(*args, **kwargs)
         tiles = [as_tile(x) if isinstance(x, Tensor) else x for x in args]
         named = {name: as_tile(x) if isinstance(x, Tensor) else x for name, x in kwargs.items()}

@@ -202,9 +202,10 @@ def convert(
     - `order`: of cells that are points, by default the source's; ``"curve"`` puts them along Hilbert's curve, so that
       pieces have short borders. A `Writer` that writes like the new store restores the order of the source.
 
-    Raises: `WriteError` for a target that is complete, belongs to another conversion, cannot be written, or reads back
-    different values; after a full disk the same call goes on once there is room. A `ReadError` for the source, a
-    `GridError` for files that differ in what several have; `FieldError` for a cluster without workers.
+    Raises: `WriteError` for a target that is complete, lies within the source, belongs to another conversion, cannot be
+    written, or reads back different values; after a full disk the same call goes on once there is room. A `ReadError`
+    for the source, a `GridError` for files that differ in what several have; `FieldError` for a cluster without
+    workers.
 
     >>> made = jigsaw.io.convert("globe-*.nc", "train.zarr", fields=["2m_temperature"], chunks={"time": 1})
     >>> jigsaw.io.open(made.path, mesh={"lat": 1})
@@ -214,6 +215,7 @@ def convert(
     chosen = select_source(source, fields, time, every, dims, engine, outside, missing, order)
     sizes = recommended_chunks(chosen, mesh or {}, dims) if chunks is None else chunks
     arrays = tuple(chosen.outline(sizes, shards, dtype))
+    _check_beside_source(path, chosen)
     if replace:
         _remove_target(path, chosen)
     journal = _open_journal(path, chosen, arrays)
@@ -419,12 +421,22 @@ def _remove_target(path: Path, chosen: SelectedSource) -> None:
     """Remove the target for `replace`: a Zarr store and its journal, nothing else, and never the source."""
     if path.exists() and not is_zarr_group(path):
         raise WriteError(f"{path} is not a Zarr store, so it is not replaced; remove it yourself")
-    read = [Path(p).resolve() for p in chosen.places if "://" not in p]
-    if any(path.resolve() in (p, *p.parents) for p in read):
+    if any(path.resolve() in (p, *p.parents) for p in _local_places(chosen)):
         raise WriteError(f"{path} is what the conversion reads, so it is not replaced; write elsewhere")
     remove_journal(path.with_name(path.name + ".journal"))
     if path.exists():
         remove_zarr_store(path)
+
+
+def _local_places(chosen: SelectedSource) -> list[Path]:
+    return [Path(place).resolve() for place in chosen.places if "://" not in place]
+
+
+def _check_beside_source(path: Path, chosen: SelectedSource) -> None:
+    """Raise `WriteError` for a target in a folder that is read: it would become a part of that store."""
+    for place in _local_places(chosen):
+        if place in path.resolve().parents:
+            raise WriteError(f"{path} lies within {place}, which the conversion reads; write beside that store")
 
 
 def _open_journal(path: Path, chosen: SelectedSource, arrays: Sequence[ArrayOutline]) -> ConversionJournal:

@@ -259,6 +259,11 @@ class Dataset(MeshSamples):
         return self._chosen == 1
 
     @property
+    def first_sample(self) -> str:
+        """The time of the first sample, which another period does not have."""
+        return str(self._times(0, (0,))[0]) if len(self) else ""
+
+    @property
     def _chosen(self) -> int:
         return prod(len(at) for dim, at in self.choices.items() if dim != self.stacked)
 

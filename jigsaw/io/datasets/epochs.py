@@ -94,7 +94,7 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
             raise FieldError(f"batch_size={batch_size} with drop_last leaves no batch of a dataset of {count} samples")
         self.dataset = dataset
         self._prefetch_bytes, self._threads = prefetch_bytes, threads
-        self._order = SampleOrder(count, batch_size, shuffle, drop_last)
+        self._order = SampleOrder(count, batch_size, shuffle, drop_last, dataset.first_sample)
         self._state = LoaderState(index(seed))
         self._resumed = False
         self._current: BatchPrefetch[BatchTurn, tuple[BatchTurn, LocalType]] | None = None
@@ -195,7 +195,7 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
 
     def state_dict(self) -> dict[str, int]:
         """Return the seed, the epoch, and the next sample that was not handed out: the same on every rank. Within an
-        epoch also the number of samples that it began with.
+        epoch also the number of samples that it began with, and a mark of their order.
         """
         return self._state.as_dict()
 
@@ -205,9 +205,11 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
         Of a store that has grown since, an epoch that had begun has the samples that it began with, and the next one
         has all.
 
-        Raises: `StateError` for a state that is torn, or whose epoch began with other samples than the dataset has.
+        Raises: `StateError` for a state that is torn, or whose epoch began with other samples than the dataset has, in
+        number or time, or with another `shuffle`.
         """
-        place = LoaderState.from_dict(state, self._order.count, self.dataset.is_appended_to)
+        order = self._order
+        place = LoaderState.from_dict(state, order.count, self.dataset.is_appended_to, order.mark)
         loaded = self._order.settled(place)
         self._end_iteration()
         self._state = loaded

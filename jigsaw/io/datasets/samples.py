@@ -13,6 +13,7 @@ from dataclasses import fields as dataclass_fields
 from functools import cached_property
 from operator import index
 from typing import Any, Self, TypeAlias, cast
+from zlib import crc32
 
 import torch
 from numpy.typing import NDArray
@@ -92,6 +93,13 @@ class MeshSamples(ABC, data.Dataset[Any]):
     def is_appended_to(self) -> bool:
         """True where the samples that a store gains come after those that it had, as in a series of one member."""
         return False
+
+    @property
+    def first_sample(self) -> str:
+        """A text that tells the first sample from those of other data, also where the store moves or grows; "" where
+        nothing does.
+        """
+        return ""
 
     @abstractmethod
     def sample_bytes(self) -> int:
@@ -251,21 +259,24 @@ class LoaderState:
     """Place of a loader: the `next_sample` in the order of an `epoch`.
 
     `samples` is how many the epoch began with, which a store that grows meanwhile does not change; 0 at its beginning.
+    `order` tells its order from those of other samples, and with or without `shuffle`; 0 where it is not known.
     """
 
     seed: int
     epoch: int = 0
     next_sample: int = 0
     samples: int = 0
+    order: int = 0
 
     def as_dict(self) -> dict[str, int]:
-        """Return the place as integers by name; `samples` only within an epoch."""
+        """Return the place as integers by name; `samples` and `order` only within an epoch."""
         state = asdict(self)
-        return state if self.next_sample else {name: state[name] for name in ("seed", "epoch", "next_sample")}
+        left_out = {"order": not (self.next_sample and self.order), "samples": not self.next_sample}
+        return {name: value for name, value in state.items() if not left_out.get(name)}
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, Any], count: int, appended: bool = False) -> LoaderState:
-        """Return the state in a dict that `as_dict` made, for a dataset of `count` samples.
+    def from_dict(cls, state: Mapping[str, Any], count: int, appended: bool = False, order: int = 0) -> LoaderState:
+        """Return the state in a dict that `as_dict` made, for a dataset of `count` samples in this `order`.
 
         `appended` says that samples which the dataset had not when the epoch began come after those that it had.
 
@@ -275,10 +286,10 @@ class LoaderState:
         names = [*cls.__dataclass_fields__]
         # a checkpoint may hold anything
         keys = set(map(str, state)) if isinstance(state, Mapping) else set[str]()
-        if keys | {"samples"} != set(names):
+        if keys | {"samples", "order"} != set(names):
             shown = sorted(keys) if isinstance(state, Mapping) else type(state).__name__
             raise StateError(
-                f"a loader's state has the keys {names}, the last within an epoch, but got {shown}; save what "
+                f"a loader's state has the keys {names}, the last two within an epoch, but got {shown}; save what "
                 "loader.state_dict() returns"
             )
         values = {name: state[name] for name in names if name in keys}
@@ -289,7 +300,7 @@ class LoaderState:
             )
         place = cls(**{name: index(v) for name, v in values.items()})
         if place.next_sample == 0:
-            return replace(place, samples=0)
+            return replace(place, samples=0, order=0)
         if place.next_sample > place.samples:
             raise StateError(
                 f"state says next_sample={place.next_sample} in an epoch of samples={place.samples}; save what "
@@ -300,6 +311,12 @@ class LoaderState:
                 f"state is within an epoch of samples={place.samples}, but the dataset has {count} samples, in another "
                 "order; open it with the fields, offsets and time that the state was saved with, or begin the next "
                 f"epoch by {cls(place.seed, place.epoch + 1).as_dict()}"
+            )
+        if place.order not in (0, order):
+            raise StateError(
+                f"state is within an epoch of order={place.order}, and this loader's is {order}: its samples are of "
+                "another time, or shuffle= differs; make it as the state was saved, or begin the next epoch by "
+                f"{cls(place.seed, place.epoch + 1).as_dict()}"
             )
         return place
 
@@ -319,6 +336,12 @@ class SampleOrder:
     batch_size: int
     shuffle: bool
     drop_last: bool
+    first_sample: str = ""
+
+    @cached_property
+    def mark(self) -> int:
+        """An integer that tells this order from those of other samples, and with or without `shuffle`."""
+        return crc32(repr((bool(self.shuffle), self.first_sample)).encode()) or 1
 
     @property
     def usable(self) -> int:
@@ -341,7 +364,7 @@ class SampleOrder:
             samples = tuple(self.sample(i, state) for i in range(first, stop))
             # after the last batch the state is the start of the next epoch, so a checkpoint always names a batch that
             # exists
-            state = self.settled(LoaderState(state.seed, epoch, stop, count))
+            state = self.settled(LoaderState(state.seed, epoch, stop, count, self.mark))
             yield samples, state
 
     def sample(self, position: int, state: LoaderState) -> int:

@@ -77,6 +77,12 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
         # without this zarr refuses the metadata of rectilinear arrays
         with zarr.config.set({"array.rectilinear_chunks": True}):
             sources = dict(_zarr_arrays_of(node, named))
+            if (
+                isinstance(node, zarr.Group)
+                and node.metadata.consolidated_metadata
+                and isinstance(node.store, LocalStore)
+            ):
+                _check_against_own_metadata(sources)
         tables = {name: table_of_zarr(name, array) for name, array in sources.items()}
         describe_makani_fields(tables, _node_name(node))
         attrs = dict(node.attrs)
@@ -97,6 +103,31 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
 
     store = ArrayStore(_node_name(node), tables, attrs, read_small)
     return anemoi_as_fields(store) if is_anemoi_store(store) else store
+
+
+_CODING_KEYS = {
+    2: ("dtype", "chunks", "order", "filters", "compressor", "dimension_separator"),
+    3: ("data_type", "codecs", "chunk_key_encoding", "chunk_grid"),
+}
+"""The metadata by which the bytes of chunks become values, for each format of Zarr."""
+
+
+def _check_against_own_metadata(arrays: Mapping[str, Any]) -> None:
+    """Raise where the consolidated metadata of a folder say otherwise than an array's own how its chunks are decoded:
+    other values would be read.
+    """
+    for name, array in arrays.items():
+        with suppress(FileNotFoundError):
+            own = zarr.open_array(array.store, path=array.path, mode="r", zarr_format=array.metadata.zarr_format)
+            listed, stored = array.metadata.to_dict(), own.metadata.to_dict()
+            key = next((k for k in _CODING_KEYS[array.metadata.zarr_format] if listed[k] != stored[k]), None)
+            # rows may have been added since, and a rectilinear grid lists the chunks of all rows
+            if key is not None and not (key == "chunk_grid" and listed[key]["name"] == "rectilinear"):
+                raise UnsupportedStoreError(
+                    f"array {name!r} in {array.store}: the consolidated metadata of the store have {key}="
+                    f"{listed[key]!r}, and the array's own {stored[key]!r}, as after a new array of that name; "
+                    "consolidate them again (zarr.consolidate_metadata)"
+                )
 
 
 def _zarr_arrays_of(node: zarr_reach.ZarrNode, named: Sequence[str] | None) -> Iterator[tuple[str, Any]]:

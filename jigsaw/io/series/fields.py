@@ -251,6 +251,12 @@ def _nearest_level(field: str, array: str, value: float, levels: LevelCoordinate
         raise MissingLevelError(
             f"field {field!r}: array {array!r} has no level {value:g}{units}{near}. It has: {listed}"
         )
+    again = np.flatnonzero(levels.values == levels.values[at]).tolist()
+    if len(again) > 1:
+        raise FieldError(
+            f"field {field!r}: array {array!r} has the level {value:g} at the positions {again}, and nothing says "
+            "which is meant; keep one of each level"
+        )
     return FieldChannel(field, field, array, at, levels.names[at] if levels.names else "")
 
 

@@ -122,6 +122,8 @@ def region_ends(dim: str, wanted: Any, else_text: str = "", has_numbers: bool = 
     """
     ends: Any = wanted if isinstance(wanted, tuple | list) and len(wanted) == 2 else ()
     numbers = [float(end) for end in ends if isinstance(end, float | np.number) or is_whole_number(end)]
-    if len(numbers) != 2 or not has_numbers:
+    # an open end, of inf, has no meaning around a circle
+    has_ends = len(numbers) == 2 and not np.isnan(numbers).any() and (dim != "lon" or np.isfinite(numbers).all())
+    if not has_ends or not has_numbers:
         raise GridError(f"region={{{dim!r}: {wanted!r}}} must be two coordinates, such as (30.0, 60.0){else_text}")
     return numbers[0], numbers[1]

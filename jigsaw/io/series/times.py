@@ -435,7 +435,8 @@ def _date_digits(when: Any, pad: str) -> int:
     """Return YYYYMMDDhhmmss of a date, partial ones filled up with `pad`: "2008" covers all that begins with 2008."""
     text = str(np.datetime64(when)) if isinstance(when, datetime | date) else str(when)
     match = _DATE.match(text)
-    if match is None:
+    limits = (9999, 12, 31, 24, 59, 60)  # a calendar may have a 30th of February
+    if match is None or any(int(part or 0) > most for part, most in zip(match.groups(), limits, strict=True)):
         raise WindowError(f"{when!r} is not a date like '2008', '2008-06', '2008-06-30' or '2008-06-30T18:00'")
     return int("".join(part.zfill(2) for part in match.groups() if part).ljust(14, pad))
 

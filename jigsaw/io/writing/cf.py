@@ -62,7 +62,10 @@ def encode_coordinate(name: str, entry: Any, stored: StoredCoordinate | None = N
     known = dict(_DEFAULT_ATTRIBUTES.get(name, {}) if attrs is None else attrs)
     if stored is not None:
         known = dict(stored.attrs)
-    if values.dtype.kind in "mMO" and values.size and not isinstance(values.flat[0], str):
+    if stored is not None and not values.size:  # an append of no steps
+        values = values.astype(stored.values.dtype)
+    is_dates = values.dtype.kind == "O" and values.size and not isinstance(values.flat[0], str)
+    if values.dtype.kind in "mM" or is_dates:
         units = known if stored is None else _stored_units(name, stored)
         values, time = _encode_times(name, values, units, stored is not None and stored.values.dtype.kind == "f")
         known = {**time, **known}

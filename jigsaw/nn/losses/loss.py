@@ -52,6 +52,7 @@ def weighted_mean(values: Any, weight: LossValues, dim: ReducedDims = None) -> A
 
     *Shapes*: `weight` broadcasts to `values`, e.g. cos(latitude) as [lat, 1].
     *Sends*: two all-reduces of the result, of one number each without `dim`; backward nothing.
+    *Raises*: `ShardingError` for a weight of another shape.
 
     >>> lat = torch.linspace(90, -90, 9)
     >>> error = jigsaw.shard(lat.abs()[:, None].expand(9, 16), jigsaw.init_mesh(lat=1), ("lat", None))
@@ -59,6 +60,7 @@ def weighted_mean(values: Any, weight: LossValues, dim: ReducedDims = None) -> A
     >>> error.mean().item(), round(jigsaw.nn.losses.loss.weighted_mean(error, area).item(), 3)
     (50.0, 31.205)
     """
+    _check_weight_shape(values, weight)
     spread = torch.ones_like(values) * weight
     return (values * weight).sum(dim) / spread.sum(dim)
 
@@ -67,12 +69,30 @@ def reduce_weighted(values: Any, weight: LossValues | None, reduction: str) -> A
     """Reduce elementwise losses times their weights, as torch does; the mean is divided by the sum of the weights."""
     if weight is None:
         return reduce_losses(values, reduction)
+    _check_weight_shape(values, weight)
     return weighted_mean(values, weight) if reduction == "mean" else reduce_losses(values * weight, reduction)
 
 
+def _check_weight_shape(values: Any, weight: LossValues) -> None:
+    """Refuse weights to which torch would broadcast the values: [lat, 1] would weigh each of [lat] by all rows."""
+    shape = tuple(weight.shape) if isinstance(weight, Tensor) else ()
+    after = tuple(values.shape)[len(values.shape) - len(shape) :]
+    if len(after) < len(shape) or any(own not in (1, n) for own, n in zip(shape, after, strict=True)):
+        raise ShardingError(
+            f"a weight of shape {shape} does not broadcast to the values, {tuple(values.shape)}; reshape it, with dims "
+            "of size 1 where it is the same"
+        )
+
+
 def as_wide_floats(values: Any) -> Any:
-    """Return narrow floats in float32, because sums of many elements overflow float16 and lose digits in bfloat16."""
-    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+    """Return narrow floats and integers in float32, long integers in float64.
+
+    Sums of many elements overflow float16 and lose digits in bfloat16; differences of integers wrap around.
+    """
+    dtype = values.dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        return values.float() if dtype.itemsize < 4 else values
+    return values.to(torch.float32 if dtype.itemsize < 4 else torch.float64)
 
 
 def check_same_shape(name: str, input: LossValues, target: LossValues) -> None:

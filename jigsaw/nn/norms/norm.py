@@ -25,7 +25,7 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS
 from jigsaw.geometry.layout import MeshCoordinate
 from jigsaw.nn.norms.standardize import is_whole_along, owned_along, standardize_tile
-from jigsaw.nn.weights import StoredWeight, cut_parameter, is_dtensor, local_weight, weight_layout
+from jigsaw.nn.weights import CALL_THE_MODEL, StoredWeight, cut_parameter, is_dtensor, local_weight, weight_layout
 from jigsaw.ops.meeting.plain_operands import cut_entered_tensor, plain_operand
 from jigsaw.ops.reductions import elements_per_value, reducing_axes
 from jigsaw.tile.tile import Tile, implements_torch, in_own_memory
@@ -68,7 +68,7 @@ def _norm_operand(value: Tensor | None, shape: Sequence[int], input: Tile) -> Te
     if any(math.prod(at(c)) != math.prod(stored.local_shape(c)) for c in input.layout.coords()):
         raise ShardingError(
             f"a norm whose weight is cut as {stored} takes a Tile whose channels are cut so, not {input.layout}; "
-            f"redistribute the tile, or use torch.nn's layer with its whole weight"
+            f"redistribute the tile, or use torch.nn's layer with its whole weight{CALL_THE_MODEL}"
         )
     return local_weight(value, input, input.layout).reshape(at(input.coordinate))
 

@@ -23,7 +23,7 @@ from jigsaw.geometry.cut import Cut, Interval, cut_points, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.stencil_rules import ceil_div
 from jigsaw.nn.stencils.stencil import single_cut
-from jigsaw.nn.weights import is_dtensor, local_weight, weight_layout
+from jigsaw.nn.weights import CALL_THE_MODEL, is_dtensor, local_weight, weight_layout
 from jigsaw.tile.tile import Tile
 
 
@@ -67,8 +67,8 @@ def plan_channels(
     if of_weight.is_cut and (set(of_weight.axes) & set(other) or not meets):
         raise ShardingError(
             f"a convolution's weight is cut along {'+'.join(of_weight.axes)}, which cannot meet a Tile cut as "
-            f"{input.layout}; "
-            f"cut the Tile's channels along that axis or not at all, and its other dims along other axes"
+            f"{input.layout}; cut the Tile's channels along that axis or not at all, and its other dims along other "
+            f"axes{CALL_THE_MODEL}"
         )
     if by_inputs:
         return ChannelPlan(channels, ((0, cut.size),), True, of_weight)

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.comm.checkpoint_runs import begin_within_frame, end_run, note_saving_hook
 from jigsaw.comm.graph_calls import is_shape_run
 from jigsaw.geometry.layout import Layout
-from jigsaw.tile.tensor_shell import at_first_tile
+from jigsaw.tile.shell_making import at_first_tile
 from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals.dispatch import Checkpointing
 from jigsaw.torch_internals.private_names import replace_in_torch

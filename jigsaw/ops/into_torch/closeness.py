@@ -35,7 +35,7 @@ from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
 from jigsaw.ops.pointwise import align_tiles
 from jigsaw.ops.whole_dims import rows_of_local
 from jigsaw.ranks.mesh import axes_of_mesh
-from jigsaw.tile.tensor_shell import at_first_tile
+from jigsaw.tile.shell_making import at_first_tile
 from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals.comparisons import COMPARISONS, mismatch_message
 from jigsaw.torch_internals.private_names import replace_in_torch

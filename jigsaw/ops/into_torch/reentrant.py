@@ -39,7 +39,7 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, averaged_operand, averaged_over, graph_origins
 from jigsaw.ranks.mesh import mesh_size
 from jigsaw.ranks.model_world import is_one_process, within_model
-from jigsaw.tile.tensor_shell import at_first_tile
+from jigsaw.tile.shell_making import at_first_tile
 from jigsaw.tile.tile import Tile, leave_tile, shared_mesh
 from jigsaw.torch_internals.autograd import graph_task_id, queue_callback, will_engine_run
 from jigsaw.torch_internals.private_names import replace_in_torch

@@ -51,7 +51,7 @@ from jigsaw.geometry.cut import Cut, cut_of_written_rows, cut_points, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.meeting.local_cells import dims_named_by, is_mask
 from jigsaw.ops.meeting.plain_operands import cut_entered_tensor, plain_operand
-from jigsaw.tile.tensor_shell import make_shell
+from jigsaw.tile.shell_making import make_shell
 from jigsaw.tile.tile import Tile, refusal_error, tiles_in
 from jigsaw.torch_internals.autograd import (
     base_of_view,

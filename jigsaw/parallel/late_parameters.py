@@ -1,0 +1,53 @@
+"""Parameters and layers that a model gets after `parallelize`, refused: nothing would reduce their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from jigsaw.errors import ShardingError
+from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
+from jigsaw.torch_internals.autograd import own_modules, own_parameters
+
+_KNOWN_NAMES = "_jigsaw_known_parameters"
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules without a forward pass: the module around them looks at what they hold."""
+
+
+def note_parameters(module: nn.Module) -> None:
+    """Note the names of the module's own parameters, so that later ones are told from them."""
+    object.__setattr__(module, _KNOWN_NAMES, frozenset(own_parameters(module)))
+
+
+def refuse_late_parameters(module: nn.Module) -> None:
+    """Raise `ShardingError` for a trained parameter without a mark, of this module or of a later one in it."""
+    for name, parameter in own_parameters(module).items():
+        if parameter is not None and not hasattr(parameter, AVERAGED_MARK):
+            _refuse_if_trained(module, name, parameter)
+    for child in own_modules(module).values():
+        # others look at themselves, before they run
+        if isinstance(child, _LISTS) or not (child is None or hasattr(child, _KNOWN_NAMES)):
+            refuse_late_parameters(child)
+
+
+def gathered_parameters(unit: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that a unit of FSDP2 has gathered; later ones, which it does not know, are refused."""
+    for module in unit.modules():
+        known = getattr(module, _KNOWN_NAMES, ())
+        for name, parameter in own_parameters(module).items():
+            if parameter is not None and name in known:
+                yield parameter
+            elif parameter is not None:
+                _refuse_if_trained(module, name, parameter)
+
+
+def _refuse_if_trained(module: nn.Module, name: str, parameter: Any) -> None:
+    if parameter.requires_grad and torch.is_grad_enabled():
+        raise ShardingError(
+            f"parameter {name!r} of {type(module).__name__} was replaced or added after parallelize: nothing would "
+            "reduce its gradient; call jigsaw.parallelize last, and load with load_state_dict(assign=False), or give "
+            "it requires_grad_(False) where it is not trained"
+        )
