@@ -51,13 +51,18 @@ ACTIONLINT ?= $(REPOSITORY)/bin/actionlint
 ZOO := .venv-zoo
 ZOO_STAMP := $(ZOO)/.jigsaw-installed
 # Their own lists have CUDA packages, a newer torch than ours, and packages of one old version; what PhysicsNeMo's nets import by hand.
-ZOO_ALONE := nvidia-physicsnemo torch-harmonics the_well
+ZOO_ALONE := miles-credit nvidia-physicsnemo torch-harmonics the_well
 # PhysicsNeMo's graph nets import them. There is the source alone, which takes long to compile.
 ZOO_COMPILED := torch_scatter==2.1.2 torch_sparse==0.6.18
 ZOO_NEMO := jaxtyping nvtx omegaconf orjson psutil pyvers s3fs scikit-learn tensordict termcolor treelib warp-lang
 # neural-lam asks for a torch_geometric of 2023, and fails with those of today.
 ZOO_LAM := .venv-zoo-lam
 ZOO_LAM_STAMP := $(ZOO_LAM)/.jigsaw-installed
+
+WEATHER_TOOLS := .venv-weather-tools
+WEATHER_TOOLS_STAMP := $(WEATHER_TOOLS)/.jigsaw-installed
+# No index has ClimaX, and it needs a timm of 2023. CLIMAX= leaves it out.
+CLIMAX ?= git+https://github.com/microsoft/ClimaX@6d5d354ffb4b91bb684f430b98e8f6f8af7c7f7c timm==0.6.13
 
 # One thread a rank: the ranks are the parallelism, and more threads than cores make every rank wait.
 export OMP_NUM_THREADS ?= 1
@@ -67,7 +72,7 @@ TEST_WORKERS ?= 2
 PYTEST := python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weather weather-025 cells aurora vae medical nginx test test-cuda test-played test-law check nightly docs test-newest with-newest test-works-with test-least test-next test-free-threaded \
+.PHONY: help setup weather weather-025 cells aurora vae medical nginx test test-cuda test-played test-law check nightly docs test-newest with-newest test-works-with test-weather-tools test-least test-next test-free-threaded \
 	test-oldest with-oldest bench watch fuzz zoo zoo-waits zoo-law dist sbom try-archives release-tag lint-repository clean
 
 help: ## show these targets
@@ -166,6 +171,9 @@ test-works-with: $(NEWEST_STAMP) ## trainers, loggers and other packages of docs
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade --group dev
 	$(NEWEST)/bin/$(PYTEST) tests/test_works_with.py
 
+test-weather-tools: $(WEATHER_TOOLS_STAMP) ## ClimaX, anemoi-inference and earth2studio as docs/works_with.md uses them
+	$(WEATHER_TOOLS)/bin/python -m pytest -m zoo tests/zoo/test_weather_tools.py
+
 test-least: $(LEAST_STAMP) ## the same with the least version of every package that pyproject.toml names
 	$(LEAST)/bin/$(PYTEST) -m "not slow" $(NEWEST_PARTS) tests/checkpoint/test_checkpoint.py tests/test_works_with.py
 
@@ -234,7 +242,7 @@ zoo-law: $(ZOO_STAMP) ## the messages of these nets' training steps by NCCL's la
 $(ZOO_STAMP): pyproject.toml
 	test -x $(ZOO)/bin/python || "$(PYTHON)" -m venv $(ZOO)
 	$(ZOO)/bin/python -m pip install --quiet "$(PIP)" "$(TORCH)"
-	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)" --editable . --group zoo
+	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)" --editable ".[zarr]" --group zoo
 	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)" $(ZOO_NEMO)
 	$(ZOO)/bin/python -m pip install --quiet --no-deps $(ZOO_ALONE)
 	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)" "setuptools>=70.1"
@@ -246,6 +254,13 @@ $(ZOO_LAM_STAMP): pyproject.toml
 	test -x $(ZOO_LAM)/bin/python || "$(PYTHON)" -m venv $(ZOO_LAM)
 	$(ZOO_LAM)/bin/python -m pip install --quiet "$(PIP)" "$(TORCH)"
 	$(ZOO_LAM)/bin/python -m pip install --quiet "$(TORCH)" --editable . pytest pytest-timeout neural-lam==0.7.0
+	@touch $@
+
+$(WEATHER_TOOLS_STAMP): pyproject.toml
+	test -x $(WEATHER_TOOLS)/bin/python || "$(PYTHON)" -m venv $(WEATHER_TOOLS)
+	$(WEATHER_TOOLS)/bin/python -m pip install --quiet "$(PIP)" "$(TORCH)"
+	$(WEATHER_TOOLS)/bin/python -m pip install --quiet "$(TORCH)" --editable ".[zarr]" --group weather-tools
+	test -z "$(CLIMAX)" || $(WEATHER_TOOLS)/bin/python -m pip install --quiet --no-deps $(CLIMAX)
 	@touch $@
 
 # SEED=7 runs them again; the programs that fail are written to build/fuzz, each as a script.

@@ -455,7 +455,8 @@ def test_code_of_the_pages_has_types(tmp_path):
     (tmp_path / "page.py").write_text("\n".join(page))
     for number, code in enumerate([*readme, readme[1] + more]):
         (tmp_path / f"readme{number}.py").write_text(code)
-    settings = {"extraPaths": [str(ROOT)], "pythonVersion": "3.11"}
+    # packages of other environments, whose blocks tests/zoo/test_weather_tools.py runs
+    settings = {"extraPaths": [str(ROOT)], "pythonVersion": "3.11", "reportMissingImports": "none"}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "-p", "."]
     checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

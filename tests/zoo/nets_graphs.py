@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from zoo_net import ZooInput, ZooNet, default_dtype, image
@@ -108,7 +110,11 @@ def _with_plain_cut(model: nn.Module, x: Any) -> Any:
     return model({"data": x})
 
 
-def _anemoi(name: str, kind: str, call: Callable[[nn.Module, Any], Any] | None = None, **kwargs: Any) -> ZooNet:
+ANEMOI_VARIABLES = {"t": 0, "q": 1, "z": 2, "lsm": 3, "tp": 4}
+ANEMOI_ROLES = {"forcing": ["lsm"], "diagnostic": ["tp"], "target": None}
+
+
+def _anemoi_config(kind: str, **kwargs: Any) -> dict[str, Any]:
     part = {
         "sub_graph_edge_attributes": ["edge_length", "edge_dirs"],
         "trainable_size": 2,
@@ -123,7 +129,11 @@ def _anemoi(name: str, kind: str, call: Callable[[nn.Module, Any], Any] | None =
     }
     layers = "anemoi.models.layers"
     model = {
-        "model": {"hidden_nodes_name": "hidden", "latent_skip": True},
+        "model": {
+            "_target_": "anemoi.models.models.AnemoiModelEncProcDec",
+            "hidden_nodes_name": "hidden",
+            "latent_skip": True,
+        },
         "num_channels": 8,
         "trainable_parameters": {"data": 2, "hidden": 2},
         "encoder": {"_target_": f"{layers}.mapper.{kind}ForwardMapper", **part},
@@ -132,22 +142,70 @@ def _anemoi(name: str, kind: str, call: Callable[[nn.Module, Any], Any] | None =
         "residual": {"_target_": f"{layers}.residual.SkipConnection"},
         "bounding": [],
     }
+    return {"model": model, "training": {"multistep_input": 2, "multistep_output": 1}}
 
+
+def _anemoi_indices() -> Any:
+    from anemoi.models.data_indices.collection import IndexCollection
+    from omegaconf import OmegaConf
+
+    return IndexCollection(OmegaConf.create(ANEMOI_ROLES), ANEMOI_VARIABLES)
+
+
+def _anemoi(name: str, kind: str, call: Callable[[nn.Module, Any], Any] | None = None, **kwargs: Any) -> ZooNet:
     def build() -> nn.Module:
-        from anemoi.models.data_indices.collection import IndexCollection
         from anemoi.models.models import AnemoiModelEncProcDec
-        from omegaconf import OmegaConf
 
-        of_data = OmegaConf.create({"forcing": ["lsm"], "diagnostic": ["tp"], "target": None})
         return AnemoiModelEncProcDec(
-            model_config={"model": model, "training": {"multistep_input": 2, "multistep_output": 1}},
-            data_indices={"data": IndexCollection(of_data, {"t": 0, "q": 1, "z": 2, "lsm": 3, "tp": 4})},
+            model_config=_anemoi_config(kind, **kwargs),
+            data_indices={"data": _anemoi_indices()},
             statistics={"data": None},
             graph_data=_meshed_grid(),
         )
 
     cells = ZooInput((1, 2, 1, NODES, 4), (None, None, None, CELLS, None))
     return ZooNet(name, "anemoi-models", build, [cells], call=call or (lambda model, x: model({"data": x})))
+
+
+def save_anemoi_checkpoint(path: Path) -> None:
+    """Write a net with its normalization as anemoi-training writes checkpoints, for anemoi-inference."""
+    from anemoi.models.interface import AnemoiModelInterface
+    from anemoi.utils.checkpoints import save_metadata
+    from anemoi.utils.config import DotDict
+
+    indices = _anemoi_indices()
+    normalizer = {
+        "_target_": "anemoi.models.preprocessing.normalizer.InputNormalizer",
+        "config": {"default": "mean-std"},
+    }
+    data = {"timestep": "6h", "datasets": {"data": {**ANEMOI_ROLES, "processors": {"normalizer": normalizer}}}}
+    config = DotDict({**_anemoi_config("GraphTransformer", qk_norm=True), "data": data})
+    known = {name: {"mars": {"param": name}} for name in ANEMOI_VARIABLES}
+    known["lsm"]["constant_in_time"] = True
+    named = {"input": indices.model.input.name_to_index, "output": indices.model.output.name_to_index}
+    kinds = {"forcing": ["lsm"], "target": [], "prognostic": ["t", "q", "z"], "diagnostic": ["tp"]}
+    steps = {"relative_date_indices_training": [-1, 0, 1], "timestep": "6h"}
+    metadata = {
+        "config": config,
+        "dataset": {"data": {"variables": list(known), "shape": [10, 5, 1, NODES], "variables_metadata": known}},
+        "data_indices": {"data": indices.todict()},
+        "metadata_inference": {
+            "dataset_names": ["data"],
+            "task": "forecaster",
+            "data": {"data_indices": named, "variable_types": kinds, "timesteps": steps},
+        },
+    }
+    statistics = {"mean": [280, 5, 5e4, 0.3, 1], "stdev": [10, 2, 1e3, 0.2, 1], "minimum": [0] * 5, "maximum": [1] * 5}
+    torch.manual_seed(0)
+    net = AnemoiModelInterface(
+        config=config,
+        graph_data=_meshed_grid(),
+        statistics={"data": {name: np.array(values, dtype="f8") for name, values in statistics.items()}},
+        data_indices={"data": indices},
+        metadata=metadata,
+    )
+    torch.save(net, path)
+    save_metadata(str(path), json.loads(json.dumps(metadata, default=lambda x: x.tolist())))
 
 
 ANEMOI_NETS = (

@@ -1,4 +1,4 @@
-"""Nets of neuraloperator, torch-harmonics, microsoft-aurora, PhysicsNeMo and The Well."""
+"""Nets of neuraloperator, torch-harmonics, microsoft-aurora, PhysicsNeMo, The Well and CREDIT."""
 
 from __future__ import annotations
 
@@ -368,6 +368,55 @@ WELL_NETS = [
     _well("ReFNO", (24, 32), channels_last=True, hidden_dim=8, blocks=2),
 ]
 
+STATE = {"channels": 2, "levels": 2, "surface_channels": 1, "input_only_channels": 1, "output_only_channels": 1}
+CROSS = {
+    "dim": (16, 32, 64, 128),
+    "depth": (1, 1, 1, 1),
+    "dim_head": 8,
+    "local_window_size": 2,
+    "global_window_size": (4, 2, 2, 1),
+    "cross_embed_kernel_sizes": ((4, 8), (2, 4), (2, 4), (2, 4)),
+    "cross_embed_strides": (2, 2, 2, 2),
+}
+EARTH = {"activate": True, "mode": "earth", "pad_lat": [5, 6], "pad_lon": [12, 12]}
+
+
+def _credit(name: str, place: str, size: tuple[int, int] = (32, 64), frames: int = 2, **kwargs: Any) -> ZooNet:
+    cube = ZooInput((1, 6, frames, *size), CUBE)
+    sizes = {"image_height": size[0], "image_width": size[1], "frames": frames}
+    build = make(f"credit.models.{place}", **sizes, **STATE, **kwargs)
+    return ZooNet(name, "miles-credit", build, [cube], casts=True)
+
+
+CREDIT_NETS = [
+    _credit("WXFormer", "wxformer.crossformer:CrossFormer", **CROSS),
+    _credit(
+        "WXFormer 37 rows",
+        "wxformer.crossformer:CrossFormer",
+        (37, 72),
+        padding_conf=EARTH,
+        **{**CROSS, "local_window_size": 3},
+    ),
+    _credit("WXFormer next", "wxformer.wxformer_next:NextGenWXFormer", num_spectral_nodes=4, col_attn_heads=2, **CROSS),
+    _credit("CrossFormer", "crossformer:CrossFormer", frames=1, **CROSS),
+    _credit("CAMulator", "camulator:Camulator", **CROSS),
+    _credit(
+        "FuXi", "fuxi:Fuxi", patch_height=4, patch_width=4, dim=16, num_groups=4, num_heads=2, depth=2, window_size=4
+    ),
+    _credit(
+        "Swin V2",
+        "swin:SwinTransformerV2Cr",
+        frames=1,
+        img_size=(32, 64),
+        patch_size=2,
+        window_size=4,
+        embed_dim=16,
+        depths=(2, 2),
+        num_heads=(2, 2),
+    ),
+    _credit("WXFormer ensemble", "wxformer.crossformer_ensemble:CrossFormerWithNoise", frames=1, freeze=False, **CROSS),
+]
+
 WEATHER_NETS = [
     *NEURALOP_NETS,
     *HARMONICS_NETS,
@@ -375,4 +424,5 @@ WEATHER_NETS = [
     _aurora_net("Aurora 17 rows", 17),
     *NEMO_NETS,
     *WELL_NETS,
+    *CREDIT_NETS,
 ]
