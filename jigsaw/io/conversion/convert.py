@@ -433,9 +433,10 @@ def _local_places(chosen: SelectedSource) -> list[Path]:
 
 
 def _check_beside_source(path: Path, chosen: SelectedSource) -> None:
-    """Raise `WriteError` for a target in a folder that is read: it would become a part of that store."""
+    """Raise `WriteError` for a target in a Zarr store that is read: it would become a part of that store."""
     for place in _local_places(chosen):
-        if place in path.resolve().parents:
+        # of references the place is what they are relative to, such as "/"
+        if place in path.resolve().parents and is_zarr_group(place):
             raise WriteError(f"{path} lies within {place}, which the conversion reads; write beside that store")
 
 
