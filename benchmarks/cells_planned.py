@@ -267,11 +267,12 @@ def near_edges(grid: Points, coarse: Points) -> Any:
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
-NETS = ("graphcast", "graph transformer", "anemoi", "anemoi, edges cut")
+ANEMOI_NETS = ("anemoi", "anemoi, edges cut")
+NETS = ("graphcast", "graph transformer", *ANEMOI_NETS)
 # how each net is planned: the first two give tiles on any mesh, and the third a plain tensor on one device
 PLANS: dict[str, dict[str, Any]] = {
     **{name: {"spec": ("cell", None), "checkpoint": "blocks"} for name in NETS[:2]},
-    **{name: {"spec": (None, None, None, "cell", None), "loss": lambda y: y.square().mean()} for name in NETS[2:]},
+    **{name: {"spec": (None, None, None, "cell", None), "loss": lambda y: y.square().mean()} for name in ANEMOI_NETS},
 }
 
 
@@ -284,8 +285,8 @@ def planned_net(name: str, is_small: bool) -> tuple[nn.Module, list[tuple[int, .
         return net, [(len(grid[0]), 474), (len(grid[0]), 3), (10 * 4**refinements + 2, 3)]
     fine = along_curve(*(octahedral_points(12) if is_small else n320_points()))
     coarse = along_curve(*octahedral_points(6 if is_small else 96))
-    if name in NETS[2:]:
-        net = AnemoiNet(fine, coarse, 109, 2 * width, layers, name == NETS[3])
+    if name in ANEMOI_NETS:
+        net = AnemoiNet(fine, coarse, 109, 2 * width, layers, name == ANEMOI_NETS[1])
         return net, [(1, STEPS, 1, len(fine[0]), 109)]
     net = GraphTransformer(fine, coarse, 218, 102, 2 * width, layers)
     return net, [(len(fine[0]), 218), (len(fine[0]), 3), (len(coarse[0]), 3)]
@@ -316,7 +317,7 @@ def main() -> None:
         f" --devices {' '.join(map(str, options.devices))}" + " --small" * options.small + " --real" * options.real
     )
     command = "python benchmarks/cells_planned.py" + chosen
-    theirs = {"anemoi-models": version("anemoi-models")} if {*NETS[2:]} & {*options.net} else {}
+    theirs = {"anemoi-models": version("anemoi-models")} if {*ANEMOI_NETS} & {*options.net} else {}
     file = ResultFile(options, command, torch=torch.__version__, **theirs)
     for name in options.net:
         net, shapes = planned_net(name, options.small)

@@ -13,8 +13,8 @@ from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
 from jigsaw.torch_internals.autograd import own_modules, own_parameters
 
 _KNOWN_NAMES = "_jigsaw_known_parameters"
+# modules without a forward pass: the module around them looks at what they hold
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules without a forward pass: the module around them looks at what they hold."""
 
 
 def note_parameters(module: nn.Module) -> None:

@@ -105,11 +105,11 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
     return anemoi_as_fields(store) if is_anemoi_store(store) else store
 
 
+# the metadata by which the bytes of chunks become values, for each format of Zarr
 _CODING_KEYS = {
     2: ("dtype", "chunks", "order", "filters", "compressor", "dimension_separator"),
     3: ("data_type", "codecs", "chunk_key_encoding", "chunk_grid"),
 }
-"""The metadata by which the bytes of chunks become values, for each format of Zarr."""
 
 
 def _check_against_own_metadata(arrays: Mapping[str, Any]) -> None:
