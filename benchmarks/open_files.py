@@ -103,7 +103,10 @@ def measure_ranks(ranks: int, way: str) -> dict[str, int | str]:
 
 
 def connections_of_rank(ranks: int) -> dict[str, int]:
-    """Return the figures of `measure_ranks` for `jigsaw` of any power of two: by rules, which tests compare with it."""
+    """Return the figures of `measure_ranks` for `jigsaw` of any power of two: by rules, which tests compare with it.
+
+    The rank that starts last asks once more than others. It is the first rank here; `measure_ranks` may meet another.
+    """
     doublings = ranks.bit_length() - 1
     files, requests = 10 + 2 * doublings, 8 + 4 * doublings
     of_first = {"first_open_files": files + 2 * ranks + 6, "first_store_requests": requests + 2 * ranks - 5}
