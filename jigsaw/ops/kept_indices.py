@@ -18,7 +18,7 @@ stays is planned once: each rank then gets the rows that its own part of the res
 Values that such an index writes (`index_add`, `scatter_reduce`) travel to the owners of their rows, and sums go in the
 order of the index.  The tensor that they are written to is cut, unless another tensor of some rank shares its memory:
 as the cells are that were picked from, where there are as many, and else evenly by the second rule (of the values,
-where no index picked them).  Where it is changed in place, the ranks agree on that.
+where no index picked them).  Where it is changed in place, the ranks agree on that, but for graphs.
 
 Three ranks, 12 cells, ``x[:, table]`` of the neighbors [12, 2] on a ring: rank 1 owns 4 to 7 and needs 3 and 8 of the
 others, two rows.  The result [1, 12, 2] is cut at 4 and 8; whole it would be 24 rows on every rank.
@@ -34,7 +34,8 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -73,7 +74,7 @@ from jigsaw.torch_internals.autograd import (
     tensor_version,
 )
 from jigsaw.torch_internals.dispatch import without_modes
-from jigsaw.torch_internals.fake_tensors import FakeTensor, is_on_paper, real_view
+from jigsaw.torch_internals.fake_tensors import FakeTensor, constant_in_graph, is_on_paper, real_view
 
 _MARK = "_jigsaw_kept"  # attribute of memory: the indices in it, by dtype, shape, strides and offset
 _PLAIN = (Tensor, nn.Parameter)
@@ -172,6 +173,11 @@ def _met_before(index: Any, tile: Tile, dim: int) -> _MetIndex | None:
     """
     if not _can_stay(index, tile):
         return None
+    if is_making_graph():
+        met = _met_in_order(index, tile, dim)
+        if met is not None and _indices_of_graphs:
+            _indices_of_graphs[-1].append(index)
+        return met
     is_again = open_frames()[1] is not None
     met = _plans_of_frames.next_note() if is_again else _met_in_order(index, tile, dim)
     _plans_of_frames.add(met)
@@ -190,13 +196,28 @@ def _met_in_order(index: Tensor, tile: Tile, dim: int) -> _MetIndex | None:
         return known[view][1]
     if view not in known and len(known) >= _MOST_VIEWS:
         return None
-    # of an index that a dry run knows, every step has the same values: it plays one after the first
-    is_kept = view not in known and (is_on_paper(index) or _is_of_module(index))
+    # In a graph only what a module keeps has values, and where they change, another graph is made.  Of an index that a
+    # dry run knows, every step has the same values: it plays one after the first.
+    is_kept = is_making_graph() or (view not in known and (is_on_paper(index) or _is_of_module(index)))
     is_settled = graph_task_id() == -1 and not is_first_run()
     met, is_new = (None, True) if is_kept or not is_settled else _met_with_values(index, tile, dim)
     known[view] = version, met or (_MetIndex() if is_kept else None)
     setattr(memory, _MARK, known)
     return None if is_new and not is_kept else known[view][1]
+
+
+_indices_of_graphs: list[list[Tensor]] = []
+
+
+@contextmanager
+def indices_of_graph() -> Generator[list[Tensor]]:
+    """Collect the indices that a graph, made within the block, has plans of; where they change, the graph is wrong."""
+    indices: list[Tensor] = []
+    _indices_of_graphs.append(indices)
+    try:
+        yield indices
+    finally:
+        _indices_of_graphs.pop()
 
 
 _recent: OrderedDict[Any, _MetIndex] = OrderedDict()
@@ -270,9 +291,8 @@ def _can_stay(index: Any, tile: Tile) -> bool:
         and index.layout == torch.strided
         and mesh_size(tile.mesh) > 1
         and not isinstance(tile.mesh, SlabMesh)
-        and not lacks_values()
-        # FakeTensor: in a dry run, indices that a module keeps have values
-        and type(tile.local) in (*_PLAIN, FakeTensor)
+        # a tile has no values in a graph that is made, nor in a dry run; indices that a module keeps have some
+        and (is_making_graph() or (not lacks_values() and type(tile.local) in (*_PLAIN, FakeTensor)))
     )
 
 
@@ -313,11 +333,12 @@ def pick_kept_rows(tile: Tile, dim: int, index: Any, may_be_negative: bool = Tru
     another rank owns.
     """
     lone, index = _lone_cut(tile, dim), real_view(index)
-    if lone is not None and lone.is_cut and is_making_graph():
-        _tell_cost_in_graph(tile, dim, index, lone)
+    if lone is None or not lone.is_cut:
         return None
-    met = None if lone is None or not lone.is_cut else _met_before(index, tile, dim)
-    kept = None if lone is None or met is None else met.of_cells(lone.size, index, tile)
+    met = _met_before(index, tile, dim)
+    kept = None if met is None else met.of_cells(lone.size, index, tile)
+    if met is None and is_making_graph():
+        _tell_cost_in_graph(tile, dim, index, lone)
     if kept is None or (kept.has_negative and not may_be_negative):
         return None
     x = tile.owned()
@@ -351,9 +372,9 @@ def _tell_cost_in_graph(tile: Tile, dim: int, index: Any, cut: Cut) -> None:
         warn_once(
             f"index {rows} in a graph",
             f"jigsaw.compile: an index of shape {rows} picks along dim {dim}, cut by {', '.join(cut.axes)}, of a Tile "
-            f"of shape {tuple(tile.shape)}; a graph has no values of it, so each call brings all that it picks, "
-            f"{picked} bytes, to every rank; pass a table to jigsaw.nn.gather_neighbors, whose plan a graph has, or "
-            "compile the modules beside this one",
+            f"of shape {tuple(tile.shape)}; the graph has no values of it, because it is computed or has changed, so "
+            f"each call brings all that it picks, {picked} bytes, to every rank; keep it unchanged in the module, as a "
+            "buffer or attribute, and the graph has a plan of it",
         )
 
 
@@ -391,7 +412,7 @@ class RowsForOwners:
         *Sends*: each value whose row another rank owns; backward its gradient.
         """
         plan = self._kept.owner_plan(self._from.points, self._to.points, self._piece)
-        rows = self._kept.own_rows(self._to.points, self._piece, values.device)
+        rows = constant_in_graph(self._kept.own_rows(self._to.points, self._piece, values.device))
         return rows, rows_to_edges(values, _exchange(plan, self._input, self._from, self._dim))
 
 
@@ -460,7 +481,12 @@ def _cut_for_owners(input: Tile, dim: int, values: Cut, is_new: bool) -> None:
 
 
 def _is_free_everywhere(tile: Tile) -> bool:
-    """Say whether no rank keeps the memory of a tile elsewhere, or kept it when a checkpointed call ran first."""
+    """Say whether no rank keeps the memory of a tile elsewhere, or kept it when a checkpointed call ran first.
+
+    While a graph is made, each rank answers for itself: all trace the same calls, and no rank keeps what has no values.
+    """
+    if is_making_graph():
+        return not _is_shared(tile)
     noted = _targets_of_frames.next_note()
     is_free = is_true_everywhere(tile.mesh, not _is_shared(tile)) if noted is None else noted
     _targets_of_frames.add(is_free)

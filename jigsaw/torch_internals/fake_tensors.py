@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jigsaw.torch_internals.autograd import own_buffers, own_parameters
-from jigsaw.torch_internals.dispatch import operator_schema
-from jigsaw.torch_internals.private_names import private_attribute, replaced_in_torch, torch_imports
+from jigsaw.torch_internals.autograd import own_buffers, own_parameters, tensor_version
+from jigsaw.torch_internals.dispatch import operator_schema, tracing_context, without_modes
+from jigsaw.torch_internals.private_names import private_attribute, private_name, replaced_in_torch, torch_imports
 
 with torch_imports():
     from torch._subclasses.fake_tensor import (
@@ -38,9 +38,11 @@ __all__ = [
     "FunctionalTensor",
     "TorchDispatchMode",
     "answer_by_shape",
+    "constant_in_graph",
     "forget_real_view",
     "is_on_paper",
     "note_on_paper",
+    "note_real_memory",
     "note_real_view",
     "quiet_failures",
     "real_view",
@@ -55,7 +57,11 @@ VALUE_ERRORS = (
 )
 """Errors of operators that need the values of tensors."""
 
+# Puts a tensor with values into the graph that is made.  Public: `torch.tensor` of a list, which calls it.
+_COPY_INTO_GRAPH = private_name("torch:ops.aten.lift_fresh_copy.default")
+
 _REAL_VIEW = "_jigsaw_real_view"
+_REAL_MEMORY = "_jigsaw_real_memory"  # attribute of memory without values: the tensor with values, and a version
 _ON_PAPER = "_jigsaw_on_paper"  # attribute of memory: whether elements of it were never written
 
 # What ``Module.to`` and its kin do to each weight.  Public: `Module.apply`, which knows modules and no weights.
@@ -72,9 +78,38 @@ def forget_real_view(x: Tensor) -> None:
     vars(x).pop(_REAL_VIEW, None)
 
 
+def note_real_memory(x: Tensor, real: Tensor) -> None:
+    """Note the tensor with values that an input of a graph stands for while the graph is made, for all views of it."""
+    fake = _fake_tensor(x)
+    if fake is not None and _strided(fake) == _strided(real):
+        setattr(fake.untyped_storage(), _REAL_MEMORY, (real, tensor_version(fake)))
+
+
 def real_view(x: Any) -> Any:
     """Return the tensor with values that a tensor without them stands for, where one was noted, else itself."""
-    return getattr(x, _REAL_VIEW, x) if isinstance(x, FakeTensor) else x
+    fake = _fake_tensor(x)
+    if fake is None:
+        return x
+    real, version = getattr(fake.untyped_storage(), _REAL_MEMORY, (None, 0))
+    if real is None or tensor_version(fake) != version or fake.dtype != real.dtype:
+        return getattr(fake, _REAL_VIEW, x)
+    with without_modes():
+        return real.detach().as_strided(fake.shape, fake.stride(), fake.storage_offset())
+
+
+def constant_in_graph(real: Tensor) -> Tensor:
+    """Return a tensor with values as a constant of the graph that is made; itself where none is."""
+    return real if tracing_context() is None else _COPY_INTO_GRAPH(real)
+
+
+def _fake_tensor(x: Any) -> Tensor | None:
+    """Return the tensor without values of a tensor in a graph, or None."""
+    inner = x.from_functional() if isinstance(x, FunctionalTensor) else x
+    return inner if isinstance(inner, FakeTensor) else None
+
+
+def _strided(x: Tensor) -> tuple[Any, ...]:
+    return x.dtype, tuple(x.shape), x.stride(), x.storage_offset()
 
 
 def note_on_paper(real: Tensor, is_unwritten: bool = False) -> None:
