@@ -20,7 +20,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import memory_id
-from jigsaw.torch_internals.dispatch import READ_NUMBER, operator_schema, tensors_of_call, without_modes
+from jigsaw.torch_internals.dispatch import (
+    READ_NUMBER,
+    operator_schema,
+    tensors_of_call,
+    without_modes,
+    written_by_call,
+)
 from jigsaw.torch_internals.fake_tensors import (
     DynamicOutputShapeException,
     TorchDispatchMode,
@@ -168,18 +174,6 @@ class KnownValues:
         if isinstance(x, torch.device):
             return torch.device("cpu")
         return self._copies[x] if isinstance(x, Tensor) and x in self._copies else x
-
-
-def written_by_call(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors that a call changes."""
-    schema = operator_schema(func)
-    if not schema.is_mutable:
-        return []
-    named = kwargs or {}
-    values = [*zip(schema.arguments, args, strict=False), *((a, named.get(a.name)) for a in schema.arguments)]
-    return tensors_of_call(
-        [value for argument, value in values if argument.alias_info and argument.alias_info.is_write]
-    )
 
 
 def _is_writer(func: Any, args: Any) -> bool:

@@ -30,7 +30,7 @@ from jigsaw.comm import TrafficCall
 from jigsaw.dryrun import bare_models
 from jigsaw.dryrun.counted_steps import CountedPhase, KernelCost
 from jigsaw.dryrun.kernel_clock import KernelCall
-from jigsaw.dryrun.known_values import KnownValues, has_real_values, written_by_call
+from jigsaw.dryrun.known_values import KnownValues, has_real_values
 from jigsaw.dryrun.report import PHASES, PHASES_AGAIN
 from jigsaw.errors import ShardingError
 from jigsaw.parallel.gradients import local_part
@@ -49,6 +49,7 @@ from jigsaw.torch_internals.dispatch import (
     operators_of_weights,
     tensors_of_call,
     without_modes,
+    written_by_call,
 )
 from jigsaw.torch_internals.fake_tensors import (
     OF_EACH_ELEMENT,

@@ -34,8 +34,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,7 +73,7 @@ from jigsaw.torch_internals.autograd import (
     tensor_version,
 )
 from jigsaw.torch_internals.dispatch import without_modes
-from jigsaw.torch_internals.fake_tensors import FakeTensor, constant_in_graph, is_on_paper, real_view
+from jigsaw.torch_internals.fake_tensors import FakeTensor, constant_in_graph, is_on_paper, note_values_read, real_view
 
 _MARK = "_jigsaw_kept"  # attribute of memory: the indices in it, by dtype, shape, strides and offset
 _PLAIN = (Tensor, nn.Parameter)
@@ -174,10 +173,8 @@ def _met_before(index: Any, tile: Tile, dim: int) -> _MetIndex | None:
     if not _can_stay(index, tile):
         return None
     if is_making_graph():
-        met = _met_in_order(index, tile, dim)
-        if met is not None and _indices_of_graphs:
-            _indices_of_graphs[-1].append(index)
-        return met
+        note_values_read(index)
+        return _met_in_order(index, tile, dim)
     is_again = open_frames()[1] is not None
     met = _plans_of_frames.next_note() if is_again else _met_in_order(index, tile, dim)
     _plans_of_frames.add(met)
@@ -196,28 +193,14 @@ def _met_in_order(index: Tensor, tile: Tile, dim: int) -> _MetIndex | None:
         return known[view][1]
     if view not in known and len(known) >= _MOST_VIEWS:
         return None
-    # In a graph only what a module keeps has values, and where they change, another graph is made.  Of an index that a
-    # dry run knows, every step has the same values: it plays one after the first.
+    # Where values that an index has while a graph is made change, another graph is made.  Of an index that a dry run
+    # knows, every step has the same values: it plays one after the first.
     is_kept = is_making_graph() or (view not in known and (is_on_paper(index) or _is_of_module(index)))
     is_settled = graph_task_id() == -1 and not is_first_run()
     met, is_new = (None, True) if is_kept or not is_settled else _met_with_values(index, tile, dim)
     known[view] = version, met or (_MetIndex() if is_kept else None)
     setattr(memory, _MARK, known)
     return None if is_new and not is_kept else known[view][1]
-
-
-_indices_of_graphs: list[list[Tensor]] = []
-
-
-@contextmanager
-def indices_of_graph() -> Generator[list[Tensor]]:
-    """Collect the indices that a graph, made within the block, has plans of; where they change, the graph is wrong."""
-    indices: list[Tensor] = []
-    _indices_of_graphs.append(indices)
-    try:
-        yield indices
-    finally:
-        _indices_of_graphs.pop()
 
 
 _recent: OrderedDict[Any, _MetIndex] = OrderedDict()
@@ -291,7 +274,7 @@ def _can_stay(index: Any, tile: Tile) -> bool:
         and index.layout == torch.strided
         and mesh_size(tile.mesh) > 1
         and not isinstance(tile.mesh, SlabMesh)
-        # a tile has no values in a graph that is made, nor in a dry run; indices that a module keeps have some
+        # tiles have no values while a graph is made, nor in a dry run, but indices that a module keeps have
         and (is_making_graph() or (not lacks_values() and type(tile.local) in (*_PLAIN, FakeTensor)))
     )
 

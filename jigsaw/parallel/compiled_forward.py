@@ -24,20 +24,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.comm import debug
-from jigsaw.comm.first_meetings import meet_tensor
 from jigsaw.comm.graph_calls import is_making_graph, ordered_calls, refused_in_graph
-from jigsaw.comm.wire_values import is_on_accelerator, lie_in_one_memory
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.layout import Layout
 from jigsaw.nn.weights import call_with_tensors, is_dtensor
-from jigsaw.ops.kept_indices import indices_of_graph
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, averaged_over, graph_origins
+from jigsaw.parallel.graph_values import GraphValues
 from jigsaw.parallel.held_tensors import HeldChange, HeldTensors
 from jigsaw.ranks.call_places import is_of_packages
 from jigsaw.tile.tile import Tile, leave_tile
 from jigsaw.torch_internals import pytree
-from jigsaw.torch_internals.autograd import own_buffers, own_parameters, tensor_version
-from jigsaw.torch_internals.fake_tensors import note_real_memory
+from jigsaw.torch_internals.autograd import own_buffers, own_parameters
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -167,7 +164,7 @@ class CompiledForward:
         inputs = [(p, p.tensor_of(v)) for p, v in plain if isinstance(p, TensorPlace) and isinstance(v, Tensor)]
         tensors = [*weights, *(x for _, x in inputs)]
         graph = self._graphs.get(key)
-        changed = Counter[int]() if graph is None else graph.indices.changes(tensors)
+        changed = Counter[int]() if graph is None else graph.known.changes(tensors)
         is_new = graph is None or bool(changed)
         if graph is None or changed:
             _check_weights(self.module, self._weights.names, weights)
@@ -258,53 +255,6 @@ def _check_weights(module: nn.Module, names: Sequence[str], tensors: Sequence[Te
             )
 
 
-class GraphIndices:
-    """Indices among the inputs of a graph that stay as they are, of which it has plans (`jigsaw.ops.kept_indices`).
-
-    Where one changes, another graph is made.  One that has `changed` more often than `most_changes`, both by the place
-    of the input, has no plan there: -1 for tiles, 0 for arguments.
-    """
-
-    def __init__(self, most_changes: Sequence[int], changed: Counter[int]) -> None:
-        self._most_changes, self._changed = most_changes, changed
-        self.planned: list[Tensor] = []  # those that the graph was just made with
-        self._kept: dict[int, tuple[Tensor, int, Tensor]] = {}  # by place: the tensor, its version and values
-
-    def note_values(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Note which inputs of the graph have values while it is made."""
-        for at, (x, real) in enumerate(zip(inputs, tensors, strict=True)):
-            if _may_be_index(real) and self._changed[at] <= self._most_changes[at]:
-                note_real_memory(x, real)
-
-    def keep_planned(self, tensors: Sequence[Tensor], mesh: DeviceMesh) -> None:
-        """Keep the values of the planned ones, and compare them with those of other ranks, as without a graph."""
-        for at, x in enumerate(tensors):
-            if _may_be_index(x) and any(lie_in_one_memory(x, index) for index in self.planned):
-                self._kept[at] = x, tensor_version(x), x.detach().clone()
-                meet_tensor(x, mesh)
-        self.planned.clear()
-
-    def changes(self, tensors: Sequence[Tensor]) -> Counter[int]:
-        """Return how often each index has changed, where one has since the graph was made; none where none has."""
-        changed = [at for at in self._kept if not self._has_stayed(at, tensors[at])]
-        return self._changed + Counter(changed) if changed else Counter()
-
-    def _has_stayed(self, at: int, x: Tensor) -> bool:
-        index, version, values = self._kept[at]
-        if not _may_be_index(x):
-            return False
-        if x is not index or tensor_version(x) != version:
-            # an argument may be made anew in each step: the host does not wait for that
-            if (is_on_accelerator(x) and not self._most_changes[at]) or not torch.equal(x, values):
-                return False
-            self._kept[at] = x, tensor_version(x), values
-        return True
-
-
-def _may_be_index(x: Tensor) -> bool:
-    return type(x) in (Tensor, nn.Parameter) and x.dtype in (torch.int64, torch.int32) and not x.is_inference()
-
-
 # -- one graph --------------------------------------------------------------------------------------------------------
 
 
@@ -330,9 +280,9 @@ class TileGraph:
         self._failed_line = ""
         self._results: tuple[pytree.TreeSpec, list[Any]] | None = None
         self._changes: list[HeldChange] = []
-        given = [0 if p.layout is None else -1 for p in self._values if isinstance(p, TensorPlace)]
-        held = [_MOST_CHANGES if p.layout is None else -1 for p in held_places if p is not None]
-        self.indices = GraphIndices([_MOST_CHANGES] * len(names) + given + held, changed)
+        of_arguments = [0 if p.layout is None else -1 for p in self._values if isinstance(p, TensorPlace)]
+        of_held = [_MOST_CHANGES if p.layout is None else -1 for p in held_places if p is not None]
+        self.known = GraphValues([_MOST_CHANGES] * len(names) + of_arguments + of_held, changed)
         self._inputs: Sequence[Tensor] = ()  # those of the call that makes the graph
 
         @torch.compiler.allow_in_graph
@@ -361,8 +311,7 @@ class TileGraph:
             raise _told_failure(failure, error, self._failed_line) from error
         finally:
             self._inputs = ()
-        if self.indices.planned:
-            self.indices.keep_planned(tensors, self._meshes[0])
+        self.known.keep_read(tensors, self._meshes[0] if self._meshes else None)
         spec, places = cast(tuple[pytree.TreeSpec, list[Any]], self._results)
         results = [self._as_result(p, next(outputs)) if isinstance(p, TensorPlace) else p for p in places]
         out, kept = pytree.tree_unflatten(results, spec)
@@ -372,7 +321,7 @@ class TileGraph:
 
     def _run_without_values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the forward pass while the graph is made, and note what the results are."""
-        self.indices.note_values(tensors, self._inputs)
+        self.known.note_inputs(tensors, self._inputs)
         left = iter(tensors)
         weights = {
             f"module.{n}": stored.in_graph(next(left)) for n, stored in zip(self._names, self._stored, strict=True)
@@ -380,13 +329,12 @@ class TileGraph:
         leaves = [self._as_argument(v, next(left)) if isinstance(v, TensorPlace) else v[1] for v in self._values]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         held = [None if place is None else self._as_argument(place, next(left)) for place in self._held_places]
-        with ordered_calls() as last_call, self._held.replaced_by(held) as changed, indices_of_graph() as indices:
+        with ordered_calls() as last_call, self._held.replaced_by(held) as changed, self.known.of_run():
             self._plain.given = weights
             try:
                 out = call_with_tensors(self._plain, weights, args, kwargs)
             finally:
                 self._plain.given = {}
-            self.indices.planned += indices
             self._changes = changed()
             results, spec = pytree.tree_flatten((out, [change.value for change in self._changes]))
             places = [_place_of(r) if isinstance(r, Tensor) else r for r in results]

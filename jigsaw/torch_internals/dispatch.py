@@ -59,6 +59,18 @@ def bound_argument(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     return None
 
 
+def written_by_call(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that a call changes."""
+    schema = operator_schema(func)
+    if not schema.is_mutable:
+        return []
+    named = kwargs or {}
+    values = [*zip(schema.arguments, args, strict=False), *((a, named.get(a.name)) for a in schema.arguments)]
+    return tensors_of_call(
+        [value for argument, value in values if argument.alias_info and argument.alias_info.is_write]
+    )
+
+
 # -- operators that have no public function ---------------------------------------------------------------------------
 
 READ_NUMBER: Any = private_name("torch:ops.aten._local_scalar_dense.default")

@@ -5,14 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from jigsaw.torch_internals.autograd import own_buffers, own_parameters, tensor_version
+from jigsaw.torch_internals.autograd import own_buffers, own_parameters
 from jigsaw.torch_internals.dispatch import operator_schema, tracing_context, without_modes
-from jigsaw.torch_internals.private_names import private_attribute, private_name, replaced_in_torch, torch_imports
+from jigsaw.torch_internals.private_names import (
+    LateName,
+    private_attribute,
+    replaced_in_torch,
+    torch_imports,
+)
 
 with torch_imports():
     from torch._subclasses.fake_tensor import (
@@ -36,14 +42,19 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "FunctionalTensor",
+    "KnownMemory",
     "TorchDispatchMode",
     "answer_by_shape",
     "constant_in_graph",
+    "forget_known_memory",
     "forget_real_view",
+    "has_values",
     "is_on_paper",
+    "known_memory",
+    "note_known_memory",
     "note_on_paper",
-    "note_real_memory",
     "note_real_view",
+    "note_values_read",
     "quiet_failures",
     "real_view",
     "weights_converted_alone",
@@ -57,11 +68,16 @@ VALUE_ERRORS = (
 )
 """Errors of operators that need the values of tensors."""
 
-# Puts a tensor with values into the graph that is made.  Public: `torch.tensor` of a list, which calls it.
-_COPY_INTO_GRAPH = private_name("torch:ops.aten.lift_fresh_copy.default")
+# What a tensor of a graph wraps, so that changes in place become new tensors.  Public is nothing.
+_is_wrapped = LateName("torch:_is_functional_tensor")
+_wrapped_tensor = LateName("torch:_from_functional_tensor")
 
+# Puts a tensor with values into the graph that is made.  Public: `torch.tensor` of a list, which calls it.
+_copy_into_graph = LateName("torch:ops.aten.lift_fresh_copy.default")
+
+_WITHOUT_VALUES = (FakeTensor, FunctionalTensor)
 _REAL_VIEW = "_jigsaw_real_view"
-_REAL_MEMORY = "_jigsaw_real_memory"  # attribute of memory without values: the tensor with values, and a version
+_KNOWN_MEMORY = "_jigsaw_known_memory"  # attribute of memory without values, and of that with its values
 _ON_PAPER = "_jigsaw_on_paper"  # attribute of memory: whether elements of it were never written
 
 # What ``Module.to`` and its kin do to each weight.  Public: `Module.apply`, which knows modules and no weights.
@@ -78,34 +94,68 @@ def forget_real_view(x: Tensor) -> None:
     vars(x).pop(_REAL_VIEW, None)
 
 
-def note_real_memory(x: Tensor, real: Tensor) -> None:
-    """Note the tensor with values that an input of a graph stands for while the graph is made, for all views of it."""
-    fake = _fake_tensor(x)
-    if fake is not None and _strided(fake) == _strided(real):
-        setattr(fake.untyped_storage(), _REAL_MEMORY, (real, tensor_version(fake)))
+@dataclass(eq=False)
+class KnownMemory:
+    """Values of memory without values while a graph is made; they follow from the inputs of the graph at `places`.
+
+    The graph collects in `read_places` those inputs for whose values it is right.
+    """
+
+    real: Tensor | None
+    places: frozenset[int]
+    is_input: bool
+    read_places: set[int]
+
+
+def note_known_memory(x: Tensor, known: KnownMemory) -> None:
+    """Note the values of a tensor of a graph, and so of all views of it."""
+    if isinstance(x, _WITHOUT_VALUES) and known.real is not None and _strided(x) == _strided(known.real):
+        setattr(x.untyped_storage(), _KNOWN_MEMORY, known)
+        setattr(known.real.untyped_storage(), _KNOWN_MEMORY, known)
+        if isinstance(x, FunctionalTensor):  # also of what it wraps, whose memory is another one after each change
+            setattr(x.from_functional().untyped_storage(), _KNOWN_MEMORY, known)
+
+
+def forget_known_memory(x: Tensor) -> None:
+    """Forget the values of a tensor of a graph, because it is changed."""
+    if isinstance(x, _WITHOUT_VALUES):
+        setattr(x.untyped_storage(), _KNOWN_MEMORY, None)
+
+
+def note_values_read(real: Tensor) -> None:
+    """Note that a graph that is made is right for these values alone."""
+    known: KnownMemory | None = getattr(real.untyped_storage(), _KNOWN_MEMORY, None)
+    if known is not None:
+        known.read_places |= known.places
+
+
+def has_values(x: Tensor) -> bool:
+    """Say whether a tensor is none of a graph that is made."""
+    return not isinstance(x, _WITHOUT_VALUES) and not _is_wrapped(x)
+
+
+def known_memory(x: Any) -> KnownMemory | None:
+    """Return the values of the memory of a tensor in a graph, if they are known."""
+    if isinstance(x, Tensor) and _is_wrapped(x):  # as `FunctionalTensor.tolist` takes it
+        x = _wrapped_tensor(x)
+    if not isinstance(x, _WITHOUT_VALUES) or x.layout != torch.strided:
+        return None
+    known: KnownMemory | None = getattr(x.untyped_storage(), _KNOWN_MEMORY, None)
+    return known if known is not None and known.real is not None and known.real.dtype == x.dtype else None
 
 
 def real_view(x: Any) -> Any:
     """Return the tensor with values that a tensor without them stands for, where one was noted, else itself."""
-    fake = _fake_tensor(x)
-    if fake is None:
-        return x
-    real, version = getattr(fake.untyped_storage(), _REAL_MEMORY, (None, 0))
-    if real is None or tensor_version(fake) != version or fake.dtype != real.dtype:
-        return getattr(fake, _REAL_VIEW, x)
+    known = known_memory(x)
+    if known is None or known.real is None:
+        return getattr(x, _REAL_VIEW, x) if isinstance(x, FakeTensor) else x
     with without_modes():
-        return real.detach().as_strided(fake.shape, fake.stride(), fake.storage_offset())
+        return known.real.detach().as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def constant_in_graph(real: Tensor) -> Tensor:
     """Return a tensor with values as a constant of the graph that is made; itself where none is."""
-    return real if tracing_context() is None else _COPY_INTO_GRAPH(real)
-
-
-def _fake_tensor(x: Any) -> Tensor | None:
-    """Return the tensor without values of a tensor in a graph, or None."""
-    inner = x.from_functional() if isinstance(x, FunctionalTensor) else x
-    return inner if isinstance(inner, FakeTensor) else None
+    return real if tracing_context() is None else _copy_into_graph(real)
 
 
 def _strided(x: Tensor) -> tuple[Any, ...]:
