@@ -155,7 +155,7 @@ CASES = {
 }
 
 
-class _DataWatch(threading.Thread):
+class DataWatch(threading.Thread):
     """The most private memory that the process had, of which the limit speaks."""
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ def run_rank(name: str, folder: Path, small: bool) -> None:
 
     torch.manual_seed(0)
     mesh = jigsaw.init_mesh(**{axis: int(os.environ.get("WORLD_SIZE", "1"))})
-    watch = _DataWatch()
+    watch = DataWatch()
     watch.start()
     losses, walls, busy = list[float](), list[float](), list[float]()
     since, spent = time.perf_counter(), time.process_time()

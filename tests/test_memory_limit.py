@@ -69,3 +69,19 @@ def test_a_volume_on_one_rank_and_on_two(tmp_path):
     assert all(line["losses"] == pytest.approx(lines[0]["losses"], abs=2e-5) for line in lines)
     assert lines[0]["losses"][-1] < lines[0]["losses"][0]
     assert all(line["resident_bytes"] > 0 and 0 < line["data_bytes"] < 16 * 2**30 for line in lines)
+
+
+@pytest.mark.slow
+def test_a_task_that_needs_the_whole_volume_on_one_rank_and_on_two():
+    command = [sys.executable, SCRIPT.with_name("whole_volume.py"), "--sizes", "2", "2", "2", "--limit", "16"]
+    ran = subprocess.run([*command, "--ranks", "2"], capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [(line["way"], line["ranks"]) for line in lines] == [
+        ("whole", 1),
+        ("whole", 1),
+        ("whole", 2),
+        ("patches", 1),
+    ]
+    whole = [line for line in lines if line["way"] == "whole"]
+    assert all(line["last_losses"] == pytest.approx(whole[0]["last_losses"], abs=2e-4) for line in whole)
+    assert all(line["right"] == pytest.approx(whole[0]["right"], abs=0.01) for line in whole)
