@@ -73,7 +73,7 @@ def test_a_volume_on_one_rank_and_on_two(tmp_path):
 
 @pytest.mark.slow
 def test_a_task_that_needs_the_whole_volume_on_one_rank_and_on_two():
-    command = [sys.executable, SCRIPT.with_name("whole_volume.py"), "--sizes", "2", "2", "2", "--limit", "16"]
+    command = [sys.executable, SCRIPT.with_name("whole_volume.py"), "--sizes", "3", "2", "2", "--limit", "16"]
     ran = subprocess.run([*command, "--ranks", "2"], capture_output=True, text=True, check=True)
     lines = [json.loads(line) for line in ran.stdout.splitlines()]
     assert [(line["way"], line["ranks"]) for line in lines] == [
