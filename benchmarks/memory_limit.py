@@ -259,19 +259,27 @@ def measure(name: str, ranks: int, limit: int, folder: Path, small: bool) -> dic
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [str(Path(__file__)), "--rank-of", name, "--data", str(folder), *(["--small"] if small else [])]
 
-    def limited() -> None:
+    return {"case": name, "ranks": ranks, "limit_bytes": limit} | run_limited(command, limit)
+
+
+def run_limited(command: Sequence[str], limit: int) -> dict[str, Any]:
+    """Run a command whose processes may have `limit` bytes of private memory each, or any (0).
+
+    Returns the last JSON object that it prints, or in `failed` what a process said that was refused memory.
+    """
+
+    def limit_memory() -> None:
         if limit:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
-    ran = subprocess.run(command, capture_output=True, text=True, preexec_fn=limited, check=False)
-    line: dict[str, Any] = {"case": name, "ranks": ranks, "limit_bytes": limit}
+    ran = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit_memory, check=False)
     told = [text for text in ran.stdout.splitlines() if text.startswith("{")]
     if ran.returncode == 0 and told:
-        return line | json.loads(told[-1])
+        return json.loads(told[-1])
     causes = [text.strip() for text in ran.stderr.splitlines() if "allocate" in text or "MemoryError" in text]
     if not causes:
-        raise RuntimeError(f"{name} on {ranks} ranks ended with {ran.returncode}:\n{ran.stderr[-4000:]}")
-    return line | {"failed": causes[0][-200:]}
+        raise RuntimeError(f"{' '.join(command)} ended with {ran.returncode}:\n{ran.stderr[-4000:]}")
+    return {"failed": causes[0][-200:]}
 
 
 def draw(lines: Sequence[dict[str, Any]], path: Path) -> None:

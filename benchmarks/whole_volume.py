@@ -4,7 +4,8 @@
 
 Balls lie in the lower third of a volume of noise, all of one class in it.  Which one says a cube near its upper end
 alone, at least 92 slices away: it is bright or dark.  Patches have 64 slices, so no patch with a ball shows the cube.
-All contenders have as many steps, the same net, loss and optimizer, and one limit of memory (RLIMIT_DATA) a process:
+All contenders have the same net, loss and optimizer, as many steps, and one limit of memory (RLIMIT_DATA) a process.
+The first two rows, of three steps, are of one process without the limit and with it.
 
 - `whole`: the volume as one sample, by `jigsaw.io.open_volumes` and `jigsaw.parallelize`, on one rank and on several;
 - `patches`: MONAI's `RandCropByPosNegLabel`, three patches a step, in one process, and its `sliding_window_inference`.
@@ -20,8 +21,6 @@ import argparse
 import itertools
 import json
 import os
-import resource
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -35,7 +34,7 @@ import nibabel
 import numpy as np
 import torch
 import torch.nn.functional as F
-from memory_limit import DataWatch
+from memory_limit import DataWatch, run_limited
 from result_file import ResultFile, add_result_options
 from torch import Tensor, nn
 
@@ -165,20 +164,7 @@ def try_way(way: str, ranks: int, limit: int, folder: Path, sizes: list[int]) ->
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), __file__, "--rank-of", way, "--data", str(folder)]
     command += ["--sizes", *map(str, sizes)]
-
-    def limit_memory() -> None:
-        if limit:
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-    ran = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit_memory, check=False)
-    row: dict[str, Any] = {"way": way, "ranks": ranks, "limit_bytes": limit, "steps": sizes[0]}
-    told = [line for line in ran.stdout.splitlines() if line.startswith("{")]
-    if ran.returncode == 0 and told:
-        return row | json.loads(told[-1])
-    causes = [line.strip() for line in ran.stderr.splitlines() if "allocate" in line or "MemoryError" in line]
-    if not causes:
-        raise RuntimeError(f"{way} on {ranks} ranks ended with {ran.returncode}:\n{ran.stderr[-4000:]}")
-    return row | {"failed": causes[0][-200:]}
+    return {"way": way, "ranks": ranks, "limit_bytes": limit, "steps": sizes[0]} | run_limited(command, limit)
 
 
 def main() -> None:

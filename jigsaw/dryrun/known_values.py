@@ -28,6 +28,7 @@ from jigsaw.torch_internals.dispatch import (
     written_by_call,
 )
 from jigsaw.torch_internals.fake_tensors import (
+    MAKERS_OF_UNFILLED,
     DynamicOutputShapeException,
     TorchDispatchMode,
     forget_real_view,
@@ -40,8 +41,6 @@ aten = torch.ops.aten
 
 _MOST_ELEMENTS = 1024
 _MOST_INTEGERS = 2**26  # elements of an integer tensor whose values are known
-# functions that make tensors without setting values
-_UNFILLED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 # functions that write elements and read none of those before
 _WRITERS = {
     aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.index_put_.default, aten.scatter_.src,
@@ -96,7 +95,7 @@ class KnownValues:
         if not self._is_bounded(func, args, kwargs, results) or not self._is_computed(func, args, kwargs):
             self.forget(written_by_call(func, args, kwargs))
             return
-        is_unfilled = func.overloadpacket in _UNFILLED
+        is_unfilled = func.overloadpacket in MAKERS_OF_UNFILLED
         if is_unfilled and not (self.follows_integers and results[0].dtype in _INTEGERS):
             return
         copies = tensors_of_call(self._call(func, args, kwargs))

@@ -32,6 +32,7 @@ from jigsaw.torch_internals.dispatch import (
     written_by_call,
 )
 from jigsaw.torch_internals.fake_tensors import (
+    MAKERS_OF_UNFILLED,
     KnownMemory,
     TorchDispatchMode,
     constant_in_graph,
@@ -46,8 +47,6 @@ aten = torch.ops.aten
 
 _MOST_INTEGERS = 2**26  # elements of a tensor that is computed from integers with values
 _INDICES = (torch.int64, torch.int32)
-# functions that make tensors without setting values
-_UNFILLED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 # functions that pick elements of their first argument by masks
 _BY_MASKS = {aten.index.Tensor, aten.masked_select.default}
 
@@ -55,8 +54,8 @@ _BY_MASKS = {aten.index.Tensor, aten.masked_select.default}
 class GraphValues(TorchDispatchMode):
     """Values of integers while one graph is made, and those of inputs that the graph is right for.
 
-    One that has `changed` more often than `most_changes`, both by the place of the input, has none: -1 for tiles, 0 for
-    arguments.
+    An input has none once it has `changed` more often than its `most_changes` allow: 0 for arguments, -1 for tiles.
+    Both are by the place of the input.
     """
 
     def __init__(self, most_changes: Sequence[int], changed: Counter[int]) -> None:
@@ -107,7 +106,7 @@ class GraphValues(TorchDispatchMode):
     def _known_inputs(self, func: Any, args: Any, kwargs: Any) -> list[KnownMemory] | None:
         """Return what is known of all tensors that a call takes; None where some are not, or where it draws numbers."""
         # torch counts memory that nobody has filled as random
-        is_random = torch.Tag.nondeterministic_seeded in func.tags and func.overloadpacket not in _UNFILLED
+        is_random = torch.Tag.nondeterministic_seeded in func.tags and func.overloadpacket not in MAKERS_OF_UNFILLED
         if func.namespace != "aten" or is_random:
             return None
         tensors = tensors_of_call((*args, *kwargs.values()))
@@ -124,7 +123,7 @@ class GraphValues(TorchDispatchMode):
         with without_modes(), torch.no_grad():
             out = func(*args, **kwargs)
             # no place is the lowest integer, so that an index with elements that nobody wrote gets no plan
-            is_filled = func.overloadpacket not in _UNFILLED or out.dtype not in _INDICES
+            is_filled = func.overloadpacket not in MAKERS_OF_UNFILLED or out.dtype not in _INDICES
             return out if is_filled else out.fill_(torch.iinfo(out.dtype).min)
 
     def _as_constant(self, known: Iterable[KnownMemory]) -> Any:

@@ -35,6 +35,7 @@ with torch_imports():
     from torch.utils._python_dispatch import TorchDispatchMode  # sees every operator; public is nothing that does
 
 __all__ = [
+    "MAKERS_OF_UNFILLED",
     "OF_EACH_ELEMENT",
     "VALUE_ERRORS",
     "DataDependentOutputException",
@@ -184,6 +185,10 @@ OF_EACH_ELEMENT = _overloads(
     "addcdiv_.default lerp_.Scalar copy_.default zeros_like.default clone.default",
     torch.ops.aten,
 )
+# functions that make tensors without setting values
+MAKERS_OF_UNFILLED = {
+    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+}
 _IN_PLACE = {func for func in OF_EACH_ELEMENT if operator_schema(func).is_mutable}
 # Operators whose results follow from sizes, strides and types alone, by torch's own kernel for the meta device: views,
 # functions of each element, products, new memory.  They are most of a training step's, and torch's table of earlier
