@@ -1,7 +1,9 @@
 """Conversion: what is written is what xarray reads of the source, after any kill, and damage is found."""
 
 import dataclasses
+import gc
 import json
+import os
 import shutil
 import signal
 import struct
@@ -21,7 +23,7 @@ import jigsaw.io as jio
 from jigsaw.__main__ import main
 from jigsaw.errors import FieldError, GridError, UnsupportedStoreError, WriteError
 from jigsaw.io.conversion.convert import convert, verify
-from jigsaw.io.conversion.selected_source import select_source
+from jigsaw.io.conversion.selected_source import open_with_xarray, select_source
 from jigsaw.io.writing.write import completeness
 from jigsaw.testing import world_mesh
 
@@ -54,7 +56,7 @@ def archive(tmp_path_factory):
 
 
 def opened(path):
-    return xr.open_dataset(path, decode_timedelta=False).load()
+    return xr.load_dataset(path, decode_timedelta=False)
 
 
 def stored(path):
@@ -337,7 +339,7 @@ def test_a_dataset_that_lists_its_arrays_in_another_order_goes_on(tmp_path, wb2,
     turned = turned.assign_coords({name: data[name] for name in reversed(list(data.coords))})
     assert list(turned.data_vars) != list(data.data_vars)
     assert convert(turned, tmp_path / "made.zarr", **sizes).kept > 0
-    stored_in = select_source(wb2)
+    stored_in = select_source(open_with_xarray(wb2))
     assert dataclasses.replace(stored_in, arrays=stored_in.arrays[::-1]).identity() == stored_in.identity()
 
 
@@ -466,6 +468,37 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, archive):
         with pytest.raises(WriteError, match=r"mine (exists without the journal|is not a Zarr store)"):
             convert(archive, tmp_path / "mine", replace=replace)
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
+
+
+def files_held_open(folder):
+    """Return which files of a folder this process has open."""
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    targets = [os.readlink(link) for link in links if os.path.islink(link)]
+    return sorted(path for path in targets if path.startswith(f"{folder}/"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="/proc lists open files on Linux alone")
+def test_a_source_is_closed_when_its_conversion_fails(tmp_path, monkeypatch):
+    """HDF5 ends the process where a file with texts that is open is opened again, and the first then collected."""
+    from jigsaw.io.writing.zarr_writer import ZarrSink
+
+    put = ZarrSink.put
+    for i in range(2):
+        described(globe()).isel(time=slice(4 * i, 4 * i + 4)).to_netcdf(tmp_path / f"{i}.nc")
+    mine = xr.open_dataset(tmp_path / "0.nc", decode_timedelta=False)
+    gc.collect()
+    gc.disable()
+    try:
+        for number, source in enumerate((tmp_path / "1.nc", str(tmp_path / "?.nc"), mine)):
+            with monkeypatch.context() as patched:
+                patched.setattr(ZarrSink, "put", lambda self, name, box, block: put(self, name, box, block * 2))
+                with pytest.raises(WriteError, match="read back other than they were written"):  # in a thread
+                    convert(source, tmp_path / f"{number}.zarr")
+            assert files_held_open(tmp_path) == [str(tmp_path / "0.nc")]
+    finally:
+        gc.enable()
+    assert mine["temperature"].load().shape[0] == 4
+    mine.close()
 
 
 def test_replace_removes_neither_the_source_nor_what_a_wrong_call_would_replace(tmp_path):

@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import dataclass
 from io import FileIO
 from itertools import product
@@ -25,9 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.drafts import open_unlinked
-from jigsaw.errors import WriteError, writing_to
+from jigsaw.errors import GridError, WriteError, writing_to
 from jigsaw.geometry.cut import Box, box_elements, box_slices
-from jigsaw.io.conversion.selected_source import SelectedSource, recommended_chunks, select_source
+from jigsaw.io.arguments import checked_choice
+from jigsaw.io.conversion.selected_source import SelectedSource, open_with_xarray, recommended_chunks, select_source
+from jigsaw.io.series.cell_grid import CELL_ORDERS
+from jigsaw.io.series.request import MISSING_RULES
 from jigsaw.io.stats.cluster import results_in_order, worker_threads
 from jigsaw.io.writing.cf import plain_attribute
 from jigsaw.io.writing.deliver import StoreCompleteness, completeness_from_attrs
@@ -211,30 +215,35 @@ def convert(
     >>> jigsaw.io.open(made.path, mesh={"lat": 1})
     Dataset(file://train.zarr: 8 samples, 1 channels, lat 9, lon 16; [1, 1, 9, 16])
     """
+    checked_choice("missing", missing, MISSING_RULES)
+    checked_choice("order", order, CELL_ORDERS, GridError)
     path = Path(target)
-    chosen = select_source(source, fields, time, every, dims, engine, outside, missing, order)
-    sizes = recommended_chunks(chosen, mesh or {}, dims) if chunks is None else chunks
-    arrays = tuple(chosen.outline(sizes, shards, dtype))
-    _check_beside_source(path, chosen)
-    if replace:
-        _remove_target(path, chosen)
-    journal = _open_journal(path, chosen, arrays)
-    store = _ConversionTarget(path, chosen, arrays)
-    _check_began_here(path, journal)
-    if not journal.is_made:
-        store.make()
-        journal.made()
-    kept = len(journal.done)
-    regions = [r for array in arrays for r in _regions_to_move(array, chosen, journal.done, budget)]
-    read = WatchedDataset(chosen.data, chosen.watched)
-    # the memory of a thread (region, read-back copy, encoded bytes) stays within the budget
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    most = budget // max(1, 3 * max((r.nbytes for r in regions), default=1))
-    filled = _move_all(regions, read, path, journal, client, max(1, min(threads or cores, most)), progress)
-    digests = {a.name: combine_digests(journal.done[a.name, i] for i in unit_indices(a)) for a in arrays}
-    store.finish(digests)
-    journal.remove()
-    return Converted(str(path), arrays, len(journal.done) - kept, kept, digests, filled)
+    # Closed here and not when it is collected: HDF5 2.2 crashes where a file with texts is opened while an older handle
+    # of it is still open, and that one is closed first (netcdf-c issue 2510).
+    with closing(open_with_xarray(source, engine, outside)) as opened:
+        chosen = select_source(opened, fields, time, every, dims, outside, missing, order)
+        sizes = recommended_chunks(chosen, mesh or {}, dims) if chunks is None else chunks
+        arrays = tuple(chosen.outline(sizes, shards, dtype))
+        _check_beside_source(path, chosen)
+        if replace:
+            _remove_target(path, chosen)
+        journal = _open_journal(path, chosen, arrays)
+        store = _ConversionTarget(path, chosen, arrays)
+        _check_began_here(path, journal)
+        if not journal.is_made:
+            store.make()
+            journal.made()
+        kept = len(journal.done)
+        regions = [r for array in arrays for r in _regions_to_move(array, chosen, journal.done, budget)]
+        read = WatchedDataset(chosen.data, chosen.watched)
+        # the memory of a thread (region, read-back copy, encoded bytes) stays within the budget
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        most = budget // max(1, 3 * max((r.nbytes for r in regions), default=1))
+        filled = _move_all(regions, read, path, journal, client, max(1, min(threads or cores, most)), progress)
+        digests = {a.name: combine_digests(journal.done[a.name, i] for i in unit_indices(a)) for a in arrays}
+        store.finish(digests)
+        journal.remove()
+        return Converted(str(path), arrays, len(journal.done) - kept, kept, digests, filled)
 
 
 def verify(target: str | os.PathLike[str]) -> dict[str, bool]:

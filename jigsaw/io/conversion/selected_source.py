@@ -7,6 +7,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,6 @@ from jigsaw.errors import (
     imports_needed,
     redacted_text,
 )
-from jigsaw.io.arguments import checked_choice
 from jigsaw.io.chunks.array_table import ArrayTable, fill_is_missing
 from jigsaw.io.chunks.files import size_and_change
 from jigsaw.io.datasets.opening import open
@@ -31,10 +31,9 @@ from jigsaw.io.formats.array_source import open_xarray
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading.engine import StoreIdentity, look_at_store
 from jigsaw.io.reports.recommend import best_chunks, chunk_shape_of, shard_shape_of
-from jigsaw.io.series.cell_grid import CELL_ORDERS, cell_grid_of, cells_along_curve, renumbered_cells
+from jigsaw.io.series.cell_grid import cell_grid_of, cells_along_curve, renumbered_cells
 from jigsaw.io.series.coords import CELL_ROLE, SOURCE_PLACES
 from jigsaw.io.series.fields import FieldChannel, channels_of_fields
-from jigsaw.io.series.request import MISSING_RULES
 from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable, check_no_sums
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.writing.cf import REFERENCE_ATTRIBUTES, StoredCoordinate, encode_coordinate
@@ -159,7 +158,8 @@ class SelectedSource:
 class OpenedSource(NamedTuple):
     """Dataset that xarray opened; `watched` are the Zarr stores that it reads, where the user gave no dataset.
 
-    `parts` are the datasets of several files, in the order of `files`.
+    `files` are those that were opened here, none where the user gave a dataset, and `parts` the dataset of each where
+    they are several.
     """
 
     name: str
@@ -167,6 +167,11 @@ class OpenedSource(NamedTuple):
     data: xr.Dataset
     watched: tuple[WatchedStore, ...] = ()
     parts: tuple[xr.Dataset, ...] = ()
+
+    def close(self) -> None:
+        """Close the files that were opened here; a dataset that the user gave stays open."""
+        if self.files:
+            self.data.close()
 
 
 def open_with_xarray(source: Any, engine: str | None = None, outside: Any = False) -> OpenedSource:
@@ -265,16 +270,20 @@ def _join_files(
     import xarray as xr
 
     parts: list[xr.Dataset] = []
+    files_to_close = ExitStack()
 
     def keep_part(part: xr.Dataset) -> xr.Dataset:
         parts.append(_decode_as_reader(part) if raw else part)
+        files_to_close.callback(part.close)
         return parts[-1]
 
     joining: dict[str, Any] = {"data_vars": "minimal", "coords": "minimal", "compat": "override", "join": "exact"}
     joining["combine_attrs"] = _attributes_of_first
     try:
-        dataset = xr.open_mfdataset(list(paths), combine="by_coords", preprocess=keep_part, **joining, **options)
-        return dataset, tuple(parts)
+        with files_to_close:
+            dataset = xr.open_mfdataset(list(paths), combine="by_coords", preprocess=keep_part, **joining, **options)
+            files_to_close.pop_all()  # they are joined, and closed with the dataset
+            return dataset, tuple(parts)
     except GridError:
         raise
     except (ValueError, TypeError) as e:  # the last for times of several calendars
@@ -295,12 +304,11 @@ def _attributes_of_first(of_files: Sequence[Mapping[str, Any]], context: Any = N
 
 
 def select_source(
-    source: Any,
+    opened: OpenedSource,
     fields: Sequence[str] | None = None,
     time: Any = None,
     every: Any = 1,
     dims: Mapping[str, str] | None = None,
-    engine: str | None = None,
     outside: Any = False,
     missing: str = "error",
     order: str = "store",
@@ -312,9 +320,6 @@ def select_source(
 
     Raises: a `ReadError` as `jigsaw.io.open` does.
     """
-    checked_choice("missing", missing, MISSING_RULES)
-    checked_choice("order", order, CELL_ORDERS, GridError)
-    opened = open_with_xarray(source, engine, outside)
     name, files, data, watched, _ = opened
     survey = StoreSurvey(open_xarray(data, {"outside": outside}), dims)
     channels = [] if fields is None else channels_of_fields(fields, survey.levels)
