@@ -29,8 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import jigsaw
 from jigsaw.dryrun import DEVICES
-from jigsaw.dryrun.bare_models import made_once
-from jigsaw.dryrun.few_blocks import remembered_models
+from jigsaw.dryrun.bare_models import made_once, remembered_models
 from jigsaw.dryrun.mesh_search import _MeshSearch
 
 ROOT = Path(__file__).parents[1]

@@ -64,7 +64,8 @@ def byte_view(x: Tensor) -> Tensor:
     if not x.is_contiguous():
         raise ShardingError(f"a buffer of shape {tuple(x.shape)} and strides {x.stride()} must be contiguous")
     # a single element counts as contiguous with any stride, but only stride 1 is viewed as bytes
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+    flat = x if x.ndim == 1 and x.stride(0) == 1 else x.as_strided((x.numel(),), (1,))
+    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
 def plain_memory(x: Tensor) -> Tensor:

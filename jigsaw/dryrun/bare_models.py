@@ -32,6 +32,24 @@ ModelMaker = Callable[..., nn.Module]
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 _PARALLELIZED = "_jigsaw_parallelized"
+_FactsOfModels = dict[tuple[Any, ...], Any]
+_facts_of_models: _FactsOfModels | None = None
+
+
+@contextmanager
+def remembered_models() -> Generator[None]:
+    """Assume that models do not change within the block, so that facts found for one mesh are used for the next."""
+    global _facts_of_models
+    before, _facts_of_models = _facts_of_models, facts_of_models()
+    try:
+        yield
+    finally:
+        _facts_of_models = before
+
+
+def facts_of_models() -> _FactsOfModels:
+    """Return what is known of models within `remembered_models`; an empty dict outside of it."""
+    return {} if _facts_of_models is None else _facts_of_models
 
 
 def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:

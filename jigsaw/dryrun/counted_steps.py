@@ -88,9 +88,13 @@ def ends_by_size(changes: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     return [each for begins, run in runs for each in (run if begins else sorted(run))]
 
 
-def phase_of_more_blocks(fewer: CountedPhase, more: CountedPhase, times: int) -> CountedPhase | None:
+def phase_of_more_blocks(
+    fewer: CountedPhase, more: CountedPhase, times: int, by_size: bool = False
+) -> CountedPhase | None:
     """Return the phase with `times` more stretches than `fewer`, of which `more` has one more; None where they differ
     otherwise.
+
+    With `by_size`, what ceases to be alive at one time is put in the order of its size before they are compared.
 
     >>> from jigsaw.dryrun.counted_steps import CountedPhase, phase_of_more_blocks
     >>> two, three = (CountedPhase(changes=[("activations", 1)] * n + [("temporary", 9)]) for n in (2, 3))
@@ -99,7 +103,10 @@ def phase_of_more_blocks(fewer: CountedPhase, more: CountedPhase, times: int) ->
     """
     events: dict[str, Any] = {}
     for name, (look, make) in _LISTS.items():
-        stretched = _with_stretches(getattr(fewer, name), getattr(more, name), times, look, make)
+        lists = getattr(fewer, name), getattr(more, name)
+        if by_size and look is _look_of_change:
+            lists = ends_by_size(lists[0]), ends_by_size(lists[1])
+        stretched = _with_stretches(*lists, times, look, make)
         if stretched is None:
             return None
         events[name] = stretched

@@ -17,16 +17,16 @@ Where one of these does not hold, all blocks are played.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from jigsaw.dryrun.bare_models import rows_of_blocks
+from jigsaw.dryrun.bare_models import facts_of_models, rows_of_blocks
 from jigsaw.dryrun.counted_steps import CountedPhase, KernelCost, are_same_steps, ends_by_size, phase_of_more_blocks
 from jigsaw.dryrun.fake_ranks import fake_mesh
 from jigsaw.dryrun.rank_playing import (
@@ -45,19 +45,6 @@ from jigsaw.torch_internals.autograd import own_buffers, own_parameters
 from jigsaw.torch_internals.fake_tensors import FakeTensorMode
 
 _WORTH = 7  # rows with fewer blocks are played whole: else one, two and three blocks are played, and sometimes four
-_Known = dict[tuple[Any, ...], int]
-_known: _Known | None = None
-
-
-@contextmanager
-def remembered_models() -> Generator[None]:
-    """Assume that models do not change within the block, so that results for one mesh are used for the next."""
-    global _known
-    before, _known = _known, {} if _known is None else _known
-    try:
-        yield
-    finally:
-        _known = before
 
 
 def play_rank_shortly(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
@@ -71,8 +58,11 @@ def play_rank_shortly(plan: StepPlan, axes: Mapping[str, int], rank: int) -> Pla
 
 def play_few_blocks(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank | None:
     """Play one block and two, or two and three, if the next number of blocks follows from these."""
+    known = facts_of_models()
+    row: tuple[str, int] | None
     if isinstance(plan.model, nn.Module):
-        row = longest_row(plan.model)
+        looked = "longest row", id(plan.model)
+        row = known[looked] = known[looked] if looked in known else longest_row(plan.model)
     else:
         with fake_mesh(axes, rank) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
             row = longest_row(prepared_model(plan, mesh)[0])
@@ -89,7 +79,6 @@ def play_few_blocks(plan: StepPlan, axes: Mapping[str, int], rank: int) -> Playe
         plan.gather_again,
         PIPE_AXIS in axes,
     )
-    known: _Known = {} if _known is None else _known
     if model not in known and not _passes_blocks_alike(plan, axes, rank, *row):
         return None
     known[model] = 0
@@ -101,27 +90,27 @@ def play_few_blocks(plan: StepPlan, axes: Mapping[str, int], rank: int) -> Playe
         return played[n]
 
     # FSDP2 gathers weights while the block before computes, so a second block adds something else than a third one
-    for few in (known[way],) if way in known else (1, 2):
-        forecast = _of_more_blocks(play(few), play(few + 1), blocks - few)
-        if forecast is not None and (way in known or _is_foretold(play(few), play(few + 1), play(few + 2))):
-            known[way] = few
+    for few, by_size in (known[way],) if way in known else product((1, 2), (False, True)):
+        forecast = _of_more_blocks(play(few), play(few + 1), blocks - few, by_size)
+        if forecast is not None and (way in known or _is_foretold(play(few), play(few + 1), play(few + 2), by_size)):
+            known[way] = few, by_size
             return forecast
     return None
 
 
-def _is_foretold(few: PlayedRank, more: PlayedRank, still_more: PlayedRank) -> bool:
-    forecast = _of_more_blocks(few, more, 2)
+def _is_foretold(few: PlayedRank, more: PlayedRank, still_more: PlayedRank, by_size: bool) -> bool:
+    forecast = _of_more_blocks(few, more, 2, by_size)
     return forecast is not None and all(are_same_steps(forecast.phases[n], p) for n, p in still_more.phases.items())
 
 
-def _of_more_blocks(fewer: PlayedRank, more: PlayedRank, times: int) -> PlayedRank | None:
+def _of_more_blocks(fewer: PlayedRank, more: PlayedRank, times: int, by_size: bool) -> PlayedRank | None:
     if not (fewer.is_periodic and more.is_periodic) or set(fewer.phases) != set(more.phases):
         return None
     if any(r.kind != "value" for r in fewer.remarks) or len(fewer.remarks) != len(more.remarks):
         return None
     phases: dict[str, CountedPhase] = {}
     for name in fewer.phases:
-        phase = phase_of_more_blocks(fewer.phases[name], more.phases[name], times)
+        phase = phase_of_more_blocks(fewer.phases[name], more.phases[name], times, by_size)
         if phase is None:
             return None
         phases[name] = phase

@@ -112,7 +112,9 @@ class KnownValues:
 
     def _is_bounded(self, func: Any, args: Any, kwargs: Any, results: list[Tensor]) -> bool:
         """Say whether results are short, or integers that follow from an index; views of these take no memory."""
-        if not results or any(has_real_values(x) for x in results):
+        if not results or any(x.numel() > _MOST_ELEMENTS and _is_float(x) for x in results):  # most calls of a step
+            return False
+        if any(has_real_values(x) for x in results):
             return False
         if all(x.numel() <= _MOST_ELEMENTS for x in results):
             return True

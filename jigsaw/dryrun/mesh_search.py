@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from jigsaw.dryrun.bare_models import checkpointed_modules, made_once, rows_of_blocks
+from jigsaw.dryrun.bare_models import checkpointed_modules, made_once, remembered_models, rows_of_blocks
 from jigsaw.dryrun.devices import Device, device_named
 from jigsaw.dryrun.dry_runs import dry_run, inside_rank
-from jigsaw.dryrun.few_blocks import remembered_models
 from jigsaw.dryrun.pipeline_estimate import (
     Borders,
     balanced_cuts,

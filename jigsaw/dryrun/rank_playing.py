@@ -27,6 +27,7 @@ from jigsaw.dryrun.bare_models import (
     cast_weights,
     check_model_made,
     checkpointed_modules,
+    facts_of_models,
     keeps_indices,
     make_bare,
     rows_of_blocks,
@@ -46,6 +47,7 @@ from jigsaw.ops.into_torch.whole_tensor import hearing_costs
 from jigsaw.ops.meeting.common_cuts import REALIGN_KIND, RECUT_KIND
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, hearing_repeats
 from jigsaw.parallel.channel_parallel import TensorPlan, completed_plan, planned_layers
+from jigsaw.parallel.channel_watcher import FoundPairs
 from jigsaw.parallel.gradients import local_part
 from jigsaw.parallel.parallelize import parallelize, reduced_at_end, reducer_of
 from jigsaw.parallel.sharding import ShardingOptions, WeightSharding
@@ -191,7 +193,7 @@ def _play_step(
     meter.known_values.follows_integers = keeps_indices(model)
     inputs = prepared_inputs(plan, stage_mesh, dtype)
     in_tensor = dict(axes_of_mesh(mesh)).get(CHANNEL_AXIS, 1)
-    tensor, pairs = completed_plan(model, plan.tensor, in_tensor, tuple(inputs))
+    tensor, pairs = _completed_once(plan, mesh, model, in_tensor, inputs)
     plan, played.unpaired = replace(plan, tensor=tensor), pairs.reasons
     for module in checkpointed_modules(model, plan.checkpoint):
         module.forward = partial(run_checkpointed, module.forward, use_reentrant=False)
@@ -240,6 +242,21 @@ def _play_step(
     if optimizer is not None:
         with phase("step"):
             optimizer.step()
+
+
+def _completed_once(
+    plan: StepPlan, mesh: DeviceMesh, model: nn.Module, ranks: int, inputs: Sequence[Any]
+) -> tuple[TensorPlan, FoundPairs]:
+    """Return the plan of columns and rows for a model and inputs of these shapes, found once while models are known."""
+    is_of_mesh = not isinstance(plan.model, nn.Module) and wants_mesh(plan.model)
+    words = None if plan.tensor is None else tuple(plan.tensor.items())
+    of_model = id(plan.model), words, plan.dtype, plan.blocks, plan.row
+    looks = [(x.shape, x.dtype) for x in inputs]
+    key = "pairs", *of_model, tuple(axes_of_mesh(mesh)) if is_of_mesh else ranks, *looks
+    facts = facts_of_models()
+    if key not in facts:
+        facts[key] = completed_plan(model, plan.tensor, ranks, tuple(inputs))
+    return facts[key]
 
 
 def _play_pass(

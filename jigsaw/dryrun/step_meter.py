@@ -57,7 +57,7 @@ from jigsaw.torch_internals.fake_tensors import (
     FakeTensor,
     TorchDispatchMode,
     answer_by_shape,
-    real_view,
+    noted_real_view,
 )
 from jigsaw.torch_internals.groups import is_file_of_fsdp
 from jigsaw.torch_internals.placements import answer_by_parts
@@ -429,7 +429,7 @@ def _storages_of(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
         if isinstance(x, DTensor):
             x = local_part(x)
         if isinstance(x, Tensor) and x.layout == torch.strided:
-            yield real_view(x).untyped_storage()  # a view of an index that a module keeps is in the memory of that
+            yield noted_real_view(x).untyped_storage()  # a view of a kept index is in the memory of that
 
 
 _OWN_FILES = str(Path(__file__).parents[1]) + os.sep

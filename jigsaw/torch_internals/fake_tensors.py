@@ -90,6 +90,11 @@ def note_real_view(x: Tensor, real: Tensor) -> None:
     setattr(x, _REAL_VIEW, real)
 
 
+def noted_real_view(x: Tensor) -> Tensor:
+    """Return the tensor that was noted for one without values, else itself."""
+    return getattr(x, _REAL_VIEW, x) if isinstance(x, FakeTensor) else x
+
+
 def forget_real_view(x: Tensor) -> None:
     """Forget it, because the tensor without values is changed."""
     vars(x).pop(_REAL_VIEW, None)
@@ -149,7 +154,7 @@ def real_view(x: Any) -> Any:
     """Return the tensor with values that a tensor without them stands for, where one was noted, else itself."""
     known = known_memory(x)
     if known is None or known.real is None:
-        return getattr(x, _REAL_VIEW, x) if isinstance(x, FakeTensor) else x
+        return noted_real_view(x)
     with without_modes():
         return known.real.detach().as_strided(x.shape, x.stride(), x.storage_offset())
 
@@ -190,6 +195,9 @@ MAKERS_OF_UNFILLED = {
     getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 }
 _IN_PLACE = {func for func in OF_EACH_ELEMENT if operator_schema(func).is_mutable}
+_OUT_OF_PLACE = (
+    OF_EACH_ELEMENT - _IN_PLACE
+)  # for most of these torch's kernel for the meta device is in Python, and slow
 # Operators whose results follow from sizes, strides and types alone, by torch's own kernel for the meta device: views,
 # functions of each element, products, new memory.  They are most of a training step's, and torch's table of earlier
 # answers, which serves all operators, takes longer than the kernel itself.  Public is nothing.
@@ -218,6 +226,8 @@ def answer_by_shape(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
         return None
     if func in _IN_PLACE and _is_like_the_others(first, args):
         return first
+    if func in _OUT_OF_PLACE and not kwargs and _is_contiguous_float(first, args):
+        func, args = torch.ops.aten.empty_like.default, (first,)
     if kwargs:
         if kwargs.get("pin_memory") or kwargs.get("device") not in (None, first.fake_device):
             return None
@@ -235,6 +245,12 @@ def _is_like_the_others(first: Tensor, args: Sequence[Any]) -> bool:
     """Say whether a tensor has the shape and type of the others, and no place twice: what changes it needs no check."""
     others = (x for x in args[1:] if isinstance(x, Tensor))
     return 0 not in first.stride() and all(x.shape == first.shape and x.dtype == first.dtype for x in others)
+
+
+def _is_contiguous_float(first: Tensor, args: Sequence[Any]) -> bool:
+    """Say whether a function of each element gives for these arguments what `empty_like` gives for the first tensor."""
+    are_contiguous = all(x.is_contiguous() if isinstance(x, Tensor) else isinstance(x, (int, float)) for x in args)
+    return are_contiguous and first.is_floating_point() and _is_like_the_others(first, args)
 
 
 @contextmanager
