@@ -121,6 +121,21 @@ def test_stretches_and_numbers_on_a_line():
     assert phase_of_more_blocks(phase(1), other, 6) is None
 
 
+def test_what_ends_at_one_time_in_any_order_is_compared_by_size():
+    def phase(blocks, turned):
+        ends = [("temporary", -100), *[("temporary", -4)] * blocks]
+        return CountedPhase(
+            changes=[("temporary", 100), *[("temporary", 4)] * blocks, *(reversed(ends) if turned else ends)]
+        )
+
+    in_order = phase_of_more_blocks(phase(1, False), phase(2, True), 6)
+    by_size = phase_of_more_blocks(phase(1, False), phase(2, True), 6, by_size=True)
+    assert in_order is None or not are_same_steps(in_order, phase(7, False))
+    assert by_size is not None
+    assert are_same_steps(by_size, phase(7, False))
+    assert are_same_steps(by_size, phase(7, True))
+
+
 def test_hybrid_weights_are_gathered_in_the_node_and_summed_between():
     net = nn.Linear(8, 64, bias=False)
     size = 8 * 64 * 4

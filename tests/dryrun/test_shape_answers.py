@@ -97,6 +97,17 @@ def test_functions_of_each_element(func):
         for y in (torch.ones_like(x), torch.ones(x.shape, dtype=torch.bfloat16), x.clone().t().contiguous().t()):
             _assert_same(func, [x, *[y] * count])
     _assert_same(func, [torch.ones(4, 3), *[torch.ones(3)] * count])
+    others = [
+        torch.ones(4, 3, dtype=torch.int64),
+        torch.ones(()),
+        torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.ones(2, 1, 4, 5).to(memory_format=torch.channels_last),
+    ]
+    for x in others if not is_in_place else ():
+        _assert_same(func, [x, *[torch.ones_like(x)] * count])
+        _assert_same(func, [x, *[torch.ones(x.shape)] * count])
+    if count == 1 and not is_in_place:
+        _assert_same(func, [torch.ones(4, 3), 2j])
     if count == 2:
         _assert_same(func, [torch.ones(4, 3)] * 3, value=0.5)
     if count == 1:
