@@ -47,7 +47,7 @@ from jigsaw.checkpoint.numbered_saves import (
 from jigsaw.checkpoint.pending_save import PendingSave, begin_save, end_pending_save
 from jigsaw.checkpoint.piece_writers import check_equal_copies
 from jigsaw.comm.agreement import decide_on_first_rank, told_in_job_where_different
-from jigsaw.errors import CheckpointError
+from jigsaw.errors import CheckpointError, writing_to
 from jigsaw.tile.tile import Tile
 
 __all__ = ["CheckpointError", "PendingSave", "Stateful", "latest", "load", "save"]
@@ -161,15 +161,22 @@ def save(
     with removed_on_failure(draft, rank == 0):
         planned = PlannedTensors(draft.folder, tensors)
     older: list[Path] = []
+    again = "save again; what was saved before is as it was"
+
+    def write_own_part() -> WrittenTensors:
+        with writing_to(final, again):  # torch's own words for a full disk are "unexpected pos"
+            return planned.write()
 
     def close(written: list[WrittenTensors]) -> list[RemovalShare]:
-        commit_checkpoint(draft, small, planned.write_index(written))
+        with writing_to(final, again):
+            sums = planned.write_index(written)
+        commit_checkpoint(draft, small, sums)
         older.extend([] if keep is None else older_saves(final, keep))
         return removal_shares(older, len(written))
 
     def write(group: dist.ProcessGroup | None) -> None:
         with removed_on_failure(draft, rank == 0):
-            share = decide_on_first_rank(planned.write, close, what, CheckpointError, group)
+            share = decide_on_first_rank(write_own_part, close, what, CheckpointError, group)
         if share is not None:
             decide_on_first_rank(
                 lambda: remove_share(final.parent, share),

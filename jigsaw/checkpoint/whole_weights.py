@@ -35,7 +35,7 @@ from jigsaw.checkpoint.parted_tensors import with_parts_apart
 from jigsaw.checkpoint.piece_writers import PieceWriters, check_equal_copies, kinds_of_tensors
 from jigsaw.comm.agreement import decide_on_first_rank, told_in_job_where_different
 from jigsaw.drafts import begin_draft_file, open_unlinked
-from jigsaw.errors import CheckpointError
+from jigsaw.errors import CheckpointError, writing_to
 from jigsaw.tile.tile import Tile
 
 _DTYPES = {
@@ -54,6 +54,7 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_AGAIN = "save again; the file that was there is as it was"
 FileNames = Mapping[str, str] | Callable[[str], str]
 """Names in a file, by the model's: a function of a name, or a mapping of those that differ."""
 _LONGEST_HEADER = 100_000_000  # the limit of safetensors
@@ -99,9 +100,13 @@ def save_weights(path: CheckpointPath, model: nn.Module, names: FileNames | None
     planner = dcp.DefaultSavePlanner()
 
     def write_header() -> None:
-        with os.fdopen(open_unlinked(draft, os.O_WRONLY), "wb") as out:
+        with writing_to(final, _AGAIN), os.fdopen(open_unlinked(draft, os.O_WRONLY), "wb") as out:
             out.write(header)
             out.truncate(len(header) + sum(_size_of(each) for each in weights.values()))
+
+    def write_own_pieces() -> None:
+        with writing_to(final, _AGAIN):
+            _write_pieces(planner, own_plan, weights, draft)
 
     def close(done: list[None]) -> list[None]:
         draft.replace(final)
@@ -110,7 +115,7 @@ def save_weights(path: CheckpointPath, model: nn.Module, names: FileNames | None
     try:
         fail_together(write_header, of_first=True, what=what)
         own_plan = _own_part(planner, tensors, what)
-        decide_on_first_rank(lambda: _write_pieces(planner, own_plan, weights, draft), close, what, CheckpointError)
+        decide_on_first_rank(write_own_pieces, close, what, CheckpointError)
     except CheckpointError:  # raised on every rank, so no rank writes any more
         if is_first:
             draft.unlink(missing_ok=True)

@@ -21,12 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from small_disk import no_space
 from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from jigsaw.checkpoint.checkpoints import latest, load, save
 from jigsaw.checkpoint.piece_places import read_places
-from jigsaw.checkpoint.whole_weights import save_weights
+from jigsaw.checkpoint.whole_weights import load_weights, save_weights
 from jigsaw.errors import CheckpointError
 from jigsaw.parallel.parallelize import parallelize
 from jigsaw.testing import run_on_ranks, world_mesh
@@ -855,3 +856,25 @@ def test_nothing_is_written_through_a_link(tmp_path):
         save(run / "last", model=_model(fill))
     assert _weight(run / "last") == 2.0
     assert _tree(victims) == before
+
+
+@pytest.mark.parametrize("size", [0, 5000, 200_000])
+@pytest.mark.parametrize("write", ["save", "save_weights"])
+def test_a_full_disk_is_told_with_what_to_do_and_loses_nothing(tmp_path, write, size):
+    """Torch's own words for a file that was cut short are "unexpected pos 704 vs 598"."""
+    before, after = nn.Linear(300, 300), nn.Linear(300, 300)
+
+    def write_model(net):
+        save(tmp_path / "s", model=net) if write == "save" else save_weights(tmp_path / "s", net)
+
+    write_model(before)
+    with (
+        no_space(size),
+        pytest.raises(CheckpointError, match=r"see that its disk has room .*then save again; .*as it w"),
+    ):
+        write_model(after)
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+    again = nn.Linear(300, 300)
+    load(tmp_path / "s", model=again) if write == "save" else load_weights(tmp_path / "s", again)
+    assert torch.equal(again.weight, before.weight)
+    write_model(after)
