@@ -158,7 +158,8 @@ test-newest: ## formats, reader, tiles and what stands on private names of torch
 NEWEST_IO := conventions dataset engine faults hdf5 loader many_files netcdf3 packages portion raw rectilinear references \
 	table volumes write write_coords xarray
 # These stand on private names of torch (jigsaw/torch_internals), of which the newest may lack some.
-NEWEST_TORCH_PARTS := checkpoint/test_checkpoint comm/test_kept_halos dryrun/test_dry_run ops/test_closeness ops/test_masked \
+NEWEST_TORCH_PARTS := checkpoint/test_checkpoint comm/test_kept_halos dryrun/test_dry_run \
+	dryrun/test_known_values dryrun/test_shape_answers ops/test_closeness ops/test_masked \
 	ops/test_reentrant parallel/test_compile parallel/test_gradient_hooks parallel/test_parallel parallel/test_unit_prefetch \
 	ranks/test_job_groups stages/test_pipeline testing/test_post_order torch_internals/test_torch_internals
 NEWEST_PARTS := $(addsuffix .py,$(addprefix tests/io/test_,$(NEWEST_IO))) tests/nn/test_conv.py \

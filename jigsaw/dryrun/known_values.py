@@ -43,8 +43,8 @@ _MOST_ELEMENTS = 1024
 _MOST_INTEGERS = 2**26  # elements of an integer tensor whose values are known
 # functions that write elements and read none of those before
 _WRITERS = {
-    aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.index_put_.default, aten.scatter_.src,
-    aten.scatter_.value, aten.zero_.default,
+    aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor,
+    aten.index_put_.default, aten.scatter_.src, aten.scatter_.value, aten.zero_.default,
 }  # fmt: skip
 _INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8}
 _LIFTERS = {aten.lift_fresh.default, aten.lift.default}  # of numbers that Python wrote down, in ``torch.tensor(3)``
