@@ -89,7 +89,8 @@ def play_few_blocks(plan: StepPlan, axes: Mapping[str, int], rank: int) -> Playe
             played[n] = play_rank(replace(plan, row=(name, n)), axes, rank)
         return played[n]
 
-    # FSDP2 gathers weights while the block before computes, so a second block adds something else than a third one
+    # FSDP2 gathers weights while the block before computes, so a second block adds something else than a third one.
+    # Autocast drops its casts in any order: what the order itself does not foretell, that of sizes may.
     for few, by_size in (known[way],) if way in known else product((1, 2), (False, True)):
         forecast = _of_more_blocks(play(few), play(few + 1), blocks - few, by_size)
         if forecast is not None and (way in known or _is_foretold(play(few), play(few + 1), play(few + 2), by_size)):

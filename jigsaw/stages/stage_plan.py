@@ -151,7 +151,7 @@ class PaperModel:
                     out = self.watch.run(run, tiles)
                 for x in pytree.tree_leaves(out):  # the loss reads the result of the model
                     if isinstance(x, Tile):
-                        x.local  # noqa: B018
+                        x.local  # noqa: B018 (to read it is to note that it is used)
                     elif isinstance(x, Tensor) and plain is not None:
                         plain.mark_of(x, "the loss")
             except DataDependentOutputException as error:
