@@ -124,11 +124,11 @@ class BloscFrame:
         decode_blosc_frame(frame, out)
 
 
-def check_blosc_header(raw: bytes, chunk_bytes: int, stored: int | None) -> tuple[int, int]:
+def check_blosc_header(raw: bytes | ByteArray, chunk_bytes: int, stored: int | None) -> tuple[int, int]:
     """Return the block size and the number of blocks that a frame's 16-byte header claims; refuse contradictions."""
     if len(raw) < BLOSC_HEADER_BYTES:
         raise ShortChunkError(f"it has {len(raw)} bytes, too few for a Blosc header")
-    version, _, flags, typesize, size, block, frame = _HEADER_STRUCT.unpack(raw[:BLOSC_HEADER_BYTES])
+    version, _, flags, typesize, size, block, frame = _HEADER_STRUCT.unpack_from(raw)
     if size != chunk_bytes:
         raise BadChunkError(f"its header claims {size} decoded bytes and the chunk has {chunk_bytes}")
     if stored is not None and frame != stored:
@@ -158,9 +158,8 @@ def _is_block_split(block: int, typesize: int) -> bool:
 
 def check_blosc_frame(raw: ByteArray, chunk_bytes: int) -> None:
     """Refuse a whole frame that Blosc itself would read beyond, or decode into rubbish."""
-    head = raw[:BLOSC_HEADER_BYTES].tobytes()
-    _, count = check_blosc_header(head, chunk_bytes, raw.size)
-    if head[2] & _STORED_AS_IS:
+    _, count = check_blosc_header(raw, chunk_bytes, raw.size)
+    if raw[2] & _STORED_AS_IS:
         return
     _block_starts(raw[BLOSC_HEADER_BYTES : BLOSC_HEADER_BYTES + 4 * count], raw.size)
 

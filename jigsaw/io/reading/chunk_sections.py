@@ -234,19 +234,21 @@ def _chunks_in_strips(
     after = {c for c, run in last.items() if c - 1 in last and last[c - 1].target + run.length == run.target}
     most = LARGEST_STRIP // max(plan.tables[array].grid.chunk_bytes, 1)
     strip: list[ChunkIndex] = []
+    was_whole = False
     for chunk in plan.private_chunks(array, member):
+        is_whole = not _is_loaded_in_part(plan, array, chunk, member)
         follows = (
-            strip
+            is_whole
+            and was_whole
             and chunk[-1] in after
             and strip[-1] == (*chunk[:-1], chunk[-1] - 1)
             and len(strip) < most
-            and not _is_loaded_in_part(plan, array, chunk, member)
-            and not _is_loaded_in_part(plan, array, strip[-1], member)
         )
         if strip and not follows:
             yield tuple(strip)
             strip = []
         strip.append(chunk)
+        was_whole = is_whole
     if strip:
         yield tuple(strip)
 
