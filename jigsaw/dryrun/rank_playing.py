@@ -137,7 +137,7 @@ class PlayedRank:
 
 def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
     """Run the step as `rank` of a mesh of these axes."""
-    meter, traffic = StepMeter(plan.keeps_calls), dict[str, list[comm.TrafficCall]]()
+    meter, traffic = StepMeter(plan.keeps_calls, plan.on_processor), dict[str, list[comm.TrafficCall]]()
     with fake_mesh(axes, rank) as mesh:
         played = PlayedRank(rank, mesh_coordinate(mesh), 0, {}, [])
         know_neighbors(mesh)

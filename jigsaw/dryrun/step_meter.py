@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from jigsaw.comm import TrafficCall
 from jigsaw.dryrun import bare_models
+from jigsaw.dryrun.conv_memory import scratch_bytes
 from jigsaw.dryrun.counted_steps import CountedPhase, KernelCost
 from jigsaw.dryrun.kernel_clock import KernelCall
 from jigsaw.dryrun.known_values import KnownValues, has_real_values
@@ -116,9 +117,10 @@ class PhaseCount:
 class StepMeter(TorchDispatchMode):
     """Counter of what runs within it, in phases; `value_reads` are lines that read a value that is not there."""
 
-    def __init__(self, keeps_calls: bool = True) -> None:
+    def __init__(self, keeps_calls: bool = True, on_processor: bool = True) -> None:
         super().__init__()
         self._keeps_calls = keeps_calls  # calls are kept to be timed later
+        self._on_processor = on_processor
         self.phases: dict[str, PhaseCount] = {}
         self.value_reads: Counter[str] = Counter()
         self._kinds: dict[int, str] = {}  # memory -> kind, where known
@@ -289,7 +291,7 @@ class StepMeter(TorchDispatchMode):
         packet, changes = func.overloadpacket, operator_schema(func).is_mutable
         if func.namespace == "c10d" or not (fresh or changes) or packet in _WITHOUT_WORK:
             return
-        scratch = _scratch_bytes(func, args, out)
+        scratch = scratch_bytes(func, args, out, self._on_processor)
         if scratch:
             self._numbers += 1
             self._phase.events += [(self._numbers, scratch), (self._numbers, -scratch)]
@@ -399,24 +401,6 @@ def _is_called_by_fsdp() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-_CHANNEL_BLOCK = 16
-
-
-def _scratch_bytes(func: Any, args: Any, out: Any) -> int:
-    """Return the memory of a running convolution: inputs, and outputs that fill no channel block, are copied."""
-    if func is aten.convolution.default:
-        x, y = args[0], out
-        return _in_blocks(x) + (_in_blocks(y) if y.shape[1] % _CHANNEL_BLOCK else 0)
-    if func is aten.convolution_backward.default:
-        return _in_blocks(args[0]) + _in_blocks(args[1])
-    return 0
-
-
-def _in_blocks(x: Tensor) -> int:
-    channels = -(-x.shape[1] // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
-    return x.nbytes // x.shape[1] * channels
 
 
 def _bytes_touched(x: Tensor) -> int:

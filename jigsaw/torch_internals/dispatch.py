@@ -27,6 +27,18 @@ without_modes = LateName("torch.utils._python_dispatch:_disable_current_modes")
 
 current_modes = LateName("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
 
+# Chooses the kernel of a convolution.  Public: nothing tells.
+_conv_kernel = LateName("torch._C:_select_conv_backend")
+
+
+def is_conv_by_columns(x: Tensor, weight: Tensor, geometry: Sequence[Any]) -> bool:
+    """Say whether torch convolves by columns: one product of the weights and each output's part of the input.
+
+    `geometry` is what follows the bias in the operator's arguments.
+    """
+    kernels = private_name("torch._C:_ConvBackend")
+    return _conv_kernel(x, weight, None, *geometry) in (kernels.Slow2d, kernels.Slow3d)
+
 
 def modes_that_keep() -> tuple[type, type]:
     """Return the modes by which selective checkpointing keeps results; public is only its policy."""
