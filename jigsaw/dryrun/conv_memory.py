@@ -1,6 +1,6 @@
 """Memory that a convolution takes while it runs, beside its results.
 
-The rules are those of torch's own kernels and of oneDNN on x86, as `torch.profiler` shows them with one thread.
+The rules are those of torch's own kernels and of oneDNN with AVX-512, as `torch.profiler` shows them with one thread.
 """
 
 from __future__ import annotations

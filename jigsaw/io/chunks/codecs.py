@@ -124,7 +124,7 @@ class BloscFrame:
         decode_blosc_frame(frame, out)
 
 
-def check_blosc_header(raw: bytes | ByteArray, chunk_bytes: int, stored: int | None) -> tuple[int, int]:
+def check_blosc_header(raw: bytes | memoryview, chunk_bytes: int, stored: int | None) -> tuple[int, int]:
     """Return the block size and the number of blocks that a frame's 16-byte header claims; refuse contradictions."""
     if len(raw) < BLOSC_HEADER_BYTES:
         raise ShortChunkError(f"it has {len(raw)} bytes, too few for a Blosc header")
@@ -158,8 +158,9 @@ def _is_block_split(block: int, typesize: int) -> bool:
 
 def check_blosc_frame(raw: ByteArray, chunk_bytes: int) -> None:
     """Refuse a whole frame that Blosc itself would read beyond, or decode into rubbish."""
-    _, count = check_blosc_header(raw, chunk_bytes, raw.size)
-    if raw[2] & _STORED_AS_IS:
+    frame = raw.data  # a view: copying the header would take as long as the check
+    _, count = check_blosc_header(frame, chunk_bytes, raw.size)
+    if frame[2] & _STORED_AS_IS:
         return
     _block_starts(raw[BLOSC_HEADER_BYTES : BLOSC_HEADER_BYTES + 4 * count], raw.size)
 
