@@ -15,6 +15,8 @@ from typing import Any, Literal, Protocol, cast, overload
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import zeros as replicated_zeros
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -387,6 +389,8 @@ def _optimizer_slots(
             slots[key] = None
         elif kind != "step" and saved.shape == owners[name].shape:
             slots[key] = torch.zeros_like(owners[name], dtype=saved.dtype, requires_grad=False)
+        elif saved.shape and isinstance(owner := owners[name], DTensor):  # sums over a weight: whole on every rank
+            slots[key] = replicated_zeros(saved.shape, dtype=saved.dtype, device_mesh=owner.device_mesh)
         else:
             slots[key] = torch.zeros(saved.shape, dtype=saved.dtype)
     return slots

@@ -289,18 +289,22 @@ class _SlabJob:
         )
 
     def _widen(self, missing: RowsMissing, widths: _HaloWidths) -> None:
-        """Widen the halo of slabs by the missing rows, counted in rows of the input."""
+        """Widen the halo of slabs by the missing rows, counted in rows of the input.
+
+        Raises: `ShardingError` where that adds nothing, because a slab has all rows that there are.
+        """
+        before = dict(widths)
         for axes, (below, above, size, wraps) in missing.lacking.items():
             low, high, wrapped = widths.get(axes, (0, 0, False))
             rows = self._row_count(axes, 0)
-            if min(low, high) >= rows or max(low, high) > rows:
-                raise ShardingError(
-                    f"{CHUNKED_NAME}: a function of {self.name} reads rows of the whole dim that {axes} cut, or "
-                    "around a circle that a layer before it does not close; chunk the submodules before and after it, "
-                    "or cut another dim into slabs with dim="
-                )
             wide = low + ceil_div(below * rows, size), high + ceil_div(above * rows, size)
             widths[axes] = min(wide[0], rows), min(wide[1], rows), wrapped or wraps
+        if widths == before:
+            raise ShardingError(
+                f"{CHUNKED_NAME}: a function of {self.name} reads rows of the whole dim that {[*missing.lacking]} cut, "
+                "or around a circle that a layer before it does not close; chunk the submodules before and after it, "
+                "or cut another dim into slabs with dim="
+            )
 
     # -- one slab -----------------------------------------------------------------------------------------------------
 

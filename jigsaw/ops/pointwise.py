@@ -197,8 +197,8 @@ _UNTAGGED = (
     COPYING_FUNCTIONS
     | _AUGMENTED
     | _operators_named(
-        "radd rsub rmul rdiv rtruediv rfloordiv rpow add sub mul truediv div floordiv mod pow lshift rshift rlshift "
-        "rrshift rand ror rxor pos neg abs invert and or xor eq ne lt le gt ge"
+        "radd rsub rmul rdiv rtruediv rfloordiv rmod rpow add sub mul truediv div floordiv mod pow lshift rshift "
+        "rlshift rrshift rand ror rxor pos neg abs invert and or xor eq ne lt le gt ge"
     )
     | functions_named(
         "zeros_like ones_like full_like empty_like conj real imag complex polar hardswish logsigmoid isclose isreal "
@@ -272,7 +272,7 @@ def run_copy(function: Any, *args: Any, **kwargs: Any) -> Any:
 # functions whose result is a view, or contiguous, or whose second operand comes first
 _VIEWING = functions_named("detach conj positive") | _operators_named("pos")
 _CONTIGUOUS = functions_named("contiguous masked_fill mvlgamma multigammaln")
-_SECOND_FIRST = _operators_named("rsub rpow") | functions_named("rsub") | {Tensor.where}
+_SECOND_FIRST = _operators_named("rsub rmod rpow") | functions_named("rsub") | {Tensor.where}
 
 
 def _in_torch_order(out: Any, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -239,6 +239,17 @@ def _check_constants(module: nn.Module, leaves: Sequence[Any]) -> None:
             )
 
 
+def _check_results(name: str, out: Any) -> None:
+    # what pytrees do not know would stay in the graph as it is, with tensors that exist only while it is made
+    for value in pytree.tree_leaves(out):
+        if not isinstance(value, (Tensor, *_CONSTANTS)):
+            raise ShardingError(
+                f"jigsaw.compile: {name} returns a {type(value).__name__}, which a graph cannot take apart; return "
+                "tiles, tensors, numbers, strings, and tuples, lists or dicts of them, or tell torch of a dataclass: "
+                f"torch.export.register_dataclass({type(value).__name__})"
+            )
+
+
 def _check_weights(module: nn.Module, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for name, part in module.named_modules():
@@ -336,6 +347,7 @@ class TileGraph:
             finally:
                 self._plain.given = {}
             self._changes = changed()
+            _check_results(type(self._plain.module).__name__, out)
             results, spec = pytree.tree_flatten((out, [change.value for change in self._changes]))
             places = [_place_of(r) if isinstance(r, Tensor) else r for r in results]
             self._results = spec, places

@@ -221,7 +221,7 @@ class Tile(TensorShell):
     if TYPE_CHECKING:  # operators that are set below, for type checkers
         __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _any_operator
         __floordiv__ = __rfloordiv__ = __mod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _any_operator
-        __neg__ = __abs__ = __invert__ = __and__ = __or__ = __xor__ = _any_operator
+        __neg__ = __abs__ = __invert__ = __rmod__ = __and__ = __or__ = __xor__ = _any_operator
         __lt__ = __le__ = __gt__ = __ge__ = _any_operator
         __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = _any_operator
         __iand__ = __ior__ = __ixor__ = __ilshift__ = __irshift__ = _any_operator

@@ -15,7 +15,7 @@ import jigsaw
 from jigsaw.checkpoint.checkpoints import load, save
 from jigsaw.errors import CheckpointError
 from jigsaw.parallel.parallelize import parallelize
-from jigsaw.testing import run_on_ranks, world_mesh
+from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 MODES = {"whole": {}, "cut": {"shard_weights": True, "unit_bytes": 1}}
 
@@ -245,6 +245,32 @@ def test_an_optimizer_of_other_groups_is_refused_and_nothing_is_read(tmp_path):
     assert unlike.param_groups[0]["lr"] == torch.optim.SGD(other.parameters()).param_groups[0]["lr"]
     assert all(torch.equal(x, before[name]) for name, x in other.state_dict().items())
     load(path, model=other, optimizer=torch.optim.AdamW(other.parameters()))  # it has the same options
+
+
+@on_ranks(2)
+def test_state_of_another_shape_than_its_cut_weight_comes_back_as_it_was(tmp_path):
+    mesh = world_mesh(lat=2)
+    x = jigsaw.shard(torch.randn(2, 3, 5, 4), mesh, (None, None, "lat", None))
+
+    def new_training():
+        torch.manual_seed(1)
+        model = jigsaw.parallelize(nn.Conv2d(3, 4, 3, padding=1), mesh, shard_weights=True)
+        return model, torch.optim.Adafactor(model.parameters())
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    model, optimizer = new_training()
+    step(model, optimizer)
+    save(tmp_path / "it", model=model, optimizer=optimizer)
+    other, fresh = new_training()
+    load(tmp_path / "it", model=other, optimizer=fresh)
+    step(model, optimizer)
+    step(other, fresh)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), two.full_tensor())
 
 
 class Refusing:

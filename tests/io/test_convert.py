@@ -533,3 +533,12 @@ def test_values_that_the_dtype_cannot_hold_are_not_written(tmp_path):
     values.flat[6] = 1e300
     with pytest.raises(WriteError, match="which float32 does not hold; choose a wider dtype"):
         convert(source, tmp_path / "b.zarr", fields=[name], dtype="float32", chunks={"time": 1})
+
+
+def test_a_store_object_is_refused_by_name(tmp_path):
+    for source in (zarr.storage.MemoryStore(), [tmp_path, 3]):
+        kind = "MemoryStore" if not isinstance(source, list) else "int"
+        with pytest.raises(
+            UnsupportedStoreError, match=rf"source has a {kind}; convert takes a path, .*xarray.open_zarr"
+        ):
+            convert(source, tmp_path / "out.zarr")

@@ -18,6 +18,7 @@ from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
 import jigsaw
 from jigsaw.errors import CorruptChunkError, TruncatedError, UnsupportedStoreError
 from jigsaw.io.formats.store import open_store
+from jigsaw.testing import world_mesh
 
 
 @pytest.fixture(params=FORMS, ids="-".join)
@@ -373,3 +374,15 @@ def test_a_damaged_member_of_a_zip_is_named(tmp_path, shards):
     table = open_store(zarr.open_group(zarr.storage.ZipStore(path, mode="r"), mode="r")).arrays["a"]
     with pytest.raises(CorruptChunkError, match="Bad CRC-32"):
         table.loader.load((0, 0), np.empty(table.grid.chunk_bytes, np.uint8))
+
+
+def test_a_path_to_a_zip_file_is_a_store(tmp_path):
+    values = np.arange(24.0, dtype="f4").reshape(2, 3, 4)
+    xr.Dataset({"a": (("time", "lat", "lon"), values)}).to_zarr(tmp_path / "s.zarr")
+    shutil.make_archive(str(tmp_path / "s"), "zip", tmp_path / "s.zarr")
+    for path in (tmp_path / "s.zip", str(tmp_path / "s.zip")):
+        ds = jigsaw.io.open(path, mesh=world_mesh(lat=1))
+        np.testing.assert_array_equal(ds[1].input.local[0, 0].numpy(), values[1])
+    (tmp_path / "other.zip").write_bytes(b"PK and nothing more")
+    with pytest.raises(UnsupportedStoreError, match="a file of none of the known formats"):
+        jigsaw.io.open(tmp_path / "other.zip", mesh={"lat": 1})

@@ -662,6 +662,26 @@ def test_steps_that_are_there_are_not_appended_again(tmp_path, suffix):
     np.testing.assert_array_equal(opened(path).time.values, times)
 
 
+@on_ranks(2)
+def _goes_on_from_its_steps(folder, suffix):
+    path, tile = folder / f"a.{suffix}", cut(array((1, 3)), world_mesh(lat=2), (None, "lat"))
+    options = {"dims": ("time", "lat"), "append_dim": "time", "mode": "a"}
+    for begun, steps in ((0, 3), (3, 5), (5, 5)):
+        with comm.count() as sent, Writer(path, **options) as out:
+            assert (out.steps, sent.messages) == (begun, 0)
+            for step in range(out.steps, steps):
+                out.append({"u": tile})
+                assert out.steps == step + 1
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_writer_that_goes_on_says_how_many_steps_there_are(tmp_path, suffix):
+    _goes_on_from_its_steps(tmp_path, suffix)
+    assert opened(tmp_path / f"a.{suffix}").sizes["time"] == 5
+    xr.Dataset({"u": (("time", "lat"), np.ones((4, 3), "f4"))}).to_netcdf(tmp_path / "b.nc", unlimited_dims="time")
+    assert Writer(tmp_path / "b.nc", dims=("time", "lat"), append_dim="time", mode="a").steps == 4  # not ours
+
+
 APPENDS = {
     "dims": ({"u": (2, 3, 4)}, {}, "is float32 .* but the store has float32"),
     "names": ({"v": (2, 5)}, {}, r"the store has \['u'\], this would write \['v'\]"),

@@ -143,6 +143,18 @@ def test_chunks_and_shards_larger_than_a_dim_are_those_of_the_dim(tmp_path, size
     assert found.encoding["chunks"][1] == 3 and (found.encoding["shards"] or (4, 3))[1] == 3
 
 
+def test_a_shard_of_the_whole_dim_that_no_chunk_divides_is_appended_to(tmp_path):
+    path, tile = tmp_path / "a.zarr", whole_tile()
+    options = {"dims": ("time", "lat"), "append_dim": "time", "chunks": {"lat": 2}, "shards": {"lat": 3}}
+    for _ in range(2):
+        with Writer(path, mode="a", **options) as out:
+            out.append({"u": tile})
+            out.append({"u": tile})
+    np.testing.assert_array_equal(opened(path).u.values, np.tile(tile.full_tensor().numpy(), (4, 1)))
+    with pytest.raises(WriteError, match=r"shards={'lat': 2} differ from those of array 'u' in the store"):
+        write(path, {"u": tile}, mode="a", **{**options, "shards": {"lat": 2}})
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_fill_values_that_are_given_stand_for_missing_values(tmp_path, suffix):
     mesh, path = jigsaw.init_mesh(device="cpu", lat=1), tmp_path / f"a.{suffix}"

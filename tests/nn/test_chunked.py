@@ -289,6 +289,9 @@ def test_unfit():
         (Flipped(), "values of all slabs at once|rows of the whole dim"),
         (nn.AdaptiveAvgPool2d(1), "values of all slabs at once|has no slabs"),
         (nn.Softmax(2), "values of all slabs at once"),
+        # rows that are lacking on one side alone
+        (Rolled(), "rows of the whole dim"),
+        (Doubled(2), "rows of the whole dim"),
         (Detoured(), "gives a plain tensor"),
     ]:
         with pytest.raises(ShardingError, match=why):
@@ -303,6 +306,28 @@ class Meaned(nn.Module):
 class Flipped(nn.Module):
     def forward(self, x):
         return x.flip(2)
+
+
+class Rolled(nn.Module):
+    def forward(self, x):
+        return x.roll(1, 2)
+
+
+class Doubled(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x):
+        return torch.cat([x, x], self.dim)
+
+
+@on_ranks(2)
+def test_channels_that_would_have_to_move_are_refused_in_slabs():
+    x = jigsaw.shard(torch.randn(2, 4, 7, 13), world_mesh(lat=2), (None, "lat", None, None))
+    assert Doubled(1)(x).shape == (2, 8, 7, 13)
+    with pytest.raises(ShardingError, match=r"reads rows of the whole dim that \[\('lat',\)\] cut"):
+        jigsaw.nn.chunked(Doubled(1), slabs=3)(x)
 
 
 class Detoured(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -631,6 +632,25 @@ class ReadsGlobal(nn.Module):
         return x + GRID
 
 
+@dataclass
+class UnknownResult:
+    doubled: object
+
+
+@dataclass
+class KnownResult:
+    doubled: object
+
+
+class Wraps(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        return self.kind(2 * x)
+
+
 class Buffered(nn.Module):
     def forward(self, x):
         return x + self.grid
@@ -654,6 +674,13 @@ def test_what_cannot_be_in_a_graph_is_an_error_on_every_rank():
             compiled(kind())(tile)
     with pytest.raises(ShardingError, match="an argument of Identity has a object, which a graph cannot"):
         compiled(nn.Identity())(tile, object())
+    unknown = Wraps(UnknownResult)
+    for _ in range(2):
+        with pytest.raises(ShardingError, match=r"Wraps returns a UnknownResult, .*register_dataclass\(UnknownResult"):
+            compiled(unknown)(tile)
+    torch.export.register_dataclass(KnownResult)
+    result = compiled(Wraps(KnownResult))(tile)
+    assert isinstance(result, KnownResult) and torch.equal(result.doubled.local, 2 * tile.local)
     with pytest.raises(ShardingError, match=r"takes a torch.nn.Module, not a function"):
         compiled(lambda x: x)
     with pytest.raises(ShardingError, match="cholesky"):  # as without a graph

@@ -255,7 +255,13 @@ def _decode_as_reader(raw: xr.Dataset) -> xr.Dataset:
 
 
 def _source_paths(source: Any) -> list[str]:
-    sources = [source] if isinstance(source, str | os.PathLike) else list(source)
+    is_list = isinstance(source, Iterable) and not isinstance(source, str | os.PathLike)
+    sources: list[Any] = list(source) if is_list else [source]
+    if unlike := [each for each in sources if not isinstance(each, str | os.PathLike)]:
+        raise UnsupportedStoreError(
+            f"source has a {type(unlike[0]).__name__}; convert takes a path, a URL, a glob, a list of these, or an "
+            "xarray.Dataset: open a store of zarr's or Icechunk's by xarray.open_zarr(store), and give that"
+        )
     texts = [os.fspath(each) for each in sources]
     paths = [p for text in texts for p in (sorted(glob.glob(text)) if glob.has_magic(text) else [text])]
     if not paths:

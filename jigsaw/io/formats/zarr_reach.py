@@ -17,15 +17,17 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import unquote, urljoin, urlsplit
+from zipfile import is_zipfile
 
 import zarr
 from numpy import ndarray
 from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store
 from zarr.buffer import default_buffer_prototype
-from zarr.storage import FsspecStore, LocalStore, WrapperStore
+from zarr.storage import FsspecStore, LocalStore, WrapperStore, ZipStore
 
 from jigsaw.errors import FetchError, UnsupportedStoreError, cause_without_secrets, redacted_text
 from jigsaw.io.chunks.chunk_finder import missing_chunk_error, vanished_array_error
@@ -353,10 +355,13 @@ def bounded_node(node: ZarrNode, outside: OutsidePlaces) -> ZarrNode:
 
 
 def bounded_zarr_folder(url: Any, outside: OutsidePlaces) -> Any:
-    """Return the store of a folder that leads to no other place; anything but a folder is returned unchanged."""
+    """Return the store of a folder that leads to no other place, or of a zip file; anything else is returned as is."""
     path = url.removeprefix("file://") if isinstance(url, str) else url
-    is_folder = isinstance(path, str | os.PathLike) and os.path.isdir(path)
-    return BoundedLocalStore(path, outside=outside) if is_folder else url
+    if not isinstance(path, str | os.PathLike):
+        return url
+    if os.path.isdir(path):
+        return BoundedLocalStore(path, outside=outside)
+    return ZipStore(Path(path), mode="r") if os.path.isfile(path) and is_zipfile(path) else url
 
 
 def _is_reference_system(system: Any) -> bool:

@@ -88,6 +88,10 @@ class FormatSink(Protocol):
     def find(self, append_dim: str) -> GrowingStore | None:
         """Return the existing store to append to, if any."""
 
+    def stored_steps(self, append_dim: str) -> int:
+        """Return the number of steps that `find` would find; any rank may ask, and nothing is changed."""
+        ...
+
     def create(self, arrays: StoredArrays, coords: StoredCoordinates, attrs: Mapping[str, Any], replace: bool) -> None:
         """Make a store without a complete step."""
 

@@ -92,11 +92,25 @@ class NetcdfSink:
 
     def _goes_on(self) -> bool:
         """Open the part, where it grew from what is at the path now and has complete steps."""
-        kept = _attrs_of_kept(self._part)
-        if not kept or kept.get(_GREW_FROM, "") != str(size_and_change(self.path) or ""):
+        if not self._attrs_to_continue():
             return False
         self._file = _open_netcdf4(self._part, "a")
         return True
+
+    def _attrs_to_continue(self) -> Mapping[str, Any]:
+        kept = _attrs_of_kept(self._part)
+        return kept if kept.get(_GREW_FROM, "") == str(size_and_change(self.path) or "") else {}
+
+    def stored_steps(self, append_dim: str) -> int:
+        """Return the number of complete steps in the file, or in the part that an ended run has left."""
+        attrs = self._attrs_to_continue()
+        if not attrs and not self.path.exists():
+            return 0
+        done = completeness_from_attrs(attrs or netcdf_attrs(self.path))
+        if done is not None:
+            return done.steps
+        with _open_netcdf4(self.path, "r") as file:
+            return len(file.dimensions[append_dim]) if append_dim in file.dimensions else 0
 
     def _new_part(self, size: int) -> None:
         """Make an empty part: never the existing one, nor anything that a link leads to."""

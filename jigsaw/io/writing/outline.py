@@ -478,8 +478,8 @@ def _as_in_store(source: TileSource, known: GrowingStore, options: WriteOptions)
     compared = (("chunks", options.chunks, stored.chunks), ("shards", options.shards, stored.units))
     for argument, sizes_by_dim, has in compared:
         sizes = zip(stored.dims, has, shape, strict=True)
-        # sizes larger than the dim were reduced to it
-        whole = {d: n for d, n, size in sizes if d != options.append_dim and sizes_by_dim.get(d, n) > n >= size}
+        # sizes of the dim and larger were made one unit of the whole dim
+        whole = {d for d, n, size in sizes if d != options.append_dim and n >= size <= sizes_by_dim.get(d, n)}
         wrong = {d: n for d, n in zip(stored.dims, has, strict=True) if sizes_by_dim.get(d, n) != n and d not in whole}
         if wrong:
             raise WriteError(

@@ -201,9 +201,7 @@ class Writer:
         self.path = Path(path)
         suffix = _store_suffix(self.path, format)
         if mode not in _WRITE_MODES or (mode == "a" and append_dim is None):
-            raise WriteError(
-                f"mode={mode!r} must be one of {_WRITE_MODES}, and 'a' needs append_dim='time' or another dim"
-            )
+            raise WriteError(f"mode={mode!r} must be one of {_WRITE_MODES}; 'a' needs append_dim='time' or another dim")
         if not wait and suffix != ".zarr":
             raise WriteError(
                 f"wait=False with {self.path}: only Zarr is written behind a step, as the libraries of NetCDF "
@@ -232,7 +230,9 @@ class Writer:
 
     @property
     def steps(self) -> int:
-        """Number of complete steps along `append_dim`, without one that a thread still writes."""
+        """Number of complete steps along `append_dim`, of an existing store too; not one that a thread still writes."""
+        if self._mesh is None and self._known is None and self._mode == "a":
+            return self._sink.stored_steps(self._dim or "")
         return self._steps
 
     def append(self, data: TileData, coords: Mapping[str, Any] | None = None) -> None:
@@ -332,8 +332,7 @@ class Writer:
         return gather_results(mesh, lambda: step() if not any(mesh_coordinate(mesh)) else None)[0]
 
     def _find(self, mesh: DeviceMesh) -> None:
-        grows = self._mode == "a" and self._dim is not None
-        growing = self._by_first_rank(mesh, lambda: self._sink.find(self._dim or "") if grows else None)
+        growing = self._by_first_rank(mesh, lambda: self._sink.find(self._dim or "") if self._mode == "a" else None)
         if growing is not None:
             self._known, self._steps = growing, growing.steps
 

@@ -92,6 +92,11 @@ class ZarrSink:
             raise WriteError(f"{self.path} has no array that can grow along append_dim={append_dim!r}")
         return GrowingStore(arrays, coords, sizes.pop())
 
+    def stored_steps(self, append_dim: str) -> int:
+        """Return the number of complete steps that are there; this sink stays as it is."""
+        growing = ZarrSink(self.path, append_dim, {}).find(append_dim)
+        return 0 if growing is None else growing.steps
+
     @failing_with_remedy
     def create(self, arrays: StoredArrays, coords: StoredCoordinates, attrs: Mapping[str, Any], replace: bool) -> None:
         """Write the root first, with nothing complete, then the arrays that it does not list yet."""
