@@ -680,6 +680,10 @@ def test_a_writer_that_goes_on_says_how_many_steps_there_are(tmp_path, suffix):
     assert opened(tmp_path / f"a.{suffix}").sizes["time"] == 5
     xr.Dataset({"u": (("time", "lat"), np.ones((4, 3), "f4"))}).to_netcdf(tmp_path / "b.nc", unlimited_dims="time")
     assert Writer(tmp_path / "b.nc", dims=("time", "lat"), append_dim="time", mode="a").steps == 4  # not ours
+    (tmp_path / f"c.{suffix}").mkdir()
+    (tmp_path / f"c.{suffix}" / "zarr.json").write_text("{")
+    with pytest.raises(WriteError, match=rf"c.{suffix} cannot be read as a store to append to: "):
+        Writer(tmp_path / f"c.{suffix}", dims=("time", "lat"), append_dim="time", mode="a").steps  # noqa: B018
 
 
 APPENDS = {

@@ -123,6 +123,19 @@ def failing_with_remedy(method: Callable[Concatenate[S, P], T]) -> Callable[Conc
     return wrapped
 
 
+def reading_growing_store(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Wrap a method of a sink that only reads, so that a store that cannot be read is a `WriteError` that names it."""
+
+    @wraps(method)
+    def wrapped(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except (OSError, ValueError, KeyError) as e:  # errors of netCDF4, and of zarr for groups and metadata
+            raise WriteError(f"{self.path} cannot be read as a store to append to: {e}") from e
+
+    return wrapped
+
+
 def listed_coordinates(attrs: Iterable[Mapping[str, Any]]) -> set[str]:
     """Return the coordinates that the ``coordinates`` attributes of arrays name."""
     return {name for each in attrs for name in str(each.get("coordinates", "")).split()}

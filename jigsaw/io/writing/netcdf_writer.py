@@ -34,6 +34,7 @@ from jigsaw.io.writing.deliver import (
     failing_with_remedy,
     listed_coordinates,
     part_path,
+    reading_growing_store,
 )
 from jigsaw.io.writing.outline import ArrayOutline, GrowingStore, StoredArrays, StoredCoordinates
 
@@ -101,6 +102,7 @@ class NetcdfSink:
         kept = _attrs_of_kept(self._part)
         return kept if kept.get(_GREW_FROM, "") == str(size_and_change(self.path) or "") else {}
 
+    @reading_growing_store
     def stored_steps(self, append_dim: str) -> int:
         """Return the number of complete steps in the file, or in the part that an ended run has left."""
         attrs = self._attrs_to_continue()

@@ -29,6 +29,7 @@ from jigsaw.io.writing.deliver import (
     completeness_from_attrs,
     failing_with_remedy,
     listed_coordinates,
+    reading_growing_store,
 )
 from jigsaw.io.writing.outline import ArrayOutline, GrowingStore, StoredArrays, StoredCoordinates
 
@@ -92,6 +93,7 @@ class ZarrSink:
             raise WriteError(f"{self.path} has no array that can grow along append_dim={append_dim!r}")
         return GrowingStore(arrays, coords, sizes.pop())
 
+    @reading_growing_store
     def stored_steps(self, append_dim: str) -> int:
         """Return the number of complete steps that are there; this sink stays as it is."""
         growing = ZarrSink(self.path, append_dim, {}).find(append_dim)
