@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         options = ranked_options([option for option in tried if option.blocks is None])
         print("the search was interrupted; this ranks what was tried so far", file=sys.stderr)
-    except (ShardingError, ReadError) as error:
+    except (ShardingError, ReadError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     print(advice_text(options))
@@ -108,6 +108,9 @@ def _tell_progress(tried: list[StepOption], option: StepOption) -> None:
 
 def _chosen_device(args: argparse.Namespace) -> Device:
     if args.calibrate:
+        folder = os.path.dirname(os.path.abspath(args.calibrate))
+        if not os.path.isdir(folder):  # told before a measurement of 40 seconds
+            raise ShardingError(f"--calibrate {args.calibrate}: the folder {folder} does not exist; make it first")
         device = measure_device()
         save_device(device, args.calibrate)
         print(f"measured: {json.dumps(json.loads(Path(args.calibrate).read_text()))}")
@@ -124,7 +127,7 @@ def _found_model(named: str) -> Any:
     sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ShardingError(
             f"{named!r} names no model ({error}); write MODULE:MODEL, as in nets.weather:Net, importable from here"
         ) from error

@@ -359,6 +359,8 @@ def save_device(device: Device, path: str | Path) -> None:
 def load_device(path: str | Path) -> Device:
     """Load a device that `save_device` wrote.
 
+    Raises: `ShardingError` for any other file.
+
     >>> from jigsaw.dryrun.calibration import load_device, save_device
     >>> save_device(jigsaw.dryrun.DEVICES["h100"], "mine.json")
     >>> load_device("mine.json") == jigsaw.dryrun.DEVICES["h100"]
@@ -367,9 +369,9 @@ def load_device(path: str | Path) -> Device:
     try:
         fields = json.loads(Path(path).read_text())
         fields["flop_per_second"] = {getattr(torch, dtype): rate for dtype, rate in fields["flop_per_second"].items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        for crowding in ("crowding", "host_crowding"):
+            fields[crowding] = {int(ranks): times for ranks, times in fields.get(crowding, {}).items()}
+        fields["call_seconds"] = {kind: tuple(seconds) for kind, seconds in fields.get("call_seconds", {}).items()}
+        return Device(**fields)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ShardingError(f"{path} was not written by save_device or advise --calibrate: {error}") from error
-    for crowding in ("crowding", "host_crowding"):
-        fields[crowding] = {int(ranks): times for ranks, times in fields.get(crowding, {}).items()}
-    fields["call_seconds"] = {kind: tuple(seconds) for kind, seconds in fields.get("call_seconds", {}).items()}
-    return Device(**fields)

@@ -290,6 +290,19 @@ def test_seconds_of_a_measured_processor():
     assert slower_host.seconds - crowded.seconds == pytest.approx(added + crowded.message_seconds)
 
 
+def test_wrong_words_of_the_command_are_refused_by_name(tmp_path, capsys):
+    path = tmp_path / "device.json"
+    for content in ("{", "[]", '{"flop_per_second": {"float32": 1e9}}', '{"flop_per_second": {"nope": 1}}'):
+        path.write_text(content)
+        assert main(["advise", "torch.nn:Identity", "--input", "1,2,8,8", "--device", str(path)]) == 1
+        assert f"ShardingError: {path} was not written by save_device" in capsys.readouterr().err
+    for model in (":Net", ".nets:Net", "torch.nn:Nothing"):
+        assert main(["advise", model, "--input", "1,2,8,8"]) == 1
+        assert f"{model!r} names no model" in capsys.readouterr().err
+    assert main(["advise", "--calibrate", str(tmp_path / "none" / "cpu.json")]) == 1
+    assert f"the folder {tmp_path / 'none'} does not exist" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_calibration_measures_this_machine(tmp_path, capsys, monkeypatch):
     path = tmp_path / "cpu.json"

@@ -324,6 +324,22 @@ def test_a_track_and_cells_of_something_else_are_no_cells(tmp_path):
     assert jigsaw.io.open(tmp_path / "kinds.zarr", mesh={"lat": 2}, select={"cell": 1}).layout.shape == (1, 1, 6, 8)
 
 
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("unit", ["degrees", "radians"])
+@pytest.mark.parametrize("ends", [(-0.3, 0.3), (359.7, 360.3), (359.7, 0.3)])
+def test_cells_on_the_ends_of_a_region_are_in_it_however_they_are_rounded(dtype, unit, ends):
+    degrees = np.arange(-9, 10) / 10  # 0.3 is 0.30000001 in float32, and -0.3 is 359.7
+    lat, lon = (each.ravel() for each in np.meshgrid(degrees, degrees, indexing="ij"))
+    stored = [np.deg2rad(each) if unit == "radians" else each for each in (lat, lon)]
+    coords = {
+        name: ("station", each.astype(dtype), {"units": unit if unit == "radians" else f"degrees_{side}"})
+        for name, side, each in zip(("lat", "lon"), ("north", "east"), stored, strict=True)
+    }
+    data = xr.Dataset({"t": (("time", "station"), np.zeros((1, len(lat)), "f4"))}, coords)
+    region = {"lat": (-0.3, 0.3), "lon": ends}
+    assert jigsaw.io.open(data, mesh={"cell": 1}, fields=["t"], region=region).grid.cells == 49
+
+
 # -- statistics, writing, conversion -----------------------------------------------------------------------------------
 
 

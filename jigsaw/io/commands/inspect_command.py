@@ -11,7 +11,7 @@ from math import prod
 from jigsaw.io.commands import parse_options as options
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading.plan_text import align_columns, bytes_text
-from jigsaw.io.reports.pictures import draw_field_map
+from jigsaw.io.reports.pictures import draw_field_map, picture_place
 from jigsaw.io.reports.summary import DimSummary, StoreSummary, TimeSummary, summarize_store
 
 _TEXT_WIDTH = 70
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps(summary.as_dict(), indent=1, default=str) if args.json else inspection_report(summary))
     if args.plot:
         drawn = draw_field_map(open_store(args.store, reach), args.plot, args.fields, args.step, args.select, args.dims)
-        print(f"\n{drawn}, drawn to {args.plot}", file=sys.stderr if args.json else sys.stdout)
+        print(f"\n{drawn}, drawn to {picture_place(args.plot)}", file=sys.stderr if args.json else sys.stdout)
     return 0
 
 

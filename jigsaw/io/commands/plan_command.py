@@ -16,7 +16,7 @@ from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading.chunk_readers import PLAN_MODES
 from jigsaw.io.reading.plan_text import NAMES_LISTED, align_columns, bytes_text, plan_text
 from jigsaw.io.reading.read_plan import ReadPlan
-from jigsaw.io.reports.pictures import draw_plan
+from jigsaw.io.reports.pictures import draw_plan, picture_place
 from jigsaw.io.reports.recommend import (
     ChunkOption,
     MeshOption,
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         draw_plan(dataset, plan, args.plot)
     print("\n\n".join([plan_report(dataset, plan), *_advice_lines(args, dataset, plan)]))
     if args.plot:
-        print(f"\ndrawn to {args.plot}")
+        print(f"\ndrawn to {picture_place(args.plot)}")
     return 0
 
 

@@ -58,6 +58,11 @@ def plan_figure(dataset: Dataset, plan: ReadPlan) -> Any:
     return figure
 
 
+def picture_place(path: str | Path) -> Path:
+    """Return where a picture is written: a name without an ending gets that of PNG."""
+    return Path(path) if Path(path).suffix else Path(f"{path}.png")
+
+
 def save_figure(figure: Any, path: str | Path) -> None:
     """Write a figure of matplotlib.
 
@@ -68,7 +73,7 @@ def save_figure(figure: Any, path: str | Path) -> None:
     if ending and ending not in endings:
         allowed = ", ".join(endings)
         raise UnsupportedStoreError(f"a picture is not written as {str(path)!r}; its ending may be {allowed}")
-    place = Path(path) if ending else Path(f"{path}.{figure.canvas.get_default_filetype()}")
+    place = picture_place(path)
     with draft_of(place) as file:
         figure.savefig(file, dpi=120, format=place.suffix.removeprefix("."))
 

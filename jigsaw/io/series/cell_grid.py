@@ -40,6 +40,7 @@ CELL_ORDERS = ("store", "curve")
 _SCHEMES = {"nested": True, "nest": True, "ring": False}
 _KILOMETERS = re.compile(r"(\d+(?:\.\d+)?) ?km")
 _EARTH_RADIUS = 6371.0  # km
+_ROUNDED_OFF = 1e-4  # degrees: what a coordinate in float32 or radians may lie beyond the end of a region
 _WIDEST_GAP = 60.0  # degrees: from a corner of a region to its point, where points lie all over the globe
 
 
@@ -188,11 +189,13 @@ def part_of_cells(grid: CellGrid, region: Any) -> tuple[NDArray[np.int64], CellG
             chosen[wanted] = True
         elif dim == "lat":
             ends = region_ends(dim, wanted)
-            chosen = (grid.lat >= min(ends)) & (grid.lat <= max(ends))
+            chosen = (grid.lat >= min(ends) - _ROUNDED_OFF) & (grid.lat <= max(ends) + _ROUNDED_OFF)
         elif dim == "lon":  # eastward from the first end; 350 to 370 are 20 degrees, as are 350 to 10
             first, last = region_ends(dim, wanted)
             width = last - first if last - first >= 360.0 else (last - first) % 360.0
-            chosen = (grid.lon - first) % 360.0 <= width
+            # a cell that rounding puts a hair west of the first end is not a whole turn east of it
+            east = (grid.lon - first + _ROUNDED_OFF) % 360.0 - _ROUNDED_OFF
+            chosen = east <= width + _ROUNDED_OFF
         else:
             raise GridError(
                 f"region={{{dim!r}: {wanted!r}}} of cells must be two latitudes, two longitudes, or a slice of cells, "
