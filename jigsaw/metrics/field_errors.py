@@ -163,7 +163,7 @@ def spectrum(field: MetricValues, latitudes: Any = None, lat_dim: int = -2, lon_
     >>> jigsaw.metrics.spectrum(wave)[0].round(decimals=4) + 0.0
     tensor([0.0000, 0.0000, 0.5000, 0.0000, 0.0000, 0.0000, 0.0000])
     """
-    modes = torch.fft.rfft(field, dim=lon_dim, norm="forward")
+    modes = torch.fft.rfft(as_wide_floats(field), dim=lon_dim, norm="forward")
     power = torch.view_as_real(modes).square().sum(-1)
     after = field.ndim - 1 - lon_dim % field.ndim
     twins = torch.full((power.shape[lon_dim],), 2.0, dtype=power.dtype, device=power.device)

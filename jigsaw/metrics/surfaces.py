@@ -13,7 +13,7 @@ cells that may have a nearer one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +84,7 @@ def hausdorff95(
     """
     if not 0 <= percentile <= 100:
         raise ValueError(f"hausdorff95(percentile={percentile}): a percentile is from 0 to 100; 95 is the usual one")
+    _check_spacing("hausdorff95", prediction, spacing)
     both = _distances_both_ways("hausdorff95", prediction, truth, spacing)
     of_classes = [torch.stack([_linear_percentile(d, percentile) for d in distances]) for distances in both]
     one_is_empty = of_classes[0].isnan() != of_classes[1].isnan()
@@ -113,6 +114,7 @@ def surface_dice(
     >>> jigsaw.metrics.surface_dice(tile.roll(1, 1), tile, tolerance=1.0)
     tensor([1., nan], dtype=torch.float64)
     """
+    _check_spacing("surface_dice", prediction, spacing)
     classes = tuple(prediction.shape)[: -len(spacing)]
     most = torch.as_tensor(tolerance, dtype=torch.float64)
     if most.ndim > 1 or (most.ndim and (not classes or len(most) != classes[-1])):
@@ -126,19 +128,22 @@ def surface_dice(
     return torch.stack([near.to(torch.float64).mean() for near in within]).view(classes)  # the mean of no values is NaN
 
 
+def _check_spacing(name: str, prediction: MetricValues, spacing: Any) -> None:
+    if not isinstance(spacing, Sized) or len(spacing) not in _CONVOLUTIONS or len(spacing) > prediction.ndim:
+        raise ShardingError(
+            f"{name}(spacing={spacing}): one to three numbers, one for each of the last dims of "
+            f"{tuple(prediction.shape)}, such as (1.0, 1.0)"
+        )
+    if not all(math.isfinite(step) and step != 0 for step in spacing):
+        raise ValueError(f"{name}(spacing={tuple(spacing)}): the size of a voxel along each dim is finite and not 0")
+
+
 def _distances_both_ways(
     name: str, prediction: MetricValues, truth: MetricValues, spacing: Sequence[float]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return for each class the distances from the prediction's surface to the truth's, and the other way."""
     check_same_shape(name, prediction, truth)
     space = len(spacing)
-    if space not in _CONVOLUTIONS or space > prediction.ndim:
-        raise ShardingError(
-            f"{name}(spacing={tuple(spacing)}): one to three numbers, one for each of the last dims of "
-            f"{tuple(prediction.shape)}"
-        )
-    if not all(math.isfinite(step) and step != 0 for step in spacing):
-        raise ValueError(f"{name}(spacing={tuple(spacing)}): the size of a voxel along each dim is finite and not 0")
     with torch.no_grad():
         answer, true = (_surface_voxels(mask, space) for mask in (prediction, truth))
         shape = tuple(prediction.shape)

@@ -128,6 +128,7 @@ def test_spectra_are_weatherbenchs(columns):
     np.testing.assert_allclose(metrics.spectrum(x, LATS), expected, rtol=1e-10, atol=1e-8)
     if columns % 2:  # Parseval's relation
         torch.testing.assert_close(metrics.spectrum(x).sum(-1), x.square().mean(-1))
+        assert torch.equal(metrics.spectrum(x.bfloat16()), metrics.spectrum(x.bfloat16().float()))
 
 
 def test_missing_values_make_nan_unless_they_are_skipped():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -149,6 +151,9 @@ def test_what_is_refused():
         metrics.hausdorff95(x, x, (1, 1, 1, 1))
     with pytest.raises(ShardingError, match=r"surface_dice\(tolerance=\[1, 2, 3\]\): one number, or one"):
         metrics.surface_dice(x, x, [1, 2, 3], (1, 1))
+    for function in (partial(metrics.surface_dice, tolerance=1.0), metrics.hausdorff95):
+        with pytest.raises(ShardingError, match=r"\(spacing=1.0\): one to three numbers, .* such as \(1.0, 1.0\)"):
+            function(torch.zeros(2, 5, 5), torch.zeros(2, 5, 5), spacing=1.0)
     with pytest.raises(ShardingError, match=r"surface_dice\(spacing=\(\)\): one to three numbers"):
         metrics.surface_dice(x, x, 1.0, ())
     for percentile in (-5, 150, float("nan")):

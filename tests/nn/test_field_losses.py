@@ -83,6 +83,16 @@ def test_segmentation_losses_are_monais():
     torch.testing.assert_close(found, FocalLoss(gamma=1.5, alpha=0.3)(x, truth).double(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 0.9, 1.0, 2.0])
+def test_gradients_of_focal_loss_are_finite_where_the_answer_is_certain(gamma):
+    x = torch.tensor([20.0, -110.0, 1.0, -3.0], requires_grad=True)  # the sigmoid of the first is 1 in float32
+    truth = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    nn.focal_loss(x, truth, gamma=gamma).backward()
+    exact = x.detach().double().requires_grad_()
+    nn.focal_loss(exact, truth.double(), gamma=gamma).backward()
+    torch.testing.assert_close(x.grad, exact.grad.float(), rtol=1e-5, atol=1e-6)
+
+
 def _of_displacements(loss, x):
     return loss(x * 1)
 

@@ -56,6 +56,12 @@ def test_a_mixer_on_a_channel_mesh():
     )
 
 
+def test_tokens_of_a_plain_tensor_are_mixed_as_by_a_linear():
+    mix, x = Mix(7, 5, dims=(1, 2), mesh=world_mesh(lat=1)), torch.randn(2, 1, 7, 3)
+    (y, _) = map(mix, [x, x])
+    torch.testing.assert_close(y, nn.functional.linear(x.flatten(1, 2).mT, mix.weight, mix.bias).mT)
+
+
 def _along_lat(x, w, b):
     return mix_tokens(x, w, b, dims=-2) if isinstance(x, Tile) else (w @ x) + b[:, None]
 

@@ -209,7 +209,8 @@ def focal_loss(
     logits = as_wide_floats(input)
     truth = target.to(logits.dtype)
     answer = torch.sigmoid(logits)
-    wrong = answer * (1 - truth) + (1 - answer) * truth
+    # Never 0, where the slope of a power below 1 has no end: a sigmoid rounds to 1 from 17 on.
+    wrong = (answer * (1 - truth) + (1 - answer) * truth).clamp_min(torch.finfo(logits.dtype).tiny)
     losses = F.binary_cross_entropy_with_logits(logits, truth, reduction="none") * wrong**gamma
     if alpha is not None:
         losses = losses * (alpha * truth + (1 - alpha) * (1 - truth))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.errors import ShardingError
@@ -24,8 +25,8 @@ from jigsaw.tile.tile import Tile
 
 
 def mix_tokens(
-    input: Tile, weight: StoredWeight, bias: StoredWeight | None = None, dims: int | Sequence[int] = -2
-) -> Tile:
+    input: Any, weight: StoredWeight, bias: StoredWeight | None = None, dims: int | Sequence[int] = -2
+) -> Any:
     """Return y[..., m, ...] = sum_n x[..., n, ...] W[m, n] + b[m], where n runs over `dims` flattened together.
 
     *Shapes*: x ``[..., *dims, ...]`` with N tokens, W [M, N], b [M]. y has M in place of the dims. When M = N it has
@@ -44,14 +45,15 @@ def mix_tokens(
     back = [d for d in range(input.ndim) if d not in order]
     shape = [input.shape[d] for d in order]
     x = input.permute([*back, *order]).flatten(-len(order)) if rest else input.movedim(first, -1)
-    y = tile_linear(x, weight, bias)
+    # a plain tensor is whole on every rank, and so is the result, as of `torch.nn.Linear`
+    y = tile_linear(x, weight, bias) if isinstance(x, Tile) else F.linear(x, weight, bias)
     if rest and y.shape[-1] == math.prod(shape):
         y = y.unflatten(-1, shape)
         return y.permute([*range(first), *range(len(back), y.ndim), *range(first, len(back))])
     return y.movedim(-1, first)
 
 
-def _consecutive_dims(input: Tile, dims: int | Sequence[int]) -> list[int]:
+def _consecutive_dims(input: Any, dims: int | Sequence[int]) -> list[int]:
     order = [d % input.ndim for d in ((dims,) if isinstance(dims, int) else dims)]
     if not order or order != list(range(order[0], order[0] + len(order))):
         raise ShardingError(
