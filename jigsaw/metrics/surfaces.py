@@ -13,7 +13,7 @@ cells that may have a nearer one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -129,7 +129,7 @@ def surface_dice(
 
 
 def _check_spacing(name: str, prediction: MetricValues, spacing: Any) -> None:
-    if not isinstance(spacing, Sized) or len(spacing) not in _CONVOLUTIONS or len(spacing) > prediction.ndim:
+    if not hasattr(spacing, "__len__") or len(spacing) not in _CONVOLUTIONS or len(spacing) > prediction.ndim:
         raise ShardingError(
             f"{name}(spacing={spacing}): one to three numbers, one for each of the last dims of "
             f"{tuple(prediction.shape)}, such as (1.0, 1.0)"
