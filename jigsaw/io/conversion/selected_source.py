@@ -230,9 +230,9 @@ def _checked_store(path: str, engine: str | None, outside: Any) -> str | Watched
     from zarr.storage import FsspecStore
 
     from jigsaw.io.formats.zarr_group import arrays_without_code
-    from jigsaw.io.formats.zarr_reach import WatchedStore, bounded_zarr_folder, checked_outside
+    from jigsaw.io.formats.zarr_reach import WatchedStore, checked_outside, local_zarr_store
 
-    store = bounded_zarr_folder(path, checked_outside(outside))
+    store = local_zarr_store(path, checked_outside(outside))
     arrays = arrays_without_code(store)
     if arrays and isinstance(store, str) and "://" in store:
         store = FsspecStore.from_url(store, read_only=True)

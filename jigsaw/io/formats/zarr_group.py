@@ -193,7 +193,7 @@ def _open_zarr_node(url: Any, options: dict[str, Any], outside: zarr_reach.Outsi
         called = f"{files.name}/{prefix}"
         where: dict[str, Any] = {"store": ZarrMetadataStore(files), "path": prefix}
     else:
-        called, store = repr(url), zarr_reach.bounded_zarr_folder(url, outside)
+        called, store = repr(url), zarr_reach.local_zarr_store(url, outside)
         where = {"store": store, "storage_options": options or None}
     try:
         with zarr.config.set({"array.rectilinear_chunks": True}):  # the group may have rectilinear arrays

@@ -354,8 +354,8 @@ def bounded_node(node: ZarrNode, outside: OutsidePlaces) -> ZarrNode:
         return opener(store, path=node.path, mode="r")
 
 
-def bounded_zarr_folder(url: Any, outside: OutsidePlaces) -> Any:
-    """Return the store of a folder that leads to no other place, or of a zip file; anything else is returned as is."""
+def local_zarr_store(url: Any, outside: OutsidePlaces) -> Any:
+    """Return the store of a folder, which leads to no other place, or of a zip file; anything else as it is."""
     path = url.removeprefix("file://") if isinstance(url, str) else url
     if not isinstance(path, str | os.PathLike):
         return url
