@@ -144,3 +144,24 @@ def cut_parameter(whole_value: Tensor, mesh: DeviceMesh, axis: str | Sequence[st
 
     part_of_mesh = mesh if len(names) == mesh.ndim else mesh[names]
     return nn.Parameter(distribute_tensor(whole_value, part_of_mesh, [Shard(dim)] * len(names)))
+
+
+class CutLayer(nn.Module):
+    """A layer of torch.nn that takes tiles where its weights are cut, and all that torch's takes where they are not."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_plain_inputs(self, *args, *kwargs.values())
+        return super().forward(*args, **kwargs)
+
+
+def refuse_plain_inputs(layer: nn.Module, *inputs: Any) -> None:
+    """Check the inputs of a layer.  Raises: `ShardingError` for plain ones alone where the layer's weights are cut."""
+    plain = [x for x in inputs if type(x) is Tensor]
+    if not plain or any(isinstance(x, Tile) or is_dtensor(x) for x in inputs):
+        return
+    if any(is_dtensor(p) for p in layer.parameters(recurse=False)):
+        raise ShardingError(
+            f"{type(layer).__name__} of a plain tensor of shape {tuple(plain[0].shape)}: its weights are cut, so it "
+            "takes a Tile; make one of a tensor that every rank has with jigsaw.shard(x, mesh, spec), where spec has "
+            f"a mesh axis or None for each of the {plain[0].ndim} dims"
+        )

@@ -89,7 +89,9 @@ class _WeakRows:
         root, memory = self.root(), self.memory()
         if memory is None:
             return None
-        if root is None:  # the memory belongs to a detached tensor
+        if root is not None and root.dtype.is_complex and not self.dtype.is_complex:
+            root = torch.view_as_real(root)
+        if root is None or root.dtype != self.dtype:  # the memory belongs to a detached tensor, or its bytes are cast
             with torch.no_grad():
                 local = _at_place_of_memory(memory, self.place, self.dtype, self.mesh.device_type)
         else:
@@ -292,8 +294,9 @@ def _with_rows_once(tile: Tile, dims: Sequence[int]) -> Tile:
 def note_views(out: Any, rows: Tensor | None = None) -> None:
     """Remember the results of a function that are views of a copy: that of `rows`, or by their memory."""
     for tile in (out,) if type(out) is Tile else tiles_in(out):
-        # a tile that autograd makes gets its local tensor only when that is first read
-        copy = apart_mark(tile.local if rows is None else rows) if "local" in tile.__dict__ else None
+        # a view that autograd makes of a tile gets its local tensor only when that is first read; it has rows before
+        local = tile.__dict__.get("local", tile.__dict__.get("_rows")) if rows is None else rows
+        copy = None if local is None else apart_mark(local)
         if isinstance(copy, ApartCopy):
             copy.add_tile(tile)
 

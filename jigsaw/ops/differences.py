@@ -110,7 +110,8 @@ def _slopes(x: Any, dim: int, between: Any, order: int) -> Any:
 def _areas_between_rows(y: Any, x: Any, dx: Any, dim: int) -> Any:
     """Return the area of the trapezoid between each row and the next."""
     if not isinstance(y, Tile) or not y.layout.is_cut(dim):  # a plain tensor is whole
-        middle = (y.narrow(dim, 1, y.shape[dim] - 1) + y.narrow(dim, 0, y.shape[dim] - 1)) / 2
+        count = max(y.shape[dim] - 1, 0)
+        middle = (y.narrow(dim, y.shape[dim] - count, count) + y.narrow(dim, 0, count)) / 2
     else:
         rows, cut = _windows_of_rows(y, dim, 1)
         count = max(rows.shape[dim] - 1, 0)

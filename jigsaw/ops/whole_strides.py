@@ -81,13 +81,24 @@ def with_order(tile: Tile, strides: tuple[int, ...] | None) -> Tile:
 def with_strides_of(tile: Tile, source: Tile) -> Tile:
     """Return the tile, just made, with the strides of `source`, as torch's functions that end in `_scatter` keep them.
 
-    Where rows of the source lie in one place, the result is dense.
+    Where elements of the source lie in one place, as those of windows do, the result is dense.
     """
     shape, strides = source.layout.shape, whole_strides(source)
-    if repeated_dims(source):
+    if repeated_dims(source) or _lie_in_one_place(shape, strides):
         return with_order(tile, order_of_results(shape, ((shape, strides),)))
     tile.__dict__[_REORDERED] = True
     return with_strides(tile, strides, source)
+
+
+@lru_cache(maxsize=4096)
+def _lie_in_one_place(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Say whether elements may share a place: those of an inner dim reach beyond one step of an outer one."""
+    reach = 1
+    for stride, n in sorted(zip(strides, shape, strict=True)):
+        if n > 1 and stride < reach:
+            return True
+        reach += max(n - 1, 0) * stride
+    return False
 
 
 # -- pointwise results ------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from jigsaw.ops.meeting.gradient_blocks import TravelingBlock, record_blocks, re
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
 from jigsaw.parallel.late_parameters import gathered_parameters, note_parameters, refuse_late_parameters
 from jigsaw.ranks.mesh import axes_of_mesh, ranks_along, ranks_in_mesh
-from jigsaw.torch_internals.autograd import gradient_hooks, hooks_behind_gradient
+from jigsaw.torch_internals.autograd import gradient_hooks, hooks_behind_gradient, is_zero_tensor
 from jigsaw.torch_internals.dispatch import without_modes
 from jigsaw.torch_internals.groups import is_before_backward, wrapper_around
 
@@ -328,6 +328,8 @@ def _flat_gradient(parameter: nn.Parameter) -> Tensor:
         return torch.zeros_like(local_part(parameter)).reshape(-1)
     if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
         grad = parameter.grad = grad.redistribute(placements=parameter.placements)
+    if is_zero_tensor(local_part(grad)):  # autograd's zeros without memory, as those of torch.sgn
+        grad = parameter.grad = grad.clone()
     return local_part(grad).reshape(-1)
 
 

@@ -331,6 +331,16 @@ def reads_what_it_writes(text: str, state: dict[str, object]) -> bool:
     return bool(torch.isin(read, written).any()) and not torch.equal(read.expand(written.shape), written)
 
 
+def has_written_over_itself(result: object) -> bool:
+    """Whether torch has made a tensor whose elements share places: a `_scatter` of overlapping windows keeps their
+    strides, so that what it writes to one appears in others.
+    """
+    if not torch.is_tensor(result) or result._base is not None or result.layout != torch.strided:
+        return False
+    places = _places_in_memory(result).flatten()
+    return len(places.unique()) < len(places)
+
+
 def _places_in_memory(v: torch.Tensor) -> torch.Tensor:
     count = v.untyped_storage().nbytes() // v.element_size()
     return torch.arange(count).as_strided(v.shape, v.stride(), v.storage_offset())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from fuzz_functions import FUNCTIONS, WRITES, reads_what_it_writes
+from fuzz_functions import FUNCTIONS, WRITES, has_written_over_itself, reads_what_it_writes
 
 HELPERS = '''
 def values(shape, dtype="float64", seed=0, whole=True):
@@ -399,6 +399,8 @@ def _accept(key: str, text: str, is_write: bool, state: dict[str, object], at: i
         try:
             if not is_write:
                 result = eval(text, state)
+                if has_written_over_itself(result):
+                    return None
             elif reads_what_it_writes(text, state):
                 return None
             else:

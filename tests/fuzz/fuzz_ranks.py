@@ -341,7 +341,8 @@ def _has_grad(v: Any) -> bool:
 
 
 def _gradient_of(leaf: Any) -> Any:
-    return torch.zeros_like(leaf).detach() if leaf.grad is None else leaf.grad
+    # autograd's zeros without memory, as those of torch.sgn, cannot be sent: a clone has some
+    return torch.zeros_like(leaf).detach() if leaf.grad is None else leaf.grad.clone()
 
 
 def _spread_out(leaf: Tile) -> Any:

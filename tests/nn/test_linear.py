@@ -384,6 +384,25 @@ def test_wrong_use_is_told(which):
         _wrong(which)
 
 
+@on_ranks(2)
+def test_layers_with_cut_weights_refuse_plain_tensors():
+    mesh, x = world_mesh(channel=2), torch.ones(3, 4)
+    layers: list[tuple[nn.Module, torch.Tensor]] = [
+        (jigsaw.nn.Linear(4, 6, mesh=mesh), x),
+        (jigsaw.nn.Mix(3, 6, mesh=mesh, axis="channel"), x),
+        (jigsaw.nn.Conv1d(3, 6, 1, mesh=mesh), x[None]),
+        (jigsaw.nn.ConvTranspose1d(3, 6, 1, mesh=mesh), x[None]),
+        (jigsaw.nn.LayerNorm(4, mesh=mesh), x),
+        (jigsaw.nn.Embedding(4, 6, mesh=mesh), x.long()),
+    ]
+    for layer, plain in layers:
+        with pytest.raises(ShardingError, match=r"of a plain tensor of shape .*jigsaw\.shard"):
+            layer(plain)
+    attention = jigsaw.nn.MultiheadAttention(4, 2, mesh=mesh)
+    with pytest.raises(ShardingError, match="MultiheadAttention of a plain tensor"):
+        attention(query=x, key=x, value=x)
+
+
 @on_ranks(4)
 def test_a_weight_whose_flattened_rows_or_columns_travel():
     mesh = world_mesh(lat=2, lon=2)

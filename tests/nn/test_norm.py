@@ -268,3 +268,26 @@ def test_norms_with_cut_weights(kind):
         torch.testing.assert_close(part, whole)
     with pytest.raises(ShardingError, match="takes a Tile whose channels are cut so"):
         ours.norm(out.redistribute((None,) * out.ndim))
+
+
+SCRAMBLED = {
+    "instance norm": nn.InstanceNorm2d(4),
+    "group norm": nn.GroupNorm(2, 4),
+    "batch norm": nn.BatchNorm2d(4),
+    "layer norm": nn.LayerNorm((4, 8, 6)),
+}
+
+
+@pytest.mark.parametrize("dim", range(1, 4))
+@pytest.mark.parametrize("name", SCRAMBLED)
+@on_ranks(2)
+def test_results_lie_in_memory_as_torchs(name, dim):
+    spec: list[str | None] = [None] * 4
+    spec[dim] = "lat"
+    for dims in ((0, 3, 1, 2), (1, 0, 2, 3)):
+        whole = torch.randn(4, 4, 8, 6).permute(dims).contiguous()
+        tile = jigsaw.shard(whole, world_mesh(lat=2), spec)
+        back = [dims.index(d) for d in range(4)]
+        got, right = (SCRAMBLED[name](x.permute(back)) for x in (tile, whole))
+        assert got.stride() == right.stride()
+        torch.testing.assert_close(got.full_tensor(), right)

@@ -489,3 +489,32 @@ def test_views_of_windows_are_made_again_on_ranks_without_windows_too():
     total = number.sum()
     number.add_(1)
     assert total == 3  # a sum of one number lies in new memory
+
+
+@on_ranks(2)
+def test_a_view_of_a_copy_of_a_row_follows_the_tensor():
+    results = []
+    for x in (torch.ones(1, 6, 2), shard(torch.ones(1, 6, 2), world_mesh(lat=2), ("lat", None, None))):
+        (row,) = x
+        view = row.view_as(row)
+        x.mul_(3)
+        row.add_(1)
+        results.append([t.full_tensor() if isinstance(t, Tile) else t for t in (x, row, view)])
+    for got, right in zip(*results[::-1], strict=True):
+        assert torch.equal(got, right)
+
+
+def _as_numbers(x):
+    return x.view(torch.float64)
+
+
+@pytest.mark.parametrize("part", [torch.real, torch.imag, _as_numbers])
+@on_ranks(2)
+def test_parts_of_complex_rows_around_a_circle_change_in_place(part):
+    whole = torch.randn(4, 7, dtype=torch.complex128)
+    tile = shard(whole, world_mesh(lat=2), ("lat", None), halo={0: (1, 0)}, periodic=(0,))
+    for x in (whole, tile):
+        part(x)[1:2].mul_(2)
+        part(x)[3:].add_(1)
+    rows = [r % 4 for r in range(*tile.layout.held(tile.coordinate)[0])]
+    assert torch.equal(tile.local, whole[rows])

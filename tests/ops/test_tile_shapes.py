@@ -50,6 +50,15 @@ CASES = {
     "squeeze of no dims": lambda x: [x[:, :, :1].squeeze(()), x[:1].squeeze(())],
     "chunks of nothing": lambda x: [*x[:, :0].chunk(3, 1), x[:, :0].split(0, 1)[0] * 2, x.sum()],
     "no rows": lambda x: [x[:, []], x.sum()],
+    "trapezoids of one row, and of none": lambda x: [
+        torch.cumulative_trapezoid(x[:, :1], dim=1),
+        torch.cumulative_trapezoid(x[:, :0], dim=1),
+        x.sum(),
+    ],
+    "what is written into windows": lambda x: [
+        torch.slice_scatter(x, x[:, :1] * 2, 1, 2, 3),
+        torch.slice_scatter(x.unfold(1, 1, 1), x[:, :1, ..., None] * 2, 1, 2, 3).add_(1),
+    ],
     "a whole tensor expanded": lambda x: torch.ones(3, 1, 10, dtype=x.dtype).expand_as(x) * x,
     "places": lambda x: [x.sum(), torch.where(x > 0, x, 0.0), torch.where(x > 0, 1.0, x)],
 }
@@ -181,3 +190,28 @@ def test_what_depends_on_rows_of_other_ranks_is_refused():
         with comm.count() as counted, pytest.raises(ShardingError, match=words):
             call()
         assert counted.calls == []
+
+
+@on_ranks(4)
+def test_strides_are_those_of_the_whole_tensor():
+    whole = torch.randn(1, 8, 6)
+    tile = shard(whole, world_mesh(lat=2, lon=2), (None, "lat", "lon"), halo={1: 1}, periodic=(1,))
+    for view in (lambda x: x, lambda x: x.mT, lambda x: x[:, 2:5], lambda x: x * 2, lambda x: x.movedim(2, 0)[3]):
+        assert view(tile).stride() == view(whole).stride()
+        assert view(tile).stride(-1) == view(whole).stride(-1)
+    with pytest.raises(IndexError):
+        tile.stride(3)
+
+
+def _rows_of_windows(x):
+    rows = torch.slice_scatter(x.unfold(0, 2, 1), torch.zeros(4, 1), 1, 1, 2)
+    return rows.index_add_(1, torch.tensor([0]), torch.ones(4, 1))
+
+
+@on_ranks(2)
+def test_rows_written_into_overlapping_windows_lie_apart():
+    # torch keeps the strides of the windows, so that what it writes to one row appears in others, too
+    tile = shard(torch.arange(5.0), world_mesh(lat=2), ("lat",))
+    rows = _rows_of_windows(tile)
+    assert rows.stride() == (2, 1)
+    assert rows.full_tensor().tolist() == [[1, 0], [2, 0], [3, 0], [4, 0]]

@@ -701,6 +701,28 @@ def test_a_parameter_used_on_one_rank_only():
     assert model.noise.grad is not None  # on both
 
 
+class _Signs(nn.Module):
+    """A weight of which only the sign is used: autograd has zeros without memory for it."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight, self.conv = nn.Parameter(torch.linspace(-1, 1, size)), nn.Conv2d(1, 1, 1)
+
+    def forward(self, x):
+        return (self.conv(x) * torch.sgn(self.weight).mean()).mean()
+
+
+@pytest.mark.parametrize("size", [3, 1 << 18])
+@on_ranks(2)
+def test_gradients_that_are_zeros_without_memory(size):
+    mesh = world_mesh(lat=2)
+    model = parallelize(_Signs(size), mesh, bucket_bytes=1)
+    for _ in range(2):
+        model(jigsaw.shard(torch.ones(1, 1, 4, 4), mesh, (None, None, "lat", None))).backward()
+        assert torch.equal(model.weight.grad, torch.zeros(size))
+    model.weight.grad.add_(1)
+
+
 @on_ranks(2)
 def test_a_copy_trains_too():
     model, expected, mesh = _pair(Net, {"lat": 2})

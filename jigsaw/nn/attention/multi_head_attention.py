@@ -37,7 +37,7 @@ from jigsaw.nn.products.linear import (
     tile_linear,
 )
 from jigsaw.nn.rank_order import CutGroup, rearrange_rows
-from jigsaw.nn.weights import StoredWeight, cut_parameter, gathered_weight, local_weight, weight_layout
+from jigsaw.nn.weights import CutLayer, StoredWeight, cut_parameter, gathered_weight, local_weight, weight_layout
 from jigsaw.tile.tile import Tile, implements_torch, tiles_in
 
 
@@ -121,7 +121,7 @@ def project_heads_out(mixed: Tile, weight: StoredWeight, bias: StoredWeight | No
     return y.with_layout(home or y.layout.replace_dim(y.ndim - 1, *last))
 
 
-class MultiheadAttention(nn.MultiheadAttention):
+class MultiheadAttention(CutLayer, nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` whose heads and weights are cut along `axis`; others may cut tokens and batch.
 
     Each rank holds 1/P of the weights, as DTensors with torch's names and full shapes, and works on its own heads.

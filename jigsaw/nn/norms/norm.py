@@ -25,9 +25,18 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS
 from jigsaw.geometry.layout import MeshCoordinate
 from jigsaw.nn.norms.standardize import is_whole_along, owned_along, standardize_tile
-from jigsaw.nn.weights import CALL_THE_MODEL, StoredWeight, cut_parameter, is_dtensor, local_weight, weight_layout
+from jigsaw.nn.weights import (
+    CALL_THE_MODEL,
+    CutLayer,
+    StoredWeight,
+    cut_parameter,
+    is_dtensor,
+    local_weight,
+    weight_layout,
+)
 from jigsaw.ops.meeting.plain_operands import cut_entered_tensor, plain_operand
 from jigsaw.ops.reductions import elements_per_value, reducing_axes
+from jigsaw.ops.whole_strides import is_whole_contiguous, suggested_format
 from jigsaw.tile.tile import Tile, implements_torch, in_own_memory
 
 
@@ -73,6 +82,11 @@ def _norm_operand(value: Tensor | None, shape: Sequence[int], input: Tile) -> Te
     return local_weight(value, input, input.layout).reshape(at(input.coordinate))
 
 
+def _in_memory_order(input: Tile, memory_format: torch.memory_format = torch.contiguous_format) -> Tile:
+    """Return the input in the memory order of torch's result: a net may `view` that, where it could not the input."""
+    return input if is_whole_contiguous(input, memory_format) else input.contiguous(memory_format=memory_format)
+
+
 def _standardize_and_scale(
     input: Tile, dims: Sequence[int], eps: float, weight: Any, bias: Any, shape: Sequence[int]
 ) -> tuple[Tile, Tensor, Tensor]:
@@ -108,7 +122,7 @@ def layer_norm(
     if is_whole_along(input, dims) and _has_plain_weights(weight, bias):
         w, b = _weight_parts(input, weight, bias)
         return Tile(F.layer_norm(input.local, list(normalized_shape), w, b, eps), input.layout, input.mesh)
-    return _standardize_and_scale(input, dims, eps, weight, bias, normalized_shape)[0]
+    return _standardize_and_scale(_in_memory_order(input), dims, eps, weight, bias, normalized_shape)[0]
 
 
 @implements_torch(F.rms_norm, torch.rms_norm, either=("weight",))
@@ -157,7 +171,7 @@ def group_norm(
         w, b = _weight_parts(input, weight, bias)
         # not `F.group_norm`, whose check would refuse a rank with a single value a group
         return Tile(torch.group_norm(input.local, num_groups, w, b, eps), input.layout, input.mesh)
-    grouped: Tile = input.unflatten(1, (num_groups, channels // num_groups))
+    grouped: Tile = _in_memory_order(input, suggested_format(input)).unflatten(1, (num_groups, channels // num_groups))
     by_group = (num_groups, channels // num_groups, *shape[1:])
     return _standardize_and_scale(grouped, range(2, grouped.ndim), eps, weight, bias, by_group)[0].flatten(1, 2)
 
@@ -183,7 +197,7 @@ def instance_norm(
     dims = tuple(range(2, input.ndim))
     if elements_per_value(input, dims) == 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {tuple(input.shape)}")
-    y, mean, squares = _standardize_and_scale(input, dims, eps, weight, bias, shape)
+    y, mean, squares = _standardize_and_scale(_in_memory_order(input), dims, eps, weight, bias, shape)
     if running_mean is not None and running_var is not None:
         count = elements_per_value(input, dims)
         _update_running(running_mean, _statistic_tile(mean, input, dims).mean(0), momentum)
@@ -255,7 +269,8 @@ def batch_norm(
         return _by_running(input, zeros, zeros + 1, weight, bias, eps)
     if count < 2:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)}")
-    y, mean, squares = _standardize_and_scale(input, dims, eps, weight, bias, shape)
+    ordered = _in_memory_order(input, suggested_format(input))
+    y, mean, squares = _standardize_and_scale(ordered, dims, eps, weight, bias, shape)
     if running_mean is not None and running_var is not None:
         _update_running(running_mean, _statistic_tile(mean, input, dims), momentum)
         _update_running(running_var, _statistic_tile(squares / (count - 1), input, dims), momentum)
@@ -299,7 +314,7 @@ def _local_response_norm(input: Tile, size: int, alpha: float = 1e-4, beta: floa
     return input / (means.with_layout(input.layout.without_halo()) * alpha + k) ** beta
 
 
-class _CutNorm(nn.Module):
+class _CutNorm(CutLayer):
     """A norm of torch.nn whose weight and bias are cut along `axis`, as the channels of its tiles are."""
 
     def __init__(self, *args: Any, mesh: DeviceMesh, axis: str | Sequence[str] = CHANNEL_AXIS, **kwargs: Any) -> None:

@@ -23,7 +23,15 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS
 from jigsaw.geometry.layout import Layout
 from jigsaw.nn.products.linear import gathered_tokens
-from jigsaw.nn.weights import StoredWeight, cut_parameter, gathered_weight, is_dtensor, local_weight, weight_layout
+from jigsaw.nn.weights import (
+    CutLayer,
+    StoredWeight,
+    cut_parameter,
+    gathered_weight,
+    is_dtensor,
+    local_weight,
+    weight_layout,
+)
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 
 
@@ -100,7 +108,7 @@ def _sum_over_rows(own: Tile, weight: Tensor, padding_idx: int | None, stored: L
     return Tile(sum_held_rows(parts, held, out, own.mesh), out, own.mesh)
 
 
-class Embedding(nn.Embedding):
+class Embedding(CutLayer, nn.Embedding):
     """`torch.nn.Embedding` whose table is cut by rows along `axis`: y = weight[index].
 
     Each rank holds 1/P of the table, its gradient and its optimizer state, as a DTensor with torch's name and full

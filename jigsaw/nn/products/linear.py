@@ -27,7 +27,15 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.nn.products.contraction import plan_contraction
 from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, bare_cuts, rearrange_rows, take_owned_rows
 from jigsaw.nn.shared_inputs import enter_in_parts, shared_results
-from jigsaw.nn.weights import StoredWeight, cut_parameter, gathered_weight, is_dtensor, local_weight, weight_layout
+from jigsaw.nn.weights import (
+    CutLayer,
+    StoredWeight,
+    cut_parameter,
+    gathered_weight,
+    is_dtensor,
+    local_weight,
+    weight_layout,
+)
 from jigsaw.ops.meeting.common_cuts import bring_to_cuts, bring_together
 from jigsaw.ops.meeting.plain_operands import averaged_over
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error
@@ -338,7 +346,7 @@ def add_bias(y: Tile, bias: StoredWeight | None) -> Tile:
 # -- module -----------------------------------------------------------------------------------------------------------
 
 
-class Linear(nn.Linear):
+class Linear(CutLayer, nn.Linear):
     """`torch.nn.Linear` whose weight and bias are cut along `axis`: y = x Wᵀ + b is cut along it as the rows of W are.
 
     Each rank holds 1/P of the weight, its gradient and its optimizer state, as a DTensor with torch's names and full
@@ -347,6 +355,7 @@ class Linear(nn.Linear):
     *Shapes*: weight [out, in], per rank [ceil(out / P), in] (the last ones may have fewer rows); x whole or cut along
     `axis`.
     *Sends*: see `tile_linear`; once, when it is made, the parts of the first rank's initial values.
+    *Raises*: `ShardingError` for a plain tensor where the weights are cut.
 
     >>> mesh = jigsaw.init_mesh(channel=1)
     >>> layer = jigsaw.nn.Linear(8, 6, mesh=mesh)

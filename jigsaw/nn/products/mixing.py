@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.errors import ShardingError
 from jigsaw.nn.products.linear import Linear, tile_linear
-from jigsaw.nn.weights import StoredWeight
+from jigsaw.nn.weights import StoredWeight, refuse_plain_inputs
 from jigsaw.tile.tile import Tile
 
 
@@ -93,4 +93,5 @@ class Mix(Linear):
         self.dims = dims
 
     def forward(self, input: Any) -> Any:
+        refuse_plain_inputs(self, input)
         return mix_tokens(input, self.weight, self.bias, self.dims)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -105,6 +106,15 @@ def _max_of_all_rows(x: Tile, dim: int) -> Tile:
     return Tile(stacked.max(0).values, x.layout.replace_dim(dim, whole_dim(1)), x.mesh)
 
 
+def _max_along_cut_dims(tile: Tile, sizes: Mapping[int, int]) -> Tile:
+    for d, size in sizes.items():
+        if size == 1:
+            tile = _max_of_all_rows(tile.owned(), d)
+        else:
+            tile = pool_adaptive_windows(tile, {d: size}, _max_of_windows)
+    return tile
+
+
 def _answer_adaptive_max(dims: int, function: Any, with_indices: Any) -> None:
     def pool(input: Tile, output_size: OutputSize, return_indices: bool = False) -> Any:
         """Return y with y[o] the maximum of the rows from floor(o n / m) to ceil((o + 1) n / m).
@@ -114,22 +124,19 @@ def _answer_adaptive_max(dims: int, function: Any, with_indices: Any) -> None:
         if return_indices:
             return pool_with_indices(input, output_size)
         sizes = adaptive_sizes(input, dims, output_size)
-        cut = [d for d in sizes if is_cut_or_haloed(input.layout, d)]
         out = input
-        # the last dim first, so that of equal elements the first in row-major order gets the gradient
-        for d in reversed(list(sizes)):
-            if sizes[d] == 1 and d in cut:
-                out = _max_of_all_rows(out.owned(), d)
-            elif d in cut:
-                out = pool_adaptive_windows(out, {d: sizes[d]}, _max_of_windows)
-        rest = {d: m for d, m in sizes.items() if d not in cut}
-        if not rest:
-            return out
-        layout = resized_layout(out.layout, rest)
-        wanted = [layout.local_shape(out.coordinate)[d] for d in sizes]
-        if not out.local.numel():
-            return Tile(empty_result(layout.local_shape(out.coordinate), out.local), layout, out.mesh)
-        return Tile(function(out.local, wanted), layout, out.mesh)
+        # the last dims first, so that of equal elements the first in row-major order gets the gradient
+        for is_cut, dims_alike in groupby(reversed(sizes), lambda d: is_cut_or_haloed(input.layout, d)):
+            wanted = {d: sizes[d] for d in dims_alike}
+            out = _max_along_cut_dims(out, wanted) if is_cut else pool_whole_dims(out, wanted)
+        return out
+
+    def pool_whole_dims(tile: Tile, wanted: Mapping[int, int]) -> Tile:
+        layout = resized_layout(tile.layout, wanted)
+        shape = layout.local_shape(tile.coordinate)
+        if not tile.local.numel():
+            return Tile(empty_result(shape, tile.local), layout, tile.mesh)
+        return Tile(function(tile.local, shape[-dims:]), layout, tile.mesh)
 
     def pool_with_indices(input: Tile, output_size: OutputSize, return_indices: bool = False) -> Any:
         sizes = adaptive_sizes(input, dims, output_size)

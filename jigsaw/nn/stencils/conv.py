@@ -40,7 +40,7 @@ from jigsaw.nn.stencils.halo_conv import (
     read_transposed_convolution,
 )
 from jigsaw.nn.stencils.stencil import empty_result, gather_input_rows, plan_stencil
-from jigsaw.nn.weights import cut_parameter, gathered_weight, is_dtensor, local_weight, weight_layout
+from jigsaw.nn.weights import CutLayer, cut_parameter, gathered_weight, is_dtensor, local_weight, weight_layout
 from jigsaw.ops.meeting.common_cuts import bring_to_cuts
 from jigsaw.tile.tile import Tile, implements_torch
 
@@ -317,7 +317,7 @@ implements_torch(torch.conv_transpose3d)(_handler_of_dims(3, conv_transpose_as_t
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 
-class _CutConv(nn.Module):
+class _CutConv(CutLayer):
     """A convolution of torch.nn whose weight and bias are cut along `axis`, as the channels of its result are."""
 
     def __init__(self, *args: Any, mesh: DeviceMesh, axis: str | Sequence[str] = CHANNEL_AXIS, **kwargs: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from jigsaw.errors import ShardingError
 from jigsaw.ops.meeting.plain_operands import cut_whole_tensor
+from jigsaw.ops.reductions import reduced_dims
 from jigsaw.ops.whole_strides import has_strides, is_whole_contiguous, whole_strides, with_strides
 from jigsaw.tile.tensor_shell import as_plain_tensors
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error, tiles_in
@@ -45,6 +46,13 @@ for _name in (
 def _says_contiguous(input: Tile, *, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
     """Say what torch's tensor says; the rows of this rank may lie otherwise, or be none."""
     return is_whole_contiguous(input, memory_format)
+
+
+@implements_torch(Tensor.stride)
+def _stride(input: Tile, dim: int | None = None) -> Any:
+    """Return the strides that torch's tensor would have, which no rank's part has."""
+    strides = whole_strides(input)
+    return strides if dim is None else strides[reduced_dims(input, dim)[0]]
 
 
 def _answer_fact(fact: Callable[..., Any], *methods: Any) -> None:
