@@ -16,6 +16,7 @@ import pytest
 import torch
 import xarray as xr
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 
 import jigsaw
 from jigsaw import ShardingError
@@ -317,10 +318,18 @@ def test_torchinfo_counts_the_whole():
         torchinfo.summary(nets[0], input_data=cut(torch.ones(1, 2, 13, 10), world_mesh(lat=2)), verbose=0)
 
 
+AVERAGES = {
+    "lat": {"multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)},
+    "channel": {"avg_fn": torch.optim.swa_utils.get_ema_avg_fn(0.9)},  # one weight at a time, because kinds are mixed
+}
+
+
+@pytest.mark.parametrize("axis", AVERAGES)
 @on_ranks(2)
-def test_averaged_models_and_schedules():
+def test_averaged_models_and_schedules(axis):
     """An exponential average, and a one-cycle schedule: the weights of every step are those of one process."""
-    mesh, x = world_mesh(lat=2), torch.randn(2, 2, 13, 10)
+    mesh, x = world_mesh(**{axis: 2}), torch.randn(2, 2, 13, 10)
+    spec = (None, None, "lat" if axis == "lat" else None, None)
     found = []
     for parallel in (True, False):
         torch.manual_seed(0)
@@ -328,10 +337,10 @@ def test_averaged_models_and_schedules():
             torch.nn.Conv2d(2, 4, 3, padding=1), torch.nn.BatchNorm2d(4), torch.nn.Conv2d(4, 1, 1)
         )
         net = jigsaw.parallelize(net, mesh) if parallel else net
-        average = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+        average = torch.optim.swa_utils.AveragedModel(net, **AVERAGES[axis])
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
-        given, rates = cut(x, mesh) if parallel else x, []
+        given, rates = jigsaw.shard(x, mesh, spec) if parallel else x, []
         for _ in range(4):
             optimizer.zero_grad()
             net(given).square().mean().backward()
@@ -341,7 +350,9 @@ def test_averaged_models_and_schedules():
             rates.append(schedule.get_last_lr())
         torch.optim.swa_utils.update_bn([given], average)
         with torch.no_grad():
-            found.append(([p.detach() for p in (*average.parameters(), *average.buffers())], rates, average(given)))
+            weights = [p.detach() for p in (*average.parameters(), *average.buffers())]
+            weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in weights]
+            found.append((weights, rates, average(given)))
     (parts, rates, shown), (want, want_rates, want_shown) = found
     assert rates == want_rates
     torch.testing.assert_close(parts, want, rtol=1e-4, atol=1e-5)

@@ -1,6 +1,7 @@
 """NIfTI as nibabel reads it: values, affine and voxel sizes; the cache of decompressed files; files that lie."""
 
 import gzip
+import itertools
 import os
 import zlib
 from datetime import timedelta
@@ -68,6 +69,20 @@ def test_values_and_space_are_those_of_nibabel(tmp_path, dtype, kind, form, endi
     assert claims(path)
     store = assert_alike(path)
     assert store.arrays["image"].dims == ("z", "y", "x") and store.attrs["space_units"] == "mm"
+
+
+def test_turns_by_half_a_circle_have_no_other_rotation(tmp_path):
+    for order in itertools.permutations(range(3)):
+        for signs in itertools.product((-1, 1), repeat=3):
+            affine = np.zeros((4, 4))
+            affine[order, range(3)] = np.multiply(signs, (0.7, 1.05, 1.54))
+            affine[3, 3] = 1
+            image = nib.Nifti1Image(np.zeros(SHAPE, "i2"), affine)
+            image.set_sform(None, 0)
+            image.set_qform(affine, 1)
+            nib.save(image, tmp_path / "v.nii")
+            found = open_nifti(str(tmp_path / "v.nii")).attrs["affine"]
+            np.testing.assert_allclose(found, affine, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(5,), (5, 6), (5, 6, 7, 8), (5, 6, 7, 1, 3)], ids=str)

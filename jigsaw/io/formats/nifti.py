@@ -185,13 +185,21 @@ class _NiftiHeader:
         return affine
 
 
+# below it the square of a is the rounding of b, c and d, which are stored as float32 (nifti1_io's `quatern_to_mat44`)
+_LEAST_SQUARE = 1e-7
+
+
 def _rotation_matrix(bcd: Sequence[float]) -> NDArray[np.float64]:
     """Return the rotation matrix of a unit quaternion a + bi + cj + dk, of which b, c and d are stored."""
     b, c, d = bcd
     rest = 1.0 - (b * b + c * c + d * d)
     if rest < -1e-5:
         raise BadChunkError(f"its quaternion {tuple(bcd)} is longer than 1")
-    a = max(rest, 0.0) ** 0.5
+    if rest < _LEAST_SQUARE:  # a turn by 180 degrees
+        length = (b * b + c * c + d * d) ** 0.5
+        a, b, c, d = 0.0, b / length, c / length, d / length
+    else:
+        a = rest**0.5
     return np.array(
         [
             [a * a + b * b - c * c - d * d, 2 * (b * c - a * d), 2 * (b * d + a * c)],

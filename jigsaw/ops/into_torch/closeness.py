@@ -82,8 +82,8 @@ class _TilePair(_TorchsPair):
         pair = self.actual, self.expected
         if self.check_stride:
             raise ShardingError(
-                f"assert_close(check_stride=True) on a Tile of shape {tuple(first.shape)}: strides are those of each "
-                "rank's memory; leave it out, or compare tile.local"
+                f"assert_close(check_stride=True) on a Tile of shape {tuple(first.shape)}: its memory is each "
+                "rank's own; leave it out, or compare tile.stride(), which is that of torch's tensor"
             )
         # compare plain tensors of the same shape, dtype and device, expanded from one element
         self._compare_attributes(*(x.local.new_empty(()).expand(x.shape) if isinstance(x, Tile) else x for x in pair))
