@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
@@ -24,7 +23,7 @@ from jigsaw.parallel.parallelize import reduced_at_end
 from jigsaw.parallel.sharding import ShardingOptions, WeightSharding
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate, ranks_along
 from jigsaw.ranks.waiting_ranks import OpenWait
-from jigsaw.stages.own_stages import PIPE_SCHEDULES, OwnStages, PipeSchedule, check_schedule
+from jigsaw.stages.own_stages import PIPE_SCHEDULES, OwnStages, PipeSchedule, PlacedStage, check_schedule
 from jigsaw.stages.stage_calls import BatchSplit, as_on_paper
 from jigsaw.stages.stage_cuts import (
     StageCuts,
@@ -340,7 +339,7 @@ class ModelPipeline:
             last = runner.stage + 1 == self._own.cuts.stages
             out = torch.empty((), device="meta", requires_grad=True) if last else self._messages(plan, runner.stage + 1)
             pipeline_stages.append(
-                pipelining.PipelineStage(
+                PlacedStage(
                     runner,
                     runner.stage,
                     self._own.cuts.stages,

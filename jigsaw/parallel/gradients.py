@@ -37,6 +37,7 @@ from jigsaw.ops.meeting.gradient_blocks import TravelingBlock, record_blocks, re
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
 from jigsaw.parallel.late_parameters import gathered_parameters, note_parameters, refuse_late_parameters
 from jigsaw.ranks.mesh import axes_of_mesh, ranks_along, ranks_in_mesh
+from jigsaw.tile.tensor_shell import GRAPH_THROUGH_UNIT
 from jigsaw.torch_internals.autograd import gradient_hooks, hooks_behind_gradient, is_zero_tensor
 from jigsaw.torch_internals.dispatch import without_modes
 from jigsaw.torch_internals.groups import is_before_backward, wrapper_around
@@ -162,11 +163,7 @@ def _refuse_early_looks(gathered: nn.Parameter) -> None:
 
     def look(grad: Tensor) -> None:
         if torch.is_grad_enabled():
-            raise ShardingError(
-                "create_graph=True of parameters that shard_weights= cuts: FSDP2 sums gradients without a graph, so "
-                "a penalty on them would have no gradient; pass shard_weights=False, or the tensors whose gradients "
-                "are wanted as inputs="
-            )
+            raise ShardingError(GRAPH_THROUGH_UNIT)
         if has_gradient_hooks(gathered):
             raise ShardingError(
                 "a hook on a weight that is gathered for one forward pass (shard_weights=) would see a part of its "

@@ -78,6 +78,20 @@ def check_schedule(name: str, schedule: PipeSchedule, ranks: int, stages: int, b
         )
 
 
+class PlacedStage(pipelining.PipelineStage):
+    """A stage that may lie beside the next one on its rank, as in V-shaped schedules, in passes without backward, too.
+
+    There torch's own stage has no gradient to hand over, and raises.
+    """
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
 class OwnStages:
     """Modules of a rank's own stages, and the parameters that every stage has (`shared`)."""
 

@@ -69,6 +69,12 @@ _LEAF_NODE = "torch::autograd::AccumulateGrad"
 _UNFOLLOWED = ("CheckpointFunctionBackward", "_CheckpointTilesBackward", "_DDPSinkBackward")
 
 
+GRAPH_THROUGH_UNIT = (
+    "create_graph=True through weights that shard_weights= cuts: FSDP2 frees gathered weights in the backward pass, "
+    "and sums their gradients without a graph, so a penalty on gradients would have none; pass shard_weights=False"
+)
+
+
 def reduce_units_behind_their_gradients() -> None:
     """Pass the local tensors of a unit's tiles, not the tiles, through the Function by which FSDP2 reduces gradients.
 
@@ -82,12 +88,20 @@ def _pass_into_unit(torchs_apply: Callable[..., Any], parameters: Any, *inputs: 
     # tiles and plain tensors apart: a plain tensor behind a node of tiles would be taken for one that left a tile
     tiles = [x for x in inputs if isinstance(x, TensorShell)]
     plain = [x for x in inputs if not isinstance(x, TensorShell)]
-    locals_ = iter(torchs_apply(parameters, *(x.local for x in tiles)) if tiles else ())
+    passed: Sequence[Tensor] = torchs_apply(parameters, *(x.local for x in tiles)) if tiles else ()
+    if passed and passed[0].grad_fn is not None:
+        passed[0].grad_fn.register_prehook(_refuse_gradients_with_graph)
+    locals_ = iter(passed)
     others = iter(torchs_apply(parameters, *plain) if plain else ())
     return tuple(
         type(x)(next(locals_), x.__dict__["layout"], x.__dict__["mesh"]) if isinstance(x, TensorShell) else next(others)
         for x in inputs
     )
+
+
+def _refuse_gradients_with_graph(grads: Sequence[Tensor]) -> None:
+    if torch.is_grad_enabled():
+        raise ShardingError(GRAPH_THROUGH_UNIT)
 
 
 class _EnterShell(torch.autograd.Function):

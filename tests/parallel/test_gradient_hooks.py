@@ -228,8 +228,20 @@ def test_hooks_on_cut_weights_see_the_whole_gradient_or_are_refused():
     model(tile).square().mean().backward()
     _assert_same(seen, [plain[0].weight.grad])
     handle.remove()
-    with pytest.raises(ShardingError, match="create_graph=True of parameters that shard_weights= cuts"):
+    with pytest.raises(ShardingError, match="create_graph=True through weights that shard_weights= cuts"):
         model(tile).square().mean().backward(create_graph=True)
+
+
+@pytest.mark.parametrize("way", [True, "keep"])
+@on_ranks(2)
+def test_a_penalty_on_the_input_is_refused_where_weights_are_cut(way):
+    mesh = world_mesh(lat=2)
+    model = jigsaw.parallelize(nn.Sequential(nn.Conv2d(2, 4, 1), nn.Tanh()), mesh, shard_weights=way)
+    tile = jigsaw.shard(torch.randn(1, 2, 7, 6), mesh, (None, None, "lat", None)).requires_grad_()
+    with pytest.raises(ShardingError, match="create_graph=True through weights that shard_weights= cuts"):
+        torch.autograd.grad(model(tile).sum(), tile, create_graph=True)
+    (grad,) = torch.autograd.grad(model(tile).sum(), tile)
+    assert grad.shape == tile.shape
 
 
 @on_ranks(2)

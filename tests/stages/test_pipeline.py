@@ -93,6 +93,9 @@ def _check_schedules(axes):
         for step in (1, 2):  # gradients are added up
             assert pipe.step(*tiles).item() == pytest.approx(loss, abs=1e-12), schedule
             _assert_gradients(pipe, grads, step)
+        with torch.no_grad():  # the forward passes alone
+            assert pipe.step(*tiles).item() == pytest.approx(loss, abs=1e-12), schedule
+        _assert_gradients(pipe, grads, 2)
 
 
 SCHEDULES = {
