@@ -128,7 +128,7 @@ def predicted_step(run: Mapping[str, Any]) -> tuple[float, float]:
 
     model = made_once(lambda: Decoder(run["model"]).bfloat16())
     if "pipe" in axes:
-        search = _MeshSearch(model, (batch, run["sequence"]), device, None, how)
+        search = _MeshSearch(model, ((batch, run["sequence"]),), device, None, how)
         with remembered_models():
             report = search.attempt(axes, is_cut, twice, microbatches=times).report
         assert report is not None and report.is_complete

@@ -114,7 +114,7 @@ def dry_run(
     _check_types_given(dtype, loss, optimizer, dataset)
     plan = StepPlan(
         made_once(model),
-        _as_shapes(x_shape),
+        shapes_of_inputs(x_shape),
         spec,
         dtype,
         split,
@@ -181,7 +181,8 @@ def _checked_axes(mesh: Any) -> dict[str, int]:
     return axes
 
 
-def _as_shapes(x_shape: Any) -> tuple[tuple[int, ...], ...]:
+def shapes_of_inputs(x_shape: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the shape of each input.  Raises: `ShardingError` for what is neither a shape nor a list of some."""
     shapes: list[Any] = list(x_shape) if isinstance(x_shape, Sequence) else []
     if not any(isinstance(shape, Sequence) for shape in shapes):
         shapes = [shapes] if shapes else []
@@ -191,6 +192,16 @@ def _as_shapes(x_shape: Any) -> tuple[tuple[int, ...], ...]:
             f"x_shape={shown} must be the global shape of the input, as in (1, 3, 64, 128), or a list of several"
         )
     return tuple(map(tuple, shapes))
+
+
+def leading_input(
+    shapes: Sequence[tuple[int, ...]], options: Mapping[str, Any]
+) -> tuple[tuple[int, ...], LayoutSpec | None]:
+    """Return the shape and the spec of the first input that has a spec, if any is given; else of the first."""
+    spec: Any = options.get("spec")
+    if len(shapes) == 1 or spec is None or all(isinstance(names, str | None) for names in spec):
+        return shapes[0], spec
+    return next(((s, own) for s, own in zip(shapes, spec, strict=False) if own is not None), (shapes[0], None))
 
 
 def _check_types_given(dtype: Any, loss: Any, optimizer: Any, dataset: Any) -> None:

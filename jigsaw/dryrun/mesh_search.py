@@ -12,7 +12,7 @@ from torch import nn
 
 from jigsaw.dryrun.bare_models import checkpointed_modules, made_once, remembered_models, rows_of_blocks
 from jigsaw.dryrun.devices import Device, device_named
-from jigsaw.dryrun.dry_runs import dry_run, inside_rank
+from jigsaw.dryrun.dry_runs import dry_run, inside_rank, leading_input, shapes_of_inputs
 from jigsaw.dryrun.pipeline_estimate import (
     Borders,
     balanced_cuts,
@@ -128,7 +128,7 @@ class StepOption:
 
 def advise_mesh(
     model: Any,
-    x_shape: Sequence[int],
+    x_shape: Sequence[int] | Sequence[Sequence[int]],
     devices: int,
     *,
     device: str | Device = "h100",
@@ -146,6 +146,8 @@ def advise_mesh(
     run with ``shard_weights``, on several nodes cut over all ranks or within a node (`replicate`). It is run with
     checkpointing of blocks, and with both, too. The next two, and the fastest with `channel` and `pipe`, are run with
     the two of these ways that are fastest there.
+
+    Of several inputs, as `dry_run` takes them, the first that has a spec says what a mesh may cut.
 
     Of more than eight meshes the fastest are found by dry runs of one block of each row, from those that cut space the
     least. Where one takes a tenth longer than the best, those that cut its space further are left out.  `options` takes
@@ -165,8 +167,9 @@ def advise_mesh(
     if devices < 1:
         raise ShardingError(f"devices={devices} must be 1 or more")
     device = device_named(device)
-    meshes = list(possible_meshes(x_shape, devices, options.get("align", 1), options.get("spec")))
-    search = _MeshSearch(made_once(model), tuple(x_shape), device, options.pop("store", None), options, progress)
+    shapes = shapes_of_inputs(x_shape)
+    meshes = list(possible_meshes(*leading_input(shapes, options), devices, options.get("align", 1)))
+    search = _MeshSearch(made_once(model), shapes, device, options.pop("store", None), options, progress)
     node = options.get("ranks_per_node") or device.ranks_per_node
     with remembered_models():
         alone = search.tried_alone()
@@ -189,13 +192,15 @@ class _MeshSearch:
     def __init__(
         self,
         model: Any,
-        x_shape: tuple[int, ...],
+        shapes: tuple[tuple[int, ...], ...],
         device: Device,
         store: Any,
         options: Mapping[str, Any],
         progress: Callable[[StepOption], object] | None = None,
     ) -> None:
-        self._model, self._shape, self._store = model, x_shape, store
+        self._model, self._shapes, self._store = model, shapes, store
+        x_shape, spec = leading_input(shapes, options)
+        self._samples = x_shape[0]
         self._how = {name: value for name, value in options.items() if name != "schedule"}
         self._schedule = str(options.get("schedule", "1f1b"))
         if self._schedule not in PIPE_SCHEDULES:
@@ -205,7 +210,7 @@ class _MeshSearch:
         self._batch = x_shape[0] * options.get("passes", 1)  # of a step
         self._has_policy = options.get("mp_policy") is not None
         self._cut: WeightSharding = options.get("shard_weights") or True  # how weights are cut, where they are
-        self._space = space_dims(x_shape, options.get("spec"))
+        self._space = space_dims(x_shape, spec)
         self._blocks: int | None = None
         self._borders: dict[Any, Borders] = {}
 
@@ -216,9 +221,10 @@ class _MeshSearch:
         """
         alone = self.attempt(dict.fromkeys((DATA_AXIS, *self._space), 1))
         if alone.report is None or not alone.report.is_complete:
+            shapes = ", ".join(map(str, self._shapes))
             raise ShardingError(
-                f"the model does not run on one device with an input of shape {self._shape}, so a mesh is not searched "
-                f"for: {alone.hindrance}"
+                f"the model does not run on one device with an input of shape {shapes}, so a mesh is not "
+                f"searched for: {alone.hindrance}"
             )
         return alone
 
@@ -233,7 +239,8 @@ class _MeshSearch:
 
     def _attempted(self, option: StepOption) -> StepOption:
         stage_axes, is_pipe = _without_pipe(option.mesh), PIPE_AXIS in option.mesh
-        shape = ((self._batch if is_pipe else self._shape[0]) // option.microbatches, *self._shape[1:])
+        batch = (self._batch if is_pipe else self._samples) // option.microbatches
+        shapes = tuple((batch, *s[1:]) if s[:1] == (self._samples,) else s for s in self._shapes)
         try:
             ways: dict[str, Any] = {
                 "shard_weights": option.shard_weights,
@@ -250,12 +257,12 @@ class _MeshSearch:
                 ways["passes"] = 1
             if option.blocks is not None and CHANNEL_AXIS not in option.mesh:
                 ways["optimizer"] = None  # its memory and time are the same on all meshes that keep weights whole
-            option = replace(option, report=dry_run(self._model, shape, option.mesh, **{**self._how, **ways}))
-            return self._pipelined(option, shape)
+            option = replace(option, report=dry_run(self._model, shapes, option.mesh, **{**self._how, **ways}))
+            return self._pipelined(option, shapes)
         except ShardingError as refusal:
             return replace(option, report=None, refusal=str(refusal))
 
-    def _pipelined(self, option: StepOption, shape: tuple[int, ...]) -> StepOption:
+    def _pipelined(self, option: StepOption, shapes: tuple[tuple[int, ...], ...]) -> StepOption:
         """Return an option with stages as that of a step, from its report of a microbatch; others as they are."""
         axes, report, stages = option.mesh, option.report, self._stage_count(option.mesh.get(PIPE_AXIS, 1))
         if report is None or not report.is_complete or PIPE_AXIS not in axes:
@@ -266,7 +273,7 @@ class _MeshSearch:
         known |= {"checkpoint": "blocks"} if option.checkpoint else {}
         known |= {"mp_policy": None, "passes": 1}
         known |= {"keeps_calls": self._device.times_kernels, "on_processor": self._device.is_processor}
-        plan = StepPlan(self._model, (shape,), **known)
+        plan = StepPlan(self._model, shapes, **known)
         pieces = piece_costs(plan, _without_pipe(axes), stages, self._device, self._node)
         cuts = balanced_cuts(pieces, stages, option.microbatches, self._device.memory_bytes)
         begins = tuple(pieces[at].name for at in cuts)
@@ -416,7 +423,7 @@ def _without_pipe(axes: Mapping[str, int]) -> dict[str, int]:
 
 
 def possible_meshes(
-    x_shape: Sequence[int], devices: int, align: int | Mapping[int, int] = 1, spec: LayoutSpec | None = None
+    x_shape: Sequence[int], spec: LayoutSpec | None, devices: int, align: int | Mapping[int, int] = 1
 ) -> Iterator[dict[str, int]]:
     """Return the meshes of `devices` ranks whose dims are long enough, each once; `align` rows stay together.  Of an
     input without space, as tokens are, the batch alone is cut; of a `spec` that gives the batch no axis, space alone.

@@ -165,7 +165,7 @@ def _surface_voxels(mask: MetricValues, space: int) -> SurfaceVoxels:
     """Return voxels of the mask that lack one of their neighbors beyond a face; there are none beyond the volume."""
     sizes = tuple(mask.shape)[-space:]
     inside = (mask != 0).reshape(-1, 1, *sizes)
-    cross = torch.zeros((3,) * space, device=inside.device)
+    cross = torch.zeros((3,) * space, dtype=torch.float32, device=inside.device)
     for d in range(space):
         faces = [1] * space
         for faces[d] in (0, 2):

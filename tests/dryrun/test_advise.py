@@ -29,26 +29,26 @@ SHAPE = (1, 3, 32, 40)
 
 
 def test_meshes_are_searched_without_those_that_are_the_same():
-    meshes = [tuple(axes.values()) for axes in possible_meshes((2, 3, 32, 40), 4)]
+    meshes = [tuple(axes.values()) for axes in possible_meshes((2, 3, 32, 40), None, 4)]
     assert meshes == [(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1)]
     # a cube looks the same from three sides
-    assert [tuple(axes.values()) for axes in possible_meshes((1, 1, 8, 8, 8), 4)] == [(1, 1, 1, 4), (1, 1, 2, 2)]
+    assert [tuple(axes.values()) for axes in possible_meshes((1, 1, 8, 8, 8), None, 4)] == [(1, 1, 1, 4), (1, 1, 2, 2)]
     # no batch of 1 is cut, nor rows of which a rank would have one
-    assert [tuple(axes.values()) for axes in possible_meshes((1, 1, 7, 100), 8)] == [(1, 1, 8), (1, 2, 4)]
+    assert [tuple(axes.values()) for axes in possible_meshes((1, 1, 7, 100), None, 8)] == [(1, 1, 8), (1, 2, 4)]
     # tokens have no space: the batch alone is cut
-    assert list(possible_meshes((4, 7), 2)) == [{"data": 2}]
+    assert list(possible_meshes((4, 7), None, 2)) == [{"data": 2}]
     with pytest.raises(ShardingError, match=r"3 dims is cut along its batch alone, .* 1 samples, no multiple of"):
-        list(possible_meshes((1, 2, 3), 2))
+        list(possible_meshes((1, 2, 3), None, 2))
 
 
 def test_meshes_cut_what_a_spec_names():
     cells = (("replicate", "data"), None, "cell")
-    assert list(possible_meshes((2, 4, 3072), 4, spec=cells)) == [{"data": 1, "cell": 4}, {"data": 2, "cell": 2}]
-    assert list(possible_meshes((3072, 4), 4, spec=("cell", None))) == [{"data": 1, "cell": 4}]
-    assert list(possible_meshes((1, 4, 10), 4, {2: 5}, ("data", None, "cell"))) == []  # two pieces of five cells
+    assert list(possible_meshes((2, 4, 3072), cells, 4)) == [{"data": 1, "cell": 4}, {"data": 2, "cell": 2}]
+    assert list(possible_meshes((3072, 4), ("cell", None), 4)) == [{"data": 1, "cell": 4}]
+    assert list(possible_meshes((1, 4, 10), ("data", None, "cell"), 4, {2: 5})) == []  # two pieces of five cells
     assert space_dims((1, 2, 8, 9), ("data", "channel", ("lat", "z"), None)) == {"lat": 2, "z": 2}
     with pytest.raises(ShardingError, match=r"must say of each dim of x_shape=\(2, 4, 3072\)"):
-        list(possible_meshes((2, 4, 3072), 4, spec=("data", "cell")))
+        list(possible_meshes((2, 4, 3072), ("data", "cell"), 4))
 
 
 class _CellNet(nn.Module):
@@ -120,6 +120,42 @@ def test_the_model_runs_on_one_device_first_and_progress_is_told():
     with pytest.raises(ShardingError, match=r"on one device with an input of shape \(2, 5, 8, 16\).*takes 3 channels"):
         advise_mesh(nn.Conv2d(3, 4, 3, padding=1), (2, 5, 8, 16), 2, progress=tried.append)
     assert len(tried) == 1
+
+
+class _Timed(nn.Module):
+    """A row of blocks that take an image, a condition and a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.condition, self.time = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(1, 8, 1), nn.Linear(1, 8)
+        self.blocks = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+
+    def forward(self, x, condition, time):
+        x = self.stem(x) + self.condition(condition) + self.time(time)[..., None, None]
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_several_inputs():
+    shapes, image = [(4, 3, 16, 16), (4, 1, 16, 16), (4, 1)], ("data", None, "lat", "lon")
+    found = advise_mesh(_Timed, shapes, 2, spec=[image, image, ("data", None)])
+    assert all(option.works for option in found) and {"data": 2, "lat": 1, "lon": 1} in [o.mesh for o in found]
+    assert any("pipe" in option.mesh for option in found)
+    assert {str(o) for o in advise_mesh(_Timed, shapes, 2)} == {str(o) for o in found}
+    two, alike = [(4, 3, 16, 16), (4, 3, 16, 16)], ("data", None, "lat", None)
+    meshes = [dict(o.mesh) for o in advise_mesh(_Sum, two, 2, spec=alike)]
+    assert {"data": 1, "lat": 2} in meshes and all("lon" not in axes for axes in meshes)
+    with pytest.raises(ShardingError, match="must be the global shape of the input"):
+        advise_mesh(_Sum, [(4, 3, 16, 16), 4], 2)
+
+
+class _Sum(nn.Conv2d):
+    def __init__(self):
+        super().__init__(3, 4, 3, padding=1)
+
+    def forward(self, x, y):
+        return super().forward(x + y)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -213,7 +249,7 @@ def test_a_pipeline_waits_as_the_formula_says():
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_weights_of_stages_are_cut_within_nodes():
-    search = _MeshSearch(_Blocks(width=32), (8, 3, 8, 8), replace(DEVICES["a100"], ranks_per_node=2), None, {})
+    search = _MeshSearch(_Blocks(width=32), ((8, 3, 8, 8),), replace(DEVICES["a100"], ranks_per_node=2), None, {})
     plain = search.attempt({"pipe": 2, "data": 4, "lat": 1, "lon": 1}, microbatches=2)
     found = {(o.shard_weights, o.checkpoint, o.replicate): o for o in search.tried_ways([plain], 2)}
     assert all(option.works for option in found.values())

@@ -206,7 +206,7 @@ def test_advice_takes_these_options():
 def test_steps_by_other_schedules_wait_less():
     device, seconds = replace(DEVICES["a100"], node_seconds=0, node_bandwidth=1e15), {}
     for schedule, stages in (("1f1b", 2), ("interleaved_1f1b", 4), ("interleaved_zero_bubble", 4), ("zbv", 4)):
-        search = _MeshSearch(_Deep(), (8, 3, 512, 512), device, None, {"schedule": schedule})
+        search = _MeshSearch(_Deep(), ((8, 3, 512, 512),), device, None, {"schedule": schedule})
         option = search.attempt({"pipe": 2, "data": 1, "lat": 1, "lon": 1}, microbatches=8)
         assert option.works, option.refusal
         assert len(option.report.ranks) == 2 and len(option.begins) + 1 == stages

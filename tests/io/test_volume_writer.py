@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
+import zarr
 from torch.distributed.device_mesh import DeviceMesh
 
 import jigsaw
@@ -93,6 +95,38 @@ def test_what_was_read_is_written_where_it_was(tmp_path):
     same = nibabel.load(tmp_path / "same.nii.gz")
     assert (bytes(same.header["descrip"]).rstrip(b"\0"), same.header.get_xyzt_units()[0]) == (b"a scan", "micron")
     assert same.get_data_dtype() == np.uint8
+
+
+def test_a_world_in_micrometers_stays_in_micrometers(tmp_path):
+    mesh, ome, scan = jigsaw.init_mesh(z=1), tmp_path / "scan.ome.zarr", tmp_path / "scan.nii"
+    affine = np.diag([0.25, 0.5, 2.0, 1.0])
+    header = nibabel.Nifti1Header()
+    header.set_xyzt_units("micron", "sec")
+    nibabel.save(nibabel.Nifti1Image(values()[0].numpy().transpose(2, 1, 0), affine, header), scan)
+    write_volume(ome, open_volumes([scan], mesh=mesh, crop=None)[0].image, like=scan, dtype="i2")
+    for place in (scan, ome):
+        sample = open_volumes([place], [ome], mesh=mesh, crop=None)[0]
+        assert sample.unit == "micrometer"
+        for like in (sample, place):
+            write_volume(tmp_path / "mask.nii", sample.label > 0, like=like, mode="w")
+            image = nibabel.load(tmp_path / "mask.nii")
+            assert image.header.get_xyzt_units()[0] == "micron"
+            np.testing.assert_allclose(image.affine, affine)
+            write_volume(tmp_path / "mask.ome.zarr", sample.label > 0, like=like, mode="w")
+            (levels,) = zarr.open_group(tmp_path / "mask.ome.zarr").attrs["ome"]["multiscales"]
+            assert {axis["unit"] for axis in levels["axes"] if axis["type"] == "space"} == {"micrometer"}
+    image = nibabel.Nifti1Image(values()[0].numpy().transpose(2, 1, 0), affine)  # as many millimeters are elsewhere
+    for factor in (1, 1e-3):
+        image = nibabel.Nifti1Image(image.get_fdata(), np.diag([*factor * np.diag(affine)[:3], 1]))
+        image.header.set_xyzt_units("mm")
+        nibabel.save(image, tmp_path / "millimeters.nii")
+        with pytest.raises(GridError, match="lie apart") if factor == 1 else nullcontext():
+            open_volumes([tmp_path / "millimeters.nii"], [ome], mesh=mesh, crop=None)
+    labels = open_volumes([ome], mesh=mesh, crop=None)[0]  # in micrometers, onto the same grid in millimeters
+    write_volume(tmp_path / "onto.nii", labels.image.long(), like=labels, onto=tmp_path / "millimeters.nii", dtype="f4")
+    onto = nibabel.load(tmp_path / "onto.nii")
+    np.testing.assert_array_equal(onto.get_fdata(), image.get_fdata().astype(int))
+    np.testing.assert_allclose(onto.affine, image.affine)
 
 
 @on_ranks(2)

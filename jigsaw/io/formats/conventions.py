@@ -46,6 +46,20 @@ _METER_PREFIXES = {"pico": 1e-12, "nano": 1e-9, "micro": 1e-6, "milli": 1e-3, "c
 _METERS_BY_UNIT = {"angstrom": 1e-10, "inch": 0.0254} | {f"{p}meter": size for p, size in _METER_PREFIXES.items()}
 
 
+_LONG_UNITS = {"m": "meter", "mm": "millimeter", "um": "micrometer"}
+
+
+def space_unit(attrs: Mapping[str, Any]) -> str:
+    """Return the unit of an array's affine, as OME-NGFF names it; "" where the array does not say one."""
+    unit = str(attrs.get("space_units") or "")
+    return _LONG_UNITS.get(unit, unit)
+
+
+def unit_ratio(unit: str, other: str) -> float:
+    """Return how many of the `other` units one `unit` is; 1 where one of them is not known."""
+    return _METERS_BY_UNIT.get(unit, 1) / _METERS_BY_UNIT.get(other, 1) if {unit, other} <= set(_METERS_BY_UNIT) else 1
+
+
 def is_anemoi_store(store: ArrayStore) -> bool:
     """Say whether a store has the layout of anemoi-datasets."""
     data, cells = store.arrays.get("data"), [store.arrays.get(name) for name in _CELL_COORDINATES]

@@ -363,7 +363,7 @@ def _check_volumes_match(images: Sequence[StoredVolume], labels: Sequence[Stored
             continue
         if image.shape != label.shape:
             raise GridError(f"image {image.url} has shape {image.shape} and its label map {label.url} {label.shape}")
-        _check_affines_match(image, "an image and its label map", (*image.affines[:1], *label.affines))
+        _check_affines_match(image, "an image and its label map", (*image.affines[:1], *label.affines_in(image.unit)))
 
 
 def _check_affines_match(image: StoredVolume, what: str, affines: Sequence[tuple[str, AffineMatrix]]) -> None:

@@ -19,7 +19,7 @@ from jigsaw.errors import FieldError, GridError, MissingArrayError, MissingLevel
 from jigsaw.geometry.cut import Box, Interval, box_shape
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.files import size_and_change
-from jigsaw.io.formats.conventions import is_multiscale_group, multiscale_level
+from jigsaw.io.formats.conventions import is_multiscale_group, multiscale_level, space_unit, unit_ratio
 from jigsaw.io.formats.slab_arrays import read_table_box
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.series.coords import role_of_dim
@@ -39,6 +39,11 @@ _WORLD_ENDS = ("LR", "PA", "IS")  # names of the low and the high end of each ax
 def orientation_codes(affine: NDArray[np.float64]) -> str:
     """Return the world ends that x, y and z run toward, as ``"RAS"`` or ``"LPS"``: nibabel's ``aff2axcodes``."""
     return "".join(_WORLD_ENDS[axis][sign > 0] for axis, sign in _world_axes(affine))
+
+
+def scaled_affine(affine: AffineMatrix, ratio: float) -> AffineMatrix:
+    """Return an affine to a world whose unit is 1 / `ratio` of the present one."""
+    return affine if ratio == 1 else np.diag([ratio, ratio, ratio, 1.0]) @ affine
 
 
 def _world_axes(affine: NDArray[np.float64]) -> tuple[tuple[int, int], ...]:
@@ -321,13 +326,26 @@ class StoredVolume:
         whole[list(self.present)] = values
         return whole
 
+    @property
+    def unit(self) -> str:
+        """Unit of the world, as OME-NGFF names it: that of its first store; "" where that does not say one."""
+        return space_unit(self.stored[0].table.attrs)
+
     @cached_property
     def affines(self) -> tuple[tuple[str, AffineMatrix], ...]:
-        """The name and affine of each of its stores that has an affine, before they are resampled."""
+        """The name and affine of each of its stores that has an affine, in its `unit`, before they are resampled."""
+        return self.affines_in(self.unit)
+
+    def affines_in(self, unit: str) -> tuple[tuple[str, AffineMatrix], ...]:
+        """Return its `affines` in another unit; as they are where one of the units is not known."""
         stored_affines = [
             (st.url, affine_of_array(st, s.table), s) for st, s in zip(self._stores, self.stored, strict=True)
         ]
-        return tuple((url, self._turned_affine(affine, s)) for url, affine, s in stored_affines if affine is not None)
+        return tuple(
+            (url, scaled_affine(self._turned_affine(affine, s), unit_ratio(space_unit(s.table.attrs), unit)))
+            for url, affine, s in stored_affines
+            if affine is not None
+        )
 
     def _turned_affine(self, affine: AffineMatrix, stored: VolumeArray) -> AffineMatrix:
         if turn := self.turn:

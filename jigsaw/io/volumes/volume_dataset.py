@@ -47,7 +47,8 @@ class VolumeSample(TileRecord):
     `origin` is the volume's voxel where it begins (below 0 where the volume is padded), in the order of the dims, which
     is x, y, z where `x_first`.
     `affine` takes its voxels (x, y, z, 1) to the world, 4 x 4, as nibabel has it; `spacing` is in the order of dims.
-    Both are in the unit of the file, mm in most, and have the flips, turns and `Affine` of an augmented sample.
+    Both are in the `unit` of the file, "millimeter" in most and "" where it names none, and have the flips, turns and
+    `Affine` of an augmented sample.
     `present` is a plain tensor of bool [C], alike on every rank: False for a channel that the image lacks.
 
     >>> mesh = jigsaw.init_mesh(depth=1)
@@ -66,6 +67,7 @@ class VolumeSample(TileRecord):
     spacing: tuple[float, ...]
     present: Tensor
     x_first: bool = False
+    unit: str = ""
 
 
 @dataclass(frozen=True)
@@ -378,6 +380,7 @@ class Volumes(MeshSamples):
             affine,
             voxel_spacing(affine, frame.dims),
             torch.tensor(image.present, device=mesh.device_type),
+            unit=image.unit,
         )
         return with_x_first(sample, "origin", "spacing") if self.x_first else sample
 

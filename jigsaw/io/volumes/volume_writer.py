@@ -23,9 +23,10 @@ from jigsaw.drafts import begin_draft_file, open_unlinked
 from jigsaw.errors import GridError, ShardingError, WriteError
 from jigsaw.geometry.stencil_rules import InterpolationTable
 from jigsaw.io.formats import nifti
+from jigsaw.io.formats.conventions import unit_ratio
 from jigsaw.io.rank_results import results_of_ranks
 from jigsaw.io.volumes.ome_writer import COARSER_RULES, PyramidLevel, pyramid_levels, write_pyramid
-from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume
+from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume, scaled_affine
 from jigsaw.io.volumes.volume_dataset import VolumeSample
 from jigsaw.nn.stencils.stencil import DimStencil, gather_input_rows, plan_stencil
 from jigsaw.ranks.mesh import mesh_coordinate
@@ -36,7 +37,8 @@ _NIFTI_CODES = {"u1": 2, "i2": 4, "i4": 8, "f4": 16, "f8": 64, "i1": 256, "u2": 
 _STORED_AS = {
     torch.bool: torch.uint8, torch.int64: torch.int32, torch.float16: torch.float32, torch.bfloat16: torch.float32
 }  # fmt: skip
-_UNITS_AT, _MILLIMETERS, _SCANNER = 123, 2, 1
+_UNITS_AT, _TIME_UNITS, _SCANNER = 123, 0b111000, 1
+_UNIT_CODES = {"meter": 1, "millimeter": 2, "micrometer": 3}
 _KEPT_FIELDS = ((_UNITS_AT, 1), (148, 80), (228, 24))
 """Offset and length of what is taken from a given header: units, description, auxiliary file."""
 
@@ -114,11 +116,10 @@ class _WorldPlace:
 
     @property
     def unit(self) -> str:
-        """Unit of the world, as OME-NGFF names it: that of the given file, else mm."""
-        is_file = isinstance(self.like, str | os.PathLike)
-        attrs = StoredVolume((self.like,)).stored[0].table.attrs if is_file else {}
-        unit = str(attrs.get("space_units") or "mm")
-        return {"m": "meter", "mm": "millimeter", "um": "micrometer"}.get(unit, unit)
+        """Unit of the world, as OME-NGFF names it: that of the given file or sample, else mm."""
+        if isinstance(self.like, str | os.PathLike):
+            return StoredVolume((self.like,)).unit or "millimeter"
+        return (self.like.unit if isinstance(self.like, VolumeSample) else "") or "millimeter"
 
 
 def _write_ome(
@@ -155,7 +156,8 @@ def _put_on_scan(image: Tile, place: _WorldPlace, onto: str | os.PathLike[str]) 
 
     def begin() -> tuple[ScanAxis, ...]:
         scan, (_, world) = StoredVolume((onto,)), _place_in_world(place, image.shape[1:])
-        return axes_of_scan(scan.affine, _sides_of(scan), world, image.shape[1:])
+        on_scan = scaled_affine(scan.affine, unit_ratio(scan.unit, place.unit))
+        return axes_of_scan(on_scan, _sides_of(scan), world, image.shape[1:])
 
     begun = results_of_ranks(image.mesh, begin, WriteError)
     if any(other != begun[0] for other in begun):
@@ -283,8 +285,9 @@ def _header_bytes(shape: Sequence[int], kind: np.dtype[Any], place: _WorldPlace)
     head = bytearray(_VOXELS_BEGIN)
     for at, length in _KEPT_FIELDS:
         head[at : at + length] = template[at : at + length] if template else bytes(length)
-    if not head[_UNITS_AT]:
-        head[_UNITS_AT] = _MILLIMETERS
+    if place.unit not in _UNIT_CODES:
+        world = scaled_affine(world, unit_ratio(place.unit, "millimeter"))
+    head[_UNITS_AT] = head[_UNITS_AT] & _TIME_UNITS | _UNIT_CODES.get(place.unit, _UNIT_CODES["millimeter"])
     channels, *space = shape
     sides = [*space[::-1], *([channels] if channels > 1 else [])]
     zooms = np.sqrt((world[:3, :3] ** 2).sum(0)).tolist()
