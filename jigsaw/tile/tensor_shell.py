@@ -314,8 +314,7 @@ def _lost_gradient(shell: TensorShell, node: Any) -> ShardingError:
         f"a Tile of shape {tuple(shell.shape)} came out of {node.name()}, an autograd.Function that looks into the "
         "graph itself, or took a plain tensor that requires grad or a tile with a halo: its gradient would be lost; "
         "use torch's own functions, checkpoint(..., use_reentrant=False), torch.no_grad() where no gradient is needed, "
-        "tile.owned(), or give the Function tile.full_tensor(); of DistributedDataParallel leave out "
-        "find_unused_parameters= and static_graph="
+        "tile.owned(), or tile.full_tensor(); DDP: leave out find_unused_parameters= and static_graph="
     )
 
 

@@ -47,8 +47,8 @@ class VolumeSample(TileRecord):
     `origin` is the volume's voxel where it begins (below 0 where the volume is padded), in the order of the dims, which
     is x, y, z where `x_first`.
     `affine` takes its voxels (x, y, z, 1) to the world, 4 x 4, as nibabel has it; `spacing` is in the order of dims.
-    Both are in the `unit` of the file, "millimeter" in most and "" where it names none, and have the flips, turns and
-    `Affine` of an augmented sample.
+    Both have the flips, turns and `Affine` of an augmented sample. Their `unit` is that of the file: "millimeter" in
+    most, "" where it names none.
     `present` is a plain tensor of bool [C], alike on every rank: False for a channel that the image lacks.
 
     >>> mesh = jigsaw.init_mesh(depth=1)
