@@ -111,6 +111,8 @@ def _chosen_device(args: argparse.Namespace) -> Device:
         folder = os.path.dirname(os.path.abspath(args.calibrate))
         if not os.path.isdir(folder):  # told before a measurement of 40 seconds
             raise ShardingError(f"--calibrate {args.calibrate}: the folder {folder} does not exist; make it first")
+        if os.path.lexists(args.calibrate):
+            load_device(args.calibrate)  # raises for another file, which is not replaced
         device = measure_device()
         save_device(device, args.calibrate)
         print(f"measured: {json.dumps(json.loads(Path(args.calibrate).read_text()))}")

@@ -21,6 +21,7 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.ops.changing_rows import check_no_leaf
 from jigsaw.ops.random_numbers import global_normal, global_uniform
 from jigsaw.ops.unknown_functions import run_unknown_function
+from jigsaw.ops.whole_strides import is_whole_contiguous, order_of_results, whole_strides, with_order
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error, tiles_in
 from jigsaw.torch_internals.dispatch import without_modes
 
@@ -104,7 +105,10 @@ def _like(input: Tile, values: Tensor, named: dict[str, Any]) -> Tile:
     values = values.to(named.get("dtype") or input.dtype)
     if named.get("requires_grad"):
         values.requires_grad_()
-    return Tile(values, input.layout, input.mesh)
+    tile = Tile(values, input.layout, input.mesh)
+    if named.get("memory_format", torch.preserve_format) is not torch.preserve_format or is_whole_contiguous(input):
+        return tile
+    return with_order(tile, order_of_results(input.layout.shape, ((input.layout.shape, whole_strides(input)),)))
 
 
 def _uniform_numbers(tile: Tile, dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Tensor:
@@ -175,7 +179,8 @@ def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     spread = mean * 0 + std if isinstance(mean, Tile) else std * 0 + mean
     with torch.no_grad():
         drawn = mean + std * torch.randn_like(spread)
-    return drawn + 0 * spread if spread.requires_grad else drawn  # torch's draws have zero gradients
+    drawn = drawn + 0 * spread if spread.requires_grad else drawn  # torch's draws have zero gradients
+    return drawn.contiguous()
 
 
 def _answer_random_fill(name: str, draw: Callable[..., Tensor]) -> None:

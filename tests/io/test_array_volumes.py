@@ -11,6 +11,7 @@ import zarr
 from volume_store import image, label, write
 from zarr.storage import MemoryStore
 
+import jigsaw
 from jigsaw.errors import FieldError, GridError, MissingArrayError, ReadError
 from jigsaw.io import SourceArray
 from jigsaw.io.volumes.crops import Foreground
@@ -208,3 +209,12 @@ def test_slices_are_crops_of_one_row(axes):
             for got, mark, (z, _, _), i in zip(images, marks, origins, numbers, strict=True):
                 np.testing.assert_array_equal(got, volumes[i][:, z])
                 np.testing.assert_array_equal(mark[0], labels[i][z])
+
+
+def test_masked_voxels_are_missing():
+    mesh, values = jigsaw.init_mesh(z=1), np.ma.masked_less(np.arange(64.0, dtype="f4").reshape(4, 4, 4), 8)
+    image = open_volumes([values], mesh=mesh, crop=None)[0].image.local[0].numpy()
+    np.testing.assert_array_equal(image, values.filled(np.nan))
+    labels = np.ma.masked_array(np.ones((4, 4, 4), "u1"), mask=np.ones((4, 4, 4), bool))
+    with pytest.raises(ReadError, match="masked values of uint8"):
+        open_volumes([values.data], [labels], mesh=mesh, crop=None)

@@ -262,3 +262,28 @@ def test_the_code_of_the_tutorial_runs(days, capsys):
     with contextlib.chdir(folder):
         sample = left["ds"][2].target.full_tensor().numpy()
     np.testing.assert_allclose(sample[0, 0], values[4] * 0.01 / 10, rtol=1e-4, atol=1e-5)
+
+
+def _masked(x):
+    return np.ma.masked_array(x, mask=np.broadcast_to(np.arange(x.shape[-1]) < 2, x.shape))
+
+
+def test_masked_values_are_missing_and_never_read():
+    source, mesh = Memory(wrong=_masked), jigsaw.init_mesh(lat=1)
+    tile = jigsaw.io.open(source, mesh=mesh, fields=["temperature"], nan="keep")[3].input
+    expected = source.values["temperature"][3].copy()
+    expected[..., :2] = np.nan
+    np.testing.assert_array_equal(tile.local[0].numpy(), expected)
+    with pytest.raises(ReadError, match="missing values"):
+        jigsaw.io.open(source, mesh=mesh, fields=["temperature"], nan="raise")[3]
+    with pytest.raises(ReadError, match=r"masked values of int16, which has no NaN .*x.filled"):
+        jigsaw.io.open(source, mesh=mesh, fields=["t2m"])[3]
+
+
+def test_integers_have_the_sign_that_they_declare():
+    source = Memory()
+    declared = {"_Unsigned": "true", "scale_factor": 0.5}
+    source.arrays["t2m"] = SourceArray((10, 13, 16), "i2", ("time", "lat", "lon"), declared)
+    tile = jigsaw.io.open(source, mesh=jigsaw.init_mesh(lat=1), fields=["t2m"])[3].input
+    expected = source.values["t2m"][3].view("u2") * 0.5
+    np.testing.assert_array_equal(tile.local[0, 0].numpy(), expected.astype("f4"))

@@ -104,6 +104,7 @@ def test_under_torchrun_each_rank_takes_its_tile(wb2, tmp_path):
         (["--output", "s.nc", "--every", "5h"], r"WindowError: every='5h'"),
         (["--output", "s.nc", "--every", "0"], r"WindowError: every=0 must be at least one step"),
         (["--output", "no/s.nc"], r"FieldError: statistics are to be written to 'no/s.nc', whose folder is not there"),
+        (["--output", "s.npz", "--checkpoint", "./s.npz"], r"FieldError: --checkpoint ./s.npz is the file of --output"),
         (["--output", "s.nc", "--scheduler", "host"], r"FieldError: no dask scheduler answers at 'host'"),
         (["--output", "s.nc", "--mesh", "lat=2"], r"ShardingError: .* 1 ranks"),
     ],

@@ -199,3 +199,15 @@ def test_a_foreign_netcdf_is_named(tmp_path):
     xr.Dataset({"a": ("x", [1.0])}).to_netcdf(tmp_path / "a.nc")
     with pytest.raises(FieldError, match=r"is not named like GraphCast's .*; for a file that holds one statistic use"):
         Statistics.read(tmp_path / "a.nc")
+
+
+@pytest.mark.parametrize("suffix", [".nc", ".npz", ".json"])
+def test_what_is_not_statistics_is_not_replaced(tmp_path, suffix):
+    stats = some()
+    own, theirs = tmp_path / f"own{suffix}", tmp_path / f"theirs{suffix}"
+    for _ in range(2):  # statistics replace statistics
+        stats.write(own)
+    theirs.write_bytes(b'{"a": 1}')
+    with pytest.raises(FieldError, match=r"theirs.* is there and does not hold statistics"):
+        stats.write(theirs)
+    assert theirs.read_bytes() == b'{"a": 1}'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import distribute_tensor
 
@@ -291,3 +292,11 @@ def test_results_lie_in_memory_as_torchs(name, dim):
         got, right = (SCRAMBLED[name](x.permute(back)) for x in (tile, whole))
         assert got.stride() == right.stride()
         torch.testing.assert_close(got.full_tensor(), right)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@on_ranks(2)
+def test_the_default_eps_of_an_rms_norm_is_torchs(dtype):
+    whole = (torch.arange(1, 9.0).reshape(2, 4) / 1000).to(dtype)
+    tile = jigsaw.shard(whole, world_mesh(lat=2), (None, "lat"))
+    torch.testing.assert_close(F.rms_norm(tile, (4,)).full_tensor(), F.rms_norm(whole, (4,)))

@@ -215,3 +215,14 @@ def test_rows_written_into_overlapping_windows_lie_apart():
     rows = _rows_of_windows(tile)
     assert rows.stride() == (2, 1)
     assert rows.full_tensor().tolist() == [[1, 0], [2, 0], [3, 0], [4, 0]]
+
+
+@on_ranks(2)
+def test_random_numbers_like_a_view_lie_as_it_does():
+    whole = torch.rand(4, 4, 8)
+    tile = shard(whole, world_mesh(lat=2), (None, None, "lat"))
+    for draw in (torch.rand_like, torch.randn_like, lambda x: torch.randint_like(x, 3, 4), torch.normal):
+        for view in (lambda x: x, lambda x: x.mT, lambda x: x.permute(2, 0, 1), lambda x: x.flatten(1).T):
+            assert draw(view(tile)).stride() == draw(view(whole)).stride()
+    dense = torch.rand_like(tile.mT, memory_format=torch.contiguous_format)
+    assert dense.is_contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     """Write the file and print its content; return 1 and print the reason when there are no statistics."""
     checkpoint = args.checkpoint or f"{args.output}.part"
     check_statistics_path(args.output)
+    if os.path.realpath(checkpoint) == os.path.realpath(args.output):
+        raise FieldError(f"--checkpoint {checkpoint} is the file of --output, and a checkpoint is removed at the end")
     scheduler = args.scheduler if args.dask is None else "local"
     with options.scheduler_client(scheduler, args.dask) as client:
         if (client is not None) and args.mesh:

@@ -139,7 +139,8 @@ def _sizes_by_dim(arrays: Mapping[str, SourceArray], label: str) -> dict[str, in
 
 
 def _table_of_source(source: ArraySource, name: str, array: SourceArray, label: str) -> ArrayTable:
-    dtype, own_chunks = np.dtype(array.dtype), _chunks_of_source(source, name, array, label)
+    own, own_chunks = np.dtype(array.dtype), _chunks_of_source(source, name, array, label)
+    dtype = dtype_with_declared_sign(own, array.attrs)
     return ArrayTable(
         name=name,
         shape=array.shape,
@@ -147,7 +148,7 @@ def _table_of_source(source: ArraySource, name: str, array: SourceArray, label: 
         dtype=dtype.str,
         chunks=own_chunks or slab_places(LocalFiles(), label, 0, array.shape, dtype.itemsize).chunks,
         attrs=array.attrs,
-        masks=declared_missing_values(dtype, array.attrs),
+        masks=declared_missing_values(dtype, array.attrs, own),
         places=FilelessPlaces(f"{label}, array {name!r}"),
         load_slowly=partial(_read_from_source, source, name, array),
         clipped=True,
@@ -186,7 +187,20 @@ def _read_from_source(source: ArraySource, name: str, array: SourceArray, box: B
     if not hasattr(values, "dtype") or values.dtype != np.dtype(array.dtype) or tuple(values.shape) != shape:
         answer = f"{values.dtype}{list(values.shape)}" if hasattr(values, "dtype") else type(values).__name__
         raise ReadError(f"{call} gave {answer}, and {np.dtype(array.dtype)}{list(shape)} is what arrays describes")
-    return np.asarray(values)
+    return without_mask(values, call).view(dtype_with_declared_sign(np.dtype(array.dtype), array.attrs))
+
+
+def without_mask(values: Any, label: str) -> NDArray[Any]:
+    """Return an array's values, NaN where it is masked.  Raises: `ReadError` for masked values of integers."""
+    if not isinstance(values, np.ma.MaskedArray) or not np.ma.is_masked(values):  # pyright: ignore[reportUnknownMemberType]
+        return np.asarray(values)
+    masked: Any = values
+    if masked.dtype.kind not in "fc":
+        raise ReadError(
+            f"{label}: masked values of {masked.dtype}, which has no NaN for them; give floats, or what stands there "
+            "(x.filled(value); of netCDF4 set_auto_mask(False), with _FillValue among the attributes)"
+        )
+    return np.asarray(masked.filled(np.nan))
 
 
 def tables_of_coordinates(
@@ -197,7 +211,7 @@ def tables_of_coordinates(
     held: dict[str, NDArray[Any]] = {}
     for name, entry in coords.items():
         values, attrs = entry if isinstance(entry, tuple) and isinstance(entry[-1], Mapping) else (entry, {})
-        held[name] = np.asarray(values)
+        held[name] = without_mask(values, f"coords[{name!r}] of {of}")
         if name not in sizes or held[name].shape != (sizes[name],):
             raise GridError(
                 f"coords[{name!r}] of {of} has shape {held[name].shape}; the dims are {dict(sizes)}, and coordinates "

@@ -66,7 +66,7 @@ def picture_place(path: str | Path) -> Path:
 def save_figure(figure: Any, path: str | Path) -> None:
     """Write a figure of matplotlib.
 
-    Raises: `UnsupportedStoreError` for an ending that it does not write.
+    Raises: `UnsupportedStoreError` for an ending that it does not write, and a folder that does not exist.
     """
     endings = sorted(figure.canvas.get_supported_filetypes())
     ending = Path(path).suffix.removeprefix(".")
@@ -74,6 +74,10 @@ def save_figure(figure: Any, path: str | Path) -> None:
         allowed = ", ".join(endings)
         raise UnsupportedStoreError(f"a picture is not written as {str(path)!r}; its ending may be {allowed}")
     place = picture_place(path)
+    if not place.absolute().parent.is_dir():
+        raise UnsupportedStoreError(
+            f"a picture is to be drawn to {str(place)!r}, whose folder is not there; make it first"
+        )
     with draft_of(place) as file:
         figure.savefig(file, dpi=120, format=place.suffix.removeprefix("."))
 

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.drafts import draft_of
-from jigsaw.errors import FieldError, imports_needed, writing_to
+from jigsaw.errors import FieldError, ReadError, imports_needed, writing_to
 from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.series.fields import FieldChannel, quantity_and_level
 
@@ -349,6 +349,14 @@ def check_statistics_path(path: str | os.PathLike[str]) -> Path:
         )
     if not Path(path).parent.is_dir():
         raise FieldError(f"statistics are to be written to {str(path)!r}, whose folder is not there; make it first")
+    if os.path.lexists(path):
+        try:
+            Statistics.read(path)
+        except (FieldError, ReadError, OSError) as error:
+            raise FieldError(
+                f"{str(path)!r} is there and does not hold statistics, so they do not replace it; remove it yourself, "
+                "or choose another name"
+            ) from error
     return Path(path)
 
 

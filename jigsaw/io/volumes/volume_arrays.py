@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from jigsaw.errors import FieldError, GridError
 from jigsaw.geometry.cut import Box, box_slices
 from jigsaw.io.chunks.array_table import ArrayStore
-from jigsaw.io.formats.array_source import SourceArray, open_array_source
+from jigsaw.io.formats.array_source import SourceArray, open_array_source, without_mask
 
 GIVEN_DIMS = ("channel", "z", "y", "x")
 """Dims that a volume may have, by the names that `dims=` gives, in the order of an array without names."""
@@ -58,7 +58,7 @@ class ArrayVolume:
         return sizes and tuple(max(size) if isinstance(size, tuple) else size for size in sizes)
 
     def read(self, array: str, box: Box) -> NDArray[Any]:
-        values = np.asarray(self.values[box_slices(box)])
+        values = without_mask(self.values[box_slices(box)], f"an array of shape {tuple(self.values.shape)}")
         return values.view(np.uint8) if values.dtype.kind == "b" else values
 
 
@@ -153,7 +153,7 @@ def values_of_array(array: Any) -> NDArray[Any] | None:
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu()
         values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
-    return values if isinstance(values, np.ndarray) else None
+    return without_mask(values, f"an array of shape {values.shape}") if isinstance(values, np.ndarray) else None
 
 
 def store_of_given(source: Any, dims: Sequence[str] | None) -> ArrayStore | None:

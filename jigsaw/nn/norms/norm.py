@@ -138,7 +138,8 @@ def rms_norm(
     axes = reducing_axes(wide.layout, dims)
     squares = owned_along(wide, dims).local.square().sum(dims, keepdim=True)
     power = comm.sum_parts(squares, input.mesh, axes, (wide.layout, dims)) / elements_per_value(wide, dims)
-    scale = torch.rsqrt(power + (torch.finfo(input.dtype).eps if eps is None else eps))
+    # torch's own default is that of the type that it computes in
+    scale = torch.rsqrt(power + (torch.finfo(wide.dtype).eps if eps is None else eps))
     out = wide.local * comm.use_in_parts(scale, input.mesh, axes)
     if isinstance(weight, Tile):
         return (Tile(out, input.layout, input.mesh) * weight).to(input.dtype)
