@@ -128,6 +128,8 @@ def test_a_volume_and_a_plane_are_drawn(tmp_path, capsys):
     [
         (["--fields", "t3m"], r"MissingArrayError: field 't3m' is not in the store; did you mean 't2m'"),
         (["--plot", "x.png", "--step", "99"], r"IndexError: step 99 of '2m_temperature', which has 10"),
+        (["--plot", "nowhere/x.png"], r"UnsupportedStoreError: .*nowhere/x.png', whose folder is not there"),
+        (["--select", "number=3"], r"FieldError: --select says what --plot draws"),
         (["--plot", "x.xyz"], r"UnsupportedStoreError: a picture is not written as 'x.xyz'; its ending may be .*png"),
         (["--dims", "lat=nothing"], r"GridError: dims=\{'lat': 'nothing'\}"),
     ],

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from math import prod
 
+from jigsaw.errors import FieldError
 from jigsaw.io.commands import parse_options as options
 from jigsaw.io.formats.store import open_store
 from jigsaw.io.reading.plan_text import align_columns, bytes_text
@@ -32,6 +33,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 @options.report_refusals
 def run(args: argparse.Namespace) -> int:
     """Print what a store has; return 1 and print the reason when it cannot be read."""
+    if args.select and not args.plot:
+        raise FieldError("--select says what --plot draws; give --plot FILE too, or leave --select out")
     reach = {"outside": args.outside}
     summary = summarize_store(args.store, args.fields, args.dims, reach)
     print(json.dumps(summary.as_dict(), indent=1, default=str) if args.json else inspection_report(summary))

@@ -193,7 +193,9 @@ def draw_field_map(
     name = first.array if first.level is None else first.name
     dataset = open(store, mesh=init_mesh(device="cpu", data=1), fields=[name], **plan)
     if not -len(dataset) <= step < len(dataset):
-        raise IndexError(f"step {step} of {name!r}, which has {len(dataset)}")
+        raise IndexError(
+            f"step {step} of {name!r}, which has {len(dataset)}: the first is 0, and the last {len(dataset) - 1} or -1"
+        )
     number = range(len(dataset))[step]
     values = dataset[number].input.local[0, 0].numpy()
     cut = ""
