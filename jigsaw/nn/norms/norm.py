@@ -36,7 +36,7 @@ from jigsaw.nn.weights import (
 )
 from jigsaw.ops.meeting.plain_operands import cut_entered_tensor, plain_operand
 from jigsaw.ops.reductions import elements_per_value, reducing_axes
-from jigsaw.ops.whole_strides import is_whole_contiguous, suggested_format
+from jigsaw.ops.whole_strides import has_strides, is_whole_contiguous, suggested_format
 from jigsaw.tile.tile import Tile, implements_torch, in_own_memory
 
 
@@ -82,8 +82,14 @@ def _norm_operand(value: Tensor | None, shape: Sequence[int], input: Tile) -> Te
     return local_weight(value, input, input.layout).reshape(at(input.coordinate))
 
 
-def _in_memory_order(input: Tile, memory_format: torch.memory_format = torch.contiguous_format) -> Tile:
-    """Return the input in the memory order of torch's result: a net may `view` that, where it could not the input."""
+def _in_memory_order(input: Tile, keeps_last: bool = False) -> Tile:
+    """Return the input in the memory order of torch's result, contiguous or with channels last where it `keeps_last`.
+
+    A net may `view` that, where it could not the input.
+    """
+    if input.local.is_contiguous() and not has_strides(input):
+        return input
+    memory_format = suggested_format(input) if keeps_last else torch.contiguous_format
     return input if is_whole_contiguous(input, memory_format) else input.contiguous(memory_format=memory_format)
 
 
@@ -172,7 +178,7 @@ def group_norm(
         w, b = _weight_parts(input, weight, bias)
         # not `F.group_norm`, whose check would refuse a rank with a single value a group
         return Tile(torch.group_norm(input.local, num_groups, w, b, eps), input.layout, input.mesh)
-    grouped: Tile = _in_memory_order(input, suggested_format(input)).unflatten(1, (num_groups, channels // num_groups))
+    grouped: Tile = _in_memory_order(input, keeps_last=True).unflatten(1, (num_groups, channels // num_groups))
     by_group = (num_groups, channels // num_groups, *shape[1:])
     return _standardize_and_scale(grouped, range(2, grouped.ndim), eps, weight, bias, by_group)[0].flatten(1, 2)
 
@@ -270,7 +276,7 @@ def batch_norm(
         return _by_running(input, zeros, zeros + 1, weight, bias, eps)
     if count < 2:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)}")
-    ordered = _in_memory_order(input, suggested_format(input))
+    ordered = _in_memory_order(input, keeps_last=True)
     y, mean, squares = _standardize_and_scale(ordered, dims, eps, weight, bias, shape)
     if running_mean is not None and running_var is not None:
         _update_running(running_mean, _statistic_tile(mean, input, dims), momentum)
