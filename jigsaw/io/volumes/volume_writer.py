@@ -12,6 +12,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ class _WorldPlace:
     like: Any
     affine: AffineMatrix | None
 
-    @property
+    @cached_property
     def unit(self) -> str:
         """Unit of the world, as OME-NGFF names it: that of the given file or sample, else mm."""
         if isinstance(self.like, str | os.PathLike):
