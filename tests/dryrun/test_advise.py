@@ -122,6 +122,14 @@ def test_the_model_runs_on_one_device_first_and_progress_is_told():
     assert len(tried) == 1
 
 
+def test_a_file_of_others_is_not_replaced_by_a_calibration(tmp_path, capsys):
+    path = tmp_path / "mine.json"
+    path.write_text('{"a": 1}')
+    assert main(["advise", "--calibrate", str(path)]) == 1
+    assert "was not written by save_device" in capsys.readouterr().err
+    assert path.read_text() == '{"a": 1}'
+
+
 class _Timed(nn.Module):
     """A row of blocks that take an image, a condition and a time."""
 
