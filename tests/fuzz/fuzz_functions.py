@@ -332,7 +332,7 @@ def reads_what_it_writes(text: str, state: dict[str, object]) -> bool:
 
 
 def has_written_over_itself(result: object) -> bool:
-    """Whether torch has made a tensor whose elements share places: a `_scatter` of overlapping windows keeps their
+    """Say whether torch has made a tensor whose elements share places: a `_scatter` of overlapping windows keeps their
     strides, so that what it writes to one appears in others.
     """
     if not torch.is_tensor(result) or result._base is not None or result.layout != torch.strided:

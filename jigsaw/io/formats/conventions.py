@@ -43,7 +43,7 @@ _MAKANI_COORDINATES: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
 """The names that the coordinate of each dim may have, and the units that it has."""
 _TRANSFORM_KINDS = ("scale", "translation", "identity")
 _METER_PREFIXES = {"pico": 1e-12, "nano": 1e-9, "micro": 1e-6, "milli": 1e-3, "centi": 1e-2, "": 1.0, "kilo": 1e3}
-_METERS_BY_UNIT = {"angstrom": 1e-10, "inch": 0.0254} | {f"{p}meter": size for p, size in _METER_PREFIXES.items()}
+METERS_BY_UNIT = {"angstrom": 1e-10, "inch": 0.0254} | {f"{p}meter": size for p, size in _METER_PREFIXES.items()}
 
 
 _LONG_UNITS = {"m": "meter", "mm": "millimeter", "um": "micrometer"}
@@ -57,7 +57,7 @@ def space_unit(attrs: Mapping[str, Any]) -> str:
 
 def unit_ratio(unit: str, other: str) -> float:
     """Return how many of the `other` units one `unit` is; 1 where one of them is not known."""
-    return _METERS_BY_UNIT.get(unit, 1) / _METERS_BY_UNIT.get(other, 1) if {unit, other} <= set(_METERS_BY_UNIT) else 1
+    return METERS_BY_UNIT.get(unit, 1) / METERS_BY_UNIT.get(other, 1) if {unit, other} <= set(METERS_BY_UNIT) else 1
 
 
 def is_anemoi_store(store: ArrayStore) -> bool:
@@ -270,11 +270,11 @@ def _index_to_world(
 def _world_unit(store: ArrayStore, axes: Sequence[_OmeAxis]) -> str:
     """Return the unit of the world, "" where no axis of space has one."""
     units = [axis.unit for axis in axes if axis.is_space and axis.unit]
-    unknown = sorted(set(units) - set(_METERS_BY_UNIT))
+    unknown = sorted(set(units) - set(METERS_BY_UNIT))
     if len(set(units)) > 1 and unknown:
         raise UnsupportedStoreError(
             f"{store.url}: the axes of space have the units {units}, and {unknown} cannot be brought to the same; "
-            f"give all axes one unit, or those of {', '.join(_METERS_BY_UNIT)}"
+            f"give all axes one unit, or those of {', '.join(METERS_BY_UNIT)}"
         )
     return units[-1] if units else ""
 
@@ -294,7 +294,7 @@ def _store_of_level(
         if not axis.is_space:
             continue
         row = "xyz".index(axis.name)
-        factor = 1.0 if axis.unit in ("", unit) else _METERS_BY_UNIT[axis.unit] / _METERS_BY_UNIT[unit]
+        factor = 1.0 if axis.unit in ("", unit) else METERS_BY_UNIT[axis.unit] / METERS_BY_UNIT[unit]
         affine[row, row], affine[row, 3] = step, start = scale[d] * factor, shift[d] * factor
         name = f"{group}/{axis.name}" if group else axis.name
         coordinates[name] = start + step * np.arange(table.shape[d])

@@ -119,7 +119,7 @@ class Statistics(Mapping[str, dict[str, float]]):
     def write(self, path: StatisticsPath) -> None:
         """Write ``.nc``, ``.npz`` or ``.json``; the file appears when it is complete.
 
-        Raises: `FieldError` for another ending.
+        Raises: `FieldError` for another ending, and where a file stands that does not hold statistics.
         """
         at = check_statistics_path(path)
         if not self.fields:
@@ -342,7 +342,7 @@ def _open_statistics_nc(path: Path, mode: Literal["r", "w"] = "r", **options: An
 
 
 def check_statistics_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path, when its ending can be written and its folder exists."""
+    """Return the path, when its ending can be written, its folder exists, and what it would replace are statistics."""
     if Path(path).suffix not in STATISTICS_SUFFIXES:
         raise FieldError(
             f"statistics are written as {', '.join(STATISTICS_SUFFIXES)}, not {str(path)!r}; choose one of the endings"

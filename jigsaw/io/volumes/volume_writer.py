@@ -24,7 +24,7 @@ from jigsaw.drafts import begin_draft_file, open_unlinked
 from jigsaw.errors import GridError, ShardingError, WriteError
 from jigsaw.geometry.stencil_rules import InterpolationTable
 from jigsaw.io.formats import nifti
-from jigsaw.io.formats.conventions import unit_ratio
+from jigsaw.io.formats.conventions import METERS_BY_UNIT, unit_ratio
 from jigsaw.io.rank_results import results_of_ranks
 from jigsaw.io.volumes.ome_writer import COARSER_RULES, PyramidLevel, pyramid_levels, write_pyramid
 from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume, scaled_affine
@@ -59,9 +59,9 @@ def write_volume(
     r"""Write a tile [z, y, x] or [C, z, y, x] as ``.nii``, ``.nii.gz`` or ``.ome.zarr``. A batch dim of 1 before it is
     left out. It is [x, y, z] where `like` is a sample of ``open_volumes(axes="xyz")``.
 
-    - `like`: its place in the world: a `VolumeSample`, anything else with an `affine`, or the path of an image, in any
-      format that `open_volumes` reads. Samples and images must have as many voxels; from a NIfTI file the description
-      is taken, too;
+    - `like`: its place in the world, and its unit: a `VolumeSample`, anything else with an `affine`, or the path of an
+      image, in any format that `open_volumes` reads. Samples and images must have as many voxels; from a NIfTI file the
+      description is taken, too;
     - `affine`: 4 x 4, from voxels (x, y, z, 1) to the world, used instead; without either it is the identity;
     - `onto`: the path of an image, on whose grid labels (integers or bool) are written. Each of its voxels takes the
       label of the nearest voxel of the tile, and 0 beyond the tile. The tile lies where `like` or `affine` says;
@@ -288,7 +288,8 @@ def _header_bytes(shape: Sequence[int], kind: np.dtype[Any], place: _WorldPlace)
         head[at : at + length] = template[at : at + length] if template else bytes(length)
     if place.unit not in _UNIT_CODES:
         world = scaled_affine(world, unit_ratio(place.unit, "millimeter"))
-    head[_UNITS_AT] = head[_UNITS_AT] & _TIME_UNITS | _UNIT_CODES.get(place.unit, _UNIT_CODES["millimeter"])
+    other_unit = _UNIT_CODES["millimeter"] if place.unit in METERS_BY_UNIT else 0  # 0: the unit is not known
+    head[_UNITS_AT] = head[_UNITS_AT] & _TIME_UNITS | _UNIT_CODES.get(place.unit, other_unit)
     channels, *space = shape
     sides = [*space[::-1], *([channels] if channels > 1 else [])]
     zooms = np.sqrt((world[:3, :3] ** 2).sum(0)).tolist()
