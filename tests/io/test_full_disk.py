@@ -1,6 +1,7 @@
 """A full disk: what is told of it, what is kept, and how it goes on once there is room."""
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,13 +33,14 @@ def opened(wb2):
 @pytest.mark.parametrize("suffix", ["nc", "npz", "json"])
 def test_statistics_are_whole_or_as_they_were(tmp_path, wb2, suffix):
     found, path = jio.statistics(opened(wb2)), tmp_path / f"s.{suffix}"
-    for before in (None, b"an older file"):
-        if before:
-            path.write_bytes(before)
+    for older in (None, replace(found, attrs={"title": "an older file"})):
+        if older:
+            older.write(path)
+        before = [at.read_bytes() for at in tmp_path.iterdir()]
         for size in (0, 100, 700):
             with no_space(size), pytest.raises(WriteError, match=rf"s\.{suffix} could not be .* write again: what was"):
                 found.write(path)
-            assert [p.read_bytes() for p in tmp_path.iterdir()] == ([before] if before else [])
+            assert [at.read_bytes() for at in tmp_path.iterdir()] == before
     found.write(path)
     again = jio.Statistics.read(path)
     assert again.fields == found.fields and [p.name for p in tmp_path.iterdir()] == [path.name]
