@@ -174,6 +174,13 @@ def test_what_normalize_cannot_be(wb2, tmp_path):
     Statistics(("t2m",), {"mean": np.zeros(1), "std": np.zeros(1)}).write(tmp_path / "z.npz")
     with pytest.raises(FieldError, match=r"gives channel 't2m' mean 0 and std 0"):
         normalized(wb2, tmp_path / "z.npz", ["t2m"])
+    with pytest.raises(FieldError, match=r"normalize has 't2m' and '2t', two names of channel 't2m'; keep the one"):
+        normalized(wb2, {"t2m": (280.0, 2.0), "2t": (0.0, 1.0)}, ["t2m"])
+    with pytest.raises(FieldError, match=r"normalize has 't2m' and '2m_temperature', two names of channel 't2m'"):
+        normalized(wb2, {"t2m": (280.0, 2.0), "2m_temperature": (0.0, 1.0)}, ["t2m"])
+    some(("2t", "2m_temperature", "temperature@700", "w@500")).write(tmp_path / "t.json")
+    with pytest.raises(FieldError, match=r"t.json has '2t' and '2m_temperature', two names of channel 't2m'; give its"):
+        normalized(wb2, tmp_path / "t.json", ["t2m"])
     with pytest.raises(FieldError, match=r"statistics are written as .nc, .npz, .json, not 'a.txt'"):
         some().write("a.txt")
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 from zipfile import BadZipFile
 
 import numpy as np
@@ -153,10 +153,16 @@ class Statistics(Mapping[str, dict[str, float]]):
         if channel.name in self.fields:
             return self.fields.index(channel.name)
         quantity = quantity_and_level(channel.name)
-        for i, name in enumerate(self.fields):
-            if quantity_and_level(name) == quantity:
-                return i
-        raise FieldError(f"{self.source} has no channel {channel.name!r}; it has {_fields_text(self.fields)}")
+        places = [i for i, name in enumerate(self.fields) if quantity_and_level(name) == quantity]
+        if not places:
+            raise FieldError(f"{self.source} has no channel {channel.name!r}; it has {_fields_text(self.fields)}")
+        if len(places) > 1:
+            names = [self.fields[i] for i in places]
+            raise FieldError(
+                f"{self.source} has {names[0]!r} and {names[1]!r}, two names of channel {channel.name!r}; give its "
+                f"mean and std by one name: normalize={{{channel.name!r}: (mean, std), …}}"
+            )
+        return places[0]
 
 
 def _fields_text(fields: Sequence[str], most: int = 40) -> str:
@@ -463,17 +469,30 @@ def _by_own_names(normalize: Mapping[str, Any], channels: Sequence[FieldChannel]
         raise FieldError(
             f"normalize has {unknown[0]!r}, which is not a field; the channels are {[c.name for c in channels]}"
         )
-    return {name: normalize[key] for key, name in other.items() if name} | {
-        k: normalize[k] for k in normalize if k in own
-    }
+    key_of = {key: key for key in normalize if key in own}
+    for key, name in other.items():
+        first = key_of.setdefault(str(name), key)
+        if first != key:
+            _refuse_two_names(first, key, str(name))
+    return {name: normalize[key] for name, key in key_of.items()}
+
+
+def _refuse_two_names(first: str, second: str, channel: str) -> NoReturn:
+    raise FieldError(
+        f"normalize has {first!r} and {second!r}, two names of channel {channel!r}; keep the one whose numbers you want"
+    )
 
 
 def _mean_and_std(
     channel: FieldChannel, channels: Sequence[FieldChannel], normalize: Mapping[str, Any]
 ) -> tuple[float, float]:
-    key = next((k for k in (channel.name, channel.field, channel.array) if k in normalize), None)
-    if key is None:
+    keys = [k for k in (channel.name, channel.field, channel.array) if k in normalize]
+    if not keys:
         raise FieldError(f"normalize has no mean and std for channel {channel.name!r}; it has {sorted(normalize)}")
+    key = keys[0]
+    # the name of one level goes before that of its field, which is for the others
+    if key == channel.field and keys[-1] != key:
+        _refuse_two_names(key, keys[-1], channel.name)
     pair = normalize[key]
     try:
         mean, std = (pair["mean"], pair["std"]) if isinstance(pair, Mapping) else pair
