@@ -31,22 +31,30 @@ def latitude_weights(latitudes: Any, dtype: torch.dtype | None = None) -> Tensor
     return torch.tensor(latitude_rows(latitudes).latitude_shares(), dtype=dtype or torch.get_default_dtype())[:, None]
 
 
-def average_over(values: Any, dim: ReducedDims, weights: MetricValues | None, skip_missing: bool) -> Any:
+def _average_of(values: Any, dim: ReducedDims, weights: MetricValues | None) -> Any:
     """Return the weighted mean along `dim`; of nothing, or of missing values alone, it is NaN.
 
-    *Sends*: one all-reduce of the result, two with weights or where values may be missing.
+    *Sends*: one all-reduce of the result, two with weights.
     """
-    if skip_missing:
-        missing = values.isnan()
-        values = values.masked_fill(missing, 0)
-        counted = (~missing).to(values.dtype)
-        weights = counted if weights is None else counted * weights
     return values.mean(dim) if weights is None else weighted_mean(values, weights, dim)
 
 
-def _forecast_errors(name: str, forecast: MetricValues, truth: MetricValues) -> Any:
+def _present_alone(values: Any, missing: Any, weights: MetricValues | None) -> tuple[Any, Any]:
+    """Return values with 0 where they are missing, and weights of 0 there.
+
+    It comes before squares and roots: their gradient at a NaN is NaN, whatever becomes of the result.
+    """
+    counted = (~missing).to(values.dtype)
+    return values.masked_fill(missing, 0), counted if weights is None else counted * weights
+
+
+def _forecast_errors(
+    name: str, forecast: MetricValues, truth: MetricValues, weights: MetricValues | None, skip_missing: bool
+) -> tuple[Any, Any]:
+    """Return the errors and their weights."""
     check_same_shape(name, forecast, truth)
-    return as_wide_floats(forecast) - as_wide_floats(truth)
+    errors = as_wide_floats(forecast) - as_wide_floats(truth)
+    return _present_alone(errors, errors.isnan(), weights) if skip_missing else (errors, weights)
 
 
 def rmse(
@@ -71,7 +79,8 @@ def rmse(
     >>> jigsaw.metrics.rmse(truth + 2, truth, dim=(1, 2), weights=area).full_tensor()
     tensor([2., 2., 2.])
     """
-    return average_over(_forecast_errors("rmse", forecast, truth).square(), dim, weights, skip_missing).sqrt()
+    errors, weights = _forecast_errors("rmse", forecast, truth, weights, skip_missing)
+    return _average_of(errors.square(), dim, weights).sqrt()
 
 
 def mae(
@@ -87,7 +96,8 @@ def mae(
     >>> jigsaw.metrics.mae(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0]))
     tensor(1.5000)
     """
-    return average_over(_forecast_errors("mae", forecast, truth).abs(), dim, weights, skip_missing)
+    errors, weights = _forecast_errors("mae", forecast, truth, weights, skip_missing)
+    return _average_of(errors.abs(), dim, weights)
 
 
 def bias(
@@ -103,7 +113,8 @@ def bias(
     >>> jigsaw.metrics.bias(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0]))
     tensor(-1.5000)
     """
-    return average_over(_forecast_errors("bias", forecast, truth), dim, weights, skip_missing)
+    errors, weights = _forecast_errors("bias", forecast, truth, weights, skip_missing)
+    return _average_of(errors, dim, weights)
 
 
 def acc(
@@ -132,11 +143,12 @@ def acc(
     """
     check_same_shape("acc", forecast, truth)
     of_forecast, of_truth = as_wide_floats(forecast) - climatology, as_wide_floats(truth) - climatology
-    both = of_forecast * of_truth
-    squares = [of_forecast.square(), of_truth.square()]
     if skip_missing:
-        squares = [s.masked_fill(both.isnan(), torch.nan) for s in squares]
-    covariance, of_forecast, of_truth = (average_over(x, dim, weights, skip_missing) for x in (both, *squares))
+        missing = of_forecast.isnan() | of_truth.isnan()
+        of_truth = of_truth.masked_fill(missing, 0)
+        of_forecast, weights = _present_alone(of_forecast, missing, weights)
+    products = of_forecast * of_truth, of_forecast.square(), of_truth.square()
+    covariance, of_forecast, of_truth = (_average_of(x, dim, weights) for x in products)
     return covariance / (of_forecast * of_truth).sqrt()
 
 
@@ -205,7 +217,10 @@ def crps(
     >>> jigsaw.metrics.crps(forecast, truth), jigsaw.metrics.crps(forecast, truth, alpha=0.0)
     (tensor(0.5000), tensor(0.7500))
     """
-    return average_over(ensemble_crps("crps", forecast, truth, member_dim, alpha), dim, weights, skip_missing)
+    scores = ensemble_crps("crps", forecast, truth, member_dim, alpha)
+    if skip_missing:
+        scores, weights = _present_alone(scores, scores.isnan(), weights)
+    return _average_of(scores, dim, weights)
 
 
 def spread(
@@ -219,12 +234,17 @@ def spread(
     """Return the root of the mean along `dim` of the members' variance, divided by M - 1.
 
     *Shapes*: forecast ``[time, member, *space]``; `dim` and `weights` are of ``[time, *space]``.
-    *Sends*: where the members are cut, two all-reduces of a member; then as `rmse`.
+    *Sends*: where the members are cut, two all-reduces of a member, three with `skip_missing`; then as `rmse`.
 
     >>> jigsaw.metrics.spread(torch.tensor([[1.0, 3.0], [5.0, 5.0]]))
     tensor(1.)
     """
-    return average_over(as_wide_floats(forecast).var(member_dim), dim, weights, skip_missing).sqrt()
+    forecast = as_wide_floats(forecast)
+    if skip_missing:
+        missing = forecast.isnan().any(member_dim)
+        _, weights = _present_alone(forecast.select(member_dim, 0), missing, weights)
+        forecast = forecast.masked_fill(missing.unsqueeze(member_dim), 0)
+    return _average_of(forecast.var(member_dim), dim, weights).sqrt()
 
 
 def spread_skill(

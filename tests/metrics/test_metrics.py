@@ -139,6 +139,22 @@ def test_missing_values_make_nan_unless_they_are_skipped():
     assert metrics.mae(x[1:2], y[1:2], skip_missing=True).isnan()
 
 
+@pytest.mark.parametrize("name", ["rmse", "mae", "bias", "acc", "crps", "spread", "spread_skill"])
+def test_what_is_skipped_has_a_gradient_of_zero(name):
+    of_members = name in ("crps", "spread", "spread_skill")
+    x, y = _fields(members=5 if of_members else None)
+    holes = torch.arange(y.numel()).reshape(y.shape) % 5 == 0
+    own = x.masked_fill(torch.arange(x.numel()).reshape(x.shape) % 11 == 0, torch.nan).requires_grad_()
+    options = {"dim": (-2, -1), "weights": AREA, "skip_missing": True}
+    more = [y.masked_fill(holes, torch.nan)] if name != "spread" else []
+    more += [0.1 * AREA] if name == "acc" else []
+    getattr(metrics, name)(own, *more, **options).sum().backward()
+    skipped = own.isnan() if name == "spread" else own.isnan() | (holes.unsqueeze(1) if of_members else holes)
+    skipped = skipped.any(1, keepdim=True).expand_as(own) if of_members else skipped
+    assert own.grad.isfinite().all() and not own.grad[skipped].any()
+    assert name == "crps" or own.grad[~skipped].all()  # a member amid the others does not change that score
+
+
 @on_ranks(4)
 def test_what_metrics_send():
     mesh = world_mesh(lat=4)
