@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jigsaw.comm.graph_calls import lacks_values
+from jigsaw.comm.wire_values import is_on_accelerator
 from jigsaw.geometry.cut import Cut, cut_of_cells, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.changing_rows import check_no_leaf
@@ -23,6 +25,7 @@ from jigsaw.ops.random_numbers import global_normal, global_uniform
 from jigsaw.ops.unknown_functions import run_unknown_function
 from jigsaw.ops.whole_strides import is_whole_contiguous, order_of_results, whole_strides, with_order
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error, tiles_in
+from jigsaw.torch_internals.autograd import assert_on_device
 from jigsaw.torch_internals.dispatch import without_modes
 
 # -- of a number ------------------------------------------------------------------------------------------------------
@@ -162,7 +165,19 @@ def _bernoulli(input: Tile, p: float | None = None, *, generator: Any = None) ->
     if p is not None and not 0 <= p <= 1:
         raise RuntimeError(f"bernoulli expects p to be in [0, 1], but got p={p}")
     chance = input.local.detach() if p is None else p
+    _check_drawn_from(chance, lambda x: (x >= 0) & (x <= 1), "bernoulli expects probabilities in [0, 1]")
     return Tile((global_uniform(input, input.ndim) < chance).to(input.dtype), input.layout, input.mesh)
+
+
+def _check_drawn_from(values: Any, is_right: Callable[[Tensor], Tensor], rule: str) -> None:
+    """Check the values of a distribution where torch does, which raises on the rank that has wrong ones."""
+    if not isinstance(values, Tensor):
+        return
+    are_right = is_right(values.detach())
+    if is_on_accelerator(values) or lacks_values():  # check on the device, so that the host does not wait
+        assert_on_device(are_right.all())
+    elif not are_right.all():
+        raise RuntimeError(f"{rule}, and this rank has {values[~are_right][0]:g}")
 
 
 def _check_generator(function: Any, tile: Tile, generator: Any) -> None:
@@ -176,6 +191,7 @@ def _check_generator(function: Any, tile: Tile, generator: Any) -> None:
 def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     first = next(tiles_in((mean, std)))
     _check_generator(torch.normal, first, generator)
+    _check_drawn_from(std.local if isinstance(std, Tile) else std, lambda x: x >= 0, "normal expects std >= 0")
     spread = mean * 0 + std if isinstance(mean, Tile) else std * 0 + mean
     with torch.no_grad():
         drawn = mean + std * torch.randn_like(spread)
@@ -227,7 +243,9 @@ def _draw_whole(tile: Tile, *bounds: int, to: int | None = None, **named: int) -
 
 
 def _draw_chance(tile: Tile, p: Any = 0.5) -> Tensor:
-    return global_uniform(tile, tile.ndim) < (p.local if isinstance(p, Tile) else p)
+    chance = p.local if isinstance(p, Tile) else p
+    _check_drawn_from(chance, lambda x: (x >= 0) & (x <= 1), "bernoulli_ expects probabilities in [0, 1]")
+    return global_uniform(tile, tile.ndim) < chance
 
 
 _answer_random_fill("uniform_", _draw_uniform)
@@ -306,6 +324,11 @@ def _multinomial(input: Tile, num_samples: int, replacement: bool = False, *, ge
             f"multinomial: {num_samples} samples (replacement={replacement}) of a Tile of shape {tuple(input.shape)}; "
             "it takes 1 or 2 dims, and no more samples than places without replacement"
         )
+    _check_drawn_from(
+        input.local, lambda x: (x >= 0) & (x < torch.inf), "multinomial expects weights from 0 to below infinity"
+    )
+    if not input.layout.is_cut(input.ndim - 1):
+        _check_drawn_from(input.local.sum(-1), lambda x: x > 0, "multinomial expects a weight above 0 in each row")
     weights: Any = input.detach()
     if replacement:
         weights = weights.unsqueeze(-2).expand(*input.shape[:-1], num_samples, input.shape[-1])

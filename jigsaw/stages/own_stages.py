@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -57,8 +58,8 @@ def check_schedule(name: str, schedule: PipeSchedule, ranks: int, stages: int, b
 
     *Raises*: `ShardingError` for stages and microbatches that the schedule cannot have.
     """
-    if batches < 1:
-        raise ShardingError(f"microbatches={batches} must be at least 1")
+    if not isinstance(batches, Integral) or batches < 1:
+        raise ShardingError(f"microbatches={batches!r} must be a whole number, at least 1")
     if ranks == 1:
         return
     each = schedule.per_rank or max(stages // ranks, 2)

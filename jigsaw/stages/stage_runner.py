@@ -203,6 +203,12 @@ class StageRunner(nn.Module):
                 f"loss= returned {type(loss).__name__} {tuple(getattr(loss, 'shape', ()))}; return the mean over the "
                 "microbatch, a scalar tensor"
             )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ShardingError(
+                "loss= returned a tensor without a graph, so no stage would get a gradient: something detached it "
+                "(.detach(), .item(), numpy, no_grad), or no weight requires one; for the loss alone call "
+                "pipe.step within torch.no_grad()"
+            )
         value = loss.full_tensor() if isinstance(loss, Tile) else loss
         (value,) = self._with_sums_at_last(at, (value.reshape(()) / len(self.batch.targets),))
         return value

@@ -336,3 +336,24 @@ def test_what_stays_refused():
             with pytest.raises(error, match=words):
                 call()
     assert counted.calls == []
+
+
+@pytest.mark.parametrize("wrong", [1.5, -0.5, torch.nan])
+def test_random_numbers_of_no_distribution_are_refused(wrong):
+    mesh = world_mesh(lat=1)
+    values = torch.tensor([[0.5, 0.25], [0.5, wrong]])
+    tile = shard(values, mesh, ("lat", None))
+    functions = [torch.bernoulli, lambda x: torch.zeros_like(x).bernoulli_(x)]
+    if wrong < 1:
+        functions += [lambda x: torch.normal(0.0, x)]
+    if not wrong > 1:
+        functions += [lambda x: torch.multinomial(x, 1), lambda x: torch.multinomial(x, 2, replacement=True)]
+    for function in functions:
+        for x in (values, tile):
+            with pytest.raises(RuntimeError):
+                function(x)
+    nothing = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+    for x in (nothing, shard(nothing, mesh, ("lat", None))):
+        with pytest.raises(RuntimeError, match="multinomial"):
+            torch.multinomial(x, 1)
+    torch.normal(0.0, shard(nothing, mesh, ("lat", None)))

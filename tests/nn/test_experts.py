@@ -338,6 +338,8 @@ def test_refused_sizes():
         ((6, 5, 4, 5), {}, "top_k=5: a token goes to 1 to 4"),
         ((6, 0, 4, 2), {}, "hidden=0: sizes are at least 1"),
         ((6, 5, 4, 2), {"shared_experts": -1}, "shared_experts=-1"),
+        ((6, 5, 4, 1.5), {}, "top_k=1.5: give a whole number"),
+        ((6, 5, 4.0, 2), {}, "experts=4.0: give a whole number"),
         ((6, 5, 4, 2), {"capacity_factor": 0.0}, "capacity_factor=0.0: it is above 0"),
     ]:
         with pytest.raises(ShardingError, match=told):
@@ -346,5 +348,7 @@ def test_refused_sizes():
     for shape in ((3, 5), (6,)):
         with pytest.raises(ShardingError, match="MoE takes tokens of 6 features"):
             layer(torch.ones(shape))
+    with pytest.raises(ShardingError, match=r"tokens of floats, but the Tile has torch.int64; convert them"):
+        layer(torch.ones((3, 6), dtype=torch.int64))
     with pytest.raises(ShardingError, match="MoE, whose messages depend on values, cannot be in a graph"):
         jigsaw.compile(nn.Sequential(layer))(jigsaw.shard(torch.ones(3, 6), mesh, ("lat", None)))

@@ -754,6 +754,23 @@ def test_refused():
     _refused("shard_weights='always' must be True or 'after_forward'", shard_weights="always")
 
 
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (lambda out, y: (out - y).square(), r"loss= returned Tile \(4, 4\); return the mean over the microbatch"),
+        (lambda out, y: F.mse_loss(out, y).detach(), "loss= returned a tensor without a graph, so no stage would get"),
+    ],
+    ids=["of each sample", "detached"],
+)
+def test_losses_that_no_stage_can_learn_from(loss, told):
+    x = torch.randn(8, 4)
+    pipe = jigsaw.pipeline(nn.Linear(4, 4), jigsaw.init_mesh(pipe=1), loss=loss, microbatches=2)
+    with pytest.raises(ShardingError, match=told):
+        pipe.step(x, x)
+    with pytest.raises(ShardingError, match="must be a whole number, at least 1"):
+        jigsaw.pipeline(nn.Linear(4, 4), jigsaw.init_mesh(pipe=1), loss=loss, microbatches=2.0)
+
+
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 

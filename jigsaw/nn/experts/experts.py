@@ -13,6 +13,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -273,6 +274,10 @@ class MoE(nn.Module):
                 f"MoE takes tokens of {self.dim} features, the last of at least 2 dims, but the Tile has shape "
                 f"{tuple(input.shape)}; move the features there, x.movedim(1, -1), or make the layer for another dim"
             )
+        if not input.dtype.is_floating_point:
+            raise ShardingError(
+                f"MoE takes tokens of floats, but the Tile has {input.dtype}; convert them: x.to(torch.float32)"
+            )
         if is_shape_run():  # without values there is no route of a token
             self.balance_loss = self.z_loss = input.local.new_zeros(())
             tile = input.owned()
@@ -337,6 +342,9 @@ class MoE(nn.Module):
 
 def _check_sizes(dim: int, hidden: int, experts: int, top_k: int, shared: int, capacity_factor: float | None) -> None:
     sizes = {"dim": dim, "hidden": hidden, "experts": experts}
+    for name, size in (*sizes.items(), ("top_k", top_k), ("shared_experts", shared)):
+        if not isinstance(size, Integral):
+            raise ShardingError(f"MoE with {name}={size!r}: give a whole number")
     small = [f"{name}={size}" for name, size in sizes.items() if size < 1]
     if small or shared < 0:
         raise ShardingError(f"MoE with {', '.join(small) or f'shared_experts={shared}'}: sizes are at least 1")
