@@ -139,6 +139,31 @@ def test_its_path_says_how_it_is_opened(analyses):
         jigsaw.io.open(analyses, mesh=world_mesh(lat=1))
 
 
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (
+            lambda file: file.truncate(file.tell() - 100),
+            "End of resource reached when reading message; of a file with a torn message get another",
+        ),
+        (
+            lambda file: append(file, 2, np.ones((LAT, LON)), shortName="10u", dataDate=20200101, dataTime=0),
+            "key present and new value is different.*open those of one kind, xarray.open_dataset",
+        ),
+    ],
+    ids=["torn", "of another height"],
+)
+def test_no_message_is_left_out_of_a_conversion(tmp_path, spoil, told):
+    path = tmp_path / "it.grib"
+    with path.open("wb") as file:
+        for hour in (0, 600):
+            append(file, 2, np.ones((LAT, LON)), shortName="2t", dataDate=20200101, dataTime=hour)
+        spoil(file)
+    with pytest.raises(UnsupportedStoreError, match=f"xarray does not open '.*it.grib': {told}"):
+        convert(str(path), tmp_path / "made.zarr")
+    assert not (tmp_path / "made.zarr").exists()
+
+
 class Trap:
     """A pickle of it makes a folder where it is loaded."""
 

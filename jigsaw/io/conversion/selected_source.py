@@ -51,6 +51,11 @@ _OF_ZARR, _OF_ZARR_V3 = {"compressor", "compressors"}, {"serializer", "codecs"}
 _COMPARED_IN_MEMORY = 1 << 28
 """Bytes of an array that is read once and kept, to compare other files with it; a larger one is read for each."""
 _GRIB = (".grib", ".grib2", ".grb", ".grb2")
+_ADVICE_ON_GRIB = (
+    "; of a file with a torn message get another copy; if messages differ in level, step type or members, open those "
+    "of one kind, xarray.open_dataset(path, engine='cfgrib', backend_kwargs={'filter_by_keys': {'shortName': '2t'}}), "
+    "and convert that: jigsaw.io.convert(part, target)"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,8 +197,9 @@ def open_with_xarray(source: Any, engine: str | None = None, outside: Any = Fals
     raw = any(engine in ("zarr", "kerchunk") or (engine is None and not os.path.isfile(path)) for path in paths)
     options: dict[str, Any] = {"engine": engine, **({"decode_cf": False} if raw else _DECODED)}
     if engine == "cfgrib" or (engine is None and paths[0].lower().endswith(_GRIB)):
-        # an index beside the file is a pickle, and may come from an untrusted writer
-        options |= {"engine": "cfgrib", "backend_kwargs": {"indexpath": ""}}
+        # an index beside the file is a pickle, and may come from an untrusted writer; and by default cfgrib leaves out
+        # torn messages, and variables that do not fit beside the first ones
+        options |= {"engine": "cfgrib", "backend_kwargs": {"indexpath": "", "errors": "raise"}}
     stores: list[Any] = [_checked_store(path, engine, outside) for path in paths]
     watched = tuple(store for store in stores if not isinstance(store, str))
     if watched:
@@ -211,7 +217,13 @@ def open_with_xarray(source: Any, engine: str | None = None, outside: Any = Fals
     except GridError:  # of files that are not joined
         raise
     except (OSError, ValueError, ImportError, KeyError) as e:
-        raise UnsupportedStoreError(f"xarray does not open {paths[0]!r}: {e}") from cause_without_secrets(e)
+        advice = _ADVICE_ON_GRIB if options["engine"] == "cfgrib" else ""
+        raise UnsupportedStoreError(f"xarray does not open {paths[0]!r}: {e}{advice}") from cause_without_secrets(e)
+    except Exception as e:
+        if options["engine"] != "cfgrib":
+            raise
+        # errors of ecCodes have a base of their own, which only that package knows
+        raise UnsupportedStoreError(f"xarray does not open {paths[0]!r}: {e}{_ADVICE_ON_GRIB}") from e
 
 
 def _checked_store(path: str, engine: str | None, outside: Any) -> str | WatchedStore:

@@ -77,8 +77,8 @@ def open_store(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore
             return _format_function(module, opener)(url, **reach)
     if _format_function("formats.slab_arrays", "magic_bytes")(url, 4) == b"GRIB":
         raise UnsupportedStoreError(
-            f"{url!r} is GRIB, which cfgrib reads: open xarray.open_dataset({str(url)!r}, engine='cfgrib'), "
-            "or convert it: python -m jigsaw convert"
+            f"{url!r} is GRIB, which cfgrib reads: open xarray.open_dataset({str(url)!r}, engine='cfgrib', "
+            "backend_kwargs={'errors': 'raise'}), or convert it: python -m jigsaw convert"
         )
     return _format_function("formats.zarr_group", "open_zarr", "zarr")(url, options)
 
