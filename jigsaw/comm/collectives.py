@@ -172,6 +172,8 @@ def _result_of_reduce(
 def all_reduce(x: Tensor, mesh: DeviceMesh, axes: AxisNames, op: str = "sum", same: SameOnRanks = None) -> Tensor:
     """Return a new tensor: `x` combined over the ranks along `axes`, the same bits on each.  Not differentiable.
 
+    An axis that the mesh lacks counts as one rank, here as in a spec: the same program runs on any mesh.
+
     `op` is ``"sum"``, ``"prod"``, ``"max"`` or ``"min"``; NaN wins in the last two, as it does in `torch.amax`.
     bfloat16 and float16 are combined in float32, and rounded once.  `same` (a layout) must be equal on all ranks.
 
