@@ -724,6 +724,69 @@ def test_ranks_that_disagree_all_raise(tmp_path):
     assert not (tmp_path / "a.zarr").exists()
 
 
+OF_RANKS = {
+    "path": ({"path": "old.zarr"}, r"path is '.*new\.zarr' at place 0 of the mesh and '.*old\.zarr' at place 1"),
+    "append_dim": ({"append_dim": None}, "append_dim is 'time' at place 0 of the mesh and None at place 1"),
+    "wait": ({"wait": False}, "wait is True at place 0 of the mesh and False at place 1; give every rank the same"),
+    "mode": ({"mode": "w"}, "mode is 'w-' at place 0 of the mesh and 'w' at place 1"),
+    "attrs": ({"attrs": {"title": "b"}}, r"attrs is \{\} at place 0 of the mesh and \{'title': 'b'\} at place 1"),
+    "format": ({"format": "netcdf"}, "format is '.zarr' at place 0 of the mesh and '.nc' at place 1"),
+    "encoding": ({"encoding": {"filters": []}}, r"encoding is \{\} at place 0 .* and \{'filters': \[\]\} at place 1"),
+}
+
+
+@on_ranks(2)
+def test_ranks_that_were_given_other_arguments_change_nothing(tmp_path):
+    tile, rank = cut(array((1, 13, 10)), world_mesh(lat=2), (None, "lat", None)), dist.get_rank()
+    options = {"dims": ("time", "lat", "lon"), "append_dim": "time", "coords": {"time": TIMES[:1]}}
+    write(tmp_path / "old.zarr", {"u": tile}, **options)
+    before = files_of(tmp_path / "old.zarr")
+    for chosen, match in OF_RANKS.values():
+        given = {"path": "new.zarr", **options, **(chosen if rank else {})}
+        with pytest.raises(WriteError, match=f"^the ranks write different things: {match}"):
+            write(tmp_path / given.pop("path"), {"u": tile}, **given)
+    dist.barrier()
+    assert [p.name for p in tmp_path.iterdir()] == ["old.zarr"] and files_of(tmp_path / "old.zarr") == before
+
+
+@on_ranks(2)
+def test_ranks_that_spell_a_path_in_other_ways_write_one_store(tmp_path):
+    tile, rank = cut(array((1, 13)), world_mesh(lat=2), (None, "lat")), dist.get_rank()
+    here = os.path.relpath(tmp_path) if rank else tmp_path / "no" / ".."
+    codec = {"compressors": BloscCodec(cname="zstd")}  # one object on each rank
+    attrs = {"b": np.float32(2), "a": [1]} if rank else {"a": [1], "b": np.float32(2)}
+    write(Path(here) / "a.zarr", {"u": tile}, dims=("time", "lat"), encoding=codec, attrs=attrs)
+    np.testing.assert_array_equal(opened(tmp_path / "a.zarr").u.values, tile.full_tensor())
+
+
+@on_ranks(2)
+def test_the_smallest_budget_of_all_ranks_is_kept(tmp_path):
+    tile = cut(array((8, 4, 10)), world_mesh(lat=2), (None, "lat", None))
+    with comm.count() as count:
+        budget = 320 if dist.get_rank() else 5000
+        write(tmp_path / "a.nc", {"u": tile}, dims=("time", "lat", "lon"), chunks={"lat": 4}, budget=budget)
+    assert len([c for c in count.calls if c.kind == "write"]) == 4  # rounds of two chunks
+
+
+@on_ranks(2)
+def test_a_writer_that_one_rank_has_closed_is_refused_on_all(tmp_path):
+    tile, options = (
+        cut(array((1, 13)), world_mesh(lat=2), (None, "lat")),
+        {"dims": ("time", "lat"), "append_dim": "time"},
+    )
+    out = Writer(tmp_path / "a.zarr", **options)
+    if dist.get_rank() == 0:
+        out.close()
+    with pytest.raises(WriteError, match=r"a\.zarr takes no more: it was closed"):
+        out.append({"u": tile})
+    again = Writer(tmp_path / "b.zarr", **options)
+    again.append({"u": tile})
+    if dist.get_rank() == 1:
+        again = Writer(tmp_path / "b.zarr", **options)
+    with pytest.raises(WriteError, match="the ranks write different things: "):
+        again.append({"u": tile})
+
+
 def test_a_writer_that_wrote_nothing_lets_go_of_the_file_that_it_would_append_to(tmp_path):
     mesh, path = world_mesh(lat=1), tmp_path / "s.nc"
     options = {"dims": ("time", "lat", "lon"), "append_dim": "time"}

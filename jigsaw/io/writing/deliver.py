@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,7 @@ from jigsaw.ranks.model_world import job_size
 
 T = TypeVar("T")
 _WRITER_THREADS = 4
+_SHOWN_LETTERS = 200
 # one thread for all writers of a process, so that the messages about their stores have one order on every rank
 _behind_steps = ThreadPoolExecutor(1, thread_name_prefix="jigsaw-write")
 # A program that ends without `close` still writes its last step. `atexit` would be too late, because by then no pool of
@@ -149,19 +151,62 @@ def gather_results(mesh: DeviceMesh, step: Callable[[], T]) -> list[T]:
     return _hear_or_refuse(mesh, lambda: results_of_ranks(mesh, step, WriteError))
 
 
-def agreed_outline(mesh: DeviceMesh, describe: Callable[[], AppendOutline]) -> AppendOutline:
-    """Return the outline that every rank describes, once it is known to be the same on all."""
-    outlines: list[AppendOutline] = []
+def agreed_arguments(mesh: DeviceMesh, tell: Callable[[], tuple[T, Mapping[str, Any]]]) -> list[T]:
+    """Return the value that each rank tells, in mesh order, once the facts that it tells are the same on all.
 
-    def digest() -> str:
+    *Sends*: the pickled value and a digest of each fact, to each of the other ranks; facts that differ follow.
+    *Raises*: `WriteError` on every rank, naming facts that differ; what `tell` raises on any.
+    """
+    values, different = _values_and_differences(mesh, tell)
+    _refuse_differences(different)
+    return values
+
+
+def agreed_outline(mesh: DeviceMesh, steps: int, describe: Callable[[], AppendOutline]) -> AppendOutline:
+    """Return the outline that every rank describes, once it is known to be the same on all, as are their `steps`."""
+
+    def tell() -> tuple[None, Mapping[str, Any]]:
         outlines.append(describe())
-        return outlines[0].digest()
+        return None, {"outline": outlines[0].digest(), "Writer.steps": steps}
 
-    if len(set(gather_results(mesh, digest))) > 1:
+    outlines: list[AppendOutline] = []
+    _, different = _values_and_differences(mesh, tell)
+    if set(different) == {"outline"}:
         raise WriteError(
             "the ranks describe different arrays or coordinates; give each the same names, coordinates and options"
         )
+    _refuse_differences(different)
     return outlines[0]
+
+
+def _values_and_differences(
+    mesh: DeviceMesh, tell: Callable[[], tuple[T, Mapping[str, Any]]]
+) -> tuple[list[T], dict[str, list[str]]]:
+    """Return the value of each rank, and each fact that is not the same on all, as text by rank."""
+    texts: dict[str, str] = {}
+
+    def value_and_digests() -> tuple[T, dict[str, bytes]]:
+        value, facts = tell()
+        texts.update({name: repr(fact) for name, fact in facts.items()})
+        return value, {name: hashlib.sha256(text.encode()).digest()[:8] for name, text in texts.items()}
+
+    every = gather_results(mesh, value_and_digests)
+    digests = [each for _, each in every]
+    names = dict.fromkeys(name for each in digests for name in each)
+    different = [name for name in names if len({each.get(name) for each in digests}) > 1]
+    told = gather_results(mesh, lambda: {n: texts.get(n, "nothing") for n in different}) if different else []
+    return [value for value, _ in every], {name: [each[name] for each in told] for name in different}
+
+
+def _refuse_differences(different: Mapping[str, Sequence[str]]) -> None:
+    if not different:
+        return
+    lines: list[str] = []
+    for name, texts in different.items():
+        other = next(place for place, text in enumerate(texts) if text != texts[0])
+        shown = [text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}…" for text in texts]
+        lines.append(f"{name} is {shown[0]} at place 0 of the mesh and {shown[other]} at place {other}")
+    raise WriteError(f"the ranks write different things: {'; '.join(lines)}; give every rank the same")
 
 
 def _hear_or_refuse(mesh: DeviceMesh, talk: Callable[[], T]) -> T:

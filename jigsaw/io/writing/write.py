@@ -15,7 +15,7 @@ lose.  `completeness` tells how far a store is; the same stands in its global at
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -23,25 +23,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Required, Self, TypedDict, TypeVar, Unpack
 
-import numpy as np
-from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.errors import ShardingError, WriteError
-from jigsaw.geometry.neighbors import Neighbors
-from jigsaw.io.chunks.array_table import ArrayStore
 from jigsaw.io.datasets.dataset import Dataset
-from jigsaw.io.datasets.pairs import PairedDataset
-from jigsaw.io.series.cell_grid import renumbered_cells
-from jigsaw.io.series.coords import CELL_ROLE, decoded_coordinate
-from jigsaw.io.series.fields import FieldChannel
-from jigsaw.io.series.store_survey import StoreSurvey, StoreVariable
-from jigsaw.io.writing.cf import REFERENCE_ATTRIBUTES, StoredCoordinate
+from jigsaw.io.writing.cf import StoredCoordinate
 from jigsaw.io.writing.deliver import (
     FormatSink,
     PendingStep,
     StoreCompleteness,
     WriteJob,
+    agreed_arguments,
     agreed_outline,
     check_mesh_of_all_ranks,
     completeness_from_attrs,
@@ -49,20 +41,19 @@ from jigsaw.io.writing.deliver import (
     gather_results,
     part_path,
 )
+from jigsaw.io.writing.lent_options import dataset_of_targets, options_like_dataset
 from jigsaw.io.writing.netcdf_writer import NetcdfSink, netcdf_attrs
 from jigsaw.io.writing.outline import (
-    CHANNEL_DIM,
-    LEVEL_DIM,
     AppendOutline,
     ArrayDims,
     ArrayOutline,
     GrowingStore,
     TileData,
     WriteOptions,
-    WrittenField,
     outline_append,
     parse_written_field,
 )
+from jigsaw.io.writing.write_arguments import facts_of_options
 from jigsaw.io.writing.zarr_writer import ZarrSink, zarr_store_attrs
 from jigsaw.nn.cells.gather import gather_neighbors
 from jigsaw.ranks.mesh import is_same_mesh, mesh_coordinate
@@ -158,7 +149,7 @@ class Writer:
     - `mode`: ``"w-"`` makes a new store, ``"w"`` replaces one, ``"a"`` goes on after its last complete step;
     - `encoding`: ``dtype`` (bfloat16 is stored as float32, else tiles keep theirs) and, in Zarr, ``compressors``,
       ``filters``, ``serializer``, in NetCDF ``compression``, ``complevel``, ``shuffle``, ``fletcher32``;
-    - `budget`: bytes that a rank puts together at a time, at least one chunk or shard;
+    - `budget`: bytes that a rank puts together at a time, at least one chunk or shard; the smallest of all ranks;
     - `wait`: with False, a thread writes a copy, of each array at most `budget`, behind the next step. In Zarr alone,
       for tiles whose mesh has all ranks of the job.
 
@@ -220,7 +211,7 @@ class Writer:
             append_dim,
             encoding or {},
         )
-        self._options = options if like is None else options_like_dataset(options, _dataset_of_targets(like))
+        self._options = options if like is None else options_like_dataset(options, dataset_of_targets(like))
         make_sink = ZarrSink if suffix == ".zarr" else NetcdfSink
         self._sink: FormatSink = make_sink(self.path, append_dim, encoding or {})
         self._mesh: DeviceMesh | None = None
@@ -250,22 +241,37 @@ class Writer:
         together.  Also for times that do not rise from those of the store; nothing is changed then.
         """
         mesh = _mesh_of_tiles(data)
-        if self._over or (self._mesh is not None and self._dim is None):
-            raise WriteError(f"{self.path} takes no more: it was closed, failed, or has no append_dim to grow along")
         with self._over_on_failure():
             self._end_pending_step()
+        if self._mesh is None and self._known is None:
+            # before anything is looked for: ranks that write different stores would change each other's
+            self._budget = min(agreed_arguments(mesh, self._told_arguments))
+            self._find(mesh)
         if not self._wait:
             check_mesh_of_all_ranks(mesh, self.path)
-        if self._mesh is None and self._known is None:
-            self._find(mesh)
         data = _in_source_order(data, self._options)
         # before anything is changed: ranks that describe different arrays would wait for boxes that are never sent
         lent = self._options.coords if self._mesh is None else {}
         all_coords = {**lent, **(coords or {})}
-        piece = agreed_outline(mesh, lambda: outline_append(data, all_coords, self._options, self._known))
+        piece = agreed_outline(mesh, self._steps, lambda: self._outline(data, all_coords))
         with self._over_on_failure():
             self._begin(mesh, piece)
             self._add(mesh, piece)
+
+    def _told_arguments(self) -> tuple[int, Mapping[str, Any]]:
+        """Return the budget, which may differ between ranks, and what they must have alike."""
+        self._refuse_when_over()
+        own = {"path": os.path.realpath(self.path), "mode": self._mode, "wait": self._wait}
+        return self._budget, own | facts_of_options(self._options)
+
+    def _outline(self, data: Any, coords: Mapping[str, Any]) -> AppendOutline:
+        self._refuse_when_over()
+        return outline_append(data, coords, self._options, self._known)
+
+    def _refuse_when_over(self) -> None:
+        """Raise `WriteError` for a store that takes no more; called where all ranks hear of it."""
+        if self._over or (self._mesh is not None and self._dim is None):
+            raise WriteError(f"{self.path} takes no more: it was closed, failed, or has no append_dim to grow along")
 
     @contextmanager
     def _over_on_failure(self) -> Generator[None]:
@@ -398,122 +404,3 @@ def _attrs_at_path(path: Path) -> Mapping[str, Any]:
         return zarr_store_attrs(path) if path.is_dir() else netcdf_attrs(path)
     except (OSError, ValueError, KeyError) as e:  # errors of netCDF4, and of zarr for groups and metadata
         raise WriteError(f"{path} cannot be read as a store that jigsaw wrote: {e}") from e
-
-
-# attributes of storage, and the one that describes cells, which the new store writes itself
-_STORAGE_ATTRIBUTES = "scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned", "coordinates", "dggs"
-_WRITER_PREFIX = "jigsaw_"
-
-
-def _dataset_of_targets(dataset: Dataset) -> Dataset:
-    """Return the dataset whose target channels and grid are written: a pair's target is its partner's whole input."""
-    if not isinstance(dataset, PairedDataset):
-        return dataset
-    return dataset.partner.changed(target_channels=dataset.partner.input_channels)
-
-
-def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOptions:
-    """Return the options with what a dataset lends: coordinates, attributes, and names for the channels of one tile.
-
-    What is given stays. A spatial dim is found by its canonical name, or by the store's own. An attribute is left out
-    where it names a variable (bounds, a grid mapping) that is neither written as a field nor among the coordinates.
-    """
-    variables, survey = dataset.variables, StoreSurvey(dataset.store)
-    dims: Sequence[str] = () if isinstance(options.dims, Mapping) else options.dims
-    own = dict(zip(variables[0].table.dims, variables[0].roles, strict=True))
-    by_name = {v.table.name: v for v in variables}
-    fields = options.fields
-    if fields is None:
-        fields = [_written_field(survey, by_name, dataset.channels[c]) for c in dataset.target_channels]
-    cells = () if dataset.cells is None else dataset.cells.variables
-    written = {*options.coords, *(f.array for f in fields), *cells}
-
-    def attrs_along(variable: StoreVariable, role: str) -> Mapping[str, Any]:
-        return _attrs_that_hold(survey.attrs(variable, role), written)
-
-    dggs = survey.coords.dggs(variables[0].table)
-    lent: dict[str, Any] = {}
-    lent_sizes: dict[str, int] = {}
-    restores: tuple[str, Neighbors] | None = None
-    for dim in dims or dataset.whole_coords:
-        role = dim if dim in dataset.whole_coords else own.get(dim, dim)
-        if role in dataset.whole_coords and role not in dataset.counted:
-            lent[dim] = dataset.whole_coords[role], attrs_along(variables[0], role)
-        if role == CELL_ROLE:
-            stored = variables[0].dim(CELL_ROLE)
-            rows = slice(None) if dataset.turn.cells is None else dataset.turn.cells.rows
-            lent |= {name: _lent_of_cells(dataset.store, name, (stored, dim), rows, written) for name in cells}
-            if dim not in lent and dataset.cells is not None and dataset.cells.numbers is not None:
-                lent[dim] = dataset.cells.numbers, {"standard_name": "healpix_index"}  # some cells of the sphere
-            if dggs:
-                lent.pop(dim, None)  # the numbers of cells have a name of their own
-                dggs = {**dggs, "spatial_dimension": dim}
-            tables = [dataset.store.arrays[name] for name in cells]
-            places = dataset.cells.source_places if dataset.cells is not None else None
-            if places is not None:
-                restores = dim, Neighbors(np.argsort(places)[:, None])
-                stored_places = places if isinstance(rows, slice) else places[np.argsort(rows)]
-                lent |= _renumbered_tables(lent, survey.coords.tables_of_cells(variables[0].table), stored_places)
-            lent_sizes = {d: n for t in tables for d, n in zip(t.dims, t.shape, strict=True) if d != stored}
-    leveled = next((v for v in variables if LEVEL_DIM in v.roles), None)
-    used = {f.level for f in fields} - {None}
-    if leveled is not None and used and CHANNEL_DIM in dims:
-        values = survey.values(leveled, LEVEL_DIM)
-        lent[LEVEL_DIM] = values[[float(v) in used for v in values]], attrs_along(leveled, LEVEL_DIM)
-    timed = next((v for v in variables if "time" in v.roles), None)
-    # of time, only units and calendar are kept, because its values are new
-    lent_units: dict[str, StoredCoordinate] = {}
-    if timed is not None and survey.states(timed, "time"):
-        attrs = attrs_along(timed, "time")
-        lent_units["time"] = StoredCoordinate("time", ("time",), survey.values(timed, "time"), attrs)
-    own_attrs = {k: v for k, v in dataset.store.attrs.items() if not k.startswith(_WRITER_PREFIX)}
-    field_attrs = {name: _attrs_that_hold(v.table.attrs, written) for name, v in by_name.items()}
-    return replace(
-        options,
-        fields=fields if CHANNEL_DIM in dims else options.fields,
-        coords={**lent, **options.coords},
-        attrs={**own_attrs, **({"dggs": dict(dggs)} if dggs else {}), **options.attrs},
-        field_attrs={**field_attrs, **options.field_attrs},
-        lent_units=lent_units,
-        lent_sizes=lent_sizes,
-        restores=restores,
-    )
-
-
-def _renumbered_tables(lent: Mapping[str, Any], tables: Mapping[str, int], places: NDArray[np.int64]) -> dict[str, Any]:
-    """Return the tables among what is lent, with the places of cells in the source."""
-    stored = {name: (*lent[name], start) for name, start in tables.items() if name in lent}
-    return {name: (dims, renumbered_cells(v, start, places), attrs) for name, (dims, v, attrs, start) in stored.items()}
-
-
-def _lent_of_cells(
-    store: ArrayStore, name: str, cells: tuple[str, str], rows: Any, written: Collection[str]
-) -> tuple[Any, Any, Any]:
-    """Return a place of each cell, a table of a mesh, or the grid mapping, as a coordinate.
-
-    `cells` are the stored and the new name of their dim, of which `rows` are taken.
-    """
-    table, values = store.arrays[name], store.read_small(name)
-    attrs = _attrs_that_hold(table.attrs, written)
-    if len(table.dims) < 2:
-        values = decoded_coordinate(table, values)
-    elif "_FillValue" in table.attrs:  # a table stays one of integers
-        attrs["_FillValue"] = table.attrs["_FillValue"]
-    if cells[0] in table.dims:
-        values = values[tuple(rows if d == cells[0] else slice(None) for d in table.dims)]
-    return tuple(cells[1] if d == cells[0] else d for d in table.dims), values, attrs
-
-
-def _written_field(survey: StoreSurvey, by_name: Mapping[str, StoreVariable], channel: FieldChannel) -> WrittenField:
-    """Return an array, and a level of it; a named channel is an array by that name."""
-    if channel.own_name or channel.level is None:
-        return WrittenField(channel.own_name or channel.array, None)
-    return WrittenField(channel.array, float(survey.values(by_name[channel.array], LEVEL_DIM)[channel.level]))
-
-
-def _attrs_that_hold(attrs: Mapping[str, Any], written: Collection[str]) -> dict[str, Any]:
-    def refers(reference: str) -> set[str]:  # ``crs``, or ``area: cell_area``
-        return {word for word in reference.split() if not word.endswith(":")}
-
-    kept = {k: v for k, v in attrs.items() if k not in _STORAGE_ATTRIBUTES}
-    return {k: v for k, v in kept.items() if k not in REFERENCE_ATTRIBUTES or refers(str(v)) <= set(written)}
