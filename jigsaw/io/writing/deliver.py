@@ -72,7 +72,8 @@ def part_path(path: Path) -> Path:
 class FormatSink(Protocol):
     """One format.
 
-    The first rank calls `find` or `create`, and `commit`; every rank that writes calls `attach`, `put` and `close`.
+    The first rank calls `find` or `create`, `check_untouched` and `commit`; every rank that writes calls `attach`,
+    `put` and `close`.
     """
 
     path: Path
@@ -102,6 +103,9 @@ class FormatSink(Protocol):
 
     def put(self, name: str, box: Box, block: NDArray[Any]) -> None:
         """Write one box; nobody else writes to its units."""
+
+    def check_untouched(self) -> None:
+        """Raise `WriteError` where another writer has changed or removed the store since this sink's last commit."""
 
     def commit(self, coords: StoredCoordinates, start: int, done: StoreCompleteness) -> None:
         """Say that everything up to here is complete; `coords` are written, those that grow from step `start` on."""

@@ -11,6 +11,7 @@ reserved before any of it is written. Without room the part stays as it was; ``m
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Mapping
@@ -59,6 +60,7 @@ class NetcdfSink:
         self._encoding = {**_DEFLATE_ENCODING, **{k: v for k, v in encoding.items() if k != "dtype"}}
         self._file: Any = None
         self._complete, self._is_new = 0, False
+        self._held_file: tuple[int, int] | None = None  # of the part, while this sink has it open
 
     @property
     def remedy(self) -> str:
@@ -73,7 +75,7 @@ class NetcdfSink:
             with writing_to(self.path, self.remedy):
                 self._new_part(self.path.stat().st_size)
                 shutil.copyfile(self.path, self._part)
-                self._file = _open_netcdf4(self._part, "a")
+                self._open_part("a")
                 self._file.setncattr(_GREW_FROM, str(size_and_change(self.path) or ""))
         if append_dim not in self._file.dimensions or not self._file.dimensions[append_dim].isunlimited():
             raise WriteError(f"{self.path} has no unlimited dim {append_dim!r} to grow along; write a new file")
@@ -95,8 +97,13 @@ class NetcdfSink:
         """Open the part, where it grew from what is at the path now and has complete steps."""
         if not self._attrs_to_continue():
             return False
-        self._file = _open_netcdf4(self._part, "a")
+        _refuse_open_part(self._part)
+        self._open_part("a")
         return True
+
+    def _open_part(self, mode: Literal["w", "a"]) -> None:
+        self._file = _open_netcdf4(self._part, mode)
+        self._held_file = _number_of_file(self._part)
 
     def _attrs_to_continue(self) -> Mapping[str, Any]:
         kept = _attrs_of_kept(self._part)
@@ -119,6 +126,7 @@ class NetcdfSink:
         self._part.parent.mkdir(parents=True, exist_ok=True)
         if not _is_replaceable(self._part):
             raise WriteError(f"{self._part} is there, and jigsaw did not write it; move it away, or write elsewhere")
+        _refuse_open_part(self._part)
         self._part.unlink(missing_ok=True)
         self._is_new = True
         os.close(open_unlinked(self._part, os.O_RDWR | os.O_CREAT | os.O_EXCL))
@@ -152,7 +160,7 @@ class NetcdfSink:
                 "mode='a', or choose mode='w' to write them anew"
             )
         self._new_part(0)
-        self._file = _open_netcdf4(self._part, "w")
+        self._open_part("w")
         of_coords = {d: n for c in coords for d, n in zip(c.dims, c.values.shape, strict=True)}
         for dim, size in {**of_coords, **{d: n for a in arrays for d, n in zip(a.dims, a.shape, strict=True)}}.items():
             self._file.createDimension(dim, None if dim == self._dim else size)
@@ -206,6 +214,14 @@ class NetcdfSink:
         self._file.variables[name][box_slices(box)] = block
 
     @failing_with_remedy
+    def check_untouched(self) -> None:
+        if _number_of_file(self._part) != self._held_file:
+            raise WriteError(
+                f"{self._part} was removed or replaced while this writer had it open; only one writer at a time may "
+                "grow a file; open it anew with mode='a'"
+            )
+
+    @failing_with_remedy
     def commit(self, coords: StoredCoordinates, start: int, done: StoreCompleteness) -> None:
         for c in coords:
             sizes = zip(c.dims, c.values.shape, strict=True)
@@ -240,6 +256,7 @@ class NetcdfSink:
                 f"{self._part} holds {self._complete} complete steps and a part of others, of a run that ended; go on "
                 "with mode='a' until all are written"
             )
+        self.check_untouched()
         os.replace(self._part, self.path)
 
 
@@ -301,6 +318,34 @@ def _is_replaceable(part: Path) -> bool:
         return begin in (b"", bytes(len(begin)), _HDF5_SIGNATURE) and COMPLETE_ATTRIBUTE in netcdf_attrs(part)
     except (OSError, RuntimeError):
         return True
+
+
+def _refuse_open_part(part: Path) -> None:
+    """Raise `WriteError` where a writer has the part open: libhdf5 locks a file that it writes.
+
+    A file system without locks does not say; then `check_untouched` refuses the writer whose part is gone.
+    """
+    if part.is_symlink() or not part.is_file():
+        return
+    with part.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise WriteError(
+                f"{part} is open in another writer, of this process or another; only one at a time may grow a file: "
+                "close that one, or write elsewhere"
+            ) from None
+        except OSError:
+            return
+
+
+def _number_of_file(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from another that has its name later; None without a file."""
+    try:
+        state = path.lstat()
+    except FileNotFoundError:
+        return None
+    return state.st_dev, state.st_ino
 
 
 def _begins_as_netcdf(path: Path) -> bool:

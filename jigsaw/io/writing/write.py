@@ -284,20 +284,30 @@ class Writer:
 
     def _add(self, mesh: DeviceMesh, piece: AppendOutline) -> None:
         whole = [self._whole(s.array, piece.rows) for s in piece.sources]
-        gather_results(mesh, lambda: self._sink.attach(whole))  # all ranks are ready before any sends its rows
+        gather_results(mesh, lambda: self._attach(mesh, whole))  # all ranks are ready before any sends its rows
         later: list[WriteJob] | None = None if self._wait else []
         for source in piece.sources:
             deliver_boxes(source, mesh, self._sink, self._dim, self._steps, self._budget, later)
         start, steps = self._steps, self._steps + piece.rows
         known = piece.known(self._known, steps)
         if later is not None:
-            commit = partial(self._sink.commit, piece.coords, start, StoreCompleteness(self._dim, steps, False))
+            commit = partial(self._end_step, piece.coords, start, StoreCompleteness(self._dim, steps, False))
             self._pending = PendingStep(self.path, mesh, later, commit), steps, known
             return
         # every rank has heard that all boxes of all ranks are written: only now may the store say so
         self._steps = steps
         self._commit(mesh, piece.coords, start, closed=False)
         self._known = known
+
+    def _attach(self, mesh: DeviceMesh, whole: Sequence[ArrayOutline]) -> None:
+        if not any(mesh_coordinate(mesh)):
+            self._sink.check_untouched()
+        self._sink.attach(whole)
+
+    def _end_step(self, coords: Sequence[StoredCoordinate], start: int, done: StoreCompleteness) -> None:
+        """Commit on the first rank, unless another writer has done so since the step began."""
+        self._sink.check_untouched()
+        self._sink.commit(coords, start, done)
 
     def _end_pending_step(self) -> None:
         """Wait for the step that the thread writes, if any. Raises: `WriteError` on every rank where it failed."""
@@ -354,7 +364,7 @@ class Writer:
 
     def _commit(self, mesh: DeviceMesh, coords: Sequence[StoredCoordinate], start: int, closed: bool) -> None:
         done = StoreCompleteness(self._dim, self._steps, closed)
-        self._by_first_rank(mesh, lambda: self._sink.commit(coords, start, done))
+        self._by_first_rank(mesh, lambda: self._end_step(coords, start, done))
 
 
 def _mesh_of_tiles(data: Any) -> DeviceMesh:

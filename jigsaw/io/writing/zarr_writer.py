@@ -58,6 +58,8 @@ class ZarrSink:
         self._attrs: dict[str, Any] = {}
         self._documents: dict[str, dict[str, Any]] = {}
         """Documents that each array's ``zarr.json`` holds, or will hold."""
+        self._left: tuple[StoreCompleteness | None, Mapping[str, Any]] = None, {}
+        """The store's completeness and the shapes of its arrays, as this sink found or left them last."""
 
     def find(self, append_dim: str) -> GrowingStore | None:
         """Return the store as far as it is complete, whatever was being added when its writer ended."""
@@ -73,8 +75,11 @@ class ZarrSink:
         if done is not None and done.append_dim not in (None, append_dim):
             raise WriteError(f"{self.path} grows along {done.append_dim!r}, not append_dim={append_dim!r}")
         self._attrs = dict(group.attrs)
-        listed: Any = self._document("zarr.json").get("consolidated_metadata") or {}
-        self._documents = listed.get("metadata") or {name: self._document(f"{name}/zarr.json") for name in members}
+        root = self._document("zarr.json")
+        self._left = _state_of_root(root)
+        self._documents = dict(_listed_documents(root)) or {
+            name: self._document(f"{name}/zarr.json") for name in members
+        }
         top = {name: a for name, a in members.items() if isinstance(a, _import_zarr().Array) and "/" not in name}
         listed_names = listed_coordinates(a.attrs for a in top.values())
         dims = {name: tuple(a.metadata.dimension_names or ()) for name, a in top.items()}
@@ -148,6 +153,24 @@ class ZarrSink:
         remove_zarr_store(self.path)
 
     @failing_with_remedy
+    def check_untouched(self) -> None:
+        """Compare the root with what this sink found or left there; another writer would be overwritten in silence."""
+        anew = "only one writer at a time may grow a store; open it anew with mode='a'"
+        try:
+            done, shapes = _state_of_root(self._document("zarr.json"))
+        except FileNotFoundError:
+            raise WriteError(f"{self.path} was removed while this writer had it open; write it again") from None
+        known, known_shapes = self._left
+        if done is not None and done.steps != (0 if known is None else known.steps):
+            of_known = "no count of them" if known is None else known.steps
+            raise WriteError(
+                f"another writer has appended to {self.path}, or replaced it: it has {done.steps} complete steps and "
+                f"this writer knows of {of_known}; {anew}"
+            )
+        if done != known or any(shapes[name] != known_shapes[name] for name in {*shapes} & {*known_shapes}):
+            raise WriteError(f"another writer has changed {self.path} since this writer's last step; {anew}")
+
+    @failing_with_remedy
     def commit(self, coords: StoredCoordinates, start: int, done: StoreCompleteness) -> None:
         for c in coords:
             first = [start if d == self._dim else 0 for d in c.dims]
@@ -167,6 +190,7 @@ class ZarrSink:
             "node_type": "group",
         }
         self._replace("zarr.json", root)
+        self._left = _state_of_root(root)
 
     def _document(self, key: str) -> dict[str, Any]:
         return json.loads((self.path / key).read_bytes())
@@ -201,6 +225,18 @@ class ZarrSink:
 
     def close(self, done: bool) -> None:
         self._arrays.clear()
+
+
+def _listed_documents(root: Mapping[str, Any]) -> Mapping[str, dict[str, Any]]:
+    """Return the documents of arrays that a root lists, as consolidated metadata; empty for one that lists none."""
+    consolidated: Any = root.get("consolidated_metadata") or {}
+    return consolidated.get("metadata") or {}
+
+
+def _state_of_root(root: Mapping[str, Any]) -> tuple[StoreCompleteness | None, Mapping[str, Any]]:
+    """Return the completeness that a root states, and the shape of each array that it lists."""
+    shapes = {name: list(each.get("shape", ())) for name, each in _listed_documents(root).items()}
+    return completeness_from_attrs(root.get("attributes") or {}), shapes
 
 
 def _import_zarr() -> Any:
