@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.errors import GridError, UnsupportedStoreError
+from jigsaw.io.series.coords import role_of_dim
 from jigsaw.io.series.times import decode_times
 
 REFERENCE_ATTRIBUTES = tuple(
@@ -176,6 +177,47 @@ def _encode_cftime(
     if not np.array_equal(np.asarray(cftime.num2date(numbers, units, calendar)), values):
         raise GridError(f"coords[{name!r}] are not expressed exactly by {units!r}; give finer units")
     return numbers.astype(np.float64) if fractions else numbers, {"units": units, "calendar": calendar}
+
+
+def check_times_rise(c: StoredCoordinate, before: StoredCoordinate | None) -> None:
+    """Refuse times that do not rise, or do not follow those `before`, as steps that an ended run appends again."""
+    attrs = c.attrs if before is None else before.attrs
+    if c.dims != (c.name,) or role_of_dim(c.name, attrs) not in ("time", "lead"):
+        return
+    if c.values.dtype.kind == "U":
+        raise GridError(
+            f"coords[{c.name!r}] are texts, such as {c.values[:1].tolist()}, and times are dates, durations or "
+            "numbers; give np.array([...], 'datetime64[ns]')"
+        )
+    held = c.values[:0] if before is None else before.values
+    if {c.values.dtype.kind, held.dtype.kind} - set("fiu"):
+        return
+    if not np.isfinite(c.values).all():
+        raise GridError(f"coords[{c.name!r}] has a missing or infinite time in {c.values[:3]}; give each step its own")
+    values = np.concatenate([held[-1:], c.values])
+    if (values[1:] > values[:-1]).all():
+        return
+    if not held.size:
+        raise GridError(
+            f"coords[{c.name!r}] must rise, and is {c.values[:3]} {attrs.get('units', '')}; write the steps in the "
+            "order of their times, each once"
+        )
+    raise GridError(
+        f"coords[{c.name!r}] of an append must rise from the last in the store, {held[-1:]} "
+        f"{attrs.get('units', '')}, and is {c.values[:3]}; append only the steps after Writer.steps"
+    )
+
+
+def check_stored_exactly(c: StoredCoordinate, held: StoredCoordinate) -> None:
+    """Refuse values that the store's dtype would round or cut off."""
+    numbers = c.values.dtype.kind in "fiu" and held.values.dtype.kind in "fiu"
+    with np.errstate(invalid="ignore"):
+        kept = c.values.astype(held.values.dtype) if numbers else c.values
+    if not np.array_equal(kept, c.values, equal_nan=numbers):
+        raise GridError(
+            f"coords[{c.name!r}] are stored as {held.values.dtype} in {held.attrs.get('units', 'no units')!r}, which "
+            f"do not hold {c.values.ravel()[:2]}… exactly; give finer units when the store is made"
+        )
 
 
 def plain_attribute(value: Any) -> Any:

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from jigsaw.errors import FieldError, GridError, ShardingError, WriteError
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.neighbors import Neighbors
-from jigsaw.io.series.coords import role_of_dim
-from jigsaw.io.writing.cf import StoredCoordinate, encode_coordinate
+from jigsaw.io.writing.cf import StoredCoordinate, check_stored_exactly, check_times_rise, encode_coordinate
 from jigsaw.io.writing.write_units import WriteTarget
 from jigsaw.tile.tile import Tile
 
@@ -384,6 +383,8 @@ def outline_append(
         _check_coordinate(c, {**options.lent_sizes, **sizes}, names)
     rows = sizes[options.append_dim] if options.append_dim is not None else 0
     if known is None:
+        for c in coords:
+            check_times_rise(c, None)
         for at, source in enumerate(sources):  # name the coordinates that are not their dim's own, as CF does
             array = source.array
             own = [c.name for c in coords if c.dims != (c.name,) and set(c.dims) <= set(array.dims)]
@@ -398,7 +399,7 @@ def outline_append(
         )
     outlined = AppendOutline(tuple(_as_in_store(s, known, options) for s in sources), growing, rows)
     for c in growing:
-        _check_times_rise(c, known.coords[c.name])
+        check_times_rise(c, known.coords[c.name])
     return outlined
 
 
@@ -411,6 +412,11 @@ def _restored(c: StoredCoordinate, dim: str, rows: Neighbors) -> StoredCoordinat
 def _check_coordinate(c: StoredCoordinate, sizes: Mapping[str, int], arrays: Collection[str]) -> None:
     if c.name in arrays:
         raise GridError(f"{c.name!r} is both an array and a coordinate; rename one")
+    if c.name in sizes and c.name not in c.dims:
+        raise GridError(
+            f"coords[{c.name!r}] has the dims {c.dims}, but {c.name!r} is a dim of the arrays, with {sizes[c.name]} "
+            f"rows; give a value for each row, coords={{{c.name!r}: [value]}} for one, or another name"
+        )
     wrong = {d: n for d, n in zip(c.dims, c.values.shape, strict=True) if sizes.get(d) != n}
     if wrong:
         raise GridError(
@@ -431,33 +437,8 @@ def _growing_coordinates(
         fixed = dim not in c.dims
         if c.dims != stored.dims or (fixed and not np.array_equal(c.values, stored.values)):
             raise GridError(f"coords[{c.name!r}] differs from that of the store, which has dims {stored.dims}")
-        _check_stored_exactly(c, stored)
+        check_stored_exactly(c, stored)
     return tuple(c for c in coords if dim in c.dims)
-
-
-def _check_times_rise(c: StoredCoordinate, before: StoredCoordinate) -> None:
-    """Refuse times that do not follow those of the store, as steps that a run appends again after it was ended."""
-    is_time = c.dims == (c.name,) and role_of_dim(c.name, before.attrs) in ("time", "lead")
-    if not is_time or {c.values.dtype.kind, before.values.dtype.kind} - set("fiu"):
-        return
-    values = np.concatenate([before.values[-1:], c.values])
-    if not (values[1:] > values[:-1]).all():
-        raise GridError(
-            f"coords[{c.name!r}] of an append must rise from the last in the store, {before.values[-1:]} "
-            f"{before.attrs.get('units', '')}, and is {c.values[:3]}; append only the steps after Writer.steps"
-        )
-
-
-def _check_stored_exactly(c: StoredCoordinate, held: StoredCoordinate) -> None:
-    """Refuse values that the store's dtype would round or cut off."""
-    numbers = c.values.dtype.kind in "fiu" and held.values.dtype.kind in "fiu"
-    with np.errstate(invalid="ignore"):
-        kept = c.values.astype(held.values.dtype) if numbers else c.values
-    if not np.array_equal(kept, c.values, equal_nan=numbers):
-        raise GridError(
-            f"coords[{c.name!r}] are stored as {held.values.dtype} in {held.attrs.get('units', 'no units')!r}, which "
-            f"do not hold {c.values.ravel()[:2]}… exactly; give finer units when the store is made"
-        )
 
 
 def _as_in_store(source: TileSource, known: GrowingStore, options: WriteOptions) -> TileSource:
