@@ -793,7 +793,35 @@ def test_a_writer_that_wrote_nothing_lets_go_of_the_file_that_it_would_append_to
     write(path, {"u": cut(array((2, 4, 4)), mesh, (None, "lat", None))}, **options)
     with Writer(path, mode="a", **options) as out, pytest.raises(WriteError, match="an append writes every array"):
         out.append({"v": cut(array((2, 4, 4)), mesh, (None, "lat", None))})
-    with netCDF4.Dataset(tmp_path / "s.nc.part", "a") as part:  # HDF5 locks a file that is open
-        assert len(part.dimensions["time"]) == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["s.nc"]  # the copy that would have grown
+    with netCDF4.Dataset(path, "a") as file:  # HDF5 locks a file that is open
+        assert len(file.dimensions["time"]) == 2
     with pytest.raises(WriteError, match="takes no more: it was closed"):
         out.append({"u": cut(array((2, 4, 4)), mesh, (None, "lat", None))})
+
+
+@pytest.mark.parametrize("theirs", [True, False])
+def test_a_refused_append_to_a_netcdf_file_leaves_nothing_behind(tmp_path, theirs):
+    path, part = tmp_path / "k.nc", tmp_path / "k.nc.part"
+    options = {"dims": ("time", "lat"), "append_dim": "time", "mode": "a"}
+    tile = cut(array((2, 3)), world(lat=1), (None, None))
+    if theirs:
+        first = xr.Dataset({"u": (("time", "lat"), tile.local.numpy())}, {"time": TIMES[:2]})
+        first.to_netcdf(path, unlimited_dims=["time"])
+    else:
+        write(path, {"u": tile}, coords={"time": TIMES[:2]}, **options)
+    for _ in range(2):
+        with pytest.raises(GridError, match="must rise from the last in the store"):
+            write(path, {"u": tile}, coords={"time": TIMES[1:3]}, **options)
+        assert not part.exists()
+    # a run that is killed leaves its copy
+    Writer(path, **options)._sink.find("time")
+    assert part.exists()
+    write(path, {"u": tile}, coords={"time": TIMES[2:4]}, **options)
+    np.testing.assert_array_equal(opened(path).time.values, TIMES[:4])
+    part.write_bytes((tmp_path / "k.nc").read_bytes())
+    with netCDF4.Dataset(part, "a") as file:  # of somebody else
+        file.delncattr("jigsaw_complete")
+    with pytest.raises(WriteError, match=r"k\.nc\.part is there, and jigsaw did not write it"):
+        write(path, {"u": tile}, coords={"time": TIMES[4:6]}, **options)
+    assert part.exists()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import shutil
 from collections.abc import Mapping
@@ -60,16 +61,24 @@ class NetcdfSink:
         self._encoding = {**_DEFLATE_ENCODING, **{k: v for k, v in encoding.items() if k != "dtype"}}
         self._file: Any = None
         self._complete, self._is_new = 0, False
+        self._copied = 0  # steps of a part that is a copy of the file at the path
         self._held_file: tuple[int, int] | None = None  # of the part, while this sink has it open
 
     @property
     def remedy(self) -> str:
-        kept = f"go on with mode='a': the {self._complete} complete steps are in {self._part}"
+        where = self.path if self._has_nothing_of_its_own else self._part
+        kept = f"go on with mode='a': the {self._complete} complete steps are in {where}"
         return kept if self._complete and self._dim else "write again"
+
+    @property
+    def _has_nothing_of_its_own(self) -> bool:
+        """Say whether this sink made the part, and it has no more complete steps than what it is a copy of."""
+        return self._is_new and self._complete == self._copied
 
     def find(self, append_dim: str) -> GrowingStore | None:
         """Return the complete steps of the file. A copy of it grows, or the part that an ended run has left."""
-        if not self._goes_on():
+        goes_on = self._goes_on()
+        if not goes_on:
             if not self.path.exists():
                 return None
             with writing_to(self.path, self.remedy):
@@ -81,6 +90,7 @@ class NetcdfSink:
             raise WriteError(f"{self.path} has no unlimited dim {append_dim!r} to grow along; write a new file")
         done = completeness_from_attrs(_read_attrs(self._file))
         self._complete = steps = len(self._file.dimensions[append_dim]) if done is None else done.steps
+        self._copied = 0 if goes_on else steps
         variables: Mapping[str, Any] = self._file.variables
         listed = listed_coordinates(map(_read_attrs, variables.values()))
         # an incomplete step is written again
@@ -242,7 +252,8 @@ class NetcdfSink:
             # closing a file that could not be written fails again; the first failure is raised
             with suppress(RuntimeError, OSError):
                 file.close()
-        if self._is_new and not done and not self._complete:
+        # of a part that another has put there since, this sink is not to judge
+        if self._has_nothing_of_its_own and not done and _number_of_file(self._part) == self._held_file:
             with suppress(OSError):
                 self._part.unlink(missing_ok=True)
 
@@ -315,7 +326,8 @@ def _is_replaceable(part: Path) -> bool:
     with part.open("rb") as file:
         begin = file.read(len(_HDF5_SIGNATURE))
     try:
-        return begin in (b"", bytes(len(begin)), _HDF5_SIGNATURE) and COMPLETE_ATTRIBUTE in netcdf_attrs(part)
+        looks_like_one = begin in (b"", bytes(len(begin)), _HDF5_SIGNATURE)
+        return looks_like_one and not netcdf_attrs(part).keys().isdisjoint((COMPLETE_ATTRIBUTE, _GREW_FROM))
     except (OSError, RuntimeError):
         return True
 
@@ -325,18 +337,25 @@ def _refuse_open_part(part: Path) -> None:
 
     A file system without locks does not say; then `check_untouched` refuses the writer whose part is gone.
     """
-    if part.is_symlink() or not part.is_file():
+    if not _is_open_elsewhere(part):
         return
+    gc.collect()  # a writer of this process that nobody holds any more lets go
+    if _is_open_elsewhere(part):
+        raise WriteError(
+            f"{part} is open in another writer, of this process or another; only one at a time may grow a file: "
+            "close that one, or write elsewhere"
+        )
+
+
+def _is_open_elsewhere(part: Path) -> bool:
+    if part.is_symlink() or not part.is_file():
+        return False
     with part.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise WriteError(
-                f"{part} is open in another writer, of this process or another; only one at a time may grow a file: "
-                "close that one, or write elsewhere"
-            ) from None
-        except OSError:
-            return
+        except OSError as e:  # other errors: this file system has no locks
+            return isinstance(e, BlockingIOError)
+    return False
 
 
 def _number_of_file(path: Path) -> tuple[int, int] | None:
