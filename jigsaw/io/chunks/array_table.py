@@ -155,7 +155,8 @@ class ArrayTable:
 class ArrayStore:
     """An opened store: its arrays, its attributes, and `notes` that a user should read.
 
-    `read_small` gives a whole array as it is stored: for coordinates.
+    `read_small` gives a whole array as it is stored: for coordinates. `files` are the places that values come from,
+    where they are not the `url`.
     """
 
     url: str
@@ -163,9 +164,15 @@ class ArrayStore:
     attrs: Mapping[str, Any]
     read_small: Callable[[str], NDArray[Any]] = field(repr=False)
     notes: tuple[str, ...] = ()
+    files: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", redacted_text(self.url))
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Every file, folder or URL that values come from, as far as the format says."""
+        return self.files or (self.url,)
 
 
 def dtype_with_declared_sign(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> np.dtype[Any]:

@@ -9,6 +9,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -50,6 +51,17 @@ def size_and_change(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     except OSError:
         return None
     return state.st_size, state.st_mtime_ns
+
+
+def local_paths(places: Iterable[str]) -> list[Path]:
+    """Return the paths among places that values come from, resolved; URLs of other machines are left out."""
+    paths = (place.removeprefix("file://") for place in places)
+    return [Path(path).resolve() for path in paths if "://" not in path]
+
+
+def holds_place_read(path: Path, places: Iterable[str]) -> bool:
+    """Say whether a path is one of the places that values come from, or a folder that one lies in."""
+    return any(path.resolve() in (place, *place.parents) for place in local_paths(places))
 
 
 class StoreFiles(Protocol):

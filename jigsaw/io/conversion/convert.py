@@ -29,6 +29,7 @@ from jigsaw.drafts import open_unlinked
 from jigsaw.errors import GridError, WriteError, writing_to
 from jigsaw.geometry.cut import Box, box_elements, box_slices
 from jigsaw.io.arguments import checked_choice
+from jigsaw.io.chunks.files import holds_place_read, local_paths
 from jigsaw.io.conversion.selected_source import SelectedSource, open_with_xarray, recommended_chunks, select_source
 from jigsaw.io.series.cell_grid import CELL_ORDERS
 from jigsaw.io.series.request import MISSING_RULES
@@ -430,20 +431,16 @@ def _remove_target(path: Path, chosen: SelectedSource) -> None:
     """Remove the target for `replace`: a Zarr store and its journal, nothing else, and never the source."""
     if path.exists() and not is_zarr_group(path):
         raise WriteError(f"{path} is not a Zarr store, so it is not replaced; remove it yourself")
-    if any(path.resolve() in (p, *p.parents) for p in _local_places(chosen)):
+    if holds_place_read(path, chosen.places):
         raise WriteError(f"{path} is what the conversion reads, so it is not replaced; write elsewhere")
     remove_journal(path.with_name(path.name + ".journal"))
     if path.exists():
         remove_zarr_store(path)
 
 
-def _local_places(chosen: SelectedSource) -> list[Path]:
-    return [Path(place).resolve() for place in chosen.places if "://" not in place]
-
-
 def _check_beside_source(path: Path, chosen: SelectedSource) -> None:
     """Raise `WriteError` for a target in a Zarr store that is read: it would become a part of that store."""
-    for place in _local_places(chosen):
+    for place in local_paths(chosen.places):
         # of references the place is what they are relative to, such as "/"
         if place in path.resolve().parents and is_zarr_group(place):
             raise WriteError(f"{path} lies within {place}, which the conversion reads; write beside that store")

@@ -319,7 +319,9 @@ def open_xarray(dataset: xr.Dataset, options: Mapping[str, Any] | None = None) -
     named = sorted(((str(name), v) for name, v in variables.items()), key=lambda pair: pair[0])
     tables = {name: _table_of_variable(name, variable) for name, variable in named}
     name = f"xarray dataset of {dataset.encoding.get('source', 'computed values')}"
-    return ArrayStore(name, tables, dict(dataset.attrs), lambda name: np.asarray(variables[name].values))
+    encodings = (dataset.encoding, *(v.encoding for v in variables.values()))
+    files = tuple(sorted({str(e["source"]) for e in encodings if e.get("source")}))
+    return ArrayStore(name, tables, dict(dataset.attrs), lambda name: np.asarray(variables[name].values), files=files)
 
 
 def _table_of_variable(name: str, variable: xr.Variable) -> ArrayTable:

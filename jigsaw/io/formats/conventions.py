@@ -102,7 +102,7 @@ def anemoi_as_fields(store: ArrayStore) -> ArrayStore:
     def read_small(name: str) -> NDArray[Any]:
         return coords[name][1] if name in coords else store.read_small(name)
 
-    return ArrayStore(store.url, tables, store.attrs, read_small, store.notes)
+    return ArrayStore(store.url, tables, store.attrs, read_small, store.notes, store.files)
 
 
 def _rows_of_cells(latitudes: NDArray[Any], longitudes: NDArray[Any]) -> int | None:

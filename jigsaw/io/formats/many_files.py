@@ -346,7 +346,8 @@ def _stores_side_by_side(
         return stores[owners[name]].read_small(name)
 
     url = " beside ".join(store.url for store in stores)
-    return ArrayStore(url, _JoinedTables(arrays, members, files), stores[0].attrs, read_small, stores[0].notes)
+    tables, paths = _JoinedTables(arrays, members, files), tuple(f.path for part in parts for f in part)
+    return ArrayStore(url, tables, stores[0].attrs, read_small, stores[0].notes, paths)
 
 
 class _JoinedFiles:
@@ -380,7 +381,8 @@ class _JoinedFiles:
             return joined.load_slowly(tuple((0, n) for n in joined.shape))
 
         url = f"{len(self.series)} files {self.series[0].path} to {self.series[-1].path}"
-        return ArrayStore(url, _JoinedTables(arrays, members, self.files), self.first.attrs, read_small, notes)
+        tables, paths = _JoinedTables(arrays, members, self.files), tuple(f.path for f in self.series)
+        return ArrayStore(url, tables, self.first.attrs, read_small, notes, paths)
 
     def _times(self) -> tuple[ArrayTable, NDArray[Any]]:
         """Return one time coordinate of all files: dates where they have units, so that units may differ."""

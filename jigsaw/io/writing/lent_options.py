@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jigsaw.errors import WriteError
 from jigsaw.geometry.neighbors import Neighbors
 from jigsaw.io.chunks.array_table import ArrayStore
+from jigsaw.io.chunks.files import holds_place_read
 from jigsaw.io.datasets.dataset import Dataset
 from jigsaw.io.datasets.pairs import PairedDataset
 from jigsaw.io.series.cell_grid import renumbered_cells
@@ -30,6 +33,13 @@ def dataset_of_targets(dataset: Dataset) -> Dataset:
     if not isinstance(dataset, PairedDataset):
         return dataset
     return dataset.partner.changed(target_channels=dataset.partner.input_channels)
+
+
+def check_not_replaced(path: Path, dataset: Dataset) -> None:
+    """Raise `WriteError` where mode='w' would remove what the dataset, or its partner, reads."""
+    stores = [dataset.store, *([dataset.partner.store] if isinstance(dataset, PairedDataset) else [])]
+    if any(holds_place_read(path, store.places) for store in stores):
+        raise WriteError(f"{path} is what the dataset of like= reads, so mode='w' does not replace it; write elsewhere")
 
 
 def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOptions:
