@@ -28,7 +28,7 @@ def checked_names(argument: str, value: Any, example: str = "t2m") -> tuple[str,
     return names
 
 
-def checked_mapping(argument: str, value: Any, example: str, error: type[ReadError]) -> Mapping[str, Any]:
+def checked_mapping(argument: str, value: Any, example: str, error: type[Exception]) -> Mapping[str, Any]:
     """Return a mapping, empty for None; anything else is an `error`, which shows an `example`."""
     if value is None:
         return {}

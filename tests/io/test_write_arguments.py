@@ -7,8 +7,8 @@ import torch
 import xarray as xr
 
 import jigsaw
-from jigsaw.errors import GridError
-from jigsaw.io.writing.write import write
+from jigsaw.errors import FieldError, GridError, WriteError
+from jigsaw.io.writing.write import Writer, write
 
 TIMES = np.datetime64("2020-01-01", "ns") + np.arange(6) * np.timedelta64(6, "h")
 SUFFIXES = ("zarr", "nc")
@@ -66,3 +66,80 @@ def test_one_missing_time_is_refused(tmp_path):
             write(tmp_path / "a.zarr", {"u": whole()}, dims=(name, "lat"), coords={name: missing})
     issued = {"issued": (("time",), TIMES[[1, 0]])}  # along time, and is not what tells its rows
     write(tmp_path / "a.zarr", {"u": whole(2)}, dims=("time", "lat"), coords={"time": TIMES[:2], **issued})
+
+
+@pytest.mark.parametrize("attribute", ["scale_factor", "add_offset", "_Unsigned"])
+def test_attributes_of_packing_are_refused(tmp_path, attribute):
+    for suffix in SUFFIXES:
+        with pytest.raises(WriteError, match=rf"field_attrs\['u'\] has {attribute}, .* stored as they are given"):
+            Writer(tmp_path / f"a.{suffix}", dims=("time", "lat"), field_attrs={"u": {"units": "K", attribute: 1}})
+
+
+def test_what_like_reads_is_not_replaced(tmp_path):
+    mesh, options = jigsaw.init_mesh(device="cpu", lat=1), {"dims": ("time", "lat", "lon"), "append_dim": "time"}
+    space = {"lat": np.linspace(90, -90, 9), "lon": np.arange(16) * 22.5}
+    tile = jigsaw.shard(torch.ones(1, 9, 16), mesh, (None, None, None))
+    for number in range(2):
+        for suffix in SUFFIXES:
+            path = tmp_path / f"in{number}.{suffix}"
+            write(path, {"u": tile}, coords={"time": TIMES[[number]], **space}, **options)
+    zarr, netcdf = tmp_path / "in0.zarr", tmp_path / "in1.nc"
+    (tmp_path / "link.nc").symlink_to(netcdf)
+    sources = {
+        zarr: [str(zarr), [str(zarr), str(tmp_path / "in1.zarr")], xr.open_zarr(zarr)],
+        netcdf: [str(netcdf), str(tmp_path / "in*.nc"), str(tmp_path / "link.nc")],
+    }
+    for path, opened in sources.items():
+        for source in opened:
+            data = jigsaw.io.open(source, mesh=mesh)
+            with pytest.raises(WriteError, match=rf"{path.name} is what the dataset of like= reads, so mode='w' does"):
+                Writer(path, like=data, mode="w", **options)
+            Writer(tmp_path / "other.zarr", like=data, mode="w", **options)
+            Writer(path, like=data, mode="a", **options)
+    sides = [jigsaw.io.open(str(tmp_path / f"in0.{suffix}"), mesh=mesh) for suffix in ("nc", "zarr")]
+    with pytest.raises(WriteError, match="is what the dataset of like= reads"):
+        Writer(zarr, like=jigsaw.io.pair(*sides), mode="w", **options)
+
+
+BAD = {
+    "chunks": ({"chunks": 4}, WriteError, r"chunks=4 must say it by name: chunks=\{'time': 1, 'lat': 90\}"),
+    "text size": ({"chunks": {"time": "x"}}, WriteError, "'x' of 'time' is not a whole number >= 1; give chunks="),
+    "no size": ({"shards": {"time": None}}, WriteError, "shards=.* None of 'time' is not a whole number"),
+    "fraction": ({"chunks": {"lat": 2.9}}, WriteError, "2.9 of 'lat' is not a whole number"),
+    "true": ({"chunks": {"lat": True}}, WriteError, "True of 'lat' is not a whole number"),
+    "encoding": ({"encoding": ["dtype"]}, WriteError, r"encoding=\['dtype'\] must say it by name: encoding=\{'dtype'"),
+    "no dtype": ({"encoding": {"dtype": None}}, WriteError, r"encoding=\{'dtype': None\} must name a dtype"),
+    "attrs": ({"attrs": ["x"]}, WriteError, r"attrs=\['x'\] must say it by name"),
+    "coords": ({"coords": ["x"]}, GridError, r"coords=\['x'\] must say it by name"),
+    "coords name": ({"coords": {3: [1]}}, GridError, "coords name 3, which is not a string"),
+    "like": ({"like": "x"}, WriteError, "like='x' must be a jigsaw.io.Dataset; open one"),
+    "budget": ({"budget": "1GB"}, WriteError, "budget='1GB' must be a number of bytes >= 1, like budget=256 << 20"),
+    "no budget": ({"budget": 0}, WriteError, "budget=0 must be a number of bytes >= 1"),
+    "fields": ({"fields": [3]}, FieldError, r"fields=\[3\] has 3, which is not a string"),
+    "one field": ({"fields": "u"}, FieldError, r"fields='u' is one string; give a list"),
+    "dims of another": ({"dims": {"t2m": ("time", "lat")}}, FieldError, r"the arrays \['t2m'\], but not 'u'; give its"),
+    "no dim": ({"dims": ("time", None)}, FieldError, "has None, which is not a string"),
+    "one dim": ({"dims": "time"}, FieldError, "dims='time' is one string; give a list"),
+    "field_attrs": ({"field_attrs": ["u"]}, WriteError, r"field_attrs=\['u'\] must say it by name"),
+    "attrs of a field": ({"field_attrs": {"u": "K"}}, WriteError, r"field_attrs\['u'\]='K' must say it by name"),
+    "misspelt": ({"field_attrs": {"uu": {}}}, FieldError, r"field_attrs name \['uu'\], but the arrays are \['u'\]"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_an_argument_that_is_something_else_is_refused_by_name(tmp_path, case):
+    chosen, error, match = BAD[case]
+    with pytest.raises(error, match=match):
+        write(tmp_path / "a.zarr", {"u": whole()}, **{"dims": ("time", "lat"), **chosen})
+    assert not any(tmp_path.iterdir())
+
+
+def test_coordinates_of_an_append_are_by_name(tmp_path):
+    out = Writer(tmp_path / "a.zarr", dims=("time", "lat"))
+    with pytest.raises(GridError, match=r"coords=\['x'\] must say it by name"):
+        out.append({"u": whole()}, coords=["x"])
+    with pytest.raises(FieldError, match="3 cannot name an array"):
+        out.append({3: whole()})
+    out.append({"u": whole()}, coords={"time": TIMES[:1]})
+    out.close()
+    write(tmp_path / "b.zarr", {"u": whole()}, dims=("time", "lat"), budget=1e6, chunks={"lat": np.int64(4)})

@@ -21,6 +21,7 @@ TileData = Tile | Mapping[str, Tile]
 ArrayDims = Sequence[str] | Mapping[str, Sequence[str]]
 CHANNEL_DIM, LEVEL_DIM = "channel", "level"
 _DIMS_ONE_BY_ONE = ("time", "prediction_timedelta")
+_PACKING_ATTRIBUTES = "scale_factor", "add_offset", "_Unsigned"
 # dtypes that numpy lacks are stored as ones that hold them exactly
 _STORED_DTYPES = {"bfloat16": "float32"}
 _ENCODING_OPTIONS = {
@@ -134,7 +135,8 @@ class AppendOutline:
 class WriteOptions:
     """Arguments of a `Writer` for one store; `lent_units` are coordinates whose units it takes over,
     and `lent_sizes` the dims of tables that no array of it has.  `restores` are the dim whose rows it puts back into
-    another order, and for each place there the row that goes to it.
+    another order, and for each place there the row that goes to it.  `own_attrs` are the arrays whose attributes the
+    user gave.
 
     Raises: `WriteError` for what the format does not have.
     """
@@ -152,6 +154,7 @@ class WriteOptions:
     lent_units: Mapping[str, StoredCoordinate] = field(default_factory=dict[str, StoredCoordinate])
     lent_sizes: Mapping[str, int] = field(default_factory=dict[str, int])
     restores: tuple[str, Neighbors] | None = None
+    own_attrs: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.encoding) - set(_ENCODING_OPTIONS[self.suffix]))
@@ -159,11 +162,14 @@ class WriteOptions:
             raise WriteError(
                 f"encoding has {unknown}, but {self.suffix} takes {', '.join(_ENCODING_OPTIONS[self.suffix])}"
             )
+        for name, attrs in self.field_attrs.items():
+            if packing := [k for k in _PACKING_ATTRIBUTES if k in attrs]:
+                raise WriteError(
+                    f"field_attrs[{name!r}] has {' and '.join(packing)}, by which readers would change values; they "
+                    "are stored as they are given, so leave it out (encoding={'dtype': 'float32'} chooses a dtype)"
+                )
         if self.shards and self.suffix == ".nc":
             raise WriteError(f"shards={dict(self.shards)} belong to Zarr; leave them out or write to a .zarr")
-        for argument, sizes in (("chunks", self.chunks), ("shards", self.shards)):
-            if any(int(n) < 1 for n in sizes.values()):
-                raise WriteError(f"{argument}={dict(sizes)} must be sizes >= 1 by dim")
 
 
 @dataclass(frozen=True)
@@ -221,6 +227,8 @@ def _tile_sources(data: TileData, levels: NDArray[Any] | None, options: WriteOpt
         raise FieldError(f"fields={[f.array for f in fields]} split one tile; with a mapping of tiles leave them out")
     sources: list[TileSource] = []
     for name, tile in data.items():
+        if isinstance(dims, Mapping) and name not in dims:
+            raise FieldError(f"dims name the arrays {sorted(dims)}, but not {name!r}; give its dims, too")
         own_dims = tuple(dims[name] if isinstance(dims, Mapping) else dims)
         bare = _owned_tile(tile, own_dims)
         sources.append(
@@ -342,7 +350,7 @@ def _shard_rows(name: str, dim: str, size: int, chunk: int, options: WriteOption
 
 
 def _check_dim_sizes(options: WriteOptions, sources: Sequence[TileSource]) -> dict[str, int]:
-    """Return the size of each dim; options for a dim that no array has are refused."""
+    """Return the size of each dim; options for a dim or an array that is not there are refused."""
     sizes: dict[str, int] = {}
     for source in sources:
         for dim, size in zip(source.array.dims, source.array.shape, strict=True):
@@ -352,6 +360,12 @@ def _check_dim_sizes(options: WriteOptions, sources: Sequence[TileSource]) -> di
         unknown = sorted(set(by_dim) - set(sizes))
         if unknown:
             raise WriteError(f"{argument} name the dims {unknown}, but the arrays have {sorted(sizes)}")
+    names = {source.array.name for source in sources}
+    if strange := sorted(options.own_attrs - names):
+        raise FieldError(
+            f"field_attrs name {strange}, but the arrays are {sorted(names)}; attributes of a coordinate are given "
+            "with it: coords={'lat': (values, attrs)}"
+        )
     return sizes
 
 
@@ -377,7 +391,7 @@ def outline_append(
         coords.append(encode_coordinate(LEVEL_DIM, levels))
     names = {s.array.name for s in sources}
     for name in (*names, *(c.name for c in coords)):  # in Zarr names become folders, so none may lead to another folder
-        if not name or "/" in name or name in (".", "..") or name.startswith("__"):
+        if not isinstance(name, str) or not name or "/" in name or name in (".", "..") or name.startswith("__"):
             raise FieldError(f"{name!r} cannot name an array; choose one without '/', not '.', '..' or '__…'")
     for c in coords:
         _check_coordinate(c, {**options.lent_sizes, **sizes}, names)
@@ -451,7 +465,7 @@ def _as_in_store(source: TileSource, known: GrowingStore, options: WriteOptions)
             f"array {ours.name!r} is {ours.dtype} {dict(zip(ours.dims, ours.shape, strict=True))}, but the store has "
             f"{stored.dtype} {dict(zip(stored.dims, stored.shape, strict=True))}"
         )
-    if packed := [k for k in ("scale_factor", "add_offset") if k in stored.attrs and k not in ours.attrs]:
+    if packed := [k for k in _PACKING_ATTRIBUTES if k in stored.attrs]:
         raise WriteError(
             f"array {ours.name!r} of the store is packed by {' and '.join(packed)}, and values are appended as "
             "they are given; write a new store, or convert this one to floats (python -m jigsaw convert)"

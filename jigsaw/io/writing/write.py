@@ -41,7 +41,7 @@ from jigsaw.io.writing.deliver import (
     gather_results,
     part_path,
 )
-from jigsaw.io.writing.lent_options import dataset_of_targets, options_like_dataset
+from jigsaw.io.writing.lent_options import check_not_replaced, dataset_of_targets, options_like_dataset
 from jigsaw.io.writing.netcdf_writer import NetcdfSink, netcdf_attrs
 from jigsaw.io.writing.outline import (
     AppendOutline,
@@ -51,9 +51,14 @@ from jigsaw.io.writing.outline import (
     TileData,
     WriteOptions,
     outline_append,
-    parse_written_field,
 )
-from jigsaw.io.writing.write_arguments import facts_of_options
+from jigsaw.io.writing.write_arguments import (
+    checked_budget,
+    checked_coordinates,
+    checked_lender,
+    checked_write_options,
+    facts_of_options,
+)
 from jigsaw.io.writing.zarr_writer import ZarrSink, zarr_store_attrs
 from jigsaw.nn.cells.gather import gather_neighbors
 from jigsaw.ranks.mesh import is_same_mesh, mesh_coordinate
@@ -198,22 +203,16 @@ class Writer:
                 f"wait=False with {self.path}: only Zarr is written behind a step, as the libraries of NetCDF "
                 "cannot be called by two threads; write a .zarr, or leave wait=False out"
             )
-        self._mode, self._dim, self._budget, self._wait = mode, append_dim, budget, wait
-        options = WriteOptions(
-            suffix,
-            dims,
-            None if fields is None else [parse_written_field(f) for f in fields],
-            dict(coords or {}),
-            dict(attrs or {}),
-            dict(field_attrs or {}),
-            chunks or {},
-            shards or {},
-            append_dim,
-            encoding or {},
+        self._mode, self._dim, self._budget, self._wait = mode, append_dim, checked_budget(budget), wait
+        options = checked_write_options(
+            suffix, dims, fields, coords, attrs, field_attrs, chunks, shards, append_dim, encoding
         )
+        like = checked_lender(like)
+        if like is not None and mode == "w":
+            check_not_replaced(self.path, like)
         self._options = options if like is None else options_like_dataset(options, dataset_of_targets(like))
         make_sink = ZarrSink if suffix == ".zarr" else NetcdfSink
-        self._sink: FormatSink = make_sink(self.path, append_dim, encoding or {})
+        self._sink: FormatSink = make_sink(self.path, append_dim, options.encoding)
         self._mesh: DeviceMesh | None = None
         self._known: GrowingStore | None = None
         self._steps, self._over = 0, False
@@ -251,9 +250,7 @@ class Writer:
             check_mesh_of_all_ranks(mesh, self.path)
         data = _in_source_order(data, self._options)
         # before anything is changed: ranks that describe different arrays would wait for boxes that are never sent
-        lent = self._options.coords if self._mesh is None else {}
-        all_coords = {**lent, **(coords or {})}
-        piece = agreed_outline(mesh, self._steps, lambda: self._outline(data, all_coords))
+        piece = agreed_outline(mesh, self._steps, lambda: self._outline(data, coords))
         with self._over_on_failure():
             self._begin(mesh, piece)
             self._add(mesh, piece)
@@ -264,9 +261,10 @@ class Writer:
         own = {"path": os.path.realpath(self.path), "mode": self._mode, "wait": self._wait}
         return self._budget, own | facts_of_options(self._options)
 
-    def _outline(self, data: Any, coords: Mapping[str, Any]) -> AppendOutline:
+    def _outline(self, data: Any, coords: Mapping[str, Any] | None) -> AppendOutline:
         self._refuse_when_over()
-        return outline_append(data, coords, self._options, self._known)
+        lent = self._options.coords if self._mesh is None else {}
+        return outline_append(data, {**lent, **checked_coordinates(coords)}, self._options, self._known)
 
     def _refuse_when_over(self) -> None:
         """Raise `WriteError` for a store that takes no more; called where all ranks hear of it."""
