@@ -143,7 +143,7 @@ class Writer:
     - `coords`: by name an array along the dim of that name, ``(array, attrs)``, ``(dims, array, attrs)`` or an xarray
       variable; whole, the same on every rank, in the order of the tiles' rows. Dates are stored in CF units and
       calendars; a coordinate without attributes gets those of the CF conventions;
-    - `attrs`: of the store, `field_attrs`: of each array;
+    - `attrs`: of the store, `field_attrs`: of each array, without those of packing, such as ``scale_factor``;
     - `like`: a `jigsaw.io.Dataset` that lends its space and level coordinates (space along dims named as in jigsaw,
       ``lat``, or as in its store) and the units of time. It also lends all attributes but those that name variables
       that are not written. As `fields` it lends the channels of its target by their names in its store.
@@ -158,7 +158,8 @@ class Writer:
     - `wait`: with False, a thread writes a copy, of each array at most `budget`, behind the next step. In Zarr alone,
       for tiles whose mesh has all ranks of the job.
 
-    Making one sends nothing; `append` and `close` are collective over the tiles' mesh.
+    Making one sends nothing; `append` and `close` are collective over the tiles' mesh.  Every rank gives the same
+    arguments, apart from `budget`.  Only one writer at a time grows a store.
 
     Raises: `WriteError` for another suffix or mode, and for chunks, shards or an encoding that the format does not
     have; then what `append` raises.
@@ -237,7 +238,8 @@ class Writer:
         *Raises*: `WriteError`, alike on every rank, when anything fails on any of them (a full disk, a rank that
         ended, a store that does not fit, values that the stored dtype does not hold); the store keeps the steps that
         were complete.  `FieldError`, `GridError` or `ShardingError` for data, names and coordinates that do not fit
-        together.  Also for times that do not rise from those of the store; nothing is changed then.
+        together.  Also for times that do not rise, from those of the store too; nothing is changed then.  `WriteError`
+        for a store that another writer has changed since, of which nothing is overwritten.
         """
         mesh = _mesh_of_tiles(data)
         with self._over_on_failure():
