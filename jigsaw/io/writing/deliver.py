@@ -198,8 +198,8 @@ def _values_and_differences(
     digests = [each for _, each in every]
     names = dict.fromkeys(name for each in digests for name in each)
     different = [name for name in names if len({each.get(name) for each in digests}) > 1]
-    told = gather_results(mesh, lambda: {n: texts.get(n, "nothing") for n in different}) if different else []
-    return [value for value, _ in every], {name: [each[name] for each in told] for name in different}
+    shown = gather_results(mesh, lambda: {n: texts.get(n, "nothing") for n in different}) if different else []
+    return [value for value, _ in every], {name: [each[name] for each in shown] for name in different}
 
 
 def _refuse_differences(different: Mapping[str, Sequence[str]]) -> None:
