@@ -62,7 +62,7 @@ class NetcdfSink:
         self._file: Any = None
         self._complete, self._is_new = 0, False
         self._copied = 0  # steps of a part that is a copy of the file at the path
-        self._held_file: tuple[int, int] | None = None  # of the part, while this sink has it open
+        self._held_file: tuple[int, int] | None = None  # of the part that this sink made or opened
 
     @property
     def remedy(self) -> str:
@@ -140,6 +140,7 @@ class NetcdfSink:
         self._part.unlink(missing_ok=True)
         self._is_new = True
         os.close(open_unlinked(self._part, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+        self._held_file = _number_of_file(self._part)
         self._make_sure_of(size + _METADATA)
 
     def _make_sure_of(self, size: int) -> None:
