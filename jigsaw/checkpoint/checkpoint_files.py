@@ -91,6 +91,35 @@ def fail_together(work: Callable[[], T], of_first: bool = False, what: str = "")
     return result  # pyright: ignore[reportReturnType]
 
 
+def check_same_arguments(path: Path, **others: Any) -> None:
+    """Refuse a name of a checkpoint, or another argument, that differs between the ranks of the job.
+
+    Folders may be mounted elsewhere on other hosts, so the name alone is compared.
+
+    *Sends*: an all-reduce of 32 bytes; where ranks differ, their arguments.
+    """
+    every = told_in_job_where_different({"path": path.name, **others})
+    for argument in every[0] if every else ():
+        values = [theirs[argument] for theirs in every]
+        rank = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if rank is not None:
+            raise CheckpointError(
+                f"{argument}= is {values[0]!r} on rank 0 of the job and {values[rank]!r} on rank {rank}; give every "
+                "rank the same: a name with a time or a number of the rank in it is made on one and told to all"
+            )
+
+
+def check_readable_in_place(tensors: Mapping[str, Any]) -> None:
+    """Refuse tensors of which several elements lie at one place, before any is changed."""
+    for name, x in tensors.items():
+        local = x.to_local() if isinstance(x, DTensor) else x
+        if local.numel() and any(n > 1 and step == 0 for n, step in zip(local.shape, local.stride(), strict=True)):
+            raise CheckpointError(
+                f"{name!r} of shape {tuple(local.shape)} is expanded: several of its elements are one in memory, so it "
+                "cannot be read in place; make it x.contiguous() before it becomes a buffer or a weight"
+            )
+
+
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,8 @@ import random
 from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +21,15 @@ import torch
 from jigsaw.errors import CheckpointError
 
 CheckpointPath = str | os.PathLike[str]
+
+
+def checked_path(path: Any) -> Path:
+    """Return a path. Raises: `CheckpointError` for anything else than a text or a path of one."""
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(cast("Any", path)), str):
+        raise CheckpointError(f"path={path!r} is a {type(path).__name__}; give a text or a pathlib.Path")
+    return Path(cast("CheckpointPath", path))
+
+
 _LARGEST_TENSOR = 1 << 20
 _DEEPEST = 100
 _PLAIN = (bool, int, float, str, type(None))

@@ -24,6 +24,8 @@ from jigsaw.checkpoint.checkpoint_files import (
     PlannedTensors,
     WrittenTensors,
     check_file_share,
+    check_readable_in_place,
+    check_same_arguments,
     fail_together,
     open_together,
     read_tensors,
@@ -35,7 +37,13 @@ from jigsaw.checkpoint.checkpoint_folder import (
     removed_on_failure,
 )
 from jigsaw.checkpoint.checkpoint_index import StoredTensor
-from jigsaw.checkpoint.checkpoint_state import CheckpointPath, is_converted_weight, plain_state, restored_state
+from jigsaw.checkpoint.checkpoint_state import (
+    CheckpointPath,
+    checked_path,
+    is_converted_weight,
+    plain_state,
+    restored_state,
+)
 from jigsaw.checkpoint.numbered_saves import (
     RemovalShare,
     check_numbered,
@@ -151,7 +159,8 @@ def save(
     True
     """
     end_pending_save()
-    final, rank = Path(path), dist.get_rank() if dist.is_initialized() else 0
+    final, rank = checked_path(path), dist.get_rank() if dist.is_initialized() else 0
+    check_same_arguments(final, keep=keep)
     check_numbered(final, keep)
     tensors, small = fail_together(lambda: _checkpoint_state(model, optimizer, _stateful_objects(loader, others)))
     small = _joined_over_stages(model, small)
@@ -220,7 +229,9 @@ def load(
     jigsaw.errors.CheckpointError: the checkpoint best is of another model: 'model.weight' has shape (2, 4)...
     """
     end_pending_save()  # the pending save may be of this checkpoint
-    checkpoint = open_together(Path(path))
+    final = checked_path(path)
+    check_same_arguments(final)
+    checkpoint = open_together(final)
     things = _stateful_objects(loader, others)
     wanted = [f"state of {name}" for name in things] + ["optimizer groups"] * (optimizer is not None)
     absent = sorted(set(wanted) - set(checkpoint.state))
@@ -244,7 +255,9 @@ def load(
             group["params"] = [name for name in group["params"] if name not in elsewhere]
         _check_groups(path, small["optimizer groups"], groups)
         _check_options(path, small.get("optimizer options"), optimizer)
+        _check_class(path, small.get("optimizer classes"), optimizer)
     tensors = {key: x for key, x in (state | slots).items() if isinstance(x, torch.Tensor)}
+    fail_together(lambda: check_readable_in_place(tensors))
     if tensors:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         fail_together(lambda: check_file_share(checkpoint, rank, ranks))
@@ -272,6 +285,7 @@ def _checkpoint_state(
         names = _parameter_names(model, optimizer)
         small["optimizer groups"] = plain_state(_group_options(optimizer, names), "optimizer.param_groups")
         small["optimizer options"] = sorted(_holding_optimizer(optimizer).defaults)
+        small["optimizer classes"] = _optimizer_classes(optimizer)
         for p, values in _holding_optimizer(optimizer).state.items():
             state |= {f"optimizer.{names[p]}.{key}": value for key, value in values.items()}
     tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
@@ -404,6 +418,26 @@ def _check_groups(
         raise CheckpointError(
             f"the checkpoint {os.fspath(path)} has an optimizer with groups of {[len(g) for g in theirs]} parameters, "
             f"this one has {[len(g) for g in ours]}, or other parameters in them; make it with the same groups"
+        )
+
+
+def _optimizer_classes(optimizer: Optimizer) -> list[str]:
+    """Return the names of an optimizer's class and of those that it is made from: ``AdamW``, ``Adam``."""
+    classes = type(_holding_optimizer(optimizer)).__mro__
+    return [each.__qualname__ for each in classes if issubclass(each, Optimizer) and each is not Optimizer]
+
+
+def _check_class(path: CheckpointPath, saved: Any, optimizer: Optimizer) -> None:
+    """Refuse the state of another class of optimizer, unless one is made from the other.
+
+    Its options may all be options of this one, too: those of Adamax are options of Adam.  Older checkpoints do not
+    say the class.
+    """
+    theirs, ours = cast("list[Any]", saved) if isinstance(saved, list) else [], _optimizer_classes(optimizer)
+    if theirs and ours and theirs[0] not in ours and ours[0] not in theirs:
+        raise CheckpointError(
+            f"the checkpoint {os.fspath(path)} is of the optimizer {theirs[0]}, and this one is {ours[0]}, whose state "
+            "is another; make the optimizer that was saved, or load the model alone"
         )
 
 

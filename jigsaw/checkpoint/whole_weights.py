@@ -29,8 +29,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from jigsaw.checkpoint.checkpoint_files import fail_together, torch_failures_named
-from jigsaw.checkpoint.checkpoint_state import CheckpointPath, is_converted_weight, parse_strict_json
+from jigsaw.checkpoint.checkpoint_files import (
+    check_readable_in_place,
+    check_same_arguments,
+    fail_together,
+    torch_failures_named,
+)
+from jigsaw.checkpoint.checkpoint_state import CheckpointPath, checked_path, is_converted_weight, parse_strict_json
 from jigsaw.checkpoint.parted_tensors import with_parts_apart
 from jigsaw.checkpoint.piece_writers import PieceWriters, check_equal_copies, kinds_of_tensors
 from jigsaw.comm.agreement import decide_on_first_rank, told_in_job_where_different
@@ -54,6 +59,7 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_METADATA_NAME = "__metadata__"
 _AGAIN = "save again; the file that was there is as it was"
 FileNames = Mapping[str, str] | Callable[[str], str]
 """Names in a file, by the model's: a function of a name, or a mapping of those that differ."""
@@ -90,7 +96,8 @@ def save_weights(path: CheckpointPath, model: nn.Module, names: FileNames | None
     >>> torch.equal(again.weight, model.weight)
     True
     """
-    final = Path(path)
+    final = checked_path(path)
+    check_same_arguments(final)
     tensors = fail_together(lambda: _named_in_file(_whole_state(model), names))
     check_equal_copies(tensors)
     what = f"the weights of {final} cannot be written"
@@ -155,12 +162,19 @@ def _whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _named_in_file(tensors: Mapping[str, torch.Tensor], names: FileNames | None) -> dict[str, torch.Tensor]:
+    if not (names is None or isinstance(names, Mapping) or callable(names)):
+        raise CheckpointError(f"names={names!r} must be names of the file by those of the model, or a function of one")
     if isinstance(names, Mapping) and (unknown := names.keys() - tensors.keys()):
         raise CheckpointError(f"names= has {sorted(unknown)[:5]}, which the model does not have; leave them out")
     renamed: dict[str, torch.Tensor] = {}
     origins: dict[str, str] = {}
     for name, x in tensors.items():
-        in_file = _name_in_file(name, names)
+        in_file: Any = _name_in_file(name, names)
+        if not isinstance(in_file, str) or in_file == _METADATA_NAME:
+            raise CheckpointError(
+                f"names= gives {name!r} of the model the name {in_file!r}; names in a file are texts, and "
+                f"{_METADATA_NAME!r} is that of the file's own description"
+            )
         if in_file in renamed:
             raise CheckpointError(
                 f"names= gives {origins[in_file]!r} and {name!r} of the model one name, {in_file!r}; each has its own"
@@ -177,7 +191,7 @@ def _name_in_file(name: str, names: FileNames | None) -> str:
 
 def _header_of(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, _StoredWeight]]:
     """Return the header of a file, its length before it, and where each tensor lies behind it."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {_METADATA_NAME: {"format": "pt"}}
     at = 0
     for name, x in tensors.items():
         size = math.prod(x.shape) * x.dtype.itemsize
@@ -246,7 +260,9 @@ def load_weights(path: CheckpointPath, model: nn.Module, names: FileNames | None
         ...
     jigsaw.errors.CheckpointError: small.safetensors is of another model: 'bias' has shape (2,), the...
     """
-    weights = fail_together(lambda: _stored_weights(Path(path)))
+    final = checked_path(path)
+    check_same_arguments(final)
+    weights = fail_together(lambda: _stored_weights(final))
     tensors = fail_together(lambda: _named_in_file(_whole_state(model), names))
     tensors = _without_second_names(model, tensors, weights, names)
     wrong = [f"missing: {name!r}" for name in tensors if name not in weights]
@@ -259,6 +275,7 @@ def load_weights(path: CheckpointPath, model: nn.Module, names: FileNames | None
             wrong.append(f"{name!r} is {stored.dtype}, the model's {x.dtype}, which is not converted")
     if wrong:
         raise CheckpointError(f"{os.fspath(path)} is of another model: {'; '.join(sorted(wrong)[:5])}")
+    fail_together(lambda: check_readable_in_place(tensors))
     with torch_failures_named(f"the weights of {os.fspath(path)}"):
         dcp.load(with_parts_apart(tensors), storage_reader=_WeightReader(weights), no_dist=not dist.is_initialized())
 
@@ -307,7 +324,7 @@ def _weights_of_file(file: Path) -> dict[str, _StoredWeight]:
                 raise ValueError(f"its header would have {length} bytes")
             header = parse_strict_json(opened.read(length))
         for name, each in header.items():
-            if name == "__metadata__":
+            if name == _METADATA_NAME:
                 continue
             begin, end = each["data_offsets"]
             if not all(type(number) is int and number >= 0 for number in (begin, end, *each["shape"])):

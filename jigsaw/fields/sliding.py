@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from numbers import Real
 from typing import Any, TypeVar, cast
 
 import torch
@@ -33,6 +34,7 @@ from jigsaw.geometry.cut import (
 from jigsaw.geometry.layout import Layout
 from jigsaw.ranks.mesh import mesh_coordinate
 from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals.autograd import memory_id
 
 VolumeTensor = TypeVar("VolumeTensor", Tile, Tensor)
 WindowModel = Callable[[Any], Any]
@@ -80,6 +82,10 @@ def sliding_window(
     >>> jigsaw.io.sliding_window(model, scan, roi=(8, 8, None)).shape
     torch.Size([1, 3, 20, 12, 12])
     """
+    if not isinstance(volume, (Tensor, Tile)):
+        raise FieldError(f"volume is a {type(volume).__name__}; give a tile or a tensor: torch.as_tensor(volume)")
+    _check_number("fill", fill, "a finite number or NaN", lambda number: not math.isinf(number))
+    _check_number("overlap", overlap, "a share in [0, 1), one for all dims", lambda share: 0 <= share < 1)
     shape = tuple(volume.shape)
     is_real = volume.dtype.is_floating_point or volume.dtype.is_complex
     if not is_real and torch.tensor(fill, dtype=torch.float64).to(volume.dtype).item() != fill:
@@ -92,6 +98,11 @@ def sliding_window(
             uncut = Layout.of(shape, (None,) * len(shape), ())
             answer = _DealtWindows(uncut, None, cast(Tensor, volume), plan, fill).run(model, weight)
     return cast(VolumeTensor, answer)
+
+
+def _check_number(argument: str, value: Any, rule: str, is_right: Callable[[float], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not is_right(float(value)):
+        raise FieldError(f"{argument}={value!r} must be {rule}")
 
 
 def _slide_over_tile(
@@ -107,7 +118,7 @@ def importance_map(roi: Sequence[int], blend: str, sigma: float) -> Tensor:
     """Return the weight of each voxel of a window, float32: MONAI's ``compute_importance_map``."""
     if blend == "constant":
         return torch.ones(tuple(roi))
-    if blend != "gaussian" or not sigma > 0:
+    if blend != "gaussian" or not (isinstance(sigma, Real) and sigma > 0):
         raise FieldError(f"blend={blend!r}, sigma={sigma} must be 'constant', or 'gaussian' with sigma > 0")
     weight = torch.ones(())
     for rows in roi:
@@ -142,11 +153,11 @@ class _WindowGrid:
             )
         if not space or len(roi) != len(space):
             raise FieldError(f"roi={tuple(roi)} must have a size for each dim of space of a volume [B, C, *{space}]")
-        if not 0 <= overlap < 1:
-            raise FieldError(f"overlap={overlap} must be a share in [0, 1)")
         if windows not in ("cut", "dealt"):
             raise FieldError(f"windows={windows!r} must be 'cut' or 'dealt'")
-        if any(rows is not None and rows != int(rows) for rows in roi):
+        if any(
+            not (rows is None or (isinstance(rows, Real) and math.isfinite(rows) and rows % 1 == 0)) for rows in roi
+        ):
             raise FieldError(f"roi={tuple(roi)} must be whole numbers of rows, or None for all rows of a dim")
         sizes = tuple(n if rows is None else int(rows) for n, rows in zip(space, roi, strict=True))
         if min(sizes) < 1 or min(space) < 1:
@@ -218,6 +229,8 @@ class _CutWindows:
         for window in self.plan:
             stored = Layout((*self.layout.cuts[:2], *self._stored(window)), self.layout.axes)
             local = redistribute_rows(self._padded(window), stored, self.spread, self.mesh)
+            if memory_id(local.untyped_storage()) == memory_id(self.local.untyped_storage()):
+                local = local.clone()  # where no row moves it is a view, and a model may work in place
             answer = model(Tile(local, self.spread, self.mesh))
             _check_answer(answer, self.spread.shape)
             if not isinstance(answer, Tile):

@@ -244,7 +244,46 @@ def test_an_optimizer_of_other_groups_is_refused_and_nothing_is_read(tmp_path):
         load(path, model=other, optimizer=unlike)
     assert unlike.param_groups[0]["lr"] == torch.optim.SGD(other.parameters()).param_groups[0]["lr"]
     assert all(torch.equal(x, before[name]) for name, x in other.state_dict().items())
-    load(path, model=other, optimizer=torch.optim.AdamW(other.parameters()))  # it has the same options
+    for maker in (torch.optim.Adamax, torch.optim.RAdam):  # their options are all options of Adam
+        with pytest.raises(CheckpointError, match=rf"of the optimizer Adam, and this one is {maker.__name__}, whose"):
+            load(path, model=other, optimizer=maker(other.parameters()))
+    assert all(torch.equal(x, before[name]) for name, x in other.state_dict().items())
+    load(path, model=other, optimizer=torch.optim.AdamW(other.parameters()))  # it is made from Adam
+
+
+def test_a_path_is_a_text_and_expanded_buffers_are_not_read_into(tmp_path):
+    for path in (None, 3, b"it"):
+        for function in (save, load):
+            with pytest.raises(CheckpointError, match=r"path=.* is a .*; give a text or a pathlib.Path"):
+                function(path, model=nn.Linear(2, 3))
+    model = nn.Linear(2, 3)
+    model.register_buffer("mask", torch.ones(1, 3).expand(2, 3))
+    _saved(tmp_path / "it", model)
+    jigsaw.save_weights(tmp_path / "it.safetensors", model)
+    nn.init.zeros_(model.weight)
+    with pytest.raises(CheckpointError, match=r"'model.mask' of shape \(2, 3\) is expanded: .* make it x.contiguous"):
+        load(tmp_path / "it", model=model)
+    with pytest.raises(CheckpointError, match=r"'mask' of shape \(2, 3\) is expanded"):
+        jigsaw.load_weights(tmp_path / "it.safetensors", model)
+    assert not model.weight.any()
+
+
+@on_ranks(2)
+def test_ranks_that_name_other_checkpoints_are_refused_on_each(tmp_path):
+    rank, model = dist.get_rank(), nn.Linear(2, 3)
+    nn.init.ones_(model.weight), nn.init.ones_(model.bias)
+    of_ranks = [tmp_path / "step-1", tmp_path / "step-2"]
+    told = r"path= is 'step-1.*' on rank 0 of the job and 'step-2.*' on rank 1; give every rank the same"
+    with pytest.raises(CheckpointError, match=told):
+        save(of_ranks[rank], model=model)
+    with pytest.raises(CheckpointError, match=r"keep= is 1 on rank 0 of the job and 0 on rank 1"):
+        save(of_ranks[0], model=model, keep=[1, 0][rank])
+    with pytest.raises(CheckpointError, match=told):
+        jigsaw.save_weights(of_ranks[rank].with_suffix(".safetensors"), model)
+    for path in of_ranks:
+        save(path, model=model)
+    with pytest.raises(CheckpointError, match=told):
+        load(of_ranks[rank], model=model)
 
 
 @on_ranks(2)

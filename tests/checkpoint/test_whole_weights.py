@@ -134,6 +134,9 @@ def test_names_of_others_are_read_and_written_and_shared_weights_have_one(tmp_pa
     [
         ({"weights": "w"}, r"names= has \['weights'\], which the model does not have"),
         (lambda name: "w", "gives 'weight' and 'bias' of the model one name, 'w'"),
+        ({"weight": "__metadata__"}, "gives 'weight' of the model the name '__metadata__'; names in a file are texts"),
+        ({"weight": 3}, "gives 'weight' of the model the name 3; names in a file are texts"),
+        (["w"], r"names=\['w'\] must be names of the file by those of the model"),
     ],
 )
 def test_names_that_do_not_fit_the_model(tmp_path, names, words):

@@ -125,6 +125,21 @@ def test_no_rank_ever_holds_the_volume_and_dealt_windows_send_their_rows_twice()
     assert set(seen) == {(1, 1, 2, 6, 6)}
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_works_in_place_changes_no_scan(ranks):
+    run_on_ranks(ranks, _slide_in_place, ranks)
+
+
+def _slide_in_place(ranks):
+    mesh = world_mesh(z=ranks)
+    x = volume((8, 8, 8))[:1, :1]
+    for windows in ("cut", "dealt"):
+        tile = jigsaw.shard(x, mesh, (None, None, "z", None, None))
+        found = sliding_window(lambda v: v.sub_(1.0).mul_(2.0), tile, (4, 4, 4), overlap=0.5, windows=windows)
+        torch.testing.assert_close(found.full_tensor(), (x - 1) * 2)
+        assert torch.equal(tile.full_tensor(), x)
+
+
 def refusals():
     x = volume((6, 6, 6))
     return [
@@ -136,6 +151,11 @@ def refusals():
         (r"volume of shape .* has no batch dim; give volume.unsqueeze\(0\)", {"roi": (4, 4, 4)}, x[0], model()),
         (r"has no batch and no channel dim; give volume\[None, None\]", {"roi": (4, 4, 4)}, x[0, 0], model()),
         (r"overlap=1.0 must be a share in \[0, 1\)", {"roi": (4, 4, 4), "overlap": 1.0}, x, model()),
+        (r"overlap=\(0.5, 0.5\) must be a share", {"roi": (4, 4, 4), "overlap": (0.5, 0.5)}, x, model()),
+        (r"fill='a' must be a finite number or NaN", {"roi": (4, 4, 4), "fill": "a"}, x, model()),
+        (r"roi=\(inf, 4, 4\) must be whole numbers", {"roi": (float("inf"), 4, 4)}, x, model()),
+        ("sigma=None must be 'constant', or", {"roi": (4, 4, 4), "blend": "gaussian", "sigma": None}, x, model()),
+        (r"volume is a ndarray; give a tile or a tensor", {"roi": (4, 4, 4)}, x.numpy(), model()),
         (
             "blend='mean', sigma=0.125 must be 'constant', or 'gaussian'",
             {"roi": (4, 4, 4), "blend": "mean"},
@@ -153,7 +173,7 @@ def refusals():
     ]
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(17))
 def test_what_does_not_fit_is_refused(number):
     why, options, x, net = refusals()[number]
     with pytest.raises(FieldError, match=why):

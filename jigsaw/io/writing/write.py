@@ -143,7 +143,8 @@ class Writer:
     - `coords`: by name an array along the dim of that name, ``(array, attrs)``, ``(dims, array, attrs)`` or an xarray
       variable; whole, the same on every rank, in the order of the tiles' rows. Dates are stored in CF units and
       calendars; a coordinate without attributes gets those of the CF conventions;
-    - `attrs`: of the store, `field_attrs`: of each array, without those of packing, such as ``scale_factor``;
+    - `attrs`: of the store, those of the first rank; `field_attrs`: of each array, without those of packing, such as
+      ``scale_factor``;
     - `like`: a `jigsaw.io.Dataset` that lends its space and level coordinates (space along dims named as in jigsaw,
       ``lat``, or as in its store) and the units of time. It also lends all attributes but those that name variables
       that are not written. As `fields` it lends the channels of its target by their names in its store.
@@ -159,7 +160,7 @@ class Writer:
       for tiles whose mesh has all ranks of the job.
 
     Making one sends nothing; `append` and `close` are collective over the tiles' mesh.  Every rank gives the same
-    arguments, apart from `budget`.  Only one writer at a time grows a store.
+    arguments, apart from `attrs` and `budget`.  Only one writer at a time grows a store.
 
     Raises: `WriteError` for another suffix or mode, and for chunks, shards or an encoding that the format does not
     have; then what `append` raises.

@@ -105,7 +105,6 @@ def facts_of_options(options: WriteOptions) -> dict[str, Any]:
         "dims": options.dims,
         "append_dim": options.append_dim,
         "encoding": options.encoding,
-        "attrs": options.attrs,
         "like": restores,
     }
     return {name: _comparable_value(value) for name, value in facts.items()}
