@@ -405,8 +405,9 @@ def _optimizer_slots(
             slots[key] = torch.zeros_like(owners[name], dtype=saved.dtype, requires_grad=False)
         elif saved.shape and isinstance(owner := owners[name], DTensor):  # sums over a weight: whole on every rank
             slots[key] = replicated_zeros(saved.shape, dtype=saved.dtype, device_mesh=owner.device_mesh)
-        else:
-            slots[key] = torch.zeros(saved.shape, dtype=saved.dtype)
+        else:  # steps are counted on the processor; those of a fused or captured optimizer move once groups are read
+            device = "cpu" if kind == "step" else owners[name].device
+            slots[key] = torch.zeros(saved.shape, dtype=saved.dtype, device=device)
     return slots
 
 
@@ -469,6 +470,13 @@ def _restore_optimizer(optimizer: Optimizer, names: Mapping[Any, str], groups: A
             group[key] = value
     held_state = _holding_optimizer(optimizer).state
     held_state.clear()
+    counts_there = {p for group in optimizer.param_groups if _counts_on_device(group) for p in group["params"]}
     for p, name in names.items():
         if name in state:
             held_state[p] = state[name]
+            if p in counts_there and isinstance(step := state[name].get("step"), torch.Tensor):
+                held_state[p]["step"] = step.to(p.device)
+
+
+def _counts_on_device(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("fused") or group.get("capturable"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
@@ -279,3 +280,33 @@ def test_compiled(name):
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
     for (parameter, ours), theirs in zip(tiled.named_parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=2e-2, atol=2e-3, msg=parameter)
+
+
+@pytest.mark.parametrize(
+    "maker",
+    [
+        torch.optim.AdamW,
+        torch.optim.Adafactor,
+        pytest.param(functools.partial(torch.optim.AdamW, fused=True), marks=gpu_only),
+        pytest.param(functools.partial(torch.optim.AdamW, capturable=True), marks=gpu_only),
+    ],
+    ids=["AdamW", "Adafactor", "fused", "capturable"],
+)
+@on_ranks(1)
+def test_the_state_of_an_optimizer_lies_where_it_lay(tmp_path, maker):
+    device_mesh(lat=1)
+    x = torch.randn(5, 4).to(DEVICE)
+    models = [nn.Linear(4, 6).to(DEVICE) for _ in range(2)]
+    optimizers = [maker(model.parameters()) for model in models]
+    models[0](x).square().mean().backward()
+    optimizers[0].step()
+    jigsaw.save(tmp_path / "it", model=models[0], optimizer=optimizers[0])
+    jigsaw.load(tmp_path / "it", model=models[1], optimizer=optimizers[1])
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        lay, lies = optimizers[0].state[p], optimizers[1].state[q]
+        assert {n: v.device for n, v in lay.items()} == {n: v.device for n, v in lies.items()}
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True))
