@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from jigsaw.errors import FieldError, GridError
 from jigsaw.geometry.cut import SplitRule
 from jigsaw.geometry.layout import DimSpec
 from jigsaw.io.arguments import checked_choice
+from jigsaw.io.datasets.epochs import check_whole_number
 from jigsaw.io.datasets.samples import FLOAT_DTYPES, checked_dtype, mesh_and_axes, warn_of_idle_readers
 from jigsaw.io.series.boundary import BoundaryRule
 from jigsaw.io.series.request import MISSING_RULES, HaloWidth, SampleSpace
@@ -165,6 +166,7 @@ def open_volumes(
     _check_crops(crop, crops, foreground, bool(maps))
     if device_mesh is not None and spec is None:
         warn_of_idle_readers(mesh_axes, pictures[0].dims)
+    check_whole_number("seed", seed, 0)
     label_type = checked_dtype("label_dtype", label_dtype, _LABEL_DTYPES)
     if label_type.is_floating_point and (foreground is not None or label_map is not None):
         raise FieldError(
@@ -281,7 +283,7 @@ def _given_pairs(
 
 
 def _given_volumes(name: str, volumes: Sequence[GivenVolume], form: StoredVolume) -> tuple[StoredVolume, ...]:
-    if isinstance(volumes, str | os.PathLike) or not len(volumes):
+    if isinstance(volumes, str | os.PathLike) or not isinstance(volumes, Sized) or not len(volumes):
         raise FieldError(
             f"{name}={volumes!r} must be a list of at least one path, like {name}=sorted(glob('*.nii.gz'))"
         )
