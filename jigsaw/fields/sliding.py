@@ -84,7 +84,7 @@ def sliding_window(
     """
     if not isinstance(volume, (Tensor, Tile)):
         raise FieldError(f"volume is a {type(volume).__name__}; give a tile or a tensor: torch.as_tensor(volume)")
-    _check_number("fill", fill, "a finite number or NaN", lambda number: not math.isinf(number))
+    _check_number("fill", fill, "a number", lambda number: True)
     _check_number("overlap", overlap, "a share in [0, 1), one for all dims", lambda share: 0 <= share < 1)
     shape = tuple(volume.shape)
     is_real = volume.dtype.is_floating_point or volume.dtype.is_complex

@@ -44,8 +44,12 @@ def _present_alone(values: Any, missing: Any, weights: MetricValues | None) -> t
 
     It comes before squares and roots: their gradient at a NaN is NaN, whatever becomes of the result.
     """
-    counted = (~missing).to(values.dtype)
-    return values.masked_fill(missing, 0), counted if weights is None else counted * weights
+    return values.masked_fill(missing, 0), _weights_of_present(missing, values.dtype, weights)
+
+
+def _weights_of_present(missing: Any, dtype: torch.dtype, weights: MetricValues | None) -> Any:
+    counted = (~missing).to(dtype)
+    return counted if weights is None else counted * weights
 
 
 def _forecast_errors(
@@ -242,7 +246,7 @@ def spread(
     forecast = as_wide_floats(forecast)
     if skip_missing:
         missing = forecast.isnan().any(member_dim)
-        _, weights = _present_alone(forecast.select(member_dim, 0), missing, weights)
+        weights = _weights_of_present(missing, forecast.dtype, weights)
         forecast = forecast.masked_fill(missing.unsqueeze(member_dim), 0)
     return _average_of(forecast.var(member_dim), dim, weights).sqrt()
 
