@@ -143,12 +143,12 @@ def save(
     Of ``run/step-100``, ``run/step-200``, ... they are those with lower numbers, except for the last that were saved.
     `latest` finds the last one.  Only checkpoints that jigsaw wrote, without other files, are ever replaced or removed.
 
-    *Sends*: a checksum of checksums to all, plans to the first rank, but no tensors.  What was planned for the last
-    save is taken again where no rank's names, shapes or cuts have changed.
-    *Raises*: `CheckpointError` for an optimizer without its model, and a state that is not plain. Also for tensors that
-    should be the same on all ranks and are not, because a checkpoint would have those of one rank.  Also where `path`
-    is anything but a checkpoint or an empty folder. Every rank raises where one cannot write, and where the save before
-    failed in the background and no one waited for it.
+    *Sends*: two digests to all, of arguments and checksums, plans to the first rank, but no tensors.  What was
+    planned for the last save is taken again where no rank's names, shapes or cuts have changed.
+    *Raises*: `CheckpointError` for an optimizer without its model, and a state that is not plain. Also for tensors
+    that should be the same on all ranks and are not, because a checkpoint would have those of one rank.  Also where
+    `path` differs between ranks, or is anything but a checkpoint or an empty folder. Every rank raises where one
+    cannot write, and where the save before failed in the background and no one waited for it.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -218,8 +218,9 @@ def load(
     make this run code.  Before anything is changed, the files of tensors are compared with the checksums of what was
     saved, each by one rank.
 
-    *Raises*: `CheckpointError` that names a damaged file, or lists what is missing, left over or of another shape, and
-    for the state of another optimizer; nothing is changed then.
+    *Raises*: `CheckpointError` that names a damaged file, or lists what is missing, left over or of another shape.
+    Also for the state of another class of optimizer, and for ranks that name different checkpoints. Nothing is changed
+    then.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> jigsaw.save("best", model=model)
