@@ -197,7 +197,14 @@ class StepMeter(TorchDispatchMode):
 
     # -- operators ----------------------------------------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Let torch call the next method as it is: what keeps its compiler out of it is a tenth of a dry run."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF_TENSOR and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked once or twice an operator
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) for t in types):
             # operators on local tensors are counted when they arrive
@@ -215,8 +222,6 @@ class StepMeter(TorchDispatchMode):
             self._phase.end = len(self._phase.events), len(self._phase.kernels)
         if self.marks is not None:
             self._piece = self._piece_under_way(self.marks)
-        if func is DEVICE_OF_TENSOR and isinstance(args[0], FakeTensor):
-            return args[0].fake_device
         if func in _OF_PROFILER:
             with without_modes():
                 return func(*args, **kwargs)
