@@ -148,7 +148,7 @@ def pipeline(
 def _check_same_on_ranks(own: OwnStages, microbatches: int, schedule: str) -> None:
     parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in own.model.named_parameters()]
     passed = (parameters, own.cuts.begins, microbatches, schedule)
-    for rank, other in enumerate(told_where_different(own.mesh, passed)):
+    for rank, other in enumerate(told_where_different("pipeline", own.mesh, passed)):
         if other != passed:
             raise ShardingError(
                 f"pipeline needs the same model, stages, microbatches and schedule on every rank, but rank {rank} of "

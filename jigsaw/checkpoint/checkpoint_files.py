@@ -98,7 +98,7 @@ def check_same_arguments(path: Path, **others: Any) -> None:
 
     *Sends*: an all-reduce of 32 bytes; where ranks differ, their arguments.
     """
-    every = told_in_job_where_different({"path": path.name, **others})
+    every = told_in_job_where_different("checkpoint", {"path": path.name, **others})
     for argument in every[0] if every else ():
         values = [theirs[argument] for theirs in every]
         rank = next((rank for rank, value in enumerate(values) if value != values[0]), None)
@@ -110,9 +110,14 @@ def check_same_arguments(path: Path, **others: Any) -> None:
 
 
 def check_readable_in_place(tensors: Mapping[str, Any]) -> None:
-    """Refuse tensors of which several elements lie at one place, before any is changed."""
+    """Refuse tensors without memory, and those of which several elements lie at one place, before any is changed."""
     for name, x in tensors.items():
         local = x.to_local() if isinstance(x, DTensor) else x
+        if local.is_meta:
+            raise CheckpointError(
+                f"{name!r} of shape {tuple(local.shape)} is on the device meta, where it has no memory to read into; "
+                "call model.to_empty(device=...) before"
+            )
         if local.numel() and any(n > 1 and step == 0 for n, step in zip(local.shape, local.stride(), strict=True)):
             raise CheckpointError(
                 f"{name!r} of shape {tuple(local.shape)} is expanded: several of its elements are one in memory, so it "
@@ -241,7 +246,7 @@ class PlannedTensors:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         what = f"the tensors of {path_of_draft(self._part) or self._part} cannot be written"
         kinds = kinds_of_tensors(tensors)
-        every = told_in_job_where_different(kinds) or [kinds] * ranks
+        every = told_in_job_where_different("checkpoint", kinds) or [kinds] * ranks
         writers = PieceWriters(every)
         own = {key: x for key, x in tensors.items() if key not in kinds.tensors or writers.writes(rank, key)}
         plan = fail_together(lambda: self._local_plan(own), what=what)

@@ -44,6 +44,7 @@ from jigsaw.checkpoint.checkpoint_state import (
     plain_state,
     restored_state,
 )
+from jigsaw.checkpoint.model_states import copies_in_state, names_in_state
 from jigsaw.checkpoint.numbered_saves import (
     RemovalShare,
     check_numbered,
@@ -160,6 +161,8 @@ def save(
     """
     end_pending_save()
     final, rank = checked_path(path), dist.get_rank() if dist.is_initialized() else 0
+    if not wait:  # the working folder may be another one when the thread writes
+        final = final.absolute()
     check_same_arguments(final, keep=keep)
     check_numbered(final, keep)
     tensors, small = fail_together(lambda: _checkpoint_state(model, optimizer, _stateful_objects(loader, others)))
@@ -258,6 +261,7 @@ def load(
         _check_options(path, small.get("optimizer options"), optimizer)
         _check_class(path, small.get("optimizer classes"), optimizer)
     tensors = {key: x for key, x in (state | slots).items() if isinstance(x, torch.Tensor)}
+    copies = copies_in_state(model, state) if isinstance(model, nn.Module) else {}
     fail_together(lambda: check_readable_in_place(tensors))
     if tensors:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -267,8 +271,10 @@ def load(
         thing.load_state_dict(small[f"state of {name}"])
     read_tensors(checkpoint, tensors)
     if model is not None:
-        extra = {key.removeprefix("model."): small[key] for key in state if key not in tensors}
-        _unwrapped_model(model).load_state_dict(extra, strict=False)
+        extra = {key: small[key] for key in state if key not in tensors} | copies
+        _unwrapped_model(model).load_state_dict(
+            {key.removeprefix("model."): value for key, value in extra.items()}, strict=False
+        )
     if optimizer is not None:
         values = {key: tensors[key] if key in tensors else small[key] for key in slots}
         _restore_optimizer(optimizer, _parameter_names(model, optimizer), small["optimizer groups"], values)
@@ -288,9 +294,19 @@ def _checkpoint_state(
         small["optimizer options"] = sorted(_holding_optimizer(optimizer).defaults)
         small["optimizer classes"] = _optimizer_classes(optimizer)
         for p, values in _holding_optimizer(optimizer).state.items():
+            if p not in names:
+                raise CheckpointError(
+                    f"the optimizer {type(optimizer).__name__} has state of {p!r}, which is not a parameter of the "
+                    "model; keep what is of all parameters in its param_groups, or save it by a name of its own"
+                )
             state |= {f"optimizer.{names[p]}.{key}": value for key, value in values.items()}
     tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
     for key, x in tensors.items():
+        if x.layout != torch.strided:
+            raise CheckpointError(
+                f"{key!r} of shape {tuple(x.shape)} is of layout {x.layout}, and a checkpoint keeps dense tensors: "
+                "make it x.to_dense(), or register the buffer with persistent=False"
+            )
         if isinstance(x, Tile):  # torch would write one rank's part of these
             raise CheckpointError(
                 f"{key!r} is a Tile of shape {tuple(x.shape)}, as a buffer is that one was written into; a checkpoint "
@@ -307,7 +323,7 @@ def _joined_over_stages(model: CheckpointModel | None, small: dict[str, Any]) ->
     order = _names_of_all_stages(model)
     if not order:
         return small
-    every = told_in_job_where_different(small) or [small]
+    every = told_in_job_where_different("save", small) or [small]
     joined = {key: value for theirs in reversed(every) for key, value in theirs.items()}
     if "optimizer groups" in small:
         by_rank = [theirs["optimizer groups"] for theirs in every]
@@ -333,7 +349,11 @@ def _unwrapped_model(model: CheckpointModel) -> CheckpointModel:
 
 
 def _parameter_names(model: CheckpointModel | None, optimizer: Optimizer) -> Mapping[Any, str]:
-    named = {p: name for name, p in _unwrapped_model(model).named_parameters()} if model is not None else {}
+    named: dict[Any, str] = {}
+    if model is not None:
+        inner = _unwrapped_model(model)
+        named |= {p: name for name, p in inner.named_parameters()}
+        named |= names_in_state(inner) if isinstance(inner, nn.Module) else {}
     strays = [p for group in optimizer.param_groups for p in group["params"] if p not in named]
     if strays:
         raise CheckpointError(

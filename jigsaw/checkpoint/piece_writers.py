@@ -35,7 +35,7 @@ def check_equal_copies(tensors: Mapping[str, torch.Tensor]) -> None:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     plain = {key: x for key, x in tensors.items() if type(x) in (torch.Tensor, torch.nn.Parameter)}
     own_sums = {key: FileSum(x.nbytes, checksum_of_bits(x) if ranks > 1 else 0) for key, x in plain.items()}
-    every = told_in_job_where_different(own_sums) or [own_sums] * ranks
+    every = told_in_job_where_different("save", own_sums) or [own_sums] * ranks
     first_ranks = {id(theirs): rank for rank, theirs in reversed([*enumerate(every)])}
     known: dict[str, tuple[int, FileSum]] = {}
     differing: dict[str, tuple[int, int]] = {}

@@ -208,7 +208,7 @@ def _own_part(planner: dcp.DefaultSavePlanner, tensors: Mapping[str, torch.Tenso
     """Return what this rank writes.  Each rank finds its own; of types that torch alone knows the first plans all."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     kinds = kinds_of_tensors(tensors)
-    every = told_in_job_where_different(kinds) or [kinds] * ranks
+    every = told_in_job_where_different("whole weights", kinds) or [kinds] * ranks
     is_known, own = not any(each.has_others for each in every), tensors
     if is_known:
         writers = PieceWriters(every)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -67,12 +67,33 @@ def is_true_everywhere(mesh: DeviceMesh, value: bool) -> bool:
     return are_alike(mesh, value) and value
 
 
-def told_where_different(mesh: DeviceMesh, value: T) -> list[T]:
+class _ToldValue(NamedTuple):
+    """Value, or its digest, that a rank tells others, and the call in which it does."""
+
+    what: str
+    value: Any
+
+
+def _values_of_one_call(what: str, messages: Sequence[Any]) -> list[Any]:
+    """Return what ranks told, once all did so in the same call."""
+    for at, theirs in enumerate(messages):
+        other = theirs.what if isinstance(theirs, _ToldValue) else "something else"
+        if other != what:
+            raise RanksDifferError(
+                f"{what}: the rank at place {at} calls {other} meanwhile; every rank makes the same calls in the same "
+                "order, so look for a loop that ends earlier there, or a branch that ranks take by their number"
+            )
+    return [theirs.value for theirs in messages]
+
+
+def told_where_different(what: str, mesh: DeviceMesh, value: T) -> list[T]:
     """Return the picklable values of all ranks of a mesh, in its order, or none where all have the same `repr`.
 
     *Sends*: an all-reduce of 32 bytes; where values differ, also what `all_gather_object` does.
+    *Raises*: `RanksDifferError` for ranks that agree on something else than `what`.
     """
-    return [] if are_alike(mesh, value) else collectives.all_gather_object(mesh, value)
+    message = _ToldValue(what, value)
+    return [] if are_alike(mesh, message) else _values_of_one_call(what, collectives.all_gather_object(mesh, message))
 
 
 def agree_on_arguments(what: str, mesh: DeviceMesh, x: Tensor, with_values: bool, **arguments: object) -> list[int]:
@@ -84,15 +105,27 @@ def agree_on_arguments(what: str, mesh: DeviceMesh, x: Tensor, with_values: bool
     own_reprs = {name: repr(value) for name, value in alike.items()} | {"requires_grad": repr(x.requires_grad)}
     has_values = not isinstance(x, FakeTensor)  # in a dry run there are none
     checksum = checksum_of_bits(x) if with_values and has_values and mesh.size() > 1 else 0
-    every = told_where_different(mesh, (own_reprs, checksum))
-    for at, (reprs, _) in enumerate(every):
+    every = told_where_different(what, mesh, (own_reprs, checksum))
+    _refuse_different(what, [reprs for reprs, _ in every])
+    return [number for _, number in every]
+
+
+def check_arguments_alike(what: str, mesh: DeviceMesh, **arguments: object) -> None:
+    """Raise `RanksDifferError` on every rank of a mesh where arguments of a call differ in their `repr`.
+
+    *Sends*: an all-reduce of 32 bytes; where they differ, the arguments.
+    """
+    _refuse_different(what, told_where_different(what, mesh, {name: repr(value) for name, value in arguments.items()}))
+
+
+def _refuse_different(what: str, every: Sequence[Mapping[str, str]]) -> None:
+    for at, reprs in enumerate(every):
         for name, value in reprs.items():
-            if value != every[0][0][name]:
+            if value != every[0][name]:
                 raise RanksDifferError(
                     f"{what}: the ranks must agree on {name}, but at place {at} of the mesh it is {value}, "
-                    f"at place 0 {every[0][0][name]}"
+                    f"at place 0 {every[0][name]}"
                 )
-    return [number for _, number in every]
 
 
 def _both_ends(value: object, device: str) -> Tensor:
@@ -123,15 +156,17 @@ def is_alike_in_job(value: object) -> bool:
     return _is_one_digest(ends)
 
 
-def told_in_job_where_different(value: T) -> list[T]:
+def told_in_job_where_different(what: str, value: T) -> list[T]:
     """Return the picklable values of all ranks of the job, by rank, or none where all have the same `repr`.
 
     *Sends*: an all-reduce of 32 bytes; where values differ, a digest to each other rank, and each of the different
     values once down a tree; not counted.
+    *Raises*: `RanksDifferError` for ranks that agree on something else than `what`.
     """
-    if is_alike_in_job(value):
+    if is_alike_in_job(_ToldValue(what, value)):
         return []
-    digests = collectives.all_gather_in_job(tuple(_both_ends(value, "cpu").tolist()))
+    own_digest = _ToldValue(what, tuple(_both_ends(value, "cpu").tolist()))
+    digests = _values_of_one_call(what, collectives.all_gather_in_job(own_digest))
     first_ranks = {digest: rank for rank, digest in reversed([*enumerate(digests)])}
     # the same order on every rank
     values = {digest: told_by_rank(value, first_ranks[digest]) for digest in dict.fromkeys(digests)}

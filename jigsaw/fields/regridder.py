@@ -378,7 +378,8 @@ class Regridder:
             number = "a dim" if count == 1 else "two dims"
             raise GridError(f"regrid: dims={self.dims} must be {number} of a tensor of shape {tuple(shape)}")
         if not dtype.is_floating_point:
-            raise FieldError(f"regrid: {dtype} values cannot be averaged; cast them to float32 first")
+            remedy = "regrid x.real and x.imag" if dtype.is_complex else "cast them to float32 first"
+            raise FieldError(f"regrid: {dtype} values cannot be averaged; {remedy}")
         for dim, name, size in zip(dims, LAT_LON_DIMS if count == 2 else ("cells",), self.sizes, strict=True):
             if shape[dim] != size:
                 raise GridError(

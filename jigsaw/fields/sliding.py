@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
+from jigsaw.comm.agreement import check_arguments_alike
 from jigsaw.comm.exchange import PackedSwap, redistribute_rows
 from jigsaw.errors import FieldError, PeerError
 from jigsaw.geometry.cut import (
@@ -72,10 +73,12 @@ def sliding_window(
     It tracks no gradients; the model is used in the mode (``model.eval()``) that it is in.
 
     *Shapes*: global [B, C, \*space] -> [B, K, \*space]; per rank likewise with its owned rows.
-    *Sends*: the rows of each window that other ranks own, and its answer back. With ``"dealt"``, one small
-    `comm.all_gather_object` comes before each window of a rank. With ``"cut"``, also what the model sends.
+    *Sends*: an all-reduce of 32 bytes; the rows of each window that other ranks own, and its answer back. With
+    ``"dealt"``, one small `comm.all_gather_object` comes before each window of a rank. With ``"cut"``, also what the
+    model sends.
     *Raises*: `FieldError` for arguments that do not fit the volume, or a model whose answer has another size;
-    `PeerError` where, with ``"dealt"``, the model fails on a window of another rank.
+    `RanksDifferError` for arguments that differ between ranks; `PeerError` where, with ``"dealt"``, the model fails on
+    a window of another rank.
 
     >>> scan = jigsaw.shard(torch.ones(1, 1, 20, 12, 12), jigsaw.init_mesh(depth=1), (None, None, "depth", None, None))
     >>> model = torch.nn.Conv3d(1, 3, 3, padding=1).eval()
@@ -92,6 +95,9 @@ def sliding_window(
         raise FieldError(f"fill={fill} is none of the values of {volume.dtype}; give another, or volume.float()")
     plan = _WindowGrid.of(shape, roi, overlap, windows, align)
     weight = importance_map(plan.roi, blend, sigma)
+    if isinstance(volume, Tile):
+        asked = {"overlap": float(overlap), "blend": blend, "sigma": sigma, "fill": float(fill), "align": align}
+        check_arguments_alike("sliding_window", volume.mesh, shape=shape, roi=plan.roi, windows=windows, **asked)
     with torch.no_grad():
         answer = _slide_over_tile(volume, plan, weight, model, fill, windows) if isinstance(volume, Tile) else None
         if answer is None:

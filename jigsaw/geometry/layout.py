@@ -422,6 +422,8 @@ def _is_spec_entry(entry: Any) -> bool:
 
 
 def _check_spec(shape: Sequence[int], spec: LayoutSpec) -> None:
+    if isinstance(spec, str):
+        raise ShardingError(f"spec={spec!r} is one string; give one entry a dim, like ({spec!r}, None)")
     wrong = [entry for entry in spec if not _is_spec_entry(entry)]
     if wrong:
         raise ShardingError(

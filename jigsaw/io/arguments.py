@@ -1,9 +1,11 @@
-"""Checks of users' arguments before they are interpreted: lists of names, mappings by name."""
+"""Checks of users' arguments before they are interpreted: numbers, lists of names, mappings by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, cast
+import os
+from collections.abc import Collection, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, TypeGuard, TypeVar, cast
 
 from jigsaw.errors import FieldError, ReadError
 
@@ -13,7 +15,7 @@ T = TypeVar("T")
 def checked_names(argument: str, value: Any, example: str = "t2m") -> tuple[str, ...]:
     """Return the strings of a list; a single string is refused, as is a list of anything else."""
     if isinstance(value, str):
-        raise FieldError(f"{argument}={value!r} is one string; give a list: {argument}=[{value!r}]")
+        raise FieldError(f"{argument}={value!r} is one string; give a list: {argument}={value.split(',')!r}")
     try:
         names: tuple[Any, ...] = tuple(value)
     except TypeError:
@@ -47,3 +49,21 @@ def checked_choice(argument: str, choice: T, known: Sequence[T], error: type[Rea
     if choice not in known:
         raise error(f"{argument}={choice!r} must be one of {tuple(known)}")
     return choice
+
+
+def is_real_number(value: Any) -> TypeGuard[float]:
+    """Say whether a value is a real number, of Python or numpy, and not a bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def are_some_integers(values: Any) -> TypeGuard[Collection[int]]:
+    """Say whether values are a list, or the like, of at least one integer."""
+    if not isinstance(values, Collection) or isinstance(values, str | Mapping):
+        return False
+    return len(values) > 0 and all(isinstance(v, Integral) and not isinstance(v, bool) for v in values)
+
+
+def check_cache_folder(folder: Any) -> None:
+    """Raise `FieldError` unless `cache` is a folder's path, or None."""
+    if folder is not None and not isinstance(folder, str | os.PathLike):
+        raise FieldError(f"cache={folder!r} must be the path of a folder, or None")

@@ -37,6 +37,7 @@ from jigsaw.ops.meeting.gradient_blocks import TravelingBlock, record_blocks, re
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
 from jigsaw.parallel.late_parameters import gathered_parameters, note_parameters, refuse_late_parameters
 from jigsaw.ranks.mesh import axes_of_mesh, ranks_along, ranks_in_mesh
+from jigsaw.tile.misuse import GATHERED_MARK
 from jigsaw.tile.tensor_shell import GRAPH_THROUGH_UNIT
 from jigsaw.torch_internals.autograd import gradient_hooks, hooks_behind_gradient, is_zero_tensor
 from jigsaw.torch_internals.dispatch import without_modes
@@ -59,6 +60,9 @@ def _before_forward(ranks: int, module: nn.Module, args: Any) -> None:
         _check_recomputed_once(module)
         # it has gathered the parameters of all modules in it, even of those whose forward is not called
         for parameter in gathered_parameters(module):
+            # those that were there when `parallelize` was called have its mark, and stay
+            if not hasattr(parameter, AVERAGED_MARK) and not isinstance(parameter, DTensor):
+                setattr(parameter, GATHERED_MARK, True)
             _mark_parameter(parameter, ranks)
             if not hasattr(parameter, _OWN_HOOKS):
                 _refuse_early_looks(parameter)
@@ -211,6 +215,7 @@ class GradientBucket:
     blocks: list[TravelingBlock] = field(default_factory=list[TravelingBlock])
     pending: Sequence[comm.PendingWork] | None = None
     late: bool = False
+    owed: set[nn.Parameter] = field(default_factory=set[nn.Parameter])  # those with parts that `no_sync` kept back
 
     def is_full(self) -> bool:
         """Say whether no parameter is missing; all calls together check each parameter once."""
@@ -225,11 +230,12 @@ class GradientBucket:
         """Start the sum of all gradients, zeros where there is none, and of a flag each: whether there is one (beside a
         block).
 
-        bfloat16 and float16 are summed in float32; frozen parameters stay behind.
+        bfloat16 and float16 are summed in float32; parameters that were frozen since `no_sync` are among them, those
+        frozen before stay behind.
         """
         # decided by requires_grad, the same on all ranks, never by the presence of a gradient, because all must sum the
         # same number of elements.  A flag separates a gradient of zeros from none.
-        trained = [p for p in self.parameters if p.requires_grad]
+        trained = [p for p in self.parameters if p.requires_grad or p in self.owed]
         self.blocks = self._start_blocks(trained, lends)
         apart = {block.parameter for block in self.blocks}
         self.sent = [p for p in trained if p not in apart] if apart else trained
@@ -283,6 +289,7 @@ class GradientBucket:
                         _write_mean(p, total, ranks)
             for block, more in zip(self.blocks, has[len(self.sent) :], strict=True):
                 block.finish(bool(more))
+        self.owed = set()
         self.forget()
 
     def _summed_flags(self, flags: Tensor, mesh: DeviceMesh) -> Sequence[float]:
@@ -455,6 +462,13 @@ class GradientReducer:
                 bucket.settle(comm.rank_count(self._mesh, bucket.axes))
                 bucket.forget()
             self._next, self._task = 0, -1
+
+    def hold_back(self) -> None:
+        """Let backward passes send nothing, until `enabled` is True again."""
+        self.enabled = False
+        for bucket in self._buckets:
+            # what requires a gradient is the same on every rank, and who has one may not be
+            bucket.owed |= {p for p in bucket.parameters if p.requires_grad}
 
     def reduce_now(self) -> None:
         """Average the gradients outside of a backward pass, for ways to compute them that call no hooks."""

@@ -39,7 +39,7 @@ from jigsaw.parallel.gradients import (
 from jigsaw.parallel.sharding import ShardingOptions, WeightSharding, sharding_units
 from jigsaw.parallel.sharding import shard_model_weights as cut_weights
 from jigsaw.ranks.model_world import begin_backward_pass, enter_model, leave_model
-from jigsaw.tile.misuse import mark_replaced, warn_of_idle_axes, warn_of_no_wrapper, warn_once
+from jigsaw.tile.misuse import check_not_gathered, mark_replaced, warn_of_idle_axes, warn_of_no_wrapper, warn_once
 from jigsaw.tile.tensor_shell import reduce_units_behind_their_gradients
 from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals import pytree
@@ -129,6 +129,10 @@ def parallelize(
     >>> model.weight.grad.shape
     torch.Size([8, 3, 3, 3])
     """
+    if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance] # what a user may pass
+        raise ShardingError(f"mesh={mesh!r} must be a DeviceMesh, as jigsaw.init_mesh(lat=2) gives it")
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ShardingError(f"parallelize takes a model, not {type(model).__name__}; tensors are cut by jigsaw.shard")
     ranks = mesh.size()
     options = ShardingOptions.checked(mesh, shard_weights, replicate, mp_policy, offload_policy)
     if not hasattr(model, _DONE):
@@ -241,7 +245,7 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, tensor: TensorPlan | None, 
     facts: list[tuple[Any, ...]] = [("tensor=", *(tensor or {}).items()), ("gather_again=", gather_again)]
     facts += [(n, tuple(p.shape), str(p.dtype), p.requires_grad, n in hooked) for n, p in model.named_parameters()]
     facts += [(name, tuple(b.shape), str(b.dtype), False, False) for name, b in model.named_buffers()]
-    for at, theirs in enumerate(told_where_different(mesh, facts)):
+    for at, theirs in enumerate(told_where_different("parallelize", mesh, facts)):
         if theirs != facts:
             wrong = sorted({str(x) for x in theirs} ^ {str(x) for x in facts}) or ["another order of parameters"]
             raise ShardingError(
@@ -306,13 +310,14 @@ def no_sync(model: nn.Module) -> Generator[None]:
     """
     reducer = reducer_of(model)
     if reducer is not None:
-        reducer.enabled = False
+        reducer.hold_back()
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(False)
     try:
         yield
     finally:
         if reducer is not None:
+            reducer.hold_back()  # again, for what was frozen before the block and is trained in it
             reducer.enabled = True
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(True)
@@ -369,6 +374,8 @@ def clip_grad_norm_(
     if isinstance(parameters, nn.Module | Tensor):
         parameters = parameters.parameters() if isinstance(parameters, nn.Module) else [parameters]
     parameters = list(parameters)
+    for p in parameters:
+        check_not_gathered(p)
     grads = [p.grad for p in parameters if p.grad is not None]
     total = _norm_over_stages(parameters, norm_type)
     if error_if_nonfinite and not total.isfinite():

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -106,6 +107,16 @@ class ShardingOptions:
         return hybrid_submesh(mesh, axes, self.replicate) if is_hybrid else flat_submesh(mesh, axes)
 
 
+CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
+
+
+def _refuse_copy(name: str, memo: Any) -> NoReturn:
+    raise ShardingError(
+        f"deepcopy of {name}, whose weights are cut (shard_weights=), as torch.optim.swa_utils.AveragedModel takes "
+        "one: make the copy before parallelize and parallelize both, or average the parameters themselves by p.lerp_"
+    )
+
+
 def sharding_units(model: nn.Module, least_bytes: int) -> list[nn.Module]:
     """Return modules to gather at once, inner first: elements of ``Sequential`` and ``ModuleList`` of `least_bytes` or
     more beyond the units in them.  A module with a parameter that is also used outside it is not a unit, because a unit
@@ -121,7 +132,7 @@ def sharding_units(model: nn.Module, least_bytes: int) -> list[nn.Module]:
         own = [p for p in module.parameters() if p not in taken]
         inside = _parameter_uses(module)
         closed = all(inside[p] == uses[p] for p in own)
-        has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+        has_forward = not isinstance(module, CONTAINERS)
         if is_element and closed and has_forward and sum(p.nbytes for p in own) >= max(least_bytes, 1):
             modules.append(module)
             taken.update(own)
@@ -141,6 +152,11 @@ def shard_model_weights(
     scalars, and dtypes other than that of most bytes, because a unit has one.  A weight that another axis has cut (a
     DTensor) is cut further over the axes left, along a dim that divides, if there is one.
     """
+    if isinstance(model, CONTAINERS):
+        raise ShardingError(
+            f"parallelize(shard_weights=) of a {type(model).__name__}, which has no forward pass of its own to gather "
+            "weights for: put it into a module with a forward, or parallelize its modules one by one"
+        )
     named = dict(model.named_parameters())
     main = _main_dtype(named.values())
     others: dict[nn.Parameter, tuple[str, ...]] = {}
@@ -166,17 +182,39 @@ def shard_model_weights(
             unit.register_forward_hook(_without_views)  # registered before FSDP2's own hook
             fully_shard(unit, mesh=over, ignored_params=set(rest.values()), shard_placement_fn=place, **fsdp_options)
         if isinstance(unit, FSDPModule):
-            if sends_through_host(mesh):
-                unit.set_force_sum_reduction_for_comms(True)  # gloo cannot average
-            watch_messages_of_unit(unit, _wait_of_group)
-            add_gradients_behind_reductions(unit)
             sharded.append(unit)
-    # once all units are made, as FSDP2 tells parameters of one unit apart by their groups
-    for unit in sharded:
-        send_unit_by(unit, lambda group: group_of_weights(group, mesh))
-    if sharded and mesh.device_type == "cpu":
-        _UnitPrefetch(sharded, sharded[-1])
+    if sharded:
+        _prepare_units(sharded, mesh)
     return rest
+
+
+def _prepare_units(units: Sequence[FSDPModule], mesh: DeviceMesh) -> None:
+    """Set what FSDP2 leaves open for units, the last of which is the outermost."""
+    for unit in units:
+        if sends_through_host(mesh):
+            unit.set_force_sum_reduction_for_comms(True)  # gloo cannot average
+        vars(unit)["__deepcopy__"] = partial(_refuse_copy, type(unit).__name__)
+        watch_messages_of_unit(unit, _wait_of_group)
+        add_gradients_behind_reductions(unit)
+    # once all units are made, as FSDP2 tells parameters of one unit apart by their groups
+    for unit in units:
+        send_unit_by(unit, lambda group: group_of_weights(group, mesh))
+    outermost: Any = units[-1]
+    if mesh.device_type == "cpu":
+        _UnitPrefetch(units, outermost)
+    outermost.register_forward_hook(partial(_free_without_backward, units))  # behind FSDP2's own
+
+
+def _free_without_backward(units: Sequence[FSDPModule], module: Any, args: Any, output: Any) -> None:
+    """Free gathered weights behind a forward pass that no backward pass follows, as in validation.
+
+    FSDP2 leaves those of the outermost unit gathered, for the backward pass. Whoever then asked for the parameters,
+    such as a new optimizer, would get copies that the next forward pass replaces.
+    """
+    results = (x.local if isinstance(x, Tile) else x for x in pytree.tree_leaves(output))
+    if not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in results)):
+        for unit in units:
+            unit.reshard()
 
 
 def _wait_of_group(kind: str, group: dist.ProcessGroup) -> OpenWait:

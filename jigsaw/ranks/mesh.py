@@ -11,6 +11,7 @@ from datetime import timedelta
 from enum import Enum
 from functools import lru_cache
 from hashlib import blake2b
+from numbers import Integral
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -87,10 +88,13 @@ def init_mesh(
     (('data', 'lat', 'lon'), (1, 1, 1))
     """
     sizes = list(axes.values())
-    if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+    are_whole = all(isinstance(size, Integral) and not isinstance(size, bool) for size in sizes)
+    if not are_whole or any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
         raise ShardingError(
-            f"init_mesh({_axes_as_arguments(axes)}) needs axes, each of size >= 1; one may be -1, the rest of the ranks"
+            f"init_mesh({_axes_as_arguments(axes)}) needs axes, each a whole number >= 1; one may be -1, the rest of "
+            "the ranks"
         )
+    axes = {name: int(size) for name, size in axes.items()}
     limit = None if timeout is None else _checked_timeout(timeout)
     if not dist.is_initialized():
         os.environ.update(torchrun_variables(os.environ))

@@ -22,6 +22,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -214,7 +216,7 @@ class _WaitWatch(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="jigsaw waits", daemon=True)
         self.world = job_group()
-        self._rank, self._process = job_rank(), os.getpid()
+        self._rank, self.process = job_rank(), os.getpid()
         self._patience = job_patience().total_seconds()
         self._notice = min(_LONGEST_NOTICE, self._patience / 4)
         self._ended = threading.Event()
@@ -267,7 +269,7 @@ class _WaitWatch(threading.Thread):
     def end(self) -> None:
         """End the thread, while Python still runs; not that of the process that this one was forked from."""
         self._ended.set()
-        if os.getpid() == self._process:
+        if os.getpid() == self.process:
             self.join(_STORE_SECONDS)
 
 
@@ -294,6 +296,31 @@ def start_wait_watch() -> None:
 def _end_watch() -> None:
     if _watch is not None:
         _watch.end()
+        if os.getpid() == _watch.process:
+            let_threads_rest()
+
+
+def let_threads_rest() -> None:
+    """Let other threads run until none has anything left to do, for a second at most.
+
+    A thread of gloo's lets go of a message's tensors after the rank has gone on. It needs the interpreter for that, and
+    once Python ends, waiting for it aborts the process, although all is done. `destroy_process_group` does not end
+    these threads while anything, such as a mesh, still has a group.
+    """
+    until, quiet_looks = time.monotonic() + 1.0, 0
+    while quiet_looks < 2 and time.monotonic() < until:
+        time.sleep(0.005)
+        quiet_looks = 0 if _is_other_thread_running() else quiet_looks + 1
+
+
+def _is_other_thread_running() -> bool:
+    own = threading.get_native_id()
+    for file in Path("/proc/self/task").glob("*/stat"):  # none but on Linux
+        with suppress(OSError):  # the thread has ended
+            state = file.read_text().rpartition(")")[2].split()[0]
+            if state == "R" and file.parent.name != str(own):
+                return True
+    return False
 
 
 def _tell_failure(hook: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

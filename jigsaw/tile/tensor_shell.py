@@ -30,7 +30,7 @@ from jigsaw.comm import debug
 from jigsaw.comm.wire_values import lie_in_one_memory
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.layout import Layout
-from jigsaw.tile.shell_making import META_DEVICE, make_shell
+from jigsaw.tile.shell_making import META_DEVICE, make_shell, tile_as_pickle
 from jigsaw.tile.table import table
 from jigsaw.torch_internals.autograd import (
     ATTRIBUTES_OF_LOCAL,
@@ -452,7 +452,7 @@ class TensorShell(_TensorBase):
         return copied
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        return type(self), self._parts()
+        return tile_as_pickle(type(self), *self._parts())
 
     def _parts(self) -> tuple[Any, ...]:
         state = self.__dict__

@@ -54,6 +54,7 @@ def shard(
     >>> tile
     Tile(shape (6,), torch.float32; cut: nowhere; at lat=0/1 owns [0:6], held (8,))
     """
+    _check_can_be_cut("shard", x, mesh)
     checksums = agree_on_arguments(
         "shard", mesh, x, True, shape=tuple(x.shape), spec=spec, split=split, align=align, halo=halo, periodic=periodic
     )
@@ -73,6 +74,15 @@ def shard(
     if lie_in_one_memory(local, x) and not x.requires_grad:
         local = local.clone(memory_format=memory_format_of(x))
     return Tile(_on_mesh_device(local, mesh), layout, mesh)
+
+
+def _check_can_be_cut(name: str, x: Any, mesh: Any) -> None:
+    if isinstance(x, Tile):
+        raise ShardingError(f"{name} takes a plain tensor, and this is a Tile, which redistribute(spec) cuts anew")
+    if not isinstance(x, Tensor):
+        raise ShardingError(f"{name} takes a tensor, not {type(x).__name__}; give torch.as_tensor(x)")
+    if not isinstance(mesh, DeviceMesh):
+        raise ShardingError(f"{name}: mesh={mesh!r} must be a DeviceMesh, as jigsaw.init_mesh(lat=2) gives it")
 
 
 def _on_mesh_device(local: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -105,6 +115,7 @@ def from_local(
     >>> tile.sum().item()
     10.0
     """
+    _check_can_be_cut("from_local", local, mesh)
     agree_on_arguments(
         "from_local",
         mesh,

@@ -329,3 +329,74 @@ def test_a_loader_that_refuses_its_state_leaves_the_model_as_it_is(tmp_path):
     with pytest.raises(ValueError, match="9 samples are more than there are"):
         load(path, model=model, loader=Refusing())
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+class Copying(nn.Linear):
+    """A layer whose state is a copy in another dtype, and a value besides."""
+
+    def __init__(self, value):
+        super().__init__(4, 3, dtype=torch.float16)
+        self.value = torch.tensor(value)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = destination[prefix + "weight"].float()
+
+    def get_extra_state(self):
+        return self.value.clone()
+
+    def set_extra_state(self, state):
+        self.value = state
+
+
+def test_a_model_takes_what_its_state_has_copies_of(tmp_path):
+    model, again = Copying(3), Copying(0)
+    save(tmp_path / "a", model=model)
+    load(tmp_path / "a", model=again)
+    assert torch.equal(again.weight, model.weight) and torch.equal(again.bias, model.bias)
+    assert again.value.item() == 3
+
+
+class Wrapper(nn.Module):
+    """A wrapper as Lightning's: its modules have a name more than its state."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def state_dict(self, **options):
+        return self.inner.state_dict(**options)
+
+    def load_state_dict(self, state_dict, strict=True):
+        return self.inner.load_state_dict(state_dict, strict)
+
+
+def test_parameters_have_the_names_of_the_state(tmp_path):
+    def trained(wrap):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, 4)).sum().backward()
+        return wrap(model), optimizer
+
+    model, optimizer = trained(Wrapper)
+    optimizer.step()
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    again, other = trained(lambda model: model)
+    load(tmp_path / "a", model=again, optimizer=other)
+    assert other.state[again.weight]["step"].item() == 1
+
+
+def test_what_a_checkpoint_cannot_keep_is_named(tmp_path):
+    model = nn.Linear(4, 3)
+    model.register_buffer("edges", torch.eye(3).to_sparse())
+    with pytest.raises(CheckpointError, match=r"'model\.edges' of shape \(3, 3\) is of layout torch.sparse_coo"):
+        save(tmp_path / "a", model=model)
+    del model.edges
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["global"] = {"seen": 3}
+    with pytest.raises(CheckpointError, match="the optimizer SGD has state of 'global', which is not a parameter"):
+        save(tmp_path / "a", model=model, optimizer=optimizer)
+    save(tmp_path / "a", model=model)
+    with pytest.raises(CheckpointError, match=r"'model\.weight' of shape \(3, 4\) is on the device meta"):
+        load(tmp_path / "a", model=nn.Linear(4, 3, device="meta"))

@@ -229,3 +229,17 @@ def _saved_beside_a_dry_run(path, is_pipeline):
 @pytest.mark.parametrize("is_pipeline", [False, True])
 def test_a_dry_run_leaves_a_save_in_the_background_alone(tmp_path, is_pipeline):
     run_on_ranks(2, _saved_beside_a_dry_run, tmp_path / "it", is_pipeline)
+
+
+def test_a_save_in_the_background_stays_in_the_folder_where_it_began(tmp_path, monkeypatch):
+    model = torch.nn.Linear(300, 300)
+    for folder in ("a", "b"):
+        (tmp_path / folder / "run").mkdir(parents=True)
+    for step in (1, 2, 3):
+        save(tmp_path / "b" / "run" / f"step-{step}", model=model)
+    monkeypatch.chdir(tmp_path / "a")
+    pending = save("run/step-3", model=model, wait=False, keep=1)
+    monkeypatch.chdir(tmp_path / "b")
+    pending.wait()
+    names = [sorted(each.name for each in (tmp_path / folder / "run").iterdir()) for folder in ("a", "b")]
+    assert names == [["step-3"], ["step-1", "step-2", "step-3"]]

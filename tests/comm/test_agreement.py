@@ -8,7 +8,7 @@ from torch import nn
 import jigsaw
 from jigsaw import comm
 from jigsaw.comm.agreement import are_alike, first_rank_where, told_in_job_where_different, told_where_different
-from jigsaw.errors import ShardingError
+from jigsaw.errors import RanksDifferError, ShardingError
 from jigsaw.testing import on_ranks, world_mesh
 
 
@@ -27,7 +27,7 @@ def test_agreement_sends_as_few_bytes_for_much_as_for_little():
         lambda: jigsaw.shard(torch.ones(6, *(1,) * 60), mesh, ("lat", *(None,) * 60), split={0: cut})
     )
     assert little == much == 2 * 2 * 32 // 3
-    assert _sent_in_agreement(lambda: told_where_different(mesh, points)) == little
+    assert _sent_in_agreement(lambda: told_where_different("test", mesh, points)) == little
     assert (
         _sent_in_agreement(lambda: jigsaw.parallelize(nn.Sequential(*[nn.Linear(1, 1) for _ in range(99)]), mesh))
         == little
@@ -39,12 +39,16 @@ def test_agreement_sends_as_few_bytes_for_much_as_for_little():
 @on_ranks(4)
 def test_values_of_all_ranks_are_told_where_one_differs():
     mesh, rank = world_mesh(lat=2, lon=2), dist.get_rank()
-    assert told_where_different(mesh, ("alike", 3)) == told_in_job_where_different(("alike", 3)) == []
+    assert told_where_different("test", mesh, ("alike", 3)) == told_in_job_where_different("test", ("alike", 3)) == []
     for odd in range(4):
         expected = [(r == odd, "x" * 9) for r in range(4)]
-        assert told_where_different(mesh, expected[rank]) == told_in_job_where_different(expected[rank]) == expected
+        assert (
+            told_where_different("test", mesh, expected[rank])
+            == told_in_job_where_different("test", expected[rank])
+            == expected
+        )
     expected = [r // 2 for r in range(4)]  # as stages of a pipeline, each on two ranks
-    assert told_in_job_where_different(rank // 2) == expected
+    assert told_in_job_where_different("test", rank // 2) == expected
     assert are_alike(mesh, rank // 2, ("lon",))
     assert not are_alike(mesh, rank // 2, ("lat",))
 
@@ -79,3 +83,18 @@ def test_pieces_that_hold_the_same_rows_by_their_halos_are_compared():
     assert jigsaw.from_local(torch.zeros(4), mesh, ("lat",), (4,), halo={0: 2}).shape == (4,)
     with pytest.raises(ShardingError, match=r"the ranks at \(1, 0\) and \(0, 0\) hold one part"):
         jigsaw.from_local(torch.full((4,), float(lat)), mesh, ("lat",), (4,), halo={0: 2})
+
+
+@on_ranks(2)
+def test_ranks_in_other_calls_name_them():
+    mesh = world_mesh(lat=2)
+    rank = mesh.get_rank()
+    for _ in range(2):
+        with pytest.raises(
+            RanksDifferError, match=f"place {1 - rank} calls {'save' if rank == 0 else 'shard'} meanwhile"
+        ):
+            if rank == 0:
+                jigsaw.shard(torch.ones(4), mesh, ("lat",))
+            else:
+                told_in_job_where_different("save", {"path": "run"})
+    assert jigsaw.shard(torch.ones(4), mesh, ("lat",)).sum().item() == 4

@@ -10,7 +10,7 @@ from torch import nn
 
 import jigsaw
 from jigsaw import comm
-from jigsaw.errors import FieldError, PeerError
+from jigsaw.errors import FieldError, PeerError, RanksDifferError
 from jigsaw.fields.sliding import sliding_window
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
@@ -207,3 +207,12 @@ def test_cut_channels_and_plain_answers_are_refused_on_every_rank():
     tile = jigsaw.shard(volume((6, 6, 6)), world_mesh(z=2), (None, None, "z", None, None))
     with pytest.raises(FieldError, match="plain tensor for a tile; use windows='dealt'"):
         sliding_window(lambda x: torch.zeros(x.shape), tile, (4, 4, 4))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("windows", ["cut", "dealt"])
+def test_ranks_that_ask_for_other_windows_refuse(windows):
+    mesh = world_mesh(z=2)
+    tile = jigsaw.shard(volume((13, 7, 10)), mesh, (None, None, "z", None, None))
+    with pytest.raises(RanksDifferError, match="agree on overlap"):
+        sliding_window(model(), tile, (6, 5, 7), windows=windows, overlap=0.25 * (1 + mesh.get_rank()))

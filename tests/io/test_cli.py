@@ -234,3 +234,8 @@ def test_it_ends_quietly_when_nobody_reads_on(wb2):
     os.close(write_end)
     assert found.returncode == 141
     assert found.stderr == b""
+
+
+def test_a_recommendation_for_no_ranks_is_refused(wb2, capsys):
+    assert main(["plan", wb2, "--mesh", "lat=2", "--fields", "t2m", "--recommend", "0"]) == 1
+    assert "--recommend 0 must be a number of ranks" in capsys.readouterr().err

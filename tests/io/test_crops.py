@@ -215,8 +215,8 @@ def test_what_says_nothing_is_refused(tmp_path):
         ("pos=0, neg=0 must be weights", {"pos": 0, "neg": 0}),
         ("pos=-1, neg=2 must be weights", {"pos": -1, "neg": 2}),
         ("by='boxes' must be 'voxels' or 'classes'", {"by": "boxes"}),
-        ("kept=0 must be at least 1", {"kept": 0}),
-        (r"classes=\(\) leaves no foreground", {"classes": ()}),
+        ("kept=0 must be a whole number >= 1", {"kept": 0}),
+        (r"classes=\(\) must be a list of the labels", {"classes": ()}),
     ]:
         with pytest.raises(FieldError, match=why):
             Foreground(**kwargs)

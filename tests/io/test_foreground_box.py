@@ -6,6 +6,7 @@ import nibabel
 import numpy as np
 import pytest
 import torch
+import zarr
 from volume_store import AFFINE, image, label, write
 
 import jigsaw
@@ -175,7 +176,18 @@ def test_what_leaves_no_box_is_refused_on_every_rank(tmp_path):
         ("above='x' must be a number", {"above": "x"}),
         ("margin=-1 must be whole numbers >= 0", {"margin": -1}),
         ("margin=0.5 must be whole numbers", {"margin": 0.5}),
-        (r"channels=\(\) leaves no channel", {"channels": ()}),
+        (r"channels=\(\) must be a list", {"channels": ()}),
     ]:
         with pytest.raises(FieldError, match=why):
             ForegroundBox(**more)
+
+
+def test_a_cache_is_of_the_values_that_metadata_gives(tmp_path):
+    path, folder, values = tmp_path / "a.zarr", str(tmp_path / "cache"), np.zeros((8, 8, 8), "f4")
+    values[2:4, 2:4, 2:4] = 2
+    write(path, values, ("z", "y", "x"))
+    about_one = ForegroundBox(above=1, cache=folder)
+    narrow = open_volumes([str(path)], mesh={"z": 1}, crop=None, box=about_one).images[0].box
+    zarr.open_group(path)["image"].attrs["add_offset"] = 5.0
+    wide = open_volumes([str(path)], mesh={"z": 1}, crop=None, box=about_one).images[0].box
+    assert (narrow, wide) == (((2, 4),) * 3, ((0, 8),) * 3)

@@ -1,5 +1,6 @@
 """Volumes resampled as they are read: the values and affines of MONAI's `Spacing` on the whole, of the rows needed."""
 
+import math
 import pickle
 
 import nibabel
@@ -273,3 +274,11 @@ def test_what_cannot_be_put_back(scans, tmp_path):
     with pytest.raises(GridError, match=r"the axis y of the scan runs along none of the tile's"):
         write_volume(tmp_path / "a.nii", sample.label[0], like=sample, onto=turned)
     assert not (tmp_path / "a.nii").exists()
+
+
+def test_an_infinite_voxel_stays_where_a_new_row_is_a_stored_one():
+    values = np.zeros((9, 4, 4), "f4")
+    values[4] = np.inf
+    scan = nibabel.Nifti1Image(values.T, np.eye(4))
+    sample = open_volumes([scan], mesh=world_mesh(z=1), crop=None, spacing=(4 / 3, 1, 1))[0]
+    assert sample.image.full_tensor()[0, :, 0, 0].tolist() == [0, 0, 0, math.inf, 0, 0, 0]

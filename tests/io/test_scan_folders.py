@@ -107,3 +107,9 @@ def test_other_folders_are_named(tmp_path):
     (tmp_path / "imagesTr").mkdir()
     with pytest.raises(FieldError, match=r"imagesTr has no .nii or .nii.gz file that is a scan"):
         find_scans(tmp_path)
+
+
+def test_two_files_of_one_case(tmp_path):
+    root = touch(tmp_path, "imagesTr/a_0000.nii.gz", "imagesTr/a_0000.nii", "labelsTr/a.nii.gz")
+    with pytest.raises(FieldError, match=r"a_0000\.nii\.gz and .*a_0000\.nii are both files"):
+        find_scans(root)

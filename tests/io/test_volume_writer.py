@@ -140,10 +140,16 @@ def test_refusals_are_alike_and_leave_nothing(folder):
         (WriteError, "do not fit int8", {"dtype": "int8"}),
         (WriteError, "do not fit uint8", {"data": tile + 0.5, "dtype": torch.uint8}),
         (WriteError, "like=int has no affine", {"like": 5}),
-        (GridError, "must be 4 x 4 finite", {"affine": np.eye(3)}),
+        (GridError, "must be an invertible 4 x 4", {"affine": np.eye(3)}),
+        (GridError, "must be an invertible 4 x 4", {"affine": np.diag([0.0, 1, 1, 1])}),
+        (GridError, "must be an invertible 4 x 4", {"affine": "abc"}),
+        (GridError, "whose last row is 0, 0, 0, 1", {"affine": np.diag([1.0, 1, 1, 2])}),
+        (WriteError, "has no voxel", {"data": tile[:, :, :0]}),
+        (WriteError, "have real numbers", {"data": tile.to(torch.complex64), "dtype": "float32"}),
+        (WriteError, "do not fit float32", {"data": tile.long() + 2**24, "dtype": "float32"}),
         (ShardingError, r"takes a tile, not Tensor", {"data": torch.zeros(2, 2, 2)}),
         (ShardingError, r"must be \[z, y, x\]", {"data": tile[None].expand(2, -1, -1, -1, -1)}),
-        (WriteError, "other affines", {"affine": np.eye(4) * (1 + mesh.get_rank())}),
+        (WriteError, "other affines", {"affine": np.diag([1.0 + mesh.get_rank(), 1, 1, 1])}),
     ]
     for kind, why, how in cases:
         options = {"path": "mask.nii.gz", "data": tile, **how}
@@ -166,3 +172,22 @@ def test_refusals_are_alike_and_leave_nothing(folder):
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path
+
+
+@pytest.mark.parametrize("name", ["uint16", "uint32", "uint64", "int64"])
+def test_the_largest_integers(tmp_path, name):
+    most = np.iinfo(name).max
+    tile = jigsaw.shard(torch.full((2, 3, 4), most, dtype=getattr(torch, name)), world_mesh(z=1), ("z", None, None))
+    write_volume(tmp_path / "a.nii", tile, dtype=name)
+    written = np.asarray(nibabel.load(tmp_path / "a.nii").dataobj)
+    assert written.dtype.name == name
+    assert (written == most).all()
+
+
+def test_a_link_to_what_is_not_there_is_not_replaced(tmp_path):
+    tile = jigsaw.shard(torch.ones(2, 3, 4), world_mesh(z=1), ("z", None, None))
+    for name in ("a.nii", "a.ome.zarr"):
+        (tmp_path / name).symlink_to(tmp_path / "not mounted" / name)
+        with pytest.raises(WriteError, match="is there"):
+            write_volume(tmp_path / name, tile)
+        assert (tmp_path / name).is_symlink()

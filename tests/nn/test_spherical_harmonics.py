@@ -372,3 +372,29 @@ def test_the_page_runs():
     for found in _page_on_four_ranks(x):
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-4)
+
+
+def test_sizes_and_numbers_of_the_wrong_kind():
+    for name, value in [("lmax", 1.5), ("mmax", "3"), ("nlat", 9.5), ("nlon", None)]:
+        with pytest.raises(ShardingError, match=f"{name}={value!r} of .* must be a whole number"):
+            jigsaw.nn.SphericalHarmonicTransform(**{"nlat": 9, "nlon": 16, name: value})
+    with pytest.raises(ShardingError, match="lmax=0, mmax=None"):
+        jigsaw.nn.SphericalHarmonicTransform(9, 16, lmax=0)
+    transform, inverse = jigsaw.nn.SphericalHarmonicTransform(9, 16), jigsaw.nn.InverseSphericalHarmonicTransform(9, 16)
+    with pytest.raises(ShardingError, match="it takes real numbers"):
+        transform(torch.ones(9, 16, dtype=torch.complex64))
+    with pytest.raises(ShardingError, match="it takes complex numbers"):
+        inverse(torch.ones(5, 5))
+
+
+def test_an_empty_batch():
+    transform, inverse = jigsaw.nn.SphericalHarmonicTransform(9, 16), jigsaw.nn.InverseSphericalHarmonicTransform(9, 16)
+    x = torch.ones(0, 9, 16, requires_grad=True)
+    tile = jigsaw.shard(x, world_mesh(lat=1), (None, "lat", None))
+    for each in (x, tile):
+        c = transform(each)
+        assert c.shape == (0, 5, 5) and c.dtype == torch.complex64
+        y = inverse(c)
+        assert y.shape == x.shape and y.dtype == x.dtype
+        y.sum().backward()
+    assert x.grad.shape == x.shape

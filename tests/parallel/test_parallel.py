@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -1266,3 +1267,80 @@ def test_methods_of_a_model_with_cut_weights_need_units():
         model.decode(model.encode(image)).square().mean().backward()
     for p, q in zip(net.parameters(), cut.parameters(), strict=True):
         torch.testing.assert_close(q.grad.full_tensor(), p.grad)
+
+
+def _small_net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(11, 8), nn.GELU(), nn.Linear(8, 4)).double()
+
+
+def _points(mesh):
+    torch.manual_seed(4)
+    return jigsaw.shard(torch.randn(13, 11, dtype=torch.float64), mesh, ("lat", None))
+
+
+def _losses_after_validation(model, x, frozen):
+    model.requires_grad_(not frozen)
+    with torch.set_grad_enabled(frozen):
+        model(x)
+    model.requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for _ in range(3):
+        loss = model(x).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            model(x)
+        losses += [loss.item(), clip_grad_norm_(model, 0.1).item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("way", [True, "keep"])
+@pytest.mark.parametrize("frozen", [False, True])
+@on_ranks(2)
+def test_validation_leaves_parameters_as_they_are(way, frozen):
+    mesh = world_mesh(lat=2)
+    x = _points(mesh)
+    expected = _losses_after_validation(_small_net(), x.full_tensor(), frozen)
+    model = parallelize(_small_net(), mesh, shard_weights=way, unit_bytes=1)
+    assert _losses_after_validation(model, x, frozen) == pytest.approx(expected, rel=1e-12)
+
+
+@on_ranks(2)
+def test_gathered_parameters_are_neither_clipped_nor_trained():
+    mesh = world_mesh(lat=2)
+    model = parallelize(_small_net(), mesh, shard_weights=True)
+    x = _points(mesh)
+    loss = model(x).square().mean()
+    gathered = list(model.parameters())
+    with pytest.raises(ShardingError, match="gathered for a forward pass"):
+        clip_grad_norm_(gathered, 1.0)
+    loss.backward()
+    with pytest.raises(ShardingError, match="gathered for a forward pass"):
+        torch.optim.SGD(gathered, lr=0.1).step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(ShardingError, match="deepcopy of FSDPSequential, whose weights are cut"):
+        torch.optim.swa_utils.AveragedModel(model)
+    with pytest.raises(ShardingError, match="of a ModuleDict, which has no forward pass"):
+        parallelize(nn.ModuleDict({"a": nn.Linear(2, 2)}), mesh, shard_weights=True)
+
+
+@on_modes()
+@on_ranks(2)
+def test_gradients_held_back_of_a_layer_that_is_frozen_since(mode):
+    mesh = world_mesh(lat=2)
+    x = _points(mesh)
+
+    def gradients(model, x, held_back):
+        with held_back(model):
+            model(x).square().mean().backward()
+        model[2].requires_grad_(False)
+        model(x).square().mean().backward()
+        model[2].requires_grad_(True)
+        return [g.full_tensor() if isinstance(g := p.grad, DTensor) else g for p in model.parameters()]
+
+    expected = gradients(_small_net(), x.full_tensor(), lambda model: contextlib.nullcontext())
+    found = gradients(parallelize(_small_net(), mesh, **MODES[mode]), x, no_sync)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)

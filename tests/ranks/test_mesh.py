@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import jigsaw
 from jigsaw.errors import ShardingError
 from jigsaw.nn.weights import cut_parameter
 from jigsaw.ranks.mesh import (
@@ -188,3 +189,9 @@ def test_a_digest_of_ranks_is_of_these_alone(one, other):
 def test_a_group_of_thousands_of_ranks_has_a_name_that_the_store_takes():
     store = dist.TCPStore("127.0.0.1", 0, 1, True, use_libuv=True)
     dist.PrefixStore(f"jigsaw messages cuda {digest_of_ranks(range(4096))}/", store).set("0", "here")
+
+
+@pytest.mark.parametrize("size", [2.0, "2", True, None])
+def test_sizes_are_whole_numbers(size):
+    with pytest.raises(ShardingError, match="each a whole number >= 1"):
+        jigsaw.init_mesh(lat=size)

@@ -1,7 +1,10 @@
 """How long ranks wait for each other, and what those are told that wait in vain."""
 
+import hashlib
 import importlib
 import re
+import sys
+import threading
 from datetime import timedelta
 
 import pytest
@@ -13,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from jigsaw.errors import ShardingError
 from jigsaw.ranks.mesh import flat_submesh, init_mesh, mesh_patience
-from jigsaw.ranks.waiting_ranks import runs_of_ranks
+from jigsaw.ranks.waiting_ranks import let_threads_rest, runs_of_ranks
 from jigsaw.testing import on_ranks
 
 
@@ -196,3 +199,19 @@ def test_what_others_are_told_of_a_failure(monkeypatch, work, fault, failing):
     seen = importlib.import_module("failures").seen(work, fault, wait, failing)
     assert seen["names_it"] and seen.get("tells_why", True), seen
     assert seen["seconds"] < 30, "as long as ranks wait for one that they know to have failed"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells which threads run on Linux alone")
+def test_the_end_waits_for_threads_that_still_run():
+    done = []
+
+    def work():
+        for _ in range(8):
+            hashlib.sha256(bytes(4_000_000))  # works without the interpreter
+        done.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    let_threads_rest()
+    assert done == [True]
+    thread.join()

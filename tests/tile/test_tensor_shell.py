@@ -549,3 +549,15 @@ def test_attributes_are_set_on_tiles_as_on_tensors():
         tile.grad = torch.zeros(6)
     tile.grad = None
     assert tile.local.grad is None
+
+
+@on_ranks(2)
+def test_a_pickled_tile_is_not_taken_for_another_ranks_part():
+    mesh = world_mesh(lat=2)
+    tile = shard(torch.arange(12.0).view(4, 3), mesh, ("lat", None))
+    own = pickle.loads(pickle.dumps(tile))
+    torch.testing.assert_close((own + tile).full_tensor(), 2 * tile.full_tensor())
+    first = comm.all_gather_object(mesh, pickle.dumps(tile))[0]
+    if mesh.get_rank() == 1:
+        with pytest.raises(ShardingError, match=r"pickled by rank 0 of 2, whose part it has, and this is rank 1 of 2"):
+            pickle.loads(first)

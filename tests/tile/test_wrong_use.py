@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import jigsaw
 from jigsaw import comm
 from jigsaw.errors import ShardingError
 from jigsaw.testing import on_ranks, world_mesh
@@ -116,3 +118,22 @@ def test_wrong_arguments_raise_on_ranks_without_rows_too(name):
         WRONG_ARGUMENTS[name](torch.ones(1, 4, 3, 6))
     with pytest.raises((RuntimeError, ValueError, ShardingError)):
         WRONG_ARGUMENTS[name](shard(torch.ones(1, 4, 3, 6), world_mesh(lat=4), (None, None, "lat", None)))
+
+
+@on_ranks(2)
+def test_what_cannot_be_cut():
+    mesh = world_mesh(lat=2)
+    tile = shard(torch.ones(8, 6), mesh, SPEC)
+    for x, place, spec, why in [
+        (torch.ones(8, 6, 3), mesh, "lat", "spec='lat' is one string; give one entry a dim"),
+        (np.ones((8, 6)), mesh, SPEC, "shard takes a tensor, not ndarray"),
+        ([1.0, 2.0], mesh, SPEC, "shard takes a tensor, not list"),
+        (torch.ones(8, 6), {"lat": 2}, SPEC, "must be a DeviceMesh, as jigsaw.init_mesh"),
+        (tile, mesh, SPEC, "this is a Tile, which redistribute"),
+    ]:
+        with pytest.raises(ShardingError, match=why):
+            shard(x, place, spec)
+    with pytest.raises(ShardingError, match="must be a DeviceMesh"):
+        jigsaw.parallelize(torch.nn.Linear(2, 2), {"lat": 2})
+    with pytest.raises(ShardingError, match="parallelize takes a model, not Tensor"):
+        jigsaw.parallelize(torch.ones(2), mesh)

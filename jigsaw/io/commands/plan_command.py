@@ -48,7 +48,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=("auto", *PLAN_MODES), default="auto")
     parser.add_argument("--plot", metavar="plan.png", help="draw the plan")
     ranks = "list the meshes of this number of ranks (by default that of --mesh) and the chunks that read cheapest"
-    parser.add_argument("--recommend", type=int, nargs="?", const=0, metavar="RANKS", help=ranks)
+    parser.add_argument("--recommend", type=int, nargs="?", const=True, metavar="RANKS", help=ranks)
 
 
 @options.report_refusals
@@ -67,9 +67,10 @@ def run(args: argparse.Namespace) -> int:
 def _advice_lines(args: argparse.Namespace, dataset: Dataset, plan: ReadPlan) -> list[str]:
     if args.recommend is None and not is_cheap_recommendation(dataset, plan):
         return ["recommended: not compared, because there are many chunks; pass --recommend to compare them"]
-    if args.recommend is not None and args.recommend < 0:
-        raise ShardingError(f"--recommend {args.recommend} must be a number of ranks")
-    advice = recommend(dataset, ranks=args.recommend or None, sample=args.samples[0])
+    ranks = None if args.recommend is True else args.recommend  # True: given without a number
+    if ranks is not None and ranks < 1:
+        raise ShardingError(f"--recommend {ranks} must be a number of ranks")
+    advice = recommend(dataset, ranks=ranks, sample=args.samples[0])
     return [advice_report(dataset, advice, tables=args.recommend is not None)]
 
 

@@ -451,7 +451,9 @@ def _open_journal(path: Path, chosen: SelectedSource, arrays: Sequence[ArrayOutl
     if not beside.exists() and path.exists() and (not path.is_dir() or any(path.iterdir())):
         whole = path.is_dir() and is_complete_store(path)
         state = "is complete" if whole else "exists without the journal of a conversion"
-        raise WriteError(f"{path} {state}; write elsewhere, or start again with replace=True (--replace)")
+        may_replace = is_zarr_group(path) and not holds_place_read(path, chosen.places)
+        again = ", or start again with replace=True (--replace)" if may_replace else ""
+        raise WriteError(f"{path} {state}; write elsewhere{again}")
     shapes = [(a.name, a.shape, a.dtype, a.chunks, a.shards) for a in sorted(arrays, key=lambda array: array.name)]
     with writing_to(path, CONVERT_AGAIN):
         path.parent.mkdir(parents=True, exist_ok=True)

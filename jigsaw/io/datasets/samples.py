@@ -118,7 +118,7 @@ class MeshSamples(ABC, data.Dataset[Any]):
         mesh = self.device_mesh()
         if dict(self.frame.axes).get(DATA_AXIS, 1) > 1:
             identity = self.identity()
-            check_same_store(told_where_different(mesh, identity) or [identity])
+            check_same_store(told_where_different("reading", mesh, identity) or [identity])
 
     @property
     def is_live(self) -> bool:

@@ -168,12 +168,16 @@ _BYTES_COMPARED = 1024
 
 
 class StoreIdentity(NamedTuple):
-    """View that a rank has of its store: digests of descriptions and of some chunks, or the reason for its failure."""
+    """View that a rank has of its store: digests of descriptions and of some chunks, or the reason for its failure.
+
+    Of volumes, `listing` is a digest of the whole list, and of the arguments with which they were opened.
+    """
 
     url: str
     arrays: str = ""
     chunks: str = ""
     failure: str = ""
+    listing: str = ""
 
 
 def look_at_store(
@@ -196,6 +200,11 @@ def check_same_store(identities: Sequence[StoreIdentity]) -> None:
             raise ReadError(f"rank {rank} of those that read together cannot look at its store: {view.failure}")
     first = identities[0]
     for rank, view in enumerate(identities):
+        if view.listing != first.listing:
+            raise PeerError(
+                f"rank {rank} opened other volumes than rank 0, in another order, or with other arguments; give all "
+                "ranks the same, like images=sorted(glob('*.nii.gz'))"
+            )
         if view[1:] != first[1:]:
             differ = "its arrays, coordinates or times" if view.arrays != first.arrays else "the bytes of its chunks"
             raise PeerError(

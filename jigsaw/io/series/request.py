@@ -82,7 +82,8 @@ class ReadRequest:
 
     `missing` is the rule for chunks that the store lacks: ``"error"`` (`MissingChunkError`), or ``"fill"`` for the
     array's fill value. `boundary` has the rule for rows beyond the ends of each spatial dim, which wrap without it.
-    `vectors` are the channels that change sign in turned rows.
+    `vectors` are the channels that change sign in turned rows. `purpose` is what else ranks compare before they read:
+    the sample, where its arrays have no name of their own, and the changes made to it.
     """
 
     layout: Layout
@@ -95,6 +96,7 @@ class ReadRequest:
     boundary: tuple[DimBoundary, ...] = ()
     missing: str = "error"
     vectors: tuple[int, ...] = ()
+    purpose: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         channels = self.layout.cuts[1].size

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from jigsaw.errors import FieldError, GridError
+from jigsaw.io.arguments import is_real_number
 from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.crops import RandomDraws
 from jigsaw.io.volumes.drawn_steps import (
@@ -90,7 +91,7 @@ class Flip(Augmentation):
     dims: tuple[str, ...] | None = None
 
     def check_fits(self, grid: SampleGrid) -> None:
-        _check_dims_there(self, self.dims or (), grid)
+        _check_dims_there(self, self.dims, grid)
 
     def drawn(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep | None:
         flipped = tuple(d in (self.dims or grid.dims) and draws.chance(self.p) for d in grid.dims)
@@ -104,6 +105,8 @@ class Rotate90(Augmentation):
     plane: tuple[str, str] = ("y", "x")
 
     def check_fits(self, grid: SampleGrid) -> None:
+        if not isinstance(self.plane, Sequence) or len(self.plane) != 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GridError(f"{self}: plane= must be two dims, like ('y', 'x')")
         _check_dims_there(self, self.plane, grid)
         a, b = (grid.dims.index(d) for d in self.plane)
         if a == b or grid.sizes[a] != grid.sizes[b]:
@@ -182,7 +185,7 @@ class LowResolution(Augmentation):
         _check_ends(self, "zoom", self.zoom, least=0.01, most=1)
 
     def check_fits(self, grid: SampleGrid) -> None:
-        _check_dims_there(self, self.dims or (), grid)
+        _check_dims_there(self, self.dims, grid)
 
     def _step(self, draws: RandomDraws, grid: SampleGrid) -> VoxelStep:
         factor = 1 / draws.between(*self.zoom)
@@ -298,7 +301,7 @@ class AskedAugmentations:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_real_number(value) and math.isfinite(value)
 
 
 def _check_ends(step: Augmentation, name: str, ends: Any, least: float = -math.inf, most: float = math.inf) -> None:
@@ -308,8 +311,11 @@ def _check_ends(step: Augmentation, name: str, ends: Any, least: float = -math.i
         raise FieldError(f"{type(step).__name__}({name}={ends!r}) must be (from, to), numbers {', '.join(limits)}")
 
 
-def _check_dims_there(step: Augmentation, dims: Sequence[str], grid: SampleGrid) -> None:
-    unknown = [dims] if isinstance(dims, str) else [d for d in dims if d not in grid.dims]
+def _check_dims_there(step: Augmentation, dims: Sequence[str] | None, grid: SampleGrid) -> None:
+    if dims is None:
+        return
+    is_list = isinstance(dims, Sequence) and not isinstance(dims, str)  # pyright: ignore[reportUnnecessaryIsInstance]
+    unknown = [d for d in dims if d not in grid.dims] if is_list else [dims]
     if unknown:
         raise GridError(
             f"{step} names {unknown[0]!r}, and the dims of space are {', '.join(grid.dims)}, given as a list"

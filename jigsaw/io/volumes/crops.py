@@ -25,12 +25,14 @@ from jigsaw.drafts import draft_of
 from jigsaw.errors import FieldError, GridError, ReadError
 from jigsaw.geometry.cut import Box, Cut, cut_points
 from jigsaw.geometry.layout import Layout, MeshCoordinate
+from jigsaw.io.arguments import are_some_integers, check_cache_folder, is_real_number
 from jigsaw.io.cache_folder import CacheFolder, user_cache_folder
 from jigsaw.io.chunks.chunk import ChunkIndex
 from jigsaw.io.chunks.files import ScratchMemory
 from jigsaw.io.formats.slab_arrays import fill_missing_chunk
 from jigsaw.io.rank_results import place_in_mesh, result_of_first_rank, results_of_ranks
 from jigsaw.io.reading.placing import warn_of_rounding
+from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.drawn_steps import VoxelStep, mix_words
 from jigsaw.io.volumes.respacing import GridRespacing
 from jigsaw.io.volumes.volume import AffineMatrix, RenamedLabels, StoredVolume, VolumeArray
@@ -76,14 +78,20 @@ class Foreground:
     cache: str | None = None
 
     def __post_init__(self) -> None:
-        if not (self.pos >= 0 and self.neg >= 0 and 0 < self.pos + self.neg < float("inf")):
-            raise FieldError(f"pos={self.pos}, neg={self.neg} must be weights >= 0 that are not both 0")
+        are_numbers = is_real_number(self.pos) and is_real_number(self.neg)
+        if not (are_numbers and self.pos >= 0 and self.neg >= 0 and 0 < self.pos + self.neg < float("inf")):
+            raise FieldError(f"pos={self.pos!r}, neg={self.neg!r} must be weights >= 0 that are not both 0")
         if self.by not in ("voxels", "classes"):
             raise FieldError(f"by={self.by!r} must be 'voxels' or 'classes'")
-        if self.kept < 1:
-            raise FieldError(f"kept={self.kept} must be at least 1, the voxels that are remembered of a class")
-        if self.classes is not None and not self.classes:
-            raise FieldError("classes=() leaves no foreground; name the labels that count, or None for all but 0")
+        if not is_whole_number(self.kept) or self.kept < 1:
+            raise FieldError(
+                f"kept={self.kept!r} must be a whole number >= 1, the voxels that are remembered of a class"
+            )
+        if self.classes is not None and not are_some_integers(self.classes):
+            raise FieldError(
+                f"classes={self.classes!r} must be a list of the labels that count, like (1, 2), or None for all but 0"
+            )
+        check_cache_folder(self.cache)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jigsaw.drafts import draft_of
 from jigsaw.errors import FieldError, GridError, ReadError
 from jigsaw.geometry.cut import Box, Interval
+from jigsaw.io.arguments import are_some_integers, check_cache_folder, is_real_number
 from jigsaw.io.cache_folder import user_cache_folder
 from jigsaw.io.rank_results import place_in_mesh, result_of_first_rank, results_of_ranks
 from jigsaw.io.series.times import is_whole_number
@@ -49,13 +50,16 @@ class ForegroundBox:
     cache: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.above, int | float) or math.isnan(self.above):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not is_real_number(self.above) or math.isnan(self.above):
             raise FieldError(f"above={self.above!r} must be a number, the value that voxels of the box are above")
         margins = self.margin if isinstance(self.margin, Sequence) else [self.margin]
         if isinstance(self.margin, str) or not all(is_whole_number(rows) and rows >= 0 for rows in margins):
             raise FieldError(f"margin={self.margin!r} must be whole numbers >= 0, rows at either end of the box")
-        if self.channels is not None and not self.channels:
-            raise FieldError("channels=() leaves no channel to look at; name some, or None for all")
+        if self.channels is not None and not are_some_integers(self.channels):
+            raise FieldError(
+                f"channels={self.channels!r} must be a list of the channels to look at, like (0,), or None for all"
+            )
+        check_cache_folder(self.cache)
 
     def check_fits(self, image: StoredVolume) -> None:
         """Raise `FieldError` for channels that an image does not have, or margins of other dims."""

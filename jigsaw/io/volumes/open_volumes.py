@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.errors import FieldError, GridError
-from jigsaw.geometry.cut import SplitRule
+from jigsaw.geometry.cut import Box, SplitRule
 from jigsaw.geometry.layout import DimSpec
 from jigsaw.io.arguments import checked_choice
 from jigsaw.io.datasets.epochs import check_whole_number
@@ -36,6 +36,7 @@ from jigsaw.io.volumes.volume import (
 )
 from jigsaw.io.volumes.volume_arrays import checked_dims
 from jigsaw.io.volumes.volume_dataset import Volumes, whole_volume_sizes
+from jigsaw.io.volumes.volume_listing import check_same_listing, listing_of_volumes
 from jigsaw.tile.misuse import warn_once
 
 _LABEL_DTYPES = ("uint8", "int16", "int32", "int64", *FLOAT_DTYPES)
@@ -139,8 +140,8 @@ def open_volumes(
     - `seed`: of the crops that ``volumes[i]`` gives; a `VolumeLoader` has its own;
     - `mode`: ``"cooperative"``, ``"independent"`` or ``"auto"``, as in `jigsaw.io.open`.
 
-    *Sends*: nothing without `foreground` and `box`; with them, the voxels found in each label map, and two numbers for
-    each image and dim.
+    *Sends*: nothing without `foreground` and `box`; with them, a digest of the list, the voxels found in each label
+    map, and two numbers for each image and dim.
 
     Raises: a `ReadError` of `jigsaw.errors`, or `ShardingError` for impossible cuts, naming the request and what
     exists, alike on every rank. Reading raises `FieldError` for a label that `label_dtype` cannot hold.
@@ -168,17 +169,16 @@ def open_volumes(
         warn_of_idle_readers(mesh_axes, pictures[0].dims)
     check_whole_number("seed", seed, 0)
     label_type = checked_dtype("label_dtype", label_dtype, _LABEL_DTYPES)
-    if label_type.is_floating_point and (foreground is not None or label_map is not None):
-        raise FieldError(
-            f"label_dtype={label_dtype!r} reads real numbers, and foreground= and label_map= are rules for classes; "
-            "leave them out, or give an integer label_dtype"
-        )
+    _check_classes(label_dtype, label_type.is_floating_point, foreground, label_map)
     filled = _label_fill(label_fill, label_type)
     renamed = RenamedLabels.of(label_map, label_type, filled)
+    intensities = intensities_of_volumes(normalize, window, [image.present for image in pictures])
+    values = intensities, image_fill, filled, stand_in, renamed, shares, orientation, distances
+    listing = listing_of_volumes(pictures, maps, values)
+    if box is not None or foreground is not None:  # whose voxels the ranks look for together
+        check_same_listing(device_mesh, listing)
     if box is not None:
-        boxes = find_boxes(pictures, box, device_mesh)
-        pictures = tuple(image.boxed(rows) for image, rows in zip(pictures, boxes, strict=True))
-        maps = tuple(label and label.boxed(rows) for label, rows in zip(maps, boxes, strict=False))
+        pictures, maps = _boxed_volumes(pictures, maps, find_boxes(pictures, box, device_mesh))
     pictures, maps = _respace_volumes(pictures, maps, distances)
     opened = Volumes(
         images=pictures,
@@ -189,7 +189,7 @@ def open_volumes(
         crops=crops,
         foreground=foreground,
         found=(),
-        intensities=intensities_of_volumes(normalize, window, [image.present for image in pictures]),
+        intensities=intensities,
         dtype=checked_dtype("dtype", dtype),
         label_dtype=label_type,
         fill=image_fill,
@@ -200,6 +200,7 @@ def open_volumes(
         x_first=checked_choice("axes", axes, ("zyx", "xyz")) == "xyz",
         augment=AskedAugmentations.of(augment),
         absent_fill=stand_in or 0.0,  # no image lacks a channel where it is None
+        listing=listing,
         seed=seed,
     )
     for step in opened.augment.steps:
@@ -256,6 +257,8 @@ def _crop_space(sizes: Mapping[str, int], *cuts: Any) -> SampleSpace:
 
 
 def _check_crops(crop: Sequence[int] | None, crops: int, foreground: Foreground | None, has_labels: bool) -> None:
+    if foreground is not None and not isinstance(foreground, Foreground):
+        raise FieldError(f"foreground={foreground!r} must be a jigsaw.io.Foreground, like jigsaw.io.Foreground(neg=1)")
     if foreground is not None and not has_labels:
         raise FieldError("foreground= weights crops by labels, and there are none; give labels=")
     if not is_whole_number(crops) or crops < 1:
@@ -292,7 +295,7 @@ def _given_volumes(name: str, volumes: Sequence[GivenVolume], form: StoredVolume
 
 
 def _given_labels(labels: Sequence[GivenVolume | None], form: StoredVolume) -> tuple[StoredVolume | None, ...]:
-    if isinstance(labels, str | os.PathLike) or not any(each is None for each in labels):
+    if isinstance(labels, str | os.PathLike) or not isinstance(labels, Iterable) or all(m is not None for m in labels):
         return _given_volumes("labels", labels, form)
     present = [each for each in labels if each is not None]
     if not present:
@@ -315,6 +318,15 @@ def _turn_volumes(
         for label, turn in zip(labels, turns, strict=False)
     ]
     return tuple(image.turned(turn) for image, turn in zip(images, turns, strict=True)), tuple(maps)
+
+
+def _boxed_volumes(
+    images: Sequence[StoredVolume], labels: Sequence[StoredVolume | None], boxes: Sequence[Box]
+) -> tuple[tuple[StoredVolume, ...], tuple[StoredVolume | None, ...]]:
+    return (
+        tuple(image.boxed(rows) for image, rows in zip(images, boxes, strict=True)),
+        tuple(label and label.boxed(rows) for label, rows in zip(labels, boxes, strict=False)),
+    )
 
 
 def _respace_volumes(
@@ -379,6 +391,14 @@ def _check_affines_match(image: StoredVolume, what: str, affines: Sequence[tuple
             raise GridError(
                 f"{first} and {url} lie apart by {apart:.3g} voxels, and they are {what}; resample one onto the other"
             )
+
+
+def _check_classes(dtype: Any, is_real: bool, foreground: Foreground | None, label_map: Any) -> None:
+    if is_real and (foreground is not None or label_map is not None):
+        raise FieldError(
+            f"label_dtype={dtype!r} reads real numbers, and foreground= and label_map= are rules for classes; leave "
+            "them out, or give an integer label_dtype"
+        )
 
 
 def _check_absent_channels(

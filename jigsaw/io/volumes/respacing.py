@@ -59,7 +59,12 @@ class ImageIntensities:
             mean, std = ends[0], ends[1] - ends[0]
         else:
             mean, std = np.zeros(channels), np.ones(channels)
-        scale, offset = tuple((1 / std).tolist()), tuple((-mean / std + 0.0).tolist())
+        with np.errstate(all="ignore"):
+            factors, shifts = 1 / std, -mean / std + 0.0
+        if not (np.isfinite(factors).all() and np.isfinite(shifts).all()):
+            name, value = ("window", window) if normalize is None else ("normalize", normalize)
+            raise FieldError(f"{name}={value!r} scales by infinity: widths this small cannot be divided by")
+        scale, offset = tuple(factors.tolist()), tuple(shifts.tolist())
         if ends is None:
             return cls(scale, offset)
         low, high = (tuple(((end - mean) / std).tolist()) for end in ends)
@@ -262,5 +267,6 @@ class RespaceStep(VoxelStep):
         if not part.any():
             return lower
         upper = block.index_select(1 + d, index + torch.from_numpy((part > 0).astype(np.int64)))
-        weight = torch.from_numpy(part).to(block.dtype)
-        return lower + (upper - lower) * weight.reshape([-1 if k == d else 1 for k in range(block.ndim - 1)])
+        weight = torch.from_numpy(part).to(block.dtype).reshape([-1 if k == d else 1 for k in range(block.ndim - 1)])
+        # where a row is a stored one, both are that row, and infinite voxels have no difference
+        return lower + ((upper - lower) * weight).masked_fill_(weight == 0, 0)

@@ -71,7 +71,10 @@ def find_scans(
 
 
 def _scans_in(folder: Path) -> dict[str, Path]:
-    scans = {p.name[: -len(end)]: p for end in _SCAN_ENDINGS for p in folder.glob(f"*{end}")}
+    scans: dict[str, Path] = {}
+    for ending in _SCAN_ENDINGS:
+        for path in folder.glob(f"*{ending}"):
+            _keep_only(scans, path.name.removesuffix(ending), path, "files")
     return dict(sorted(scans.items()))
 
 

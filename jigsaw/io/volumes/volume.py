@@ -9,7 +9,7 @@ from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
 from math import prod
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from jigsaw.io.volumes.volume_arrays import store_of_given, values_of_array, wit
 # -- axes in the world, in nibabel's terms and with its results -------------------------------------------------------
 
 
-RecordType = TypeVar("RecordType")
 _VOXEL_AXES = "xyz"
 _WORLD_ENDS = ("LR", "PA", "IS")  # names of the low and the high end of each axis of the world
 
@@ -374,7 +373,9 @@ class StoredVolume:
         sources = (each for each in self.given if each is not None)
         for source, store, stored in zip(sources, self._stores, self.stored, strict=True):
             table, values = stored.table, values_of_array(source)
-            digest.update(repr((store.url, table.name, table.shape, table.dims, table.dtype)).encode())
+            facts = store.url, table.name, table.shape, table.dims, table.dtype, table.chunks
+            meaning = table.scale, table.offset, table.masks, repr(table.fill_value), self.missing
+            digest.update(repr((facts, meaning)).encode())
             if values is not None:
                 digest.update(np.ascontiguousarray(values).tobytes())
                 continue
@@ -396,23 +397,6 @@ def voxel_spacing(affine: AffineMatrix, dims: Sequence[str]) -> tuple[float, ...
     """Return the length of a step along each dim."""
     lengths = np.linalg.norm(affine[:3, :3], axis=0)
     return tuple(float(lengths["xyz".index(d)]) for d in dims)
-
-
-def with_x_first(record: RecordType, *along: str) -> RecordType:
-    """Return a sample or batch whose dims of space are in reverse: views, for which nothing moves.
-
-    `along` names its numbers along these dims, those of one sample or of each.
-    """
-    changed: dict[str, Any] = {"x_first": True}
-    for name in along:
-        values = getattr(record, name)
-        changed[name] = values[..., ::-1].copy() if isinstance(values, np.ndarray) else values[::-1]
-    for name in ("image", "label"):
-        tile, space = getattr(record, name), np.shape(changed[along[0]])[-1]
-        if tile is not None:
-            lead = tile.ndim - space
-            changed[name] = tile.permute(*range(lead), *range(tile.ndim - 1, lead - 1, -1))
-    return replace(cast(Any, record), **changed)
 
 
 def _plan_name(number: int, stored: VolumeArray) -> str:
@@ -467,13 +451,20 @@ def affine_of_array(store: ArrayStore, table: ArrayTable) -> AffineMatrix | None
     value = table.attrs.get("affine", store.attrs.get("affine"))
     if value is None:
         return None
+    affine = checked_affine(value)
+    if affine is None:
+        raise GridError(f"{store.url}: affine {value!r} must be an invertible 4 x 4 matrix of numbers")
+    return affine
+
+
+def checked_affine(value: Any) -> AffineMatrix | None:
+    """Return an invertible 4 x 4 matrix of finite numbers as one of numpy; None for anything else."""
     try:
         affine = np.asarray(value, np.float64)
     except (TypeError, ValueError):  # strings, or rows of different lengths
-        affine = np.zeros(0)
-    if affine.shape != (4, 4) or not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-300:
-        raise GridError(f"{store.url}: affine {value!r} must be an invertible 4 x 4 matrix of numbers")
-    return affine
+        return None
+    is_matrix = affine.shape == (4, 4) and bool(np.isfinite(affine).all())
+    return affine if is_matrix and abs(np.linalg.det(affine[:3, :3])) >= 1e-300 else None
 
 
 @dataclass(frozen=True)

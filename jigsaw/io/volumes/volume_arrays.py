@@ -151,7 +151,12 @@ def values_of_array(array: Any) -> NDArray[Any] | None:
     image = image_of_library(array)
     values = array if image is None else image.values
     if isinstance(values, torch.Tensor):
-        values = values.detach().cpu()
+        if values.layout != torch.strided or values.is_meta:
+            raise FieldError(
+                f"a volume of shape {tuple(values.shape)} is a tensor of layout {values.layout} on {values.device}, "
+                "which has no voxel for each place; give x.to_dense(), on a device"
+            )
+        values = values.detach().cpu().resolve_neg()
         values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
     return without_mask(values, f"an array of shape {values.shape}") if isinstance(values, np.ndarray) else None
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -31,13 +31,16 @@ from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.volumes.augment import AskedAugmentations, SampleGrid
 from jigsaw.io.volumes.crops import AugmentedCrop, Foreground, FoundVoxels, RandomDraws, crop_origin
 from jigsaw.io.volumes.respacing import ImageIntensities, RespaceStep
-from jigsaw.io.volumes.volume import AffineMatrix, RenamedLabels, StoredVolume, voxel_spacing, with_x_first
+from jigsaw.io.volumes.volume import AffineMatrix, RenamedLabels, StoredVolume, voxel_spacing
 from jigsaw.ranks.mesh import mesh_coordinate
 from jigsaw.tile.tile import Tile
 
 _VOLUMES_COMPARED = 8  # number of volumes, spread over all, that ranks compare before they read
 _VOLUME_STREAM = 1 << 32  # of the draws of volumes; those of augmentations count up from 1
 _SHARES = 1 << 53  # as many as float64 tells apart below 1, so that a share of the weights never is all of them
+
+
+RecordType = TypeVar("RecordType")
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class VolumeCrop:
     volume: int
     origin: tuple[int, ...]
     augmented: AugmentedCrop | None = field(default=None, repr=False)
+    sample: int = field(default=-1, repr=False)  # -1 for a whole volume
 
     def chain(
         self,
@@ -139,6 +143,7 @@ class Volumes(MeshSamples):
     augment: AskedAugmentations = AskedAugmentations()  # noqa: RUF009 (it is frozen)
     absent_fill: float = 0.0
     weights: tuple[float, ...] = ()
+    listing: str = ""
     seed: int = 0
     epoch: int = 0
 
@@ -159,9 +164,8 @@ class Volumes(MeshSamples):
         """Return the identity of some of the volumes; of many not all, because each would be opened."""
         every = [volume for volume in (*self.images, *self.labels) if volume is not None]
         some = every[:: -(-len(every) // _VOLUMES_COMPARED)]
-        return look_at_store(
-            lambda: some[0].url, lambda: [t for v in some for t in v.tables.values()], (len(self.images), len(every))
-        )
+        view = look_at_store(lambda: some[0].url, lambda: [t for v in some for t in v.tables.values()])
+        return view._replace(listing=self.listing)
 
     @cached_property
     def layout(self) -> Layout:
@@ -210,7 +214,7 @@ class Volumes(MeshSamples):
         voxels = self.found[volume] if self.found else None
         image = self.images[volume]
         origin = crop_origin(image.shape, frame.sizes, draws, self.foreground, voxels, image.respacing)
-        return VolumeCrop(volume, origin, self._augmented(index, volume, origin, frame))
+        return VolumeCrop(volume, origin, self._augmented(index, volume, origin, frame), index)
 
     def volume_of(self, sample: int) -> int:
         """Return the number of the volume that a sample is of; with `weights` it is drawn, with replacement."""
@@ -273,9 +277,11 @@ class Volumes(MeshSamples):
         else:
             window, first = _crop_layout(layout, crop.origin, volume.shape)
         rows = [(a, a + cut.size) for a, cut in zip(first, window.cuts[2:], strict=True)]
-        return plan_read(
-            ReadRequest(window, volume.parts(rows), missing=volume.missing, **more), volume.tables, self.mode
-        )
+        # boxes of different scans are alike, and so are those of one scan that is changed in different ways
+        steps = crop.augmented.steps if crop.augmented else ()
+        purpose = (crop.volume, crop.sample, steps, (self.seed, self.epoch) if self.augment.own else ())
+        request = ReadRequest(window, volume.parts(rows), missing=volume.missing, purpose=purpose, **more)
+        return plan_read(request, volume.tables, self.mode)
 
     def read(
         self, engine: ReadEngine, crops: Sequence[VolumeCrop], frame: SampleSpace | None = None
@@ -383,6 +389,23 @@ class Volumes(MeshSamples):
             unit=image.unit,
         )
         return with_x_first(sample, "origin", "spacing") if self.x_first else sample
+
+
+def with_x_first(record: RecordType, *along: str) -> RecordType:
+    """Return a sample or batch whose dims of space are in reverse: views, for which nothing moves.
+
+    `along` names its numbers along these dims, those of one sample or of each.
+    """
+    changed: dict[str, Any] = {"x_first": True}
+    for name in along:
+        values = getattr(record, name)
+        changed[name] = values[..., ::-1].copy() if isinstance(values, np.ndarray) else values[::-1]
+    for name in ("image", "label"):
+        tile, space = getattr(record, name), np.shape(changed[along[0]])[-1]
+        if tile is not None:
+            lead = tile.ndim - space
+            changed[name] = tile.permute(*range(lead), *range(tile.ndim - 1, lead - 1, -1))
+    return replace(cast(Any, record), **changed)
 
 
 def whole_volume_sizes(shape: Sequence[int], align: Sequence[int]) -> tuple[int, ...]:

@@ -14,8 +14,8 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.io.datasets.epochs import BatchTurn, EpochLoader
 from jigsaw.io.datasets.samples import TileIfAny, TileRecord
 from jigsaw.io.series.request import SampleSpace
-from jigsaw.io.volumes.volume import voxel_spacing, with_x_first
-from jigsaw.io.volumes.volume_dataset import VolumeCrop, Volumes
+from jigsaw.io.volumes.volume import voxel_spacing
+from jigsaw.io.volumes.volume_dataset import VolumeCrop, Volumes, with_x_first
 from jigsaw.tile.tile import Tile
 
 

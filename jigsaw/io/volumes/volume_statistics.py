@@ -18,10 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw.errors import FieldError, ReadError
 from jigsaw.geometry.cut import Interval
+from jigsaw.io.arguments import is_real_number
 from jigsaw.io.rank_results import place_in_mesh, results_of_ranks
 from jigsaw.io.series.statistics import PERCENTILE_PREFIX, Statistics
 from jigsaw.io.stats.moments import ChannelMoments
 from jigsaw.io.volumes.volume_dataset import Volumes
+from jigsaw.io.volumes.volume_listing import check_same_listing
 
 T = TypeVar("T")
 _HALF = 1 << 16
@@ -75,10 +77,12 @@ def volume_statistics(
     """
     if not isinstance(volumes, Volumes):  # pyright: ignore[reportUnnecessaryIsInstance] # what a user may pass
         raise FieldError(f"volume_statistics takes what open_volumes gives, not {type(volumes).__name__}")
-    if not all(isinstance(q, int | float) and 0 <= q <= 100 for q in percentiles):
-        raise FieldError(f"percentiles={percentiles!r} must be numbers from 0 to 100")
+    is_list = isinstance(percentiles, Sequence | np.ndarray)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_list or not all(is_real_number(q) and 0 <= q <= 100 for q in percentiles):
+        raise FieldError(f"percentiles={percentiles!r} must be a list of numbers from 0 to 100, like (0.5, 99.5)")
     if foreground and not volumes.labels:
         raise FieldError("foreground=True needs labels, and the volumes were opened without; give labels=")
+    check_same_listing(None if volumes.mesh is None else volumes.device_mesh(), volumes.listing)
     numbers = [i for i in range(len(volumes.images)) if not foreground or volumes.labels[i] is not None]
     distinct_percentiles = tuple(dict.fromkeys(map(float, percentiles)))
     groups = [[i] for i in numbers] if each else [numbers]
@@ -145,7 +149,7 @@ def _percentile_columns(
     columns = dict[str, NDArray[np.float64]]()
     for q in percentiles:
         ends = [(*_places_around(q, int(n)), known) for n, known in zip(counts, values, strict=True)]
-        columns[f"{PERCENTILE_PREFIX}{q:g}"] = np.array(
+        columns[f"{PERCENTILE_PREFIX}{repr(q).removesuffix('.0')}"] = np.array(
             [known[a] + (known[b] - known[a]) * part if known else np.nan for a, b, part, known in ends]
         )
     return columns

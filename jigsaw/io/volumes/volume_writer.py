@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from jigsaw.drafts import begin_draft_file, open_unlinked
@@ -27,7 +28,7 @@ from jigsaw.io.formats import nifti
 from jigsaw.io.formats.conventions import METERS_BY_UNIT, unit_ratio
 from jigsaw.io.rank_results import results_of_ranks
 from jigsaw.io.volumes.ome_writer import COARSER_RULES, PyramidLevel, pyramid_levels, write_pyramid
-from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume, scaled_affine
+from jigsaw.io.volumes.volume import AffineMatrix, StoredVolume, checked_affine, scaled_affine
 from jigsaw.io.volumes.volume_dataset import VolumeSample
 from jigsaw.nn.stencils.stencil import DimStencil, gather_input_rows, plan_stencil
 from jigsaw.ranks.mesh import mesh_coordinate
@@ -98,6 +99,8 @@ def write_volume(
     if mode not in ("w-", "w"):
         raise WriteError(f"mode={mode!r} must be 'w-' or 'w'")
     image = _channels_first(data, like).owned()
+    if not all(image.shape):
+        raise WriteError(f"write_volume of a tile of shape {tuple(data.shape)}, which has no voxel: leave it out")
     place = _WorldPlace(like, affine)
     if onto is not None:
         image, place = _put_on_scan(image, place, onto), _WorldPlace(onto, None)
@@ -137,8 +140,7 @@ def _write_ome(
         raise WriteError(f"coarser={coarser!r} must be 'mean' or 'mode'")
 
     def begin() -> tuple[list[PyramidLevel], str]:
-        if mode == "w-" and where.exists():
-            raise WriteError(f"{where} is there; mode='w' replaces it")
+        _check_is_new(where, mode)
         _check_fits(where, image, kind)
         _, world = _place_in_world(place, image.shape[1:])
         return pyramid_levels(image.shape[1:], world, levels), place.unit
@@ -170,21 +172,33 @@ def _sides_of(scan: StoredVolume) -> tuple[int, ...]:
     return (*(1,) * (3 - len(scan.dims)), *scan.stored_shape)
 
 
+def _check_is_new(where: Path, mode: str) -> None:
+    if mode == "w-" and os.path.lexists(where):  # also a link to what is not mounted
+        raise WriteError(f"{where} is there; mode='w' replaces it")
+
+
 def _check_fits(where: Path, image: Tile, kind: np.dtype[Any]) -> None:
     """Raise `WriteError` where a file does not hold these values; floats are rounded as in any cast."""
-    values = image.owned().local
+    values = _numpy_values(image.owned().local)
+    if not values.size:
+        return
     if kind.kind == "f":
-        largest = float(np.finfo(kind).max)
-        if values.is_floating_point() and bool(((values.abs() > largest) & values.isfinite()).any()):
-            raise WriteError(f"{where}: values of {image.dtype} do not fit {kind.name}; give a wider dtype=")
-        return
-    if not values.numel():
-        return
-    low, high = (float(v) for v in torch.aminmax(values.float() if values.dtype == torch.bool else values))
-    limits = np.iinfo(kind)
-    whole = not values.is_floating_point() or bool((values == values.round()).all())
-    if not (whole and limits.min <= low and high <= limits.max):
+        if values.dtype.kind == "f":
+            fits = not ((np.abs(values) > np.finfo(kind).max) & np.isfinite(values)).any()
+        else:  # integers are labels or counts, so none may become its neighbor
+            fits = values.dtype.itemsize < kind.itemsize or _are_kept(values, kind)
+    else:
+        whole = values.dtype.kind != "f" or bool((values == np.rint(values)).all())
+        limits = np.iinfo(kind)
+        fits = whole and limits.min <= values.min().item() and values.max().item() <= limits.max
+    if not fits:
         raise WriteError(f"{where}: values of {image.dtype} do not fit {kind.name}; give a wider dtype=, or round them")
+
+
+def _are_kept(values: NDArray[Any], kind: np.dtype[Any]) -> bool:
+    stored = values.astype(kind)
+    limit = 2.0 ** (8 * values.dtype.itemsize - (values.dtype.kind == "i"))  # the first float beyond the integers
+    return bool((stored < limit).all()) and bool((stored.astype(values.dtype) == values).all())
 
 
 def _write_nifti(where: Path, image: Tile, kind: np.dtype[Any], place: _WorldPlace, mode: str, packed: bool) -> None:
@@ -197,8 +211,7 @@ def _write_nifti(where: Path, image: Tile, kind: np.dtype[Any], place: _WorldPla
     drafts: list[Path] = []
 
     def begin() -> tuple[bytes, int, str]:
-        if mode == "w-" and where.exists():
-            raise WriteError(f"{where} is there; mode='w' replaces it")
+        _check_is_new(where, mode)
         if where.exists() and where.stat().st_size and not nifti.claims(where):
             raise WriteError(f"{where} is not a NIfTI file, so mode='w' does not replace it; remove it yourself")
         _check_fits(where, image, kind)
@@ -249,6 +262,8 @@ def _channels_first(data: Tile, like: Any) -> Tile:
 
 
 def _stored_dtype(own: torch.dtype, wanted: str | torch.dtype | None) -> np.dtype[Any]:
+    if own.is_complex:
+        raise WriteError(f"write_volume of a tile of {own}: formats of volumes have real numbers; write its abs()")
     wanted = _STORED_AS.get(own, own) if wanted is None else wanted
     try:
         stored = torch.empty(0, dtype=wanted).numpy().dtype if isinstance(wanted, torch.dtype) else np.dtype(wanted)
@@ -260,11 +275,15 @@ def _stored_dtype(own: torch.dtype, wanted: str | torch.dtype | None) -> np.dtyp
     return stored.newbyteorder("<")
 
 
+def _numpy_values(values: Tensor) -> NDArray[Any]:
+    values = values.cpu()
+    values = values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+    return values.resolve_neg().numpy()
+
+
 def _as_bytes_of(channel: Tensor, kind: np.dtype[Any]) -> memoryview:
     """Return a slab [z, y, x] as the file has it: z slowest, x fastest."""
-    values = channel.cpu()
-    values = values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
-    stored = np.ascontiguousarray(values.resolve_neg().numpy().astype(kind, copy=False))
+    stored = np.ascontiguousarray(_numpy_values(channel).astype(kind, copy=False))
     return stored.reshape(-1).view(np.uint8).data
 
 
@@ -327,10 +346,11 @@ def _place_in_world(place: _WorldPlace, space: Sequence[int]) -> tuple[bytes, Af
         raise WriteError(f"like={type(like).__name__} has no affine; give a sample, the path of an image, or affine=")
     else:
         name, sides = type(like).__name__, _sides_of_object(like)
-    world = np.asarray(affine if affine is not None else np.eye(4) if own_affine is None else own_affine, np.float64)
-    if world.shape != (4, 4) or not np.isfinite(world).all():
+    world = checked_affine(affine if affine is not None else np.eye(4) if own_affine is None else own_affine)
+    if world is None or not np.array_equal(world[3], (0, 0, 0, 1)) or np.abs(world).max() > np.finfo(np.float32).max:
         raise GridError(
-            f"an affine of shape {world.shape} must be 4 x 4 finite numbers, from (x, y, z, 1) to the world"
+            f"affine={affine if affine is not None else own_affine!r} must be an invertible 4 x 4 matrix of numbers, "
+            "from (x, y, z, 1) to the world, whose last row is 0, 0, 0, 1"
         )
     if affine is None and sides not in (None, tuple(space)):
         raise GridError(

@@ -163,7 +163,7 @@ def _agree_on_table(table: Neighbors, mesh: DeviceMesh) -> None:
     known = _agreed.setdefault(mesh, set())
     if table.key in known or lacks_values() or mesh.size() == 1:
         return
-    keys = told_where_different(mesh, table.key)
+    keys = told_where_different("gather of cells", mesh, table.key)
     if keys:
         place = next(at for at, key in enumerate(keys) if key != keys[0])
         raise RanksDifferError(

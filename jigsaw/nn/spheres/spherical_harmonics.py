@@ -32,6 +32,7 @@ import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from numbers import Integral
 from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
@@ -151,7 +152,7 @@ def truncated_degrees(nlat: int, nlon: int, lmax: int | None, mmax: int | None, 
     (361, 20)
     """
     of_rows = {"legendre-gauss": nlat, "lobatto": nlat - 1}.get(grid, (nlat + 1) // 2)
-    return min(lmax or of_rows, mmax or nlon // 2 + 1)
+    return min(of_rows if lmax is None else lmax, nlon // 2 + 1 if mmax is None else mmax)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------
@@ -173,6 +174,9 @@ class _SphereTransform(nn.Module):
         csphase: bool = True,
     ) -> None:
         super().__init__()
+        for name, size in (("nlat", nlat), ("nlon", nlon), ("lmax", lmax), ("mmax", mmax)):
+            if not isinstance(size, Integral) and (size is not None or name in ("nlat", "nlon")):
+                raise ShardingError(f"{name}={size!r} of {_NAME} must be a whole number")
         _, weights = latitude_quadrature(grid, nlat)
         if norm not in ("ortho", "four-pi", "schmidt"):
             raise ShardingError(f"norm={norm!r} of {_NAME}: use 'ortho', 'four-pi' or 'schmidt'")
@@ -212,8 +216,11 @@ class _SphereTransform(nn.Module):
             self._kept[key] = _plain_constant(self._constants[name], dtype, like.device)
         return self._kept[key]
 
-    def _checked_input(self, x: Any, sizes: tuple[int, int]) -> Any:
+    def _checked_input(self, x: Any, sizes: tuple[int, int], of_coefficients: bool = False) -> Any:
         """Return `x` without halo, in single precision or better."""
+        if x.dtype.is_complex != of_coefficients:
+            kinds = ("real", "complex") if of_coefficients else ("complex", "real")
+            raise ShardingError(f"{type(self).__name__} of {kinds[0]} {x.dtype}: it takes {kinds[1]} numbers")
         wanted = (2, *sizes) if self.of_vectors else sizes
         if tuple(x.shape[-len(wanted) :]) != wanted:
             raise ShardingError(
@@ -266,6 +273,8 @@ class SphericalHarmonicTransform(_SphereTransform):
         return Tile(c, plan.with_rows(self.lmax), x.mesh)
 
     def _fourier_modes(self, x: Any) -> Any:
+        if isinstance(x, Tensor) and not x.numel():  # MKL refuses an empty batch
+            return torch.complex(x, x)[..., : self.mmax]
         return torch.fft.rfft(x, norm="forward")[..., : self.mmax]
 
     def _analyze(self, modes: Tensor, orders: Interval) -> Tensor:
@@ -294,7 +303,7 @@ class InverseSphericalHarmonicTransform(_SphereTransform):
     """
 
     def forward(self, c: Any) -> Any:
-        c = self._checked_input(c, (self.lmax, self.mmax))
+        c = self._checked_input(c, (self.lmax, self.mmax), of_coefficients=True)
         if not isinstance(c, Tile):
             return self._fields_of_modes(self._synthesize(c, (0, self.mmax)))
         plan = plan_inverse_harmonics(c.layout, self.nlat, self.nlon)
@@ -304,6 +313,8 @@ class InverseSphericalHarmonicTransform(_SphereTransform):
         return field.with_layout(plan.field)
 
     def _fields_of_modes(self, modes: Any) -> Any:
+        if isinstance(modes, Tensor) and not modes.numel():
+            return modes.real[..., :1].expand(*modes.shape[:-1], self.nlon)
         return torch.fft.irfft(modes, n=self.nlon, norm="forward")
 
     def _synthesize(self, c: Tensor, orders: Interval) -> Tensor:
