@@ -302,15 +302,15 @@ def _checkpoint_state(
             state |= {f"optimizer.{names[p]}.{key}": value for key, value in values.items()}
     tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
     for key, x in tensors.items():
-        if x.layout != torch.strided:
-            raise CheckpointError(
-                f"{key!r} of shape {tuple(x.shape)} is of layout {x.layout}, and a checkpoint keeps dense tensors: "
-                "make it x.to_dense(), or register the buffer with persistent=False"
-            )
         if isinstance(x, Tile):  # torch would write one rank's part of these
             raise CheckpointError(
                 f"{key!r} is a Tile of shape {tuple(x.shape)}, as a buffer is that one was written into; a checkpoint "
                 "keeps plain tensors and DTensors: register the buffer with persistent=False, or keep x.full_tensor()"
+            )
+        if x.layout != torch.strided:
+            raise CheckpointError(
+                f"{key!r} of shape {tuple(x.shape)} is of layout {x.layout}, and a checkpoint keeps dense tensors: "
+                "make it x.to_dense(), or register the buffer with persistent=False"
             )
     small |= {key: plain_state(value, key) for key, value in state.items() if key not in tensors}
     for name, thing in things.items():

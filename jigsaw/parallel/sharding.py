@@ -166,6 +166,7 @@ def shard_model_weights(
             others[p] = axes_not_cutting(p, mesh)
             dims[p] = _dim_to_shard(p, comm.rank_count(mesh, [a for a in others[p] if a not in options.replicate]))
     rest = {name: p for name, p in named.items() if p.ndim == 0 or p.dtype != main or dims.get(p, 0) is None}
+    _check_policy(options.mp_policy, rest)
     for p in named.values():
         if not isinstance(p, DTensor):
             p.data = p.data.contiguous()
@@ -186,6 +187,15 @@ def shard_model_weights(
     if sharded:
         _prepare_units(sharded, mesh)
     return rest
+
+
+def _check_policy(policy: MixedPrecisionPolicy | None, rest: Mapping[str, nn.Parameter]) -> None:
+    cut = [name for name, p in rest.items() if isinstance(p, DTensor)]
+    if policy is not None and policy.param_dtype is not None and cut:
+        raise ShardingError(
+            f"mp_policy={policy!r} converts weights where they are gathered, and {cut[0]!r} is not: no axis is left "
+            "that cuts it further. Compute under torch.autocast, convert the model, or give the mesh another axis"
+        )
 
 
 def _prepare_units(units: Sequence[FSDPModule], mesh: DeviceMesh) -> None:

@@ -10,6 +10,7 @@ autograd.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,44 @@ def dim_and_parts(placement: Any) -> tuple[int, int] | None:
     if type(placement) not in (interval, of_parts):
         return None
     return placement.dim, 1 if type(placement) is interval else placement.split_factor
+
+
+def axes_cutting_tensor(x: Any) -> dict[str, int]:
+    """Return the mesh axes that cut a DTensor, and how many ranks each has; none for another tensor."""
+    return _cutting_axes(x.device_mesh, x.placements) if _is_dtensor(x) else {}
+
+
+def whole_of_dtensor(x: Tensor) -> Tensor:
+    """Return the whole plain tensor of a DTensor; any other tensor as it is.  *Sends*: what ``full_tensor`` does."""
+    whole: Any = x
+    return whole.full_tensor() if _is_dtensor(x) else x
+
+
+def _is_dtensor(x: Any) -> bool:
+    tensors = sys.modules.get("torch.distributed.tensor")  # while no one has loaded it, there are no DTensors
+    return tensors is not None and isinstance(x, tensors.DTensor)
+
+
+def axes_cutting_exit(node: Any) -> dict[str, int] | None:
+    """Return the axes that cut a DTensor where a node of its graph made it plain; None for other nodes.
+
+    Also None where the caller of ``to_local`` or ``full_tensor`` has said what the gradient is.
+    """
+    if not isinstance(node, _exit_class()):
+        return None
+    spec, gradient = private_attribute(node, "dtensor_spec")(node), private_attribute(node, "grad_placements")(node)
+    return _cutting_axes(spec.mesh, spec.placements) if gradient is None else None
+
+
+@cache
+def _exit_class() -> type:
+    function = private_name("torch.distributed.tensor._api:_ToTorchTensor")
+    return private_attribute(function, "_backward_cls")(function)
+
+
+def _cutting_axes(mesh: Any, placements: Sequence[Any]) -> dict[str, int]:
+    axes = zip(mesh.mesh_dim_names or (), mesh.shape, placements, strict=False)
+    return {name: size for name, size, placement in axes if size > 1 and not placement.is_replicate()}
 
 
 def answer_by_parts(run: Callable[..., Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -49,7 +49,7 @@ def test_a_mesh_that_does_not_fit_the_ranks():
     with pytest.raises(ShardingError, match=r"init_mesh\(lat=3\) has 3 places but there are 2 ranks; start that many"):
         init_mesh(lat=3)
     for axes in ({"lat": 0}, {"lat": -2, "lon": -1}, {"lat": -1, "lon": -1}):
-        with pytest.raises(ShardingError, match=r"needs axes, each of size >= 1; one may be -1"):
+        with pytest.raises(ShardingError, match=r"needs axes, each a whole number >= 1; one may be -1"):
             init_mesh(**axes)
     with pytest.raises(ShardingError, match=r"init_mesh\(\) without axes is for one rank, and there are 2; say what"):
         init_mesh()

@@ -106,6 +106,8 @@ def _convolve_complex(input: Tile, weight: Tensor, bias: Tensor | None, conv: Co
 
 def _convolve_whole_channels(input: Tile, weight: Tensor, bias: Tensor | None, plan: ConvPlan) -> Tile:
     conv, out = plan.conv, plan.out
+    if bias is not None and is_dtensor(bias):  # one of another layer, if the weight is whole
+        bias = gathered_weight(bias, input)
     b = None if bias is None else local_weight(bias, input, out)
     w = local_weight(weight, input, out)
     if plan.padding is not None:

@@ -11,7 +11,7 @@ torch.Size([9])
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
@@ -31,6 +31,7 @@ from jigsaw.tile.table import table
 from jigsaw.tile.tensor_shell import ENTER_NODE
 from jigsaw.tile.tile import LEAVE_NODE, Tile
 from jigsaw.torch_internals.autograd import result_metadata
+from jigsaw.torch_internals.placements import axes_cutting_exit, axes_cutting_tensor, whole_of_dtensor
 
 AVERAGED_MARK = "_jigsaw_averaged_over"
 _SUMMED_MARK = "_jigsaw_entered_summed"
@@ -50,9 +51,14 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None, is_whole:
     their mean is the gradient.  A plain tensor that was computed from a tile (a global statistic) has a whole gradient
     instead, for which the parts are summed.
 
-    *Sends*: nothing for parameters; backward one all-reduce for a tensor that came out of a tile.
+    A parameter that axes cut takes its own piece of the gradient, so that must be complete along them. It is where `x`
+    is made of that piece. Where DTensor made it whole, as in ``weight[:6]`` or by ``full_tensor``, parts are summed.
+
+    *Sends*: nothing for parameters; backward one all-reduce for a tensor that came out of a tile, and along the axes
+    that cut a parameter for one that DTensor made whole of it.
     *Raises*: `ShardingError` for a tensor made of both a global statistic and a parameter whose parts are summed.
     """
+    x = whole_of_dtensor(x)
     if (is_whole or type(x) is nn.Parameter) and mesh_size(tile.mesh) > 1 and not hasattr(x, AVERAGED_MARK):
         meet_tensor(x, tile.mesh)  # tensors that `parallelize` marked are known to be the same on all ranks
     if not (x.requires_grad and torch.is_grad_enabled()) or mesh_size(tile.mesh) == 1:
@@ -60,6 +66,12 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None, is_whole:
     mesh, layout = tile.mesh, layout or tile.layout
     left, leaves = (False, [x]) if x.grad_fn is None else graph_origins(x)
     ranks = {averaged_over(leaf) for leaf in leaves}
+    cuts = [axes_cutting_tensor(leaf) for leaf in leaves]
+    if any(cuts) and (joined := _axes_joined_by_dtensor(x, cuts)):
+        x = comm.use_in_parts(x, mesh, tuple(joined))
+        # the sum is on each of these ranks, and another leaf's mean over them is to be one of it
+        repeats = [math.prod(n for name, n in joined.items() if name not in axes) for axes in cuts]
+        ranks = {averaged_over(leaf) // n for leaf, n in zip(leaves, repeats, strict=True)}
     if len(ranks) == 2 and 1 in ranks:
         ranks = _average_others(leaves, max(ranks))
     if left and ranks <= {mesh.size()}:
@@ -81,6 +93,18 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None, is_whole:
                 warn_of_unreduced(leaf)
     scale = max(ranks, default=1) / layout.replicas
     return x if scale == 1 else comm.enter_mean(x, scale)
+
+
+def _axes_joined_by_dtensor(x: Tensor, cuts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Return those of the axes that cut the parameters behind `x` along which DTensor made it whole."""
+    exits = [axes for node in _nodes_behind(x) if (axes := axes_cutting_exit(node)) is not None] if x.grad_fn else []
+    joined = [{a: n for axes in cuts for a, n in axes.items() if a not in exit_axes} for exit_axes in exits]
+    if any(axes != joined[0] for axes in joined):
+        raise ShardingError(
+            f"a plain tensor of shape {tuple(x.shape)} was computed from a cut weight's own piece and from a whole "
+            "one; make all weights whole first, by full_tensor()"
+        )
+    return joined[0] if joined else {}
 
 
 def _average_others(leaves: Sequence[Tensor], ranks: int) -> set[int]:
