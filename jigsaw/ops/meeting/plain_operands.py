@@ -35,6 +35,7 @@ from jigsaw.torch_internals.placements import axes_cutting_exit, axes_cutting_te
 
 AVERAGED_MARK = "_jigsaw_averaged_over"
 _SUMMED_MARK = "_jigsaw_entered_summed"
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def averaged_over(leaf: Tensor) -> int:
@@ -58,7 +59,7 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None, is_whole:
     that cut a parameter for one that DTensor made whole of it.
     *Raises*: `ShardingError` for a tensor made of both a global statistic and a parameter whose parts are summed.
     """
-    x = whole_of_dtensor(x)
+    x = x if type(x) in _PLAIN else whole_of_dtensor(x)
     if (is_whole or type(x) is nn.Parameter) and mesh_size(tile.mesh) > 1 and not hasattr(x, AVERAGED_MARK):
         meet_tensor(x, tile.mesh)  # tensors that `parallelize` marked are known to be the same on all ranks
     if not (x.requires_grad and torch.is_grad_enabled()) or mesh_size(tile.mesh) == 1:
@@ -66,7 +67,7 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None, is_whole:
     mesh, layout = tile.mesh, layout or tile.layout
     left, leaves = (False, [x]) if x.grad_fn is None else graph_origins(x)
     ranks = {averaged_over(leaf) for leaf in leaves}
-    cuts = [axes_cutting_tensor(leaf) for leaf in leaves]
+    cuts = [{} if type(leaf) in _PLAIN else axes_cutting_tensor(leaf) for leaf in leaves]
     if any(cuts) and (joined := _axes_joined_by_dtensor(x, cuts)):
         x = comm.use_in_parts(x, mesh, tuple(joined))
         # the sum is on each of these ranks, and another leaf's mean over them is to be one of it
