@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from jigsaw import comm
 from jigsaw.comm.first_meetings import meet_tensor
@@ -25,7 +26,7 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import Cut, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.ops.meeting.common_cuts import with_moved_rows
-from jigsaw.ranks.mesh import mesh_size
+from jigsaw.ranks.mesh import axes_of_mesh, mesh_size
 from jigsaw.tile.misuse import warn_of_unreduced
 from jigsaw.tile.table import table
 from jigsaw.tile.tensor_shell import ENTER_NODE
@@ -68,12 +69,12 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None, is_whole:
     left, leaves = (False, [x]) if x.grad_fn is None else graph_origins(x)
     ranks = {averaged_over(leaf) for leaf in leaves}
     cuts = [{} if type(leaf) in _PLAIN else axes_cutting_tensor(leaf) for leaf in leaves]
-    if any(cuts) and (joined := _axes_joined_by_dtensor(x, cuts)):
+    if any(cuts) and (joined := _axes_joined_by_dtensor(x, cuts, mesh)):
         x = comm.use_in_parts(x, mesh, tuple(joined))
         # the sum is on each of these ranks, and another leaf's mean over them is to be one of it
         repeats = [math.prod(n for name, n in joined.items() if name not in axes) for axes in cuts]
-        ranks = {averaged_over(leaf) // n for leaf, n in zip(leaves, repeats, strict=True)}
-    if len(ranks) == 2 and 1 in ranks:
+        ranks = {averaged_over(leaf) / n for leaf, n in zip(leaves, repeats, strict=True)}
+    elif len(ranks) == 2 and 1 in ranks:
         ranks = _average_others(leaves, max(ranks))
     if left and ranks <= {mesh.size()}:
         # tensors that left a tile, and averaged parameters, get the whole gradient on every rank
@@ -96,7 +97,7 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None, is_whole:
     return x if scale == 1 else comm.enter_mean(x, scale)
 
 
-def _axes_joined_by_dtensor(x: Tensor, cuts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+def _axes_joined_by_dtensor(x: Tensor, cuts: Sequence[Mapping[str, int]], mesh: DeviceMesh) -> dict[str, int]:
     """Return those of the axes that cut the parameters behind `x` along which DTensor made it whole."""
     exits = [axes for node in _nodes_behind(x) if (axes := axes_cutting_exit(node)) is not None] if x.grad_fn else []
     joined = [{a: n for axes in cuts for a, n in axes.items() if a not in exit_axes} for exit_axes in exits]
@@ -104,6 +105,13 @@ def _axes_joined_by_dtensor(x: Tensor, cuts: Sequence[Mapping[str, int]]) -> dic
         raise ShardingError(
             f"a plain tensor of shape {tuple(x.shape)} was computed from a cut weight's own piece and from a whole "
             "one; make all weights whole first, by full_tensor()"
+        )
+    unknown = [name for name in (joined[0] if joined else ()) if name not in dict(axes_of_mesh(mesh))]
+    if unknown:
+        raise ShardingError(
+            f"a tensor of shape {tuple(x.shape)} was made of a weight that is cut over {unknown[0]!r}, ranks along "
+            "several axes at once (shard_weights=): use a weight within the forward pass of its unit, where it is "
+            "whole, or name that module in parallelize(units=...)"
         )
     return joined[0] if joined else {}
 
