@@ -70,9 +70,9 @@ def pipeline(
     - `schedule` is one of torch's: ``"gpipe"``, ``"1f1b"`` (a stage a rank), ``"interleaved_1f1b"``,
       ``"interleaved_zero_bubble"``, ``"zbv"``, ``"dualpipev"`` (two stages a rank, or as many as `stages` makes).
     - `loss` takes the model's output and the target of a microbatch and returns their mean.  The loss of a step is the
-      mean over its `microbatches`: that of the whole batch, but for functions of the batch such as batch norm, and
-      for a mean over a count that differs, as with ``ignore_index``: return its sum times `microbatches`, over the
-      count of the whole batch.
+      mean over its `microbatches`: that of the whole batch, but for functions of the batch such as batch norm. Of a
+      mean over a count that differs, as with ``ignore_index``, return the sum times `microbatches` over the count of
+      the whole batch.
     - The other axes of the mesh work within each stage, as `jigsaw.parallelize` has it with `shard_weights`,
       `replicate`, `channel`, `tensor` and `gather_again`. Patterns of `tensor` are of names in the whole model.
     - A tile that a later stage reads (a skip) travels through the stages between. So does a plain tensor from a module

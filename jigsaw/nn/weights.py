@@ -19,7 +19,7 @@ from jigsaw.ops.meeting.plain_operands import plain_operand
 from jigsaw.ranks.mesh import axes_of_mesh
 from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals.autograd import own_buffers, own_parameters
-from jigsaw.torch_internals.placements import dim_and_parts
+from jigsaw.torch_internals.placements import dim_and_parts, read_whole_numbers
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -77,7 +77,8 @@ def weight_layout(weight: StoredWeight, tile: Tile) -> Layout:
             if known is None or (parts > 1 and cuts[dim] != (whole_dim(weight.shape[dim]),)):
                 raise ShardingError(
                     f"a DTensor weight of shape {tuple(weight.shape)} is placed as {weight.placements}; "
-                    f"jigsaw takes Replicate and Shard, and parts that one axis cuts"
+                    "jigsaw takes Replicate and Shard, and parts that one axis cuts: make it whole by "
+                    "weight.full_tensor()"
                 )
             _check_weight_axis(name, size, tile)
             before = (whole_dim(parts), whole_dim(weight.shape[dim] // parts)) if parts > 1 else cuts[dim]
@@ -142,6 +143,7 @@ def cut_parameter(whole_value: Tensor, mesh: DeviceMesh, axis: str | Sequence[st
         return nn.Parameter(whole_value)
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    read_whole_numbers()
     part_of_mesh = mesh if len(names) == mesh.ndim else mesh[names]
     return nn.Parameter(distribute_tensor(whole_value, part_of_mesh, [Shard(dim)] * len(names)))
 

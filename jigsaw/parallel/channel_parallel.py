@@ -59,7 +59,7 @@ from jigsaw.parallel.channel_watcher import FoundPairs, PairCandidate
 from jigsaw.parallel.found_pairs import find_pairs
 from jigsaw.ranks.mesh import axes_of_mesh, flat_submesh
 from jigsaw.tile.tile import Tile
-from jigsaw.torch_internals.placements import dim_and_parts, shard_of_parts
+from jigsaw.torch_internals.placements import dim_and_parts, read_whole_numbers, shard_of_parts
 
 TensorPlan = Mapping[str, str]
 FOUND = "found"
@@ -198,6 +198,7 @@ def cut_channels(
         _check_planned(names[layer], layer, cut, ranks, is_able=layer in able)
     if ranks == 1:
         return
+    read_whole_numbers()
     line = flat_submesh(mesh, axis)
     free = [layer for layer in able if layer not in planned]
     pairs = [

@@ -41,7 +41,7 @@ from jigsaw.torch_internals.groups import (
     send_unit_by,
     watch_messages_of_unit,
 )
-from jigsaw.torch_internals.placements import dim_and_parts
+from jigsaw.torch_internals.placements import dim_and_parts, read_whole_numbers
 
 WeightSharding = bool | Literal["after_forward", "keep"]
 
@@ -157,6 +157,7 @@ def shard_model_weights(
             f"parallelize(shard_weights=) of a {type(model).__name__}, which has no forward pass of its own to gather "
             "weights for: put it into a module with a forward, or parallelize its modules one by one"
         )
+    read_whole_numbers()
     named = dict(model.named_parameters())
     main = _main_dtype(named.values())
     others: dict[nn.Parameter, tuple[str, ...]] = {}

@@ -4,6 +4,9 @@ A dim of several parts, of which each rank has its piece of every part.  Public:
 FSDP2 has the placement for weights that tensor parallelism has cut before, so torch's optimizers, copies and gathers
 know it.
 
+The number that Python reads of a DTensor (``item``, ``float``, ``if``): of one whose parts are yet to be summed torch
+reads this rank's part.  Public: `full_tensor` before each of them.
+
 The part and the cut of a DTensor, and the DTensor of a part.  Public: `to_local` and `from_local`, which are nodes of
 autograd.
 """
@@ -15,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from jigsaw.torch_internals.private_names import private_attribute, private_name
@@ -45,16 +49,33 @@ def dim_and_parts(placement: Any) -> tuple[int, int] | None:
 
 def axes_cutting_tensor(x: Any) -> dict[str, int]:
     """Return the mesh axes that cut a DTensor, and how many ranks each has; none for another tensor."""
-    return _cutting_axes(x.device_mesh, x.placements) if _is_dtensor(x) else {}
+    return _cutting_axes(x.device_mesh, x.placements) if _has_placements(x) else {}
 
 
 def whole_of_dtensor(x: Tensor) -> Tensor:
     """Return the whole plain tensor of a DTensor; any other tensor as it is.  *Sends*: what ``full_tensor`` does."""
     whole: Any = x
-    return whole.full_tensor() if _is_dtensor(x) else x
+    return whole.full_tensor() if _has_placements(x) else x
 
 
-def _is_dtensor(x: Any) -> bool:
+@cache
+def read_whole_numbers() -> None:
+    """Let Python read whole numbers of DTensors from now on: each read sends what ``full_tensor`` does."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    part_of = private_attribute(DTensor, "_local_tensor")
+
+    def read(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        x = args[0]
+        if not all(placement.is_replicate() for placement in x.placements):
+            x = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+        return func(part_of(x))
+
+    dispatcher = private_attribute(DTensor, "_op_dispatcher")(DTensor)
+    private_attribute(dispatcher, "_custom_op_handlers")(dispatcher)[torch.ops.aten._local_scalar_dense.default] = read
+
+
+def _has_placements(x: Any) -> bool:
     tensors = sys.modules.get("torch.distributed.tensor")  # while no one has loaded it, there are no DTensors
     return tensors is not None and isinstance(x, tensors.DTensor)
 

@@ -20,6 +20,10 @@ def whole(w):
     return w.full_tensor() if isinstance(w, DTensor) else w
 
 
+def whole_tile(x):
+    return x.full_tensor() if isinstance(x, jigsaw.Tile) else x
+
+
 USES = {
     "slice": lambda x, w: F.linear(x, w[:6]),
     "softmax": lambda x, w: F.linear(x, w.softmax(0)),
@@ -37,6 +41,8 @@ USES = {
     "row": lambda x, w: x + w[0],
     "sum": lambda x, w: x * w.sum(),
     "mean": lambda x, w: x + 0.1 * w.square().mean(),
+    "statistic": lambda x, w: F.linear(x, whole(w) * whole_tile(x.mean((0, 1), keepdim=True)).reshape(12)),
+    "number": lambda x, w: x / w.detach().norm().item() + w.detach().max().item() * (1 if w.mean() > 0 else 2),
     "where": lambda x, w: torch.where(x > 0, x, w[1]),
     "norm": lambda x, w: F.layer_norm(x, (12,), w[0], w[1]),
     "rows joined": lambda x, w: torch.cat([x, w[None, :7].expand(4, 7, 12)], 1),
@@ -102,3 +108,16 @@ def refused():
 
 def test_a_policy_needs_weights_that_are_gathered():
     run_on_ranks(2, refused)
+
+
+def with_leaves_of_its_own():
+    mesh = world_mesh(channel=2)
+    net = jigsaw.parallelize(nn.Sequential(nn.Linear(12, 12)), mesh)
+    tile = jigsaw.shard(torch.ones(4, 12), mesh, (None, None))
+    free = torch.zeros(12, requires_grad=True)
+    with pytest.raises(ShardingError, match="from leaves that are summed and leaves that are averaged"):
+        tile + net[0].weight.full_tensor()[0] * (1 + free)
+
+
+def test_a_whole_weight_beside_a_leaf_that_nothing_averages_is_refused():
+    run_on_ranks(2, with_leaves_of_its_own)

@@ -79,7 +79,7 @@ def volume_statistics(
         raise FieldError(f"volume_statistics takes what open_volumes gives, not {type(volumes).__name__}")
     is_list = isinstance(percentiles, Sequence | np.ndarray)  # pyright: ignore[reportUnnecessaryIsInstance]
     if not is_list or not all(is_real_number(q) and 0 <= q <= 100 for q in percentiles):
-        raise FieldError(f"percentiles={percentiles!r} must be a list of numbers from 0 to 100, like (0.5, 99.5)")
+        raise FieldError(f"percentiles={percentiles!r} must be numbers from 0 to 100, in a list like (0.5, 99.5)")
     if foreground and not volumes.labels:
         raise FieldError("foreground=True needs labels, and the volumes were opened without; give labels=")
     check_same_listing(None if volumes.mesh is None else volumes.device_mesh(), volumes.listing)

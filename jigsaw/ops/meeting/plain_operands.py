@@ -56,8 +56,8 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None, is_whole:
     A parameter that axes cut takes its own piece of the gradient, so that must be complete along them. It is where `x`
     is made of that piece. Where DTensor made it whole, as in ``weight[:6]`` or by ``full_tensor``, parts are summed.
 
-    *Sends*: nothing for parameters; backward one all-reduce for a tensor that came out of a tile, and along the axes
-    that cut a parameter for one that DTensor made whole of it.
+    *Sends*: nothing for parameters; backward one all-reduce for a tensor that came out of a tile. For one that DTensor
+    made whole, also along the axes that cut the parameter.
     *Raises*: `ShardingError` for a tensor made of both a global statistic and a parameter whose parts are summed.
     """
     x = x if type(x) in _PLAIN else whole_of_dtensor(x)
@@ -67,15 +67,11 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None, is_whole:
         return x
     mesh, layout = tile.mesh, layout or tile.layout
     left, leaves = (False, [x]) if x.grad_fn is None else graph_origins(x)
-    ranks = {averaged_over(leaf) for leaf in leaves}
     cuts = [{} if type(leaf) in _PLAIN else axes_cutting_tensor(leaf) for leaf in leaves]
-    if any(cuts) and (joined := _axes_joined_by_dtensor(x, cuts, mesh)):
+    joined = _axes_joined_by_dtensor(x, cuts, mesh) if any(cuts) else {}
+    ranks = _ranks_of_means(leaves, cuts, joined, left)
+    if joined and not left:
         x = comm.use_in_parts(x, mesh, tuple(joined))
-        # the sum is on each of these ranks, and another leaf's mean over them is to be one of it
-        repeats = [math.prod(n for name, n in joined.items() if name not in axes) for axes in cuts]
-        ranks = {averaged_over(leaf) / n for leaf, n in zip(leaves, repeats, strict=True)}
-    elif len(ranks) == 2 and 1 in ranks:
-        ranks = _average_others(leaves, max(ranks))
     if left and ranks <= {mesh.size()}:
         # tensors that left a tile, and averaged parameters, get the whole gradient on every rank
         return comm.use_in_parts(x, mesh, layout.cut_axes)
@@ -95,6 +91,21 @@ def plain_operand(x: Tensor, tile: Tile, layout: Layout | None = None, is_whole:
                 warn_of_unreduced(leaf)
     scale = max(ranks, default=1) / layout.replicas
     return x if scale == 1 else comm.enter_mean(x, scale)
+
+
+def _ranks_of_means(
+    leaves: Sequence[Tensor], cuts: Sequence[Mapping[str, int]], joined: Mapping[str, int], left: bool
+) -> set[float]:
+    """Return over how many ranks the gradients of leaves are averaged, as parts of them that are to be made."""
+    if joined and left and all(axes.keys() <= joined.keys() for axes in cuts):
+        # each rank gets the whole gradient, of which a cut leaf takes its piece: a mean over the ranks that have it
+        return {averaged_over(leaf) * math.prod(axes.values()) for leaf, axes in zip(leaves, cuts, strict=True)}
+    if joined and not left:
+        # a sum along these axes is on each of their ranks, and another leaf's mean over them is to be one of it
+        repeats = [math.prod(n for name, n in joined.items() if name not in axes) for axes in cuts]
+        return {averaged_over(leaf) / n for leaf, n in zip(leaves, repeats, strict=True)}
+    ranks = {averaged_over(leaf) for leaf in leaves}
+    return set(_average_others(leaves, max(ranks)) if len(ranks) == 2 and 1 in ranks else ranks)
 
 
 def _axes_joined_by_dtensor(x: Tensor, cuts: Sequence[Mapping[str, int]], mesh: DeviceMesh) -> dict[str, int]:
