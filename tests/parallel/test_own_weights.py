@@ -89,9 +89,14 @@ def on_mesh(axes, spec, options):
     ("axes", "spec", "options"),
     [
         ({"channel": 2}, (None, None, None), {}),
-        ({"channel": 3}, (None, None, None), {}),
+        pytest.param({"channel": 3}, (None, None, None), {}, marks=pytest.mark.slow),
         ({"lat": 2, "channel": 2}, (None, "lat", None), {}),
-        ({"lat": 2, "channel": 2}, (None, "lat", None), {"shard_weights": True, "unit_bytes": 1}),
+        pytest.param(
+            {"lat": 2, "channel": 2},
+            (None, "lat", None),
+            {"shard_weights": True, "unit_bytes": 1},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
