@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,23 +18,12 @@ from jigsaw.ops.meeting.plain_operands import plain_operand
 from jigsaw.ranks.mesh import axes_of_mesh
 from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals.autograd import own_buffers, own_parameters
-from jigsaw.torch_internals.placements import dim_and_parts, read_whole_numbers
+from jigsaw.torch_internals.placements import dim_and_parts, is_dtensor, read_whole_numbers
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    pass
 
 StoredWeight = Tensor | Tile
-
-
-def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Say whether it is a DTensor.
-
-    Their module loads sympy, 40 MB a rank, so this does not load it: while no one has loaded it, there are none.
-    """
-    if type(value) is nn.Parameter or type(value) is Tensor:
-        return False
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
 
 
 def call_with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], args: Sequence[Any], kwargs: Any) -> Any:

@@ -16,14 +16,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from jigsaw.torch_internals.private_names import private_attribute, private_name
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
 
@@ -49,13 +50,12 @@ def dim_and_parts(placement: Any) -> tuple[int, int] | None:
 
 def axes_cutting_tensor(x: Any) -> dict[str, int]:
     """Return the mesh axes that cut a DTensor, and how many ranks each has; none for another tensor."""
-    return _cutting_axes(x.device_mesh, x.placements) if _has_placements(x) else {}
+    return _cutting_axes(x.device_mesh, x.placements) if is_dtensor(x) else {}
 
 
 def whole_of_dtensor(x: Tensor) -> Tensor:
     """Return the whole plain tensor of a DTensor; any other tensor as it is.  *Sends*: what ``full_tensor`` does."""
-    whole: Any = x
-    return whole.full_tensor() if _has_placements(x) else x
+    return x.full_tensor() if is_dtensor(x) else x
 
 
 @cache
@@ -75,9 +75,15 @@ def read_whole_numbers() -> None:
     private_attribute(dispatcher, "_custom_op_handlers")(dispatcher)[torch.ops.aten._local_scalar_dense.default] = read
 
 
-def _has_placements(x: Any) -> bool:
-    tensors = sys.modules.get("torch.distributed.tensor")  # while no one has loaded it, there are no DTensors
-    return tensors is not None and isinstance(x, tensors.DTensor)
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Say whether it is a DTensor.
+
+    Their module loads sympy, 40 MB a rank, so this does not load it: while no one has loaded it, there are none.
+    """
+    if type(value) is nn.Parameter or type(value) is Tensor:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def axes_cutting_exit(node: Any) -> dict[str, int] | None:

@@ -63,11 +63,11 @@ def volume_statistics(
 
     The result can be given to ``open_volumes(window=, normalize=)``, as can the list of `each`.
 
-    *Sends*: 512 KiB a channel to every other rank, then as much again, at most twice, for each percentile; with `each`,
-    for each volume.
+    *Sends*: a digest of the list; 512 KiB a channel to every other rank, then as much again, at most twice, for each
+    percentile; with `each`, for each volume.
 
-    Raises: `FieldError` for invalid percentiles, for `foreground` without labels, or where there is no foreground; the
-    `ReadError` of a chunk. All are alike on every rank.
+    Raises: `PeerError` where ranks list other volumes. `FieldError` for invalid percentiles, for `foreground` without
+    labels, or where there is no foreground; the `ReadError` of a chunk. All are alike on every rank.
 
     >>> how = {"mesh": jigsaw.init_mesh(depth=1), "crop": (8, 8, 8)}
     >>> stats = jigsaw.io.volume_statistics(jigsaw.io.open_volumes(["scan.zarr"], **how))

@@ -83,9 +83,10 @@ def write_volume(
     *Sends*: the rows that another rank writes, once; with `onto`, first those that another rank's voxels take; for each
     coarser level one row for each cut. Besides, less than a kilobyte for each rank.
     *Raises*: `WriteError` for another suffix or mode, a dtype that NIfTI lacks, or values that do not fit it. Also for
-    sides above 32767, impossible levels, or a file that exists. `GridError` for an affine that is not 4 x 4, and for
-    `like` of other sides. Also for an image `onto` whose axes are turned against the tile's, and in OME-Zarr for an
-    affine of turned axes. `ShardingError` for other shapes. All are alike on every rank; no NIfTI file is left then.
+    sides above 32767, impossible levels, or a file that exists. `GridError` for an affine that
+    cannot be inverted or written, and for `like` of other sides. Also for an image `onto` whose axes are turned against
+    the tile's, and in OME-Zarr for an affine of turned axes. `ShardingError` for other shapes. All are alike on every
+    rank; no NIfTI file is left then.
 
     >>> mask = jigsaw.shard(torch.ones(4, 6, 5, dtype=torch.uint8), jigsaw.init_mesh(depth=1), ("depth", None, None))
     >>> jigsaw.io.write_volume("mask.nii.gz", mask, affine=np.diag([1.0, 1, 2, 1]))
@@ -350,7 +351,7 @@ def _place_in_world(place: _WorldPlace, space: Sequence[int]) -> tuple[bytes, Af
     if world is None or not np.array_equal(world[3], (0, 0, 0, 1)) or np.abs(world).max() > np.finfo(np.float32).max:
         raise GridError(
             f"affine={affine if affine is not None else own_affine!r} must be an invertible 4 x 4 matrix of numbers, "
-            "from (x, y, z, 1) to the world, whose last row is 0, 0, 0, 1"
+            "from (x, y, z, 1) to the world, whose last row is 0, 0, 0, 1 and whose numbers float32 holds"
         )
     if affine is None and sides not in (None, tuple(space)):
         raise GridError(

@@ -45,6 +45,7 @@ from jigsaw.tile.misuse import calling_line, warn_once
 from jigsaw.tile.table import table
 from jigsaw.tile.tile import Tile, leave_tile, refusal_error, shared_mesh, tiles_in
 from jigsaw.torch_internals.autograd import graph_task_id, tensor_version
+from jigsaw.torch_internals.placements import is_dtensor
 
 GATHERED = "gathered"
 
@@ -220,9 +221,7 @@ def _check_plain_values(refusal: ShardingError, args: Any, kwargs: Any) -> None:
     """Refuse a DTensor, a part of a weight: torch lets it meet no plain tensor, and whole it may not fit."""
     plain: list[Tensor] = []
     replace_tensors((args, kwargs), lambda t: t.local, lambda x: plain.append(x) or x)
-    # not imported here, because it takes long: a DTensor exists only if it was imported
-    tensors = sys.modules.get("torch.distributed.tensor")
-    if tensors is not None and any(isinstance(x, tensors.DTensor) for x in plain):
+    if any(map(is_dtensor, plain)):
         raise refusal
 
 
