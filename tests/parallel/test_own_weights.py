@@ -101,7 +101,8 @@ def on_mesh(axes, spec, options):
     ids=str,
 )
 def test_own_uses_of_cut_weights_have_the_gradient_of_one_device(axes, spec, options):
-    run_on_ranks(3 if axes == {"channel": 3} else 2 * len(axes), on_mesh, axes, spec, options)
+    ranks = 3 if axes == {"channel": 3} else 2 * len(axes)
+    run_on_ranks(ranks, on_mesh, axes, spec, options, timeout=240)  # 42 nets are cut, each after a run on paper
 
 
 def refused():
