@@ -23,7 +23,7 @@ from jigsaw.torch_internals.dispatch import without_modes
 from jigsaw.torch_internals.fake_tensors import (
     DataDependentOutputException,
     FakeTensor,
-    FakeTensorMode,
+    PaperMode,
     weights_converted_alone,
 )
 from jigsaw.torch_internals.private_names import replaced_in_torch
@@ -56,7 +56,7 @@ def made_once(model: nn.Module | ModelMaker) -> nn.Module | ModelMaker:
     """Return a function's model, made once, its weights without memory.  One that keeps floats otherwise is not."""
     if isinstance(model, nn.Module) or wants_mesh(model):
         return model
-    with FakeTensorMode(allow_non_fake_inputs=True), KnownValuesMode():
+    with PaperMode(), KnownValuesMode():
         try:
             with weights_converted_alone(), _real_tensors_copied():
                 built: nn.Module = model()

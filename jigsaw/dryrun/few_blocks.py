@@ -42,7 +42,7 @@ from jigsaw.dryrun.step_meter import StepMeter
 from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import own_buffers, own_parameters
-from jigsaw.torch_internals.fake_tensors import FakeTensorMode
+from jigsaw.torch_internals.fake_tensors import PaperMode
 
 _WORTH = 7  # rows with fewer blocks are played whole: else one, two and three blocks are played, and sometimes four
 
@@ -64,7 +64,7 @@ def play_few_blocks(plan: StepPlan, axes: Mapping[str, int], rank: int) -> Playe
         looked = "longest row", id(plan.model)
         row = known[looked] = known[looked] if looked in known else longest_row(plan.model)
     else:
-        with fake_mesh(axes, rank) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+        with fake_mesh(axes, rank) as mesh, PaperMode():
             row = longest_row(prepared_model(plan, mesh)[0])
     if row is None:
         return None
@@ -182,7 +182,7 @@ def _outline(plan: StepPlan, axes: Mapping[str, int], rank: int) -> CountedPhase
     assert plan.row is not None
     with fake_mesh(axes, rank) as mesh:
         know_neighbors(mesh)
-        with FakeTensorMode(allow_non_fake_inputs=True), meter.counting(), torch.no_grad():
+        with PaperMode(), meter.counting(), torch.no_grad():
             model, dtype = prepared_model(plan, mesh)
             inputs = prepared_inputs(plan, mesh, dtype)
             row: Any = model.get_submodule(plan.row[0])

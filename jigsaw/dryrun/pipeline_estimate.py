@@ -50,7 +50,7 @@ from jigsaw.stages.stage_calls import TileOnPaper, as_on_paper
 from jigsaw.stages.stage_cuts import cut_places, cut_stages, mesh_of_stage
 from jigsaw.stages.stage_plan import PaperModel
 from jigsaw.tile.tile import Tile
-from jigsaw.torch_internals.fake_tensors import FakeTensorMode
+from jigsaw.torch_internals.fake_tensors import PaperMode
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def piece_costs(
     plan: StepPlan, axes: Mapping[str, int], stages: int, device: Device, ranks_per_node: int
 ) -> list[PieceCost]:
     """Return the cost of each piece that stages may begin with; of a row of equal blocks two are played."""
-    with fake_mesh(axes, 0) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_mesh(axes, 0) as mesh, PaperMode():
         model = prepared_model(plan, mesh)[0]
         row, names = longest_row(model), [name for name, _ in cut_places(model, stages)]
     blocks = [] if row is None else [f"{row[0]}.{at}" for at in range(row[1])]
@@ -185,7 +185,7 @@ def tiles_at_borders(plan: StepPlan, axes: Mapping[str, int], begins: Sequence[s
     with fake_mesh(axes, 0) as mesh:
         stage_mesh = mesh_of_stage(mesh, PIPE_AXIS)
         know_neighbors(stage_mesh)
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with PaperMode() as mode:
             model, dtype = prepared_model(plan, mesh)
             inputs = prepared_inputs(plan, stage_mesh, dtype)
         paper = PaperModel(model, cut_stages(model, begins), stage_mesh, mode)

@@ -57,7 +57,7 @@ from jigsaw.stages.stage_cuts import cut_places, mesh_of_stage, parallel_stage, 
 from jigsaw.tile.tile import Tile, tiles_in
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import graph_task_id
-from jigsaw.torch_internals.fake_tensors import VALUE_ERRORS, FakeTensorMode
+from jigsaw.torch_internals.fake_tensors import VALUE_ERRORS, PaperMode
 
 LossOfOutput = Callable[[Any], Tensor]
 
@@ -145,7 +145,7 @@ def play_rank(plan: StepPlan, axes: Mapping[str, int], rank: int) -> PlayedRank:
         know_neighbors(stage_mesh)
         copies = ranks_along(stage_mesh, plan.replicate)
         products = nullcontext() if plan.on_processor else products_of_accelerators()
-        without_values = FakeTensorMode(allow_non_fake_inputs=True)
+        without_values = PaperMode()
         with _without_collections(), without_values, meter.counting(), products, even_choices():
             meter.begin_phase("setup")
             _play_step(plan, mesh, stage_mesh, played, meter, traffic)

@@ -15,7 +15,7 @@ from jigsaw.parallel.models_on_paper import caches_on_paper, copy_without_values
 from jigsaw.ranks.model_world import within_model
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.dispatch import without_modes
-from jigsaw.torch_internals.fake_tensors import VALUE_ERRORS, FakeTensorMode, quiet_failures
+from jigsaw.torch_internals.fake_tensors import VALUE_ERRORS, PaperMode, quiet_failures
 
 
 def find_pairs(
@@ -30,7 +30,7 @@ def find_pairs(
     """
     if not able:
         return FoundPairs()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = PaperMode()
     with without_modes():
         try:
             bare = copy_without_values(model, mode, "cpu")

@@ -52,6 +52,7 @@ from jigsaw.torch_internals.fake_tensors import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    PaperMode,
     TorchDispatchMode,
 )
 
@@ -96,7 +97,7 @@ class PaperModel:
 
     def __init__(self, model: nn.Module, cuts: StageCuts, mesh: DeviceMesh, mode: FakeTensorMode | None = None) -> None:
         self.cuts, self.mesh = cuts, mesh
-        self.mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = mode or PaperMode()
         self.model = self._copy_without_values(model) if mode is None else model
         for p in self.model.parameters():
             setattr(p, AVERAGED_MARK, mesh.size())  # marked like the parameters of a stage

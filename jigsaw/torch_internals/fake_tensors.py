@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from jigsaw.torch_internals.autograd import own_buffers, own_parameters
-from jigsaw.torch_internals.dispatch import operator_schema, tracing_context, without_modes
+from jigsaw.torch_internals.dispatch import DEVICE_OF_TENSOR, operator_schema, tracing_context, without_modes
 from jigsaw.torch_internals.private_names import (
     LateName,
     private_attribute,
@@ -44,6 +44,7 @@ __all__ = [
     "FakeTensorMode",
     "FunctionalTensor",
     "KnownMemory",
+    "PaperMode",
     "TorchDispatchMode",
     "answer_by_shape",
     "constant_in_graph",
@@ -207,6 +208,7 @@ _BY_SHAPE = OF_EACH_ELEMENT | _overloads(
     "_to_copy.default",
     torch.ops.aten,
 )
+_EMPTY = _overloads("empty.memory_format empty_strided.default", torch.ops.aten)
 _MESSAGES = _overloads("send.default recv_.default broadcast_.default allreduce_.default", torch.ops.c10d)
 
 
@@ -238,6 +240,29 @@ def answer_by_shape(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     if isinstance(out, list):
         return [FakeTensor(first.fake_mode, x, first.fake_device) for x in out]
     return FakeTensor(first.fake_mode, out, first.fake_device)
+
+
+class PaperMode(FakeTensorMode):
+    """The mode in which models run on paper: torch's own, which gives the answers that take it longest by shape."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Let torch call the next method as it is, without the frame that keeps its compiler out of it."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF_TENSOR and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # asked once or twice an operator
+        kwargs = kwargs or {}
+        if func in _EMPTY and not kwargs.get("pin_memory") and kwargs.get("layout") in (None, torch.strided):
+            device = kwargs.get("device") or torch.get_default_device()
+            if device.type != "meta":
+                return FakeTensor(self, func(*args, **{**kwargs, "device": "meta"}), device)
+        out = answer_by_shape(func, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs) if out is None else out
 
 
 def _is_like_the_others(first: Tensor, args: Sequence[Any]) -> bool:

@@ -11,7 +11,7 @@ from jigsaw.dryrun.counted_steps import are_same_steps
 from jigsaw.dryrun.rank_playing import StepPlan, play_rank
 from jigsaw.torch_internals import fake_tensors
 from jigsaw.torch_internals.dispatch import tensors_of_call
-from jigsaw.torch_internals.fake_tensors import FakeTensorMode, answer_by_shape
+from jigsaw.torch_internals.fake_tensors import FakeTensorMode, PaperMode, answer_by_shape
 
 aten = torch.ops.aten
 
@@ -136,6 +136,33 @@ def test_products_and_means_on_the_way():
         narrow = torch.ones(6, 8, dtype=torch.bfloat16)
         wide = answer_by_shape(aten.mm.dtype, (narrow, narrow.t(), torch.float32), {})
         assert (wide.shape, wide.dtype) == ((6, 6), torch.float32)
+
+
+def _empty_tensors():
+    like = torch.ones(2, 3, 4, 5)
+    return [
+        torch.empty(3, 5),
+        torch.empty(()),
+        torch.empty(2, 3, 4, 5, dtype=torch.bfloat16, memory_format=torch.channels_last),
+        torch.empty_strided((3, 5), (1, 3), dtype=torch.int64),
+        torch.empty(3, 5, requires_grad=True) + 1,
+        torch.empty(3, layout=torch.sparse_coo),
+        torch.empty_like(like.mT),
+        like.mT.half(),
+        torch.empty(4, device="cuda:0") if torch.cuda.is_available() else torch.empty(4, device="cpu"),
+        torch.empty(4, device="meta"),
+    ]
+
+
+def test_the_mode_of_runs_on_paper_answers_as_torchs():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        expected = _empty_tensors()
+    with PaperMode() as mode:
+        quick = _empty_tensors()
+    for x, y in zip(quick, expected, strict=True):
+        assert (x.shape, x.dtype, x.device, x.layout) == (y.shape, y.dtype, y.device, y.layout)
+        assert x.layout != torch.strided or x.stride() == y.stride()
+        assert type(x) is type(y) and getattr(x, "fake_mode", mode) is mode
 
 
 def test_what_torch_has_to_answer():
