@@ -22,6 +22,7 @@ from jigsaw.geometry.healpix import healpix_cells_of_plane, healpix_corners
 Integers = NDArray[np.int64]
 _SAME_RING = 1e-4  # degrees by which latitudes of one ring may differ
 _SLIVER = 1e-9  # share of a cell: smaller ones are rounding errors
+_SINGLE = 2 * CIRCLE * float(np.finfo(np.float32).eps)  # degrees by which coordinates in float32 may be off
 _BEYOND = 1e-3  # share of a target cell that the source need not cover
 
 
@@ -65,7 +66,12 @@ def shape_of_grid(grid: CellsOrRows) -> tuple[int, ...]:
 
 
 def cell_weights(source: CellsOrRows, target: CellsOrRows, method: str) -> WeightEntries:
-    """Return the weights between two grids of which one has cells.  Raises: `GridError` where the method has none."""
+    """Return the weights between two grids of which one has cells.  Raises: `GridError` where the method has none, and
+    for cells without a place.
+    """
+    for grid in (source, target):
+        if isinstance(grid, CellPlaces) and not (np.isfinite(grid.lat) & np.isfinite(grid.lon)).all():
+            raise GridError("regrid: some cells have no finite latitude and longitude; leave them out")
     if method == "conservative":
         entries = _shared_areas(source, target)
     elif isinstance(source, CellPlaces):
@@ -78,9 +84,35 @@ def cell_weights(source: CellsOrRows, target: CellsOrRows, method: str) -> Weigh
     value = np.bincount(place.reshape(-1), entries[2], len(keys))
     rows, columns = keys // size, keys % size
     sums = np.bincount(rows, value, int(np.prod(shape)))
-    kept = value > _SLIVER * sums[rows]
+    kept = value > max(_SLIVER, _coordinate_noise(source, target) / _cell_width(target)) * sums[rows]
     rows, columns, value = rows[kept], columns[kept], value[kept]
     return WeightEntries(shape, source_shape, rows, columns, value / np.bincount(rows, value, len(sums))[rows])
+
+
+def _coordinate_noise(*grids: CellsOrRows) -> float:
+    """Return the degrees by which the coordinates of two grids may be off.
+
+    Those of cells are in float64. They come from float32 where this changes none, though some are no round numbers.
+    """
+    noise = 0.0
+    for grid in grids:
+        if not isinstance(grid, CellPlaces):
+            noise = max(noise, *(rows.noise for rows in grid))
+        elif grid.nside is None:
+            degrees = np.concatenate([grid.lat, grid.lon])
+            is_single = np.array_equal(degrees.astype(np.float32), degrees)
+            noise = max(noise, _SINGLE if is_single and (degrees * 1024 % 1 != 0).any() else 0.0)
+    return noise
+
+
+def _cell_width(grid: CellsOrRows) -> float:
+    """Return about how many degrees a cell of a grid is wide: that of rows and columns that are closest, else a mean
+    over the part of the sphere between the least and the greatest degrees.
+    """
+    if not isinstance(grid, CellPlaces):
+        return float(min(np.diff(rows.edges).min() for rows in grid))
+    area = np.ptp(np.sin(np.radians(grid.lat))) * np.ptp(np.radians(grid.lon % CIRCLE))
+    return max(float(np.degrees(np.sqrt(area / len(grid.lat)))), 1e-3)
 
 
 Entries = tuple[Integers, Integers, LatLonValues]  # targets, sources, weights or areas
@@ -130,7 +162,7 @@ def _shares_of_corners(source: CellPlaces, target: CellsOrRows) -> Entries:
     # the faces that close the open side of a region have the sphere's center on their outer side
     is_lid = hull.equations[:, 3] > -1e-9
     triangle_of_point = np.zeros(len(points), np.int64)
-    triangle_of_point[corners] = np.arange(len(corners))[:, None]
+    triangle_of_point[corners[~is_lid]] = np.flatnonzero(~is_lid)[:, None]
     at = triangle_of_point[spatial.cKDTree(points).query(wanted)[1]]
     weights, walking = np.zeros((len(wanted), 3)), np.arange(len(wanted))
     for _ in range(len(corners)):

@@ -105,7 +105,8 @@ def longitude_rows(values: Any) -> GridRows:
 
 def _degree_values(name: str, values: Any) -> tuple[LatLonValues, float]:
     raw = np.asarray(values)
-    if raw.ndim != 1 or not len(raw) or raw.dtype.kind not in "iuf" or not np.all(np.isfinite(raw)):
+    is_number = raw.dtype.kind in "iuf" and np.all(np.isfinite(raw)) and not np.ma.is_masked(values)
+    if raw.ndim != 1 or not len(raw) or not is_number:
         raise GridError(
             f"{name} must be finite numbers of degrees along one dim, got shape {raw.shape}, dtype {raw.dtype}; "
             "curvilinear and unstructured grids are not regridded"

@@ -405,7 +405,8 @@ class BandProduct:
             first = (reads[0] - need[0]) % band.size
             if first + reads[1] - reads[0] > need[1] - need[0]:  # the rows wrap around within a whole dim
                 reads, first = need, 0
-            w = torch.from_numpy(band.dense(block, reads)).to(like)
+            with torch.inference_mode(False):  # kept for later calls, which may need gradients
+                w = torch.from_numpy(band.dense(block, reads)).to(like)
             blocks.append(((first, first + reads[1] - reads[0]), w))
         return cls(tuple(blocks))
 

@@ -96,7 +96,8 @@ class Neighbors:
         """Make a table from that of an unstructured grid, which counts cells from `start_index` on.
 
         UGRID's ``face_face_connectivity`` has a row for each face; ICON's ``neighbor_cell_index`` counts from 1 and has
-        a column for each cell (``cell_dim=1``). No neighbor is a number that is `missing`, NaN, or below the first.
+        a column for each cell (``cell_dim=1``). A number that is `missing`, masked, NaN, or below the first is no
+        neighbor.
 
         *Raises*: `ShardingError` for a table that is not of whole numbers, and for cells that are not there.
 
@@ -104,7 +105,7 @@ class Neighbors:
         [1, 2, 0, 2, 0, -1]
         """
         stored = np.asarray(values)
-        is_none = np.isnan(stored) if stored.dtype.kind == "f" else np.zeros(stored.shape, bool)
+        is_none = np.ma.getmaskarray(np.ma.asarray(values)) | (np.isnan(stored) if stored.dtype.kind == "f" else False)
         if missing is not None:
             is_none |= stored == missing
         whole = np.where(is_none, start_index, stored)
@@ -222,6 +223,8 @@ def _digest(values: NDArray[Any]) -> str:
 
 def _integer_array(values: ArrayLike, name: str, ndim: int) -> Integers:
     array = np.asarray(values)
+    if np.ma.is_masked(values):
+        raise ShardingError(f"Neighbors: {name} has masked values; leave these out, or fill them with -1 for none")
     if array.ndim != ndim or (array.size and array.dtype.kind not in "iu"):
         raise ShardingError(
             f"Neighbors: {name} has dtype {array.dtype} and shape {array.shape}; it must be integers of {ndim} dims"
@@ -238,11 +241,16 @@ def _check_cells(cells: Integers, count: int, name: str, least: int) -> None:
 def points_on_sphere(lat: ArrayLike, lon: ArrayLike) -> NDArray[np.float64]:
     """Return points of latitudes and longitudes in degrees on the sphere of radius 1: [points, 3]."""
     phi, theta = np.radians(np.asarray(lat, np.float64)), np.radians(np.asarray(lon, np.float64))
+    if np.ma.is_masked(lat) or np.ma.is_masked(lon):
+        raise ShardingError("Neighbors.of_points: some of lat or lon are masked; leave these points out")
     if phi.shape != theta.shape or phi.ndim != 1 or not (np.isfinite(phi).all() and np.isfinite(theta).all()):
         raise ShardingError(
             f"Neighbors.of_points: lat of shape {phi.shape} and lon of shape {theta.shape} must be finite and have one "
             "dim of the same size"
         )
+    if (np.abs(phi) > np.pi / 2 + 1e-6).any():  # radians in float32 may go a little beyond
+        most = np.degrees(np.abs(phi)).max()
+        raise ShardingError(f"Neighbors.of_points: a latitude of {most:g} is beyond a pole; give degrees, -90 to 90")
     return np.stack([np.cos(phi) * np.cos(theta), np.cos(phi) * np.sin(theta), np.sin(phi)], axis=-1)
 
 

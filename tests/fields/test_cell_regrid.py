@@ -291,3 +291,39 @@ def test_a_module_and_its_text():
 def test_what_has_no_weights_is_refused(make, said):
     with pytest.raises(GridError, match=said):
         make()
+
+
+def test_a_missing_value_stays_one_though_coordinates_are_rounded():
+    lat, lon = np.linspace(85, -85, 18), np.arange(36) * 10 + 0.1
+    rounded = lat.astype("f4"), lon.astype("f4")
+    wide, narrow = (points(*(x.ravel() for x in np.meshgrid(*rows, indexing="ij"))) for rows in ((lat, lon), rounded))
+    narrow.lat, narrow.lon = narrow.lat.astype("f8"), narrow.lon.astype("f8")
+    x = torch.randn(18, 36, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x[5, 7] = math.nan
+    for source, target, method in ((rounded, wide, "conservative"), (narrow, (lat, lon), "bilinear")):
+        y = Regridder(source, target, method)(x if source is rounded else x.flatten())
+        torch.testing.assert_close(y.flatten(), x.flatten(), rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def test_targets_within_a_region_of_cells_are_found():
+    source = points(*(x.ravel() for x in np.meshgrid(np.linspace(-1, 1, 7), np.linspace(-1.1, 1.1, 7))))
+    draw = np.random.default_rng(0)
+    for lat, lon in draw.uniform(-0.99, 0.99, (60, 2)):
+        weights = cell_weights(source, points([lat], [lon]), "bilinear")
+        near = weights.value @ source.lat[weights.source], weights.value @ source.lon[weights.source]
+        np.testing.assert_allclose(near, (lat, lon), atol=1e-3)
+
+
+def test_cells_without_a_place_are_refused():
+    for lost in (points([math.nan, 3.0], [0.0, 3.0]), points([0.0, 3.0], [0.0, math.inf])):
+        with pytest.raises(GridError, match="some cells have no finite latitude and longitude"):
+            Regridder(FINE, lost, "bilinear")
+
+
+def test_weights_made_without_gradients_serve_training():
+    regridder = Regridder(FINE, COARSE)
+    x = torch.randn(23, 33, dtype=torch.float64, requires_grad=True)
+    with torch.inference_mode():
+        regridder(x)
+    regridder(x).sum().backward()
+    assert x.grad is not None

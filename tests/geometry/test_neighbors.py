@@ -151,6 +151,9 @@ def test_points_within_a_radius_are_those_of_the_great_circle(radius):
         (lambda: jigsaw.Neighbors.of_points([0.0], [0.0], 1, radius=2), "not k=1 and radius=2"),
         (lambda: jigsaw.Neighbors.of_points([0.0], [0.0], radius=-1), "radius=-1 must be above 0"),
         (lambda: jigsaw.Neighbors.of_points([float("nan")], [0.0], 1), "must be finite"),
+        (lambda: jigsaw.Neighbors.of_points([9.97e36], [0.0], 1), "a latitude of 9.97e[+]36 is beyond a pole"),
+        (lambda: jigsaw.Neighbors.of_points(np.ma.masked_equal([0.0, 1.0], 1), [0.0, 0.0], 1), "are masked"),
+        (lambda: jigsaw.Neighbors(np.ma.masked_equal([[0, 1]], 1)), "index has masked values; leave these out"),
         (lambda: jigsaw.Neighbors.healpix(3), "nside=3 must be a power of two"),
         (lambda: jigsaw.Neighbors.healpix(0, nested=False), "nside=0 must be 1 or more"),
     ],
@@ -187,6 +190,7 @@ BESIDE = np.array([[1, -1, 2], [0, 3, -1], [-1, 0, 3], [2, 1, -1]])  # of four c
         (np.where(BESIDE < 0, NONE, BESIDE + 1), {"start_index": 1, "missing": NONE}),
         (np.where(BESIDE < 0, 2**31 - 1, BESIDE).astype("i4"), {"missing": 2**31 - 1}),
         (np.where(BESIDE < 0, np.nan, BESIDE + 7.0), {"start_index": 7}),
+        (np.ma.masked_array(np.where(BESIDE < 0, 2, BESIDE + 1), BESIDE < 0), {"start_index": 1}),  # as netCDF4 reads
         ((BESIDE + 1).T.astype("u1"), {"start_index": 1, "cell_dim": 1}),  # 0 for none, as ICON's
     ],
 )

@@ -12,7 +12,7 @@ from globe_store import globe, write
 
 import jigsaw
 from jigsaw.comm import count
-from jigsaw.errors import FieldError, GridError, ReadError, UnsupportedStoreError
+from jigsaw.errors import FieldError, GridError, ReadError, UnsupportedStoreError, WindowError
 from jigsaw.io.series import forcings
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
@@ -493,3 +493,12 @@ def test_statistics_of_a_file_are_those_of_the_fields(wb2):
     mean, std = found["t2m"]["mean"], found["t2m"]["std"]
     np.testing.assert_allclose(scaled[:, 0], (plain[:, 0] - mean) / std, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(scaled[:, 1:], plain[:, 1:])
+
+
+def test_forcings_are_those_of_several_times(tmp_path):
+    path = grid_store(tmp_path / "s.zarr", ("lat", "lon"), (4, 5), {"lat": LATS, "lon": LONS, "time": TIME})
+    ds = jigsaw.io.open(path, mesh=world_mesh(lat=1), forcings=["cos_zenith"])
+    assert ds.forcings_at(["2020-01-01T06"]).shape == (1, 1, 4, 5)
+    for wrong in ("2020-01-01T12", np.datetime64("2020-01-01"), [["2020-01-01"]]):
+        with pytest.raises(WindowError, match=r"times=.* has . dims; give a list of times"):
+            ds.forcings_at(wrong)

@@ -1,5 +1,7 @@
 """Arguments of writers that do not fit: each is refused by name, before anything is written."""
 
+from pathlib import Path
+
 import cftime
 import numpy as np
 import pytest
@@ -143,3 +145,32 @@ def test_coordinates_of_an_append_are_by_name(tmp_path):
     out.append({"u": whole()}, coords={"time": TIMES[:1]})
     out.close()
     write(tmp_path / "b.zarr", {"u": whole()}, dims=("time", "lat"), budget=1e6, chunks={"lat": np.int64(4)})
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"attrs": {"config": Path("run.yml")}}, r"attrs\['config'\] is PosixPath.*, which JSON does not hold"),
+        ({"encoding": {"compressors": "zstd"}}, "zarr refuses array 'u': "),
+        ({"field_attrs": {"u": {"_FillValue": "none"}}}, "_FillValue='none' of array 'u' of float32 must be a number"),
+        ({"field_attrs": {"u": {"units": {1, 2}}}}, "zarr refuses array 'u': "),
+    ],
+    ids=str,
+)
+def test_a_store_is_not_replaced_by_one_that_zarr_refuses(tmp_path, more, match):
+    write(tmp_path / "a.zarr", {"u": whole()}, dims=("time", "lat"))
+    with pytest.raises(WriteError, match=match):
+        write(tmp_path / "a.zarr", {"u": whole()}, dims=("time", "lat"), mode="w", **more)
+    np.testing.assert_array_equal(xr.open_zarr(tmp_path / "a.zarr")["u"], np.ones((1, 9)))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_imaginary_parts_and_wide_integers_are_not_dropped(tmp_path, suffix):
+    mesh = jigsaw.init_mesh(device="cpu", lat=1)
+    options = {"dims": ("lat",), "encoding": {"dtype": "float32"}}
+    for name, values, first in (("complex", [1 + 2j, 3], r"\(1\+2j\)"), ("wide", [1, 2**24 + 1], "16777217")):
+        with pytest.raises(WriteError, match=f"values such as {first}, which float32 does not hold"):
+            write(tmp_path / f"{name}.{suffix}", {"u": jigsaw.shard(torch.tensor(values), mesh, ("lat",))}, **options)
+    real = jigsaw.shard(torch.tensor([1 + 0j, 2**24]), mesh, ("lat",))
+    write(tmp_path / f"b.{suffix}", {"u": real}, **options)
+    np.testing.assert_array_equal(xr.open_dataset(tmp_path / f"b.{suffix}")["u"], [1, 2**24])

@@ -235,3 +235,74 @@ def test_values_are_not_appended_to_packed_ones(tmp_path):
             coords={"time": TIMES + np.timedelta64(12, "h")},
         )
     np.testing.assert_array_equal(opened(path).u, np.full((2, 3), 110.0))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_masked_coordinates_are_missing(tmp_path, suffix):
+    orog = np.ma.masked_less(np.arange(3), 1)
+    began = np.ma.masked_array(np.array(["2020-01-01", "2020-01-02"], "M8[ns]"), [False, True])
+    coords = {"orog": ("lat", orog), "began": ("time", began)}
+    write(tmp_path / f"a.{suffix}", {"u": whole_tile()}, dims=("time", "lat"), coords=coords)
+    store = opened(tmp_path / f"a.{suffix}")
+    np.testing.assert_array_equal(store["orog"], [np.nan, 1, 2])
+    np.testing.assert_array_equal(np.isnat(store["began"]), [False, True])
+
+
+@pytest.mark.parametrize("name", ["init_time", "forecast_reference_time"])
+def test_a_forecast_that_began_at_a_stored_time_is_not_appended_again(tmp_path, name):
+    options = {"dims": (name, "lat"), "append_dim": name, "mode": "a"}
+    write(tmp_path / "a.zarr", {"u": whole_tile()}, coords={name: TIMES}, **options)
+    with pytest.raises(GridError, match="of an append must rise from the last in the store"):
+        write(tmp_path / "a.zarr", {"u": whole_tile()}, coords={name: TIMES}, **options)
+
+
+@pytest.mark.parametrize(
+    ("stored", "date"), [("365_day", cftime.DatetimeNoLeap), ("gregorian", cftime.DatetimeGregorian)]
+)
+def test_a_calendar_has_two_names(tmp_path, stored, date):
+    dates = np.array([date(2020, 1, d) for d in (1, 2)])
+    coords = {"time": (dates, {"units": "hours since 2020-01-01", "calendar": stored})}
+    write(tmp_path / "a.zarr", {"u": whole_tile()}, dims=("time", "lat"), coords=coords)
+    raw = xr.open_zarr(tmp_path / "a.zarr", decode_times=False)["time"]
+    assert raw.attrs["calendar"] == stored and raw.values.tolist() == [0, 24]
+
+
+def test_limits_of_packed_numbers_are_not_lent(tmp_path):
+    coords = {"time": TIMES, "lat": np.linspace(80, -80, 9), "lon": np.arange(16) * 22.5}
+    limits = {"valid_min": np.int16(1), "valid_max": np.int16(255)}
+    values = np.arange(2 * 9 * 16).reshape(2, 9, 16) % 18 - 2.0
+    stored = xr.Dataset({"sst": (("time", "lat", "lon"), values, limits)}, coords)
+    stored["sst"].encoding.update(dtype="int16", scale_factor=0.075, add_offset=-3.0, _FillValue=0)
+    stored.to_netcdf(tmp_path / "a.nc")
+    data = jigsaw.io.open(tmp_path / "a.nc", mesh=world_mesh(lat=1), fields=["sst"], targets=[1])
+    write(tmp_path / "b.zarr", data[0].target, dims=DIMS, like=data, coords={"time": data[0].target_times})
+    assert not {*limits} & {*xr.open_zarr(tmp_path / "b.zarr")["sst"].attrs}
+
+
+def test_a_curvilinear_grid_lends_its_places(tmp_path):
+    lat, lon = np.meshgrid(np.linspace(40, 50, 9), np.linspace(0, 15, 16), indexing="ij")
+    values = np.arange(3 * 9 * 16, dtype="f4").reshape(3, 9, 16)
+    stored = xr.Dataset(
+        {
+            "t": (("time", "y", "x"), values, {"grid_mapping": "crs"}),
+            "crs": ((), 0, {"grid_mapping_name": "lambert_conformal_conic"}),
+        },
+        {
+            "time": np.datetime64("2020-01-01", "ns") + np.arange(3) * np.timedelta64(6, "h"),
+            "y": np.arange(9) * 1e3,
+            "x": np.arange(16) * 1e3,
+            "lat": (("y", "x"), lat, {"standard_name": "latitude"}),
+            "lon": (("y", "x"), lon, {"standard_name": "longitude"}),
+        },
+    )
+    stored.to_zarr(tmp_path / "a.zarr")
+    options = {"mesh": world_mesh(y=1), "fields": ["t"], "forcings": ["latlon"]}
+    data = jigsaw.io.open(tmp_path / "a.zarr", targets=[1], region={"y": slice(2, 7)}, **options)
+    times = {"time": data[0].target_times}
+    write(tmp_path / "b.zarr", data[0].target, dims=("time", "channel", "y", "x"), like=data, coords=times)
+    part = opened(tmp_path / "b.zarr")
+    assert part["t"].attrs["grid_mapping"] == "crs" and "grid_mapping_name" in part["crs"].attrs
+    np.testing.assert_array_equal(part["lat"], lat[2:7])
+    np.testing.assert_array_equal(part["lon"], lon[2:7])
+    again = jigsaw.io.open(tmp_path / "b.zarr", **options)[0].input.local
+    torch.testing.assert_close(again[0, 1:], data[0].input.local[0, 1:])

@@ -1,6 +1,7 @@
 """Neighbors of cells on tiles against plain indexing of the whole tensor, bit for bit on every mesh."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -476,3 +477,13 @@ def test_cut_weights_train_on_cells_as_in_one_process(axes, shard_weights):
     kept = run_on_ranks(ranks, trained_weights, axes, shard_weights)
     assert sum(own for own, _ in kept) == kept[0][1]  # each weight lies with one rank
     assert max(own for own, _ in kept) < kept[0][1]
+
+
+def test_a_softmax_of_scores_that_are_no_numbers_is_torchs():
+    table = jigsaw.Neighbors([[0, 1], [1, 0], [0, -1]], 2)
+    mesh = world_mesh(cell=1)
+    for scores in ([1.0, math.nan], [1.0, math.inf], [-math.inf, -math.inf], [1.0, 2.0]):
+        edges = gather_neighbors(jigsaw.shard(torch.tensor(scores), mesh, ("cell",)), table, 0)
+        share = scatter_to_cells(edges, table, "softmax", 0).full_tensor().reshape(-1)
+        expected = torch.tensor(scores).softmax(0)
+        torch.testing.assert_close(share[:4], torch.cat([expected, expected.flip(0)]), equal_nan=True)

@@ -449,12 +449,14 @@ class Dataset(MeshSamples):
     def forcings_at(self, times: Sequence[Any] | NDArray[Any]) -> Tile:
         r"""Return the forcings [T, C, \*space] of any `times`, also later ones than the store's, with the input's halo.
 
-        *Sends*: nothing.
+        *Sends*: nothing.  *Raises*: `WindowError` unless `times` are several, along one dim.
         """
-        mesh = self.device_mesh()
-        layout = self.frame.layout((len(times), len(self.forcing_names)), (None, None))
+        mesh, dates = self.device_mesh(), np.asarray(times)
+        if dates.ndim != 1:
+            raise WindowError(f"times={times!r} has {dates.ndim} dims; give a list of times, or an array of one dim")
+        layout = self.frame.layout((len(dates), len(self.forcing_names)), (None, None))
         block = np.empty((*layout.shape[:2], *(b - a for a, b in self._held)), numpy_dtype_name(self.dtype))
-        self._fill_forcings(block, np.asarray(times))
+        self._fill_forcings(block, dates)
         return Tile(torch.from_numpy(block).to(self.dtype).to(mesh.device_type), layout, mesh)
 
     def _fill_forcings(self, out: NDArray[Any], times: NDArray[Any]) -> None:

@@ -32,6 +32,8 @@ _DEFAULT_ATTRIBUTES: dict[str, dict[str, Any]] = {
     "y": {"axis": "Y"},
     "x": {"axis": "X"},
 }
+_CALENDAR_NAMES = {"gregorian": "standard", "365_day": "noleap", "366_day": "all_leap"}
+"""Second names that the CF conventions give to calendars."""
 _NANOSECONDS = {"hours": 3_600_000_000_000, "seconds": 1_000_000_000, "microseconds": 1_000, "nanoseconds": 1}
 
 
@@ -92,17 +94,26 @@ def _dims_values_attrs(name: str, entry: Any) -> tuple[tuple[str, ...], NDArray[
     if hasattr(entry, "dims") and hasattr(entry, "attrs"):
         encoding: Mapping[str, Any] = getattr(entry, "encoding", {})
         units = {k: encoding[k] for k in ("units", "calendar") if k in encoding}
-        return tuple(map(str, entry.dims)), np.asarray(entry.values), {**dict(entry.attrs), **units}
+        return tuple(map(str, entry.dims)), _values_of(entry.values), {**dict(entry.attrs), **units}
     parts: tuple[Any, ...] = entry if isinstance(entry, tuple) else ()
     if len(parts) == 2 and isinstance(parts[1], Mapping):
-        return (name,), np.asarray(parts[0]), parts[1]
+        return (name,), _values_of(parts[0]), parts[1]
     named = parts and (isinstance(parts[0], str) or all(isinstance(d, str) for d in np.ravel(parts[0]).tolist()))
     has_attrs = len(parts) == 3 and isinstance(parts[2], Mapping)
     if named and (has_attrs or (len(parts) in (2, 3) and not isinstance(parts[1], str | Mapping))):
         dims = (parts[0],) if isinstance(parts[0], str) else tuple(parts[0])
-        return dims, np.asarray(parts[1]), parts[2] if len(parts) == 3 else None
-    array = np.asarray(list(parts) if isinstance(entry, tuple) else entry)
+        return dims, _values_of(parts[1]), parts[2] if len(parts) == 3 else None
+    array = _values_of(list(parts) if isinstance(entry, tuple) else entry)
     return (name,) if array.ndim else (), array, None
+
+
+def _values_of(values: Any) -> NDArray[Any]:
+    """Return an array; masked places, as netCDF4 returns them, are NaT or NaN, and integers then floats."""
+    if not np.ma.is_masked(values):
+        return np.asarray(values)
+    if values.dtype.kind in "mM":
+        return values.filled(np.array("NaT", values.dtype))
+    return values.astype(np.result_type(values.dtype, np.float32)).filled(np.nan)
 
 
 def _encode_times(
@@ -167,7 +178,8 @@ def _encode_cftime(
 
     first: Any = values.flat[0]
     calendar = str(getattr(first, "calendar", ""))
-    if not calendar or calendar != attrs.get("calendar", calendar):
+    stored = str(attrs.get("calendar", calendar)).lower()
+    if not calendar or _CALENDAR_NAMES.get(calendar, calendar) != _CALENDAR_NAMES.get(stored, stored):
         raise GridError(
             f"coords[{name!r}] holds {type(first).__name__} of calendar {calendar!r}, and the calendar to store is "
             f"{attrs.get('calendar', 'not given')!r}; give datetime64 or cftime dates of one calendar"
@@ -182,7 +194,7 @@ def _encode_cftime(
 def check_times_rise(c: StoredCoordinate, before: StoredCoordinate | None) -> None:
     """Refuse times that do not rise, or do not follow those `before`, as steps that an ended run appends again."""
     attrs = c.attrs if before is None else before.attrs
-    if c.dims != (c.name,) or role_of_dim(c.name, attrs) not in ("time", "lead"):
+    if c.dims != (c.name,) or role_of_dim(c.name, attrs) not in ("time", "lead", "init"):
         return
     if c.values.dtype.kind == "U":
         raise GridError(

@@ -25,6 +25,7 @@ from jigsaw.io.writing.outline import CHANNEL_DIM, LEVEL_DIM, WriteOptions, Writ
 
 # attributes of storage, and the one that describes cells, which the new store writes itself
 _STORAGE_ATTRIBUTES = "scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned", "coordinates", "dggs"
+_PACKED_LIMITS = "valid_min", "valid_max", "valid_range"  # in the numbers that are stored, packed or not
 _WRITER_PREFIX = "jigsaw_"
 
 
@@ -56,13 +57,15 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
     if fields is None:
         fields = [_written_field(survey, by_name, dataset.channels[c]) for c in dataset.target_channels]
     cells = () if dataset.cells is None else dataset.cells.variables
-    written = {*options.coords, *(f.array for f in fields), *cells}
+    named_dims = {d if d in dataset.whole_coords else own.get(d, d): d for d in dims or dataset.whole_coords}
+    plane = {} if dataset.cells is not None else _lent_of_plane(dataset, survey, named_dims)
+    written = {*options.coords, *(f.array for f in fields), *cells, *plane}
 
     def attrs_along(variable: StoreVariable, role: str) -> Mapping[str, Any]:
         return _attrs_that_hold(survey.attrs(variable, role), written)
 
     dggs = survey.coords.dggs(variables[0].table)
-    lent: dict[str, Any] = {}
+    lent: dict[str, Any] = {name: (d, v, _attrs_that_hold(attrs, written)) for name, (d, v, attrs) in plane.items()}
     lent_sizes: dict[str, int] = {}
     restores: tuple[str, Neighbors] | None = None
     for dim in dims or dataset.whole_coords:
@@ -110,6 +113,30 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
     )
 
 
+def _lent_of_plane(
+    dataset: Dataset, survey: StoreSurvey, named_dims: Mapping[str, str]
+) -> dict[str, tuple[tuple[str, ...], NDArray[Any], Mapping[str, Any]]]:
+    """Return the latitudes and longitudes of a curvilinear grid, and its grid mapping, each with dims and attributes.
+
+    `named_dims` are the dims that are written, by role.
+    """
+    variable = dataset.variables[0]
+    dims, angles = survey.coords.plane(variable.table)
+    roles = [variable.roles[variable.table.dims.index(d)] for d in dims]
+    if not angles or not set(roles) <= set(named_dims) & set(dataset.whole_coords):
+        return {}
+    starts = [(dataset.turn.rolled.get(role, 0), len(dataset.whole_coords[role])) for role in roles]
+    part = tuple(slice(first, first + count) for first, count in starts)
+    lent: dict[str, tuple[tuple[str, ...], NDArray[Any], Mapping[str, Any]]] = {}
+    for name in angles.values():
+        table = dataset.store.arrays[name]
+        values = decoded_coordinate(table, dataset.store.read_small(name))[part]
+        lent[name] = tuple(named_dims[role] for role in roles), values, table.attrs
+    if (mapping := survey.coords.grid_mapping(variable.table)) is not None:
+        lent[mapping.name] = (), np.asarray(dataset.store.read_small(mapping.name)), mapping.attrs
+    return lent
+
+
 def _renumbered_tables(lent: Mapping[str, Any], tables: Mapping[str, int], places: NDArray[np.int64]) -> dict[str, Any]:
     """Return the tables among what is lent, with the places of cells in the source."""
     stored = {name: (*lent[name], start) for name, start in tables.items() if name in lent}
@@ -145,5 +172,7 @@ def _attrs_that_hold(attrs: Mapping[str, Any], written: Collection[str]) -> dict
     def refers(reference: str) -> set[str]:  # ``crs``, or ``area: cell_area``
         return {word for word in reference.split() if not word.endswith(":")}
 
-    kept = {k: v for k, v in attrs.items() if k not in _STORAGE_ATTRIBUTES}
+    is_packed = "scale_factor" in attrs or "add_offset" in attrs
+    left_out = (*_STORAGE_ATTRIBUTES, *(_PACKED_LIMITS if is_packed else ()))
+    kept = {k: v for k, v in attrs.items() if k not in left_out}
     return {k: v for k, v in kept.items() if k not in REFERENCE_ATTRIBUTES or refers(str(v)) <= set(written)}

@@ -54,14 +54,21 @@ class ArrayOutline:
     def stored_values(self, values: NDArray[Any]) -> NDArray[Any]:
         """Return values in the array's dtype, floats rounded to it.
 
-        Raises: `WriteError` for values that it does not hold: beyond its range, and fractions and NaN as integers.
+        Raises: `WriteError` for values that it does not hold: beyond its range, fractions and NaN as integers, integers
+        that a float rounds, and imaginary parts.
         """
+        is_cut = values.dtype.kind == "c" and np.dtype(self.dtype).kind != "c"
+        numbers: NDArray[Any] = np.real(values) if is_cut else values
         with np.errstate(over="ignore", invalid="ignore"):
-            stored: NDArray[Any] = values.astype(self.dtype, copy=False)
+            stored: NDArray[Any] = numbers.astype(self.dtype, copy=False)
             if stored.dtype == values.dtype:
                 return stored
-            is_float = stored.dtype.kind in "fc"
-            lost = np.isinf(stored) & ~np.isinf(values) if is_float else stored != values
+            if numbers.dtype.kind in "fc" and stored.dtype.kind in "fc":
+                lost = np.isinf(stored) & ~np.isinf(numbers)
+            else:
+                lost = stored.astype(numbers.dtype) != numbers
+        if is_cut:
+            lost |= np.imag(values) != 0
         if lost.any():
             raise WriteError(
                 f"array {self.name!r} has values such as {values[lost][0]}, which {self.dtype} does not hold; choose a "

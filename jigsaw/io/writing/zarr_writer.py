@@ -106,42 +106,47 @@ class ZarrSink:
 
     @failing_with_remedy
     def create(self, arrays: StoredArrays, coords: StoredCoordinates, attrs: Mapping[str, Any], replace: bool) -> None:
-        """Write the root first, with nothing complete, then the arrays that it does not list yet."""
+        """Write the root first, with nothing complete, then the arrays that it does not list yet.
+
+        All arrays are created in memory before an old store is removed, which stays where zarr refuses one of them.
+        """
+        zarr = _import_zarr()
+        self._attrs = {name: plain_attribute(value) for name, value in attrs.items()}
+        _check_json(self._attrs)
+        options = {item.name: self._options_of_array(item) for item in (*arrays, *coords)}
+        for name, each in options.items():
+            try:
+                zarr.create_array(zarr.storage.MemoryStore(), **each)
+            except Exception as error:
+                raise WriteError(f"{self.path} is not written: zarr refuses array {name!r}: {error}") from error
         if self.path.exists():
             self._clear(replace)
-        self._attrs = {k: plain_attribute(v) for k, v in attrs.items()}
         self._write_root(StoreCompleteness(self._dim, 0, False))
-        for a in arrays:
-            layout = {"chunks": a.chunks, "shards": a.shards, **self._encoding}
-            self._create_array(a, a.shape, a.dtype, a.fill, layout)
-        for c in coords:
-            sizes = zip(c.dims, c.values.shape, strict=True)
-            chunks = tuple(_ZARR_CHUNK_STEPS if d == self._dim else max(n, 1) for d, n in sizes)
-            kind = c.values.dtype.kind
-            dtype, fill = str if kind == "U" else c.values.dtype, np.nan if kind == "f" else None
-            self._create_array(c, c.values.shape, dtype, fill, {"chunks": chunks})
+        for name, each in options.items():
+            zarr.create_array(f"{self.path}/{name}", **each)
+            self._documents[name] = self._document(f"{name}/zarr.json")
 
-    def _create_array(
-        self,
-        item: ArrayOutline | StoredCoordinate,
-        shape: tuple[int, ...],
-        dtype: Any,
-        fill: Any,
-        layout: dict[str, Any],
-    ) -> None:
-        """Create an array without a row along the dim that grows."""
-        _import_zarr().create_array(
-            f"{self.path}/{item.name}",
-            shape=tuple(0 if d == self._dim else n for d, n in zip(item.dims, shape, strict=True)),
-            dtype=dtype,
-            fill_value=fill,
-            dimension_names=item.dims,
-            attributes=_zarr_attributes(item.attrs, dtype),
-            zarr_format=3,
-            compressors=_with_checksum(self._compressors if isinstance(item, ArrayOutline) else "auto"),
+    def _options_of_array(self, item: ArrayOutline | StoredCoordinate) -> dict[str, Any]:
+        """Return arguments of `zarr.create_array` for an array without a row along the dim that grows."""
+        if isinstance(item, ArrayOutline):
+            layout = {"chunks": item.chunks, "shards": item.shards, **self._encoding}
+            shape, dtype, fill, compressors = item.shape, item.dtype, item.fill, self._compressors
+        else:
+            shape, kind = item.values.shape, item.values.dtype.kind
+            sizes = zip(item.dims, shape, strict=True)
+            layout = {"chunks": tuple(_ZARR_CHUNK_STEPS if d == self._dim else max(n, 1) for d, n in sizes)}
+            dtype, fill = str if kind == "U" else item.values.dtype, np.nan if kind == "f" else None
+            compressors = "auto"
+        return {
+            "shape": tuple(0 if d == self._dim else n for d, n in zip(item.dims, shape, strict=True)),
+            "dtype": dtype,
+            "fill_value": fill,
+            "dimension_names": item.dims,
+            "attributes": _zarr_attributes(item, dtype),
+            "zarr_format": 3,
+            "compressors": _with_checksum(compressors),
             **layout,
-        )
-        self._documents[item.name] = self._document(f"{item.name}/zarr.json")
+        }
 
     def _clear(self, replace: bool) -> None:
         if self.path.is_dir() and not any(self.path.iterdir()):
@@ -265,10 +270,23 @@ def _with_checksum(codec: Any) -> tuple[Any, ...]:
     return codecs if has_one else (*codecs, Crc32cCodec())
 
 
-def _zarr_attributes(attrs: Mapping[str, Any], dtype: DTypeLike) -> dict[str, Any]:
+def _check_json(attrs: Mapping[str, Any]) -> None:
+    for name, value in attrs.items():
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise WriteError(
+                f"attrs[{name!r}] is {value!r}, which JSON does not hold ({error}); give numbers, texts, or lists and "
+                "dicts of these"
+            ) from None
+
+
+def _zarr_attributes(item: ArrayOutline | StoredCoordinate, dtype: DTypeLike) -> dict[str, Any]:
     """Return attributes as JSON; the ``_FillValue`` of floats is base64 of its eight bytes, as in xarray's Zarr v3."""
-    plain = {k: plain_attribute(v) for k, v in attrs.items()}
+    plain = {k: plain_attribute(v) for k, v in item.attrs.items()}
     fill = plain.get("_FillValue")
+    if isinstance(fill, str) and np.dtype(dtype).kind in "iufc":
+        raise WriteError(f"_FillValue={fill!r} of array {item.name!r} of {np.dtype(dtype)} must be a number")
     if isinstance(fill, int | float) and np.dtype(dtype).kind == "f":
         plain["_FillValue"] = standard_b64encode(pack("<d", fill)).decode()
     return plain

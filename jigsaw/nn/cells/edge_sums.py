@@ -169,4 +169,4 @@ def softmax_of_edges(edges: Tensor, cells: EdgesOfCells) -> Tensor:
     top = _cells_to_edges(_greatest_edges(edges.detach(), cells), cells)
     weights = (edges - top).exp()
     sums = spread_to_edges(sum_of_edges(weights, cells), cells)
-    return torch.where(sums > 0, weights / sums.where(sums > 0, 1), 0)
+    return torch.where(sums == 0, 0, weights / sums.where(sums != 0, 1))
