@@ -92,7 +92,8 @@ def cell_weights(source: CellsOrRows, target: CellsOrRows, method: str) -> Weigh
 def _coordinate_noise(*grids: CellsOrRows) -> float:
     """Return the degrees by which the coordinates of two grids may be off.
 
-    Those of cells are in float64. They come from float32 where this changes none, though some are no round numbers.
+    Those of cells are in float64. They come from float32 where this changes none, though some are fractions of many
+    digits.
     """
     noise = 0.0
     for grid in grids:

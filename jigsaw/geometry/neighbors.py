@@ -96,8 +96,8 @@ class Neighbors:
         """Make a table from that of an unstructured grid, which counts cells from `start_index` on.
 
         UGRID's ``face_face_connectivity`` has a row for each face; ICON's ``neighbor_cell_index`` counts from 1 and has
-        a column for each cell (``cell_dim=1``). A number that is `missing`, masked, NaN, or below the first is no
-        neighbor.
+        a column for each cell (``cell_dim=1``). A number that is `missing`, masked, NaN, or below the first leads
+        nowhere.
 
         *Raises*: `ShardingError` for a table that is not of whole numbers, and for cells that are not there.
 

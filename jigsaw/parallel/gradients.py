@@ -37,7 +37,6 @@ from jigsaw.ops.meeting.gradient_blocks import TravelingBlock, record_blocks, re
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
 from jigsaw.parallel.late_parameters import gathered_parameters, note_parameters, refuse_late_parameters
 from jigsaw.ranks.mesh import axes_of_mesh, ranks_along, ranks_in_mesh
-from jigsaw.tile.misuse import GATHERED_MARK
 from jigsaw.tile.tensor_shell import GRAPH_THROUGH_UNIT
 from jigsaw.torch_internals.autograd import gradient_hooks, hooks_behind_gradient, is_zero_tensor
 from jigsaw.torch_internals.dispatch import without_modes
@@ -60,9 +59,6 @@ def _before_forward(ranks: int, module: nn.Module, args: Any) -> None:
         _check_recomputed_once(module)
         # it has gathered the parameters of all modules in it, even of those whose forward is not called
         for parameter in gathered_parameters(module):
-            # those that were there when `parallelize` was called have its mark, and stay
-            if not hasattr(parameter, AVERAGED_MARK) and not isinstance(parameter, DTensor):
-                setattr(parameter, GATHERED_MARK, True)
             _mark_parameter(parameter, ranks)
             if not hasattr(parameter, _OWN_HOOKS):
                 _refuse_early_looks(parameter)
@@ -168,10 +164,12 @@ def _refuse_early_looks(gathered: nn.Parameter) -> None:
     def look(grad: Tensor) -> None:
         if torch.is_grad_enabled():
             raise ShardingError(GRAPH_THROUGH_UNIT)
-        if has_gradient_hooks(gathered):
+        # a leaf that was frozen meanwhile gets none
+        if has_gradient_hooks(gathered) or (gathered.requires_grad and is_taken_from_pass(gathered)):
             raise ShardingError(
-                "a hook on a weight that is gathered for one forward pass (shard_weights=) would see a part of its "
-                "gradient; use register_post_accumulate_grad_hook on the parameter outside of the forward pass"
+                "a hook on a weight that is gathered for one forward pass (shard_weights=), or torch.autograd.grad of "
+                "it, would see a part of its gradient; call loss.backward(), and use .grad of the parameter outside of "
+                "the forward pass, or its register_post_accumulate_grad_hook"
             )
 
     setattr(gathered, _OWN_HOOKS, (1, 0))

@@ -44,6 +44,20 @@ def gathered_parameters(unit: nn.Module) -> Iterator[nn.Parameter]:
                 _refuse_if_trained(module, name, parameter)
 
 
+def refuse_other_weights(unit: nn.Module, args: Any) -> None:
+    """Raise where a unit of FSDP2 is called with tensors in the place of its parameters: it would put its own there, or
+    in the first call keep the others.
+    """
+    for module in unit.modules():
+        for name, tensor in own_parameters(module).items():
+            if tensor is not None and not isinstance(tensor, nn.Parameter):
+                raise ShardingError(
+                    f"{type(module).__name__} is called with another tensor as {name!r}, as torch.func.functional_call "
+                    "does, and its own is cut (shard_weights=); copy_ the values into the parameters, or pass "
+                    "shard_weights=False"
+                )
+
+
 def _refuse_if_trained(module: nn.Module, name: str, parameter: Any) -> None:
     if parameter.requires_grad and torch.is_grad_enabled():
         raise ShardingError(

@@ -39,7 +39,7 @@ from jigsaw.parallel.gradients import (
 from jigsaw.parallel.sharding import ShardingOptions, WeightSharding, sharding_units
 from jigsaw.parallel.sharding import shard_model_weights as cut_weights
 from jigsaw.ranks.model_world import begin_backward_pass, enter_model, leave_model
-from jigsaw.tile.misuse import check_not_gathered, mark_replaced, warn_of_idle_axes, warn_of_no_wrapper, warn_once
+from jigsaw.tile.misuse import mark_replaced, warn_of_idle_axes, warn_of_no_wrapper, warn_once
 from jigsaw.tile.tensor_shell import reduce_units_behind_their_gradients
 from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals import pytree
@@ -374,8 +374,6 @@ def clip_grad_norm_(
     if isinstance(parameters, nn.Module | Tensor):
         parameters = parameters.parameters() if isinstance(parameters, nn.Module) else [parameters]
     parameters = list(parameters)
-    for p in parameters:
-        check_not_gathered(p)
     grads = [p.grad for p in parameters if p.grad is not None]
     total = _norm_over_stages(parameters, norm_type)
     if error_if_nonfinite and not total.isfinite():

@@ -22,6 +22,7 @@ from jigsaw import comm
 from jigsaw.comm.connections import group_of_weights
 from jigsaw.errors import ShardingError
 from jigsaw.parallel.gradients import axes_not_cutting
+from jigsaw.parallel.late_parameters import refuse_other_weights
 from jigsaw.ranks.mesh import (
     axes_of_mesh,
     flat_submesh,
@@ -35,6 +36,7 @@ from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import is_view
 from jigsaw.torch_internals.groups import (
+    CutWeightsShown,
     add_gradients_behind_reductions,
     gather_without_waiting,
     results_of_placement,
@@ -207,23 +209,31 @@ def _prepare_units(units: Sequence[FSDPModule], mesh: DeviceMesh) -> None:
         vars(unit)["__deepcopy__"] = partial(_refuse_copy, type(unit).__name__)
         watch_messages_of_unit(unit, _wait_of_group)
         add_gradients_behind_reductions(unit)
+        module: Any = unit
+        module.register_forward_pre_hook(refuse_other_weights, prepend=True)  # before FSDP2 puts its own there
     # once all units are made, as FSDP2 tells parameters of one unit apart by their groups
     for unit in units:
         send_unit_by(unit, lambda group: group_of_weights(group, mesh))
     outermost: Any = units[-1]
     if mesh.device_type == "cpu":
         _UnitPrefetch(units, outermost)
-    outermost.register_forward_hook(partial(_free_without_backward, units))  # behind FSDP2's own
+    shown = [CutWeightsShown(unit) for unit in units]
+    outermost.register_forward_hook(partial(_leave_forward, units, shown))  # behind FSDP2's own
 
 
-def _free_without_backward(units: Sequence[FSDPModule], module: Any, args: Any, output: Any) -> None:
-    """Free gathered weights behind a forward pass that no backward pass follows, as in validation.
+def _leave_forward(
+    units: Sequence[FSDPModule], shown: Sequence[CutWeightsShown], module: Any, args: Any, output: Any
+) -> None:
+    """Show the cut weights again behind a forward pass, and free gathered ones where no backward pass follows.
 
     FSDP2 leaves those of the outermost unit gathered, for the backward pass. Whoever then asked for the parameters,
     such as a new optimizer, would get copies that the next forward pass replaces.
     """
     results = (x.local if isinstance(x, Tile) else x for x in pytree.tree_leaves(output))
-    if not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in results)):
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in results):
+        for each in shown:
+            each.show_cut()
+    else:
         for unit in units:
             unit.reshard()
 

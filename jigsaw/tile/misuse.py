@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -26,7 +26,6 @@ from jigsaw.tile.tile import tiles_in
 from jigsaw.torch_internals.groups import wrapper_around
 
 REPLACED_MARK = "_jigsaw_replaced_by_parallelize"
-GATHERED_MARK = "_jigsaw_gathered_for_a_forward_pass"
 _warned: set[str] = set()
 
 
@@ -105,16 +104,6 @@ def warn_of_no_wrapper(module: nn.Module, args: Any) -> None:
         )
 
 
-def check_not_gathered(parameter: Tensor) -> None:
-    """Raise for a whole weight that is gathered for one forward pass: neither its values nor its gradient last."""
-    if hasattr(parameter, GATHERED_MARK):
-        raise ShardingError(
-            f"a parameter of shape {tuple(parameter.shape)} is one that was gathered for a forward pass "
-            "(shard_weights=), and is replaced by the next: take model.parameters() before that pass, or behind its "
-            "backward pass"
-        )
-
-
 def mark_replaced(before: Iterable[nn.Parameter], after: Iterable[nn.Parameter]) -> None:
     """Mark parameters that the model no longer has, so that an optimizer made from them raises when it steps."""
     for parameter in set(before).difference(after):
@@ -131,7 +120,6 @@ def _watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            check_not_gathered(parameter)
             if hasattr(parameter, REPLACED_MARK):
                 raise ShardingError(
                     f"{type(optimizer).__name__} was made before jigsaw.parallelize, which cut the parameter of shape "

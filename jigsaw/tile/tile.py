@@ -32,6 +32,7 @@ from jigsaw.tile.table import implements_torch as implements_torch
 from jigsaw.tile.tensor_shell import TensorShell
 from jigsaw.tile.tensor_shell import in_own_memory as in_own_memory
 from jigsaw.torch_internals.autograd import MAKERS_OF_CLASS
+from jigsaw.torch_internals.placements import whole_of_dtensor
 
 
 def _find_answer(function: Any) -> FoundAnswer:
@@ -453,8 +454,9 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         # which may differ by rank, as for a loss that is scaled by the rank
-        debug.meet_left_gradient(ctx.mesh, grads[0])
-        return grads[0], None
+        grad = whole_of_dtensor(grads[0])  # a DTensor where a loss met cut weights, as for their decay
+        debug.meet_left_gradient(ctx.mesh, grad)
+        return grad, None
 
 
 LEAVE_NODE = "_LeaveBackward"

@@ -16,6 +16,7 @@ from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from jigsaw.torch_internals.autograd import graph_task_id, tensor_version
 from jigsaw.torch_internals.private_names import (
     LateName,
     private_attribute,
@@ -287,14 +288,71 @@ def add_gradients_behind_reductions(unit: Any) -> None:
     of both could lose either.  Public is nothing.
     """
     for group in _parameter_groups(unit):
-        for parameter in private_attribute(group, "fsdp_params")(group):
-            weight = private_attribute(parameter, "sharded_param")(parameter)
+        for parameter in _parameters_of_group(group):
+            weight = _cut_weight(parameter)
             if not (weight.is_floating_point() or weight.is_complex()):
                 continue
             is_trained = weight.requires_grad
             weight.requires_grad_()  # a frozen weight may be trained later; a hook needs this
             weight.register_hook(partial(_wait_for_reductions, group, weight.device.type))
             weight.requires_grad_(is_trained)
+
+
+class CutWeightsShown:
+    """A unit of FSDP2 that shows its cut weights between its forward and its backward pass, while it keeps the gathered
+    ones in memory.
+
+    FSDP2 leaves its outermost unit gathered.  Its modules then have copies as parameters: what is written into them,
+    their gradients and `requires_grad_` do not reach the cut weights.  Public is `reshard`, after which the backward
+    pass gathers once more.
+    """
+
+    def __init__(self, unit: Any) -> None:
+        self._groups = _parameter_groups(unit)
+        # of cut weights that are shown while gathered ones are kept, by group
+        self._versions: dict[Any, list[tuple[int, int]]] = {}
+        for group in self._groups:
+            gather = private_attribute(group, "unshard")(group)
+            group.unshard = partial(self._before_use, group, gather)
+
+    def show_cut(self) -> None:
+        """Show the cut weights of what is gathered, until the next pass uses it."""
+        for group in self._groups:
+            if private_attribute(group, "is_unsharded")(group):
+                self._versions[group] = _versions_of_cut(group)
+                for parameter in _parameters_of_group(group):
+                    _show_weight(parameter, _cut_weight(parameter))
+
+    def _before_use(self, group: Any, gather: Callable[..., Any], async_op: bool = False) -> None:
+        versions = self._versions.pop(group, None)
+        if versions is not None and group.is_unsharded:
+            if versions != _versions_of_cut(group) and graph_task_id() == -1:
+                private_attribute(group, "_to_sharded")(group)()  # they have changed, so they are gathered anew
+            else:
+                for parameter in _parameters_of_group(group):
+                    gathered = private_attribute(parameter, "_unsharded_param")(parameter)
+                    gathered.requires_grad_(_cut_weight(parameter).requires_grad)
+                    _show_weight(parameter, gathered)
+        gather(async_op)
+
+
+def _parameters_of_group(group: Any) -> Sequence[Any]:
+    return private_attribute(group, "fsdp_params")(group)
+
+
+def _cut_weight(parameter: Any) -> Any:
+    return private_attribute(parameter, "sharded_param")(parameter)
+
+
+def _show_weight(parameter: Any, weight: Tensor) -> None:
+    """Let the modules with a parameter have this tensor as it."""
+    private_attribute(parameter, "_setattr_on_modules")(parameter)(weight)
+
+
+def _versions_of_cut(group: Any) -> list[tuple[int, int]]:
+    weights = map(_cut_weight, _parameters_of_group(group))
+    # a DTensor and its local tensor count changes apart
+    return [(tensor_version(w), tensor_version(private_attribute(w, "_local_tensor")(w))) for w in weights]
 
 
 def _wait_for_reductions(group: Any, device: str, gradient: Tensor) -> None:

@@ -294,6 +294,48 @@ def test_another_conversion_does_not_go_on(tmp_path, archive, monkeypatch):
     assert verify(tmp_path / "made.zarr") == {"2m_temperature": True}
 
 
+@pytest.mark.parametrize("kind", ["computed", "chunked", "file"])
+def test_another_dataset_of_xarray_does_not_go_on(tmp_path, monkeypatch, kind):
+    from jigsaw.io.conversion import convert as conversion
+
+    def dataset(factor):
+        data = globe()[["2m_temperature"]] * factor
+        if kind == "file":
+            data.to_netcdf(tmp_path / "source.nc")
+            return xr.open_dataset(tmp_path / "source.nc")
+        return data.chunk({"time": 2}) if kind == "chunked" else data
+
+    monkeypatch.setattr(conversion, "_move_all", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+    with dataset(1) as data, pytest.raises(KeyboardInterrupt):
+        convert(data, tmp_path / "made.zarr")
+    monkeypatch.undo()
+    with dataset(10) as other, pytest.raises(WriteError, match="belongs to another conversion"):
+        convert(other, tmp_path / "made.zarr")
+    with dataset(1) as data:
+        if kind != "file":  # which has another time now
+            assert convert(data, tmp_path / "made.zarr").kept == 0
+
+
+WRONG_ARGUMENTS = {
+    "chunks": ({"chunks": 3}, r"chunks=3 must say it by name: chunks=\{'time': 1\}"),
+    "shards": ({"shards": [1]}, r"shards=\[1\] must say it by name"),
+    "text size": ({"chunks": {"time": "a"}}, r"chunks=\{'time': a\} must be a positive size"),
+    "true": ({"chunks": {"time": True}}, r"chunks=\{'time': True\} must be a positive size"),
+    "threads": ({"threads": 0}, "threads=0 must be a whole number of at least 1, or None"),
+    "budget": ({"budget": "1GB"}, "budget='1GB' must be a number of bytes >= 1"),
+    "progress": ({"progress": 5}, "progress=5 must be a function"),
+    "client": ({"client": 5}, "client=5 must be a dask.distributed.Client"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ARGUMENTS)
+def test_wrong_arguments_are_refused_by_name(tmp_path, wb2, case):
+    options, match = WRONG_ARGUMENTS[case]
+    with pytest.raises((FieldError, GridError), match=match):
+        convert(wb2, tmp_path / "made.zarr", **options)
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_zarr_source_that_was_written_anew_does_not_go_on(tmp_path, wb2, monkeypatch):
     from jigsaw.io.conversion import convert as conversion
 

@@ -253,6 +253,8 @@ def test_a_volume_without_time_is_one_sample(tmp_path):
         one_rank(str(tmp_path / "ct.zarr"), targets=[1])
     with pytest.raises(ReadError, match=r"time=\('2000', '2001'\) selects steps, but the fields have no time dim"):
         one_rank(str(tmp_path / "ct.zarr"), time=("2000", "2001"))
+    with pytest.raises(ReadError, match=r"time=array\(.* selects steps, but the fields have no time dim"):
+        one_rank(str(tmp_path / "ct.zarr"), time=np.array(["2000", "2001"], "M8[Y]"))
 
 
 def test_a_variable_that_needs_a_choice_is_no_default_field(tmp_path):

@@ -297,6 +297,11 @@ def test_a_checkpoint_of_something_else_is_refused(holed, tmp_path):
         statistics(opened(holed, mesh, every=2), checkpoint=at, resume=True)
     with pytest.raises(StateError, match=r"is of places .*; run it as before"):
         statistics(opened(holed, mesh, lat_order="south-first"), checkpoint=at, resume=True)
+    sums = [{"t2m": "12h", "z500": "24h"}, {"t2m": "24h", "z500": "12h"}]
+    fields = ["t2m", "z500"]
+    stopped(opened(holed, mesh, fields, sums=sums[0]), at, 1, block=1)
+    with pytest.raises(StateError, match=r"is of rows of fields .*; run it as before"):
+        statistics(opened(holed, mesh, fields, sums=sums[1]), checkpoint=at, resume=True, block=1)
     again = write(tmp_path / "again.zarr", globe())
     stopped(opened(again, mesh), at, 4, block=2)
     shutil.rmtree(again)

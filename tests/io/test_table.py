@@ -239,6 +239,18 @@ def test_unsigned_attribute(tmp_path):
     assert whole(table).tolist() == [255, 254, 5]
 
 
+@pytest.mark.parametrize("declared", [True, "TRUE", "yes", "false", 1])
+def test_other_words_than_xarrays_declare_no_sign(tmp_path, declared):
+    group = zarr.open_group(str(tmp_path / "u.zarr"), mode="w")
+    group.create_array("a", shape=(3,), chunks=(3,), dtype="i1", attributes={"_Unsigned": declared})
+    assert open_store(group).arrays["a"].dtype == "|i1"
+
+
+@pytest.mark.parametrize("value", ["-3", "none", "AAAAAAAA+D8="])
+def test_a_missing_value_in_words_masks_nothing(tmp_path, value):
+    assert open_store(lying(tmp_path, "missing_value", value)).arrays["a"].masks == ()
+
+
 @pytest.mark.parametrize(("dtype", "said", "fill", "want"), [("i1", "true", -1, 255), ("u2", "false", 65535, -1)])
 def test_a_missing_chunk_of_the_other_sign(tmp_path, dtype, said, fill, want):
     group = zarr.open_group(str(tmp_path / "u.zarr"), mode="w")

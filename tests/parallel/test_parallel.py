@@ -1276,7 +1276,9 @@ def _small_net():
 
 def _points(mesh):
     torch.manual_seed(4)
-    return jigsaw.shard(torch.randn(13, 11, dtype=torch.float64), mesh, ("lat", None))
+    return jigsaw.shard(
+        torch.randn(13, 11, dtype=torch.float64), mesh, ("lat" if "lat" in mesh.mesh_dim_names else None, None)
+    )
 
 
 def _losses_after_validation(model, x, frozen):
@@ -1308,19 +1310,72 @@ def test_validation_leaves_parameters_as_they_are(way, frozen):
     assert _losses_after_validation(model, x, frozen) == pytest.approx(expected, rel=1e-12)
 
 
+def _losses_of_steps_within_passes(model, x):
+    """What may be done to weights between a forward pass and its backward pass, and with one that has none."""
+    model(x)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    losses = []
+    for step in range(4):
+        model[0].requires_grad_(step != 1)
+        loss = model(x).square().mean() + 0.1 * sum(p.square().sum() for p in model.parameters() if p.ndim > 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model[0].requires_grad_(True)
+        model.zero_grad()
+        if step == 2:
+            model[2].requires_grad_(False)
+        loss.backward()
+        model[2].requires_grad_(True)
+        losses += [loss.item(), clip_grad_norm_(model, 0.1).item()]
+        optimizer.step()
+    return losses
+
+
+WAYS_OF_STEPS = [
+    ({"lat": 2}, {"shard_weights": True}),
+    ({"lat": 2}, {"shard_weights": True, "unit_bytes": 1}),
+    ({"lat": 2}, {"shard_weights": "keep", "unit_bytes": 1}),
+    ({"channel": 2}, {}),
+    ({"lat": 2}, {}),
+]
+
+
+def _steps_within_passes(axes, options):
+    mesh = world_mesh(**axes)
+    x = _points(mesh)
+    expected = _losses_of_steps_within_passes(_small_net(), x.full_tensor())
+    model = parallelize(_small_net(), mesh, **options)
+    assert _losses_of_steps_within_passes(model, x) == pytest.approx(expected, rel=1e-12)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize(("axes", "options"), WAYS_OF_STEPS, ids=str)
+def test_weights_between_a_forward_and_its_backward_pass_are_the_models_own(axes, options):
+    run_on_ranks(_ranks(axes), _steps_within_passes, axes, options)
+
+
 @on_ranks(2)
-def test_gathered_parameters_are_neither_clipped_nor_trained():
+def test_what_would_use_other_weights_than_the_cut_ones_is_refused():
     mesh = world_mesh(lat=2)
     model = parallelize(_small_net(), mesh, shard_weights=True)
     x = _points(mesh)
+    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for _ in range(2):
+        with pytest.raises(ShardingError, match=r"called with another tensor as 'weight', as torch\.func"):
+            torch.func.functional_call(model, zeros, (x,))
+        model(x).square().mean().backward()
+    within = []
+    model[0].register_forward_hook(lambda module, args, output: within.append(module.weight))
     loss = model(x).square().mean()
-    gathered = list(model.parameters())
-    with pytest.raises(ShardingError, match="gathered for a forward pass"):
-        clip_grad_norm_(gathered, 1.0)
-    loss.backward()
-    with pytest.raises(ShardingError, match="gathered for a forward pass"):
-        torch.optim.SGD(gathered, lr=0.1).step()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(ShardingError, match=r"or torch\.autograd\.grad of it, would see a part"):
+        torch.autograd.grad(loss, within)
+
+
+@on_ranks(2)
+def test_copies_and_containers_of_cut_weights_are_refused():
+    mesh = world_mesh(lat=2)
+    model = parallelize(_small_net(), mesh, shard_weights=True)
     with pytest.raises(ShardingError, match="deepcopy of FSDPSequential, whose weights are cut"):
         torch.optim.swa_utils.AveragedModel(model)
     with pytest.raises(ShardingError, match="of a ModuleDict, which has no forward pass"):

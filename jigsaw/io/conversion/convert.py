@@ -26,13 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jigsaw.drafts import open_unlinked
-from jigsaw.errors import GridError, WriteError, writing_to
+from jigsaw.errors import FieldError, GridError, WriteError, writing_to
 from jigsaw.geometry.cut import Box, box_elements, box_slices
-from jigsaw.io.arguments import checked_choice
+from jigsaw.io.arguments import checked_choice, checked_mapping, is_real_number
 from jigsaw.io.chunks.files import holds_place_read, local_paths
 from jigsaw.io.conversion.selected_source import SelectedSource, open_with_xarray, recommended_chunks, select_source
 from jigsaw.io.series.cell_grid import CELL_ORDERS
 from jigsaw.io.series.request import MISSING_RULES
+from jigsaw.io.series.times import is_whole_number
 from jigsaw.io.stats.cluster import results_in_order, worker_threads
 from jigsaw.io.writing.cf import plain_attribute
 from jigsaw.io.writing.deliver import StoreCompleteness, completeness_from_attrs
@@ -218,6 +219,9 @@ def convert(
     """
     checked_choice("missing", missing, MISSING_RULES)
     checked_choice("order", order, CELL_ORDERS, GridError)
+    checked_mapping("chunks", chunks, "{'time': 1}", GridError)
+    checked_mapping("shards", shards, "{'time': 8}", GridError)
+    _check_resources(client, threads, budget, progress)
     path = Path(target)
     # Closed here and not when it is collected: HDF5 2.2 crashes where a file with texts is opened while an older handle
     # of it is still open, and that one is closed first (netcdf-c issue 2510).
@@ -235,16 +239,27 @@ def convert(
             store.make()
             journal.made()
         kept = len(journal.done)
-        regions = [r for array in arrays for r in _regions_to_move(array, chosen, journal.done, budget)]
+        regions = [r for array in arrays for r in _regions_to_move(array, chosen, journal.done, int(budget))]
         read = WatchedDataset(chosen.data, chosen.watched)
         # the memory of a thread (region, read-back copy, encoded bytes) stays within the budget
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        most = budget // max(1, 3 * max((r.nbytes for r in regions), default=1))
+        most = int(budget) // max(1, 3 * max((r.nbytes for r in regions), default=1))
         filled = _move_all(regions, read, path, journal, client, max(1, min(threads or cores, most)), progress)
         digests = {a.name: combine_digests(journal.done[a.name, i] for i in unit_indices(a)) for a in arrays}
         store.finish(digests)
         journal.remove()
         return Converted(str(path), arrays, len(journal.done) - kept, kept, digests, filled)
+
+
+def _check_resources(client: Any, threads: Any, budget: Any, progress: Any) -> None:
+    if threads is not None and not (is_whole_number(threads) and threads >= 1):
+        raise FieldError(f"threads={threads!r} must be a whole number of at least 1, or None")
+    if not (is_real_number(budget) and budget >= 1):
+        raise FieldError(f"budget={budget!r} must be a number of bytes >= 1, like budget=256 << 20")
+    if progress is not None and not callable(progress):
+        raise FieldError(f"progress={progress!r} must be a function of the bytes done and of all bytes, or None")
+    if client is not None and not hasattr(client, "submit"):
+        raise FieldError(f"client={client!r} must be a dask.distributed.Client, or None")
 
 
 def verify(target: str | os.PathLike[str]) -> dict[str, bool]:

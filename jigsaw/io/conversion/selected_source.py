@@ -103,7 +103,7 @@ class SelectedSource:
             table.check_rows(table.dims)
         known = {word for name in self.arrays for role, own, _ in self.dims(name) for word in (role, own)}
         for argument, sizes in (("chunks", chunks), ("shards", shards or {})):
-            wrong = [dim for dim, n in sizes.items() if dim not in known or n < 1]
+            wrong = [dim for dim, n in sizes.items() if dim not in known or not is_whole_number(n) or n < 1]
             if wrong:
                 raise GridError(
                     f"{argument}={{{wrong[0]!r}: {sizes[wrong[0]]}}} must be a positive size along one of "
@@ -138,15 +138,26 @@ class SelectedSource:
         return {"coordinates": " ".join(sorted(beside))} if beside else {}
 
     def identity(self) -> str:
-        """Return a digest of what is read: files by size and time, shapes, dtypes and coordinates."""
+        """Return a digest of what is read: files by size and time, some values, shapes, dtypes and coordinates."""
         stamps = [(path, size_and_change(path)) for path in self.files if Path(path).is_file()]
         facts: list[Any] = [self.name, *self.files, *stamps, *self._seen_of_folders()]
         # in the order of names: that in which xarray lists a Zarr store without consolidated metadata changes
         facts += [(n, self.data.variables[n].dims, self.data.variables[n].shape) for n in sorted(self.arrays)]
+        facts += [] if self.files else [self._seen_of_values(name) for name in sorted(self.arrays)]
         digest = hashlib.blake2b(repr(facts).encode(), digest_size=16)
         for each in sorted(self.coordinates, key=lambda coordinate: coordinate.name):
             digest.update(repr((each.name, each.dims, each.values.dtype)).encode() + each.values.tobytes())
         return digest.hexdigest()
+
+    def _seen_of_values(self, name: str) -> tuple[Any, ...]:
+        """Look at an array of a given dataset: at its file and three rows, or at all values that are in memory."""
+        variable = self.data.variables[name]
+        source = str(variable.encoding.get("source", ""))
+        if variable.ndim and (source or variable.chunks is not None):
+            variable = variable[sorted({0, variable.shape[0] // 2, variable.shape[0] - 1})]
+        values = np.ascontiguousarray(variable.values).reshape(-1)
+        seen = hashlib.blake2b(values.view(np.uint8).data, digest_size=16).hexdigest()
+        return name, seen, size_and_change(source) if Path(source).is_file() else None
 
     def _seen_of_folders(self) -> list[StoreIdentity]:
         """Look at a few chunks of each Zarr store on disk, because only these show that a store was written again."""

@@ -254,7 +254,7 @@ def _selected_steps(
     if axis is None:
         sums = {channels[i].field: length for i, length in summed.items()}
         for name, value, default in (("time", time, None), ("every", every, 1), ("sums", sums, {})):
-            if value != default:
+            if isinstance(value, np.ndarray) or value != default:
                 raise WindowError(f"{name}={value!r} selects steps, but the fields have no time dim")
         return None
     chosen = axis.series(time, every)

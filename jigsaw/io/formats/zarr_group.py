@@ -370,7 +370,11 @@ def _zarr_missing_values(meta: Any, dtype: np.dtype[Any], own: np.dtype[Any]) ->
     Zarr v3 has ``_FillValue`` among its attributes; zarr v2 has it as the array's `fill_value`.
     """
     attrs = meta.attributes
-    declared: list[Any] = [_decoded_fill_value(attrs[k], dtype) for k in MISSING_VALUE_ATTRS if k in attrs]
+    declared: list[Any] = [
+        _decoded_fill_value(attrs[name], dtype) if name == "_FillValue" else attrs[name]
+        for name in MISSING_VALUE_ATTRS
+        if name in attrs
+    ]
     if meta.zarr_format == 2 and fill_is_missing(meta.fill_value, attrs):
         declared.append(fill_value_of(meta.fill_value, dtype))
     return missing_values_of(dtype, declared, own)

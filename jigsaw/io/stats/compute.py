@@ -134,10 +134,13 @@ class StepSeries:
         scales = [x.hex() for x in (*d.scale, *d.offset)]
         order = [] if d.turn.cells is None else [d.turn.cells]  # the ranks then count different cells
         scaled = hashlib.sha256(repr((scales, d.nan, sorted(d.select.items()), *order)).encode()).hexdigest()[:16]
+        # the rows that names stand for, and those of sums
+        read = [(c.array, c.level, c.earlier) for c in d.channels], [(s.channel, s.earlier) for s in d.sums]
         sizes = dict(zip(d.frame.dims, d.frame.sizes, strict=True))
         return {
             "store": d.store.url,
             "fields": list(self.channels),
+            "rows of fields": hashlib.sha256(repr(read).encode()).hexdigest()[:16],
             "sizes": sizes,
             "places": d.places_digest(),
             "steps": f"{len(self)} ({steps})",

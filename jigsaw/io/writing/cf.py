@@ -94,20 +94,20 @@ def _dims_values_attrs(name: str, entry: Any) -> tuple[tuple[str, ...], NDArray[
     if hasattr(entry, "dims") and hasattr(entry, "attrs"):
         encoding: Mapping[str, Any] = getattr(entry, "encoding", {})
         units = {k: encoding[k] for k in ("units", "calendar") if k in encoding}
-        return tuple(map(str, entry.dims)), _values_of(entry.values), {**dict(entry.attrs), **units}
+        return tuple(map(str, entry.dims)), _coordinate_values(entry.values), {**dict(entry.attrs), **units}
     parts: tuple[Any, ...] = entry if isinstance(entry, tuple) else ()
     if len(parts) == 2 and isinstance(parts[1], Mapping):
-        return (name,), _values_of(parts[0]), parts[1]
+        return (name,), _coordinate_values(parts[0]), parts[1]
     named = parts and (isinstance(parts[0], str) or all(isinstance(d, str) for d in np.ravel(parts[0]).tolist()))
     has_attrs = len(parts) == 3 and isinstance(parts[2], Mapping)
     if named and (has_attrs or (len(parts) in (2, 3) and not isinstance(parts[1], str | Mapping))):
         dims = (parts[0],) if isinstance(parts[0], str) else tuple(parts[0])
-        return dims, _values_of(parts[1]), parts[2] if len(parts) == 3 else None
-    array = _values_of(list(parts) if isinstance(entry, tuple) else entry)
+        return dims, _coordinate_values(parts[1]), parts[2] if len(parts) == 3 else None
+    array = _coordinate_values(list(parts) if isinstance(entry, tuple) else entry)
     return (name,) if array.ndim else (), array, None
 
 
-def _values_of(values: Any) -> NDArray[Any]:
+def _coordinate_values(values: Any) -> NDArray[Any]:
     """Return an array; masked places, as netCDF4 returns them, are NaT or NaN, and integers then floats."""
     if not np.ma.is_masked(values):
         return np.asarray(values)

@@ -57,8 +57,7 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
     if fields is None:
         fields = [_written_field(survey, by_name, dataset.channels[c]) for c in dataset.target_channels]
     cells = () if dataset.cells is None else dataset.cells.variables
-    named_dims = {d if d in dataset.whole_coords else own.get(d, d): d for d in dims or dataset.whole_coords}
-    plane = {} if dataset.cells is not None else _lent_of_plane(dataset, survey, named_dims)
+    plane = _lent_of_plane(dataset, survey, dims or tuple(dataset.whole_coords))
     written = {*options.coords, *(f.array for f in fields), *cells, *plane}
 
     def attrs_along(variable: StoreVariable, role: str) -> Mapping[str, Any]:
@@ -78,15 +77,15 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
             lent |= {name: _lent_of_cells(dataset.store, name, (stored, dim), rows, written) for name in cells}
             if dim not in lent and dataset.cells is not None and dataset.cells.numbers is not None:
                 lent[dim] = dataset.cells.numbers, {"standard_name": "healpix_index"}  # some cells of the sphere
-            if dggs:
-                lent.pop(dim, None)  # the numbers of cells have a name of their own
+            if dggs:  # the numbers of cells have a name of their own
+                lent.pop(dim, None)
                 dggs = {**dggs, "spatial_dimension": dim}
-            tables = [dataset.store.arrays[name] for name in cells]
             places = dataset.cells.source_places if dataset.cells is not None else None
             if places is not None:
                 restores = dim, Neighbors(np.argsort(places)[:, None])
                 stored_places = places if isinstance(rows, slice) else places[np.argsort(rows)]
                 lent |= _renumbered_tables(lent, survey.coords.tables_of_cells(variables[0].table), stored_places)
+            tables = map(dataset.store.arrays.__getitem__, cells)
             lent_sizes = {d: n for t in tables for d, n in zip(t.dims, t.shape, strict=True) if d != stored}
     leveled = next((v for v in variables if LEVEL_DIM in v.roles), None)
     used = {f.level for f in fields} - {None}
@@ -94,11 +93,10 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
         values = survey.values(leveled, LEVEL_DIM)
         lent[LEVEL_DIM] = values[[float(v) in used for v in values]], attrs_along(leveled, LEVEL_DIM)
     timed = next((v for v in variables if "time" in v.roles), None)
-    # of time, only units and calendar are kept, because its values are new
-    lent_units: dict[str, StoredCoordinate] = {}
+    lent_units: dict[str, StoredCoordinate] = {}  # of time only units and calendar, because its values are new
     if timed is not None and survey.states(timed, "time"):
-        attrs = attrs_along(timed, "time")
-        lent_units["time"] = StoredCoordinate("time", ("time",), survey.values(timed, "time"), attrs)
+        time_values = survey.values(timed, "time"), attrs_along(timed, "time")
+        lent_units["time"] = StoredCoordinate("time", ("time",), *time_values)
     own_attrs = {k: v for k, v in dataset.store.attrs.items() if not k.startswith(_WRITER_PREFIX)}
     field_attrs = {name: _attrs_that_hold(v.table.attrs, written) for name, v in by_name.items()}
     return replace(
@@ -114,15 +112,17 @@ def options_like_dataset(options: WriteOptions, dataset: Dataset) -> WriteOption
 
 
 def _lent_of_plane(
-    dataset: Dataset, survey: StoreSurvey, named_dims: Mapping[str, str]
+    dataset: Dataset, survey: StoreSurvey, dims: Sequence[str]
 ) -> dict[str, tuple[tuple[str, ...], NDArray[Any], Mapping[str, Any]]]:
     """Return the latitudes and longitudes of a curvilinear grid, and its grid mapping, each with dims and attributes.
 
-    `named_dims` are the dims that are written, by role.
+    `dims` are those that are written, by the names of roles or of the store.
     """
     variable = dataset.variables[0]
-    dims, angles = survey.coords.plane(variable.table)
-    roles = [variable.roles[variable.table.dims.index(d)] for d in dims]
+    role_of = dict(zip(variable.table.dims, variable.roles, strict=True))
+    named_dims = {d if d in dataset.whole_coords else role_of.get(d, d): d for d in dims}
+    along, angles = survey.coords.plane(variable.table)
+    roles = [role_of[d] for d in along]
     if not angles or not set(roles) <= set(named_dims) & set(dataset.whole_coords):
         return {}
     starts = [(dataset.turn.rolled.get(role, 0), len(dataset.whole_coords[role])) for role in roles]
